@@ -1,0 +1,74 @@
+# kvrsim: everything runs in .venv, which the first target that needs it makes from $(PYTHON).
+
+PYTHON ?= python3
+WORKERS ?= logical
+GPUS ?= 8
+CTX ?= 16k
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+PINS := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help plan test check format bench accuracy fit clean
+
+help: ## list these targets
+	@echo "make TARGET   (PYTHON=$(PYTHON); any Python >= 3.11 will do)"
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)$$/  \1	\2/p' Makefile | expand -t 14
+
+plan: $(VENV)/.core ## plan a prefill and print it (GPUS=8 CTX=16k)
+	@$(BIN)/kvrsim plan --gpus $(GPUS) --ctx $(CTX)
+
+test: $(VENV)/.dev ## run the tests (WORKERS=logical: one process per core, at most 8)
+	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8
+
+check: $(VENV)/.dev ## ruff format, ruff, mypy, import-linter
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev ## put the code in shape: ruff format, ruff --fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.core ## run each benchmark in benchmarks/
+	@for script in benchmarks/*.py; do \
+	    [ -e "$$script" ] || { echo "make bench: there are no benchmarks yet"; exit 1; }; \
+	    echo "== $$script"; $(BIN)/python "$$script" || exit 1; \
+	done
+
+accuracy: $(VENV)/.core ## simulate the published cases and rewrite the accuracy page
+	$(BIN)/python -m validate.published
+
+fit: $(VENV)/.core ## fit the shipped profile anew from the published figures
+	$(BIN)/python -m calibrate.fit_published
+
+clean: ## remove .venv, caches and build outputs
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The environment. Stamps keep it from being installed again until the pins change. A .venv holds absolute paths, so
+# a copied or moved checkout makes its own: .made says where it was made.
+
+ifneq ($(shell cat $(VENV)/.made 2>/dev/null),$(CURDIR))
+.PHONY: $(VENV)/.made
+endif
+
+$(VENV)/.made:
+	@"$(PYTHON)" -c '' >/dev/null 2>&1 || { echo "make: no $(PYTHON) here; install Python 3.11 or newer, or name one: make PYTHON=/path/to/python" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: $(PYTHON) is $$("$(PYTHON)" --version 2>&1), kvrsim needs Python 3.11 or newer; name one: make PYTHON=python3.12" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { echo "make: $(PYTHON) cannot make environments; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@"$(PYTHON)" -m venv --clear $(VENV)
+	@echo "$(CURDIR)" > $@
+
+$(VENV)/.core: $(VENV)/.made $(PINS)
+	@echo "installing kvrsim into $(VENV) (once; about a minute)" >&2
+	@$(PIP_INSTALL) -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.core $(PINS)
+	@echo "installing the tools for checks and tests into $(VENV) (once)" >&2
+	@$(PIP_INSTALL) -e '.[dev]'
+	@touch $@

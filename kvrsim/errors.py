@@ -1,0 +1,34 @@
+"""What kvrsim raises on purpose.
+
+KvrsimError                 anything a caller may want to catch
+├── InputError              the user's input is wrong: names the argument, its value and what is accepted (exit code 2)
+└── InfeasibleError         the question is well put and the answer is no: nothing fits, a target is not met (exit code 1)
+"""
+
+from __future__ import annotations
+
+
+class KvrsimError(Exception):
+    """Base of every error that kvrsim raises on purpose."""
+
+    exit_code = 1
+
+
+class InputError(KvrsimError):
+    """A value from the user cannot be used.
+
+    >>> str(InputError("--gpus", 0, "a whole number of at least 1"))
+    "--gpus: got '0', accepted: a whole number of at least 1"
+    """
+
+    exit_code = 2
+
+    def __init__(self, argument: str, value: object, accepted: str) -> None:
+        self.argument, self.value, self.accepted = argument, value, accepted
+        shown = " ".join(str(value).split())
+        shown = shown if len(shown) <= 80 else shown[:77] + "..."
+        super().__init__(f"{argument}: got '{shown}', accepted: {accepted}")
+
+
+class InfeasibleError(KvrsimError):
+    """The question is well put and nothing satisfies it."""

@@ -1,0 +1,207 @@
+"""The event executor: the same program as SimPy processes, with every span recorded.
+
+A rank is a process; a link owns its queue, its delay and what has passed over it. Needed where
+durations interact (a shared bus) and for timelines; elsewhere it agrees with the batch executor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import simpy
+
+from kvrsim.executors.bus import FairBus
+from kvrsim.hardware import Cluster
+from kvrsim.program import AllGather, Compute, Op, Program, Recv, Send
+from kvrsim.timeline import Span, SpanKind, Timeline
+
+Process = Generator[simpy.Event, Any, Any]
+
+
+class Link:
+    """A path of its own between two ranks: one message at a time, first in, first out."""
+
+    def __init__(self, env: simpy.Environment, bandwidth_bytes_per_s: float) -> None:
+        self.env = env
+        self.bandwidth_bytes_per_s = bandwidth_bytes_per_s
+        self.queue = simpy.Resource(env, capacity=1)
+
+    def transmit(self, nbytes: float) -> Process:
+        """Wait for the link, then put the bytes on it; returns when the first byte left."""
+        with self.queue.request() as turn:
+            yield turn
+            start_s = self.env.now
+            yield self.env.timeout(nbytes / self.bandwidth_bytes_per_s)
+        return start_s
+
+
+@dataclass(slots=True)
+class _Gathering:
+    """One all-gather, as its ranks come to it."""
+
+    joined: list[simpy.Event]  # per rank: it has reached the collective
+    pieces: list[simpy.Store]  # per rank: pieces that have come from the rank before
+    sizes: dict[int, float] = field(default_factory=dict)  # per rank: bytes of its own piece
+
+
+class Replay:
+    """One prefill, replayed. `finish_s` is when each rank ended; TTFT is the last rank's."""
+
+    def __init__(self, program: Program, cluster: Cluster, *, record: bool = True) -> None:
+        self.env = simpy.Environment()
+        self.program, self.cluster, self.record = program, cluster, record
+        self.spans: list[Span] = []
+        self.bus = FairBus(self.env)
+        self.links: dict[tuple[int, int], Link | FairBus] = {}
+        self.inboxes: dict[tuple[int, int], simpy.Store] = {}
+        self.readies: dict[tuple[int, int], simpy.Store] = {}
+        self.gatherings: dict[int, _Gathering] = {}
+        ranks = [_RankProcess(self, rank) for rank in range(program.num_ranks)]
+        processes = [self.env.process(rank.run()) for rank in ranks]
+        self.env.run(simpy.AllOf(self.env, processes))
+        self.finish_s: tuple[float, ...] = tuple(process.value for process in processes)
+
+    @property
+    def timeline(self) -> Timeline:
+        """All spans, ordered by start."""
+        spans = tuple(sorted(self.spans, key=lambda span: (span.start_s, span.rank, span.end_s)))
+        return Timeline(strategy=self.program.strategy, num_ranks=self.program.num_ranks, spans=spans)
+
+    def link(self, src: int, dst: int) -> Link | FairBus:
+        """The link that carries messages from src to dst."""
+        if (src, dst) not in self.links:
+            path = self.cluster.path(src, dst)
+            if path.shared_bus:
+                self.bus.bandwidth_bytes_per_s = path.bandwidth_bytes_per_s
+            self.links[src, dst] = self.bus if path.shared_bus else Link(self.env, path.bandwidth_bytes_per_s)
+        return self.links[src, dst]
+
+    def inbox(self, src: int, dst: int) -> simpy.Store:
+        """Messages from src that have arrived at dst and wait to be received."""
+        return self.inboxes.setdefault((src, dst), simpy.Store(self.env))
+
+    def ready(self, src: int, dst: int) -> simpy.Store:
+        """Receives that dst has come to and whose rendezvous with src has not begun."""
+        return self.readies.setdefault((src, dst), simpy.Store(self.env))
+
+    def gathering(self, index: int) -> _Gathering:
+        """The index-th all-gather of the prefill."""
+        if index not in self.gatherings:
+            ranks = range(self.program.num_ranks)
+            joined, pieces = [self.env.event() for _ in ranks], [simpy.Store(self.env) for _ in ranks]
+            self.gatherings[index] = _Gathering(joined, pieces)
+        return self.gatherings[index]
+
+    def note(self, rank: int, kind: SpanKind, name: str, layer: int | None, start_s: float, end_s: float) -> None:
+        """Record a stretch of a rank's compute stream, unless it is empty."""
+        if self.record and end_s > start_s:
+            self.spans.append(Span(rank=rank, kind=kind, name=name, layer=layer, start_s=start_s, end_s=end_s))
+
+    def carry(self, src: int, dst: int, nbytes: float, layer: int | None, left: simpy.Event | None, to: simpy.Store) -> Process:
+        """Move one message: queue, transmission, latency, delivery."""
+        start_s = yield from self.link(src, dst).transmit(nbytes)
+        end_s = self.env.now
+        if left is not None:
+            left.succeed()
+        if self.record:
+            span = Span(rank=src, kind="transfer", name=f"KV {src}→{dst}", layer=layer, start_s=start_s, end_s=end_s, peer=dst, nbytes=nbytes)
+            self.spans.append(span)
+        latency_s = self.cluster.path(src, dst).latency_s
+        if latency_s:
+            yield self.env.timeout(latency_s)
+        yield to.put(nbytes)
+
+
+class _RankProcess:
+    """One rank: its host clock is a number, its device clock is the simulation's."""
+
+    def __init__(self, replay: Replay, rank: int) -> None:
+        self.replay, self.rank, self.env = replay, rank, replay.env
+        self.host_s = 0.0
+        self.num_gathered = 0
+
+    def run(self) -> Process:
+        """All operations in order; returns when the device has finished."""
+        for layer, op in self.replay.program.ops(self.rank):
+            yield from self._do(layer, op)
+        return self.env.now
+
+    def _do(self, layer: int | None, op: Op) -> Process:
+        match op:
+            case Compute():
+                yield from self._compute(layer, op)
+            case Send():
+                yield from self._send(layer, op)
+            case Recv():
+                yield from self._recv(layer, op)
+            case AllGather():
+                yield from self._all_gather(layer, op)
+
+    def _until(self, time_s: float) -> Process:
+        if time_s > self.env.now:
+            yield self.env.timeout(time_s - self.env.now)
+
+    def _compute(self, layer: int | None, op: Compute) -> Process:
+        begin_s = self.env.now
+        start_s = max(begin_s, self.host_s)
+        self.host_s += op.host_s
+        yield from self._until(max(start_s + op.device_s.item(), self.host_s))
+        self.replay.note(self.rank, "wait", "host", layer, begin_s, start_s)
+        self.replay.note(self.rank, "compute", op.name, layer, start_s, self.env.now)
+
+    def _send(self, layer: int | None, op: Send) -> Process:
+        self.host_s += op.host_s
+        begin_s = self.env.now
+        left = self.env.event() if op.rendezvous else None
+        self.env.process(self._post(max(begin_s, self.host_s), layer, op, left))
+        if left is not None:
+            yield left
+            self.replay.note(self.rank, "wait", f"send to rank {op.dst}", layer, begin_s, self.env.now)
+
+    def _post(self, posted_s: float, layer: int | None, op: Send, left: simpy.Event | None) -> Process:
+        yield from self._until(posted_s)
+        inbox = self.replay.inbox(self.rank, op.dst)
+        if op.rendezvous:
+            yield self.replay.ready(self.rank, op.dst).get()
+        yield from self.replay.carry(self.rank, op.dst, op.nbytes.item(), layer, left, inbox)
+
+    def _recv(self, layer: int | None, op: Recv) -> Process:
+        begin_s = self.env.now
+        self.host_s += op.host_s
+        if op.rendezvous:
+            self.env.process(self._tell_ready(op.src, self.host_s))
+        yield self.replay.inbox(op.src, self.rank).get()
+        self.replay.note(self.rank, "wait", f"KV from rank {op.src}", layer, begin_s, self.env.now)
+
+    def _tell_ready(self, src: int, time_s: float) -> Process:
+        """Let a rendezvous begin, once the host has issued the receive."""
+        yield from self._until(time_s)
+        yield self.replay.ready(src, self.rank).put(True)
+
+    def _all_gather(self, layer: int | None, op: AllGather) -> Process:
+        """Join, let a forwarder pass pieces on, and wait until all others have come."""
+        begin_s = self.env.now
+        self.host_s += op.host_s
+        yield from self._until(self.host_s)
+        gathering = self.replay.gathering(self.num_gathered)
+        self.num_gathered += 1
+        gathering.sizes[self.rank] = op.nbytes.item()
+        gathering.joined[self.rank].succeed()
+        others = self.replay.program.num_ranks - 1
+        done = self.env.event()
+        self.env.process(self._forward(gathering, layer, others, done))
+        yield done
+        self.replay.note(self.rank, "wait", "all-gather", layer, begin_s, self.env.now)
+
+    def _forward(self, gathering: _Gathering, layer: int | None, steps: int, done: simpy.Event) -> Process:
+        """Send the own piece, then every piece that comes but the last; tell when all have come."""
+        dst = (self.rank + 1) % self.replay.program.num_ranks
+        nbytes = gathering.sizes[self.rank]
+        for step in range(steps):
+            yield gathering.joined[dst]
+            self.env.process(self.replay.carry(self.rank, dst, nbytes, layer, None, gathering.pieces[dst]))
+            nbytes = yield gathering.pieces[self.rank].get()
+            if step == steps - 1:
+                done.succeed()

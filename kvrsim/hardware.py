@@ -1,0 +1,259 @@
+"""Cluster: GPUs, links and their layout, from shipped datasheets or a user's file."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar, get_args
+
+from kvrsim.errors import InputError
+from kvrsim.request import DTYPES
+from kvrsim.units import JsonObject, format_bandwidth, format_seconds
+
+Topology = Literal["switch", "bus", "chain", "nodes"]
+TOPOLOGIES: tuple[Topology, ...] = get_args(Topology)
+DEFAULT_CLUSTER = "a100-nvlink"
+MAX_GPUS = 2**16
+
+_DATA = pathlib.Path(__file__).parent / "data"
+_GPU_KEYS = ("name", "memory_bytes", "hbm_bytes_per_s", "peak_flops", "num_sms", "l2_bytes", "source")
+_LINK_KEYS = ("name", "bandwidth_bytes_per_s", "latency_s", "source")
+_CLUSTER_KEYS = ("name", "gpu", "num_gpus", "link", "topology", "gpus_per_node", "network")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuSpec:
+    """A GPU as its datasheet has it."""
+
+    name: str  # as in gpus.json
+    memory_bytes: int  # device memory
+    hbm_bytes_per_s: float  # device memory bandwidth, peak
+    peak_flops: tuple[
+        tuple[str, float], ...
+    ]  # for each dtype FLOP/s of the tensor cores, dense (no sparsity)
+    num_sms: int  # streaming multiprocessors
+    l2_bytes: int  # L2 cache
+    source: str  # citation
+
+    def peak_flops_for(self, dtype: str) -> float:
+        """FLOP/s for a dtype; InputError where the GPU has no tensor cores for it."""
+        for name, flops in self.peak_flops:
+            if name == dtype:
+                return flops
+        known = ", ".join(name for name, _ in self.peak_flops)
+        raise InputError("--dtype", dtype, f"{known} (what {self.name} computes in)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkSpec:
+    """A link between two devices, one way; full duplex."""
+
+    name: str  # as in links.json
+    bandwidth_bytes_per_s: float  # payload in one direction
+    latency_s: float  # from the first byte sent to the first received, software included
+    source: str  # citation, or who said so
+
+    def __post_init__(self) -> None:
+        if not 0 < self.bandwidth_bytes_per_s < math.inf:
+            raise InputError("--link-bandwidth", self.bandwidth_bytes_per_s, "a finite bandwidth above 0")
+        if not 0 <= self.latency_s < math.inf:
+            raise InputError("--link-latency", self.latency_s, "a finite time of at least 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Path:
+    """What a message from one GPU to another goes over."""
+
+    bandwidth_bytes_per_s: float  # of the slowest link on the way
+    latency_s: float  # of all links on the way together
+    shared_bus: bool  # whether all paths of the cluster share this one bandwidth
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """GPUs of one kind and the links between them.
+
+    switch: each ordered pair of GPUs has its own full-duplex path. chain: neighbours have one, others go
+    hop by hop. bus: all flows share one bandwidth. nodes: inside a node as a switch, between nodes over the
+    network.
+    """
+
+    name: str  # built-in name, or what the user's file says
+    gpu: GpuSpec  # every GPU
+    num_gpus: int  # GPUs in all
+    link: LinkSpec  # between GPUs; under nodes, inside a node
+    topology: Topology  # see above
+    gpus_per_node: int | None = None  # GPUs that `link` joins, under nodes; else None
+    network: LinkSpec | None = None  # between nodes, one GPU's share of it; else None
+
+    def __post_init__(self) -> None:
+        if self.topology not in TOPOLOGIES:
+            raise InputError("--topology", self.topology, ", ".join(TOPOLOGIES))
+        if self.topology == "nodes" and (self.network is None or self.gpus_per_node is None):
+            accepted = "switch, bus or chain (nodes needs a cluster file with gpus_per_node and network)"
+            raise InputError("--topology", self.topology, accepted)
+        if isinstance(self.num_gpus, bool) or not isinstance(self.num_gpus, int):
+            raise InputError("--gpus", self.num_gpus, "a whole number of at least 1")
+        if not 1 <= self.num_gpus <= MAX_GPUS:
+            raise InputError("--gpus", self.num_gpus, f"a whole number from 1 to {MAX_GPUS}")
+
+    def path(self, src: int, dst: int) -> Path:
+        """The way from rank `src` to another rank `dst`."""
+        assert src != dst, src
+        assert 0 <= min(src, dst) <= max(src, dst) < self.num_gpus, (src, dst)
+        link, hops = self.link, 1
+        if self.topology == "chain":
+            hops = abs(dst - src)
+        elif self.topology == "nodes":
+            assert self.gpus_per_node is not None
+            assert self.network is not None
+            link = link if src // self.gpus_per_node == dst // self.gpus_per_node else self.network
+        return Path(
+            bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
+            latency_s=hops * link.latency_s,
+            shared_bus=self.topology == "bus",
+        )
+
+    def with_link(
+        self, bandwidth_bytes_per_s: float | None = None, latency_s: float | None = None
+    ) -> Cluster:
+        """The same cluster with another link (under nodes, the one inside a node); None keeps what is."""
+        if bandwidth_bytes_per_s is None and latency_s is None:
+            return self
+        bandwidth = (
+            self.link.bandwidth_bytes_per_s if bandwidth_bytes_per_s is None else bandwidth_bytes_per_s
+        )
+        latency = self.link.latency_s if latency_s is None else latency_s
+        source = f"set by the user, in the place of {self.link.name}"
+        link = LinkSpec(name="user", bandwidth_bytes_per_s=bandwidth, latency_s=latency, source=source)
+        return replace(self, link=link)
+
+    def with_num_gpus(self, num_gpus: int) -> Cluster:
+        return replace(self, num_gpus=num_gpus)
+
+    def with_topology(self, topology: Topology) -> Cluster:
+        return replace(self, topology=topology)
+
+    def describe(self) -> str:
+        """One line for people."""
+        bandwidth = format_bandwidth(self.link.bandwidth_bytes_per_s)
+        link = f"{self.link.name}, {bandwidth}, {format_seconds(self.link.latency_s)}"
+        return f"{self.name}: {self.num_gpus} x {self.gpu.name}, {self.topology} ({link})"
+
+
+def builtin_gpus() -> tuple[str, ...]:
+    return tuple(sorted(_shipped("gpus")))
+
+
+def builtin_links() -> tuple[str, ...]:
+    return tuple(sorted(_shipped("links")))
+
+
+def builtin_clusters() -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in (_DATA / "clusters").glob("*.json")))
+
+
+def load_gpu(name_or_path: str | pathlib.Path, argument: str = "--gpu") -> GpuSpec:
+    """A built-in GPU or a JSON file that describes one."""
+    shipped = _shipped("gpus")
+    return _read_gpu(shipped.get(str(name_or_path)) or _user_file(name_or_path, argument, shipped))
+
+
+def load_link(name_or_path: str | pathlib.Path, argument: str = "--link") -> LinkSpec:
+    """A built-in link or a JSON file that describes one."""
+    shipped = _shipped("links")
+    return _read_link(shipped.get(str(name_or_path)) or _user_file(name_or_path, argument, shipped))
+
+
+def load_cluster(
+    name_or_path: str | pathlib.Path = DEFAULT_CLUSTER,
+    num_gpus: int | None = None,
+    argument: str = "--cluster",
+) -> Cluster:
+    """A built-in cluster or a JSON file; `num_gpus` takes the place of the file's."""
+    name = str(name_or_path)
+    if name in builtin_clusters():
+        cluster = _read_cluster(JsonObject.read(_DATA / "clusters" / f"{name}.json", argument))
+    else:
+        cluster = _read_cluster(_user_file(name, argument, builtin_clusters()))
+    return cluster if num_gpus is None else cluster.with_num_gpus(num_gpus)
+
+
+def _shipped(kind: Literal["gpus", "links"]) -> dict[str, JsonObject]:
+    """The shipped objects of a kind, by name."""
+    content = JsonObject.read(_DATA / f"{kind}.json", kind)
+    return {name: content.child(name) for name in content.fields if not name.startswith("_")}
+
+
+_Names = TypeVar("_Names", dict[str, JsonObject], tuple[str, ...])
+
+
+def _user_file(name_or_path: str | pathlib.Path, argument: str, builtin: _Names) -> JsonObject:
+    """A user's file; what is neither a built-in name nor a file is refused with the names."""
+    path = pathlib.Path(name_or_path)
+    try:
+        is_file = path.exists() and not path.is_dir()
+    except (OSError, ValueError):  # a path that is too long or forbidden
+        is_file = False
+    if not is_file:
+        raise InputError(argument, name_or_path, f"a JSON file, or one of {', '.join(sorted(builtin))}")
+    return JsonObject.read(path, argument)
+
+
+def _read_gpu(spec: JsonObject) -> GpuSpec:
+    spec.only(_GPU_KEYS)
+    peaks = spec.child("peak_flops")
+    peaks.only(DTYPES)
+    if not peaks.fields:
+        raise spec.error("peak_flops", f"an object with a number for one or more of {', '.join(DTYPES)}")
+    return GpuSpec(
+        name=spec.text("name"),
+        memory_bytes=int(spec.number("memory_bytes")),
+        hbm_bytes_per_s=spec.number("hbm_bytes_per_s"),
+        peak_flops=tuple((dtype, peaks.number(dtype)) for dtype in DTYPES if dtype in peaks.fields),
+        num_sms=spec.integer("num_sms", maximum=2**20),
+        l2_bytes=int(spec.number("l2_bytes")),
+        source=spec.text("source", spec.where),
+    )
+
+
+def _read_link(spec: JsonObject) -> LinkSpec:
+    spec.only(_LINK_KEYS)
+    return LinkSpec(
+        name=spec.text("name"),
+        bandwidth_bytes_per_s=spec.number("bandwidth_bytes_per_s"),
+        latency_s=spec.number("latency_s", allow_zero=True),
+        source=spec.text("source", spec.where),
+    )
+
+
+def _read_cluster(spec: JsonObject) -> Cluster:
+    spec.only(_CLUSTER_KEYS)
+    topology = next((known for known in TOPOLOGIES if known == spec.text("topology")), None)
+    if topology is None:
+        raise spec.error("topology", ", ".join(TOPOLOGIES))
+
+    def wants(key: str) -> bool:
+        return topology == "nodes" or spec.has(key)
+
+    return Cluster(
+        name=spec.text("name"),
+        gpu=_read_gpu(_part(spec, "gpu", "gpus")),
+        num_gpus=spec.integer("num_gpus", maximum=MAX_GPUS),
+        link=_read_link(_part(spec, "link", "links")),
+        topology=topology,
+        gpus_per_node=spec.integer("gpus_per_node", maximum=MAX_GPUS) if wants("gpus_per_node") else None,
+        network=_read_link(_part(spec, "network", "links")) if wants("network") else None,
+    )
+
+
+def _part(spec: JsonObject, key: str, kind: Literal["gpus", "links"]) -> JsonObject:
+    """The object under a key, or the shipped one that the key names."""
+    value = spec.fields.get(key)
+    if isinstance(value, dict):
+        return spec.child(key)
+    shipped = _shipped(kind)
+    if not isinstance(value, str) or value not in shipped:
+        raise spec.error(key, f"an object ({{...}}), or one of {', '.join(sorted(shipped))}")
+    return shipped[value]

@@ -1,0 +1,214 @@
+"""CalibrationProfile: what a machine and its software were measured to do; versioned JSON in and out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from kvrsim.errors import InputError
+from kvrsim.files import write_atomically
+from kvrsim.units import JsonObject
+
+SCHEMA_VERSION = 1
+_BUILTIN_FOLDER = Path(__file__).parent / "data" / "profiles"
+
+SendStyle = Literal["overlap", "rendezvous"]
+_SEND_STYLES: tuple[SendStyle, ...] = ("overlap", "rendezvous")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheCopies:
+    """How often K and V are copied, each time read and written, on their way into the cache."""
+
+    keep: float  # by every strategy, as where K and V are stacked into one tensor
+    append: float  # more where a chunk is appended to a prefix (torch.cat)
+    gather: float  # more where gathered pieces are put together (a list of outputs, then torch.cat)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelRates:
+    """What the device reaches; every rate at or below the datasheet's."""
+
+    gemm_flops_per_s: float  # of projections, MLP and head
+    attention_flops_per_s: Mapping[str, float]  # by kernel: "eager" (QK^T and PV alone), "flash" (all of it)
+    hbm_bytes_per_s: float  # of score matrices, element-wise kernels and copies
+    score_bytes: float  # HBM bytes that eager attention moves per element of the score matrix
+    fused: bool  # whether norms, rotary and activations are fused kernels
+    copies: CacheCopies
+    head_on_all_tokens: bool  # whether logits are computed for every token of the last chunk
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostRates:
+    """The launching thread: a property of the software, not of the device."""
+
+    layer_s: float  # seconds to issue one decoder layer
+    gather_piece_s: float  # more, per rank that takes part, for the all-gathers of one layer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkRates:
+    """What a point-to-point message reaches."""
+
+    bandwidth_bytes_per_s: float  # one way
+    latency_s: float
+    sends: SendStyle  # "rendezvous": send and receive hold both compute streams; "overlap": neither
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValidRange:
+    """What the calibration has seen; outside it a prediction is an extrapolation."""
+
+    context_len: tuple[int, int]  # tokens, smallest and largest
+    num_gpus: tuple[int, int]
+    hidden_size: tuple[int, int]
+    head_dim: tuple[int, int]
+    dtypes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Residual:
+    """How far the profile's predictions are from its data, as fractions of TTFT."""
+
+    mape: float  # mean absolute error on the rows it was fitted to
+    median_ape: float
+    cross_validated_mape: float  # leaving one model out at a time
+    p90_ape: float  # 90th percentile of the cross-validated absolute error: half-width of the interval
+    num_rows: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CalibrationProfile:
+    """Coefficients, where they hold, how well, and where they come from."""
+
+    name: str
+    gpu: str  # name of the GpuSpec that it stands for
+    description: str  # one sentence: software, kernels, machine
+    not_covered: str  # one sentence: what it does not stand for
+    kernels: KernelRates
+    host: HostRates
+    links: LinkRates
+    valid: ValidRange
+    residual: Residual | None  # None: nothing was measured
+    provenance: Mapping[str, str]  # source, command, date, versions
+
+    @property
+    def attention_kernels(self) -> tuple[str, ...]:
+        """Kernels that the profile has rates for; the first is the default."""
+        return tuple(self.kernels.attention_flops_per_s)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {"schema_version": SCHEMA_VERSION} | asdict(self)
+
+    def write(self, path: str | Path) -> None:
+        """Write the profile as JSON; the file appears whole or not at all."""
+        write_atomically(path, (json.dumps(self.to_dict(), indent=2) + "\n").encode(), argument="--output")
+
+
+def builtin_profiles() -> tuple[str, ...]:
+    """Names of the profiles that ship with kvrsim."""
+    return tuple(sorted(path.stem for path in _BUILTIN_FOLDER.glob("*.json")))
+
+
+def load_profile(name_or_path: str | Path, argument: str = "--profile") -> CalibrationProfile:
+    """A built-in name or a file; InputError names `argument`, the file and the key."""
+    name = str(name_or_path)
+    if name in builtin_profiles():
+        return read_profile(JsonObject.read(_BUILTIN_FOLDER / f"{name}.json", argument))
+    if not Path(name).exists():
+        known = ", ".join((*builtin_profiles(), "roofline"))
+        raise InputError(argument, name, f"a built-in profile ({known}) or a file that exists")
+    return read_profile(JsonObject.read(Path(name), argument))
+
+
+_KEYS = ("name", "gpu", "description", "not_covered", "kernels", "host", "links", "valid", "residual", "provenance")
+
+
+def read_profile(data: JsonObject) -> CalibrationProfile:
+    """Check every key of a profile; raises InputError naming the key path."""
+    data.only(("schema_version", *_KEYS))
+    if data.integer("schema_version") != SCHEMA_VERSION:
+        raise data.error("schema_version", f"{SCHEMA_VERSION}, the version that this kvrsim reads")
+    provenance = data.child("provenance")
+    return CalibrationProfile(
+        name=data.text("name"),
+        gpu=data.text("gpu"),
+        description=data.text("description"),
+        not_covered=data.text("not_covered"),
+        kernels=_read_kernels(data.child("kernels")),
+        host=_read_host(data.child("host")),
+        links=_read_links(data.child("links")),
+        valid=_read_valid(data.child("valid")),
+        residual=_read_residual(data.child("residual")) if data.has("residual") else None,
+        provenance={key: provenance.text(key) for key in provenance.fields},
+    )
+
+
+def _read_kernels(data: JsonObject) -> KernelRates:
+    data.only(KernelRates.__slots__)
+    attention = data.child("attention_flops_per_s")
+    attention.only(("eager", "flash"))
+    rates = {kernel: attention.number(kernel) for kernel in attention.fields}
+    if not rates:
+        raise data.error("attention_flops_per_s", "a rate for eager, flash or both")
+    return KernelRates(
+        gemm_flops_per_s=data.number("gemm_flops_per_s"),
+        attention_flops_per_s=rates,
+        hbm_bytes_per_s=data.number("hbm_bytes_per_s"),
+        score_bytes=data.number("score_bytes", allow_zero=True),
+        fused=data.flag("fused", False),
+        copies=_read_copies(data.child("copies")),
+        head_on_all_tokens=data.flag("head_on_all_tokens", False),
+    )
+
+
+def _read_copies(data: JsonObject) -> CacheCopies:
+    data.only(CacheCopies.__slots__)
+    return CacheCopies(**{key: data.number(key, allow_zero=True) for key in CacheCopies.__slots__})
+
+
+def _read_host(data: JsonObject) -> HostRates:
+    data.only(HostRates.__slots__)
+    return HostRates(
+        layer_s=data.number("layer_s", allow_zero=True),
+        gather_piece_s=data.number("gather_piece_s", allow_zero=True),
+    )
+
+
+def _read_links(data: JsonObject) -> LinkRates:
+    data.only(LinkRates.__slots__)
+    sends = next((style for style in _SEND_STYLES if style == data.text("sends")), None)
+    if sends is None:
+        raise data.error("sends", " or ".join(_SEND_STYLES))
+    return LinkRates(
+        bandwidth_bytes_per_s=data.number("bandwidth_bytes_per_s"),
+        latency_s=data.number("latency_s", allow_zero=True),
+        sends=sends,
+    )
+
+
+def _read_valid(data: JsonObject) -> ValidRange:
+    data.only(ValidRange.__slots__)
+    ranges = {key: _read_range(data, key) for key in ("context_len", "num_gpus", "hidden_size", "head_dim")}
+    dtypes = tuple(str(dtype) for dtype in data.sequence("dtypes"))
+    return ValidRange(**ranges, dtypes=dtypes)
+
+
+def _read_range(data: JsonObject, key: str) -> tuple[int, int]:
+    match data.sequence(key):
+        case [int(low), int(high)] if 0 < low <= high:
+            return low, high
+    raise data.error(key, "[smallest, largest], whole numbers above 0")
+
+
+def _read_residual(data: JsonObject) -> Residual:
+    data.only(Residual.__slots__)
+    shares = ("mape", "median_ape", "cross_validated_mape", "p90_ape")
+    return Residual(
+        **{key: data.number(key, allow_zero=True, maximum=10) for key in shares},
+        num_rows=data.integer("num_rows"),
+    )

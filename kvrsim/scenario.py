@@ -1,0 +1,129 @@
+"""Scenario: everything that a prediction is about, and the programs that it leads to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kvrsim.cost.kernels import CalibratedCost, CostModel, RooflineCost
+from kvrsim.cost.layer import LayerCosts
+from kvrsim.errors import InputError
+from kvrsim.hardware import Cluster
+from kvrsim.model import ModelSpec
+from kvrsim.profile import CalibrationProfile, HostRates
+from kvrsim.program import Array, Compute, Op, Program
+from kvrsim.request import Request
+from kvrsim.strategies import Step, Strategy
+
+ROOFLINE = "roofline"
+KERNELS = ("eager", "flash")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scenario:
+    """One request, on one cluster, by one model, predicted from one profile (None: the datasheet's roofline)."""
+
+    model: ModelSpec
+    cluster: Cluster
+    request: Request
+    profile: CalibrationProfile | None
+    kernel: str  # attention kernel: "eager" or "flash"
+
+    def __post_init__(self) -> None:
+        if self.profile is None and self.kernel not in KERNELS:
+            raise InputError("--attention", self.kernel, " or ".join(KERNELS))
+        if self.profile is not None and self.kernel not in self.profile.attention_kernels:
+            has = ", ".join(self.profile.attention_kernels)
+            raise InputError("--attention", self.kernel, f"a kernel that profile {self.profile.name} has: {has}")
+        if self.profile is not None and self.request.dtype not in self.profile.valid.dtypes:
+            has = ", ".join(self.profile.valid.dtypes)
+            raise InputError("--dtype", self.request.dtype, f"what profile {self.profile.name} has: {has}")
+
+    @property
+    def profile_name(self) -> str:
+        """The profile's name, or "roofline"."""
+        return self.profile.name if self.profile else ROOFLINE
+
+    def on_gpus(self, num_gpus: int) -> Scenario:
+        """The same on another number of GPUs."""
+        return replace(self, cluster=self.cluster.with_num_gpus(num_gpus))
+
+    def without_communication(self) -> Scenario:
+        """The same with links that cost nothing: the paper's TTFT(p)."""
+        free = self.cluster.with_topology("switch").with_link(bandwidth_bytes_per_s=1e30, latency_s=0.0)
+        return replace(self, cluster=free)
+
+    @property
+    def cost(self) -> CostModel:
+        """Seconds of an operation on this scenario's GPU."""
+        element_bytes, batch = self.request.dtype_bytes, self.request.batch
+        if self.profile is not None:
+            return CalibratedCost(
+                rates=self.profile.kernels, kernel=self.kernel, batch=batch, element_bytes=element_bytes
+            )
+        return RooflineCost.of(
+            self.cluster.gpu,
+            kernel=self.kernel,
+            batch=batch,
+            dtype=self.request.dtype,
+            element_bytes=element_bytes,
+        )
+
+    @property
+    def sends_overlap(self) -> bool:
+        """Whether messages move beside computation."""
+        return self.profile is None or self.profile.links.sends == "overlap"
+
+    def layer_costs(self) -> tuple[LayerCosts, ...]:
+        """One for each kind of layer of the model."""
+        host = self.profile.host if self.profile else HostRates(layer_s=0.0, gather_piece_s=0.0)
+        cost = self.cost
+        return tuple(
+            LayerCosts(
+                self.model,
+                layer,
+                cost,
+                host,
+                self.request.batch,
+                self.request.dtype_bytes,
+                self.request.cached_prefix,
+                self.sends_overlap,
+                self.kernel,
+            )
+            for layer in self.model.layer_kinds
+        )
+
+    def program(self, strategy: Strategy, chunks: Sequence[Array]) -> Program:
+        """The strategy's program for a batch of partitions.
+
+        chunks: one float array of shape (B,) a rank, tokens of that rank's chunk.
+        """
+        starts = [np.full_like(chunks[0], self.request.cached_prefix)]
+        for chunk in chunks[:-1]:
+            starts.append(starts[-1] + chunk)
+        ranks = range(len(chunks))
+        steps = [Step(costs, tuple(chunks), tuple(starts)) for costs in self.layer_costs()]
+        return Program(
+            strategy=strategy.name,
+            prologue=tuple((self._embedding(chunk),) for chunk in chunks),
+            layers=tuple(tuple(tuple(strategy.layer(step, rank)) for rank in ranks) for step in steps),
+            layer_kind_index=self.model.layer_kind_index,
+            epilogue=tuple(self._head(chunks[rank]) if rank == len(chunks) - 1 else () for rank in ranks),
+        )
+
+    def _embedding(self, chunk: Array) -> Op:
+        """One row read and written a token."""
+        nbytes = 2.0 * self.model.hidden_size * self.request.dtype_bytes
+        return Compute(name="embedding", device_s=self.cost.traffic_s(chunk * nbytes))
+
+    def _head(self, chunk: Array) -> tuple[Op, ...]:
+        """Final norm and logits, of the last token alone or, as the 2023 Hugging Face code did, of all."""
+        cost = self.cost
+        head = self.model.lm_head
+        weights = head.in_features * head.out_features
+        tokens = chunk if cost.head_on_all_tokens else np.ones_like(chunk)
+        read_s = cost.traffic_s(np.full_like(chunk, weights * self.request.dtype_bytes / self.request.batch))
+        device_s = np.maximum(cost.gemm_s(tokens, weights), read_s)
+        return (Compute(name="head", device_s=device_s),)

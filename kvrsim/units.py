@@ -1,0 +1,236 @@
+"""What a user writes, checked and turned into SI units: the only conversions.
+
+`parse_*` read a command-line value, `JsonObject` reads the keys of a JSON file, `format_*` write for people.
+Every mistake raises InputError naming the argument (and, in a file, the file and the key).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from kvrsim.errors import InputError
+
+MAX_TOKENS = 2**40  # no context is longer
+MAX_BYTES = 2**60
+MAX_BYTES_PER_S = 1e18
+MAX_SECONDS = 1e9
+MAX_FILE_BYTES = 2**24  # a configuration is never larger; weights given by mistake are not read whole
+
+# Plain ASCII digits and a short exponent, so that no text is slow or large to convert.
+_QUANTITY = re.compile(r"([0-9]{1,24}(?:\.[0-9]{0,24})?(?:[eE][+-]?[0-9]{1,2})?) ?([A-Za-zµμ/]*)", re.ASCII)
+_DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_TOKENS = {"": 1, "k": 2**10, "K": 2**10, "m": 2**20, "M": 2**20}
+_SECONDS = {
+    "s": Fraction(1),
+    "ms": Fraction(1, 10**3),
+    **dict.fromkeys(("us", "µs", "μs"), Fraction(1, 10**6)),  # the micro sign and the Greek letter
+    "ns": Fraction(1, 10**9),
+}
+_BYTES = {prefix + "B": scale for prefix, scale in (_DECIMAL | _BINARY).items()}
+_BYTES_PER_S = {
+    **{unit + "/s": Fraction(scale) for unit, scale in _BYTES.items()},
+    **{prefix + "b/s": Fraction(scale, 8) for prefix, scale in _DECIMAL.items()},
+    **{prefix + "bps": Fraction(scale, 8) for prefix, scale in _DECIMAL.items()},
+}
+
+
+def _quantity(text: str, units: Mapping[str, int | Fraction]) -> Fraction | None:
+    """The exact value of "<number><unit>", or None where it is not one."""
+    match = _QUANTITY.fullmatch(text.strip()) if len(text) <= 80 else None
+    if match is None or match[2] not in units:
+        return None
+    return Fraction(match[1]) * units[match[2]]
+
+
+def parse_tokens(text: str, argument: str) -> int:
+    """A length in tokens: "16k" is 16384, "1m" is 1048576, "16000" is itself."""
+    tokens = _quantity(text, _TOKENS)
+    if tokens is None or tokens.denominator != 1 or not 1 <= tokens <= MAX_TOKENS:
+        raise InputError(argument, text, "a whole number of tokens of at least 1, such as 16000, 16k or 1m")
+    return int(tokens)
+
+
+def parse_count(text: str, argument: str, *, maximum: int = 2**20) -> int:
+    """A whole number from 1 to `maximum`, without a unit."""
+    count = _quantity(text, {"": 1})
+    if count is None or count.denominator != 1 or not 1 <= count <= maximum:
+        raise InputError(argument, text, f"a whole number from 1 to {maximum}")
+    return int(count)
+
+
+def parse_bandwidth(text: str, argument: str) -> float:
+    """Bytes per second of "10GB/s", "400Gb/s" (bits) or "1.5TB/s"; a number alone is refused."""
+    bandwidth = _quantity(text, _BYTES_PER_S)
+    if bandwidth is None or not 1 <= bandwidth <= MAX_BYTES_PER_S:
+        raise InputError(
+            argument, text, "a bandwidth with its unit, such as 10GB/s (bytes) or 400Gb/s (bits)"
+        )
+    return float(bandwidth)
+
+
+def parse_seconds(text: str, argument: str, *, allow_zero: bool = False) -> float:
+    """Seconds of "5us", "2ms", "1.5s" or "300ns"; a number alone is refused."""
+    seconds = _quantity(text, _SECONDS)
+    too_small = seconds is not None and (seconds < 0 if allow_zero else seconds <= 0)
+    if seconds is None or too_small or seconds > MAX_SECONDS:
+        least = "at least 0" if allow_zero else "more than 0"
+        raise InputError(argument, text, f"a time of {least} with its unit, such as 5us, 2ms or 1s")
+    return float(seconds)
+
+
+def parse_bytes(text: str, argument: str) -> int:
+    """Bytes of "80GB" (10**9) or "1MiB" (2**20); a number alone is refused."""
+    size = _quantity(text, _BYTES)
+    if size is None or size.denominator != 1 or not 1 <= size <= MAX_BYTES:
+        raise InputError(argument, text, "a size with its unit, such as 80GB or 1MiB")
+    return int(size)
+
+
+def format_tokens(tokens: int) -> str:
+    """The shortest form that parse_tokens reads back: 16384 is "16k", 10752 "10.5k", 16000 itself."""
+    if tokens and tokens % 2**20 == 0:
+        return f"{tokens // 2**20}m"
+    if tokens >= 2**10 and tokens % 2**9 == 0:
+        return f"{tokens / 2**10:g}k" if tokens < 2**20 else str(tokens)
+    return str(tokens)
+
+
+def _format(value: float, units: Iterable[tuple[float, str]]) -> str:
+    """Three significant digits in the first (largest) unit that leaves at least 1 before the point."""
+    listed = list(units)
+    scale, unit = next((pair for pair in listed if abs(value) >= 0.9995 * pair[0]), listed[-1])
+    scaled = value / scale
+    size = abs(scaled)
+    digits = 0 if size >= 99.95 or not math.isfinite(size) else 1 if size >= 9.995 else 2
+    return f"{scaled:.{digits}f} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Three significant digits in s, ms, us or ns."""
+    if seconds == 0 or not math.isfinite(seconds):
+        return f"{seconds:g} s"
+    return _format(seconds, ((1, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")))
+
+
+def format_bytes(size: float) -> str:
+    """Three significant digits in GiB, or in MiB or KiB where that is less than one; whole bytes below."""
+    if abs(size) < 2**10:
+        return f"{size:.0f} B"
+    return _format(size, ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")))
+
+
+def format_bandwidth(bytes_per_s: float) -> str:
+    """Three significant digits in TB/s, GB/s, MB/s, KB/s or B/s (powers of ten, as datasheets print)."""
+    return _format(bytes_per_s, ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "KB/s"), (1, "B/s")))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JsonObject:
+    """A JSON object whose values are checked as they are read; null counts as absent."""
+
+    fields: Mapping[str, object]  # the object as the json module gives it
+    where: str  # the argument and the file, for messages
+    key_path: str = ""  # of this object inside the file, with a final dot; empty at the top
+
+    @classmethod
+    def read(cls, path: Path, argument: str) -> JsonObject:
+        """Read a file that holds one JSON object; InputError names `argument` and the file."""
+        shown = " ".join(str(path).split())
+        try:
+            with path.open("rb") as file:
+                content = file.read(MAX_FILE_BYTES + 1)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not a path"
+            raise InputError(argument, shown, f"a JSON file that can be read ({reason})") from None
+        if len(content) > MAX_FILE_BYTES:
+            raise InputError(argument, shown, f"a JSON file of at most {MAX_FILE_BYTES // 2**20} MiB")
+        try:
+            fields = json.loads(content.decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise InputError(argument, shown, f"a file of valid JSON ({reason})") from None
+        if not isinstance(fields, dict):
+            raise InputError(argument, shown, "a file that holds a JSON object ({...})")
+        return cls(fields=fields, where=f"{argument} {shown}")
+
+    def error(self, key: str, accepted: str) -> InputError:
+        """The error to raise for a key whose value is not what is accepted."""
+        value = self.fields.get(key, "nothing")
+        shown = value if isinstance(value, str) else json.dumps(value)
+        return InputError(f"{self.where}: {self.key_path}{key}", shown, accepted)
+
+    def has(self, key: str) -> bool:
+        return self.fields.get(key) is not None
+
+    def first_of(self, *keys: str) -> str:
+        """The first of several spellings of a key that is present, else the first."""
+        return next((key for key in keys if self.has(key)), keys[0])
+
+    def only(self, keys: Iterable[str]) -> None:
+        """Refuse a key that is not among `keys`; keys that begin with _ are comments."""
+        known = list(keys)
+        for key in self.fields:
+            if key not in known and not key.startswith("_"):
+                place = (
+                    f"{self.where}: key in {self.key_path[:-1]}" if self.key_path else f"{self.where}: key"
+                )
+                raise InputError(place, key, ", ".join(known))
+
+    def integer(
+        self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = MAX_TOKENS
+    ) -> int:
+        """A whole number; without a default the key is required."""
+        value = self.fields.get(key)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            raise self.error(key, f"a whole number from {minimum} to {maximum}")
+        return value
+
+    def number(self, key: str, *, allow_zero: bool = False, maximum: float = 1e30) -> float:
+        """A finite positive number, required."""
+        value = self.fields.get(key)
+        usable = isinstance(value, int | float) and not isinstance(value, bool)
+        if not usable or not (0 < value <= maximum or (allow_zero and value == 0)):  # type: ignore[operator]
+            least = "of at least 0" if allow_zero else "above 0"
+            raise self.error(key, f"a finite number {least} and at most {maximum:g}")
+        return float(value)  # type: ignore[arg-type]
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.fields.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.error(key, "true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self.fields.get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, str) or not value.strip():
+            raise self.error(key, "a text")
+        return " ".join(value.split())
+
+    def sequence(self, key: str) -> list[object]:
+        """A JSON array; empty where the key is absent."""
+        value = self.fields.get(key)
+        if value is None:
+            return []
+        if not isinstance(value, list):
+            raise self.error(key, "an array ([...])")
+        return value
+
+    def child(self, key: str) -> JsonObject:
+        """The object under a key, required."""
+        value = self.fields.get(key)
+        if not isinstance(value, dict):
+            raise self.error(key, "an object ({...})")
+        return JsonObject(fields=value, where=self.where, key_path=f"{self.key_path}{key}.")

@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import json
+import math
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrsim.errors import InputError
+from kvrsim.hardware import (
+    TOPOLOGIES,
+    Cluster,
+    builtin_clusters,
+    builtin_gpus,
+    builtin_links,
+    load_cluster,
+    load_gpu,
+    load_link,
+)
+
+GPU = {
+    "name": "mine",
+    "memory_bytes": 24e9,
+    "hbm_bytes_per_s": 1e12,
+    "peak_flops": {"fp16": 1e14},
+    "num_sms": 64,
+    "l2_bytes": 6_000_000,
+}
+LINK = {"name": "wire", "bandwidth_bytes_per_s": 1e9, "latency_s": 0}
+CLUSTER = {"name": "lab", "gpu": "a100-80gb", "num_gpus": 4, "link": "nvlink3", "topology": "switch"}
+NODES = {**CLUSTER, "num_gpus": 8, "topology": "nodes", "gpus_per_node": 4, "network": "ib-hdr200"}
+
+
+def written(folder: Path, content: object) -> Path:
+    path = folder / "mine.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(InputError) as caught:
+        load_cluster(path)
+    message = str(caught.value)
+    assert message.startswith("--cluster ")
+    assert "\n" not in message
+    return message
+
+
+# What ships
+
+
+def test_builtin_names() -> None:
+    assert set(builtin_gpus()) == {"a100-40gb", "a100-80gb", "h100", "h200", "l40s", "b200"}
+    assert {"nvlink3", "nvlink4", "nvlink5", "pcie4-x16", "pcie5-x16"} <= set(builtin_links())
+    assert {"a100-nvlink", "h100-nvlink", "l40s-pcie", "a100-10gbs-bus"} <= set(builtin_clusters())
+
+
+@pytest.mark.parametrize("name", builtin_gpus())
+def test_builtin_gpu_is_plausible(name: str) -> None:
+    gpu = load_gpu(name)
+    assert gpu.name == name
+    assert "NVIDIA" in gpu.source
+    assert 2e10 < gpu.memory_bytes < 3e11
+    assert 5e11 < gpu.hbm_bytes_per_s < 1e13
+    assert gpu.peak_flops_for("fp16") == gpu.peak_flops_for("bf16")
+    assert 100 <= gpu.num_sms <= 200
+
+
+@pytest.mark.parametrize("name", builtin_links())
+def test_builtin_link_is_plausible(name: str) -> None:
+    link = load_link(name)
+    assert link.name == name
+    assert 1e10 < link.bandwidth_bytes_per_s < 1e12
+    assert 0 < link.latency_s < 1e-4
+
+
+@pytest.mark.parametrize("name", builtin_clusters())
+def test_builtin_cluster(name: str) -> None:
+    cluster = load_cluster(name)
+    assert cluster.name == name
+    assert cluster.num_gpus == 8
+    assert load_cluster(name, 3) == cluster.with_num_gpus(3)
+    assert name in cluster.describe()
+
+
+def test_datasheet_figures() -> None:
+    cluster = load_cluster()
+    assert (cluster.gpu.name, cluster.topology) == ("a100-80gb", "switch")
+    assert cluster.link.bandwidth_bytes_per_s == 300e9
+    assert cluster.gpu.peak_flops_for("fp16") == 312e12
+    assert load_gpu("h100").peak_flops_for("fp8") == 1979e12
+    slow = load_cluster("a100-10gbs-bus")
+    assert (slow.topology, slow.link.bandwidth_bytes_per_s) == ("bus", 10e9)
+    assert load_link("ib-ndr400").bandwidth_bytes_per_s == 50e9
+
+
+def test_no_fp8_on_ampere() -> None:
+    with pytest.raises(InputError, match=r"^--dtype: got 'fp8', accepted: fp16, bf16"):
+        load_gpu("a100-80gb").peak_flops_for("fp8")
+
+
+# Paths
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_paths_are_symmetric_and_never_faster_than_the_link(topology: Any, tmp_path: Path) -> None:
+    cluster = load_cluster(written(tmp_path, NODES)).with_topology(topology)
+    for src, dst in permutations(range(8), 2):
+        path = cluster.path(src, dst)
+        assert path == cluster.path(dst, src)
+        assert path.bandwidth_bytes_per_s <= cluster.link.bandwidth_bytes_per_s
+        assert path.latency_s >= cluster.link.latency_s
+        assert path.shared_bus == (topology == "bus")
+
+
+def test_chain_goes_hop_by_hop() -> None:
+    chain = load_cluster().with_topology("chain")
+    assert chain.path(2, 3) == load_cluster().path(2, 3)
+    assert chain.path(6, 1).latency_s == pytest.approx(5 * chain.link.latency_s)
+    assert chain.path(6, 1).bandwidth_bytes_per_s == chain.link.bandwidth_bytes_per_s
+
+
+def test_nodes_are_joined_by_the_network(tmp_path: Path) -> None:
+    cluster = load_cluster(written(tmp_path, NODES))
+    assert cluster.path(0, 3).bandwidth_bytes_per_s == 300e9
+    assert cluster.path(3, 4).bandwidth_bytes_per_s == 25e9
+    assert cluster.path(0, 7) == cluster.path(4, 3)
+
+
+def test_path_to_itself_or_outside_is_a_bug() -> None:
+    for src, dst in ((1, 1), (0, 8), (-1, 0)):
+        with pytest.raises(AssertionError):
+            load_cluster().path(src, dst)
+
+
+# Changes
+
+
+@given(bandwidth=st.floats(1, 1e13), latency=st.floats(0, 1))
+def test_with_link(bandwidth: float, latency: float) -> None:
+    cluster = load_cluster()
+    both = cluster.with_link(bandwidth, latency)
+    assert (both.link.bandwidth_bytes_per_s, both.link.latency_s) == (bandwidth, latency)
+    assert "nvlink3" in both.link.source
+    assert cluster.with_link(bandwidth).link.latency_s == cluster.link.latency_s
+    assert cluster.with_link(latency_s=latency).link.bandwidth_bytes_per_s == 300e9
+    assert cluster.with_link() is cluster
+    assert both.gpu == cluster.gpu
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "latency"), [(0, None), (-1, None), (math.nan, None), (math.inf, None)]
+)
+def test_bad_bandwidth(bandwidth: float, latency: None) -> None:
+    with pytest.raises(InputError, match=r"^--link-bandwidth: "):
+        load_cluster().with_link(bandwidth, latency)
+
+
+@pytest.mark.parametrize("latency", [-1, math.nan, math.inf])
+def test_bad_latency(latency: float) -> None:
+    with pytest.raises(InputError, match=r"^--link-latency: "):
+        load_cluster().with_link(latency_s=latency)
+
+
+@pytest.mark.parametrize("num_gpus", [0, -1, 1.5, True, "8", 2**16 + 1])
+def test_bad_num_gpus(num_gpus: Any) -> None:
+    with pytest.raises(InputError, match=r"^--gpus: "):
+        load_cluster(num_gpus=num_gpus)
+
+
+def test_bad_topology() -> None:
+    bad: Any = "ring"
+    with pytest.raises(InputError, match=r"^--topology: got 'ring', accepted: switch, bus, chain, nodes$"):
+        load_cluster().with_topology(bad)
+    with pytest.raises(InputError, match=r"^--topology: got 'nodes', accepted: switch, bus or chain"):
+        load_cluster().with_topology("nodes")
+
+
+# A user's files
+
+
+def test_user_cluster(tmp_path: Path) -> None:
+    content = {**CLUSTER, "gpu": GPU, "link": LINK, "_about": "a comment"}
+    cluster = load_cluster(written(tmp_path, content), num_gpus=2)
+    assert (cluster.name, cluster.num_gpus, cluster.gpu.memory_bytes) == ("lab", 2, 24_000_000_000)
+    assert (cluster.link.latency_s, cluster.gpus_per_node, cluster.network) == (0, None, None)
+    assert "mine.json" in cluster.gpu.source
+
+
+def test_user_gpu_and_link(tmp_path: Path) -> None:
+    assert load_gpu(written(tmp_path, GPU)).peak_flops == (("fp16", 1e14),)
+    assert load_link(written(tmp_path, LINK)).name == "wire"
+
+
+@pytest.mark.parametrize("key", CLUSTER)
+def test_missing_key(tmp_path: Path, key: str) -> None:
+    content = {name: value for name, value in CLUSTER.items() if name != key}
+    assert f"mine.json: {key}: got 'nothing'" in refusal(written(tmp_path, content))
+
+
+@pytest.mark.parametrize("key", ["gpus_per_node", "network"])
+def test_nodes_need_their_keys(tmp_path: Path, key: str) -> None:
+    content = {name: value for name, value in NODES.items() if name != key}
+    assert f"mine.json: {key}: got 'nothing'" in refusal(written(tmp_path, content))
+
+
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({"gpus": 8}, "key: got 'gpus', accepted: name, gpu, num_gpus"),
+        ({"num_gpus": 0}, "num_gpus: got '0'"),
+        ({"num_gpus": 2.5}, "num_gpus: got '2.5'"),
+        ({"topology": "ring"}, "topology: got 'ring'"),
+        ({"topology": 3}, "topology: got '3'"),
+        ({"gpu": "a100"}, "gpu: got 'a100', accepted: an object ({...}), or one of a100-40gb"),
+        ({"gpu": 3}, "gpu: got '3'"),
+        ({"link": "nvlink9"}, "link: got 'nvlink9'"),
+        ({"name": ""}, "name: got ''"),
+        ({"gpus_per_node": -1}, "gpus_per_node: got '-1'"),
+        ({"gpu": {**GPU, "memory_bytes": -1}}, "gpu.memory_bytes: got '-1'"),
+        ({"gpu": {**GPU, "hbm_bytes_per_s": math.nan}}, "gpu.hbm_bytes_per_s: got 'NaN'"),
+        ({"gpu": {**GPU, "hbm_bytes_per_s": math.inf}}, "gpu.hbm_bytes_per_s: got 'Infinity'"),
+        ({"gpu": {**GPU, "colour": "green"}}, "key in gpu: got 'colour'"),
+        ({"gpu": {**GPU, "peak_flops": {}}}, "gpu.peak_flops: got '{}'"),
+        ({"gpu": {**GPU, "peak_flops": 1e14}}, "gpu.peak_flops: got"),
+        ({"gpu": {**GPU, "peak_flops": {"fp64": 1}}}, "key in gpu.peak_flops: got 'fp64'"),
+        ({"gpu": {**GPU, "peak_flops": {"fp16": 0}}}, "gpu.peak_flops.fp16: got '0'"),
+        ({"link": {**LINK, "latency_s": -1}}, "link.latency_s: got '-1'"),
+        ({"link": {**LINK, "bandwidth_bytes_per_s": 0}}, "link.bandwidth_bytes_per_s: got '0'"),
+        ({"link": {"name": "wire", "latency_s": 0}}, "link.bandwidth_bytes_per_s: got 'nothing'"),
+        ({"network": {**LINK, "latency_s": "5us"}}, "network.latency_s: got '5us'"),
+    ],
+)
+def test_bad_key(tmp_path: Path, changes: dict[str, Any], place: str) -> None:
+    assert f"mine.json: {place}" in refusal(written(tmp_path, {**CLUSTER, **changes}))
+
+
+@pytest.mark.parametrize("load", [load_cluster, load_gpu, load_link])
+@pytest.mark.parametrize("name", ["nope", "", "a\0b", "x" * 5000, "no/such.json"])
+def test_unknown_name_lists_the_known_ones(load: Any, name: str) -> None:
+    with pytest.raises(InputError, match="accepted: a JSON file, or one of ") as caught:
+        load(name)
+    assert "\n" not in str(caught.value)
+
+
+def test_folder_or_truncated_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="a JSON file, or one of"):
+        load_cluster(tmp_path)
+    path = tmp_path / "half.json"
+    path.write_text(json.dumps(CLUSTER)[:20])
+    with pytest.raises(InputError, match="valid JSON"):
+        load_cluster(path)
+
+
+def test_clusters_are_values() -> None:
+    assert load_cluster("h100-nvlink") == load_cluster("h100-nvlink")
+    assert hash(load_cluster("h100-nvlink")) == hash(load_cluster("h100-nvlink"))
+    assert isinstance(load_cluster(), Cluster)
