@@ -53,6 +53,7 @@ class HostRates:
 class LinkRates:
     """What a point-to-point message reaches."""
 
+    link: str  # name of the LinkSpec that was measured
     bandwidth_bytes_per_s: float  # one way
     latency_s: float
     sends: SendStyle  # "rendezvous": send and receive hold both compute streams; "overlap": neither
@@ -185,6 +186,7 @@ def _read_links(data: JsonObject) -> LinkRates:
     if sends is None:
         raise data.error("sends", " or ".join(_SEND_STYLES))
     return LinkRates(
+        link=data.text("link"),
         bandwidth_bytes_per_s=data.number("bandwidth_bytes_per_s"),
         latency_s=data.number("latency_s", allow_zero=True),
         sends=sends,

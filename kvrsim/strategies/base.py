@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,8 +34,8 @@ class Step:
     """
 
     costs: LayerCosts
-    chunks: tuple[Array, ...]
-    starts: tuple[Array, ...]
+    chunks: Sequence[Array]
+    starts: Sequence[Array]
 
     @property
     def num_ranks(self) -> int:

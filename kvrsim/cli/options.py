@@ -1,0 +1,176 @@
+"""Options that several commands share: taken as text, so that every complaint about them is kvrsim's own."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, get_type_hints
+
+import typer
+
+from kvrsim.errors import InputError
+
+if TYPE_CHECKING:
+    from kvrsim.scenario import Scenario
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+Seed = Annotated[
+    str,
+    typer.Option(
+        "--seed", metavar="N", help="Seed of whatever is drawn at random; the same seed, the same answer."
+    ),
+]
+Trace = Annotated[
+    str | None,
+    typer.Option(
+        "--trace", metavar="FILE", help="Write what happened when as JSON for Perfetto or chrome://tracing."
+    ),
+]
+Plot = Annotated[
+    str | None,
+    typer.Option("--plot", metavar="FILE", help="Draw a Gantt chart: FILE.png, FILE.svg or FILE.pdf."),
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScenarioOptions:
+    """What a prediction is about, as text; the fields are the arguments of kvrsim.make_scenario."""
+
+    ctx: Annotated[
+        str,
+        typer.Option("--ctx", metavar="LEN", help="Tokens of the context: 16k is 16384, 16000 is itself."),
+    ]
+    gpus: Annotated[str, typer.Option("--gpus", metavar="N", help="GPUs that take part.")] = "8"
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            metavar="NAME|PATH",
+            help="A built-in model, a Hugging Face config.json, or its folder.",
+        ),
+    ] = "llama-7b"
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            "--profile",
+            metavar="NAME|PATH",
+            help="A calibration profile, or roofline. Default: the one of the cluster's GPU.",
+        ),
+    ] = None
+    cluster: Annotated[
+        str | None,
+        typer.Option("--cluster", metavar="NAME|PATH", help="GPUs and their links. Default: a100-nvlink."),
+    ] = None
+    link_bandwidth: Annotated[
+        str | None,
+        typer.Option("--link-bandwidth", metavar="10GB/s", help="In the place of the cluster's, one way."),
+    ] = None
+    link_latency: Annotated[
+        str | None, typer.Option("--link-latency", metavar="5us", help="In the place of the cluster's.")
+    ] = None
+    topology: Annotated[
+        str | None,
+        typer.Option("--topology", metavar="switch|bus|chain", help="In the place of the cluster's."),
+    ] = None
+    attention: Annotated[
+        str | None,
+        typer.Option("--attention", metavar="eager|flash", help="Kernel. Default: the profile's first."),
+    ] = None
+    batch: Annotated[
+        str, typer.Option("--batch", metavar="N", help="Sequences prefilled together, each of --ctx tokens.")
+    ] = "1"
+    cached_prefix: Annotated[
+        str,
+        typer.Option(
+            "--cached-prefix", metavar="LEN", help="Leading tokens whose KV every rank holds already."
+        ),
+    ] = "0"
+    dtype: Annotated[
+        str, typer.Option("--dtype", metavar="fp16|bf16|fp8", help="Of weights, activations and KV cache.")
+    ] = "fp16"
+
+    def scenario(self) -> tuple[Scenario, tuple[str, ...]]:
+        """The scenario and its notes; InputError names the option."""
+        import kvrsim
+
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return kvrsim.make_scenario(**values)
+
+
+P = ParamSpec("P")
+
+
+def takes_scenario(command: Callable[Concatenate[ScenarioOptions, P], None]) -> Callable[..., None]:
+    """Give a command whose first parameter is ScenarioOptions an option for each of its fields."""
+    names = [field.name for field in fields(ScenarioOptions)]
+
+    @functools.wraps(command)
+    def spread(*args: P.args, **kwargs: P.kwargs) -> None:
+        own: dict[str, Any] = {name: kwargs.pop(name) for name in names}
+        command(ScenarioOptions(**own), *args, **kwargs)
+
+    _, *others = inspect.signature(command, eval_str=True).parameters.values()
+    spread.__signature__ = inspect.Signature([*_parameters(), *others])  # type: ignore[attr-defined]
+    return spread
+
+
+def _parameters() -> list[inspect.Parameter]:
+    """The fields of ScenarioOptions as parameters, which Typer turns into options."""
+    hints = get_type_hints(ScenarioOptions, include_extras=True)
+    signature = inspect.signature(ScenarioOptions)
+    return [parameter.replace(annotation=hints[name]) for name, parameter in signature.parameters.items()]
+
+
+def parse_list(text: str, argument: str, accepted: str) -> list[str]:
+    """The parts of a list with commas; InputError where there is an empty one."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise InputError(argument, text, accepted)
+    return parts
+
+
+def parse_seed(text: str) -> int:
+    """A whole number of at least 0."""
+    from kvrsim.units import parse_count
+
+    return 0 if text == "0" else parse_count(text, "--seed", maximum=2**32 - 1)
+
+
+def parse_choice(text: str | None, argument: str, choices: tuple[str, ...]) -> str | None:
+    """One of the choices, or None where the option was not given."""
+    if text is not None and text not in choices:
+        raise InputError(argument, text, f"one of {', '.join(choices)}")
+    return text
+
+
+def check_output(path: str | None, argument: str) -> None:
+    """Complain before the work, rather than after it, where a file cannot be written."""
+    if path is None:
+        return
+    target = Path(path)
+    try:
+        usable_folder = target.parent.is_dir() and os.access(target.parent, os.W_OK)
+        other_thing = target.exists() and not target.is_file()
+    except (OSError, ValueError):  # a path that is too long, or holds a null byte
+        usable_folder, other_thing = False, False
+    if not path.strip() or not usable_folder or other_thing:
+        raise InputError(argument, path, "a file in a folder that exists and can be written")
+
+
+def check_plot(path: str | None) -> None:
+    """The same for --plot, whose suffix says what kind of picture it is."""
+    if path is not None:
+        from kvrsim.gantt import check_suffix
+
+        check_suffix(path)
+        check_output(path, "--plot")
+
+
+def print_json(content: dict[str, Any]) -> None:
+    """One JSON object on standard output; NaN and infinity, which JSON has not got, are refused."""
+    typer.echo(json.dumps(content, indent=2, allow_nan=False))

@@ -1,0 +1,118 @@
+"""`kvrsim plan`: strategies compared for one prefill, each with its best partition."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvrsim.cli.options import (
+    Json,
+    Plot,
+    ScenarioOptions,
+    Seed,
+    Trace,
+    check_output,
+    check_plot,
+    parse_choice,
+    parse_list,
+    parse_seed,
+    print_json,
+    takes_scenario,
+)
+from kvrsim.errors import InputError
+
+if TYPE_CHECKING:
+    from kvrsim.results import Plan
+
+DEFAULT_STRATEGIES = "single,tsp,kvr-e,kvr-s"
+METHODS = ("grid", "analytical", "auto")
+
+
+@takes_scenario
+def plan(
+    options: ScenarioOptions,
+    *,
+    strategies: Annotated[
+        str, typer.Option("--strategies", metavar="NAMES", help="What to compare, with commas between.")
+    ] = DEFAULT_STRATEGIES,
+    method: Annotated[
+        str,
+        typer.Option(
+            "--method",
+            metavar="|".join(METHODS),
+            help="How the partition of kvr-s is searched; grid is the paper's.",
+        ),
+    ] = "auto",
+    stride: Annotated[
+        str | None,
+        typer.Option("--stride", metavar="LEN", help="Searched chunk boundaries are multiples of it."),
+    ] = None,
+    trace: Trace = None,
+    plot: Plot = None,
+    seed: Seed = "0",
+    json: Json = False,
+) -> None:
+    """Compare strategies for one prefill, and say how far the best is from the best possible.
+
+    Exits with 1 where no strategy fits in the GPUs' memory.
+    """
+    from kvrsim.cli.progress import SearchProgress
+    from kvrsim.units import parse_tokens
+
+    names = parse_strategies(strategies)
+    parse_choice(method, "--method", METHODS)
+    step = None if stride is None else parse_tokens(stride, "--stride")
+    parse_seed(seed)
+    check_output(trace, "--trace")
+    check_plot(plot)
+    scenario, warnings = options.scenario()
+    from planner.plan import make_plan
+
+    with SearchProgress() as progress:
+        result = make_plan(
+            scenario,
+            strategies=names,
+            method=method,
+            stride=step,
+            warnings=warnings,
+            on_progress=progress,
+            timeline=trace is not None or plot is not None,
+        )
+    _write_files(result, trace, plot)
+    if json:
+        print_json(result.to_dict())
+    else:
+        from kvrsim.cli.render import print_plan
+
+        print_plan(result, gpu_memory_bytes=scenario.cluster.gpu.memory_bytes)
+    if not result.feasible:
+        raise typer.Exit(1)
+
+
+def parse_strategies(text: str, argument: str = "--strategies") -> list[str]:
+    """Names with commas between; each once, in the order given."""
+    from kvrsim.strategies import STRATEGIES
+
+    known = [name for name, strategy in STRATEGIES.items() if strategy.partition_rule != "table"]
+    accepted = f"names out of {', '.join(known)}, with commas between"
+    names = parse_list(text, argument, accepted)
+    for name in names:
+        if name not in known:
+            raise InputError(argument, name, accepted)
+    return list(dict.fromkeys(names))
+
+
+def _write_files(result: Plan, trace: str | None, plot: str | None) -> None:
+    """What the best strategy does when, where it is asked for."""
+    if trace is None and plot is None:
+        return
+    assert result.timeline is not None
+    if trace is not None:
+        result.timeline.write_chrome_trace(trace)
+    if plot is not None:
+        from kvrsim.cli.render import subtitle_of
+        from kvrsim.gantt import write_gantt
+
+        title = f"{result.best.strategy}: {result.best.title}"
+        write_gantt(result.timeline, plot, title=title, subtitle=subtitle_of(result))

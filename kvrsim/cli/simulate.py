@@ -1,0 +1,111 @@
+"""`kvrsim simulate`: one strategy's prefill, rank by rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvrsim.cli.options import (
+    Json,
+    Plot,
+    ScenarioOptions,
+    Seed,
+    Trace,
+    check_output,
+    check_plot,
+    parse_choice,
+    parse_list,
+    parse_seed,
+    print_json,
+    takes_scenario,
+)
+from kvrsim.errors import InputError
+
+if TYPE_CHECKING:
+    from kvrsim.results import SimResult
+    from kvrsim.scenario import Scenario
+
+EXECUTORS = ("batch", "event")
+
+
+@takes_scenario
+def simulate(
+    options: ScenarioOptions,
+    *,
+    strategy: Annotated[str, typer.Option("--strategy", metavar="NAME", help="single, tsp, kvr-e or kvr-s.")],
+    partition: Annotated[
+        str | None,
+        typer.Option(
+            "--partition",
+            metavar="LEN,LEN,...",
+            help="New tokens of each rank, such as 5000,3192. Default: the strategy's own (kvr-s searches).",
+        ),
+    ] = None,
+    executor: Annotated[
+        str | None,
+        typer.Option(
+            "--executor",
+            metavar="|".join(EXECUTORS),
+            help="event simulates every queue on every link. Default: the one that is needed.",
+        ),
+    ] = None,
+    trace: Trace = None,
+    plot: Plot = None,
+    seed: Seed = "0",
+    json: Json = False,
+) -> None:
+    """Simulate one strategy's prefill and print what each rank computes, waits for, sends and holds."""
+    from kvrsim.cli.plan import parse_strategies
+
+    if parse_strategies(strategy, "--strategy") != [strategy]:
+        raise InputError("--strategy", strategy, "one name")
+    chunks = None if partition is None else _parse_partition(partition)
+    wants_timeline = trace is not None or plot is not None
+    parse_choice(executor, "--executor", EXECUTORS)
+    if executor == "batch" and wants_timeline:
+        raise InputError("--executor", executor, "event, where --trace or --plot is asked for")
+    parse_seed(seed)
+    check_output(trace, "--trace")
+    check_plot(plot)
+    scenario, warnings = options.scenario()
+    from planner.simulate import run_simulation
+
+    result = run_simulation(
+        scenario,
+        strategy=strategy,
+        partition=chunks,
+        executor=executor,
+        timeline=wants_timeline,
+        warnings=warnings,
+    )
+    _write_files(result, scenario, trace, plot)
+    if json:
+        print_json(result.to_dict())
+    else:
+        from kvrsim.cli.render import print_simulation
+
+        print_simulation(result, scenario)
+
+
+def _parse_partition(text: str) -> list[int]:
+    from kvrsim.units import parse_tokens
+
+    parts = parse_list(text, "--partition", "chunk lengths with commas between, such as 5000,3192")
+    return [parse_tokens(part, "--partition") for part in parts]
+
+
+def _write_files(result: SimResult, scenario: Scenario, trace: str | None, plot: str | None) -> None:
+    """What each rank does when, where it is asked for."""
+    if trace is None and plot is None:
+        return
+    assert result.timeline is not None
+    if trace is not None:
+        result.timeline.write_chrome_trace(trace)
+    if plot is not None:
+        from kvrsim.cli.render import subtitle_of_simulation
+        from kvrsim.gantt import write_gantt
+        from kvrsim.strategies import get_strategy
+
+        title = f"{result.strategy}: {get_strategy(result.strategy).title}"
+        write_gantt(result.timeline, plot, title=title, subtitle=subtitle_of_simulation(result, scenario))

@@ -1,0 +1,170 @@
+"""What kvrsim answers with: typed results that turn into JSON and data frames."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvrsim.memory import RankMemory
+from kvrsim.timeline import Timeline
+
+if TYPE_CHECKING:
+    import pandas
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankReport:
+    """One rank's share of a simulated prefill."""
+
+    rank: int
+    chunk_len: int  # tokens
+    compute_s: float  # device time of its own operations
+    wait_s: float  # until it has finished, less compute_s: waiting for data, links or the host
+    sent_bytes: float
+    memory: RankMemory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimResult:
+    """One strategy with one partition, simulated."""
+
+    strategy: str
+    model: str
+    profile: str
+    context_len: int  # tokens, cached prefix included
+    partition: tuple[int, ...]  # new tokens a rank
+    executor: str  # "batch" or "event"
+    ttft_s: float
+    ttft_low_s: float
+    ttft_high_s: float
+    per_rank: tuple[RankReport, ...]
+    fits: bool  # in the memory of every GPU
+    warnings: tuple[str, ...]
+    timeline: Timeline | None = field(default=None, repr=False, compare=False)  # event executor only
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; the timeline is written apart."""
+        return {
+            "strategy": self.strategy,
+            "model": self.model,
+            "profile": self.profile,
+            "context_len": self.context_len,
+            "partition": list(self.partition),
+            "executor": self.executor,
+            "ttft_s": self.ttft_s,
+            "ttft_low_s": self.ttft_low_s,
+            "ttft_high_s": self.ttft_high_s,
+            "fits": self.fits,
+            "per_rank": [self._rank_dict(rank) for rank in self.per_rank],
+            "warnings": list(self.warnings),
+        }
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row a rank."""
+        import pandas
+
+        return pandas.DataFrame([{k: v for k, v in self._rank_dict(rank).items() if k != "memory"} for rank in self.per_rank])
+
+    @staticmethod
+    def _rank_dict(rank: RankReport) -> dict[str, Any]:
+        row = {key: getattr(rank, key) for key in ("rank", "chunk_len", "compute_s", "wait_s", "sent_bytes")}
+        return row | {"peak_bytes": rank.memory.total, "memory": rank.memory.to_dict()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrategyResult:
+    """One strategy in a plan, with its best partition."""
+
+    strategy: str
+    title: str  # one line for people
+    partition: tuple[int, ...]  # new tokens a rank
+    ttft_s: float
+    ttft_low_s: float
+    ttft_high_s: float
+    speedup_over_tsp: float | None  # TSP's TTFT over this one's; None: TSP was not asked for
+    exposed_comm_s: float  # TTFT less that of the same partition over links that cost nothing
+    wait_s: tuple[float, ...]  # a rank; see RankReport
+    memory: tuple[RankMemory, ...]  # a rank
+    fits: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "strategy": self.strategy,
+            "partition": list(self.partition),
+            "ttft_s": self.ttft_s,
+            "ttft_low_s": self.ttft_low_s,
+            "ttft_high_s": self.ttft_high_s,
+            "speedup_over_tsp": self.speedup_over_tsp,
+            "exposed_comm_s": self.exposed_comm_s,
+            "wait_s": list(self.wait_s),
+            "peak_bytes": [rank.total for rank in self.memory],
+            "fits": self.fits,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """How fast it could be at all."""
+
+    ttft_star_s: float  # the paper's closed form: TTFT(1) / 2 x (1/p + 1/p^2)
+    ttft_no_comm_s: float  # the paper's TTFT(p): KVR-S, searched anew over links that cost nothing
+    lower_bound_s: float  # proven: no KVR partition over these GPUs is faster
+    gap: float | None  # KVR-S's TTFT / lower_bound_s - 1; None: KVR-S was not asked for
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchReport:
+    """What the search for KVR-S's partition took."""
+
+    method: str  # "analytical", "grid" or "refine"
+    evaluations: int  # partitions whose TTFT was simulated
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """The answer to `kvrsim plan`."""
+
+    model: str
+    profile: str
+    cluster: str  # in words
+    attention: str  # kernel
+    num_gpus: int
+    context_len: int
+    best: StrategyResult  # the fastest that fits; where none fits, the fastest
+    strategies: tuple[StrategyResult, ...]
+    bounds: Bounds
+    search: SearchReport
+    rests_on: str  # what the profile was measured on, and how far to trust it
+    warnings: tuple[str, ...]
+    timeline: Timeline | None = field(default=None, repr=False, compare=False)  # of the best strategy
+
+    @property
+    def feasible(self) -> bool:
+        """Whether any strategy fits in memory."""
+        return self.best.fits
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        best = self.best.to_dict()
+        return {
+            "model": self.model,
+            "profile": self.profile,
+            "cluster": self.cluster,
+            "attention": self.attention,
+            "num_gpus": self.num_gpus,
+            "context_len": self.context_len,
+            "best": {key: best[key] for key in ("strategy", "partition", "ttft_s", "ttft_low_s", "ttft_high_s", "fits")},
+            "strategies": [strategy.to_dict() for strategy in self.strategies],
+            "bounds": asdict(self.bounds),
+            "search": asdict(self.search),
+            "rests_on": self.rests_on,
+            "warnings": list(self.warnings),
+        }
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row a strategy."""
+        import pandas
+
+        return pandas.DataFrame([strategy.to_dict() for strategy in self.strategies])

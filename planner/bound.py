@@ -1,0 +1,174 @@
+"""A proven lower bound on the TTFT of every KVR partition over the given GPUs.
+
+Why it holds. Let a partition have chunk ends e_0 < ... < e_(p-1) = C and last chunk x, and reach T.
+1. Rank i cannot append in the first layer before a message has come down the chain to it (the fill,
+   Fill_i), whatever it has projected meanwhile. From there it works through its layers in order, so that
+   before its message of the last layer can go it has spent all its work but the first projection and the
+   last layer's part after the append. That message, and each that follows it to the last rank, carries at
+   least e_i tokens and is appended there (the drain); then the last rank has its attention and MLP of the
+   last layer and the head to do. All these come one after another.
+2. The link i -> i+1 carries the messages of all layers, of e_i tokens each, one after another: the first
+   not before the fill, the last followed as in 1.
+3. The last rank spends the fill, all its work after it, and the head; its host issues all its launches.
+
+For a target T, 1 and 2 without fill limit e_i to some f_i(e_(i-1)). At a fixed end, a later start leaves
+fewer queries over the same keys, so f_i does not fall with e_(i-1). Hence, from the right, the earliest
+ends that still let the last rank begin at C - x bound every e_i from below: with them the fill is bounded.
+From the left, with that fill, pushing every end as far as it goes reaches furthest. If even that does not
+reach C - x, or 3 exceeds T, no partition with that x reaches T. x is cut into intervals; in each, every
+condition takes the end of the interval that weakens it. (Where messages hold the compute stream, those
+received grow with the start; they count only where a token costs more to compute than to receive.)
+Other waiting, queueing and contention are left out, which only lowers the bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvrsim.program import Array, Compute
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import Strategy
+from planner.work import Chain, earliest_start, furthest_end
+
+_INTERVALS, _TARGETS, _ZOOMS, _HALVINGS, _ROUNDS = 20, 20, 2, 14, 3
+
+
+def lower_bound_s(scenario: Scenario, strategy: Strategy, ttft_s: float) -> float:
+    """A TTFT that no partition beats; `ttft_s` is one that some partition reaches."""
+    return _Bound(scenario, strategy, ttft_s).value_s()
+
+
+@dataclass(frozen=True, slots=True)
+class _Tails:
+    """The least that the last rank has to do, for each interval of its chunk x."""
+
+    least_chunk: Array
+    most_chunk: Array
+    whole_s: Array  # all its layers and the head
+    first_qkv_s: Array  # of it, what may run during the fill
+    after_append_s: Array  # its last layer after the append, and the head
+
+
+class _Bound:
+    def __init__(self, scenario: Scenario, strategy: Strategy, ttft_s: float) -> None:
+        self.scenario, self.strategy, self.ttft_s = scenario, strategy, ttft_s
+        self.chain = Chain(scenario, strategy)
+        self.total = float(scenario.request.context_len)
+        self.first_start = float(scenario.request.cached_prefix)
+        self.holds = not scenario.sends_overlap
+        self.count_received = self.holds and self._computing_outweighs_receiving()
+
+    def value_s(self) -> float:
+        """The bound: the weakest interval of x, after refining the weak ones; never below the host's time."""
+        num_ranks, tokens = self.chain.num_ranks, self.scenario.request.new_tokens
+        if num_ranks == 1:
+            only = np.array([float(tokens)])
+            return max(self._host_s(), float(self._tails(only, only).whole_s[0]))
+        most = float(tokens - num_ranks + 1)
+        share = tokens / num_ranks
+        near = np.geomspace(max(1.0, share / 4), max(1.0, min(most, 4 * share)), _INTERVALS)
+        ends = np.unique(np.concatenate([[1.0], near, [most]]).clip(1.0, most))
+        least, upper = (ends[:-1], ends[1:]) if len(ends) > 1 else (ends, ends)
+        low = self._solve(least, upper, np.zeros_like(least))
+        for _ in range(_ROUNDS - 1):
+            weak = low <= low.min() + 0.5 * (self.ttft_s - low.min())
+            pieces = max(2, 2 * _INTERVALS // int(weak.sum()))
+            cuts = np.linspace(least[weak], upper[weak], pieces + 1)
+            new = cuts[:-1].ravel(), cuts[1:].ravel(), np.repeat(low[weak][None], pieces, 0).ravel()
+            solved = self._solve(*new)
+            least = np.concatenate([least[~weak], new[0]])
+            upper = np.concatenate([upper[~weak], new[1]])
+            low = np.concatenate([low[~weak], solved])
+        return max(self._host_s(), float(low.min()))
+
+    def _solve(self, least: Array, most: Array, low: Array) -> Array:
+        """For each interval of x, a target above `low` that no partition with such an x reaches, or `low`."""
+        tails = self._tails(least, most)
+        high, columns = np.full_like(low, self.ttft_s), np.arange(len(low))
+        for _ in range(_ZOOMS):
+            steps = np.linspace(0.0, 1.0, _TARGETS + 2)
+            grid = low + steps[:, None] * (high - low)
+            reachable = self._reachable(grid[1:-1], tails)
+            first = np.where(reachable.any(axis=0), reachable.argmax(axis=0), _TARGETS)
+            low, high = grid[first, columns], grid[first + 1, columns]
+        return low
+
+    def _tails(self, least: Array, most: Array) -> _Tails:
+        last = self.chain.num_ranks - 1
+        work = self.chain.work(last, least, self.total - least)
+        received = self.chain.work(last, least, self.total - most).recv_held_s
+        epilogue = self.scenario.program(self.strategy, [least]).epilogue[-1]
+        head = sum((op.device_s for op in epilogue if isinstance(op, Compute)), np.zeros(1))
+        return _Tails(
+            least, most, work.compute_s + received + head, work.first_qkv_s + np.zeros_like(least), work.last_post_s + head
+        )
+
+    def _reachable(self, targets: Array, tails: _Tails) -> Array:
+        """Whether each target survives all conditions; targets of shape (targets, intervals)."""
+        limit = targets - tails.after_append_s
+        furthest = self.total - np.broadcast_to(tails.least_chunk, targets.shape)
+        earliest = self.total - np.broadcast_to(tails.most_chunk, targets.shape)
+        fills = self._fills(earliest, limit)
+        possible = targets >= tails.whole_s + np.maximum(0.0, fills[-1] - tails.first_qkv_s)
+        end = np.full_like(targets, self.first_start)
+        for rank in range(self.chain.num_ranks - 1):
+            start, fill = end, fills[rank]
+            end = furthest_end(
+                lambda e, r=rank, s=start, f=fill: self._needed_s(r, s, e, f),  # type: ignore[misc]
+                start,
+                furthest - (self.chain.num_ranks - 2 - rank),  # a token at least for every rank between
+                limit,
+                _HALVINGS,
+            )
+            possible &= end > start
+        return possible & (end >= earliest)
+
+    def _fills(self, earliest: Array, limit: Array) -> list[Array]:
+        """For each rank, the least before its first append: ends are no earlier than the last rank allows."""
+        ends = [earliest]
+        for rank in range(self.chain.num_ranks - 2, 0, -1):
+            least = np.full_like(earliest, self.first_start + rank)
+            start = earliest_start(
+                lambda s, r=rank, e=ends[-1]: self._needed_s(r, s, e, None),  # type: ignore[misc]
+                np.minimum(least, ends[-1]),
+                ends[-1],
+                limit,
+                _HALVINGS,
+            )
+            ends.append(start)
+        fill = self.chain.first_message_ready_s(ends[-1] - self.first_start)
+        fills = [np.zeros_like(fill)]
+        for rank, end in enumerate(reversed(ends)):
+            transfer = self.chain.message_s(0, rank, end)
+            # A received message that holds the stream is counted as the receiver's work already.
+            fills.append(fill if self.count_received else fill + transfer)
+            fill = fill + transfer + self.chain.append_s(0, end)
+        return fills
+
+    def _needed_s(self, rank: int, start: Array, end: Array, fill: Array | None) -> Array:
+        """Conditions 1 and 2 of a rank that ends there, up to the last rank's append."""
+        work = self.chain.work(rank, end - start, start)
+        own = work.compute_s - work.last_post_s + work.send_held_s - (work.last_send_s if self.holds else 0.0)
+        if self.count_received:
+            own = own + work.recv_held_s
+        link = work.sends_s - work.last_send_s
+        if fill is not None:
+            own = own + np.maximum(0.0, fill - work.first_qkv_s)
+            link = link + fill
+        return np.maximum(own, link) + self.chain.drain_s(rank, end)
+
+    def _computing_outweighs_receiving(self) -> bool:
+        """Whether one more token costs each rank more to compute than to receive, at the least."""
+        one, two, zero = np.ones(1), np.full(1, 2.0), np.zeros(1)
+        for rank in range(1, self.chain.num_ranks):
+            compute = self.chain.work(rank, two, zero).compute_s - self.chain.work(rank, one, zero).compute_s
+            if not (compute >= self.chain.work(rank, one, one).recv_held_s).all():
+                return False
+        return True
+
+    def _host_s(self) -> float:
+        """Launches of the last rank, all layers."""
+        program = self.scenario.program(self.strategy, [np.ones(1)] * self.chain.num_ranks)
+        return float(sum(op.host_s for _, op in program.ops(self.chain.num_ranks - 1)))

@@ -1,0 +1,61 @@
+"""TTFT of many partitions of one scenario: the search proposes, this evaluates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvrsim.executors.batch import run_batch
+from kvrsim.program import Array
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import Strategy
+
+BLOCK = 8192  # partitions that share one walk: arrays of 64 KiB, which stay in a core's cache
+
+Progress = Callable[[int, int, float], None]  # evaluations done, expected in all, best TTFT so far
+
+
+@dataclass(slots=True)
+class Evaluator:
+    """Counts what it evaluates, reports progress, and knows when flows share a bus."""
+
+    scenario: Scenario
+    strategy: Strategy
+    on_progress: Progress | None = None
+    evaluations: int = 0
+    expected: int = 0  # evaluations in all, as far as the search can tell
+    best_s: float = float("inf")
+
+    @property
+    def shares_bandwidth(self) -> bool:
+        """Whether flows share a bus, so that each partition needs the event executor."""
+        return self.scenario.cluster.topology == "bus" and self.scenario.cluster.num_gpus > 1
+
+    def ttft_s(self, chunks: Array) -> Array:
+        """TTFT of each row of chunks (B, num_ranks), tokens; shape (B,)."""
+        run = self._replay if self.shares_bandwidth else self._batch
+        block = 1 if self.shares_bandwidth else BLOCK
+        parts = []
+        for first in range(0, len(chunks), block):
+            parts.append(run(chunks[first : first + block]))
+            self.evaluations += len(parts[-1])
+            self.best_s = min(self.best_s, float(parts[-1].min()))
+            if self.on_progress is not None:
+                self.on_progress(self.evaluations, max(self.expected, self.evaluations), self.best_s)
+        return np.concatenate(parts)
+
+    def one(self, chunks: tuple[int, ...]) -> float:
+        """TTFT of one partition."""
+        return float(self.ttft_s(np.array([chunks], dtype=float))[0])
+
+    def _batch(self, chunks: Array) -> Array:
+        program = self.scenario.program(self.strategy, np.ascontiguousarray(chunks.T))
+        return run_batch(program, self.scenario.cluster)[-1]
+
+    def _replay(self, chunks: Array) -> Array:
+        from kvrsim.executors.event import Replay  # SimPy, only where it is needed
+
+        program = self.scenario.program(self.strategy, np.ascontiguousarray(chunks.T))
+        return np.array([Replay(program, self.scenario.cluster, record=False).finish_s[-1]])

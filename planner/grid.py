@@ -1,0 +1,127 @@
+"""The paper's hierarchical grid search (Fig. 6), as published: a baseline for the faster searches.
+
+Two ranks: binary search. More: five values a boundary and level, all combinations, around the best so
+far; the stride halves from level to level. That is 5^(p-1) candidates a level for p ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrsim.program import Array
+
+Boundaries = npt.NDArray[np.int64]  # shape (B, num_ranks - 1): where chunks 1, 2, ... start
+Evaluate = Callable[[Boundaries], Array]  # TTFT of each row
+Floor = Callable[[int, Array, Array], Array]  # the least TTFT if this rank has this start and end
+
+_OFFSETS = np.array([-2, -1, 0, 1, 2])
+_BLOCK = 5**6  # candidates held at once
+_WINDOW = 4  # boundaries that move together where there are too many for all combinations
+_MOST_WHOLE = 7  # boundaries up to which all combinations are tried
+
+
+@dataclass(slots=True)
+class Grid:
+    """A context of `num_tokens` cut at multiples of the stride of each level."""
+
+    num_tokens: int
+    num_ranks: int
+    evaluate: Evaluate
+    floor: Floor | None = None  # prunes candidates that one rank alone makes too slow
+
+    def search(self, min_stride: int) -> tuple[tuple[int, ...], float]:
+        """The best boundaries and their TTFT."""
+        if self.num_ranks == 1:
+            none = np.zeros((1, 0), dtype=np.int64)
+            return (), float(self.evaluate(none)[0])
+        if self.num_ranks == 2:
+            return self._binary(min_stride)
+        return self._hierarchical(min_stride)
+
+    def strides(self, min_stride: int) -> Iterator[int]:
+        """A quarter of the even share, as the paper's 8 for 96 tokens on 3 ranks, halved to the minimum."""
+        stride = max(min_stride, self.num_tokens // self.num_ranks // 4)
+        while stride > min_stride:
+            yield stride
+            stride = max(min_stride, stride // 2)
+        yield min_stride
+
+    def _binary(self, stride: int) -> tuple[tuple[int, ...], float]:
+        """TTFT falls, then rises with the first chunk: halve the interval that holds its lowest point."""
+        low, high = 1, max(1, (self.num_tokens - 1) // stride)
+        while low < high:
+            middle = (low + high) // 2
+            here, beyond = self.evaluate(np.array([[middle], [middle + 1]]) * stride)
+            low, high = (low, middle) if here <= beyond else (middle + 1, high)
+        best = min(low * stride, self.num_tokens - 1)
+        return (best,), float(self.evaluate(np.array([[best]]))[0])
+
+    def _hierarchical(self, min_stride: int) -> tuple[tuple[int, ...], float]:
+        share = self.num_tokens / self.num_ranks
+        center = np.array([round(share * rank) for rank in range(1, self.num_ranks)], dtype=np.int64)
+        center = np.maximum(center, np.arange(1, self.num_ranks))
+        best_s = float(self.evaluate(center[None])[0])
+        for stride in self.strides(min_stride):
+            for window in self._windows():
+                center, best_s = self._level(center, best_s, stride, window)
+        return tuple(int(boundary) for boundary in center), best_s
+
+    def _windows(self) -> Iterator[slice]:
+        """All boundaries at once, or overlapping windows of them from left to right."""
+        count = self.num_ranks - 1
+        if count <= _MOST_WHOLE:
+            yield slice(0, count)
+            return
+        for first in range(0, count - _WINDOW + 1, _WINDOW // 2):
+            yield slice(first, first + _WINDOW)
+        yield slice(count - _WINDOW, count)
+
+    def _level(
+        self, center: npt.NDArray[np.int64], best_s: float, stride: int, window: slice
+    ) -> tuple[npt.NDArray[np.int64], float]:
+        values = center[window, None] + stride * _OFFSETS
+        best = center
+        for candidates in self._combinations(center, values, window, best_s):
+            ttft_s = self.evaluate(candidates)
+            first = int(ttft_s.argmin())
+            if ttft_s[first] < best_s:
+                best, best_s = candidates[first], float(ttft_s[first])
+        return best, best_s
+
+    def _combinations(
+        self, center: npt.NDArray[np.int64], values: npt.NDArray[np.int64], window: slice, best_s: float
+    ) -> Iterator[Boundaries]:
+        """All choices of one value a boundary that leave every chunk a token, less those that are pruned."""
+        count = len(values)
+        total = len(_OFFSETS) ** count
+        for first in range(0, total, _BLOCK):
+            index = np.arange(first, min(total, first + _BLOCK))
+            digits = index[:, None] // len(_OFFSETS) ** np.arange(count)[::-1] % len(_OFFSETS)
+            rows = np.repeat(center[None], len(index), axis=0)
+            rows[:, window] = values[np.arange(count), digits]
+            ends = np.concatenate([np.zeros((len(rows), 1), int), rows, np.full((len(rows), 1), self.num_tokens)], axis=1)
+            keep = (np.diff(ends, axis=1) >= 1).all(axis=1)
+            keep[keep] = self._not_too_slow(ends[keep], best_s)
+            if keep.any():
+                yield rows[keep]
+
+    def _not_too_slow(self, ends: npt.NDArray[np.int64], best_s: float) -> npt.NDArray[np.bool_]:
+        """Whether no rank alone takes longer than the best TTFT so far."""
+        keep = np.ones(len(ends), dtype=bool)
+        if self.floor is None:
+            return keep
+        for rank in range(self.num_ranks):
+            pairs, where = np.unique(ends[:, rank] * (self.num_tokens + 1) + ends[:, rank + 1], return_inverse=True)
+            start, end = np.divmod(pairs, self.num_tokens + 1)
+            keep &= (self.floor(rank, start.astype(float), end.astype(float)) <= best_s)[where]
+        return keep
+
+
+def chunk_lens(boundaries: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+    """Chunk lengths between the boundaries."""
+    ends = (0, *boundaries, num_tokens)
+    return tuple(int(end - start) for start, end in zip(ends, ends[1:], strict=False))

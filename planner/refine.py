@@ -1,0 +1,101 @@
+"""Pattern search from a seed: move groups of neighbouring boundaries together, in ever smaller steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrsim.program import Array
+from planner.grid import Boundaries, Evaluate
+
+_MOST_GROUPS = 160  # groups of boundaries tried at a step, for up to that many boundaries
+_BETTER = 1e-7  # a move must gain this share of TTFT
+
+
+def valid(boundaries: npt.NDArray[np.int64], num_tokens: int) -> npt.NDArray[np.bool_]:
+    """Whether every chunk of each row has a token."""
+    steps = np.diff(boundaries, axis=1) >= 1
+    return steps.all(axis=1) & (boundaries[:, 0] >= 1) & (boundaries[:, -1] <= num_tokens - 1)
+
+
+def rounded(chunks: Array, stride: int, num_tokens: int) -> npt.NDArray[np.int64]:
+    """Boundaries at multiples of the stride, nearest to those of real-valued chunks, a token a chunk at least."""
+    ends = np.cumsum(chunks)[:-1]
+    grid = (np.round(ends / stride) * stride).astype(np.int64)
+    ranks = np.arange(1, len(chunks))
+    least = np.maximum.accumulate(np.maximum(grid, ranks) - ranks) + ranks
+    return np.minimum(least, num_tokens - len(chunks) + ranks)
+
+
+def groups(count: int) -> npt.NDArray[np.int64]:
+    """Rows of zeros and ones, one a group of neighbouring boundaries: moving a group resizes two chunks.
+
+    All of them where they are few; else blocks of lengths 1, 2, 4, ... spread over the chain.
+    """
+    spans = [(first, last) for first in range(count) for last in range(first, count)]
+    if len(spans) > _MOST_GROUPS:
+        lengths = [2**power for power in range(count.bit_length())]
+        places = max(2, min(_MOST_GROUPS, _MOST_GROUPS**2 // (2 * count)) // len(lengths))
+        spans = sorted(
+            {
+                (int(first), min(count - 1, int(first) + length - 1))
+                for length in lengths
+                for first in np.linspace(0, count - 1, places)
+            }
+        )
+    rows = np.zeros((len(spans), count), dtype=np.int64)
+    for row, (first, last) in zip(rows, spans, strict=True):
+        row[first : last + 1] = 1
+    return rows
+
+
+def refine(
+    seed: npt.NDArray[np.int64], num_tokens: int, stride: int, evaluate: Evaluate, *, rounds: int, first_step: int | None = None
+) -> tuple[npt.NDArray[np.int64], float]:
+    """Improve boundaries of shape (num_ranks - 1,) by steps that are multiples of the stride.
+
+    Each round tries every group both ways, and the sum of the moves that helped; where none helps, the
+    step halves. Ends when the step falls below the stride, or after that many rounds.
+    """
+    best, best_s = seed, float(evaluate(seed[None])[0])
+    directions = np.concatenate([groups(len(seed)), -groups(len(seed))])
+    step = first_step or _first_step(num_tokens, len(seed) + 1, stride)
+    for _ in range(rounds):
+        candidates = best + step * directions
+        candidates = candidates[valid(candidates, num_tokens)]
+        moved, moved_s = _best_of(candidates, best, best_s, num_tokens, evaluate)
+        if moved_s < best_s * (1.0 - _BETTER):
+            best, best_s = moved, moved_s
+        elif step <= stride:
+            break
+        else:
+            step = max(stride, step // 2)
+    return best, best_s
+
+
+def _first_step(num_tokens: int, num_ranks: int, stride: int) -> int:
+    """An eighth of the even share, as stride times a power of two."""
+    step = stride
+    while 2 * step <= num_tokens // num_ranks // 8:
+        step *= 2
+    return step
+
+
+def _best_of(
+    candidates: Boundaries, center: npt.NDArray[np.int64], center_s: float, num_tokens: int, evaluate: Evaluate
+) -> tuple[npt.NDArray[np.int64], float]:
+    """The best candidate, or the best sum of the moves that gained on their own."""
+    if not len(candidates):
+        return center, center_s
+    ttft_s = evaluate(candidates)
+    order = np.argsort(ttft_s, kind="stable")
+    helped = order[ttft_s[order] < center_s][:8]
+    best, best_s = candidates[order[0]], float(ttft_s[order[0]])
+    if len(helped) > 1:
+        sums = center + np.cumsum(candidates[helped] - center, axis=0)[1:]
+        sums = sums[valid(sums, num_tokens)]
+        if len(sums):
+            sums_s = evaluate(sums)
+            if sums_s.min() < best_s:
+                best, best_s = sums[sums_s.argmin()], float(sums_s.min())
+    return best, best_s

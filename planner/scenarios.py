@@ -1,0 +1,117 @@
+"""From what a user names to a Scenario, with what has to be said about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvrsim.hardware import DEFAULT_CLUSTER, Cluster, Topology, load_cluster
+from kvrsim.model import ModelSpec, load_model
+from kvrsim.profile import CalibrationProfile, load_profile
+from kvrsim.request import Request
+from kvrsim.scenario import ROOFLINE, Scenario
+
+DEFAULT_MODEL = "llama-7b"
+DEFAULT_PROFILE = "a100-eager"
+
+
+def make_scenario(
+    *,
+    ctx: int,
+    gpus: int = 8,
+    model: str | Path | ModelSpec = DEFAULT_MODEL,
+    profile: str | Path | CalibrationProfile | None = None,
+    cluster: str | Path | Cluster | None = None,
+    link_bandwidth_bytes_per_s: float | None = None,
+    link_latency_s: float | None = None,
+    topology: Topology | None = None,
+    attention: str | None = None,
+    batch: int = 1,
+    cached_prefix: int = 0,
+    dtype: str = "fp16",
+) -> tuple[Scenario, tuple[str, ...]]:
+    """A scenario and the notes that belong to it; raises InputError naming the argument."""
+    spec = model if isinstance(model, ModelSpec) else load_model(model)
+    machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster or DEFAULT_CLUSTER)
+    calibration = _profile_of(profile, machine, is_default_cluster=cluster is None)
+    machine = machine.with_num_gpus(gpus)
+    if topology is not None:
+        machine = machine.with_topology(topology)
+    machine, link_notes = _linked(machine, calibration, link_bandwidth_bytes_per_s, link_latency_s)
+    scenario = Scenario(
+        model=spec,
+        cluster=machine,
+        request=Request(context_len=ctx, batch=batch, cached_prefix=cached_prefix, dtype=dtype),
+        profile=calibration,
+        kernel=attention or (calibration.attention_kernels[0] if calibration else "flash"),
+    )
+    return scenario, (*notes_on(scenario), *link_notes)
+
+
+def _profile_of(
+    profile: str | Path | CalibrationProfile | None, machine: Cluster, *, is_default_cluster: bool
+) -> CalibrationProfile | None:
+    """The profile asked for; by default the one of the cluster's GPU, else the datasheet's roofline."""
+    if isinstance(profile, CalibrationProfile):
+        return profile
+    if profile is None:
+        default = load_profile(DEFAULT_PROFILE)
+        return default if is_default_cluster or machine.gpu.name == default.gpu else None
+    return None if str(profile) == ROOFLINE else load_profile(profile)
+
+
+def _linked(
+    machine: Cluster, profile: CalibrationProfile | None, bandwidth_bytes_per_s: float | None, latency_s: float | None
+) -> tuple[Cluster, tuple[str, ...]]:
+    """The cluster with the profile's measured links, unless the user gave others; and what to say of them."""
+    datasheet = machine.link.name
+    measured = profile.links if profile is not None and profile.links.link == datasheet else None
+    if measured is not None:
+        machine = machine.with_link(
+            bandwidth_bytes_per_s=measured.bandwidth_bytes_per_s, latency_s=measured.latency_s
+        )
+    if bandwidth_bytes_per_s is not None or latency_s is not None:
+        machine = machine.with_link(bandwidth_bytes_per_s=bandwidth_bytes_per_s, latency_s=latency_s)
+        return machine, ("links as given, not as measured: their bandwidth is taken to be reached in full",)
+    if profile is not None and measured is None and machine.num_gpus > 1:
+        return machine, (f"links: nominal figures of {datasheet}; {profile.name} measured {profile.links.link}",)
+    return machine, ()
+
+
+def notes_on(scenario: Scenario) -> tuple[str, ...]:
+    """What a reader of the prediction has to know about its model and range."""
+    notes = _model_notes(scenario)
+    if scenario.profile is None:
+        notes.append("roofline: the datasheet's limits, not a measurement; expect real TTFTs 1.3 to 3 times longer")
+    else:
+        notes.extend(_range_notes(scenario, scenario.profile))
+    return tuple(notes)
+
+
+def _model_notes(scenario: Scenario) -> list[str]:
+    trained, context_len = scenario.model.max_position_embeddings, scenario.request.context_len
+    if trained is not None and context_len > trained:
+        return [f"{scenario.model.name} is made for {trained} tokens; {context_len} are timed all the same"]
+    return []
+
+
+def _range_notes(scenario: Scenario, profile: CalibrationProfile) -> list[str]:
+    """Where the scenario leaves what the profile was measured on."""
+    valid, model = profile.valid, scenario.model
+    told = {
+        "context": (scenario.request.context_len, valid.context_len),
+        "GPUs": (scenario.cluster.num_gpus, valid.num_gpus),
+        "hidden_size": (model.hidden_size, valid.hidden_size),
+        "head_dim": (model.head_dim, valid.head_dim),
+    }
+    notes = [
+        f"extrapolated: {what} {value} is outside {low} to {high}, which profile {profile.name} was measured on"
+        for what, (value, (low, high)) in told.items()
+        if not low <= value <= high
+    ]
+    if profile.gpu != scenario.cluster.gpu.name:
+        notes.append(f"profile {profile.name} was measured on {profile.gpu}, not on {scenario.cluster.gpu.name}")
+    if model.layers[0].num_experts:
+        notes.append("mixture of experts: active experts' FLOPs only; dispatch and imbalance are not modelled")
+    if scenario.request.batch > 1:
+        notes.append("batch above 1 was not measured")
+    return notes

@@ -1,0 +1,138 @@
+"""The best partition of a scenario for a strategy whose partition is searched."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrsim.errors import InputError
+from kvrsim.partition import Partition
+from kvrsim.program import Array
+from kvrsim.results import SearchReport
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import Strategy
+from planner.balance import balanced_chunks
+from planner.evaluate import Evaluator, Progress
+from planner.grid import Boundaries, Grid, chunk_lens
+from planner.refine import refine, rounded
+from planner.work import Chain
+
+Method = Literal["auto", "analytical", "grid"]
+METHODS: tuple[Method, ...] = ("auto", "analytical", "grid")
+_BUS_ROUNDS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A partition, its TTFT, and what it took to find."""
+
+    partition: Partition
+    ttft_s: float
+    report: SearchReport
+
+
+def search(
+    scenario: Scenario,
+    strategy: Strategy,
+    *,
+    method: str = "auto",
+    stride: int | None = None,
+    on_progress: Progress | None = None,
+) -> Found:
+    """The best partition found.
+
+    auto: the analytical plan and other seeds, refined by pattern search; analytical: that plan as it is;
+    grid: the paper's hierarchical grid search. `stride`: boundaries are multiples of it, in tokens.
+    Raises InputError for an unknown method or a stride that leaves no room.
+    """
+    if method not in METHODS:
+        raise InputError("--method", method, ", ".join(METHODS))
+    tokens, num_ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
+    if num_ranks > tokens:
+        raise InputError("--gpus", num_ranks, f"at most one GPU a token, here {tokens}")
+    step = default_stride(tokens, num_ranks) if stride is None else stride
+    if not 1 <= step <= max(1, tokens // num_ranks):
+        raise InputError("--stride", step, f"a whole number from 1 to {max(1, tokens // num_ranks)}")
+    begin_s = time.perf_counter()
+    evaluator = Evaluator(scenario, strategy, on_progress)
+    boundaries, ttft_s, name = _Search(scenario, strategy, evaluator, step).run(method)
+    partition = Partition(chunk_lens=chunk_lens(tuple(boundaries), tokens))
+    return Found(partition, ttft_s, SearchReport(method=name, evaluations=evaluator.evaluations, seconds=time.perf_counter() - begin_s))
+
+
+def default_stride(num_tokens: int, num_ranks: int) -> int:
+    """A 128th of the even share, as a power of two, at most 128 tokens: finer moves no TTFT by 0.1 %."""
+    return 2 ** min(7, max(0, (num_tokens // num_ranks // 128).bit_length() - 1))
+
+
+class _Search:
+    def __init__(self, scenario: Scenario, strategy: Strategy, evaluator: Evaluator, stride: int) -> None:
+        self.scenario, self.strategy, self.evaluator, self.stride = scenario, strategy, evaluator, stride
+        self.tokens, self.num_ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
+
+    def run(self, method: str) -> tuple[npt.NDArray[np.int64], float, str]:
+        """Boundaries, TTFT and the name of what found them."""
+        if self.num_ranks == 1:
+            none = np.zeros(0, dtype=np.int64)
+            return none, float(self._evaluate(none[None])[0]), "analytical"
+        if method == "grid":
+            boundaries, ttft_s = Grid(self.tokens, self.num_ranks, self._evaluate, self._floor()).search(self.stride)
+            return np.array(boundaries, dtype=np.int64), ttft_s, "grid"
+        if method == "analytical":
+            seed = rounded(balanced_chunks(self.scenario, self.strategy), self.stride, self.tokens)
+            return seed, float(self._evaluate(seed[None])[0]), "analytical"
+        return (*self._refined(), "refine")
+
+    def _refined(self) -> tuple[npt.NDArray[np.int64], float]:
+        seeds = self._seeds()
+        seed = seeds[int(self._evaluate(seeds).argmin())]
+        rounds = _BUS_ROUNDS if self.evaluator.shares_bandwidth else max(10, 6_400 // self.num_ranks)
+        return refine(seed, self.tokens, self.stride, self._evaluate, rounds=rounds)
+
+    def _seeds(self) -> Boundaries:
+        """Blends of the balanced and the even plan; on a bus, plans for slower links and for fewer GPUs too."""
+        even = np.full(self.num_ranks, self.tokens / self.num_ranks)
+        plans = [balanced_chunks(self.scenario, self.strategy)]
+        if self.evaluator.shares_bandwidth:
+            plans.extend(self._bus_plans())
+        blends = [plan + share * (even - plan) for plan in plans for share in (0.0, 0.25, 0.5, 0.75)] + [even]
+        return np.unique([rounded(blend, self.stride, self.tokens) for blend in blends], axis=0)
+
+    def _bus_plans(self) -> list[Array]:
+        """A flow gets between all and 1/(p-1) of the bus: plan for each as a link of its own, and for fewer ranks.
+
+        Fewer: the first ranks take a single token, the rest share the context.
+        """
+        quiet = self.scenario.cluster.with_topology("switch")
+        bandwidth = quiet.link.bandwidth_bytes_per_s
+        plans = []
+        for flows in range(1, self.num_ranks):
+            cluster = quiet.with_link(bandwidth_bytes_per_s=bandwidth / flows)
+            plans.append(search(replace(self.scenario, cluster=cluster), self.strategy).partition.chunk_lens)
+        for used in range(1, self.num_ranks):
+            cluster = quiet.with_num_gpus(used).with_link(bandwidth_bytes_per_s=bandwidth / max(1, used - 1))
+            idle = self.num_ranks - used
+            request = replace(self.scenario.request, context_len=self.scenario.request.context_len - idle)
+            fewer = search(replace(self.scenario, cluster=cluster, request=request), self.strategy)
+            plans.append((1,) * idle + fewer.partition.chunk_lens)
+        return [np.array(plan, dtype=float) for plan in plans]
+
+    def _evaluate(self, boundaries: Boundaries) -> Array:
+        edges = ((0, 0), (1, 1))
+        ends = np.pad(boundaries.astype(float), edges, constant_values=((0, 0), (0, self.tokens)))
+        return self.evaluator.ttft_s(np.diff(ends, axis=1))
+
+    def _floor(self):  # type: ignore[no-untyped-def]
+        """What one rank alone needs: its work but the last layer after the append and its last message."""
+        chain = Chain(self.scenario, self.strategy)
+        cached = self.scenario.request.cached_prefix
+
+        def floor(rank: int, start: Array, end: Array) -> Array:
+            work = chain.work(rank, end - start, start + cached)
+            return work.busy_s - work.last_post_s - work.last_send_s + np.zeros_like(end)
+
+        return floor

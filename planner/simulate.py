@@ -1,0 +1,133 @@
+"""One strategy with one partition, simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvrsim.errors import InputError
+from kvrsim.executors.batch import run_batch
+from kvrsim.memory import fits, memory_of
+from kvrsim.partition import Partition
+from kvrsim.program import Compute, Program, Send, AllGather, total
+from kvrsim.results import RankReport, SimResult
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import Strategy, get_strategy
+from kvrsim.timeline import Timeline
+from planner.search import search
+
+EXECUTORS = ("batch", "event")
+
+
+def run_simulation(
+    scenario: Scenario,
+    *,
+    strategy: str,
+    partition: Sequence[int] | None = None,
+    executor: str | None = None,
+    timeline: bool = False,
+    warnings: Sequence[str] = (),
+) -> SimResult:
+    """Simulate; without a partition, take the strategy's own (kvr-s searches first).
+
+    executor: "batch" or "event"; None takes the event executor where flows share a bus or a timeline is
+    wanted. Raises InputError for an unknown strategy or executor, or a partition that does not fit.
+    """
+    chosen = get_strategy(strategy)
+    placed = scenario.on_gpus(1) if chosen.partition_rule == "whole" else scenario
+    kind = _executor_of(placed, executor, timeline=timeline)
+    cut = partition_of(placed, chosen, partition)
+    program, finish_s, spans = execute(placed, chosen, cut, executor=kind, timeline=timeline)
+    low_s, high_s = interval_s(placed, finish_s[-1])
+    memory = memory_of(placed, chosen, cut)
+    return SimResult(
+        strategy=chosen.name,
+        model=scenario.model.name,
+        profile=scenario.profile_name,
+        context_len=scenario.request.context_len,
+        partition=cut.chunk_lens,
+        executor=kind,
+        ttft_s=finish_s[-1],
+        ttft_low_s=low_s,
+        ttft_high_s=high_s,
+        per_rank=tuple(
+            RankReport(
+                rank=rank,
+                chunk_len=cut.chunk_lens[rank],
+                compute_s=compute_s(program, rank),
+                wait_s=finish_s[rank] - compute_s(program, rank),
+                sent_bytes=sent_bytes(program, rank),
+                memory=memory[rank],
+            )
+            for rank in range(len(finish_s))
+        ),
+        fits=fits(placed, memory),
+        warnings=tuple(warnings),
+        timeline=spans,
+    )
+
+
+def partition_of(scenario: Scenario, strategy: Strategy, partition: Sequence[int] | None) -> Partition:
+    """The partition given, checked, or the strategy's own."""
+    tokens, num_ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
+    if partition is not None:
+        return Partition.of(partition, num_tokens=tokens, num_ranks=num_ranks)
+    if strategy.partition_rule == "search":
+        return search(scenario, strategy).partition
+    if strategy.partition_rule == "table":
+        raise InputError("--strategy", strategy.name, "with --partition, or another strategy: it looks its chunks up")
+    return Partition.even(tokens, num_ranks)
+
+
+def execute(
+    scenario: Scenario, strategy: Strategy, partition: Partition, *, executor: str, timeline: bool = False
+) -> tuple[Program, tuple[float, ...], Timeline | None]:
+    """The program, when each rank has finished (seconds), and the timeline if it was asked for."""
+    program = scenario.program(strategy, [np.array([float(chunk)]) for chunk in partition.chunk_lens])
+    if executor == "batch":
+        return program, tuple(float(finish) for finish in run_batch(program, scenario.cluster)[:, 0]), None
+    from kvrsim.executors.event import Replay  # SimPy, only where it is needed
+
+    replay = Replay(program, scenario.cluster, record=timeline)
+    return program, replay.finish_s, replay.timeline if timeline else None
+
+
+def shares_bandwidth(scenario: Scenario) -> bool:
+    """Whether flows share a bus, so that the batch executor does not hold."""
+    return scenario.cluster.topology == "bus" and scenario.cluster.num_gpus > 1
+
+
+def _executor_of(scenario: Scenario, executor: str | None, *, timeline: bool) -> str:
+    if executor is None:
+        return "event" if timeline or shares_bandwidth(scenario) else "batch"
+    if executor not in EXECUTORS:
+        raise InputError("--executor", executor, " or ".join(EXECUTORS))
+    if executor == "batch" and shares_bandwidth(scenario):
+        raise InputError("--executor", executor, "event, because flows share a bus")
+    if executor == "batch" and timeline:
+        raise InputError("--executor", executor, "event, because a timeline is asked for")
+    return executor
+
+
+def interval_s(scenario: Scenario, ttft_s: float) -> tuple[float, float]:
+    """TTFT's low and high: nine in ten cross-validated rows of the profile lie within such a share."""
+    residual = scenario.profile.residual if scenario.profile else None
+    if residual is None:
+        return ttft_s, ttft_s * 3.0 if scenario.profile is None else ttft_s
+    return ttft_s / (1.0 + residual.p90_ape), ttft_s * (1.0 + residual.p90_ape)
+
+
+def compute_s(program: Program, rank: int) -> float:
+    """Device time of a rank's own operations."""
+    return float(np.sum(total(program.ops(rank), Compute, "device_s")))
+
+
+def sent_bytes(program: Program, rank: int) -> float:
+    """Bytes that a rank puts on its links; of a ring, its own piece and those it passes on."""
+    ops = program.ops(rank)
+    sent = float(np.sum(total(ops, Send, "nbytes")))
+    if gathered := [op for _, op in ops if isinstance(op, AllGather)]:
+        pieces = np.array([[op.nbytes.item() for _, op in program.ops(r) if isinstance(op, AllGather)] for r in range(program.num_ranks)])
+        sent += float(pieces.sum() - pieces[(rank + 1) % program.num_ranks].sum()) if gathered else 0.0
+    return sent

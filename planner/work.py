@@ -1,0 +1,157 @@
+"""What one rank of a KVR chain must do, whatever the others do: the pieces that plans and bounds are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+
+from kvrsim.program import Array, Compute, Op, Send
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import Step, Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class _Same(Sequence[Array]):
+    """The same array for every rank, so that one rank's program can be asked for alone."""
+
+    array: Array
+    num_ranks: int
+
+    @overload
+    def __getitem__(self, index: int) -> Array: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Array]: ...
+    def __getitem__(self, index: int | slice) -> Array | Sequence[Array]:
+        return self.array if isinstance(index, int) else [self.array]
+
+    def __len__(self) -> int:
+        return self.num_ranks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankWork:
+    """Seconds of one rank with given chunk and start; every field of shape (B,)."""
+
+    compute_s: Array  # device time of all layers
+    first_qkv_s: Array  # of it, the first layer's part before the append
+    last_post_s: Array  # of it, the last layer's part after the append: attention, output, MLP
+    sends_s: Array  # messages of all layers on the link to the next rank
+    last_send_s: Array  # of it, the last layer's
+    recv_held_s: Array  # messages of all layers from the rank before, where they hold the compute stream
+    send_held_s: Array  # `sends_s`, where they hold the compute stream
+
+    @property
+    def busy_s(self) -> Array:
+        """Everything that occupies the compute stream."""
+        return self.compute_s + self.recv_held_s + self.send_held_s
+
+
+class Chain:
+    """A KVR chain of a scenario, rank by rank."""
+
+    def __init__(self, scenario: Scenario, strategy: Strategy) -> None:
+        self.scenario, self.strategy = scenario, strategy
+        self.num_ranks = scenario.cluster.num_gpus
+        self.costs = scenario.layer_costs()
+        self.kinds = scenario.model.layer_kind_index
+        self.counts = np.bincount(self.kinds)
+        self.paths = [scenario.cluster.path(rank, rank + 1) for rank in range(self.num_ranks - 1)]
+        # From each rank to the last.
+        self._seconds_per_byte = np.cumsum([1.0 / path.bandwidth_bytes_per_s for path in self.paths[::-1]])[::-1]
+        self._latency_s = np.cumsum([path.latency_s for path in self.paths[::-1]])[::-1]
+
+    def work(self, rank: int, chunk: Array, start: Array) -> RankWork:
+        """The work of `rank`, if its chunk and start were these (tokens, any one shape)."""
+        compute = qkv = post = bytes_in = bytes_out = last_out = np.zeros(1)
+        for kind, costs in enumerate(self.costs):
+            step = Step(costs, _Same(chunk, self.num_ranks), _Same(start, self.num_ranks))
+            total, before, after, nbytes = _split(list(self.strategy.layer(step, rank)))
+            compute = compute + self.counts[kind] * total
+            bytes_out = bytes_out + self.counts[kind] * nbytes
+            bytes_in = bytes_in + self.counts[kind] * costs.handed_kv_bytes(start)
+            if kind == self.kinds[0]:
+                qkv = before
+            if kind == self.kinds[-1]:
+                post, last_out = after, nbytes
+        to_next = self.paths[rank].bandwidth_bytes_per_s if rank < self.num_ranks - 1 else np.inf
+        from_previous = self.paths[rank - 1].bandwidth_bytes_per_s if rank else np.inf
+        hold = 0.0 if self.scenario.sends_overlap else 1.0
+        return RankWork(
+            compute_s=compute,
+            first_qkv_s=qkv,
+            last_post_s=post,
+            sends_s=bytes_out / to_next,
+            last_send_s=last_out / to_next,
+            recv_held_s=hold * bytes_in / from_previous,
+            send_held_s=hold * bytes_out / to_next,
+        )
+
+    def message_s(self, layer: int, rank: int, end: Array) -> Array:
+        """One message of a layer (0 the first, -1 the last) of `end` tokens from `rank` to the next."""
+        path = self.paths[rank]
+        return self.costs[self.kinds[layer]].handed_kv_bytes(end) / path.bandwidth_bytes_per_s + path.latency_s
+
+    def append_s(self, layer: int, end: Array) -> Array:
+        """The least that a rank takes to append to a prefix of `end` tokens."""
+        return self.costs[self.kinds[layer]].append_s(np.zeros_like(end), end)
+
+    def first_message_ready_s(self, chunk: Array) -> Array:
+        """The least that rank 0 takes to have its first message ready: project the chunk, keep its K, V."""
+        costs = self.costs[self.kinds[0]]
+        return costs.qkv_s(chunk) + costs.append_s(chunk, np.zeros_like(chunk))
+
+    def drain_s(self, rank: int, end: Array) -> Array:
+        """The least from the append of `rank`, which ends there, to that of the last rank, in the last layer."""
+        costs = self.costs[self.kinds[-1]]
+        hops = self.num_ranks - 1 - rank
+        transfer_s = costs.handed_kv_bytes(end) * self._seconds_per_byte[rank] + self._latency_s[rank]
+        return transfer_s + hops * self.append_s(-1, end)
+
+
+def _split(ops: Sequence[Op]) -> tuple[Array, Array, Array, Array]:
+    """All compute, what of it comes before and after the append, and the bytes sent."""
+    total = before = after = nbytes = np.zeros(1)
+    appended = False
+    for op in ops:
+        if isinstance(op, Send):
+            nbytes = op.nbytes
+        elif isinstance(op, Compute):
+            total = total + op.device_s
+            if op.name == "append":
+                appended = True
+            elif appended:
+                after = after + op.device_s
+            else:
+                before = before + op.device_s
+    return total, before, after, nbytes
+
+
+def furthest_end(needed_s: Callable[[Array], Array], start: Array, most: Array, limit_s: Array, halvings: int) -> Array:
+    """The largest end in (start, most] whose `needed_s`, which does not fall with it, is within the limit.
+
+    Found by bisection, from above by at most (most - start) / 2^halvings; `start` where not even one token
+    is within the limit.
+    """
+    low, high = np.minimum(start + 1.0, most), most
+    some = needed_s(low) <= limit_s
+    for _ in range(halvings):
+        middle = 0.5 * (low + high)
+        within = needed_s(middle) <= limit_s
+        low, high = np.where(within, middle, low), np.where(within, high, middle)
+    return np.where(some, high, start)
+
+
+def earliest_start(needed_s: Callable[[Array], Array], least: Array, end: Array, limit_s: Array, halvings: int) -> Array:
+    """The smallest start in [least, end) whose `needed_s`, which does not rise with it, is within the limit.
+
+    Found by bisection, from below by at most (end - least) / 2^halvings; at least `least`.
+    """
+    low, high = least, np.maximum(end - 1.0, least)
+    for _ in range(halvings):
+        middle = 0.5 * (low + high)
+        within = needed_s(middle) <= limit_s
+        low, high = np.where(within, low, middle), np.where(within, middle, high)
+    return np.where(needed_s(least) <= limit_s, least, low)
