@@ -43,7 +43,7 @@ accuracy: $(VENV)/.core ## simulate the published cases and rewrite the accuracy
 	$(BIN)/python -m validate.published
 
 fit: $(VENV)/.core ## fit the shipped profile anew from the published figures
-	$(BIN)/python -m calibrate.fit_published
+	$(BIN)/python -m validate.fit_published
 
 clean: ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
