@@ -282,22 +282,18 @@ def _legend(figure: Figure, height: float, spans: Iterable[Span]) -> None:
     """What is drawn, in the order of a layer."""
     from matplotlib.patches import Patch
 
-    drawn = list(spans)
-    groups = {_group(span) for span in drawn if span.kind == "compute"}
-    kinds = {span.kind for span in drawn}
-    entries = {
-        label: Patch(facecolor=colour) for group, (label, colour) in _GROUPS.items() if group in groups
-    }
+    drawn = {(span.kind, _group(span)) for span in spans}
+    kinds = {kind for kind, _ in drawn}
+    groups = {group for kind, group in drawn if kind == "compute"}
+    shown = {label: colour for group, (label, colour) in _GROUPS.items() if group in groups}
+    entries = {label: Patch(facecolor=colour) for label, colour in shown.items()}
     if "wait" in kinds:
         entries["waiting"] = Patch(**_WAIT, linewidth=0)
     if "transfer" in kinds:
         entries["KV on the link"] = Patch(facecolor=_LINK)
     if groups - {"ends", "compute"}:
         entries["lighter: layers with odd numbers"] = Patch(facecolor="none", edgecolor="none")
-    place: dict[str, Any] = dict(
-        loc="upper left", bbox_to_anchor=(0.006, 1 - 0.62 / height), ncols=len(entries)
-    )
-    style: dict[str, Any] = dict(
-        frameon=False, fontsize=9, labelcolor=_INK, handlelength=1.3, columnspacing=1.4
-    )
+    corner = (0.006, 1 - 0.62 / height)
+    place: dict[str, Any] = dict(loc="upper left", bbox_to_anchor=corner, ncols=len(entries))
+    style: dict[str, Any] = dict(frameon=False, fontsize=9, labelcolor=_INK, handlelength=1.3)
     figure.legend(list(entries.values()), list(entries), **place, **style)

@@ -98,6 +98,11 @@ class Cluster:
         if not 1 <= self.num_gpus <= MAX_GPUS:
             raise InputError("--gpus", self.num_gpus, f"a whole number from 1 to {MAX_GPUS}")
 
+    @property
+    def shares_bandwidth(self) -> bool:
+        """Whether flows compete for one bandwidth, so that durations depend on what else is in flight."""
+        return self.topology == "bus" and self.num_gpus > 1
+
     def path(self, src: int, dst: int) -> Path:
         """The way from rank `src` to another rank `dst`."""
         assert src != dst, src

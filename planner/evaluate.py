@@ -19,7 +19,7 @@ Progress = Callable[[int, int, float], None]  # evaluations done, expected in al
 
 @dataclass(slots=True)
 class Evaluator:
-    """Counts what it evaluates, reports progress, and knows when flows share a bus."""
+    """Counts what it evaluates and reports progress; flows that share a bandwidth need the event executor."""
 
     scenario: Scenario
     strategy: Strategy
@@ -28,15 +28,10 @@ class Evaluator:
     expected: int = 0  # evaluations in all, as far as the search can tell
     best_s: float = float("inf")
 
-    @property
-    def shares_bandwidth(self) -> bool:
-        """Whether flows share a bus, so that each partition needs the event executor."""
-        return self.scenario.cluster.topology == "bus" and self.scenario.cluster.num_gpus > 1
-
     def ttft_s(self, chunks: Array) -> Array:
         """TTFT of each row of chunks (B, num_ranks), tokens; shape (B,)."""
-        run = self._replay if self.shares_bandwidth else self._batch
-        block = 1 if self.shares_bandwidth else BLOCK
+        shared = self.scenario.cluster.shares_bandwidth
+        run, block = (self._replay, 1) if shared else (self._batch, BLOCK)
         parts = []
         for first in range(0, len(chunks), block):
             parts.append(run(chunks[first : first + block]))

@@ -15,7 +15,7 @@ from kvrsim.timeline import Timeline
 from planner.bound import lower_bound_s
 from planner.evaluate import Progress
 from planner.search import Found, search
-from planner.simulate import compute_s, execute, interval_s, partition_of, shares_bandwidth
+from planner.simulate import compute_s, execute, interval_s, partition_of
 
 DEFAULT_STRATEGIES = ("single", "tsp", "kvr-e", "kvr-s")
 _MOST_REPLAYED_RANKS = 64  # SimPy replays of longer chains take seconds
@@ -65,7 +65,7 @@ def make_plan(
 def _result(scenario: Scenario, strategy: Strategy, found: Found) -> StrategyResult:
     placed = _placed(scenario, strategy)
     cut = found.partition if strategy.partition_rule == "search" else partition_of(placed, strategy, None)
-    executor = "event" if shares_bandwidth(placed) else "batch"
+    executor = "event" if placed.cluster.shares_bandwidth else "batch"
     program, finish_s, _ = execute(placed, strategy, cut, executor=executor)
     _, free_s, _ = execute(placed.without_communication(), strategy, cut, executor="batch")
     low_s, high_s = interval_s(placed, finish_s[-1])
@@ -118,7 +118,7 @@ def _fewer_gpus(scenario: Scenario, kvr: Strategy, found: Found) -> list[str]:
     num_gpus = scenario.cluster.num_gpus // 2
     while num_gpus >= 1:
         fewer = scenario.on_gpus(num_gpus)
-        ttft_s = search(fewer, kvr, method="auto" if shares_bandwidth(scenario) else "analytical").ttft_s
+        ttft_s = search(fewer, kvr, method="auto" if scenario.cluster.shares_bandwidth else "analytical").ttft_s
         if ttft_s < found.ttft_s * (1 + _AS_FAST):
             how = "as fast as" if ttft_s > found.ttft_s * (1 - _AS_FAST) else "faster than"
             return [f"{num_gpus} GPU{'s' * (num_gpus > 1)} would be {how} {scenario.cluster.num_gpus}: {ttft_s:.4g} s with KVR-S"]
@@ -144,7 +144,7 @@ def _replayed(scenario: Scenario, best: StrategyResult, *, timeline: bool) -> Ti
     """Replay the winner in the event executor, which must agree with the batch executor."""
     strategy = STRATEGIES[best.strategy]
     placed = _placed(scenario, strategy)
-    if not timeline and (shares_bandwidth(placed) or placed.cluster.num_gpus > _MOST_REPLAYED_RANKS):
+    if not timeline and (placed.cluster.shares_bandwidth or placed.cluster.num_gpus > _MOST_REPLAYED_RANKS):
         return None
     cut = Partition(chunk_lens=best.partition)
     _, finish_s, spans = execute(placed, strategy, cut, executor="event", timeline=timeline)

@@ -90,14 +90,14 @@ class _Search:
     def _refined(self) -> tuple[npt.NDArray[np.int64], float]:
         seeds = self._seeds()
         seed = seeds[int(self._evaluate(seeds).argmin())]
-        rounds = _BUS_ROUNDS if self.evaluator.shares_bandwidth else max(10, 6_400 // self.num_ranks)
+        rounds = _BUS_ROUNDS if self.scenario.cluster.shares_bandwidth else max(10, 6_400 // self.num_ranks)
         return refine(seed, self.tokens, self.stride, self._evaluate, rounds=rounds)
 
     def _seeds(self) -> Boundaries:
         """Blends of the balanced and the even plan; on a bus, plans for slower links and for fewer GPUs too."""
         even = np.full(self.num_ranks, self.tokens / self.num_ranks)
         plans = [balanced_chunks(self.scenario, self.strategy)]
-        if self.evaluator.shares_bandwidth:
+        if self.scenario.cluster.shares_bandwidth:
             plans.extend(self._bus_plans())
         blends = [plan + share * (even - plan) for plan in plans for share in (0.0, 0.25, 0.5, 0.75)] + [even]
         return np.unique([rounded(blend, self.stride, self.tokens) for blend in blends], axis=0)

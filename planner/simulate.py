@@ -93,17 +93,12 @@ def execute(
     return program, replay.finish_s, replay.timeline if timeline else None
 
 
-def shares_bandwidth(scenario: Scenario) -> bool:
-    """Whether flows share a bus, so that the batch executor does not hold."""
-    return scenario.cluster.topology == "bus" and scenario.cluster.num_gpus > 1
-
-
 def _executor_of(scenario: Scenario, executor: str | None, *, timeline: bool) -> str:
     if executor is None:
-        return "event" if timeline or shares_bandwidth(scenario) else "batch"
+        return "event" if timeline or scenario.cluster.shares_bandwidth else "batch"
     if executor not in EXECUTORS:
         raise InputError("--executor", executor, " or ".join(EXECUTORS))
-    if executor == "batch" and shares_bandwidth(scenario):
+    if executor == "batch" and scenario.cluster.shares_bandwidth:
         raise InputError("--executor", executor, "event, because flows share a bus")
     if executor == "batch" and timeline:
         raise InputError("--executor", executor, "event, because a timeline is asked for")

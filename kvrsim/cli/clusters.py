@@ -24,9 +24,9 @@ def list_clusters(json: Json = False) -> None:
     if json:
         print_json({"clusters": [_to_dict(cluster) for cluster in clusters.values()]})
         return
-    from kvrsim.cli.render import print_clusters
+    from kvrsim.cli.tables import show_clusters
 
-    print_clusters(clusters)
+    show_clusters(clusters)
 
 
 @app.command("show")
@@ -41,9 +41,9 @@ def show(
     if json:
         print_json(_to_dict(cluster))
         return
-    from kvrsim.cli.render import print_tree
+    from kvrsim.cli.tables import show_tree
 
-    print_tree(cluster.name, _to_dict(cluster))
+    show_tree(cluster.name, _to_dict(cluster))
 
 
 def _to_dict(cluster: Cluster) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -16,6 +17,7 @@ from kvrsim.errors import KvrsimError
 
 WRONG_USE = 2
 BUG = 70
+NOT_WRITTEN = 74
 INTERRUPTED = 130
 BROKEN_PIPE = 141  # as a shell reports a process that died of SIGPIPE
 
@@ -68,9 +70,11 @@ def main(arguments: Sequence[str]) -> int:
         return _fail(f"error: {error}", error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", INTERRUPTED)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (BrokenPipeError, SystemExit):  # Typer turns the one into the other, and nothing else
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return BROKEN_PIPE
+    except OSError as error:  # a full disk, say
+        return _fail(f"error: {error.strerror or error}: {error.filename or 'standard output'}", NOT_WRITTEN)
     except Exception as error:
         return _fail_unexpectedly(error)
 
@@ -101,37 +105,51 @@ def _click_exception() -> type[Exception]:
 def _wrong_use(error: Any) -> str:
     """An error of the command line in kvrsim's words: argument, value, what is accepted."""
     context: Any = getattr(error, "ctx", None)
-    name = type(error).__name__
-    if name == "NoSuchOption":
-        options = ", ".join(_options(context))
-        return f"{error.option_name}: no such option of {context.command_path}, accepted: {options}"
-    if name == "MissingParameter" and error.param is not None:
-        return f"{_spelling(error.param)}: got nothing, accepted: {_accepted(error.param)}"
-    if name == "BadOptionUsage":
-        known = {option: param for param in context.command.params for option in param.opts}
-        param = known.get(error.option_name)
-        if param is None or getattr(param, "is_flag", False):
-            return f"{error.option_name}: got a value, accepted: no value, the option alone"
-        return f"{error.option_name}: got nothing, accepted: {_accepted(param)}"
+    message = error.format_message()
+    match type(error).__name__:
+        case "NoSuchOption" if context is not None:
+            options = ", ".join(_options(context.command))
+            return f"{error.option_name}: no such option of {context.command_path}, accepted: {options}"
+        case "MissingParameter" if error.param is not None:
+            return f"{_spelling(error.param)}: got nothing, accepted: {_accepted(error.param)}"
+        case "BadOptionUsage" if "requires" in message:
+            return f"{error.option_name}: got nothing, accepted: {_accepted(_param(error.option_name))}"
+        case "BadOptionUsage":
+            return f"{error.option_name}: got a value, accepted: the option alone"
     commands = getattr(getattr(context, "command", None), "commands", None)
-    if commands and "No such command" in error.format_message():
-        wrong = error.format_message().split("'")[1]
-        return f"command of {context.command_path}: got '{wrong}', accepted: {', '.join(commands)}"
-    return str(error.format_message())
+    if commands and "command" in message:
+        got = next(iter(re.findall("'([^']*)'", message)), None)
+        shown = "nothing" if got is None else f"'{got}'"
+        return f"command of {context.command_path}: got {shown}, accepted: {', '.join(commands)}"
+    if extra := re.search(r"unexpected extra argument.*\(([^()]*)\)$", message):
+        return f"arguments: got '{extra[1]}', accepted: none but the options of {context.command_path}"
+    return str(message)
 
 
-def _options(context: Any) -> list[str]:
-    return sorted(
-        {option for param in context.command.get_params(context) for option in param.opts if "--" in option}
-    )
+def _options(command: Any) -> list[str]:
+    """Long options of a command; --help, which it has as well, goes without saying."""
+    return sorted(option for param in command.params for option in param.opts if option.startswith("--"))
+
+
+def _param(option: str) -> Any:
+    """An option by its spelling; it means the same in every command that has it."""
+    groups = [typer.main.get_command(app)]
+    while groups:
+        command: Any = groups.pop()
+        groups.extend(getattr(command, "commands", {}).values())
+        for param in command.params:
+            if option in param.opts:
+                return param
+    return None
 
 
 def _spelling(param: Any) -> str:
-    return param.opts[0] if param.param_type_name == "option" else str(param.make_metavar(None)).strip("[]")
+    return str(param.opts[0] if param.param_type_name == "option" else param.metavar or param.name)
 
 
 def _accepted(param: Any) -> str:
-    return f"{param.metavar or 'a value'} ({(param.help or '').rstrip('.')})"
+    text = (getattr(param, "help", None) or "").rstrip(".")
+    return f"{getattr(param, 'metavar', None) or 'a value'} ({text})" if text else "a value"
 
 
 if __name__ == "__main__":

@@ -24,9 +24,9 @@ def list_models(json: Json = False) -> None:
     if json:
         print_json({"models": [summary(model) for model in models]})
         return
-    from kvrsim.cli.render import print_models
+    from kvrsim.cli.tables import show_models
 
-    print_models(models)
+    show_models(models)
 
 
 @app.command("show")
@@ -44,9 +44,9 @@ def show(
     if json:
         print_json(content)
         return
-    from kvrsim.cli.render import print_tree
+    from kvrsim.cli.tables import show_tree
 
-    print_tree(model.name, content)
+    show_tree(model.name, content)
 
 
 def summary(model: ModelSpec) -> dict[str, Any]:

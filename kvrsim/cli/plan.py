@@ -83,9 +83,9 @@ def plan(
     if json:
         print_json(result.to_dict())
     else:
-        from kvrsim.cli.render import print_plan
+        from kvrsim.cli.render import show_plan
 
-        print_plan(result, gpu_memory_bytes=scenario.cluster.gpu.memory_bytes)
+        show_plan(result, gpu_memory_bytes=scenario.cluster.gpu.memory_bytes)
     if not result.feasible:
         raise typer.Exit(1)
 
@@ -111,8 +111,9 @@ def _write_files(result: Plan, trace: str | None, plot: str | None) -> None:
     if trace is not None:
         result.timeline.write_chrome_trace(trace)
     if plot is not None:
-        from kvrsim.cli.render import subtitle_of
+        from kvrsim.cli.render import setting_of, subtitle
         from kvrsim.gantt import write_gantt
 
+        line = subtitle(result.model, result.context_len, setting_of(result))
         title = f"{result.best.strategy}: {result.best.title}"
-        write_gantt(result.timeline, plot, title=title, subtitle=subtitle_of(result))
+        write_gantt(result.timeline, plot, title=title, subtitle=line)

@@ -30,9 +30,9 @@ def list_profiles(json: Json = False) -> None:
     if json:
         print_json({"profiles": rows})
         return
-    from kvrsim.cli.render import print_profiles
+    from kvrsim.cli.tables import show_profiles
 
-    print_profiles(profiles)
+    show_profiles(profiles)
 
 
 @app.command("show")
@@ -47,6 +47,6 @@ def show(
     if json:
         print_json(profile.to_dict())
         return
-    from kvrsim.cli.render import print_tree
+    from kvrsim.cli.tables import show_tree
 
-    print_tree(profile.name, profile.to_dict())
+    show_tree(profile.name, profile.to_dict())

@@ -83,9 +83,9 @@ def simulate(
     if json:
         print_json(result.to_dict())
     else:
-        from kvrsim.cli.render import print_simulation
+        from kvrsim.cli.render import show_simulation
 
-        print_simulation(result, scenario)
+        show_simulation(result, scenario)
 
 
 def _parse_partition(text: str) -> list[int]:
@@ -103,9 +103,10 @@ def _write_files(result: SimResult, scenario: Scenario, trace: str | None, plot:
     if trace is not None:
         result.timeline.write_chrome_trace(trace)
     if plot is not None:
-        from kvrsim.cli.render import subtitle_of_simulation
+        from kvrsim.cli.render import setting_of_simulation, subtitle
         from kvrsim.gantt import write_gantt
         from kvrsim.strategies import get_strategy
 
+        line = subtitle(result.model, result.context_len, setting_of_simulation(result, scenario))
         title = f"{result.strategy}: {get_strategy(result.strategy).title}"
-        write_gantt(result.timeline, plot, title=title, subtitle=subtitle_of_simulation(result, scenario))
+        write_gantt(result.timeline, plot, title=title, subtitle=line)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
 
@@ -36,7 +37,7 @@ def published(
     """
     check_output(report, "--report")
     try:
-        from validate import published as cases
+        cases = import_module("validate.published")
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("validate"):
             raise
@@ -44,14 +45,14 @@ def published(
             "kvrsim validate runs from a checkout of kvrsim's repository, which holds the published figures"
         )
         raise NotACheckoutError(sentence) from None
-    result = cases.run()
+    result: dict[str, Any] = cases.run()
     if report is not None:
         cases.write_report(result, report)
     if json:
         print_json(result)
     else:
-        from kvrsim.cli.render import print_validation
+        from kvrsim.cli.tables import show_validation
 
-        print_validation(result)
+        show_validation(result)
     if result.get("ok") is False:
         raise typer.Exit(1)

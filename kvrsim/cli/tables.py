@@ -1,0 +1,147 @@
+"""What all tables share, and the tables of what ships; by Rich, imported only where no JSON is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvrsim.units import format_bandwidth, format_bytes, format_seconds, format_tokens
+
+if TYPE_CHECKING:
+    from kvrsim.hardware import Cluster
+    from kvrsim.model import ModelSpec
+    from kvrsim.profile import CalibrationProfile
+
+_WIDE = 100  # columns; from here on there is room for two blanks between a table's columns
+_GEMM = {"name", "in_features", "out_features", "bias"}
+
+
+def show(*parts: RenderableType) -> None:
+    """Print to standard output, without blanks at the ends of lines."""
+    console = _console()
+    with console.capture() as captured:
+        for part in parts:
+            console.print(part)
+    typer.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def _console() -> Console:
+    return Console(markup=False, highlight=False, emoji=False)
+
+
+def columns(*titles: str, numbers: bool = False, into: Table | None = None) -> Table:
+    """A table with these columns, or one with them added; numbers stand right."""
+    gap = 2 if _console().width >= _WIDE else 1
+    table = into or Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
+    for title in titles:
+        table.add_column(title, justify="right" if numbers else "left", no_wrap=True)
+    return table
+
+
+def facts() -> Table:
+    """A label and what it says, wrapped beside it."""
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column()
+    return table
+
+
+def show_tree(name: str, content: Mapping[str, Any]) -> None:
+    """Keys and values, nested ones indented."""
+    table = facts()
+    for label, value in _branch(content, indent="  "):
+        table.add_row(Text(label), value)
+    show(Text(name, style="bold"), table)
+
+
+def _branch(content: Mapping[str, Any], indent: str) -> Iterator[tuple[str, str]]:
+    for key, value in content.items():
+        if isinstance(value, Mapping) and set(value) != _GEMM:
+            yield f"{indent}{key}", ""
+            yield from _branch(value, indent + "  ")
+        elif _holds_objects(value):
+            for number, item in enumerate(value):
+                yield from _branch({f"{key} {number}": item}, indent)
+        elif value not in (None, (), []):
+            yield f"{indent}{key}", _shown(value)
+
+
+def _holds_objects(value: object) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], Mapping)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        bias = " with bias" if value["bias"] else ""
+        return f"{value['name']}: {value['in_features']} to {value['out_features']}{bias}"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_shown, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def show_profiles(profiles: Sequence[CalibrationProfile]) -> None:
+    """One row a profile."""
+    table = columns("profile", "GPU", "attention", "error")
+    table.add_column("what it is")
+    for profile in profiles:
+        error = f"{profile.residual.cross_validated_mape:.1%}" if profile.residual else "unknown"
+        kernels = ", ".join(profile.attention_kernels)
+        table.add_row(profile.name, profile.gpu, kernels, error, profile.description)
+    show(table)
+
+
+def show_models(models: Sequence[ModelSpec]) -> None:
+    """One row a model."""
+    table = columns("model", "architecture")
+    columns("parameters", "layers", "hidden", "heads", "KV heads", "made for", numbers=True, into=table)
+    for model in models:
+        made_for = model.max_position_embeddings
+        counts = (
+            model.num_hidden_layers,
+            model.hidden_size,
+            model.num_attention_heads,
+            model.num_key_value_heads,
+            "" if made_for is None else format_tokens(made_for),
+        )
+        parameters = f"{model.num_parameters / 1e9:.1f} B"
+        table.add_row(model.name, model.model_type, parameters, *map(str, counts))
+    show(table)
+
+
+def show_clusters(clusters: Mapping[str, Cluster]) -> None:
+    """One row a cluster."""
+    table = columns("cluster", "GPUs", "memory", "topology", "link", "one way", "latency")
+    for name, cluster in clusters.items():
+        gpu, link = cluster.gpu, cluster.link
+        speed, latency = format_bandwidth(link.bandwidth_bytes_per_s), format_seconds(link.latency_s)
+        gpus, memory = f"{cluster.num_gpus} × {gpu.name}", format_bytes(gpu.memory_bytes)
+        table.add_row(name, gpus, memory, cluster.topology, link.name, speed, latency)
+    show(table)
+
+
+def show_validation(result: Mapping[str, Any]) -> None:
+    """One row a published case, and the errors of the groups."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for title in ("source", "case"):
+        table.add_column(title)
+    columns("reported", "simulated", "error", "fit", numbers=True, into=table)
+    for row in result["rows"]:
+        times = (format_seconds(row["reported_s"]), format_seconds(row["simulated_s"]))
+        used = "used" if row["used_for_calibration"] else "held out"
+        table.add_row(row["source"], row["case"], *times, f"{row['rel_error']:+.1%}", used)
+    groups = ("calibration", "held_out", "all")
+    show(table, "", *(_errors(group, result[group]) for group in groups if group in result))
+
+
+def _errors(group: str, errors: Mapping[str, Any]) -> str:
+    """One line of a group's count and errors."""
+    shown = (
+        f"{key} {value:.1%}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in errors.items()
+    )
+    return f"{group.replace('_', ' ')}: {', '.join(shown)}"
