@@ -1,8 +1,8 @@
 """What kvrsim raises on purpose.
 
 KvrsimError                 anything a caller may want to catch
-├── InputError              the user's input is wrong: names the argument, its value and what is accepted (exit code 2)
-└── InfeasibleError         the question is well put and the answer is no: nothing fits, a target is not met (exit code 1)
+├── InputError              the user's input is wrong: names the argument, the value, what is accepted (exit 2)
+└── InfeasibleError         the question is well put and the answer is no: nothing fits, a target is missed (exit 1)
 """
 
 from __future__ import annotations

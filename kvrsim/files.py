@@ -16,6 +16,8 @@ def write_atomically(path: str | Path, data: bytes, *, argument: str) -> None:
     Raises InputError naming `argument` where the folder is missing or not writable.
     """
     target = Path(path)
+    if target.exists() and not target.is_file():
+        raise InputError(argument, path, "a regular file, or one that does not exist yet")
     try:
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     except OSError as error:

@@ -250,9 +250,7 @@ def _mark_ttft(axes: Axes, timeline: Timeline) -> None:
 
 def _frame(whole: Axes, window: _Window) -> None:
     """Show in the whole where a close-up lies."""
-    style: dict[str, Any] = dict(
-        facecolor="none", edgecolor=_INK, linewidth=0.9, linestyle=(0, (4, 2)), zorder=5
-    )
+    style: dict[str, Any] = dict(facecolor="none", edgecolor=_INK, linewidth=0.9, linestyle=(0, (4, 2)), zorder=5)
     whole.axvspan(window.start_s, window.end_s, **style)
     _above(whole, window.start_s, window.name, ha="left", fontsize=8)
 

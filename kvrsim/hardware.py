@@ -29,9 +29,7 @@ class GpuSpec:
     name: str  # as in gpus.json
     memory_bytes: int  # device memory
     hbm_bytes_per_s: float  # device memory bandwidth, peak
-    peak_flops: tuple[
-        tuple[str, float], ...
-    ]  # for each dtype FLOP/s of the tensor cores, dense (no sparsity)
+    peak_flops: tuple[tuple[str, float], ...]  # for each dtype FLOP/s of the tensor cores, dense (no sparsity)
     num_sms: int  # streaming multiprocessors
     l2_bytes: int  # L2 cache
     source: str  # citation
@@ -121,17 +119,15 @@ class Cluster:
         )
 
     def with_link(
-        self, bandwidth_bytes_per_s: float | None = None, latency_s: float | None = None
+        self, bandwidth_bytes_per_s: float | None = None, latency_s: float | None = None, name: str = "user"
     ) -> Cluster:
         """The same cluster with another link (under nodes, the one inside a node); None keeps what is."""
         if bandwidth_bytes_per_s is None and latency_s is None:
             return self
-        bandwidth = (
-            self.link.bandwidth_bytes_per_s if bandwidth_bytes_per_s is None else bandwidth_bytes_per_s
-        )
+        bandwidth = self.link.bandwidth_bytes_per_s if bandwidth_bytes_per_s is None else bandwidth_bytes_per_s
         latency = self.link.latency_s if latency_s is None else latency_s
-        source = f"set by the user, in the place of {self.link.name}"
-        link = LinkSpec(name="user", bandwidth_bytes_per_s=bandwidth, latency_s=latency, source=source)
+        source = f"{name}, in the place of {self.link.name}"
+        link = LinkSpec(name=name, bandwidth_bytes_per_s=bandwidth, latency_s=latency, source=source)
         return replace(self, link=link)
 
     def with_num_gpus(self, num_gpus: int) -> Cluster:

@@ -76,7 +76,8 @@ def _activation_elements(model: ModelSpec) -> int:
     """Widest moment of a layer, elements a token: residual twice, and Q, K, V or the MLP's tensors."""
     attention = (2 * model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim
     mlp = max(
-        (sum(gemm.out_features for gemm in layer.mlp[:-1]) + layer.mlp[-1].in_features) * max(1, layer.num_experts_per_tok)
+        (sum(gemm.out_features for gemm in layer.mlp[:-1]) + layer.mlp[-1].in_features)
+        * max(1, layer.num_experts_per_tok)
         for layer in model.layer_kinds
     )
     return 2 * model.hidden_size + max(attention, mlp)

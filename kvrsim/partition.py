@@ -42,7 +42,9 @@ class Partition:
         if len(chunk_lens) != num_ranks:
             raise InputError("--partition", shown, f"{num_ranks} chunk lengths, one a GPU")
         if sum(chunk_lens) != num_tokens:
-            raise InputError("--partition", shown, f"chunk lengths that sum to {num_tokens} tokens, not {sum(chunk_lens)}")
+            raise InputError(
+                "--partition", shown, f"chunk lengths that sum to {num_tokens} tokens, not {sum(chunk_lens)}"
+            )
         return cls(chunk_lens=tuple(chunk_lens))
 
     @property

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,8 +91,3 @@ class Program:
             sequence.extend((layer, op) for op in self.layers[kind][rank])
         sequence.extend((None, op) for op in self.epilogue[rank])
         return sequence
-
-
-def total(ops: Sequence[tuple[int | None, Op]], kind: type[Any], field: str) -> Any:
-    """Sum of one field over the operations of one type, e.g. the bytes that a rank sends."""
-    return sum((getattr(op, field) for _, op in ops if isinstance(op, kind)), 0.0)

@@ -63,7 +63,9 @@ class SimResult:
         """One row a rank."""
         import pandas
 
-        return pandas.DataFrame([{k: v for k, v in self._rank_dict(rank).items() if k != "memory"} for rank in self.per_rank])
+        return pandas.DataFrame(
+            [{k: v for k, v in self._rank_dict(rank).items() if k != "memory"} for rank in self.per_rank]
+        )
 
     @staticmethod
     def _rank_dict(rank: RankReport) -> dict[str, Any]:
@@ -131,6 +133,7 @@ class Plan:
     cluster: str  # in words
     attention: str  # kernel
     num_gpus: int
+    gpu_memory_bytes: int  # of one GPU
     context_len: int
     best: StrategyResult  # the fastest that fits; where none fits, the fastest
     strategies: tuple[StrategyResult, ...]
@@ -154,8 +157,11 @@ class Plan:
             "cluster": self.cluster,
             "attention": self.attention,
             "num_gpus": self.num_gpus,
+            "gpu_memory_bytes": self.gpu_memory_bytes,
             "context_len": self.context_len,
-            "best": {key: best[key] for key in ("strategy", "partition", "ttft_s", "ttft_low_s", "ttft_high_s", "fits")},
+            "best": {
+                key: best[key] for key in ("strategy", "partition", "ttft_s", "ttft_low_s", "ttft_high_s", "fits")
+            },
             "strategies": [strategy.to_dict() for strategy in self.strategies],
             "bounds": asdict(self.bounds),
             "search": asdict(self.search),

@@ -69,7 +69,7 @@ class Timeline:
             events.append(_name("thread_name", rank, 0, "compute"))
             events.append(_name("thread_name", rank, 1, "link out"))
         for span in self.spans:
-            args = {"layer": span.layer, "kind": span.kind}
+            args: dict[str, object] = {"layer": span.layer, "kind": span.kind}
             if span.nbytes is not None:
                 args |= {"bytes": span.nbytes, "to": span.peer}
             events.append(
@@ -86,4 +86,3 @@ class Timeline:
 
 def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "pid": pid, "tid": tid, "name": what, "args": {"name": name}}
-

@@ -69,9 +69,7 @@ def parse_bandwidth(text: str, argument: str) -> float:
     """Bytes per second of "10GB/s", "400Gb/s" (bits) or "1.5TB/s"; a number alone is refused."""
     bandwidth = _quantity(text, _BYTES_PER_S)
     if bandwidth is None or not 1 <= bandwidth <= MAX_BYTES_PER_S:
-        raise InputError(
-            argument, text, "a bandwidth with its unit, such as 10GB/s (bytes) or 400Gb/s (bits)"
-        )
+        raise InputError(argument, text, "a bandwidth with its unit, such as 10GB/s (bytes) or 400Gb/s (bits)")
     return float(bandwidth)
 
 
@@ -178,14 +176,10 @@ class JsonObject:
         known = list(keys)
         for key in self.fields:
             if key not in known and not key.startswith("_"):
-                place = (
-                    f"{self.where}: key in {self.key_path[:-1]}" if self.key_path else f"{self.where}: key"
-                )
+                place = f"{self.where}: key in {self.key_path[:-1]}" if self.key_path else f"{self.where}: key"
                 raise InputError(place, key, ", ".join(known))
 
-    def integer(
-        self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = MAX_TOKENS
-    ) -> int:
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = MAX_TOKENS) -> int:
         """A whole number; without a default the key is required."""
         value = self.fields.get(key)
         if value is None and default is not None:

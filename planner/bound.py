@@ -27,12 +27,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvrsim.program import Array, Compute
+from kvrsim.program import Array, Compute, Flags
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
-from planner.work import Chain, earliest_start, furthest_end
+from planner.work import Chain, largest_within
 
-_INTERVALS, _TARGETS, _ZOOMS, _HALVINGS, _ROUNDS = 20, 20, 2, 14, 3
+_INTERVALS, _TARGETS, _ZOOMS, _ROUNDS = 20, 20, 2, 3
+_PRECISION = 2.0**-13  # of a chunk's length against what is left of the context
 
 
 def lower_bound_s(scenario: Scenario, strategy: Strategy, ttft_s: float) -> float:
@@ -102,10 +103,14 @@ class _Bound:
         epilogue = self.scenario.program(self.strategy, [least]).epilogue[-1]
         head = sum((op.device_s for op in epilogue if isinstance(op, Compute)), np.zeros(1))
         return _Tails(
-            least, most, work.compute_s + received + head, work.first_qkv_s + np.zeros_like(least), work.last_post_s + head
+            least,
+            most,
+            work.compute_s + received + head,
+            work.first_qkv_s + np.zeros_like(least),
+            work.last_post_s + head,
         )
 
-    def _reachable(self, targets: Array, tails: _Tails) -> Array:
+    def _reachable(self, targets: Array, tails: _Tails) -> Flags:
         """Whether each target survives all conditions; targets of shape (targets, intervals)."""
         limit = targets - tails.after_append_s
         furthest = self.total - np.broadcast_to(tails.least_chunk, targets.shape)
@@ -115,29 +120,32 @@ class _Bound:
         end = np.full_like(targets, self.first_start)
         for rank in range(self.chain.num_ranks - 1):
             start, fill = end, fills[rank]
-            end = furthest_end(
+            most = furthest - (self.chain.num_ranks - 2 - rank)  # a token at least for every rank between
+            end = largest_within(
                 lambda e, r=rank, s=start, f=fill: self._needed_s(r, s, e, f),  # type: ignore[misc]
-                start,
-                furthest - (self.chain.num_ranks - 2 - rank),  # a token at least for every rank between
+                np.minimum(start + 1.0, most),
+                most,
                 limit,
-                _HALVINGS,
+                _PRECISION,
             )
-            possible &= end > start
+            possible &= ~np.isnan(end)
+            end = np.where(np.isnan(end), start, end)
         return possible & (end >= earliest)
 
     def _fills(self, earliest: Array, limit: Array) -> list[Array]:
         """For each rank, the least before its first append: ends are no earlier than the last rank allows."""
         ends = [earliest]
         for rank in range(self.chain.num_ranks - 2, 0, -1):
-            least = np.full_like(earliest, self.first_start + rank)
-            start = earliest_start(
-                lambda s, r=rank, e=ends[-1]: self._needed_s(r, s, e, None),  # type: ignore[misc]
-                np.minimum(least, ends[-1]),
-                ends[-1],
+            end = ends[-1]
+            longest = np.maximum(end - (self.first_start + rank), 1.0)  # earlier ranks have a token each
+            chunk = largest_within(
+                lambda c, r=rank, e=end: self._needed_s(r, e - c, e, None),  # type: ignore[misc]
+                np.ones_like(end),
+                longest,
                 limit,
-                _HALVINGS,
+                _PRECISION,
             )
-            ends.append(start)
+            ends.append(end - np.where(np.isnan(chunk), longest, chunk))
         fill = self.chain.first_message_ready_s(ends[-1] - self.first_start)
         fills = [np.zeros_like(fill)]
         for rank, end in enumerate(reversed(ends)):

@@ -46,11 +46,11 @@ class Evaluator:
         return float(self.ttft_s(np.array([chunks], dtype=float))[0])
 
     def _batch(self, chunks: Array) -> Array:
-        program = self.scenario.program(self.strategy, np.ascontiguousarray(chunks.T))
-        return run_batch(program, self.scenario.cluster)[-1]
+        program = self.scenario.program(self.strategy, list(np.ascontiguousarray(chunks.T)))
+        return np.asarray(run_batch(program, self.scenario.cluster)[-1])
 
     def _replay(self, chunks: Array) -> Array:
         from kvrsim.executors.event import Replay  # SimPy, only where it is needed
 
-        program = self.scenario.program(self.strategy, np.ascontiguousarray(chunks.T))
+        program = self.scenario.program(self.strategy, list(np.ascontiguousarray(chunks.T)))
         return np.array([Replay(program, self.scenario.cluster, record=False).finish_s[-1]])

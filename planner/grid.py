@@ -6,6 +6,7 @@ far; the stride halves from level to level. That is 5^(p-1) candidates a level f
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -103,8 +104,10 @@ class Grid:
             digits = index[:, None] // len(_OFFSETS) ** np.arange(count)[::-1] % len(_OFFSETS)
             rows = np.repeat(center[None], len(index), axis=0)
             rows[:, window] = values[np.arange(count), digits]
-            ends = np.concatenate([np.zeros((len(rows), 1), int), rows, np.full((len(rows), 1), self.num_tokens)], axis=1)
-            keep = (np.diff(ends, axis=1) >= 1).all(axis=1)
+            ends = np.concatenate(
+                [np.zeros((len(rows), 1), int), rows, np.full((len(rows), 1), self.num_tokens)], axis=1
+            )
+            keep = np.asarray((np.diff(ends, axis=1) >= 1).all(axis=1))
             keep[keep] = self._not_too_slow(ends[keep], best_s)
             if keep.any():
                 yield rows[keep]
@@ -124,4 +127,4 @@ class Grid:
 def chunk_lens(boundaries: Sequence[int], num_tokens: int) -> tuple[int, ...]:
     """Chunk lengths between the boundaries."""
     ends = (0, *boundaries, num_tokens)
-    return tuple(int(end - start) for start, end in zip(ends, ends[1:], strict=False))
+    return tuple(int(end - start) for start, end in itertools.pairwise(ends))

@@ -8,18 +8,19 @@ from dataclasses import replace
 from kvrsim.errors import InputError
 from kvrsim.memory import fits, memory_of
 from kvrsim.partition import Partition
-from kvrsim.results import Bounds, Plan, SearchReport, StrategyResult
+from kvrsim.results import Bounds, Plan, StrategyResult
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy
 from kvrsim.timeline import Timeline
 from planner.bound import lower_bound_s
 from planner.evaluate import Progress
 from planner.search import Found, search
-from planner.simulate import compute_s, execute, interval_s, partition_of
+from planner.simulate import compute_s, execute, interval_s, partition_of, waited_s
 
 DEFAULT_STRATEGIES = ("single", "tsp", "kvr-e", "kvr-s")
 _MOST_REPLAYED_RANKS = 64  # SimPy replays of longer chains take seconds
 _AGREE = 1e-9  # relative; the executors agree to rounding
+_SURELY_SLOWER = 1.5  # compute alone over TTFT, beyond which fewer GPUs cannot be as fast
 _AS_FAST = 0.01  # fewer GPUs within this share of TTFT are worth a note
 
 
@@ -51,6 +52,7 @@ def make_plan(
         cluster=scenario.cluster.describe(),
         attention=scenario.kernel,
         num_gpus=scenario.cluster.num_gpus,
+        gpu_memory_bytes=scenario.cluster.gpu.memory_bytes,
         context_len=scenario.request.context_len,
         best=best,
         strategies=tuple(results),
@@ -79,7 +81,7 @@ def _result(scenario: Scenario, strategy: Strategy, found: Found) -> StrategyRes
         ttft_high_s=high_s,
         speedup_over_tsp=None,
         exposed_comm_s=max(0.0, finish_s[-1] - free_s[-1]),
-        wait_s=tuple(finish - compute_s(program, rank) for rank, finish in enumerate(finish_s)),
+        wait_s=tuple(waited_s(program, rank, finish) for rank, finish in enumerate(finish_s)),
         memory=memory,
         fits=fits(placed, memory),
     )
@@ -103,25 +105,33 @@ def _bounds(scenario: Scenario, kvr: Strategy, found: Found, *, searched: bool) 
     whole = Partition(chunk_lens=(scenario.request.new_tokens,))
     single_s = execute(alone, single, whole, executor="batch")[1][-1]
     # Without communication the balanced plan is the best but for the first layer's fill.
-    free = search(scenario.without_communication(), kvr, method="auto" if num_ranks <= 32 else "analytical")
+    quiet = scenario.without_communication()
+    free_s = search(quiet, kvr, method="analytical").ttft_s
+    same_s = execute(quiet, kvr, found.partition, executor="batch")[1][-1]
     lower_s = lower_bound_s(scenario, kvr, found.ttft_s)
     return Bounds(
         ttft_star_s=single_s / 2 * (1 / num_ranks + 1 / num_ranks**2),
-        ttft_no_comm_s=min(free.ttft_s, found.ttft_s),
+        ttft_no_comm_s=min(free_s, same_s),
         lower_bound_s=lower_s,
         gap=found.ttft_s / lower_s - 1 if searched else None,
     )
 
 
 def _fewer_gpus(scenario: Scenario, kvr: Strategy, found: Found) -> list[str]:
-    """Whether a smaller group would be as fast: halves of the group, with the analytical plan."""
+    """Whether a smaller group would be as fast: halves of the group, with the analytical plan.
+
+    Halves that would have to spend the group's compute in too little time are not tried.
+    """
+    program, _, _ = execute(scenario.without_communication(), kvr, found.partition, executor="batch")
+    all_compute_s = sum(compute_s(program, rank) for rank in range(scenario.cluster.num_gpus))
     num_gpus = scenario.cluster.num_gpus // 2
-    while num_gpus >= 1:
+    while num_gpus >= 1 and all_compute_s / num_gpus < _SURELY_SLOWER * found.ttft_s:
         fewer = scenario.on_gpus(num_gpus)
         ttft_s = search(fewer, kvr, method="auto" if scenario.cluster.shares_bandwidth else "analytical").ttft_s
         if ttft_s < found.ttft_s * (1 + _AS_FAST):
             how = "as fast as" if ttft_s > found.ttft_s * (1 - _AS_FAST) else "faster than"
-            return [f"{num_gpus} GPU{'s' * (num_gpus > 1)} would be {how} {scenario.cluster.num_gpus}: {ttft_s:.4g} s with KVR-S"]
+            gpus = f"{num_gpus} GPU{'s' * (num_gpus > 1)}"
+            return [f"{gpus} would be {how} {scenario.cluster.num_gpus}: {ttft_s:.4g} s with KVR-S"]
         num_gpus //= 2
     return []
 

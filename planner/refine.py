@@ -50,7 +50,13 @@ def groups(count: int) -> npt.NDArray[np.int64]:
 
 
 def refine(
-    seed: npt.NDArray[np.int64], num_tokens: int, stride: int, evaluate: Evaluate, *, rounds: int, first_step: int | None = None
+    seed: npt.NDArray[np.int64],
+    num_tokens: int,
+    stride: int,
+    evaluate: Evaluate,
+    *,
+    rounds: int,
+    first_step: int | None = None,
 ) -> tuple[npt.NDArray[np.int64], float]:
     """Improve boundaries of shape (num_ranks - 1,) by steps that are multiples of the stride.
 

@@ -67,7 +67,9 @@ def _linked(
     measured = profile.links if profile is not None and profile.links.link == datasheet else None
     if measured is not None:
         machine = machine.with_link(
-            bandwidth_bytes_per_s=measured.bandwidth_bytes_per_s, latency_s=measured.latency_s
+            bandwidth_bytes_per_s=measured.bandwidth_bytes_per_s,
+            latency_s=measured.latency_s,
+            name=f"{datasheet}, measured",
         )
     if bandwidth_bytes_per_s is not None or latency_s is not None:
         machine = machine.with_link(bandwidth_bytes_per_s=bandwidth_bytes_per_s, latency_s=latency_s)

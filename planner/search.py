@@ -17,7 +17,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from planner.balance import balanced_chunks
 from planner.evaluate import Evaluator, Progress
-from planner.grid import Boundaries, Grid, chunk_lens
+from planner.grid import Boundaries, Floor, Grid, chunk_lens
 from planner.refine import refine, rounded
 from planner.work import Chain
 
@@ -61,12 +61,16 @@ def search(
     evaluator = Evaluator(scenario, strategy, on_progress)
     boundaries, ttft_s, name = _Search(scenario, strategy, evaluator, step).run(method)
     partition = Partition(chunk_lens=chunk_lens(tuple(boundaries), tokens))
-    return Found(partition, ttft_s, SearchReport(method=name, evaluations=evaluator.evaluations, seconds=time.perf_counter() - begin_s))
+    return Found(
+        partition,
+        ttft_s,
+        SearchReport(method=name, evaluations=evaluator.evaluations, seconds=time.perf_counter() - begin_s),
+    )
 
 
 def default_stride(num_tokens: int, num_ranks: int) -> int:
     """A 128th of the even share, as a power of two, at most 128 tokens: finer moves no TTFT by 0.1 %."""
-    return 2 ** min(7, max(0, (num_tokens // num_ranks // 128).bit_length() - 1))
+    return 1 << min(7, max(0, (num_tokens // num_ranks // 128).bit_length() - 1))
 
 
 class _Search:
@@ -90,7 +94,7 @@ class _Search:
     def _refined(self) -> tuple[npt.NDArray[np.int64], float]:
         seeds = self._seeds()
         seed = seeds[int(self._evaluate(seeds).argmin())]
-        rounds = _BUS_ROUNDS if self.scenario.cluster.shares_bandwidth else max(10, 6_400 // self.num_ranks)
+        rounds = _BUS_ROUNDS if self.scenario.cluster.shares_bandwidth else max(4, 2_400 // self.num_ranks)
         return refine(seed, self.tokens, self.stride, self._evaluate, rounds=rounds)
 
     def _seeds(self) -> Boundaries:
@@ -126,7 +130,7 @@ class _Search:
         ends = np.pad(boundaries.astype(float), edges, constant_values=((0, 0), (0, self.tokens)))
         return self.evaluator.ttft_s(np.diff(ends, axis=1))
 
-    def _floor(self):  # type: ignore[no-untyped-def]
+    def _floor(self) -> Floor:
         """What one rank alone needs: its work but the last layer after the append and its last message."""
         chain = Chain(self.scenario, self.strategy)
         cached = self.scenario.request.cached_prefix

@@ -10,7 +10,7 @@ from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
 from kvrsim.memory import fits, memory_of
 from kvrsim.partition import Partition
-from kvrsim.program import Compute, Program, Send, AllGather, total
+from kvrsim.program import AllGather, Compute, Program, Send
 from kvrsim.results import RankReport, SimResult
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy
@@ -56,7 +56,7 @@ def run_simulation(
                 rank=rank,
                 chunk_len=cut.chunk_lens[rank],
                 compute_s=compute_s(program, rank),
-                wait_s=finish_s[rank] - compute_s(program, rank),
+                wait_s=waited_s(program, rank, finish_s[rank]),
                 sent_bytes=sent_bytes(program, rank),
                 memory=memory[rank],
             )
@@ -115,14 +115,24 @@ def interval_s(scenario: Scenario, ttft_s: float) -> tuple[float, float]:
 
 def compute_s(program: Program, rank: int) -> float:
     """Device time of a rank's own operations."""
-    return float(np.sum(total(program.ops(rank), Compute, "device_s")))
+    counts = np.bincount(program.layer_kind_index)
+    ops = [(count, op) for count, kind in zip(counts, program.layers, strict=True) for op in kind[rank]]
+    ops += [(1, op) for op in (*program.prologue[rank], *program.epilogue[rank])]
+    return float(sum(count * op.device_s.item() for count, op in ops if isinstance(op, Compute)))
+
+
+def waited_s(program: Program, rank: int, finish_s: float) -> float:
+    """Time that a rank was not computing until it finished; rounding alone counts as none."""
+    wait_s = finish_s - compute_s(program, rank)
+    return wait_s if wait_s > 1e-12 * finish_s else 0.0
 
 
 def sent_bytes(program: Program, rank: int) -> float:
     """Bytes that a rank puts on its links; of a ring, its own piece and those it passes on."""
-    ops = program.ops(rank)
-    sent = float(np.sum(total(ops, Send, "nbytes")))
-    if gathered := [op for _, op in ops if isinstance(op, AllGather)]:
-        pieces = np.array([[op.nbytes.item() for _, op in program.ops(r) if isinstance(op, AllGather)] for r in range(program.num_ranks)])
-        sent += float(pieces.sum() - pieces[(rank + 1) % program.num_ranks].sum()) if gathered else 0.0
-    return sent
+    num_ranks = program.num_ranks
+    sent = 0.0
+    for count, kind in zip(np.bincount(program.layer_kind_index), program.layers, strict=True):
+        sent += count * sum(op.nbytes.item() for op in kind[rank] if isinstance(op, Send))
+        pieces = [sum(op.nbytes.item() for op in ops if isinstance(op, AllGather)) for ops in kind]
+        sent += count * (sum(pieces) - pieces[(rank + 1) % num_ranks])
+    return float(sent)

@@ -108,7 +108,7 @@ class Chain:
         costs = self.costs[self.kinds[-1]]
         hops = self.num_ranks - 1 - rank
         transfer_s = costs.handed_kv_bytes(end) * self._seconds_per_byte[rank] + self._latency_s[rank]
-        return transfer_s + hops * self.append_s(-1, end)
+        return np.asarray(transfer_s + hops * self.append_s(-1, end))
 
 
 def _split(ops: Sequence[Op]) -> tuple[Array, Array, Array, Array]:
@@ -129,29 +129,33 @@ def _split(ops: Sequence[Op]) -> tuple[Array, Array, Array, Array]:
     return total, before, after, nbytes
 
 
-def furthest_end(needed_s: Callable[[Array], Array], start: Array, most: Array, limit_s: Array, halvings: int) -> Array:
-    """The largest end in (start, most] whose `needed_s`, which does not fall with it, is within the limit.
+def largest_within(
+    needed_s: Callable[[Array], Array], least: Array, most: Array, limit_s: Array, precision: float
+) -> Array:
+    """The largest x in [least, most] whose `needed_s`, which does not fall with it, is within the limit.
 
-    Found by bisection, from above by at most (most - start) / 2^halvings; `start` where not even one token
-    is within the limit.
+    Never below it, and above by at most that share of (most - least); nan where not even `least` is within.
+    Costs are quadratic in x but for kinks, so the root of a parabola is tried first and bisection mends it.
     """
-    low, high = np.minimum(start + 1.0, most), most
-    some = needed_s(low) <= limit_s
-    for _ in range(halvings):
+    width = most - least
+    at_least, middle, at_most = (needed_s(least + share * width) - limit_s for share in (0.0, 0.5, 1.0))
+    share = _parabola_root(at_least, middle, at_most)
+    below, above = np.clip(share - precision / 2, 0.0, 1.0), np.clip(share + precision / 2, 0.0, 1.0)
+    low = np.where(needed_s(least + below * width) <= limit_s, below, 0.0)
+    high = np.where(needed_s(least + above * width) > limit_s, above, 1.0)
+    low, high = np.where(at_most <= 0, 1.0, low), np.where(at_least > 0, 0.0, high)
+    while (high - low > 1.01 * precision).any():
         middle = 0.5 * (low + high)
-        within = needed_s(middle) <= limit_s
+        within = needed_s(least + middle * width) <= limit_s
         low, high = np.where(within, middle, low), np.where(within, high, middle)
-    return np.where(some, high, start)
+    return np.where(at_least <= 0, least + high * width, np.nan)
 
 
-def earliest_start(needed_s: Callable[[Array], Array], least: Array, end: Array, limit_s: Array, halvings: int) -> Array:
-    """The smallest start in [least, end) whose `needed_s`, which does not rise with it, is within the limit.
-
-    Found by bisection, from below by at most (end - least) / 2^halvings; at least `least`.
-    """
-    low, high = least, np.maximum(end - 1.0, least)
-    for _ in range(halvings):
-        middle = 0.5 * (low + high)
-        within = needed_s(middle) <= limit_s
-        low, high = np.where(within, low, middle), np.where(within, middle, high)
-    return np.where(needed_s(least) <= limit_s, least, low)
+def _parabola_root(at_0: Array, at_half: Array, at_1: Array) -> Array:
+    """Where the parabola through three values, at most 0 at 0, crosses zero from below; in [0, 1]."""
+    square = 2.0 * (at_0 - 2.0 * at_half + at_1)
+    slope = at_1 - at_0 - square
+    root = np.sqrt(np.maximum(slope * slope - 4.0 * square * at_0, 0.0))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share = -2.0 * at_0 / (slope + root)
+    return np.clip(np.nan_to_num(share, nan=0.5), 0.0, 1.0)

@@ -68,18 +68,14 @@ def commands(command: Any, path: str = "") -> dict[str, Any]:
 
 def test_flags_are_frozen() -> None:
     found = {
-        path: [
-            param.opts[0] if param.param_type_name == "option" else param.metavar for param in command.params
-        ]
+        path: [param.opts[0] if param.param_type_name == "option" else param.metavar for param in command.params]
         for path, command in commands(typer.main.get_command(cli.app)).items()
     }
     assert found == FLAGS
 
 
 def test_scenario_options_are_the_facades() -> None:
-    assert [field.name for field in fields(ScenarioOptions)] == list(
-        signature(kvrsim.make_scenario).parameters
-    )
+    assert [field.name for field in fields(ScenarioOptions)] == list(signature(kvrsim.make_scenario).parameters)
 
 
 @pytest.mark.parametrize("path", FLAGS)
@@ -121,9 +117,7 @@ def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_simulate_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    result = answer(
-        capsys, "simulate", "--strategy", "tsp", "--gpus", "2", "--ctx", "8k", "--partition", "5000,3192"
-    )
+    result = answer(capsys, "simulate", "--strategy", "tsp", "--gpus", "2", "--ctx", "8k", "--partition", "5000,3192")
     assert {"strategy", "partition", "ttft_s", "per_rank", "warnings"} <= set(result)
     assert (result["strategy"], result["partition"]) == ("tsp", [5000, 3192])
     for rank in result["per_rank"]:

@@ -107,18 +107,14 @@ def _among_files_that_are_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     Path("binary.json").write_bytes(bytes(range(256)))
     profile = {"schema_version": 1, "name": "x", "gpu": "x", "description": "x", "not_covered": "x"}
     rates = '{"gemm_flops_per_s": NaN, "attention_flops_per_s": {"eager": Infinity}}'
-    Path("profile_nan.json").write_text(
-        json.dumps(profile)[:-1] + f', "kernels": {rates}, "provenance": {{}}}}'
-    )
+    Path("profile_nan.json").write_text(json.dumps(profile)[:-1] + f', "kernels": {rates}, "provenance": {{}}}}')
     cluster = {"name": "x", "gpu": "a100-80gb", "num_gpus": 8, "topology": "switch"}
     link = {"name": "x", "bandwidth_bytes_per_s": float("nan"), "latency_s": 0}
     Path("cluster_nan.json").write_text(json.dumps(cluster | {"link": link}))
 
 
 @pytest.mark.parametrize(("arguments", "named"), MISTAKES, ids=lambda value: " ".join(value)[:60])
-def test_mistakes_take_one_line(
-    arguments: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_take_one_line(arguments: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""

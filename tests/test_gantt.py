@@ -42,9 +42,7 @@ def test_every_strategy_can_be_drawn(strategy: str, tmp_path: Path) -> None:
 
 
 def test_slow_links_and_a_bus(tmp_path: Path) -> None:
-    write_gantt(
-        timeline_of("kvr-e", 4, link_bandwidth="10MB/s", topology="bus"), tmp_path / "a.png", title="bus"
-    )
+    write_gantt(timeline_of("kvr-e", 4, link_bandwidth="10MB/s", topology="bus"), tmp_path / "a.png", title="bus")
 
 
 def test_many_ranks_are_drawn_in_less_detail(tmp_path: Path) -> None:

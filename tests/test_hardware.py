@@ -152,9 +152,7 @@ def test_with_link(bandwidth: float, latency: float) -> None:
     assert both.gpu == cluster.gpu
 
 
-@pytest.mark.parametrize(
-    ("bandwidth", "latency"), [(0, None), (-1, None), (math.nan, None), (math.inf, None)]
-)
+@pytest.mark.parametrize(("bandwidth", "latency"), [(0, None), (-1, None), (math.nan, None), (math.inf, None)])
 def test_bad_bandwidth(bandwidth: float, latency: None) -> None:
     with pytest.raises(InputError, match=r"^--link-bandwidth: "):
         load_cluster().with_link(bandwidth, latency)

@@ -43,12 +43,8 @@ def repository_files() -> list[Path]:
 
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run make as from a fresh shell, also when the tests were started by make."""
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))
-    }
-    return subprocess.run(
-        ["make", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(["make", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
 def targets_in_help() -> list[str]:

@@ -275,9 +275,7 @@ def refusal(folder: Path, config: object) -> str:
 
 
 @pytest.mark.parametrize("key", ["model_type", *SMALL])
-@pytest.mark.parametrize(
-    "value", [None, 0, -1, 1.5, float("nan"), float("inf"), "32", True, [], {}, 10**30], ids=repr
-)
+@pytest.mark.parametrize("value", [None, 0, -1, 1.5, float("nan"), float("inf"), "32", True, [], {}, 10**30], ids=repr)
 def test_bad_value_is_refused_by_file_and_key(tmp_path: Path, key: str, value: object) -> None:
     assert f"config.json: {key}: got" in refusal(tmp_path, {**LLAMA, key: value})
 

@@ -106,9 +106,7 @@ def test_nonsense_is_refused_by_all(parse: Callable[[str, str], float], text: st
 
 @pytest.mark.parametrize("parse", PARSERS)
 @given(text=st.text(max_size=100))
-def test_any_text_is_a_positive_finite_number_or_an_input_error(
-    parse: Callable[[str, str], float], text: str
-) -> None:
+def test_any_text_is_a_positive_finite_number_or_an_input_error(parse: Callable[[str, str], float], text: str) -> None:
     message, value = "", 1.0
     try:
         value = parse(text, "--flag")

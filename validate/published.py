@@ -40,7 +40,7 @@ def scenario_of(row: Row) -> tuple[Scenario, str]:
 
 def run() -> dict[str, Any]:
     """All rows and their errors; "ok" is false where the calibrated rows are off by more than MOST_MAPE."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for row in read_rows():
         scenario, strategy = scenario_of(row)
         simulated_s = run_simulation(scenario, strategy=strategy).ttft_s
@@ -78,7 +78,7 @@ def summary(errors: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def report(result: dict[str, Any]) -> str:
+def report(result: dict[str, Any], plot_name: str) -> str:
     """The accuracy page, Markdown."""
     lines = [
         "# How far the predictions are from published TTFTs",
@@ -89,7 +89,7 @@ def report(result: dict[str, Any]) -> str:
         "were fitted to. The others test it: they run over links that the fit has not seen (10 GB/s, read as one",
         "bus that all flows share through the host, and as partitions searched for it).",
         "",
-        "![predicted over reported](accuracy.png)",
+        f"![predicted over reported]({plot_name})",
         "",
         "| rows | n | mean | median | largest |",
         "|---|---|---|---|---|",
@@ -103,8 +103,9 @@ def report(result: dict[str, Any]) -> str:
     if residual is not None:
         lines += [
             "",
-            f"Leaving one model out of the fit at a time, its rows are off by {residual.cross_validated_mape:.1%} on average;"
-            f" nine in ten by less than {residual.p90_ape:.1%}, which is the half-width of every interval that kvrsim prints.",
+            f"Leaving one model out of the fit at a time, its rows are off by {residual.cross_validated_mape:.1%} on"
+            f" average; nine in ten by less than {residual.p90_ape:.1%}, which is the half-width of the intervals that"
+            " kvrsim prints.",
         ]
     lines += ["", "| case | reported s | predicted s | error | used |", "|---|---|---|---|---|"]
     for row in result["rows"]:
@@ -120,7 +121,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4, 5.2), layout="constrained")
+    figure: Any = Figure(figsize=(6.4, 5.2), layout="constrained")
     axes = figure.add_subplot()
     ends = np.array([0.08, 5.0])
     axes.fill_between(ends, ends * 0.9, ends * 1.1, color="0.92", label="10 % either way")
@@ -141,13 +142,20 @@ def plot(result: dict[str, Any], path: Path) -> None:
     write_atomically(path, image.getvalue(), argument="--report")
 
 
+def write_report(result: dict[str, Any], path: str | Path) -> None:
+    """Write the page, and its plot beside it as NAME.png."""
+    page = Path(path)
+    plot(result, page.with_suffix(".png"))
+    write_atomically(page, report(result, page.with_suffix(".png").name).encode(), argument="--report")
+
+
 def main() -> None:
     """Rewrite the accuracy page and its plot."""
     result = run()
-    plot(result, DOCS / "accuracy.png")
-    write_atomically(DOCS / "accuracy.md", report(result).encode(), argument="--report")
+    write_report(result, DOCS / "accuracy.md")
     used = result["calibration"]
-    print(f"docs/accuracy.md: {used['n']} rows used, mean absolute error {used['mape']:.1%}, median {used['median_ape']:.1%}")
+    shares = f"mean absolute error {used['mape']:.1%}, median {used['median_ape']:.1%}"
+    print(f"docs/accuracy.md: {used['n']} rows used, {shares}")
 
 
 if __name__ == "__main__":

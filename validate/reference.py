@@ -29,7 +29,9 @@ class Row:
     def case(self) -> str:
         """The row in words."""
         link = "" if self.link == "none" else f" at {self.link}"
-        return f"{self.model} {self.context_len} {self.strategy} on {self.num_gpus} GPU{'s' * (self.num_gpus > 1)}{link}"
+        return (
+            f"{self.model} {self.context_len} {self.strategy} on {self.num_gpus} GPU{'s' * (self.num_gpus > 1)}{link}"
+        )
 
 
 def read_rows() -> tuple[Row, ...]:

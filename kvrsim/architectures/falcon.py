@@ -39,9 +39,7 @@ def _falcon(config: JsonObject, name: str, *, grouped: bool, variant: bool) -> M
         norm_parameters=norms.parameters(shape),
     )
     alibi, layers = config.flag("alibi", False), [layer] * shape.layers
-    return assemble(
-        config, name, shape, layers, norms, inner=inner, tied=True, alibi=alibi, parallel=parallel
-    )
+    return assemble(config, name, shape, layers, norms, inner=inner, tied=True, alibi=alibi, parallel=parallel)
 
 
 def _num_norms(config: JsonObject, parallel: bool, grouped: bool) -> int:

@@ -40,9 +40,7 @@ def _by_layer(config: JsonObject, window: int | None, slides: Callable[[int], bo
     layers, types = read_num_layers(config), config.sequence("layer_types")
     for number, kind in enumerate(types):
         if kind not in ("full_attention", "sliding_attention"):
-            raise InputError(
-                f"{config.where}: layer_types[{number}]", kind, "full_attention or sliding_attention"
-            )
+            raise InputError(f"{config.where}: layer_types[{number}]", kind, "full_attention or sliding_attention")
     if types and len(types) != layers:
         raise config.error("layer_types", f"an array of {layers}, one a layer")
     sliding = [kind == "sliding_attention" for kind in types] or [slides(layer) for layer in range(layers)]

@@ -31,9 +31,7 @@ def list_models(json: Json = False) -> None:
 
 @app.command("show")
 def show(
-    name: Annotated[
-        str, typer.Argument(metavar="NAME|PATH", help="A built-in model, a config.json, or its folder.")
-    ],
+    name: Annotated[str, typer.Argument(metavar="NAME|PATH", help="A built-in model, a config.json, or its folder.")],
     json: Json = False,
 ) -> None:
     """One model as kvrsim understands it: shapes, parameters, KV cache."""

@@ -21,15 +21,11 @@ if TYPE_CHECKING:
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Seed = Annotated[
     str,
-    typer.Option(
-        "--seed", metavar="N", help="Seed of whatever is drawn at random; the same seed, the same answer."
-    ),
+    typer.Option("--seed", metavar="N", help="Seed of whatever is drawn at random; the same seed, the same answer."),
 ]
 Trace = Annotated[
     str | None,
-    typer.Option(
-        "--trace", metavar="FILE", help="Write what happened when as JSON for Perfetto or chrome://tracing."
-    ),
+    typer.Option("--trace", metavar="FILE", help="Write what happened when as JSON for Perfetto or chrome://tracing."),
 ]
 Plot = Annotated[
     str | None,
@@ -86,9 +82,7 @@ class ScenarioOptions:
     ] = "1"
     cached_prefix: Annotated[
         str,
-        typer.Option(
-            "--cached-prefix", metavar="LEN", help="Leading tokens whose KV every rank holds already."
-        ),
+        typer.Option("--cached-prefix", metavar="LEN", help="Leading tokens whose KV every rank holds already."),
     ] = "0"
     dtype: Annotated[
         str, typer.Option("--dtype", metavar="fp16|bf16|fp8", help="Of weights, activations and KV cache.")

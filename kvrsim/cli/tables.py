@@ -140,8 +140,5 @@ def show_validation(result: Mapping[str, Any]) -> None:
 
 def _errors(group: str, errors: Mapping[str, Any]) -> str:
     """One line of a group's count and errors."""
-    shown = (
-        f"{key} {value:.1%}" if isinstance(value, float) else f"{key} {value}"
-        for key, value in errors.items()
-    )
+    shown = (f"{key} {value:.1%}" if isinstance(value, float) else f"{key} {value}" for key, value in errors.items())
     return f"{group.replace('_', ' ')}: {', '.join(shown)}"

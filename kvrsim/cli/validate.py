@@ -41,9 +41,7 @@ def published(
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("validate"):
             raise
-        sentence = (
-            "kvrsim validate runs from a checkout of kvrsim's repository, which holds the published figures"
-        )
+        sentence = "kvrsim validate runs from a checkout of kvrsim's repository, which holds the published figures"
         raise NotACheckoutError(sentence) from None
     result: dict[str, Any] = cases.run()
     if report is not None:

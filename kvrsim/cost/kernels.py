@@ -16,6 +16,8 @@ from kvrsim.hardware import GpuSpec
 from kvrsim.profile import CacheCopies, KernelRates
 from kvrsim.program import Array
 
+NO_COPIES = CacheCopies(keep=0.0, append=0.0, gather=0.0)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionArea:
@@ -28,9 +30,17 @@ class AttentionArea:
 class CostModel(Protocol):
     """Device seconds of the three things that a layer is made of."""
 
-    fused: bool  # whether element-wise kernels are fused
-    copies: CacheCopies  # of K, V on their way into the cache
-    head_on_all_tokens: bool
+    @property
+    def fused(self) -> bool:
+        """Whether element-wise kernels are fused."""
+
+    @property
+    def copies(self) -> CacheCopies:
+        """Copies of K and V on their way into the cache."""
+
+    @property
+    def head_on_all_tokens(self) -> bool:
+        """Whether logits are computed for every token of the last chunk."""
 
     def gemm_s(self, tokens: Array, weight_elements: float) -> Array:
         """Matrix products of `tokens` rows with weights of that many elements in all."""
@@ -93,7 +103,7 @@ class RooflineCost:
     element_bytes: int
     peak_flops: float
     fused: bool = True
-    copies: CacheCopies = CacheCopies(keep=0, append=0, gather=0)
+    copies: CacheCopies = NO_COPIES
     head_on_all_tokens: bool = False
 
     @classmethod

@@ -61,7 +61,7 @@ class Replay:
         ranks = [_RankProcess(self, rank) for rank in range(program.num_ranks)]
         processes = [self.env.process(rank.run()) for rank in ranks]
         self.env.run(simpy.AllOf(self.env, processes))
-        self.finish_s: tuple[float, ...] = tuple(process.value for process in processes)
+        self.finish_s = tuple(float(process.value or 0.0) for process in processes)
 
     @property
     def timeline(self) -> Timeline:
@@ -99,14 +99,25 @@ class Replay:
         if self.record and end_s > start_s:
             self.spans.append(Span(rank=rank, kind=kind, name=name, layer=layer, start_s=start_s, end_s=end_s))
 
-    def carry(self, src: int, dst: int, nbytes: float, layer: int | None, left: simpy.Event | None, to: simpy.Store) -> Process:
+    def carry(
+        self, src: int, dst: int, nbytes: float, layer: int | None, left: simpy.Event | None, to: simpy.Store
+    ) -> Process:
         """Move one message: queue, transmission, latency, delivery."""
         start_s = yield from self.link(src, dst).transmit(nbytes)
         end_s = self.env.now
         if left is not None:
             left.succeed()
         if self.record:
-            span = Span(rank=src, kind="transfer", name=f"KV {src}→{dst}", layer=layer, start_s=start_s, end_s=end_s, peer=dst, nbytes=nbytes)
+            span = Span(
+                rank=src,
+                kind="transfer",
+                name=f"KV {src}→{dst}",
+                layer=layer,
+                start_s=start_s,
+                end_s=end_s,
+                peer=dst,
+                nbytes=nbytes,
+            )
             self.spans.append(span)
         latency_s = self.cluster.path(src, dst).latency_s
         if latency_s:
