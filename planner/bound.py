@@ -8,7 +8,7 @@ Why it holds. Let a partition have chunk ends e_0 < ... < e_(p-1) = C and last c
    least e_i tokens and is appended there (the drain); then the last rank has its attention and MLP of the
    last layer and the head to do. All these come one after another.
 2. The link i -> i+1 carries the messages of all layers, of e_i tokens each, one after another: the first
-   not before the fill, the last followed as in 1.
+   not before the fill, the last followed as in 1. A bus carries those of all links.
 3. The last rank spends the fill, all its work after it, and the head; its host issues all its launches.
 
 For a target T, 1 and 2 without fill limit e_i to some f_i(e_(i-1)). At a fixed end, a later start leaves
@@ -115,8 +115,11 @@ class _Bound:
         limit = targets - tails.after_append_s
         furthest = self.total - np.broadcast_to(tails.least_chunk, targets.shape)
         earliest = self.total - np.broadcast_to(tails.most_chunk, targets.shape)
-        fills = self._fills(earliest, limit)
+        ends = self._earliest_ends(earliest, limit)
+        fills = self._fills(ends)
         possible = targets >= tails.whole_s + np.maximum(0.0, fills[-1] - tails.first_qkv_s)
+        if self.scenario.cluster.shares_bandwidth:
+            possible &= self._bus_s(ends) <= limit
         end = np.full_like(targets, self.first_start)
         for rank in range(self.chain.num_ranks - 1):
             start, fill = end, fills[rank]
@@ -128,12 +131,29 @@ class _Bound:
                 limit,
                 _PRECISION,
             )
-            possible &= ~np.isnan(end)
-            end = np.where(np.isnan(end), start, end)
+            if (none := np.isnan(end)).any():
+                end = np.where(none, self._last_single_token(rank, start, fill, limit), end)
+                possible &= ~np.isnan(end)
+                end = np.where(np.isnan(end), start, end)
         return possible & (end >= earliest)
 
-    def _fills(self, earliest: Array, limit: Array) -> list[Array]:
-        """For each rank, the least before its first append: ends are no earlier than the last rank allows."""
+    def _last_single_token(self, rank: int, start: Array, fill: Array, limit: Array) -> Array:
+        """How far a rank's end may lie where not even one token from `start` on is within the limit.
+
+        An earlier start, with an earlier end of the rank before, may allow it: at the furthest, one token.
+        """
+        least = np.full_like(start, self.first_start + rank + 1.0)
+        return largest_within(
+            lambda end: self._needed_s(rank, end - 1.0, end, fill), least, np.maximum(start, least), limit, _PRECISION
+        )
+
+    def _bus_s(self, ends: list[Array]) -> Array:
+        """All messages over the one bus, each at its least."""
+        one = np.ones(1)
+        return sum((self.chain.work(rank, one, end - 1.0).sends_s for rank, end in enumerate(ends)), np.zeros(1))
+
+    def _earliest_ends(self, earliest: Array, limit: Array) -> list[Array]:
+        """For each rank but the last, the earliest end from which the others can still reach the last chunk."""
         ends = [earliest]
         for rank in range(self.chain.num_ranks - 2, 0, -1):
             end = ends[-1]
@@ -146,12 +166,18 @@ class _Bound:
                 _PRECISION,
             )
             ends.append(end - np.where(np.isnan(chunk), longest, chunk))
-        fill = self.chain.first_message_ready_s(ends[-1] - self.first_start)
+        return ends[::-1]
+
+    def _fills(self, ends: list[Array]) -> list[Array]:
+        """For each rank, the least before its first append, if ends are no earlier than these."""
+        fill = self.chain.first_message_ready_s(ends[0] - self.first_start)
         fills = [np.zeros_like(fill)]
-        for rank, end in enumerate(reversed(ends)):
+        for rank, end in enumerate(ends):
             transfer = self.chain.message_s(0, rank, end)
             # A received message that holds the stream is counted as the receiver's work already.
-            fills.append(fill if self.count_received else fill + transfer)
+            is_last = rank == len(ends) - 1
+            counted = self.count_received or (self.holds and is_last)
+            fills.append(fill if counted else fill + transfer)
             fill = fill + transfer + self.chain.append_s(0, end)
         return fills
 
@@ -168,11 +194,12 @@ class _Bound:
         return np.maximum(own, link) + self.chain.drain_s(rank, end)
 
     def _computing_outweighs_receiving(self) -> bool:
-        """Whether one more token costs each rank more to compute than to receive, at the least."""
+        """Whether one more token costs each rank more to compute (before its last message) than to receive."""
         one, two, zero = np.ones(1), np.full(1, 2.0), np.zeros(1)
         for rank in range(1, self.chain.num_ranks):
-            compute = self.chain.work(rank, two, zero).compute_s - self.chain.work(rank, one, zero).compute_s
-            if not (compute >= self.chain.work(rank, one, one).recv_held_s).all():
+            less, more = self.chain.work(rank, one, zero), self.chain.work(rank, two, zero)
+            compute_s = (more.compute_s - more.last_post_s) - (less.compute_s - less.last_post_s)
+            if not (compute_s >= self.chain.work(rank, one, one).recv_held_s).all():
                 return False
         return True
 

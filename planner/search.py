@@ -23,7 +23,7 @@ from planner.work import Chain
 
 Method = Literal["auto", "analytical", "grid"]
 METHODS: tuple[Method, ...] = ("auto", "analytical", "grid")
-_BUS_ROUNDS = 40
+_BUS_SEEDS, _BUS_ROUNDS, _BUS_LAST_ROUNDS = 2, 14, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +93,25 @@ class _Search:
 
     def _refined(self) -> tuple[npt.NDArray[np.int64], float]:
         seeds = self._seeds()
-        seed = seeds[int(self._evaluate(seeds).argmin())]
-        rounds = _BUS_ROUNDS if self.scenario.cluster.shares_bandwidth else max(4, 2_400 // self.num_ranks)
-        return refine(seed, self.tokens, self.stride, self._evaluate, rounds=rounds)
+        if not self.scenario.cluster.shares_bandwidth:
+            seed = seeds[int(self._evaluate(seeds).argmin())]
+            rounds = max(4, 2_400 // self.num_ranks)
+            return refine(seed, self.tokens, self.stride, self._evaluate, rounds=rounds)
+        # Every evaluation replays processes: refine an estimate first, then the best of all in full.
+        best = seeds[np.argsort(self._estimate(seeds))[:_BUS_SEEDS]]
+        refined = [refine(seed, self.tokens, self.stride, self._estimate, rounds=_BUS_ROUNDS)[0] for seed in best]
+        several = np.concatenate([best, refined])
+        seed = several[int(self._evaluate(several).argmin())]
+        return refine(seed, self.tokens, self.stride, self._evaluate, rounds=_BUS_LAST_ROUNDS, first_step=4 * self.stride)
 
     def _seeds(self) -> Boundaries:
         """Blends of the balanced and the even plan; on a bus, plans for slower links and for fewer GPUs too."""
         even = np.full(self.num_ranks, self.tokens / self.num_ranks)
         plans = [balanced_chunks(self.scenario, self.strategy)]
+        shares = (0.0,) if self.scenario.cluster.shares_bandwidth else (0.0, 0.25, 0.5, 0.75)
         if self.scenario.cluster.shares_bandwidth:
             plans.extend(self._bus_plans())
-        blends = [plan + share * (even - plan) for plan in plans for share in (0.0, 0.25, 0.5, 0.75)] + [even]
+        blends = [plan + share * (even - plan) for plan in plans for share in shares] + [even]
         return np.unique([rounded(blend, self.stride, self.tokens) for blend in blends], axis=0)
 
     def _bus_plans(self) -> list[Array]:
@@ -126,9 +134,15 @@ class _Search:
         return [np.array(plan, dtype=float) for plan in plans]
 
     def _evaluate(self, boundaries: Boundaries) -> Array:
+        return self.evaluator.ttft_s(self._chunks(boundaries))
+
+    def _estimate(self, boundaries: Boundaries) -> Array:
+        return self.evaluator.estimate_s(self._chunks(boundaries))
+
+    def _chunks(self, boundaries: Boundaries) -> Array:
         edges = ((0, 0), (1, 1))
         ends = np.pad(boundaries.astype(float), edges, constant_values=((0, 0), (0, self.tokens)))
-        return self.evaluator.ttft_s(np.diff(ends, axis=1))
+        return np.diff(ends, axis=1)
 
     def _floor(self) -> Floor:
         """What one rank alone needs: its work but the last layer after the append and its last message."""

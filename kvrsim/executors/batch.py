@@ -21,41 +21,77 @@ class _Segment:
     """Computes in a row, merged: `t' = max(t + device_s, host_begin + host_floor_s)`."""
 
     device_s: Array
-    host_floor_s: Array
+    host_floor_s: Array | None  # None: the host is ahead whatever came before
     host_s: float
 
 
-_Step = _Segment | Send | Recv | AllGather
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """A send with its time on the link, the same for every layer of a kind."""
+
+    dst: int
+    link_s: Array
+    latency_s: float
+    host_s: float
+    rendezvous: bool
+
+
+_Step = _Segment | _Message | Recv | AllGather
 
 
 def run_batch(program: Program, cluster: Cluster) -> Array:
     """When each rank has finished, seconds, shape (num_ranks, B). TTFT is the last row."""
+    assert not cluster.shares_bandwidth, "flows that share a bandwidth need the event executor"
     return _Walk(program, cluster).run()
+
+
+def _compile(rank: int, ops: tuple[Op, ...], cluster: Cluster) -> tuple[_Step, ...]:
+    """Merge computes in a row and put times to messages."""
+    steps: list[_Step] = []
+    for op in ops:
+        if isinstance(op, Compute):
+            if steps and isinstance(steps[-1], _Segment):
+                steps[-1] = _merge(steps[-1], op)
+            else:
+                steps.append(_Segment(op.device_s, np.maximum(op.device_s, op.host_s), op.host_s))
+        elif isinstance(op, Send):
+            path = cluster.path(rank, op.dst)
+            link_s = op.nbytes / path.bandwidth_bytes_per_s
+            steps.append(_Message(op.dst, link_s, path.latency_s, op.host_s, op.rendezvous))
+        else:
+            steps.append(op)
+    return _without_host(steps)
 
 
 def _merge(first: _Segment, second: Compute) -> _Segment:
     """Two computes in a row as one; the maxima distribute over the sums."""
+    assert first.host_floor_s is not None
     floor = np.maximum(first.host_floor_s + second.device_s, first.host_s + np.maximum(second.device_s, second.host_s))
     return _Segment(first.device_s + second.device_s, floor, first.host_s + second.host_s)
 
 
-def _compile(ops: tuple[Op, ...]) -> tuple[_Step, ...]:
-    steps: list[_Step] = []
-    for op in ops:
-        if not isinstance(op, Compute):
-            steps.append(op)
-        elif steps and isinstance(steps[-1], _Segment):
-            steps[-1] = _merge(steps[-1], op)
-        else:
-            steps.append(_Segment(op.device_s, np.maximum(op.device_s, op.host_s), op.host_s))
-    return tuple(steps)
+def _without_host(steps: list[_Step]) -> tuple[_Step, ...]:
+    """Drop the host's clock where it cannot matter: where the device alone is at every point the later one.
+
+    The device is never before the host when a layer begins; that then holds at its end too.
+    """
+    device_s: Array = np.zeros(1)
+    host_s = 0.0
+    for step in steps:
+        if isinstance(step, _Segment):
+            assert step.host_floor_s is not None
+            device_s = device_s + step.device_s
+            if not (host_s + step.host_floor_s <= device_s).all():
+                return tuple(steps)
+        host_s += step.host_s
+    return tuple(_Segment(step.device_s, None, step.host_s) if isinstance(step, _Segment) else step for step in steps)
 
 
 @dataclass(slots=True)
 class _Rank:
     """Where one rank stands in its program."""
 
-    clock: Array  # device time, shape (B,)
+    clock: Array  # device time, shape (B,); never before host_s once something was computed
     blocks: list[tuple[_Step, ...]]  # prologue, layers, epilogue
     host_s: float = 0.0  # host time issued so far
     block: int = 0
@@ -67,20 +103,21 @@ class _Walk:
 
     def __init__(self, program: Program, cluster: Cluster) -> None:
         width = _width(program)
-        kinds = [[_compile(ops) for ops in kind] for kind in program.layers]
+        ranks = range(program.num_ranks)
+        kinds = [[_compile(rank, kind[rank], cluster) for rank in ranks] for kind in program.layers]
         self.ranks = [
             _Rank(
                 np.zeros(width),
-                [_compile(program.prologue[rank])]
+                [_compile(rank, program.prologue[rank], cluster)]
                 + [kinds[kind][rank] for kind in program.layer_kind_index]
-                + [_compile(program.epilogue[rank])],
+                + [_compile(rank, program.epilogue[rank], cluster)],
             )
-            for rank in range(program.num_ranks)
+            for rank in ranks
         ]
         self.cluster = cluster
         self.arrivals: dict[tuple[int, int], deque[Array]] = {}
         self.links: dict[tuple[int, int], Array] = {}
-        self.offers: dict[tuple[int, int], Send] = {}  # rendezvous whose receiver has not come yet
+        self.offers: dict[tuple[int, int], _Message] = {}  # rendezvous whose receiver has not come yet
         self.taken: set[tuple[int, int]] = set()  # rendezvous done, whose sender may go on
         self.scratch = np.empty(width)
 
@@ -104,7 +141,7 @@ class _Walk:
                 step = steps[rank.step]
                 if isinstance(step, _Segment):
                     self._compute(rank, step)
-                elif isinstance(step, Send):
+                elif isinstance(step, _Message):
                     if not self._send(index, rank, step):
                         return moved
                 elif isinstance(step, Recv):
@@ -119,36 +156,37 @@ class _Walk:
 
     def _compute(self, rank: _Rank, segment: _Segment) -> None:
         rank.clock += segment.device_s
-        if segment.host_s or rank.host_s:
+        if segment.host_floor_s is not None:
             np.add(segment.host_floor_s, rank.host_s, out=self.scratch)
             np.maximum(rank.clock, self.scratch, out=rank.clock)
-            rank.host_s += segment.host_s
+        rank.host_s += segment.host_s
 
-    def _send(self, index: int, rank: _Rank, send: Send) -> bool:
+    def _send(self, index: int, rank: _Rank, message: _Message) -> bool:
         """Put a message on its link; False where a rendezvous still waits for its receiver."""
-        edge = (index, send.dst)
-        if not send.rendezvous:
-            rank.host_s += send.host_s
-            ready = np.maximum(rank.clock, rank.host_s) if rank.host_s else rank.clock
-            self.arrivals.setdefault(edge, deque()).append(self._transmit(edge, ready, send.nbytes))
+        edge = (index, message.dst)
+        if not message.rendezvous:
+            link = np.maximum(self.links.get(edge, 0.0), self._issued(rank, message.host_s))
+            link += message.link_s
+            self.links[edge] = link
+            self.arrivals.setdefault(edge, deque()).append(link + message.latency_s)
             return True
         if edge in self.taken:
             self.taken.remove(edge)
             return True
         if edge not in self.offers:
-            rank.host_s += send.host_s
-            self.offers[edge] = send
+            rank.clock = self._issued(rank, message.host_s)
+            self.offers[edge] = message
         return False
 
     def _recv(self, index: int, rank: _Rank, recv: Recv) -> bool:
         """Wait for a message; False where it is not on its way yet."""
         edge = (recv.src, index)
         if offer := self.offers.pop(edge, None):
-            rank.host_s += recv.host_s
+            # Both streams have waited for every message before, so the link is free.
             sender = self.ranks[recv.src]
-            ready = np.maximum(np.maximum(sender.clock, sender.host_s), np.maximum(rank.clock, rank.host_s))
-            rank.clock = self._transmit(edge, ready, offer.nbytes)
-            np.maximum(sender.clock, self.links[edge], out=sender.clock)
+            np.maximum(sender.clock, self._issued(rank, recv.host_s), out=sender.clock)
+            sender.clock += offer.link_s
+            np.add(sender.clock, offer.latency_s, out=rank.clock)
             self.taken.add(edge)
             return True
         if queue := self.arrivals.get(edge):
@@ -157,13 +195,12 @@ class _Walk:
             return True
         return False
 
-    def _transmit(self, edge: tuple[int, int], ready: Array, nbytes: Array) -> Array:
-        """Queue on the link and cross it; returns when the message arrives, a new array."""
-        path = self.cluster.path(*edge)
-        link = np.maximum(self.links.get(edge, 0.0), ready)
-        link += nbytes / path.bandwidth_bytes_per_s
-        self.links[edge] = link
-        return link + path.latency_s
+    def _issued(self, rank: _Rank, host_s: float) -> Array:
+        """When the device has come to an operation that the host takes that long to issue."""
+        if not host_s:
+            return rank.clock
+        rank.host_s += host_s
+        return np.maximum(rank.clock, rank.host_s)
 
     def _all_gather(self) -> None:
         """The ring, all ranks at once: step k moves the piece that came k hops to the next rank."""

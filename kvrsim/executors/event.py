@@ -61,6 +61,7 @@ class Replay:
         ranks = [_RankProcess(self, rank) for rank in range(program.num_ranks)]
         processes = [self.env.process(rank.run()) for rank in ranks]
         self.env.run(simpy.AllOf(self.env, processes))
+        self.layer_end_s = tuple(ranks[-1].layer_end_s)  # of the last rank
         self.finish_s = tuple(float(process.value or 0.0) for process in processes)
 
     @property
@@ -132,11 +133,14 @@ class _RankProcess:
         self.replay, self.rank, self.env = replay, rank, replay.env
         self.host_s = 0.0
         self.num_gathered = 0
+        self.layer_end_s = [0.0] * len(replay.program.layer_kind_index)
 
     def run(self) -> Process:
         """All operations in order; returns when the device has finished."""
         for layer, op in self.replay.program.ops(self.rank):
             yield from self._do(layer, op)
+            if layer is not None:
+                self.layer_end_s[layer] = self.env.now
         return self.env.now
 
     def _do(self, layer: int | None, op: Op) -> Process:
