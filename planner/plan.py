@@ -108,7 +108,7 @@ def _bounds(scenario: Scenario, kvr: Strategy, found: Found, *, searched: bool) 
     quiet = scenario.without_communication()
     free_s = search(quiet, kvr, method="analytical").ttft_s
     same_s = execute(quiet, kvr, found.partition, executor="batch")[1][-1]
-    lower_s = lower_bound_s(scenario, kvr, found.ttft_s)
+    lower_s = found.lower_bound_s or lower_bound_s(scenario, kvr, found.ttft_s)
     return Bounds(
         ttft_star_s=single_s / 2 * (1 / num_ranks + 1 / num_ranks**2),
         ttft_no_comm_s=min(free_s, same_s),

@@ -9,6 +9,7 @@ from kvrsim.program import Array
 from planner.grid import Boundaries, Evaluate
 
 _MOST_GROUPS = 160  # groups of boundaries tried at a step, for up to that many boundaries
+_RANDOM_MOVES, _IDLE_ROUNDS = 120, 2
 _BETTER = 1e-7  # a move must gain this share of TTFT
 
 
@@ -21,10 +22,15 @@ def valid(boundaries: npt.NDArray[np.int64], num_tokens: int) -> npt.NDArray[np.
 def rounded(chunks: Array, stride: int, num_tokens: int) -> npt.NDArray[np.int64]:
     """Boundaries at multiples of the stride, nearest to those of real-valued chunks, a token a chunk at least."""
     ends = np.cumsum(chunks)[:-1]
-    grid = (np.round(ends / stride) * stride).astype(np.int64)
-    ranks = np.arange(1, len(chunks))
-    least = np.maximum.accumulate(np.maximum(grid, ranks) - ranks) + ranks
-    return np.minimum(least, num_tokens - len(chunks) + ranks)
+    return mended((np.round(ends / stride) * stride).astype(np.int64), num_tokens)
+
+
+def mended(boundaries: npt.NDArray[np.int64], num_tokens: int) -> npt.NDArray[np.int64]:
+    """The same boundaries, moved only as far as every chunk needs to have a token; shape (..., num_ranks - 1)."""
+    count = boundaries.shape[-1]
+    ranks = np.arange(1, count + 1)
+    least = np.maximum.accumulate(np.maximum(boundaries, ranks) - ranks, axis=-1) + ranks
+    return np.minimum(least, num_tokens - count - 1 + ranks)
 
 
 def groups(count: int) -> npt.NDArray[np.int64]:
@@ -50,6 +56,37 @@ def groups(count: int) -> npt.NDArray[np.int64]:
 
 
 def refine(
+    seed: npt.NDArray[np.int64], num_tokens: int, stride: int, evaluate: Evaluate, *, rounds: int
+) -> tuple[npt.NDArray[np.int64], float]:
+    """Improve boundaries of shape (num_ranks - 1,) by steps that are multiples of the stride.
+
+    Each round tries every group both ways by every step, the stride times 1, 2, 4, ... up to half the even
+    share, and the sum of the moves that helped; and moves of all boundaries at random, since TTFT is a maximum
+    and has edges that no group follows. Ends where nothing has helped for a few rounds.
+    """
+    best, best_s = seed, float(evaluate(seed[None])[0])
+    rng = np.random.default_rng(0)
+    directions = np.concatenate([groups(len(seed)), -groups(len(seed))])
+    most = max(stride, num_tokens // (len(seed) + 1) // 2)
+    steps = [stride << power for power in range(64) if stride << power <= most]
+    moves = np.concatenate([step * directions for step in steps])
+    idle = 0
+    for _ in range(rounds):
+        lengths = stride * 2.0 ** rng.uniform(0, len(steps), size=(_RANDOM_MOVES, 1))
+        at_random = np.round(lengths * rng.standard_normal((_RANDOM_MOVES, len(seed))) / stride).astype(np.int64) * stride
+        candidates = mended(best + at_random, num_tokens)
+        if idle == 0:
+            grouped = best + moves
+            candidates = np.concatenate([grouped[valid(grouped, num_tokens)], candidates])
+        moved, moved_s = _best_of(candidates, best, best_s, num_tokens, evaluate)
+        idle = 0 if moved_s < best_s * (1.0 - _BETTER) else idle + 1
+        best, best_s = (moved, moved_s) if idle == 0 else (best, best_s)
+        if idle > _IDLE_ROUNDS:
+            break
+    return best, best_s
+
+
+def refine_frugally(
     seed: npt.NDArray[np.int64],
     num_tokens: int,
     stride: int,
@@ -58,11 +95,7 @@ def refine(
     rounds: int,
     first_step: int | None = None,
 ) -> tuple[npt.NDArray[np.int64], float]:
-    """Improve boundaries of shape (num_ranks - 1,) by steps that are multiples of the stride.
-
-    Each round tries every group both ways, and the sum of the moves that helped; where none helps, the
-    step halves. Ends when the step falls below the stride, or after that many rounds.
-    """
+    """The same where an evaluation is dear: one step a round, which halves when it no longer helps."""
     best, best_s = seed, float(evaluate(seed[None])[0])
     directions = np.concatenate([groups(len(seed)), -groups(len(seed))])
     step = first_step or _first_step(num_tokens, len(seed) + 1, stride)

@@ -16,13 +16,17 @@ from kvrsim.results import SearchReport
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from planner.balance import balanced_chunks
+from planner.bound import lower_bound_s
 from planner.evaluate import Evaluator, Progress
 from planner.grid import Boundaries, Floor, Grid, chunk_lens
-from planner.refine import refine, rounded
+from planner.refine import refine, refine_frugally, rounded
 from planner.work import Chain
 
 Method = Literal["auto", "analytical", "grid"]
 METHODS: tuple[Method, ...] = ("auto", "analytical", "grid")
+_SCATTERED, _SCATTERED_TRIED, _NEAR = 200, 3, 1.2
+_MOST_SCATTERED_RANKS = 32
+_PROVEN = 1.015  # TTFT over its lower bound, within which no other seed is tried
 _BUS_SEEDS, _BUS_ROUNDS, _BUS_LAST_ROUNDS = 2, 14, 3
 
 
@@ -33,6 +37,7 @@ class Found:
     partition: Partition
     ttft_s: float
     report: SearchReport
+    lower_bound_s: float | None = None  # proven; None: the search had no use for it
 
 
 def search(
@@ -59,23 +64,23 @@ def search(
         raise InputError("--stride", step, f"a whole number from 1 to {max(1, tokens // num_ranks)}")
     begin_s = time.perf_counter()
     evaluator = Evaluator(scenario, strategy, on_progress)
-    boundaries, ttft_s, name = _Search(scenario, strategy, evaluator, step).run(method)
+    run = _Search(scenario, strategy, evaluator, step)
+    boundaries, ttft_s, name = run.run(method)
     partition = Partition(chunk_lens=chunk_lens(tuple(boundaries), tokens))
-    return Found(
-        partition,
-        ttft_s,
-        SearchReport(method=name, evaluations=evaluator.evaluations, seconds=time.perf_counter() - begin_s),
-    )
+    seconds = time.perf_counter() - begin_s
+    report = SearchReport(method=name, evaluations=evaluator.evaluations, seconds=seconds)
+    return Found(partition, ttft_s, report, run.lower_bound_s)
 
 
 def default_stride(num_tokens: int, num_ranks: int) -> int:
-    """A 128th of the even share, as a power of two, at most 128 tokens: finer moves no TTFT by 0.1 %."""
-    return 1 << min(7, max(0, (num_tokens // num_ranks // 128).bit_length() - 1))
+    """A 512th of the even share, as a power of two, at most 128 tokens: finer moves no TTFT by 0.1 %."""
+    return 1 << min(7, max(0, (num_tokens // num_ranks // 512).bit_length() - 1))
 
 
 class _Search:
     def __init__(self, scenario: Scenario, strategy: Strategy, evaluator: Evaluator, stride: int) -> None:
         self.scenario, self.strategy, self.evaluator, self.stride = scenario, strategy, evaluator, stride
+        self.lower_bound_s: float | None = None
         self.tokens, self.num_ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
 
     def run(self, method: str) -> tuple[npt.NDArray[np.int64], float, str]:
@@ -94,15 +99,45 @@ class _Search:
     def _refined(self) -> tuple[npt.NDArray[np.int64], float]:
         seeds = self._seeds()
         if not self.scenario.cluster.shares_bandwidth:
-            seed = seeds[int(self._evaluate(seeds).argmin())]
-            rounds = max(4, 2_400 // self.num_ranks)
-            return refine(seed, self.tokens, self.stride, self._evaluate, rounds=rounds)
+            return self._refined_from(seeds)
         # Every evaluation replays processes: refine an estimate first, then the best of all in full.
         best = seeds[np.argsort(self._estimate(seeds))[:_BUS_SEEDS]]
-        refined = [refine(seed, self.tokens, self.stride, self._estimate, rounds=_BUS_ROUNDS)[0] for seed in best]
+        refined = [
+            refine_frugally(seed, self.tokens, self.stride, self._estimate, rounds=_BUS_ROUNDS)[0] for seed in best
+        ]
         several = np.concatenate([best, refined])
         seed = several[int(self._evaluate(several).argmin())]
-        return refine(seed, self.tokens, self.stride, self._evaluate, rounds=_BUS_LAST_ROUNDS, first_step=4 * self.stride)
+        return refine_frugally(
+            seed, self.tokens, self.stride, self._evaluate, rounds=_BUS_LAST_ROUNDS, first_step=4 * self.stride
+        )
+
+    def _refined_from(self, seeds: Boundaries) -> tuple[npt.NDArray[np.int64], float]:
+        """Refine the best seed, and scattered ones that come near it: with few layers, the best may lie far off."""
+        rounds = max(4, 2_400 // self.num_ranks)
+        seed = seeds[int(self._evaluate(seeds).argmin())]
+        best, best_s = refine(seed, self.tokens, self.stride, self._evaluate, rounds=rounds)
+        if self.num_ranks > _MOST_SCATTERED_RANKS:
+            return best, best_s
+        self.lower_bound_s = lower_bound_s(self.scenario, self.strategy, best_s)
+        if best_s <= self.lower_bound_s * _PROVEN:
+            return best, best_s
+        scattered = self._scattered()
+        scattered_s = self._evaluate(scattered)
+        for index in np.argsort(scattered_s, kind="stable")[:_SCATTERED_TRIED]:
+            if scattered_s[index] < _NEAR * best_s:
+                other, other_s = refine(scattered[index], self.tokens, self.stride, self._evaluate, rounds=rounds)
+                best, best_s = (other, other_s) if other_s < best_s else (best, best_s)
+        return best, best_s
+
+    def _scattered(self) -> Boundaries:
+        """Chunks that shrink or grow from rank to rank, with any last chunk, and chunks at random."""
+        rng = np.random.default_rng(0)
+        ranks = np.arange(self.num_ranks)
+        shrinking = [ratio**ranks for ratio in (0.6, 0.75, 0.9, 1.0, 1.1)]
+        plans = [np.append(chunks[:-1], chunks[-1] * last) for chunks in shrinking for last in (0.001, 0.05, 0.3, 1, 3)]
+        shares = np.array([*plans, *rng.dirichlet(np.ones(self.num_ranks), size=_SCATTERED)])
+        shares *= self.tokens / shares.sum(axis=1, keepdims=True)
+        return np.unique([rounded(chunks, self.stride, self.tokens) for chunks in shares], axis=0)
 
     def _seeds(self) -> Boundaries:
         """Blends of the balanced and the even plan; on a bus, plans for slower links and for fewer GPUs too."""

@@ -1,6 +1,6 @@
 """Random models, machines and profiles, for the tests that state laws over all of them.
 
-Each maker takes a random.Random, so that the same code serves Hypothesis (st.randoms) and a plain seed.
+Each maker takes a random.Random; tests let Hypothesis draw its seed, which a failure then prints.
 """
 
 from __future__ import annotations

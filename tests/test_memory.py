@@ -1,0 +1,116 @@
+"""Memory: parts that add up, the score matrix of eager attention, and who needs more."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvrsim
+from kvrsim.memory import EAGER_SCORE_PEAK_BYTES, fits, memory_of
+from kvrsim.partition import Partition
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import STRATEGIES
+
+KVR, TSP, SINGLE = STRATEGIES["kvr-s"], STRATEGIES["tsp"], STRATEGIES["single"]
+
+
+def scenario_of(ctx: int | str, gpus: int, **options: Any) -> Scenario:
+    return kvrsim.make_scenario(ctx=ctx, gpus=gpus, **options)[0]
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=60)
+def test_the_total_is_what_is_held_and_the_largest_moment(seed: int, make: Any) -> None:
+    rng = random.Random(seed)
+    scenario = make.scenario(rng, num_gpus=(1, 5))
+    tokens, ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
+    cut = Partition(chunk_lens=make.partition(rng, tokens, ranks))
+    for strategy in (KVR, TSP):
+        parts = memory_of(scenario, strategy, cut)
+        assert len(parts) == ranks
+        for part in parts:
+            assert min(asdict(part).values()) >= 0
+            held = part.weights + part.kv_cache + part.gathered + part.runtime
+            assert part.total == held + max(part.scores, part.activations, part.logits)
+            assert part.to_dict() == asdict(part) | {"total": part.total}
+            assert part.weights == scenario.model.num_parameters * scenario.request.dtype_bytes
+            assert (part.scores > 0) == (scenario.kernel == "eager")
+        assert [part.logits > 0 for part in parts] == [False] * (ranks - 1) + [True]
+        largest = max(part.total for part in parts)
+        assert fits(scenario, parts) == (largest <= scenario.cluster.gpu.memory_bytes)
+
+
+def test_the_kv_cache_of_llama() -> None:
+    """Half a megabyte a token: 2 x 32 layers x 4096 features x 2 bytes."""
+    (part,) = memory_of(scenario_of(1000, 1), SINGLE, Partition(chunk_lens=(1000,)))
+    assert part.kv_cache == 1000 * 2**19
+    assert part.gathered == 0
+
+
+def test_the_eager_score_matrix() -> None:
+    """All heads x chunk x keys: the last of two ranks has 3 queries over 10 keys, under TSP and KVR alike."""
+    scenario = scenario_of(10, 2)
+    cut = Partition(chunk_lens=(7, 3))
+    for strategy, keys in ((KVR, (7, 10)), (TSP, (10, 10))):
+        scores = [part.scores for part in memory_of(scenario, strategy, cut)]
+        assert scores == [32 * chunk * kv * EAGER_SCORE_PEAK_BYTES for chunk, kv in zip((7, 3), keys, strict=True)]
+    flash = scenario_of(10, 2, profile="roofline", attention="flash")
+    assert all(part.scores == 0 for part in memory_of(flash, KVR, cut))
+
+
+def test_batch_and_cached_prefix_count() -> None:
+    one = memory_of(scenario_of("4k", 2), KVR, Partition.even(4096, 2))
+    two = memory_of(scenario_of("4k", 2, batch=2), KVR, Partition.even(4096, 2))
+    for single, double in zip(one, two, strict=True):
+        assert double.kv_cache == 2 * single.kv_cache
+        assert double.scores == 2 * single.scores
+        assert double.weights == single.weights
+    cached = memory_of(scenario_of("4k", 2, cached_prefix="2k"), KVR, Partition.even(2048, 2))
+    assert [part.kv_cache for part in cached] == [3072 * 2**19, 4096 * 2**19]
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=60)
+def test_tsp_holds_more_than_kvr_on_every_rank(seed: int, make: Any) -> None:
+    """The last KVR rank ends with all K and V too; the ranks before it hold less, and gather less."""
+    rng = random.Random(seed)
+    scenario = make.scenario(rng, num_gpus=(2, 6))
+    cut = Partition.even(scenario.request.new_tokens, scenario.cluster.num_gpus)
+    kvr, tsp = (memory_of(scenario, strategy, cut) for strategy in (KVR, TSP))
+    for rank, (less, more) in enumerate(zip(kvr, tsp, strict=True)):
+        assert less.total < more.total
+        assert less.scores <= more.scores
+        if rank < len(kvr) - 1:
+            assert less.kv_cache < more.kv_cache
+
+
+def test_the_papers_machine() -> None:
+    """Llama 7B at 16k on two A100s of 80 GB; a single one runs 12k, the longest that the paper has.
+
+    The paper's TSP ran out of memory here. Ours needs 14 GB more than KVR-S and yet fits, with 13 GB to spare:
+    what else the paper's code held (a fragmented heap, more copies) is not known and not modelled.
+    """
+    scenario = scenario_of("16k", 2)
+    kvr = memory_of(scenario, KVR, Partition(chunk_lens=(9728, 6656)))  # the paper's chunks
+    tsp = memory_of(scenario, TSP, Partition.even(16384, 2))
+    assert [part.total / 1e9 for part in kvr] == pytest.approx([50.1, 58.0], abs=0.1)
+    assert [part.total / 1e9 for part in tsp] == pytest.approx([66.3, 66.3], abs=0.1)
+    assert fits(scenario, kvr)
+    assert fits(scenario, tsp)
+    single = scenario_of("12k", 1)
+    assert fits(single, memory_of(single, SINGLE, Partition(chunk_lens=(12288,))))
+    larger = scenario_of("16k", 1)
+    assert not fits(larger, memory_of(larger, SINGLE, Partition(chunk_lens=(16384,))))
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [("bf16", 2), ("fp8", 1)])
+def test_bytes_an_element(dtype: str, factor: int) -> None:
+    scenario = scenario_of("1k", 1, cluster="h100-nvlink", profile="roofline", dtype=dtype)
+    (part,) = memory_of(scenario, SINGLE, Partition(chunk_lens=(1024,)))
+    assert part.weights == scenario.model.num_parameters * factor
+    assert part.kv_cache == 1024 * 2**18 * factor
