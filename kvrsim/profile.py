@@ -57,6 +57,7 @@ class LinkRates:
     bandwidth_bytes_per_s: float  # one way
     latency_s: float
     sends: SendStyle  # "rendezvous": send and receive hold both compute streams; "overlap": neither
+    sends_over_bus: SendStyle  # the same where transfers are staged through the host
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,15 +183,20 @@ def _read_host(data: JsonObject) -> HostRates:
 
 def _read_links(data: JsonObject) -> LinkRates:
     data.only(LinkRates.__slots__)
-    sends = next((style for style in _SEND_STYLES if style == data.text("sends")), None)
-    if sends is None:
-        raise data.error("sends", " or ".join(_SEND_STYLES))
     return LinkRates(
         link=data.text("link"),
         bandwidth_bytes_per_s=data.number("bandwidth_bytes_per_s"),
         latency_s=data.number("latency_s", allow_zero=True),
-        sends=sends,
+        sends=_read_style(data, "sends"),
+        sends_over_bus=_read_style(data, "sends_over_bus"),
     )
+
+
+def _read_style(data: JsonObject, key: str) -> SendStyle:
+    for style in _SEND_STYLES:
+        if style == data.text(key):
+            return style
+    raise data.error(key, " or ".join(_SEND_STYLES))
 
 
 def _read_valid(data: JsonObject) -> ValidRange:

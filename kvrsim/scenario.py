@@ -74,7 +74,10 @@ class Scenario:
     @property
     def sends_overlap(self) -> bool:
         """Whether messages move beside computation."""
-        return self.profile is None or self.profile.links.sends == "overlap"
+        if self.profile is None:
+            return True
+        links = self.profile.links
+        return (links.sends_over_bus if self.cluster.topology == "bus" else links.sends) == "overlap"
 
     def layer_costs(self) -> tuple[LayerCosts, ...]:
         """One for each kind of layer of the model."""

@@ -92,13 +92,13 @@ def test_tsp_holds_more_than_kvr_on_every_rank(seed: int, make: Any) -> None:
 def test_the_papers_machine() -> None:
     """Llama 7B at 16k on two A100s of 80 GB; a single one runs 12k, the longest that the paper has.
 
-    The paper's TSP ran out of memory here. Ours needs 14 GB more than KVR-S and yet fits, with 13 GB to spare:
+    The paper's TSP ran out of memory here. Ours needs 8 GB more than KVR-S and yet fits, with 13 GB to spare:
     what else the paper's code held (a fragmented heap, more copies) is not known and not modelled.
     """
     scenario = scenario_of("16k", 2)
     kvr = memory_of(scenario, KVR, Partition(chunk_lens=(9728, 6656)))  # the paper's chunks
     tsp = memory_of(scenario, TSP, Partition.even(16384, 2))
-    assert [part.total / 1e9 for part in kvr] == pytest.approx([50.1, 58.0], abs=0.1)
+    assert [part.total / 1e9 for part in kvr] == pytest.approx([49.9, 58.1], abs=0.1)
     assert [part.total / 1e9 for part in tsp] == pytest.approx([66.3, 66.3], abs=0.1)
     assert fits(scenario, kvr)
     assert fits(scenario, tsp)

@@ -9,8 +9,9 @@ in the paper's pseudo-code (stacked by all; concatenated where a prefix came bef
 all-gather unpacks pieces that are then concatenated).
 Measured elsewhere: the link. NCCL send/recv between two A100s of a DGX moves 225 GB/s above 32 MB, with 14 us
 (microsoft/vidur, data/profiling/network/a100_dgx, MIT).
-A message holds the compute streams of both ends: torch.distributed's send and recv do, and this reading puts the
-searched partitions where the paper prints them.
+A message over NVLink holds the compute streams of both ends: torch.distributed's send and recv do, and this
+reading puts the searched partitions where the paper prints them. Staged through the host it does not: that reading
+is nearest to the 10 GB/s rows, which are not fitted (validate/slow_links.py).
 
 KVR-S rows need a partition: it is searched with the constants so far, the constants are fitted with it, and so on.
 """
@@ -76,7 +77,7 @@ def profile_of(log_constants: Array, residual: Residual | None) -> CalibrationPr
             head_on_all_tokens=True,
         ),
         host=HostRates(layer_s=layer_s, gather_piece_s=piece_s),
-        links=LinkRates(link="nvlink3", bandwidth_bytes_per_s=225e9, latency_s=14e-6, sends="rendezvous"),
+        links=LinkRates(link="nvlink3", bandwidth_bytes_per_s=225e9, latency_s=14e-6, sends="rendezvous", sends_over_bus="overlap"),
         valid=ValidRange(
             context_len=(1024, 16384),
             num_gpus=(1, 8),

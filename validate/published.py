@@ -27,7 +27,7 @@ def scenario_of(row: Row) -> tuple[Scenario, str]:
     """The scenario and the strategy that a row is read as.
 
     Below NVLink's bandwidth GPU-direct is off and every transfer crosses the host: one bus that all flows
-    share. "kvr" rows are read as searched for that bus.
+    share. "kvr" rows are read as even chunks: see docs/slow_links.md.
     """
     link: dict[str, Any] = {}
     if row.link in _BANDWIDTH:
@@ -35,7 +35,7 @@ def scenario_of(row: Row) -> tuple[Scenario, str]:
     scenario, _ = make_scenario(
         ctx=row.context_len, gpus=row.num_gpus, model=row.model, profile=load_profile("a100-eager"), **link
     )
-    return scenario, "kvr-s" if row.strategy == "kvr" else row.strategy
+    return scenario, "kvr-e" if row.strategy == "kvr" else row.strategy
 
 
 def run() -> dict[str, Any]:
@@ -87,7 +87,7 @@ def report(result: dict[str, Any], plot_name: str) -> str:
         "Rows are the TTFTs that KV-Runahead (ICML 2024, arXiv:2405.05329) prints in its appendix; values below",
         "0.1 s carry up to 8 % of rounding and launch noise. Rows *used* are those that the profile's four constants",
         "were fitted to. The others test it: they run over links that the fit has not seen (10 GB/s, read as one",
-        "bus that all flows share through the host, and as partitions searched for it).",
+        "bus that all flows share through the host, with even chunks; see [slow_links.md](slow_links.md)).",
         "",
         f"![predicted over reported]({plot_name})",
         "",

@@ -1,0 +1,191 @@
+"""A shared bus: flows get equal shares, nothing is lost, and a flow alone gets all."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import simpy
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvrsim.executors.bus import FairBus
+from kvrsim.executors.event import Replay
+from kvrsim.hardware import Cluster
+from kvrsim.program import AllGather, Compute, Op, Program, Recv, Send
+from kvrsim.strategies import STRATEGIES
+
+Flows = list[tuple[float, float]]  # when each arrives (s), and its bytes
+
+flows = st.lists(
+    st.tuples(
+        st.one_of(st.sampled_from([0.0, 1.0, 2.0]), st.floats(0, 10)),
+        st.one_of(st.sampled_from([1.0, 2.0, 6.0]), st.floats(1e-3, 1e3)),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+def through_the_bus(arriving: Flows, bandwidth: float) -> list[float]:
+    """When each flow has left."""
+    env = simpy.Environment()
+    bus = FairBus(env)
+    bus.bandwidth_bytes_per_s = bandwidth
+    left = [0.0] * len(arriving)
+
+    def flow(index: int, arrives_s: float, nbytes: float) -> Iterator[simpy.Event]:
+        if arrives_s:  # at once: several may enter before the simulation takes its first step
+            yield env.timeout(arrives_s)
+        began_s = yield from bus.transmit(nbytes)
+        assert began_s == pytest.approx(arrives_s)
+        left[index] = env.now
+
+    for index, (arrives_s, nbytes) in enumerate(arriving):
+        env.process(flow(index, arrives_s, nbytes))  # type: ignore[arg-type]
+    env.run()
+    return left
+
+
+def fluid(arriving: Flows, bandwidth: float) -> list[float]:
+    """The same by brute force: from event to event, all flows present lose the same number of bytes."""
+    missing = {index: nbytes for index, (_, nbytes) in enumerate(arriving)}
+    left = [0.0] * len(arriving)
+    now = 0.0
+    while missing:
+        present = [index for index in missing if arriving[index][0] <= now]
+        coming = min((arriving[index][0] for index in missing if arriving[index][0] > now), default=float("inf"))
+        if not present:
+            now = coming
+            continue
+        rate = bandwidth / len(present)
+        first = min(present, key=missing.__getitem__)
+        if now + missing[first] / rate <= coming:
+            spent = missing[first]
+            now += spent / rate
+        else:
+            spent = (coming - now) * rate
+            now = coming
+        for index in present:
+            missing[index] -= spent
+            if index == first and now < coming or missing[index] <= 1e-12 * arriving[index][1]:
+                left[index] = now
+                del missing[index]
+    return left
+
+
+def test_two_equal_flows_take_twice_as_long() -> None:
+    assert through_the_bus([(0.0, 100.0)], 10.0) == pytest.approx([10.0])
+    assert through_the_bus([(0.0, 100.0), (0.0, 100.0)], 10.0) == pytest.approx([20.0, 20.0])
+    assert through_the_bus([(0.0, 100.0), (30.0, 100.0)], 10.0) == pytest.approx([10.0, 40.0])
+
+
+def test_a_small_flow_passes_a_large_one() -> None:
+    """Half speed while both are there: the small one takes 2 s for 1 s of bytes, the large one 1 s more."""
+    assert through_the_bus([(0.0, 100.0), (0.0, 10.0)], 10.0) == pytest.approx([11.0, 2.0])
+
+
+@given(arriving=flows, bandwidth=st.floats(0.1, 1e3))
+@example(arriving=[(0.0, 1.0), (0.0, 1.0)], bandwidth=1.0)
+@example(arriving=[(0.0, 1.0)] * 5, bandwidth=1.0)
+@example(arriving=[(0.0, 2.0), (1.0, 1.0), (2.0, 2.0)], bandwidth=1.0)
+@settings(max_examples=300)
+def test_as_a_fluid(arriving: Flows, bandwidth: float) -> None:
+    assert through_the_bus(arriving, bandwidth) == pytest.approx(fluid(arriving, bandwidth), rel=1e-9)
+
+
+@given(arriving=flows, bandwidth=st.floats(0.1, 1e3))
+@settings(max_examples=100)
+def test_the_bus_is_never_idle_while_a_flow_waits(arriving: Flows, bandwidth: float) -> None:
+    """Work conservation: the last flow leaves when one flow of all bytes would, whatever the order."""
+    busy_until = 0.0
+    for arrives_s, nbytes in sorted(arriving):
+        busy_until = max(busy_until, arrives_s) + nbytes / bandwidth
+    left = through_the_bus(arriving, bandwidth)
+    assert max(left) == pytest.approx(busy_until, rel=1e-9)
+    for (arrives_s, nbytes), left_s in zip(arriving, left, strict=True):
+        alone_s = nbytes / bandwidth
+        assert left_s - arrives_s >= alone_s * (1 - 1e-9) - 1e-9 * left_s
+        assert left_s - arrives_s <= alone_s * len(arriving) * (1 + 1e-9) + 1e-9 * left_s
+
+
+# -- programs on a bus
+
+
+def bus_cluster(make: Any, num_gpus: int, latency_s: float = 0.0) -> Cluster:
+    cluster: Cluster = make.cluster(random.Random(0), num_gpus, topologies=("bus",))
+    return cluster.with_link(bandwidth_bytes_per_s=10.0, latency_s=latency_s)
+
+
+def one_layer(*ranks: tuple[Op, ...]) -> Program:
+    none: tuple[tuple[Op, ...], ...] = tuple(() for _ in ranks)
+    return Program(strategy="test", prologue=none, layers=(ranks,), layer_kind_index=(0,), epilogue=none)
+
+
+def send(dst: int, nbytes: float, *, rendezvous: bool = False) -> Send:
+    return Send(dst=dst, nbytes=np.array([nbytes]), rendezvous=rendezvous)
+
+
+def compute(device_s: float) -> Compute:
+    return Compute(name="work", device_s=np.array([device_s]))
+
+
+def test_messages_share_the_bus(make: Any) -> None:
+    cluster = bus_cluster(make, 4)
+    both = one_layer((send(1, 100.0),), (Recv(src=0),), (send(3, 100.0),), (Recv(src=2),))
+    assert Replay(both, cluster).finish_s == pytest.approx((0, 20, 0, 20))
+    one = one_layer((send(1, 100.0),), (Recv(src=0),), (), ())
+    assert Replay(one, cluster).finish_s == pytest.approx((0, 10, 0, 0))
+    late = one_layer((send(1, 100.0),), (Recv(src=0),), (compute(5.0), send(3, 100.0)), (Recv(src=2),))
+    assert Replay(late, cluster).finish_s == pytest.approx((0, 15, 5, 20))
+
+
+def test_own_links_do_not_share(make: Any) -> None:
+    cluster = bus_cluster(make, 4).with_topology("switch")
+    both = one_layer((send(1, 100.0),), (Recv(src=0),), (send(3, 100.0),), (Recv(src=2),))
+    assert Replay(both, cluster).finish_s == pytest.approx((0, 10, 0, 10))
+
+
+def test_latency_does_not_hold_the_bus(make: Any) -> None:
+    both = one_layer((send(1, 100.0),), (Recv(src=0),), (send(3, 100.0),), (Recv(src=2),))
+    assert Replay(both, bus_cluster(make, 4, 3.0)).finish_s == pytest.approx((0, 23, 0, 23))
+
+
+def test_a_ring_on_a_bus(make: Any) -> None:
+    """Three ranks pass a piece each at a time, twice: 3 x 100 bytes, twice."""
+    gather = (AllGather(nbytes=np.array([100.0])),)
+    assert Replay(one_layer(gather, gather, gather), bus_cluster(make, 3)).finish_s == pytest.approx((60, 60, 60))
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=60)
+def test_no_faster_than_all_bytes_over_the_bandwidth(seed: int, make: Any) -> None:
+    rng = random.Random(seed)
+    scenario = make.scenario(rng, num_gpus=(2, 5), topologies=("bus",))
+    cut = make.partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus)
+    for name in ("kvr-s", "tsp"):
+        program = scenario.program(STRATEGIES[name], [np.array([float(chunk)]) for chunk in cut])
+        replay = Replay(program, scenario.cluster)
+        moved = sum(span.nbytes or 0.0 for span in replay.timeline.spans)
+        least_s = moved / scenario.cluster.link.bandwidth_bytes_per_s
+        assert max(replay.finish_s) >= least_s * (1 - 1e-9)
+        own = replace(scenario.cluster, topology="switch")
+        for shared_s, own_s in zip(replay.finish_s, Replay(program, own, record=False).finish_s, strict=True):
+            assert shared_s >= own_s * (1 - 1e-9), "a share of a bus is no faster than all of it"
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=60)
+def test_one_flow_at_a_time_is_as_on_a_switch(seed: int, make: Any) -> None:
+    """Two ranks of a KVR chain have one flow, and messages that hold both ranks do not overlap."""
+    rng = random.Random(seed)
+    scenario = make.scenario(rng, num_gpus=(2, 2), topologies=("bus",), roofline=False, sends="rendezvous")
+    cut = make.partition(rng, scenario.request.new_tokens, 2)
+    program = scenario.program(STRATEGIES["kvr-s"], [np.array([float(chunk)]) for chunk in cut])
+    own = scenario.cluster.with_topology("switch")
+    want = Replay(program, own, record=False).finish_s
+    assert Replay(program, scenario.cluster, record=False).finish_s == pytest.approx(want, rel=1e-12)
