@@ -12,7 +12,7 @@ from kvrsim.cost.layer import LayerCosts
 from kvrsim.errors import InputError
 from kvrsim.hardware import Cluster
 from kvrsim.model import ModelSpec
-from kvrsim.profile import CalibrationProfile, HostRates
+from kvrsim.profile import CalibrationProfile, HostRates, SendStyle
 from kvrsim.program import Array, Compute, Op, Program
 from kvrsim.request import Request
 from kvrsim.strategies import Step, Strategy
@@ -52,8 +52,16 @@ class Scenario:
 
     def without_communication(self) -> Scenario:
         """The same with links that cost nothing: the paper's TTFT(p)."""
-        free = self.cluster.with_topology("switch").with_link(bandwidth_bytes_per_s=1e30, latency_s=0.0)
-        return replace(self, cluster=free)
+        return self.with_own_links(1e30, latency_s=0.0)
+
+    def with_own_links(self, bandwidth_bytes_per_s: float, latency_s: float | None = None) -> Scenario:
+        """The same with a path of that bandwidth for every pair; messages hold the streams, or not, as before."""
+        links = self.cluster.with_topology("switch").with_link(bandwidth_bytes_per_s, latency_s)
+        if self.profile is None:
+            return replace(self, cluster=links)
+        sends: SendStyle = "overlap" if self.sends_overlap else "rendezvous"
+        profile = replace(self.profile, links=replace(self.profile.links, sends=sends))
+        return replace(self, cluster=links, profile=profile)
 
     @property
     def cost(self) -> CostModel:

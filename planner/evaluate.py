@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,8 +13,6 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 
 BLOCK = 8192  # partitions that share one walk: arrays of 64 KiB, which stay in a core's cache
-
-_SHORT_LAYERS = 12
 
 Progress = Callable[[int, int, float], None]  # evaluations done, expected in all, best TTFT so far
 
@@ -46,23 +44,6 @@ class Evaluator:
     def one(self, chunks: tuple[int, ...]) -> float:
         """TTFT of one partition."""
         return float(self.ttft_s(np.array([chunks], dtype=float))[0])
-
-    def estimate_s(self, chunks: Array) -> Array:
-        """TTFT of each row, of a bus extrapolated from the first layers, whose rate the others keep."""
-        if not self.scenario.cluster.shares_bandwidth or len(self.scenario.model.layers) <= _SHORT_LAYERS:
-            return self.ttft_s(chunks)
-        self.evaluations += len(chunks)
-        return np.array([self._extrapolated(row[None]) for row in chunks])
-
-    def _extrapolated(self, chunks: Array) -> float:
-        from kvrsim.executors.event import Replay  # SimPy, only where it is needed
-
-        whole = self.scenario.program(self.strategy, list(np.ascontiguousarray(chunks.T)))
-        short = replace(whole, layer_kind_index=whole.layer_kind_index[:_SHORT_LAYERS])
-        replay = Replay(short, self.scenario.cluster, record=False)
-        half = _SHORT_LAYERS // 2
-        rate_s = (replay.layer_end_s[-1] - replay.layer_end_s[half - 1]) / half
-        return replay.finish_s[-1] + rate_s * (len(whole.layer_kind_index) - _SHORT_LAYERS)
 
     def _batch(self, chunks: Array) -> Array:
         program = self.scenario.program(self.strategy, list(np.ascontiguousarray(chunks.T)))

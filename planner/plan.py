@@ -137,7 +137,9 @@ def _fewer_gpus(scenario: Scenario, kvr: Strategy, found: Found) -> list[str]:
     fewest = min(as_fast)
     how = "as fast as" if as_fast[fewest] > found.ttft_s * (1 - _AS_FAST) else "faster than"
     verb = f"{fewest} GPUs are" if fewest > 1 else "1 GPU is"
-    return [f"{verb} {how} {scenario.cluster.num_gpus} with KVR-S: {as_fast[fewest]:.3g} s against {found.ttft_s:.3g} s"]
+    return [
+        f"{verb} {how} {scenario.cluster.num_gpus} with KVR-S: {as_fast[fewest]:.3g} s against {found.ttft_s:.3g} s"
+    ]
 
 
 def _memory_notes(scenario: Scenario, results: Sequence[StrategyResult]) -> list[str]:

@@ -73,7 +73,9 @@ def refine(
     idle = 0
     for _ in range(rounds):
         lengths = stride * 2.0 ** rng.uniform(0, len(steps), size=(_RANDOM_MOVES, 1))
-        at_random = np.round(lengths * rng.standard_normal((_RANDOM_MOVES, len(seed))) / stride).astype(np.int64) * stride
+        at_random = (
+            np.round(lengths * rng.standard_normal((_RANDOM_MOVES, len(seed))) / stride).astype(np.int64) * stride
+        )
         candidates = mended(best + at_random, num_tokens)
         if idle == 0:
             grouped = best + moves
@@ -93,12 +95,11 @@ def refine_frugally(
     evaluate: Evaluate,
     *,
     rounds: int,
-    first_step: int | None = None,
 ) -> tuple[npt.NDArray[np.int64], float]:
     """The same where an evaluation is dear: one step a round, which halves when it no longer helps."""
     best, best_s = seed, float(evaluate(seed[None])[0])
     directions = np.concatenate([groups(len(seed)), -groups(len(seed))])
-    step = first_step or _first_step(num_tokens, len(seed) + 1, stride)
+    step = _first_step(num_tokens, len(seed) + 1, stride)
     for _ in range(rounds):
         candidates = best + step * directions
         candidates = candidates[valid(candidates, num_tokens)]

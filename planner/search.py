@@ -27,7 +27,7 @@ METHODS: tuple[Method, ...] = ("auto", "analytical", "grid")
 _SCATTERED, _SCATTERED_TRIED, _NEAR = 200, 3, 1.2
 _MOST_SCATTERED_RANKS = 32
 _PROVEN = 1.015  # TTFT over its lower bound, within which no other seed is tried
-_BUS_SEEDS, _BUS_ROUNDS, _BUS_LAST_ROUNDS = 2, 14, 3
+_BUS_SEEDS, _BUS_ROUNDS = 2, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +100,10 @@ class _Search:
         seeds = self._seeds()
         if not self.scenario.cluster.shares_bandwidth:
             return self._refined_from(seeds)
-        # Every evaluation replays processes: refine an estimate first, then the best of all in full.
-        best = seeds[np.argsort(self._estimate(seeds))[:_BUS_SEEDS]]
-        refined = [
-            refine_frugally(seed, self.tokens, self.stride, self._estimate, rounds=_BUS_ROUNDS)[0] for seed in best
-        ]
-        several = np.concatenate([best, refined])
-        seed = several[int(self._evaluate(several).argmin())]
-        return refine_frugally(
-            seed, self.tokens, self.stride, self._evaluate, rounds=_BUS_LAST_ROUNDS, first_step=4 * self.stride
-        )
+        # Every evaluation replays processes: fewer seeds, fewer steps.
+        best = seeds[np.argsort(self._evaluate(seeds), kind="stable")[:_BUS_SEEDS]]
+        refined = [refine_frugally(seed, self.tokens, self.stride, self._evaluate, rounds=_BUS_ROUNDS) for seed in best]
+        return min(refined, key=lambda found: found[1])
 
     def _refined_from(self, seeds: Boundaries) -> tuple[npt.NDArray[np.int64], float]:
         """Refine the best seed, and scattered ones that come near it: with few layers, the best may lie far off."""
@@ -154,25 +148,20 @@ class _Search:
 
         Fewer: the first ranks take a single token, the rest share the context.
         """
-        quiet = self.scenario.cluster.with_topology("switch")
-        bandwidth = quiet.link.bandwidth_bytes_per_s
+        bandwidth = self.scenario.cluster.link.bandwidth_bytes_per_s
         plans = []
         for flows in range(1, self.num_ranks):
-            cluster = quiet.with_link(bandwidth_bytes_per_s=bandwidth / flows)
-            plans.append(search(replace(self.scenario, cluster=cluster), self.strategy).partition.chunk_lens)
+            own = self.scenario.with_own_links(bandwidth / flows)
+            plans.append(search(own, self.strategy).partition.chunk_lens)
         for used in range(1, self.num_ranks):
-            cluster = quiet.with_num_gpus(used).with_link(bandwidth_bytes_per_s=bandwidth / max(1, used - 1))
             idle = self.num_ranks - used
-            request = replace(self.scenario.request, context_len=self.scenario.request.context_len - idle)
-            fewer = search(replace(self.scenario, cluster=cluster, request=request), self.strategy)
-            plans.append((1,) * idle + fewer.partition.chunk_lens)
+            own = self.scenario.on_gpus(used).with_own_links(bandwidth / max(1, used - 1))
+            request = replace(own.request, context_len=own.request.context_len - idle)
+            plans.append((1,) * idle + search(replace(own, request=request), self.strategy).partition.chunk_lens)
         return [np.array(plan, dtype=float) for plan in plans]
 
     def _evaluate(self, boundaries: Boundaries) -> Array:
         return self.evaluator.ttft_s(self._chunks(boundaries))
-
-    def _estimate(self, boundaries: Boundaries) -> Array:
-        return self.evaluator.estimate_s(self._chunks(boundaries))
 
     def _chunks(self, boundaries: Boundaries) -> Array:
         edges = ((0, 0), (1, 1))

@@ -77,7 +77,9 @@ def profile_of(log_constants: Array, residual: Residual | None) -> CalibrationPr
             head_on_all_tokens=True,
         ),
         host=HostRates(layer_s=layer_s, gather_piece_s=piece_s),
-        links=LinkRates(link="nvlink3", bandwidth_bytes_per_s=225e9, latency_s=14e-6, sends="rendezvous", sends_over_bus="overlap"),
+        links=LinkRates(
+            link="nvlink3", bandwidth_bytes_per_s=225e9, latency_s=14e-6, sends="rendezvous", sends_over_bus="overlap"
+        ),
         valid=ValidRange(
             context_len=(1024, 16384),
             num_gpus=(1, 8),

@@ -96,7 +96,11 @@ def _page(rows: list[Row], table: dict[str, list[float]], speedups: dict[str, li
     errors = {how: np.abs(np.array(values) / reported - 1) for how, values in table.items()}
     for how, values in table.items():
         ratios = " and ".join(f"{ratio:.2f}" for ratio in speedups[how])
-        lines.append(f"| {how} | " + " | ".join(f"{value:.2f}" for value in values) + f" | {np.median(errors[how]):.1%} | {errors[how].mean():.1%} | {ratios} |")
+        lines.append(
+            f"| {how} | "
+            + " | ".join(f"{value:.2f}" for value in values)
+            + f" | {np.median(errors[how]):.1%} | {errors[how].mean():.1%} | {ratios} |"
+        )
     lines += [
         "",
         "We read these rows as *one bus, overlapped, even*: transfers staged through the host leave the GPUs' streams",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Generator
 from typing import Any
 
@@ -20,7 +21,7 @@ class FairBus:
         self.bandwidth_bytes_per_s = float("inf")
         self.served_bytes = 0.0  # per flow
         self.updated_s = 0.0
-        self.flows: list[tuple[float, int, simpy.Event]] = []  # (leaves at this served_bytes, order, done)
+        self.flows: list[tuple[float, int, simpy.Event]] = []  # heap of (leaves at this served_bytes, order, done)
         self.entered = 0
         self.generation = 0  # a wake-up older than this is stale
 
@@ -30,7 +31,7 @@ class FairBus:
         self._serve()
         done = self.env.event()
         self.entered += 1
-        self.flows.append((self.served_bytes + nbytes, self.entered, done))
+        heapq.heappush(self.flows, (self.served_bytes + nbytes, self.entered, done))
         self._plan()
         yield done
         return start_s
@@ -43,21 +44,20 @@ class FairBus:
         self.updated_s = self.env.now
 
     def _plan(self) -> None:
-        """Wake up when the next flow leaves."""
+        """Wake up when the next flow leaves; a wake-up planned before is stale."""
         self.generation += 1
         if self.flows:
-            leaves_at = min(self.flows)[0]
+            leaves_at = self.flows[0][0]
             missing = max(0.0, leaves_at - self.served_bytes)
-            self.env.process(self._wake(missing * len(self.flows) / self.bandwidth_bytes_per_s, leaves_at))
+            wake = self.env.timeout(missing * len(self.flows) / self.bandwidth_bytes_per_s, value=self.generation)
+            wake.callbacks.append(self._wake)
 
-    def _wake(self, delay_s: float, leaves_at: float) -> Generator[simpy.Event, Any, None]:
-        generation = self.generation
-        yield self.env.timeout(delay_s)
-        if generation != self.generation:
+    def _wake(self, event: simpy.Event) -> None:
+        if event.value != self.generation:
             return
+        leaves_at = self.flows[0][0]
         self._serve()
         self.served_bytes = max(self.served_bytes, leaves_at)
-        for flow in [flow for flow in sorted(self.flows) if flow[0] <= self.served_bytes]:
-            self.flows.remove(flow)
-            flow[2].succeed()
+        while self.flows and self.flows[0][0] <= self.served_bytes:
+            heapq.heappop(self.flows)[2].succeed()
         self._plan()

@@ -14,7 +14,7 @@ import simpy
 
 from kvrsim.executors.bus import FairBus
 from kvrsim.hardware import Cluster
-from kvrsim.program import AllGather, Compute, Op, Program, Recv, Send
+from kvrsim.program import AllGather, Compute, Program, Recv, Send
 from kvrsim.timeline import Span, SpanKind, Timeline
 
 Process = Generator[simpy.Event, Any, Any]
@@ -61,7 +61,6 @@ class Replay:
         ranks = [_RankProcess(self, rank) for rank in range(program.num_ranks)]
         processes = [self.env.process(rank.run()) for rank in ranks]
         self.env.run(simpy.AllOf(self.env, processes))
-        self.layer_end_s = tuple(ranks[-1].layer_end_s)  # of the last rank
         self.finish_s = tuple(float(process.value or 0.0) for process in processes)
 
     @property
@@ -127,53 +126,55 @@ class Replay:
 
 
 class _RankProcess:
-    """One rank: its host clock is a number, its device clock is the simulation's."""
+    """One rank: its host clock and its device clock are numbers; it meets the simulation's where it communicates."""
 
     def __init__(self, replay: Replay, rank: int) -> None:
         self.replay, self.rank, self.env = replay, rank, replay.env
         self.host_s = 0.0
+        self.clock_s = 0.0
         self.num_gathered = 0
-        self.layer_end_s = [0.0] * len(replay.program.layer_kind_index)
 
     def run(self) -> Process:
         """All operations in order; returns when the device has finished."""
         for layer, op in self.replay.program.ops(self.rank):
-            yield from self._do(layer, op)
-            if layer is not None:
-                self.layer_end_s[layer] = self.env.now
-        return self.env.now
-
-    def _do(self, layer: int | None, op: Op) -> Process:
-        match op:
-            case Compute():
-                yield from self._compute(layer, op)
-            case Send():
-                yield from self._send(layer, op)
-            case Recv():
-                yield from self._recv(layer, op)
-            case AllGather():
-                yield from self._all_gather(layer, op)
+            match op:
+                case Compute():
+                    self._compute(layer, op)
+                case Send():
+                    yield from self._send(layer, op)
+                case Recv():
+                    yield from self._recv(layer, op)
+                case AllGather():
+                    yield from self._all_gather(layer, op)
+        yield from self._until(self.clock_s)
+        return self.clock_s
 
     def _until(self, time_s: float) -> Process:
         if time_s > self.env.now:
             yield self.env.timeout(time_s - self.env.now)
 
-    def _compute(self, layer: int | None, op: Compute) -> Process:
-        begin_s = self.env.now
+    def _compute(self, layer: int | None, op: Compute) -> None:
+        """Nobody else sees it: advance the clock alone."""
+        begin_s = self.clock_s
         start_s = max(begin_s, self.host_s)
         self.host_s += op.host_s
-        yield from self._until(max(start_s + op.device_s.item(), self.host_s))
+        self.clock_s = max(start_s + op.device_s.item(), self.host_s)
         self.replay.note(self.rank, "wait", "host", layer, begin_s, start_s)
-        self.replay.note(self.rank, "compute", op.name, layer, start_s, self.env.now)
+        self.replay.note(self.rank, "compute", op.name, layer, start_s, self.clock_s)
+
+    def _waited(self, name: str, layer: int | None) -> None:
+        """The stream was held until now."""
+        self.replay.note(self.rank, "wait", name, layer, self.clock_s, self.env.now)
+        self.clock_s = max(self.clock_s, self.env.now)
 
     def _send(self, layer: int | None, op: Send) -> Process:
+        yield from self._until(self.clock_s)
         self.host_s += op.host_s
-        begin_s = self.env.now
         left = self.env.event() if op.rendezvous else None
-        self.env.process(self._post(max(begin_s, self.host_s), layer, op, left))
+        self.env.process(self._post(max(self.clock_s, self.host_s), layer, op, left))
         if left is not None:
             yield left
-            self.replay.note(self.rank, "wait", f"send to rank {op.dst}", layer, begin_s, self.env.now)
+            self._waited(f"send to rank {op.dst}", layer)
 
     def _post(self, posted_s: float, layer: int | None, op: Send, left: simpy.Event | None) -> Process:
         yield from self._until(posted_s)
@@ -183,12 +184,12 @@ class _RankProcess:
         yield from self.replay.carry(self.rank, op.dst, op.nbytes.item(), layer, left, inbox)
 
     def _recv(self, layer: int | None, op: Recv) -> Process:
-        begin_s = self.env.now
+        yield from self._until(self.clock_s)
         self.host_s += op.host_s
         if op.rendezvous:
             self.env.process(self._tell_ready(op.src, self.host_s))
         yield self.replay.inbox(op.src, self.rank).get()
-        self.replay.note(self.rank, "wait", f"KV from rank {op.src}", layer, begin_s, self.env.now)
+        self._waited(f"KV from rank {op.src}", layer)
 
     def _tell_ready(self, src: int, time_s: float) -> Process:
         """Let a rendezvous begin, once the host has issued the receive."""
@@ -197,9 +198,8 @@ class _RankProcess:
 
     def _all_gather(self, layer: int | None, op: AllGather) -> Process:
         """Join, let a forwarder pass pieces on, and wait until all others have come."""
-        begin_s = self.env.now
         self.host_s += op.host_s
-        yield from self._until(self.host_s)
+        yield from self._until(max(self.clock_s, self.host_s))
         gathering = self.replay.gathering(self.num_gathered)
         self.num_gathered += 1
         gathering.sizes[self.rank] = op.nbytes.item()
@@ -208,7 +208,7 @@ class _RankProcess:
         done = self.env.event()
         self.env.process(self._forward(gathering, layer, others, done))
         yield done
-        self.replay.note(self.rank, "wait", "all-gather", layer, begin_s, self.env.now)
+        self._waited("all-gather", layer)
 
     def _forward(self, gathering: _Gathering, layer: int | None, steps: int, done: simpy.Event) -> Process:
         """Send the own piece, then every piece that comes but the last; tell when all have come."""
