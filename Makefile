@@ -34,7 +34,7 @@ format: $(VENV)/.dev ## put the code in shape: ruff format, ruff --fix
 	$(BIN)/ruff check --fix .
 
 bench: $(VENV)/.core ## run each benchmark in benchmarks/
-	@for script in benchmarks/*.py; do \
+	@for script in benchmarks/[a-z]*.py; do \
 	    [ -e "$$script" ] || { echo "make bench: there are no benchmarks yet"; exit 1; }; \
 	    echo "== $$script"; $(BIN)/python "$$script" || exit 1; \
 	done

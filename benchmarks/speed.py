@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-from report import spread, write
+from _report import spread, write
 
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import Replay

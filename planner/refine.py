@@ -30,7 +30,7 @@ def mended(boundaries: npt.NDArray[np.int64], num_tokens: int) -> npt.NDArray[np
     count = boundaries.shape[-1]
     ranks = np.arange(1, count + 1)
     least = np.maximum.accumulate(np.maximum(boundaries, ranks) - ranks, axis=-1) + ranks
-    return np.minimum(least, num_tokens - count - 1 + ranks)
+    return np.asarray(np.minimum(least, num_tokens - count - 1 + ranks))
 
 
 def groups(count: int) -> npt.NDArray[np.int64]:

@@ -134,7 +134,7 @@ class Make:
                 layer_s=self.log(rng, -6, -2) if host else 0.0,
                 gather_piece_s=self.log(rng, -6, -4) if host else 0.0,
             ),
-            links=LinkRates(link="random", bandwidth_bytes_per_s=1e9, latency_s=0.0, sends=style),
+            links=LinkRates(link="random", bandwidth_bytes_per_s=1e9, latency_s=0.0, sends=style, sends_over_bus=style),
             valid=ValidRange(
                 context_len=(1, 10**6), num_gpus=(1, 64), hidden_size=(1, 10**5), head_dim=(1, 10**4), dtypes=DTYPES
             ),

@@ -133,7 +133,7 @@ def test_no_value_may_be_of_another_type(fields: dict[str, Any]) -> None:
         ("links.link", ["", None]),
         ("links.bandwidth_bytes_per_s", [0, -1, None, "10GB/s"]),
         ("links.latency_s", [-1e-9, None, "5us"]),
-        ("links.sends", ["async", "", None, 1]),
+        *((f"links.{key}", ["async", "", None, 1]) for key in ("sends", "sends_over_bus")),
         *(
             (f"valid.{key}", [[], [1], [1, 2, 3], [2, 1], [0, 5], [-1, 5], [1.5, 2], ["1", "2"], None, [True, 2]])
             for key in ("context_len", "num_gpus", "hidden_size", "head_dim")

@@ -94,7 +94,7 @@ def profile_of(log_constants: Array, residual: Residual | None) -> CalibrationPr
             "source": "KV-Runahead, arXiv:2405.05329, tables 2 to 4: rows at 300 GB/s and on one GPU",
             "links": "microsoft/vidur data/profiling/network/a100_dgx (MIT): NCCL send/recv",
             "command": "python -m validate.fit_published",
-            "fitted": "gemm_flops_per_s, hbm_bytes_per_s, layer_s, gather_piece_s; others counted or measured elsewhere",
+            "fitted": "gemm_flops_per_s, hbm_bytes_per_s, layer_s, gather_piece_s; the rest is counted or measured",
         },
     )
 

@@ -72,7 +72,7 @@ def fluid(arriving: Flows, bandwidth: float) -> list[float]:
             now = coming
         for index in present:
             missing[index] -= spent
-            if index == first and now < coming or missing[index] <= 1e-12 * arriving[index][1]:
+            if (index == first and now < coming) or missing[index] <= 1e-12 * arriving[index][1]:
                 left[index] = now
                 del missing[index]
     return left
@@ -150,6 +150,15 @@ def test_own_links_do_not_share(make: Any) -> None:
     assert Replay(both, cluster).finish_s == pytest.approx((0, 10, 0, 10))
 
 
+def test_messages_of_a_pair_keep_their_order(make: Any) -> None:
+    """A pair is one flow: its second message waits for the first, however short it is."""
+    short_after_long = one_layer((send(1, 100.0), send(1, 10.0)), (Recv(src=0), compute(5.0), Recv(src=0)))
+    for topology in ("switch", "bus"):
+        replay = Replay(short_after_long, bus_cluster(make, 2).with_topology(topology))
+        assert [span.end_s for span in replay.timeline.of(0, "transfer")] == pytest.approx([10, 11])
+        assert replay.finish_s == pytest.approx((0, 15))
+
+
 def test_latency_does_not_hold_the_bus(make: Any) -> None:
     both = one_layer((send(1, 100.0),), (Recv(src=0),), (send(3, 100.0),), (Recv(src=2),))
     assert Replay(both, bus_cluster(make, 4, 3.0)).finish_s == pytest.approx((0, 23, 0, 23))
@@ -171,6 +180,11 @@ def test_no_faster_than_all_bytes_over_the_bandwidth(seed: int, make: Any) -> No
         program = scenario.program(STRATEGIES[name], [np.array([float(chunk)]) for chunk in cut])
         replay = Replay(program, scenario.cluster)
         moved = sum(span.nbytes or 0.0 for span in replay.timeline.spans)
+        if name == "tsp":  # every piece crosses p - 1 links
+            pieces = [
+                op.nbytes.item() for rank in range(len(cut)) for _, op in program.ops(rank) if isinstance(op, AllGather)
+            ]
+            assert moved == pytest.approx((len(cut) - 1) * sum(pieces))
         least_s = moved / scenario.cluster.link.bandwidth_bytes_per_s
         assert max(replay.finish_s) >= least_s * (1 - 1e-9)
         own = replace(scenario.cluster, topology="switch")
