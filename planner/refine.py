@@ -20,17 +20,19 @@ def valid(boundaries: npt.NDArray[np.int64], num_tokens: int) -> npt.NDArray[np.
 
 
 def rounded(chunks: Array, stride: int, num_tokens: int) -> npt.NDArray[np.int64]:
-    """Boundaries at multiples of the stride, nearest to those of real-valued chunks, a token a chunk at least."""
-    ends = np.cumsum(chunks)[:-1]
-    return mended((np.round(ends / stride) * stride).astype(np.int64), num_tokens)
+    """Boundaries at multiples of the stride, nearest to those of real-valued chunks."""
+    return mended((np.round(np.cumsum(chunks)[:-1] / stride) * stride).astype(np.int64), stride, num_tokens)
 
 
-def mended(boundaries: npt.NDArray[np.int64], num_tokens: int) -> npt.NDArray[np.int64]:
-    """The same boundaries, moved only as far as every chunk needs to have a token; shape (..., num_ranks - 1)."""
+def mended(boundaries: npt.NDArray[np.int64], stride: int, num_tokens: int) -> npt.NDArray[np.int64]:
+    """The same boundaries, multiples of the stride, moved only as far as needed to be distinct and inside.
+
+    Shape (..., num_ranks - 1).
+    """
     count = boundaries.shape[-1]
     ranks = np.arange(1, count + 1)
-    least = np.maximum.accumulate(np.maximum(boundaries, ranks) - ranks, axis=-1) + ranks
-    return np.asarray(np.minimum(least, num_tokens - count - 1 + ranks))
+    least = np.maximum.accumulate(np.maximum(boundaries // stride, ranks) - ranks, axis=-1) + ranks
+    return np.asarray(np.minimum(least, (num_tokens - 1) // stride - count + ranks) * stride)
 
 
 def groups(count: int) -> npt.NDArray[np.int64]:
@@ -76,7 +78,7 @@ def refine(
         at_random = (
             np.round(lengths * rng.standard_normal((_RANDOM_MOVES, len(seed))) / stride).astype(np.int64) * stride
         )
-        candidates = mended(best + at_random, num_tokens)
+        candidates = mended(best + at_random, stride, num_tokens)
         if idle == 0:
             grouped = best + moves
             candidates = np.concatenate([grouped[valid(grouped, num_tokens)], candidates])

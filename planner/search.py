@@ -60,8 +60,9 @@ def search(
     if num_ranks > tokens:
         raise InputError("--gpus", num_ranks, f"at most one GPU a token, here {tokens}")
     step = default_stride(tokens, num_ranks) if stride is None else stride
-    if not 1 <= step <= max(1, tokens // num_ranks):
-        raise InputError("--stride", step, f"a whole number from 1 to {max(1, tokens // num_ranks)}")
+    most = max(1, (tokens - 1) // max(1, num_ranks - 1))
+    if not 1 <= step <= most:
+        raise InputError("--stride", step, f"a whole number from 1 to {most}")
     begin_s = time.perf_counter()
     evaluator = Evaluator(scenario, strategy, on_progress)
     run = _Search(scenario, strategy, evaluator, step)

@@ -21,11 +21,12 @@ Process = Generator[simpy.Event, Any, Any]
 
 
 class Link:
-    """A path of its own between two ranks: one message at a time, first in, first out."""
+    """What a pair of ranks sends over: one message at a time, first in, first out, alone or on a bus."""
 
-    def __init__(self, env: simpy.Environment, bandwidth_bytes_per_s: float) -> None:
+    def __init__(self, env: simpy.Environment, bandwidth_bytes_per_s: float, bus: FairBus | None = None) -> None:
         self.env = env
         self.bandwidth_bytes_per_s = bandwidth_bytes_per_s
+        self.bus = bus
         self.queue = simpy.Resource(env, capacity=1)
 
     def transmit(self, nbytes: float) -> Process:
@@ -33,7 +34,10 @@ class Link:
         with self.queue.request() as turn:
             yield turn
             start_s = self.env.now
-            yield self.env.timeout(nbytes / self.bandwidth_bytes_per_s)
+            if self.bus is None:
+                yield self.env.timeout(nbytes / self.bandwidth_bytes_per_s)
+            else:
+                yield from self.bus.transmit(nbytes)
         return start_s
 
 
@@ -54,7 +58,7 @@ class Replay:
         self.program, self.cluster, self.record = program, cluster, record
         self.spans: list[Span] = []
         self.bus = FairBus(self.env)
-        self.links: dict[tuple[int, int], Link | FairBus] = {}
+        self.links: dict[tuple[int, int], Link] = {}
         self.inboxes: dict[tuple[int, int], simpy.Store] = {}
         self.readies: dict[tuple[int, int], simpy.Store] = {}
         self.gatherings: dict[int, _Gathering] = {}
@@ -69,13 +73,13 @@ class Replay:
         spans = tuple(sorted(self.spans, key=lambda span: (span.start_s, span.rank, span.end_s)))
         return Timeline(strategy=self.program.strategy, num_ranks=self.program.num_ranks, spans=spans)
 
-    def link(self, src: int, dst: int) -> Link | FairBus:
+    def link(self, src: int, dst: int) -> Link:
         """The link that carries messages from src to dst."""
         if (src, dst) not in self.links:
             path = self.cluster.path(src, dst)
-            if path.shared_bus:
-                self.bus.bandwidth_bytes_per_s = path.bandwidth_bytes_per_s
-            self.links[src, dst] = self.bus if path.shared_bus else Link(self.env, path.bandwidth_bytes_per_s)
+            bus = self.bus if path.shared_bus else None
+            self.bus.bandwidth_bytes_per_s = path.bandwidth_bytes_per_s
+            self.links[src, dst] = Link(self.env, path.bandwidth_bytes_per_s, bus)
         return self.links[src, dst]
 
     def inbox(self, src: int, dst: int) -> simpy.Store:

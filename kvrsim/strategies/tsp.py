@@ -13,7 +13,9 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
     yield step.qkv(rank)
     if step.num_ranks > 1:
         yield step.all_gather_kv(rank)
-    yield step.assemble_kv(rank)
+        yield step.assemble_kv(rank)
+    else:
+        yield step.append_kv(rank, prefix=step.starts[rank])
     yield step.attention(rank, prefix=step.dense_prefix(rank))
     yield step.output_mlp(rank)
 
