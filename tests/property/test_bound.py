@@ -49,12 +49,28 @@ def assert_nothing_beats_the_bound(scenario: Scenario, seed: int, count: int) ->
         assert 0 <= bound_s <= best_s * EXACT, f"{best.tolist()} takes {best_s:.6g} s, less than {bound_s:.6g} s"
 
 
-@pytest.mark.parametrize("sends", ["overlap", "rendezvous"])
+def anything(make: Any, seed: int) -> Scenario:
+    """Two to twelve GPUs, fast or slow links, now and then a bus."""
+    rng = random.Random(seed)
+    options: dict[str, Any] = {"num_gpus": (2, 12) if rng.random() < 0.6 else (2, 5)}
+    if rng.random() < 0.15:
+        options |= {"topologies": ("bus",), "num_gpus": (2, 4)}
+    if rng.random() < 0.5:
+        options["decades"] = (5, 9)
+    scenario: Scenario = make.scenario(rng, **options)
+    return scenario
+
+
 @given(seed=SEEDS)
-@settings(max_examples=12)
-def test_many_ranks_few_layers(sends: str, seed: int, make: Any) -> None:
-    scenario = make.scenario(random.Random(seed), num_gpus=(2, 12), roofline=False, sends=sends)
-    assert_nothing_beats_the_bound(scenario, seed, 300)
+@example(seed=18)  # an end pushed so far that the next rank has no room
+@example(seed=302619)  # the same, by less than a token
+@example(seed=149)  # a message counted as part of the fill and as received
+@example(seed=170)  # a later start saves less computing than it costs in receiving, with a cached prefix
+@example(seed=176)  # the same, where the first projection hides in the fill
+@settings(max_examples=25)
+def test_anything(seed: int, make: Any) -> None:
+    scenario = anything(make, seed)
+    assert_nothing_beats_the_bound(scenario, seed, 15 if scenario.cluster.topology == "bus" else 300)
 
 
 @pytest.mark.parametrize("sends", ["overlap", "rendezvous"])
