@@ -119,7 +119,7 @@ class Bounds:
 class SearchReport:
     """What the search for KVR-S's partition took."""
 
-    method: str  # "analytical", "grid" or "refine"
+    method: str  # "auto", "analytical" or "grid"
     evaluations: int  # partitions whose TTFT was simulated
     seconds: float
 

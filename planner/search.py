@@ -95,7 +95,7 @@ class _Search:
         if method == "analytical":
             seed = rounded(balanced_chunks(self.scenario, self.strategy), self.stride, self.tokens)
             return seed, float(self._evaluate(seed[None])[0]), "analytical"
-        return (*self._refined(), "refine")
+        return (*self._refined(), "auto")
 
     def _refined(self) -> tuple[npt.NDArray[np.int64], float]:
         seeds = self._seeds()

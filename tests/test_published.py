@@ -1,0 +1,57 @@
+"""The figures that the paper prints and the shipped profile must meet."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+import kvrsim
+
+
+@functools.cache
+def plan_of(gpus: int, ctx: str) -> kvrsim.Plan:
+    return kvrsim.plan(gpus=gpus, ctx=ctx)
+
+
+def ttft_s(plan: kvrsim.Plan, strategy: str) -> float:
+    return next(result.ttft_s for result in plan.strategies if result.strategy == strategy)
+
+
+def partition(plan: kvrsim.Plan) -> tuple[int, ...]:
+    return next(result.partition for result in plan.strategies if result.strategy == "kvr-s")
+
+
+def test_the_best_cut_for_two_gpus() -> None:
+    """16k: [0, 9728, 16384] (Fig. 6 a), within 1 % of the context."""
+    assert partition(plan_of(2, "16k"))[0] == pytest.approx(9728, abs=164)
+
+
+def test_the_best_cut_for_four_gpus() -> None:
+    """10k, interpolated from 8k and 12k in the paper."""
+    chunks = partition(plan_of(4, "10k"))
+    assert [chunk / 10240 for chunk in chunks] == pytest.approx([0.350, 0.255, 0.210, 0.185], abs=0.01)
+
+
+def test_eight_gpus() -> None:
+    """16k: 0.92 s for TSP and 0.65 s for KVR-S."""
+    plan = plan_of(8, "16k")
+    assert ttft_s(plan, "tsp") == pytest.approx(0.92, rel=0.1)
+    assert ttft_s(plan, "kvr-s") == pytest.approx(0.65, rel=0.1)
+
+
+@pytest.mark.parametrize(("gpus", "ctx"), [(8, "16k"), (4, "16k"), (4, "8k"), (2, "16k")])
+def test_the_order_of_the_strategies(gpus: int, ctx: str) -> None:
+    plan = plan_of(gpus, ctx)
+    times = [ttft_s(plan, strategy) for strategy in ("kvr-s", "kvr-e", "tsp", "single")]
+    assert times == sorted(times)
+    assert len(set(times)) == 4
+    speedup = next(result.speedup_over_tsp for result in plan.strategies if result.strategy == "kvr-s")
+    assert speedup == pytest.approx(times[2] / times[0])
+
+
+def test_the_bound_is_tight_enough_to_be_of_use() -> None:
+    for gpus, ctx in ((2, "16k"), (4, "10k"), (8, "16k")):
+        gap = plan_of(gpus, ctx).bounds.gap
+        assert gap is not None
+        assert 0 <= gap < 0.1
