@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from kvrsim.errors import InputError
 from kvrsim.files import write_atomically
+from kvrsim.request import DTYPES
 from kvrsim.units import JsonObject
 
 SCHEMA_VERSION = 1
@@ -121,10 +122,18 @@ def load_profile(name_or_path: str | Path, argument: str = "--profile") -> Calib
     name = str(name_or_path)
     if name in builtin_profiles():
         return read_profile(JsonObject.read(_BUILTIN_FOLDER / f"{name}.json", argument))
-    if not Path(name).exists():
+    if not _exists(name):
         known = ", ".join((*builtin_profiles(), "roofline"))
         raise InputError(argument, name, f"a built-in profile ({known}) or a file that exists")
     return read_profile(JsonObject.read(Path(name), argument))
+
+
+def _exists(name: str) -> bool:
+    """False too for what cannot be a path."""
+    try:
+        return Path(name).exists()
+    except (OSError, ValueError):
+        return False
 
 
 _KEYS = ("name", "gpu", "description", "not_covered", "kernels", "host", "links", "valid", "residual", "provenance")
@@ -202,13 +211,15 @@ def _read_style(data: JsonObject, key: str) -> SendStyle:
 def _read_valid(data: JsonObject) -> ValidRange:
     data.only(ValidRange.__slots__)
     ranges = {key: _read_range(data, key) for key in ("context_len", "num_gpus", "hidden_size", "head_dim")}
-    dtypes = tuple(str(dtype) for dtype in data.sequence("dtypes"))
+    dtypes = tuple(dtype for dtype in data.sequence("dtypes") if isinstance(dtype, str) and dtype in DTYPES)
+    if not dtypes or len(dtypes) != len(data.sequence("dtypes")):
+        raise data.error("dtypes", "some of " + ", ".join(DTYPES))
     return ValidRange(**ranges, dtypes=dtypes)
 
 
 def _read_range(data: JsonObject, key: str) -> tuple[int, int]:
     match data.sequence(key):
-        case [int(low), int(high)] if 0 < low <= high:
+        case [int(low), int(high)] if 0 < low <= high and not isinstance(low, bool):
             return low, high
     raise data.error(key, "[smallest, largest], whole numbers above 0")
 

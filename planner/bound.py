@@ -194,12 +194,18 @@ class _Bound:
         return np.maximum(own, link) + self.chain.drain_s(rank, end)
 
     def _computing_outweighs_receiving(self) -> bool:
-        """Whether one more token costs each rank more to compute (before its last message) than to receive."""
-        one, two, zero = np.ones(1), np.full(1, 2.0), np.zeros(1)
+        """Whether, at a fixed end, one more token costs each rank more to compute than it saves in receiving.
+
+        Judged where a token costs least: over the shortest prefix, without the first projection (which the
+        fill may hide) and the last layer's part after the append.
+        """
+        end, one, two = self.first_start + 3.0, np.ones(1), np.full(1, 2.0)
         for rank in range(1, self.chain.num_ranks):
-            less, more = self.chain.work(rank, one, zero), self.chain.work(rank, two, zero)
-            compute_s = (more.compute_s - more.last_post_s) - (less.compute_s - less.last_post_s)
-            if not (compute_s >= self.chain.work(rank, one, one).recv_held_s).all():
+            less, more = self.chain.work(rank, one, end - one), self.chain.work(rank, two, end - two)
+            less_s, more_s = (
+                work.compute_s - work.last_post_s - work.first_qkv_s + work.recv_held_s for work in (less, more)
+            )
+            if not (more_s >= less_s).all():
                 return False
         return True
 

@@ -71,7 +71,7 @@ MISTAKES = [
     ((*PLAN, "--strategies", "kvr-p"), "--strategies"),
     ((*PLAN, "--method", "magic"), "--method"),
     ((*PLAN, "--stride", "0"), "--stride"),
-    ((*PLAN, "--stride", "400"), "--stride"),
+    ((*PLAN, "--stride", "4000"), "--stride"),
     ((*PLAN, "--seed", "-1"), "--seed"),
     ((*PLAN, "--trace", "missing/trace.json"), "--trace"),
     ((*PLAN, "--trace", "empty"), "--trace"),

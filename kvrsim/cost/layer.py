@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvrsim.cost.kernels import AttentionArea, CostModel
 from kvrsim.cost.traffic import after_attention_bytes, before_attention_bytes
-from kvrsim.model import LayerSpec, ModelSpec
+from kvrsim.model import Gemm, LayerSpec, ModelSpec
 from kvrsim.profile import HostRates
 from kvrsim.program import Array
 
@@ -86,9 +87,14 @@ class LayerCosts:
         shared = sum(gemm.in_features * gemm.out_features for gemm in layer.shared_mlp)
         router = layer.router.in_features * layer.router.out_features if layer.router else 0
         weights = layer.output.in_features * layer.output.out_features + mlp + shared + router
-        width = experts * layer.mlp[-1].in_features + (layer.shared_mlp[-1].in_features if layer.shared_mlp else 0)
+        width = experts * self._mlp_width(layer.mlp) + self._mlp_width(layer.shared_mlp)
         nbytes = after_attention_bytes(self.model, fused=self.cost.fused, intermediate=width) * self._scale
         return self.cost.gemm_s(chunk, weights) + self.cost.traffic_s(chunk * nbytes)
+
+    def _mlp_width(self, mlp: Sequence[Gemm]) -> int:
+        """Features between the matrices of an MLP: the input of the one that leads back to the residual stream."""
+        back = (gemm.in_features for gemm in reversed(mlp) if gemm.out_features == self.model.hidden_size)
+        return next(back, 0)
 
     # -- messages
     def kv_bytes(self, tokens: Array) -> Array:
