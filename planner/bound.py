@@ -144,7 +144,7 @@ class _Bound:
         """
         least = np.full_like(start, self.first_start + rank + 1.0)
         return largest_within(
-            lambda end: self._needed_s(rank, end - 1.0, end, fill), least, np.maximum(start, least), limit, _PRECISION
+            lambda end: self._needed_s(rank, end - 1.0, end, fill), least, start + 1.0, limit, _PRECISION
         )
 
     def _bus_s(self, ends: list[Array]) -> Array:
