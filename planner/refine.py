@@ -97,11 +97,12 @@ def refine_frugally(
     evaluate: Evaluate,
     *,
     rounds: int,
+    first_step: int | None = None,
 ) -> tuple[npt.NDArray[np.int64], float]:
     """The same where an evaluation is dear: one step a round, which halves when it no longer helps."""
     best, best_s = seed, float(evaluate(seed[None])[0])
     directions = np.concatenate([groups(len(seed)), -groups(len(seed))])
-    step = _first_step(num_tokens, len(seed) + 1, stride)
+    step = first_step or _first_step(num_tokens, len(seed) + 1, stride)
     for _ in range(rounds):
         candidates = best + step * directions
         candidates = candidates[valid(candidates, num_tokens)]

@@ -27,7 +27,9 @@ METHODS: tuple[Method, ...] = ("auto", "analytical", "grid")
 _SCATTERED, _SCATTERED_TRIED, _NEAR = 200, 3, 1.2
 _MOST_SCATTERED_RANKS = 32
 _PROVEN = 1.015  # TTFT over its lower bound, within which no other seed is tried
-_BUS_SEEDS, _BUS_ROUNDS = 2, 16
+_POLISHING_ROUNDS = 60
+_COARSE = 64  # strides in the shortest chunk, below which the stride is coarse
+_BUS_SEEDS, _BUS_ROUNDS, _BUS_LAST_ROUNDS = 2, 16, 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,9 @@ def search(
     evaluator = Evaluator(scenario, strategy, on_progress)
     run = _Search(scenario, strategy, evaluator, step)
     boundaries, ttft_s, name = run.run(method)
+    if method == "auto" and stride is None and run.is_worth_polishing(boundaries, ttft_s):
+        run.stride = 1
+        boundaries, ttft_s = run.polished(boundaries)
     partition = Partition(chunk_lens=chunk_lens(tuple(boundaries), tokens))
     seconds = time.perf_counter() - begin_s
     report = SearchReport(method=name, evaluations=evaluator.evaluations, seconds=seconds)
@@ -74,7 +79,10 @@ def search(
 
 
 def default_stride(num_tokens: int, num_ranks: int) -> int:
-    """A 512th of the even share, as a power of two, at most 128 tokens: finer moves no TTFT by 0.1 %."""
+    """A 512th of the even share, as a power of two, at most 128 tokens.
+
+    On fast links, finer moves no TTFT by 0.1 %; elsewhere the search polishes by single tokens.
+    """
     return 1 << min(7, max(0, (num_tokens // num_ranks // 512).bit_length() - 1))
 
 
@@ -133,6 +141,36 @@ class _Search:
         shares = np.array([*plans, *rng.dirichlet(np.ones(self.num_ranks), size=_SCATTERED)])
         shares *= self.tokens / shares.sum(axis=1, keepdims=True)
         return np.unique([rounded(chunks, self.stride, self.tokens) for chunks in shares], axis=0)
+
+    def is_worth_polishing(self, boundaries: npt.NDArray[np.int64], ttft_s: float) -> bool:
+        """Whether steps of single tokens may matter: on slow links a rank does best to take just one."""
+        if self.stride == 1 or not 2 <= self.num_ranks <= _MOST_SCATTERED_RANKS:
+            return False
+        coarse = min(chunk_lens(tuple(boundaries), self.tokens)) < _COARSE * self.stride
+        proven = self.lower_bound_s is not None and ttft_s <= _PROVEN * self.lower_bound_s
+        return coarse or not proven
+
+    def polished(self, boundaries: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], float]:
+        """Refine by single tokens, from these boundaries or with some ranks' chunks left to a neighbour."""
+        seeds = self._with_idle_ranks(boundaries)
+        seed = seeds[int(self._evaluate(seeds).argmin())]
+        if self.scenario.cluster.shares_bandwidth:
+            return refine_frugally(seed, self.tokens, 1, self._evaluate, rounds=_BUS_LAST_ROUNDS, first_step=4)
+        return refine(seed, self.tokens, 1, self._evaluate, rounds=_POLISHING_ROUNDS)
+
+    def _with_idle_ranks(self, boundaries: npt.NDArray[np.int64]) -> Boundaries:
+        """These boundaries; with one rank at a single token; with the first few ranks at single tokens."""
+        chunks = np.array(chunk_lens(tuple(boundaries), self.tokens))
+        rows = [chunks]
+        for rank in range(self.num_ranks):
+            for neighbour in {max(0, rank - 1), min(self.num_ranks - 1, rank + 1)} - {rank}:
+                row = chunks.copy()
+                row[rank], row[neighbour] = 1, row[neighbour] + row[rank] - 1
+                rows.append(row)
+            row = chunks.copy()
+            row[:rank], row[rank] = 1, row[: rank + 1].sum() - rank
+            rows.append(row)
+        return np.unique([np.cumsum(row)[:-1] for row in rows], axis=0)
 
     def _seeds(self) -> Boundaries:
         """Blends of the balanced and the even plan; on a bus, plans for slower links and for fewer GPUs too."""
