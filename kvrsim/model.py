@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvrsim.errors import InputError
@@ -79,16 +79,14 @@ class ModelSpec:
     lm_head: Gemm  # hidden states to logits
     layers: tuple[LayerSpec, ...]  # one a layer, first layer first
 
-    @property
-    def layer_kinds(self) -> tuple[LayerSpec, ...]:
-        """Distinct kinds of layer, in order of first appearance."""
-        return tuple(dict.fromkeys(self.layers))
+    # Distinct kinds of layer, in order of first appearance; and for each layer the index of its kind.
+    layer_kinds: tuple[LayerSpec, ...] = field(init=False, repr=False, compare=False)
+    layer_kind_index: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
-    @property
-    def layer_kind_index(self) -> tuple[int, ...]:
-        """For each layer, the index of its kind in layer_kinds."""
-        index = {kind: number for number, kind in enumerate(self.layer_kinds)}
-        return tuple(index[layer] for layer in self.layers)
+    def __post_init__(self) -> None:
+        index = {kind: number for number, kind in enumerate(dict.fromkeys(self.layers))}
+        object.__setattr__(self, "layer_kinds", tuple(index))
+        object.__setattr__(self, "layer_kind_index", tuple(index[layer] for layer in self.layers))
 
     @property
     def num_parameters(self) -> int:

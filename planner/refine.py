@@ -9,7 +9,7 @@ from kvrsim.program import Array
 from planner.grid import Boundaries, Evaluate
 
 _MOST_GROUPS = 160  # groups of boundaries tried at a step, for up to that many boundaries
-_RANDOM_MOVES, _IDLE_ROUNDS = 120, 2
+_MOVES_TOGETHER, _IDLE_ROUNDS = 120, 2
 _BETTER = 1e-7  # a move must gain this share of TTFT
 
 
@@ -63,22 +63,20 @@ def refine(
     """Improve boundaries of shape (num_ranks - 1,) by steps that are multiples of the stride.
 
     Each round tries every group both ways by every step, the stride times 1, 2, 4, ... up to half the even
-    share, and the sum of the moves that helped; and moves of all boundaries at random, since TTFT is a maximum
+    share, and the sum of the moves that helped; and moves of all boundaries together, since TTFT is a maximum
     and has edges that no group follows. Ends where nothing has helped for a few rounds.
     """
     best, best_s = seed, float(evaluate(seed[None])[0])
-    rng = np.random.default_rng(0)
     directions = np.concatenate([groups(len(seed)), -groups(len(seed))])
     most = max(stride, num_tokens // (len(seed) + 1) // 2)
     steps = [stride << power for power in range(64) if stride << power <= most]
     moves = np.concatenate([step * directions for step in steps])
     idle = 0
-    for _ in range(rounds):
-        lengths = stride * 2.0 ** rng.uniform(0, len(steps), size=(_RANDOM_MOVES, 1))
-        at_random = (
-            np.round(lengths * rng.standard_normal((_RANDOM_MOVES, len(seed))) / stride).astype(np.int64) * stride
-        )
-        candidates = mended(best + at_random, stride, num_tokens)
+    for round_ in range(rounds):
+        spread = _spread(_MOVES_TOGETHER, len(seed) + 1, round_ * _MOVES_TOGETHER)
+        lengths = stride * 2.0 ** (len(steps) * spread[:, :1])
+        together = np.round(2.0 * lengths * (2.0 * spread[:, 1:] - 1.0) / stride).astype(np.int64) * stride
+        candidates = mended(best + together, stride, num_tokens)
         if idle == 0:
             grouped = best + moves
             candidates = np.concatenate([grouped[valid(grouped, num_tokens)], candidates])
@@ -114,6 +112,15 @@ def refine_frugally(
         else:
             step = max(stride, step // 2)
     return best, best_s
+
+
+def _spread(count: int, dimensions: int, first: int) -> Array:
+    """Points that fill the unit cube evenly: the R sequence (Roberts, 2018), from its `first` element on."""
+    root = 2.0
+    for _ in range(32):
+        root = (1.0 + root) ** (1.0 / (dimensions + 1))
+    steps = root ** -np.arange(1.0, dimensions + 1)
+    return np.asarray((0.5 + np.arange(first + 1, first + count + 1)[:, None] * steps) % 1.0)
 
 
 def _first_step(num_tokens: int, num_ranks: int, stride: int) -> int:

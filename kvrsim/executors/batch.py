@@ -213,14 +213,15 @@ class _Walk:
         latency = np.array([path.latency_s for path in paths])[:, None]
         seconds_per_byte = 1.0 / np.array([path.bandwidth_bytes_per_s for path in paths])[:, None]
         pieces = np.stack([np.broadcast_to(op.nbytes, start.shape[1:]) for op in ops])
-        both_there = np.maximum(start, np.roll(start, -1, axis=0))
+        before, after = np.arange(-1, num_ranks - 1), np.arange(1, num_ranks + 1) % num_ranks
+        both_there = np.maximum(start, start[after])
         edges = [(rank, (rank + 1) % num_ranks) for rank in range(num_ranks)]
         link = np.stack([np.broadcast_to(self.links.get(edge, 0.0), start.shape[1:]) for edge in edges])
         held, clock = start, start.copy()
         for _ in range(num_ranks - 1):
             link = np.maximum(np.maximum(held, both_there), link) + pieces * seconds_per_byte
-            held = np.roll(link + latency, 1, axis=0)
-            pieces = np.roll(pieces, 1, axis=0)
+            held = (link + latency)[before]
+            pieces = pieces[before]
             np.maximum(clock, held, out=clock)
         for index, rank in enumerate(self.ranks):
             self.links[edges[index]] = link[index]
