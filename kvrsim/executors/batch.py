@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import numpy as np
 
@@ -87,14 +88,34 @@ def _without_host(steps: list[_Step]) -> tuple[_Step, ...]:
     return tuple(_Segment(step.device_s, None, step.host_s) if isinstance(step, _Segment) else step for step in steps)
 
 
+def _joined(blocks: list[tuple[_Step, ...]]) -> list[_Step]:
+    """All steps in a row; segments that meet where one layer follows another are merged if the host is ahead."""
+    steps: list[_Step] = []
+    merged: dict[tuple[int, int], _Segment] = {}
+    for step in (step for block in blocks for step in block):
+        last = steps[-1] if steps else None
+        if _is_plain(last) and _is_plain(step):
+            both = id(last), id(step)
+            if both not in merged:
+                merged[both] = _Segment(last.device_s + step.device_s, None, last.host_s + step.host_s)
+            steps[-1] = merged[both]
+        else:
+            steps.append(step)
+    return steps
+
+
+def _is_plain(step: _Step | None) -> TypeGuard[_Segment]:
+    """Whether it is a segment that the host's clock does not touch."""
+    return isinstance(step, _Segment) and step.host_floor_s is None
+
+
 @dataclass(slots=True)
 class _Rank:
     """Where one rank stands in its program."""
 
     clock: Array  # device time, shape (B,); never before host_s once something was computed
-    blocks: list[tuple[_Step, ...]]  # prologue, layers, epilogue
+    steps: list[_Step]  # prologue, layers, epilogue
     host_s: float = 0.0  # host time issued so far
-    block: int = 0
     step: int = 0
 
 
@@ -108,9 +129,13 @@ class _Walk:
         self.ranks = [
             _Rank(
                 np.zeros(width),
-                [_compile(rank, program.prologue[rank], cluster)]
-                + [kinds[kind][rank] for kind in program.layer_kind_index]
-                + [_compile(rank, program.epilogue[rank], cluster)],
+                _joined(
+                    [
+                        _compile(rank, program.prologue[rank], cluster),
+                        *(kinds[kind][rank] for kind in program.layer_kind_index),
+                        _compile(rank, program.epilogue[rank], cluster),
+                    ]
+                ),
             )
             for rank in ranks
         ]
@@ -135,23 +160,20 @@ class _Walk:
     def _advance(self, index: int, rank: _Rank) -> str:
         """Run one rank until it ends ("done"), must gather ("gather") or lacks a message ("moved", "stuck")."""
         moved = "stuck"
-        while rank.block < len(rank.blocks):
-            steps = rank.blocks[rank.block]
-            while rank.step < len(steps):
-                step = steps[rank.step]
-                if isinstance(step, _Segment):
-                    self._compute(rank, step)
-                elif isinstance(step, _Message):
-                    if not self._send(index, rank, step):
-                        return moved
-                elif isinstance(step, Recv):
-                    if not self._recv(index, rank, step):
-                        return moved
-                else:
-                    return "gather"
-                rank.step += 1
-                moved = "moved"
-            rank.block, rank.step = rank.block + 1, 0
+        while rank.step < len(rank.steps):
+            step = rank.steps[rank.step]
+            if isinstance(step, _Segment):
+                self._compute(rank, step)
+            elif isinstance(step, _Message):
+                if not self._send(index, rank, step):
+                    return moved
+            elif isinstance(step, Recv):
+                if not self._recv(index, rank, step):
+                    return moved
+            else:
+                return "gather"
+            rank.step += 1
+            moved = "moved"
         return "done"
 
     def _compute(self, rank: _Rank, segment: _Segment) -> None:
@@ -230,7 +252,7 @@ class _Walk:
 
 
 def _gather_of(rank: _Rank) -> AllGather:
-    op = rank.blocks[rank.block][rank.step]
+    op = rank.steps[rank.step]
     assert isinstance(op, AllGather)
     return op
 
