@@ -116,7 +116,7 @@ class _Search:
 
     def _refined_from(self, seeds: Boundaries) -> tuple[npt.NDArray[np.int64], float]:
         """Refine the best seed, and scattered ones that come near it: with few layers, the best may lie far off."""
-        rounds = max(4, 2_400 // self.num_ranks)
+        rounds = max(4, 600 // self.num_ranks)
         seed = seeds[int(self._evaluate(seeds).argmin())]
         best, best_s = refine(seed, self.tokens, self.stride, self._evaluate, rounds=rounds)
         if self.num_ranks > _MOST_SCATTERED_RANKS:
