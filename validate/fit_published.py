@@ -13,6 +13,8 @@ A message over NVLink holds the compute streams of both ends: torch.distributed'
 reading puts the searched partitions where the paper prints them. Staged through the host it does not: that reading
 is nearest to the 10 GB/s rows, which are not fitted (validate/slow_links.py).
 
+These choices of form were made with the paper's figures in view, so the cross-validated error does not cover them.
+
 KVR-S rows need a partition: it is searched with the constants so far, the constants are fitted with it, and so on.
 """
 
