@@ -7,7 +7,11 @@ import pathlib
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar, get_args
 
+import numpy as np
+
 from kvrsim.errors import InputError
+from kvrsim.program import Array
+from kvrsim.rates.links import GatherRates
 from kvrsim.request import DTYPES
 from kvrsim.units import JsonObject, format_bandwidth, format_seconds
 
@@ -51,6 +55,8 @@ class LinkSpec:
     bandwidth_bytes_per_s: float  # payload in one direction
     latency_s: float  # from the first byte sent to the first received, software included
     source: str  # citation, or who said so
+    short_bytes_per_s: float | None = None  # at which messages short against the latency add time; None: as all
+    gather: GatherRates | None = None  # of all-gathers over such links; None: as single messages
 
     def __post_init__(self) -> None:
         if not 0 < self.bandwidth_bytes_per_s < math.inf:
@@ -66,6 +72,33 @@ class Path:
     bandwidth_bytes_per_s: float  # of the slowest link on the way
     latency_s: float  # of all links on the way together
     shared_bus: bool  # whether all paths of the cluster share this one bandwidth
+    short_bytes_per_s: float | None = None  # as of LinkSpec
+    gather: GatherRates | None = None  # as of LinkSpec
+
+    def busy_s(self, nbytes: Array) -> Array:
+        """How long a message of that size keeps the path busy; it arrives `latency_s` later.
+
+        Where a short message is faster than the bandwidth, the time from end to end is
+        max(latency + n / short, n / bandwidth).
+        """
+        long_s = nbytes / self.bandwidth_bytes_per_s
+        if self.short_bytes_per_s is None:
+            return long_s
+        return np.maximum(nbytes / self.short_bytes_per_s, long_s - self.latency_s)
+
+    def gather_step_s(self, nbytes: Array, num_ranks: int) -> Array:
+        """How long one step of a ring all-gather keeps the path busy."""
+        return self.busy_s(nbytes) if self.gather is None else self.gather.step_s(nbytes, num_ranks)
+
+    @property
+    def gather_latency_s(self) -> float:
+        """From a step's end on this path until the piece has come; measured steps hold it already."""
+        return self.latency_s if self.gather is None else 0.0
+
+    @property
+    def gather_launch_s(self) -> float:
+        """Before a rank's first step."""
+        return 0.0 if self.gather is None else self.gather.launch_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,18 +149,27 @@ class Cluster:
             bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
             latency_s=hops * link.latency_s,
             shared_bus=self.topology == "bus",
+            short_bytes_per_s=link.short_bytes_per_s if self.topology in ("switch", "nodes") else None,
+            gather=link.gather if self.topology in ("switch", "nodes") else None,
         )
 
     def with_link(
         self, bandwidth_bytes_per_s: float | None = None, latency_s: float | None = None, name: str = "user"
     ) -> Cluster:
-        """The same cluster with another link (under nodes, the one inside a node); None keeps what is."""
+        """The same cluster with another link (under nodes, the one inside a node); None keeps what is.
+
+        What was measured of short messages and all-gathers does not hold for it.
+        """
         if bandwidth_bytes_per_s is None and latency_s is None:
             return self
         bandwidth = self.link.bandwidth_bytes_per_s if bandwidth_bytes_per_s is None else bandwidth_bytes_per_s
         latency = self.link.latency_s if latency_s is None else latency_s
         source = f"{name}, in the place of {self.link.name}"
         link = LinkSpec(name=name, bandwidth_bytes_per_s=bandwidth, latency_s=latency, source=source)
+        return replace(self, link=link)
+
+    def with_measured(self, link: LinkSpec) -> Cluster:
+        """The same cluster with a link as it was measured (under nodes, the one inside a node)."""
         return replace(self, link=link)
 
     def with_num_gpus(self, num_gpus: int) -> Cluster:

@@ -10,12 +10,17 @@ from typing import Any, Literal
 
 from kvrsim.errors import InputError
 from kvrsim.files import write_atomically
+from kvrsim.rates.attention import ATTENTION_RATES, AttentionRates
+from kvrsim.rates.elementwise import ElementwiseRates
+from kvrsim.rates.gemm import GemmRates
+from kvrsim.rates.links import GatherRates
 from kvrsim.request import DTYPES
 from kvrsim.units import JsonObject
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _BUILTIN_FOLDER = Path(__file__).parent / "data" / "profiles"
 
+OPERATION_KINDS = ("gemm", "attention", "elementwise", "send_recv", "all_gather", "host")
 SendStyle = Literal["overlap", "rendezvous"]
 _SEND_STYLES: tuple[SendStyle, ...] = ("overlap", "rendezvous")
 
@@ -33,11 +38,9 @@ class CacheCopies:
 class KernelRates:
     """What the device reaches; every rate at or below the datasheet's."""
 
-    gemm_flops_per_s: float  # of projections, MLP and head
-    attention_flops_per_s: Mapping[str, float]  # by kernel: "eager" (QK^T and PV alone), "flash" (all of it)
-    hbm_bytes_per_s: float  # of score matrices, element-wise kernels and copies
-    score_bytes: float  # HBM bytes that eager attention moves per element of the score matrix
-    fused: bool  # whether norms, rotary and activations are fused kernels
+    gemm: GemmRates  # projections, MLP and head
+    attention: Mapping[str, AttentionRates]  # by kernel: "eager", "flash"
+    elementwise: ElementwiseRates
     copies: CacheCopies
     head_on_all_tokens: bool  # whether logits are computed for every token of the last chunk
 
@@ -48,6 +51,7 @@ class HostRates:
 
     layer_s: float  # seconds to issue one decoder layer
     gather_piece_s: float  # more, per rank that takes part, for the all-gathers of one layer
+    resume_s: float = 0.0  # that the device idles after communication that held it, until what follows has been issued
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +61,8 @@ class LinkRates:
     link: str  # name of the LinkSpec that was measured
     bandwidth_bytes_per_s: float  # one way
     latency_s: float
+    short_bytes_per_s: float | None  # at which short messages add time, see LinkSpec; None: as long ones
+    gather: GatherRates | None  # of ring all-gathers; None: each step as a message
     sends: SendStyle  # "rendezvous": send and receive hold both compute streams; "overlap": neither
     sends_over_bus: SendStyle  # the same where transfers are staged through the host
 
@@ -74,13 +80,34 @@ class ValidRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Residual:
-    """How far the profile's predictions are from its data, as fractions of TTFT."""
+    """How far the profile's TTFTs are from those it was fitted to, as fractions of TTFT.
+
+    Cross-validated: each model's rows predicted by a fit without that model.
+    """
 
     mape: float  # mean absolute error on the rows it was fitted to
     median_ape: float
-    cross_validated_mape: float  # leaving one model out at a time
-    p90_ape: float  # 90th percentile of the cross-validated absolute error: half-width of the interval
+    cross_validated_mape: float
+    cross_validated_median_ape: float
+    cross_validated_speedup_mape: float  # of KVR-S's speed-up over TSP
+    p80_ape: float  # 80th percentile of the cross-validated absolute error: half-width of the interval
+    coverage: float  # share of a model's rows inside an interval made of the other models' errors
+    longer_mape: float  # contexts above 4k predicted by a fit to those of at most 4k
+    more_gpus_mape: float  # 8 GPUs predicted by a fit to at most 4
     num_rows: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OperationFit:
+    """How well one kind of operation is known."""
+
+    source: str  # where its numbers come from, in a few words
+    num_rows: int  # measurements; 0: counted or set by hand
+    mape: float  # mean absolute error, as a fraction
+    cross_validated_mape: float  # the same on rows left out of the fit
+    log_sd: float  # standard deviation of log(predicted / measured) on rows left out: what intervals are made of
+    interpolated_log_sd: float | None = None  # the same for shapes that the profile has times of; None: it has none
+    seen: Mapping[str, tuple[float, float]]  # smallest and largest of each size that was measured, such as "chunk"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,13 +122,14 @@ class CalibrationProfile:
     host: HostRates
     links: LinkRates
     valid: ValidRange
-    residual: Residual | None  # None: nothing was measured
+    operations: Mapping[str, OperationFit]  # by kind: gemm, attention, elementwise, send_recv, all_gather, host
+    residual: Residual | None  # of whole TTFTs; None: none were compared
     provenance: Mapping[str, str]  # source, command, date, versions
 
     @property
     def attention_kernels(self) -> tuple[str, ...]:
         """Kernels that the profile has rates for; the first is the default."""
-        return tuple(self.kernels.attention_flops_per_s)
+        return tuple(self.kernels.attention)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -136,7 +164,10 @@ def _exists(name: str) -> bool:
         return False
 
 
-_KEYS = ("name", "gpu", "description", "not_covered", "kernels", "host", "links", "valid", "residual", "provenance")
+_KEYS = (
+    *("name", "gpu", "description", "not_covered", "kernels", "host", "links", "valid", "operations"),
+    *("residual", "provenance"),
+)
 
 
 def read_profile(data: JsonObject) -> CalibrationProfile:
@@ -154,6 +185,7 @@ def read_profile(data: JsonObject) -> CalibrationProfile:
         host=_read_host(data.child("host")),
         links=_read_links(data.child("links")),
         valid=_read_valid(data.child("valid")),
+        operations=_read_operations(data.child("operations")),
         residual=_read_residual(data.child("residual")) if data.has("residual") else None,
         provenance={key: provenance.text(key) for key in provenance.fields},
     )
@@ -161,17 +193,15 @@ def read_profile(data: JsonObject) -> CalibrationProfile:
 
 def _read_kernels(data: JsonObject) -> KernelRates:
     data.only(KernelRates.__slots__)
-    attention = data.child("attention_flops_per_s")
-    attention.only(("eager", "flash"))
-    rates = {kernel: attention.number(kernel) for kernel in attention.fields}
+    attention = data.child("attention")
+    attention.only(ATTENTION_RATES)
+    rates = {kernel: ATTENTION_RATES[kernel].read(attention.child(kernel)) for kernel in attention.fields}
     if not rates:
-        raise data.error("attention_flops_per_s", "a rate for eager, flash or both")
+        raise data.error("attention", "rates for eager, flash or both")
     return KernelRates(
-        gemm_flops_per_s=data.number("gemm_flops_per_s"),
-        attention_flops_per_s=rates,
-        hbm_bytes_per_s=data.number("hbm_bytes_per_s"),
-        score_bytes=data.number("score_bytes", allow_zero=True),
-        fused=data.flag("fused", False),
+        gemm=GemmRates.read(data.child("gemm")),
+        attention=rates,
+        elementwise=ElementwiseRates.read(data.child("elementwise")),
         copies=_read_copies(data.child("copies")),
         head_on_all_tokens=data.flag("head_on_all_tokens", False),
     )
@@ -187,6 +217,7 @@ def _read_host(data: JsonObject) -> HostRates:
     return HostRates(
         layer_s=data.number("layer_s", allow_zero=True),
         gather_piece_s=data.number("gather_piece_s", allow_zero=True),
+        resume_s=data.number("resume_s", allow_zero=True) if data.has("resume_s") else 0.0,
     )
 
 
@@ -196,6 +227,8 @@ def _read_links(data: JsonObject) -> LinkRates:
         link=data.text("link"),
         bandwidth_bytes_per_s=data.number("bandwidth_bytes_per_s"),
         latency_s=data.number("latency_s", allow_zero=True),
+        short_bytes_per_s=data.number("short_bytes_per_s") if data.has("short_bytes_per_s") else None,
+        gather=GatherRates.read(data.child("gather")) if data.has("gather") else None,
         sends=_read_style(data, "sends"),
         sends_over_bus=_read_style(data, "sends_over_bus"),
     )
@@ -224,9 +257,36 @@ def _read_range(data: JsonObject, key: str) -> tuple[int, int]:
     raise data.error(key, "[smallest, largest], whole numbers above 0")
 
 
+def _read_operations(data: JsonObject) -> dict[str, OperationFit]:
+    data.only(OPERATION_KINDS)
+    return {kind: _read_operation(data.child(kind)) for kind in OPERATION_KINDS if data.has(kind)}
+
+
+def _read_operation(data: JsonObject) -> OperationFit:
+    data.only(OperationFit.__slots__)
+    errors = ("mape", "cross_validated_mape", "log_sd")
+    seen = data.child("seen")
+    return OperationFit(
+        source=data.text("source"),
+        num_rows=data.integer("num_rows", minimum=0),
+        **{key: data.number(key, allow_zero=True, maximum=10) for key in errors},
+        interpolated_log_sd=(
+            data.number("interpolated_log_sd", allow_zero=True, maximum=10) if data.has("interpolated_log_sd") else None
+        ),
+        seen={key: _read_span(seen, key) for key in seen.fields},
+    )
+
+
+def _read_span(data: JsonObject, key: str) -> tuple[float, float]:
+    match data.numbers(key, allow_zero=True):
+        case [low, high] if low <= high:
+            return low, high
+    raise data.error(key, "[smallest, largest], numbers of at least 0")
+
+
 def _read_residual(data: JsonObject) -> Residual:
     data.only(Residual.__slots__)
-    shares = ("mape", "median_ape", "cross_validated_mape", "p90_ape")
+    shares = [key for key in Residual.__slots__ if key != "num_rows"]
     return Residual(
         **{key: data.number(key, allow_zero=True, maximum=10) for key in shares},
         num_rows=data.integer("num_rows"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvrsim.breakdown import Breakdown
 from kvrsim.memory import RankMemory
 from kvrsim.timeline import Timeline
 
@@ -41,9 +42,13 @@ class SimResult:
     fits: bool  # in the memory of every GPU
     warnings: tuple[str, ...]
     timeline: Timeline | None = field(default=None, repr=False, compare=False)  # event executor only
+    breakdown: Breakdown | None = field(default=None, repr=False)  # where it was asked for
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; the timeline is written apart."""
+        return self._summary() | ({} if self.breakdown is None else {"breakdown": self.breakdown.to_dict()})
+
+    def _summary(self) -> dict[str, Any]:
         return {
             "strategy": self.strategy,
             "model": self.model,

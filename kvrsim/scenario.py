@@ -14,11 +14,19 @@ from kvrsim.hardware import Cluster
 from kvrsim.model import ModelSpec
 from kvrsim.profile import CalibrationProfile, HostRates, SendStyle
 from kvrsim.program import Array, Compute, Op, Program
+from kvrsim.rates.elementwise import Traffic
+from kvrsim.rates.gemm import Product
 from kvrsim.request import Request
 from kvrsim.strategies import Step, Strategy
 
+NO_HOST = HostRates(layer_s=0.0, gather_piece_s=0.0, resume_s=0.0)
 ROOFLINE = "roofline"
 KERNELS = ("eager", "flash")
+
+
+def measured_by(profile: CalibrationProfile) -> str:
+    """The source of a link whose figures are the profile's."""
+    return f"profile {profile.name}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +88,11 @@ class Scenario:
         )
 
     @property
+    def links_are_measured(self) -> bool:
+        """Whether the links' figures are the profile's, not a datasheet's or the user's."""
+        return self.profile is not None and self.cluster.link.source == measured_by(self.profile)
+
+    @property
     def sends_overlap(self) -> bool:
         """Whether messages move beside computation."""
         if self.profile is None:
@@ -87,10 +100,17 @@ class Scenario:
         links = self.profile.links
         return (links.sends_over_bus if self.cluster.topology == "bus" else links.sends) == "overlap"
 
-    def layer_costs(self) -> tuple[LayerCosts, ...]:
-        """One for each kind of layer of the model."""
-        host = self.profile.host if self.profile else HostRates(layer_s=0.0, gather_piece_s=0.0)
+    @property
+    def least_cost(self) -> CostModel:
+        """The same, but for attention, which takes what no call of its kernel beats."""
         cost = self.cost
+        return replace(cost, least=True) if isinstance(cost, CalibratedCost) else cost
+
+    def layer_costs(self, cost: CostModel | None = None) -> tuple[LayerCosts, ...]:
+        """One for each kind of layer of the model; `cost` in the place of the scenario's own."""
+        host = self.profile.host if self.profile else NO_HOST
+        cost = cost or self.cost
+        communicates = self.cluster.num_gpus > 1
         return tuple(
             LayerCosts(
                 self.model,
@@ -101,40 +121,41 @@ class Scenario:
                 self.request.dtype_bytes,
                 self.request.cached_prefix,
                 self.sends_overlap,
+                host.resume_s if communicates else 0.0,
                 self.kernel,
             )
             for layer in self.model.layer_kinds
         )
 
-    def program(self, strategy: Strategy, chunks: Sequence[Array]) -> Program:
-        """The strategy's program for a batch of partitions.
+    def program(self, strategy: Strategy, chunks: Sequence[Array], cost: CostModel | None = None) -> Program:
+        """The strategy's program for a batch of partitions; `cost` in the place of the scenario's own.
 
         chunks: one float array of shape (B,) a rank, tokens of that rank's chunk.
         """
+        cost = cost or self.cost
         starts = [np.full_like(chunks[0], self.request.cached_prefix)]
         for chunk in chunks[:-1]:
             starts.append(starts[-1] + chunk)
         ranks = range(len(chunks))
-        steps = [Step(costs, tuple(chunks), tuple(starts)) for costs in self.layer_costs()]
+        steps = [Step(costs, tuple(chunks), tuple(starts)) for costs in self.layer_costs(cost)]
         return Program(
             strategy=strategy.name,
-            prologue=tuple((self._embedding(chunk),) for chunk in chunks),
+            prologue=tuple((self._embedding(chunk, cost),) for chunk in chunks),
             layers=tuple(tuple(tuple(strategy.layer(step, rank)) for rank in ranks) for step in steps),
             layer_kind_index=self.model.layer_kind_index,
-            epilogue=tuple(self._head(chunks[rank]) if rank == len(chunks) - 1 else () for rank in ranks),
+            epilogue=tuple(self._head(chunks[rank], cost) if rank == len(chunks) - 1 else () for rank in ranks),
         )
 
-    def _embedding(self, chunk: Array) -> Op:
+    def _embedding(self, chunk: Array, cost: CostModel) -> Op:
         """One row read and written a token."""
-        nbytes = 2.0 * self.model.hidden_size * self.request.dtype_bytes
-        return Compute(name="embedding", device_s=self.cost.traffic_s(chunk * nbytes))
+        nbytes = 4.0 * self.model.hidden_size  # of two-byte elements
+        return Compute(name="embedding", device_s=cost.traffic_s(chunk, (Traffic("embedding", nbytes, 1),)))
 
-    def _head(self, chunk: Array) -> tuple[Op, ...]:
+    def _head(self, chunk: Array, cost: CostModel) -> tuple[Op, ...]:
         """Final norm and logits, of the last token alone or, as the 2023 Hugging Face code did, of all."""
-        cost = self.cost
         head = self.model.lm_head
-        weights = head.in_features * head.out_features
         tokens = chunk if cost.head_on_all_tokens else np.ones_like(chunk)
-        read_s = cost.traffic_s(np.full_like(chunk, weights * self.request.dtype_bytes / self.request.batch))
-        device_s = np.maximum(cost.gemm_s(tokens, weights), read_s)
-        return (Compute(name="head", device_s=device_s),)
+        device_s = cost.row_cost((Product(head.in_features, head.out_features),), ())(tokens)
+        weights = 2.0 * head.in_features * head.out_features / self.request.batch  # read once, whatever the batch
+        read_s = cost.traffic_s(np.ones_like(chunk), (Traffic("copy", weights, 0),))
+        return (Compute(name="head", device_s=np.maximum(device_s, read_s)),)

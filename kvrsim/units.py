@@ -222,6 +222,26 @@ class JsonObject:
             raise self.error(key, "an array ([...])")
         return value
 
+    def numbers(self, key: str, *, allow_zero: bool = False) -> list[float]:
+        """An array of finite positive numbers; empty where the key is absent."""
+        values = self.sequence(key)
+        for value in values:
+            usable = isinstance(value, int | float) and not isinstance(value, bool)
+            if not usable or not (0 < value <= 1e30 or (allow_zero and value == 0)):  # type: ignore[operator]
+                raise self.error(key, f"an array of finite numbers {'of at least 0' if allow_zero else 'above 0'}")
+        return [float(value) for value in values]  # type: ignore[arg-type]
+
+    def children(self, key: str) -> list[JsonObject]:
+        """The objects of an array; empty where the key is absent."""
+        values = self.sequence(key)
+        for value in values:
+            if not isinstance(value, dict):
+                raise self.error(key, "an array of objects ([{...}])")
+        return [
+            JsonObject(fields=value, where=self.where, key_path=f"{self.key_path}{key}[{index}].")  # type: ignore[arg-type]
+            for index, value in enumerate(values)
+        ]
+
     def child(self, key: str) -> JsonObject:
         """The object under a key, required."""
         value = self.fields.get(key)

@@ -16,8 +16,10 @@ fewer queries over the same keys, so f_i does not fall with e_(i-1). Hence, from
 ends that still let the last rank begin at C - x bound every e_i from below: with them the fill is bounded.
 From the left, with that fill, pushing every end as far as it goes reaches furthest. If even that does not
 reach C - x, or 3 exceeds T, no partition with that x reaches T. x is cut into intervals; in each, every
-condition takes the end of the interval that weakens it. (Where messages hold the compute stream, those
-received grow with the start; they count only where a token costs more to compute than to receive.)
+condition takes the end of the interval that weakens it. Where messages hold the compute stream, those
+received grow with the start; they count as much as at the earliest start. Attention counts as much as a
+time that no call of its kernel beats and that, at a fixed end, does not grow with the start (tiles do not
+shrink as smoothly as the work in them: `AttentionRates.least_seconds`).
 Other waiting, queueing and contention are left out, which only lowers the bound.
 """
 
@@ -55,11 +57,10 @@ class _Tails:
 class _Bound:
     def __init__(self, scenario: Scenario, strategy: Strategy, ttft_s: float) -> None:
         self.scenario, self.strategy, self.ttft_s = scenario, strategy, ttft_s
-        self.chain = Chain(scenario, strategy)
+        self.chain = Chain(scenario, strategy, least=True)
         self.total = float(scenario.request.context_len)
         self.first_start = float(scenario.request.cached_prefix)
         self.holds = not scenario.sends_overlap
-        self.count_received = self.holds and self._computing_outweighs_receiving()
 
     def value_s(self) -> float:
         """The bound: the weakest interval of x, after refining the weak ones; never below the host's time."""
@@ -115,8 +116,10 @@ class _Bound:
         limit = targets - tails.after_append_s
         furthest = self.total - np.broadcast_to(tails.least_chunk, targets.shape)
         earliest = self.total - np.broadcast_to(tails.most_chunk, targets.shape)
-        ends = self._earliest_ends(earliest, limit)
-        fills = self._fills(ends)
+        ends = self._earliest_ends(earliest, limit, None)
+        if self.holds:
+            ends = self._earliest_ends(earliest, limit, self._received_s(ends))
+        received, fills = self._received_s(ends), self._fills(ends)
         possible = targets >= tails.whole_s + np.maximum(0.0, fills[-1] - tails.first_qkv_s)
         if self.scenario.cluster.shares_bandwidth:
             possible &= self._bus_s(ends) <= limit
@@ -125,41 +128,48 @@ class _Bound:
             start, fill = end, fills[rank]
             most = furthest - (self.chain.num_ranks - 2 - rank)  # a token at least for every rank between
             end = largest_within(
-                lambda e, r=rank, s=start, f=fill: self._needed_s(r, s, e, f),  # type: ignore[misc]
+                lambda e, r=rank, s=start, f=fill: self._needed_s(r, s, e, f, received[r]),  # type: ignore[misc]
                 np.minimum(start + 1.0, most),
                 most,
                 limit,
                 _PRECISION,
             )
             if (none := np.isnan(end)).any():
-                end = np.where(none, self._last_single_token(rank, start, fill, limit), end)
+                end = np.where(none, self._last_single_token(rank, start, fill, received[rank], limit), end)
                 possible &= ~np.isnan(end)
                 end = np.where(np.isnan(end), start, end)
         return possible & (end >= earliest)
 
-    def _last_single_token(self, rank: int, start: Array, fill: Array, limit: Array) -> Array:
+    def _last_single_token(self, rank: int, start: Array, fill: Array, received_s: Array, limit: Array) -> Array:
         """How far a rank's end may lie where not even one token from `start` on is within the limit.
 
         An earlier start, with an earlier end of the rank before, may allow it: at the furthest, one token.
         """
         least = np.full_like(start, self.first_start + rank + 1.0)
         return largest_within(
-            lambda end: self._needed_s(rank, end - 1.0, end, fill), least, start + 1.0, limit, _PRECISION
+            lambda end: self._needed_s(rank, end - 1.0, end, fill, received_s), least, start + 1.0, limit, _PRECISION
         )
+
+    def _received_s(self, ends: list[Array]) -> list[Array]:
+        """For each rank, the least that received messages hold its stream, if starts are no earlier than these."""
+        one = np.ones(1)
+        held = [self.chain.work(rank + 1, one, end).recv_held_s for rank, end in enumerate(ends)]
+        return [np.zeros(1), *held]
 
     def _bus_s(self, ends: list[Array]) -> Array:
         """All messages over the one bus, each at its least."""
         one = np.ones(1)
         return sum((self.chain.work(rank, one, end - 1.0).sends_s for rank, end in enumerate(ends)), np.zeros(1))
 
-    def _earliest_ends(self, earliest: Array, limit: Array) -> list[Array]:
+    def _earliest_ends(self, earliest: Array, limit: Array, received: list[Array] | None) -> list[Array]:
         """For each rank but the last, the earliest end from which the others can still reach the last chunk."""
         ends = [earliest]
         for rank in range(self.chain.num_ranks - 2, 0, -1):
             end = ends[-1]
             longest = np.maximum(end - (self.first_start + rank), 1.0)  # earlier ranks have a token each
+            held = np.zeros(1) if received is None else received[rank]
             chunk = largest_within(
-                lambda c, r=rank, e=end: self._needed_s(r, e - c, e, None),  # type: ignore[misc]
+                lambda c, r=rank, e=end, g=held: self._needed_s(r, e - c, e, None, g),  # type: ignore[misc]
                 np.ones_like(end),
                 longest,
                 limit,
@@ -175,39 +185,20 @@ class _Bound:
         for rank, end in enumerate(ends):
             transfer = self.chain.message_s(0, rank, end)
             # A received message that holds the stream is counted as the receiver's work already.
-            is_last = rank == len(ends) - 1
-            counted = self.count_received or (self.holds and is_last)
-            fills.append(fill if counted else fill + transfer)
+            fills.append(fill if self.holds else fill + transfer)
             fill = fill + transfer + self.chain.append_s(0, end)
         return fills
 
-    def _needed_s(self, rank: int, start: Array, end: Array, fill: Array | None) -> Array:
+    def _needed_s(self, rank: int, start: Array, end: Array, fill: Array | None, received_s: Array) -> Array:
         """Conditions 1 and 2 of a rank that ends there, up to the last rank's append."""
         work = self.chain.work(rank, end - start, start)
         own = work.compute_s - work.last_post_s + work.send_held_s - (work.last_send_s if self.holds else 0.0)
-        if self.count_received:
-            own = own + work.recv_held_s
+        own = own + received_s
         link = work.sends_s - work.last_send_s
         if fill is not None:
             own = own + np.maximum(0.0, fill - work.first_qkv_s)
             link = link + fill
         return np.maximum(own, link) + self.chain.drain_s(rank, end)
-
-    def _computing_outweighs_receiving(self) -> bool:
-        """Whether, at a fixed end, one more token costs each rank more to compute than it saves in receiving.
-
-        Judged where a token costs least: over the shortest prefix, without the first projection (which the
-        fill may hide) and the last layer's part after the append.
-        """
-        end, one, two = self.first_start + 3.0, np.ones(1), np.full(1, 2.0)
-        for rank in range(1, self.chain.num_ranks):
-            less, more = self.chain.work(rank, one, end - one), self.chain.work(rank, two, end - two)
-            less_s, more_s = (
-                work.compute_s - work.last_post_s - work.first_qkv_s + work.recv_held_s for work in (less, more)
-            )
-            if not (more_s >= less_s).all():
-                return False
-        return True
 
     def _host_s(self) -> float:
         """Launches of the last rank, all layers."""

@@ -14,8 +14,9 @@ from kvrsim.strategies import STRATEGIES, Strategy, get_strategy
 from kvrsim.timeline import Timeline
 from planner.bound import lower_bound_s
 from planner.evaluate import Progress
+from planner.interval import interval
 from planner.search import Found, search
-from planner.simulate import compute_s, execute, interval_s, partition_of, waited_s
+from planner.simulate import compute_s, execute, partition_of, waited_s
 
 DEFAULT_STRATEGIES = ("single", "tsp", "kvr-e", "kvr-s")
 _AGREE = 1e-9  # relative; the executors agree to rounding
@@ -69,15 +70,15 @@ def _result(scenario: Scenario, strategy: Strategy, found: Found) -> StrategyRes
     executor = "event" if placed.cluster.shares_bandwidth else "batch"
     program, finish_s, _ = execute(placed, strategy, cut, executor=executor)
     _, free_s, _ = execute(placed.without_communication(), strategy, cut, executor="batch")
-    low_s, high_s = interval_s(placed, finish_s[-1])
+    sure = interval(placed, strategy, cut, finish_s[-1])
     memory = memory_of(placed, strategy, cut)
     return StrategyResult(
         strategy=strategy.name,
         title=strategy.title,
         partition=cut.chunk_lens,
         ttft_s=finish_s[-1],
-        ttft_low_s=low_s,
-        ttft_high_s=high_s,
+        ttft_low_s=sure.low_s,
+        ttft_high_s=sure.high_s,
         speedup_over_tsp=None,
         exposed_comm_s=max(0.0, finish_s[-1] - free_s[-1]),
         wait_s=tuple(waited_s(program, rank, finish) for rank, finish in enumerate(finish_s)),
@@ -176,6 +177,6 @@ def rests_on(scenario: Scenario) -> str:
     if profile.residual is not None:
         text += (
             f" Off by {profile.residual.cross_validated_mape:.1%} on average on models left out of the fit,"
-            f" nine in ten rows by less than {profile.residual.p90_ape:.0%}."
+            f" four in five rows by less than {profile.residual.p80_ape:.0%}."
         )
     return f"{text} {profile.not_covered}"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvrsim.hardware import DEFAULT_CLUSTER, Cluster, Topology, load_cluster
+from kvrsim.hardware import DEFAULT_CLUSTER, Cluster, LinkSpec, Topology, load_cluster
 from kvrsim.model import ModelSpec, load_model
 from kvrsim.profile import CalibrationProfile, load_profile
 from kvrsim.request import Request
-from kvrsim.scenario import ROOFLINE, Scenario
+from kvrsim.scenario import ROOFLINE, Scenario, measured_by
 
 DEFAULT_MODEL = "llama-7b"
 DEFAULT_PROFILE = "a100-eager"
@@ -65,11 +65,16 @@ def _linked(
     """The cluster with the profile's measured links, unless the user gave others; and what to say of them."""
     datasheet = machine.link.name
     measured = profile.links if profile is not None and profile.links.link == datasheet else None
-    if measured is not None:
-        machine = machine.with_link(
-            bandwidth_bytes_per_s=measured.bandwidth_bytes_per_s,
-            latency_s=measured.latency_s,
-            name=f"{datasheet}, measured",
+    if profile is not None and measured is not None:
+        machine = machine.with_measured(
+            LinkSpec(
+                name=f"{datasheet}, measured",
+                bandwidth_bytes_per_s=measured.bandwidth_bytes_per_s,
+                latency_s=measured.latency_s,
+                source=measured_by(profile),
+                short_bytes_per_s=measured.short_bytes_per_s,
+                gather=measured.gather,
+            )
         )
     if bandwidth_bytes_per_s is not None or latency_s is not None:
         machine = machine.with_link(bandwidth_bytes_per_s=bandwidth_bytes_per_s, latency_s=latency_s)

@@ -15,6 +15,8 @@ from kvrsim.results import RankReport, SimResult
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from kvrsim.timeline import Timeline
+from planner.breakdown import breakdown
+from planner.interval import interval
 from planner.search import search
 
 EXECUTORS = ("batch", "event")
@@ -27,19 +29,21 @@ def run_simulation(
     partition: Sequence[int] | None = None,
     executor: str | None = None,
     timeline: bool = False,
+    with_breakdown: bool = False,
     warnings: Sequence[str] = (),
 ) -> SimResult:
     """Simulate; without a partition, take the strategy's own (kvr-s searches first).
 
-    executor: "batch" or "event"; None takes the event executor where flows share a bus or a timeline is
-    wanted. Raises InputError for an unknown strategy or executor, or a partition that does not fit.
+    executor: "batch" or "event"; None takes the event executor where flows share a bus, or a timeline or
+    breakdown is wanted. Raises InputError for an unknown strategy or executor, or a partition that does not fit.
     """
     chosen = get_strategy(strategy)
     placed = scenario.on_gpus(1) if chosen.partition_rule == "whole" else scenario
-    kind = _executor_of(placed, executor, timeline=timeline)
+    records = timeline or with_breakdown
+    kind = _executor_of(placed, executor, timeline=records)
     cut = partition_of(placed, chosen, partition)
-    program, finish_s, spans = execute(placed, chosen, cut, executor=kind, timeline=timeline)
-    low_s, high_s = interval_s(placed, finish_s[-1])
+    program, finish_s, spans = execute(placed, chosen, cut, executor=kind, timeline=records)
+    sure = interval(placed, chosen, cut, finish_s[-1])
     memory = memory_of(placed, chosen, cut)
     return SimResult(
         strategy=chosen.name,
@@ -49,8 +53,8 @@ def run_simulation(
         partition=cut.chunk_lens,
         executor=kind,
         ttft_s=finish_s[-1],
-        ttft_low_s=low_s,
-        ttft_high_s=high_s,
+        ttft_low_s=sure.low_s,
+        ttft_high_s=sure.high_s,
         per_rank=tuple(
             RankReport(
                 rank=rank,
@@ -64,7 +68,8 @@ def run_simulation(
         ),
         fits=fits(placed, memory),
         warnings=tuple(warnings),
-        timeline=spans,
+        timeline=spans if timeline else None,
+        breakdown=breakdown(placed, chosen, cut, spans) if with_breakdown and spans else None,
     )
 
 
@@ -103,14 +108,6 @@ def _executor_of(scenario: Scenario, executor: str | None, *, timeline: bool) ->
     if executor == "batch" and timeline:
         raise InputError("--executor", executor, "event, because a timeline is asked for")
     return executor
-
-
-def interval_s(scenario: Scenario, ttft_s: float) -> tuple[float, float]:
-    """TTFT's low and high: nine in ten cross-validated rows of the profile lie within such a share."""
-    residual = scenario.profile.residual if scenario.profile else None
-    if residual is None:
-        return ttft_s, ttft_s * 3.0 if scenario.profile is None else ttft_s
-    return ttft_s / (1.0 + residual.p90_ape), ttft_s * (1.0 + residual.p90_ape)
 
 
 def compute_s(program: Program, rank: int) -> float:

@@ -8,9 +8,12 @@ from typing import overload
 
 import numpy as np
 
+from kvrsim.hardware import Path
 from kvrsim.program import Array, Compute, Op, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Step, Strategy
+
+_SECTIONS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,49 +53,48 @@ class RankWork:
 
 
 class Chain:
-    """A KVR chain of a scenario, rank by rank."""
+    """A KVR chain of a scenario, rank by rank; `least`: with attention at the least that proofs may count on."""
 
-    def __init__(self, scenario: Scenario, strategy: Strategy) -> None:
+    def __init__(self, scenario: Scenario, strategy: Strategy, *, least: bool = False) -> None:
         self.scenario, self.strategy = scenario, strategy
         self.num_ranks = scenario.cluster.num_gpus
-        self.costs = scenario.layer_costs()
+        self.costs = scenario.layer_costs(scenario.least_cost if least else None)
         self.kinds = scenario.model.layer_kind_index
         self.counts = np.bincount(self.kinds)
         self.paths = [scenario.cluster.path(rank, rank + 1) for rank in range(self.num_ranks - 1)]
-        # From each rank to the last.
-        self._seconds_per_byte = np.cumsum([1.0 / path.bandwidth_bytes_per_s for path in self.paths[::-1]])[::-1]
-        self._latency_s = np.cumsum([path.latency_s for path in self.paths[::-1]])[::-1]
+        self._downstream = _counts_from_each(self.paths)
+        self._latency_s = np.cumsum([path.latency_s for path in self.paths[::-1]])[::-1]  # from each rank to the last
 
     def work(self, rank: int, chunk: Array, start: Array) -> RankWork:
         """The work of `rank`, if its chunk and start were these (tokens, any one shape)."""
-        compute = qkv = post = bytes_in = bytes_out = last_out = np.zeros(1)
+        compute = qkv = post = sent = received = last_sent = np.zeros(1)
         for kind, costs in enumerate(self.costs):
             step = Step(costs, _Same(chunk, self.num_ranks), _Same(start, self.num_ranks))
             total, before, after, nbytes = _split(list(self.strategy.layer(step, rank)))
             compute = compute + self.counts[kind] * total
-            bytes_out = bytes_out + self.counts[kind] * nbytes
-            bytes_in = bytes_in + self.counts[kind] * costs.handed_kv_bytes(start)
+            sent_s = self.paths[rank].busy_s(nbytes) if rank < self.num_ranks - 1 else np.zeros(1)
+            sent = sent + self.counts[kind] * sent_s
+            if rank:
+                received = received + self.counts[kind] * self.paths[rank - 1].busy_s(costs.handed_kv_bytes(start))
             if kind == self.kinds[0]:
                 qkv = before
             if kind == self.kinds[-1]:
-                post, last_out = after, nbytes
-        to_next = self.paths[rank].bandwidth_bytes_per_s if rank < self.num_ranks - 1 else np.inf
-        from_previous = self.paths[rank - 1].bandwidth_bytes_per_s if rank else np.inf
+                post, last_sent = after, sent_s
         hold = 0.0 if self.scenario.sends_overlap else 1.0
         return RankWork(
             compute_s=compute,
             first_qkv_s=qkv,
             last_post_s=post,
-            sends_s=bytes_out / to_next,
-            last_send_s=last_out / to_next,
-            recv_held_s=hold * bytes_in / from_previous,
-            send_held_s=hold * bytes_out / to_next,
+            sends_s=sent,
+            last_send_s=last_sent,
+            recv_held_s=hold * received,
+            send_held_s=hold * sent,
         )
 
     def message_s(self, layer: int, rank: int, end: Array) -> Array:
         """One message of a layer (0 the first, -1 the last) of `end` tokens from `rank` to the next."""
         path = self.paths[rank]
-        return self.costs[self.kinds[layer]].handed_kv_bytes(end) / path.bandwidth_bytes_per_s + path.latency_s
+        return path.busy_s(self.costs[self.kinds[layer]].handed_kv_bytes(end)) + path.latency_s
 
     def append_s(self, layer: int, end: Array) -> Array:
         """The least that a rank takes to append to a prefix of `end` tokens."""
@@ -107,8 +109,17 @@ class Chain:
         """The least from the append of `rank`, which ends there, to that of the last rank, in the last layer."""
         costs = self.costs[self.kinds[-1]]
         hops = self.num_ranks - 1 - rank
-        transfer_s = costs.handed_kv_bytes(end) * self._seconds_per_byte[rank] + self._latency_s[rank]
-        return np.asarray(transfer_s + hops * self.append_s(-1, end))
+        nbytes = costs.handed_kv_bytes(end)
+        transfer_s = sum((count * path.busy_s(nbytes) for path, count in self._downstream[rank].items()), np.zeros(1))
+        return np.asarray(transfer_s + self._latency_s[rank] + hops * self.append_s(-1, end))
+
+
+def _counts_from_each(paths: Sequence[Path]) -> list[dict[Path, int]]:
+    """For each rank, how many paths of each kind lead from it to the last rank."""
+    counts: list[dict[Path, int]] = [{}]
+    for path in reversed(paths):
+        counts.append(counts[-1] | {path: counts[-1].get(path, 0) + 1})
+    return counts[::-1]
 
 
 def _split(ops: Sequence[Op]) -> tuple[Array, Array, Array, Array]:
@@ -135,7 +146,8 @@ def largest_within(
     """The largest x in [least, most] whose `needed_s`, which does not fall with it, is within the limit.
 
     Never below it, and above by at most that share of (most - least); nan where not even `least` is within.
-    Costs are quadratic in x but for kinks, so the root of a parabola is tried first and bisection mends it.
+    Costs are quadratic in x but for kinks and steps, so the root of a parabola is tried first; then what is
+    left is cut into sections, several at once since a call costs little more for more numbers.
     """
     width = most - least
     at_least, middle, at_most = (needed_s(least + share * width) - limit_s for share in (0.0, 0.5, 1.0))
@@ -144,10 +156,11 @@ def largest_within(
     low = np.where(needed_s(least + below * width) <= limit_s, below, 0.0)
     high = np.where(needed_s(least + above * width) > limit_s, above, 1.0)
     low, high = np.where(at_most <= 0, 1.0, low), np.where(at_least > 0, 0.0, high)
+    sections = np.arange(1, _SECTIONS).reshape(-1, *[1] * low.ndim) / _SECTIONS
     while (high - low > 1.01 * precision).any():
-        middle = 0.5 * (low + high)
-        within = needed_s(least + middle * width) <= limit_s
-        low, high = np.where(within, middle, low), np.where(within, high, middle)
+        tried = low + sections * (high - low)
+        within = (needed_s(least + tried * width) <= limit_s).sum(axis=0)
+        low, high = low + within * (high - low) / _SECTIONS, low + (within + 1) * (high - low) / _SECTIONS
     return np.where(at_least <= 0, least + high * width, np.nan)
 
 

@@ -6,10 +6,11 @@ Each maker takes a random.Random; tests let Hypothesis draw its seed, which a fa
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import settings
 
@@ -17,14 +18,20 @@ from kvrsim.architectures import read_config
 from kvrsim.hardware import Cluster, GpuSpec, LinkSpec
 from kvrsim.model import ModelSpec
 from kvrsim.profile import (
+    OPERATION_KINDS,
     CacheCopies,
     CalibrationProfile,
     HostRates,
     KernelRates,
     LinkRates,
+    OperationFit,
     SendStyle,
     ValidRange,
 )
+from kvrsim.rates.attention import EagerRates, FlashRates
+from kvrsim.rates.elementwise import ELEMENTWISE_OPS, ElementwiseRates
+from kvrsim.rates.gemm import GemmRates, MeasuredShape, Product, Tile, merged
+from kvrsim.rates.links import GatherRates
 from kvrsim.request import DTYPES, Request
 from kvrsim.scenario import Scenario
 from kvrsim.units import JsonObject
@@ -84,9 +91,27 @@ class Make:
         )
 
     def link(self, rng: random.Random, *, decades: tuple[float, float] = (7, 12)) -> LinkSpec:
-        """From a slow network to better than NVLink."""
+        """From a slow network to better than NVLink; short messages and all-gathers as others, or as measured."""
         bandwidth, latency = self.log(rng, *decades), rng.choice([0.0, self.log(rng, -7, -3)])
-        return LinkSpec(name="random", bandwidth_bytes_per_s=bandwidth, latency_s=latency, source="drawn at random")
+        return LinkSpec(
+            name="random",
+            bandwidth_bytes_per_s=bandwidth,
+            latency_s=latency,
+            source="drawn at random",
+            short_bytes_per_s=rng.choice([None, bandwidth * self.log(rng, 0, 2)]),
+            gather=rng.choice([None, self.gather(rng, bandwidth)]),
+        )
+
+    def gather(self, rng: random.Random, bandwidth: float) -> GatherRates:
+        """Either protocol the faster, or the first for short messages alone."""
+        return GatherRates(
+            launch_s=rng.choice([0.0, self.log(rng, -6, -4)]),
+            hop_s=rng.choice([0.0, self.log(rng, -7, -5)]),
+            small_bytes_per_s=bandwidth * self.log(rng, -1, 0.5),
+            large_bytes_per_s=bandwidth * self.log(rng, -0.5, 0.5),
+            setup_s=rng.choice([0.0, self.log(rng, -6, -3)]),
+            own_share=rng.choice([0.0, rng.random()]),
+        )
 
     def cluster(
         self,
@@ -109,38 +134,160 @@ class Make:
             network=self.link(rng, decades=decades) if nodes else None,
         )
 
-    def profile(
-        self, rng: random.Random, gpu: GpuSpec, *, sends: SendStyle | None = None, host: bool | None = None
-    ) -> CalibrationProfile:
+    def gemm(self, rng: random.Random, gpu: GpuSpec, *, shapes: Sequence[Product] = ()) -> GemmRates:
+        """No tiles or up to four; then some of the shapes as measured. None beats the datasheet."""
+        peak = gpu.peak_flops[0][1]
+        share = self.log(rng, -3, 0)
+        tiles = [
+            Tile(
+                rows=rng.choice([16, 64, 128, 256, rng.randint(1, 300)]),
+                cols=rng.choice([32, 64, 128, 256]),
+                flops_share=rng.choice([1.0, rng.uniform(0.05, 1.0)]),
+                start_s=rng.choice([0.0, self.log(rng, -8, -5)]),
+            )
+            for _ in range(rng.choice([0, 0, 0, 0, 1, 2, 3, 4]))
+        ]
+        rates = GemmRates(
+            flops_per_s=peak * share,
+            bytes_per_s=gpu.hbm_bytes_per_s * self.log(rng, -2, 0),
+            launch_s=rng.choice([0.0, self.log(rng, -7, -5)]),
+            concurrent_tiles=rng.choice([1, 108, rng.randint(2, 300)]),
+            tiles=tuple(tiles),
+        )
+        chosen = [product for product in shapes if tiles and rng.random() < 0.25]
+        return replace(rates, measured=tuple(self._measured(rng, rates, product, share) for product in chosen))
+
+    def _measured(self, rng: random.Random, rates: GemmRates, product: Product, share: float) -> MeasuredShape:
+        """Up to four times slower than the form or faster, as far as the datasheet allows."""
+        rows = sorted(rng.sample(range(1, 9000), rng.randint(1, 6)))
+        form_s = rates.form_s(np.array(rows, dtype=float), product, 2)
+        seconds = [float(one) * max(share, self.log(rng, -0.6, 0.6)) for one in form_s]
+        return MeasuredShape(
+            in_features=product.in_features,
+            out_features=product.out_features,
+            rows=tuple(rows),
+            seconds=tuple(seconds),
+        )
+
+    def eager(self, rng: random.Random, gpu: GpuSpec) -> EagerRates:
         """Rates between a thousandth and all of the datasheet's."""
-        flops = gpu.peak_flops[0][1]
+        return EagerRates(
+            flops_per_s=gpu.peak_flops[0][1] * self.log(rng, -3, 0),
+            bytes_per_s=gpu.hbm_bytes_per_s * self.log(rng, -3, 0),
+            start_s=rng.choice([0.0, self.log(rng, -7, -4)]),
+        )
+
+    def flash(self, rng: random.Random, gpu: GpuSpec) -> FlashRates:
+        """Any way to write the kernel; steps as fast as the datasheet allows, or up to a thousand times slower."""
+        peak = gpu.peak_flops[0][1]
+        tile_rows, key_block = rng.choice([1, 16, 64, 128, 192]), rng.choice([1, 16, 64, 128, 256])
+        num_sms = rng.choice([1, 108, 132, rng.randint(2, 300)])
+        concurrent_tiles = num_sms * rng.choice([1, 2, 3])
+        block_s = 4 * 128 * tile_rows * key_block * concurrent_tiles / (peak * self.log(rng, -3, 0))
+        return FlashRates(
+            tile_rows=tile_rows,
+            key_block=key_block,
+            concurrent_tiles=concurrent_tiles,
+            num_sms=num_sms,
+            causal=rng.random() < 0.5,
+            packs_heads=rng.random() < 0.5,
+            splits_keys=rng.random() < 0.5,
+            flops_per_s=peak,
+            launch_s=rng.choice([0.0, self.log(rng, -7, -4)]),
+            tile_s=rng.choice([0.0, block_s * self.log(rng, -1, 2)]),
+            block_s=block_s,
+            alone_share=rng.choice([1.0, rng.uniform(0.1, 1.0)]),
+            barrier_share=rng.choice([0.0, 1.0, rng.random()]),
+            append_bytes_per_s=rng.choice([1e30, gpu.hbm_bytes_per_s * self.log(rng, -3, 0)]),
+            query_s=rng.choice([0.0, self.log(rng, -12, -8)]),
+            split_s=rng.choice([0.0, self.log(rng, -6, -4)]),
+            split_share=rng.choice([1.0, rng.uniform(0.1, 1.0)]),
+            diagonal_cost=rng.choice([1.0, rng.uniform(1.0, 3.0)]),
+        )
+
+    def elementwise(self, rng: random.Random, gpu: GpuSpec) -> ElementwiseRates:
+        """One rate for all kernels or one for each, with a start or without."""
+        rates = ElementwiseRates.uniform(
+            gpu.hbm_bytes_per_s * self.log(rng, -3, 0),
+            fused=rng.random() < 0.5,
+            start_s=rng.choice([0.0, self.log(rng, -7, -5)]),
+        )
+        if rng.random() < 0.5:
+            return rates
+        own: dict[str, Any] = {op: gpu.hbm_bytes_per_s * self.log(rng, -3, 0) for op in ELEMENTWISE_OPS}
+        return replace(rates, **own)
+
+    def kernels(self, rng: random.Random, gpu: GpuSpec, *, shapes: Sequence[Product] = ()) -> KernelRates:
+        """Rates between a thousandth and all of the datasheet's."""
+        return KernelRates(
+            gemm=self.gemm(rng, gpu, shapes=shapes),
+            attention={"eager": self.eager(rng, gpu), "flash": self.flash(rng, gpu)},
+            elementwise=self.elementwise(rng, gpu),
+            copies=CacheCopies(**{key: rng.choice([0.0, 1.0, 3.0]) for key in CacheCopies.__slots__}),
+            head_on_all_tokens=rng.random() < 0.5,
+        )
+
+    def profile(
+        self,
+        rng: random.Random,
+        gpu: GpuSpec,
+        *,
+        sends: SendStyle | None = None,
+        host: bool | None = None,
+        shapes: Sequence[Product] = (),
+    ) -> CalibrationProfile:
+        """Any rates, some of them known to be off by so much; `shapes`: of products that may have been measured."""
         host = rng.random() < 0.5 if host is None else host
         style: SendStyle = sends or rng.choice(["overlap", "rendezvous"])
+        link = self.link(rng)
         return CalibrationProfile(
             name="random",
             gpu=gpu.name,
             description="drawn at random",
             not_covered="",
-            kernels=KernelRates(
-                gemm_flops_per_s=flops * self.log(rng, -3, 0),
-                attention_flops_per_s={kernel: flops * self.log(rng, -3, 0) for kernel in ("eager", "flash")},
-                hbm_bytes_per_s=gpu.hbm_bytes_per_s * self.log(rng, -3, 0),
-                score_bytes=rng.choice([0.0, 28.0]),
-                fused=rng.random() < 0.5,
-                copies=CacheCopies(**{key: rng.choice([0.0, 1.0, 3.0]) for key in CacheCopies.__slots__}),
-                head_on_all_tokens=rng.random() < 0.5,
-            ),
+            kernels=self.kernels(rng, gpu, shapes=shapes),
             host=HostRates(
                 layer_s=self.log(rng, -6, -2) if host else 0.0,
                 gather_piece_s=self.log(rng, -6, -4) if host else 0.0,
+                resume_s=rng.choice([0.0, self.log(rng, -6, -3)]) if host else 0.0,
             ),
-            links=LinkRates(link="random", bandwidth_bytes_per_s=1e9, latency_s=0.0, sends=style, sends_over_bus=style),
+            links=LinkRates(
+                link="random",
+                bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
+                latency_s=link.latency_s,
+                short_bytes_per_s=link.short_bytes_per_s,
+                gather=link.gather,
+                sends=style,
+                sends_over_bus=style,
+            ),
             valid=ValidRange(
                 context_len=(1, 10**6), num_gpus=(1, 64), hidden_size=(1, 10**5), head_dim=(1, 10**4), dtypes=DTYPES
             ),
+            operations={kind: self.operation(rng) for kind in OPERATION_KINDS if rng.random() < 0.2},
             residual=None,
             provenance={},
         )
+
+    def operation(self, rng: random.Random) -> OperationFit:
+        """Off by up to a fifth."""
+        return OperationFit(
+            source="drawn at random",
+            num_rows=rng.randint(0, 100),
+            mape=rng.random() / 5,
+            cross_validated_mape=rng.random() / 5,
+            log_sd=rng.random() / 5,
+            interpolated_log_sd=rng.choice([None, rng.random() / 5]),
+            seen={"chunk": (1.0, self.log(rng, 0, 5))},
+        )
+
+    def shapes(self, model: ModelSpec) -> list[Product]:
+        """Of the model's products, alone and as a serving engine merges them."""
+        found: dict[Product, None] = {}
+        for layer in model.layer_kinds:
+            for gemms in (layer.qkv, (layer.output,), layer.mlp):
+                alone = [Product(gemm.in_features, gemm.out_features) for gemm in gemms]
+                found |= dict.fromkeys((*alone, *merged(alone)))
+        return list(found)
 
     def scenario(
         self,
@@ -168,11 +315,13 @@ class Make:
             batch=rng.choice([1, 1, 3]),
             dtype=rng.choice(DTYPES),
         )
+        model = self.model(rng, layers=layers, kind=kind)
+        shapes = self.shapes(model)
         return Scenario(
-            model=self.model(rng, layers=layers, kind=kind),
+            model=model,
             cluster=cluster,
             request=request,
-            profile=None if roofline else self.profile(rng, cluster.gpu, sends=sends, host=host),
+            profile=None if roofline else self.profile(rng, cluster.gpu, sends=sends, host=host, shapes=shapes),
             kernel=rng.choice(["eager", "flash"]),
         )
 
@@ -186,33 +335,45 @@ class Make:
             left -= share
         return (*chunks, 1 + left)
 
+    def faster_link(self, link: LinkSpec, factor: float) -> LinkSpec:
+        """Bandwidths `factor` times as high, and latencies as short."""
+        return replace(
+            link,
+            bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * factor,
+            latency_s=link.latency_s / factor,
+            short_bytes_per_s=None if link.short_bytes_per_s is None else link.short_bytes_per_s * factor,
+            gather=None if link.gather is None else link.gather.faster(factor),
+        )
+
+    def plain(self, cluster: Cluster) -> Cluster:
+        """The same cluster with nothing known of short messages and all-gathers."""
+        network = cluster.network
+        return replace(
+            cluster,
+            link=replace(cluster.link, short_bytes_per_s=None, gather=None),
+            network=None if network is None else replace(network, short_bytes_per_s=None, gather=None),
+        )
+
     def faster(self, scenario: Scenario, factor: float) -> Scenario:
         """The same with every rate of device and links `factor` times as high, and latencies as short."""
-        gpu, kernels, link = scenario.cluster.gpu, None, scenario.cluster.link
+        cluster, profile = scenario.cluster, scenario.profile
         gpu = replace(
-            gpu,
-            hbm_bytes_per_s=gpu.hbm_bytes_per_s * factor,
-            peak_flops=tuple((dtype, flops * factor) for dtype, flops in gpu.peak_flops),
+            cluster.gpu,
+            hbm_bytes_per_s=cluster.gpu.hbm_bytes_per_s * factor,
+            peak_flops=tuple((dtype, flops * factor) for dtype, flops in cluster.gpu.peak_flops),
         )
-
-        def quick(link: LinkSpec) -> LinkSpec:
-            return replace(
-                link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * factor, latency_s=link.latency_s / factor
-            )
-
-        network = scenario.cluster.network
         cluster = replace(
-            scenario.cluster, gpu=gpu, link=quick(link), network=None if network is None else quick(network)
+            cluster,
+            gpu=gpu,
+            link=self.faster_link(cluster.link, factor),
+            network=None if cluster.network is None else self.faster_link(cluster.network, factor),
         )
-        profile = scenario.profile
         if profile is not None:
             kernels = replace(
                 profile.kernels,
-                gemm_flops_per_s=profile.kernels.gemm_flops_per_s * factor,
-                hbm_bytes_per_s=profile.kernels.hbm_bytes_per_s * factor,
-                attention_flops_per_s={
-                    kernel: rate * factor for kernel, rate in profile.kernels.attention_flops_per_s.items()
-                },
+                gemm=profile.kernels.gemm.faster(factor),
+                attention={kernel: rates.faster(factor) for kernel, rates in profile.kernels.attention.items()},
+                elementwise=profile.kernels.elementwise.faster(factor),
             )
             profile = replace(profile, kernels=kernels)
         return replace(scenario, cluster=cluster, profile=profile)

@@ -33,7 +33,9 @@ SHARED = [
 FLAGS = {
     "": ["--version"],
     "plan": [*SHARED, "--strategies", "--method", "--stride", "--trace", "--plot", "--seed", "--json"],
-    "simulate": [*SHARED, "--strategy", "--partition", "--executor", "--trace", "--plot", "--seed", "--json"],
+    "simulate": [
+        *(*SHARED, "--strategy", "--partition", "--executor", "--breakdown", "--trace", "--plot", "--seed", "--json"),
+    ],
     "profiles list": ["--json"],
     "profiles show": ["NAME|PATH", "--json"],
     "models list": ["--json"],

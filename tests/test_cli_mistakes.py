@@ -45,7 +45,8 @@ MISTAKES = [
     ((*PLAN, "--model", "binary.json"), "--model"),
     ((*PLAN, "--profile", "b300"), "--profile"),
     ((*PLAN, "--profile", "truncated.json"), "--profile"),
-    ((*PLAN, "--profile", "profile_nan.json"), "--profile"),
+    ((*PLAN, "--profile", "profile_nan.json"), "attention.eager.flops_per_s"),
+    ((*PLAN, "--profile", "profile_old.json"), "schema_version"),
     ((*PLAN, "--profile", "empty"), "--profile"),
     ((*PLAN, "--cluster", "moon"), "--cluster"),
     ((*PLAN, "--cluster", "truncated.json"), "--cluster"),
@@ -105,9 +106,10 @@ def _among_files_that_are_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     Path("truncated.json").write_text('{"model_type": "llama", "hidden_size": ')
     Path("list.json").write_text("[1, 2]")
     Path("binary.json").write_bytes(bytes(range(256)))
-    profile = {"schema_version": 1, "name": "x", "gpu": "x", "description": "x", "not_covered": "x"}
-    rates = '{"gemm_flops_per_s": NaN, "attention_flops_per_s": {"eager": Infinity}}'
+    profile = {"schema_version": 2, "name": "x", "gpu": "x", "description": "x", "not_covered": "x"}
+    rates = '{"gemm": {"flops_per_s": NaN}, "attention": {"eager": {"flops_per_s": Infinity}}}'
     Path("profile_nan.json").write_text(json.dumps(profile)[:-1] + f', "kernels": {rates}, "provenance": {{}}}}')
+    Path("profile_old.json").write_text(json.dumps(profile | {"schema_version": 1}))
     cluster = {"name": "x", "gpu": "a100-80gb", "num_gpus": 8, "topology": "switch"}
     link = {"name": "x", "bandwidth_bytes_per_s": float("nan"), "latency_s": 0}
     Path("cluster_nan.json").write_text(json.dumps(cluster | {"link": link}))

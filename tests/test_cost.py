@@ -12,10 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrsim.cost.layer import LayerCosts
+from kvrsim.cost.traffic import after_attention, before_attention, eager_score_bytes
 from kvrsim.errors import InputError
 from kvrsim.model import ModelSpec
 from kvrsim.profile import CalibrationProfile, HostRates
 from kvrsim.program import Array, Compute
+from kvrsim.rates.attention import EagerRates, FlashRates
+from kvrsim.rates.elementwise import ELEMENTWISE_OPS, ElementwiseRates, Traffic
+from kvrsim.rates.gemm import GemmRates, Product, Tile
 from kvrsim.request import Request
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
@@ -23,6 +27,29 @@ from kvrsim.strategies import STRATEGIES
 
 def tokens(*values: float) -> Array:
     return np.array(values, dtype=float)
+
+
+def flops_alone(flops_per_s: float) -> GemmRates:
+    """Matrix products without tiles, launches or bytes."""
+    return GemmRates(flops_per_s=flops_per_s, bytes_per_s=1e30, launch_s=0.0, concurrent_tiles=1, tiles=())
+
+
+UNMASKED = FlashRates(  # a second a FLOP, and next to nothing for all that a kernel does besides
+    tile_rows=64,
+    key_block=64,
+    concurrent_tiles=1,
+    num_sms=1,
+    causal=True,
+    packs_heads=False,
+    splits_keys=False,
+    flops_per_s=1.0,
+    launch_s=0.0,
+    tile_s=0.0,
+    block_s=1e-30,
+    alone_share=1.0,
+    barrier_share=0.0,
+    append_bytes_per_s=1e30,
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +60,9 @@ def scenario(make: Any, config: Any) -> Scenario:
     profile: CalibrationProfile = make.profile(rng, cluster.gpu, sends="overlap", host=False)
     kernels = replace(
         profile.kernels,
-        gemm_flops_per_s=1.0,
-        attention_flops_per_s={"eager": 1.0, "flash": 1.0},
-        hbm_bytes_per_s=1e30,
-        score_bytes=0.0,
+        gemm=flops_alone(1.0),
+        attention={"eager": EagerRates(flops_per_s=1.0, bytes_per_s=1e30, start_s=0.0), "flash": UNMASKED},
+        elementwise=ElementwiseRates.uniform(1e30, fused=False),
         head_on_all_tokens=False,
     )
     return Scenario(
@@ -51,6 +77,11 @@ def scenario(make: Any, config: Any) -> Scenario:
 def with_rates(scenario: Scenario, **rates: Any) -> Scenario:
     assert scenario.profile is not None
     return replace(scenario, profile=replace(scenario.profile, kernels=replace(scenario.profile.kernels, **rates)))
+
+
+def with_slow_bytes(scenario: Scenario, *, fused: bool = False) -> Scenario:
+    """Element-wise kernels take a second a byte."""
+    return with_rates(scenario, elementwise=ElementwiseRates.uniform(1.0, fused=fused))
 
 
 def costs_of(scenario: Scenario, model: ModelSpec | None = None) -> LayerCosts:
@@ -77,12 +108,28 @@ def test_flash_leaves_the_masked_half(scenario: Scenario) -> None:
 
 
 def test_the_score_matrix_moves_through_memory(scenario: Scenario) -> None:
-    slow = with_rates(scenario, hbm_bytes_per_s=1.0, score_bytes=28.0)
+    slow = with_rates(scenario, attention={"eager": EagerRates(flops_per_s=1.0, bytes_per_s=1.0, start_s=0.0)})
     more = costs_of(slow).attention_s(tokens(3), tokens(7)) - costs_of(scenario).attention_s(tokens(3), tokens(7))
+    assert eager_score_bytes(scenario.model) == 28
     assert more == pytest.approx([28 * 4 * 3 * 10])
     one_byte = costs_of(replace(slow, request=Request(context_len=1000, dtype="fp8")))
     flops = costs_of(scenario).attention_s(tokens(3), tokens(7))
     assert one_byte.attention_s(tokens(3), tokens(7)) - flops == pytest.approx([14 * 4 * 3 * 10])
+
+
+def test_alibi_moves_more_of_the_score_matrix(scenario: Scenario, config: Any) -> None:
+    slow = with_rates(scenario, attention={"eager": EagerRates(flops_per_s=1e30, bytes_per_s=1.0, start_s=0.0)})
+    keys = dict(model_type="falcon", num_kv_heads=4, new_decoder_architecture=True)
+    for alibi in (False, True):
+        model = config(**keys, alibi=alibi)
+        seconds = costs_of(slow, model).attention_s(tokens(3), tokens(7))
+        assert seconds == pytest.approx([eager_score_bytes(model) * 4 * 3 * 10])
+    assert eager_score_bytes(config(**keys, alibi=True)) > eager_score_bytes(config(**keys, alibi=False))
+
+
+def test_eager_kernels_start_once_a_call(scenario: Scenario) -> None:
+    late = with_rates(scenario, attention={"eager": EagerRates(flops_per_s=1e30, bytes_per_s=1e30, start_s=7.0)})
+    assert costs_of(late).attention_s(tokens(3, 500), tokens(7, 0)) == pytest.approx([7, 7])
 
 
 @given(chunk=st.integers(1, 60), prefix=st.integers(0, 60), window=st.integers(1, 80))
@@ -100,7 +147,7 @@ def test_windows(scenario: Scenario, config: Any, chunk: int, prefix: int, windo
 
 def test_a_window_wider_than_the_context_changes_nothing(scenario: Scenario, config: Any) -> None:
     for kernel in ("eager", "flash"):
-        here = replace(with_rates(scenario, hbm_bytes_per_s=1.0), kernel=kernel)
+        here = replace(with_slow_bytes(scenario), kernel=kernel)
         wide = costs_of(here, config(model_type="mistral", sliding_window=1000))
         plain = costs_of(here)
         for chunk, prefix in ((tokens(5), tokens(0)), (tokens(9), tokens(900))):
@@ -115,7 +162,7 @@ def test_eager_code_repeats_shared_heads(kv_heads: int, scenario: Scenario, conf
     times = {}
     for kernel in ("eager", "flash"):
         here = replace(scenario, kernel=kernel)
-        slow = costs_of(with_rates(here, hbm_bytes_per_s=1.0), model).attention_s(tokens(3), tokens(7))
+        slow = costs_of(with_slow_bytes(here), model).attention_s(tokens(3), tokens(7))
         times[kernel] = (slow - costs_of(here, model).attention_s(tokens(3), tokens(7))).item()
     repeated = 0 if kv_heads == 4 else 10 * 2 * (kv_heads + 4) * 16 * 2
     assert times == {"eager": pytest.approx(repeated), "flash": pytest.approx(0)}
@@ -143,7 +190,7 @@ def test_shared_experts_compute_for_every_token(scenario: Scenario, config: Any)
 
 def test_shared_experts_move_their_own_width(scenario: Scenario, config: Any) -> None:
     """An element-wise kernel a step: ten bytes a feature of the gated MLP, routed experts and shared one alike."""
-    slow = with_rates(scenario, gemm_flops_per_s=1e30, hbm_bytes_per_s=1.0, fused=False)
+    slow = with_slow_bytes(with_rates(scenario, gemm=flops_alone(1e30)))
     keys = dict(model_type="qwen2_moe", num_experts=8, num_experts_per_tok=2)
 
     def seconds(routed: int, shared: int) -> float:
@@ -154,22 +201,75 @@ def test_shared_experts_move_their_own_width(scenario: Scenario, config: Any) ->
     assert seconds(24, 41) - seconds(24, 40) == pytest.approx(10)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_each_kernel_has_its_own_rate(fused: bool, scenario: Scenario) -> None:
+    """A second a byte for one operation and none for the others, and half a second a kernel."""
+    model = scenario.model
+    before = before_attention(model, fused=fused)
+    after = after_attention(model, fused=fused, intermediate=96)
+    free = with_rates(scenario, gemm=flops_alone(1e30))
+    for op in ELEMENTWISE_OPS:
+        rates: dict[str, Any] = {op: 1.0, "start_s": 0.5}
+        costs = costs_of(with_rates(free, elementwise=replace(ElementwiseRates.uniform(1e30, fused=fused), **rates)))
+        for part, steps in ((costs.qkv_s, before), (costs.output_mlp_s, after)):
+            nbytes = sum(step.nbytes for step in steps if step.op == op)
+            kernels = sum(step.kernels for step in steps)
+            assert part(tokens(1, 10)) == pytest.approx([nbytes + kernels / 2, 10 * nbytes + kernels / 2])
+
+
+def test_fused_products_are_one(scenario: Scenario) -> None:
+    """Q, K and V of one input in one launch, gate and up in another; apart where nothing is fused."""
+    tile = Tile(rows=64, cols=64, flops_share=1.0, start_s=0.0)
+    gemm = replace(flops_alone(1e30), tiles=(tile,), launch_s=1.0)
+    for fused, launches in ((False, (3, 4)), (True, (1, 3))):
+        here = with_rates(scenario, gemm=gemm, elementwise=ElementwiseRates.uniform(1e30, fused=fused))
+        costs = costs_of(here)
+        assert (costs.qkv_s(tokens(9)).item(), costs.output_mlp_s(tokens(9)).item()) == pytest.approx(launches)
+
+
+def test_a_batch_fills_tiles_together(scenario: Scenario) -> None:
+    """Ten sequences of six tokens are sixty rows: a tile of 64, not ten."""
+    tile = Tile(rows=64, cols=64, flops_share=1.0, start_s=1.0)
+    here = with_rates(scenario, gemm=replace(flops_alone(1e30), tiles=(tile,)))
+    many = replace(here, request=Request(context_len=1000, batch=10))
+    assert costs_of(many).qkv_s(tokens(6, 6.4, 7)) == pytest.approx([3, 3, 6])
+    assert costs_of(here).qkv_s(tokens(6, 64, 65)) == pytest.approx([3, 3, 6])
+
+
+def smooth(scenario: Scenario) -> Scenario:
+    """The same with rates that know no fixed cost and no tiles."""
+    assert scenario.profile is not None
+    kernels = scenario.profile.kernels
+    return with_rates(
+        replace(scenario, kernel="eager"),
+        gemm=replace(kernels.gemm, tiles=(), measured=()),
+        attention={"eager": replace(kernels.attention["eager"], start_s=0.0)},
+        elementwise=replace(kernels.elementwise, start_s=0.0),
+    )
+
+
 @given(seed=st.integers(0, 2**32), batch=st.integers(2, 9))
 @settings(max_examples=40)
 def test_a_batch_costs_as_many_times_as_much(seed: int, batch: int, make: Any) -> None:
-    """Calibrated rates know no fixed cost; messages carry all sequences."""
+    """Where rates know no fixed cost; nowhere less than one sequence. Messages carry all sequences."""
     rng = random.Random(seed)
-    scenario = make.scenario(rng, roofline=False)
-    one = replace(scenario, request=replace(scenario.request, batch=1))
-    many = replace(scenario, request=replace(scenario.request, batch=batch))
+    scenario = make.scenario(rng, roofline=False, host=False)
     chunk, prefix = tokens(1, 50), tokens(0, 90)
-    for less, more in zip(one.layer_costs(), many.layer_costs(), strict=True):
-        assert more.qkv_s(chunk) == pytest.approx(batch * less.qkv_s(chunk))
-        assert more.append_s(chunk, prefix) == pytest.approx(batch * less.append_s(chunk, prefix))
-        assert more.attention_s(chunk, prefix) == pytest.approx(batch * less.attention_s(chunk, prefix))
-        assert more.output_mlp_s(chunk) == pytest.approx(batch * less.output_mlp_s(chunk))
-        assert more.kv_bytes(chunk) == pytest.approx(batch * less.kv_bytes(chunk))
-        assert more.host_qkv_s == less.host_qkv_s
+    for here, least, most in ((smooth(scenario), batch, batch), (scenario, 1, np.inf)):
+        one = replace(here, request=replace(here.request, batch=1))
+        many = replace(here, request=replace(here.request, batch=batch))
+        for less, more in zip(one.layer_costs(), many.layer_costs(), strict=True):
+            pairs = [
+                (less.qkv_s(chunk), more.qkv_s(chunk)),
+                (less.append_s(chunk, prefix), more.append_s(chunk, prefix)),
+                (less.attention_s(chunk, prefix), more.attention_s(chunk, prefix)),
+                (less.output_mlp_s(chunk), more.output_mlp_s(chunk)),
+            ]
+            for once, together in pairs:
+                assert (together >= least * once * (1 - 1e-9)).all()
+                assert (together <= most * np.maximum(once, 1e-300) * (1 + 1e-9)).all()
+            assert more.kv_bytes(chunk) == pytest.approx(batch * less.kv_bytes(chunk))
+            assert more.host_qkv_s == less.host_qkv_s
 
 
 def head_of(scenario: Scenario, chunk: float) -> float:
@@ -187,18 +287,28 @@ def test_the_head_is_for_one_token_or_all(scenario: Scenario) -> None:
 
 
 def test_the_head_reads_its_weights_once_whatever_the_batch(scenario: Scenario) -> None:
-    slow = with_rates(scenario, gemm_flops_per_s=1e30, hbm_bytes_per_s=1.0)
+    slow = with_slow_bytes(with_rates(scenario, gemm=flops_alone(1e30)))
     for batch in (1, 8):
         here = replace(slow, request=Request(context_len=1000, batch=batch))
         assert head_of(here, 50) == pytest.approx(64 * 101 * 2)
 
 
 def test_host_shares_add_up(scenario: Scenario) -> None:
-    host = HostRates(layer_s=0.003, gather_piece_s=1e-4)
+    host = HostRates(layer_s=0.003, gather_piece_s=1e-4, resume_s=0.0)
     assert scenario.profile is not None
     costs = costs_of(replace(scenario, profile=replace(scenario.profile, host=host)))
     assert costs.host_qkv_s + costs.host_attention_s + costs.host_output_mlp_s == pytest.approx(0.003)
     assert costs.host_all_gather_s(4) == pytest.approx(4e-4)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_streams_resume_after_communication(gpus: int, scenario: Scenario) -> None:
+    assert scenario.profile is not None
+    host = HostRates(layer_s=0.0, gather_piece_s=0.0, resume_s=7.0)
+    costs = costs_of(replace(scenario, profile=replace(scenario.profile, host=host)).on_gpus(gpus))
+    held = 7.0 if gpus > 1 else 0.0
+    assert costs.append_s(tokens(3, 3), tokens(0, 5)) == pytest.approx([held, held])
+    assert costs.assemble_s(tokens(3, 3), tokens(0, 5)) == pytest.approx([held, held])
 
 
 @given(seed=st.integers(0, 2**32))
@@ -207,23 +317,21 @@ def test_no_profile_beats_the_datasheet(seed: int, make: Any) -> None:
     """Attention and element-wise work at rates below the peaks take longer than the roofline says."""
     rng = random.Random(seed)
     scenario = make.scenario(rng, roofline=False)
-    kernels = replace(scenario.profile.kernels, score_bytes=28.0)
-    scenario = replace(scenario, profile=replace(scenario.profile, kernels=kernels))
     roofline = replace(scenario, profile=None)
     chunk, prefix = tokens(5000, 9000), tokens(0, 70000)
+    traffic, product = (Traffic("norm", 1e9, 1),), Product(1000, 500)
     for real, least in zip(scenario.layer_costs(), roofline.layer_costs(), strict=True):
         assert (real.attention_s(chunk, prefix) >= least.attention_s(chunk, prefix) * (1 - 1e-12)).all()
         assert (real.append_s(chunk, prefix) >= least.append_s(chunk, prefix)).all()
-        nbytes = tokens(1e9)
-        assert (real.cost.traffic_s(nbytes) >= least.cost.traffic_s(nbytes) * (1 - 1e-12)).all()
-        flops_s = 2.0 * scenario.request.batch * chunk * 1e6 / scenario.cluster.gpu.peak_flops[0][1]
-        assert (real.cost.gemm_s(chunk, 1e6) >= flops_s * (1 - 1e-12)).all()
+        assert (real.cost.traffic_s(chunk, traffic) >= least.cost.traffic_s(chunk, traffic) * (1 - 1e-12)).all()
+        flops_s = 2.0 * scenario.request.batch * chunk * 5e5 / scenario.cluster.gpu.peak_flops[0][1]
+        assert (real.cost.row_cost((product,), ())(chunk) >= flops_s * (1 - 1e-12)).all()
 
 
 def test_the_roofline_reads_weights_at_least_once(scenario: Scenario) -> None:
     roofline = replace(scenario, profile=None)
     gpu = roofline.cluster.gpu
-    seconds = roofline.cost.gemm_s(tokens(1e-9, 1e9), 1e6)
+    seconds = roofline.cost.row_cost((Product(1000, 1000),), ())(tokens(1e-9, 1e9))
     assert seconds == pytest.approx([2e6 / gpu.hbm_bytes_per_s, 2e15 / gpu.peak_flops[0][1]])
 
 

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,6 +23,7 @@ from kvrsim.hardware import (
     load_gpu,
     load_link,
 )
+from kvrsim.rates.links import GatherRates
 
 GPU = {
     "name": "mine",
@@ -135,6 +138,57 @@ def test_path_to_itself_or_outside_is_a_bug() -> None:
     for src, dst in ((1, 1), (0, 8), (-1, 0)):
         with pytest.raises(AssertionError):
             load_cluster().path(src, dst)
+
+
+# Measured links
+
+GATHER = GatherRates(
+    launch_s=3e-6, hop_s=1e-6, small_bytes_per_s=1e9, large_bytes_per_s=4e9, setup_s=0.0, own_share=0.0
+)
+
+
+def measured(cluster: Cluster, latency_s: float = 1e-3) -> Cluster:
+    """1 GB/s, short messages at 4 GB/s, and rates of all-gathers."""
+    link = replace(cluster.link, bandwidth_bytes_per_s=1e9, latency_s=latency_s)
+    return cluster.with_measured(replace(link, short_bytes_per_s=4e9, gather=GATHER))
+
+
+def test_short_messages_hide_in_the_latency() -> None:
+    """From end to end max(1 ms + n / 4 GB/s, n / 1 GB/s): the latency has hidden all it can at 4/3 MB."""
+    path = measured(load_cluster()).path(0, 1)
+    nbytes = np.array([0, 4e5, 4e6 / 3, 4e6])
+    assert path.busy_s(nbytes) == pytest.approx([0, 1e-4, 1e-3 / 3, 3e-3])
+    assert path.latency_s == 1e-3
+    assert load_cluster().path(0, 1).busy_s(nbytes) == pytest.approx(nbytes / 300e9)
+
+
+def test_gathers_have_rates_of_their_own() -> None:
+    path = measured(load_cluster()).path(0, 1)
+    nbytes = np.array([1e3, 4e6])
+    assert path.gather_step_s(nbytes, 3) == pytest.approx([1.25e-6, 1e-6 + 1e-3])  # two pieces over 4 GB/s, half a step
+    assert (path.gather_launch_s, path.gather_latency_s) == (3e-6, 0)
+    plain = load_cluster().path(0, 1)
+    assert (plain.gather_step_s(nbytes, 3) == plain.busy_s(nbytes)).all()
+    assert (plain.gather_launch_s, plain.gather_latency_s) == (0, plain.latency_s)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_measurements_hold_where_pairs_have_a_link(topology: Any, tmp_path: Path) -> None:
+    """Not hop by hop, nor on a bus; between nodes the network's own."""
+    cluster = measured(load_cluster(written(tmp_path, NODES))).with_topology(topology)
+    path = cluster.path(2, 3)
+    holds = topology in ("switch", "nodes")
+    assert (path.short_bytes_per_s, path.gather) == ((4e9, GATHER) if holds else (None, None))
+    between = cluster.path(3, 4)
+    assert between.short_bytes_per_s == (4e9 if topology == "switch" else None)
+
+
+def test_measurements_do_not_hold_for_another_link() -> None:
+    cluster = measured(load_cluster())
+    for changed in (cluster.with_link(2e9), cluster.with_link(latency_s=0.0)):
+        assert (changed.link.short_bytes_per_s, changed.link.gather) == (None, None)
+    assert cluster.with_link() is cluster
+    assert cluster.with_num_gpus(2).link == cluster.link
 
 
 # Changes

@@ -6,6 +6,7 @@ import copy
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from kvrsim.errors import InputError
 from kvrsim.profile import (
+    OPERATION_KINDS,
     SCHEMA_VERSION,
     CalibrationProfile,
     Residual,
@@ -22,13 +24,30 @@ from kvrsim.profile import (
     load_profile,
     read_profile,
 )
+from kvrsim.rates.elementwise import ELEMENTWISE_OPS
+from kvrsim.rates.gemm import MeasuredShape, Tile
 from kvrsim.units import JsonObject
 
 
 @pytest.fixture(scope="module")
-def fields() -> dict[str, Any]:
+def fields(make: Any) -> dict[str, Any]:
     """The JSON of a profile with every key."""
-    return json.loads(json.dumps(load_profile("a100-eager").to_dict()))  # type: ignore[no-any-return]
+    rng = random.Random(0)
+    gpu = make.gpu(rng)
+    profile = make.profile(rng, gpu)
+    tiles = tuple(Tile(rows=rows, cols=64, flops_share=0.5, start_s=1e-6) for rows in (64, 256))
+    shape = MeasuredShape(in_features=64, out_features=128, rows=(1, 50), seconds=(1e-5, 1e-3))
+    bandwidth = profile.links.bandwidth_bytes_per_s
+    full = replace(
+        profile,
+        not_covered="nothing was measured",
+        kernels=replace(profile.kernels, gemm=replace(profile.kernels.gemm, tiles=tiles, measured=(shape, shape))),
+        links=replace(profile.links, short_bytes_per_s=bandwidth, gather=make.gather(rng, bandwidth)),
+        operations={kind: replace(make.operation(rng), interpolated_log_sd=0.1) for kind in OPERATION_KINDS},
+        residual=Residual(**{key: 3 if key == "num_rows" else 0.1 for key in Residual.__slots__}),
+        provenance={"source": "drawn at random"},
+    )
+    return json.loads(json.dumps(full.to_dict()))  # type: ignore[no-any-return]
 
 
 def read(fields: dict[str, Any]) -> CalibrationProfile:
@@ -36,12 +55,12 @@ def read(fields: dict[str, Any]) -> CalibrationProfile:
 
 
 def changed(fields: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """The same with another value at a dotted path; ... takes the key away."""
+    """The same with another value at a dotted path, as messages have it; ... takes the key away."""
     new = copy.deepcopy(fields)
-    *outer, last = path.split(".")
-    place = new
+    *outer, last = path.replace("[", ".").replace("]", "").split(".")
+    place: Any = new
     for key in outer:
-        place = place[key]
+        place = place[int(key) if isinstance(place, list) else key]
     if value is ...:
         del place[last]
     else:
@@ -52,8 +71,11 @@ def changed(fields: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 def paths(fields: dict[str, Any], prefix: str = "") -> Iterator[str]:
     for key, value in fields.items():
         yield prefix + key
-        if isinstance(value, dict):
-            yield from paths(value, f"{prefix}{key}.")
+        parts = enumerate(value) if isinstance(value, list) else ()
+        inner = {f"{prefix}{key}[{index}].": part for index, part in parts} | {f"{prefix}{key}.": value}
+        for place, part in inner.items():
+            if isinstance(part, dict):
+                yield from paths(part, place)
 
 
 @pytest.mark.parametrize("name", builtin_profiles())
@@ -93,14 +115,34 @@ def test_comments_are_allowed(fields: dict[str, Any]) -> None:
 
 
 def test_every_required_key_is_missed_by_its_path(fields: dict[str, Any]) -> None:
-    optional = {"residual", "kernels.fused", "kernels.head_on_all_tokens", "kernels.attention_flops_per_s.eager"}
+    optional = {"residual", "links.short_bytes_per_s", "links.gather", "kernels.gemm.tiles", "kernels.gemm.measured"}
+    optional |= {"kernels.head_on_all_tokens", "kernels.elementwise.fused", "host.resume_s"}
+    optional |= {"kernels.attention.eager", "kernels.attention.flash"}
+    optional |= {f"kernels.attention.flash.{key}" for key in ("causal", "packs_heads", "splits_keys")}
+    optional |= {f"operations.{kind}" for kind in OPERATION_KINDS}
     for path in paths(fields):
-        if path in optional or path.startswith("provenance."):
+        if path in optional or path.startswith("provenance.") or ".seen." in path:
+            continue
+        if path.endswith("interpolated_log_sd"):
             continue
         with pytest.raises(InputError) as caught:
             read(changed(fields, path, ...))
             pytest.fail(f"{path} is not missed")
-        assert caught.value.argument == f"--profile test.json: {path}"
+        named = path.replace(".seconds", ".rows")  # one row a second: told of rows
+        assert caught.value.argument == f"--profile test.json: {named}"
+
+
+def test_optional_keys_may_be_absent(fields: dict[str, Any]) -> None:
+    for value in (None, ...):
+        bare = fields
+        for path in ("links.short_bytes_per_s", "links.gather", "kernels.gemm.tiles", "kernels.gemm.measured"):
+            bare = changed(bare, path, value)
+        bare = changed(changed(bare, "operations", {}), "kernels.attention.eager", ...)
+        profile = read(changed(bare, "host.resume_s", value))
+        assert profile.host.resume_s == 0
+        assert (profile.links.short_bytes_per_s, profile.links.gather) == (None, None)
+        assert (profile.kernels.gemm.tiles, profile.kernels.gemm.measured) == ((), ())
+        assert (profile.attention_kernels, profile.operations) == (("flash",), {})
 
 
 def test_no_value_may_be_of_another_type(fields: dict[str, Any]) -> None:
@@ -116,23 +158,55 @@ def test_no_value_may_be_of_another_type(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("path", "values"),
     [
-        ("schema_version", [0, 2, "1", 1.0, True]),
+        ("schema_version", [0, 1, 3, "2", 2.0, True]),
         ("name", ["", "  ", 7]),
         ("gpu", [""]),
         *(
-            (f"kernels.{key}", [0, -1, "fast", True, float("nan"), float("inf"), 1e31])
-            for key in ("gemm_flops_per_s", "hbm_bytes_per_s")
+            (f"kernels.{key}", [0, -1, "fast", True, None, float("nan"), float("inf"), 1e31])
+            for key in (
+                *(f"gemm.{key}" for key in ("flops_per_s", "bytes_per_s")),
+                *(f"attention.eager.{key}" for key in ("flops_per_s", "bytes_per_s")),
+                *(f"attention.flash.{key}" for key in ("flops_per_s", "block_s", "append_bytes_per_s")),
+                *(f"elementwise.{op}" for op in ELEMENTWISE_OPS),
+            )
         ),
-        ("kernels.attention_flops_per_s.eager", [0, -1, None, "x", float("nan")]),
-        ("kernels.attention_flops_per_s", [{}, 7, None]),
-        ("kernels.score_bytes", [-1, None, "x", float("nan")]),
-        ("kernels.fused", [0, 1, "no"]),
+        *(
+            (f"kernels.{key}", [-1e-9, None, True, "5us", float("nan"), float("inf")])
+            for key in (
+                *("gemm.launch_s", "gemm.tiles[1].start_s", "attention.eager.start_s", "elementwise.start_s"),
+                *(f"attention.flash.{key}" for key in ("launch_s", "tile_s", "query_s", "split_s")),
+            )
+        ),
+        *(
+            (f"kernels.{key}", [0, -1, 1.5, None, True, "64"])
+            for key in (
+                *("gemm.concurrent_tiles", "gemm.tiles[0].rows", "gemm.tiles[1].cols"),
+                *("gemm.measured[0].in_features", "gemm.measured[1].out_features"),
+                *(f"attention.flash.{key}" for key in ("tile_rows", "key_block", "concurrent_tiles", "num_sms")),
+            )
+        ),
+        *(
+            (f"kernels.{key}", [0, 1.01, -1, None])
+            for key in ("gemm.tiles[0].flops_share", "attention.flash.alone_share", "attention.flash.split_share")
+        ),
+        ("kernels.attention.flash.diagonal_cost", [0, 0.99, -1, None]),
+        ("kernels.attention.flash.barrier_share", [-0.1, 1.01, None]),
+        ("kernels.gemm.tiles", [7, [7], {}, [[]]]),
+        ("kernels.gemm.measured[0].rows", [[], [1], [2, 1], [1, 1], [0, 1], [1.5, 2], [1, "2"], None, 7]),
+        ("kernels.gemm.measured[1].seconds", [[0, 1], [1, -1], ["1", 2], [1, None], 7]),
+        ("kernels.attention", [{}, 7, None]),
+        *((f"kernels.attention.flash.{key}", [0, 1, "no"]) for key in ("causal", "packs_heads", "splits_keys")),
+        ("kernels.elementwise.fused", [0, 1, "no"]),
         ("kernels.head_on_all_tokens", ["yes", 1]),
         *((f"kernels.copies.{key}", [-1, None, True]) for key in ("keep", "append", "gather")),
         *((f"host.{key}", [-1e-9, None, True, float("inf")]) for key in ("layer_s", "gather_piece_s")),
+        ("host.resume_s", [-1e-9, True, float("inf"), "5us"]),
         ("links.link", ["", None]),
         ("links.bandwidth_bytes_per_s", [0, -1, None, "10GB/s"]),
         ("links.latency_s", [-1e-9, None, "5us"]),
+        ("links.short_bytes_per_s", [0, -1, "fast", True]),
+        *((f"links.gather.{key}", [0, -1, None]) for key in ("small_bytes_per_s", "large_bytes_per_s")),
+        *((f"links.gather.{key}", [-1e-9, None]) for key in ("launch_s", "hop_s", "setup_s", "own_share")),
         *((f"links.{key}", ["async", "", None, 1]) for key in ("sends", "sends_over_bus")),
         *(
             (f"valid.{key}", [[], [1], [1, 2, 3], [2, 1], [0, 5], [-1, 5], [1.5, 2], ["1", "2"], None, [True, 2]])
@@ -141,8 +215,17 @@ def test_no_value_may_be_of_another_type(fields: dict[str, Any]) -> None:
         ("valid.dtypes", [[], None, "fp16", ["fp13"], [16]]),
         *(
             (f"residual.{key}", [-0.1, 11, None, "5 %"])
-            for key in ("mape", "median_ape", "cross_validated_mape", "p90_ape")
+            for key in ("mape", "median_ape", "cross_validated_mape", "p80_ape")
         ),
+        *(
+            (f"operations.{kind}.{key}", [-0.1, 11, None, "5 %"])
+            for kind in OPERATION_KINDS
+            for key in ("mape", "cross_validated_mape", "log_sd")
+        ),
+        ("operations.gemm.interpolated_log_sd", [-0.1, 11, "5 %"]),
+        ("operations.gemm.num_rows", [-1, 1.5, None]),
+        ("operations.gemm.source", ["", None, 7]),
+        ("operations.host.seen.chunk", [[], [1], [2, 1], [1, 2, 3], [-1, 1], [1, "2"], 7, None]),
         ("residual.num_rows", [0, -1, 1.5, None]),
         ("provenance", [None, 7, "paper"]),
         ("provenance.source", [7, "", ["paper"]]),
@@ -156,7 +239,15 @@ def test_bad_values_are_named(path: str, values: list[Any], fields: dict[str, An
         assert caught.value.argument.startswith(f"--profile test.json: {path}")
 
 
-@pytest.mark.parametrize("path", ["speed", "kernels.speed", "kernels.copies.x", "links.loss", "valid.x", "host.x"])
+UNKNOWN = (
+    *("speed", "kernels.speed", "kernels.copies.x", "links.loss", "valid.x", "host.x", "links.gather.x"),
+    *("kernels.gemm.x", "kernels.gemm.tiles[1].x", "kernels.gemm.measured[0].x", "kernels.elementwise.x"),
+    *("kernels.attention.sparse", "kernels.attention.eager.x", "kernels.attention.flash.x"),
+    *("operations.magic", "operations.gemm.x"),
+)
+
+
+@pytest.mark.parametrize("path", UNKNOWN)
 def test_unknown_keys_are_named(path: str, fields: dict[str, Any]) -> None:
     with pytest.raises(InputError) as caught:
         read(changed(fields, path, 1))

@@ -13,21 +13,20 @@ from hypothesis import strategies as st
 
 import kvrsim
 from kvrsim.program import AllGather, Compute, Program, Recv, Send
+from kvrsim.rates.attention import EagerRates
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, get_strategy
 from planner.simulate import run_simulation
 
 
 def scenario_of(tokens: int, gpus: int, **options: Any) -> Scenario:
-    """Llama 7B whose attention costs a second an element of the score matrix, and whose copies are free."""
+    """Llama 7B whose attention costs a second an element of the score matrix, its traffic none."""
     scenario, _ = kvrsim.make_scenario(ctx=tokens, gpus=gpus, **options)
     assert scenario.profile is not None
     model = scenario.model
-    kernels = replace(
-        scenario.profile.kernels,
-        attention_flops_per_s={"eager": 4.0 * model.num_attention_heads * model.head_dim},
-        score_bytes=0.0,
-    )
+    flops_per_s = 4.0 * model.num_attention_heads * model.head_dim
+    attention = {"eager": EagerRates(flops_per_s=flops_per_s, bytes_per_s=1e30, start_s=0.0)}
+    kernels = replace(scenario.profile.kernels, attention=attention)
     return replace(scenario, profile=replace(scenario.profile, kernels=kernels))
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from kvrsim import __version__
-from kvrsim.cli import clusters, models, plan, profiles, simulate, validate
+from kvrsim.cli import calibrate, clusters, models, plan, profiles, simulate, validate
 from kvrsim.errors import KvrsimError
 
 WRONG_USE = 2
@@ -36,6 +36,7 @@ app.add_typer(profiles.app, name="profiles")
 app.add_typer(models.app, name="models")
 app.add_typer(clusters.app, name="clusters")
 app.add_typer(validate.app, name="validate")
+app.add_typer(calibrate.app, name="calibrate")
 
 
 @app.callback()

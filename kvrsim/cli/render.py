@@ -6,9 +6,11 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvrsim.cli.breakdown_text import breakdown_table
 from kvrsim.cli.memory_text import over_memory
 from kvrsim.cli.tables import columns, facts, show
 from kvrsim.units import format_bytes, format_seconds, format_tokens
@@ -50,7 +52,10 @@ def show_simulation(result: SimResult, scenario: Scenario) -> None:
     _add_misfits(table, result.strategy, [rank.memory for rank in result.per_rank], limit)
     _add_notes(table, result.warnings)
     header = _header(result.model, result.context_len, setting_of_simulation(result, scenario))
-    show(*header, "", _ranks(result, limit), "", table)
+    parts: list[RenderableType] = [*header, "", _ranks(result, limit), ""]
+    if result.breakdown is not None:
+        parts += [breakdown_table(result.breakdown), ""]
+    show(*parts, table)
 
 
 def setting_of(plan: Plan) -> tuple[str, ...]:

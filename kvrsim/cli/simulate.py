@@ -50,6 +50,9 @@ def simulate(
             help="event simulates every queue on every link. Default: the one that is needed.",
         ),
     ] = None,
+    breakdown: Annotated[
+        bool, typer.Option("--breakdown", help="Seconds of every operation on every rank, and how they are known.")
+    ] = False,
     trace: Trace = None,
     plot: Plot = None,
     seed: Seed = "0",
@@ -63,8 +66,8 @@ def simulate(
     chunks = None if partition is None else _parse_partition(partition)
     wants_timeline = trace is not None or plot is not None
     parse_choice(executor, "--executor", EXECUTORS)
-    if executor == "batch" and wants_timeline:
-        raise InputError("--executor", executor, "event, where --trace or --plot is asked for")
+    if executor == "batch" and (wants_timeline or breakdown):
+        raise InputError("--executor", executor, "event, where --trace, --plot or --breakdown is asked for")
     parse_seed(seed)
     check_output(trace, "--trace")
     check_plot(plot)
@@ -77,6 +80,7 @@ def simulate(
         partition=chunks,
         executor=executor,
         timeline=wants_timeline,
+        with_breakdown=breakdown,
         warnings=warnings,
     )
     _write_files(result, scenario, trace, plot)

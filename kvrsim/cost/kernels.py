@@ -5,26 +5,21 @@ All arguments may be arrays over a batch of partitions; all results have their s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from kvrsim.cost.traffic import EAGER_SCORE_BYTES
 from kvrsim.errors import InputError
 from kvrsim.hardware import GpuSpec
 from kvrsim.profile import CacheCopies, KernelRates
 from kvrsim.program import Array
+from kvrsim.rates.attention import AttentionCall
+from kvrsim.rates.elementwise import Traffic
+from kvrsim.rates.gemm import Product, RowCost
 
 NO_COPIES = CacheCopies(keep=0.0, append=0.0, gather=0.0)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionArea:
-    """What one attention call covers, in elements of one head's score matrix."""
-
-    dense: Array  # elements that a kernel without mask skipping computes
-    causal: Array  # elements that are not masked
 
 
 class CostModel(Protocol):
@@ -42,14 +37,14 @@ class CostModel(Protocol):
     def head_on_all_tokens(self) -> bool:
         """Whether logits are computed for every token of the last chunk."""
 
-    def gemm_s(self, tokens: Array, weight_elements: float) -> Array:
-        """Matrix products of `tokens` rows with weights of that many elements in all."""
+    def row_cost(self, products: tuple[Product, ...], steps: tuple[Traffic, ...]) -> Callable[[Array], Array]:
+        """Seconds of matrix products and element-wise kernels as a function of tokens, prepared once."""
 
-    def attention_s(self, area: AttentionArea, num_heads: int, head_dim: int) -> Array:
+    def attention_s(self, call: AttentionCall) -> Array:
         """QK^T, softmax and PV of all heads."""
 
-    def traffic_s(self, nbytes: Array) -> Array:
-        """Element-wise kernels and copies that move that many bytes through HBM."""
+    def traffic_s(self, tokens: Array, steps: tuple[Traffic, ...]) -> Array:
+        """Element-wise kernels and copies of `tokens` tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,11 +55,12 @@ class CalibratedCost:
     kernel: str  # attention kernel, "eager" or "flash"
     batch: int
     element_bytes: int
+    least: bool = False  # attention takes the time that no call beats, for proofs
 
     @property
     def fused(self) -> bool:
         """As the profile says."""
-        return self.rates.fused
+        return self.rates.elementwise.fused
 
     @property
     def copies(self) -> CacheCopies:
@@ -76,21 +72,32 @@ class CalibratedCost:
         """As the profile says."""
         return self.rates.head_on_all_tokens
 
-    def gemm_s(self, tokens: Array, weight_elements: float) -> Array:
-        """2 FLOPs a token and weight at the measured rate."""
-        return tokens * (2.0 * self.batch * weight_elements / self.rates.gemm_flops_per_s)
+    def row_cost(self, products: tuple[Product, ...], steps: tuple[Traffic, ...]) -> RowCost:
+        """By tiles and waves or as measured, and bytes."""
+        gemm = self.rates.gemm.row_cost(products, self.element_bytes)
+        token_s, start_s = self._traffic(steps)
+        return RowCost(
+            rows_per_step=gemm.rows_per_step and gemm.rows_per_step / self.batch,
+            table=gemm.table + start_s,
+            row_s=gemm.row_s * self.batch + token_s,
+        )
 
-    def attention_s(self, area: AttentionArea, num_heads: int, head_dim: int) -> Array:
-        """Eager: products at the GEMM-like rate plus the score matrix's traffic; flash: unmasked FLOPs only."""
-        flops = 4.0 * self.batch * num_heads * head_dim / self.rates.attention_flops_per_s[self.kernel]
-        if self.kernel == "flash":
-            return area.causal * flops
-        traffic = self.batch * num_heads * self.rates.score_bytes * self.element_bytes / 2
-        return area.dense * (flops + traffic / self.rates.hbm_bytes_per_s)
+    def attention_s(self, call: AttentionCall) -> Array:
+        """By the profile's rates of this kernel."""
+        rates = self.rates.attention[self.kernel]
+        seconds = rates.least_seconds if self.least else rates.seconds
+        return seconds(call, self.batch, self.element_bytes)
 
-    def traffic_s(self, nbytes: Array) -> Array:
-        """Bytes at the measured HBM rate."""
-        return nbytes * (self.batch / self.rates.hbm_bytes_per_s)
+    def traffic_s(self, tokens: Array, steps: tuple[Traffic, ...]) -> Array:
+        """Bytes at the rate of each operation, and each kernel's start."""
+        token_s, start_s = self._traffic(steps)
+        return tokens * token_s + start_s
+
+    def _traffic(self, steps: tuple[Traffic, ...]) -> tuple[float, float]:
+        """Seconds a token, and seconds whatever the tokens."""
+        rates = self.rates.elementwise
+        bytes_s = sum(step.nbytes / rates.bytes_per_s(step.op) for step in steps)
+        return bytes_s * self.batch * self.element_bytes / 2, rates.start_s * sum(step.kernels for step in steps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,19 +121,29 @@ class RooflineCost:
             raise InputError("--dtype", dtype, f"what {gpu.name} computes in: {', '.join(dict(gpu.peak_flops))}")
         return cls(gpu=gpu, kernel=kernel, batch=batch, element_bytes=element_bytes, peak_flops=peak_flops)
 
-    def gemm_s(self, tokens: Array, weight_elements: float) -> Array:
-        """The longer of FLOPs at peak and one reading of the weights."""
-        flops_s = tokens * (2.0 * self.batch * weight_elements / self.peak_flops)
-        return np.maximum(flops_s, weight_elements * self.element_bytes / self.gpu.hbm_bytes_per_s)
+    def row_cost(self, products: tuple[Product, ...], steps: tuple[Traffic, ...]) -> Callable[[Array], Array]:
+        """Of each product, the longer of FLOPs at peak and one reading of the weights; and bytes."""
 
-    def attention_s(self, area: AttentionArea, num_heads: int, head_dim: int) -> Array:
+        def seconds(tokens: Array) -> Array:
+            start = self.traffic_s(tokens, steps)
+            return sum((self._product_s(tokens, product) for product in products), start)
+
+        return seconds
+
+    def _product_s(self, tokens: Array, product: Product) -> Array:
+        weights = product.in_features * product.out_features * product.num_matrices
+        flops_s = tokens * (self.batch * product.flops_per_row / self.peak_flops)
+        return np.maximum(flops_s, weights * self.element_bytes / self.gpu.hbm_bytes_per_s)
+
+    def attention_s(self, call: AttentionCall) -> Array:
         """Flash: FLOPs of the unmasked part; eager: the longer of all FLOPs and the score matrix's traffic."""
-        flops_s = 4.0 * self.batch * num_heads * head_dim / self.peak_flops
+        flops_s = 4.0 * self.batch * call.num_attention_heads * call.head_dim / self.peak_flops
         if self.kernel == "flash":
-            return area.causal * flops_s
-        traffic = self.batch * num_heads * EAGER_SCORE_BYTES * self.element_bytes / 2
-        return area.dense * max(flops_s, traffic / self.gpu.hbm_bytes_per_s)
+            return call.causal * flops_s
+        traffic = self.batch * call.num_attention_heads * call.score_bytes * self.element_bytes / 2
+        return call.chunk * (call.prefix + call.chunk) * max(flops_s, traffic / self.gpu.hbm_bytes_per_s)
 
-    def traffic_s(self, nbytes: Array) -> Array:
+    def traffic_s(self, tokens: Array, steps: tuple[Traffic, ...]) -> Array:
         """Bytes at the datasheet's HBM rate."""
-        return nbytes * (self.batch / self.gpu.hbm_bytes_per_s)
+        nbytes = self.batch * self.element_bytes / 2 * sum(step.nbytes for step in steps)
+        return tokens * (nbytes / self.gpu.hbm_bytes_per_s)

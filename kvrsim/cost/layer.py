@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvrsim.cost.kernels import AttentionArea, CostModel
-from kvrsim.cost.traffic import after_attention_bytes, before_attention_bytes
+from kvrsim.cost.kernels import CostModel
+from kvrsim.cost.traffic import after_attention, before_attention, eager_score_bytes
 from kvrsim.model import Gemm, LayerSpec, ModelSpec
 from kvrsim.profile import HostRates
 from kvrsim.program import Array
+from kvrsim.rates.attention import AttentionCall
+from kvrsim.rates.elementwise import Traffic
+from kvrsim.rates.gemm import Product, merged
 
 # Shares of a layer's launches before, in and after attention. Eager Llama issues about 21 kernels up to
 # rotary, 10 in attention and 14 after it.
@@ -30,66 +33,99 @@ class LayerCosts:
     element_bytes: int
     cached_prefix: int  # tokens whose K, V every rank holds already and nobody sends
     sends_overlap: bool
+    resume_s: float  # device time lost after a layer's communication
     kernel: str
+
+    # Prepared once: what depends on the chunk alone.
+    _before: Callable[[Array], Array] = field(init=False, repr=False)
+    _after: Callable[[Array], Array] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_before", self._before_attention())
+        object.__setattr__(self, "_after", self._after_attention())
 
     # -- before attention
     def qkv_s(self, chunk: Array) -> Array:
         """Input norm, projections, rotary embedding."""
-        weights = sum(gemm.in_features * gemm.out_features for gemm in self.layer.qkv)
-        nbytes = before_attention_bytes(self.model, fused=self.cost.fused) * self._scale
-        return self.cost.gemm_s(chunk, weights) + self.cost.traffic_s(chunk * nbytes)
+        return self._before(chunk)
 
     def append_s(self, chunk: Array, prefix: Array) -> Array:
         """Copies that put the K, V of prefix and chunk into one cache: one more where there is a prefix."""
         copies = self.cost.copies
         tokens = self._window(prefix) + chunk
-        return self._copy_s(tokens * (copies.keep + copies.append * (prefix > 0)))
+        return self.resume_s + self._copy_s(tokens * (copies.keep + copies.append * (prefix > 0)))
 
     def assemble_s(self, chunk: Array, others: Array) -> Array:
         """Copies that put gathered pieces into one cache; alone, a rank only keeps its own."""
         copies = self.cost.copies
-        return self._copy_s((chunk + self._window(others)) * (copies.keep + copies.gather * (others > 0)))
+        return self.resume_s + self._copy_s(
+            (chunk + self._window(others)) * (copies.keep + copies.gather * (others > 0))
+        )
 
     def _copy_s(self, tokens: Array) -> Array:
         """Each byte of K and V is read and written."""
-        return self.cost.traffic_s(tokens * (2.0 * self.model.kv_bytes_per_token_layer(self.element_bytes)))
+        return self.cost.traffic_s(tokens, (Traffic("copy", 2.0 * self.model.kv_bytes_per_token_layer(2), 0),))
 
     # -- attention
     def attention_s(self, chunk: Array, prefix: Array) -> Array:
         """The chunk's queries against prefix and chunk; eager code repeats shared KV heads for all queries."""
-        area = self._area(chunk, prefix)
-        seconds = self.cost.attention_s(area, self.model.num_attention_heads, self.model.head_dim)
-        shared = self.model.num_key_value_heads < self.model.num_attention_heads
-        if self.kernel == "eager" and shared:
-            heads = self.model.num_key_value_heads + self.model.num_attention_heads
-            nbytes = 2 * heads * self.model.head_dim * self.element_bytes  # K and V: read few heads, write all
-            seconds = seconds + self.cost.traffic_s((self._window(prefix) + chunk) * nbytes)
+        model = self.model
+        call = AttentionCall(
+            chunk=chunk,
+            prefix=self._window(prefix),
+            causal=self._causal(chunk, prefix),
+            num_attention_heads=model.num_attention_heads,
+            num_key_value_heads=model.num_key_value_heads,
+            head_dim=model.head_dim,
+            score_bytes=eager_score_bytes(model),
+        )
+        seconds = self.cost.attention_s(call)
+        if self.kernel == "eager" and model.num_key_value_heads < model.num_attention_heads:
+            heads = model.num_key_value_heads + model.num_attention_heads
+            nbytes = 2.0 * heads * model.head_dim * 2  # K and V: read few heads, write all; two bytes an element
+            seconds = seconds + self.cost.traffic_s(call.prefix + chunk, (Traffic("copy", nbytes, 2),))
         return seconds
 
     def _window(self, tokens: Array) -> Array:
         window = self.layer.sliding_window
         return tokens if window is None else np.minimum(tokens, window)
 
-    def _area(self, chunk: Array, prefix: Array) -> AttentionArea:
-        """Score elements of one head: the dense rectangle, and what is not masked."""
+    def _causal(self, chunk: Array, prefix: Array) -> Array:
+        """Score elements of one head that are not masked."""
         window = self.layer.sliding_window
-        dense = chunk * (self._window(prefix) + chunk)
         if window is None:
-            return AttentionArea(dense=dense, causal=chunk * (prefix + 0.5 * chunk))
-        return AttentionArea(dense=dense, causal=_causal(prefix + chunk, window) - _causal(prefix, window))
+            return chunk * (prefix + 0.5 * chunk)
+        return _causal(prefix + chunk, window) - _causal(prefix, window)
 
     # -- after attention
     def output_mlp_s(self, chunk: Array) -> Array:
-        """Output projection, norm, MLP (of a mixture: the active experts), residuals."""
+        """Output projection, norm, MLP (of a mixture: its active experts), residuals."""
+        return self._after(chunk)
+
+    def _before_attention(self) -> Callable[[Array], Array]:
+        steps = before_attention(self.model, fused=self.cost.fused)
+        return self.cost.row_cost(self._products(self.layer.qkv), steps)
+
+    def _after_attention(self) -> Callable[[Array], Array]:
         layer = self.layer
         experts = max(1, layer.num_experts_per_tok)
-        mlp = experts * sum(gemm.in_features * gemm.out_features for gemm in layer.mlp)
-        shared = sum(gemm.in_features * gemm.out_features for gemm in layer.shared_mlp)
-        router = layer.router.in_features * layer.router.out_features if layer.router else 0
-        weights = layer.output.in_features * layer.output.out_features + mlp + shared + router
         width = experts * self._mlp_width(layer.mlp) + self._mlp_width(layer.shared_mlp)
-        nbytes = after_attention_bytes(self.model, fused=self.cost.fused, intermediate=width) * self._scale
-        return self.cost.gemm_s(chunk, weights) + self.cost.traffic_s(chunk * nbytes)
+        steps = after_attention(self.model, fused=self.cost.fused, intermediate=width)
+        parts = [(layer.output,), (layer.router,) if layer.router else (), layer.shared_mlp]
+        products = [product for gemms in parts for product in self._products(gemms)]
+        return self.cost.row_cost((*products, *self._mlp_products()), steps)
+
+    def _mlp_products(self) -> tuple[Product, ...]:
+        """The dense MLP; or all experts, each of which sees its share of the tokens."""
+        layer = self.layer
+        if not layer.num_experts:
+            return self._products(layer.mlp)
+        return self._products(layer.mlp, layer.num_experts, layer.num_experts_per_tok / layer.num_experts)
+
+    def _products(self, gemms: Sequence[Gemm], num_matrices: int = 1, share: float = 1.0) -> tuple[Product, ...]:
+        """Those of one input are one where the engine fuses."""
+        products = tuple(Product(gemm.in_features, gemm.out_features, num_matrices, share) for gemm in gemms)
+        return merged(products) if self.cost.fused else products
 
     def _mlp_width(self, mlp: Sequence[Gemm]) -> int:
         """Features between the matrices of an MLP: the input of the one that leads back to the residual stream."""
@@ -131,11 +167,6 @@ class LayerCosts:
     def host_all_gather_s(self, num_ranks: int) -> float:
         """Launches of the all-gathers: an output tensor a rank has to be made and copied."""
         return self.host.gather_piece_s * num_ranks
-
-    @property
-    def _scale(self) -> float:
-        """Element-wise byte counts are for elements of two bytes."""
-        return self.element_bytes / 2
 
 
 def _causal(tokens: Array, window: int) -> Array:

@@ -1,4 +1,4 @@
-"""Bytes that element-wise kernels move for one token of one layer.
+"""Bytes that element-wise kernels move for one token of one layer, and kernels that do it.
 
 Eager PyTorch runs each step of a norm, a rotary embedding or an activation as a kernel of its own, each
 reading and writing device memory. The counts below follow the 2023 Hugging Face Llama and Falcon code in
@@ -12,7 +12,7 @@ residual     r4w2                                                               
 gated MLP    silu r2w2, times up r4w2                                                              = 10
 plain MLP    gelu r2w2                                                                             = 4
 
-Serving engines fuse: norm with residual r4w4, rotary in place r2w2, silu with product r4w2.
+Serving engines fuse: norm r2w2, residual r4w2, rotary in place r2w2, silu with product r4w2.
 """
 
 from __future__ import annotations
@@ -20,47 +20,85 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrsim.model import ModelSpec
+from kvrsim.rates.elementwise import Traffic
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Bytes:
-    """Bytes per element, one row of the table above, for elements of two bytes."""
+class _Step:
+    """Bytes per element and kernels of one step, for elements of two bytes."""
 
-    rms_norm: float
-    layer_norm: float
-    rotary: float
-    reshape: float
-    residual: float
-    gated_mlp: float
-    plain_mlp: float
+    nbytes: float
+    kernels: int
 
 
-_EAGER = _Bytes(rms_norm=34, layer_norm=4, rotary=20, reshape=4, residual=6, gated_mlp=10, plain_mlp=4)
-_FUSED = _Bytes(rms_norm=8, layer_norm=8, rotary=4, reshape=0, residual=0, gated_mlp=6, plain_mlp=4)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Steps:
+    """One way to write a layer's element-wise steps: a column of the table above."""
 
-# Bytes that eager attention moves per element of the score matrix, half precision with an fp32 softmax:
-# QK^T w2, /sqrt(d) r2w2, +mask r2w2, max(finfo.min) r2w2, softmax in fp32 r2w4, back to half r4w2, times V r2.
-EAGER_SCORE_BYTES = 28.0
+    rms_norm: _Step
+    layer_norm: _Step
+    rotary: _Step
+    reshape: _Step
+    residual: _Step
+    gated_mlp: _Step
+    plain_mlp: _Step
 
 
-def _norm_bytes(model: ModelSpec, table: _Bytes) -> float:
+_EAGER = _Steps(
+    rms_norm=_Step(nbytes=34, kernels=6),
+    layer_norm=_Step(nbytes=4, kernels=1),
+    rotary=_Step(nbytes=20, kernels=8),
+    reshape=_Step(nbytes=4, kernels=1),
+    residual=_Step(nbytes=6, kernels=1),
+    gated_mlp=_Step(nbytes=10, kernels=2),
+    plain_mlp=_Step(nbytes=4, kernels=1),
+)
+_FUSED = _Steps(
+    rms_norm=_Step(nbytes=4, kernels=1),
+    layer_norm=_Step(nbytes=4, kernels=1),
+    rotary=_Step(nbytes=4, kernels=1),
+    reshape=_Step(nbytes=0, kernels=0),
+    residual=_Step(nbytes=6, kernels=1),
+    gated_mlp=_Step(nbytes=6, kernels=1),
+    plain_mlp=_Step(nbytes=4, kernels=1),
+)
+
+# Bytes that eager attention moves per element of the score matrix in half precision, by Llama's code with its
+# softmax in fp32: QK^T w2, /sqrt(d) r2w2, +mask r2w2, max(finfo.min) r2w2, softmax in fp32 r2w4, back to half r4w2,
+# times V r2. Falcon's own code, counted likewise, would move 16, and 44 with ALiBi; but the published TTFTs of
+# Falcon 7B, which has none, ask for about 26. So Llama's count stands for all, and ALiBi adds its biases, r2w2.
+_SCORE_BYTES = 28.0
+_ALIBI_BYTES = 4.0
+
+
+def eager_score_bytes(model: ModelSpec) -> float:
+    """Bytes that eager attention moves per element of the score matrix, for elements of two bytes."""
+    return _SCORE_BYTES + _ALIBI_BYTES * model.alibi
+
+
+def _norm(model: ModelSpec, table: _Steps) -> Traffic:
     """RMSNorm has weights only, LayerNorm weights and biases."""
-    return table.rms_norm if model.final_norm_parameters == model.hidden_size else table.layer_norm
+    step = table.rms_norm if model.final_norm_parameters == model.hidden_size else table.layer_norm
+    return Traffic("norm", step.nbytes * model.hidden_size, step.kernels)
 
 
-def before_attention_bytes(model: ModelSpec, *, fused: bool) -> float:
+def before_attention(model: ModelSpec, *, fused: bool) -> tuple[Traffic, ...]:
     """Input norm and rotary embedding of one token."""
     table = _FUSED if fused else _EAGER
-    norm = _norm_bytes(model, table)
+    if model.alibi:
+        return (_norm(model, table),)
     heads = model.num_attention_heads + model.num_key_value_heads
-    rotary = 0.0 if model.alibi else table.rotary * heads * model.head_dim
-    return norm * model.hidden_size + rotary
+    nbytes = table.rotary.nbytes * heads * model.head_dim
+    return _norm(model, table), Traffic("rotary", nbytes, table.rotary.kernels)
 
 
-def after_attention_bytes(model: ModelSpec, *, fused: bool, intermediate: float) -> float:
+def after_attention(model: ModelSpec, *, fused: bool, intermediate: float) -> tuple[Traffic, ...]:
     """Reshape, residuals, second norm and activation of one token; `intermediate` is the active MLP width."""
-    table = _FUSED if fused else _EAGER
-    norm = 0.0 if model.parallel_attn else _norm_bytes(model, table)
-    activation = table.gated_mlp if model.gated_mlp else table.plain_mlp
-    hidden = table.reshape + 2 * table.residual + norm
-    return hidden * model.hidden_size + activation * intermediate
+    table, hidden = _FUSED if fused else _EAGER, model.hidden_size
+    mlp = table.gated_mlp if model.gated_mlp else table.plain_mlp
+    steps = [
+        Traffic("copy", table.reshape.nbytes * hidden, table.reshape.kernels),
+        Traffic("residual", 2 * table.residual.nbytes * hidden, 2 * table.residual.kernels),
+        Traffic("activation", mlp.nbytes * intermediate, mlp.kernels),
+    ]
+    return tuple(steps if model.parallel_attn else [*steps, _norm(model, table)])

@@ -13,7 +13,7 @@ from typing import TypeGuard
 
 import numpy as np
 
-from kvrsim.hardware import Cluster
+from kvrsim.hardware import Cluster, Path
 from kvrsim.program import AllGather, Array, Compute, Op, Program, Recv, Send
 
 
@@ -57,8 +57,7 @@ def _compile(rank: int, ops: tuple[Op, ...], cluster: Cluster) -> tuple[_Step, .
                 steps.append(_Segment(op.device_s, np.maximum(op.device_s, op.host_s), op.host_s))
         elif isinstance(op, Send):
             path = cluster.path(rank, op.dst)
-            link_s = op.nbytes / path.bandwidth_bytes_per_s
-            steps.append(_Message(op.dst, link_s, path.latency_s, op.host_s, op.rendezvous))
+            steps.append(_Message(op.dst, path.busy_s(op.nbytes), path.latency_s, op.host_s, op.rendezvous))
         else:
             steps.append(op)
     return _without_host(steps)
@@ -230,10 +229,12 @@ class _Walk:
         ops = [_gather_of(rank) for rank in self.ranks]
         for rank, op in zip(self.ranks, ops, strict=True):
             rank.host_s += op.host_s
-        start = np.stack([np.maximum(rank.clock, rank.host_s) for rank in self.ranks])
         paths = [self.cluster.path(rank, (rank + 1) % num_ranks) for rank in range(num_ranks)]
-        latency = np.array([path.latency_s for path in paths])[:, None]
-        seconds_per_byte = 1.0 / np.array([path.bandwidth_bytes_per_s for path in paths])[:, None]
+        launch_s, latency = (
+            np.array([getattr(path, name) for path in paths])[:, None]
+            for name in ("gather_launch_s", "gather_latency_s")
+        )
+        start = np.stack([np.maximum(rank.clock, rank.host_s) for rank in self.ranks]) + launch_s
         pieces = np.stack([np.broadcast_to(op.nbytes, start.shape[1:]) for op in ops])
         before, after = np.arange(-1, num_ranks - 1), np.arange(1, num_ranks + 1) % num_ranks
         both_there = np.maximum(start, start[after])
@@ -241,7 +242,7 @@ class _Walk:
         link = np.stack([np.broadcast_to(self.links.get(edge, 0.0), start.shape[1:]) for edge in edges])
         held, clock = start, start.copy()
         for _ in range(num_ranks - 1):
-            link = np.maximum(np.maximum(held, both_there), link) + pieces * seconds_per_byte
+            link = np.maximum(np.maximum(held, both_there), link) + _steps_s(paths, pieces)
             held = (link + latency)[before]
             pieces = pieces[before]
             np.maximum(clock, held, out=clock)
@@ -249,6 +250,14 @@ class _Walk:
             self.links[edges[index]] = link[index]
             rank.clock[:] = clock[index]
             rank.step += 1
+
+
+def _steps_s(paths: list[Path], pieces: Array) -> Array:
+    """Seconds that each rank's piece, shape (num_ranks, B), takes to the next rank."""
+    first = paths[0]
+    if all(path == first for path in paths):
+        return first.gather_step_s(pieces, len(paths))
+    return np.stack([path.gather_step_s(piece, len(paths)) for path, piece in zip(paths, pieces, strict=True)])
 
 
 def _gather_of(rank: _Rank) -> AllGather:

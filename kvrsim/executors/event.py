@@ -10,10 +10,11 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import simpy
 
 from kvrsim.executors.bus import FairBus
-from kvrsim.hardware import Cluster
+from kvrsim.hardware import Cluster, Path
 from kvrsim.program import AllGather, Compute, Program, Recv, Send
 from kvrsim.timeline import Span, SpanKind, Timeline
 
@@ -23,19 +24,17 @@ Process = Generator[simpy.Event, Any, Any]
 class Link:
     """What a pair of ranks sends over: one message at a time, first in, first out, alone or on a bus."""
 
-    def __init__(self, env: simpy.Environment, bandwidth_bytes_per_s: float, bus: FairBus | None = None) -> None:
-        self.env = env
-        self.bandwidth_bytes_per_s = bandwidth_bytes_per_s
-        self.bus = bus
+    def __init__(self, env: simpy.Environment, path: Path, bus: FairBus | None = None) -> None:
+        self.env, self.path, self.bus = env, path, bus
         self.queue = simpy.Resource(env, capacity=1)
 
-    def transmit(self, nbytes: float) -> Process:
-        """Wait for the link, then put the bytes on it; returns when the first byte left."""
+    def transmit(self, nbytes: float, busy_s: float) -> Process:
+        """Wait for the link, then keep it busy, or share the bus; returns when the first byte left."""
         with self.queue.request() as turn:
             yield turn
             start_s = self.env.now
             if self.bus is None:
-                yield self.env.timeout(nbytes / self.bandwidth_bytes_per_s)
+                yield self.env.timeout(busy_s)
             else:
                 yield from self.bus.transmit(nbytes)
         return start_s
@@ -79,8 +78,12 @@ class Replay:
             path = self.cluster.path(src, dst)
             bus = self.bus if path.shared_bus else None
             self.bus.bandwidth_bytes_per_s = path.bandwidth_bytes_per_s
-            self.links[src, dst] = Link(self.env, path.bandwidth_bytes_per_s, bus)
+            self.links[src, dst] = Link(self.env, path, bus)
         return self.links[src, dst]
+
+    def after(self, rank: int) -> int:
+        """The next rank on the ring."""
+        return (rank + 1) % self.program.num_ranks
 
     def inbox(self, src: int, dst: int) -> simpy.Store:
         """Messages from src that have arrived at dst and wait to be received."""
@@ -104,10 +107,20 @@ class Replay:
             self.spans.append(Span(rank=rank, kind=kind, name=name, layer=layer, start_s=start_s, end_s=end_s))
 
     def carry(
-        self, src: int, dst: int, nbytes: float, layer: int | None, left: simpy.Event | None, to: simpy.Store
+        self,
+        src: int,
+        dst: int,
+        nbytes: float,
+        layer: int | None,
+        left: simpy.Event | None,
+        to: simpy.Store,
+        *,
+        gathers: bool = False,
     ) -> Process:
-        """Move one message: queue, transmission, latency, delivery."""
-        start_s = yield from self.link(src, dst).transmit(nbytes)
+        """Move one message, or one piece of an all-gather: queue, transmission, latency, delivery."""
+        link, size = self.link(src, dst), np.array(nbytes)
+        step_s = link.path.gather_step_s(size, self.program.num_ranks) if gathers else link.path.busy_s(size)
+        start_s = yield from link.transmit(nbytes, step_s.item())
         end_s = self.env.now
         if left is not None:
             left.succeed()
@@ -123,7 +136,7 @@ class Replay:
                 nbytes=nbytes,
             )
             self.spans.append(span)
-        latency_s = self.cluster.path(src, dst).latency_s
+        latency_s = link.path.gather_latency_s if gathers else link.path.latency_s
         if latency_s:
             yield self.env.timeout(latency_s)
         yield to.put(nbytes)
@@ -203,7 +216,8 @@ class _RankProcess:
     def _all_gather(self, layer: int | None, op: AllGather) -> Process:
         """Join, let a forwarder pass pieces on, and wait until all others have come."""
         self.host_s += op.host_s
-        yield from self._until(max(self.clock_s, self.host_s))
+        launch_s = self.replay.link(self.rank, self.replay.after(self.rank)).path.gather_launch_s
+        yield from self._until(max(self.clock_s, self.host_s) + launch_s)
         gathering = self.replay.gathering(self.num_gathered)
         self.num_gathered += 1
         gathering.sizes[self.rank] = op.nbytes.item()
@@ -216,11 +230,12 @@ class _RankProcess:
 
     def _forward(self, gathering: _Gathering, layer: int | None, steps: int, done: simpy.Event) -> Process:
         """Send the own piece, then every piece that comes but the last; tell when all have come."""
-        dst = (self.rank + 1) % self.replay.program.num_ranks
+        dst = self.replay.after(self.rank)
         nbytes = gathering.sizes[self.rank]
         for step in range(steps):
             yield gathering.joined[dst]
-            self.env.process(self.replay.carry(self.rank, dst, nbytes, layer, None, gathering.pieces[dst]))
+            to = gathering.pieces[dst]
+            self.env.process(self.replay.carry(self.rank, dst, nbytes, layer, None, to, gathers=True))
             nbytes = yield gathering.pieces[self.rank].get()
             if step == steps - 1:
                 done.succeed()

@@ -32,7 +32,25 @@ def partitions(scenario: Scenario, seed: int, count: int) -> Array:
     random_rows[np.arange(count), rng.integers(ranks, size=count)] += tokens - random_rows.sum(axis=1)
     extremes = np.ones((ranks, ranks)) + np.eye(ranks) * (tokens - ranks)
     even = np.full((1, ranks), tokens // ranks) + (np.arange(ranks) < tokens % ranks)
-    return np.concatenate([even, extremes, random_rows])
+    return np.concatenate([even, extremes, random_rows, in_whole_steps(scenario, random_rows)])
+
+
+def in_whole_steps(scenario: Scenario, rows: Array) -> Array:
+    """The nearest that fill the tiles of the matrix products, first with the rest on the last rank, then on the first.
+
+    One token more would take a step longer.
+    """
+    gemm = scenario.profile.kernels.gemm if scenario.profile else None
+    if gemm is None or not gemm.tiles:
+        return rows[:0]
+    step = max(1, gemm.step // scenario.request.batch)
+    filled = np.maximum(1, np.round(rows / step) * step)
+    found = []
+    for rest in (-1, 0):
+        cut = filled.copy()
+        cut[:, rest] += scenario.request.new_tokens - filled.sum(axis=1)
+        found.append(cut[(cut >= 1).all(axis=1)])
+    return np.concatenate(found)
 
 
 def assert_nothing_beats_the_bound(scenario: Scenario, seed: int, count: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -187,7 +186,7 @@ def test_no_faster_than_all_bytes_over_the_bandwidth(seed: int, make: Any) -> No
             assert moved == pytest.approx((len(cut) - 1) * sum(pieces))
         least_s = moved / scenario.cluster.link.bandwidth_bytes_per_s
         assert max(replay.finish_s) >= least_s * (1 - 1e-9)
-        own = replace(scenario.cluster, topology="switch")
+        own = make.plain(scenario.cluster).with_topology("switch")
         for shared_s, own_s in zip(replay.finish_s, Replay(program, own, record=False).finish_s, strict=True):
             assert shared_s >= own_s * (1 - 1e-9), "a share of a bus is no faster than all of it"
 
@@ -200,6 +199,6 @@ def test_one_flow_at_a_time_is_as_on_a_switch(seed: int, make: Any) -> None:
     scenario = make.scenario(rng, num_gpus=(2, 2), topologies=("bus",), roofline=False, sends="rendezvous")
     cut = make.partition(rng, scenario.request.new_tokens, 2)
     program = scenario.program(STRATEGIES["kvr-s"], [np.array([float(chunk)]) for chunk in cut])
-    own = scenario.cluster.with_topology("switch")
+    own = make.plain(scenario.cluster).with_topology("switch")
     want = Replay(program, own, record=False).finish_s
     assert Replay(program, scenario.cluster, record=False).finish_s == pytest.approx(want, rel=1e-12)

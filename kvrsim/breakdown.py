@@ -1,0 +1,42 @@
+"""Where the time of a prefill goes: by rank and operation, against the roofline, and how each is known."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import pandas
+
+Basis = Literal["measured", "interpolated", "extrapolated", "fitted", "datasheet", "simulated"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BreakdownRow:
+    """One kind of work, or of waiting, on one rank, all layers together."""
+
+    rank: int
+    kind: str  # "gemm", "attention", "elementwise", "resume" (after communication) or "wait"
+    what: str  # which matrix product, or what is waited for
+    seconds: float
+    share: float  # of TTFT
+    roofline_share: float | None  # least seconds by the datasheet over seconds; None: no work of the device
+    basis: Basis  # how the seconds are known
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Breakdown:
+    """All rows of all ranks; a rank's rows sum to when it has finished."""
+
+    ttft_s: float
+    rows: tuple[BreakdownRow, ...]
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """Plain JSON values."""
+        return [asdict(row) for row in self.rows]
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row a rank and operation."""
+        import pandas
+
+        return pandas.DataFrame(self.to_dict())

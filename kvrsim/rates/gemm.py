@@ -1,0 +1,206 @@
+"""GemmRates: seconds of matrix products, from tiles that run in waves and from shapes that were measured.
+
+A product of `rows` tokens with a weight matrix is cut into tiles of the output; the device computes as many
+at a time as it has multiprocessors, so time rises in steps ("wave quantisation"; NVIDIA, Matrix
+Multiplication Background User's Guide). Of several tile sizes the library takes the fastest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from kvrsim.program import Array
+from kvrsim.units import JsonObject
+
+_LAST_STEP = 512  # steps of the time table; beyond them time is proportional to rows
+
+
+class Product(NamedTuple):
+    """Matrix products of one shape that are issued together."""
+
+    in_features: int
+    out_features: int
+    num_matrices: int = 1  # weights of that shape, such as the experts of a mixture
+    share: float = 1.0  # of the tokens that each of them sees
+
+    @property
+    def flops_per_row(self) -> float:
+        """FLOPs a token."""
+        return 2.0 * self.in_features * self.out_features * self.num_matrices * self.share
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tile:
+    """One way to cut the output."""
+
+    rows: int
+    cols: int
+    flops_share: float  # of GemmRates.flops_per_s that it reaches
+    start_s: float  # prologue and epilogue of a wave
+
+    @classmethod
+    def read(cls, data: JsonObject) -> Tile:
+        """Check the keys of a tile."""
+        data.only(cls.__slots__)
+        return cls(
+            rows=data.integer("rows"),
+            cols=data.integer("cols"),
+            flops_share=data.number("flops_share", maximum=1),
+            start_s=data.number("start_s", allow_zero=True),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredShape:
+    """One weight matrix's times, as measured."""
+
+    in_features: int
+    out_features: int
+    rows: tuple[int, ...]  # rising
+    seconds: tuple[float, ...]
+
+    @classmethod
+    def read(cls, data: JsonObject) -> MeasuredShape:
+        """Check the keys of a shape: as many seconds as rows, rows rising."""
+        data.only(cls.__slots__)
+        rows, seconds = data.numbers("rows"), data.numbers("seconds")
+        whole = all(row >= 1 and row.is_integer() for row in rows)
+        if not rows or not whole or len(rows) != len(seconds) or sorted(set(rows)) != rows:
+            raise data.error("rows", "rising whole numbers from 1, as many as seconds")
+        return cls(
+            in_features=data.integer("in_features"),
+            out_features=data.integer("out_features"),
+            rows=tuple(int(row) for row in rows),
+            seconds=tuple(seconds),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowCost:
+    """Seconds as a function of rows: steps of a table, and a slope."""
+
+    rows_per_step: float | None  # None: no steps
+    table: Array  # seconds of 0, 1, ... steps; beyond the last in proportion
+    row_s: float  # seconds a row, added
+
+    def __call__(self, rows: Array) -> Array:
+        if self.rows_per_step is None:
+            return np.asarray(rows * self.row_s + self.table[0])
+        steps = np.ceil(rows / self.rows_per_step)
+        last = len(self.table) - 1
+        inside = np.minimum(steps, last)
+        seconds = self.table[inside.astype(np.intp)] + rows * self.row_s
+        if np.greater(steps, last).any():
+            seconds += (steps - inside) * (self.table[-1] / last)
+        return np.asarray(seconds)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GemmRates:
+    """What matrix products reach on one device with one library."""
+
+    flops_per_s: float  # of the whole device in full waves, at the clock that it holds
+    bytes_per_s: float  # at which weights and activations cross device memory
+    launch_s: float  # of every kernel, on the device
+    concurrent_tiles: int  # tiles that run at a time: multiprocessors
+    tiles: tuple[Tile, ...]  # none: no quantisation, flops_per_s throughout
+    measured: tuple[MeasuredShape, ...] = ()
+
+    @classmethod
+    def read(cls, data: JsonObject) -> GemmRates:
+        """Check the keys of the profile's gemm section."""
+        data.only(cls.__slots__)
+        return cls(
+            flops_per_s=data.number("flops_per_s"),
+            bytes_per_s=data.number("bytes_per_s"),
+            launch_s=data.number("launch_s", allow_zero=True),
+            concurrent_tiles=data.integer("concurrent_tiles"),
+            tiles=tuple(Tile.read(tile) for tile in data.children("tiles")),
+            measured=tuple(MeasuredShape.read(shape) for shape in data.children("measured")),
+        )
+
+    def seconds(self, rows: Array, products: tuple[Product, ...], element_bytes: int) -> Array:
+        """All the products one after another; `rows` tokens, any shape, not necessarily whole."""
+        return self.row_cost(products, element_bytes)(rows)
+
+    def row_cost(self, products: tuple[Product, ...], element_bytes: int) -> RowCost:
+        """Seconds of all the products as a function of rows, prepared once."""
+        if not self.tiles:
+            flops = sum(product.flops_per_row for product in products)
+            return RowCost(rows_per_step=None, table=np.zeros(1), row_s=flops / self.flops_per_s)
+        return RowCost(rows_per_step=self.step, table=_time_table(self, products, element_bytes), row_s=0.0)
+
+    @property
+    def step(self) -> int:
+        """Rows between which time does not rise."""
+        return min(tile.rows for tile in self.tiles)
+
+    def form_s(self, rows: Array, product: Product, element_bytes: int) -> Array:
+        """One product by the form alone: the fastest tile's waves, or its bytes where they take longer."""
+        rows_each = rows * product.share
+        nbytes = (
+            element_bytes
+            * product.num_matrices
+            * (product.in_features * product.out_features + rows_each * (product.in_features + product.out_features))
+        )
+        waves_s: Array = np.min([self._waves_s(tile, rows_each, product) for tile in self.tiles], axis=0)
+        return np.asarray(self.launch_s + np.maximum(waves_s, nbytes / self.bytes_per_s))
+
+    def _waves_s(self, tile: Tile, rows: Array, product: Product) -> Array:
+        tiles = product.num_matrices * np.ceil(rows / tile.rows) * np.ceil(product.out_features / tile.cols)
+        flops = 2.0 * product.in_features * tile.rows * tile.cols * self.concurrent_tiles
+        wave_s = flops / (self.flops_per_s * tile.flops_share) + tile.start_s
+        return np.asarray(np.ceil(tiles / self.concurrent_tiles) * wave_s)
+
+    def is_measured(self, product: Product) -> bool:
+        """Whether the weight matrix is one that was timed."""
+        return self._shape_of(product) is not None
+
+    def _shape_of(self, product: Product) -> MeasuredShape | None:
+        wanted = product.in_features, product.out_features
+        same = (shape for shape in self.measured if (shape.in_features, shape.out_features) == wanted)
+        return next(same, None) if product.num_matrices == 1 else None
+
+    def product_s(self, rows: Array, product: Product, element_bytes: int) -> Array:
+        """The form, or, for a shape that was measured, the form times measured over form between its rows."""
+        seconds = self.form_s(rows, product, element_bytes)
+        shape = self._shape_of(product)
+        if shape is None:
+            return seconds
+        knots = np.array(shape.rows, dtype=float)
+        ratio = np.log(np.array(shape.seconds) / self.form_s(knots, product, element_bytes))
+        return np.asarray(seconds * np.exp(np.interp(np.log(np.maximum(rows, 1.0)), np.log(knots), ratio)))
+
+    def faster(self, factor: float) -> GemmRates:
+        """Every rate `factor` times as high."""
+        return replace(
+            self,
+            flops_per_s=self.flops_per_s * factor,
+            bytes_per_s=self.bytes_per_s * factor,
+            launch_s=self.launch_s / factor,
+            tiles=tuple(replace(tile, start_s=tile.start_s / factor) for tile in self.tiles),
+            measured=tuple(replace(one, seconds=tuple(s / factor for s in one.seconds)) for one in self.measured),
+        )
+
+
+@lru_cache(maxsize=256)
+def _time_table(rates: GemmRates, products: tuple[Product, ...], element_bytes: int) -> Array:
+    """Seconds of all the products for 0, 1, ... steps of rows; more rows never take less."""
+    rows = rates.step * np.arange(_LAST_STEP + 1, dtype=float)
+    seconds = sum((rates.product_s(rows, product, element_bytes) for product in products), np.zeros(len(rows)))
+    seconds[0] = 0.0
+    return np.maximum.accumulate(seconds)
+
+
+def merged(products: Sequence[Product]) -> tuple[Product, ...]:
+    """Products of the same input as one, as serving engines fuse Q, K, V, and gate and up."""
+    widths: dict[tuple[int, int, float], int] = {}
+    for product in products:
+        key = product.in_features, product.num_matrices, product.share
+        widths[key] = widths.get(key, 0) + product.out_features
+    return tuple(Product(fan_in, width, count, share) for (fan_in, count, share), width in widths.items())

@@ -1,0 +1,251 @@
+"""What holds of any rates: more takes no less, nothing beats the datasheet, and twice as fast takes half as long."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrsim.hardware import GpuSpec, LinkSpec
+from kvrsim.program import Array
+from kvrsim.rates.attention import AttentionCall, AttentionRates
+from kvrsim.rates.elementwise import ELEMENTWISE_OPS
+from kvrsim.rates.gemm import Product
+from kvrsim.units import JsonObject
+
+SEEDS = st.integers(0, 2**32)
+FACTORS = st.floats(1e-3, 1e3)
+SLACK = 1e-12  # relative, of rounding
+KERNELS = ("eager", "flash")
+
+
+def rises(seconds: Array) -> bool:
+    """Whether no value is below the one before."""
+    return bool((np.diff(seconds) >= -SLACK * seconds[1:]).all())
+
+
+def sizes(rng: random.Random) -> Array:
+    """Rising numbers of tokens from 1: whole ones in a row, and any up to a random largest."""
+    largest = 10 ** rng.uniform(1, 4.7)
+    some = [rng.uniform(1, largest) for _ in range(200)]
+    return np.unique([*range(1, 200), *map(round, some), *some]).astype(float)
+
+
+# -- matrix products
+
+
+def products(rng: random.Random) -> tuple[Product, ...]:
+    """One to three, or the experts of a mixture."""
+    widths = [8, 64, 300, 4096]
+    share = rng.choice([1.0, 0.25])
+    return tuple(
+        Product(rng.choice(widths), rng.choice(widths), 1 if share == 1 else 8, share)
+        for _ in range(rng.choice([1, 1, 2, 3]))
+    )
+
+
+@given(seed=SEEDS, element_bytes=st.sampled_from([1, 2]))
+def test_products_never_take_less_with_rows(seed: int, element_bytes: int, make: Any) -> None:
+    rng = random.Random(seed)
+    gpu, shapes = make.gpu(rng), products(rng)
+    rates = make.gemm(rng, gpu, shapes=shapes)
+    rows = sizes(rng)
+    seconds = rates.seconds(rows, shapes, element_bytes)
+    assert rises(seconds)
+    flops = sum(product.flops_per_row for product in shapes)
+    assert (seconds >= rows * (flops / gpu.peak_flops[0][1]) * (1 - SLACK)).all()
+
+
+@given(seed=SEEDS)
+@settings(max_examples=50)
+def test_products_come_one_after_another(seed: int, make: Any) -> None:
+    """They take the sum, or less where one's time would fall with rows and another's rises."""
+    rng = random.Random(seed)
+    shapes, rows = products(rng), sizes(rng)
+    rates = make.gemm(rng, make.gpu(rng))
+    apart = sum((rates.seconds(rows, (product,), 2) for product in shapes), np.zeros(1))
+    assert (rates.seconds(rows, shapes, 2) <= apart * (1 + 1e-9)).all()
+    twice = rates.seconds(rows, (*shapes, *shapes), 2)
+    assert twice == pytest.approx(2 * rates.seconds(rows, shapes, 2), rel=1e-9)
+
+
+@given(seed=SEEDS)
+@settings(max_examples=50)
+def test_measured_shapes_take_what_was_measured(seed: int, make: Any) -> None:
+    rng = random.Random(seed)
+    shapes = [Product(fan_in, fan_out) for fan_in in (64, 4096) for fan_out in (64, 128, 4096)]
+    rates = make.gemm(rng, make.gpu(rng), shapes=shapes)
+    for shape in rates.measured:
+        product = Product(shape.in_features, shape.out_features)
+        rows = np.array(shape.rows, dtype=float)
+        assert rates.product_s(rows, product, 2) == pytest.approx(shape.seconds, rel=1e-9)
+
+
+# -- attention
+
+
+def caller(rng: random.Random) -> Callable[[Array, Array], AttentionCall]:
+    """A call of some chunk after some prefix, of a random model, with a window or without."""
+    kv_heads, queries, head_dim = rng.choice([1, 2, 3, 8, 71]), rng.choice([1, 2, 3, 8]), rng.choice([8, 64, 128, 256])
+    window = rng.choice([np.inf, np.inf, 7, 64, 500, 4096])
+
+    def seen(tokens: Array) -> Array:
+        inside = np.minimum(tokens, window)
+        return 0.5 * inside * inside + np.where(tokens > inside, (tokens - inside) * min(window, 1e12), 0.0)
+
+    def call(chunk: Array, prefix: Array) -> AttentionCall:
+        return AttentionCall(
+            chunk=chunk,
+            prefix=np.minimum(prefix, window),
+            causal=seen(prefix + chunk) - seen(prefix),
+            num_attention_heads=kv_heads * queries,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            score_bytes=28.0,
+        )
+
+    return call
+
+
+def attention(
+    make: Any, rng: random.Random, kernel: str
+) -> tuple[GpuSpec, AttentionRates, Callable[[Array, Array], AttentionCall], tuple[int, int]]:
+    gpu = make.gpu(rng)
+    rates = make.flash(rng, gpu) if kernel == "flash" else make.eager(rng, gpu)
+    return gpu, rates, caller(rng), (rng.choice([1, 1, 3]), rng.choice([1, 2]))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@given(seed=SEEDS)
+@settings(max_examples=200)
+def test_attention_never_takes_less_with_queries_or_keys(kernel: str, seed: int, make: Any) -> None:
+    rng = random.Random(seed)
+    _, rates, call, (batch, element_bytes) = attention(make, rng, kernel)
+    tokens = sizes(rng)
+    for other in (0.0, 1.0, float(rng.randint(1, 5000))):
+        fixed = np.full_like(tokens, other)
+        assert rises(rates.seconds(call(tokens, fixed), batch, element_bytes)), "more queries"
+        if other:
+            assert rises(rates.seconds(call(fixed, tokens), batch, element_bytes)), "more keys"
+    one, many = (rates.seconds(call(tokens, tokens[::-1]), batch, element_bytes) for batch in (1, 3))
+    assert (many >= one * (1 - SLACK)).all(), "more sequences"
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@given(seed=SEEDS)
+@settings(max_examples=200)
+def test_the_least_that_proofs_count_on(kernel: str, seed: int, make: Any) -> None:
+    """Never more than the call takes; at a fixed end, no more for a later start."""
+    rng = random.Random(seed)
+    gpu, rates, call, (batch, element_bytes) = attention(make, rng, kernel)
+    starts = sizes(rng) - 1
+    for end in (starts[-1] + 1, starts[-1] + rng.choice([0.3, 64, 5000])):
+        calls = call(end - starts, starts)
+        least, seconds = (time(calls, batch, element_bytes) for time in (rates.least_seconds, rates.seconds))
+        assert (least <= seconds * (1 + SLACK)).all()
+        assert rises(least[::-1])
+        flops = 4.0 * batch * calls.num_attention_heads * calls.head_dim * calls.causal
+        assert (least >= flops / gpu.peak_flops[0][1] * (1 - 1e-9)).all()
+    tokens = sizes(rng)
+    assert rises(rates.least_seconds(call(tokens, np.full_like(tokens, 7.0)), batch, element_bytes))
+
+
+# -- links
+
+
+@given(seed=SEEDS, num_ranks=st.integers(2, 64))
+def test_gathering_takes_more_for_more(seed: int, num_ranks: int, make: Any) -> None:
+    rng = random.Random(seed)
+    rates = make.gather(rng, make.log(rng, 7, 12))
+    nbytes = np.concatenate([[0.0], np.geomspace(1, 1e10, 300)])
+    seconds = rates.seconds(nbytes, num_ranks)
+    assert rises(seconds)
+    assert rises(rates.step_s(nbytes, num_ranks))
+    assert rises(np.concatenate([rates.seconds(nbytes[-1:], ranks) for ranks in range(2, 40)]))
+    fastest = max(rates.small_bytes_per_s, rates.large_bytes_per_s)
+    crossing = (num_ranks - 1) / num_ranks * nbytes
+    assert (seconds >= crossing / fastest * (1 - 1e-9)).all()
+
+
+@given(seed=SEEDS)
+def test_short_messages_are_no_slower_end_to_end(seed: int, make: Any) -> None:
+    """max(latency + n / short, n / bandwidth): between the bandwidth alone and latency plus bandwidth."""
+    rng = random.Random(seed)
+    cluster = make.cluster(rng, 4)
+    nbytes = np.concatenate([[0.0], np.geomspace(1, 1e10, 300)])
+    for src, dst in ((0, 1), (1, 2), (0, 3)):
+        path = cluster.path(src, dst)
+        busy_s = path.busy_s(nbytes)
+        assert rises(busy_s)
+        assert (busy_s >= 0).all()
+        end_s, alone_s = busy_s + path.latency_s, nbytes / path.bandwidth_bytes_per_s
+        assert (end_s >= alone_s * (1 - SLACK)).all()
+        assert (end_s <= (alone_s + path.latency_s) * (1 + SLACK)).all()
+        if path.short_bytes_per_s is not None:
+            short_s = path.latency_s + nbytes / path.short_bytes_per_s
+            assert end_s == pytest.approx(np.maximum(short_s, alone_s), rel=1e-9)
+
+
+# -- all of them
+
+
+def everything(make: Any, rng: random.Random, gpu: GpuSpec) -> list[Any]:
+    return [
+        make.gemm(rng, gpu, shapes=[Product(64, 128), Product(128, 64)]),
+        make.eager(rng, gpu),
+        make.flash(rng, gpu),
+        make.elementwise(rng, gpu),
+        make.gather(rng, make.log(rng, 7, 12)),
+    ]
+
+
+@given(seed=SEEDS)
+@settings(max_examples=50)
+def test_rates_come_back(seed: int, make: Any) -> None:
+    rng = random.Random(seed)
+    for rates in everything(make, rng, make.gpu(rng)):
+        fields = json.loads(json.dumps(asdict(rates)))
+        assert type(rates).read(JsonObject(fields=fields, where="test")) == rates
+
+
+@given(seed=SEEDS, factor=FACTORS)
+@settings(max_examples=50)
+def test_every_rate_times_k_is_every_time_over_k(seed: int, factor: float, make: Any) -> None:
+    rng = random.Random(seed)
+    gpu = make.gpu(rng)
+    gemm, eager, flash, elementwise, gather = everything(make, rng, gpu)
+    tokens, call = sizes(rng), caller(rng)
+    shapes = (Product(64, 128), Product(300, 100))
+    times: list[Callable[[Any], Array]] = [lambda rates: rates.seconds(tokens, shapes, 2)]
+    for prefix in (np.zeros_like(tokens), tokens[::-1]):
+        calls = call(tokens, prefix)
+        times += [lambda rates, c=calls: rates.seconds(c, 3, 2), lambda rates, c=calls: rates.least_seconds(c, 3, 2)]  # type: ignore[misc]
+    for rates, forms in ((gemm, times[:1]), (eager, times[1:]), (flash, times[1:])):
+        for form in forms:
+            assert form(rates.faster(factor)) == pytest.approx(form(rates) / factor, rel=1e-9)
+    faster = elementwise.faster(factor)
+    assert faster.start_s == pytest.approx(elementwise.start_s / factor)
+    for op in ELEMENTWISE_OPS:
+        assert faster.bytes_per_s(op) == pytest.approx(elementwise.bytes_per_s(op) * factor)
+    nbytes = np.geomspace(1, 1e10, 50)
+    assert gather.faster(factor).seconds(nbytes, 5) == pytest.approx(gather.seconds(nbytes, 5) / factor, rel=1e-9)
+
+
+@given(seed=SEEDS)
+@settings(max_examples=50)
+def test_links_without_measurements_cost_the_same_either_way(seed: int, make: Any) -> None:
+    """A short-message rate that is the bandwidth's own changes nothing."""
+    rng = random.Random(seed)
+    cluster = make.plain(make.cluster(rng, 3, topologies=("switch",)))
+    link: LinkSpec = cluster.link
+    same = cluster.with_measured(replace(link, short_bytes_per_s=link.bandwidth_bytes_per_s))
+    nbytes = np.geomspace(1, 1e10, 50)
+    assert (same.path(0, 1).busy_s(nbytes) == cluster.path(0, 1).busy_s(nbytes)).all()
+    assert (cluster.path(0, 1).gather_step_s(nbytes, 3) == cluster.path(0, 1).busy_s(nbytes)).all()
