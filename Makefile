@@ -11,7 +11,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help plan test check format bench accuracy fit clean
+.PHONY: help plan test check format bench accuracy figures profiles fit clean
 
 help: ## list these targets
 	@echo "make TARGET   (PYTHON=$(PYTHON); any Python >= 3.11 will do)"
@@ -41,6 +41,9 @@ bench: $(VENV)/.core ## run each benchmark in benchmarks/
 
 accuracy: $(VENV)/.core ## simulate the published cases and rewrite the accuracy page
 	$(BIN)/python -m validate.published
+
+figures: $(VENV)/.core ## draw the paper's figures from the simulator and rewrite their page
+	$(BIN)/python -m validate.figures
 
 fit: $(VENV)/.core ## fit the shipped profile anew from the published figures
 	$(BIN)/python -m validate.fit_published

@@ -52,5 +52,7 @@ def test_the_report_has_every_row(result: dict[str, Any]) -> None:
 
 
 def test_summary_of_nothing_is_none() -> None:
-    assert summary([]) == {"n": 0, "mape": None, "median_ape": None, "max_ape": None}
-    assert summary([-0.1, 0.3])["mape"] == pytest.approx(0.2)
+    assert summary([]) == {"n": 0, "mape": None, "median_ape": None, "max_ape": None, "coverage": None}
+    two = summary([{"rel_error": -0.1, "inside": True}, {"rel_error": 0.3, "inside": False}])
+    assert two["mape"] == pytest.approx(0.2)
+    assert two["coverage"] == 0.5

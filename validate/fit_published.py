@@ -1,14 +1,15 @@
 """Fit profile a100-eager to the published rows: `python -m validate.fit_published`.
 
-Four constants are fitted; everything else is counted or measured elsewhere.
-- rate of the matrix products (GEMM, QK^T, PV) and rate of HBM (score matrices, element-wise kernels, copies):
-  never above the datasheet's;
+Three constants are fitted; everything else is counted or measured elsewhere.
+- bytes a second of the score matrices, element-wise kernels and copies, never above the datasheet's;
 - host seconds a layer, and more a rank that takes part in an all-gather.
 Counted: bytes of the element-wise kernels and the score matrix (kvrsim/cost/traffic.py), and copies of K and V
 in the paper's pseudo-code (stacked by all; concatenated where a prefix came before; twice where torch's list
 all-gather unpacks pieces that are then concatenated).
-Measured elsewhere: the link. NCCL send/recv between two A100s of a DGX moves 225 GB/s above 32 MB, with 14 us
-(microsoft/vidur, data/profiling/network/a100_dgx, MIT).
+Measured elsewhere: matrix products by tiles and waves (profile a100-vidur: vidur's A100, the same library of that
+time), the link (NCCL send/recv between two A100s of a DGX, vidur) and the all-gather (NCCL on A100, NVIDIA).
+QK^T and PV run at the rate of those products in full waves. Each kernel takes 2 us to start, as the smallest ones
+that vidur timed.
 A message over NVLink holds the compute streams of both ends: torch.distributed's send and recv do, and this
 reading puts the searched partitions where the paper prints them. Staged through the host it does not: that reading
 is nearest to the 10 GB/s rows, which are not fitted (validate/slow_links.py).
@@ -21,11 +22,12 @@ KVR-S rows need a partition: it is searched with the constants so far, the const
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from joblib import Parallel, delayed
 from scipy.optimize import least_squares
 
 from kvrsim.executors.batch import run_batch
@@ -35,32 +37,38 @@ from kvrsim.profile import (
     CalibrationProfile,
     HostRates,
     KernelRates,
-    LinkRates,
     Residual,
     ValidRange,
+    load_profile,
 )
 from kvrsim.program import Array
+from kvrsim.rates.attention import EagerRates
+from kvrsim.rates.elementwise import ElementwiseRates
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
 from planner.scenarios import make_scenario
 from planner.search import search
 from validate.reference import Row, read_rows
 
+_MEASURED = "a100-vidur"
 PATH = Path(__file__).parent.parent / "kvrsim" / "data" / "profiles" / "a100-eager.json"
-_DATASHEET = {"gemm": 312e12, "hbm": 2.039e12}  # NVIDIA A100 80GB SXM: dense FP16 FLOP/s, HBM bytes/s
-# The two rates trade off along a flat, kinked valley: start from several places and keep the best.
-_STARTS = [np.log([gemm, 1.65e12, 3.15e-3, 6.7e-5]) for gemm in (1.5e14, 1.7e14, 1.9e14, 2.2e14)]
-_STEPS = np.array([0.1, 0.05, 0.01, 0.05])  # how far each constant may move at first
-_ROUNDS = 2
+_START = np.log([1.5e12, 3.15e-3, 6.7e-5, 6e-4])
+_MOST = np.log([2.039e12, 1.0, 1.0, 1.0])  # NVIDIA A100 80GB SXM: HBM bytes/s
+_STEPS = np.array([0.05, 0.01, 0.05, 0.2])  # how far each constant may move at first
+_KERNEL_S = 2e-6  # to start a kernel, on the device
+_ATTENTION_KERNELS = 10
+_ROUNDS = 4
 _NOISE = 0.03  # relative, of a measured TTFT
-_PRINTED_S = 0.005  # half a unit of the last digit of most rows; those below 0.12 s have one digit more
 
 Partitions = dict[Row, Partition]
+Errors = dict[Row, float]  # logarithms of predicted over reported
 
 
 def profile_of(log_constants: Array, residual: Residual | None) -> CalibrationProfile:
-    """The profile with these four constants, given as logarithms."""
-    gemm, hbm, layer_s, piece_s = map(float, np.exp(log_constants))
+    """The profile with these three constants, given as logarithms."""
+    hbm, layer_s, piece_s, resume_s = map(float, np.exp(log_constants))
+    measured = load_profile(_MEASURED)
+    gemm = replace(measured.kernels.gemm, measured=())
     return CalibrationProfile(
         name="a100-eager",
         gpu="a100-80gb",
@@ -70,18 +78,18 @@ def profile_of(log_constants: Array, residual: Residual | None) -> CalibrationPr
         ),
         not_covered="Serving engines run flash attention with small launch overhead: they want a flash profile.",
         kernels=KernelRates(
-            gemm_flops_per_s=gemm,
-            attention_flops_per_s={"eager": gemm},
-            hbm_bytes_per_s=hbm,
-            score_bytes=28.0,
-            fused=False,
+            gemm=gemm,
+            attention={
+                "eager": EagerRates(
+                    flops_per_s=gemm.flops_per_s, bytes_per_s=hbm, start_s=_ATTENTION_KERNELS * _KERNEL_S
+                )
+            },
+            elementwise=ElementwiseRates.uniform(hbm, fused=False, start_s=_KERNEL_S),
             copies=CacheCopies(keep=1.0, append=1.0, gather=2.0),
             head_on_all_tokens=True,
         ),
-        host=HostRates(layer_s=layer_s, gather_piece_s=piece_s),
-        links=LinkRates(
-            link="nvlink3", bandwidth_bytes_per_s=225e9, latency_s=14e-6, sends="rendezvous", sends_over_bus="overlap"
-        ),
+        host=HostRates(layer_s=layer_s, gather_piece_s=piece_s, resume_s=resume_s),
+        links=replace(measured.links, sends="rendezvous", sends_over_bus="overlap"),
         valid=ValidRange(
             context_len=(1024, 16384),
             num_gpus=(1, 8),
@@ -89,14 +97,15 @@ def profile_of(log_constants: Array, residual: Residual | None) -> CalibrationPr
             head_dim=(64, 128),
             dtypes=("fp16", "bf16"),
         ),
+        operations={kind: measured.operations[kind] for kind in ("gemm", "send_recv", "all_gather")},
         residual=residual,
         provenance={
             "device": "8 x NVIDIA A100 (80 GB taken, since 12k on one GPU would not fit 40), NVLink",
             "software": "PyTorch 2.0, NCCL 2.14, Hugging Face transformers of 2023, eager attention, FP16",
             "source": "KV-Runahead, arXiv:2405.05329, tables 2 to 4: rows at 300 GB/s and on one GPU",
-            "links": "microsoft/vidur data/profiling/network/a100_dgx (MIT): NCCL send/recv",
+            "measured": f"gemm, links: as profile {_MEASURED}",
             "command": "python -m validate.fit_published",
-            "fitted": "gemm_flops_per_s, hbm_bytes_per_s, layer_s, gather_piece_s; the rest is counted or measured",
+            "fitted": "bytes_per_s of attention and elementwise (one), layer_s, gather_piece_s, resume_s",
         },
     )
 
@@ -106,13 +115,13 @@ def scenario_of(row: Row, profile: CalibrationProfile) -> Scenario:
     return make_scenario(ctx=row.context_len, gpus=row.num_gpus, model=row.model, profile=profile)[0]
 
 
-def partitions_for(rows: Sequence[Row], profile: CalibrationProfile) -> Partitions:
+def partitions_for(rows: Sequence[Row], profile: CalibrationProfile, method: str = "analytical") -> Partitions:
     """The partition of each row, searched with this profile where the strategy says so."""
     found = {}
     for row in rows:
         scenario, strategy = scenario_of(row, profile), get_strategy(row.strategy)
         if strategy.partition_rule == "search":
-            found[row] = search(scenario, strategy).partition
+            found[row] = search(scenario, strategy, method=method).partition
         else:
             found[row] = Partition.even(row.context_len, row.num_gpus)
     return found
@@ -132,38 +141,34 @@ def errors(rows: Sequence[Row], profile: CalibrationProfile, partitions: Partiti
 
 
 def fit(rows: Sequence[Row]) -> Array:
-    """The four constants, as logarithms; rows whose rounding is coarse weigh less.
+    """The constants, as logarithms; rows whose rounding is coarse weigh less.
 
     Each round fits with the partitions of the constants so far; the best constants of all rounds count,
     judged with partitions searched anew for them.
     """
-    weight = np.array([_weight(row) for row in rows])
-    constants = _STARTS[1]
-    best, best_cost = constants, np.inf
+    weight = np.array([_NOISE / np.hypot(_NOISE, row.rounding_s / row.ttft_s) for row in rows])
+    best, best_cost = _START, np.inf
     for round_ in range(_ROUNDS):
-        partitions = partitions_for(rows, profile_of(constants, None))
-        for start in [constants, *_STARTS]:
-            solved = _solve(rows, weight, partitions, start)
-            cost = _cost(rows, weight, partitions_for(rows, profile_of(solved, None)), solved)
-            if cost < best_cost:
-                best, best_cost = solved, cost
-        constants = best
-        _say(
-            f"  round {round_ + 1}: " + ", ".join(f"{value:.4g}" for value in np.exp(best)) + f", cost {best_cost:.5f}"
-        )
+        partitions = partitions_for(rows, profile_of(best, None))
+        solved = _solve(rows, weight, partitions, best)
+        cost = _cost(rows, weight, partitions_for(rows, profile_of(solved, None)), solved)
+        if cost >= best_cost:
+            break
+        best, best_cost = solved, cost
+        shown = ", ".join(f"{value:.4g}" for value in np.exp(best))
+        _say(f"  round {round_ + 1}: {shown}, cost {best_cost:.5f}")
     return best
 
 
 def _solve(rows: Sequence[Row], weight: Array, partitions: Partitions, start: Array) -> Array:
     """Robust least squares of the weighted errors, with the rates at or below the datasheet's."""
-    upper = np.array([np.log(_DATASHEET["gemm"]), np.log(_DATASHEET["hbm"]), np.inf, np.inf])
     solved = least_squares(
         lambda x: weight * errors(rows, profile_of(x, None), partitions),
         start,
-        bounds=(np.full(4, -np.inf), upper),
+        bounds=(np.full(len(start), -np.inf), _MOST),
         loss="soft_l1",
         f_scale=_NOISE,
-        diff_step=1e-5,
+        diff_step=1e-4,
         x_scale=_STEPS,
     )
     return np.asarray(solved.x)
@@ -175,45 +180,74 @@ def _cost(rows: Sequence[Row], weight: Array, partitions: Partitions, constants:
     return float(np.mean(np.sqrt(1.0 + scaled**2) - 1.0))
 
 
-def _weight(row: Row) -> float:
-    """Below 1 where half a unit of the last printed digit is large against a run's own noise."""
-    rounding = (_PRINTED_S if row.ttft_s >= 0.12 else _PRINTED_S / 10) / row.ttft_s
-    return float(_NOISE / np.hypot(_NOISE, rounding))
-
-
-def absolute_errors(rows: Sequence[Row], constants: Array) -> Array:
-    """Relative errors of TTFT, without sign."""
+def predicted(rows: Sequence[Row], constants: Array) -> Errors:
+    """Logarithms of predicted over reported, with the partitions that the planner would take."""
     profile = profile_of(constants, None)
-    return np.abs(np.expm1(errors(rows, profile, partitions_for(rows, profile))))
+    return dict(zip(rows, errors(rows, profile, partitions_for(rows, profile, "auto")), strict=True))
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def ape(found: Errors) -> Array:
+    """Relative errors without sign."""
+    return np.abs(np.expm1(list(found.values())))
+
+
+def speedup_errors(found: Errors) -> Array:
+    """Relative errors, without sign, of KVR-S's speed-up over TSP."""
+    tsp = {(row.model, row.context_len, row.num_gpus): error for row, error in found.items() if row.strategy == "tsp"}
+    logs = [tsp[row.model, row.context_len, row.num_gpus] - found[row] for row in found if row.strategy == "kvr-s"]
+    return np.abs(np.expm1(logs))
+
+
+def coverage(left_out: dict[str, Errors]) -> float:
+    """Share of each model's rows within the 80th percentile of the errors on the other models."""
+    inside = []
+    for model, found in left_out.items():
+        others = np.concatenate([ape(other) for name, other in left_out.items() if name != model])
+        inside.extend(ape(found) <= np.percentile(others, 80))
+    return float(np.mean(inside))
+
+
+def _fit_and_predict(name: str, train: Sequence[Row], test: Sequence[Row]) -> Errors:
+    found = predicted(test, fit(train))
+    _say(f"{name}: mean absolute error {ape(found).mean():.1%}")
+    return found
+
+
+def _split(name: str, rows: Sequence[Row], used: Callable[[Row], bool]) -> tuple[str, list[Row], list[Row]]:
+    return name, [row for row in rows if used(row)], [row for row in rows if not used(row)]
 
 
 def main() -> None:
     """Fit, cross-validate leaving one model out at a time, and write the profile."""
     rows = [row for row in read_rows() if row.used_for_calibration]
-    _say(f"all {len(rows)} rows:")
+    models = sorted({row.model for row in rows})
+    splits = [_split(f"without {model}", rows, lambda row, model=model: row.model != model) for model in models]  # type: ignore[misc]
+    splits.append(_split("up to 4k, on longer", rows, lambda row: row.context_len <= 4096))
+    splits.append(_split("up to 4 GPUs, on 8", rows, lambda row: row.num_gpus <= 4))
+    tasks = [delayed(_fit_and_predict)(*split) for split in splits]
+    *crossed, longer, more_gpus = Parallel(n_jobs=-1)(tasks)
+    left_out = dict(zip(models, crossed, strict=True))
+    pooled = {row: error for found in crossed for row, error in found.items()}
     constants = np.log([float(f"{value:.4g}") for value in np.exp(fit(rows))])
-    own = absolute_errors(rows, constants)
-    left_out = []
-    for model in sorted({row.model for row in rows}):
-        _say(f"without {model}:")
-        others = fit([row for row in rows if row.model != model])
-        left_out.append(absolute_errors([row for row in rows if row.model == model], others))
-        _say(f"  mean absolute error on {model}: {left_out[-1].mean():.1%}")
-    crossed = np.concatenate(left_out)
-    residual = Residual(
-        mape=round(float(own.mean()), 4),
-        median_ape=round(float(np.median(own)), 4),
-        cross_validated_mape=round(float(crossed.mean()), 4),
-        p90_ape=round(float(np.percentile(crossed, 90)), 4),
-        num_rows=len(rows),
-    )
-    profile = replace(profile_of(constants, None), residual=residual)
-    profile.write(PATH)
+    own = predicted(rows, constants)
+    figures = {
+        "mape": ape(own).mean(),
+        "median_ape": np.median(ape(own)),
+        "cross_validated_mape": ape(pooled).mean(),
+        "cross_validated_median_ape": np.median(ape(pooled)),
+        "cross_validated_speedup_mape": speedup_errors(pooled).mean(),
+        "p80_ape": np.percentile(ape(pooled), 80),
+        "coverage": coverage(left_out),
+        "longer_mape": ape(longer).mean(),
+        "more_gpus_mape": ape(more_gpus).mean(),
+    }
+    residual = Residual(**{key: round(float(value), 4) for key, value in figures.items()}, num_rows=len(rows))
+    profile_of(constants, residual).write(PATH)
     _say(f"{PATH.name}: {residual}")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
