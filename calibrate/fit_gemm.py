@@ -1,0 +1,156 @@
+"""fit_gemm: GemmRates from measured matrix products.
+
+The form has four tiles, each with its share of the device's rate and a start; a launch; and a rate of device memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from calibrate.fitted import (
+    HALF,
+    Comparison,
+    Fitted,
+    Some,
+    Unknown,
+    left_out,
+    peak_flops,
+    rounded,
+    seen_of,
+    solve,
+    sources_of,
+)
+from calibrate.gemm_rows import GemmRows, Shape, with_tables
+from calibrate.measurement import Measurement
+from kvrsim.hardware import GpuSpec
+from kvrsim.program import Array
+from kvrsim.rates.gemm import GemmRates, Tile
+
+TILES = ((256, 128), (128, 128), (128, 64), (64, 64))  # rows and columns of the output
+STEP = 64  # rows between which a prediction does not rise
+PROMISED_ROWS = 128  # from here on, a prefill's chunks: what the profile's error is about
+
+_ENOUGH = 20  # rows
+_LEAST_WIDTH = 1024  # features of the narrowest matrix that the fit looks at, where enough are wider
+_STARTS = 8
+_NOISE = 0.15  # libraries choose better and worse kernels for like shapes: their mean counts, not the most frequent
+_USED_SHARE = 0.005  # of the rows, that a tile is the fastest for; a tile with fewer is left away
+_CLASSES = (64, 128, 512, 2048, 8192)
+
+Constants = Mapping[str, float]
+
+
+def fit_gemm(rows: Sequence[Measurement], gpu: GpuSpec, *, keep_shapes: Collection[Shape] = ()) -> Fitted[GemmRates]:
+    """Constants from usable_gemm(rows), none faster than the datasheet; tables of the `keep_shapes` among them.
+
+    `crossed` is the form without tables for shapes (from three sources on: for sources, which are models) that the
+    fit has not seen: what holds for a model of other shapes. `interpolated` is the tables' own error, a tenth of the
+    row counts left out at a time.
+    """
+    found = usable_gemm(rows)
+    data = GemmRows.of(found)
+    constants = _fit_form(data, gpu)
+    form = _pruned(_rates(constants, gpu), data)
+    rates = with_tables(form, data, keep_shapes)
+    sources = [row.source for row in found]
+    labels, what = (sources, "models") if len(set(sources)) > 2 else (data.shapes, "shapes")
+
+    def predict(train: Some, test: Some) -> Array:
+        return data.take(test).form_s(_rates(_fit_form(data.take(train), gpu, constants), gpu))
+
+    name = f"form alone, {what} left out"
+    crossed = Comparison(label=name, measured_s=data.seconds, predicted_s=left_out(labels, predict))
+    return Fitted(
+        rates=rates,
+        source=sources_of(found),
+        own=Comparison(label="as shipped", measured_s=data.seconds, predicted_s=data.predicted_s(rates)),
+        crossed=crossed.where(data.tokens >= PROMISED_ROWS, f"{name}, rows >= {PROMISED_ROWS}"),
+        interpolated=_interpolated(rates, data),
+        checks=tuple(crossed.by(data.tokens, _CLASSES, "rows")),
+        seen=seen_of(found, ("tokens", "in_features", "out_features")),
+    )
+
+
+def usable_gemm(rows: Sequence[Measurement]) -> list[Measurement]:
+    """Products in half precision of at least one step of rows; of wide matrices where there are enough of them."""
+    half = [row for row in rows if row.operation == "gemm" and row.dtype in HALF and (row.tokens or 0) >= STEP]
+    wide = [row for row in half if min(row.in_features or 0, row.out_features or 0) >= _LEAST_WIDTH]
+    return wide if len(wide) >= _ENOUGH else half
+
+
+def _fit_form(rows: GemmRows, gpu: GpuSpec, near: Constants | None = None) -> Constants:
+    """Rows weigh by the square root of their time: long products make a prefill. `near`: where to start."""
+    return solve(
+        _unknowns(gpu, near or {}),
+        lambda values, some: rows.take(some).form_s(_rates(values, gpu)),
+        rows.seconds,
+        weights=np.sqrt(rows.seconds),
+        starts=_STARTS if near is None else 1,
+        noise=_NOISE,
+    )
+
+
+def _unknowns(gpu: GpuSpec, near: Constants) -> list[Unknown]:
+    hbm = gpu.hbm_bytes_per_s
+    listed = [
+        Unknown(name="bytes_per_s", start=0.65 * hbm, low=0.1 * hbm, high=hbm),
+        Unknown(name="launch_s", start=3e-6, low=0.0, high=2e-5),
+    ]
+    for index, (height, width) in enumerate(TILES):
+        share = 0.85 * (height * width / (TILES[0][0] * TILES[0][1])) ** 0.1
+        listed.append(Unknown(name=f"share_{index}", start=share, low=0.3, high=1.0))
+        listed.append(Unknown(name=f"start_{index}", start=3e-6, low=0.0, high=2e-5))
+    return [replace(unknown, start=near.get(unknown.name) or unknown.start) for unknown in listed]
+
+
+def _rates(values: Constants, gpu: GpuSpec) -> GemmRates:
+    """Shares are of the datasheet's rate here, and of the best tile's in a profile."""
+    shares = [values[f"share_{index}"] for index in range(len(TILES))]
+    return GemmRates(
+        flops_per_s=rounded(max(shares) * peak_flops(gpu)),
+        bytes_per_s=values["bytes_per_s"],
+        launch_s=values["launch_s"],
+        concurrent_tiles=gpu.num_sms,
+        tiles=tuple(
+            Tile(rows=height, cols=width, flops_share=rounded(share / max(shares)), start_s=values[f"start_{index}"])
+            for index, ((height, width), share) in enumerate(zip(TILES, shares, strict=True))
+        ),
+    )
+
+
+def _pruned(rates: GemmRates, rows: GemmRows) -> GemmRates:
+    """Without the tiles whose constants hardly any row has decided; of the smallest tile, the steps remain."""
+    alone = [rows.form_s(replace(rates, tiles=(tile,))) for tile in rates.tiles]
+    wins = np.bincount(np.argmin(alone, axis=0), minlength=len(rates.tiles)) / len(rows.tokens)
+    kept = [tile for tile, share in zip(rates.tiles, wins, strict=True) if share >= _USED_SHARE]
+    if rates.tiles[-1] not in kept:
+        kept.append(rates.tiles[-1])
+    best = max(tile.flops_share for tile in kept)
+    return replace(
+        rates,
+        flops_per_s=rounded(rates.flops_per_s * best),
+        tiles=tuple(replace(tile, flops_share=rounded(tile.flops_share / best)) for tile in kept),
+    )
+
+
+def _interpolated(rates: GemmRates, rows: GemmRows) -> Comparison | None:
+    """Rows of measured shapes, each predicted by tables made without a tenth of the row counts."""
+    shapes = {(shape.in_features, shape.out_features) for shape in rates.measured}
+    wanted = rows.tokens >= PROMISED_ROWS
+    wanted &= np.array([shape in shapes for shape in rows.shapes])
+    if not wanted.any():
+        return None
+    data = rows.take(wanted)
+
+    def predict(train: Some, test: Some) -> Array:
+        return data.take(test).predicted_s(with_tables(replace(rates, measured=()), data.take(train), shapes))
+
+    labels = list(zip(data.tokens.tolist(), data.shapes, strict=True))
+    return Comparison(
+        label=f"shapes with tables, row counts left out, rows >= {PROMISED_ROWS}",
+        measured_s=data.seconds,
+        predicted_s=left_out(labels, predict),
+    )

@@ -1,0 +1,126 @@
+"""fit_send_recv and fit_all_gather: what messages and ring all-gathers over a link take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from calibrate.fitted import Comparison, Fitted, Some, Unknown, column, left_out, seen_of, solve, sources_of
+from calibrate.measurement import Measurement
+from kvrsim.hardware import LinkSpec
+from kvrsim.program import Array
+from kvrsim.rates.links import GatherRates
+
+OWN_SHARE = 0.44  # from the slopes at 2, 4 and 8 ranks: A100, H100 and H200 agree
+LARGE_BYTES = 2**21  # from here on, what the profile's error of all-gathers is about
+_CLASSES = (1, 2**16, 2**21, 2**25)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SendRates:
+    """One message: the longer of latency_s + n / short_bytes_per_s and n / bandwidth_bytes_per_s."""
+
+    bandwidth_bytes_per_s: float
+    latency_s: float
+    short_bytes_per_s: float  # of messages short against the latency
+
+    def seconds(self, nbytes: Array) -> Array:
+        """From the call to the last byte received."""
+        return np.maximum(self.latency_s + nbytes / self.short_bytes_per_s, nbytes / self.bandwidth_bytes_per_s)
+
+
+def fit_send_recv(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[SendRates]:
+    """Latency and two rates from the messages inside a node; the bandwidth at most the datasheet's.
+
+    `crossed` leaves sizes out, a tenth at a time.
+    """
+    found = usable_link_rows(rows, "send_recv")
+    nbytes, seconds = column(found, "bytes"), column(found, "median_s")
+    peak = link.bandwidth_bytes_per_s
+    unknowns = (
+        Unknown(name="latency_s", start=1.5e-5, low=0.0, high=1e-2),
+        Unknown(name="short_bytes_per_s", start=peak, low=1e-3 * peak, high=4 * peak),
+        Unknown(name="bandwidth_bytes_per_s", start=0.75 * peak, low=1e-3 * peak, high=peak),
+    )
+
+    def fit(some: Some) -> SendRates:
+        def predict(values: Mapping[str, float], inside: Some) -> Array:
+            return SendRates(**values).seconds(nbytes[some][inside])
+
+        return SendRates(**solve(unknowns, predict, seconds[some], starts=4))
+
+    rates = fit(np.arange(len(found)))
+    crossed = left_out(nbytes.tolist(), lambda train, test: fit(train).seconds(nbytes[test]))
+    own = Comparison(label="fitted", measured_s=seconds, predicted_s=rates.seconds(nbytes))
+    return Fitted(
+        rates=rates,
+        source=sources_of(found),
+        own=own,
+        crossed=Comparison(label="sizes left out", measured_s=seconds, predicted_s=crossed),
+        checks=tuple(own.by(nbytes, _CLASSES, "bytes")),
+        seen=seen_of(found, ("bytes", "ranks")),
+    )
+
+
+def fit_all_gather(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[GatherRates]:
+    """GatherRates from the all-gathers inside a node, its rates at most the datasheet's.
+
+    `crossed` leaves sizes out, a tenth at a time; counts of ranks are left out among the checks.
+    """
+    found = usable_link_rows(rows, "all_gather")
+    nbytes, ranks, seconds = (column(found, name) for name in ("bytes", "ranks", "median_s"))
+    peak = link.bandwidth_bytes_per_s
+    unknowns = (
+        Unknown(name="launch_s", start=6e-6, low=1e-9, high=1e-3),
+        Unknown(name="hop_s", start=1.3e-6, low=1e-10, high=1e-3),
+        Unknown(name="small_bytes_per_s", start=0.25 * peak, low=1e-4 * peak, high=peak),
+        Unknown(name="large_bytes_per_s", start=0.85 * peak, low=1e-3 * peak, high=peak),
+        Unknown(name="setup_s", start=8e-6, low=1e-9, high=1e-3),
+    )
+
+    def predicted(values: Mapping[str, float], some: Some) -> Array:
+        return _gather_s(GatherRates(**values, own_share=OWN_SHARE), nbytes[some], ranks[some])
+
+    def fit(some: Some) -> GatherRates:
+        found = solve(unknowns, lambda values, inside: predicted(values, some[inside]), seconds[some])
+        return GatherRates(**found, own_share=OWN_SHARE)
+
+    def crossed(labels: Array, what: str) -> Comparison:
+        left = left_out(labels.tolist(), lambda train, test: _gather_s(fit(train), nbytes[test], ranks[test]))
+        return Comparison(label=f"{what} left out", measured_s=seconds, predicted_s=left)
+
+    rates = fit(np.arange(len(found)))
+    own = Comparison(label="fitted", measured_s=seconds, predicted_s=_gather_s(rates, nbytes, ranks))
+    large = nbytes >= LARGE_BYTES
+    others = [crossed(ranks, "counts of ranks")] if len(set(ranks.tolist())) > 1 else []
+    promised = [_large(one, large) for one in (crossed(nbytes, "sizes"), *others)]
+    return Fitted(
+        rates=rates,
+        source=sources_of(found),
+        own=own,
+        crossed=promised[0],
+        checks=(*own.by(nbytes, _CLASSES, "bytes"), *promised[1:]),
+        seen=seen_of(found, ("bytes", "ranks")),
+    )
+
+
+def usable_link_rows(rows: Sequence[Measurement], operation: str) -> list[Measurement]:
+    """Messages or collectives inside one node."""
+    return [row for row in rows if row.operation == operation and row.nodes == 1]
+
+
+def _gather_s(rates: GatherRates, nbytes: Array, ranks: Array) -> Array:
+    """GatherRates.seconds for each row's count of ranks."""
+    seconds = np.empty(len(nbytes))
+    for count in set(ranks.tolist()):
+        same = ranks == count
+        seconds[same] = rates.seconds(nbytes[same], int(count))
+    return seconds
+
+
+def _large(comparison: Comparison, large: Some) -> Comparison:
+    if not large.any():
+        return comparison
+    return comparison.where(large, f"{comparison.label}, bytes >= {LARGE_BYTES}")

@@ -1,0 +1,119 @@
+"""GemmRows: measured matrix products as arrays, and the tables that a profile keeps of some shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+
+from calibrate.fitted import HALF_BYTES, Some, column, rounded
+from calibrate.measurement import Measurement
+from kvrsim.program import Array
+from kvrsim.rates.gemm import GemmRates, MeasuredShape, Product
+
+Shape = tuple[int, int]  # in_features, out_features
+
+MAX_KNOTS = 40  # of a shape's table
+_LEAST_KNOTS = 4
+_KNOT_ERROR = 0.003  # a table is long enough where it is this near its measurements
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class GemmRows:
+    """As many matrix products as the arrays are long."""
+
+    tokens: Array  # rows of the input
+    in_features: Array
+    out_features: Array
+    seconds: Array  # measured
+
+    @classmethod
+    def of(cls, rows: Sequence[Measurement]) -> GemmRows:
+        """The gemm measurements."""
+        names = ("tokens", "in_features", "out_features", "median_s")
+        tokens, in_features, out_features, seconds = (column(rows, name) for name in names)
+        return cls(tokens=tokens, in_features=in_features, out_features=out_features, seconds=seconds)
+
+    def take(self, indices: Some) -> GemmRows:
+        """Some of them, by index or mask."""
+        return GemmRows(
+            tokens=self.tokens[indices],
+            in_features=self.in_features[indices],
+            out_features=self.out_features[indices],
+            seconds=self.seconds[indices],
+        )
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """One a row."""
+        pairs = zip(self.in_features.tolist(), self.out_features.tolist(), strict=True)
+        return [(int(fan_in), int(fan_out)) for fan_in, fan_out in pairs]
+
+    def by_shape(self) -> Iterator[tuple[Shape, Some]]:
+        """Each shape and the indices of its rows."""
+        places: dict[Shape, list[int]] = {}
+        for index, shape in enumerate(self.shapes):
+            places.setdefault(shape, []).append(index)
+        for shape in sorted(places):
+            yield shape, np.array(places[shape])
+
+    def form_s(self, rates: GemmRates) -> Array:
+        """By the form alone."""
+        # The formula takes arrays of shapes as well.
+        product = Product(cast(Any, self.in_features), cast(Any, self.out_features))
+        return rates.form_s(self.tokens, product, HALF_BYTES)
+
+    def predicted_s(self, rates: GemmRates) -> Array:
+        """As the simulator takes them."""
+        seconds = np.empty(len(self.tokens))
+        for shape, indices in self.by_shape():
+            seconds[indices] = rates.seconds(self.tokens[indices], (Product(*shape),), HALF_BYTES)
+        return seconds
+
+
+def with_tables(form: GemmRates, rows: GemmRows, shapes: Collection[Shape]) -> GemmRates:
+    """The form, and tables for those of the shapes that were measured often enough."""
+    wanted = set(shapes)
+    tables = [_table(form, shape, rows.take(indices)) for shape, indices in rows.by_shape() if shape in wanted]
+    return replace(form, measured=tuple(table for table in tables if table is not None))
+
+
+def _table(form: GemmRates, shape: Shape, rows: GemmRows) -> MeasuredShape | None:
+    """The steps of rows that matter most; None where there are too few."""
+    ratios = _ratios(form, rows)
+    if len(ratios) < _LEAST_KNOTS:
+        return None
+    knots, logs = np.array(sorted(ratios)), np.array([ratios[knot] for knot in sorted(ratios)])
+    kept = _thinned(np.log(knots), logs)
+    seconds = form.form_s(knots[kept], Product(*shape), HALF_BYTES) * np.exp(logs[kept])
+    return MeasuredShape(
+        in_features=shape[0],
+        out_features=shape[1],
+        rows=tuple(int(knot) for knot in knots[kept]),
+        seconds=tuple(rounded(float(value)) for value in seconds),
+    )
+
+
+def _ratios(form: GemmRates, rows: GemmRows) -> dict[float, float]:
+    """By the end of each step: log of measured over form, at that end or else anywhere in the step."""
+    ends = np.ceil(rows.tokens / form.step) * form.step
+    logs = np.log(rows.seconds / rows.form_s(form))
+    found = {}
+    for end in sorted(set(ends.tolist())):
+        at_end, inside = rows.tokens == end, ends == end
+        found[end] = float(np.median(logs[at_end if at_end.any() else inside]))
+    return found
+
+
+def _thinned(places: Array, values: Array) -> list[int]:
+    """Indices of points such that lines between them are near all; the farthest point is added first."""
+    kept = [0, len(places) - 1]
+    while len(kept) < min(MAX_KNOTS, len(places)):
+        off = np.abs(np.interp(places, places[kept], values[kept]) - values)
+        worst = int(np.argmax(off))
+        if off[worst] < _KNOT_ERROR:
+            break
+        kept = sorted([*kept, worst])
+    return kept

@@ -1,0 +1,90 @@
+"""Measurements that others published, brought into one form: read_source.
+
+SOURCE is one of
+
+    aiconfigurator:SYSTEM[/FRAMEWORK[/VERSION]]   NVIDIA's tables, see calibrate.importers.aiconfigurator
+    PATH                                          a CSV file; its header says which kind of LAYOUTS it is
+
+and may end in a filter, ?KEY=TEXT[&KEY=TEXT ...], which keeps the rows whose device (gpu=), kernel (kernel=) or source
+(model=, for a source names the model where there is one) contains the text, upper or lower case:
+
+    attention.csv?gpu=A100&kernel=paged
+
+To read one more kind of CSV, add its Layout to LAYOUTS.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from calibrate import measurement
+from calibrate.csv_table import CsvTable, Layout
+from calibrate.importers import aiconfigurator, tables, vidur
+from calibrate.measurement import Measurement
+from kvrsim.errors import InputError
+
+LAYOUTS: tuple[Layout, ...] = (measurement.LAYOUT, *vidur.LAYOUTS, *tables.LAYOUTS)
+
+# What a filter's key looks at.
+_FILTERS = {"gpu": "device", "kernel": "kernel", "model": "source"}
+_MAX_SHOWN = 6
+
+
+def read_source(
+    text: str, argument: str = "--measurements", aiconfigurator_root: Path | None = None
+) -> list[Measurement]:
+    """The measurements of one SOURCE, in its order; at least one.
+
+    `aiconfigurator_root` is the folder aiconfigurator_core of an unpacked wheel, None the installed package's. Raises
+    InputError naming `argument` where the source is unknown, cannot be read or holds nothing of use.
+    """
+    place, _, query = text.partition("?")
+    wanted = _parse_filter(query, text, argument) if query or text.endswith("?") else {}
+    if place.startswith(aiconfigurator.PREFIX):
+        found = aiconfigurator.read_aiconfigurator(place, argument, aiconfigurator_root)
+    else:
+        table = CsvTable.read(place, argument)
+        found = layout_of(table).read(table)
+    if not found:
+        raise InputError(argument, text, f"a source with rows of {', '.join(measurement.OPERATIONS)}")
+    return _filtered(found, wanted, text, argument)
+
+
+def layout_of(table: CsvTable) -> Layout:
+    """The kind of CSV that a table is, by its header; InputError lists the kinds and what the nearest one lacks."""
+    columns = set(table.columns)
+    for layout in LAYOUTS:
+        if columns.issuperset(layout.signature):
+            return layout
+    nearest = max(LAYOUTS, key=lambda layout: len(columns.intersection(layout.signature)) / len(layout.signature))
+    missing = [name for name in nearest.signature if name not in columns]
+    known = "the columns of one of: " + ", ".join(layout.name for layout in LAYOUTS)
+    if 2 * len(missing) <= len(nearest.signature):
+        known += f" (nearest is {nearest.name}, which has {', '.join(missing)} too)"
+    raise InputError(f"{table.where}: header", ", ".join(table.columns), known)
+
+
+def _parse_filter(query: str, text: str, argument: str) -> dict[str, str]:
+    """Lower-case text by field of Measurement."""
+    wanted = {}
+    for part in query.split("&"):
+        key, _, value = part.partition("=")
+        if key not in _FILTERS or not value or _FILTERS[key] in wanted:
+            accepted = (
+                f"after the ? each of {', '.join(f'{known}=TEXT' for known in _FILTERS)} at most once, joined by &"
+            )
+            raise InputError(argument, text, accepted)
+        wanted[_FILTERS[key]] = value.lower()
+    return wanted
+
+
+def _filtered(found: list[Measurement], wanted: dict[str, str], text: str, argument: str) -> list[Measurement]:
+    """The rows that contain every wanted text; InputError where a filter leaves none, with what there is."""
+    for field, value in wanted.items():
+        kept = [row for row in found if value in getattr(row, field).lower()]
+        if not kept:
+            there = sorted({getattr(row, field) for row in found})
+            shown = "; ".join(there[:_MAX_SHOWN]) + ("; ..." if len(there) > _MAX_SHOWN else "")
+            raise InputError(argument, text, f"a filter that keeps some rows; what there is: {shown}")
+        found = kept
+    return found
