@@ -1,6 +1,7 @@
 """fit_gemm: GemmRates from measured matrix products.
 
-The form has four tiles, each with its share of the device's rate and a start; a launch; and a rate of device memory.
+The form has four tiles, each with its share of the device's rate and a start; a launch; a rate of device memory; and
+a rate that long products fall to.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ PROMISED_ROWS = 128  # from here on, a prefill's chunks: what the profile's erro
 
 _ENOUGH = 20  # rows
 _LEAST_WIDTH = 1024  # features of the narrowest matrix that the fit looks at, where enough are wider
-_STARTS = 8
+_STARTS = 12
 _NOISE = 0.15  # libraries choose better and worse kernels for like shapes: their mean counts, not the most frequent
 _USED_SHARE = 0.005  # of the rows, that a tile is the fastest for; a tile with fewer is left away
 _CLASSES = (64, 128, 512, 2048, 8192)
@@ -98,6 +99,8 @@ def _unknowns(gpu: GpuSpec, near: Constants) -> list[Unknown]:
     listed = [
         Unknown(name="bytes_per_s", start=0.65 * hbm, low=0.1 * hbm, high=hbm),
         Unknown(name="launch_s", start=3e-6, low=0.0, high=2e-5),
+        Unknown(name="sustained", start=0.95, low=0.3, high=1.0),
+        Unknown(name="burst_flops", start=1e11, low=1e9, high=1e13),
     ]
     for index, (height, width) in enumerate(TILES):
         share = 0.85 * (height * width / (TILES[0][0] * TILES[0][1])) ** 0.1
@@ -113,6 +116,8 @@ def _rates(values: Constants, gpu: GpuSpec) -> GemmRates:
         flops_per_s=rounded(max(shares) * peak_flops(gpu)),
         bytes_per_s=values["bytes_per_s"],
         launch_s=values["launch_s"],
+        sustained_flops_per_s=rounded(values["sustained"] * peak_flops(gpu)),
+        burst_flops=values["burst_flops"],
         concurrent_tiles=gpu.num_sms,
         tiles=tuple(
             Tile(rows=height, cols=width, flops_share=rounded(share / max(shares)), start_s=values[f"start_{index}"])

@@ -24,6 +24,7 @@ HALF_BYTES = 2
 
 _MAX_STEPS = 300
 _TRIAL_ROWS = 1000
+_GOING_ON = 3  # starts
 _TRIAL_STEPS = 50
 _SEED = 0  # of starts and folds: the same rows give the same fit
 
@@ -59,19 +60,20 @@ def solve(
 
     `predict(constants, rows)` gets values by name and indices of rows, and returns seconds. `noise`: the relative
     error at which a row begins to weigh less. With several starts, the given one and others that a fixed seed draws
-    between the bounds, each is tried on some of the rows; the best goes on with all.
+    between the bounds, each is tried on some of the rows; the best few go on with all.
     """
     problem = _Problem(
         unknowns=unknowns, predict=predict, log_measured=np.log(measured_s), weights=weights, noise=noise
     )
-    start = problem.given
+    best = [problem.given]
     if starts > 1:
         random = np.random.default_rng(_SEED)
         rows = np.sort(random.permutation(len(measured_s))[:_TRIAL_ROWS])
         others = [random.uniform(*problem.bounds) for _ in range(starts - 1)]
-        tried = [problem.solve(one, rows, _TRIAL_STEPS) for one in (start, *others)]
-        start = min(tried, key=lambda solved: solved[1])[0]
-    found = problem.named(problem.solve(start, np.arange(len(measured_s)), _MAX_STEPS)[0])
+        tried = [problem.solve(one, rows, _TRIAL_STEPS) for one in (*best, *others)]
+        best = [values for values, _ in sorted(tried, key=lambda solved: solved[1])[:_GOING_ON]]
+    every = np.arange(len(measured_s))
+    found = problem.named(min((problem.solve(one, every, _MAX_STEPS) for one in best), key=lambda solved: solved[1])[0])
     return {unknown.name: min(rounded(found[unknown.name]), unknown.high) for unknown in unknowns}
 
 

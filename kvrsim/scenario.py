@@ -12,7 +12,7 @@ from kvrsim.cost.layer import LayerCosts
 from kvrsim.errors import InputError
 from kvrsim.hardware import Cluster
 from kvrsim.model import ModelSpec
-from kvrsim.profile import CalibrationProfile, HostRates, SendStyle
+from kvrsim.profile import CalibrationProfile, HostRates, SendStyle, profiles_with
 from kvrsim.program import Array, Compute, Op, Program
 from kvrsim.rates.elementwise import Traffic
 from kvrsim.rates.gemm import Product
@@ -44,7 +44,9 @@ class Scenario:
             raise InputError("--attention", self.kernel, " or ".join(KERNELS))
         if self.profile is not None and self.kernel not in self.profile.attention_kernels:
             has = ", ".join(self.profile.attention_kernels)
-            raise InputError("--attention", self.kernel, f"a kernel that profile {self.profile.name} has: {has}")
+            others = ", ".join(profiles_with(self.kernel, self.profile.gpu))
+            where = f"; --profile {others} has {self.kernel}" if others else ""
+            raise InputError("--attention", self.kernel, f"a kernel that profile {self.profile.name} has: {has}{where}")
         if self.profile is not None and self.request.dtype not in self.profile.valid.dtypes:
             has = ", ".join(self.profile.valid.dtypes)
             raise InputError("--dtype", self.request.dtype, f"what profile {self.profile.name} has: {has}")

@@ -11,7 +11,7 @@ from kvrsim.request import Request
 from kvrsim.scenario import ROOFLINE, Scenario, measured_by
 
 DEFAULT_MODEL = "llama-7b"
-DEFAULT_PROFILE = "a100-eager"
+DEFAULT_PROFILES = ("a100-eager", "h100-flash", "h200-flash")  # one a GPU; the first without a cluster
 
 
 def make_scenario(
@@ -54,8 +54,10 @@ def _profile_of(
     if isinstance(profile, CalibrationProfile):
         return profile
     if profile is None:
-        default = load_profile(DEFAULT_PROFILE)
-        return default if is_default_cluster or machine.gpu.name == default.gpu else None
+        if is_default_cluster:
+            return load_profile(DEFAULT_PROFILES[0])
+        defaults = (load_profile(name) for name in DEFAULT_PROFILES)
+        return next((default for default in defaults if default.gpu == machine.gpu.name), None)
     return None if str(profile) == ROOFLINE else load_profile(profile)
 
 

@@ -30,12 +30,15 @@ SHARED = [
     *("--ctx", "--gpus", "--model", "--profile", "--cluster", "--link-bandwidth", "--link-latency"),
     *("--topology", "--attention", "--batch", "--cached-prefix", "--dtype"),
 ]
+FITTED = ["--gpu", "--link", "--name", "--attention-kernel", "--report", "--plot", "--json"]
 FLAGS = {
     "": ["--version"],
     "plan": [*SHARED, "--strategies", "--method", "--stride", "--trace", "--plot", "--seed", "--json"],
     "simulate": [
         *(*SHARED, "--strategy", "--partition", "--executor", "--breakdown", "--trace", "--plot", "--seed", "--json"),
     ],
+    "calibrate fit": ["--compute", "--output", "--links", *FITTED],
+    "calibrate import": ["SOURCE...", "--output", "--measurements", *FITTED],
     "profiles list": ["--json"],
     "profiles show": ["NAME|PATH", "--json"],
     "models list": ["--json"],

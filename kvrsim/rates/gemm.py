@@ -2,7 +2,8 @@
 
 A product of `rows` tokens with a weight matrix is cut into tiles of the output; the device computes as many
 at a time as it has multiprocessors, so time rises in steps ("wave quantisation"; NVIDIA, Matrix
-Multiplication Background User's Guide). Of several tile sizes the library takes the fastest.
+Multiplication Background User's Guide). Of several tile sizes the library takes the fastest. Long products meet
+the device's power limit, which lowers its clock.
 """
 
 from __future__ import annotations
@@ -109,6 +110,8 @@ class GemmRates:
     launch_s: float  # of every kernel, on the device
     concurrent_tiles: int  # tiles that run at a time: multiprocessors
     tiles: tuple[Tile, ...]  # none: no quantisation, flops_per_s throughout
+    sustained_flops_per_s: float | None = None  # once the power limit has lowered the clock; None: it never does
+    burst_flops: float = 0.0  # of a product, before the clock falls
     measured: tuple[MeasuredShape, ...] = ()
 
     @classmethod
@@ -121,6 +124,8 @@ class GemmRates:
             launch_s=data.number("launch_s", allow_zero=True),
             concurrent_tiles=data.integer("concurrent_tiles"),
             tiles=tuple(Tile.read(tile) for tile in data.children("tiles")),
+            sustained_flops_per_s=(data.number("sustained_flops_per_s") if data.has("sustained_flops_per_s") else None),
+            burst_flops=data.number("burst_flops", allow_zero=True) if data.has("burst_flops") else 0.0,
             measured=tuple(MeasuredShape.read(shape) for shape in data.children("measured")),
         )
 
@@ -141,7 +146,7 @@ class GemmRates:
         return min(tile.rows for tile in self.tiles)
 
     def form_s(self, rows: Array, product: Product, element_bytes: int) -> Array:
-        """One product by the form alone: the fastest tile's waves, or its bytes where they take longer."""
+        """One product by the form alone: the fastest tile's waves, or power or bytes where they take longer."""
         rows_each = rows * product.share
         nbytes = (
             element_bytes
@@ -149,6 +154,9 @@ class GemmRates:
             * (product.in_features * product.out_features + rows_each * (product.in_features + product.out_features))
         )
         waves_s: Array = np.min([self._waves_s(tile, rows_each, product) for tile in self.tiles], axis=0)
+        if self.sustained_flops_per_s is not None:
+            sustained_s = (rows * product.flops_per_row - self.burst_flops) / self.sustained_flops_per_s
+            waves_s = np.maximum(waves_s, sustained_s)
         return np.asarray(self.launch_s + np.maximum(waves_s, nbytes / self.bytes_per_s))
 
     def _waves_s(self, tile: Tile, rows: Array, product: Product) -> Array:
@@ -183,6 +191,7 @@ class GemmRates:
             flops_per_s=self.flops_per_s * factor,
             bytes_per_s=self.bytes_per_s * factor,
             launch_s=self.launch_s / factor,
+            sustained_flops_per_s=None if self.sustained_flops_per_s is None else self.sustained_flops_per_s * factor,
             tiles=tuple(replace(tile, start_s=tile.start_s / factor) for tile in self.tiles),
             measured=tuple(replace(one, seconds=tuple(s / factor for s in one.seconds)) for one in self.measured),
         )

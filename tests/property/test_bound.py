@@ -80,11 +80,11 @@ def anything(make: Any, seed: int) -> Scenario:
 
 
 @given(seed=SEEDS)
-@example(seed=18)  # an end pushed so far that the next rank has no room
-@example(seed=302619)  # the same, by less than a token
-@example(seed=149)  # a message counted as part of the fill and as received
-@example(seed=170)  # a later start saves less computing than it costs in receiving, with a cached prefix
-@example(seed=176)  # the same, where the first projection hides in the fill
+@example(seed=0)  # the last message, which holds the stream, counted before the drain and in it
+@example(seed=11)  # an end pushed so far that the next rank has no room for a token
+@example(seed=20)  # a later start saves less computing than it costs in receiving
+@example(seed=26)  # a message counted as part of the fill and as received
+@example(seed=76)  # latency counted on top of what hides in it
 @settings(max_examples=25)
 def test_anything(seed: int, make: Any) -> None:
     scenario = anything(make, seed)
