@@ -2,7 +2,7 @@
 
 shipped.json beside this file has each profile's recipe: which operations come from which source. The tables of
 NVIDIA come from the installed package aiconfigurator-core, the others from CSV files in FOLDER. Written are, in the
-checkout, kvrsim/data/profiles/NAME.json and docs/profiles/NAME.md with its picture.
+checkout, kvrsim/data/profiles/NAME.json, docs/profiles/NAME.md with its picture, and docs/profiles.md.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from calibrate.fit import DEFAULT_HOST, FitChoices, fit_profile
@@ -19,6 +19,7 @@ from calibrate.fit_report import FitReport
 from calibrate.importers import aiconfigurator, read_source
 from calibrate.measurement import OPERATIONS, Measurement
 from calibrate.model_shapes import builtin_shapes
+from calibrate.profiles_page import write_page
 from kvrsim.errors import InputError, KvrsimError
 from kvrsim.hardware import load_gpu, load_link
 from kvrsim.profile import CalibrationProfile
@@ -54,11 +55,11 @@ class Recipe:
         """Of each source the operations that it is there for."""
         found = []
         for part in self.data.children("sources"):
-            part.only(("source", "operations"))
+            part.only(("source", "operations", "cite"))
             wanted = part.sequence("operations")
             if not set(wanted) <= set(OPERATIONS):
                 raise part.error("operations", ", ".join(OPERATIONS))
-            found += [row for row in self._read(part) if row.operation in wanted]
+            found += [_cited(row, part) for row in self._read(part) if row.operation in wanted]
         return found
 
     def _read(self, part: JsonObject) -> list[Measurement]:
@@ -100,6 +101,14 @@ class Recipe:
         )
 
 
+def _cited(row: Measurement, part: JsonObject) -> Measurement:
+    """The row with its publication in the place of its file's name, where the recipe says so."""
+    if not part.has("cite"):
+        return row
+    file = part.text("source").split("?")[0]
+    return replace(row, source=row.source.replace(file, part.text("cite")))
+
+
 def recipe_names() -> tuple[str, ...]:
     """Of the profiles that shipped.json has."""
     return tuple(name for name in JsonObject.read(_RECIPES, "recipes").fields if not name.startswith("_"))
@@ -121,6 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             report.plot(pages / f"{name}.png")
             errors = (f"{kind} {fit.mape:.1%}" for kind, fit in profile.operations.items() if fit.num_rows)
             print(f"{name}: {', '.join(errors)}", file=sys.stderr)
+        write_page()
     except KvrsimError as error:
         print(f"calibrate.shipped: error: {error}", file=sys.stderr)
         return error.exit_code

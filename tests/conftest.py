@@ -153,6 +153,8 @@ class Make:
             launch_s=rng.choice([0.0, self.log(rng, -7, -5)]),
             concurrent_tiles=rng.choice([1, 108, rng.randint(2, 300)]),
             tiles=tuple(tiles),
+            sustained_flops_per_s=rng.choice([None, peak * share * rng.uniform(0.3, 1.0)]),
+            burst_flops=rng.choice([0.0, self.log(rng, 6, 12)]),
         )
         chosen = [product for product in shapes if tiles and rng.random() < 0.25]
         return replace(rates, measured=tuple(self._measured(rng, rates, product, share) for product in chosen))
@@ -162,12 +164,8 @@ class Make:
         rows = sorted(rng.sample(range(1, 9000), rng.randint(1, 6)))
         form_s = rates.form_s(np.array(rows, dtype=float), product, 2)
         seconds = [float(one) * max(share, self.log(rng, -0.6, 0.6)) for one in form_s]
-        return MeasuredShape(
-            in_features=product.in_features,
-            out_features=product.out_features,
-            rows=tuple(rows),
-            seconds=tuple(seconds),
-        )
+        width = dict(in_features=product.in_features, out_features=product.out_features)
+        return MeasuredShape(**width, rows=tuple(rows), seconds=tuple(seconds))
 
     def eager(self, rng: random.Random, gpu: GpuSpec) -> EagerRates:
         """Rates between a thousandth and all of the datasheet's."""

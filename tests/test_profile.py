@@ -38,10 +38,11 @@ def fields(make: Any) -> dict[str, Any]:
     tiles = tuple(Tile(rows=rows, cols=64, flops_share=0.5, start_s=1e-6) for rows in (64, 256))
     shape = MeasuredShape(in_features=64, out_features=128, rows=(1, 50), seconds=(1e-5, 1e-3))
     bandwidth = profile.links.bandwidth_bytes_per_s
+    gemm = dict(tiles=tiles, measured=(shape, shape), sustained_flops_per_s=1e12, burst_flops=1e9)
     full = replace(
         profile,
         not_covered="nothing was measured",
-        kernels=replace(profile.kernels, gemm=replace(profile.kernels.gemm, tiles=tiles, measured=(shape, shape))),
+        kernels=replace(profile.kernels, gemm=replace(profile.kernels.gemm, **gemm)),
         links=replace(profile.links, short_bytes_per_s=bandwidth, gather=make.gather(rng, bandwidth)),
         operations={kind: replace(make.operation(rng), interpolated_log_sd=0.1) for kind in OPERATION_KINDS},
         residual=Residual(**{key: 3 if key == "num_rows" else 0.1 for key in Residual.__slots__}),
@@ -116,6 +117,7 @@ def test_comments_are_allowed(fields: dict[str, Any]) -> None:
 
 def test_every_required_key_is_missed_by_its_path(fields: dict[str, Any]) -> None:
     optional = {"residual", "links.short_bytes_per_s", "links.gather", "kernels.gemm.tiles", "kernels.gemm.measured"}
+    optional |= {"kernels.gemm.sustained_flops_per_s", "kernels.gemm.burst_flops"}
     optional |= {"kernels.head_on_all_tokens", "kernels.elementwise.fused", "host.resume_s"}
     optional |= {"kernels.attention.eager", "kernels.attention.flash"}
     optional |= {f"kernels.attention.flash.{key}" for key in ("causal", "packs_heads", "splits_keys")}
@@ -135,11 +137,13 @@ def test_every_required_key_is_missed_by_its_path(fields: dict[str, Any]) -> Non
 def test_optional_keys_may_be_absent(fields: dict[str, Any]) -> None:
     for value in (None, ...):
         bare = fields
-        for path in ("links.short_bytes_per_s", "links.gather", "kernels.gemm.tiles", "kernels.gemm.measured"):
+        gemm = tuple(f"kernels.gemm.{key}" for key in ("tiles", "measured", "sustained_flops_per_s", "burst_flops"))
+        for path in ("links.short_bytes_per_s", "links.gather", *gemm):
             bare = changed(bare, path, value)
         bare = changed(changed(bare, "operations", {}), "kernels.attention.eager", ...)
         profile = read(changed(bare, "host.resume_s", value))
-        assert profile.host.resume_s == 0
+        assert (profile.host.resume_s, profile.kernels.gemm.burst_flops) == (0, 0)
+        assert profile.kernels.gemm.sustained_flops_per_s is None
         assert (profile.links.short_bytes_per_s, profile.links.gather) == (None, None)
         assert (profile.kernels.gemm.tiles, profile.kernels.gemm.measured) == ((), ())
         assert (profile.attention_kernels, profile.operations) == (("flash",), {})
@@ -191,6 +195,8 @@ def test_no_value_may_be_of_another_type(fields: dict[str, Any]) -> None:
         ),
         ("kernels.attention.flash.diagonal_cost", [0, 0.99, -1, None]),
         ("kernels.attention.flash.barrier_share", [-0.1, 1.01, None]),
+        ("kernels.gemm.sustained_flops_per_s", [0, -1, "fast", True, float("nan")]),
+        ("kernels.gemm.burst_flops", [-1, "many", True, float("inf")]),
         ("kernels.gemm.tiles", [7, [7], {}, [[]]]),
         ("kernels.gemm.measured[0].rows", [[], [1], [2, 1], [1, 1], [0, 1], [1.5, 2], [1, "2"], None, 7]),
         ("kernels.gemm.measured[1].seconds", [[0, 1], [1, -1], ["1", 2], [1, None], 7]),

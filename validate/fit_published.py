@@ -56,7 +56,7 @@ _START = np.log([1.5e12, 3.15e-3, 6.7e-5, 6e-4])
 _MOST = np.log([2.039e12, 1.0, 1.0, 1.0])  # NVIDIA A100 80GB SXM: HBM bytes/s
 _STEPS = np.array([0.05, 0.01, 0.05, 0.2])  # how far each constant may move at first
 _KERNEL_S = 2e-6  # to start a kernel, on the device
-_ATTENTION_KERNELS = 10
+_ATTENTION_S = 2e-5  # to start its ten kernels
 _ROUNDS = 4
 _NOISE = 0.03  # relative, of a measured TTFT
 
@@ -66,7 +66,8 @@ Errors = dict[Row, float]  # logarithms of predicted over reported
 
 def profile_of(log_constants: Array, residual: Residual | None) -> CalibrationProfile:
     """The profile with these three constants, given as logarithms."""
-    hbm, layer_s, piece_s, resume_s = map(float, np.exp(log_constants))
+    constants = map(float, np.exp(log_constants))
+    hbm, layer_s, piece_s, resume_s = (float(f"{value:.4g}") for value in constants) if residual else constants
     measured = load_profile(_MEASURED)
     gemm = replace(measured.kernels.gemm, measured=())
     return CalibrationProfile(
@@ -79,11 +80,7 @@ def profile_of(log_constants: Array, residual: Residual | None) -> CalibrationPr
         not_covered="Serving engines run flash attention with small launch overhead: they want a flash profile.",
         kernels=KernelRates(
             gemm=gemm,
-            attention={
-                "eager": EagerRates(
-                    flops_per_s=gemm.flops_per_s, bytes_per_s=hbm, start_s=_ATTENTION_KERNELS * _KERNEL_S
-                )
-            },
+            attention={"eager": EagerRates(flops_per_s=gemm.flops_per_s, bytes_per_s=hbm, start_s=_ATTENTION_S)},
             elementwise=ElementwiseRates.uniform(hbm, fused=False, start_s=_KERNEL_S),
             copies=CacheCopies(keep=1.0, append=1.0, gather=2.0),
             head_on_all_tokens=True,
@@ -228,7 +225,7 @@ def main() -> None:
     *crossed, longer, more_gpus = Parallel(n_jobs=-1)(tasks)
     left_out = dict(zip(models, crossed, strict=True))
     pooled = {row: error for found in crossed for row, error in found.items()}
-    constants = np.log([float(f"{value:.4g}") for value in np.exp(fit(rows))])
+    constants = fit(rows)
     own = predicted(rows, constants)
     figures = {
         "mape": ape(own).mean(),

@@ -49,4 +49,9 @@ def show(
         return
     from kvrsim.cli.tables import show_tree
 
-    show_tree(profile.name, profile.to_dict())
+    content = profile.to_dict()
+    content["kernels"]["gemm"]["measured"] = [
+        f"{shape.in_features}→{shape.out_features}: {len(shape.rows)} row counts, {shape.rows[0]} to {shape.rows[-1]}"
+        for shape in profile.kernels.gemm.measured
+    ]
+    show_tree(profile.name, content)

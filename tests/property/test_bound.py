@@ -82,9 +82,9 @@ def anything(make: Any, seed: int) -> Scenario:
 @given(seed=SEEDS)
 @example(seed=0)  # the last message, which holds the stream, counted before the drain and in it
 @example(seed=11)  # an end pushed so far that the next rank has no room for a token
-@example(seed=20)  # a later start saves less computing than it costs in receiving
 @example(seed=26)  # a message counted as part of the fill and as received
 @example(seed=76)  # latency counted on top of what hides in it
+@example(seed=79)  # a later start saves less computing than it costs in receiving
 @settings(max_examples=25)
 def test_anything(seed: int, make: Any) -> None:
     scenario = anything(make, seed)
