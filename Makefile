@@ -45,8 +45,15 @@ accuracy: $(VENV)/.core ## simulate the published cases and rewrite the accuracy
 figures: $(VENV)/.core ## draw the paper's figures from the simulator and rewrite their page
 	$(BIN)/python -m validate.figures
 
-fit: $(VENV)/.core ## fit the shipped profile anew from the published figures
+fit: $(VENV)/.core ## fit profile a100-eager anew from the published figures
 	$(BIN)/python -m validate.fit_published
+	$(BIN)/python -m calibrate.profiles_page
+
+profiles: $(VENV)/.core ## fit the other shipped profiles anew (TABLES=folder of vidur's tables)
+	@[ -n "$(TABLES)" ] || { echo "make profiles: TABLES=FOLDER, where calibrate/shipped.json finds its CSV files" >&2; exit 2; }
+	@$(PIP_INSTALL) -e '.[import]'
+	$(BIN)/python -m calibrate.shipped --tables "$(TABLES)"
+	$(BIN)/python -m validate.kernel_sums --tables "$(TABLES)"
 
 clean: ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -36,7 +36,7 @@ PROMISED_ROWS = 128  # from here on, a prefill's chunks: what the profile's erro
 
 _ENOUGH = 20  # rows
 _LEAST_WIDTH = 1024  # features of the narrowest matrix that the fit looks at, where enough are wider
-_STARTS = 12
+_STARTS = 24
 _NOISE = 0.15  # libraries choose better and worse kernels for like shapes: their mean counts, not the most frequent
 _USED_SHARE = 0.005  # of the rows, that a tile is the fastest for; a tile with fewer is left away
 _CLASSES = (64, 128, 512, 2048, 8192)

@@ -33,8 +33,7 @@ had not seen. `kvrsim profiles show NAME` prints all that is in a profile. This 
 `python -m calibrate.profiles_page`.
 """
 
-_OWN = """\
-## One of your own
+_OWN = r"""## One of your own
 
 Two ways lead to a JSON file for `--profile`. Both print the errors; `--report FILE` writes them as a page like those
 above, `--plot FILE` draws them. Products and attention have to be measured. What is not takes the datasheet's figures
@@ -55,7 +54,10 @@ kvrsim plan --gpus 4 --ctx 16k --model llama-3-8b --cluster b200-nvlink5 --profi
 `?kernel=TEXT` or `?model=TEXT` at the end of a source keeps the rows that have this text there:
 
 ```
-kvrsim calibrate import mlp.csv attention.csv send_recv.csv --gpu a100-80gb --output a100-mine.json
+cd vidur/data/profiling
+kvrsim calibrate import compute/a100/meta-llama/Llama-2-7b-hf/mlp.csv \
+    compute/a100/meta-llama/Llama-2-7b-hf/attention.csv network/a100_dgx/send_recv.csv \
+    --gpu a100-80gb --output a100-mine.json
 ```
 
 **From measurements of your own**: a CSV file with a row an operation, such as

@@ -162,6 +162,7 @@ def simulate(
     partition: Sequence[int] | None = None,
     executor: str | None = None,
     timeline: bool = False,
+    breakdown: bool = False,
 ) -> SimResult:
     """Simulate one strategy's prefill.
 
@@ -172,6 +173,8 @@ def simulate(
         ("kvr-s" searches it first).
     executor: "batch", "event" (simulates queues on links one by one), or None for the one that is needed.
     timeline: whether the result carries every span of time; asks for the event executor.
+    breakdown: whether it carries the seconds of every operation on every rank, the share of the roofline that
+        they are, and how they are known (result.breakdown.to_frame()); asks for the event executor.
 
     Raises InputError naming the command line's argument.
     """
@@ -197,6 +200,7 @@ def simulate(
         partition=partition,
         executor=executor,
         timeline=timeline,
+        with_breakdown=breakdown,
         warnings=warnings,
     )
 

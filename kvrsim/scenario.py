@@ -61,8 +61,12 @@ class Scenario:
         return replace(self, cluster=self.cluster.with_num_gpus(num_gpus))
 
     def without_communication(self) -> Scenario:
-        """The same with links that cost nothing: the paper's TTFT(p)."""
-        return self.with_own_links(1e30, latency_s=0.0)
+        """The same with links that cost nothing and nothing to resume from: the paper's TTFT(p)."""
+        quiet = self.with_own_links(1e30, latency_s=0.0)
+        if quiet.profile is None:
+            return quiet
+        host = replace(quiet.profile.host, resume_s=0.0)
+        return replace(quiet, profile=replace(quiet.profile, host=host))
 
     def with_own_links(self, bandwidth_bytes_per_s: float, latency_s: float | None = None) -> Scenario:
         """The same with a path of that bandwidth for every pair; messages hold the streams, or not, as before."""
@@ -157,7 +161,4 @@ class Scenario:
         """Final norm and logits, of the last token alone or, as the 2023 Hugging Face code did, of all."""
         head = self.model.lm_head
         tokens = chunk if cost.head_on_all_tokens else np.ones_like(chunk)
-        device_s = cost.row_cost((Product(head.in_features, head.out_features),), ())(tokens)
-        weights = 2.0 * head.in_features * head.out_features / self.request.batch  # read once, whatever the batch
-        read_s = cost.traffic_s(np.ones_like(chunk), (Traffic("copy", weights, 0),))
-        return (Compute(name="head", device_s=np.maximum(device_s, read_s)),)
+        return (Compute(name="head", device_s=cost.head_s(tokens, Product(head.in_features, head.out_features))),)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -23,9 +23,14 @@ _ROUNDING = 1e-9
 _RANK = re.compile(r"rank \d+")
 
 
-def breakdown(scenario: Scenario, strategy: Strategy, partition: Partition, timeline: Timeline) -> Breakdown:
-    """Seconds, share of TTFT, share of the roofline and basis of every part on every rank."""
-    ttft_s = max(span.end_s for span in timeline.spans if span.rank == timeline.num_ranks - 1)
+def breakdown(
+    scenario: Scenario, strategy: Strategy, partition: Partition, finish_s: Sequence[float], timeline: Timeline
+) -> Breakdown:
+    """Seconds, share of TTFT, share of the roofline and basis of every part on every rank.
+
+    finish_s: when each rank has finished, as the timeline's replay found.
+    """
+    ttft_s = finish_s[-1]
     seconds = _part_seconds(scenario, strategy, partition, scenario.cost)
     least = _part_seconds(scenario, strategy, partition, _roofline(scenario))
     rows = []
@@ -46,7 +51,7 @@ def breakdown(scenario: Scenario, strategy: Strategy, partition: Partition, time
                     )
                 )
         busy_s = float(sum(part[rank] for part in seconds.values()))
-        rows.extend(_waits(timeline, rank, ttft_s, busy_s))
+        rows.extend(_waits(timeline, rank, ttft_s, finish_s[rank] - busy_s))
     return Breakdown(ttft_s=ttft_s, rows=tuple(rows))
 
 
@@ -90,22 +95,19 @@ def _name(scenario: Scenario, part: Part) -> str:
     if part.product is not None:
         shape = f"{part.product.in_features}→{part.product.out_features}"
         return f"{part.product.num_matrices} × {shape}" if part.product.num_matrices > 1 else shape
-    steps = "norms, rotary, activation, residuals, copies"
-    return {"attention": scenario.kernel, "elementwise": steps}.get(part.kind, "after communication")
+    steps = "norms, rotary, copies"
+    return {"attention": scenario.kernel, "elementwise": steps}.get(part.kind, "after messages")
 
 
-def _waits(timeline: Timeline, rank: int, ttft_s: float, busy_s: float) -> list[BreakdownRow]:
-    """What the rank's compute stream stood still for; the rest of its spans, the host holds it up inside them."""
+def _waits(timeline: Timeline, rank: int, ttft_s: float, idle_s: float) -> list[BreakdownRow]:
+    """What the rank's compute stream stood still for; what is left of its idle time, the host held it up."""
     waits: dict[str, float] = {}
-    end_s = 0.0
-    for span in timeline.spans:
-        if span.rank == rank and span.kind != "transfer":
-            end_s = max(end_s, span.end_s)
-        if span.rank == rank and span.kind == "wait" and span.name != "host":
+    for span in timeline.of(rank, "wait"):
+        if span.name != "host":
             what = _RANK.sub("a neighbour", span.name)
             waits[what] = waits.get(what, 0.0) + span.duration_s
-    host_s = end_s - busy_s - sum(waits.values())
-    if host_s > _ROUNDING * end_s:
+    host_s = idle_s - sum(waits.values())
+    if host_s > _ROUNDING * ttft_s:
         waits["host"] = host_s
     return [
         BreakdownRow(

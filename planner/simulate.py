@@ -69,7 +69,7 @@ def run_simulation(
         fits=fits(placed, memory),
         warnings=tuple(warnings),
         timeline=spans if timeline else None,
-        breakdown=breakdown(placed, chosen, cut, spans) if with_breakdown and spans else None,
+        breakdown=breakdown(placed, chosen, cut, finish_s, spans) if with_breakdown and spans else None,
     )
 
 

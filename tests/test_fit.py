@@ -158,7 +158,7 @@ def test_measured_shapes_come_back_where_the_form_cannot_follow() -> None:
     found = fit_gemm(odd, A100, keep_shapes={(4096, 4096), (1, 1)})
     assert [(shape.in_features, shape.out_features) for shape in found.rates.measured] == [(4096, 4096)]
     mine = GemmRows.of([one for one in odd if (one.in_features, one.out_features) == (4096, 4096)])
-    np.testing.assert_allclose(mine.predicted_s(found.rates), mine.seconds, rtol=0.01)
+    np.testing.assert_allclose(mine.predicted_s(found.rates), mine.seconds, rtol=0.02)
     assert found.interpolated is not None
     assert found.operation.interpolated_log_sd is not None
 

@@ -258,7 +258,8 @@ def _summary(name: str, sums: Sequence[KernelSum]) -> str:
     own = [one.own_s / one.sum_s for one in sums]
     worst = max(sums, key=lambda one: abs(one.error))
     largest = f"{worst.error:+.1%} ({worst.model}, {worst.tokens})"
-    return f"| {name} | {len(sums)} | {np.abs(errors).mean():.1%} | {errors.mean():+.1%} | {largest} | {min(own):.1%} to {max(own):.1%} |"
+    shares = f"{np.abs(errors).mean():.1%} | {errors.mean():+.1%} | {largest} | {min(own):.1%} to {max(own):.1%}"
+    return f"| {name} | {len(sums)} | {shares} |"
 
 
 def _line(one: KernelSum) -> str:

@@ -108,7 +108,7 @@ def _page(rows: list[Row], table: dict[str, list[float]], speedups: dict[str, li
         "constant is fitted to these rows, but this reading is the best of the twelve above on these very rows: its",
         "error is that of a choice, not of a test.",
         "",
-        "What stays unexplained: two GPUs are up to 14 % slower than printed at long contexts, and a bus makes TSP 2.5",
+        "What stays unexplained: two GPUs are up to 11 % slower than printed at long contexts, and a bus makes TSP 2.5",
         "times as slow as KVR where the paper prints 1.55 and 1.79. Links of their own come nearer to those two and",
         "are far off for KVR on four GPUs: the machine's network was neither, quite.",
     ]

@@ -14,7 +14,7 @@ def breakdown_table(breakdown: Breakdown) -> Table:
     last = max(row.rank for row in breakdown.rows)
     ranks = (0, last) if last else (0,)
     table = columns("operation", "what")
-    columns(*(f"rank {rank}" for rank in ranks), "share", "of roofline", numbers=True, into=table)
+    columns(*(f"rank {rank}" for rank in ranks), "share", "roofline", numbers=True, into=table)
     columns("known", into=table)
     kinds = list(dict.fromkeys(row.kind for row in breakdown.rows))
     keys = dict.fromkeys((row.kind, row.what) for row in breakdown.rows)

@@ -40,6 +40,9 @@ class CostModel(Protocol):
     def row_cost(self, products: tuple[Product, ...], steps: tuple[Traffic, ...]) -> Callable[[Array], Array]:
         """Seconds of matrix products and element-wise kernels as a function of tokens, prepared once."""
 
+    def head_s(self, tokens: Array, product: Product) -> Array:
+        """Logits of `tokens` tokens, no faster than the weights can be read."""
+
     def attention_s(self, call: AttentionCall) -> Array:
         """QK^T, softmax and PV of all heads."""
 
@@ -81,6 +84,11 @@ class CalibratedCost:
             table=gemm.table + start_s,
             row_s=gemm.row_s * self.batch + token_s,
         )
+
+    def head_s(self, tokens: Array, product: Product) -> Array:
+        """As any product; without tiles, that has not counted the reading of the weights."""
+        read_s = product.in_features * product.out_features * self.element_bytes / self.rates.gemm.bytes_per_s
+        return np.maximum(self.row_cost((product,), ())(tokens), read_s)
 
     def attention_s(self, call: AttentionCall) -> Array:
         """By the profile's rates of this kernel."""
@@ -129,6 +137,10 @@ class RooflineCost:
             return sum((self._product_s(tokens, product) for product in products), start)
 
         return seconds
+
+    def head_s(self, tokens: Array, product: Product) -> Array:
+        """As any product."""
+        return self._product_s(tokens, product)
 
     def _product_s(self, tokens: Array, product: Product) -> Array:
         weights = product.in_features * product.out_features * product.num_matrices

@@ -63,6 +63,10 @@ class WeightedCost:
 
         return seconds
 
+    def head_s(self, tokens: Array, product: Product) -> Array:
+        """The product with its weight."""
+        return self.weights[Part("gemm", product)] * self.cost.head_s(tokens, product)
+
     def attention_s(self, call: AttentionCall) -> Array:
         """Attention with its weight."""
         return self.weights[ATTENTION] * self.cost.attention_s(call)

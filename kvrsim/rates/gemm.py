@@ -109,7 +109,7 @@ class GemmRates:
     bytes_per_s: float  # at which weights and activations cross device memory
     launch_s: float  # of every kernel, on the device
     concurrent_tiles: int  # tiles that run at a time: multiprocessors
-    tiles: tuple[Tile, ...]  # none: no quantisation, flops_per_s throughout
+    tiles: tuple[Tile, ...]  # none: flops_per_s throughout, and nothing else counts
     sustained_flops_per_s: float | None = None  # once the power limit has lowered the clock; None: it never does
     burst_flops: float = 0.0  # of a product, before the clock falls
     measured: tuple[MeasuredShape, ...] = ()
@@ -118,6 +118,8 @@ class GemmRates:
     def read(cls, data: JsonObject) -> GemmRates:
         """Check the keys of the profile's gemm section."""
         data.only(cls.__slots__)
+        if data.has("measured") and data.sequence("measured") and not data.sequence("tiles"):
+            raise data.error("tiles", "at least one tile where shapes are measured")
         return cls(
             flops_per_s=data.number("flops_per_s"),
             bytes_per_s=data.number("bytes_per_s"),
@@ -138,7 +140,8 @@ class GemmRates:
         if not self.tiles:
             flops = sum(product.flops_per_row for product in products)
             return RowCost(rows_per_step=None, table=np.zeros(1), row_s=flops / self.flops_per_s)
-        return RowCost(rows_per_step=self.step, table=_time_table(self, products, element_bytes), row_s=0.0)
+        tables = [_time_table(self, product, element_bytes) for product in products]
+        return RowCost(rows_per_step=self.step, table=sum(tables, np.zeros(_LAST_STEP + 1)), row_s=0.0)
 
     @property
     def step(self) -> int:
@@ -198,12 +201,15 @@ class GemmRates:
 
 
 @lru_cache(maxsize=256)
-def _time_table(rates: GemmRates, products: tuple[Product, ...], element_bytes: int) -> Array:
-    """Seconds of all the products for 0, 1, ... steps of rows; more rows never take less."""
+def _time_table(rates: GemmRates, product: Product, element_bytes: int) -> Array:
+    """Seconds of a product for 0, 1, ... steps of rows; more rows never take less.
+
+    Where measured times fall, the mean of the most so far and the least from there on.
+    """
     rows = rates.step * np.arange(_LAST_STEP + 1, dtype=float)
-    seconds = sum((rates.product_s(rows, product, element_bytes) for product in products), np.zeros(len(rows)))
+    seconds = rates.product_s(rows, product, element_bytes)
     seconds[0] = 0.0
-    return np.maximum.accumulate(seconds)
+    return 0.5 * (np.maximum.accumulate(seconds) + np.minimum.accumulate(seconds[::-1])[::-1])
 
 
 def merged(products: Sequence[Product]) -> tuple[Product, ...]:
