@@ -35,6 +35,7 @@ from kvrsim.strategies import Strategy
 from planner.work import Chain, largest_within
 
 _INTERVALS, _TARGETS, _ZOOMS, _ROUNDS = 20, 20, 2, 3
+_COARSE = 2.0**-7  # of a first look, which only has to be on the safe side
 _PRECISION = 2.0**-13  # of a chunk's length against what is left of the context
 
 
@@ -116,9 +117,9 @@ class _Bound:
         limit = targets - tails.after_append_s
         furthest = self.total - np.broadcast_to(tails.least_chunk, targets.shape)
         earliest = self.total - np.broadcast_to(tails.most_chunk, targets.shape)
-        ends = self._earliest_ends(earliest, limit, None)
+        ends = self._earliest_ends(earliest, limit, None, _COARSE if self.holds else _PRECISION)
         if self.holds:
-            ends = self._earliest_ends(earliest, limit, self._received_s(ends))
+            ends = self._earliest_ends(earliest, limit, self._received_s(ends), _PRECISION)
         received, fills = self._received_s(ends), self._fills(ends)
         possible = targets >= tails.whole_s + np.maximum(0.0, fills[-1] - tails.first_qkv_s)
         if self.scenario.cluster.shares_bandwidth:
@@ -161,7 +162,9 @@ class _Bound:
         one = np.ones(1)
         return sum((self.chain.work(rank, one, end - 1.0).sends_s for rank, end in enumerate(ends)), np.zeros(1))
 
-    def _earliest_ends(self, earliest: Array, limit: Array, received: list[Array] | None) -> list[Array]:
+    def _earliest_ends(
+        self, earliest: Array, limit: Array, received: list[Array] | None, precision: float
+    ) -> list[Array]:
         """For each rank but the last, the earliest end from which the others can still reach the last chunk."""
         ends = [earliest]
         for rank in range(self.chain.num_ranks - 2, 0, -1):
@@ -173,7 +176,7 @@ class _Bound:
                 np.ones_like(end),
                 longest,
                 limit,
-                _PRECISION,
+                precision,
             )
             ends.append(end - np.where(np.isnan(chunk), longest, chunk))
         return ends[::-1]

@@ -14,6 +14,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import Step, Strategy
 
 _SECTIONS = 4
+_NEAR = np.array([2.0**-4, 2.0**-8])  # either side of a parabola's root
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,17 +151,23 @@ def largest_within(
     left is cut into sections, several at once since a call costs little more for more numbers.
     """
     width = most - least
-    at_least, middle, at_most = (needed_s(least + share * width) - limit_s for share in (0.0, 0.5, 1.0))
-    share = _parabola_root(at_least, middle, at_most)
-    below, above = np.clip(share - precision / 2, 0.0, 1.0), np.clip(share + precision / 2, 0.0, 1.0)
-    low = np.where(needed_s(least + below * width) <= limit_s, below, 0.0)
-    high = np.where(needed_s(least + above * width) > limit_s, above, 1.0)
+
+    def over_s(shares: Array) -> Array:
+        return needed_s(least + shares * width) - limit_s
+
+    axes = (-1, *[1] * np.ndim(width))
+    at_least, middle, at_most = over_s(np.array([0.0, 0.5, 1.0]).reshape(axes))
+    root = _parabola_root(at_least, middle, at_most)
+    tried = np.clip(
+        root + np.concatenate([-_NEAR, [-precision / 2, precision / 2], _NEAR[::-1]]).reshape(axes), 0.0, 1.0
+    )
+    within = over_s(tried) <= 0
+    low, high = np.max(tried, axis=0, where=within, initial=0.0), np.min(tried, axis=0, where=~within, initial=1.0)
     low, high = np.where(at_most <= 0, 1.0, low), np.where(at_least > 0, 0.0, high)
-    sections = np.arange(1, _SECTIONS).reshape(-1, *[1] * low.ndim) / _SECTIONS
+    sections = (np.arange(1, _SECTIONS) / _SECTIONS).reshape(axes)
     while (high - low > 1.01 * precision).any():
-        tried = low + sections * (high - low)
-        within = (needed_s(least + tried * width) <= limit_s).sum(axis=0)
-        low, high = low + within * (high - low) / _SECTIONS, low + (within + 1) * (high - low) / _SECTIONS
+        passed = (over_s(low + sections * (high - low)) <= 0).sum(axis=0)
+        low, high = low + passed * (high - low) / _SECTIONS, low + (passed + 1) * (high - low) / _SECTIONS
     return np.where(at_least <= 0, least + high * width, np.nan)
 
 
