@@ -28,7 +28,7 @@ def settings(rng: np.random.Generator, count: int, ranks: tuple[int, int], *, fe
             ctx=int(2 ** rng.uniform(8, 15)),
             gpus=num_ranks,
             model=str(rng.choice(MODELS)),
-            profile=str(rng.choice(["a100-eager", "roofline"])),
+            profile=str(rng.choice(["a100-eager", "a100-flash", "roofline"])),
             link_bandwidth_bytes_per_s=float(10 ** rng.uniform(9.3, 11.7)),
             link_latency_s=float(10 ** rng.uniform(-6, -4)),
         )

@@ -44,7 +44,7 @@ class Scenario:
             raise InputError("--attention", self.kernel, " or ".join(KERNELS))
         if self.profile is not None and self.kernel not in self.profile.attention_kernels:
             has = ", ".join(self.profile.attention_kernels)
-            others = ", ".join(profiles_with(self.kernel, self.profile.gpu))
+            others = " or ".join(profiles_with(self.kernel, self.profile.gpu))
             where = f"; --profile {others} has {self.kernel}" if others else ""
             raise InputError("--attention", self.kernel, f"a kernel that profile {self.profile.name} has: {has}{where}")
         if self.profile is not None and self.request.dtype not in self.profile.valid.dtypes:
