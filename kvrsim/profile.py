@@ -90,7 +90,8 @@ class Residual:
     cross_validated_mape: float
     cross_validated_median_ape: float
     cross_validated_speedup_mape: float  # of KVR-S's speed-up over TSP
-    p80_ape: float  # 80th percentile of the cross-validated absolute error: half-width of the interval
+    other_family_mape: float  # each family's rows (Llama, Falcon) predicted by a fit to the other families
+    p80_ape: float  # 80th percentile of the absolute error, models and families left out: half-width of the interval
     coverage: float  # share of a model's rows inside an interval made of the other models' errors
     longer_mape: float  # contexts above 4k predicted by a fit to those of at most 4k
     more_gpus_mape: float  # 8 GPUs predicted by a fit to at most 4

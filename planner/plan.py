@@ -176,7 +176,8 @@ def rests_on(scenario: Scenario) -> str:
     text = f"{profile.name}: {profile.description}"
     if profile.residual is not None:
         text += (
-            f" Off by {profile.residual.cross_validated_mape:.1%} on average on models left out of the fit,"
-            f" four in five rows by less than {profile.residual.p80_ape:.0%}."
+            f" Off by {profile.residual.cross_validated_mape:.1%} on average on models left out of the fit, by"
+            f" {profile.residual.other_family_mape:.1%} on other families, four in five by less than"
+            f" {profile.residual.p80_ape:.1%}."
         )
     return f"{text} {profile.not_covered}"
