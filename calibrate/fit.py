@@ -37,6 +37,7 @@ from kvrsim.rates.gemm import GemmRates
 DEFAULT_HOST = HostRates(layer_s=60e-6, gather_piece_s=0.0, resume_s=0.0)
 
 _NO_COPIES = CacheCopies(keep=0.0, append=0.0, gather=0.0)  # appending is part of the flash kernels' times
+_MOST_LINK_ERROR = 0.4  # mean, of transfers left out of the fit: GPUs that share a host's bus follow no ring
 _GATHERS = 2  # all-gathers of one layer: K and V
 _DATASHEET_LOG_SD = 0.3  # what one does not measure may well take a third longer
 _HAND_LOG_SD = 0.5
@@ -170,8 +171,16 @@ class _Fit:
         usable: Sequence[Measurement],
         fit: Callable[[Sequence[Measurement], LinkSpec], Fitted[Any]],
     ) -> Any:
-        """The rates of a kind of transfer; None without rows."""
-        return self._take(kind, usable, fit(usable, self.link)) if usable else self._lack(kind)
+        """The rates of a kind of transfer; None without rows, or where the form is far from them."""
+        if not usable:
+            return self._lack(kind)
+        fitted = fit(usable, self.link)
+        error = fitted.crossed.errors().mape
+        if error <= _MOST_LINK_ERROR:
+            return self._take(kind, usable, fitted)
+        self.operations[kind] = _unmeasured("measured, but not as a link has it", _DATASHEET_LOG_SD)
+        self.missing.append(f"{TITLES[kind].capitalize()}: the form is off by {error:.0%}: the datasheet's figures.")
+        return None
 
     def host(self, given: HostRates | None, rows: Sequence[Measurement]) -> HostRates:
         """What was given, or measured, or else by hand."""

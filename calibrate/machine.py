@@ -31,11 +31,10 @@ def _parts(name: str) -> set[str]:
 
 
 def link_of(gpu: GpuSpec, named: str | None) -> LinkSpec:
-    """The link `named`, or else the one of the built-in cluster of that GPU."""
+    """The link `named`, or else the one of the built-in cluster of that GPU, of one without a bus if there are both."""
     if named is not None:
         return load_link(named)
-    for name in builtin_clusters():
-        cluster = load_cluster(name)
-        if cluster.gpu.name == gpu.name and cluster.topology == "switch":
-            return cluster.link
-    raise InputError("--link", f"nothing for {gpu.name}", "a built-in link or a JSON file that describes it")
+    clusters = [cluster for cluster in map(load_cluster, builtin_clusters()) if cluster.gpu.name == gpu.name]
+    if not clusters:
+        raise InputError("--link", f"nothing for {gpu.name}", "a built-in link or a JSON file that describes it")
+    return min(clusters, key=lambda cluster: cluster.topology == "bus").link

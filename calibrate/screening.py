@@ -135,8 +135,8 @@ def notes_on(rows: Sequence[Measurement], used: Iterable[Measurement]) -> tuple[
         "gemm": f"not {halves}, fewer than {STEP} tokens, or of a narrow matrix",
         "attention": f"not {halves}, another head_dim, or more than one sequence",
         "elementwise": f"not {halves}",
-        "send_recv": "between nodes",
-        "all_gather": "between nodes",
+        "send_recv": "between nodes, or far from the form",
+        "all_gather": "between nodes, or far from the form",
     }
     return tuple(
         f"{count} {kind} rows were not fitted: {reasons[kind]}"

@@ -66,7 +66,7 @@ def _linked(
 ) -> tuple[Cluster, tuple[str, ...]]:
     """The cluster with the profile's measured links, unless the user gave others; and what to say of them."""
     datasheet = machine.link.name
-    measured = profile.links if profile is not None and profile.links.link == datasheet else None
+    measured = profile.links if profile is not None and _has_measured(profile, datasheet) else None
     if profile is not None and measured is not None:
         machine = machine.with_measured(
             LinkSpec(
@@ -82,8 +82,15 @@ def _linked(
         machine = machine.with_link(bandwidth_bytes_per_s=bandwidth_bytes_per_s, latency_s=latency_s)
         return machine, ("links as given, not as measured: their bandwidth is taken to be reached in full",)
     if profile is not None and measured is None and machine.num_gpus > 1:
-        return machine, (f"links: nominal figures of {datasheet}; {profile.name} measured {profile.links.link}",)
+        of = profile.links.link if _has_measured(profile, profile.links.link) else "none"
+        return machine, (f"links: nominal figures of {datasheet}; {profile.name} measured {of}",)
     return machine, ()
+
+
+def _has_measured(profile: CalibrationProfile, link: str) -> bool:
+    """Whether the profile has figures of that link's messages that are not a datasheet's."""
+    fit = profile.operations.get("send_recv")
+    return profile.links.link == link and (fit is None or fit.num_rows > 0)
 
 
 def notes_on(scenario: Scenario) -> tuple[str, ...]:

@@ -389,8 +389,22 @@ def test_gpu_that_is_not_clear_is_asked_for(device: str) -> None:
 def test_link_of_a_gpu() -> None:
     assert link_of(A100, None).name == "nvlink3"
     assert link_of(A100, "nvlink4").name == "nvlink4"
+    assert link_of(load_gpu("l40s"), None).name == "pcie4-x16"
     with pytest.raises(InputError, match="--link"):
-        link_of(load_gpu("l40s"), None)
+        link_of(replace(A100, name="another"), None)
+
+
+def test_all_gathers_that_follow_no_ring_are_left_to_the_datasheet() -> None:
+    factors = {2: 5.0, 4: 30.0}
+    odd = [
+        replace(one, median_s=one.median_s * factors.get(one.ranks or 0, 1.0)) if one.operation == "all_gather" else one
+        for one in all_rows()
+    ]
+    profile, report = fit(odd)
+    assert profile.links.gather is None
+    assert profile.operations["all_gather"].num_rows == 0
+    assert "the form is off by" in profile.not_covered
+    assert any("far from the form" in note for note in report.notes)
 
 
 def test_left_out_rows_are_not_seen() -> None:
