@@ -241,10 +241,13 @@ class _Walk:
         edges = [(rank, (rank + 1) % num_ranks) for rank in range(num_ranks)]
         link = np.stack([np.broadcast_to(self.links.get(edge, 0.0), start.shape[1:]) for edge in edges])
         held, clock = start, start.copy()
+        alike = all(path == paths[0] for path in paths)
+        steps_s = _steps_s(paths, pieces)
         for _ in range(num_ranks - 1):
-            link = np.maximum(np.maximum(held, both_there), link) + _steps_s(paths, pieces)
+            link = np.maximum(np.maximum(held, both_there), link) + steps_s
             held = (link + latency)[before]
             pieces = pieces[before]
+            steps_s = steps_s[before] if alike else _steps_s(paths, pieces)
             np.maximum(clock, held, out=clock)
         for index, rank in enumerate(self.ranks):
             self.links[edges[index]] = link[index]
@@ -254,9 +257,6 @@ class _Walk:
 
 def _steps_s(paths: list[Path], pieces: Array) -> Array:
     """Seconds that each rank's piece, shape (num_ranks, B), takes to the next rank."""
-    first = paths[0]
-    if all(path == first for path in paths):
-        return first.gather_step_s(pieces, len(paths))
     return np.stack([path.gather_step_s(piece, len(paths)) for path, piece in zip(paths, pieces, strict=True)])
 
 
