@@ -22,6 +22,7 @@ DEFAULT_STRATEGIES = ("single", "tsp", "kvr-e", "kvr-s")
 _AGREE = 1e-9  # relative; the executors agree to rounding
 _SURELY_SLOWER = 1.5  # compute alone over TTFT, beyond which fewer GPUs cannot be as fast
 _AS_FAST = 0.01  # fewer GPUs within this share of TTFT are worth a note
+_TELLABLE = 0.02  # less than which no profile tells two partitions of one context apart
 
 
 def make_plan(
@@ -59,7 +60,12 @@ def make_plan(
         bounds=_bounds(scenario, kvr, found, searched=any(result.strategy == kvr.name for result in results)),
         search=found.report,
         rests_on=rests_on(scenario),
-        warnings=(*warnings, *_fewer_gpus(scenario, kvr, found), *_memory_notes(scenario, results)),
+        warnings=(
+            *warnings,
+            *_even_chunks(results),
+            *_fewer_gpus(scenario, kvr, found),
+            *_memory_notes(scenario, results),
+        ),
         timeline=_replayed(scenario, best, timeline=timeline),
     )
 
@@ -140,6 +146,17 @@ def _fewer_gpus(scenario: Scenario, kvr: Strategy, found: Found) -> list[str]:
     return [
         f"{verb} {how} {scenario.cluster.num_gpus} with KVR-S: {as_fast[fewest]:.3g} s against {found.ttft_s:.3g} s"
     ]
+
+
+def _even_chunks(results: Sequence[StrategyResult]) -> list[str]:
+    """Whether the search has gained too little to be sure of, as where the host sets the pace."""
+    ttft_s = {result.strategy: result.ttft_s for result in results if len(result.partition) > 1}
+    if not {"kvr-e", "kvr-s"} <= set(ttft_s):
+        return []
+    gain = ttft_s["kvr-e"] / ttft_s["kvr-s"] - 1
+    if gain >= _TELLABLE:
+        return []
+    return [f"even chunks are {gain:.1%} slower than KVR-S's: less than a prediction can tell, so take either"]
 
 
 def _memory_notes(scenario: Scenario, results: Sequence[StrategyResult]) -> list[str]:

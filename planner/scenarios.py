@@ -127,7 +127,9 @@ def _range_notes(scenario: Scenario, profile: CalibrationProfile) -> list[str]:
     if profile.gpu != scenario.cluster.gpu.name:
         notes.append(f"profile {profile.name} was measured on {profile.gpu}, not on {scenario.cluster.gpu.name}")
     if model.layers[0].num_experts:
-        notes.append("mixture of experts: active experts' FLOPs only; dispatch and imbalance are not modelled")
+        notes.append(
+            "mixture of experts: all experts are taken to see equal shares of the tokens; dispatch is not modelled"
+        )
     if scenario.request.batch > 1:
         notes.append("batch above 1 was not measured")
     return notes
