@@ -13,7 +13,7 @@ import numpy.typing as npt
 from calibrate.measurement import Measurement
 from kvrsim.errors import InputError
 from kvrsim.hardware import GpuSpec
-from kvrsim.profile import OperationFit
+from kvrsim.profile import DEVIATES_OF_80_PERCENT, OperationFit
 from kvrsim.program import Array
 
 Rates = TypeVar("Rates")
@@ -26,7 +26,6 @@ _MAX_STEPS = 300
 _TRIAL_ROWS = 1000
 _GOING_ON = 3  # starts
 _TRIAL_STEPS = 50
-DEVIATES = 1.2816  # standard deviations either side of the mean that hold four in five of a normal distribution
 _SEED = 0  # of starts and folds: the same rows give the same fit
 
 
@@ -188,7 +187,7 @@ class Comparison:
             median_ape=rounded(float(np.median(np.abs(error)))),
             p90_ape=rounded(float(np.percentile(np.abs(error), 90))),
             bias=rounded(float(np.mean(error))),
-            log_sd=rounded(float(np.percentile(np.abs(np.log1p(error)), 80)) / DEVIATES),
+            log_sd=rounded(float(np.percentile(np.abs(np.log1p(error)), 80)) / DEVIATES_OF_80_PERCENT),
             inside=rounded(_inside(np.abs(np.log1p(error)))),
         )
 

@@ -22,7 +22,7 @@ MAX_GPUS = 2**16
 
 _DATA = pathlib.Path(__file__).parent / "data"
 _GPU_KEYS = ("name", "memory_bytes", "hbm_bytes_per_s", "peak_flops", "num_sms", "l2_bytes", "source")
-_LINK_KEYS = ("name", "bandwidth_bytes_per_s", "latency_s", "source")
+_LINK_KEYS = ("name", "bandwidth_bytes_per_s", "latency_s", "source", "short_bytes_per_s", "gather", "profile")
 _CLUSTER_KEYS = ("name", "gpu", "num_gpus", "link", "topology", "gpus_per_node", "network")
 
 
@@ -57,6 +57,17 @@ class LinkSpec:
     source: str  # citation, or who said so
     short_bytes_per_s: float | None = None  # at which messages short against the latency add time; None: as all
     gather: GatherRates | None = None  # of all-gathers over such links; None: as single messages
+    profile: str | None = None  # whose measurement these figures are; None: a datasheet's or a user's
+
+    def faster(self, factor: float) -> LinkSpec:
+        """Every rate `factor` times as high."""
+        return replace(
+            self,
+            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s * factor,
+            latency_s=self.latency_s / factor,
+            short_bytes_per_s=None if self.short_bytes_per_s is None else self.short_bytes_per_s * factor,
+            gather=None if self.gather is None else self.gather.faster(factor),
+        )
 
     def __post_init__(self) -> None:
         if not 0 < self.bandwidth_bytes_per_s < math.inf:
@@ -268,6 +279,9 @@ def _read_link(spec: JsonObject) -> LinkSpec:
         bandwidth_bytes_per_s=spec.number("bandwidth_bytes_per_s"),
         latency_s=spec.number("latency_s", allow_zero=True),
         source=spec.text("source", spec.where),
+        short_bytes_per_s=spec.number("short_bytes_per_s") if spec.has("short_bytes_per_s") else None,
+        gather=GatherRates.read(spec.child("gather")) if spec.has("gather") else None,
+        profile=spec.text("profile") if spec.has("profile") else None,
     )
 
 

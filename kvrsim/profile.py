@@ -20,6 +20,8 @@ from kvrsim.units import JsonObject
 SCHEMA_VERSION = 2
 _BUILTIN_FOLDER = Path(__file__).parent / "data" / "profiles"
 
+# Standard deviations on either side of the mean that hold four in five of a normal distribution.
+DEVIATES_OF_80_PERCENT = 1.2816
 OPERATION_KINDS = ("gemm", "attention", "elementwise", "send_recv", "all_gather", "host")
 SendStyle = Literal["overlap", "rendezvous"]
 _SEND_STYLES: tuple[SendStyle, ...] = ("overlap", "rendezvous")

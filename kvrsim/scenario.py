@@ -24,11 +24,6 @@ ROOFLINE = "roofline"
 KERNELS = ("eager", "flash")
 
 
-def measured_by(profile: CalibrationProfile) -> str:
-    """The source of a link whose figures are the profile's."""
-    return f"profile {profile.name}"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scenario:
     """One request, on one cluster, by one model, predicted from one profile (None: the datasheet's roofline)."""
@@ -96,7 +91,7 @@ class Scenario:
     @property
     def links_are_measured(self) -> bool:
         """Whether the links' figures are the profile's, not a datasheet's or the user's."""
-        return self.profile is not None and self.cluster.link.source == measured_by(self.profile)
+        return self.profile is not None and self.cluster.link.profile == self.profile.name
 
     @property
     def sends_overlap(self) -> bool:

@@ -142,8 +142,9 @@ def _sizes(scenario: Scenario, part: Part, chunk: int, start: int) -> Mapping[st
     """The sizes of one part, named as in OperationFit.seen."""
     batch = scenario.request.batch
     if part.product is not None:
-        product = part.product
-        rows = chunk * batch * product.share
+        product, head = part.product, scenario.model.lm_head
+        is_head = (product.in_features, product.out_features) == (head.in_features, head.out_features)
+        rows = batch * (1 if is_head and not scenario.cost.head_on_all_tokens else chunk * product.share)
         return {"tokens": rows, "in_features": product.in_features, "out_features": product.out_features}
     if part.kind == "attention":
         model = scenario.model

@@ -18,12 +18,11 @@ import numpy as np
 from kvrsim.cost.weighted import Part, WeightedCost, listing
 from kvrsim.executors.batch import run_batch
 from kvrsim.partition import Partition
-from kvrsim.profile import CalibrationProfile, ValidRange
+from kvrsim.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile, ValidRange
 from kvrsim.program import Array, Program
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 
-_Z = 1.2816  # standard deviations on either side that hold four in five of a normal distribution
 _RUN_TO_RUN = 0.014 / 0.6745  # log standard deviation: medians of repeated serving runs differ by 1.4 %
 _PER_DOUBLING = 0.02  # more log standard deviation for each doubling outside of what was measured
 _NOMINAL_LINKS = 0.2  # log standard deviation of a bandwidth that nobody measured: NVLink 3 reaches 78 % of its own
@@ -45,15 +44,16 @@ def interval(scenario: Scenario, strategy: Strategy, partition: Partition, ttft_
     if profile is None:
         return Interval(low_s=ttft_s, high_s=ttft_s * _ROOFLINE_FACTOR, log_sd={})
     if profile.residual is not None:
-        log_sd = {"published TTFTs": math.log1p(profile.residual.p80_ape) / _Z}
+        log_sd = {"published TTFTs": math.log1p(profile.residual.p80_ape) / DEVIATES_OF_80_PERCENT}
     else:
         log_sd = _propagated(scenario, strategy, partition, profile) | {"run to run": _RUN_TO_RUN}
-    if scenario.cluster.num_gpus > 1 and not scenario.links_are_measured:
-        log_sd["links"] = _moved_by_links(scenario, strategy, partition, _NOMINAL_LINKS)
+    links_log_sd = _links_log_sd(scenario, profile)
+    if links_log_sd:
+        log_sd["links"] = _moved_by_links(scenario, strategy, partition, links_log_sd)
     beyond = doublings_beyond(scenario, profile.valid)
     if beyond:
         log_sd["extrapolation"] = _PER_DOUBLING * beyond
-    spread = math.exp(_Z * math.sqrt(sum(sd * sd for sd in log_sd.values())))
+    spread = math.exp(DEVIATES_OF_80_PERCENT * math.sqrt(sum(sd * sd for sd in log_sd.values())))
     return Interval(low_s=ttft_s / spread, high_s=ttft_s * spread, log_sd=log_sd)
 
 
@@ -94,9 +94,6 @@ def _propagated(
     slower = _slower_host(scenario, profile)
     if slower is not None:
         log_sd["host"] = abs(math.log(_ttft_s(slower, slower.program(strategy, chunks))[0] / ttft[0]))
-    fits = [profile.operations[kind] for kind in ("send_recv", "all_gather") if kind in profile.operations]
-    if fits and scenario.cluster.num_gpus > 1:
-        log_sd["links"] = _moved_by_links(scenario, strategy, partition, max(fit.log_sd for fit in fits))
     return log_sd
 
 
@@ -121,16 +118,19 @@ def _slower_host(scenario: Scenario, profile: CalibrationProfile) -> Scenario | 
     return replace(scenario, profile=replace(profile, host=host))
 
 
+def _links_log_sd(scenario: Scenario, profile: CalibrationProfile) -> float:
+    """How little the links are known; 0 where there are none, or where errors of whole TTFTs hold it already."""
+    if scenario.cluster.num_gpus == 1:
+        return 0.0
+    if not scenario.links_are_measured:
+        return _NOMINAL_LINKS
+    fits = [profile.operations[kind] for kind in ("send_recv", "all_gather") if kind in profile.operations]
+    return 0.0 if profile.residual is not None else max((fit.log_sd for fit in fits), default=0.0)
+
+
 def _moved_by_links(scenario: Scenario, strategy: Strategy, partition: Partition, log_sd: float) -> float:
     """How much log TTFT moves when links are slower by that."""
-    factor, link = math.exp(log_sd), scenario.cluster.link
-    slower = replace(
-        link,
-        bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / factor,
-        latency_s=link.latency_s * factor,
-        short_bytes_per_s=None if link.short_bytes_per_s is None else link.short_bytes_per_s / factor,
-        gather=None if link.gather is None else link.gather.faster(1 / factor),
-    )
+    slower = scenario.cluster.link.faster(math.exp(-log_sd))
     chunks = [np.array([float(chunk)]) for chunk in partition.chunk_lens]
     before, after = (
         _ttft_s(one, one.program(strategy, chunks))[0]

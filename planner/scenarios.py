@@ -8,7 +8,7 @@ from kvrsim.hardware import DEFAULT_CLUSTER, Cluster, LinkSpec, Topology, load_c
 from kvrsim.model import ModelSpec, load_model
 from kvrsim.profile import CalibrationProfile, load_profile
 from kvrsim.request import Request
-from kvrsim.scenario import ROOFLINE, Scenario, measured_by
+from kvrsim.scenario import ROOFLINE, Scenario
 
 DEFAULT_MODEL = "llama-7b"
 DEFAULT_PROFILES = ("a100-eager", "h100-flash", "h200-flash")  # one a GPU; the first without a cluster
@@ -73,9 +73,10 @@ def _linked(
                 name=f"{datasheet}, measured",
                 bandwidth_bytes_per_s=measured.bandwidth_bytes_per_s,
                 latency_s=measured.latency_s,
-                source=measured_by(profile),
+                source=machine.link.source,
                 short_bytes_per_s=measured.short_bytes_per_s,
                 gather=measured.gather,
+                profile=profile.name,
             )
         )
     if bandwidth_bytes_per_s is not None or latency_s is not None:

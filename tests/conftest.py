@@ -333,16 +333,6 @@ class Make:
             left -= share
         return (*chunks, 1 + left)
 
-    def faster_link(self, link: LinkSpec, factor: float) -> LinkSpec:
-        """Bandwidths `factor` times as high, and latencies as short."""
-        return replace(
-            link,
-            bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * factor,
-            latency_s=link.latency_s / factor,
-            short_bytes_per_s=None if link.short_bytes_per_s is None else link.short_bytes_per_s * factor,
-            gather=None if link.gather is None else link.gather.faster(factor),
-        )
-
     def plain(self, cluster: Cluster) -> Cluster:
         """The same cluster with nothing known of short messages and all-gathers."""
         network = cluster.network
@@ -363,8 +353,8 @@ class Make:
         cluster = replace(
             cluster,
             gpu=gpu,
-            link=self.faster_link(cluster.link, factor),
-            network=None if cluster.network is None else self.faster_link(cluster.network, factor),
+            link=cluster.link.faster(factor),
+            network=None if cluster.network is None else cluster.network.faster(factor),
         )
         if profile is not None:
             kernels = replace(

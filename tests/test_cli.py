@@ -341,3 +341,13 @@ def test_memory_is_told_rank_by_rank() -> None:
     worst, others = over_memory([rank(2**32 + number * 2**30) for number in range(20)], 2**31)
     assert worst.startswith("rank 19 needs 24.0 GiB")
     assert others.endswith("rank 11 16.0 GiB, and 7 more")
+
+
+@pytest.mark.parametrize("name", ["a100-nvlink", "a100-10gbs-bus", "l40s-pcie"])
+def test_a_cluster_shown_can_be_planned_for(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = answer(capsys, "clusters", "show", name)
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(shown))
+    asked = ("simulate", "--strategy", "tsp", "--gpus", "2", "--ctx", "1k", "--cluster")
+    mine, own = answer(capsys, *asked, str(path)), answer(capsys, *asked, name)
+    assert mine == own

@@ -50,7 +50,7 @@ def test_never_falls_with_context(name: str, seed: int, times: int, make: Any) -
 @settings(max_examples=25)
 def test_never_rises_with_bandwidth(name: str, seed: int, factor: float, make: Any) -> None:
     scenario = make.scenario(random.Random(seed), num_gpus=(1, 5), topologies=("switch", "chain"))
-    faster = scenario.cluster.with_measured(make.faster_link(scenario.cluster.link, factor))
+    faster = scenario.cluster.with_measured(scenario.cluster.link.faster(factor))
     slack = SEARCHED if name == "kvr-s" else EXACT
     assert ttft_s(replace(scenario, cluster=faster), name) <= ttft_s(scenario, name) * slack
 
