@@ -57,16 +57,23 @@ class FitChoices:
     hidden_size: tuple[int, int] | None = None  # that the profile stands for; None: what was measured
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Label:
+    """What a profile says of itself."""
+
+    name: str
+    description: str | None = None  # None: the devices measured
+    not_covered: str = ""  # what the rows lack is added
+    provenance: Mapping[str, str] | None = None  # None: the rows' sources
+
+
 def fit_profile(
     rows: Sequence[Measurement],
+    label: Label,
     *,
-    name: str,
     gpu: GpuSpec,
     link: LinkSpec,
     host: HostRates | None = None,
-    description: str | None = None,
-    not_covered: str = "",
-    provenance: Mapping[str, str] | None = None,
     choices: FitChoices | None = None,
     argument: str = "--compute",
 ) -> tuple[CalibrationProfile, FitReport]:
@@ -89,17 +96,17 @@ def fit_profile(
     host_rates = fit.host(host, rows)
     devices = ", ".join(sorted({row.device for row in fit.used if row.operation in ("gemm", "attention")}))
     profile = CalibrationProfile(
-        name=name,
+        name=label.name,
         gpu=gpu.name,
-        description=description or f"fitted to measurements of {devices}.",
-        not_covered=" ".join(part for part in (not_covered, *fit.missing) if part) or "what was not measured.",
+        description=label.description or f"fitted to measurements of {devices}.",
+        not_covered=" ".join(part for part in (label.not_covered, *fit.missing) if part) or "what was not measured.",
         kernels=kernels,
         host=host_rates,
         links=links,
         valid=fit.valid(),
         operations={kind: fit.operations[kind] for kind in TITLES},
         residual=None,
-        provenance=dict(provenance or {"source": "; ".join(sorted({row.source for row in fit.used}))}),
+        provenance=dict(label.provenance or {"source": "; ".join(sorted({row.source for row in fit.used}))}),
     )
     report = FitReport(
         profile=profile,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from calibrate.fit import DEFAULT_HOST, FitChoices, fit_profile
+from calibrate.fit import DEFAULT_HOST, FitChoices, Label, fit_profile
 from calibrate.fit_attention import HeldOut
 from calibrate.fit_report import FitReport
 from calibrate.importers import aiconfigurator, read_source
@@ -78,19 +78,21 @@ class Recipe:
         sizes = [int(size) for size in data.numbers("hidden_size")] if data.has("hidden_size") else []
         return fit_profile(
             rows,
-            name=self.name,
+            Label(
+                name=self.name,
+                description=data.text("description"),
+                not_covered=data.text("not_covered"),
+                provenance={
+                    **({"compared": "; ".join(sorted({row.source for row in held_out.rows}))} if held_out else {}),
+                    "source": "; ".join(sorted({row.source for row in rows})),
+                    "devices": "; ".join(sorted({row.device for row in rows})),
+                    "command": f"python -m calibrate.shipped {self.name} --tables FOLDER",
+                    "assumed": "host clock (a dozen launches of 5 us a layer); messages beside computation",
+                },
+            ),
             gpu=load_gpu(data.text("gpu")),
             link=load_link(data.text("link")),
             host=DEFAULT_HOST,
-            description=data.text("description"),
-            not_covered=data.text("not_covered"),
-            provenance={
-                **({"compared": "; ".join(sorted({row.source for row in held_out.rows}))} if held_out else {}),
-                "source": "; ".join(sorted({row.source for row in rows})),
-                "devices": "; ".join(sorted({row.device for row in rows})),
-                "command": f"python -m calibrate.shipped {self.name} --tables FOLDER",
-                "assumed": "host clock (a dozen launches of 5 us a layer); messages beside computation",
-            },
             choices=FitChoices(
                 attention_kernel=data.text("attention_kernel"),
                 keep_shapes=builtin_shapes(),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from calibrate.attention_rows import AttentionRows
-from calibrate.fit import DEFAULT_HOST, FitChoices, fit_profile
+from calibrate.fit import DEFAULT_HOST, FitChoices, Label, fit_profile
 from calibrate.fit_attention import HeldOut, fit_eager, fit_flash
 from calibrate.fit_elementwise import fit_elementwise
 from calibrate.fit_gemm import fit_gemm
@@ -129,7 +129,7 @@ def all_rows() -> list[Measurement]:
 
 
 def fit(rows: list[Measurement], **choices: Any) -> Any:
-    return fit_profile(rows, name="made", gpu=A100, link=NVLINK3, choices=FitChoices(**choices))
+    return fit_profile(rows, Label(name="made"), gpu=A100, link=NVLINK3, choices=FitChoices(**choices))
 
 
 @pytest.fixture(scope="module")

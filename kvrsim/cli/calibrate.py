@@ -145,13 +145,13 @@ def import_(
 
 def _fit(rows: list[Measurement], wanted: _Wanted, argument: str) -> None:
     """Fit, write, and print how well the profile agrees."""
-    from calibrate.fit import FitChoices, fit_profile
+    from calibrate.fit import FitChoices, Label, fit_profile
     from calibrate.machine import gpu_of, link_of
 
     spec = gpu_of(rows, wanted.gpu)
     profile, found = fit_profile(
         rows,
-        name=wanted.name or Path(wanted.output).stem,
+        Label(name=wanted.name or Path(wanted.output).stem),
         gpu=spec,
         link=link_of(spec, wanted.link),
         choices=FitChoices(attention_kernel=wanted.kernel, fused=wanted.kernel != "eager"),
