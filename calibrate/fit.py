@@ -57,6 +57,18 @@ class FitChoices:
     hidden_size: tuple[int, int] | None = None  # that the profile stands for; None: what was measured
 
 
+def _origin(rows: Sequence[Measurement]) -> dict[str, str]:
+    """What measured rows say of where they come from."""
+    kernels = {row.kernel for row in rows if row.operation == "attention"}
+    listed = {
+        "source": {row.source for row in rows},
+        "devices": {row.device for row in rows},
+        "attention kernels": kernels,
+        "dtypes": {row.dtype for row in rows if row.dtype is not None},
+    }
+    return {name: "; ".join(sorted(values)) for name, values in listed.items() if values}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Label:
     """What a profile says of itself."""
@@ -64,7 +76,7 @@ class Label:
     name: str
     description: str | None = None  # None: the devices measured
     not_covered: str = ""  # what the rows lack is added
-    provenance: Mapping[str, str] | None = None  # None: the rows' sources
+    provenance: Mapping[str, str] | None = None  # more than the rows say
 
 
 def fit_profile(
@@ -106,7 +118,7 @@ def fit_profile(
         valid=fit.valid(),
         operations={kind: fit.operations[kind] for kind in TITLES},
         residual=None,
-        provenance=dict(label.provenance or {"source": "; ".join(sorted({row.source for row in fit.used}))}),
+        provenance=_origin(fit.used) | dict(label.provenance or {}),
     )
     report = FitReport(
         profile=profile,

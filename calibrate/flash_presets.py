@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from calibrate.fitted import Unknown, peak_flops
@@ -65,41 +65,31 @@ class FlashPreset:
         return tuple(listed)
 
 
-_FA2 = MappingProxyType(
-    dict(
-        launch_s=5e-6,
-        tile_s=4e-6,
-        block_s=4.8e-6,
-        alone_share=0.75,
-        barrier_share=1.0,
-        append_bytes_per_s=8e11,
-    )
+_FA2 = FlashPreset(
+    tile_rows=64,
+    key_block=128,
+    tiles_per_sm=2,
+    causal=True,
+    packs_heads=False,
+    splits_keys=False,
+    start=MappingProxyType(
+        dict(
+            launch_s=5e-6,
+            tile_s=4e-6,
+            block_s=4.8e-6,
+            alone_share=0.75,
+            barrier_share=1.0,
+            append_bytes_per_s=8e11,
+        )
+    ),
+    fitted=("launch_s", "tile_s", "block_s", "alone_share", "append_bytes_per_s"),
 )
-_FA2_FITTED = ("launch_s", "tile_s", "block_s", "alone_share", "append_bytes_per_s")
 
 PRESETS: Mapping[str, FlashPreset] = MappingProxyType(
     {
         # FlashAttention-2 on Ampere; FlashInfer's prefill, which packs the query heads of a KV head.
-        "fa2": FlashPreset(
-            tile_rows=64,
-            key_block=128,
-            tiles_per_sm=2,
-            causal=True,
-            packs_heads=False,
-            splits_keys=False,
-            start=_FA2,
-            fitted=_FA2_FITTED,
-        ),
-        "flashinfer": FlashPreset(
-            tile_rows=128,
-            key_block=64,
-            tiles_per_sm=2,
-            causal=True,
-            packs_heads=True,
-            splits_keys=False,
-            start=_FA2,
-            fitted=_FA2_FITTED,
-        ),
+        "fa2": _FA2,
+        "flashinfer": replace(_FA2, tile_rows=128, key_block=64, packs_heads=True),
         # FlashAttention over a paged cache as sarathi called it: all blocks of the rectangle, keys split.
         "paged": FlashPreset(
             tile_rows=64,

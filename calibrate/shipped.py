@@ -84,8 +84,6 @@ class Recipe:
                 not_covered=data.text("not_covered"),
                 provenance={
                     **({"compared": "; ".join(sorted({row.source for row in held_out.rows}))} if held_out else {}),
-                    "source": "; ".join(sorted({row.source for row in rows})),
-                    "devices": "; ".join(sorted({row.device for row in rows})),
                     "command": f"python -m calibrate.shipped {self.name} --tables FOLDER",
                     "assumed": "host clock (a dozen launches of 5 us a layer); messages beside computation",
                 },

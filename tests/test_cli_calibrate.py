@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kvrsim
 from calibrate.attention_rows import AttentionRows
 from calibrate.fit_links import SendRates
 from calibrate.flash_presets import PRESETS
@@ -84,6 +85,8 @@ def test_fit_writes_a_profile_that_plans(files: Path, capsys: pytest.CaptureFixt
     profile = load_profile(files / "mine.json")
     assert (profile.name, profile.gpu, profile.links.link) == ("mine", "a100-80gb", "nvlink3")
     assert profile.links.bandwidth_bytes_per_s == pytest.approx(210e9, rel=0.02)
+    assert {"source", "devices", "attention kernels", "dtypes"} <= set(profile.provenance)
+    assert kvrsim.__version__ in profile.provenance["fitted"]
     assert "](fit.png)" in (files / "fit.md").read_text() or str(files / "fit.png") in (files / "fit.md").read_text()
     assert (files / "fit.png").stat().st_size > 1000
     plan = ["plan", "--gpus", "2", "--ctx", "2k", "--profile", str(files / "mine.json"), "--json"]

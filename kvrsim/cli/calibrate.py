@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvrsim import __version__
 from kvrsim.cli.options import Json, check_output, print_json
 from kvrsim.errors import InputError
 
@@ -151,7 +153,10 @@ def _fit(rows: list[Measurement], wanted: _Wanted, argument: str) -> None:
     spec = gpu_of(rows, wanted.gpu)
     profile, found = fit_profile(
         rows,
-        Label(name=wanted.name or Path(wanted.output).stem),
+        Label(
+            name=wanted.name or Path(wanted.output).stem,
+            provenance={"fitted": f"{date.today().isoformat()} by kvrsim {__version__}"},
+        ),
         gpu=spec,
         link=link_of(spec, wanted.link),
         choices=FitChoices(attention_kernel=wanted.kernel, fused=wanted.kernel != "eager"),
