@@ -2,7 +2,9 @@
 
 KvrsimError                 anything a caller may want to catch
 ├── InputError              the user's input is wrong: names the argument, the value, what is accepted (exit 2)
-└── InfeasibleError         the question is well put and the answer is no: nothing fits, a target is missed (exit 1)
+├── InfeasibleError         the question is well put and the answer is no: nothing fits, a target is missed (exit 1)
+├── RankError               of kvrsim.runtime: a rank died, hung, ran out of memory or disagrees: names it (exit 1)
+└── LinkError               of kvrsim.runtime, inside a rank: a message did not come or did not leave (exit 1)
 """
 
 from __future__ import annotations

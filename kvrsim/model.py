@@ -133,13 +133,15 @@ def load_model(name_or_path: str | Path, argument: str = "--model") -> ModelSpec
     name = str(name_or_path)
     if name in builtin_models():
         return read_config(JsonObject.read(_BUILTIN_FOLDER / f"{name}.json", argument), name)
-    path = _config_path(name, argument)
+    path = config_path(name, argument)
     own_name = path.resolve().parent.name if path.name == "config.json" else path.stem
     return read_config(JsonObject.read(path, argument), own_name or name)
 
 
-def _config_path(name: str, argument: str) -> Path:
-    """The file that a user means by a path to a config.json or to its folder."""
+def config_path(name: str, argument: str) -> Path:
+    """The file that a user means by a built-in name, a path to a config.json or to its folder."""
+    if name in builtin_models():
+        return _BUILTIN_FOLDER / f"{name}.json"
     path = Path(name)
     try:
         is_folder, exists = path.is_dir(), bool(name.strip()) and path.exists()

@@ -1,0 +1,126 @@
+"""Attention of a chunk to its prefix and itself that leaves out the masked half.
+
+Models mask: they compute all chunk × (prefix + chunk) scores, then hide those to the right of the diagonal.
+Here the prefix is attended to in full, the chunk causally. On the CPU these are two calls, joined by the
+log of their softmax sums; on CUDA it is one kernel with the mask aligned to the lower right corner.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+
+from kvrsim.errors import InputError
+
+# Without the word "flash", by which transformers knows its own kernels.
+INTERFACE_NAME = "kvrsim_chunk_attention"
+
+
+def use_flash(model: Any) -> None:
+    """Let a model, loaded with "sdpa", run `chunk_attention`.
+
+    Raises InputError naming `--attention` for ALiBi, whose biases these kernels do not take.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    if getattr(model.config, "alibi", False):
+        raise InputError("--attention", "flash", "eager or sdpa for a model with ALiBi")
+    if model.config.model_type == "falcon":
+        model.base_model.register_forward_pre_hook(_hand_in_mask, with_kwargs=True)
+    else:
+        AttentionInterface.register(INTERFACE_NAME, _interface)
+        AttentionMaskInterface.register(INTERFACE_NAME, _no_mask)
+        model.set_attn_implementation(INTERFACE_NAME)
+    model.kvrsim_attention = "flash"
+
+
+def chunk_attention(query: Any, key: Any, value: Any, scale: float | None = None) -> Any:
+    """Attention of the last tokens of a context to all of it, causally.
+
+    Shapes: query [B, H, c, D], key and value [B, G, S, D] with G a divisor of H and S >= c; the result is
+    query's. Queries are the last c of the S tokens.
+    """
+    if query.is_cuda:
+        return _on_cuda(query, key, value, scale)
+    chunk_len, prefix_len = query.shape[2], key.shape[2] - query.shape[2]
+    own_key, own_value = (_repeated(part[:, :, prefix_len:], query.shape[1]) for part in (key, value))
+    own, own_lse = _flash_cpu(query, own_key, own_value, scale, causal=chunk_len > 1)
+    if prefix_len == 0:
+        return own
+    seen, seen_lse = _of_prefix(query, key[:, :, :prefix_len], value[:, :, :prefix_len], scale)
+    share = torch.sigmoid(own_lse - seen_lse).unsqueeze(-1)
+    # The sums are float32 whatever the model's dtype; the model wants its own back.
+    return torch.lerp(seen.float(), own.float(), share).to(query.dtype)
+
+
+def _of_prefix(query: Any, key: Any, value: Any, scale: float | None) -> tuple[Any, Any]:
+    """Attention to the prefix alone, and the log of the sums of exponentials, shape [B, H, c].
+
+    The query heads of a KV head are laid one after another as if they were tokens, which spares repeating K and V.
+    """
+    batch, heads, chunk_len, dim = query.shape
+    groups = key.shape[1]
+    folded = query.reshape(batch, groups, heads // groups * chunk_len, dim)
+    out, lse = _flash_cpu(folded, key, value, scale, causal=False)
+    return out.reshape(batch, heads, chunk_len, dim), lse.reshape(batch, heads, chunk_len)
+
+
+def _flash_cpu(query: Any, key: Any, value: Any, scale: float | None, *, causal: bool) -> tuple[Any, Any]:
+    """torch's flash kernel for the CPU: the result, and the log of the sums of exponentials, [B, H, c]."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = kernel(query, key, value, dropout_p=0.0, is_causal=causal, attn_mask=None, scale=scale)
+    return out, lse
+
+
+def _on_cuda(query: Any, key: Any, value: Any, scale: float | None) -> Any:
+    """torch's kernels with a causal mask aligned to the lower right corner, which is not written out."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    key, value = _repeated(key, query.shape[1]), _repeated(value, query.shape[1])
+    mask = causal_lower_right(query.shape[2], key.shape[2])
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+
+
+def _repeated(kv: Any, heads: int) -> Any:
+    """K or V with each head repeated for the query heads that share it."""
+    return kv if kv.shape[1] == heads else kv.repeat_interleave(heads // kv.shape[1], dim=1)
+
+
+def _interface(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> tuple[Any, None]:
+    """As transformers' AttentionInterface calls it; the result has shape [B, c, H, D]."""
+    assert attention_mask is None
+    return chunk_attention(query, key, value, kwargs.get("scaling")).transpose(1, 2).contiguous(), None
+
+
+def _no_mask(*args: Any, attention_mask: Any = None, **kwargs: Any) -> None:
+    """As transformers' AttentionMaskInterface calls it: `chunk_attention` needs no mask, and takes no padding."""
+    _refuse_padding(attention_mask)
+
+
+def _refuse_padding(attention_mask: Any) -> None:
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise InputError("attention_mask", "padding", "prompts of equal length, without padding, under flash attention")
+
+
+class _FlashMask(torch.Tensor):  # type: ignore[misc]
+    """A mask that computes: as the mask of scaled_dot_product_attention it runs `chunk_attention` instead.
+
+    Falcon does not use the AttentionInterface, but it hands a mask of four dimensions on to
+    scaled_dot_product_attention untouched. torch.nn.attention.bias.CausalBias works the same way.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            query, key, value = args
+            return chunk_attention(query, key, value, (kwargs or {}).get("scale"))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def _hand_in_mask(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Before Falcon's forward: put the mask that computes in the place of none, or of one without padding."""
+    _refuse_padding(kwargs.get("attention_mask"))
+    mask = torch.ones(1, 1, 1, 1, device=next(module.parameters()).device).as_subclass(_FlashMask)
+    return args, kwargs | {"attention_mask": mask}

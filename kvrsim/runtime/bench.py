@@ -1,0 +1,175 @@
+"""Measured TTFT of several plans, interleaved, on the ranks that are there."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from kvrsim.errors import InputError
+from kvrsim.runtime.agreement import versions
+from kvrsim.runtime.forward import Forward, ModelForward
+from kvrsim.runtime.load import HostLoad
+from kvrsim.runtime.plan import RunPlan, random_prompt
+from kvrsim.runtime.prefill import Outcome, Prefill
+from kvrsim.runtime.trace import RankTrace, hooked, timeline_of
+from kvrsim.runtime.transport import Transport
+from kvrsim.timeline import Timeline
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """TTFT of one plan, measured again and again."""
+
+    plan: RunPlan
+    ttft_s: tuple[float, ...]  # of each repetition, warm-ups left out, in the order in which they ran
+    other_cores: tuple[float | None, ...] = ()  # of each: cores that others kept busy; None: not told, () not asked
+
+    @property
+    def median_s(self) -> float:
+        """The middle one."""
+        return statistics.median(self.ttft_s)
+
+    @property
+    def quartiles_s(self) -> tuple[float, float]:
+        """A quarter of the repetitions were faster than the first, a quarter slower than the second."""
+        if len(self.ttft_s) == 1:
+            return self.ttft_s[0], self.ttft_s[0]
+        first, _, third = statistics.quantiles(self.ttft_s, n=4, method="inclusive")
+        return first, third
+
+    @property
+    def iqr_s(self) -> float:
+        """The interquartile range: how far the middle half of the repetitions is spread."""
+        first, third = self.quartiles_s
+        return third - first
+
+    def quiet(self, max_other_cores: float) -> Timing | None:
+        """The same without repetitions beside which others kept more cores busy; None where none is left."""
+        pairs = zip(self.ttft_s, self.other_cores, strict=True)
+        kept = [(ttft_s, cores) for ttft_s, cores in pairs if cores is not None and cores <= max_other_cores]
+        if not kept:
+            return None
+        return replace(self, ttft_s=tuple(one for one, _ in kept), other_cores=tuple(cores for _, cores in kept))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchReport:
+    """What was measured, and on what."""
+
+    timings: tuple[Timing, ...]  # by plan, in the order in which they were given
+    timelines: tuple[Timeline, ...]  # by plan: of one more prefill, with its layers hooked
+    conditions: dict[str, str]  # machine, libraries, transport, model: all that the figures depend on
+
+
+def measure(
+    transport: Transport,
+    forward: Forward,
+    plans: Sequence[RunPlan],
+    *,
+    vocab_size: int,
+    repeats: int = 7,
+    warmups: int = 2,
+    seed: int = 0,
+) -> BenchReport:
+    """Measure each plan `repeats` times after `warmups`, one after another so that drift meets all alike.
+
+    TTFT is the last rank's first token minus the earliest start, all ranks leaving a barrier together; ranks on
+    several hosts share no clock, there it is the last rank's own start. Every rank returns the same report.
+    """
+    if repeats < 1:
+        raise InputError("--repeats", repeats, "at least 1")
+    prefills = [Prefill(forward, transport, plan) for plan in plans]
+    prompts = [random_prompt(vocab_size, plan, seed).to(forward.geometry.device) for plan in plans]
+    one_host = len(set(transport.exchange(platform.node()))) == 1
+    rounds = _Rounds(transport, one_host, len(plans))
+    for repetition in range(warmups + repeats):
+        for number in _rotated(len(plans), repetition):
+            rounds.run(number, prefills[number], prompts[number], keep=repetition >= warmups)
+    timings = tuple(
+        Timing(plan=plan, ttft_s=tuple(ttft_s), other_cores=tuple(cores))
+        for plan, ttft_s, cores in zip(plans, rounds.ttft_s, rounds.other_cores, strict=True)
+    )
+    timelines = tuple(_timeline(prefill, ids) for prefill, ids in zip(prefills, prompts, strict=True))
+    conditions = _conditions(transport, forward) | {
+        "repetitions": f"{repeats} after {warmups} warm-ups, plans interleaved",
+        "clock": "one host's" if one_host else "the last rank's own",
+    }
+    return BenchReport(timings=timings, timelines=timelines, conditions=conditions)
+
+
+class _Rounds:
+    """What has been measured so far, by plan."""
+
+    def __init__(self, transport: Transport, one_host: bool, num_plans: int) -> None:
+        self.transport, self.one_host, self.load = transport, one_host, HostLoad()
+        self.ttft_s: list[list[float]] = [[] for _ in range(num_plans)]
+        self.other_cores: list[list[float | None]] = [[] for _ in range(num_plans)]
+
+    def run(self, number: int, prefill: Prefill, ids: Any, *, keep: bool) -> None:
+        """One prefill of a plan."""
+        self._load()
+        outcomes: list[Outcome] = self.transport.exchange(prefill.run(ids))
+        cores = self._load()
+        if keep:
+            self.ttft_s[number].append(_ttft_s(outcomes, self.one_host))
+            self.other_cores[number].append(cores)
+
+    def _load(self) -> float | None:
+        """Cores that others have kept busy since the last call, as rank 0 sees them."""
+        own_cpu_s = sum(self.transport.exchange(time.process_time()))
+        cores = self.load.other_cores(own_cpu_s) if self.one_host else None
+        return self.transport.exchange(cores)[0]  # type: ignore[no-any-return]
+
+
+def _rotated(count: int, by: int) -> list[int]:
+    """0, 1, ... count - 1, another one first each time."""
+    return [(number + by) % count for number in range(count)]
+
+
+def _ttft_s(outcomes: Sequence[Outcome], one_host: bool) -> float:
+    last = outcomes[-1]
+    starts = [outcome.start_s for outcome in outcomes if outcome.trace.marks]
+    return last.end_s - (min(starts) if one_host else last.start_s)
+
+
+def _timeline(prefill: Prefill, ids: Any) -> Timeline:
+    """One more prefill, its layers hooked where there is a model."""
+    if isinstance(prefill.forward, ModelForward):
+        with hooked(prefill.forward.model, prefill.geometry, prefill.recorder):
+            trace = prefill.run(ids).trace
+    else:
+        trace = prefill.run(ids).trace
+    everyone: list[RankTrace] = prefill.transport.exchange(trace)
+    return timeline_of(prefill.plan.strategy, everyone)
+
+
+def _conditions(transport: Transport, forward: Forward) -> dict[str, str]:
+    geometry = forward.geometry
+    on_cuda = geometry.device.type == "cuda"
+    device = torch.cuda.get_device_name(geometry.device) if on_cuda else f"CPU ({_cpu_name()})"
+    return versions() | {
+        "ranks": str(transport.size),
+        "transport": transport.name,
+        "device": device,
+        "cores of the host": str(os.cpu_count()),
+        "threads a rank": str(torch.get_num_threads()),
+        "dtype": str(geometry.dtype).removeprefix("torch."),
+        "attention": geometry.attention,
+        "model": f"{geometry.model_type}, {geometry.num_hidden_layers} layers, {forward.digest()}",
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,92 @@
+"""Exactness: a prefill on several ranks against the same model's on one, token by token and layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvrsim.runtime.cache import PrefixCache
+from kvrsim.runtime.forward import ModelForward
+from kvrsim.runtime.plan import RunPlan, random_prompt
+from kvrsim.runtime.prefill import Prefill, decode
+from kvrsim.runtime.transport import Transport
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """How far a prefill on several ranks is from the same on one."""
+
+    plan: str  # the plan's label
+    logits: float  # largest difference of the last token's logits
+    logits_scale: float  # largest logit, by magnitude: what `logits` is to be held against
+    kv_cache: float  # largest difference in the last rank's K and V, all layers
+    same_tokens: bool  # whether the greedy continuations are equal
+    num_tokens: int  # of the continuation
+
+    def within(self, tolerance: float) -> bool:
+        """Whether logits and KV cache differ by at most so much, and no token differs."""
+        return self.same_tokens and self.logits <= tolerance and self.kv_cache <= tolerance
+
+
+def compare(
+    transport: Transport, model: Any, plans: Sequence[RunPlan], *, num_tokens: int = 8, seed: int = 0
+) -> list[Difference] | None:
+    """Run each plan and compare it, on the last rank, with transformers' own prefill there; None on the others."""
+    forward, found, references = ModelForward(model), [], _References(model, num_tokens)
+    for plan in plans:
+        ids = random_prompt(model.config.vocab_size, plan, seed).to(model.device)
+        prefill = Prefill(forward, transport, plan)
+        outcome = prefill.run(ids)
+        if outcome.tokens is not None:
+            assert prefill.cache is not None
+            continued = decode(model, prefill.cache, ids, outcome.tokens, num_tokens)
+            logits, cache, expected = references.of(ids)
+            found.append(
+                Difference(
+                    plan=plan.label,
+                    logits=_distance(prefill.logits, logits),
+                    logits_scale=logits.abs().max().item(),
+                    kv_cache=cache_distance(prefill.cache, cache),
+                    same_tokens=bool(torch.equal(continued, expected)),
+                    num_tokens=num_tokens,
+                )
+            )
+        transport.barrier()
+    return found if transport.rank == transport.size - 1 else None
+
+
+class _References:
+    """What transformers computes by itself, once for each prompt."""
+
+    def __init__(self, model: Any, num_tokens: int) -> None:
+        self.model, self.num_tokens = model, num_tokens
+        self.known: dict[tuple[int, ...], tuple[Any, Any, Any]] = {}
+
+    def of(self, ids: Any) -> tuple[Any, Any, Any]:
+        """Last logits, KV cache, and the greedy continuation [B, num_tokens]."""
+        key = tuple(ids.shape)
+        if key not in self.known:
+            from transformers import DynamicCache
+
+            cache = DynamicCache()
+            with torch.inference_mode():
+                logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            mask = torch.ones_like(ids)
+            lengths: dict[str, Any] = dict(max_new_tokens=self.num_tokens, min_new_tokens=self.num_tokens)
+            continued = self.model.generate(ids, attention_mask=mask, do_sample=False, **lengths)
+            self.known[key] = logits[:, -1], cache, continued[:, ids.shape[1] :]
+        return self.known[key]
+
+
+def cache_distance(ours: PrefixCache, theirs: Any) -> float:
+    """The largest difference of K and V in any layer."""
+    layers = zip(ours.to_dynamic_cache().layers, theirs.layers, strict=True)
+    found = [_distance(*pair) for a, b in layers for pair in ((a.keys, b.keys), (a.values, b.values))]
+    return float(torch.tensor(found).max())  # which lets "not a number" through, unlike max()
+
+
+def _distance(ours: Any, theirs: Any) -> float:
+    return float((ours.float() - theirs.float()).abs().max().item())

@@ -1,0 +1,62 @@
+"""What goes wrong on ranks: RankError for whoever started them, LinkError inside one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from kvrsim.errors import KvrsimError
+
+# The likelier cause first: where one rank runs out of memory, its neighbours only lose their connection.
+FaultKind = Literal["died", "memory", "mismatch", "input", "error", "silent", "link"]
+_KINDS: tuple[FaultKind, ...] = ("died", "memory", "mismatch", "input", "error", "silent", "link")
+
+
+class LinkError(KvrsimError):
+    """A message did not come or did not leave in time; names the peer."""
+
+    def __init__(self, peer: int | None, reason: str) -> None:
+        self.peer, self.reason = peer, reason
+        super().__init__(reason)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """What went wrong on one rank."""
+
+    rank: int
+    kind: FaultKind
+    message: str  # without the rank and layer
+    layer: int | None = None  # decoder layer that the rank had come to; None: outside of them
+    peer: int | None = None  # rank that it waited for; None: nobody, or all
+
+    def __str__(self) -> str:
+        place = "" if self.layer is None else f", layer {self.layer}"
+        return f"rank {self.rank}{place}: {self.message}"
+
+
+class RankError(KvrsimError):
+    """A rank died, hung, was late, ran out of memory or had other plans than the rest."""
+
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        waited_for = {fault.peer for fault in faults}
+        self.faults = tuple(
+            sorted(faults, key=lambda fault: (_KINDS.index(fault.kind), fault.rank not in waited_for, fault.rank))
+        )
+        super().__init__("; ".join(map(str, self.faults)))
+
+    @property
+    def cause(self) -> Fault:
+        """The fault that the others most likely follow from."""
+        return self.faults[0]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the host had no memory left; torch raises a plain RuntimeError for the host's."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(
+        words in text for words in ("out of memory", "can't allocate memory", "not enough memory")
+    )

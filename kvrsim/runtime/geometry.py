@@ -1,0 +1,243 @@
+"""Geometry: what the runtime must know of a Hugging Face model; and a model with random weights to run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from kvrsim.architectures import read_config
+from kvrsim.errors import InputError
+from kvrsim.model import config_path
+from kvrsim.runtime.attention import use_flash
+from kvrsim.units import JsonObject
+
+Attention = Literal["eager", "sdpa", "flash"]
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
+
+# How rotary frequencies may be scaled. The others ("dynamic", "longrope") depend on the longest position
+# in a forward, so that a chunk would be rotated otherwise than the whole context.
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """Where an architecture keeps its parts."""
+
+    layers: str  # the decoder layers, an attribute of the base model
+    attention: str  # the attention module, an attribute of a layer
+    output_projection: str  # the projection of the attention's output, an attribute of the attention
+    cache_argument: str  # what the attention calls the Cache
+    uses_attention_interface: bool  # whether transformers' AttentionInterface is asked for the kernel
+
+
+_LLAMA_LIKE = Family(
+    layers="layers",
+    attention="self_attn",
+    output_projection="o_proj",
+    cache_argument="past_key_values",
+    uses_attention_interface=True,
+)
+_FALCON = Family(
+    layers="h",
+    attention="self_attention",
+    output_projection="dense",
+    cache_argument="layer_past",
+    uses_attention_interface=False,
+)
+FAMILIES = {
+    "falcon": _FALCON,
+    "llama": _LLAMA_LIKE,
+    "mistral": _LLAMA_LIKE,
+    "qwen2": _LLAMA_LIKE,
+    "qwen3": _LLAMA_LIKE,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Geometry:
+    """The shape of K and V as they are stored and sent, and where the model keeps its parts."""
+
+    model_type: str  # Hugging Face architecture
+    num_hidden_layers: int  # decoder layers
+    num_attention_heads: int  # query heads
+    num_key_value_heads: int  # KV heads that are stored and sent
+    head_dim: int  # width of a head
+    model_heads_per_kv_head: int = 1  # heads in which the model hands over each KV head: Falcon 40B repeats it
+    returned_heads_per_kv_head: int = 1  # heads in which attention gets each KV head back
+    attention: Attention = "sdpa"  # kernel that the model was loaded with
+    dtype: torch.dtype = torch.float32  # of K and V
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    sliding_window: int | None = None  # tokens that a query sees in the narrowest layer; None: all before it
+
+    @classmethod
+    def of(cls, model: Any) -> Geometry:
+        """The geometry of a Hugging Face model for causal language modelling.
+
+        Raises InputError naming `--model` where the runtime does not support the architecture.
+        """
+        config = model.config
+        family_of(config.model_type)
+        _check_rope(config)
+        heads = config.num_attention_heads
+        kv_heads, handed, returned = heads, 1, 1
+        attention = _attention_of(model)
+        if config.model_type != "falcon":
+            kv_heads = config.num_key_value_heads
+        elif config.new_decoder_architecture:
+            # Falcon 40B hands over (and wants back) each KV head as often as query heads share it.
+            kv_heads = config.num_kv_heads
+            handed = returned = heads // kv_heads
+        elif config.multi_query:
+            # With one KV head for many query heads SDPA falls back to its slowest kernel; a view of as many is free.
+            kv_heads, returned = 1, 1 if attention == "eager" else heads
+        parameter = next(model.parameters())
+        return cls(
+            model_type=config.model_type,
+            num_hidden_layers=config.num_hidden_layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            model_heads_per_kv_head=handed,
+            returned_heads_per_kv_head=returned,
+            attention=attention,
+            dtype=parameter.dtype,
+            device=parameter.device,
+            sliding_window=_window(config),
+        )
+
+    @property
+    def family(self) -> Family:
+        """Where the architecture keeps its parts."""
+        return FAMILIES[self.model_type]
+
+    @property
+    def uses_attention_interface(self) -> bool:
+        """Whether transformers' AttentionInterface is asked for the kernel."""
+        return self.family.uses_attention_interface
+
+    @property
+    def cache_argument(self) -> str:
+        """The argument of the attention module that holds the Cache."""
+        return self.family.cache_argument
+
+    @property
+    def kv_bytes_per_token_layer(self) -> int:
+        """Bytes of one token's K and V in one layer, as stored and sent."""
+        return 2 * self.num_key_value_heads * self.head_dim * int(self.dtype.itemsize)
+
+    def layers(self, model: Any) -> Sequence[Any]:
+        """The decoder layers, first layer first."""
+        return list(getattr(model.base_model, self.family.layers))
+
+    def attention_of(self, layer: Any) -> Any:
+        """The attention module of a decoder layer."""
+        return getattr(layer, self.family.attention)
+
+    def output_projection_of(self, layer: Any) -> Any:
+        """The module that projects the attention's output: attention ends where it begins."""
+        return getattr(self.attention_of(layer), self.family.output_projection)
+
+    def check_context(self, context_len: int, argument: str = "--ctx") -> None:
+        """Raise InputError where a sliding window would hide part of the context."""
+        if self.sliding_window is not None and self.sliding_window < context_len:
+            accepted = f"at most {self.sliding_window} tokens, the sliding window: the runtime sends whole KV caches"
+            raise InputError(argument, context_len, accepted)
+
+
+def family_of(model_type: str, argument: str = "--model") -> Family:
+    """Where the architecture keeps its parts; raises InputError where the runtime does not know it."""
+    if model_type not in FAMILIES:
+        accepted = f"an architecture that the runtime supports: {', '.join(FAMILIES)}"
+        raise InputError(f"{argument}: model_type", model_type, accepted)
+    return FAMILIES[model_type]
+
+
+def _attention_of(model: Any) -> Attention:
+    """The kernel that `load_model` was asked for."""
+    chosen = getattr(model, "kvrsim_attention", None) or model.config._attn_implementation
+    if chosen not in ATTENTIONS:
+        raise InputError("--attention", chosen, "one of " + ", ".join(ATTENTIONS))
+    return chosen  # type: ignore[no-any-return]
+
+
+def _window(config: Any) -> int | None:
+    """The narrowest sliding window in effect."""
+    window = getattr(config, "sliding_window", None)
+    if window is None or not getattr(config, "use_sliding_window", True):
+        return None
+    kinds = getattr(config, "layer_types", None)
+    return int(window) if kinds is None or "sliding_attention" in kinds else None
+
+
+def _check_rope(config: Any) -> None:
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    if kind not in _STATIC_ROPE and not getattr(config, "alibi", False):
+        accepted = f"one of {', '.join(_STATIC_ROPE)}: others rotate a chunk otherwise than the whole context"
+        raise InputError("--model: rope_type", kind, accepted)
+
+
+def load_model(
+    config: str | Path | Mapping[str, object],
+    dtype: str | torch.dtype = "float32",
+    device: str | torch.device = "cpu",
+    attention: Attention = "sdpa",
+    seed: int = 0,
+    init_std: float | None = None,
+) -> Any:
+    """A Hugging Face model with random weights, in evaluation mode; nothing is downloaded.
+
+    `config` is a built-in name, a path to a config.json or its folder, or what such a file holds. The same
+    seed gives the same weights on every rank of one kind of device. `init_std` is the spread of the weights
+    (None: the config's), which tests raise so that the first token depends on the whole context.
+
+    Raises InputError where the file, its architecture or the kernel cannot be used.
+    """
+    if attention not in ATTENTIONS:
+        raise InputError("--attention", attention, "one of " + ", ".join(ATTENTIONS))
+    if isinstance(dtype, str) and dtype not in DTYPES:
+        raise InputError("--dtype", dtype, "one of " + ", ".join(DTYPES))
+    fields = _fields(config)
+    model = _build(fields, DTYPES[dtype] if isinstance(dtype, str) else dtype, device, attention, seed, init_std)
+    if attention == "flash":
+        use_flash(model)
+    Geometry.of(model)  # refuses what the runtime cannot run
+    return model
+
+
+def _fields(config: str | Path | Mapping[str, object]) -> dict[str, Any]:
+    """The keys of the config.json, those that are comments left out; checked as the simulator checks them."""
+    source = JsonObject(fields=config, where="--model") if isinstance(config, Mapping) else None
+    if source is None:
+        source = JsonObject.read(config_path(str(config), "--model"), "--model")
+    family_of(str(source.fields.get("model_type", "nothing")))
+    read_config(source, "model")
+    return {key: value for key, value in source.fields.items() if not key.startswith("_")}
+
+
+def _build(
+    fields: dict[str, Any],
+    dtype: torch.dtype,
+    device: str | torch.device,
+    attention: Attention,
+    seed: int,
+    init_std: float | None,
+) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = {key: value for key, value in fields.items() if key not in ("architectures", "torch_dtype", "dtype")}
+    if init_std is not None:
+        fields["initializer_range"] = init_std
+    config = AutoConfig.for_model(**fields)
+    kernel = "sdpa" if attention == "flash" else attention
+    place = torch.device(device)
+    cuda = [torch.cuda.current_device()] if place.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda), place:
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=kernel, dtype=dtype)
+    return model.to(place).eval().requires_grad_(False)

@@ -1,0 +1,84 @@
+"""RunPlan: what all ranks do in one prefill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from kvrsim.errors import InputError
+from kvrsim.partition import Partition
+from kvrsim.runtime.geometry import Geometry
+
+RunStrategy = Literal["single", "tsp", "kvr"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPlan:
+    """A strategy with its partition; the last chunk is the last rank's, which gives the first token."""
+
+    strategy: RunStrategy
+    partition: Partition
+    batch: int = 1  # prompts of equal length
+    tsp_keys: Literal["dense", "truncated"] = "dense"  # whether a chunk is also scored against later tokens
+    gather: Literal["ring", "collective"] = "ring"  # TSP's all-gather: between neighbours, or the backend's own
+    receives_ahead: int | None = 1  # layers for which KVR posts receives before it comes to them; None: all
+
+    def __post_init__(self) -> None:
+        if self.strategy == "single" and len(self.partition.chunk_lens) != 1:
+            raise InputError("--partition", _shown(self.partition), "one chunk for one GPU")
+        if self.batch < 1:
+            raise InputError("--batch", self.batch, "at least 1 prompt")
+        if self.receives_ahead is not None and self.receives_ahead < 1:
+            raise InputError("receives_ahead", self.receives_ahead, "at least 1 layer: messages move once posted")
+
+    @property
+    def context_len(self) -> int:
+        """Tokens of a prompt."""
+        return self.partition.num_tokens
+
+    @property
+    def label(self) -> str:
+        """For people, such as "kvr 28,42,26"."""
+        dense = f" {self.tsp_keys}, {self.gather}" if self.strategy == "tsp" else ""
+        return f"{self.strategy}{dense} {_shown(self.partition)}"
+
+    def place(self, rank: int, size: int) -> int | None:
+        """The chunk that a rank of so many takes; None: it only looks on, because chunks are fewer than ranks.
+
+        Raises InputError where there are more chunks than ranks, or fewer under TSP.
+        """
+        chunks = len(self.partition.chunk_lens)
+        if chunks > size or (self.strategy == "tsp" and chunks != size):
+            raise InputError("--partition", _shown(self.partition), f"a chunk a rank, of which there are {size}")
+        first = size - chunks
+        return rank - first if rank >= first else None
+
+    def check(self, geometry: Geometry) -> None:
+        """Raise InputError where the model cannot run this plan."""
+        geometry.check_context(self.context_len)
+        if self.strategy == "tsp" and self.tsp_keys == "dense" and geometry.attention == "flash":
+            raise InputError(
+                "--attention", "flash", "eager or sdpa for dense TSP: flash leaves out what dense computes"
+            )
+
+
+def even_plans(context_len: int, num_ranks: int, *, batch: int = 1) -> list[RunPlan]:
+    """One rank alone, TSP and KVR with even chunks: what any other partition is compared with."""
+    even, whole = Partition.even(context_len, num_ranks), Partition(chunk_lens=(context_len,))
+    return [
+        RunPlan(strategy="single", partition=whole, batch=batch),
+        RunPlan(strategy="tsp", partition=even, batch=batch),
+        RunPlan(strategy="kvr", partition=even, batch=batch),
+    ]
+
+
+def random_prompt(vocab_size: int, plan: RunPlan, seed: int = 0) -> Any:
+    """Token ids [B, C], the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocab_size, (plan.batch, plan.context_len), generator=generator)
+
+
+def _shown(partition: Partition) -> str:
+    return ",".join(map(str, partition.chunk_lens))

@@ -1,0 +1,193 @@
+"""Prefill: one rank's part in a prefill, alone, by KV-Runahead or by TSP."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvrsim.runtime.agreement import agree, versions
+from kvrsim.runtime.cache import KvBuffer, PrefixCache, UpdateEvent
+from kvrsim.runtime.faults import Fault, FaultKind, LinkError, RankError, is_out_of_memory
+from kvrsim.runtime.forward import Forward
+from kvrsim.runtime.plan import RunPlan
+from kvrsim.runtime.trace import RankTrace, Recorder
+from kvrsim.runtime.transport import Pending, Transport, ring_all_gather
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What one rank reports of one prefill."""
+
+    rank: int
+    start_s: float  # time.monotonic() when it began; processes of one host share this clock
+    end_s: float  # when its own part was done; on the last rank, when the first token was there
+    tokens: tuple[int, ...] | None  # first token of each prompt; None: not the last rank
+    trace: RankTrace  # what happened in between; empty where the rank only looked on
+
+
+class Prefill:
+    """One rank's part in prefills of one plan; buffers are made once and used again.
+
+    Ranks first make sure that they agree on plan, model and libraries. Raises InputError where the plan does
+    not suit the model or the number of ranks, RankError where the ranks disagree, a message does not come, or
+    memory runs out.
+    """
+
+    def __init__(self, forward: Forward, transport: Transport, plan: RunPlan) -> None:
+        self.forward, self.transport, self.plan, self.geometry = forward, transport, plan, forward.geometry
+        self.place = plan.place(transport.rank, transport.size)
+        self.recorder = Recorder(self.geometry.device)
+        self.layer: int | None = None  # to which the rank has come
+        self.logits: Any = None  # of the last token, [B, vocabulary], on the last rank after `run`
+        self._receives: dict[int, Pending] = {}
+        self._sends: list[Pending] = []
+        self._sent: list[tuple[int, float, float]] = []
+        with self._named_faults():
+            agree(transport, self._facts())
+            plan.check(self.geometry)
+            self.cache = self._make_cache()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank gives the first token."""
+        return self.transport.rank == self.transport.size - 1
+
+    def run(self, input_ids: Any) -> Outcome:
+        """Prefill prompts [B, C], the same on every rank, starting together."""
+        assert tuple(input_ids.shape) == (self.plan.batch, self.plan.context_len)
+        self.layer, tokens = None, None
+        self._receives.clear()
+        self._sent.clear()
+        with self._named_faults():
+            self.transport.barrier()
+            start_s = self.recorder.start()
+            if self.cache is not None:
+                self._post_receives(0, self.plan.receives_ahead or self.geometry.num_hidden_layers)
+                start, end = self._bounds()
+                self.logits = self.forward(input_ids[:, start:end], start, self.cache, is_last=self.is_last)
+                if self.is_last and self.logits is not None:
+                    tokens = tuple(self.logits.argmax(-1).tolist())
+            self.recorder.mark("token")
+            marks = self.recorder.marks()
+            self._finish_sends()
+        kept = marks if self.cache is not None else ()
+        trace = RankTrace(rank=self.transport.rank, marks=kept, sends=tuple(self._sent))
+        return Outcome(rank=trace.rank, start_s=start_s, end_s=marks[-1].time_s, tokens=tokens, trace=trace)
+
+    def _facts(self) -> dict[str, str]:
+        geometry = self.geometry
+        layout = (geometry.num_hidden_layers, geometry.num_key_value_heads, geometry.head_dim, geometry.dtype)
+        facts = versions() | {"plan": self.plan.label, "batch": str(self.plan.batch), "KV cache": str(layout)}
+        facts |= {"TSP": f"{self.plan.tsp_keys} {self.plan.gather}", "number of ranks": str(self.transport.size)}
+        return facts | {"model": self.forward.digest(), "attention": geometry.attention}
+
+    def _bounds(self) -> tuple[int, int]:
+        assert self.place is not None
+        start, end = self.plan.partition.boundaries[self.place : self.place + 2]
+        return start, end
+
+    def _make_cache(self) -> PrefixCache | None:
+        if self.place is None:
+            return None
+        start, end = self._bounds()
+        sizes: dict[str, Any] = dict(prefix_len=start, chunk_len=end - start, batch=self.plan.batch)
+        exchange = None
+        if self.plan.strategy == "kvr":
+            exchange = self._hand_on
+        elif self.plan.strategy == "tsp":
+            # To a single query transformers hands no mask, under which it would see the tokens after it.
+            dense = self.plan.tsp_keys == "dense" and end - start > 1
+            total = self.plan.context_len
+            sizes |= dict(total_len=total, visible_len=total if dense else end)
+            exchange = self._gather if self.transport.size > 1 else None
+        buffers = [KvBuffer(self.geometry, **sizes) for _ in range(self.geometry.num_hidden_layers)]
+        return PrefixCache(buffers, on_update=self._on_update, exchange=exchange)
+
+    def _on_update(self, layer: int, event: UpdateEvent) -> None:
+        if event == "update":
+            self.layer = layer
+            self.transport.note(layer)
+        self.recorder.mark(event, layer)
+
+    def _hand_on(self, layer: int) -> None:
+        """KVR, the chunk's K and V written: wait for the prefix, hand all of it on, expect the next layer's."""
+        assert self.cache is not None
+        if layer in self._receives:
+            self.recorder.mark("wait", layer)
+            self._receives.pop(layer).wait()
+            self.recorder.mark("received", layer)
+        if not self.is_last:
+            message = self.cache.buffers[layer].whole()
+            self.recorder.mark("send", layer)
+            self._sent.append((layer, time.monotonic(), message.nbytes))
+            self._sends.append(self.transport.isend_next(message))
+        if self.plan.receives_ahead is not None:
+            self._post_receives(layer + self.plan.receives_ahead, layer + self.plan.receives_ahead + 1)
+
+    def _post_receives(self, first: int, end: int) -> None:
+        """Post the receives of these layers: messages move once their receive is posted, and not before."""
+        if self.plan.strategy != "kvr" or not self.place or self.cache is None:
+            return
+        for layer in range(first, min(end, self.geometry.num_hidden_layers)):
+            self._receives[layer] = self.transport.irecv_prev(self.cache.buffers[layer].prefix())
+
+    def _gather(self, layer: int) -> None:
+        """TSP, the chunk's K and V written: all chunks' to all ranks."""
+        assert self.cache is not None
+        whole, boundaries = self.cache.buffers[layer].data, self.plan.partition.boundaries
+        self.recorder.mark("wait", layer)
+        if self.plan.gather == "ring":
+            ring_all_gather(self.transport, whole, boundaries)
+        else:
+            self.transport.all_gather(whole, boundaries)
+        self.recorder.mark("received", layer)
+
+    def _finish_sends(self) -> None:
+        """Wait until what was sent may be overwritten."""
+        for message in self._sends:
+            message.wait()
+        self._sends.clear()
+
+    @contextmanager
+    def _named_faults(self) -> Iterator[None]:
+        """Say on which rank and in which layer something went wrong."""
+        try:
+            yield
+        except LinkError as error:
+            raise RankError([self._fault("link", error.reason, error.peer)]) from None
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise RankError([self._fault("memory", f"out of memory ({_short(error)})")]) from error
+
+    def _fault(self, kind: FaultKind, message: str, peer: int | None = None) -> Fault:
+        return Fault(rank=self.transport.rank, kind=kind, message=message, layer=self.layer, peer=peer)
+
+
+def decode(model: Any, cache: PrefixCache, input_ids: Any, tokens: tuple[int, ...], num_tokens: int) -> Any:
+    """Go on greedily from the last rank's cache: the prompts' `num_tokens` next tokens, [B, num_tokens].
+
+    `tokens` are the first ones, which the prefill gave.
+    """
+    first = torch.tensor(tokens, device=input_ids.device).unsqueeze(1)
+    if num_tokens == 1:
+        return first
+    ids = torch.cat([input_ids, first], dim=1)
+    found = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),  # else tokens that look like padding would be left out
+        past_key_values=cache.to_dynamic_cache(),
+        max_new_tokens=num_tokens - 1,
+        min_new_tokens=num_tokens - 1,
+        do_sample=False,
+    )
+    return found[:, input_ids.shape[1] :]
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:120] or type(error).__name__

@@ -1,0 +1,188 @@
+"""What the tests of several ranks run on each of them; started processes import this file by its name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+from runtime_models import CONFIGS, variants
+
+from kvrsim.partition import Partition
+from kvrsim.runtime.bench import BenchReport, measure
+from kvrsim.runtime.check import Difference, compare
+from kvrsim.runtime.emulated import EmulatedLink, EmulatedTransport, SideTraffic
+from kvrsim.runtime.forward import ModelForward, SleepForward
+from kvrsim.runtime.geometry import Geometry, load_model
+from kvrsim.runtime.plan import RunPlan, even_plans, random_prompt
+from kvrsim.runtime.prefill import Prefill
+
+CONTEXT_LEN = 23
+UNEVEN = {1: (23,), 2: (15, 8), 3: (11, 1, 11), 4: (9, 7, 1, 6)}
+
+
+def model_of(name: str, kernel: str = "sdpa", seed: int = 1) -> Any:
+    return load_model(CONFIGS[name], "float32", "cpu", kernel, seed=seed, init_std=0.2)  # type: ignore[arg-type]
+
+
+def kvr(*chunk_lens: int, **settings: Any) -> RunPlan:
+    return RunPlan(strategy="kvr", partition=Partition(chunk_lens=chunk_lens), **settings)
+
+
+def plans_of(size: int, kernel: str) -> list[RunPlan]:
+    """Even and uneven chunks, one prompt and two, messages announced early and late, and TSP in every way."""
+    even, uneven = Partition.even(CONTEXT_LEN, size), Partition(chunk_lens=UNEVEN[size])
+    found = [
+        RunPlan(strategy="kvr", partition=even, batch=2),
+        RunPlan(strategy="kvr", partition=uneven, receives_ahead=None),
+        RunPlan(strategy="kvr", partition=uneven, batch=2, receives_ahead=2),
+        RunPlan(strategy="single", partition=Partition(chunk_lens=(CONTEXT_LEN,))),
+        RunPlan(strategy="tsp", partition=even, batch=2, tsp_keys="truncated"),
+        RunPlan(strategy="tsp", partition=uneven, tsp_keys="truncated", gather="collective"),
+    ]
+    if size > 2:
+        found.append(kvr(14, 9))  # the first ranks only look on
+    if kernel != "flash":
+        found += [
+            RunPlan(strategy="tsp", partition=uneven, batch=2, tsp_keys="dense"),
+            RunPlan(strategy="tsp", partition=even, tsp_keys="dense", gather="collective"),
+        ]
+    return found
+
+
+def exactness(transport: Any) -> list[tuple[str, str, Difference]]:
+    """Every model, kernel and plan."""
+    found = []
+    for name, kernel in variants():
+        model = model_of(name, kernel)
+        for difference in compare(transport, model, plans_of(transport.size, kernel)) or []:
+            found.append((name, kernel, difference))
+    return found
+
+
+class Spoiling:
+    """A transport whose messages arrive as zeros."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def irecv_prev(self, tensor: Any) -> Any:
+        message = self.inner.irecv_prev(tensor)
+
+        class Zeroing:
+            def wait(self) -> None:
+                message.wait()
+                tensor.zero_()
+
+        return Zeroing()
+
+
+def _shift(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    positions = kwargs.get("position_ids")
+    if positions is not None and positions.shape[1] > 1 and int(positions[0, 0]) > 0:
+        kwargs["position_ids"] = positions + 3
+    return args, kwargs
+
+
+def spoilt(transport: Any, name: str, kernel: str, how: str) -> list[Difference] | None:
+    """A prefill whose prefix is zeroed, or whose later chunks stand in the wrong place."""
+    model, plan = model_of(name, kernel), kvr(12, 11)
+    if how == "prefix":
+        return compare(Spoiling(transport), model, [plan])
+    model.base_model.register_forward_pre_hook(_shift, with_kwargs=True)
+    return compare(transport, model, [plan])
+
+
+def staged(transport: Any) -> list[Difference] | None:
+    """Messages by way of scratch in host memory, as for GPUs that gloo cannot reach."""
+    transport.staged = True
+    return compare(transport, model_of("llama-gqa"), plans_of(transport.size, "sdpa"))
+
+
+class Trouble:
+    """A forward that goes wrong when the rank comes to a layer."""
+
+    def __init__(self, forward: Any, kind: str, layer: int) -> None:
+        self.forward, self.geometry, self.kind, self.layer = forward, forward.geometry, kind, layer
+        self.digest = forward.digest
+
+    def __call__(self, ids: Any, start: int, cache: Any, *, is_last: bool) -> Any:
+        exchange = cache.exchange
+
+        def troubled(layer: int) -> None:
+            if layer == self.layer:
+                self.strike()
+            exchange(layer)
+
+        cache.exchange = troubled
+        return self.forward(ids, start, cache, is_last=is_last)
+
+    def strike(self) -> None:
+        if self.kind == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.kind == "hangs":
+            time.sleep(1000)
+        elif self.kind == "late":
+            time.sleep(1.0)
+        elif self.kind == "memory":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        elif self.kind == "error":
+            raise ValueError("a shape that does not fit")
+
+
+def troubled(transport: Any, kind: str, rank: int, layer: int, num_runs: int = 1) -> Any:
+    """A prefill on which one rank gets into trouble."""
+    forward: Any = ModelForward(model_of("llama-gqa"))
+    if transport.rank == rank:
+        forward = Trouble(forward, kind, layer)
+    plan = RunPlan(strategy="kvr", partition=Partition.even(CONTEXT_LEN, transport.size))
+    prefill = Prefill(forward, transport, plan)
+    for _ in range(num_runs):
+        outcome = prefill.run(random_prompt(101, plan))
+    return outcome.tokens
+
+
+def mismatched(transport: Any, what: str) -> None:
+    """The last rank has another plan or another model than the rest."""
+    odd = transport.rank == transport.size - 1
+    model = model_of("llama-gqa", seed=2 if odd and what == "model" else 1)
+    chunks = (12, 11) if odd and what == "plan" else (11, 12)
+    Prefill(ModelForward(model), transport, kvr(*chunks))
+
+
+def silent(transport: Any, rank: int) -> int:
+    """One rank never answers, and nobody waits for it."""
+    if transport.rank == rank:
+        time.sleep(1000)
+    return transport.rank
+
+
+def rank_of(transport: Any) -> tuple[int, int]:
+    return transport.rank, transport.size
+
+
+GEOMETRY = Geometry(model_type="llama", num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, head_dim=64)
+BYTES_PER_S = 100e6
+
+
+def layer_s(chunk: int, prefix: int) -> tuple[float, float]:
+    """Seconds of one layer of a slow machine, before the exchange and after."""
+    return chunk * 2e-5, chunk * 6e-5 + chunk * (prefix + chunk / 2) * 1e-8
+
+
+def sleeping(transport: Any, plans: list[RunPlan], latency_s: float, traffic: SideTraffic | None) -> BenchReport:
+    """Real messages over emulated links, with sleeps in the place of computing."""
+    link = EmulatedLink(bandwidth_bytes_per_s=BYTES_PER_S, latency_s=latency_s)
+    emulated = EmulatedTransport(transport, link, traffic)
+    return measure(emulated, SleepForward(GEOMETRY, layer_s), plans, vocab_size=10, repeats=3, warmups=0)
+
+
+def benched(transport: Any) -> BenchReport:
+    """A real model."""
+    plans = [*even_plans(CONTEXT_LEN, transport.size), kvr(15, 8)]
+    return measure(transport, ModelForward(model_of("llama-gqa")), plans, vocab_size=101, repeats=4, warmups=1)

@@ -1,0 +1,90 @@
+"""Several ranks give what one gives, to rounding; what they may not do is found out."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import runtime_workers as workers
+from runtime_models import variants
+
+from kvrsim.errors import InputError
+from kvrsim.partition import Partition
+from kvrsim.runtime.plan import RunPlan
+from kvrsim.runtime.spawn import Launch, launch
+
+TOLERANCE = 1e-5
+
+
+def on(num_ranks: int, timeout_s: float = 20, deadline_s: float = 55) -> Launch:
+    return Launch(num_ranks=num_ranks, timeout_s=timeout_s, deadline_s=deadline_s)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_ranks_together_give_what_one_gives(num_ranks: int) -> None:
+    *others, last = launch(workers.exactness, how=on(num_ranks))
+    assert others == [[]] * (num_ranks - 1)
+    assert len(last) == sum(len(workers.plans_of(num_ranks, kernel)) for _, kernel in variants())
+    assert [found for found in last if not found[2].within(TOLERANCE)] == []
+    assert all(difference.logits_scale > 1 for _, _, difference in last)  # so that the tolerance means something
+
+
+@pytest.mark.parametrize("how", ["prefix", "positions"])
+@pytest.mark.parametrize(("name", "kernel"), [("llama-gqa", "flash"), ("falcon-grouped", "sdpa"), ("qwen3", "eager")])
+def test_what_is_spoilt_is_noticed(name: str, kernel: str, how: str) -> None:
+    (difference,) = launch(workers.spoilt, name, kernel, how, how=on(2))[-1]
+    assert difference.logits > 0.05
+    assert not difference.within(TOLERANCE)
+
+
+def test_messages_by_way_of_host_memory_are_the_same() -> None:
+    found = launch(workers.staged, how=on(2))[-1]
+    assert [difference for difference in found if not difference.within(TOLERANCE)] == []
+
+
+def test_under_torchrun_each_process_is_one_rank(tmp_path: Path) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        "import runtime_workers as workers\n"
+        "from kvrsim.runtime.spawn import Launch, launch\n"
+        "found = launch(workers.rank_of, how=Launch(num_ranks=2, timeout_s=20))\n"
+        "assert found == [(0, 2), (1, 2)], found\n"
+        "print('agreed', flush=True)\n"
+    )
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here), str(here.parents[1])])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=55, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("agreed") == 2
+
+
+@pytest.mark.parametrize(
+    ("strategy", "chunk_lens", "settings", "named"),
+    [
+        ("single", (4, 4), {}, "one chunk"),
+        ("kvr", (4, 4), {"receives_ahead": 0}, "at least 1 layer"),
+        ("kvr", (4, 4), {"batch": 0}, "at least 1 prompt"),
+    ],
+)
+def test_a_plan_that_makes_no_sense_is_refused(
+    strategy: str, chunk_lens: tuple[int, ...], settings: dict[str, int], named: str
+) -> None:
+    with pytest.raises(InputError, match=named):
+        RunPlan(strategy=strategy, partition=Partition(chunk_lens=chunk_lens), **settings)  # type: ignore[arg-type]
+
+
+def test_a_plan_must_fit_the_ranks_and_the_kernel() -> None:
+    tsp = RunPlan(strategy="tsp", partition=Partition(chunk_lens=(4, 4)))
+    with pytest.raises(InputError, match="a chunk a rank"):
+        tsp.place(0, 3)
+    with pytest.raises(InputError, match="a chunk a rank"):
+        workers.kvr(4, 4).place(0, 1)
+    assert [workers.kvr(4, 4).place(rank, 3) for rank in range(3)] == [None, 0, 1]
+    flash = workers.Geometry.of(workers.model_of("llama-gqa", "flash"))
+    with pytest.raises(InputError, match="dense TSP"):
+        tsp.check(flash)
