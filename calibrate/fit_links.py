@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import geometric_mean
 
 import numpy as np
 
@@ -40,7 +41,7 @@ def fit_send_recv(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[SendRat
     nbytes, seconds = column(found, "bytes"), column(found, "median_s")
     peak = link.bandwidth_bytes_per_s
     unknowns = (
-        Unknown(name="latency_s", start=1.5e-5, low=0.0, high=1e-2),
+        Unknown(name="latency_s", start=1.5e-5, low=0.0, high=max(1e-2, 2 * link.latency_s)),
         Unknown(name="short_bytes_per_s", start=peak, low=1e-3 * peak, high=4 * peak),
         Unknown(name="bandwidth_bytes_per_s", start=0.75 * peak, low=1e-3 * peak, high=peak),
     )
@@ -65,19 +66,20 @@ def fit_send_recv(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[SendRat
 
 
 def fit_all_gather(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[GatherRates]:
-    """GatherRates from the all-gathers inside a node, its rates at most the datasheet's.
+    """GatherRates from the all-gathers inside a node, its rates at most the datasheet's; of the fastest kernel.
 
     `crossed` leaves sizes out, a tenth at a time; counts of ranks are left out among the checks.
     """
-    found = usable_link_rows(rows, "all_gather")
+    found, kernel = _fastest(usable_link_rows(rows, "all_gather"))
     nbytes, ranks, seconds = (column(found, name) for name in ("bytes", "ranks", "median_s"))
-    peak = link.bandwidth_bytes_per_s
+    peak, latency_s = link.bandwidth_bytes_per_s, link.latency_s
+    longest_s = max(1e-3, 10 * latency_s)
     unknowns = (
-        Unknown(name="launch_s", start=6e-6, low=1e-9, high=1e-3),
-        Unknown(name="hop_s", start=1.3e-6, low=1e-10, high=1e-3),
+        Unknown(name="launch_s", start=max(6e-6, 0.5 * latency_s), low=1e-9, high=longest_s),
+        Unknown(name="hop_s", start=max(1.3e-6, 0.1 * latency_s), low=1e-10, high=longest_s),
         Unknown(name="small_bytes_per_s", start=0.25 * peak, low=1e-4 * peak, high=peak),
         Unknown(name="large_bytes_per_s", start=0.85 * peak, low=1e-3 * peak, high=peak),
-        Unknown(name="setup_s", start=8e-6, low=1e-9, high=1e-3),
+        Unknown(name="setup_s", start=max(8e-6, 0.5 * latency_s), low=1e-9, high=longest_s),
     )
 
     def predicted(values: Mapping[str, float], some: Some) -> Array:
@@ -98,7 +100,7 @@ def fit_all_gather(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[Gather
     promised = [_large(one, large) for one in (crossed(nbytes, "sizes"), *others)]
     return Fitted(
         rates=rates,
-        source=sources_of(found),
+        source=sources_of(found) + kernel,
         own=own,
         crossed=promised[0],
         checks=(*own.by(nbytes, _CLASSES, "bytes"), *promised[1:]),
@@ -107,8 +109,30 @@ def fit_all_gather(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[Gather
 
 
 def usable_link_rows(rows: Sequence[Measurement], operation: str) -> list[Measurement]:
-    """Messages or collectives inside one node."""
-    return [row for row in rows if row.operation == operation and row.nodes == 1]
+    """Messages by themselves, or collectives, inside one node."""
+    return [row for row in rows if row.operation == operation and row.nodes == 1 and row.messages == 1]
+
+
+def _fastest(rows: Sequence[Measurement]) -> tuple[list[Measurement], str]:
+    """The rows of one kernel, and what to say of it where there are several.
+
+    It takes least for the largest size that all kernels have, over the counts of ranks; where they have none in common,
+    it has most rows.
+    """
+    seconds: dict[str, dict[tuple[int, int], float]] = {}
+    for row in rows:
+        seconds.setdefault(row.kernel, {})[row.ranks or 0, row.bytes or 0] = row.median_s
+    if len(seconds) < 2:
+        return list(rows), ""
+    common = set.intersection(*map(set, seconds.values()))
+    largest = dict(sorted(common))  # bytes by ranks
+    if largest:
+        kernel = min(sorted(seconds), key=lambda one: geometric_mean(seconds[one][size] for size in largest.items()))
+    else:
+        kernel = max(sorted(seconds), key=lambda one: len(seconds[one]))
+    others = ", ".join(sorted(set(seconds) - {kernel}))
+    why = "faster when large than" if largest else "measured more often than"
+    return [row for row in rows if row.kernel == kernel], f" ({kernel}, {why} {others})"
 
 
 def _gather_s(rates: GatherRates, nbytes: Array, ranks: Array) -> Array:
