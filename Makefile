@@ -11,7 +11,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help plan test check format bench accuracy figures profiles fit clean
+.PHONY: help plan test check format bench accuracy figures calibration profiles fit clean
 
 help: ## list these targets
 	@echo "make TARGET   (PYTHON=$(PYTHON); any Python >= 3.11 will do)"
@@ -44,6 +44,9 @@ accuracy: $(VENV)/.core ## simulate the published cases and rewrite the accuracy
 
 figures: $(VENV)/.core ## draw the paper's figures from the simulator and rewrite their page
 	$(BIN)/python -m validate.figures
+
+calibration: $(VENV)/.dev ## calibrate this machine and compare with whole prefills (6 minutes, nothing else running)
+	$(BIN)/python -m validate.calibration
 
 fit: $(VENV)/.core ## fit profile a100-eager anew from the published figures
 	$(BIN)/python -m validate.fit_published
@@ -80,5 +83,5 @@ $(VENV)/.core: $(VENV)/.made $(PINS)
 
 $(VENV)/.dev: $(VENV)/.core $(PINS)
 	@echo "installing the tools for checks and tests into $(VENV) (once)" >&2
-	@$(PIP_INSTALL) -e '.[dev]'
+	@$(PIP_INSTALL) -e '.[dev,hardware]'
 	@touch $@

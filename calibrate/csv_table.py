@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -124,6 +124,15 @@ class Layout:
 def one_line(text: str) -> str:
     """A text that can stand in a CSV cell, from one that a path has."""
     return "".join(letter if letter.isprintable() else " " for letter in text).strip() or "unknown"
+
+
+def leading_comments(path: str | Path, argument: str) -> Iterator[tuple[int, str]]:
+    """Number and text of each comment before the header."""
+    for number, line in enumerate(io.StringIO(_content(path, argument)), start=1):
+        if line.strip() and not line.startswith("#"):
+            return
+        if line.startswith("#"):
+            yield number, line.rstrip("\n")
 
 
 def _content(path: str | Path, argument: str) -> str:

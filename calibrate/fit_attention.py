@@ -1,18 +1,21 @@
-"""fit_flash and fit_eager: rates of attention from measured calls."""
+"""fit_flash, fit_eager and fit_blocked: rates of attention from measured calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+import numpy as np
 
 from calibrate.attention_rows import AttentionRows
+from calibrate.attention_sizes import with_sizes
 from calibrate.fitted import (
-    HALF,
     Comparison,
     Fitted,
     Some,
     Unknown,
+    dtypes_of,
     left_out,
     peak_flops,
     seen_of,
@@ -24,7 +27,7 @@ from calibrate.measurement import Measurement
 from kvrsim.errors import InputError
 from kvrsim.hardware import GpuSpec
 from kvrsim.program import Array
-from kvrsim.rates.attention import AttentionRates, EagerRates, FlashRates
+from kvrsim.rates.attention import AttentionRates, BlockedRates, EagerRates, FlashRates
 
 HEAD_DIM = 128
 PROMISED_CHUNK = 128  # from here on, a prefill's chunks: what the profile's error is about
@@ -34,6 +37,10 @@ KERNELS = (*PRESETS, "eager")
 _CLASSES = (1, 128, 512, 2048, 4096, 8192)
 _ENOUGH_HEADS = 4  # counts of query heads, that leaving each out says something
 _ENOUGH = 8  # rows
+_KEY_BLOCKS = (1, 64, 128, 256, 512, 1024)
+_NOTHING_S = 1e-15  # what a fit leaves of a constant that it has no use for
+_TURNS = 2  # of constants and factors
+_POOR_FORM = 0.05  # mean error of a form's own rows, from which on sizes are tried
 Rates = TypeVar("Rates", bound=AttentionRates)
 
 
@@ -69,22 +76,81 @@ def fit_flash(
 
 
 def fit_eager(rows: Sequence[Measurement], gpu: GpuSpec, *, head_dim: int = HEAD_DIM) -> Fitted[EagerRates]:
-    """FLOPs of QK^T and PV, 28 bytes an element of the score matrix through device memory, and a start."""
+    """FLOPs of QK^T and PV, 28 bytes an element of the score matrix through device memory, and a start.
+
+    Where that form is poor and it helps calls left out, the times of score matrices by size, too.
+    """
+    found = usable_attention(rows, head_dim)
+    peak = peak_flops(gpu, dtypes_of(found))
     unknowns = (
-        Unknown(name="flops_per_s", start=0.7 * peak_flops(gpu), low=1e10, high=peak_flops(gpu)),
+        Unknown(name="flops_per_s", start=0.7 * peak, low=1e-4 * peak, high=peak),
         Unknown(name="bytes_per_s", start=0.6 * gpu.hbm_bytes_per_s, low=1e8, high=gpu.hbm_bytes_per_s),
         Unknown(name="start_s", start=2e-5, low=0.0, high=1e-2),
     )
-    form = _Form(name="eager", unknowns=unknowns, make=lambda found: EagerRates(**found))
-    return _fit(form, usable_attention(rows, head_dim))
+    form = _Form(name="eager", unknowns=unknowns, make=_eager)
+    return _better(form, replace(form, sized=lambda rates, data: with_sizes(rates, data, peak)), found)
 
 
-def usable_attention(rows: Sequence[Measurement], head_dim: int = HEAD_DIM) -> list[Measurement]:
-    """Calls of one sequence in half precision, with heads of that size."""
+def fit_blocked(
+    rows: Sequence[Measurement], gpu: GpuSpec, *, name: str, skips_masked: bool, head_dim: int = HEAD_DIM
+) -> Fitted[BlockedRates]:
+    """FLOPs of the causal half and of the rectangle, a start of calls and of queries, and the nearest size of blocks.
+
+    Where that form is poor and it helps calls left out, factors by queries, too.
+    """
+    found = usable_attention(rows, head_dim)
+    peak = peak_flops(gpu, dtypes_of(found))
+    unknowns = [
+        *(
+            Unknown(name=name, start=0.4 * peak, low=1e-4 * peak, high=peak)
+            for name in ("causal_flops_per_s", "rectangle_flops_per_s")
+        ),
+        Unknown(name="start_s", start=2e-5, low=0.0, high=1e-2),
+        Unknown(name="query_s", start=64 * 4 * head_dim / peak, low=0.0, high=1e-4),
+    ]
+    if skips_masked:
+        unknowns.append(Unknown(name="join_s", start=16 * 4 * head_dim / peak, low=0.0, high=1e-4))
+    forms = [
+        _Form(
+            name=name,
+            unknowns=tuple(unknowns),
+            make=lambda values, block=block: _blocked(values, block, skips_masked),  # type: ignore[misc]
+            starts=4,
+        )
+        for block in _KEY_BLOCKS
+    ]
+    data = AttentionRows.of(found)
+    form = min(forms, key=lambda one: one.error(data))
+    return _better(form, replace(form, sized=lambda rates, rows: with_sizes(rates, rows, peak)), found)
+
+
+def _eager(values: Mapping[str, Any]) -> EagerRates:
+    return EagerRates(**values)
+
+
+def _blocked(values: Mapping[str, Any], key_block: int, skips_masked: bool) -> BlockedRates:
+    told: dict[str, Any] = {name: value if value >= _NOTHING_S else 0.0 for name, value in values.items()}
+    return BlockedRates(**told, key_block=key_block, skips_masked=skips_masked)
+
+
+def _better(plain: _Form[Rates], sized: _Form[Rates], found: Sequence[Measurement]) -> Fitted[Rates]:
+    """The plain form, unless it is poor and the other is better at calls that it has not seen."""
+    simple = _fit(plain, found)
+    if simple.own.errors().mape <= _POOR_FORM:
+        return simple
+    richer = _fit(sized, found)
+    return min(simple, richer, key=lambda fitted: fitted.crossed.errors().mape)
+
+
+def usable_attention(
+    rows: Sequence[Measurement], head_dim: int = HEAD_DIM, dtypes: Sequence[str] | None = None
+) -> list[Measurement]:
+    """Calls of one sequence in these dtypes (None: dtypes_of(rows)), with heads of that size."""
+    wanted = dtypes_of(rows) if dtypes is None else dtypes
     return [
         row
         for row in rows
-        if row.operation == "attention" and row.dtype in HALF and row.head_dim == head_dim and row.batch == 1
+        if row.operation == "attention" and row.dtype in wanted and row.head_dim == head_dim and row.batch == 1
     ]
 
 
@@ -95,12 +161,28 @@ class _Form(Generic[Rates]):
     name: str
     unknowns: tuple[Unknown, ...]
     make: Callable[[Mapping[str, float]], Rates]
+    sized: Callable[[Rates, AttentionRows], Rates] | None = None  # with what the rows say by size
+    starts: int = 1
 
     def fit(self, rows: AttentionRows) -> Rates:
-        """Robust least squares of the logarithms."""
-        return self.make(
-            solve(self.unknowns, lambda found, some: rows.take(some).predicted_s(self.make(found)), rows.median_s)
-        )
+        """Robust least squares of the logarithms; in turn with factors by size."""
+        rates = self._solved(rows, rows.median_s)
+        for _ in range(_TURNS if self.sized is not None else 0):
+            assert self.sized is not None
+            with_factors = self.sized(rates, rows)
+            factors = rows.predicted_s(with_factors) / rows.predicted_s(rates)
+            rates = self._solved(rows, rows.median_s / factors)
+        return rates if self.sized is None else self.sized(rates, rows)
+
+    def error(self, rows: AttentionRows) -> float:
+        """Of the rows that it is fitted to, in the mean of their logarithms."""
+        return float(np.mean(np.abs(np.log(rows.predicted_s(self.fit(rows)) / rows.median_s))))
+
+    def _solved(self, rows: AttentionRows, seconds: Array) -> Rates:
+        def predict(found: Mapping[str, float], some: Some) -> Array:
+            return rows.take(some).predicted_s(self.make(found))
+
+        return self.make(solve(self.unknowns, predict, seconds, starts=self.starts))
 
 
 def _flash_form(gpu: GpuSpec, name: str) -> _Form[FlashRates]:

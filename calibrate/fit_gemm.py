@@ -1,22 +1,24 @@
 """fit_gemm: GemmRates from measured matrix products.
 
 The form has four tiles, each with its share of the device's rate and a start; a launch; a rate of device memory; and
-a rate that long products fall to.
+a rate that long products fall to. A CPU, whose few threads know no waves, has one small tile and no such fall.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from calibrate.fitted import (
-    HALF,
     Comparison,
     Fitted,
     Some,
     Unknown,
+    dtypes_of,
+    element_bytes_of,
+    has_waves,
     left_out,
     peak_flops,
     rounded,
@@ -31,6 +33,7 @@ from kvrsim.program import Array
 from kvrsim.rates.gemm import GemmRates, Tile
 
 TILES = ((256, 128), (128, 128), (128, 64), (64, 64))  # rows and columns of the output
+FINE_TILES = ((16, 64),)  # where work goes in no waves: a prediction hardly steps
 STEP = 64  # rows between which a prediction does not rise
 PROMISED_ROWS = 128  # from here on, a prefill's chunks: what the profile's error is about
 
@@ -44,23 +47,26 @@ _CLASSES = (64, 128, 512, 2048, 8192)
 Constants = Mapping[str, float]
 
 
-def fit_gemm(rows: Sequence[Measurement], gpu: GpuSpec, *, keep_shapes: Collection[Shape] = ()) -> Fitted[GemmRates]:
+def fit_gemm(
+    rows: Sequence[Measurement], gpu: GpuSpec, *, keep_shapes: Collection[Shape] = (), narrow: bool = False
+) -> Fitted[GemmRates]:
     """Constants from usable_gemm(rows), none faster than the datasheet; tables of the `keep_shapes` among them.
 
     `crossed` is the form without tables for shapes (from three sources on: for sources, which are models) that the
     fit has not seen: what holds for a model of other shapes. `interpolated` is the tables' own error, a tenth of the
     row counts left out at a time.
     """
-    found = usable_gemm(rows)
+    found = usable_gemm(rows, narrow=narrow)
     data = GemmRows.of(found)
-    constants = _fit_form(data, gpu)
-    form = _pruned(_rates(constants, gpu), data)
+    device = _Device(gpu=gpu, peak_flops=peak_flops(gpu, dtypes_of(found)))
+    constants = _fit_form(data, device)
+    form = _pruned(device.rates(constants), data)
     rates = with_tables(form, data, keep_shapes)
     sources = [row.source for row in found]
     labels, what = (sources, "models") if len(set(sources)) > 2 else (data.shapes, "shapes")
 
     def predict(train: Some, test: Some) -> Array:
-        return data.take(test).form_s(_rates(_fit_form(data.take(train), gpu, constants), gpu))
+        return data.take(test).form_s(device.rates(_fit_form(data.take(train), device, constants)))
 
     name = f"form alone, {what} left out"
     crossed = Comparison(label=name, measured_s=data.seconds, predicted_s=left_out(labels, predict))
@@ -75,54 +81,81 @@ def fit_gemm(rows: Sequence[Measurement], gpu: GpuSpec, *, keep_shapes: Collecti
     )
 
 
-def usable_gemm(rows: Sequence[Measurement]) -> list[Measurement]:
-    """Products in half precision of at least one step of rows; of wide matrices where there are enough of them."""
-    half = [row for row in rows if row.operation == "gemm" and row.dtype in HALF and (row.tokens or 0) >= STEP]
-    wide = [row for row in half if min(row.in_features or 0, row.out_features or 0) >= _LEAST_WIDTH]
-    return wide if len(wide) >= _ENOUGH else half
+def usable_gemm(
+    rows: Sequence[Measurement], dtypes: Sequence[str] | None = None, *, narrow: bool = False
+) -> list[Measurement]:
+    """Products in these dtypes (None: dtypes_of(rows)) of at least one step of rows.
+
+    Of wide matrices where there are enough of them, but with `narrow` of all.
+    """
+    wanted = dtypes_of(rows) if dtypes is None else dtypes
+    found = [row for row in rows if row.operation == "gemm" and row.dtype in wanted and (row.tokens or 0) >= STEP]
+    wide = [row for row in found if min(row.in_features or 0, row.out_features or 0) >= _LEAST_WIDTH]
+    return wide if len(wide) >= _ENOUGH and not narrow else found
 
 
-def _fit_form(rows: GemmRows, gpu: GpuSpec, near: Constants | None = None) -> Constants:
+def head_bytes_per_s(rows: Sequence[Measurement], gpu: GpuSpec) -> float | None:
+    """At which one token's logits read their weights, at most the datasheet's; None where they were not measured."""
+    width = element_bytes_of(rows)
+    rates = [(row.in_features or 0) * (row.out_features or 0) * width / row.median_s for row in rows]
+    return min(rounded(float(np.median(rates))), gpu.hbm_bytes_per_s) if rates else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Device:
+    """What constants are bounded by, and made into rates with."""
+
+    gpu: GpuSpec
+    peak_flops: float  # in the dtypes of the rows
+
+    @property
+    def tiles(self) -> tuple[tuple[int, int], ...]:
+        return TILES if has_waves(self.gpu) else FINE_TILES
+
+    def unknowns(self, near: Constants) -> list[Unknown]:
+        hbm, waves = self.gpu.hbm_bytes_per_s, has_waves(self.gpu)
+        listed = [
+            Unknown(name="bytes_per_s", start=0.65 * hbm, low=0.1 * hbm, high=hbm),
+            Unknown(name="launch_s", start=3e-6, low=0.0, high=2e-5 if waves else 1e-3),
+        ]
+        if waves:
+            listed.append(Unknown(name="sustained", start=0.95, low=0.3, high=1.0))
+            listed.append(Unknown(name="burst_flops", start=1e11, low=1e9, high=1e13))
+        for index, (height, width) in enumerate(self.tiles):
+            share = 0.85 * (height * width / (self.tiles[0][0] * self.tiles[0][1])) ** 0.1
+            listed.append(Unknown(name=f"share_{index}", start=share, low=0.3 if waves else 0.01, high=1.0))
+            listed.append(Unknown(name=f"start_{index}", start=3e-6, low=0.0, high=2e-5))
+        return [replace(unknown, start=near.get(unknown.name) or unknown.start) for unknown in listed]
+
+    def rates(self, values: Constants) -> GemmRates:
+        """Shares are of the datasheet's rate here, and of the best tile's in a profile."""
+        shares = [values[f"share_{index}"] for index in range(len(self.tiles))]
+        sustained = values.get("sustained")
+        return GemmRates(
+            flops_per_s=rounded(max(shares) * self.peak_flops),
+            bytes_per_s=values["bytes_per_s"],
+            launch_s=values["launch_s"],
+            sustained_flops_per_s=None if sustained is None else rounded(sustained * self.peak_flops),
+            burst_flops=values.get("burst_flops", 0.0),
+            concurrent_tiles=self.gpu.num_sms,
+            tiles=tuple(
+                Tile(
+                    rows=height, cols=width, flops_share=rounded(share / max(shares)), start_s=values[f"start_{index}"]
+                )
+                for index, ((height, width), share) in enumerate(zip(self.tiles, shares, strict=True))
+            ),
+        )
+
+
+def _fit_form(rows: GemmRows, device: _Device, near: Constants | None = None) -> Constants:
     """Rows weigh by the square root of their time: long products make a prefill. `near`: where to start."""
     return solve(
-        _unknowns(gpu, near or {}),
-        lambda values, some: rows.take(some).form_s(_rates(values, gpu)),
+        device.unknowns(near or {}),
+        lambda values, some: rows.take(some).form_s(device.rates(values)),
         rows.seconds,
         weights=np.sqrt(rows.seconds),
         starts=_STARTS if near is None else 1,
         noise=_NOISE,
-    )
-
-
-def _unknowns(gpu: GpuSpec, near: Constants) -> list[Unknown]:
-    hbm = gpu.hbm_bytes_per_s
-    listed = [
-        Unknown(name="bytes_per_s", start=0.65 * hbm, low=0.1 * hbm, high=hbm),
-        Unknown(name="launch_s", start=3e-6, low=0.0, high=2e-5),
-        Unknown(name="sustained", start=0.95, low=0.3, high=1.0),
-        Unknown(name="burst_flops", start=1e11, low=1e9, high=1e13),
-    ]
-    for index, (height, width) in enumerate(TILES):
-        share = 0.85 * (height * width / (TILES[0][0] * TILES[0][1])) ** 0.1
-        listed.append(Unknown(name=f"share_{index}", start=share, low=0.3, high=1.0))
-        listed.append(Unknown(name=f"start_{index}", start=3e-6, low=0.0, high=2e-5))
-    return [replace(unknown, start=near.get(unknown.name) or unknown.start) for unknown in listed]
-
-
-def _rates(values: Constants, gpu: GpuSpec) -> GemmRates:
-    """Shares are of the datasheet's rate here, and of the best tile's in a profile."""
-    shares = [values[f"share_{index}"] for index in range(len(TILES))]
-    return GemmRates(
-        flops_per_s=rounded(max(shares) * peak_flops(gpu)),
-        bytes_per_s=values["bytes_per_s"],
-        launch_s=values["launch_s"],
-        sustained_flops_per_s=rounded(values["sustained"] * peak_flops(gpu)),
-        burst_flops=values["burst_flops"],
-        concurrent_tiles=gpu.num_sms,
-        tiles=tuple(
-            Tile(rows=height, cols=width, flops_share=rounded(share / max(shares)), start_s=values[f"start_{index}"])
-            for index, ((height, width), share) in enumerate(zip(TILES, shares, strict=True))
-        ),
     )
 
 

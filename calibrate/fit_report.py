@@ -13,6 +13,8 @@ from calibrate.fitted import Comparison, Errors
 from kvrsim.errors import InputError
 from kvrsim.files import write_atomically
 from kvrsim.profile import CalibrationProfile
+from kvrsim.rates.attention import AttentionRates
+from kvrsim.rates.elementwise import ELEMENTWISE_OPS
 from kvrsim.units import format_bandwidth, format_seconds
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
@@ -36,6 +38,18 @@ class FitReport:
     lines: Mapping[str, Sequence[Errors]]  # by operation
     fits: Mapping[str, Comparison]  # by operation
     notes: tuple[str, ...]  # what was left away, or taken from elsewhere
+    layers: Comparison | None = None  # whole layers by the sum of their parts; None: none were measured
+
+    @property
+    def layers_note(self) -> tuple[str, ...]:
+        """How well whole layers, which nothing was fitted to, are predicted."""
+        if self.layers is None:
+            return ()
+        errors = self.layers.errors()
+        return (
+            f"{errors.num_rows} whole layers, which were not fitted, by the sum of their parts: mean error"
+            f" {errors.mape:.1%}, median {errors.median_ape:.1%}, bias {errors.bias:+.1%}",
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON values; the profile's rates are left to the profile."""
@@ -49,7 +63,8 @@ class FitReport:
                 kind: asdict(fit) | {"errors": [asdict(line) for line in self.lines.get(kind, ())]}
                 for kind, fit in profile.operations.items()
             },
-            "notes": list(self.notes),
+            "layers": None if self.layers is None else asdict(self.layers.errors()),
+            "notes": [*self.layers_note, *self.notes],
             "provenance": dict(profile.provenance),
         }
 
@@ -67,6 +82,8 @@ class FitReport:
         if picture is not None:
             about.append(f"![Measured against fitted times of each operation]({picture})")
         sections = [text for kind in profile.operations for text in self._section(kind)]
+        if self.layers is not None:
+            sections += ["## Whole layers", f"{self.layers_note[0]}.", _table([self.layers.errors()])]
         notes = ["## Notes", "\n".join(f"- {note}" for note in self.notes)] if self.notes else []
         origin = ["## Provenance", "\n".join(f"- {key}: {value}" for key, value in profile.provenance.items())]
         return "\n\n".join((*about, *sections, *notes, *origin)) + "\n"
@@ -96,7 +113,7 @@ class FitReport:
         grid = figure.subplots(2, len(self.fits), squeeze=False, height_ratios=(2, 1), sharex="col")
         for (kind, fit), (over, under) in zip(self.fits.items(), grid.T, strict=True):
             _draw(over, under, kind, fit)
-        grid[0][0].set_ylabel("fitted, seconds")
+        grid[0][0].set_ylabel("fitted")
         grid[1][0].set_ylabel("fitted over measured")
         try:
             figure.savefig(path, dpi=90)
@@ -111,6 +128,8 @@ def check_plot_suffix(path: str | Path, argument: str = "--plot") -> None:
 
 
 def _draw(over: Any, under: Any, kind: str, fit: Comparison) -> None:
+    from matplotlib.ticker import EngFormatter, NullFormatter
+
     every = max(1, len(fit.measured_s) // _MAX_POINTS)
     measured, predicted = fit.measured_s[::every], fit.predicted_s[::every]
     style = dict(marker=".", markersize=3, linestyle="none", alpha=0.35, color="tab:blue", rasterized=True)
@@ -121,7 +140,10 @@ def _draw(over: Any, under: Any, kind: str, fit: Comparison) -> None:
     under.semilogx(measured, predicted / measured, **style)
     under.axhline(1.0, color="black", linewidth=0.8)
     under.set_ylim(0.5, 1.5)
-    under.set_xlabel("measured, seconds")
+    under.set_xlabel("measured")
+    for axis in (over.xaxis, over.yaxis, under.xaxis):
+        axis.set_major_formatter(EngFormatter(unit="s", sep=" "))
+        axis.set_minor_formatter(NullFormatter())
 
 
 def _table(lines: Sequence[Errors]) -> str:
@@ -156,17 +178,15 @@ def _constants(profile: CalibrationProfile, kind: str) -> str:
             gemm = kernels.gemm
             tiles = ", ".join(f"{tile.rows}x{tile.cols} {tile.flops_share:.0%}" for tile in gemm.tiles)
             return (
-                f"Full waves reach {gemm.flops_per_s / 1e12:.0f} TFLOP/s (share of it by tile: {tiles}), device memory"
+                f"Full waves reach {_flops(gemm.flops_per_s)} (share of it by tile: {tiles}), device memory"
                 f" {format_bandwidth(gemm.bytes_per_s)}; {len(gemm.measured)} shapes have tables of their own."
             )
         case "attention":
-            name, rates = next(iter(kernels.attention.items()))
-            values = {key: getattr(rates, key) for key in rates.__slots__}
-            return f"Kernel {name}: " + ", ".join(f"{key} {_short(value)}" for key, value in values.items()) + "."
+            return " ".join(_attention(name, rates) for name, rates in kernels.attention.items())
         case "elementwise":
-            values = {key: getattr(kernels.elementwise, key) for key in kernels.elementwise.__slots__}
-            rates_text = (f"{key} {format_bandwidth(value)}" for key, value in values.items() if value > 1.0)
-            return f"Start {format_seconds(values['start_s'])}; " + ", ".join(rates_text) + "."
+            rates = kernels.elementwise
+            rates_text = (f"{op} {format_bandwidth(rates.bytes_per_s(op))}" for op in ELEMENTWISE_OPS)
+            return f"Start {format_seconds(rates.start_s)}; " + ", ".join(rates_text) + "."
         case "send_recv":
             rate = format_bandwidth(links.bandwidth_bytes_per_s)
             return f"Latency {format_seconds(links.latency_s)}, bandwidth {rate} one way."
@@ -177,6 +197,18 @@ def _constants(profile: CalibrationProfile, kind: str) -> str:
         case "host":
             return f"{format_seconds(host.layer_s)} a layer, {format_seconds(host.gather_piece_s)} a gathered piece."
     return ""
+
+
+def _attention(name: str, rates: AttentionRates) -> str:
+    values = {key: getattr(rates, key) for key in rates.__slots__}
+    sizes = values.pop("measured", None)
+    values.pop("repeats_heads", None)
+    text = f"Kernel {name}: " + ", ".join(f"{key} {_short(value)}" for key, value in values.items())
+    return f"{text}, {len(sizes.sizes)} sizes with factors of their own." if sizes else f"{text}."
+
+
+def _flops(flops_per_s: float) -> str:
+    return f"{flops_per_s / 1e12:.0f} TFLOP/s" if flops_per_s >= 1e12 else f"{flops_per_s / 1e9:.0f} GFLOP/s"
 
 
 def _short(value: float | bool) -> str:

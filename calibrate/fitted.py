@@ -15,12 +15,14 @@ from kvrsim.errors import InputError
 from kvrsim.hardware import GpuSpec
 from kvrsim.profile import DEVIATES_OF_80_PERCENT, OperationFit
 from kvrsim.program import Array
+from kvrsim.request import dtype_bytes
 
 Rates = TypeVar("Rates")
 Some = npt.NDArray[Any]  # indices of rows, or a mask of them
 
 HALF = ("fp16", "bf16")
-HALF_BYTES = 2
+FULL = ("fp32",)
+_LEAST_SMS = 8
 
 _MAX_STEPS = 300
 _TRIAL_ROWS = 1000
@@ -122,12 +124,40 @@ class _Problem:
         return np.asarray(solved.x), float(solved.cost)
 
 
-def peak_flops(gpu: GpuSpec) -> float:
-    """FLOP/s in half precision as the datasheet has it; InputError where it has none."""
-    known = [flops for dtype, flops in gpu.peak_flops if dtype in HALF]
+def dtypes_of(rows: Iterable[Measurement]) -> tuple[str, ...]:
+    """The element types that a fit to these rows looks at, all of one size: halves, or fp32 where there are none."""
+    found = {row.dtype for row in rows}
+    return FULL if found.isdisjoint(HALF) and "fp32" in found else HALF
+
+
+def element_bytes_of(rows: Iterable[Measurement]) -> int:
+    """Bytes of an element of what a fit to these rows looks at."""
+    return dtype_bytes(dtypes_of(rows)[0])
+
+
+def peak_flops(gpu: GpuSpec, dtypes: Sequence[str] = HALF) -> float:
+    """FLOP/s in the best of these dtypes as the datasheet has it; InputError where it has none."""
+    known = [flops for dtype, flops in gpu.peak_flops if dtype in dtypes]
     if not known:
-        raise InputError("--gpu", gpu.name, f"a GPU that computes in {' or '.join(HALF)}")
+        raise InputError("--gpu", gpu.name, f"a GPU that computes in {' or '.join(dtypes)}")
     return max(known)
+
+
+def has_waves(gpu: GpuSpec) -> bool:
+    """Whether work goes over the device in waves of tiles; a CPU's few threads share it as they like."""
+    return gpu.num_sms >= _LEAST_SMS
+
+
+def thinned(places: Array, values: Array, *, most: int, error: float) -> list[int]:
+    """Indices of at most so many points such that lines between them are near all; the farthest is added first."""
+    kept = sorted({0, len(places) - 1})
+    while len(kept) < min(most, len(places)):
+        off = np.abs(np.interp(places, places[kept], values[kept]) - values)
+        worst = int(np.argmax(off))
+        if off[worst] < error:
+            break
+        kept = sorted([*kept, worst])
+    return kept
 
 
 def rounded(value: float, digits: int = 4) -> float:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from calibrate.fitted import HALF_BYTES, Some, column, rounded
+from calibrate.fitted import Some, column, element_bytes_of, rounded, thinned
 from calibrate.measurement import Measurement
 from kvrsim.program import Array
 from kvrsim.rates.gemm import GemmRates, MeasuredShape, Product
@@ -28,13 +28,20 @@ class GemmRows:
     in_features: Array
     out_features: Array
     seconds: Array  # measured
+    element_bytes: int = 2
 
     @classmethod
     def of(cls, rows: Sequence[Measurement]) -> GemmRows:
         """The gemm measurements."""
         names = ("tokens", "in_features", "out_features", "median_s")
         tokens, in_features, out_features, seconds = (column(rows, name) for name in names)
-        return cls(tokens=tokens, in_features=in_features, out_features=out_features, seconds=seconds)
+        return cls(
+            tokens=tokens,
+            in_features=in_features,
+            out_features=out_features,
+            seconds=seconds,
+            element_bytes=element_bytes_of(rows),
+        )
 
     def take(self, indices: Some) -> GemmRows:
         """Some of them, by index or mask."""
@@ -43,6 +50,7 @@ class GemmRows:
             in_features=self.in_features[indices],
             out_features=self.out_features[indices],
             seconds=self.seconds[indices],
+            element_bytes=self.element_bytes,
         )
 
     @property
@@ -63,13 +71,13 @@ class GemmRows:
         """By the form alone."""
         # The formula takes arrays of shapes as well.
         product = Product(cast(Any, self.in_features), cast(Any, self.out_features))
-        return rates.form_s(self.tokens, product, HALF_BYTES)
+        return rates.form_s(self.tokens, product, self.element_bytes)
 
     def predicted_s(self, rates: GemmRates) -> Array:
         """As the simulator takes them."""
         seconds = np.empty(len(self.tokens))
         for shape, indices in self.by_shape():
-            seconds[indices] = rates.seconds(self.tokens[indices], (Product(*shape),), HALF_BYTES)
+            seconds[indices] = rates.seconds(self.tokens[indices], (Product(*shape),), self.element_bytes)
         return seconds
 
 
@@ -86,8 +94,8 @@ def _table(form: GemmRates, shape: Shape, rows: GemmRows) -> MeasuredShape | Non
     if len(ratios) < _LEAST_KNOTS:
         return None
     knots, logs = np.array(sorted(ratios)), np.array([ratios[knot] for knot in sorted(ratios)])
-    kept = _thinned(np.log(knots), logs)
-    seconds = form.form_s(knots[kept], Product(*shape), HALF_BYTES) * np.exp(logs[kept])
+    kept = thinned(np.log(knots), logs, most=MAX_KNOTS, error=_KNOT_ERROR)
+    seconds = form.form_s(knots[kept], Product(*shape), rows.element_bytes) * np.exp(logs[kept])
     return MeasuredShape(
         in_features=shape[0],
         out_features=shape[1],
@@ -105,15 +113,3 @@ def _ratios(form: GemmRates, rows: GemmRows) -> dict[float, float]:
         at_end, inside = rows.tokens == end, ends == end
         found[end] = float(np.median(logs[at_end if at_end.any() else inside]))
     return found
-
-
-def _thinned(places: Array, values: Array) -> list[int]:
-    """Indices of points such that lines between them are near all; the farthest point is added first."""
-    kept = [0, len(places) - 1]
-    while len(kept) < min(MAX_KNOTS, len(places)):
-        off = np.abs(np.interp(places, places[kept], values[kept]) - values)
-        worst = int(np.argmax(off))
-        if off[worst] < _KNOT_ERROR:
-            break
-        kept = sorted([*kept, worst])
-    return kept

@@ -124,7 +124,11 @@ def _read_flow(text: str) -> Flow:
 
 
 def link_points(num_ranks: int, backend: str, max_bytes: int) -> list[LinkPoint]:
-    """All that is worth timing between so many ranks, the cheapest first."""
+    """All that is worth timing between so many ranks, the most telling first, and of these the cheapest.
+
+    First one pair at all sizes and the all-gathers of all ranks; then what shows the layout: each pair's long messages
+    and several at once; then all-gathers of some of the ranks, and each pair at all sizes.
+    """
     sizes = sizes_to(max_bytes)
     pairs = [(src, dst) for src in range(num_ranks) for dst in range(num_ranks) if src != dst]
     points = [LinkPoint(kind="send", flows=(pair,), nbytes=size) for size in sizes for pair in pairs]
@@ -139,7 +143,17 @@ def link_points(num_ranks: int, backend: str, max_bytes: int) -> list[LinkPoint]
         for kernel in (backend, backend + RING)
         for whole in sorted({size // count * count for size in sizes})
     ]
-    return sorted(points, key=lambda point: point.guess_s(backend))
+    large = sizes[-_LARGE_SIZES:]
+    return sorted(points, key=lambda point: (_turn(point, num_ranks, large), point.guess_s(backend)))
+
+
+def _turn(point: LinkPoint, num_ranks: int, large: Sequence[int]) -> int:
+    """0: at once; 1: what shows the layout; 2: the rest."""
+    if point.kind == "gather":
+        return 0 if point.num_ranks == num_ranks else 2
+    if point.kind == "send" and set(point.flows[0]) == {0, 1}:
+        return 0
+    return 1 if point.nbytes in large else 2
 
 
 def sizes_to(max_bytes: int) -> list[int]:

@@ -16,45 +16,68 @@ Beyond these:
     operation                                       one time of                          also needs
     gemm                                            y = x W                              dtype, tokens (rows of x),
                                                                                          in_features, out_features
+    head                                            logits of one token                  dtype, in_features,
+                                                                                         out_features
     attention                                       chunk queries of each of batch       dtype, chunk, prefix,
                                                     sequences over prefix + chunk keys,  num_attention_heads,
                                                     causal                               num_key_value_heads, head_dim
     norm, rotary, activation, residual, embedding   an element-wise kernel               dtype, tokens, bytes
+    cache_append                                    K and V of a chunk written into      dtype, chunk, prefix, bytes
+                                                    the cache
+    prepare                                         what a prefill does once before its  dtype, chunk, prefix
+                                                    first layer, but for the embedding:
+                                                    mask and rotary tables
+    before_attention, after_attention, layer        a layer up to attention, from it     dtype, chunk, prefix
+                                                    on, and whole; to compare with, not
+                                                    fitted
     all_gather                                      the collective                       bytes, ranks, nodes
     send_recv                                       one message                          bytes, ranks, nodes
     host_layer                                      the host issuing one decoder layer   -
     host_collective                                 the host issuing one collective      ranks
 
 tokens, chunk and prefix count tokens; heads are those of the device that was measured. bytes: of an element-wise
-kernel what it must read and write, counted plainly; of all_gather the gathered tensor, all ranks' pieces together; of
-send_recv the message. nodes: 1 within one node, 2 between nodes. A column that an operation does not need may be
-filled; it is kept and checked, and read by nobody.
+kernel and of cache_append what it must read and write, counted plainly (of a model's measured layers, as its kernels
+move); of all_gather the gathered tensor, all ranks' pieces together; of send_recv the message. nodes: 1 within one
+node, 2 between nodes. A column that an operation does not need may be filled; it is kept and checked, and read by
+nobody.
+
+A send_recv row may say which ranks it went between (src and dst, counted from 0) and how many transfers of that size
+were in flight at once (messages; empty: 1).
+
+A comment line before the header, `# origin {...}`, may hold a JSON object with what all rows have in common: the
+machine, the model whose layers were timed, versions, command and date.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from calibrate.csv_table import MAX_WHOLE, CsvRow, CsvTable, Layout
+from calibrate.csv_table import MAX_WHOLE, CsvRow, CsvTable, Layout, leading_comments
 from kvrsim.errors import InputError
 from kvrsim.files import write_atomically
 from kvrsim.request import DTYPES
 from kvrsim.units import MAX_SECONDS
 
-MEASURED_DTYPES = (*DTYPES, "fp32")
+MEASURED_DTYPES = DTYPES
 ELEMENTWISE = ("norm", "rotary", "activation", "residual", "embedding")
+SEGMENTS = ("before_attention", "after_attention", "layer")  # sums of others
 
 # For each operation the columns that it needs beyond those of every row.
 NEEDED: dict[str, tuple[str, ...]] = {
     "gemm": ("dtype", "tokens", "in_features", "out_features"),
     "attention": ("dtype", "chunk", "prefix", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    "head": ("dtype", "in_features", "out_features"),
     **dict.fromkeys(ELEMENTWISE, ("dtype", "tokens", "bytes")),
+    "cache_append": ("dtype", "chunk", "prefix", "bytes"),
+    "prepare": ("dtype", "chunk", "prefix"),
+    **dict.fromkeys(SEGMENTS, ("dtype", "chunk", "prefix")),
     "all_gather": ("bytes", "ranks", "nodes"),
     "send_recv": ("bytes", "ranks", "nodes"),
     "host_layer": (),
@@ -78,7 +101,12 @@ _WHOLE = {
     "bytes": (1, MAX_WHOLE),
     "ranks": (1, MAX_WHOLE),
     "nodes": (1, 2),
+    "src": (0, MAX_WHOLE),
+    "dst": (0, MAX_WHOLE),
+    "messages": (1, MAX_WHOLE),
 }
+_ONE = ("batch", "messages")  # that are 1 where nothing is said
+_ORIGIN = "# origin "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,18 +117,21 @@ class Measurement:
     kernel: str  # what ran
     device: str  # the GPU, or the machine whose host was timed
     dtype: str | None = None  # of the operands, one of MEASURED_DTYPES; None: does not apply or is not known
-    chunk: int | None = None  # tokens, attention: queries of each sequence
-    prefix: int | None = None  # tokens, attention: keys before the chunk
+    chunk: int | None = None  # tokens of each sequence; of attention, queries
+    prefix: int | None = None  # tokens before the chunk; of attention, keys
     num_attention_heads: int | None = None  # attention: on the measured device
     num_key_value_heads: int | None = None  # attention: on the measured device
     head_dim: int | None = None  # attention: elements of one head
     batch: int = 1  # sequences at once
     tokens: int | None = None  # rows of a gemm or of an element-wise kernel
-    in_features: int | None = None  # gemm: the dimension that is summed over
-    out_features: int | None = None  # gemm: columns of the result
-    bytes: int | None = None  # element-wise: read and written; all_gather: gathered in all; send_recv: the message
+    in_features: int | None = None  # gemm, head: the dimension that is summed over
+    out_features: int | None = None  # gemm, head: columns of the result
+    bytes: int | None = None  # kernel: read and written; all_gather: gathered in all; send_recv: the message
     ranks: int | None = None  # GPUs that take part
     nodes: int | None = None  # 1: all in one node; 2: across nodes
+    src: int | None = None  # send_recv: the rank that sends
+    dst: int | None = None  # send_recv: the rank that receives
+    messages: int = 1  # send_recv: transfers of that size in flight at once
     median_s: float  # seconds, median of the repeats
     spread_s: float | None = None  # seconds, standard deviation or interquartile range of the repeats; None: not known
     source: str  # who measured it, and with what
@@ -127,7 +158,7 @@ class Measurement:
     def _check_whole(self) -> None:
         for name, (least, largest) in _WHOLE.items():
             value = getattr(self, name)
-            if value is None and name != "batch":
+            if value is None and name not in _ONE:
                 continue
             if type(value) is not int or not least <= value <= largest:
                 top = str(largest) if largest < MAX_WHOLE else f"{largest:.0e}"
@@ -153,9 +184,39 @@ def read_measurements(path: str | Path, argument: str = "--measurements") -> lis
     return _read_table(CsvTable.read(path, argument))
 
 
-def write_measurements(path: str | Path, rows: Iterable[Measurement], argument: str = "--output") -> None:
-    """Write a measurement CSV that reads back as the same rows; the file appears whole or not at all."""
+def read_origin(path: str | Path, argument: str = "--measurements") -> dict[str, Any] | None:
+    """What a measurement CSV says of all its rows; None where it says nothing; InputError for what is not JSON."""
+    for number, line in leading_comments(path, argument):
+        if line.startswith(_ORIGIN):
+            return _parse_origin(line.removeprefix(_ORIGIN), f"{argument} {' '.join(str(path).split())}, line {number}")
+    return None
+
+
+def _parse_origin(text: str, where: str) -> dict[str, Any]:
+    try:
+        origin = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(f"{where}: origin", text.strip()[:80] or "nothing", f"valid JSON ({reason})") from None
+    if not isinstance(origin, dict):
+        raise InputError(f"{where}: origin", text.strip()[:80], "a JSON object ({...})")
+    return origin
+
+
+def write_measurements(
+    path: str | Path,
+    rows: Iterable[Measurement],
+    argument: str = "--output",
+    *,
+    origin: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a measurement CSV that reads back as the same rows; the file appears whole or not at all.
+
+    `origin`: plain JSON values that hold for all rows, which read_origin gives back.
+    """
     text = io.StringIO(newline="")
+    if origin is not None:
+        text.write(f"{_ORIGIN}{json.dumps(origin, allow_nan=False)}\n")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
     writer.writerows(map(attrgetter(*COLUMNS), rows))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import pathlib
-from dataclasses import dataclass, replace
-from typing import Literal, TypeVar, get_args
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 
@@ -34,7 +34,7 @@ class GpuSpec:
     memory_bytes: int  # device memory
     hbm_bytes_per_s: float  # device memory bandwidth, peak
     peak_flops: tuple[tuple[str, float], ...]  # for each dtype FLOP/s of the tensor cores, dense (no sparsity)
-    num_sms: int  # streaming multiprocessors
+    num_sms: int  # streaming multiprocessors; of a CPU its threads
     l2_bytes: int  # L2 cache
     source: str  # citation
 
@@ -211,13 +211,13 @@ def builtin_clusters() -> tuple[str, ...]:
 def load_gpu(name_or_path: str | pathlib.Path, argument: str = "--gpu") -> GpuSpec:
     """A built-in GPU or a JSON file that describes one."""
     shipped = _shipped("gpus")
-    return _read_gpu(shipped.get(str(name_or_path)) or _user_file(name_or_path, argument, shipped))
+    return read_gpu(shipped.get(str(name_or_path)) or _user_file(name_or_path, argument, shipped))
 
 
 def load_link(name_or_path: str | pathlib.Path, argument: str = "--link") -> LinkSpec:
     """A built-in link or a JSON file that describes one."""
     shipped = _shipped("links")
-    return _read_link(shipped.get(str(name_or_path)) or _user_file(name_or_path, argument, shipped))
+    return read_link(shipped.get(str(name_or_path)) or _user_file(name_or_path, argument, shipped))
 
 
 def load_cluster(
@@ -228,9 +228,9 @@ def load_cluster(
     """A built-in cluster or a JSON file; `num_gpus` takes the place of the file's."""
     name = str(name_or_path)
     if name in builtin_clusters():
-        cluster = _read_cluster(JsonObject.read(_DATA / "clusters" / f"{name}.json", argument))
+        cluster = read_cluster(JsonObject.read(_DATA / "clusters" / f"{name}.json", argument))
     else:
-        cluster = _read_cluster(_user_file(name, argument, builtin_clusters()))
+        cluster = read_cluster(_user_file(name, argument, builtin_clusters()))
     return cluster if num_gpus is None else cluster.with_num_gpus(num_gpus)
 
 
@@ -255,7 +255,14 @@ def _user_file(name_or_path: str | pathlib.Path, argument: str, builtin: _Names)
     return JsonObject.read(path, argument)
 
 
-def _read_gpu(spec: JsonObject) -> GpuSpec:
+def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
+    """As a cluster file has it, in plain JSON values."""
+    fields = asdict(cluster)
+    return fields | {"gpu": fields["gpu"] | {"peak_flops": dict(cluster.gpu.peak_flops)}}
+
+
+def read_gpu(spec: JsonObject) -> GpuSpec:
+    """Check the keys of a GPU."""
     spec.only(_GPU_KEYS)
     peaks = spec.child("peak_flops")
     peaks.only(DTYPES)
@@ -272,7 +279,8 @@ def _read_gpu(spec: JsonObject) -> GpuSpec:
     )
 
 
-def _read_link(spec: JsonObject) -> LinkSpec:
+def read_link(spec: JsonObject) -> LinkSpec:
+    """Check the keys of a link."""
     spec.only(_LINK_KEYS)
     return LinkSpec(
         name=spec.text("name"),
@@ -285,7 +293,8 @@ def _read_link(spec: JsonObject) -> LinkSpec:
     )
 
 
-def _read_cluster(spec: JsonObject) -> Cluster:
+def read_cluster(spec: JsonObject) -> Cluster:
+    """Check the keys of a cluster."""
     spec.only(_CLUSTER_KEYS)
     topology = next((known for known in TOPOLOGIES if known == spec.text("topology")), None)
     if topology is None:
@@ -296,12 +305,12 @@ def _read_cluster(spec: JsonObject) -> Cluster:
 
     return Cluster(
         name=spec.text("name"),
-        gpu=_read_gpu(_part(spec, "gpu", "gpus")),
+        gpu=read_gpu(_part(spec, "gpu", "gpus")),
         num_gpus=spec.integer("num_gpus", maximum=MAX_GPUS),
-        link=_read_link(_part(spec, "link", "links")),
+        link=read_link(_part(spec, "link", "links")),
         topology=topology,
         gpus_per_node=spec.integer("gpus_per_node", maximum=MAX_GPUS) if wants("gpus_per_node") else None,
-        network=_read_link(_part(spec, "network", "links")) if wants("network") else None,
+        network=read_link(_part(spec, "network", "links")) if wants("network") else None,
     )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from kvrsim.errors import InputError
 from kvrsim.files import write_atomically
-from kvrsim.rates.attention import ATTENTION_RATES, AttentionRates
+from kvrsim.hardware import Cluster, cluster_to_dict, read_cluster
+from kvrsim.rates.attention import ATTENTION_KERNELS, AttentionRates, read_attention
 from kvrsim.rates.elementwise import ElementwiseRates
 from kvrsim.rates.gemm import GemmRates
 from kvrsim.rates.links import GatherRates
@@ -34,6 +35,7 @@ class CacheCopies:
     keep: float  # by every strategy, as where K and V are stacked into one tensor
     append: float  # more where a chunk is appended to a prefix (torch.cat)
     gather: float  # more where gathered pieces are put together (a list of outputs, then torch.cat)
+    own: float = 0.0  # of the chunk's alone, where it is written into a buffer that holds the rest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,10 +43,11 @@ class KernelRates:
     """What the device reaches; every rate at or below the datasheet's."""
 
     gemm: GemmRates  # projections, MLP and head
-    attention: Mapping[str, AttentionRates]  # by kernel: "eager", "flash"
+    attention: Mapping[str, AttentionRates]  # by kernel: "eager", "sdpa", "flash"
     elementwise: ElementwiseRates
     copies: CacheCopies
     head_on_all_tokens: bool  # whether logits are computed for every token of the last chunk
+    whole_attention: bool = False  # whether its rates hold the repeating of KV heads and the transposed output, too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +57,7 @@ class HostRates:
     layer_s: float  # seconds to issue one decoder layer
     gather_piece_s: float  # more, per rank that takes part, for the all-gathers of one layer
     resume_s: float = 0.0  # that the device idles after communication that held it, until what follows has been issued
+    request_s: float = 0.0  # before the first layer, once a prefill
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,6 +132,7 @@ class CalibrationProfile:
     operations: Mapping[str, OperationFit]  # by kind: gemm, attention, elementwise, send_recv, all_gather, host
     residual: Residual | None  # of whole TTFTs; None: none were compared
     provenance: Mapping[str, str]  # source, command, date, versions
+    cluster: Cluster | None = None  # the machine that was measured, its links as named; None: that of --cluster
 
     @property
     def attention_kernels(self) -> tuple[str, ...]:
@@ -136,7 +141,8 @@ class CalibrationProfile:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON values."""
-        return {"schema_version": SCHEMA_VERSION} | asdict(self)
+        cluster = None if self.cluster is None else cluster_to_dict(self.cluster)
+        return {"schema_version": SCHEMA_VERSION} | asdict(replace(self, cluster=None)) | {"cluster": cluster}
 
     def write(self, path: str | Path) -> None:
         """Write the profile as JSON; the file appears whole or not at all."""
@@ -175,7 +181,7 @@ def _exists(name: str) -> bool:
 
 _KEYS = (
     *("name", "gpu", "description", "not_covered", "kernels", "host", "links", "valid", "operations"),
-    *("residual", "provenance"),
+    *("residual", "provenance", "cluster"),
 )
 
 
@@ -197,28 +203,31 @@ def read_profile(data: JsonObject) -> CalibrationProfile:
         operations=_read_operations(data.child("operations")),
         residual=_read_residual(data.child("residual")) if data.has("residual") else None,
         provenance={key: provenance.text(key) for key in provenance.fields},
+        cluster=read_cluster(data.child("cluster")) if data.has("cluster") else None,
     )
 
 
 def _read_kernels(data: JsonObject) -> KernelRates:
     data.only(KernelRates.__slots__)
     attention = data.child("attention")
-    attention.only(ATTENTION_RATES)
-    rates = {kernel: ATTENTION_RATES[kernel].read(attention.child(kernel)) for kernel in attention.fields}
+    attention.only(ATTENTION_KERNELS)
+    rates = {kernel: read_attention(kernel, attention.child(kernel)) for kernel in attention.fields}
     if not rates:
-        raise data.error("attention", "rates for eager, flash or both")
+        raise data.error("attention", f"rates for one or more of {', '.join(ATTENTION_KERNELS)}")
     return KernelRates(
         gemm=GemmRates.read(data.child("gemm")),
         attention=rates,
         elementwise=ElementwiseRates.read(data.child("elementwise")),
         copies=_read_copies(data.child("copies")),
         head_on_all_tokens=data.flag("head_on_all_tokens", False),
+        whole_attention=data.flag("whole_attention", False),
     )
 
 
 def _read_copies(data: JsonObject) -> CacheCopies:
     data.only(CacheCopies.__slots__)
-    return CacheCopies(**{key: data.number(key, allow_zero=True) for key in CacheCopies.__slots__})
+    needed = {key: data.number(key, allow_zero=True) for key in ("keep", "append", "gather")}
+    return CacheCopies(**needed, own=data.number("own", allow_zero=True) if data.has("own") else 0.0)
 
 
 def _read_host(data: JsonObject) -> HostRates:
@@ -226,7 +235,7 @@ def _read_host(data: JsonObject) -> HostRates:
     return HostRates(
         layer_s=data.number("layer_s", allow_zero=True),
         gather_piece_s=data.number("gather_piece_s", allow_zero=True),
-        resume_s=data.number("resume_s", allow_zero=True) if data.has("resume_s") else 0.0,
+        **{key: data.number(key, allow_zero=True) for key in ("resume_s", "request_s") if data.has(key)},
     )
 
 

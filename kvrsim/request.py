@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvrsim.errors import InputError
 from kvrsim.units import MAX_TOKENS
 
-_DTYPE_BYTES = {"fp16": 2, "bf16": 2, "fp8": 1}
+_DTYPE_BYTES = {"fp16": 2, "bf16": 2, "fp8": 1, "fp32": 4}
 DTYPES = tuple(_DTYPE_BYTES)  # of weights, activations and KV cache alike
 MAX_BATCH = 2**20
 

@@ -14,6 +14,7 @@ from kvrsim.hardware import Cluster
 from kvrsim.model import ModelSpec
 from kvrsim.profile import CalibrationProfile, HostRates, SendStyle, profiles_with
 from kvrsim.program import Array, Compute, Op, Program
+from kvrsim.rates.attention import ATTENTION_KERNELS
 from kvrsim.rates.elementwise import Traffic
 from kvrsim.rates.gemm import Product
 from kvrsim.request import Request
@@ -21,7 +22,7 @@ from kvrsim.strategies import Step, Strategy
 
 NO_HOST = HostRates(layer_s=0.0, gather_piece_s=0.0, resume_s=0.0)
 ROOFLINE = "roofline"
-KERNELS = ("eager", "flash")
+KERNELS = ATTENTION_KERNELS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,11 +33,11 @@ class Scenario:
     cluster: Cluster
     request: Request
     profile: CalibrationProfile | None
-    kernel: str  # attention kernel: "eager" or "flash"
+    kernel: str  # attention kernel, one of KERNELS
 
     def __post_init__(self) -> None:
         if self.profile is None and self.kernel not in KERNELS:
-            raise InputError("--attention", self.kernel, " or ".join(KERNELS))
+            raise InputError("--attention", self.kernel, ", ".join(KERNELS))
         if self.profile is not None and self.kernel not in self.profile.attention_kernels:
             has = ", ".join(self.profile.attention_kernels)
             others = " or ".join(profiles_with(self.kernel, self.profile.gpu))
@@ -139,9 +140,14 @@ class Scenario:
             starts.append(starts[-1] + chunk)
         ranks = range(len(chunks))
         steps = [Step(costs, tuple(chunks), tuple(starts)) for costs in self.layer_costs(cost)]
+        total = starts[-1] + chunks[-1]
+        ends = [total] * len(chunks) if strategy.gathers_kv else [s + c for s, c in zip(starts, chunks, strict=True)]
         return Program(
             strategy=strategy.name,
-            prologue=tuple((self._embedding(chunk, cost),) for chunk in chunks),
+            prologue=tuple(
+                (self._embedding(chunk, cost), *self._prepare(chunk, end, cost))
+                for chunk, end in zip(chunks, ends, strict=True)
+            ),
             layers=tuple(tuple(tuple(strategy.layer(step, rank)) for rank in ranks) for step in steps),
             layer_kind_index=self.model.layer_kind_index,
             epilogue=tuple(self._head(chunks[rank], cost) if rank == len(chunks) - 1 else () for rank in ranks),
@@ -151,6 +157,15 @@ class Scenario:
         """One row read and written a token."""
         nbytes = 4.0 * self.model.hidden_size  # of two-byte elements
         return Compute(name="embedding", device_s=cost.traffic_s(chunk, (Traffic("embedding", nbytes, 1),)))
+
+    def _prepare(self, chunk: Array, keys: Array, cost: CostModel) -> tuple[Op, ...]:
+        """Mask and rotary tables, where they were measured; the host and the device wait for each other there."""
+        if self.profile is None:
+            return ()
+        request_s, element_s = self.profile.host.request_s, self.profile.kernels.elementwise.mask_element_s
+        if not request_s and not element_s:
+            return ()
+        return (Compute(name="prepare", device_s=cost.prepare_s(request_s, chunk * keys), host_s=request_s),)
 
     def _head(self, chunk: Array, cost: CostModel) -> tuple[Op, ...]:
         """Final norm and logits, of the last token alone or, as the 2023 Hugging Face code did, of all."""

@@ -88,7 +88,13 @@ def _roofline(scenario: Scenario) -> CostModel:
         dtype=request.dtype,
         element_bytes=request.dtype_bytes,
     )
-    return replace(limits, fused=cost.fused, copies=cost.copies, head_on_all_tokens=cost.head_on_all_tokens)
+    return replace(
+        limits,
+        fused=cost.fused,
+        whole_attention=cost.whole_attention,
+        copies=cost.copies,
+        head_on_all_tokens=cost.head_on_all_tokens,
+    )
 
 
 def _name(scenario: Scenario, part: Part) -> str:

@@ -11,6 +11,8 @@ from kvrsim.request import Request
 from kvrsim.scenario import ROOFLINE, Scenario
 
 DEFAULT_MODEL = "llama-7b"
+DEFAULT_DTYPE = "fp16"
+_MEASURED = "measured"  # what a link is called that no datasheet speaks of
 DEFAULT_PROFILES = ("a100-eager", "h100-flash", "h200-flash")  # one a GPU; the first without a cluster
 
 
@@ -27,38 +29,53 @@ def make_scenario(
     attention: str | None = None,
     batch: int = 1,
     cached_prefix: int = 0,
-    dtype: str = "fp16",
+    dtype: str | None = None,
 ) -> tuple[Scenario, tuple[str, ...]]:
-    """A scenario and the notes that belong to it; raises InputError naming the argument."""
+    """A scenario and the notes that belong to it; raises InputError naming the argument.
+
+    Without a cluster, it is the one that the profile was measured on, if the profile says; without a dtype fp16, or
+    what the profile has.
+    """
     spec = model if isinstance(model, ModelSpec) else load_model(model)
-    machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster or DEFAULT_CLUSTER)
-    calibration = _profile_of(profile, machine, is_default_cluster=cluster is None)
-    machine = machine.with_num_gpus(gpus)
+    given = cluster if isinstance(cluster, Cluster) or cluster is None else load_cluster(cluster)
+    calibration = _profile_of(profile, given)
+    machine = (given or _measured_cluster(calibration) or load_cluster(DEFAULT_CLUSTER)).with_num_gpus(gpus)
     if topology is not None:
         machine = machine.with_topology(topology)
     machine, link_notes = _linked(machine, calibration, link_bandwidth_bytes_per_s, link_latency_s)
     scenario = Scenario(
         model=spec,
         cluster=machine,
-        request=Request(context_len=ctx, batch=batch, cached_prefix=cached_prefix, dtype=dtype),
+        request=Request(
+            context_len=ctx, batch=batch, cached_prefix=cached_prefix, dtype=dtype or _dtype_of(calibration)
+        ),
         profile=calibration,
         kernel=attention or (calibration.attention_kernels[0] if calibration else "flash"),
     )
     return scenario, (*notes_on(scenario), *link_notes)
 
 
-def _profile_of(
-    profile: str | Path | CalibrationProfile | None, machine: Cluster, *, is_default_cluster: bool
-) -> CalibrationProfile | None:
+def _profile_of(profile: str | Path | CalibrationProfile | None, cluster: Cluster | None) -> CalibrationProfile | None:
     """The profile asked for; by default the one of the cluster's GPU, else the datasheet's roofline."""
     if isinstance(profile, CalibrationProfile):
         return profile
     if profile is None:
-        if is_default_cluster:
+        if cluster is None:
             return load_profile(DEFAULT_PROFILES[0])
         defaults = (load_profile(name) for name in DEFAULT_PROFILES)
-        return next((default for default in defaults if default.gpu == machine.gpu.name), None)
+        return next((default for default in defaults if default.gpu == cluster.gpu.name), None)
     return None if str(profile) == ROOFLINE else load_profile(profile)
+
+
+def _measured_cluster(profile: CalibrationProfile | None) -> Cluster | None:
+    """The machine that the profile was measured on, where it says."""
+    return None if profile is None else profile.cluster
+
+
+def _dtype_of(profile: CalibrationProfile | None) -> str:
+    """fp16, or, where the profile has none, its first."""
+    dtypes = (DEFAULT_DTYPE,) if profile is None else profile.valid.dtypes
+    return DEFAULT_DTYPE if DEFAULT_DTYPE in dtypes else dtypes[0]
 
 
 def _linked(
@@ -70,7 +87,7 @@ def _linked(
     if profile is not None and measured is not None:
         machine = machine.with_measured(
             LinkSpec(
-                name=f"{datasheet}, measured",
+                name=datasheet if datasheet == _MEASURED else f"{datasheet}, {_MEASURED}",
                 bandwidth_bytes_per_s=measured.bandwidth_bytes_per_s,
                 latency_s=measured.latency_s,
                 source=machine.link.source,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,10 +28,11 @@ from kvrsim.profile import (
     SendStyle,
     ValidRange,
 )
-from kvrsim.rates.attention import EagerRates, FlashRates
+from kvrsim.rates.attention import BlockedRates, EagerRates, FlashRates
 from kvrsim.rates.elementwise import ELEMENTWISE_OPS, ElementwiseRates
 from kvrsim.rates.gemm import GemmRates, MeasuredShape, Product, Tile, merged
 from kvrsim.rates.links import GatherRates
+from kvrsim.rates.sizes import MeasuredSizes
 from kvrsim.request import DTYPES, Request
 from kvrsim.scenario import Scenario
 from kvrsim.units import JsonObject
@@ -203,6 +204,28 @@ class Make:
             diagonal_cost=rng.choice([1.0, rng.uniform(1.0, 3.0)]),
         )
 
+    def sizes(self, rng: random.Random, least: float) -> MeasuredSizes:
+        """Up to thirty times slower, or faster down to a factor; longer calls never take less."""
+        sizes = np.sort(10 ** np.array([rng.uniform(0, 9) for _ in range(rng.randint(1, 12))]))
+        seconds = sizes * np.array([max(least, self.log(rng, -1, 1.5)) for _ in sizes])
+        factors = np.maximum.accumulate(seconds) / sizes
+        return MeasuredSizes(sizes=tuple(map(float, sizes)), factors=tuple(map(float, factors)))
+
+    def blocked(self, rng: random.Random, gpu: GpuSpec) -> BlockedRates:
+        """Rates between a thousandth and all of the datasheet's, of halves and rectangles alike or not."""
+        peak = gpu.peak_flops[0][1]
+        shares = [self.log(rng, -3, 0) for _ in range(2)]
+        return BlockedRates(
+            causal_flops_per_s=peak * shares[0],
+            rectangle_flops_per_s=peak * rng.choice(shares),
+            start_s=rng.choice([0.0, self.log(rng, -7, -4)]),
+            query_s=rng.choice([0.0, self.log(rng, -12, -8)]),
+            key_block=rng.choice([1, 64, 512]),
+            skips_masked=rng.random() < 0.5,
+            join_s=rng.choice([0.0, self.log(rng, -12, -8)]),
+            measured=rng.choice([None, self.sizes(rng, max(shares))]),
+        )
+
     def elementwise(self, rng: random.Random, gpu: GpuSpec) -> ElementwiseRates:
         """One rate for all kernels or one for each, with a start or without."""
         rates = ElementwiseRates.uniform(
@@ -311,7 +334,7 @@ class Make:
             context_len=cached + gpus + spare,
             cached_prefix=cached,
             batch=rng.choice([1, 1, 3]),
-            dtype=rng.choice(DTYPES),
+            dtype=rng.choice(["fp16", "bf16", "fp8"]),
         )
         model = self.model(rng, layers=layers, kind=kind)
         shapes = self.shapes(model)
@@ -321,6 +344,34 @@ class Make:
             request=request,
             profile=None if roofline else self.profile(rng, cluster.gpu, sends=sends, host=host, shapes=shapes),
             kernel=rng.choice(["eager", "flash"]),
+        )
+
+    def as_measured(self, rng: random.Random, scenario: Scenario) -> Scenario:
+        """The same by what only own measurements tell: kernels by what they cover, copies in place, the prologue."""
+        profile, gpu = scenario.profile, scenario.cluster.gpu
+        if profile is None:
+            return replace(scenario, kernel="sdpa")
+        kernels = profile.kernels
+        eager = self.eager(rng, gpu)
+        share = eager.flops_per_s / gpu.peak_flops[0][1]
+        eager = replace(eager, measured=self.sizes(rng, share))
+        kernels = replace(
+            kernels,
+            gemm=replace(kernels.gemm, head_bytes_per_s=gpu.hbm_bytes_per_s * self.log(rng, -3, 0)),
+            attention={"flash": self.blocked(rng, gpu), "eager": eager, "sdpa": self.blocked(rng, gpu)},
+            elementwise=replace(
+                kernels.elementwise,
+                mask_element_s=rng.choice([0.0, self.log(rng, -12, -8)]),
+            ),
+            copies=replace(kernels.copies, own=rng.choice([0.0, 1.0])),
+            whole_attention=rng.random() < 0.5,
+        )
+        host = replace(profile.host, request_s=rng.choice([0.0, self.log(rng, -5, -2)]))
+        return replace(
+            scenario,
+            profile=replace(profile, kernels=kernels, host=host, cluster=rng.choice([None, scenario.cluster])),
+            request=replace(scenario.request, dtype=rng.choice(["fp16", "fp32"])),
+            kernel=rng.choice(["eager", "sdpa", "flash"]),
         )
 
     def partition(self, rng: random.Random, num_tokens: int, num_ranks: int) -> tuple[int, ...]:
@@ -383,3 +434,52 @@ def config() -> Callable[..., ModelSpec]:
         return read_config(JsonObject(fields=fields, where="test"), "small")
 
     return build
+
+
+@dataclass
+class FakeEvent:
+    """A CUDA event: it happens when the device comes to it."""
+
+    cuda: FakeCuda
+    at_s: float | None = None
+
+    def record(self) -> None:
+        self.at_s = self.cuda.device_s
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        assert self.cuda.synchronized, "events are read before the device has come to them"
+        assert self.at_s is not None
+        assert other.at_s is not None
+        return 1e3 * (other.at_s - self.at_s)
+
+
+@dataclass
+class FakeCuda:
+    """torch.cuda with a device whose work is done by the clock of the test."""
+
+    device_s: float = 0.0
+    event_s: float = 0.0  # seconds of work that the device has been given between any two events
+    synchronized: bool = False
+    slept_cycles: list[int] = field(default_factory=list)
+
+    def Event(self, *, enable_timing: bool) -> FakeEvent:  # noqa: N802 - torch's name
+        assert enable_timing
+        self.compute(self.event_s)
+        return FakeEvent(self)
+
+    def synchronize(self) -> None:
+        self.synchronized = True
+
+    def _sleep(self, cycles: int) -> None:
+        self.slept_cycles.append(cycles)
+
+    def compute(self, seconds: float) -> None:
+        """A kernel."""
+        self.device_s += seconds
+        self.synchronized = False
+
+
+@pytest.fixture
+def fake_cuda() -> FakeCuda:
+    """A device for clocks that would measure one."""
+    return FakeCuda()

@@ -23,6 +23,7 @@ from kvrsim.cli.render import format_interval, format_partition, round_up_percen
 from kvrsim.memory import RankMemory
 
 ROOT = Path(__file__).resolve().parents[1]
+LAYERS = ["--output", "--model", "--device", "--dtype", "--attention", "--ctx", "--threads"]
 PLAN = ("plan", "--gpus", "2", "--ctx", "512")
 SIMULATE = ("simulate", "--strategy", "kvr-e", "--gpus", "2", "--ctx", "512")
 
@@ -33,14 +34,38 @@ SHARED = [
 FITTED = ["--gpu", "--link", "--name", "--attention-kernel", "--report", "--plot", "--json"]
 FLAGS = {
     "": ["--version"],
-    "plan": [*SHARED, "--strategies", "--method", "--stride", "--trace", "--plot", "--seed", "--json"],
+    "plan": [*SHARED, "--strategies", "--method", "--stride", "--table", "--trace", "--plot", "--seed", "--json"],
     "simulate": [
-        *(*SHARED, "--strategy", "--partition", "--executor", "--breakdown", "--trace", "--plot", "--seed", "--json"),
+        *(
+            *SHARED,
+            "--strategy",
+            "--partition",
+            "--table",
+            "--executor",
+            "--breakdown",
+            "--trace",
+            "--plot",
+            "--seed",
+            "--json",
+        ),
+    ],
+    "calibrate compute": [*LAYERS, "--minutes", "--even-if-busy", "--json"],
+    "calibrate links": [
+        *("--output", "--device", "--ranks", "--threads", "--max-bytes"),
+        *("--minutes", "--timeout", "--even-if-busy", "--json"),
+    ],
+    "calibrate all": [
+        *(*LAYERS, "--ranks", "--links", "--link", "--name"),
+        *("--minutes", "--timeout", "--even-if-busy", "--json"),
     ],
     "calibrate fit": ["--compute", "--output", "--links", *FITTED],
     "calibrate import": ["SOURCE...", "--output", "--measurements", *FITTED],
+    "table build": [*SHARED, "--output", "--jobs", "--backend", "--dask-address", "--json"],
+    "table lookup": ["TABLE", "--gpus", "--ctx", "--multiple", "--json"],
+    "table show": ["TABLE", "--plot", "--json"],
     "profiles list": ["--json"],
     "profiles show": ["NAME|PATH", "--json"],
+    "profiles diff": ["A", "B", "--model", "--json"],
     "models list": ["--json"],
     "models show": ["NAME|PATH", "--json"],
     "clusters list": ["--json"],

@@ -15,9 +15,9 @@ from kvrsim.cost.layer import LayerCosts
 from kvrsim.cost.traffic import after_attention, before_attention, eager_score_bytes
 from kvrsim.errors import InputError
 from kvrsim.model import ModelSpec
-from kvrsim.profile import CalibrationProfile, HostRates
+from kvrsim.profile import CacheCopies, CalibrationProfile, HostRates
 from kvrsim.program import Array, Compute
-from kvrsim.rates.attention import EagerRates, FlashRates
+from kvrsim.rates.attention import BlockedRates, EagerRates, FlashRates
 from kvrsim.rates.elementwise import ELEMENTWISE_OPS, ElementwiseRates, Traffic
 from kvrsim.rates.gemm import GemmRates, Product, Tile
 from kvrsim.request import Request
@@ -346,3 +346,90 @@ def test_a_gpu_refuses_what_it_cannot_compute(scenario: Scenario) -> None:
     with pytest.raises(InputError) as caught:
         _ = roofline.cost
     assert caught.value.argument == "--dtype"
+
+
+# -- what own measurements tell
+
+
+def test_a_chunk_may_be_written_into_place(scenario: Scenario) -> None:
+    """Once read and written, with one start, wherever its prefix is; on top of other copies."""
+    free = with_rates(scenario, elementwise=replace(ElementwiseRates.uniform(1.0, fused=False), start_s=0.5))
+    for copies, of_all in (
+        (CacheCopies(keep=0, append=0, gather=0, own=1), 0),
+        (CacheCopies(keep=1, append=0, gather=0, own=1), 1),
+    ):
+        costs = costs_of(with_rates(free, copies=copies))
+        token = 2 * 2 * 64 * 2  # K and V of four heads of 16, two bytes each, read and written
+        for part in (costs.append_s, costs.assemble_s):
+            seconds = part(tokens(5), tokens(7)) - costs.resume_s
+            assert seconds == pytest.approx([5 * token + 0.5 + of_all * 12 * token])
+
+
+def test_one_tokens_logits_stream_their_weights(scenario: Scenario) -> None:
+    assert scenario.profile is not None
+    tile = Tile(rows=64, cols=64, flops_share=1.0, start_s=1.0)
+    gemm = replace(flops_alone(1e30), tiles=(tile,), launch_s=3.0, bytes_per_s=1e30)
+    assert head_of(with_rates(scenario, gemm=gemm), 50) == pytest.approx(3 + 2)
+    here = with_rates(scenario, gemm=replace(gemm, head_bytes_per_s=2.0))
+    assert head_of(here, 50) == pytest.approx(64 * 101 * 2 / 2)
+    many = replace(here, request=Request(context_len=1000, batch=8))
+    assert head_of(many, 50) == pytest.approx(64 * 101 * 2 / 2)  # no faster than one
+    few = with_rates(scenario, gemm=replace(gemm, head_bytes_per_s=1e30))
+    assert head_of(replace(few, request=Request(context_len=1000, batch=8)), 50) == pytest.approx(5)
+
+
+@pytest.mark.parametrize("kernel", ["eager", "flash"])
+def test_whole_attention_holds_what_is_around_it(kernel: str, scenario: Scenario, config: Any) -> None:
+    model = config(num_key_value_heads=2)
+    slow = replace(with_slow_bytes(with_rates(scenario, gemm=flops_alone(1e30))), kernel=kernel)
+    apart, whole = costs_of(slow, model), costs_of(with_rates(slow, whole_attention=True), model)
+    repeated = 10 * 2 * (2 + 4) * 16 * 2 if kernel == "eager" else 0
+    chunk, prefix = tokens(3), tokens(7)
+    assert apart.attention_s(chunk, prefix) - whole.attention_s(chunk, prefix) == pytest.approx([repeated])
+    assert apart.output_mlp_s(chunk) - whole.output_mlp_s(chunk) == pytest.approx([3 * 4 * 64])
+
+
+def test_masked_kernels_cover_all_that_is_gathered(scenario: Scenario) -> None:
+    assert scenario.profile is not None
+    blocked = BlockedRates(
+        causal_flops_per_s=1.0, rectangle_flops_per_s=1.0, start_s=0.0, query_s=0.0, key_block=1, skips_masked=False
+    )
+    here = with_rates(scenario, attention=dict.fromkeys(("eager", "flash", "sdpa"), blocked))
+    for kernel, want in (("flash", 20), ("sdpa", 90)):
+        costs = costs_of(replace(here, kernel=kernel))
+        assert costs.gathered_prefix(tokens(10), tokens(20), tokens(100)) == pytest.approx([want])
+
+
+@pytest.mark.parametrize(("kernel", "mask"), [("eager", 1), ("flash", 0)])
+def test_what_a_prefill_does_once(kernel: str, mask: int, scenario: Scenario) -> None:
+    """So long whatever the tokens, and every element of a mask, where the kernel takes one."""
+    assert scenario.profile is not None
+    assert [op.name for op in ops_of(scenario, "tsp", 10, 20)[0]] == ["embedding"]
+    rates = replace(scenario.profile.kernels.elementwise, mask_element_s=0.25)
+    here = replace(with_rates(scenario, elementwise=rates), kernel=kernel)
+    assert here.profile is not None
+    here = replace(here, profile=replace(here.profile, host=replace(here.profile.host, request_s=3.0)))
+    for name, keys in (("tsp", (30, 30)), ("kvr-s", (10, 30))):
+        for ops, chunk, width in zip(ops_of(here, name, 10, 20), (10, 20), keys, strict=True):
+            (_, prepare) = ops
+            assert prepare.name == "prepare"
+            assert prepare.host_s == 3
+            assert prepare.device_s == pytest.approx([3 + 0.25 * mask * chunk * width])
+
+
+def ops_of(scenario: Scenario, name: str, *chunks: float) -> list[tuple[Any, ...]]:
+    """What each rank does before its first layer."""
+    return list(scenario.program(STRATEGIES[name], [tokens(chunk) for chunk in chunks]).prologue)
+
+
+def test_fp32_has_four_bytes(scenario: Scenario) -> None:
+    assert scenario.profile is not None
+    valid = replace(scenario.profile.valid, dtypes=("fp32",))
+    here = replace(
+        scenario,
+        profile=replace(scenario.profile, valid=valid),
+        request=Request(context_len=1000, dtype="fp32"),
+    )
+    assert costs_of(here).kv_bytes(tokens(5)) == pytest.approx(2 * costs_of(scenario).kv_bytes(tokens(5)))
+    with pytest.raises(InputError, match=r"--dtype: got 'fp16', accepted: what profile random has: fp32"):
+        replace(here, request=Request(context_len=1000))

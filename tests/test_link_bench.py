@@ -31,8 +31,9 @@ def test_points_are_what_their_keys_say(num_ranks: int, max_bytes: int, backend:
     points = link_points(num_ranks, backend, max_bytes)
     assert [LinkPoint.parse(point.key) for point in points] == points
     assert len({point.key for point in points}) == len(points)
-    guesses = [point.guess_s(backend) for point in points]
-    assert guesses == sorted(guesses)
+    first = [point for point in points if point.kind == "send" and set(point.flows[0]) == {0, 1}]
+    others = [point for point in points if point.kind != "gather" and point not in first]
+    assert all(points.index(one) < points.index(other) for one in first for other in others), "a pair at all sizes"
     sends = {point.flows[0] for point in points if point.kind == "send"}
     assert len(sends) == num_ranks * (num_ranks - 1)
     for point in points:

@@ -18,6 +18,7 @@ from calibrate.measurement import (
     OPERATIONS,
     Measurement,
     read_measurements,
+    read_origin,
     write_measurements,
 )
 from kvrsim.errors import InputError
@@ -64,6 +65,9 @@ def measurements(draw: st.DrawFn) -> Measurement:
         device=draw(texts),
         source=draw(texts),
         batch=draw(positive),
+        src=draw(st.none() | st.integers(0, 2**50)),
+        dst=draw(st.none() | st.integers(0, 2**50)),
+        messages=draw(positive),
         median_s=draw(st.floats(0, 1e9, exclude_min=True)),
         spread_s=draw(st.none() | st.floats(0, 1e9)),
     )
@@ -74,6 +78,44 @@ def test_what_is_written_reads_back(rows: list[Measurement], tmp_path_factory: p
     path = tmp_path_factory.mktemp("measurements") / "rows.csv"
     write_measurements(path, rows)
     assert read_measurements(path) == rows
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(origin=st.dictionaries(st.text(), json_values, max_size=4))
+def test_an_origin_comes_back(origin: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("measurements") / "rows.csv"
+    rows = [Measurement(**ATTENTION)]
+    write_measurements(path, rows, origin=origin)
+    assert read_origin(path) == origin
+    assert read_measurements(path) == rows
+
+
+def test_an_origin_stands_before_the_header(tmp_path: Path) -> None:
+    assert read_origin(write(tmp_path / "none.csv", ATTENTION, before="# by hand\n")) is None
+    path = write(tmp_path / "late.csv", ATTENTION)
+    path.write_text(path.read_text() + '# origin {"a": 1}\n')
+    assert read_origin(path) is None
+    assert read_origin(write(tmp_path / "m.csv", ATTENTION, before='# by hand\n\n# origin {"a": 1}\n')) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "accepted"), [("{", "valid JSON"), ("", "valid JSON"), ("[1]", "a JSON object"), ("[" * 10**5, "JSON")]
+)
+def test_a_broken_origin_is_named_by_file_and_line(tmp_path: Path, text: str, accepted: str) -> None:
+    path = write(tmp_path / "m.csv", ATTENTION, before=f"# by hand\n# origin {text}\n")
+    with pytest.raises(InputError) as caught:
+        read_origin(path, "--compute")
+    message = str(caught.value)
+    assert message.startswith(f"--compute {path}, line 2: origin: got ")
+    assert accepted in message
+    assert len(message) < 400
+    assert read_measurements(path)
 
 
 def write(path: Path, *rows: dict[str, Any], before: str = "") -> Path:
@@ -97,7 +139,7 @@ def test_columns_may_be_missing_and_comments_stand_anywhere(tmp_path: Path) -> N
     path.write_text(path.read_text() + "# the end\n")
     (row,) = read_measurements(path)
     assert row == Measurement(**ATTENTION)
-    assert (row.batch, row.spread_s, row.tokens) == (1, None, None)
+    assert (row.batch, row.spread_s, row.tokens, row.messages, row.src) == (1, None, None, 1, None)
 
 
 def test_whole_numbers_as_pandas_writes_them_and_a_byte_order_mark(tmp_path: Path) -> None:
@@ -133,6 +175,9 @@ def test_each_operation_says_what_it_needs(operation: str) -> None:
         ("prefix", "-1", "a whole number from 0"),
         ("num_key_value_heads", "5", "a divisor of num_attention_heads (32)"),
         ("nodes", "3", "a whole number from 1 to 2"),
+        ("src", "-1", "a whole number from 0"),
+        ("dst", "1.5", "a whole number from 0"),
+        ("messages", "0", "a whole number from 1"),
         ("median_s", "", "above 0"),
         ("median_s", "0", "above 0"),
         ("median_s", "-1e-3", "above 0"),
@@ -145,7 +190,7 @@ def test_each_operation_says_what_it_needs(operation: str) -> None:
     ],
 )
 def test_a_bad_value_is_named_by_file_line_and_column(tmp_path: Path, column: str, value: str, accepted: str) -> None:
-    full = ATTENTION | {"nodes": "", "spread_s": ""}
+    full = ATTENTION | {"nodes": "", "spread_s": "", "src": "", "dst": "", "messages": ""}
     path = write(tmp_path / "m.csv", full, full | {column: value}, before="# a comment\n")
     message = refusal(path)
     line = 5 if "\n" in value else 4

@@ -26,6 +26,8 @@ from kvrsim.profile import (
 )
 from kvrsim.rates.elementwise import ELEMENTWISE_OPS
 from kvrsim.rates.gemm import MeasuredShape, Tile
+from kvrsim.rates.sizes import MeasuredSizes
+from kvrsim.request import DTYPES
 from kvrsim.units import JsonObject
 
 
@@ -39,14 +41,19 @@ def fields(make: Any) -> dict[str, Any]:
     shape = MeasuredShape(in_features=64, out_features=128, rows=(1, 50), seconds=(1e-5, 1e-3))
     bandwidth = profile.links.bandwidth_bytes_per_s
     gemm = dict(tiles=tiles, measured=(shape, shape), sustained_flops_per_s=1e12, burst_flops=1e9)
+    gemm |= {"head_bytes_per_s": 1e9}
+    sizes = MeasuredSizes(sizes=(64.0, 512.0), factors=(2.0, 1.0))
+    attention = dict(profile.kernels.attention) | {"sdpa": replace(make.blocked(rng, gpu), measured=sizes)}
+    attention["eager"] = replace(attention["eager"], measured=sizes)
     full = replace(
         profile,
         not_covered="nothing was measured",
-        kernels=replace(profile.kernels, gemm=replace(profile.kernels.gemm, **gemm)),
+        kernels=replace(profile.kernels, gemm=replace(profile.kernels.gemm, **gemm), attention=attention),
         links=replace(profile.links, short_bytes_per_s=bandwidth, gather=make.gather(rng, bandwidth)),
         operations={kind: replace(make.operation(rng), interpolated_log_sd=0.1) for kind in OPERATION_KINDS},
         residual=Residual(**{key: 3 if key == "num_rows" else 0.1 for key in Residual.__slots__}),
         provenance={"source": "drawn at random"},
+        cluster=make.cluster(rng, 4, topologies=("nodes",)),
     )
     return json.loads(json.dumps(full.to_dict()))  # type: ignore[no-any-return]
 
@@ -77,6 +84,9 @@ def paths(fields: dict[str, Any], prefix: str = "") -> Iterator[str]:
         for place, part in inner.items():
             if isinstance(part, dict):
                 yield from paths(part, place)
+
+
+LINK_OPTIONAL = ("source", "short_bytes_per_s", "gather", "profile")
 
 
 @pytest.mark.parametrize("name", builtin_profiles())
@@ -119,6 +129,12 @@ def test_every_required_key_is_missed_by_its_path(fields: dict[str, Any]) -> Non
     optional = {"residual", "links.short_bytes_per_s", "links.gather", "kernels.gemm.tiles", "kernels.gemm.measured"}
     optional |= {"kernels.gemm.sustained_flops_per_s", "kernels.gemm.burst_flops"}
     optional |= {"kernels.head_on_all_tokens", "kernels.elementwise.fused", "host.resume_s"}
+    optional |= {"kernels.whole_attention", "kernels.elementwise.mask_element_s", "kernels.copies.own"}
+    optional |= {"kernels.gemm.head_bytes_per_s", "host.request_s", "cluster"}
+    optional |= {f"kernels.attention.{key}" for key in ("eager.measured", "sdpa", "sdpa.measured")}
+    optional |= {f"kernels.attention.sdpa.{key}" for key in ("skips_masked", "join_s")}
+    optional |= {f"cluster.{link}.{key}" for link in ("link", "network") for key in LINK_OPTIONAL}
+    optional |= {"cluster.gpu.source", *(f"cluster.gpu.peak_flops.{dtype}" for dtype in DTYPES)}
     optional |= {"kernels.attention.eager", "kernels.attention.flash"}
     optional |= {f"kernels.attention.flash.{key}" for key in ("causal", "packs_heads", "splits_keys")}
     optional |= {f"operations.{kind}" for kind in OPERATION_KINDS}
@@ -130,7 +146,7 @@ def test_every_required_key_is_missed_by_its_path(fields: dict[str, Any]) -> Non
         with pytest.raises(InputError) as caught:
             read(changed(fields, path, ...))
             pytest.fail(f"{path} is not missed")
-        named = path.replace(".seconds", ".rows")  # one row a second: told of rows
+        named = path.replace(".seconds", ".rows").replace(".factors", ".sizes")  # as many: told of the other
         assert caught.value.argument == f"--profile test.json: {named}"
 
 
@@ -140,7 +156,13 @@ def test_optional_keys_may_be_absent(fields: dict[str, Any]) -> None:
         gemm = tuple(f"kernels.gemm.{key}" for key in ("tiles", "measured", "sustained_flops_per_s", "burst_flops"))
         for path in ("links.short_bytes_per_s", "links.gather", *gemm):
             bare = changed(bare, path, value)
+        for path in ("cluster", "host.request_s", "kernels.copies.own", "kernels.gemm.head_bytes_per_s"):
+            bare = changed(bare, path, value)
+        for path in ("kernels.whole_attention", "kernels.elementwise.mask_element_s", "kernels.attention.sdpa"):
+            bare = changed(bare, path, ...)
         bare = changed(changed(bare, "operations", {}), "kernels.attention.eager", ...)
+        assert read(bare).cluster is None
+        assert (read(bare).kernels.copies.own, read(bare).host.request_s) == (0, 0)
         profile = read(changed(bare, "host.resume_s", value))
         assert (profile.host.resume_s, profile.kernels.gemm.burst_flops) == (0, 0)
         assert profile.kernels.gemm.sustained_flops_per_s is None
@@ -232,6 +254,18 @@ def test_no_value_may_be_of_another_type(fields: dict[str, Any]) -> None:
         ("operations.gemm.num_rows", [-1, 1.5, None]),
         ("operations.gemm.source", ["", None, 7]),
         ("operations.host.seen.chunk", [[], [1], [2, 1], [1, 2, 3], [-1, 1], [1, "2"], 7, None]),
+        *(
+            (f"kernels.attention.{kernel}.measured.{key}", [[], [1], [2, 1, 3], [0, 1], [1, "2"], None, 7])
+            for kernel in ("eager", "sdpa")
+            for key in ("sizes",)
+        ),
+        ("kernels.attention.eager.measured.factors", [[8.01, 1], [-1, 1], ["1", 1]]),
+        ("kernels.attention.sdpa.key_block", [0, 1.5, None]),
+        *((f"kernels.attention.sdpa.{key}", [0, -1, None]) for key in ("causal_flops_per_s", "rectangle_flops_per_s")),
+        ("kernels.gemm.head_bytes_per_s", [0, -1, "fast"]),
+        ("kernels.whole_attention", ["yes", 1]),
+        ("cluster.topology", ["ring", 7, None]),
+        ("cluster.num_gpus", [0, 1.5, None]),
         ("residual.num_rows", [0, -1, 1.5, None]),
         ("provenance", [None, 7, "paper"]),
         ("provenance.source", [7, "", ["paper"]]),

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import Replay
 from kvrsim.program import AllGather, Array, Program
-from kvrsim.rates.attention import AttentionCall, EagerRates, FlashRates
+from kvrsim.rates.attention import AttentionCall, BlockedRates, EagerRates, FlashRates, read_attention
 from kvrsim.rates.gemm import GemmRates, MeasuredShape, Product, Tile, merged
 from kvrsim.rates.links import GatherRates
+from kvrsim.rates.sizes import MeasuredSizes
+from kvrsim.units import JsonObject
 
 
 def tokens(*values: float) -> Array:
@@ -207,6 +211,106 @@ def test_eager_covers_the_rectangle() -> None:
         want = 9 + batch * 2 * 30 * (16 + 28 * element_bytes / 2 / 2)
         assert rates.seconds(call, batch, element_bytes) == pytest.approx([want])
         assert rates.least_seconds(call, batch, element_bytes) == pytest.approx([want])
+
+
+BLOCKED = BlockedRates(  # a second an element of a head of 16, nothing else
+    causal_flops_per_s=64.0,
+    rectangle_flops_per_s=64.0,
+    start_s=0.0,
+    query_s=0.0,
+    key_block=1,
+    skips_masked=False,
+)
+
+
+def blocked_s(rates: BlockedRates, chunk: float, prefix: float, heads: int = 1, batch: int = 1) -> float:
+    call = AttentionCall(
+        chunk=tokens(chunk),
+        prefix=tokens(prefix),
+        causal=tokens(chunk * (prefix + chunk / 2)),
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=16,
+        score_bytes=28.0,
+    )
+    return float(rates.seconds(call, batch, 4).item())
+
+
+def test_a_mask_costs_the_whole_rectangle() -> None:
+    """A causal half without a prefix; behind one 6 x 16 with the mask, 6 x 10 and the half where that is skipped."""
+    assert blocked_s(BLOCKED, 6, 0) == pytest.approx(18)
+    assert blocked_s(BLOCKED, 6, 10) == pytest.approx(96)
+    merged = replace(BLOCKED, skips_masked=True)
+    assert blocked_s(merged, 6, 0) == pytest.approx(18)
+    assert blocked_s(merged, 6, 10) == pytest.approx(18 + 60)
+    assert blocked_s(merged, 6, 10, heads=3, batch=2) == pytest.approx(6 * 78)
+
+
+def test_halves_and_rectangles_have_their_own_rates() -> None:
+    for causal, rectangle, half, rest in ((32.0, 128.0, 2, 0.5), (256.0, 64.0, 0.25, 1)):
+        merged = replace(
+            BLOCKED, causal_flops_per_s=causal, rectangle_flops_per_s=rectangle, skips_masked=True, join_s=7.0
+        )
+        assert blocked_s(merged, 6, 0) == pytest.approx(18 * half)
+        assert blocked_s(merged, 6, 10) == pytest.approx(18 * half + 60 * rest + 6 * 7)
+    dear = replace(BLOCKED, causal_flops_per_s=32.0, rectangle_flops_per_s=128.0)
+    assert blocked_s(dear, 6, 10) == pytest.approx(2 * 96)  # a mask makes nothing cheaper
+
+
+def test_blocks_that_the_diagonal_cuts_are_whole() -> None:
+    """Of blocks of four keys, three more an element of the diagonal, on average one and a half."""
+    whole = replace(BLOCKED, key_block=4)
+    assert blocked_s(whole, 8, 0) == pytest.approx(32 + 12)
+    assert blocked_s(whole, 2, 0) == pytest.approx(4)
+    assert blocked_s(whole, 8, 5) == pytest.approx(8 * 13)
+    assert blocked_s(replace(whole, skips_masked=True), 8, 5) == pytest.approx(44 + 40)
+
+
+def test_what_else_a_blocked_call_takes() -> None:
+    """A start, queries, and a factor by their number; between sizes on a log scale."""
+    sizes = MeasuredSizes(sizes=(4.0, 16.0), factors=(4.0, 1.0))
+    for chunk, factor in ((1, 4), (4, 4), (8, 2), (16, 1), (64, 1)):
+        half = chunk * chunk / 2
+        assert blocked_s(replace(BLOCKED, measured=sizes), chunk, 0) == pytest.approx(factor * half)
+    late = replace(BLOCKED, start_s=5.0, query_s=0.5, measured=sizes)
+    assert blocked_s(late, 16, 0, heads=2) == pytest.approx(5 + 16 + 256)
+
+
+def test_factors_fall_no_faster_than_sizes_rise() -> None:
+    def read(sizes: list[float], factors: list[float]) -> MeasuredSizes:
+        return MeasuredSizes.read(JsonObject(fields={"sizes": sizes, "factors": factors}, where="test"))
+
+    assert read([1.0, 4.0], [4.0, 1.0]).factor(tokens(0, 2, 9)) == pytest.approx([4, 2, 1])
+    assert read([1.0, 4.0, 9.0], [4.0, 1.0, 2.0]).least_factor(tokens(0.5, 1, 2, 4, 6, 99)) == pytest.approx(
+        [1, 1, 1, 1, 2 ** (np.log(1.5) / np.log(9 / 4)), 2]
+    )
+    for sizes, factors in (([1.0, 4.0], [4.0, 0.9]), ([4.0, 1.0], [1.0, 1.0]), ([1.0], [1.0, 2.0]), ([], [])):
+        with pytest.raises(InputError, match=r"test: (sizes|factors)"):
+            read(sizes, factors)
+
+
+def test_scores_that_leave_the_cache_take_longer() -> None:
+    rates = EagerRates(
+        flops_per_s=64.0, bytes_per_s=1e30, start_s=9.0, measured=MeasuredSizes(sizes=(60.0, 240.0), factors=(1.0, 4.0))
+    )
+    call = AttentionCall(
+        chunk=tokens(3, 6, 60),
+        prefix=tokens(7, 14, 0),
+        causal=tokens(1, 1, 1),
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        score_bytes=28.0,
+    )
+    assert rates.seconds(call, 1, 4) == pytest.approx([9 + 60, 9 + 240 * 4, 9 + 7200 * 4])
+
+
+def test_a_flash_section_may_be_of_either_kind() -> None:
+    for rates in (STEPS, replace(BLOCKED, skips_masked=True, measured=MeasuredSizes(sizes=(2.0,), factors=(1.5,)))):
+        fields = json.loads(json.dumps(asdict(rates)))
+        assert read_attention("flash", JsonObject(fields=fields, where="test")) == rates
+    with pytest.raises(InputError, match="causal_flops_per_s"):
+        read_attention("sdpa", JsonObject(fields={}, where="test"))
 
 
 # -- all-gathers

@@ -18,9 +18,9 @@ def test_defaults() -> None:
 
 
 def test_dtypes() -> None:
-    assert {dtype: dtype_bytes(dtype) for dtype in DTYPES} == {"fp16": 2, "bf16": 2, "fp8": 1}
+    assert {dtype: dtype_bytes(dtype) for dtype in DTYPES} == {"fp16": 2, "bf16": 2, "fp8": 1, "fp32": 4}
     assert Request(context_len=1, dtype="fp8").dtype_bytes == 1
-    with pytest.raises(InputError, match=r"^--dtype: got 'int8', accepted: fp16, bf16, fp8$"):
+    with pytest.raises(InputError, match=r"^--dtype: got 'int8', accepted: fp16, bf16, fp8, fp32$"):
         dtype_bytes("int8")
 
 
@@ -45,7 +45,7 @@ def test_new_tokens(context_len: int, data: st.DataObject) -> None:
         ({"context_len": 8, "batch": 2**21}, "--batch"),
         ({"context_len": 8, "cached_prefix": 8}, "--cached-prefix"),
         ({"context_len": 8, "cached_prefix": -1}, "--cached-prefix"),
-        ({"context_len": 8, "dtype": "fp32"}, "--dtype"),
+        ({"context_len": 8, "dtype": "fp64"}, "--dtype"),
     ],
 )
 def test_refused(fields: dict[str, Any], argument: str) -> None:

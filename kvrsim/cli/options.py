@@ -60,7 +60,11 @@ class ScenarioOptions:
     ] = None
     cluster: Annotated[
         str | None,
-        typer.Option("--cluster", metavar="NAME|PATH", help="GPUs and their links. Default: a100-nvlink."),
+        typer.Option(
+            "--cluster",
+            metavar="NAME|PATH",
+            help="GPUs and their links. Default: those that the profile was measured on, or a100-nvlink.",
+        ),
     ] = None
     link_bandwidth: Annotated[
         str | None,
@@ -75,7 +79,7 @@ class ScenarioOptions:
     ] = None
     attention: Annotated[
         str | None,
-        typer.Option("--attention", metavar="eager|flash", help="Kernel. Default: the profile's first."),
+        typer.Option("--attention", metavar="eager|sdpa|flash", help="Kernel. Default: the profile's first."),
     ] = None
     batch: Annotated[
         str, typer.Option("--batch", metavar="N", help="Sequences prefilled together, each of --ctx tokens.")
@@ -85,8 +89,13 @@ class ScenarioOptions:
         typer.Option("--cached-prefix", metavar="LEN", help="Leading tokens whose KV every rank holds already."),
     ] = "0"
     dtype: Annotated[
-        str, typer.Option("--dtype", metavar="fp16|bf16|fp8", help="Of weights, activations and KV cache.")
-    ] = "fp16"
+        str | None,
+        typer.Option(
+            "--dtype",
+            metavar="fp16|bf16|fp8|fp32",
+            help="Of weights, activations and KV cache. Default: fp16, or what the profile has.",
+        ),
+    ] = None
 
     def scenario(self) -> tuple[Scenario, tuple[str, ...]]:
         """The scenario and its notes; InputError names the option."""

@@ -55,3 +55,54 @@ def show(
         for shape in profile.kernels.gemm.measured
     ]
     show_tree(profile.name, content)
+
+
+@app.command("diff")
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="A built-in profile or a file.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    model: Annotated[
+        str, typer.Option("--model", metavar="NAME|PATH", help="Whose layers both are asked for.")
+    ] = "llama-7b",
+    json: Json = False,
+) -> None:
+    """Two profiles side by side: seconds of typical operations, and which differ by more than either's own errors."""
+    from calibrate.diff import compare_profiles, dtypes_of
+    from kvrsim.model import load_model
+    from kvrsim.profile import load_profile
+
+    first, second = load_profile(a, argument="A"), load_profile(b, argument="B")
+    spec = load_model(model)
+    rows = compare_profiles(first, second, spec)
+    dtypes = dtypes_of(first, second)
+    if json:
+        print_json(
+            {
+                "a": first.name,
+                "b": second.name,
+                "model": spec.name,
+                "dtypes": list(dtypes),
+                "operations": [
+                    {
+                        "operation": row.operation,
+                        "a_s": row.a_s,
+                        "b_s": row.b_s,
+                        "ratio": row.ratio,
+                        "differs": row.differs,
+                    }
+                    for row in rows
+                ],
+            }
+        )
+        return
+    from kvrsim.cli.tables import columns, show
+    from kvrsim.units import format_seconds
+
+    table = columns("operation")
+    columns("A", "B", "B / A", numbers=True, into=table)
+    columns("", into=table)
+    for row in rows:
+        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+        table.add_row(row.operation, format_seconds(row.a_s), format_seconds(row.b_s), ratio, "*" * row.differs)
+    names = f"A: {first.name}, {dtypes[0]}, on {first.gpu}; B: {second.name}, {dtypes[1]}, on {second.gpu}"
+    show(names, "", table, "", "*: beyond what the errors of both profiles leave open, in four cases of five")

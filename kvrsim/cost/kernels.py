@@ -30,6 +30,10 @@ class CostModel(Protocol):
         """Whether element-wise kernels are fused."""
 
     @property
+    def whole_attention(self) -> bool:
+        """Whether attention's times hold the repeating of shared KV heads and the output's transposition."""
+
+    @property
     def copies(self) -> CacheCopies:
         """Copies of K and V on their way into the cache."""
 
@@ -49,13 +53,16 @@ class CostModel(Protocol):
     def traffic_s(self, tokens: Array, steps: tuple[Traffic, ...]) -> Array:
         """Element-wise kernels and copies of `tokens` tokens."""
 
+    def prepare_s(self, request_s: float, mask_elements: Array) -> Array:
+        """What comes before the first layer: so long whatever the tokens, and the mask."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CalibratedCost:
     """Coefficients from a profile: each rate is what was measured, not what a datasheet promises."""
 
     rates: KernelRates
-    kernel: str  # attention kernel, "eager" or "flash"
+    kernel: str  # attention kernel, one of the profile's
     batch: int
     element_bytes: int
     least: bool = False  # attention takes the time that no call beats, for proofs
@@ -64,6 +71,11 @@ class CalibratedCost:
     def fused(self) -> bool:
         """As the profile says."""
         return self.rates.elementwise.fused
+
+    @property
+    def whole_attention(self) -> bool:
+        """As the profile says."""
+        return self.rates.whole_attention
 
     @property
     def copies(self) -> CacheCopies:
@@ -86,9 +98,15 @@ class CalibratedCost:
         )
 
     def head_s(self, tokens: Array, product: Product) -> Array:
-        """As any product; without tiles, that has not counted the reading of the weights."""
-        read_s = product.in_features * product.out_features * self.element_bytes / self.rates.gemm.bytes_per_s
-        return np.maximum(self.row_cost((product,), ())(tokens), read_s)
+        """As any product; without tiles, that has not counted the reading of the weights.
+
+        One row streams the weights, at a rate of its own where that was measured.
+        """
+        gemm = self.rates.gemm
+        nbytes = product.in_features * product.out_features * self.element_bytes
+        read_s = nbytes / (gemm.head_bytes_per_s or gemm.bytes_per_s)
+        seconds = np.maximum(self.row_cost((product,), ())(tokens), read_s)
+        return seconds if gemm.head_bytes_per_s is None else np.where(tokens * self.batch <= 1, read_s, seconds)
 
     def attention_s(self, call: AttentionCall) -> Array:
         """By the profile's rates of this kernel."""
@@ -100,6 +118,11 @@ class CalibratedCost:
         """Bytes at the rate of each operation, and each kernel's start."""
         token_s, start_s = self._traffic(steps)
         return tokens * token_s + start_s
+
+    def prepare_s(self, request_s: float, mask_elements: Array) -> Array:
+        """As the profile says; flash kernels take no mask."""
+        mask_element_s = 0.0 if self.kernel == "flash" else self.rates.elementwise.mask_element_s
+        return request_s + mask_elements * mask_element_s
 
     def _traffic(self, steps: tuple[Traffic, ...]) -> tuple[float, float]:
         """Seconds a token, and seconds whatever the tokens."""
@@ -118,6 +141,7 @@ class RooflineCost:
     element_bytes: int
     peak_flops: float
     fused: bool = True
+    whole_attention: bool = False
     copies: CacheCopies = NO_COPIES
     head_on_all_tokens: bool = False
 
@@ -148,9 +172,9 @@ class RooflineCost:
         return np.maximum(flops_s, weights * self.element_bytes / self.gpu.hbm_bytes_per_s)
 
     def attention_s(self, call: AttentionCall) -> Array:
-        """Flash: FLOPs of the unmasked part; eager: the longer of all FLOPs and the score matrix's traffic."""
+        """FLOPs of the unmasked part; eager: the longer of all FLOPs and the score matrix's traffic."""
         flops_s = 4.0 * self.batch * call.num_attention_heads * call.head_dim / self.peak_flops
-        if self.kernel == "flash":
+        if self.kernel != "eager":
             return call.causal * flops_s
         traffic = self.batch * call.num_attention_heads * call.score_bytes * self.element_bytes / 2
         return call.chunk * (call.prefix + call.chunk) * max(flops_s, traffic / self.gpu.hbm_bytes_per_s)
@@ -159,3 +183,7 @@ class RooflineCost:
         """Bytes at the datasheet's HBM rate."""
         nbytes = self.batch * self.element_bytes / 2 * sum(step.nbytes for step in steps)
         return tokens * (nbytes / self.gpu.hbm_bytes_per_s)
+
+    def prepare_s(self, request_s: float, mask_elements: Array) -> Array:
+        """Nothing that a device must do."""
+        return np.zeros_like(mask_elements)

@@ -53,18 +53,25 @@ class LayerCosts:
         """Copies that put the K, V of prefix and chunk into one cache: one more where there is a prefix."""
         copies = self.cost.copies
         tokens = self._window(prefix) + chunk
-        return self.resume_s + self._copy_s(tokens * (copies.keep + copies.append * (prefix > 0)))
+        seconds = self.resume_s + self._copy_s(tokens * (copies.keep + copies.append * (prefix > 0)))
+        return seconds + self._write_s(chunk) if copies.own else seconds
 
     def assemble_s(self, chunk: Array, others: Array) -> Array:
         """Copies that put gathered pieces into one cache; alone, a rank only keeps its own."""
         copies = self.cost.copies
-        return self.resume_s + self._copy_s(
+        seconds = self.resume_s + self._copy_s(
             (chunk + self._window(others)) * (copies.keep + copies.gather * (others > 0))
         )
+        return seconds + self._write_s(chunk) if copies.own else seconds
 
-    def _copy_s(self, tokens: Array) -> Array:
+    def _copy_s(self, tokens: Array, kernels: int = 0) -> Array:
         """Each byte of K and V is read and written."""
-        return self.cost.traffic_s(tokens, (Traffic("copy", 2.0 * self.model.kv_bytes_per_token_layer(2), 0),))
+        nbytes = 2.0 * self.model.kv_bytes_per_token_layer(2)
+        return self.cost.traffic_s(tokens, (Traffic("copy", nbytes, kernels),))
+
+    def _write_s(self, chunk: Array) -> Array:
+        """The chunk's own K, V into a buffer."""
+        return self._copy_s(chunk * self.cost.copies.own, kernels=1)
 
     # -- attention
     def attention_s(self, chunk: Array, prefix: Array) -> Array:
@@ -80,7 +87,8 @@ class LayerCosts:
             score_bytes=eager_score_bytes(model),
         )
         seconds = self.cost.attention_s(call)
-        if self.kernel == "eager" and model.num_key_value_heads < model.num_attention_heads:
+        repeats = self.kernel == "eager" and not self.cost.whole_attention
+        if repeats and model.num_key_value_heads < model.num_attention_heads:
             heads = model.num_key_value_heads + model.num_attention_heads
             nbytes = 2.0 * heads * model.head_dim * 2  # K and V: read few heads, write all; two bytes an element
             seconds = seconds + self.cost.traffic_s(call.prefix + chunk, (Traffic("copy", nbytes, 2),))
@@ -110,7 +118,9 @@ class LayerCosts:
         layer = self.layer
         experts = max(1, layer.num_experts_per_tok)
         width = experts * self._mlp_width(layer.mlp) + self._mlp_width(layer.shared_mlp)
-        steps = after_attention(self.model, fused=self.cost.fused, intermediate=width)
+        steps = after_attention(
+            self.model, fused=self.cost.fused, intermediate=width, reshapes=not self.cost.whole_attention
+        )
         parts = [(layer.output,), (layer.router,) if layer.router else (), layer.shared_mlp]
         products = [product for gemms in parts for product in self._products(gemms)]
         return self.cost.row_cost((*products, *self._mlp_products()), steps)
@@ -144,9 +154,9 @@ class LayerCosts:
     def gathered_prefix(self, chunk: Array, start: Array, total: Array) -> Array:
         """Tokens besides the chunk that attention over the gathered context covers.
 
-        An eager kernel covers all, masked or not; a causal flash kernel stops at the chunk's end.
+        An eager or masked kernel covers all, masked or not; a causal flash kernel stops at the chunk's end.
         """
-        return total - chunk if self.kernel == "eager" else start
+        return start if self.kernel == "flash" else total - chunk
 
     # -- the host clock
     @property

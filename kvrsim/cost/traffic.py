@@ -92,12 +92,17 @@ def before_attention(model: ModelSpec, *, fused: bool) -> tuple[Traffic, ...]:
     return _norm(model, table), Traffic("rotary", nbytes, table.rotary.kernels)
 
 
-def after_attention(model: ModelSpec, *, fused: bool, intermediate: float) -> tuple[Traffic, ...]:
-    """Reshape, residuals, second norm and activation of one token; `intermediate` is the active MLP width."""
+def after_attention(
+    model: ModelSpec, *, fused: bool, intermediate: float, reshapes: bool = True
+) -> tuple[Traffic, ...]:
+    """Reshape, residuals, second norm and activation of one token; `intermediate` is the active MLP width.
+
+    reshapes: False where the output's reshaping is part of attention.
+    """
     table, hidden = _FUSED if fused else _EAGER, model.hidden_size
     mlp = table.gated_mlp if model.gated_mlp else table.plain_mlp
     steps = [
-        Traffic("copy", table.reshape.nbytes * hidden, table.reshape.kernels),
+        *([Traffic("copy", table.reshape.nbytes * hidden, table.reshape.kernels)] if reshapes else []),
         Traffic("residual", 2 * table.residual.nbytes * hidden, 2 * table.residual.kernels),
         Traffic("activation", mlp.nbytes * intermediate, mlp.kernels),
     ]

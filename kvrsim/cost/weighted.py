@@ -43,6 +43,11 @@ class WeightedCost:
         return self.cost.fused
 
     @property
+    def whole_attention(self) -> bool:
+        """As in the cost model."""
+        return self.cost.whole_attention
+
+    @property
     def copies(self) -> CacheCopies:
         """As in the cost model."""
         return self.cost.copies
@@ -74,6 +79,10 @@ class WeightedCost:
     def traffic_s(self, tokens: Array, steps: tuple[Traffic, ...]) -> Array:
         """Element-wise kernels and copies with their weight."""
         return self.weights[ELEMENTWISE] * self.cost.traffic_s(tokens, steps)
+
+    def prepare_s(self, request_s: float, mask_elements: Array) -> Array:
+        """With the weight of element-wise kernels."""
+        return self.weights[ELEMENTWISE] * self.cost.prepare_s(request_s, mask_elements)
 
 
 class _Listing(dict[Part, Array]):

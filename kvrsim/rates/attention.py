@@ -1,29 +1,33 @@
-"""Seconds of attention: eager kernels, whose score matrix goes through memory, and flash kernels, whose does not."""
+"""Seconds of attention: eager kernels, whose score matrix goes through memory, and fused kernels, whose does not.
+
+Of the fused ones, FlashRates know how a GPU's kernel is cut into tiles; BlockedRates (kvrsim.rates.blocked) are for any
+that works through blocks small against the chunk, as on a CPU, or that does not skip what is masked.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from kvrsim.program import Array
+from kvrsim.rates.attention_call import AttentionCall
+from kvrsim.rates.blocked import BlockedRates
+from kvrsim.rates.sizes import MeasuredSizes
 from kvrsim.units import JsonObject
 
+__all__ = [
+    "ATTENTION_KERNELS",
+    "AttentionCall",
+    "AttentionRates",
+    "BlockedRates",
+    "EagerRates",
+    "FlashRates",
+    "read_attention",
+]
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionCall:
-    """What one attention call covers."""
-
-    chunk: Array  # queries
-    prefix: Array  # keys before the first query's own, as far as the window lets any query see
-    causal: Array  # elements of one head's score matrix that are not masked
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    score_bytes: float  # that an eager kernel moves per element of the score matrix
+ATTENTION_KERNELS = ("eager", "sdpa", "flash")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +37,7 @@ class EagerRates:
     flops_per_s: float  # of QK^T and PV
     bytes_per_s: float  # at which the score matrix crosses device memory, again and again
     start_s: float  # of all its kernels together, on the device
+    measured: MeasuredSizes | None = None  # by elements of all heads' scores; None: all are as the rates have them
 
     @classmethod
     def read(cls, data: JsonObject) -> EagerRates:
@@ -42,13 +47,22 @@ class EagerRates:
             flops_per_s=data.number("flops_per_s"),
             bytes_per_s=data.number("bytes_per_s"),
             start_s=data.number("start_s", allow_zero=True),
+            measured=MeasuredSizes.of(data, "measured"),
         )
 
     def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
         """All elements of all heads' score matrices, masked ones too."""
         element_s = 4.0 * call.head_dim / self.flops_per_s
         element_s += call.score_bytes * element_bytes / 2 / self.bytes_per_s
-        return self.start_s + call.chunk * (call.prefix + call.chunk) * (batch * call.num_attention_heads * element_s)
+        if self.measured is None:
+            rectangle = call.chunk * (call.prefix + call.chunk)
+            return self.start_s + rectangle * (batch * call.num_attention_heads * element_s)
+        elements = self.elements(call, batch)
+        return self.start_s + elements * element_s * self.measured.factor(elements)
+
+    def elements(self, call: AttentionCall, batch: int) -> Array:
+        """Of the score matrices of all heads."""
+        return call.chunk * (call.prefix + call.chunk) * (batch * call.num_attention_heads)
 
     def least_seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
         """What it takes: at a fixed end of the chunk, it does not grow with the prefix."""
@@ -170,7 +184,12 @@ class FlashRates:
         )
 
 
-AttentionRates = EagerRates | FlashRates
-ATTENTION_RATES: Mapping[str, type[EagerRates] | type[FlashRates]] = MappingProxyType(
-    {"eager": EagerRates, "flash": FlashRates}
-)
+AttentionRates = EagerRates | BlockedRates | FlashRates
+
+
+def read_attention(kernel: str, data: JsonObject) -> AttentionRates:
+    """The rates of one of ATTENTION_KERNELS; a flash section with FLOPs of a causal half holds BlockedRates."""
+    if kernel == "eager":
+        return EagerRates.read(data)
+    is_blocked = kernel == "sdpa" or data.has("causal_flops_per_s")
+    return BlockedRates.read(data) if is_blocked else FlashRates.read(data)

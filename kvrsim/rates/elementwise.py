@@ -31,6 +31,7 @@ class ElementwiseRates:
     residual: float
     copy: float
     embedding: float
+    mask_element_s: float = 0.0  # of an element of the attention mask, once a prefill
 
     @classmethod
     def uniform(cls, bytes_per_s: float, *, fused: bool, start_s: float = 0.0) -> ElementwiseRates:
@@ -53,7 +54,12 @@ class ElementwiseRates:
         data.only(cls.__slots__)
         fused, start_s = data.flag("fused", False), data.number("start_s", allow_zero=True)
         rates: dict[str, float] = {op: data.number(op) for op in ELEMENTWISE_OPS}
-        return cls(fused=fused, start_s=start_s, **rates)
+        return cls(
+            fused=fused,
+            start_s=start_s,
+            mask_element_s=data.number("mask_element_s", allow_zero=True) if data.has("mask_element_s") else 0.0,
+            **rates,
+        )
 
     def bytes_per_s(self, op: ElementwiseOp) -> float:
         """The rate of one operation."""
@@ -62,4 +68,5 @@ class ElementwiseRates:
     def faster(self, factor: float) -> ElementwiseRates:
         """Every rate `factor` times as high."""
         rates: dict[str, float] = {op: self.bytes_per_s(op) * factor for op in ELEMENTWISE_OPS}
-        return replace(self, start_s=self.start_s / factor, **rates)  # type: ignore[arg-type]
+        seconds = {"start_s": self.start_s / factor, "mask_element_s": self.mask_element_s / factor}
+        return replace(self, **seconds, **rates)  # type: ignore[arg-type]

@@ -113,6 +113,7 @@ class GemmRates:
     sustained_flops_per_s: float | None = None  # once the power limit has lowered the clock; None: it never does
     burst_flops: float = 0.0  # of a product, before the clock falls
     measured: tuple[MeasuredShape, ...] = ()
+    head_bytes_per_s: float | None = None  # at which one token's logits read their weights; None: as bytes_per_s
 
     @classmethod
     def read(cls, data: JsonObject) -> GemmRates:
@@ -129,6 +130,7 @@ class GemmRates:
             sustained_flops_per_s=(data.number("sustained_flops_per_s") if data.has("sustained_flops_per_s") else None),
             burst_flops=data.number("burst_flops", allow_zero=True) if data.has("burst_flops") else 0.0,
             measured=tuple(MeasuredShape.read(shape) for shape in data.children("measured")),
+            head_bytes_per_s=data.number("head_bytes_per_s") if data.has("head_bytes_per_s") else None,
         )
 
     def seconds(self, rows: Array, products: tuple[Product, ...], element_bytes: int) -> Array:
@@ -197,6 +199,7 @@ class GemmRates:
             sustained_flops_per_s=None if self.sustained_flops_per_s is None else self.sustained_flops_per_s * factor,
             tiles=tuple(replace(tile, start_s=tile.start_s / factor) for tile in self.tiles),
             measured=tuple(replace(one, seconds=tuple(s / factor for s in one.seconds)) for one in self.measured),
+            head_bytes_per_s=None if self.head_bytes_per_s is None else self.head_bytes_per_s * factor,
         )
 
 

@@ -109,6 +109,14 @@ def test_every_kind_of_layer(kind: str, seed: int, make: Any) -> None:
 
 
 @given(seed=SEEDS)
+@settings(max_examples=25)
+def test_what_own_measurements_tell(seed: int, make: Any) -> None:
+    """Kernels by what they cover, masked rectangles, sizes that were measured, copies in place."""
+    scenario = make.as_measured(random.Random(seed), anything(make, seed))
+    assert_nothing_beats_the_bound(scenario, seed, 15 if scenario.cluster.topology == "bus" else 300)
+
+
+@given(seed=SEEDS)
 @settings(max_examples=8)
 def test_the_datasheet(seed: int, make: Any) -> None:
     scenario = make.scenario(random.Random(seed), num_gpus=(2, 8), roofline=True)

@@ -1,0 +1,103 @@
+"""The two campaigns of a calibration: a model's layers on one device, and the links between ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from calibrate.compute_bench import ComputeBench, ComputeSetup
+from calibrate.link_bench import LinkBench
+from calibrate.measurement import Measurement
+from calibrate.measuring import Campaign
+from calibrate.this_machine import device_name, origin, spec_of, versions
+from calibrate.topology import find_layout
+from kvrsim.request import dtype_bytes
+
+
+def compute_campaign(setup: ComputeSetup, output: Path, command: str) -> Campaign:
+    """Times of the model's layers."""
+    about = {
+        "measurement": "compute",
+        "model": dict(setup.config),
+        "device": device_name(setup.device, setup.threads),
+        "dtype": setup.dtype,
+        "attention": list(setup.kernels),
+        "longest context": setup.max_context,
+        "versions": versions(setup.device),
+    }
+
+    def origin_of(rows: list[Measurement]) -> Mapping[str, Any]:
+        return origin(setup.device, setup.threads, command) | {
+            "gpu": gpu_json(setup),
+            "model": dict(setup.config),
+            "model_name": setup.model.name,
+        }
+
+    return Campaign(build=lambda: ComputeBench.build(setup), about=about, origin=origin_of, output=output)
+
+
+def gpu_json(setup: ComputeSetup) -> dict[str, Any]:
+    """The device as a cluster file has it."""
+    spec = asdict(spec_of(setup.device, setup.dtype, setup.threads))
+    return spec | {"peak_flops": dict(spec["peak_flops"])}
+
+
+def link_campaign(
+    *, ranks: int, device: str, backend: str, threads: int, max_bytes: int, timeout_s: float, output: Path, command: str
+) -> Campaign:
+    """Times of messages and all-gathers between the ranks of this machine."""
+    name = device_name(device, threads)
+    about = {
+        "measurement": "links",
+        "device": name,
+        "ranks": ranks,
+        "backend": backend,
+        "largest message": max_bytes,
+        "versions": versions(device),
+    }
+
+    def build() -> LinkBench:
+        return LinkBench(
+            num_ranks=ranks,
+            device_name=name,
+            backend=backend,
+            device=device,
+            num_threads=threads,
+            max_bytes=max_bytes,
+            timeout_s=timeout_s,
+        )
+
+    def origin_of(rows: list[Measurement]) -> Mapping[str, Any]:
+        return origin(device, threads, command) | {"num_gpus": ranks, "backend": backend} | layout_json(rows)
+
+    return Campaign(build=build, about=about, origin=origin_of, output=output)
+
+
+def layout_json(rows: list[Measurement]) -> dict[str, Any]:
+    """The links and how they lie, with keys as in a cluster file, and the ratios that say so."""
+    layout = find_layout(rows)
+    found: dict[str, Any] = {"link": _present(asdict(layout.link)), "topology": layout.topology, "why": layout.why}
+    if layout.network is not None:
+        found |= {"gpus_per_node": layout.gpus_per_node, "network": _present(asdict(layout.network))}
+    return found
+
+
+def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def default_ranks(device: str, threads: int) -> int:
+    """As many as there are GPUs, or as the cores let run side by side."""
+    if device == "cuda":
+        import torch
+
+        return int(torch.cuda.device_count())
+    return max(1, (os.cpu_count() or 1) // threads)
+
+
+def layer_kv_bytes(setup: ComputeSetup) -> int:
+    """K and V of one layer for the longest context: the longest message of a prefill."""
+    return setup.max_context * setup.model.kv_bytes_per_token_layer(dtype_bytes(setup.dtype))

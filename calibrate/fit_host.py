@@ -1,0 +1,63 @@
+"""fit_host and fit_prepare: what the launching thread takes, and what a prefill does once before its first layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from calibrate.fitted import Unknown, column, rounded, solve
+from calibrate.measurement import Measurement
+from kvrsim.profile import HostRates, OperationFit
+from kvrsim.program import Array
+
+_GATHERS = 2  # all-gathers of one layer: K and V
+_LEAST_LOG_SD = 0.05
+_UNMASKED = "flash"  # a kernel that takes no mask
+
+
+def fit_host(layers: Sequence[Measurement], gathers: Sequence[Measurement]) -> tuple[HostRates, OperationFit]:
+    """Medians of host_layer rows, at least one, and of host_collective rows a rank."""
+    seconds = column(layers, "median_s")
+    mape = rounded(float(np.mean(np.abs(seconds / np.median(seconds) - 1))))
+    operation = OperationFit(
+        source="; ".join(sorted({row.source for row in layers})),
+        num_rows=len(layers) + len(gathers),
+        mape=mape,
+        cross_validated_mape=mape,
+        log_sd=rounded(max(float(np.std(np.log(seconds))), _LEAST_LOG_SD)),
+        seen={},
+    )
+    piece_s = float(np.median(column(gathers, "median_s") / column(gathers, "ranks"))) if gathers else 0.0
+    rates = HostRates(
+        layer_s=rounded(float(np.median(seconds))), gather_piece_s=rounded(_GATHERS * piece_s), resume_s=0.0
+    )
+    return rates, operation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrepareRates:
+    """Seconds before the first layer: so long whatever the tokens, and of each element of the mask."""
+
+    request_s: float
+    mask_element_s: float
+
+
+def fit_prepare(rows: Sequence[Measurement]) -> PrepareRates:
+    """From prepare rows, at least one; those of kernels that take no mask tell the constant alone."""
+    seconds = column(rows, "median_s")
+    masked = np.array([row.kernel != _UNMASKED for row in rows])
+    elements = np.where(masked, column(rows, "chunk") * (column(rows, "chunk") + column(rows, "prefix")), 0.0)
+    if len(set(elements.tolist())) == 1:
+        return PrepareRates(request_s=rounded(float(np.median(seconds))), mask_element_s=0.0)
+    longest = float(elements.max())
+    unknowns = (
+        Unknown(name="request_s", start=float(seconds.min()), low=0.0, high=float(seconds.max())),
+        Unknown(name="mask_element_s", start=float(seconds.max()) / longest, low=0.0, high=1.0),
+    )
+
+    def predict(values: Mapping[str, float], some: Array) -> Array:
+        return np.asarray(values["request_s"] + elements[some] * values["mask_element_s"] + 1e-12)
+
+    return PrepareRates(**solve(unknowns, predict, seconds))

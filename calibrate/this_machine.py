@@ -1,0 +1,164 @@
+"""What is calibrated: the device as a GpuSpec, and the versions of all that ran on it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from calibrate.machine import gpu_named
+from kvrsim import __version__
+from kvrsim.errors import InputError
+from kvrsim.hardware import GpuSpec
+
+TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_REPEATS = 5
+_COPY_BYTES = 2**27  # more than any cache
+_PRODUCT = 2048  # rows and columns of the product that shows what a CPU computes
+
+
+def default_device() -> str:
+    """cuda where there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_device(device: str, dtype: str) -> None:
+    """InputError where torch has no such device, or the device no such arithmetic."""
+    if device not in ("cpu", "cuda"):
+        raise InputError("--device", device, "cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device", device, "cpu: this torch sees no CUDA device")
+    if dtype not in TORCH_DTYPES:
+        raise InputError("--dtype", dtype, ", ".join(TORCH_DTYPES))
+
+
+def device_name(device: str, threads: int) -> str:
+    """As the maker calls it; of a CPU, with the threads that a rank has."""
+    if device == "cuda":
+        return str(torch.cuda.get_device_name())
+    return f"{_cpu_name()}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def spec_of(device: str, dtype: str, threads: int) -> GpuSpec:
+    """The datasheet's where kvrsim has it; else what the device says of itself and a product and a copy show."""
+    name = device_name(device, threads)
+    if device == "cuda":
+        known = gpu_named(name)
+        return known or _cuda_spec(name, dtype, torch.cuda.get_device_properties(0))
+    return GpuSpec(
+        name=_slug(name),
+        memory_bytes=_memory_bytes() // max(1, (os.cpu_count() or 1) // threads),
+        hbm_bytes_per_s=_copy_bytes_per_s("cpu"),
+        peak_flops=((dtype, _product_flops_per_s("cpu", dtype)),),
+        num_sms=threads,
+        l2_bytes=2**20,
+        source=f"measured by kvrsim calibrate on {name}: the best of {_REPEATS} copies and products",
+    )
+
+
+def _cuda_spec(name: str, dtype: str, properties: Any) -> GpuSpec:
+    return GpuSpec(
+        name=_slug(name),
+        memory_bytes=int(properties.total_memory),
+        hbm_bytes_per_s=_copy_bytes_per_s("cuda"),
+        peak_flops=((dtype, _product_flops_per_s("cuda", dtype)),),
+        num_sms=int(properties.multi_processor_count),
+        l2_bytes=int(getattr(properties, "L2_cache_size", 2**22)),
+        source=f"what {name} says of itself, and the best of {_REPEATS} copies and products by kvrsim calibrate",
+    )
+
+
+def origin(device: str, threads: int, command: str) -> dict[str, Any]:
+    """Provenance of a measurement: versions, machine, command and date; no name of a host or person."""
+    return {
+        "kvrsim": __version__,
+        "date": date.today().isoformat(),
+        "command": command,
+        "device": device_name(device, threads),
+        "threads": threads,
+        "cores": os.cpu_count() or 1,
+        "versions": versions(device),
+    }
+
+
+def versions(device: str) -> dict[str, str]:
+    """Of all that had a say in how fast it was."""
+    found = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }
+    if device == "cuda":
+        found |= {"cuda": str(torch.version.cuda), "driver": _driver(), "nccl": _nccl()}
+    return found
+
+
+def _copy_bytes_per_s(device: str) -> float:
+    source = torch.ones(_COPY_BYTES // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    return 2 * _COPY_BYTES / _best_s(lambda: target.copy_(source), device)
+
+
+def _product_flops_per_s(device: str, dtype: str) -> float:
+    size = _PRODUCT if device == "cpu" else 4 * _PRODUCT
+    matrix = torch.ones(size, size, dtype=TORCH_DTYPES[dtype], device=device)
+    return 2.0 * size**3 / _best_s(lambda: matrix @ matrix, device)
+
+
+def _best_s(work: Callable[[], object], device: str) -> float:
+    """The shortest of a few."""
+    seconds = []
+    for _ in range(_REPEATS + 1):  # the first warms up
+        started_s = time.perf_counter()
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started_s)
+    return min(seconds[1:])
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names and names[0] else platform.processor() or platform.machine() or "CPU"
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "device"
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _driver() -> str:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return "not known"
+    command = [tool, "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return "not known"
+    return done.stdout.strip() or "not known"
+
+
+def _nccl() -> str:
+    try:
+        return ".".join(str(part) for part in torch.cuda.nccl.version())
+    except Exception:  # a build without NCCL raises what it likes
+        return "none"
