@@ -1,0 +1,55 @@
+"""Lists of lengths and counts, as `4k,8k` or `1k:32k:1k`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvrsim.errors import InputError
+from kvrsim.units import parse_count, parse_tokens
+
+MOST_VALUES = 10_000  # that one list may stand for
+_ACCEPTED = "lengths with commas between, or FIRST:LAST:STEP with both ends, such as 4k,8k or 1k:32k:1k"
+
+
+def parse_lengths(text: str, argument: str) -> tuple[int, ...]:
+    """Tokens, rising, each once; InputError names the argument.
+
+    >>> parse_lengths("1k:2k:512,4k", "--ctx")
+    (1024, 1536, 2048, 4096)
+    """
+    return _parse_list(text, argument, _ACCEPTED, lambda part: _lengths_of(part, text, argument))
+
+
+def parse_counts(text: str, argument: str) -> tuple[int, ...]:
+    """Whole numbers with commas between, rising, each once; InputError names the argument."""
+    accepted = "whole numbers with commas between, such as 2,4,8"
+    return _parse_list(text, argument, accepted, lambda part: range(first := parse_count(part, argument), first + 1))
+
+
+def _parse_list(
+    text: str, argument: str, accepted: str, values_of: Callable[[str], range | list[int]]
+) -> tuple[int, ...]:
+    found: set[int] = set()
+    for part in text.split(","):
+        if not part.strip():
+            raise InputError(argument, text, accepted)
+        found.update(values_of(part.strip()))
+    if len(found) > MOST_VALUES:
+        raise InputError(argument, text, f"at most {MOST_VALUES} values")
+    return tuple(sorted(found))
+
+
+def _lengths_of(part: str, text: str, argument: str) -> range | list[int]:
+    """One length, or all of a range; its last is in it, whether or not a step ends there."""
+    parts = part.split(":")
+    if len(parts) not in (1, 3):
+        raise InputError(argument, text, _ACCEPTED)
+    numbers = [parse_tokens(number, argument) for number in parts]
+    if len(numbers) == 1:
+        return numbers
+    first, last, step = numbers
+    if first > last:
+        raise InputError(argument, text, "a range whose first length is not above its last")
+    if (last - first) // step >= MOST_VALUES:
+        raise InputError(argument, text, f"at most {MOST_VALUES} values")
+    return [*range(first, last, step), last]

@@ -1,0 +1,164 @@
+"""Pool: who works on a table, this process, several of this machine's, or a Dask or Ray cluster, through joblib."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from kvrsim import __version__
+from kvrsim.errors import InputError
+
+BACKENDS = ("loky", "dask", "ray")
+_CONNECTION_TIMEOUT = "10s"
+_ANSWER_TIMEOUT = "20s"
+_WATCH_EVERY_S = 1.0
+_ROUND = 4  # calls a process, after which Ray's results are kept
+_Result = TypeVar("_Result")
+
+
+@dataclass(kw_only=True, slots=True)
+class Pool:
+    """Workers for independent calls; to be entered before it is used by more than this process.
+
+    Raises InputError when entered, where the backend's package is missing or its cluster does not answer.
+    """
+
+    jobs: int = 1  # processes; on a cluster that is there already, its own number counts
+    backend: str = "loky"  # one of BACKENDS; "loky" is processes of this machine
+    dask_address: str | None = None  # of a Dask scheduler; None: a cluster of its own on this machine
+    _open: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise InputError("--backend", self.backend, f"one of {', '.join(BACKENDS)}")
+        if self.dask_address is not None and self.backend != "dask":
+            raise InputError("--dask-address", self.dask_address, "nothing, unless --backend is dask")
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process does it all."""
+        return self.backend == "loky" and self.jobs == 1
+
+    def __enter__(self) -> Self:
+        if self.backend == "dask":
+            self._enter_dask()
+        elif self.backend == "ray":
+            _register_ray()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None and self.backend == "loky" and not self.is_here:
+            from joblib.externals.loky import get_reusable_executor
+
+            get_reusable_executor().shutdown(wait=False, kill_workers=True)
+        self._open.close()
+
+    def run(self, call: Callable[..., _Result], arguments: Sequence[tuple[Any, ...]]) -> Iterator[_Result]:
+        """Results as they come, in any order."""
+        if self.is_here or not arguments:
+            yield from (call(*each) for each in arguments)
+            return
+        from joblib import Parallel, delayed, parallel_config
+
+        calls = [delayed(_away)(call, each, os.getpid()) for each in arguments]
+        with parallel_config(backend=self.backend):
+            if self.backend == "ray":  # whose joblib backend returns lists alone
+                for first in range(0, len(calls), _ROUND * self.jobs):
+                    yield from Parallel(n_jobs=self.jobs, batch_size=1)(calls[first : first + _ROUND * self.jobs])
+                return
+            jobs = self.jobs if self.dask_address is None else -1
+            yield from Parallel(n_jobs=jobs, return_as="generator_unordered", batch_size=1, pre_dispatch="all")(calls)
+
+    def _enter_dask(self) -> None:
+        try:
+            from distributed import Client, LocalCluster
+        except ImportError:
+            raise _missing("dask", "kvrsim[cluster]") from None
+        if self.dask_address is None:
+            one_each = dict(threads_per_worker=1, dashboard_address=None, silence_logs=logging.CRITICAL)
+            with _interrupts_ignored():  # which its processes inherit
+                cluster = self._open.enter_context(LocalCluster(n_workers=self.jobs, **one_each))
+            self._open.enter_context(Client(cluster))
+            return
+        try:
+            client = self._open.enter_context(Client(self.dask_address, timeout=_CONNECTION_TIMEOUT))
+        except (OSError, ValueError, TypeError):
+            accepted = "the address of a Dask scheduler that answers, such as tcp://host:8786"
+            raise InputError("--dask-address", self.dask_address, accepted) from None
+        self._check(client)
+
+    def _check(self, client: Any) -> None:
+        """Whether the cluster can work on tables at all; without its packages, calls would never come back."""
+        try:
+            there = client.submit(_version, pure=False).result(timeout=_ANSWER_TIMEOUT)
+        except Exception:  # whatever a scheduler or worker could not do
+            there = None
+        if there != __version__:
+            self._open.close()
+            accepted = f"a cluster whose scheduler and workers have kvrsim {__version__} and take work within"
+            raise InputError("--dask-address", self.dask_address, f"{accepted} {_ANSWER_TIMEOUT}") from None
+
+
+def _version() -> str:
+    return __version__
+
+
+@contextlib.contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _register_ray() -> None:
+    try:
+        from ray.util.joblib import register_ray
+    except ImportError:
+        raise _missing("ray", "ray") from None
+    register_ray()
+
+
+def _missing(backend: str, package: str) -> InputError:
+    return InputError("--backend", backend, f"loky, or {backend} after pip install '{package}'")
+
+
+def _away(call: Callable[..., _Result], arguments: tuple[Any, ...], parent: int) -> _Result:
+    """In a worker: a Ctrl-C reaches all of a terminal's processes, and is the first one's to act on."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if os.getppid() == parent:
+        _end_with(parent)
+    return call(*arguments)
+
+
+@cache
+def _end_with(parent: int) -> None:
+    """Let no worker outlive a first process that was killed: nothing else would tell it."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_WATCH_EVERY_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

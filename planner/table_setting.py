@@ -1,0 +1,103 @@
+"""TableSetting: what a table's partitions were searched for, and whether a scenario is that."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from kvrsim.scenario import Scenario
+from kvrsim.units import MAX_TOKENS, JsonObject, format_bandwidth, format_seconds
+
+_TEXTS = ("model", "profile", "cluster", "gpu", "topology", "link", "attention", "dtype", "fingerprint")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableSetting:
+    """Everything that the entries of a table share."""
+
+    model: str
+    profile: str  # its name, or "roofline"
+    cluster: str  # its name
+    gpu: str
+    topology: str
+    link: str  # between GPUs; under nodes, inside a node
+    link_bandwidth_bytes_per_s: float
+    link_latency_s: float
+    attention: str  # kernel
+    dtype: str
+    batch: int
+    cached_prefix: int  # tokens
+    fingerprint: str  # of the model's shapes, the profile's rates, the cluster: two that differ predict other times
+
+    @classmethod
+    def of(cls, scenario: Scenario) -> TableSetting:
+        """A scenario's, whatever its number of GPUs and its context."""
+        cluster, request = scenario.cluster, scenario.request
+        return cls(
+            model=scenario.model.name,
+            profile=scenario.profile_name,
+            cluster=cluster.name,
+            gpu=cluster.gpu.name,
+            topology=cluster.topology,
+            link=cluster.link.name,
+            link_bandwidth_bytes_per_s=cluster.link.bandwidth_bytes_per_s,
+            link_latency_s=cluster.link.latency_s,
+            attention=scenario.kernel,
+            dtype=request.dtype,
+            batch=request.batch,
+            cached_prefix=request.cached_prefix,
+            fingerprint=_fingerprint(scenario),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def read(cls, data: JsonObject) -> TableSetting:
+        """Check every key."""
+        data.only(cls.__slots__)
+        texts = {key: data.text(key) for key in _TEXTS}
+        return cls(
+            **texts,
+            link_bandwidth_bytes_per_s=data.number("link_bandwidth_bytes_per_s"),
+            link_latency_s=data.number("link_latency_s", allow_zero=True),
+            batch=data.integer("batch"),
+            cached_prefix=_from_0(data, "cached_prefix"),
+        )
+
+    def differences(self, scenario: Scenario) -> list[str]:
+        """What the scenario has other than the table, each in a few words; empty where it is the same."""
+        asked, told = TableSetting.of(scenario)._shown(), []
+        for what, made in self._shown().items():
+            if made != asked[what]:
+                told.append(f"{what} {made}, not {asked[what]}")
+        if not told and self.fingerprint != TableSetting.of(scenario).fingerprint:
+            told.append("files of the same names with other figures in them, or another version of kvrsim")
+        return told
+
+    def _shown(self) -> dict[str, str]:
+        link = f"{format_bandwidth(self.link_bandwidth_bytes_per_s)}, {format_seconds(self.link_latency_s)}"
+        return {
+            "model": self.model,
+            "profile": self.profile,
+            "cluster": self.cluster,
+            "GPU": self.gpu,
+            "topology": self.topology,
+            "link": f"{self.link} ({link})",
+            "attention": self.attention,
+            "dtype": self.dtype,
+            "batch": str(self.batch),
+            "cached prefix": str(self.cached_prefix),
+        }
+
+
+def _from_0(data: JsonObject, key: str) -> int:
+    return data.integer(key, minimum=0, maximum=MAX_TOKENS)
+
+
+def _fingerprint(scenario: Scenario) -> str:
+    """The same for the same figures, in every process."""
+    same = replace(scenario.on_gpus(1), request=replace(scenario.request, context_len=MAX_TOKENS))
+    return hashlib.sha256(repr(same).encode()).hexdigest()[:16]
