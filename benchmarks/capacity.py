@@ -1,0 +1,322 @@
+"""Capacity planning: how fast, how near theory and a full search; with --traces FOLDER, answers on public traces.
+
+FOLDER holds azure_2023_conv.csv, azure_2023_code.csv and mooncake_conversation.csv, in any format that
+`kvrsim capacity` reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from _report import spread, write
+
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import STRATEGIES
+from planner.capacity.plan import plan_capacity
+from planner.capacity.question import Question, make_question
+from planner.capacity.search import Fit, Limits, Search
+from planner.capacity.trials import Target, Trials
+from planner.fleet.event import PoolProcesses
+from planner.fleet.fast import run_pool
+from planner.fleet.fleet import Conditions, percentile_of, run_fleet
+from planner.fleet.pool import Outages, Pool
+from planner.fleet.service import Handover, Service
+from planner.fleet.times import ServiceTimes
+from planner.scenarios import make_scenario
+from planner.search import search
+from planner.simulate import execute, partition_of
+from planner.workloads.files import read_trace
+from planner.workloads.source import Source
+from planner.workloads.workload import Workload
+
+MILLION = 1_000_000
+EAGER = {"model": "llama-7b", "profile": "a100-eager", "cluster": "a100-nvlink"}
+FLASH = {"model": "llama-3-8b", "profile": "h100-flash", "cluster": "h100-nvlink"}
+TRACES = {  # file -> machine and target
+    "azure_2023_conv.csv": (EAGER, 1.0),
+    "azure_2023_code.csv": (EAGER, 2.0),
+    "mooncake_conversation.csv": (FLASH, 2.0),
+}
+
+
+def scenario(machine: dict[str, str], **lengths: int) -> Scenario:
+    """A machine of the above."""
+    return make_scenario(**{"ctx": 1024, "gpus": 8, **lengths}, **machine)[0]  # type: ignore[arg-type]
+
+
+def poisson(count: int, rate_per_s: float, seed: int) -> np.ndarray:
+    """Arrivals."""
+    return np.cumsum(np.random.default_rng(seed).exponential(1 / rate_per_s, count))
+
+
+def a_million(repeats: int = 3) -> list[str]:
+    """Seconds for a million requests on 14 groups at 86 % load."""
+    arrival_s = poisson(MILLION, 1.0, seed=0)
+    service = Service.plain(np.random.default_rng(1).exponential(12.0, MILLION))
+    plain = Pool(arrival_s=arrival_s, service=service, replicas=14)
+    outages = Outages.drawn(5000.0, 100.0, seed=0)
+    pools = {
+        "first come": plain,
+        "shortest first": replace(plain, order="shortest-first"),
+        "first come, groups fail": replace(plain, outages=outages),
+        "shortest first, groups fail": replace(plain, order="shortest-first", outages=outages),
+    }
+    lines = []
+    for name, pool in pools.items():
+        taken = []
+        for _ in range(repeats):
+            begin_s = time.perf_counter()
+            run_pool(pool)
+            taken.append(time.perf_counter() - begin_s)
+        lines.append(f"| 1,000,000 requests, {name} | {spread(taken)} s |")
+    return lines
+
+
+def a_million_planned() -> str:
+    """A whole plan, in a fresh process."""
+    spec = f"synthetic:diurnal,rate=40,requests={MILLION},context=lognormal:2k:1,max=12k"
+    options = ["--slo-ttft", "2s", "--replications", "1", "--max-gpus", "1024", "--profile", "a100-eager", "--json"]
+    return f"| `kvrsim capacity` on 1,000,000 synthetic requests, whole search | {answered_s(spec, options):.1f} s |"
+
+
+def answered_s(requests: str, options: Sequence[str]) -> float:
+    """Wall time of the command in a fresh process."""
+    command = [sys.executable, "-m", "kvrsim.cli.main", "capacity", "--requests", requests, *options]
+    begin_s = time.perf_counter()
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+    return time.perf_counter() - begin_s
+
+
+def erlang_wait(groups: int, load: float) -> float:
+    """Mean wait of M/M/c, service 1 s."""
+    terms = [load**k / math.factorial(k) for k in range(groups)]
+    last = load**groups / math.factorial(groups) * groups / (groups - load)
+    return last / (sum(terms) + last) / (groups - load)
+
+
+def crommelin_wait(groups: int, load: float) -> float:
+    """Mean wait of M/D/c, service 1 s: Spitzer's sum for steps of 1 - Erlang(c)."""
+    from scipy.stats import poisson as law
+
+    k = np.arange(1, 3000)
+    return float((law.sf(k * groups - 1, k * load) - groups / load * law.sf(k * groups, k * load)).sum())
+
+
+def theory(seeds: int = 8, count: int = 500_000) -> list[str]:
+    """Mean waits against theory."""
+    lines = []
+    for groups, share in ((1, 0.7), (4, 0.7), (8, 0.8), (20, 0.8)):
+        load = groups * share
+        for name, expected, constant in (
+            (f"M/M/{groups}", erlang_wait(groups, load), False),
+            (f"M/D/{groups}", crommelin_wait(groups, load), True),
+        ):
+            errors = []
+            for seed in range(seeds):
+                arrival_s = poisson(count, load, seed)
+                drawn = np.random.default_rng(100 + seed).exponential(1.0, count)
+                service = Service.plain(np.ones(count) if constant else drawn)
+                run = run_pool(Pool(arrival_s=arrival_s, service=service, replicas=groups))
+                errors.append((run.begin_s - arrival_s)[count // 10 :].mean() / expected - 1)
+            low, high = min(errors), max(errors)
+            lines.append(f"| {name} at {share:.0%} load | {np.mean(errors):+.2%} ({low:+.2%} to {high:+.2%}) |")
+    return lines
+
+
+def times_against_search(count: int = 40) -> list[str]:
+    """Interpolated service times against the best of a full search, single GPU and TSP."""
+    lines = []
+    rng = np.random.default_rng(0)
+    for machine in (EAGER, FLASH):
+        times = ServiceTimes(scenario(machine), 65536, 65536)
+        for gpus in (1, 2, 4, 8):
+            errors = []
+            for number in range(count):
+                new, cached = int(2 ** rng.uniform(5, 16)), int(2 ** rng.uniform(5, 16)) if number % 2 else 0
+                seconds = times.seconds(gpus, np.array([new]), np.array([cached]))[0]
+                if math.isfinite(seconds):
+                    errors.append(seconds / best_s(machine, gpus, new, cached) - 1)
+            shown = f"median {np.median(np.abs(errors)):.2%}, mean {np.mean(np.abs(errors)):.2%}"
+            lines.append(
+                f"| {machine['profile']}, {gpus} GPUs, {len(errors)} lengths | {shown},"
+                f" {min(errors):+.1%} to {max(errors):+.1%} |"
+            )
+    return lines
+
+
+def best_s(machine: dict[str, str], gpus: int, new: int, cached: int) -> float:
+    """TTFT of the best strategy, KVR-S fully searched."""
+    asked = scenario(machine, ctx=new + cached, cached_prefix=cached, gpus=gpus)
+    found = [search(asked, STRATEGIES["kvr-s"]).ttft_s] if gpus > 1 else []
+    for name, count in (("single", 1), ("tsp", gpus)):
+        placed, strategy = asked.on_gpus(count), STRATEGIES[name]
+        found.append(execute(placed, strategy, partition_of(placed, strategy, None), executor="batch")[1][-1])
+    return min(found)
+
+
+def answers(folder: Path) -> list[str]:
+    """The command's answers and times on each trace, in a fresh process."""
+    lines = ["| trace | machine | target | answer | wall |", "|---|---|---|---|---|"]
+    for name, (machine, slo_s) in TRACES.items():
+        options = [f"--{key}={value}" for key, value in machine.items()] + ["--slo-ttft", f"{slo_s:g}s"]
+        wall_s = [answered_s(str(folder / name), [*options, "--json"]) for _ in range(3)]
+        fit = searched(machine, str(folder / name), slo_s)[0]
+        shown = f"{machine['model']}, {machine['profile']}"
+        lines.append(f"| {name} | {shown} | 99 % in {slo_s:g} s | {described(fit)} | {spread(wall_s)} s |")
+    return lines
+
+
+def searched(machine: dict[str, str], requests: str, slo_s: float) -> list[Fit]:
+    """All fits, best first."""
+    question: Question = make_question(requests=requests, slo_ttft=slo_s)
+    workload = question.source.workload(0)
+    times = cached_times(machine, requests)
+    trials = Trials([workload], times, question.conditions, question.target)
+    finder = Search(trials, question.limits)
+    return finder.mixed(finder.fits(finder.uniform()))
+
+
+_TIMES: dict[str, ServiceTimes] = {}
+
+
+def cached_times(machine: dict[str, str], requests: str) -> ServiceTimes:
+    """Computed once a trace."""
+    if requests not in _TIMES:
+        _TIMES[requests] = ServiceTimes.for_workloads(scenario(machine), [read_trace(requests)])
+    return _TIMES[requests]
+
+
+def described(fit: Fit) -> str:
+    """GPUs and groups."""
+    groups = " + ".join(
+        f"{plan.replicas} × {plan.gpus_per_group}" + ("" if len(fit.plans) == 1 else f" (to {plan.most_new})")
+        for plan in fit.plans
+    )
+    return f"{fit.worth:.0f}: {groups}"
+
+
+def mixed_against_uniform(folder: Path) -> list[str]:
+    """Fewest GPUs of uniform and of mixed fleets, with queues of two orders, on the Mooncake trace."""
+    path = str(folder / "mooncake_conversation.csv")
+    lines = [
+        "| requests | target | first come: uniform | best | less | shortest first: uniform | best | less |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for rate_scale, percentile, slo_s in (
+        *((1.0, 99.0, slo) for slo in (1.0, 2.0, 4.0)),
+        *((5.0, 99.0, slo) for slo in (1.0, 2.0, 4.0)),
+        *((20.0, 99.0, slo) for slo in (1.0, 2.0)),
+        (5.0, 99.9, 4.0),
+    ):
+        cells = []
+        for order in ("first-come", "shortest-first"):
+            asked = {"requests": path, "slo_ttft": slo_s, "rate_scale": rate_scale, "percentile": percentile}
+            found = [
+                plan_capacity(scenario(FLASH), make_question(**asked, order=order, uniform_only=only)).answer  # type: ignore[arg-type]
+                for only in (True, False)
+            ]
+            cells += [f"{one.num_gpus}: {one.describe()}" if one else "none" for one in found]
+            uniform, best = found
+            cells.append(f"{1 - best.num_gpus / uniform.num_gpus:.0%}" if uniform and best else "")
+        lines.append(f"| {rate_scale:g} × | {percentile:g} % in {slo_s:g} s | {' | '.join(cells)} |")
+        print(lines[-1], flush=True)
+    return lines
+
+
+def against_simpy(folder: Path) -> list[str]:
+    """Each trace's answer, replayed by SimPy request by request; also with failures and slow groups."""
+    lines = [
+        "| trace | conditions | requests | greatest difference of a TTFT | SimPy | fast |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, (machine, slo_s) in TRACES.items():
+        path = str(folder / name)
+        plans = searched(machine, path, slo_s)[0].plans
+        workload, times = read_trace(path), cached_times(machine, path)
+        services = {plan.gpus_per_group: times.service(plan.gpus_per_group, workload) for plan in plans}
+        for what, conditions in (
+            ("quiet", Conditions()),
+            ("a failure an hour, a tenth slow", Conditions(mtbf_s=3600, repair_s=60, slow_share=0.1, slow_factor=1.5)),
+        ):
+            begin_s = time.perf_counter()
+            fast = run_fleet(workload, services, plans, conditions)
+            middle_s = time.perf_counter()
+            reference = run_fleet(workload, services, plans, conditions, serve=lambda pool: PoolProcesses(pool).run())
+            ends_s = time.perf_counter()
+            apart = float(np.abs(fast.ttft_s - reference.ttft_s).max())
+            took = f"{ends_s - middle_s:.2f} s | {middle_s - begin_s:.3f} s"
+            lines.append(f"| {name} | {what} | {len(workload)} | {apart:.1e} s | {took} |")
+    return lines
+
+
+def early_ranks(folder: Path) -> list[str]:
+    """What it is worth that early ranks of a chain begin the next prompt: uniform fleets at the least GPUs."""
+    path = str(folder / "mooncake_conversation.csv")
+    workload = Source.of(path, rate_scale=20.0).workload(0)
+    times = cached_times(FLASH, path)
+    lines = [
+        "| groups | 99th percentile, early ranks free early | 99th percentile, group held whole |",
+        "|---|---|---|",
+    ]
+    target = Target(slo_s=2.0, percentile=99.0)
+    finder = Search(Trials([workload], times, Conditions(), target), Limits())
+    for fit in finder.fits(design for design in finder.uniform() if design[0].gpus_per_group > 1):
+        shown = []
+        for whole in (False, True):
+            service = times.service(fit.sizes[0], workload)
+            shown.append(
+                held(service, workload, fit.replicas[0]) if whole else early(service, workload, fit.replicas[0])
+            )
+        lines.append(f"| {described(fit)} | {shown[0]:.3f} s | {shown[1]:.3f} s |")
+    return lines
+
+
+def early(service: Service, workload: Workload, replicas: int) -> float:
+    """99th percentile of TTFT."""
+    run = run_pool(Pool(arrival_s=workload.arrival_s, service=service, replicas=replicas))
+    return percentile_of(run.end_s - workload.arrival_s, 99)
+
+
+def held(service: Service, workload: Workload, replicas: int) -> float:
+    """The same with all ranks held until the first token."""
+    whole = replace(service, handover=Handover.whole(), length_class=0 * service.length_class, strategies=("whole",))
+    return early(whole, workload, replicas)
+
+
+def main() -> None:
+    """Measure, and write benchmarks/results/capacity.md, with --traces capacity_traces.md."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--traces", type=Path, help="folder of the public traces")
+    folder = parser.parse_args().traces
+    if folder is None:
+        lines = ["| how fast | median (smallest to largest) |", "|---|---|", *a_million(), a_million_planned()]
+        lines += [
+            "",
+            "| mean wait against theory, 8 seeds of 500,000 | mean (smallest to largest) |",
+            "|---|---|",
+            *theory(),
+        ]
+        lines += [
+            "",
+            "| service time against a full search | absolute difference |",
+            "|---|---|",
+            *times_against_search(),
+        ]
+        write("capacity", "python benchmarks/capacity.py", lines)
+        return
+    lines = [*answers(folder), "", "Mixed against uniform fleets, Mooncake trace, llama-3-8b on H100s, GPUs:", ""]
+    lines += [*mixed_against_uniform(folder), "", "The fast path against SimPy:", "", *against_simpy(folder)]
+    lines += ["", "Early ranks (Mooncake trace, 20 times the requests, 99 % in 2 s):", "", *early_ranks(folder)]
+    write("capacity_traces", "python benchmarks/capacity.py --traces FOLDER", lines)
+
+
+if __name__ == "__main__":
+    main()

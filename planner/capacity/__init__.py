@@ -1,0 +1,1 @@
+"""Capacity: the smallest or cheapest fleet that serves a workload within a target of TTFT."""

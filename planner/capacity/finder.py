@@ -1,0 +1,238 @@
+"""What a capacity plan is put together from: fits, their runs, the front, and why something does not fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kvrsim.program import Array
+from planner.capacity.answer import Curves, FleetAnswer, GroupAnswer, Infeasible, Point
+from planner.capacity.confidence import Interval, of_replications, of_trace
+from planner.capacity.question import Question
+from planner.capacity.search import MANY, Fit, Search
+from planner.capacity.trials import Design, Trials
+from planner.fleet.fleet import FleetRun, GroupPlan, percentile_of
+from planner.fleet.times import ServiceTimes
+from planner.workloads.workload import Workload
+
+_FINALISTS, _FINALISTS_OF_MANY = 6, 2  # designs whose front is drawn; of a stretch, that are tried on the whole
+_FRONT = (0.8, 0.9, 1.0, 1.15, 1.3, 1.6, 2.0, 3.0, 4.0)  # times the groups that meet the target
+_BELOW = tuple(2.0**-step for step in range(10))  # times the most groups, where nothing meets it
+_GAP = 0.01  # by which a dearer fleet of the front has to be faster
+
+
+@dataclass(slots=True)
+class Finder:
+    """What a plan asks of trials and search."""
+
+    question: Question
+    trials: Trials
+    search: Search
+
+    def fits(self, stretch: Workload | None, times: ServiceTimes) -> list[Fit]:
+        """The best of every design: every uniform one, and of each combination of sizes the best cut."""
+        fits = self.search.fits(self.search.uniform())
+        if not self.question.mixed:
+            return fits
+        if stretch is None:
+            return _best_of_sizes(self.search.mixed(fits))
+        part = Search(trials_of(self.question, [stretch], times), self.question.limits)
+        finalists = _best_of_sizes(part.mixed(part.fits(part.uniform())))
+        self.trials.simulated += part.trials.simulated
+        designs = [self._stretched(fit.design) for fit in finalists if len(fit.design) > 1]
+        return _best_of_sizes(self.search.fits(designs[:_FINALISTS_OF_MANY], fits))
+
+    def _stretched(self, design: Design) -> Design:
+        """The last band goes on to the longest of all requests."""
+        return (*design[:-1], replace(design[-1], most_new=max(design[-1].most_new, self.search.longest)))
+
+    def worth(self, answer: FleetAnswer) -> float:
+        """What is to be least."""
+        return sum(self.search.limits.worth(group.gpus_per_group) * group.replicas for group in answer.groups)
+
+    def answer(self, plans: Sequence[GroupPlan]) -> FleetAnswer:
+        """Run a fleet on every workload."""
+        runs = self.trials.runs(plans)
+        target = self.question.target
+        ttft_s = np.concatenate([run.ttft_s for run in runs])
+        interval = self._interval(runs, ttft_s)
+        missed = int((ttft_s > target.slo_s).sum())
+        meets = missed <= self.trials.allowed
+        if self.question.sure:
+            meets = meets and interval.high_s is not None and interval.high_s <= target.slo_s
+        horizon_s = sum(run.horizon_s for run in runs)
+        prices = self.search.limits.prices
+        cost = sum(prices[plan.gpus_per_group] * plan.num_gpus for plan in plans) if prices else None
+        workload = self.trials.workloads[0]
+        return FleetAnswer(
+            num_gpus=runs[0].num_gpus,
+            groups=tuple(self._group(plan, index, runs) for index, plan in enumerate(plans)),
+            meets=meets,
+            p50_ttft_s=percentile_of(ttft_s, 50),
+            p95_ttft_s=percentile_of(ttft_s, 95),
+            p99_ttft_s=percentile_of(ttft_s, 99),
+            max_ttft_s=percentile_of(ttft_s, 100),
+            target=interval,
+            in_time=float((ttft_s <= target.slo_s).mean()),
+            utilisation=sum(run.utilisation * run.horizon_s for run in runs) / horizon_s if horizon_s else 0.0,
+            goodput_per_s=sum(run.goodput_per_s(target.slo_s) * run.horizon_s for run in runs) / horizon_s
+            if horizon_s
+            else 0.0,
+            cost_per_hour=cost,
+            retried=sum(int((run.retries > 0).sum()) for run in runs),
+            lost_gpu_s=sum(run.lost_gpu_s for run in runs),
+            unserved=sum(run.unserved for run in runs),
+            curves=Curves(
+                arrival_s=workload.arrival_s,
+                begin_s=runs[0].begin_s,
+                ttft_s=runs[0].ttft_s,
+                new_tokens=workload.new_tokens,
+            ),
+        )
+
+    def surely(self, fit: Fit, answer: FleetAnswer) -> FleetAnswer | None:
+        """Groups added where they help most, until the interval's upper end meets the target as well."""
+        plans = fit.plans
+        while not answer.meets:
+            more = [
+                (*plans[:index], replace(plan, replicas=plan.replicas + 1), *plans[index + 1 :])
+                for index, plan in enumerate(plans)
+            ]
+            more = [one for one in more if sum(plan.num_gpus for plan in one) <= self.search.limits.max_gpus]
+            if not more:
+                return None
+            before = answer
+            tried = [(self.answer(one), one) for one in more]
+            answer, plans = min(tried, key=lambda pair: (not pair[0].meets, _high_s(pair[0])))
+            if not answer.meets and _high_s(answer) >= _high_s(before):
+                return None
+        return answer
+
+    def nearest_miss(self) -> FleetAnswer:
+        """The fastest uniform fleet that the limits allow."""
+        return min((self.answer(plans) for plans in self._largest()), key=lambda answer: answer.target.value_s)
+
+    def infeasible(self, fits: Sequence[Fit]) -> list[Infeasible]:
+        """Sizes of group whose uniform fleets do not meet the target, and why."""
+        found = {fit.sizes[0] for fit in fits if len(fit.design) == 1}
+        told = [
+            Infeasible(gpus_per_group=plans[0].gpus_per_group, why=self._why(plans[0]))
+            for plans in self._largest()
+            if plans[0].gpus_per_group not in found
+        ]
+        if not fits and len(self.search.limits.sizes) > 1 and self.question.mixed:
+            told.append(Infeasible(gpus_per_group=None, why="no two or three sizes of group together meet it either"))
+        return told
+
+    def front(self, fits: Sequence[Fit]) -> tuple[Point, ...]:
+        """Fleets of every design, smaller and larger than needed, none slower than a cheaper one."""
+        points: dict[tuple[float, float], Point] = {}
+        count = _FINALISTS if self.trials.requests <= MANY else _FINALISTS_OF_MANY
+        candidates = [fit.plans for fit in fits[:count]] or list(self._largest())
+        for plans in candidates:
+            for scale in _FRONT if fits else _BELOW:
+                scaled = [replace(plan, replicas=max(1, math.ceil(plan.replicas * scale))) for plan in plans]
+                if sum(plan.num_gpus for plan in scaled) > self.search.limits.max_gpus:
+                    continue
+                runs = self.trials.runs(scaled)
+                ttft_s = percentile_of(np.concatenate([run.ttft_s for run in runs]), self.question.target.percentile)
+                worth = sum(self.search.limits.worth(plan.gpus_per_group) * plan.replicas for plan in scaled)
+                if math.isfinite(ttft_s):
+                    points[worth, ttft_s] = self._point(scaled, ttft_s)
+        front: list[Point] = []
+        for key in sorted(points):
+            if not front or points[key].ttft_s < front[-1].ttft_s * (1 - _GAP):
+                front.append(points[key])
+        return tuple(front)
+
+    def _point(self, plans: Sequence[GroupPlan], ttft_s: float) -> Point:
+        prices = self.search.limits.prices
+        words = []
+        for plan in plans:
+            sent = "" if len(plans) == 1 else f" for {plan.least_new} to {plan.most_new} tokens"
+            words.append(f"{plan.replicas} × {plan.gpus_per_group}{sent}")
+        return Point(
+            num_gpus=sum(plan.num_gpus for plan in plans),
+            cost_per_hour=sum(prices[plan.gpus_per_group] * plan.num_gpus for plan in plans) if prices else None,
+            ttft_s=ttft_s,
+            fleet=", ".join(words),
+        )
+
+    def _interval(self, runs: Sequence[FleetRun], ttft_s: Array) -> Interval:
+        percentile = self.question.target.percentile
+        if not self.question.source.is_random:
+            return of_trace(ttft_s, percentile, self.question.seed)
+        return of_replications([run.ttft_s for run in runs], percentile)
+
+    def _group(self, plan: GroupPlan, index: int, runs: Sequence[FleetRun]) -> GroupAnswer:
+        seconds: dict[str, float] = {}
+        requests = 0
+        for service, run in zip(self.trials.services(plan.gpus_per_group), runs, strict=True):
+            mine = run.pool == index
+            requests += int(mine.sum())
+            spent = np.bincount(service.length_class[mine], service.ttft_s[mine], minlength=len(service.strategies))
+            for name, spent_s in zip(service.strategies, spent, strict=True):
+                if spent_s:
+                    seconds[name] = seconds.get(name, 0.0) + float(spent_s)
+        total = sum(seconds.values()) or 1.0
+        shares = {name: seconds[name] / total for name in sorted(seconds, key=lambda name: -seconds[name])}
+        return GroupAnswer(
+            gpus_per_group=plan.gpus_per_group,
+            replicas=plan.replicas,
+            strategy=next(iter(shares), "none"),
+            strategies=shares,
+            context_range=(plan.least_new, plan.most_new),
+            requests=requests,
+        )
+
+    def _largest(self) -> list[tuple[GroupPlan, ...]]:
+        """As many groups of each size as the limits allow."""
+        most = self.search.limits.max_gpus
+        return [(design[0].with_replicas(most // design[0].gpus_per_group),) for design in self.search.uniform()]
+
+    def _why(self, plan: GroupPlan) -> str:
+        """Why so many groups of that size are not enough."""
+        target, size = self.question.target, plan.gpus_per_group
+        name = f"{target.percentile:g} % of the TTFTs"
+        groups = f"groups of {size} GPU{'s' * (size > 1)}"
+        alone = self.trials.ttft_alone_s(size)
+        never = int(np.isinf(alone).sum())
+        late = int((alone > target.slo_s).sum())
+        if never > self.trials.allowed:
+            return f"{groups}: {never} of {len(alone)} contexts do not fit in memory; at most {self.trials.allowed} may"
+        if late > self.trials.allowed:
+            reached = percentile_of(alone, target.percentile)
+            return f"{groups}: even with no queue {name} take up to {reached:.3g} s, above {target.slo_s:g} s"
+        answer = self.answer((plan,))
+        reached = answer.target.value_s
+        if answer.meets or reached <= target.slo_s:
+            return f"{groups}: the interval's upper end stays above {target.slo_s:g} s with {plan.num_gpus} GPUs"
+        if math.isinf(reached):
+            return f"{groups}: with {plan.num_gpus} GPUs {answer.unserved} requests are never served, for failures"
+        load = self.trials.load(((self.search.uniform()[self.search.limits.sizes.index(size)])[0],), 0)
+        return (
+            f"{groups}: with {plan.num_gpus} GPUs {name} take up to {reached:.3g} s, above {target.slo_s:g} s"
+            f" ({load * size:.3g} GPUs would be busy all the time)"
+        )
+
+
+def trials_of(question: Question, workloads: Sequence[Workload], times: ServiceTimes) -> Trials:
+    """Trials of a question."""
+    return Trials(
+        workloads, times, question.conditions, question.target, question.decoding, pack_tokens=question.pack_tokens
+    )
+
+
+def _high_s(answer: FleetAnswer) -> float:
+    return math.inf if answer.target.high_s is None else answer.target.high_s
+
+
+def _best_of_sizes(fits: Sequence[Fit]) -> list[Fit]:
+    """Of each combination of group sizes the best; fits are in order."""
+    best: dict[tuple[int, ...], Fit] = {}
+    for fit in fits:
+        best.setdefault(fit.sizes, fit)
+    return list(best.values())

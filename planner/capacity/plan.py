@@ -1,0 +1,148 @@
+"""The capacity plan: from requests and a target to a fleet, what else would do, and what would not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from kvrsim.errors import InputError
+from kvrsim.scenario import Scenario
+from planner.capacity.answer import CapacityPlan
+from planner.capacity.confidence import MEANING_OF_DRAWN, MEANING_OF_TRACE
+from planner.capacity.finder import Finder, trials_of
+from planner.capacity.question import Question
+from planner.capacity.search import Search
+from planner.fleet.times import ServiceTimes
+from planner.plan import rests_on
+from planner.table import PartitionTable
+from planner.workloads.workload import Workload
+
+LONG = 60_000  # requests, beyond which designs are sought on a stretch of so many
+_STRETCH = 40_000
+_ALTERNATIVES = 8
+DISPATCH = {
+    "first-come": "each range of lengths has its own queue, first come, first served",
+    "shortest-first": "each range of lengths has its own queue, fewest new tokens first",
+}
+
+
+def plan_capacity(
+    scenario: Scenario,
+    question: Question,
+    *,
+    table: PartitionTable | None = None,
+    warnings: Sequence[str] = (),
+    on_progress: Callable[[str], None] | None = None,
+) -> CapacityPlan:
+    """Search the fleet.
+
+    table: where chains look their partitions up, as KVR-P; None: they are planned. Raises InputError where the table
+    has not got a size of group.
+    """
+    begin_s = time.perf_counter()
+    tell = on_progress or (lambda _: None)
+    count = question.replications if question.source.is_random else 1
+    workloads = [question.source.workload(question.seed, number) for number in range(count)]
+    notes = [*_about_setting(warnings), *_about_table(scenario, table, question.limits.sizes)]
+    times = ServiceTimes.for_workloads(scenario, workloads, at_least=max(1, question.pack_tokens), table=table)
+    tell("times of groups")
+    trials = trials_of(question, workloads, times)
+    finder = Finder(question, trials, Search(trials, question.limits))
+    tell("fleets")
+    fits = finder.fits(_stretch(workloads), times)
+    answers = [(fit, finder.answer(fit.plans)) for fit in fits]
+    made = [finder.surely(fit, answer) if question.sure else answer for fit, answer in answers]
+    met = [answer for answer in made if answer is not None and answer.meets]
+    met.sort(key=lambda answer: (finder.worth(answer), answer.target.value_s))
+    tell("Pareto front")
+    return CapacityPlan(
+        model=scenario.model.name,
+        profile=scenario.profile_name,
+        cluster=scenario.on_gpus(max(question.limits.sizes)).cluster.describe(),  # of the largest group
+        slo_ttft_s=question.target.slo_s,
+        percentile=question.target.percentile,
+        objective="cost" if question.limits.by_cost else "gpus",
+        answer=met[0] if met else None,
+        nearest_miss=None if met else finder.nearest_miss(),
+        alternatives=tuple(replace(answer, curves=None) for answer in met[1 : 1 + _ALTERNATIVES]),
+        infeasible=tuple(finder.infeasible(fits)),
+        pareto=finder.front(fits),
+        workload=workloads[0].summary(),
+        decoding=question.decoding.describe(),
+        dispatch=_dispatch(question),
+        interval_meaning=MEANING_OF_DRAWN if question.source.is_random else MEANING_OF_TRACE,
+        simulated_requests=trials.simulated,
+        seconds=time.perf_counter() - begin_s,
+        rests_on=rests_on(scenario),
+        warnings=(*notes, *_notes(scenario, workloads[0], times, question.limits.sizes)),
+    )
+
+
+def _stretch(workloads: Sequence[Workload]) -> Workload | None:
+    """The busiest stretch of a long workload, on which designs are sought; None: all of it is short enough."""
+    first = workloads[0]
+    if len(workloads) == 1 and len(first) <= LONG:
+        return None
+    if len(first) <= _STRETCH:
+        return first
+    work = np.concatenate([[0.0], np.cumsum(first.new_tokens, dtype=float)])
+    spans_s = first.arrival_s[_STRETCH - 1 :] - first.arrival_s[: len(first) - _STRETCH + 1]
+    rate = (work[_STRETCH:] - work[:-_STRETCH]) / np.maximum(spans_s, 1e-9)
+    begin = int(rate.argmax())
+    chosen = np.zeros(len(first), dtype=bool)
+    chosen[begin : begin + _STRETCH] = True
+    return first.only(chosen)
+
+
+def _dispatch(question: Question) -> str:
+    rule = DISPATCH[question.conditions.order]
+    if question.pack_tokens:
+        rule += f"; prompts that follow each other run together up to {question.pack_tokens} new tokens"
+    return rule
+
+
+def _about_setting(notes: Sequence[str]) -> list[str]:
+    """Notes on the scenario but for its context, which stands for no request."""
+    return [note for note in notes if not note.startswith("extrapolated: context ")]
+
+
+def _about_table(scenario: Scenario, table: PartitionTable | None, sizes: Sequence[int]) -> list[str]:
+    """Whether it was made for another setting; raises InputError where it has not got a size."""
+    if table is None:
+        return []
+    if missing := [size for size in sizes if size > 1 and size not in table.gpu_counts]:
+        has = ", ".join(map(str, table.gpu_counts))
+        raise InputError("--group-sizes", missing[0], f"1 and the numbers of GPUs that the table has: {has}")
+    asked = replace(scenario, request=replace(scenario.request, cached_prefix=table.setting.cached_prefix))
+    others = table.setting.differences(asked)
+    return [f"kvr-p: the table was made for another setting: {'; '.join(others)}"] if others else []
+
+
+def _notes(scenario: Scenario, workload: Workload, times: ServiceTimes, sizes: Sequence[int]) -> list[str]:
+    """Of the requests: what was mended, what is too long for the model or for the memory."""
+    notes = list(workload.notes)
+    trained = scenario.model.max_position_embeddings
+    longest = int(workload.context_len.max())
+    if trained is not None and longest > trained:
+        count = int((workload.context_len > trained).sum())
+        notes.append(
+            f"{count} contexts are longer than the {trained} tokens that {scenario.model.name} is made for"
+            f" (the longest {longest}); they are timed all the same"
+        )
+    for size in sizes:
+        seconds = times.seconds(size, workload.new_tokens, workload.cached_prefix)
+        if (over := int(np.isinf(seconds).sum())) > 0:
+            shortest = int(workload.context_len[np.isinf(seconds)].min())
+            groups = f"groups of {size} GPU{'s' * (size > 1)}"
+            notes.append(f"{over} contexts, from {shortest} tokens on, do not fit in the memory of {groups}")
+    if scenario.profile is not None:
+        low, high = scenario.profile.valid.context_len
+        if longest > high:
+            notes.append(f"extrapolated: contexts up to {longest}; profile {scenario.profile_name} has {low} to {high}")
+        most = scenario.profile.valid.num_gpus[1]
+        if max(sizes) > most:
+            notes.append(f"extrapolated: groups of {max(sizes)} GPUs; profile {scenario.profile_name} has up to {most}")
+    return notes

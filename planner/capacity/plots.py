@@ -1,0 +1,167 @@
+"""Pictures of a capacity plan: TTFT by length, the queue over time, cost against TTFT, and the lengths themselves."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvrsim.files import write_atomically
+from kvrsim.gantt import check_suffix
+from kvrsim.program import Array
+from kvrsim.units import format_seconds, format_tokens
+from planner.capacity.answer import CapacityPlan, Curves, FleetAnswer, Point
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_INK, _BLUE, _ORANGE, _GREY = "#2b2f36", "#4c78a8", "#ee8434", "#b8bdc6"
+_RC: dict[Any, Any] = {"svg.hashsalt": "kvrsim", "font.family": "DejaVu Sans", "axes.edgecolor": _GREY}
+_MOST_DOTS = 20_000  # of a cloud; beyond, every so manieth request is drawn
+_STEPS = 1000  # of the queue's curve
+
+Panel = Callable[["Axes", CapacityPlan], None]
+
+
+def write_plot(plan: CapacityPlan, path: str | Path, argument: str = "--plot") -> None:
+    """All panels in one picture, PNG, SVG or PDF by the path's suffix; InputError where it cannot be written."""
+    suffix = check_suffix(path)
+    write_atomically(path, picture(plan, tuple(PANELS.values()), suffix[1:]), argument=argument)
+
+
+def picture(plan: CapacityPlan, panels: tuple[Panel, ...], kind: str = "png") -> bytes:
+    """Panels beside each other, two a row; the same plan gives the same bytes."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    rows, columns = (len(panels) + 1) // 2, min(2, len(panels))
+    content = io.BytesIO()
+    metadata = {"png": None, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
+    with matplotlib.rc_context(_RC):
+        figure = Figure(figsize=(6.2 * columns, 3.6 * rows), layout="constrained")
+        for number, panel in enumerate(panels, start=1):
+            axes = figure.add_subplot(rows, columns, number)
+            axes.spines[["top", "right"]].set_visible(False)
+            panel(axes, plan)
+        figure.savefig(content, format=kind, dpi=110, metadata=metadata)
+    return content.getvalue()
+
+
+def ttft_by_length(axes: Axes, plan: CapacityPlan) -> None:
+    """Each request's TTFT against its new tokens, with the median and the percentile of the lengths around."""
+    axes.set_title("TTFT by length", loc="left", fontsize=11)
+    curves = _curves(plan)
+    served = np.flatnonzero(np.isfinite(curves.ttft_s))
+    shown = served[:: max(1, len(served) // _MOST_DOTS)]
+    axes.plot(
+        curves.new_tokens[shown], curves.ttft_s[shown], ".", color=_BLUE, alpha=0.25, markersize=2, rasterized=True
+    )
+    for percentile, style in ((50.0, "--"), (plan.percentile, "-")):
+        lengths, values = _percentile_by_length(curves, served, percentile)
+        axes.plot(lengths, values, style, color=_INK, linewidth=1.2, label=f"{percentile:g}th percentile")
+    axes.axhline(plan.slo_ttft_s, color=_ORANGE, linewidth=1.2, label=f"target {format_seconds(plan.slo_ttft_s)}")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("new tokens (context less cached prefix)")
+    axes.set_ylabel("TTFT, s")
+    _tokens_on_x(axes)
+    _plain_on_y(axes)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def queue_over_time(axes: Axes, plan: CapacityPlan) -> None:
+    """Requests that have come and not begun: the largest number in each stretch of time."""
+    axes.set_title("queue over time", loc="left", fontsize=11)
+    curves = _curves(plan)
+    changes = np.concatenate([curves.arrival_s, curves.begin_s])
+    signs = np.concatenate([np.ones(len(curves.arrival_s)), -np.ones(len(curves.begin_s))])
+    order = np.lexsort((signs, changes))  # who leaves at an instant goes before who comes
+    order = order[np.isfinite(changes[order])]
+    times, waiting = changes[order], np.cumsum(signs[order])
+    edges = np.linspace(times[0], max(times[-1], times[0] + 1e-9), _STEPS + 1)
+    first = np.searchsorted(times, edges[:-1])
+    most = np.array([waiting[a:b].max(initial=0.0) for a, b in zip(first, [*first[1:], len(waiting)], strict=True)])
+    axes.fill_between(edges[:-1], most, step="post", color=_BLUE, linewidth=0)
+    axes.set_xlim(edges[0], edges[-1])
+    axes.set_ylim(0, None)
+    axes.set_xlabel("time, s")
+    axes.set_ylabel("prompts waiting")
+
+
+def cost_against_ttft(axes: Axes, plan: CapacityPlan) -> None:
+    """The Pareto front, and the answer on it."""
+    priced = any(point.cost_per_hour is not None for point in plan.pareto)
+    axes.set_title("cost against TTFT" if priced else "GPUs against TTFT", loc="left", fontsize=11)
+    worth = [_worth(point) for point in plan.pareto]
+    ttft = [point.ttft_s for point in plan.pareto]
+    axes.plot(worth, ttft, "o-", color=_BLUE, markersize=4, linewidth=1, drawstyle="steps-post")
+    axes.axhline(plan.slo_ttft_s, color=_ORANGE, linewidth=1.2)
+    chosen = plan.answer or plan.nearest_miss
+    if chosen is not None and np.isfinite(chosen.target.value_s):
+        axes.plot([_worth(chosen)], [chosen.target.value_s], "o", color=_ORANGE, markersize=9, fillstyle="none")
+    axes.set_yscale("log")
+    axes.set_xlabel("cost an hour" if priced else "GPUs")
+    axes.set_ylabel(f"{plan.percentile:g}th percentile of TTFT, s")
+    _plain_on_y(axes)
+
+
+def lengths(axes: Axes, plan: CapacityPlan) -> None:
+    """Requests and their share of the new tokens, by context in powers of two."""
+    axes.set_title("contexts: requests (blue), share of new tokens (orange)", loc="left", fontsize=11)
+    rows = plan.workload["histogram"]
+    total = sum(row["requests"] for row in rows)
+    places = np.arange(len(rows))
+    axes.bar(places - 0.2, [100 * row["requests"] / total for row in rows], 0.4, color=_BLUE)
+    axes.bar(places + 0.2, [100 * row["share_of_new_tokens"] for row in rows], 0.4, color=_ORANGE)
+    axes.set_xticks(places, [format_tokens(row["from_tokens"]) for row in rows], rotation=45, fontsize=8)
+    axes.set_xlabel("context from, tokens")
+    axes.set_ylabel("%")
+
+
+def _worth(fleet: FleetAnswer | Point) -> float:
+    """Its price where there is one, else its GPUs."""
+    return float(fleet.num_gpus) if fleet.cost_per_hour is None else fleet.cost_per_hour
+
+
+PANELS: dict[str, Panel] = {
+    "TTFT by length": ttft_by_length,
+    "Queue over time": queue_over_time,
+    "Cost against TTFT": cost_against_ttft,
+    "Lengths": lengths,
+}
+
+
+def _curves(plan: CapacityPlan) -> Curves:
+    chosen = plan.answer or plan.nearest_miss
+    assert chosen is not None
+    assert chosen.curves is not None
+    return chosen.curves
+
+
+def _percentile_by_length(curves: Curves, served: Any, percentile: float) -> tuple[Array, Array]:
+    """In each half of a power of two that has at least 20 requests."""
+    step = np.floor(2 * np.log2(curves.new_tokens[served])).astype(np.int64)
+    lengths, values = [], []
+    for number in np.unique(step):
+        here = served[step == number]
+        if len(here) >= 20:
+            lengths.append(2.0 ** ((number + 0.5) / 2))
+            values.append(float(np.percentile(curves.ttft_s[here], percentile, method="inverted_cdf")))
+    return np.array(lengths), np.array(values)
+
+
+def _tokens_on_x(axes: Axes) -> None:
+    from matplotlib.ticker import FuncFormatter
+
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_tokens(int(value)) if value >= 1 else ""))
+
+
+def _plain_on_y(axes: Axes) -> None:
+    """0.1, 1, 10 rather than powers."""
+    from matplotlib.ticker import FuncFormatter
+
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))

@@ -1,0 +1,177 @@
+"""Question: all that a capacity plan is asked, and how it is read from what a user writes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import cast
+
+from kvrsim.errors import InputError
+from kvrsim.units import parse_count, parse_seconds, parse_tokens
+from planner.capacity.search import Limits
+from planner.capacity.trials import Target
+from planner.fleet.fleet import Conditions
+from planner.fleet.pool import ORDERS, Order
+from planner.fleet.times import Decoding
+from planner.workloads.source import Source
+
+DECODES = ("separate", "last-gpu")
+OBJECTIVES = ("gpus", "cost")
+DEFAULT_MAX_GPUS = 512
+_MOST_GPUS_A_GROUP = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """All that is asked, besides the scenario."""
+
+    source: Source
+    target: Target
+    limits: Limits = field(default_factory=Limits)
+    conditions: Conditions = field(default_factory=Conditions)
+    decoding: Decoding = field(default_factory=Decoding)
+    pack_tokens: int = 0  # 0: prompts run one by one
+    replications: int = 5  # of requests that are drawn at random
+    seed: int = 0
+    sure: bool = False  # the upper end of the interval has to meet the target, too
+    mixed: bool = True  # look at fleets of unlike groups
+
+
+def make_question(
+    *,
+    requests: str,
+    slo_ttft: float | str,
+    percentile: float | str = 99,
+    max_gpus: int | str | None = None,
+    group_sizes: str = "1,2,4,8",
+    rate_scale: float | str = 1,
+    time_compression: float | str = 1,
+    price_per_gpu_hour: float | str | Mapping[int, float] | None = None,
+    objective: str = "gpus",
+    decode: str = "separate",
+    tpot: float | str | None = None,
+    batch_tokens: int | str | None = None,
+    order: str = "first-come",
+    mtbf: float | str | None = None,
+    repair: float | str = 600.0,
+    slow_groups: str | None = None,
+    replications: int | str = 5,
+    sure: bool = False,
+    uniform_only: bool = False,
+    seed: int = 0,
+) -> Question:
+    """Check everything and read the requests; raises InputError naming the command line's argument."""
+    for value, argument, choices in (
+        (decode, "--decode", DECODES),
+        (objective, "--objective", OBJECTIVES),
+        (order, "--order", ORDERS),
+    ):
+        if value not in choices:
+            raise InputError(argument, value, f"one of {', '.join(choices)}")
+    sizes = _sizes(group_sizes)
+    most = DEFAULT_MAX_GPUS if max_gpus is None else _whole(max_gpus, "--max-gpus")
+    if min(sizes) > most:
+        raise InputError("--max-gpus", most, f"at least the {min(sizes)} GPUs of the smallest group")
+    sizes = tuple(size for size in sizes if size <= most)
+    prices = _prices(price_per_gpu_hour, sizes)
+    if objective == "cost" and not prices:
+        raise InputError("--objective", objective, "with --price-per-gpu-hour")
+    share, factor = _slow(slow_groups)
+    target = Target(slo_s=_seconds(slo_ttft, "--slo-ttft"), percentile=_number(percentile, "--percentile", most=100))
+    decoding = _decoding(decode, tpot)
+    conditions = Conditions(
+        order=cast("Order", order),
+        slow_share=share,
+        slow_factor=factor,
+        mtbf_s=None if mtbf is None else _seconds(mtbf, "--mtbf"),
+        repair_s=_seconds(repair, "--repair"),
+        seed=seed,
+    )
+    return Question(
+        source=Source.of(
+            requests,
+            rate_scale=_number(rate_scale, "--rate-scale", most=1e6),
+            time_compression=_number(time_compression, "--time-compression", most=1e6),
+        ),
+        target=target,
+        limits=Limits(sizes=sizes, max_gpus=most, prices=prices, by_cost=objective == "cost"),
+        conditions=conditions,
+        decoding=decoding,
+        pack_tokens=0 if batch_tokens is None else _length(batch_tokens, "--batch-tokens"),
+        replications=_whole(replications, "--replications"),
+        seed=seed,
+        sure=sure,
+        mixed=not uniform_only,
+    )
+
+
+def _decoding(decode: str, tpot: float | str | None) -> Decoding:
+    if decode == "separate":
+        if tpot is not None:
+            raise InputError("--tpot", tpot, "only with --decode last-gpu")
+        return Decoding()
+    if tpot is None:
+        raise InputError("--tpot", "nothing", "the time per output token, such as 30ms, with --decode last-gpu")
+    return Decoding(seconds_per_token=_seconds(tpot, "--tpot"))
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    sizes = {parse_count(part, "--group-sizes", maximum=_MOST_GPUS_A_GROUP) for part in parts}
+    return tuple(sorted(sizes))
+
+
+def _prices(given: float | str | Mapping[int, float] | None, sizes: tuple[int, ...]) -> dict[int, float]:
+    """A price for all, or one a group size: "1=2.0,2=2.0,4=2.4,8=3.1"."""
+    argument = "--price-per-gpu-hour"
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        named = {size: _number(price, argument, most=1e6) for size, price in given.items()}
+    elif isinstance(given, str) and "=" in given:
+        pairs = [pair.partition("=") for pair in given.split(",")]
+        named = {
+            parse_count(size.strip(), argument, maximum=_MOST_GPUS_A_GROUP): _number(price, argument, most=1e6)
+            for size, _, price in pairs
+        }
+    else:
+        named = dict.fromkeys(sizes, _number(given, argument, most=1e6))
+    if missing := [size for size in sizes if size not in named]:
+        raise InputError(argument, given, f"a price for groups of {missing[0]} too, or one price for all")
+    return {size: named[size] for size in sizes}
+
+
+def _slow(text: str | None) -> tuple[float, float]:
+    """Share and factor of "10%:1.3"."""
+    if text is None:
+        return 0.0, 1.0
+    share, mark, factor = text.partition(":")
+    accepted = "a share of the groups and how many times as long they take, such as 10%:1.3"
+    if not mark or not share.strip().endswith("%"):
+        raise InputError("--slow-groups", text, accepted)
+    percent = _number(share.strip()[:-1], "--slow-groups", most=100)
+    return percent / 100, _number(factor, "--slow-groups", most=1000)
+
+
+def _number(value: float | str, argument: str, *, most: float) -> float:
+    accepted = f"a number of more than 0 and at most {most:g}"
+    try:
+        number = float("nan") if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        raise InputError(argument, value, accepted) from None
+    if not 0 < number <= most or not math.isfinite(number):
+        raise InputError(argument, value, accepted)
+    return number
+
+
+def _seconds(value: float | str, argument: str) -> float:
+    return parse_seconds(value, argument) if isinstance(value, str) else _number(value, argument, most=1e9)
+
+
+def _whole(value: int | str, argument: str) -> int:
+    return parse_count(str(value), argument)
+
+
+def _length(value: int | str, argument: str) -> int:
+    return parse_tokens(str(value), argument)

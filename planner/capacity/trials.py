@@ -1,0 +1,146 @@
+"""Trials of pools and fleets on given workloads, each done once: how many requests miss the target."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvrsim.program import Array
+from planner.fleet.fast import run_pool
+from planner.fleet.fleet import Conditions, FleetRun, GroupPlan, Indices, route, run_fleet
+from planner.fleet.service import Service
+from planner.fleet.times import Decoding, ServiceTimes
+from planner.workloads.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """So many percent of all requests have their first token in time."""
+
+    slo_s: float
+    percentile: float  # up to 100: all of them
+
+    def allowed(self, requests: int) -> int:
+        """Requests that may be late."""
+        return requests - max(1, math.ceil(self.percentile / 100 * requests - 1e-9))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Band:
+    """Prompts of a range of new tokens (ends included) on groups of one size."""
+
+    gpus_per_group: int
+    least_new: int
+    most_new: int
+
+    def with_replicas(self, replicas: int) -> GroupPlan:
+        """So many groups for it."""
+        return GroupPlan(
+            gpus_per_group=self.gpus_per_group, replicas=replicas, least_new=self.least_new, most_new=self.most_new
+        )
+
+
+Design = tuple[Band, ...]  # rising in length; together all lengths
+
+
+@dataclass(slots=True)
+class Trials:
+    """Workloads (one, or replications), the groups' times for them, and what was found out so far."""
+
+    workloads: Sequence[Workload]
+    times: ServiceTimes
+    conditions: Conditions
+    target: Target
+    decoding: Decoding = field(default_factory=Decoding)
+    pack_tokens: int = 0
+    simulated: int = 0  # requests, in all trials
+    _services: dict[int, list[Service]] = field(default_factory=dict)
+    _members: dict[tuple[object, ...], list[Indices]] = field(default_factory=dict)
+    _misses: dict[tuple[object, ...], int] = field(default_factory=dict)
+
+    @property
+    def requests(self) -> int:
+        """Of all workloads."""
+        return sum(map(len, self.workloads))
+
+    @property
+    def allowed(self) -> int:
+        """Requests of all workloads together that may be late."""
+        return self.target.allowed(self.requests)
+
+    def services(self, num_gpus: int) -> list[Service]:
+        """What each workload asks of groups of that size."""
+        if num_gpus not in self._services:
+            self._services[num_gpus] = [
+                self.times.service(num_gpus, workload, self.decoding, self.pack_tokens) for workload in self.workloads
+            ]
+        return self._services[num_gpus]
+
+    def members(self, design: Design, index: int) -> list[Indices]:
+        """The requests that one band of a design serves, of each workload."""
+        key = self._key(design, index)
+        if key not in self._members:
+            plans = [band.with_replicas(1) for band in design]
+            found = []
+            for number, workload in enumerate(self.workloads):
+                services = {band.gpus_per_group: self.services(band.gpus_per_group)[number] for band in design}
+                found.append(np.flatnonzero(route(workload.new_tokens, services, plans) == index))
+            self._members[key] = found
+        return self._members[key]
+
+    def _key(self, design: Design, index: int) -> tuple[object, ...]:
+        """The same for bands of several designs that serve the same requests: where everything fits everywhere."""
+        everywhere = all(
+            np.isfinite(service.ttft_s).all() for band in design for service in self.services(band.gpus_per_group)
+        )
+        return (design[index],) if everywhere else (*design, index)
+
+    def never_served(self, design: Design) -> int:
+        """Requests that fit in the memory of no group that they may be sent to."""
+        return self.requests - sum(len(one) for index in range(len(design)) for one in self.members(design, index))
+
+    def late_alone(self, design: Design, index: int) -> int:
+        """Requests of a band that are late even without a queue."""
+        gpus = design[index].gpus_per_group
+        pairs = zip(self.services(gpus), self.members(design, index), strict=True)
+        return sum(int((service.ttft_s[mine] > self.target.slo_s).sum()) for service, mine in pairs)
+
+    def load(self, design: Design, index: int) -> float:
+        """Groups of a band that are busy on average, if all work is done by the time that the last request is due."""
+        gpus = design[index].gpus_per_group
+        busy_s = 0.0
+        for service, mine in zip(self.services(gpus), self.members(design, index), strict=True):
+            share = np.array(service.handover.busy)[service.length_class[mine]]
+            busy_s += float((service.ttft_s[mine] * share + service.hold_s[mine]).sum())
+        return busy_s / sum(workload.duration_s + self.target.slo_s for workload in self.workloads)
+
+    def misses(self, design: Design, index: int, replicas: int) -> int:
+        """Requests of a band that are late with so many groups."""
+        key = (*self._key(design, index), replicas)
+        if key not in self._misses:
+            late = 0
+            for number, mine in enumerate(self.members(design, index)):
+                if len(mine):
+                    arrival_s = self.workloads[number].arrival_s[mine]
+                    service = self.services(design[index].gpus_per_group)[number].of(mine)
+                    run = run_pool(self.conditions.pool(arrival_s, service, replicas))
+                    late += int((run.end_s - arrival_s > self.target.slo_s).sum())
+                    self.simulated += len(mine)
+            self._misses[key] = late
+        return self._misses[key]
+
+    def runs(self, plans: Sequence[GroupPlan]) -> list[FleetRun]:
+        """The whole fleet, on each workload."""
+        found = []
+        for number, workload in enumerate(self.workloads):
+            services = {plan.gpus_per_group: self.services(plan.gpus_per_group)[number] for plan in plans}
+            found.append(run_fleet(workload, services, plans, self.conditions))
+            self.simulated += len(workload)
+        return found
+
+    def ttft_alone_s(self, num_gpus: int) -> Array:
+        """TTFTs without any queue, of all workloads."""
+        return np.concatenate([service.ttft_s for service in self.services(num_gpus)])

@@ -1,0 +1,1 @@
+"""Requests over time: read from traces in the formats people have, or drawn at random."""

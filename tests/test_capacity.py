@@ -1,0 +1,293 @@
+"""`kvrsim capacity` and `kvrsim.capacity`: JSON, exit codes, files, and mistakes that name their option."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvrsim
+from kvrsim.cli import main as cli
+from planner.capacity import plan as planning
+from planner.capacity.plots import picture, queue_over_time, ttft_by_length
+
+SMALL = "synthetic:poisson,rate=4,requests=600,context=lognormal:1k:0.8,max=4k,output=40"
+FEW = ("--group-sizes", "1,2", "--replications", "2")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(["capacity", *arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> Any:
+    got, out, err = run(capsys, *arguments, "--json")
+    assert (got, err) == (code, "")
+    return json.loads(out, parse_constant=lambda constant: pytest.fail(f"{constant} in JSON"))
+
+
+def trace(path: Path, count: int = 800, seed: int = 0) -> Path:
+    """A small CSV: mostly short prompts, now and then a long one, prefixes cached."""
+    rng = np.random.default_rng(seed)
+    arrival_s = np.cumsum(rng.exponential(0.25, count))
+    context = np.where(rng.random(count) < 0.1, rng.integers(3000, 8000, count), rng.integers(10, 1500, count))
+    cached = (context * rng.choice([0.0, 0.5], count)).astype(int)
+    rows = zip(arrival_s, context, cached, rng.integers(1, 90, count), strict=True)
+    lines = [f"{a:.4f},{c},{h},{o}" for a, c, h, o in rows]
+    path.write_text("\n".join(["arrival_s,context_tokens,cached_tokens,output_tokens", *lines]) + "\n")
+    return path
+
+
+def test_json_has_the_fields_that_others_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    requests = str(trace(tmp_path / "trace.csv"))
+    found = answer(
+        capsys, "--requests", requests, "--slo-ttft", "1s", "--percentile", "99", "--price-per-gpu-hour", "2.5", *FEW
+    )
+    assert {"answer", "alternatives", "infeasible"} <= set(found)
+    best = found["answer"]
+    assert {"num_gpus", "groups", "p50_ttft_s", "p95_ttft_s", "p99_ttft_s", "utilisation", "cost_per_hour"} <= set(best)
+    assert best["num_gpus"] == sum(group["gpus_per_group"] * group["replicas"] for group in best["groups"])
+    assert best["cost_per_hour"] == pytest.approx(2.5 * best["num_gpus"])
+    assert best["p50_ttft_s"] <= best["p95_ttft_s"] <= best["p99_ttft_s"] <= 1.0
+    assert best["p99_ttft_s"] <= best["max_ttft_s"]
+    assert best["target_ttft_s"] == best["p99_ttft_s"]
+    assert best["target_low_s"] <= best["target_ttft_s"] <= best["target_high_s"]
+    assert 0 < best["utilisation"] < 1
+    assert best["unserved"] == best["retried"] == 0
+    assert sum(group["requests"] for group in best["groups"]) == 800
+    ranges = [group["context_range"] for group in best["groups"]]
+    assert ranges[0][0] == 1
+    assert all(low == before[1] + 1 for before, (low, _) in zip(ranges, ranges[1:], strict=False))
+    for group in best["groups"]:
+        assert group["strategy"] in ("single", "tsp", "kvr-s")
+        assert sum(group["strategies"].values()) == pytest.approx(1.0)
+    others = [one["num_gpus"] for one in found["alternatives"]]
+    assert others == sorted(others)
+    assert all(gpus >= best["num_gpus"] for gpus in others)
+    front = [(point["num_gpus"], point["ttft_s"]) for point in found["pareto"]]
+    assert [gpus for gpus, _ in front] == sorted({gpus for gpus, _ in front})
+    assert [ttft for _, ttft in front] == sorted((ttft for _, ttft in front), reverse=True)
+    assert found["workload"]["requests"] == 800
+    assert found["workload"]["cached_share"] > 0
+    assert "another fleet decodes" in found["decoding"]
+
+
+def test_nothing_fits_is_exit_code_1_with_the_nearest_miss(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, "--requests", SMALL, "--slo-ttft", "1ms", "--max-gpus", "4", *FEW, code=1)
+    assert found["answer"] is None
+    assert found["alternatives"] == []
+    assert found["nearest_miss"]["num_gpus"] == 4
+    assert found["nearest_miss"]["target_ttft_s"] > 0.001
+    assert [one["gpus_per_group"] for one in found["infeasible"]] == [1, 2, None]
+    assert "even with no queue" in found["infeasible"][0]["why"]
+    code, out, _ = run(capsys, "--requests", SMALL, "--slo-ttft", "1ms", "--max-gpus", "4", *FEW)
+    assert code == 1
+    assert "Nothing fits" in out
+    assert "no:" in out
+
+
+def test_too_few_gpus_say_how_many_would_be_busy(capsys: pytest.CaptureFixture[str]) -> None:
+    busy = SMALL.replace("rate=4", "rate=40")
+    found = answer(capsys, "--requests", busy, "--slo-ttft", "1s", "--max-gpus", "2", "--uniform-only", *FEW, code=1)
+    assert all("would be busy all the time" in one["why"] for one in found["infeasible"])
+
+
+def test_contexts_that_fit_in_no_memory_count_as_late(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "long.csv"
+    path.write_text("arrival_s,context_tokens,output_tokens\n" + "".join(f"{i},60000,5\n" for i in range(50)))
+    found = answer(capsys, "--requests", str(path), "--slo-ttft", "1000s", "--group-sizes", "1,2", code=1)
+    assert "do not fit in memory" in found["infeasible"][0]["why"]
+    assert found["nearest_miss"]["unserved"] == 50
+    assert found["nearest_miss"]["p99_ttft_s"] is None
+    assert any("do not fit in the memory" in note for note in found["warnings"])
+    assert any("longer than the 2048 tokens" in note for note in found["warnings"])
+
+
+def test_the_same_seed_gives_the_same_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--requests", SMALL, "--slo-ttft", "1s", "--mtbf", "100s", "--repair", "5s", *FEW)
+
+    def found(seed: str) -> Any:
+        told = answer(capsys, *asked, "--seed", seed)
+        return {key: value for key, value in told.items() if key != "seconds"}
+
+    assert found("5") == found("5")
+    assert found("5")["answer"]["p99_ttft_s"] != found("6")["answer"]["p99_ttft_s"]
+
+
+def test_failures_are_counted_and_no_request_is_lost_silently(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--requests", SMALL, "--slo-ttft", "3s", "--slow-groups", "20%:1.5", *FEW)
+    calm = answer(capsys, *asked)["answer"]
+    rough = answer(capsys, *asked, "--mtbf", "20s", "--repair", "2s")["answer"]
+    assert rough["retried"] > 0
+    assert rough["lost_gpu_s"] > 0
+    assert rough["unserved"] == 0
+    assert sum(group["requests"] for group in rough["groups"]) == 1200  # of both replications
+    assert rough["num_gpus"] >= calm["num_gpus"]
+
+
+def test_groups_that_fail_too_often_serve_nothing_and_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    few = SMALL.replace("requests=600", "requests=20")
+    asked = ("--requests", few, "--slo-ttft", "3s", "--group-sizes", "1", "--max-gpus", "4", "--replications", "1")
+    found = answer(capsys, *asked, "--mtbf", "1ms", "--repair", "1s", code=1)
+    assert found["nearest_miss"]["unserved"] == 20
+    assert found["nearest_miss"]["retried"] == 20
+    assert "never served" in found["infeasible"][0]["why"]
+
+
+def test_decoding_on_the_last_gpu_takes_more(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--requests", SMALL, "--slo-ttft", "1s", *FEW)
+    separate = answer(capsys, *asked)
+    held = answer(capsys, *asked, "--decode", "last-gpu", "--tpot", "20ms")
+    assert held["answer"]["num_gpus"] > separate["answer"]["num_gpus"]
+    assert "20 ms a token" in held["decoding"]
+
+
+def test_packs_of_short_prompts_take_no_more_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    short = "synthetic:poisson,rate=30,requests=800,context=lognormal:200:0.5,max=1k"
+    asked = ("--requests", short, "--slo-ttft", "1s", "--uniform-only", *FEW)
+    alone, packed = answer(capsys, *asked), answer(capsys, *asked, "--batch-tokens", "1k")
+    assert packed["answer"]["num_gpus"] < alone["answer"]["num_gpus"]
+    assert "run together up to 1024" in packed["dispatch"]
+
+
+def test_a_sure_answer_is_no_smaller_and_its_interval_meets_the_target(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--requests", SMALL, "--slo-ttft", "1s", *FEW)
+    likely, sure = answer(capsys, *asked)["answer"], answer(capsys, *asked, "--sure")["answer"]
+    assert sure["num_gpus"] >= likely["num_gpus"]
+    assert sure["target_high_s"] <= 1.0
+
+
+def test_long_traces_are_searched_on_a_stretch_and_judged_whole(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(planning, "LONG", 500)
+    monkeypatch.setattr(planning, "_STRETCH", 300)
+    path = trace(tmp_path / "trace.csv", count=900)
+    found = kvrsim.capacity(requests=path, slo_ttft="1s", group_sizes="1,2")
+    assert found.answer is not None
+    assert sum(group.requests for group in found.answer.groups) == 900
+    assert found.answer.in_time >= 0.99
+
+
+def test_rates_and_times_scale(tmp_path: Path) -> None:
+    path = trace(tmp_path / "trace.csv")
+    once, thrice, faster = (
+        kvrsim.capacity(requests=path, slo_ttft=2.0, group_sizes="1", uniform_only=True, **scales)
+        for scales in ({}, {"rate_scale": 3}, {"time_compression": 3})
+    )
+    assert thrice.workload["requests"] == 3 * once.workload["requests"]
+    assert faster.workload["duration_s"] == pytest.approx(once.workload["duration_s"] / 3)
+    for more in (thrice, faster):
+        assert more.answer.num_gpus > once.answer.num_gpus  # type: ignore[union-attr]
+
+
+def test_in_python(tmp_path: Path) -> None:
+    told: list[str] = []
+    found = kvrsim.capacity(
+        requests=SMALL, slo_ttft="1s", group_sizes="1,2", replications=2, model="llama-7b", on_progress=told.append
+    )
+    assert found.feasible
+    assert told
+    frame = found.to_frame()
+    assert len(frame) == 1 + len(found.alternatives)
+    assert frame["num_gpus"][0] == found.answer.num_gpus  # type: ignore[union-attr]
+    with pytest.raises(TypeError):
+        kvrsim.capacity(requests=SMALL, slo_ttft="1s", nonsense=1)
+
+
+def test_tables_pictures_and_the_report(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    asked = ("--requests", SMALL, "--slo-ttft", "1s", "--price-per-gpu-hour", "1=2,2=3", *FEW)
+    code, out, _ = run(capsys, *asked, "--html", "report.html", "--plot", "plot.svg")
+    assert code == 0
+    assert "answer:" in out
+    assert "contexts from" in out
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 4
+    assert not re.findall(r"(?:src|href)=\"(?!data:)", page)
+    assert "http" not in page.split("<body>")[0]
+    assert (tmp_path / "plot.svg").read_text().lstrip().startswith("<?xml")
+
+
+def test_the_same_plan_gives_the_same_picture() -> None:
+    plan = kvrsim.capacity(requests=SMALL, slo_ttft="1s", group_sizes="1", replications=1, uniform_only=True)
+    first, again = (picture(plan, (ttft_by_length, queue_over_time), "svg") for _ in range(2))
+    assert first == again
+
+
+def test_a_report_of_a_miss(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, _, _ = run(capsys, "--requests", SMALL, "--slo-ttft", "1ms", "--max-gpus", "2", "--html", "r.html", *FEW)
+    assert code == 1
+    assert "Nothing fits" in (tmp_path / "r.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--requests", "nowhere.csv"),
+        ("--requests", "synthetic:steady,rate=1"),
+        ("--requests", "azure:nowhere.csv"),
+        ("--slo-ttft", "2"),
+        ("--slo-ttft", "0s"),
+        ("--percentile", "101"),
+        ("--percentile", "most"),
+        ("--max-gpus", "0"),
+        ("--group-sizes", "1,,2"),
+        ("--group-sizes", "0"),
+        ("--rate-scale", "-1"),
+        ("--time-compression", "0"),
+        ("--price-per-gpu-hour", "free"),
+        ("--price-per-gpu-hour", "1=2"),
+        ("--objective", "cost"),
+        ("--objective", "speed"),
+        ("--decode", "somewhere"),
+        ("--decode", "last-gpu"),
+        ("--tpot", "30ms"),
+        ("--batch-tokens", "0"),
+        ("--order", "random"),
+        ("--mtbf", "often"),
+        ("--repair", "1"),
+        ("--slow-groups", "10:2"),
+        ("--slow-groups", "10%"),
+        ("--replications", "0"),
+        ("--seed", "x"),
+        ("--html", "no/such/folder/r.html"),
+        ("--plot", "plot.gif"),
+        ("--model", "nobody"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str], option: str, value: str) -> None:
+    asked = {"--requests": SMALL, "--slo-ttft": "1s"} | {option: value}
+    code, out, err = run(capsys, *(part for pair in asked.items() for part in pair))
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    named = "--tpot" if (option, value) == ("--decode", "last-gpu") else option
+    assert named in err
+    assert "accepted" in err
+
+
+def test_partitions_may_come_from_a_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    table = kvrsim.build_table(ctx="512:4k:512", gpus="2")
+    table.write(tmp_path / "table.json")
+    asked = ("--requests", SMALL, "--slo-ttft", "1s", "--uniform-only")
+    planned = answer(capsys, *asked, "--group-sizes", "2")
+    looked_up = answer(capsys, *asked, "--group-sizes", "2", "--table", "table.json")
+    assert planned["answer"]["groups"][0]["strategy"] == "kvr-s"
+    assert looked_up["answer"]["groups"][0]["strategy"] == "kvr-p"
+    assert looked_up["answer"]["p99_ttft_s"] == pytest.approx(planned["answer"]["p99_ttft_s"], rel=0.02)
+    assert not any("another setting" in note for note in looked_up["warnings"])
+    code, _, err = run(capsys, *asked, "--group-sizes", "1,2,4", "--table", "table.json")
+    assert code == 2
+    assert "--group-sizes: got '4'" in err
+    other = answer(capsys, *asked, "--group-sizes", "2", "--table", "table.json", "--link-bandwidth", "10GB/s")
+    assert any("another setting" in note for note in other["warnings"])
