@@ -87,7 +87,7 @@ def measure(
         raise InputError("--repeats", repeats, "at least 1")
     prefills = [Prefill(forward, transport, plan) for plan in plans]
     prompts = [random_prompt(vocab_size, plan, seed).to(forward.geometry.device) for plan in plans]
-    one_host = len(set(transport.exchange(platform.node()))) == 1
+    one_host = is_one_host(transport)
     rounds = _Rounds(transport, one_host, len(plans))
     for repetition in range(warmups + repeats):
         for number in _rotated(len(plans), repetition):
@@ -97,7 +97,7 @@ def measure(
         for plan, ttft_s, cores in zip(plans, rounds.ttft_s, rounds.other_cores, strict=True)
     )
     timelines = tuple(_timeline(prefill, ids) for prefill, ids in zip(prefills, prompts, strict=True))
-    conditions = _conditions(transport, forward) | {
+    conditions = conditions_of(transport, forward) | {
         "repetitions": f"{repeats} after {warmups} warm-ups, plans interleaved",
         "clock": "one host's" if one_host else "the last rank's own",
     }
@@ -118,7 +118,7 @@ class _Rounds:
         outcomes: list[Outcome] = self.transport.exchange(prefill.run(ids))
         cores = self._load()
         if keep:
-            self.ttft_s[number].append(_ttft_s(outcomes, self.one_host))
+            self.ttft_s[number].append(ttft_of(outcomes, one_host=self.one_host))
             self.other_cores[number].append(cores)
 
     def _load(self) -> float | None:
@@ -133,7 +133,13 @@ def _rotated(count: int, by: int) -> list[int]:
     return [(number + by) % count for number in range(count)]
 
 
-def _ttft_s(outcomes: Sequence[Outcome], one_host: bool) -> float:
+def is_one_host(transport: Transport) -> bool:
+    """Whether all ranks share a clock."""
+    return len(set(transport.exchange(platform.node()))) == 1
+
+
+def ttft_of(outcomes: Sequence[Outcome], *, one_host: bool) -> float:
+    """The last rank's first token minus the earliest start, or its own where ranks share no clock."""
     last = outcomes[-1]
     starts = [outcome.start_s for outcome in outcomes if outcome.trace.marks]
     return last.end_s - (min(starts) if one_host else last.start_s)
@@ -150,7 +156,8 @@ def _timeline(prefill: Prefill, ids: Any) -> Timeline:
     return timeline_of(prefill.plan.strategy, everyone)
 
 
-def _conditions(transport: Transport, forward: Forward) -> dict[str, str]:
+def conditions_of(transport: Transport, forward: Forward) -> dict[str, str]:
+    """What measured times depend on: libraries, machine, transport, model."""
     geometry = forward.geometry
     on_cuda = geometry.device.type == "cuda"
     device = torch.cuda.get_device_name(geometry.device) if on_cuda else f"CPU ({_cpu_name()})"

@@ -31,15 +31,20 @@ class KvBuffer:
         batch: int = 1,
         total_len: int | None = None,
         visible_len: int | None = None,
+        data: Any = None,
     ) -> None:
-        """Room for `total_len` tokens (None: prefix and chunk), of which attention sees the first `visible_len`."""
+        """Room for `total_len` tokens (None: prefix and chunk), of which attention sees the first `visible_len`.
+
+        data: another buffer's, of the same shape, whose tokens this one shares; None: its own.
+        """
         self.geometry, self.prefix_len, self.chunk_len, self.batch = geometry, prefix_len, chunk_len, batch
         self.end = prefix_len + chunk_len
         self.total_len = total_len or self.end
         self.visible_len = visible_len or self.total_len
         assert self.end <= self.visible_len <= self.total_len
         shape = (self.total_len, 2, batch, geometry.num_key_value_heads, geometry.head_dim)
-        self.data = torch.empty(shape, dtype=geometry.dtype, device=geometry.device)
+        self.data = torch.empty(shape, dtype=geometry.dtype, device=geometry.device) if data is None else data
+        assert tuple(self.data.shape) == shape
 
     def prefix(self) -> Any:
         """The tokens before the chunk, [prefix_len, 2, B, Hkv, D], contiguous: what is received."""

@@ -44,6 +44,7 @@ class RankError(KvrsimError):
         self.faults = tuple(
             sorted(faults, key=lambda fault: (_KINDS.index(fault.kind), fault.rank not in waited_for, fault.rank))
         )
+        self.exit_code = 2 if self.faults[0].kind == "input" else 1
         super().__init__("; ".join(map(str, self.faults)))
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +38,10 @@ class Prefill:
     memory runs out.
     """
 
-    def __init__(self, forward: Forward, transport: Transport, plan: RunPlan) -> None:
+    def __init__(
+        self, forward: Forward, transport: Transport, plan: RunPlan, *, room: Sequence[Any] | None = None
+    ) -> None:
+        """room: tensors of another prefill's buffers for the same context, which this one uses; None: its own."""
         self.forward, self.transport, self.plan, self.geometry = forward, transport, plan, forward.geometry
         self.place = plan.place(transport.rank, transport.size)
         self.recorder = Recorder(self.geometry.device)
@@ -50,7 +53,7 @@ class Prefill:
         with self._named_faults():
             agree(transport, self._facts())
             plan.check(self.geometry)
-            self.cache = self._make_cache()
+            self.cache = self._make_cache(room)
 
     @property
     def is_last(self) -> bool:
@@ -91,7 +94,7 @@ class Prefill:
         start, end = self.plan.partition.boundaries[self.place : self.place + 2]
         return start, end
 
-    def _make_cache(self) -> PrefixCache | None:
+    def _make_cache(self, room: Sequence[Any] | None) -> PrefixCache | None:
         if self.place is None:
             return None
         start, end = self._bounds()
@@ -105,7 +108,10 @@ class Prefill:
             total = self.plan.context_len
             sizes |= dict(total_len=total, visible_len=total if dense else end)
             exchange = self._gather if self.transport.size > 1 else None
-        buffers = [KvBuffer(self.geometry, **sizes) for _ in range(self.geometry.num_hidden_layers)]
+        if room is not None:
+            sizes |= dict(total_len=self.plan.context_len, visible_len=sizes.get("visible_len", end))
+        layers = room or [None] * self.geometry.num_hidden_layers
+        buffers = [KvBuffer(self.geometry, data=data, **sizes) for data in layers]
         return PrefixCache(buffers, on_update=self._on_update, exchange=exchange)
 
     def _on_update(self, layer: int, event: UpdateEvent) -> None:

@@ -10,7 +10,8 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any
@@ -37,6 +38,7 @@ class Launch:
     timeout_s: float = 60.0  # that a rank waits for a message, so longer than any rank computes between two
     deadline_s: float = 600.0  # for all of it
     threads: int = 1  # of each rank's CPU computation
+    pin: bool = False  # whether each rank computes on cores of its own, where there are enough
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
@@ -51,7 +53,7 @@ def launch(function: RankFunction, *arguments: Any, how: Launch) -> list[Any]:
     Function and arguments are pickled: the function by its name. Started by torchrun, this process is one rank
     of those, and every rank returns all results. Raises RankError naming rank and layer where one fails.
     """
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if started_by_torchrun():
         return _as_one_rank(function, arguments, how)
     with tempfile.TemporaryDirectory(prefix="kvrsim-") as folder:
         return _Ranks(function, arguments, how, f"file://{folder}/store").results()
@@ -67,7 +69,8 @@ def _as_one_rank(function: RankFunction, arguments: tuple[Any, ...], how: Launch
     try:
         transport = _open(rank, local, how, "env://", None)
         transport.warmup()
-        return transport.exchange(function(transport, *arguments))
+        with _pinned(local, int(os.environ.get("LOCAL_WORLD_SIZE", size)), how):
+            return transport.exchange(function(transport, *arguments))
     except LinkError as error:
         raise RankError(_faults(error, rank, None)) from None
     finally:
@@ -94,6 +97,23 @@ def _open(
     )
 
 
+@contextmanager
+def _pinned(local: int, num_local: int, how: Launch) -> Iterator[None]:
+    """Meanwhile this thread computes on cores of its rank: else, beside others' work, ranks may share one.
+
+    Threads that carry messages have been started before, and go where there is room.
+    """
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if not how.pin or how.device != "cpu" or len(cores) < num_local * how.threads:
+        yield
+        return
+    os.sched_setaffinity(0, cores[local * how.threads : (local + 1) * how.threads])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
 def _rank_main(pipe: Any, reached: Any, rank: int, call: bytes, how: Launch, init_method: str) -> None:
     """A started process: one rank, from its first word to its last."""
 
@@ -108,7 +128,8 @@ def _rank_main(pipe: Any, reached: Any, rank: int, call: bytes, how: Launch, ini
         function, arguments = pickle.loads(call)
         transport = _open(rank, rank, how, init_method, come_to)
         transport.warmup()
-        answer: tuple[str, Any] = ("result", function(transport, *arguments))
+        with _pinned(rank, how.num_ranks, how):
+            answer: tuple[str, Any] = ("result", function(transport, *arguments))
         pipe.send_bytes(pickle.dumps(answer))
     except BaseException as error:  # whatever it is, whoever started this rank must hear of it
         layer = reached[rank] if reached[rank] >= 0 else None
@@ -217,3 +238,13 @@ def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     return context
+
+
+def num_gpus() -> int:
+    """GPUs that torch sees here."""
+    return int(torch.cuda.device_count())
+
+
+def started_by_torchrun() -> bool:
+    """Whether this process is one rank of several that torchrun has started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ

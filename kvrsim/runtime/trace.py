@@ -19,7 +19,7 @@ from kvrsim.timeline import Span, SpanKind, Timeline
 Event = Literal["start", "layer", "update", "wait", "received", "send", "updated", "output", "layer_end", "token"]
 
 # Between an event and the next one: what the simulator calls it.
-_COMPUTE = {
+COMPUTE = {
     ("layer", "update"): "qkv",
     ("update", "updated"): "append",
     ("update", "wait"): "append",
@@ -153,7 +153,7 @@ def _name_of(first: Event, second: Event, rank: int, strategy: str) -> tuple[str
         return "all-gather" if strategy == "tsp" else f"KV from rank {rank - 1}", "wait"
     if (first, second) == ("send", "updated"):  # gloo writes to the socket before it returns
         return f"send to rank {rank + 1}", "wait"
-    name = _COMPUTE.get((first, second))
+    name = COMPUTE.get((first, second))
     return "assemble" if name == "append" and strategy == "tsp" else name, "compute"
 
 

@@ -162,6 +162,10 @@ def silent(transport: Any, rank: int) -> int:
     return transport.rank
 
 
+def cores_of(transport: Any) -> list[int]:
+    return sorted(os.sched_getaffinity(0))
+
+
 def rank_of(transport: Any) -> tuple[int, int]:
     return transport.rank, transport.size
 

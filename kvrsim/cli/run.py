@@ -1,0 +1,119 @@
+"""`kvrsim run`: one strategy's prefill, measured on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvrsim.cli import hardware as machine
+from kvrsim.cli.confirm import on_this_machine
+from kvrsim.cli.options import (
+    Json,
+    Plot,
+    ScenarioOptions,
+    Seed,
+    Trace,
+    check_output,
+    check_plot,
+    parse_list,
+    print_json,
+    takes_scenario,
+)
+from kvrsim.errors import InputError
+
+if TYPE_CHECKING:
+    from kvrsim.scenario import Scenario
+    from planner.confirm_run import RunResult
+
+
+@on_this_machine
+@takes_scenario
+def run(
+    options: ScenarioOptions,
+    *,
+    strategy: Annotated[str, typer.Option("--strategy", metavar="NAME", help="single, tsp, kvr-e or kvr-s.")],
+    partition: Annotated[
+        str | None,
+        typer.Option(
+            "--partition",
+            metavar="LEN,LEN,...",
+            help="Tokens of each rank. Default: the strategy's own; kvr-s searches by --profile.",
+        ),
+    ] = None,
+    device: machine.Device = "auto",
+    backend: machine.Backend = None,
+    threads: machine.Threads = None,
+    repeats: machine.Repeats = "5",
+    warmups: machine.Warmups = "1",
+    check: Annotated[bool, typer.Option("--check", help="Compare logits and KV cache with one process's.")] = False,
+    generate: Annotated[
+        str | None, typer.Option("--generate", metavar="N", help="The last rank goes on for N tokens, greedily.")
+    ] = None,
+    side_traffic: machine.SideTraffic = None,
+    timeout: machine.Timeout = None,
+    trace: Trace = None,
+    plot: Plot = None,
+    seed: Seed = "0",
+    json: Json = False,
+) -> None:
+    """Measure one strategy's prefill: on ranks of its own, or as one rank of torchrun."""
+    from kvrsim.cli.plan import parse_strategies
+    from kvrsim.units import parse_count, parse_tokens
+
+    if parse_strategies(strategy, "--strategy") != [strategy]:
+        raise InputError("--strategy", strategy, "one name")
+    tokens = 0 if generate is None else parse_count(generate, "--generate", maximum=2**20)
+    accepted = "chunk lengths with commas between, such as 5000,3192"
+    chunks = None
+    if partition is not None:
+        chunks = [parse_tokens(part, "--partition") for part in parse_list(partition, "--partition", accepted)]
+    check_output(trace, "--trace")
+    check_plot(plot)
+    machine.require_torch()
+    from planner.confirm_run import run_here
+
+    scenario = _scenario(options, device)
+    chosen = machine.HardwareOptions(
+        device=device,
+        backend=backend,
+        threads=threads,
+        repeats=repeats,
+        warmups=warmups,
+        seed=seed,
+        timeout=timeout,
+        side_traffic=side_traffic,
+    ).hardware(options, scenario)
+    found = run_here(scenario, chosen, strategy=strategy, partition=chunks, check_logits=check, generate=tokens)
+    if machine.is_first_rank():
+        _show(found, trace, plot, json=json)
+
+
+def _scenario(options: ScenarioOptions, device: str) -> Scenario:
+    """As for a prediction; without a profile, what a plain run on this device takes."""
+    if options.profile is not None:
+        return options.scenario()[0]
+    from planner.confirm_hardware import check_device
+
+    dtype = options.dtype or ("fp32" if check_device(device) == "cpu" else "fp16")
+    kernel = options.attention or "sdpa"
+    return replace(options, profile="roofline", dtype=dtype, attention=kernel).scenario()[0]
+
+
+def _show(found: RunResult, trace: str | None, plot: str | None, *, json: bool) -> None:
+    if trace is not None:
+        found.timeline.write_chrome_trace(trace)
+    if plot is not None:
+        from kvrsim.cli.render import subtitle
+        from kvrsim.gantt import write_gantt
+
+        device = f"measured on {found.num_gpus} ranks, {found.conditions['device']}"
+        line = subtitle(found.model, found.context_len, (device, f"{found.attention} attention", found.dtype))
+        write_gantt(found.timeline, plot, title=f"{found.strategy}: measured", subtitle=line)
+    if json:
+        print_json(found.to_dict())
+    else:
+        from kvrsim.cli.confirm_text import show_run
+
+        show_run(found)

@@ -1,0 +1,143 @@
+"""Job: a model, plans and a link, as every rank is told them; and what the ranks bring back."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvrsim.errors import InputError
+from kvrsim.runtime.bench import BenchReport, conditions_of, is_one_host, measure, ttft_of
+from kvrsim.runtime.cache import KvBuffer
+from kvrsim.runtime.check import Difference, compare
+from kvrsim.runtime.emulated import EmulatedLink, EmulatedTransport, SideTraffic
+from kvrsim.runtime.forward import ModelForward
+from kvrsim.runtime.geometry import Attention, load_model
+from kvrsim.runtime.plan import RunPlan, random_prompt
+from kvrsim.runtime.prefill import Outcome, Prefill, decode
+from kvrsim.runtime.transport import Transport
+
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}  # the simulator's words in torch's
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelChoice:
+    """Which model the ranks run, with random weights."""
+
+    config: str | Mapping[str, object]  # a built-in name, a path, or the keys of a config.json
+    dtype: str  # one of DTYPES
+    attention: Attention  # kernel
+    device: str = "cpu"  # or "cuda"
+    seed: int = 0  # of the weights and of the prompt
+    init_std: float | None = None  # spread of the weights; None: the config's
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise InputError("--dtype", self.dtype, "what the runtime computes in: " + ", ".join(DTYPES))
+
+    def load(self, device: torch.device | str | None = None) -> Any:
+        """The Hugging Face model, on the device of the rank."""
+        place = self.device if device is None else device
+        return load_model(self.config, DTYPES[self.dtype], place, self.attention, self.seed, self.init_std)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What all ranks measure."""
+
+    model: ModelChoice
+    plans: tuple[RunPlan, ...]
+    repeats: int = 5
+    warmups: int = 1
+    link: EmulatedLink | None = None  # None: messages as fast as they are
+    traffic: SideTraffic | None = None  # beside them, on an emulated link
+    check_logits: bool = True  # against one process
+    generate: int = 0  # tokens that the last rank goes on with, greedily, after the last plan's prefill
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobReport:
+    """What the ranks have measured."""
+
+    bench: BenchReport
+    differences: tuple[Difference, ...]  # by plan; empty where they were not asked for
+    generated: tuple[tuple[int, ...], ...] = ()  # tokens by prompt
+
+
+def run_job(transport: Transport, job: Job) -> JobReport:
+    """Measure every plan, then compare logits with one process's; every rank returns the same report."""
+    forward = ModelForward(job.model.load(_device_of(transport)))
+    linked = linked_by(transport, job.link, job.traffic)
+    vocab_size, seed = forward.model.config.vocab_size, job.model.seed
+    bench = measure(
+        linked, forward, job.plans, vocab_size=vocab_size, repeats=job.repeats, warmups=job.warmups, seed=seed
+    )
+    found: list[Difference] = []
+    if job.check_logits:
+        found = compare(transport, forward.model, job.plans, num_tokens=1, seed=seed) or []
+    generated = _generate(transport, forward, job) if job.generate else ()
+    *_, (differences, tokens) = transport.exchange((tuple(found), generated))
+    return JobReport(bench=bench, differences=differences, generated=tokens)
+
+
+def linked_by(transport: Transport, link: EmulatedLink | None, traffic: SideTraffic | None) -> Transport:
+    """The transport, over an emulated link where there is one.
+
+    Raises InputError for traffic on a real link, or an emulated link between hosts, which share no clock.
+    """
+    if link is None:
+        if traffic is not None:
+            raise InputError("--side-traffic", traffic.share, "nothing without --link-bandwidth: links are emulated")
+        return transport
+    hosts = set(transport.exchange(platform.node()))
+    if len(hosts) > 1:
+        raise InputError("--link-bandwidth", f"ranks on {len(hosts)} hosts", "ranks of one host, which share a clock")
+    return EmulatedTransport(transport, link, traffic)
+
+
+class Prefills:
+    """One rank's part in prefills of any plans of one context, one after another, in the same memory."""
+
+    def __init__(self, transport: Transport, model: ModelChoice) -> None:
+        self.transport, self.choice = transport, model
+        self.forward = ModelForward(model.load(_device_of(transport)))
+        self.one_host = is_one_host(transport)
+        self.room: list[Any] | None = None
+
+    def ttft_s(self, plan: RunPlan) -> float:
+        """Measured now; the same on every rank."""
+        geometry = self.forward.geometry
+        if self.room is None:
+            sizes: dict[str, int] = dict(prefix_len=0, chunk_len=plan.context_len, batch=plan.batch)
+            self.room = [KvBuffer(geometry, **sizes).data for _ in range(geometry.num_hidden_layers)]
+        prefill = Prefill(self.forward, self.transport, plan, room=self.room)
+        vocab_size = self.forward.model.config.vocab_size
+        ids = random_prompt(vocab_size, plan, self.choice.seed).to(geometry.device)
+        outcomes: list[Outcome] = self.transport.exchange(prefill.run(ids))
+        return ttft_of(outcomes, one_host=self.one_host)
+
+    def conditions(self) -> dict[str, str]:
+        """What the times depend on."""
+        return conditions_of(self.transport, self.forward)
+
+
+def _device_of(transport: Transport) -> Any:
+    return getattr(transport, "device", "cpu")
+
+
+def _generate(transport: Transport, forward: ModelForward, job: Job) -> tuple[tuple[int, ...], ...]:
+    """The last plan's prefill, and the tokens that follow, on the last rank; () on the others."""
+    plan = job.plans[-1]
+    ids = random_prompt(forward.model.config.vocab_size, plan, job.model.seed).to(forward.geometry.device)
+    prefill = Prefill(forward, transport, plan)
+    outcome = prefill.run(ids)
+    found: tuple[tuple[int, ...], ...] = ()
+    if outcome.tokens is not None:
+        assert prefill.cache is not None
+        rows = decode(forward.model, prefill.cache, ids, outcome.tokens, job.generate)
+        found = tuple(tuple(row) for row in rows.tolist())
+    transport.barrier()
+    return found

@@ -1,0 +1,138 @@
+"""Virtual ranks: each rank's real chunk behind its real prefix, one after another on ONE device.
+
+What is measured is the time of every part of every layer on every rank; messages are not sent. The logits are exact:
+a rank finds the K and V that the ranks before it have computed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from kvrsim.runtime.bench import conditions_of
+from kvrsim.runtime.cache import KvBuffer, PrefixCache, UpdateEvent
+from kvrsim.runtime.forward import ModelForward
+from kvrsim.runtime.job import Job
+from kvrsim.runtime.load import HostLoad
+from kvrsim.runtime.plan import RunPlan, random_prompt
+from kvrsim.runtime.trace import COMPUTE, Mark, Recorder, hooked
+from kvrsim.runtime.transport import Transport
+
+Parts = Mapping[tuple[int | None, str], float]  # seconds by layer (None: outside) and the simulator's word
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VirtualTiming:
+    """One plan, replayed again and again."""
+
+    plan: RunPlan
+    repeats: tuple[tuple[Parts, ...], ...]  # by repetition, by rank
+    other_cores: tuple[float | None, ...]  # by repetition: cores that others kept busy; None: not told
+    logits_error: float | None  # largest difference from one process's logits; None: not asked for
+    logits_scale: float | None  # largest logit, by magnitude
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VirtualReport:
+    """What was measured, and on what."""
+
+    timings: tuple[VirtualTiming, ...]  # by plan
+    conditions: dict[str, str]
+
+
+def run_virtual(transport: Transport, job: Job) -> VirtualReport:
+    """Replay the ranks of every plan on this one process's device, plans interleaved."""
+    forward = ModelForward(job.model.load(getattr(transport, "device", "cpu")))
+    recorder = Recorder(forward.geometry.device)
+    plans = [_VirtualRanks(forward, plan, recorder, job.model.seed) for plan in job.plans]
+    repeats: list[list[tuple[Parts, ...]]] = [[] for _ in plans]
+    cores: list[list[float | None]] = [[] for _ in plans]
+    load = HostLoad()
+    with hooked(forward.model, forward.geometry, recorder):
+        for repetition in range(job.warmups + job.repeats):
+            for number, plan in enumerate(plans):
+                load.other_cores(time.process_time())
+                found = plan.run()
+                others = load.other_cores(time.process_time())
+                if repetition >= job.warmups:
+                    repeats[number].append(found)
+                    cores[number].append(others)
+    alone = _logits_alone(forward.model, plans[0].ids) if job.check_logits else None
+    timings = tuple(
+        VirtualTiming(
+            plan=plan.plan,
+            repeats=tuple(repeats[number]),
+            other_cores=tuple(cores[number]),
+            logits_error=None if alone is None else float((plan.logits.float() - alone).abs().max()),
+            logits_scale=None if alone is None else float(alone.abs().max()),
+        )
+        for number, plan in enumerate(plans)
+    )
+    told = {"repetitions": f"{job.repeats} after {job.warmups} warm-ups, plans interleaved"}
+    return VirtualReport(timings=timings, conditions=conditions_of(transport, forward) | told)
+
+
+class _VirtualRanks:
+    """The ranks of one plan, which share the K and V of the whole context."""
+
+    def __init__(self, forward: ModelForward, plan: RunPlan, recorder: Recorder, seed: int) -> None:
+        geometry = forward.geometry
+        plan.check(geometry)
+        self.forward, self.plan, self.recorder = forward, plan, recorder
+        self.logits: Any = None
+        self.ids = random_prompt(forward.model.config.vocab_size, plan, seed).to(geometry.device)
+        sizes: dict[str, Any] = dict(prefix_len=0, chunk_len=plan.context_len, batch=plan.batch)
+        self.whole = [KvBuffer(geometry, **sizes) for _ in range(geometry.num_hidden_layers)]
+        for buffer in self.whole:
+            buffer.data.zero_()  # what a mask hides must be a number all the same
+        self.caches = [self._cache(start, end) for start, end in pairwise(plan.partition.boundaries)]
+
+    def run(self) -> tuple[Parts, ...]:
+        """One prefill: seconds of every part, rank by rank."""
+        return tuple(self._rank(rank) for rank in range(len(self.caches)))
+
+    def _cache(self, start: int, end: int) -> PrefixCache:
+        """A rank's view: TSP's dense attention covers what comes later too, as it does after a real all-gather."""
+        plan = self.plan
+        dense = plan.strategy == "tsp" and plan.tsp_keys == "dense" and end - start > 1
+        sizes: dict[str, Any] = dict(prefix_len=start, chunk_len=end - start, batch=plan.batch)
+        sizes |= dict(total_len=plan.context_len, visible_len=plan.context_len if dense else end)
+        buffers = [KvBuffer(one.geometry, data=one.data, **sizes) for one in self.whole]
+        return PrefixCache(buffers, on_update=self._on_update)
+
+    def _on_update(self, layer: int, event: UpdateEvent) -> None:
+        self.recorder.mark(event, layer)
+
+    def _rank(self, rank: int) -> Parts:
+        start, end = self.plan.partition.boundaries[rank : rank + 2]
+        is_last = end == self.plan.context_len
+        self.recorder.start()
+        logits = self.forward(self.ids[:, start:end], start, self.caches[rank], is_last=is_last)
+        if is_last:
+            self.logits = logits
+            logits.argmax(-1).tolist()  # the first token, which a user waits for
+        self.recorder.mark("token")
+        return _parts(self.recorder.marks(), is_last=is_last)
+
+
+def _parts(marks: Sequence[Mark], *, is_last: bool) -> Parts:
+    """Seconds between marks by the simulator's words; only the last rank has a head."""
+    found: dict[tuple[int | None, str], float] = {}
+    for first, second in pairwise(marks):
+        name = COMPUTE.get((first.event, second.event))
+        if name is None or (name == "head" and not is_last):
+            continue
+        key = (None if name in ("embedding", "head") else first.layer, name)
+        found[key] = found.get(key, 0.0) + second.time_s - first.time_s
+    return found
+
+
+def _logits_alone(model: Any, ids: Any) -> Any:
+    """What transformers computes by itself, of the last token."""
+    with torch.inference_mode():
+        return model(input_ids=ids, logits_to_keep=1).logits[:, -1].float()

@@ -1,0 +1,89 @@
+"""Virtual ranks compute what real ones do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from runtime_models import CONFIGS
+
+from kvrsim.partition import Partition
+from kvrsim.runtime.job import Job, ModelChoice
+from kvrsim.runtime.plan import RunPlan
+from kvrsim.runtime.virtual import VirtualReport, run_virtual
+
+CONTEXT_LEN = 23
+
+
+class Alone:
+    """A transport of one rank."""
+
+    rank, size, name = 0, 1, "none"
+    device = torch.device("cpu")
+
+
+def plans_of(kernel: str, batch: int) -> tuple[RunPlan, ...]:
+    def plan(strategy: Any, *chunks: int, **settings: Any) -> RunPlan:
+        return RunPlan(strategy=strategy, partition=Partition(chunk_lens=chunks), batch=batch, **settings)
+
+    keys = "truncated" if kernel == "flash" else "dense"
+    return (
+        plan("single", CONTEXT_LEN),
+        plan("kvr", 12, 11),
+        plan("kvr", 9, 7, 1, 6),
+        plan("tsp", 12, 11, tsp_keys=keys),
+        plan("tsp", 11, 1, 11, tsp_keys=keys),
+    )
+
+
+def virtual(name: str, kernel: str, batch: int = 1) -> VirtualReport:
+    model = ModelChoice(config=CONFIGS[name], dtype="fp32", attention=kernel, init_std=0.2, seed=1)  # type: ignore[arg-type]
+    job = Job(model=model, plans=plans_of(kernel, batch), repeats=2, warmups=1)
+    return run_virtual(Alone(), job)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "batch"),
+    [
+        ("llama-gqa", "eager", 1), ("llama-mqa", "sdpa", 2), ("llama-mha", "flash", 1), ("qwen3", "sdpa", 1),
+        ("falcon-grouped", "sdpa", 1), ("falcon-mqa", "eager", 2), ("falcon-alibi", "sdpa", 1),
+    ],
+)  # fmt: skip
+def test_logits_are_one_processs(name: str, kernel: str, batch: int) -> None:
+    for timing in virtual(name, kernel, batch).timings:
+        assert timing.logits_error is not None
+        assert timing.logits_scale is not None
+        assert timing.logits_error <= 1e-5, timing.plan.label
+        assert timing.logits_scale > 1  # so that the tolerance means something
+
+
+def test_every_part_of_every_layer_is_measured_on_every_rank() -> None:
+    report = virtual("llama-gqa", "sdpa")
+    for timing in report.timings:
+        assert len(timing.repeats) == len(timing.other_cores) == 2
+        for ranks in timing.repeats:
+            assert len(ranks) == len(timing.plan.partition.chunk_lens)
+            for rank, parts in enumerate(ranks):
+                inside = {(layer, part) for layer in range(3) for part in ("qkv", "append", "attention", "output+mlp")}
+                ends = {(None, "embedding")} | ({(None, "head")} if rank == len(ranks) - 1 else set())
+                assert set(parts) == inside | ends
+                assert all(seconds >= 0 for seconds in parts.values())
+    assert report.conditions["attention"] == "sdpa"
+
+
+def test_a_rank_that_had_no_prefix_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvrsim.runtime import virtual as module
+
+    real = module._VirtualRanks._rank
+
+    def spoilt(self: Any, rank: int) -> Any:
+        if rank > 0:
+            for buffer in self.whole:
+                buffer.data.zero_()
+        return real(self, rank)
+
+    monkeypatch.setattr(module._VirtualRanks, "_rank", spoilt)
+    kvr = virtual("llama-gqa", "sdpa").timings[1]
+    assert kvr.logits_error is not None
+    assert kvr.logits_error > 0.1
