@@ -9,6 +9,7 @@ from pathlib import Path
 from kvrsim.files import write_atomically
 from validate.figures.breakdown import draw_breakdown
 from validate.figures.kvr_p import draw_kvr_p
+from validate.figures.noise import draw_noise
 from validate.figures.page import IMAGES, page
 from validate.figures.predictions import Predictions
 from validate.figures.printed import read_printed
@@ -28,6 +29,7 @@ def steps(scope: Scope, predictions: Predictions, docs: Path) -> list[Step]:
         "scalability": lambda: draw_scalability(scope, predictions, printed),
         "partitions": lambda: draw_breakdown(scope, predictions, printed),
         "kvr-p": lambda: draw_kvr_p(scope, predictions, printed),
+        "noise": lambda: draw_noise(scope, predictions, printed),
     }
     files = [(docs / IMAGES / f"{name}.png", draw) for name, draw in drawn.items()]
     return [*files, (docs / "figures.md", lambda: page(scope, predictions, printed).encode())]

@@ -8,6 +8,7 @@ from kvrsim.units import format_tokens
 from validate.figures.breakdown import breakdown_contexts
 from validate.figures.kvr_p import comparison, tables
 from validate.figures.lookup import Interpolated
+from validate.figures.noise import noise_section
 from validate.figures.predictions import PROFILE, Predictions
 from validate.figures.printed import Printed
 from validate.figures.scalability import scalings
@@ -25,7 +26,7 @@ def page(scope: Scope, predictions: Predictions, printed: Printed) -> str:
         _scalability(scope, predictions, printed),
         _partitions(scope, predictions, printed),
         _lookup(scope, predictions, printed),
-        _noise(),
+        noise_section(scope, predictions, printed, image("noise", "Increase of TTFT on a noisy network")),
         _tables(scope, predictions),
     )
     return "\n".join(line for section in sections for line in section).rstrip() + "\n"
@@ -227,15 +228,6 @@ def _interval(one: Interpolated) -> str:
 def shares_text(shares: Sequence[float]) -> str:
     """.350 .255 .210 .185, as the paper prints them."""
     return " ".join(f"{share:.3f}".removeprefix("0") for share in shares)
-
-
-def _noise() -> list[str]:
-    return [
-        "## A noisy network (Fig. 11)",
-        "",
-        "Left out: the simulator has no noise yet, neither the traffic of a sidecar nor jitter of kernels.",
-        "",
-    ]
 
 
 def _tables(scope: Scope, predictions: Predictions) -> list[str]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from kvrsim.distribution import Distribution
+from kvrsim.noise_spec import parse_noise
 from kvrsim.results import Plan, SimResult
 from kvrsim.scenario import Scenario
+from planner.disturbed import Disturbance
 from planner.plan import make_plan
 from planner.scenarios import make_scenario
 from planner.simulate import run_simulation
@@ -27,6 +30,7 @@ class Predictions:
         self._on_new = on_new
         self._results: dict[tuple[str, int, int, str], SimResult] = {}
         self._of_rows: dict[Row, SimResult] = {}
+        self._noisy: dict[tuple[str, int, int, str, str, int], Distribution] = {}
         self._plans: dict[tuple[str, int, int], Plan] = {}
 
     def of(self, model: str, context_len: int, num_gpus: int, strategy: str) -> SimResult:
@@ -47,6 +51,23 @@ class Predictions:
         """KVR with that partition."""
         scenario = _scenario(model, context_len, len(chunk_lens))
         return self._new(run_simulation(scenario, strategy="kvr-s", partition=chunk_lens))
+
+    def noisy(
+        self, model: str, context_len: int, num_gpus: int, strategy: str, *, noise: str, samples: int
+    ) -> Distribution:
+        """TTFTs of a strategy with its quiet partition under a noise."""
+        key = (model, context_len, num_gpus, strategy, noise, samples)
+        if key not in self._noisy:
+            result = run_simulation(
+                _scenario(model, context_len, num_gpus),
+                strategy=strategy,
+                partition=self.of(model, context_len, num_gpus, strategy).partition,
+                disturbance=Disturbance(noise=parse_noise(noise), num_samples=samples),
+            )
+            assert result.noisy is not None
+            self._noisy[key] = result.noisy
+            self._on_new()
+        return self._noisy[key]
 
     def plan(self, model: str, context_len: int, num_gpus: int) -> Plan:
         """All strategies and the bounds."""

@@ -25,6 +25,8 @@ class Scope:
     knots: tuple[int, ...] = (4096, 8192, 12288, 16384)  # tokens; contexts in the lookup table
     interpolated_every: int = 512  # tokens; contexts at which KVR-P is compared with a search
     lookup_gpu_counts: tuple[int, ...] = (4, 8)
+    noise: str = "paper"  # of the noisy network
+    noise_samples: int = 400  # runs a bar
 
     @property
     def models(self) -> tuple[str, ...]:

@@ -1,0 +1,83 @@
+"""Requests alike, one behind the other on the same GPUs: when they come, and how they fare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvrsim.errors import InputError
+from kvrsim.units import format_seconds, parse_seconds
+
+MAX_REQUESTS = 10_000
+_POISSON = "poisson:"
+EVERY = "a time between requests with its unit, such as 500ms, 0s (all at once), or poisson:500ms (a mean)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrivals:
+    """When requests come; the first at 0."""
+
+    count: int  # requests, at least 1
+    every_s: float = 0.0  # seconds between one and the next, or their mean
+    poisson: bool = False  # gaps drawn from an exponential distribution, else all the same
+
+    def __post_init__(self) -> None:
+        if isinstance(self.count, bool) or not 1 <= self.count <= MAX_REQUESTS:
+            raise InputError("--requests", self.count, f"a whole number from 1 to {MAX_REQUESTS}")
+
+    @classmethod
+    def parse(cls, count: int, every: str) -> Arrivals:
+        """From --requests and --every; InputError says what is accepted."""
+        poisson = every.startswith(_POISSON)
+        try:
+            every_s = parse_seconds(every.removeprefix(_POISSON), "--every", allow_zero=True)
+        except InputError:
+            raise InputError("--every", every, EVERY) from None
+        return cls(count=count, every_s=every_s, poisson=poisson)
+
+    def times_s(self, seed: int) -> tuple[float, ...]:
+        """Ascending, one a request; the same seed gives the same."""
+        if self.poisson:
+            gaps = np.random.default_rng(seed).exponential(self.every_s, self.count - 1)
+        else:
+            gaps = np.full(self.count - 1, self.every_s)
+        return (0.0, *map(float, np.cumsum(gaps)))
+
+    def describe(self) -> str:
+        """A few words for people."""
+        if not self.every_s:
+            return "all at once"
+        return f"one every {format_seconds(self.every_s)}" + (" on average (Poisson)" if self.poisson else "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamResult:
+    """Requests alike, each rank running them one after another."""
+
+    arrivals: str  # in words
+    arrivals_s: tuple[float, ...]
+    ttft_s: tuple[float, ...]  # of each request, from its arrival
+    throughput_per_s: float  # requests over the time from the first arrival until all ranks are done
+    steady_per_s: float | None  # of requests without end, all there from the start; None: not worked out
+    busy_s: tuple[float, ...]  # a rank: device time of its own operations, of one request
+    utilisation: tuple[float, ...]  # a rank: its busy time over the time until all ranks are done
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        p50_s, p95_s, p99_s = (float(value) for value in np.quantile(self.ttft_s, (0.5, 0.95, 0.99)))
+        return {
+            "count": len(self.ttft_s),
+            "arrivals": self.arrivals,
+            "arrivals_s": list(self.arrivals_s),
+            "ttft_s": list(self.ttft_s),
+            "mean_ttft_s": float(np.mean(self.ttft_s)),
+            "p50_ttft_s": p50_s,
+            "p95_ttft_s": p95_s,
+            "p99_ttft_s": p99_s,
+            "throughput_per_s": self.throughput_per_s,
+            "steady_per_s": self.steady_per_s,
+            "busy_s": list(self.busy_s),
+            "utilisation": list(self.utilisation),
+        }
