@@ -16,9 +16,9 @@ from kvrsim.distribution import objective_of
 from kvrsim.noise_spec import parse_noise
 from kvrsim.partition import Partition
 from kvrsim.strategies import STRATEGIES
-from planner.disturbed import with_fixed
+from planner.disturbed import FIRST_JUDGING_SAMPLE, with_fixed
 from planner.noisy import NoisyEvaluator
-from planner.robust import FIRST_JUDGING_SAMPLE, robust_plan
+from planner.robust import robust_plan
 from planner.scenarios import make_scenario
 from planner.search import search
 

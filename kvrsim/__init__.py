@@ -20,12 +20,18 @@ if TYPE_CHECKING:
     from kvrsim.errors import InfeasibleError, InputError, KvrsimError
     from kvrsim.hardware import Cluster, GpuSpec, LinkSpec, load_cluster
     from kvrsim.model import ModelSpec, load_model
+    from kvrsim.noise import Noise
     from kvrsim.partition import Partition
     from kvrsim.profile import CalibrationProfile, load_profile
     from kvrsim.request import Request
     from kvrsim.results import Plan, SimResult
     from kvrsim.scenario import Scenario
     from kvrsim.timeline import Span, Timeline
+    from planner.capacity.answer import CapacityPlan
+    from planner.confirm_facade import confirm
+    from planner.map import StrategyMap
+    from planner.map_strategies import map_strategies
+    from planner.table import PartitionTable, load_table
 
 __version__ = "0.1.0"
 
@@ -39,17 +45,24 @@ __all__ = [
     "LinkSpec",
     "ModelSpec",
     "Partition",
+    "PartitionTable",
     "Plan",
     "Request",
     "Scenario",
     "SimResult",
     "Span",
+    "StrategyMap",
     "Timeline",
     "__version__",
+    "build_table",
+    "capacity",
+    "confirm",
     "load_cluster",
     "load_model",
     "load_profile",
+    "load_table",
     "make_scenario",
+    "map_strategies",
     "plan",
     "simulate",
 ]
@@ -64,6 +77,10 @@ _HOMES = {
     "kvrsim.results": ("Plan", "SimResult"),
     "kvrsim.scenario": ("Scenario",),
     "kvrsim.timeline": ("Span", "Timeline"),
+    "planner.confirm_facade": ("confirm",),
+    "planner.map": ("StrategyMap",),
+    "planner.map_strategies": ("map_strategies",),
+    "planner.table": ("PartitionTable", "load_table"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -95,28 +112,37 @@ def plan(
     attention: str | None = None,
     batch: int | str = 1,
     cached_prefix: int | str = 0,
-    dtype: str = "fp16",
+    dtype: str | None = None,
     strategies: Sequence[str] = ("single", "tsp", "kvr-e", "kvr-s"),
     method: str = "auto",
     stride: int | str | None = None,
+    table: str | PathLike[str] | PartitionTable | None = None,
     on_progress: Callable[[int, int, float], None] | None = None,
     timeline: bool = False,
+    noise: str | Noise | None = None,
+    objective: str = "mean",
+    samples: int = 200,
+    seed: int = 0,
 ) -> Plan:
     """Compare strategies for one prefill, each with its best partition, and bound what is possible at all.
 
     The arguments up to `dtype` are those of make_scenario.
 
-    strategies: names out of "single", "tsp", "kvr-e", "kvr-s".
+    strategies: names (see docs/strategies.md), such as "tsp", "zigzag" or "tp8+kvr-s"; or "all", ranked.
     method: how KVR-S's partition is searched: "grid" (the paper's), "analytical", or "auto".
     stride: tokens that every searched chunk boundary is a multiple of; None: chosen for the context.
+    table: where "kvr-p" looks its partition up: a file of build_table, or a PartitionTable.
     on_progress: called during the search with partitions simulated, partitions expected, best TTFT so far
         in seconds.
 
     timeline: whether the plan carries every span of time of the best strategy.
+    noise: what disturbs it, as after --noise, or a Noise; KVR-S's partition is then searched for the `objective`
+        ("mean", "p50", "p95" or "p99" of TTFT), and judged by so many other `samples` of that `seed`.
 
     Raises InputError naming the command line's argument. Where nothing fits in memory, the plan's `feasible`
     is False.
     """
+    from planner.disturbed import as_asked
     from planner.plan import make_plan
 
     scenario, warnings = make_scenario(
@@ -138,9 +164,12 @@ def plan(
         strategies=strategies,
         method=method,
         stride=None if stride is None else _tokens(stride, "--stride"),
+        table=_table(table),
         warnings=warnings,
         on_progress=on_progress,
         timeline=timeline,
+        disturbance=as_asked(noise, samples, seed),
+        objective=objective,
     )
 
 
@@ -158,26 +187,39 @@ def simulate(
     attention: str | None = None,
     batch: int | str = 1,
     cached_prefix: int | str = 0,
-    dtype: str = "fp16",
+    dtype: str | None = None,
     partition: Sequence[int] | None = None,
+    table: str | PathLike[str] | PartitionTable | None = None,
     executor: str | None = None,
     timeline: bool = False,
     breakdown: bool = False,
+    noise: str | Noise | None = None,
+    samples: int = 200,
+    requests: int | None = None,
+    every: str = "0s",
+    seed: int = 0,
 ) -> SimResult:
     """Simulate one strategy's prefill.
 
     All arguments but these are those of make_scenario.
 
-    strategy: "single", "tsp", "kvr-e" or "kvr-s".
+    strategy: a name, such as "tsp", "kvr-s", "zigzag" or "tp8+kvr-s" (see docs/strategies.md).
     partition: new tokens a rank, summing to the context less the cached prefix; None: the strategy's own
-        ("kvr-s" searches it first).
+        ("kvr-s" searches it first, "kvr-p" looks it up).
+    table: where "kvr-p" looks it up: a file of build_table, or a PartitionTable.
     executor: "batch", "event" (simulates queues on links one by one), or None for the one that is needed.
     timeline: whether the result carries every span of time; asks for the event executor.
     breakdown: whether it carries the seconds of every operation on every rank, the share of the roofline that
         they are, and how they are known (result.breakdown.to_frame()); asks for the event executor.
 
+    noise: what disturbs it, as after --noise, or a Noise; result.noisy is the distribution over so many `samples`.
+    requests: so many prompts alike behind each other (result.stream), `every` "500ms", "poisson:500ms", or all at once.
+    seed: of the noise and of Poisson gaps.
+
     Raises InputError naming the command line's argument.
     """
+    from kvrsim.stream import Arrivals
+    from planner.disturbed import as_asked
     from planner.simulate import run_simulation
 
     scenario, warnings = make_scenario(
@@ -198,11 +240,62 @@ def simulate(
         scenario,
         strategy=strategy,
         partition=partition,
+        table=_table(table),
         executor=executor,
         timeline=timeline,
         with_breakdown=breakdown,
+        disturbance=as_asked(noise, samples, seed),
+        arrivals=None if requests is None else Arrivals.parse(requests, every),
+        seed=seed,
         warnings=warnings,
     )
+
+
+def build_table(
+    *,
+    ctx: Sequence[int] | str,
+    gpus: Sequence[int] | str = (2, 4, 8),
+    jobs: int = 1,
+    on_progress: Callable[[int, int], None] | None = None,
+    **scenario: Any,
+) -> PartitionTable:
+    """Search the best partition for many contexts and numbers of GPUs: a lookup table for "kvr-p".
+
+    ctx: contexts in tokens, or text such as "1k:32k:1k" (both ends included) or "4k,8k".
+    gpus: numbers of GPUs, or text such as "2,4,8".
+    jobs: processes that work on it; more than one needs a script with `if __name__ == "__main__"` on some systems.
+    on_progress: called with entries searched and entries in all.
+    scenario: the other arguments of make_scenario.
+
+    Raises InputError naming the command line's argument.
+    """
+    from kvrsim.errors import InputError
+    from kvrsim.ranges import parse_counts, parse_lengths
+    from planner.table_backends import Pool
+    from planner.table_build import make_table
+
+    lengths = parse_lengths(ctx, "--ctx") if isinstance(ctx, str) else tuple(_tokens(one, "--ctx") for one in ctx)
+    counts = parse_counts(gpus, "--gpus") if isinstance(gpus, str) else tuple(_count(one, "--gpus") for one in gpus)
+    for values, argument in ((lengths, "--ctx"), (counts, "--gpus")):
+        if not values:
+            raise InputError(argument, "nothing", "at least one")
+    base, _ = make_scenario(ctx=max(lengths), gpus=max(counts), **scenario)
+    with Pool(jobs=_count(jobs, "--jobs")) as pool:
+        return make_table(base, counts, lengths, pool=pool, on_progress=on_progress)
+
+
+def capacity(
+    *, requests: str | PathLike[str], slo_ttft: float | str, percentile: float | str = 99, **options: Any
+) -> CapacityPlan:
+    """Find the smallest or cheapest fleet whose TTFT is within the target for so many percent of the requests.
+
+    requests: a trace, or "synthetic:..." (docs/capacity.md). options: the other options of `kvrsim capacity`, with _
+    for -, and on_progress, told what is being worked on. Raises InputError naming the command line's argument; where
+    nothing meets the target, the plan's `feasible` is False.
+    """
+    from planner.capacity.facade import ask
+
+    return ask(make_scenario, requests=requests, slo_ttft=slo_ttft, percentile=percentile, **options)
 
 
 def make_scenario(
@@ -218,7 +311,7 @@ def make_scenario(
     attention: str | None = None,
     batch: int | str = 1,
     cached_prefix: int | str = 0,
-    dtype: str = "fp16",
+    dtype: str | None = None,
 ) -> tuple[Scenario, tuple[str, ...]]:
     """What a prediction is about, and notes on it; numbers may be text, as on the command line.
 
@@ -227,14 +320,15 @@ def make_scenario(
     model: a built-in name, a path to a Hugging Face config.json or its folder, or a ModelSpec.
     profile: a built-in name, a path, "roofline" (the datasheet's limits), or a CalibrationProfile; None: the
         one measured on the cluster's GPU.
-    cluster: a built-in name, a path, or a Cluster; None: A100s of 80 GB on NVLink.
+    cluster: a built-in name, a path, or a Cluster; None: the one that the profile was measured on, where it says,
+        or else A100s of 80 GB on NVLink.
     link_bandwidth: bytes per second one way, or text such as "10GB/s", in the place of the cluster's.
     link_latency: seconds, or text such as "5us", in the place of the cluster's.
     topology: "switch", "bus" or "chain", in the place of the cluster's.
-    attention: kernel, "eager" or "flash"; None: the profile's first.
+    attention: kernel, "eager", "sdpa" or "flash"; None: the profile's first.
     batch: sequences prefilled together.
     cached_prefix: leading tokens of the context whose KV every rank already holds.
-    dtype: "fp16", "bf16" or "fp8", of weights, activations and KV cache.
+    dtype: "fp16", "bf16", "fp8" or "fp32", of weights, activations and KV cache; None: fp16, or what the profile has.
 
     Raises InputError naming the command line's argument.
     """
@@ -265,6 +359,13 @@ _Thing = TypeVar("_Thing")
 def _named(value: _Thing | PathLike[str]) -> _Thing | str:
     """A path as text; the rest as it is."""
     return str(value) if hasattr(value, "__fspath__") else value
+
+
+def _table(value: str | PathLike[str] | PartitionTable | None) -> PartitionTable | None:
+    """A table, read where it is named by its file."""
+    from planner.table import PartitionTable, load_table
+
+    return value if value is None or isinstance(value, PartitionTable) else load_table(str(value))
 
 
 def _tokens(value: int | str, argument: str) -> int:

@@ -145,6 +145,11 @@ class Cluster:
         """Whether flows compete for one bandwidth, so that durations depend on what else is in flight."""
         return self.topology == "bus" and self.num_gpus > 1
 
+    def slowness(self, rank: int) -> float:
+        """How many times as long as the others a rank computes; see kvrsim.uneven."""
+        assert 0 <= rank < self.num_gpus, rank
+        return 1.0
+
     def path(self, src: int, dst: int) -> Path:
         """The way from rank `src` to another rank `dst`."""
         assert src != dst, src

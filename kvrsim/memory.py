@@ -13,6 +13,7 @@ from kvrsim.model import ModelSpec
 from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
+from kvrsim.strategies.pipeline import stages
 
 EAGER_SCORE_PEAK_BYTES = 10  # an element of the score matrix at two bytes an element, as counted above
 RUNTIME_BYTES = 1_000_000_000  # CUDA context, cuBLAS workspace and NCCL buffers of one process
@@ -42,8 +43,13 @@ class RankMemory:
 
 
 def memory_of(scenario: Scenario, strategy: Strategy, partition: Partition) -> tuple[RankMemory, ...]:
-    """Peak memory of every rank."""
-    return tuple(_rank_memory(scenario, strategy, partition, rank) for rank in range(len(partition.chunk_lens)))
+    """Peak memory of every GPU, rank by rank; those of a group have equal shares."""
+    if strategy.pipeline is not None:
+        held = stages(scenario.share.num_hidden_layers, scenario.cluster.num_gpus)
+        ranks = [_stage_memory(scenario, partition, stage, len(held)) for stage in enumerate(held)]
+    else:
+        ranks = [_rank_memory(scenario, strategy, partition, rank) for rank in range(len(partition.chunk_lens))]
+    return tuple(rank for rank in ranks for _ in range(scenario.gpus_per_rank))
 
 
 def fits(scenario: Scenario, memory: tuple[RankMemory, ...]) -> bool:
@@ -52,15 +58,18 @@ def fits(scenario: Scenario, memory: tuple[RankMemory, ...]) -> bool:
 
 
 def _rank_memory(scenario: Scenario, strategy: Strategy, partition: Partition, rank: int) -> RankMemory:
-    model, request = scenario.model, scenario.request
+    model, request = scenario.share, scenario.request
     width, batch = request.dtype_bytes, request.batch
     chunk = partition.chunk_lens[rank]
     end = request.cached_prefix + partition.boundaries[rank + 1]
-    held = request.context_len if strategy.gathers_kv else end
-    attended = held if scenario.kernel == "eager" else end
+    held = {"prefix": end, "all": request.context_len, "own": request.cached_prefix + chunk}[strategy.kept]
+    attended = end if strategy.kept == "prefix" else request.context_len
     last = rank == len(partition.chunk_lens) - 1
     kv_token_layer = model.kv_bytes_per_token_layer(width)
-    in_flight = held - (0 if strategy.gathers_kv else chunk)
+    if strategy.gathers_kv:
+        in_flight = request.context_len
+    else:  # all before the chunk; of a ring, the piece that is worked on and the one that comes
+        in_flight = end - chunk if strategy.kept == "prefix" else 2 * max(partition.chunk_lens)
     return RankMemory(
         weights=model.weight_bytes(width),
         kv_cache=batch * held * model.kv_bytes_per_token(width),
@@ -68,6 +77,28 @@ def _rank_memory(scenario: Scenario, strategy: Strategy, partition: Partition, r
         activations=batch * chunk * _activation_elements(model) * width,
         scores=_scores(scenario, chunk, attended) if scenario.kernel == "eager" else 0,
         logits=batch * _logits_bytes(scenario, chunk, width) if last else 0,
+        runtime=RUNTIME_BYTES,
+    )
+
+
+def _stage_memory(scenario: Scenario, partition: Partition, stage: tuple[int, range], num_stages: int) -> RankMemory:
+    """One stage of a pipeline: its own layers, K and V of all tokens in them, a piece at a time."""
+    model, request = scenario.share, scenario.request
+    width, batch = request.dtype_bytes, request.batch
+    rank, layers = stage
+    piece, last = max(partition.chunk_lens), rank == num_stages - 1
+    parameters = sum(model.layers[layer].num_parameters for layer in layers)
+    if rank == 0 or (last and model.tie_word_embeddings):
+        parameters += model.vocab_size * model.hidden_size
+    if last:
+        parameters += model.final_norm_parameters + (0 if model.tie_word_embeddings else model.lm_head.num_parameters)
+    return RankMemory(
+        weights=parameters * width,
+        kv_cache=batch * request.context_len * len(layers) * model.kv_bytes_per_token_layer(width),
+        gathered=2 * batch * piece * model.hidden_size * width if num_stages > 1 else 0,
+        activations=batch * piece * _activation_elements(model) * width,
+        scores=_scores(scenario, piece, request.context_len) if scenario.kernel == "eager" else 0,
+        logits=batch * _logits_bytes(scenario, partition.chunk_lens[-1], width) if last else 0,
         runtime=RUNTIME_BYTES,
     )
 
@@ -84,7 +115,7 @@ def _activation_elements(model: ModelSpec) -> int:
 
 
 def _scores(scenario: Scenario, chunk: int, attended: int) -> int:
-    elements = scenario.request.batch * scenario.model.num_attention_heads * chunk * attended
+    elements = scenario.request.batch * scenario.share.num_attention_heads * chunk * attended
     return elements * EAGER_SCORE_PEAK_BYTES * scenario.request.dtype_bytes // 2
 
 

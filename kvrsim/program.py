@@ -13,7 +13,7 @@ begun to issue it, and ends it no earlier than the host has issued all of it:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,7 @@ class Send:
     nbytes: Array  # message size, shape (B,)
     host_s: float = 0.0
     rendezvous: bool = False
+    in_turn: bool = False  # after the rank's other such messages have left, whatever links they take
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,18 +67,69 @@ class AllGather:
     host_s: float = 0.0
 
 
-Op = Compute | Send | Recv | AllGather
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RingPass:
+    """p rounds of work on a piece, each but the last while the piece goes on to the next rank.
+
+    Two buffers: one is worked on and sent, the other received. A piece moves when both ranks have come to
+    the round; a rank comes to the next round when its work is done, its piece has left and the next is there.
+    """
+
+    name: str  # of the work
+    device_s: Array  # of each round, shape (p, B)
+    nbytes: Array  # of the piece held in each round but the last, shape (p - 1, B)
+    host_s: tuple[float, ...]  # of each round
+    overlaps: bool = True  # the work runs beside the message; else after it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AllToAll:
+    """A message to every other rank, the next rank's first, one after another as each rank has one way out.
+
+    Every message waits for its receiver to come to the collective, and a rank goes on when all of its own have
+    left and those for it have come.
+    """
+
+    nbytes: Array  # to the rank 1, 2, ... further on, shape (p - 1, B)
+    host_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collective:
+    """One among the GPUs that the rank stands for: they do all else alike, so they come to it together."""
+
+    name: str  # what a timeline calls it
+    seconds: Array  # that it holds the compute stream, shape (B,)
+    nbytes: Array  # that each of the GPUs sends
+    host_s: float = 0.0
+
+
+Op = Compute | Send | Recv | AllGather | RingPass | AllToAll | Collective
+
+
+def work_s(op: Op) -> Array:
+    """Device seconds of the rank's own work in an operation, shape (B,)."""
+    if isinstance(op, Compute):
+        return op.device_s
+    if isinstance(op, RingPass):
+        return np.asarray(op.device_s.sum(axis=0))
+    return np.zeros(1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """All that every rank does from the prompt to the first token."""
+    """All that every rank does from the prompt to the first token.
+
+    Most strategies have a block a kind of layer. Where ranks hold different layers, a block is a step of all
+    ranks, and `layer_numbers` says which layer it is on each.
+    """
 
     strategy: str
     prologue: tuple[tuple[Op, ...], ...]  # per rank: embedding
     layers: tuple[tuple[tuple[Op, ...], ...], ...]  # per kind of layer, per rank
     layer_kind_index: tuple[int, ...]  # which kind each layer is, in order
     epilogue: tuple[tuple[Op, ...], ...]  # per rank: final norm and head, on the last rank
+    layer_numbers: tuple[tuple[int | None, ...], ...] | None = None  # per rank, of each block; None: in order
 
     @property
     def num_ranks(self) -> int:
@@ -87,7 +139,25 @@ class Program:
     def ops(self, rank: int) -> Sequence[tuple[int | None, Op]]:
         """The whole sequence of one rank as (layer or None, operation)."""
         sequence: list[tuple[int | None, Op]] = [(None, op) for op in self.prologue[rank]]
-        for layer, kind in enumerate(self.layer_kind_index):
+        numbers = range(len(self.layer_kind_index)) if self.layer_numbers is None else self.layer_numbers[rank]
+        for layer, kind in zip(numbers, self.layer_kind_index, strict=True):
             sequence.extend((layer, op) for op in self.layers[kind][rank])
         sequence.extend((None, op) for op in self.epilogue[rank])
         return sequence
+
+    def slowed(self, factors: Sequence[float]) -> Program:
+        """The same on GPUs that compute so many times as long, one factor a rank; hosts and links as they are."""
+        if all(factor == 1.0 for factor in factors):
+            return self
+
+        def slow(ranks: Sequence[tuple[Op, ...]]) -> tuple[tuple[Op, ...], ...]:
+            return tuple(
+                tuple(
+                    replace(op, device_s=factor * op.device_s) if isinstance(op, Compute | RingPass) else op
+                    for op in ops
+                )
+                for factor, ops in zip(factors, ranks, strict=True)
+            )
+
+        layers = tuple(slow(kind) for kind in self.layers)
+        return replace(self, prologue=slow(self.prologue), layers=layers, epilogue=slow(self.epilogue))

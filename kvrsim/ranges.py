@@ -8,7 +8,10 @@ from kvrsim.errors import InputError
 from kvrsim.units import parse_count, parse_tokens
 
 MOST_VALUES = 10_000  # that one list may stand for
-_ACCEPTED = "lengths with commas between, or FIRST:LAST:STEP with both ends, such as 4k,8k or 1k:32k:1k"
+_ACCEPTED = (
+    "lengths with commas between, or FIRST:LAST:STEP or FIRST:LAST:xFACTOR with both ends, such as 4k,8k or 1k:32k:1k"
+    " or 1k:64k:x2"
+)
 
 
 def parse_lengths(text: str, argument: str) -> tuple[int, ...]:
@@ -16,6 +19,8 @@ def parse_lengths(text: str, argument: str) -> tuple[int, ...]:
 
     >>> parse_lengths("1k:2k:512,4k", "--ctx")
     (1024, 1536, 2048, 4096)
+    >>> parse_lengths("1k:6k:x2", "--ctx")
+    (1024, 2048, 4096, 6144)
     """
     return _parse_list(text, argument, _ACCEPTED, lambda part: _lengths_of(part, text, argument))
 
@@ -44,12 +49,26 @@ def _lengths_of(part: str, text: str, argument: str) -> range | list[int]:
     parts = part.split(":")
     if len(parts) not in (1, 3):
         raise InputError(argument, text, _ACCEPTED)
-    numbers = [parse_tokens(number, argument) for number in parts]
+    times = len(parts) == 3 and parts[2].strip().startswith("x")
+    numbers = [parse_tokens(number, argument) for number in (parts[:2] if times else parts)]
     if len(numbers) == 1:
         return numbers
-    first, last, step = numbers
+    first, last = numbers[:2]
     if first > last:
         raise InputError(argument, text, "a range whose first length is not above its last")
+    if times:
+        return _times(first, last, parse_count(parts[2].strip()[1:], argument), text, argument)
+    step = numbers[2]
     if (last - first) // step >= MOST_VALUES:
         raise InputError(argument, text, f"at most {MOST_VALUES} values")
     return [*range(first, last, step), last]
+
+
+def _times(first: int, last: int, factor: int, text: str, argument: str) -> list[int]:
+    """Each so many times as long as the one before, and the last."""
+    if factor < 2:
+        raise InputError(argument, text, _ACCEPTED)
+    found = [first]
+    while found[-1] * factor < last:
+        found.append(found[-1] * factor)
+    return [*found, last]

@@ -12,6 +12,10 @@ from kvrsim.timeline import Timeline
 if TYPE_CHECKING:
     import pandas
 
+    from kvrsim.distribution import Distribution
+    from kvrsim.noise import Noise
+    from kvrsim.stream import StreamResult
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankReport:
@@ -43,10 +47,16 @@ class SimResult:
     warnings: tuple[str, ...]
     timeline: Timeline | None = field(default=None, repr=False, compare=False)  # event executor only
     breakdown: Breakdown | None = field(default=None, repr=False)  # where it was asked for
+    noise: Noise | None = None  # that `ttft_s` and `per_rank` are under: one sample of it
+    noisy: Distribution | None = None  # TTFTs of all samples
+    stream: StreamResult | None = None  # of requests behind each other; the rest is about the first
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; the timeline is written apart."""
-        return self._summary() | ({} if self.breakdown is None else {"breakdown": self.breakdown.to_dict()})
+        content = self._summary() | ({} if self.breakdown is None else {"breakdown": self.breakdown.to_dict()})
+        if self.noise is not None and self.noisy is not None:
+            content["noise"] = {"spec": self.noise.name, **self.noise.to_dict()} | self.noisy.to_dict()
+        return content | ({} if self.stream is None else {"requests": self.stream.to_dict()})
 
     def _summary(self) -> dict[str, Any]:
         return {
@@ -93,10 +103,12 @@ class StrategyResult:
     wait_s: tuple[float, ...]  # a rank; see RankReport
     memory: tuple[RankMemory, ...]  # a rank
     fits: bool
+    noisy: Distribution | None = None  # TTFTs under the plan's noise; `ttft_s` is without its random part
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {
+        noisy = {} if self.noisy is None else {"under_noise": self.noisy.to_dict()}
+        return noisy | {
             "strategy": self.strategy,
             "partition": list(self.partition),
             "ttft_s": self.ttft_s,
@@ -130,6 +142,35 @@ class SearchReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NoiseReport:
+    """What planning for a noise has gained, on samples of it that planning has not seen."""
+
+    noise: Noise
+    objective: str  # "mean", "p50", "p95" or "p99" of TTFT
+    num_samples: int  # that judge
+    seed: int
+    quiet_partition: tuple[int, ...]  # KVR-S's, without the random part of the noise
+    quiet_s: float  # its objective
+    robust_partition: tuple[int, ...]
+    robust_s: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "spec": self.noise.name,
+            **self.noise.to_dict(),
+            "objective": self.objective,
+            "samples": self.num_samples,
+            "seed": self.seed,
+            "quiet_partition": list(self.quiet_partition),
+            "quiet_objective_s": self.quiet_s,
+            "robust_partition": list(self.robust_partition),
+            "robust_objective_s": self.robust_s,
+            "gain": 1 - self.robust_s / self.quiet_s,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """The answer to `kvrsim plan`."""
 
@@ -147,6 +188,7 @@ class Plan:
     rests_on: str  # what the profile was measured on, and how far to trust it
     warnings: tuple[str, ...]
     timeline: Timeline | None = field(default=None, repr=False, compare=False)  # of the best strategy
+    noise: NoiseReport | None = None  # where it was planned for a noise
 
     @property
     def feasible(self) -> bool:
@@ -172,7 +214,7 @@ class Plan:
             "search": asdict(self.search),
             "rests_on": self.rests_on,
             "warnings": list(self.warnings),
-        }
+        } | ({} if self.noise is None else {"noise": self.noise.to_dict()})
 
     def to_frame(self) -> pandas.DataFrame:
         """One row a strategy."""

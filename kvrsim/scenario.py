@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from kvrsim.cost.group import Group, all_gather, all_reduce, group_of, grouped_cluster, share_of
 from kvrsim.cost.kernels import CalibratedCost, CostModel, RooflineCost
 from kvrsim.cost.layer import LayerCosts
 from kvrsim.errors import InputError
@@ -34,6 +35,7 @@ class Scenario:
     request: Request
     profile: CalibrationProfile | None
     kernel: str  # attention kernel, one of KERNELS
+    group: Group | None = None  # GPUs that each rank stands for; `cluster` is then as such groups see it
 
     def __post_init__(self) -> None:
         if self.profile is None and self.kernel not in KERNELS:
@@ -56,9 +58,49 @@ class Scenario:
         """The same on another number of GPUs."""
         return replace(self, cluster=self.cluster.with_num_gpus(num_gpus))
 
+    def for_strategy(self, strategy: Strategy) -> Scenario:
+        """As the strategy sees it: on one GPU, or with groups of GPUs as ranks.
+
+        Raises InputError where the GPUs or the model's heads do not divide into its groups.
+        """
+        if strategy.partition_rule == "whole":
+            return self.on_gpus(1)
+        num_gpus = self.cluster.num_gpus
+        placed = self.in_groups(strategy.group_size or num_gpus)
+        if strategy.refuses is not None and (why := strategy.refuses(placed.share, placed.cluster.num_gpus)):
+            raise InputError("--strategies", strategy.name, f"with {num_gpus} GPUs, {why}")
+        return placed
+
+    def in_groups(self, size: int) -> Scenario:
+        """The same with groups of that many GPUs, each of which splits all matrices, as ranks."""
+        if size == 1:
+            return self
+        num_gpus = self.cluster.num_gpus
+        if num_gpus % size:
+            raise InputError("--strategies", f"tp{size}", f"groups that {num_gpus} GPUs divide into")
+        cluster = grouped_cluster(self.cluster, size)
+        return replace(self, cluster=cluster, group=group_of(self.cluster, size, share_of(self.model, size)))
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs in all."""
+        return self.cluster.num_gpus * self.gpus_per_rank
+
+    @property
+    def gpus_per_rank(self) -> int:
+        """GPUs that a rank stands for."""
+        return 1 if self.group is None else self.group.size
+
+    @property
+    def share(self) -> ModelSpec:
+        """What one GPU of a rank holds of every layer."""
+        return self.model if self.group is None else self.group.model
+
     def without_communication(self) -> Scenario:
         """The same with links that cost nothing and nothing to resume from: the paper's TTFT(p)."""
         quiet = self.with_own_links(1e30, latency_s=0.0)
+        if self.group is not None:
+            quiet = replace(quiet, group=self.group.without_links())
         if quiet.profile is None:
             return quiet
         host = replace(quiet.profile.host, resume_s=0.0)
@@ -72,6 +114,17 @@ class Scenario:
         sends: SendStyle = "overlap" if self.sends_overlap else "rendezvous"
         profile = replace(self.profile, links=replace(self.profile.links, sends=sends))
         return replace(self, cluster=links, profile=profile)
+
+    def with_slower_links(self, factor: float) -> Scenario:
+        """The same with links so many times slower."""
+        network = self.cluster.network
+        cluster = replace(
+            self.cluster,
+            link=self.cluster.link.faster(1 / factor),
+            network=None if network is None else network.faster(1 / factor),
+        )
+        group = None if self.group is None else self.group.slower(factor)
+        return replace(self, cluster=cluster, group=group)
 
     @property
     def cost(self) -> CostModel:
@@ -112,10 +165,10 @@ class Scenario:
         """One for each kind of layer of the model; `cost` in the place of the scenario's own."""
         host = self.profile.host if self.profile else NO_HOST
         cost = cost or self.cost
-        communicates = self.cluster.num_gpus > 1
+        communicates = self.num_gpus > 1
         return tuple(
             LayerCosts(
-                self.model,
+                self.share,
                 layer,
                 cost,
                 host,
@@ -125,8 +178,9 @@ class Scenario:
                 self.sends_overlap,
                 host.resume_s if communicates else 0.0,
                 self.kernel,
+                self.group,
             )
-            for layer in self.model.layer_kinds
+            for layer in self.share.layer_kinds
         )
 
     def program(self, strategy: Strategy, chunks: Sequence[Array], cost: CostModel | None = None) -> Program:
@@ -135,30 +189,40 @@ class Scenario:
         chunks: one float array of shape (B,) a rank, tokens of that rank's chunk.
         """
         cost = cost or self.cost
+        if strategy.pipeline is not None:
+            return strategy.pipeline(self, chunks, cost)
         starts = [np.full_like(chunks[0], self.request.cached_prefix)]
         for chunk in chunks[:-1]:
             starts.append(starts[-1] + chunk)
         ranks = range(len(chunks))
         steps = [Step(costs, tuple(chunks), tuple(starts)) for costs in self.layer_costs(cost)]
+        assert strategy.group_size in (None, self.gpus_per_rank), "see for_strategy"
         total = starts[-1] + chunks[-1]
         ends = [total] * len(chunks) if strategy.gathers_kv else [s + c for s, c in zip(starts, chunks, strict=True)]
-        return Program(
+        even = Program(
             strategy=strategy.name,
             prologue=tuple(
-                (self._embedding(chunk, cost), *self._prepare(chunk, end, cost))
+                (*self.embedding(chunk, cost), *self.prepare(chunk, end, cost))
                 for chunk, end in zip(chunks, ends, strict=True)
             ),
             layers=tuple(tuple(tuple(strategy.layer(step, rank)) for rank in ranks) for step in steps),
-            layer_kind_index=self.model.layer_kind_index,
-            epilogue=tuple(self._head(chunks[rank], cost) if rank == len(chunks) - 1 else () for rank in ranks),
+            layer_kind_index=self.share.layer_kind_index,
+            epilogue=tuple(self.head(chunks[rank], cost) if rank == len(chunks) - 1 else () for rank in ranks),
         )
+        # A part of the ranks' chunks asks for a part of the program, of no rank in particular.
+        everyone = len(chunks) == self.cluster.num_gpus
+        return even.slowed([self.cluster.slowness(rank) for rank in ranks]) if everyone else even
 
-    def _embedding(self, chunk: Array, cost: CostModel) -> Op:
-        """One row read and written a token."""
+    def embedding(self, chunk: Array, cost: CostModel) -> tuple[Op, ...]:
+        """One row read and written a token; in a group, each GPU has some rows."""
         nbytes = 4.0 * self.model.hidden_size  # of two-byte elements
-        return Compute(name="embedding", device_s=cost.traffic_s(chunk, (Traffic("embedding", nbytes, 1),)))
+        read = Compute(name="embedding", device_s=cost.traffic_s(chunk, (Traffic("embedding", nbytes, 1),)))
+        if self.group is None:
+            return (read,)
+        summed = chunk * float(self.request.batch * self.model.hidden_size * self.request.dtype_bytes)
+        return read, all_reduce(self.group, summed)
 
-    def _prepare(self, chunk: Array, keys: Array, cost: CostModel) -> tuple[Op, ...]:
+    def prepare(self, chunk: Array, keys: Array, cost: CostModel) -> tuple[Op, ...]:
         """Mask and rotary tables, where they were measured; the host and the device wait for each other there."""
         if self.profile is None:
             return ()
@@ -167,8 +231,12 @@ class Scenario:
             return ()
         return (Compute(name="prepare", device_s=cost.prepare_s(request_s, chunk * keys), host_s=request_s),)
 
-    def _head(self, chunk: Array, cost: CostModel) -> tuple[Op, ...]:
+    def head(self, chunk: Array, cost: CostModel) -> tuple[Op, ...]:
         """Final norm and logits, of the last token alone or, as the 2023 Hugging Face code did, of all."""
-        head = self.model.lm_head
+        head = self.share.lm_head
         tokens = chunk if cost.head_on_all_tokens else np.ones_like(chunk)
-        return (Compute(name="head", device_s=cost.head_s(tokens, Product(head.in_features, head.out_features))),)
+        logits = Compute(name="head", device_s=cost.head_s(tokens, Product(head.in_features, head.out_features)))
+        if self.group is None:
+            return (logits,)
+        nbytes = tokens * float(self.request.batch * self.model.lm_head.out_features * self.request.dtype_bytes)
+        return logits, all_gather(self.group, nbytes)

@@ -52,6 +52,10 @@ class Timeline:
         """The spans of one kind on one rank."""
         return (span for span in self.spans if span.rank == rank and span.kind == kind)
 
+    def computed_s(self, rank: int) -> float:
+        """Time that a rank has computed."""
+        return sum(span.duration_s for span in self.of(rank, "compute"))
+
     def to_frame(self) -> pandas.DataFrame:
         """One row a span, columns as the fields of Span."""
         import pandas

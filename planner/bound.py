@@ -206,4 +206,4 @@ class _Bound:
     def _host_s(self) -> float:
         """Launches of the last rank, all layers."""
         program = self.scenario.program(self.strategy, [np.ones(1)] * self.chain.num_ranks)
-        return float(sum(op.host_s for _, op in program.ops(self.chain.num_ranks - 1)))
+        return float(sum(float(np.sum(op.host_s)) for _, op in program.ops(self.chain.num_ranks - 1)))

@@ -13,7 +13,7 @@ from kvrsim.cost.kernels import CostModel, RooflineCost
 from kvrsim.cost.weighted import Part, WeightedCost, listing
 from kvrsim.partition import Partition
 from kvrsim.profile import OperationFit
-from kvrsim.program import Array, Compute, Program
+from kvrsim.program import Array, Program, work_s
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.timeline import Timeline
@@ -34,8 +34,10 @@ def breakdown(
     seconds = _part_seconds(scenario, strategy, partition, scenario.cost)
     least = _part_seconds(scenario, strategy, partition, _roofline(scenario))
     rows = []
-    for rank, chunk in enumerate(partition.chunk_lens):
-        start = scenario.request.cached_prefix + sum(partition.chunk_lens[:rank])
+    for rank in range(len(finish_s)):
+        piece = len(partition.chunk_lens) - 1 if strategy.pipeline else rank  # of a pipeline, the last stands for all
+        chunk = partition.chunk_lens[piece]
+        start = scenario.request.cached_prefix + sum(partition.chunk_lens[:piece])
         for part in seconds:
             if taken := float(seconds[part][rank]):
                 roofline_s = None if part == _RESUME else float(least[part][rank])
@@ -73,8 +75,7 @@ def _part_seconds(scenario: Scenario, strategy: Strategy, partition: Partition, 
 def _device_s(program: Program, rank: int, width: int) -> Array:
     total = np.zeros(width)
     for _, op in program.ops(rank):
-        if isinstance(op, Compute):
-            total = total + op.device_s
+        total = total + work_s(op)
     return total
 
 
@@ -148,12 +149,12 @@ def _sizes(scenario: Scenario, part: Part, chunk: int, start: int) -> Mapping[st
     """The sizes of one part, named as in OperationFit.seen."""
     batch = scenario.request.batch
     if part.product is not None:
-        product, head = part.product, scenario.model.lm_head
+        product, head = part.product, scenario.share.lm_head
         is_head = (product.in_features, product.out_features) == (head.in_features, head.out_features)
         rows = batch * (1 if is_head and not scenario.cost.head_on_all_tokens else chunk * product.share)
         return {"tokens": rows, "in_features": product.in_features, "out_features": product.out_features}
     if part.kind == "attention":
-        model = scenario.model
+        model = scenario.share
         return {
             "chunk": chunk,
             "prefix": start,

@@ -15,6 +15,7 @@ from kvrsim.strategies import Strategy
 from planner.noisy import check_length, check_samples, distribution
 
 DEFAULT_SAMPLES = 200
+FIRST_JUDGING_SAMPLE = 10_000  # planning sees none from here on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +31,18 @@ class Disturbance:
         check_samples(self.num_samples)
         check_strategy(strategy)
 
+    def fixed(self, scenario: Scenario) -> Scenario:
+        """The scenario with the noise's slow GPUs and links."""
+        return with_fixed(scenario, self.noise)
+
+    def check_length(self, quiet_s: float) -> None:
+        """Refuse prefills so long that their noise would not fit into memory."""
+        check_length(self.noise, quiet_s, self.num_samples)
+
+    def judged(self, scenario: Scenario, strategy: Strategy, partition: Partition, quiet_s: float) -> Distribution:
+        """TTFTs of samples that planning has not seen."""
+        return self.distribution(scenario, strategy, partition, quiet_s, first=FIRST_JUDGING_SAMPLE)
+
     def draw(self, scenario: Scenario) -> NoiseDraw | None:
         """Sample 0; None where nothing is drawn."""
         return NoiseDraw(self.noise, scenario.cluster.num_gpus, seed=self.seed) if self.noise.is_random else None
@@ -40,7 +53,7 @@ class Disturbance:
         """TTFTs of all samples, numbered from `first`; `quiet_s`: without the random part."""
         if not self.noise.is_random:
             return Distribution.of([quiet_s], quiet_s=quiet_s, seed=self.seed)
-        check_length(self.noise, quiet_s, self.num_samples)
+        self.check_length(quiet_s)
         samples = range(first, first + self.num_samples)
         return distribution(scenario, strategy, partition, self.noise, quiet_s=quiet_s, seed=self.seed, samples=samples)
 

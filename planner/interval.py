@@ -61,7 +61,7 @@ def doublings_beyond(scenario: Scenario, valid: ValidRange) -> float:
     """By how many doublings in all the scenario lies outside of what the profile was measured on."""
     sizes = {
         "context_len": scenario.request.context_len,
-        "num_gpus": scenario.cluster.num_gpus,
+        "num_gpus": scenario.num_gpus,
         "hidden_size": scenario.model.hidden_size,
         "head_dim": scenario.model.head_dim,
     }
@@ -120,7 +120,7 @@ def _slower_host(scenario: Scenario, profile: CalibrationProfile) -> Scenario | 
 
 def _links_log_sd(scenario: Scenario, profile: CalibrationProfile) -> float:
     """How little the links are known; 0 where there are none, or where errors of whole TTFTs hold it already."""
-    if scenario.cluster.num_gpus == 1:
+    if scenario.num_gpus == 1:
         return 0.0
     if not scenario.links_are_measured:
         return _NOMINAL_LINKS
@@ -130,11 +130,10 @@ def _links_log_sd(scenario: Scenario, profile: CalibrationProfile) -> float:
 
 def _moved_by_links(scenario: Scenario, strategy: Strategy, partition: Partition, log_sd: float) -> float:
     """How much log TTFT moves when links are slower by that."""
-    slower = scenario.cluster.link.faster(math.exp(-log_sd))
     chunks = [np.array([float(chunk)]) for chunk in partition.chunk_lens]
     before, after = (
         _ttft_s(one, one.program(strategy, chunks))[0]
-        for one in (scenario, replace(scenario, cluster=scenario.cluster.with_measured(slower)))
+        for one in (scenario, scenario.with_slower_links(math.exp(log_sd)))
     )
     return abs(math.log(after / before))
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from kvrsim.errors import InputError
 from kvrsim.memory import fits, memory_of
 from kvrsim.partition import Partition
-from kvrsim.results import Bounds, Plan, StrategyResult
+from kvrsim.results import Bounds, NoiseReport, Plan, StrategyResult
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy
 from kvrsim.timeline import Timeline
@@ -16,7 +17,14 @@ from planner.bound import lower_bound_s
 from planner.evaluate import Progress
 from planner.interval import interval
 from planner.search import Found, search
-from planner.simulate import compute_s, execute, partition_of, waited_s
+from planner.simulate import computes_s, execute, partition_of, waited_s
+
+# Noise, tables and the choice among all strategies are imported where they are asked for: each costs the start of
+# every plan some milliseconds.
+if TYPE_CHECKING:
+    from planner.disturbed import Disturbance
+    from planner.robust import RobustPlan
+    from planner.table import PartitionTable
 
 DEFAULT_STRATEGIES = ("single", "tsp", "kvr-e", "kvr-s")
 _AGREE = 1e-9  # relative; the executors agree to rounding
@@ -31,22 +39,46 @@ def make_plan(
     strategies: Sequence[str] = DEFAULT_STRATEGIES,
     method: str = "auto",
     stride: int | None = None,
+    table: PartitionTable | None = None,
     warnings: Sequence[str] = (),
     on_progress: Progress | None = None,
     timeline: bool = False,
+    disturbance: Disturbance | None = None,
+    objective: str = "mean",
 ) -> Plan:
     """Compare the strategies, each with its best partition; raises InputError for an unknown one.
 
+    strategies: names, or "all" for every one that the machine and the model allow, which are then ranked.
+    table: where kvr-p looks its partition up; InputError where it is asked for without one.
     timeline: also record every span of the best strategy.
+    disturbance: noise; KVR-S's partition is the one with the least objective under it ("mean", "p50", "p95" or
+        "p99"), and the best strategy is chosen by that objective, on samples that planning has not seen.
     """
-    chosen = [get_strategy(name, "--strategies") for name in dict.fromkeys(strategies)]
+    everything = "all" in strategies
+    names, misfits = _names(scenario, strategies)
+    chosen = [get_strategy(name, "--strategies") for name in dict.fromkeys(names)]
     if not chosen:
         raise InputError("--strategies", "", "at least one of " + ", ".join(STRATEGIES))
+    looked_up = {
+        strategy.name: partition_of(scenario, strategy, None, table)
+        for strategy in chosen
+        if strategy.partition_rule == "table"
+    }
     kvr = STRATEGIES["kvr-s"]
+    if disturbance is not None:
+        for strategy in chosen:
+            disturbance.check(strategy)
+        scenario = disturbance.fixed(scenario)
     found = search(scenario, kvr, method=method, stride=stride, on_progress=on_progress)
-    results = [_result(scenario, strategy, found) for strategy in chosen]
+    robust = None if disturbance is None else _robust(scenario, kvr, found, disturbance, objective)
+    if robust is not None:
+        found = replace(found, partition=robust.partition, ttft_s=_ttft_s(scenario, kvr, robust.partition))
+    results = [_result(scenario, strategy, looked_up.get(strategy.name), found) for strategy in chosen]
     results = _with_speedups(results)
-    best = min(results, key=lambda result: (not result.fits, result.ttft_s))
+    if disturbance is not None:
+        results = [_under_noise(scenario, result, disturbance) for result in results]
+    ranked = sorted(results, key=lambda result: (not result.fits, _judged_s(result, objective)))
+    best, results = ranked[0], ranked if everything else results
     return Plan(
         model=scenario.model.name,
         profile=scenario.profile_name,
@@ -62,17 +94,89 @@ def make_plan(
         rests_on=rests_on(scenario),
         warnings=(
             *warnings,
+            *misfits,
+            *(_table_notes(table, scenario) if table is not None and looked_up else ()),
             *_even_chunks(results),
             *_fewer_gpus(scenario, kvr, found),
             *_memory_notes(scenario, results),
         ),
         timeline=_replayed(scenario, best, timeline=timeline),
+        noise=None if robust is None or disturbance is None else _noise_report(scenario, kvr, robust, disturbance),
     )
 
 
-def _result(scenario: Scenario, strategy: Strategy, found: Found) -> StrategyResult:
+def _names(scenario: Scenario, strategies: Sequence[str]) -> tuple[Sequence[str], tuple[str, ...]]:
+    """The strategies asked for, and why others of "all" were left away."""
+    if "all" not in strategies:
+        return strategies, ()
+    from planner.which import names_for_all
+
+    return names_for_all(scenario)
+
+
+def _table_notes(table: PartitionTable, scenario: Scenario) -> tuple[str, ...]:
+    from planner.lookup import notes_on_table
+
+    return notes_on_table(table, scenario)
+
+
+def _robust(scenario: Scenario, kvr: Strategy, found: Found, disturbance: Disturbance, objective: str) -> RobustPlan:
+    from planner.robust import robust_plan
+
+    return robust_plan(
+        scenario,
+        kvr,
+        disturbance.noise,
+        found.partition,
+        objective=objective,
+        quiet_s=found.ttft_s,
+        seed=disturbance.seed,
+    )
+
+
+def _ttft_s(scenario: Scenario, strategy: Strategy, partition: Partition) -> float:
+    """Of one partition, undisturbed."""
+    executor = "event" if scenario.cluster.shares_bandwidth else "batch"
+    return execute(scenario, strategy, partition, executor=executor)[1][-1]
+
+
+def _under_noise(scenario: Scenario, result: StrategyResult, disturbance: Disturbance) -> StrategyResult:
+    """The result with its TTFTs on samples that planning has not seen."""
+    strategy = get_strategy(result.strategy)
+    cut = Partition(chunk_lens=result.partition)
     placed = _placed(scenario, strategy)
-    cut = found.partition if strategy.partition_rule == "search" else partition_of(placed, strategy, None)
+    noisy = disturbance.judged(placed, strategy, cut, result.ttft_s)
+    return replace(result, noisy=noisy)
+
+
+def _judged_s(result: StrategyResult, objective: str) -> float:
+    return result.ttft_s if result.noisy is None else result.noisy.objective_s(objective)
+
+
+def _noise_report(scenario: Scenario, kvr: Strategy, robust: RobustPlan, disturbance: Disturbance) -> NoiseReport:
+    """The robust partition beside the quiet one, on samples that planning has not seen."""
+    judged = {
+        partition: disturbance.judged(scenario, kvr, partition, _ttft_s(scenario, kvr, partition)).objective_s(
+            robust.objective
+        )
+        for partition in (robust.quiet_partition, robust.partition)
+    }
+    return NoiseReport(
+        noise=disturbance.noise,
+        objective=robust.objective,
+        num_samples=disturbance.num_samples,
+        seed=disturbance.seed,
+        quiet_partition=robust.quiet_partition.chunk_lens,
+        quiet_s=judged[robust.quiet_partition],
+        robust_partition=robust.partition.chunk_lens,
+        robust_s=judged[robust.partition],
+    )
+
+
+def _result(scenario: Scenario, strategy: Strategy, looked_up: Partition | None, found: Found) -> StrategyResult:
+    placed = _placed(scenario, strategy)
+    searched = found.partition if strategy.name == "kvr-s" else None
+    cut = looked_up or searched or partition_of(placed, strategy, None)
     executor = "event" if placed.cluster.shares_bandwidth else "batch"
     program, finish_s, _ = execute(placed, strategy, cut, executor=executor)
     _, free_s, _ = execute(placed.without_communication(), strategy, cut, executor="batch")
@@ -87,14 +191,18 @@ def _result(scenario: Scenario, strategy: Strategy, found: Found) -> StrategyRes
         ttft_high_s=sure.high_s,
         speedup_over_tsp=None,
         exposed_comm_s=max(0.0, finish_s[-1] - free_s[-1]),
-        wait_s=tuple(waited_s(program, rank, finish) for rank, finish in enumerate(finish_s)),
+        wait_s=tuple(
+            waited_s(computed, finish)
+            for computed, finish in zip(computes_s(program), finish_s, strict=True)
+            for _ in range(placed.gpus_per_rank)
+        ),
         memory=memory,
         fits=fits(placed, memory),
     )
 
 
 def _placed(scenario: Scenario, strategy: Strategy) -> Scenario:
-    return scenario.on_gpus(1) if strategy.partition_rule == "whole" else scenario
+    return scenario.for_strategy(strategy)
 
 
 def _with_speedups(results: list[StrategyResult]) -> list[StrategyResult]:
@@ -129,7 +237,7 @@ def _fewer_gpus(scenario: Scenario, kvr: Strategy, found: Found) -> list[str]:
     Halves that would have to spend the group's compute in too little time are not tried.
     """
     program, _, _ = execute(scenario.without_communication(), kvr, found.partition, executor="batch")
-    all_compute_s = sum(compute_s(program, rank) for rank in range(scenario.cluster.num_gpus))
+    all_compute_s = sum(computes_s(program))
     method = "auto" if scenario.cluster.shares_bandwidth else "analytical"
     as_fast: dict[int, float] = {}
     num_gpus = scenario.cluster.num_gpus // 2
@@ -177,7 +285,7 @@ def _replayed(scenario: Scenario, best: StrategyResult, *, timeline: bool) -> Ti
     """Replay the winner in the event executor, which must agree with what was printed."""
     if not timeline:
         return None
-    strategy = STRATEGIES[best.strategy]
+    strategy = get_strategy(best.strategy)
     placed = _placed(scenario, strategy)
     cut = Partition(chunk_lens=best.partition)
     _, finish_s, spans = execute(placed, strategy, cut, executor="event", timeline=True)

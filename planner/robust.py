@@ -13,6 +13,7 @@ from kvrsim.partition import Partition
 from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
+from planner.disturbed import FIRST_JUDGING_SAMPLE
 from planner.grid import Boundaries, chunk_lens
 from planner.noisy import NoisyEvaluator, check_length
 from planner.refine import refine_frugally, rounded
@@ -20,7 +21,6 @@ from planner.search import default_stride
 
 PLANNING_SAMPLES = 64
 _CHECKING_SAMPLES = 256
-FIRST_JUDGING_SAMPLE = 10_000  # planning sees none from here on
 _ROUNDS = 24
 _TOWARDS_EVEN = (0.0, 0.1, 0.25, 0.5, 1.0)
 _LAST_SHARES = (0.9, 0.95, 1.05)  # of the last rank's chunk, which no other rank can wait for

@@ -14,7 +14,7 @@ from kvrsim.partition import Partition
 from kvrsim.program import Array
 from kvrsim.results import SearchReport
 from kvrsim.scenario import Scenario
-from kvrsim.strategies import Strategy
+from kvrsim.strategies import Strategy, chain_like
 from planner.balance import balanced_chunks
 from planner.bound import lower_bound_s
 from planner.evaluate import Evaluator, Progress
@@ -90,6 +90,8 @@ class _Search:
     def __init__(self, scenario: Scenario, strategy: Strategy, evaluator: Evaluator, stride: int) -> None:
         self.scenario, self.strategy, self.evaluator, self.stride = scenario, strategy, evaluator, stride
         self.lower_bound_s: float | None = None
+        # Balanced chunks and bounds are those of KVR's chain; others begin from its chunks, and have no bound.
+        self.chain = strategy if strategy.chains else chain_like(strategy)
         self.tokens, self.num_ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
 
     def run(self, method: str) -> tuple[npt.NDArray[np.int64], float, str]:
@@ -101,7 +103,7 @@ class _Search:
             boundaries, ttft_s = Grid(self.tokens, self.num_ranks, self._evaluate, self._floor()).search(self.stride)
             return np.array(boundaries, dtype=np.int64), ttft_s, "grid"
         if method == "analytical":
-            seed = rounded(balanced_chunks(self.scenario, self.strategy), self.stride, self.tokens)
+            seed = rounded(balanced_chunks(self.scenario, self.chain), self.stride, self.tokens)
             return seed, float(self._evaluate(seed[None])[0]), "analytical"
         return (*self._refined(), "auto")
 
@@ -121,9 +123,10 @@ class _Search:
         best, best_s = refine(seed, self.tokens, self.stride, self._evaluate, rounds=rounds)
         if self.num_ranks > _MOST_SCATTERED_RANKS:
             return best, best_s
-        self.lower_bound_s = lower_bound_s(self.scenario, self.strategy, best_s)
-        if best_s <= self.lower_bound_s * _PROVEN:
-            return best, best_s
+        if self.strategy.chains:
+            self.lower_bound_s = lower_bound_s(self.scenario, self.strategy, best_s)
+            if best_s <= self.lower_bound_s * _PROVEN:
+                return best, best_s
         scattered = self._scattered()
         scattered_s = self._evaluate(scattered)
         for index in np.argsort(scattered_s, kind="stable")[:_SCATTERED_TRIED]:
@@ -175,7 +178,7 @@ class _Search:
     def _seeds(self) -> Boundaries:
         """Blends of the balanced and the even plan; on a bus, plans for slower links and for fewer GPUs too."""
         even = np.full(self.num_ranks, self.tokens / self.num_ranks)
-        plans = [balanced_chunks(self.scenario, self.strategy)]
+        plans = [balanced_chunks(self.scenario, self.chain)]
         shares = (0.0,) if self.scenario.cluster.shares_bandwidth else (0.0, 0.25, 0.5, 0.75)
         if self.scenario.cluster.shares_bandwidth:
             plans.extend(self._bus_plans())
@@ -209,6 +212,8 @@ class _Search:
 
     def _floor(self) -> Floor:
         """What one rank alone needs: its work but the last layer after the append and its last message."""
+        if not self.strategy.chains:
+            return lambda _rank, _start, end: np.zeros_like(end)
         chain = Chain(self.scenario, self.strategy)
         cached = self.scenario.request.cached_prefix
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
 from kvrsim.memory import fits, memory_of
 from kvrsim.partition import Partition
-from kvrsim.program import AllGather, Compute, Program, Send
+from kvrsim.program import AllGather, AllToAll, Collective, Op, Program, RingPass, Send, work_s
 from kvrsim.results import RankReport, SimResult
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy
@@ -18,6 +19,13 @@ from kvrsim.timeline import Timeline
 from planner.breakdown import breakdown
 from planner.interval import interval
 from planner.search import search
+
+# What only some simulations need is imported where they ask for it, for the sake of the start.
+if TYPE_CHECKING:
+    from kvrsim.executors.noise import NoiseDraw
+    from kvrsim.stream import Arrivals, StreamResult
+    from planner.disturbed import Disturbance
+    from planner.table import PartitionTable
 
 EXECUTORS = ("batch", "event")
 
@@ -27,23 +35,43 @@ def run_simulation(
     *,
     strategy: str,
     partition: Sequence[int] | None = None,
+    table: PartitionTable | None = None,
     executor: str | None = None,
     timeline: bool = False,
     with_breakdown: bool = False,
+    disturbance: Disturbance | None = None,
+    arrivals: Arrivals | None = None,
+    seed: int = 0,
     warnings: Sequence[str] = (),
 ) -> SimResult:
-    """Simulate; without a partition, take the strategy's own (kvr-s searches first).
+    """Simulate; without a partition, take the strategy's own (kvr-s searches first, kvr-p looks in the table).
 
     executor: "batch" or "event"; None takes the event executor where flows share a bus, or a timeline or
     breakdown is wanted. Raises InputError for an unknown strategy or executor, or a partition that does not fit.
+    disturbance: noise; the answer is its first sample's run, beside the distribution over all.
+    arrivals: requests alike behind each other, Poisson gaps by the seed; the answer is the first one's.
     """
     chosen = get_strategy(strategy)
-    placed = scenario.on_gpus(1) if chosen.partition_rule == "whole" else scenario
-    records = timeline or with_breakdown
+    if arrivals is not None:
+        from planner.disturbed import check_strategy
+
+        check_strategy(chosen)
+    if disturbance is not None:
+        disturbance.check(chosen)
+        scenario = disturbance.fixed(scenario)
+    placed = scenario.for_strategy(chosen)
+    draw = None if disturbance is None else disturbance.draw(placed)
+    records = timeline or with_breakdown or draw is not None
     kind = _executor_of(placed, executor, timeline=records)
-    cut = partition_of(placed, chosen, partition)
-    program, finish_s, spans = execute(placed, chosen, cut, executor=kind, timeline=records)
+    cut = partition_of(placed, chosen, partition, table)
+    looks_up = partition is None and chosen.partition_rule == "table"
+    quiet_s = None if draw is None else execute(placed, chosen, cut, executor=_plain(placed))[1][-1]
+    if disturbance is not None and quiet_s is not None:
+        disturbance.check_length(quiet_s)
+    program, finish_s, spans = execute(placed, chosen, cut, executor=kind, timeline=records, noise=draw)
     sure = interval(placed, chosen, cut, finish_s[-1])
+    own_s = computes_s(program)
+    busy_s = own_s if draw is None or spans is None else [spans.computed_s(rank) for rank in range(len(finish_s))]
     memory = memory_of(placed, chosen, cut)
     return SimResult(
         strategy=chosen.name,
@@ -57,36 +85,78 @@ def run_simulation(
         ttft_high_s=sure.high_s,
         per_rank=tuple(
             RankReport(
-                rank=rank,
-                chunk_len=cut.chunk_lens[rank],
-                compute_s=compute_s(program, rank),
-                wait_s=waited_s(program, rank, finish_s[rank]),
+                rank=gpu,
+                chunk_len=cut.num_tokens if chosen.pipeline else cut.chunk_lens[rank],
+                compute_s=busy_s[rank],
+                wait_s=waited_s(busy_s[rank], finish_s[rank]),
                 sent_bytes=sent_bytes(program, rank),
-                memory=memory[rank],
+                memory=memory[gpu],
             )
-            for rank in range(len(finish_s))
+            for gpu, rank in ((gpu, gpu // placed.gpus_per_rank) for gpu in range(placed.num_gpus))
         ),
         fits=fits(placed, memory),
-        warnings=tuple(warnings),
+        warnings=(*warnings, *(_table_notes(table, placed) if looks_up and table is not None else ())),
         timeline=spans if timeline else None,
         breakdown=breakdown(placed, chosen, cut, finish_s, spans) if with_breakdown and spans else None,
+        noise=None if disturbance is None else disturbance.noise,
+        noisy=None if disturbance is None else disturbance.distribution(placed, chosen, cut, quiet_s or finish_s[-1]),
+        stream=None if arrivals is None else _stream(program, placed, arrivals, busy_s=own_s, seed=seed, noise=draw),
     )
 
 
-def partition_of(scenario: Scenario, strategy: Strategy, partition: Sequence[int] | None) -> Partition:
-    """The partition given, checked, or the strategy's own."""
+def _table_notes(table: PartitionTable, scenario: Scenario) -> tuple[str, ...]:
+    from planner.lookup import notes_on_table
+
+    return notes_on_table(table, scenario)
+
+
+def _stream(
+    program: Program,
+    scenario: Scenario,
+    arrivals: Arrivals,
+    *,
+    busy_s: Sequence[float],
+    seed: int,
+    noise: NoiseDraw | None,
+) -> StreamResult:
+    from planner.back_to_back import run_stream
+
+    return run_stream(program, scenario.cluster, arrivals, busy_s=busy_s, seed=seed, noise=noise)
+
+
+def partition_of(
+    scenario: Scenario, strategy: Strategy, partition: Sequence[int] | None, table: PartitionTable | None = None
+) -> Partition:
+    """The partition given, checked, or the strategy's own; raises InputError for one without its table."""
     tokens, num_ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
     if partition is not None:
-        return Partition.of(partition, num_tokens=tokens, num_ranks=num_ranks)
+        pieces = len(partition) if strategy.partition_rule == "pieces" else num_ranks
+        return Partition.of(partition, num_tokens=tokens, num_ranks=pieces)
+    if strategy.partition_rule == "pieces":
+        from planner.pieces import best_pieces
+
+        return best_pieces(scenario, strategy)
     if strategy.partition_rule == "search":
         return search(scenario, strategy).partition
     if strategy.partition_rule == "table":
-        raise InputError("--strategy", strategy.name, "with --partition, or another strategy: it looks its chunks up")
+        if table is None:
+            raise InputError(
+                "--table", "nothing", f"a file of kvrsim table build, where {strategy.name} looks its chunks up"
+            )
+        from planner.lookup import partition_from
+
+        return partition_from(table, scenario)
     return Partition.even(tokens, num_ranks)
 
 
 def execute(
-    scenario: Scenario, strategy: Strategy, partition: Partition, *, executor: str, timeline: bool = False
+    scenario: Scenario,
+    strategy: Strategy,
+    partition: Partition,
+    *,
+    executor: str,
+    timeline: bool = False,
+    noise: NoiseDraw | None = None,
 ) -> tuple[Program, tuple[float, ...], Timeline | None]:
     """The program, when each rank has finished (seconds), and the timeline if it was asked for."""
     program = scenario.program(strategy, [np.array([float(chunk)]) for chunk in partition.chunk_lens])
@@ -94,8 +164,13 @@ def execute(
         return program, tuple(float(finish) for finish in run_batch(program, scenario.cluster)[:, 0]), None
     from kvrsim.executors.event import Replay  # SimPy, only where it is needed
 
-    replay = Replay(program, scenario.cluster, record=timeline)
+    replay = Replay(program, scenario.cluster, record=timeline, noise=noise)
     return program, replay.finish_s, replay.timeline if timeline else None
+
+
+def _plain(scenario: Scenario) -> str:
+    """The faster executor that the links allow."""
+    return "event" if scenario.cluster.shares_bandwidth else "batch"
 
 
 def _executor_of(scenario: Scenario, executor: str | None, *, timeline: bool) -> str:
@@ -106,30 +181,47 @@ def _executor_of(scenario: Scenario, executor: str | None, *, timeline: bool) ->
     if executor == "batch" and scenario.cluster.shares_bandwidth:
         raise InputError("--executor", executor, "event, because flows share a bus")
     if executor == "batch" and timeline:
-        raise InputError("--executor", executor, "event, because a timeline is asked for")
+        raise InputError("--executor", executor, "event, because a timeline or noise is asked for")
     return executor
 
 
 def compute_s(program: Program, rank: int) -> float:
     """Device time of a rank's own operations."""
+    return computes_s(program, (rank,))[0]
+
+
+def computes_s(program: Program, ranks: Sequence[int] | None = None) -> list[float]:
+    """Device time of each rank's own operations; of these ranks, or of all."""
+    known: dict[int, float] = {}  # by block: ranks may share them
+
+    def block_s(ops: tuple[Op, ...]) -> float:
+        if id(ops) not in known:
+            known[id(ops)] = float(sum(work_s(op).item() for op in ops))
+        return known[id(ops)]
+
     counts = np.bincount(program.layer_kind_index)
-    ops = [(count, op) for count, kind in zip(counts, program.layers, strict=True) for op in kind[rank]]
-    ops += [(1, op) for op in (*program.prologue[rank], *program.epilogue[rank])]
-    return float(sum(count * op.device_s.item() for count, op in ops if isinstance(op, Compute)))
+    return [
+        block_s(program.prologue[rank])
+        + sum(float(count) * block_s(kind[rank]) for count, kind in zip(counts, program.layers, strict=True))
+        + block_s(program.epilogue[rank])
+        for rank in (range(program.num_ranks) if ranks is None else ranks)
+    ]
 
 
-def waited_s(program: Program, rank: int, finish_s: float) -> float:
+def waited_s(busy_s: float, finish_s: float) -> float:
     """Time that a rank was not computing until it finished; rounding alone counts as none."""
-    wait_s = finish_s - compute_s(program, rank)
+    wait_s = finish_s - busy_s
     return wait_s if wait_s > 1e-12 * finish_s else 0.0
 
 
 def sent_bytes(program: Program, rank: int) -> float:
     """Bytes that a rank puts on its links; of a ring, its own piece and those it passes on."""
     num_ranks = program.num_ranks
-    sent = 0.0
+    once = (*program.prologue[rank], *program.epilogue[rank])
+    sent = sum(op.nbytes.item() for op in once if isinstance(op, Collective))
     for count, kind in zip(np.bincount(program.layer_kind_index), program.layers, strict=True):
-        sent += count * sum(op.nbytes.item() for op in kind[rank] if isinstance(op, Send))
+        own = [op for op in kind[rank] if isinstance(op, Send | Collective | RingPass | AllToAll)]
+        sent += count * sum(float(op.nbytes.sum()) for op in own)
         pieces = [sum(op.nbytes.item() for op in ops if isinstance(op, AllGather)) for ops in kind]
         sent += count * (sum(pieces) - pieces[(rank + 1) % num_ranks])
     return float(sent)

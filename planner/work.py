@@ -9,7 +9,7 @@ from typing import overload
 import numpy as np
 
 from kvrsim.hardware import Path
-from kvrsim.program import Array, Compute, Op, Send
+from kvrsim.program import Array, Collective, Compute, Op, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Step, Strategy
 
@@ -60,7 +60,7 @@ class Chain:
         self.scenario, self.strategy = scenario, strategy
         self.num_ranks = scenario.cluster.num_gpus
         self.costs = scenario.layer_costs(scenario.least_cost if least else None)
-        self.kinds = scenario.model.layer_kind_index
+        self.kinds = scenario.share.layer_kind_index
         self.counts = np.bincount(self.kinds)
         self.paths = [scenario.cluster.path(rank, rank + 1) for rank in range(self.num_ranks - 1)]
         self._downstream = _counts_from_each(self.paths)
@@ -69,9 +69,14 @@ class Chain:
     def work(self, rank: int, chunk: Array, start: Array) -> RankWork:
         """The work of `rank`, if its chunk and start were these (tokens, any one shape)."""
         compute = qkv = post = sent = received = last_sent = np.zeros(1)
+        slowness = self.scenario.cluster.slowness(rank)
         for kind, costs in enumerate(self.costs):
             step = Step(costs, _Same(chunk, self.num_ranks), _Same(start, self.num_ranks))
-            total, before, after, nbytes = _split(list(self.strategy.layer(step, rank)))
+            ops = list(self.strategy.layer(step, rank))
+            *times, nbytes = _split(ops)
+            total, before, after = (slowness * time for time in times)
+            inside = sum((op.seconds for op in ops if isinstance(op, Collective)), np.zeros(1))
+            total, after = total + inside, after + inside  # those of a rank's own group end a layer
             compute = compute + self.counts[kind] * total
             sent_s = self.paths[rank].busy_s(nbytes) if rank < self.num_ranks - 1 else np.zeros(1)
             sent = sent + self.counts[kind] * sent_s

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 from kvrsim.architectures import read_config
+from kvrsim.errors import InputError
 from kvrsim.hardware import Cluster, GpuSpec, LinkSpec
 from kvrsim.model import ModelSpec
 from kvrsim.profile import (
@@ -35,6 +36,7 @@ from kvrsim.rates.links import GatherRates
 from kvrsim.rates.sizes import MeasuredSizes
 from kvrsim.request import DTYPES, Request
 from kvrsim.scenario import Scenario
+from kvrsim.strategies import Strategy
 from kvrsim.units import JsonObject
 
 settings.register_profile("laws", deadline=None, derandomize=True, max_examples=100, database=None)
@@ -372,6 +374,43 @@ class Make:
             profile=replace(profile, kernels=kernels, host=host, cluster=rng.choice([None, scenario.cluster])),
             request=replace(scenario.request, dtype=rng.choice(["fp16", "fp32"])),
             kernel=rng.choice(["eager", "sdpa", "flash"]),
+        )
+
+    def divisible(self, rng: random.Random, **options: Any) -> Scenario:
+        """A scenario whose GPUs, heads and layers divide into groups of two and four, and into as many ranks."""
+        options = {"num_gpus": (4, 4), "layers": (4, 6), "topologies": ("switch", "chain")} | options
+        while True:
+            scenario = self.scenario(rng, **options)
+            kv_heads = scenario.model.num_key_value_heads
+            if scenario.model.num_attention_heads % 4 == 0 and (kv_heads in (1, 2) or kv_heads % 4 == 0):
+                return scenario
+
+    def placed(self, rng: random.Random, strategy: Strategy) -> tuple[Scenario, tuple[int, ...]]:
+        """A scenario as the strategy sees it, and chunks of any length for it."""
+        while True:
+            nodes = rng.random() < 0.3
+            scenario = (
+                self.divisible(rng)
+                if rng.random() < 0.5 and not nodes
+                else self.scenario(rng, num_gpus=(1, 8), layers=(1, 8))
+            )
+            if rng.random() < 0.3:
+                scenario = self.as_measured(rng, scenario)
+            try:
+                placed = scenario.for_strategy(strategy)
+            except InputError:
+                continue
+            pieces = placed.cluster.num_gpus
+            if strategy.pipeline:
+                pieces = min(placed.request.new_tokens, rng.randint(1, 6))
+            return placed, self.partition(rng, placed.request.new_tokens, pieces)
+
+    def weights(self, model: ModelSpec) -> int:
+        """Of the layers' matrices, those that a token passes through."""
+        return sum(
+            sum(part.in_features * part.out_features for part in (*layer.qkv, layer.output, *layer.shared_mlp))
+            + max(1, layer.num_experts_per_tok) * sum(part.in_features * part.out_features for part in layer.mlp)
+            for layer in model.layers
         )
 
     def partition(self, rng: random.Random, num_tokens: int, num_ranks: int) -> tuple[int, ...]:

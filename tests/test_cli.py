@@ -31,10 +31,24 @@ SHARED = [
     *("--ctx", "--gpus", "--model", "--profile", "--cluster", "--link-bandwidth", "--link-latency"),
     *("--topology", "--attention", "--batch", "--cached-prefix", "--dtype"),
 ]
+NOISE = ["--noise", "--samples"]
 FITTED = ["--gpu", "--link", "--name", "--attention-kernel", "--report", "--plot", "--json"]
 FLAGS = {
     "": ["--version"],
-    "plan": [*SHARED, "--strategies", "--method", "--stride", "--table", "--trace", "--plot", "--seed", "--json"],
+    "plan": [
+        *SHARED,
+        "--strategies",
+        "--method",
+        "--stride",
+        "--table",
+        *NOISE[:1],
+        "--objective",
+        "--samples",
+        "--trace",
+        "--plot",
+        "--seed",
+        "--json",
+    ],
     "simulate": [
         *(
             *SHARED,
@@ -43,6 +57,9 @@ FLAGS = {
             "--table",
             "--executor",
             "--breakdown",
+            *NOISE,
+            "--requests",
+            "--every",
             "--trace",
             "--plot",
             "--seed",
@@ -57,6 +74,33 @@ FLAGS = {
     "calibrate all": [
         *(*LAYERS, "--ranks", "--links", "--link", "--name"),
         *("--minutes", "--timeout", "--even-if-busy", "--json"),
+    ],
+    "confirm": [
+        *(*SHARED, "--device", "--backend", "--threads", "--top", "--repeats", "--warmups", "--virtual"),
+        *("--side-traffic", "--max-regret", "--max-error", "--max-logit-error", "--search", "--minutes"),
+        *("--output", "--timeout", "--trace", "--plot", "--seed", "--json"),
+    ],
+    "run": [
+        *(*SHARED, "--strategy", "--partition", "--device", "--backend", "--threads", "--repeats", "--warmups"),
+        *("--check", "--generate", "--side-traffic", "--timeout", "--trace", "--plot", "--seed", "--json"),
+    ],
+    "map": [*SHARED, "--link-bandwidths", "--strategies", "--plot", "--json"],
+    "capacity": [
+        *("--model", "--profile", "--cluster", "--link-bandwidth", "--link-latency", "--topology", "--attention"),
+        *("--dtype", "--requests", "--slo-ttft", "--percentile", "--max-gpus", "--group-sizes", "--rate-scale"),
+        *("--time-compression", "--price-per-gpu-hour", "--objective", "--decode", "--tpot", "--batch-tokens"),
+        *(
+            "--order",
+            "--mtbf",
+            "--repair",
+            "--slow-groups",
+            "--replications",
+            "--sure",
+            "--uniform-only",
+            "--table",
+            "--html",
+        ),
+        *("--plot", "--seed", "--json"),
     ],
     "calibrate fit": ["--compute", "--output", "--links", *FITTED],
     "calibrate import": ["SOURCE...", "--output", "--measurements", *FITTED],

@@ -19,15 +19,29 @@ NAMES = [
     *(
         "ModelSpec",
         "Partition",
+        "PartitionTable",
         "Plan",
         "Request",
         "Scenario",
         "SimResult",
         "Span",
+        "StrategyMap",
         "Timeline",
         "__version__",
+        "build_table",
+        "capacity",
+        "confirm",
     ),
-    *("load_cluster", "load_model", "load_profile", "make_scenario", "plan", "simulate"),
+    *(
+        "load_cluster",
+        "load_model",
+        "load_profile",
+        "load_table",
+        "make_scenario",
+        "map_strategies",
+        "plan",
+        "simulate",
+    ),
 ]
 
 
@@ -41,7 +55,7 @@ def test_names_are_pinned() -> None:
 
 
 def test_functions_say_what_they_do() -> None:
-    for name in ("plan", "simulate", "make_scenario"):
+    for name in ("plan", "simulate", "build_table", "capacity", "make_scenario", "map_strategies"):
         assert "InputError" in getattr(kvrsim, name).__doc__
 
 

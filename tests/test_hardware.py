@@ -85,7 +85,7 @@ def test_builtin_link_is_plausible(name: str) -> None:
 def test_builtin_cluster(name: str) -> None:
     cluster = load_cluster(name)
     assert cluster.name == name
-    assert cluster.num_gpus == 8
+    assert cluster.num_gpus == (16 if cluster.topology == "nodes" else 8)
     assert load_cluster(name, 3) == cluster.with_num_gpus(3)
     assert name in cluster.describe()
 

@@ -148,7 +148,8 @@ def test_the_story_of_a_kvr_layer() -> None:
 
 
 def test_names() -> None:
-    assert list(STRATEGIES) == ["single", "tsp", "kvr-e", "kvr-s", "kvr-p"]
+    more = ["kvr-direct", "ring", "striped", "zigzag", "ulysses", "tp", "pp"]
+    assert list(STRATEGIES) == ["single", "tsp", "kvr-e", "kvr-s", "kvr-p", *more]
     for name, strategy in STRATEGIES.items():
         assert get_strategy(name) is strategy
         assert strategy.name == name
@@ -156,3 +157,82 @@ def test_names() -> None:
     with pytest.raises(kvrsim.InputError) as caught:
         get_strategy("kvr", "--strategies")
     assert caught.value.argument == "--strategies"
+
+
+@pytest.mark.parametrize("name", ["tp2+kvr-s", "tp16+ring", "tp4+pp"])
+def test_hybrids(name: str) -> None:
+    """Named by their parts; a group of one is no group."""
+    size, inner = name[2:].split("+")
+    assert get_strategy(name).name == name
+    assert get_strategy(name).group_size == int(size)
+    assert get_strategy(name).partition_rule == STRATEGIES[inner].partition_rule
+    assert get_strategy(f"tp1+{inner}") is STRATEGIES[inner]
+
+
+@pytest.mark.parametrize(
+    "name", ["tp2+single", "tp2+tp", "tp2+tp2+ring", "tp2+kvr-p", "tp0+ring", "tp2+", "tp2", "tp2+x"]
+)
+def test_what_is_no_hybrid(name: str) -> None:
+    with pytest.raises(kvrsim.InputError) as caught:
+        get_strategy(name, "--strategies")
+    assert caught.value.argument == "--strategies"
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "says"),
+    [
+        ("tp", 3, "32 heads"),
+        ("ulysses", 5, "32 heads"),
+        ("tp4+ring", 6, "6 GPUs divide into"),
+        ("pp", 33, "at most 32 stages"),
+        ("tp4+ulysses", 24, "8 heads and 8 KV heads"),
+    ],
+)
+def test_gpus_that_do_not_do(name: str, gpus: int, says: str) -> None:
+    with pytest.raises(kvrsim.InputError, match=says) as caught:
+        kvrsim.simulate(strategy=name, ctx="4k", gpus=gpus)
+    assert caught.value.argument == "--strategies"
+
+
+def test_all_ranks_what_can_run() -> None:
+    """Fits before what does not, then by TTFT; what cannot run is said."""
+    plan = kvrsim.plan(ctx="2k", gpus=6, strategies=["all"], model="llama-30b")
+    order = [(not one.fits, one.ttft_s) for one in plan.strategies]
+    assert order == sorted(order)
+    assert plan.best == plan.strategies[0]
+    names = [one.strategy for one in plan.strategies]
+    assert {"single", "ring", "zigzag", "pp", "tp2+kvr-s"} <= set(names)
+    assert "tp" not in names
+    assert [note for note in plan.warnings if note.startswith("not compared: tp takes")]
+    by_name = {one.strategy: one for one in plan.strategies}
+    assert len(by_name["tp2+kvr-s"].memory) == len(by_name["tp2+kvr-s"].wait_s) == 6
+    assert len(by_name["tp2+kvr-s"].partition) == 3
+
+
+def test_tensor_parallelism_holds_what_a_chain_cannot() -> None:
+    """Llama-3-70B has 141 GB of weights in half precision."""
+    plan = kvrsim.plan(ctx="8k", gpus=8, model="llama-3-70b", cluster="h100-nvlink", strategies=["kvr-s", "tp", "pp"])
+    assert [one.fits for one in plan.strategies] == [False, True, True]
+    weights = [one.memory[0].weights for one in plan.strategies]
+    assert weights[0] == plan_weights("llama-3-70b")
+    assert weights[1] == pytest.approx(weights[0] / 8, rel=1e-3)
+
+
+def plan_weights(model: str) -> int:
+    return kvrsim.load_model(model).weight_bytes(2)
+
+
+@pytest.mark.parametrize("name", ["ring", "zigzag", "tp", "pp", "tp2+kvr-s", "ulysses", "kvr-direct"])
+def test_a_shared_bus_and_a_breakdown(name: str) -> None:
+    """The event executor alone: flows share the bus; parts and waits sum to when each rank has finished."""
+    options: dict[str, Any] = {"strategy": name, "ctx": "1k", "gpus": 4}
+    slow = options | {"profile": "roofline", "link_bandwidth": "10GB/s"}
+    slow |= {"partition": [256] * 4} if name == "kvr-direct" else {}
+    shared, own = (kvrsim.simulate(**slow, topology=topology) for topology in ("bus", "switch"))
+    assert shared.executor == ("batch" if name == "tp" else "event")  # one group has the bus for itself
+    assert shared.ttft_s >= own.ttft_s * (1 - 1e-9)
+    run = kvrsim.simulate(**options, breakdown=True)
+    assert run.breakdown is not None
+    last = max(row.rank for row in run.breakdown.rows)
+    seconds = sum(row.seconds for row in run.breakdown.rows if row.rank == last)
+    assert seconds == pytest.approx(run.ttft_s, rel=1e-9)

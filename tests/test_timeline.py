@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ from hypothesis import strategies as st
 
 from kvrsim.errors import InputError
 from kvrsim.executors.event import Replay
-from kvrsim.program import AllGather, Compute, Program, Send
+from kvrsim.program import AllGather, Compute, Op, Program, RingPass, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
 from kvrsim.timeline import Span, Timeline
 
-NAMES = [name for name in STRATEGIES if name not in ("single", "kvr-p")]
+NAMES = ["tsp", "kvr-e", "kvr-s", "kvr-direct", "ring", "zigzag"]  # whose ranks are single GPUs on any model
 
 
 def replayed(make: Any, rng: random.Random, name: str, **options: Any) -> tuple[Scenario, Program, Replay]:
@@ -27,6 +28,10 @@ def replayed(make: Any, rng: random.Random, name: str, **options: Any) -> tuple[
     chunks = make.partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus)
     program = scenario.program(STRATEGIES[name], [np.array([float(chunk)]) for chunk in chunks])
     return scenario, program, Replay(program, scenario.cluster)
+
+
+def ops_of(ops: Sequence[tuple[int | None, Op]], kind: type[Any]) -> list[Any]:
+    return [op for _, op in ops if isinstance(op, kind)]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -52,10 +57,12 @@ def test_spans_can_have_happened(name: str, seed: int, make: Any) -> None:
         assert sum(span.duration_s for span in timeline.of(rank, "compute")) >= device_s * (1 - 1e-9)
         sent = sum(op.nbytes.item() for _, op in ops if isinstance(op, Send))
         gathered = [op.nbytes.item() for _, op in ops if isinstance(op, AllGather)]
+        passed = sum(op.nbytes.sum() for op in ops_of(ops, RingPass))
+        rounds = sum(len(op.nbytes) for op in ops_of(ops, RingPass))
         moved = [span.nbytes or 0.0 for span in timeline.of(rank, "transfer")]
-        assert len(moved) == sum(isinstance(op, Send) for _, op in ops) + len(gathered) * (program.num_ranks - 1)
+        assert len(moved) == len(ops_of(ops, Send)) + len(gathered) * (program.num_ranks - 1) + rounds
         if not gathered:
-            assert sum(moved) == pytest.approx(sent)
+            assert sum(moved) == pytest.approx(sent + passed)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -76,7 +83,7 @@ def test_a_link_carries_one_message_at_a_time(name: str, seed: int, make: Any) -
             for span in spans:
                 assert span.nbytes is not None
                 size = np.array(span.nbytes)
-                busy_s = path.gather_step_s(size, program.num_ranks) if name == "tsp" else path.busy_s(size)
+                busy_s = path.gather_step_s(size, program.num_ranks) if name in ("tsp", "zigzag") else path.busy_s(size)
                 want_s = float(busy_s)
                 assert abs(span.duration_s - want_s) <= 1e-9 * want_s + slack
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from kvrsim import __version__
-from kvrsim.cli import calibrate, clusters, models, plan, profiles, simulate, validate
+from kvrsim.cli.lazy import LazyGroup
 from kvrsim.errors import KvrsimError
 
 WRONG_USE = 2
@@ -23,6 +23,7 @@ BROKEN_PIPE = 141  # as a shell reports a process that died of SIGPIPE
 
 app = typer.Typer(
     name="kvrsim",
+    cls=LazyGroup,
     help="Simulate and plan the prefill of large language models over several GPUs.",
     epilog="Begin with: kvrsim plan --gpus 8 --ctx 16k",
     invoke_without_command=True,
@@ -30,13 +31,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command("plan")(plan.plan)
-app.command("simulate")(simulate.simulate)
-app.add_typer(profiles.app, name="profiles")
-app.add_typer(models.app, name="models")
-app.add_typer(clusters.app, name="clusters")
-app.add_typer(validate.app, name="validate")
-app.add_typer(calibrate.app, name="calibrate")
 
 
 @app.callback()

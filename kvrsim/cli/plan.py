@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvrsim.cli.noise import NoiseOption, Objective, Samples, parse_disturbance, parse_objective
 from kvrsim.cli.options import (
     Json,
     Plot,
@@ -20,7 +21,7 @@ from kvrsim.cli.options import (
     print_json,
     takes_scenario,
 )
-from kvrsim.errors import InputError
+from kvrsim.cli.table import Table, needs_table, read_table
 
 if TYPE_CHECKING:
     from kvrsim.results import Plan
@@ -34,7 +35,12 @@ def plan(
     options: ScenarioOptions,
     *,
     strategies: Annotated[
-        str, typer.Option("--strategies", metavar="NAMES", help="What to compare, with commas between.")
+        str,
+        typer.Option(
+            "--strategies",
+            metavar="NAMES|all",
+            help="What to compare, with commas between; tp8+kvr-s is a hybrid; all is ranked.",
+        ),
     ] = DEFAULT_STRATEGIES,
     method: Annotated[
         str,
@@ -48,6 +54,10 @@ def plan(
         str | None,
         typer.Option("--stride", metavar="LEN", help="Searched chunk boundaries are multiples of it."),
     ] = None,
+    table: Table = None,
+    noise: NoiseOption = None,
+    objective: Objective = None,
+    samples: Samples = None,
     trace: Trace = None,
     plot: Plot = None,
     seed: Seed = "0",
@@ -61,11 +71,14 @@ def plan(
     from kvrsim.units import parse_tokens
 
     names = parse_strategies(strategies)
+    needs_table(names, table)
     parse_choice(method, "--method", METHODS)
     step = None if stride is None else parse_tokens(stride, "--stride")
-    parse_seed(seed)
+    disturbance = parse_disturbance(noise, samples, parse_seed(seed))
+    figure = parse_objective(objective, disturbance)
     check_output(trace, "--trace")
     check_plot(plot)
+    lookup = read_table(table)
     scenario, warnings = options.scenario()
     from planner.plan import make_plan
 
@@ -75,9 +88,12 @@ def plan(
             strategies=names,
             method=method,
             stride=step,
+            table=lookup,
             warnings=warnings,
             on_progress=progress,
             timeline=trace is not None or plot is not None,
+            disturbance=disturbance,
+            objective=figure,
         )
     _write_files(result, trace, plot)
     if json:
@@ -92,14 +108,14 @@ def plan(
 
 def parse_strategies(text: str, argument: str = "--strategies") -> list[str]:
     """Names with commas between; each once, in the order given."""
-    from kvrsim.strategies import STRATEGIES
+    from kvrsim.strategies import STRATEGIES, get_strategy
 
-    known = [name for name, strategy in STRATEGIES.items() if strategy.partition_rule != "table"]
-    accepted = f"names out of {', '.join(known)}, with commas between"
+    accepted = f"names out of {', '.join(STRATEGIES)}, with commas between"
     names = parse_list(text, argument, accepted)
+    if names == ["all"] and argument == "--strategies":
+        return names
     for name in names:
-        if name not in known:
-            raise InputError(argument, name, accepted)
+        get_strategy(name, argument)
     return list(dict.fromkeys(names))
 
 

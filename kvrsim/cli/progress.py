@@ -50,3 +50,15 @@ class SearchProgress:
         self._task = self._bar.add_task("", best="")
         self._bar.start()
         return self._bar
+
+
+class EntryProgress(SearchProgress):
+    """The same for a table: entries done, and entries in all."""
+
+    def __call__(self, done: int, expected: int, best_ttft_s: float = 0.0) -> None:
+        """Entries searched, and entries in all."""
+        if not sys.stderr.isatty():
+            return
+        bar = self._bar or self._start()
+        assert self._task is not None
+        bar.update(self._task, completed=done, total=expected, best="entries")

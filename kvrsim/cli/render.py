@@ -12,6 +12,7 @@ from rich.text import Text
 
 from kvrsim.cli.breakdown_text import breakdown_table
 from kvrsim.cli.memory_text import over_memory
+from kvrsim.cli.noise import add_planned, add_simulated
 from kvrsim.cli.tables import columns, facts, show
 from kvrsim.units import format_bytes, format_seconds, format_tokens
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from kvrsim.results import Bounds, Plan, SimResult, StrategyResult
     from kvrsim.scenario import Scenario
 
+_MOST_EXPLAINED = 6  # strategies, up to which each one's memory is taken apart where it is too much
 _ROUNDING_S = 1e-12  # less than this is what rounding leaves of nothing
 
 
@@ -34,7 +36,8 @@ def show_plan(plan: Plan, *, gpu_memory_bytes: int) -> None:
     partitions = f"{search.evaluations} partition{'s' * (search.evaluations != 1)}"
     taken = f"{partitions} simulated in {format_seconds(search.seconds)}"
     table.add_row("search:", f"{search.method}, {taken}")
-    for result in plan.strategies:
+    add_planned(table, plan)
+    for result in plan.strategies if len(plan.strategies) <= _MOST_EXPLAINED else ():
         _add_misfits(table, result.strategy, result.memory, gpu_memory_bytes)
     table.add_row("rests on:", plan.rests_on)
     told = tuple(f"{result.strategy} does not fit" for result in plan.strategies)  # rank by rank, above
@@ -49,6 +52,7 @@ def show_simulation(result: SimResult, scenario: Scenario) -> None:
     table = facts()
     table.add_row("TTFT:", _ttft(result))
     table.add_row("executor:", result.executor)
+    add_simulated(table, result)
     _add_misfits(table, result.strategy, [rank.memory for rank in result.per_rank], limit)
     _add_notes(table, result.warnings)
     header = _header(result.model, result.context_len, setting_of_simulation(result, scenario))

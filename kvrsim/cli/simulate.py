@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvrsim.cli.noise import NoiseOption, Samples, parse_disturbance
 from kvrsim.cli.options import (
     Json,
     Plot,
@@ -20,11 +21,13 @@ from kvrsim.cli.options import (
     print_json,
     takes_scenario,
 )
+from kvrsim.cli.table import Table, needs_table, read_table
 from kvrsim.errors import InputError
 
 if TYPE_CHECKING:
     from kvrsim.results import SimResult
     from kvrsim.scenario import Scenario
+    from kvrsim.stream import Arrivals
 
 EXECUTORS = ("batch", "event")
 
@@ -33,7 +36,7 @@ EXECUTORS = ("batch", "event")
 def simulate(
     options: ScenarioOptions,
     *,
-    strategy: Annotated[str, typer.Option("--strategy", metavar="NAME", help="single, tsp, kvr-e or kvr-s.")],
+    strategy: Annotated[str, typer.Option("--strategy", metavar="NAME", help="Such as tsp, kvr-s, zigzag, tp8+kvr-s.")],
     partition: Annotated[
         str | None,
         typer.Option(
@@ -42,6 +45,7 @@ def simulate(
             help="New tokens of each rank, such as 5000,3192. Default: the strategy's own (kvr-s searches).",
         ),
     ] = None,
+    table: Table = None,
     executor: Annotated[
         str | None,
         typer.Option(
@@ -53,6 +57,18 @@ def simulate(
     breakdown: Annotated[
         bool, typer.Option("--breakdown", help="Seconds of every operation on every rank, and how they are known.")
     ] = False,
+    noise: NoiseOption = None,
+    samples: Samples = None,
+    requests: Annotated[
+        str | None,
+        typer.Option("--requests", metavar="N", help="So many prompts alike behind each other on the same GPUs."),
+    ] = None,
+    every: Annotated[
+        str | None,
+        typer.Option(
+            "--every", metavar="TIME", help="Between requests: 500ms, or poisson:500ms. Default: all at once."
+        ),
+    ] = None,
     trace: Trace = None,
     plot: Plot = None,
     seed: Seed = "0",
@@ -63,14 +79,18 @@ def simulate(
 
     if parse_strategies(strategy, "--strategy") != [strategy]:
         raise InputError("--strategy", strategy, "one name")
+    needs_table([strategy], table, otherwise=partition is not None)
     chunks = None if partition is None else _parse_partition(partition)
     wants_timeline = trace is not None or plot is not None
     parse_choice(executor, "--executor", EXECUTORS)
     if executor == "batch" and (wants_timeline or breakdown):
         raise InputError("--executor", executor, "event, where --trace, --plot or --breakdown is asked for")
-    parse_seed(seed)
+    number = parse_seed(seed)
+    disturbance = parse_disturbance(noise, samples, number)
+    arrivals = _parse_arrivals(requests, every)
     check_output(trace, "--trace")
     check_plot(plot)
+    lookup = read_table(table)
     scenario, warnings = options.scenario()
     from planner.simulate import run_simulation
 
@@ -78,9 +98,13 @@ def simulate(
         scenario,
         strategy=strategy,
         partition=chunks,
+        table=lookup,
         executor=executor,
         timeline=wants_timeline,
         with_breakdown=breakdown,
+        disturbance=disturbance,
+        arrivals=arrivals,
+        seed=number,
         warnings=warnings,
     )
     _write_files(result, scenario, trace, plot)
@@ -90,6 +114,17 @@ def simulate(
         from kvrsim.cli.render import show_simulation
 
         show_simulation(result, scenario)
+
+
+def _parse_arrivals(requests: str | None, every: str | None) -> Arrivals | None:
+    from kvrsim.stream import MAX_REQUESTS, Arrivals
+    from kvrsim.units import parse_count
+
+    if requests is None:
+        if every is not None:
+            raise InputError("--every", every, "with --requests N")
+        return None
+    return Arrivals.parse(parse_count(requests, "--requests", maximum=MAX_REQUESTS), every or "0s")
 
 
 def _parse_partition(text: str) -> list[int]:

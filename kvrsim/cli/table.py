@@ -38,7 +38,7 @@ _LENGTHS = typer.Option(
 _COUNTS = typer.Option("--gpus", metavar="N,N,...", help="Numbers of GPUs, with commas between.")
 
 
-def _of_many(command: Callable[..., None]) -> Callable[..., None]:
+def of_many(command: Callable[..., None]) -> Callable[..., None]:
     """The same command with lists for --ctx and --gpus."""
 
     @functools.wraps(command)
@@ -56,7 +56,7 @@ def _of_many(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @app.command("build")
-@_of_many
+@of_many
 @takes_scenario
 def build(
     options: ScenarioOptions,

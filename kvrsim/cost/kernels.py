@@ -177,7 +177,7 @@ class RooflineCost:
         if self.kernel != "eager":
             return call.causal * flops_s
         traffic = self.batch * call.num_attention_heads * call.score_bytes * self.element_bytes / 2
-        return call.chunk * (call.prefix + call.chunk) * max(flops_s, traffic / self.gpu.hbm_bytes_per_s)
+        return call.chunk * call.keys * max(flops_s, traffic / self.gpu.hbm_bytes_per_s)
 
     def traffic_s(self, tokens: Array, steps: tuple[Traffic, ...]) -> Array:
         """Bytes at the datasheet's HBM rate."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from kvrsim.cost.group import Group
 from kvrsim.cost.kernels import CostModel
 from kvrsim.cost.traffic import after_attention, before_attention, eager_score_bytes
 from kvrsim.model import Gemm, LayerSpec, ModelSpec
@@ -35,6 +36,7 @@ class LayerCosts:
     sends_overlap: bool
     resume_s: float  # device time lost after a layer's communication
     kernel: str
+    group: Group | None = None  # GPUs that the rank stands for and that split `model`; None: it is one GPU
 
     # Prepared once: what depends on the chunk alone.
     _before: Callable[[Array], Array] = field(init=False, repr=False)
@@ -76,22 +78,44 @@ class LayerCosts:
     # -- attention
     def attention_s(self, chunk: Array, prefix: Array) -> Array:
         """The chunk's queries against prefix and chunk; eager code repeats shared KV heads for all queries."""
+        return self._called_s(self._call(chunk, self._window(prefix), self._causal(chunk, prefix), own=True))
+
+    def block_attention_s(self, chunk: Array, start: Array, keys: Array, end: Array) -> Array:
+        """The chunk's queries, which begin at `start`, against `keys` tokens before them that end at `end`.
+
+        The result is joined with that of other blocks; a block outside of the window takes no time.
+        """
+        window = self.layer.sliding_window
+        seen = keys if window is None else np.clip(window - (start - end), 0.0, keys)
+        attention_s = self._called_s(self._call(chunk, seen, chunk * seen, own=False))
+        return np.where(seen > 0, attention_s + self.join_s(chunk), 0.0)
+
+    def join_s(self, chunk: Array) -> Array:
+        """The chunk's attention to two sets of keys made one, by their log-sum-exp: both read, one written."""
+        nbytes = 3.0 * 2 * self.model.num_attention_heads * self.model.head_dim
+        return self.cost.traffic_s(chunk, (Traffic("copy", nbytes, 1),))
+
+    def _call(self, chunk: Array, prefix: Array, causal: Array, *, own: bool) -> AttentionCall:
         model = self.model
-        call = AttentionCall(
+        return AttentionCall(
             chunk=chunk,
-            prefix=self._window(prefix),
-            causal=self._causal(chunk, prefix),
+            prefix=prefix,
+            causal=causal,
             num_attention_heads=model.num_attention_heads,
             num_key_value_heads=model.num_key_value_heads,
             head_dim=model.head_dim,
             score_bytes=eager_score_bytes(model),
+            own=own,
         )
+
+    def _called_s(self, call: AttentionCall) -> Array:
+        model = self.model
         seconds = self.cost.attention_s(call)
         repeats = self.kernel == "eager" and not self.cost.whole_attention
         if repeats and model.num_key_value_heads < model.num_attention_heads:
             heads = model.num_key_value_heads + model.num_attention_heads
             nbytes = 2.0 * heads * model.head_dim * 2  # K and V: read few heads, write all; two bytes an element
-            seconds = seconds + self.cost.traffic_s(call.prefix + chunk, (Traffic("copy", nbytes, 2),))
+            seconds = seconds + self.cost.traffic_s(call.keys, (Traffic("copy", nbytes, 2),))
         return seconds
 
     def _window(self, tokens: Array) -> Array:
@@ -150,6 +174,21 @@ class LayerCosts:
     def handed_kv_bytes(self, end: Array) -> Array:
         """What a rank hands on: all K, V up to `end` but the cached prefix; of a window, its tail."""
         return self.kv_bytes(self._window(end - self.cached_prefix))
+
+    def activation_bytes(self, tokens: Array) -> Array:
+        """The residual stream of that many tokens."""
+        return tokens * float(self.batch * self.model.hidden_size * self.element_bytes)
+
+    def heads_bytes(self, tokens: Array, num_heads: int) -> Array:
+        """So many heads of that many tokens."""
+        return tokens * float(self.batch * num_heads * self.model.head_dim * self.element_bytes)
+
+    def on_heads(self, ranks: int) -> LayerCosts:
+        """The same where each of so many ranks has its share of the heads and all tokens."""
+        model = self.model
+        kv_heads = max(1, model.num_key_value_heads // ranks)
+        heads = replace(model, num_attention_heads=model.num_attention_heads // ranks, num_key_value_heads=kv_heads)
+        return replace(self, model=heads)
 
     def gathered_prefix(self, chunk: Array, start: Array, total: Array) -> Array:
         """Tokens besides the chunk that attention over the gathered context covers.

@@ -8,13 +8,15 @@ flows do not share bandwidth; where they do, the event executor is needed.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
 import numpy as np
 
-from kvrsim.hardware import Cluster, Path
-from kvrsim.program import AllGather, Array, Compute, Op, Program, Recv, Send
+from kvrsim.executors.collectives import Edges, Exchanging, Gathering, Passing
+from kvrsim.hardware import Cluster
+from kvrsim.program import AllGather, AllToAll, Array, Collective, Compute, Op, Program, Recv, RingPass, Send
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +37,12 @@ class _Message:
     latency_s: float
     host_s: float
     rendezvous: bool
+    in_turn: bool
 
 
-_Step = _Segment | _Message | Recv | AllGather
+_MANY = 8  # computes in a row, from which on they are merged all at once
+
+_Step = _Segment | _Message | Recv | AllGather | RingPass | AllToAll
 
 
 def run_batch(program: Program, cluster: Cluster) -> Array:
@@ -48,26 +53,44 @@ def run_batch(program: Program, cluster: Cluster) -> Array:
 
 def _compile(rank: int, ops: tuple[Op, ...], cluster: Cluster) -> tuple[_Step, ...]:
     """Merge computes in a row and put times to messages."""
+    if len(ops) >= _MANY and all(isinstance(op, Compute | Collective) for op in ops):
+        return _without_host([_merged(ops)])
     steps: list[_Step] = []
     for op in ops:
-        if isinstance(op, Compute):
+        if isinstance(op, Compute | Collective):
+            device_s = _held_s(op)
             if steps and isinstance(steps[-1], _Segment):
-                steps[-1] = _merge(steps[-1], op)
+                steps[-1] = _merge(steps[-1], device_s, op.host_s)
             else:
-                steps.append(_Segment(op.device_s, np.maximum(op.device_s, op.host_s), op.host_s))
+                steps.append(_Segment(device_s, np.maximum(device_s, op.host_s), op.host_s))
         elif isinstance(op, Send):
             path = cluster.path(rank, op.dst)
-            steps.append(_Message(op.dst, path.busy_s(op.nbytes), path.latency_s, op.host_s, op.rendezvous))
+            link_s = path.busy_s(op.nbytes)
+            steps.append(_Message(op.dst, link_s, path.latency_s, op.host_s, op.rendezvous, op.in_turn))
         else:
             steps.append(op)
     return _without_host(steps)
 
 
-def _merge(first: _Segment, second: Compute) -> _Segment:
-    """Two computes in a row as one; the maxima distribute over the sums."""
+def _merge(first: _Segment, device_s: Array, host_s: float) -> _Segment:
+    """A segment and what follows it as one; the maxima distribute over the sums."""
     assert first.host_floor_s is not None
-    floor = np.maximum(first.host_floor_s + second.device_s, first.host_s + np.maximum(second.device_s, second.host_s))
-    return _Segment(first.device_s + second.device_s, floor, first.host_s + second.host_s)
+    floor = np.maximum(first.host_floor_s + device_s, first.host_s + np.maximum(device_s, host_s))
+    return _Segment(first.device_s + device_s, floor, first.host_s + host_s)
+
+
+def _merged(ops: Sequence[Op]) -> _Segment:
+    """Many computes in a row as one, all at once: the same as merging one after another."""
+    device_s = np.stack([_held_s(op) for op in ops])
+    host_s = np.array([[op.host_s] for op in ops if not isinstance(op, RingPass)])
+    rest_s = np.cumsum(device_s[::-1], axis=0)[::-1] - device_s  # of those after each
+    floors = np.cumsum(host_s, axis=0) - host_s + np.maximum(device_s, host_s) + rest_s
+    return _Segment(device_s.sum(axis=0), floors.max(axis=0), float(host_s.sum()))
+
+
+def _held_s(op: Op) -> Array:
+    assert isinstance(op, Compute | Collective)
+    return op.device_s if isinstance(op, Compute) else op.seconds
 
 
 def _without_host(steps: list[_Step]) -> tuple[_Step, ...]:
@@ -83,14 +106,31 @@ def _without_host(steps: list[_Step]) -> tuple[_Step, ...]:
             device_s = device_s + step.device_s
             if not (host_s + step.host_floor_s <= device_s).all():
                 return tuple(steps)
-        host_s += step.host_s
+        host_s += sum(step.host_s) if isinstance(step, RingPass) else step.host_s
     return tuple(_Segment(step.device_s, None, step.host_s) if isinstance(step, _Segment) else step for step in steps)
 
 
-def _joined(blocks: list[tuple[_Step, ...]]) -> list[_Step]:
+class _Compiler:
+    """Blocks of operations made ready, each once, whoever runs it: a pipeline's pieces are thousands of blocks."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.blocks: dict[int, tuple[_Step, ...]] = {}
+        self.merged: dict[tuple[int, int], _Segment] = {}
+
+    def block(self, rank: int, ops: tuple[Op, ...]) -> tuple[_Step, ...]:
+        """The same for all ranks, but for messages, whose links are the rank's own."""
+        if id(ops) in self.blocks:
+            return self.blocks[id(ops)]
+        steps = _compile(rank, ops, self.cluster)
+        if not any(isinstance(op, Send) for op in ops):
+            self.blocks[id(ops)] = steps
+        return steps
+
+
+def _joined(blocks: Iterable[tuple[_Step, ...]], merged: dict[tuple[int, int], _Segment]) -> list[_Step]:
     """All steps in a row; segments that meet where one layer follows another are merged if the host is ahead."""
     steps: list[_Step] = []
-    merged: dict[tuple[int, int], _Segment] = {}
     for step in (step for block in blocks for step in block):
         last = steps[-1] if steps else None
         if _is_plain(last) and _is_plain(step):
@@ -124,40 +164,36 @@ class _Walk:
     def __init__(self, program: Program, cluster: Cluster) -> None:
         width = _width(program)
         ranks = range(program.num_ranks)
-        kinds = [[_compile(rank, kind[rank], cluster) for rank in ranks] for kind in program.layers]
-        self.ranks = [
-            _Rank(
-                np.zeros(width),
-                _joined(
-                    [
-                        _compile(rank, program.prologue[rank], cluster),
-                        *(kinds[kind][rank] for kind in program.layer_kind_index),
-                        _compile(rank, program.epilogue[rank], cluster),
-                    ]
-                ),
-            )
-            for rank in ranks
-        ]
+        compiler = _Compiler(cluster)
+        kinds = [[compiler.block(rank, kind[rank]) for rank in ranks] for kind in program.layers]
+        self.ranks = []
+        for rank in ranks:
+            before, after = program.prologue[rank], program.epilogue[rank]
+            layers = (kinds[kind][rank] for kind in program.layer_kind_index)
+            blocks = (compiler.block(rank, before), *layers, compiler.block(rank, after))
+            self.ranks.append(_Rank(np.zeros(width), _joined(blocks, compiler.merged)))
         self.cluster = cluster
         self.arrivals: dict[tuple[int, int], deque[Array]] = {}
         self.links: dict[tuple[int, int], Array] = {}
         self.offers: dict[tuple[int, int], _Message] = {}  # rendezvous whose receiver has not come yet
         self.taken: set[tuple[int, int]] = set()  # rendezvous done, whose sender may go on
+        self.prepared: dict[int, Gathering | Passing | Exchanging] = {}  # by the first rank's operation
+        self.edges: dict[int, Edges] = {}  # by how many ranks further on
         self.scratch = np.empty(width)
 
     def run(self) -> Array:
-        """Walk every rank to its end, gathering wherever all have come to a collective."""
+        """Walk every rank to its end, together wherever all have come to a collective."""
         while True:
             states = [self._advance(index, rank) for index, rank in enumerate(self.ranks)]
             if all(state == "done" for state in states):
                 return np.stack([rank.clock for rank in self.ranks])
-            if all(state == "gather" for state in states):
-                self._all_gather()
+            if all(state == "meet" for state in states):
+                self._meet()
             elif "moved" not in states:
                 raise AssertionError(f"the program deadlocks: {states}")
 
     def _advance(self, index: int, rank: _Rank) -> str:
-        """Run one rank until it ends ("done"), must gather ("gather") or lacks a message ("moved", "stuck")."""
+        """Run one rank until it ends ("done"), comes to a collective ("meet") or lacks a message ("moved", "stuck")."""
         moved = "stuck"
         while rank.step < len(rank.steps):
             step = rank.steps[rank.step]
@@ -170,7 +206,7 @@ class _Walk:
                 if not self._recv(index, rank, step):
                     return moved
             else:
-                return "gather"
+                return "meet"
             rank.step += 1
             moved = "moved"
         return "done"
@@ -186,9 +222,10 @@ class _Walk:
         """Put a message on its link; False where a rendezvous still waits for its receiver."""
         edge = (index, message.dst)
         if not message.rendezvous:
-            link = np.maximum(self.links.get(edge, 0.0), self._issued(rank, message.host_s))
+            way = (index, index) if message.in_turn else edge  # the rank's one way out, or the pair's own
+            link = np.maximum(self.links.get(way, 0.0), self._issued(rank, message.host_s))
             link += message.link_s
-            self.links[edge] = link
+            self.links[way] = link
             self.arrivals.setdefault(edge, deque()).append(link + message.latency_s)
             return True
         if edge in self.taken:
@@ -223,50 +260,71 @@ class _Walk:
         rank.host_s += host_s
         return np.maximum(rank.clock, rank.host_s)
 
-    def _all_gather(self) -> None:
-        """The ring, all ranks at once: step k moves the piece that came k hops to the next rank."""
-        num_ranks = len(self.ranks)
-        ops = [_gather_of(rank) for rank in self.ranks]
-        for rank, op in zip(self.ranks, ops, strict=True):
-            rank.host_s += op.host_s
-        paths = [self.cluster.path(rank, (rank + 1) % num_ranks) for rank in range(num_ranks)]
-        launch_s, latency = (
-            np.array([getattr(path, name) for path in paths])[:, None]
-            for name in ("gather_launch_s", "gather_latency_s")
-        )
-        start = np.stack([np.maximum(rank.clock, rank.host_s) for rank in self.ranks]) + launch_s
-        pieces = np.stack([np.broadcast_to(op.nbytes, start.shape[1:]) for op in ops])
-        before, after = np.arange(-1, num_ranks - 1), np.arange(1, num_ranks + 1) % num_ranks
-        both_there = np.maximum(start, start[after])
-        edges = [(rank, (rank + 1) % num_ranks) for rank in range(num_ranks)]
-        link = np.stack([np.broadcast_to(self.links.get(edge, 0.0), start.shape[1:]) for edge in edges])
-        held, clock = start, start.copy()
-        alike = all(path == paths[0] for path in paths)
-        steps_s = _steps_s(paths, pieces)
-        for _ in range(num_ranks - 1):
-            link = np.maximum(np.maximum(held, both_there), link) + steps_s
-            held = (link + latency)[before]
-            pieces = pieces[before]
-            steps_s = steps_s[before] if alike else _steps_s(paths, pieces)
-            np.maximum(clock, held, out=clock)
-        for index, rank in enumerate(self.ranks):
-            self.links[edges[index]] = link[index]
-            rank.clock[:] = clock[index]
+    def _meet(self) -> None:
+        """The collective that all have come to."""
+        ops = [rank.steps[rank.step] for rank in self.ranks]
+        if all(isinstance(op, AllGather) for op in ops):
+            self._all_gather([op for op in ops if isinstance(op, AllGather)])
+        elif all(isinstance(op, RingPass) for op in ops):
+            self._ring_pass([op for op in ops if isinstance(op, RingPass)])
+        else:
+            assert all(isinstance(op, AllToAll) for op in ops), "the ranks have come to different collectives"
+            self._all_to_all([op for op in ops if isinstance(op, AllToAll)])
+        for rank in self.ranks:
             rank.step += 1
 
+    def _all_gather(self, ops: list[AllGather]) -> None:
+        for rank, op in zip(self.ranks, ops, strict=True):
+            rank.host_s += op.host_s
+        start = np.stack([np.maximum(rank.clock, rank.host_s) for rank in self.ranks])
+        if id(ops[0]) not in self.prepared:
+            pieces = np.stack([np.broadcast_to(op.nbytes, start.shape[1:]) for op in ops])
+            self.prepared[id(ops[0])] = Gathering(self._edges(1), pieces)
+        gathering = self.prepared[id(ops[0])]
+        assert isinstance(gathering, Gathering)
+        clock, link = gathering.run(start, self._free(start))
+        for index, rank in enumerate(self.ranks):
+            self.links[index, (index + 1) % len(self.ranks)] = link[index]
+            rank.clock[:] = clock[index]
 
-def _steps_s(paths: list[Path], pieces: Array) -> Array:
-    """Seconds that each rank's piece, shape (num_ranks, B), takes to the next rank."""
-    return np.stack([path.gather_step_s(piece, len(paths)) for path, piece in zip(paths, pieces, strict=True)])
+    def _ring_pass(self, ops: list[RingPass]) -> None:
+        start = np.stack([rank.clock for rank in self.ranks])
+        if id(ops[0]) not in self.prepared:
+            self.prepared[id(ops[0])] = Passing.of(ops, self._edges(1))
+        passing = self.prepared[id(ops[0])]
+        assert isinstance(passing, Passing)
+        host = np.array([[rank.host_s] for rank in self.ranks])
+        clock = passing.run(start, host, self._free(start))
+        for index, (rank, op) in enumerate(zip(self.ranks, ops, strict=True)):
+            rank.clock[:] = clock[index]
+            rank.host_s += sum(op.host_s)
 
+    def _all_to_all(self, ops: list[AllToAll]) -> None:
+        for rank, op in zip(self.ranks, ops, strict=True):
+            rank.host_s += op.host_s
+        start = np.stack([np.maximum(rank.clock, rank.host_s) for rank in self.ranks])
+        if id(ops[0]) not in self.prepared:
+            self.prepared[id(ops[0])] = Exchanging.of(ops, self._edges)
+        exchanging = self.prepared[id(ops[0])]
+        assert isinstance(exchanging, Exchanging)
+        clock = exchanging.run(start)
+        for index, rank in enumerate(self.ranks):
+            rank.clock[:] = clock[index]
 
-def _gather_of(rank: _Rank) -> AllGather:
-    op = rank.steps[rank.step]
-    assert isinstance(op, AllGather)
-    return op
+    def _free(self, like: Array) -> Array:
+        """When every rank's link to the next is free."""
+        num_ranks = len(self.ranks)
+        edges = [(rank, (rank + 1) % num_ranks) for rank in range(num_ranks)]
+        return np.stack([np.broadcast_to(self.links.get(edge, 0.0), like.shape[1:]) for edge in edges])
+
+    def _edges(self, shift: int) -> Edges:
+        if shift not in self.edges:
+            self.edges[shift] = Edges.of(self.cluster, len(self.ranks), shift)
+        return self.edges[shift]
 
 
 def _width(program: Program) -> int:
     """The batch size B that the program's numbers were built for."""
-    sizes = [np.size(op.device_s) for kind in program.layers for ops in kind for op in ops if isinstance(op, Compute)]
+    blocks = {id(ops): ops for kind in program.layers for ops in kind}  # ranks may share them
+    sizes = [op.device_s.size for ops in blocks.values() for op in ops if isinstance(op, Compute)]
     return max(sizes, default=1)

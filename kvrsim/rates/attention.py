@@ -55,14 +55,14 @@ class EagerRates:
         element_s = 4.0 * call.head_dim / self.flops_per_s
         element_s += call.score_bytes * element_bytes / 2 / self.bytes_per_s
         if self.measured is None:
-            rectangle = call.chunk * (call.prefix + call.chunk)
+            rectangle = call.chunk * call.keys
             return self.start_s + rectangle * (batch * call.num_attention_heads * element_s)
         elements = self.elements(call, batch)
         return self.start_s + elements * element_s * self.measured.factor(elements)
 
     def elements(self, call: AttentionCall, batch: int) -> Array:
         """Of the score matrices of all heads."""
-        return call.chunk * (call.prefix + call.chunk) * (batch * call.num_attention_heads)
+        return call.chunk * call.keys * (batch * call.num_attention_heads)
 
     def least_seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
         """What it takes: at a fixed end of the chunk, it does not grow with the prefix."""
@@ -141,7 +141,7 @@ class FlashRates:
     def _called_s(self, call: AttentionCall, batch: int, element_bytes: int, scheduled_s: Array) -> Array:
         """With launch and append; never less than the unmasked FLOPs at the datasheet's rate."""
         append_bytes = 4.0 * batch * call.num_key_value_heads * call.head_dim * element_bytes / 2
-        chunk_s = append_bytes / self.append_bytes_per_s + self.query_s * batch * call.num_attention_heads
+        chunk_s = call.own * append_bytes / self.append_bytes_per_s + self.query_s * batch * call.num_attention_heads
         flops = 4.0 * batch * call.num_attention_heads * call.head_dim
         return np.maximum(self.launch_s + scheduled_s + call.chunk * chunk_s, call.causal * (flops / self.flops_per_s))
 
@@ -153,11 +153,11 @@ class FlashRates:
         tiles_a_column = np.ceil(call.chunk / rows)
         tiles = columns * tiles_a_column
         step_s = self.block_s * call.head_dim / 128
-        most = np.ceil((call.prefix + call.chunk) / self.key_block)  # steps of the tile that sees most keys
+        most = np.ceil(call.keys / self.key_block)  # steps of the tile that sees most keys
         first = most
-        if self.causal:
+        if self.causal and call.own:
             first = np.minimum(np.ceil((call.prefix + np.minimum(rows, call.chunk)) / self.key_block), most)
-        dear = (self.diagonal_cost - 1.0) * call.chunk / self.key_block
+        dear = call.own * (self.diagonal_cost - 1.0) * call.chunk / self.key_block
         mean = 0.5 * (first + most) + dear * (0.5 if self.causal else 1.0)
         longest_s = self.tile_s + (most + dear) * step_s
         busy_s = tiles * (self.tile_s + mean * step_s) / self.concurrent_tiles

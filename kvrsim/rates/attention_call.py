@@ -18,3 +18,9 @@ class AttentionCall:
     num_key_value_heads: int
     head_dim: int
     score_bytes: float  # that an eager kernel moves per element of the score matrix
+    own: bool = True  # the chunk's own keys follow the prefix, and are masked and appended; False: the prefix alone
+
+    @property
+    def keys(self) -> Array:
+        """Keys that the kernel is given."""
+        return self.prefix + self.chunk if self.own else self.prefix

@@ -79,6 +79,8 @@ class BlockedRates:
 
     def _covered(self, call: AttentionCall) -> Array:
         """What one head covers, as so many elements of the rectangle."""
+        if not call.own:
+            return call.chunk * call.prefix
         cost, own = self._causal_cost, 0.5 * call.chunk * call.chunk
         if self.skips_masked:
             # Behind a window neither part is more than what is not masked.

@@ -54,3 +54,11 @@ class GatherRates:
             small_bytes_per_s=self.small_bytes_per_s * factor,
             large_bytes_per_s=self.large_bytes_per_s * factor,
         )
+
+    def slower(self, factor: float) -> GatherRates:
+        """Over links with so many times less bandwidth; what does not grow with the bytes stays."""
+        return replace(
+            self,
+            small_bytes_per_s=self.small_bytes_per_s / factor,
+            large_bytes_per_s=self.large_bytes_per_s / factor,
+        )

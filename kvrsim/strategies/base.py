@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+import numpy.typing as npt
+
+from kvrsim.cost.group import all_reduce
 from kvrsim.cost.layer import LayerCosts
-from kvrsim.program import AllGather, Array, Compute, Op, Recv, Send
+from kvrsim.program import AllGather, AllToAll, Array, Collective, Compute, Op, Program, Recv, RingPass, Send
 
-PartitionRule = Literal["whole", "even", "search", "table"]
+if TYPE_CHECKING:
+    from kvrsim.cost.kernels import CostModel
+    from kvrsim.model import ModelSpec
+    from kvrsim.scenario import Scenario
+
+PartitionRule = Literal["whole", "even", "search", "table", "pieces"]
+KeptKv = Literal["prefix", "all", "own"]
 LayerProgram = Callable[["Step", int], Iterator[Op]]
+PipelineProgram = Callable[["Scenario", Sequence[Array], "CostModel"], Program]
+Refusal = Callable[["ModelSpec", int], str | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +34,17 @@ class Strategy:
     source: str  # where it is described
     partition_rule: PartitionRule  # where its partition comes from
     layer: LayerProgram  # the operations of one rank in one layer
-    gathers_kv: bool  # every rank ends with the K and V of the whole context
+    gathers_kv: bool  # every rank has the K and V of the whole context before its attention
+    kept_kv: KeptKv | None = None  # K, V that a rank ends with; None: all where it gathers, else up to its chunk's end
+    group_size: int | None = 1  # GPUs that split every matrix and act as one rank; None: all that there are
+    pipeline: PipelineProgram | None = None  # builds the program where ranks hold different layers
+    refuses: Refusal | None = None  # what a model and number of ranks must fulfil, where they do not; None: nothing
+    chains: bool = False  # it is KVR's chain, which planner.bound is about
+
+    @property
+    def kept(self) -> KeptKv:
+        """K, V that a rank ends with."""
+        return self.kept_kv or ("all" if self.gathers_kv else "prefix")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +77,11 @@ class Step:
         device_s = self.costs.attention_s(self.chunks[rank], prefix)
         return Compute(name="attention", device_s=device_s, host_s=self.costs.host_attention_s)
 
+    def attention_to(self, name: str, tokens: Array, start: Array) -> Compute:
+        """Some of the rank's queries, which begin at `start`, against all keys up to their own."""
+        device_s = np.where(tokens > 0, self.costs.attention_s(np.maximum(tokens, 1.0), start), 0.0)
+        return Compute(name=name, device_s=device_s, host_s=self.costs.host_attention_s)
+
     def output_mlp(self, rank: int) -> Compute:
         """Output projection, MLP, norms and residuals of the chunk."""
         device_s = self.costs.output_mlp_s(self.chunks[rank])
@@ -73,6 +100,20 @@ class Step:
         """Wait for the K, V of all tokens before the chunk."""
         return Recv(src=rank - 1, rendezvous=not self.costs.sends_overlap)
 
+    def send_own_kv(self, rank: int, dst: int) -> Send:
+        """The chunk's own K, V to another rank, after those that go elsewhere."""
+        nbytes = self.costs.kv_bytes(self.chunks[rank])
+        return Send(dst=dst, nbytes=nbytes, rendezvous=not self.costs.sends_overlap, in_turn=True)
+
+    def recv_own_kv(self, src: int) -> Recv:
+        """Wait for the K, V of another rank's chunk."""
+        return Recv(src=src, rendezvous=not self.costs.sends_overlap)
+
+    def send_activations(self, tokens: Array, rank: int) -> Send:
+        """The residual stream of so many tokens to the next rank."""
+        nbytes = self.costs.activation_bytes(tokens)
+        return Send(dst=rank + 1, nbytes=nbytes, rendezvous=not self.costs.sends_overlap)
+
     def all_gather_kv(self, rank: int) -> AllGather:
         """Exchange the chunks' K, V so that every rank holds all."""
         nbytes = self.costs.kv_bytes(self.chunks[rank])
@@ -82,3 +123,52 @@ class Step:
         """Join the gathered pieces in one contiguous K and V."""
         chunk, total = self.chunks[rank], self.starts[-1] + self.chunks[-1]
         return Compute(name="assemble", device_s=self.costs.assemble_s(chunk, total - chunk))
+
+    # -- rings and exchanges
+    @property
+    def cached(self) -> Array:
+        """Tokens that every rank holds the K and V of before it begins."""
+        return self.starts[0]
+
+    def zigzag(self, rank: int) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        """(tokens, start) of a rank's early and late piece: the ranks take turns forwards, then backwards.
+
+        Counted from the last rank, so that it has the first piece and the last one.
+        """
+        early = np.floor(self.lengths / 2)
+        late = self.lengths - early
+        early_start = self.cached + early[rank + 1 :].sum(axis=0)
+        late_start = self.cached + early.sum(axis=0) + late[:rank].sum(axis=0)
+        return (early[rank], early_start), (late[rank], late_start)
+
+    def pass_kv(self, rank: int, work_s: Array) -> RingPass:
+        """Work on every rank's K, V, one after another, the own first, while they go round; work_s of shape (p, B)."""
+        blocks = self.blocks(rank)
+        host_s = self.costs.host_attention_s
+        return RingPass(
+            name="attention",
+            device_s=work_s,
+            nbytes=self.costs.kv_bytes(self.lengths[blocks[:-1]]),
+            host_s=tuple(host_s if (one > 0).any() else 0.0 for one in work_s),
+            overlaps=self.costs.sends_overlap,
+        )
+
+    def blocks(self, rank: int) -> npt.NDArray[np.intp]:
+        """Whose K, V a rank holds in each round of a ring: its own, then that of the rank before, and so on."""
+        return (rank - np.arange(self.num_ranks)) % self.num_ranks
+
+    @property
+    def lengths(self) -> Array:
+        """All ranks' chunks, shape (p, B)."""
+        return np.stack(list(self.chunks))
+
+    def all_to_all(self, rank: int, tokens: Array, num_heads: int) -> AllToAll:
+        """So many heads of `tokens` tokens, shape (p - 1, B), to each of the others, the next rank first."""
+        return AllToAll(nbytes=self.costs.heads_bytes(tokens, num_heads))
+
+    def all_reduces(self, rank: int) -> Iterator[Collective]:
+        """Sum what the GPUs of the rank's group have of the output and of the MLP; in one where they are parallel."""
+        group = self.costs.group
+        if group is not None:
+            for _ in range(1 if self.costs.model.parallel_attn else 2):
+                yield all_reduce(group, self.costs.activation_bytes(self.chunks[rank]))

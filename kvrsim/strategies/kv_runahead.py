@@ -29,6 +29,7 @@ KVR_S = Strategy(
     partition_rule="search",
     layer=layer,
     gathers_kv=False,
+    chains=True,
 )
 KVR_E = replace(KVR_S, name="kvr-e", title="KV-Runahead, even chunks", partition_rule="even")
 KVR_P = replace(KVR_S, name="kvr-p", title="KV-Runahead, chunks from a table", partition_rule="table")

@@ -1,0 +1,83 @@
+"""`kvrsim map`: which strategy on how many GPUs is the fastest, over contexts and bandwidths."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from kvrsim.cli.options import (
+    Json,
+    Plot,
+    ScenarioOptions,
+    check_output,
+    check_plot,
+    parse_list,
+    print_json,
+    takes_scenario,
+)
+from kvrsim.cli.plan import parse_strategies
+from kvrsim.cli.table import of_many
+
+DEFAULT_STRATEGIES = "single,tsp,kvr-s,ring,zigzag,tp"
+
+
+@of_many
+@takes_scenario
+def strategy_map(
+    options: ScenarioOptions,
+    *,
+    link_bandwidths: Annotated[
+        str | None,
+        typer.Option(
+            "--link-bandwidths", metavar="10GB/s,...", help="Link bandwidths to compare. Default: the cluster's own."
+        ),
+    ] = None,
+    strategies: Annotated[
+        str, typer.Option("--strategies", metavar="NAMES|all", help="What to compare with one GPU.")
+    ] = DEFAULT_STRATEGIES,
+    plot: Plot = None,
+    json: Json = False,
+) -> None:
+    """Find which strategy on how many GPUs is the fastest, and from which context on each pays.
+
+    Less than 2 % of TTFT counts as none: then one GPU, or fewer GPUs, win.
+    """
+    from kvrsim.ranges import parse_counts, parse_lengths
+    from kvrsim.units import parse_bandwidth
+
+    lengths, counts = parse_lengths(options.ctx, "--ctx"), parse_counts(options.gpus, "--gpus")
+    names = parse_strategies(strategies)
+    bandwidths = None
+    if link_bandwidths is not None:
+        parts = parse_list(
+            link_bandwidths, "--link-bandwidths", "bandwidths with commas between, such as 10GB/s,100GB/s"
+        )
+        bandwidths = sorted({parse_bandwidth(part, "--link-bandwidths") for part in parts})
+    check_plot(plot)
+    check_output(plot, "--plot")
+    scenario, notes = replace(options, ctx=str(lengths[-1]), gpus=str(counts[-1])).scenario()
+    from kvrsim.cli.progress import EntryProgress
+    from planner.map_build import make_map
+
+    with EntryProgress() as progress:
+        found = make_map(
+            scenario,
+            lengths=lengths,
+            gpu_counts=counts,
+            bandwidths=bandwidths,
+            strategies=names,
+            warnings=notes,
+            on_place=progress,
+        )
+    if plot is not None:
+        from kvrsim.cli.map_plot import write_map
+
+        write_map(found, plot)
+    if json:
+        print_json(found.to_dict())
+    else:
+        from kvrsim.cli.map_text import show_map
+
+        show_map(found)

@@ -1,0 +1,68 @@
+"""The fastest strategy over contexts and numbers of GPUs, one panel a bandwidth."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvrsim.files import write_atomically
+from kvrsim.gantt import check_suffix
+from kvrsim.units import format_bandwidth, format_tokens
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from planner.map import StrategyMap
+
+_MOST_GAINS = 12  # contexts, up to which the gain over one GPU is written into each cell
+
+
+def write_map(found: StrategyMap, path: str) -> None:
+    """Draw to FILE.png, .svg or .pdf; raises InputError where it cannot be written."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    check_suffix(path)
+    figure = Figure(figsize=(1.5 + 0.75 * len(found.lengths), 1.6 + 1.7 * len(found.bandwidths)), layout="constrained")
+    panels = figure.subplots(len(found.bandwidths), 1, squeeze=False, sharex=True)[:, 0]
+    colours = {name: colormaps["tab20"](index % 20) for index, name in enumerate(found.strategies)}
+    for axes, bandwidth in zip(panels, found.bandwidths, strict=True):
+        _draw(axes, found, bandwidth, colours)
+    panels[-1].set_xlabel("context, tokens")
+    won = {winner.strategy for winner in found.winners()}
+    figure.legend(
+        handles=[Patch(color=colours[name], label=name) for name in found.strategies if name in won],
+        loc="outside right upper",
+    )
+    figure.suptitle(f"{found.model}, profile {found.profile}: fastest strategy, gain over one GPU", fontsize=10)
+    data = io.BytesIO()
+    figure.savefig(data, format=Path(path).suffix[1:].lower(), dpi=150)
+    write_atomically(path, data.getvalue(), argument="--plot")
+
+
+def _draw(axes: Axes, found: StrategyMap, bandwidth: float, colours: Mapping[str, tuple[float, ...]]) -> None:
+    """A cell a context and number of GPUs; hatched where nothing fits."""
+    from matplotlib.patches import Rectangle
+
+    lengths, counts = found.lengths, found.gpu_counts
+    places = [(length, count) for length in lengths for count in counts]
+    winners = [one for one in found.winners() if one.link_bandwidth_bytes_per_s == bandwidth]
+    for (length, count), winner in zip(places, winners, strict=True):
+        corner = lengths.index(length), counts.index(count)
+        hatch = None if winner.fits else "///"
+        axes.add_patch(Rectangle(corner, 1, 1, facecolor=colours[winner.strategy], edgecolor="white", hatch=hatch))
+        if winner.pays and len(lengths) <= _MOST_GAINS:
+            middle = corner[0] + 0.5, corner[1] + 0.5
+            axes.text(*middle, f"{winner.speedup_over_single:.1f}×", ha="center", va="center", fontsize=8)
+    axes.set_xlim(0, len(lengths))
+    axes.set_ylim(0, len(counts))
+    step = -(-len(lengths) // 16)
+    axes.set_xticks(
+        [index + 0.5 for index in range(0, len(lengths), step)], [format_tokens(n) for n in lengths[::step]]
+    )
+    axes.set_yticks([index + 0.5 for index in range(len(counts))], list(map(str, counts)))
+    axes.set_ylabel("GPUs")
+    axes.set_title(f"links of {format_bandwidth(bandwidth)}", fontsize=9)

@@ -1,0 +1,150 @@
+"""Collectives for all ranks at once: arrays of shape (num_ranks, B) in the place of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrsim.hardware import Cluster, Path
+from kvrsim.program import AllToAll, Array, RingPass
+
+
+@dataclass(frozen=True, slots=True)
+class Edges:
+    """From every rank to the one `shift` further on: few kinds of path, and which one is whose."""
+
+    paths: tuple[Path, ...]
+    kind: npt.NDArray[np.intp]  # of each rank's, shape (num_ranks,)
+
+    @classmethod
+    def of(cls, cluster: Cluster, num_ranks: int, shift: int) -> Edges:
+        """Every rank's path there."""
+        kinds: dict[Path, int] = {}
+        index = [
+            kinds.setdefault(cluster.path(rank, (rank + shift) % num_ranks), len(kinds)) for rank in range(num_ranks)
+        ]
+        return cls(tuple(kinds), np.array(index))
+
+    def seconds(self, time_of: Callable[[Path, Array], Array], nbytes: Array) -> Array:
+        """Each rank's message, shape (num_ranks, B), on its own path."""
+        if len(self.paths) == 1:
+            return time_of(self.paths[0], nbytes)
+        found = np.empty(nbytes.shape)
+        for index, path in enumerate(self.paths):
+            mine = self.kind == index
+            found[mine] = time_of(path, nbytes[mine])
+        return found
+
+    def figure(self, name: str) -> Array:
+        """An attribute of each rank's path, shape (num_ranks, 1)."""
+        return np.array([getattr(path, name) for path in self.paths])[self.kind][:, None]
+
+
+@dataclass(slots=True)
+class Gathering:
+    """The ring all-gather of one kind of layer: step k moves the piece that came k hops to the next rank."""
+
+    edges: Edges
+    pieces: Array  # each rank's own, shape (num_ranks, B)
+
+    def run(self, start: Array, link: Array) -> tuple[Array, Array]:
+        """When each rank has all pieces, and when its link is free, from when each comes and its link is free."""
+        num_ranks = len(start)
+        edges, pieces = self.edges, self.pieces
+        start = start + edges.figure("gather_launch_s")
+        latency = edges.figure("gather_latency_s")
+        both_there = np.maximum(start, np.roll(start, -1, axis=0))
+        held, clock = start, start.copy()
+        before = np.arange(-1, num_ranks - 1)
+        same = bool((pieces == pieces[0]).all())
+        steps_s = self._steps_s(pieces)
+        for _ in range(num_ranks - 1):
+            link = np.maximum(np.maximum(held, both_there), link) + steps_s
+            held = (link + latency)[before]
+            if not same:
+                pieces = pieces[before]
+                steps_s = steps_s[before] if len(edges.paths) == 1 else self._steps_s(pieces)
+            np.maximum(clock, held, out=clock)
+        return clock, link
+
+    def _steps_s(self, pieces: Array) -> Array:
+        def step_s(path: Path, nbytes: Array) -> Array:
+            return path.gather_step_s(nbytes, len(self.pieces))
+
+        return self.edges.seconds(step_s, pieces)
+
+
+@dataclass(slots=True)
+class Passing:
+    """The rounds of a ring pass; see RingPass."""
+
+    work_s: Array  # shape (p, num_ranks, B)
+    busy_s: Array  # shape (p - 1, num_ranks, B)
+    latency_s: Array  # shape (num_ranks, 1)
+    host_s: Array  # shape (p, num_ranks, 1)
+    overlaps: bool
+
+    @classmethod
+    def of(cls, ops: Sequence[RingPass], edges: Edges) -> Passing:
+        """Of all ranks of a program."""
+        nbytes = np.stack([op.nbytes for op in ops], axis=1)
+        rounds = [edges.seconds(Path.busy_s, one) for one in nbytes]
+        return cls(
+            work_s=np.stack([op.device_s for op in ops], axis=1),
+            busy_s=np.array(rounds),
+            latency_s=edges.figure("latency_s"),
+            host_s=np.array([op.host_s for op in ops]).T[:, :, None],
+            overlaps=ops[0].overlaps,
+        )
+
+    def run(self, clock: Array, host: Array, link: Array | float) -> Array:
+        """When each rank has done its last round; host: what its launches have come to, shape (num_ranks, 1)."""
+        before = np.arange(-1, clock.shape[0] - 1)
+        after = np.append(np.arange(1, clock.shape[0]), 0)
+        for index, work_s in enumerate(self.work_s):
+            clock = np.maximum(clock, host)
+            host = host + self.host_s[index]
+            if index == len(self.work_s) - 1:
+                return np.asarray(np.maximum(clock + work_s, host))
+            left = np.maximum(np.maximum(clock, clock[after]), link) + self.busy_s[index]
+            there = np.maximum(left, (left + self.latency_s)[before])
+            if self.overlaps:
+                clock = np.maximum(np.maximum(clock + work_s, host), there)
+            else:
+                clock = np.maximum(there + work_s, host)
+            link = left
+        raise AssertionError("a ring pass without rounds")
+
+
+@dataclass(slots=True)
+class Exchanging:
+    """The messages of one all-to-all, by how many ranks further on they go; see AllToAll."""
+
+    busy_s: Array  # shape (p - 1, num_ranks, B)
+    latency_s: Array  # shape (p - 1, num_ranks, 1)
+    senders: npt.NDArray[np.intp]  # whose message each rank gets, shape (p - 1, num_ranks)
+
+    @classmethod
+    def of(cls, ops: Sequence[AllToAll], edges_to: Callable[[int], Edges]) -> Exchanging:
+        """Of all ranks of a program."""
+        ranks = np.arange(len(ops))
+        nbytes = np.stack([op.nbytes for op in ops], axis=1)
+        edges = [edges_to(shift) for shift in range(1, len(ops))]
+        return cls(
+            busy_s=np.array([one.seconds(Path.busy_s, size) for one, size in zip(edges, nbytes, strict=True)]),
+            latency_s=np.array([one.figure("latency_s") for one in edges]),
+            senders=(ranks - np.arange(1, len(ops))[:, None]) % len(ops),
+        )
+
+    def run(self, start: Array) -> Array:
+        """When each rank has sent and received all, from when each comes to the collective."""
+        num_ranks = len(start)
+        left, done = start, start
+        for busy_s, latency_s, sender in zip(self.busy_s, self.latency_s, self.senders, strict=True):
+            receiver = num_ranks - 1 - sender[::-1]  # the reverse of the shift
+            left = np.maximum(left, start[receiver]) + busy_s
+            done = np.maximum(done, (left + latency_s)[sender])
+        return np.maximum(done, left)

@@ -1,0 +1,51 @@
+"""Ulysses: tokens are split outside of attention, heads inside, with an all-to-all at either end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from kvrsim.model import ModelSpec
+from kvrsim.program import Compute, Op
+from kvrsim.strategies.base import Step, Strategy
+from kvrsim.strategies.single import layer as alone
+
+
+def layer(step: Step, rank: int) -> Iterator[Op]:
+    """Project the chunk; swap its tokens of all heads for all tokens of some; attend; swap back; MLP."""
+    ranks = step.num_ranks
+    if ranks == 1:
+        yield from alone(step, rank)
+        return
+    heads = step.costs.on_heads(ranks)
+    queries, keys = heads.model.num_attention_heads, heads.model.num_key_value_heads
+    chunk, lengths = step.chunks[rank], step.lengths
+    others = (rank + np.arange(1, ranks)) % ranks
+    total = lengths.sum(axis=0)
+    yield step.qkv(rank)
+    yield step.all_to_all(rank, np.repeat(chunk[None], ranks - 1, axis=0), queries + 2 * keys)
+    yield Compute(name="append", device_s=heads.append_s(total, step.cached))
+    yield Compute(name="attention", device_s=heads.attention_s(total, step.cached), host_s=heads.host_attention_s)
+    yield step.all_to_all(rank, lengths[others], queries)
+    yield step.output_mlp(rank)
+
+
+def refuses(model: ModelSpec, ranks: int) -> str | None:
+    """Every rank needs as many heads; a KV head may lie on several ranks."""
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+        return f"ranks that the {heads} heads and {kv_heads} KV heads of {model.name} divide into"
+    return None
+
+
+ULYSSES = Strategy(
+    name="ulysses",
+    title="all-to-all between tokens and heads",
+    source="Jacobs et al., DeepSpeed Ulysses, 2023 (arXiv:2309.14509)",
+    partition_rule="even",
+    layer=layer,
+    gathers_kv=False,
+    kept_kv="own",
+    refuses=refuses,
+)

@@ -1,0 +1,55 @@
+"""kvrsim.map_strategies: a StrategyMap for what a person would write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import kvrsim
+from kvrsim.errors import InputError
+from kvrsim.ranges import parse_counts, parse_lengths
+from kvrsim.units import parse_bandwidth
+from planner.map import StrategyMap
+from planner.map_build import DEFAULT_STRATEGIES, OnPlace, make_map
+
+
+def map_strategies(
+    *,
+    ctx: Sequence[int] | str,
+    gpus: Sequence[int] | str = (2, 4, 8),
+    link_bandwidths: Sequence[float | str] | None = None,
+    strategies: Sequence[str] = DEFAULT_STRATEGIES,
+    on_place: OnPlace | None = None,
+    **scenario: Any,
+) -> StrategyMap:
+    """Find which strategy on how many GPUs is the fastest, and from which context on each pays.
+
+    ctx: contexts in tokens, or text such as "1k:64k:x2" (both ends included) or "4k,8k".
+    gpus: numbers of GPUs, or text such as "2,4,8".
+    link_bandwidths: bytes per second one way, or text such as "10GB/s"; None: the cluster's own.
+    strategies: names, or "all"; one GPU is always compared.
+    on_place: called with places done and places in all.
+    scenario: the other arguments of make_scenario.
+
+    Raises InputError naming the command line's argument.
+    """
+    lengths = parse_lengths(ctx, "--ctx") if isinstance(ctx, str) else tuple(sorted(set(ctx)))
+    counts = parse_counts(gpus, "--gpus") if isinstance(gpus, str) else tuple(sorted(set(gpus)))
+    for values, argument in ((lengths, "--ctx"), (counts, "--gpus")):
+        if not values:
+            raise InputError(argument, "nothing", "at least one")
+    base, warnings = kvrsim.make_scenario(ctx=lengths[-1], gpus=counts[-1], **scenario)
+    bandwidths = None
+    if link_bandwidths is not None:
+        bandwidths = [
+            parse_bandwidth(one, "--link-bandwidths") if isinstance(one, str) else one for one in link_bandwidths
+        ]
+    return make_map(
+        base,
+        lengths=lengths,
+        gpu_counts=counts,
+        bandwidths=bandwidths,
+        strategies=strategies,
+        warnings=warnings,
+        on_place=on_place,
+    )
