@@ -25,6 +25,10 @@ _ROUND = 4  # calls a process, after which Ray's results are kept
 _Result = TypeVar("_Result")
 
 
+def _quiet(trouble: threading.ExceptHookArgs) -> None:
+    """An interrupted command says one line."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Pool:
     """Workers for independent calls; to be entered before it is used by more than this process.
@@ -59,6 +63,7 @@ class Pool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None and self.backend == "loky" and not self.is_here:
+            threading.excepthook = _quiet  # loky's own thread may stumble over the workers that are ended here
             from joblib.externals.loky import get_reusable_executor
 
             get_reusable_executor().shutdown(wait=False, kill_workers=True)

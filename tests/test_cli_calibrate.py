@@ -128,7 +128,7 @@ def test_import_reads_several_sources(files: Path, capsys: pytest.CaptureFixture
         ("import -o p.json", "SOURCE...: got nothing"),
         ("import compute.csv?colour=red -o p.json", "SOURCE...: got 'compute.csv?colour=red'"),
         ("import compute.csv -o p.json --measurements missing/m.csv", "--measurements: got 'missing/m.csv'"),
-        ("bake", "command of kvrsim calibrate: got 'bake', accepted: fit, import"),
+        ("bake", "command of kvrsim calibrate: got 'bake', accepted: compute, links, all, fit, import"),
     ],
 )
 def test_a_mistake_costs_one_line(

@@ -47,7 +47,7 @@ def facts() -> Table:
     """A label and what it says, wrapped beside it."""
     table = Table.grid(padding=(0, 1, 0, 0))
     table.add_column(no_wrap=True, style="bold")
-    table.add_column()
+    table.add_column(overflow="fold")
     return table
 
 
