@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from calibrate.fit_attention import fit_blocked, fit_eager, fit_flash
 from calibrate.fit_choices import FitChoices, Label, provenance_of
 from calibrate.fit_elementwise import fit_elementwise
@@ -13,7 +15,7 @@ from calibrate.fit_gemm import fit_gemm, head_bytes_per_s
 from calibrate.fit_host import PrepareRates, fit_host, fit_prepare
 from calibrate.fit_links import SendRates, fit_all_gather, fit_send_recv
 from calibrate.fit_report import TITLES, FitReport
-from calibrate.fitted import HALF, Errors, Fitted, column, has_waves
+from calibrate.fitted import HALF, Errors, Fitted, column, has_waves, rounded
 from calibrate.layer_check import compare_layers
 from calibrate.measurement import Measurement
 from calibrate.model_shapes import builtin_shapes
@@ -46,6 +48,7 @@ _NO_HOST = HostRates(layer_s=0.0, gather_piece_s=0.0, resume_s=0.0)
 _MOST_LINK_ERROR = 0.4  # mean, of transfers left out of the fit: GPUs that share a host's bus follow no ring
 _DATASHEET_LOG_SD = 0.3  # what one does not measure may well take a third longer
 _HAND_LOG_SD = 0.5
+_QUARTILES = 1.349  # standard deviations between a normal distribution's quartiles
 _MOST_SHAPES = 64  # that are kept as tables where the caller names none
 
 
@@ -103,6 +106,7 @@ def fit_profile(
         operations={kind: fit.operations[kind] for kind in TITLES},
         residual=None,
         provenance=provenance_of(fit.used) | origin.provenance() | dict(label.provenance or {}),
+        run_to_run_log_sd=_run_to_run_log_sd(rows),
         cluster=origin.cluster(label.name, gpu, link, fit.most_ranks()),
     )
     layers = None if origin.model is None else compare_layers(profile, origin.model, rows)
@@ -114,6 +118,12 @@ def fit_profile(
         layers=layers,
     )
     return profile, report
+
+
+def _run_to_run_log_sd(rows: Sequence[Measurement]) -> float | None:
+    """How much whole layers differ from time to time: what drifts does so for all of a prefill's layers alike."""
+    spreads = [row.spread_s / row.median_s for row in rows if row.operation == "layer" and row.spread_s is not None]
+    return rounded(float(np.median(spreads)) / _QUARTILES) if spreads else None
 
 
 def _model_of(origin: Origin) -> str:

@@ -132,6 +132,7 @@ class CalibrationProfile:
     operations: Mapping[str, OperationFit]  # by kind: gemm, attention, elementwise, send_recv, all_gather, host
     residual: Residual | None  # of whole TTFTs; None: none were compared
     provenance: Mapping[str, str]  # source, command, date, versions
+    run_to_run_log_sd: float | None = None  # of log seconds of a layer, again and again; None: not measured
     cluster: Cluster | None = None  # the machine that was measured, its links as named; None: that of --cluster
 
     @property
@@ -181,7 +182,7 @@ def _exists(name: str) -> bool:
 
 _KEYS = (
     *("name", "gpu", "description", "not_covered", "kernels", "host", "links", "valid", "operations"),
-    *("residual", "provenance", "cluster"),
+    *("residual", "provenance", "run_to_run_log_sd", "cluster"),
 )
 
 
@@ -203,6 +204,9 @@ def read_profile(data: JsonObject) -> CalibrationProfile:
         operations=_read_operations(data.child("operations")),
         residual=_read_residual(data.child("residual")) if data.has("residual") else None,
         provenance={key: provenance.text(key) for key in provenance.fields},
+        run_to_run_log_sd=(
+            data.number("run_to_run_log_sd", allow_zero=True, maximum=10) if data.has("run_to_run_log_sd") else None
+        ),
         cluster=read_cluster(data.child("cluster")) if data.has("cluster") else None,
     )
 

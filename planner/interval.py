@@ -46,7 +46,7 @@ def interval(scenario: Scenario, strategy: Strategy, partition: Partition, ttft_
     if profile.residual is not None:
         log_sd = {"published TTFTs": math.log1p(profile.residual.p80_ape) / DEVIATES_OF_80_PERCENT}
     else:
-        log_sd = _propagated(scenario, strategy, partition, profile) | {"run to run": _RUN_TO_RUN}
+        log_sd = _propagated(scenario, strategy, partition, profile) | {"run to run": _run_to_run(profile)}
     links_log_sd = _links_log_sd(scenario, profile)
     if links_log_sd:
         log_sd["links"] = _moved_by_links(scenario, strategy, partition, links_log_sd)
@@ -55,6 +55,12 @@ def interval(scenario: Scenario, strategy: Strategy, partition: Partition, ttft_
         log_sd["extrapolation"] = _PER_DOUBLING * beyond
     spread = math.exp(DEVIATES_OF_80_PERCENT * math.sqrt(sum(sd * sd for sd in log_sd.values())))
     return Interval(low_s=ttft_s / spread, high_s=ttft_s * spread, log_sd=log_sd)
+
+
+def _run_to_run(profile: CalibrationProfile) -> float:
+    """As measured where the profile's layers were timed again and again; else as serving engines were seen to do."""
+    measured = profile.run_to_run_log_sd
+    return _RUN_TO_RUN if measured is None else max(measured, _RUN_TO_RUN)
 
 
 def doublings_beyond(scenario: Scenario, valid: ValidRange) -> float:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -22,11 +22,14 @@ _CONNECTION_TIMEOUT = "10s"
 _ANSWER_TIMEOUT = "20s"
 _WATCH_EVERY_S = 1.0
 _ROUND = 4  # calls a process, after which Ray's results are kept
+_LOKYS_THREAD = "ExecutorManagerThread"
 _Result = TypeVar("_Result")
 
 
-def _quiet(trouble: threading.ExceptHookArgs) -> None:
-    """An interrupted command says one line."""
+def _without_lokys(hook: Callable[[Any], Any], trouble: Any) -> None:
+    """Loky's own thread may stumble over workers that are ended: an interrupted command says one line."""
+    if trouble.thread is None or trouble.thread.name != _LOKYS_THREAD:
+        hook(trouble)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -63,7 +66,7 @@ class Pool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None and self.backend == "loky" and not self.is_here:
-            threading.excepthook = _quiet  # loky's own thread may stumble over the workers that are ended here
+            threading.excepthook = partial(_without_lokys, threading.excepthook)
             from joblib.externals.loky import get_reusable_executor
 
             get_reusable_executor().shutdown(wait=False, kill_workers=True)

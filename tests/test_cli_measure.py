@@ -216,6 +216,32 @@ def test_an_interrupted_calibration_goes_on(
     assert load_profile(output).name == "mine"
 
 
+@pytest.mark.usefixtures("made_up")
+def test_rubbish_is_refused_and_measured_anew_the_next_time(
+    tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "mine.json"
+    options = ("--model", config, "--ctx", "1k", "--even-if-busy", "--minutes", 0.5, "--link", "nvlink4")
+    sample = MadeUpBench.sample
+    calls = 0
+
+    def restless(self: MadeUpBench, point: str) -> Seconds:
+        nonlocal calls
+        calls += 1
+        return {name: seconds * (1 + calls % 3) for name, seconds in sample(self, point).items()}
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MadeUpBench, "sample", restless)
+        code, _, err = run(capsys, "calibrate", "all", "-o", output, *options)
+    assert code == 2
+    assert "spread" in err
+    assert "more --minutes" in err
+    assert not output.exists()
+    assert list(tmp_path.glob("*.journal")) == []
+    code, _, err = run(capsys, "calibrate", "all", "-o", output, *options)
+    assert code == 0, err
+
+
 def test_layers_and_links_of_this_machine(tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     compute, links = tmp_path / "c.csv", tmp_path / "l.csv"
     quick = ("--even-if-busy", "--minutes", 0.05)

@@ -62,6 +62,13 @@ def test_worse_operations_make_it_wider() -> None:
     assert width(replace(scenario, profile=replace(profile, operations=worse))) > 1.3 * width(scenario)
 
 
+def test_a_machine_that_was_seen_to_vary_makes_it_wider() -> None:
+    profile = load_profile("a100-flash")
+    widths = [width(flash(profile=replace(profile, run_to_run_log_sd=spread))) for spread in (None, 0.001, 0.1, 0.3)]
+    assert widths[0] == widths[1] < widths[2] < widths[3], "never narrower than what serving engines vary by"
+    assert widths[3] > 1.28 * 0.3
+
+
 @pytest.mark.parametrize(
     "asked", [{"ctx": 131072}, {"gpus": 16}, {"model": "qwen2.5-72b", "gpus": 32}, {"link_bandwidth_bytes_per_s": 1e9}]
 )

@@ -53,6 +53,7 @@ def fields(make: Any) -> dict[str, Any]:
         operations={kind: replace(make.operation(rng), interpolated_log_sd=0.1) for kind in OPERATION_KINDS},
         residual=Residual(**{key: 3 if key == "num_rows" else 0.1 for key in Residual.__slots__}),
         provenance={"source": "drawn at random"},
+        run_to_run_log_sd=0.1,
         cluster=make.cluster(rng, 4, topologies=("nodes",)),
     )
     return json.loads(json.dumps(full.to_dict()))  # type: ignore[no-any-return]
@@ -130,7 +131,7 @@ def test_every_required_key_is_missed_by_its_path(fields: dict[str, Any]) -> Non
     optional |= {"kernels.gemm.sustained_flops_per_s", "kernels.gemm.burst_flops"}
     optional |= {"kernels.head_on_all_tokens", "kernels.elementwise.fused", "host.resume_s"}
     optional |= {"kernels.whole_attention", "kernels.elementwise.mask_element_s", "kernels.copies.own"}
-    optional |= {"kernels.gemm.head_bytes_per_s", "host.request_s", "cluster"}
+    optional |= {"kernels.gemm.head_bytes_per_s", "host.request_s", "run_to_run_log_sd", "cluster"}
     optional |= {f"kernels.attention.{key}" for key in ("eager.measured", "sdpa", "sdpa.measured")}
     optional |= {f"kernels.attention.sdpa.{key}" for key in ("skips_masked", "join_s")}
     optional |= {f"cluster.{link}.{key}" for link in ("link", "network") for key in LINK_OPTIONAL}

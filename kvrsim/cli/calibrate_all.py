@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -58,7 +58,6 @@ def calibrate_all(
 ) -> None:
     """Time layers and links of this machine, fit a profile, and report how well it agrees with what was measured."""
     from calibrate.importers import read_source
-    from calibrate.origin import read_origins
     from kvrsim.units import parse_count, parse_seconds
 
     check_output(output, "--output")
@@ -79,26 +78,38 @@ def calibrate_all(
         steps.append(("links", files.link_campaign(setup, count, timeout_s), 1 - _COMPUTE_SHARE))
     done = [_step(*step, minutes, even_if_busy) for step in steps]
     links_file = links or (str(files.links) if len(steps) > 1 else None)
-    told = write_fit(
-        [*read_source(str(files.compute), "--output"), *(read_source(links_file, "--links") if links_file else [])],
-        Wanted(
-            output=output,
-            gpu=None,
-            link=link or (None if links_file else _datasheet_link(files)),
-            name=name,
-            kernel=None,
-            report=str(files.report),
-            plot=str(files.plot),
-            json=json,
-        ),
-        "calibrate all",
-        read_origins([str(files.compute), *([links_file] if links_file else [])], "--output"),
-    )
+    try:
+        told = _fitted(files, links_file, link, name, json)
+    except InputError as refusal:
+        for measured in done:
+            measured.journal.remove()  # the next run measures anew; the CSV files stay
+        advice = "measure again with nothing else running, or with more --minutes"
+        raise InputError(refusal.argument, refusal.value, f"{refusal.accepted}; {advice}") from None
     for measured in done:
         measured.journal.remove()
     if json:
         outcomes = {title: measure.outcome_json(one.outcome) for (title, *_), one in zip(steps, done, strict=True)}
         print_json(told | {"measured": outcomes, "files": files.names(links_file)})
+
+
+def _fitted(files: _Files, links: str | None, link: str | None, name: str | None, json: bool) -> dict[str, Any]:
+    """The profile, its report and plot, from the CSV files."""
+    from calibrate.importers import read_source
+    from calibrate.origin import read_origins
+
+    sources = [str(files.compute), *([links] if links else [])]
+    wanted = Wanted(
+        output=files.output,
+        gpu=None,
+        link=link or (None if links else _datasheet_link(files)),
+        name=name,
+        kernel=None,
+        report=str(files.report),
+        plot=str(files.plot),
+        json=json,
+    )
+    rows = [row for source in sources for row in read_source(source, "--output")]
+    return write_fit(rows, wanted, "calibrate all", read_origins(sources, "--output"))
 
 
 def _step(title: str, campaign: Campaign, share: float, minutes: str, even_if_busy: bool) -> Measured:
