@@ -19,9 +19,9 @@ MAX_SPREAD = 0.10  # median of spread_s / median_s, of published tables
 # Of own campaigns, which repeat until medians are steady: ten repeats of this interquartile range leave their median
 # known to 7 %.
 MAX_OWN_SPREAD = 0.25
-# Of own links: short messages wait for whoever is asleep. What they scatter by stands in the fit's error and interval.
-MAX_OWN_LINK_SPREAD = 0.5
-_LINKS = ("send_recv", "all_gather")
+# Of own links and element-wise kernels, which are short: what they scatter by stands in the fit's error and interval.
+MAX_OWN_SHORT_SPREAD = 0.5
+_SHORT = ("send_recv", "all_gather", "elementwise")
 LEAST_ROWS = {"gemm": 20, "attention": 12, "elementwise": 12, "send_recv": 6, "all_gather": 8}
 LEAST_SIZES = {"gemm": 4, "attention": 4, "elementwise": 3, "send_recv": 4, "all_gather": 4}
 _SIZE = {"gemm": "tokens", "attention": "chunk", "elementwise": "bytes", "send_recv": "bytes", "all_gather": "bytes"}
@@ -146,7 +146,7 @@ class Screened:
             ("all_gather", self.all_gather, "inside one node"),
         ):
             if rows:
-                check_rows(kind, rows, argument, what, MAX_OWN_LINK_SPREAD if own and kind in _LINKS else max_spread)
+                check_rows(kind, rows, argument, what, MAX_OWN_SHORT_SPREAD if own and kind in _SHORT else max_spread)
 
 
 def _is_eager(row: Measurement, kernel: str | None) -> bool:
