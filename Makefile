@@ -11,7 +11,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help plan test check format bench accuracy figures calibration profiles fit clean
+.PHONY: help plan test check format bench accuracy figures calibration confirmation profiles fit clean
 
 help: ## list these targets
 	@echo "make TARGET   (PYTHON=$(PYTHON); any Python >= 3.11 will do)"
@@ -45,8 +45,11 @@ accuracy: $(VENV)/.core ## simulate the published cases and rewrite the accuracy
 figures: $(VENV)/.core ## draw the paper's figures from the simulator and rewrite their page
 	$(BIN)/python -m validate.figures
 
-calibration: $(VENV)/.dev ## calibrate this machine and compare with whole prefills (8 minutes, nothing else running)
+calibration: $(VENV)/.dev ## calibrate this machine and compare with whole prefills (10 minutes, nothing else running)
 	$(BIN)/python -m validate.calibration
+
+confirmation: $(VENV)/.dev ## calibrate, plan and run it all for real (15 minutes, nothing else running)
+	$(BIN)/python -m validate.confirmation
 
 fit: $(VENV)/.core ## fit profile a100-eager anew from the published figures
 	$(BIN)/python -m validate.fit_published

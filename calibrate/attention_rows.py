@@ -12,7 +12,7 @@ from kvrsim.program import Array
 from kvrsim.rates.attention import AttentionCall, AttentionRates, BlockedRates, EagerRates
 
 LLAMA_SCORE_BYTES = 28.0  # see kvrsim/cost/traffic.py
-_ARRAYS = ("chunk", "prefix", "num_attention_heads", "num_key_value_heads", "head_dim", "batch", "median_s")
+_ARRAYS = ("chunk", "prefix", "num_attention_heads", "num_key_value_heads", "head_dim", "batch", "expected_s")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -25,7 +25,7 @@ class AttentionRows:
     num_key_value_heads: Array
     head_dim: Array
     batch: Array
-    median_s: Array  # measured
+    expected_s: Array  # measured
     element_bytes: int = 2
 
     @classmethod

@@ -29,7 +29,7 @@ def with_sizes(rates: Sized, rows: AttentionRows, peak_flops: float) -> Sized:
     says = elements_s >= _LEAST_SHARE * whole_s
     if not says.any():
         return plain
-    taken_s = np.maximum(rows.median_s - (whole_s - elements_s), 0.1 * rows.median_s)
+    taken_s = np.maximum(rows.expected_s - (whole_s - elements_s), 0.1 * rows.expected_s)
     flops = 4.0 * rows.batch * rows.num_attention_heads * rows.head_dim * rows.call.causal
     taken_s = np.maximum(taken_s, flops / peak_flops)
     return replace(plain, measured=_sizes(rows.sizes(plain)[says], taken_s[says] / elements_s[says]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -87,15 +86,6 @@ def layout_json(rows: list[Measurement]) -> dict[str, Any]:
 
 def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if value is not None}
-
-
-def default_ranks(device: str, threads: int) -> int:
-    """As many as there are GPUs, or as the cores let run side by side."""
-    if device == "cuda":
-        import torch
-
-        return int(torch.cuda.device_count())
-    return max(1, (os.cpu_count() or 1) // threads)
 
 
 def layer_kv_bytes(setup: ComputeSetup) -> int:

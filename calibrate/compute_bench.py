@@ -16,7 +16,7 @@ from calibrate.grid import Point, grid
 from calibrate.journal import Seconds
 from calibrate.layer_marks import ForwardTimes, LayerMarks
 from calibrate.measurement import Measurement
-from calibrate.this_machine import TORCH_DTYPES, device_name
+from calibrate.this_machine import device_name
 from kvrsim.errors import InputError
 from kvrsim.model import ModelSpec
 from kvrsim.runtime.cache import PrefixCache
@@ -124,8 +124,7 @@ class ComputeBench:
     def _load(self, kernel: str) -> None:
         config = dict(self.setup.config) | {"num_hidden_layers": LAYERS, "use_cache": True}
         config.pop("layer_types", None)
-        dtype = TORCH_DTYPES[self.setup.dtype]
-        model = load_model(config, dtype=dtype, device=self.setup.device, attention=kernel)  # type: ignore[arg-type]
+        model = load_model(config, dtype=self.setup.dtype, device=self.setup.device, attention=kernel)  # type: ignore[arg-type]
         for other in self._models.values():
             model.load_state_dict(other.state_dict(), assign=True)
             break

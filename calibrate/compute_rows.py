@@ -18,13 +18,14 @@ SOURCE = "kvrsim calibrate compute"
 HOST_PREFIX = "host "  # of points that time the host, before the attention kernel
 
 _BY_POINT = ("attention", "before_attention", "after_attention", "layer", "prepare")  # depend on prefix or kernel, too
+_FENCE = 1.5  # interquartile ranges
 _LEAST_S = 1e-9  # what is less is nothing that was measured
 
 
 def compute_rows(
     samples: Mapping[str, Sequence[Seconds]], model: ModelSpec, *, dtype: str, device: str
 ) -> list[Measurement]:
-    """Medians and interquartile ranges; parts that depend on the chunk alone from all points of that chunk."""
+    """Medians, means and interquartile ranges; parts that depend on the chunk alone from all points of that chunk."""
     rows = _Rows(model=model, common={"dtype": dtype, "device": device, "source": SOURCE})
     chunks: dict[int, list[Seconds]] = {}
     found: list[Measurement] = []
@@ -98,7 +99,15 @@ class _Rows:
         """None where nothing was to be measured, such as rotary embedding under ALiBi."""
         low, median_s, high = (float(value) for value in np.percentile(seconds, (25, 50, 75)))
         if median_s > _LEAST_S:
-            yield Measurement(operation=operation, median_s=median_s, spread_s=high - low, **{**self.common, **fields})
+            fence_s = _FENCE * (high - low)  # Tukey's: what lies beyond is drawn in
+            mean_s = float(np.mean(np.clip(seconds, low - fence_s, high + fence_s)))
+            yield Measurement(
+                operation=operation,
+                median_s=median_s,
+                mean_s=mean_s,
+                spread_s=high - low,
+                **{**self.common, **fields},
+            )
 
 
 def traffic_of(model: ModelSpec) -> dict[str, float]:

@@ -166,17 +166,17 @@ class _Form(Generic[Rates]):
 
     def fit(self, rows: AttentionRows) -> Rates:
         """Robust least squares of the logarithms; in turn with factors by size."""
-        rates = self._solved(rows, rows.median_s)
+        rates = self._solved(rows, rows.expected_s)
         for _ in range(_TURNS if self.sized is not None else 0):
             assert self.sized is not None
             with_factors = self.sized(rates, rows)
             factors = rows.predicted_s(with_factors) / rows.predicted_s(rates)
-            rates = self._solved(rows, rows.median_s / factors)
+            rates = self._solved(rows, rows.expected_s / factors)
         return rates if self.sized is None else self.sized(rates, rows)
 
     def error(self, rows: AttentionRows) -> float:
         """Of the rows that it is fitted to, in the mean of their logarithms."""
-        return float(np.mean(np.abs(np.log(rows.predicted_s(self.fit(rows)) / rows.median_s))))
+        return float(np.mean(np.abs(np.log(rows.predicted_s(self.fit(rows)) / rows.expected_s))))
 
     def _solved(self, rows: AttentionRows, seconds: Array) -> Rates:
         def predict(found: Mapping[str, float], some: Some) -> Array:
@@ -195,7 +195,7 @@ def _fit(form: _Form[Rates], found: Sequence[Measurement]) -> Fitted[Rates]:
     data = AttentionRows.of(found)
     rates = form.fit(data)
     seconds = data.predicted_s(rates)
-    own = Comparison(label=f"{form.name}, fitted", measured_s=data.median_s, predicted_s=seconds)
+    own = Comparison(label=f"{form.name}, fitted", measured_s=data.expected_s, predicted_s=seconds)
     crossed = _crossed(form, data, "chunk sizes", data.chunk)
     promised = data.chunk >= PROMISED_CHUNK
     checks = [*own.by(data.chunk, _CLASSES, "chunk"), *_check_prefix(own, data)]
@@ -215,7 +215,7 @@ def _fit(form: _Form[Rates], found: Sequence[Measurement]) -> Fitted[Rates]:
 def _crossed(form: _Form[Rates], data: AttentionRows, what: str, labels: Array) -> Comparison:
     """Calls predicted by fits that have not seen their label."""
     predicted = left_out(labels.tolist(), lambda train, test: data.take(test).predicted_s(form.fit(data.take(train))))
-    return Comparison(label=f"{form.name}, {what} left out", measured_s=data.median_s, predicted_s=predicted)
+    return Comparison(label=f"{form.name}, {what} left out", measured_s=data.expected_s, predicted_s=predicted)
 
 
 def _promised(comparison: Comparison, promised: Some) -> Comparison:
@@ -245,7 +245,7 @@ def _check_longer(form: _Form[Rates], data: AttentionRows) -> list[Comparison]:
     test = data.take(longer)
     predicted = test.predicted_s(form.fit(data.take(short)))
     label = f"{form.name}, fitted up to {cut:g} keys, longer calls"
-    return [Comparison(label=label, measured_s=test.median_s, predicted_s=predicted)]
+    return [Comparison(label=label, measured_s=test.expected_s, predicted_s=predicted)]
 
 
 def _check_held_out(rates: FlashRates, held_out: HeldOut, head_dim: int) -> list[Comparison]:
@@ -261,5 +261,5 @@ def _check_held_out(rates: FlashRates, held_out: HeldOut, head_dim: int) -> list
     )
     data = AttentionRows.of(found)
     label = f"not fitted, {held_out.kernel} of another source"
-    whole = Comparison(label=label, measured_s=data.median_s, predicted_s=data.predicted_s(other))
+    whole = Comparison(label=label, measured_s=data.expected_s, predicted_s=data.predicted_s(other))
     return _check_prefix(whole, data) or [whole]

@@ -42,7 +42,7 @@ def fit_elementwise(
     """
     found = usable_elementwise(rows)
     kinds = np.array([KINDS.index(_kind(row)) for row in found])
-    nbytes, seconds = (column(found, name) for name in ("bytes", "median_s"))
+    nbytes, seconds = (column(found, name) for name in ("bytes", "expected_s"))
     tokens = np.array([row.chunk if row.tokens is None else row.tokens for row in found], dtype=float)
     starts = np.array([(kernels or {}).get(kind, 1) for kind in KINDS], dtype=float)[kinds]
     measured = [kind for index, kind in enumerate(KINDS) if (kinds == index).sum() >= _ENOUGH]

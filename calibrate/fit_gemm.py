@@ -97,7 +97,7 @@ def usable_gemm(
 def head_bytes_per_s(rows: Sequence[Measurement], gpu: GpuSpec) -> float | None:
     """At which one token's logits read their weights, at most the datasheet's; None where they were not measured."""
     width = element_bytes_of(rows)
-    rates = [(row.in_features or 0) * (row.out_features or 0) * width / row.median_s for row in rows]
+    rates = [(row.in_features or 0) * (row.out_features or 0) * width / row.expected_s for row in rows]
     return min(rounded(float(np.median(rates))), gpu.hbm_bytes_per_s) if rates else None
 
 

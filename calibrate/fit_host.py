@@ -19,7 +19,7 @@ _UNMASKED = "flash"  # a kernel that takes no mask
 
 def fit_host(layers: Sequence[Measurement], gathers: Sequence[Measurement]) -> tuple[HostRates, OperationFit]:
     """Medians of host_layer rows, at least one, and of host_collective rows a rank."""
-    seconds = column(layers, "median_s")
+    seconds = column(layers, "expected_s")
     mape = rounded(float(np.mean(np.abs(seconds / np.median(seconds) - 1))))
     operation = OperationFit(
         source="; ".join(sorted({row.source for row in layers})),
@@ -46,7 +46,7 @@ class PrepareRates:
 
 def fit_prepare(rows: Sequence[Measurement]) -> PrepareRates:
     """From prepare rows, at least one; those of kernels that take no mask tell the constant alone."""
-    seconds = column(rows, "median_s")
+    seconds = column(rows, "expected_s")
     masked = np.array([row.kernel != _UNMASKED for row in rows])
     elements = np.where(masked, column(rows, "chunk") * (column(rows, "chunk") + column(rows, "prefix")), 0.0)
     if len(set(elements.tolist())) == 1:

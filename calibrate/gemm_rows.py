@@ -33,7 +33,7 @@ class GemmRows:
     @classmethod
     def of(cls, rows: Sequence[Measurement]) -> GemmRows:
         """The gemm measurements."""
-        names = ("tokens", "in_features", "out_features", "median_s")
+        names = ("tokens", "in_features", "out_features", "expected_s")
         tokens, in_features, out_features, seconds = (column(rows, name) for name in names)
         return cls(
             tokens=tokens,

@@ -34,7 +34,7 @@ def compare_layers(profile: CalibrationProfile, model: ModelSpec, rows: Sequence
     if not used:
         return None
     predicted = np.array([_layer_s(profile, model, row, kernel) for row, kernel in used])
-    return Comparison(label=LABEL, measured_s=column([row for row, _ in used], "median_s"), predicted_s=predicted)
+    return Comparison(label=LABEL, measured_s=column([row for row, _ in used], "expected_s"), predicted_s=predicted)
 
 
 def _kernel(profile: CalibrationProfile, row: Measurement) -> str | None:

@@ -9,8 +9,10 @@ column may be missing where no row needs it, and their order is free. Every row 
     median_s     seconds, median of the repeats
     source       who measured it, with what, where it can be found
 
-and may have spread_s (standard deviation or interquartile range of the repeats, seconds; empty: not known), batch
-(sequences at once; empty: 1) and dtype (fp16, bf16, fp8 or fp32: of the operands; a time on the host has none).
+and may have mean_s (seconds, mean of the repeats, outliers drawn in; empty: not known), spread_s (standard deviation
+or interquartile range of the repeats, seconds; empty: not known), batch (sequences at once; empty: 1) and dtype (fp16,
+bf16, fp8 or fp32: of the operands; a time on the host has none). A prefill is a sum of many kernels, and means add up
+where medians of lopsided times do not: a fit takes mean_s where there is one.
 Beyond these:
 
     operation                                       one time of                          also needs
@@ -133,8 +135,14 @@ class Measurement:
     dst: int | None = None  # send_recv: the rank that receives
     messages: int = 1  # send_recv: transfers of that size in flight at once
     median_s: float  # seconds, median of the repeats
+    mean_s: float | None = None  # seconds, mean of the repeats, outliers drawn in; None: not known
     spread_s: float | None = None  # seconds, standard deviation or interquartile range of the repeats; None: not known
     source: str  # who measured it, and with what
+
+    @property
+    def expected_s(self) -> float:
+        """Seconds that one of many adds to their sum: the mean, as far as it is known."""
+        return self.median_s if self.mean_s is None else self.mean_s
 
     def __post_init__(self) -> None:
         needed = NEEDED.get(self.operation)
@@ -168,8 +176,12 @@ class Measurement:
             raise InputError("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})")
 
     def _check_seconds(self) -> None:
-        if not isinstance(self.median_s, float) or not 0 < self.median_s <= MAX_SECONDS:
-            raise InputError("median_s", self.median_s, f"seconds above 0 and at most {MAX_SECONDS:.0e}")
+        for name in ("median_s", "mean_s"):
+            value = getattr(self, name)
+            if value is None and name != "median_s":
+                continue
+            if not isinstance(value, float) or not 0 < value <= MAX_SECONDS:
+                raise InputError(name, value, f"seconds above 0 and at most {MAX_SECONDS:.0e}")
         if self.spread_s is None:
             return
         if not isinstance(self.spread_s, float) or not 0 <= self.spread_s <= MAX_SECONDS:
@@ -249,7 +261,9 @@ def measured(row: CsvRow, **fields: Any) -> Measurement:
 def _read_value(row: CsvRow, name: str) -> str | int | float:
     if name in _WHOLE:
         return row.whole(name, minimum=_WHOLE[name][0])
-    return row.number(name, allow_zero=True) if name == "spread_s" else row.text(name)
+    if name in ("mean_s", "spread_s"):
+        return row.number(name, allow_zero=name == "spread_s")
+    return row.text(name)
 
 
 LAYOUT = Layout(name="kvrsim measurements", signature=("operation", "median_s"), read=_read_table)

@@ -10,43 +10,26 @@ import subprocess
 import time
 from collections.abc import Callable
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from calibrate.machine import gpu_named
-from kvrsim import __version__
-from kvrsim.errors import InputError
 from kvrsim.hardware import GpuSpec
+from kvrsim.runtime.agreement import versions as libraries
+from kvrsim.runtime.geometry import DTYPES
+from kvrsim.runtime.host import cpu_name
 
-TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _REPEATS = 5
 _COPY_BYTES = 2**27  # more than any cache
 _PRODUCT = 2048  # rows and columns of the product that shows what a CPU computes
-
-
-def default_device() -> str:
-    """cuda where there is one."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def check_device(device: str, dtype: str) -> None:
-    """InputError where torch has no such device, or the device no such arithmetic."""
-    if device not in ("cpu", "cuda"):
-        raise InputError("--device", device, "cpu or cuda")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device", device, "cpu: this torch sees no CUDA device")
-    if dtype not in TORCH_DTYPES:
-        raise InputError("--dtype", dtype, ", ".join(TORCH_DTYPES))
 
 
 def device_name(device: str, threads: int) -> str:
     """As the maker calls it; of a CPU, with the threads that a rank has."""
     if device == "cuda":
         return str(torch.cuda.get_device_name())
-    return f"{_cpu_name()}, {threads} thread{'s' if threads > 1 else ''}"
+    return f"{cpu_name()}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def spec_of(device: str, dtype: str, threads: int) -> GpuSpec:
@@ -81,7 +64,6 @@ def _cuda_spec(name: str, dtype: str, properties: Any) -> GpuSpec:
 def origin(device: str, threads: int, command: str) -> dict[str, Any]:
     """Provenance of a measurement: versions, machine, command and date; no name of a host or person."""
     return {
-        "kvrsim": __version__,
         "date": date.today().isoformat(),
         "command": command,
         "device": device_name(device, threads),
@@ -93,15 +75,8 @@ def origin(device: str, threads: int, command: str) -> dict[str, Any]:
 
 def versions(device: str) -> dict[str, str]:
     """Of all that had a say in how fast it was."""
-    found = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-    }
-    if device == "cuda":
-        found |= {"cuda": str(torch.version.cuda), "driver": _driver(), "nccl": _nccl()}
-    return found
+    found = libraries() | {"system": f"{platform.system()} {platform.release()} {platform.machine()}"}
+    return found | {"driver": _driver(), "NCCL": _nccl()} if device == "cuda" else found
 
 
 def _copy_bytes_per_s(device: str) -> float:
@@ -112,7 +87,7 @@ def _copy_bytes_per_s(device: str) -> float:
 
 def _product_flops_per_s(device: str, dtype: str) -> float:
     size = _PRODUCT if device == "cpu" else 4 * _PRODUCT
-    matrix = torch.ones(size, size, dtype=TORCH_DTYPES[dtype], device=device)
+    matrix = torch.ones(size, size, dtype=DTYPES[dtype], device=device)
     return 2.0 * size**3 / _best_s(lambda: matrix @ matrix, device)
 
 
@@ -126,15 +101,6 @@ def _best_s(work: Callable[[], object], device: str) -> float:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started_s)
     return min(seconds[1:])
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names and names[0] else platform.processor() or platform.machine() or "CPU"
 
 
 def _slug(name: str) -> str:

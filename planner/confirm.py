@@ -12,7 +12,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
 from kvrsim.timeline import Timeline
 from planner.confirm_candidates import Named, candidates_of
-from planner.confirm_hardware import Gather, Hardware, devices, gather_of, other_device, run_plan
+from planner.confirm_hardware import Gather, Hardware, gather_of, other_device, run_plan
 from planner.confirm_result import Candidate, Confirmation, Mode, Targets
 from planner.confirm_virtual import composed_s, composed_timeline
 from planner.plan import make_plan
@@ -115,6 +115,7 @@ def check(scenario: Scenario, hardware: Hardware, *, needs_profile: bool = True)
 
 def _mode(scenario: Scenario, hardware: Hardware, virtual: bool | None) -> tuple[Mode, tuple[str, ...]]:
     """Ranks of their own, or virtual ones, and what to say of it."""
+    from kvrsim.runtime.host import devices
     from kvrsim.runtime.spawn import started_by_torchrun
 
     wanted, there = scenario.cluster.num_gpus, devices(hardware.device, hardware.threads)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -139,16 +138,6 @@ def gather_of(profile: CalibrationProfile | None, *, emulated: bool) -> Gather:
     return "collective" if chosen is not None and "ring" not in chosen[1] else "ring"
 
 
-def devices(device: str, threads: int) -> int:
-    """How many ranks can compute at once: GPUs, or cores over threads."""
-    if device == "cuda":
-        from kvrsim.runtime.spawn import num_gpus
-
-        return num_gpus()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // threads)
-
-
 def other_device(gpu: str, device: str) -> str | None:
     """A note where the profile's device is not the one that has measured, by their names."""
     numbered = [{word for word in _words(name) if any(map(str.isdigit, word))} for name in (gpu, device)]
@@ -158,15 +147,3 @@ def other_device(gpu: str, device: str) -> str | None:
 
 def _words(name: str) -> set[str]:
     return set(re.findall(r"[a-z0-9]+", name.lower())) - {"nvidia", "cpu", "r", "tm", "1", "2", "4", "8", "thread"}
-
-
-def check_device(device: str) -> str:
-    """The device, auto: cuda where there is one; InputError where it is none or not there."""
-    from kvrsim.runtime.spawn import num_gpus
-
-    if device not in ("auto", "cpu", "cuda"):
-        raise InputError("--device", device, "auto, cpu or cuda")
-    there = num_gpus() > 0
-    if device == "cuda" and not there:
-        raise InputError("--device", device, "cpu: torch sees no GPU here")
-    return ("cuda" if there else "cpu") if device == "auto" else device

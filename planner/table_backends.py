@@ -60,15 +60,19 @@ class Pool:
             self._enter_dask()
         elif self.backend == "ray":
             _register_ray()
+        elif not self.is_here:  # from here on: joblib ends the workers itself before an interrupt comes out of it
+            hook = threading.excepthook
+            threading.excepthook = partial(_without_lokys, hook)
+            self._open.callback(setattr, threading, "excepthook", hook)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None and self.backend == "loky" and not self.is_here:
-            threading.excepthook = partial(_without_lokys, threading.excepthook)
             from joblib.externals.loky import get_reusable_executor
 
+            self._open.pop_all()  # Loky's thread may stumble until this process ends
             get_reusable_executor().shutdown(wait=False, kill_workers=True)
         self._open.close()
 

@@ -75,6 +75,19 @@ def test_parts_of_a_layer_add_up_and_become_rows(name: str) -> None:
     bench.close()
 
 
+def test_means_hold_what_is_often_late_and_draw_in_what_is_far_off() -> None:
+    setup = setup_of("llama")
+    bench = ComputeBench.build(setup)
+    once = bench.sample("sdpa 64+0")
+    scales = (1.0, 1.0, 1.0, 1.2, 1.4, 30.0)
+    rows = bench.rows({"sdpa 64+0": [{name: scale * one for name, one in once.items()} for scale in scales]})
+    layer = next(row for row in rows if row.operation == "layer")
+    assert layer.median_s == pytest.approx(1.1 * once["layer"])
+    fence = 1.35 + 1.5 * 0.35  # the third quartile and one and a half interquartile ranges
+    assert layer.mean_s == layer.expected_s == pytest.approx((sum(scales[:5]) + fence) / 6 * once["layer"])
+    bench.close()
+
+
 def test_points_take_their_kernels_and_share_their_weights() -> None:
     bench = ComputeBench.build(setup_of("llama", kernels=("sdpa", "eager", "flash")))
     kernels = {Point.parse(point).kernel for point in bench.points()}

@@ -260,7 +260,7 @@ def test_fitted_times_rise_with_size(fitted: Any) -> None:
     for chunk, prefix in ((chunks, np.zeros_like(chunks)), (np.full_like(chunks, 777.0), chunks)):
         ones = {"num_attention_heads": 32.0, "num_key_value_heads": 8.0, "head_dim": 128.0, "batch": 1.0}
         calls = AttentionRows(
-            chunk=chunk, prefix=prefix, median_s=chunk, **{key: np.full_like(chunk, one) for key, one in ones.items()}
+            chunk=chunk, prefix=prefix, expected_s=chunk, **{key: np.full_like(chunk, one) for key, one in ones.items()}
         )
         assert (np.diff(calls.predicted_s(kernels.attention["flash"])) >= 0).all()
 

@@ -69,6 +69,7 @@ def measurements(draw: st.DrawFn) -> Measurement:
         dst=draw(st.none() | st.integers(0, 2**50)),
         messages=draw(positive),
         median_s=draw(st.floats(0, 1e9, exclude_min=True)),
+        mean_s=draw(st.none() | st.floats(1e-9, 1e9)),
         spread_s=draw(st.none() | st.floats(0, 1e9)),
     )
 
@@ -186,11 +187,12 @@ def test_each_operation_says_what_it_needs(operation: str) -> None:
         ("median_s", "1e999", "above 0"),
         ("median_s", "2 ms", "above 0"),
         ("median_s", "1e12", "seconds above 0"),
+        ("mean_s", "0", "above 0"),
         ("spread_s", "-1", "of at least 0"),
     ],
 )
 def test_a_bad_value_is_named_by_file_line_and_column(tmp_path: Path, column: str, value: str, accepted: str) -> None:
-    full = ATTENTION | {"nodes": "", "spread_s": "", "src": "", "dst": "", "messages": ""}
+    full = ATTENTION | {"nodes": "", "mean_s": "", "spread_s": "", "src": "", "dst": "", "messages": ""}
     path = write(tmp_path / "m.csv", full, full | {column: value}, before="# a comment\n")
     message = refusal(path)
     line = 5 if "\n" in value else 4

@@ -3,7 +3,8 @@
     python -m validate.confirmation [--quick] [--tc] [--profile FILE] [--keep FOLDER] [--even-if-busy]
 
 It calibrates, then confirms plans for two ranks over loopback and over emulated links, then runs 4 and 8 sleeping
-ranks. --tc: also over links that the kernel throttles, where root allows. About 12 minutes; --quick: 4.
+ranks. --tc: also over links that the kernel throttles, where root allows. About 15 minutes (`make confirmation`);
+--quick: 4.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrsim.profile import load_profile
-from planner.confirm_hardware import devices
+from kvrsim.runtime.host import devices
 
 # A packet's payload over its bytes on the wire: 1500 of MTU less 52 of IP and TCP with timestamps, 14 of Ethernet.
 PAYLOAD = 1448 / 1514

@@ -56,12 +56,13 @@ class HardwareOptions:
     def hardware(self, options: ScenarioOptions, scenario: Scenario) -> Hardware:
         """Checked, with what torch finds on this machine; links are emulated where the user gives them."""
         require_torch()
+        from kvrsim.runtime.host import chosen_device
         from kvrsim.units import parse_count, parse_seconds
-        from planner.confirm_hardware import Hardware, check_device
+        from planner.confirm_hardware import Hardware
 
         parse_choice(self.backend, "--backend", ("gloo", "nccl"))
         emulated = options.link_bandwidth is not None or options.link_latency is not None
-        device = check_device(self.device)
+        device = chosen_device(self.device)
         if self.backend == "nccl" and (device == "cpu" or emulated):
             raise InputError("--backend", self.backend, "gloo, on a CPU and over emulated links")
         return Hardware(

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvrsim.cli.options import Json, check_output, parse_list, print_json
+from kvrsim.cli.hardware import Device as Device
+from kvrsim.cli.hardware import require_torch
+from kvrsim.cli.options import Json, check_output, parse_choice, parse_list, print_json
 from kvrsim.errors import InputError
 
 if TYPE_CHECKING:
@@ -17,13 +19,13 @@ if TYPE_CHECKING:
     from calibrate.compute_bench import ComputeSetup
     from calibrate.measuring import Campaign, Measured
 
+_DTYPES = ("fp16", "bf16", "fp32")
 _KERNELS = ("eager", "sdpa", "flash")
 
 Model = Annotated[
     str,
     typer.Option("--model", metavar="NAME|PATH", help="Whose layers: a built-in name, or a config.json's path."),
 ]
-Device = Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda", help="What computes.")]
 Dtype = Annotated[
     str | None, typer.Option("--dtype", metavar="fp16|bf16|fp32", help="Default: fp16, and fp32 on a CPU.")
 ]
@@ -69,9 +71,9 @@ class Wanted:
         """Checked, with what torch finds on this machine; InputError names the option."""
         require_torch()
         from calibrate.compute_bench import ComputeSetup
-        from calibrate.this_machine import check_device
         from kvrsim.model import config_path, load_model
         from kvrsim.runtime.geometry import family_of
+        from kvrsim.runtime.host import chosen_device
         from kvrsim.units import JsonObject, parse_count, parse_tokens
 
         model = load_model(self.model)
@@ -79,8 +81,7 @@ class Wanted:
         family_of(model.model_type)
         device = chosen_device(self.device)
         on_cpu = device == "cpu"
-        dtype = self.dtype or ("fp32" if on_cpu else "fp16")
-        check_device(device, dtype)
+        dtype = parse_choice(self.dtype, "--dtype", _DTYPES) or ("fp32" if on_cpu else "fp16")
         return ComputeSetup(
             model=model,
             config={key: value for key, value in config.items() if not key.startswith("_")},
@@ -98,25 +99,6 @@ class Wanted:
         if not set(kernels) <= set(_KERNELS) or len(set(kernels)) < len(kernels):
             raise InputError("--attention", named, accepted)
         return tuple(kernels)
-
-
-def require_torch() -> None:
-    """One line where the extra is not installed."""
-    from importlib.util import find_spec
-
-    for name in ("torch", "transformers"):
-        if find_spec(name) is None:
-            accepted = "an environment with torch and transformers: pip install 'kvrsim[hardware]'"
-            raise InputError("kvrsim calibrate", f"no {name}", accepted)
-
-
-def chosen_device(text: str) -> str:
-    """auto: cuda where there is one."""
-    if text != "auto":
-        return text
-    from calibrate.this_machine import default_device
-
-    return default_device()
 
 
 def compute(
@@ -158,11 +140,10 @@ def links(
     check_output(output, "--output")
     require_torch()
     from calibrate.campaigns import link_campaign
-    from calibrate.this_machine import check_device
+    from kvrsim.runtime.host import chosen_device
     from kvrsim.units import parse_bytes, parse_count, parse_seconds
 
     place = chosen_device(device)
-    check_device(place, "fp32")
     cores = parse_count(threads, "--threads", maximum=1024)
     campaign = link_campaign(
         ranks=parse_ranks(ranks, place, cores, least=2),
@@ -179,10 +160,10 @@ def links(
 
 def parse_ranks(text: str | None, device: str, threads: int, *, least: int = 1) -> int:
     """As many as asked for, or as the machine has; InputError where that is fewer than `least`."""
-    from calibrate.campaigns import default_ranks
+    from kvrsim.runtime.host import devices
     from kvrsim.units import parse_count
 
-    ranks = default_ranks(device, threads) if text is None else parse_count(text, "--ranks", maximum=64)
+    ranks = devices(device, threads) if text is None else parse_count(text, "--ranks", maximum=64)
     if ranks < least:
         raise InputError("--ranks", ranks, f"at least {least}: links join ranks")
     return ranks

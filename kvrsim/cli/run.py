@@ -94,9 +94,9 @@ def _scenario(options: ScenarioOptions, device: str) -> Scenario:
     """As for a prediction; without a profile, what a plain run on this device takes."""
     if options.profile is not None:
         return options.scenario()[0]
-    from planner.confirm_hardware import check_device
+    from kvrsim.runtime.host import chosen_device
 
-    dtype = options.dtype or ("fp32" if check_device(device) == "cpu" else "fp16")
+    dtype = options.dtype or ("fp32" if chosen_device(device) == "cpu" else "fp16")
     kernel = options.attention or "sdpa"
     return replace(options, profile="roofline", dtype=dtype, attention=kernel).scenario()[0]
 

@@ -15,6 +15,7 @@ import torch
 from kvrsim.errors import InputError
 from kvrsim.runtime.agreement import versions
 from kvrsim.runtime.forward import Forward, ModelForward
+from kvrsim.runtime.host import cpu_name
 from kvrsim.runtime.load import HostLoad
 from kvrsim.runtime.plan import RunPlan, random_prompt
 from kvrsim.runtime.prefill import Outcome, Prefill
@@ -160,7 +161,7 @@ def conditions_of(transport: Transport, forward: Forward) -> dict[str, str]:
     """What measured times depend on: libraries, machine, transport, model."""
     geometry = forward.geometry
     on_cuda = geometry.device.type == "cuda"
-    device = torch.cuda.get_device_name(geometry.device) if on_cuda else f"CPU ({_cpu_name()})"
+    device = torch.cuda.get_device_name(geometry.device) if on_cuda else f"CPU ({cpu_name()})"
     return versions() | {
         "ranks": str(transport.size),
         "transport": transport.name,
@@ -171,12 +172,3 @@ def conditions_of(transport: Transport, forward: Forward) -> dict[str, str]:
         "attention": geometry.attention,
         "model": f"{geometry.model_type}, {geometry.num_hidden_layers} layers, {forward.digest()}",
     }
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()

@@ -35,8 +35,10 @@ class ModelForward:
     def __call__(self, ids: Any, start: int, cache: PrefixCache, *, is_last: bool) -> Any:
         positions = torch.arange(start, start + ids.shape[1], device=ids.device).unsqueeze(0)
         inputs: dict[str, Any] = dict(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
-        if self.alibi:  # whose biases are as long as the mask: under TSP, longer than the chunk's end
-            visible_len = cache.buffers[0].visible_len
+        visible_len = cache.buffers[0].visible_len
+        if self.alibi or (start == 0 and visible_len > ids.shape[1]):
+            # ALiBi's biases are as long as the mask. And under TSP, transformers would let the first rank off: from
+            # position 0 on, without a mask, it takes what follows the chunk for room that is not filled yet.
             inputs["attention_mask"] = torch.ones(ids.shape[0], visible_len, dtype=torch.long, device=ids.device)
         with torch.inference_mode():
             if is_last:

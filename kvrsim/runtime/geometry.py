@@ -16,7 +16,7 @@ from kvrsim.runtime.attention import use_flash
 from kvrsim.units import JsonObject
 
 Attention = Literal["eager", "sdpa", "flash"]
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 
 # How rotary frequencies may be scaled. The others ("dynamic", "longrope") depend on the longest position
@@ -184,7 +184,7 @@ def _check_rope(config: Any) -> None:
 
 def load_model(
     config: str | Path | Mapping[str, object],
-    dtype: str | torch.dtype = "float32",
+    dtype: str = "fp32",
     device: str | torch.device = "cpu",
     attention: Attention = "sdpa",
     seed: int = 0,
@@ -200,10 +200,10 @@ def load_model(
     """
     if attention not in ATTENTIONS:
         raise InputError("--attention", attention, "one of " + ", ".join(ATTENTIONS))
-    if isinstance(dtype, str) and dtype not in DTYPES:
+    if dtype not in DTYPES:
         raise InputError("--dtype", dtype, "one of " + ", ".join(DTYPES))
     fields = _fields(config)
-    model = _build(fields, DTYPES[dtype] if isinstance(dtype, str) else dtype, device, attention, seed, init_std)
+    model = _build(fields, DTYPES[dtype], device, attention, seed, init_std)
     if attention == "flash":
         use_flash(model)
     Geometry.of(model)  # refuses what the runtime cannot run

@@ -15,12 +15,10 @@ from kvrsim.runtime.cache import KvBuffer
 from kvrsim.runtime.check import Difference, compare
 from kvrsim.runtime.emulated import EmulatedLink, EmulatedTransport, SideTraffic
 from kvrsim.runtime.forward import ModelForward
-from kvrsim.runtime.geometry import Attention, load_model
+from kvrsim.runtime.geometry import DTYPES, Attention, load_model
 from kvrsim.runtime.plan import RunPlan, random_prompt
 from kvrsim.runtime.prefill import Outcome, Prefill, decode
 from kvrsim.runtime.transport import Transport
-
-DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}  # the simulator's words in torch's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +39,7 @@ class ModelChoice:
     def load(self, device: torch.device | str | None = None) -> Any:
         """The Hugging Face model, on the device of the rank."""
         place = self.device if device is None else device
-        return load_model(self.config, DTYPES[self.dtype], place, self.attention, self.seed, self.init_std)
+        return load_model(self.config, self.dtype, place, self.attention, self.seed, self.init_std)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -240,11 +240,6 @@ def _context() -> Any:
     return context
 
 
-def num_gpus() -> int:
-    """GPUs that torch sees here."""
-    return int(torch.cuda.device_count())
-
-
 def started_by_torchrun() -> bool:
     """Whether this process is one rank of several that torchrun has started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ

@@ -24,7 +24,7 @@ UNEVEN = {1: (23,), 2: (15, 8), 3: (11, 1, 11), 4: (9, 7, 1, 6)}
 
 
 def model_of(name: str, kernel: str = "sdpa", seed: int = 1) -> Any:
-    return load_model(CONFIGS[name], "float32", "cpu", kernel, seed=seed, init_std=0.2)  # type: ignore[arg-type]
+    return load_model(CONFIGS[name], "fp32", "cpu", kernel, seed=seed, init_std=0.2)  # type: ignore[arg-type]
 
 
 def kvr(*chunk_lens: int, **settings: Any) -> RunPlan:

@@ -17,7 +17,6 @@ import kvrsim
 from kvrsim.runtime.faults import Fault, RankError
 from kvrsim.runtime.spawn import Launch, launch
 from kvrsim.timeline import Timeline
-from planner import confirm_hardware
 
 ROOT = Path(__file__).parents[2]
 SHORT = ("--repeats", "2", "--warmups", "0", "--json")
@@ -91,7 +90,7 @@ def test_a_target_that_is_not_met_is_the_exit_code_and_the_reason(folder: Path) 
 
 
 def test_too_few_devices_make_virtual_ranks_and_say_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(confirm_hardware.os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     words = arguments(folder, "confirm", "--top", "1", "--repeats", "2", "--warmups", "0", *BUSY, gpus="3")
     code, text, errors = said(words)
     assert code == 0

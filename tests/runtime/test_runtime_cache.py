@@ -13,6 +13,7 @@ from runtime_models import CONFIGS, variants
 
 from kvrsim.errors import InputError
 from kvrsim.runtime.cache import KvBuffer, PrefixCache
+from kvrsim.runtime.forward import ModelForward
 from kvrsim.runtime.geometry import Geometry, load_model
 
 TOLERANCE = 1e-5
@@ -20,7 +21,7 @@ CHUNKS = (7, 1, 12, 5)
 
 
 def model_of(name: str, kernel: str = "sdpa", **keys: Any) -> Any:
-    return load_model(CONFIGS[name] | keys, "float32", "cpu", kernel, seed=1, init_std=0.2)  # type: ignore[arg-type]
+    return load_model(CONFIGS[name] | keys, "fp32", "cpu", kernel, seed=1, init_std=0.2)  # type: ignore[arg-type]
 
 
 def plain(name: str, kernel: str) -> Any:
@@ -102,6 +103,26 @@ def test_prefix_and_whole_are_one_stretch_of_memory() -> None:
     assert buffer.keys_values()[0].data_ptr() == buffer.data.data_ptr()
 
 
+@pytest.mark.parametrize("name", ["llama-gqa", "falcon-mqa"])
+def test_the_first_rank_of_dense_tsp_computes_the_masked_half_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, masks = torch.nn.functional.scaled_dot_product_attention, []
+
+    def attend(*tensors: Any, attn_mask: Any = None, **keys: Any) -> Any:
+        masks.append(attn_mask)
+        return real(*tensors, attn_mask=attn_mask, **keys)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    model, ids = model_of(name), prompt(length=12)
+    geometry = Geometry.of(model)
+    sizes = dict(prefix_len=0, chunk_len=5, batch=2, total_len=12)
+    buffers = [KvBuffer(geometry, **sizes) for _ in range(geometry.num_hidden_layers)]
+    for buffer in buffers:
+        buffer.data.zero_()
+    ModelForward(model)(ids[:, :5], 0, PrefixCache(buffers), is_last=False)
+    assert len(masks) == geometry.num_hidden_layers
+    assert all(tuple(mask.shape[-2:]) == (5, 12) and not mask[..., 5:].any() for mask in masks)
+
+
 def test_falcon_40b_stores_and_sends_each_kv_head_once() -> None:
     assert Geometry.of(model_of("falcon-grouped")).num_key_value_heads == 2
     assert Geometry.of(model_of("falcon-mqa")).num_key_value_heads == 1
@@ -124,7 +145,7 @@ def test_a_stub_does_not_grow_and_tells_of_every_update() -> None:
 
 def test_half_precision_keeps_its_dtype() -> None:
     for kernel in ("sdpa", "flash"):
-        model = load_model(CONFIGS["llama-gqa"], "bfloat16", "cpu", kernel, seed=1)  # type: ignore[arg-type]
+        model = load_model(CONFIGS["llama-gqa"], "bf16", "cpu", kernel, seed=1)  # type: ignore[arg-type]
         logits, cache = in_chunks(model, prompt())
         assert logits.dtype == cache.buffers[0].data.dtype == torch.bfloat16
         assert torch.isfinite(logits).all()
@@ -142,7 +163,7 @@ def test_the_same_seed_gives_the_same_weights_and_leaves_the_callers_generator_a
 def test_a_model_is_built_from_a_file_or_its_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["falcon-grouped"] | {"_source": "a comment"}))
     for path in (tmp_path, tmp_path / "config.json"):
-        geometry = Geometry.of(load_model(path, "bfloat16", attention="eager"))
+        geometry = Geometry.of(load_model(path, "bf16", attention="eager"))
         assert (geometry.num_hidden_layers, geometry.num_key_value_heads, geometry.head_dim) == (3, 2, 16)
         assert (geometry.dtype, geometry.attention) == (torch.bfloat16, "eager")
 
@@ -171,7 +192,7 @@ def test_modules_are_found_where_the_architecture_keeps_them() -> None:
 )  # fmt: skip
 def test_what_cannot_be_run_is_refused_by_name(keys: dict[str, Any], kernel: str, named: str) -> None:
     with pytest.raises(InputError, match=named):
-        load_model(keys, "float32", "cpu", kernel)  # type: ignore[arg-type]
+        load_model(keys, "fp32", "cpu", kernel)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2"])
