@@ -68,6 +68,7 @@ SDPA = BlockedRates(
     causal_flops_per_s=65e9, rectangle_flops_per_s=56e9, start_s=2e-4, query_s=1e-7, key_block=512, skips_masked=False
 )
 MERGED = replace(SDPA, rectangle_flops_per_s=60e9, key_block=64, skips_masked=True, join_s=2e-7)
+UNSKIPPED = replace(SDPA, causal_flops_per_s=56e9, key_block=2**30)  # as torch's math backend
 EAGER = EagerRates(flops_per_s=80e9, bytes_per_s=20e9, start_s=1.5e-4)
 PAGED = replace(EAGER, measured=MeasuredSizes(sizes=(8e6, 1.2e7, 4e7), factors=(1.0, 2.2, 2.6)))
 BYTES_PER_S = {"norm": 50e9, "rotary": 15e9, "activation": 14e9, "residual": 16e9, "embedding": 6e9}
@@ -184,7 +185,10 @@ def test_half_precision_goes_before_fp32(fitted: Any) -> None:
 # -- known rates come back
 
 
-@pytest.mark.parametrize(("rates", "name"), [(SDPA, "sdpa"), (MERGED, "flash"), (replace(SDPA, key_block=64), "sdpa")])
+@pytest.mark.parametrize(
+    ("rates", "name"),
+    [(SDPA, "sdpa"), (MERGED, "flash"), (replace(SDPA, key_block=64), "sdpa"), (UNSKIPPED, "sdpa")],
+)
 def test_kernels_by_what_they_cover_come_back(rates: BlockedRates, name: str) -> None:
     found = fit_blocked(calls(rates, name), cpu(), name=name, skips_masked=rates.skips_masked, head_dim=64)
     assert found.own.errors().mape < 0.01

@@ -27,7 +27,7 @@ class BlockedRates:
     rectangle_flops_per_s: float  # of QK^T and PV in the rectangle; with a mask no more than without
     start_s: float  # of a call
     query_s: float  # of a query and head, whatever its keys
-    key_block: int  # keys of a block; one that the diagonal cuts is computed whole
+    key_block: int  # keys of a block; one that the diagonal cuts is computed whole (if it is huge, all that is masked)
     skips_masked: bool  # whether what is masked is skipped behind a prefix, too
     join_s: float = 0.0  # of a query and head, more where two parts are joined
     measured: MeasuredSizes | None = None  # by queries, by which blocks are chosen; None: all as the rates have them
