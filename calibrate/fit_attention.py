@@ -131,6 +131,8 @@ def _eager(values: Mapping[str, Any]) -> EagerRates:
 
 def _blocked(values: Mapping[str, Any], key_block: int, skips_masked: bool) -> BlockedRates:
     told: dict[str, Any] = {name: value if value >= _NOTHING_S else 0.0 for name, value in values.items()}
+    if not skips_masked:  # what the rates mean by it
+        told["rectangle_flops_per_s"] = min(told["rectangle_flops_per_s"], told["causal_flops_per_s"])
     return BlockedRates(**told, key_block=key_block, skips_masked=skips_masked)
 
 
