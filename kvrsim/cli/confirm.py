@@ -15,12 +15,11 @@ from kvrsim.cli.options import (
     Json,
     Plot,
     ScenarioOptions,
-    Seed,
     Trace,
     check_output,
     check_plot,
     print_json,
-    takes_scenario,
+    takes,
 )
 from kvrsim.errors import InputError, KvrsimError
 
@@ -50,18 +49,14 @@ def on_this_machine(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @on_this_machine
-@takes_scenario
+@takes(ScenarioOptions, machine.HardwareOptions)
 def confirm(
     options: ScenarioOptions,
+    hardware: machine.HardwareOptions,
     *,
-    device: machine.Device = "auto",
-    backend: machine.Backend = None,
-    threads: machine.Threads = None,
     top: Annotated[
         str, typer.Option("--top", metavar="K", help="Partitions of kvr: the plan's, and the K - 1 best further ones.")
     ] = "3",
-    repeats: machine.Repeats = "5",
-    warmups: machine.Warmups = "1",
     virtual: Annotated[
         bool | None,
         typer.Option(
@@ -69,7 +64,6 @@ def confirm(
             help="Replay all ranks on one device, messages modelled. Default: where there are too few devices.",
         ),
     ] = None,
-    side_traffic: machine.SideTraffic = None,
     max_regret: Annotated[
         str, typer.Option("--max-regret", metavar="SHARE", help="Of the plan's choice; beyond the spread, it fails.")
     ] = "3%",
@@ -90,10 +84,8 @@ def confirm(
         str | None,
         typer.Option("--output", "-o", metavar="FILE", help="Write what --search finds as a partition table."),
     ] = None,
-    timeout: machine.Timeout = None,
     trace: Trace = None,
     plot: Plot = None,
-    seed: Seed = "0",
     json: Json = False,
 ) -> None:
     """Run a plan's candidates on this machine, interleaved, and say how far the plan was off.
@@ -112,16 +104,7 @@ def confirm(
     if options.profile is None:
         raise InputError("--profile", "nothing", "a profile of this machine; kvrsim calibrate all makes one")
     scenario, warnings = options.scenario()
-    chosen = machine.HardwareOptions(
-        device=device,
-        backend=backend,
-        threads=threads,
-        repeats=repeats,
-        warmups=warmups,
-        seed=seed,
-        timeout=timeout,
-        side_traffic=side_traffic,
-    ).hardware(options, scenario)
+    chosen = hardware.checked(options, scenario)
     if search:
         _search(scenario, chosen, minutes, output, warnings, virtual=virtual, trace=trace, plot=plot, json=json)
         return

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
-from kvrsim.cli.options import ScenarioOptions, parse_choice, parse_seed
+from kvrsim.cli.options import ScenarioOptions, Seed, parse_choice, parse_seed
 from kvrsim.errors import InputError
 
 if TYPE_CHECKING:
@@ -42,18 +42,18 @@ SideTraffic = Annotated[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareOptions:
-    """The same as text; values are checked by `hardware`."""
+    """The same as text; `checked` makes values of it."""
 
-    device: str
-    backend: str | None
-    threads: str | None
-    repeats: str
-    warmups: str
-    seed: str
-    timeout: str | None
-    side_traffic: str | None
+    device: Device = "auto"
+    backend: Backend = None
+    threads: Threads = None
+    repeats: Repeats = "5"
+    warmups: Warmups = "1"
+    side_traffic: SideTraffic = None
+    timeout: Timeout = None
+    seed: Seed = "0"
 
-    def hardware(self, options: ScenarioOptions, scenario: Scenario) -> Hardware:
+    def checked(self, options: ScenarioOptions, scenario: Scenario) -> Hardware:
         """Checked, with what torch finds on this machine; links are emulated where the user gives them."""
         require_torch()
         from kvrsim.runtime.host import chosen_device

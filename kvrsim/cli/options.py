@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -105,28 +105,31 @@ class ScenarioOptions:
         return kvrsim.make_scenario(**values)
 
 
-P = ParamSpec("P")
+def takes(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command, whose first parameters are these dataclasses, an option for each of their fields."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def spread(**values: Any) -> None:
+            own = [group(**{field.name: values.pop(field.name) for field in fields(group)}) for group in groups]
+            command(*own, **values)
+
+        others = list(inspect.signature(command, eval_str=True).parameters.values())[len(groups) :]
+        options = [parameter for group in groups for parameter in _parameters(group)]
+        spread.__signature__ = inspect.Signature([*options, *others])  # type: ignore[attr-defined]
+        return spread
+
+    return decorate
 
 
-def takes_scenario(command: Callable[Concatenate[ScenarioOptions, P], None]) -> Callable[..., None]:
-    """Give a command whose first parameter is ScenarioOptions an option for each of its fields."""
-    names = [field.name for field in fields(ScenarioOptions)]
-
-    @functools.wraps(command)
-    def spread(*args: P.args, **kwargs: P.kwargs) -> None:
-        own: dict[str, Any] = {name: kwargs.pop(name) for name in names}
-        command(ScenarioOptions(**own), *args, **kwargs)
-
-    _, *others = inspect.signature(command, eval_str=True).parameters.values()
-    spread.__signature__ = inspect.Signature([*_parameters(), *others])  # type: ignore[attr-defined]
-    return spread
-
-
-def _parameters() -> list[inspect.Parameter]:
-    """The fields of ScenarioOptions as parameters, which Typer turns into options."""
-    hints = get_type_hints(ScenarioOptions, include_extras=True)
-    signature = inspect.signature(ScenarioOptions)
+def _parameters(group: type) -> list[inspect.Parameter]:
+    """A dataclass's fields as parameters, which Typer turns into options."""
+    hints = get_type_hints(group, include_extras=True)
+    signature = inspect.signature(group)
     return [parameter.replace(annotation=hints[name]) for name, parameter in signature.parameters.items()]
+
+
+takes_scenario = takes(ScenarioOptions)
 
 
 def parse_list(text: str, argument: str, accepted: str) -> list[str]:
@@ -135,6 +138,16 @@ def parse_list(text: str, argument: str, accepted: str) -> list[str]:
     if not all(parts):
         raise InputError(argument, text, accepted)
     return parts
+
+
+def parse_chunks(text: str | None) -> list[int] | None:
+    """The chunk lengths of --partition; None where it was not given."""
+    if text is None:
+        return None
+    from kvrsim.units import parse_tokens
+
+    accepted = "chunk lengths with commas between, such as 5000,3192"
+    return [parse_tokens(part, "--partition") for part in parse_list(text, "--partition", accepted)]
 
 
 def parse_seed(text: str) -> int:

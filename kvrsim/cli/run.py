@@ -13,13 +13,12 @@ from kvrsim.cli.options import (
     Json,
     Plot,
     ScenarioOptions,
-    Seed,
     Trace,
     check_output,
     check_plot,
-    parse_list,
+    parse_chunks,
     print_json,
-    takes_scenario,
+    takes,
 )
 from kvrsim.errors import InputError
 
@@ -29,9 +28,10 @@ if TYPE_CHECKING:
 
 
 @on_this_machine
-@takes_scenario
+@takes(ScenarioOptions, machine.HardwareOptions)
 def run(
     options: ScenarioOptions,
+    hardware: machine.HardwareOptions,
     *,
     strategy: Annotated[str, typer.Option("--strategy", metavar="NAME", help="single, tsp, kvr-e or kvr-s.")],
     partition: Annotated[
@@ -42,49 +42,29 @@ def run(
             help="Tokens of each rank. Default: the strategy's own; kvr-s searches by --profile.",
         ),
     ] = None,
-    device: machine.Device = "auto",
-    backend: machine.Backend = None,
-    threads: machine.Threads = None,
-    repeats: machine.Repeats = "5",
-    warmups: machine.Warmups = "1",
     check: Annotated[bool, typer.Option("--check", help="Compare logits and KV cache with one process's.")] = False,
     generate: Annotated[
         str | None, typer.Option("--generate", metavar="N", help="The last rank goes on for N tokens, greedily.")
     ] = None,
-    side_traffic: machine.SideTraffic = None,
-    timeout: machine.Timeout = None,
     trace: Trace = None,
     plot: Plot = None,
-    seed: Seed = "0",
     json: Json = False,
 ) -> None:
     """Measure one strategy's prefill: on ranks of its own, or as one rank of torchrun."""
     from kvrsim.cli.plan import parse_strategies
-    from kvrsim.units import parse_count, parse_tokens
+    from kvrsim.units import parse_count
 
     if parse_strategies(strategy, "--strategy") != [strategy]:
         raise InputError("--strategy", strategy, "one name")
     tokens = 0 if generate is None else parse_count(generate, "--generate", maximum=2**20)
-    accepted = "chunk lengths with commas between, such as 5000,3192"
-    chunks = None
-    if partition is not None:
-        chunks = [parse_tokens(part, "--partition") for part in parse_list(partition, "--partition", accepted)]
+    chunks = parse_chunks(partition)
     check_output(trace, "--trace")
     check_plot(plot)
     machine.require_torch()
     from planner.confirm_run import run_here
 
-    scenario = _scenario(options, device)
-    chosen = machine.HardwareOptions(
-        device=device,
-        backend=backend,
-        threads=threads,
-        repeats=repeats,
-        warmups=warmups,
-        seed=seed,
-        timeout=timeout,
-        side_traffic=side_traffic,
-    ).hardware(options, scenario)
+    scenario = _scenario(options, hardware.device)
+    chosen = hardware.checked(options, scenario)
     found = run_here(scenario, chosen, strategy=strategy, partition=chunks, check_logits=check, generate=tokens)
     if machine.is_first_rank():
         _show(found, trace, plot, json=json)

@@ -16,7 +16,7 @@ from kvrsim.cli.options import (
     check_output,
     check_plot,
     parse_choice,
-    parse_list,
+    parse_chunks,
     parse_seed,
     print_json,
     takes_scenario,
@@ -80,7 +80,7 @@ def simulate(
     if parse_strategies(strategy, "--strategy") != [strategy]:
         raise InputError("--strategy", strategy, "one name")
     needs_table([strategy], table, otherwise=partition is not None)
-    chunks = None if partition is None else _parse_partition(partition)
+    chunks = parse_chunks(partition)
     wants_timeline = trace is not None or plot is not None
     parse_choice(executor, "--executor", EXECUTORS)
     if executor == "batch" and (wants_timeline or breakdown):
@@ -125,13 +125,6 @@ def _parse_arrivals(requests: str | None, every: str | None) -> Arrivals | None:
             raise InputError("--every", every, "with --requests N")
         return None
     return Arrivals.parse(parse_count(requests, "--requests", maximum=MAX_REQUESTS), every or "0s")
-
-
-def _parse_partition(text: str) -> list[int]:
-    from kvrsim.units import parse_tokens
-
-    parts = parse_list(text, "--partition", "chunk lengths with commas between, such as 5000,3192")
-    return [parse_tokens(part, "--partition") for part in parts]
 
 
 def _write_files(result: SimResult, scenario: Scenario, trace: str | None, plot: str | None) -> None:
