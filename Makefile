@@ -45,7 +45,7 @@ accuracy: $(VENV)/.core ## simulate the published cases and rewrite the accuracy
 figures: $(VENV)/.core ## draw the paper's figures from the simulator and rewrite their page
 	$(BIN)/python -m validate.figures
 
-calibration: $(VENV)/.dev ## calibrate this machine and compare with whole prefills (10 minutes, nothing else running)
+calibration: $(VENV)/.dev ## calibrate this machine and compare with whole prefills (20 minutes, nothing else running)
 	$(BIN)/python -m validate.calibration
 
 confirmation: $(VENV)/.dev ## calibrate, plan and run it all for real (15 minutes, nothing else running)

@@ -1,9 +1,10 @@
 """How well a fresh calibration of this machine predicts whole prefills that it has not seen: docs/calibration.md.
 
 For each small model: `kvrsim calibrate all` in a folder of its own, then the TTFT of one process at context lengths
-that are not in the grid, measured in turn, beside what the profile predicts.
+that are not in the grid, measured in turn, beside what the profile predicts. All of it --rounds times, as a shared
+machine is not the same one a quarter of an hour later.
 
-    python -m validate.calibration [--minutes 2] [--keep FOLDER] [--even-if-busy]
+    python -m validate.calibration [--minutes 2] [--rounds 2] [--keep FOLDER] [--even-if-busy]
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -70,7 +71,8 @@ def calibrate(config: Path, profile: Path, options: Sequence[str]) -> float:
     """Seconds that `kvrsim calibrate all` took."""
     started_s = time.monotonic()
     command = [sys.executable, "-m", "kvrsim.cli.main", "calibrate", "all", "--model", str(config), "-o", str(profile)]
-    subprocess.run([*command, "--attention", KERNEL, *options], check=True)
+    if code := subprocess.run([*command, "--attention", KERNEL, *options], check=False).returncode:
+        sys.exit(code)  # it has said why
     return time.monotonic() - started_s
 
 
@@ -87,10 +89,18 @@ def predicted(config: Path, profile: Path, timings: Sequence[Timing]) -> list[Pr
     return found
 
 
-def section(name: str, seconds: float, prefills: Sequence[Prefill]) -> list[str]:
-    """One model's table."""
+def told(prefills: Sequence[Prefill]) -> str:
+    """How well they were predicted, in a sentence."""
     errors = np.abs([prefill.error for prefill in prefills])
     inside = sum(prefill.is_inside for prefill in prefills)
+    return (
+        f"Error: median {np.median(errors):.1%}, mean {errors.mean():.1%}, worst {errors.max():.1%}; {inside} of"
+        f" {len(prefills)} inside the 80 % interval."
+    )
+
+
+def section(name: str, seconds: float, prefills: Sequence[Prefill]) -> list[str]:
+    """One model's table."""
     rows = [
         f"| {prefill.context_len} | {prefill.measured.median_s:.3f} | {prefill.measured.iqr_s:.3f} |"
         f" {prefill.predicted_s:.3f} | {prefill.low_s:.3f} to {prefill.high_s:.3f} | {prefill.error:+.1%} |"
@@ -99,8 +109,7 @@ def section(name: str, seconds: float, prefills: Sequence[Prefill]) -> list[str]
     return [
         f"## {name}",
         "",
-        f"`calibrate all` took {seconds:.0f} s. Error: median {np.median(errors):.1%}, mean {errors.mean():.1%}, worst "
-        f"{errors.max():.1%}; {inside} of {len(prefills)} inside the 80 % interval.",
+        f"`calibrate all` took {seconds:.0f} s. {told(prefills)}",
         "",
         "| context, tokens | measured, s | interquartile range, s | predicted, s | interval, s | error |",
         "| ---: | ---: | ---: | ---: | ---: | ---: |",
@@ -109,18 +118,21 @@ def section(name: str, seconds: float, prefills: Sequence[Prefill]) -> list[str]
     ]
 
 
-def head(report: BenchReport) -> list[str]:
-    """What was measured on what."""
+def head(report: BenchReport, command: str, found: Mapping[str, Sequence[Prefill]]) -> list[str]:
+    """What was measured on what, and how well each model was predicted."""
     conditions = "; ".join(f"{name} {value}" for name, value in report.conditions.items() if name != "model")
     return [
         "# A calibration against whole prefills",
         "",
-        f"`python -m validate.calibration` (`make calibration`) on {date.today().isoformat()}. TTFT of one process,",
+        f"`{command}` (`make calibration`) on {date.today().isoformat()}. TTFT of one process,",
         f"{KERNEL} attention, models of 8 layers with hidden size 512 and 8 heads, random weights. None of the",
         "contexts is a chunk of the calibration's grid; measured: the median of repeated prefills, contexts in turn,",
         "after the calibration and not at the same time.",
         "",
         f"{conditions}.",
+        "",
+        *(f"- {name}: {told(prefills)}" for name, prefills in found.items()),
+        f"- all: {told([one for prefills in found.values() for one in prefills])}",
         "",
     ]
 
@@ -129,21 +141,26 @@ def main() -> None:
     """Calibrate, measure, compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", default="2", help="for each calibration")
+    parser.add_argument("--rounds", type=int, default=2, help="calibrations of each model")
     parser.add_argument("--keep", type=Path, help="folder for profiles, CSVs and reports")
     parser.add_argument("--even-if-busy", action="store_true", help="while others use the machine")
     chosen = parser.parse_args()
     options = ["--minutes", chosen.minutes, *(["--even-if-busy"] if chosen.even_if_busy else [])]
     lines: list[str] = []
+    found: dict[str, list[Prefill]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = chosen.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        for name in ("small-llama", "small-falcon"):
-            config, profile = MODELS / f"{name}.json", folder / f"{name}.json"
-            seconds = calibrate(config, profile, options)
-            report = launch(single, str(config), how=Launch(num_ranks=1, deadline_s=1200))[0]
-            lines = lines or head(report)
-            lines += section(name, seconds, predicted(config, profile, report.timings))
-    text = "\n".join(lines)
+        for number in range(1, chosen.rounds + 1):
+            for name in ("small-llama", "small-falcon"):
+                config, profile = MODELS / f"{name}.json", folder / f"{name}-{number}.json"
+                seconds = calibrate(config, profile, options)
+                report = launch(single, str(config), how=Launch(num_ranks=1, deadline_s=1200))[0]
+                prefills = predicted(config, profile, report.timings)
+                lines += section(f"{name}, round {number}", seconds, prefills)
+                found.setdefault(name, []).extend(prefills)
+    command = " ".join(["python -m validate.calibration", *sys.argv[1:]])
+    text = "\n".join([*head(report, command, found), *lines])
     write_atomically(PAGE, text.encode(), argument="docs/calibration.md")
     print(text)
 
