@@ -69,8 +69,13 @@ def confirm_throttled(
     """`kvrsim confirm` on two ranks over such a link, predicted with the link as it is set."""
     slow = folder / f"{profile.stem}-{bits_per_s / 1e6:.0f}mbit.json"
     _with_link(profile, slow, bits_per_s)
-    command = [sys.executable, "-m", "kvrsim.cli.main", "confirm", "--gpus", "2", "--ctx", ctx, "--model", str(config)]
-    command += ["--profile", str(slow), "--no-virtual", "--json", *options]
+    command = ["confirm", "--gpus", "2", "--ctx", ctx, "--model", str(config), "--profile", str(slow), "--no-virtual"]
+    return on_both(bits_per_s, [*command, *options])
+
+
+def on_both(bits_per_s: float, arguments: Sequence[str]) -> dict[str, Any]:
+    """What `kvrsim ... --json` prints, run by two ranks over such a link; RuntimeError where that is nothing."""
+    command = [sys.executable, "-m", "kvrsim.cli.main", *arguments, "--json"]
     with throttled(bits_per_s):
         ranks = [_started(rank, command) for rank in range(len(_NAMES))]
         try:
