@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from kvrsim.errors import InputError
 from kvrsim.results import Plan
@@ -13,6 +13,7 @@ from kvrsim.strategies import get_strategy
 from kvrsim.timeline import Timeline
 from planner.confirm_candidates import Named, candidates_of
 from planner.confirm_hardware import Gather, Hardware, gather_of, other_device, run_plan
+from planner.confirm_pace import Pace, at_pace, pace_of, pace_tokens
 from planner.confirm_result import Candidate, Confirmation, Mode, Targets
 from planner.confirm_virtual import composed_s, composed_timeline
 from planner.plan import make_plan
@@ -68,8 +69,9 @@ def confirm(
     gather = gather_of(scenario.profile, emulated=hardware.emulated)
     plans = [run_plan(scenario, one.strategy, one.partition, gather) for one in named]
     run = _run_virtual if mode == "virtual" else _run_ranks
-    found, conditions = run(scenario, hardware, named, plans, _seconds(scenario, plan))
+    found, conditions, pace_s = run(scenario, hardware, named, plans, _seconds(scenario, plan))
     rounds, quiet_notes = _quiet_rounds(found)
+    pace = pace_of(scenario, tuple(pace_s[number] for number in rounds)) if pace_s else None
     device = conditions["device"]
     assert scenario.profile is not None
     other = other_device(scenario.profile.gpu, device)
@@ -83,13 +85,14 @@ def confirm(
         context_len=scenario.request.context_len,
         mode=mode,
         candidates=tuple(
-            _candidate(scenario, one, measured, rounds) for one, measured in zip(named, found, strict=True)
+            _candidate(scenario, one, measured, rounds, pace) for one, measured in zip(named, found, strict=True)
         ),
         chosen=next(index for index, one in enumerate(named) if one.strategy == plan.best.strategy),
         tsp=_tsp(scenario, gather, mode),
         measured=_told_measured(mode, hardware),
         modelled=_told_modelled(mode, scenario, hardware),
         conditions=conditions,
+        pace=pace,
         targets=targets or Targets(),
         warnings=(*warnings, *notes, *quiet_notes, *([other] if other else [])),
     )
@@ -136,7 +139,7 @@ def _seconds(scenario: Scenario, plan: Plan) -> float:
 
 def _run_ranks(
     scenario: Scenario, hardware: Hardware, named: Sequence[Named], plans: Sequence[RunPlan], longest_s: float
-) -> tuple[list[_Measured], dict[str, str]]:
+) -> tuple[list[_Measured], dict[str, str], tuple[float, ...]]:
     """Every candidate on ranks of their own, each partition once."""
     from kvrsim.runtime.job import JobReport, run_job
     from kvrsim.runtime.spawn import launch
@@ -144,7 +147,8 @@ def _run_ranks(
     unique = list(dict.fromkeys(plans))
     count = len(unique) * (hardware.repeats + hardware.warmups + 3) + 2
     how = hardware.launch(scenario.cluster.num_gpus, longest_s, count * longest_s)
-    report: JobReport = launch(run_job, hardware.job(scenario, tuple(unique)), how=how)[-1]
+    job = replace(hardware.job(scenario, tuple(unique)), pace_tokens=pace_tokens(scenario))
+    report: JobReport = launch(run_job, job, how=how)[-1]
     found = {
         plan: _Measured(
             samples_s=timing.ttft_s,
@@ -157,12 +161,12 @@ def _run_ranks(
             unique, report.bench.timings, report.bench.timelines, report.differences, strict=True
         )
     }
-    return [found[plan] for plan in plans], report.bench.conditions
+    return [found[plan] for plan in plans], report.bench.conditions, report.bench.pace_s
 
 
 def _run_virtual(
     scenario: Scenario, hardware: Hardware, named: Sequence[Named], plans: Sequence[RunPlan], longest_s: float
-) -> tuple[list[_Measured], dict[str, str]]:
+) -> tuple[list[_Measured], dict[str, str], tuple[float, ...]]:
     """Every candidate's ranks one after another on one device."""
     from kvrsim.runtime.spawn import launch
     from kvrsim.runtime.virtual import VirtualReport, run_virtual
@@ -173,7 +177,7 @@ def _run_virtual(
     report: VirtualReport = launch(run_virtual, hardware.job(scenario, tuple(unique)), how=how)[-1]
     timings = dict(zip(unique, report.timings, strict=True))
     found = [_composed(scenario, one, timings[plan]) for one, plan in zip(named, plans, strict=True)]
-    return found, report.conditions | {"ranks": f"{scenario.cluster.num_gpus}, virtual, one after another"}
+    return found, report.conditions | {"ranks": f"{scenario.cluster.num_gpus}, virtual, one after another"}, ()
 
 
 def _composed(scenario: Scenario, named: Named, timing: VirtualTiming) -> _Measured:
@@ -188,10 +192,11 @@ def _composed(scenario: Scenario, named: Named, timing: VirtualTiming) -> _Measu
     )
 
 
-def _candidate(scenario: Scenario, named: Named, measured: _Measured, rounds: Sequence[int]) -> Candidate:
-    predicted = run_simulation(
-        scenario, strategy=named.simulated_as, partition=named.partition.chunk_lens, timeline=True
-    )
+def _candidate(
+    scenario: Scenario, named: Named, measured: _Measured, rounds: Sequence[int], pace: Pace | None
+) -> Candidate:
+    asked: dict[str, Any] = dict(strategy=named.simulated_as, partition=named.partition.chunk_lens)
+    predicted = run_simulation(scenario, **asked, timeline=True)
     assert predicted.timeline is not None
     return Candidate(
         strategy=named.strategy,
@@ -199,6 +204,7 @@ def _candidate(scenario: Scenario, named: Named, measured: _Measured, rounds: Se
         predicted_s=predicted.ttft_s,
         predicted_low_s=predicted.ttft_low_s,
         predicted_high_s=predicted.ttft_high_s,
+        at_pace_s=None if pace is None else run_simulation(at_pace(scenario, pace), **asked).ttft_s,
         samples_s=tuple(measured.samples_s[number] for number in rounds),
         logits_error=measured.logits_error,
         logits_scale=measured.logits_scale,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from kvrsim.timeline import Timeline
+from planner.confirm_pace import Pace
 
 if TYPE_CHECKING:
     import pandas
@@ -42,6 +43,7 @@ class Candidate:
     predicted_s: float
     predicted_low_s: float
     predicted_high_s: float
+    at_pace_s: float | None  # predicted for the pace at which the machine computes now; None: not timed
     samples_s: tuple[float, ...]  # measured TTFTs, by round; under virtual ranks composed of measured parts
     logits_error: float | None  # largest difference from one process's; None: not asked for
     logits_scale: float | None  # largest logit, by magnitude
@@ -64,6 +66,11 @@ class Candidate:
         """Above 0: predicted too long."""
         return self.predicted_s / self.median_s - 1
 
+    @property
+    def rel_error_at_pace(self) -> float | None:
+        """The same for the pace at which the machine computes now."""
+        return None if self.at_pace_s is None else self.at_pace_s / self.median_s - 1
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
@@ -75,6 +82,7 @@ class Candidate:
             "measured_ttft_s": self.median_s,
             "measured_iqr_s": self.iqr_s,
             "rel_error": self.rel_error,
+            "rel_error_at_pace": self.rel_error_at_pace,
             "samples_s": list(self.samples_s),
             "logit_error": self.logits_error,
         }
@@ -98,6 +106,7 @@ class Confirmation:
     measured: tuple[str, ...]  # what of the "measured" TTFTs was measured
     modelled: tuple[str, ...]  # and what was not
     conditions: Mapping[str, str]  # machine, libraries, repetitions
+    pace: Pace | None  # of the ranks' computing, against the calibration's; None: not timed
     targets: Targets
     warnings: tuple[str, ...]
 
@@ -135,6 +144,12 @@ class Confirmation:
         return median(abs(one.rel_error) for one in self.candidates)
 
     @property
+    def median_error_at_pace(self) -> float | None:
+        """The same for the pace at which the machine computes now; None where that was not timed."""
+        errors = [abs(one.rel_error_at_pace) for one in self.candidates if one.rel_error_at_pace is not None]
+        return median(errors) if errors else None
+
+    @property
     def max_logit_error(self) -> float | None:
         """The largest difference of any candidate's logits from one process's; None: not asked for."""
         found = [one.logits_error for one in self.candidates if one.logits_error is not None]
@@ -148,7 +163,9 @@ class Confirmation:
         if self.regret > targets.regret and self.regret_beyond_spread:
             found.append(f"regret {self.regret:.1%} is above {targets.regret:.1%}, and beyond the spread")
         if self.median_error > targets.error:
-            found.append(f"predictions are off by {self.median_error:.1%} (median), above {targets.error:.1%}")
+            found.append(
+                f"predictions are off by {self.median_error:.1%} (median), above {targets.error:.1%}{self._drift}"
+            )
         limit = targets.logits_for(self.dtype)
         for one in self.candidates:
             if one.logits_error is None or one.logits_scale is None:
@@ -157,6 +174,16 @@ class Confirmation:
                 shown = f"{one.logits_error:.2g}, largest logit {one.logits_scale:.2g}"
                 found.append(f"{one.strategy}: logits differ from one process's by {shown}, above {limit:.0e} of it")
         return tuple(found)
+
+    @property
+    def _drift(self) -> str:
+        """What of the error is not the model's, for a sentence on it."""
+        if self.pace is None or self.median_error_at_pace is None or self.median_error_at_pace > self.targets.error:
+            return ""
+        return (
+            f"; {self.median_error_at_pace:.1%} at the machine's present pace, {self.pace.speed:.2f} of the"
+            " calibration's: calibrate again"
+        )
 
     @property
     def ok(self) -> bool:
@@ -180,6 +207,8 @@ class Confirmation:
             "regret_spread": self.regret_spread,
             "regret_beyond_spread": self.regret_beyond_spread,
             "median_error": self.median_error,
+            "median_error_at_pace": self.median_error_at_pace,
+            "pace": None if self.pace is None else self.pace.to_dict(),
             "max_logit_error": self.max_logit_error,
             "ok": self.ok,
             "reasons": list(self.reasons),

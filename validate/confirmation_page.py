@@ -50,6 +50,7 @@ def _summary(sections: Sequence[Section], slept: Sequence[Slept]) -> list[str]:
         return []
     errors = [abs(one["rel_error"]) for _, found in sections for one in _baselines(found)]
     right, told = (sum(counts) for counts in zip(*(_order(found) for _, found in sections), strict=True))
+    paced = [abs(one["rel_error_at_pace"]) for _, found in sections for one in _baselines(found)]
     regrets = [found["regret"] for _, found in sections]
     beyond = sum(found["regret"] > TARGET_REGRET and found["regret_beyond_spread"] for _, found in sections)
     logits = [found["max_logit_error"] for _, found in sections]
@@ -58,6 +59,8 @@ def _summary(sections: Sequence[Section], slept: Sequence[Slept]) -> list[str]:
         "",
         f"- error of predicted TTFT over single, TSP, KVR-E and KVR-S: median {median(errors):.1%} (target"
         f" {TARGET_ERROR:.0%}), worst {max(errors):.1%}, of {len(errors)};",
+        f"- the same at the pace at which the ranks computed meanwhile: median {median(paced):.1%}, worst"
+        f" {max(paced):.1%};",
         f"- regret of the plan: median {median(regrets):.1%}, worst {max(regrets):.1%}; above {TARGET_REGRET:.0%} and"
         f" beyond the spread in {beyond} of {len(regrets)} settings;",
         f"- order: of {told} pairs of strategies whose measured TTFTs differ beyond their spread, {right} were"
@@ -74,6 +77,7 @@ def _section(name: str, found: dict[str, Any]) -> list[str]:
     rows = [
         f"| {one['strategy']} | {', '.join(map(str, one['partition']))} | {one['predicted_ttft_s']:.3f} |"
         f" {one['measured_ttft_s']:.3f} | {one['measured_iqr_s']:.3f} | {one['rel_error']:+.1%} |"
+        f" {one['rel_error_at_pace']:+.1%} |"
         for one in found["candidates"]
     ]
     words = "beyond" if found["regret_beyond_spread"] else "within"
@@ -83,15 +87,21 @@ def _section(name: str, found: dict[str, Any]) -> list[str]:
         "",
         f"{found['cluster']}. The plan chose {chosen['strategy']}; regret {found['regret']:.1%} ±"
         f" {found['regret_spread']:.1%} against {found['best_measured']['strategy']}, {words} the spread;"
-        f" {found['tsp']}.",
+        f" {found['tsp']}. {_pace(found['pace'])}",
         "",
-        "| strategy | partition, tokens | predicted, s | measured, s | IQR, s | error |",
-        "| --- | --- | ---: | ---: | ---: | ---: |",
+        "| strategy | partition, tokens | predicted, s | measured, s | IQR, s | error | at that pace |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
         *rows,
         "",
         *(f"- {warning}" for warning in found["warnings"]),
         *[""] * bool(found["warnings"]),
     ]
+
+
+def _pace(pace: dict[str, Any]) -> str:
+    what = f"{format_tokens(pace['num_tokens'])} tokens on every rank at once"
+    took = f"{pace['measured_s']:.3f} s ({min(pace['samples_s']):.3f} to {max(pace['samples_s']):.3f})"
+    return f"{what} took {took}, predicted {pace['predicted_s']:.3f} s: {pace['speed']:.2f} of the calibrated pace."
 
 
 def _sleeping(slept: Sequence[Slept]) -> list[str]:

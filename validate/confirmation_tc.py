@@ -19,7 +19,7 @@ from kvrsim.runtime.host import devices
 # A packet's payload over its bytes on the wire: 1500 of MTU less 52 of IP and TCP with timestamps, 14 of Ethernet.
 PAYLOAD = 1448 / 1514
 LATENCY_S = 1.5e-4  # of a short message over such a pair: 90 to 210 us
-_NAMES = ("kvrsim-a", "kvrsim-b")
+_NAMES = (f"kvrsim-{os.getpid()}-a", f"kvrsim-{os.getpid()}-b")
 _ENDS = ("kvrsim0", "kvrsim1")
 _ADDRESSES = ("10.77.0.1", "10.77.0.2")
 _PORT = "29517"

@@ -35,6 +35,10 @@ def show_confirmation(found: Confirmation) -> None:
     certain = "beyond the spread" if found.regret_beyond_spread else "within the spread"
     table.add_row("regret:", f"{found.regret:.1%} ± {found.regret_spread:.1%} against {found.best.strategy}, {certain}")
     table.add_row("error:", f"{found.median_error:.1%} (median)")
+    if found.pace is not None and found.median_error_at_pace is not None:
+        tokens, error = format_tokens(found.pace.num_tokens), found.median_error_at_pace
+        fast = f"{found.pace.speed:.2f} times as fast as calibrated ({tokens} tokens on every rank at once)"
+        table.add_row("pace:", f"{fast}; error at that pace: {error:.1%} (median)")
     if found.max_logit_error is not None:
         table.add_row("logits:", f"differ from one process's by at most {found.max_logit_error:.2g}")
     table.add_row("TSP:", found.tsp)

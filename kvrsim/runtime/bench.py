@@ -17,6 +17,7 @@ from kvrsim.runtime.agreement import versions
 from kvrsim.runtime.forward import Forward, ModelForward
 from kvrsim.runtime.host import cpu_name
 from kvrsim.runtime.load import HostLoad
+from kvrsim.runtime.pace import PaceRunner
 from kvrsim.runtime.plan import RunPlan, random_prompt
 from kvrsim.runtime.prefill import Outcome, Prefill
 from kvrsim.runtime.trace import RankTrace, hooked, timeline_of
@@ -67,6 +68,7 @@ class BenchReport:
     timings: tuple[Timing, ...]  # by plan, in the order in which they were given
     timelines: tuple[Timeline, ...]  # by plan: of one more prefill, with its layers hooked
     conditions: dict[str, str]  # machine, libraries, transport, model: all that the figures depend on
+    pace_s: tuple[float, ...] = ()  # by round, of a prefill on every rank at once; () where it was not asked for
 
 
 def measure(
@@ -78,8 +80,11 @@ def measure(
     repeats: int = 7,
     warmups: int = 2,
     seed: int = 0,
+    pace_tokens: int | None = None,
 ) -> BenchReport:
     """Measure each plan `repeats` times after `warmups`, one after another so that drift meets all alike.
+
+    pace_tokens: in every round, time a prefill of so many tokens on every rank at once, too.
 
     TTFT is the last rank's first token minus the earliest start, all ranks leaving a barrier together; ranks on
     several hosts share no clock, there it is the last rank's own start. Every rank returns the same report.
@@ -90,7 +95,13 @@ def measure(
     prompts = [random_prompt(vocab_size, plan, seed).to(forward.geometry.device) for plan in plans]
     one_host = is_one_host(transport)
     rounds = _Rounds(transport, one_host, len(plans))
+    pace = None
+    if pace_tokens is not None:
+        pace = PaceRunner(transport, forward, pace_tokens, batch=plans[0].batch, vocab_size=vocab_size, seed=seed)
+    pace_s: list[float] = []
     for repetition in range(warmups + repeats):
+        if pace is not None:
+            pace_s.append(pace.run())
         for number in _rotated(len(plans), repetition):
             rounds.run(number, prefills[number], prompts[number], keep=repetition >= warmups)
     timings = tuple(
@@ -102,7 +113,7 @@ def measure(
         "repetitions": f"{repeats} after {warmups} warm-ups, plans interleaved",
         "clock": "one host's" if one_host else "the last rank's own",
     }
-    return BenchReport(timings=timings, timelines=timelines, conditions=conditions)
+    return BenchReport(timings=timings, timelines=timelines, conditions=conditions, pace_s=tuple(pace_s[warmups:]))
 
 
 class _Rounds:

@@ -53,6 +53,7 @@ class Job:
     link: EmulatedLink | None = None  # None: messages as fast as they are
     traffic: SideTraffic | None = None  # beside them, on an emulated link
     check_logits: bool = True  # against one process
+    pace_tokens: int | None = None  # of a prefill on every rank at once, in every round; None: not timed
     generate: int = 0  # tokens that the last rank goes on with, greedily, after the last plan's prefill
 
 
@@ -71,7 +72,14 @@ def run_job(transport: Transport, job: Job) -> JobReport:
     linked = linked_by(transport, job.link, job.traffic)
     vocab_size, seed = forward.model.config.vocab_size, job.model.seed
     bench = measure(
-        linked, forward, job.plans, vocab_size=vocab_size, repeats=job.repeats, warmups=job.warmups, seed=seed
+        linked,
+        forward,
+        job.plans,
+        vocab_size=vocab_size,
+        repeats=job.repeats,
+        warmups=job.warmups,
+        seed=seed,
+        pace_tokens=job.pace_tokens,
     )
     found: list[Difference] = []
     if job.check_logits:

@@ -183,10 +183,14 @@ def sleeping(transport: Any, plans: list[RunPlan], latency_s: float, traffic: Si
     """Real messages over emulated links, with sleeps in the place of computing."""
     link = EmulatedLink(bandwidth_bytes_per_s=BYTES_PER_S, latency_s=latency_s)
     emulated = EmulatedTransport(transport, link, traffic)
-    return measure(emulated, SleepForward(GEOMETRY, layer_s), plans, vocab_size=10, repeats=3, warmups=0)
+    return measure(
+        emulated, SleepForward(GEOMETRY, layer_s), plans, vocab_size=10, repeats=3, warmups=0, pace_tokens=400
+    )
 
 
 def benched(transport: Any) -> BenchReport:
     """A real model."""
     plans = [*even_plans(CONTEXT_LEN, transport.size), kvr(15, 8)]
-    return measure(transport, ModelForward(model_of("llama-gqa")), plans, vocab_size=101, repeats=4, warmups=1)
+    return measure(
+        transport, ModelForward(model_of("llama-gqa")), plans, vocab_size=101, repeats=4, warmups=1, pace_tokens=9
+    )

@@ -20,6 +20,7 @@ from kvrsim.timeline import Timeline
 from planner.confirm_candidates import candidates_of
 from planner.confirm_hardware import gather_of, other_device
 from planner.confirm_noise import noisy_ttft_s
+from planner.confirm_pace import Pace, at_pace, pace_of
 from planner.confirm_result import Candidate, Confirmation, Targets
 from planner.confirm_virtual import composed_s, composed_timeline
 from planner.plan import make_plan
@@ -30,13 +31,20 @@ from validate.confirmation_ranks import Sleepers, ring_traffic, sleep
 NOTHING = Timeline(strategy="kvr", num_ranks=1, spans=())
 
 
-def candidate(name: str, predicted_s: float, samples_s: tuple[float, ...], logits: float = 0.0) -> Candidate:
+def candidate(
+    name: str,
+    predicted_s: float,
+    samples_s: tuple[float, ...],
+    logits: float = 0.0,
+    at_pace_s: float | None = None,
+) -> Candidate:
     return Candidate(
         strategy=name,
         partition=(8,),
         predicted_s=predicted_s,
         predicted_low_s=predicted_s,
         predicted_high_s=predicted_s,
+        at_pace_s=at_pace_s,
         samples_s=samples_s,
         logits_error=logits,
         logits_scale=2.0,
@@ -45,7 +53,7 @@ def candidate(name: str, predicted_s: float, samples_s: tuple[float, ...], logit
     )
 
 
-def confirmation(*candidates: Candidate, targets: Targets | None = None) -> Confirmation:
+def confirmation(*candidates: Candidate, targets: Targets | None = None, pace: Pace | None = None) -> Confirmation:
     return Confirmation(
         model="m",
         profile="p",
@@ -61,6 +69,7 @@ def confirmation(*candidates: Candidate, targets: Targets | None = None) -> Conf
         measured=(),
         modelled=(),
         conditions={},
+        pace=pace,
         targets=targets or Targets(),
         warnings=(),
     )
@@ -85,6 +94,20 @@ def test_a_regret_counts_beyond_the_spread_only() -> None:
     loose = candidate("a", 1.0, (0.90, 1.10, 1.60)), candidate("b", 2.0, (1.20, 1.00, 0.90))
     assert confirmation(*loose).regret == pytest.approx(0.1)
     assert not any("regret" in reason for reason in confirmation(*loose).reasons)
+
+
+def test_what_a_slower_machine_explains_is_told() -> None:
+    scenario, _ = make_scenario(ctx=8192, gpus=2, model="llama-7b", profile=made_up_profile())
+    predicted_s = pace_of(scenario, (1.0,)).predicted_s
+    pace = pace_of(scenario, (1.2 * predicted_s, 1.25 * predicted_s, 1.4 * predicted_s))
+    assert (pace.num_tokens, pace.speed) == (4096, pytest.approx(0.8))
+    slower = pace_of(at_pace(scenario, pace), (1.0,))
+    assert slower.predicted_s == pytest.approx(predicted_s / 0.8, rel=0.02)  # but for the host
+    one = candidate("a", 1.0, (1.25, 1.25, 1.25), at_pace_s=1.25)
+    assert "calibrate again" in confirmation(one, pace=pace).reasons[0]
+    other = candidate("a", 1.0, (1.25, 1.25, 1.25), at_pace_s=1.0)
+    assert "calibrate again" not in confirmation(other, pace=pace).reasons[0]
+    assert other.rel_error_at_pace == other.rel_error == pytest.approx(-0.2)
 
 
 @pytest.mark.parametrize("error", [1e-3, float("nan"), float("inf")])

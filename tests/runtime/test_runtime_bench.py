@@ -36,6 +36,11 @@ def test_every_plan_is_measured_and_its_conditions_are_told(report: BenchReport)
     assert report.conditions["transport"] == "gloo"
 
 
+def test_every_round_times_the_ranks_side_by_side(report: BenchReport) -> None:
+    assert len(report.pace_s) == 4
+    assert all(seconds > 0 for seconds in report.pace_s)
+
+
 def test_median_and_spread() -> None:
     timing = Timing(plan=workers.kvr(4, 4), ttft_s=(5.0, 1.0, 2.0, 3.0, 4.0))
     assert (timing.median_s, timing.quartiles_s, timing.iqr_s) == (3.0, (2.0, 4.0), 2.0)
