@@ -29,7 +29,7 @@ _GROUPS = {  # operations that share a colour
     "ends": ("embedding, head", "#c2517c"),
     "compute": ("compute", "#4c78a8"),
 }
-_GROUP_OF = {"assemble": "append", "embedding": "ends", "head": "ends"}
+_GROUP_OF = {"assemble": "append", "embedding": "ends", "prepare": "ends", "head": "ends"}
 _LINK, _INK = "#3d4451", "#2b2f36"
 _WAIT: dict[str, Any] = dict(facecolor="#f4f4f4", edgecolor="#c4c4c4", hatch="/////")
 _RC: dict[Any, Any] = {"svg.hashsalt": "kvrsim", "hatch.linewidth": 0.6, "font.family": "DejaVu Sans"}
@@ -293,5 +293,5 @@ def _legend(figure: Figure, height: float, spans: Iterable[Span]) -> None:
         entries["lighter: layers with odd numbers"] = Patch(facecolor="none", edgecolor="none")
     corner = (0.006, 1 - 0.62 / height)
     place: dict[str, Any] = dict(loc="upper left", bbox_to_anchor=corner, ncols=len(entries))
-    style: dict[str, Any] = dict(frameon=False, fontsize=9, labelcolor=_INK, handlelength=1.3)
+    style: dict[str, Any] = dict(frameon=False, fontsize=9, labelcolor=_INK, handlelength=1.3, columnspacing=1.4)
     figure.legend(list(entries.values()), list(entries), **place, **style)

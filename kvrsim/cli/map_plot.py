@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from planner.map import StrategyMap
 
+_LEAST_WIDTH = 5.0  # inches
 _MOST_GAINS = 12  # contexts, up to which the gain over one GPU is written into each cell
 
 
@@ -26,7 +27,8 @@ def write_map(found: StrategyMap, path: str) -> None:
     from matplotlib.patches import Patch
 
     check_suffix(path)
-    figure = Figure(figsize=(1.5 + 0.75 * len(found.lengths), 1.6 + 1.7 * len(found.bandwidths)), layout="constrained")
+    width = max(_LEAST_WIDTH, 2.4 + 0.75 * len(found.lengths))
+    figure = Figure(figsize=(width, 1.8 + 1.7 * len(found.bandwidths)), layout="constrained")
     panels = figure.subplots(len(found.bandwidths), 1, squeeze=False, sharex=True)[:, 0]
     colours = {name: colormaps["tab20"](index % 20) for index, name in enumerate(found.strategies)}
     for axes, bandwidth in zip(panels, found.bandwidths, strict=True):
@@ -35,9 +37,10 @@ def write_map(found: StrategyMap, path: str) -> None:
     won = {winner.strategy for winner in found.winners()}
     figure.legend(
         handles=[Patch(color=colours[name], label=name) for name in found.strategies if name in won],
-        loc="outside right upper",
+        loc="outside right center",
+        frameon=False,
     )
-    figure.suptitle(f"{found.model}, profile {found.profile}: fastest strategy, gain over one GPU", fontsize=10)
+    figure.suptitle(f"Fastest strategy, gain over one GPU\n{found.model}, profile {found.profile}", fontsize=10)
     data = io.BytesIO()
     figure.savefig(data, format=Path(path).suffix[1:].lower(), dpi=150)
     write_atomically(path, data.getvalue(), argument="--plot")

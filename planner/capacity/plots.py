@@ -160,8 +160,9 @@ def _tokens_on_x(axes: Axes) -> None:
 
 
 def _plain_on_y(axes: Axes) -> None:
-    """0.1, 1, 10 rather than powers."""
-    from matplotlib.ticker import FuncFormatter
+    """0.1, 0.2, 0.5, 1 rather than powers of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
 
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
