@@ -33,6 +33,7 @@ SHARED = [
 ]
 NOISE = ["--noise", "--samples"]
 FITTED = ["--gpu", "--link", "--name", "--attention-kernel", "--report", "--plot", "--json"]
+HARDWARE = ("--device", "--backend", "--threads", "--repeats", "--warmups", "--side-traffic", "--timeout", "--seed")
 FLAGS = {
     "": ["--version"],
     "plan": [
@@ -76,13 +77,11 @@ FLAGS = {
         *("--minutes", "--timeout", "--even-if-busy", "--json"),
     ],
     "confirm": [
-        *(*SHARED, "--device", "--backend", "--threads", "--top", "--repeats", "--warmups", "--virtual"),
-        *("--side-traffic", "--max-regret", "--max-error", "--max-logit-error", "--search", "--minutes"),
-        *("--output", "--timeout", "--trace", "--plot", "--seed", "--json"),
+        *(*SHARED, *HARDWARE, "--top", "--virtual", "--max-regret", "--max-error", "--max-logit-error"),
+        *("--search", "--minutes", "--output", "--trace", "--plot", "--json"),
     ],
     "run": [
-        *(*SHARED, "--strategy", "--partition", "--device", "--backend", "--threads", "--repeats", "--warmups"),
-        *("--check", "--generate", "--side-traffic", "--timeout", "--trace", "--plot", "--seed", "--json"),
+        *(*SHARED, *HARDWARE, "--strategy", "--partition", "--check", "--generate", "--trace", "--plot", "--json"),
     ],
     "map": [*SHARED, "--link-bandwidths", "--strategies", "--plot", "--json"],
     "capacity": [

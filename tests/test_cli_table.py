@@ -169,9 +169,13 @@ def test_a_backend_that_is_not_installed(
     assert err.count("\n") == 1
 
 
+# In a shell's background job SIGINT is ignored, by whatever it starts, too.
+START = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import kvrsim.cli.main as m; m.run()"
+
+
 def start(*arguments: str) -> subprocess.Popen[str]:
     """A command in a process group of its own."""
-    command = [sys.executable, "-m", "kvrsim.cli.main", *arguments]
+    command = [sys.executable, "-c", START, *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True

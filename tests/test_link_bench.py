@@ -167,9 +167,10 @@ def test_a_rank_that_hangs_is_named_in_time() -> None:
 
 
 BENCH = """
-import time
+import signal, time
 from calibrate.link_bench import LinkBench
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
 if __name__ == "__main__":
     bench = LinkBench(num_ranks=2, device_name="CPU", max_bytes=2**16)
     try:
