@@ -91,7 +91,7 @@ def test_four_and_eight_sleeping_ranks_take_as_long_as_the_recurrence_says() -> 
         how = Launch(num_ranks=num_ranks, timeout_s=20, deadline_s=50)
         report = launch(workers.sleeping, plans, LATENCY_S, None, how=how)[-1]
         alone_s = workers.GEOMETRY.num_hidden_layers * sum(workers.layer_s(400, 0))
-        assert alone_s <= min(report.pace_s) < 1.5 * alone_s  # every rank by itself, all at once
+        assert alone_s <= min(report.pace_s) < 3 * alone_s  # every rank by itself, all at once
         for timing, partition in zip(report.timings, (even, uneven), strict=False):
             expected_s = kvr_s(partition)
             assert expected_s - 1e-3 < min(timing.ttft_s)
