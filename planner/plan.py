@@ -144,7 +144,7 @@ def _under_noise(scenario: Scenario, result: StrategyResult, disturbance: Distur
     """The result with its TTFTs on samples that planning has not seen."""
     strategy = get_strategy(result.strategy)
     cut = Partition(chunk_lens=result.partition)
-    placed = _placed(scenario, strategy)
+    placed = scenario.for_strategy(strategy)
     noisy = disturbance.judged(placed, strategy, cut, result.ttft_s)
     return replace(result, noisy=noisy)
 
@@ -174,7 +174,7 @@ def _noise_report(scenario: Scenario, kvr: Strategy, robust: RobustPlan, disturb
 
 
 def _result(scenario: Scenario, strategy: Strategy, looked_up: Partition | None, found: Found) -> StrategyResult:
-    placed = _placed(scenario, strategy)
+    placed = scenario.for_strategy(strategy)
     searched = found.partition if strategy.name == "kvr-s" else None
     cut = looked_up or searched or partition_of(placed, strategy, None)
     executor = "event" if placed.cluster.shares_bandwidth else "batch"
@@ -199,10 +199,6 @@ def _result(scenario: Scenario, strategy: Strategy, looked_up: Partition | None,
         memory=memory,
         fits=fits(placed, memory),
     )
-
-
-def _placed(scenario: Scenario, strategy: Strategy) -> Scenario:
-    return scenario.for_strategy(strategy)
 
 
 def _with_speedups(results: list[StrategyResult]) -> list[StrategyResult]:
@@ -286,7 +282,7 @@ def _replayed(scenario: Scenario, best: StrategyResult, *, timeline: bool) -> Ti
     if not timeline:
         return None
     strategy = get_strategy(best.strategy)
-    placed = _placed(scenario, strategy)
+    placed = scenario.for_strategy(strategy)
     cut = Partition(chunk_lens=best.partition)
     _, finish_s, spans = execute(placed, strategy, cut, executor="event", timeline=True)
     assert abs(finish_s[-1] - best.ttft_s) <= _AGREE * best.ttft_s, "the executors disagree"

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from calibrate.compute_bench import ComputeSetup
     from calibrate.measuring import Campaign, Measured
 
-_DTYPES = ("fp16", "bf16", "fp32")
-_KERNELS = ("eager", "sdpa", "flash")
-
 Model = Annotated[
     str,
     typer.Option("--model", metavar="NAME|PATH", help="Whose layers: a built-in name, or a config.json's path."),
@@ -72,7 +69,7 @@ class Wanted:
         require_torch()
         from calibrate.compute_bench import ComputeSetup
         from kvrsim.model import config_path, load_model
-        from kvrsim.runtime.geometry import family_of
+        from kvrsim.runtime.geometry import DTYPES, family_of
         from kvrsim.runtime.host import chosen_device
         from kvrsim.units import JsonObject, parse_count, parse_tokens
 
@@ -81,7 +78,7 @@ class Wanted:
         family_of(model.model_type)
         device = chosen_device(self.device)
         on_cpu = device == "cpu"
-        dtype = parse_choice(self.dtype, "--dtype", _DTYPES) or ("fp32" if on_cpu else "fp16")
+        dtype = parse_choice(self.dtype, "--dtype", tuple(DTYPES)) or ("fp32" if on_cpu else "fp16")
         return ComputeSetup(
             model=model,
             config={key: value for key, value in config.items() if not key.startswith("_")},
@@ -93,10 +90,12 @@ class Wanted:
         )
 
     def _kernels(self, on_cpu: bool) -> tuple[str, ...]:
-        accepted = f"some of {', '.join(_KERNELS)}, separated by commas"
-        named = self.attention or ("sdpa" if on_cpu else ",".join(_KERNELS))
+        from kvrsim.runtime.geometry import ATTENTIONS
+
+        accepted = f"some of {', '.join(ATTENTIONS)}, separated by commas"
+        named = self.attention or ("sdpa" if on_cpu else ",".join(ATTENTIONS))
         kernels = parse_list(named, "--attention", accepted)
-        if not set(kernels) <= set(_KERNELS) or len(set(kernels)) < len(kernels):
+        if not set(kernels) <= set(ATTENTIONS) or len(set(kernels)) < len(kernels):
             raise InputError("--attention", named, accepted)
         return tuple(kernels)
 
