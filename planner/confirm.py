@@ -67,7 +67,7 @@ def confirm(
             on_note(note)
         on_note(f"measuring {len(named)} candidates, {hardware.warmups} + {hardware.repeats} times each")
     gather = gather_of(scenario.profile, emulated=hardware.emulated)
-    plans = [run_plan(scenario, one.strategy, one.partition, gather) for one in named]
+    plans = [run_plan(scenario, one.run_as, one.partition, gather) for one in named]
     run = _run_virtual if mode == "virtual" else _run_ranks
     found, conditions, pace_s = run(scenario, hardware, named, plans, _seconds(scenario, plan))
     rounds, quiet_notes = _quiet_rounds(found)
@@ -181,7 +181,7 @@ def _run_virtual(
 
 
 def _composed(scenario: Scenario, named: Named, timing: VirtualTiming) -> _Measured:
-    strategy = get_strategy(named.simulated_as)
+    strategy = get_strategy(named.run_as)
     placed = scenario.on_gpus(len(named.partition.chunk_lens))
     return _Measured(
         samples_s=composed_s(placed, strategy, named.partition, timing.repeats),
@@ -195,7 +195,7 @@ def _composed(scenario: Scenario, named: Named, timing: VirtualTiming) -> _Measu
 def _candidate(
     scenario: Scenario, named: Named, measured: _Measured, rounds: Sequence[int], pace: Pace | None
 ) -> Candidate:
-    asked: dict[str, Any] = dict(strategy=named.simulated_as, partition=named.partition.chunk_lens)
+    asked: dict[str, Any] = dict(strategy=named.run_as, partition=named.partition.chunk_lens)
     predicted = run_simulation(scenario, **asked, timeline=True)
     assert predicted.timeline is not None
     return Candidate(

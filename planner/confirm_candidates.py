@@ -15,36 +15,35 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.evaluate import Evaluator
 
+_SEARCHED = "kvr-s"  # the strategy whose partition is searched, and whose other partitions are candidates
 _APART = 1 / 16  # of the even share: by less, two partitions are one to a stopwatch
 _SHIFTS = (-2, -1, 0, 1, 2)  # times that distance
 _MOST_AT_ONCE = 4  # boundaries whose shifts are all combined; of more, one at a time and all together
-_EXTRA = "kvr"  # what a partition is called that no strategy names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Named:
-    """A strategy's name for people, and its partition."""
+    """One candidate: its own name, the registered strategy that runs it, and its partition."""
 
-    strategy: str
+    strategy: str  # the candidate's name, distinct: the strategy's, or "kvr-s #2" for the second best partition
+    run_as: str  # the registered strategy
     partition: Partition
-
-    @property
-    def simulated_as(self) -> str:
-        """The registered strategy that it is run by."""
-        return "kvr-s" if self.strategy == _EXTRA else self.strategy
 
 
 def candidates_of(scenario: Scenario, plan: Plan, top: int) -> list[Named]:
     """The plan's strategies, then the top - 1 best partitions that differ from them and from each other."""
     named = [
-        Named(strategy=result.strategy, partition=Partition(chunk_lens=result.partition)) for result in plan.strategies
+        Named(strategy=result.strategy, run_as=result.strategy, partition=Partition(chunk_lens=result.partition))
+        for result in plan.strategies
     ]
-    searched = next((one.partition for one in named if one.strategy == "kvr-s"), None)
+    searched = next((one.partition for one in named if one.run_as == _SEARCHED), None)
     if searched is None or top < 2 or scenario.cluster.num_gpus < 2:
         return named
-    taken = [one.partition.boundaries for one in named if one.strategy.startswith("kvr")]
+    taken = [one.partition.boundaries for one in named if one.run_as.startswith("kvr")]
+    further = _further(scenario, searched, taken, top - 1)
     return named + [
-        Named(strategy=_EXTRA, partition=partition) for partition in _further(scenario, searched, taken, top - 1)
+        Named(strategy=f"{_SEARCHED} #{number}", run_as=_SEARCHED, partition=partition)
+        for number, partition in enumerate(further, start=2)
     ]
 
 
@@ -56,7 +55,7 @@ def _further(scenario: Scenario, center: Partition, taken: Sequence[tuple[int, .
     if not len(rows):
         return []
     ends = np.pad(rows.astype(float), ((0, 0), (1, 1)), constant_values=((0, 0), (0, tokens)))
-    ttft_s = Evaluator(scenario, STRATEGIES["kvr-s"]).ttft_s(np.diff(ends, axis=1))
+    ttft_s = Evaluator(scenario, STRATEGIES[_SEARCHED]).ttft_s(np.diff(ends, axis=1))
     known = [np.array(one[1:-1]) for one in taken]
     found: list[Partition] = []
     for index in np.argsort(ttft_s, kind="stable"):

@@ -118,12 +118,14 @@ class Hardware:
 
 
 def run_plan(scenario: Scenario, strategy: str, partition: Partition, gather: Gather) -> RunPlan:
-    """A simulated strategy as the runtime runs it: attention covers the same tokens in both."""
-    from kvrsim.runtime.plan import RunPlan
+    """A registered strategy as the runtime runs it: attention covers the same tokens in both.
 
-    kinds: dict[str, Literal["single", "tsp"]] = {"single": "single", "tsp": "tsp"}
+    Raises InputError for a strategy that the runtime cannot run.
+    """
+    from kvrsim.runtime.plan import RunPlan, run_strategy
+
     return RunPlan(
-        strategy=kinds.get(strategy, "kvr"),
+        strategy=run_strategy(strategy),
         partition=partition,
         batch=scenario.request.batch,
         tsp_keys="truncated" if scenario.kernel == "flash" else "dense",

@@ -38,7 +38,7 @@ class Targets:
 class Candidate:
     """One way to run the prefill, predicted and measured."""
 
-    strategy: str  # "single", "tsp", "kvr-e", "kvr-s", or "kvr" for another partition
+    strategy: str  # "single", "tsp", "kvr-e", "kvr-s"; "kvr-s #2" for its second best partition
     partition: tuple[int, ...]  # new tokens a rank
     predicted_s: float
     predicted_low_s: float

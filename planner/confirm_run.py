@@ -97,16 +97,19 @@ def run_here(
 ) -> RunResult:
     """Measure on as many ranks as the scenario has GPUs.
 
-    Raises InputError where the machine cannot run it, or kvr-s has neither partition nor profile; RankError where a
-    rank fails.
+    Raises InputError for a strategy that the runtime cannot run, where the machine cannot run it, or where kvr-s has
+    neither partition nor profile; RankError where a rank fails.
     """
+    from kvrsim.runtime.plan import run_strategy
+
+    run_strategy(strategy)
     scenario, chosen = hardware.placed(scenario), get_strategy(strategy)
     alone = chosen.partition_rule == "whole"
     placed = scenario.on_gpus(1) if alone else scenario
     if alone and scenario.cluster.num_gpus > 1 and partition is not None:
         raise InputError("--partition", ",".join(map(str, partition)), "nothing for single, which one rank runs")
     if chosen.partition_rule == "table" and partition is None:
-        raise InputError("--strategy", strategy, "single, tsp, kvr-e or kvr-s; or kvr-p with its --partition")
+        raise InputError("--partition", "nothing", f"a partition: run does not read the table of {strategy}")
     check(placed, hardware, needs_profile=False)
     if chosen.partition_rule == "search" and partition is None and scenario.profile is None:
         raise InputError(

@@ -20,7 +20,6 @@ from kvrsim.cli.options import (
     print_json,
     takes,
 )
-from kvrsim.errors import InputError
 
 if TYPE_CHECKING:
     from kvrsim.scenario import Scenario
@@ -33,7 +32,9 @@ def run(
     options: ScenarioOptions,
     hardware: machine.HardwareOptions,
     *,
-    strategy: Annotated[str, typer.Option("--strategy", metavar="NAME", help="single, tsp, kvr-e or kvr-s.")],
+    strategy: Annotated[
+        str, typer.Option("--strategy", metavar="NAME", help="single, tsp, kvr-e, kvr-s, or kvr-p with --partition.")
+    ],
     partition: Annotated[
         str | None,
         typer.Option(
@@ -51,11 +52,10 @@ def run(
     json: Json = False,
 ) -> None:
     """Measure one strategy's prefill: on ranks of its own, or as one rank of torchrun."""
-    from kvrsim.cli.plan import parse_strategies
+    from kvrsim.runtime.plan import run_strategy
     from kvrsim.units import parse_count
 
-    if parse_strategies(strategy, "--strategy") != [strategy]:
-        raise InputError("--strategy", strategy, "one name")
+    run_strategy(strategy)
     tokens = 0 if generate is None else parse_count(generate, "--generate", maximum=2**20)
     chunks = parse_chunks(partition)
     check_output(trace, "--trace")

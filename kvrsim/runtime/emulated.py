@@ -27,9 +27,9 @@ class EmulatedLink:
 
     def __post_init__(self) -> None:
         if not self.bandwidth_bytes_per_s > 0:
-            raise InputError("--bandwidth", self.bandwidth_bytes_per_s, "more than 0 bytes/s")
+            raise InputError("--link-bandwidth", self.bandwidth_bytes_per_s, "more than 0 bytes/s")
         if not self.latency_s >= 0:
-            raise InputError("--latency", self.latency_s, "at least 0 seconds")
+            raise InputError("--link-latency", self.latency_s, "at least 0 seconds")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,3 +139,7 @@ class EmulatedTransport:
     def note(self, layer: int) -> None:
         """As the transport beneath."""
         self.inner.note(layer)
+
+    def report(self, done: int, total: int, what: str) -> None:
+        """As the transport beneath."""
+        self.inner.report(done, total, what)

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import torch
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvrsim.errors import InputError
 from kvrsim.partition import Partition
-from kvrsim.runtime.geometry import Geometry
+
+if TYPE_CHECKING:
+    from kvrsim.runtime.geometry import Geometry
 
 RunStrategy = Literal["single", "tsp", "kvr"]
+# What the runtime runs: a registered strategy's name, and how ranks run it. All others are refused.
+RUN_STRATEGIES: Mapping[str, RunStrategy] = MappingProxyType(
+    {"single": "single", "tsp": "tsp", "kvr-e": "kvr", "kvr-s": "kvr", "kvr-p": "kvr"}
+)
+
+
+def run_strategy(name: str, argument: str = "--strategy") -> RunStrategy:
+    """How ranks run a strategy; raises InputError, naming `argument`, for one that the runtime cannot run."""
+    if name not in RUN_STRATEGIES:
+        raise InputError(argument, name, f"what the runtime runs: {', '.join(RUN_STRATEGIES)}")
+    return RUN_STRATEGIES[name]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +89,8 @@ def even_plans(context_len: int, num_ranks: int, *, batch: int = 1) -> list[RunP
 
 def random_prompt(vocab_size: int, plan: RunPlan, seed: int = 0) -> Any:
     """Token ids [B, C], the same on every rank."""
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, vocab_size, (plan.batch, plan.context_len), generator=generator)
 

@@ -20,7 +20,7 @@ import torch
 
 from kvrsim.errors import InputError, KvrsimError
 from kvrsim.runtime.faults import Fault, LinkError, RankError, is_out_of_memory
-from kvrsim.runtime.transport import Backend, DistributedTransport
+from kvrsim.runtime.transport import Backend, DistributedTransport, OnProgress
 
 RankFunction = Callable[..., Any]  # (transport, *arguments) -> a result that can be pickled
 
@@ -47,19 +47,22 @@ class Launch:
             raise InputError("--device", "cuda", "cpu: torch sees no GPU here")
 
 
-def launch(function: RankFunction, *arguments: Any, how: Launch) -> list[Any]:
+def launch(function: RankFunction, *arguments: Any, how: Launch, on_progress: OnProgress | None = None) -> list[Any]:
     """Call `function(transport, *arguments)` on every rank; returns the results by rank.
 
     Function and arguments are pickled: the function by its name. Started by torchrun, this process is one rank
-    of those, and every rank returns all results. Raises RankError naming rank and layer where one fails.
+    of those, and every rank returns all results. on_progress: called here with what the first rank reports.
+    Raises RankError naming rank and layer where one fails.
     """
     if started_by_torchrun():
-        return _as_one_rank(function, arguments, how)
+        return _as_one_rank(function, arguments, how, on_progress)
     with tempfile.TemporaryDirectory(prefix="kvrsim-") as folder:
-        return _Ranks(function, arguments, how, f"file://{folder}/store").results()
+        return _Ranks(function, arguments, how, f"file://{folder}/store", on_progress).results()
 
 
-def _as_one_rank(function: RankFunction, arguments: tuple[Any, ...], how: Launch) -> list[Any]:
+def _as_one_rank(
+    function: RankFunction, arguments: tuple[Any, ...], how: Launch, on_progress: OnProgress | None
+) -> list[Any]:
     """This process is one of torchrun's."""
     size = int(os.environ["WORLD_SIZE"])
     if size != how.num_ranks:
@@ -67,7 +70,7 @@ def _as_one_rank(function: RankFunction, arguments: tuple[Any, ...], how: Launch
     rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
     transport = None
     try:
-        transport = _open(rank, local, how, "env://", None)
+        transport = _open(rank, local, how, "env://", None, on_progress)
         transport.warmup()
         with _pinned(local, int(os.environ.get("LOCAL_WORLD_SIZE", size)), how):
             return transport.exchange(function(transport, *arguments))
@@ -79,7 +82,12 @@ def _as_one_rank(function: RankFunction, arguments: tuple[Any, ...], how: Launch
 
 
 def _open(
-    rank: int, local: int, how: Launch, init_method: str, watcher: Callable[[int], object] | None
+    rank: int,
+    local: int,
+    how: Launch,
+    init_method: str,
+    watcher: Callable[[int], object] | None,
+    on_progress: OnProgress | None,
 ) -> DistributedTransport:
     device = torch.device("cpu")
     if how.device == "cuda":
@@ -94,6 +102,7 @@ def _open(
         timeout_s=how.timeout_s,
         backend=how.backend,
         watcher=watcher,
+        on_progress=on_progress,
     )
 
 
@@ -120,13 +129,16 @@ def _rank_main(pipe: Any, reached: Any, rank: int, call: bytes, how: Launch, ini
     def come_to(layer: int) -> None:
         reached[rank] = layer
 
+    def tell(done: int, total: int, what: str) -> None:
+        pipe.send_bytes(pickle.dumps(("progress", (done, total, what))))
+
     transport = None
     nowhere = open(os.devnull, "w")  # noqa: SIM115 - as long as the process lives
     # A rank that hangs must end also where nobody is left to end it.
     faulthandler.dump_traceback_later(how.deadline_s + 5 * _GRACE_S, exit=True, file=nowhere)
     try:
         function, arguments = pickle.loads(call)
-        transport = _open(rank, rank, how, init_method, come_to)
+        transport = _open(rank, rank, how, init_method, come_to, tell)
         transport.warmup()
         with _pinned(rank, how.num_ranks, how):
             answer: tuple[str, Any] = ("result", function(transport, *arguments))
@@ -156,8 +168,15 @@ def _faults(error: BaseException, rank: int, layer: int | None) -> list[Fault]:
 class _Ranks:
     """The started processes, until each has answered or the time is over."""
 
-    def __init__(self, function: RankFunction, arguments: tuple[Any, ...], how: Launch, init_method: str) -> None:
-        self.how, self.answers, self.faults = how, dict[int, Any](), list[Fault]()
+    def __init__(
+        self,
+        function: RankFunction,
+        arguments: tuple[Any, ...],
+        how: Launch,
+        init_method: str,
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        self.how, self.answers, self.faults, self.on_progress = how, dict[int, Any](), list[Fault](), on_progress
         context = _context()
         # Without a lock: each rank writes its own place, and one that dies must not hold back the others.
         self.reached = context.RawArray("i", [-1] * how.num_ranks)
@@ -189,15 +208,18 @@ class _Ranks:
         while open_ranks and time.monotonic() < end_s:
             for pipe in connection.wait(list(open_ranks.values()), timeout=end_s - time.monotonic()):
                 rank = next(number for number, one in open_ranks.items() if one is pipe)
+                answered = self._take_answer(rank, pipe)
+                if answered is None:
+                    continue
                 del open_ranks[rank]
-                if not self._take_answer(rank, pipe):
+                if not answered:
                     end_s = min(end_s, time.monotonic() + _GRACE_S)
         for rank in open_ranks:
             waited = "no answer" if self.faults else f"no answer within {self.how.deadline_s:g} s"
             self.faults.append(Fault(rank=rank, kind="silent", message=waited, layer=self._layer(rank)))
 
-    def _take_answer(self, rank: int, pipe: Any) -> bool:
-        """Whether the rank has come to a result; else its faults are noted."""
+    def _take_answer(self, rank: int, pipe: Any) -> bool | None:
+        """Whether the rank has come to a result; else its faults are noted. None: it only reports progress."""
         try:
             kind, answer = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError):
@@ -205,6 +227,10 @@ class _Ranks:
             message = _ended(self.processes[rank].exitcode)
             self.faults.append(Fault(rank=rank, kind="died", message=message, layer=self._layer(rank)))
             return False
+        if kind == "progress":
+            if self.on_progress is not None:
+                self.on_progress(*answer)
+            return None
         if kind == "result":
             self.answers[rank] = answer
             return True

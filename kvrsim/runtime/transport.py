@@ -14,6 +14,7 @@ from kvrsim.errors import InputError
 from kvrsim.runtime.faults import LinkError
 
 Backend = Literal["gloo", "nccl"]
+OnProgress = Callable[[int, int, str], object]  # steps done, steps in all, what they are
 
 
 class Pending(Protocol):
@@ -54,6 +55,9 @@ class Transport(Protocol):
 
     def note(self, layer: int) -> None:
         """Tell whoever watches this rank to which layer it has come."""
+
+    def report(self, done: int, total: int, what: str) -> None:
+        """Tell whoever started the ranks how far the work is; only the first rank is heard."""
 
 
 def ring_all_gather(transport: Transport, whole: Any, boundaries: Sequence[int]) -> None:
@@ -108,8 +112,10 @@ class DistributedTransport:
         timeout_s: float,
         backend: Backend | None = None,
         watcher: Callable[[int], object] | None = None,
+        on_progress: OnProgress | None = None,
     ) -> None:
-        self.rank, self.size, self.device, self.watcher = rank, size, device, watcher
+        self.rank, self.size, self.device = rank, size, device
+        self.watcher, self.on_progress = watcher, on_progress
         self.backend: Backend = backend or default_backend(device, size)
         if self.backend == "nccl" and device.type != "cuda":
             raise InputError("--backend", "nccl", "gloo on a CPU")
@@ -182,6 +188,11 @@ class DistributedTransport:
         """Tell the watcher, where there is one."""
         if self.watcher is not None:
             self.watcher(layer)
+
+    def report(self, done: int, total: int, what: str) -> None:
+        """Tell whoever started the ranks, where somebody listens."""
+        if self.rank == 0 and self.on_progress is not None:
+            self.on_progress(done, total, what)
 
     def close(self) -> None:
         """Leave the process group."""

@@ -170,6 +170,12 @@ def rank_of(transport: Any) -> tuple[int, int]:
     return transport.rank, transport.size
 
 
+def reporting(transport: Any, steps: int) -> int:
+    for step in range(steps):
+        transport.report(step + 1, steps, "steps")
+    return int(transport.rank)
+
+
 GEOMETRY = Geometry(model_type="llama", num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, head_dim=64)
 BYTES_PER_S = 100e6
 

@@ -14,9 +14,15 @@ import runtime_workers as workers
 from confirm_setup import BUSY, arguments, folder_with, said
 
 import kvrsim
+from kvrsim.errors import InputError
+from kvrsim.partition import Partition
 from kvrsim.runtime.faults import Fault, RankError
+from kvrsim.runtime.plan import RUN_STRATEGIES
 from kvrsim.runtime.spawn import Launch, launch
+from kvrsim.strategies import STRATEGIES
 from kvrsim.timeline import Timeline
+from planner.confirm_hardware import run_plan
+from planner.scenarios import make_scenario
 
 ROOT = Path(__file__).parents[2]
 SHORT = ("--repeats", "2", "--warmups", "0", "--json")
@@ -38,7 +44,7 @@ def confirmed(folder: Path) -> tuple[dict[str, Any], str]:
 
 def test_every_candidate_is_predicted_and_measured(confirmed: tuple[dict[str, Any], str]) -> None:
     found, _ = confirmed
-    assert [one["strategy"] for one in found["candidates"]] == ["single", "tsp", "kvr-e", "kvr-s", "kvr"]
+    assert [one["strategy"] for one in found["candidates"]] == ["single", "tsp", "kvr-e", "kvr-s", "kvr-s #2"]
     assert {"candidates", "regret", "max_logit_error", "ok"} <= set(found)
     for one in found["candidates"]:
         assert set(one) >= CONTRACT
@@ -69,7 +75,11 @@ def test_predicted_and_real_stand_in_one_trace_and_one_picture(
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     for kind in ("predicted", "measured"):
-        ranks = [pid for pid, name in names.items() if name.startswith("kvr-s") and f", {kind}, " in name]
+        ranks = [
+            pid
+            for pid, name in names.items()
+            if name.startswith("kvr-s ") and "#" not in name and f", {kind}, " in name
+        ]
         assert len(ranks) == 2
         assert all(any(event["ph"] == "X" and event["pid"] == pid for event in events) for pid in ranks)
     picture = (folder / "pair.svg").read_text()
@@ -147,8 +157,9 @@ MISTAKES = [
     (("run", "--strategy", "kvr-e", "--partition", "50,40"), "--partition", "sum to 96 tokens, not 90"),
     (("run", "--strategy", "kvr-e", "--partition", "90,3,3"), "--partition", "2 chunk lengths, one a GPU"),
     (("run", "--strategy", "kvr-e", "--partition", "96,0"), "--partition", "0"),
-    (("run", "--strategy", "kvr-p"), "--strategy", "kvr-p"),
-    (("run", "--strategy", "single,tsp"), "--strategy", "one name"),
+    (("run", "--strategy", "kvr-p"), "--partition", "a partition: run does not read the table of kvr-p"),
+    (("run", "--strategy", "single,tsp"), "--strategy", "what the runtime runs: single, tsp"),
+    (("run", "--strategy", "all"), "--strategy", "what the runtime runs: single, tsp"),
     (("run", "--strategy", "tsp", "--generate", "0"), "--generate", "0"),
     (("confirm", "--repeats", "0"), "--repeats", "0"),
     (("confirm", "--dtype", "fp16"), "--dtype", "what profile made-up has: fp32"),
@@ -181,6 +192,28 @@ def test_mistakes_take_one_line(
     assert named in line
     assert accepted in line
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("name", [*sorted(set(STRATEGIES) - set(RUN_STRATEGIES)), "tp2+kvr-s", "pp"])
+def test_a_strategy_that_the_runtime_cannot_run_is_refused_by_name(name: str, folder: Path) -> None:
+    code, text, errors = said(arguments(folder, "run", "--strategy", name))
+    assert (code, text) == (2, "")
+    assert errors.splitlines() == [
+        f"kvrsim: error: --strategy: got '{name}', accepted: what the runtime runs: single, tsp, kvr-e, kvr-s, kvr-p"
+    ]
+
+
+def test_no_other_strategy_is_run_in_its_place() -> None:
+    scenario, _ = make_scenario(ctx=96, gpus=2, model="llama-7b")
+    even = Partition.even(96, 2)
+    for name in set(STRATEGIES) - set(RUN_STRATEGIES):
+        with pytest.raises(InputError, match="what the runtime runs"):
+            run_plan(scenario, name, even, "ring")
+    assert set(RUN_STRATEGIES) <= set(STRATEGIES)
+    assert {run_plan(scenario, name, even, "ring").strategy for name in RUN_STRATEGIES if name != "single"} == {
+        "tsp",
+        "kvr",
+    }
 
 
 def test_without_a_profile_it_says_who_makes_one(folder: Path) -> None:

@@ -130,7 +130,7 @@ def test_further_partitions_are_apart_and_the_best_come_first(num_gpus: int, ctx
     assert [one.strategy for one in named[:4]] == ["single", "tsp", "kvr-e", "kvr-s"]
     assert len(named) <= 4 + top - 1
     further = [one.partition for one in named[4:]]
-    known = [one.partition for one in named if one.simulated_as.startswith("kvr")]
+    known = [one.partition for one in named if one.run_as.startswith("kvr")]
     apart = max(1, round(ctx / num_gpus / 16))
     for index, one in enumerate(known):
         assert one.num_tokens == ctx

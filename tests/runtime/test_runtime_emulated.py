@@ -54,10 +54,17 @@ def test_others_take_their_share_of_a_link() -> None:
     assert 0.45 < num_busy / 4000 < 0.55
 
 
-@pytest.mark.parametrize("settings", [{"bandwidth_bytes_per_s": 0}, {"bandwidth_bytes_per_s": 1, "latency_s": -1}])
-def test_a_link_that_cannot_be_is_refused(settings: dict[str, float]) -> None:
-    with pytest.raises(InputError):
+@pytest.mark.parametrize(
+    ("settings", "option"),
+    [
+        ({"bandwidth_bytes_per_s": 0}, "--link-bandwidth"),
+        ({"bandwidth_bytes_per_s": 1, "latency_s": -1}, "--link-latency"),
+    ],
+)
+def test_a_link_that_cannot_be_is_refused(settings: dict[str, float], option: str) -> None:
+    with pytest.raises(InputError) as error:
         EmulatedLink(**settings)
+    assert error.value.argument == option
 
 
 @pytest.mark.parametrize("settings", [{"share": 1.0, "message_bytes": 1}, {"share": 0.1, "message_bytes": 0}])

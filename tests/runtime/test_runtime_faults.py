@@ -69,6 +69,15 @@ def test_a_rank_that_never_answers_is_waited_for_until_the_deadline_only() -> No
     assert str(error) == "rank 1: no answer within 5 s"
 
 
+def test_the_first_ranks_progress_is_heard_before_the_result() -> None:
+    heard: list[tuple[int, int, str]] = []
+    how = Launch(num_ranks=2, deadline_s=DEADLINE_S)
+    found = launch(workers.reporting, 3, how=how, on_progress=lambda *progress: heard.append(progress))
+    assert heard == [(1, 3, "steps"), (2, 3, "steps"), (3, 3, "steps")]
+    assert found == [0, 1]
+    assert launch(workers.reporting, 3, how=how) == [0, 1]
+
+
 def test_the_likeliest_cause_comes_first() -> None:
     lost = Fault(rank=0, kind="link", message="connection closed", layer=3)
     dead = Fault(rank=2, kind="died", message="killed by SIGKILL", layer=2)
