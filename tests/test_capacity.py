@@ -93,7 +93,7 @@ def test_nothing_fits_is_exit_code_1_with_the_nearest_miss(capsys: pytest.Captur
     assert "even with no queue" in found["infeasible"][0]["why"]
     code, out, _ = run(capsys, "--requests", SMALL, "--slo-ttft", "1ms", "--max-gpus", "4", *FEW)
     assert code == 1
-    assert "Nothing fits" in out
+    assert "No fleet meets the target. The nearest miss" in out
     assert "no:" in out
 
 
@@ -110,7 +110,9 @@ def test_contexts_that_fit_in_no_memory_count_as_late(capsys: pytest.CaptureFixt
     assert "do not fit in memory" in found["infeasible"][0]["why"]
     assert found["nearest_miss"]["unserved"] == 50
     assert found["nearest_miss"]["p99_ttft_s"] is None
-    assert any("do not fit in the memory" in note for note in found["warnings"])
+    assert found["infeasible"][0]["code"] == "memory"
+    assert not any("do not fit in the memory" in note for note in found["warnings"])  # said already
+    assert any("tensor or pipeline parallelism" in note for note in found["warnings"])
     assert any("longer than the 2048 tokens" in note for note in found["warnings"])
 
 
@@ -228,7 +230,58 @@ def test_the_same_plan_gives_the_same_picture() -> None:
 def test_a_report_of_a_miss(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, _, _ = run(capsys, "--requests", SMALL, "--slo-ttft", "1ms", "--max-gpus", "2", "--html", "r.html", *FEW)
     assert code == 1
-    assert "Nothing fits" in (tmp_path / "r.html").read_text()
+    assert "No fleet meets the target" in (tmp_path / "r.html").read_text()
+
+
+def test_where_nothing_fits_in_memory_it_is_said_once_and_drawn(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "t.csv").write_text(
+        "arrival_s,context_tokens,output_tokens\n" + "".join(f"{i},90000,5\n" for i in range(9))
+    )
+    asked = ("--requests", "t.csv", "--slo-ttft", "9s", "--html", "r.html", "--plot", "p.png")
+    code, out, err = run(capsys, *asked)
+    assert (code, err) == (1, "")
+    assert out.count("do not fit in") == 1
+    assert "groups of 1, 2, 4 and 8 GPUs: 9 of 9 contexts do not fit in memory" in " ".join(out.split())
+    assert "None serves any of the 9 requests" in out
+    for garbled in ("reaches never", "GPU,  of", ", of their time", "None)", "nan", "inf"):
+        assert garbled not in out
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    assert "None serves any of the 9 requests" in (tmp_path / "r.html").read_text()
+
+
+def test_the_percentile_of_the_answer_is_that_of_the_table_and_its_interval_is_judged(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    found = answer(capsys, "--requests", SMALL, "--slo-ttft", "1s", *FEW)["answer"]
+    assert found["target_ttft_s"] == found["p99_ttft_s"]
+    assert found["target_low_s"] <= found["target_ttft_s"] <= found["target_high_s"]
+    target_s = (found["target_ttft_s"] + found["target_high_s"]) / 2
+    code, out, _ = run(capsys, "--requests", SMALL, "--slo-ttft", f"{target_s:.6f}s", *FEW, "--html", "r.html")
+    assert code == 0
+    assert "ends ABOVE the target" in " ".join(out.split())
+    assert "ends ABOVE the target" in (tmp_path / "r.html").read_text()
+    assert "ABOVE" not in run(capsys, "--requests", SMALL, "--slo-ttft", "100s", *FEW)[1]
+
+
+def test_losses_are_told_where_there_are_any(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    rows = [f"{index},{60000 if index == 0 else 500},5" for index in range(300)]
+    (tmp_path / "t.csv").write_text("\n".join(["arrival_s,context_tokens,output_tokens", *rows]) + "\n")
+    code, out, _ = run(capsys, "--requests", "t.csv", "--slo-ttft", "9s", "--group-sizes", "1")
+    assert code == 0
+    assert "1 of 300 never served" in out
+    assert "begun anew" not in out
+    assert "unserved" in out
+
+
+def test_packs_hold_no_more_than_the_memory_does(capsys: pytest.CaptureFixture[str]) -> None:
+    busy = "synthetic:poisson,rate=40,requests=400,context=lognormal:4k:0.5,max=12k"
+    asked = ("--requests", busy, "--slo-ttft", "60s", "--max-gpus", "40", *FEW, "--batch-tokens")
+    for order in ("first-come", "shortest-first"):
+        for failures in ((), ("--mtbf", "1000s")):
+            found = answer(capsys, *asked, "64k", "--order", order, *failures)
+            assert found["answer"]["unserved"] == 0
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from planner.capacity.confidence import of_replications, of_trace
 from planner.capacity.search import Fit, Limits, Search
 from planner.capacity.trials import Band, Design, Target, Trials
 from planner.fleet.fleet import Conditions, percentile_of
+from planner.fleet.service import Service
 from planner.fleet.times import ServiceTimes
 from planner.scenarios import make_scenario
 from planner.workloads.source import Source
@@ -139,6 +140,34 @@ def test_the_bootstrap_covers_as_often_as_it_says() -> None:
 def test_the_interval_of_replications_is_students() -> None:
     values = [np.full(100, value) for value in (1.0, 2.0, 3.0)]
     found = of_replications(values, 99)
-    assert found.value_s == pytest.approx(2.0)
+    assert found.value_s == 3.0  # of all requests, as the fleet is judged
     assert found.high_s == pytest.approx(2.0 + 4.3027 / np.sqrt(3), rel=1e-4)
     assert of_replications(values[:1], 99).low_s is None
+    one_is_never_served = of_replications([*values, np.array([1.0, np.inf])], 90)
+    assert one_is_never_served.value_s == 3.0
+    assert one_is_never_served.high_s is None
+
+
+def test_replications_and_bands_fail_independently() -> None:
+    rough = Conditions(mtbf_s=100.0, repair_s=5.0, seed=3)
+    service = Service.plain(np.ones(1))
+    ups = []
+    for replication, band in itertools.product(range(4), range(3)):
+        drawn = rough.pool(np.zeros(1), service, 4, replication=replication, band=band).outages
+        assert drawn is not None
+        ups += [list(itertools.islice(drawn.uptimes_s(group), 300)) for group in range(4)]
+    correlation = np.corrcoef(ups) - np.eye(len(ups))
+    assert abs(correlation).max() < 0.3  # of 300 draws, five standard errors; 1 where two share a stream
+
+
+def test_a_fleet_of_bands_is_late_as_often_as_its_bands(workload: Workload, times: ServiceTimes) -> None:
+    rough = Conditions(mtbf_s=50.0, repair_s=5.0, seed=2)
+    tried = Trials([workload, workload], times, rough, Target(slo_s=1.0, percentile=99.0))
+    design = (
+        Band(gpus_per_group=1, least_new=1, most_new=1500, number=0),
+        Band(gpus_per_group=1, least_new=1501, most_new=8192, number=1),
+    )
+    runs = tried.runs([band.with_replicas(4) for band in design])
+    late = sum(int((run.ttft_s > 1.0).sum()) for run in runs)
+    assert late == sum(tried.misses(design, index, 4) for index in range(2))
+    assert not np.array_equal(runs[0].ttft_s, runs[1].ttft_s), "the same arrivals, other failures"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvrsim.program import Array
 from planner.capacity.confidence import Interval
@@ -12,6 +13,9 @@ from planner.workloads.workload import Lengths
 
 if TYPE_CHECKING:
     import pandas
+
+
+Cause = Literal["memory", "alone", "queue", "interval", "failures", "mixed"]  # why groups do not meet the target
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +60,7 @@ class FleetAnswer:
     utilisation: float  # of all GPUs, over the time that requests came and were served
     goodput_per_s: float  # requests a second whose first token came in time
     cost_per_hour: float | None  # None: no price was given
+    requests: int  # of all replications
     retried: int  # requests begun anew after a failure
     lost_gpu_s: float  # GPU time that failures made worthless
     unserved: int  # requests that fit in no memory, or were given up; they count as late
@@ -69,7 +74,7 @@ class FleetAnswer:
         values |= {"utilisation": self.utilisation, "cost_per_hour": self.cost_per_hour, "meets": self.meets}
         values |= {"target_ttft_s": _finite(self.target.value_s)}
         values |= {"target_low_s": self.target.low_s, "target_high_s": self.target.high_s}
-        after = ("in_time", "goodput_per_s", "retried", "lost_gpu_s", "unserved")
+        after = ("in_time", "goodput_per_s", "requests", "retried", "lost_gpu_s", "unserved")
         return values | {name: getattr(self, name) for name in after}
 
     def describe(self) -> str:
@@ -94,10 +99,27 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Infeasible:
-    """Groups that cannot do it, and why."""
+    """Groups that do not meet the target, and why."""
 
     gpus_per_group: int | None  # None: mixed fleets
-    why: str
+    code: Cause
+    reason: str  # without the groups that it holds for
+
+    @property
+    def why(self) -> str:
+        """A whole sentence."""
+        return self.reason if self.gpus_per_group is None else f"{groups_of([self.gpus_per_group])}: {self.reason}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {"gpus_per_group": self.gpus_per_group, "code": self.code, "why": self.why}
+
+
+def groups_of(sizes: Sequence[int]) -> str:
+    """In words: "groups of 1, 2 and 4 GPUs"."""
+    *first, last = map(str, sizes)
+    listed = f"{', '.join(first)} and {last}" if first else last
+    return f"groups of {listed} GPU{'' if listed == '1' else 's'}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,7 +158,7 @@ class CapacityPlan:
         return {
             "answer": None if self.answer is None else self.answer.to_dict(),
             "alternatives": [one.to_dict() for one in self.alternatives],
-            "infeasible": [asdict(one) for one in self.infeasible],
+            "infeasible": [one.to_dict() for one in self.infeasible],
             "nearest_miss": None if self.nearest_miss is None else self.nearest_miss.to_dict(),
             "pareto": [asdict(point) for point in self.pareto],
             **{name: getattr(self, name) for name in names},
@@ -144,6 +166,19 @@ class CapacityPlan:
             **{name: getattr(self, name) for name in after},
             "warnings": list(self.warnings),
         }
+
+    @property
+    def first(self) -> FleetAnswer:
+        """The answer or, where nothing meets the target, the nearest miss."""
+        found = self.answer or self.nearest_miss
+        assert found is not None
+        return found
+
+    def reasons(self) -> Iterator[str]:
+        """Why groups do not meet the target; sizes that share a reason are told together."""
+        for (_, reason), alike in groupby(self.infeasible, key=lambda one: (one.code, one.reason)):
+            sizes = [one.gpus_per_group for one in alike if one.gpus_per_group is not None]
+            yield f"{groups_of(sizes)}: {reason}" if sizes else reason
 
     def to_frame(self) -> pandas.DataFrame:
         """One row a fleet, the answer first."""

@@ -1,9 +1,10 @@
 """How sure a percentile of TTFT is.
 
-Of requests drawn at random, each replication is independent: the interval is Student's, over the replications'
-percentiles. A trace happened once: its stretches are drawn anew, whole, with replacement (a block bootstrap), so
-the interval says how much the percentile depends on which stretches the trace had. It knows nothing of other days,
-and takes queues at the ends of a stretch as they were.
+The value is always the percentile of all requests, by which a fleet is judged. Of requests drawn at random, each
+replication is independent: the interval is Student's, over the replications' percentiles, widened to hold the value.
+A trace happened once: its stretches are drawn anew, whole, with replacement (a block bootstrap), so the interval says
+how much the percentile depends on which stretches the trace had. It knows nothing of other days, nor of failures at
+other times, and takes queues at the ends of a stretch as they were.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from planner.fleet.fleet import percentile_of
 
 LEVEL = 0.95
 _BLOCKS, _LEAST_IN_BLOCK, _DRAWS, _THRESHOLDS = 40, 25, 400, 2000
-MEANING_OF_TRACE = "95 %: had the trace's stretches come in other numbers (block bootstrap); not other days"
-MEANING_OF_DRAWN = "95 %: of the mean over independent replications (Student's t)"
+MEANING_OF_TRACE = "95 %, by a block bootstrap over stretches of the trace; other days and other failures are not in it"
+MEANING_OF_DRAWN = "95 %, by Student's t over the percentiles of independent replications"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,14 +54,14 @@ def of_trace(ttft_s: Array, percentile: float, seed: int) -> Interval:
 
 
 def of_replications(ttft_s: Sequence[Array], percentile: float) -> Interval:
-    """One array a replication; the value is the mean of their percentiles."""
+    """One array a replication."""
     values = np.array([percentile_of(one, percentile) for one in ttft_s])
-    value_s = float(values.mean())
-    if len(values) < 2 or not math.isfinite(value_s):
+    value_s = percentile_of(np.concatenate(ttft_s), percentile)
+    if len(values) < 2 or not np.isfinite(values).all():
         return Interval(value_s=value_s, low_s=None, high_s=None, meaning=MEANING_OF_DRAWN)
     from scipy.stats import t as student
 
     half_s = float(student.ppf((1 + LEVEL) / 2, len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values)))
-    return Interval(
-        value_s=value_s, low_s=max(0.0, value_s - half_s), high_s=value_s + half_s, meaning=MEANING_OF_DRAWN
-    )
+    mean_s = float(values.mean())
+    low_s, high_s = max(0.0, min(mean_s - half_s, value_s)), max(mean_s + half_s, value_s)
+    return Interval(value_s=value_s, low_s=low_s, high_s=high_s, meaning=MEANING_OF_DRAWN)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvrsim.program import Array
-from planner.capacity.answer import Curves, FleetAnswer, GroupAnswer, Infeasible, Point
+from planner.capacity.answer import Cause, Curves, FleetAnswer, GroupAnswer, Infeasible, Point
 from planner.capacity.confidence import Interval, of_replications, of_trace
 from planner.capacity.question import Question
 from planner.capacity.search import MANY, Fit, Search
@@ -82,6 +82,7 @@ class Finder:
             if horizon_s
             else 0.0,
             cost_per_hour=cost,
+            requests=len(ttft_s),
             retried=sum(int((run.retries > 0).sum()) for run in runs),
             lost_gpu_s=sum(run.lost_gpu_s for run in runs),
             unserved=sum(run.unserved for run in runs),
@@ -118,14 +119,16 @@ class Finder:
     def infeasible(self, fits: Sequence[Fit]) -> list[Infeasible]:
         """Sizes of group whose uniform fleets do not meet the target, and why."""
         found = {fit.sizes[0] for fit in fits if len(fit.design) == 1}
-        told = [
-            Infeasible(gpus_per_group=plans[0].gpus_per_group, why=self._why(plans[0]))
-            for plans in self._largest()
-            if plans[0].gpus_per_group not in found
-        ]
-        if not fits and len(self.search.limits.sizes) > 1 and self.question.mixed:
-            told.append(Infeasible(gpus_per_group=None, why="no two or three sizes of group together meet it either"))
-        return told
+        reasons = []
+        for (plan,) in self._largest():
+            if plan.gpus_per_group not in found:
+                code, reason = self._reason(plan)
+                reasons.append(Infeasible(gpus_per_group=plan.gpus_per_group, code=code, reason=reason))
+        tried_mixed = len(self.search.limits.sizes) > 1 and self.question.mixed
+        if not fits and tried_mixed and any(one.code != "memory" for one in reasons):
+            reason = "fleets of two or three sizes of group do not meet it either"
+            reasons.append(Infeasible(gpus_per_group=None, code="mixed", reason=reason))
+        return reasons
 
     def front(self, fits: Sequence[Fit]) -> tuple[Point, ...]:
         """Fleets of every design, smaller and larger than needed, none slower than a cheaper one."""
@@ -193,30 +196,31 @@ class Finder:
         most = self.search.limits.max_gpus
         return [(design[0].with_replicas(most // design[0].gpus_per_group),) for design in self.search.uniform()]
 
-    def _why(self, plan: GroupPlan) -> str:
+    def _reason(self, plan: GroupPlan) -> tuple[Cause, str]:
         """Why so many groups of that size are not enough."""
         target, size = self.question.target, plan.gpus_per_group
         name = f"{target.percentile:g} % of the TTFTs"
-        groups = f"groups of {size} GPU{'s' * (size > 1)}"
+        above = f"above {target.slo_s:g} s"
         alone = self.trials.ttft_alone_s(size)
         never = int(np.isinf(alone).sum())
         late = int((alone > target.slo_s).sum())
         if never > self.trials.allowed:
-            return f"{groups}: {never} of {len(alone)} contexts do not fit in memory; at most {self.trials.allowed} may"
+            return "memory", f"{never} of {len(alone)} contexts do not fit in memory; at most {self.trials.allowed} may"
         if late > self.trials.allowed:
             reached = percentile_of(alone, target.percentile)
-            return f"{groups}: even with no queue {name} take up to {reached:.3g} s, above {target.slo_s:g} s"
+            return "alone", f"even with no queue {name} take up to {reached:.3g} s, {above}"
         answer = self.answer((plan,))
         reached = answer.target.value_s
         if answer.meets or reached <= target.slo_s:
-            return f"{groups}: the interval's upper end stays above {target.slo_s:g} s with {plan.num_gpus} GPUs"
+            return "interval", f"the interval's upper end stays {above} with {plan.num_gpus} GPUs"
         if math.isinf(reached):
-            return f"{groups}: with {plan.num_gpus} GPUs {answer.unserved} requests are never served, for failures"
+            return (
+                "failures",
+                f"with {plan.num_gpus} GPUs {answer.unserved} requests are never served: groups fail too often",
+            )
         load = self.trials.load(((self.search.uniform()[self.search.limits.sizes.index(size)])[0],), 0)
-        return (
-            f"{groups}: with {plan.num_gpus} GPUs {name} take up to {reached:.3g} s, above {target.slo_s:g} s"
-            f" ({load * size:.3g} GPUs would be busy all the time)"
-        )
+        busy = f"{load * size:.3g} GPUs would be busy all the time"
+        return "queue", f"with {plan.num_gpus} GPUs {name} take up to {reached:.3g} s, {above} ({busy})"
 
 
 def trials_of(question: Question, workloads: Sequence[Workload], times: ServiceTimes) -> Trials:

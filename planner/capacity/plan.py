@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from kvrsim.errors import InputError
 from kvrsim.scenario import Scenario
-from planner.capacity.answer import CapacityPlan
+from planner.capacity.answer import CapacityPlan, Infeasible, groups_of
 from planner.capacity.confidence import MEANING_OF_DRAWN, MEANING_OF_TRACE
 from planner.capacity.finder import Finder, trials_of
 from planner.capacity.question import Question
@@ -27,6 +27,10 @@ DISPATCH = {
     "first-come": "each range of lengths has its own queue, first come, first served",
     "shortest-first": "each range of lengths has its own queue, fewest new tokens first",
 }
+WHOLE_WEIGHTS = (
+    "groups run single, tsp or kvr-s, whose GPUs each hold all weights; tensor or pipeline parallelism needs less"
+    " memory, see kvrsim plan --strategies all"
+)
 
 
 def plan_capacity(
@@ -58,6 +62,11 @@ def plan_capacity(
     met = [answer for answer in made if answer is not None and answer.meets]
     met.sort(key=lambda answer: (finder.worth(answer), answer.target.value_s))
     tell("Pareto front")
+    infeasible = tuple(finder.infeasible(fits))
+    unnamed = [size for size in question.limits.sizes if (size, "memory") not in _causes(infeasible)]
+    notes += [*_notes(scenario, workloads[0], times, question.limits.sizes), *_about_memory(workloads, times, unnamed)]
+    if len(unnamed) < len(question.limits.sizes):
+        notes.append(WHOLE_WEIGHTS)
     return CapacityPlan(
         model=scenario.model.name,
         profile=scenario.profile_name,
@@ -68,7 +77,7 @@ def plan_capacity(
         answer=met[0] if met else None,
         nearest_miss=None if met else finder.nearest_miss(),
         alternatives=tuple(replace(answer, curves=None) for answer in met[1 : 1 + _ALTERNATIVES]),
-        infeasible=tuple(finder.infeasible(fits)),
+        infeasible=infeasible,
         pareto=finder.front(fits),
         workload=workloads[0].summary(),
         decoding=question.decoding.describe(),
@@ -77,7 +86,7 @@ def plan_capacity(
         simulated_requests=trials.simulated,
         seconds=time.perf_counter() - begin_s,
         rests_on=rests_on(scenario),
-        warnings=(*notes, *_notes(scenario, workloads[0], times, question.limits.sizes)),
+        warnings=tuple(notes),
     )
 
 
@@ -121,8 +130,28 @@ def _about_table(scenario: Scenario, table: PartitionTable | None, sizes: Sequen
     return [f"kvr-p: the table was made for another setting: {'; '.join(others)}"] if others else []
 
 
+def _causes(infeasible: Sequence[Infeasible]) -> set[tuple[int | None, str]]:
+    return {(one.gpus_per_group, one.code) for one in infeasible}
+
+
+def _about_memory(workloads: Sequence[Workload], times: ServiceTimes, sizes: Sequence[int]) -> Iterator[str]:
+    """Contexts that do not fit in the memory of some groups; sizes of which the same is true are told together."""
+    found: dict[str, list[int]] = {}
+    for size in sizes:
+        over = [
+            workload.context_len[np.isinf(times.seconds(size, workload.new_tokens, workload.cached_prefix))]
+            for workload in workloads
+        ]
+        lengths = np.concatenate(over)
+        if len(lengths):
+            said = f"{len(lengths)} contexts, from {int(lengths.min())} tokens on, do not fit in the memory of"
+            found.setdefault(said, []).append(size)
+    for said, alike in found.items():
+        yield f"{said} {groups_of(alike)}"
+
+
 def _notes(scenario: Scenario, workload: Workload, times: ServiceTimes, sizes: Sequence[int]) -> list[str]:
-    """Of the requests: what was mended, what is too long for the model or for the memory."""
+    """Of the requests: what was mended, what is too long for the model or outside what the profile has."""
     notes = list(workload.notes)
     trained = scenario.model.max_position_embeddings
     longest = int(workload.context_len.max())
@@ -130,14 +159,8 @@ def _notes(scenario: Scenario, workload: Workload, times: ServiceTimes, sizes: S
         count = int((workload.context_len > trained).sum())
         notes.append(
             f"{count} contexts are longer than the {trained} tokens that {scenario.model.name} is made for"
-            f" (the longest {longest}); they are timed all the same"
+            f" (the longest {longest}); they are simulated anyway"
         )
-    for size in sizes:
-        seconds = times.seconds(size, workload.new_tokens, workload.cached_prefix)
-        if (over := int(np.isinf(seconds).sum())) > 0:
-            shortest = int(workload.context_len[np.isinf(seconds)].min())
-            groups = f"groups of {size} GPU{'s' * (size > 1)}"
-            notes.append(f"{over} contexts, from {shortest} tokens on, do not fit in the memory of {groups}")
     if scenario.profile is not None:
         low, high = scenario.profile.valid.context_len
         if longest > high:

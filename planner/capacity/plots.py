@@ -55,6 +55,9 @@ def ttft_by_length(axes: Axes, plan: CapacityPlan) -> None:
     axes.set_title("TTFT by length", loc="left", fontsize=11)
     curves = _curves(plan)
     served = np.flatnonzero(np.isfinite(curves.ttft_s))
+    if not len(served):
+        _say(axes, "no request is served")
+        return
     shown = served[:: max(1, len(served) // _MOST_DOTS)]
     axes.plot(
         curves.new_tokens[shown], curves.ttft_s[shown], ".", color=_BLUE, alpha=0.25, markersize=2, rasterized=True
@@ -95,15 +98,18 @@ def cost_against_ttft(axes: Axes, plan: CapacityPlan) -> None:
     """The Pareto front, and the answer on it."""
     priced = any(point.cost_per_hour is not None for point in plan.pareto)
     axes.set_title("cost against TTFT" if priced else "GPUs against TTFT", loc="left", fontsize=11)
+    if not plan.pareto:
+        _say(axes, f"no fleet serves {plan.percentile:g} % of the requests")
+        return
     worth = [_worth(point) for point in plan.pareto]
     ttft = [point.ttft_s for point in plan.pareto]
     axes.plot(worth, ttft, "o-", color=_BLUE, markersize=4, linewidth=1, drawstyle="steps-post")
     axes.axhline(plan.slo_ttft_s, color=_ORANGE, linewidth=1.2)
-    chosen = plan.answer or plan.nearest_miss
-    if chosen is not None and np.isfinite(chosen.target.value_s):
+    chosen = plan.first
+    if np.isfinite(chosen.target.value_s):
         axes.plot([_worth(chosen)], [chosen.target.value_s], "o", color=_ORANGE, markersize=9, fillstyle="none")
     axes.set_yscale("log")
-    axes.set_xlabel("cost an hour" if priced else "GPUs")
+    axes.set_xlabel("cost per hour" if priced else "GPUs")
     axes.set_ylabel(f"{plan.percentile:g}th percentile of TTFT, s")
     _plain_on_y(axes)
 
@@ -135,10 +141,14 @@ PANELS: dict[str, Panel] = {
 
 
 def _curves(plan: CapacityPlan) -> Curves:
-    chosen = plan.answer or plan.nearest_miss
-    assert chosen is not None
-    assert chosen.curves is not None
-    return chosen.curves
+    assert plan.first.curves is not None
+    return plan.first.curves
+
+
+def _say(axes: Axes, what: str) -> None:
+    """In the place of a curve that has no points."""
+    axes.set_axis_off()
+    axes.text(0.5, 0.5, what, ha="center", va="center", color=_INK, transform=axes.transAxes)
 
 
 def _percentile_by_length(curves: Curves, served: Any, percentile: float) -> tuple[Array, Array]:

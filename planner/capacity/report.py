@@ -17,9 +17,11 @@ body { font: 15px/1.5 system-ui, sans-serif; color: #2b2f36; max-width: 980px; m
 h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin-top: 2em }
 table { border-collapse: collapse } th, td { text-align: left; padding: .2em .9em .2em 0; vertical-align: top }
 th { border-bottom: 1px solid #b8bdc6 } td.n, th.n { text-align: right }
+td.n { white-space: nowrap }
 img { max-width: 100% } .answer { font-size: 1.2em } .dim { color: #5b616b }
 """
-_COLUMNS = ("fleet", "GPUs", "p50", "p95", "p99", "longest", "in time", "used", "an hour")
+_COLUMNS = ("fleet", "GPUs", "p50", "p95", "p99", "longest", "in time", "utilisation", "cost per hour")
+UNSERVED = "unserved"  # in the place of a percentile that lies among requests that no group serves
 
 
 def write_report(plan: CapacityPlan, path: str | Path, argument: str = "--html") -> None:
@@ -53,42 +55,69 @@ def headline(plan: CapacityPlan) -> str:
 
 def verdict(plan: CapacityPlan) -> str:
     """The answer in a line."""
+    fleet = plan.first
+    reached_s = fleet.target.value_s
     if plan.answer is not None:
-        told = format_seconds(plan.answer.target.value_s)
-        return f"{_gpus(plan.answer)}: {plan.answer.describe()}. {plan.percentile:g}th percentile {told}."
-    assert plan.nearest_miss is not None
-    reached = plan.nearest_miss.target.value_s
-    told = format_seconds(reached) if reached < float("inf") else "never"
-    return f"Nothing fits. The nearest miss, {plan.nearest_miss.describe()}, reaches {told}."
+        gpus = f"{fleet.num_gpus} GPU{'s' * (fleet.num_gpus > 1)}"
+        return f"{gpus}: {fleet.describe()}. {plan.percentile:g}th percentile {format_seconds(reached_s)}."
+    if fleet.unserved == fleet.requests:
+        return f"No fleet meets the target. None serves any of the {fleet.requests} requests."
+    said = f"has a {plan.percentile:g}th percentile of {format_time(reached_s)}"
+    if reached_s == float("inf"):
+        said = f"never serves {fleet.unserved} of {fleet.requests} requests"
+    return f"No fleet meets the target. The nearest miss, {fleet.describe()}, {said}."
 
 
-def _gpus(fleet: FleetAnswer) -> str:
-    return f"{fleet.num_gpus} GPU{'s' * (fleet.num_gpus > 1)}"
+def interval(plan: CapacityPlan) -> str | None:
+    """The ends of the percentile's interval in a line, and whether they are within the target; None: unknown."""
+    low_s, high_s = plan.first.target.low_s, plan.first.target.high_s
+    if low_s is None or high_s is None:
+        return None
+    ends = f"{format_seconds(low_s)} to {format_seconds(high_s)}"
+    if plan.answer is not None and high_s > plan.slo_ttft_s:
+        ends += f", which ends ABOVE the target of {format_seconds(plan.slo_ttft_s)} (--sure asks for both)"
+    return f"{ends}. {plan.first.target.meaning}"
+
+
+def losses(fleet: FleetAnswer) -> str | None:
+    """Requests that failures or memory cost, in a line; None: there are none."""
+    parts = []
+    if fleet.retried:
+        parts.append(f"{fleet.retried} begun anew after a failure")
+    if fleet.unserved:
+        parts.append(f"{fleet.unserved} of {fleet.requests} never served, which count as late")
+    return ", ".join(parts) or None
+
+
+def groups_of_fleet(fleet: FleetAnswer) -> Iterable[tuple[str, str, str, str]]:
+    """Of each range of lengths: new tokens, groups, strategies by their share of the time, requests."""
+    for group in fleet.groups:
+        low, high = group.context_range
+        groups = f"{group.replicas} × {group.gpus_per_group} GPU{'s' * (group.gpus_per_group > 1)}"
+        strategies = ", ".join(f"{name} {share:.0%}" for name, share in group.strategies.items()) or "none"
+        yield f"{low} to {high}", groups, strategies, str(group.requests)
+
+
+def format_time(seconds: float) -> str:
+    """Seconds for people; UNSERVED where they never end."""
+    return format_seconds(seconds) if seconds < float("inf") else UNSERVED
 
 
 def _fleets(plan: CapacityPlan) -> Iterable[str]:
-    first = plan.answer or plan.nearest_miss
-    fleets = [one for one in (first, *plan.alternatives) if one is not None]
-    yield "<h2>Fleets</h2>"
-    yield _table(_COLUMNS, [_fleet_row(fleet) for fleet in fleets], numbers_from=1)
-    if first is None:
+    if plan.first.unserved == plan.first.requests:
         return
+    yield "<h2>Fleets</h2>"
+    yield _table(_COLUMNS, [_fleet_row(fleet) for fleet in (plan.first, *plan.alternatives)], numbers_from=1)
+    told = {"Interval": interval(plan), "Requests": losses(plan.first)}
+    yield from (f"<p>{label}: {escape(text)}.</p>" for label, text in told.items() if text is not None)
     yield "<h2>Where prompts go</h2>"
-    rows = [
-        [
-            f"{group.context_range[0]} to {group.context_range[1]}",
-            f"{group.replicas} × {group.gpus_per_group}",
-            ", ".join(f"{name} {share:.0%}" for name, share in group.strategies.items()),
-            str(group.requests),
-        ]
-        for group in first.groups
-    ]
-    yield _table(("new tokens", "groups × GPUs", "strategy, share of time", "requests"), rows)
+    titles = ("new tokens", "groups × GPUs", "strategy, share of time", "requests")
+    yield _table(titles, groups_of_fleet(plan.first))
 
 
 def _fleet_row(fleet: FleetAnswer) -> list[str]:
     times = (fleet.p50_ttft_s, fleet.p95_ttft_s, fleet.p99_ttft_s, fleet.max_ttft_s)
-    shown = [format_seconds(time) if time < float("inf") else "never" for time in times]
+    shown = map(format_time, times)
     cost = "" if fleet.cost_per_hour is None else f"{fleet.cost_per_hour:.2f}"
     return [
         fleet.describe(),
@@ -102,8 +131,8 @@ def _fleet_row(fleet: FleetAnswer) -> list[str]:
 
 def _reasons(plan: CapacityPlan) -> Iterable[str]:
     if plan.infeasible:
-        yield "<h2>What does not do</h2>"
-        yield _list([one.why for one in plan.infeasible])
+        yield "<h2>What does not meet the target</h2>"
+        yield _list(plan.reasons())
 
 
 def _panel(plan: CapacityPlan, name: str) -> str:

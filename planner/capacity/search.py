@@ -177,7 +177,7 @@ class Search:
         """Bands of these sizes, up to these lengths."""
         ends = (0, *cuts, self.longest)
         return tuple(
-            Band(gpus_per_group=size, least_new=ends[band] + 1, most_new=ends[band + 1])
+            Band(gpus_per_group=size, least_new=ends[band] + 1, most_new=ends[band + 1], number=band)
             for band, size in enumerate(sizes)
         )
 

@@ -35,11 +35,16 @@ class Band:
     gpus_per_group: int
     least_new: int
     most_new: int
+    number: int = 0  # place in its design
 
     def with_replicas(self, replicas: int) -> GroupPlan:
         """So many groups for it."""
         return GroupPlan(
-            gpus_per_group=self.gpus_per_group, replicas=replicas, least_new=self.least_new, most_new=self.most_new
+            gpus_per_group=self.gpus_per_group,
+            replicas=replicas,
+            least_new=self.least_new,
+            most_new=self.most_new,
+            band=self.number,
         )
 
 
@@ -126,7 +131,10 @@ class Trials:
                 if len(mine):
                     arrival_s = self.workloads[number].arrival_s[mine]
                     service = self.services(design[index].gpus_per_group)[number].of(mine)
-                    run = run_pool(self.conditions.pool(arrival_s, service, replicas))
+                    pool = self.conditions.pool(
+                        arrival_s, service, replicas, replication=number, band=design[index].number
+                    )
+                    run = run_pool(pool)
                     late += int((run.end_s - arrival_s > self.target.slo_s).sum())
                     self.simulated += len(mine)
             self._misses[key] = late
@@ -137,7 +145,7 @@ class Trials:
         found = []
         for number, workload in enumerate(self.workloads):
             services = {plan.gpus_per_group: self.services(plan.gpus_per_group)[number] for plan in plans}
-            found.append(run_fleet(workload, services, plans, self.conditions))
+            found.append(run_fleet(workload, services, plans, self.conditions, replication=number))
             self.simulated += len(workload)
         return found
 

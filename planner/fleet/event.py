@@ -121,14 +121,16 @@ class PoolProcesses:
     def _take(self) -> tuple[list[int], float, int]:
         """The first of the queue with those after it that fit in a pack."""
         members, packing = [heappop(self.queue)[1]], self.service.packing
-        tokens = int(self.service.new_tokens[members[0]])
-        while packing and self.queue and tokens + self.service.new_tokens[self.queue[0][1]] <= packing.tokens:
+        while packing and self.queue and packing.holds(*self._pack_of([*members, self.queue[0][1]])):
             members.append(heappop(self.queue)[1])
-            tokens += int(self.service.new_tokens[members[-1]])
         if packing and len(members) > 1:
-            prefix = max(int(self.service.cached_prefix[member]) for member in members)
-            return members, *packing.of(tokens, prefix)
+            return members, *packing.of(*self._pack_of(members))
         return members, float(self.service.ttft_s[members[0]]), int(self.service.length_class[members[0]])
+
+    def _pack_of(self, members: list[int]) -> tuple[int, int]:
+        """New tokens of all, and the longest cached prefix."""
+        tokens = sum(int(self.service.new_tokens[member]) for member in members)
+        return tokens, max(int(self.service.cached_prefix[member]) for member in members)
 
     def _end(self, group: _Group, run: _Run) -> None:
         """First tokens, unless the run was lost."""

@@ -140,12 +140,13 @@ class _Loop:
             tokens, prefix = int(service.new_tokens[first]), int(service.cached_prefix[first])
             while self.queue:
                 other = self.at_place[self.queue[0]]
-                if tokens + service.new_tokens[other] > packing.tokens:
+                more_tokens = tokens + int(service.new_tokens[other])
+                longest_prefix = max(prefix, int(service.cached_prefix[other]))
+                if not packing.holds(more_tokens, longest_prefix):
                     break
                 heappop(self.queue)
                 members.append(other)
-                tokens += int(service.new_tokens[other])
-                prefix = max(prefix, int(service.cached_prefix[other]))
+                tokens, prefix = more_tokens, longest_prefix
             if len(members) > 1:
                 return members, *packing.of(tokens, prefix)
         return members, float(service.ttft_s[first]), int(service.length_class[first])

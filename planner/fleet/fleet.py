@@ -26,6 +26,7 @@ class GroupPlan:
     replicas: int
     least_new: int  # new tokens, context less cached prefix, from which on prompts come here
     most_new: int  # and up to which
+    band: int = 0  # place among the fleet's ranges of lengths; each has failures of its own
 
     @property
     def num_gpus(self) -> int:
@@ -44,12 +45,12 @@ class Conditions:
     repair_s: float = 0.0
     seed: int = 0
 
-    def pool(self, arrival_s: Array, service: Service, replicas: int) -> Pool:
-        """Groups under these conditions."""
+    def pool(self, arrival_s: Array, service: Service, replicas: int, *, replication: int = 0, band: int = 0) -> Pool:
+        """Groups of a band under these conditions, in one replication of the arrivals."""
         slow = math.ceil(self.slow_share * replicas) if self.slow_factor != 1 else 0
         outages = None
         if self.mtbf_s is not None:
-            outages = Outages.drawn(self.mtbf_s, self.repair_s, self.seed, service.num_gpus)
+            outages = Outages.drawn(self.mtbf_s, self.repair_s, self.seed, replication=replication, band=band)
         return Pool(
             arrival_s=arrival_s,
             service=service,
@@ -128,8 +129,13 @@ def run_fleet(
     plans: Sequence[GroupPlan],
     conditions: Conditions,
     serve: Callable[[Pool], PoolRun] = run_pool,
+    *,
+    replication: int = 0,
 ) -> FleetRun:
-    """Serve a workload; `services` holds what it asks of each size of group, `serve` runs one pool."""
+    """Serve a workload; `services` holds what it asks of each size of group, `serve` runs one pool.
+
+    replication: number of the workload among independent draws; each has failures of its own.
+    """
     pool_of = route(workload.new_tokens, services, plans)
     ttft_s, begin_s = np.full(len(workload), np.inf), np.full(len(workload), np.inf)
     retries = np.zeros(len(workload), dtype=np.int64)
@@ -139,8 +145,9 @@ def run_fleet(
         if not len(mine):
             continue
         service = services[plan.gpus_per_group].of(mine)
-        run = serve(conditions.pool(workload.arrival_s[mine], service, plan.replicas))
-        ttft_s[mine], begin_s[mine] = run.end_s - workload.arrival_s[mine], run.begin_s
+        arrival_s = workload.arrival_s[mine]
+        run = serve(conditions.pool(arrival_s, service, plan.replicas, replication=replication, band=plan.band))
+        ttft_s[mine], begin_s[mine] = run.end_s - arrival_s, run.begin_s
         retries[mine] = run.retries
         busy += run.busy_s * plan.gpus_per_group
         lost += run.lost_s * plan.gpus_per_group

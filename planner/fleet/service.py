@@ -47,8 +47,12 @@ class Packing:
     seconds: tuple[tuple[float, ...], ...]  # [row][new tokens, 0 to `tokens`]
     classes: tuple[tuple[int, ...], ...]  # the same, the class of such a prompt
 
+    def holds(self, tokens: int, prefix: int) -> bool:
+        """Whether prompts of so many new tokens may run as one: within the limit, and within the group's memory."""
+        return tokens <= self.tokens and self.of(tokens, prefix)[0] < float("inf")
+
     def of(self, tokens: int, prefix: int) -> tuple[float, int]:
-        """Seconds alone and class of a pack."""
+        """Seconds alone and class of a pack; inf seconds where it does not fit in memory."""
         row = bisect_left(self.prefixes, prefix)
         return self.seconds[row][tokens], self.classes[row][tokens]
 
