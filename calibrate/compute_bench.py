@@ -44,9 +44,9 @@ class ComputeSetup:
     def __post_init__(self) -> None:
         kinds = self.model.layer_kinds
         if any(layer.num_experts for layer in kinds):
-            raise InputError("--model", self.model.name, "a dense model: experts are not timed")
+            raise InputError("model", self.model.name, "a dense model: experts are not timed")
         if len(kinds) > 1:
-            raise InputError("--model", self.model.name, "a model whose layers are all alike")
+            raise InputError("model", self.model.name, "a model whose layers are all alike")
 
 
 @dataclass(slots=True)

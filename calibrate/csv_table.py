@@ -41,7 +41,7 @@ class CsvRow:
 
     def placed(self, error: InputError) -> InputError:
         """The same error, saying in which file and line."""
-        return InputError(f"{self.where}: {error.argument}", error.value, error.accepted)
+        return InputError(f"{self.where}: {error.parameter}", error.value, error.accepted)
 
     def has(self, column: str) -> bool:
         return bool(self.values.get(column))

@@ -60,7 +60,7 @@ def fit_profile(
     link: LinkSpec,
     host: HostRates | None = None,
     choices: FitChoices | None = None,
-    argument: str = "--compute",
+    argument: str = "compute",
     origins: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[CalibrationProfile, FitReport]:
     """A profile of one GPU and its link; gemm and attention are needed, the rest is the datasheet's without rows.

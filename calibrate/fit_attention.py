@@ -67,7 +67,7 @@ def fit_flash(
     among the presets.
     """
     if kernel is not None and kernel not in PRESETS:
-        raise InputError("--attention-kernel", kernel, ", ".join(KERNELS))
+        raise InputError("attention_kernel", kernel, ", ".join(KERNELS))
     data = usable_attention(rows, head_dim)
     forms = [_flash_form(gpu, name) for name in ([kernel] if kernel else PRESETS)]
     best = min((_fit(form, data) for form in forms), key=lambda fitted: fitted.crossed.errors().mape)

@@ -98,11 +98,11 @@ class FitReport:
             texts.append(_table(self.lines[kind]))
         return [text for text in texts if text]
 
-    def write(self, path: str | Path, picture: str | None = None, argument: str = "--report") -> None:
+    def write(self, path: str | Path, picture: str | None = None, argument: str = "report") -> None:
         """The page, as a file."""
         write_atomically(path, self.to_markdown(picture).encode(), argument=argument)
 
-    def plot(self, path: str | Path, argument: str = "--plot") -> None:
+    def plot(self, path: str | Path, argument: str = "plot") -> None:
         """Measured against fitted time, and their ratio, a column an operation."""
         check_plot_suffix(path, argument)
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -121,7 +121,7 @@ class FitReport:
             raise InputError(argument, path, f"a file that can be written ({error.strerror})") from None
 
 
-def check_plot_suffix(path: str | Path, argument: str = "--plot") -> None:
+def check_plot_suffix(path: str | Path, argument: str = "plot") -> None:
     """InputError for a kind of picture that is not drawn."""
     if Path(path).suffix not in PLOT_SUFFIXES:
         raise InputError(argument, path, f"a file that ends in {', '.join(PLOT_SUFFIXES)}")

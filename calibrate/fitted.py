@@ -139,7 +139,7 @@ def peak_flops(gpu: GpuSpec, dtypes: Sequence[str] = HALF) -> float:
     """FLOP/s in the best of these dtypes as the datasheet has it; InputError where it has none."""
     known = [flops for dtype, flops in gpu.peak_flops if dtype in dtypes]
     if not known:
-        raise InputError("--gpu", gpu.name, f"a GPU that computes in {' or '.join(dtypes)}")
+        raise InputError("gpu", gpu.name, f"a GPU that computes in {' or '.join(dtypes)}")
     return max(known)
 
 

@@ -27,7 +27,7 @@ def gpu_of(rows: Sequence[Measurement], named: str | None, origins: Sequence[Map
     if len(found) != 1:
         shown = ", ".join(devices) or "no gemm or attention rows"
         known = ", ".join(builtin_gpus())
-        raise InputError("--gpu", f"nothing for {shown}", f"one of {known}, or a JSON file that describes the GPU")
+        raise InputError("gpu", f"nothing for {shown}", f"one of {known}, or a JSON file that describes the GPU")
     return load_gpu(found.pop())
 
 
@@ -48,11 +48,11 @@ def link_of(gpu: GpuSpec, named: str | None, origins: Sequence[Mapping[str, Any]
     """
     if named is not None:
         return load_link(named)
-    measured = Origin.of(origins, "--links").link
+    measured = Origin.of(origins, "links").link
     if measured is not None:
         return measured
     clusters = [cluster for cluster in map(load_cluster, builtin_clusters()) if cluster.gpu.name == gpu.name]
     if not clusters:
-        accepted = "a built-in link or a JSON file that describes it; or measured ones: --links"
-        raise InputError("--link", f"nothing for {gpu.name}", accepted)
+        accepted = "a built-in link or a JSON file that describes it; or measured ones: `links`"
+        raise InputError("link", f"nothing for {gpu.name}", accepted)
     return min(clusters, key=lambda cluster: cluster.topology == "bus").link

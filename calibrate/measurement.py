@@ -191,12 +191,12 @@ class Measurement:
 COLUMNS = Measurement.__slots__
 
 
-def read_measurements(path: str | Path, argument: str = "--measurements") -> list[Measurement]:
+def read_measurements(path: str | Path, argument: str = "measurements") -> list[Measurement]:
     """The rows of a measurement CSV, in its order; InputError names file, line, column, value and what is accepted."""
     return _read_table(CsvTable.read(path, argument))
 
 
-def read_origin(path: str | Path, argument: str = "--measurements") -> dict[str, Any] | None:
+def read_origin(path: str | Path, argument: str = "measurements") -> dict[str, Any] | None:
     """What a measurement CSV says of all its rows; None where it says nothing; InputError for what is not JSON."""
     for number, line in leading_comments(path, argument):
         if line.startswith(_ORIGIN):
@@ -218,7 +218,7 @@ def _parse_origin(text: str, where: str) -> dict[str, Any]:
 def write_measurements(
     path: str | Path,
     rows: Iterable[Measurement],
-    argument: str = "--output",
+    argument: str = "output",
     *,
     origin: Mapping[str, Any] | None = None,
 ) -> None:

@@ -24,7 +24,7 @@ class Campaign:
     origin: OriginOf  # what the CSV says of its rows, given them
     output: Path  # the CSV
 
-    def journal(self, argument: str = "--output") -> Journal:
+    def journal(self, argument: str = "output") -> Journal:
         """New, or as an interrupted run has left it."""
         return Journal.open(journal_path(self.output), self.about, argument)
 

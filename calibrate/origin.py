@@ -31,7 +31,7 @@ class Origin:
     data: JsonObject
 
     @classmethod
-    def of(cls, origins: Sequence[Mapping[str, Any]], argument: str = "--compute") -> Origin:
+    def of(cls, origins: Sequence[Mapping[str, Any]], argument: str = "compute") -> Origin:
         """What read_origin has found in the files; none of them: an origin that says nothing."""
         merged: dict[str, Any] = {}
         for origin in origins:

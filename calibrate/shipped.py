@@ -65,7 +65,7 @@ class Recipe:
     def _read(self, part: JsonObject) -> list[Measurement]:
         text = part.text("source")
         place = text if text.startswith(aiconfigurator.PREFIX) else str(self.tables / text)
-        return read_source(place, "--tables")
+        return read_source(place, "tables")
 
     def fit(self) -> tuple[CalibrationProfile, FitReport]:
         """The profile as it ships, and its report."""

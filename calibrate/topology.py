@@ -34,7 +34,7 @@ class LinkLayout:
     why: str  # sentences, with ratios
 
 
-def find_layout(rows: Sequence[Measurement], name: str = "measured", argument: str = "--measurements") -> LinkLayout:
+def find_layout(rows: Sequence[Measurement], name: str = "measured", argument: str = "measurements") -> LinkLayout:
     """The layout that the send_recv rows with src and dst show; InputError naming `argument` where there are none.
 
     Ranks form nodes where their pairs fall into a fast and a slow group, and the fast ones join equal runs of ranks.
@@ -64,7 +64,7 @@ def find_layout(rows: Sequence[Measurement], name: str = "measured", argument: s
     )
 
 
-def measured_link(rows: Sequence[Measurement], name: str, argument: str = "--measurements") -> LinkSpec:
+def measured_link(rows: Sequence[Measurement], name: str, argument: str = "measurements") -> LinkSpec:
     """A link for ranks that no datasheet speaks of: the best rate of a message, and what the smallest one takes.
 
     Of the median over the pairs, for each size. InputError naming `argument` where no row is a message by itself.

@@ -163,7 +163,7 @@ def plan(
         scenario,
         strategies=strategies,
         method=method,
-        stride=None if stride is None else _tokens(stride, "--stride"),
+        stride=None if stride is None else _tokens(stride, "stride"),
         table=_table(table),
         warnings=warnings,
         on_progress=on_progress,
@@ -274,13 +274,13 @@ def build_table(
     from planner.table_backends import Pool
     from planner.table_build import make_table
 
-    lengths = parse_lengths(ctx, "--ctx") if isinstance(ctx, str) else tuple(_tokens(one, "--ctx") for one in ctx)
-    counts = parse_counts(gpus, "--gpus") if isinstance(gpus, str) else tuple(_count(one, "--gpus") for one in gpus)
-    for values, argument in ((lengths, "--ctx"), (counts, "--gpus")):
+    lengths = parse_lengths(ctx, "ctx") if isinstance(ctx, str) else tuple(_tokens(one, "ctx") for one in ctx)
+    counts = parse_counts(gpus, "gpus") if isinstance(gpus, str) else tuple(_count(one, "gpus") for one in gpus)
+    for values, argument in ((lengths, "ctx"), (counts, "gpus")):
         if not values:
             raise InputError(argument, "nothing", "at least one")
     base, _ = make_scenario(ctx=max(lengths), gpus=max(counts), **scenario)
-    with Pool(jobs=_count(jobs, "--jobs")) as pool:
+    with Pool(jobs=_count(jobs, "jobs")) as pool:
         return make_table(base, counts, lengths, pool=pool, on_progress=on_progress)
 
 
@@ -338,8 +338,8 @@ def make_scenario(
     from planner import scenarios
 
     return scenarios.make_scenario(
-        ctx=_tokens(ctx, "--ctx"),
-        gpus=_count(gpus, "--gpus"),
+        ctx=_tokens(ctx, "ctx"),
+        gpus=_count(gpus, "gpus"),
         model=_named(model),
         profile=_named(profile),
         cluster=_named(cluster),
@@ -347,8 +347,8 @@ def make_scenario(
         link_latency_s=_seconds(link_latency),
         topology=cast("Topology | None", topology),  # checked by Cluster
         attention=attention,
-        batch=_count(batch, "--batch"),
-        cached_prefix=0 if cached_prefix == "0" else _tokens(cached_prefix, "--cached-prefix"),
+        batch=_count(batch, "batch"),
+        cached_prefix=0 if cached_prefix == "0" else _tokens(cached_prefix, "cached_prefix"),
         dtype=dtype,
     )
 
@@ -391,10 +391,10 @@ def _whole(value: int) -> int:
 def _bandwidth(value: float | str | None) -> float | None:
     from kvrsim.units import parse_bandwidth
 
-    return parse_bandwidth(value, "--link-bandwidth") if isinstance(value, str) else value
+    return parse_bandwidth(value, "link_bandwidth") if isinstance(value, str) else value
 
 
 def _seconds(value: float | str | None) -> float | None:
     from kvrsim.units import parse_seconds
 
-    return parse_seconds(value, "--link-latency", allow_zero=True) if isinstance(value, str) else value
+    return parse_seconds(value, "link_latency", allow_zero=True) if isinstance(value, str) else value

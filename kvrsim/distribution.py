@@ -70,7 +70,7 @@ class Distribution:
 def check_objective(name: str) -> str:
     """The name, if it is one of OBJECTIVES; else InputError."""
     if name not in OBJECTIVES:
-        raise InputError("--objective", name, ", ".join(OBJECTIVES))
+        raise InputError("objective", name, ", ".join(OBJECTIVES))
     return name
 
 

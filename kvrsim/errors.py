@@ -1,7 +1,7 @@
 """What kvrsim raises on purpose.
 
 KvrsimError                 anything a caller may want to catch
-├── InputError              the user's input is wrong: names the argument, the value, what is accepted (exit 2)
+├── InputError              the user's input is wrong: names the parameter, the value, what is accepted (exit 2)
 ├── InfeasibleError         the question is well put and the answer is no: nothing fits, a target is missed (exit 1)
 ├── RankError               of kvrsim.runtime: a rank died, hung, ran out of memory or disagrees: names it (exit 1)
 └── LinkError               of kvrsim.runtime, inside a rank: a message did not come or did not leave (exit 1)
@@ -19,17 +19,23 @@ class KvrsimError(Exception):
 class InputError(KvrsimError):
     """A value from the user cannot be used.
 
-    >>> str(InputError("--gpus", 0, "a whole number of at least 1"))
-    "--gpus: got '0', accepted: a whole number of at least 1"
+    parameter: the name in the Python API, "gpus" or "link_bandwidth"; after it may stand a file and a key.
+    value: what was given, as any object.
+    accepted: what would be accepted; names of other parameters stand in backticks.
+
+    The command line shows the same names as options: `kvrsim.cli.wording`.
+
+    >>> str(InputError("gpus", 0, "a whole number of at least 1"))
+    "gpus: got '0', accepted: a whole number of at least 1"
     """
 
     exit_code = 2
 
-    def __init__(self, argument: str, value: object, accepted: str) -> None:
-        self.argument, self.value, self.accepted = argument, value, accepted
+    def __init__(self, parameter: str, value: object, accepted: str) -> None:
+        self.parameter, self.value, self.accepted = parameter, value, accepted
         shown = " ".join(str(value).split())
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        super().__init__(f"{argument}: got '{shown}', accepted: {accepted}")
+        super().__init__(f"{parameter}: got '{shown}', accepted: {accepted}")
 
 
 class InfeasibleError(KvrsimError):

@@ -55,7 +55,7 @@ def write_gantt(timeline: Timeline, path: str | Path, *, title: str, subtitle: s
     """Draw ranks x seconds as PNG, SVG or PDF by the path's suffix; the file appears whole or not at all.
 
     Beneath the whole prefill stand two close-ups: the first two layers, and two in the middle. Raises
-    InputError naming --plot where the suffix is another or the file cannot be written.
+    InputError naming `plot` where the suffix is another or the file cannot be written.
     """
     suffix = check_suffix(path)
     content = io.BytesIO()
@@ -66,14 +66,14 @@ def write_gantt(timeline: Timeline, path: str | Path, *, title: str, subtitle: s
     with matplotlib.rc_context(_RC):
         figure = _draw(timeline, title, subtitle)
         figure.savefig(content, format=suffix[1:], dpi=150, metadata=metadata)
-    write_atomically(path, content.getvalue(), argument="--plot")
+    write_atomically(path, content.getvalue(), argument="plot")
 
 
 def check_suffix(path: str | Path) -> str:
-    """The path's suffix in lower case; InputError naming --plot where it is not one of SUFFIXES."""
+    """The path's suffix in lower case; InputError naming `plot` where it is not one of SUFFIXES."""
     suffix = Path(path).suffix.lower()
     if suffix not in SUFFIXES:
-        raise InputError("--plot", path, "a file name that ends in .png, .svg or .pdf")
+        raise InputError("plot", path, "a file name that ends in .png, .svg or .pdf")
     return suffix
 
 

@@ -44,7 +44,7 @@ class GpuSpec:
             if name == dtype:
                 return flops
         known = ", ".join(name for name, _ in self.peak_flops)
-        raise InputError("--dtype", dtype, f"{known} (what {self.name} computes in)")
+        raise InputError("dtype", dtype, f"{known} (what {self.name} computes in)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,9 +71,9 @@ class LinkSpec:
 
     def __post_init__(self) -> None:
         if not 0 < self.bandwidth_bytes_per_s < math.inf:
-            raise InputError("--link-bandwidth", self.bandwidth_bytes_per_s, "a finite bandwidth above 0")
+            raise InputError("link_bandwidth", self.bandwidth_bytes_per_s, "a finite bandwidth above 0")
         if not 0 <= self.latency_s < math.inf:
-            raise InputError("--link-latency", self.latency_s, "a finite time of at least 0")
+            raise InputError("link_latency", self.latency_s, "a finite time of at least 0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,14 +131,14 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.topology not in TOPOLOGIES:
-            raise InputError("--topology", self.topology, ", ".join(TOPOLOGIES))
+            raise InputError("topology", self.topology, ", ".join(TOPOLOGIES))
         if self.topology == "nodes" and (self.network is None or self.gpus_per_node is None):
             accepted = "switch, bus or chain (nodes needs a cluster file with gpus_per_node and network)"
-            raise InputError("--topology", self.topology, accepted)
+            raise InputError("topology", self.topology, accepted)
         if isinstance(self.num_gpus, bool) or not isinstance(self.num_gpus, int):
-            raise InputError("--gpus", self.num_gpus, "a whole number of at least 1")
+            raise InputError("gpus", self.num_gpus, "a whole number of at least 1")
         if not 1 <= self.num_gpus <= MAX_GPUS:
-            raise InputError("--gpus", self.num_gpus, f"a whole number from 1 to {MAX_GPUS}")
+            raise InputError("gpus", self.num_gpus, f"a whole number from 1 to {MAX_GPUS}")
 
     @property
     def shares_bandwidth(self) -> bool:
@@ -213,13 +213,13 @@ def builtin_clusters() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in (_DATA / "clusters").glob("*.json")))
 
 
-def load_gpu(name_or_path: str | pathlib.Path, argument: str = "--gpu") -> GpuSpec:
+def load_gpu(name_or_path: str | pathlib.Path, argument: str = "gpu") -> GpuSpec:
     """A built-in GPU or a JSON file that describes one."""
     shipped = _shipped("gpus")
     return read_gpu(shipped.get(str(name_or_path)) or _user_file(name_or_path, argument, shipped))
 
 
-def load_link(name_or_path: str | pathlib.Path, argument: str = "--link") -> LinkSpec:
+def load_link(name_or_path: str | pathlib.Path, argument: str = "link") -> LinkSpec:
     """A built-in link or a JSON file that describes one."""
     shipped = _shipped("links")
     return read_link(shipped.get(str(name_or_path)) or _user_file(name_or_path, argument, shipped))
@@ -228,7 +228,7 @@ def load_link(name_or_path: str | pathlib.Path, argument: str = "--link") -> Lin
 def load_cluster(
     name_or_path: str | pathlib.Path = DEFAULT_CLUSTER,
     num_gpus: int | None = None,
-    argument: str = "--cluster",
+    argument: str = "cluster",
 ) -> Cluster:
     """A built-in cluster or a JSON file; `num_gpus` takes the place of the file's."""
     name = str(name_or_path)

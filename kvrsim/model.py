@@ -123,7 +123,7 @@ def builtin_models() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _BUILTIN_FOLDER.glob("*.json")))
 
 
-def load_model(name_or_path: str | Path, argument: str = "--model") -> ModelSpec:
+def load_model(name_or_path: str | Path, argument: str = "model") -> ModelSpec:
     """A built-in name, a config.json, or a folder that holds one; InputError names `argument` and the key.
 
     A built-in name wins over a folder of the same name: write ./NAME for the folder.

@@ -60,16 +60,16 @@ class Noise:
         last = cluster.num_gpus - 1
         for gpu in self.slow_gpus:
             if gpu.rank > last:
-                raise InputError("--noise", f"slow-gpu:{gpu.rank}", f"a GPU from 0 to {last}")
+                raise InputError("noise", f"slow-gpu:{gpu.rank}", f"a GPU from 0 to {last}")
         for link in self.slow_links:
             if link.second > last:
-                raise InputError("--noise", f"slow-link:{link.first}-{link.second}", f"GPUs from 0 to {last}")
+                raise InputError("noise", f"slow-link:{link.first}-{link.second}", f"GPUs from 0 to {last}")
             if cluster.topology == "chain" and link.second != link.first + 1:
-                raise InputError("--noise", f"slow-link:{link.first}-{link.second}", "neighbours, since it is a chain")
+                raise InputError("noise", f"slow-link:{link.first}-{link.second}", "neighbours, since it is a chain")
         takes_a_share = self.side_traffic is not None and not self.side_traffic.is_quiet and self.side_traffic.share > 0
         if cluster.shares_bandwidth and (self.slow_links or takes_a_share):
             what = "slow-link" if self.slow_links else "side-traffic"
-            raise InputError("--noise", what, "share=0, jitter or slow-gpu on a bus, which has no link of a pair")
+            raise InputError("noise", what, "share=0, jitter or slow-gpu on a bus, which has no link of a pair")
         return UnevenCluster.of(cluster, self.slow_gpus, self.slow_links)
 
     def on_ranks(self, num_gpus: int) -> Noise:
@@ -120,7 +120,7 @@ def joined(parts: list[Noise], text: str) -> Noise:
     links = list(itertools.chain.from_iterable(part.slow_links for part in parts))
     places = [gpu.rank for gpu in gpus], [(link.first, link.second) for link in links]
     if len(traffic) > 1 or len(jitters) > 1 or any(len(set(place)) < len(place) for place in places):
-        raise InputError("--noise", text, "each kind of noise once, and each GPU and link once")
+        raise InputError("noise", text, "each kind of noise once, and each GPU and link once")
     return Noise(
         side_traffic=traffic[0] if traffic else None,
         compute_jitter=jitters[0].compute_jitter if jitters else 0.0,

@@ -22,21 +22,21 @@ _LIMITS = {"duty": (0.0, 1.0), "share": (0.0, 0.999), "slowdown": (0.0, MOST_SLO
 
 
 def parse_noise(text: str) -> Noise:
-    """A noise from what stands after --noise; InputError says in one line what is accepted."""
+    """A noise from a text such as that of --noise; InputError says in one line what is accepted."""
     if text.endswith(".json"):
-        return read_noise(JsonObject.read(Path(text), "--noise"), name=text)
+        return read_noise(JsonObject.read(Path(text), "noise"), name=text)
     return joined([_term(part.strip(), text) for part in text.split("+")], text)
 
 
 def shipped_noise() -> tuple[str, ...]:
     """Names of the noises that ship."""
-    return tuple(name for name in JsonObject.read(_SHIPPED, "--noise").fields if not name.startswith("_"))
+    return tuple(name for name in JsonObject.read(_SHIPPED, "noise").fields if not name.startswith("_"))
 
 
 def _term(part: str, text: str) -> Noise:
     kind, colon, settings = part.partition(":")
     if not colon and kind in shipped_noise():
-        return read_noise(JsonObject.read(_SHIPPED, "--noise").child(kind), name=kind)
+        return read_noise(JsonObject.read(_SHIPPED, "noise").child(kind), name=kind)
     items = [item.strip() for item in settings.split(",")] if settings.strip() else []
     if kind == "side-traffic":
         return Noise(side_traffic=_side_traffic(items, text))
@@ -87,9 +87,9 @@ def _slow_link(item: str, text: str) -> SlowLink:
 
 
 def _dwell(value: str) -> float:
-    seconds = parse_seconds(value, "--noise dwell")
+    seconds = parse_seconds(value, "noise dwell")
     if not LEAST_DWELL_S <= seconds <= MOST_DWELL_S:
-        raise InputError("--noise dwell", value, f"a time from {LEAST_DWELL_S * 1e6:g}us to {MOST_DWELL_S:g}s")
+        raise InputError("noise dwell", value, f"a time from {LEAST_DWELL_S * 1e6:g}us to {MOST_DWELL_S:g}s")
     return seconds
 
 
@@ -99,12 +99,12 @@ def _within(value: str, low: float, high: float, text: str) -> float:
     except ValueError:
         raise _error(text) from None
     if not low <= number <= high:
-        raise InputError("--noise", value, f"here a number from {low:g} to {high:g}; in all: {ACCEPTED}")
+        raise InputError("noise", value, f"here a number from {low:g} to {high:g}; in all: {ACCEPTED}")
     return number
 
 
 def _error(text: str) -> InputError:
-    return InputError("--noise", text, ACCEPTED)
+    return InputError("noise", text, ACCEPTED)
 
 
 def read_noise(data: JsonObject, *, name: str = "") -> Noise:

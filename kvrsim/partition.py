@@ -22,13 +22,13 @@ class Partition:
 
     def __post_init__(self) -> None:
         if not self.chunk_lens or any(chunk < 1 for chunk in self.chunk_lens):
-            raise InputError("--partition", ",".join(map(str, self.chunk_lens)), "a chunk of at least 1 token a rank")
+            raise InputError("partition", ",".join(map(str, self.chunk_lens)), "a chunk of at least 1 token a rank")
 
     @classmethod
     def even(cls, num_tokens: int, num_ranks: int) -> Partition:
         """Equal chunks; the first ranks take the remainder, as the paper's example does (3, 3, 3, 2)."""
         if num_tokens < num_ranks:
-            raise InputError("--gpus", num_ranks, f"at most one GPU a token, here {num_tokens}")
+            raise InputError("gpus", num_ranks, f"at most one GPU a token, here {num_tokens}")
         share, rest = divmod(num_tokens, num_ranks)
         return cls(chunk_lens=tuple(share + (rank < rest) for rank in range(num_ranks)))
 
@@ -40,10 +40,10 @@ class Partition:
         """
         shown = ",".join(map(str, chunk_lens))
         if len(chunk_lens) != num_ranks:
-            raise InputError("--partition", shown, f"{num_ranks} chunk lengths, one a GPU")
+            raise InputError("partition", shown, f"{num_ranks} chunk lengths, one a GPU")
         if sum(chunk_lens) != num_tokens:
             raise InputError(
-                "--partition", shown, f"chunk lengths that sum to {num_tokens} tokens, not {sum(chunk_lens)}"
+                "partition", shown, f"chunk lengths that sum to {num_tokens} tokens, not {sum(chunk_lens)}"
             )
         return cls(chunk_lens=tuple(chunk_lens))
 

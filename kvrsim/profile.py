@@ -156,7 +156,7 @@ class CalibrationProfile:
 
     def write(self, path: str | Path) -> None:
         """Write the profile as JSON; the file appears whole or not at all."""
-        write_atomically(path, (json.dumps(self.to_dict(), indent=2) + "\n").encode(), argument="--output")
+        write_atomically(path, (json.dumps(self.to_dict(), indent=2) + "\n").encode(), argument="output")
 
 
 def builtin_profiles() -> tuple[str, ...]:
@@ -170,7 +170,7 @@ def profiles_with(kernel: str, gpu: str) -> tuple[str, ...]:
     return tuple(name for name, profile in known if profile.gpu == gpu and kernel in profile.attention_kernels)
 
 
-def load_profile(name_or_path: str | Path, argument: str = "--profile") -> CalibrationProfile:
+def load_profile(name_or_path: str | Path, argument: str = "profile") -> CalibrationProfile:
     """A built-in name or a file; InputError names `argument`, the file and the key."""
     name = str(name_or_path)
     if name in builtin_profiles():

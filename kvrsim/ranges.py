@@ -17,9 +17,9 @@ _ACCEPTED = (
 def parse_lengths(text: str, argument: str) -> tuple[int, ...]:
     """Tokens, rising, each once; InputError names the argument.
 
-    >>> parse_lengths("1k:2k:512,4k", "--ctx")
+    >>> parse_lengths("1k:2k:512,4k", "ctx")
     (1024, 1536, 2048, 4096)
-    >>> parse_lengths("1k:6k:x2", "--ctx")
+    >>> parse_lengths("1k:6k:x2", "ctx")
     (1024, 2048, 4096, 6144)
     """
     return _parse_list(text, argument, _ACCEPTED, lambda part: _lengths_of(part, text, argument))

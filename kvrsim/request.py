@@ -15,7 +15,7 @@ MAX_BATCH = 2**20
 def dtype_bytes(dtype: str) -> int:
     """Bytes of one element; InputError where the dtype is not one of DTYPES."""
     if dtype not in _DTYPE_BYTES:
-        raise InputError("--dtype", dtype, ", ".join(DTYPES))
+        raise InputError("dtype", dtype, ", ".join(DTYPES))
     return _DTYPE_BYTES[dtype]
 
 
@@ -29,9 +29,9 @@ class Request:
     dtype: str = "fp16"  # one of DTYPES
 
     def __post_init__(self) -> None:
-        _check_whole("--ctx", self.context_len, 1, MAX_TOKENS)
-        _check_whole("--batch", self.batch, 1, MAX_BATCH)
-        _check_whole("--cached-prefix", self.cached_prefix, 0, self.context_len - 1)
+        _check_whole("ctx", self.context_len, 1, MAX_TOKENS)
+        _check_whole("batch", self.batch, 1, MAX_BATCH)
+        _check_whole("cached_prefix", self.cached_prefix, 0, self.context_len - 1)
         dtype_bytes(self.dtype)
 
     @property
@@ -47,5 +47,5 @@ class Request:
 
 def _check_whole(argument: str, value: object, least: int, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        unit = " (less than the context)" if argument == "--cached-prefix" else ""
+        unit = " (less than the context)" if argument == "cached_prefix" else ""
         raise InputError(argument, value, f"a whole number from {least} to {most}{unit}")

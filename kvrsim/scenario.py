@@ -39,15 +39,15 @@ class Scenario:
 
     def __post_init__(self) -> None:
         if self.profile is None and self.kernel not in KERNELS:
-            raise InputError("--attention", self.kernel, ", ".join(KERNELS))
+            raise InputError("attention", self.kernel, ", ".join(KERNELS))
         if self.profile is not None and self.kernel not in self.profile.attention_kernels:
             has = ", ".join(self.profile.attention_kernels)
             others = " or ".join(profiles_with(self.kernel, self.profile.gpu))
-            where = f"; --profile {others} has {self.kernel}" if others else ""
-            raise InputError("--attention", self.kernel, f"a kernel that profile {self.profile.name} has: {has}{where}")
+            where = f"; `profile` {others} has {self.kernel}" if others else ""
+            raise InputError("attention", self.kernel, f"a kernel that profile {self.profile.name} has: {has}{where}")
         if self.profile is not None and self.request.dtype not in self.profile.valid.dtypes:
             has = ", ".join(self.profile.valid.dtypes)
-            raise InputError("--dtype", self.request.dtype, f"what profile {self.profile.name} has: {has}")
+            raise InputError("dtype", self.request.dtype, f"what profile {self.profile.name} has: {has}")
 
     @property
     def profile_name(self) -> str:
@@ -68,7 +68,7 @@ class Scenario:
         num_gpus = self.cluster.num_gpus
         placed = self.in_groups(strategy.group_size or num_gpus)
         if strategy.refuses is not None and (why := strategy.refuses(placed.share, placed.cluster.num_gpus)):
-            raise InputError("--strategies", strategy.name, f"with {num_gpus} GPUs, {why}")
+            raise InputError("strategies", strategy.name, f"with {num_gpus} GPUs, {why}")
         return placed
 
     def in_groups(self, size: int) -> Scenario:
@@ -77,7 +77,7 @@ class Scenario:
             return self
         num_gpus = self.cluster.num_gpus
         if num_gpus % size:
-            raise InputError("--strategies", f"tp{size}", f"groups that {num_gpus} GPUs divide into")
+            raise InputError("strategies", f"tp{size}", f"groups that {num_gpus} GPUs divide into")
         cluster = grouped_cluster(self.cluster, size)
         return replace(self, cluster=cluster, group=group_of(self.cluster, size, share_of(self.model, size)))
 

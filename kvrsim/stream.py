@@ -25,16 +25,16 @@ class Arrivals:
 
     def __post_init__(self) -> None:
         if isinstance(self.count, bool) or not 1 <= self.count <= MAX_REQUESTS:
-            raise InputError("--requests", self.count, f"a whole number from 1 to {MAX_REQUESTS}")
+            raise InputError("requests", self.count, f"a whole number from 1 to {MAX_REQUESTS}")
 
     @classmethod
     def parse(cls, count: int, every: str) -> Arrivals:
-        """From --requests and --every; InputError says what is accepted."""
+        """From `requests` and `every`; InputError says what is accepted."""
         poisson = every.startswith(_POISSON)
         try:
-            every_s = parse_seconds(every.removeprefix(_POISSON), "--every", allow_zero=True)
+            every_s = parse_seconds(every.removeprefix(_POISSON), "every", allow_zero=True)
         except InputError:
-            raise InputError("--every", every, EVERY) from None
+            raise InputError("every", every, EVERY) from None
         return cls(count=count, every_s=every_s, poisson=poisson)
 
     def times_s(self, seed: int) -> tuple[float, ...]:

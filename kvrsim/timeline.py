@@ -85,7 +85,7 @@ class Timeline:
     def write_chrome_trace(self, path: str | Path) -> None:
         """Write a JSON trace; the file appears whole or not at all."""
         trace = {"traceEvents": self.chrome_events(), "displayTimeUnit": "ms"}
-        write_atomically(path, json.dumps(trace).encode(), argument="--trace")
+        write_atomically(path, json.dumps(trace).encode(), argument="trace")
 
 
 def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:

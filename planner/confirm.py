@@ -101,14 +101,12 @@ def confirm(
 def check(scenario: Scenario, hardware: Hardware, *, needs_profile: bool = True) -> None:
     """InputError where the runtime cannot do what the scenario asks for, before anything is started."""
     if needs_profile and scenario.profile is None:
-        raise InputError(
-            "--profile", scenario.profile_name, "a profile of this machine; kvrsim calibrate all makes one"
-        )
+        raise InputError("profile", scenario.profile_name, "a profile of this machine; kvrsim calibrate all makes one")
     if scenario.request.cached_prefix:
-        raise InputError("--cached-prefix", scenario.request.cached_prefix, "0: the runtime prefills whole contexts")
+        raise InputError("cached_prefix", scenario.request.cached_prefix, "0: the runtime prefills whole contexts")
     if scenario.cluster.num_gpus > scenario.request.new_tokens:
         raise InputError(
-            "--gpus", scenario.cluster.num_gpus, f"at most one GPU a token, here {scenario.request.new_tokens}"
+            "gpus", scenario.cluster.num_gpus, f"at most one GPU a token, here {scenario.request.new_tokens}"
         )
     from kvrsim.runtime.geometry import family_of
 

@@ -43,11 +43,9 @@ class Hardware:
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
-            raise InputError("--repeats", self.repeats, "at least 1")
+            raise InputError("repeats", self.repeats, "at least 1")
         if self.traffic_share and not self.emulated:
-            raise InputError(
-                "--side-traffic", self.traffic_share, "nothing without --link-bandwidth: links are emulated"
-            )
+            raise InputError("side_traffic", self.traffic_share, "nothing without `link_bandwidth`: links are emulated")
 
     def placed(self, scenario: Scenario) -> Scenario:
         """The scenario as it can be run: emulated links are nobody else's, also where the machine's own are a bus."""

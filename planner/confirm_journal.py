@@ -32,7 +32,7 @@ class SearchJournal:
     samples: list[Sample] = field(default_factory=list)
 
     @classmethod
-    def open(cls, path: Path, about: Mapping[str, Any], argument: str = "--output") -> SearchJournal:
+    def open(cls, path: Path, about: Mapping[str, Any], argument: str = "output") -> SearchJournal:
         """A new journal, or the one that a killed search has left, without a line that was cut short.
 
         Raises InputError naming `argument` where the file holds something else, or another search.
@@ -59,5 +59,5 @@ class SearchJournal:
         """What was found stands elsewhere now."""
         self._lines().remove()
 
-    def _lines(self, argument: str = "--output") -> LineFile:
+    def _lines(self, argument: str = "output") -> LineFile:
         return LineFile(path=self.path, form=_FORMAT, about=self.about, work="search", argument=argument)

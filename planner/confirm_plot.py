@@ -23,7 +23,7 @@ def write_pair(confirmation: Confirmation, path: str | Path) -> None:
     with matplotlib.rc_context(gantt._RC):
         figure = _drawn(confirmation)
         figure.savefig(content, format=suffix[1:], dpi=150, metadata=metadata)
-    write_atomically(path, content.getvalue(), argument="--plot")
+    write_atomically(path, content.getvalue(), argument="plot")
 
 
 def _drawn(confirmation: Confirmation) -> Any:

@@ -107,13 +107,13 @@ def run_here(
     alone = chosen.partition_rule == "whole"
     placed = scenario.on_gpus(1) if alone else scenario
     if alone and scenario.cluster.num_gpus > 1 and partition is not None:
-        raise InputError("--partition", ",".join(map(str, partition)), "nothing for single, which one rank runs")
+        raise InputError("partition", ",".join(map(str, partition)), "nothing for single, which one rank runs")
     if chosen.partition_rule == "table" and partition is None:
-        raise InputError("--partition", "nothing", f"a partition: run does not read the table of {strategy}")
+        raise InputError("partition", "nothing", f"a partition: run does not read the table of {strategy}")
     check(placed, hardware, needs_profile=False)
     if chosen.partition_rule == "search" and partition is None and scenario.profile is None:
         raise InputError(
-            "--profile", "nothing", "a profile of this machine, or --partition; kvrsim calibrate all makes one"
+            "profile", "nothing", "a profile of this machine, or `partition`; kvrsim calibrate all makes one"
         )
     cut = partition_of(placed, chosen, partition)
     plan = run_plan(placed, strategy, cut, gather_of(scenario.profile, emulated=hardware.emulated))

@@ -89,7 +89,7 @@ def search_here(
     scenario = hardware.placed(scenario)
     check(scenario, hardware)
     if scenario.cluster.num_gpus < 2:
-        raise InputError("--gpus", scenario.cluster.num_gpus, "at least 2 for --search: one GPU has no partition")
+        raise InputError("gpus", scenario.cluster.num_gpus, "at least 2 for `search`: one GPU has no partition")
     from kvrsim.runtime.spawn import launch
 
     path, about = output.with_name(output.name + SUFFIX), _about(scenario, hardware)
@@ -170,7 +170,7 @@ def _write_table(scenario: Scenario, found: Searched, output: Path) -> None:
     setting = TableSetting.of(scenario)
     table = PartitionTable(setting=setting, kvrsim_version=__version__, steps=steps, entries=(entry,))
     content = {"_measured": found.to_dict()} | table.to_dict()
-    write_atomically(output, (json.dumps(content, indent=2) + "\n").encode(), argument="--output")
+    write_atomically(output, (json.dumps(content, indent=2) + "\n").encode(), argument="output")
 
 
 def _is_first() -> bool:

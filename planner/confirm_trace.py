@@ -24,7 +24,7 @@ def write_traces(confirmation: Confirmation, path: str | Path) -> None:
                 shifted["args"] = {"name": f"{name}, {event['args']['name']}"}
             events.append(shifted)
     content = {"traceEvents": events, "displayTimeUnit": "ms"}
-    write_atomically(path, json.dumps(content).encode(), argument="--trace")
+    write_atomically(path, json.dumps(content).encode(), argument="trace")
 
 
 def _timelines(confirmation: Confirmation) -> Iterator[tuple[str, Timeline]]:

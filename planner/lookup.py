@@ -70,7 +70,7 @@ def look_up(
     tokens = context_len - cached
     if tokens < num_gpus:
         least = num_gpus + cached
-        raise InputError("--ctx", context_len, f"a context of at least {least} tokens, one new token a GPU")
+        raise InputError("ctx", context_len, f"a context of at least {least} tokens, one new token a GPU")
     low, high = _neighbours(entries, context_len)
     source: Source = "exact" if low is high else "interpolated"
     if not low.context_len <= context_len <= high.context_len:
@@ -191,7 +191,7 @@ def to_multiples(chunk_lens: Sequence[int], multiple: int) -> tuple[int, ...]:
     others, total = len(chunk_lens) - 1, sum(chunk_lens)
     most = max(1, (total - 1) // max(1, others))
     if not 1 <= multiple <= most:
-        raise InputError("--multiple", multiple, f"a whole number from 1 to {most}")
+        raise InputError("multiple", multiple, f"a whole number from 1 to {most}")
     exact = [chunk / multiple for chunk in chunk_lens[:-1]]
     units = min(round(sum(exact)), (total - 1) // multiple)
     found = [max(1, math.floor(share)) for share in exact]

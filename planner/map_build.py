@@ -58,9 +58,9 @@ def make_map(
     for number, place in enumerate(places, start=1):
         for name in dict.fromkeys((ALONE, *_names(place, strategies))):
             try:
-                points.append(_point(place, get_strategy(name, "--strategies")))
+                points.append(_point(place, get_strategy(name, "strategies")))
             except InputError as error:
-                if error.argument != "--strategies":
+                if error.parameter != "strategies":
                     raise
                 refused[f"{name} is not on the map for {place.cluster.num_gpus} GPUs: it takes {error.accepted}"] = None
         if on_place is not None:
@@ -79,8 +79,8 @@ def _names(place: Scenario, strategies: Sequence[str]) -> Sequence[str]:
     if "all" in strategies:
         return names_for_all(place)[0]
     for name in strategies:
-        if get_strategy(name, "--strategies").partition_rule == "table":
-            raise InputError("--strategies", name, "strategies that need no table")
+        if get_strategy(name, "strategies").partition_rule == "table":
+            raise InputError("strategies", name, "strategies that need no table")
     return strategies
 
 

@@ -33,16 +33,16 @@ def map_strategies(
 
     Raises InputError naming the command line's argument.
     """
-    lengths = parse_lengths(ctx, "--ctx") if isinstance(ctx, str) else tuple(sorted(set(ctx)))
-    counts = parse_counts(gpus, "--gpus") if isinstance(gpus, str) else tuple(sorted(set(gpus)))
-    for values, argument in ((lengths, "--ctx"), (counts, "--gpus")):
+    lengths = parse_lengths(ctx, "ctx") if isinstance(ctx, str) else tuple(sorted(set(ctx)))
+    counts = parse_counts(gpus, "gpus") if isinstance(gpus, str) else tuple(sorted(set(gpus)))
+    for values, argument in ((lengths, "ctx"), (counts, "gpus")):
         if not values:
             raise InputError(argument, "nothing", "at least one")
     base, warnings = kvrsim.make_scenario(ctx=lengths[-1], gpus=counts[-1], **scenario)
     bandwidths = None
     if link_bandwidths is not None:
         bandwidths = [
-            parse_bandwidth(one, "--link-bandwidths") if isinstance(one, str) else one for one in link_bandwidths
+            parse_bandwidth(one, "link_bandwidths") if isinstance(one, str) else one for one in link_bandwidths
         ]
     return make_map(
         base,

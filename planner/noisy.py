@@ -71,11 +71,11 @@ def check_length(noise: Noise, quiet_s: float, num_samples: int) -> None:
         return
     if quiet_s / traffic.dwell_s * num_samples > _MOST_SLOTS:
         least_s = quiet_s * num_samples / _MOST_SLOTS
-        raise InputError("--noise dwell", f"{traffic.dwell_s:g}s", f"at least {least_s:.3g}s, or fewer --samples")
+        raise InputError("noise dwell", f"{traffic.dwell_s:g}s", f"at least {least_s:.3g}s, or fewer `samples`")
 
 
 def check_samples(count: int) -> int:
     """A number of samples."""
     if isinstance(count, bool) or not 1 <= count <= MAX_SAMPLES:
-        raise InputError("--samples", count, f"a whole number from 1 to {MAX_SAMPLES}")
+        raise InputError("samples", count, f"a whole number from 1 to {MAX_SAMPLES}")
     return count

@@ -56,9 +56,9 @@ def make_plan(
     """
     everything = "all" in strategies
     names, misfits = _names(scenario, strategies)
-    chosen = [get_strategy(name, "--strategies") for name in dict.fromkeys(names)]
+    chosen = [get_strategy(name, "strategies") for name in dict.fromkeys(names)]
     if not chosen:
-        raise InputError("--strategies", "", "at least one of " + ", ".join(STRATEGIES))
+        raise InputError("strategies", "", "at least one of " + ", ".join(STRATEGIES))
     looked_up = {
         strategy.name: partition_of(scenario, strategy, None, table)
         for strategy in chosen

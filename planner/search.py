@@ -57,14 +57,14 @@ def search(
     Raises InputError for an unknown method or a stride that leaves no room.
     """
     if method not in METHODS:
-        raise InputError("--method", method, ", ".join(METHODS))
+        raise InputError("method", method, ", ".join(METHODS))
     tokens, num_ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
     if num_ranks > tokens:
-        raise InputError("--gpus", num_ranks, f"at most one GPU a token, here {tokens}")
+        raise InputError("gpus", num_ranks, f"at most one GPU a token, here {tokens}")
     step = default_stride(tokens, num_ranks) if stride is None else stride
     most = max(1, (tokens - 1) // max(1, num_ranks - 1))
     if not 1 <= step <= most:
-        raise InputError("--stride", step, f"a whole number from 1 to {most}")
+        raise InputError("stride", step, f"a whole number from 1 to {most}")
     begin_s = time.perf_counter()
     evaluator = Evaluator(scenario, strategy, on_progress)
     run = _Search(scenario, strategy, evaluator, step)

@@ -141,7 +141,7 @@ def partition_of(
     if strategy.partition_rule == "table":
         if table is None:
             raise InputError(
-                "--table", "nothing", f"a file of kvrsim table build, where {strategy.name} looks its chunks up"
+                "table", "nothing", f"a file of kvrsim table build, where {strategy.name} looks its chunks up"
             )
         from planner.lookup import partition_from
 
@@ -177,11 +177,11 @@ def _executor_of(scenario: Scenario, executor: str | None, *, timeline: bool) ->
     if executor is None:
         return "event" if timeline or scenario.cluster.shares_bandwidth else "batch"
     if executor not in EXECUTORS:
-        raise InputError("--executor", executor, " or ".join(EXECUTORS))
+        raise InputError("executor", executor, " or ".join(EXECUTORS))
     if executor == "batch" and scenario.cluster.shares_bandwidth:
-        raise InputError("--executor", executor, "event, because flows share a bus")
+        raise InputError("executor", executor, "event, because flows share a bus")
     if executor == "batch" and timeline:
-        raise InputError("--executor", executor, "event, because a timeline or noise is asked for")
+        raise InputError("executor", executor, "event, because a timeline or noise is asked for")
     return executor
 
 

@@ -99,7 +99,7 @@ class PartitionTable:
         found = tuple(entry for entry in self.entries if entry.num_gpus == num_gpus)
         if not found:
             has = ", ".join(map(str, self.gpu_counts))
-            raise InputError("--gpus", num_gpus, f"a number of GPUs that the table has: {has}")
+            raise InputError("gpus", num_gpus, f"a number of GPUs that the table has: {has}")
         return found
 
     def to_dict(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class PartitionTable:
 
         return pandas.DataFrame([entry.to_dict() for entry in self.entries])
 
-    def write(self, path: str | Path, argument: str = "--output") -> None:
+    def write(self, path: str | Path, argument: str = "output") -> None:
         """Write the JSON, whole or not at all."""
         write_atomically(path, self.to_json().encode(), argument=argument)
 
@@ -151,7 +151,7 @@ class PartitionTable:
         )
 
 
-def load_table(path: str | Path, argument: str = "--table") -> PartitionTable:
+def load_table(path: str | Path, argument: str = "table") -> PartitionTable:
     """Read a file that `kvrsim table build` has written; InputError names the argument, file and key."""
     return PartitionTable.read(JsonObject.read(Path(path), argument))
 

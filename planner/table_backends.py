@@ -46,9 +46,9 @@ class Pool:
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
-            raise InputError("--backend", self.backend, f"one of {', '.join(BACKENDS)}")
+            raise InputError("backend", self.backend, f"one of {', '.join(BACKENDS)}")
         if self.dask_address is not None and self.backend != "dask":
-            raise InputError("--dask-address", self.dask_address, "nothing, unless --backend is dask")
+            raise InputError("dask_address", self.dask_address, "nothing, unless `backend` is dask")
 
     @property
     def is_here(self) -> bool:
@@ -107,7 +107,7 @@ class Pool:
             client = self._open.enter_context(Client(self.dask_address, timeout=_CONNECTION_TIMEOUT))
         except (OSError, ValueError, TypeError):
             accepted = "the address of a Dask scheduler that answers, such as tcp://host:8786"
-            raise InputError("--dask-address", self.dask_address, accepted) from None
+            raise InputError("dask_address", self.dask_address, accepted) from None
         self._check(client)
 
     def _check(self, client: Any) -> None:
@@ -119,7 +119,7 @@ class Pool:
         if there != __version__:
             self._open.close()
             accepted = f"a cluster whose scheduler and workers have kvrsim {__version__} and take work within"
-            raise InputError("--dask-address", self.dask_address, f"{accepted} {_ANSWER_TIMEOUT}") from None
+            raise InputError("dask_address", self.dask_address, f"{accepted} {_ANSWER_TIMEOUT}") from None
 
 
 def _version() -> str:
@@ -152,7 +152,7 @@ def _register_ray() -> None:
 
 
 def _missing(backend: str, package: str) -> InputError:
-    return InputError("--backend", backend, f"loky, or {backend} after pip install '{package}'")
+    return InputError("backend", backend, f"loky, or {backend} after pip install '{package}'")
 
 
 def _away(call: Callable[..., _Result], arguments: tuple[Any, ...], parent: int) -> _Result:

@@ -64,7 +64,7 @@ def _scenarios(
     """One for each entry, by number of GPUs and context."""
     most, least = max(gpu_counts), min(context_lens) - scenario.request.cached_prefix
     if most > least:
-        raise InputError("--gpus", most, f"at most one GPU a new token, here {least}")
+        raise InputError("gpus", most, f"at most one GPU a new token, here {least}")
     return {
         (gpus, length): replace(scenario.on_gpus(gpus), request=replace(scenario.request, context_len=length))
         for gpus in sorted(set(gpu_counts))

@@ -51,7 +51,7 @@ class Partial:
                 self._file = self.path.open("w", encoding="utf-8")
                 self._write(self._head())
             except OSError as error:
-                raise InputError("--output", self.path, f"a file that can be written ({error.strerror})") from None
+                raise InputError("output", self.path, f"a file that can be written ({error.strerror})") from None
             for draft in self.drafts.values():
                 self._write(asdict(draft))
         return self

@@ -12,7 +12,7 @@ def names_for_all(scenario: Scenario) -> tuple[tuple[str, ...], tuple[str, ...]]
     num_gpus, per_node = scenario.cluster.num_gpus, scenario.cluster.gpus_per_node
     names, notes = [], []
     for name in (*strategy_names(), *hybrid_names(group_sizes(num_gpus, per_node))):
-        strategy = get_strategy(name, "--strategies")
+        strategy = get_strategy(name, "strategies")
         if strategy.partition_rule == "table":
             continue
         try:

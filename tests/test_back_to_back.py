@@ -138,7 +138,7 @@ def test_arrivals() -> None:
     assert poisson.times_s(1)[-1] == pytest.approx(20.0, rel=0.1)
     assert list(poisson.times_s(1)) == sorted(poisson.times_s(1))
     for count, every in ((0, "1s"), (10**6, "1s"), (3, "1"), (3, "poisson"), (3, "poisson:"), (3, "-1s")):
-        with pytest.raises(InputError, match=r"--requests|--every"):
+        with pytest.raises(InputError, match=r"requests|--every"):
             Arrivals.parse(count, every)
 
 

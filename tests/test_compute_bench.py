@@ -155,7 +155,7 @@ def test_what_cannot_be_timed_is_refused() -> None:
     from kvrsim.model import load_model
 
     common = {"device": "cpu", "dtype": "fp32", "kernels": ("sdpa",), "max_context": 64, "threads": 1}
-    with pytest.raises(InputError, match=r"--model.*dense"):
+    with pytest.raises(InputError, match=r"model.*dense"):
         ComputeSetup(model=load_model("mixtral-8x7b"), config={}, **common)
 
 

@@ -345,7 +345,7 @@ def test_a_gpu_refuses_what_it_cannot_compute(scenario: Scenario) -> None:
     )
     with pytest.raises(InputError) as caught:
         _ = roofline.cost
-    assert caught.value.argument == "--dtype"
+    assert caught.value.parameter == "dtype"
 
 
 # -- what own measurements tell
@@ -431,5 +431,5 @@ def test_fp32_has_four_bytes(scenario: Scenario) -> None:
         request=Request(context_len=1000, dtype="fp32"),
     )
     assert costs_of(here).kv_bytes(tokens(5)) == pytest.approx(2 * costs_of(scenario).kv_bytes(tokens(5)))
-    with pytest.raises(InputError, match=r"--dtype: got 'fp16', accepted: what profile random has: fp32"):
+    with pytest.raises(InputError, match=r"dtype: got 'fp16', accepted: what profile random has: fp32"):
         replace(here, request=Request(context_len=1000))

@@ -122,22 +122,22 @@ def test_simulate() -> None:
 @pytest.mark.parametrize(
     ("argument", "wrong"),
     [
-        ("--ctx", {"ctx": 0}),
-        ("--ctx", {"ctx": 1.5}),
-        ("--ctx", {"ctx": True}),
-        ("--ctx", {"ctx": "much"}),
-        ("--gpus", {"gpus": 0}),
-        ("--gpus", {"gpus": None}),
-        ("--batch", {"batch": 2.0}),
-        ("--cached-prefix", {"cached_prefix": 512}),
-        ("--link-bandwidth", {"link_bandwidth": float("nan")}),
-        ("--link-latency", {"link_latency": float("inf")}),
-        ("--topology", {"topology": "torus"}),
-        ("--model", {"model": Path("nowhere")}),
+        ("ctx", {"ctx": 0}),
+        ("ctx", {"ctx": 1.5}),
+        ("ctx", {"ctx": True}),
+        ("ctx", {"ctx": "much"}),
+        ("gpus", {"gpus": 0}),
+        ("gpus", {"gpus": None}),
+        ("batch", {"batch": 2.0}),
+        ("cached_prefix", {"cached_prefix": 512}),
+        ("link_bandwidth", {"link_bandwidth": float("nan")}),
+        ("link_latency", {"link_latency": float("inf")}),
+        ("topology", {"topology": "torus"}),
+        ("model", {"model": Path("nowhere")}),
     ],
 )
 def test_mistakes_name_the_argument(argument: str, wrong: dict[str, object]) -> None:
     arguments: dict[str, object] = {"ctx": 512, "gpus": 2} | wrong
     with pytest.raises(kvrsim.InputError) as caught:
         kvrsim.make_scenario(**arguments)  # type: ignore[arg-type]
-    assert caught.value.argument == argument
+    assert caught.value.parameter == argument

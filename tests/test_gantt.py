@@ -70,5 +70,5 @@ def test_a_tiny_timeline(tmp_path: Path) -> None:
 def test_mistakes_name_the_argument(name: str, timeline: Timeline, tmp_path: Path) -> None:
     with pytest.raises(kvrsim.InputError) as caught:
         write_gantt(timeline, tmp_path / name, title="x")
-    assert caught.value.argument == "--plot"
+    assert caught.value.parameter == "plot"
     assert list(tmp_path.iterdir()) == []

@@ -153,5 +153,5 @@ def test_the_facade() -> None:
     assert found.lengths == (1024, 4096)
     assert found.bandwidths == (1e10, 3e11)
     assert len(found.to_frame()) == 2 * 2 * 2 * 3
-    with pytest.raises(InputError, match="--gpus"):
+    with pytest.raises(InputError, match="gpus"):
         kvrsim.map_strategies(ctx="1k", gpus=[])

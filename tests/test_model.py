@@ -269,7 +269,7 @@ def refusal(folder: Path, config: object) -> str:
     with pytest.raises(InputError) as caught:
         load(folder, config)
     message = str(caught.value)
-    assert message.startswith("--model ")
+    assert message.startswith("model ")
     assert "\n" not in message
     return message
 
@@ -338,7 +338,7 @@ def test_not_an_object_is_refused(tmp_path: Path) -> None:
 def test_truncated_json_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA)[:-5])
-    with pytest.raises(InputError, match=r"^--model: got '.*', accepted: a file of valid JSON"):
+    with pytest.raises(InputError, match=r"^model: got '.*', accepted: a file of valid JSON"):
         load_model(path)
 
 

@@ -439,5 +439,5 @@ def test_a_bad_origin_is_named(key: str, value: Any, message: str) -> None:
 
 
 def test_a_machine_without_a_link_asks_for_one() -> None:
-    with pytest.raises(InputError, match="--link: got 'nothing for a-cpu'"):
+    with pytest.raises(InputError, match="link: got 'nothing for a-cpu'"):
         fit([*other_rows(), *calls(SDPA, "sdpa")], ORIGIN)

@@ -48,7 +48,7 @@ def test_equal_chunks_are_equal_partitions(chunks: tuple[int, ...]) -> None:
 def test_every_rank_needs_a_token(chunks: tuple[int, ...]) -> None:
     with pytest.raises(InputError) as caught:
         Partition(chunk_lens=chunks)
-    assert caught.value.argument == "--partition"
+    assert caught.value.parameter == "partition"
 
 
 @pytest.mark.parametrize(
@@ -58,12 +58,12 @@ def test_every_rank_needs_a_token(chunks: tuple[int, ...]) -> None:
 def test_a_partition_fits_the_request(chunks: tuple[int, ...], accepted: str) -> None:
     with pytest.raises(InputError) as caught:
         Partition.of(chunks, num_tokens=10, num_ranks=3)
-    assert caught.value.argument == "--partition"
+    assert caught.value.parameter == "partition"
     assert accepted in caught.value.accepted
 
 
 def test_no_more_ranks_than_tokens() -> None:
     with pytest.raises(InputError) as caught:
         Partition.even(3, 4)
-    assert caught.value.argument == "--gpus"
+    assert caught.value.parameter == "gpus"
     assert Partition.even(4, 4).chunk_lens == (1, 1, 1, 1)

@@ -60,7 +60,7 @@ def fields(make: Any) -> dict[str, Any]:
 
 
 def read(fields: dict[str, Any]) -> CalibrationProfile:
-    return read_profile(JsonObject(fields=fields, where="--profile test.json"))
+    return read_profile(JsonObject(fields=fields, where="profile test.json"))
 
 
 def changed(fields: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def test_residual_may_be_absent(fields: dict[str, Any]) -> None:
 def test_writing_names_the_argument(fields: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         read(fields).write(tmp_path / "missing" / "profile.json")
-    assert caught.value.argument == "--output"
+    assert caught.value.parameter == "output"
 
 
 def test_comments_are_allowed(fields: dict[str, Any]) -> None:
@@ -148,7 +148,7 @@ def test_every_required_key_is_missed_by_its_path(fields: dict[str, Any]) -> Non
             read(changed(fields, path, ...))
             pytest.fail(f"{path} is not missed")
         named = path.replace(".seconds", ".rows").replace(".factors", ".sizes")  # as many: told of the other
-        assert caught.value.argument == f"--profile test.json: {named}"
+        assert caught.value.parameter == f"profile test.json: {named}"
 
 
 def test_optional_keys_may_be_absent(fields: dict[str, Any]) -> None:
@@ -277,7 +277,7 @@ def test_bad_values_are_named(path: str, values: list[Any], fields: dict[str, An
         with pytest.raises(InputError) as caught:
             read(changed(fields, path, value))
             pytest.fail(f"{path} may be {value!r}")
-        assert caught.value.argument.startswith(f"--profile test.json: {path}")
+        assert caught.value.parameter.startswith(f"profile test.json: {path}")
 
 
 UNKNOWN = (
@@ -294,7 +294,7 @@ def test_unknown_keys_are_named(path: str, fields: dict[str, Any]) -> None:
         read(changed(fields, path, 1))
     assert caught.value.value == path.split(".")[-1]
     if "." in path:
-        assert caught.value.argument.endswith(path.rsplit(".", 1)[0])
+        assert caught.value.parameter.endswith(path.rsplit(".", 1)[0])
 
 
 @pytest.mark.parametrize("content", ["", "[]", "7", "{", '{"schema_version": 1}', "null"])
@@ -303,11 +303,11 @@ def test_other_files_are_refused(content: str, tmp_path: Path) -> None:
     path.write_text(content)
     with pytest.raises(InputError) as caught:
         load_profile(path)
-    assert caught.value.argument.startswith("--profile")
+    assert caught.value.parameter.startswith("profile")
 
 
 @pytest.mark.parametrize("name", ["", "a100", "missing.json", pytest.param("x" * 5000, id="long"), "."])
 def test_names_that_are_no_profile(name: str) -> None:
     with pytest.raises(InputError) as caught:
         load_profile(name)
-    assert caught.value.argument.startswith("--profile")
+    assert caught.value.parameter.startswith("profile")

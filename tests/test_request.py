@@ -20,7 +20,7 @@ def test_defaults() -> None:
 def test_dtypes() -> None:
     assert {dtype: dtype_bytes(dtype) for dtype in DTYPES} == {"fp16": 2, "bf16": 2, "fp8": 1, "fp32": 4}
     assert Request(context_len=1, dtype="fp8").dtype_bytes == 1
-    with pytest.raises(InputError, match=r"^--dtype: got 'int8', accepted: fp16, bf16, fp8, fp32$"):
+    with pytest.raises(InputError, match=r"^dtype: got 'int8', accepted: fp16, bf16, fp8, fp32$"):
         dtype_bytes("int8")
 
 
@@ -34,24 +34,24 @@ def test_new_tokens(context_len: int, data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("fields", "argument"),
     [
-        ({"context_len": 0}, "--ctx"),
-        ({"context_len": -5}, "--ctx"),
-        ({"context_len": 1.5}, "--ctx"),
-        ({"context_len": float("nan")}, "--ctx"),
-        ({"context_len": True}, "--ctx"),
-        ({"context_len": "16k"}, "--ctx"),
-        ({"context_len": 2**40 + 1}, "--ctx"),
-        ({"context_len": 8, "batch": 0}, "--batch"),
-        ({"context_len": 8, "batch": 2**21}, "--batch"),
-        ({"context_len": 8, "cached_prefix": 8}, "--cached-prefix"),
-        ({"context_len": 8, "cached_prefix": -1}, "--cached-prefix"),
-        ({"context_len": 8, "dtype": "fp64"}, "--dtype"),
+        ({"context_len": 0}, "ctx"),
+        ({"context_len": -5}, "ctx"),
+        ({"context_len": 1.5}, "ctx"),
+        ({"context_len": float("nan")}, "ctx"),
+        ({"context_len": True}, "ctx"),
+        ({"context_len": "16k"}, "ctx"),
+        ({"context_len": 2**40 + 1}, "ctx"),
+        ({"context_len": 8, "batch": 0}, "batch"),
+        ({"context_len": 8, "batch": 2**21}, "batch"),
+        ({"context_len": 8, "cached_prefix": 8}, "cached_prefix"),
+        ({"context_len": 8, "cached_prefix": -1}, "cached_prefix"),
+        ({"context_len": 8, "dtype": "fp64"}, "dtype"),
     ],
 )
 def test_refused(fields: dict[str, Any], argument: str) -> None:
     with pytest.raises(InputError) as caught:
         Request(**fields)
-    assert caught.value.argument == argument
+    assert caught.value.parameter == argument
     assert "\n" not in str(caught.value)
 
 

@@ -140,20 +140,20 @@ def test_mistakes_name_the_argument() -> None:
     for stride in (0, -1, 34, 100):
         with pytest.raises(InputError) as caught:
             search(scenario, KVR, stride=stride)
-        assert caught.value.argument == "--stride"
+        assert caught.value.parameter == "stride"
     assert sum(search(scenario, KVR, stride=33).partition.chunk_lens) == 100
     with pytest.raises(InputError) as caught:
         search(scenario, KVR, method="exhaustive")
-    assert caught.value.argument == "--method"
+    assert caught.value.parameter == "method"
     crowded = scenario.on_gpus(101)
     for method in METHODS:
         with pytest.raises(InputError) as caught:
             search(crowded, KVR, method=method)
-        assert caught.value.argument == "--gpus"
+        assert caught.value.parameter == "gpus"
     cached, _ = kvrsim.make_scenario(ctx=100, cached_prefix=98, gpus=3)
     with pytest.raises(InputError) as caught:
         search(cached, KVR)
-    assert caught.value.argument == "--gpus"
+    assert caught.value.parameter == "gpus"
 
 
 @given(seed=SEEDS)

@@ -155,8 +155,8 @@ def test_names() -> None:
         assert strategy.name == name
         assert strategy.source
     with pytest.raises(kvrsim.InputError) as caught:
-        get_strategy("kvr", "--strategies")
-    assert caught.value.argument == "--strategies"
+        get_strategy("kvr", "strategies")
+    assert caught.value.parameter == "strategies"
 
 
 @pytest.mark.parametrize("name", ["tp2+kvr-s", "tp16+ring", "tp4+pp"])
@@ -174,8 +174,8 @@ def test_hybrids(name: str) -> None:
 )
 def test_what_is_no_hybrid(name: str) -> None:
     with pytest.raises(kvrsim.InputError) as caught:
-        get_strategy(name, "--strategies")
-    assert caught.value.argument == "--strategies"
+        get_strategy(name, "strategies")
+    assert caught.value.parameter == "strategies"
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_what_is_no_hybrid(name: str) -> None:
 def test_gpus_that_do_not_do(name: str, gpus: int, says: str) -> None:
     with pytest.raises(kvrsim.InputError, match=says) as caught:
         kvrsim.simulate(strategy=name, ctx="4k", gpus=gpus)
-    assert caught.value.argument == "--strategies"
+    assert caught.value.parameter == "strategies"
 
 
 def test_all_ranks_what_can_run() -> None:

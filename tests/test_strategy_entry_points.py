@@ -84,7 +84,7 @@ def test_what_is_wrong_with_an_entry_point_is_said(folder: Path, code: str, entr
     install(folder, code, entry)
     with pytest.raises(InputError, match=says) as caught:
         get_strategy("mine")
-    assert caught.value.argument == "entry point kvrsim.strategies: mine"
+    assert caught.value.parameter == "entry point kvrsim.strategies: mine"
 
 
 def test_an_unknown_name_lists_all(folder: Path) -> None:

@@ -250,19 +250,19 @@ def test_a_wrong_file_names_its_key(key: str, spoil: Any, tmp_path: Path) -> Non
     path.write_text(json.dumps(content))
     with pytest.raises(InputError) as caught:
         load_table(path)
-    assert key in caught.value.argument + caught.value.value * (key == "surprise")
-    assert str(path) in caught.value.argument
+    assert key in caught.value.parameter + caught.value.value * (key == "surprise")
+    assert str(path) in caught.value.parameter
 
 
 def test_what_the_table_has_not_got() -> None:
     table, _ = a_table(1)
     missing = max(table.gpu_counts) + 1
-    with pytest.raises(InputError, match="--gpus"):
+    with pytest.raises(InputError, match="gpus"):
         look_up(table, missing, 5000)
     several = max(table.gpu_counts)
-    with pytest.raises(InputError, match="--ctx"):
+    with pytest.raises(InputError, match="ctx"):
         look_up(table, several, table.setting.cached_prefix + several - 1)
-    with pytest.raises(InputError, match="--multiple"):
+    with pytest.raises(InputError, match="multiple"):
         look_up(table, several, table.setting.cached_prefix + 5000, multiple=5000)
 
 
@@ -278,4 +278,4 @@ def test_ranges() -> None:
 def test_wrong_ranges(text: str) -> None:
     with pytest.raises(InputError) as caught:
         parse_lengths(text, "--ctx")
-    assert caught.value.argument == "--ctx"
+    assert caught.value.parameter == "--ctx"

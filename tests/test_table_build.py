@@ -254,17 +254,17 @@ def test_the_facade_builds_tables() -> None:
 @pytest.mark.parametrize(
     ("argument", "wrong"),
     [
-        ("--ctx", {"ctx": []}),
-        ("--gpus", {"gpus": []}),
-        ("--gpus", {"gpus": "512", "ctx": "256"}),
-        ("--jobs", {"jobs": "many"}),
-        ("--model", {"model": "nothing"}),
+        ("ctx", {"ctx": []}),
+        ("gpus", {"gpus": []}),
+        ("gpus", {"gpus": "512", "ctx": "256"}),
+        ("jobs", {"jobs": "many"}),
+        ("model", {"model": "nothing"}),
     ],
 )
 def test_mistakes_name_the_argument(argument: str, wrong: dict[str, object]) -> None:
     with pytest.raises(kvrsim.InputError) as caught:
         kvrsim.build_table(**({"ctx": "512", "gpus": "2"} | wrong))  # type: ignore[arg-type]
-    assert caught.value.argument == argument
+    assert caught.value.parameter == argument
 
 
 def test_the_documents_keys_are_the_files(tables: dict[str, PartitionTable]) -> None:

@@ -128,7 +128,7 @@ def test_a_trace_appears_whole_or_not_at_all(
         patch.setattr("os.replace", full_disk)
         with pytest.raises(InputError) as caught:
             timeline.write_chrome_trace(path)
-    assert caught.value.argument == "--trace"
+    assert caught.value.parameter == "trace"
     assert path.read_text() == "what was there before"
     assert list(tmp_path.iterdir()) == [path]
     timeline.write_chrome_trace(path)
@@ -139,7 +139,7 @@ def test_a_trace_appears_whole_or_not_at_all(
 def test_a_missing_folder_is_named(timeline: Timeline, tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         timeline.write_chrome_trace(tmp_path / "missing" / "trace.json")
-    assert caught.value.argument == "--trace"
+    assert caught.value.parameter == "trace"
 
 
 def test_as_a_table(timeline: Timeline) -> None:

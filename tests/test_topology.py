@@ -148,7 +148,7 @@ def test_a_link_is_as_fast_as_its_best_message(seed: int, rate: float, latency: 
 def test_nothing_to_go_by_is_refused() -> None:
     rows = World(num_ranks=2).rows()
     together = [row for row in rows if row.messages > 1]
-    with pytest.raises(InputError, match="--links: got '0 such rows'"):
+    with pytest.raises(InputError, match="links: got '0 such rows'"):
         find_layout([], argument="--links")
     with pytest.raises(InputError, match="one message at a time"):
         measured_link(together, "mine")

@@ -270,41 +270,41 @@ def written(path: Path, content: str | bytes) -> Path:
 def test_json_that_is_not_an_object_is_refused(tmp_path: Path, content: str | bytes) -> None:
     path = written(tmp_path / "a.json", content)
     with pytest.raises(InputError) as caught:
-        JsonObject.read(path, "--model")
-    assert str(caught.value).startswith("--model: got '")
+        JsonObject.read(path, "model")
+    assert str(caught.value).startswith("model: got '")
     assert "\n" not in str(caught.value)
 
 
 def test_json_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none.json", Path("a\0b")):
-        with pytest.raises(InputError, match=r"^--model: "):
-            JsonObject.read(path, "--model")
+        with pytest.raises(InputError, match=r"^model: "):
+            JsonObject.read(path, "model")
 
 
 def test_json_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvrsim.units.MAX_FILE_BYTES", 10)
     with pytest.raises(InputError, match="at most"):
-        JsonObject.read(written(tmp_path / "a.json", '{"a": "0123456789"}'), "--model")
+        JsonObject.read(written(tmp_path / "a.json", '{"a": "0123456789"}'), "model")
 
 
 def test_json_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
     path = written(tmp_path / "a.json", b'\xef\xbb\xbf{"a": 1}')
-    assert JsonObject.read(path, "--model").integer("a") == 1
+    assert JsonObject.read(path, "model").integer("a") == 1
 
 
 def some_json(**fields: object) -> JsonObject:
-    return JsonObject(fields=fields, where="--model f.json")
+    return JsonObject(fields=fields, where="model f.json")
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, 4096.0, "4096", True, None, math.nan, [1], {}, 2**41])
 def test_json_integer_refused(value: object) -> None:
-    with pytest.raises(InputError, match=r"^--model f\.json: a: got"):
+    with pytest.raises(InputError, match=r"^model f\.json: a: got"):
         some_json(a=value).integer("a")
 
 
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, -math.inf, "1", True, None, 10**400])
 def test_json_number_refused(value: object) -> None:
-    with pytest.raises(InputError, match=r"^--model f\.json: a: got"):
+    with pytest.raises(InputError, match=r"^model f\.json: a: got"):
         some_json(a=value).number("a")
 
 

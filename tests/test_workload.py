@@ -48,9 +48,9 @@ def test_scaling_by_one_changes_nothing() -> None:
 
 
 def test_scaling_has_its_limits() -> None:
-    with pytest.raises(InputError, match="--rate-scale"):
+    with pytest.raises(InputError, match="rate_scale"):
         workload().scaled(1e6, np.random.default_rng(0))
-    with pytest.raises(InputError, match="--rate-scale"):
+    with pytest.raises(InputError, match="rate_scale"):
         workload(2).scaled(1e-9, np.random.default_rng(0))
 
 

@@ -101,7 +101,7 @@ def test_zero_lengths_are_left_out_and_disorder_is_mended(tmp_path: Path) -> Non
 def test_bad_lines_are_named(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(InputError, match=says) as caught:
         read_trace(written(tmp_path, text))
-    assert "--requests" in str(caught.value)
+    assert "requests" in str(caught.value)
 
 
 def test_a_named_format_is_insisted_on(tmp_path: Path) -> None:

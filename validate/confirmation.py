@@ -61,7 +61,7 @@ def main() -> None:
         words.append(f"--profile {chosen.profile.name}")
     command = " ".join(["python -m validate.confirmation", *words])
     text = page(sections, slept, skipped, command)
-    write_atomically(chosen.page, text.encode(), argument="--page")
+    write_atomically(chosen.page, text.encode(), argument="page")
     print(text)
 
 

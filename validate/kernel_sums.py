@@ -276,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = {study.profile: Recipe.read(study.profile, tables).rows() for study in STUDIES}
         sums = [one for study in STUDIES for one in kernel_sums(study, rows[study.profile])]
         ratios = [
-            Ratios.of(gpu, read_source(f"{tables / 'linear_per_layer.csv'}?gpu={gpu}", "--tables"), rows[profile])
+            Ratios.of(gpu, read_source(f"{tables / 'linear_per_layer.csv'}?gpu={gpu}", "tables"), rows[profile])
             for gpu, profile in (("A100", "a100-flash"), ("H100", "h100-flash"))
         ]
         write_atomically(PAGE, page(sums, ratios).encode(), argument="page")

@@ -155,14 +155,14 @@ def plot(result: dict[str, Any], path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=130)
-    write_atomically(path, image.getvalue(), argument="--report")
+    write_atomically(path, image.getvalue(), argument="report")
 
 
 def write_report(result: dict[str, Any], path: str | Path) -> None:
     """Write the page, and its plot beside it as NAME.png."""
     page = Path(path)
     plot(result, page.with_suffix(".png"))
-    write_atomically(page, report(result, page.with_suffix(".png").name).encode(), argument="--report")
+    write_atomically(page, report(result, page.with_suffix(".png").name).encode(), argument="report")
 
 
 def main() -> None:

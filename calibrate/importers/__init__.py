@@ -31,7 +31,7 @@ _MAX_SHOWN = 6
 
 
 def read_source(
-    text: str, argument: str = "--measurements", aiconfigurator_root: Path | None = None
+    text: str, argument: str = "measurements", aiconfigurator_root: Path | None = None
 ) -> list[Measurement]:
     """The measurements of one SOURCE, in its order; at least one.
 

@@ -51,7 +51,7 @@ _KERNEL_ORDER = ("decode", "fa3", "flash_att", "fa4", "trtllm", "flashinfer", "t
 _PRE_RELEASES = {"dev": -4, "a": -3, "b": -2, "rc": -1, "post": 1}
 
 
-def read_aiconfigurator(text: str, argument: str = "--measurements", root: Path | None = None) -> list[Measurement]:
+def read_aiconfigurator(text: str, argument: str = "measurements", root: Path | None = None) -> list[Measurement]:
     """Measurements of one system and framework: gemm, attention and, where it was measured, all_gather.
 
     `text` is the SOURCE with its prefix. `root` is the folder aiconfigurator_core of an unpacked wheel; None: of the
@@ -266,4 +266,4 @@ def _made(where: str, **fields: Any) -> Measurement:
     try:
         return Measurement(**fields)
     except InputError as error:
-        raise InputError(f"{where}: {error.argument}", error.value, error.accepted) from None
+        raise InputError(f"{where}: {error.parameter}", error.value, error.accepted) from None

@@ -84,7 +84,7 @@ def calibrate_all(
         for measured in done:
             measured.journal.remove()  # the next run measures anew; the CSV files stay
         advice = "measure again with nothing else running, or with more --minutes"
-        raise InputError(refusal.argument, refusal.value, f"{refusal.accepted}; {advice}") from None
+        raise InputError(refusal.parameter, refusal.value, f"{refusal.accepted}; {advice}") from None
     for measured in done:
         measured.journal.remove()
     if json:

@@ -13,7 +13,8 @@ import typer
 
 from kvrsim import __version__
 from kvrsim.cli.lazy import LazyGroup
-from kvrsim.errors import KvrsimError
+from kvrsim.cli.wording import as_options, command_of
+from kvrsim.errors import InputError, KvrsimError
 
 WRONG_USE = 2
 BUG = 70
@@ -61,6 +62,9 @@ def main(arguments: Sequence[str]) -> int:
         if code == INTERRUPTED:  # Typer has caught the Ctrl-C
             return _fail("interrupted", INTERRUPTED)
         return code if isinstance(code, int) else 0
+    except InputError as error:
+        command = command_of(arguments, typer.main.get_command(app))
+        return _fail(f"error: {as_options(error, command)}", error.exit_code)
     except KvrsimError as error:
         return _fail(f"error: {error}", error.exit_code)
     except (KeyboardInterrupt, typer.Abort):

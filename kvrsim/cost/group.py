@@ -131,10 +131,10 @@ def grouped_cluster(cluster: Cluster, size: int) -> Cluster:
         return replace(grouped, gpus_per_node=per_node // size)
     if size % per_node == 0:
         return replace(grouped, topology="switch", link=cluster.network, gpus_per_node=None, network=None)
-    raise InputError("--strategies", f"tp{size}", f"groups that nodes of {per_node} GPUs divide into, or the reverse")
+    raise InputError("strategies", f"tp{size}", f"groups that nodes of {per_node} GPUs divide into, or the reverse")
 
 
-def share_of(model: ModelSpec, size: int, argument: str = "--strategies") -> ModelSpec:
+def share_of(model: ModelSpec, size: int, argument: str = "strategies") -> ModelSpec:
     """What one of `size` GPUs holds of a model (Shoeybi et al., 2019; GQA: a KV head lies on several GPUs).
 
     Columns of Q, K, V, gate and up, rows of the projections back, rows of the embedding and the head; norms whole.

@@ -150,7 +150,7 @@ class RooflineCost:
         """Limits of one GPU in one dtype; InputError where the GPU has no such arithmetic."""
         peak_flops = dict(gpu.peak_flops).get(dtype)
         if peak_flops is None:
-            raise InputError("--dtype", dtype, f"what {gpu.name} computes in: {', '.join(dict(gpu.peak_flops))}")
+            raise InputError("dtype", dtype, f"what {gpu.name} computes in: {', '.join(dict(gpu.peak_flops))}")
         return cls(gpu=gpu, kernel=kernel, batch=batch, element_bytes=element_bytes, peak_flops=peak_flops)
 
     def row_cost(self, products: tuple[Product, ...], steps: tuple[Traffic, ...]) -> Callable[[Array], Array]:

@@ -21,12 +21,12 @@ INTERFACE_NAME = "kvrsim_chunk_attention"
 def use_flash(model: Any) -> None:
     """Let a model, loaded with "sdpa", run `chunk_attention`.
 
-    Raises InputError naming `--attention` for ALiBi, whose biases these kernels do not take.
+    Raises InputError naming `attention` for ALiBi, whose biases these kernels do not take.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     if getattr(model.config, "alibi", False):
-        raise InputError("--attention", "flash", "eager or sdpa for a model with ALiBi")
+        raise InputError("attention", "flash", "eager or sdpa for a model with ALiBi")
     if model.config.model_type == "falcon":
         model.base_model.register_forward_pre_hook(_hand_in_mask, with_kwargs=True)
     else:

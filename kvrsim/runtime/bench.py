@@ -90,7 +90,7 @@ def measure(
     several hosts share no clock, there it is the last rank's own start. Every rank returns the same report.
     """
     if repeats < 1:
-        raise InputError("--repeats", repeats, "at least 1")
+        raise InputError("repeats", repeats, "at least 1")
     prefills = [Prefill(forward, transport, plan) for plan in plans]
     prompts = [random_prompt(vocab_size, plan, seed).to(forward.geometry.device) for plan in plans]
     one_host = is_one_host(transport)

@@ -27,9 +27,9 @@ class EmulatedLink:
 
     def __post_init__(self) -> None:
         if not self.bandwidth_bytes_per_s > 0:
-            raise InputError("--link-bandwidth", self.bandwidth_bytes_per_s, "more than 0 bytes/s")
+            raise InputError("link_bandwidth", self.bandwidth_bytes_per_s, "more than 0 bytes/s")
         if not self.latency_s >= 0:
-            raise InputError("--link-latency", self.latency_s, "at least 0 seconds")
+            raise InputError("link_latency", self.latency_s, "at least 0 seconds")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +105,7 @@ class EmulatedTransport:
 
     def __init__(self, inner: Transport, link: EmulatedLink, traffic: SideTraffic | None = None) -> None:
         if inner.name == "nccl":
-            raise InputError("--backend", "nccl", "gloo under an emulated link: the host waits for messages")
+            raise InputError("backend", "nccl", "gloo under an emulated link: the host waits for messages")
         self.inner, self.rank, self.size = inner, inner.rank, inner.size
         self.name = f"emulated {link.bandwidth_bytes_per_s * 8e-9:g} Gbit/s, {link.latency_s * 1e6:g} us"
         self.egress = Egress(link, traffic, (inner.rank, neighbour(inner, 1)), time.monotonic())

@@ -78,7 +78,7 @@ class Geometry:
     def of(cls, model: Any) -> Geometry:
         """The geometry of a Hugging Face model for causal language modelling.
 
-        Raises InputError naming `--model` where the runtime does not support the architecture.
+        Raises InputError naming `model` where the runtime does not support the architecture.
         """
         config = model.config
         family_of(config.model_type)
@@ -142,14 +142,14 @@ class Geometry:
         """The module that projects the attention's output: attention ends where it begins."""
         return getattr(self.attention_of(layer), self.family.output_projection)
 
-    def check_context(self, context_len: int, argument: str = "--ctx") -> None:
+    def check_context(self, context_len: int, argument: str = "ctx") -> None:
         """Raise InputError where a sliding window would hide part of the context."""
         if self.sliding_window is not None and self.sliding_window < context_len:
             accepted = f"at most {self.sliding_window} tokens, the sliding window: the runtime sends whole KV caches"
             raise InputError(argument, context_len, accepted)
 
 
-def family_of(model_type: str, argument: str = "--model") -> Family:
+def family_of(model_type: str, argument: str = "model") -> Family:
     """Where the architecture keeps its parts; raises InputError where the runtime does not know it."""
     if model_type not in FAMILIES:
         accepted = f"an architecture that the runtime supports: {', '.join(FAMILIES)}"
@@ -161,7 +161,7 @@ def _attention_of(model: Any) -> Attention:
     """The kernel that `load_model` was asked for."""
     chosen = getattr(model, "kvrsim_attention", None) or model.config._attn_implementation
     if chosen not in ATTENTIONS:
-        raise InputError("--attention", chosen, "one of " + ", ".join(ATTENTIONS))
+        raise InputError("attention", chosen, "one of " + ", ".join(ATTENTIONS))
     return chosen  # type: ignore[no-any-return]
 
 
@@ -179,7 +179,7 @@ def _check_rope(config: Any) -> None:
     kind = rope.get("rope_type", "default")
     if kind not in _STATIC_ROPE and not getattr(config, "alibi", False):
         accepted = f"one of {', '.join(_STATIC_ROPE)}: others rotate a chunk otherwise than the whole context"
-        raise InputError("--model: rope_type", kind, accepted)
+        raise InputError("model: rope_type", kind, accepted)
 
 
 def load_model(
@@ -199,9 +199,9 @@ def load_model(
     Raises InputError where the file, its architecture or the kernel cannot be used.
     """
     if attention not in ATTENTIONS:
-        raise InputError("--attention", attention, "one of " + ", ".join(ATTENTIONS))
+        raise InputError("attention", attention, "one of " + ", ".join(ATTENTIONS))
     if dtype not in DTYPES:
-        raise InputError("--dtype", dtype, "one of " + ", ".join(DTYPES))
+        raise InputError("dtype", dtype, "one of " + ", ".join(DTYPES))
     fields = _fields(config)
     model = _build(fields, DTYPES[dtype], device, attention, seed, init_std)
     if attention == "flash":
@@ -212,9 +212,9 @@ def load_model(
 
 def _fields(config: str | Path | Mapping[str, object]) -> dict[str, Any]:
     """The keys of the config.json, those that are comments left out; checked as the simulator checks them."""
-    source = JsonObject(fields=config, where="--model") if isinstance(config, Mapping) else None
+    source = JsonObject(fields=config, where="model") if isinstance(config, Mapping) else None
     if source is None:
-        source = JsonObject.read(config_path(str(config), "--model"), "--model")
+        source = JsonObject.read(config_path(str(config), "model"), "model")
     family_of(str(source.fields.get("model_type", "nothing")))
     read_config(source, "model")
     return {key: value for key, value in source.fields.items() if not key.startswith("_")}

@@ -27,10 +27,10 @@ def devices(device: str, threads: int) -> int:
 def chosen_device(device: str) -> str:
     """The device, auto: cuda where there is one; InputError where it is none or not there."""
     if device not in ("auto", "cpu", "cuda"):
-        raise InputError("--device", device, "auto, cpu or cuda")
+        raise InputError("device", device, "auto, cpu or cuda")
     there = num_gpus() > 0
     if device == "cuda" and not there:
-        raise InputError("--device", device, "cpu: torch sees no GPU here")
+        raise InputError("device", device, "cpu: torch sees no GPU here")
     return ("cuda" if there else "cpu") if device == "auto" else device
 
 

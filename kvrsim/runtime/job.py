@@ -34,7 +34,7 @@ class ModelChoice:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise InputError("--dtype", self.dtype, "what the runtime computes in: " + ", ".join(DTYPES))
+            raise InputError("dtype", self.dtype, "what the runtime computes in: " + ", ".join(DTYPES))
 
     def load(self, device: torch.device | str | None = None) -> Any:
         """The Hugging Face model, on the device of the rank."""
@@ -96,11 +96,11 @@ def linked_by(transport: Transport, link: EmulatedLink | None, traffic: SideTraf
     """
     if link is None:
         if traffic is not None:
-            raise InputError("--side-traffic", traffic.share, "nothing without --link-bandwidth: links are emulated")
+            raise InputError("side_traffic", traffic.share, "nothing without `link_bandwidth`: links are emulated")
         return transport
     hosts = set(transport.exchange(platform.node()))
     if len(hosts) > 1:
-        raise InputError("--link-bandwidth", f"ranks on {len(hosts)} hosts", "ranks of one host, which share a clock")
+        raise InputError("link_bandwidth", f"ranks on {len(hosts)} hosts", "ranks of one host, which share a clock")
     return EmulatedTransport(transport, link, traffic)
 
 

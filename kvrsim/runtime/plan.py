@@ -20,7 +20,7 @@ RUN_STRATEGIES: Mapping[str, RunStrategy] = MappingProxyType(
 )
 
 
-def run_strategy(name: str, argument: str = "--strategy") -> RunStrategy:
+def run_strategy(name: str, argument: str = "strategy") -> RunStrategy:
     """How ranks run a strategy; raises InputError, naming `argument`, for one that the runtime cannot run."""
     if name not in RUN_STRATEGIES:
         raise InputError(argument, name, f"what the runtime runs: {', '.join(RUN_STRATEGIES)}")
@@ -40,9 +40,9 @@ class RunPlan:
 
     def __post_init__(self) -> None:
         if self.strategy == "single" and len(self.partition.chunk_lens) != 1:
-            raise InputError("--partition", _shown(self.partition), "one chunk for one GPU")
+            raise InputError("partition", _shown(self.partition), "one chunk for one GPU")
         if self.batch < 1:
-            raise InputError("--batch", self.batch, "at least 1 prompt")
+            raise InputError("batch", self.batch, "at least 1 prompt")
         if self.receives_ahead is not None and self.receives_ahead < 1:
             raise InputError("receives_ahead", self.receives_ahead, "at least 1 layer: messages move once posted")
 
@@ -64,7 +64,7 @@ class RunPlan:
         """
         chunks = len(self.partition.chunk_lens)
         if chunks > size or (self.strategy == "tsp" and chunks != size):
-            raise InputError("--partition", _shown(self.partition), f"a chunk a rank, of which there are {size}")
+            raise InputError("partition", _shown(self.partition), f"a chunk a rank, of which there are {size}")
         first = size - chunks
         return rank - first if rank >= first else None
 
@@ -72,9 +72,7 @@ class RunPlan:
         """Raise InputError where the model cannot run this plan."""
         geometry.check_context(self.context_len)
         if self.strategy == "tsp" and self.tsp_keys == "dense" and geometry.attention == "flash":
-            raise InputError(
-                "--attention", "flash", "eager or sdpa for dense TSP: flash leaves out what dense computes"
-            )
+            raise InputError("attention", "flash", "eager or sdpa for dense TSP: flash leaves out what dense computes")
 
 
 def even_plans(context_len: int, num_ranks: int, *, batch: int = 1) -> list[RunPlan]:

@@ -42,9 +42,9 @@ class Launch:
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
-            raise InputError("--gpus", self.num_ranks, "at least 1 rank")
+            raise InputError("gpus", self.num_ranks, "at least 1 rank")
         if self.device == "cuda" and not torch.cuda.is_available():
-            raise InputError("--device", "cuda", "cpu: torch sees no GPU here")
+            raise InputError("device", "cuda", "cpu: torch sees no GPU here")
 
 
 def launch(function: RankFunction, *arguments: Any, how: Launch, on_progress: OnProgress | None = None) -> list[Any]:
@@ -66,7 +66,7 @@ def _as_one_rank(
     """This process is one of torchrun's."""
     size = int(os.environ["WORLD_SIZE"])
     if size != how.num_ranks:
-        raise InputError("--gpus", how.num_ranks, f"{size}, the number of processes that torchrun has started")
+        raise InputError("gpus", how.num_ranks, f"{size}, the number of processes that torchrun has started")
     rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
     transport = None
     try:

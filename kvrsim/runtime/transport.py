@@ -118,7 +118,7 @@ class DistributedTransport:
         self.watcher, self.on_progress = watcher, on_progress
         self.backend: Backend = backend or default_backend(device, size)
         if self.backend == "nccl" and device.type != "cuda":
-            raise InputError("--backend", "nccl", "gloo on a CPU")
+            raise InputError("backend", "nccl", "gloo on a CPU")
         self.staged = self.backend == "gloo" and device.type == "cuda"
         self.name: str = "gloo through host memory" if self.staged else self.backend
         timeout = timedelta(seconds=timeout_s)

@@ -49,7 +49,7 @@ _IN_HYBRIDS = (
 )  # of those that `all` stands for; any but single and tp may be asked for
 
 
-def get_strategy(name: str, argument: str = "--strategy") -> Strategy:
+def get_strategy(name: str, argument: str = "strategy") -> Strategy:
     """The strategy of that name: kvrsim's, another package's, or a hybrid such as tp8+kvr-s.
 
     Raises InputError naming `argument` where there is none.

@@ -124,7 +124,7 @@ def _about_table(scenario: Scenario, table: PartitionTable | None, sizes: Sequen
         return []
     if missing := [size for size in sizes if size > 1 and size not in table.gpu_counts]:
         has = ", ".join(map(str, table.gpu_counts))
-        raise InputError("--group-sizes", missing[0], f"1 and the numbers of GPUs that the table has: {has}")
+        raise InputError("group_sizes", missing[0], f"1 and the numbers of GPUs that the table has: {has}")
     asked = replace(scenario, request=replace(scenario.request, cached_prefix=table.setting.cached_prefix))
     others = table.setting.differences(asked)
     return [f"kvr-p: the table was made for another setting: {'; '.join(others)}"] if others else []

@@ -26,7 +26,7 @@ _STEPS = 1000  # of the queue's curve
 Panel = Callable[["Axes", CapacityPlan], None]
 
 
-def write_plot(plan: CapacityPlan, path: str | Path, argument: str = "--plot") -> None:
+def write_plot(plan: CapacityPlan, path: str | Path, argument: str = "plot") -> None:
     """All panels in one picture, PNG, SVG or PDF by the path's suffix; InputError where it cannot be written."""
     suffix = check_suffix(path)
     write_atomically(path, picture(plan, tuple(PANELS.values()), suffix[1:]), argument=argument)

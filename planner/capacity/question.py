@@ -63,43 +63,43 @@ def make_question(
 ) -> Question:
     """Check everything and read the requests; raises InputError naming the command line's argument."""
     for value, argument, choices in (
-        (decode, "--decode", DECODES),
-        (objective, "--objective", OBJECTIVES),
-        (order, "--order", ORDERS),
+        (decode, "decode", DECODES),
+        (objective, "objective", OBJECTIVES),
+        (order, "order", ORDERS),
     ):
         if value not in choices:
             raise InputError(argument, value, f"one of {', '.join(choices)}")
     sizes = _sizes(group_sizes)
-    most = DEFAULT_MAX_GPUS if max_gpus is None else _whole(max_gpus, "--max-gpus")
+    most = DEFAULT_MAX_GPUS if max_gpus is None else _whole(max_gpus, "max_gpus")
     if min(sizes) > most:
-        raise InputError("--max-gpus", most, f"at least the {min(sizes)} GPUs of the smallest group")
+        raise InputError("max_gpus", most, f"at least the {min(sizes)} GPUs of the smallest group")
     sizes = tuple(size for size in sizes if size <= most)
     prices = _prices(price_per_gpu_hour, sizes)
     if objective == "cost" and not prices:
-        raise InputError("--objective", objective, "with --price-per-gpu-hour")
+        raise InputError("objective", objective, "with `price_per_gpu_hour`")
     share, factor = _slow(slow_groups)
-    target = Target(slo_s=_seconds(slo_ttft, "--slo-ttft"), percentile=_number(percentile, "--percentile", most=100))
+    target = Target(slo_s=_seconds(slo_ttft, "slo_ttft"), percentile=_number(percentile, "percentile", most=100))
     decoding = _decoding(decode, tpot)
     conditions = Conditions(
         order=cast("Order", order),
         slow_share=share,
         slow_factor=factor,
-        mtbf_s=None if mtbf is None else _seconds(mtbf, "--mtbf"),
-        repair_s=_seconds(repair, "--repair"),
+        mtbf_s=None if mtbf is None else _seconds(mtbf, "mtbf"),
+        repair_s=_seconds(repair, "repair"),
         seed=seed,
     )
     return Question(
         source=Source.of(
             requests,
-            rate_scale=_number(rate_scale, "--rate-scale", most=1e6),
-            time_compression=_number(time_compression, "--time-compression", most=1e6),
+            rate_scale=_number(rate_scale, "rate_scale", most=1e6),
+            time_compression=_number(time_compression, "time_compression", most=1e6),
         ),
         target=target,
         limits=Limits(sizes=sizes, max_gpus=most, prices=prices, by_cost=objective == "cost"),
         conditions=conditions,
         decoding=decoding,
-        pack_tokens=0 if batch_tokens is None else _length(batch_tokens, "--batch-tokens"),
-        replications=_whole(replications, "--replications"),
+        pack_tokens=0 if batch_tokens is None else _length(batch_tokens, "batch_tokens"),
+        replications=_whole(replications, "replications"),
         seed=seed,
         sure=sure,
         mixed=not uniform_only,
@@ -109,22 +109,22 @@ def make_question(
 def _decoding(decode: str, tpot: float | str | None) -> Decoding:
     if decode == "separate":
         if tpot is not None:
-            raise InputError("--tpot", tpot, "only with --decode last-gpu")
+            raise InputError("tpot", tpot, "only with `decode` last-gpu")
         return Decoding()
     if tpot is None:
-        raise InputError("--tpot", "nothing", "the time per output token, such as 30ms, with --decode last-gpu")
-    return Decoding(seconds_per_token=_seconds(tpot, "--tpot"))
+        raise InputError("tpot", "nothing", "the time per output token, such as 30ms, with `decode` last-gpu")
+    return Decoding(seconds_per_token=_seconds(tpot, "tpot"))
 
 
 def _sizes(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
-    sizes = {parse_count(part, "--group-sizes", maximum=_MOST_GPUS_A_GROUP) for part in parts}
+    sizes = {parse_count(part, "group_sizes", maximum=_MOST_GPUS_A_GROUP) for part in parts}
     return tuple(sorted(sizes))
 
 
 def _prices(given: float | str | Mapping[int, float] | None, sizes: tuple[int, ...]) -> dict[int, float]:
     """A price for all, or one a group size: "1=2.0,2=2.0,4=2.4,8=3.1"."""
-    argument = "--price-per-gpu-hour"
+    argument = "price_per_gpu_hour"
     if given is None:
         return {}
     if isinstance(given, Mapping):
@@ -149,9 +149,9 @@ def _slow(text: str | None) -> tuple[float, float]:
     share, mark, factor = text.partition(":")
     accepted = "a share of the groups and how many times as long they take, such as 10%:1.3"
     if not mark or not share.strip().endswith("%"):
-        raise InputError("--slow-groups", text, accepted)
-    percent = _number(share.strip()[:-1], "--slow-groups", most=100)
-    return percent / 100, _number(factor, "--slow-groups", most=1000)
+        raise InputError("slow_groups", text, accepted)
+    percent = _number(share.strip()[:-1], "slow_groups", most=100)
+    return percent / 100, _number(factor, "slow_groups", most=1000)
 
 
 def _number(value: float | str, argument: str, *, most: float) -> float:

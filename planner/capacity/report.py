@@ -24,7 +24,7 @@ _COLUMNS = ("fleet", "GPUs", "p50", "p95", "p99", "longest", "in time", "utilisa
 UNSERVED = "unserved"  # in the place of a percentile that lies among requests that no group serves
 
 
-def write_report(plan: CapacityPlan, path: str | Path, argument: str = "--html") -> None:
+def write_report(plan: CapacityPlan, path: str | Path, argument: str = "html") -> None:
     """Write the file, whole or not at all; InputError naming the argument where it cannot be written."""
     write_atomically(path, html(plan).encode(), argument=argument)
 

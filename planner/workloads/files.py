@@ -41,7 +41,7 @@ _ACCEPTED = (
 _MAX_ARRIVAL_S = 1e10
 
 
-def read_trace(path: str, kind: str | None = None, argument: str = "--requests") -> Workload:
+def read_trace(path: str, kind: str | None = None, argument: str = "requests") -> Workload:
     """Read a trace whose format its header tells.
 
     kind: "azure" or "mooncake", which then must be it (or this project's columns). Zero-length contexts are left

@@ -48,7 +48,7 @@ class Synthetic:
     max_context: int  # tokens
 
     @classmethod
-    def parse(cls, text: str, argument: str = "--requests") -> Synthetic:
+    def parse(cls, text: str, argument: str = "requests") -> Synthetic:
         """Read a specification such as "poisson,rate=4,requests=20000,context=lognormal:2k:1.1"."""
         arrivals, *pairs = [part.strip() for part in text.split(",")]
         if arrivals not in ARRIVALS:
@@ -86,7 +86,7 @@ class Synthetic:
             return round(expected)
         return parse_count(values.get("requests", "20000"), f"{argument}: requests", maximum=MAX_REQUESTS)
 
-    def scaled(self, factor: float, argument: str = "--rate-scale") -> Synthetic:
+    def scaled(self, factor: float, argument: str = "rate_scale") -> Synthetic:
         """`factor` times as many requests in the same time."""
         requests = round(self.requests * factor)
         if not 1 <= requests <= MAX_REQUESTS:

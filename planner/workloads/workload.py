@@ -75,7 +75,7 @@ class Workload:
         if factor == 1:
             return self
         if len(self) * factor > MAX_REQUESTS:
-            raise InputError("--rate-scale", f"{factor:g}", f"at most {MAX_REQUESTS} requests in all")
+            raise InputError("rate_scale", f"{factor:g}", f"at most {MAX_REQUESTS} requests in all")
         copies, rest = int(factor), factor - int(factor)
         period_s = self.duration_s * (1 + 1 / max(1, len(self) - 1))  # a mean gap between the last and the first
         times, picks = [], []
@@ -88,7 +88,7 @@ class Workload:
             picks.append(kept)
         arrival_s, pick = np.concatenate(times), np.concatenate(picks)
         if not len(pick):
-            raise InputError("--rate-scale", f"{factor:g}", "a factor that leaves at least one request")
+            raise InputError("rate_scale", f"{factor:g}", "a factor that leaves at least one request")
         order = np.argsort(arrival_s, kind="stable")
         arrival_s, pick = arrival_s[order], pick[order]
         how = "copies turned in time by random offsets" if copies > 1 or (copies and rest) else "a random sample"

@@ -242,7 +242,7 @@ def test_a_rank_that_fails_is_a_reason_too(folder: Path) -> None:
 
 
 def test_what_only_the_ranks_can_tell_is_still_the_users_mistake() -> None:
-    fault = Fault(rank=0, kind="input", message="--model: rope_type: got 'dynamic'")
+    fault = Fault(rank=0, kind="input", message="model: rope_type: got 'dynamic'")
     assert RankError([fault]).exit_code == 2
     assert RankError([Fault(rank=1, kind="died", message="killed"), fault]).exit_code == 1
 

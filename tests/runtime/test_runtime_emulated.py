@@ -57,14 +57,14 @@ def test_others_take_their_share_of_a_link() -> None:
 @pytest.mark.parametrize(
     ("settings", "option"),
     [
-        ({"bandwidth_bytes_per_s": 0}, "--link-bandwidth"),
-        ({"bandwidth_bytes_per_s": 1, "latency_s": -1}, "--link-latency"),
+        ({"bandwidth_bytes_per_s": 0}, "link_bandwidth"),
+        ({"bandwidth_bytes_per_s": 1, "latency_s": -1}, "link_latency"),
     ],
 )
 def test_a_link_that_cannot_be_is_refused(settings: dict[str, float], option: str) -> None:
     with pytest.raises(InputError) as error:
         EmulatedLink(**settings)
-    assert error.value.argument == option
+    assert error.value.parameter == option
 
 
 @pytest.mark.parametrize("settings", [{"share": 1.0, "message_bytes": 1}, {"share": 0.1, "message_bytes": 0}])
