@@ -2,12 +2,12 @@
 
 Models mask: they compute all chunk × (prefix + chunk) scores, then hide those to the right of the diagonal.
 Here the prefix is attended to in full, the chunk causally. On the CPU these are two calls, joined by the
-log of their softmax sums; on CUDA it is one kernel with the mask aligned to the lower right corner.
+log of their softmax sums; on CUDA it is one kernel whose causal mask is aligned to the lower right corner.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as functional
@@ -16,6 +16,8 @@ from kvrsim.errors import InputError
 
 # Without the word "flash", by which transformers knows its own kernels.
 INTERFACE_NAME = "kvrsim_chunk_attention"
+_FLASH_WIDTH = 8  # of which a head's width must be a multiple
+_CAUSAL_FROM_BOTTOM_RIGHT = 2  # CustomMaskType of torch's memory-efficient kernel
 
 
 def use_flash(model: Any) -> None:
@@ -75,12 +77,62 @@ def _flash_cpu(query: Any, key: Any, value: Any, scale: float | None, *, causal:
 
 
 def _on_cuda(query: Any, key: Any, value: Any, scale: float | None) -> Any:
-    """torch's kernels with a causal mask aligned to the lower right corner, which is not written out."""
-    from torch.nn.attention.bias import causal_lower_right
+    """One of torch's kernels whose causal mask is aligned to the lower right corner.
 
-    key, value = _repeated(key, query.shape[1]), _repeated(value, query.shape[1])
-    mask = causal_lower_right(query.shape[2], key.shape[2])
-    return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    The kernels are called directly: torch.nn.attention.bias.CausalBias, which calls the same ones, allocates 2 c S
+    floats of host memory in each call.
+    """
+    kernel = _cuda_kernel(query, key, value)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if kernel == "flash":
+        return _flash_cuda(query, key, value, scale)
+    if kernel == "efficient":
+        return _efficient_cuda(query, key, value, scale)
+    seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+    mask = seen.tril_(key.shape[2] - query.shape[2])
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
+
+
+def _cuda_kernel(query: Any, key: Any, value: Any) -> Literal["flash", "efficient", "dense"]:
+    """What the device, the dtype and the head's width allow; dense: with the mask written out, on the device."""
+    from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
+
+    if can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True)):
+        return "flash"
+    key, value = (_repeated(part[:, :, :1], query.shape[1]) for part in (key, value))
+    if can_use_efficient_attention(SDPAParams(query, key, value, None, 0.0, False, False)):
+        return "efficient"
+    return "dense"
+
+
+def _flash_cuda(query: Any, key: Any, value: Any, scale: float) -> Any:
+    """FlashAttention, which takes K and V of fewer heads as they are; its causal mask is aligned to the lower right."""
+    dim = query.shape[-1]
+    if dim % _FLASH_WIDTH:
+        padding = (0, -dim % _FLASH_WIDTH)
+        query, key, value = (functional.pad(part, padding) for part in (query, key, value))
+    out = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key, value, dropout_p=0.0, is_causal=True, return_debug_mask=False, scale=scale
+    )[0]
+    return out[..., :dim] if dim % _FLASH_WIDTH else out
+
+
+def _efficient_cuda(query: Any, key: Any, value: Any, scale: float) -> Any:
+    """The memory-efficient kernel, for fp32: [B, S, H, D], as many heads of K and V as of queries."""
+    heads = query.shape[1]
+    parts = (part.transpose(1, 2) for part in (query, _repeated(key, heads), _repeated(value, heads)))
+    out = torch.ops.aten._efficient_attention_forward(
+        *parts,
+        bias=None,
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+        max_seqlen_q=None,
+        max_seqlen_k=None,
+        dropout_p=0.0,
+        custom_mask_type=_CAUSAL_FROM_BOTTOM_RIGHT,
+        scale=scale,
+    )[0]
+    return out.transpose(1, 2)
 
 
 def _repeated(kv: Any, heads: int) -> Any:
