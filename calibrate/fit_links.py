@@ -9,6 +9,7 @@ from statistics import geometric_mean
 import numpy as np
 
 from calibrate.fitted import Comparison, Fitted, Some, Unknown, column, left_out, seen_of, solve, sources_of
+from calibrate.link_points import RING
 from calibrate.measurement import Measurement
 from kvrsim.hardware import LinkSpec
 from kvrsim.program import Array
@@ -70,7 +71,7 @@ def fit_all_gather(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[Gather
 
     `crossed` leaves sizes out, a tenth at a time; counts of ranks are left out among the checks.
     """
-    found, kernel = _fastest(usable_link_rows(rows, "all_gather"))
+    found, why = _fastest(usable_link_rows(rows, "all_gather"))
     nbytes, ranks, seconds = (column(found, name) for name in ("bytes", "ranks", "median_s"))
     peak, latency_s = link.bandwidth_bytes_per_s, link.latency_s
     longest_s = max(1e-3, 10 * latency_s)
@@ -100,11 +101,12 @@ def fit_all_gather(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[Gather
     promised = [_large(one, large) for one in (crossed(nbytes, "sizes"), *others)]
     return Fitted(
         rates=rates,
-        source=sources_of(found) + kernel,
+        source=sources_of(found) + why,
         own=own,
         crossed=promised[0],
         checks=(*own.by(nbytes, _CLASSES, "bytes"), *promised[1:]),
         seen=seen_of(found, ("bytes", "ranks")),
+        gather="ring" if found[0].kernel.endswith(RING) else "collective",
     )
 
 

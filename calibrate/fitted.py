@@ -13,7 +13,7 @@ import numpy.typing as npt
 from calibrate.measurement import Measurement
 from kvrsim.errors import InputError
 from kvrsim.hardware import GpuSpec
-from kvrsim.profile import DEVIATES_OF_80_PERCENT, OperationFit
+from kvrsim.profile import DEVIATES_OF_80_PERCENT, Gather, OperationFit
 from kvrsim.program import Array
 from kvrsim.request import dtype_bytes
 
@@ -243,6 +243,7 @@ class Fitted(Generic[Rates]):
     interpolated: Comparison | None = None  # the same for shapes whose times the profile keeps
     checks: tuple[Comparison, ...] = ()  # more lines of the report: classes of size, other ways to leave out
     seen: Mapping[str, tuple[float, float]]  # smallest and largest of each size
+    gather: Gather | None = None  # of all-gathers: how they worked
 
     @property
     def operation(self) -> OperationFit:
@@ -256,6 +257,7 @@ class Fitted(Generic[Rates]):
             log_sd=crossed.log_sd,
             interpolated_log_sd=self.interpolated.errors().log_sd if self.interpolated else None,
             seen=self.seen,
+            gather=self.gather,
         )
 
     def lines(self) -> list[Errors]:

@@ -113,6 +113,9 @@ class Residual:
     num_rows: int
 
 
+Gather = Literal["ring", "collective"]  # an all-gather: sends between neighbours, or the backend's own
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperationFit:
     """How well one kind of operation is known."""
@@ -124,6 +127,7 @@ class OperationFit:
     log_sd: float  # spread of log(predicted / measured) on rows left out, four in five within 1.28: makes intervals
     interpolated_log_sd: float | None = None  # the same for shapes that the profile has times of; None: it has none
     seen: Mapping[str, tuple[float, float]]  # smallest and largest of each size that was measured, such as "chunk"
+    gather: Gather | None = None  # how the all-gathers that were fitted worked; None: not known, or none are
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -305,7 +309,17 @@ def _read_operation(data: JsonObject) -> OperationFit:
             data.number("interpolated_log_sd", allow_zero=True, maximum=10) if data.has("interpolated_log_sd") else None
         ),
         seen={key: _read_span(seen, key) for key in seen.fields},
+        gather=_read_gather(data),
     )
+
+
+def _read_gather(data: JsonObject) -> Gather | None:
+    if not data.has("gather"):
+        return None
+    match data.text("gather"):
+        case ("ring" | "collective") as gather:
+            return gather
+    raise data.error("gather", '"ring" or "collective"')
 
 
 def _read_span(data: JsonObject, key: str) -> tuple[float, float]:

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvrsim.errors import InputError
+from kvrsim.profile import Gather
 from kvrsim.results import Plan
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
 from kvrsim.timeline import Timeline
 from planner.confirm_candidates import Named, candidates_of
-from planner.confirm_hardware import Gather, Hardware, gather_of, other_device, run_plan
+from planner.confirm_hardware import Hardware, gather_of, other_device, run_plan
 from planner.confirm_pace import Pace, at_pace, pace_of, pace_tokens
 from planner.confirm_result import Candidate, Confirmation, Mode, Targets
 from planner.confirm_virtual import composed_s, composed_timeline

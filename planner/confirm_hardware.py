@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from kvrsim.errors import InputError
 from kvrsim.partition import Partition
-from kvrsim.profile import CalibrationProfile
+from kvrsim.profile import CalibrationProfile, Gather
 from kvrsim.scenario import Scenario
 
 if TYPE_CHECKING:
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from kvrsim.runtime.plan import RunPlan
     from kvrsim.runtime.spawn import Launch
 
-_FITTED_TO = re.compile(r"\((\w+), (?:faster|measured)")  # as calibrate names the kernel that it has chosen
-Gather = Literal["ring", "collective"]
 _PATIENCE_S = 60.0  # at least, that a rank waits for a message
 _SLOWER = 6.0  # times as long as predicted, after which nobody waits on
 _START_S = 120.0  # for processes to start and models to be made
@@ -132,10 +130,9 @@ def run_plan(scenario: Scenario, strategy: str, partition: Partition, gather: Ga
 
 
 def gather_of(profile: CalibrationProfile | None, *, emulated: bool) -> Gather:
-    """The all-gather that the profile's links were fitted to, by what it says of their source; else a ring."""
+    """The all-gather that the profile's links were fitted to; a ring over emulated links, or where it is not known."""
     fit = None if profile is None else profile.operations.get("all_gather")
-    chosen = None if fit is None or emulated else _FITTED_TO.search(fit.source)
-    return "collective" if chosen is not None and "ring" not in chosen[1] else "ring"
+    return "ring" if fit is None or fit.gather is None or emulated else fit.gather
 
 
 def other_device(gpu: str, device: str) -> str | None:

@@ -80,6 +80,7 @@ def test_the_faster_all_gather_is_fitted_and_named(ring: float, faster: str, slo
     rows = timed(made(LOOPBACK, ring), 0)
     fitted = fit_all_gather(rows, measured_link(rows, "mine"))
     assert fitted.source == f"kvrsim calibrate links ({faster}, faster when large than {slower})"
+    assert fitted.operation.gather == ("ring" if faster == "gloo_p2p_ring" else "collective")
     assert fitted.operation.num_rows == _count(rows, faster)
     assert fitted.rates == fit_all_gather([row for row in rows if row.kernel == faster], measured_link(rows, "")).rates
 
@@ -94,7 +95,9 @@ def test_all_gathers_of_different_sizes_are_not_compared() -> None:
 
 def test_one_kernel_needs_no_words() -> None:
     rows = [row for row in timed(made(LOOPBACK), 0) if row.kernel == "gloo"]
-    assert fit_all_gather(rows, measured_link(rows, "mine")).source == "kvrsim calibrate links"
+    fitted = fit_all_gather(rows, measured_link(rows, "mine"))
+    assert fitted.source == "kvrsim calibrate links"
+    assert fitted.operation.gather == "collective"
 
 
 def _count(rows: Sequence[Measurement], kernel: str) -> int:

@@ -11,6 +11,7 @@ from kvrsim.errors import InputError
 from kvrsim.partition import Partition
 
 if TYPE_CHECKING:
+    from kvrsim.profile import Gather
     from kvrsim.runtime.geometry import Geometry
 
 RunStrategy = Literal["single", "tsp", "kvr"]
@@ -35,7 +36,7 @@ class RunPlan:
     partition: Partition
     batch: int = 1  # prompts of equal length
     tsp_keys: Literal["dense", "truncated"] = "dense"  # whether a chunk is also scored against later tokens
-    gather: Literal["ring", "collective"] = "ring"  # TSP's all-gather: between neighbours, or the backend's own
+    gather: Gather = "ring"  # TSP's all-gather: between neighbours, or the backend's own
     receives_ahead: int | None = 1  # layers for which KVR posts receives before it comes to them; None: all
 
     def __post_init__(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,7 +48,7 @@ class Prefill:
         self.logits: Any = None  # of the last token, [B, vocabulary], on the last rank after `run`
         self._receives: dict[int, Pending] = {}
         self._sends: list[Pending] = []
-        self._sent: list[tuple[int, float, float]] = []
+        self._sent: list[tuple[int, float]] = []
         with self._named_faults():
             agree(transport, self._facts())
             plan.check(self.geometry)
@@ -130,7 +129,7 @@ class Prefill:
         if not self.is_last:
             message = self.cache.buffers[layer].whole()
             self.recorder.mark("send", layer)
-            self._sent.append((layer, time.monotonic(), message.nbytes))
+            self._sent.append((layer, message.nbytes))
             self._sends.append(self.transport.isend_next(message))
         if self.plan.receives_ahead is not None:
             self._post_receives(layer + self.plan.receives_ahead, layer + self.plan.receives_ahead + 1)

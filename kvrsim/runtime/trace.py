@@ -114,13 +114,14 @@ class RankTrace:
 
     rank: int
     marks: tuple[Mark, ...]
-    sends: tuple[tuple[int, float, float], ...] = ()  # of each message to the next rank: layer, time posted, bytes
+    sends: tuple[tuple[int, float], ...] = ()  # of each message to the next rank: layer, bytes
 
 
 def timeline_of(strategy: str, traces: Sequence[RankTrace]) -> Timeline:
     """The simulator's timeline of a real prefill, which starts at 0 with the earliest rank.
 
-    A transfer lasts from the send's posting to the receiver's noticing: no sooner and no later than it did.
+    A transfer lasts from the "send" mark, when its K and V are there, to the receiver's noticing. Both are times of
+    the ranks' devices, so that no transfer begins before what it carries.
     """
     zero_s = min((trace.marks[0].time_s for trace in traces if trace.marks), default=0.0)
     spans: list[Span] = []
@@ -160,8 +161,10 @@ def _name_of(first: Event, second: Event, rank: int, strategy: str) -> tuple[str
 def _transfers(trace: RankTrace, traces: Sequence[RankTrace], zero_s: float) -> Iterator[Span]:
     peer = next((other for other in traces if other.rank == trace.rank + 1), None)
     noticed = {mark.layer: mark.time_s for mark in peer.marks if mark.event == "received"} if peer else {}
-    for layer, posted_s, nbytes in trace.sends:
+    posted = {mark.layer: mark.time_s for mark in trace.marks if mark.event == "send"}
+    for layer, nbytes in trace.sends:
         if layer in noticed:
+            posted_s = posted[layer]
             yield Span(
                 rank=trace.rank,
                 kind="transfer",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrsim.partition import Partition
+from kvrsim.profile import Gather, load_profile
 from kvrsim.program import Compute, Program
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
@@ -175,17 +177,15 @@ def test_virtual_ranks_that_measure_what_is_predicted_compose_to_the_prediction(
     assert timeline.end_s >= finish_s[-1] * (1 - 1e-9)
 
 
-def test_the_all_gather_is_the_one_that_links_were_fitted_to() -> None:
+def test_the_all_gather_is_the_one_that_links_were_fitted_to(tmp_path: Path) -> None:
     profile = made_up_profile()
-    sources = {
-        "kvrsim calibrate links (gloo_p2p_ring, faster when large than gloo)": "ring",
-        "kvrsim calibrate links (gloo, faster when large than gloo_p2p_ring)": "collective",
-        "a, b (nccl, measured more often than nccl_p2p_ring)": "collective",
-        "kvrsim calibrate links": "ring",
-    }
-    for source, gather in sources.items():
-        fit = replace(profile.operations["all_gather"], source=source)
-        told = replace(profile, operations={"all_gather": fit})
+    fitted_to: dict[Gather | None, Gather] = {"ring": "ring", "collective": "collective", None: "ring"}
+    for fitted, gather in fitted_to.items():
+        # A sentence about the source decides nothing.
+        fit = replace(profile.operations["all_gather"], source="x (nccl, faster than ring)", gather=fitted)
+        replace(profile, operations={"all_gather": fit}).write(tmp_path / "profile.json")
+        told = load_profile(tmp_path / "profile.json")
+        assert told.operations["all_gather"].gather == fitted
         assert gather_of(told, emulated=False) == gather
         assert gather_of(told, emulated=True) == "ring"
     assert gather_of(None, emulated=False) == "ring"
