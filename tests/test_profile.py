@@ -142,7 +142,7 @@ def test_every_required_key_is_missed_by_its_path(fields: dict[str, Any]) -> Non
     for path in paths(fields):
         if path in optional or path.startswith("provenance.") or ".seen." in path:
             continue
-        if path.endswith("interpolated_log_sd"):
+        if path.endswith(("interpolated_log_sd", ".gather")):
             continue
         with pytest.raises(InputError) as caught:
             read(changed(fields, path, ...))
@@ -252,6 +252,7 @@ def test_no_value_may_be_of_another_type(fields: dict[str, Any]) -> None:
             for key in ("mape", "cross_validated_mape", "log_sd")
         ),
         ("operations.gemm.interpolated_log_sd", [-0.1, 11, "5 %"]),
+        ("operations.all_gather.gather", ["star", 1]),
         ("operations.gemm.num_rows", [-1, 1.5, None]),
         ("operations.gemm.source", ["", None, 7]),
         ("operations.host.seen.chunk", [[], [1], [2, 1], [1, 2, 3], [-1, 1], [1, "2"], 7, None]),
