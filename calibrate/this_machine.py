@@ -44,7 +44,6 @@ def spec_of(device: str, dtype: str, threads: int) -> GpuSpec:
         hbm_bytes_per_s=_copy_bytes_per_s("cpu"),
         peak_flops=((dtype, _product_flops_per_s("cpu", dtype)),),
         num_sms=threads,
-        l2_bytes=2**20,
         source=f"measured by kvrsim calibrate on {name}: the best of {_REPEATS} copies and products",
     )
 
@@ -56,7 +55,6 @@ def _cuda_spec(name: str, dtype: str, properties: Any) -> GpuSpec:
         hbm_bytes_per_s=_copy_bytes_per_s("cuda"),
         peak_flops=((dtype, _product_flops_per_s("cuda", dtype)),),
         num_sms=int(properties.multi_processor_count),
-        l2_bytes=int(getattr(properties, "L2_cache_size", 2**22)),
         source=f"what {name} says of itself, and the best of {_REPEATS} copies and products by kvrsim calibrate",
     )
 

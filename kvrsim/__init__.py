@@ -113,6 +113,7 @@ def plan(
     batch: int | str = 1,
     cached_prefix: int | str = 0,
     dtype: str | None = None,
+    memory_fraction: float | str = 0.9,
     strategies: Sequence[str] = ("single", "tsp", "kvr-e", "kvr-s"),
     method: str = "auto",
     stride: int | str | None = None,
@@ -126,7 +127,7 @@ def plan(
 ) -> Plan:
     """Compare strategies for one prefill, each with its best partition, and bound what is possible at all.
 
-    The arguments up to `dtype` are those of make_scenario.
+    The arguments up to `memory_fraction` are those of make_scenario.
 
     strategies: names (see docs/strategies.md), such as "tsp", "zigzag" or "tp8+kvr-s"; or "all", ranked.
     method: how KVR-S's partition is searched: "grid" (the paper's), "analytical", or "auto".
@@ -158,6 +159,7 @@ def plan(
         batch=batch,
         cached_prefix=cached_prefix,
         dtype=dtype,
+        memory_fraction=memory_fraction,
     )
     return make_plan(
         scenario,
@@ -188,6 +190,7 @@ def simulate(
     batch: int | str = 1,
     cached_prefix: int | str = 0,
     dtype: str | None = None,
+    memory_fraction: float | str = 0.9,
     partition: Sequence[int] | None = None,
     table: str | PathLike[str] | PartitionTable | None = None,
     executor: str | None = None,
@@ -235,6 +238,7 @@ def simulate(
         batch=batch,
         cached_prefix=cached_prefix,
         dtype=dtype,
+        memory_fraction=memory_fraction,
     )
     return run_simulation(
         scenario,
@@ -312,6 +316,7 @@ def make_scenario(
     batch: int | str = 1,
     cached_prefix: int | str = 0,
     dtype: str | None = None,
+    memory_fraction: float | str = 0.9,
 ) -> tuple[Scenario, tuple[str, ...]]:
     """What a prediction is about, and notes on it; numbers may be text, as on the command line.
 
@@ -329,12 +334,14 @@ def make_scenario(
     batch: sequences prefilled together.
     cached_prefix: leading tokens of the context whose KV every rank already holds.
     dtype: "fp16", "bf16", "fp8" or "fp32", of weights, activations and KV cache; None: fp16, or what the profile has.
+    memory_fraction: share of each GPU's memory that the prefill may use, above 0 and at most 1; the rest is a reserve.
 
     Raises InputError naming the command line's argument.
     """
     from typing import cast
 
     from kvrsim.hardware import Topology
+    from kvrsim.units import parse_bandwidth, parse_fraction, parse_seconds
     from planner import scenarios
 
     return scenarios.make_scenario(
@@ -343,13 +350,14 @@ def make_scenario(
         model=_named(model),
         profile=_named(profile),
         cluster=_named(cluster),
-        link_bandwidth_bytes_per_s=_bandwidth(link_bandwidth),
-        link_latency_s=_seconds(link_latency),
+        link_bandwidth_bytes_per_s=_parsed(link_bandwidth, parse_bandwidth, "link_bandwidth"),
+        link_latency_s=_parsed(link_latency, parse_seconds, "link_latency", allow_zero=True),
         topology=cast("Topology | None", topology),  # checked by Cluster
         attention=attention,
         batch=_count(batch, "batch"),
         cached_prefix=0 if cached_prefix == "0" else _tokens(cached_prefix, "cached_prefix"),
         dtype=dtype,
+        memory_fraction=_parsed(memory_fraction, parse_fraction, "memory_fraction"),
     )
 
 
@@ -363,15 +371,20 @@ def _named(value: _Thing | PathLike[str]) -> _Thing | str:
 
 def _table(value: str | PathLike[str] | PartitionTable | None) -> PartitionTable | None:
     """A table, read where it is named by its file."""
-    from planner.table import PartitionTable, load_table
+    from planner.table import load_table
 
-    return value if value is None or isinstance(value, PartitionTable) else load_table(str(value))
+    return load_table(str(value)) if isinstance(value, str) or hasattr(value, "__fspath__") else value
 
 
 def _tokens(value: int | str, argument: str) -> int:
     from kvrsim.units import parse_tokens
 
     return parse_tokens(value, argument) if isinstance(value, str) else _whole(value)
+
+
+def _parsed(value: float | str | None, parse: Callable[..., float], argument: str, **options: bool) -> Any:
+    """Text as a number; the rest is left for the type that checks it."""
+    return parse(value, argument, **options) if isinstance(value, str) else value
 
 
 def _count(value: int | str, argument: str) -> int:
@@ -386,15 +399,3 @@ def _whole(value: int) -> int:
         return value if isinstance(value, bool) else operator.index(value)
     except TypeError:
         return value
-
-
-def _bandwidth(value: float | str | None) -> float | None:
-    from kvrsim.units import parse_bandwidth
-
-    return parse_bandwidth(value, "link_bandwidth") if isinstance(value, str) else value
-
-
-def _seconds(value: float | str | None) -> float | None:
-    from kvrsim.units import parse_seconds
-
-    return parse_seconds(value, "link_latency", allow_zero=True) if isinstance(value, str) else value

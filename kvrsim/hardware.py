@@ -13,15 +13,17 @@ from kvrsim.errors import InputError
 from kvrsim.program import Array
 from kvrsim.rates.links import GatherRates
 from kvrsim.request import DTYPES
-from kvrsim.units import JsonObject, format_bandwidth, format_seconds
+from kvrsim.units import JsonObject, format_bandwidth, format_bytes, format_seconds
 
 Topology = Literal["switch", "bus", "chain", "nodes"]
 TOPOLOGIES: tuple[Topology, ...] = get_args(Topology)
 DEFAULT_CLUSTER = "a100-nvlink"
+DEFAULT_MEMORY_FRACTION = 0.9  # as vLLM's gpu_memory_utilization
 MAX_GPUS = 2**16
 
 _DATA = pathlib.Path(__file__).parent / "data"
-_GPU_KEYS = ("name", "memory_bytes", "hbm_bytes_per_s", "peak_flops", "num_sms", "l2_bytes", "source")
+_GPU_KEYS = ("name", "memory_bytes", "memory_source", "hbm_bytes_per_s", "peak_flops", "num_sms", "source")
+_UNUSED_GPU_KEYS = ("l2_bytes",)  # cluster files and profiles of kvrsim 0.1 have it
 _LINK_KEYS = ("name", "bandwidth_bytes_per_s", "latency_s", "source", "short_bytes_per_s", "gather", "profile")
 _CLUSTER_KEYS = ("name", "gpu", "num_gpus", "link", "topology", "gpus_per_node", "network")
 
@@ -31,20 +33,44 @@ class GpuSpec:
     """A GPU as its datasheet has it."""
 
     name: str  # as in gpus.json
-    memory_bytes: int  # device memory
+    memory_bytes: int  # device memory in all, as nvidia-smi reports it
     hbm_bytes_per_s: float  # device memory bandwidth, peak
     peak_flops: tuple[tuple[str, float], ...]  # for each dtype FLOP/s of the tensor cores, dense (no sparsity)
     num_sms: int  # streaming multiprocessors; of a CPU its threads
-    l2_bytes: int  # L2 cache
     source: str  # citation
+    memory_source: str | None = None  # citation of memory_bytes; None: as `source`
 
-    def peak_flops_for(self, dtype: str) -> float:
-        """FLOP/s for a dtype; InputError where the GPU has no tensor cores for it."""
-        for name, flops in self.peak_flops:
-            if name == dtype:
-                return flops
-        known = ", ".join(name for name, _ in self.peak_flops)
-        raise InputError("dtype", dtype, f"{known} (what {self.name} computes in)")
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryLimit:
+    """How much of a GPU's memory a prefill may use; the rest is a reserve.
+
+    The reserve is for what is not counted byte by byte: what the driver and ECC keep, gaps in the allocator's heap,
+    other processes on the GPU.
+    """
+
+    gpu_memory_bytes: int  # of one GPU in all
+    memory_fraction: float  # of it that may be used, above 0 and at most 1
+
+    def __post_init__(self) -> None:
+        fraction = self.memory_fraction
+        is_number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
+        if not is_number or not 0 < fraction <= 1:
+            raise InputError("memory_fraction", fraction, "a number above 0 and at most 1, such as 0.9")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that may be used."""
+        return int(self.gpu_memory_bytes * self.memory_fraction)
+
+    def describe(self) -> str:
+        """For people: "limit 72.0 GiB a GPU, 0.9 of its 80.0 GiB"."""
+        total = format_bytes(self.gpu_memory_bytes)
+        return f"limit {format_bytes(self.nbytes)} a GPU, {self.memory_fraction:g} of its {total}"
+
+    def to_dict(self) -> dict[str, int | float]:
+        """Plain JSON values."""
+        return asdict(self) | {"memory_limit_bytes": self.nbytes}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,10 +231,6 @@ def builtin_gpus() -> tuple[str, ...]:
     return tuple(sorted(_shipped("gpus")))
 
 
-def builtin_links() -> tuple[str, ...]:
-    return tuple(sorted(_shipped("links")))
-
-
 def builtin_clusters() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in (_DATA / "clusters").glob("*.json")))
 
@@ -268,7 +290,7 @@ def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
 
 def read_gpu(spec: JsonObject) -> GpuSpec:
     """Check the keys of a GPU."""
-    spec.only(_GPU_KEYS)
+    spec.only((*_GPU_KEYS, *_UNUSED_GPU_KEYS))
     peaks = spec.child("peak_flops")
     peaks.only(DTYPES)
     if not peaks.fields:
@@ -279,8 +301,8 @@ def read_gpu(spec: JsonObject) -> GpuSpec:
         hbm_bytes_per_s=spec.number("hbm_bytes_per_s"),
         peak_flops=tuple((dtype, peaks.number(dtype)) for dtype in DTYPES if dtype in peaks.fields),
         num_sms=spec.integer("num_sms", maximum=2**20),
-        l2_bytes=int(spec.number("l2_bytes")),
         source=spec.text("source", spec.where),
+        memory_source=spec.text("memory_source") if spec.has("memory_source") else None,
     )
 
 

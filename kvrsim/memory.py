@@ -53,8 +53,9 @@ def memory_of(scenario: Scenario, strategy: Strategy, partition: Partition) -> t
 
 
 def fits(scenario: Scenario, memory: tuple[RankMemory, ...]) -> bool:
-    """Whether every rank's peak is within its GPU's memory."""
-    return all(rank.total <= scenario.cluster.gpu.memory_bytes for rank in memory)
+    """Whether every rank's peak is within the scenario's memory limit."""
+    limit_bytes = scenario.memory_limit.nbytes
+    return all(rank.total <= limit_bytes for rank in memory)
 
 
 def _rank_memory(scenario: Scenario, strategy: Strategy, partition: Partition, rank: int) -> RankMemory:

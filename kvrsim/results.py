@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvrsim.breakdown import Breakdown
+from kvrsim.hardware import MemoryLimit
 from kvrsim.memory import RankMemory
 from kvrsim.timeline import Timeline
 
@@ -44,6 +45,7 @@ class SimResult:
     ttft_high_s: float
     per_rank: tuple[RankReport, ...]
     fits: bool  # in the memory of every GPU
+    memory_limit: MemoryLimit  # that `fits` compares with
     warnings: tuple[str, ...]
     timeline: Timeline | None = field(default=None, repr=False, compare=False)  # event executor only
     breakdown: Breakdown | None = field(default=None, repr=False)  # where it was asked for
@@ -70,6 +72,7 @@ class SimResult:
             "ttft_low_s": self.ttft_low_s,
             "ttft_high_s": self.ttft_high_s,
             "fits": self.fits,
+            **self.memory_limit.to_dict(),
             "per_rank": [self._rank_dict(rank) for rank in self.per_rank],
             "warnings": list(self.warnings),
         }
@@ -179,7 +182,7 @@ class Plan:
     cluster: str  # in words
     attention: str  # kernel
     num_gpus: int
-    gpu_memory_bytes: int  # of one GPU
+    memory_limit: MemoryLimit  # that `fits` compares with
     context_len: int
     best: StrategyResult  # the fastest that fits; where none fits, the fastest
     strategies: tuple[StrategyResult, ...]
@@ -204,7 +207,7 @@ class Plan:
             "cluster": self.cluster,
             "attention": self.attention,
             "num_gpus": self.num_gpus,
-            "gpu_memory_bytes": self.gpu_memory_bytes,
+            **self.memory_limit.to_dict(),
             "context_len": self.context_len,
             "best": {
                 key: best[key] for key in ("strategy", "partition", "ttft_s", "ttft_low_s", "ttft_high_s", "fits")

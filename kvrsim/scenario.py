@@ -11,7 +11,7 @@ from kvrsim.cost.group import Group, all_gather, all_reduce, group_of, grouped_c
 from kvrsim.cost.kernels import CalibratedCost, CostModel, RooflineCost
 from kvrsim.cost.layer import LayerCosts
 from kvrsim.errors import InputError
-from kvrsim.hardware import Cluster
+from kvrsim.hardware import DEFAULT_MEMORY_FRACTION, Cluster, MemoryLimit
 from kvrsim.model import ModelSpec
 from kvrsim.profile import CalibrationProfile, HostRates, SendStyle, profiles_with
 from kvrsim.program import Array, Compute, Op, Program
@@ -36,8 +36,10 @@ class Scenario:
     profile: CalibrationProfile | None
     kernel: str  # attention kernel, one of KERNELS
     group: Group | None = None  # GPUs that each rank stands for; `cluster` is then as such groups see it
+    memory_fraction: float = DEFAULT_MEMORY_FRACTION  # of each GPU's memory that the prefill may use
 
     def __post_init__(self) -> None:
+        self.memory_limit  # noqa: B018  # checks the fraction
         if self.profile is None and self.kernel not in KERNELS:
             raise InputError("attention", self.kernel, ", ".join(KERNELS))
         if self.profile is not None and self.kernel not in self.profile.attention_kernels:
@@ -53,6 +55,11 @@ class Scenario:
     def profile_name(self) -> str:
         """The profile's name, or "roofline"."""
         return self.profile.name if self.profile else ROOFLINE
+
+    @property
+    def memory_limit(self) -> MemoryLimit:
+        """What a rank's peak is compared with; InputError for a fraction that is none."""
+        return MemoryLimit(gpu_memory_bytes=self.cluster.gpu.memory_bytes, memory_fraction=self.memory_fraction)
 
     def on_gpus(self, num_gpus: int) -> Scenario:
         """The same on another number of GPUs."""

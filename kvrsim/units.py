@@ -65,6 +65,14 @@ def parse_count(text: str, argument: str, *, maximum: int = 2**20) -> int:
     return int(count)
 
 
+def parse_fraction(text: str, argument: str) -> float:
+    """A share above 0 and at most 1, such as "0.9"."""
+    share = _quantity(text, {"": 1})
+    if share is None or not 0 < share <= 1:
+        raise InputError(argument, text, "a number above 0 and at most 1, such as 0.9")
+    return float(share)
+
+
 def parse_bandwidth(text: str, argument: str) -> float:
     """Bytes per second of "10GB/s", "400Gb/s" (bits) or "1.5TB/s"; a number alone is refused."""
     bandwidth = _quantity(text, _BYTES_PER_S)

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvrsim.hardware import MemoryLimit
+
 if TYPE_CHECKING:
     import pandas
 
@@ -62,6 +64,7 @@ class StrategyMap:
     profile: str
     cluster: str  # in words
     attention: str  # kernel
+    memory_limit: MemoryLimit  # that `fits` compares with
     points: tuple[MapPoint, ...]
     warnings: tuple[str, ...]
 
@@ -159,6 +162,7 @@ class StrategyMap:
             "profile": self.profile,
             "cluster": self.cluster,
             "attention": self.attention,
+            **self.memory_limit.to_dict(),
             "points": [asdict(point) for point in self.points],
             "winners": [asdict(winner) for winner in self.winners()],
             "best": [asdict(winner) for winner in self.best()],

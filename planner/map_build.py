@@ -70,6 +70,7 @@ def make_map(
         profile=scenario.profile_name,
         cluster=scenario.cluster.describe(),
         attention=scenario.kernel,
+        memory_limit=scenario.memory_limit,
         points=tuple(points),
         warnings=(*warnings, *refused),
     )

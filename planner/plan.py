@@ -13,6 +13,7 @@ from kvrsim.results import Bounds, NoiseReport, Plan, StrategyResult
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy
 from kvrsim.timeline import Timeline
+from kvrsim.units import format_bytes
 from planner.bound import lower_bound_s
 from planner.evaluate import Progress
 from planner.interval import interval
@@ -85,7 +86,7 @@ def make_plan(
         cluster=scenario.cluster.describe(),
         attention=scenario.kernel,
         num_gpus=scenario.cluster.num_gpus,
-        gpu_memory_bytes=scenario.cluster.gpu.memory_bytes,
+        memory_limit=scenario.memory_limit,
         context_len=scenario.request.context_len,
         best=best,
         strategies=tuple(results),
@@ -264,7 +265,7 @@ def _even_chunks(results: Sequence[StrategyResult]) -> list[str]:
 
 
 def _memory_notes(scenario: Scenario, results: Sequence[StrategyResult]) -> list[str]:
-    limit = scenario.cluster.gpu.memory_bytes
+    limit = scenario.memory_limit.nbytes
     notes = []
     for result in results:
         over = [rank for rank, memory in enumerate(result.memory) if memory.total > limit]
@@ -272,7 +273,7 @@ def _memory_notes(scenario: Scenario, results: Sequence[StrategyResult]) -> list
             worst = max(memory.total for memory in result.memory)
             ranks = ", ".join(map(str, over[:8])) + (", ..." if len(over) > 8 else "")
             notes.append(
-                f"{result.strategy} does not fit: rank {ranks} over {limit / 1e9:.0f} GB (worst {worst / 1e9:.1f} GB)"
+                f"{result.strategy} does not fit: rank {ranks} over {format_bytes(limit)} (worst {format_bytes(worst)})"
             )
     return notes
 

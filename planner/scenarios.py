@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvrsim.hardware import DEFAULT_CLUSTER, Cluster, LinkSpec, Topology, load_cluster
+from kvrsim.hardware import DEFAULT_CLUSTER, DEFAULT_MEMORY_FRACTION, Cluster, LinkSpec, Topology, load_cluster
 from kvrsim.model import ModelSpec, load_model
 from kvrsim.profile import CalibrationProfile, load_profile
 from kvrsim.request import Request
@@ -30,6 +30,7 @@ def make_scenario(
     batch: int = 1,
     cached_prefix: int = 0,
     dtype: str | None = None,
+    memory_fraction: float = DEFAULT_MEMORY_FRACTION,
 ) -> tuple[Scenario, tuple[str, ...]]:
     """A scenario and the notes that belong to it; raises InputError naming the argument.
 
@@ -51,6 +52,7 @@ def make_scenario(
         ),
         profile=calibration,
         kernel=attention or (calibration.attention_kernels[0] if calibration else "flash"),
+        memory_fraction=memory_fraction,
     )
     return scenario, (*notes_on(scenario), *link_notes)
 

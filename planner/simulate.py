@@ -95,6 +95,7 @@ def run_simulation(
             for gpu, rank in ((gpu, gpu // placed.gpus_per_rank) for gpu in range(placed.num_gpus))
         ),
         fits=fits(placed, memory),
+        memory_limit=placed.memory_limit,
         warnings=(*warnings, *(_table_notes(table, placed) if looks_up and table is not None else ())),
         timeline=spans if timeline else None,
         breakdown=breakdown(placed, chosen, cut, finish_s, spans) if with_breakdown and spans else None,

@@ -89,7 +89,6 @@ class Make:
             hbm_bytes_per_s=self.log(rng, 11, 13),
             peak_flops=tuple((dtype, flops) for dtype in DTYPES),
             num_sms=100,
-            l2_bytes=40_000_000,
             source="drawn at random",
         )
 

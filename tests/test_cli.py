@@ -29,7 +29,7 @@ SIMULATE = ("simulate", "--strategy", "kvr-e", "--gpus", "2", "--ctx", "512")
 
 SHARED = [
     *("--ctx", "--gpus", "--model", "--profile", "--cluster", "--link-bandwidth", "--link-latency"),
-    *("--topology", "--attention", "--batch", "--cached-prefix", "--dtype"),
+    *("--topology", "--attention", "--batch", "--cached-prefix", "--dtype", "--memory-fraction"),
 ]
 NOISE = ["--noise", "--samples"]
 FITTED = ["--gpu", "--link", "--name", "--attention-kernel", "--report", "--plot", "--json"]
@@ -86,7 +86,16 @@ FLAGS = {
     "map": [*SHARED, "--link-bandwidths", "--strategies", "--plot", "--json"],
     "capacity": [
         *("--model", "--profile", "--cluster", "--link-bandwidth", "--link-latency", "--topology", "--attention"),
-        *("--dtype", "--requests", "--slo-ttft", "--percentile", "--max-gpus", "--group-sizes", "--rate-scale"),
+        *(
+            "--dtype",
+            "--memory-fraction",
+            "--requests",
+            "--slo-ttft",
+            "--percentile",
+            "--max-gpus",
+            "--group-sizes",
+            "--rate-scale",
+        ),
         *("--time-compression", "--price-per-gpu-hour", "--objective", "--decode", "--tpot", "--batch-tokens"),
         *(
             "--order",
@@ -255,7 +264,7 @@ def test_nothing_fits_exits_with_1_and_says_what_is_too_much(capsys: pytest.Capt
     assert json.loads(out)["best"]["fits"] is False
     assert cli.main(arguments) == 1
     screen = " ".join(capsys.readouterr().out.split())
-    assert "memory: tsp, rank" in screen
+    assert "memory: limit 72.0 GiB a GPU, 0.9 of its 80.0 GiB (--memory-fraction) tsp, rank" in screen
     assert "scores" in screen
     assert "weights" in screen
 

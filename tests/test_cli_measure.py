@@ -41,7 +41,6 @@ DEVICE = GpuSpec(
     hbm_bytes_per_s=1e10,
     peak_flops=(("fp32", 2e11),),
     num_sms=1,
-    l2_bytes=2**20,
     source="made up",
 )
 LINK_BYTES_PER_S, LATENCY_S = 2e9, 1e-4

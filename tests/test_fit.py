@@ -239,7 +239,7 @@ def test_noise_is_averaged_out() -> None:
 def test_fitted_rates_obey_the_datasheet() -> None:
     faster = [replace(one, median_s=one.median_s / 20) for one in all_rows()]
     gemm = fit_gemm(faster, A100).rates
-    assert gemm.flops_per_s <= A100.peak_flops_for("fp16")
+    assert gemm.flops_per_s <= dict(A100.peak_flops)["fp16"]
     assert gemm.bytes_per_s <= A100.hbm_bytes_per_s
     assert fit_send_recv(faster, NVLINK3).rates.bandwidth_bytes_per_s <= NVLINK3.bandwidth_bytes_per_s
     assert fit_all_gather(faster, NVLINK3).rates.large_bytes_per_s <= NVLINK3.bandwidth_bytes_per_s
@@ -255,7 +255,7 @@ def test_fitted_times_rise_with_size(fitted: Any) -> None:
     for shape in ((4096, 4096), (4096, 12288), (8192, 1024)):
         seconds = kernels.gemm.seconds(rows, (Product(*shape),), 2)
         assert (np.diff(seconds) >= 0).all()
-        assert (seconds >= rows * Product(*shape).flops_per_row / A100.peak_flops_for("fp16")).all()
+        assert (seconds >= rows * Product(*shape).flops_per_row / dict(A100.peak_flops)["fp16"]).all()
     chunks = np.arange(1.0, 9000.0, 13.0)
     for chunk, prefix in ((chunks, np.zeros_like(chunks)), (np.full_like(chunks, 777.0), chunks)):
         ones = {"num_attention_heads": 32.0, "num_key_value_heads": 8.0, "head_dim": 128.0, "batch": 1.0}

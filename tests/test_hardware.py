@@ -12,18 +12,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kvrsim
+from kvrsim import hardware
 from kvrsim.errors import InputError
 from kvrsim.hardware import (
     TOPOLOGIES,
     Cluster,
     builtin_clusters,
     builtin_gpus,
-    builtin_links,
     load_cluster,
     load_gpu,
     load_link,
 )
 from kvrsim.rates.links import GatherRates
+
+DATA = Path(hardware.__file__).parent / "data"
+LINKS = sorted(name for name in json.loads((DATA / "links.json").read_text()) if not name.startswith("_"))
 
 GPU = {
     "name": "mine",
@@ -31,7 +35,6 @@ GPU = {
     "hbm_bytes_per_s": 1e12,
     "peak_flops": {"fp16": 1e14},
     "num_sms": 64,
-    "l2_bytes": 6_000_000,
 }
 LINK = {"name": "wire", "bandwidth_bytes_per_s": 1e9, "latency_s": 0}
 CLUSTER = {"name": "lab", "gpu": "a100-80gb", "num_gpus": 4, "link": "nvlink3", "topology": "switch"}
@@ -58,7 +61,7 @@ def refusal(path: Path) -> str:
 
 def test_builtin_names() -> None:
     assert set(builtin_gpus()) == {"a100-40gb", "a100-80gb", "h100", "h200", "l40s", "b200"}
-    assert {"nvlink3", "nvlink4", "nvlink5", "pcie4-x16", "pcie5-x16"} <= set(builtin_links())
+    assert {"nvlink3", "nvlink4", "nvlink5", "pcie4-x16", "pcie5-x16"} <= set(LINKS)
     assert {"a100-nvlink", "h100-nvlink", "l40s-pcie", "a100-10gbs-bus"} <= set(builtin_clusters())
 
 
@@ -69,11 +72,11 @@ def test_builtin_gpu_is_plausible(name: str) -> None:
     assert "NVIDIA" in gpu.source
     assert 2e10 < gpu.memory_bytes < 3e11
     assert 5e11 < gpu.hbm_bytes_per_s < 1e13
-    assert gpu.peak_flops_for("fp16") == gpu.peak_flops_for("bf16")
+    assert dict(gpu.peak_flops)["fp16"] == dict(gpu.peak_flops)["bf16"]
     assert 100 <= gpu.num_sms <= 200
 
 
-@pytest.mark.parametrize("name", builtin_links())
+@pytest.mark.parametrize("name", LINKS)
 def test_builtin_link_is_plausible(name: str) -> None:
     link = load_link(name)
     assert link.name == name
@@ -94,16 +97,58 @@ def test_datasheet_figures() -> None:
     cluster = load_cluster()
     assert (cluster.gpu.name, cluster.topology) == ("a100-80gb", "switch")
     assert cluster.link.bandwidth_bytes_per_s == 300e9
-    assert cluster.gpu.peak_flops_for("fp16") == 312e12
-    assert load_gpu("h100").peak_flops_for("fp8") == 1979e12
+    assert dict(cluster.gpu.peak_flops)["fp16"] == 312e12
+    assert dict(load_gpu("h100").peak_flops)["fp8"] == 1979e12
     slow = load_cluster("a100-10gbs-bus")
     assert (slow.topology, slow.link.bandwidth_bytes_per_s) == ("bus", 10e9)
     assert load_link("ib-ndr400").bandwidth_bytes_per_s == 50e9
 
 
 def test_no_fp8_on_ampere() -> None:
-    with pytest.raises(InputError, match=r"^dtype: got 'fp8', accepted: fp16, bf16"):
-        load_gpu("a100-80gb").peak_flops_for("fp8")
+    """The datasheet has no such rate, and a roofline is refused by name."""
+    with pytest.raises(InputError, match=r"^dtype: got 'fp8', accepted: what a100-80gb computes in: fp16, bf16"):
+        kvrsim.make_scenario(ctx="1k", gpus=1, profile="roofline", dtype="fp8")[0].cost.copies  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("name", "mib"),
+    [
+        ("a100-40gb", 40960),
+        ("a100-80gb", 81920),
+        ("h100", 81559),
+        ("h200", 143771),
+        ("l40s", 46068),
+        ("b200", 183359),
+    ],
+)
+def test_memory_is_what_the_driver_reports(name: str, mib: int) -> None:
+    """Not the decimal gigabytes of the product's name, which are 0.6 to 7 % less."""
+    gpu = load_gpu(name)
+    assert gpu.memory_bytes == mib * 2**20
+    assert gpu.memory_source is not None
+    assert gpu.memory_source.startswith(f"{mib} MiB: ")
+
+
+def test_cluster_files_of_the_first_version_are_read(tmp_path: Path) -> None:
+    """They hold the size of the L2 cache, which nothing uses."""
+    old = {**CLUSTER, "gpu": {**GPU, "l2_bytes": 6_000_000}}
+    new = {**CLUSTER, "gpu": GPU}
+    assert load_cluster(written(tmp_path, old)) == load_cluster(written(tmp_path, new))
+
+
+@given(total=st.integers(1, 2**50), fraction=st.floats(0, 1, exclude_min=True))
+def test_a_memory_limit_is_a_share_of_the_memory(total: int, fraction: float) -> None:
+    limit = hardware.MemoryLimit(gpu_memory_bytes=total, memory_fraction=fraction)
+    assert limit.nbytes <= total
+    assert limit.nbytes == int(total * fraction)
+    assert limit.to_dict()["memory_limit_bytes"] == limit.nbytes
+    assert f"{fraction:g} of its" in limit.describe()
+
+
+@pytest.mark.parametrize("fraction", [0, -0.5, 1.01, math.nan, True, None])
+def test_a_memory_fraction_that_is_none(fraction: Any) -> None:
+    with pytest.raises(InputError, match=r"^memory_fraction: got '.*', accepted: a number above 0 and at most 1"):
+        hardware.MemoryLimit(gpu_memory_bytes=2**30, memory_fraction=fraction)
 
 
 # Paths

@@ -11,6 +11,7 @@ import pytest
 import kvrsim
 from kvrsim.cli import main as cli
 from kvrsim.errors import InputError
+from kvrsim.hardware import MemoryLimit
 from kvrsim.ranges import parse_lengths
 from planner.map import MapPoint, StrategyMap
 from planner.map_build import make_map
@@ -32,7 +33,15 @@ def map_of(ttft_s: dict[str, list[float]], fits: dict[str, bool] | None = None) 
         for name, times in ttft_s.items()
         for index, one in enumerate(times)
     ]
-    return StrategyMap(model="m", profile="p", cluster="c", attention="flash", points=tuple(points), warnings=())
+    return StrategyMap(
+        model="m",
+        profile="p",
+        cluster="c",
+        attention="flash",
+        memory_limit=MemoryLimit(gpu_memory_bytes=2**36, memory_fraction=0.9),
+        points=tuple(points),
+        warnings=(),
+    )
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,6 @@ GPU = {
     "hbm_bytes_per_s": 20e9,
     "peak_flops": {"fp32": 100e9},
     "num_sms": 1,
-    "l2_bytes": 1_000_000,
     "source": "made up",
 }
 LINK = {"name": "measured", "bandwidth_bytes_per_s": 2e9, "latency_s": 1e-4, "source": "made up"}

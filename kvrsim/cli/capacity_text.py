@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
+from kvrsim.cli.memory_text import limit_text
 from kvrsim.cli.tables import columns, facts, show
 from kvrsim.units import format_seconds, format_tokens
 
@@ -32,6 +33,7 @@ def show_capacity(plan: CapacityPlan) -> None:
             table.add_row(label, text)
     for reason in plan.reasons():
         table.add_row("no:", reason)
+    table.add_row("memory:", limit_text(plan.memory_limit))
     table.add_row("decoding:", plan.decoding)
     table.add_row("dispatch:", plan.dispatch)
     table.add_row("search:", f"{plan.simulated_requests} requests simulated in {format_seconds(plan.seconds)}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
+from kvrsim.cli.memory_text import limit_text
 from kvrsim.cli.tables import columns, facts, show
 from kvrsim.units import format_bandwidth, format_seconds, format_tokens
 
@@ -30,6 +31,7 @@ def show_map(found: StrategyMap) -> None:
         if here:
             parts += ["", _break_evens(found, here)]
     notes = facts()
+    notes.add_row("memory:", limit_text(found.memory_limit))
     for note in (*_always_alone(found, best), *_too_long_alone(found), *found.warnings):
         notes.add_row(Text("note:", style="yellow"), note)
     show(*parts, "", notes)

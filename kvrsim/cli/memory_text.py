@@ -9,10 +9,16 @@ from typing import TYPE_CHECKING
 from kvrsim.units import format_bytes
 
 if TYPE_CHECKING:
+    from kvrsim.hardware import MemoryLimit
     from kvrsim.memory import RankMemory
 
 MAX_IN_FULL = 4  # lines with every part
 MAX_IN_SHORT = 12  # ranks with their total only
+
+
+def limit_text(limit: MemoryLimit) -> str:
+    """What a rank's peak is compared with, and the option that changes it."""
+    return f"{limit.describe()} (--memory-fraction)"
 
 
 def over_memory(memory: Sequence[RankMemory], limit_bytes: int) -> Iterator[str]:

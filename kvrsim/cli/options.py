@@ -96,6 +96,14 @@ class ScenarioOptions:
             help="Of weights, activations and KV cache. Default: fp16, or what the profile has.",
         ),
     ] = None
+    memory_fraction: Annotated[
+        str,
+        typer.Option(
+            "--memory-fraction",
+            metavar="F",
+            help="Share of each GPU's memory that the prefill may use; the rest is a reserve.",
+        ),
+    ] = "0.9"
 
     def scenario(self) -> tuple[Scenario, tuple[str, ...]]:
         """The scenario and its notes; InputError names the option."""

@@ -101,7 +101,7 @@ def plan(
     else:
         from kvrsim.cli.render import show_plan
 
-        show_plan(result, gpu_memory_bytes=scenario.cluster.gpu.memory_bytes)
+        show_plan(result)
     if not result.feasible:
         raise typer.Exit(1)
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrsim.cli.breakdown_text import breakdown_table
-from kvrsim.cli.memory_text import over_memory
+from kvrsim.cli.memory_text import limit_text, over_memory
 from kvrsim.cli.noise import add_planned, add_simulated
 from kvrsim.cli.tables import columns, facts, show
 from kvrsim.units import format_bytes, format_seconds, format_tokens
@@ -25,9 +25,9 @@ _MOST_EXPLAINED = 6  # strategies, up to which each one's memory is taken apart 
 _ROUNDING_S = 1e-12  # less than this is what rounding leaves of nothing
 
 
-def show_plan(plan: Plan, *, gpu_memory_bytes: int) -> None:
+def show_plan(plan: Plan) -> None:
     """Header, one row a strategy, and what the figures mean."""
-    table, best, search = facts(), plan.best, plan.search
+    table, best, search, limit = facts(), plan.best, plan.search, plan.memory_limit
     table.add_row("best:", _best(plan))
     if len(set(best.partition)) > 1:
         table.add_row("partition:", ", ".join(map(str, best.partition)))
@@ -37,22 +37,24 @@ def show_plan(plan: Plan, *, gpu_memory_bytes: int) -> None:
     taken = f"{partitions} simulated in {format_seconds(search.seconds)}"
     table.add_row("search:", f"{search.method}, {taken}")
     add_planned(table, plan)
+    table.add_row("memory:", limit_text(limit))
     for result in plan.strategies if len(plan.strategies) <= _MOST_EXPLAINED else ():
-        _add_misfits(table, result.strategy, result.memory, gpu_memory_bytes)
+        _add_misfits(table, result.strategy, result.memory, limit.nbytes)
     table.add_row("rests on:", plan.rests_on)
     told = tuple(f"{result.strategy} does not fit" for result in plan.strategies)  # rank by rank, above
     _add_notes(table, [note for note in plan.warnings if not note.startswith(told)])
     header = _header(plan.model, plan.context_len, setting_of(plan))
-    show(*header, "", _strategies(plan, gpu_memory_bytes), "", table)
+    show(*header, "", _strategies(plan, limit.nbytes), "", table)
 
 
 def show_simulation(result: SimResult, scenario: Scenario) -> None:
     """Header, one row a rank, and TTFT."""
-    limit = scenario.cluster.gpu.memory_bytes
+    limit = scenario.memory_limit.nbytes
     table = facts()
     table.add_row("TTFT:", _ttft(result))
     table.add_row("executor:", result.executor)
     add_simulated(table, result)
+    table.add_row("memory:", limit_text(scenario.memory_limit))
     _add_misfits(table, result.strategy, [rank.memory for rank in result.per_rank], limit)
     _add_notes(table, result.warnings)
     header = _header(result.model, result.context_len, setting_of_simulation(result, scenario))
@@ -177,8 +179,8 @@ def _bounds(bounds: Bounds, num_gpus: int) -> list[tuple[str, str]]:
 
 
 def _add_misfits(table: Table, strategy: str, memory: Sequence[RankMemory], limit: int) -> None:
-    for number, line in enumerate(over_memory(memory, limit)):
-        table.add_row("" if number else "memory:", f"{strategy}, {line}")
+    for line in over_memory(memory, limit):
+        table.add_row("", f"{strategy}, {line}")
 
 
 def _add_notes(table: Table, notes: Iterable[str]) -> None:

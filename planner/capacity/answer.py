@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvrsim.hardware import MemoryLimit
 from kvrsim.program import Array
 from planner.capacity.confidence import Interval
 from planner.workloads.workload import Lengths
@@ -129,6 +130,7 @@ class CapacityPlan:
     model: str
     profile: str
     cluster: str  # of the largest group, in words
+    memory_limit: MemoryLimit  # of one GPU
     slo_ttft_s: float
     percentile: float
     objective: str  # "gpus" or "cost"
@@ -162,6 +164,7 @@ class CapacityPlan:
             "nearest_miss": None if self.nearest_miss is None else self.nearest_miss.to_dict(),
             "pareto": [asdict(point) for point in self.pareto],
             **{name: getattr(self, name) for name in names},
+            **self.memory_limit.to_dict(),
             "workload": dict(self.workload),
             **{name: getattr(self, name) for name in after},
             "warnings": list(self.warnings),

@@ -11,7 +11,10 @@ from planner.capacity.plan import plan_capacity
 from planner.capacity.question import make_question
 from planner.table import PartitionTable, load_table
 
-_ABOUT_MACHINE = ("model", "profile", "cluster", "link_bandwidth", "link_latency", "topology", "attention", "dtype")
+_ABOUT_MACHINE = (
+    *("model", "profile", "cluster", "link_bandwidth", "link_latency", "topology", "attention", "dtype"),
+    "memory_fraction",
+)
 
 
 def ask(

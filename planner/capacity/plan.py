@@ -71,6 +71,7 @@ def plan_capacity(
         model=scenario.model.name,
         profile=scenario.profile_name,
         cluster=scenario.on_gpus(max(question.limits.sizes)).cluster.describe(),  # of the largest group
+        memory_limit=scenario.memory_limit,
         slo_ttft_s=question.target.slo_s,
         percentile=question.target.percentile,
         objective="cost" if question.limits.by_cost else "gpus",

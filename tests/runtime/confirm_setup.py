@@ -28,7 +28,6 @@ def made_up_profile(dtypes: tuple[str, ...] = ("fp32",)) -> CalibrationProfile:
         hbm_bytes_per_s=5e9,
         peak_flops=tuple((dtype, 5e10) for dtype in dtypes),
         num_sms=1,
-        l2_bytes=2**20,
         source="made up",
     )
     link = LinkSpec(name="loopback", bandwidth_bytes_per_s=1e9, latency_s=1e-4, source="made up")
