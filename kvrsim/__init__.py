@@ -133,9 +133,7 @@ def plan(
     method: how KVR-S's partition is searched: "grid" (the paper's), "analytical", or "auto".
     stride: tokens that every searched chunk boundary is a multiple of; None: chosen for the context.
     table: where "kvr-p" looks its partition up: a file of build_table, or a PartitionTable.
-    on_progress: called during the search with partitions simulated, partitions expected, best TTFT so far
-        in seconds.
-
+    on_progress: called with partitions simulated, partitions expected, best TTFT so far in seconds.
     timeline: whether the plan carries every span of time of the best strategy.
     noise: what disturbs it, as after --noise, or a Noise; KVR-S's partition is then searched for the `objective`
         ("mean", "p50", "p95" or "p99" of TTFT), and judged by so many other `samples` of that `seed`.
