@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 
 from calibrate.fitted import Comparison, Errors
-from kvrsim.errors import InputError
-from kvrsim.files import write_atomically
+from kvrsim.io.files import write_atomically
+from kvrsim.plots.save import save_figure
 from kvrsim.profile import CalibrationProfile
 from kvrsim.rates.attention import AttentionRates
 from kvrsim.rates.elementwise import ELEMENTWISE_OPS
 from kvrsim.units import format_bandwidth, format_seconds
 
-PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 _MAX_POINTS = 3000  # of one operation in the picture
 
 TITLES = {
@@ -104,27 +103,15 @@ class FitReport:
 
     def plot(self, path: str | Path, argument: str = "plot") -> None:
         """Measured against fitted time, and their ratio, a column an operation."""
-        check_plot_suffix(path, argument)
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(3.2 * len(self.fits), 5.2), layout="constrained")
-        FigureCanvasAgg(figure)
         grid = figure.subplots(2, len(self.fits), squeeze=False, height_ratios=(2, 1), sharex="col")
         for (kind, fit), (over, under) in zip(self.fits.items(), grid.T, strict=True):
             _draw(over, under, kind, fit)
         grid[0][0].set_ylabel("fitted")
         grid[1][0].set_ylabel("fitted over measured")
-        try:
-            figure.savefig(path, dpi=90)
-        except OSError as error:
-            raise InputError(argument, path, f"a file that can be written ({error.strerror})") from None
-
-
-def check_plot_suffix(path: str | Path, argument: str = "plot") -> None:
-    """InputError for a kind of picture that is not drawn."""
-    if Path(path).suffix not in PLOT_SUFFIXES:
-        raise InputError(argument, path, f"a file that ends in {', '.join(PLOT_SUFFIXES)}")
+        save_figure(figure, path, argument=argument, dpi=90)
 
 
 def _draw(over: Any, under: Any, kind: str, fit: Comparison) -> None:

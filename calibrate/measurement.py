@@ -63,7 +63,7 @@ from typing import Any
 
 from calibrate.csv_table import MAX_WHOLE, CsvRow, CsvTable, Layout, leading_comments
 from kvrsim.errors import InputError
-from kvrsim.files import write_atomically
+from kvrsim.io.files import write_atomically
 from kvrsim.request import DTYPES
 from kvrsim.units import MAX_SECONDS
 

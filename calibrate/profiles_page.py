@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from calibrate.fit_report import TITLES
-from kvrsim.files import write_atomically
+from kvrsim.io.files import write_atomically
 from kvrsim.profile import CalibrationProfile, OperationFit, builtin_profiles, load_profile
 from kvrsim.units import format_seconds, format_tokens
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvrsim.errors import InputError
-from kvrsim.files import write_atomically
+from kvrsim.plots.save import save_figure
 from kvrsim.timeline import Span, Timeline
 from kvrsim.units import format_seconds
 
@@ -18,7 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SUFFIXES = (".png", ".svg", ".pdf")
 MAX_DETAILED_RANKS = 32  # with more, a lane shows computing and waiting only
 
 _GROUPS = {  # operations that share a colour
@@ -32,7 +29,7 @@ _GROUPS = {  # operations that share a colour
 _GROUP_OF = {"assemble": "append", "embedding": "ends", "prepare": "ends", "head": "ends"}
 _LINK, _INK = "#3d4451", "#2b2f36"
 _WAIT: dict[str, Any] = dict(facecolor="#f4f4f4", edgecolor="#c4c4c4", hatch="/////")
-_RC: dict[Any, Any] = {"svg.hashsalt": "kvrsim", "hatch.linewidth": 0.6, "font.family": "DejaVu Sans"}
+_RC: dict[Any, Any] = {"hatch.linewidth": 0.6, "font.family": "DejaVu Sans"}
 
 # A rank's lane reaches from -0.5 to 0.5 around its number; down is later in the context.
 _BAR = (-0.36, 0.22)
@@ -57,24 +54,10 @@ def write_gantt(timeline: Timeline, path: str | Path, *, title: str, subtitle: s
     Beneath the whole prefill stand two close-ups: the first two layers, and two in the middle. Raises
     InputError naming `plot` where the suffix is another or the file cannot be written.
     """
-    suffix = check_suffix(path)
-    content = io.BytesIO()
     import matplotlib
 
-    # The same timeline gives the same bytes: no dates, no random ids.
-    metadata = {".png": None, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}[suffix]
     with matplotlib.rc_context(_RC):
-        figure = _draw(timeline, title, subtitle)
-        figure.savefig(content, format=suffix[1:], dpi=150, metadata=metadata)
-    write_atomically(path, content.getvalue(), argument="plot")
-
-
-def check_suffix(path: str | Path) -> str:
-    """The path's suffix in lower case; InputError naming `plot` where it is not one of SUFFIXES."""
-    suffix = Path(path).suffix.lower()
-    if suffix not in SUFFIXES:
-        raise InputError("plot", path, "a file name that ends in .png, .svg or .pdf")
-    return suffix
+        save_figure(_draw(timeline, title, subtitle), path)
 
 
 def _draw(timeline: Timeline, title: str, subtitle: str) -> Figure:

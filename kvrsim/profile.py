@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvrsim.errors import InputError
-from kvrsim.files import write_atomically
 from kvrsim.hardware import Cluster, cluster_to_dict, read_cluster
+from kvrsim.io.files import write_atomically
 from kvrsim.rates.attention import ATTENTION_KERNELS, AttentionRates, read_attention
 from kvrsim.rates.elementwise import ElementwiseRates
 from kvrsim.rates.gemm import GemmRates

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvrsim.files import write_atomically
+from kvrsim.io.files import write_atomically
 
 if TYPE_CHECKING:
     import pandas

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
 from kvrsim import gantt
-from kvrsim.files import write_atomically
+from kvrsim.plots.save import save_figure
 from kvrsim.timeline import Timeline
 from kvrsim.units import format_seconds, format_tokens
 from planner.confirm_result import Candidate, Confirmation
@@ -15,15 +14,10 @@ from planner.confirm_result import Candidate, Confirmation
 
 def write_pair(confirmation: Confirmation, path: str | Path) -> None:
     """Draw the plan's choice as PNG, SVG or PDF by the path's suffix, in the colours of every other timeline."""
-    suffix = gantt.check_suffix(path)
-    content = io.BytesIO()
     import matplotlib
 
-    metadata = {".png": None, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}[suffix]
     with matplotlib.rc_context(gantt._RC):
-        figure = _drawn(confirmation)
-        figure.savefig(content, format=suffix[1:], dpi=150, metadata=metadata)
-    write_atomically(path, content.getvalue(), argument="plot")
+        save_figure(_drawn(confirmation), path)
 
 
 def _drawn(confirmation: Confirmation) -> Any:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvrsim import __version__
 from kvrsim.errors import InputError
-from kvrsim.files import write_atomically
+from kvrsim.io.files import write_atomically
 from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvrsim.files import write_atomically
+from kvrsim.io.files import write_atomically
 from kvrsim.timeline import Timeline
 from planner.confirm_result import Confirmation
 

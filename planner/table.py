@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrsim.errors import InputError
-from kvrsim.files import write_atomically
+from kvrsim.io.files import write_atomically
 from kvrsim.units import MAX_TOKENS, JsonObject
 from planner.steps import ChunkSteps
 from planner.table_setting import TableSetting

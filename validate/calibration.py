@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 import kvrsim
-from kvrsim.files import write_atomically
+from kvrsim.io.files import write_atomically
 from kvrsim.partition import Partition
 from kvrsim.runtime.bench import BenchReport, Timing, measure
 from kvrsim.runtime.forward import ModelForward

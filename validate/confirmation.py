@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrsim.errors import KvrsimError
-from kvrsim.files import write_atomically
+from kvrsim.io.files import write_atomically
 from planner.confirm_facade import confirm
 from validate.calibration import MODELS, calibrate
 from validate.confirmation_page import Section, page

@@ -21,8 +21,8 @@ from calibrate.model_shapes import model_shapes
 from calibrate.shipped import Recipe
 from kvrsim.cost.traffic import after_attention, before_attention
 from kvrsim.errors import KvrsimError
-from kvrsim.files import write_atomically
 from kvrsim.hardware import builtin_clusters, load_cluster
+from kvrsim.io.files import write_atomically
 from kvrsim.model import ModelSpec
 from kvrsim.profile import load_profile
 from kvrsim.program import Compute, Op

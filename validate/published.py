@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from kvrsim.files import write_atomically
+from kvrsim.io.files import write_atomically
+from kvrsim.plots.save import save_figure
 from kvrsim.profile import load_profile
 from kvrsim.scenario import Scenario
 from planner.scenarios import make_scenario
@@ -133,8 +134,6 @@ def report(result: dict[str, Any], plot_name: str) -> str:
 
 def plot(result: dict[str, Any], path: Path) -> None:
     """Predicted over reported TTFT, both logarithmic, with 10 % either way."""
-    import io
-
     from matplotlib.figure import Figure
 
     figure: Any = Figure(figsize=(6.4, 5.2), layout="constrained")
@@ -153,9 +152,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     axes.set_title("KV-Runahead's printed TTFTs and profile a100-eager", fontsize=11, loc="left")
     axes.legend(frameon=False, loc="upper left")
     axes.spines[["top", "right"]].set_visible(False)
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=130)
-    write_atomically(path, image.getvalue(), argument="report")
+    save_figure(figure, path, argument="report", dpi=130)
 
 
 def write_report(result: dict[str, Any], path: str | Path) -> None:

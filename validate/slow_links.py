@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from kvrsim.files import write_atomically
+from kvrsim.io.files import write_atomically
 from kvrsim.profile import CalibrationProfile, SendStyle, load_profile
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy

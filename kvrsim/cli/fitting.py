@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrsim import __version__
-from kvrsim.cli.options import check_output
+from kvrsim.cli.options import check_output, check_plot
 from kvrsim.errors import InputError
 
 if TYPE_CHECKING:
@@ -34,11 +34,7 @@ class Wanted:
         """Complain before the work rather than after it."""
         check_output(self.output, "--output")
         check_output(self.report, "--report")
-        check_output(self.plot, "--plot")
-        if self.plot is not None:
-            from calibrate.fit_report import check_plot_suffix
-
-            check_plot_suffix(self.plot, "--plot")
+        check_plot(self.plot)
         if self.kernel is not None:
             from calibrate.fit_attention import KERNELS
 

@@ -11,7 +11,6 @@ from kvrsim.cli.options import (
     Json,
     Plot,
     ScenarioOptions,
-    check_output,
     check_plot,
     parse_list,
     print_json,
@@ -56,7 +55,6 @@ def strategy_map(
         )
         bandwidths = sorted({parse_bandwidth(part, "--link-bandwidths") for part in parts})
     check_plot(plot)
-    check_output(plot, "--plot")
     scenario, notes = replace(options, ctx=str(lengths[-1]), gpus=str(counts[-1])).scenario()
     from kvrsim.cli.progress import EntryProgress
     from planner.map_build import make_map

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvrsim.files import write_atomically
-from kvrsim.gantt import check_suffix
+from kvrsim.plots.save import save_figure
 from kvrsim.units import format_bandwidth, format_tokens
 
 if TYPE_CHECKING:
@@ -26,7 +23,6 @@ def write_map(found: StrategyMap, path: str) -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    check_suffix(path)
     width = max(_LEAST_WIDTH, 2.4 + 0.75 * len(found.lengths))
     figure = Figure(figsize=(width, 1.8 + 1.7 * len(found.bandwidths)), layout="constrained")
     panels = figure.subplots(len(found.bandwidths), 1, squeeze=False, sharex=True)[:, 0]
@@ -41,9 +37,7 @@ def write_map(found: StrategyMap, path: str) -> None:
         frameon=False,
     )
     figure.suptitle(f"Fastest strategy, gain over one GPU\n{found.model}, profile {found.profile}", fontsize=10)
-    data = io.BytesIO()
-    figure.savefig(data, format=Path(path).suffix[1:].lower(), dpi=150)
-    write_atomically(path, data.getvalue(), argument="--plot")
+    save_figure(figure, path)
 
 
 def _draw(axes: Axes, found: StrategyMap, bandwidth: float, colours: Mapping[str, tuple[float, ...]]) -> None:

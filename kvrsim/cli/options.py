@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -176,20 +174,17 @@ def check_output(path: str | None, argument: str) -> None:
     """Complain before the work, rather than after it, where a file cannot be written."""
     if path is None:
         return
-    target = Path(path)
-    try:
-        usable_folder = target.parent.is_dir() and os.access(target.parent, os.W_OK)
-        other_thing = target.exists() and not target.is_file()
-    except (OSError, ValueError):  # a path that is too long, or holds a null byte
-        usable_folder, other_thing = False, False
-    if not path.strip() or not usable_folder or other_thing:
-        raise InputError(argument, path, "a file in a folder that exists and can be written")
+    if path.startswith("-"):  # another command's standard output, or an option whose file was forgotten
+        raise InputError(argument, path, f"a file; ./{path} is one of this name")
+    from kvrsim.io.files import check_writable
+
+    check_writable(path, argument)
 
 
 def check_plot(path: str | None) -> None:
     """The same for --plot, whose suffix says what kind of picture it is."""
     if path is not None:
-        from kvrsim.gantt import check_suffix
+        from kvrsim.plots.save import check_suffix
 
         check_suffix(path)
         check_output(path, "--plot")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvrsim.files import write_atomically
-from kvrsim.gantt import check_suffix
+from kvrsim.plots.save import save_figure
 from kvrsim.units import format_tokens
 
 if TYPE_CHECKING:
@@ -22,7 +19,6 @@ def write_shares(table: PartitionTable, path: str) -> None:
     """Draw to FILE.png, .svg or .pdf; raises InputError where it cannot be written."""
     from matplotlib.figure import Figure
 
-    check_suffix(path)
     counts = table.gpu_counts
     figure = Figure(figsize=(1.0 + 3.6 * len(counts), 3.8), layout="constrained")
     panels = figure.subplots(1, len(counts), squeeze=False)[0]
@@ -31,10 +27,7 @@ def write_shares(table: PartitionTable, path: str) -> None:
     panels[0].set_ylabel("share of the context")
     setting = table.setting
     figure.suptitle(f"{setting.model}, {setting.cluster}, profile {setting.profile}", fontsize=11)
-    data = io.BytesIO()
-    suffix = Path(path).suffix[1:].lower()
-    figure.savefig(data, format=suffix, dpi=150)
-    write_atomically(path, data.getvalue(), argument="--plot")
+    save_figure(figure, path)
 
 
 def _draw(axes: Axes, table: PartitionTable, num_gpus: int) -> None:

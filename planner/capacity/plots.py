@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvrsim.files import write_atomically
-from kvrsim.gantt import check_suffix
+from kvrsim.io.files import write_atomically
+from kvrsim.plots.save import check_suffix, encoded
 from kvrsim.program import Array
 from kvrsim.units import format_seconds, format_tokens
 from planner.capacity.answer import CapacityPlan, Curves, FleetAnswer, Point
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _INK, _BLUE, _ORANGE, _GREY = "#2b2f36", "#4c78a8", "#ee8434", "#b8bdc6"
-_RC: dict[Any, Any] = {"svg.hashsalt": "kvrsim", "font.family": "DejaVu Sans", "axes.edgecolor": _GREY}
+_RC: dict[Any, Any] = {"font.family": "DejaVu Sans", "axes.edgecolor": _GREY}
 _MOST_DOTS = 20_000  # of a cloud; beyond, every so manieth request is drawn
 _STEPS = 1000  # of the queue's curve
 
@@ -28,26 +27,23 @@ Panel = Callable[["Axes", CapacityPlan], None]
 
 def write_plot(plan: CapacityPlan, path: str | Path, argument: str = "plot") -> None:
     """All panels in one picture, PNG, SVG or PDF by the path's suffix; InputError where it cannot be written."""
-    suffix = check_suffix(path)
-    write_atomically(path, picture(plan, tuple(PANELS.values()), suffix[1:]), argument=argument)
+    suffix = check_suffix(path, argument)
+    write_atomically(path, picture(plan, tuple(PANELS.values()), suffix), argument=argument)
 
 
-def picture(plan: CapacityPlan, panels: tuple[Panel, ...], kind: str = "png") -> bytes:
+def picture(plan: CapacityPlan, panels: tuple[Panel, ...], suffix: str = ".png") -> bytes:
     """Panels beside each other, two a row; the same plan gives the same bytes."""
     import matplotlib
     from matplotlib.figure import Figure
 
     rows, columns = (len(panels) + 1) // 2, min(2, len(panels))
-    content = io.BytesIO()
-    metadata = {"png": None, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
     with matplotlib.rc_context(_RC):
         figure = Figure(figsize=(6.2 * columns, 3.6 * rows), layout="constrained")
         for number, panel in enumerate(panels, start=1):
             axes = figure.add_subplot(rows, columns, number)
             axes.spines[["top", "right"]].set_visible(False)
             panel(axes, plan)
-        figure.savefig(content, format=kind, dpi=110, metadata=metadata)
-    return content.getvalue()
+        return encoded(figure, suffix, dpi=110)
 
 
 def ttft_by_length(axes: Axes, plan: CapacityPlan) -> None:

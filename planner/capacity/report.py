@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-from kvrsim.files import write_atomically
+from kvrsim.io.files import write_atomically
 from kvrsim.units import format_seconds
 from planner.capacity.answer import CapacityPlan, FleetAnswer
 from planner.capacity.plots import PANELS, picture

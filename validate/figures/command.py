@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from kvrsim.files import write_atomically
+from kvrsim.io.files import write_atomically
 from validate.figures.breakdown import draw_breakdown
 from validate.figures.kvr_p import draw_kvr_p
 from validate.figures.noise import draw_noise

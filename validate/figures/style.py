@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from kvrsim.plots.save import encoded
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -71,7 +72,5 @@ def png(figure: Any) -> bytes:
     """The figure as PNG; the same figure gives the same bytes."""
     import matplotlib
 
-    image = io.BytesIO()
     with matplotlib.rc_context(_RC):
-        figure.savefig(image, format="png", dpi=_DPI, metadata={"Software": None})
-    return image.getvalue()
+        return encoded(figure, dpi=_DPI)

@@ -1,0 +1,80 @@
+"""Writing a file whole or not at all, so that neither a kill nor a power cut leaves half of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from kvrsim.errors import InputError
+
+_NAME_CHARS = 40  # of the file's name in its temporary neighbour's: any name that fits keeps fitting
+
+
+def write_atomically(path: str | Path, data: bytes, *, argument: str) -> None:
+    """Write to a temporary neighbour, then rename: a reader sees the old file or the new one.
+
+    A symbolic link keeps pointing where it points, and its target is written. A file that exists keeps its mode; a new
+    one gets what the umask leaves of 0666. When this returns, the content is on the disk. Raises InputError naming
+    `argument` where the folder is missing or not writable, or the path is a folder, a pipe or a device.
+    """
+    target, mode = _target(path, argument)
+    temporary = target.with_name(f".{target.name[:_NAME_CHARS]}.{secrets.token_hex(4)}")
+    try:
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else 0o600)
+    except OSError as error:
+        raise InputError(argument, path, f"a file in a folder that can be written ({error.strerror})") from None
+    try:
+        with os.fdopen(handle, "wb") as file:
+            if mode is not None:
+                os.fchmod(handle, mode)
+            file.write(data)
+            file.flush()
+            os.fsync(handle)
+        os.replace(temporary, target)
+    except OSError as error:
+        raise InputError(argument, path, f"a file that can be written ({error.strerror})") from None
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+    sync_folder(target.parent)
+
+
+def check_writable(path: str | Path, argument: str) -> None:
+    """Raise what write_atomically would raise, before the work rather than after it."""
+    target, _ = _target(path, argument)
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise InputError(argument, path, "a file in a folder that can be written")
+
+
+def sync_folder(folder: Path) -> None:
+    """Put a folder's list of files on the disk; some file systems cannot, and need not."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _target(path: str | Path, argument: str) -> tuple[Path, int | None]:
+    """The file that a path means, through symbolic links, and its mode; None where it does not exist yet."""
+    if not str(path).strip():
+        raise InputError(argument, path, "a file name")
+    try:
+        target = Path(os.path.realpath(path))
+        if not target.parent.is_dir():
+            raise InputError(argument, path, "a file in a folder that exists")
+        found = target.stat()
+    except FileNotFoundError:
+        return target, None
+    except (OSError, ValueError) as error:  # a name that is too long, links in a circle, or a null byte
+        reason = error.strerror if isinstance(error, OSError) else "not a path"
+        raise InputError(argument, path, f"a file that can be written ({reason})") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise InputError(argument, path, "a regular file, or one that does not exist yet")
+    if not os.access(target, os.W_OK):
+        raise InputError(argument, path, "a file that can be written (it is write-protected)")
+    return target, stat.S_IMODE(found.st_mode)

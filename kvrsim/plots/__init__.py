@@ -1,0 +1,1 @@
+"""Drawing: one place that saves a figure."""

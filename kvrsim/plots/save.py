@@ -1,0 +1,50 @@
+"""Saving a figure: PNG, SVG or PDF by the path's suffix, whole or not at all, and the same figure as the same bytes."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvrsim.errors import InputError
+from kvrsim.io.files import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SUFFIXES = (".png", ".svg", ".pdf")
+
+# No dates, no random ids and no version of matplotlib.
+_METADATA: dict[str, Any] = {
+    ".png": {"Software": None},
+    ".svg": {"Date": None, "Creator": None},
+    ".pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+}
+_RC: dict[Any, Any] = {"svg.hashsalt": "kvrsim"}
+
+
+def check_suffix(path: str | Path, argument: str = "plot") -> str:
+    """The path's suffix in lower case; InputError naming `argument` where it is not one of SUFFIXES."""
+    suffix = Path(path).suffix.lower()
+    if suffix not in SUFFIXES:
+        raise InputError(argument, path, f"a file name that ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
+    return suffix
+
+
+def save_figure(figure: Figure, path: str | Path, *, argument: str = "plot", dpi: int = 150) -> None:
+    """Write a figure; the file appears whole or not at all.
+
+    Raises InputError naming `argument` where the suffix is not one of SUFFIXES or the file cannot be written.
+    """
+    suffix = check_suffix(path, argument)
+    write_atomically(path, encoded(figure, suffix, dpi=dpi), argument=argument)
+
+
+def encoded(figure: Figure, suffix: str = ".png", *, dpi: int = 150) -> bytes:
+    """A figure in the format of one of SUFFIXES; the same figure gives the same bytes."""
+    import matplotlib
+
+    content = io.BytesIO()
+    with matplotlib.rc_context(_RC):
+        figure.savefig(content, format=suffix[1:], dpi=dpi, metadata=_METADATA[suffix])
+    return content.getvalue()

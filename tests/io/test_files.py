@@ -1,0 +1,171 @@
+"""Whole files: the old content or the new one, through links, with the mode that the user wants, and on the disk."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvrsim.cli.main import main
+from kvrsim.errors import InputError
+from kvrsim.io.files import check_writable, write_atomically
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def wrote(path: Path | str, data: bytes = b"new") -> None:
+    write_atomically(path, data, argument="--output")
+
+
+@pytest.fixture(params=[0o022, 0o077, 0o002], ids=oct)
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def test_a_new_file_gets_what_the_umask_leaves(tmp_path: Path, umask: int) -> None:
+    wrote(tmp_path / "a")
+    assert mode_of(tmp_path / "a") == 0o666 & ~umask
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o664, 0o755])
+def test_an_old_file_keeps_its_mode(tmp_path: Path, umask: int, mode: int) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+    path.chmod(mode)
+    wrote(path)
+    assert (path.read_bytes(), mode_of(path)) == (b"new", mode)
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["target there", "dangling"])
+def test_a_link_stays_a_link_and_its_target_is_written(tmp_path: Path, there: bool) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    target, first, second = tmp_path / "elsewhere" / "target", tmp_path / "first", tmp_path / "second"
+    if there:
+        target.write_bytes(b"old")
+        target.chmod(0o600)
+    first.symlink_to(Path("elsewhere") / "target")
+    second.symlink_to(first)
+    wrote(second)
+    assert (first.is_symlink(), second.is_symlink()) == (True, True)
+    assert target.read_bytes() == b"new"
+    assert not there or mode_of(target) == 0o600
+    assert sorted(os.listdir(tmp_path / "elsewhere")) == ["target"]
+
+
+def unusable(folder: Path) -> Iterator[Path]:
+    """Paths that no file can be written to."""
+    os.mkfifo(folder / "fifo")
+    (folder / "loop").symlink_to(folder / "loop")
+    (folder / "to fifo").symlink_to(folder / "fifo")
+    (folder / "nowhere").symlink_to(folder / "missing" / "file")
+    (folder / "folder").mkdir()
+    yield from (folder / name for name in ("fifo", "loop", "to fifo", "nowhere", "folder", "missing/file"))
+    yield from (Path("/dev/null"), Path("/dev/full"), folder / ("x" * 300), folder / "null\0byte")
+
+
+def test_what_is_no_file_is_refused_before_the_work_and_at_its_end(tmp_path: Path) -> None:
+    for path in unusable(tmp_path):
+        with pytest.raises(InputError, match="--output"):
+            check_writable(path, "--output")
+        with pytest.raises(InputError, match="--output"):
+            wrote(path)
+    assert sorted(os.listdir(tmp_path)) == ["fifo", "folder", "loop", "nowhere", "to fifo"]
+
+
+@given(name=st.text(min_size=1, max_size=255))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+def test_every_name_that_the_system_takes_is_written(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    try:
+        path.write_bytes(b"old")
+    except (OSError, ValueError):
+        with pytest.raises(InputError, match="--output"):
+            wrote(path)
+        return
+    wrote(path)
+    assert path.read_bytes() == b"new"
+    path.unlink()
+
+
+def test_the_content_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut after the rename must not leave an empty file: the journal that could repair it is removed next."""
+    seen: list[str] = []
+    sync, rename = os.fsync, os.replace
+
+    def synced(handle: int) -> None:
+        seen.append("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else f"{os.fstat(handle).st_size} bytes")
+        sync(handle)
+
+    def renamed(old: Path, new: Path) -> None:
+        seen.append("rename")
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    wrote(tmp_path / "a", b"12345")
+    assert seen == ["5 bytes", "rename", "folder"]
+
+
+@pytest.mark.parametrize("failing", ["fsync", "replace", "fchmod"])
+def test_a_failure_leaves_the_old_file_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "a").write_bytes(b"old")
+    monkeypatch.setattr(os, failing, full)
+    with pytest.raises(InputError, match=r"--output.*No space left"):
+        wrote(tmp_path / "a")
+    assert (os.listdir(tmp_path), (tmp_path / "a").read_bytes()) == (["a"], b"old")
+
+
+PLAN = ("plan", "--gpus", "2", "--ctx", "512", "--strategies", "single,kvr-e")
+OUTPUTS = [
+    (*PLAN, "--plot"),
+    (*PLAN, "--trace"),
+    ("table", "build", "--gpus", "2", "--ctx", "1k", "-o"),
+    ("map", "--gpus", "2", "--ctx", "1k", "--plot"),
+]
+
+
+@pytest.mark.parametrize("command", OUTPUTS, ids=lambda words: f"{words[0]} {words[-1]}")
+@pytest.mark.parametrize("name", ["-", "--json", "-x.json"])
+def test_a_forgotten_file_name_is_no_file(
+    command: tuple[str, ...],
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`-o -` means standard output elsewhere, and `-o --json` has forgotten the file: both made files so called."""
+    monkeypatch.chdir(tmp_path)
+    assert main([*command, name]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert command[-1].replace("-o", "--output") in printed.err
+    assert len(printed.err.splitlines()) == 1
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("command", OUTPUTS, ids=lambda words: f"{words[0]} {words[-1]}")
+def test_commands_write_through_links(
+    command: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, link = tmp_path / "target.svg", tmp_path / "link.svg"
+    target.write_bytes(b"old")
+    target.chmod(0o600)
+    link.symlink_to(target)
+    assert main([*command, str(link)]) == 0, capsys.readouterr().err
+    assert link.is_symlink()
+    assert len(target.read_bytes()) > 100
+    assert mode_of(target) == 0o600
