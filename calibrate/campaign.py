@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from calibrate.journal import Journal, Sample, Seconds, seconds_of
+from calibrate.journal import CampaignJournal, Sample, Seconds, seconds_of
 from calibrate.machine_load import CpuLoad, gpu_trouble
 from calibrate.measurement import Measurement
 from kvrsim.errors import KvrsimError
@@ -117,7 +117,7 @@ def estimate(bench: Bench, policy: Policy) -> Estimate:
 
 
 def run_campaign(
-    bench: Bench, journal: Journal, policy: Policy, on_progress: Callable[[Progress], None] | None = None
+    bench: Bench, journal: CampaignJournal, policy: Policy, on_progress: Callable[[Progress], None] | None = None
 ) -> Outcome:
     """Every point LEAST_SAMPLES times, then those that are not steady until they are, or the budget is used up.
 
@@ -153,7 +153,7 @@ def is_busy(sample: Sample) -> bool:
 @dataclass(kw_only=True, slots=True)
 class _Campaign:
     bench: Bench
-    journal: Journal
+    journal: CampaignJournal
     policy: Policy
     points: Sequence[str]
     on_progress: Callable[[Progress], None] | None

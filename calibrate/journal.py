@@ -1,4 +1,4 @@
-"""Journal: samples as they are taken, so that a killed campaign goes on where it was."""
+"""CampaignJournal: samples as they are taken, so that a killed campaign goes on where it was."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvrsim.line_file import LineFile
+from kvrsim.io.journal import Journal
+from kvrsim.units import JsonObject
 
 SUFFIX = ".journal"
 _FORMAT = "kvrsim journal 1"
@@ -25,28 +26,30 @@ class Sample:
 
 
 @dataclass(kw_only=True, slots=True)
-class Journal:
+class CampaignJournal:
     """A campaign's points and samples, each on the disk before the next is taken."""
 
-    lines: LineFile
+    lines: Journal
     samples: list[Sample] = field(default_factory=list)
     points: tuple[str, ...] | None = None  # that the campaign has set out to measure; None: not decided yet
     finished: bool = False  # whether the campaign has come to its end
     resumed: int = 0  # samples that were there already
 
     @classmethod
-    def open(cls, path: Path, about: Mapping[str, Any], argument: str) -> Journal:
+    def open(cls, path: Path, about: Mapping[str, Any], argument: str) -> CampaignJournal:
         """A new journal, or the one that an interrupted campaign has left, without a line that was cut short.
 
-        Raises InputError naming `argument` where the file holds something else, or other settings.
+        Raises InputError naming `argument` where the file holds something else, or other settings, or where another
+        process is at work on it.
         """
-        lines = LineFile(path=path, form=_FORMAT, about=about, work="calibration", argument=argument)
-        journal = cls(lines=lines)
-        for line in lines.read():
-            try:
-                journal._take(line)
-            except (KeyError, TypeError):
-                raise lines.foreign() from None
+        journal = cls(lines=Journal(path=path, form=_FORMAT, about=about, work="calibration", argument=argument))
+        for found in journal.lines.resume(_decoded):
+            if isinstance(found, Sample):
+                journal.samples.append(found)
+            elif found is None:
+                journal.finished = True
+            else:
+                journal.points = found
         journal.resumed = len(journal.samples)
         return journal
 
@@ -73,13 +76,26 @@ class Journal:
         """What was measured stands elsewhere now."""
         self.lines.remove()
 
-    def _take(self, data: Mapping[str, Any]) -> None:
-        if "points" in data:
-            self.points = tuple(data["points"])
-        elif "finished" in data:
-            self.finished = True
-        else:
-            self.samples.append(Sample(point=data["point"], seconds=data["s"], busy_cores=data["busy"]))
+    def close(self) -> None:
+        """Let others go on with what was measured."""
+        self.lines.close()
+
+
+def _decoded(line: JsonObject) -> Sample | tuple[str, ...] | None:
+    """What a line holds: a sample, the points that were planned, or that the campaign has finished."""
+    if line.has("points"):
+        points = line.sequence("points")
+        if not all(isinstance(point, str) for point in points):
+            raise line.error("points", "an array of texts")
+        return tuple(map(str, points))
+    if line.has("finished"):
+        return None
+    seconds = line.child("s")
+    return Sample(
+        point=line.text("point"),
+        seconds={name: seconds.number(name, allow_zero=True) for name in seconds.fields},
+        busy_cores=line.number("busy", allow_zero=True) if line.has("busy") else None,
+    )
 
 
 def journal_path(output: str | Path) -> Path:

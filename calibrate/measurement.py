@@ -64,6 +64,7 @@ from typing import Any
 from calibrate.csv_table import MAX_WHOLE, CsvRow, CsvTable, Layout, leading_comments
 from kvrsim.errors import InputError
 from kvrsim.io.files import write_atomically
+from kvrsim.io.json_text import parse_json
 from kvrsim.request import DTYPES
 from kvrsim.units import MAX_SECONDS
 
@@ -206,9 +207,9 @@ def read_origin(path: str | Path, argument: str = "measurements") -> dict[str, A
 
 def _parse_origin(text: str, where: str) -> dict[str, Any]:
     try:
-        origin = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
+        origin = parse_json(text)
+    except ValueError as error:
+        reason = " ".join(str(error).split())
         raise InputError(f"{where}: origin", text.strip()[:80] or "nothing", f"valid JSON ({reason})") from None
     if not isinstance(origin, dict):
         raise InputError(f"{where}: origin", text.strip()[:80], "a JSON object ({...})")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from calibrate.campaign import Bench, Estimate, Outcome, Policy, Progress, estimate, run_campaign
-from calibrate.journal import Journal, journal_path
+from calibrate.journal import CampaignJournal, journal_path
 from calibrate.measurement import Measurement, write_measurements
 
 OnProgress = Callable[[Progress], None]
@@ -24,9 +24,9 @@ class Campaign:
     origin: OriginOf  # what the CSV says of its rows, given them
     output: Path  # the CSV
 
-    def journal(self, argument: str = "output") -> Journal:
+    def journal(self, argument: str = "output") -> CampaignJournal:
         """New, or as an interrupted run has left it."""
-        return Journal.open(journal_path(self.output), self.about, argument)
+        return CampaignJournal.open(journal_path(self.output), self.about, argument)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class Measured:
     """What a campaign has brought, and its journal, which the caller removes once all that follows is done."""
 
     outcome: Outcome
-    journal: Journal
+    journal: CampaignJournal
 
 
 def measure(
@@ -58,8 +58,11 @@ def measure(
             outcome = run_campaign(bench, journal, policy, on_progress)
         finally:
             bench.close()
+        write_measurements(campaign.output, outcome.rows, origin=campaign.origin(outcome.rows))
+    except BaseException:
+        journal.close()
+        raise
     finally:
         if not journal.samples:
             journal.remove()
-    write_measurements(campaign.output, outcome.rows, origin=campaign.origin(outcome.rows))
     return Measured(outcome=outcome, journal=journal)

@@ -2,6 +2,7 @@
 
 KvrsimError                 anything a caller may want to catch
 ├── InputError              the user's input is wrong: names the parameter, the value, what is accepted (exit 2)
+├── NotWrittenError         a file cannot be written, such as on a full disk: names it (exit 74)
 ├── InfeasibleError         the question is well put and the answer is no: nothing fits, a target is missed (exit 1)
 ├── RankError               of kvrsim.runtime: a rank died, hung, ran out of memory or disagrees: names it (exit 1)
 └── LinkError               of kvrsim.runtime, inside a rank: a message did not come or did not leave (exit 1)
@@ -36,6 +37,19 @@ class InputError(KvrsimError):
         shown = " ".join(str(value).split())
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
         super().__init__(f"{parameter}: got '{shown}', accepted: {accepted}")
+
+
+class NotWrittenError(KvrsimError):
+    """A file cannot be written, though nothing is wrong with what was asked: the disk is full, say."""
+
+    exit_code = 74
+
+    def __init__(self, path: object, error: OSError | str) -> None:
+        self.path, self.reason = path, error if isinstance(error, str) else error.strerror or str(error)
+        super().__init__(f"{path}: cannot be written ({self.reason})")
+
+    def __reduce__(self) -> tuple[type[NotWrittenError], tuple[object, str]]:
+        return type(self), (self.path, self.reason)
 
 
 class InfeasibleError(KvrsimError):

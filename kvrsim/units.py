@@ -15,6 +15,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from kvrsim.errors import InputError
+from kvrsim.io.json_text import parse_json
 
 MAX_TOKENS = 2**40  # no context is longer
 MAX_BYTES = 2**60
@@ -158,9 +159,9 @@ class JsonObject:
         if len(content) > MAX_FILE_BYTES:
             raise InputError(argument, shown, f"a JSON file of at most {MAX_FILE_BYTES // 2**20} MiB")
         try:
-            fields = json.loads(content.decode("utf-8-sig"))
-        except (ValueError, RecursionError) as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
+            fields = parse_json(content.decode("utf-8-sig"))
+        except ValueError as error:
+            reason = " ".join(str(error).split())
             raise InputError(argument, shown, f"a file of valid JSON ({reason})") from None
         if not isinstance(fields, dict):
             raise InputError(argument, shown, "a file that holds a JSON object ({...})")
@@ -238,6 +239,13 @@ class JsonObject:
             if not usable or not (0 < value <= 1e30 or (allow_zero and value == 0)):  # type: ignore[operator]
                 raise self.error(key, f"an array of finite numbers {'of at least 0' if allow_zero else 'above 0'}")
         return [float(value) for value in values]  # type: ignore[arg-type]
+
+    def integers(self, key: str, *, minimum: int = 1, maximum: int = MAX_TOKENS) -> list[int]:
+        """An array of whole numbers, required."""
+        values = self.fields.get(key)
+        if not isinstance(values, list) or not all(type(one) is int and minimum <= one <= maximum for one in values):
+            raise self.error(key, f"an array of whole numbers from {minimum} to {maximum}")
+        return values
 
     def children(self, key: str) -> list[JsonObject]:
         """The objects of an array; empty where the key is absent."""

@@ -42,19 +42,18 @@ def make_table(
     drafts = {key: draft for key, draft in kept.drafts.items() if key in scenarios}
     missing = [key for key in scenarios if key not in drafts]
     total = len(scenarios)
-    with kept:
+    if on_progress is not None:
+        on_progress(len(drafts), total)
+    missing.sort(key=lambda key: (-key[0], key[1]))  # the longest searches first: many GPUs, short contexts
+    for draft in pool.run(draft_of, [(scenarios[key],) for key in missing]):
+        drafts[draft.key] = draft
+        kept.add(draft)
         if on_progress is not None:
             on_progress(len(drafts), total)
-        missing.sort(key=lambda key: (-key[0], key[1]))  # the longest searches first: many GPUs, short contexts
-        for draft in pool.run(draft_of, [(scenarios[key],) for key in missing]):
-            drafts[draft.key] = draft
-            kept.add(draft)
-            if on_progress is not None:
-                on_progress(len(drafts), total)
-        longest = replace(scenario.request, context_len=max(context_lens))
-        steps = chunk_steps(replace(scenario, request=longest))
-        work = [(scenarios[key], drafts[key], around, steps) for key, around in _beside(drafts).items()]
-        entries = sorted(pool.run(entry_of, work), key=lambda entry: (entry.num_gpus, entry.context_len))
+    longest = replace(scenario.request, context_len=max(context_lens))
+    steps = chunk_steps(replace(scenario, request=longest))
+    work = [(scenarios[key], drafts[key], around, steps) for key, around in _beside(drafts).items()]
+    entries = sorted(pool.run(entry_of, work), key=lambda entry: (entry.num_gpus, entry.context_len))
     return PartitionTable(setting=setting, kvrsim_version=__version__, steps=steps, entries=tuple(entries))
 
 

@@ -2,99 +2,70 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
-from io import TextIOWrapper
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
 from kvrsim import __version__
-from kvrsim.errors import InputError
+from kvrsim.io.journal import Journal
+from kvrsim.units import JsonObject
 from planner.table_entry import Draft
 from planner.table_setting import TableSetting
 
 SUFFIX = ".partial"
-_FORMAT = "kvrsim partition table, unfinished"
+_FORMAT = "kvrsim partition table, unfinished 2"
 
 
 @dataclass(slots=True)
 class Partial:
-    """A file of one JSON object a line: the setting, then entries; a last line that was cut off is dropped.
+    """A journal of entries, locked while it is open; a path of None keeps nothing.
 
-    One of another setting or version is started anew, with a note. The file goes when the table is done, and stays
-    when the work is interrupted; None keeps nothing.
+    The file goes when the table is done, and stays when the work is interrupted. Raises InputError naming --output
+    where it is of other settings or another version, holds something else, or is at work in another process.
     """
 
     path: Path | None
     setting: TableSetting
-    drafts: dict[tuple[int, int], Draft] = field(init=False)
-    note: str = field(init=False, default="")
-    _file: TextIOWrapper | None = field(init=False, default=None)
+    drafts: dict[tuple[int, int], Draft] = field(init=False, default_factory=dict)
+    _lines: Journal | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.drafts = {}
-        if self.path is None or not self.path.exists():
+        if self.path is None:
             return
-        lines = self._lines(self.path)
-        if not lines or lines[0] != self._head():
-            self.note = f"{self.path}: of other settings or another version; its entries are searched anew"
-            return
-        drafts = [_draft_of(line) for line in lines[1:]]
-        self.drafts = {draft.key: draft for draft in drafts if draft is not None}
-        if drafts:
-            self.note = f"{self.path}: {len(self.drafts)} entries searched before"
+        about = {"kvrsim": __version__} | self.setting.to_dict()
+        self._lines = Journal(path=self.path, form=_FORMAT, about=about, work="table build", argument="output")
+        self.drafts = {draft.key: draft for draft in self._lines.resume(self._decoded)}
 
-    def __enter__(self) -> Self:
-        if self.path is not None:
-            try:
-                self._file = self.path.open("w", encoding="utf-8")
-                self._write(self._head())
-            except OSError as error:
-                raise InputError("output", self.path, f"a file that can be written ({error.strerror})") from None
-            for draft in self.drafts.values():
-                self._write(asdict(draft))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._file is not None:
-            self._file.close()
+    @property
+    def note(self) -> str:
+        """What was found; empty where that is nothing."""
+        return f"{self.path}: {len(self.drafts)} entries searched before" if self.drafts else ""
 
     def add(self, draft: Draft) -> None:
-        """Keep one more; when this returns, no kill of this process takes it away."""
-        self._write(asdict(draft))
+        """Keep one more; when this returns, no kill takes it away. NotWrittenError where the disk is full."""
+        if self._lines is not None:
+            self._lines.append(asdict(draft))
 
     def remove(self) -> None:
         """The table stands elsewhere now."""
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
+        if self._lines is not None:
+            self._lines.remove()
 
-    def _head(self) -> dict[str, Any]:
-        return {"format": _FORMAT, "kvrsim_version": __version__, "setting": self.setting.to_dict()}
+    def close(self) -> None:
+        """Let others go on with the entries."""
+        if self._lines is not None:
+            self._lines.close()
 
-    def _write(self, content: dict[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(content) + "\n")
-            self._file.flush()
-
-    @staticmethod
-    def _lines(path: Path) -> list[Any]:
-        """The objects up to the first line that is none."""
-        found = []
-        try:
-            for line in path.read_text(encoding="utf-8").splitlines():
-                found.append(json.loads(line))
-        except (OSError, ValueError):
-            pass
-        return found
-
-
-def _draft_of(line: Any) -> Draft | None:
-    """A line's draft; None where it is none."""
-    try:
-        draft = Draft(**(line | {"partition": tuple(line["partition"]), "balanced": tuple(line["balanced"])}))
-    except (TypeError, KeyError):
-        return None
-    return draft if len(draft.partition) == len(draft.balanced) == draft.num_gpus else None
+    def _decoded(self, line: JsonObject) -> Draft:
+        draft = Draft(
+            num_gpus=line.integer("num_gpus"),
+            context_len=line.integer("context_len"),
+            partition=tuple(line.integers("partition")),
+            ttft_s=line.number("ttft_s"),
+            lower_bound_s=line.number("lower_bound_s", allow_zero=True),
+            balanced=tuple(line.integers("balanced", minimum=0)),
+        )
+        new_tokens = draft.context_len - self.setting.cached_prefix
+        for key, chunks in (("partition", draft.partition), ("balanced", draft.balanced)):
+            if len(chunks) != draft.num_gpus or sum(chunks) != new_tokens:
+                raise line.error(key, f"{draft.num_gpus} chunks of {new_tokens} tokens in all")
+        return draft

@@ -15,7 +15,7 @@ import pytest
 
 from calibrate import campaign as campaign_module
 from calibrate.campaign import BusyError, Policy, Progress, Skipped, estimate, is_busy, run_campaign
-from calibrate.journal import Journal, Sample, Seconds, journal_path
+from calibrate.journal import CampaignJournal, Sample, Seconds, journal_path
 from calibrate.machine_load import CpuLoad, gpu_trouble
 from calibrate.measurement import Measurement, read_measurements
 from calibrate.measuring import Campaign, measure
@@ -71,8 +71,8 @@ class FakeBench:
         self.closed = True
 
 
-def journal_in(folder: Path) -> Journal:
-    return Journal.open(journal_path(folder / "x.csv"), {"a": 1}, "--output")
+def journal_in(folder: Path) -> CampaignJournal:
+    return CampaignJournal.open(journal_path(folder / "x.csv"), {"a": 1}, "--output")
 
 
 def test_steady_points_are_measured_until_their_medians_are_known_and_no_longer(tmp_path: Path) -> None:
@@ -126,6 +126,7 @@ def test_a_resumed_campaign_measures_the_points_that_it_set_out_to(tmp_path: Pat
     journal = journal_in(tmp_path)
     journal.plan(["1", "5"])
     journal.add(Sample(point="1", seconds={"layer": 0.001}, busy_cores=None))
+    journal.close()
     bench = FakeBench()
     outcome = run_campaign(bench, journal_in(tmp_path), QUIET)
     assert [row.chunk for row in outcome.rows] == [1, 5]
@@ -221,9 +222,10 @@ def test_killed_at_ten_random_moments_it_ends_with_the_same_grid(tmp_path: Path)
         process.join(10)
         path = journal_path(tmp_path / "x.csv")
         if path.exists():
-            journal = Journal.open(path, {"fake": True}, "--output")
+            journal = CampaignJournal.open(path, {"fake": True}, "--output")
             assert len(journal.samples) >= seen, "what was measured is lost"
             seen = len(journal.samples)
+            journal.close()
     assert seen > 0, "no process has come to measure before it was killed"
     _run(tmp_path)
     rows = read_measurements(tmp_path / "x.csv")

@@ -321,7 +321,7 @@ def test_report_has_all_operations(fitted: Any, tmp_path: Path) -> None:
     assert set(report.to_dict()["operations"]) == set(profile.operations)
     report.plot(tmp_path / "made.png")
     assert (tmp_path / "made.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(InputError, match=r"plot: got .* accepted: a file that ends in \.png"):
+    with pytest.raises(InputError, match=r"plot: got .* accepted: a file name that ends in \.png"):
         report.plot(tmp_path / "made.txt")
 
 

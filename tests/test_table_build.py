@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import kvrsim
+from kvrsim.errors import InputError
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
 from planner import table_build
@@ -141,8 +143,10 @@ def test_finished_entries_are_not_searched_again(tmp_path: Path, monkeypatch: py
         return draft_of(one)
 
     monkeypatch.setattr(table_build, "draft_of", counted)
+    interrupted = Partial(path, setting)
     with pytest.raises(KeyboardInterrupt):
-        make_table(scenario, (2,), lengths, partial=Partial(path, setting))
+        make_table(scenario, (2,), lengths, partial=interrupted)
+    interrupted.close()
     with path.open("a") as file:
         file.write('{"num_gpus": 2, "context_')  # a line that was cut off
     monkeypatch.setattr(table_build, "draft_of", draft_of)
@@ -157,21 +161,85 @@ def test_finished_entries_are_not_searched_again(tmp_path: Path, monkeypatch: py
     assert not path.exists()
 
 
-@pytest.mark.parametrize("content", ["", "nonsense", "[1]", '{"format": "other"}', '{"a": 1}\n{"b": 2}'])
-def test_other_partials_are_left_out_with_a_word(tmp_path: Path, content: str) -> None:
+HEAD = {"format": "kvrsim partition table, unfinished 2"}
+
+
+def draft_line(**changes: object) -> str:
+    draft = {"num_gpus": 2, "context_len": 512, "partition": [300, 212], "balanced": [256, 256]}
+    return json.dumps(draft | {"ttft_s": 1.0, "lower_bound_s": 0.5} | changes) + "\n"
+
+
+def head_line(scenario: Scenario) -> str:
+    about = {"kvrsim": kvrsim.__version__} | TableSetting.of(scenario).to_dict()
+    return json.dumps(HEAD | {"about": about}) + "\n"
+
+
+@pytest.mark.parametrize(
+    "content", ["nonsense", "nonsense\n", "[1]\n", '{"format": "other"}\n', '{"a": 1}\n{"b": 2}\n']
+)
+def test_a_file_that_is_no_partial_is_refused_and_left_alone(tmp_path: Path, content: str) -> None:
     path = tmp_path / "table.json.partial"
     path.write_text(content)
-    partial = Partial(path, TableSetting.of(scenario_of("roofline")))
-    assert partial.drafts == {}
-    assert "other settings" in partial.note
+    with pytest.raises(InputError, match=r"--output.*interrupted table build"):
+        Partial(path, TableSetting.of(scenario_of("roofline")))
+    assert path.read_text() == content
 
 
-def test_a_partial_of_another_setting_is_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "table.json.partial"
-    make_table(scenario_of("roofline"), (2,), (512,), partial=Partial(path, TableSetting.of(scenario_of("roofline"))))
-    assert len(Partial(path, TableSetting.of(scenario_of("roofline"))).drafts) == 1
-    other = scenario_of("roofline", link_bandwidth_bytes_per_s=1e10)
-    assert Partial(path, TableSetting.of(other)).drafts == {}
+def test_a_partial_of_another_setting_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path, scenario = tmp_path / "table.json.partial", scenario_of("roofline")
+    with closing(Partial(path, TableSetting.of(scenario))) as partial:
+        make_table(scenario, (2,), (512,), partial=partial)
+    before = path.read_bytes()
+    other = scenario_of("roofline", link_bandwidth_bytes_per_s=1e10, batch=2)
+    with pytest.raises(InputError, match=r"--output.*same batch \(there 1, here 2\).*finish that one"):
+        Partial(path, TableSetting.of(other))
+    assert path.read_bytes() == before
+    with closing(Partial(path, TableSetting.of(scenario))) as partial:
+        assert len(partial.drafts) == 1
+        assert path.read_bytes().startswith(before), "a resumed build rewrites nothing"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("partition", [[300], [212]]),
+        ("partition", ["300", "212"]),
+        ("partition", [300.0, 212.0]),
+        ("partition", [True, 511]),
+        ("partition", [300, 300]),
+        ("partition", [512]),
+        ("partition", 512),
+        ("balanced", [None, None]),
+        ("num_gpus", 3),
+        ("num_gpus", "2"),
+        ("context_len", -1),
+        ("ttft_s", "fast"),
+        ("ttft_s", float("nan")),
+        ("lower_bound_s", []),
+    ],
+)
+def test_what_no_build_has_written_into_a_partial_is_named(tmp_path: Path, key: str, value: object) -> None:
+    path, scenario = tmp_path / "table.json.partial", scenario_of("roofline")
+    content = head_line(scenario) + draft_line() + draft_line(**{key: value})
+    path.write_text(content)
+    with pytest.raises(InputError, match=r"--output.*line 3: .*remove the file"):
+        Partial(path, TableSetting.of(scenario))
+    assert path.read_text() == content
+
+
+@pytest.mark.parametrize("depth", [60, 900, 100_000])
+def test_a_partial_of_many_levels_is_refused(tmp_path: Path, depth: int) -> None:
+    path, scenario = tmp_path / "table.json.partial", scenario_of("roofline")
+    path.write_text(head_line(scenario) + '{"partition": ' + "[" * depth + "]" * depth + "}\n")
+    with pytest.raises(InputError, match="--output"):
+        Partial(path, TableSetting.of(scenario))
+
+
+def test_a_build_that_cannot_begin_leaves_no_partial(tmp_path: Path) -> None:
+    path, scenario = tmp_path / "table.json.partial", scenario_of("roofline")
+    with pytest.raises(InputError, match="--gpus"), closing(Partial(path, TableSetting.of(scenario))) as partial:
+        make_table(scenario, (8,), (4,), partial=partial)
+    assert not path.exists()
 
 
 def test_kvr_p_takes_its_chunks_from_the_table(tables: dict[str, PartitionTable], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -118,12 +119,12 @@ def _built(
     from planner.table_partial import SUFFIX, Partial
     from planner.table_setting import TableSetting
 
-    partial = Partial(output.with_name(output.name + SUFFIX), TableSetting.of(scenario))
-    if partial.note:
-        typer.echo(f"kvrsim: note: {partial.note}", err=True)
-    table = make_table(scenario, counts, lengths, pool=pool, partial=partial, on_progress=progress)
-    table.write(output)
-    partial.remove()
+    with contextlib.closing(Partial(output.with_name(output.name + SUFFIX), TableSetting.of(scenario))) as partial:
+        if partial.note:
+            typer.echo(f"kvrsim: note: {partial.note}", err=True)
+        table = make_table(scenario, counts, lengths, pool=pool, partial=partial, on_progress=progress)
+        table.write(output)
+        partial.remove()
     return table
 
 

@@ -13,7 +13,6 @@ forgets nothing and that every GPU reads.
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from kvrsim.errors import InputError
+from kvrsim.io.json_text import parse_json
 from kvrsim.program import Array
 from kvrsim.units import MAX_TOKENS
 from planner.workloads.workload import MAX_REQUESTS, Workload
@@ -124,8 +124,8 @@ def _json_columns(lines: list[str], shown: str) -> tuple[str, _Columns]:
 
 def _json_row(line: str, number: int, shown: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = parse_json(line)
+    except ValueError:
         row = None
     if not isinstance(row, dict) or not set(_COLUMNS[MOONCAKE]) <= set(row):
         raise InputError(f"{shown}: line {number}", line, f"a JSON object with {', '.join(_COLUMNS[MOONCAKE])}")

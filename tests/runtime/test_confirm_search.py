@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from contextlib import closing
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from confirm_setup import arguments, folder_with, made_up_profile, said
 
-from kvrsim.errors import InputError
+from kvrsim.errors import InputError, NotWrittenError
 from kvrsim.model import load_model
 from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
@@ -108,31 +110,43 @@ SAMPLE = Sample(level=0, chunks=(3, 1), ttft_s=0.5, spent_s=0.7)
 
 def test_a_journal_keeps_what_is_whole(tmp_path: Path) -> None:
     path, about = tmp_path / "t.json.search", {"context": 4}
-    journal = SearchJournal.open(path, about)
-    journal.add(SAMPLE)
+    with closing(SearchJournal.open(path, about)) as journal:
+        journal.add(SAMPLE)
     with path.open("a") as file:
         file.write('{"level": 0, "chu')
-    again = SearchJournal.open(path, about)
-    assert again.samples == [SAMPLE]
-    assert again.spent_s == pytest.approx(0.7)
-    again.add(replace(SAMPLE, level=1))
-    assert SearchJournal.open(path, about).samples == [SAMPLE, replace(SAMPLE, level=1)]
-    path.write_text('{"format": "kvrsim sea')  # killed in its first line
-    assert SearchJournal.open(path, about).samples == []
-    again.remove()
+    with closing(SearchJournal.open(path, about)) as again:
+        assert again.samples == [SAMPLE]
+        assert again.spent_s == pytest.approx(0.7)
+        again.add(replace(SAMPLE, level=-1))
+    last = SearchJournal.open(path, about)
+    assert last.samples == [SAMPLE, replace(SAMPLE, level=-1)]
+    last.remove()
     assert not path.exists()
 
 
-def test_another_journal_is_refused_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "t.json.search"
-    SearchJournal.open(path, {"context": 4}).add(SAMPLE)
-    with pytest.raises(InputError, match="the same context"):
-        SearchJournal.open(path, {"context": 8})
-    for text in ("a letter to the editor\n", "no newline", '{"format": "kvrsim search 1"}\n', "[]\n"):
-        path.write_text(text)
-        with pytest.raises(InputError, match="journal of an interrupted search"):
-            SearchJournal.open(path, {"context": 4})
-        assert path.read_text() == text
+@pytest.mark.parametrize("wrong", [{"chunks": ["3", 1]}, {"chunks": [[3], 1]}, {"level": 0.5}, {"ttft_s": None}])
+def test_what_no_search_has_written_is_named(wrong: dict[str, object], tmp_path: Path) -> None:
+    path, about = tmp_path / "t.json.search", {"context": 4}
+    with closing(SearchJournal.open(path, about)) as journal:
+        journal.add(SAMPLE)
+    content = path.read_text() + json.dumps(asdict(SAMPLE) | wrong) + "\n"
+    path.write_text(content)
+    with pytest.raises(InputError, match=rf"--output .*, line 4: {next(iter(wrong))}: .*remove the file"):
+        SearchJournal.open(path, about)
+    assert path.read_text() == content
+
+
+def test_a_copy_that_was_sent_to_a_rank_creates_no_journal(tmp_path: Path) -> None:
+    path, about = tmp_path / "t.json.search", {"context": 4}
+    with closing(SearchJournal.open(path, about)) as journal:
+        copy: SearchJournal = pickle.loads(pickle.dumps(journal))
+        copy.add(SAMPLE)
+    with closing(SearchJournal.open(path, about)) as journal:
+        assert journal.samples == [SAMPLE]
+        journal.remove()
+    with pytest.raises(NotWrittenError):
+        copy.add(SAMPLE)
+    assert not path.exists()
 
 
 def test_a_search_that_is_killed_goes_on_and_writes_a_table(tmp_path: Path) -> None:
@@ -149,7 +163,7 @@ def test_a_search_that_is_killed_goes_on_and_writes_a_table(tmp_path: Path) -> N
     process = subprocess.Popen(command, env=environment, start_new_session=True, **quiet)  # type: ignore[call-overload]
     try:
         wait_until_s = time.monotonic() + 40
-        while not journal.exists() or len(journal.read_text().splitlines()) < 4:
+        while not journal.exists() or len(journal.read_text().splitlines()) < 5:
             assert time.monotonic() < wait_until_s
             assert process.poll() is None
             time.sleep(0.01)
