@@ -223,7 +223,7 @@ def test_tables_pictures_and_the_report(capsys: pytest.CaptureFixture[str], tmp_
 
 def test_the_same_plan_gives_the_same_picture() -> None:
     plan = kvrsim.capacity(requests=SMALL, slo_ttft="1s", group_sizes="1", replications=1, uniform_only=True)
-    first, again = (picture(plan, (ttft_by_length, queue_over_time), "svg") for _ in range(2))
+    first, again = (picture(plan, (ttft_by_length, queue_over_time), ".svg") for _ in range(2))
     assert first == again
 
 

@@ -187,7 +187,7 @@ def wait_for_entries(process: subprocess.Popen[str], count: int) -> list[str]:
     partial, until_s = Path("table.json.partial"), time.monotonic() + 40
     while time.monotonic() < until_s:
         lines = partial.read_text().splitlines() if partial.exists() else []
-        if len(lines) > count:
+        if len(lines) > 1 + count:  # the head and the writer
             return lines
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
@@ -225,7 +225,7 @@ def test_killed_work_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert not Path("table.json").exists()
     kept = Path("table.json.partial").read_text().splitlines()
     assert cli.main([*LONG, "--jobs", "1"]) == 0
-    assert f"{len(kept) - 1} entries searched before" in capsys.readouterr().err
+    assert f"{len(kept) - 2} entries searched before" in capsys.readouterr().err
     assert len(kept) >= len(before)
     resumed = Path("table.json").read_bytes()
     assert not Path("table.json.partial").exists()
@@ -246,8 +246,22 @@ def test_interrupted_work_ends_with_one_line(jobs: str) -> None:
     assert not Path("table.json").exists()
 
 
-def test_a_partial_of_other_settings_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("table.json.partial").write_text('{"format": "something else"}\n')
-    assert cli.main([*BUILD, "-o", "table.json"]) == 0
-    assert "searched anew" in capsys.readouterr().err
-    assert len(load_table("table.json").entries) == 3
+def test_work_of_other_settings_is_refused_and_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    process = start(*LONG, "--jobs", "1")
+    wait_for_entries(process, 2)
+    end(process, signal.SIGINT)
+    kept = Path("table.json.partial").read_bytes()
+    assert cli.main([*LONG, "--batch", "2"]) == 2
+    err = capsys.readouterr().err
+    assert "--output: got 'table.json.partial', accepted: a table build of the same batch (there 1, here 2)" in err
+    assert err.count("\n") == 1
+    assert Path("table.json.partial").read_bytes() == kept
+    assert not Path("table.json").exists()
+    assert cli.main([*BUILD, "--batch", "2", "-o", "other.json"]) == 0
+
+
+def test_a_file_of_somebody_else_is_refused_and_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("table.json.partial").write_text("precious\n")
+    assert cli.main([*BUILD, "-o", "table.json"]) == 2
+    assert "remove it, or write to another file" in capsys.readouterr().err
+    assert Path("table.json.partial").read_text() == "precious\n"

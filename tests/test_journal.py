@@ -19,17 +19,17 @@ SAMPLES = [Sample(point=f"p{index % 3}", seconds={"layer": 0.1 * index + 0.1}, b
 def test_a_journal_reads_back_what_was_added(tmp_path: Path) -> None:
     path = journal_path(tmp_path / "x.csv")
     assert path.name == "x.csv.journal"
-    with closing(CampaignJournal.open(path, ABOUT, "--output")) as journal:
+    with closing(CampaignJournal.open(path, ABOUT, "output")) as journal:
         journal.plan(["p0", "p1", "p2"])
         for sample in SAMPLES:
             journal.add(sample)
-    with closing(CampaignJournal.open(path, ABOUT, "--output")) as journal:
+    with closing(CampaignJournal.open(path, ABOUT, "output")) as journal:
         assert journal.samples == SAMPLES
         assert (journal.points, journal.resumed, journal.finished) == (("p0", "p1", "p2"), 7, False)
         assert [sample.seconds["layer"] for sample in journal.of("p0")] == pytest.approx([0.1, 0.4, 0.7])
         assert set(seconds_of(journal.samples)) == {"p0", "p1", "p2"}
         journal.finish()
-    assert CampaignJournal.open(path, ABOUT, "--output").finished
+    assert CampaignJournal.open(path, ABOUT, "output").finished
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,6 @@ def test_what_no_campaign_has_written_is_named(tmp_path: Path, key: str, line: d
     path = tmp_path / "j"
     content = "".join(json.dumps(one) + "\n" for one in ({"format": "kvrsim journal 1", "about": ABOUT}, line))
     path.write_text(content)
-    with pytest.raises(InputError, match=rf"--output .*, line 2: .*{key}.*remove the file"):
-        CampaignJournal.open(path, ABOUT, "--output")
+    with pytest.raises(InputError, match=rf"output .*, line 2: .*{key}.*remove the file"):
+        CampaignJournal.open(path, ABOUT, "output")
     assert path.read_text() == content

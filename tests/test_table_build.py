@@ -180,7 +180,7 @@ def head_line(scenario: Scenario) -> str:
 def test_a_file_that_is_no_partial_is_refused_and_left_alone(tmp_path: Path, content: str) -> None:
     path = tmp_path / "table.json.partial"
     path.write_text(content)
-    with pytest.raises(InputError, match=r"--output.*interrupted table build"):
+    with pytest.raises(InputError, match=r"output.*interrupted table build"):
         Partial(path, TableSetting.of(scenario_of("roofline")))
     assert path.read_text() == content
 
@@ -191,7 +191,7 @@ def test_a_partial_of_another_setting_is_refused_and_left_alone(tmp_path: Path) 
         make_table(scenario, (2,), (512,), partial=partial)
     before = path.read_bytes()
     other = scenario_of("roofline", link_bandwidth_bytes_per_s=1e10, batch=2)
-    with pytest.raises(InputError, match=r"--output.*same batch \(there 1, here 2\).*finish that one"):
+    with pytest.raises(InputError, match=r"output.*same batch \(there 1, here 2\).*finish that one"):
         Partial(path, TableSetting.of(other))
     assert path.read_bytes() == before
     with closing(Partial(path, TableSetting.of(scenario))) as partial:
@@ -222,7 +222,7 @@ def test_what_no_build_has_written_into_a_partial_is_named(tmp_path: Path, key: 
     path, scenario = tmp_path / "table.json.partial", scenario_of("roofline")
     content = head_line(scenario) + draft_line() + draft_line(**{key: value})
     path.write_text(content)
-    with pytest.raises(InputError, match=r"--output.*line 3: .*remove the file"):
+    with pytest.raises(InputError, match=r"output.*line 3: .*remove the file"):
         Partial(path, TableSetting.of(scenario))
     assert path.read_text() == content
 
@@ -231,13 +231,13 @@ def test_what_no_build_has_written_into_a_partial_is_named(tmp_path: Path, key: 
 def test_a_partial_of_many_levels_is_refused(tmp_path: Path, depth: int) -> None:
     path, scenario = tmp_path / "table.json.partial", scenario_of("roofline")
     path.write_text(head_line(scenario) + '{"partition": ' + "[" * depth + "]" * depth + "}\n")
-    with pytest.raises(InputError, match="--output"):
+    with pytest.raises(InputError, match="output"):
         Partial(path, TableSetting.of(scenario))
 
 
 def test_a_build_that_cannot_begin_leaves_no_partial(tmp_path: Path) -> None:
     path, scenario = tmp_path / "table.json.partial", scenario_of("roofline")
-    with pytest.raises(InputError, match="--gpus"), closing(Partial(path, TableSetting.of(scenario))) as partial:
+    with pytest.raises(InputError, match="gpus"), closing(Partial(path, TableSetting.of(scenario))) as partial:
         make_table(scenario, (8,), (4,), partial=partial)
     assert not path.exists()
 

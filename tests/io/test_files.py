@@ -21,7 +21,7 @@ def mode_of(path: Path) -> int:
 
 
 def wrote(path: Path | str, data: bytes = b"new") -> None:
-    write_atomically(path, data, argument="--output")
+    write_atomically(path, data, argument="output")
 
 
 @pytest.fixture(params=[0o022, 0o077, 0o002], ids=oct)
@@ -74,9 +74,9 @@ def unusable(folder: Path) -> Iterator[Path]:
 
 def test_what_is_no_file_is_refused_before_the_work_and_at_its_end(tmp_path: Path) -> None:
     for path in unusable(tmp_path):
-        with pytest.raises(InputError, match="--output"):
-            check_writable(path, "--output")
-        with pytest.raises(InputError, match="--output"):
+        with pytest.raises(InputError, match="output"):
+            check_writable(path, "output")
+        with pytest.raises(InputError, match="output"):
             wrote(path)
     assert sorted(os.listdir(tmp_path)) == ["fifo", "folder", "loop", "nowhere", "to fifo"]
 
@@ -88,7 +88,7 @@ def test_every_name_that_the_system_takes_is_written(tmp_path: Path, name: str) 
     try:
         path.write_bytes(b"old")
     except (OSError, ValueError):
-        with pytest.raises(InputError, match="--output"):
+        with pytest.raises(InputError, match="output"):
             wrote(path)
         return
     wrote(path)
@@ -124,7 +124,7 @@ def test_a_failure_leaves_the_old_file_and_no_other(
 
     (tmp_path / "a").write_bytes(b"old")
     monkeypatch.setattr(os, failing, full)
-    with pytest.raises(InputError, match=r"--output.*No space left"):
+    with pytest.raises(InputError, match=r"output.*No space left"):
         wrote(tmp_path / "a")
     assert (os.listdir(tmp_path), (tmp_path / "a").read_bytes()) == (["a"], b"old")
 

@@ -27,9 +27,7 @@ AS_LAWS = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], 
 
 
 def journal_at(path: Path, **changes: Any) -> Journal:
-    return Journal(
-        **({"path": path, "form": "test 1", "about": ABOUT, "work": "test", "argument": "--output"} | changes)
-    )
+    return Journal(**({"path": path, "form": "test 1", "about": ABOUT, "work": "test", "argument": "output"} | changes))
 
 
 def resumed(journal: Journal) -> list[Any]:
@@ -74,7 +72,7 @@ def test_other_work_is_refused_by_name_and_left_alone(tmp_path: Path, about: dic
     path = tmp_path / "j"
     before = left_behind(path, [1])
     other = sorted(key for key in {*ABOUT, *about} if ABOUT.get(key) != about.get(key))
-    with pytest.raises(InputError, match=f"--output.*of the same {other[0]}.*finish that one"):
+    with pytest.raises(InputError, match=f"output.*of the same {other[0]}.*finish that one"):
         resumed(journal_at(path, about=about))
     assert path.read_bytes() == before
 
@@ -111,7 +109,7 @@ HEAD = json.dumps({"format": "test 1", "about": ABOUT}) + "\n"
 def test_what_is_no_journal_is_refused_and_left_alone(tmp_path: Path, content: str) -> None:
     path = tmp_path / "j"
     path.write_text(content)
-    with pytest.raises(InputError, match=r"--output.*journal of an interrupted test"):
+    with pytest.raises(InputError, match=r"output.*journal of an interrupted test"):
         resumed(journal_at(path))
     assert path.read_text() == content
 
@@ -123,7 +121,7 @@ def test_no_link_is_followed_and_no_pipe_waited_for(tmp_path: Path) -> None:
     (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
     (tmp_path / "folder").mkdir()
     for path in (*(tmp_path / name for name in ("fifo", "link", "nowhere", "folder", "no/j")), Path("/dev/null")):
-        with pytest.raises(InputError, match="--output"):
+        with pytest.raises(InputError, match="output"):
             resumed(journal_at(path))
     assert sorted(os.listdir(tmp_path)) == ["fifo", "folder", "link", "nowhere", "precious"]
     assert (tmp_path / "precious").read_text() == ""
@@ -133,7 +131,7 @@ OTHER_PROCESS = f"""
 import sys
 from pathlib import Path
 from kvrsim.io.journal import Journal
-journal = Journal(path=Path(sys.argv[1]), form="test 1", about={ABOUT!r}, work="test", argument="--output")
+journal = Journal(path=Path(sys.argv[1]), form="test 1", about={ABOUT!r}, work="test", argument="output")
 journal.resume(lambda line: line)
 journal.append({{"value": "theirs"}})
 print("ready", flush=True)
