@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from kvrsim.cli import main as cli
-from planner.table import load_table
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ("table", "build", "--gpus", "2", "--ctx", "512:1536:512", "--profile", "roofline", "--jobs", "1")
