@@ -79,6 +79,7 @@ class ModelSpec:
     final_norm_parameters: int  # weights (and biases) of the norm before the head
     lm_head: Gemm  # hidden states to logits
     layers: tuple[LayerSpec, ...]  # one a layer, first layer first
+    quantization: str | None = None  # how the file says its weights are quantized, such as "awq, 4 bits"; None: not
 
     # Distinct kinds of layer, in order of first appearance; and for each layer the index of its kind.
     layer_kinds: tuple[LayerSpec, ...] = field(init=False, repr=False, compare=False)
