@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvrsim.version import __version__
+
 if TYPE_CHECKING:
     from os import PathLike
 
@@ -32,8 +34,6 @@ if TYPE_CHECKING:
     from planner.map import StrategyMap
     from planner.map_strategies import map_strategies
     from planner.table import PartitionTable, load_table
-
-__version__ = "0.1.0"
 
 __all__ = [
     "CalibrationProfile",
@@ -102,7 +102,7 @@ def __dir__() -> list[str]:
 def plan(
     *,
     ctx: int | str,
-    gpus: int | str = 8,
+    gpus: int | str | None = None,
     model: str | PathLike[str] | ModelSpec = "llama-7b",
     profile: str | PathLike[str] | CalibrationProfile | None = None,
     cluster: str | PathLike[str] | Cluster | None = None,
@@ -114,32 +114,31 @@ def plan(
     cached_prefix: int | str = 0,
     dtype: str | None = None,
     memory_fraction: float | str = 0.9,
-    strategies: Sequence[str] = ("single", "tsp", "kvr-e", "kvr-s"),
+    strategies: Sequence[str] | None = None,
     method: str = "auto",
     stride: int | str | None = None,
     table: str | PathLike[str] | PartitionTable | None = None,
-    on_progress: Callable[[int, int, float], None] | None = None,
+    on_progress: Callable[[int, int | None, float], None] | None = None,
     timeline: bool = False,
     noise: str | Noise | None = None,
     objective: str = "mean",
     samples: int = 200,
     seed: int = 0,
+    on_stage: Callable[[str, int, int], None] | None = None,
 ) -> Plan:
     """Compare strategies for one prefill, each with its best partition, and bound what is possible at all.
 
     The arguments up to `memory_fraction` are those of make_scenario.
-
-    strategies: names (see docs/strategies.md), such as "tsp", "zigzag" or "tp8+kvr-s"; or "all", ranked.
+    strategies: names (docs/strategies.md), such as "tp8+kvr-s"; or "all"; None: KVR-S and all that need no search.
     method: how KVR-S's partition is searched: "grid" (the paper's), "analytical", or "auto".
     stride: tokens that every searched chunk boundary is a multiple of; None: chosen for the context.
     table: where "kvr-p" looks its partition up: a file of build_table, or a PartitionTable.
-    on_progress: called with partitions simulated, partitions expected, best TTFT so far in seconds.
+    on_progress: called with partitions simulated, the most there will be (None: unknown), best TTFT so far in seconds.
+    on_stage: called before each strategy with its name, its number from 1 and how many there are.
     timeline: whether the plan carries every span of time of the best strategy.
     noise: what disturbs it, as after --noise, or a Noise; KVR-S's partition is then searched for the `objective`
         ("mean", "p50", "p95" or "p99" of TTFT), and judged by so many other `samples` of that `seed`.
-
-    Raises InputError naming the command line's argument. Where nothing fits in memory, the plan's `feasible`
-    is False.
+    Raises InputError naming the parameter. Where nothing fits in memory, the plan's `feasible` is False.
     """
     from planner.disturbed import as_asked
     from planner.plan import make_plan
@@ -167,9 +166,11 @@ def plan(
         table=_table(table),
         warnings=warnings,
         on_progress=on_progress,
+        on_stage=on_stage,
         timeline=timeline,
         disturbance=as_asked(noise, samples, seed),
         objective=objective,
+        seed=seed,
     )
 
 
@@ -177,7 +178,7 @@ def simulate(
     *,
     strategy: str,
     ctx: int | str,
-    gpus: int | str = 8,
+    gpus: int | str | None = None,
     model: str | PathLike[str] | ModelSpec = "llama-7b",
     profile: str | PathLike[str] | CalibrationProfile | None = None,
     cluster: str | PathLike[str] | Cluster | None = None,
@@ -203,7 +204,6 @@ def simulate(
     """Simulate one strategy's prefill.
 
     All arguments but these are those of make_scenario.
-
     strategy: a name, such as "tsp", "kvr-s", "zigzag" or "tp8+kvr-s" (see docs/strategies.md).
     partition: new tokens a rank, summing to the context less the cached prefix; None: the strategy's own
         ("kvr-s" searches it first, "kvr-p" looks it up).
@@ -212,7 +212,6 @@ def simulate(
     timeline: whether the result carries every span of time; asks for the event executor.
     breakdown: whether it carries the seconds of every operation on every rank, the share of the roofline that
         they are, and how they are known (result.breakdown.to_frame()); asks for the event executor.
-
     noise: what disturbs it, as after --noise, or a Noise; result.noisy is the distribution over so many `samples`.
     requests: so many prompts alike behind each other (result.stream), `every` "500ms", "poisson:500ms", or all at once.
     seed: of the noise and of Poisson gaps.
@@ -256,7 +255,7 @@ def simulate(
 def build_table(
     *,
     ctx: Sequence[int] | str,
-    gpus: Sequence[int] | str = (2, 4, 8),
+    gpus: Sequence[int] | str | None = None,
     jobs: int = 1,
     on_progress: Callable[[int, int], None] | None = None,
     **scenario: Any,
@@ -264,7 +263,7 @@ def build_table(
     """Search the best partition for many contexts and numbers of GPUs: a lookup table for "kvr-p".
 
     ctx: contexts in tokens, or text such as "1k:32k:1k" (both ends included) or "4k,8k".
-    gpus: numbers of GPUs, or text such as "2,4,8".
+    gpus: numbers of GPUs, or text such as "2,4,8"; None: 2, 4, 8, ... up to those of the cluster.
     jobs: processes that work on it; more than one needs a script with `if __name__ == "__main__"` on some systems.
     on_progress: called with entries searched and entries in all.
     scenario: the other arguments of make_scenario.
@@ -272,11 +271,12 @@ def build_table(
     Raises InputError naming the command line's argument.
     """
     from kvrsim.errors import InputError
-    from kvrsim.ranges import parse_counts, parse_lengths
+    from kvrsim.ranges import counts_up_to, parse_counts, parse_lengths
     from planner.table_backends import Pool
     from planner.table_build import make_table
 
     lengths = parse_lengths(ctx, "ctx") if isinstance(ctx, str) else tuple(_tokens(one, "ctx") for one in ctx)
+    gpus = counts_up_to(make_scenario(ctx=1, **scenario)[0].num_gpus) if gpus is None else gpus
     counts = parse_counts(gpus, "gpus") if isinstance(gpus, str) else tuple(_count(one, "gpus") for one in gpus)
     for values, argument in ((lengths, "ctx"), (counts, "gpus")):
         if not values:
@@ -303,7 +303,7 @@ def capacity(
 def make_scenario(
     *,
     ctx: int | str,
-    gpus: int | str = 8,
+    gpus: int | str | None = None,
     model: str | PathLike[str] | ModelSpec = "llama-7b",
     profile: str | PathLike[str] | CalibrationProfile | None = None,
     cluster: str | PathLike[str] | Cluster | None = None,
@@ -319,7 +319,7 @@ def make_scenario(
     """What a prediction is about, and notes on it; numbers may be text, as on the command line.
 
     ctx: tokens of the whole context, such as 16384 or "16k".
-    gpus: GPUs that take part.
+    gpus: GPUs that take part; None: all of the cluster.
     model: a built-in name, a path to a Hugging Face config.json or its folder, or a ModelSpec.
     profile: a built-in name, a path, "roofline" (the datasheet's limits), or a CalibrationProfile; None: the
         one measured on the cluster's GPU.
@@ -344,7 +344,7 @@ def make_scenario(
 
     return scenarios.make_scenario(
         ctx=_tokens(ctx, "ctx"),
-        gpus=_count(gpus, "gpus"),
+        gpus=None if gpus is None else _count(gpus, "gpus"),
         model=_named(model),
         profile=_named(profile),
         cluster=_named(cluster),

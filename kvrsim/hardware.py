@@ -224,6 +224,10 @@ class Cluster:
         """One line for people."""
         bandwidth = format_bandwidth(self.link.bandwidth_bytes_per_s)
         link = f"{self.link.name}, {bandwidth}, {format_seconds(self.link.latency_s)}"
+        if self.network is not None and self.topology == "nodes":
+            network = self.network
+            between = f"{format_bandwidth(network.bandwidth_bytes_per_s)} a GPU, {format_seconds(network.latency_s)}"
+            link = f"{link}; nodes of {self.gpus_per_node} over {network.name}, {between}"
         return f"{self.name}: {self.num_gpus} x {self.gpu.name}, {self.topology} ({link})"
 
 

@@ -72,3 +72,9 @@ def _times(first: int, last: int, factor: int, text: str, argument: str) -> list
     while found[-1] * factor < last:
         found.append(found[-1] * factor)
     return [*found, last]
+
+
+def counts_up_to(num_gpus: int) -> tuple[int, ...]:
+    """2, 4, 8, ... and the number itself: what is compared where nobody says on how many GPUs."""
+    powers = (2**power for power in range(1, num_gpus.bit_length()))
+    return tuple(dict.fromkeys((*(one for one in powers if one <= num_gpus), num_gpus)))

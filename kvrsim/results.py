@@ -6,15 +6,18 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvrsim.breakdown import Breakdown
-from kvrsim.hardware import MemoryLimit
+from kvrsim.hardware import MemoryLimit, cluster_to_dict
 from kvrsim.memory import RankMemory
 from kvrsim.timeline import Timeline
+from kvrsim.version import __version__
 
 if TYPE_CHECKING:
     import pandas
 
     from kvrsim.distribution import Distribution
+    from kvrsim.hardware import Cluster
     from kvrsim.noise import Noise
+    from kvrsim.question import Question
     from kvrsim.stream import StreamResult
 
 
@@ -34,7 +37,9 @@ class RankReport:
 class SimResult:
     """One strategy with one partition, simulated."""
 
+    question: Question
     strategy: str
+    cluster: Cluster
     model: str
     profile: str
     context_len: int  # tokens, cached prefix included
@@ -62,9 +67,12 @@ class SimResult:
 
     def _summary(self) -> dict[str, Any]:
         return {
+            "question": self.question.to_dict(),
+            "version": __version__,
             "strategy": self.strategy,
             "model": self.model,
             "profile": self.profile,
+            "cluster": cluster_to_dict(self.cluster),
             "context_len": self.context_len,
             "partition": list(self.partition),
             "executor": self.executor,
@@ -102,10 +110,12 @@ class StrategyResult:
     ttft_low_s: float
     ttft_high_s: float
     speedup_over_tsp: float | None  # TSP's TTFT over this one's; None: TSP was not asked for
+    speedup: float | None  # the plan's yardstick's TTFT over this one's; None: it has none
     exposed_comm_s: float  # TTFT less that of the same partition over links that cost nothing
     wait_s: tuple[float, ...]  # a rank; see RankReport
     memory: tuple[RankMemory, ...]  # a rank
     fits: bool
+    approximate: str | None = None  # how its result differs from the model's own prefill; None: it is the same
     noisy: Distribution | None = None  # TTFTs under the plan's noise; `ttft_s` is without its random part
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,28 +128,41 @@ class StrategyResult:
             "ttft_low_s": self.ttft_low_s,
             "ttft_high_s": self.ttft_high_s,
             "speedup_over_tsp": self.speedup_over_tsp,
+            "speedup": self.speedup,
             "exposed_comm_s": self.exposed_comm_s,
             "wait_s": list(self.wait_s),
             "peak_bytes": [rank.total for rank in self.memory],
             "fits": self.fits,
+            "approximate": self.approximate,
         }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ChainBound:
+    """What no partition of a strategy that is a chain of KV-Runahead can beat."""
+
+    strategy: str
+    lower_bound_s: float  # proven
+    gap: float  # the strategy's TTFT / lower_bound_s - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """How fast it could be at all."""
+    """How fast chains of KV-Runahead over single GPUs could be at all; other strategies may be faster."""
 
     ttft_star_s: float  # the paper's closed form: TTFT(1) / 2 x (1/p + 1/p^2)
     ttft_no_comm_s: float  # the paper's TTFT(p): KVR-S, searched anew over links that cost nothing
     lower_bound_s: float  # proven: no KVR partition over these GPUs is faster
     gap: float | None  # KVR-S's TTFT / lower_bound_s - 1; None: KVR-S was not asked for
+    of: str = "kvr"  # what `lower_bound_s` bounds
+    best: ChainBound | None = None  # the bound of the plan's best strategy; None: none is known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchReport:
-    """What the search for KVR-S's partition took."""
+    """What the searches for partitions took, those of all strategies of a plan together."""
 
-    method: str  # "auto", "analytical" or "grid"
+    method: str  # of KVR-S: "auto", "analytical" or "grid"
     evaluations: int  # partitions whose TTFT was simulated
     seconds: float
 
@@ -152,10 +175,10 @@ class NoiseReport:
     objective: str  # "mean", "p50", "p95" or "p99" of TTFT
     num_samples: int  # that judge
     seed: int
-    quiet_partition: tuple[int, ...]  # KVR-S's, without the random part of the noise
-    quiet_s: float  # its objective
-    robust_partition: tuple[int, ...]
-    robust_s: float
+    quiet_partition: tuple[int, ...] = ()  # KVR-S's, without the random part of the noise; empty: not asked for
+    quiet_s: float | None = None  # its objective
+    robust_partition: tuple[int, ...] = ()
+    robust_s: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -165,6 +188,13 @@ class NoiseReport:
             "objective": self.objective,
             "samples": self.num_samples,
             "seed": self.seed,
+        } | self._gained()
+
+    def _gained(self) -> dict[str, Any]:
+        """KVR-S's part, where it was planned."""
+        if self.quiet_s is None or self.robust_s is None:
+            return {}
+        return {
             "quiet_partition": list(self.quiet_partition),
             "quiet_objective_s": self.quiet_s,
             "robust_partition": list(self.robust_partition),
@@ -177,15 +207,19 @@ class NoiseReport:
 class Plan:
     """The answer to `kvrsim plan`."""
 
+    question: Question
     model: str
     profile: str
-    cluster: str  # in words
+    cluster: Cluster
     attention: str  # kernel
     num_gpus: int
     memory_limit: MemoryLimit  # that `fits` compares with
     context_len: int
-    best: StrategyResult  # the fastest that fits; where none fits, the fastest
+    best: StrategyResult  # the fastest exact one that fits; where none fits, the fastest
+    ties: tuple[str, ...]  # strategies that a prediction cannot tell from the best: within 2 % of its TTFT
     strategies: tuple[StrategyResult, ...]
+    yardstick: str | None  # what speed-ups are over: TSP, or the first of TP, KVR-E and one GPU where TSP does not fit
+    not_compared: tuple[str, ...]  # strategies that "all" adds
     bounds: Bounds
     search: SearchReport
     rests_on: str  # what the profile was measured on, and how far to trust it
@@ -202,16 +236,19 @@ class Plan:
         """Plain JSON values."""
         best = self.best.to_dict()
         return {
+            "question": self.question.to_dict(),
+            "version": __version__,
             "model": self.model,
             "profile": self.profile,
-            "cluster": self.cluster,
+            "cluster": cluster_to_dict(self.cluster),
             "attention": self.attention,
             "num_gpus": self.num_gpus,
             **self.memory_limit.to_dict(),
             "context_len": self.context_len,
-            "best": {
-                key: best[key] for key in ("strategy", "partition", "ttft_s", "ttft_low_s", "ttft_high_s", "fits")
-            },
+            "best": {key: best[key] for key in ("strategy", "partition", "ttft_s", "ttft_low_s", "ttft_high_s", "fits")}
+            | {"ties": list(self.ties)},
+            "yardstick": self.yardstick,
+            "not_compared": list(self.not_compared),
             "strategies": [strategy.to_dict() for strategy in self.strategies],
             "bounds": asdict(self.bounds),
             "search": asdict(self.search),

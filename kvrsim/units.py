@@ -54,15 +54,15 @@ def parse_tokens(text: str, argument: str) -> int:
     """A length in tokens: "16k" is 16384, "1m" is 1048576, "16000" is itself."""
     tokens = _quantity(text, _TOKENS)
     if tokens is None or tokens.denominator != 1 or not 1 <= tokens <= MAX_TOKENS:
-        raise InputError(argument, text, "a whole number of tokens of at least 1, such as 16000, 16k or 1m")
+        raise InputError(argument, text, "a whole number of tokens of at least 1, such as 16000, 16k or 1M")
     return int(tokens)
 
 
-def parse_count(text: str, argument: str, *, maximum: int = 2**20) -> int:
-    """A whole number from 1 to `maximum`, without a unit."""
+def parse_count(text: str, argument: str, *, minimum: int = 1, maximum: int = 2**20) -> int:
+    """A whole number from `minimum` to `maximum`, without a unit."""
     count = _quantity(text, {"": 1})
-    if count is None or count.denominator != 1 or not 1 <= count <= maximum:
-        raise InputError(argument, text, f"a whole number from 1 to {maximum}")
+    if count is None or count.denominator != 1 or not minimum <= count <= maximum:
+        raise InputError(argument, text, f"a whole number from {minimum} to {maximum}")
     return int(count)
 
 
@@ -101,9 +101,9 @@ def parse_bytes(text: str, argument: str) -> int:
 
 
 def format_tokens(tokens: int) -> str:
-    """The shortest form that parse_tokens reads back: 16384 is "16k", 10752 "10.5k", 16000 itself."""
+    """The shortest form that parse_tokens reads back: 16384 is "16k", 2**20 "1M", 16000 itself."""
     if tokens and tokens % 2**20 == 0:
-        return f"{tokens // 2**20}m"
+        return f"{tokens // 2**20}M"
     if tokens >= 2**10 and tokens % 2**9 == 0:
         return f"{tokens / 2**10:g}k" if tokens < 2**20 else str(tokens)
     return str(tokens)

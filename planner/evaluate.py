@@ -14,7 +14,8 @@ from kvrsim.strategies import Strategy
 
 BLOCK = 8192  # partitions that share one walk: arrays of 64 KiB, which stay in a core's cache
 
-Progress = Callable[[int, int, float], None]  # evaluations done, expected in all, best TTFT so far
+# Evaluations done, the most that there will be (None: unknown), and the best TTFT so far in seconds.
+Progress = Callable[[int, int | None, float], None]
 
 
 @dataclass(slots=True)
@@ -25,7 +26,7 @@ class Evaluator:
     strategy: Strategy
     on_progress: Progress | None = None
     evaluations: int = 0
-    expected: int = 0  # evaluations in all, as far as the search can tell
+    most: int | None = None  # evaluations that the search will not go beyond; None: unknown
     best_s: float = float("inf")
 
     def ttft_s(self, chunks: Array) -> Array:
@@ -37,9 +38,13 @@ class Evaluator:
             parts.append(run(chunks[first : first + block]))
             self.evaluations += len(parts[-1])
             self.best_s = min(self.best_s, float(parts[-1].min()))
-            if self.on_progress is not None:
-                self.on_progress(self.evaluations, max(self.expected, self.evaluations), self.best_s)
+            self.report()
         return np.concatenate(parts)
+
+    def report(self) -> None:
+        """Say how far it is."""
+        if self.on_progress is not None:
+            self.on_progress(self.evaluations, self.most, self.best_s)
 
     def one(self, chunks: tuple[int, ...]) -> float:
         """TTFT of one partition."""

@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvrsim.hardware import MemoryLimit
+from kvrsim.hardware import Cluster, MemoryLimit, cluster_to_dict
+from kvrsim.question import Question
+from kvrsim.version import __version__
 
 if TYPE_CHECKING:
     import pandas
@@ -60,9 +62,10 @@ class BreakEven:
 class StrategyMap:
     """TTFTs of all strategies in all places, and what follows from them."""
 
+    question: Question  # of the longest context on the most GPUs
     model: str
     profile: str
-    cluster: str  # in words
+    cluster: Cluster  # with the most GPUs, and its own links
     attention: str  # kernel
     memory_limit: MemoryLimit  # that `fits` compares with
     points: tuple[MapPoint, ...]
@@ -98,11 +101,12 @@ class StrategyMap:
         }
 
     def winners(self) -> Iterator[Winner]:
-        """One for each context, bandwidth and number of GPUs."""
+        """One for each context, bandwidth and number of GPUs that can be planned."""
         for bandwidth in self.bandwidths:
             for context_len in self.lengths:
                 for num_gpus in self.gpu_counts:
-                    yield self._winner(self.at(context_len, bandwidth, num_gpus))
+                    if points := self.at(context_len, bandwidth, num_gpus):
+                        yield self._winner(points)
 
     def best(self) -> Iterator[Winner]:
         """One for each context and bandwidth: the fewest GPUs within 2 % of the fastest."""
@@ -114,6 +118,8 @@ class StrategyMap:
                     for one in winners
                     if (one.context_len, one.link_bandwidth_bytes_per_s) == (context_len, bandwidth)
                 ]
+                if not here:
+                    continue
                 usable = [one for one in here if one.fits] or here
                 least_s = min(one.ttft_s for one in usable)
                 yield next(one for one in usable if one.ttft_s * (1 - TELLABLE) <= least_s)
@@ -140,7 +146,8 @@ class StrategyMap:
         for bandwidth in self.bandwidths:
             for num_gpus in self.gpu_counts:
                 if num_gpus > 1:
-                    places = [self.at(context_len, bandwidth, num_gpus) for context_len in self.lengths]
+                    everywhere = (self.at(context_len, bandwidth, num_gpus) for context_len in self.lengths)
+                    places = [place for place in everywhere if place]
                     yield from self._over_single(places)
                     yield from self._over_each_other(places)
 
@@ -158,9 +165,11 @@ class StrategyMap:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
+            "question": self.question.to_dict(),
+            "version": __version__,
             "model": self.model,
             "profile": self.profile,
-            "cluster": self.cluster,
+            "cluster": cluster_to_dict(self.cluster),
             "attention": self.attention,
             **self.memory_limit.to_dict(),
             "points": [asdict(point) for point in self.points],

@@ -10,6 +10,7 @@ import numpy as np
 from kvrsim.errors import InputError
 from kvrsim.memory import fits, memory_of
 from kvrsim.partition import Partition
+from kvrsim.question import Question
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from planner.evaluate import Evaluator
@@ -35,6 +36,8 @@ def make_map(
 ) -> StrategyMap:
     """TTFTs of the strategies, and of one GPU, for every context, bandwidth and number of GPUs.
 
+    A place with more GPUs than tokens is left out, with a note.
+
     scenario: model, request and links. bandwidths: of links, bytes a second one way; None: the cluster's own.
     strategies: names, or "all". Searched chunks are balanced, or, where links are slow, refined.
 
@@ -43,7 +46,7 @@ def make_map(
     clusters = [scenario.cluster]
     if bandwidths is not None:
         clusters = [scenario.cluster.with_link(bandwidth_bytes_per_s=one) for one in bandwidths]
-    places = [
+    wanted = [
         replace(
             scenario,
             cluster=cluster.with_num_gpus(num_gpus),
@@ -54,7 +57,11 @@ def make_map(
         for context_len in lengths
     ]
     points: list[MapPoint] = []
-    refused: dict[str, None] = {}
+    places = [place for place in wanted if place.cluster.num_gpus <= place.request.new_tokens]
+    if not places:
+        shortest = min(place.request.new_tokens for place in wanted)
+        raise InputError("gpus", min(gpu_counts), f"at most one GPU a token, here {shortest}")
+    refused = dict.fromkeys(_left_out(place) for place in wanted if place not in places)
     for number, place in enumerate(places, start=1):
         for name in dict.fromkeys((ALONE, *_names(place, strategies))):
             try:
@@ -66,14 +73,26 @@ def make_map(
         if on_place is not None:
             on_place(number, len(places))
     return StrategyMap(
+        question=Question.of(
+            scenario,
+            lengths=list(lengths),
+            gpu_counts=list(gpu_counts),
+            link_bandwidths=None if bandwidths is None else list(bandwidths),
+            strategies=list(strategies),
+        ),
         model=scenario.model.name,
         profile=scenario.profile_name,
-        cluster=scenario.cluster.describe(),
+        cluster=scenario.cluster,
         attention=scenario.kernel,
         memory_limit=scenario.memory_limit,
         points=tuple(points),
         warnings=(*warnings, *refused),
     )
+
+
+def _left_out(place: Scenario) -> str:
+    tokens, num_gpus = place.request.new_tokens, place.cluster.num_gpus
+    return f"not on the map: {tokens} tokens on {num_gpus} GPUs, which would leave some without a token"
 
 
 def _names(place: Scenario, strategies: Sequence[str]) -> Sequence[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import kvrsim
 from kvrsim.errors import InputError
-from kvrsim.ranges import parse_counts, parse_lengths
+from kvrsim.ranges import counts_up_to, parse_counts, parse_lengths
 from kvrsim.units import parse_bandwidth
 from planner.map import StrategyMap
 from planner.map_build import DEFAULT_STRATEGIES, OnPlace, make_map
@@ -16,7 +16,7 @@ from planner.map_build import DEFAULT_STRATEGIES, OnPlace, make_map
 def map_strategies(
     *,
     ctx: Sequence[int] | str,
-    gpus: Sequence[int] | str = (2, 4, 8),
+    gpus: Sequence[int] | str | None = None,
     link_bandwidths: Sequence[float | str] | None = None,
     strategies: Sequence[str] = DEFAULT_STRATEGIES,
     on_place: OnPlace | None = None,
@@ -25,7 +25,7 @@ def map_strategies(
     """Find which strategy on how many GPUs is the fastest, and from which context on each pays.
 
     ctx: contexts in tokens, or text such as "1k:64k:x2" (both ends included) or "4k,8k".
-    gpus: numbers of GPUs, or text such as "2,4,8".
+    gpus: numbers of GPUs, or text such as "2,4,8"; None: 2, 4, 8, ... up to those of the cluster.
     link_bandwidths: bytes per second one way, or text such as "10GB/s"; None: the cluster's own.
     strategies: names, or "all"; one GPU is always compared.
     on_place: called with places done and places in all.
@@ -34,6 +34,8 @@ def map_strategies(
     Raises InputError naming the command line's argument.
     """
     lengths = parse_lengths(ctx, "ctx") if isinstance(ctx, str) else tuple(sorted(set(ctx)))
+    if gpus is None:
+        gpus = counts_up_to(kvrsim.make_scenario(ctx=1, gpus=None, **scenario)[0].num_gpus)
     counts = parse_counts(gpus, "gpus") if isinstance(gpus, str) else tuple(sorted(set(gpus)))
     for values, argument in ((lengths, "ctx"), (counts, "gpus")):
         if not values:

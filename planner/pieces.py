@@ -5,21 +5,19 @@ from __future__ import annotations
 import numpy as np
 
 from kvrsim.partition import Partition
-from kvrsim.scenario import Scenario
-from kvrsim.strategies import Strategy
 from planner.evaluate import Evaluator
 
 _GAIN = 0.002  # of TTFT, less than which twice the pieces are not worth it
 _MOST_A_STAGE = 64  # pieces; with so many, filling and emptying the stages takes less than 1.6 % of TTFT
 
 
-def best_pieces(scenario: Scenario, strategy: Strategy) -> Partition:
+def best_pieces(evaluator: Evaluator) -> Partition:
     """Even pieces, 1, 2, 4, ... of them, as long as TTFT falls.
 
     It has one minimum: S stages take (S + M - 1) x (work / M + the fixed cost of a piece) for M pieces.
     """
+    scenario = evaluator.scenario
     tokens = scenario.request.new_tokens
-    evaluator = Evaluator(scenario, strategy)
     best, best_s, number = Partition.even(tokens, 1), float("inf"), 1
     while number <= min(tokens, _MOST_A_STAGE * scenario.cluster.num_gpus):
         partition = Partition.even(tokens, number)

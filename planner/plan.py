@@ -2,117 +2,200 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from kvrsim.errors import InputError
 from kvrsim.memory import fits, memory_of
 from kvrsim.partition import Partition
-from kvrsim.results import Bounds, NoiseReport, Plan, StrategyResult
+from kvrsim.question import Question
+from kvrsim.results import NoiseReport, Plan, SearchReport, StrategyResult
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy
 from kvrsim.timeline import Timeline
-from kvrsim.units import format_bytes
-from planner.bound import lower_bound_s
-from planner.evaluate import Progress
+from planner.evaluate import Evaluator, Progress
 from planner.interval import interval
+from planner.plan_bounds import bounds_of
+from planner.plan_notes import TELLABLE, approximate_notes, even_chunks, fewer_gpus, memory_notes, rests_on
 from planner.search import Found, search
 from planner.simulate import computes_s, execute, partition_of, waited_s
+from planner.which import choose
 
-# Noise, tables and the choice among all strategies are imported where they are asked for: each costs the start of
-# every plan some milliseconds.
+# Noise and tables are imported where they are asked for: each costs the start of every plan some milliseconds.
 if TYPE_CHECKING:
     from planner.disturbed import Disturbance
     from planner.robust import RobustPlan
     from planner.table import PartitionTable
 
-DEFAULT_STRATEGIES = ("single", "tsp", "kvr-e", "kvr-s")
+OnStage = Callable[[str, int, int], None]  # a strategy, its number from 1, and how many there are
 _AGREE = 1e-9  # relative; the executors agree to rounding
-_SURELY_SLOWER = 1.5  # compute alone over TTFT, beyond which fewer GPUs cannot be as fast
-_AS_FAST = 0.01  # fewer GPUs within this share of TTFT are worth a note
-_TELLABLE = 0.02  # less than which no profile tells two partitions of one context apart
+_YARDSTICKS = ("tsp", "tp", "kvr-e", "single")  # the first that was compared and fits
 
 
 def make_plan(
     scenario: Scenario,
     *,
-    strategies: Sequence[str] = DEFAULT_STRATEGIES,
+    strategies: Sequence[str] | None = None,
     method: str = "auto",
     stride: int | None = None,
     table: PartitionTable | None = None,
     warnings: Sequence[str] = (),
     on_progress: Progress | None = None,
+    on_stage: OnStage | None = None,
     timeline: bool = False,
     disturbance: Disturbance | None = None,
     objective: str = "mean",
+    seed: int = 0,
 ) -> Plan:
     """Compare the strategies, each with its best partition; raises InputError for an unknown one.
 
-    strategies: names, or "all" for every one that the machine and the model allow, which are then ranked.
+    strategies: names, or "all" for every one that the machine and the model allow; None: those that take no search
+        of their own, and KVR-S. "all" and None are ranked.
     table: where kvr-p looks its partition up; InputError where it is asked for without one.
     timeline: also record every span of the best strategy.
     disturbance: noise; KVR-S's partition is the one with the least objective under it ("mean", "p50", "p95" or
         "p99"), and the best strategy is chosen by that objective, on samples that planning has not seen.
+    seed: as it was asked, for the answer; the noise has its own.
     """
-    everything = "all" in strategies
-    names, misfits = _names(scenario, strategies)
-    chosen = [get_strategy(name, "strategies") for name in dict.fromkeys(names)]
-    if not chosen:
-        raise InputError("strategies", "", "at least one of " + ", ".join(STRATEGIES))
-    looked_up = {
-        strategy.name: partition_of(scenario, strategy, None, table)
-        for strategy in chosen
-        if strategy.partition_rule == "table"
-    }
-    kvr = STRATEGIES["kvr-s"]
+    asked = _question(scenario, strategies, method, stride, disturbance, objective, seed)
+    choice = choose(scenario, strategies, noisy=disturbance is not None)
+    chosen = [get_strategy(name, "strategies") for name in choice.names]
+    searches = _Searches(scenario, chosen, method=method, stride=stride, table=table, on_progress=on_progress)
     if disturbance is not None:
         for strategy in chosen:
             disturbance.check(strategy)
-        scenario = disturbance.fixed(scenario)
-    found = search(scenario, kvr, method=method, stride=stride, on_progress=on_progress)
-    robust = None if disturbance is None else _robust(scenario, kvr, found, disturbance, objective)
-    if robust is not None:
-        found = replace(found, partition=robust.partition, ttft_s=_ttft_s(scenario, kvr, robust.partition))
-    results = [_result(scenario, strategy, looked_up.get(strategy.name), found) for strategy in chosen]
+        searches.scenario = disturbance.fixed(scenario)
+    scenario = searches.scenario
+    robust, results = None, []
+    for number, strategy in enumerate(chosen, start=1):
+        if on_stage is not None:
+            on_stage(strategy.name, number, len(chosen))
+        cut = searches.partition(strategy)
+        if strategy.name == "kvr-s" and disturbance is not None:
+            robust = _robust(scenario, strategy, searches.kvr, disturbance, objective)
+            cut = robust.partition
+            searches.found = replace(searches.kvr, partition=cut, ttft_s=_ttft_s(scenario, strategy, cut))
+        results.append(_result(scenario, strategy, cut))
     results = _with_speedups(results)
     if disturbance is not None:
         results = [_under_noise(scenario, result, disturbance) for result in results]
-    ranked = sorted(results, key=lambda result: (not result.fits, _judged_s(result, objective)))
-    best, results = ranked[0], ranked if everything else results
+    ranked = sorted(
+        results, key=lambda result: (not result.fits, result.approximate is not None, _judged_s(result, objective))
+    )
+    best = ranked[0]
+    searched, kvr = searches.found is not None, STRATEGIES["kvr-s"]
+    notes = (
+        *choice.notes,
+        *(_table_notes(table, scenario) if table is not None and "kvr-p" in choice.names else ()),
+        *approximate_notes(results, best),
+        *even_chunks(results),
+        *(fewer_gpus(scenario, kvr, searches.kvr) if searched else ()),
+        *memory_notes(scenario, results),
+    )
     return Plan(
+        question=asked,
         model=scenario.model.name,
         profile=scenario.profile_name,
-        cluster=scenario.cluster.describe(),
+        cluster=scenario.cluster,
         attention=scenario.kernel,
         num_gpus=scenario.cluster.num_gpus,
         memory_limit=scenario.memory_limit,
         context_len=scenario.request.context_len,
         best=best,
-        strategies=tuple(results),
-        bounds=_bounds(scenario, kvr, found, searched=any(result.strategy == kvr.name for result in results)),
-        search=found.report,
+        ties=_ties(ranked, objective),
+        strategies=tuple(ranked if choice.ranked else results),
+        yardstick=next((result.strategy for result in results if result.speedup == 1.0), None),
+        not_compared=choice.not_compared,
+        bounds=bounds_of(scenario, kvr, searches.kvr, best, searched=searched),
+        search=searches.report(),
         rests_on=rests_on(scenario),
-        warnings=(
-            *warnings,
-            *misfits,
-            *(_table_notes(table, scenario) if table is not None and looked_up else ()),
-            *_even_chunks(results),
-            *_fewer_gpus(scenario, kvr, found),
-            *_memory_notes(scenario, results),
-        ),
+        warnings=(*warnings, *notes),
         timeline=_replayed(scenario, best, timeline=timeline),
-        noise=None if robust is None or disturbance is None else _noise_report(scenario, kvr, robust, disturbance),
+        noise=None if disturbance is None else _noise_report(scenario, kvr, robust, disturbance, objective),
     )
 
 
-def _names(scenario: Scenario, strategies: Sequence[str]) -> tuple[Sequence[str], tuple[str, ...]]:
-    """The strategies asked for, and why others of "all" were left away."""
-    if "all" not in strategies:
-        return strategies, ()
-    from planner.which import names_for_all
+def _question(
+    scenario: Scenario,
+    strategies: Sequence[str] | None,
+    method: str,
+    stride: int | None,
+    disturbance: Disturbance | None,
+    objective: str,
+    seed: int,
+) -> Question:
+    about = {"strategies": None if strategies is None else list(strategies), "method": method, "stride": stride}
+    if disturbance is None:
+        return Question.of(scenario, seed=seed, **about)
+    noise = {"noise": disturbance.noise.name, "objective": objective, "samples": disturbance.num_samples}
+    return Question.of(scenario, seed=disturbance.seed, **about, **noise)
 
-    return names_for_all(scenario)
+
+@dataclass(slots=True)
+class _Searches:
+    """The partitions of a plan's strategies, and what all of them together took to find."""
+
+    scenario: Scenario
+    chosen: Sequence[Strategy]
+    method: str
+    stride: int | None
+    table: PartitionTable | None
+    on_progress: Progress | None
+    found: Found | None = None  # KVR-S's, once it was searched
+    evaluations: int = 0
+    seconds: float = 0.0
+    _analytical: Found | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        for strategy in self.chosen:  # what is missing is missed before the first search
+            if strategy.partition_rule == "table":
+                partition_of(self.scenario, strategy, None, self.table)
+
+    def partition(self, strategy: Strategy) -> Partition:
+        """The strategy's best partition: searched, looked up, or its only one."""
+        begin_s = time.perf_counter()
+        placed = self.scenario.for_strategy(strategy)
+        if strategy.partition_rule == "search":
+            own = {"method": self.method, "stride": self.stride} if strategy.name == "kvr-s" else {}
+            found = search(placed, strategy, on_progress=self.on_progress, **own)  # type: ignore[arg-type]
+            self.found = found if strategy.name == "kvr-s" else self.found
+            cut, evaluations = found.partition, found.report.evaluations
+        elif strategy.partition_rule == "pieces":
+            from planner.pieces import best_pieces
+
+            evaluator = Evaluator(placed, strategy, self.on_progress)
+            cut, evaluations = best_pieces(evaluator), evaluator.evaluations
+        else:
+            return partition_of(placed, strategy, None, self.table)
+        self.evaluations += evaluations
+        self.seconds += time.perf_counter() - begin_s
+        return cut
+
+    @property
+    def kvr(self) -> Found:
+        """KVR-S's partition; where it was not asked for, the analytical plan, which one evaluation gives."""
+        if self.found is not None:
+            return self.found
+        if self._analytical is None:
+            self._analytical = search(self.scenario, STRATEGIES["kvr-s"], method="analytical")
+        return self._analytical
+
+    def report(self) -> SearchReport:
+        """How KVR-S was searched, and what all searches took."""
+        method = self.kvr.report.method
+        return SearchReport(method=method, evaluations=self.evaluations, seconds=self.seconds)
+
+
+def _ties(ranked: Sequence[StrategyResult], objective: str) -> tuple[str, ...]:
+    """Which others are as fast as the best, as far as a prediction can tell, and as exact and feasible as it."""
+    best = ranked[0]
+    return tuple(
+        other.strategy
+        for other in ranked[1:]
+        if (other.fits, other.approximate is None) == (best.fits, best.approximate is None)
+        and _judged_s(other, objective) <= _judged_s(best, objective) * (1 + TELLABLE)
+    )
 
 
 def _table_notes(table: PartitionTable, scenario: Scenario) -> tuple[str, ...]:
@@ -154,19 +237,23 @@ def _judged_s(result: StrategyResult, objective: str) -> float:
     return result.ttft_s if result.noisy is None else result.noisy.objective_s(objective)
 
 
-def _noise_report(scenario: Scenario, kvr: Strategy, robust: RobustPlan, disturbance: Disturbance) -> NoiseReport:
-    """The robust partition beside the quiet one, on samples that planning has not seen."""
+def _noise_report(
+    scenario: Scenario, kvr: Strategy, robust: RobustPlan | None, disturbance: Disturbance, objective: str
+) -> NoiseReport:
+    """The robust partition beside the quiet one, where KVR-S was asked for, on samples that planning has not seen."""
+    judge = NoiseReport(
+        noise=disturbance.noise, objective=objective, num_samples=disturbance.num_samples, seed=disturbance.seed
+    )
+    if robust is None:
+        return judge
     judged = {
         partition: disturbance.judged(scenario, kvr, partition, _ttft_s(scenario, kvr, partition)).objective_s(
             robust.objective
         )
         for partition in (robust.quiet_partition, robust.partition)
     }
-    return NoiseReport(
-        noise=disturbance.noise,
-        objective=robust.objective,
-        num_samples=disturbance.num_samples,
-        seed=disturbance.seed,
+    return replace(
+        judge,
         quiet_partition=robust.quiet_partition.chunk_lens,
         quiet_s=judged[robust.quiet_partition],
         robust_partition=robust.partition.chunk_lens,
@@ -174,10 +261,8 @@ def _noise_report(scenario: Scenario, kvr: Strategy, robust: RobustPlan, disturb
     )
 
 
-def _result(scenario: Scenario, strategy: Strategy, looked_up: Partition | None, found: Found) -> StrategyResult:
+def _result(scenario: Scenario, strategy: Strategy, cut: Partition) -> StrategyResult:
     placed = scenario.for_strategy(strategy)
-    searched = found.partition if strategy.name == "kvr-s" else None
-    cut = looked_up or searched or partition_of(placed, strategy, None)
     executor = "event" if placed.cluster.shares_bandwidth else "batch"
     program, finish_s, _ = execute(placed, strategy, cut, executor=executor)
     _, free_s, _ = execute(placed.without_communication(), strategy, cut, executor="batch")
@@ -191,6 +276,7 @@ def _result(scenario: Scenario, strategy: Strategy, looked_up: Partition | None,
         ttft_low_s=sure.low_s,
         ttft_high_s=sure.high_s,
         speedup_over_tsp=None,
+        speedup=None,
         exposed_comm_s=max(0.0, finish_s[-1] - free_s[-1]),
         wait_s=tuple(
             waited_s(computed, finish)
@@ -199,83 +285,24 @@ def _result(scenario: Scenario, strategy: Strategy, looked_up: Partition | None,
         ),
         memory=memory,
         fits=fits(placed, memory),
+        approximate=strategy.approximate,
     )
 
 
 def _with_speedups(results: list[StrategyResult]) -> list[StrategyResult]:
-    tsp_s = next((result.ttft_s for result in results if result.strategy == "tsp"), None)
-    if tsp_s is None:
-        return results
-    return [replace(result, speedup_over_tsp=tsp_s / result.ttft_s) for result in results]
-
-
-def _bounds(scenario: Scenario, kvr: Strategy, found: Found, *, searched: bool) -> Bounds:
-    num_ranks = scenario.cluster.num_gpus
-    alone = scenario.on_gpus(1)
-    single = STRATEGIES["single"]
-    whole = Partition(chunk_lens=(scenario.request.new_tokens,))
-    single_s = execute(alone, single, whole, executor="batch")[1][-1]
-    # Without communication the balanced plan is the best but for the first layer's fill.
-    quiet = scenario.without_communication()
-    free_s = search(quiet, kvr, method="analytical").ttft_s
-    same_s = execute(quiet, kvr, found.partition, executor="batch")[1][-1]
-    lower_s = found.lower_bound_s or lower_bound_s(scenario, kvr, found.ttft_s)
-    return Bounds(
-        ttft_star_s=single_s / 2 * (1 / num_ranks + 1 / num_ranks**2),
-        ttft_no_comm_s=min(free_s, same_s),
-        lower_bound_s=lower_s,
-        gap=found.ttft_s / lower_s - 1 if searched else None,
-    )
-
-
-def _fewer_gpus(scenario: Scenario, kvr: Strategy, found: Found) -> list[str]:
-    """Whether smaller groups would be as fast: halves of the group, down to one GPU.
-
-    Halves that would have to spend the group's compute in too little time are not tried.
-    """
-    program, _, _ = execute(scenario.without_communication(), kvr, found.partition, executor="batch")
-    all_compute_s = sum(computes_s(program))
-    method = "auto" if scenario.cluster.shares_bandwidth else "analytical"
-    as_fast: dict[int, float] = {}
-    num_gpus = scenario.cluster.num_gpus // 2
-    while num_gpus >= 1 and all_compute_s / num_gpus < _SURELY_SLOWER * found.ttft_s:
-        ttft_s = search(scenario.on_gpus(num_gpus), kvr, method=method).ttft_s
-        if ttft_s <= found.ttft_s * (1 + _AS_FAST):
-            as_fast[num_gpus] = ttft_s
-        num_gpus //= 2
-    if not as_fast:
-        return []
-    fewest = min(as_fast)
-    how = "as fast as" if as_fast[fewest] > found.ttft_s * (1 - _AS_FAST) else "faster than"
-    verb = f"{fewest} GPUs are" if fewest > 1 else "1 GPU is"
+    """Over TSP, as the paper has it; and over the yardstick, which is something that can run."""
+    compared = {result.strategy: result for result in results}
+    tsp = compared.get("tsp")
+    can_run = [name for name in _YARDSTICKS if name in compared and compared[name].fits]
+    yard = compared[can_run[0]] if can_run else None
     return [
-        f"{verb} {how} {scenario.cluster.num_gpus} with KVR-S: {as_fast[fewest]:.3g} s against {found.ttft_s:.3g} s"
+        replace(
+            result,
+            speedup_over_tsp=None if tsp is None else tsp.ttft_s / result.ttft_s,
+            speedup=None if yard is None else 1.0 if result is yard else yard.ttft_s / result.ttft_s,
+        )
+        for result in results
     ]
-
-
-def _even_chunks(results: Sequence[StrategyResult]) -> list[str]:
-    """Whether the search has gained too little to be sure of, as where the host sets the pace."""
-    ttft_s = {result.strategy: result.ttft_s for result in results if len(result.partition) > 1}
-    if not {"kvr-e", "kvr-s"} <= set(ttft_s):
-        return []
-    gain = ttft_s["kvr-e"] / ttft_s["kvr-s"] - 1
-    if gain >= _TELLABLE:
-        return []
-    return [f"even chunks are {gain:.1%} slower than KVR-S's: less than a prediction can tell, so take either"]
-
-
-def _memory_notes(scenario: Scenario, results: Sequence[StrategyResult]) -> list[str]:
-    limit = scenario.memory_limit.nbytes
-    notes = []
-    for result in results:
-        over = [rank for rank, memory in enumerate(result.memory) if memory.total > limit]
-        if over:
-            worst = max(memory.total for memory in result.memory)
-            ranks = ", ".join(map(str, over[:8])) + (", ..." if len(over) > 8 else "")
-            notes.append(
-                f"{result.strategy} does not fit: rank {ranks} over {format_bytes(limit)} (worst {format_bytes(worst)})"
-            )
-    return notes
 
 
 def _replayed(scenario: Scenario, best: StrategyResult, *, timeline: bool) -> Timeline | None:
@@ -288,18 +315,3 @@ def _replayed(scenario: Scenario, best: StrategyResult, *, timeline: bool) -> Ti
     _, finish_s, spans = execute(placed, strategy, cut, executor="event", timeline=True)
     assert abs(finish_s[-1] - best.ttft_s) <= _AGREE * best.ttft_s, "the executors disagree"
     return spans
-
-
-def rests_on(scenario: Scenario) -> str:
-    """What the profile was measured on, what it does not cover, and how far it was off."""
-    profile = scenario.profile
-    if profile is None:
-        return f"the datasheet of {scenario.cluster.gpu.name}: no measurement"
-    text = f"{profile.name}: {profile.description}"
-    if profile.residual is not None:
-        text += (
-            f" Off by {profile.residual.cross_validated_mape:.1%} on average on models left out of the fit, by"
-            f" {profile.residual.other_family_mape:.1%} on other families, four in five by less than"
-            f" {profile.residual.p80_ape:.1%}."
-        )
-    return f"{text} {profile.not_covered}"

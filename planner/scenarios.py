@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvrsim.hardware import DEFAULT_CLUSTER, DEFAULT_MEMORY_FRACTION, Cluster, LinkSpec, Topology, load_cluster
+from kvrsim.errors import InputError
+from kvrsim.hardware import (
+    DEFAULT_CLUSTER,
+    DEFAULT_MEMORY_FRACTION,
+    MAX_GPUS,
+    Cluster,
+    LinkSpec,
+    Topology,
+    load_cluster,
+)
 from kvrsim.model import ModelSpec, load_model
 from kvrsim.profile import CalibrationProfile, load_profile
 from kvrsim.request import Request
@@ -19,7 +28,7 @@ DEFAULT_PROFILES = ("a100-eager", "h100-flash", "h200-flash")  # one a GPU; the 
 def make_scenario(
     *,
     ctx: int,
-    gpus: int = 8,
+    gpus: int | None = None,
     model: str | Path | ModelSpec = DEFAULT_MODEL,
     profile: str | Path | CalibrationProfile | None = None,
     cluster: str | Path | Cluster | None = None,
@@ -34,15 +43,16 @@ def make_scenario(
 ) -> tuple[Scenario, tuple[str, ...]]:
     """A scenario and the notes that belong to it; raises InputError naming the argument.
 
-    Without a cluster, it is the one that the profile was measured on, if the profile says; without a dtype fp16, or
-    what the profile has.
+    Without a cluster, it is the one that the profile was measured on, if the profile says; without a number of GPUs,
+    all of the cluster; without a dtype fp16, or what the profile has.
     """
     spec = model if isinstance(model, ModelSpec) else load_model(model)
     given = cluster if isinstance(cluster, Cluster) or cluster is None else load_cluster(cluster)
     calibration = _profile_of(profile, given)
-    machine = (given or _measured_cluster(calibration) or load_cluster(DEFAULT_CLUSTER)).with_num_gpus(gpus)
-    if topology is not None:
-        machine = machine.with_topology(topology)
+    whole = given or _measured_cluster(calibration) or load_cluster(DEFAULT_CLUSTER)
+    machine = whole if topology is None else whole.with_topology(topology)
+    size_notes = () if gpus is None else _size_notes(machine, gpus, named=given is not None)
+    machine = machine if gpus is None else machine.with_num_gpus(gpus)
     machine, link_notes = _linked(machine, calibration, link_bandwidth_bytes_per_s, link_latency_s)
     scenario = Scenario(
         model=spec,
@@ -54,7 +64,27 @@ def make_scenario(
         kernel=attention or (calibration.attention_kernels[0] if calibration else "flash"),
         memory_fraction=memory_fraction,
     )
-    return scenario, (*notes_on(scenario), *link_notes)
+    return scenario, (*size_notes, *notes_on(scenario), *link_notes)
+
+
+def _size_notes(cluster: Cluster, gpus: int, *, named: bool) -> tuple[str, ...]:
+    """What to say of more GPUs than the cluster has; InputError where the cluster that was named has no room for them.
+
+    A bus and a chain can be longer, and there can be more nodes; a switch has so many ports.
+    """
+    if isinstance(gpus, bool) or not isinstance(gpus, int) or not cluster.num_gpus < gpus <= MAX_GPUS:
+        return ()  # Cluster checks the number itself
+    if named and cluster.topology == "switch":
+        accepted = f"at most {cluster.num_gpus}, the GPUs on the switch of {cluster.name}; more of them: a cluster file"
+        raise InputError("gpus", gpus, accepted)
+    longer = {
+        "nodes": "more nodes alike",
+        "switch": "a larger switch",
+        "bus": "a longer bus",
+        "chain": "a longer chain",
+    }
+    kind = "GPU" if cluster.num_gpus == 1 else "GPUs"
+    return (f"{cluster.name} has {cluster.num_gpus} {kind}; {gpus} are simulated on {longer[cluster.topology]}",)
 
 
 def _profile_of(profile: str | Path | CalibrationProfile | None, cluster: Cluster | None) -> CalibrationProfile | None:
@@ -124,17 +154,10 @@ def notes_on(scenario: Scenario) -> tuple[str, ...]:
 
 
 def _model_notes(scenario: Scenario) -> list[str]:
-    model, request = scenario.model, scenario.request
-    trained, notes = model.max_position_embeddings, []
-    if trained is not None and request.context_len > trained:
-        notes.append(f"{model.name} is made for {trained} tokens; {request.context_len} are timed all the same")
-    if model.quantization is not None:
-        notes.append(
-            f"{model.name} has quantized weights ({model.quantization}), which are not modelled: weights and"
-            f" computation are taken in {request.dtype}, {8 * request.dtype_bytes} bits; the checkpoint needs less"
-            " memory, and may need more or less time"
-        )
-    return notes
+    trained, context_len = scenario.model.max_position_embeddings, scenario.request.context_len
+    if trained is not None and context_len > trained:
+        return [f"{scenario.model.name} is made for {trained} tokens; {context_len} are timed all the same"]
+    return []
 
 
 def _range_notes(scenario: Scenario, profile: CalibrationProfile) -> list[str]:

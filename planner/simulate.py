@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,11 +12,13 @@ from kvrsim.executors.batch import run_batch
 from kvrsim.memory import fits, memory_of
 from kvrsim.partition import Partition
 from kvrsim.program import AllGather, AllToAll, Collective, Op, Program, RingPass, Send, work_s
+from kvrsim.question import Question
 from kvrsim.results import RankReport, SimResult
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from kvrsim.timeline import Timeline
 from planner.breakdown import breakdown
+from planner.evaluate import Evaluator, Progress
 from planner.interval import interval
 from planner.search import search
 
@@ -43,6 +45,7 @@ def run_simulation(
     arrivals: Arrivals | None = None,
     seed: int = 0,
     warnings: Sequence[str] = (),
+    on_progress: Progress | None = None,
 ) -> SimResult:
     """Simulate; without a partition, take the strategy's own (kvr-s searches first, kvr-p looks in the table).
 
@@ -50,8 +53,15 @@ def run_simulation(
     breakdown is wanted. Raises InputError for an unknown strategy or executor, or a partition that does not fit.
     disturbance: noise; the answer is its first sample's run, beside the distribution over all.
     arrivals: requests alike behind each other, Poisson gaps by the seed; the answer is the first one's.
+    on_progress: called while a partition is searched.
     """
     chosen = get_strategy(strategy)
+    about: dict[str, Any] = {"strategy": strategy, "partition": None if partition is None else list(partition)}
+    if disturbance is not None:
+        about |= {"noise": disturbance.noise.name, "samples": disturbance.num_samples}
+    if arrivals is not None:
+        about |= {"requests": arrivals.count, "every_s": arrivals.every_s, "poisson": arrivals.poisson}
+    asked = Question.of(scenario, seed=seed, **about)
     if arrivals is not None:
         from planner.disturbed import check_strategy
 
@@ -63,18 +73,20 @@ def run_simulation(
     draw = None if disturbance is None else disturbance.draw(placed)
     records = timeline or with_breakdown or draw is not None
     kind = _executor_of(placed, executor, timeline=records)
-    cut = partition_of(placed, chosen, partition, table)
+    cut = partition_of(placed, chosen, partition, table, on_progress)
     looks_up = partition is None and chosen.partition_rule == "table"
     quiet_s = None if draw is None else execute(placed, chosen, cut, executor=_plain(placed))[1][-1]
     if disturbance is not None and quiet_s is not None:
-        disturbance.check_length(quiet_s, placed.cluster.num_gpus)
+        disturbance.check_length(quiet_s)
     program, finish_s, spans = execute(placed, chosen, cut, executor=kind, timeline=records, noise=draw)
     sure = interval(placed, chosen, cut, finish_s[-1])
     own_s = computes_s(program)
     busy_s = own_s if draw is None or spans is None else [spans.computed_s(rank) for rank in range(len(finish_s))]
     memory = memory_of(placed, chosen, cut)
     return SimResult(
+        question=asked,
         strategy=chosen.name,
+        cluster=scenario.cluster,
         model=scenario.model.name,
         profile=scenario.profile_name,
         context_len=scenario.request.context_len,
@@ -126,7 +138,11 @@ def _stream(
 
 
 def partition_of(
-    scenario: Scenario, strategy: Strategy, partition: Sequence[int] | None, table: PartitionTable | None = None
+    scenario: Scenario,
+    strategy: Strategy,
+    partition: Sequence[int] | None,
+    table: PartitionTable | None = None,
+    on_progress: Progress | None = None,
 ) -> Partition:
     """The partition given, checked, or the strategy's own; raises InputError for one without its table."""
     tokens, num_ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
@@ -136,9 +152,9 @@ def partition_of(
     if strategy.partition_rule == "pieces":
         from planner.pieces import best_pieces
 
-        return best_pieces(scenario, strategy)
+        return best_pieces(Evaluator(scenario, strategy, on_progress))
     if strategy.partition_rule == "search":
-        return search(scenario, strategy).partition
+        return search(scenario, strategy, on_progress=on_progress).partition
     if strategy.partition_rule == "table":
         if table is None:
             raise InputError(

@@ -2,16 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from kvrsim.errors import InputError
 from kvrsim.scenario import Scenario
-from kvrsim.strategies import get_strategy, hybrid_names, strategy_names
+from kvrsim.strategies import STRATEGIES, get_strategy, hybrid_names, strategy_names
+
+# Compared where nobody says what: the paper's own, and those whose only partition takes one evaluation.
+QUICK = ("single", "tsp", "kvr-e", "kvr-s", "ring", "striped", "zigzag", "ulysses", "tp")
+ON_ONE_GPU = ("single", "tsp", "kvr-e", "kvr-s")  # the others are `single` there, under other names
+UNDER_NOISE = tuple(name for name in QUICK if name != "tp")  # noise is of single GPUs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chosen:
+    """What a plan compares."""
+
+    names: tuple[str, ...]
+    ranked: bool  # by TTFT; else in the order asked for
+    notes: tuple[str, ...] = ()  # on those that the machine or the model does not allow
+    not_compared: tuple[str, ...] = ()  # left to "all", because each takes a search of its own
+
+
+def choose(scenario: Scenario, asked: Sequence[str] | None, *, noisy: bool = False) -> Chosen:
+    """The strategies asked for; "all" stands for every one that runs here, None for the quick ones.
+
+    Raises InputError where none are asked for.
+    """
+    if asked is None:
+        return _quick(scenario, noisy=noisy)
+    if "all" in asked:
+        names, notes = names_for_all(scenario)
+        return Chosen(names=names, ranked=True, notes=notes)
+    if not asked:
+        raise InputError("strategies", "", "at least one of " + ", ".join(STRATEGIES))
+    return Chosen(names=tuple(dict.fromkeys(asked)), ranked=False)
+
+
+def _quick(scenario: Scenario, *, noisy: bool) -> Chosen:
+    cluster = scenario.cluster
+    if cluster.num_gpus == 1:
+        return Chosen(names=ON_ONE_GPU, ranked=True)
+    names, notes = _allowed(scenario, UNDER_NOISE if noisy else QUICK)
+    sizes = group_sizes(cluster.num_gpus, cluster.gpus_per_node)
+    later = () if noisy else ("kvr-direct", "pp", *hybrid_names(sizes))
+    return Chosen(names=names, ranked=True, notes=notes, not_compared=later)
 
 
 def names_for_all(scenario: Scenario) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Every strategy that runs here without a table, hybrids included; and a note on those that do not run."""
     num_gpus, per_node = scenario.cluster.num_gpus, scenario.cluster.gpus_per_node
+    return _allowed(scenario, (*strategy_names(), *hybrid_names(group_sizes(num_gpus, per_node))))
+
+
+def _allowed(scenario: Scenario, wanted: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Those that need no table and that the machine and the model allow; and a note on the others."""
     names, notes = [], []
-    for name in (*strategy_names(), *hybrid_names(group_sizes(num_gpus, per_node))):
+    for name in wanted:
         strategy = get_strategy(name, "strategies")
         if strategy.partition_rule == "table":
             continue

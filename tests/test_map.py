@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 import kvrsim
 from kvrsim.cli import main as cli
 from kvrsim.errors import InputError
-from kvrsim.hardware import MemoryLimit
+from kvrsim.hardware import MemoryLimit, cluster_to_dict, load_cluster
+from kvrsim.question import Question
 from kvrsim.ranges import parse_lengths
 from planner.map import MapPoint, StrategyMap
 from planner.map_build import make_map
@@ -33,10 +35,12 @@ def map_of(ttft_s: dict[str, list[float]], fits: dict[str, bool] | None = None) 
         for name, times in ttft_s.items()
         for index, one in enumerate(times)
     ]
+    scenario, _ = kvrsim.make_scenario(ctx="1k", gpus=2)
     return StrategyMap(
+        question=Question.of(scenario),
         model="m",
         profile="p",
-        cluster="c",
+        cluster=scenario.cluster,
         attention="flash",
         memory_limit=MemoryLimit(gpu_memory_bytes=2**36, memory_fraction=0.9),
         points=tuple(points),
@@ -164,3 +168,32 @@ def test_the_facade() -> None:
     assert len(found.to_frame()) == 2 * 2 * 2 * 3
     with pytest.raises(InputError, match="gpus"):
         kvrsim.map_strategies(ctx="1k", gpus=[])
+
+
+def test_a_place_without_a_token_for_every_gpu_costs_only_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["map", "--ctx", "4,8", "--gpus", "2,8", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    places = {(point["context_len"], point["num_gpus"]) for point in content["points"]}
+    assert places == {(4, 2), (8, 2), (8, 8)}
+    assert [note for note in content["warnings"] if note.startswith("not on the map: 4 tokens on 8 GPUs")]
+    assert cli.main(["map", "--ctx", "4,8", "--gpus", "2,8"]) == 0
+    assert "not on the map: 4 tokens on 8 GPUs" in " ".join(capsys.readouterr().out.split())
+
+
+def test_where_no_place_has_enough_tokens_it_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["map", "--ctx", "4", "--gpus", "8"]) == 2
+    assert "at most one GPU a token" in capsys.readouterr().err
+
+
+def test_a_map_is_of_the_clusters_gpus(tmp_path: Path) -> None:
+    content = json.loads(cluster_file(tmp_path, num_gpus=4).read_text())
+    assert content["num_gpus"] == 4
+    found = kvrsim.map_strategies(ctx="1k", cluster=tmp_path / "four.json", strategies=["tp"])
+    assert found.gpu_counts == (2, 4)
+
+
+def cluster_file(folder: Path, num_gpus: int) -> Path:
+    """a100-nvlink with another number of GPUs."""
+    path = folder / "four.json"
+    path.write_text(json.dumps(cluster_to_dict(replace(load_cluster("a100-nvlink"), num_gpus=num_gpus))))
+    return path

@@ -11,7 +11,7 @@ import kvrsim
 
 @functools.cache
 def plan_of(gpus: int, ctx: str) -> kvrsim.Plan:
-    return kvrsim.plan(gpus=gpus, ctx=ctx)
+    return kvrsim.plan(gpus=gpus, ctx=ctx, strategies=["single", "tsp", "kvr-e", "kvr-s"])
 
 
 def ttft_s(plan: kvrsim.Plan, strategy: str) -> float:

@@ -199,7 +199,7 @@ def test_count() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "text"),
-    [(16384, "16k"), (1048576, "1m"), (16000, "16000"), (10752, "10.5k"), (1, "1"), (512, "512"), (0, "0")],
+    [(16384, "16k"), (1048576, "1M"), (16000, "16000"), (10752, "10.5k"), (1, "1"), (512, "512"), (0, "0")],
 )
 def test_format_tokens(tokens: int, text: str) -> None:
     assert format_tokens(tokens) == text

@@ -90,7 +90,6 @@ class Norms:
     """The norms of a layer."""
 
     count: int  # norms over hidden_size in each layer
-    before: int = 1  # of these, how many come before attention
     has_bias: bool = False  # a LayerNorm has a weight and a bias, an RMSNorm only a weight
     qk: bool = False  # a norm over head_dim for queries and one for keys
 
@@ -137,8 +136,7 @@ def assemble(
         alibi=alibi,
         parallel_attn=parallel,
         qk_norm=norms.qk,
-        norms_before_attention=norms.before,
-        norms_after_attention=norms.count - norms.before,
+        num_norms_per_layer=norms.count,
         final_norm_parameters=norms.per_feature * shape.hidden,
         lm_head=gemm("lm_head", shape.hidden, vocab, head_bias),
         layers=tuple(layers),

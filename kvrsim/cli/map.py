@@ -9,7 +9,6 @@ import typer
 
 from kvrsim.cli.options import (
     Json,
-    Plot,
     ScenarioOptions,
     check_plot,
     parse_list,
@@ -17,8 +16,14 @@ from kvrsim.cli.options import (
     takes_scenario,
 )
 from kvrsim.cli.plan import parse_strategies
-from kvrsim.cli.table import of_many
+from kvrsim.cli.table import lengths_and_counts, of_many
 
+MapPlot = Annotated[
+    str | None,
+    typer.Option(
+        "--plot", metavar="FILE", help="Draw the winners over contexts and GPUs: FILE.png, FILE.svg or FILE.pdf."
+    ),
+]
 DEFAULT_STRATEGIES = "single,tsp,kvr-s,ring,zigzag,tp"
 
 
@@ -30,23 +35,24 @@ def strategy_map(
     link_bandwidths: Annotated[
         str | None,
         typer.Option(
-            "--link-bandwidths", metavar="10GB/s,...", help="Link bandwidths to compare. Default: the cluster's own."
+            "--link-bandwidths",
+            metavar="RATE,RATE,...",
+            help="Link bandwidths to compare, such as 10GB/s,200GB/s. Default: the cluster's own.",
         ),
     ] = None,
     strategies: Annotated[
         str, typer.Option("--strategies", metavar="NAMES|all", help="What to compare with one GPU.")
     ] = DEFAULT_STRATEGIES,
-    plot: Plot = None,
+    plot: MapPlot = None,
     json: Json = False,
 ) -> None:
     """Find which strategy on how many GPUs is the fastest, and from which context on each pays.
 
     Less than 2 % of TTFT counts as none: then one GPU, or fewer GPUs, win.
     """
-    from kvrsim.ranges import parse_counts, parse_lengths
     from kvrsim.units import parse_bandwidth
 
-    lengths, counts = parse_lengths(options.ctx, "--ctx"), parse_counts(options.gpus, "--gpus")
+    lengths, counts = lengths_and_counts(options)
     names = parse_strategies(strategies)
     bandwidths = None
     if link_bandwidths is not None:

@@ -36,7 +36,8 @@ def write_map(found: StrategyMap, path: str) -> None:
         loc="outside right center",
         frameon=False,
     )
-    figure.suptitle(f"Fastest strategy, gain over one GPU\n{found.model}, profile {found.profile}", fontsize=10)
+    about = ", ".join((found.model, *found.question.kernels()))
+    figure.suptitle(f"Fastest strategy, gain over one GPU\n{about}", fontsize=10)
     save_figure(figure, path)
 
 
@@ -45,7 +46,7 @@ def _draw(axes: Axes, found: StrategyMap, bandwidth: float, colours: Mapping[str
     from matplotlib.patches import Rectangle
 
     lengths, counts = found.lengths, found.gpu_counts
-    places = [(length, count) for length in lengths for count in counts]
+    places = [(length, count) for length in lengths for count in counts if found.at(length, bandwidth, count)]
     winners = [one for one in found.winners() if one.link_bandwidth_bytes_per_s == bandwidth]
     for (length, count), winner in zip(places, winners, strict=True):
         corner = lengths.index(length), counts.index(count)

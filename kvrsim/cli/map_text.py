@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 def show_map(found: StrategyMap) -> None:
     """For each bandwidth the winners and the break-even lengths."""
     title = Text(f"Fastest strategy for {found.model}", style="bold")
-    setting = (found.cluster, f"{found.attention} attention", f"profile {found.profile}")
+    setting = (found.cluster.describe(), *found.question.kernels())
     parts: list[Text | Table | str] = [title, Text(" · ".join(setting), style="dim")]
     winners, best, even = list(found.winners()), list(found.best()), list(found.break_evens())
     for bandwidth in found.bandwidths:
         parts += ["", Text(f"links of {format_bandwidth(bandwidth)}", style="bold")]
-        parts.append(_winners(found, [one for one in winners if one.link_bandwidth_bytes_per_s == bandwidth], best))
+        parts.append(
+            _winners(found, bandwidth, [one for one in winners if one.link_bandwidth_bytes_per_s == bandwidth], best)
+        )
         here = [one for one in even if one.link_bandwidth_bytes_per_s == bandwidth]
         if here:
             parts += ["", _break_evens(found, here)]
@@ -37,20 +39,22 @@ def show_map(found: StrategyMap) -> None:
     show(*parts, "", notes)
 
 
-def _winners(found: StrategyMap, winners: list[Winner], best: list[Winner]) -> Table:
+def _winners(found: StrategyMap, bandwidth: float, winners: list[Winner], best: list[Winner]) -> Table:
     """A row a context, a column a number of GPUs: the winner, its TTFT, its gain over one GPU."""
     table = columns("context")
-    columns("best", *(f"{count} GPUs" for count in found.gpu_counts if count > 1), into=table)
+    several = [count for count in found.gpu_counts if count > 1]
+    columns("best", *(f"{count} GPUs" for count in several), into=table)
     for context_len in found.lengths:
         here = [one for one in winners if one.context_len == context_len]
-        cells = [_cell(one) for one, count in zip(here, found.gpu_counts, strict=True) if count > 1]
-        (fastest,) = (
-            one
-            for one in best
-            if one.context_len == context_len and one.link_bandwidth_bytes_per_s == here[0].link_bandwidth_bytes_per_s
+        planned = [count for count in found.gpu_counts if found.at(context_len, bandwidth, count)]
+        cells = dict(zip(planned, map(_cell, here), strict=True))
+        if not here:
+            continue
+        fastest = next(
+            one for one in best if (one.context_len, one.link_bandwidth_bytes_per_s) == (context_len, bandwidth)
         )
         on = f"{fastest.strategy} on {fastest.num_gpus}" if fastest.pays else "one GPU"
-        table.add_row(format_tokens(context_len), Text(on, style="bold"), *cells)
+        table.add_row(format_tokens(context_len), Text(on, style="bold"), *(cells.get(one, "") for one in several))
     return table
 
 

@@ -92,6 +92,8 @@ def add_planned(table: Table, plan: Plan) -> None:
     for result in plan.strategies:
         if result.noisy is not None:
             table.add_row("", f"{result.strategy}: {_summary(result.noisy)}")
+    if report.quiet_s is None or report.robust_s is None:
+        return
     quiet, robust = format_seconds(report.quiet_s), format_seconds(report.robust_s)
     same = report.quiet_partition == report.robust_partition
     gained = (

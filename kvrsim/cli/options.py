@@ -39,7 +39,10 @@ class ScenarioOptions:
         str,
         typer.Option("--ctx", metavar="LEN", help="Tokens of the context: 16k is 16384, 16000 is itself."),
     ]
-    gpus: Annotated[str, typer.Option("--gpus", metavar="N", help="GPUs that take part.")] = "8"
+    gpus: Annotated[
+        str | None,
+        typer.Option("--gpus", metavar="N", help="GPUs that take part. Default: all of the cluster."),
+    ] = None
     model: Annotated[
         str,
         typer.Option(
@@ -66,14 +69,16 @@ class ScenarioOptions:
     ] = None
     link_bandwidth: Annotated[
         str | None,
-        typer.Option("--link-bandwidth", metavar="10GB/s", help="In the place of the cluster's, one way."),
+        typer.Option(
+            "--link-bandwidth", metavar="RATE", help="Overrides the cluster's, per direction; such as 10GB/s."
+        ),
     ] = None
     link_latency: Annotated[
-        str | None, typer.Option("--link-latency", metavar="5us", help="In the place of the cluster's.")
+        str | None, typer.Option("--link-latency", metavar="TIME", help="Overrides the cluster's; such as 5us.")
     ] = None
     topology: Annotated[
         str | None,
-        typer.Option("--topology", metavar="switch|bus|chain", help="In the place of the cluster's."),
+        typer.Option("--topology", metavar="switch|bus|chain", help="Overrides the cluster's."),
     ] = None
     attention: Annotated[
         str | None,
@@ -157,10 +162,10 @@ def parse_chunks(text: str | None) -> list[int] | None:
 
 
 def parse_seed(text: str) -> int:
-    """A whole number of at least 0."""
+    """A whole number from 0 to 4294967295."""
     from kvrsim.units import parse_count
 
-    return 0 if text == "0" else parse_count(text, "--seed", maximum=2**32 - 1)
+    return parse_count(text, "--seed", minimum=0, maximum=2**32 - 1)
 
 
 def parse_choice(text: str | None, argument: str, choices: tuple[str, ...]) -> str | None:

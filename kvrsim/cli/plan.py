@@ -26,7 +26,6 @@ from kvrsim.cli.table import Table, needs_table, read_table
 if TYPE_CHECKING:
     from kvrsim.results import Plan
 
-DEFAULT_STRATEGIES = "single,tsp,kvr-e,kvr-s"
 METHODS = ("grid", "analytical", "auto")
 
 
@@ -35,13 +34,14 @@ def plan(
     options: ScenarioOptions,
     *,
     strategies: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--strategies",
             metavar="NAMES|all",
-            help="What to compare, with commas between; tp8+kvr-s is a hybrid; all is ranked.",
+            help="What to compare, with commas between, such as tsp,kvr-s,tp8+kvr-s. Default: kvr-s and all that need"
+            " no search; all adds pipelines and hybrids.",
         ),
-    ] = DEFAULT_STRATEGIES,
+    ] = None,
     method: Annotated[
         str,
         typer.Option(
@@ -70,11 +70,12 @@ def plan(
     from kvrsim.cli.progress import SearchProgress
     from kvrsim.units import parse_tokens
 
-    names = parse_strategies(strategies)
-    needs_table(names, table)
+    names = None if strategies is None else parse_strategies(strategies)
+    needs_table(names or [], table)
     parse_choice(method, "--method", METHODS)
     step = None if stride is None else parse_tokens(stride, "--stride")
-    disturbance = parse_disturbance(noise, samples, parse_seed(seed))
+    number = parse_seed(seed)
+    disturbance = parse_disturbance(noise, samples, number)
     figure = parse_objective(objective, disturbance)
     check_output(trace, "--trace")
     check_plot(plot)
@@ -91,9 +92,11 @@ def plan(
             table=lookup,
             warnings=warnings,
             on_progress=progress,
+            on_stage=progress.stage,
             timeline=trace is not None or plot is not None,
             disturbance=disturbance,
             objective=figure,
+            seed=number,
         )
     _write_files(result, trace, plot)
     if json:
@@ -127,9 +130,9 @@ def _write_files(result: Plan, trace: str | None, plot: str | None) -> None:
     if trace is not None:
         result.timeline.write_chrome_trace(trace)
     if plot is not None:
-        from kvrsim.cli.render import setting_of, subtitle
+        from kvrsim.cli.render import question_line
         from kvrsim.gantt import write_gantt
 
-        line = subtitle(result.model, result.context_len, setting_of(result))
+        line = question_line(result)
         title = f"{result.best.strategy}: {result.best.title}"
         write_gantt(result.timeline, plot, title=title, subtitle=line)

@@ -1,23 +1,28 @@
-"""A progress bar on standard error, for searches that a person would wait for."""
+"""What a search says on standard error while a person waits: a line on a terminal, now and then one elsewhere."""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from kvrsim.units import format_seconds
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-PATIENCE_S = 0.5  # shorter searches show nothing
+PATIENCE_S = 0.5  # shorter searches show nothing on a terminal
+FIRST_LINE_S = 10.0  # until the first line where there is no terminal; the next come after twice as long each
 
 
-class SearchProgress:
-    """Called by the search as it goes; draws only on a terminal, and only after a while."""
+class _Shown:
+    """One line that is rewritten on a terminal; elsewhere a plain line at 10 s, 20 s, 40 s, ..."""
 
     def __init__(self) -> None:
         self._started_s = time.monotonic()
+        self._next_line_s = FIRST_LINE_S
         self._bar: Progress | None = None
         self._task: TaskID | None = None
 
@@ -30,35 +35,93 @@ class SearchProgress:
         if self._bar is not None:
             self._bar.stop()
 
-    def __call__(self, done: int, expected: int, best_ttft_s: float) -> None:
-        """Partitions simulated, partitions expected in all, and the best TTFT so far in seconds."""
-        if self._bar is None and (time.monotonic() - self._started_s < PATIENCE_S or not sys.stderr.isatty()):
-            return
-        from kvrsim.units import format_seconds
+    @property
+    def elapsed_s(self) -> float:
+        """Since it was made."""
+        return time.monotonic() - self._started_s
 
-        bar = self._bar or self._start()
-        assert self._task is not None
-        best = f"best TTFT {format_seconds(best_ttft_s)}"
-        bar.update(self._task, completed=done, total=max(done, expected), best=best)
+    def show(self, text: str, done: float | None = None, total: float | None = None) -> None:
+        """What is being worked on; with a total, how much of it is done."""
+        if sys.stderr.isatty():
+            if self._bar is None and self.elapsed_s < PATIENCE_S:
+                return
+            bar = self._bar or self._start()
+            assert self._task is not None
+            bar.update(self._task, description=text, completed=done or 0, total=total)
+        elif self.elapsed_s >= self._next_line_s:
+            while self._next_line_s <= self.elapsed_s:
+                self._next_line_s *= 2
+            print(f"kvrsim: {text}, after {self.elapsed_s:.0f} s", file=sys.stderr, flush=True)
 
     def _start(self) -> Progress:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[best]}"), TimeElapsedColumn())
-        self._bar = Progress("searching", *columns, console=Console(stderr=True), transient=True)
-        self._task = self._bar.add_task("", best="")
+        columns = (
+            SpinnerColumn("line"),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TimeElapsedColumn(),
+        )
+        self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._task = self._bar.add_task("", total=None)
         self._bar.start()
         return self._bar
 
 
-class EntryProgress(SearchProgress):
-    """The same for a table: entries done, and entries in all."""
+class SearchProgress(_Shown):
+    """Called by a search as it goes: how many partitions it has simulated, and the most that it will.
 
-    def __call__(self, done: int, expected: int, best_ttft_s: float = 0.0) -> None:
+    The bar is of the strategies; while one is searched, of its partitions, where their largest number is known.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stage = ("", 1, 1)
+        self._stage_s = self._started_s
+
+    def stage(self, name: str, number: int, of: int) -> None:
+        """A strategy begins: its number, from 1, and how many there are."""
+        self._stage, self._stage_s = (name, number, of), time.monotonic()
+        self.show(self._named(), number - 1, of if of > 1 else None)
+
+    def __call__(self, done: int, most: int | None, best_ttft_s: float) -> None:
+        """Partitions simulated, the most that there will be (None: unknown), and the best TTFT so far in seconds."""
+        text = f"{self._named()}: {done} partitions simulated"
+        if most is not None:
+            text += f" of at most {most}"
+            left_s = (time.monotonic() - self._stage_s) / max(1, done) * (most - done)
+            if done and left_s > PATIENCE_S:
+                text += f", {left_s:.0f} s more at most"
+        if math.isfinite(best_ttft_s):
+            text += f", best TTFT {format_seconds(best_ttft_s)}"
+        _, number, of = self._stage
+        whole = (number - 1, of) if of > 1 else (None, None)
+        self.show(text, *((done, most) if most is not None else whole))
+
+    def _named(self) -> str:
+        name, number, of = self._stage
+        return f"{name} ({number} of {of})" if of > 1 else name or "searching"
+
+
+class EntryProgress(_Shown):
+    """Entries done, and entries in all: of a table, or places of a map."""
+
+    def __init__(self, what: str = "entries") -> None:
+        super().__init__()
+        self._what = what
+
+    def __call__(self, done: int, expected: int) -> None:
         """Entries searched, and entries in all."""
-        if not sys.stderr.isatty():
-            return
-        bar = self._bar or self._start()
-        assert self._task is not None
-        bar.update(self._task, completed=done, total=expected, best="entries")
+        text = f"{done} of {expected} {self._what}"
+        if 0 < done < expected:
+            text += f", about {self.elapsed_s / done * (expected - done):.0f} s more"
+        self.show(text, done, expected)
+
+
+class WorkProgress(_Shown):
+    """What is being worked on, in words; where there is nothing to count."""
+
+    def __call__(self, text: str) -> None:
+        """What begins now."""
+        self.show(text)

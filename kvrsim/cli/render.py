@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
@@ -13,14 +13,17 @@ from rich.text import Text
 from kvrsim.cli.breakdown_text import breakdown_table
 from kvrsim.cli.memory_text import limit_text, over_memory
 from kvrsim.cli.noise import add_planned, add_simulated
-from kvrsim.cli.tables import columns, facts, show
+from kvrsim.cli.tables import Shrinkable, columns, facts, show
 from kvrsim.units import format_bytes, format_seconds, format_tokens
 
 if TYPE_CHECKING:
     from kvrsim.memory import RankMemory
-    from kvrsim.results import Bounds, Plan, SimResult, StrategyResult
+    from kvrsim.results import Plan, SimResult, StrategyResult
     from kvrsim.scenario import Scenario
 
+# Columns that a narrow terminal does without, the least important first.
+_SPARED = ("longest\nwait", "exposed\ncomm.", "low–high\n", "partition\n(tokens)", "peak of")
+_SPARED_OF_RANKS = ("sent", "wait", "compute", "tokens")
 _MOST_EXPLAINED = 6  # strategies, up to which each one's memory is taken apart where it is too much
 _ROUNDING_S = 1e-12  # less than this is what rounding leaves of nothing
 
@@ -28,23 +31,23 @@ _ROUNDING_S = 1e-12  # less than this is what rounding leaves of nothing
 def show_plan(plan: Plan) -> None:
     """Header, one row a strategy, and what the figures mean."""
     table, best, search, limit = facts(), plan.best, plan.search, plan.memory_limit
-    table.add_row("best:", _best(plan))
-    if len(set(best.partition)) > 1:
-        table.add_row("partition:", ", ".join(map(str, best.partition)))
-    for label, line in _bounds(plan.bounds, plan.num_gpus):
+    for number, line in enumerate(_best(plan)):
+        table.add_row("" if number else "best:", line)
+    for label, line in _kvr(plan):
         table.add_row(label, line)
-    partitions = f"{search.evaluations} partition{'s' * (search.evaluations != 1)}"
-    taken = f"{partitions} simulated in {format_seconds(search.seconds)}"
-    table.add_row("search:", f"{search.method}, {taken}")
+    if search.evaluations:
+        partitions = f"{search.evaluations} partition{'s' * (search.evaluations != 1)}"
+        table.add_row("search:", f"{search.method}, {partitions} simulated in {format_seconds(search.seconds)}")
+    if plan.not_compared:
+        table.add_row("others:", f"not compared: {_listed(plan.not_compared)} (--strategies all)")
     add_planned(table, plan)
     table.add_row("memory:", limit_text(limit))
-    for result in plan.strategies if len(plan.strategies) <= _MOST_EXPLAINED else ():
+    for result in plan.strategies if len(plan.strategies) <= _MOST_EXPLAINED or not best.fits else ():
         _add_misfits(table, result.strategy, result.memory, limit.nbytes)
     table.add_row("rests on:", plan.rests_on)
     told = tuple(f"{result.strategy} does not fit" for result in plan.strategies)  # rank by rank, above
     _add_notes(table, [note for note in plan.warnings if not note.startswith(told)])
-    header = _header(plan.model, plan.context_len, setting_of(plan))
-    show(*header, "", _strategies(plan, limit.nbytes), "", table)
+    show(*_header(plan), "", _strategies(plan, limit.nbytes), "", table)
 
 
 def show_simulation(result: SimResult, scenario: Scenario) -> None:
@@ -57,25 +60,20 @@ def show_simulation(result: SimResult, scenario: Scenario) -> None:
     table.add_row("memory:", limit_text(scenario.memory_limit))
     _add_misfits(table, result.strategy, [rank.memory for rank in result.per_rank], limit)
     _add_notes(table, result.warnings)
-    header = _header(result.model, result.context_len, setting_of_simulation(result, scenario))
-    parts: list[RenderableType] = [*header, "", _ranks(result, limit), ""]
+    parts: list[RenderableType | Shrinkable] = [*_header(result), "", _ranks(result, limit), ""]
     if result.breakdown is not None:
         parts += [breakdown_table(result.breakdown), ""]
     show(*parts, table)
 
 
-def setting_of(plan: Plan) -> tuple[str, ...]:
-    """Machine, kernel and profile."""
-    return plan.cluster, f"{plan.attention} attention", f"profile {plan.profile}"
-
-
-def setting_of_simulation(result: SimResult, scenario: Scenario) -> tuple[str, ...]:
-    """Machine, kernel and profile."""
-    return scenario.cluster.describe(), f"{scenario.kernel} attention", f"profile {result.profile}"
+def question_line(answer: Plan | SimResult) -> str:
+    """The question in one line, for a chart."""
+    question = answer.question
+    return " · ".join((question.model, question.short(), answer.cluster.describe(), *question.kernels()))
 
 
 def subtitle(model: str, context_len: int, setting: Iterable[str]) -> str:
-    """Model and setting in one line, for a chart."""
+    """What was measured, in one line, for a chart."""
     return " · ".join((model, f"{format_tokens(context_len)} tokens", *setting))
 
 
@@ -101,39 +99,37 @@ def round_up_percent(share: float) -> str:
     return f"{math.ceil(max(0.0, share) * 1e4 - 1e-9) / 100:.2f}"
 
 
-def _header(model: str, context_len: int, setting: Iterable[str]) -> tuple[Text, Text]:
-    length = format_tokens(context_len)
-    shown = length if length == str(context_len) else f"{length} ({context_len})"
-    title = Text(f"Prefill of {shown} tokens by {model}", style="bold")
-    return title, Text(" · ".join(setting), style="dim")
+def _header(answer: Plan | SimResult) -> tuple[Text, Text]:
+    question = answer.question
+    title = Text(f"Prefill of {question.request()} by {question.model}", style="bold")
+    return title, Text(" · ".join((answer.cluster.describe(), *question.kernels())), style="dim")
 
 
-def _strategies(plan: Plan, limit: int) -> Table:
+def _strategies(plan: Plan, limit: int) -> Shrinkable:
     """One row a strategy, the best in bold."""
     has_interval = any(result.ttft_low_s < result.ttft_high_s for result in plan.strategies)
-    has_speedup = any(result.speedup_over_tsp is not None for result in plan.strategies)
+    speedup = [] if plan.yardstick is None else [f"vs {_yardstick(plan.yardstick)}\n"]
     table = columns("strategy\n", "partition\n(tokens)")
-    columns("TTFT\n", *["low–high\n"] * has_interval, *["vs TSP\n"] * has_speedup, numbers=True, into=table)
-    peak = f"peak of\n{format_bytes(limit)}"
-    columns("exposed\ncomm.", "longest\nwait", peak, numbers=True, into=table)
+    columns("TTFT\n", *["low–high\n"] * has_interval, *speedup, numbers=True, into=table)
+    columns("exposed\ncomm.", "longest\nwait", f"peak of\n{format_bytes(limit)}", numbers=True, into=table)
     columns("fits\n", into=table)
     for result in plan.strategies:
         row = _strategy_row(result, has_interval=has_interval)
         table.add_row(*row, _fits(result.fits), style="bold" if result is plan.best else None)
-    return table
+    return Shrinkable(table, spared=_SPARED)
 
 
 def _strategy_row(result: StrategyResult, *, has_interval: bool) -> list[str]:
     row = [result.strategy, format_partition(result.partition), format_seconds(result.ttft_s)]
     if has_interval:
         row.append(format_interval(result.ttft_low_s, result.ttft_high_s))
-    if result.speedup_over_tsp is not None:
-        row.append(f"{result.speedup_over_tsp:.2f}×")
+    if result.speedup is not None:
+        row.append(f"{result.speedup:.2f}×")
     peak_bytes = max(rank.total for rank in result.memory)
     return [*row, _seconds(result.exposed_comm_s), _seconds(max(result.wait_s)), format_bytes(peak_bytes)]
 
 
-def _ranks(result: SimResult, limit: int) -> Table:
+def _ranks(result: SimResult, limit: int) -> Shrinkable:
     """One row a rank."""
     peak = f"peak of {format_bytes(limit)}"
     table = columns("rank", "tokens", "compute", "wait", "sent", peak, numbers=True)
@@ -142,7 +138,7 @@ def _ranks(result: SimResult, limit: int) -> Table:
         times = (_seconds(rank.compute_s), _seconds(rank.wait_s))
         sizes = (format_bytes(rank.sent_bytes), format_bytes(rank.memory.total))
         table.add_row(str(rank.rank), str(rank.chunk_len), *times, *sizes, _fits(rank.memory.total <= limit))
-    return table
+    return Shrinkable(table, spared=_SPARED_OF_RANKS)
 
 
 def _fits(fits: bool) -> Text:
@@ -160,22 +156,56 @@ def _ttft(result: SimResult) -> str:
     return f"{ttft} ({format_interval(result.ttft_low_s, result.ttft_high_s)})"
 
 
-def _best(plan: Plan) -> str:
-    """The winner in a sentence."""
+def _yardstick(strategy: str) -> str:
+    return "1 GPU" if strategy == "single" else strategy.upper()
+
+
+def _best(plan: Plan) -> Iterator[str]:
+    """The winner, what it cannot be told from, and where nothing fits, what may."""
     best = plan.best
     text = f"{best.strategy} ({best.title}), TTFT {format_seconds(best.ttft_s)}"
-    if best.speedup_over_tsp is not None and round(best.speedup_over_tsp, 2) != 1:
-        text += f", {best.speedup_over_tsp:.2f}× as fast as TSP"
-    return text if best.fits else f"{text}; nothing that was compared fits in memory"
+    if plan.yardstick is not None and best.speedup is not None and round(best.speedup, 2) != 1:
+        text += f", {best.speedup:.2f}× as fast as {_yardstick(plan.yardstick)}"
+    yield text if best.fits else f"{text}; nothing that was compared fits in memory"
+    if not best.fits and plan.not_compared:
+        yield f"{_listed(plan.not_compared)} may fit: --strategies all"
+    if best.approximate is not None:
+        yield f"approximate: {best.approximate}"
+    if plan.ties:
+        yield f"as fast, within what a prediction can tell (2 %): {', '.join(plan.ties)}"
+    if len(set(best.partition)) > 1:
+        yield f"partition {', '.join(map(str, best.partition))}"
+    bound = plan.bounds.best
+    if bound is not None and bound.strategy != "kvr-s":
+        lower = format_seconds(bound.lower_bound_s)
+        yield f"at most {round_up_percent(bound.gap)} % above the best of its partitions (proven lower bound {lower})"
 
 
-def _bounds(bounds: Bounds, num_gpus: int) -> list[tuple[str, str]]:
+def _kvr(plan: Plan) -> Iterator[tuple[str, str]]:
+    """What KV-Runahead's chain over single GPUs can reach: its own bound, not that of other strategies."""
+    bounds, num_gpus = plan.bounds, plan.num_gpus
     lower = f"proven lower bound {format_seconds(bounds.lower_bound_s)}"
+    label = "kvr-s:" if bounds.gap is not None else "bounds:"
+    chunks = next((result.partition for result in plan.strategies if result.strategy == "kvr-s"), ())
+    if plan.best.strategy != "kvr-s" and len(set(chunks)) > 1:
+        yield label, f"partition {', '.join(map(str, chunks))}"
+        label = ""
     if bounds.gap is not None:
-        lower += f": KVR-S is at most {round_up_percent(bounds.gap)} % above the best possible partition"
+        gap = round_up_percent(bounds.gap)
+        yield label, f"at most {gap} % above the best partition of KV-Runahead over single GPUs ({lower})"
+    else:
+        yield label, f"{lower} of KV-Runahead over single GPUs"
     no_comm = f"TTFT({num_gpus}) without communication {format_seconds(bounds.ttft_no_comm_s)}"
-    star = f"TTFT*({num_gpus}) of the paper {format_seconds(bounds.ttft_star_s)}"
-    return [("bounds:", lower), ("", f"{no_comm}; {star}")]
+    yield "", f"{no_comm}; TTFT*({num_gpus}) by the paper's formula {format_seconds(bounds.ttft_star_s)}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Names, hybrids by their kind: "kvr-direct, pp and hybrids such as tp2+kvr-s"."""
+    plain = [name for name in names if "+" not in name]
+    hybrids = [name for name in names if "+" in name]
+    if not hybrids:
+        return ", ".join(plain)
+    return f"{', '.join(plain)} and {len(hybrids)} hybrids such as {hybrids[0]}"
 
 
 def _add_misfits(table: Table, strategy: str, memory: Sequence[RankMemory], limit: int) -> None:

@@ -26,7 +26,6 @@ from kvrsim.errors import InputError
 
 if TYPE_CHECKING:
     from kvrsim.results import SimResult
-    from kvrsim.scenario import Scenario
     from kvrsim.stream import Arrivals
 
 EXECUTORS = ("batch", "event")
@@ -92,22 +91,26 @@ def simulate(
     check_plot(plot)
     lookup = read_table(table)
     scenario, warnings = options.scenario()
+    from kvrsim.cli.progress import SearchProgress
     from planner.simulate import run_simulation
 
-    result = run_simulation(
-        scenario,
-        strategy=strategy,
-        partition=chunks,
-        table=lookup,
-        executor=executor,
-        timeline=wants_timeline,
-        with_breakdown=breakdown,
-        disturbance=disturbance,
-        arrivals=arrivals,
-        seed=number,
-        warnings=warnings,
-    )
-    _write_files(result, scenario, trace, plot)
+    with SearchProgress() as progress:
+        progress.stage(strategy, 1, 1)
+        result = run_simulation(
+            scenario,
+            strategy=strategy,
+            partition=chunks,
+            table=lookup,
+            executor=executor,
+            timeline=wants_timeline,
+            with_breakdown=breakdown,
+            disturbance=disturbance,
+            arrivals=arrivals,
+            seed=number,
+            warnings=warnings,
+            on_progress=progress,
+        )
+    _write_files(result, trace, plot)
     if json:
         print_json(result.to_dict())
     else:
@@ -127,7 +130,7 @@ def _parse_arrivals(requests: str | None, every: str | None) -> Arrivals | None:
     return Arrivals.parse(parse_count(requests, "--requests", maximum=MAX_REQUESTS), every or "0s")
 
 
-def _write_files(result: SimResult, scenario: Scenario, trace: str | None, plot: str | None) -> None:
+def _write_files(result: SimResult, trace: str | None, plot: str | None) -> None:
     """What each rank does when, where it is asked for."""
     if trace is None and plot is None:
         return
@@ -135,10 +138,10 @@ def _write_files(result: SimResult, scenario: Scenario, trace: str | None, plot:
     if trace is not None:
         result.timeline.write_chrome_trace(trace)
     if plot is not None:
-        from kvrsim.cli.render import setting_of_simulation, subtitle
+        from kvrsim.cli.render import question_line
         from kvrsim.gantt import write_gantt
         from kvrsim.strategies import get_strategy
 
-        line = subtitle(result.model, result.context_len, setting_of_simulation(result, scenario))
+        line = question_line(result)
         title = f"{result.strategy}: {get_strategy(result.strategy).title}"
         write_gantt(result.timeline, plot, title=title, subtitle=line)

@@ -36,7 +36,11 @@ File = Annotated[str, typer.Argument(metavar="TABLE", help="A file that kvrsim t
 _LENGTHS = typer.Option(
     "--ctx", metavar="LEN:LEN:STEP", help="Contexts: a range with both ends, such as 1k:32k:1k, or a list, 4k,8k."
 )
-_COUNTS = typer.Option("--gpus", metavar="N,N,...", help="Numbers of GPUs, with commas between.")
+_COUNTS = typer.Option(
+    "--gpus",
+    metavar="N,N,...",
+    help="Numbers of GPUs, with commas between. Default: 2, 4, 8, ... up to those of the cluster.",
+)
 
 
 def of_many(command: Callable[..., None]) -> Callable[..., None]:
@@ -46,7 +50,7 @@ def of_many(command: Callable[..., None]) -> Callable[..., None]:
     def many(*args: object, **kwargs: object) -> None:
         command(*args, **kwargs)
 
-    told = {"ctx": (Annotated[str, _LENGTHS], inspect.Parameter.empty), "gpus": (Annotated[str, _COUNTS], "2,4,8")}
+    told = {"ctx": (Annotated[str, _LENGTHS], inspect.Parameter.empty), "gpus": (Annotated[str | None, _COUNTS], None)}
     signature = inspect.signature(command)
     parameters = [
         parameter.replace(annotation=told[name][0], default=told[name][1]) if name in told else parameter
@@ -54,6 +58,16 @@ def of_many(command: Callable[..., None]) -> Callable[..., None]:
     ]
     many.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return many
+
+
+def lengths_and_counts(options: ScenarioOptions) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Contexts and numbers of GPUs of a command of many; by default, numbers up to those of the cluster."""
+    from kvrsim.ranges import counts_up_to, parse_counts, parse_lengths
+
+    lengths = parse_lengths(options.ctx, "--ctx")
+    if options.gpus is not None:
+        return lengths, parse_counts(options.gpus, "--gpus")
+    return lengths, counts_up_to(replace(options, ctx=str(lengths[-1])).scenario()[0].num_gpus)
 
 
 @app.command("build")
@@ -80,9 +94,7 @@ def build(
 
     Interrupted work goes on where it was: entries wait in FILE.partial until the table is done.
     """
-    from kvrsim.ranges import parse_counts, parse_lengths
-
-    lengths, counts = parse_lengths(options.ctx, "--ctx"), parse_counts(options.gpus, "--gpus")
+    lengths, counts = lengths_and_counts(options)
     parse_choice(backend, "--backend", BACKENDS)
     check_output(output, "--output")
     scenario, notes = replace(options, ctx=str(lengths[-1]), gpus=str(counts[-1])).scenario()

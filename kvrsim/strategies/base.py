@@ -39,6 +39,7 @@ class Strategy:
     group_size: int | None = 1  # GPUs that split every matrix and act as one rank; None: all that there are
     pipeline: PipelineProgram | None = None  # builds the program where ranks hold different layers
     refuses: Refusal | None = None  # what a model and number of ranks must fulfil, where they do not; None: nothing
+    approximate: str | None = None  # how its result differs from the model's own prefill; None: it is the same
     chains: bool = False  # it is KVR's chain, which planner.bound is about
 
     @property

@@ -16,7 +16,7 @@ from planner.capacity.finder import Finder, trials_of
 from planner.capacity.question import Question
 from planner.capacity.search import Search
 from planner.fleet.times import ServiceTimes
-from planner.plan import rests_on
+from planner.plan_notes import rests_on
 from planner.table import PartitionTable
 from planner.workloads.workload import Workload
 

@@ -70,15 +70,18 @@ class Predictions:
         return self._noisy[key]
 
     def plan(self, model: str, context_len: int, num_gpus: int) -> Plan:
-        """All strategies and the bounds."""
+        """The paper's strategies and the bounds."""
         key = (model, context_len, num_gpus)
         if key not in self._plans:
-            self._plans[key] = self._new(make_plan(_scenario(model, context_len, num_gpus)))
+            self._plans[key] = self._new(make_plan(_scenario(model, context_len, num_gpus), strategies=_PAPERS))
         return self._plans[key]
 
     def _new(self, result: _Result) -> _Result:
         self._on_new()
         return result
+
+
+_PAPERS = ("single", "tsp", "kvr-e", "kvr-s")
 
 
 def _scenario(model: str, context_len: int, num_gpus: int) -> Scenario:

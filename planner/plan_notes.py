@@ -1,0 +1,93 @@
+"""What has to be said beside a plan: where its advice matters little, and what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvrsim.results import StrategyResult
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import Strategy
+from kvrsim.units import format_bytes
+from planner.search import Found, search
+from planner.simulate import computes_s, execute
+
+TELLABLE = 0.02  # of TTFT, less than which no profile tells two partitions or strategies apart
+_SURELY_SLOWER = 1.5  # compute alone over TTFT, beyond which fewer GPUs cannot be as fast
+_AS_FAST = 0.01  # fewer GPUs within this share of TTFT are worth a note
+
+
+def fewer_gpus(scenario: Scenario, kvr: Strategy, found: Found) -> list[str]:
+    """Whether smaller groups would be as fast: halves of the group, down to one GPU.
+
+    Halves that would have to spend the group's compute in too little time are not tried.
+    """
+    program, _, _ = execute(scenario.without_communication(), kvr, found.partition, executor="batch")
+    all_compute_s = sum(computes_s(program))
+    method = "auto" if scenario.cluster.shares_bandwidth else "analytical"
+    as_fast: dict[int, float] = {}
+    num_gpus = scenario.cluster.num_gpus // 2
+    while num_gpus >= 1 and all_compute_s / num_gpus < _SURELY_SLOWER * found.ttft_s:
+        ttft_s = search(scenario.on_gpus(num_gpus), kvr, method=method).ttft_s
+        if ttft_s <= found.ttft_s * (1 + _AS_FAST):
+            as_fast[num_gpus] = ttft_s
+        num_gpus //= 2
+    if not as_fast:
+        return []
+    fewest = min(as_fast)
+    how = "as fast as" if as_fast[fewest] > found.ttft_s * (1 - _AS_FAST) else "faster than"
+    verb = f"{fewest} GPUs are" if fewest > 1 else "1 GPU is"
+    return [
+        f"{verb} {how} {scenario.cluster.num_gpus} with KVR-S: {as_fast[fewest]:.3g} s against {found.ttft_s:.3g} s"
+    ]
+
+
+def even_chunks(results: Sequence[StrategyResult]) -> list[str]:
+    """Whether the search has gained too little to be sure of, as where the host sets the pace."""
+    ttft_s = {result.strategy: result.ttft_s for result in results if len(result.partition) > 1}
+    if not {"kvr-e", "kvr-s"} <= set(ttft_s):
+        return []
+    gain = ttft_s["kvr-e"] / ttft_s["kvr-s"] - 1
+    if gain >= TELLABLE:
+        return []
+    return [f"even chunks are {gain:.1%} slower than KVR-S's: less than a prediction can tell, so take either"]
+
+
+def memory_notes(scenario: Scenario, results: Sequence[StrategyResult]) -> list[str]:
+    limit = scenario.memory_limit.nbytes
+    notes = []
+    for result in results:
+        over = [rank for rank, memory in enumerate(result.memory) if memory.total > limit]
+        if over:
+            worst = max(memory.total for memory in result.memory)
+            ranks = ", ".join(map(str, over[:8])) + (", ..." if len(over) > 8 else "")
+            notes.append(
+                f"{result.strategy} does not fit: rank {ranks} over {format_bytes(limit)} (worst {format_bytes(worst)})"
+            )
+    return notes
+
+
+def approximate_notes(results: Sequence[StrategyResult], best: StrategyResult) -> list[str]:
+    """Which strategies compute something else than the model's own prefill, so that none of them is the best."""
+    notes = []
+    for result in results:
+        if result.approximate is not None:
+            faster = (
+                f", {result.ttft_s:.3g} s, is faster than {best.strategy} but" if result.ttft_s < best.ttft_s else ""
+            )
+            notes.append(f"{result.strategy}{faster} is approximate: {result.approximate}")
+    return notes
+
+
+def rests_on(scenario: Scenario) -> str:
+    """What the profile was measured on, what it does not cover, and how far it was off."""
+    profile = scenario.profile
+    if profile is None:
+        return f"the datasheet of {scenario.cluster.gpu.name}: no measurement"
+    text = f"{profile.name}: {profile.description}"
+    if profile.residual is not None:
+        text += (
+            f" Off by {profile.residual.cross_validated_mape:.1%} on average on models left out of the fit, by"
+            f" {profile.residual.other_family_mape:.1%} on other families, four in five by less than"
+            f" {profile.residual.p80_ape:.1%}."
+        )
+    return f"{text} {profile.not_covered}"
