@@ -11,8 +11,8 @@ import numpy as np
 from calibrate.link_points import LinkPoint, flow_text, link_points
 from calibrate.link_ranks import START_S, LinkRank
 from calibrate.measurement import Measurement
-from calibrate.rank_pool import RankPool
 from kvrsim.errors import InputError
+from kvrsim.runtime.ranks.pool import RankPool
 
 BACKENDS = {"gloo": ("cpu",), "nccl": ("cuda",)}  # and the devices that they move
 MAX_BYTES = 2**26  # K and V of one layer of 4096 hidden elements in half precision, for 4096 tokens

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from calibrate.link_points import RING, Flow, counts_to
+from kvrsim.runtime.ranks.links import Links
+from kvrsim.runtime.ranks.process import Seat
+from kvrsim.runtime.ranks.transport import ring_all_gather
 
 START_S = 120.0  # in which all ranks must have imported torch and met
 _WARM_BYTES = 2**20
@@ -23,17 +25,15 @@ _NOTICE = 0.8  # of the timeout, after which a rank gives up by itself, so that 
 
 
 class LinkRank:
-    """Buffers, one process group an edge and one a count of ranks; all of them used once before it is ready.
+    """Buffers, and the links to every other rank and of all-gathers; all of them used once before it is ready.
 
-    Edges have a direction and a group each, as the operations of one group may run one after another. Ranks meet over a
-    gloo group, on the host. `torch`: the module, or what behaves like it.
+    Ranks meet over a gloo group, on the host. `torch`: the module, or what behaves like it.
     """
 
     def __init__(
         self,
         *,
-        rank: int,
-        folder: str,
+        seat: Seat,
         num_ranks: int,
         backend: str,
         device: str,
@@ -44,19 +44,29 @@ class LinkRank:
     ) -> None:
         self.torch = torch or import_module("torch")
         self.dist: Any = self.torch.distributed
-        self.rank, self.num_ranks, self.backend = rank, num_ranks, backend
+        self.rank, self.num_ranks, self.backend = seat.rank, num_ranks, backend
         self.torch.set_num_threads(num_threads)
         self.device = self._device(device)
-        store, patience = f"file://{Path(folder).absolute()}/store", timedelta(seconds=START_S)
-        self.dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks, timeout=patience)
-        timeout = timedelta(seconds=_NOTICE * timeout_s)
-        self.meeting = self.dist.new_group(list(range(num_ranks)), backend="gloo", timeout=timeout)
-        edges = [(src, dst) for src in range(num_ranks) for dst in range(num_ranks) if src != dst]
-        self.edges = {edge: self._group(edge, timeout) for edge in edges}
-        self.gathers = {count: self._group(range(count), timeout) for count in counts_to(num_ranks)}
+        patience = timedelta(seconds=START_S)
+        self.dist.init_process_group(
+            "gloo", init_method=seat.store, rank=self.rank, world_size=num_ranks, timeout=patience
+        )
+        notice_s = _NOTICE * timeout_s
+        everyone = list(range(num_ranks))
+        self.meeting = self.dist.new_group(everyone, backend="gloo", timeout=timedelta(seconds=notice_s))
+        edges = [(src, dst) for src in everyone for dst in everyone if src != dst]
+        self.links = Links(
+            rank=self.rank,
+            backend=backend,
+            device=self.device,
+            edges=edges,
+            gathers=[range(count) for count in counts_to(num_ranks)],
+            timeout_s=notice_s,
+            torch=self.torch,
+        )
         self.token = self.torch.zeros(1, dtype=self.torch.uint8)
         self.outgoing, self.incoming = self._buffer(max_bytes), self._buffer(max_bytes)
-        self._warm_up(min(max_bytes, _WARM_BYTES))
+        self._warm_up(edges, min(max_bytes, _WARM_BYTES))
 
     def _device(self, kind: str) -> str:
         """The rank's own GPU, or the processor."""
@@ -68,21 +78,19 @@ class LinkRank:
         self.torch.cuda.set_device(self.rank)
         return f"cuda:{self.rank}"
 
-    def _group(self, ranks: Sequence[int], timeout: timedelta) -> Any:
-        return self.dist.new_group(sorted(ranks), backend=self.backend, timeout=timeout)
-
     def _buffer(self, nbytes: int) -> Any:
         """Filled with the rank's number, so that its pages are there, and what arrives says where it is from."""
         return self.torch.full((nbytes,), self.rank, dtype=self.torch.uint8, device=self.device)
 
-    def _warm_up(self, nbytes: int) -> None:
-        """Connections and communicators are made at first use; what arrives is checked this once."""
-        for src, dst in self.edges:
+    def _warm_up(self, edges: Sequence[Flow], nbytes: int) -> None:
+        """The first use of every link, in order; then a message and an all-gather of each, whose content is checked."""
+        self.links.first_use()
+        for src, dst in edges:
             if self.rank in (src, dst):
                 self.exchange(flows=[(src, dst)], nbytes=nbytes, repeats=1)
             if self.rank == dst and int(self.incoming[nbytes - 1]) != src:
                 raise RuntimeError(f"what rank {src} sent has not arrived")
-        for count in self.gathers:
+        for count in counts_to(self.num_ranks):
             if self.rank < count:
                 for kernel in (self.backend, self.backend + RING):
                     self.gather(kernel=kernel, num_ranks=count, nbytes=nbytes // count * count, repeats=1)
@@ -125,27 +133,21 @@ class LinkRank:
         return ends_s
 
     def _collective(self, num_ranks: int, piece: int) -> None:
-        """What the backend has; all_gather_single is the name from torch 2.13 on."""
-        gather = getattr(self.dist, "all_gather_single", None) or self.dist.all_gather_into_tensor
-        gather(self.incoming[: piece * num_ranks], self.outgoing[:piece], group=self.gathers[num_ranks])
+        """What the backend has."""
+        self.links.all_gather(range(num_ranks), self.incoming[: piece * num_ranks], self.outgoing[:piece])
 
     def _ring(self, num_ranks: int, piece: int) -> None:
-        """p - 1 steps: each rank hands on what came last."""
-        after, before = (self.rank + 1) % num_ranks, (self.rank - 1) % num_ranks
-        places = [(self.rank - step) % num_ranks for step in range(num_ranks)]
-        pieces = [self.incoming[piece * place : piece * (place + 1)] for place in places]
-        pieces[0].copy_(self.outgoing[:piece])
-        for own, new in pairwise(pieces):
-            receive = self._receive((before, self.rank), new)
-            send = self._send((self.rank, after), own)
-            receive.wait()
-            send.wait()
+        """The runtime's, of some of the ranks."""
+        whole = self.incoming[: piece * num_ranks]
+        whole[piece * self.rank : piece * (self.rank + 1)].copy_(self.outgoing[:piece])
+        ring = _FirstRanks(rank=self.rank, size=num_ranks, links=self.links)
+        ring_all_gather(ring, whole, range(0, piece * num_ranks + 1, piece))
 
     def _send(self, flow: Flow, buffer: Any) -> Any:
-        return self.dist.isend(buffer, flow[1], group=self.edges[flow])
+        return self.links.isend(flow, buffer)
 
     def _receive(self, flow: Flow, buffer: Any) -> Any:
-        return self.dist.irecv(buffer, flow[0], group=self.edges[flow])
+        return self.links.irecv(flow, buffer)
 
     def _finish(self, work: Any) -> float:
         """When it is done, on the device too."""
@@ -168,3 +170,20 @@ class LinkRank:
         else:
             self.dist.send(self.token, first, group=self.meeting)
             self.dist.recv(self.token, first, group=self.meeting)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _FirstRanks:
+    """Some of the ranks, as a ring."""
+
+    rank: int
+    size: int
+    links: Links
+
+    def isend_next(self, tensor: Any) -> Any:
+        """To the rank after this one."""
+        return self.links.isend((self.rank, (self.rank + 1) % self.size), tensor)
+
+    def irecv_prev(self, tensor: Any) -> Any:
+        """From the rank before this one."""
+        return self.links.irecv(((self.rank - 1) % self.size, self.rank), tensor)

@@ -118,7 +118,7 @@ def check(scenario: Scenario, hardware: Hardware, *, needs_profile: bool = True)
 def _mode(scenario: Scenario, hardware: Hardware, virtual: bool | None) -> tuple[Mode, tuple[str, ...]]:
     """Ranks of their own, or virtual ones, and what to say of it."""
     from kvrsim.runtime.host import devices
-    from kvrsim.runtime.spawn import started_by_torchrun
+    from kvrsim.runtime.ranks.launch import started_by_torchrun
 
     wanted, there = scenario.cluster.num_gpus, devices(hardware.device, hardware.threads)
     if virtual is None and wanted > there and not started_by_torchrun():
@@ -141,7 +141,7 @@ def _run_ranks(
 ) -> tuple[list[_Measured], dict[str, str], tuple[float, ...]]:
     """Every candidate on ranks of their own, each partition once."""
     from kvrsim.runtime.job import JobReport, run_job
-    from kvrsim.runtime.spawn import launch
+    from kvrsim.runtime.ranks.launch import launch
 
     unique = list(dict.fromkeys(plans))
     count = len(unique) * (hardware.repeats + hardware.warmups + 3) + 2
@@ -167,7 +167,7 @@ def _run_virtual(
     scenario: Scenario, hardware: Hardware, named: Sequence[Named], plans: Sequence[RunPlan], longest_s: float
 ) -> tuple[list[_Measured], dict[str, str], tuple[float, ...]]:
     """Every candidate's ranks one after another on one device."""
-    from kvrsim.runtime.spawn import launch
+    from kvrsim.runtime.ranks.launch import launch
     from kvrsim.runtime.virtual import VirtualReport, run_virtual
 
     unique = list(dict.fromkeys(plans))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvrsim.runtime.emulated import EmulatedLink, SideTraffic
     from kvrsim.runtime.job import Job, ModelChoice
     from kvrsim.runtime.plan import RunPlan
-    from kvrsim.runtime.spawn import Launch
+    from kvrsim.runtime.ranks.launch import Launch
 
 _PATIENCE_S = 60.0  # at least, that a rank waits for a message
 _SLOWER = 6.0  # times as long as predicted, after which nobody waits on
@@ -99,7 +99,7 @@ class Hardware:
 
     def launch(self, num_ranks: int, longest_s: float, all_s: float) -> Launch:
         """How ranks are started; they wait a few times as long as the longest prefill and all of them should take."""
-        from kvrsim.runtime.spawn import Launch
+        from kvrsim.runtime.ranks.launch import Launch
 
         patience_s = self.timeout_s or max(_PATIENCE_S, _SLOWER * longest_s)
         return Launch(

@@ -40,6 +40,15 @@ class Task:
     known: tuple[Sample, ...]  # measured by a search that was killed
     journal: SearchJournal  # the first rank writes it
 
+    def facts(self) -> dict[str, str]:
+        """What decides which prefills the ranks run: it must be the same on all of them."""
+        return {
+            "repeats": str(self.hardware.repeats),
+            "minutes": f"{self.budget_s / 60:g}",
+            "partition to begin with": ",".join(map(str, self.seed.chunk_lens)),
+            "seed": str(self.hardware.seed),
+        }
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:

@@ -11,7 +11,7 @@ from planner.confirm_journal import Sample
 from planner.confirm_levels import Chunks, Task
 
 if TYPE_CHECKING:
-    from kvrsim.runtime.transport import Transport
+    from kvrsim.runtime.ranks.transport import Transport
 
 
 class Rounds:

@@ -17,7 +17,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.confirm import check
 from planner.confirm_hardware import Hardware
-from planner.confirm_journal import SUFFIX, SearchJournal
+from planner.confirm_journal import SUFFIX, Sample, SearchJournal
 from planner.confirm_levels import Levels, Measured, Task
 from planner.evaluate import Evaluator
 from planner.search import search
@@ -27,7 +27,7 @@ from planner.table_entry import draft_of, entry_of
 from planner.table_setting import TableSetting
 
 if TYPE_CHECKING:
-    from kvrsim.runtime.transport import Transport
+    from kvrsim.runtime.ranks.transport import Transport
 
 KVR_S = STRATEGIES["kvr-s"]
 
@@ -90,7 +90,7 @@ def search_here(
     check(scenario, hardware)
     if scenario.cluster.num_gpus < 2:
         raise InputError("gpus", scenario.cluster.num_gpus, "at least 2 for `search`: one GPU has no partition")
-    from kvrsim.runtime.spawn import launch
+    from kvrsim.runtime.ranks.launch import launch
 
     path, about = output.with_name(output.name + SUFFIX), _about(scenario, hardware)
     journal = SearchJournal.open(path, about) if _is_first() else SearchJournal(path=path, about=about)
@@ -121,10 +121,14 @@ def search_here(
 
 def search_on_ranks(transport: Transport, task: Task) -> Levels:
     """What every rank does: the same search in step, on TTFTs that all of them are told."""
+    from kvrsim.runtime.agreement import agree, versions
     from planner.confirm_rounds import Rounds
 
     levels = Levels()
-    known = transport.exchange(task.known)[0]  # under torchrun, only the first process has read the journal
+    agree(transport, task.facts() | versions())
+    known = transport.exchange(task.known, tuple[Sample, ...])[
+        0
+    ]  # under torchrun, only the first process has read the journal
     levels.run(replace(task, known=known), Rounds(transport, task))
     return levels
 

@@ -143,7 +143,7 @@ def test_a_rank_that_dies_is_named() -> None:
     bench = gloo()
     try:
         os.kill(bench.pids()[1], signal.SIGKILL)
-        with pytest.raises(KvrsimError, match=r"exchange: rank 1 has ended \(exit code -9\)"):
+        with pytest.raises(KvrsimError, match="rank 1: killed by SIGKILL"):
             bench.sample("send:0>1:1024")
         with pytest.raises(KvrsimError, match="the ranks have ended"):
             bench.sample("send:0>1:1024")
@@ -157,7 +157,7 @@ def test_a_rank_that_hangs_is_named_in_time() -> None:
         first, second = bench.pids()
         os.kill(second, signal.SIGSTOP)
         started_s = time.monotonic()
-        with pytest.raises(KvrsimError, match="exchange: rank 1 has not answered within 4 s"):
+        with pytest.raises(KvrsimError, match=r"rank 1: no answer.*; it is stopped"):
             bench.sample("send:0>1:1024")
         assert time.monotonic() - started_s < 4.0 + 5.0  # and what it takes to end it
         assert gone(first)

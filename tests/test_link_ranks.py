@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ import pytest
 
 from calibrate.link_bench import LinkBench
 from calibrate.link_ranks import LinkRank
-from calibrate.rank_pool import Command
+from kvrsim.runtime.ranks.pool import Command
+from kvrsim.runtime.ranks.process import Seat
 
 SMALL = 2**16
 SYNCHRONISE_S = 0.003
@@ -63,6 +65,8 @@ class Torch:
         self.set_device_to: int | None = None
         self.devices: set[str] = set()
         self.backends: dict[Any, timedelta] = {}
+        self.options: list[Any] = []  # of the groups of the edges
+        self.ProcessGroupNCCL = SimpleNamespace(Options=lambda: SimpleNamespace(config=SimpleNamespace()))
 
     def set_num_threads(self, count: int) -> None:
         assert count == 1
@@ -89,8 +93,10 @@ class Torch:
         assert (backend, settings["world_size"]) == ("gloo", self.wires.num_ranks)
         assert timeout > timedelta(seconds=60)  # others may take long to import torch
 
-    def new_group(self, ranks: list[int], backend: str, timeout: timedelta) -> Any:
+    def new_group(self, ranks: list[int], backend: str, timeout: timedelta, pg_options: Any = None) -> Any:
         self.backends[*ranks, backend] = timeout
+        if pg_options is not None:
+            self.options.append(pg_options)
         return (*ranks, backend)
 
     def isend(self, tensor: Tensor, dst: int, group: Any) -> Work:
@@ -135,8 +141,7 @@ class Threads:
 
     def _make(self, rank: int) -> LinkRank:
         return LinkRank(
-            rank=rank,
-            folder="unused",
+            seat=Seat(rank=rank, folder="unused"),
             num_ranks=self.num_ranks,
             backend="nccl",
             device="cuda",
@@ -168,6 +173,8 @@ def test_gpus_are_timed_until_they_have_what_they_receive() -> None:
         assert (torch.set_device_to, torch.devices) == (rank, {f"cuda:{rank}"})
         assert {group for group in torch.backends if group[-1] == "gloo"} == {(0, 1, 2, 3, "gloo")}
         assert set(torch.backends.values()) == {timedelta(seconds=8)}
+        assert len(torch.options) == 4 * 3  # an edge each
+        assert all(one.is_high_priority_stream and 0 < one.config.max_ctas <= 8 for one in torch.options)
 
 
 def test_what_arrives_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,8 +28,8 @@ from kvrsim.runtime.bench import BenchReport, Timing, measure
 from kvrsim.runtime.forward import ModelForward
 from kvrsim.runtime.geometry import load_model
 from kvrsim.runtime.plan import RunPlan
-from kvrsim.runtime.spawn import Launch, launch
-from kvrsim.runtime.transport import Transport
+from kvrsim.runtime.ranks.launch import Launch, launch
+from kvrsim.runtime.ranks.transport import Transport
 
 PAGE = Path(__file__).parents[1] / "docs" / "calibration.md"
 MODELS = Path(__file__).parent / "models"

@@ -21,8 +21,8 @@ from kvrsim.runtime.emulated import EmulatedLink, EmulatedTransport, SideTraffic
 from kvrsim.runtime.forward import SleepForward
 from kvrsim.runtime.geometry import Geometry
 from kvrsim.runtime.plan import RunPlan
-from kvrsim.runtime.spawn import Launch, launch
-from kvrsim.runtime.transport import Transport
+from kvrsim.runtime.ranks.launch import Launch, launch
+from kvrsim.runtime.ranks.transport import Transport
 from planner.confirm_noise import Traffic, noisy_ttft_s
 
 # Few bytes a token and a slow link: on two cores, moving the bytes takes time from nobody.

@@ -21,6 +21,7 @@ BUG = 70
 NOT_WRITTEN = 74
 INTERRUPTED = 130
 BROKEN_PIPE = 141  # as a shell reports a process that died of SIGPIPE
+ENDED = (129, 143)  # likewise of SIGHUP and SIGTERM
 
 app = typer.Typer(
     name="kvrsim",
@@ -69,7 +70,9 @@ def main(arguments: Sequence[str]) -> int:
         return _fail(f"error: {error}", error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", INTERRUPTED)
-    except (BrokenPipeError, SystemExit):  # Typer turns the one into the other, and nothing else
+    except (BrokenPipeError, SystemExit) as error:  # Typer turns the one into the other
+        if isinstance(error, SystemExit) and error.code in ENDED:
+            return int(error.code)  # a signal, while ranks were at work
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return BROKEN_PIPE
     except OSError as error:  # a full disk, say

@@ -1,4 +1,4 @@
-"""Agreement of the ranks before they start: same plan, same model, same libraries."""
+"""Agreement of the ranks before they start: same task, same plan, same model, same libraries."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 import transformers
 
 from kvrsim import __version__
-from kvrsim.runtime.faults import Fault, RankError
-from kvrsim.runtime.transport import Transport
+from kvrsim.runtime.ranks.faults import Fault, RankError
+from kvrsim.runtime.ranks.transport import Transport
 
 
 def versions() -> dict[str, str]:
@@ -26,7 +26,7 @@ def versions() -> dict[str, str]:
 
 def agree(transport: Transport, facts: Mapping[str, str]) -> None:
     """Compare facts with all ranks; raises RankError, on every rank, naming what differs from rank 0's."""
-    everyone: list[Mapping[str, str]] = transport.exchange(dict(facts))
+    everyone: list[Mapping[str, str]] = transport.exchange(dict(facts), dict[str, str])
     faults = []
     for rank, theirs in enumerate(everyone):
         for fact in sorted({*everyone[0], *theirs}):

@@ -20,8 +20,8 @@ from kvrsim.runtime.load import HostLoad
 from kvrsim.runtime.pace import PaceRunner
 from kvrsim.runtime.plan import RunPlan, random_prompt
 from kvrsim.runtime.prefill import Outcome, Prefill
+from kvrsim.runtime.ranks.transport import Transport
 from kvrsim.runtime.trace import RankTrace, hooked, timeline_of
-from kvrsim.runtime.transport import Transport
 from kvrsim.timeline import Timeline
 
 
@@ -127,7 +127,7 @@ class _Rounds:
     def run(self, number: int, prefill: Prefill, ids: Any, *, keep: bool) -> None:
         """One prefill of a plan."""
         self._load()
-        outcomes: list[Outcome] = self.transport.exchange(prefill.run(ids))
+        outcomes: list[Outcome] = self.transport.exchange(prefill.run(ids), Outcome)
         cores = self._load()
         if keep:
             self.ttft_s[number].append(ttft_of(outcomes, one_host=self.one_host))
@@ -164,7 +164,7 @@ def _timeline(prefill: Prefill, ids: Any) -> Timeline:
             trace = prefill.run(ids).trace
     else:
         trace = prefill.run(ids).trace
-    everyone: list[RankTrace] = prefill.transport.exchange(trace)
+    everyone: list[RankTrace] = prefill.transport.exchange(trace, RankTrace)
     return timeline_of(prefill.plan.strategy, everyone)
 
 

@@ -12,7 +12,7 @@ from kvrsim.runtime.cache import PrefixCache
 from kvrsim.runtime.forward import ModelForward
 from kvrsim.runtime.plan import RunPlan, random_prompt
 from kvrsim.runtime.prefill import Prefill, decode
-from kvrsim.runtime.transport import Transport
+from kvrsim.runtime.ranks.transport import Transport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvrsim.errors import InputError
-from kvrsim.runtime.transport import Pending, Transport, neighbour, ring_all_gather
+from kvrsim.runtime.ranks.transport import Pending, Transport, neighbour, ring_all_gather
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,9 +124,9 @@ class EmulatedTransport:
         """A ring over the emulated links."""
         ring_all_gather(self, whole, boundaries)
 
-    def exchange(self, value: Any) -> list[Any]:
+    def exchange(self, value: Any, kind: Any = Any) -> list[Any]:
         """As the transport beneath: at full speed."""
-        return self.inner.exchange(value)
+        return self.inner.exchange(value, kind)
 
     def barrier(self) -> None:
         """As the transport beneath."""

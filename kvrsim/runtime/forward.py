@@ -12,6 +12,9 @@ import torch
 from kvrsim.runtime.cache import PrefixCache
 from kvrsim.runtime.geometry import Geometry
 
+_BLOCK = 2**16  # weights that share a checksum
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a weight
+
 
 class Forward(Protocol):
     """What a rank computes."""
@@ -31,6 +34,7 @@ class ModelForward:
     def __init__(self, model: Any) -> None:
         self.model, self.geometry = model, Geometry.of(model)
         self.alibi = bool(getattr(model.config, "alibi", False))
+        self._digest: str | None = None  # once asked for: it reads all weights
 
     def __call__(self, ids: Any, start: int, cache: PrefixCache, *, is_last: bool) -> Any:
         positions = torch.arange(start, start + ids.shape[1], device=ids.device).unsqueeze(0)
@@ -47,12 +51,21 @@ class ModelForward:
         return None
 
     def digest(self) -> str:
-        """Of the configuration and the first weights of every parameter."""
-        found = hashlib.sha256(self.model.config.to_json_string().encode())
-        for name, parameter in self.model.named_parameters():
-            first = parameter.detach().flatten()[:16].float().cpu()
-            found.update(f"{name} {tuple(parameter.shape)} {first.tolist()}".encode())
-        return found.hexdigest()[:16]
+        """Of the configuration and of every weight."""
+        if self._digest is None:
+            found = hashlib.sha256(self.model.config.to_json_string().encode())
+            for name, parameter in self.model.named_parameters():
+                found.update(f"{name} {tuple(parameter.shape)} {_checksums(parameter.detach())}".encode())
+            self._digest = found.hexdigest()[:16]
+        return self._digest
+
+
+def _checksums(weights: Any) -> list[int]:
+    """Sums of the bits of every _BLOCK weights as whole numbers: exact, in any order of summation, on any device."""
+    bits = weights.flatten().view(_BITS[weights.element_size()])
+    whole = bits.numel() // _BLOCK * _BLOCK
+    blocks = bits[:whole].view(-1, _BLOCK).sum(1, dtype=torch.int64)
+    return [*blocks.tolist(), int(bits[whole:].sum(dtype=torch.int64))]
 
 
 class SleepForward:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from kvrsim.errors import InputError
+from kvrsim.runtime.agreement import agree, versions
 from kvrsim.runtime.bench import BenchReport, conditions_of, is_one_host, measure, ttft_of
 from kvrsim.runtime.cache import KvBuffer
 from kvrsim.runtime.check import Difference, compare
@@ -18,7 +19,7 @@ from kvrsim.runtime.forward import ModelForward
 from kvrsim.runtime.geometry import DTYPES, Attention, load_model
 from kvrsim.runtime.plan import RunPlan, random_prompt
 from kvrsim.runtime.prefill import Outcome, Prefill, decode
-from kvrsim.runtime.transport import Transport
+from kvrsim.runtime.ranks.transport import Transport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +57,20 @@ class Job:
     pace_tokens: int | None = None  # of a prefill on every rank at once, in every round; None: not timed
     generate: int = 0  # tokens that the last rank goes on with, greedily, after the last plan's prefill
 
+    def facts(self) -> dict[str, str]:
+        """What decides how many messages each rank sends and expects: it must be the same on all of them."""
+        return {
+            "repeats": str(self.repeats),
+            "warm-ups": str(self.warmups),
+            "check of the logits": "on" if self.check_logits else "off",
+            "tokens to generate": str(self.generate),
+            "tokens of the pace": str(self.pace_tokens),
+            "partitions": "; ".join(plan.label for plan in self.plans),
+            "emulated link": str(self.link),
+            "side traffic": str(self.traffic),
+            "seed": str(self.model.seed),
+        }
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobReport:
@@ -68,6 +83,7 @@ class JobReport:
 
 def run_job(transport: Transport, job: Job) -> JobReport:
     """Measure every plan, then compare logits with one process's; every rank returns the same report."""
+    agree(transport, job.facts() | versions())
     forward = ModelForward(job.model.load(_device_of(transport)))
     linked = linked_by(transport, job.link, job.traffic)
     vocab_size, seed = forward.model.config.vocab_size, job.model.seed
@@ -85,8 +101,9 @@ def run_job(transport: Transport, job: Job) -> JobReport:
     if job.check_logits:
         found = compare(transport, forward.model, job.plans, num_tokens=1, seed=seed) or []
     generated = _generate(transport, forward, job) if job.generate else ()
-    *_, (differences, tokens) = transport.exchange((tuple(found), generated))
-    return JobReport(bench=bench, differences=differences, generated=tokens)
+    own = JobReport(bench=bench, differences=tuple(found), generated=generated)
+    last: JobReport = transport.exchange(own, JobReport)[-1]  # which alone has logits to compare
+    return replace(own, differences=last.differences, generated=last.generated)
 
 
 def linked_by(transport: Transport, link: EmulatedLink | None, traffic: SideTraffic | None) -> Transport:
@@ -122,7 +139,7 @@ class Prefills:
         prefill = Prefill(self.forward, self.transport, plan, room=self.room)
         vocab_size = self.forward.model.config.vocab_size
         ids = random_prompt(vocab_size, plan, self.choice.seed).to(geometry.device)
-        outcomes: list[Outcome] = self.transport.exchange(prefill.run(ids))
+        outcomes: list[Outcome] = self.transport.exchange(prefill.run(ids), Outcome)
         return ttft_of(outcomes, one_host=self.one_host)
 
     def conditions(self) -> dict[str, str]:

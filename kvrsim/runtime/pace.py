@@ -10,7 +10,7 @@ from kvrsim.partition import Partition
 from kvrsim.runtime.cache import KvBuffer, PrefixCache
 from kvrsim.runtime.forward import Forward
 from kvrsim.runtime.plan import RunPlan, random_prompt
-from kvrsim.runtime.transport import Transport
+from kvrsim.runtime.ranks.transport import Transport
 
 
 class PaceRunner:

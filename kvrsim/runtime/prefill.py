@@ -11,11 +11,11 @@ import torch
 
 from kvrsim.runtime.agreement import agree, versions
 from kvrsim.runtime.cache import KvBuffer, PrefixCache, UpdateEvent
-from kvrsim.runtime.faults import Fault, FaultKind, LinkError, RankError, is_out_of_memory
 from kvrsim.runtime.forward import Forward
 from kvrsim.runtime.plan import RunPlan
+from kvrsim.runtime.ranks.faults import Fault, FaultKind, LinkError, RankError, is_out_of_memory
+from kvrsim.runtime.ranks.transport import Pending, Transport, ring_all_gather
 from kvrsim.runtime.trace import RankTrace, Recorder
-from kvrsim.runtime.transport import Pending, Transport, ring_all_gather
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,8 +20,8 @@ from kvrsim.runtime.forward import ModelForward
 from kvrsim.runtime.job import Job
 from kvrsim.runtime.load import HostLoad
 from kvrsim.runtime.plan import RunPlan, random_prompt
+from kvrsim.runtime.ranks.transport import Transport
 from kvrsim.runtime.trace import COMPUTE, Mark, Recorder, hooked
-from kvrsim.runtime.transport import Transport
 
 Parts = Mapping[tuple[int | None, str], float]  # seconds by layer (None: outside) and the simulator's word
 

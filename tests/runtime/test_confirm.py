@@ -16,9 +16,9 @@ from confirm_setup import BUSY, arguments, folder_with, said
 import kvrsim
 from kvrsim.errors import InputError
 from kvrsim.partition import Partition
-from kvrsim.runtime.faults import Fault, RankError
 from kvrsim.runtime.plan import RUN_STRATEGIES
-from kvrsim.runtime.spawn import Launch, launch
+from kvrsim.runtime.ranks.faults import Fault, RankError
+from kvrsim.runtime.ranks.launch import Launch, launch
 from kvrsim.strategies import STRATEGIES
 from kvrsim.timeline import Timeline
 from planner.confirm_hardware import run_plan

@@ -13,7 +13,7 @@ import runtime_workers as workers
 import kvrsim
 from kvrsim.runtime.bench import BenchReport, Timing
 from kvrsim.runtime.load import HostLoad
-from kvrsim.runtime.spawn import Launch, launch
+from kvrsim.runtime.ranks.launch import Launch, launch
 from kvrsim.runtime.trace import Mark, RankTrace, timeline_of
 from kvrsim.timeline import Timeline
 

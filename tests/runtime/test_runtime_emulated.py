@@ -13,7 +13,7 @@ from kvrsim.errors import InputError
 from kvrsim.partition import Partition
 from kvrsim.runtime.emulated import Egress, EmulatedLink, SideTraffic
 from kvrsim.runtime.plan import RunPlan
-from kvrsim.runtime.spawn import Launch, launch
+from kvrsim.runtime.ranks.launch import Launch, launch
 
 LATENCY_S = 0.002
 CONTEXT_LEN = 512

@@ -9,8 +9,8 @@ import pytest
 import runtime_workers as workers
 
 from kvrsim.errors import InputError
-from kvrsim.runtime.faults import Fault, RankError, is_out_of_memory
-from kvrsim.runtime.spawn import Launch, launch
+from kvrsim.runtime.ranks.faults import Fault, RankError, is_out_of_memory
+from kvrsim.runtime.ranks.launch import Launch, launch
 
 TIMEOUT_S, DEADLINE_S = 5.0, 40.0
 

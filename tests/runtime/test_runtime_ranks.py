@@ -14,7 +14,7 @@ from runtime_models import variants
 from kvrsim.errors import InputError
 from kvrsim.partition import Partition
 from kvrsim.runtime.plan import RunPlan
-from kvrsim.runtime.spawn import Launch, launch
+from kvrsim.runtime.ranks.launch import Launch, launch
 
 TOLERANCE = 1e-5
 
@@ -49,7 +49,7 @@ def test_under_torchrun_each_process_is_one_rank(tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(
         "import runtime_workers as workers\n"
-        "from kvrsim.runtime.spawn import Launch, launch\n"
+        "from kvrsim.runtime.ranks.launch import Launch, launch\n"
         "found = launch(workers.rank_of, how=Launch(num_ranks=2, timeout_s=20))\n"
         "assert found == [(0, 2), (1, 2)], found\n"
         "print('agreed', flush=True)\n"

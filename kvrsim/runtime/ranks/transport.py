@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from kvrsim.errors import InputError
-from kvrsim.runtime.faults import LinkError
+from kvrsim.runtime.ranks.faults import LinkError, meaning
+from kvrsim.runtime.ranks.links import Backend, Links, chosen_backend, device_id
+from kvrsim.runtime.ranks.wire import MAX_BYTES, WireError, decoded, encoded
 
-Backend = Literal["gloo", "nccl"]
 OnProgress = Callable[[int, int, str], object]  # steps done, steps in all, what they are
 
 
@@ -24,16 +25,16 @@ class Pending(Protocol):
         """Return when the tensor holds the message, or may be used again; raises LinkError."""
 
 
-class Transport(Protocol):
-    """A rank's links to the rank before and the rank after it, the last one's being the first.
+class Ring(Protocol):
+    """A rank's links to the rank before and the rank after it, the last one's being the first."""
 
-    Messages on an edge arrive in the order in which they were posted. Tensors are contiguous, and stay alive
-    and untouched until `wait` returns.
-    """
+    @property
+    def rank(self) -> int:
+        """Of this process."""
 
-    rank: int
-    size: int
-    name: str  # for people, such as "gloo"
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
 
     def isend_next(self, tensor: Any) -> Pending:
         """Send to rank + 1 beside computation."""
@@ -41,11 +42,26 @@ class Transport(Protocol):
     def irecv_prev(self, tensor: Any) -> Pending:
         """Receive in place from rank - 1 beside computation."""
 
+
+class Transport(Ring, Protocol):
+    """All that a rank needs of the others.
+
+    Messages on an edge arrive in the order in which they were posted. Tensors are contiguous, and stay alive
+    and untouched until `wait` returns.
+    """
+
+    @property
+    def name(self) -> str:
+        """For people, such as "gloo"."""
+
     def all_gather(self, whole: Any, boundaries: Sequence[int]) -> None:
         """Fill `whole`, whose rows from boundaries[rank] to boundaries[rank + 1] are this rank's own."""
 
-    def exchange(self, value: Any) -> list[Any]:
-        """What each rank has handed in, by rank: small things that can be pickled."""
+    def exchange(self, value: Any, kind: Any = Any) -> list[Any]:
+        """What each rank has handed in, by rank: small things that JSON can hold.
+
+        `kind`: the annotation of the value, as wire.decoded takes it; without it, plain JSON values come back.
+        """
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
@@ -60,24 +76,24 @@ class Transport(Protocol):
         """Tell whoever started the ranks how far the work is; only the first rank is heard."""
 
 
-def ring_all_gather(transport: Transport, whole: Any, boundaries: Sequence[int]) -> None:
+def ring_all_gather(ring: Ring, whole: Any, boundaries: Sequence[int]) -> None:
     """An all-gather of p - 1 steps between neighbours: each passes on the piece that it received last.
 
     Unlike gloo's own collective it takes pieces of any size, and uses both directions of a link.
     """
-    piece = transport.rank
-    for _ in range(transport.size - 1):
-        before = (piece - 1) % transport.size
-        coming = transport.irecv_prev(whole[boundaries[before] : boundaries[before + 1]])
-        leaving = transport.isend_next(whole[boundaries[piece] : boundaries[piece + 1]])
+    piece = ring.rank
+    for _ in range(ring.size - 1):
+        before = (piece - 1) % ring.size
+        coming = ring.irecv_prev(whole[boundaries[before] : boundaries[before + 1]])
+        leaving = ring.isend_next(whole[boundaries[piece] : boundaries[piece + 1]])
         coming.wait()
         leaving.wait()
         piece = before
 
 
-def neighbour(transport: Transport, step: int) -> int:
+def neighbour(ring: Ring, step: int) -> int:
     """The rank after (1) or before (-1) this one on the ring."""
-    return (transport.rank + step) % transport.size
+    return (ring.rank + step) % ring.size
 
 
 class _Work:
@@ -90,7 +106,7 @@ class _Work:
         try:
             self.work.wait()
         except RuntimeError as error:
-            raise LinkError(self.peer, f"{self.what} rank {self.peer}: {_first_line(error)}") from None
+            raise LinkError(self.peer, f"{self.what} rank {self.peer}: {meaning(error)}") from None
         if self.after is not None:
             self.after()
 
@@ -98,8 +114,7 @@ class _Work:
 class DistributedTransport:
     """Gloo on the CPU, NCCL on CUDA, gloo through host memory where several ranks share a GPU.
 
-    Each edge has a process group of its own: operations of one NCCL group run one after another, so that a
-    receive posted ahead would hold back a send. What is not K and V goes through gloo.
+    What is not K and V goes through gloo. One rank alone needs neither, nor any network.
     """
 
     def __init__(
@@ -114,30 +129,35 @@ class DistributedTransport:
         watcher: Callable[[int], object] | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
+        """Raises LinkError where the other ranks are not found, InputError for a backend that cannot be."""
         self.rank, self.size, self.device = rank, size, device
         self.watcher, self.on_progress = watcher, on_progress
-        self.backend: Backend = backend or default_backend(device, size)
-        if self.backend == "nccl" and device.type != "cuda":
-            raise InputError("backend", "nccl", "gloo on a CPU")
+        self._scratch: dict[Any, Any] = {}
+        everyone = range(size)
+        if size > 1:
+            with _linked(None, "no connection to the other ranks"):
+                timeout = timedelta(seconds=timeout_s)
+                dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=size, timeout=timeout)
+        self.backend = chosen_backend(self.exchange(device_id(torch, device)), backend)
         self.staged = self.backend == "gloo" and device.type == "cuda"
         self.name: str = "gloo through host memory" if self.staged else self.backend
-        timeout = timedelta(seconds=timeout_s)
-        self._scratch: dict[Any, Any] = {}
         with _linked(None, "no connection to the other ranks"):
-            dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=size, timeout=timeout)
-            # Every rank makes every group, in the same order, as torch demands.
-            self._edges = [
-                dist.new_group([one, (one + 1) % size], timeout=timeout, backend=self.backend)
-                for one in range(size if size > 1 else 0)
-            ]
-            self._all = dist.new_group(timeout=timeout, backend=self.backend)
+            self._links = Links(
+                rank=rank,
+                backend=self.backend,
+                device="cpu" if self.staged else device,
+                edges=[(one, (one + 1) % size) for one in everyone] if size > 1 else [],
+                gathers=[everyone] if size > 1 else [],
+                timeout_s=timeout_s,
+                torch=torch,
+            )
 
     def isend_next(self, tensor: Any) -> Pending:
         """Send to rank + 1; the tensor is kept alive by what is returned."""
         peer = neighbour(self, 1)
         tensor = tensor.to("cpu") if self.staged else tensor
         with _linked(peer, f"nothing can be sent to rank {peer}"):
-            work = dist.isend(tensor, peer, group=self._edges[self.rank])
+            work = self._links.isend((self.rank, peer), tensor)
         return _Work(work, tensor, peer, "not taken by", None)
 
     def irecv_prev(self, tensor: Any) -> Pending:
@@ -145,40 +165,66 @@ class DistributedTransport:
         peer = neighbour(self, -1)
         landing = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda) if self.staged else tensor
         with _linked(peer, f"nothing can be received from rank {peer}"):
-            work = dist.irecv(landing, peer, group=self._edges[peer])
+            work = self._links.irecv((peer, self.rank), landing)
         after = (lambda: tensor.copy_(landing)) if self.staged else None
         return _Work(work, landing, peer, "nothing came from", after)
 
     def all_gather(self, whole: Any, boundaries: Sequence[int]) -> None:
         """The backend's collective, on pieces padded to the longest where they differ."""
+        if self.size == 1:
+            return
         own = whole[boundaries[self.rank] : boundaries[self.rank + 1]]
         longest = max(end - start for start, end in pairwise(boundaries))
         gathered = self._room("gathered", whole, self.size * longest)
         piece = self._room("piece", whole, longest)
         piece[: len(own)].copy_(own)
         with _linked(None, "the all-gather did not end"):
-            dist.all_gather_single(gathered, piece, group=self._all)
+            self._links.all_gather(range(self.size), gathered, piece)
         for rank, (start, end) in enumerate(pairwise(boundaries)):
             if rank != self.rank:
                 whole[start:end].copy_(gathered[rank * longest : rank * longest + end - start])
 
-    def exchange(self, value: Any) -> list[Any]:
-        """What each rank has handed in, by rank."""
-        found: list[Any] = [None] * self.size
-        with _linked(None, "the other ranks did not answer"):
-            dist.all_gather_object(found, value)
+    def exchange(self, value: Any, kind: Any = Any) -> list[Any]:
+        """What each rank has handed in, by rank. Raises LinkError naming the rank that sends something else."""
+        own = encoded(value)
+        pieces = [own] if self.size == 1 else self._pieces(own)
+        found = []
+        for rank, piece in enumerate(pieces):
+            try:
+                found.append(decoded(piece, kind))
+            except WireError as error:
+                raise LinkError(rank, f"rank {rank} has sent something else than was expected: {error}") from None
         return found
+
+    def _pieces(self, own: bytes) -> list[bytes]:
+        """Every rank's bytes: first how many, then themselves."""
+        with _linked(None, "the other ranks did not answer"):
+            lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+            dist.all_gather(lengths, torch.tensor([len(own)]))
+            counts = [int(length) for length in lengths]
+            if (
+                wrong := next((rank for rank, count in enumerate(counts) if not 0 < count <= MAX_BYTES), None)
+            ) is not None:
+                raise LinkError(wrong, f"rank {wrong} announces {counts[wrong]} bytes")
+            padded = torch.zeros(max(counts), dtype=torch.uint8)
+            padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+            pieces = [torch.empty_like(padded) for _ in range(self.size)]
+            dist.all_gather(pieces, padded)
+        return [piece[:count].numpy().tobytes() for piece, count in zip(pieces, counts, strict=True)]
 
     def barrier(self) -> None:
         """Return when every rank, and its device, has come here."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        with _linked(None, "the other ranks did not come to the barrier"):
-            dist.barrier()
+        if self.size > 1:
+            with _linked(None, "the other ranks did not come to the barrier"):
+                dist.barrier()
 
     def warmup(self) -> None:
-        """One small message over every edge, and one collective."""
+        """The first use of every edge and of the collective, then a round over all of them."""
         if self.size > 1:
+            with _linked(None, "the links between the ranks cannot be set up"):
+                self._links.first_use()
             whole = torch.zeros(self.size, 1, device=self.device)
             ring_all_gather(self, whole, range(self.size + 1))
             self.all_gather(whole, range(self.size + 1))
@@ -208,26 +254,10 @@ class DistributedTransport:
         return self._scratch[key]
 
 
-def default_backend(device: torch.device, size: int) -> Backend:
-    """NCCL where each rank has a GPU of its own, else gloo."""
-    return "nccl" if device.type == "cuda" and torch.cuda.device_count() >= size else "gloo"
-
-
-class _linked:  # noqa: N801 - reads as a statement
+@contextmanager
+def _linked(peer: int | None, what: str) -> Iterator[None]:
     """Turn what torch.distributed raises into a LinkError."""
-
-    def __init__(self, peer: int | None, what: str) -> None:
-        self.peer, self.what = peer, what
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, LinkError):
-            raise LinkError(self.peer, f"{self.what}: {_first_line(error)}") from None
-
-
-def _first_line(error: BaseException) -> str:
-    """The message without C++ places and stack."""
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return line.split("] ", 1)[-1].strip().rstrip(".")
+    try:
+        yield
+    except RuntimeError as error:
+        raise LinkError(peer, f"{what}: {meaning(error)}") from None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -11,6 +14,17 @@ from kvrsim.errors import KvrsimError
 # The likelier cause first: where one rank runs out of memory, its neighbours only lose their connection.
 FaultKind = Literal["died", "memory", "mismatch", "input", "error", "silent", "link"]
 _KINDS: tuple[FaultKind, ...] = ("died", "memory", "mismatch", "input", "error", "silent", "link")
+
+# What gloo, NCCL and torch's stores say, and what it means; the first pattern that is found counts.
+_MEANINGS = (
+    (r"[Cc]onnection (?:was )?(?:closed|reset)|Broken pipe|pair closure|GLHF", "the connection was closed"),
+    (r"[Tt]im(?:ed out|eout)\D*?(\d+) ?ms", "no answer within {seconds:g} s"),
+    (r"[Ss]ocket [Tt]imeout|timed out", "no answer in time"),
+    (r"Unable to find (?:interface|address)", "no network interface that can be used; is the loopback interface up?"),
+    (r"Address already in use|EADDRINUSE", "the port is in use"),
+    (r"[Cc]onnection refused|failed to connect", "nobody listens there"),
+)
+_LONGEST = 200  # characters of a message that means nothing known
 
 
 class LinkError(KvrsimError):
@@ -61,3 +75,29 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(
         words in text for words in ("out of memory", "can't allocate memory", "not enough memory")
     )
+
+
+def meaning(error: BaseException) -> str:
+    """A message of gloo, NCCL or torch's stores in plain words; one that is not known, without its C++ places."""
+    text = " ".join(str(error).split())
+    for pattern, words in _MEANINGS:
+        if found := re.search(pattern, text):
+            return words.format(seconds=int(found[1]) / 1e3 if found.groups() else 0)
+    plain = re.sub(r"\[[^\]]*\]", "", text).encode("ascii", "ignore").decode()
+    plain = " ".join(plain.split()).strip(" .:")
+    return plain[:_LONGEST] or type(error).__name__
+
+
+def faults_of(error: BaseException, rank: int, layer: int | None) -> list[Fault]:
+    """What a rank reports of an error that ended its work."""
+    if isinstance(error, RankError):
+        return list(error.faults)
+    if isinstance(error, LinkError):
+        return [Fault(rank=rank, kind="link", message=error.reason, layer=layer, peer=error.peer)]
+    if is_out_of_memory(error):
+        return [Fault(rank=rank, kind="memory", message="out of memory", layer=layer)]
+    if isinstance(error, KvrsimError):
+        return [Fault(rank=rank, kind="input", message=str(error))]
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    message = f"{type(error).__name__}: {error} ({os.path.basename(where.filename)}, line {where.lineno})"
+    return [Fault(rank=rank, kind="error", message=message, layer=layer)]
