@@ -116,7 +116,7 @@ def traffic_of(model: ModelSpec) -> dict[str, float]:
     width = next((gemm.in_features for gemm in reversed(mlp) if gemm.out_features == model.hidden_size), 0)
     before = before_attention(model, fused=False)
     after = after_attention(model, fused=False, intermediate=width)
-    nbytes = {step.op: step.nbytes for step in (*before, *after)}
+    nbytes = {step.op: step.nbytes for step in reversed((*before, *after))}  # the first norm is the input's
     return {
         "norm": nbytes["norm"],
         **({"rotary": nbytes["rotary"]} if "rotary" in nbytes else {}),

@@ -18,7 +18,7 @@ _FIRST, _LAST = "layer", "layer_end"
 class Part:
     """What a hooked module of a layer is."""
 
-    kind: str  # "gemm", "norm" or "mlp"
+    kind: str  # "gemm", "norm" (of the residual stream), "qk_norm" or "mlp"
     where: str  # "before" or "after" attention
     name: str  # of the module, unique in its layer
     shape: tuple[int, int] | None = None  # of a gemm: in_features, out_features
@@ -36,7 +36,7 @@ class LayerTimes:
     gemms: Sequence[tuple[int, int, float]]  # in_features, out_features, seconds: one each
     norms: Sequence[float]  # one each
     activation: float  # the MLP but for its products
-    rotary: float  # what is left of `before`: rotary embedding, reshaping
+    rotary: float  # what is left of `before`: rotary embedding, reshaping; without the norms of queries and keys
     residual: float  # what is left of `after`: residual additions
 
 
@@ -147,7 +147,7 @@ class _Spans:
 
 
 def _parts(layer: Any, geometry: Geometry) -> Iterator[Part]:
-    """Products, norms of the residual stream, and the MLP as a whole; those of an expert are not looked for."""
+    """Products, norms, and the MLP as a whole; those of an expert are not looked for."""
     output = geometry.output_projection_of(layer)
     attention = geometry.attention_of(layer)
     inside = {id(module) for module in attention.modules()}
@@ -157,8 +157,11 @@ def _parts(layer: Any, geometry: Geometry) -> Iterator[Part]:
             yield Part(kind="gemm", where=where, name=name, shape=(module.in_features, module.out_features))
         elif name == "mlp":
             yield Part(kind="mlp", where="after", name=name)
-        elif _is_norm(module) and id(module) not in inside:
-            yield Part(kind="norm", where=_norm_place(name), name=name)
+        elif _is_norm(module):
+            if id(module) in inside:
+                yield Part(kind="qk_norm", where="before", name=name)
+            else:
+                yield Part(kind="norm", where=_norm_place(name), name=name)
 
 
 def _is_norm(module: Any) -> bool:

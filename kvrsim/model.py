@@ -74,10 +74,12 @@ class ModelSpec:
     alibi: bool  # ALiBi biases in the place of rotary embeddings
     parallel_attn: bool  # attention and MLP read the same input, one residual addition a layer
     qk_norm: bool  # whether queries and keys are normalised head by head
-    num_norms_per_layer: int  # norms over hidden_size in a layer
+    norms_before_attention: int  # norms over hidden_size in a layer, up to its attention
+    norms_after_attention: int  # and after it
     final_norm_parameters: int  # weights (and biases) of the norm before the head
     lm_head: Gemm  # hidden states to logits
     layers: tuple[LayerSpec, ...]  # one a layer, first layer first
+    quantization: str | None = None  # how the file says its weights are quantized, such as "awq, 4 bits"; None: not
 
     # Distinct kinds of layer, in order of first appearance; and for each layer the index of its kind.
     layer_kinds: tuple[LayerSpec, ...] = field(init=False, repr=False, compare=False)

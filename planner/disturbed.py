@@ -35,9 +35,9 @@ class Disturbance:
         """The scenario with the noise's slow GPUs and links."""
         return with_fixed(scenario, self.noise)
 
-    def check_length(self, quiet_s: float) -> None:
+    def check_length(self, quiet_s: float, num_gpus: int) -> None:
         """Refuse prefills so long that their noise would not fit into memory."""
-        check_length(self.noise, quiet_s, self.num_samples)
+        check_length(self.noise, quiet_s, self.num_samples, num_gpus)
 
     def judged(self, scenario: Scenario, strategy: Strategy, partition: Partition, quiet_s: float) -> Distribution:
         """TTFTs of samples that planning has not seen."""
@@ -53,7 +53,6 @@ class Disturbance:
         """TTFTs of all samples, numbered from `first`; `quiet_s`: without the random part."""
         if not self.noise.is_random:
             return Distribution.of([quiet_s], quiet_s=quiet_s, seed=self.seed)
-        self.check_length(quiet_s)
         samples = range(first, first + self.num_samples)
         return distribution(scenario, strategy, partition, self.noise, quiet_s=quiet_s, seed=self.seed, samples=samples)
 

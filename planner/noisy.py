@@ -8,14 +8,14 @@ from kvrsim.distribution import Distribution
 from kvrsim.errors import InputError
 from kvrsim.executors.noise import NoiseDraw
 from kvrsim.executors.sampled import can_sample, run_sampled
-from kvrsim.noise import Noise
+from kvrsim.noise import Noise, SideTraffic
 from kvrsim.partition import Partition
 from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 
 MAX_SAMPLES = 100_000
-_MOST_SLOTS = 2.0**24  # of time, all samples together, that are drawn
+_MOST_SLOTS = 2.0**24  # of time, all samples, GPUs and links together: 24 bytes each
 _CELLS = 2.0**14  # partitions times samples that share one walk
 
 
@@ -58,20 +58,35 @@ def distribution(
     samples: range,
 ) -> Distribution:
     """TTFTs of one partition under the samples of that seed with these numbers."""
-    check_length(noise, quiet_s, len(samples))
+    check_length(noise, quiet_s, len(samples), scenario.cluster.num_gpus)
     evaluator = NoisyEvaluator(scenario, strategy, noise, seed=seed, samples=samples)
     ttft_s = evaluator.ttft_s(np.array([partition.chunk_lens], dtype=float))[0]
     return Distribution.of(ttft_s, quiet_s=quiet_s, seed=seed)
 
 
-def check_length(noise: Noise, quiet_s: float, num_samples: int) -> None:
-    """Refuse side traffic that changes pairs too often for so long a prefill: every slot of it is drawn."""
+def check_length(noise: Noise, quiet_s: float, num_samples: int, num_gpus: int) -> None:
+    """Refuse side traffic whose slots would not fit into memory; quiet_s: the prefill without noise, seconds.
+
+    Every GPU and every link between neighbours keeps each slot of each sample until the end of the disturbed prefill.
+    """
     traffic = noise.side_traffic
-    if traffic is None or traffic.is_quiet:
+    if traffic is None or traffic.is_quiet or num_gpus < 2:
         return
-    if quiet_s / traffic.dwell_s * num_samples > _MOST_SLOTS:
-        least_s = quiet_s * num_samples / _MOST_SLOTS
-        raise InputError("noise dwell", f"{traffic.dwell_s:g}s", f"at least {least_s:.3g}s, or fewer `samples`")
+    places = num_samples * (2 * num_gpus - 1)
+    longest_s = quiet_s * _expected_slowdown(traffic, num_gpus)
+    if longest_s / traffic.dwell_s * places > _MOST_SLOTS:
+        least_s = longest_s * places / _MOST_SLOTS
+        raise InputError("noise dwell", f"{traffic.dwell_s:g}s", f"at least {1.005 * least_s:.3g}s, or fewer `samples`")
+
+
+def _expected_slowdown(traffic: SideTraffic, num_gpus: int) -> float:
+    """How many times as long the slowest GPU or link takes, in the mean over slots."""
+    pairs = num_gpus - 1
+    of_link = traffic.duty / pairs
+    of_gpu = traffic.duty * min(2, pairs) / pairs
+    link = 1 - of_link * traffic.share
+    gpu = 1 - of_gpu * (1 - 1 / (1 + traffic.slowdown))
+    return 1 / min(link, gpu)
 
 
 def check_samples(count: int) -> int:

@@ -57,7 +57,7 @@ def robust_plan(
     """
     check_objective(objective)
     assert num_samples + _CHECKING_SAMPLES <= FIRST_JUDGING_SAMPLE
-    check_length(noise, quiet_s, _CHECKING_SAMPLES)
+    check_length(noise, quiet_s, _CHECKING_SAMPLES, scenario.cluster.num_gpus)
     evaluator = NoisyEvaluator(scenario, strategy, noise, seed=seed, samples=range(num_samples))
     tokens = scenario.request.new_tokens
 

@@ -154,10 +154,17 @@ def notes_on(scenario: Scenario) -> tuple[str, ...]:
 
 
 def _model_notes(scenario: Scenario) -> list[str]:
-    trained, context_len = scenario.model.max_position_embeddings, scenario.request.context_len
-    if trained is not None and context_len > trained:
-        return [f"{scenario.model.name} is made for {trained} tokens; {context_len} are timed all the same"]
-    return []
+    model, request = scenario.model, scenario.request
+    trained, notes = model.max_position_embeddings, []
+    if trained is not None and request.context_len > trained:
+        notes.append(f"{model.name} is made for {trained} tokens; {request.context_len} are timed all the same")
+    if model.quantization is not None:
+        notes.append(
+            f"{model.name} has quantized weights ({model.quantization}), which are not modelled: weights and"
+            f" computation are taken in {request.dtype}, {8 * request.dtype_bytes} bits; the checkpoint needs less"
+            " memory, and may need more or less time"
+        )
+    return notes
 
 
 def _range_notes(scenario: Scenario, profile: CalibrationProfile) -> list[str]:

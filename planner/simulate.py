@@ -77,7 +77,7 @@ def run_simulation(
     looks_up = partition is None and chosen.partition_rule == "table"
     quiet_s = None if draw is None else execute(placed, chosen, cut, executor=_plain(placed))[1][-1]
     if disturbance is not None and quiet_s is not None:
-        disturbance.check_length(quiet_s)
+        disturbance.check_length(quiet_s, placed.cluster.num_gpus)
     program, finish_s, spans = execute(placed, chosen, cut, executor=kind, timeline=records, noise=draw)
     sure = interval(placed, chosen, cut, finish_s[-1])
     own_s = computes_s(program)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass, replace
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvrsim.scenario import Scenario
 from kvrsim.units import MAX_TOKENS, JsonObject, format_bandwidth, format_seconds
 
+_NO_FIGURES = {
+    *("name", "model_type", "max_position_embeddings", "quantization"),  # of a model
+    *("source", "profile", "memory_source", "memory_bytes"),  # of GPUs and links
+}
 _TEXTS = ("model", "profile", "cluster", "gpu", "topology", "link", "attention", "dtype", "fingerprint")
 
 
@@ -98,6 +104,33 @@ def _from_0(data: JsonObject, key: str) -> int:
 
 
 def _fingerprint(scenario: Scenario) -> str:
-    """The same for the same figures, in every process."""
-    same = replace(scenario.on_gpus(1), request=replace(scenario.request, context_len=MAX_TOKENS))
-    return hashlib.sha256(repr(same).encode()).hexdigest()[:16]
+    """A hash of all figures that times depend on, and of nothing else: not of names, dates or citations."""
+    return hashlib.sha256(json.dumps(_figures(scenario), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _figures(scenario: Scenario) -> dict[str, Any]:
+    """Shapes of the model, rates of the profile and of the links, the layout, and the request but for its length."""
+    profile, request = scenario.profile, scenario.request
+    calibrated = profile and {
+        "kernels": _numbers(asdict(profile.kernels)),
+        "host": _numbers(asdict(profile.host)),
+        "sends": [profile.links.sends, profile.links.sends_over_bus],
+    }
+    cluster = _numbers(asdict(scenario.cluster.with_num_gpus(1)))
+    datasheet = cluster.pop("gpu")
+    return {
+        "model": _numbers(asdict(scenario.model)),
+        "rates": calibrated or datasheet,
+        "cluster": cluster,
+        "kernel": scenario.kernel,
+        "request": [request.batch, request.cached_prefix, request.dtype],
+    }
+
+
+def _numbers(value: Any) -> Any:
+    """The same without what no time depends on; whole numbers and others alike."""
+    if isinstance(value, Mapping):
+        return {str(key): _numbers(one) for key, one in value.items() if key not in _NO_FIGURES}
+    if isinstance(value, list | tuple):
+        return [_numbers(one) for one in value]
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value

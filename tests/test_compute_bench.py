@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -72,6 +73,19 @@ def test_parts_of_a_layer_add_up_and_become_rows(name: str) -> None:
     assert expected <= seen
     assert ("rotary" in seen) or setup.model.alibi
     assert all(row.spread_s == 0.0 for row in rows if row.operation == "layer")
+    bench.close()
+
+
+def test_rotary_does_not_hold_the_norms_of_queries_and_keys() -> None:
+    """The cost model counts those norms by themselves: a rotary rate that held them would count them twice."""
+    bench = ComputeBench.build(setup_of("qwen3"))
+    model = bench._models["sdpa"]
+    for name, module in model.named_modules():
+        if name.endswith(("q_norm", "k_norm")):
+            module.register_forward_hook(lambda *_: time.sleep(0.02))
+    taken = bench.sample("sdpa 64+0")
+    assert taken["before_attention"] > 0.04
+    assert taken["rotary"] < 0.02
     bench.close()
 
 

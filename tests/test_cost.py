@@ -217,6 +217,36 @@ def test_each_kernel_has_its_own_rate(fused: bool, scenario: Scenario) -> None:
             assert part(tokens(1, 10)) == pytest.approx([nbytes + kernels / 2, 10 * nbytes + kernels / 2])
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("keys", "before", "after"),
+    [
+        ({"model_type": "llama"}, 1, 1),
+        ({"model_type": "qwen3"}, 1, 1),
+        ({"model_type": "gemma2"}, 1, 3),
+        ({"model_type": "gemma3_text"}, 1, 3),
+        ({"model_type": "falcon", "parallel_attn": False}, 1, 1),
+        ({"model_type": "falcon"}, 1, 0),
+        ({"model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 2}, 2, 0),
+        ({"model_type": "gpt_neox"}, 1, 1),
+        ({"model_type": "phi"}, 1, 0),
+        ({"model_type": "phi", "qk_layernorm": True}, 1, 0),
+    ],
+)
+def test_every_norm_of_a_layer_is_costed(
+    keys: dict[str, Any], before: int, after: int, fused: bool, scenario: Scenario, config: Any
+) -> None:
+    """At a second a byte: so many norms over the hidden size, and, where there are such, those of queries and keys."""
+    model = config(**keys)
+    step = 4 if fused or model.final_norm_parameters == 2 * model.hidden_size else 34
+    rates = replace(ElementwiseRates.uniform(1e30, fused=fused), norm=1.0)
+    costs = costs_of(with_rates(scenario, gemm=flops_alone(1e30), elementwise=rates), model)
+    heads = (model.num_attention_heads + model.num_key_value_heads) * model.head_dim if model.qk_norm else 0
+    assert model.qk_norm == (keys["model_type"] in ("qwen3", "gemma3_text") or "qk_layernorm" in keys)
+    assert costs.qkv_s(tokens(3)).item() == pytest.approx(3 * step * (before * model.hidden_size + heads))
+    assert costs.output_mlp_s(tokens(3)).item() == pytest.approx(3 * step * after * model.hidden_size, abs=1e-12)
+
+
 def test_fused_products_are_one(scenario: Scenario) -> None:
     """Q, K and V of one input in one launch, gate and up in another; apart where nothing is fused."""
     tile = Tile(rows=64, cols=64, flops_share=1.0, start_s=0.0)

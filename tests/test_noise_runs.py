@@ -22,6 +22,7 @@ from kvrsim.program import Array, Program
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.disturbed import Disturbance, with_fixed
+from planner.noisy import check_length
 from planner.plan import make_plan
 from planner.scenarios import make_scenario
 from planner.simulate import run_simulation
@@ -232,3 +233,18 @@ def test_the_papers_noise() -> None:
         assert mean_increase(found, strategy) == pytest.approx(shares[strategy], abs=margin)
     means = [mean_increase(found, strategy) for strategy in ("tsp", "kvr-s", "kvr-e")]
     assert means == sorted(means, reverse=True)
+
+
+@pytest.mark.parametrize("spec", ["slowdown=1000,dwell=100us", "share=0.999,dwell=100us", "slowdown=10,dwell=1ms"])
+def test_a_slowdown_counts_in_the_length_of_a_noise(spec: str) -> None:
+    # Each of these fits into memory for a prefill that the noise does not slow down.
+    noise = parse_noise(f"side-traffic:{spec}")
+    assert noise.side_traffic is not None
+    quiet_s = 0.9 * 2.0**24 * noise.side_traffic.dwell_s / (3 * 200)
+    quick = replace(noise, side_traffic=replace(noise.side_traffic, slowdown=0.0, share=1e-9))
+    check_length(quick, quiet_s, 200, 2)
+    with pytest.raises(InputError, match="dwell") as caught:
+        check_length(noise, quiet_s, 200, 2)
+    least_s = float(caught.value.accepted.split()[2][:-2])
+    slower = replace(noise, side_traffic=replace(noise.side_traffic, dwell_s=least_s))
+    check_length(slower, quiet_s, 200, 2)

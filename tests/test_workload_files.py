@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrsim.errors import InputError
-from planner.workloads.files import BLOCK_TOKENS, read_trace
+from planner.workloads import files
+from planner.workloads.files import BLOCK_TOKENS, MAX_LINE, read_trace
 
 OWN = "arrival_s,context_tokens,output_tokens\n0.5,100,10\n2.5,300,20\n"
 AZURE = (
@@ -140,3 +142,45 @@ def test_what_is_read_is_what_was_written(
     assert trace.context_len.tolist() == [row[1] for row in ordered]
     assert trace.cached_prefix.tolist() == [min(row[2], row[1] - 1) for row in ordered]
     assert np.array_equal(trace.new_tokens, trace.context_len - trace.cached_prefix)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (f'{{"timestamp": {"9" * 400}, "input_length": 5, "output_length": 1}}\n', "line 1: timestamp"),
+        (f'{{"timestamp": 1, "input_length": {"9" * 400}, "output_length": 1}}\n', "line 1: input_length"),
+        (f'{{"timestamp": 1, "input_length": 5, "output_length": 1, "hash_ids": [{"9" * 400}]}}\n', "64 bits"),
+        (
+            '{"timestamp": 1, "input_length": 5, "output_length": 1, "hash_ids": ["' + "x" * 65 + '"]}\n',
+            "64 characters",
+        ),
+        (
+            '{"timestamp": 1, "input_length": 5, "output_length": 1, "more": "' + "x" * MAX_LINE + '"}\n',
+            "at most 131072",
+        ),
+        ("{" + " " * MAX_LINE + "\n", "at most 131072"),
+        (OWN.splitlines()[0] + '\n1,"' + "x\n" * MAX_LINE + '",2\n', "line"),
+    ],
+)
+def test_numbers_and_lines_without_bounds_are_refused(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(InputError, match=says) as caught:
+        read_trace(written(tmp_path, text))
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("row", ["1.0,5,1\n", '{"timestamp": 1, "input_length": 5, "output_length": 1}\n'])
+def test_a_trace_without_end_is_refused_at_the_limit(monkeypatch: pytest.MonkeyPatch, row: str) -> None:
+    monkeypatch.setattr(files, "MAX_REQUESTS", 1000)
+    read = files._json_columns if row.startswith("{") else files._csv_columns
+    head = [] if row.startswith("{") else ["arrival_s,context_tokens,output_tokens"]
+    rows = itertools.chain(head, itertools.repeat(row, 5000))
+    with pytest.raises(InputError, match="got 'more than 1000 requests', accepted: 1 to 1000 requests"):
+        read(rows, "requests t.csv")
+    assert sum(1 for _ in rows) > 3000
+
+
+def test_blocks_without_end_are_refused_at_the_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(files, "MAX_BLOCKS", 3)
+    line = '{"timestamp": 1, "input_length": 5, "output_length": 1, "hash_ids": [1, 2, 3, 4]}\n'
+    with pytest.raises(InputError, match="at most 3 blocks in all"):
+        read_trace(written(tmp_path, line))

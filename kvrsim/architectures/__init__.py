@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvrsim.architectures.falcon import falcon, refined_web, refined_web_model
 from kvrsim.architectures.gpt_neox import gpt_neox
@@ -43,4 +44,15 @@ def read_config(config: JsonObject, name: str) -> ModelSpec:
         raise InputError(f"{config.where}: model_type", f"{model_type}, an encoder-decoder", supported)
     if model_type not in _READERS:
         raise config.error("model_type", supported)
-    return _READERS[model_type](config, name)
+    return replace(_READERS[model_type](config, name), quantization=_quantization(config))
+
+
+def _quantization(config: JsonObject) -> str | None:
+    """The method and bits of quantization_config, as checkpoints with quantized weights have it; None without one."""
+    key = config.first_of("quantization_config", "compression_config")  # the latter is compressed-tensors' old name
+    if not config.has(key):
+        return None
+    told = config.child(key).fields
+    method, bits = told.get("quant_method"), told.get("bits")
+    name = method if isinstance(method, str) and method.isprintable() and method.strip() else "method not named"
+    return f"{name[:40]}, {bits} bits" if type(bits) is int else name[:40]

@@ -30,7 +30,8 @@ def _falcon(config: JsonObject, name: str, *, grouped: bool, variant: bool) -> M
     shape = read_shape(config, own_head_dim=False)
     if not grouped:  # the number of KV heads in the file then counts for nothing
         shape = replace(shape, kv_heads=1 if multi_query else shape.heads)
-    norms = Norms(count=_num_norms(config, parallel, grouped), has_bias=True)
+    count = _num_norms(config, parallel, grouped)
+    norms = Norms(count=count, before=count if parallel else 1, has_bias=True)
     inner = read_inner(config, "ffn_hidden_size", 4 * shape.hidden)
     layer = LayerSpec(
         qkv=shape.fused_qkv("query_key_value", bias),

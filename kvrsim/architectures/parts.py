@@ -90,6 +90,7 @@ class Norms:
     """The norms of a layer."""
 
     count: int  # norms over hidden_size in each layer
+    before: int = 1  # of these, how many come before attention
     has_bias: bool = False  # a LayerNorm has a weight and a bias, an RMSNorm only a weight
     qk: bool = False  # a norm over head_dim for queries and one for keys
 
@@ -136,7 +137,8 @@ def assemble(
         alibi=alibi,
         parallel_attn=parallel,
         qk_norm=norms.qk,
-        num_norms_per_layer=norms.count,
+        norms_before_attention=norms.before,
+        norms_after_attention=norms.count - norms.before,
         final_norm_parameters=norms.per_feature * shape.hidden,
         lm_head=gemm("lm_head", shape.hidden, vocab, head_bias),
         layers=tuple(layers),

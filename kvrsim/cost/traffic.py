@@ -6,6 +6,7 @@ half precision, operation by operation (r = bytes read, w = bytes written, per e
 
 RMSNorm      to fp32 r2w4, pow r4w4, mean r4, times rsqrt r2w4, to half r4w2, times weight r2w2    = 34
 LayerNorm    one fused kernel r2w2                                                                 = 4
+             of queries and keys (Qwen3, Gemma 3): as a norm, over the heads' features instead of the hidden size
 rotary       x*cos r2w2, rotate_half r3w3, *sin r2w2, add r4w2, on Q and on K                      = 20 each
 attention    transpose and reshape of the output r2w2                                              = 4
 residual     r4w2                                                                                  = 6
@@ -76,26 +77,28 @@ def eager_score_bytes(model: ModelSpec) -> float:
     return _SCORE_BYTES + _ALIBI_BYTES * model.alibi
 
 
-def _norm(model: ModelSpec, table: _Steps) -> Traffic:
-    """RMSNorm has weights only, LayerNorm weights and biases."""
+def _norm(model: ModelSpec, table: _Steps, features: int) -> Traffic:
+    """One norm over so many features; RMSNorm has weights only, LayerNorm weights and biases."""
     step = table.rms_norm if model.final_norm_parameters == model.hidden_size else table.layer_norm
-    return Traffic("norm", step.nbytes * model.hidden_size, step.kernels)
+    return Traffic("norm", step.nbytes * features, step.kernels)
 
 
 def before_attention(model: ModelSpec, *, fused: bool) -> tuple[Traffic, ...]:
-    """Input norm and rotary embedding of one token."""
+    """Norms of the layer's input, norms of queries and keys, and rotary embedding of one token."""
     table = _FUSED if fused else _EAGER
-    if model.alibi:
-        return (_norm(model, table),)
-    heads = model.num_attention_heads + model.num_key_value_heads
-    nbytes = table.rotary.nbytes * heads * model.head_dim
-    return _norm(model, table), Traffic("rotary", nbytes, table.rotary.kernels)
+    queries, keys = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
+    steps = [_norm(model, table, model.hidden_size)] * model.norms_before_attention
+    if model.qk_norm:
+        steps += [_norm(model, table, queries), _norm(model, table, keys)]
+    if not model.alibi:
+        steps.append(Traffic("rotary", table.rotary.nbytes * (queries + keys), table.rotary.kernels))
+    return tuple(steps)
 
 
 def after_attention(
     model: ModelSpec, *, fused: bool, intermediate: float, reshapes: bool = True
 ) -> tuple[Traffic, ...]:
-    """Reshape, residuals, second norm and activation of one token; `intermediate` is the active MLP width.
+    """Reshape, residuals, activation and the other norms of one token; `intermediate` is the active MLP width.
 
     reshapes: False where the output's reshaping is part of attention.
     """
@@ -106,4 +109,4 @@ def after_attention(
         Traffic("residual", 2 * table.residual.nbytes * hidden, 2 * table.residual.kernels),
         Traffic("activation", mlp.nbytes * intermediate, mlp.kernels),
     ]
-    return tuple(steps if model.parallel_attn else [*steps, _norm(model, table)])
+    return (*steps, *[_norm(model, table, hidden)] * model.norms_after_attention)

@@ -13,7 +13,7 @@ from kvrsim.program import Array, Flags
 from kvrsim.units import MAX_TOKENS, format_tokens
 
 Lengths = npt.NDArray[np.int64]
-MAX_REQUESTS = 20_000_000
+MAX_REQUESTS = 5_000_000  # about 1 GiB with what is computed of them
 _SHARES = (50, 90, 99, 100)  # percentiles of a summary
 
 
