@@ -12,8 +12,10 @@ from kvrsim.results import Plan
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
 from kvrsim.timeline import Timeline
+from kvrsim.units import format_seconds
 from planner.confirm_candidates import Named, candidates_of
-from planner.confirm_hardware import Hardware, gather_of, other_device, run_plan
+from planner.confirm_hardware import Hardware, gather_of, other_device, run_plan, told_of_gpus
+from planner.confirm_memory import Fitting, Room, fitting
 from planner.confirm_pace import Pace, at_pace, pace_of, pace_tokens
 from planner.confirm_result import Candidate, Confirmation, Mode, Targets
 from planner.confirm_virtual import composed_s, composed_timeline
@@ -21,11 +23,12 @@ from planner.plan import make_plan
 from planner.simulate import run_simulation
 
 if TYPE_CHECKING:
+    from kvrsim.runtime.job import Job
     from kvrsim.runtime.plan import RunPlan
+    from kvrsim.runtime.ranks.transport import OnProgress
     from kvrsim.runtime.virtual import VirtualTiming
 
 STRATEGIES = ("single", "tsp", "kvr-e", "kvr-s")
-_BUSY_CORES = 0.1  # of others, beside which a prefill does not count
 _LEAST_QUIET = 3  # rounds, with fewer of which all count
 _TELLING_S = 0.2  # of a prefill, below which the system's account of who was busy says nothing
 
@@ -52,30 +55,40 @@ def confirm(
     targets: Targets | None = None,
     warnings: Sequence[str] = (),
     on_note: Told | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Confirmation:
     """Make a plan, run its strategies and its `top` best partitions, and say how far the plan was off.
 
     virtual: replay all ranks on one device; None: where the machine has fewer devices than the scenario has GPUs.
-    Raises InputError without a profile, or where the machine cannot run the scenario; RankError where a rank fails.
+    on_note, on_progress: called meanwhile with lines for people, and with steps done, steps in all and what they are.
+    Raises InputError without a profile, where the machine cannot run the scenario, or where no candidate fits in its
+    memory; RankError where a rank fails.
     """
     scenario = hardware.placed(scenario)
     check(scenario, hardware)
     plan = make_plan(scenario, strategies=STRATEGIES if scenario.cluster.num_gpus > 1 else ("single",))
-    named = candidates_of(scenario, plan, top)
     mode, notes = _mode(scenario, hardware, virtual)
+    fit = _fitting(scenario, hardware, candidates_of(scenario, plan, top), mode)
+    named, notes = fit.candidates, (*notes, *fit.notes, *told_of_gpus(hardware.device))
+    seconds = {result.strategy: result.ttft_s for result in plan.strategies}
+    longest_s = max(seconds[one.run_as] for one in named)
     if on_note is not None:
         for note in (*warnings, *notes):
             on_note(note)
-        on_note(f"measuring {len(named)} candidates, {hardware.warmups} + {hardware.repeats} times each")
+        on_note(_told_work(named, hardware, sum(seconds[one.run_as] for one in named)))
     gather = gather_of(scenario.profile, emulated=hardware.emulated)
     plans = [run_plan(scenario, one.run_as, one.partition, gather) for one in named]
+    job = hardware.job(scenario, tuple(dict.fromkeys(plans)), check=fit.reference)
     run = _run_virtual if mode == "virtual" else _run_ranks
-    found, conditions, pace_s = run(scenario, hardware, named, plans, _seconds(scenario, plan))
+    found, conditions, pace_s = run(scenario, hardware, named, plans, job, longest_s, on_progress)
     rounds, quiet_notes = _quiet_rounds(found)
     pace = pace_of(scenario, tuple(pace_s[number] for number in rounds)) if pace_s else None
     device = conditions["device"]
     assert scenario.profile is not None
     other = other_device(scenario.profile.gpu, device)
+    candidates = tuple(
+        _candidate(scenario, one, measured, rounds, pace) for one, measured in zip(named, found, strict=True)
+    )
     return Confirmation(
         model=scenario.model.name,
         profile=scenario.profile_name,
@@ -85,12 +98,10 @@ def confirm(
         num_gpus=scenario.cluster.num_gpus,
         context_len=scenario.request.context_len,
         mode=mode,
-        candidates=tuple(
-            _candidate(scenario, one, measured, rounds, pace) for one, measured in zip(named, found, strict=True)
-        ),
-        chosen=next(index for index, one in enumerate(named) if one.strategy == plan.best.strategy),
+        candidates=candidates,
+        chosen=_chosen(candidates, plan),
         tsp=_tsp(scenario, gather, mode),
-        measured=_told_measured(mode, hardware),
+        measured=_told_measured(mode, fit.reference),
         modelled=_told_modelled(mode, scenario, hardware),
         conditions=conditions,
         pace=pace,
@@ -131,50 +142,78 @@ def _mode(scenario: Scenario, hardware: Hardware, virtual: bool | None) -> tuple
     return "ranks", notes
 
 
-def _seconds(scenario: Scenario, plan: Plan) -> float:
-    """Of the longest prefill, as predicted; one rank alone may take all there is to compute."""
-    return max(result.ttft_s for result in plan.strategies)
+def _fitting(scenario: Scenario, hardware: Hardware, named: Sequence[Named], mode: Mode) -> Fitting:
+    from kvrsim.runtime.host import devices
+
+    room = Room.of(scenario, hardware.device, devices(hardware.device, hardware.threads), mode)
+    return fitting(scenario, named, room, mode)
+
+
+def _chosen(candidates: Sequence[Candidate], plan: Plan) -> int:
+    """The plan's choice; where it is not measured, what is predicted to be the fastest of the others."""
+    names = [one.strategy for one in candidates]
+    if plan.best.strategy in names:
+        return names.index(plan.best.strategy)
+    return min(range(len(names)), key=lambda index: candidates[index].predicted_s)
+
+
+def _told_work(named: Sequence[Named], hardware: Hardware, round_s: float) -> str:
+    """What is measured, and how long the prefills of it take if they take as long as predicted."""
+    rounds = hardware.warmups + hardware.repeats
+    expected = f"about {format_seconds(round_s * rounds)} of prefills by the profile"
+    return f"measuring {len(named)} candidates, {hardware.warmups} + {hardware.repeats} times each: {expected}"
 
 
 def _run_ranks(
-    scenario: Scenario, hardware: Hardware, named: Sequence[Named], plans: Sequence[RunPlan], longest_s: float
+    scenario: Scenario,
+    hardware: Hardware,
+    named: Sequence[Named],
+    plans: Sequence[RunPlan],
+    job: Job,
+    longest_s: float,
+    on_progress: OnProgress | None,
 ) -> tuple[list[_Measured], dict[str, str], tuple[float, ...]]:
     """Every candidate on ranks of their own, each partition once."""
     from kvrsim.runtime.job import JobReport, run_job
     from kvrsim.runtime.ranks.launch import launch
 
-    unique = list(dict.fromkeys(plans))
-    count = len(unique) * (hardware.repeats + hardware.warmups + 3) + 2
+    count = len(job.plans) * (hardware.repeats + hardware.warmups + 3) + 2
     how = hardware.launch(scenario.cluster.num_gpus, longest_s, count * longest_s)
-    job = replace(hardware.job(scenario, tuple(unique)), pace_tokens=pace_tokens(scenario))
-    report: JobReport = launch(run_job, job, how=how)[-1]
+    job = replace(job, pace_tokens=pace_tokens(scenario))
+    report: JobReport = launch(run_job, job, how=how, on_progress=on_progress)[-1]
+    differences = report.differences or [None] * len(job.plans)  # of logits, where they were compared
     found = {
         plan: _Measured(
             samples_s=timing.ttft_s,
             other_cores=timing.other_cores,
-            logits_error=difference.logits,
-            logits_scale=difference.logits_scale,
+            logits_error=None if difference is None else difference.logits,
+            logits_scale=None if difference is None else difference.logits_scale,
             timeline=timeline,
         )
         for plan, timing, timeline, difference in zip(
-            unique, report.bench.timings, report.bench.timelines, report.differences, strict=True
+            job.plans, report.bench.timings, report.bench.timelines, differences, strict=True
         )
     }
     return [found[plan] for plan in plans], report.bench.conditions, report.bench.pace_s
 
 
 def _run_virtual(
-    scenario: Scenario, hardware: Hardware, named: Sequence[Named], plans: Sequence[RunPlan], longest_s: float
+    scenario: Scenario,
+    hardware: Hardware,
+    named: Sequence[Named],
+    plans: Sequence[RunPlan],
+    job: Job,
+    longest_s: float,
+    on_progress: OnProgress | None,
 ) -> tuple[list[_Measured], dict[str, str], tuple[float, ...]]:
     """Every candidate's ranks one after another on one device."""
     from kvrsim.runtime.ranks.launch import launch
     from kvrsim.runtime.virtual import VirtualReport, run_virtual
 
-    unique = list(dict.fromkeys(plans))
-    count = len(unique) * (hardware.repeats + hardware.warmups) * 2 + 2
+    count = len(job.plans) * (hardware.repeats + hardware.warmups) * 2 + 2
     how = hardware.launch(1, longest_s, count * longest_s)
-    report: VirtualReport = launch(run_virtual, hardware.job(scenario, tuple(unique)), how=how)[-1]
-    timings = dict(zip(unique, report.timings, strict=True))
+    report: VirtualReport = launch(run_virtual, job, how=how, on_progress=on_progress)[-1]
+    timings = dict(zip(job.plans, report.timings, strict=True))
     found = [_composed(scenario, one, timings[plan]) for one, plan in zip(named, plans, strict=True)]
     return found, report.conditions | {"ranks": f"{scenario.cluster.num_gpus}, virtual, one after another"}, ()
 
@@ -215,7 +254,11 @@ def _candidate(
 def _quiet_rounds(found: Sequence[_Measured]) -> tuple[list[int], tuple[str, ...]]:
     """Rounds in which nobody else used the machine, for all candidates alike, and what to say of the others."""
     everyone = range(len(found[0].samples_s))
-    quiet = [number for number in everyone if all(_is_quiet(one, number) for one in found)]
+    quiet = [
+        number
+        for number in everyone
+        if not any(is_busy(one.samples_s[number], one.other_cores[number]) for one in found)
+    ]
     busy = len(everyone) - len(quiet)
     if not busy:
         return list(everyone), ()
@@ -224,9 +267,11 @@ def _quiet_rounds(found: Sequence[_Measured]) -> tuple[list[int], tuple[str, ...
     return list(everyone), (f"others used the machine in {busy} of {len(everyone)} rounds; all are counted",)
 
 
-def _is_quiet(one: _Measured, number: int) -> bool:
-    cores = one.other_cores[number]
-    return cores is None or one.samples_s[number] < _TELLING_S or cores <= _BUSY_CORES
+def is_busy(sample_s: float, other_cores: float | None) -> bool:
+    """Whether others used this machine during a prefill; not where the system's account does not tell."""
+    from kvrsim.runtime.load import busy_cores
+
+    return other_cores is not None and sample_s >= _TELLING_S and other_cores > busy_cores()
 
 
 def _tsp(scenario: Scenario, gather: Gather, mode: Mode) -> str:
@@ -238,10 +283,10 @@ def _tsp(scenario: Scenario, gather: Gather, mode: Mode) -> str:
     return f"all-gather: {how}; {covers}"
 
 
-def _told_measured(mode: Mode, hardware: Hardware) -> tuple[str, ...]:
-    if mode == "ranks":
-        return ("TTFT of whole prefills", "logits")
-    return ("every part of every layer on every rank, alone on one device", "logits")
+def _told_measured(mode: Mode, logits: bool) -> tuple[str, ...]:
+    whole = "TTFT of whole prefills"
+    parts = "every part of every layer on every rank, alone on one device"
+    return (whole if mode == "ranks" else parts, *(["logits"] if logits else []))
 
 
 def _told_modelled(mode: Mode, scenario: Scenario, hardware: Hardware) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _PATIENCE_S = 60.0  # at least, that a rank waits for a message
 _SLOWER = 6.0  # times as long as predicted, after which nobody waits on
+_SHOWN_OTHERS = 3  # processes that a note names
 _START_S = 120.0  # for processes to start and models to be made
 
 
@@ -111,6 +112,15 @@ class Hardware:
             threads=self.threads,
             pin=True,
         )
+
+
+def told_of_gpus(device: str) -> tuple[str, ...]:
+    """A note where other processes compute on the GPUs that are about to be measured."""
+    from kvrsim.runtime.load import others_on_gpus
+
+    others = others_on_gpus() if device == "cuda" else ()
+    shown = ", ".join(others[:_SHOWN_OTHERS]) + (", ..." if len(others) > _SHOWN_OTHERS else "")
+    return (f"other processes are on the GPUs: {shown}",) if others else ()
 
 
 def run_plan(scenario: Scenario, strategy: str, partition: Partition, gather: Gather) -> RunPlan:

@@ -26,6 +26,7 @@ class Rounds:
         self.prefills = Prefills(linked_by(transport, hardware.link(scenario), traffic), hardware.choice(scenario))
         self.warm: set[Chunks] = set()
         self._since_s = time.monotonic()
+        self._spent_s = sum(sample.spent_s for sample in task.known)  # by this search before it was interrupted, too
 
     def sample(self, level: int, chunks: Chunks) -> Sample:
         """One prefill, after one that does not count where the partition is new."""
@@ -37,6 +38,8 @@ class Rounds:
         now_s = time.monotonic()
         spent_s = self.transport.exchange(now_s - self._since_s)[0]
         self._since_s = now_s
+        self._spent_s += spent_s
+        self.transport.report(round(self._spent_s), round(self.task.budget_s), "seconds of the search")
         found = Sample(level=level, chunks=chunks, ttft_s=ttft_s, spent_s=spent_s)
         if self.transport.rank == 0:
             self.task.journal.add(found)

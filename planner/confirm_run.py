@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,9 +13,13 @@ from kvrsim.errors import InputError
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
 from kvrsim.timeline import Timeline
-from planner.confirm import check
-from planner.confirm_hardware import Hardware, gather_of, run_plan
+from planner.confirm import Told, check, is_busy
+from planner.confirm_hardware import Hardware, gather_of, run_plan, told_of_gpus
 from planner.simulate import partition_of, run_simulation
+
+if TYPE_CHECKING:
+    from kvrsim.runtime.bench import Timing
+    from kvrsim.runtime.ranks.transport import OnProgress
 
 _PATIENCE_S = 600.0  # without a profile nobody knows how long a prefill takes
 
@@ -40,6 +44,7 @@ class RunResult:
     generated: tuple[tuple[int, ...], ...]  # tokens by prompt; empty where not asked for
     conditions: Mapping[str, str]
     all_gather: str | None  # TSP's: a ring between neighbours, or the backend's collective; None: there is none
+    warnings: tuple[str, ...]  # such as that others used the machine
     timeline: Timeline = field(repr=False, compare=False)  # of one more prefill
 
     @property
@@ -75,6 +80,7 @@ class RunResult:
             "per_rank": [self._rank(rank) for rank in range(self.timeline.num_ranks)],
             "generated": [list(tokens) for tokens in self.generated],
             "conditions": dict(self.conditions),
+            "warnings": list(self.warnings),
         }
 
     def _rank(self, rank: int) -> dict[str, Any]:
@@ -94,6 +100,9 @@ def run_here(
     partition: Sequence[int] | None = None,
     check_logits: bool = False,
     generate: int = 0,
+    warnings: Sequence[str] = (),
+    on_note: Told | None = None,
+    on_progress: OnProgress | None = None,
 ) -> RunResult:
     """Measure on as many ranks as the scenario has GPUs.
 
@@ -128,7 +137,11 @@ def run_here(
     job = hardware.job(placed, (plan,), generate=generate, check=check_logits)
     ranks = (scenario if started_by_torchrun() else placed).cluster.num_gpus  # under torchrun, all there are
     how = hardware.launch(ranks, longest_s, count * longest_s)
-    report: JobReport = launch(run_job, job, how=how)[-1]
+    notes = (*warnings, *told_of_gpus(hardware.device))
+    if on_note is not None:
+        for note in notes:
+            on_note(note)
+    report: JobReport = launch(run_job, job, how=how, on_progress=on_progress)[-1]
     timing, difference = report.bench.timings[0], next(iter(report.differences), None)
     return RunResult(
         strategy=strategy,
@@ -147,5 +160,16 @@ def run_here(
         generated=report.generated,
         conditions=report.bench.conditions,
         all_gather=plan.gather if plan.strategy == "tsp" and ranks > 1 else None,
+        warnings=(*notes, *_busy_notes(timing)),
         timeline=report.bench.timelines[0],
     )
+
+
+def _busy_notes(timing: Timing) -> tuple[str, ...]:
+    """A note where others used the machine during prefills, which are counted all the same."""
+    pairs = zip(timing.ttft_s, timing.other_cores, strict=True)
+    busy = [cores for ttft_s, cores in pairs if cores is not None and is_busy(ttft_s, cores)]
+    if not busy:
+        return ()
+    during = f"{len(busy)} of {len(timing.ttft_s)} prefills"
+    return (f"others used the machine in {during} ({median(busy):.1f} cores); TTFT may be too long",)

@@ -27,7 +27,7 @@ from planner.table_entry import draft_of, entry_of
 from planner.table_setting import TableSetting
 
 if TYPE_CHECKING:
-    from kvrsim.runtime.ranks.transport import Transport
+    from kvrsim.runtime.ranks.transport import OnProgress, Transport
 
 KVR_S = STRATEGIES["kvr-s"]
 
@@ -80,6 +80,7 @@ def search_here(
     minutes: float,
     output: Path,
     on_note: Callable[[str], object] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Searched:
     """Search on as many ranks as the scenario has GPUs, and write a table of one entry.
 
@@ -111,7 +112,7 @@ def search_here(
     longest_s = Evaluator(scenario, KVR_S).one(seed.chunk_lens)
     left_s = max(0.0, task.budget_s - journal.spent_s)
     how = hardware.launch(scenario.cluster.num_gpus, longest_s, left_s + 4 * hardware.repeats * longest_s)
-    levels: Levels = launch(search_on_ranks, task, how=how)[0]
+    levels: Levels = launch(search_on_ranks, task, how=how, on_progress=on_progress)[0]
     found = _searched(levels, resumed, str(output))
     if _is_first():
         _write_table(scenario, found, output)

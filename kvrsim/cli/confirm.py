@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,6 +21,7 @@ from kvrsim.cli.options import (
     print_json,
     takes,
 )
+from kvrsim.cli.rank_progress import RankProgress
 from kvrsim.errors import InputError, KvrsimError
 
 if TYPE_CHECKING:
@@ -110,8 +111,10 @@ def confirm(
         return
     from planner.confirm import confirm as run
 
+    told: dict[str, Any] = dict(targets=targets, warnings=warnings, on_note=tell)
     try:
-        found = run(scenario, chosen, top=best, virtual=virtual, targets=targets, warnings=warnings, on_note=_tell)
+        with RankProgress() as progress:
+            found = run(scenario, chosen, top=best, virtual=virtual, on_progress=progress, **told)
     except KvrsimError as error:
         if json and error.exit_code == NOT_MET and machine.is_first_rank():  # a rank that failed, say
             print_json({"candidates": [], "ok": False, "reasons": [str(error)]})
@@ -132,7 +135,8 @@ def _targets(regret: str, error: str, logits: str | None) -> Targets:
     )
 
 
-def _tell(note: str) -> None:
+def tell(note: str) -> None:
+    """A line on standard error, of the first rank's."""
     if machine.is_first_rank():
         typer.echo(f"kvrsim: {note}", err=True)
 
@@ -175,8 +179,10 @@ def _search(
     if output is None:
         raise InputError("--output", "nothing", "a file for the partition table that --search writes")
     for warning in warnings:
-        _tell(warning)
-    found = search_here(scenario, hardware, minutes=_minutes(minutes), output=Path(output), on_note=_tell)
+        tell(warning)
+    wanted: dict[str, Any] = dict(minutes=_minutes(minutes), output=Path(output))
+    with RankProgress() as progress:
+        found = search_here(scenario, hardware, **wanted, on_note=tell, on_progress=progress)
     if not machine.is_first_rank():
         return
     if json:

@@ -92,5 +92,7 @@ def show_run(found: RunResult) -> None:
     for row in found.generated:
         table.add_row("tokens:", " ".join(map(str, row)))
     table.add_row("on:", "; ".join(f"{name} {value}" for name, value in found.conditions.items()))
+    for warning in found.warnings:
+        table.add_row(Text("note:", style="yellow"), warning)
     title = f"Prefill of {format_tokens(found.context_len)} tokens by {found.model}, measured: {found.strategy}"
     show(Text(title, style="bold"), "", rows, "", table)

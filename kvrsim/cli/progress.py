@@ -17,7 +17,7 @@ PATIENCE_S = 0.5  # shorter searches show nothing on a terminal
 FIRST_LINE_S = 10.0  # until the first line where there is no terminal; the next come after twice as long each
 
 
-class _Shown:
+class Shown:
     """One line that is rewritten on a terminal; elsewhere a plain line at 10 s, 20 s, 40 s, ..."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class _Shown:
         return self._bar
 
 
-class SearchProgress(_Shown):
+class SearchProgress(Shown):
     """Called by a search as it goes: how many partitions it has simulated, and the most that it will.
 
     The bar is of the strategies; while one is searched, of its partitions, where their largest number is known.
@@ -104,7 +104,7 @@ class SearchProgress(_Shown):
         return f"{name} ({number} of {of})" if of > 1 else name or "searching"
 
 
-class EntryProgress(_Shown):
+class EntryProgress(Shown):
     """Entries done, and entries in all: of a table, or places of a map."""
 
     def __init__(self, what: str = "entries") -> None:
@@ -119,7 +119,7 @@ class EntryProgress(_Shown):
         self.show(text, done, expected)
 
 
-class WorkProgress(_Shown):
+class WorkProgress(Shown):
     """What is being worked on, in words; where there is nothing to count."""
 
     def __call__(self, text: str) -> None:

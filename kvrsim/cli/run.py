@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvrsim.cli import hardware as machine
-from kvrsim.cli.confirm import on_this_machine
+from kvrsim.cli.confirm import on_this_machine, tell
 from kvrsim.cli.options import (
     Json,
     Plot,
@@ -20,6 +20,7 @@ from kvrsim.cli.options import (
     print_json,
     takes,
 )
+from kvrsim.cli.rank_progress import RankProgress
 
 if TYPE_CHECKING:
     from kvrsim.scenario import Scenario
@@ -63,22 +64,24 @@ def run(
     machine.require_torch()
     from planner.confirm_run import run_here
 
-    scenario = _scenario(options, hardware.device)
+    scenario, warnings = _scenario(options, hardware.device)
     chosen = hardware.checked(options, scenario)
-    found = run_here(scenario, chosen, strategy=strategy, partition=chunks, check_logits=check, generate=tokens)
+    wanted: dict[str, Any] = dict(strategy=strategy, partition=chunks, check_logits=check, generate=tokens)
+    with RankProgress() as progress:
+        found = run_here(scenario, chosen, **wanted, warnings=warnings, on_note=tell, on_progress=progress)
     if machine.is_first_rank():
         _show(found, trace, plot, json=json)
 
 
-def _scenario(options: ScenarioOptions, device: str) -> Scenario:
-    """As for a prediction; without a profile, what a plain run on this device takes."""
+def _scenario(options: ScenarioOptions, device: str) -> tuple[Scenario, tuple[str, ...]]:
+    """As for a prediction, with its notes; without a profile, what a plain run on this device takes."""
     if options.profile is not None:
-        return options.scenario()[0]
+        return options.scenario()
     from kvrsim.runtime.host import chosen_device
 
     dtype = options.dtype or ("fp32" if chosen_device(device) == "cpu" else "fp16")
     kernel = options.attention or "sdpa"
-    return replace(options, profile="roofline", dtype=dtype, attention=kernel).scenario()[0]
+    return replace(options, profile="roofline", dtype=dtype, attention=kernel).scenario()[0], ()
 
 
 def _show(found: RunResult, trace: str | None, plot: str | None, *, json: bool) -> None:

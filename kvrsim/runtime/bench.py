@@ -19,7 +19,7 @@ from kvrsim.runtime.host import cpu_name
 from kvrsim.runtime.load import HostLoad
 from kvrsim.runtime.pace import PaceRunner
 from kvrsim.runtime.plan import RunPlan, random_prompt
-from kvrsim.runtime.prefill import Outcome, Prefill
+from kvrsim.runtime.prefill import Outcome, Prefill, shared_room
 from kvrsim.runtime.ranks.transport import Transport
 from kvrsim.runtime.trace import RankTrace, hooked, timeline_of
 from kvrsim.timeline import Timeline
@@ -91,19 +91,26 @@ def measure(
     """
     if repeats < 1:
         raise InputError("repeats", repeats, "at least 1")
-    prefills = [Prefill(forward, transport, plan) for plan in plans]
+    room = shared_room(forward.geometry, transport, plans, least=pace_tokens or 0)
+    prefills = [Prefill(forward, transport, plan, room=room[plan.batch]) for plan in plans]
     prompts = [random_prompt(vocab_size, plan, seed).to(forward.geometry.device) for plan in plans]
     one_host = is_one_host(transport)
     rounds = _Rounds(transport, one_host, len(plans))
     pace = None
     if pace_tokens is not None:
-        pace = PaceRunner(transport, forward, pace_tokens, batch=plans[0].batch, vocab_size=vocab_size, seed=seed)
+        batch = plans[0].batch
+        told: dict[str, Any] = dict(room=room[batch], batch=batch, vocab_size=vocab_size, seed=seed)
+        pace = PaceRunner(transport, forward, pace_tokens, **told)
     pace_s: list[float] = []
+    done, total = 0, len(plans) * (warmups + repeats)
     for repetition in range(warmups + repeats):
         if pace is not None:
             pace_s.append(pace.run())
         for number in _rotated(len(plans), repetition):
+            transport.report(done, total, "prefills")
             rounds.run(number, prefills[number], prompts[number], keep=repetition >= warmups)
+            done += 1
+    transport.report(done, total, "prefills")
     timings = tuple(
         Timing(plan=plan, ttft_s=tuple(ttft_s), other_cores=tuple(cores))
         for plan, ttft_s, cores in zip(plans, rounds.ttft_s, rounds.other_cores, strict=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -79,6 +79,15 @@ class KvBuffer:
         if heads == 1:
             return kv.expand(batch, times, length, dim)
         return kv.repeat_interleave(times, dim=1)
+
+
+def kv_room(geometry: Geometry, num_tokens: int, batch: int) -> list[Any]:
+    """Memory of every layer's K and V, [num_tokens, 2, B, Hkv, D], for prefills that use it in turn.
+
+    Zeros: what a mask hides must be a number, too.
+    """
+    shape = (num_tokens, 2, batch, geometry.num_key_value_heads, geometry.head_dim)
+    return [torch.zeros(shape, dtype=geometry.dtype, device=geometry.device) for _ in range(geometry.num_hidden_layers)]
 
 
 class _PrefixLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -158,10 +167,15 @@ class PrefixCache(Cache):  # type: ignore[misc]
     def to_dynamic_cache(self) -> Any:
         """A copy of K and V up to the end of the chunk, in the model's own layout, that can grow: for `generate`."""
         grown = DynamicCache()
-        for index, buffer in enumerate(self.buffers):
+        for index, (keys, values) in enumerate(self.keys_values()):
+            grown.update(keys, values, index)
+        return grown
+
+    def keys_values(self) -> Iterator[tuple[Any, Any]]:
+        """K and V up to the end of the chunk, in the model's own layout, layer by layer."""
+        for buffer in self.buffers:
             keys, values = buffer.whole().permute(1, 2, 3, 0, 4).unbind()
             times = buffer.geometry.model_heads_per_kv_head
             if times > 1:
                 keys, values = (part.repeat_interleave(times, dim=1) for part in (keys, values))
-            grown.update(keys, values, index)
-        return grown
+            yield keys, values

@@ -11,8 +11,10 @@ import torch
 from kvrsim.runtime.cache import PrefixCache
 from kvrsim.runtime.forward import ModelForward
 from kvrsim.runtime.plan import RunPlan, random_prompt
-from kvrsim.runtime.prefill import Prefill, decode
+from kvrsim.runtime.prefill import Prefill, decode, shared_room
 from kvrsim.runtime.ranks.transport import Transport
+
+KvPairs = list[tuple[Any, Any]]  # K and V of each layer, in the model's own layout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,11 +36,18 @@ class Difference:
 def compare(
     transport: Transport, model: Any, plans: Sequence[RunPlan], *, num_tokens: int = 8, seed: int = 0
 ) -> list[Difference] | None:
-    """Run each plan and compare it, on the last rank, with transformers' own prefill there; None on the others."""
+    """Run each plan and compare it, on the last rank, with transformers' own prefill there; None on the others.
+
+    The references come first, so that their KV cache and the plans' are not in the device's memory together.
+    """
     forward, found, references = ModelForward(model), [], _References(model, num_tokens)
-    for plan in plans:
-        ids = random_prompt(model.config.vocab_size, plan, seed).to(model.device)
-        prefill = Prefill(forward, transport, plan)
+    prompts = [random_prompt(model.config.vocab_size, plan, seed).to(model.device) for plan in plans]
+    if transport.rank == transport.size - 1:
+        for ids in prompts:
+            references.of(ids)
+    room = shared_room(forward.geometry, transport, plans)
+    for number, (plan, ids) in enumerate(zip(plans, prompts, strict=True)):
+        prefill = Prefill(forward, transport, plan, room=room[plan.batch])
         outcome = prefill.run(ids)
         if outcome.tokens is not None:
             assert prefill.cache is not None
@@ -55,18 +64,19 @@ def compare(
                 )
             )
         transport.barrier()
+        transport.report(number + 1, len(plans), "logits compared")
     return found if transport.rank == transport.size - 1 else None
 
 
 class _References:
-    """What transformers computes by itself, once for each prompt."""
+    """What transformers computes by itself, once for each prompt; its KV caches are kept in the host's memory."""
 
     def __init__(self, model: Any, num_tokens: int) -> None:
         self.model, self.num_tokens = model, num_tokens
-        self.known: dict[tuple[int, ...], tuple[Any, Any, Any]] = {}
+        self.known: dict[tuple[int, ...], tuple[Any, KvPairs, Any]] = {}
 
-    def of(self, ids: Any) -> tuple[Any, Any, Any]:
-        """Last logits, KV cache, and the greedy continuation [B, num_tokens]."""
+    def of(self, ids: Any) -> tuple[Any, KvPairs, Any]:
+        """Last logits, K and V of every layer, and the greedy continuation [B, num_tokens]."""
         key = tuple(ids.shape)
         if key not in self.known:
             from transformers import DynamicCache
@@ -74,17 +84,23 @@ class _References:
             cache = DynamicCache()
             with torch.inference_mode():
                 logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-            mask = torch.ones_like(ids)
-            lengths: dict[str, Any] = dict(max_new_tokens=self.num_tokens, min_new_tokens=self.num_tokens)
-            continued = self.model.generate(ids, attention_mask=mask, do_sample=False, **lengths)
-            self.known[key] = logits[:, -1], cache, continued[:, ids.shape[1] :]
+            kept = [(layer.keys.cpu(), layer.values.cpu()) for layer in cache.layers]
+            del cache
+            self.known[key] = logits[:, -1], kept, self._continued(ids, logits[:, -1])
         return self.known[key]
 
+    def _continued(self, ids: Any, logits: Any) -> Any:
+        if self.num_tokens == 1:
+            return logits.argmax(-1, keepdim=True)
+        mask = torch.ones_like(ids)
+        lengths: dict[str, Any] = dict(max_new_tokens=self.num_tokens, min_new_tokens=self.num_tokens)
+        return self.model.generate(ids, attention_mask=mask, do_sample=False, **lengths)[:, ids.shape[1] :]
 
-def cache_distance(ours: PrefixCache, theirs: Any) -> float:
+
+def cache_distance(ours: PrefixCache, theirs: KvPairs) -> float:
     """The largest difference of K and V in any layer."""
-    layers = zip(ours.to_dynamic_cache().layers, theirs.layers, strict=True)
-    found = [_distance(*pair) for a, b in layers for pair in ((a.keys, b.keys), (a.values, b.values))]
+    layers = zip(ours.keys_values(), theirs, strict=True)
+    found = [_distance(a, b.to(a.device)) for own, other in layers for a, b in zip(own, other, strict=True)]
     return float(torch.tensor(found).max())  # which lets "not a number" through, unlike max()
 
 

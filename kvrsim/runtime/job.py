@@ -12,7 +12,7 @@ import torch
 from kvrsim.errors import InputError
 from kvrsim.runtime.agreement import agree, versions
 from kvrsim.runtime.bench import BenchReport, conditions_of, is_one_host, measure, ttft_of
-from kvrsim.runtime.cache import KvBuffer
+from kvrsim.runtime.cache import kv_room
 from kvrsim.runtime.check import Difference, compare
 from kvrsim.runtime.emulated import EmulatedLink, EmulatedTransport, SideTraffic
 from kvrsim.runtime.forward import ModelForward
@@ -99,6 +99,7 @@ def run_job(transport: Transport, job: Job) -> JobReport:
     )
     found: list[Difference] = []
     if job.check_logits:
+        linked.report(0, len(job.plans), "logits compared")
         found = compare(transport, forward.model, job.plans, num_tokens=1, seed=seed) or []
     generated = _generate(transport, forward, job) if job.generate else ()
     own = JobReport(bench=bench, differences=tuple(found), generated=generated)
@@ -134,8 +135,7 @@ class Prefills:
         """Measured now; the same on every rank."""
         geometry = self.forward.geometry
         if self.room is None:
-            sizes: dict[str, int] = dict(prefix_len=0, chunk_len=plan.context_len, batch=plan.batch)
-            self.room = [KvBuffer(geometry, **sizes).data for _ in range(geometry.num_hidden_layers)]
+            self.room = kv_room(geometry, plan.context_len, plan.batch)
         prefill = Prefill(self.forward, self.transport, plan, room=self.room)
         vocab_size = self.forward.model.config.vocab_size
         ids = random_prompt(vocab_size, plan, self.choice.seed).to(geometry.device)

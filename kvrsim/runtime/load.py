@@ -1,10 +1,52 @@
-"""What else the host does: work that a measured time would wrongly be charged with."""
+"""What else the machine does: work that a measured time would wrongly be charged with."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import time
 from pathlib import Path
+
+_BUSY_SHARE = 0.05  # of the host's cores; others that keep more of them busy disturb a measurement
+
+
+def busy_cores() -> float:
+    """Cores of others beside which a measurement counts as disturbed, on this host."""
+    return _BUSY_SHARE * (os.cpu_count() or 1)
+
+
+def others_on_gpus(nvidia_smi: str | None = None) -> tuple[str, ...]:
+    """Processes that compute on this machine's GPUs, such as "python (pid 7, 4096 MiB)"; () where nvidia-smi is not.
+
+    For before the ranks have started: other processes of the same torchrun are left out. Of several GPUs, those that
+    CUDA_VISIBLE_DEVICES names.
+    """
+    tool = nvidia_smi or shutil.which("nvidia-smi")
+    if tool is None:
+        return ()
+    command = [tool, "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if visible:
+        command.append(f"--id={visible}")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    rows = [[field.strip() for field in line.split(",")] for line in done.stdout.splitlines()]
+    found = [row for row in rows if len(row) == 3 and row[0].isdigit()] if done.returncode == 0 else []
+    return tuple(f"{os.path.basename(name)} (pid {pid}, {used})" for pid, name, used in found if not _is_own(int(pid)))
+
+
+def _is_own(pid: int) -> bool:
+    """Whether a process is this one, or one that the same torchrun has started."""
+    if pid == os.getpid():
+        return True
+    try:
+        parent = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[1]
+    except (OSError, IndexError):
+        return False
+    return "RANK" in os.environ and parent == str(os.getppid())
 
 
 class HostLoad:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -17,12 +19,21 @@ class PaceRunner:
     """A prefill of so many tokens on every rank, each by itself, all beginning together."""
 
     def __init__(
-        self, transport: Transport, forward: Forward, num_tokens: int, *, batch: int, vocab_size: int, seed: int = 0
+        self,
+        transport: Transport,
+        forward: Forward,
+        num_tokens: int,
+        *,
+        room: Sequence[Any],
+        batch: int,
+        vocab_size: int,
+        seed: int = 0,
     ) -> None:
+        """room: each layer's memory for at least as many tokens, used by other prefills in turn."""
         self.transport, self.forward, geometry = transport, forward, forward.geometry
         plan = RunPlan(strategy="single", partition=Partition(chunk_lens=(num_tokens,)), batch=batch)
-        sizes = dict(prefix_len=0, chunk_len=num_tokens, batch=batch)
-        self.cache = PrefixCache([KvBuffer(geometry, **sizes) for _ in range(geometry.num_hidden_layers)])
+        sizes: dict[str, int] = dict(prefix_len=0, chunk_len=num_tokens, batch=batch)
+        self.cache = PrefixCache([KvBuffer(geometry, data=data[:num_tokens], **sizes) for data in room])
         self.ids = random_prompt(vocab_size, plan, seed).to(geometry.device)
 
     def run(self) -> float:

@@ -69,6 +69,13 @@ class RunPlan:
         first = size - chunks
         return rank - first if rank >= first else None
 
+    def tokens_held(self, rank: int, size: int) -> int:
+        """Tokens whose K and V a rank of so many keeps: up to its chunk's end, under TSP all; 0 where it looks on."""
+        place = self.place(rank, size)
+        if place is None:
+            return 0
+        return self.context_len if self.strategy == "tsp" else self.partition.boundaries[place + 1]
+
     def check(self, geometry: Geometry) -> None:
         """Raise InputError where the model cannot run this plan."""
         geometry.check_context(self.context_len)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from kvrsim.runtime.agreement import agree, versions
-from kvrsim.runtime.cache import KvBuffer, PrefixCache, UpdateEvent
+from kvrsim.runtime.cache import KvBuffer, PrefixCache, UpdateEvent, kv_room
 from kvrsim.runtime.forward import Forward
+from kvrsim.runtime.geometry import Geometry
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.ranks.faults import Fault, FaultKind, LinkError, RankError, is_out_of_memory
 from kvrsim.runtime.ranks.transport import Pending, Transport, ring_all_gather
@@ -40,7 +41,7 @@ class Prefill:
     def __init__(
         self, forward: Forward, transport: Transport, plan: RunPlan, *, room: Sequence[Any] | None = None
     ) -> None:
-        """room: tensors of another prefill's buffers for the same context, which this one uses; None: its own."""
+        """room: each layer's memory for at least as many tokens, used by other prefills in turn; None: its own."""
         self.forward, self.transport, self.plan, self.geometry = forward, transport, plan, forward.geometry
         self.place = plan.place(transport.rank, transport.size)
         self.recorder = Recorder(self.geometry.device)
@@ -107,9 +108,8 @@ class Prefill:
             total = self.plan.context_len
             sizes |= dict(total_len=total, visible_len=total if dense else end)
             exchange = self._gather if self.transport.size > 1 else None
-        if room is not None:
-            sizes |= dict(total_len=self.plan.context_len, visible_len=sizes.get("visible_len", end))
-        layers = room or [None] * self.geometry.num_hidden_layers
+        held = self.plan.tokens_held(self.transport.rank, self.transport.size)
+        layers = [None] * self.geometry.num_hidden_layers if room is None else [data[:held] for data in room]
         buffers = [KvBuffer(self.geometry, data=data, **sizes) for data in layers]
         return PrefixCache(buffers, on_update=self._on_update, exchange=exchange)
 
@@ -172,6 +172,17 @@ class Prefill:
 
     def _fault(self, kind: FaultKind, message: str, peer: int | None = None) -> Fault:
         return Fault(rank=self.transport.rank, kind=kind, message=message, layer=self.layer, peer=peer)
+
+
+def shared_room(
+    geometry: Geometry, transport: Transport, plans: Sequence[RunPlan], *, least: int = 0
+) -> dict[int, list[Any]]:
+    """By batch, memory in which this rank's part in each of the plans fits, and `least` tokens at least."""
+    tokens: dict[int, int] = {}
+    for plan in plans:
+        held = plan.tokens_held(transport.rank, transport.size)
+        tokens[plan.batch] = max(tokens.get(plan.batch, least), held)
+    return {batch: kv_room(geometry, count, batch) for batch, count in tokens.items()}
 
 
 def decode(model: Any, cache: PrefixCache, input_ids: Any, tokens: tuple[int, ...], num_tokens: int) -> Any:

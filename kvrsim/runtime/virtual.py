@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvrsim.runtime.bench import conditions_of
-from kvrsim.runtime.cache import KvBuffer, PrefixCache, UpdateEvent
+from kvrsim.runtime.cache import KvBuffer, PrefixCache, UpdateEvent, kv_room
 from kvrsim.runtime.forward import ModelForward
 from kvrsim.runtime.job import Job
 from kvrsim.runtime.load import HostLoad
@@ -49,20 +49,27 @@ def run_virtual(transport: Transport, job: Job) -> VirtualReport:
     """Replay the ranks of every plan on this one process's device, plans interleaved."""
     forward = ModelForward(job.model.load(getattr(transport, "device", "cpu")))
     recorder = Recorder(forward.geometry.device)
-    plans = [_VirtualRanks(forward, plan, recorder, job.model.seed) for plan in job.plans]
+    first = job.plans[0]
+    alone = None
+    if job.check_logits:  # before the ranks' KV buffers are made
+        ids = random_prompt(forward.model.config.vocab_size, first, job.model.seed).to(forward.geometry.device)
+        alone = _logits_alone(forward.model, ids)
+    room = kv_room(forward.geometry, first.context_len, first.batch)
+    plans = [_VirtualRanks(forward, plan, recorder, job.model.seed, room) for plan in job.plans]
     repeats: list[list[tuple[Parts, ...]]] = [[] for _ in plans]
     cores: list[list[float | None]] = [[] for _ in plans]
-    load = HostLoad()
+    load, total = HostLoad(), (job.warmups + job.repeats) * len(plans)
     with hooked(forward.model, forward.geometry, recorder):
         for repetition in range(job.warmups + job.repeats):
             for number, plan in enumerate(plans):
+                transport.report(repetition * len(plans) + number, total, "prefills")
                 load.other_cores(time.process_time())
                 found = plan.run()
                 others = load.other_cores(time.process_time())
                 if repetition >= job.warmups:
                     repeats[number].append(found)
                     cores[number].append(others)
-    alone = _logits_alone(forward.model, plans[0].ids) if job.check_logits else None
+    transport.report(total, total, "prefills")
     timings = tuple(
         VirtualTiming(
             plan=plan.plan,
@@ -78,18 +85,17 @@ def run_virtual(transport: Transport, job: Job) -> VirtualReport:
 
 
 class _VirtualRanks:
-    """The ranks of one plan, which share the K and V of the whole context."""
+    """The ranks of one plan, which share the K and V of the whole context, with each other and with other plans."""
 
-    def __init__(self, forward: ModelForward, plan: RunPlan, recorder: Recorder, seed: int) -> None:
+    def __init__(
+        self, forward: ModelForward, plan: RunPlan, recorder: Recorder, seed: int, room: Sequence[Any]
+    ) -> None:
         geometry = forward.geometry
         plan.check(geometry)
         self.forward, self.plan, self.recorder = forward, plan, recorder
         self.logits: Any = None
         self.ids = random_prompt(forward.model.config.vocab_size, plan, seed).to(geometry.device)
-        sizes: dict[str, Any] = dict(prefix_len=0, chunk_len=plan.context_len, batch=plan.batch)
-        self.whole = [KvBuffer(geometry, **sizes) for _ in range(geometry.num_hidden_layers)]
-        for buffer in self.whole:
-            buffer.data.zero_()  # what a mask hides must be a number all the same
+        self.room = room
         self.caches = [self._cache(start, end) for start, end in pairwise(plan.partition.boundaries)]
 
     def run(self) -> tuple[Parts, ...]:
@@ -102,7 +108,7 @@ class _VirtualRanks:
         dense = plan.strategy == "tsp" and plan.tsp_keys == "dense" and end - start > 1
         sizes: dict[str, Any] = dict(prefix_len=start, chunk_len=end - start, batch=plan.batch)
         sizes |= dict(total_len=plan.context_len, visible_len=plan.context_len if dense else end)
-        buffers = [KvBuffer(one.geometry, data=one.data, **sizes) for one in self.whole]
+        buffers = [KvBuffer(self.forward.geometry, data=data, **sizes) for data in self.room]
         return PrefixCache(buffers, on_update=self._on_update)
 
     def _on_update(self, layer: int, event: UpdateEvent) -> None:
@@ -135,4 +141,4 @@ def _parts(marks: Sequence[Mark], *, is_last: bool) -> Parts:
 def _logits_alone(model: Any, ids: Any) -> Any:
     """What transformers computes by itself, of the last token."""
     with torch.inference_mode():
-        return model(input_ids=ids, logits_to_keep=1).logits[:, -1].float()
+        return model(input_ids=ids, logits_to_keep=1, use_cache=False).logits[:, -1].float()

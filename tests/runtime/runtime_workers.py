@@ -11,6 +11,7 @@ import torch
 from runtime_models import CONFIGS, variants
 
 from kvrsim.partition import Partition
+from kvrsim.runtime import bench
 from kvrsim.runtime.bench import BenchReport, measure
 from kvrsim.runtime.check import Difference, compare
 from kvrsim.runtime.emulated import EmulatedLink, EmulatedTransport, SideTraffic
@@ -200,3 +201,29 @@ def benched(transport: Any) -> BenchReport:
     return measure(
         transport, ModelForward(model_of("llama-gqa")), plans, vocab_size=101, repeats=4, warmups=1, pace_tokens=9
     )
+
+
+def sharing(transport: Any) -> tuple[int, int, bool]:
+    """Bytes of K and V that all plans of a measurement hold, and that the largest needs; whether results agree."""
+    made: list[Prefill] = []
+
+    class Kept(Prefill):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    forward, plans = ModelForward(model_of("llama-gqa")), [*even_plans(CONTEXT_LEN, transport.size), kvr(15, 8)]
+    geometry = forward.geometry
+    bench.Prefill = Kept  # type: ignore[misc]
+    measure(transport, forward, plans, vocab_size=101, repeats=1, warmups=0, pace_tokens=4)
+    shared = [one.cache.buffers for one in made if one.cache is not None]
+    held = {
+        buffer.data.untyped_storage().data_ptr(): buffer.data.untyped_storage().nbytes() for b in shared for buffer in b
+    }
+    most = max(plan.tokens_held(transport.rank, transport.size) for plan in plans)
+    needed = most * geometry.kv_bytes_per_token_layer * geometry.num_hidden_layers
+    same = True
+    for one in made:
+        ids = random_prompt(101, one.plan)
+        same &= one.run(ids).tokens == Prefill(forward, transport, one.plan).run(ids).tokens
+    return sum(held.values()), needed, same

@@ -21,7 +21,10 @@ from kvrsim.runtime.ranks.faults import Fault, RankError
 from kvrsim.runtime.ranks.launch import Launch, launch
 from kvrsim.strategies import STRATEGIES
 from kvrsim.timeline import Timeline
-from planner.confirm_hardware import run_plan
+from planner import confirm_run
+from planner.confirm import confirm
+from planner.confirm_hardware import Hardware, run_plan
+from planner.confirm_run import run_here
 from planner.scenarios import make_scenario
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +68,8 @@ def test_it_says_what_was_done(confirmed: tuple[dict[str, Any], str]) -> None:
     assert (found["mode"], found["modelled"]) == ("ranks", [])
     assert "ring" in found["tsp"]
     assert found["conditions"]["transport"] == "gloo"
-    assert "measuring 5 candidates, 0 + 2 times each" in errors
+    assert "measuring 5 candidates, 0 + 2 times each: about" in errors
+    assert len({one["strategy"] for one in found["candidates"]}) == len(found["candidates"])
     assert any("another machine" in warning for warning in found["warnings"])  # the profile's device is made up
 
 
@@ -117,6 +121,26 @@ def test_from_python_one_gpu_has_one_candidate(folder: Path) -> None:
     assert found.regret == 0
     assert isinstance(found.choice.measured, Timeline)
     assert list(found.to_frame()["strategy"]) == ["single"]
+
+
+def test_progress_is_told_prefill_by_prefill(folder: Path) -> None:
+    scenario, _ = make_scenario(ctx=96, gpus=2, model=folder / "model.json", profile=folder / "profile.json")
+    hardware = Hardware(config=str(folder / "model.json"), repeats=2, warmups=1)
+    heard: list[tuple[int, int, str]] = []
+    run_here(scenario, hardware, strategy="kvr-e", check_logits=True, on_progress=lambda *one: heard.append(one))
+    assert heard == [(done, 3, "prefills") for done in range(4)] + [(done, 1, "logits compared") for done in range(2)]
+    heard.clear()
+    confirm(scenario, hardware, top=1, virtual=True, on_progress=lambda *one: heard.append(one))
+    assert heard == [(done, 12, "prefills") for done in range(13)]
+
+
+def test_run_says_that_the_machine_was_busy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confirm_run, "_busy_notes", lambda timing: (f"busy in {len(timing.ttft_s)}",))
+    words = arguments(folder, "run", "--strategy", "single", "--repeats", "2", "--warmups", "0")
+    code, text, _ = said(words)
+    assert code == 0
+    assert "busy in 2" in text
+    assert "busy in 2" in said([*words, "--json"])[1]["warnings"]
 
 
 def test_run_measures_one_strategy_checks_it_and_goes_on(folder: Path) -> None:

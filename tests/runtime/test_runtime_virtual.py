@@ -22,6 +22,9 @@ class Alone:
     rank, size, name = 0, 1, "none"
     device = torch.device("cpu")
 
+    def report(self, done: int, total: int, what: str) -> None:
+        """Nobody listens."""
+
 
 def plans_of(kernel: str, batch: int) -> tuple[RunPlan, ...]:
     def plan(strategy: Any, *chunks: int, **settings: Any) -> RunPlan:
@@ -79,8 +82,8 @@ def test_a_rank_that_had_no_prefix_would_be_noticed(monkeypatch: pytest.MonkeyPa
 
     def spoilt(self: Any, rank: int) -> Any:
         if rank > 0:
-            for buffer in self.whole:
-                buffer.data.zero_()
+            for data in self.room:
+                data.zero_()
         return real(self, rank)
 
     monkeypatch.setattr(module._VirtualRanks, "_rank", spoilt)
