@@ -10,12 +10,13 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from calibrate.device_watch import faults_of, summary
 from calibrate.journal import CampaignJournal, Sample, Seconds, seconds_of
-from calibrate.machine_load import CpuLoad, gpu_trouble
+from calibrate.machine_load import CpuLoad
 from calibrate.measurement import Measurement
 from kvrsim.errors import KvrsimError
 
@@ -50,6 +51,9 @@ class Bench(Protocol):
 
     def rows(self, samples: Mapping[str, Sequence[Seconds]]) -> list[Measurement]:
         """Medians and spreads."""
+
+    def conditions(self) -> Mapping[str, Any] | None:
+        """The GPU's clock, power and throttle reasons, read while the last sample was taken; None: not known."""
 
     def pids(self) -> Sequence[int]:
         """Processes that measure, besides this one."""
@@ -87,8 +91,9 @@ class Outcome:
     rows: list[Measurement]
     skipped: Mapping[str, str]  # points that were not measured, and why
     samples: int  # taken in all
-    busy: int  # of these, not counted: others used the machine meanwhile
+    busy: int  # of these, not counted: others used the machine meanwhile, or heat or a power brake slowed the GPU
     load_known: bool  # whether the machine says what others do
+    device: Mapping[str, Any]  # clock, power and throttling of the GPU over all samples; empty: not known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,11 +146,14 @@ def run_campaign(
         samples=len(journal.samples),
         busy=sum(is_busy(sample) for sample in journal.samples),
         load_known=any(sample.busy_cores is not None for sample in journal.samples),
+        device=summary([sample.device for sample in journal.samples if sample.device is not None]),
     )
 
 
 def is_busy(sample: Sample) -> bool:
-    """Whether others used the machine while it was taken."""
+    """Whether others used the machine while it was taken, or the GPU was slowed by heat or a power brake."""
+    if faults_of(sample.device):
+        return True
     limit = max(_BUSY_CORES, _BUSY_SHARE * (os.cpu_count() or 1))
     return sample.busy_cores is not None and sample.busy_cores > limit
 
@@ -199,29 +207,34 @@ class _Campaign:
         self._tell(point)
         load = CpuLoad(own_pids=self.bench.pids())
         started_s = time.monotonic()
-        taken: list[Seconds] = []
+        taken: list[tuple[Seconds, Mapping[str, Any] | None]] = []
         try:
             while not taken or (time.monotonic() - started_s < _LONG_ENOUGH_S and len(taken) < LEAST_SAMPLES):
-                taken.append(self.bench.sample(point))
+                taken.append((self.bench.sample(point), self.bench.conditions()))
         except Skipped as reason:
             self.skipped[point] = str(reason)
         elapsed_s = time.monotonic() - started_s
         self.spent_s += elapsed_s
         others = load.other_cores() if elapsed_s >= _LONG_ENOUGH_S else 0.0
-        for seconds in taken:
-            self.journal.add(Sample(point=point, seconds=seconds, busy_cores=others))
+        for seconds, device in taken:
+            self.journal.add(Sample(point=point, seconds=seconds, busy_cores=others, device=device))
 
     def _check_machine(self) -> None:
-        trouble = gpu_trouble()
-        if trouble is not None:
-            raise BusyError(f"{trouble}; let it cool, or lift its limit, and run the same command again to go on")
         samples = self.journal.samples
-        busy = sum(is_busy(sample) for sample in samples)
-        if busy > _MOST_BUSY_SHARE * len(samples) and not self.policy.even_if_busy:
-            cores = float(np.median([sample.busy_cores or 0.0 for sample in samples if is_busy(sample)]))
+        if self.policy.even_if_busy:
+            return
+        slowed = [reason for sample in samples for reason in faults_of(sample.device)]
+        if sum(bool(faults_of(sample.device)) for sample in samples) > _MOST_BUSY_SHARE * len(samples):
             raise BusyError(
-                f"the machine is busy: others used {cores:.1f} cores in {busy} of {len(samples)} samples; "
-                "stop them and run the same command again to go on, or measure all the same with --even-if-busy"
+                f"the GPU's clock is held down ({', '.join(sorted(set(slowed)))}); let it cool or lift the limit, and "
+                "run the same command again to go on, or measure anyway with --even-if-busy"
+            )
+        busy = [sample for sample in samples if is_busy(sample)]
+        if len(busy) > _MOST_BUSY_SHARE * len(samples):
+            cores = float(np.median([sample.busy_cores or 0.0 for sample in busy]))
+            raise BusyError(
+                f"the machine is busy: others used {cores:.1f} cores in {len(busy)} of {len(samples)} samples; "
+                "stop them and run the same command again to go on, or measure anyway with --even-if-busy"
             )
 
     def _tell(self, point: str) -> None:

@@ -16,8 +16,11 @@ from kvrsim.request import dtype_bytes
 
 SOURCE = "kvrsim calibrate compute"
 HOST_PREFIX = "host "  # of points that time the host, before the attention kernel
+PENDING_PREFIX = "pending "  # of points that time a layer beside a receive that waits, before the point
+BARE_LAYER = "bare layer"  # of a sample: a whole layer without marks inside
 
 _BY_POINT = ("attention", "before_attention", "after_attention", "layer", "prepare")  # depend on prefix or kernel, too
+_OUTSIDE = ("prepare", "embedding", "head")  # of the layers
 _FENCE = 1.5  # interquartile ranges
 _LEAST_S = 1e-9  # what is less is nothing that was measured
 
@@ -25,7 +28,10 @@ _LEAST_S = 1e-9  # what is less is nothing that was measured
 def compute_rows(
     samples: Mapping[str, Sequence[Seconds]], model: ModelSpec, *, dtype: str, device: str
 ) -> list[Measurement]:
-    """Medians, means and interquartile ranges; parts that depend on the chunk alone from all points of that chunk."""
+    """Medians, means and interquartile ranges; parts that depend on the chunk alone from all points of that chunk.
+
+    Where layers were timed without marks too, their parts are scaled so that they add up to those.
+    """
     rows = _Rows(model=model, common={"dtype": dtype, "device": device, "source": SOURCE})
     chunks: dict[int, list[Seconds]] = {}
     found: list[Measurement] = []
@@ -33,7 +39,10 @@ def compute_rows(
         if key.startswith(HOST_PREFIX):
             found += rows.host(taken)
             continue
-        point = Point.parse(key)
+        if key.startswith(PENDING_PREFIX):
+            found += rows.pending(Point.parse(key.removeprefix(PENDING_PREFIX)), taken)
+            continue
+        point, taken = Point.parse(key), _unmarked(taken)
         chunks.setdefault(point.chunk, []).extend(taken)
         found += rows.of_point(point, taken)
     for chunk in sorted(chunks):
@@ -92,8 +101,15 @@ class _Rows:
             yield from self._row("head", [seconds["head"] for seconds in taken], kernel="torch.nn.Linear", **sizes)
 
     def host(self, taken: Sequence[Seconds]) -> Iterator[Measurement]:
-        """The host issuing a layer."""
-        yield from self._row("host_layer", [seconds["host_layer"] for seconds in taken], kernel="torch")
+        """The host issuing a layer, and what comes before the first one."""
+        for operation in ("host_layer", "host_prepare"):
+            yield from self._row(operation, [seconds[operation] for seconds in taken], kernel="torch")
+
+    def pending(self, point: Point, taken: Sequence[Seconds]) -> Iterator[Measurement]:
+        """A layer alone, and beside a receive that waits."""
+        for operation in ("layer_alone", "layer_pending"):
+            seconds = [one[operation] for one in taken]
+            yield from self._row(operation, seconds, kernel=point.kernel, chunk=point.chunk, prefix=point.prefix)
 
     def _row(self, operation: str, seconds: Sequence[float], **fields: Any) -> Iterator[Measurement]:
         """None where nothing was to be measured, such as rotary embedding under ALiBi."""
@@ -108,6 +124,20 @@ class _Rows:
                 spread_s=high - low,
                 **{**self.common, **fields},
             )
+
+
+def _unmarked(taken: Sequence[Seconds]) -> list[Seconds]:
+    """The samples of a point, their layers' parts scaled to layers that were timed without marks inside.
+
+    Hooks and marks only take time, so nothing is ever scaled up: what is longer without them is chance.
+    """
+    layers_s = [(one["layer"], one[BARE_LAYER]) for one in taken if BARE_LAYER in one]
+    if not layers_s:
+        return list(taken)
+    marked_s, bare_s = (float(np.median(seconds)) for seconds in zip(*layers_s, strict=True))
+    factor = min(1.0, bare_s / marked_s)
+    scaled = [{name: seconds * (1.0 if name in _OUTSIDE else factor) for name, seconds in one.items()} for one in taken]
+    return [{name: seconds for name, seconds in one.items() if name != BARE_LAYER} for one in scaled]
 
 
 def traffic_of(model: ModelSpec) -> dict[str, float]:

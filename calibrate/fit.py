@@ -12,7 +12,7 @@ from calibrate.fit_attention import fit_blocked, fit_eager, fit_flash
 from calibrate.fit_choices import FitChoices, Label, provenance_of
 from calibrate.fit_elementwise import fit_elementwise
 from calibrate.fit_gemm import fit_gemm, head_bytes_per_s
-from calibrate.fit_host import PrepareRates, fit_host, fit_prepare
+from calibrate.fit_host import PrepareRates, fit_host, fit_pending_share, fit_prepare
 from calibrate.fit_links import SendRates, fit_all_gather, fit_send_recv
 from calibrate.fit_report import TITLES, FitReport
 from calibrate.fitted import HALF, Errors, Fitted, column, has_waves, rounded
@@ -90,7 +90,7 @@ def fit_profile(
         head_on_all_tokens=False,
         whole_attention=origin.is_hugging_face,
     )
-    links = fit.links()
+    links = replace(fit.links(), pending_share=fit.pending_share(rows))
     host_rates = replace(fit.host(host, rows), request_s=prepare.request_s)
     devices = ", ".join(sorted({row.device for row in fit.used if row.operation in ("gemm", "attention")}))
     profile = CalibrationProfile(
@@ -245,9 +245,19 @@ class _Fit:
             self.operations["host"] = _unmeasured("set by hand, not measured", _HAND_LOG_SD)
             return given or DEFAULT_HOST
         gathers = [row for row in rows if row.operation == "host_collective"]
-        self.used += [*layers, *gathers]
-        rates, self.operations["host"] = fit_host(layers, gathers)
-        return rates
+        messages = [row for row in rows if row.operation == "host_message"]
+        self.used += [*layers, *gathers, *messages]
+        rates, self.operations["host"] = fit_host(layers, gathers, messages)
+        before = [row for row in rows if row.operation == "host_prepare"]
+        self.used += before
+        return replace(rates, prepare_s=rounded(float(np.median(column(before, "expected_s"))))) if before else rates
+
+    def pending_share(self, rows: Sequence[Measurement]) -> float:
+        """Nothing on a CPU, whose messages take no multiprocessors."""
+        if not has_waves(self.gpu):
+            return 0.0
+        self.used += [row for row in rows if row.operation in ("layer_alone", "layer_pending")]
+        return fit_pending_share(rows)
 
     def most_ranks(self) -> int:
         """That took part in what was measured."""

@@ -23,6 +23,7 @@ class Sample:
     point: str
     seconds: Seconds
     busy_cores: float | None  # cores that other processes used meanwhile; None: not known
+    device: Mapping[str, Any] | None = None  # the GPU's clock and power meanwhile, see DeviceWatch; None: not known
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,7 +57,8 @@ class CampaignJournal:
     def add(self, sample: Sample) -> None:
         """Keep a sample; when this returns, no kill takes it away."""
         self.samples.append(sample)
-        self.lines.append({"point": sample.point, "s": dict(sample.seconds), "busy": sample.busy_cores})
+        line = {"point": sample.point, "s": dict(sample.seconds), "busy": sample.busy_cores}
+        self.lines.append(line if sample.device is None else line | {"device": dict(sample.device)})
 
     def plan(self, points: Sequence[str]) -> None:
         """What is to be measured: a resumed campaign measures the same, whatever it would choose today."""
@@ -95,7 +97,18 @@ def _decoded(line: JsonObject) -> Sample | tuple[str, ...] | None:
         point=line.text("point"),
         seconds={name: seconds.number(name, allow_zero=True) for name in seconds.fields},
         busy_cores=line.number("busy", allow_zero=True) if line.has("busy") else None,
+        device=_device(line.child("device")) if line.has("device") else None,
     )
+
+
+def _device(data: JsonObject) -> dict[str, Any]:
+    """What DeviceWatch read."""
+    reasons = data.sequence("throttled")
+    if not all(isinstance(reason, str) for reason in reasons):
+        raise data.error("throttled", "an array of texts")
+    numbers = ("sm_clock_hz", "power_w", "power_limit_w")
+    known = {key: data.number(key, allow_zero=True) if data.has(key) else None for key in numbers}
+    return known | {"throttled": [str(reason) for reason in reasons]}
 
 
 def journal_path(output: str | Path) -> Path:

@@ -45,6 +45,7 @@ class ForwardTimes:
     """Device seconds of one forward pass."""
 
     prepare: float  # before the first layer, but for the embedding: mask, rotary tables
+    host_prepare: float  # the host issuing all of that and the embedding
     embedding: float
     layers: Sequence[LayerTimes]
     head: float  # logits
@@ -92,6 +93,7 @@ class LayerMarks:
         embedding = device.of("embedding")
         return ForwardTimes(
             prepare=max(marks[firsts[0]].device_s - marks[0].device_s - embedding, 0.0),
+            host_prepare=marks[firsts[0]].host_s - marks[0].host_s,
             embedding=embedding,
             layers=layers,
             head=device.of("head"),

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
+from calibrate.device_watch import DeviceWatch
 from calibrate.link_points import LinkPoint, flow_text, link_points
 from calibrate.link_ranks import START_S, LinkRank
 from calibrate.measurement import Measurement
@@ -53,6 +56,8 @@ class LinkBench:
         if not 0 < timeout_s <= 86400:
             raise InputError("timeout_s", timeout_s, "seconds above 0 and at most a day")
         self.backend, self.device_name, self.num_ranks, self.timeout_s = backend, device_name, num_ranks, timeout_s
+        self._device = device
+        self._watch: DeviceWatch | None = None  # made when it is first asked
         self._points = {point.key: point for point in link_points(num_ranks, backend, max_bytes)}
         self._last_s: dict[str, float] = {}  # seconds of one transfer, as last measured
         self._pool: RankPool | None = None
@@ -88,6 +93,8 @@ class LinkBench:
         """Seconds of each message ("0>1"), or of the all-gather; medians of repeats where they are short."""
         found = self._point(point)
         repeats = found.repeats(self._last_s.get(point, found.guess_s(self.backend)))
+        if found.kind == "issue":
+            return self._issue(found, repeats)
         seconds = self._gather(found, repeats) if found.kind == "gather" else self._exchange(found, repeats)
         self._last_s[point] = max(seconds.values())
         return seconds
@@ -100,6 +107,15 @@ class LinkBench:
             if samples.get(key):
                 rows += point.rows(samples[key], backend=self.backend, device=self.device_name, hosts=hosts)
         return rows
+
+    def conditions(self) -> Mapping[str, Any] | None:
+        """The slowest clock and the most power of the ranks' GPUs; None on a CPU."""
+        if self._device != "cuda":
+            return None
+        if self._watch is None:
+            self._watch = DeviceWatch.of_visible(import_module("torch"), range(self.num_ranks))
+        reading = self._watch.read()
+        return None if reading is None else reading.to_dict()
 
     def pids(self) -> Sequence[int]:
         """Of the ranks, which this starts."""
@@ -126,6 +142,13 @@ class LinkBench:
         began_s = np.min([[began for began, _ in times[src]] for src in senders], axis=0)
         arrived_s = {flow: np.array([arrived for _, arrived in times[flow[1]]]) for flow in point.flows}
         return {flow_text(flow): float(np.median(ends - began_s)) for flow, ends in arrived_s.items()}
+
+    def _issue(self, point: LinkPoint, repeats: int) -> dict[str, float]:
+        """Of the host: the call that sends, and the one that receives."""
+        [flow] = point.flows
+        arguments = {"flow": flow, "nbytes": point.nbytes, "repeats": repeats}
+        took_s = self.pool.ask(point.ranks, ("issue", arguments), self.timeout_s)
+        return {"send": float(np.median(took_s[flow[0]])), "receive": float(np.median(took_s[flow[1]]))}
 
     def _gather(self, point: LinkPoint, repeats: int) -> dict[str, float]:
         """From when the last rank had the one before until the last rank has it."""

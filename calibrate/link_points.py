@@ -13,7 +13,7 @@ from calibrate.measurement import Measurement
 from kvrsim.errors import InputError
 
 Flow = tuple[int, int]  # from a rank to another
-Kind = Literal["send", "pairs", "gather"]
+Kind = Literal["send", "pairs", "gather", "issue"]
 
 SOURCE = "kvrsim calibrate links"
 SMALLEST_BYTES = 2**10
@@ -31,7 +31,8 @@ _GUESSES = {"gloo": (1.5e-4, 1.5e9), "nccl": (3e-5, 2e10)}  # seconds of a short
 class LinkPoint:
     """Messages along `flows` at the same time, or all-gathers of the first `num_ranks` ranks.
 
-    Keys are send:0>1:1024, pairs:0>1+1>0:1048576 and gather:gloo:4:1024.
+    Of `issue`, what a message takes of its sender's and its receiver's host. Keys are send:0>1:1024, issue:0>1:1024,
+    pairs:0>1+1>0:1048576 and gather:gloo:4:1024.
     """
 
     kind: Kind
@@ -57,11 +58,15 @@ class LinkPoint:
             flows = tuple(_read_flow(text) for text in what[0].split("+"))
             if kind == "send" and len(flows) == 1:
                 return cls(kind="send", flows=flows, nbytes=int(nbytes))
+            if kind == "issue" and len(flows) == 1:
+                return cls(kind="issue", flows=flows, nbytes=int(nbytes))
             if kind == "pairs" and len(flows) > 1:
                 return cls(kind="pairs", flows=flows, nbytes=int(nbytes))
         except (ValueError, IndexError):
             pass
-        raise InputError("point", key, "send:0>1:BYTES, pairs:0>1+1>0:BYTES or gather:KERNEL:RANKS:BYTES")
+        raise InputError(
+            "point", key, "send:0>1:BYTES, issue:0>1:BYTES, pairs:0>1+1>0:BYTES or gather:KERNEL:RANKS:BYTES"
+        )
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -87,6 +92,8 @@ class LinkPoint:
         self, samples: Sequence[Mapping[str, float]], *, backend: str, device: str, hosts: Sequence[str]
     ) -> list[Measurement]:
         """One row a message, one an all-gather: medians and interquartile ranges; `hosts` by rank."""
+        if self.kind == "issue":
+            return [_issue_row(samples, backend, device)]
         is_gather = self.kind == "gather"
         transfers: tuple[tuple[Flow | None, str], ...] = tuple((flow, flow_text(flow)) for flow in self.flows)
         if is_gather:
@@ -109,6 +116,19 @@ class LinkPoint:
             )
             for flow, seconds in timed
         ]
+
+
+def _issue_row(samples: Sequence[Mapping[str, float]], backend: str, device: str) -> Measurement:
+    """A send and a receive are counted alike: a rank of a chain has one of each in a layer."""
+    seconds = [(sample["send"] + sample["receive"]) / 2 for sample in samples]
+    return Measurement(
+        operation="host_message",
+        kernel=backend,
+        device=device,
+        median_s=float(np.median(seconds)),
+        spread_s=float(np.subtract(*np.percentile(seconds, (75, 25)))) if len(seconds) > 1 else None,
+        source=SOURCE,
+    )
 
 
 def flow_text(flow: Flow) -> str:
@@ -144,11 +164,14 @@ def link_points(num_ranks: int, backend: str, max_bytes: int) -> list[LinkPoint]
         for whole in sorted({size // count * count for size in sizes})
     ]
     large = sizes[-_LARGE_SIZES:]
+    points.append(LinkPoint(kind="issue", flows=((0, 1),), nbytes=SMALLEST_BYTES))
     return sorted(points, key=lambda point: (_turn(point, num_ranks, large), point.guess_s(backend)))
 
 
 def _turn(point: LinkPoint, num_ranks: int, large: Sequence[int]) -> int:
     """0: at once; 1: what shows the layout; 2: the rest."""
+    if point.kind == "issue":
+        return 0
     if point.kind == "gather":
         return 0 if point.num_ranks == num_ranks else 2
     if point.kind == "send" and set(point.flows[0]) == {0, 1}:

@@ -121,6 +121,22 @@ class LinkRank:
             times.append((began_s, arrived_s))
         return times
 
+    def issue(self, *, flow: Flow, nbytes: int, repeats: int) -> list[float]:
+        """Seconds that the call takes by which this rank sends along the flow, or receives; not what comes of it."""
+        took_s = []
+        for _ in range(repeats):
+            if self.rank == flow[0]:
+                self._meet(flow)
+            began_s = time.monotonic()
+            work = (self._send if self.rank == flow[0] else self._receive)(
+                flow, (self.outgoing if self.rank == flow[0] else self.incoming)[:nbytes]
+            )
+            took_s.append(time.monotonic() - began_s)
+            if self.rank == flow[1]:
+                self._meet(flow)
+            self._finish(work)
+        return took_s
+
     def gather(self, *, kernel: str, num_ranks: int, nbytes: int, repeats: int) -> list[float]:
         """All-gathers one after another: when each had ended here, the first one, which waits for all, included."""
         piece = nbytes // num_ranks

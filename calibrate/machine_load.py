@@ -1,16 +1,12 @@
-"""What else the machine does while something is timed: other processes, a clock that is held down."""
+"""CpuLoad: what other processes do while something is timed."""
 
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvrsim.runtime.load import HostLoad
-
-_QUERY = "clocks_throttle_reasons.hw_slowdown,clocks_throttle_reasons.sw_thermal_slowdown,utilization.gpu"
 
 
 class CpuLoad:
@@ -39,20 +35,3 @@ def _process_s(pid: int) -> float:
     except OSError:
         return 0.0
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def gpu_trouble(nvidia_smi: str | None = None) -> str | None:
-    """Why the first GPU's times are not its own just now, in a few words; None: nothing to be seen, or no GPU."""
-    tool = nvidia_smi or shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    command = [tool, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits", "--id=0"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    fields = [field.strip() for field in done.stdout.strip().split(",")]
-    if done.returncode != 0 or len(fields) != 3:
-        return None
-    slowed = [name for name, field in zip(("power brake or heat", "heat"), fields, strict=False) if field == "Active"]
-    return f"the GPU's clock is held down by {slowed[0]}" if slowed else None

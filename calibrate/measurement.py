@@ -32,10 +32,17 @@ Beyond these:
     before_attention, after_attention, layer        a layer up to attention, from it     dtype, chunk, prefix
                                                     on, and whole; to compare with, not
                                                     fitted
+    layer_alone, layer_pending                      a whole layer on a rank that has no  dtype, chunk, prefix
+                                                    receive posted, and on the same one
+                                                    while one waits for its sender
     all_gather                                      the collective                       bytes, ranks, nodes
     send_recv                                       one message                          bytes, ranks, nodes
     host_layer                                      the host issuing one decoder layer   -
     host_collective                                 the host issuing one collective      ranks
+    host_message                                    the host issuing one send or one     -
+                                                    receive
+    host_prepare                                    the host, from a prefill's begin     -
+                                                    until it issues the first layer
 
 tokens, chunk and prefix count tokens; heads are those of the device that was measured. bytes: of an element-wise
 kernel and of cache_append what it must read and write, counted plainly (of a model's measured layers, as its kernels
@@ -81,10 +88,13 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "cache_append": ("dtype", "chunk", "prefix", "bytes"),
     "prepare": ("dtype", "chunk", "prefix"),
     **dict.fromkeys(SEGMENTS, ("dtype", "chunk", "prefix")),
+    **dict.fromkeys(("layer_alone", "layer_pending"), ("dtype", "chunk", "prefix")),
     "all_gather": ("bytes", "ranks", "nodes"),
     "send_recv": ("bytes", "ranks", "nodes"),
     "host_layer": (),
     "host_collective": ("ranks",),
+    "host_message": (),
+    "host_prepare": (),
 }
 OPERATIONS = tuple(NEEDED)
 

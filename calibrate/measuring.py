@@ -58,7 +58,8 @@ def measure(
             outcome = run_campaign(bench, journal, policy, on_progress)
         finally:
             bench.close()
-        write_measurements(campaign.output, outcome.rows, origin=campaign.origin(outcome.rows))
+        measured_on = {"device_state": dict(outcome.device)} if outcome.device else {}
+        write_measurements(campaign.output, outcome.rows, origin={**campaign.origin(outcome.rows), **measured_on})
     except BaseException:
         journal.close()
         raise

@@ -15,7 +15,7 @@ from kvrsim.units import JsonObject
 
 _TABLES = "aiconfigurator:"  # what a source that is no file begins with
 _MAX_TEXT = 300  # of a line of provenance
-_TOLD = ("command", "date", "threads", "kvrsim", "model_name")  # that provenance repeats
+_TOLD = ("command", "date", "threads", "kvrsim", "model_name", "device_state")  # that provenance repeats
 
 
 def read_origins(sources: Iterable[str], argument: str) -> list[dict[str, Any]]:

@@ -27,7 +27,8 @@ LEAST_SIZES = {"gemm": 4, "attention": 4, "elementwise": 3, "send_recv": 4, "all
 _SIZE = {"gemm": "tokens", "attention": "chunk", "elementwise": "bytes", "send_recv": "bytes", "all_gather": "bytes"}
 _KINDS = {
     **dict.fromkeys((*ELEMENTWISE, "cache_append"), "elementwise"),
-    **dict.fromkeys(("host_layer", "host_collective", "prepare"), "host"),
+    **dict.fromkeys(("host_layer", "host_collective", "host_message", "host_prepare", "prepare"), "host"),
+    **dict.fromkeys(("layer_alone", "layer_pending"), "send_recv"),
     "head": "gemm",
 }
 MAX_MEDIAN_ERROR = 0.35  # of a fit; beyond, its form is not that of what was measured

@@ -33,11 +33,15 @@ def device_name(device: str, threads: int) -> str:
 
 
 def spec_of(device: str, dtype: str, threads: int) -> GpuSpec:
-    """The datasheet's where kvrsim has it; else what the device says of itself and a product and a copy show."""
+    """The datasheet's where kvrsim has it and the device agrees with it; else what the device says and shows.
+
+    A product and a copy show it.
+    """
     name = device_name(device, threads)
     if device == "cuda":
-        known = gpu_named(name)
-        return known or _cuda_spec(name, dtype, torch.cuda.get_device_properties(0))
+        found = torch.cuda.get_device_properties(torch.cuda.current_device())
+        known = gpu_named(name, num_sms=int(found.multi_processor_count), memory_bytes=int(found.total_memory))
+        return known or _cuda_spec(name, dtype, found)
     return GpuSpec(
         name=_slug(name),
         memory_bytes=_memory_bytes() // max(1, (os.cpu_count() or 1) // threads),

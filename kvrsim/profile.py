@@ -66,7 +66,9 @@ class HostRates:
     layer_s: float  # seconds to issue one decoder layer
     gather_piece_s: float  # more, per rank that takes part, for the all-gathers of one layer
     resume_s: float = 0.0  # that the device idles after communication that held it, until what follows has been issued
-    request_s: float = 0.0  # before the first layer, once a prefill
+    request_s: float = 0.0  # of the device, before the first layer, once a prefill
+    prepare_s: float | None = None  # of the host, likewise; None: not measured, as long as the device
+    message_s: float = 0.0  # to issue one send or one receive
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +82,7 @@ class LinkRates:
     gather: GatherRates | None  # of ring all-gathers; None: each step as a message
     sends: SendStyle  # "rendezvous": send and receive hold both compute streams; "overlap": neither
     sends_over_bus: SendStyle  # the same where transfers are staged through the host
+    pending_share: float = 0.0  # of a rank's compute rate that is lost while a receive waits; 0: none, or not measured
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,12 +250,16 @@ def _read_copies(data: JsonObject) -> CacheCopies:
     return CacheCopies(**needed, own=data.number("own", allow_zero=True) if data.has("own") else 0.0)
 
 
+_MOST_PENDING = 0.9  # a rank that loses more computes next to nothing beside a receive
+_HOST_OPTIONAL = ("resume_s", "request_s", "prepare_s", "message_s")
+
+
 def _read_host(data: JsonObject) -> HostRates:
     data.only(HostRates.__slots__)
     return HostRates(
         layer_s=data.number("layer_s", allow_zero=True),
         gather_piece_s=data.number("gather_piece_s", allow_zero=True),
-        **{key: data.number(key, allow_zero=True) for key in ("resume_s", "request_s") if data.has(key)},
+        **{key: data.number(key, allow_zero=True) for key in _HOST_OPTIONAL if data.has(key)},
     )
 
 
@@ -266,6 +273,9 @@ def _read_links(data: JsonObject) -> LinkRates:
         gather=GatherRates.read(data.child("gather")) if data.has("gather") else None,
         sends=_read_style(data, "sends"),
         sends_over_bus=_read_style(data, "sends_over_bus"),
+        pending_share=(
+            data.number("pending_share", allow_zero=True, maximum=_MOST_PENDING) if data.has("pending_share") else 0.0
+        ),
     )
 
 

@@ -116,6 +116,19 @@ def work_s(op: Op) -> Array:
     return np.zeros(1)
 
 
+def beside_receives(ops: tuple[Op, ...], share: float) -> tuple[Op, ...]:
+    """A rank's operations in a layer, whose computation loses `share` of its rate while a receive waits.
+
+    A rank that receives posts the next layer's receive as soon as it has the last one's message, so one waits nearly
+    all the time; where the rank before is far ahead, the message is there sooner, and the time is too long by the
+    share. A rendezvous is not posted ahead.
+    """
+    if not share or not any(isinstance(op, Recv) and not op.rendezvous for op in ops):
+        return ops
+    factor = 1.0 / (1.0 - share)
+    return tuple(replace(op, device_s=factor * op.device_s) if isinstance(op, Compute) else op for op in ops)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
     """All that every rank does from the prompt to the first token.

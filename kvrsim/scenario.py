@@ -14,7 +14,7 @@ from kvrsim.errors import InputError
 from kvrsim.hardware import DEFAULT_MEMORY_FRACTION, Cluster, MemoryLimit
 from kvrsim.model import ModelSpec
 from kvrsim.profile import CalibrationProfile, HostRates, SendStyle, profiles_with
-from kvrsim.program import Array, Compute, Op, Program
+from kvrsim.program import Array, Compute, Op, Program, beside_receives
 from kvrsim.rates.attention import ATTENTION_KERNELS
 from kvrsim.rates.elementwise import Traffic
 from kvrsim.rates.gemm import Product
@@ -110,8 +110,9 @@ class Scenario:
             quiet = replace(quiet, group=self.group.without_links())
         if quiet.profile is None:
             return quiet
-        host = replace(quiet.profile.host, resume_s=0.0)
-        return replace(quiet, profile=replace(quiet.profile, host=host))
+        host = replace(quiet.profile.host, resume_s=0.0, message_s=0.0)
+        links = replace(quiet.profile.links, pending_share=0.0)
+        return replace(quiet, profile=replace(quiet.profile, host=host, links=links))
 
     def with_own_links(self, bandwidth_bytes_per_s: float, latency_s: float | None = None) -> Scenario:
         """The same with a path of that bandwidth for every pair; messages hold the streams, or not, as before."""
@@ -163,6 +164,11 @@ class Scenario:
         return (links.sends_over_bus if self.cluster.topology == "bus" else links.sends) == "overlap"
 
     @property
+    def pending_share(self) -> float:
+        """Of a rank's compute rate, what is lost while a receive waits; 0 where it was not measured."""
+        return 0.0 if self.profile is None else self.profile.links.pending_share
+
+    @property
     def least_cost(self) -> CostModel:
         """The same, but for attention, which takes what no call of its kernel beats."""
         cost = self.cost
@@ -212,7 +218,10 @@ class Scenario:
                 (*self.embedding(chunk, cost), *self.prepare(chunk, end, cost))
                 for chunk, end in zip(chunks, ends, strict=True)
             ),
-            layers=tuple(tuple(tuple(strategy.layer(step, rank)) for rank in ranks) for step in steps),
+            layers=tuple(
+                tuple(beside_receives(tuple(strategy.layer(step, rank)), self.pending_share) for rank in ranks)
+                for step in steps
+            ),
             layer_kind_index=self.share.layer_kind_index,
             epilogue=tuple(self.head(chunks[rank], cost) if rank == len(chunks) - 1 else () for rank in ranks),
         )
@@ -234,9 +243,10 @@ class Scenario:
         if self.profile is None:
             return ()
         request_s, element_s = self.profile.host.request_s, self.profile.kernels.elementwise.mask_element_s
-        if not request_s and not element_s:
+        if not request_s and not element_s and not self.profile.host.prepare_s:
             return ()
-        return (Compute(name="prepare", device_s=cost.prepare_s(request_s, chunk * keys), host_s=request_s),)
+        device_s, host_s = cost.prepare_s(request_s, chunk * keys), self.profile.host.prepare_s
+        return (Compute(name="prepare", device_s=device_s, host_s=request_s if host_s is None else host_s),)
 
     def head(self, chunk: Array, cost: CostModel) -> tuple[Op, ...]:
         """Final norm and logits, of the last token alone or, as the 2023 Hugging Face code did, of all."""

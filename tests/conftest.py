@@ -505,6 +505,9 @@ class FakeCuda:
         self.compute(self.event_s)
         return FakeEvent(self)
 
+    def current_stream(self) -> FakeCuda:
+        return self  # it has one stream, which can wait for its own work
+
     def synchronize(self) -> None:
         self.synchronized = True
 

@@ -10,15 +10,17 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from calibrate import campaign as campaign_module
 from calibrate.campaign import BusyError, Policy, Progress, Skipped, estimate, is_busy, run_campaign
 from calibrate.journal import CampaignJournal, Sample, Seconds, journal_path
-from calibrate.machine_load import CpuLoad, gpu_trouble
-from calibrate.measurement import Measurement, read_measurements
+from calibrate.machine_load import CpuLoad
+from calibrate.measurement import Measurement, read_measurements, read_origin
 from calibrate.measuring import Campaign, measure
+from calibrate.origin import Origin
 
 QUIET = Policy(budget_s=2.0, even_if_busy=True)
 
@@ -33,6 +35,7 @@ class FakeBench:
     sleeps: bool = False
     calls: list[str] = field(default_factory=list)
     closed: bool = False
+    device: Mapping[str, Any] | None = None  # what the GPU did
 
     def points(self) -> Sequence[str]:
         return list(self.names)
@@ -63,6 +66,9 @@ class FakeBench:
             )
             for point, taken in samples.items()
         ]
+
+    def conditions(self) -> Mapping[str, Any] | None:
+        return self.device
 
     def pids(self) -> Sequence[int]:
         return ()
@@ -159,27 +165,32 @@ def test_a_few_cores_of_many_are_not_missed(monkeypatch: pytest.MonkeyPatch) -> 
     assert is_busy(sample)
 
 
-def test_a_gpu_that_is_held_down_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(campaign_module, "gpu_trouble", lambda: "the GPU's clock is held down by heat")
-    with pytest.raises(BusyError, match="held down by heat"):
-        run_campaign(FakeBench(), journal_in(tmp_path), QUIET)
+def test_samples_of_a_gpu_that_heat_slows_do_not_count(tmp_path: Path) -> None:
+    hot = {"sm_clock_hz": 9e8, "power_w": 300.0, "power_limit_w": 700.0, "throttled": ["sw_thermal_slowdown"]}
+    assert is_busy(Sample(point="1", seconds={}, busy_cores=0.0, device=hot))
+    with pytest.raises(BusyError, match=r"clock is held down .*sw_thermal_slowdown"):
+        run_campaign(FakeBench(device=hot), journal_in(tmp_path), Policy(budget_s=0.5))
 
 
-@pytest.mark.parametrize(
-    ("printed", "expected"),
-    [
-        ("Not Active, Not Active, 3", None),
-        ("Not Active, Active, 99", "heat"),
-        ("Active, Not Active, 99", "power brake"),
-        ("no devices were found", None),
-    ],
-)
-def test_what_nvidia_smi_says_of_the_clock(tmp_path: Path, printed: str, expected: str | None) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\necho '{printed}'\n")
-    tool.chmod(0o755)
-    found = gpu_trouble(str(tool))
-    assert found is None if expected is None else found is not None and expected in found
+def test_a_power_cap_counts_as_throttling_is_recorded_and_does_not_stop_a_campaign(tmp_path: Path) -> None:
+    capped = {"sm_clock_hz": 1.4e9, "power_w": 690.0, "power_limit_w": 700.0, "throttled": ["sw_power_cap"]}
+    campaign = Campaign(
+        build=lambda: FakeBench(device=capped),
+        about={"fake": True},
+        origin=lambda rows: {"date": "today"},
+        output=tmp_path / "x.csv",
+    )
+    measured = measure(campaign, QUIET)
+    measured.journal.close()
+    outcome = measured.outcome
+    assert outcome.device["throttled"] == {"sw_power_cap": 1.0}
+    origin = read_origin(tmp_path / "x.csv")
+    assert origin is not None
+    assert origin["device_state"]["sm_clock_hz"] == [1.4e9, 1.4e9, 1.4e9]
+    assert origin["device_state"]["power_limit_w"] == 700.0
+    assert "1400000000" in Origin.of([origin]).provenance()["measured: device_state"]
+    resumed = CampaignJournal.open(journal_path(tmp_path / "x.csv"), {"fake": True}, "--output")
+    assert all(sample.device == capped for sample in resumed.samples), "a resumed campaign knows it too"
 
 
 def test_the_load_of_others_is_the_machines_less_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

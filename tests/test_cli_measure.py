@@ -100,8 +100,13 @@ class MadeUpLinks(LinkBench):
         if found.kind == "gather":
             steps = (found.num_ranks or 2) - 1
             return {"all_gather": steps * (LATENCY_S + found.nbytes / (steps + 1) / LINK_BYTES_PER_S)}
+        if found.kind == "issue":
+            return {"send": 1e-5, "receive": 1e-5}
         seconds = LATENCY_S + found.nbytes / LINK_BYTES_PER_S
         return {f"{src}>{dst}": seconds for src, dst in found.flows}
+
+    def conditions(self) -> None:
+        return None
 
     def pids(self) -> Sequence[int]:
         return ()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from calibrate.clock import CpuClock, CudaClock
+from calibrate.clock import CpuClock, CudaClock, mark_empty, without_marks
 
 
 def test_cpu_marks_are_moments_of_one_clock() -> None:
@@ -52,3 +52,38 @@ def test_the_device_can_be_held_busy_so_that_the_host_is_ahead(fake_cuda: Any) -
     clock.start(hold_s=0.002)
     assert cuda.slept_cycles == [4_000_000]
     assert clock.finish() == []
+
+
+def test_the_clock_waits_for_its_own_stream_alone(fake_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pending receive on another stream would never let the whole device end."""
+
+    class Stream:
+        def synchronize(self) -> None:
+            fake_cuda.synchronized = True
+
+    def forever() -> None:
+        raise AssertionError("waits for every stream of the device")
+
+    monkeypatch.setattr(fake_cuda, "current_stream", Stream)
+    monkeypatch.setattr(fake_cuda, "synchronize", forever)
+    clock = CudaClock(fake_cuda)
+    clock.start()
+    clock.mark("a")
+    clock.wait()
+    assert [mark.name for mark in clock.finish()] == ["a"]
+
+
+def test_what_marks_take_is_taken_away_from_what_lies_between_them(fake_cuda: Any) -> None:
+    fake_cuda.event_s = 2e-6
+    clock = CudaClock(fake_cuda)
+    clock.start()
+    mark_empty(clock)
+    clock.mark("a")
+    fake_cuda.compute(1e-4)
+    clock.mark("b")
+    clock.mark("c")
+    found = without_marks(clock.finish())
+    assert [mark.name for mark in found] == ["a", "b", "c"]
+    first, second, third = (mark.device_s for mark in found)
+    assert second - first == pytest.approx(1e-4)
+    assert third - second == pytest.approx(0.0, abs=1e-12)

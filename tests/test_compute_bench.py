@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from calibrate import compute_bench
 from calibrate.campaign import Policy, Skipped, estimate
 from calibrate.clock import CudaClock
 from calibrate.compute_bench import LAYERS, ComputeBench, ComputeSetup
-from calibrate.compute_rows import compute_rows
+from calibrate.compute_rows import BARE_LAYER, PENDING_PREFIX, compute_rows
+from calibrate.device_watch import Reading
 from calibrate.grid import Point, grid
 from kvrsim.architectures import read_config
 from kvrsim.errors import InputError
@@ -140,22 +142,106 @@ def test_a_device_that_is_out_of_memory_skips_the_point(monkeypatch: pytest.Monk
         bench.sample("sdpa 64+0")
 
 
-def test_on_cuda_the_device_is_held_until_the_host_is_ahead_and_both_are_timed(fake_cuda: Any) -> None:
+@pytest.fixture
+def on_cuda(fake_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> ComputeBench:
+    """A bench whose device is a fake one, on which marks take 1 ms each and a layer's last product 10 ms."""
+    monkeypatch.setattr(compute_bench, "_HEAT_S", 0.05)
     built = ComputeBench.build(setup_of("llama"))
-    cuda = fake_cuda
-    cuda.event_s = 1e-3
-    bench = ComputeBench(built.setup, CudaClock(cuda), _models=built._models)
+    fake_cuda.event_s = 1e-3
+    bench = ComputeBench(built.setup, CudaClock(fake_cuda), _models=built._models)
+    for layer in built._models["sdpa"].base_model.layers:
+        _make_longer(layer.mlp.down_proj, fake_cuda)
     bench._probe()
-    assert bench.points()[0] == "host sdpa"
-    taken = bench.sample("sdpa 64+0")
-    assert taken["cache_append"] == pytest.approx(1e-3, abs=1e-9), "one mark to the next"
-    assert len(cuda.slept_cycles) >= 2, "the second forward of a sample finds the device busy"
-    host = bench.sample("host sdpa")
-    assert set(host) == {"host_layer"}
+    return bench
+
+
+def _make_longer(module: Any, cuda: Any) -> None:
+    forward = module.forward
+
+    def longer(*arguments: Any) -> Any:
+        cuda.compute(10e-3)
+        return forward(*arguments)
+
+    module.forward = longer
+
+
+def test_on_cuda_the_device_is_held_until_the_host_is_ahead_and_both_are_timed(
+    on_cuda: ComputeBench, fake_cuda: Any
+) -> None:
+    assert on_cuda.points()[0] == "host sdpa"
+    taken = on_cuda.sample("sdpa 64+0")
+    assert len(fake_cuda.slept_cycles) >= 2, "the second forward of a sample finds the device busy"
+    assert taken["gemm 96 64"] == pytest.approx(10e-3)
+    host = on_cuda.sample("host sdpa")
+    assert set(host) == {"host_layer", "host_prepare"}
     assert 0 < host["host_layer"] < 1.0
-    rows = bench.rows({"host sdpa": [host, host, host]})
-    assert [(row.operation, row.dtype) for row in rows] == [("host_layer", "fp32")]
-    assert bench.expected_s("host sdpa") > 0
+    assert 0 < host["host_prepare"] < 1.0
+    rows = on_cuda.rows({"host sdpa": [host, host, host]})
+    assert [(row.operation, row.dtype) for row in rows] == [("host_layer", "fp32"), ("host_prepare", "fp32")]
+    assert on_cuda.expected_s("host sdpa") > 0
+
+
+def test_what_marks_take_on_the_device_is_in_no_part(on_cuda: ComputeBench) -> None:
+    taken = on_cuda.sample("sdpa 64+0")
+    assert taken["layer"] == pytest.approx(10e-3), "26 marks of 1 ms each are in none of it"
+    for part in ("cache_append", "rotary", "activation", "residual", "norm", "attention", "prepare"):
+        assert taken[part] == pytest.approx(0.0, abs=1e-12), part
+
+
+def test_a_short_sample_is_heated_with_the_layers_own_work_and_a_long_one_is_not(
+    on_cuda: ComputeBench, fake_cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_cuda.sample("sdpa 64+0")
+    before_s = fake_cuda.device_s
+    on_cuda.sample("sdpa 64+0")
+    heated_s = fake_cuda.device_s - before_s
+    assert on_cuda.expected_s("sdpa 64+0") > 0.05
+    monkeypatch.setattr(compute_bench, "_HEAT_S", 0.01)  # a forward takes 20 ms on the device
+    before_s = fake_cuda.device_s
+    on_cuda.sample("sdpa 64+0")
+    assert heated_s >= fake_cuda.device_s - before_s + 20e-3, "at least one forward more"
+
+
+def test_clock_and_power_are_read_while_the_device_is_at_work(on_cuda: ComputeBench, fake_cuda: Any) -> None:
+    class Watch:
+        def read(self) -> Reading:
+            assert not fake_cuda.synchronized, "the device has ended already"
+            return Reading(sm_clock_hz=1.2e9, power_w=650.0, power_limit_w=700.0, throttled=("sw_power_cap",))
+
+    on_cuda._watch = Watch()  # type: ignore[assignment]
+    assert on_cuda.conditions() is None
+    on_cuda.sample("sdpa 64+0")
+    told = on_cuda.conditions()
+    assert told is not None
+    assert (told["sm_clock_hz"], told["throttled"]) == (1.2e9, ["sw_power_cap"])
+
+
+def test_parts_are_scaled_to_layers_timed_without_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute_bench, "_MARKED_S", 100.0)  # however loaded the machine is
+    setup = setup_of("llama")
+    bench = ComputeBench.build(setup)
+    once = dict(bench.sample("sdpa 64+0"))
+    assert BARE_LAYER in once, "short layers are timed without marks, too"
+    common: dict[str, Any] = {"dtype": "fp32", "device": "x"}
+
+    def rows_of(bare_s: float) -> dict[str, float]:
+        samples = {"sdpa 64+0": [once | {BARE_LAYER: bare_s}] * 3}
+        return {row.operation: row.median_s for row in compute_rows(samples, setup.model, **common)}
+
+    whole, half = rows_of(once["layer"]), rows_of(0.5 * once["layer"])
+    assert half["layer"] == pytest.approx(0.5 * whole["layer"])
+    assert half["gemm"] == pytest.approx(0.5 * whole["gemm"])
+    assert half["head"] == whole["head"], "it is outside of the layers"
+    assert rows_of(2 * once["layer"]) == whole, "marks make nothing faster"
+    bench.close()
+
+
+def test_layers_beside_a_pending_receive_are_points_where_there_are_two_gpus(on_cuda: ComputeBench) -> None:
+    assert not any(point.startswith(PENDING_PREFIX) for point in on_cuda.points())
+    on_cuda.setup = replace(on_cuda.setup, num_gpus=2)
+    beside = [point for point in on_cuda.points() if point.startswith(PENDING_PREFIX)]
+    assert beside == ["pending sdpa 256+0", "pending sdpa 64+0"]
+    assert all(on_cuda.expected_s(point) > 0 for point in beside)
 
 
 def test_hooks_are_taken_off_again() -> None:

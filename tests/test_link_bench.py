@@ -32,7 +32,7 @@ def test_points_are_what_their_keys_say(num_ranks: int, max_bytes: int, backend:
     assert [LinkPoint.parse(point.key) for point in points] == points
     assert len({point.key for point in points}) == len(points)
     first = [point for point in points if point.kind == "send" and set(point.flows[0]) == {0, 1}]
-    others = [point for point in points if point.kind != "gather" and point not in first]
+    others = [point for point in points if point.kind in ("send", "pairs") and point not in first]
     assert all(points.index(one) < points.index(other) for one in first for other in others), "a pair at all sizes"
     sends = {point.flows[0] for point in points if point.kind == "send"}
     assert len(sends) == num_ranks * (num_ranks - 1)
@@ -133,9 +133,10 @@ def test_gloo_is_timed() -> None:
         ("send_recv", "gloo"),
         ("all_gather", "gloo"),
         ("all_gather", "gloo_p2p_ring"),
+        ("host_message", "gloo"),
     }
     assert all(1e-6 < row.median_s < 5.0 for row in rows)
-    assert {row.nodes for row in rows} == {1}
+    assert {row.nodes for row in rows if row.operation != "host_message"} == {1}
     assert all(bench.expected_s(point) > 0 for point in samples)
 
 

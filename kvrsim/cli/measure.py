@@ -70,7 +70,7 @@ class Wanted:
         from calibrate.compute_bench import ComputeSetup
         from kvrsim.model import config_path, load_model
         from kvrsim.runtime.geometry import DTYPES, family_of
-        from kvrsim.runtime.host import chosen_device
+        from kvrsim.runtime.host import chosen_device, num_gpus
         from kvrsim.units import JsonObject, parse_count, parse_tokens
 
         model = load_model(self.model)
@@ -87,6 +87,7 @@ class Wanted:
             kernels=self._kernels(on_cpu),
             max_context=parse_tokens(self.ctx or ("4k" if on_cpu else "16k"), "--ctx"),
             threads=parse_count(self.threads, "--threads", maximum=1024),
+            num_gpus=1 if on_cpu else num_gpus(),
         )
 
     def _kernels(self, on_cpu: bool) -> tuple[str, ...]:

@@ -95,25 +95,30 @@ class Step:
     def send_kv(self, rank: int) -> Send:
         """Hand all K, V up to the end of the chunk to the next rank."""
         nbytes = self.costs.handed_kv_bytes(self.starts[rank] + self.chunks[rank])
-        return Send(dst=rank + 1, nbytes=nbytes, rendezvous=not self.costs.sends_overlap)
+        return Send(
+            dst=rank + 1, nbytes=nbytes, host_s=self.costs.host.message_s, rendezvous=not self.costs.sends_overlap
+        )
 
     def recv_kv(self, rank: int) -> Recv:
         """Wait for the K, V of all tokens before the chunk."""
-        return Recv(src=rank - 1, rendezvous=not self.costs.sends_overlap)
+        return Recv(src=rank - 1, host_s=self.costs.host.message_s, rendezvous=not self.costs.sends_overlap)
 
     def send_own_kv(self, rank: int, dst: int) -> Send:
         """The chunk's own K, V to another rank, after those that go elsewhere."""
         nbytes = self.costs.kv_bytes(self.chunks[rank])
-        return Send(dst=dst, nbytes=nbytes, rendezvous=not self.costs.sends_overlap, in_turn=True)
+        host_s, rendezvous = self.costs.host.message_s, not self.costs.sends_overlap
+        return Send(dst=dst, nbytes=nbytes, host_s=host_s, rendezvous=rendezvous, in_turn=True)
 
     def recv_own_kv(self, src: int) -> Recv:
         """Wait for the K, V of another rank's chunk."""
-        return Recv(src=src, rendezvous=not self.costs.sends_overlap)
+        return Recv(src=src, host_s=self.costs.host.message_s, rendezvous=not self.costs.sends_overlap)
 
     def send_activations(self, tokens: Array, rank: int) -> Send:
         """The residual stream of so many tokens to the next rank."""
         nbytes = self.costs.activation_bytes(tokens)
-        return Send(dst=rank + 1, nbytes=nbytes, rendezvous=not self.costs.sends_overlap)
+        return Send(
+            dst=rank + 1, nbytes=nbytes, host_s=self.costs.host.message_s, rendezvous=not self.costs.sends_overlap
+        )
 
     def all_gather_kv(self, rank: int) -> AllGather:
         """Exchange the chunks' K, V so that every rank holds all."""
