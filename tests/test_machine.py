@@ -54,7 +54,7 @@ def test_rows_of_another_form_of_a_gpu_need_its_name() -> None:
         median_s=1.0,
         source="x",
     )
-    with pytest.raises(InputError, match="--gpu"):
+    with pytest.raises(InputError, match="NVIDIA H100 PCIe"):
         gpu_of([row], None)
     assert gpu_of([row], "h100").name == "h100"
 

@@ -132,7 +132,7 @@ def test_every_required_key_is_missed_by_its_path(fields: dict[str, Any]) -> Non
     optional |= {"kernels.head_on_all_tokens", "kernels.elementwise.fused", "host.resume_s"}
     optional |= {"kernels.whole_attention", "kernels.elementwise.mask_element_s", "kernels.copies.own"}
     optional |= {"kernels.gemm.head_bytes_per_s", "host.request_s", "run_to_run_log_sd", "cluster"}
-        optional |= {"host.prepare_s", "host.message_s", "links.pending_share"}
+    optional |= {"host.prepare_s", "host.message_s", "links.pending_share"}
     optional |= {f"kernels.attention.{key}" for key in ("eager.measured", "sdpa", "sdpa.measured")}
     optional |= {f"kernels.attention.sdpa.{key}" for key in ("skips_masked", "join_s")}
     optional |= {f"cluster.{link}.{key}" for link in ("link", "network") for key in LINK_OPTIONAL}
