@@ -136,7 +136,11 @@ def test_every_required_key_is_missed_by_its_path(fields: dict[str, Any]) -> Non
     optional |= {f"kernels.attention.{key}" for key in ("eager.measured", "sdpa", "sdpa.measured")}
     optional |= {f"kernels.attention.sdpa.{key}" for key in ("skips_masked", "join_s")}
     optional |= {f"cluster.{link}.{key}" for link in ("link", "network") for key in LINK_OPTIONAL}
-    optional |= {"cluster.gpu.source", *(f"cluster.gpu.peak_flops.{dtype}" for dtype in DTYPES)}
+    optional |= {
+        "cluster.gpu.source",
+        "cluster.gpu.memory_source",
+        *(f"cluster.gpu.peak_flops.{dtype}" for dtype in DTYPES),
+    }
     optional |= {"kernels.attention.eager", "kernels.attention.flash"}
     optional |= {f"kernels.attention.flash.{key}" for key in ("causal", "packs_heads", "splits_keys")}
     optional |= {f"operations.{kind}" for kind in OPERATION_KINDS}
