@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from calibrate.grid import Point
 from calibrate.link_ranks import START_S
-from calibrate.rank_pool import RankPool
 from kvrsim.request import dtype_bytes
+from kvrsim.runtime.ranks.pool import RankPool
+from kvrsim.runtime.ranks.process import Seat
 
 if TYPE_CHECKING:
     from calibrate.compute_bench import ComputeSetup
@@ -29,7 +29,7 @@ _TIMEOUT_S = 60.0
 class PendingRanks:
     """Two processes: the first computes and receives, the second sends when it is told to.
 
-    Raises KvrsimError, naming the rank, where one dies or does not answer.
+    Raises RankError, naming the rank, where one dies or does not answer.
     """
 
     def __init__(self, setup: ComputeSetup) -> None:
@@ -56,19 +56,19 @@ class PendingRanks:
 class PendingRank:
     """One of the two."""
 
-    def __init__(self, *, rank: int, folder: str, setup: ComputeSetup) -> None:
+    def __init__(self, *, seat: Seat, setup: ComputeSetup) -> None:
         import torch
 
         from calibrate.compute_bench import ComputeBench
-        from kvrsim.runtime.transport import DistributedTransport
+        from kvrsim.runtime.ranks.transport import DistributedTransport
 
-        on_cuda = setup.device == "cuda"
+        rank, on_cuda = seat.rank, setup.device == "cuda"
         device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
         if on_cuda:
             torch.cuda.set_device(device)
-        store = f"file://{Path(folder).absolute()}/store"
+        timeout_s = START_S + _TIMEOUT_S
         self.transport = DistributedTransport(
-            rank=rank, size=2, init_method=store, device=device, timeout_s=START_S + _TIMEOUT_S
+            rank=rank, size=2, init_method=seat.store, device=device, timeout_s=timeout_s
         )
         self.transport.warmup()
         nbytes = setup.max_context * setup.model.kv_bytes_per_token_layer(dtype_bytes(setup.dtype))
