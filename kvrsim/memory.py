@@ -7,10 +7,16 @@ its half-precision result: 2 + 4 + 2 bytes an element, and the scores that the m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+import numpy as np
+
+from kvrsim.cost.kernels import NoTime
+from kvrsim.in_flight import bytes_in_flight
 from kvrsim.model import ModelSpec
 from kvrsim.partition import Partition
+from kvrsim.program import Compute, Program, RingPass
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.strategies.pipeline import stages
@@ -25,7 +31,7 @@ class RankMemory:
 
     weights: int
     kv_cache: int  # of all layers, every token that the rank holds K and V of
-    gathered: int  # K and V in flight: received or gathered pieces before they are copied into the cache
+    gathered: int  # of one layer: messages before they are copied into the cache, and K, V that it does not keep
     activations: int  # residual stream, Q, K, V and the MLP's widest tensors, one layer
     scores: int  # eager attention's score matrix in all its copies, all heads; flash has none
     logits: int
@@ -43,12 +49,19 @@ class RankMemory:
 
 
 def memory_of(scenario: Scenario, strategy: Strategy, partition: Partition) -> tuple[RankMemory, ...]:
-    """Peak memory of every GPU, rank by rank; those of a group have equal shares."""
+    """Peak memory of every GPU, rank by rank; those of a group have equal shares.
+
+    What a rank holds is read from its program: K, V after each operation, messages and gathered pieces until they are
+    in the cache, score matrices. Where a program does not say what it holds, it is taken to hold the whole context.
+    """
     if strategy.pipeline is not None:
         held = stages(scenario.share.num_hidden_layers, scenario.cluster.num_gpus)
         ranks = [_stage_memory(scenario, partition, stage, len(held)) for stage in enumerate(held)]
     else:
-        ranks = [_rank_memory(scenario, strategy, partition, rank) for rank in range(len(partition.chunk_lens))]
+        chunks = [np.array([float(chunk)]) for chunk in partition.chunk_lens]
+        program = scenario.program(strategy, chunks, NoTime())
+        flights = [bytes_in_flight(kind) for kind in program.layers]
+        ranks = [_rank_memory(scenario, strategy, partition, program, flights, rank) for rank in range(len(chunks))]
     return tuple(rank for rank in ranks for _ in range(scenario.gpus_per_rank))
 
 
@@ -58,28 +71,43 @@ def fits(scenario: Scenario, memory: tuple[RankMemory, ...]) -> bool:
     return all(rank.total <= limit_bytes for rank in memory)
 
 
-def _rank_memory(scenario: Scenario, strategy: Strategy, partition: Partition, rank: int) -> RankMemory:
+def _rank_memory(
+    scenario: Scenario,
+    strategy: Strategy,
+    partition: Partition,
+    program: Program,
+    flights: Sequence[Sequence[float]],
+    rank: int,
+) -> RankMemory:
+    """`flights`: bytes in flight in a layer of each kind, a rank."""
     model, request = scenario.share, scenario.request
-    width, batch = request.dtype_bytes, request.batch
-    chunk = partition.chunk_lens[rank]
-    end = request.cached_prefix + partition.boundaries[rank + 1]
-    held = {"prefix": end, "all": request.context_len, "own": request.cached_prefix + chunk}[strategy.kept]
-    attended = end if strategy.kept == "prefix" else request.context_len
-    last = rank == len(partition.chunk_lens) - 1
-    kv_token_layer = model.kv_bytes_per_token_layer(width)
-    if strategy.gathers_kv:
-        in_flight = request.context_len
-    else:  # all before the chunk; of a ring, the piece that is worked on and the one that comes
-        in_flight = end - chunk if strategy.kept == "prefix" else 2 * max(partition.chunk_lens)
+    width, batch, chunk = request.dtype_bytes, request.batch, partition.chunk_lens[rank]
+    token_bytes = batch * model.kv_bytes_per_token_layer(width)
+    whole, own = request.context_len * token_bytes, (request.cached_prefix + chunk) * token_bytes
+    kept, gathered = [], []
+    for kind, in_flight in zip(program.layers, flights, strict=True):
+        said = [float(op.kv_bytes[0]) for op in kind[rank] if isinstance(op, Compute) and op.kv_bytes is not None]
+        held = max(said, default=float(whole))
+        kept.append(held if strategy.keeps_gathered else min(held, own))
+        gathered.append(in_flight[rank] + held - kept[-1])
     return RankMemory(
         weights=model.weight_bytes(width),
-        kv_cache=batch * held * model.kv_bytes_per_token(width),
-        gathered=batch * in_flight * kv_token_layer if len(partition.chunk_lens) > 1 else 0,
+        kv_cache=round(sum(kept[kind] for kind in program.layer_kind_index)),
+        gathered=round(max(gathered)),
         activations=batch * chunk * _activation_elements(model) * width,
-        scores=_scores(scenario, chunk, attended) if scenario.kernel == "eager" else 0,
-        logits=batch * _logits_bytes(scenario, chunk, width) if last else 0,
+        scores=_score_bytes(program, rank, width, whole=batch * model.num_attention_heads * chunk * request.context_len)
+        if scenario.kernel == "eager"
+        else 0,
+        logits=batch * _logits_bytes(scenario, chunk, width) if rank == len(partition.chunk_lens) - 1 else 0,
         runtime=RUNTIME_BYTES,
     )
+
+
+def _score_bytes(program: Program, rank: int, width: int, *, whole: int) -> int:
+    """The largest score matrix of the rank's program; `whole`: its elements where the program says nothing."""
+    ops = [op for kind in program.layers for op in kind[rank] if isinstance(op, Compute | RingPass)]
+    elements = max((float(op.score_elements[0]) for op in ops if op.score_elements is not None), default=float(whole))
+    return round(elements) * EAGER_SCORE_PEAK_BYTES * width // 2
 
 
 def _stage_memory(scenario: Scenario, partition: Partition, stage: tuple[int, range], num_stages: int) -> RankMemory:

@@ -29,6 +29,8 @@ class Compute:
     name: str  # what a timeline calls it
     device_s: Array  # seconds of device time, shape (B,)
     host_s: float = 0.0  # seconds that the host needs to issue it
+    kv_bytes: Array | None = None  # K, V of the layer that the rank holds from then on, shape (B,); None: as before
+    score_elements: Array | None = None  # of the score matrix that an eager kernel makes, shape (B,); None: it has none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +82,7 @@ class RingPass:
     nbytes: Array  # of the piece held in each round but the last, shape (p - 1, B)
     host_s: tuple[float, ...]  # of each round
     overlaps: bool = True  # the work runs beside the message; else after it
+    score_elements: Array | None = None  # of the largest round, as of Compute
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

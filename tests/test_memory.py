@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvrsim
+from kvrsim.architectures import read_config
 from kvrsim.memory import EAGER_SCORE_PEAK_BYTES, fits, memory_of
+from kvrsim.model import ModelSpec
 from kvrsim.partition import Partition
+from kvrsim.program import Compute, Op, Recv, Send
 from kvrsim.scenario import Scenario
-from kvrsim.strategies import STRATEGIES
+from kvrsim.strategies import STRATEGIES, Step
+from kvrsim.units import JsonObject
 
 KVR, TSP, SINGLE = STRATEGIES["kvr-s"], STRATEGIES["tsp"], STRATEGIES["single"]
 
@@ -82,6 +89,90 @@ def test_the_kv_cache_of_llama() -> None:
     (part,) = memory_of(scenario_of(1000, 1), SINGLE, Partition(chunk_lens=(1000,)))
     assert part.kv_cache == 1000 * 2**19
     assert part.gathered == 0
+
+
+def two_chains(step: Step, rank: int) -> Iterator[Op]:
+    """A strategy of one's own: an early and a late piece a rank, early K, V go to the rank before, late to the next."""
+    early, late = step.zigzag(rank)
+    yield step.qkv(rank)
+    if rank < step.num_ranks - 1:
+        yield Recv(src=rank + 1)
+    if rank > 0:
+        yield Send(dst=rank - 1, nbytes=step.costs.kv_bytes(early[1] + early[0] - step.cached))
+        yield Recv(src=rank - 1)
+    yield step.append_kv(rank, prefix=late[1] - early[0])
+    if rank < step.num_ranks - 1:
+        yield Send(dst=rank + 1, nbytes=step.costs.kv_bytes(late[1] + late[0] - step.cached))
+    yield step.attention_to("early attention", *early)
+    yield step.attention_to("late attention", *late)
+    yield step.output_mlp(rank)
+
+
+TWO_CHAINS = replace(KVR, name="two-chains", layer=two_chains, chains=False, partition_rule="even")
+
+
+def pieces_of(chunks: Sequence[int], cached: int) -> list[tuple[range, range]]:
+    """Positions of each rank's early and late piece: the last rank has the first early piece and the last late one."""
+    sizes = [chunk // 2 for chunk in reversed(chunks)] + [chunk - chunk // 2 for chunk in chunks]
+    ends = [cached, *(cached + sum(sizes[: number + 1]) for number in range(len(sizes)))]
+    positions = [range(first, end) for first, end in pairwise(ends)]
+    return [(positions[len(chunks) - 1 - rank], positions[len(chunks) + rank]) for rank in range(len(chunks))]
+
+
+@given(seed=st.integers(0, 2**32), cached=st.integers(0, 50), num_gpus=st.integers(2, 5))
+@settings(max_examples=30, deadline=None)
+def test_two_pieces_a_rank_hold_what_their_positions_say(seed: int, cached: int, num_gpus: int) -> None:
+    """K, V, messages and scores, counted position by position; a token of K, V is 256 bytes in a layer, 4 in all."""
+    rng = random.Random(seed)
+    chunks = [rng.randint(2, 60) for _ in range(num_gpus)]
+    about: dict[str, Any] = {"ctx": cached + sum(chunks), "gpus": num_gpus, "cached_prefix": cached}
+    scenario = scenario_of(**about, model=small_model())
+    cut = Partition(chunk_lens=tuple(chunks))
+    token, layers, heads = 256, 4, 4
+    zigzag = memory_of(scenario, STRATEGIES["zigzag"], cut)
+    chains = memory_of(scenario, TWO_CHAINS, cut)
+    for rank, (early, late) in enumerate(pieces_of(chunks, cached)):
+        everything, own = cached + sum(chunks), cached + chunks[rank]
+        scores = max(len(piece) * piece.stop for piece in (early, late)) * heads * EAGER_SCORE_PEAK_BYTES
+        assert zigzag[rank].scores == chains[rank].scores == scores
+        assert zigzag[rank].kv_cache == layers * token * own
+        assert zigzag[rank].gathered == token * (sum(chunks) + everything - own)
+        assert chains[rank].kv_cache == layers * token * late.stop
+        before_early = early.start - cached if rank < num_gpus - 1 else 0
+        before_late = late.start - cached if rank > 0 else 0
+        assert chains[rank].gathered == token * (before_early + before_late)
+    new_bytes = sum(part.kv_cache for part in zigzag) - num_gpus * layers * token * cached
+    assert new_bytes == layers * token * sum(chunks)
+
+
+def small_model() -> ModelSpec:
+    fields = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    fields |= {"num_hidden_layers": 4, "vocab_size": 101}
+    return read_config(JsonObject(fields=fields, where="test"), "small")
+
+
+@pytest.mark.parametrize("name", ["ring", "striped", "ulysses"])
+def test_split_strategies_keep_every_token_once(name: str) -> None:
+    """Over all ranks, K and V of the whole context; Ulysses keeps all tokens of a rank's heads."""
+    scenario = scenario_of("4k", 4)
+    parts = memory_of(scenario, STRATEGIES[name], Partition.even(4096, 4))
+    assert sum(part.kv_cache for part in parts) == 4096 * 2**19
+    queries = 4096 if name == "ulysses" else 1024
+    keys, heads = (4096, 8) if name == "ulysses" else (1024, 32)
+    assert {part.scores for part in parts} == {heads * queries * keys * EAGER_SCORE_PEAK_BYTES}
+
+
+def test_a_program_that_says_nothing_holds_the_whole_context() -> None:
+    """Too much rather than too little."""
+
+    def silent(step: Step, rank: int) -> Iterator[Op]:
+        yield Compute(name="all of it", device_s=np.ones_like(step.chunks[rank]))
+
+    strategy = replace(KVR, name="silent", layer=silent, chains=False)
+    for part in memory_of(scenario_of("4k", 2), strategy, Partition(chunk_lens=(3072, 1024))):
+        assert part.kv_cache == 4096 * 2**19
+    quarter = memory_of(scenario_of("4k", 2), strategy, Partition(chunk_lens=(3072, 1024)))[1]
+    assert quarter.scores == 32 * 1024 * 4096 * EAGER_SCORE_PEAK_BYTES
 
 
 def test_the_eager_score_matrix() -> None:

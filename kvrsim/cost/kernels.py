@@ -132,6 +132,36 @@ class CalibratedCost:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NoTime:
+    """Nothing takes any time: for what a program says besides, such as memory."""
+
+    fused: bool = True
+    whole_attention: bool = False
+    copies: CacheCopies = NO_COPIES
+    head_on_all_tokens: bool = False
+
+    def row_cost(self, products: tuple[Product, ...], steps: tuple[Traffic, ...]) -> Callable[[Array], Array]:
+        """Nothing."""
+        return np.zeros_like
+
+    def head_s(self, tokens: Array, product: Product) -> Array:
+        """Nothing."""
+        return np.zeros_like(tokens)
+
+    def attention_s(self, call: AttentionCall) -> Array:
+        """Nothing."""
+        return np.zeros_like(call.chunk)
+
+    def traffic_s(self, tokens: Array, steps: tuple[Traffic, ...]) -> Array:
+        """Nothing."""
+        return np.zeros_like(tokens)
+
+    def prepare_s(self, request_s: float, mask_elements: Array) -> Array:
+        """Nothing."""
+        return np.zeros_like(mask_elements)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RooflineCost:
     """The datasheet's limits: no kernel is faster than its FLOPs or its bytes allow (Williams et al., 2009)."""
 

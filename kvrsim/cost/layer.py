@@ -166,7 +166,12 @@ class LayerCosts:
         back = (gemm.in_features for gemm in reversed(mlp) if gemm.out_features == self.model.hidden_size)
         return next(back, 0)
 
-    # -- messages
+    # -- memory
+    def score_elements(self, chunk: Array, keys: Array) -> Array:
+        """Elements of the score matrix of so many queries and keys, all heads."""
+        return chunk * keys * float(self.batch * self.model.num_attention_heads)
+
+    # -- messages and memory
     def kv_bytes(self, tokens: Array) -> Array:
         """K and V of that many tokens in this layer."""
         return tokens * float(self.batch * self.model.kv_bytes_per_token_layer(self.element_bytes))

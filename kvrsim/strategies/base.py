@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvrsim.cost.group import all_reduce
 from kvrsim.cost.layer import LayerCosts
-from kvrsim.program import AllGather, AllToAll, Array, Collective, Compute, Op, Program, Recv, RingPass, Send
+from kvrsim.program import AllGather, AllToAll, Array, Collective, Compute, Flags, Op, Program, Recv, RingPass, Send
 
 if TYPE_CHECKING:
     from kvrsim.cost.kernels import CostModel
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from kvrsim.scenario import Scenario
 
 PartitionRule = Literal["whole", "even", "search", "table", "pieces"]
-KeptKv = Literal["prefix", "all", "own"]
 LayerProgram = Callable[["Step", int], Iterator[Op]]
 PipelineProgram = Callable[["Scenario", Sequence[Array], "CostModel"], Program]
 Refusal = Callable[["ModelSpec", int], str | None]
@@ -35,17 +34,12 @@ class Strategy:
     partition_rule: PartitionRule  # where its partition comes from
     layer: LayerProgram  # the operations of one rank in one layer
     gathers_kv: bool  # every rank has the K and V of the whole context before its attention
-    kept_kv: KeptKv | None = None  # K, V that a rank ends with; None: all where it gathers, else up to its chunk's end
+    keeps_gathered: bool = True  # K, V that the program says it holds stay to the end; else its own chunk's alone
     group_size: int | None = 1  # GPUs that split every matrix and act as one rank; None: all that there are
     pipeline: PipelineProgram | None = None  # builds the program where ranks hold different layers
     refuses: Refusal | None = None  # what a model and number of ranks must fulfil, where they do not; None: nothing
     approximate: str | None = None  # how its result differs from the model's own prefill; None: it is the same
     chains: bool = False  # it is KVR's chain, which planner.bound is about
-
-    @property
-    def kept(self) -> KeptKv:
-        """K, V that a rank ends with."""
-        return self.kept_kv or ("all" if self.gathers_kv else "prefix")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +64,31 @@ class Step:
         return Compute(name="qkv", device_s=self.costs.qkv_s(self.chunks[rank]), host_s=self.costs.host_qkv_s)
 
     def append_kv(self, rank: int, prefix: Array) -> Compute:
-        """Join the prefix's K, V and the chunk's in one contiguous cache."""
-        return Compute(name="append", device_s=self.costs.append_s(self.chunks[rank], prefix))
+        """Join the prefix's K, V and the chunk's in one contiguous cache.
+
+        prefix: tokens that the rank then holds besides its chunk; of a chunk in pieces, all others up to its last one.
+        """
+        chunk = self.chunks[rank]
+        held = self.costs.kv_bytes(prefix + chunk)
+        return Compute(name="append", device_s=self.costs.append_s(chunk, prefix), kv_bytes=held)
 
     def attention(self, rank: int, prefix: Array) -> Compute:
         """The chunk's queries against the prefix and the chunk itself."""
-        device_s = self.costs.attention_s(self.chunks[rank], prefix)
-        return Compute(name="attention", device_s=device_s, host_s=self.costs.host_attention_s)
+        return self._attention("attention", self.chunks[rank], prefix)
+
+    def _attention(self, name: str, tokens: Array, prefix: Array, *, some: Flags | None = None) -> Compute:
+        """`some`: where there is anything to do; None: everywhere."""
+        device_s = self.costs.attention_s(tokens, prefix)
+        return Compute(
+            name=name,
+            device_s=device_s if some is None else np.where(some, device_s, 0.0),
+            host_s=self.costs.host_attention_s,
+            score_elements=self.costs.score_elements(tokens, prefix + tokens),
+        )
 
     def attention_to(self, name: str, tokens: Array, start: Array) -> Compute:
         """Some of the rank's queries, which begin at `start`, against all keys up to their own."""
-        device_s = np.where(tokens > 0, self.costs.attention_s(np.maximum(tokens, 1.0), start), 0.0)
-        return Compute(name=name, device_s=device_s, host_s=self.costs.host_attention_s)
+        return self._attention(name, np.maximum(tokens, 1.0), start, some=tokens > 0)
 
     def output_mlp(self, rank: int) -> Compute:
         """Output projection, MLP, norms and residuals of the chunk."""
@@ -128,7 +135,8 @@ class Step:
     def assemble_kv(self, rank: int) -> Compute:
         """Join the gathered pieces in one contiguous K and V."""
         chunk, total = self.chunks[rank], self.starts[-1] + self.chunks[-1]
-        return Compute(name="assemble", device_s=self.costs.assemble_s(chunk, total - chunk))
+        held = self.costs.kv_bytes(total)
+        return Compute(name="assemble", device_s=self.costs.assemble_s(chunk, total - chunk), kv_bytes=held)
 
     # -- rings and exchanges
     @property
@@ -150,13 +158,15 @@ class Step:
     def pass_kv(self, rank: int, work_s: Array) -> RingPass:
         """Work on every rank's K, V, one after another, the own first, while they go round; work_s of shape (p, B)."""
         blocks = self.blocks(rank)
-        host_s = self.costs.host_attention_s
+        host_s, chunk = self.costs.host_attention_s, self.chunks[rank]
+        most_keys = np.maximum(self.lengths.max(axis=0), self.cached + chunk)
         return RingPass(
             name="attention",
             device_s=work_s,
             nbytes=self.costs.kv_bytes(self.lengths[blocks[:-1]]),
             host_s=tuple(host_s if (one > 0).any() else 0.0 for one in work_s),
             overlaps=self.costs.sends_overlap,
+            score_elements=self.costs.score_elements(chunk, most_keys),
         )
 
     def blocks(self, rank: int) -> npt.NDArray[np.intp]:

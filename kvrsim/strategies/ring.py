@@ -57,7 +57,6 @@ RING = Strategy(
     partition_rule="even",
     layer=layer,
     gathers_kv=False,
-    kept_kv="own",
 )
 STRIPED = Strategy(
     name="striped",
@@ -66,5 +65,4 @@ STRIPED = Strategy(
     partition_rule="even",
     layer=striped_layer,
     gathers_kv=False,
-    kept_kv="own",
 )

@@ -25,8 +25,14 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
     total = lengths.sum(axis=0)
     yield step.qkv(rank)
     yield step.all_to_all(rank, np.repeat(chunk[None], ranks - 1, axis=0), queries + 2 * keys)
-    yield Compute(name="append", device_s=heads.append_s(total, step.cached))
-    yield Compute(name="attention", device_s=heads.attention_s(total, step.cached), host_s=heads.host_attention_s)
+    held = step.cached + total
+    yield Compute(name="append", device_s=heads.append_s(total, step.cached), kv_bytes=heads.kv_bytes(held))
+    yield Compute(
+        name="attention",
+        device_s=heads.attention_s(total, step.cached),
+        host_s=heads.host_attention_s,
+        score_elements=heads.score_elements(total, held),
+    )
     yield step.all_to_all(rank, lengths[others], queries)
     yield step.output_mlp(rank)
 
@@ -46,6 +52,5 @@ ULYSSES = Strategy(
     partition_rule="even",
     layer=layer,
     gathers_kv=False,
-    kept_kv="own",
     refuses=refuses,
 )

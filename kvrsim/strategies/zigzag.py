@@ -30,5 +30,5 @@ ZIGZAG = Strategy(
     partition_rule="even",
     layer=layer,
     gathers_kv=True,
-    kept_kv="own",
+    keeps_gathered=False,
 )

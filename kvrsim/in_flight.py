@@ -1,0 +1,57 @@
+"""Bytes of messages that a rank holds at a time, read from its program."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+from kvrsim.program import AllGather, AllToAll, Compute, Op, Recv, RingPass, Send
+
+
+def bytes_in_flight(layer: Sequence[Sequence[Op]]) -> list[float]:
+    """Peak bytes of each rank in one layer, for the first of a batch of partitions.
+
+    A message and gathered pieces stay until the next operation that says what the rank holds: it has copied them. A
+    ring holds the piece that it works on and the one that comes; an all-to-all what leaves and what comes.
+
+    layer: the operations of each rank.
+    """
+    sent: dict[tuple[int, int], deque[float]] = defaultdict(deque)
+    for src, ops in enumerate(layer):
+        for op in ops:
+            if isinstance(op, Send):
+                sent[src, op.dst].append(float(op.nbytes[0]))
+    gathers = [[op for op in ops if isinstance(op, AllGather)] for ops in layer]
+    exchanges = [[op for op in ops if isinstance(op, AllToAll)] for ops in layer]
+    return [_peak_of(rank, ops, sent, gathers, exchanges) for rank, ops in enumerate(layer)]
+
+
+def _peak_of(
+    rank: int,
+    ops: Sequence[Op],
+    sent: dict[tuple[int, int], deque[float]],
+    gathers: Sequence[Sequence[AllGather]],
+    exchanges: Sequence[Sequence[AllToAll]],
+) -> float:
+    peak = waiting = 0.0
+    num_gathers = num_exchanges = 0
+    for op in ops:
+        now = 0.0
+        if isinstance(op, Recv) and sent[op.src, rank]:
+            waiting += sent[op.src, rank].popleft()
+        elif isinstance(op, AllGather):
+            waiting += sum(float(others[num_gathers].nbytes[0]) for others in gathers)
+            num_gathers += 1
+        elif isinstance(op, AllToAll):
+            comes = (others[num_exchanges] for src, others in enumerate(exchanges) if src != rank)
+            sources = (src for src in range(len(exchanges)) if src != rank)
+            now = float(op.nbytes[:, 0].sum()) + sum(
+                float(one.nbytes[(rank - src - 1) % len(exchanges), 0]) for src, one in zip(sources, comes, strict=True)
+            )
+            num_exchanges += 1
+        elif isinstance(op, RingPass):
+            now = 2.0 * float(op.nbytes[:, 0].max(initial=0.0))
+        peak = max(peak, waiting + now)
+        if isinstance(op, Compute) and op.kv_bytes is not None:
+            waiting = 0.0
+    return peak
