@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -64,6 +65,8 @@ class Pool:
             hook = threading.excepthook
             threading.excepthook = partial(_without_lokys, hook)
             self._open.callback(setattr, threading, "excepthook", hook)
+            self._open.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message=".* tasks which were still being processed", module="joblib")
         return self
 
     def __exit__(
@@ -73,7 +76,8 @@ class Pool:
             from joblib.externals.loky import get_reusable_executor
 
             self._open.pop_all()  # Loky's thread may stumble until this process ends
-            get_reusable_executor().shutdown(wait=False, kill_workers=True)
+            # Waiting: else this process may end between a semaphore's removal and its note of that.
+            get_reusable_executor().shutdown(wait=True, kill_workers=True)
         self._open.close()
 
     def run(self, call: Callable[..., _Result], arguments: Sequence[tuple[Any, ...]]) -> Iterator[_Result]:
@@ -84,7 +88,8 @@ class Pool:
         from joblib import Parallel, delayed, parallel_config
 
         calls = [delayed(_away)(call, each, os.getpid()) for each in arguments]
-        with parallel_config(backend=self.backend):
+        watched = {"initializer": _begin, "initargs": (os.getpid(),)} if self.backend == "loky" else {}
+        with parallel_config(backend=self.backend, **watched):
             if self.backend == "ray":  # whose joblib backend returns lists alone
                 for first in range(0, len(calls), _ROUND * self.jobs):
                     yield from Parallel(n_jobs=self.jobs, batch_size=1)(calls[first : first + _ROUND * self.jobs])
@@ -155,8 +160,17 @@ def _missing(backend: str, package: str) -> InputError:
     return InputError("backend", backend, f"loky, or {backend} after pip install '{package}'")
 
 
+def _begin(parent: int) -> None:
+    """In a worker of this machine, before its first call: the parent may be gone by then."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _end_with(parent)
+
+
 def _away(call: Callable[..., _Result], arguments: tuple[Any, ...], parent: int) -> _Result:
-    """In a worker: a Ctrl-C reaches all of a terminal's processes, and is the first one's to act on."""
+    """In a worker: a Ctrl-C reaches all of a terminal's processes, and is the first one's to act on.
+
+    A cluster's workers are other processes' children, but for those of a Dask cluster on this machine.
+    """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     if os.getppid() == parent:

@@ -233,6 +233,29 @@ def test_killed_work_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert Path("table.json").read_bytes() == resumed
 
 
+def children(pid: int) -> list[str]:
+    """Command lines of a process's children."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [Path(f"/proc/{child}/cmdline").read_text() for child in found if Path(f"/proc/{child}").exists()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's account of processes")
+@pytest.mark.parametrize("after_s", [0.0, 0.4])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_workers_that_are_starting_end_with_their_parent(number: int, after_s: float) -> None:
+    """They have had no call yet: nothing but their start can tell them to look after their parent."""
+    process = start(*LONG, "--jobs", "2")
+    until_s = time.monotonic() + 40
+    while not any("loky" in line and "tracker" not in line for line in children(process.pid)):
+        assert time.monotonic() < until_s
+        assert process.poll() is None
+        time.sleep(0.005)
+    time.sleep(after_s)
+    process.send_signal(number)
+    process.communicate(timeout=20)  # until nobody holds its standard output
+    wait_for_the_end_of_its_group(process.pid)
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_interrupted_work_ends_with_one_line(jobs: str) -> None:
