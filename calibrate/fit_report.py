@@ -15,6 +15,7 @@ from kvrsim.plots.save import save_figure
 from kvrsim.profile import CalibrationProfile
 from kvrsim.rates.attention import AttentionRates
 from kvrsim.rates.elementwise import ELEMENTWISE_OPS
+from kvrsim.text import in_markdown
 from kvrsim.units import format_bandwidth, format_seconds
 
 _MAX_POINTS = 3000  # of one operation in the picture
@@ -70,9 +71,10 @@ class FitReport:
     def to_markdown(self, picture: str | None = None) -> str:
         """A page: what was measured by whom, the constants, a table of errors an operation; `picture` is its file."""
         profile = self.profile
+        description = profile.description[:1].upper() + profile.description[1:]
         about = [
-            f"# Profile {profile.name}",
-            f"{profile.description[0].upper()}{profile.description[1:]} Not covered: {profile.not_covered}",
+            f"# Profile {in_markdown(profile.name)}",
+            f"{in_markdown(description)} Not covered: {in_markdown(profile.not_covered)}",
             "Times are those of the operations alone, not of whole prefills. In the tables, *left out* rows were"
             " predicted by fits that had not seen them, the others by the fit itself. *error* is the mean of the"
             " absolute relative errors, *bias* their mean with sign (above 0: predicted too long), *inside* the share"
@@ -82,14 +84,18 @@ class FitReport:
             about.append(f"![Measured against fitted times of each operation]({picture})")
         sections = [text for kind in profile.operations for text in self._section(kind)]
         if self.layers is not None:
-            sections += ["## Whole layers", f"{self.layers_note[0]}.", _table([self.layers.errors()])]
-        notes = ["## Notes", "\n".join(f"- {note}" for note in self.notes)] if self.notes else []
-        origin = ["## Provenance", "\n".join(f"- {key}: {value}" for key, value in profile.provenance.items())]
+            sections += ["## Whole layers", f"{in_markdown(self.layers_note[0])}.", _table([self.layers.errors()])]
+        notes = ["## Notes", "\n".join(f"- {in_markdown(note)}" for note in self.notes)] if self.notes else []
+        origin = ["## Provenance", "\n".join(_told(key, value) for key, value in profile.provenance.items())]
         return "\n\n".join((*about, *sections, *notes, *origin)) + "\n"
 
     def _section(self, kind: str) -> list[str]:
         fit = self.profile.operations[kind]
-        texts = [f"## {TITLES[kind].capitalize()}", f"Source: {fit.source}.", _constants(self.profile, kind)]
+        texts = [
+            f"## {TITLES[kind].capitalize()}",
+            f"Source: {in_markdown(fit.source)}.",
+            _constants(self.profile, kind),
+        ]
         if fit.seen:
             spans = (f"{name} {_plain(low)} to {_plain(high)}" for name, (low, high) in fit.seen.items())
             texts.append(f"Measured: {', '.join(spans)}.")
@@ -137,7 +143,7 @@ def _table(lines: Sequence[Errors]) -> str:
     head = ("rows", "number", "error", "median", "nine in ten below", "bias", "inside")
     body = [
         (
-            line.label,
+            in_markdown(line.label),
             str(line.num_rows),
             *_percent(line.mape, line.median_ape, line.p90_ape),
             f"{line.bias:+.1%}",
@@ -147,6 +153,10 @@ def _table(lines: Sequence[Errors]) -> str:
     ]
     rule = ("---", *("---:",) * (len(head) - 1))
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *body))
+
+
+def _told(key: str, value: str) -> str:
+    return f"- {in_markdown(key)}: {in_markdown(value)}"
 
 
 def _percent(*values: float) -> tuple[str, ...]:
@@ -190,7 +200,7 @@ def _attention(name: str, rates: AttentionRates) -> str:
     values = {key: getattr(rates, key) for key in rates.__slots__}
     sizes = values.pop("measured", None)
     values.pop("repeats_heads", None)
-    text = f"Kernel {name}: " + ", ".join(f"{key} {_short(value)}" for key, value in values.items())
+    text = f"Kernel {in_markdown(name)}: " + ", ".join(f"{key} {_short(value)}" for key, value in values.items())
     return f"{text}, {len(sizes.sizes)} sizes with factors of their own." if sizes else f"{text}."
 
 

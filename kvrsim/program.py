@@ -14,12 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
+WorkKind = Literal["embedding", "qkv", "append", "attention", "output+mlp", "head", "other"]  # of a rank's own
+Payload = Literal["KV", "activations", "heads"]  # what a message holds; heads: some of a chunk's Q, K, V or outputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +34,7 @@ class Compute:
     host_s: float = 0.0  # seconds that the host needs to issue it
     kv_bytes: Array | None = None  # K, V of the layer that the rank holds from then on, shape (B,); None: as before
     score_elements: Array | None = None  # of the score matrix that an eager kernel makes, shape (B,); None: it has none
+    kind: WorkKind = "other"  # what a picture colours it as
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +50,7 @@ class Send:
     host_s: float = 0.0
     rendezvous: bool = False
     in_turn: bool = False  # after the rank's other such messages have left, whatever links they take
+    payload: Payload = "KV"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,11 +60,12 @@ class Recv:
     src: int
     host_s: float = 0.0
     rendezvous: bool = False  # as of the Send that it matches
+    payload: Payload = "KV"  # as of the Send that it matches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllGather:
-    """A ring of p - 1 steps: at each, pass the piece received last to the next rank.
+    """A ring of p - 1 steps that gathers K and V: at each, pass the piece received last to the next rank.
 
     Dataflow, not a barrier: a piece moves when the sender holds it, both ranks have reached the
     collective and the link is free. A rank goes on when it has received all pieces.
@@ -83,11 +89,12 @@ class RingPass:
     host_s: tuple[float, ...]  # of each round
     overlaps: bool = True  # the work runs beside the message; else after it
     score_elements: Array | None = None  # of the largest round, as of Compute
+    kind: WorkKind = "attention"  # of the work; the pieces are K and V
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllToAll:
-    """A message to every other rank, the next rank's first, one after another as each rank has one way out.
+    """Some heads of the chunk to every other rank, the next first, one after another as each rank has one way out.
 
     Every message waits for its receiver to come to the collective, and a rank goes on when all of its own have
     left and those for it have come.

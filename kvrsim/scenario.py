@@ -232,7 +232,9 @@ class Scenario:
     def embedding(self, chunk: Array, cost: CostModel) -> tuple[Op, ...]:
         """One row read and written a token; in a group, each GPU has some rows."""
         nbytes = 4.0 * self.model.hidden_size  # of two-byte elements
-        read = Compute(name="embedding", device_s=cost.traffic_s(chunk, (Traffic("embedding", nbytes, 1),)))
+        read = Compute(
+            name="embedding", device_s=cost.traffic_s(chunk, (Traffic("embedding", nbytes, 1),)), kind="embedding"
+        )
         if self.group is None:
             return (read,)
         summed = chunk * float(self.request.batch * self.model.hidden_size * self.request.dtype_bytes)
@@ -246,13 +248,16 @@ class Scenario:
         if not request_s and not element_s and not self.profile.host.prepare_s:
             return ()
         device_s, host_s = cost.prepare_s(request_s, chunk * keys), self.profile.host.prepare_s
-        return (Compute(name="prepare", device_s=device_s, host_s=request_s if host_s is None else host_s),)
+        host_s = request_s if host_s is None else host_s
+        return (Compute(name="prepare", device_s=device_s, host_s=host_s, kind="embedding"),)
 
     def head(self, chunk: Array, cost: CostModel) -> tuple[Op, ...]:
         """Final norm and logits, of the last token alone or, as the 2023 Hugging Face code did, of all."""
         head = self.share.lm_head
         tokens = chunk if cost.head_on_all_tokens else np.ones_like(chunk)
-        logits = Compute(name="head", device_s=cost.head_s(tokens, Product(head.in_features, head.out_features)))
+        logits = Compute(
+            name="head", device_s=cost.head_s(tokens, Product(head.in_features, head.out_features)), kind="head"
+        )
         if self.group is None:
             return (logits,)
         nbytes = tokens * float(self.request.batch * self.model.lm_head.out_features * self.request.dtype_bytes)

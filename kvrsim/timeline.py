@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvrsim.io.files import write_atomically
+from kvrsim.program import Payload, WorkKind
 
 if TYPE_CHECKING:
     import pandas
 
 SpanKind = Literal["compute", "wait", "transfer"]
+SpanOp = WorkKind | Payload | Literal["collective", "stall"]  # collective: among the GPUs that a rank stands for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +24,7 @@ class Span:
 
     rank: int  # rank that computes or waits; of a transfer, the sender
     kind: SpanKind
+    op: SpanOp  # what a compute span works on, what a transfer carries, what a wait is for
     name: str  # the operation, such as "attention" or "kv to rank 3"
     layer: int | None  # decoder layer, None for embedding and head
     start_s: float
@@ -37,11 +40,17 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """All spans of one prefill, ordered by start."""
+    """All spans of one prefill, or of several behind each other, ordered by start."""
 
     strategy: str
     num_ranks: int
     spans: tuple[Span, ...]
+    gpus_per_rank: int = 1  # GPUs that a rank stands for, which do everything alike
+    first_tokens_s: tuple[float, ...] = ()  # of each request that is shown, where there are several
+
+    def rank_name(self, rank: int) -> str:
+        """For people, with its GPUs where they are several."""
+        return f"rank {rank}" if self.gpus_per_rank == 1 else f"rank {rank}, {self.gpus_per_rank} GPUs"
 
     @property
     def end_s(self) -> float:
@@ -69,11 +78,11 @@ class Timeline:
         """
         events: list[dict[str, Any]] = []
         for rank in range(self.num_ranks):
-            events.append(_name("process_name", rank, 0, f"rank {rank}"))
+            events.append(_name("process_name", rank, 0, self.rank_name(rank)))
             events.append(_name("thread_name", rank, 0, "compute"))
             events.append(_name("thread_name", rank, 1, "link out"))
         for span in self.spans:
-            args: dict[str, object] = {"layer": span.layer, "kind": span.kind}
+            args: dict[str, object] = {"layer": span.layer, "kind": span.kind, "op": span.op}
             if span.nbytes is not None:
                 args |= {"bytes": span.nbytes, "to": span.peer}
             events.append(

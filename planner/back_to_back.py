@@ -11,7 +11,7 @@ takes in the long run (Karp, 1978; Baccelli et al., Synchronization and Linearit
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from kvrsim.executors.sampled import Edge, Start, can_sample, run_sampled
 from kvrsim.hardware import Cluster
 from kvrsim.program import Array, Program
 from kvrsim.stream import Arrivals, StreamResult
+from kvrsim.timeline import Timeline
 
 _MOST_STATES = 256  # ranks and links, up to which the long run is worked out
 
@@ -65,6 +66,16 @@ def replayed(
 
     replay = Replay(program, cluster, record=False, noise=noise, arrivals_s=arrivals_s)
     return replay.finishes_s[-1], max(replay.finish_s)
+
+
+def timeline_of(
+    program: Program, cluster: Cluster, arrivals_s: Sequence[float], noise: NoiseDraw | None = None
+) -> Timeline:
+    """What happens when, while these requests run behind each other."""
+    from kvrsim.executors.event import Replay  # SimPy, only where it is needed
+
+    replay = Replay(program, cluster, noise=noise, arrivals_s=arrivals_s)
+    return replace(replay.timeline, first_tokens_s=replay.finishes_s[-1])
 
 
 @dataclass(frozen=True, slots=True)

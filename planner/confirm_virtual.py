@@ -50,7 +50,8 @@ def _timed(op: Op, repeats: Sequence[Parts], layer: int | None) -> Op:
     if not isinstance(op, Compute):
         return op
     key = (layer, _MEASURED_AS.get(op.name, op.name))
-    return Compute(name=op.name, device_s=np.array([parts.get(key, 0.0) for parts in repeats]))
+    measured_s = np.array([parts.get(key, 0.0) for parts in repeats])
+    return Compute(name=op.name, device_s=measured_s, kind=op.kind)
 
 
 def composed_s(

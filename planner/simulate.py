@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from planner.table import PartitionTable
 
 EXECUTORS = ("batch", "event")
+MOST_SPANS = 60_000  # of a timeline of several requests; of more requests the first ones are shown
 
 
 def run_simulation(
@@ -109,7 +111,7 @@ def run_simulation(
         fits=fits(placed, memory),
         memory_limit=placed.memory_limit,
         warnings=(*warnings, *(_table_notes(table, placed) if looks_up and table is not None else ())),
-        timeline=spans if timeline else None,
+        timeline=_shown(program, placed, arrivals, spans, seed=seed, noise=draw) if timeline else None,
         breakdown=breakdown(placed, chosen, cut, finish_s, spans) if with_breakdown and spans else None,
         noise=None if disturbance is None else disturbance.noise,
         noisy=None if disturbance is None else disturbance.distribution(placed, chosen, cut, quiet_s or finish_s[-1]),
@@ -135,6 +137,24 @@ def _stream(
     from planner.back_to_back import run_stream
 
     return run_stream(program, scenario.cluster, arrivals, busy_s=busy_s, seed=seed, noise=noise)
+
+
+def _shown(
+    program: Program,
+    scenario: Scenario,
+    arrivals: Arrivals | None,
+    first: Timeline | None,
+    *,
+    seed: int,
+    noise: NoiseDraw | None,
+) -> Timeline | None:
+    """The first request's timeline or, of several, that of as many as a picture and a trace can hold."""
+    if arrivals is None or first is None:
+        return first
+    from planner.back_to_back import timeline_of
+
+    times_s = arrivals.times_s(seed)[: max(1, MOST_SPANS // max(1, len(first.spans)))]
+    return replace(timeline_of(program, scenario.cluster, times_s, noise), gpus_per_rank=first.gpus_per_rank)
 
 
 def partition_of(
@@ -182,7 +202,8 @@ def execute(
     from kvrsim.executors.event import Replay  # SimPy, only where it is needed
 
     replay = Replay(program, scenario.cluster, record=timeline, noise=noise)
-    return program, replay.finish_s, replay.timeline if timeline else None
+    shown = replace(replay.timeline, gpus_per_rank=scenario.gpus_per_rank) if timeline else None
+    return program, replay.finish_s, shown
 
 
 def _plain(scenario: Scenario) -> str:

@@ -137,7 +137,7 @@ def _split(ops: Sequence[Op]) -> tuple[Array, Array, Array, Array]:
             nbytes = op.nbytes
         elif isinstance(op, Compute):
             total = total + op.device_s
-            if op.name == "append":
+            if op.kind == "append":
                 appended = True
             elif appended:
                 after = after + op.device_s

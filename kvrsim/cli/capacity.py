@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -21,10 +21,8 @@ from kvrsim.cli.options import (
     print_json,
     takes_scenario,
 )
+from kvrsim.cli.outputs import write_beside
 from kvrsim.cli.table import Table, read_table
-
-if TYPE_CHECKING:
-    from planner.capacity.answer import CapacityPlan
 
 DECODES = ("separate", "last-gpu")
 OBJECTIVES = ("gpus", "cost")
@@ -79,7 +77,7 @@ def capacity(
         ),
     ] = None,
     objective: Annotated[
-        str, typer.Option("--objective", metavar="|".join(OBJECTIVES), help="What is to be least.")
+        str, typer.Option("--objective", metavar="|".join(OBJECTIVES), help="What to minimise.")
     ] = "gpus",
     decode: Annotated[
         str,
@@ -126,7 +124,7 @@ def capacity(
 ) -> None:
     """Find the smallest or cheapest fleet for requests and a target of TTFT, and the rule that sends prompts to it.
 
-    Exits with 1 where no fleet meets the target; the nearest miss and the reasons are told.
+    Exits with 1 where no fleet meets the target; the nearest miss and the reasons are printed.
     """
     parse_choice(objective, "--objective", OBJECTIVES)
     number = parse_seed(seed)
@@ -159,13 +157,16 @@ def capacity(
         seed=number,
     )
     result = plan_capacity(scenario, question, table=read_table(table), warnings=warnings, on_progress=_tell)
-    _write_files(result, html, plot)
     if json:
         print_json(result.to_dict())
     else:
         from kvrsim.cli.capacity_text import show_capacity
 
         show_capacity(result)
+    from planner.capacity.plots import write_plot
+    from planner.capacity.report import write_report
+
+    write_beside((html, lambda path: write_report(result, path)), (plot, lambda path: write_plot(result, path)))
     if not result.feasible:
         raise typer.Exit(1)
 
@@ -174,14 +175,3 @@ def _tell(what: str) -> None:
     """What is worked on, for a person who waits."""
     if sys.stderr.isatty():
         typer.echo(f"kvrsim: {what} ...", err=True)
-
-
-def _write_files(plan: CapacityPlan, html: str | None, plot: str | None) -> None:
-    if html is not None:
-        from planner.capacity.report import write_report
-
-        write_report(plan, html)
-    if plot is not None:
-        from planner.capacity.plots import write_plot
-
-        write_plot(plan, plot)

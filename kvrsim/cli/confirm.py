@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvrsim.cli import hardware as machine
+from kvrsim.cli import outputs
 from kvrsim.cli.options import (
     Json,
     Plot,
@@ -21,6 +22,7 @@ from kvrsim.cli.options import (
     print_json,
     takes,
 )
+from kvrsim.cli.outputs import write_beside
 from kvrsim.cli.rank_progress import RankProgress
 from kvrsim.errors import InputError, KvrsimError
 
@@ -138,24 +140,20 @@ def _targets(regret: str, error: str, logits: str | None) -> Targets:
 def tell(note: str) -> None:
     """A line on standard error, of the first rank's."""
     if machine.is_first_rank():
-        typer.echo(f"kvrsim: {note}", err=True)
+        outputs.tell(note)
 
 
 def _show(found: Confirmation, trace: str | None, plot: str | None, *, json: bool) -> None:
-    if trace is not None:
-        from planner.confirm_trace import write_traces
-
-        write_traces(found, trace)
-    if plot is not None:
-        from planner.confirm_plot import write_pair
-
-        write_pair(found, plot)
     if json:
         print_json(found.to_dict())
     else:
         from kvrsim.cli.confirm_text import show_confirmation
 
         show_confirmation(found)
+    from planner.confirm_plot import write_pair
+    from planner.confirm_trace import write_traces
+
+    write_beside((trace, lambda path: write_traces(found, path)), (plot, lambda path: write_pair(found, path)))
 
 
 def _search(

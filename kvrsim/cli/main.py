@@ -13,12 +13,13 @@ import typer
 
 from kvrsim import __version__
 from kvrsim.cli.lazy import LazyGroup
+from kvrsim.cli.outputs import ADVICE, NOT_WRITTEN
 from kvrsim.cli.wording import as_options, command_of
 from kvrsim.errors import InputError, KvrsimError
+from kvrsim.text import printable
 
 WRONG_USE = 2
 BUG = 70
-NOT_WRITTEN = 74
 INTERRUPTED = 130
 BROKEN_PIPE = 141  # as a shell reports a process that died of SIGPIPE
 ENDED = (129, 143)  # likewise of SIGHUP and SIGTERM
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    typer.echo(f"kvrsim: {' '.join(message.split())}", err=True)
+    typer.echo(f"kvrsim: {printable(' '.join(message.split()))}", err=True)
     return code
 
 
@@ -95,8 +96,7 @@ def _fail_unexpectedly(error: Exception) -> int:
 
         traceback.print_exception(error)
     what = " ".join(f"{type(error).__name__}: {error}".split())
-    advice = "this is a bug in kvrsim; KVRSIM_TRACEBACK=1 shows where, please report it"
-    return _fail(f"error: {what} ({advice})", BUG)
+    return _fail(f"error: {what} ({ADVICE})", BUG)
 
 
 def _click_exception() -> type[Exception]:

@@ -15,6 +15,7 @@ from kvrsim.cli.options import (
     print_json,
     takes_scenario,
 )
+from kvrsim.cli.outputs import write_beside
 from kvrsim.cli.plan import parse_strategies
 from kvrsim.cli.table import lengths_and_counts, of_many
 
@@ -75,13 +76,12 @@ def strategy_map(
             warnings=notes,
             on_place=progress,
         )
-    if plot is not None:
-        from kvrsim.cli.map_plot import write_map
-
-        write_map(found, plot)
     if json:
         print_json(found.to_dict())
     else:
         from kvrsim.cli.map_text import show_map
 
         show_map(found)
+    from kvrsim.cli.map_plot import write_map
+
+    write_beside((plot, lambda path: write_map(found, path)))

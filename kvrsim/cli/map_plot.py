@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from kvrsim.plots.save import save_figure
+from kvrsim.plots.save import check_suffix, save_figure
+from kvrsim.plots.style import styled
+from kvrsim.text import printable
 from kvrsim.units import format_bandwidth, format_tokens
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from planner.map import StrategyMap
 
@@ -19,6 +22,12 @@ _MOST_GAINS = 12  # contexts, up to which the gain over one GPU is written into 
 
 def write_map(found: StrategyMap, path: str) -> None:
     """Draw to FILE.png, .svg or .pdf; raises InputError where it cannot be written."""
+    check_suffix(path)
+    with styled():
+        save_figure(_figure(found), path)
+
+
+def _figure(found: StrategyMap) -> Figure:
     from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -36,9 +45,9 @@ def write_map(found: StrategyMap, path: str) -> None:
         loc="outside right center",
         frameon=False,
     )
-    about = ", ".join((found.model, *found.question.kernels()))
+    about = printable(", ".join((found.model, *found.question.kernels())))
     figure.suptitle(f"Fastest strategy, gain over one GPU\n{about}", fontsize=10)
-    save_figure(figure, path)
+    return figure
 
 
 def _draw(axes: Axes, found: StrategyMap, bandwidth: float, colours: Mapping[str, tuple[float, ...]]) -> None:

@@ -21,10 +21,12 @@ from kvrsim.cli.options import (
     print_json,
     takes_scenario,
 )
+from kvrsim.cli.outputs import write_beside
 from kvrsim.cli.table import Table, needs_table, read_table
 
 if TYPE_CHECKING:
     from kvrsim.results import Plan
+    from kvrsim.timeline import Timeline
 
 METHODS = ("grid", "analytical", "auto")
 
@@ -98,13 +100,14 @@ def plan(
             objective=figure,
             seed=number,
         )
-    _write_files(result, trace, plot)
     if json:
         print_json(result.to_dict())
     else:
         from kvrsim.cli.render import show_plan
 
         show_plan(result)
+    if timeline := result.timeline:
+        write_beside((trace, timeline.write_chrome_trace), (plot, lambda path: _draw(result, timeline, path)))
     if not result.feasible:
         raise typer.Exit(1)
 
@@ -122,17 +125,11 @@ def parse_strategies(text: str, argument: str = "--strategies") -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _write_files(result: Plan, trace: str | None, plot: str | None) -> None:
-    """What the best strategy does when, where it is asked for."""
-    if trace is None and plot is None:
-        return
-    assert result.timeline is not None
-    if trace is not None:
-        result.timeline.write_chrome_trace(trace)
-    if plot is not None:
-        from kvrsim.cli.render import question_line
-        from kvrsim.gantt import write_gantt
+def _draw(result: Plan, timeline: Timeline, path: str) -> None:
+    """What the best strategy does when."""
+    from kvrsim.cli.render import question_line
+    from kvrsim.plots.gantt import write_gantt
 
-        line = question_line(result)
-        title = f"{result.best.strategy}: {result.best.title}"
-        write_gantt(result.timeline, plot, title=title, subtitle=line)
+    line = question_line(result)
+    title = f"{result.best.strategy}: {result.best.title}"
+    write_gantt(timeline, path, title=title, subtitle=line)

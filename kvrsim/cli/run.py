@@ -20,6 +20,7 @@ from kvrsim.cli.options import (
     print_json,
     takes,
 )
+from kvrsim.cli.outputs import write_beside
 from kvrsim.cli.rank_progress import RankProgress
 
 if TYPE_CHECKING:
@@ -85,18 +86,19 @@ def _scenario(options: ScenarioOptions, device: str) -> tuple[Scenario, tuple[st
 
 
 def _show(found: RunResult, trace: str | None, plot: str | None, *, json: bool) -> None:
-    if trace is not None:
-        found.timeline.write_chrome_trace(trace)
-    if plot is not None:
-        from kvrsim.cli.render import subtitle
-        from kvrsim.gantt import write_gantt
-
-        device = f"measured on {found.num_gpus} ranks, {found.conditions['device']}"
-        line = subtitle(found.model, found.context_len, (device, f"{found.attention} attention", found.dtype))
-        write_gantt(found.timeline, plot, title=f"{found.strategy}: measured", subtitle=line)
     if json:
         print_json(found.to_dict())
     else:
         from kvrsim.cli.confirm_text import show_run
 
         show_run(found)
+    write_beside((trace, found.timeline.write_chrome_trace), (plot, lambda path: _draw(found, path)))
+
+
+def _draw(found: RunResult, path: str) -> None:
+    from kvrsim.cli.render import subtitle
+    from kvrsim.plots.gantt import write_gantt
+
+    device = f"measured on {found.num_gpus} ranks, {found.conditions['device']}"
+    line = subtitle(found.model, found.context_len, (device, f"{found.attention} attention", found.dtype))
+    write_gantt(found.timeline, path, title=f"{found.strategy}: measured", subtitle=line)

@@ -21,12 +21,14 @@ from kvrsim.cli.options import (
     print_json,
     takes_scenario,
 )
+from kvrsim.cli.outputs import write_beside
 from kvrsim.cli.table import Table, needs_table, read_table
 from kvrsim.errors import InputError
 
 if TYPE_CHECKING:
     from kvrsim.results import SimResult
     from kvrsim.stream import Arrivals
+    from kvrsim.timeline import Timeline
 
 EXECUTORS = ("batch", "event")
 
@@ -110,13 +112,14 @@ def simulate(
             warnings=warnings,
             on_progress=progress,
         )
-    _write_files(result, trace, plot)
     if json:
         print_json(result.to_dict())
     else:
         from kvrsim.cli.render import show_simulation
 
         show_simulation(result, scenario)
+    if timeline := result.timeline:
+        write_beside((trace, timeline.write_chrome_trace), (plot, lambda path: _draw(result, timeline, path)))
 
 
 def _parse_arrivals(requests: str | None, every: str | None) -> Arrivals | None:
@@ -130,18 +133,15 @@ def _parse_arrivals(requests: str | None, every: str | None) -> Arrivals | None:
     return Arrivals.parse(parse_count(requests, "--requests", maximum=MAX_REQUESTS), every or "0s")
 
 
-def _write_files(result: SimResult, trace: str | None, plot: str | None) -> None:
-    """What each rank does when, where it is asked for."""
-    if trace is None and plot is None:
-        return
-    assert result.timeline is not None
-    if trace is not None:
-        result.timeline.write_chrome_trace(trace)
-    if plot is not None:
-        from kvrsim.cli.render import question_line
-        from kvrsim.gantt import write_gantt
-        from kvrsim.strategies import get_strategy
+def _draw(result: SimResult, timeline: Timeline, path: str) -> None:
+    """What each rank does when; of several requests, which are shown."""
+    from kvrsim.cli.render import question_line
+    from kvrsim.plots.gantt import write_gantt
+    from kvrsim.strategies import get_strategy
 
-        line = question_line(result)
-        title = f"{result.strategy}: {get_strategy(result.strategy).title}"
-        write_gantt(result.timeline, plot, title=title, subtitle=line)
+    line = question_line(result)
+    title = f"{result.strategy}: {get_strategy(result.strategy).title}"
+    if result.stream is not None:
+        shown, count = len(timeline.first_tokens_s), len(result.stream.ttft_s)
+        title += f"; {count} requests" if shown == count else f"; the first {shown} of {count} requests"
+    write_gantt(timeline, path, title=title, subtitle=line)

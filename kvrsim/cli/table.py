@@ -21,7 +21,9 @@ from kvrsim.cli.options import (
     print_json,
     takes_scenario,
 )
+from kvrsim.cli.outputs import tell, write_beside
 from kvrsim.errors import InputError
+from kvrsim.text import printable
 
 if TYPE_CHECKING:
     from kvrsim.cli.progress import EntryProgress
@@ -103,11 +105,11 @@ def build(
     with _pool(jobs, backend, dask_address) as pool, EntryProgress() as progress:
         table = _built(scenario, counts, lengths, Path(output), pool, progress)
     for note in notes:
-        typer.echo(f"kvrsim: note: {note}", err=True)
+        tell(f"note: {note}")
     if json:
         print_json({"output": output, "entries": len(table.entries), "setting": table.setting.to_dict()})
     else:
-        typer.echo(f"{output}: {len(table.entries)} entries")
+        typer.echo(f"{printable(output)}: {len(table.entries)} entries")
 
 
 def _pool(jobs: str | None, backend: str, dask_address: str | None) -> Pool:
@@ -133,7 +135,7 @@ def _built(
 
     with contextlib.closing(Partial(output.with_name(output.name + SUFFIX), TableSetting.of(scenario))) as partial:
         if partial.note:
-            typer.echo(f"kvrsim: note: {partial.note}", err=True)
+            tell(f"note: {partial.note}")
         table = make_table(scenario, counts, lengths, pool=pool, partial=partial, on_progress=progress)
         table.write(output)
         partial.remove()
@@ -165,7 +167,7 @@ def lookup(
     found = look_up(load_table(file, "TABLE"), counts, tokens, multiple=step)
     if json:
         for warning in found.warnings:
-            typer.echo(f"kvrsim: warning: {warning}", err=True)
+            tell(f"warning: {warning}")
         print_json(found.to_dict())
         return
     from kvrsim.cli.table_text import show_lookup
@@ -187,16 +189,15 @@ def show(
 
     check_plot(plot)
     table = load_table(file, "TABLE")
-    if plot is not None:
-        from kvrsim.cli.table_plot import write_shares
-
-        write_shares(table, plot)
     if json:
         print_json(table.to_dict())
-        return
-    from kvrsim.cli.table_text import show_table
+    else:
+        from kvrsim.cli.table_text import show_table
 
-    show_table(table)
+        show_table(table)
+    from kvrsim.cli.table_plot import write_shares
+
+    write_beside((plot, lambda path: write_shares(table, path)))
 
 
 def read_table(path: str | None) -> PartitionTable | None:

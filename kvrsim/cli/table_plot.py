@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvrsim.plots.save import save_figure
+from kvrsim.plots.save import check_suffix, save_figure
+from kvrsim.plots.style import styled
+from kvrsim.text import printable
 from kvrsim.units import format_tokens
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from planner.table import PartitionTable
 
@@ -17,6 +20,12 @@ _MOST_LABELS = 6
 
 def write_shares(table: PartitionTable, path: str) -> None:
     """Draw to FILE.png, .svg or .pdf; raises InputError where it cannot be written."""
+    check_suffix(path)
+    with styled():
+        save_figure(_figure(table), path)
+
+
+def _figure(table: PartitionTable) -> Figure:
     from matplotlib.figure import Figure
 
     counts = table.gpu_counts
@@ -26,8 +35,8 @@ def write_shares(table: PartitionTable, path: str) -> None:
         _draw(axes, table, num_gpus)
     panels[0].set_ylabel("share of the context")
     setting = table.setting
-    figure.suptitle(f"{setting.model}, {setting.cluster}, profile {setting.profile}", fontsize=11)
-    save_figure(figure, path)
+    figure.suptitle(printable(f"{setting.model}, {setting.cluster}, profile {setting.profile}"), fontsize=11)
+    return figure
 
 
 def _draw(axes: Axes, table: PartitionTable, num_gpus: int) -> None:

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
+from rich.segment import Segment, Segments
 from rich.table import Column, Table
 from rich.text import Text
 
+from kvrsim.text import printable
 from kvrsim.units import format_bandwidth, format_bytes, format_seconds, format_tokens
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ class Shrinkable:
 def show(*parts: RenderableType | Shrinkable) -> None:
     """Print to standard output, without blanks at the ends of lines; no figure is ever cut.
 
+    Control characters, which names may hold, are spelled out.
     Prose is wrapped at the terminal's width, or at COLUMNS. A table that is wider loses the columns that it can
     spare on a terminal; elsewhere it stays whole, and its lines are longer.
     """
@@ -55,7 +58,10 @@ def show(*parts: RenderableType | Shrinkable) -> None:
     console = _console(max((wide for _, wide in lines), default=width))
     with console.capture() as captured:
         for line, wide in lines:
-            console.print(line, width=wide)
+            part = console.render_str(line) if isinstance(line, str) else line
+            segments = console.render(part, console.options.update(width=wide))
+            safe = [Segment(printable(segment.text), segment.style, segment.control) for segment in segments]
+            console.print(Segments(safe), end="")
     typer.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 

@@ -17,8 +17,8 @@ from kvrsim.executors import meetings
 from kvrsim.executors.bus import FairBus
 from kvrsim.executors.noise import NoiseDraw
 from kvrsim.hardware import Cluster, Path
-from kvrsim.program import AllGather, AllToAll, Array, Collective, Compute, Program, Recv, RingPass, Send
-from kvrsim.timeline import Span, SpanKind, Timeline
+from kvrsim.program import AllGather, AllToAll, Array, Collective, Compute, Payload, Program, Recv, RingPass, Send
+from kvrsim.timeline import Span, SpanKind, SpanOp, Timeline
 
 Process = Generator[simpy.Event, Any, Any]
 EndsAt = Callable[[int, float, float], float]  # number, start and duration of what noise disturbs -> its end
@@ -132,10 +132,12 @@ class Replay:
             self.gatherings[index] = _Gathering(joined, pieces)
         return self.gatherings[index]
 
-    def note(self, rank: int, kind: SpanKind, name: str, layer: int | None, start_s: float, end_s: float) -> None:
+    def note(
+        self, rank: int, kind: SpanKind, name: str, op: SpanOp, layer: int | None, start_s: float, end_s: float
+    ) -> None:
         """Record a stretch of a rank's compute stream, unless it is empty."""
         if self.record and end_s > start_s:
-            self.spans.append(Span(rank=rank, kind=kind, name=name, layer=layer, start_s=start_s, end_s=end_s))
+            self.spans.append(Span(rank=rank, kind=kind, op=op, name=name, layer=layer, start_s=start_s, end_s=end_s))
 
     def carry(
         self,
@@ -147,6 +149,7 @@ class Replay:
         to: simpy.Store,
         *,
         gathers: bool = False,
+        payload: Payload = "KV",
     ) -> Process:
         """Move one message, or one piece of an all-gather: queue, transmission, latency, delivery."""
         link, size = self.link(src, dst), np.array(nbytes)
@@ -159,7 +162,8 @@ class Replay:
             span = Span(
                 rank=src,
                 kind="transfer",
-                name=f"KV {src}→{dst}",
+                op=payload,
+                name=f"{payload} {src}→{dst}",
                 layer=layer,
                 start_s=start_s,
                 end_s=end_s,
@@ -191,7 +195,7 @@ class RankProcess:
             # The token of the request before has been fetched: host and device begin the next one together.
             idle_s, begin_s = self.clock_s, max(self.clock_s, self.host_s, arrival_s)
             self.clock_s = self.host_s = begin_s
-            self.replay.note(self.rank, "wait", "request", None, idle_s, begin_s)
+            self.replay.note(self.rank, "wait", "request", "stall", None, idle_s, begin_s)
             yield from self._prefill()
             ends_s.append(self.clock_s)
         return ends_s
@@ -226,8 +230,8 @@ class RankProcess:
         start_s = max(begin_s, self.host_s)
         self.host_s += op.host_s
         self.clock_s = max(self.computed_s(start_s, op.device_s), self.host_s)
-        self.replay.note(self.rank, "wait", "host", layer, begin_s, start_s)
-        self.replay.note(self.rank, "compute", op.name, layer, start_s, self.clock_s)
+        self.replay.note(self.rank, "wait", "host", "stall", layer, begin_s, start_s)
+        self.replay.note(self.rank, "compute", op.name, op.kind, layer, start_s, self.clock_s)
 
     def computed_s(self, start_s: float, device_s: Array) -> float:
         """When the device has done it, which noise may delay."""
@@ -236,9 +240,9 @@ class RankProcess:
             return start_s + device_s.item()
         return self.replay.noise.compute_end_s(self.rank, number, np.array([start_s]), device_s.reshape(1)).item()
 
-    def waited(self, name: str, layer: int | None) -> None:
+    def waited(self, name: str, layer: int | None, op: SpanOp = "stall") -> None:
         """The stream was held until now."""
-        self.replay.note(self.rank, "wait", name, layer, self.clock_s, self.env.now)
+        self.replay.note(self.rank, "wait", name, op, layer, self.clock_s, self.env.now)
         self.clock_s = max(self.clock_s, self.env.now)
 
     def _send(self, layer: int | None, op: Send) -> Process:
@@ -249,7 +253,7 @@ class RankProcess:
         self.env.process(self._post(max(self.clock_s, self.host_s), layer, op, before, left))
         if left is not None and op.rendezvous:
             yield left
-            self.waited(f"send to rank {op.dst}", layer)
+            self.waited(f"send to rank {op.dst}", layer, op.payload)
 
     def _post(
         self, posted_s: float, layer: int | None, op: Send, before: simpy.Event | None, left: simpy.Event | None
@@ -261,7 +265,8 @@ class RankProcess:
             yield self.replay.ready(self.rank, op.dst).get()
         if before is not None:
             yield before
-        yield from self.replay.carry(self.rank, op.dst, op.nbytes.item(), layer, left, inbox)
+        carried = self.replay.carry(self.rank, op.dst, op.nbytes.item(), layer, left, inbox, payload=op.payload)
+        yield from carried
 
     def _recv(self, layer: int | None, op: Recv) -> Process:
         yield from self.until(self.clock_s)
@@ -269,7 +274,7 @@ class RankProcess:
         if op.rendezvous:
             self.env.process(self._tell_ready(op.src, self.host_s))
         yield self.replay.inbox(op.src, self.rank).get()
-        self.waited(f"KV from rank {op.src}", layer)
+        self.waited(f"{op.payload} from rank {op.src}", layer, op.payload)
 
     def _tell_ready(self, src: int, time_s: float) -> Process:
         """Let a rendezvous begin, once the host has issued the receive."""
@@ -286,7 +291,7 @@ class RankProcess:
         done = self.env.event()
         self.env.process(self._forward(gathering, layer, others, done))
         yield done
-        self.waited("all-gather", layer)
+        self.waited("all-gather", layer, "KV")
 
     def join(self, nbytes: float = 0.0) -> _Gathering:
         """Come to the next collective, or round of one, with a piece of that many bytes."""

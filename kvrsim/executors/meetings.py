@@ -26,13 +26,13 @@ def ring_pass(process: RankProcess, layer: int | None, op: RingPass) -> Process:
             piece = process.env.process(_pass_on(process, layer, op.nbytes[index].item()))
             if not op.overlaps:
                 yield piece
-                process.waited("ring", layer)
+                process.waited("ring", layer, "KV")
                 begin_s = process.env.now
         process.clock_s = max(process.computed_s(begin_s, work_s), process.host_s)
-        process.replay.note(process.rank, "compute", op.name, layer, begin_s, process.clock_s)
+        process.replay.note(process.rank, "compute", op.name, op.kind, layer, begin_s, process.clock_s)
         if index < last and op.overlaps:
             yield piece
-            process.waited("ring", layer)
+            process.waited("ring", layer, "KV")
 
 
 def _pass_on(process: RankProcess, layer: int | None, nbytes: float) -> Process:
@@ -56,17 +56,18 @@ def all_to_all(process: RankProcess, layer: int | None, op: AllToAll) -> Process
         dst = (rank + shift) % replay.program.num_ranks
         yield meeting.joined[dst]
         left = process.env.event()
-        process.env.process(replay.carry(rank, dst, nbytes.item(), layer, left, meeting.pieces[dst]))
+        carried = replay.carry(rank, dst, nbytes.item(), layer, left, meeting.pieces[dst], payload="heads")
+        process.env.process(carried)
         yield left
     for _ in op.nbytes:
         yield meeting.pieces[rank].get()
-    process.waited("all-to-all", layer)
+    process.waited("all-to-all", layer, "heads")
 
 
 def collective(process: RankProcess, layer: int | None, op: Collective) -> None:
     """Nobody outside of the rank's own group sees it: advance the clock alone."""
     start_s = max(process.clock_s, process.host_s)
-    process.replay.note(process.rank, "wait", "host", layer, process.clock_s, start_s)
+    process.replay.note(process.rank, "wait", "host", "stall", layer, process.clock_s, start_s)
     process.host_s += op.host_s
     process.clock_s = max(start_s + op.seconds.item(), process.host_s)
-    process.replay.note(process.rank, "wait", op.name, layer, start_s, process.clock_s)
+    process.replay.note(process.rank, "wait", op.name, "collective", layer, start_s, process.clock_s)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from kvrsim.runtime.geometry import Geometry
-from kvrsim.timeline import Span, SpanKind, Timeline
+from kvrsim.timeline import Span, SpanKind, SpanOp, Timeline
 
 # In a layer, in this order: it begins; K and V are there; waiting for others' begins and ends; ours are sent;
 # attention may begin; it has ended; the layer has ended. Around them: the prefill begins, the first token is there.
@@ -33,6 +33,11 @@ COMPUTE = {
     ("start", "layer"): "embedding",
     ("start", "update"): "compute",
     ("layer_end", "token"): "head",
+}
+
+_KIND: dict[str, SpanOp] = {
+    **{"qkv": "qkv", "append": "append", "assemble": "append", "attention": "attention", "output+mlp": "output+mlp"},
+    **{"embedding": "embedding", "head": "head", "compute": "other"},
 }
 
 
@@ -141,6 +146,7 @@ def _own_spans(trace: RankTrace, strategy: str, zero_s: float, *, is_last: bool)
         yield Span(
             rank=trace.rank,
             kind=kind,
+            op=_KIND[name] if kind == "compute" else "KV",
             name=name,
             layer=None if name == "head" else first.layer,
             start_s=first.time_s - zero_s,
@@ -168,6 +174,7 @@ def _transfers(trace: RankTrace, traces: Sequence[RankTrace], zero_s: float) -> 
             yield Span(
                 rank=trace.rank,
                 kind="transfer",
+                op="KV",
                 name=f"KV {trace.rank}→{trace.rank + 1}",
                 layer=layer,
                 start_s=posted_s - zero_s,

@@ -61,7 +61,9 @@ class Step:
 
     def qkv(self, rank: int) -> Compute:
         """Norm, projections to Q, K, V and rotary embedding of the chunk."""
-        return Compute(name="qkv", device_s=self.costs.qkv_s(self.chunks[rank]), host_s=self.costs.host_qkv_s)
+        return Compute(
+            name="qkv", device_s=self.costs.qkv_s(self.chunks[rank]), host_s=self.costs.host_qkv_s, kind="qkv"
+        )
 
     def append_kv(self, rank: int, prefix: Array) -> Compute:
         """Join the prefix's K, V and the chunk's in one contiguous cache.
@@ -70,7 +72,7 @@ class Step:
         """
         chunk = self.chunks[rank]
         held = self.costs.kv_bytes(prefix + chunk)
-        return Compute(name="append", device_s=self.costs.append_s(chunk, prefix), kv_bytes=held)
+        return Compute(name="append", device_s=self.costs.append_s(chunk, prefix), kv_bytes=held, kind="append")
 
     def attention(self, rank: int, prefix: Array) -> Compute:
         """The chunk's queries against the prefix and the chunk itself."""
@@ -84,6 +86,7 @@ class Step:
             device_s=device_s if some is None else np.where(some, device_s, 0.0),
             host_s=self.costs.host_attention_s,
             score_elements=self.costs.score_elements(tokens, prefix + tokens),
+            kind="attention",
         )
 
     def attention_to(self, name: str, tokens: Array, start: Array) -> Compute:
@@ -93,7 +96,7 @@ class Step:
     def output_mlp(self, rank: int) -> Compute:
         """Output projection, MLP, norms and residuals of the chunk."""
         device_s = self.costs.output_mlp_s(self.chunks[rank])
-        return Compute(name="output+mlp", device_s=device_s, host_s=self.costs.host_output_mlp_s)
+        return Compute(name="output+mlp", device_s=device_s, host_s=self.costs.host_output_mlp_s, kind="output+mlp")
 
     def dense_prefix(self, rank: int) -> Array:
         """What an attention over the gathered context sees besides the chunk: all other tokens, masked or not."""
@@ -124,7 +127,11 @@ class Step:
         """The residual stream of so many tokens to the next rank."""
         nbytes = self.costs.activation_bytes(tokens)
         return Send(
-            dst=rank + 1, nbytes=nbytes, host_s=self.costs.host.message_s, rendezvous=not self.costs.sends_overlap
+            dst=rank + 1,
+            nbytes=nbytes,
+            host_s=self.costs.host.message_s,
+            rendezvous=not self.costs.sends_overlap,
+            payload="activations",
         )
 
     def all_gather_kv(self, rank: int) -> AllGather:
@@ -136,7 +143,9 @@ class Step:
         """Join the gathered pieces in one contiguous K and V."""
         chunk, total = self.chunks[rank], self.starts[-1] + self.chunks[-1]
         held = self.costs.kv_bytes(total)
-        return Compute(name="assemble", device_s=self.costs.assemble_s(chunk, total - chunk), kv_bytes=held)
+        return Compute(
+            name="assemble", device_s=self.costs.assemble_s(chunk, total - chunk), kv_bytes=held, kind="append"
+        )
 
     # -- rings and exchanges
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -67,9 +68,9 @@ def program(scenario: Scenario, pieces: Sequence[Array], cost: CostModel) -> Pro
 def _of_piece(op: Op, number: int) -> Op:
     """One piece's share of an operation of all pieces."""
     if isinstance(op, Compute):
-        return Compute(name=op.name, device_s=op.device_s[number], host_s=op.host_s)
+        return Compute(name=op.name, device_s=op.device_s[number], host_s=op.host_s, kind=op.kind)
     assert isinstance(op, Collective)
-    return Collective(name=op.name, seconds=op.seconds[number], nbytes=op.nbytes[number], host_s=op.host_s)
+    return replace(op, seconds=op.seconds[number], nbytes=op.nbytes[number])
 
 
 class _Blocks:
@@ -101,9 +102,9 @@ class _Ways:
     def into(self, piece: Array, keys: Array) -> tuple[tuple[Op, ...], ...]:
         """The first stage embeds, the others receive; all make their masks and rotary tables."""
         if ("in", piece.tobytes()) not in self.known:
-            recvs = (
-                (Recv(src=rank, rendezvous=not self.scenario.sends_overlap),) for rank in range(self.num_stages - 1)
-            )
+            held = not self.scenario.sends_overlap
+            sources = range(self.num_stages - 1)
+            recvs = ((Recv(src=rank, rendezvous=held, payload="activations"),) for rank in sources)
             self.known["in", piece.tobytes()] = (self.scenario.embedding(piece, self.cost), *recvs)
         ways = self.known["in", piece.tobytes()]
         prepare = self.scenario.prepare(piece, keys, self.cost)

@@ -26,9 +26,12 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
     yield step.qkv(rank)
     yield step.all_to_all(rank, np.repeat(chunk[None], ranks - 1, axis=0), queries + 2 * keys)
     held = step.cached + total
-    yield Compute(name="append", device_s=heads.append_s(total, step.cached), kv_bytes=heads.kv_bytes(held))
+    yield Compute(
+        name="append", device_s=heads.append_s(total, step.cached), kv_bytes=heads.kv_bytes(held), kind="append"
+    )
     yield Compute(
         name="attention",
+        kind="attention",
         device_s=heads.attention_s(total, step.cached),
         host_s=heads.host_attention_s,
         score_elements=heads.score_elements(total, held),

@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvrsim.io.files import write_atomically
-from kvrsim.plots.save import check_suffix, encoded
+from kvrsim.plots.save import check_suffix, encoded, save_figure
+from kvrsim.plots.style import INK, styled
 from kvrsim.program import Array
 from kvrsim.units import format_seconds, format_tokens
 from planner.capacity.answer import CapacityPlan, Curves, FleetAnswer, Point
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-_INK, _BLUE, _ORANGE, _GREY = "#2b2f36", "#4c78a8", "#ee8434", "#b8bdc6"
-_RC: dict[Any, Any] = {"font.family": "DejaVu Sans", "axes.edgecolor": _GREY}
+_BLUE, _ORANGE, _GREY = "#4c78a8", "#ee8434", "#b8bdc6"
 _MOST_DOTS = 20_000  # of a cloud; beyond, every so manieth request is drawn
+_DPI = 110
 _STEPS = 1000  # of the queue's curve
 
 Panel = Callable[["Axes", CapacityPlan], None]
@@ -27,23 +28,29 @@ Panel = Callable[["Axes", CapacityPlan], None]
 
 def write_plot(plan: CapacityPlan, path: str | Path, argument: str = "plot") -> None:
     """All panels in one picture, PNG, SVG or PDF by the path's suffix; InputError where it cannot be written."""
-    suffix = check_suffix(path, argument)
-    write_atomically(path, picture(plan, tuple(PANELS.values()), suffix), argument=argument)
+    check_suffix(path, argument)
+    with styled():
+        save_figure(_figure(plan, tuple(PANELS.values())), path, argument=argument, dpi=_DPI)
 
 
 def picture(plan: CapacityPlan, panels: tuple[Panel, ...], suffix: str = ".png") -> bytes:
-    """Panels beside each other, two a row; the same plan gives the same bytes."""
-    import matplotlib
+    """Panels as a file's content; the same plan gives the same bytes."""
+    with styled():
+        return encoded(_figure(plan, panels), suffix, dpi=_DPI)
+
+
+def _figure(plan: CapacityPlan, panels: tuple[Panel, ...]) -> Figure:
+    """Panels beside each other, two a row."""
     from matplotlib.figure import Figure
 
     rows, columns = (len(panels) + 1) // 2, min(2, len(panels))
-    with matplotlib.rc_context(_RC):
-        figure = Figure(figsize=(6.2 * columns, 3.6 * rows), layout="constrained")
-        for number, panel in enumerate(panels, start=1):
-            axes = figure.add_subplot(rows, columns, number)
-            axes.spines[["top", "right"]].set_visible(False)
-            panel(axes, plan)
-        return encoded(figure, suffix, dpi=110)
+    figure = Figure(figsize=(6.2 * columns, 3.6 * rows), layout="constrained")
+    for number, panel in enumerate(panels, start=1):
+        axes = figure.add_subplot(rows, columns, number)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["bottom", "left"]].set_color(_GREY)
+        panel(axes, plan)
+    return figure
 
 
 def ttft_by_length(axes: Axes, plan: CapacityPlan) -> None:
@@ -60,7 +67,7 @@ def ttft_by_length(axes: Axes, plan: CapacityPlan) -> None:
     )
     for percentile, style in ((50.0, "--"), (plan.percentile, "-")):
         lengths, values = _percentile_by_length(curves, served, percentile)
-        axes.plot(lengths, values, style, color=_INK, linewidth=1.2, label=f"{percentile:g}th percentile")
+        axes.plot(lengths, values, style, color=INK, linewidth=1.2, label=f"{percentile:g}th percentile")
     axes.axhline(plan.slo_ttft_s, color=_ORANGE, linewidth=1.2, label=f"target {format_seconds(plan.slo_ttft_s)}")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -144,7 +151,7 @@ def _curves(plan: CapacityPlan) -> Curves:
 def _say(axes: Axes, what: str) -> None:
     """In the place of a curve that has no points."""
     axes.set_axis_off()
-    axes.text(0.5, 0.5, what, ha="center", va="center", color=_INK, transform=axes.transAxes)
+    axes.text(0.5, 0.5, what, ha="center", va="center", color=INK, transform=axes.transAxes)
 
 
 def _percentile_by_length(curves: Curves, served: Any, percentile: float) -> tuple[Array, Array]:

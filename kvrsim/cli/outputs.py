@@ -1,0 +1,51 @@
+"""Files beside an answer: written once it is printed, so that a picture that fails costs the picture alone."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+import typer
+
+from kvrsim.errors import KvrsimError
+from kvrsim.text import printable
+
+NOT_WRITTEN = 74  # exit code: the answer is there, but not all that was to be written
+ADVICE = "this is a bug in kvrsim; KVRSIM_TRACEBACK=1 shows where, please report it"
+
+
+def tell(line: str) -> None:
+    """A line for people on standard error."""
+    typer.echo(printable(f"kvrsim: {line}"), err=True)
+
+
+def write_beside(*outputs: tuple[str | None, Callable[[str], object]]) -> None:
+    """Write the files that were asked for, each by its own function of the path; None: not asked for.
+
+    One line on standard error for each that fails; then typer.Exit with NOT_WRITTEN, after all have been tried.
+    """
+    sys.stdout.flush()
+    failed = False
+    for path, write in outputs:
+        if path is None:
+            continue
+        try:
+            write(path)
+        except Exception as error:
+            failed = True
+            tell(f"error: {path}: not written, the answer is complete: {_why(error)}")
+    if failed:
+        raise typer.Exit(NOT_WRITTEN)
+
+
+def _why(error: Exception) -> str:
+    """In one line; a bug is called one."""
+    if os.environ.get("KVRSIM_TRACEBACK"):
+        import traceback
+
+        traceback.print_exception(error)
+    message = " ".join(str(error).split())
+    if isinstance(error, KvrsimError | OSError):
+        return message
+    return f"{type(error).__name__}: {message} ({ADVICE})"

@@ -1,0 +1,227 @@
+"""A Gantt chart of a timeline: who computes what when, who waits, and what the links carry."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvrsim.plots.lanes import (
+    MAX_DETAILED_RANKS,
+    draw_arrows,
+    draw_bars,
+    draw_legend,
+    draw_shares,
+    fits_bars,
+    is_pipeline,
+    is_solid,
+    legend_entries,
+    number_layers,
+    share_entries,
+)
+from kvrsim.plots.save import check_suffix, save_figure
+from kvrsim.plots.style import DIM, INK, styled
+from kvrsim.text import printable
+from kvrsim.timeline import Span, Timeline
+from kvrsim.units import format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH = 13.0  # inches, as all sizes of a figure
+_LEAST_LAYERS = 8  # of a timeline that has close-ups of layers
+_LEAST_REQUESTS = 4  # of one that has close-ups of requests
+_SHORT = 0.4  # of the whole, that a close-up is at most
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """A stretch of time worth a panel of its own."""
+
+    name: str  # as the whole shows it
+    title: str  # of the panel
+    start_s: float
+    end_s: float
+
+
+def write_gantt(timeline: Timeline, path: str | Path, *, title: str, subtitle: str = "") -> None:
+    """Draw ranks x seconds as PNG, SVG or PDF by the path's suffix; the file appears whole or not at all.
+
+    Beneath the whole stand two close-ups, where they show more: of layers, of a pipeline's pieces or, of several
+    requests, of two behind each other. Raises InputError naming the argument plot where the suffix is another or
+    the file cannot be written.
+    """
+    check_suffix(path)
+    with styled():
+        save_figure(_draw(timeline, title, subtitle), path)
+
+
+def _draw(timeline: Timeline, title: str, subtitle: str) -> Figure:
+    """The whole figure."""
+    from matplotlib.figure import Figure
+
+    ranks = timeline.num_ranks
+    detailed, in_bars = ranks <= MAX_DETAILED_RANKS, fits_bars(timeline)
+    windows = _windows(timeline) if detailed else []
+    alternates = not is_pipeline(timeline)
+    lanes = min(10.0, max(0.9, ranks * (0.34 if detailed else 0.15)))
+    rows, gap = (2, 0.74) if windows else (1, 0.0)
+    height = rows * lanes + gap + 1.7
+    figure = Figure(figsize=(WIDTH, height))
+    left = 0.07 if timeline.gpus_per_rank == 1 else 0.09
+    edges: dict[str, Any] = dict(left=left, right=0.985, top=1 - 1.15 / height, bottom=0.55 / height)
+    grid = figure.add_gridspec(rows, max(1, len(windows)), hspace=gap / lanes, wspace=0.06, **edges)
+    whole = figure.add_subplot(grid[0, :])
+    if in_bars:
+        draw_bars(whole, timeline.spans, alternates=alternates)
+    else:
+        draw_shares(whole, timeline)
+    lane_axes(whole, timeline, 0.0, timeline.end_s)
+    mark_first_tokens(whole, timeline)
+    for column, window in enumerate(windows):
+        axes = figure.add_subplot(grid[1, column])
+        _close_up(axes, timeline, window, alternates=alternates)
+        lane_axes(axes, timeline, window.start_s, window.end_s, title=window.title, named=column == 0)
+        _frame(whole, window)
+    draw_head(figure, height, title, subtitle)
+    entries = legend_entries(timeline.spans, alternates=alternates) if in_bars or windows else {}
+    draw_legend(figure, height, entries | ({} if in_bars else share_entries()))
+    return figure
+
+
+def _close_up(axes: Axes, timeline: Timeline, window: _Window, *, alternates: bool) -> None:
+    """Bars, arrows and numbers of one stretch of time."""
+    inside = [span for span in timeline.spans if span.end_s > window.start_s and span.start_s < window.end_s]
+    draw_bars(axes, inside, alternates=alternates)
+    draw_arrows(axes, [span for span in inside if span.kind == "transfer"], window.start_s, window.end_s)
+    if alternates and not timeline.first_tokens_s:
+        number_layers(axes, inside, window.start_s, window.end_s)
+
+
+def _windows(timeline: Timeline) -> list[_Window]:
+    """Close-ups; none where the whole is as good."""
+    if timeline.first_tokens_s:
+        return _of_requests(timeline.first_tokens_s)
+    if is_pipeline(timeline):
+        return _of_pieces(timeline)
+    layers = sorted({span.layer for span in timeline.spans if span.layer is not None})
+    if len(layers) < _LEAST_LAYERS:
+        return []
+    middle = len(layers) // 2
+    return [
+        _of_layers(timeline, "first layers", layers[:2]),
+        _of_layers(timeline, "midway", layers[middle : middle + 2]),
+    ]
+
+
+def _of_layers(timeline: Timeline, name: str, layers: Sequence[int]) -> _Window:
+    """From the layers' first operation to their last; on the last rank only, where ranks drift far apart."""
+    spans = [span for span in timeline.spans if span.layer in layers and is_solid(span) and span.kind != "transfer"]
+    title = f"{name}: {layers[0]} and {layers[1]}"
+    last = [span for span in spans if span.rank == timeline.num_ranks - 1]
+    if layers[0] > 0 and last and _end_s(spans) - _start_s(spans) > timeline.end_s / 5:
+        spans = last
+        title += f" of rank {timeline.num_ranks - 1}"
+    if not spans:
+        return _Window(name, title, 0.0, timeline.end_s)
+    pad_s = 0.01 * (_end_s(spans) - _start_s(spans))
+    return _Window(name, title, max(0.0, _start_s(spans) - pad_s), _end_s(spans) + pad_s)
+
+
+def _of_pieces(timeline: Timeline) -> list[_Window]:
+    """The time that a pipeline takes to fill, at the beginning and midway."""
+    last = timeline.num_ranks - 1
+    fills_s = 1.25 * min((span.start_s for span in timeline.of(last, "compute")), default=timeline.end_s)
+    if not 0 < fills_s <= _SHORT * timeline.end_s:
+        return []
+    middle_s = (timeline.end_s - fills_s) / 2
+    return [
+        _Window("fills", "while the pipeline fills", 0.0, fills_s),
+        _Window("midway", "midway, as long a stretch", middle_s, middle_s + fills_s),
+    ]
+
+
+def _of_requests(first_tokens_s: Sequence[float]) -> list[_Window]:
+    """Two requests behind each other, at the beginning and midway."""
+    if len(first_tokens_s) < _LEAST_REQUESTS:
+        return []
+    middle = len(first_tokens_s) // 2
+    first, last = middle - 1, middle + 1
+    title = f"requests {middle + 1} and {middle + 2}: from the first token before to theirs"
+    return [
+        _Window("first two", "requests 1 and 2: to their first tokens", 0.0, first_tokens_s[1]),
+        _Window("midway", title, first_tokens_s[first], first_tokens_s[last]),
+    ]
+
+
+def _start_s(spans: Iterable[Span]) -> float:
+    return min(span.start_s for span in spans)
+
+
+def _end_s(spans: Iterable[Span]) -> float:
+    return max(span.end_s for span in spans)
+
+
+def lane_axes(
+    axes: Axes, timeline: Timeline, start_s: float, end_s: float, *, title: str = "", named: bool = True
+) -> None:
+    """The frame of one stretch of time: a lane a rank, seconds below."""
+    ranks = timeline.num_ranks
+    axes.set_xlim(start_s, max(end_s, start_s + 1e-12))
+    axes.set_ylim(ranks - 0.45, -0.55)
+    every = math.ceil(ranks / 32)
+    axes.set_yticks(range(0, ranks, every))
+    axes.set_yticklabels([timeline.rank_name(rank) if named else "" for rank in range(0, ranks, every)])
+    axes.set_title(title, loc="left", fontsize=10, color=INK, pad=5)
+    axes.tick_params(axis="y", length=0, labelsize=9, colors=INK)
+    axes.tick_params(axis="x", labelsize=8.5, colors=INK)
+    axes.set_xlabel("seconds", fontsize=9, color=INK, labelpad=2)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.grid(axis="x", color="#e3e3e3", linewidth=0.6, zorder=0)
+    axes.set_axisbelow(True)
+
+
+def mark_first_tokens(axes: Axes, timeline: Timeline) -> None:
+    """When the last rank is done, which is TTFT; of several requests, when each is."""
+    if timeline.first_tokens_s:
+        for moment_s in timeline.first_tokens_s:
+            axes.axvline(moment_s, color=INK, linewidth=0.8, zorder=6)
+        count = len(timeline.first_tokens_s)
+        text = f"lines: first tokens of {count} requests"
+        _above(axes, timeline.first_tokens_s[-1], text, ha="right", fontsize=10, fontweight="bold")
+        return
+    last = [span for span in timeline.spans if span.rank == timeline.num_ranks - 1 and is_solid(span)]
+    ttft_s = max((span.end_s for span in last if span.kind != "transfer"), default=timeline.end_s)
+    axes.axvline(ttft_s, color=INK, linewidth=1.4, zorder=6, clip_on=False)
+    _above(axes, ttft_s, f"TTFT {format_seconds(ttft_s)}", ha="right", fontsize=10, fontweight="bold")
+
+
+def _frame(whole: Axes, window: _Window) -> None:
+    """Show in the whole where a close-up lies."""
+    style: dict[str, Any] = dict(facecolor="none", edgecolor=INK, linewidth=0.9, linestyle=(0, (4, 2)), zorder=5)
+    whole.axvspan(window.start_s, window.end_s, **style)
+    _above(whole, window.start_s, window.name, ha="left", fontsize=8)
+
+
+def _above(axes: Axes, x_s: float, text: str, **style: Any) -> None:
+    """A word above the axes."""
+    axes.annotate(
+        text,
+        xy=(x_s, 1.0),
+        xycoords=("data", "axes fraction"),
+        xytext=(0, 4),
+        textcoords="offset points",
+        va="bottom",
+        color=INK,
+        **style,
+    )
+
+
+def draw_head(figure: Figure, height: float, title: str, subtitle: str) -> None:
+    """Title and subtitle, `height` inches up."""
+    figure.text(0.012, 1 - 0.14 / height, printable(title), fontsize=14, fontweight="bold", color=INK, va="top")
+    figure.text(0.012, 1 - 0.43 / height, printable(subtitle), fontsize=9.5, color=DIM, va="top")

@@ -1,0 +1,26 @@
+"""Text that others wrote, made safe for a terminal or a Markdown page: the one place that does it."""
+
+from __future__ import annotations
+
+import re
+
+# C0 and C1 control characters but for tab and newline, DEL, and what turns the direction of writing.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_MARKDOWN = re.compile(r"([\\`*\[\]|])")
+
+
+def printable(text: str) -> str:
+    r"""The text with every control character spelled out, such as \x1b: a terminal obeys none of it."""
+    return _CONTROLS.sub(lambda found: _spelled(found[0]), text)
+
+
+def _spelled(character: str) -> str:
+    number = ord(character)
+    return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}"
+
+
+def in_markdown(text: str) -> str:
+    """The text as words of a Markdown page: no HTML, no link, no emphasis, no line or table cell of its own."""
+    words = " ".join(printable(text).split())
+    escaped = _MARKDOWN.sub(r"\\\1", words)
+    return escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
