@@ -165,6 +165,7 @@ class SearchReport:
     method: str  # of KVR-S: "auto", "analytical" or "grid"
     evaluations: int  # partitions whose TTFT was simulated
     seconds: float
+    limit: int | None = None  # partitions of one strategy, at which a search on a bus was cut short; None: none was
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -88,6 +88,7 @@ def make_plan(
     notes = (
         *choice.notes,
         *(_table_notes(table, scenario) if table is not None and "kvr-p" in choice.names else ()),
+        *searches.notes(),
         *approximate_notes(results, best),
         *even_chunks(results),
         *(fewer_gpus(scenario, kvr, searches.kvr) if searched else ()),
@@ -145,6 +146,7 @@ class _Searches:
     found: Found | None = None  # KVR-S's, once it was searched
     evaluations: int = 0
     seconds: float = 0.0
+    limits: dict[str, int] = field(default_factory=dict)  # of strategies whose search was cut short
     _analytical: Found | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -161,6 +163,8 @@ class _Searches:
             found = search(placed, strategy, on_progress=self.on_progress, **own)  # type: ignore[arg-type]
             self.found = found if strategy.name == "kvr-s" else self.found
             cut, evaluations = found.partition, found.report.evaluations
+            if found.report.limit is not None:
+                self.limits[strategy.name] = found.report.limit
         elif strategy.partition_rule == "pieces":
             from planner.pieces import best_pieces
 
@@ -184,7 +188,16 @@ class _Searches:
     def report(self) -> SearchReport:
         """How KVR-S was searched, and what all searches took."""
         method = self.kvr.report.method
-        return SearchReport(method=method, evaluations=self.evaluations, seconds=self.seconds)
+        limit = max(self.limits.values(), default=None)
+        return SearchReport(method=method, evaluations=self.evaluations, seconds=self.seconds, limit=limit)
+
+    def notes(self) -> list[str]:
+        """Which searches were cut short."""
+        return [
+            f"{name}: its search on a bus ended at {most} partitions, the most for so many GPUs and layers;"
+            " a better one may exist"
+            for name, most in self.limits.items()
+        ]
 
 
 def _ties(ranked: Sequence[StrategyResult], objective: str) -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -96,14 +98,18 @@ def refine_frugally(
     *,
     rounds: int,
     first_step: int | None = None,
+    thin: Callable[[Boundaries], Boundaries] = lambda rows: rows,
 ) -> tuple[npt.NDArray[np.int64], float]:
-    """The same where an evaluation is dear: one step a round, which halves when it no longer helps."""
+    """The same where an evaluation takes long: one step a round, which halves when it no longer helps.
+
+    thin: which of a round's candidates are tried.
+    """
     best, best_s = seed, float(evaluate(seed[None])[0])
     directions = np.concatenate([groups(len(seed)), -groups(len(seed))])
     step = first_step or _first_step(num_tokens, len(seed) + 1, stride)
     for _ in range(rounds):
         candidates = best + step * directions
-        candidates = candidates[valid(candidates, num_tokens)]
+        candidates = thin(candidates[valid(candidates, num_tokens)])
         moved, moved_s = _best_of(candidates, best, best_s, num_tokens, evaluate)
         if moved_s < best_s * (1.0 - _BETTER):
             best, best_s = moved, moved_s

@@ -30,6 +30,11 @@ _PROVEN = 1.015  # TTFT over its lower bound, within which no other seed is trie
 _POLISHING_ROUNDS = 60
 _COARSE = 64  # strides in the shortest chunk, below which the stride is coarse
 _BUS_SEEDS, _BUS_ROUNDS, _BUS_LAST_ROUNDS = 2, 16, 6
+_BUS_WORK, _BUS_LEAST = 6_400_000, 200  # ranks squared times layers that a search replays; partitions at least
+_BUS_POLISHING = 0.4  # of the partitions, kept for steps of single tokens
+_BUS_ROUNDS_LEFT = 4  # rounds that there is to be room for after each, where partitions run short
+_BUS_RESERVE = 24  # partitions that a round adds: its seed, and sums of moves that helped
+_BUS_PLANS = 8  # at most, of slower links, and of fewer GPUs
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,8 @@ def search(
         raise InputError("stride", step, f"a whole number from 1 to {most}")
     begin_s = time.perf_counter()
     evaluator = Evaluator(scenario, strategy, on_progress)
+    if scenario.cluster.shares_bandwidth and method == "auto":
+        evaluator.most = most_on_a_bus(scenario)
     run = _Search(scenario, strategy, evaluator, step)
     boundaries, ttft_s, name = run.run(method)
     if method == "auto" and stride is None and run.is_worth_polishing(boundaries, ttft_s):
@@ -74,8 +81,22 @@ def search(
         boundaries, ttft_s = run.polished(boundaries)
     partition = Partition(chunk_lens=chunk_lens(tuple(boundaries), tokens))
     seconds = time.perf_counter() - begin_s
-    report = SearchReport(method=name, evaluations=evaluator.evaluations, seconds=seconds)
+    report = SearchReport(
+        method=name,
+        evaluations=evaluator.evaluations,
+        seconds=seconds,
+        limit=evaluator.most if run.was_limited else None,
+    )
     return Found(partition, ttft_s, report, run.lower_bound_s)
+
+
+def most_on_a_bus(scenario: Scenario) -> int:
+    """Partitions that a search on a bus simulates at most: each is replayed event by event, ever longer with more GPUs.
+
+    The search is not cut short by it on up to 8 GPUs and 32 layers.
+    """
+    work = scenario.cluster.num_gpus**2 * scenario.share.num_hidden_layers
+    return max(_BUS_LEAST, _BUS_WORK // work)
 
 
 def default_stride(num_tokens: int, num_ranks: int) -> int:
@@ -86,10 +107,18 @@ def default_stride(num_tokens: int, num_ranks: int) -> int:
     return 1 << min(7, max(0, (num_tokens // num_ranks // 512).bit_length() - 1))
 
 
+def _spread_counts(most: int) -> list[int]:
+    """1, 2, ... up to `most`, or a few of them, closer where they are small."""
+    if most <= _BUS_PLANS:
+        return list(range(1, most + 1))
+    return sorted({round(float(one)) for one in np.geomspace(1, most, _BUS_PLANS)})
+
+
 class _Search:
     def __init__(self, scenario: Scenario, strategy: Strategy, evaluator: Evaluator, stride: int) -> None:
         self.scenario, self.strategy, self.evaluator, self.stride = scenario, strategy, evaluator, stride
         self.lower_bound_s: float | None = None
+        self.was_limited = False  # on a bus: fewer partitions were tried than there were
         # Balanced chunks and bounds are those of KVR's chain; others begin from its chunks, and have no bound.
         self.chain = strategy if strategy.chains else chain_like(strategy)
         self.tokens, self.num_ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
@@ -113,8 +142,33 @@ class _Search:
             return self._refined_from(seeds)
         # Every evaluation replays processes: fewer seeds, fewer steps.
         best = seeds[np.argsort(self._evaluate(seeds), kind="stable")[:_BUS_SEEDS]]
-        refined = [refine_frugally(seed, self.tokens, self.stride, self._evaluate, rounds=_BUS_ROUNDS) for seed in best]
+        refined = [
+            self._refined_frugally(seed, self.stride, _BUS_ROUNDS, share=(1 - _BUS_POLISHING) * number / len(best))
+            for number, seed in enumerate(best, start=1)
+        ]
         return min(refined, key=lambda found: found[1])
+
+    def _refined_frugally(
+        self, seed: npt.NDArray[np.int64], stride: int, rounds: int, *, share: float, first_step: int | None = None
+    ) -> tuple[npt.NDArray[np.int64], float]:
+        """Refine on a bus, within this share of the partitions that the search may simulate."""
+
+        def thin(rows: Boundaries) -> Boundaries:
+            assert self.evaluator.most is not None
+            left = int(share * self.evaluator.most) - self.evaluator.evaluations - _BUS_RESERVE
+            return self._thinned(rows, left // _BUS_ROUNDS_LEFT)
+
+        return refine_frugally(
+            seed, self.tokens, stride, self._evaluate, rounds=rounds, first_step=first_step, thin=thin
+        )
+
+    def _thinned(self, rows: Boundaries, room: int) -> Boundaries:
+        """At most so many of the rows, spread over them."""
+        if len(rows) <= room:
+            return rows
+        self.was_limited = True
+        spread = np.unique(np.linspace(0, len(rows) - 1, max(0, room)).astype(np.intp))
+        return np.asarray(rows[spread])
 
     def _refined_from(self, seeds: Boundaries) -> tuple[npt.NDArray[np.int64], float]:
         """Refine the best seed, and scattered ones that come near it: with few layers, the best may lie far off."""
@@ -156,9 +210,12 @@ class _Search:
     def polished(self, boundaries: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], float]:
         """Refine by single tokens, from these boundaries or with some ranks' chunks left to a neighbour."""
         seeds = self._with_idle_ranks(boundaries)
+        if self.evaluator.most is not None:
+            kept = self._thinned(seeds, (self.evaluator.most - self.evaluator.evaluations - _BUS_RESERVE) // 2)
+            seeds = seeds if len(kept) == len(seeds) else np.concatenate([boundaries[None], kept])
         seed = seeds[int(self._evaluate(seeds).argmin())]
         if self.scenario.cluster.shares_bandwidth:
-            return refine_frugally(seed, self.tokens, 1, self._evaluate, rounds=_BUS_LAST_ROUNDS, first_step=4)
+            return self._refined_frugally(seed, 1, _BUS_LAST_ROUNDS, share=1.0, first_step=4)
         return refine(seed, self.tokens, 1, self._evaluate, rounds=_POLISHING_ROUNDS)
 
     def _with_idle_ranks(self, boundaries: npt.NDArray[np.int64]) -> Boundaries:
@@ -192,10 +249,12 @@ class _Search:
         """
         bandwidth = self.scenario.cluster.link.bandwidth_bytes_per_s
         plans = []
-        for flows in range(1, self.num_ranks):
+        for flows in _spread_counts(self.num_ranks - 1):
+            self.evaluator.report()
             own = self.scenario.with_own_links(bandwidth / flows)
             plans.append(search(own, self.strategy).partition.chunk_lens)
-        for used in range(1, self.num_ranks):
+        for used in _spread_counts(self.num_ranks - 1):
+            self.evaluator.report()
             idle = self.num_ranks - used
             own = self.scenario.on_gpus(used).with_own_links(bandwidth / max(1, used - 1))
             request = replace(own.request, context_len=own.request.context_len - idle)

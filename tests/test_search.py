@@ -171,3 +171,28 @@ def test_on_a_bus(seed: int, make: Any) -> None:
     own = replace(scenario, cluster=scenario.cluster.with_topology("switch"))
     plan = search(own, KVR).partition.chunk_lens
     assert found.ttft_s <= evaluator.one(plan) * CLOSE
+
+
+@pytest.mark.parametrize("ranks", [3, 9])
+def test_a_search_on_a_bus_keeps_to_its_limit_and_says_so(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("planner.search._BUS_WORK", 0)
+    monkeypatch.setattr("planner.search._BUS_LEAST", 60)
+    told: list[int | None] = []
+    plan = kvrsim.plan(
+        ctx=512,
+        gpus=ranks,
+        topology="bus",
+        strategies=["kvr-e", "kvr-s"],
+        on_progress=lambda _done, most, _best_s: told.append(most),
+    )
+    assert set(told) == {60}
+    assert plan.search.evaluations <= 60
+    assert plan.search.limit == 60
+    assert [note for note in plan.warnings if note.startswith("kvr-s: its search on a bus ended at 60 partitions")]
+    ttft_s = {result.strategy: result.ttft_s for result in plan.strategies}
+    assert ttft_s["kvr-s"] <= ttft_s["kvr-e"]
+
+
+def test_up_to_eight_gpus_no_search_on_a_bus_is_cut_short() -> None:
+    plan = kvrsim.plan(ctx=256, gpus=3, topology="bus", strategies=["kvr-s"])
+    assert plan.search.limit is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Annotated
 
@@ -156,7 +155,10 @@ def capacity(
         uniform_only=uniform_only,
         seed=number,
     )
-    result = plan_capacity(scenario, question, table=read_table(table), warnings=warnings, on_progress=_tell)
+    from kvrsim.cli.progress import WorkProgress
+
+    with WorkProgress() as progress:
+        result = plan_capacity(scenario, question, table=read_table(table), warnings=warnings, on_progress=progress)
     if json:
         print_json(result.to_dict())
     else:
@@ -169,9 +171,3 @@ def capacity(
     write_beside((html, lambda path: write_report(result, path)), (plot, lambda path: write_plot(result, path)))
     if not result.feasible:
         raise typer.Exit(1)
-
-
-def _tell(what: str) -> None:
-    """What is worked on, for a person who waits."""
-    if sys.stderr.isatty():
-        typer.echo(f"kvrsim: {what} ...", err=True)

@@ -66,7 +66,7 @@ def strategy_map(
     from kvrsim.cli.progress import EntryProgress
     from planner.map_build import make_map
 
-    with EntryProgress() as progress:
+    with EntryProgress("places") as progress:
         found = make_map(
             scenario,
             lengths=lengths,

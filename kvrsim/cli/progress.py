@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -18,20 +19,32 @@ FIRST_LINE_S = 10.0  # until the first line where there is no terminal; the next
 
 
 class Shown:
-    """One line that is rewritten on a terminal; elsewhere a plain line at 10 s, 20 s, 40 s, ..."""
+    """One line that is rewritten on a terminal; elsewhere a plain line at 10 s, 20 s, 40 s, ...
+
+    Inside `with`, a thread keeps to these times, so that work which says nothing for long is named as well.
+    """
 
     def __init__(self) -> None:
         self._started_s = time.monotonic()
         self._next_line_s = FIRST_LINE_S
         self._bar: Progress | None = None
         self._task: TaskID | None = None
+        self._last: tuple[str, float | None, float | None] | None = None
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
+        self._thread = threading.Thread(target=self._keep_time, daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
         if self._bar is not None:
             self._bar.stop()
 
@@ -42,6 +55,22 @@ class Shown:
 
     def show(self, text: str, done: float | None = None, total: float | None = None) -> None:
         """What is being worked on; with a total, how much of it is done."""
+        with self._lock:
+            self._last = text, done, total
+            self._draw()
+
+    def _keep_time(self) -> None:
+        wait_s = PATIENCE_S
+        while not self._ended.wait(wait_s):
+            with self._lock:
+                self._draw()
+                wait_s = 1.0
+
+    def _draw(self) -> None:
+        """The last text, if it is time for it."""
+        if self._last is None:
+            return
+        text, done, total = self._last
         if sys.stderr.isatty():
             if self._bar is None and self.elapsed_s < PATIENCE_S:
                 return
@@ -50,7 +79,7 @@ class Shown:
             bar.update(self._task, description=text, completed=done or 0, total=total)
         elif self.elapsed_s >= self._next_line_s:
             while self._next_line_s <= self.elapsed_s:
-                self._next_line_s *= 2
+                self._next_line_s = 2 * max(self._next_line_s, 1.0)
             print(f"kvrsim: {text}, after {self.elapsed_s:.0f} s", file=sys.stderr, flush=True)
 
     def _start(self) -> Progress:
