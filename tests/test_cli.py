@@ -366,6 +366,38 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (cli.BROKEN_PIPE, "")
 
 
+CLOSED_STREAMS = [
+    ("models list >&-", 0),
+    ("--version >&-", 0),
+    ("models list <&- >&- 2>&-", 0),
+    ("plan --gpus 2 --ctx 512 --json >&-", 0),
+    ("table build --gpus 2 --ctx 512:1k:512 --profile roofline --jobs 2 -o t.json >&- 2>&-", 0),
+    ("table build --gpus 2 --ctx 512 --profile roofline --jobs 1 -o t.json --json >&-", 0),
+    ("plan --ctx 0 >&-", cli.WRONG_USE),
+    ("plan --ctx 0 2>&-", cli.WRONG_USE),
+    ("plan --frobnicate 2>/dev/full", cli.WRONG_USE),
+    ("plan --ctx 0 2>/dev/full", cli.WRONG_USE),
+    ("models list >/dev/full", cli.NOT_WRITTEN),
+]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(("words", "code"), CLOSED_STREAMS)
+def test_closed_and_full_streams_change_no_exit_code_and_no_file(words: str, code: int, tmp_path: Path) -> None:
+    """A closed stream's number goes to the next file that is opened: what is printed must not end in it."""
+    command = f"exec {sys.executable} -c 'from kvrsim.cli.main import run; run()' {words}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "bug in kvrsim" not in done.stderr
+    if "t.json" in words:
+        assert os.listdir(tmp_path) == ["t.json"]
+        assert json.loads((tmp_path / "t.json").read_text())["entries"]
+
+
 @pytest.mark.parametrize(
     ("error", "code", "words"),
     [

@@ -50,10 +50,24 @@ def _kvrsim(
 
 def run() -> None:
     """Run the command line and leave with its exit code."""
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal without × still gets its table
     sys.exit(main(sys.argv[1:]))
+
+
+def _open_closed_streams() -> None:
+    """Let what goes to a stream that is closed (`>&-`) go nowhere, rather than into the next file that is opened."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            mode = "r" if number == 0 else "w"
+            handle = os.open(os.devnull, os.O_RDONLY if number == 0 else os.O_WRONLY)
+            if handle != number:
+                os.dup2(handle, number)
+                os.close(handle)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 - as long as the process lives
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -83,7 +97,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    typer.echo(f"kvrsim: {printable(' '.join(message.split()))}", err=True)
+    try:
+        typer.echo(f"kvrsim: {printable(' '.join(message.split()))}", err=True)
+    except OSError:  # the exit code says it, too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # for the flush at exit
     return code
 
 
