@@ -392,6 +392,7 @@ def test_closed_and_full_streams_change_no_exit_code_and_no_file(words: str, cod
     )
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
+    assert ("standard output" in done.stderr) == (code == cli.NOT_WRITTEN)
     assert "bug in kvrsim" not in done.stderr
     if "t.json" in words:
         assert os.listdir(tmp_path) == ["t.json"]

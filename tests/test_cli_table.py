@@ -268,6 +268,20 @@ def test_interrupted_work_ends_with_one_line(jobs: str) -> None:
     assert not Path("table.json").exists()
 
 
+def test_a_full_disk_is_blamed_on_the_file_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """A limit on the size of files stands in for a full disk."""
+    pytest.importorskip("resource")
+    words = [*BUILD[:5], "512:16k:512", *BUILD[6:], "-o", "table.json"]
+    command = ["bash", "-c", 'ulimit -f 2; exec "$@"', "-", sys.executable, "-c", START, *words]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (74, "")
+    assert done.stderr.splitlines()[-1] == "kvrsim: error: table.json.partial: cannot be written (File too large)"
+    assert Path("table.json.partial").read_bytes().endswith(b"}\n")
+    assert cli.main(words) == 0
+    assert "entries searched before" in capsys.readouterr().err
+
+
 def test_work_of_other_settings_is_refused_and_kept(capsys: pytest.CaptureFixture[str]) -> None:
     process = start(*LONG, "--jobs", "1")
     wait_for_entries(process, 2)

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kvrsim.errors import KvrsimError
+from kvrsim.errors import KvrsimError, NotWrittenError
 
 # The likelier cause first: where one rank runs out of memory, its neighbours only lose their connection.
-FaultKind = Literal["died", "memory", "mismatch", "input", "error", "silent", "link"]
-_KINDS: tuple[FaultKind, ...] = ("died", "memory", "mismatch", "input", "error", "silent", "link")
+FaultKind = Literal["died", "memory", "disk", "mismatch", "input", "error", "silent", "link"]
+_KINDS: tuple[FaultKind, ...] = ("died", "memory", "disk", "mismatch", "input", "error", "silent", "link")
+_EXIT_CODES: dict[FaultKind, int] = {"input": 2, "disk": NotWrittenError.exit_code}
 
 # What gloo, NCCL and torch's stores say, and what it means; the first pattern that is found counts.
 _MEANINGS = (
@@ -58,8 +59,11 @@ class RankError(KvrsimError):
         self.faults = tuple(
             sorted(faults, key=lambda fault: (_KINDS.index(fault.kind), fault.rank not in waited_for, fault.rank))
         )
-        self.exit_code = 2 if self.faults[0].kind == "input" else 1
-        super().__init__("; ".join(map(str, self.faults)))
+        kind = self.faults[0].kind
+        self.exit_code = _EXIT_CODES.get(kind, 1)
+        # Where a file cannot be written, no rank is to blame: the others only lose their connection.
+        shown = [fault.message for fault in self.faults if fault.kind == kind] if kind == "disk" else self.faults
+        super().__init__("; ".join(map(str, shown)))
 
     @property
     def cause(self) -> Fault:
@@ -96,6 +100,8 @@ def faults_of(error: BaseException, rank: int, layer: int | None) -> list[Fault]
         return [Fault(rank=rank, kind="link", message=error.reason, layer=layer, peer=error.peer)]
     if is_out_of_memory(error):
         return [Fault(rank=rank, kind="memory", message="out of memory", layer=layer)]
+    if isinstance(error, NotWrittenError):
+        return [Fault(rank=rank, kind="disk", message=str(error), layer=layer)]
     if isinstance(error, KvrsimError):
         return [Fault(rank=rank, kind="input", message=str(error))]
     where = traceback.extract_tb(error.__traceback__)[-1]
