@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvrsim.arguments import checked, named, wholes
 from kvrsim.version import __version__
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
+@checked()
 def plan(
     *,
     ctx: int | str,
@@ -174,6 +176,7 @@ def plan(
     )
 
 
+@checked()
 def simulate(
     *,
     strategy: str,
@@ -252,6 +255,7 @@ def simulate(
     )
 
 
+@checked(ctx=wholes, gpus=wholes)
 def build_table(
     *,
     ctx: Sequence[int] | str,
@@ -270,22 +274,20 @@ def build_table(
 
     Raises InputError naming the command line's argument.
     """
-    from kvrsim.errors import InputError
-    from kvrsim.ranges import counts_up_to, parse_counts, parse_lengths
+    from kvrsim.ranges import counts_of, counts_up_to, lengths_of
     from planner.table_backends import Pool
     from planner.table_build import make_table
 
-    lengths = parse_lengths(ctx, "ctx") if isinstance(ctx, str) else tuple(_tokens(one, "ctx") for one in ctx)
-    gpus = counts_up_to(make_scenario(ctx=1, **scenario)[0].num_gpus) if gpus is None else gpus
-    counts = parse_counts(gpus, "gpus") if isinstance(gpus, str) else tuple(_count(one, "gpus") for one in gpus)
-    for values, argument in ((lengths, "ctx"), (counts, "gpus")):
-        if not values:
-            raise InputError(argument, "nothing", "at least one")
-    base, _ = make_scenario(ctx=max(lengths), gpus=max(counts), **scenario)
-    with Pool(jobs=_count(jobs, "jobs")) as pool:
+    lengths = lengths_of(ctx, "ctx")
+    if gpus is None:
+        gpus = counts_up_to(make_scenario(ctx=1, **scenario)[0].num_gpus)
+    counts = counts_of(gpus, "gpus")
+    base, _ = make_scenario(ctx=lengths[-1], gpus=counts[-1], **scenario)
+    with Pool(jobs=jobs) as pool:
         return make_table(base, counts, lengths, pool=pool, on_progress=on_progress)
 
 
+@checked(requests=named())
 def capacity(
     *, requests: str | PathLike[str], slo_ttft: float | str, percentile: float | str = 99, **options: Any
 ) -> CapacityPlan:
@@ -300,6 +302,7 @@ def capacity(
     return ask(make_scenario, requests=requests, slo_ttft=slo_ttft, percentile=percentile, **options)
 
 
+@checked()
 def make_scenario(
     *,
     ctx: int | str,

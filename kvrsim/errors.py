@@ -34,9 +34,14 @@ class InputError(KvrsimError):
 
     def __init__(self, parameter: str, value: object, accepted: str) -> None:
         self.parameter, self.value, self.accepted = parameter, value, accepted
-        shown = " ".join(str(value).split())
-        shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        super().__init__(f"{parameter}: got '{shown}', accepted: {accepted}")
+        super().__init__(f"{_shown(parameter, 300)}: got '{_shown(value, 80)}', accepted: {_shown(accepted, 1000)}")
+
+
+def _shown(value: object, most: int) -> str:
+    """At most so many characters on one line; those that a terminal would obey are escaped."""
+    text = " ".join(str(value).split())
+    text = text if len(text) <= most else text[: most - 3] + "..."
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 class NotWrittenError(KvrsimError):

@@ -21,8 +21,9 @@ class Partition:
     chunk_lens: tuple[int, ...]  # tokens that each rank takes, every one at least 1
 
     def __post_init__(self) -> None:
-        if not self.chunk_lens or any(chunk < 1 for chunk in self.chunk_lens):
-            raise InputError("partition", ",".join(map(str, self.chunk_lens)), "a chunk of at least 1 token a rank")
+        if not self.chunk_lens or any(not isinstance(chunk, int) or chunk < 1 for chunk in self.chunk_lens):
+            accepted = "a chunk of at least 1 token a rank, a whole number"
+            raise InputError("partition", ",".join(map(str, self.chunk_lens)), accepted)
 
     @classmethod
     def even(cls, num_tokens: int, num_ranks: int) -> Partition:

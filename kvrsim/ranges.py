@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvrsim.errors import InputError
 from kvrsim.units import parse_count, parse_tokens
@@ -29,6 +29,22 @@ def parse_counts(text: str, argument: str) -> tuple[int, ...]:
     """Whole numbers with commas between, rising, each once; InputError names the argument."""
     accepted = "whole numbers with commas between, such as 2,4,8"
     return _parse_list(text, argument, accepted, lambda part: range(first := parse_count(part, argument), first + 1))
+
+
+def lengths_of(values: str | Iterable[int | str], argument: str) -> tuple[int, ...]:
+    """The same of a text, or of several numbers and texts; at least one."""
+    return parse_lengths(values if isinstance(values, str) else _joined(values, argument), argument)
+
+
+def counts_of(values: str | Iterable[int | str], argument: str) -> tuple[int, ...]:
+    """The same of a text, or of several numbers and texts; at least one."""
+    return parse_counts(values if isinstance(values, str) else _joined(values, argument), argument)
+
+
+def _joined(values: Iterable[int | str], argument: str) -> str:
+    if not (parts := [str(value) for value in values]):
+        raise InputError(argument, "nothing", "at least one")
+    return ",".join(parts)
 
 
 def _parse_list(

@@ -5,10 +5,12 @@ from __future__ import annotations
 from os import PathLike
 from typing import Any
 
+from kvrsim.arguments import checked
 from kvrsim.profile import CalibrationProfile
 from planner.confirm_result import Confirmation
 
 
+@checked()
 def confirm(
     *,
     ctx: int | str,

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import kvrsim
-from kvrsim.errors import InputError
-from kvrsim.ranges import counts_up_to, parse_counts, parse_lengths
+from kvrsim.arguments import checked, wholes
+from kvrsim.ranges import counts_of, counts_up_to, lengths_of
 from kvrsim.units import parse_bandwidth
 from planner.map import StrategyMap
 from planner.map_build import DEFAULT_STRATEGIES, OnPlace, make_map
 
 
+@checked(ctx=wholes, gpus=wholes)
 def map_strategies(
     *,
     ctx: Sequence[int] | str,
@@ -33,13 +34,10 @@ def map_strategies(
 
     Raises InputError naming the command line's argument.
     """
-    lengths = parse_lengths(ctx, "ctx") if isinstance(ctx, str) else tuple(sorted(set(ctx)))
+    lengths = lengths_of(ctx, "ctx")
     if gpus is None:
         gpus = counts_up_to(kvrsim.make_scenario(ctx=1, gpus=None, **scenario)[0].num_gpus)
-    counts = parse_counts(gpus, "gpus") if isinstance(gpus, str) else tuple(sorted(set(gpus)))
-    for values, argument in ((lengths, "ctx"), (counts, "gpus")):
-        if not values:
-            raise InputError(argument, "nothing", "at least one")
+    counts = counts_of(gpus, "gpus")
     base, warnings = kvrsim.make_scenario(ctx=lengths[-1], gpus=counts[-1], **scenario)
     bandwidths = None
     if link_bandwidths is not None:

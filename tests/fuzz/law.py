@@ -1,0 +1,96 @@
+"""The law of every command and call: an answer or one line about a parameter, in bounded time and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import resource
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import kvrsim
+from kvrsim.cli.main import main
+
+CODES = (0, 1, 2, 74)
+MOST_S = 60.0  # on a loaded machine
+MOST_BYTES = 3 * 2**30  # more than the process had before
+_ERROR = re.compile(r"kvrsim: error: (\S.*?): (got |no such option)")
+
+
+class TooLong(BaseException):
+    """Beyond MOST_S; no Exception, so that nothing takes it for a bug of the command's own."""
+
+
+@contextlib.contextmanager
+def bounded() -> Iterator[None]:
+    """Raise TooLong after MOST_S, and MemoryError beyond MOST_BYTES."""
+
+    def stop(*_: object) -> None:
+        raise TooLong(f"more than {MOST_S:g} s")
+
+    assert threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGALRM, stop)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm", encoding="ascii") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    most = used + MOST_BYTES if limits[1] == resource.RLIM_INFINITY else min(limits[1], used + MOST_BYTES)
+    resource.setrlimit(resource.RLIMIT_AS, (most, limits[1]))
+    signal.setitimer(signal.ITIMER_REAL, MOST_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def check_command(words: Sequence[str]) -> int:
+    """Run a command line in this process; its exit code, or AssertionError where it breaks the law."""
+    out, err = io.StringIO(), io.StringIO()
+    said = "kvrsim " + " ".join(map(repr, words))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            with bounded():
+                code = main(words)
+        except TooLong as late:
+            raise AssertionError(f"{late}: {said}") from None
+    text = err.getvalue()
+    assert code in CODES, f"exit {code}: {said}\n{text[-2000:]}"
+    assert "Traceback" not in text, f"{said}\n{text[-2000:]}"
+    if code == 2:
+        lines = [line for line in text.splitlines() if not line.startswith(("kvrsim: note:", "kvrsim: warning:"))]
+        assert len(lines) == 1, f"{len(lines)} lines: {said}\n{text[-2000:]}"
+        assert _ERROR.match(lines[0]), f"no parameter is named: {said}\n{lines[0][:500]}"
+        assert len(lines[0]) < 1500, f"a line of {len(lines[0])} characters: {said}"
+        assert lines[0].isprintable(), f"control characters: {said}\n{lines[0]!r}"
+    elif "--json" in words:
+        json.loads(out.getvalue(), parse_constant=_refuse)
+    return code
+
+
+def _refuse(name: str) -> Any:
+    raise AssertionError(f"{name} in JSON")
+
+
+def check_call(function: Callable[..., Any], arguments: dict[str, Any], said: str) -> bool:
+    """Call a function of the facade; whether it answered. Only a KvrsimError may refuse."""
+    try:
+        with bounded():
+            found = function(**arguments)
+            if hasattr(found, "to_dict"):
+                json.dumps(found.to_dict(), allow_nan=False)
+    except TooLong as late:
+        raise AssertionError(f"{late}: {said}") from None
+    except kvrsim.InputError as error:
+        if not re.match(r"[a-z][a-z0-9_]*([ :]|$)", error.parameter) or "\n" in str(error):
+            raise AssertionError(f"{error}: names no parameter: {said}") from None
+        return False
+    except kvrsim.KvrsimError:
+        return False
+    except Exception as error:
+        raise AssertionError(f"{type(error).__name__}: {error}: {said}") from error
+    return True
