@@ -11,7 +11,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help plan test check format bench accuracy figures calibration confirmation profiles fit clean
+.PHONY: help plan test fuzz check format bench accuracy figures calibration confirmation profiles fit clean
 
 help: ## list these targets
 	@echo "make TARGET   (PYTHON=$(PYTHON); any Python >= 3.11 will do)"
@@ -22,6 +22,9 @@ plan: $(VENV)/.core ## plan a prefill and print it (GPUS=8 CTX=16k)
 
 test: $(VENV)/.dev ## run the tests (WORKERS=logical: one process per core, at most 8)
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8
+
+fuzz: $(VENV)/.dev ## random calls, commands and files for MINUTES=10, with SEED=N or a new one, which is printed
+	$(BIN)/python tests/fuzz/fuzz_long.py --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))
 
 check: $(VENV)/.dev ## ruff format, ruff, mypy, import-linter
 	$(BIN)/ruff format --check .

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from law import check_call
+from fuzz_law import check_call
 
 import kvrsim
 

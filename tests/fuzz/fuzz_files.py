@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from law import check_command
+from fuzz_law import check_command
 
 import kvrsim
 from calibrate.measurement import Measurement, write_measurements

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from law import check_command
+from fuzz_law import check_command
 
 WRONG = (
     *("", " ", "-1", "0", "nan", "inf", "1e9", "1e400", "9" * 400, "x", "all", "8x", "0x10", "1.5", "-", "--", "-o"),

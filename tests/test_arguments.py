@@ -1,0 +1,118 @@
+"""The Python API takes what a person would pass, and names the parameter of what it cannot take."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvrsim
+from kvrsim.arguments import CHECKS, MOST_VALUES
+
+SMALL: dict[str, Any] = {"ctx": 512, "gpus": 2, "profile": "roofline"}
+
+
+def test_one_strategy_is_a_name_and_not_its_letters() -> None:
+    plans = [kvrsim.plan(**SMALL, strategies=given) for given in ("tsp", ["tsp"], ("tsp",), iter(["tsp"]))]
+    assert [[result.strategy for result in plan.strategies] for plan in plans] == [["tsp"]] * 4
+    both = kvrsim.plan(**SMALL, strategies="tsp, kvr-e")
+    assert {result.strategy for result in both.strategies} == {"tsp", "kvr-e"}
+    assert len(kvrsim.plan(**SMALL, strategies="all").strategies) > 5
+
+
+@pytest.mark.parametrize(
+    "given", [np.array([256, 256]), (np.int64(256), 256), iter([256, 256]), np.array([256] * 2, "u2")]
+)
+def test_whole_numbers_of_numpy_are_numbers(given: Any) -> None:
+    result = kvrsim.simulate(**SMALL, strategy="kvr-e", partition=given)
+    assert json.loads(json.dumps(result.to_dict()))["partition"] == [256, 256]
+
+
+@pytest.mark.parametrize(
+    ("parameter", "value"),
+    [
+        *(
+            ("partition", value)
+            for value in ([300.5, 211.5], [256.0, 256.0], [[256, 256]], np.array([[256, 256]]), 512)
+        ),
+        *(("partition", value) for value in (np.array(512), [True, 511], {"256": 1}, [256, None], itertools.count())),
+        *(("seed", value) for value in (-1, 2**32, 1.5, True, "1", None, np.array([1, 2]))),
+        *(("strategy", value) for value in (b"tsp", ["tsp"], 3, None)),
+        *(("ctx", value) for value in (1j, [512], None, 512.0, np.array([512]), (512 for _ in "a"))),
+        *(("link_bandwidth", value) for value in (1j, [1e10], 10**400, np.array([1e9, 1e9]), True)),
+        *(("model", value) for value in (7, b"llama-7b", ["llama-7b"], object())),
+        *(("timeline", value) for value in (1, "yes", np.array([True, False]))),
+        *(("noise", value) for value in (7, ["paper"], {"jitter": 1})),
+        *(("samples", value) for value in (0, 1.5, "x", np.array([1, 2]))),
+        *(("requests", value) for value in (0, 1.5, 2**21, "many")),
+        *(("table", value) for value in (7, {}, b"t.json")),
+        *(("topology", value) for value in (7, np.array(["bus"]), ["bus"])),
+    ],
+)
+def test_wrong_types_name_the_parameter(parameter: str, value: Any) -> None:
+    with pytest.raises(kvrsim.InputError) as caught:
+        kvrsim.simulate(**{**SMALL, "strategy": "kvr-e", parameter: value})
+    assert caught.value.parameter == parameter
+    assert len(str(caught.value)) < 400
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "parameter", "wrong"),
+    [
+        (kvrsim.plan, "strategies", {"strategies": [["tsp"]]}),
+        (kvrsim.plan, "strategies", {"strategies": 7}),
+        (kvrsim.plan, "stride", {"stride": 1.5}),
+        (kvrsim.plan, "on_progress", {"on_progress": 7}),
+        (kvrsim.build_table, "ctx", {"ctx": [1.5]}),
+        (kvrsim.build_table, "jobs", {"jobs": 2**70}),
+        (kvrsim.build_table, "batch", {"batch": 1j}),  # handed on to make_scenario
+        (kvrsim.map_strategies, "gpus", {"gpus": [[2]]}),
+        (kvrsim.map_strategies, "link_bandwidths", {"link_bandwidths": 1e10}),
+        (kvrsim.capacity, "group_sizes", {"requests": "x.csv", "slo_ttft": 1, "group_sizes": [1.5]}),
+        (kvrsim.capacity, "slo_ttft", {"requests": "x.csv", "slo_ttft": [1]}),
+        (kvrsim.capacity, "requests", {"requests": 7, "slo_ttft": 1}),
+    ],
+)
+def test_every_function_checks(call: Callable[..., Any], parameter: str, wrong: dict[str, Any]) -> None:
+    scalar = {"ctx": 512, "gpus": 2} if call is kvrsim.plan else {"ctx": [512], "gpus": [2]}
+    given = wrong if call is kvrsim.capacity else scalar | {"profile": "roofline"} | wrong
+    with pytest.raises(kvrsim.InputError) as caught:
+        call(**given)
+    assert caught.value.parameter == parameter
+
+
+def test_texts_and_numbers_may_be_mixed_in_lists() -> None:
+    table = kvrsim.build_table(ctx=["512", 1024, np.int64(256)], gpus=np.array([2]), profile="roofline")
+    assert [entry.context_len for entry in table.entries] == [256, 512, 1024]
+    found = kvrsim.map_strategies(ctx=["512", np.int64(1024)], gpus=(2,), profile="roofline", strategies="tsp")
+    assert {point.context_len for point in found.points} == {512, 1024}
+
+
+def test_lists_without_end_are_refused() -> None:
+    with pytest.raises(kvrsim.InputError, match=f"at most {MOST_VALUES} values"):
+        kvrsim.plan(**SMALL, strategies=itertools.repeat("tsp"))
+
+
+def test_paths_are_taken_as_text(tmp_path: Path) -> None:
+    for parameter in ("model", "profile", "cluster"):
+        with pytest.raises(kvrsim.InputError) as caught:
+            kvrsim.make_scenario(**SMALL | {parameter: tmp_path / "none.json"})
+        assert caught.value.parameter == parameter
+
+
+def test_every_check_refuses_an_object_of_no_use() -> None:
+    for parameter, check in CHECKS.items():
+        with pytest.raises(kvrsim.InputError):
+            check(object(), parameter)
+
+
+@pytest.mark.parametrize("chunks", [(256.0, 256.0), (np.int64(256), 256), ()])
+def test_a_partition_is_of_pythons_whole_numbers(chunks: Any) -> None:
+    with pytest.raises(kvrsim.InputError, match=r"^partition: "):
+        kvrsim.Partition(chunk_lens=chunks)
