@@ -9,10 +9,9 @@ Everything in `__all__` is loaded when it is first used.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, cast
 
 from kvrsim.arguments import checked, named, wholes
 from kvrsim.version import __version__
@@ -142,6 +141,7 @@ def plan(
         ("mean", "p50", "p95" or "p99" of TTFT), and judged by so many other `samples` of that `seed`.
     Raises InputError naming the parameter. Where nothing fits in memory, the plan's `feasible` is False.
     """
+    from kvrsim.units import parse_tokens
     from planner.disturbed import as_asked
     from planner.plan import make_plan
 
@@ -164,7 +164,7 @@ def plan(
         scenario,
         strategies=strategies,
         method=method,
-        stride=None if stride is None else _tokens(stride, "stride"),
+        stride=_parsed(stride, parse_tokens, "stride"),
         table=_table(table),
         warnings=warnings,
         on_progress=on_progress,
@@ -219,7 +219,7 @@ def simulate(
     requests: so many prompts alike behind each other (result.stream), `every` "500ms", "poisson:500ms", or all at once.
     seed: of the noise and of Poisson gaps.
 
-    Raises InputError naming the command line's argument.
+    Raises InputError naming the parameter.
     """
     from kvrsim.stream import Arrivals
     from planner.disturbed import as_asked
@@ -272,7 +272,7 @@ def build_table(
     on_progress: called with entries searched and entries in all.
     scenario: the other arguments of make_scenario.
 
-    Raises InputError naming the command line's argument.
+    Raises InputError naming the parameter.
     """
     from kvrsim.ranges import counts_of, counts_up_to, lengths_of
     from planner.table_backends import Pool
@@ -294,7 +294,7 @@ def capacity(
     """Find the smallest or cheapest fleet whose TTFT is within the target for so many percent of the requests.
 
     requests: a trace, or "synthetic:..." (docs/capacity.md). options: the other options of `kvrsim capacity`, with _
-    for -, and on_progress, told what is being worked on. Raises InputError naming the command line's argument; where
+    for -, and on_progress, told what is being worked on. Raises InputError naming the parameter; where
     nothing meets the target, the plan's `feasible` is False.
     """
     from planner.capacity.facade import ask
@@ -337,66 +337,36 @@ def make_scenario(
     dtype: "fp16", "bf16", "fp8" or "fp32", of weights, activations and KV cache; None: fp16, or what the profile has.
     memory_fraction: share of each GPU's memory that the prefill may use, above 0 and at most 1; the rest is a reserve.
 
-    Raises InputError naming the command line's argument.
+    Raises InputError naming the parameter.
     """
-    from typing import cast
-
     from kvrsim.hardware import Topology
-    from kvrsim.units import parse_bandwidth, parse_fraction, parse_seconds
+    from kvrsim.units import parse_bandwidth, parse_count, parse_fraction, parse_seconds, parse_tokens
     from planner import scenarios
 
     return scenarios.make_scenario(
-        ctx=_tokens(ctx, "ctx"),
-        gpus=None if gpus is None else _count(gpus, "gpus"),
-        model=_named(model),
-        profile=_named(profile),
-        cluster=_named(cluster),
+        ctx=_parsed(ctx, parse_tokens, "ctx"),
+        gpus=_parsed(gpus, parse_count, "gpus"),
+        model=cast("str | ModelSpec", model),
+        profile=cast("str | CalibrationProfile | None", profile),
+        cluster=cast("str | Cluster | None", cluster),
         link_bandwidth_bytes_per_s=_parsed(link_bandwidth, parse_bandwidth, "link_bandwidth"),
         link_latency_s=_parsed(link_latency, parse_seconds, "link_latency", allow_zero=True),
         topology=cast("Topology | None", topology),  # checked by Cluster
         attention=attention,
-        batch=_count(batch, "batch"),
-        cached_prefix=0 if cached_prefix == "0" else _tokens(cached_prefix, "cached_prefix"),
+        batch=_parsed(batch, parse_count, "batch"),
+        cached_prefix=0 if cached_prefix == "0" else _parsed(cached_prefix, parse_tokens, "cached_prefix"),
         dtype=dtype,
         memory_fraction=_parsed(memory_fraction, parse_fraction, "memory_fraction"),
     )
-
-
-_Thing = TypeVar("_Thing")
-
-
-def _named(value: _Thing | PathLike[str]) -> _Thing | str:
-    """A path as text; the rest as it is."""
-    return str(value) if hasattr(value, "__fspath__") else value
 
 
 def _table(value: str | PathLike[str] | PartitionTable | None) -> PartitionTable | None:
     """A table, read where it is named by its file."""
     from planner.table import load_table
 
-    return load_table(str(value)) if isinstance(value, str) or hasattr(value, "__fspath__") else value
+    return load_table(value) if isinstance(value, str) else cast("PartitionTable | None", value)
 
 
-def _tokens(value: int | str, argument: str) -> int:
-    from kvrsim.units import parse_tokens
-
-    return parse_tokens(value, argument) if isinstance(value, str) else _whole(value)
-
-
-def _parsed(value: float | str | None, parse: Callable[..., float], argument: str, **options: bool) -> Any:
+def _parsed(value: Any, parse: Callable[..., Any], parameter: str, **options: bool) -> Any:
     """Text as a number; the rest is left for the type that checks it."""
-    return parse(value, argument, **options) if isinstance(value, str) else value
-
-
-def _count(value: int | str, argument: str) -> int:
-    from kvrsim.units import parse_count
-
-    return parse_count(value, argument) if isinstance(value, str) else _whole(value)
-
-
-def _whole(value: int) -> int:
-    """NumPy's whole numbers as Python's; what is not one is left for the type that checks it."""
-    try:
-        return value if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        return value
+    return parse(value, parameter, **options) if isinstance(value, str) else value

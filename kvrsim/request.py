@@ -21,7 +21,7 @@ def dtype_bytes(dtype: str) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One prefill, checked when it is made: InputError names the command-line argument."""
+    """One prefill, checked when it is made: InputError names the parameter."""
 
     context_len: int  # tokens of the whole context, the cached prefix included
     batch: int = 1  # sequences prefilled together, each of context_len tokens

@@ -30,8 +30,8 @@ def confirm(
     hardware: device, backend, threads, repeats and the other fields of planner.confirm_hardware.Hardware.
     scenario: the other arguments of make_scenario; links given here are emulated.
 
-    It starts processes: a script needs `if __name__ == "__main__"`. Raises InputError naming the command line's
-    argument, and RankError where a rank fails.
+    It starts processes: a script needs `if __name__ == "__main__"`. Raises InputError naming the
+    parameter, and RankError where a rank fails.
     """
     import kvrsim
     from planner.confirm import confirm as run

@@ -32,7 +32,7 @@ def map_strategies(
     on_place: called with places done and places in all.
     scenario: the other arguments of make_scenario.
 
-    Raises InputError naming the command line's argument.
+    Raises InputError naming the parameter.
     """
     lengths = lengths_of(ctx, "ctx")
     if gpus is None:

@@ -61,7 +61,7 @@ def make_question(
     uniform_only: bool = False,
     seed: int = 0,
 ) -> Question:
-    """Check everything and read the requests; raises InputError naming the command line's argument."""
+    """Check everything and read the requests; raises InputError naming the parameter."""
     for value, argument, choices in (
         (decode, "decode", DECODES),
         (objective, "objective", OBJECTIVES),
