@@ -218,6 +218,8 @@ def end(process: subprocess.Popen[str], number: int) -> tuple[int, str]:
 def test_killed_work_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     process = start(*LONG, "--jobs", "2")
     before = wait_for_entries(process, 3)
+    assert cli.main([*LONG, "--jobs", "1"]) == 2
+    assert f"process {process.pid} on " in capsys.readouterr().err
     process.kill()  # it alone: its workers have to notice
     process.communicate(timeout=20)
     wait_for_the_end_of_its_group(process.pid)

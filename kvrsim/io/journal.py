@@ -7,6 +7,7 @@ is refused and left as it was. Nothing is ever rewritten: a line that was cut sh
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -142,7 +143,7 @@ class Journal:
                 raise
 
     def _not_usable(self, error: OSError | ValueError | None) -> InputError:
-        if self.path.is_symlink() or error is None:
+        if error is None or getattr(error, "errno", None) == errno.ELOOP:  # what stands there is a link
             accepted = "a regular file for the journal, or none yet"
         else:
             reason = error.strerror if isinstance(error, OSError) else "not a path"

@@ -120,7 +120,8 @@ def test_no_link_is_followed_and_no_pipe_waited_for(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "precious")
     (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
     (tmp_path / "folder").mkdir()
-    for path in (*(tmp_path / name for name in ("fifo", "link", "nowhere", "folder", "no/j")), Path("/dev/null")):
+    names = ("fifo", "link", "nowhere", "folder", "no/j", "x" * 300, "null\0byte", "/dev/null")
+    for path in (tmp_path / name for name in names):
         with pytest.raises(InputError, match="output"):
             resumed(journal_at(path))
     assert sorted(os.listdir(tmp_path)) == ["fifo", "folder", "link", "nowhere", "precious"]
