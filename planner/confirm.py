@@ -14,7 +14,7 @@ from kvrsim.strategies import get_strategy
 from kvrsim.timeline import Timeline
 from kvrsim.units import format_seconds
 from planner.confirm_candidates import Named, candidates_of
-from planner.confirm_hardware import Hardware, gather_of, other_device, run_plan, told_of_gpus
+from planner.confirm_hardware import Hardware, devices_of, gather_of, other_device, run_plan, told_of_gpus
 from planner.confirm_memory import Fitting, Room, fitting
 from planner.confirm_pace import Pace, at_pace, pace_of, pace_tokens
 from planner.confirm_result import Candidate, Confirmation, Mode, Targets
@@ -128,10 +128,9 @@ def check(scenario: Scenario, hardware: Hardware, *, needs_profile: bool = True)
 
 def _mode(scenario: Scenario, hardware: Hardware, virtual: bool | None) -> tuple[Mode, tuple[str, ...]]:
     """Ranks of their own, or virtual ones, and what to say of it."""
-    from kvrsim.runtime.host import devices
     from kvrsim.runtime.ranks.launch import started_by_torchrun
 
-    wanted, there = scenario.cluster.num_gpus, devices(hardware.device, hardware.threads)
+    wanted, there = scenario.cluster.num_gpus, devices_of(hardware)
     if virtual is None and wanted > there and not started_by_torchrun():
         what = "GPU" if hardware.device == "cuda" else "core"
         shown = f"{there} {what}{'s' * (there != 1)}"
@@ -143,9 +142,7 @@ def _mode(scenario: Scenario, hardware: Hardware, virtual: bool | None) -> tuple
 
 
 def _fitting(scenario: Scenario, hardware: Hardware, named: Sequence[Named], mode: Mode) -> Fitting:
-    from kvrsim.runtime.host import devices
-
-    room = Room.of(scenario, hardware.device, devices(hardware.device, hardware.threads), mode)
+    room = Room.of(scenario, hardware.device, devices_of(hardware), mode)
     return fitting(scenario, named, room, mode)
 
 

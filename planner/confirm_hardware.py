@@ -114,6 +114,13 @@ class Hardware:
         )
 
 
+def devices_of(hardware: Hardware) -> int:
+    """How many ranks this machine can compute at once."""
+    from kvrsim.runtime.host import devices
+
+    return devices(hardware.device, hardware.threads)
+
+
 def told_of_gpus(device: str) -> tuple[str, ...]:
     """A note where other processes compute on the GPUs that are about to be measured."""
     from kvrsim.runtime.load import others_on_gpus

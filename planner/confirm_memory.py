@@ -14,6 +14,8 @@ from kvrsim.units import format_bytes
 from planner.confirm_candidates import Named
 from planner.confirm_result import Mode
 
+NO_REFERENCE = "logits are not compared: one process's prefill does not fit in memory"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Room:
@@ -86,4 +88,4 @@ def _notes(candidates: Sequence[Named], needed: dict[str, int], alone: int, room
         shown = ", ".join(f"{name} ({format_bytes(needed[name])})" for name in out)
         yield f"not measured, because it does not fit in the {room.name}: {shown}"
     if alone > room.limit_bytes:
-        yield "logits are not compared: one process's prefill does not fit in memory"
+        yield NO_REFERENCE

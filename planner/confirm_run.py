@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvrsim.errors import InputError
+from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
 from kvrsim.timeline import Timeline
 from planner.confirm import Told, check, is_busy
-from planner.confirm_hardware import Hardware, gather_of, run_plan, told_of_gpus
+from planner.confirm_candidates import Named
+from planner.confirm_hardware import Hardware, devices_of, gather_of, run_plan, told_of_gpus
+from planner.confirm_memory import NO_REFERENCE, Room
 from planner.simulate import partition_of, run_simulation
 
 if TYPE_CHECKING:
@@ -134,10 +137,12 @@ def run_here(
 
     longest_s = _PATIENCE_S / 6 if predicted_s is None else predicted_s
     count = hardware.repeats + hardware.warmups + 8
+    notes = (*warnings, *told_of_gpus(hardware.device))
+    if check_logits and scenario.profile is not None and not _reference_fits(placed, hardware):
+        check_logits, notes = False, (*notes, NO_REFERENCE)
     job = hardware.job(placed, (plan,), generate=generate, check=check_logits)
     ranks = (scenario if started_by_torchrun() else placed).cluster.num_gpus  # under torchrun, all there are
     how = hardware.launch(ranks, longest_s, count * longest_s)
-    notes = (*warnings, *told_of_gpus(hardware.device))
     if on_note is not None:
         for note in notes:
             on_note(note)
@@ -163,6 +168,14 @@ def run_here(
         warnings=(*notes, *_busy_notes(timing)),
         timeline=report.bench.timelines[0],
     )
+
+
+def _reference_fits(scenario: Scenario, hardware: Hardware) -> bool:
+    """Whether one process, whose logits are compared, has room for the whole context."""
+    whole = Partition(chunk_lens=(scenario.request.new_tokens,))
+    reference = Named(strategy="single", run_as="single", partition=whole)
+    room = Room.of(scenario, hardware.device, devices_of(hardware), "ranks")
+    return room.needed_bytes(scenario, reference, "ranks") <= room.limit_bytes
 
 
 def _busy_notes(timing: Timing) -> tuple[str, ...]:

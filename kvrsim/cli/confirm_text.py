@@ -32,13 +32,12 @@ def show_confirmation(found: Confirmation) -> None:
             style="bold" if one is found.choice else None,
         )
     table = facts()
-    certain = "beyond the spread" if found.regret_beyond_spread else "within the spread"
-    table.add_row("regret:", f"{found.regret:.1%} ± {found.regret_spread:.1%} against {found.best.strategy}, {certain}")
-    table.add_row("error:", f"{found.median_error:.1%} (median)")
+    table.add_row("regret:", _regret(found))
+    table.add_row("error:", f"{found.median_error:.1%}: |predicted / measured - 1|, median of the candidates")
     if found.pace is not None and found.median_error_at_pace is not None:
         tokens, error = format_tokens(found.pace.num_tokens), found.median_error_at_pace
-        fast = f"{found.pace.speed:.2f} times as fast as calibrated ({tokens} tokens on every rank at once)"
-        table.add_row("pace:", f"{fast}; error at that pace: {error:.1%} (median)")
+        fast = f"{found.pace.speed:.2f} times as fast as when calibrated ({tokens} tokens on every rank at once)"
+        table.add_row("pace:", f"{fast}; corrected for that, the error is {error:.1%}")
     if found.max_logit_error is not None:
         table.add_row("logits:", f"differ from one process's by at most {found.max_logit_error:.2g}")
     table.add_row("TSP:", found.tsp)
@@ -54,6 +53,16 @@ def show_confirmation(found: Confirmation) -> None:
     title = Text(f"Prefill of {length} tokens by {found.model}, predicted and measured", style="bold")
     setting = f"{found.cluster} · {found.attention} attention · {found.dtype} · profile {found.profile}"
     show(title, Text(setting, style="dim"), "", rows, "", table)
+
+
+def _regret(found: Confirmation) -> str:
+    """How much slower the plan's choice was than the fastest candidate, both by name."""
+    choice, best = found.choice.strategy, found.best.strategy
+    if found.choice is found.best:
+        return f"none: the plan's choice, {choice}, was the fastest"
+    significant = "significant" if found.regret_beyond_spread else "not significant"
+    amount = f"{found.regret:.1%} ± {found.regret_spread:.1%}"
+    return f"{amount}: the plan's choice, {choice}, was slower than {best}, the fastest ({significant})"
 
 
 def show_search(found: Searched) -> None:

@@ -24,8 +24,10 @@ class Shown:
     Inside `with`, a thread keeps to these times, so that work which says nothing for long is named as well.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, patience_s: float | None = None) -> None:
+        """patience_s: until it is drawn on a terminal; None: PATIENCE_S."""
         self._started_s = time.monotonic()
+        self._patience_s = PATIENCE_S if patience_s is None else patience_s
         self._next_line_s = FIRST_LINE_S
         self._bar: Progress | None = None
         self._task: TaskID | None = None
@@ -72,7 +74,7 @@ class Shown:
             return
         text, done, total = self._last
         if sys.stderr.isatty():
-            if self._bar is None and self.elapsed_s < PATIENCE_S:
+            if self._bar is None and self.elapsed_s < self._patience_s:
                 return
             bar = self._bar or self._start()
             assert self._task is not None

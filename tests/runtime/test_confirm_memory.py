@@ -16,8 +16,9 @@ from kvrsim.memory import memory_of
 from kvrsim.runtime.ranks.launch import Launch, launch
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
-from planner import confirm_memory
+from planner import confirm_memory, confirm_run
 from planner.confirm_candidates import Named, candidates_of
+from planner.confirm_hardware import Hardware
 from planner.confirm_memory import Fitting, Room, fitting
 from planner.plan import make_plan
 from planner.scenarios import make_scenario
@@ -106,6 +107,21 @@ def test_confirm_leaves_out_what_does_not_fit(tmp_path: Path, monkeypatch: pytes
     assert "logits" not in found["measured"]
     assert any("single (" in note and "kvr-e (" in note for note in found["warnings"])
     assert "logits are not compared" in errors
+
+
+def test_run_skips_a_check_that_does_not_fit_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confirm_run, "_reference_fits", lambda *_: False)
+    words = arguments(folder_with(tmp_path), "run", "--strategy", "kvr-e", "--check", "--repeats", "1", "--json")
+    code, found, errors = said(words)
+    assert (code, found["max_logit_error"], len(found["samples_s"])) == (0, None, 1)
+    assert confirm_memory.NO_REFERENCE in found["warnings"]
+    assert confirm_memory.NO_REFERENCE in errors
+
+
+def test_the_reference_of_a_run_is_one_process() -> None:
+    hardware = Hardware(config="llama-7b", device="cuda")
+    assert confirm_run._reference_fits(question(4096)[0], hardware)
+    assert not confirm_run._reference_fits(question(16384)[0], hardware)
 
 
 def test_plans_share_their_buffers_and_compute_what_they_did_alone() -> None:
