@@ -24,6 +24,8 @@ def shown(screen: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("TERM", "xterm")
     with RankProgress() as progress:
+        if screen.isatty():
+            time.sleep(0.3)  # until a frame is drawn
         progress(0, 3, "prefills")
         time.sleep(0.3)
         progress(1, 3, "prefills")
