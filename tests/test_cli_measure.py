@@ -315,4 +315,5 @@ def test_without_torch_one_line_says_what_to_install(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     code, _, err = run(capsys, "calibrate", "compute", "-o", tmp_path / "x.csv")
     assert code == 2
-    assert "kvrsim[hardware]" in err
+    assert err.startswith("kvrsim: error: torch: got 'no such module', accepted: ")
+    assert "pip install '.[hardware]' in a checkout" in err

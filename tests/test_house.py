@@ -69,6 +69,15 @@ def test_no_file_names_a_path_of_the_machine_it_was_written_on() -> None:
     assert offenders == []
 
 
+def test_pages_name_no_scratch_folder_and_no_package_that_no_index_has() -> None:
+    """kvrsim is installed from a checkout: '.[hardware]'."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    sources = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+    extra = "kvrsim" + "[hardware]"
+    assert [path.name for path in (*pages, *sources) if extra in path.read_text("utf-8")] == []
+    assert [path.name for path in pages if "/tmp/" in path.read_text("utf-8")] == []
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_python_files_are_short(room: str) -> None:
     paths = sorted((ROOT / room).rglob("*.py"))

@@ -95,8 +95,8 @@ def require_torch() -> None:
 
     for name in ("torch", "transformers"):
         if find_spec(name) is None:
-            accepted = "an environment with torch and transformers: pip install 'kvrsim[hardware]'"
-            raise InputError("kvrsim", f"no {name}", accepted)
+            accepted = "torch and transformers, by pip install '.[hardware]' in a checkout of kvrsim"
+            raise InputError(name, "no such module", accepted)
 
 
 def is_first_rank() -> bool:

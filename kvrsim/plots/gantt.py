@@ -88,7 +88,7 @@ def _draw(timeline: Timeline, title: str, subtitle: str) -> Figure:
         _frame(whole, window)
     draw_head(figure, height, title, subtitle)
     entries = legend_entries(timeline.spans, alternates=alternates) if in_bars or windows else {}
-    draw_legend(figure, height, entries | ({} if in_bars else share_entries()))
+    draw_legend(figure, height, entries | ({} if in_bars else share_entries(among_others=bool(windows))))
     return figure
 
 

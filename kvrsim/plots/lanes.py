@@ -36,7 +36,7 @@ _LINKS: dict[SpanOp, tuple[str, str]] = {
     "activations": ("activations on the link", "#b8860b"),
     "heads": ("heads on the link, all-to-all", "#a23b3b"),
 }
-_BUSY = "#3f6fa3"  # where a lane shows the share of computing alone
+_BUSY = "#22406b"  # where a lane shows the share of computing alone
 _WAIT_COLOUR = "#f4f4f4"
 _WAIT: dict[str, Any] = dict(facecolor=_WAIT_COLOUR, edgecolor="#c4c4c4", hatch="/////")
 _BINS = 1200  # of a lane that shows shares
@@ -180,8 +180,10 @@ def _lighter(colour: str) -> str:
     return "#" + "".join(f"{round(part + 0.42 * (255 - part)):02x}" for part in parts)
 
 
-def share_entries() -> dict[str, str | None]:
-    """Labels and colours of lanes that show shares."""
+def share_entries(*, among_others: bool) -> dict[str, str | None]:
+    """Labels and colours of lanes that show shares; among_others: briefly, beside those of bars."""
+    if among_others:
+        return {"above: computing": _BUSY}
     return {"computing; a shade: part of the time": _BUSY, "not computing": _WAIT_COLOUR}
 
 
