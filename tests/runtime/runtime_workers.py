@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +21,10 @@ from kvrsim.runtime.check import Difference, compare
 from kvrsim.runtime.emulated import EmulatedLink, EmulatedTransport, SideTraffic
 from kvrsim.runtime.forward import ModelForward, SleepForward
 from kvrsim.runtime.geometry import Geometry, load_model
+from kvrsim.runtime.job import Job, ModelChoice, run_job
 from kvrsim.runtime.plan import RunPlan, even_plans, random_prompt
 from kvrsim.runtime.prefill import Prefill
+from kvrsim.runtime.ranks import transport as transport_module
 
 CONTEXT_LEN = 23
 UNEVEN = {1: (23,), 2: (15, 8), 3: (11, 1, 11), 4: (9, 7, 1, 6)}
@@ -227,3 +233,64 @@ def sharing(transport: Any) -> tuple[int, int, bool]:
         ids = random_prompt(101, one.plan)
         same &= one.run(ids).tokens == Prefill(forward, transport, one.plan).run(ids).tokens
     return sum(held.values()), needed, same
+
+
+def stopped(transport: Any, rank: int) -> None:
+    """One rank is stopped, as by a debugger; the others wait for it."""
+    if transport.rank == rank:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    transport.barrier()
+
+
+def listening(transport: Any) -> list[str]:
+    """Addresses at which this process listens, as Linux writes them."""
+    own = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+    found = []
+    for name in ("tcp", "tcp6"):
+        for line in Path("/proc/net", name).read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == "0A" and f"socket:[{rest[5]}]" in own:
+                found.append(local.split(":")[0])
+    return found
+
+
+def interfaces(transport: Any) -> tuple[str, bool]:
+    """Which interface gloo is told to use, and whether there is a process group at all."""
+    return os.environ.get("GLOO_SOCKET_IFNAME", ""), torch.distributed.is_initialized()
+
+
+class Evil:
+    """A pickle that does something when it is read."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def sends_a_pickle(transport: Any, path: str) -> None:
+    """The last rank speaks as a stranger would."""
+    if transport.rank == transport.size - 1:
+        transport_module.encoded = lambda value: pickle.dumps(Evil(path))
+    transport.exchange({"rank": transport.rank})
+
+
+def jobs_that_differ(transport: Any, changed: dict[str, Any]) -> None:
+    """The last rank was told something else than the rest."""
+    choice = ModelChoice(config=CONFIGS["llama-gqa"], dtype="fp32", attention="sdpa")
+    job = Job(model=choice, plans=(kvr(11, 12),), repeats=2, warmups=1, check_logits=False)
+    run_job(transport, replace(job, **changed) if transport.rank == transport.size - 1 else job)
+
+
+def reported(transport: Any) -> Forms:
+    """What has every form that values between ranks may have."""
+    return Forms(pairs={(None, "a"): 1.5, (transport.rank, "b"): 2.0}, plan=kvr(3, 4), maybe=None, names=("x", "y"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forms:
+    pairs: Mapping[tuple[int | None, str], float]
+    plan: RunPlan
+    maybe: float | None
+    names: tuple[str, ...]

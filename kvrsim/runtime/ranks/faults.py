@@ -12,8 +12,8 @@ from typing import Literal
 from kvrsim.errors import KvrsimError, NotWrittenError
 
 # The likelier cause first: where one rank runs out of memory, its neighbours only lose their connection.
-FaultKind = Literal["died", "memory", "disk", "mismatch", "input", "error", "silent", "link"]
-_KINDS: tuple[FaultKind, ...] = ("died", "memory", "disk", "mismatch", "input", "error", "silent", "link")
+FaultKind = Literal["died", "memory", "disk", "mismatch", "input", "error", "stopped", "silent", "link"]
+_KINDS: tuple[FaultKind, ...] = ("died", "memory", "disk", "mismatch", "input", "error", "stopped", "silent", "link")
 _EXIT_CODES: dict[FaultKind, int] = {"input": 2, "disk": NotWrittenError.exit_code}
 
 # What gloo, NCCL and torch's stores say, and what it means; the first pattern that is found counts.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrsim.errors import KvrsimError
-from kvrsim.runtime.ranks.faults import Fault, RankError
+from kvrsim.runtime.ranks.faults import Fault, FaultKind, RankError
 from kvrsim.runtime.ranks.process import BEAT_S, Pipe, Signs, log_path, serve
 
 Command = tuple[str, dict[str, Any]]  # a method of the worker, and its arguments
@@ -129,10 +129,10 @@ class RankPool:
                 end_s = min(end_s, time.monotonic() + _GRACE_S)
             for rank in silence.look(waiting.values()):
                 del waiting[self._pipes[rank]]
-                faults.append(self._silent(rank, f"no sign of life for {_SILENT_S:g} s{_state(self._processes[rank])}"))
+                faults.append(self._silent(rank, "stopped", f"no sign of life for {_SILENT_S:g} s"))
                 end_s = min(end_s, time.monotonic() + _GRACE_S)
         waited = "no answer" if faults else f"no answer within {timeout_s:g} s"
-        faults += [self._silent(rank, f"{waited}{_state(self._processes[rank])}") for rank in waiting.values()]
+        faults += [self._silent(rank, "silent", waited) for rank in waiting.values()]
         if faults:
             raise RankError(list(dict.fromkeys(faults)))
         return answers
@@ -148,8 +148,10 @@ class RankPool:
             return "faults", [Fault(rank=rank, kind="died", message=message, layer=self._layer(rank))]
         return kind, answer
 
-    def _silent(self, rank: int, message: str) -> Fault:
-        return Fault(rank=rank, kind="silent", message=message, layer=self._layer(rank))
+    def _silent(self, rank: int, kind: FaultKind, message: str) -> Fault:
+        if _is_stopped(self._processes[rank]):
+            kind, message = "stopped", f"{message}; it is stopped"
+        return Fault(rank=rank, kind=kind, message=message, layer=self._layer(rank))
 
     def _layer(self, rank: int) -> int | None:
         return self._signs.layers[rank] if self._signs.layers[rank] >= 0 else None
@@ -227,12 +229,11 @@ def _ended(exitcode: int | None, said: str) -> str:
     return f"ended without an answer (exit code {exitcode}){f', after saying: {said}' if said else ''}"
 
 
-def _state(process: Any) -> str:
-    """Whether it is stopped, where the system tells."""
+def _is_stopped(process: Any) -> bool:
+    """As by SIGSTOP or a debugger, where the system tells."""
     with contextlib.suppress(OSError, IndexError):
-        if Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t"):
-            return "; it is stopped"
-    return ""
+        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    return False
 
 
 def _last_line(path: Path, most: int = 200) -> str:
