@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrsim.executors.event import Replay
+from kvrsim.hardware import Topology, load_cluster
 from kvrsim.partition import Partition
-from kvrsim.program import Compute
+from kvrsim.program import Compute, Op, Program, Recv, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.evaluate import Evaluator
@@ -46,6 +48,43 @@ def test_never_falls_with_context(name: str, seed: int, times: int, make: Any) -
     longer = with_tokens(scenario, times * scenario.cluster.num_gpus)
     slack = SEARCHED if name == "kvr-s" else EXACT
     assert ttft_s(scenario, name) <= ttft_s(longer, name) * slack
+
+
+@pytest.mark.parametrize("name", ["tsp", "kvr-e", "ring", "zigzag"])
+@given(seed=SEEDS, times=st.integers(1, 5))
+@settings(max_examples=15, deadline=None)
+def test_on_a_bus_a_fall_with_context_is_no_more_than_what_sharing_costs(
+    name: str, seed: int, times: int, make: Any
+) -> None:
+    """TTFT on a bus may fall with context (see the next test), but never below that of paths of one's own.
+
+    With a path for every pair, all times are sums and maxima of durations, none of which falls with a chunk: TTFT
+    never falls. A bus gives no flow more than such a path does. So TTFT(longer, bus) >= TTFT(shorter, own paths).
+    """
+    scenario = make.scenario(random.Random(seed), num_gpus=(2, 5), topologies=("bus",))
+    longer = with_tokens(scenario, 2 * times * scenario.cluster.num_gpus)
+    link = scenario.cluster.link
+    own, own_longer = (one.with_own_links(link.bandwidth_bytes_per_s, link.latency_s) for one in (scenario, longer))
+    assert ttft_s(own, name) <= ttft_s(own_longer, name) * EXACT
+    assert ttft_s(own_longer, name) <= ttft_s(longer, name) * EXACT
+
+
+def test_more_work_may_end_earlier_on_a_bus() -> None:
+    """Rank 1 computes a second longer; its message then leaves the bus to that which rank 2 waits for."""
+    cluster = load_cluster("a100-10gbs-bus", num_gpus=3).with_link(1.0, 0.0)
+
+    def finish_s(work_s: float, topology: Topology) -> float:
+        def work(seconds: float) -> Compute:
+            return Compute(name="work", device_s=np.array([seconds]))
+
+        send = Send(dst=2, nbytes=np.array([1.0]))
+        layer = ((work(1.0), send), (work(work_s), send), (Recv(src=0), work(10.0), Recv(src=1)))
+        nothing: tuple[tuple[Op, ...], ...] = ((), (), ())
+        program = Program(strategy="x", prologue=nothing, layers=(layer,), layer_kind_index=(0,), epilogue=nothing)
+        return Replay(program, cluster.with_topology(topology), record=False).finish_s[-1]
+
+    assert [finish_s(seconds, "bus") for seconds in (1.0, 2.0)] == pytest.approx([13.0, 12.0])
+    assert [finish_s(seconds, "switch") for seconds in (1.0, 2.0)] == pytest.approx([12.0, 12.0])
 
 
 @pytest.mark.parametrize("name", NAMES)
