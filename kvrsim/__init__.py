@@ -19,7 +19,7 @@ from kvrsim.version import __version__
 if TYPE_CHECKING:
     from os import PathLike
 
-    from kvrsim.errors import InfeasibleError, InputError, KvrsimError
+    from kvrsim.errors import InputError, KvrsimError
     from kvrsim.hardware import Cluster, GpuSpec, LinkSpec, load_cluster
     from kvrsim.model import ModelSpec, load_model
     from kvrsim.noise import Noise
@@ -39,7 +39,6 @@ __all__ = [
     "CalibrationProfile",
     "Cluster",
     "GpuSpec",
-    "InfeasibleError",
     "InputError",
     "KvrsimError",
     "LinkSpec",
@@ -68,7 +67,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "kvrsim.errors": ("InfeasibleError", "InputError", "KvrsimError"),
+    "kvrsim.errors": ("InputError", "KvrsimError"),
     "kvrsim.hardware": ("Cluster", "GpuSpec", "LinkSpec", "load_cluster"),
     "kvrsim.model": ("ModelSpec", "load_model"),
     "kvrsim.partition": ("Partition",),

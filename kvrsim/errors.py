@@ -3,9 +3,10 @@
 KvrsimError                 anything a caller may want to catch
 ├── InputError              the user's input is wrong: names the parameter, the value, what is accepted (exit 2)
 ├── NotWrittenError         a file cannot be written, such as on a full disk: names it (exit 74)
-├── InfeasibleError         the question is well put and the answer is no: nothing fits, a target is missed (exit 1)
 ├── RankError               of kvrsim.runtime: a rank died, hung, ran out of memory or disagrees: names it (exit 1)
 └── LinkError               of kvrsim.runtime, inside a rank: a message did not come or did not leave (exit 1)
+
+Where nothing satisfies a well-put question (nothing fits, a target is missed), the answer says so: `feasible` is False.
 """
 
 from __future__ import annotations
@@ -55,7 +56,3 @@ class NotWrittenError(KvrsimError):
 
     def __reduce__(self) -> tuple[type[NotWrittenError], tuple[object, str]]:
         return type(self), (self.path, self.reason)
-
-
-class InfeasibleError(KvrsimError):
-    """The question is well put and nothing satisfies it."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 
 from kvrsim.errors import InputError
 from kvrsim.units import parse_count, parse_tokens
 
 MOST_VALUES = 10_000  # that one list may stand for
+MOST_PLACES = 20_000  # contexts times numbers of GPUs, and whatever else is crossed with them
 _ACCEPTED = (
     "lengths with commas between, or FIRST:LAST:STEP or FIRST:LAST:xFACTOR with both ends, such as 4k,8k or 1k:32k:1k"
     " or 1k:64k:x2"
@@ -41,6 +43,14 @@ def counts_of(values: str | Iterable[int | str], argument: str) -> tuple[int, ..
     return parse_counts(values if isinstance(values, str) else _joined(values, argument), argument)
 
 
+def check_places(argument: str, *lists: Sequence[object]) -> None:
+    """Refuse more combinations of the lists' values than MOST_PLACES; InputError names the argument."""
+    places = math.prod(len(values) for values in lists)
+    if places > MOST_PLACES:
+        sizes = " x ".join(str(len(values)) for values in lists)
+        raise InputError(argument, f"{sizes} values", f"at most {MOST_PLACES} combinations in all, not {places}")
+
+
 def _joined(values: Iterable[int | str], argument: str) -> str:
     if not (parts := [str(value) for value in values]):
         raise InputError(argument, "nothing", "at least one")
@@ -55,8 +65,8 @@ def _parse_list(
         if not part.strip():
             raise InputError(argument, text, accepted)
         found.update(values_of(part.strip()))
-    if len(found) > MOST_VALUES:
-        raise InputError(argument, text, f"at most {MOST_VALUES} values")
+        if len(found) > MOST_VALUES:
+            raise InputError(argument, text, f"at most {MOST_VALUES} values")
     return tuple(sorted(found))
 
 

@@ -11,6 +11,7 @@ from kvrsim.errors import InputError
 from kvrsim.memory import fits, memory_of
 from kvrsim.partition import Partition
 from kvrsim.question import Question
+from kvrsim.ranges import check_places
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from planner.evaluate import Evaluator
@@ -43,6 +44,7 @@ def make_map(
 
     Raises InputError for an unknown name.
     """
+    check_places("ctx", lengths, gpu_counts, bandwidths or (None,))
     clusters = [scenario.cluster]
     if bandwidths is not None:
         clusters = [scenario.cluster.with_link(bandwidth_bytes_per_s=one) for one in bandwidths]
@@ -61,7 +63,7 @@ def make_map(
     if not places:
         shortest = min(place.request.new_tokens for place in wanted)
         raise InputError("gpus", min(gpu_counts), f"at most one GPU a token, here {shortest}")
-    refused = dict.fromkeys(_left_out(place) for place in wanted if place not in places)
+    refused = dict.fromkeys(_left_out(place) for place in wanted if place.cluster.num_gpus > place.request.new_tokens)
     for number, place in enumerate(places, start=1):
         for name in dict.fromkeys((ALONE, *_names(place, strategies))):
             try:

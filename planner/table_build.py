@@ -8,6 +8,7 @@ from itertools import groupby
 
 from kvrsim import __version__
 from kvrsim.errors import InputError
+from kvrsim.ranges import check_places
 from kvrsim.scenario import Scenario
 from planner.steps import chunk_steps
 from planner.table import PartitionTable
@@ -61,6 +62,7 @@ def _scenarios(
     scenario: Scenario, gpu_counts: Sequence[int], context_lens: Sequence[int]
 ) -> dict[tuple[int, int], Scenario]:
     """One for each entry, by number of GPUs and context."""
+    check_places("ctx", context_lens, gpu_counts)
     most, least = max(gpu_counts), min(context_lens) - scenario.request.cached_prefix
     if most > least:
         raise InputError("gpus", most, f"at most one GPU a new token, here {least}")

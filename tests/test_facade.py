@@ -15,7 +15,7 @@ import kvrsim
 ROOT = Path(__file__).resolve().parents[1]
 
 NAMES = [
-    *("CalibrationProfile", "Cluster", "GpuSpec", "InfeasibleError", "InputError", "KvrsimError", "LinkSpec"),
+    *("CalibrationProfile", "Cluster", "GpuSpec", "InputError", "KvrsimError", "LinkSpec"),
     *(
         "ModelSpec",
         "Partition",

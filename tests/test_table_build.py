@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -340,3 +341,13 @@ def test_the_documents_keys_are_the_files(tables: dict[str, PartitionTable]) -> 
     content = tables["a100-eager"].to_dict()
     keys = {*content, *content["setting"], *content["steps"], *content["entries"][0]}
     assert [key for key in sorted(keys) if f"`{key}`" not in page] == []
+
+
+def test_tables_and_maps_of_too_many_entries_are_refused_at_once() -> None:
+    many: dict[str, Any] = {"ctx": "1k:10k:1", "gpus": "1,2,3", "profile": "roofline"}
+    for call in (kvrsim.build_table, kvrsim.map_strategies):
+        with pytest.raises(kvrsim.InputError, match="at most 20000 combinations in all, not 27651") as caught:
+            call(**many)
+        assert caught.value.parameter == "ctx"
+    with pytest.raises(kvrsim.InputError, match="got '2 x 1 x 10001 values'"):
+        kvrsim.map_strategies(ctx="1k,2k", gpus=[2], link_bandwidths=range(1, 10002))
