@@ -242,8 +242,7 @@ def children(pid: int) -> list[str]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's account of processes")
-@pytest.mark.parametrize("after_s", [0.0, 0.4])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(("number", "after_s"), [(signal.SIGKILL, 0.0), (signal.SIGKILL, 0.4), (signal.SIGTERM, 0.4)])
 def test_workers_that_are_starting_end_with_their_parent(number: int, after_s: float) -> None:
     """They have had no call yet: nothing but their start can tell them to look after their parent."""
     process = start(*LONG, "--jobs", "2")
