@@ -252,13 +252,13 @@ class _Search:
         for flows in _spread_counts(self.num_ranks - 1):
             self.evaluator.report()
             own = self.scenario.with_own_links(bandwidth / flows)
-            plans.append(search(own, self.strategy).partition.chunk_lens)
+            plans.append(search(own, self.chain).partition.chunk_lens)
         for used in _spread_counts(self.num_ranks - 1):
             self.evaluator.report()
             idle = self.num_ranks - used
             own = self.scenario.on_gpus(used).with_own_links(bandwidth / max(1, used - 1))
             request = replace(own.request, context_len=own.request.context_len - idle)
-            plans.append((1,) * idle + search(replace(own, request=request), self.strategy).partition.chunk_lens)
+            plans.append((1,) * idle + search(replace(own, request=request), self.chain).partition.chunk_lens)
         return [np.array(plan, dtype=float) for plan in plans]
 
     def _evaluate(self, boundaries: Boundaries) -> Array:

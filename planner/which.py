@@ -12,6 +12,7 @@ from kvrsim.strategies import STRATEGIES, get_strategy, hybrid_names, strategy_n
 # Compared where nobody says what: the paper's own, and those whose only partition takes one evaluation.
 QUICK = ("single", "tsp", "kvr-e", "kvr-s", "ring", "striped", "zigzag", "ulysses", "tp")
 ON_ONE_GPU = ("single", "tsp", "kvr-e", "kvr-s")  # the others are `single` there, under other names
+RINGS, MOST_IN_RINGS = ("ring", "striped", "zigzag"), 128  # their cost grows with the square of the GPUs
 UNDER_NOISE = tuple(name for name in QUICK if name != "tp")  # noise is of single GPUs
 
 
@@ -22,7 +23,7 @@ class Chosen:
     names: tuple[str, ...]
     ranked: bool  # by TTFT; else in the order asked for
     notes: tuple[str, ...] = ()  # on those that the machine or the model does not allow
-    not_compared: tuple[str, ...] = ()  # left to "all", because each takes a search of its own
+    not_compared: tuple[str, ...] = ()  # left to "all", because each takes a search of its own, or long
 
 
 def choose(scenario: Scenario, asked: Sequence[str] | None, *, noisy: bool = False) -> Chosen:
@@ -44,9 +45,11 @@ def _quick(scenario: Scenario, *, noisy: bool) -> Chosen:
     cluster = scenario.cluster
     if cluster.num_gpus == 1:
         return Chosen(names=ON_ONE_GPU, ranked=True)
-    names, notes = _allowed(scenario, UNDER_NOISE if noisy else QUICK)
+    quick = UNDER_NOISE if noisy else QUICK
+    slow = RINGS if cluster.num_gpus > MOST_IN_RINGS else ()
+    names, notes = _allowed(scenario, [name for name in quick if name not in slow])
     sizes = group_sizes(cluster.num_gpus, cluster.gpus_per_node)
-    later = () if noisy else ("kvr-direct", "pp", *hybrid_names(sizes))
+    later = slow if noisy else (*slow, "kvr-direct", "pp", *hybrid_names(sizes))
     return Chosen(names=names, ranked=True, notes=notes, not_compared=later)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 import kvrsim
 from kvrsim.cli import main as cli
@@ -226,3 +227,17 @@ def test_the_seed_may_be_0(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_help_of_map_speaks_of_its_own_picture(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["map", "--help"]) == 0
     assert "Gantt" not in capsys.readouterr().out
+
+
+def test_summaries_of_commands_are_whole_and_metavars_are_not_values(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["--help"]) == 0
+    assert "..." not in capsys.readouterr().out.split("Commands:")[1]
+    pending = [typer.main.get_command(cli.app)]
+    while pending:
+        command: Any = pending.pop()
+        pending.extend(getattr(command, "commands", {}).values())
+        shown = [str(param.metavar) for param in command.params]
+        assert [one for one in shown if one[0].isdigit()] == []

@@ -55,7 +55,7 @@ def capacity(
             help="A trace, or arrivals drawn at random, such as synthetic:poisson,rate=4,context=lognormal:2k:1.",
         ),
     ],
-    slo_ttft: Annotated[str, typer.Option("--slo-ttft", metavar="2s", help="The TTFT to keep within.")],
+    slo_ttft: Annotated[str, typer.Option("--slo-ttft", metavar="TIME", help="The TTFT to keep within, such as 2s.")],
     percentile: Annotated[
         str, typer.Option("--percentile", metavar="P", help="Percent of all requests that have to, up to 100.")
     ] = "99",
@@ -85,7 +85,8 @@ def capacity(
         ),
     ] = "separate",
     tpot: Annotated[
-        str | None, typer.Option("--tpot", metavar="30ms", help="Time per output token, with --decode last-gpu.")
+        str | None,
+        typer.Option("--tpot", metavar="TIME", help="Time per output token, such as 30ms, with --decode last-gpu."),
     ] = None,
     batch_tokens: Annotated[
         str | None,
@@ -95,12 +96,17 @@ def capacity(
         str, typer.Option("--order", metavar="|".join(ORDERS), help="Of a queue: first come, or fewest new tokens.")
     ] = "first-come",
     mtbf: Annotated[
-        str | None, typer.Option("--mtbf", metavar="86400s", help="Mean time between failures of a group.")
+        str | None,
+        typer.Option("--mtbf", metavar="TIME", help="Mean time between failures of a group, such as 86400s."),
     ] = None,
-    repair: Annotated[str, typer.Option("--repair", metavar="600s", help="How long a failed group is away.")] = "600s",
+    repair: Annotated[str, typer.Option("--repair", metavar="TIME", help="How long a failed group is away.")] = "600s",
     slow_groups: Annotated[
         str | None,
-        typer.Option("--slow-groups", metavar="10%:1.3", help="A share of the groups takes so many times as long."),
+        typer.Option(
+            "--slow-groups",
+            metavar="SHARE:FACTOR",
+            help="A share of the groups takes FACTOR times as long, such as 10%:1.3.",
+        ),
     ] = None,
     replications: Annotated[
         str, typer.Option("--replications", metavar="N", help="Independent draws of a synthetic workload.")
@@ -121,9 +127,10 @@ def capacity(
     seed: Seed = "0",
     json: Json = False,
 ) -> None:
-    """Find the smallest or cheapest fleet for requests and a target of TTFT, and the rule that sends prompts to it.
+    """Find the smallest or cheapest fleet for a TTFT target.
 
-    Exits with 1 where no fleet meets the target; the nearest miss and the reasons are printed.
+    The answer includes the rule that sends prompts to its groups. Exits with 1 where no fleet meets the target; the
+    nearest miss and the reasons are printed.
     """
     parse_choice(objective, "--objective", OBJECTIVES)
     number = parse_seed(seed)

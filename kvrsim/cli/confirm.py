@@ -91,7 +91,9 @@ def confirm(
     plot: Plot = None,
     json: Json = False,
 ) -> None:
-    """Run a plan's candidates on this machine, interleaved, and say how far the plan was off.
+    """Run a plan's candidates on this machine, interleaved.
+
+    Says how far the plan was off.
 
     Exits with 1 where a target is not met: the plan's choice, the predictions, or the logits.
     """

@@ -47,9 +47,10 @@ def strategy_map(
     plot: MapPlot = None,
     json: Json = False,
 ) -> None:
-    """Find which strategy on how many GPUs is the fastest, and from which context on each pays.
+    """Find the fastest strategy over contexts and GPUs.
 
-    Less than 2 % of TTFT counts as none: then one GPU, or fewer GPUs, win.
+    Also prints from which context on each strategy is faster than one GPU. A gain of less than 2 % of TTFT counts as
+    none: then one GPU, or fewer GPUs, win.
     """
     from kvrsim.units import parse_bandwidth
 

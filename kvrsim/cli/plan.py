@@ -65,9 +65,10 @@ def plan(
     seed: Seed = "0",
     json: Json = False,
 ) -> None:
-    """Compare strategies for one prefill, and say how far the best is from the best possible.
+    """Compare strategies for one prefill, each at its best.
 
-    Exits with 1 where no strategy fits in the GPUs' memory.
+    KVR-S's partition comes with a proven bound. By default all strategies are compared that need no search of their
+    own; --strategies all adds the others. Exits with 1 where no strategy fits in the GPUs' memory.
     """
     from kvrsim.cli.progress import SearchProgress
     from kvrsim.units import parse_tokens

@@ -53,7 +53,10 @@ def run(
     plot: Plot = None,
     json: Json = False,
 ) -> None:
-    """Measure one strategy's prefill: on ranks of its own, or as one rank of torchrun."""
+    """Measure one strategy's prefill on this machine.
+
+    On ranks of its own, or as one rank of torchrun.
+    """
     from kvrsim.runtime.plan import run_strategy
     from kvrsim.units import parse_count
 

@@ -75,7 +75,10 @@ def simulate(
     seed: Seed = "0",
     json: Json = False,
 ) -> None:
-    """Simulate one strategy's prefill and print what each rank computes, waits for, sends and holds."""
+    """Simulate one strategy's prefill, rank by rank.
+
+    Prints what each rank computes, waits for, sends and holds.
+    """
     from kvrsim.cli.plan import parse_strategies
 
     if parse_strategies(strategy, "--strategy") != [strategy]:

@@ -49,7 +49,7 @@ def show_table(table: PartitionTable) -> None:
         )
     title = Text(f"{len(table.entries)} partitions for {table.setting.model}", style="bold")
     notes = facts()
-    notes.add_row("gap:", "TTFT above a proven lower bound of every partition's, at most")
+    notes.add_row("gap:", "TTFT above a proven lower bound of all partitions of KV-Runahead, at most")
     notes.add_row("made by:", f"kvrsim {table.kvrsim_version}; times are simulated")
     show(title, Text(" · ".join(_setting(table.setting)), style="dim"), "", rows, "", notes)
 
