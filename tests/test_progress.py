@@ -48,9 +48,11 @@ def test_it_names_the_most_that_there_will_be_and_how_long_that_takes(
 ) -> None:
     progress = SearchProgress()
     progress.stage("kvr-s", 1, 1)
-    clock.now_s += 20
+    clock.now_s += 9  # of preparation
+    progress(10, 200, float("inf"))
+    clock.now_s += 16
     progress(50, 200, float("inf"))
-    assert "50 partitions simulated of at most 200, 60 s more at most, after 20 s" in capsys.readouterr().err
+    assert "50 partitions simulated of at most 200, 60 s more at most, after 25 s" in capsys.readouterr().err
 
 
 def test_the_bar_is_full_only_at_the_end(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

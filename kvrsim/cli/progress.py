@@ -109,11 +109,11 @@ class SearchProgress(Shown):
     def __init__(self) -> None:
         super().__init__()
         self._stage = ("", 1, 1)
-        self._stage_s = self._started_s
+        self._first: tuple[int, float] | None = None  # of a stage: partitions, and when they were simulated
 
     def stage(self, name: str, number: int, of: int) -> None:
         """A strategy begins: its number, from 1, and how many there are."""
-        self._stage, self._stage_s = (name, number, of), time.monotonic()
+        self._stage, self._first = (name, number, of), None
         self.show(self._named(), number - 1, of if of > 1 else None)
 
     def __call__(self, done: int, most: int | None, best_ttft_s: float) -> None:
@@ -121,8 +121,10 @@ class SearchProgress(Shown):
         text = f"{self._named()}: {done} partitions simulated"
         if most is not None:
             text += f" of at most {most}"
-            left_s = (time.monotonic() - self._stage_s) / max(1, done) * (most - done)
-            if done and left_s > PATIENCE_S:
+            if self._first is None and done:
+                self._first = done, time.monotonic()
+            if self._first is not None and done > self._first[0]:
+                left_s = (time.monotonic() - self._first[1]) / (done - self._first[0]) * (most - done)
                 text += f", {left_s:.0f} s more at most"
         if math.isfinite(best_ttft_s):
             text += f", best TTFT {format_seconds(best_ttft_s)}"
