@@ -11,7 +11,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help plan test fuzz check format bench accuracy figures calibration confirmation profiles fit clean
+.PHONY: help plan test fuzz check format bench accuracy figures calibration confirmation gpu profiles fit clean
 
 help: ## list these targets
 	@echo "make TARGET   (PYTHON=$(PYTHON); any Python >= 3.11 will do)"
@@ -53,6 +53,9 @@ calibration: $(VENV)/.dev ## calibrate this machine and compare with whole prefi
 
 confirmation: $(VENV)/.dev ## calibrate, plan and run it all for real (15 minutes, nothing else running)
 	$(BIN)/python -m validate.confirmation
+
+gpu: $(VENV)/.dev ## the first hour on a GPU node, with a report in gpu-report/ (on a CPU: whether it runs)
+	$(BIN)/python -m validate.gpu
 
 fit: $(VENV)/.core ## fit profile a100-eager anew from the published figures
 	$(BIN)/python -m validate.fit_published

@@ -133,9 +133,14 @@ def _message_s(links: LinkRates, nbytes: int) -> float:
 
 
 def _constants(a: CalibrationProfile, b: CalibrationProfile) -> Iterator[DiffRow]:
-    named = {"layer_s": "host issuing a layer", "request_s": "before the first layer"}
+    named = {
+        "layer_s": "host issuing a layer",
+        "message_s": "host issuing a message",
+        "prepare_s": "host before the first layer",
+        "request_s": "before the first layer",
+    }
     for key, what in named.items():
-        values = [float(getattr(profile.host, key)) for profile in (a, b)]
+        values = [float(getattr(profile.host, key) or 0.0) for profile in (a, b)]
         if any(values):
             yield _row(what, (a, [("host", values[0])]), (b, [("host", values[1])]))
 

@@ -186,13 +186,18 @@ def _constants(profile: CalibrationProfile, kind: str) -> str:
             return f"Start {format_seconds(rates.start_s)}; " + ", ".join(rates_text) + "."
         case "send_recv":
             rate = format_bandwidth(links.bandwidth_bytes_per_s)
-            return f"Latency {format_seconds(links.latency_s)}, bandwidth {rate} one way."
+            share = f" A receive that waits takes {links.pending_share:.1%} of the compute rate." * (
+                links.pending_share > 0
+            )
+            return f"Latency {format_seconds(links.latency_s)}, bandwidth {rate} one way.{share}"
         case "all_gather" if links.gather is not None:
             gather = links.gather
             small, large = format_bandwidth(gather.small_bytes_per_s), format_bandwidth(gather.large_bytes_per_s)
             return f"Launch {format_seconds(gather.launch_s)}; small messages {small}, large ones {large}."
         case "host":
-            return f"{format_seconds(host.layer_s)} a layer, {format_seconds(host.gather_piece_s)} a gathered piece."
+            message = f", {format_seconds(host.message_s)} a message" if host.message_s else ""
+            pieces = f"{format_seconds(host.layer_s)} a layer, {format_seconds(host.gather_piece_s)} a gathered piece"
+            return f"{pieces}{message}."
     return ""
 
 

@@ -144,6 +144,8 @@ def _host(profile: CalibrationProfile) -> str:
     parts = [f"{format_seconds(host.layer_s)} a layer"]
     if host.gather_piece_s:
         parts.append(f"{format_seconds(host.gather_piece_s)} a gathering rank")
+    if host.message_s:
+        parts.append(f"{format_seconds(host.message_s)} a message")
     if host.resume_s:
         parts.append(f"{format_seconds(host.resume_s)} to resume after communication")
     return f"{', '.join(parts)}; {known.source if known else 'fitted to whole prefills'}"

@@ -333,8 +333,11 @@ def test_a_plan_is_for_the_machine_that_was_measured(fitted: Any) -> None:
 
 
 def test_one_device_has_a_cluster_of_its_own() -> None:
-    profile, _ = fit([*other_rows(), *calls(SDPA, "sdpa")], ORIGIN, {"link": LINK})
+    messages = [row("host_message", 1e-3, dtype=None), row("layer_alone", 1e-3, chunk=64, prefix=0)]
+    messages.append(row("layer_pending", 2e-3, chunk=64, prefix=0))
+    profile, _ = fit([*other_rows(), *calls(SDPA, "sdpa"), *messages], ORIGIN, {"link": LINK})
     assert profile.cluster is not None
+    assert (profile.links.pending_share, profile.host.message_s) == (0.0, 0.0), "a CPU's messages hold no SMs"
     assert (profile.cluster.num_gpus, profile.cluster.topology) == (1, "switch")
     _, notes = make_scenario(ctx=1024, gpus=2, model=MODEL, profile=profile)
     assert any("nominal figures of measured" in note for note in notes)

@@ -214,6 +214,7 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
         "busy_samples": outcome.busy,
         "median_spread": median_spread(outcome),
         "skipped": dict(outcome.skipped),
+        "device_state": dict(outcome.device),
     }
 
 
