@@ -12,7 +12,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MOST_S = 60  # far above what they take (each under 20 s on two idle cores): it stops one that hangs
 SAYS = {
     "01-from-a-trace-to-a-fleet": "GPUs a group:",
-    "02-the-papers-story": "no partition is below",
+    "02-the-papers-story": "no partition of KV-Runahead is below",
     "03-a-slower-network": "10 x slower:",
 }
 
