@@ -73,7 +73,7 @@ def search(
     begin_s = time.perf_counter()
     evaluator = Evaluator(scenario, strategy, on_progress)
     if scenario.cluster.shares_bandwidth and method == "auto":
-        evaluator.most = most_on_a_bus(scenario)
+        evaluator.most = most_on_a_bus(scenario, strategy)
     run = _Search(scenario, strategy, evaluator, step)
     boundaries, ttft_s, name = run.run(method)
     if method == "auto" and stride is None and run.is_worth_polishing(boundaries, ttft_s):
@@ -90,12 +90,15 @@ def search(
     return Found(partition, ttft_s, report, run.lower_bound_s)
 
 
-def most_on_a_bus(scenario: Scenario) -> int:
+def most_on_a_bus(scenario: Scenario, strategy: Strategy) -> int:
     """Partitions that a search on a bus simulates at most: each is replayed event by event, ever longer with more GPUs.
 
     The search is not cut short by it on up to 8 GPUs and 32 layers.
     """
-    work = scenario.cluster.num_gpus**2 * scenario.share.num_hidden_layers
+    num_ranks = scenario.cluster.num_gpus
+    work = num_ranks**2 * scenario.share.num_hidden_layers
+    if not strategy.chains:  # every rank sends to many: more messages share the bus
+        work = work * max(8, num_ranks) // 8
     return max(_BUS_LEAST, _BUS_WORK // work)
 
 
