@@ -73,7 +73,7 @@ def interval(plan: CapacityPlan) -> str | None:
     low_s, high_s = plan.first.target.low_s, plan.first.target.high_s
     if low_s is None or high_s is None:
         return None
-    ends = f"{format_seconds(low_s)} to {format_seconds(high_s)}"
+    ends = f"{format_time(low_s)} to {format_time(high_s)}"
     if plan.answer is not None and high_s > plan.slo_ttft_s:
         ends += f", which ends ABOVE the target of {format_seconds(plan.slo_ttft_s)} (--sure asks for both)"
     return f"{ends}. {plan.first.target.meaning}"

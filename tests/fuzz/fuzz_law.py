@@ -20,6 +20,8 @@ MOST_S = 60.0  # on a loaded machine
 MOST_BYTES = 3 * 2**30  # more than the process had before
 _ERROR = re.compile(r"kvrsim: error: (\S.*?): (got |no such option)")
 
+_NO_NUMBER = re.compile(r"(?<!got ')\b(?:nan|inf) ?(?:s|ms|us|%|GiB|GB/s)(?![\w'])")  # where a figure belongs
+
 
 class TooLong(BaseException):
     """Beyond MOST_S; no Exception, so that nothing takes it for a bug of the command's own."""
@@ -61,6 +63,7 @@ def check_command(words: Sequence[str]) -> int:
     text = err.getvalue()
     assert code in CODES, f"exit {code}: {said}\n{text[-2000:]}"
     assert "Traceback" not in text, f"{said}\n{text[-2000:]}"
+    assert not _NO_NUMBER.search(out.getvalue() + text), f"no number: {said}\n{out.getvalue()[-2000:]}{text[-500:]}"
     if code == 2:
         lines = [line for line in text.splitlines() if not line.startswith(("kvrsim: note:", "kvrsim: warning:"))]
         assert len(lines) == 1, f"{len(lines)} lines: {said}\n{text[-2000:]}"
