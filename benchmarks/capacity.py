@@ -19,6 +19,7 @@ import numpy as np
 from _report import spread, write
 
 from kvrsim.scenario import Scenario
+from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from planner.capacity.plan import plan_capacity
 from planner.capacity.question import Question, make_question
@@ -30,7 +31,6 @@ from planner.fleet.fleet import Conditions, percentile_of, run_fleet
 from planner.fleet.pool import Outages, Pool
 from planner.fleet.service import Handover, Service
 from planner.fleet.times import ServiceTimes
-from planner.scenarios import make_scenario
 from planner.search import search
 from planner.simulate import execute, partition_of
 from planner.workloads.files import read_trace

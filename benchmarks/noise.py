@@ -15,11 +15,11 @@ from _report import write
 from kvrsim.distribution import objective_of
 from kvrsim.noise_spec import parse_noise
 from kvrsim.partition import Partition
+from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from planner.disturbed import FIRST_JUDGING_SAMPLE, with_fixed
 from planner.noisy import NoisyEvaluator
 from planner.robust import robust_plan
-from planner.scenarios import make_scenario
 from planner.search import search
 
 KVR = STRATEGIES["kvr-s"]

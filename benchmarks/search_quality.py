@@ -10,10 +10,10 @@ from _report import write
 
 from kvrsim.request import Request
 from kvrsim.scenario import Scenario
+from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from planner.bound import lower_bound_s
 from planner.evaluate import Evaluator
-from planner.scenarios import make_scenario
 from planner.search import search
 
 KVR = STRATEGIES["kvr-s"]
@@ -29,8 +29,8 @@ def settings(rng: np.random.Generator, count: int, ranks: tuple[int, int], *, fe
             gpus=num_ranks,
             model=str(rng.choice(MODELS)),
             profile=str(rng.choice(["a100-eager", "a100-flash", "roofline"])),
-            link_bandwidth_bytes_per_s=float(10 ** rng.uniform(9.3, 11.7)),
-            link_latency_s=float(10 ** rng.uniform(-6, -4)),
+            link_bandwidth=float(10 ** rng.uniform(9.3, 11.7)),
+            link_latency=float(10 ** rng.uniform(-6, -4)),
         )
         context_len = max(scenario.request.context_len, 16 * num_ranks)
         cached = int(rng.integers(0, context_len // 2)) if rng.random() < 0.25 else 0

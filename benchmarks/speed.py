@@ -16,9 +16,9 @@ from _report import spread, write
 
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import Replay
+from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from planner.evaluate import BLOCK
-from planner.scenarios import make_scenario
 
 PLAN = ["-m", "kvrsim.cli.main", "plan", "--gpus", "8", "--ctx", "16k", "--json"]
 

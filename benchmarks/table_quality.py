@@ -18,10 +18,10 @@ from _report import write
 
 from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
+from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from planner.evaluate import Evaluator
 from planner.lookup import look_up
-from planner.scenarios import make_scenario
 from planner.search import search
 from planner.table import PartitionTable
 from planner.table_backends import Pool, cores
@@ -33,7 +33,7 @@ PRINTED = Path(__file__).parents[1] / "validate" / "data" / "kv_runahead_icml202
 ROUNDINGS = (None, 1, 64, 128)  # None: to jumps; 1: shares times the context
 SETTINGS: dict[str, dict[str, str | float]] = {
     "a100-eager (default)": {},
-    "a100-eager at 10 GB/s": {"link_bandwidth_bytes_per_s": 1e10},
+    "a100-eager at 10 GB/s": {"link_bandwidth": 1e10},
     "a100-flash": {"profile": "a100-flash"},
     "h100-flash": {"cluster": "h100-nvlink"},
     "falcon-7b, a100-eager": {"model": "falcon-7b"},

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvrsim.request import Request
     from kvrsim.results import Plan, SimResult
     from kvrsim.scenario import Scenario
+    from kvrsim.setup import make_scenario
     from kvrsim.timeline import Span, Timeline
     from planner.capacity.answer import CapacityPlan
     from planner.confirm_facade import confirm
@@ -75,6 +76,7 @@ _HOMES = {
     "kvrsim.request": ("Request",),
     "kvrsim.results": ("Plan", "SimResult"),
     "kvrsim.scenario": ("Scenario",),
+    "kvrsim.setup": ("make_scenario",),
     "kvrsim.timeline": ("Span", "Timeline"),
     "planner.confirm_facade": ("confirm",),
     "planner.map": ("StrategyMap",),
@@ -140,6 +142,7 @@ def plan(
         ("mean", "p50", "p95" or "p99" of TTFT), and judged by so many other `samples` of that `seed`.
     Raises InputError naming the parameter. Where nothing fits in memory, the plan's `feasible` is False.
     """
+    from kvrsim.setup import make_scenario, parsed
     from kvrsim.units import parse_tokens
     from planner.disturbed import as_asked
     from planner.plan import make_plan
@@ -163,7 +166,7 @@ def plan(
         scenario,
         strategies=strategies,
         method=method,
-        stride=_parsed(stride, parse_tokens, "stride"),
+        stride=parsed(stride, parse_tokens, "stride"),
         table=_table(table),
         warnings=warnings,
         on_progress=on_progress,
@@ -220,6 +223,7 @@ def simulate(
 
     Raises InputError naming the parameter.
     """
+    from kvrsim.setup import make_scenario
     from kvrsim.stream import Arrivals
     from planner.disturbed import as_asked
     from planner.simulate import run_simulation
@@ -274,6 +278,7 @@ def build_table(
     Raises InputError naming the parameter.
     """
     from kvrsim.ranges import counts_of, counts_up_to, lengths_of
+    from kvrsim.setup import make_scenario
     from planner.table_backends import Pool
     from planner.table_build import make_table
 
@@ -298,65 +303,7 @@ def capacity(
     """
     from planner.capacity.facade import ask
 
-    return ask(make_scenario, requests=requests, slo_ttft=slo_ttft, percentile=percentile, **options)
-
-
-@checked()
-def make_scenario(
-    *,
-    ctx: int | str,
-    gpus: int | str | None = None,
-    model: str | PathLike[str] | ModelSpec = "llama-7b",
-    profile: str | PathLike[str] | CalibrationProfile | None = None,
-    cluster: str | PathLike[str] | Cluster | None = None,
-    link_bandwidth: float | str | None = None,
-    link_latency: float | str | None = None,
-    topology: str | None = None,
-    attention: str | None = None,
-    batch: int | str = 1,
-    cached_prefix: int | str = 0,
-    dtype: str | None = None,
-    memory_fraction: float | str = 0.9,
-) -> tuple[Scenario, tuple[str, ...]]:
-    """What a prediction is about, and notes on it; numbers may be text, as on the command line.
-
-    ctx: tokens of the whole context, such as 16384 or "16k".
-    gpus: GPUs that take part; None: all of the cluster.
-    model: a built-in name, a path to a Hugging Face config.json or its folder, or a ModelSpec.
-    profile: a built-in name, a path, "roofline" (the datasheet's limits), or a CalibrationProfile; None: the
-        one measured on the cluster's GPU.
-    cluster: a built-in name, a path, or a Cluster; None: the one that the profile was measured on, where it says,
-        or else A100s of 80 GB on NVLink.
-    link_bandwidth: bytes per second one way, or text such as "10GB/s", in the place of the cluster's.
-    link_latency: seconds, or text such as "5us", in the place of the cluster's.
-    topology: "switch", "bus" or "chain", in the place of the cluster's.
-    attention: kernel, "eager", "sdpa" or "flash"; None: the profile's first.
-    batch: sequences prefilled together.
-    cached_prefix: leading tokens of the context whose KV every rank already holds.
-    dtype: "fp16", "bf16", "fp8" or "fp32", of weights, activations and KV cache; None: fp16, or what the profile has.
-    memory_fraction: share of each GPU's memory that the prefill may use, above 0 and at most 1; the rest is a reserve.
-
-    Raises InputError naming the parameter.
-    """
-    from kvrsim.hardware import Topology
-    from kvrsim.units import parse_bandwidth, parse_count, parse_fraction, parse_seconds, parse_tokens
-    from planner import scenarios
-
-    return scenarios.make_scenario(
-        ctx=_parsed(ctx, parse_tokens, "ctx"),
-        gpus=_parsed(gpus, parse_count, "gpus"),
-        model=cast("str | ModelSpec", model),
-        profile=cast("str | CalibrationProfile | None", profile),
-        cluster=cast("str | Cluster | None", cluster),
-        link_bandwidth_bytes_per_s=_parsed(link_bandwidth, parse_bandwidth, "link_bandwidth"),
-        link_latency_s=_parsed(link_latency, parse_seconds, "link_latency", allow_zero=True),
-        topology=cast("Topology | None", topology),  # checked by Cluster
-        attention=attention,
-        batch=_parsed(batch, parse_count, "batch"),
-        cached_prefix=0 if cached_prefix == "0" else _parsed(cached_prefix, parse_tokens, "cached_prefix"),
-        dtype=dtype,
-        memory_fraction=_parsed(memory_fraction, parse_fraction, "memory_fraction"),
-    )
+    return ask(requests=requests, slo_ttft=slo_ttft, percentile=percentile, **options)
 
 
 def _table(value: str | PathLike[str] | PartitionTable | None) -> PartitionTable | None:
@@ -364,8 +311,3 @@ def _table(value: str | PathLike[str] | PartitionTable | None) -> PartitionTable
     from planner.table import load_table
 
     return load_table(value) if isinstance(value, str) else cast("PartitionTable | None", value)
-
-
-def _parsed(value: Any, parse: Callable[..., Any], parameter: str, **options: bool) -> Any:
-    """Text as a number; the rest is left for the type that checks it."""
-    return parse(value, parameter, **options) if isinstance(value, str) else value

@@ -33,11 +33,11 @@ def confirm(
     It starts processes: a script needs `if __name__ == "__main__"`. Raises InputError naming the
     parameter, and RankError where a rank fails.
     """
-    import kvrsim
+    from kvrsim.setup import make_scenario
     from planner.confirm import confirm as run
     from planner.confirm_hardware import Hardware
 
-    asked, warnings = kvrsim.make_scenario(ctx=ctx, gpus=gpus, model=model, profile=profile, **scenario)
+    asked, warnings = make_scenario(ctx=ctx, gpus=gpus, model=model, profile=profile, **scenario)
     emulated = scenario.get("link_bandwidth") is not None or scenario.get("link_latency") is not None
     told: dict[str, Any] = {"config": str(model), "emulated": emulated} | (hardware or {})
     here = Hardware(**told)

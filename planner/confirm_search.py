@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvrsim import __version__
 from kvrsim.errors import InputError
 from kvrsim.io.files import write_atomically
 from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
+from kvrsim.version import __version__
 from planner.confirm import check
 from planner.confirm_hardware import Hardware
 from planner.confirm_journal import SUFFIX, Sample, SearchJournal

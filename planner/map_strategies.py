@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import kvrsim
 from kvrsim.arguments import checked, wholes
 from kvrsim.ranges import counts_of, counts_up_to, lengths_of
+from kvrsim.setup import make_scenario
 from kvrsim.units import parse_bandwidth
 from planner.map import StrategyMap
 from planner.map_build import DEFAULT_STRATEGIES, OnPlace, make_map
@@ -36,9 +36,9 @@ def map_strategies(
     """
     lengths = lengths_of(ctx, "ctx")
     if gpus is None:
-        gpus = counts_up_to(kvrsim.make_scenario(ctx=1, gpus=None, **scenario)[0].num_gpus)
+        gpus = counts_up_to(make_scenario(ctx=1, gpus=None, **scenario)[0].num_gpus)
     counts = counts_of(gpus, "gpus")
-    base, warnings = kvrsim.make_scenario(ctx=lengths[-1], gpus=counts[-1], **scenario)
+    base, warnings = make_scenario(ctx=lengths[-1], gpus=counts[-1], **scenario)
     bandwidths = None
     if link_bandwidths is not None:
         bandwidths = [

@@ -15,8 +15,8 @@ from functools import cache, partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from kvrsim import __version__
 from kvrsim.errors import InputError
+from kvrsim.version import __version__
 
 BACKENDS = ("loky", "dask", "ray")
 _CONNECTION_TIMEOUT = "10s"

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from kvrsim import __version__
 from kvrsim.errors import InputError
 from kvrsim.ranges import check_places
 from kvrsim.scenario import Scenario
+from kvrsim.version import __version__
 from planner.steps import chunk_steps
 from planner.table import PartitionTable
 from planner.table_backends import Pool

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from kvrsim import __version__
 from kvrsim.io.journal import Journal
 from kvrsim.units import JsonObject
+from kvrsim.version import __version__
 from planner.table_entry import Draft
 from planner.table_setting import TableSetting
 

@@ -15,11 +15,11 @@ from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import Replay
 from kvrsim.program import Program
 from kvrsim.scenario import Scenario
+from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from kvrsim.stream import Arrivals
 from planner.back_to_back import Recurrence, cycle_time_s, replayed, run_stream
 from planner.disturbed import Disturbance
-from planner.scenarios import make_scenario
 from planner.simulate import compute_s, run_simulation
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -117,7 +117,7 @@ def test_tsp_gains_its_idle_time_alone() -> None:
 
 
 def test_under_noise_and_on_a_bus_it_is_replayed() -> None:
-    scenario, _ = make_scenario(ctx=512, gpus=2, topology="bus", link_bandwidth_bytes_per_s=1e10)
+    scenario, _ = make_scenario(ctx=512, gpus=2, topology="bus", link_bandwidth=1e10)
     quiet = run_simulation(scenario, strategy="kvr-e", arrivals=Arrivals(count=3)).stream
     assert quiet is not None
     assert quiet.steady_per_s is None

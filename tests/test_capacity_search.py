@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kvrsim.setup import make_scenario
 from planner.capacity.confidence import of_replications, of_trace
 from planner.capacity.search import Fit, Limits, Search
 from planner.capacity.trials import Band, Design, Target, Trials
 from planner.fleet.fleet import Conditions, percentile_of
 from planner.fleet.service import Service
 from planner.fleet.times import ServiceTimes
-from planner.scenarios import make_scenario
 from planner.workloads.source import Source
 from planner.workloads.workload import Workload
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -148,3 +149,10 @@ def test_mistakes_name_the_argument(argument: str, wrong: dict[str, object]) -> 
     with pytest.raises(kvrsim.InputError) as caught:
         kvrsim.make_scenario(**arguments)  # type: ignore[arg-type]
     assert caught.value.parameter == argument
+
+
+def test_nothing_imports_the_facade_from_below() -> None:
+    from_below = re.compile(r"^\s*(import kvrsim$|from kvrsim import)", re.MULTILINE)
+    files = [path for room in ("kvrsim", "planner", "calibrate") for path in (ROOT / room).rglob("*.py")]
+    assert len(files) > 100
+    assert [str(path) for path in files if from_below.search(path.read_text(encoding="utf-8"))] == []

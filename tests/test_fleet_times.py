@@ -11,10 +11,10 @@ from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import Replay
 from kvrsim.program import Compute, Program
 from kvrsim.scenario import Scenario
+from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from planner.fleet.nodes import Columns, lengths_to_know
 from planner.fleet.times import Decoding, ServiceTimes
-from planner.scenarios import make_scenario
 from planner.search import search
 from planner.simulate import execute, partition_of
 from planner.workloads.workload import Workload
@@ -140,7 +140,7 @@ def test_a_pack_takes_no_less_than_its_longest_and_no_more_than_all_in_turn() ->
 
 
 def test_groups_on_a_shared_bus_have_times_too() -> None:
-    bus, _ = make_scenario(ctx=512, gpus=2, topology="bus", link_bandwidth_bytes_per_s=1e10)
+    bus, _ = make_scenario(ctx=512, gpus=2, topology="bus", link_bandwidth=1e10)
     column = Columns(bus, 2).column(0, np.array([256, 2048], dtype=np.int64))
     assert np.isfinite(column.ttft_s).all()
     assert not column.slack_s.any()

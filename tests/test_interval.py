@@ -15,9 +15,9 @@ import kvrsim
 from kvrsim.partition import Partition
 from kvrsim.profile import OperationFit, load_profile
 from kvrsim.scenario import Scenario
+from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from planner.interval import Interval, doublings_beyond, interval
-from planner.scenarios import make_scenario
 
 KVR = STRATEGIES["kvr-e"]
 
@@ -70,7 +70,7 @@ def test_a_machine_that_was_seen_to_vary_makes_it_wider() -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", [{"ctx": 131072}, {"gpus": 16}, {"model": "qwen2.5-72b", "gpus": 32}, {"link_bandwidth_bytes_per_s": 1e9}]
+    "asked", [{"ctx": 131072}, {"gpus": 16}, {"model": "qwen2.5-72b", "gpus": 32}, {"link_bandwidth": 1e9}]
 )
 def test_outside_of_what_was_measured_it_is_wider(asked: dict[str, Any]) -> None:
     """By a cause of its own: other GPUs may hide what another cause moves."""

@@ -20,11 +20,11 @@ from kvrsim.noise import Noise, SideTraffic
 from kvrsim.noise_spec import parse_noise
 from kvrsim.program import Array, Program
 from kvrsim.scenario import Scenario
+from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from planner.disturbed import Disturbance, with_fixed
 from planner.noisy import check_length
 from planner.plan import make_plan
-from planner.scenarios import make_scenario
 from planner.simulate import run_simulation
 from validate.figures.noise import increases, mean_increase
 from validate.figures.predictions import Predictions
@@ -173,7 +173,7 @@ def test_slow_gpus_and_links_only_delay(seed: int, make: Any) -> None:
 
 
 def test_jitter_and_slow_gpus_on_a_bus() -> None:
-    quiet, _ = make_scenario(ctx=512, gpus=2, topology="bus", link_bandwidth_bytes_per_s=1e10)
+    quiet, _ = make_scenario(ctx=512, gpus=2, topology="bus", link_bandwidth=1e10)
     noise = Disturbance(noise=parse_noise("jitter:0.1+slow-gpu:1x1.5"), num_samples=4)
     result = run_simulation(quiet, strategy="kvr-e", disturbance=noise)
     assert result.noisy is not None
@@ -203,7 +203,7 @@ def test_side_traffic_that_changes_too_often_is_refused() -> None:
 
 
 def test_shared_links_are_left_to_the_event_executor() -> None:
-    scenario, _ = make_scenario(ctx=512, gpus=2, topology="bus", link_bandwidth_bytes_per_s=1e10)
+    scenario, _ = make_scenario(ctx=512, gpus=2, topology="bus", link_bandwidth=1e10)
     program = scenario.program(STRATEGIES["kvr-s"], [np.array([256.0]), np.array([256.0])])
     assert not can_sample(program, scenario.cluster)
 

@@ -29,8 +29,8 @@ from kvrsim.profile import CalibrationProfile, load_profile
 from kvrsim.rates.attention import AttentionRates, BlockedRates, EagerRates, FlashRates
 from kvrsim.rates.gemm import Product
 from kvrsim.rates.sizes import MeasuredSizes
+from kvrsim.setup import make_scenario
 from kvrsim.units import JsonObject
-from planner.scenarios import make_scenario
 
 CONFIG = {
     "model_type": "llama",

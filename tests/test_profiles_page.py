@@ -15,7 +15,7 @@ from calibrate.measurement import read_measurements
 from calibrate.profiles_page import PAGE, page
 from kvrsim.cli.main import app
 from kvrsim.profile import CalibrationProfile, builtin_profiles, load_profile
-from planner.scenarios import DEFAULT_PROFILES
+from kvrsim.setup import DEFAULT_PROFILES
 
 TEXT = PAGE.read_text()
 

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from kvrsim.errors import InputError
 from kvrsim.noise_spec import parse_noise
+from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from planner.bound import lower_bound_s
 from planner.disturbed import FIRST_JUDGING_SAMPLE, with_fixed
 from planner.evaluate import Evaluator
 from planner.noisy import NoisyEvaluator
 from planner.robust import robust_plan
-from planner.scenarios import make_scenario
 from planner.search import search
 
 KVR = STRATEGIES["kvr-s"]

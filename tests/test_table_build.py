@@ -16,13 +16,13 @@ import pytest
 import kvrsim
 from kvrsim.errors import InputError
 from kvrsim.scenario import Scenario
+from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from planner import table_build
 from planner.bound import lower_bound_s
 from planner.evaluate import Evaluator
 from planner.lookup import look_up, notes_on_table
 from planner.plan import make_plan
-from planner.scenarios import make_scenario
 from planner.search import search
 from planner.steps import chunk_steps
 from planner.table import PartitionTable
@@ -191,7 +191,7 @@ def test_a_partial_of_another_setting_is_refused_and_left_alone(tmp_path: Path) 
     with closing(Partial(path, TableSetting.of(scenario))) as partial:
         make_table(scenario, (2,), (512,), partial=partial)
     before = path.read_bytes()
-    other = scenario_of("roofline", link_bandwidth_bytes_per_s=1e10, batch=2)
+    other = scenario_of("roofline", link_bandwidth=1e10, batch=2)
     with pytest.raises(InputError, match=r"output.*same batch \(there 1, here 2\).*finish that one"):
         Partial(path, TableSetting.of(other))
     assert path.read_bytes() == before
@@ -263,7 +263,7 @@ def test_kvr_p_takes_its_chunks_from_the_table(tables: dict[str, PartitionTable]
     [
         ({"model": "llama-13b"}, "model llama-7b, not llama-13b"),
         ({"profile": "roofline"}, "profile a100-eager, not roofline"),
-        ({"link_bandwidth_bytes_per_s": 1e10}, "link"),
+        ({"link_bandwidth": 1e10}, "link"),
         ({"topology": "chain"}, "topology switch, not chain"),
         ({"batch": 2}, "batch 1, not 2"),
         ({"cached_prefix": 100}, "cached prefix 0, not 100"),

@@ -45,8 +45,8 @@ from kvrsim.program import Array
 from kvrsim.rates.attention import EagerRates
 from kvrsim.rates.elementwise import ElementwiseRates
 from kvrsim.scenario import Scenario
+from kvrsim.setup import make_scenario
 from kvrsim.strategies import get_strategy
-from planner.scenarios import make_scenario
 from planner.search import search
 from validate.reference import Row, read_rows
 

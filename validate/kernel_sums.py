@@ -28,8 +28,8 @@ from kvrsim.profile import load_profile
 from kvrsim.program import Compute, Op
 from kvrsim.rates.elementwise import Traffic
 from kvrsim.scenario import NO_HOST, Scenario
+from kvrsim.setup import make_scenario
 from kvrsim.strategies import get_strategy
-from planner.scenarios import make_scenario
 from planner.simulate import run_simulation
 from validate.kernel_grid import Grid, Reading, attention_grid, gemm_grid
 

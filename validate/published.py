@@ -15,7 +15,7 @@ from kvrsim.io.files import write_atomically
 from kvrsim.plots.save import save_figure
 from kvrsim.profile import load_profile
 from kvrsim.scenario import Scenario
-from planner.scenarios import make_scenario
+from kvrsim.setup import make_scenario
 from planner.simulate import run_simulation
 from validate.reference import Row, read_rows
 
@@ -32,7 +32,7 @@ def scenario_of(row: Row) -> tuple[Scenario, str]:
     """
     link: dict[str, Any] = {}
     if row.link in _BANDWIDTH:
-        link = {"topology": "bus", "link_bandwidth_bytes_per_s": _BANDWIDTH[row.link], "link_latency_s": 10e-6}
+        link = {"topology": "bus", "link_bandwidth": _BANDWIDTH[row.link], "link_latency": 10e-6}
     scenario, _ = make_scenario(ctx=row.context_len, gpus=row.num_gpus, model=row.model, profile=row.profile, **link)
     return scenario, "kvr-e" if row.strategy == "kvr" else row.strategy
 

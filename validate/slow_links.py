@@ -17,8 +17,8 @@ import numpy as np
 from kvrsim.io.files import write_atomically
 from kvrsim.profile import CalibrationProfile, SendStyle, load_profile
 from kvrsim.scenario import Scenario
+from kvrsim.setup import make_scenario
 from kvrsim.strategies import get_strategy
-from planner.scenarios import make_scenario
 from planner.search import search
 from planner.simulate import run_simulation
 from validate.reference import Row, read_rows
@@ -40,8 +40,8 @@ def scenario_of(row: Row, profile: CalibrationProfile, network: Network) -> Scen
         model=row.model,
         profile=profile,
         topology=network,
-        link_bandwidth_bytes_per_s=10e9,
-        link_latency_s=10e-6,
+        link_bandwidth=10e9,
+        link_latency=10e-6,
     )[0]
 
 

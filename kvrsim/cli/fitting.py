@@ -8,9 +8,9 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvrsim import __version__
 from kvrsim.cli.options import check_output, check_plot
 from kvrsim.errors import InputError
+from kvrsim.version import __version__
 
 if TYPE_CHECKING:
     from calibrate.fit_report import FitReport

@@ -11,12 +11,12 @@ from typing import Annotated, Any
 
 import typer
 
-from kvrsim import __version__
 from kvrsim.cli.lazy import LazyGroup
 from kvrsim.cli.outputs import ADVICE, NOT_WRITTEN
 from kvrsim.cli.wording import as_options, command_of
 from kvrsim.errors import InputError, KvrsimError
 from kvrsim.text import printable
+from kvrsim.version import __version__
 
 WRONG_USE = 2
 BUG = 70

@@ -110,10 +110,10 @@ class ScenarioOptions:
 
     def scenario(self) -> tuple[Scenario, tuple[str, ...]]:
         """The scenario and its notes; InputError names the option."""
-        import kvrsim
+        from kvrsim.setup import make_scenario
 
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return kvrsim.make_scenario(**values)
+        return make_scenario(**values)
 
 
 def takes(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:

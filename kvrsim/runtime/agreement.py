@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import torch
 import transformers
 
-from kvrsim import __version__
 from kvrsim.runtime.ranks.faults import Fault, RankError
 from kvrsim.runtime.ranks.transport import Transport
+from kvrsim.version import __version__
 
 
 def versions() -> dict[str, str]:

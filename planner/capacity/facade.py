@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvrsim.scenario import Scenario
+from kvrsim.setup import make_scenario
 from planner.capacity.answer import CapacityPlan
 from planner.capacity.plan import plan_capacity
 from planner.capacity.question import make_question
@@ -18,13 +18,12 @@ _ABOUT_MACHINE = (
 
 
 def ask(
-    make_scenario: Callable[..., tuple[Scenario, tuple[str, ...]]],
     *,
     on_progress: Callable[[str], None] | None = None,
     table: PartitionTable | str | None = None,
     **options: Any,
 ) -> CapacityPlan:
-    """The plan; `make_scenario` is kvrsim's, which reads text. Raises TypeError for an option that there is not."""
+    """The plan. Raises TypeError for an option that there is not."""
     about = {name: options.pop(name) for name in _ABOUT_MACHINE if name in options}
     scenario, warnings = make_scenario(ctx=1, gpus=1, **about)
     looked_up = table if table is None or isinstance(table, PartitionTable) else load_table(str(table))

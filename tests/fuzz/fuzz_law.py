@@ -70,8 +70,11 @@ def check_command(words: Sequence[str]) -> int:
         assert _ERROR.match(lines[0]), f"no parameter is named: {said}\n{lines[0][:500]}"
         assert len(lines[0]) < 1500, f"a line of {len(lines[0])} characters: {said}"
         assert lines[0].isprintable(), f"control characters: {said}\n{lines[0]!r}"
-    elif "--json" in words:
-        json.loads(out.getvalue(), parse_constant=_refuse)
+    elif "--json" in words and not {"--help", "--version"} & set(words):
+        try:
+            json.loads(out.getvalue(), parse_constant=_refuse)
+        except ValueError as error:
+            raise AssertionError(f"no JSON ({error}): {said}") from None
     return code
 
 

@@ -19,13 +19,13 @@ from kvrsim.partition import Partition
 from kvrsim.runtime.plan import RUN_STRATEGIES
 from kvrsim.runtime.ranks.faults import Fault, RankError
 from kvrsim.runtime.ranks.launch import Launch, launch
+from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from kvrsim.timeline import Timeline
 from planner import confirm_run
 from planner.confirm import confirm
 from planner.confirm_hardware import Hardware, run_plan
 from planner.confirm_run import run_here
-from planner.scenarios import make_scenario
 
 ROOT = Path(__file__).parents[2]
 SHORT = ("--repeats", "2", "--warmups", "0", "--json")

@@ -17,6 +17,7 @@ from kvrsim.partition import Partition
 from kvrsim.profile import Gather, load_profile
 from kvrsim.program import Compute, Program
 from kvrsim.scenario import Scenario
+from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from kvrsim.timeline import Timeline
 from planner.confirm_candidates import candidates_of
@@ -26,7 +27,6 @@ from planner.confirm_pace import Pace, at_pace, pace_of
 from planner.confirm_result import Candidate, Confirmation, Targets
 from planner.confirm_virtual import composed_s, composed_timeline
 from planner.plan import make_plan
-from planner.scenarios import make_scenario
 from planner.simulate import execute, partition_of
 from validate.confirmation_ranks import Sleepers, ring_traffic, sleep
 

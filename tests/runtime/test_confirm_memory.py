@@ -15,13 +15,13 @@ from kvrsim.errors import InputError
 from kvrsim.memory import memory_of
 from kvrsim.runtime.ranks.launch import Launch, launch
 from kvrsim.scenario import Scenario
+from kvrsim.setup import make_scenario
 from kvrsim.strategies import get_strategy
 from planner import confirm_memory, confirm_run
 from planner.confirm_candidates import Named, candidates_of
 from planner.confirm_hardware import Hardware
 from planner.confirm_memory import Fitting, Room, fitting
 from planner.plan import make_plan
-from planner.scenarios import make_scenario
 
 STRATEGIES = ("single", "tsp", "kvr-e", "kvr-s")
 

@@ -21,10 +21,10 @@ from kvrsim.errors import InputError, NotWrittenError
 from kvrsim.model import load_model
 from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
+from kvrsim.setup import make_scenario
 from planner.confirm_hardware import Hardware
 from planner.confirm_journal import Sample, SearchJournal
 from planner.confirm_levels import Chunks, Levels, Task
-from planner.scenarios import make_scenario
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,9 +9,9 @@ from kvrsim.distribution import Distribution
 from kvrsim.noise_spec import parse_noise
 from kvrsim.results import Plan, SimResult
 from kvrsim.scenario import Scenario
+from kvrsim.setup import make_scenario
 from planner.disturbed import Disturbance
 from planner.plan import make_plan
-from planner.scenarios import make_scenario
 from planner.simulate import run_simulation
 from validate.published import scenario_of
 from validate.reference import Row

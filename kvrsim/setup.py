@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
+from os import PathLike
+from typing import Any, cast
 
+from kvrsim.arguments import checked
 from kvrsim.errors import InputError
 from kvrsim.hardware import (
     DEFAULT_CLUSTER,
@@ -18,6 +21,7 @@ from kvrsim.model import ModelSpec, load_model
 from kvrsim.profile import CalibrationProfile, load_profile
 from kvrsim.request import Request
 from kvrsim.scenario import ROOFLINE, Scenario
+from kvrsim.units import parse_bandwidth, parse_count, parse_fraction, parse_seconds, parse_tokens
 
 DEFAULT_MODEL = "llama-7b"
 DEFAULT_DTYPE = "fp16"
@@ -25,46 +29,73 @@ _MEASURED = "measured"  # what a link is called that no datasheet speaks of
 DEFAULT_PROFILES = ("a100-eager", "h100-flash", "h200-flash")  # one a GPU; the first without a cluster
 
 
+@checked()
 def make_scenario(
     *,
-    ctx: int,
-    gpus: int | None = None,
-    model: str | Path | ModelSpec = DEFAULT_MODEL,
-    profile: str | Path | CalibrationProfile | None = None,
-    cluster: str | Path | Cluster | None = None,
-    link_bandwidth_bytes_per_s: float | None = None,
-    link_latency_s: float | None = None,
-    topology: Topology | None = None,
+    ctx: int | str,
+    gpus: int | str | None = None,
+    model: str | PathLike[str] | ModelSpec = DEFAULT_MODEL,
+    profile: str | PathLike[str] | CalibrationProfile | None = None,
+    cluster: str | PathLike[str] | Cluster | None = None,
+    link_bandwidth: float | str | None = None,
+    link_latency: float | str | None = None,
+    topology: str | None = None,
     attention: str | None = None,
-    batch: int = 1,
-    cached_prefix: int = 0,
+    batch: int | str = 1,
+    cached_prefix: int | str = 0,
     dtype: str | None = None,
-    memory_fraction: float = DEFAULT_MEMORY_FRACTION,
+    memory_fraction: float | str = DEFAULT_MEMORY_FRACTION,
 ) -> tuple[Scenario, tuple[str, ...]]:
-    """A scenario and the notes that belong to it; raises InputError naming the argument.
+    """What a prediction is about, and notes on it; numbers may be text, as on the command line.
 
-    Without a cluster, it is the one that the profile was measured on, if the profile says; without a number of GPUs,
-    all of the cluster; without a dtype fp16, or what the profile has.
+    ctx: tokens of the whole context, such as 16384 or "16k".
+    gpus: GPUs that take part; None: all of the cluster.
+    model: a built-in name, a path to a Hugging Face config.json or its folder, or a ModelSpec.
+    profile: a built-in name, a path, "roofline" (the datasheet's limits), or a CalibrationProfile; None: the
+        one measured on the cluster's GPU.
+    cluster: a built-in name, a path, or a Cluster; None: the one that the profile was measured on, where it says,
+        or else A100s of 80 GB on NVLink.
+    link_bandwidth: bytes per second one way, or text such as "10GB/s", in the place of the cluster's.
+    link_latency: seconds, or text such as "5us", in the place of the cluster's.
+    topology: "switch", "bus" or "chain", in the place of the cluster's.
+    attention: kernel, "eager", "sdpa" or "flash"; None: the profile's first.
+    batch: sequences prefilled together.
+    cached_prefix: leading tokens of the context whose KV every rank already holds.
+    dtype: "fp16", "bf16", "fp8" or "fp32", of weights, activations and KV cache; None: fp16, or what the profile has.
+    memory_fraction: share of each GPU's memory that the prefill may use, above 0 and at most 1; the rest is a reserve.
+
+    Raises InputError naming the parameter.
     """
-    spec = model if isinstance(model, ModelSpec) else load_model(model)
-    given = cluster if isinstance(cluster, Cluster) or cluster is None else load_cluster(cluster)
+    num_gpus = parsed(gpus, parse_count, "gpus")
+    spec = model if isinstance(model, ModelSpec) else load_model(str(model))
+    given = cluster if isinstance(cluster, Cluster) or cluster is None else load_cluster(str(cluster))
     calibration = _profile_of(profile, given)
     whole = given or _measured_cluster(calibration) or load_cluster(DEFAULT_CLUSTER)
-    machine = whole if topology is None else whole.with_topology(topology)
-    size_notes = () if gpus is None else _size_notes(machine, gpus, named=given is not None)
-    machine = machine if gpus is None else machine.with_num_gpus(gpus)
-    machine, link_notes = _linked(machine, calibration, link_bandwidth_bytes_per_s, link_latency_s)
+    machine = whole if topology is None else whole.with_topology(cast("Topology", topology))  # checked by Cluster
+    size_notes = () if num_gpus is None else _size_notes(machine, num_gpus, named=given is not None)
+    machine = machine if num_gpus is None else machine.with_num_gpus(num_gpus)
+    bandwidth_bytes_per_s = parsed(link_bandwidth, parse_bandwidth, "link_bandwidth")
+    latency_s = parsed(link_latency, parse_seconds, "link_latency", allow_zero=True)
+    machine, link_notes = _linked(machine, calibration, bandwidth_bytes_per_s, latency_s)
     scenario = Scenario(
         model=spec,
         cluster=machine,
         request=Request(
-            context_len=ctx, batch=batch, cached_prefix=cached_prefix, dtype=dtype or _dtype_of(calibration)
+            context_len=parsed(ctx, parse_tokens, "ctx"),
+            batch=parsed(batch, parse_count, "batch"),
+            cached_prefix=0 if cached_prefix == "0" else parsed(cached_prefix, parse_tokens, "cached_prefix"),
+            dtype=dtype or _dtype_of(calibration),
         ),
         profile=calibration,
         kernel=attention or (calibration.attention_kernels[0] if calibration else "flash"),
-        memory_fraction=memory_fraction,
+        memory_fraction=parsed(memory_fraction, parse_fraction, "memory_fraction"),
     )
     return scenario, (*size_notes, *notes_on(scenario), *link_notes)
+
+
+def parsed(value: Any, parse: Callable[..., Any], parameter: str, **options: bool) -> Any:
+    """Text as a number; the rest is left for the type that checks it."""
+    return parse(value, parameter, **options) if isinstance(value, str) else value
 
 
 def _size_notes(cluster: Cluster, gpus: int, *, named: bool) -> tuple[str, ...]:
@@ -87,7 +118,9 @@ def _size_notes(cluster: Cluster, gpus: int, *, named: bool) -> tuple[str, ...]:
     return (f"{cluster.name} has {cluster.num_gpus} {kind}; {gpus} are simulated on {longer[cluster.topology]}",)
 
 
-def _profile_of(profile: str | Path | CalibrationProfile | None, cluster: Cluster | None) -> CalibrationProfile | None:
+def _profile_of(
+    profile: str | PathLike[str] | CalibrationProfile | None, cluster: Cluster | None
+) -> CalibrationProfile | None:
     """The profile asked for; by default the one of the cluster's GPU, else the datasheet's roofline."""
     if isinstance(profile, CalibrationProfile):
         return profile
@@ -96,7 +129,7 @@ def _profile_of(profile: str | Path | CalibrationProfile | None, cluster: Cluste
             return load_profile(DEFAULT_PROFILES[0])
         defaults = (load_profile(name) for name in DEFAULT_PROFILES)
         return next((default for default in defaults if default.gpu == cluster.gpu.name), None)
-    return None if str(profile) == ROOFLINE else load_profile(profile)
+    return None if str(profile) == ROOFLINE else load_profile(str(profile))
 
 
 def _measured_cluster(profile: CalibrationProfile | None) -> Cluster | None:
