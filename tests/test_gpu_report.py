@@ -243,6 +243,22 @@ def test_a_cpu_that_is_too_busy_to_be_calibrated_is_no_failure_and_anything_else
     assert steps_module.confirm(scope_in(tmp_path), 1).status == "skipped", "there is no profile"
 
 
+@pytest.mark.parametrize(
+    ("rel_error", "ok", "status"), [(0.05, True, "passed"), (0.2, True, "failed"), (0.0, False, "failed")]
+)
+def test_a_prediction_that_is_far_off_fails_on_a_gpu_and_is_only_shown_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rel_error: float, ok: bool, status: str
+) -> None:
+    one = {"strategy": "kvr-s", "partition": [9, 7], "predicted_ttft_s": 1.0, "measured_ttft_s": 1.0}
+    answer = {"candidates": [one | {"rel_error": rel_error}], "regret": 0.0, "max_logit_error": 0.0, "ok": ok}
+    monkeypatch.setattr(steps_module, "kvrsim", lambda *_, **__: answer)
+    (tmp_path / "mine.json").write_text("{}")
+    assert steps_module.confirm(scope_in(tmp_path, 2), 2).status == status
+    on_cpu = steps_module.confirm(scope_in(tmp_path), 2)
+    assert on_cpu.status == "passed"
+    assert on_cpu.lines[-1].startswith("Not judged")
+
+
 def test_the_small_model_is_as_it_is_said_to_be(tmp_path: Path) -> None:
     scope = scope_in(tmp_path)
     assert json.loads(Path(scope.model).read_text()) == TINY
