@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -80,8 +79,7 @@ def read(cls: type[T], data: JsonObject) -> T:
 
     Raises InputError that names the file and the key path, the value and what is accepted.
     """
-    kind: type[Any] = cls
-    known = _fields(kind)
+    known = _fields(cls)
     data.only(known)
     values = {}
     for name, (annotation, required) in known.items():
@@ -99,11 +97,15 @@ def read(cls: type[T], data: JsonObject) -> T:
         raise data.error(error.parameter, error.accepted) from None
 
 
-@cache
+_KNOWN: dict[type, dict[str, tuple[Any, bool]]] = {}
+
+
 def _fields(cls: type) -> dict[str, tuple[Any, bool]]:
-    """Annotation of each field, and whether it must be given."""
-    hints = get_type_hints(cls, include_extras=True)
-    return {field.name: (hints[field.name], not _has_default(field)) for field in fields(cls) if field.init}
+    """Annotation of each field, and whether it must be given; worked out once a class."""
+    if cls not in _KNOWN:
+        hints = get_type_hints(cls, include_extras=True)
+        _KNOWN[cls] = {field.name: (hints[field.name], not _has_default(field)) for field in fields(cls) if field.init}
+    return _KNOWN[cls]
 
 
 def _has_default(field: Field[Any]) -> bool:
