@@ -1,0 +1,103 @@
+"""What mkdocs cannot do alone: pages from the command line, the notebooks and files beside docs/, and links to them."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+import nbformat
+import typer
+from mkdocs.structure.files import File, Files
+from nbconvert import MarkdownExporter
+
+from kvrsim.cli.main import app
+
+ROOT = Path(__file__).parents[2]
+# Pages of the site that lie elsewhere in the repository, by the path that they get in the site.
+ELSEWHERE = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
+REPOSITORY_ONLY = ("examples/", "kvrsim/", "planner/", "calibrate/", "validate/", "tests/", "LICENSE", "notebooks/")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the generated pages."""
+    pages = {uri: (ROOT / path).read_text("utf-8") for uri, path in _elsewhere().items()}
+    pages["reference/cli.md"] = command_line()
+    for uri, text in pages.items():
+        files.append(File.generated(config, uri, content=text))
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        _notebook(path, files, config)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Lead links to files beside docs/ to their pages in the site; those without a page become plain text."""
+    origin = _elsewhere().get(page.file.src_uri)
+    folder = os.path.dirname(origin if origin is not None else f"docs/{page.file.src_uri}")
+
+    def led(match: re.Match[str]) -> str:
+        text, target, anchor = match[1], match[2], match[3] or ""
+        path = os.path.normpath(os.path.join(folder, target))
+        if path.startswith("docs/") and origin is None:
+            return match[0]
+        uri = {path: uri for uri, path in _elsewhere().items()}.get(path)
+        uri = path.removeprefix("docs/") if path.startswith("docs/") else uri
+        if uri is not None:
+            return f"[{text}]({os.path.relpath(uri, os.path.dirname(page.file.src_uri) or '.')}{anchor})"
+        if path.startswith(REPOSITORY_ONLY) or (ROOT / path).is_dir():
+            return f"`{path}`" if text.strip("`") in path else f"{text} (`{path}` in the repository)"
+        return match[0]
+
+    return re.sub(r"(?<!!)\[([^\]]+)\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)]*)?\)", led, markdown)
+
+
+def _elsewhere() -> dict[str, str]:
+    results = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
+    return ELSEWHERE | {f"results/benchmarks/{path.name}": f"benchmarks/results/{path.name}" for path in results}
+
+
+def _notebook(path: Path, files: Files, config: Any) -> None:
+    """A notebook with its stored outputs as a page."""
+    notebook = nbformat.read(path, as_version=4)
+    text, resources = MarkdownExporter().from_notebook_node(notebook)
+    text = re.sub(r"<style.*?</style>", "", text, flags=re.S)
+    for name, content in resources["outputs"].items():
+        text = text.replace(f"({name})", f"({path.stem}/{name})")
+        files.append(File.generated(config, f"notebooks/{path.stem}/{name}", content=content))
+    files.append(File.generated(config, f"notebooks/{path.stem}.md", content=text))
+
+
+def command_line() -> str:
+    """Every command with its options, from the code."""
+    program = typer.main.get_command(app)
+    assert isinstance(program, click.Group) or hasattr(program, "commands")
+    lines = ["# Command line", "", "Generated from the code. `kvrsim COMMAND --help` prints the same.", ""]
+    context = click.Context(program, info_name="kvrsim")
+    for name in program.list_commands(context):  # type: ignore[attr-defined]
+        lines += _command(program.get_command(context, name), f"kvrsim {name}", context, 2)  # type: ignore[attr-defined]
+    return "\n".join(lines) + "\n"
+
+
+def _command(command: Any, path: str, parent: click.Context, level: int) -> list[str]:
+    context = click.Context(command, info_name=path.rsplit(" ", 1)[1], parent=parent)
+    lines = [f"{'#' * level} {path}", "", *_paragraphs(command.help or ""), ""]
+    if hasattr(command, "commands"):
+        for name in command.list_commands(context):
+            lines += _command(command.get_command(context, name), f"{path} {name}", context, level + 1)
+        return lines
+    lines += ["```", " ".join([path, *command.collect_usage_pieces(context)]), "```", ""]
+    options = [record for one in command.params if (record := one.get_help_record(context))]
+    if options:
+        lines += ["| option | meaning |", "|---|---|"]
+        lines += [f"| `{_cell(name)}` | {_cell(text)} |" for name, text in options]
+    return [*lines, ""]
+
+
+def _paragraphs(text: str) -> list[str]:
+    return text.strip().replace("\b\n", "").splitlines()
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
