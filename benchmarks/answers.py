@@ -1,7 +1,7 @@
 """The JSON answers to a fixed grid of questions, recorded and compared: what a change of the code changes.
 
-    python benchmarks/answers.py record FILE          ask every question, write the answers
-    python benchmarks/answers.py compare OLD NEW      list the differences; exit code 1 where there are any
+python benchmarks/answers.py record FILE          ask every question, write the answers
+python benchmarks/answers.py compare OLD NEW      list the differences; exit code 1 where there are any
 """
 
 from __future__ import annotations
@@ -56,7 +56,22 @@ def questions(folder: Path) -> Iterator[str]:
         "--attention sdpa --profile roofline",
     ):
         yield f"plan --gpus 3 --ctx 6k --strategies single,tsp,kvr-e,kvr-s {extra}"
-    strategies = "single tsp kvr-e kvr-s kvr-direct ring striped zigzag ulysses tp pp tp2+kvr-s tp2+zigzag tp2+pp".split()
+    strategies = [
+        "single",
+        "tsp",
+        "kvr-e",
+        "kvr-s",
+        "kvr-direct",
+        "ring",
+        "striped",
+        "zigzag",
+        "ulysses",
+        "tp",
+        "pp",
+        "tp2+kvr-s",
+        "tp2+zigzag",
+        "tp2+pp",
+    ]
     for strategy, executor, ctx in itertools.product(strategies, ("batch", "event"), ("2k", "8k")):
         gpus = 1 if strategy == "single" else 4
         yield f"simulate --strategy {strategy} --gpus {gpus} --ctx {ctx} --executor {executor}"
@@ -83,7 +98,14 @@ def questions(folder: Path) -> Iterator[str]:
     yield "map --ctx 2k,8k --gpus 2,4 --link-bandwidths 10GB/s,200GB/s"
     yield "map --ctx 8k,32k --gpus 2,8 --model llama-3-8b --cluster h100-nvlink --strategies all"
     workload = "--requests synthetic:poisson,rate=4,requests=500,context=lognormal:3000:0.8,max=12k --slo-ttft 2s"
-    for extra in ("", "--uniform-only", "--percentile 90", "--mtbf 600s", "--order shortest-first", "--batch-tokens 4k"):
+    for extra in (
+        "",
+        "--uniform-only",
+        "--percentile 90",
+        "--mtbf 600s",
+        "--order shortest-first",
+        "--batch-tokens 4k",
+    ):
         yield f"capacity {workload} --replications 2 {extra}"
     yield f"capacity {workload} --replications 2 --model llama-3-8b --cluster h100-nvlink"
     yield "profiles show a100-eager"
