@@ -43,29 +43,29 @@ bench: $(VENV)/.core ## run each benchmark in benchmarks/
 	done
 
 accuracy: $(VENV)/.core ## simulate the published cases and rewrite the accuracy page
-	$(BIN)/python -m validate.published
+	$(BIN)/python -m validate.published.compare
 
 figures: $(VENV)/.core ## draw the paper's figures from the simulator and rewrite their page
 	$(BIN)/python -m validate.figures
 
 calibration: $(VENV)/.dev ## calibrate this machine and compare with whole prefills (20 minutes, nothing else running)
-	$(BIN)/python -m validate.calibration
+	$(BIN)/python -m validate.machine.calibration
 
 confirmation: $(VENV)/.dev ## calibrate, plan and run it all for real (15 minutes, nothing else running)
-	$(BIN)/python -m validate.confirmation
+	$(BIN)/python -m validate.machine.confirmation
 
 gpu: $(VENV)/.dev ## the first hour on a GPU node, with a report in gpu-report/ (on a CPU: whether it runs)
 	$(BIN)/python -m validate.gpu
 
 fit: $(VENV)/.core ## fit profile a100-eager anew from the published figures
-	$(BIN)/python -m validate.fit_published
-	$(BIN)/python -m calibrate.profiles_page
+	$(BIN)/python -m validate.published.fit
+	$(BIN)/python -m calibrate.shipped.page
 
 profiles: $(VENV)/.core ## fit the other shipped profiles anew (TABLES=folder of vidur's tables)
-	@[ -n "$(TABLES)" ] || { echo "make profiles: TABLES=FOLDER, where calibrate/shipped.json finds its CSV files" >&2; exit 2; }
+	@[ -n "$(TABLES)" ] || { echo "make profiles: TABLES=FOLDER, where calibrate/shipped/recipes.json finds its CSV files" >&2; exit 2; }
 	@$(PIP_INSTALL) -e '.[import]'
-	$(BIN)/python -m calibrate.shipped --tables "$(TABLES)"
-	$(BIN)/python -m validate.kernel_sums --tables "$(TABLES)"
+	$(BIN)/python -m calibrate.shipped.recipes --tables "$(TABLES)"
+	$(BIN)/python -m validate.kernels.sums --tables "$(TABLES)"
 
 clean: ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

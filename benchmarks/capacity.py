@@ -21,21 +21,21 @@ from _report import spread, write
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
+from planner.capacity.fleet.event import PoolProcesses
+from planner.capacity.fleet.fast import run_pool
+from planner.capacity.fleet.fleet import Conditions, percentile_of, run_fleet
+from planner.capacity.fleet.pool import Outages, Pool
+from planner.capacity.fleet.service import Handover, Service
+from planner.capacity.fleet.times import ServiceTimes
 from planner.capacity.plan import plan_capacity
 from planner.capacity.question import Question, make_question
 from planner.capacity.search import Fit, Limits, Search
 from planner.capacity.trials import Target, Trials
-from planner.fleet.event import PoolProcesses
-from planner.fleet.fast import run_pool
-from planner.fleet.fleet import Conditions, percentile_of, run_fleet
-from planner.fleet.pool import Outages, Pool
-from planner.fleet.service import Handover, Service
-from planner.fleet.times import ServiceTimes
-from planner.search import search
+from planner.capacity.workloads.files import read_trace
+from planner.capacity.workloads.source import Source
+from planner.capacity.workloads.workload import Workload
+from planner.search.search import search
 from planner.simulate import execute, partition_of
-from planner.workloads.files import read_trace
-from planner.workloads.source import Source
-from planner.workloads.workload import Workload
 
 MILLION = 1_000_000
 EAGER = {"model": "llama-7b", "profile": "a100-eager", "cluster": "a100-nvlink"}

@@ -12,15 +12,15 @@ import time
 import numpy as np
 from _report import write
 
-from kvrsim.distribution import objective_of
-from kvrsim.noise_spec import parse_noise
+from kvrsim.noise.parse import parse_noise
+from kvrsim.noise.statistics import objective_of
 from kvrsim.partition import Partition
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
-from planner.disturbed import FIRST_JUDGING_SAMPLE, with_fixed
-from planner.noisy import NoisyEvaluator
-from planner.robust import robust_plan
-from planner.search import search
+from planner.search.search import search
+from planner.uncertainty.disturbed import FIRST_JUDGING_SAMPLE, with_fixed
+from planner.uncertainty.noisy import NoisyEvaluator
+from planner.uncertainty.robust import robust_plan
 
 KVR = STRATEGIES["kvr-s"]
 JUDGES = 1000

@@ -12,9 +12,9 @@ from kvrsim.request import Request
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
-from planner.bound import lower_bound_s
 from planner.evaluate import Evaluator
-from planner.search import search
+from planner.search.bound import lower_bound_s
+from planner.search.search import search
 
 KVR = STRATEGIES["kvr-s"]
 MODELS = ("llama-7b", "llama-7b-gqa8", "falcon-7b", "falcon-1b", "llama-30b", "qwen2.5-7b", "mistral-7b")

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from _report import spread, write
 
+from kvrsim.compile import build_program
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import Replay
 from kvrsim.setup import make_scenario
@@ -53,7 +54,7 @@ def partitions_per_s(profile: str, repeats: int = 9) -> list[float]:
         begin_s = time.process_time()
         for first in range(0, len(chunks), BLOCK):
             block = list(np.ascontiguousarray(chunks[first : first + BLOCK].T))
-            run_batch(scenario.program(STRATEGIES["kvr-s"], block), scenario.cluster)
+            run_batch(build_program(scenario, STRATEGIES["kvr-s"], block), scenario.cluster)
         rates.append(len(chunks) / (time.process_time() - begin_s))
     return rates
 
@@ -61,7 +62,7 @@ def partitions_per_s(profile: str, repeats: int = 9) -> list[float]:
 def replays_per_s(repeats: int = 20) -> list[float]:
     """The same by the event executor, one at a time."""
     scenario, _ = make_scenario(ctx=16384, gpus=8)
-    program = scenario.program(STRATEGIES["kvr-s"], [np.array([2048.0])] * 8)
+    program = build_program(scenario, STRATEGIES["kvr-s"], [np.array([2048.0])] * 8)
     rates = []
     for _ in range(repeats):
         begin_s = time.process_time()

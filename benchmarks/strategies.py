@@ -11,6 +11,7 @@ import numpy as np
 from _report import write
 
 import kvrsim
+from kvrsim.compile import build_program, for_strategy
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import Replay
 from kvrsim.partition import Partition
@@ -90,7 +91,7 @@ def many_ranks() -> Iterator[str]:
         scenario, _ = kvrsim.make_scenario(**NODES | {"ctx": ctx, "gpus": num_gpus})  # type: ignore[arg-type]
         for name in ("kvr-e", "ring", "striped", "zigzag", "tp8+kvr-e", "tp8+ring", "tp8+zigzag"):
             strategy = get_strategy(name)
-            placed = scenario.for_strategy(strategy)
+            placed = for_strategy(scenario, strategy)
             cut = Partition.even(placed.request.new_tokens, placed.cluster.num_gpus)
             begin_s = time.process_time()
             ttft_s = execute(placed, strategy, cut, executor="batch")[1][-1]
@@ -104,9 +105,9 @@ def agreement(names: Sequence[str]) -> Iterator[str]:
         for profile in ("a100-eager", "a100-flash", "roofline"):
             strategy = get_strategy(name)
             scenario, _ = kvrsim.make_scenario(ctx=6001, gpus=8, model="llama-2-7b", profile=profile)
-            placed = scenario.for_strategy(strategy)
+            placed = for_strategy(scenario, strategy)
             cut = Partition.even(6001, 5 if strategy.pipeline else placed.cluster.num_gpus)
-            program = placed.program(strategy, [np.array([float(chunk)]) for chunk in cut.chunk_lens])
+            program = build_program(placed, strategy, [np.array([float(chunk)]) for chunk in cut.chunk_lens])
             event = np.array(Replay(program, placed.cluster, record=False).finish_s)
             most = max(most, float(np.abs(run_batch(program, placed.cluster)[:, 0] / event - 1).max()))
     yield f"{len(names)} strategies x 3 profiles, 8 GPUs, 6001 tokens: at most {most:.1e} of a rank's time apart."

@@ -21,11 +21,11 @@ from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from planner.evaluate import Evaluator
-from planner.lookup import look_up
-from planner.search import search
-from planner.table import PartitionTable
-from planner.table_backends import Pool, cores
-from planner.table_build import make_table
+from planner.search.search import search
+from planner.table.backends import Pool, cores
+from planner.table.build import make_table
+from planner.table.lookup import look_up
+from planner.table.table import PartitionTable
 
 KVR = STRATEGIES["kvr-s"]
 GPU_COUNTS = (2, 4, 8)

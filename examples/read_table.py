@@ -5,7 +5,7 @@ import sys
 
 
 def partition(table: dict, num_gpus: int, context_len: int) -> list[int]:
-    """Chunk lengths of the ranks, interpolated between the two nearest entries; docs/partition-table.md says how."""
+    """Chunk lengths of the ranks, interpolated between the two nearest entries: see docs/how-to/partition-table.md."""
     entries = [entry for entry in table["entries"] if entry["num_gpus"] == num_gpus]
     low = max((e for e in entries if e["context_len"] <= context_len), key=lambda e: e["context_len"])
     high = min((e for e in entries if e["context_len"] >= context_len), key=lambda e: e["context_len"])

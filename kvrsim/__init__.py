@@ -20,21 +20,22 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from kvrsim.errors import InputError, KvrsimError
-    from kvrsim.hardware import Cluster, GpuSpec, LinkSpec, load_cluster
-    from kvrsim.model import ModelSpec, load_model
-    from kvrsim.noise import Noise
+    from kvrsim.hardware.cluster import Cluster, GpuSpec, LinkSpec, load_cluster
+    from kvrsim.model.load import load_model
+    from kvrsim.model.spec import ModelSpec
+    from kvrsim.noise.model import Noise
     from kvrsim.partition import Partition
-    from kvrsim.profile import CalibrationProfile, load_profile
+    from kvrsim.profile.profile import CalibrationProfile, load_profile
     from kvrsim.request import Request
     from kvrsim.results import Plan, SimResult
     from kvrsim.scenario import Scenario
     from kvrsim.setup import make_scenario
     from kvrsim.timeline import Span, Timeline
     from planner.capacity.answer import CapacityPlan
-    from planner.confirm_facade import confirm
-    from planner.map import StrategyMap
-    from planner.map_strategies import map_strategies
-    from planner.table import PartitionTable, load_table
+    from planner.confirm.facade import confirm
+    from planner.map.map import StrategyMap
+    from planner.map.strategies import map_strategies
+    from planner.table.table import PartitionTable, load_table
 
 __all__ = [
     "CalibrationProfile",
@@ -69,19 +70,20 @@ __all__ = [
 
 _HOMES = {
     "kvrsim.errors": ("InputError", "KvrsimError"),
-    "kvrsim.hardware": ("Cluster", "GpuSpec", "LinkSpec", "load_cluster"),
-    "kvrsim.model": ("ModelSpec", "load_model"),
+    "kvrsim.hardware.cluster": ("Cluster", "GpuSpec", "LinkSpec", "load_cluster"),
+    "kvrsim.model.load": ("load_model",),
+    "kvrsim.model.spec": ("ModelSpec",),
     "kvrsim.partition": ("Partition",),
-    "kvrsim.profile": ("CalibrationProfile", "load_profile"),
+    "kvrsim.profile.profile": ("CalibrationProfile", "load_profile"),
     "kvrsim.request": ("Request",),
     "kvrsim.results": ("Plan", "SimResult"),
     "kvrsim.scenario": ("Scenario",),
     "kvrsim.setup": ("make_scenario",),
     "kvrsim.timeline": ("Span", "Timeline"),
-    "planner.confirm_facade": ("confirm",),
-    "planner.map": ("StrategyMap",),
-    "planner.map_strategies": ("map_strategies",),
-    "planner.table": ("PartitionTable", "load_table"),
+    "planner.confirm.facade": ("confirm",),
+    "planner.map.map": ("StrategyMap",),
+    "planner.map.strategies": ("map_strategies",),
+    "planner.table.table": ("PartitionTable", "load_table"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -131,7 +133,7 @@ def plan(
     """Compare strategies for one prefill, each with its best partition, and bound what is possible at all.
 
     The arguments up to `memory_fraction` are those of make_scenario.
-    strategies: names (docs/strategies.md), such as "tp8+kvr-s"; or "all"; None: KVR-S and all that need no search.
+    strategies: names, such as "tp8+kvr-s"; or "all"; None: KVR-S and all that need no search.
     method: how KVR-S's partition is searched: "grid" (the paper's), "analytical", or "auto".
     stride: tokens that every searched chunk boundary is a multiple of; None: chosen for the context.
     table: where "kvr-p" looks its partition up: a file of build_table, or a PartitionTable.
@@ -144,8 +146,8 @@ def plan(
     """
     from kvrsim.setup import make_scenario, parsed
     from kvrsim.units import parse_tokens
-    from planner.disturbed import as_asked
     from planner.plan import make_plan
+    from planner.uncertainty.disturbed import as_asked
 
     scenario, warnings = make_scenario(
         ctx=ctx,
@@ -209,7 +211,7 @@ def simulate(
     """Simulate one strategy's prefill.
 
     All arguments but these are those of make_scenario.
-    strategy: a name, such as "tsp", "kvr-s", "zigzag" or "tp8+kvr-s" (see docs/strategies.md).
+    strategy: a name, such as "tsp", "kvr-s", "zigzag" or "tp8+kvr-s" (see docs/explanation/strategies.md).
     partition: new tokens a rank, summing to the context less the cached prefix; None: the strategy's own
         ("kvr-s" searches it first, "kvr-p" looks it up).
     table: where "kvr-p" looks it up: a file of build_table, or a PartitionTable.
@@ -225,8 +227,8 @@ def simulate(
     """
     from kvrsim.setup import make_scenario
     from kvrsim.stream import Arrivals
-    from planner.disturbed import as_asked
     from planner.simulate import run_simulation
+    from planner.uncertainty.disturbed import as_asked
 
     scenario, warnings = make_scenario(
         ctx=ctx,
@@ -279,8 +281,8 @@ def build_table(
     """
     from kvrsim.ranges import counts_of, counts_up_to, lengths_of
     from kvrsim.setup import make_scenario
-    from planner.table_backends import Pool
-    from planner.table_build import make_table
+    from planner.table.backends import Pool
+    from planner.table.build import make_table
 
     lengths = lengths_of(ctx, "ctx")
     if gpus is None:
@@ -297,9 +299,9 @@ def capacity(
 ) -> CapacityPlan:
     """Find the smallest or cheapest fleet whose TTFT is within the target for so many percent of the requests.
 
-    requests: a trace, or "synthetic:..." (docs/capacity.md). options: the other options of `kvrsim capacity`, with _
-    for -, and on_progress, told what is being worked on. Raises InputError naming the parameter; where
-    nothing meets the target, the plan's `feasible` is False.
+    requests: a trace, or "synthetic:...". options: the other options of `kvrsim capacity`, with _ for -, and
+    on_progress, called with what is being worked on. Raises InputError naming the parameter; where nothing meets the
+    target, the plan's `feasible` is False.
     """
     from planner.capacity.facade import ask
 
@@ -308,6 +310,6 @@ def capacity(
 
 def _table(value: str | PathLike[str] | PartitionTable | None) -> PartitionTable | None:
     """A table, read where it is named by its file."""
-    from planner.table import load_table
+    from planner.table.table import load_table
 
     return load_table(value) if isinstance(value, str) else cast("PartitionTable | None", value)

@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from kvrsim.compile import build_program
 from kvrsim.cost.kernels import NoTime
 from kvrsim.in_flight import bytes_in_flight
-from kvrsim.model import ModelSpec
+from kvrsim.model.spec import ModelSpec
 from kvrsim.partition import Partition
 from kvrsim.program import Compute, Program, RingPass
 from kvrsim.scenario import Scenario
@@ -59,7 +60,7 @@ def memory_of(scenario: Scenario, strategy: Strategy, partition: Partition) -> t
         ranks = [_stage_memory(scenario, partition, stage, len(held)) for stage in enumerate(held)]
     else:
         chunks = [np.array([float(chunk)]) for chunk in partition.chunk_lens]
-        program = scenario.program(strategy, chunks, NoTime())
+        program = build_program(scenario, strategy, chunks, NoTime())
         flights = [bytes_in_flight(kind) for kind in program.layers]
         ranks = [_rank_memory(scenario, strategy, partition, program, flights, rank) for rank in range(len(chunks))]
     return tuple(rank for rank in ranks for _ in range(scenario.gpus_per_rank))

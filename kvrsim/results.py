@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvrsim.breakdown import Breakdown
-from kvrsim.hardware import MemoryLimit, cluster_to_dict
+from kvrsim.hardware.cluster import MemoryLimit, cluster_to_dict
 from kvrsim.memory import RankMemory
 from kvrsim.timeline import Timeline
 from kvrsim.version import __version__
@@ -14,9 +14,9 @@ from kvrsim.version import __version__
 if TYPE_CHECKING:
     import pandas
 
-    from kvrsim.distribution import Distribution
-    from kvrsim.hardware import Cluster
-    from kvrsim.noise import Noise
+    from kvrsim.hardware.cluster import Cluster
+    from kvrsim.noise.model import Noise
+    from kvrsim.noise.statistics import Distribution
     from kvrsim.question import Question
     from kvrsim.stream import StreamResult
 

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from kvrsim.cost.group import Group, all_gather, all_reduce, group_of, grouped_cluster, share_of
 from kvrsim.cost.kernels import CalibratedCost, CostModel, RooflineCost
 from kvrsim.cost.layer import LayerCosts
+from kvrsim.cost.tensor_parallel import Group, group_of, grouped_cluster, share_of
 from kvrsim.errors import InputError
-from kvrsim.hardware import DEFAULT_MEMORY_FRACTION, Cluster, MemoryLimit
-from kvrsim.model import ModelSpec
-from kvrsim.profile import CalibrationProfile, HostRates, SendStyle, profiles_with
-from kvrsim.program import Array, Compute, Op, Program, beside_receives
-from kvrsim.rates.attention import ATTENTION_KERNELS
-from kvrsim.rates.elementwise import Traffic
-from kvrsim.rates.gemm import Product
+from kvrsim.hardware.cluster import DEFAULT_MEMORY_FRACTION, Cluster, MemoryLimit
+from kvrsim.model.spec import ModelSpec
+from kvrsim.profile.profile import CalibrationProfile, HostRates, SendStyle, profiles_with
+from kvrsim.profile.rates.attention import ATTENTION_KERNELS
 from kvrsim.request import Request
-from kvrsim.strategies import Step, Strategy
 
 NO_HOST = HostRates(layer_s=0.0, gather_piece_s=0.0, resume_s=0.0)
 ROOFLINE = "roofline"
@@ -64,19 +57,6 @@ class Scenario:
     def on_gpus(self, num_gpus: int) -> Scenario:
         """The same on another number of GPUs."""
         return replace(self, cluster=self.cluster.with_num_gpus(num_gpus))
-
-    def for_strategy(self, strategy: Strategy) -> Scenario:
-        """As the strategy sees it: on one GPU, or with groups of GPUs as ranks.
-
-        Raises InputError where the GPUs or the model's heads do not divide into its groups.
-        """
-        if strategy.partition_rule == "whole":
-            return self.on_gpus(1)
-        num_gpus = self.cluster.num_gpus
-        placed = self.in_groups(strategy.group_size or num_gpus)
-        if strategy.refuses is not None and (why := strategy.refuses(placed.share, placed.cluster.num_gpus)):
-            raise InputError("strategies", strategy.name, f"with {num_gpus} GPUs, {why}")
-        return placed
 
     def in_groups(self, size: int) -> Scenario:
         """The same with groups of that many GPUs, each of which splits all matrices, as ranks."""
@@ -195,70 +175,3 @@ class Scenario:
             )
             for layer in self.share.layer_kinds
         )
-
-    def program(self, strategy: Strategy, chunks: Sequence[Array], cost: CostModel | None = None) -> Program:
-        """The strategy's program for a batch of partitions; `cost` in the place of the scenario's own.
-
-        chunks: one float array of shape (B,) a rank, tokens of that rank's chunk.
-        """
-        cost = cost or self.cost
-        if strategy.pipeline is not None:
-            return strategy.pipeline(self, chunks, cost)
-        starts = [np.full_like(chunks[0], self.request.cached_prefix)]
-        for chunk in chunks[:-1]:
-            starts.append(starts[-1] + chunk)
-        ranks = range(len(chunks))
-        steps = [Step(costs, tuple(chunks), tuple(starts)) for costs in self.layer_costs(cost)]
-        assert strategy.group_size in (None, self.gpus_per_rank), "see for_strategy"
-        total = starts[-1] + chunks[-1]
-        ends = [total] * len(chunks) if strategy.gathers_kv else [s + c for s, c in zip(starts, chunks, strict=True)]
-        even = Program(
-            strategy=strategy.name,
-            prologue=tuple(
-                (*self.embedding(chunk, cost), *self.prepare(chunk, end, cost))
-                for chunk, end in zip(chunks, ends, strict=True)
-            ),
-            layers=tuple(
-                tuple(beside_receives(tuple(strategy.layer(step, rank)), self.pending_share) for rank in ranks)
-                for step in steps
-            ),
-            layer_kind_index=self.share.layer_kind_index,
-            epilogue=tuple(self.head(chunks[rank], cost) if rank == len(chunks) - 1 else () for rank in ranks),
-        )
-        # A part of the ranks' chunks asks for a part of the program, of no rank in particular.
-        everyone = len(chunks) == self.cluster.num_gpus
-        return even.slowed([self.cluster.slowness(rank) for rank in ranks]) if everyone else even
-
-    def embedding(self, chunk: Array, cost: CostModel) -> tuple[Op, ...]:
-        """One row read and written a token; in a group, each GPU has some rows."""
-        nbytes = 4.0 * self.model.hidden_size  # of two-byte elements
-        read = Compute(
-            name="embedding", device_s=cost.traffic_s(chunk, (Traffic("embedding", nbytes, 1),)), kind="embedding"
-        )
-        if self.group is None:
-            return (read,)
-        summed = chunk * float(self.request.batch * self.model.hidden_size * self.request.dtype_bytes)
-        return read, all_reduce(self.group, summed)
-
-    def prepare(self, chunk: Array, keys: Array, cost: CostModel) -> tuple[Op, ...]:
-        """Mask and rotary tables, where they were measured; the host and the device wait for each other there."""
-        if self.profile is None:
-            return ()
-        request_s, element_s = self.profile.host.request_s, self.profile.kernels.elementwise.mask_element_s
-        if not request_s and not element_s and not self.profile.host.prepare_s:
-            return ()
-        device_s, host_s = cost.prepare_s(request_s, chunk * keys), self.profile.host.prepare_s
-        host_s = request_s if host_s is None else host_s
-        return (Compute(name="prepare", device_s=device_s, host_s=host_s, kind="embedding"),)
-
-    def head(self, chunk: Array, cost: CostModel) -> tuple[Op, ...]:
-        """Final norm and logits, of the last token alone or, as the 2023 Hugging Face code did, of all."""
-        head = self.share.lm_head
-        tokens = chunk if cost.head_on_all_tokens else np.ones_like(chunk)
-        logits = Compute(
-            name="head", device_s=cost.head_s(tokens, Product(head.in_features, head.out_features)), kind="head"
-        )
-        if self.group is None:
-            return (logits,)
-        nbytes = tokens * float(self.request.batch * self.model.lm_head.out_features * self.request.dtype_bytes)
-        return logits, all_gather(self.group, nbytes)

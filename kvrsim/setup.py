@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from kvrsim.arguments import checked
 from kvrsim.errors import InputError
-from kvrsim.hardware import (
+from kvrsim.hardware.cluster import (
     DEFAULT_CLUSTER,
     DEFAULT_MEMORY_FRACTION,
     MAX_GPUS,
@@ -17,8 +17,9 @@ from kvrsim.hardware import (
     Topology,
     load_cluster,
 )
-from kvrsim.model import ModelSpec, load_model
-from kvrsim.profile import CalibrationProfile, load_profile
+from kvrsim.model.load import load_model
+from kvrsim.model.spec import ModelSpec
+from kvrsim.profile.profile import CalibrationProfile, load_profile
 from kvrsim.request import Request
 from kvrsim.scenario import ROOFLINE, Scenario
 from kvrsim.units import parse_bandwidth, parse_count, parse_fraction, parse_seconds, parse_tokens

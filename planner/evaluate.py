@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvrsim.compile import build_program
 from kvrsim.executors.batch import run_batch
 from kvrsim.program import Array
 from kvrsim.scenario import Scenario
@@ -51,11 +52,11 @@ class Evaluator:
         return float(self.ttft_s(np.array([chunks], dtype=float))[0])
 
     def _batch(self, chunks: Array) -> Array:
-        program = self.scenario.program(self.strategy, list(np.ascontiguousarray(chunks.T)))
+        program = build_program(self.scenario, self.strategy, list(np.ascontiguousarray(chunks.T)))
         return np.asarray(run_batch(program, self.scenario.cluster)[-1])
 
     def _replay(self, chunks: Array) -> Array:
         from kvrsim.executors.event import Replay  # SimPy, only where it is needed
 
-        program = self.scenario.program(self.strategy, list(np.ascontiguousarray(chunks.T)))
+        program = build_program(self.scenario, self.strategy, list(np.ascontiguousarray(chunks.T)))
         return np.array([Replay(program, self.scenario.cluster, record=False).finish_s[-1]])

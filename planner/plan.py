@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from kvrsim.compile import for_strategy
 from kvrsim.memory import fits, memory_of
 from kvrsim.partition import Partition
 from kvrsim.question import Question
@@ -15,18 +16,18 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy
 from kvrsim.timeline import Timeline
 from planner.evaluate import Evaluator, Progress
-from planner.interval import interval
 from planner.plan_bounds import bounds_of
 from planner.plan_notes import TELLABLE, approximate_notes, even_chunks, fewer_gpus, memory_notes, rests_on
-from planner.search import Found, search
+from planner.search.search import Found, search
 from planner.simulate import computes_s, execute, partition_of, waited_s
-from planner.which import choose
+from planner.strategies_for import choose
+from planner.uncertainty.interval import interval
 
 # Noise and tables are imported where they are asked for: each costs the start of every plan some milliseconds.
 if TYPE_CHECKING:
-    from planner.disturbed import Disturbance
-    from planner.robust import RobustPlan
-    from planner.table import PartitionTable
+    from planner.table.table import PartitionTable
+    from planner.uncertainty.disturbed import Disturbance
+    from planner.uncertainty.robust import RobustPlan
 
 OnStage = Callable[[str, int, int], None]  # a strategy, its number from 1, and how many there are
 _AGREE = 1e-9  # relative; the executors agree to rounding
@@ -157,7 +158,7 @@ class _Searches:
     def partition(self, strategy: Strategy) -> Partition:
         """The strategy's best partition: searched, looked up, or its only one."""
         begin_s = time.perf_counter()
-        placed = self.scenario.for_strategy(strategy)
+        placed = for_strategy(self.scenario, strategy)
         if strategy.partition_rule == "search":
             own = {"method": self.method, "stride": self.stride} if strategy.name == "kvr-s" else {}
             found = search(placed, strategy, on_progress=self.on_progress, **own)  # type: ignore[arg-type]
@@ -166,7 +167,7 @@ class _Searches:
             if found.report.limit is not None:
                 self.limits[strategy.name] = found.report.limit
         elif strategy.partition_rule == "pieces":
-            from planner.pieces import best_pieces
+            from planner.strategies_for import best_pieces
 
             evaluator = Evaluator(placed, strategy, self.on_progress)
             cut, evaluations = best_pieces(evaluator), evaluator.evaluations
@@ -212,13 +213,13 @@ def _ties(ranked: Sequence[StrategyResult], objective: str) -> tuple[str, ...]:
 
 
 def _table_notes(table: PartitionTable, scenario: Scenario) -> tuple[str, ...]:
-    from planner.lookup import notes_on_table
+    from planner.table.lookup import notes_on_table
 
     return notes_on_table(table, scenario)
 
 
 def _robust(scenario: Scenario, kvr: Strategy, found: Found, disturbance: Disturbance, objective: str) -> RobustPlan:
-    from planner.robust import robust_plan
+    from planner.uncertainty.robust import robust_plan
 
     return robust_plan(
         scenario,
@@ -241,7 +242,7 @@ def _under_noise(scenario: Scenario, result: StrategyResult, disturbance: Distur
     """The result with its TTFTs on samples that planning has not seen."""
     strategy = get_strategy(result.strategy)
     cut = Partition(chunk_lens=result.partition)
-    placed = scenario.for_strategy(strategy)
+    placed = for_strategy(scenario, strategy)
     noisy = disturbance.judged(placed, strategy, cut, result.ttft_s)
     return replace(result, noisy=noisy)
 
@@ -275,7 +276,7 @@ def _noise_report(
 
 
 def _result(scenario: Scenario, strategy: Strategy, cut: Partition) -> StrategyResult:
-    placed = scenario.for_strategy(strategy)
+    placed = for_strategy(scenario, strategy)
     executor = "event" if placed.cluster.shares_bandwidth else "batch"
     program, finish_s, _ = execute(placed, strategy, cut, executor=executor)
     _, free_s, _ = execute(placed.without_communication(), strategy, cut, executor="batch")
@@ -323,7 +324,7 @@ def _replayed(scenario: Scenario, best: StrategyResult, *, timeline: bool) -> Ti
     if not timeline:
         return None
     strategy = get_strategy(best.strategy)
-    placed = scenario.for_strategy(strategy)
+    placed = for_strategy(scenario, strategy)
     cut = Partition(chunk_lens=best.partition)
     _, finish_s, spans = execute(placed, strategy, cut, executor="event", timeline=True)
     assert abs(finish_s[-1] - best.ttft_s) <= _AGREE * best.ttft_s, "the executors disagree"

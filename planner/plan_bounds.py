@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from kvrsim.compile import for_strategy
 from kvrsim.partition import Partition
 from kvrsim.results import Bounds, ChainBound, StrategyResult
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy
-from planner.bound import lower_bound_s
-from planner.search import Found, search
+from planner.search.bound import lower_bound_s
+from planner.search.search import Found, search
 from planner.simulate import execute
 
 
@@ -38,7 +39,7 @@ def _of_best(scenario: Scenario, best: StrategyResult, kvr_lower_s: float) -> Ch
     strategy = get_strategy(best.strategy)
     if not strategy.chains:
         return None
-    placed = scenario.for_strategy(strategy)
+    placed = for_strategy(scenario, strategy)
     alike = strategy.group_size == 1  # all chains over single GPUs have one bound
     lower_s = kvr_lower_s if alike else lower_bound_s(placed, strategy, best.ttft_s)
     return ChainBound(strategy=best.strategy, lower_bound_s=lower_s, gap=best.ttft_s / lower_s - 1)

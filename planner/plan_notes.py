@@ -8,7 +8,7 @@ from kvrsim.results import StrategyResult
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.units import format_bytes
-from planner.search import Found, search
+from planner.search.search import Found, search
 from planner.simulate import computes_s, execute
 
 TELLABLE = 0.02  # of TTFT, less than which no profile tells two partitions or strategies apart

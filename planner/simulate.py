@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvrsim.compile import build_program, for_strategy
 from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
 from kvrsim.memory import fits, memory_of
@@ -18,17 +19,17 @@ from kvrsim.results import RankReport, SimResult
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from kvrsim.timeline import Timeline
-from planner.breakdown import breakdown
 from planner.evaluate import Evaluator, Progress
-from planner.interval import interval
-from planner.search import search
+from planner.search.search import search
+from planner.uncertainty.breakdown import breakdown
+from planner.uncertainty.interval import interval
 
 # What only some simulations need is imported where they ask for it, for the sake of the start.
 if TYPE_CHECKING:
-    from kvrsim.executors.noise import NoiseDraw
+    from kvrsim.noise.draw import NoiseDraw
     from kvrsim.stream import Arrivals, StreamResult
-    from planner.disturbed import Disturbance
-    from planner.table import PartitionTable
+    from planner.table.table import PartitionTable
+    from planner.uncertainty.disturbed import Disturbance
 
 EXECUTORS = ("batch", "event")
 MOST_SPANS = 60_000  # of a timeline of several requests; of more requests the first ones are shown
@@ -65,13 +66,13 @@ def run_simulation(
         about |= {"requests": arrivals.count, "every_s": arrivals.every_s, "poisson": arrivals.poisson}
     asked = Question.of(scenario, seed=seed, **about)
     if arrivals is not None:
-        from planner.disturbed import check_strategy
+        from planner.uncertainty.disturbed import check_strategy
 
         check_strategy(chosen)
     if disturbance is not None:
         disturbance.check(chosen)
         scenario = disturbance.fixed(scenario)
-    placed = scenario.for_strategy(chosen)
+    placed = for_strategy(scenario, chosen)
     draw = None if disturbance is None else disturbance.draw(placed)
     records = timeline or with_breakdown or draw is not None
     kind = _executor_of(placed, executor, timeline=records)
@@ -120,7 +121,7 @@ def run_simulation(
 
 
 def _table_notes(table: PartitionTable, scenario: Scenario) -> tuple[str, ...]:
-    from planner.lookup import notes_on_table
+    from planner.table.lookup import notes_on_table
 
     return notes_on_table(table, scenario)
 
@@ -134,7 +135,7 @@ def _stream(
     seed: int,
     noise: NoiseDraw | None,
 ) -> StreamResult:
-    from planner.back_to_back import run_stream
+    from planner.stream import run_stream
 
     return run_stream(program, scenario.cluster, arrivals, busy_s=busy_s, seed=seed, noise=noise)
 
@@ -151,7 +152,7 @@ def _shown(
     """The first request's timeline or, of several, that of as many as a picture and a trace can hold."""
     if arrivals is None or first is None:
         return first
-    from planner.back_to_back import timeline_of
+    from planner.stream import timeline_of
 
     times_s = arrivals.times_s(seed)[: max(1, MOST_SPANS // max(1, len(first.spans)))]
     return replace(timeline_of(program, scenario.cluster, times_s, noise), gpus_per_rank=first.gpus_per_rank)
@@ -170,7 +171,7 @@ def partition_of(
         pieces = len(partition) if strategy.partition_rule == "pieces" else num_ranks
         return Partition.of(partition, num_tokens=tokens, num_ranks=pieces)
     if strategy.partition_rule == "pieces":
-        from planner.pieces import best_pieces
+        from planner.strategies_for import best_pieces
 
         return best_pieces(Evaluator(scenario, strategy, on_progress))
     if strategy.partition_rule == "search":
@@ -180,7 +181,7 @@ def partition_of(
             raise InputError(
                 "table", "nothing", f"a file of kvrsim table build, where {strategy.name} looks its chunks up"
             )
-        from planner.lookup import partition_from
+        from planner.table.lookup import partition_from
 
         return partition_from(table, scenario)
     return Partition.even(tokens, num_ranks)
@@ -196,7 +197,7 @@ def execute(
     noise: NoiseDraw | None = None,
 ) -> tuple[Program, tuple[float, ...], Timeline | None]:
     """The program, when each rank has finished (seconds), and the timeline if it was asked for."""
-    program = scenario.program(strategy, [np.array([float(chunk)]) for chunk in partition.chunk_lens])
+    program = build_program(scenario, strategy, [np.array([float(chunk)]) for chunk in partition.chunk_lens])
     if executor == "batch":
         return program, tuple(float(finish) for finish in run_batch(program, scenario.cluster)[:, 0]), None
     from kvrsim.executors.event import Replay  # SimPy, only where it is needed

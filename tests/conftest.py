@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from kvrsim.architectures import read_config
+from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
-from kvrsim.hardware import Cluster, GpuSpec, LinkSpec
-from kvrsim.model import ModelSpec
-from kvrsim.profile import (
+from kvrsim.hardware.cluster import Cluster, GpuSpec, LinkSpec
+from kvrsim.model.architectures import read_config
+from kvrsim.model.spec import ModelSpec
+from kvrsim.profile.profile import (
     OPERATION_KINDS,
     CacheCopies,
     CalibrationProfile,
@@ -29,11 +30,11 @@ from kvrsim.profile import (
     SendStyle,
     ValidRange,
 )
-from kvrsim.rates.attention import BlockedRates, EagerRates, FlashRates
-from kvrsim.rates.elementwise import ELEMENTWISE_OPS, ElementwiseRates
-from kvrsim.rates.gemm import GemmRates, MeasuredShape, Product, Tile, merged
-from kvrsim.rates.links import GatherRates
-from kvrsim.rates.sizes import MeasuredSizes
+from kvrsim.profile.rates.attention import BlockedRates, EagerRates, FlashRates
+from kvrsim.profile.rates.elementwise import ELEMENTWISE_OPS, ElementwiseRates
+from kvrsim.profile.rates.gemm import GemmRates, MeasuredShape, Product, Tile, merged
+from kvrsim.profile.rates.links import GatherRates
+from kvrsim.profile.rates.sizes import MeasuredSizes
 from kvrsim.request import DTYPES, Request
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
@@ -396,7 +397,7 @@ class Make:
             if rng.random() < 0.3:
                 scenario = self.as_measured(rng, scenario)
             try:
-                placed = scenario.for_strategy(strategy)
+                placed = for_strategy(scenario, strategy)
             except InputError:
                 continue
             pieces = placed.cluster.num_gpus

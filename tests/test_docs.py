@@ -55,7 +55,7 @@ def test_the_python_of_the_readme() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for document in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
             if not target.startswith("http"):
                 assert (document.parent / target).exists(), f"{document.name}: {target}"

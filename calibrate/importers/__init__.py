@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from calibrate import measurement
-from calibrate.csv_table import CsvTable, Layout
+from calibrate.data import measurement
+from calibrate.data.csv import CsvTable, Layout
+from calibrate.data.measurement import Measurement
 from calibrate.importers import aiconfigurator, tables, vidur
-from calibrate.measurement import Measurement
 from kvrsim.errors import InputError
 
 LAYOUTS: tuple[Layout, ...] = (measurement.LAYOUT, *vidur.LAYOUTS, *tables.LAYOUTS)

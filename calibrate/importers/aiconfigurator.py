@@ -29,7 +29,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from calibrate.measurement import Measurement
+from calibrate.data.measurement import Measurement
 from kvrsim.errors import InputError
 
 PREFIX = "aiconfigurator:"

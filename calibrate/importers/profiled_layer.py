@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from calibrate.csv_table import CsvRow
+from calibrate.data.csv import CsvRow
 
 ELEMENT_BYTES = 2  # fp16
 SHAPE_COLUMNS = ("num_tokens", "num_tensor_parallel_workers", "n_embd", "n_expanded_embd", "n_head", "n_kv_head")

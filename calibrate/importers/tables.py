@@ -14,10 +14,10 @@ No column says the dtype: rows count as fp16, which on the GPUs of this kind run
 
 from __future__ import annotations
 
-from calibrate.csv_table import CsvRow, CsvTable, Layout, one_line
+from calibrate.data.csv import CsvRow, CsvTable, Layout, one_line
+from calibrate.data.measurement import Measurement, measured
 from calibrate.importers.profiled_layer import SHAPE_COLUMNS, ProfiledLayer
 from calibrate.importers.vidur import nodes
-from calibrate.measurement import Measurement, measured
 
 _ATTENTION_COLUMNS = (
     *("source", "gpu", "kernel", "q_heads", "kv_heads", "head_dim"),

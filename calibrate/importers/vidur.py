@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from calibrate.csv_table import CsvRow, CsvTable, Layout, one_line
+from calibrate.data.csv import CsvRow, CsvTable, Layout, one_line
+from calibrate.data.measurement import Measurement, measured
 from calibrate.importers.profiled_layer import SHAPE_COLUMNS, ProfiledLayer
-from calibrate.measurement import Measurement, measured
 
 
 def _place(table: CsvTable) -> tuple[str, ...]:

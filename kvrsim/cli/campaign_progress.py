@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
 
-    from calibrate.campaign import Estimate, Policy, Progress
+    from calibrate.measure.campaign import Estimate, Policy, Progress
 
 _SHOWN_SKIPPED = 3
 

@@ -10,18 +10,18 @@ from typer.core import TyperGroup
 
 # Of each command the module and what it calls it there: a function, or a typer.Typer with commands of its own.
 COMMANDS = {
-    "plan": ("kvrsim.cli.plan", "plan"),
-    "simulate": ("kvrsim.cli.simulate", "simulate"),
-    "confirm": ("kvrsim.cli.confirm", "confirm"),
-    "run": ("kvrsim.cli.run", "run"),
-    "map": ("kvrsim.cli.map", "strategy_map"),
-    "capacity": ("kvrsim.cli.capacity", "capacity"),
-    "table": ("kvrsim.cli.table", "app"),
-    "calibrate": ("kvrsim.cli.calibrate", "app"),
-    "profiles": ("kvrsim.cli.profiles", "app"),
-    "models": ("kvrsim.cli.models", "app"),
-    "clusters": ("kvrsim.cli.clusters", "app"),
-    "validate": ("kvrsim.cli.validate", "app"),
+    "plan": ("kvrsim.cli.commands.plan", "plan"),
+    "simulate": ("kvrsim.cli.commands.simulate", "simulate"),
+    "confirm": ("kvrsim.cli.commands.confirm", "confirm"),
+    "run": ("kvrsim.cli.commands.run", "run"),
+    "map": ("kvrsim.cli.commands.map", "strategy_map"),
+    "capacity": ("kvrsim.cli.commands.capacity", "capacity"),
+    "table": ("kvrsim.cli.commands.table", "app"),
+    "calibrate": ("kvrsim.cli.commands.calibrate", "app"),
+    "profiles": ("kvrsim.cli.commands.profiles", "app"),
+    "models": ("kvrsim.cli.commands.models", "app"),
+    "clusters": ("kvrsim.cli.commands.clusters", "app"),
+    "validate": ("kvrsim.cli.commands.validate", "app"),
 }
 
 

@@ -12,12 +12,12 @@ from typing import Protocol
 import numpy as np
 
 from kvrsim.errors import InputError
-from kvrsim.hardware import GpuSpec
-from kvrsim.profile import CacheCopies, KernelRates
+from kvrsim.hardware.cluster import GpuSpec
+from kvrsim.profile.profile import CacheCopies, KernelRates
+from kvrsim.profile.rates.attention import AttentionCall
+from kvrsim.profile.rates.elementwise import Traffic
+from kvrsim.profile.rates.gemm import Product, RowCost
 from kvrsim.program import Array
-from kvrsim.rates.attention import AttentionCall
-from kvrsim.rates.elementwise import Traffic
-from kvrsim.rates.gemm import Product, RowCost
 
 NO_COPIES = CacheCopies(keep=0.0, append=0.0, gather=0.0)
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kvrsim.cost.group import Group
 from kvrsim.cost.kernels import CostModel
+from kvrsim.cost.tensor_parallel import Group
 from kvrsim.cost.traffic import after_attention, before_attention, eager_score_bytes
-from kvrsim.model import Gemm, LayerSpec, ModelSpec
-from kvrsim.profile import HostRates
+from kvrsim.model.spec import Gemm, LayerSpec, ModelSpec
+from kvrsim.profile.profile import HostRates
+from kvrsim.profile.rates.attention import AttentionCall
+from kvrsim.profile.rates.elementwise import Traffic
+from kvrsim.profile.rates.gemm import Product, merged
 from kvrsim.program import Array
-from kvrsim.rates.attention import AttentionCall
-from kvrsim.rates.elementwise import Traffic
-from kvrsim.rates.gemm import Product, merged
 
 # Shares of a layer's launches before, in and after attention. Eager Llama issues about 21 kernels up to
 # rotary, 10 in attention and 14 after it.

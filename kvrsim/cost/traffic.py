@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvrsim.model import ModelSpec
-from kvrsim.rates.elementwise import Traffic
+from kvrsim.model.spec import ModelSpec
+from kvrsim.profile.rates.elementwise import Traffic
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

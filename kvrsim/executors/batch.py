@@ -15,7 +15,7 @@ from typing import TypeGuard
 import numpy as np
 
 from kvrsim.executors.collectives import Edges, Exchanging, Gathering, Passing
-from kvrsim.hardware import Cluster
+from kvrsim.hardware.cluster import Cluster
 from kvrsim.program import AllGather, AllToAll, Array, Collective, Compute, Op, Program, Recv, RingPass, Send
 
 

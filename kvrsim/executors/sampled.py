@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvrsim.executors.noise import NoiseDraw
-from kvrsim.hardware import Cluster
+from kvrsim.hardware.cluster import Cluster
+from kvrsim.noise.draw import NoiseDraw
 from kvrsim.program import AllGather, Array, Compute, Op, Program, Recv, RingPass, Send
 
 Edge = tuple[int, int]

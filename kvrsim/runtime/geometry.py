@@ -9,9 +9,9 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from kvrsim.architectures import read_config
 from kvrsim.errors import InputError
-from kvrsim.model import config_path
+from kvrsim.model.architectures import read_config
+from kvrsim.model.load import config_path
 from kvrsim.runtime.attention import use_flash
 from kvrsim.units import JsonObject
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvrsim.errors import InputError
 from kvrsim.partition import Partition
-from kvrsim.profile import Gather  # at run time, too: plans travel between ranks, read by their annotations
+from kvrsim.profile.profile import Gather  # at run time, too: plans travel between ranks, read by their annotations
 
 if TYPE_CHECKING:
     from kvrsim.runtime.geometry import Geometry

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvrsim.cost.group import all_reduce
 from kvrsim.cost.layer import LayerCosts
+from kvrsim.cost.tensor_parallel import all_reduce
 from kvrsim.program import AllGather, AllToAll, Array, Collective, Compute, Flags, Op, Program, Recv, RingPass, Send
 
 if TYPE_CHECKING:
     from kvrsim.cost.kernels import CostModel
-    from kvrsim.model import ModelSpec
+    from kvrsim.model.spec import ModelSpec
     from kvrsim.scenario import Scenario
 
 PartitionRule = Literal["whole", "even", "search", "table", "pieces"]
@@ -39,7 +39,7 @@ class Strategy:
     pipeline: PipelineProgram | None = None  # builds the program where ranks hold different layers
     refuses: Refusal | None = None  # what a model and number of ranks must fulfil, where they do not; None: nothing
     approximate: str | None = None  # how its result differs from the model's own prefill; None: it is the same
-    chains: bool = False  # it is KVR's chain, which planner.bound is about
+    chains: bool = False  # it is KVR's chain, which planner.search.bound is about
 
 
 @dataclass(frozen=True, slots=True)

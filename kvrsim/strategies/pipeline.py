@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvrsim.model import ModelSpec
+from kvrsim.ends import embedding, head, prepare
+from kvrsim.model.spec import ModelSpec
 from kvrsim.program import Array, Collective, Compute, Op, Program, Recv
 from kvrsim.strategies.base import Step, Strategy
 from kvrsim.strategies.tensor_parallel import split
@@ -60,7 +61,7 @@ def program(scenario: Scenario, pieces: Sequence[Array], cost: CostModel) -> Pro
         prologue=((),) * len(held),
         layers=tuple(blocks.kinds),
         layer_kind_index=tuple(blocks.order),
-        epilogue=(*((),) * last, scenario.head(lengths[-1], cost)),
+        epilogue=(*((),) * last, head(scenario, lengths[-1], cost)),
         layer_numbers=tuple(zip(*blocks.numbers, strict=True)),
     )
 
@@ -105,10 +106,10 @@ class _Ways:
             held = not self.scenario.sends_overlap
             sources = range(self.num_stages - 1)
             recvs = ((Recv(src=rank, rendezvous=held, payload="activations"),) for rank in sources)
-            self.known["in", piece.tobytes()] = (self.scenario.embedding(piece, self.cost), *recvs)
+            self.known["in", piece.tobytes()] = (embedding(self.scenario, piece, self.cost), *recvs)
         ways = self.known["in", piece.tobytes()]
-        prepare = self.scenario.prepare(piece, keys, self.cost)
-        return tuple((*way, *prepare) for way in ways) if prepare else ways
+        prepared = prepare(self.scenario, piece, keys, self.cost)
+        return tuple((*way, *prepared) for way in ways) if prepared else ways
 
     def out(self, piece: Array, step: Step) -> tuple[tuple[Op, ...], ...]:
         """All but the last stage send."""

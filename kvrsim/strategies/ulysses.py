@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvrsim.model import ModelSpec
+from kvrsim.model.spec import ModelSpec
 from kvrsim.program import Compute, Op
 from kvrsim.strategies.base import Step, Strategy
 from kvrsim.strategies.single import layer as alone

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvrsim.hardware import MemoryLimit
+from kvrsim.hardware.cluster import MemoryLimit
 from kvrsim.program import Array
 from planner.capacity.confidence import Interval
-from planner.workloads.workload import Lengths
+from planner.capacity.workloads.workload import Lengths
 
 if TYPE_CHECKING:
     import pandas

@@ -9,7 +9,7 @@ from kvrsim.setup import make_scenario
 from planner.capacity.answer import CapacityPlan
 from planner.capacity.plan import plan_capacity
 from planner.capacity.question import make_question
-from planner.table import PartitionTable, load_table
+from planner.table.table import PartitionTable, load_table
 
 _ABOUT_MACHINE = (
     *("model", "profile", "cluster", "link_bandwidth", "link_latency", "topology", "attention", "dtype"),

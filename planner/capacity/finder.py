@@ -11,12 +11,12 @@ import numpy as np
 from kvrsim.program import Array
 from planner.capacity.answer import Cause, Curves, FleetAnswer, GroupAnswer, Infeasible, Point
 from planner.capacity.confidence import Interval, of_replications, of_trace
+from planner.capacity.fleet.fleet import FleetRun, GroupPlan, percentile_of
+from planner.capacity.fleet.times import ServiceTimes
 from planner.capacity.question import Question
 from planner.capacity.search import MANY, Fit, Search
 from planner.capacity.trials import Design, Trials
-from planner.fleet.fleet import FleetRun, GroupPlan, percentile_of
-from planner.fleet.times import ServiceTimes
-from planner.workloads.workload import Workload
+from planner.capacity.workloads.workload import Workload
 
 _FINALISTS, _FINALISTS_OF_MANY = 6, 2  # designs whose front is drawn; of a stretch, that are tried on the whole
 _FRONT = (0.8, 0.9, 1.0, 1.15, 1.3, 1.6, 2.0, 3.0, 4.0)  # times the groups that meet the target

@@ -13,12 +13,12 @@ from kvrsim.scenario import Scenario
 from planner.capacity.answer import CapacityPlan, Infeasible, groups_of
 from planner.capacity.confidence import MEANING_OF_DRAWN, MEANING_OF_TRACE
 from planner.capacity.finder import Finder, trials_of
+from planner.capacity.fleet.times import ServiceTimes
 from planner.capacity.question import Question
 from planner.capacity.search import Search
-from planner.fleet.times import ServiceTimes
+from planner.capacity.workloads.workload import Workload
 from planner.plan_notes import rests_on
-from planner.table import PartitionTable
-from planner.workloads.workload import Workload
+from planner.table.table import PartitionTable
 
 LONG = 60_000  # requests, beyond which designs are sought on a stretch of so many
 _STRETCH = 40_000

@@ -9,12 +9,12 @@ from typing import cast
 
 from kvrsim.errors import InputError
 from kvrsim.units import parse_count, parse_seconds, parse_tokens
+from planner.capacity.fleet.fleet import Conditions
+from planner.capacity.fleet.pool import ORDERS, Order
+from planner.capacity.fleet.times import Decoding
 from planner.capacity.search import Limits
 from planner.capacity.trials import Target
-from planner.fleet.fleet import Conditions
-from planner.fleet.pool import ORDERS, Order
-from planner.fleet.times import Decoding
-from planner.workloads.source import Source
+from planner.capacity.workloads.source import Source
 
 DECODES = ("separate", "last-gpu")
 OBJECTIVES = ("gpus", "cost")

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from planner.capacity.fleet.fleet import GroupPlan
 from planner.capacity.trials import Band, Design, Trials
-from planner.fleet.fleet import GroupPlan
 
 _REQUEST_QUANTILES = (0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99)
 _WORK_QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvrsim.program import Array
-from planner.fleet.fast import run_pool
-from planner.fleet.fleet import Conditions, FleetRun, GroupPlan, Indices, route, run_fleet
-from planner.fleet.service import Service
-from planner.fleet.times import Decoding, ServiceTimes
-from planner.workloads.workload import Workload
+from planner.capacity.fleet.fast import run_pool
+from planner.capacity.fleet.fleet import Conditions, FleetRun, GroupPlan, Indices, route, run_fleet
+from planner.capacity.fleet.service import Service
+from planner.capacity.fleet.times import Decoding, ServiceTimes
+from planner.capacity.workloads.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

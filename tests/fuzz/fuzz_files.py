@@ -12,10 +12,10 @@ from typing import Any
 from fuzz_law import check_command
 
 import kvrsim
-from calibrate.measurement import Measurement, write_measurements
-from planner.table_build import make_table
-from planner.table_partial import Partial
-from planner.table_setting import TableSetting
+from calibrate.data.measurement import Measurement, write_measurements
+from planner.table.build import make_table
+from planner.table.partial import Partial
+from planner.table.setting import TableSetting
 
 _DATA = Path(kvrsim.__file__).parent / "data"
 _VALUES: tuple[Any, ...] = (

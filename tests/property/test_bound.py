@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
-from planner.bound import lower_bound_s
 from planner.evaluate import Evaluator
-from planner.search import search
+from planner.search.bound import lower_bound_s
+from planner.search.search import search
 
 KVR = STRATEGIES["kvr-s"]
 EXACT = 1 + 1e-9

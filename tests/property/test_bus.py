@@ -12,9 +12,10 @@ import simpy
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from kvrsim.compile import build_program
 from kvrsim.executors.bus import FairBus
 from kvrsim.executors.event import Replay
-from kvrsim.hardware import Cluster
+from kvrsim.hardware.cluster import Cluster
 from kvrsim.program import AllGather, Compute, Op, Program, Recv, Send
 from kvrsim.strategies import STRATEGIES
 
@@ -176,7 +177,7 @@ def test_no_faster_than_all_bytes_over_the_bandwidth(seed: int, make: Any) -> No
     scenario = make.scenario(rng, num_gpus=(2, 5), topologies=("bus",))
     cut = make.partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus)
     for name in ("kvr-s", "tsp"):
-        program = scenario.program(STRATEGIES[name], [np.array([float(chunk)]) for chunk in cut])
+        program = build_program(scenario, STRATEGIES[name], [np.array([float(chunk)]) for chunk in cut])
         replay = Replay(program, scenario.cluster)
         moved = sum(span.nbytes or 0.0 for span in replay.timeline.spans)
         if name == "tsp":  # every piece crosses p - 1 links
@@ -198,7 +199,7 @@ def test_one_flow_at_a_time_is_as_on_a_switch(seed: int, make: Any) -> None:
     rng = random.Random(seed)
     scenario = make.scenario(rng, num_gpus=(2, 2), topologies=("bus",), roofline=False, sends="rendezvous")
     cut = make.partition(rng, scenario.request.new_tokens, 2)
-    program = scenario.program(STRATEGIES["kvr-s"], [np.array([float(chunk)]) for chunk in cut])
+    program = build_program(scenario, STRATEGIES["kvr-s"], [np.array([float(chunk)]) for chunk in cut])
     own = make.plain(scenario.cluster).with_topology("switch")
     want = Replay(program, own, record=False).finish_s
     assert Replay(program, scenario.cluster, record=False).finish_s == pytest.approx(want, rel=1e-12)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrsim.compile import build_program
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import Replay
 from kvrsim.program import Array, Program
@@ -22,7 +23,7 @@ SHARED = ("tsp", "kvr-s")  # kvr-e and kvr-p run kvr-s's program
 
 
 def program_of(scenario: Scenario, name: str, cuts: list[tuple[int, ...]]) -> Program:
-    return scenario.program(STRATEGIES[name], list(np.ascontiguousarray(np.array(cuts, dtype=float).T)))
+    return build_program(scenario, STRATEGIES[name], list(np.ascontiguousarray(np.array(cuts, dtype=float).T)))
 
 
 def assert_same(batch: Array, event: tuple[float, ...]) -> None:

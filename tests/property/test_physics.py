@@ -11,14 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrsim.compile import build_program
 from kvrsim.executors.event import Replay
-from kvrsim.hardware import Topology, load_cluster
+from kvrsim.hardware.cluster import Topology, load_cluster
 from kvrsim.partition import Partition
 from kvrsim.program import Compute, Op, Program, Recv, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.evaluate import Evaluator
-from planner.search import search
+from planner.search.search import search
 from planner.simulate import run_simulation
 
 SEEDS = st.integers(0, 2**32)
@@ -162,7 +163,7 @@ def test_a_rank_takes_at_least_its_own_work(seed: int, make: Any) -> None:
     cut = make.partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus)
     for name in ("tsp", "kvr-e"):
         result = run_simulation(scenario, strategy=name, partition=cut)
-        program = scenario.program(STRATEGIES[name], [np.array([float(chunk)]) for chunk in cut])
+        program = build_program(scenario, STRATEGIES[name], [np.array([float(chunk)]) for chunk in cut])
         for rank in result.per_rank:
             ops = [op for _, op in program.ops(rank.rank)]
             device_s = sum(op.device_s.item() for op in ops if isinstance(op, Compute))

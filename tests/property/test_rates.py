@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrsim.hardware import GpuSpec, LinkSpec
+from kvrsim.hardware.cluster import GpuSpec, LinkSpec
+from kvrsim.profile.rates.attention import AttentionCall, AttentionRates, EagerRates
+from kvrsim.profile.rates.elementwise import ELEMENTWISE_OPS
+from kvrsim.profile.rates.gemm import Product
 from kvrsim.program import Array
-from kvrsim.rates.attention import AttentionCall, AttentionRates, EagerRates
-from kvrsim.rates.elementwise import ELEMENTWISE_OPS
-from kvrsim.rates.gemm import Product
 from kvrsim.units import JsonObject
 
 SEEDS = st.integers(0, 2**32)

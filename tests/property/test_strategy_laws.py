@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrsim.compile import build_program
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import Replay
 from kvrsim.memory import memory_of
@@ -28,7 +29,7 @@ SEARCHED = 1.002  # a search, and a pipeline's choice of its pieces, end within 
 
 
 def program_of(scenario: Scenario, strategy: Strategy, cuts: list[tuple[int, ...]]) -> Program:
-    return scenario.program(strategy, list(np.ascontiguousarray(np.array(cuts, dtype=float).T)))
+    return build_program(scenario, strategy, list(np.ascontiguousarray(np.array(cuts, dtype=float).T)))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -17,7 +17,7 @@ from validate.figures.scalability import draw_scalability
 from validate.figures.scope import Scope, full_scope
 from validate.figures.ttft import draw_ttft
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs" / "results"
 Step = tuple[Path, Callable[[], bytes]]  # a file, and what it will hold
 
 
@@ -44,7 +44,7 @@ def write(scope: Scope, predictions: Predictions, docs: Path) -> Iterator[Path]:
 
 
 def main() -> None:
-    """Rewrite docs/figures.md and docs/figures/*.png, with progress on standard error."""
+    """Rewrite docs/results/figures.md and docs/figures/*.png, with progress on standard error."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

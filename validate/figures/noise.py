@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvrsim.noise_spec import parse_noise
+from kvrsim.noise.parse import parse_noise
 from kvrsim.units import format_tokens
 from validate.figures.predictions import Predictions
 from validate.figures.printed import Printed
@@ -122,7 +122,7 @@ def noise_section(scope: Scope, predictions: Predictions, printed: Printed, pict
             "agreement of the means says little, the order and the spread over contexts and GPUs are the test. The",
             "paper reports TSP's increase as over 10 % on average and at most 11.8 %, so nearly alike in all cases;",
             "simulated, it falls with the context and rises with the GPUs, since the all-gather does.",
-            "More in [noise.md](noise.md).",
+            "More in [noise.md](../how-to/noise.md).",
         ),
         f"Mean increase of TTFT over {scope.noise_samples} runs each, with 95 % confidence limits:",
         "",

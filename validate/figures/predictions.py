@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from kvrsim.distribution import Distribution
-from kvrsim.noise_spec import parse_noise
+from kvrsim.noise.parse import parse_noise
+from kvrsim.noise.statistics import Distribution
 from kvrsim.results import Plan, SimResult
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
-from planner.disturbed import Disturbance
 from planner.plan import make_plan
 from planner.simulate import run_simulation
-from validate.published import scenario_of
-from validate.reference import Row
+from planner.uncertainty.disturbed import Disturbance
+from validate.published.compare import scenario_of
+from validate.published.reference import Row
 
 PROFILE = "a100-eager"
 _Result = TypeVar("_Result")

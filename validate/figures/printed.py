@@ -1,4 +1,4 @@
-"""What the paper's text and captions print about its figures; its TTFTs are in validate.reference."""
+"""What the paper's text and captions print about its figures; its TTFTs are in validate.published.reference."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from validate.reference import DATA
+from validate.published.reference import DATA
 
 _FILE = DATA / "kv_runahead_icml2024_figures.json"
 

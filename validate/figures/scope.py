@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from validate.reference import Row, read_rows
+from validate.published.reference import Row, read_rows
 
 FAST = "300GB/s"  # the link of the figures, as the publication names it
 

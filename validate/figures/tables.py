@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from kvrsim.results import SimResult
 from validate.figures.predictions import Predictions
-from validate.published import summary
-from validate.reference import Row
+from validate.published.compare import summary
+from validate.published.reference import Row
 
 _WORDS = {"none": "on one GPU"}
 

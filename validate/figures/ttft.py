@@ -8,7 +8,7 @@ from kvrsim.units import format_tokens
 from validate.figures.predictions import Predictions
 from validate.figures.scope import Scope
 from validate.figures.style import GREY, LOOKS, Look, new_figure, png, ticks, tidy
-from validate.reference import Row
+from validate.published.reference import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -115,7 +115,7 @@ class Report:
 
 
 def page(report: Report) -> str:
-    """docs/gpu.md: what the steps are, and a report."""
+    """docs/how-to/gpu.md: what the steps are, and a report."""
     from validate.gpu.steps import steps
 
     rows = [f"| `{step.name}` | {cell(step.must_show)} | {cell(step.otherwise)} |" for step in steps()]

@@ -15,7 +15,7 @@ from validate.gpu.scope import Scope
 from validate.gpu.step import Finding, Step, judged, kvrsim
 
 if TYPE_CHECKING:
-    from calibrate.compute_bench import ComputeSetup
+    from calibrate.measure.compute_bench import ComputeSetup
 
 _START_S = 60.0  # in which the ranks must have started, libraries imported, and used every link once
 _STRATEGIES = ("single", "tsp", "kvr-e", "kvr-s")  # that the runtime runs and that need no table
@@ -47,7 +47,7 @@ def steps() -> tuple[Step, ...]:
 # -- the machine
 def environment(scope: Scope) -> Finding:
     """Driver, clocks, power, topology, other processes."""
-    from calibrate import probes
+    from calibrate.measure import probes
 
     facts = probes.environment()
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
@@ -75,7 +75,7 @@ def environment(scope: Scope) -> Finding:
 
 def transport(scope: Scope) -> Finding:
     """The runtime's transport on two ranks, then on all."""
-    from calibrate import probes
+    from calibrate.measure import probes
 
     found = [probes.ring(ranks, scope.device, 60.0) for ranks in sorted({2, scope.most_ranks})]
     lines = [
@@ -126,7 +126,7 @@ def _uneven(tokens: int, ranks: int) -> str:
 
 def kernels(scope: Scope) -> Finding:
     """What attention runs, by the profiler."""
-    from calibrate import probes
+    from calibrate.measure import probes
 
     chunk, prefix = (4096, 4096) if scope.on_gpu else (64, 64)
     setup = _setup(scope, scope.ctx if not scope.on_gpu else "8k")
@@ -143,7 +143,7 @@ def kernels(scope: Scope) -> Finding:
 
 def clock(scope: Scope) -> Finding:
     """One product for 20 ms and for 2 s."""
-    from calibrate import probes
+    from calibrate.measure import probes
 
     shape = _PRODUCT if scope.on_gpu else (256, 256, 256)
     durations_s = (0.02, 0.1 if scope.quick else 2.0)
@@ -157,7 +157,7 @@ def clock(scope: Scope) -> Finding:
 
 def pending(scope: Scope) -> Finding:
     """A layer alone, and beside a receive that waits."""
-    from calibrate import probes
+    from calibrate.measure import probes
 
     chunks = (512, 2048) if scope.on_gpu else (64,)
     found = probes.beside_receive(_setup(scope, "4k" if scope.on_gpu else "256"), chunks, 1 if scope.quick else 5)
@@ -179,7 +179,7 @@ def links(scope: Scope) -> Finding:
     if scope.quick or not scope.on_gpu:
         words += ["--max-bytes", "1MiB"]
     found = kvrsim("calibrate", "links", "-o", output, "--even-if-busy", *words)
-    from calibrate.measurement import read_measurements
+    from calibrate.data.measurement import read_measurements
 
     rows = [
         row for row in read_measurements(output) if row.operation == "send_recv" and row.bytes and row.messages == 1
@@ -273,8 +273,8 @@ def _common(scope: Scope) -> Iterator[object]:
 
 
 def _setup(scope: Scope, ctx: str) -> ComputeSetup:
-    from calibrate.compute_bench import ComputeSetup
-    from kvrsim.model import config_path, load_model
+    from calibrate.measure.compute_bench import ComputeSetup
+    from kvrsim.model.load import config_path, load_model
     from kvrsim.units import JsonObject
 
     config = JsonObject.read(config_path(scope.model, "model"), "model").fields

@@ -1,0 +1,1 @@
+"""Measurement rows, their CSV files, and where they come from."""

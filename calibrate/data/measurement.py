@@ -1,0 +1,280 @@
+"""Measurement: how long one operation took on one machine; read from and written to CSV.
+
+The file has one header line and one row a measured operation; lines that begin with # are comments. SI units. A
+column may be missing where no row needs it, and their order is free. Every row has
+
+    operation    what was measured, one of those below
+    kernel       what ran, such as vllm_flash_attn or nccl
+    device       the GPU, such as NVIDIA H100 80GB HBM3; for host_* rows the machine whose host it is
+    median_s     seconds, median of the repeats
+    source       who measured it, with what, where it can be found
+
+and may have mean_s (seconds, mean of the repeats, outliers drawn in; empty: not known), spread_s (standard deviation
+or interquartile range of the repeats, seconds; empty: not known), batch (sequences at once; empty: 1) and dtype (fp16,
+bf16, fp8 or fp32: of the operands; a time on the host has none). A prefill is a sum of many kernels, and means add up
+where medians of lopsided times do not: a fit takes mean_s where there is one.
+Beyond these:
+
+    operation                                       one time of                          also needs
+    gemm                                            y = x W                              dtype, tokens (rows of x),
+                                                                                         in_features, out_features
+    head                                            logits of one token                  dtype, in_features,
+                                                                                         out_features
+    attention                                       chunk queries of each of batch       dtype, chunk, prefix,
+                                                    sequences over prefix + chunk keys,  num_attention_heads,
+                                                    causal                               num_key_value_heads, head_dim
+    norm, rotary, activation, residual, embedding   an element-wise kernel               dtype, tokens, bytes
+    cache_append                                    K and V of a chunk written into      dtype, chunk, prefix, bytes
+                                                    the cache
+    prepare                                         what a prefill does once before its  dtype, chunk, prefix
+                                                    first layer, but for the embedding:
+                                                    mask and rotary tables
+    before_attention, after_attention, layer        a layer up to attention, from it     dtype, chunk, prefix
+                                                    on, and whole; to compare with, not
+                                                    fitted
+    layer_alone, layer_pending                      a whole layer on a rank that has no  dtype, chunk, prefix
+                                                    receive posted, and on the same one
+                                                    while one waits for its sender
+    all_gather                                      the collective                       bytes, ranks, nodes
+    send_recv                                       one message                          bytes, ranks, nodes
+    host_layer                                      the host issuing one decoder layer   -
+    host_collective                                 the host issuing one collective      ranks
+    host_message                                    the host issuing one send or one     -
+                                                    receive
+    host_prepare                                    the host, from a prefill's begin     -
+                                                    until it issues the first layer
+
+tokens, chunk and prefix count tokens; heads are those of the device that was measured. bytes: of an element-wise
+kernel and of cache_append what it must read and write, counted plainly (of a model's measured layers, as its kernels
+move); of all_gather the gathered tensor, all ranks' pieces together; of send_recv the message. nodes: 1 within one
+node, 2 between nodes. A column that an operation does not need may be filled; it is kept and checked, and read by
+nobody.
+
+A send_recv row may say which ranks it went between (src and dst, counted from 0) and how many transfers of that size
+were in flight at once (messages; empty: 1).
+
+A comment line before the header, `# origin {...}`, may hold a JSON object with what all rows have in common: the
+machine, the model whose layers were timed, versions, command and date.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from calibrate.data.csv import MAX_WHOLE, CsvRow, CsvTable, Layout, leading_comments
+from kvrsim.errors import InputError
+from kvrsim.io.files import write_atomically
+from kvrsim.io.json_text import parse_json
+from kvrsim.request import DTYPES
+from kvrsim.units import MAX_SECONDS
+
+MEASURED_DTYPES = DTYPES
+ELEMENTWISE = ("norm", "rotary", "activation", "residual", "embedding")
+SEGMENTS = ("before_attention", "after_attention", "layer")  # sums of others
+
+# For each operation the columns that it needs beyond those of every row.
+NEEDED: dict[str, tuple[str, ...]] = {
+    "gemm": ("dtype", "tokens", "in_features", "out_features"),
+    "attention": ("dtype", "chunk", "prefix", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    "head": ("dtype", "in_features", "out_features"),
+    **dict.fromkeys(ELEMENTWISE, ("dtype", "tokens", "bytes")),
+    "cache_append": ("dtype", "chunk", "prefix", "bytes"),
+    "prepare": ("dtype", "chunk", "prefix"),
+    **dict.fromkeys(SEGMENTS, ("dtype", "chunk", "prefix")),
+    **dict.fromkeys(("layer_alone", "layer_pending"), ("dtype", "chunk", "prefix")),
+    "all_gather": ("bytes", "ranks", "nodes"),
+    "send_recv": ("bytes", "ranks", "nodes"),
+    "host_layer": (),
+    "host_collective": ("ranks",),
+    "host_message": (),
+    "host_prepare": (),
+}
+OPERATIONS = tuple(NEEDED)
+
+_TEXTS = ("kernel", "device", "source")
+_ALWAYS = ("operation", "kernel", "device", "median_s", "source")
+# The whole numbers, each with its least and its largest value.
+_WHOLE = {
+    "chunk": (1, MAX_WHOLE),
+    "prefix": (0, MAX_WHOLE),
+    "num_attention_heads": (1, MAX_WHOLE),
+    "num_key_value_heads": (1, MAX_WHOLE),
+    "head_dim": (1, MAX_WHOLE),
+    "batch": (1, MAX_WHOLE),
+    "tokens": (1, MAX_WHOLE),
+    "in_features": (1, MAX_WHOLE),
+    "out_features": (1, MAX_WHOLE),
+    "bytes": (1, MAX_WHOLE),
+    "ranks": (1, MAX_WHOLE),
+    "nodes": (1, 2),
+    "src": (0, MAX_WHOLE),
+    "dst": (0, MAX_WHOLE),
+    "messages": (1, MAX_WHOLE),
+}
+_ONE = ("batch", "messages")  # that are 1 where nothing is said
+_ORIGIN = "# origin "
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement:
+    """One measured operation, checked when it is made: InputError names the field."""
+
+    operation: str  # one of OPERATIONS
+    kernel: str  # what ran
+    device: str  # the GPU, or the machine whose host was timed
+    dtype: str | None = None  # of the operands, one of MEASURED_DTYPES; None: does not apply or is not known
+    chunk: int | None = None  # tokens of each sequence; of attention, queries
+    prefix: int | None = None  # tokens before the chunk; of attention, keys
+    num_attention_heads: int | None = None  # attention: on the measured device
+    num_key_value_heads: int | None = None  # attention: on the measured device
+    head_dim: int | None = None  # attention: elements of one head
+    batch: int = 1  # sequences at once
+    tokens: int | None = None  # rows of a gemm or of an element-wise kernel
+    in_features: int | None = None  # gemm, head: the dimension that is summed over
+    out_features: int | None = None  # gemm, head: columns of the result
+    bytes: int | None = None  # kernel: read and written; all_gather: gathered in all; send_recv: the message
+    ranks: int | None = None  # GPUs that take part
+    nodes: int | None = None  # 1: all in one node; 2: across nodes
+    src: int | None = None  # send_recv: the rank that sends
+    dst: int | None = None  # send_recv: the rank that receives
+    messages: int = 1  # send_recv: transfers of that size in flight at once
+    median_s: float  # seconds, median of the repeats
+    mean_s: float | None = None  # seconds, mean of the repeats, outliers drawn in; None: not known
+    spread_s: float | None = None  # seconds, standard deviation or interquartile range of the repeats; None: not known
+    source: str  # who measured it, and with what
+
+    @property
+    def expected_s(self) -> float:
+        """Seconds that one of many adds to their sum: the mean, as far as it is known."""
+        return self.median_s if self.mean_s is None else self.mean_s
+
+    def __post_init__(self) -> None:
+        needed = NEEDED.get(self.operation)
+        if needed is None:
+            raise InputError("operation", self.operation, ", ".join(OPERATIONS))
+        for name in needed:
+            if getattr(self, name) is None:
+                raise InputError(name, "nothing", f"a value ({self.operation} needs {', '.join(needed)})")
+        self._check_texts()
+        self._check_whole()
+        self._check_seconds()
+
+    def _check_texts(self) -> None:
+        for name in _TEXTS:
+            text = getattr(self, name)
+            if not isinstance(text, str) or not text or not text.isprintable() or text != text.strip():
+                raise InputError(name, text, "a text of one line")
+        if self.dtype is not None and self.dtype not in MEASURED_DTYPES:
+            raise InputError("dtype", self.dtype, ", ".join(MEASURED_DTYPES))
+
+    def _check_whole(self) -> None:
+        for name, (least, largest) in _WHOLE.items():
+            value = getattr(self, name)
+            if value is None and name not in _ONE:
+                continue
+            if type(value) is not int or not least <= value <= largest:
+                top = str(largest) if largest < MAX_WHOLE else f"{largest:.0e}"
+                raise InputError(name, value, f"a whole number from {least} to {top}")
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if heads is not None and kv_heads is not None and heads % kv_heads:
+            raise InputError("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})")
+
+    def _check_seconds(self) -> None:
+        for name in ("median_s", "mean_s"):
+            value = getattr(self, name)
+            if value is None and name != "median_s":
+                continue
+            if not isinstance(value, float) or not 0 < value <= MAX_SECONDS:
+                raise InputError(name, value, f"seconds above 0 and at most {MAX_SECONDS:.0e}")
+        if self.spread_s is None:
+            return
+        if not isinstance(self.spread_s, float) or not 0 <= self.spread_s <= MAX_SECONDS:
+            raise InputError("spread_s", self.spread_s, f"seconds from 0 to {MAX_SECONDS:.0e}, or nothing")
+
+
+COLUMNS = Measurement.__slots__
+
+
+def read_measurements(path: str | Path, argument: str = "measurements") -> list[Measurement]:
+    """The rows of a measurement CSV, in its order; InputError names file, line, column, value and what is accepted."""
+    return _read_table(CsvTable.read(path, argument))
+
+
+def read_origin(path: str | Path, argument: str = "measurements") -> dict[str, Any] | None:
+    """What a measurement CSV says of all its rows; None where it says nothing; InputError for what is not JSON."""
+    for number, line in leading_comments(path, argument):
+        if line.startswith(_ORIGIN):
+            return _parse_origin(line.removeprefix(_ORIGIN), f"{argument} {' '.join(str(path).split())}, line {number}")
+    return None
+
+
+def _parse_origin(text: str, where: str) -> dict[str, Any]:
+    try:
+        origin = parse_json(text)
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"{where}: origin", text.strip()[:80] or "nothing", f"valid JSON ({reason})") from None
+    if not isinstance(origin, dict):
+        raise InputError(f"{where}: origin", text.strip()[:80], "a JSON object ({...})")
+    return origin
+
+
+def write_measurements(
+    path: str | Path,
+    rows: Iterable[Measurement],
+    argument: str = "output",
+    *,
+    origin: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a measurement CSV that reads back as the same rows; the file appears whole or not at all.
+
+    `origin`: plain JSON values that hold for all rows, which read_origin gives back.
+    """
+    text = io.StringIO(newline="")
+    if origin is not None:
+        text.write(f"{_ORIGIN}{json.dumps(origin, allow_nan=False)}\n")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    writer.writerows(map(attrgetter(*COLUMNS), rows))
+    write_atomically(path, text.getvalue().encode(), argument=argument)
+
+
+def _read_table(table: CsvTable) -> list[Measurement]:
+    table.only(COLUMNS)
+    table.need(_ALWAYS)
+    return [_read_row(row) for row in table.rows]
+
+
+def _read_row(row: CsvRow) -> Measurement:
+    fields: dict[str, Any] = {name: row.text(name) for name in ("operation", *_TEXTS)}
+    fields["median_s"] = row.number("median_s")
+    for name, text in row.values.items():
+        if text and name not in fields:
+            fields[name] = _read_value(row, name)
+    return measured(row, **fields)
+
+
+def measured(row: CsvRow, **fields: Any) -> Measurement:
+    """The measurement that a line holds; a field that cannot be is the line's mistake."""
+    try:
+        return Measurement(**fields)
+    except InputError as error:
+        raise row.placed(error) from None
+
+
+def _read_value(row: CsvRow, name: str) -> str | int | float:
+    if name in _WHOLE:
+        return row.whole(name, minimum=_WHOLE[name][0])
+    if name in ("mean_s", "spread_s"):
+        return row.number(name, allow_zero=name == "spread_s")
+    return row.text(name)
+
+
+LAYOUT = Layout(name="kvrsim measurements", signature=("operation", "median_s"), read=_read_table)

@@ -1,0 +1,1 @@
+"""From measurements to a profile: one file a kind of operation, and a report."""

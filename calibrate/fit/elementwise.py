@@ -1,0 +1,100 @@
+"""fit_elementwise: bytes a second of each kind of element-wise kernel, and what each kernel takes to start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from calibrate.data.measurement import ELEMENTWISE, Measurement
+from calibrate.fit.solver import (
+    Comparison,
+    Fitted,
+    Some,
+    Unknown,
+    column,
+    dtypes_of,
+    has_waves,
+    left_out,
+    seen_of,
+    solve,
+    sources_of,
+)
+from kvrsim.hardware.cluster import GpuSpec
+from kvrsim.profile.rates.elementwise import ELEMENTWISE_OPS, ElementwiseRates
+from kvrsim.program import Array
+
+PROMISED_TOKENS = 128  # from here on, a prefill's chunks: what the profile's error is about
+KINDS = (*ELEMENTWISE, "copy")  # copies are measured as cache_append
+_LIKE = {"copy": "residual"}  # a kind that hardly anyone measures, and the kind that streams as it does
+_ENOUGH = 3  # rows of a kind
+_CPU_CACHES = 20.0  # times the memory's rate: what eager code writes, a CPU's next kernel finds in a cache
+
+
+def fit_elementwise(
+    rows: Sequence[Measurement], gpu: GpuSpec, *, fused: bool, kernels: Mapping[str, int] | None = None
+) -> Fitted[ElementwiseRates]:
+    """One rate a kind, none above the datasheet's memory; one start for all, of at least nothing.
+
+    Where no cache_append rows say it, a copy takes the rate of a residual addition; another kind with hardly a row
+    takes the datasheet's. `kernels`: how many a row of each kind has; one where nothing is said. `crossed` leaves
+    sizes out, a tenth at a time.
+    """
+    found = usable_elementwise(rows)
+    kinds = np.array([KINDS.index(_kind(row)) for row in found])
+    nbytes, seconds = (column(found, name) for name in ("bytes", "expected_s"))
+    tokens = np.array([row.chunk if row.tokens is None else row.tokens for row in found], dtype=float)
+    starts = np.array([(kernels or {}).get(kind, 1) for kind in KINDS], dtype=float)[kinds]
+    measured = [kind for index, kind in enumerate(KINDS) if (kinds == index).sum() >= _ENOUGH]
+
+    def fit(some: Some) -> Mapping[str, float]:
+        def predict(values: Mapping[str, float], inside: Some) -> Array:
+            return _seconds(values, gpu, kinds[some][inside], nbytes[some][inside], starts[some][inside])
+
+        return solve(_unknowns(measured, gpu), predict, seconds[some], weights=np.sqrt(seconds[some]))
+
+    constants = fit(np.arange(len(found)))
+    predicted = left_out(
+        nbytes.tolist(), lambda train, test: _seconds(fit(train), gpu, kinds[test], nbytes[test], starts[test])
+    )
+    own = Comparison(label="fitted", measured_s=seconds, predicted_s=_seconds(constants, gpu, kinds, nbytes, starts))
+    crossed = Comparison(label="sizes left out", measured_s=seconds, predicted_s=predicted)
+    promised = tokens >= PROMISED_TOKENS
+    by_kind = [own.where((kinds == KINDS.index(kind)) & promised, f"{kind}, fitted") for kind in measured]
+    return Fitted(
+        rates=_rates(constants, gpu, fused=fused),
+        source=sources_of(found),
+        own=own,
+        crossed=crossed.where(promised, f"{crossed.label}, tokens >= {PROMISED_TOKENS}") if promised.any() else crossed,
+        checks=tuple(one for one in by_kind if len(one.measured_s)),
+        seen=seen_of(found, ("tokens", "bytes")),
+    )
+
+
+def usable_elementwise(rows: Sequence[Measurement], dtypes: Sequence[str] | None = None) -> list[Measurement]:
+    """Element-wise kernels and copies into the cache, in these dtypes (None: dtypes_of(rows))."""
+    wanted = dtypes_of(rows) if dtypes is None else dtypes
+    return [row for row in rows if _kind(row) in KINDS and row.dtype in wanted]
+
+
+def _kind(row: Measurement) -> str:
+    return "copy" if row.operation == "cache_append" else row.operation
+
+
+def _unknowns(kinds: Sequence[str], gpu: GpuSpec) -> list[Unknown]:
+    hbm = gpu.hbm_bytes_per_s
+    high = hbm if has_waves(gpu) else _CPU_CACHES * hbm
+    rates = [Unknown(name=kind, start=0.5 * hbm, low=1e-4 * hbm, high=high) for kind in kinds]
+    return [Unknown(name="start_s", start=2e-6, low=0.0, high=1e-4), *rates]
+
+
+def _seconds(values: Mapping[str, float], gpu: GpuSpec, kinds: Some, nbytes: Array, starts: Array) -> Array:
+    rates = np.array([values.get(kind, gpu.hbm_bytes_per_s) for kind in KINDS])
+    return np.asarray(starts * values["start_s"] + nbytes / rates[kinds])
+
+
+def _rates(values: Mapping[str, float], gpu: GpuSpec, *, fused: bool) -> ElementwiseRates:
+    rates: dict[str, float] = {
+        op: values.get(op, values.get(_LIKE.get(op, op), gpu.hbm_bytes_per_s)) for op in ELEMENTWISE_OPS
+    }
+    return ElementwiseRates(fused=fused, start_s=values["start_s"], **rates)

@@ -1,0 +1,194 @@
+"""fit_gemm: GemmRates from measured matrix products.
+
+The form has four tiles, each with its share of the device's rate and a start; a launch; a rate of device memory; and
+a rate that long products fall to. A CPU, whose few threads know no waves, has one small tile and no such fall.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from calibrate.data.measurement import Measurement
+from calibrate.fit.gemm_rows import GemmRows, Shape, with_tables
+from calibrate.fit.solver import (
+    Comparison,
+    Fitted,
+    Some,
+    Unknown,
+    dtypes_of,
+    element_bytes_of,
+    has_waves,
+    left_out,
+    peak_flops,
+    rounded,
+    seen_of,
+    solve,
+    sources_of,
+)
+from kvrsim.hardware.cluster import GpuSpec
+from kvrsim.profile.rates.gemm import GemmRates, Tile
+from kvrsim.program import Array
+
+TILES = ((256, 128), (128, 128), (128, 64), (64, 64))  # rows and columns of the output
+FINE_TILES = ((16, 64),)  # where work goes in no waves: a prediction hardly steps
+STEP = 64  # rows between which a prediction does not rise
+PROMISED_ROWS = 128  # from here on, a prefill's chunks: what the profile's error is about
+
+_ENOUGH = 20  # rows
+_LEAST_WIDTH = 1024  # features of the narrowest matrix that the fit looks at, where enough are wider
+_STARTS = 24
+_NOISE = 0.15  # libraries choose better and worse kernels for like shapes: their mean counts, not the most frequent
+_USED_SHARE = 0.005  # of the rows, that a tile is the fastest for; a tile with fewer is left away
+_CLASSES = (64, 128, 512, 2048, 8192)
+
+Constants = Mapping[str, float]
+
+
+def fit_gemm(
+    rows: Sequence[Measurement], gpu: GpuSpec, *, keep_shapes: Collection[Shape] = (), narrow: bool = False
+) -> Fitted[GemmRates]:
+    """Constants from usable_gemm(rows), none faster than the datasheet; tables of the `keep_shapes` among them.
+
+    `crossed` is the form without tables for shapes (from three sources on: for sources, which are models) that the
+    fit has not seen: what holds for a model of other shapes. `interpolated` is the tables' own error, a tenth of the
+    row counts left out at a time.
+    """
+    found = usable_gemm(rows, narrow=narrow)
+    data = GemmRows.of(found)
+    device = _Device(gpu=gpu, peak_flops=peak_flops(gpu, dtypes_of(found)))
+    constants = _fit_form(data, device)
+    form = _pruned(device.rates(constants), data)
+    rates = with_tables(form, data, keep_shapes)
+    sources = [row.source for row in found]
+    labels, what = (sources, "models") if len(set(sources)) > 2 else (data.shapes, "shapes")
+
+    def predict(train: Some, test: Some) -> Array:
+        return data.take(test).form_s(device.rates(_fit_form(data.take(train), device, constants)))
+
+    name = f"form alone, {what} left out"
+    crossed = Comparison(label=name, measured_s=data.seconds, predicted_s=left_out(labels, predict))
+    return Fitted(
+        rates=rates,
+        source=sources_of(found),
+        own=Comparison(label="as shipped", measured_s=data.seconds, predicted_s=data.predicted_s(rates)),
+        crossed=crossed.where(data.tokens >= PROMISED_ROWS, f"{name}, rows >= {PROMISED_ROWS}"),
+        interpolated=_interpolated(rates, data),
+        checks=tuple(crossed.by(data.tokens, _CLASSES, "rows")),
+        seen=seen_of(found, ("tokens", "in_features", "out_features")),
+    )
+
+
+def usable_gemm(
+    rows: Sequence[Measurement], dtypes: Sequence[str] | None = None, *, narrow: bool = False
+) -> list[Measurement]:
+    """Products in these dtypes (None: dtypes_of(rows)) of at least one step of rows.
+
+    Of wide matrices where there are enough of them, but with `narrow` of all.
+    """
+    wanted = dtypes_of(rows) if dtypes is None else dtypes
+    found = [row for row in rows if row.operation == "gemm" and row.dtype in wanted and (row.tokens or 0) >= STEP]
+    wide = [row for row in found if min(row.in_features or 0, row.out_features or 0) >= _LEAST_WIDTH]
+    return wide if len(wide) >= _ENOUGH and not narrow else found
+
+
+def head_bytes_per_s(rows: Sequence[Measurement], gpu: GpuSpec) -> float | None:
+    """At which one token's logits read their weights, at most the datasheet's; None where they were not measured."""
+    width = element_bytes_of(rows)
+    rates = [(row.in_features or 0) * (row.out_features or 0) * width / row.expected_s for row in rows]
+    return min(rounded(float(np.median(rates))), gpu.hbm_bytes_per_s) if rates else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Device:
+    """What constants are bounded by, and made into rates with."""
+
+    gpu: GpuSpec
+    peak_flops: float  # in the dtypes of the rows
+
+    @property
+    def tiles(self) -> tuple[tuple[int, int], ...]:
+        return TILES if has_waves(self.gpu) else FINE_TILES
+
+    def unknowns(self, near: Constants) -> list[Unknown]:
+        hbm, waves = self.gpu.hbm_bytes_per_s, has_waves(self.gpu)
+        listed = [
+            Unknown(name="bytes_per_s", start=0.65 * hbm, low=0.1 * hbm, high=hbm),
+            Unknown(name="launch_s", start=3e-6, low=0.0, high=2e-5 if waves else 1e-3),
+        ]
+        if waves:
+            listed.append(Unknown(name="sustained", start=0.95, low=0.3, high=1.0))
+            listed.append(Unknown(name="burst_flops", start=1e11, low=1e9, high=1e13))
+        for index, (height, width) in enumerate(self.tiles):
+            share = 0.85 * (height * width / (self.tiles[0][0] * self.tiles[0][1])) ** 0.1
+            listed.append(Unknown(name=f"share_{index}", start=share, low=0.3 if waves else 0.01, high=1.0))
+            listed.append(Unknown(name=f"start_{index}", start=3e-6, low=0.0, high=2e-5))
+        return [replace(unknown, start=near.get(unknown.name) or unknown.start) for unknown in listed]
+
+    def rates(self, values: Constants) -> GemmRates:
+        """Shares are of the datasheet's rate here, and of the best tile's in a profile."""
+        shares = [values[f"share_{index}"] for index in range(len(self.tiles))]
+        sustained = values.get("sustained")
+        return GemmRates(
+            flops_per_s=rounded(max(shares) * self.peak_flops),
+            bytes_per_s=values["bytes_per_s"],
+            launch_s=values["launch_s"],
+            sustained_flops_per_s=None if sustained is None else rounded(sustained * self.peak_flops),
+            burst_flops=values.get("burst_flops", 0.0),
+            concurrent_tiles=self.gpu.num_sms,
+            tiles=tuple(
+                Tile(
+                    rows=height, cols=width, flops_share=rounded(share / max(shares)), start_s=values[f"start_{index}"]
+                )
+                for index, ((height, width), share) in enumerate(zip(self.tiles, shares, strict=True))
+            ),
+        )
+
+
+def _fit_form(rows: GemmRows, device: _Device, near: Constants | None = None) -> Constants:
+    """Rows weigh by the square root of their time: long products make a prefill. `near`: where to start."""
+    return solve(
+        device.unknowns(near or {}),
+        lambda values, some: rows.take(some).form_s(device.rates(values)),
+        rows.seconds,
+        weights=np.sqrt(rows.seconds),
+        starts=_STARTS if near is None else 1,
+        noise=_NOISE,
+    )
+
+
+def _pruned(rates: GemmRates, rows: GemmRows) -> GemmRates:
+    """Without the tiles whose constants hardly any row has decided; of the smallest tile, the steps remain."""
+    alone = [rows.form_s(replace(rates, tiles=(tile,))) for tile in rates.tiles]
+    wins = np.bincount(np.argmin(alone, axis=0), minlength=len(rates.tiles)) / len(rows.tokens)
+    kept = [tile for tile, share in zip(rates.tiles, wins, strict=True) if share >= _USED_SHARE]
+    if rates.tiles[-1] not in kept:
+        kept.append(rates.tiles[-1])
+    best = max(tile.flops_share for tile in kept)
+    return replace(
+        rates,
+        flops_per_s=rounded(rates.flops_per_s * best),
+        tiles=tuple(replace(tile, flops_share=rounded(tile.flops_share / best)) for tile in kept),
+    )
+
+
+def _interpolated(rates: GemmRates, rows: GemmRows) -> Comparison | None:
+    """Rows of measured shapes, each predicted by tables made without a tenth of the row counts."""
+    shapes = {(shape.in_features, shape.out_features) for shape in rates.measured}
+    wanted = rows.tokens >= PROMISED_ROWS
+    wanted &= np.array([shape in shapes for shape in rows.shapes])
+    if not wanted.any():
+        return None
+    data = rows.take(wanted)
+
+    def predict(train: Some, test: Some) -> Array:
+        return data.take(test).predicted_s(with_tables(replace(rates, measured=()), data.take(train), shapes))
+
+    labels = list(zip(data.tokens.tolist(), data.shapes, strict=True))
+    return Comparison(
+        label=f"shapes with tables, row counts left out, rows >= {PROMISED_ROWS}",
+        measured_s=data.seconds,
+        predicted_s=left_out(labels, predict),
+    )

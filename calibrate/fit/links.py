@@ -1,0 +1,152 @@
+"""fit_send_recv and fit_all_gather: what messages and ring all-gathers over a link take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import geometric_mean
+
+import numpy as np
+
+from calibrate.data.measurement import Measurement
+from calibrate.fit.solver import Comparison, Fitted, Some, Unknown, column, left_out, seen_of, solve, sources_of
+from calibrate.measure.link_points import RING
+from kvrsim.hardware.cluster import LinkSpec
+from kvrsim.profile.rates.links import GatherRates
+from kvrsim.program import Array
+
+OWN_SHARE = 0.44  # from the slopes at 2, 4 and 8 ranks: A100, H100 and H200 agree
+LARGE_BYTES = 2**21  # from here on, what the profile's error of all-gathers is about
+_CLASSES = (1, 2**16, 2**21, 2**25)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SendRates:
+    """One message: the longer of latency_s + n / short_bytes_per_s and n / bandwidth_bytes_per_s."""
+
+    bandwidth_bytes_per_s: float
+    latency_s: float
+    short_bytes_per_s: float  # of messages short against the latency
+
+    def seconds(self, nbytes: Array) -> Array:
+        """From the call to the last byte received."""
+        return np.maximum(self.latency_s + nbytes / self.short_bytes_per_s, nbytes / self.bandwidth_bytes_per_s)
+
+
+def fit_send_recv(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[SendRates]:
+    """Latency and two rates from the messages inside a node; the bandwidth at most the datasheet's.
+
+    `crossed` leaves sizes out, a tenth at a time.
+    """
+    found = usable_link_rows(rows, "send_recv")
+    nbytes, seconds = column(found, "bytes"), column(found, "median_s")
+    peak = link.bandwidth_bytes_per_s
+    unknowns = (
+        Unknown(name="latency_s", start=1.5e-5, low=0.0, high=max(1e-2, 2 * link.latency_s)),
+        Unknown(name="short_bytes_per_s", start=peak, low=1e-3 * peak, high=4 * peak),
+        Unknown(name="bandwidth_bytes_per_s", start=0.75 * peak, low=1e-3 * peak, high=peak),
+    )
+
+    def fit(some: Some) -> SendRates:
+        def predict(values: Mapping[str, float], inside: Some) -> Array:
+            return SendRates(**values).seconds(nbytes[some][inside])
+
+        return SendRates(**solve(unknowns, predict, seconds[some], starts=4))
+
+    rates = fit(np.arange(len(found)))
+    crossed = left_out(nbytes.tolist(), lambda train, test: fit(train).seconds(nbytes[test]))
+    own = Comparison(label="fitted", measured_s=seconds, predicted_s=rates.seconds(nbytes))
+    return Fitted(
+        rates=rates,
+        source=sources_of(found),
+        own=own,
+        crossed=Comparison(label="sizes left out", measured_s=seconds, predicted_s=crossed),
+        checks=tuple(own.by(nbytes, _CLASSES, "bytes")),
+        seen=seen_of(found, ("bytes", "ranks")),
+    )
+
+
+def fit_all_gather(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[GatherRates]:
+    """GatherRates from the all-gathers inside a node, its rates at most the datasheet's; of the fastest kernel.
+
+    `crossed` leaves sizes out, a tenth at a time; counts of ranks are left out among the checks.
+    """
+    found, why = _fastest(usable_link_rows(rows, "all_gather"))
+    nbytes, ranks, seconds = (column(found, name) for name in ("bytes", "ranks", "median_s"))
+    peak, latency_s = link.bandwidth_bytes_per_s, link.latency_s
+    longest_s = max(1e-3, 10 * latency_s)
+    unknowns = (
+        Unknown(name="launch_s", start=max(6e-6, 0.5 * latency_s), low=1e-9, high=longest_s),
+        Unknown(name="hop_s", start=max(1.3e-6, 0.1 * latency_s), low=1e-10, high=longest_s),
+        Unknown(name="small_bytes_per_s", start=0.25 * peak, low=1e-4 * peak, high=peak),
+        Unknown(name="large_bytes_per_s", start=0.85 * peak, low=1e-3 * peak, high=peak),
+        Unknown(name="setup_s", start=max(8e-6, 0.5 * latency_s), low=1e-9, high=longest_s),
+    )
+
+    def predicted(values: Mapping[str, float], some: Some) -> Array:
+        return _gather_s(GatherRates(**values, own_share=OWN_SHARE), nbytes[some], ranks[some])
+
+    def fit(some: Some) -> GatherRates:
+        found = solve(unknowns, lambda values, inside: predicted(values, some[inside]), seconds[some])
+        return GatherRates(**found, own_share=OWN_SHARE)
+
+    def crossed(labels: Array, what: str) -> Comparison:
+        left = left_out(labels.tolist(), lambda train, test: _gather_s(fit(train), nbytes[test], ranks[test]))
+        return Comparison(label=f"{what} left out", measured_s=seconds, predicted_s=left)
+
+    rates = fit(np.arange(len(found)))
+    own = Comparison(label="fitted", measured_s=seconds, predicted_s=_gather_s(rates, nbytes, ranks))
+    large = nbytes >= LARGE_BYTES
+    others = [crossed(ranks, "counts of ranks")] if len(set(ranks.tolist())) > 1 else []
+    promised = [_large(one, large) for one in (crossed(nbytes, "sizes"), *others)]
+    return Fitted(
+        rates=rates,
+        source=sources_of(found) + why,
+        own=own,
+        crossed=promised[0],
+        checks=(*own.by(nbytes, _CLASSES, "bytes"), *promised[1:]),
+        seen=seen_of(found, ("bytes", "ranks")),
+        gather="ring" if found[0].kernel.endswith(RING) else "collective",
+    )
+
+
+def usable_link_rows(rows: Sequence[Measurement], operation: str) -> list[Measurement]:
+    """Messages by themselves, or collectives, inside one node."""
+    return [row for row in rows if row.operation == operation and row.nodes == 1 and row.messages == 1]
+
+
+def _fastest(rows: Sequence[Measurement]) -> tuple[list[Measurement], str]:
+    """The rows of one kernel, and what to say of it where there are several.
+
+    It takes least for the largest size that all kernels have, over the counts of ranks; where they have none in common,
+    it has most rows.
+    """
+    seconds: dict[str, dict[tuple[int, int], float]] = {}
+    for row in rows:
+        seconds.setdefault(row.kernel, {})[row.ranks or 0, row.bytes or 0] = row.median_s
+    if len(seconds) < 2:
+        return list(rows), ""
+    common = set.intersection(*map(set, seconds.values()))
+    largest = dict(sorted(common))  # bytes by ranks
+    if largest:
+        kernel = min(sorted(seconds), key=lambda one: geometric_mean(seconds[one][size] for size in largest.items()))
+    else:
+        kernel = max(sorted(seconds), key=lambda one: len(seconds[one]))
+    others = ", ".join(sorted(set(seconds) - {kernel}))
+    why = "faster when large than" if largest else "measured more often than"
+    return [row for row in rows if row.kernel == kernel], f" ({kernel}, {why} {others})"
+
+
+def _gather_s(rates: GatherRates, nbytes: Array, ranks: Array) -> Array:
+    """GatherRates.seconds for each row's count of ranks."""
+    seconds = np.empty(len(nbytes))
+    for count in set(ranks.tolist()):
+        same = ranks == count
+        seconds[same] = rates.seconds(nbytes[same], int(count))
+    return seconds
+
+
+def _large(comparison: Comparison, large: Some) -> Comparison:
+    if not large.any():
+        return comparison
+    return comparison.where(large, f"{comparison.label}, bytes >= {LARGE_BYTES}")

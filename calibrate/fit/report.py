@@ -1,0 +1,217 @@
+"""FitReport: what a fit found and how far off it is, as JSON, Markdown and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from calibrate.fit.solver import Comparison, Errors
+from kvrsim.io.files import write_atomically
+from kvrsim.plots.save import save_figure
+from kvrsim.profile.profile import CalibrationProfile
+from kvrsim.profile.rates.attention import AttentionRates
+from kvrsim.profile.rates.elementwise import ELEMENTWISE_OPS
+from kvrsim.text import in_markdown
+from kvrsim.units import format_bandwidth, format_seconds
+
+_MAX_POINTS = 3000  # of one operation in the picture
+
+TITLES = {
+    "gemm": "matrix products",
+    "attention": "attention",
+    "elementwise": "element-wise kernels",
+    "send_recv": "messages",
+    "all_gather": "all-gather",
+    "host": "host",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class FitReport:
+    """The profile, and for each operation that was measured the errors and the rows of the fit."""
+
+    profile: CalibrationProfile
+    lines: Mapping[str, Sequence[Errors]]  # by operation
+    fits: Mapping[str, Comparison]  # by operation
+    notes: tuple[str, ...]  # what was left away, or taken from elsewhere
+    layers: Comparison | None = None  # whole layers by the sum of their parts; None: none were measured
+
+    @property
+    def layers_note(self) -> tuple[str, ...]:
+        """How well whole layers, which nothing was fitted to, are predicted."""
+        if self.layers is None:
+            return ()
+        errors = self.layers.errors()
+        return (
+            f"{errors.num_rows} whole layers, which were not fitted, by the sum of their parts: mean error"
+            f" {errors.mape:.1%}, median {errors.median_ape:.1%}, bias {errors.bias:+.1%}",
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values; the profile's rates are left to the profile."""
+        profile = self.profile
+        return {
+            "profile": profile.name,
+            "gpu": profile.gpu,
+            "description": profile.description,
+            "not_covered": profile.not_covered,
+            "operations": {
+                kind: asdict(fit) | {"errors": [asdict(line) for line in self.lines.get(kind, ())]}
+                for kind, fit in profile.operations.items()
+            },
+            "layers": None if self.layers is None else asdict(self.layers.errors()),
+            "notes": [*self.layers_note, *self.notes],
+            "provenance": dict(profile.provenance),
+        }
+
+    def to_markdown(self, picture: str | None = None) -> str:
+        """A page: what was measured by whom, the constants, a table of errors an operation; `picture` is its file."""
+        profile = self.profile
+        description = profile.description[:1].upper() + profile.description[1:]
+        about = [
+            f"# Profile {in_markdown(profile.name)}",
+            f"{in_markdown(description)} Not covered: {in_markdown(profile.not_covered)}",
+            "Times are those of the operations alone, not of whole prefills. In the tables, *left out* rows were"
+            " predicted by fits that had not seen them, the others by the fit itself. *error* is the mean of the"
+            " absolute relative errors, *bias* their mean with sign (above 0: predicted too long), *inside* the share"
+            " of the rows within an 80 % interval made of the other half of them.",
+        ]
+        if picture is not None:
+            about.append(f"![Measured against fitted times of each operation]({picture})")
+        sections = [text for kind in profile.operations for text in self._section(kind)]
+        if self.layers is not None:
+            sections += ["## Whole layers", f"{in_markdown(self.layers_note[0])}.", _table([self.layers.errors()])]
+        notes = ["## Notes", "\n".join(f"- {in_markdown(note)}" for note in self.notes)] if self.notes else []
+        origin = ["## Provenance", "\n".join(_told(key, value) for key, value in profile.provenance.items())]
+        return "\n\n".join((*about, *sections, *notes, *origin)) + "\n"
+
+    def _section(self, kind: str) -> list[str]:
+        fit = self.profile.operations[kind]
+        texts = [
+            f"## {TITLES[kind].capitalize()}",
+            f"Source: {in_markdown(fit.source)}.",
+            _constants(self.profile, kind),
+        ]
+        if fit.seen:
+            spans = (f"{name} {_plain(low)} to {_plain(high)}" for name, (low, high) in fit.seen.items())
+            texts.append(f"Measured: {', '.join(spans)}.")
+        if self.lines.get(kind):
+            texts.append(_table(self.lines[kind]))
+        return [text for text in texts if text]
+
+    def write(self, path: str | Path, picture: str | None = None, argument: str = "report") -> None:
+        """The page, as a file."""
+        write_atomically(path, self.to_markdown(picture).encode(), argument=argument)
+
+    def plot(self, path: str | Path, argument: str = "plot") -> None:
+        """Measured against fitted time, and their ratio, a column an operation."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(3.2 * len(self.fits), 5.2), layout="constrained")
+        grid = figure.subplots(2, len(self.fits), squeeze=False, height_ratios=(2, 1), sharex="col")
+        for (kind, fit), (over, under) in zip(self.fits.items(), grid.T, strict=True):
+            _draw(over, under, kind, fit)
+        grid[0][0].set_ylabel("fitted")
+        grid[1][0].set_ylabel("fitted over measured")
+        save_figure(figure, path, argument=argument, dpi=90)
+
+
+def _draw(over: Any, under: Any, kind: str, fit: Comparison) -> None:
+    from matplotlib.ticker import EngFormatter, NullFormatter
+
+    every = max(1, len(fit.measured_s) // _MAX_POINTS)
+    measured, predicted = fit.measured_s[::every], fit.predicted_s[::every]
+    style = dict(marker=".", markersize=3, linestyle="none", alpha=0.35, color="tab:blue", rasterized=True)
+    span = float(measured.min()), float(measured.max())
+    over.loglog(measured, predicted, **style)
+    over.loglog(span, span, color="black", linewidth=0.8)
+    over.set_title(f"{TITLES[kind]}\n{len(fit.measured_s)} rows, error {fit.errors().mape:.1%}", fontsize=9)
+    under.semilogx(measured, predicted / measured, **style)
+    under.axhline(1.0, color="black", linewidth=0.8)
+    under.set_ylim(0.5, 1.5)
+    under.set_xlabel("measured")
+    for axis in (over.xaxis, over.yaxis, under.xaxis):
+        axis.set_major_formatter(EngFormatter(unit="s", sep=" "))
+        axis.set_minor_formatter(NullFormatter())
+
+
+def _table(lines: Sequence[Errors]) -> str:
+    head = ("rows", "number", "error", "median", "nine in ten below", "bias", "inside")
+    body = [
+        (
+            in_markdown(line.label),
+            str(line.num_rows),
+            *_percent(line.mape, line.median_ape, line.p90_ape),
+            f"{line.bias:+.1%}",
+            f"{line.inside:.0%}",
+        )
+        for line in lines
+    ]
+    rule = ("---", *("---:",) * (len(head) - 1))
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *body))
+
+
+def _told(key: str, value: str) -> str:
+    return f"- {in_markdown(key)}: {in_markdown(value)}"
+
+
+def _percent(*values: float) -> tuple[str, ...]:
+    return tuple(f"{value:.1%}" for value in values)
+
+
+def _plain(value: float) -> str:
+    return f"{value:.0f}" if value == np.floor(value) else f"{value:g}"
+
+
+def _constants(profile: CalibrationProfile, kind: str) -> str:
+    """What was found, in a sentence."""
+    kernels, links, host = profile.kernels, profile.links, profile.host
+    match kind:
+        case "gemm":
+            gemm = kernels.gemm
+            tiles = ", ".join(f"{tile.rows}x{tile.cols} {tile.flops_share:.0%}" for tile in gemm.tiles)
+            return (
+                f"Full waves reach {_flops(gemm.flops_per_s)} (share of it by tile: {tiles}), device memory"
+                f" {format_bandwidth(gemm.bytes_per_s)}; {len(gemm.measured)} shapes have tables of their own."
+            )
+        case "attention":
+            return " ".join(_attention(name, rates) for name, rates in kernels.attention.items())
+        case "elementwise":
+            rates = kernels.elementwise
+            rates_text = (f"{op} {format_bandwidth(rates.bytes_per_s(op))}" for op in ELEMENTWISE_OPS)
+            return f"Start {format_seconds(rates.start_s)}; " + ", ".join(rates_text) + "."
+        case "send_recv":
+            rate = format_bandwidth(links.bandwidth_bytes_per_s)
+            share = f" A receive that waits takes {links.pending_share:.1%} of the compute rate." * (
+                links.pending_share > 0
+            )
+            return f"Latency {format_seconds(links.latency_s)}, bandwidth {rate} one way.{share}"
+        case "all_gather" if links.gather is not None:
+            gather = links.gather
+            small, large = format_bandwidth(gather.small_bytes_per_s), format_bandwidth(gather.large_bytes_per_s)
+            return f"Launch {format_seconds(gather.launch_s)}; small messages {small}, large ones {large}."
+        case "host":
+            message = f", {format_seconds(host.message_s)} a message" if host.message_s else ""
+            pieces = f"{format_seconds(host.layer_s)} a layer, {format_seconds(host.gather_piece_s)} a gathered piece"
+            return f"{pieces}{message}."
+    return ""
+
+
+def _attention(name: str, rates: AttentionRates) -> str:
+    values = {key: getattr(rates, key) for key in rates.__slots__}
+    sizes = values.pop("measured", None)
+    values.pop("repeats_heads", None)
+    text = f"Kernel {in_markdown(name)}: " + ", ".join(f"{key} {_short(value)}" for key, value in values.items())
+    return f"{text}, {len(sizes.sizes)} sizes with factors of their own." if sizes else f"{text}."
+
+
+def _flops(flops_per_s: float) -> str:
+    return f"{flops_per_s / 1e12:.0f} TFLOP/s" if flops_per_s >= 1e12 else f"{flops_per_s / 1e9:.0f} GFLOP/s"
+
+
+def _short(value: float | bool) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:.4g}"

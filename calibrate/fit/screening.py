@@ -1,0 +1,186 @@
+"""What measurements a fit accepts: enough of them, steady, of one device; refused in a sentence otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from calibrate.data.measurement import ELEMENTWISE, Measurement
+from calibrate.fit.attention import HEAD_DIM, usable_attention
+from calibrate.fit.elementwise import usable_elementwise
+from calibrate.fit.gemm import STEP, usable_gemm
+from calibrate.fit.links import usable_link_rows
+from calibrate.fit.solver import dtypes_of
+from kvrsim.errors import InputError
+
+MAX_SPREAD = 0.10  # median of spread_s / median_s, of published tables
+# Of own campaigns, which repeat until medians are steady: ten repeats of this interquartile range leave their median
+# known to 7 %.
+MAX_OWN_SPREAD = 0.25
+# Of own links and element-wise kernels, which are short: what they scatter by stands in the fit's error and interval.
+MAX_OWN_SHORT_SPREAD = 0.5
+_SHORT = ("send_recv", "all_gather", "elementwise")
+LEAST_ROWS = {"gemm": 20, "attention": 12, "elementwise": 12, "send_recv": 6, "all_gather": 8}
+LEAST_SIZES = {"gemm": 4, "attention": 4, "elementwise": 3, "send_recv": 4, "all_gather": 4}
+_SIZE = {"gemm": "tokens", "attention": "chunk", "elementwise": "bytes", "send_recv": "bytes", "all_gather": "bytes"}
+_KINDS = {
+    **dict.fromkeys((*ELEMENTWISE, "cache_append"), "elementwise"),
+    **dict.fromkeys(("host_layer", "host_collective", "host_message", "host_prepare", "prepare"), "host"),
+    **dict.fromkeys(("layer_alone", "layer_pending"), "send_recv"),
+    "head": "gemm",
+}
+MAX_MEDIAN_ERROR = 0.35  # of a fit; beyond, its form is not that of what was measured
+
+
+def kind_of(row: Measurement) -> str:
+    """The kind of operation in a profile."""
+    return _KINDS.get(row.operation, row.operation)
+
+
+def check_rows(
+    kind: str, usable: Sequence[Measurement], argument: str, what: str, max_spread: float = MAX_SPREAD
+) -> None:
+    """InputError where the rows of a kind are too few, too unsteady or of several devices; `what` they have to be."""
+    sizes = {getattr(row, _SIZE[kind]) for row in usable}
+    least = LEAST_ROWS[kind]
+    if len(usable) < least or len(sizes) < LEAST_SIZES[kind]:
+        got = f"{len(usable)} {kind} rows of {len(sizes)} sizes that can be used"
+        raise InputError(argument, got, f"at least {least} of at least {LEAST_SIZES[kind]} sizes: {what}")
+    _check_spread(kind, usable, argument, max_spread)
+    if kind in ("gemm", "attention"):
+        _check_one(kind, "device", usable, argument)
+    if kind == "attention":
+        _check_one(kind, "kernel", usable, argument)
+
+
+def check_error(kind: str, median_ape: float, argument: str) -> None:
+    """InputError where the fit is far from its own rows."""
+    if median_ape > MAX_MEDIAN_ERROR:
+        got = f"{kind} rows that the best fit misses by {median_ape:.0%} (median)"
+        raise InputError(argument, got, f"measurements that a fit can follow within {MAX_MEDIAN_ERROR:.0%}")
+
+
+def _check_spread(kind: str, rows: Iterable[Measurement], argument: str, most: float) -> None:
+    spreads = [row.spread_s / row.median_s for row in rows if row.spread_s is not None]
+    if spreads and float(np.median(spreads)) > most:
+        got = f"{kind} rows with a median spread of {float(np.median(spreads)):.0%}"
+        raise InputError(argument, got, f"steady measurements: at most {most:.0%} of their medians")
+
+
+def _check_one(kind: str, field: str, rows: Iterable[Measurement], argument: str) -> None:
+    found = sorted({getattr(row, field) for row in rows})
+    if len(found) > 1:
+        key = "gpu" if field == "device" else "kernel"
+        accepted = f"{kind} rows of one {field}; a source may end in a filter, ?{key}=TEXT"
+        raise InputError(argument, "; ".join(found), accepted)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Screened:
+    """The rows that a fit uses, by kind of operation; the kinds that no one measured are empty."""
+
+    gemm: list[Measurement]
+    heads: list[Measurement]  # logits of one token
+    flash: list[Measurement]  # attention of a fused kernel that skips what is masked
+    sdpa: list[Measurement]  # attention of a fused kernel with a mask
+    eager: list[Measurement]  # attention of separate kernels
+    head_dim: int  # of attention
+    elementwise: list[Measurement]  # with copies into the cache
+    prepare: list[Measurement]
+    send_recv: list[Measurement]
+    all_gather: list[Measurement]
+    dtypes: tuple[str, ...]  # that are looked at
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[Measurement],
+        *,
+        head_dim: int | None,
+        kernel: str | None,
+        argument: str,
+        own: bool = False,
+    ) -> Screened:
+        """All of them checked; InputError naming `argument`, also where gemm or attention is missing.
+
+        `head_dim` None: 128 where it was measured often enough, else what was measured most. `kernel` "eager": all
+        attention is eager; None: what is called eager; another: what is called just so. What is called sdpa is, but
+        for "eager". Half precision if there is any, else fp32. `own`: of a model's layers on one's own machine, of
+        whose products narrow ones count, too, and whose spreads are those of a campaign.
+        """
+        dtypes = dtypes_of(row for row in rows if row.operation in ("gemm", "attention"))
+        of_dtype = [row for row in rows if row.dtype in dtypes]
+        wanted = _head_dim(rows, dtypes) if head_dim is None else head_dim
+        calls = usable_attention(rows, wanted, dtypes)
+        eager = [row for row in calls if _is_eager(row, kernel)]
+        sdpa = [row for row in calls if kernel != "eager" and row.kernel == "sdpa"]
+        taken = set(map(id, (*eager, *sdpa)))
+        screened = cls(
+            gemm=usable_gemm(rows, dtypes, narrow=own),
+            heads=[row for row in of_dtype if row.operation == "head"],
+            flash=[row for row in calls if id(row) not in taken],
+            sdpa=sdpa,
+            eager=eager,
+            head_dim=wanted,
+            elementwise=usable_elementwise(rows, dtypes),
+            prepare=[row for row in of_dtype if row.operation == "prepare"],
+            send_recv=usable_link_rows(rows, "send_recv"),
+            all_gather=usable_link_rows(rows, "all_gather"),
+            dtypes=dtypes,
+        )
+        screened._check(argument, own=own)
+        return screened
+
+    def _check(self, argument: str, *, own: bool) -> None:
+        max_spread = MAX_OWN_SPREAD if own else MAX_SPREAD
+        types = " or ".join(self.dtypes)
+        check_rows("gemm", self.gemm, argument, f"products in {types} of at least {STEP} tokens", max_spread)
+        calls = f"calls of one sequence in {types}, head_dim {self.head_dim}"
+        check_rows("attention", self.flash or self.sdpa or self.eager, argument, calls, max_spread)
+        for kind, rows, what in (
+            ("attention", self.sdpa, calls),
+            ("attention", self.eager, calls),
+            ("elementwise", self.elementwise, f"kernels in {types}"),
+            ("send_recv", self.send_recv, "inside one node"),
+            ("all_gather", self.all_gather, "inside one node"),
+        ):
+            if rows:
+                check_rows(kind, rows, argument, what, MAX_OWN_SHORT_SPREAD if own and kind in _SHORT else max_spread)
+
+
+def _is_eager(row: Measurement, kernel: str | None) -> bool:
+    if kernel is None:
+        return "eager" in row.kernel
+    return kernel == "eager" or row.kernel == "eager"
+
+
+def _head_dim(rows: Sequence[Measurement], dtypes: Sequence[str]) -> int:
+    """128 if there are enough, else what was measured most."""
+    if len(usable_attention(rows, HEAD_DIM, dtypes)) >= LEAST_ROWS["attention"]:
+        return HEAD_DIM
+    found = [row.head_dim for row in rows if row.operation == "attention" and row.head_dim is not None]
+    return max(sorted(set(found)), key=found.count, default=HEAD_DIM)
+
+
+def notes_on(rows: Sequence[Measurement], used: Iterable[Measurement], dtypes: Sequence[str]) -> tuple[str, ...]:
+    """What was left away, and why it may have been."""
+    taken = set(map(id, used))
+    left: dict[str, int] = {}
+    for row in rows:
+        if id(row) not in taken:
+            left[kind_of(row)] = left.get(kind_of(row), 0) + 1
+    types = " or ".join(dtypes)
+    reasons = {
+        "gemm": f"not {types}, fewer than {STEP} tokens, or of a narrow matrix",
+        "attention": f"not {types}, another head_dim, or more than one sequence",
+        "elementwise": f"not {types}",
+        "send_recv": "between nodes, or far from the form",
+        "all_gather": "between nodes, or far from the form",
+    }
+    return tuple(
+        f"{count} {kind} rows were not fitted: {reasons[kind]}"
+        for kind, count in sorted(left.items())
+        if kind in reasons
+    )

@@ -1,0 +1,295 @@
+"""Fitted: constants found by least squares, and how far they are from measurements, seen and left out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from calibrate.data.measurement import Measurement
+from kvrsim.errors import InputError
+from kvrsim.hardware.cluster import GpuSpec
+from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT, Gather, OperationFit
+from kvrsim.program import Array
+from kvrsim.request import dtype_bytes
+
+Rates = TypeVar("Rates")
+Some = npt.NDArray[Any]  # indices of rows, or a mask of them
+
+HALF = ("fp16", "bf16")
+FULL = ("fp32",)
+_LEAST_SMS = 8
+
+_MAX_STEPS = 300
+_TRIAL_ROWS = 1000
+_GOING_ON = 3  # starts
+_TRIAL_STEPS = 50
+_SEED = 0  # of starts and folds: the same rows give the same fit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unknown:
+    """A constant that a fit may move: by factors, or, where it may be nothing, by parts of where it starts."""
+
+    name: str
+    start: float
+    low: float  # 0: may be nothing
+    high: float  # the datasheet's where there is one
+
+    def encode(self, value: float) -> float:
+        """As the solver sees it."""
+        return math.log(value) if self.low > 0 else value / self.start
+
+    def decode(self, value: float) -> float:
+        """Back from the solver, inside the bounds."""
+        return min(max(math.exp(value) if self.low > 0 else value * self.start, self.low), self.high)
+
+
+def solve(
+    unknowns: Sequence[Unknown],
+    predict: Callable[[Mapping[str, float], Some], Array],
+    measured_s: Array,
+    *,
+    weights: Array | None = None,
+    starts: int = 1,
+    noise: float = 0.03,
+) -> dict[str, float]:
+    """Robust least squares (soft_l1) of log(predicted / measured), inside the bounds; rounded to four digits.
+
+    `predict(constants, rows)` gets values by name and indices of rows, and returns seconds. `noise`: the relative
+    error at which a row begins to weigh less. With several starts, the given one and others that a fixed seed draws
+    between the bounds, each is tried on some of the rows; the best few go on with all.
+    """
+    problem = _Problem(
+        unknowns=unknowns, predict=predict, log_measured=np.log(measured_s), weights=weights, noise=noise
+    )
+    best = [problem.given]
+    if starts > 1:
+        random = np.random.default_rng(_SEED)
+        rows = np.sort(random.permutation(len(measured_s))[:_TRIAL_ROWS])
+        others = [random.uniform(*problem.bounds) for _ in range(starts - 1)]
+        tried = [problem.solve(one, rows, _TRIAL_STEPS) for one in (*best, *others)]
+        best = [values for values, _ in sorted(tried, key=lambda solved: solved[1])[:_GOING_ON]]
+    every = np.arange(len(measured_s))
+    found = problem.named(min((problem.solve(one, every, _MAX_STEPS) for one in best), key=lambda solved: solved[1])[0])
+    return {unknown.name: min(rounded(found[unknown.name]), unknown.high) for unknown in unknowns}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Problem:
+    """What `solve` minimises."""
+
+    unknowns: Sequence[Unknown]
+    predict: Callable[[Mapping[str, float], Some], Array]
+    log_measured: Array
+    weights: Array | None
+    noise: float
+
+    @property
+    def given(self) -> Array:
+        """Where the caller starts."""
+        return np.array([unknown.encode(unknown.start) for unknown in self.unknowns])
+
+    @property
+    def bounds(self) -> tuple[Array, Array]:
+        """Lowest and highest values."""
+        low = np.array([unknown.encode(unknown.low) for unknown in self.unknowns])
+        return low, np.array([unknown.encode(unknown.high) for unknown in self.unknowns])
+
+    def named(self, values: Array) -> dict[str, float]:
+        """Constants by name."""
+        pairs = zip(self.unknowns, values.tolist(), strict=True)
+        return {unknown.name: unknown.decode(value) for unknown, value in pairs}
+
+    def solve(self, start: Array, rows: Some, max_steps: int) -> tuple[Array, float]:
+        """Values and their cost, looking at these rows."""
+        from scipy.optimize import least_squares
+
+        low, high = self.bounds
+        margin = 1e-6 * (high - low)
+        scale = 1.0 if self.weights is None else np.sqrt(self.weights[rows] / np.mean(self.weights))
+        solved = least_squares(
+            lambda values: scale * (np.log(self.predict(self.named(values), rows)) - self.log_measured[rows]),
+            np.clip(start, low + margin, high - margin),
+            bounds=(low, high),
+            loss="soft_l1",
+            f_scale=self.noise,
+            diff_step=1e-3,
+            max_nfev=max_steps,
+        )
+        return np.asarray(solved.x), float(solved.cost)
+
+
+def dtypes_of(rows: Iterable[Measurement]) -> tuple[str, ...]:
+    """The element types that a fit to these rows looks at, all of one size: halves, or fp32 where there are none."""
+    found = {row.dtype for row in rows}
+    return FULL if found.isdisjoint(HALF) and "fp32" in found else HALF
+
+
+def element_bytes_of(rows: Iterable[Measurement]) -> int:
+    """Bytes of an element of what a fit to these rows looks at."""
+    return dtype_bytes(dtypes_of(rows)[0])
+
+
+def peak_flops(gpu: GpuSpec, dtypes: Sequence[str] = HALF) -> float:
+    """FLOP/s in the best of these dtypes as the datasheet has it; InputError where it has none."""
+    known = [flops for dtype, flops in gpu.peak_flops if dtype in dtypes]
+    if not known:
+        raise InputError("gpu", gpu.name, f"a GPU that computes in {' or '.join(dtypes)}")
+    return max(known)
+
+
+def has_waves(gpu: GpuSpec) -> bool:
+    """Whether work goes over the device in waves of tiles; a CPU's few threads share it as they like."""
+    return gpu.num_sms >= _LEAST_SMS
+
+
+def thinned(places: Array, values: Array, *, most: int, error: float) -> list[int]:
+    """Indices of at most so many points such that lines between them are near all; the farthest is added first."""
+    kept = sorted({0, len(places) - 1})
+    while len(kept) < min(most, len(places)):
+        off = np.abs(np.interp(places, places[kept], values[kept]) - values)
+        worst = int(np.argmax(off))
+        if off[worst] < error:
+            break
+        kept = sorted([*kept, worst])
+    return kept
+
+
+def rounded(value: float, digits: int = 4) -> float:
+    """To so many significant digits, as profiles are written."""
+    return float(f"{value:.{digits}g}")
+
+
+def left_out(labels: Sequence[Hashable], predict: Callable[[Some, Some], Array], count: int = 10) -> Array:
+    """Predictions for every row by a fit that has not seen any row of its label.
+
+    `predict(train, test)` gets indices of rows and returns seconds for `test`. Labels fall into `count` folds, as
+    random as a fixed seed is.
+    """
+    names = sorted(set(labels), key=repr)
+    fold = dict(zip(names, np.random.default_rng(_SEED).permutation(len(names)) % count, strict=True))
+    folds = np.array([fold[label] for label in labels])
+    seconds = np.empty(len(labels))
+    for one in np.unique(folds):
+        test = np.flatnonzero(folds == one)
+        seconds[test] = predict(np.flatnonzero(folds != one), test)
+    return seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Errors:
+    """A line of a fit's report: relative errors of predicted seconds."""
+
+    label: str  # which rows, predicted by what
+    num_rows: int
+    mape: float  # mean absolute error, as a fraction
+    median_ape: float
+    p90_ape: float
+    bias: float  # mean error: above 0 predicted too long
+    log_sd: float  # of log(predicted / measured): the 80th percentile of its size, over that of a normal deviate
+    inside: float  # share of the rows inside an 80 % interval made of the other half of the rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Comparison:
+    """Predicted and measured seconds of some rows."""
+
+    label: str
+    measured_s: Array
+    predicted_s: Array
+
+    def where(self, mask: Some, label: str) -> Comparison:
+        """Some of the rows, under another name."""
+        return replace(self, label=label, measured_s=self.measured_s[mask], predicted_s=self.predicted_s[mask])
+
+    def errors(self) -> Errors:
+        """Of at least one row."""
+        error = self.predicted_s / self.measured_s - 1.0
+        return Errors(
+            label=self.label,
+            num_rows=len(error),
+            mape=rounded(float(np.mean(np.abs(error)))),
+            median_ape=rounded(float(np.median(np.abs(error)))),
+            p90_ape=rounded(float(np.percentile(np.abs(error), 90))),
+            bias=rounded(float(np.mean(error))),
+            log_sd=rounded(float(np.percentile(np.abs(np.log1p(error)), 80)) / DEVIATES_OF_80_PERCENT),
+            inside=rounded(_inside(np.abs(np.log1p(error)))),
+        )
+
+    def by(self, size: Array, edges: Sequence[float], what: str) -> list[Comparison]:
+        """One comparison a class of sizes, from each edge to below the next; classes without rows are left away."""
+        classes = []
+        for low, high in zip(edges, [*edges[1:], np.inf], strict=True):
+            mask = (size >= low) & (size < high)
+            if mask.any():
+                name = f"{low:.0f} <= {what} < {high:.0f}" if high < np.inf else f"{what} >= {low:.0f}"
+                classes.append(self.where(mask, f"{self.label}, {name}"))
+        return classes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Fitted(Generic[Rates]):
+    """Rates of one kind of operation, and how well they are known."""
+
+    rates: Rates
+    source: str  # who measured, in a few words
+    own: Comparison  # the rows of the fit
+    crossed: Comparison  # rows left out of the fit: what a profile promises
+    interpolated: Comparison | None = None  # the same for shapes whose times the profile keeps
+    checks: tuple[Comparison, ...] = ()  # more lines of the report: classes of size, other ways to leave out
+    seen: Mapping[str, tuple[float, float]]  # smallest and largest of each size
+    gather: Gather | None = None  # of all-gathers: how they worked
+
+    @property
+    def operation(self) -> OperationFit:
+        """What the profile says of it."""
+        own, crossed = self.own.errors(), self.crossed.errors()
+        return OperationFit(
+            source=self.source,
+            num_rows=own.num_rows,
+            mape=own.mape,
+            cross_validated_mape=crossed.mape,
+            log_sd=crossed.log_sd,
+            interpolated_log_sd=self.interpolated.errors().log_sd if self.interpolated else None,
+            seen=self.seen,
+            gather=self.gather,
+        )
+
+    def lines(self) -> list[Errors]:
+        """All that a report says of it."""
+        interpolated = (self.interpolated,) if self.interpolated else ()
+        return [one.errors() for one in (self.own, self.crossed, *interpolated, *self.checks)]
+
+
+def _inside(size: Array) -> float:
+    """Share of sizes that the 80th percentile of the other half covers; halves as random as a fixed seed is."""
+    shuffled = np.random.default_rng(_SEED).permutation(size)
+    halves = shuffled[::2], shuffled[1::2]
+    if not halves[1].size:
+        return 1.0
+    covered = [np.mean(one <= np.percentile(other, 80)) * one.size for one, other in (halves, halves[::-1])]
+    return float(sum(covered) / size.size)
+
+
+def column(rows: Iterable[Measurement], name: str) -> Array:
+    """One field of the rows, as floats."""
+    return np.array([getattr(row, name) for row in rows], dtype=float)
+
+
+def seen_of(rows: Sequence[Measurement], names: Iterable[str]) -> dict[str, tuple[float, float]]:
+    """Smallest and largest of each field, of those above 0; a field that is 0 in all rows is left away."""
+    values = {name: column(rows, name) for name in names}
+    above = {name: value[value > 0] for name, value in values.items() if (value > 0).any()}
+    return {name: (float(value.min()), float(value.max())) for name, value in above.items()}
+
+
+def sources_of(rows: Iterable[Measurement], most: int = 3) -> str:
+    """Who measured the rows, in a few words."""
+    names = sorted({row.source for row in rows})
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return "; ".join(names[:most]) + more

@@ -1,0 +1,1 @@
+"""What is timed, how often, and on which ranks."""

@@ -1,0 +1,253 @@
+"""Campaign: a bench's points, measured round by round until they are steady or the time is up.
+
+All points are visited in turn, so that what drifts (clocks, neighbours) drifts for all of them alike.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from calibrate.data.measurement import Measurement
+from calibrate.measure.device_watch import faults_of, summary
+from calibrate.measure.journal import CampaignJournal, Sample, Seconds, seconds_of
+from calibrate.measure.load import CpuLoad
+from kvrsim.errors import KvrsimError
+
+LEAST_SAMPLES = 3  # of a point
+_LONG_ENOUGH_S = 0.1  # of a visit, that the kernel's account of processors says something
+_BUSY_CORES = 0.25  # of others, at which a sample is not counted on a small machine
+_BUSY_SHARE = 0.125  # of all cores, likewise on a large one
+_MOST_BUSY_SHARE = 0.5  # of the samples; beyond, the machine is not fit to measure on
+_MOST_OF_BUDGET = 0.2  # that a point may take
+_MEDIAN_ERROR = 1.25 / 1.35  # standard error of a median of n normal values, in interquartile ranges over sqrt(n)
+
+
+class BusyError(KvrsimError):
+    """The machine does something else, or is held back: what it measures is not its own."""
+
+
+class Skipped(KvrsimError):  # noqa: N818 - a bench's way to say that a point cannot be measured, not an error
+    """A point that cannot be measured here, and why."""
+
+
+class Bench(Protocol):
+    """Something that can be timed, point by point."""
+
+    def points(self) -> Sequence[str]:
+        """What can be timed, the most telling first; the same in every run."""
+
+    def expected_s(self, point: str) -> float:
+        """A guess of one sample's seconds."""
+
+    def sample(self, point: str) -> Seconds:
+        """One repetition: seconds by what was timed. Raises Skipped where the point does not fit."""
+
+    def rows(self, samples: Mapping[str, Sequence[Seconds]]) -> list[Measurement]:
+        """Medians and spreads."""
+
+    def conditions(self) -> Mapping[str, Any] | None:
+        """The GPU's clock, power and throttle reasons, read while the last sample was taken; None: not known."""
+
+    def pids(self) -> Sequence[int]:
+        """Processes that measure, besides this one."""
+
+    def close(self) -> None:
+        """Give back what it holds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """When enough is enough."""
+
+    budget_s: float  # for all points together; every point gets LEAST_SAMPLES of what was not left away
+    most_samples: int = 25  # of a point
+    error: float = 0.01  # relative standard error of a median that is good enough
+    even_if_busy: bool = False  # count samples that were taken while others used the machine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far a campaign is."""
+
+    done_s: float  # of the budget
+    budget_s: float
+    samples: int
+    steady: int  # points
+    points: int
+    point: str  # being timed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What a campaign has brought."""
+
+    rows: list[Measurement]
+    skipped: Mapping[str, str]  # points that were not measured, and why
+    samples: int  # taken in all
+    busy: int  # of these, not counted: others used the machine meanwhile, or heat or a power brake slowed the GPU
+    load_known: bool  # whether the machine says what others do
+    device: Mapping[str, Any]  # clock, power and throttling of the GPU over all samples; empty: not known
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """What a campaign will do, before it begins."""
+
+    points: tuple[str, ...]  # that are to be measured
+    left_away: tuple[str, ...]  # that would not fit into the budget
+    least_s: float  # for LEAST_SAMPLES of each point, as far as one can guess
+
+
+def estimate(bench: Bench, policy: Policy) -> Estimate:
+    """The points whose least samples fit into the budget, the most telling first; none takes most of it alone."""
+    kept: list[str] = []
+    total_s = 0.0
+    for point in bench.points():
+        cost_s = (LEAST_SAMPLES + 1) * bench.expected_s(point)  # the first warms up
+        if not kept or (cost_s <= _MOST_OF_BUDGET * policy.budget_s and total_s + cost_s <= policy.budget_s):
+            kept.append(point)
+            total_s += cost_s
+    return Estimate(
+        points=tuple(kept),
+        left_away=tuple(point for point in bench.points() if point not in kept),
+        least_s=total_s,
+    )
+
+
+def run_campaign(
+    bench: Bench, journal: CampaignJournal, policy: Policy, on_progress: Callable[[Progress], None] | None = None
+) -> Outcome:
+    """Every point LEAST_SAMPLES times, then those that are not steady until they are, or the budget is used up.
+
+    Samples that the journal holds count, and a finished journal is read as it is. Raises BusyError where most samples
+    were taken while others used the machine, or its clock is held down.
+    """
+    points = journal.points
+    if points is None:
+        points = estimate(bench, policy).points
+        journal.plan(points)
+    campaign = _Campaign(bench=bench, journal=journal, policy=policy, points=points, on_progress=on_progress)
+    if not journal.finished:
+        campaign.run()
+        journal.finish()
+    left_away = [point for point in bench.points() if point not in points]
+    too_dear = dict.fromkeys(left_away, f"would not fit into {policy.budget_s:.0f} s")
+    counted = campaign.counted()
+    return Outcome(
+        rows=bench.rows(seconds_of(counted)),
+        skipped=too_dear | campaign.skipped,
+        samples=len(journal.samples),
+        busy=sum(is_busy(sample) for sample in journal.samples),
+        load_known=any(sample.busy_cores is not None for sample in journal.samples),
+        device=summary([sample.device for sample in journal.samples if sample.device is not None]),
+    )
+
+
+def is_busy(sample: Sample) -> bool:
+    """Whether others used the machine while it was taken, or the GPU was slowed by heat or a power brake."""
+    if faults_of(sample.device):
+        return True
+    limit = max(_BUSY_CORES, _BUSY_SHARE * (os.cpu_count() or 1))
+    return sample.busy_cores is not None and sample.busy_cores > limit
+
+
+@dataclass(kw_only=True, slots=True)
+class _Campaign:
+    bench: Bench
+    journal: CampaignJournal
+    policy: Policy
+    points: Sequence[str]
+    on_progress: Callable[[Progress], None] | None
+    skipped: dict[str, str] = field(default_factory=dict)
+    spent_s: float = 0.0
+
+    def run(self) -> None:
+        for least in range(1, LEAST_SAMPLES + 1):
+            for point in self.points:
+                if point not in self.skipped and len(self._quiet(point)) < least:
+                    self._visit(point)
+        self._check_machine()
+        while open_points := [point for point in self.points if not self._is_done(point)]:
+            for point in open_points:
+                if self.spent_s >= self.policy.budget_s:
+                    return self._check_machine()
+                self._visit(point)
+        self._check_machine()
+
+    def counted(self) -> list[Sample]:
+        """Quiet samples; of a point that has too few of them, all."""
+        return [sample for point in self.points for sample in self._counted(point)]
+
+    def _counted(self, point: str) -> list[Sample]:
+        quiet = self._quiet(point)
+        return quiet if len(quiet) >= LEAST_SAMPLES else self.journal.of(point)
+
+    def _quiet(self, point: str) -> list[Sample]:
+        return [one for one in self.journal.of(point) if self.policy.even_if_busy or not is_busy(one)]
+
+    def _is_done(self, point: str) -> bool:
+        if point in self.skipped or len(self.journal.of(point)) >= self.policy.most_samples:
+            return True
+        counted = self._counted(point)
+        totals = np.array([sum(sample.seconds.values()) for sample in counted])
+        low, middle, high = np.percentile(totals, (25, 50, 75))
+        return len(counted) >= LEAST_SAMPLES and _MEDIAN_ERROR * (high - low) <= (
+            self.policy.error * middle * math.sqrt(len(totals))
+        )
+
+    def _visit(self, point: str) -> None:
+        """One sample, or several of what is short; a point that cannot be measured is left from here on."""
+        self._tell(point)
+        load = CpuLoad(own_pids=self.bench.pids())
+        started_s = time.monotonic()
+        taken: list[tuple[Seconds, Mapping[str, Any] | None]] = []
+        try:
+            while not taken or (time.monotonic() - started_s < _LONG_ENOUGH_S and len(taken) < LEAST_SAMPLES):
+                taken.append((self.bench.sample(point), self.bench.conditions()))
+        except Skipped as reason:
+            self.skipped[point] = str(reason)
+        elapsed_s = time.monotonic() - started_s
+        self.spent_s += elapsed_s
+        others = load.other_cores() if elapsed_s >= _LONG_ENOUGH_S else 0.0
+        for seconds, device in taken:
+            self.journal.add(Sample(point=point, seconds=seconds, busy_cores=others, device=device))
+
+    def _check_machine(self) -> None:
+        samples = self.journal.samples
+        if self.policy.even_if_busy:
+            return
+        slowed = [reason for sample in samples for reason in faults_of(sample.device)]
+        if sum(bool(faults_of(sample.device)) for sample in samples) > _MOST_BUSY_SHARE * len(samples):
+            raise BusyError(
+                f"the GPU's clock is held down ({', '.join(sorted(set(slowed)))}); let it cool or lift the limit, and "
+                "run the same command again to go on, or measure anyway with --even-if-busy"
+            )
+        busy = [sample for sample in samples if is_busy(sample)]
+        if len(busy) > _MOST_BUSY_SHARE * len(samples):
+            cores = float(np.median([sample.busy_cores or 0.0 for sample in busy]))
+            raise BusyError(
+                f"the machine is busy: others used {cores:.1f} cores in {len(busy)} of {len(samples)} samples; "
+                "stop them and run the same command again to go on, or measure anyway with --even-if-busy"
+            )
+
+    def _tell(self, point: str) -> None:
+        if self.on_progress is not None:
+            self.on_progress(
+                Progress(
+                    done_s=min(self.spent_s, self.policy.budget_s),
+                    budget_s=self.policy.budget_s,
+                    samples=len(self.journal.samples),
+                    steady=sum(len(self.journal.of(one)) >= LEAST_SAMPLES and self._is_done(one) for one in self.points)
+                    if len(self.journal.samples) >= LEAST_SAMPLES * len(self.points)
+                    else 0,
+                    points=len(self.points),
+                    point=point,
+                )
+            )

@@ -1,0 +1,205 @@
+"""LinkRank: what one rank does while links are timed.
+
+Times are of the monotonic clock, which all processes of a Linux machine share: a message takes from the moment when its
+sender calls send until its receiver has it, the receive having been posted before, as the runtime does. Half a round
+trip would hide which of two directions is slow, and would count the receiver's turning round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+
+from calibrate.measure.link_points import RING, Flow, counts_to
+from kvrsim.runtime.ranks.links import Links
+from kvrsim.runtime.ranks.process import Seat
+from kvrsim.runtime.ranks.transport import ring_all_gather
+
+START_S = 120.0  # in which all ranks must have imported torch and met
+_WARM_BYTES = 2**20
+_NOTICE = 0.8  # of the timeout, after which a rank gives up by itself, so that the one that hangs is known
+
+
+class LinkRank:
+    """Buffers, and the links to every other rank and of all-gathers; all of them used once before it is ready.
+
+    Ranks meet over a gloo group, on the host. `torch`: the module, or what behaves like it.
+    """
+
+    def __init__(
+        self,
+        *,
+        seat: Seat,
+        num_ranks: int,
+        backend: str,
+        device: str,
+        num_threads: int,
+        max_bytes: int,
+        timeout_s: float,
+        torch: Any = None,
+    ) -> None:
+        self.torch = torch or import_module("torch")
+        self.dist: Any = self.torch.distributed
+        self.rank, self.num_ranks, self.backend = seat.rank, num_ranks, backend
+        self.torch.set_num_threads(num_threads)
+        self.device = self._device(device)
+        patience = timedelta(seconds=START_S)
+        self.dist.init_process_group(
+            "gloo", init_method=seat.store, rank=self.rank, world_size=num_ranks, timeout=patience
+        )
+        notice_s = _NOTICE * timeout_s
+        everyone = list(range(num_ranks))
+        self.meeting = self.dist.new_group(everyone, backend="gloo", timeout=timedelta(seconds=notice_s))
+        edges = [(src, dst) for src in everyone for dst in everyone if src != dst]
+        self.links = Links(
+            rank=self.rank,
+            backend=backend,
+            device=self.device,
+            edges=edges,
+            gathers=[range(count) for count in counts_to(num_ranks)],
+            timeout_s=notice_s,
+            torch=self.torch,
+        )
+        self.token = self.torch.zeros(1, dtype=self.torch.uint8)
+        self.outgoing, self.incoming = self._buffer(max_bytes), self._buffer(max_bytes)
+        self._warm_up(edges, min(max_bytes, _WARM_BYTES))
+
+    def _device(self, kind: str) -> str:
+        """The rank's own GPU, or the processor."""
+        if kind != "cuda":
+            return kind
+        found = self.torch.cuda.device_count()
+        if found < self.num_ranks:
+            raise RuntimeError(f"{self.num_ranks} ranks need as many GPUs, found {found}")
+        self.torch.cuda.set_device(self.rank)
+        return f"cuda:{self.rank}"
+
+    def _buffer(self, nbytes: int) -> Any:
+        """Filled with the rank's number, so that its pages are there, and what arrives says where it is from."""
+        return self.torch.full((nbytes,), self.rank, dtype=self.torch.uint8, device=self.device)
+
+    def _warm_up(self, edges: Sequence[Flow], nbytes: int) -> None:
+        """The first use of every link, in order; then a message and an all-gather of each, whose content is checked."""
+        self.links.first_use()
+        for src, dst in edges:
+            if self.rank in (src, dst):
+                self.exchange(flows=[(src, dst)], nbytes=nbytes, repeats=1)
+            if self.rank == dst and int(self.incoming[nbytes - 1]) != src:
+                raise RuntimeError(f"what rank {src} sent has not arrived")
+        for count in counts_to(self.num_ranks):
+            if self.rank < count:
+                for kernel in (self.backend, self.backend + RING):
+                    self.gather(kernel=kernel, num_ranks=count, nbytes=nbytes // count * count, repeats=1)
+                    self._check_gathered(count, nbytes // count)
+
+    def _check_gathered(self, count: int, piece: int) -> None:
+        pieces = [int(self.incoming[piece * index]) for index in range(count)]
+        if pieces != list(range(count)):
+            raise RuntimeError(f"an all-gather of {count} ranks has brought {pieces}")
+
+    def exchange(self, *, flows: Sequence[Flow], nbytes: int, repeats: int) -> list[tuple[float, float | None]]:
+        """Send and receive along the flows that this rank has a part in, at most one of each kind.
+
+        For each repeat when it began, and when what it receives, if anything, was there.
+        """
+        ranks = sorted({rank for flow in flows for rank in flow})
+        to = next((flow for flow in flows if flow[0] == self.rank), None)
+        come = next((flow for flow in flows if flow[1] == self.rank), None)
+        times = []
+        for _ in range(repeats):
+            receive = self._receive(come, self.incoming[:nbytes]) if come else None
+            self._meet(ranks)
+            began_s = time.monotonic()
+            send = self._send(to, self.outgoing[:nbytes]) if to else None
+            arrived_s = self._finish(receive) if receive else None
+            if send:
+                self._finish(send)
+            times.append((began_s, arrived_s))
+        return times
+
+    def issue(self, *, flow: Flow, nbytes: int, repeats: int) -> list[float]:
+        """Seconds that the call takes by which this rank sends along the flow, or receives; not what comes of it."""
+        took_s = []
+        for _ in range(repeats):
+            if self.rank == flow[0]:
+                self._meet(flow)
+            began_s = time.monotonic()
+            work = (self._send if self.rank == flow[0] else self._receive)(
+                flow, (self.outgoing if self.rank == flow[0] else self.incoming)[:nbytes]
+            )
+            took_s.append(time.monotonic() - began_s)
+            if self.rank == flow[1]:
+                self._meet(flow)
+            self._finish(work)
+        return took_s
+
+    def gather(self, *, kernel: str, num_ranks: int, nbytes: int, repeats: int) -> list[float]:
+        """All-gathers one after another: when each had ended here, the first one, which waits for all, included."""
+        piece = nbytes // num_ranks
+        run = self._ring if kernel.endswith(RING) else self._collective
+        self._meet(range(num_ranks))
+        ends_s = []
+        for _ in range(repeats + 1):
+            run(num_ranks, piece)
+            ends_s.append(self._synchronised_s())
+        return ends_s
+
+    def _collective(self, num_ranks: int, piece: int) -> None:
+        """What the backend has."""
+        self.links.all_gather(range(num_ranks), self.incoming[: piece * num_ranks], self.outgoing[:piece])
+
+    def _ring(self, num_ranks: int, piece: int) -> None:
+        """The runtime's, of some of the ranks."""
+        whole = self.incoming[: piece * num_ranks]
+        whole[piece * self.rank : piece * (self.rank + 1)].copy_(self.outgoing[:piece])
+        ring = _FirstRanks(rank=self.rank, size=num_ranks, links=self.links)
+        ring_all_gather(ring, whole, range(0, piece * num_ranks + 1, piece))
+
+    def _send(self, flow: Flow, buffer: Any) -> Any:
+        return self.links.isend(flow, buffer)
+
+    def _receive(self, flow: Flow, buffer: Any) -> Any:
+        return self.links.irecv(flow, buffer)
+
+    def _finish(self, work: Any) -> float:
+        """When it is done, on the device too."""
+        work.wait()
+        return self._synchronised_s()
+
+    def _synchronised_s(self) -> float:
+        if self.device != "cpu":
+            self.torch.cuda.synchronize()  # wait() has only put the device's streams in order
+        return time.monotonic()
+
+    def _meet(self, ranks: Sequence[int]) -> None:
+        """Go on when all of them are here: they tell the first, which lets them go."""
+        first, *others = ranks
+        if self.rank == first:
+            for other in others:
+                self.dist.recv(self.token, other, group=self.meeting)
+            for other in others:
+                self.dist.send(self.token, other, group=self.meeting)
+        else:
+            self.dist.send(self.token, first, group=self.meeting)
+            self.dist.recv(self.token, first, group=self.meeting)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _FirstRanks:
+    """Some of the ranks, as a ring."""
+
+    rank: int
+    size: int
+    links: Links
+
+    def isend_next(self, tensor: Any) -> Any:
+        """To the rank after this one."""
+        return self.links.isend((self.rank, (self.rank + 1) % self.size), tensor)
+
+    def irecv_prev(self, tensor: Any) -> Any:
+        """From the rank before this one."""
+        return self.links.irecv(((self.rank - 1) % self.size, self.rank), tensor)

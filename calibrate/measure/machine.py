@@ -1,0 +1,204 @@
+"""Which GPU and link measurements stand for, by the names of devices.
+
+What is calibrated: the device as a GpuSpec, and the versions of all that ran on it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date
+from typing import Any
+
+import torch
+
+from calibrate.data.measurement import Measurement
+from calibrate.data.origin import Origin
+from kvrsim.errors import InputError
+from kvrsim.hardware.cluster import GpuSpec, LinkSpec, builtin_clusters, builtin_gpus, load_cluster, load_gpu, load_link
+from kvrsim.runtime.agreement import versions as libraries
+from kvrsim.runtime.geometry import DTYPES
+from kvrsim.runtime.host import cpu_name
+
+# Of a device that shares its name with the SXM board that is built in, but neither its clocks nor its power.
+_OTHER_FORMS = {"pcie", "nvl", "mig"}
+_MEMORY_TOLERANCE = 0.1  # drivers keep some of a datasheet's memory back, and count in other units
+
+
+def gpu_of(rows: Sequence[Measurement], named: str | None, origins: Sequence[Mapping[str, Any]] = ()) -> GpuSpec:
+    """The GPU `named`, or the one that the files say, or else the built-in one that the devices of gemm rows name.
+
+    "NVIDIA A100-SXM4-80GB" is a100-80gb. Raises InputError where that leaves none or several.
+    """
+    if named is not None:
+        return load_gpu(named)
+    measured = Origin.of(origins).gpu
+    if measured is not None:
+        return measured
+    devices = sorted({row.device for row in rows if row.operation in ("gemm", "attention")})
+    found = {gpu for device in devices for gpu in builtin_gpus() if _is_named(gpu, device)}
+    if len(found) != 1:
+        shown = ", ".join(devices) or "no gemm or attention rows"
+        known = ", ".join(builtin_gpus())
+        raise InputError("gpu", f"nothing for {shown}", f"one of {known}, or a JSON file that describes the GPU")
+    return load_gpu(found.pop())
+
+
+def gpu_named(device: str, *, num_sms: int | None = None, memory_bytes: int | None = None) -> GpuSpec | None:
+    """The built-in GPU whose name a device has in its own; None where there is none, or are several.
+
+    `num_sms`, `memory_bytes`: what the device says of itself, where it is at hand; a GPU of another form with the same
+    name, such as the H100 PCIe of 114 SMs, or a slice of one, is none that is built in.
+    """
+    known = [load_gpu(gpu) for gpu in builtin_gpus() if _is_named(gpu, device)]
+    found = [gpu for gpu in known if _agrees(gpu, num_sms, memory_bytes)]
+    return found[0] if len(found) == 1 else None
+
+
+def _agrees(gpu: GpuSpec, num_sms: int | None, memory_bytes: int | None) -> bool:
+    """As far as it is known: SMs decide how many waves a kernel takes, and are the same or not."""
+    if num_sms is not None and num_sms != gpu.num_sms:
+        return False
+    return memory_bytes is None or abs(memory_bytes / gpu.memory_bytes - 1) <= _MEMORY_TOLERANCE
+
+
+def _is_named(gpu: str, device: str) -> bool:
+    return _parts(gpu) <= _parts(device) and not (_OTHER_FORMS & _parts(device)) - _parts(gpu)
+
+
+def _parts(name: str) -> set[str]:
+    return set(re.findall(r"[a-z0-9]+", name.lower()))
+
+
+def link_of(gpu: GpuSpec, named: str | None, origins: Sequence[Mapping[str, Any]] = ()) -> LinkSpec:
+    """The link `named`, or the one that the files say, or else that of the built-in cluster of that GPU.
+
+    Of one without a bus if there are both. Raises InputError where there is none.
+    """
+    if named is not None:
+        return load_link(named)
+    measured = Origin.of(origins, "links").link
+    if measured is not None:
+        return measured
+    clusters = [cluster for cluster in map(load_cluster, builtin_clusters()) if cluster.gpu.name == gpu.name]
+    if not clusters:
+        accepted = "a built-in link or a JSON file that describes it; or measured ones: `links`"
+        raise InputError("link", f"nothing for {gpu.name}", accepted)
+    return min(clusters, key=lambda cluster: cluster.topology == "bus").link
+
+
+_REPEATS = 5
+_COPY_BYTES = 2**27  # more than any cache
+_PRODUCT = 2048  # rows and columns of the product that shows what a CPU computes
+
+
+def device_name(device: str, threads: int) -> str:
+    """As the maker calls it; of a CPU, with the threads that a rank has."""
+    if device == "cuda":
+        return str(torch.cuda.get_device_name())
+    return f"{cpu_name()}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def spec_of(device: str, dtype: str, threads: int) -> GpuSpec:
+    """The datasheet's where kvrsim has it and the device agrees with it; else what the device says and shows.
+
+    A product and a copy show it.
+    """
+    name = device_name(device, threads)
+    if device == "cuda":
+        found = torch.cuda.get_device_properties(torch.cuda.current_device())
+        known = gpu_named(name, num_sms=int(found.multi_processor_count), memory_bytes=int(found.total_memory))
+        return known or _cuda_spec(name, dtype, found)
+    return GpuSpec(
+        name=_slug(name),
+        memory_bytes=_memory_bytes() // max(1, (os.cpu_count() or 1) // threads),
+        hbm_bytes_per_s=_copy_bytes_per_s("cpu"),
+        peak_flops=((dtype, _product_flops_per_s("cpu", dtype)),),
+        num_sms=threads,
+        source=f"measured by kvrsim calibrate on {name}: the best of {_REPEATS} copies and products",
+    )
+
+
+def _cuda_spec(name: str, dtype: str, properties: Any) -> GpuSpec:
+    return GpuSpec(
+        name=_slug(name),
+        memory_bytes=int(properties.total_memory),
+        hbm_bytes_per_s=_copy_bytes_per_s("cuda"),
+        peak_flops=((dtype, _product_flops_per_s("cuda", dtype)),),
+        num_sms=int(properties.multi_processor_count),
+        source=f"what {name} says of itself, and the best of {_REPEATS} copies and products by kvrsim calibrate",
+    )
+
+
+def origin(device: str, threads: int, command: str) -> dict[str, Any]:
+    """Provenance of a measurement: versions, machine, command and date; no name of a host or person."""
+    return {
+        "date": date.today().isoformat(),
+        "command": command,
+        "device": device_name(device, threads),
+        "threads": threads,
+        "cores": os.cpu_count() or 1,
+        "versions": versions(device),
+    }
+
+
+def versions(device: str) -> dict[str, str]:
+    """Of all that had a say in how fast it was."""
+    found = libraries() | {"system": f"{platform.system()} {platform.release()} {platform.machine()}"}
+    return found | {"driver": _driver(), "NCCL": _nccl()} if device == "cuda" else found
+
+
+def _copy_bytes_per_s(device: str) -> float:
+    source = torch.ones(_COPY_BYTES // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    return 2 * _COPY_BYTES / _best_s(lambda: target.copy_(source), device)
+
+
+def _product_flops_per_s(device: str, dtype: str) -> float:
+    size = _PRODUCT if device == "cpu" else 4 * _PRODUCT
+    matrix = torch.ones(size, size, dtype=DTYPES[dtype], device=device)
+    return 2.0 * size**3 / _best_s(lambda: matrix @ matrix, device)
+
+
+def _best_s(work: Callable[[], object], device: str) -> float:
+    """The shortest of a few."""
+    seconds = []
+    for _ in range(_REPEATS + 1):  # the first warms up
+        started_s = time.perf_counter()
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started_s)
+    return min(seconds[1:])
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "device"
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _driver() -> str:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return "not known"
+    command = [tool, "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return "not known"
+    return done.stdout.strip() or "not known"
+
+
+def _nccl() -> str:
+    try:
+        return ".".join(str(part) for part in torch.cuda.nccl.version())
+    except Exception:  # a build without NCCL raises what it likes
+        return "none"

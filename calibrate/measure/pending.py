@@ -1,0 +1,97 @@
+"""PendingRanks: a layer timed alone, and beside a receive that is posted and that nothing answers.
+
+A pending NCCL receive is a kernel: it holds multiprocessors while it waits for its sender. A rank of a KV-Runahead
+chain computes beside one nearly all the time. The receive is posted through the runtime's own transport, so that
+what the runtime asks of NCCL (streams, number of blocks) holds here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from calibrate.measure.grid import Point
+from calibrate.measure.link_ranks import START_S
+from kvrsim.request import dtype_bytes
+from kvrsim.runtime.ranks.pool import RankPool
+from kvrsim.runtime.ranks.process import Seat
+
+if TYPE_CHECKING:
+    from calibrate.measure.compute_bench import ComputeSetup
+
+ALONE, PENDING = "layer_alone", "layer_pending"
+_MOST_BYTES = 2**28  # of the message: as many blocks wait for it as for any longer one
+_TIMEOUT_S = 60.0
+
+
+class PendingRanks:
+    """Two processes: the first computes and receives, the second sends when it is told to.
+
+    Raises RankError, naming the rank, where one dies or does not answer.
+    """
+
+    def __init__(self, setup: ComputeSetup) -> None:
+        self._pool = RankPool(2, partial(PendingRank, setup=setup), start_s=START_S + _TIMEOUT_S)
+
+    @property
+    def pids(self) -> Sequence[int]:
+        """Of the processes."""
+        return self._pool.pids
+
+    def sample(self, key: str) -> Mapping[str, float]:
+        """Device seconds of one layer of a grid's point, alone and then beside a pending receive."""
+        alone_s = self._pool.ask([0], ("layer", {"key": key}), _TIMEOUT_S)[0]
+        self._pool.ask([0], ("post", {}), _TIMEOUT_S)
+        pending_s = self._pool.ask([0], ("layer", {"key": key}), _TIMEOUT_S)[0]
+        self._pool.ask([0, 1], ("complete", {}), _TIMEOUT_S)
+        return {ALONE: alone_s, PENDING: pending_s}
+
+    def close(self) -> None:
+        """End the processes."""
+        self._pool.close()
+
+
+class PendingRank:
+    """One of the two."""
+
+    def __init__(self, *, seat: Seat, setup: ComputeSetup) -> None:
+        import torch
+
+        from calibrate.measure.compute_bench import ComputeBench
+        from kvrsim.runtime.ranks.transport import DistributedTransport
+
+        rank, on_cuda = seat.rank, setup.device == "cuda"
+        device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
+        if on_cuda:
+            torch.cuda.set_device(device)
+        timeout_s = START_S + _TIMEOUT_S
+        self.transport = DistributedTransport(
+            rank=rank, size=2, init_method=seat.store, device=device, timeout_s=timeout_s
+        )
+        self.transport.warmup()
+        nbytes = setup.max_context * setup.model.kv_bytes_per_token_layer(dtype_bytes(setup.dtype))
+        self.message = torch.zeros(min(nbytes, _MOST_BYTES), dtype=torch.uint8, device=device)
+        self.bench = ComputeBench.build(replace(setup, num_gpus=1)) if rank == 0 else None
+        self.rank = rank
+        self._receive: Any = None
+
+    def layer(self, *, key: str) -> float:
+        """Device seconds of a layer, at the clock of a long prefill."""
+        assert self.bench is not None
+        at = Point.parse(key)
+        self.bench.bare_layer_s(at)  # memory and kernels are there before the device may no longer be waited for
+        return self.bench.bare_layer_s(at, heat=not self.bench.clock.host_is_device)
+
+    def post(self) -> None:
+        """Post the receive."""
+        self._receive = self.transport.irecv_prev(self.message)
+
+    def complete(self) -> None:
+        """Send what is waited for, or wait for it."""
+        if self.rank == 1:
+            self.transport.isend_next(self.message).wait()
+        else:
+            self._receive.wait()
+            self._receive = None

@@ -1,0 +1,1 @@
+"""The recipes of the shipped profiles, and the page about them."""

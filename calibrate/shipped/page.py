@@ -1,0 +1,176 @@
+"""The page about the shipped profiles: `python -m calibrate.shipped.page` rewrites docs/results/profiles.md.
+
+calibrate.shipped.recipes does so too, when it has fitted profiles anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from calibrate.fit.report import TITLES
+from kvrsim.io.files import write_atomically
+from kvrsim.profile.profile import CalibrationProfile, OperationFit, builtin_profiles, load_profile
+from kvrsim.units import format_seconds, format_tokens
+
+_DOCS = Path(__file__).parents[2] / "docs" / "results"
+PAGE = _DOCS / "profiles.md"
+
+_ABOUT = """\
+# Profiles
+
+A profile is what one machine with its software was measured to do, operation by operation: a JSON file, which
+[model-of-time.md](../explanation/model-of-time.md) explains. `--profile NAME` takes one of these,
+`--profile PATH` one of your own.
+Without it, the cluster decides: `a100-eager` for A100s of 80 GB (and without a cluster), `h100-flash` for H100s,
+`h200-flash` for H200s; for other GPUs the datasheet's limits, `--profile roofline`, which is no prediction.
+
+`a100-eager` is for the paper's set-up. For a serving engine of today take a `-flash` profile; `a100-vidur` has kernels
+of 2023/24. All of these but `a100-eager` are made of kernels that were timed one by one: no whole prefill was compared
+with them, and their host clock was set by hand, which matters for short contexts and many GPUs.
+
+In the tables, *error* is the mean absolute error on the rows that a fit was made of, *left out* that on rows which it
+had not seen. `kvrsim profiles show NAME` prints all that is in a profile. This page is written by
+`python -m calibrate.shipped.page`.
+"""
+
+_OWN = r"""## One of your own
+
+Two ways lead to a JSON file for `--profile`. Both print the errors; `--report FILE` writes them as a page like those
+above, `--plot FILE` draws them. Products and attention have to be measured. What is not takes the datasheet's figures
+(for the host: a dozen launches of 5 us a layer); the profile says so wherever it is used, and its intervals are wider.
+
+**From tables that others have published**: NVIDIA's come with a package from PyPI. A source is
+`aiconfigurator:SYSTEM[/FRAMEWORK[/VERSION]]`; systems are `a100_sxm`, `b200_sxm`, `gb200`, `h100_sxm`, `h200_sxm`,
+`l40s` and more, frameworks `vllm`, `sglang` and `trtllm`. In a checkout of kvrsim, install `'.[import]'`. The fit takes
+about a minute:
+
+```
+pip install 'kvrsim[import]'
+kvrsim calibrate import aiconfigurator:b200_sxm/vllm --output b200-vllm.json --report b200-vllm.md
+kvrsim plan --gpus 4 --ctx 16k --model llama-3-8b --cluster b200-nvlink5 --profile b200-vllm.json
+```
+
+[vidur](https://github.com/microsoft/vidur)'s CSV files are read as they are, several at once; `?gpu=TEXT`,
+`?kernel=TEXT` or `?model=TEXT` at the end of a source keeps the rows that have this text there:
+
+```
+cd vidur/data/profiling
+kvrsim calibrate import compute/a100/meta-llama/Llama-2-7b-hf/mlp.csv \
+    compute/a100/meta-llama/Llama-2-7b-hf/attention.csv network/a100_dgx/send_recv.csv \
+    --gpu a100-80gb --output a100-mine.json
+```
+
+**From measurements of your own**: a CSV file with a row an operation, such as
+
+```csv
+operation,kernel,device,dtype,tokens,in_features,out_features,chunk,prefix,num_attention_heads,num_key_value_heads,head_dim,bytes,ranks,nodes,median_s,source
+gemm,cublas,NVIDIA H100 80GB HBM3,bf16,4096,4096,12288,,,,,,,,,0.00065,our own
+attention,flash_attn,NVIDIA H100 80GB HBM3,bf16,,,,2048,6144,32,8,128,,,,0.00041,our own
+norm,vllm,NVIDIA H100 80GB HBM3,bf16,4096,,,,,,,,67108864,,,0.00005,our own
+send_recv,nccl,NVIDIA H100 80GB HBM3,bf16,,,,,,,,,33554432,2,1,0.0001,our own
+host_layer,vllm,our host,,,,,,,,,,,,,0.00008,our own
+```
+
+`calibrate/data/measurement.py` lists the operations and the columns that each needs. Measure products of at least four
+row counts, and attention both without and with a prefix: KV-Runahead's chunks have one.
+
+```
+kvrsim calibrate fit --compute kernels.csv --links links.csv --output mine.json --report mine.md --plot mine.png
+kvrsim plan --gpus 4 --ctx 16k --cluster h100-nvlink --profile mine.json
+```
+
+The profiles above are fitted by `python -m calibrate.shipped.recipes --tables FOLDER`, from the sources that
+`calibrate/shipped/recipes.json` names, and `a100-eager` by `make fit`.
+"""
+
+
+def page(profiles: Sequence[CalibrationProfile]) -> str:
+    """docs/results/profiles.md."""
+    return "\n".join([_ABOUT, *(_section(profile) for profile in profiles), _OWN])
+
+
+def write_page() -> None:
+    """Rewrite the page from the profiles as they are."""
+    write_atomically(PAGE, page([load_profile(name) for name in builtin_profiles()]).encode(), argument="page")
+
+
+def _section(profile: CalibrationProfile) -> str:
+    """One profile: what it is for, where it holds, how well."""
+    facts = [
+        f"- **Not covered**: {profile.not_covered}",
+        f"- **Range**: {_range(profile)}",
+        f"- **Host clock**: {_host(profile)}",
+        *([f"- **Whole prefills**: {_prefills(profile)}"] if profile.residual else []),
+        f"- **More**: {', '.join(_links(profile))}",
+    ]
+    rows = [_row(kind, fit) for kind, fit in profile.operations.items() if fit.num_rows]
+    lines = [
+        f"## {profile.name}",
+        "",
+        f"{profile.description[0].upper()}{profile.description[1:]}",
+        "",
+        *facts,
+        "",
+        "| operation | rows | error | left out |",
+        "|---|---:|---:|---:|",
+        *rows,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _row(kind: str, fit: OperationFit) -> str:
+    return f"| {TITLES[kind]} | {fit.num_rows} | {fit.mape:.1%} | {fit.cross_validated_mape:.1%} |"
+
+
+def _range(profile: CalibrationProfile) -> str:
+    valid = profile.valid
+    spans = (
+        ("contexts of", tuple(map(format_tokens, valid.context_len)), " tokens"),
+        ("", tuple(map(str, valid.num_gpus)), " GPUs"),
+        ("hidden size", tuple(map(str, valid.hidden_size)), ""),
+        ("head_dim", tuple(map(str, valid.head_dim)), ""),
+    )
+    texts = (f"{label} {_span(*ends)}{unit}".strip() for label, ends, unit in spans)
+    return f"GPU {profile.gpu}, {', '.join(texts)}, {' and '.join(profile.valid.dtypes)}"
+
+
+def _span(low: str, high: str) -> str:
+    return low if low == high else f"{low} to {high}"
+
+
+def _host(profile: CalibrationProfile) -> str:
+    """How long, and how it is known."""
+    host, known = profile.host, profile.operations.get("host")
+    parts = [f"{format_seconds(host.layer_s)} a layer"]
+    if host.gather_piece_s:
+        parts.append(f"{format_seconds(host.gather_piece_s)} a gathering rank")
+    if host.message_s:
+        parts.append(f"{format_seconds(host.message_s)} a message")
+    if host.resume_s:
+        parts.append(f"{format_seconds(host.resume_s)} to resume after communication")
+    return f"{', '.join(parts)}; {known.source if known else 'fitted to whole prefills'}"
+
+
+def _prefills(profile: CalibrationProfile) -> str:
+    """Errors on TTFTs, and what the table of operations is then."""
+    residual = profile.residual
+    assert residual is not None
+    return (
+        f"mean error {residual.mape:.1%} on the {residual.num_rows} published TTFTs of the fit,"
+        f" {residual.cross_validated_mape:.1%} with one model left out at a time; the operations below were measured"
+        f" apart from them ({profile.provenance['measured']})"
+    )
+
+
+def _links(profile: CalibrationProfile) -> Iterator[str]:
+    """Pages about it."""
+    if profile.residual is not None:
+        yield "[every published TTFT beside its prediction](accuracy.md)"
+    else:
+        yield f"[each operation, with a picture](profiles/{profile.name}.md)"
+        yield "[whole prefills beside the sum of their kernels](kernel_sums.md)"
+
+
+if __name__ == "__main__":
+    write_page()

@@ -1,0 +1,42 @@
+"""`kvrsim clusters`: the clusters that ship, and what is in one."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvrsim.cli.options import Json, print_json
+
+app = typer.Typer(help="Clusters: GPUs and the links between them.")
+
+
+@app.command("list")
+def list_clusters(json: Json = False) -> None:
+    """The clusters that ship with kvrsim."""
+    from kvrsim.hardware.cluster import builtin_clusters, cluster_to_dict, load_cluster
+
+    clusters = {name: load_cluster(name) for name in builtin_clusters()}
+    if json:
+        print_json({"clusters": [cluster_to_dict(cluster) for cluster in clusters.values()]})
+        return
+    from kvrsim.cli.render.tables import show_clusters
+
+    show_clusters(clusters)
+
+
+@app.command("show")
+def show(
+    name: Annotated[str, typer.Argument(metavar="NAME|PATH", help="A built-in cluster or a file.")],
+    json: Json = False,
+) -> None:
+    """One cluster: its GPU, links and layout, with the datasheets they are from."""
+    from kvrsim.hardware.cluster import cluster_to_dict, load_cluster
+
+    cluster = load_cluster(name, argument="NAME|PATH")
+    if json:
+        print_json(cluster_to_dict(cluster))
+        return
+    from kvrsim.cli.render.tables import show_tree
+
+    show_tree(cluster.name, cluster_to_dict(cluster))

@@ -1,0 +1,203 @@
+"""`kvrsim confirm`: a plan's candidates run on this machine, beside what was predicted of them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvrsim.cli import machine_options as machine
+from kvrsim.cli import outputs
+from kvrsim.cli.options import (
+    Json,
+    Plot,
+    ScenarioOptions,
+    Trace,
+    check_output,
+    check_plot,
+    print_json,
+    takes,
+)
+from kvrsim.cli.outputs import write_beside
+from kvrsim.cli.rank_progress import RankProgress
+from kvrsim.errors import InputError, KvrsimError
+
+if TYPE_CHECKING:
+    from kvrsim.scenario import Scenario
+    from planner.confirm.hardware import Hardware
+    from planner.confirm.result import Confirmation, Targets
+
+DEFAULT_GPUS = "2"
+NOT_MET = 1  # exit code: a target, or a rank that failed
+
+
+def on_this_machine(command: Callable[..., None]) -> Callable[..., None]:
+    """The same command for as many GPUs as a small machine has ranks."""
+
+    @functools.wraps(command)
+    def here(*args: object, **kwargs: object) -> None:
+        command(*args, **kwargs)
+
+    signature = inspect.signature(command)
+    parameters = [
+        parameter.replace(default=DEFAULT_GPUS) if name == "gpus" else parameter
+        for name, parameter in signature.parameters.items()
+    ]
+    here.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return here
+
+
+@on_this_machine
+@takes(ScenarioOptions, machine.HardwareOptions)
+def confirm(
+    options: ScenarioOptions,
+    hardware: machine.HardwareOptions,
+    *,
+    top: Annotated[
+        str, typer.Option("--top", metavar="K", help="Partitions of kvr: the plan's, and the K - 1 best further ones.")
+    ] = "3",
+    virtual: Annotated[
+        bool | None,
+        typer.Option(
+            "--virtual/--no-virtual",
+            help="Replay all ranks on one device, messages modelled. Default: where there are too few devices.",
+        ),
+    ] = None,
+    max_regret: Annotated[
+        str, typer.Option("--max-regret", metavar="SHARE", help="Of the plan's choice; beyond the spread, it fails.")
+    ] = "3%",
+    max_error: Annotated[
+        str, typer.Option("--max-error", metavar="SHARE", help="Of predicted TTFTs (median); beyond, it fails.")
+    ] = "7%",
+    max_logit_error: Annotated[
+        str | None,
+        typer.Option("--max-logit-error", metavar="SHARE", help="Of the largest logit. Default: by the dtype."),
+    ] = None,
+    search: Annotated[
+        bool, typer.Option("--search", help="Search the partition on the machine, from the plan's; see --output.")
+    ] = False,
+    minutes: Annotated[
+        str, typer.Option("--minutes", metavar="M", help="Time for --search, at most about this.")
+    ] = "5",
+    output: Annotated[
+        str | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write what --search finds as a partition table."),
+    ] = None,
+    trace: Trace = None,
+    plot: Plot = None,
+    json: Json = False,
+) -> None:
+    """Run a plan's candidates on this machine, interleaved.
+
+    Says how far the plan was off.
+
+    Exits with 1 where a target is not met: the plan's choice, the predictions, or the logits.
+    """
+    from kvrsim.units import parse_count
+
+    best = parse_count(top, "--top", maximum=1000)
+    targets = _targets(max_regret, max_error, max_logit_error)
+    check_output(trace, "--trace")
+    check_plot(plot)
+    check_output(output, "--output")
+    if output is not None and not search:
+        raise InputError("--output", output, "nothing without --search, which writes a partition table")
+    if options.profile is None:
+        raise InputError("--profile", "nothing", "a profile of this machine; kvrsim calibrate all makes one")
+    scenario, warnings = options.scenario()
+    chosen = hardware.checked(options, scenario)
+    if search:
+        _search(scenario, chosen, minutes, output, warnings, virtual=virtual, trace=trace, plot=plot, json=json)
+        return
+    from planner.confirm.confirm import confirm as run
+
+    told: dict[str, Any] = dict(targets=targets, warnings=warnings, on_note=tell)
+    try:
+        with RankProgress() as progress:
+            found = run(scenario, chosen, top=best, virtual=virtual, on_progress=progress, **told)
+    except KvrsimError as error:
+        if json and error.exit_code == NOT_MET and machine.is_first_rank():  # a rank that failed, say
+            print_json({"candidates": [], "ok": False, "reasons": [str(error)]})
+        raise
+    if machine.is_first_rank():
+        _show(found, trace, plot, json=json)
+    if not found.ok:
+        raise typer.Exit(NOT_MET)
+
+
+def _targets(regret: str, error: str, logits: str | None) -> Targets:
+    from planner.confirm.result import Targets
+
+    return Targets(
+        regret=machine.parse_share(regret, "--max-regret"),
+        error=machine.parse_share(error, "--max-error"),
+        logits=None if logits is None else machine.parse_share(logits, "--max-logit-error"),
+    )
+
+
+def tell(note: str) -> None:
+    """A line on standard error, of the first rank's."""
+    if machine.is_first_rank():
+        outputs.tell(note)
+
+
+def _show(found: Confirmation, trace: str | None, plot: str | None, *, json: bool) -> None:
+    if json:
+        print_json(found.to_dict())
+    else:
+        from kvrsim.cli.render.confirm import show_confirmation
+
+        show_confirmation(found)
+    from planner.confirm.plot import write_pair
+    from planner.confirm.trace import write_traces
+
+    write_beside((trace, lambda path: write_traces(found, path)), (plot, lambda path: write_pair(found, path)))
+
+
+def _search(
+    scenario: Scenario,
+    hardware: Hardware,
+    minutes: str,
+    output: str | None,
+    warnings: tuple[str, ...],
+    *,
+    virtual: bool | None,
+    trace: str | None,
+    plot: str | None,
+    json: bool,
+) -> None:
+    """The search on the machine."""
+    from planner.confirm.search import search_here
+
+    for argument, value in (("--virtual", virtual), ("--trace", trace), ("--plot", plot)):
+        if value:
+            raise InputError(argument, value, "nothing with --search, which measures partitions")
+    if output is None:
+        raise InputError("--output", "nothing", "a file for the partition table that --search writes")
+    for warning in warnings:
+        tell(warning)
+    wanted: dict[str, Any] = dict(minutes=_minutes(minutes), output=Path(output))
+    with RankProgress() as progress:
+        found = search_here(scenario, hardware, **wanted, on_note=tell, on_progress=progress)
+    if not machine.is_first_rank():
+        return
+    if json:
+        print_json(found.to_dict())
+    else:
+        from kvrsim.cli.render.confirm import show_search
+
+        show_search(found)
+
+
+def _minutes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 24 * 60:
+        raise InputError("--minutes", text, "a number above 0 and at most 1440")
+    return value

@@ -1,0 +1,249 @@
+"""`kvrsim calibrate compute`, `links` and `all`: measuring this machine."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvrsim.cli.machine_options import Device as Device
+from kvrsim.cli.machine_options import require_torch
+from kvrsim.cli.options import Json, check_output, parse_choice, parse_list, print_json
+from kvrsim.errors import InputError
+
+if TYPE_CHECKING:
+    from calibrate.measure.campaign import Outcome, Policy
+    from calibrate.measure.campaigns import Campaign, Measured
+    from calibrate.measure.compute_bench import ComputeSetup
+
+Model = Annotated[
+    str,
+    typer.Option("--model", metavar="NAME|PATH", help="Whose layers: a built-in name, or a config.json's path."),
+]
+Dtype = Annotated[
+    str | None, typer.Option("--dtype", metavar="fp16|bf16|fp32", help="Default: fp16, and fp32 on a CPU.")
+]
+Attention = Annotated[
+    str | None,
+    typer.Option(
+        "--attention",
+        metavar="KERNEL,...",
+        help="eager, sdpa and flash, the profile's default first. Default: all three, and sdpa on a CPU.",
+    ),
+]
+Context = Annotated[
+    str | None, typer.Option("--ctx", metavar="LEN", help="The longest context. Default: 16k, and 4k on a CPU.")
+]
+Threads = Annotated[str, typer.Option("--threads", metavar="N", help="Threads of a rank on a CPU.")]
+Ranks = Annotated[
+    str | None, typer.Option("--ranks", metavar="N", help="Ranks. Default: as many as GPUs, or as cores / threads.")
+]
+Minutes = Annotated[str, typer.Option("--minutes", metavar="M", help="Time for measuring, at most about this.")]
+EvenIfBusy = Annotated[
+    bool, typer.Option("--even-if-busy", help="Count what was measured while others used the machine.")
+]
+Timeout = Annotated[
+    str, typer.Option("--timeout", metavar="TIME", help="After which a rank that does not answer is given up.")
+]
+CsvOutput = Annotated[
+    str, typer.Option("--output", "-o", metavar="FILE", help="Write the measurements, as CSV; resumed from beside it.")
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """What to measure, as the options say it; values are checked by `setup`."""
+
+    model: str
+    device: str
+    dtype: str | None
+    attention: str | None
+    ctx: str | None
+    threads: str
+
+    def setup(self) -> ComputeSetup:
+        """Checked, with what torch finds on this machine; InputError names the option."""
+        require_torch()
+        from calibrate.measure.compute_bench import ComputeSetup
+        from kvrsim.model.load import config_path, load_model
+        from kvrsim.runtime.geometry import DTYPES, family_of
+        from kvrsim.runtime.host import chosen_device, num_gpus
+        from kvrsim.units import JsonObject, parse_count, parse_tokens
+
+        model = load_model(self.model)
+        config = JsonObject.read(config_path(self.model, "--model"), "--model").fields
+        family_of(model.model_type)
+        device = chosen_device(self.device)
+        on_cpu = device == "cpu"
+        dtype = parse_choice(self.dtype, "--dtype", tuple(DTYPES)) or ("fp32" if on_cpu else "fp16")
+        return ComputeSetup(
+            model=model,
+            config={key: value for key, value in config.items() if not key.startswith("_")},
+            device=device,
+            dtype=dtype,
+            kernels=self._kernels(on_cpu),
+            max_context=parse_tokens(self.ctx or ("4k" if on_cpu else "16k"), "--ctx"),
+            threads=parse_count(self.threads, "--threads", maximum=1024),
+            num_gpus=1 if on_cpu else num_gpus(),
+        )
+
+    def _kernels(self, on_cpu: bool) -> tuple[str, ...]:
+        from kvrsim.runtime.geometry import ATTENTIONS
+
+        accepted = f"some of {', '.join(ATTENTIONS)}, separated by commas"
+        named = self.attention or ("sdpa" if on_cpu else ",".join(ATTENTIONS))
+        kernels = parse_list(named, "--attention", accepted)
+        if not set(kernels) <= set(ATTENTIONS) or len(set(kernels)) < len(kernels):
+            raise InputError("--attention", named, accepted)
+        return tuple(kernels)
+
+
+def compute(
+    output: CsvOutput,
+    model: Model = "llama-7b",
+    device: Device = "auto",
+    dtype: Dtype = None,
+    attention: Attention = None,
+    ctx: Context = None,
+    threads: Threads = "1",
+    minutes: Minutes = "3",
+    even_if_busy: EvenIfBusy = False,
+    json: Json = False,
+) -> None:
+    """Time a model's decoder layers on this machine, part by part."""
+    check_output(output, "--output")
+    wanted = Wanted(model=model, device=device, dtype=dtype, attention=attention, ctx=ctx, threads=threads)
+    setup = wanted.setup()
+    from calibrate.measure.campaigns import compute_campaign
+
+    campaign = compute_campaign(setup, Path(output), command())
+    _measure_one(campaign, policy_of(minutes, even_if_busy), "layers", json=json)
+
+
+def links(
+    output: CsvOutput,
+    device: Device = "auto",
+    ranks: Ranks = None,
+    threads: Threads = "1",
+    max_bytes: Annotated[
+        str, typer.Option("--max-bytes", metavar="SIZE", help="The longest message, such as a layer's K and V.")
+    ] = "64MiB",
+    minutes: Minutes = "2",
+    timeout: Timeout = "60s",
+    even_if_busy: EvenIfBusy = False,
+    json: Json = False,
+) -> None:
+    """Time messages and all-gathers between this machine's ranks, and find how their links lie."""
+    check_output(output, "--output")
+    require_torch()
+    from calibrate.measure.campaigns import link_campaign
+    from kvrsim.runtime.host import chosen_device
+    from kvrsim.units import parse_bytes, parse_count, parse_seconds
+
+    place = chosen_device(device)
+    cores = parse_count(threads, "--threads", maximum=1024)
+    campaign = link_campaign(
+        ranks=parse_ranks(ranks, place, cores, least=2),
+        device=place,
+        backend="nccl" if place == "cuda" else "gloo",
+        threads=cores,
+        max_bytes=parse_bytes(max_bytes, "--max-bytes"),
+        timeout_s=parse_seconds(timeout, "--timeout"),
+        output=Path(output),
+        command=command(),
+    )
+    _measure_one(campaign, policy_of(minutes, even_if_busy), "links", json=json)
+
+
+def parse_ranks(text: str | None, device: str, threads: int, *, least: int = 1) -> int:
+    """As many as asked for, or as the machine has; InputError where that is fewer than `least`."""
+    from kvrsim.runtime.host import devices
+    from kvrsim.units import parse_count
+
+    ranks = devices(device, threads) if text is None else parse_count(text, "--ranks", maximum=64)
+    if ranks < least:
+        raise InputError("--ranks", ranks, f"at least {least}: links join ranks")
+    return ranks
+
+
+def policy_of(minutes: str, even_if_busy: bool, share: float = 1.0) -> Policy:
+    """A budget of so many minutes, or of a share of them."""
+    from calibrate.measure.campaign import Policy
+
+    try:
+        value = float(minutes)
+    except ValueError:
+        value = 0.0
+    if not 0.05 <= value <= 24 * 60:
+        raise InputError("--minutes", minutes, "a number from 0.05 to 1440")
+    return Policy(budget_s=60 * value * share, even_if_busy=even_if_busy)
+
+
+def run(campaign: Campaign, policy: Policy, title: str) -> Measured:
+    """Measure with an estimate beforehand and a bar meanwhile, both on standard error."""
+    from calibrate.measure.campaigns import measure
+    from kvrsim.cli.campaign_progress import CampaignProgress, tell_estimate
+
+    with CampaignProgress(title) as progress:
+        return measure(
+            campaign,
+            policy,
+            on_estimate=lambda found, resumed: tell_estimate(title, found, policy, resumed),
+            on_progress=progress,
+        )
+
+
+def _measure_one(campaign: Campaign, policy: Policy, title: str, *, json: bool) -> None:
+    measured = run(campaign, policy, title)
+    measured.journal.remove()
+    told = outcome_json(measured.outcome) | {"output": str(campaign.output)}
+    if json:
+        print_json(told)
+    else:
+        show_outcome(measured.outcome, str(campaign.output))
+
+
+def outcome_json(outcome: Outcome) -> dict[str, Any]:
+    """What was measured, as JSON."""
+    return {
+        "rows": len(outcome.rows),
+        "samples": outcome.samples,
+        "busy_samples": outcome.busy,
+        "median_spread": median_spread(outcome),
+        "skipped": dict(outcome.skipped),
+        "device_state": dict(outcome.device),
+    }
+
+
+def median_spread(outcome: Outcome) -> float | None:
+    """Of the repeats: interquartile range over median, in the middle of all rows."""
+    from statistics import median
+
+    spreads = [row.spread_s / row.median_s for row in outcome.rows if row.spread_s is not None]
+    return round(median(spreads), 4) if spreads else None
+
+
+def show_outcome(outcome: Outcome, output: str) -> None:
+    """One line each for what was measured, what was not, and where it is."""
+    from kvrsim.cli.render.tables import facts, show
+
+    table = facts()
+    spread = median_spread(outcome)
+    steady = "" if spread is None else f", spread {spread:.1%} (median of interquartile ranges)"
+    table.add_row("measured:", f"{len(outcome.rows)} rows of {outcome.samples} samples{steady}")
+    if outcome.busy:
+        table.add_row("busy:", f"{outcome.busy} samples were taken while others used the machine")
+    if not outcome.load_known:
+        table.add_row("busy:", "not known: this system does not tell what others do")
+    for point, why in outcome.skipped.items():
+        table.add_row("skipped:", f"{point}: {why}")
+    table.add_row("written:", output)
+    show(table)
+
+
+def command() -> str:
+    """As it was typed, without the folders of this machine."""
+    return " ".join(["kvrsim", *(Path(word).name if "/" in word else word for word in sys.argv[1:])])

@@ -1,0 +1,136 @@
+"""`kvrsim plan`: strategies compared for one prefill, each with its best partition."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvrsim.cli.commands.table import Table, needs_table, read_table
+from kvrsim.cli.noise_options import NoiseOption, Objective, Samples, parse_disturbance, parse_objective
+from kvrsim.cli.options import (
+    Json,
+    Plot,
+    ScenarioOptions,
+    Seed,
+    Trace,
+    check_output,
+    check_plot,
+    parse_choice,
+    parse_list,
+    parse_seed,
+    print_json,
+    takes_scenario,
+)
+from kvrsim.cli.outputs import write_beside
+
+if TYPE_CHECKING:
+    from kvrsim.results import Plan
+    from kvrsim.timeline import Timeline
+
+METHODS = ("grid", "analytical", "auto")
+
+
+@takes_scenario
+def plan(
+    options: ScenarioOptions,
+    *,
+    strategies: Annotated[
+        str | None,
+        typer.Option(
+            "--strategies",
+            metavar="NAMES|all",
+            help="What to compare, with commas between, such as tsp,kvr-s,tp8+kvr-s. Default: kvr-s and all that need"
+            " no search; all adds pipelines and hybrids.",
+        ),
+    ] = None,
+    method: Annotated[
+        str,
+        typer.Option(
+            "--method",
+            metavar="|".join(METHODS),
+            help="How the partition of kvr-s is searched; grid is the paper's.",
+        ),
+    ] = "auto",
+    stride: Annotated[
+        str | None,
+        typer.Option("--stride", metavar="LEN", help="Searched chunk boundaries are multiples of it."),
+    ] = None,
+    table: Table = None,
+    noise: NoiseOption = None,
+    objective: Objective = None,
+    samples: Samples = None,
+    trace: Trace = None,
+    plot: Plot = None,
+    seed: Seed = "0",
+    json: Json = False,
+) -> None:
+    """Compare strategies for one prefill, each at its best.
+
+    KVR-S's partition comes with a proven bound. By default all strategies are compared that need no search of their
+    own; --strategies all adds the others. Exits with 1 where no strategy fits in the GPUs' memory.
+    """
+    from kvrsim.cli.progress import SearchProgress
+    from kvrsim.units import parse_tokens
+
+    names = None if strategies is None else parse_strategies(strategies)
+    needs_table(names or [], table)
+    parse_choice(method, "--method", METHODS)
+    step = None if stride is None else parse_tokens(stride, "--stride")
+    number = parse_seed(seed)
+    disturbance = parse_disturbance(noise, samples, number)
+    figure = parse_objective(objective, disturbance)
+    check_output(trace, "--trace")
+    check_plot(plot)
+    lookup = read_table(table)
+    scenario, warnings = options.scenario()
+    from planner.plan import make_plan
+
+    with SearchProgress() as progress:
+        result = make_plan(
+            scenario,
+            strategies=names,
+            method=method,
+            stride=step,
+            table=lookup,
+            warnings=warnings,
+            on_progress=progress,
+            on_stage=progress.stage,
+            timeline=trace is not None or plot is not None,
+            disturbance=disturbance,
+            objective=figure,
+            seed=number,
+        )
+    if json:
+        print_json(result.to_dict())
+    else:
+        from kvrsim.cli.render.plan import show_plan
+
+        show_plan(result)
+    if timeline := result.timeline:
+        write_beside((trace, timeline.write_chrome_trace), (plot, lambda path: _draw(result, timeline, path)))
+    if not result.feasible:
+        raise typer.Exit(1)
+
+
+def parse_strategies(text: str, argument: str = "--strategies") -> list[str]:
+    """Names with commas between; each once, in the order given."""
+    from kvrsim.strategies import STRATEGIES, get_strategy
+
+    accepted = f"names out of {', '.join(STRATEGIES)}, with commas between"
+    names = parse_list(text, argument, accepted)
+    if names == ["all"] and argument == "--strategies":
+        return names
+    for name in names:
+        get_strategy(name, argument)
+    return list(dict.fromkeys(names))
+
+
+def _draw(result: Plan, timeline: Timeline, path: str) -> None:
+    """What the best strategy does when."""
+    from kvrsim.cli.render.plan import question_line
+    from kvrsim.plots.gantt import write_gantt
+
+    line = question_line(result)
+    title = f"{result.best.strategy}: {result.best.title}"
+    write_gantt(timeline, path, title=title, subtitle=line)

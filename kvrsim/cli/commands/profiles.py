@@ -1,0 +1,108 @@
+"""`kvrsim profiles`: the calibration profiles that ship, and what is in one."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvrsim.cli.options import Json, print_json
+
+app = typer.Typer(help="Calibration profiles: what machines were measured to do.")
+
+
+@app.command("list")
+def list_profiles(json: Json = False) -> None:
+    """The profiles that ship with kvrsim."""
+    from kvrsim.profile.profile import builtin_profiles, load_profile
+
+    profiles = [load_profile(name) for name in builtin_profiles()]
+    rows = [
+        {
+            "name": profile.name,
+            "gpu": profile.gpu,
+            "attention": list(profile.attention_kernels),
+            "mape": profile.residual.mape if profile.residual else None,
+            "description": profile.description,
+        }
+        for profile in profiles
+    ]
+    if json:
+        print_json({"profiles": rows})
+        return
+    from kvrsim.cli.render.tables import show_profiles
+
+    show_profiles(profiles)
+
+
+@app.command("show")
+def show(
+    name: Annotated[str, typer.Argument(metavar="NAME|PATH", help="A built-in profile or a file.")],
+    json: Json = False,
+) -> None:
+    """One profile: its rates, where they hold, how well, and where they come from."""
+    from kvrsim.profile.profile import load_profile
+
+    profile = load_profile(name, argument="NAME|PATH")
+    if json:
+        print_json(profile.to_dict())
+        return
+    from kvrsim.cli.render.tables import show_tree
+
+    content = profile.to_dict()
+    content["kernels"]["gemm"]["measured"] = [
+        f"{shape.in_features}→{shape.out_features}: {len(shape.rows)} row counts, {shape.rows[0]} to {shape.rows[-1]}"
+        for shape in profile.kernels.gemm.measured
+    ]
+    show_tree(profile.name, content)
+
+
+@app.command("diff")
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="A built-in profile or a file.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    model: Annotated[
+        str, typer.Option("--model", metavar="NAME|PATH", help="Whose layers both are asked for.")
+    ] = "llama-7b",
+    json: Json = False,
+) -> None:
+    """Two profiles side by side: seconds of typical operations, and which differ by more than either's own errors."""
+    from calibrate.fit.diff import compare_profiles, dtypes_of
+    from kvrsim.model.load import load_model
+    from kvrsim.profile.profile import load_profile
+
+    first, second = load_profile(a, argument="A"), load_profile(b, argument="B")
+    spec = load_model(model)
+    rows = compare_profiles(first, second, spec)
+    dtypes = dtypes_of(first, second)
+    if json:
+        print_json(
+            {
+                "a": first.name,
+                "b": second.name,
+                "model": spec.name,
+                "dtypes": list(dtypes),
+                "operations": [
+                    {
+                        "operation": row.operation,
+                        "a_s": row.a_s,
+                        "b_s": row.b_s,
+                        "ratio": row.ratio,
+                        "differs": row.differs,
+                    }
+                    for row in rows
+                ],
+            }
+        )
+        return
+    from kvrsim.cli.render.tables import columns, show
+    from kvrsim.units import format_seconds
+
+    table = columns("operation")
+    columns("A", "B", "B / A", numbers=True, into=table)
+    columns("", into=table)
+    for row in rows:
+        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+        table.add_row(row.operation, format_seconds(row.a_s), format_seconds(row.b_s), ratio, "*" * row.differs)
+    names = f"A: {first.name}, {dtypes[0]}, on {first.gpu}; B: {second.name}, {dtypes[1]}, on {second.gpu}"
+    show(names, "", table, "", "*: beyond what the errors of both profiles leave open, in four cases of five")

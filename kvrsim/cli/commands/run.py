@@ -1,0 +1,107 @@
+"""`kvrsim run`: one strategy's prefill, measured on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvrsim.cli import machine_options as machine
+from kvrsim.cli.commands.confirm import on_this_machine, tell
+from kvrsim.cli.options import (
+    Json,
+    Plot,
+    ScenarioOptions,
+    Trace,
+    check_output,
+    check_plot,
+    parse_chunks,
+    print_json,
+    takes,
+)
+from kvrsim.cli.outputs import write_beside
+from kvrsim.cli.rank_progress import RankProgress
+
+if TYPE_CHECKING:
+    from kvrsim.scenario import Scenario
+    from planner.confirm.run import RunResult
+
+
+@on_this_machine
+@takes(ScenarioOptions, machine.HardwareOptions)
+def run(
+    options: ScenarioOptions,
+    hardware: machine.HardwareOptions,
+    *,
+    strategy: Annotated[
+        str, typer.Option("--strategy", metavar="NAME", help="single, tsp, kvr-e, kvr-s, or kvr-p with --partition.")
+    ],
+    partition: Annotated[
+        str | None,
+        typer.Option(
+            "--partition",
+            metavar="LEN,LEN,...",
+            help="Tokens of each rank. Default: the strategy's own; kvr-s searches by --profile.",
+        ),
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="Compare logits and KV cache with one process's.")] = False,
+    generate: Annotated[
+        str | None, typer.Option("--generate", metavar="N", help="The last rank goes on for N tokens, greedily.")
+    ] = None,
+    trace: Trace = None,
+    plot: Plot = None,
+    json: Json = False,
+) -> None:
+    """Measure one strategy's prefill on this machine.
+
+    On ranks of its own, or as one rank of torchrun.
+    """
+    from kvrsim.runtime.plan import run_strategy
+    from kvrsim.units import parse_count
+
+    run_strategy(strategy)
+    tokens = 0 if generate is None else parse_count(generate, "--generate", maximum=2**20)
+    chunks = parse_chunks(partition)
+    check_output(trace, "--trace")
+    check_plot(plot)
+    machine.require_torch()
+    from planner.confirm.run import run_here
+
+    scenario, warnings = _scenario(options, hardware.device)
+    chosen = hardware.checked(options, scenario)
+    wanted: dict[str, Any] = dict(strategy=strategy, partition=chunks, check_logits=check, generate=tokens)
+    with RankProgress() as progress:
+        found = run_here(scenario, chosen, **wanted, warnings=warnings, on_note=tell, on_progress=progress)
+    if machine.is_first_rank():
+        _show(found, trace, plot, json=json)
+
+
+def _scenario(options: ScenarioOptions, device: str) -> tuple[Scenario, tuple[str, ...]]:
+    """As for a prediction, with its notes; without a profile, what a plain run on this device takes."""
+    if options.profile is not None:
+        return options.scenario()
+    from kvrsim.runtime.host import chosen_device
+
+    dtype = options.dtype or ("fp32" if chosen_device(device) == "cpu" else "fp16")
+    kernel = options.attention or "sdpa"
+    return replace(options, profile="roofline", dtype=dtype, attention=kernel).scenario()[0], ()
+
+
+def _show(found: RunResult, trace: str | None, plot: str | None, *, json: bool) -> None:
+    if json:
+        print_json(found.to_dict())
+    else:
+        from kvrsim.cli.render.confirm import show_run
+
+        show_run(found)
+    write_beside((trace, found.timeline.write_chrome_trace), (plot, lambda path: _draw(found, path)))
+
+
+def _draw(found: RunResult, path: str) -> None:
+    from kvrsim.cli.render.plan import subtitle
+    from kvrsim.plots.gantt import write_gantt
+
+    device = f"measured on {found.num_gpus} ranks, {found.conditions['device']}"
+    line = subtitle(found.model, found.context_len, (device, f"{found.attention} attention", found.dtype))
+    write_gantt(found.timeline, path, title=f"{found.strategy}: measured", subtitle=line)

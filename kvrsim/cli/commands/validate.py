@@ -1,0 +1,56 @@
+"""`kvrsim validate`: the simulator against figures that others have published."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+
+from kvrsim.cli.options import Json, check_output, print_json
+from kvrsim.errors import KvrsimError
+
+app = typer.Typer(help="Compare the simulator with measurements.", no_args_is_help=False)
+
+
+class NotACheckoutError(KvrsimError):
+    """The evidence does not ship with the package."""
+
+    exit_code = 2
+
+
+@app.callback()
+def _validate() -> None:
+    """Compare the simulator with measurements."""
+
+
+@app.command("published")
+def published(
+    report: Annotated[
+        str | None, typer.Option("--report", metavar="FILE", help="Write the report as Markdown, too.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Simulate every published case and print how far off each one is.
+
+    Exits with 1 where the accuracy that is promised is not met.
+    """
+    check_output(report, "--report")
+    try:
+        cases = import_module("validate.published.compare")
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("validate"):
+            raise
+        sentence = "kvrsim validate runs from a checkout of kvrsim's repository, which holds the published figures"
+        raise NotACheckoutError(sentence) from None
+    result: dict[str, Any] = cases.run()
+    if report is not None:
+        cases.write_report(result, report)
+    if json:
+        print_json(result)
+    else:
+        from kvrsim.cli.render.tables import show_validation
+
+        show_validation(result)
+    if result.get("ok") is False:
+        raise typer.Exit(1)

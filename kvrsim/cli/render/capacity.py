@@ -1,0 +1,82 @@
+"""A capacity plan for people; imported only where no JSON is asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from kvrsim.cli.render.memory import limit_text
+from kvrsim.cli.render.tables import columns, facts, show
+from kvrsim.units import format_seconds, format_tokens
+
+if TYPE_CHECKING:
+    from planner.capacity.answer import CapacityPlan, FleetAnswer
+
+_SHOWN = 5  # alternatives
+_BAR = 24  # characters of the longest bar of the histogram
+
+
+def show_capacity(plan: CapacityPlan) -> None:
+    """What was read, the fleets, and what they rest on."""
+    from planner.capacity.report import groups_of_fleet, headline, interval, losses, verdict
+
+    best = plan.first
+    nothing_served = best.unserved == best.requests
+    table = facts()
+    table.add_row("answer:" if plan.feasible else "no answer:", verdict(plan))
+    for tokens, groups, strategies, requests in () if nothing_served else groups_of_fleet(best):
+        table.add_row("", f"{tokens} new tokens: {groups}; time by strategy: {strategies}; {requests} requests")
+    for label, text in (("interval:", interval(plan)), ("requests:", losses(best))):
+        if text is not None and not nothing_served:
+            table.add_row(label, text)
+    for reason in plan.reasons():
+        table.add_row("no:", reason)
+    table.add_row("memory:", limit_text(plan.memory_limit))
+    table.add_row("decoding:", plan.decoding)
+    table.add_row("dispatch:", plan.dispatch)
+    table.add_row("search:", f"{plan.simulated_requests} requests simulated in {format_seconds(plan.seconds)}")
+    table.add_row("rests on:", plan.rests_on)
+    for note in plan.warnings:
+        table.add_row(Text("note:", style="yellow"), note)
+    setting = f"{plan.model} · {plan.cluster} · profile {plan.profile}"
+    header = (Text(headline(plan), style="bold"), Text(setting, style="dim"), "", _lengths(plan), "")
+    show(*header, *(() if nothing_served else (_fleets(plan), "")), table)
+
+
+def _lengths(plan: CapacityPlan) -> Table:
+    """Requests by context."""
+    table = columns("contexts from")
+    columns("requests", "share of new tokens", numbers=True, into=table)
+    columns("", into=table)
+    rows = plan.workload["histogram"]
+    most = max(row["requests"] for row in rows)
+    for row in rows:
+        bar = "█" * round(_BAR * row["requests"] / most)
+        share = f"{row['share_of_new_tokens']:.1%}"
+        table.add_row(format_tokens(row["from_tokens"]), str(row["requests"]), share, bar)
+    return table
+
+
+def _fleets(plan: CapacityPlan) -> Table:
+    """The answer, or the nearest miss, and alternatives."""
+    table = columns("GPUs", numbers=True)
+    table.add_column("fleet")
+    columns("p50", "p95", "p99", "longest", "in time", "utilised", numbers=True, into=table)
+    fleets = [plan.first, *plan.alternatives[:_SHOWN]]
+    priced = any(one.cost_per_hour is not None for one in fleets)
+    columns(*["cost/hour"] * priced, numbers=True, into=table)
+    for one in fleets:
+        table.add_row(*_row(one, priced=priced), style="bold" if one is plan.answer else None)
+    return table
+
+
+def _row(fleet: FleetAnswer, *, priced: bool) -> list[str]:
+    from planner.capacity.report import format_time
+
+    times = (fleet.p50_ttft_s, fleet.p95_ttft_s, fleet.p99_ttft_s, fleet.max_ttft_s)
+    shown = map(format_time, times)
+    shares = [f"{fleet.in_time:.2%}", f"{fleet.utilisation:.0%}"]
+    cost = [f"{fleet.cost_per_hour:.2f}"] if priced and fleet.cost_per_hour is not None else []
+    return [str(fleet.num_gpus), fleet.describe(), *shown, *shares, *cost]

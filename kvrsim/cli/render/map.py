@@ -1,0 +1,104 @@
+"""A map of strategies for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from kvrsim.cli.render.memory import limit_text
+from kvrsim.cli.render.tables import columns, facts, show
+from kvrsim.units import format_bandwidth, format_seconds, format_tokens
+
+ALONE = "single"
+
+if TYPE_CHECKING:
+    from planner.map.map import BreakEven, StrategyMap, Winner
+
+
+def show_map(found: StrategyMap) -> None:
+    """For each bandwidth the winners and the break-even lengths."""
+    title = Text(f"Fastest strategy for {found.model}", style="bold")
+    setting = (found.cluster.describe(), *found.question.kernels())
+    parts: list[Text | Table | str] = [title, Text(" · ".join(setting), style="dim")]
+    winners, best, even = list(found.winners()), list(found.best()), list(found.break_evens())
+    for bandwidth in found.bandwidths:
+        parts += ["", Text(f"links of {format_bandwidth(bandwidth)}", style="bold")]
+        parts.append(
+            _winners(found, bandwidth, [one for one in winners if one.link_bandwidth_bytes_per_s == bandwidth], best)
+        )
+        here = [one for one in even if one.link_bandwidth_bytes_per_s == bandwidth]
+        if here:
+            parts += ["", _break_evens(found, here)]
+    notes = facts()
+    notes.add_row("memory:", limit_text(found.memory_limit))
+    for note in (*_always_alone(found, best), *_too_long_alone(found), *found.warnings):
+        notes.add_row(Text("note:", style="yellow"), note)
+    show(*parts, "", notes)
+
+
+def _winners(found: StrategyMap, bandwidth: float, winners: list[Winner], best: list[Winner]) -> Table:
+    """A row a context, a column a number of GPUs: the winner, its TTFT, its gain over one GPU."""
+    table = columns("context")
+    several = [count for count in found.gpu_counts if count > 1]
+    columns("best", *(f"{count} GPUs" for count in several), into=table)
+    for context_len in found.lengths:
+        here = [one for one in winners if one.context_len == context_len]
+        planned = [count for count in found.gpu_counts if found.at(context_len, bandwidth, count)]
+        cells = dict(zip(planned, map(_cell, here), strict=True))
+        if not here:
+            continue
+        fastest = next(
+            one for one in best if (one.context_len, one.link_bandwidth_bytes_per_s) == (context_len, bandwidth)
+        )
+        on = f"{fastest.strategy} on {fastest.num_gpus}" if fastest.pays else "one GPU"
+        table.add_row(format_tokens(context_len), Text(on, style="bold"), *(cells.get(one, "") for one in several))
+    return table
+
+
+def _cell(winner: Winner) -> str:
+    if not winner.pays:
+        what = f"does not pay {format_seconds(winner.ttft_s)}"
+    else:
+        what = f"{winner.strategy} {format_seconds(winner.ttft_s)} {winner.speedup_over_single:.2f}×"
+    return what if winner.fits else f"{what} (does not fit)"
+
+
+def _break_evens(found: StrategyMap, even: list[BreakEven]) -> Table:
+    """From which context on each is faster."""
+    table = columns("faster from")
+    columns(*(f"{count} GPUs" for count in found.gpu_counts if count > 1), into=table)
+    for name, over in dict.fromkeys((one.strategy, one.over) for one in even):
+        cells = []
+        for count in found.gpu_counts:
+            here = [one for one in even if (one.num_gpus, one.strategy, one.over) == (count, name, over)]
+            if count > 1:
+                cells.append(_length(found, here[0]) if here else "")
+        table.add_row(f"{name} than {over}", *cells)
+    return table
+
+
+def _length(found: StrategyMap, even: BreakEven) -> str:
+    if even.context_len is None:
+        return f"not up to {format_tokens(found.lengths[-1])}"
+    if even.known == "interpolated":
+        return f"{even.context_len} tokens"
+    return f"{format_tokens(even.context_len)} or less"
+
+
+def _too_long_alone(found: StrategyMap) -> Iterator[str]:
+    """From where on one GPU's memory does not do."""
+    lengths = [point.context_len for point in found.points if point.strategy == ALONE and not point.fits]
+    if lengths:
+        yield f"one GPU's memory does not do for {format_tokens(min(lengths))}: what fits wins there, however slow"
+
+
+def _always_alone(found: StrategyMap, best: list[Winner]) -> Iterator[str]:
+    """Where more GPUs never help."""
+    for bandwidth in found.bandwidths:
+        here = [one for one in best if one.link_bandwidth_bytes_per_s == bandwidth]
+        if found.gpu_counts[-1] > 1 and not any(one.pays for one in here):
+            links = f"links of {format_bandwidth(bandwidth)}"
+            yield f"with {links}, more than one GPU does not pay at any of these contexts"

@@ -1,0 +1,235 @@
+"""What all tables share, and the tables of what ships; by Rich, imported only where no JSON is asked for."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
+from rich.segment import Segment, Segments
+from rich.table import Column, Table
+from rich.text import Text
+
+from kvrsim.text import printable
+from kvrsim.units import format_bandwidth, format_bytes, format_seconds, format_tokens
+
+if TYPE_CHECKING:
+    from kvrsim.hardware.cluster import Cluster
+    from kvrsim.model.spec import ModelSpec
+    from kvrsim.profile.profile import CalibrationProfile
+
+_NO_TERMINAL = 118  # columns, where output goes to a file or a pipe
+_WIDE = 100  # columns; from here on there is room for two blanks between a table's columns
+_GEMM = {"name", "in_features", "out_features", "bias"}
+
+
+@dataclass(frozen=True, slots=True)
+class Shrinkable:
+    """A table of which a terminal that is too narrow shows fewer columns, rather than parts of figures."""
+
+    table: Table
+    spared: tuple[str, ...]  # beginnings of titles, in the order in which columns go
+
+    def within(self, width: int) -> tuple[Table, tuple[str, ...]]:
+        """The table with columns left out until it is that wide, or none may go; and the titles of those."""
+        table, gone = self.table, []
+        for title in self.spared:
+            if natural_width(table) <= width:
+                break
+            gone += [_title(column) for column in table.columns if str(column.header).startswith(title)]
+            table = _without(table, title)
+        return table, tuple(gone)
+
+
+def show(*parts: RenderableType | Shrinkable) -> None:
+    """Print to standard output, without blanks at the ends of lines; no figure is ever cut.
+
+    Control characters, which names may hold, are spelled out.
+    Prose is wrapped at the terminal's width, or at COLUMNS. A table that is wider loses the columns that it can
+    spare on a terminal; elsewhere it stays whole, and its lines are longer.
+    """
+    width = _console().width
+    lines = [(line, _width_of(line, width)) for part in parts for line in _fitted(part, width)]
+    console = _console(max((wide for _, wide in lines), default=width))
+    with console.capture() as captured:
+        for line, wide in lines:
+            part = console.render_str(line) if isinstance(line, str) else line
+            segments = console.render(part, console.options.update(width=wide))
+            safe = [Segment(printable(segment.text), segment.style, segment.control) for segment in segments]
+            console.print(Segments(safe), end="")
+    typer.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def _width_of(part: RenderableType, width: int) -> int:
+    """The screen's width for prose; for a table at least its own, so that no cell is cut."""
+    return max(width, natural_width(part)) if isinstance(part, Table) and part.show_header else width
+
+
+def _fitted(part: RenderableType | Shrinkable, width: int) -> Iterator[RenderableType]:
+    if not isinstance(part, Shrinkable):
+        yield part
+    elif not sys.stdout.isatty():
+        yield part.table
+    else:
+        table, gone = part.within(width)
+        yield table
+        if gone:
+            yield Text(f"left out for want of width: {', '.join(gone)}", style="dim")
+
+
+def natural_width(table: Table) -> int:
+    """Columns of the screen below which figures would be cut: prose may wrap at every blank."""
+    gap = table.padding[1]
+    return sum(map(_column_width, table.columns)) + gap * (len(table.columns) - 1)
+
+
+def _column_width(column: Column) -> int:
+    lines = [line for cell in (column.header, *column.cells) for line in str(cell).splitlines()]
+    parts = lines if column.no_wrap else [word for line in lines for word in line.split()]
+    return max(map(cell_len, parts), default=0)
+
+
+def _without(table: Table, title: str) -> Table:
+    """The same table without the columns whose titles begin so."""
+    kept = [index for index, column in enumerate(table.columns) if not str(column.header).startswith(title)]
+    less = columns(into=None)
+    for index in kept:
+        column = table.columns[index]
+        less.add_column(column.header, justify=column.justify, no_wrap=column.no_wrap)
+    cells = [list(column.cells) for column in table.columns]
+    for number, row in enumerate(table.rows):
+        less.add_row(*(cells[index][number] for index in kept), style=row.style)
+    return less
+
+
+def _title(column: Column) -> str:
+    return " ".join(str(column.header).split())
+
+
+def _console(width: int | None = None) -> Console:
+    """As wide as it is told, as the terminal, or as COLUMNS says; elsewhere as wide as a screen may be."""
+    if width is None and not sys.stdout.isatty() and not os.environ.get("COLUMNS", "").isdigit():
+        width = _NO_TERMINAL
+    return Console(markup=False, highlight=False, emoji=False, width=width)
+
+
+def columns(*titles: str, numbers: bool = False, into: Table | None = None) -> Table:
+    """A table with these columns, or one with them added; numbers stand right."""
+    gap = 2 if _console().width >= _WIDE else 1
+    table = into or Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
+    for title in titles:
+        table.add_column(title, justify="right" if numbers else "left", no_wrap=True)
+    return table
+
+
+def facts() -> Table:
+    """A label and what it says, wrapped beside it."""
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(overflow="fold")
+    return table
+
+
+def show_tree(name: str, content: Mapping[str, Any]) -> None:
+    """Keys and values, nested ones indented."""
+    table = facts()
+    for label, value in _branch(content, indent="  "):
+        table.add_row(Text(label), value)
+    show(Text(name, style="bold"), table)
+
+
+def _branch(content: Mapping[str, Any], indent: str) -> Iterator[tuple[str, str]]:
+    for key, value in content.items():
+        if isinstance(value, Mapping) and set(value) != _GEMM:
+            yield f"{indent}{key}", ""
+            yield from _branch(value, indent + "  ")
+        elif _holds_objects(value):
+            for number, item in enumerate(value):
+                yield from _branch({f"{key} {number}": item}, indent)
+        elif value not in (None, (), []):
+            yield f"{indent}{key}", _shown(value)
+
+
+def _holds_objects(value: object) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], Mapping)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        bias = " with bias" if value["bias"] else ""
+        return f"{value['name']}: {value['in_features']} to {value['out_features']}{bias}"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_shown, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def show_profiles(profiles: Sequence[CalibrationProfile]) -> None:
+    """One row a profile."""
+    table = columns("profile", "GPU", "attention", "error")
+    table.add_column("what it is")
+    for profile in profiles:
+        kernels = ", ".join(profile.attention_kernels)
+        table.add_row(profile.name, profile.gpu, kernels, _left_out_error(profile), profile.description)
+    show(table)
+
+
+def _left_out_error(profile: CalibrationProfile) -> str:
+    """Mean absolute error on what was left out of the fit: of whole TTFTs, or of the two operations that count."""
+    if profile.residual is not None:
+        return f"TTFT {profile.residual.cross_validated_mape:.1%}"
+    kinds = [(kind, profile.operations[kind]) for kind in ("gemm", "attention") if kind in profile.operations]
+    return "\n".join(f"{kind} {fit.cross_validated_mape:.1%}" for kind, fit in kinds) or "unknown"
+
+
+def show_models(models: Sequence[ModelSpec]) -> None:
+    """One row a model."""
+    table = columns("model", "architecture")
+    columns("parameters", "layers", "hidden", "heads", "KV heads", "made for", numbers=True, into=table)
+    for model in models:
+        made_for = model.max_position_embeddings
+        counts = (
+            model.num_hidden_layers,
+            model.hidden_size,
+            model.num_attention_heads,
+            model.num_key_value_heads,
+            "" if made_for is None else format_tokens(made_for),
+        )
+        parameters = f"{model.num_parameters / 1e9:.1f} B"
+        table.add_row(model.name, model.model_type, parameters, *map(str, counts))
+    show(table)
+
+
+def show_clusters(clusters: Mapping[str, Cluster]) -> None:
+    """One row a cluster."""
+    table = columns("cluster", "GPUs", "memory", "topology", "link", "one way", "latency")
+    for name, cluster in clusters.items():
+        gpu, link = cluster.gpu, cluster.link
+        speed, latency = format_bandwidth(link.bandwidth_bytes_per_s), format_seconds(link.latency_s)
+        gpus, memory = f"{cluster.num_gpus} × {gpu.name}", format_bytes(gpu.memory_bytes)
+        table.add_row(name, gpus, memory, cluster.topology, link.name, speed, latency)
+    show(table)
+
+
+def show_validation(result: Mapping[str, Any]) -> None:
+    """One row a published case, and the errors of the groups."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for title in ("source", "case"):
+        table.add_column(title)
+    columns("reported", "simulated", "error", "fit", numbers=True, into=table)
+    for row in result["rows"]:
+        times = (format_seconds(row["reported_s"]), format_seconds(row["simulated_s"]))
+        used = "used" if row["used_for_calibration"] else "held out"
+        table.add_row(row["source"], row["case"], *times, f"{row['rel_error']:+.1%}", used)
+    groups = ("calibration", "held_out", "all")
+    show(table, "", *(_errors(group, result[group]) for group in groups if group in result))
+
+
+def _errors(group: str, errors: Mapping[str, Any]) -> str:
+    """One line of a group's count and errors."""
+    shown = (f"{key} {value:.1%}" if isinstance(value, float) else f"{key} {value}" for key, value in errors.items())
+    return f"{group.replace('_', ' ')}: {', '.join(shown)}"

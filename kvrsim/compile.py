@@ -1,0 +1,64 @@
+"""From a scenario, a strategy and a batch of partitions to the program that both executors run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvrsim.cost.kernels import CostModel
+from kvrsim.ends import embedding, head, prepare
+from kvrsim.errors import InputError
+from kvrsim.program import Array, Program, beside_receives
+from kvrsim.scenario import Scenario
+from kvrsim.strategies.base import Step, Strategy
+
+
+def for_strategy(scenario: Scenario, strategy: Strategy) -> Scenario:
+    """As the strategy sees it: on one GPU, or with groups of GPUs as ranks.
+
+    Raises InputError where the GPUs or the model's heads do not divide into its groups.
+    """
+    if strategy.partition_rule == "whole":
+        return scenario.on_gpus(1)
+    num_gpus = scenario.cluster.num_gpus
+    placed = scenario.in_groups(strategy.group_size or num_gpus)
+    if strategy.refuses is not None and (why := strategy.refuses(placed.share, placed.cluster.num_gpus)):
+        raise InputError("strategies", strategy.name, f"with {num_gpus} GPUs, {why}")
+    return placed
+
+
+def build_program(
+    scenario: Scenario, strategy: Strategy, chunks: Sequence[Array], cost: CostModel | None = None
+) -> Program:
+    """The strategy's program for a batch of partitions; `cost` in the place of the scenario's own.
+
+    chunks: one float array of shape (B,) a rank, tokens of that rank's chunk.
+    """
+    cost = cost or scenario.cost
+    if strategy.pipeline is not None:
+        return strategy.pipeline(scenario, chunks, cost)
+    starts = [np.full_like(chunks[0], scenario.request.cached_prefix)]
+    for chunk in chunks[:-1]:
+        starts.append(starts[-1] + chunk)
+    ranks = range(len(chunks))
+    steps = [Step(costs, tuple(chunks), tuple(starts)) for costs in scenario.layer_costs(cost)]
+    assert strategy.group_size in (None, scenario.gpus_per_rank), "see for_strategy"
+    total = starts[-1] + chunks[-1]
+    ends = [total] * len(chunks) if strategy.gathers_kv else [s + c for s, c in zip(starts, chunks, strict=True)]
+    even = Program(
+        strategy=strategy.name,
+        prologue=tuple(
+            (*embedding(scenario, chunk, cost), *prepare(scenario, chunk, end, cost))
+            for chunk, end in zip(chunks, ends, strict=True)
+        ),
+        layers=tuple(
+            tuple(beside_receives(tuple(strategy.layer(step, rank)), scenario.pending_share) for rank in ranks)
+            for step in steps
+        ),
+        layer_kind_index=scenario.share.layer_kind_index,
+        epilogue=tuple(head(scenario, chunks[rank], cost) if rank == len(chunks) - 1 else () for rank in ranks),
+    )
+    # A part of the ranks' chunks asks for a part of the program, of no rank in particular.
+    everyone = len(chunks) == scenario.cluster.num_gpus
+    return even.slowed([scenario.cluster.slowness(rank) for rank in ranks]) if everyone else even

@@ -1,0 +1,1 @@
+"""GPUs, links and clusters, from datasheets or a user's file."""

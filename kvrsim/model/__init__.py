@@ -1,0 +1,1 @@
+"""A transformer layer by layer, read from its Hugging Face config.json."""

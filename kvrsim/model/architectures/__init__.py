@@ -1,0 +1,58 @@
+"""Reading a Hugging Face config.json: a short function an architecture, with transformers' defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from kvrsim.errors import InputError
+from kvrsim.model.architectures.falcon import falcon, refined_web, refined_web_model
+from kvrsim.model.architectures.gpt_neox import gpt_neox
+from kvrsim.model.architectures.llama import gemma, gemma2, gemma3_text, llama, mistral, phi3, qwen2, qwen3
+from kvrsim.model.architectures.mixture import mixtral, qwen2_moe, qwen3_moe
+from kvrsim.model.architectures.phi import phi
+from kvrsim.model.spec import ModelSpec
+from kvrsim.units import JsonObject
+
+_READERS: dict[str, Callable[[JsonObject, str], ModelSpec]] = {
+    "falcon": falcon,
+    "gemma": gemma,
+    "gemma2": gemma2,
+    "gemma3_text": gemma3_text,
+    "gpt_neox": gpt_neox,
+    "llama": llama,
+    "mistral": mistral,
+    "mixtral": mixtral,
+    "phi": phi,
+    "phi3": phi3,
+    "qwen2": qwen2,
+    "qwen2_moe": qwen2_moe,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
+    "RefinedWeb": refined_web,  # Falcon 40B as first published
+    "RefinedWebModel": refined_web_model,  # Falcon 7B and the RefinedWeb models as first published
+}
+
+
+def read_config(config: JsonObject, name: str) -> ModelSpec:
+    """The model that a config.json describes; InputError names the file and the key."""
+    supported = f"the model_type of a decoder-only model that kvrsim knows: {', '.join(_READERS)}"
+    if not config.has("model_type"):
+        raise config.error("model_type", supported)
+    model_type = config.text("model_type")
+    if config.flag("is_encoder_decoder", False):
+        raise InputError(f"{config.where}: model_type", f"{model_type}, an encoder-decoder", supported)
+    if model_type not in _READERS:
+        raise config.error("model_type", supported)
+    return replace(_READERS[model_type](config, name), quantization=_quantization(config))
+
+
+def _quantization(config: JsonObject) -> str | None:
+    """The method and bits of quantization_config, as checkpoints with quantized weights have it; None without one."""
+    key = config.first_of("quantization_config", "compression_config")  # the latter is compressed-tensors' old name
+    if not config.has(key):
+        return None
+    told = config.child(key).fields
+    method, bits = told.get("quant_method"), told.get("bits")
+    name = method if isinstance(method, str) and method.isprintable() and method.strip() else "method not named"
+    return f"{name[:40]}, {bits} bits" if type(bits) is int else name[:40]

@@ -1,0 +1,98 @@
+"""Llama and its dense relatives: a gated MLP, RMS norms, rotary embeddings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrsim.model.architectures.parts import Norms, Shape, assemble, gated_mlp, gemm, read_inner, read_shape
+from kvrsim.model.architectures.windows import Windows, gemma_windows, qwen_windows, same_window
+from kvrsim.model.spec import LayerSpec, ModelSpec
+from kvrsim.units import JsonObject
+
+_TWO_NORMS = Norms(count=2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """How a relative differs from Llama."""
+
+    qkv_bias: bool = False  # biases on the projections to Q, K, V
+    output_bias: bool = False  # a bias on the attention's output projection
+    mlp_bias: bool = False  # biases in the MLP
+    head_dim: int | None = None  # where the key is absent; None: hidden_size over the heads
+    norms: Norms = _TWO_NORMS  # of each layer
+    tied: bool = False  # tie_word_embeddings where the key is absent
+    fused: bool = False  # Q, K, V in one matrix, and the MLP's gate with its up projection
+
+
+def llama_like(config: JsonObject, name: str, family: Family, windows: Windows) -> ModelSpec:
+    """A model whose layers differ at most in their window."""
+    shape = read_shape(config, head_dim=family.head_dim)
+    layers = dense_layers(config, shape, family, windows)
+    inner = read_inner(config)
+    return assemble(config, name, shape, layers, family.norms, inner=inner, gated=True, tied=family.tied)
+
+
+def dense_layers(config: JsonObject, shape: Shape, family: Family, windows: Windows) -> list[LayerSpec]:
+    """One layer for each window."""
+    hidden, inner = shape.hidden, read_inner(config)
+    qkv, mlp = shape.separate_qkv(family.qkv_bias), gated_mlp(hidden, inner, family.mlp_bias)
+    if family.fused:
+        qkv = shape.fused_qkv("qkv_proj", family.qkv_bias)
+        mlp = (gemm("gate_up_proj", hidden, 2 * inner, family.mlp_bias), mlp[-1])
+    output = gemm("o_proj", shape.q, hidden, family.output_bias)
+    kinds = {
+        window: LayerSpec(
+            qkv=qkv,
+            output=output,
+            mlp=mlp,
+            sliding_window=window,
+            norm_parameters=family.norms.parameters(shape),
+        )
+        for window in set(windows)
+    }
+    return [kinds[window] for window in windows]
+
+
+def llama(config: JsonObject, name: str) -> ModelSpec:
+    bias = config.flag("attention_bias", False)
+    family = Family(qkv_bias=bias, output_bias=bias, mlp_bias=config.flag("mlp_bias", False))
+    return llama_like(config, name, family, [None] * read_shape(config).layers)
+
+
+def mistral(config: JsonObject, name: str) -> ModelSpec:
+    return llama_like(config, name, Family(), same_window(config, 4096))
+
+
+def qwen2(config: JsonObject, name: str) -> ModelSpec:
+    windows = qwen_windows(config, lambda layer, boundary: layer >= boundary)
+    return llama_like(config, name, Family(qkv_bias=True), windows)
+
+
+def qwen3(config: JsonObject, name: str) -> ModelSpec:
+    bias = config.flag("attention_bias", False)
+    family = Family(qkv_bias=bias, output_bias=bias, head_dim=128, norms=Norms(count=2, qk=True))
+    return llama_like(config, name, family, qwen_windows(config, lambda layer, boundary: layer >= boundary))
+
+
+def gemma(config: JsonObject, name: str) -> ModelSpec:
+    bias = config.flag("attention_bias", False)
+    family = Family(qkv_bias=bias, output_bias=bias, head_dim=256, tied=True)
+    return llama_like(config, name, family, [None] * read_shape(config, head_dim=256).layers)
+
+
+def gemma2(config: JsonObject, name: str) -> ModelSpec:
+    bias = config.flag("attention_bias", False)
+    family = Family(qkv_bias=bias, output_bias=bias, head_dim=256, norms=Norms(count=4), tied=True)
+    return llama_like(config, name, family, gemma_windows(config, 2))
+
+
+def gemma3_text(config: JsonObject, name: str) -> ModelSpec:
+    bias, norms = config.flag("attention_bias", False), Norms(count=4, qk=True)
+    family = Family(qkv_bias=bias, output_bias=bias, head_dim=256, norms=norms, tied=True)
+    period = config.integer("sliding_window_pattern", 6)
+    return llama_like(config, name, family, gemma_windows(config, period))
+
+
+def phi3(config: JsonObject, name: str) -> ModelSpec:
+    return llama_like(config, name, Family(fused=True), same_window(config))

@@ -1,0 +1,48 @@
+"""load_model: a ModelSpec by the name of a built-in model or the path of a config.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvrsim.errors import InputError
+from kvrsim.model.spec import ModelSpec
+from kvrsim.units import JsonObject
+
+_BUILTIN_FOLDER = Path(__file__).parents[1] / "data" / "models"
+
+
+def builtin_models() -> tuple[str, ...]:
+    """Names of the models that ship with kvrsim."""
+    return tuple(sorted(path.stem for path in _BUILTIN_FOLDER.glob("*.json")))
+
+
+def load_model(name_or_path: str | Path, argument: str = "model") -> ModelSpec:
+    """A built-in name, a config.json, or a folder that holds one; InputError names `argument` and the key.
+
+    A built-in name wins over a folder of the same name: write ./NAME for the folder.
+    """
+    from kvrsim.model.architectures import read_config  # here, because it builds on the types above
+
+    name = str(name_or_path)
+    if name in builtin_models():
+        return read_config(JsonObject.read(_BUILTIN_FOLDER / f"{name}.json", argument), name)
+    path = config_path(name, argument)
+    own_name = path.resolve().parent.name if path.name == "config.json" else path.stem
+    return read_config(JsonObject.read(path, argument), own_name or name)
+
+
+def config_path(name: str, argument: str) -> Path:
+    """The file that a user means by a built-in name, a path to a config.json or to its folder."""
+    if name in builtin_models():
+        return _BUILTIN_FOLDER / f"{name}.json"
+    path = Path(name)
+    try:
+        is_folder, exists = path.is_dir(), bool(name.strip()) and path.exists()
+        if exists and is_folder and not (path / "config.json").exists():
+            raise InputError(argument, name, "a folder that holds a config.json")
+    except (OSError, ValueError):  # a path that is too long or forbidden
+        is_folder, exists = False, False
+    if not exists:
+        accepted = f"a path to a config.json or its folder, or one of {', '.join(builtin_models())}"
+        raise InputError(argument, name, accepted)
+    return path / "config.json" if is_folder else path

@@ -1,0 +1,114 @@
+"""ModelSpec: a decoder-only transformer, layer by layer, as its Hugging Face config.json describes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gemm:
+    """One weight matrix: a token costs 2 x in_features x out_features FLOPs."""
+
+    name: str  # of the Hugging Face module
+    in_features: int  # width of the input
+    out_features: int  # width of the output
+    bias: bool = False  # whether a vector of out_features is added
+
+    @property
+    def num_parameters(self) -> int:
+        return self.in_features * self.out_features + (self.out_features if self.bias else 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSpec:
+    """One kind of decoder layer; layers of the same kind are equal and hash alike."""
+
+    qkv: tuple[Gemm, ...]  # projections to Q, K, V: three matrices or one fused
+    output: Gemm  # projection of the attention's output
+    mlp: tuple[Gemm, ...]  # the dense MLP, or ONE expert of a mixture of experts
+    num_experts: int = 0  # routed experts, each like `mlp`; 0: dense
+    num_experts_per_tok: int = 0  # routed experts that a token passes through; 0: dense
+    router: Gemm | None = None  # scores the experts; None: dense
+    shared_mlp: tuple[Gemm, ...] = ()  # what every token passes through beside its experts
+    sliding_window: int | None = None  # tokens that a query sees, itself included; None: all before it
+    norm_parameters: int = 0  # weights (and biases) of the layer's norms, q and k norms included
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters held in memory."""
+        return self._parameters(max(1, self.num_experts))
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that a token passes through."""
+        return self._parameters(max(1, self.num_experts_per_tok))
+
+    def _parameters(self, num_experts: int) -> int:
+        every = (*self.qkv, self.output, *self.shared_mlp, *([self.router] if self.router else []))
+        experts = num_experts * sum(gemm.num_parameters for gemm in self.mlp)
+        return sum(gemm.num_parameters for gemm in every) + experts + self.norm_parameters
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSpec:
+    """The shape of a model; field names are Hugging Face's."""
+
+    name: str  # built-in name, or the name of the file's folder
+    model_type: str  # Hugging Face architecture, such as "llama"
+    num_hidden_layers: int  # decoder layers
+    hidden_size: int  # width of the residual stream
+    num_attention_heads: int  # query heads
+    num_key_value_heads: int  # KV heads: fewer than query heads under GQA, 1 under MQA
+    head_dim: int  # width of a head; need not be hidden_size / num_attention_heads
+    intermediate_size: int  # width of a dense MLP; an expert may be narrower (see LayerSpec.mlp)
+    vocab_size: int  # rows of the embedding
+    max_position_embeddings: int | None  # context length the model is made for, tokens; None: not told
+    tie_word_embeddings: bool  # whether the head reuses the embedding's weights
+    gated_mlp: bool  # whether the MLP multiplies an activated gate with a second projection
+    alibi: bool  # ALiBi biases in the place of rotary embeddings
+    parallel_attn: bool  # attention and MLP read the same input, one residual addition a layer
+    qk_norm: bool  # whether queries and keys are normalised head by head
+    norms_before_attention: int  # norms over hidden_size in a layer, up to its attention
+    norms_after_attention: int  # and after it
+    final_norm_parameters: int  # weights (and biases) of the norm before the head
+    lm_head: Gemm  # hidden states to logits
+    layers: tuple[LayerSpec, ...]  # one a layer, first layer first
+    quantization: str | None = None  # how the file says its weights are quantized, such as "awq, 4 bits"; None: not
+
+    # Distinct kinds of layer, in order of first appearance; and for each layer the index of its kind.
+    layer_kinds: tuple[LayerSpec, ...] = field(init=False, repr=False, compare=False)
+    layer_kind_index: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        index = {kind: number for number, kind in enumerate(dict.fromkeys(self.layers))}
+        object.__setattr__(self, "layer_kinds", tuple(index))
+        object.__setattr__(self, "layer_kind_index", tuple(index[layer] for layer in self.layers))
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters held in memory; tied embeddings count once."""
+        return self._other_parameters + sum(layer.num_parameters for layer in self.layers)
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that a token passes through (embedding included): fewer under a mixture of experts."""
+        return self._other_parameters + sum(layer.active_parameters for layer in self.layers)
+
+    @property
+    def _other_parameters(self) -> int:
+        """Parameters outside the decoder layers."""
+        embedding = self.vocab_size * self.hidden_size
+        head = self.lm_head.num_parameters - (embedding if self.tie_word_embeddings else 0)
+        return embedding + head + self.final_norm_parameters
+
+    def weight_bytes(self, bytes_per_element: int) -> int:
+        """Bytes of all weights on a rank that holds the whole model."""
+        return self.num_parameters * bytes_per_element
+
+    def kv_bytes_per_token_layer(self, bytes_per_element: int) -> int:
+        """Bytes of one token's keys and values in one layer."""
+        return 2 * self.num_key_value_heads * self.head_dim * bytes_per_element
+
+    def kv_bytes_per_token(self, bytes_per_element: int) -> int:
+        """Bytes of one token's keys and values in all layers."""
+        return self.num_hidden_layers * self.kv_bytes_per_token_layer(bytes_per_element)

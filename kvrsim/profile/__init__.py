@@ -1,0 +1,1 @@
+"""CalibrationProfile: what a machine and its software were measured to reach."""

@@ -1,0 +1,194 @@
+"""Seconds of attention: eager kernels, whose score matrix goes through memory, and fused kernels, whose does not.
+
+Of the fused ones, FlashRates know how a GPU's kernel is cut into tiles; BlockedRates (in blocked.py) are for any that
+works through blocks small against the chunk, as on a CPU, or that does not skip what is masked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from kvrsim.profile.rates.blocked import AttentionCall, BlockedRates
+from kvrsim.profile.rates.sizes import MeasuredSizes
+from kvrsim.program import Array
+from kvrsim.units import JsonObject
+
+__all__ = [
+    "ATTENTION_KERNELS",
+    "AttentionCall",
+    "AttentionRates",
+    "BlockedRates",
+    "EagerRates",
+    "FlashRates",
+    "read_attention",
+]
+
+ATTENTION_KERNELS = ("eager", "sdpa", "flash")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EagerRates:
+    """QK^T, scaling, masking, softmax and PV as kernels of their own over the whole, masked rectangle."""
+
+    flops_per_s: float  # of QK^T and PV
+    bytes_per_s: float  # at which the score matrix crosses device memory, again and again
+    start_s: float  # of all its kernels together, on the device
+    measured: MeasuredSizes | None = None  # by elements of all heads' scores; None: all are as the rates have them
+
+    @classmethod
+    def read(cls, data: JsonObject) -> EagerRates:
+        """Check the keys of the profile's attention.eager section."""
+        data.only(cls.__slots__)
+        return cls(
+            flops_per_s=data.number("flops_per_s"),
+            bytes_per_s=data.number("bytes_per_s"),
+            start_s=data.number("start_s", allow_zero=True),
+            measured=MeasuredSizes.of(data, "measured"),
+        )
+
+    def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
+        """All elements of all heads' score matrices, masked ones too."""
+        element_s = 4.0 * call.head_dim / self.flops_per_s
+        element_s += call.score_bytes * element_bytes / 2 / self.bytes_per_s
+        if self.measured is None:
+            rectangle = call.chunk * call.keys
+            return self.start_s + rectangle * (batch * call.num_attention_heads * element_s)
+        elements = self.elements(call, batch)
+        return self.start_s + elements * element_s * self.measured.factor(elements)
+
+    def elements(self, call: AttentionCall, batch: int) -> Array:
+        """Of the score matrices of all heads."""
+        return call.chunk * call.keys * (batch * call.num_attention_heads)
+
+    def least_seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
+        """What it takes: at a fixed end of the chunk, it does not grow with the prefix."""
+        return self.seconds(call, batch, element_bytes)
+
+    def faster(self, factor: float) -> EagerRates:
+        """Every rate `factor` times as high."""
+        return replace(
+            self,
+            flops_per_s=self.flops_per_s * factor,
+            bytes_per_s=self.bytes_per_s * factor,
+            start_s=self.start_s / factor,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlashRates:
+    """A fused kernel: tiles of queries step over blocks of keys, as many at a time as the device has slots.
+
+    The first group is how the kernel is written, the second what was fitted. Work and waves follow
+    FlashAttention-2 (Dao, 2023), splitting of the keys over idle slots FlashDecoding.
+    """
+
+    tile_rows: int  # queries of a tile
+    key_block: int  # keys of a step
+    concurrent_tiles: int  # slots: multiprocessors times tiles that each holds at once
+    num_sms: int  # multiprocessors; a tile that has one for itself steps faster
+    causal: bool  # blocks above the diagonal are skipped
+    packs_heads: bool  # query heads of one KV head share a tile
+    splits_keys: bool  # few tiles are split along the keys
+
+    flops_per_s: float  # datasheet: no call is faster than its unmasked FLOPs at this rate
+    launch_s: float  # of a call
+    tile_s: float  # before and after a tile's steps
+    block_s: float  # of a step with heads of 128
+    alone_share: float  # of block_s where a tile has a multiprocessor for itself
+    barrier_share: float  # 0: slots are always busy; 1: a wave waits for its longest tile
+    append_bytes_per_s: float  # at which the chunk's own K, V are read and written into the cache
+    query_s: float = 0.0  # of a query and head, whatever its keys
+    split_s: float = 0.0  # of joining what was split
+    split_share: float = 1.0  # of the slots that a split call keeps busy
+    diagonal_cost: float = 1.0  # of a step in the chunk's own square, in steps elsewhere
+
+    @classmethod
+    def read(cls, data: JsonObject) -> FlashRates:
+        """Check the keys of the profile's attention.flash section."""
+        data.only(cls.__slots__)
+        values: dict[str, Any] = {
+            **{key: data.integer(key) for key in ("tile_rows", "key_block", "concurrent_tiles", "num_sms")},
+            **{key: data.flag(key, False) for key in ("causal", "packs_heads", "splits_keys")},
+            **{key: data.number(key) for key in ("flops_per_s", "block_s", "append_bytes_per_s", "diagonal_cost")},
+            **{key: data.number(key, maximum=1) for key in ("alone_share", "split_share")},
+            **{key: data.number(key, allow_zero=True) for key in ("launch_s", "tile_s", "query_s", "split_s")},
+            "barrier_share": data.number("barrier_share", allow_zero=True, maximum=1),
+        }
+        if values["diagonal_cost"] < 1:
+            raise data.error("diagonal_cost", "a finite number of at least 1")
+        return cls(**values)
+
+    def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
+        """Launch, tiles by waves, the append; more queries or keys never take less."""
+        return self._called_s(call, batch, element_bytes, self._scheduled_s(call, batch))
+
+    def least_seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
+        """What no call beats, and what, at a fixed end of the chunk, does not grow with the prefix.
+
+        Slots are always busy, and no tile or block is there for part of its queries or keys.
+        """
+        keys = call.prefix + (0.5 if self.causal else 1.0) * call.chunk
+        queries = call.chunk * (batch * call.num_attention_heads / self.tile_rows)
+        tile_s = 0.0 if self.splits_keys else self.tile_s
+        slots_s = queries * (tile_s + keys * (self.block_s * call.head_dim / 128 / self.key_block))
+        slots = max(self.concurrent_tiles, self.num_sms / self.alone_share)
+        return self._called_s(call, batch, element_bytes, slots_s / slots)
+
+    def _called_s(self, call: AttentionCall, batch: int, element_bytes: int, scheduled_s: Array) -> Array:
+        """With launch and append; never less than the unmasked FLOPs at the datasheet's rate."""
+        append_bytes = 4.0 * batch * call.num_key_value_heads * call.head_dim * element_bytes / 2
+        chunk_s = call.own * append_bytes / self.append_bytes_per_s + self.query_s * batch * call.num_attention_heads
+        flops = 4.0 * batch * call.num_attention_heads * call.head_dim
+        return np.maximum(self.launch_s + scheduled_s + call.chunk * chunk_s, call.causal * (flops / self.flops_per_s))
+
+    def _scheduled_s(self, call: AttentionCall, batch: int) -> Array:
+        """All tiles over the slots."""
+        heads = call.num_key_value_heads if self.packs_heads else call.num_attention_heads
+        columns = batch * heads
+        rows = self.tile_rows * heads / call.num_attention_heads
+        tiles_a_column = np.ceil(call.chunk / rows)
+        tiles = columns * tiles_a_column
+        step_s = self.block_s * call.head_dim / 128
+        most = np.ceil(call.keys / self.key_block)  # steps of the tile that sees most keys
+        first = most
+        if self.causal and call.own:
+            first = np.minimum(np.ceil((call.prefix + np.minimum(rows, call.chunk)) / self.key_block), most)
+        dear = call.own * (self.diagonal_cost - 1.0) * call.chunk / self.key_block
+        mean = 0.5 * (first + most) + dear * (0.5 if self.causal else 1.0)
+        longest_s = self.tile_s + (most + dear) * step_s
+        busy_s = tiles * (self.tile_s + mean * step_s) / self.concurrent_tiles
+        waves = np.ceil(tiles / self.concurrent_tiles)
+        # Longest tiles first: each further wave begins that much lower on the staircase under the diagonal.
+        fall = step_s * (most - first) / np.maximum(tiles_a_column - 1, 1) * (self.concurrent_tiles / columns)
+        waves_s = waves * longest_s - 0.5 * fall * waves * (waves - 1)
+        full_s = (1 - self.barrier_share) * busy_s + self.barrier_share * np.maximum(waves_s, busy_s)
+        full_s = np.maximum(full_s, longest_s)
+        scheduled_s = np.where(tiles <= self.num_sms, self.alone_share * longest_s, full_s)
+        if not self.splits_keys:
+            return scheduled_s
+        steps = np.maximum(self.alone_share, tiles * mean / (self.concurrent_tiles * self.split_share))
+        return np.minimum(scheduled_s, self.alone_share * self.tile_s + self.split_s + step_s * steps)
+
+    def faster(self, factor: float) -> FlashRates:
+        """Every rate `factor` times as high."""
+        times = ("launch_s", "tile_s", "block_s", "query_s", "split_s")
+        return replace(
+            self,
+            **{key: getattr(self, key) / factor for key in times},
+            flops_per_s=self.flops_per_s * factor,
+            append_bytes_per_s=self.append_bytes_per_s * factor,
+        )
+
+
+AttentionRates = EagerRates | BlockedRates | FlashRates
+
+
+def read_attention(kernel: str, data: JsonObject) -> AttentionRates:
+    """The rates of one of ATTENTION_KERNELS; a flash section with FLOPs of a causal half holds BlockedRates."""
+    if kernel == "eager":
+        return EagerRates.read(data)
+    is_blocked = kernel == "sdpa" or data.has("causal_flops_per_s")
+    return BlockedRates.read(data) if is_blocked else FlashRates.read(data)

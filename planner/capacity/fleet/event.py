@@ -1,0 +1,188 @@
+"""The same queues as SimPy processes: arrivals, groups that serve, groups that fail; the reference of `fast.py`.
+
+Everything that happens at one instant happens before the dispatcher looks at the queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Any
+
+import simpy
+from simpy.events import EventPriority
+
+from planner.capacity.fleet.pool import MOST_RETRIES, Pool, PoolRun, Record
+
+Process = Generator[simpy.Event, Any, Any]
+_LAST = EventPriority(2)  # at an instant; SimPy's own are 0 and 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A prompt or pack on a group."""
+
+    begin_s: float
+    end_s: float
+    members: list[int]
+    busy: float  # mean of the ranks' time over that of the last
+
+
+@dataclass(slots=True)
+class _Group:
+    """One group of GPUs."""
+
+    number: int
+    factor: float  # times as long as others
+    free_since_s: float | None = -float("inf")  # None: its rank 0 is busy, or it is down
+    up: bool = True
+    began_s: float = -float("inf")  # the last prompt
+    span_s: float = 0.0
+    last_kind: int = 0
+    life: int = 0  # failures so far; what was begun in an earlier life is lost
+    running: list[_Run] = field(default_factory=list)
+
+
+class _Look(simpy.Event):
+    """Something to do when everything else of this instant has been done; as SimPy's Timeout, but for that."""
+
+    def __init__(self, env: simpy.Environment, then: Callable[[], None]) -> None:
+        super().__init__(env)
+        self.callbacks.append(lambda _: then())
+        self._ok, self._value = True, None
+        env.schedule(self, priority=_LAST)
+
+
+class PoolProcesses:
+    """One pool, simulated event by event."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool, self.service = pool, pool.service
+        self.env = simpy.Environment()
+        self.now_s = -float("inf")  # SimPy's clock without the rounding of delays
+        self.record = Record(len(pool.arrival_s))
+        self.places = pool.ranks_in_queue().tolist()
+        self.queue: list[tuple[int, int]] = []
+        self.open = len(pool.arrival_s)
+        self.groups = [_Group(number, factor) for number, factor in enumerate(pool.factors())]
+        self.over = self.env.event()
+
+    def run(self) -> PoolRun:
+        """Serve all requests."""
+        self.env.process(self._arrivals())
+        if self.pool.outages is not None:
+            for group in self.groups:
+                self.env.process(self._outages(group))
+        self.env.run(self.over)
+        return self.record.done()
+
+    def _at(self, time_s: float, then: Callable[[], None]) -> Process:
+        """Do something at a time."""
+        yield self.env.timeout(max(0.0, time_s - self.env.now))
+        self.now_s = max(self.now_s, time_s)
+        then()
+
+    def _arrivals(self) -> Process:
+        for request, arrival_s in enumerate(self.pool.arrival_s.tolist()):
+            yield from self._at(arrival_s, lambda request=request: self._queue([request]))  # type: ignore[misc]
+
+    def _queue(self, requests: list[int]) -> None:
+        for request in requests:
+            heappush(self.queue, (self.places[request], request))
+        self._look()
+
+    def _look(self) -> None:
+        """Let the dispatcher look at the queue when this instant is over."""
+        _Look(self.env, self._dispatch)
+
+    def _dispatch(self) -> None:
+        while self.queue:
+            idle = [group for group in self.groups if group.up and group.free_since_s is not None]
+            if not idle:
+                return
+            self._begin(min(idle, key=lambda group: (group.free_since_s, group.number)))
+
+    def _begin(self, group: _Group) -> None:
+        """The next prompt or pack begins, when the ranks of the one before let it."""
+        members, alone_s, kind = self._take()
+        handover = self.service.handover
+        took_s = alone_s * group.factor
+        begin_s = max(self.now_s, group.began_s + group.span_s * handover.follow[group.last_kind][kind])
+        end_s = begin_s + took_s
+        hold_s = max(float(self.service.hold_s[member]) for member in members)
+        free_s = end_s + hold_s if hold_s else begin_s + took_s * handover.release[kind]
+        group.began_s, group.span_s, group.last_kind, group.free_since_s = begin_s, took_s, kind, None
+        run = _Run(begin_s, end_s, members, handover.busy[kind])
+        group.running.append(run)
+        self.env.process(self._at(end_s, lambda: self._end(group, run)))
+        self.env.process(self._at(free_s, lambda life=group.life: self._free(group, life, free_s)))  # type: ignore[misc]
+
+    def _take(self) -> tuple[list[int], float, int]:
+        """The first of the queue with those after it that fit in a pack."""
+        members, packing = [heappop(self.queue)[1]], self.service.packing
+        while packing and self.queue and packing.holds(*self._pack_of([*members, self.queue[0][1]])):
+            members.append(heappop(self.queue)[1])
+        if packing and len(members) > 1:
+            return members, *packing.of(*self._pack_of(members))
+        return members, float(self.service.ttft_s[members[0]]), int(self.service.length_class[members[0]])
+
+    def _pack_of(self, members: list[int]) -> tuple[int, int]:
+        """New tokens of all, and the longest cached prefix."""
+        tokens = sum(int(self.service.new_tokens[member]) for member in members)
+        return tokens, max(int(self.service.cached_prefix[member]) for member in members)
+
+    def _end(self, group: _Group, run: _Run) -> None:
+        """First tokens, unless the run was lost."""
+        if run not in group.running:
+            return
+        group.running.remove(run)
+        self.record.busy_s += run.busy * (run.end_s - run.begin_s)
+        hold_s = max(float(self.service.hold_s[member]) for member in run.members)
+        self.record.busy_s += hold_s / self.service.num_gpus
+        for member in run.members:
+            self.record.begin_s[member], self.record.end_s[member] = run.begin_s, run.end_s
+            self.record.group[member] = group.number
+        self._close(len(run.members))
+
+    def _free(self, group: _Group, life: int, free_s: float) -> None:
+        if group.life == life:
+            group.free_since_s = free_s
+            self._look()
+
+    def _close(self, count: int) -> None:
+        self.open -= count
+        if not self.open:
+            self.over.succeed()
+
+    def _outages(self, group: _Group) -> Process:
+        assert self.pool.outages is not None
+        back_s = 0.0
+        for uptime_s in self.pool.outages.uptimes_s(group.number):
+            fails_s = back_s + uptime_s
+            yield from self._at(fails_s, lambda: self._fail(group))
+            back_s = fails_s + self.pool.outages.repair_s
+            yield from self._at(back_s, lambda at_s=back_s: self._repaired(group, at_s))  # type: ignore[misc]
+
+    def _fail(self, group: _Group) -> None:
+        """What runs is lost and queued again, unless its first token came at this very instant."""
+        for run in [run for run in group.running if run.end_s <= self.now_s]:
+            self._end(group, run)
+        lost = [member for run in group.running for member in run.members]
+        for run in group.running:
+            spent_s = run.busy * max(0.0, self.now_s - run.begin_s)
+            self.record.busy_s += spent_s
+            self.record.lost_s += spent_s
+        group.life += 1
+        group.up, group.free_since_s, group.running = False, None, []
+        group.began_s, group.span_s = -float("inf"), 0.0
+        for member in lost:
+            self.record.retries[member] += 1
+        given_up = [member for member in lost if self.record.retries[member] > MOST_RETRIES]
+        self._queue([member for member in lost if member not in given_up])
+        if given_up:
+            self._close(len(given_up))
+
+    def _repaired(self, group: _Group, at_s: float) -> None:
+        group.up, group.free_since_s = True, at_s
+        self._look()

@@ -1,0 +1,163 @@
+"""A fleet: pools of like groups, a rule that sends each prompt to one of them, and what its users see."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrsim.program import Array
+from planner.capacity.fleet.fast import run_pool
+from planner.capacity.fleet.pool import Order, Outages, Pool, PoolRun
+from planner.capacity.fleet.service import Service
+from planner.capacity.workloads.workload import Lengths, Workload
+
+Indices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupPlan:
+    """Like groups of GPUs, and the prompts that they take."""
+
+    gpus_per_group: int
+    replicas: int
+    least_new: int  # new tokens, context less cached prefix, from which on prompts come here
+    most_new: int  # and up to which
+    band: int = 0  # place among the fleet's ranges of lengths; each has failures of its own
+
+    @property
+    def num_gpus(self) -> int:
+        """Of all these groups."""
+        return self.gpus_per_group * self.replicas
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conditions:
+    """How the fleet is run, and what befalls it."""
+
+    order: Order = "first-come"
+    slow_share: float = 0.0  # of the groups of each size
+    slow_factor: float = 1.0  # times as long as the others
+    mtbf_s: float | None = None  # mean time between failures of a group; None: none fails
+    repair_s: float = 0.0
+    seed: int = 0
+
+    def pool(self, arrival_s: Array, service: Service, replicas: int, *, replication: int = 0, band: int = 0) -> Pool:
+        """Groups of a band under these conditions, in one replication of the arrivals."""
+        slow = math.ceil(self.slow_share * replicas) if self.slow_factor != 1 else 0
+        outages = None
+        if self.mtbf_s is not None:
+            outages = Outages.drawn(self.mtbf_s, self.repair_s, self.seed, replication=replication, band=band)
+        return Pool(
+            arrival_s=arrival_s,
+            service=service,
+            replicas=replicas,
+            order=self.order,
+            slowness=(self.slow_factor,) * slow,
+            outages=outages,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FleetRun:
+    """What became of every request; arrays of shape (N,)."""
+
+    arrival_s: Array
+    ttft_s: Array  # queueing and retries included; inf: never served
+    begin_s: Array
+    pool: Indices  # plan that it was sent to; -1: fits in the memory of none
+    retries: Indices
+    num_gpus: int
+    busy_gpu_s: float
+    lost_gpu_s: float  # of it, lost to failures
+
+    def percentile_s(self, percentile: float) -> float:
+        """The least TTFT that so many percent of all requests do not exceed."""
+        return percentile_of(self.ttft_s, percentile)
+
+    @property
+    def horizon_s(self) -> float:
+        """From the first arrival to the last first token."""
+        ends = self.arrival_s + self.ttft_s
+        return float(max(ends[np.isfinite(ends)].max(initial=0.0), self.arrival_s[-1]) - self.arrival_s[0])
+
+    @property
+    def utilisation(self) -> float:
+        """Share of all GPU time that is worked; decoding on a group counts, waiting inside it does not."""
+        return self.busy_gpu_s / (self.num_gpus * self.horizon_s) if self.horizon_s else 0.0
+
+    def goodput_per_s(self, slo_s: float) -> float:
+        """Requests a second whose first token came in time."""
+        return float((self.ttft_s <= slo_s).sum()) / self.horizon_s if self.horizon_s else 0.0
+
+    def in_time(self, slo_s: float) -> float:
+        """Their share of all."""
+        return float((self.ttft_s <= slo_s).mean())
+
+    @property
+    def unserved(self) -> int:
+        """Requests that fit on no group, or were given up after too many failures."""
+        return int(np.isinf(self.ttft_s).sum())
+
+
+def percentile_of(values: Array, percentile: float) -> float:
+    """The least value that so many percent do not exceed; no interpolation, so that inf may be among them."""
+    rank = max(1, math.ceil(percentile / 100 * len(values) - 1e-9)) - 1
+    return float(np.partition(values, rank)[rank])
+
+
+def route(new_tokens: Lengths, services: Mapping[int, Service], plans: Sequence[GroupPlan]) -> Indices:
+    """The plan that each prompt is sent to: that of its length or, if it does not fit there, the next where it does.
+
+    Plans rise in length; -1: it fits nowhere.
+    """
+    limits = np.array([plan.most_new for plan in plans[:-1]])
+    target = np.searchsorted(limits, new_tokens)
+    chosen = np.full(len(new_tokens), -1, dtype=np.int64)
+    for index, plan in enumerate(plans):
+        here = (target <= index) & (chosen < 0) & np.isfinite(services[plan.gpus_per_group].ttft_s)
+        chosen[here] = index
+    return chosen
+
+
+def run_fleet(
+    workload: Workload,
+    services: Mapping[int, Service],
+    plans: Sequence[GroupPlan],
+    conditions: Conditions,
+    serve: Callable[[Pool], PoolRun] = run_pool,
+    *,
+    replication: int = 0,
+) -> FleetRun:
+    """Serve a workload; `services` holds what it asks of each size of group, `serve` runs one pool.
+
+    replication: number of the workload among independent draws; each has failures of its own.
+    """
+    pool_of = route(workload.new_tokens, services, plans)
+    ttft_s, begin_s = np.full(len(workload), np.inf), np.full(len(workload), np.inf)
+    retries = np.zeros(len(workload), dtype=np.int64)
+    busy = lost = 0.0
+    for index, plan in enumerate(plans):
+        mine = np.flatnonzero(pool_of == index)
+        if not len(mine):
+            continue
+        service = services[plan.gpus_per_group].of(mine)
+        arrival_s = workload.arrival_s[mine]
+        run = serve(conditions.pool(arrival_s, service, plan.replicas, replication=replication, band=plan.band))
+        ttft_s[mine], begin_s[mine] = run.end_s - arrival_s, run.begin_s
+        retries[mine] = run.retries
+        busy += run.busy_s * plan.gpus_per_group
+        lost += run.lost_s * plan.gpus_per_group
+    return FleetRun(
+        arrival_s=workload.arrival_s,
+        ttft_s=ttft_s,
+        begin_s=begin_s,
+        pool=pool_of,
+        retries=retries,
+        num_gpus=sum(plan.num_gpus for plan in plans),
+        busy_gpu_s=busy,
+        lost_gpu_s=lost,
+    )

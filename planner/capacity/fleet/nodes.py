@@ -1,0 +1,203 @@
+"""Prefill times of one group size over a grid of lengths: partitions searched at few, tried at many.
+
+Partitions are planned at doublings of the new tokens (analytically: within 0.1 to 1 % of a full search). In
+between, the shares of both neighbours, shares between theirs, and even ones are tried, as they are and with chunks
+of whole tiles, all in one batch, and the best is kept. TSP and a single GPU of the group compete.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kvrsim.compile import build_program
+from kvrsim.executors.batch import run_batch
+from kvrsim.memory import fits, memory_of
+from kvrsim.partition import Partition
+from kvrsim.program import Array, Compute, Program
+from kvrsim.request import Request
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import STRATEGIES, Strategy
+from planner.capacity.workloads.workload import Lengths
+from planner.search.refine import mended
+from planner.search.search import search
+from planner.table.lookup import partition_from
+from planner.table.table import PartitionTable
+
+NEAR_PER_DOUBLING = 8  # lengths whose times are known exactly
+_TILE = 128  # tokens of an attention kernel's tile of rows
+_BLENDS = (0.0, 0.5, 1.0)  # between the planned shares below and above
+_FAR = 8.0  # times the longest prefill, by which one rank is delayed to see who waits for it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    """One group size and one cached prefix; arrays of shape (nodes,), or (nodes, num_gpus)."""
+
+    cached_prefix: int
+    new_tokens: Lengths  # the nodes, rising
+    ttft_s: Array
+    strategy: tuple[str, ...]  # the fastest, each node's
+    finish: Array  # each rank's, over ttft_s
+    slack_s: Array  # by how much later each rank could begin, and no rank would end later
+    most_new_tokens: int  # that fit in memory; 0: none
+
+
+def lengths_to_know(least: int, most: int) -> Lengths:
+    """The nodes: both ends, and powers of two with seven lengths between any two."""
+    powers = np.arange(np.floor(np.log2(least)) * NEAR_PER_DOUBLING, np.ceil(np.log2(most)) * NEAR_PER_DOUBLING + 1)
+    inner = np.rint(2.0 ** (powers / NEAR_PER_DOUBLING)).astype(np.int64)
+    return np.unique(np.concatenate([[least, most], inner[(inner > least) & (inner < most)]]))
+
+
+class Columns:
+    """Makes columns for one group size of a scenario."""
+
+    def __init__(self, scenario: Scenario, num_gpus: int, table: PartitionTable | None = None) -> None:
+        self.scenario, self.num_gpus, self.table = scenario.on_gpus(num_gpus), num_gpus, table
+        self.shared = self.scenario.cluster.shares_bandwidth
+
+    def column(self, cached_prefix: int, nodes: Lengths) -> Column:
+        """Times of all nodes behind that cached prefix."""
+        alone = self._prefill(STRATEGIES["single"], nodes[:, None].astype(float), cached_prefix, num_gpus=1)
+        ttft_s, strategy = alone[:, -1].copy(), np.full(len(nodes), "single", dtype=object)
+        finish, slack_s = np.ones((len(nodes), self.num_gpus)), np.zeros((len(nodes), self.num_gpus))
+        chains = np.flatnonzero(nodes >= self.num_gpus) if self.num_gpus > 1 else np.zeros(0, dtype=np.int64)
+        if len(chains):
+            even = _even(nodes[chains], self.num_gpus)
+            gathered = self._prefill(STRATEGIES["tsp"], even, cached_prefix)[:, -1]
+            chunks, finish_s = self._chains(nodes[chains], cached_prefix)
+            waits_s = self._slack(chunks, finish_s, cached_prefix)
+            for row, node in enumerate(chains):
+                if gathered[row] < ttft_s[node]:
+                    ttft_s[node], strategy[node] = gathered[row], "tsp"
+                if finish_s[row, -1] < ttft_s[node]:
+                    ttft_s[node], strategy[node] = finish_s[row, -1], "kvr-p" if self.table else "kvr-s"
+                    finish[node], slack_s[node] = finish_s[row] / finish_s[row, -1], waits_s[row]
+        return Column(
+            cached_prefix=cached_prefix,
+            new_tokens=nodes,
+            ttft_s=ttft_s,
+            strategy=tuple(strategy),
+            finish=finish,
+            slack_s=slack_s,
+            most_new_tokens=self._most_that_fit(cached_prefix, int(nodes[-1])),
+        )
+
+    def _at(self, cached_prefix: int, new_tokens: int, num_gpus: int | None = None) -> Scenario:
+        request = Request(
+            context_len=cached_prefix + new_tokens, cached_prefix=cached_prefix, dtype=self.scenario.request.dtype
+        )
+        placed = self.scenario if num_gpus is None else self.scenario.on_gpus(num_gpus)
+        return replace(placed, request=request)
+
+    def _chains(self, nodes: Lengths, cached_prefix: int) -> tuple[Array, Array]:
+        """The best chunks that were tried for each node, and when each rank finishes; both (nodes, num_gpus)."""
+        candidates = self._candidates(nodes, cached_prefix)
+        finish_s = self._prefill(STRATEGIES["kvr-s"], np.concatenate(candidates), cached_prefix)
+        bests, first = [], 0
+        for rows in candidates:
+            bests.append(first + int(finish_s[first : first + len(rows), -1].argmin()))
+            first += len(rows)
+        return np.concatenate(candidates)[bests], finish_s[bests]
+
+    def _candidates(self, nodes: Lengths, cached_prefix: int) -> list[Array]:
+        """Chunks to try for each node, each of shape (B, num_gpus); what a table says is tried alone."""
+        if self.table is not None:
+            cuts = [partition_from(self.table, self._at(cached_prefix, int(node))).chunk_lens for node in nodes]
+            return [np.array([cut], dtype=float) for cut in cuts]
+        step = 2 if cached_prefix else 1  # attention to a long prefix is even: shares change less with length
+        planned = {length: self._planned(cached_prefix, length) for length in _powers(nodes, step)}
+        return [_candidates(int(node), planned, self.num_gpus, few=self.shared) for node in nodes]
+
+    def _planned(self, cached_prefix: int, new_tokens: int) -> Array:
+        """Shares of the context, a rank."""
+        if self.table is not None:
+            return np.array(partition_from(self.table, self._at(cached_prefix, new_tokens)).fractions)
+        found = search(self._at(cached_prefix, new_tokens), STRATEGIES["kvr-s"], method="analytical")
+        return np.array(found.partition.fractions)
+
+    def _prefill(self, strategy: Strategy, chunks: Array, cached_prefix: int, num_gpus: int | None = None) -> Array:
+        """When each rank has finished, shape (B, ranks), of chunks of shape (B, ranks)."""
+        scenario = self._at(cached_prefix, int(chunks[0].sum()), num_gpus)
+        if not scenario.cluster.shares_bandwidth or scenario.cluster.num_gpus == 1:
+            program = build_program(scenario, strategy, list(np.ascontiguousarray(chunks.T)))
+            quiet = scenario if not scenario.cluster.shares_bandwidth else scenario.with_own_links(1e30)
+            return np.ascontiguousarray(run_batch(program, quiet.cluster).T)
+        from kvrsim.executors.event import Replay  # SimPy, only where it is needed
+
+        programs = (build_program(scenario, strategy, [np.array([chunk]) for chunk in row]) for row in chunks)
+        return np.array([Replay(program, scenario.cluster, record=False).finish_s for program in programs])
+
+    def _slack(self, chunks: Array, finish_s: Array, cached_prefix: int) -> Array:
+        """How much later each rank alone could begin; on a shared bus nobody can tell, so not at all."""
+        slack_s = np.zeros_like(finish_s)
+        if self.shared:
+            return slack_s
+        scenario = self._at(cached_prefix, int(chunks[0].sum()))
+        program = build_program(scenario, STRATEGIES["kvr-s"], list(np.ascontiguousarray(chunks.T)))
+        delay_s = _FAR * float(finish_s.max())
+        for rank in range(1, self.num_gpus):
+            ends_s = run_batch(_delayed(program, rank, delay_s), scenario.cluster).T
+            slack_s[:, rank] = (delay_s - (ends_s - finish_s)).min(axis=1)
+        return np.maximum(0.0, slack_s - 1e-9 * delay_s)
+
+    def _most_that_fit(self, cached_prefix: int, most: int) -> int:
+        """New tokens up to which the peak of every rank is within its memory, by halving; chunks as planned."""
+        kvr = STRATEGIES["kvr-s" if self.num_gpus > 1 else "single"]
+        shares: dict[int, Array] = {}
+
+        def is_within(new_tokens: int) -> bool:
+            near = 1 << max(int(new_tokens).bit_length() - 1, (self.num_gpus - 1).bit_length())
+            if near not in shares:
+                shares[near] = self._planned(cached_prefix, near) if self.num_gpus > 1 else np.ones(1)
+            cut = Partition(chunk_lens=tuple(map(int, _whole(shares[near], max(new_tokens, self.num_gpus), 1))))
+            scenario = self._at(cached_prefix, cut.num_tokens)
+            return fits(scenario, memory_of(scenario, kvr, cut))
+
+        if is_within(most):
+            return most
+        low, high = 0, most
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if is_within(middle) else (low, middle)
+        return low
+
+
+def _powers(nodes: Lengths, step: int) -> list[int]:
+    """The first and last node and powers of two between them, every one or every second."""
+    least, most = int(nodes[0]), int(nodes[-1])
+    return sorted({least, most, *(1 << power for power in range(least.bit_length(), most.bit_length(), step))})
+
+
+def _even(nodes: Lengths, num_gpus: int) -> Array:
+    return np.array([Partition.even(int(node), num_gpus).chunk_lens for node in nodes], dtype=float)
+
+
+def _candidates(node: int, planned: dict[int, Array], num_gpus: int, *, few: bool) -> Array:
+    """Chunks to try for a length, shape (B, num_gpus), whole tokens."""
+    lengths = np.array(list(planned))
+    low = int(lengths[lengths <= node].max())
+    high = int(lengths[lengths >= node].min())
+    weight = 0.0 if low == high else float(np.log(node / low) / np.log(high / low))
+    if few:
+        return _whole(planned[low] + weight * (planned[high] - planned[low]), node, 1)[None]
+    blends = [planned[low] + share * (planned[high] - planned[low]) for share in (*_BLENDS, weight)]
+    even = np.full(num_gpus, 1 / num_gpus)
+    blends += [(blends[-1] + even) / 2, even]
+    steps = (1, _TILE) if node >= 2 * num_gpus * _TILE else (1,)
+    return np.unique([_whole(shares, node, step) for shares in blends for step in steps], axis=0)
+
+
+def _whole(shares: Array, tokens: int, step: int) -> Array:
+    """Chunks with boundaries at multiples of a step, at least one step each but the last."""
+    ends = (np.rint(np.cumsum(shares)[:-1] * tokens / step) * step).astype(np.int64)
+    return np.diff(np.concatenate([[0], mended(ends, step, tokens), [tokens]])).astype(float)
+
+
+def _delayed(program: Program, rank: int, delay_s: float) -> Program:
+    """The same with one rank that begins later, host and device."""
+    wait = Compute(name="before", device_s=np.array([delay_s]), host_s=delay_s)
+    prologue = [((wait, *ops) if index == rank else ops) for index, ops in enumerate(program.prologue)]
+    return replace(program, prologue=tuple(prologue))

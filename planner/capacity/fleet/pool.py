@@ -1,0 +1,112 @@
+"""Pool: like groups of GPUs behind one queue, what happens to them, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrsim.program import Array
+from planner.capacity.fleet.service import Service
+
+Order = Literal["first-come", "shortest-first"]
+ORDERS: tuple[Order, ...] = ("first-come", "shortest-first")
+MOST_RETRIES = 100  # of one request, after which it is given up, and counted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outages:
+    """When groups fail, and how long they are away."""
+
+    uptimes_s: Callable[[int], Iterator[float]]  # of a group: how long it is up before each failure
+    repair_s: float
+
+    @classmethod
+    def drawn(cls, mtbf_s: float, repair_s: float, seed: int, *, replication: int = 0, band: int = 0) -> Outages:
+        """Exponential times between failures, independent between replications, bands and groups.
+
+        A group has the same failures whatever the number of other groups is.
+        """
+
+        def uptimes_s(group: int) -> Iterator[float]:
+            rng = np.random.default_rng([seed, replication, 1 + band, 1 + group])  # arrivals: [seed, replication]
+            while True:
+                yield float(rng.exponential(mtbf_s))
+
+        return cls(uptimes_s=uptimes_s, repair_s=repair_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pool:
+    """Requests and the groups that serve them. All requests fit on a group.
+
+    A free group takes the first prompt of the queue; of several, the one that has been free longest, then the
+    lowest number. A prompt may be taken while later ranks of the group still work on the one before.
+    """
+
+    arrival_s: Array  # shape (N,), rising
+    service: Service
+    replicas: int
+    order: Order = "first-come"
+    slowness: tuple[float, ...] = ()  # times as long as others, the first groups'; the rest are not slow
+    outages: Outages | None = None
+
+    def __post_init__(self) -> None:
+        assert np.isfinite(self.service.ttft_s).all()
+        assert self.replicas >= 1
+
+    def factors(self) -> list[float]:
+        """How much longer each group takes."""
+        return [*self.slowness[: self.replicas], *[1.0] * (self.replicas - len(self.slowness))]
+
+    def ranks_in_queue(self) -> npt.NDArray[np.int64]:
+        """Each request's place, were all in the queue at once."""
+        if self.order == "first-come":
+            return np.arange(len(self.arrival_s))
+        by_length = np.lexsort((np.arange(len(self.arrival_s)), self.service.new_tokens))
+        places = np.empty(len(by_length), dtype=np.int64)
+        places[by_length] = np.arange(len(by_length))
+        return places
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolRun:
+    """What became of each request; arrays of shape (N,)."""
+
+    begin_s: Array  # its last begin on a group; inf: it was given up
+    end_s: Array  # first token; inf: it was given up
+    group: npt.NDArray[np.int64]  # that served it; -1: none
+    retries: npt.NDArray[np.int64]  # times that it was lost to a failure and begun anew
+    busy_s: float  # of all groups, mean over their GPUs: prefills, lost ones too, and decoding
+    lost_s: float  # of it, spent on prompts that a failure ended
+
+
+@dataclass(slots=True)
+class Record:
+    """A run while it goes on."""
+
+    count: int
+    begin_s: list[float] = field(init=False)
+    end_s: list[float] = field(init=False)
+    group: list[int] = field(init=False)
+    retries: list[int] = field(init=False)
+    busy_s: float = 0.0
+    lost_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.begin_s, self.end_s = [np.inf] * self.count, [np.inf] * self.count
+        self.group, self.retries = [-1] * self.count, [0] * self.count
+
+    def done(self) -> PoolRun:
+        """The whole run."""
+        return PoolRun(
+            begin_s=np.array(self.begin_s),
+            end_s=np.array(self.end_s),
+            group=np.array(self.group, dtype=np.int64),
+            retries=np.array(self.retries, dtype=np.int64),
+            busy_s=self.busy_s,
+            lost_s=self.lost_s,
+        )

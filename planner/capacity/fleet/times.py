@@ -1,0 +1,175 @@
+"""Service times of every request of a workload on groups of every size, interpolated between nodes.
+
+Between nodes, log time is linear in log new tokens and time linear in the cached prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrsim.program import Array
+from kvrsim.scenario import Scenario
+from planner.capacity.fleet.nodes import Column, Columns, lengths_to_know
+from planner.capacity.fleet.service import Handover, Packing, Service
+from planner.capacity.workloads.workload import Lengths, Workload
+from planner.table.table import PartitionTable
+
+_FIRST_PREFIX, _PREFIX_STEP = 512, 4  # cached prefixes that are known: 0, 512, 2k, 8k, ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decoding:
+    """What decoding does to the group that made the first token."""
+
+    seconds_per_token: float | None = None  # the group's last GPU is held so long; None: another fleet decodes
+
+    def hold_s(self, output_tokens: Lengths) -> Array:
+        """Seconds after the first token."""
+        if self.seconds_per_token is None:
+            return np.zeros(len(output_tokens))
+        return self.seconds_per_token * np.maximum(0, output_tokens - 1)  # the first token is the prefill's
+
+    def describe(self) -> str:
+        """Said with every answer."""
+        if self.seconds_per_token is None:
+            return (
+                "another fleet decodes: a group is free after the first token; moving the KV-cache there is not counted"
+            )
+        ms = 1e3 * self.seconds_per_token
+        return f"the last GPU of a group decodes, {ms:g} ms a token, and holds the group until its last token"
+
+
+class ServiceTimes:
+    """Times of one scenario's groups, for lengths up to those of a workload; computed once, when first asked for."""
+
+    def __init__(
+        self, scenario: Scenario, longest_new: int, longest_prefix: int, table: PartitionTable | None = None
+    ) -> None:
+        self.scenario, self.table = scenario, table
+        self.nodes = lengths_to_know(1, max(2, longest_new))
+        self.prefixes = _prefixes(longest_prefix)
+        self._columns: dict[int, tuple[Column, ...]] = {}
+
+    @classmethod
+    def for_workloads(
+        cls,
+        scenario: Scenario,
+        workloads: Sequence[Workload],
+        *,
+        at_least: int = 1,
+        table: PartitionTable | None = None,
+    ) -> ServiceTimes:
+        """Times that cover all of them, and `at_least` new tokens; partitions from the table, where there is one."""
+        longest_new = max(at_least, *(int(workload.new_tokens.max()) for workload in workloads))
+        longest_prefix = max(int(workload.cached_prefix.max()) for workload in workloads)
+        return cls(scenario, longest_new, longest_prefix, table)
+
+    def columns(self, num_gpus: int) -> tuple[Column, ...]:
+        """One a cached prefix."""
+        if num_gpus not in self._columns:
+            maker = Columns(self.scenario, num_gpus, self.table)
+            self._columns[num_gpus] = tuple(maker.column(prefix, self.nodes) for prefix in self.prefixes)
+        return self._columns[num_gpus]
+
+    def seconds(self, num_gpus: int, new_tokens: Lengths, cached_prefix: Lengths) -> Array:
+        """Seconds to the first token alone on a group; inf where the context does not fit in its memory."""
+        columns = self.columns(num_gpus)
+        log_new, log_nodes = np.log(new_tokens), np.log(self.nodes)
+        low, weight = self._between(cached_prefix)
+        seconds, most = np.zeros(len(new_tokens)), np.zeros(len(new_tokens))
+        for index, column in enumerate(columns):
+            share = np.where(low == index, 1 - weight, np.where(low == index - 1, weight, 0.0))
+            here = share > 0
+            if here.any():
+                log_s = np.interp(log_new[here], log_nodes, np.log(column.ttft_s))
+                seconds[here] += share[here] * np.exp(log_s)
+                most[here] += share[here] * column.most_new_tokens
+        return np.where(new_tokens <= most, seconds, np.inf)
+
+    def service(
+        self, num_gpus: int, workload: Workload, decoding: Decoding | None = None, pack_tokens: int = 0
+    ) -> Service:
+        """What the workload's requests ask of groups of that size; prompts of up to pack_tokens run together."""
+        columns = self.columns(num_gpus)
+        new, prefix = workload.new_tokens, workload.cached_prefix
+        return Service(
+            num_gpus=num_gpus,
+            ttft_s=self.seconds(num_gpus, new, prefix),
+            hold_s=(decoding or Decoding()).hold_s(workload.output_tokens),
+            length_class=self._classes(new, prefix),
+            strategies=self._strategies(columns),
+            handover=self._handover(columns),
+            new_tokens=new,
+            cached_prefix=prefix,
+            packing=self._packing(num_gpus, pack_tokens) if pack_tokens else None,
+        )
+
+    def longest(self, num_gpus: int) -> int:
+        """New tokens without a cached prefix that fit in the memory of such a group, of those that are known."""
+        return self.columns(num_gpus)[0].most_new_tokens
+
+    @property
+    def _num_octaves(self) -> int:
+        return int(self.nodes[-1]).bit_length()
+
+    def _between(self, cached_prefix: Lengths) -> tuple[npt.NDArray[np.int64], Array]:
+        """The known prefix below, and how far it is to the next, 0 to 1."""
+        known = np.array(self.prefixes, dtype=float)
+        low = np.clip(np.searchsorted(known, cached_prefix, side="right") - 1, 0, max(0, len(known) - 2))
+        if len(known) == 1:
+            return low, np.zeros(len(cached_prefix))
+        return low, (cached_prefix - known[low]) / (known[low + 1] - known[low])
+
+    def _classes(self, new_tokens: Lengths, cached_prefix: Lengths) -> npt.NDArray[np.int64]:
+        """A class is a doubling of new tokens between two known prefixes."""
+        octave = np.frexp(new_tokens.astype(float))[1] - 1
+        return np.asarray(self._between(cached_prefix)[0] * self._num_octaves + octave)
+
+    def _of_class(self, columns: Sequence[Column]) -> list[tuple[list[Column], npt.NDArray[np.int64]]]:
+        """Columns and nodes that surround each class."""
+        surroundings = []
+        for low in range(max(1, len(columns) - 1)):
+            for octave in range(self._num_octaves):
+                first = max(0, int(np.searchsorted(self.nodes, 2**octave, side="right")) - 1)
+                last = min(len(self.nodes) - 1, int(np.searchsorted(self.nodes, 2 ** (octave + 1))))
+                surroundings.append((list(columns[low : low + 2]), np.arange(first, last + 1)))
+        return surroundings
+
+    def _strategies(self, columns: Sequence[Column]) -> tuple[str, ...]:
+        return tuple(near[0].strategy[nodes[len(nodes) // 2]] for near, nodes in self._of_class(columns))
+
+    def _handover(self, columns: Sequence[Column]) -> Handover:
+        surroundings = self._of_class(columns)
+        finish = np.array([np.max([column.finish[nodes].max(0) for column in near], 0) for near, nodes in surroundings])
+        slack = np.array([np.min([column.slack_s[nodes].min(0) for column in near], 0) for near, nodes in surroundings])
+        longest = np.array([max(column.ttft_s[nodes].max() for column in near) for near, nodes in surroundings])
+        follow = (finish[:, None, :] - slack[None, :, :] / longest[:, None, None]).max(axis=2)
+        return Handover(
+            release=tuple(finish[:, 0].tolist()),
+            follow=tuple(map(tuple, follow.tolist())),
+            busy=tuple(finish.mean(axis=1).tolist()),
+        )
+
+    def _packing(self, num_gpus: int, pack_tokens: int) -> Packing:
+        """Several prompts take as long as one of all their new tokens behind the longest of their prefixes.
+
+        That is never too short: each attends to its own tokens and prefix alone.
+        """
+        lengths = np.arange(1, pack_tokens + 1)
+        rows = [np.full(pack_tokens, prefix) for prefix in self.prefixes]
+        seconds = [(0.0, *self.seconds(num_gpus, lengths, row).tolist()) for row in rows]
+        classes = [(0, *self._classes(lengths, row).tolist()) for row in rows]
+        return Packing(
+            tokens=pack_tokens, prefixes=self.prefixes, seconds=tuple(seconds), classes=tuple(map(tuple, classes))
+        )
+
+
+def _prefixes(longest: int) -> tuple[int, ...]:
+    known = [0]
+    while known[-1] < longest:
+        known.append(min(_FIRST_PREFIX if known == [0] else known[-1] * _PREFIX_STEP, max(longest, 1)))
+    return tuple(known)

@@ -1,0 +1,1 @@
+"""A plan's candidates run on the machine, beside their predictions."""

@@ -1,0 +1,294 @@
+"""Confirming a plan: its candidates run on the machine, interleaved, beside what the simulator says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from kvrsim.errors import InputError
+from kvrsim.profile.profile import Gather
+from kvrsim.results import Plan
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import get_strategy
+from kvrsim.timeline import Timeline
+from kvrsim.units import format_seconds
+from planner.confirm.candidates import Named, candidates_of
+from planner.confirm.hardware import Hardware, devices_of, gather_of, other_device, run_plan, told_of_gpus
+from planner.confirm.memory import Fitting, Room, fitting
+from planner.confirm.pace import Pace, at_pace, pace_of, pace_tokens
+from planner.confirm.result import Candidate, Confirmation, Mode, Targets
+from planner.confirm.virtual import composed_s, composed_timeline
+from planner.plan import make_plan
+from planner.simulate import run_simulation
+
+if TYPE_CHECKING:
+    from kvrsim.runtime.job import Job
+    from kvrsim.runtime.plan import RunPlan
+    from kvrsim.runtime.ranks.transport import OnProgress
+    from kvrsim.runtime.virtual import VirtualTiming
+
+STRATEGIES = ("single", "tsp", "kvr-e", "kvr-s")
+_LEAST_QUIET = 3  # rounds, with fewer of which all count
+_TELLING_S = 0.2  # of a prefill, below which the system's account of who was busy says nothing
+
+Told = Callable[[str], object]  # a line for people, while it lasts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Measured:
+    """What the machine did with one candidate."""
+
+    samples_s: tuple[float, ...]  # by round
+    other_cores: tuple[float | None, ...]  # by round
+    logits_error: float | None
+    logits_scale: float | None
+    timeline: Timeline | None
+
+
+def confirm(
+    scenario: Scenario,
+    hardware: Hardware,
+    *,
+    top: int = 3,
+    virtual: bool | None = None,
+    targets: Targets | None = None,
+    warnings: Sequence[str] = (),
+    on_note: Told | None = None,
+    on_progress: OnProgress | None = None,
+) -> Confirmation:
+    """Make a plan, run its strategies and its `top` best partitions, and say how far the plan was off.
+
+    virtual: replay all ranks on one device; None: where the machine has fewer devices than the scenario has GPUs.
+    on_note, on_progress: called meanwhile with lines for people, and with steps done, steps in all and what they are.
+    Raises InputError without a profile, where the machine cannot run the scenario, or where no candidate fits in its
+    memory; RankError where a rank fails.
+    """
+    scenario = hardware.placed(scenario)
+    check(scenario, hardware)
+    plan = make_plan(scenario, strategies=STRATEGIES if scenario.cluster.num_gpus > 1 else ("single",))
+    mode, notes = _mode(scenario, hardware, virtual)
+    fit = _fitting(scenario, hardware, candidates_of(scenario, plan, top), mode)
+    named, notes = fit.candidates, (*notes, *fit.notes, *told_of_gpus(hardware.device))
+    seconds = {result.strategy: result.ttft_s for result in plan.strategies}
+    longest_s = max(seconds[one.run_as] for one in named)
+    if on_note is not None:
+        for note in (*warnings, *notes):
+            on_note(note)
+        on_note(_told_work(named, hardware, sum(seconds[one.run_as] for one in named)))
+    gather = gather_of(scenario.profile, emulated=hardware.emulated)
+    plans = [run_plan(scenario, one.run_as, one.partition, gather) for one in named]
+    job = hardware.job(scenario, tuple(dict.fromkeys(plans)), check=fit.reference)
+    run = _run_virtual if mode == "virtual" else _run_ranks
+    found, conditions, pace_s = run(scenario, hardware, named, plans, job, longest_s, on_progress)
+    rounds, quiet_notes = _quiet_rounds(found)
+    pace = pace_of(scenario, tuple(pace_s[number] for number in rounds)) if pace_s else None
+    device = conditions["device"]
+    assert scenario.profile is not None
+    other = other_device(scenario.profile.gpu, device)
+    candidates = tuple(
+        _candidate(scenario, one, measured, rounds, pace) for one, measured in zip(named, found, strict=True)
+    )
+    return Confirmation(
+        model=scenario.model.name,
+        profile=scenario.profile_name,
+        cluster=scenario.cluster.describe(),
+        attention=scenario.kernel,
+        dtype=scenario.request.dtype,
+        num_gpus=scenario.cluster.num_gpus,
+        context_len=scenario.request.context_len,
+        mode=mode,
+        candidates=candidates,
+        chosen=_chosen(candidates, plan),
+        tsp=_tsp(scenario, gather, mode),
+        measured=_told_measured(mode, fit.reference),
+        modelled=_told_modelled(mode, scenario, hardware),
+        conditions=conditions,
+        pace=pace,
+        targets=targets or Targets(),
+        warnings=(*warnings, *notes, *quiet_notes, *([other] if other else [])),
+    )
+
+
+def check(scenario: Scenario, hardware: Hardware, *, needs_profile: bool = True) -> None:
+    """InputError where the runtime cannot do what the scenario asks for, before anything is started."""
+    if needs_profile and scenario.profile is None:
+        raise InputError("profile", scenario.profile_name, "a profile of this machine; kvrsim calibrate all makes one")
+    if scenario.request.cached_prefix:
+        raise InputError("cached_prefix", scenario.request.cached_prefix, "0: the runtime prefills whole contexts")
+    if scenario.cluster.num_gpus > scenario.request.new_tokens:
+        raise InputError(
+            "gpus", scenario.cluster.num_gpus, f"at most one GPU a token, here {scenario.request.new_tokens}"
+        )
+    from kvrsim.runtime.geometry import family_of
+
+    family_of(scenario.model.model_type)
+    hardware.choice(scenario)
+
+
+def _mode(scenario: Scenario, hardware: Hardware, virtual: bool | None) -> tuple[Mode, tuple[str, ...]]:
+    """Ranks of their own, or virtual ones, and what to say of it."""
+    from kvrsim.runtime.ranks.launch import started_by_torchrun
+
+    wanted, there = scenario.cluster.num_gpus, devices_of(hardware)
+    if virtual is None and wanted > there and not started_by_torchrun():
+        what = "GPU" if hardware.device == "cuda" else "core"
+        shown = f"{there} {what}{'s' * (there != 1)}"
+        return "virtual", (f"{wanted} ranks on {shown}: virtual ranks, one after another; messages are modelled",)
+    if virtual:
+        return "virtual", ()
+    notes = (f"{wanted} ranks on {there} devices: they slow each other down",) if wanted > there else ()
+    return "ranks", notes
+
+
+def _fitting(scenario: Scenario, hardware: Hardware, named: Sequence[Named], mode: Mode) -> Fitting:
+    room = Room.of(scenario, hardware.device, devices_of(hardware), mode)
+    return fitting(scenario, named, room, mode)
+
+
+def _chosen(candidates: Sequence[Candidate], plan: Plan) -> int:
+    """The plan's choice; where it is not measured, what is predicted to be the fastest of the others."""
+    names = [one.strategy for one in candidates]
+    if plan.best.strategy in names:
+        return names.index(plan.best.strategy)
+    return min(range(len(names)), key=lambda index: candidates[index].predicted_s)
+
+
+def _told_work(named: Sequence[Named], hardware: Hardware, round_s: float) -> str:
+    """What is measured, and how long the prefills of it take if they take as long as predicted."""
+    rounds = hardware.warmups + hardware.repeats
+    expected = f"about {format_seconds(round_s * rounds)} of prefills by the profile"
+    return f"measuring {len(named)} candidates, {hardware.warmups} + {hardware.repeats} times each: {expected}"
+
+
+def _run_ranks(
+    scenario: Scenario,
+    hardware: Hardware,
+    named: Sequence[Named],
+    plans: Sequence[RunPlan],
+    job: Job,
+    longest_s: float,
+    on_progress: OnProgress | None,
+) -> tuple[list[_Measured], dict[str, str], tuple[float, ...]]:
+    """Every candidate on ranks of their own, each partition once."""
+    from kvrsim.runtime.job import JobReport, run_job
+    from kvrsim.runtime.ranks.launch import launch
+
+    count = len(job.plans) * (hardware.repeats + hardware.warmups + 3) + 2
+    how = hardware.launch(scenario.cluster.num_gpus, longest_s, count * longest_s)
+    job = replace(job, pace_tokens=pace_tokens(scenario))
+    report: JobReport = launch(run_job, job, how=how, on_progress=on_progress)[-1]
+    differences = report.differences or [None] * len(job.plans)  # of logits, where they were compared
+    found = {
+        plan: _Measured(
+            samples_s=timing.ttft_s,
+            other_cores=timing.other_cores,
+            logits_error=None if difference is None else difference.logits,
+            logits_scale=None if difference is None else difference.logits_scale,
+            timeline=timeline,
+        )
+        for plan, timing, timeline, difference in zip(
+            job.plans, report.bench.timings, report.bench.timelines, differences, strict=True
+        )
+    }
+    return [found[plan] for plan in plans], report.bench.conditions, report.bench.pace_s
+
+
+def _run_virtual(
+    scenario: Scenario,
+    hardware: Hardware,
+    named: Sequence[Named],
+    plans: Sequence[RunPlan],
+    job: Job,
+    longest_s: float,
+    on_progress: OnProgress | None,
+) -> tuple[list[_Measured], dict[str, str], tuple[float, ...]]:
+    """Every candidate's ranks one after another on one device."""
+    from kvrsim.runtime.ranks.launch import launch
+    from kvrsim.runtime.virtual import VirtualReport, run_virtual
+
+    count = len(job.plans) * (hardware.repeats + hardware.warmups) * 2 + 2
+    how = hardware.launch(1, longest_s, count * longest_s)
+    report: VirtualReport = launch(run_virtual, job, how=how, on_progress=on_progress)[-1]
+    timings = dict(zip(job.plans, report.timings, strict=True))
+    found = [_composed(scenario, one, timings[plan]) for one, plan in zip(named, plans, strict=True)]
+    return found, report.conditions | {"ranks": f"{scenario.cluster.num_gpus}, virtual, one after another"}, ()
+
+
+def _composed(scenario: Scenario, named: Named, timing: VirtualTiming) -> _Measured:
+    strategy = get_strategy(named.run_as)
+    placed = scenario.on_gpus(len(named.partition.chunk_lens))
+    return _Measured(
+        samples_s=composed_s(placed, strategy, named.partition, timing.repeats),
+        other_cores=timing.other_cores,
+        logits_error=timing.logits_error,
+        logits_scale=timing.logits_scale,
+        timeline=composed_timeline(placed, strategy, named.partition, timing.repeats),
+    )
+
+
+def _candidate(
+    scenario: Scenario, named: Named, measured: _Measured, rounds: Sequence[int], pace: Pace | None
+) -> Candidate:
+    asked: dict[str, Any] = dict(strategy=named.run_as, partition=named.partition.chunk_lens)
+    predicted = run_simulation(scenario, **asked, timeline=True)
+    assert predicted.timeline is not None
+    return Candidate(
+        strategy=named.strategy,
+        partition=named.partition.chunk_lens,
+        predicted_s=predicted.ttft_s,
+        predicted_low_s=predicted.ttft_low_s,
+        predicted_high_s=predicted.ttft_high_s,
+        at_pace_s=None if pace is None else run_simulation(at_pace(scenario, pace), **asked).ttft_s,
+        samples_s=tuple(measured.samples_s[number] for number in rounds),
+        logits_error=measured.logits_error,
+        logits_scale=measured.logits_scale,
+        predicted=predicted.timeline,
+        measured=measured.timeline,
+    )
+
+
+def _quiet_rounds(found: Sequence[_Measured]) -> tuple[list[int], tuple[str, ...]]:
+    """Rounds in which nobody else used the machine, for all candidates alike, and what to say of the others."""
+    everyone = range(len(found[0].samples_s))
+    quiet = [
+        number
+        for number in everyone
+        if not any(is_busy(one.samples_s[number], one.other_cores[number]) for one in found)
+    ]
+    busy = len(everyone) - len(quiet)
+    if not busy:
+        return list(everyone), ()
+    if len(quiet) >= min(_LEAST_QUIET, len(everyone)):
+        return quiet, (f"{busy} of {len(everyone)} rounds left out: others used the machine meanwhile",)
+    return list(everyone), (f"others used the machine in {busy} of {len(everyone)} rounds; all are counted",)
+
+
+def is_busy(sample_s: float, other_cores: float | None) -> bool:
+    """Whether others used this machine during a prefill; not where the system's account does not tell."""
+    from kvrsim.runtime.load import busy_cores
+
+    return other_cores is not None and sample_s >= _TELLING_S and other_cores > busy_cores()
+
+
+def _tsp(scenario: Scenario, gather: Gather, mode: Mode) -> str:
+    """Which all-gather, and what attention covers."""
+    covers = "attention up to the chunk's end" if scenario.kernel == "flash" else "attention over the whole context"
+    if mode == "virtual":
+        return f"all-gather modelled; {covers}"
+    how = "a ring of sends between neighbours" if gather == "ring" else "the backend's own"
+    return f"all-gather: {how}; {covers}"
+
+
+def _told_measured(mode: Mode, logits: bool) -> tuple[str, ...]:
+    whole = "TTFT of whole prefills"
+    parts = "every part of every layer on every rank, alone on one device"
+    return (whole if mode == "ranks" else parts, *(["logits"] if logits else []))
+
+
+def _told_modelled(mode: Mode, scenario: Scenario, hardware: Hardware) -> tuple[str, ...]:
+    if mode == "virtual":
+        return (f"messages and waiting, by {scenario.cluster.describe()}", "that ranks do not slow each other down")
+    if hardware.emulated:
+        return (f"links: messages are held back as by {scenario.cluster.describe()}",)
+    return ()

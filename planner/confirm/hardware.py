@@ -1,0 +1,163 @@
+"""Hardware: how a plan is run on the machine that is there; the way from the simulator's words to the runtime's."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from kvrsim.errors import InputError
+from kvrsim.partition import Partition
+from kvrsim.profile.profile import CalibrationProfile, Gather
+from kvrsim.scenario import Scenario
+
+if TYPE_CHECKING:
+    from kvrsim.runtime.emulated import EmulatedLink, SideTraffic
+    from kvrsim.runtime.job import Job, ModelChoice
+    from kvrsim.runtime.plan import RunPlan
+    from kvrsim.runtime.ranks.launch import Launch
+
+_PATIENCE_S = 60.0  # at least, that a rank waits for a message
+_SLOWER = 6.0  # times as long as predicted, after which nobody waits on
+_SHOWN_OTHERS = 3  # processes that a note names
+_START_S = 120.0  # for processes to start and models to be made
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hardware:
+    """Where and how ranks run."""
+
+    config: str  # of the model: a built-in name, a config.json or its folder
+    device: str = "cpu"  # or "cuda"
+    backend: Literal["gloo", "nccl"] | None = None  # None: NCCL where each rank has a GPU of its own, else gloo
+    threads: int = 1  # of each rank, on a CPU
+    repeats: int = 5  # measured prefills of each candidate
+    warmups: int = 1  # before them
+    seed: int = 0  # of weights, prompts and side traffic
+    init_std: float | None = None  # spread of the random weights; None: the config's
+    emulated: bool = False  # links as the scenario has them, in the place of the machine's own
+    traffic_share: float = 0.0  # of an emulated link's time, that others' messages take
+    traffic_bytes: float = 2**20  # of each of these
+    timeout_s: float | None = None  # that a rank waits for a message; None: by what is predicted
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1:
+            raise InputError("repeats", self.repeats, "at least 1")
+        if self.traffic_share and not self.emulated:
+            raise InputError("side_traffic", self.traffic_share, "nothing without `link_bandwidth`: links are emulated")
+
+    def placed(self, scenario: Scenario) -> Scenario:
+        """The scenario as it can be run: emulated links are nobody else's, also where the machine's own are a bus."""
+        if not self.emulated or scenario.cluster.topology == "switch":
+            return scenario
+        return replace(scenario, cluster=scenario.cluster.with_topology("switch"))
+
+    def choice(self, scenario: Scenario) -> ModelChoice:
+        """The model as the ranks load it; InputError for a dtype that the runtime has not got."""
+        from kvrsim.runtime.job import ModelChoice
+
+        return ModelChoice(
+            config=self.config,
+            dtype=scenario.request.dtype,
+            attention=scenario.kernel,  # type: ignore[arg-type]
+            device=self.device,
+            seed=self.seed,
+            init_std=self.init_std,
+        )
+
+    def job(self, scenario: Scenario, plans: tuple[RunPlan, ...], *, generate: int = 0, check: bool = True) -> Job:
+        """What the ranks are told."""
+        from kvrsim.runtime.job import Job
+
+        return Job(
+            model=self.choice(scenario),
+            plans=plans,
+            repeats=self.repeats,
+            warmups=self.warmups,
+            link=self.link(scenario),
+            traffic=self.traffic(scenario.cluster.num_gpus),
+            check_logits=check,
+            generate=generate,
+        )
+
+    def link(self, scenario: Scenario) -> EmulatedLink | None:
+        """The scenario's link, where it is to be emulated."""
+        from kvrsim.runtime.emulated import EmulatedLink
+
+        if not self.emulated:
+            return None
+        link = scenario.cluster.link
+        return EmulatedLink(bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s)
+
+    def traffic(self, num_ranks: int) -> SideTraffic | None:
+        """Others' messages on every link between neighbours."""
+        from kvrsim.runtime.emulated import SideTraffic
+
+        if not self.traffic_share:
+            return None
+        pairs = tuple((rank, (rank + 1) % num_ranks) for rank in range(num_ranks))
+        return SideTraffic(pairs=pairs, share=self.traffic_share, message_bytes=self.traffic_bytes, seed=self.seed)
+
+    def launch(self, num_ranks: int, longest_s: float, all_s: float) -> Launch:
+        """How ranks are started; they wait a few times as long as the longest prefill and all of them should take."""
+        from kvrsim.runtime.ranks.launch import Launch
+
+        patience_s = self.timeout_s or max(_PATIENCE_S, _SLOWER * longest_s)
+        return Launch(
+            num_ranks=num_ranks,
+            device=self.device,
+            backend=self.backend,
+            timeout_s=patience_s,
+            deadline_s=_START_S + patience_s + _SLOWER * all_s,
+            threads=self.threads,
+            pin=True,
+        )
+
+
+def devices_of(hardware: Hardware) -> int:
+    """How many ranks this machine can compute at once."""
+    from kvrsim.runtime.host import devices
+
+    return devices(hardware.device, hardware.threads)
+
+
+def told_of_gpus(device: str) -> tuple[str, ...]:
+    """A note where other processes compute on the GPUs that are about to be measured."""
+    from kvrsim.runtime.load import others_on_gpus
+
+    others = others_on_gpus() if device == "cuda" else ()
+    shown = ", ".join(others[:_SHOWN_OTHERS]) + (", ..." if len(others) > _SHOWN_OTHERS else "")
+    return (f"other processes are on the GPUs: {shown}",) if others else ()
+
+
+def run_plan(scenario: Scenario, strategy: str, partition: Partition, gather: Gather) -> RunPlan:
+    """A registered strategy as the runtime runs it: attention covers the same tokens in both.
+
+    Raises InputError for a strategy that the runtime cannot run.
+    """
+    from kvrsim.runtime.plan import RunPlan, run_strategy
+
+    return RunPlan(
+        strategy=run_strategy(strategy),
+        partition=partition,
+        batch=scenario.request.batch,
+        tsp_keys="truncated" if scenario.kernel == "flash" else "dense",
+        gather=gather,
+    )
+
+
+def gather_of(profile: CalibrationProfile | None, *, emulated: bool) -> Gather:
+    """The all-gather that the profile's links were fitted to; a ring over emulated links, or where it is not known."""
+    fit = None if profile is None else profile.operations.get("all_gather")
+    return "ring" if fit is None or fit.gather is None or emulated else fit.gather
+
+
+def other_device(gpu: str, device: str) -> str | None:
+    """A note where the profile's device is not the one that has measured, by their names."""
+    numbered = [{word for word in _words(name) if any(map(str.isdigit, word))} for name in (gpu, device)]
+    same = bool(numbered[0] & numbered[1]) if all(numbered) else bool(_words(gpu) & _words(device))
+    return None if same else f"the profile was measured on {gpu}, not on {device}: predictions are for another machine"
+
+
+def _words(name: str) -> set[str]:
+    return set(re.findall(r"[a-z0-9]+", name.lower())) - {"nvidia", "cpu", "r", "tm", "1", "2", "4", "8", "thread"}

@@ -1,0 +1,62 @@
+"""Two timelines under each other on one scale: what was predicted, and what was real."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kvrsim.plots.gantt import WIDTH, draw_head, lane_axes, mark_first_tokens
+from kvrsim.plots.lanes import draw_arrows, draw_bars, draw_legend, legend_entries, number_layers
+from kvrsim.plots.save import check_suffix, save_figure
+from kvrsim.plots.style import styled
+from kvrsim.timeline import Timeline
+from kvrsim.units import format_seconds, format_tokens
+from planner.confirm.result import Candidate, Confirmation
+
+
+def write_pair(confirmation: Confirmation, path: str | Path) -> None:
+    """Draw the plan's choice as PNG, SVG or PDF by the path's suffix, in the colours of every other timeline."""
+    check_suffix(path)
+    with styled():
+        save_figure(_drawn(confirmation), path)
+
+
+def _drawn(confirmation: Confirmation) -> Any:
+    from matplotlib.figure import Figure
+
+    one = confirmation.choice
+    timelines = _titled(one, confirmation.mode == "virtual")
+    lanes = min(10.0, max(0.9, one.predicted.num_ranks * 0.5))  # inches
+    gap = 0.8
+    height = len(timelines) * lanes + (len(timelines) - 1) * gap + 1.8
+    figure = Figure(figsize=(WIDTH, height))
+    edges: dict[str, Any] = dict(left=0.07, right=0.985, top=1 - 1.25 / height, bottom=0.55 / height)
+    grid = figure.add_gridspec(len(timelines), 1, hspace=gap / lanes, **edges)
+    end_s = max(timeline.end_s for _, timeline in timelines)
+    for row, (title, timeline) in enumerate(timelines):
+        axes = figure.add_subplot(grid[row, 0])
+        draw_bars(axes, timeline.spans)
+        draw_arrows(axes, [span for span in timeline.spans if span.kind == "transfer"], 0.0, end_s)
+        number_layers(axes, timeline.spans, 0.0, end_s)
+        lane_axes(axes, timeline, 0.0, end_s, title=title)
+        mark_first_tokens(axes, timeline)
+    title = f"{one.strategy}: {', '.join(map(str, one.partition))} tokens, predicted {one.rel_error:+.1%}"
+    setting = (
+        confirmation.model,
+        f"{format_tokens(confirmation.context_len)} tokens",
+        confirmation.cluster,
+        f"{confirmation.attention} attention",
+        f"profile {confirmation.profile}",
+    )
+    draw_head(figure, height, title, " · ".join(setting))
+    draw_legend(figure, height, legend_entries([span for _, timeline in timelines for span in timeline.spans]))
+    return figure
+
+
+def _titled(one: Candidate, virtual: bool) -> list[tuple[str, Timeline]]:
+    """Each with its name; a median of several prefills stands beside the one prefill that is drawn."""
+    real = "composed of measured parts" if virtual else "one real prefill"
+    found = [(f"predicted, {format_seconds(one.predicted_s)}", one.predicted)]
+    if one.measured is not None:
+        found.append((f"{real}; median of {len(one.samples_s)}: {format_seconds(one.median_s)}", one.measured))
+    return found

@@ -1,0 +1,188 @@
+"""One strategy's prefill, measured on the machine that is there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvrsim.errors import InputError
+from kvrsim.partition import Partition
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import get_strategy
+from kvrsim.timeline import Timeline
+from planner.confirm.candidates import Named
+from planner.confirm.confirm import Told, check, is_busy
+from planner.confirm.hardware import Hardware, devices_of, gather_of, run_plan, told_of_gpus
+from planner.confirm.memory import NO_REFERENCE, Room
+from planner.simulate import partition_of, run_simulation
+
+if TYPE_CHECKING:
+    from kvrsim.runtime.bench import Timing
+    from kvrsim.runtime.ranks.transport import OnProgress
+
+_PATIENCE_S = 600.0  # without a profile nobody knows how long a prefill takes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunResult:
+    """What one strategy's prefills have taken."""
+
+    strategy: str
+    model: str
+    attention: str
+    dtype: str
+    num_gpus: int
+    context_len: int
+    partition: tuple[int, ...]
+    samples_s: tuple[float, ...]  # TTFT of each repetition
+    other_cores: tuple[float | None, ...]  # of each: cores that others kept busy; None: not told
+    predicted_s: float | None  # by the profile; None: there is none
+    logits_error: float | None  # largest difference from one process's; None: not asked for
+    logits_scale: float | None
+    kv_cache_error: float | None
+    generated: tuple[tuple[int, ...], ...]  # tokens by prompt; empty where not asked for
+    conditions: Mapping[str, str]
+    all_gather: str | None  # TSP's: a ring between neighbours, or the backend's collective; None: there is none
+    warnings: tuple[str, ...]  # such as that others used the machine
+    timeline: Timeline = field(repr=False, compare=False)  # of one more prefill
+
+    @property
+    def ttft_s(self) -> float:
+        """The middle one."""
+        return median(self.samples_s)
+
+    @property
+    def iqr_s(self) -> float:
+        """How far the middle half is spread."""
+        low, high = np.percentile(self.samples_s, (25, 75))
+        return float(high - low)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "strategy": self.strategy,
+            "model": self.model,
+            "attention": self.attention,
+            "dtype": self.dtype,
+            "num_gpus": self.num_gpus,
+            "context_len": self.context_len,
+            "partition": list(self.partition),
+            "measured_ttft_s": self.ttft_s,
+            "measured_iqr_s": self.iqr_s,
+            "samples_s": list(self.samples_s),
+            "other_cores": list(self.other_cores),
+            "predicted_ttft_s": self.predicted_s,
+            "max_logit_error": self.logits_error,
+            "largest_logit": self.logits_scale,
+            "max_kv_cache_error": self.kv_cache_error,
+            "all_gather": self.all_gather,
+            "per_rank": [self._rank(rank) for rank in range(self.timeline.num_ranks)],
+            "generated": [list(tokens) for tokens in self.generated],
+            "conditions": dict(self.conditions),
+            "warnings": list(self.warnings),
+        }
+
+    def _rank(self, rank: int) -> dict[str, Any]:
+        """Of one more prefill, its layers hooked."""
+        compute_s, wait_s = (
+            sum(span.duration_s for span in self.timeline.of(rank, kind)) for kind in ("compute", "wait")
+        )
+        sent = sum(span.nbytes or 0.0 for span in self.timeline.of(rank, "transfer"))
+        return {"rank": rank, "compute_s": compute_s, "wait_s": wait_s, "sent_bytes": sent}
+
+
+def run_here(
+    scenario: Scenario,
+    hardware: Hardware,
+    *,
+    strategy: str,
+    partition: Sequence[int] | None = None,
+    check_logits: bool = False,
+    generate: int = 0,
+    warnings: Sequence[str] = (),
+    on_note: Told | None = None,
+    on_progress: OnProgress | None = None,
+) -> RunResult:
+    """Measure on as many ranks as the scenario has GPUs.
+
+    Raises InputError for a strategy that the runtime cannot run, where the machine cannot run it, or where kvr-s has
+    neither partition nor profile; RankError where a rank fails.
+    """
+    from kvrsim.runtime.plan import run_strategy
+
+    run_strategy(strategy)
+    scenario, chosen = hardware.placed(scenario), get_strategy(strategy)
+    alone = chosen.partition_rule == "whole"
+    placed = scenario.on_gpus(1) if alone else scenario
+    if alone and scenario.cluster.num_gpus > 1 and partition is not None:
+        raise InputError("partition", ",".join(map(str, partition)), "nothing for single, which one rank runs")
+    if chosen.partition_rule == "table" and partition is None:
+        raise InputError("partition", "nothing", f"a partition: run does not read the table of {strategy}")
+    check(placed, hardware, needs_profile=False)
+    if chosen.partition_rule == "search" and partition is None and scenario.profile is None:
+        raise InputError(
+            "profile", "nothing", "a profile of this machine, or `partition`; kvrsim calibrate all makes one"
+        )
+    cut = partition_of(placed, chosen, partition)
+    plan = run_plan(placed, strategy, cut, gather_of(scenario.profile, emulated=hardware.emulated))
+    predicted_s = None
+    if scenario.profile is not None:
+        predicted_s = run_simulation(scenario, strategy=strategy, partition=cut.chunk_lens).ttft_s
+    from kvrsim.runtime.job import JobReport, run_job
+    from kvrsim.runtime.ranks.launch import launch, started_by_torchrun
+
+    longest_s = _PATIENCE_S / 6 if predicted_s is None else predicted_s
+    count = hardware.repeats + hardware.warmups + 8
+    notes = (*warnings, *told_of_gpus(hardware.device))
+    if check_logits and scenario.profile is not None and not _reference_fits(placed, hardware):
+        check_logits, notes = False, (*notes, NO_REFERENCE)
+    job = hardware.job(placed, (plan,), generate=generate, check=check_logits)
+    ranks = (scenario if started_by_torchrun() else placed).cluster.num_gpus  # under torchrun, all there are
+    how = hardware.launch(ranks, longest_s, count * longest_s)
+    if on_note is not None:
+        for note in notes:
+            on_note(note)
+    report: JobReport = launch(run_job, job, how=how, on_progress=on_progress)[-1]
+    timing, difference = report.bench.timings[0], next(iter(report.differences), None)
+    return RunResult(
+        strategy=strategy,
+        model=scenario.model.name,
+        attention=scenario.kernel,
+        dtype=scenario.request.dtype,
+        num_gpus=placed.cluster.num_gpus,
+        context_len=scenario.request.context_len,
+        partition=cut.chunk_lens,
+        samples_s=timing.ttft_s,
+        other_cores=timing.other_cores,
+        predicted_s=predicted_s,
+        logits_error=None if difference is None else difference.logits,
+        logits_scale=None if difference is None else difference.logits_scale,
+        kv_cache_error=None if difference is None else difference.kv_cache,
+        generated=report.generated,
+        conditions=report.bench.conditions,
+        all_gather=plan.gather if plan.strategy == "tsp" and ranks > 1 else None,
+        warnings=(*notes, *_busy_notes(timing)),
+        timeline=report.bench.timelines[0],
+    )
+
+
+def _reference_fits(scenario: Scenario, hardware: Hardware) -> bool:
+    """Whether one process, whose logits are compared, has room for the whole context."""
+    whole = Partition(chunk_lens=(scenario.request.new_tokens,))
+    reference = Named(strategy="single", run_as="single", partition=whole)
+    room = Room.of(scenario, hardware.device, devices_of(hardware), "ranks")
+    return room.needed_bytes(scenario, reference, "ranks") <= room.limit_bytes
+
+
+def _busy_notes(timing: Timing) -> tuple[str, ...]:
+    """A note where others used the machine during prefills, which are counted all the same."""
+    pairs = zip(timing.ttft_s, timing.other_cores, strict=True)
+    busy = [cores for ttft_s, cores in pairs if cores is not None and is_busy(ttft_s, cores)]
+    if not busy:
+        return ()
+    during = f"{len(busy)} of {len(timing.ttft_s)} prefills"
+    return (f"others used the machine in {during} ({median(busy):.1f} cores); TTFT may be too long",)

@@ -1,0 +1,136 @@
+"""A StrategyMap, place by place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from kvrsim.compile import for_strategy
+from kvrsim.errors import InputError
+from kvrsim.memory import fits, memory_of
+from kvrsim.partition import Partition
+from kvrsim.question import Question
+from kvrsim.ranges import check_places
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import Strategy, get_strategy
+from planner.evaluate import Evaluator
+from planner.map.map import ALONE, MapPoint, StrategyMap
+from planner.search.search import search
+from planner.simulate import partition_of
+from planner.strategies_for import names_for_all
+
+DEFAULT_STRATEGIES = ("single", "tsp", "kvr-s", "ring", "zigzag", "tp")
+_EXPOSED = 0.05  # of TTFT without communication; from there on balanced chunks may be far from the best
+OnPlace = Callable[[int, int], None]  # places done, places in all
+
+
+def make_map(
+    scenario: Scenario,
+    *,
+    lengths: Sequence[int],
+    gpu_counts: Sequence[int],
+    bandwidths: Sequence[float] | None = None,
+    strategies: Sequence[str] = DEFAULT_STRATEGIES,
+    warnings: Sequence[str] = (),
+    on_place: OnPlace | None = None,
+) -> StrategyMap:
+    """TTFTs of the strategies, and of one GPU, for every context, bandwidth and number of GPUs.
+
+    A place with more GPUs than tokens is left out, with a note.
+
+    scenario: model, request and links. bandwidths: of links, bytes a second one way; None: the cluster's own.
+    strategies: names, or "all". Searched chunks are balanced, or, where links are slow, refined.
+
+    Raises InputError for an unknown name.
+    """
+    check_places("ctx", lengths, gpu_counts, bandwidths or (None,))
+    clusters = [scenario.cluster]
+    if bandwidths is not None:
+        clusters = [scenario.cluster.with_link(bandwidth_bytes_per_s=one) for one in bandwidths]
+    wanted = [
+        replace(
+            scenario,
+            cluster=cluster.with_num_gpus(num_gpus),
+            request=replace(scenario.request, context_len=context_len),
+        )
+        for cluster in clusters
+        for num_gpus in gpu_counts
+        for context_len in lengths
+    ]
+    points: list[MapPoint] = []
+    places = [place for place in wanted if place.cluster.num_gpus <= place.request.new_tokens]
+    if not places:
+        shortest = min(place.request.new_tokens for place in wanted)
+        raise InputError("gpus", min(gpu_counts), f"at most one GPU a token, here {shortest}")
+    refused = dict.fromkeys(_left_out(place) for place in wanted if place.cluster.num_gpus > place.request.new_tokens)
+    for number, place in enumerate(places, start=1):
+        for name in dict.fromkeys((ALONE, *_names(place, strategies))):
+            try:
+                points.append(_point(place, get_strategy(name, "strategies")))
+            except InputError as error:
+                if error.parameter != "strategies":
+                    raise
+                refused[f"{name} is not on the map for {place.cluster.num_gpus} GPUs: it takes {error.accepted}"] = None
+        if on_place is not None:
+            on_place(number, len(places))
+    return StrategyMap(
+        question=Question.of(
+            scenario,
+            lengths=list(lengths),
+            gpu_counts=list(gpu_counts),
+            link_bandwidths=None if bandwidths is None else list(bandwidths),
+            strategies=list(strategies),
+        ),
+        model=scenario.model.name,
+        profile=scenario.profile_name,
+        cluster=scenario.cluster,
+        attention=scenario.kernel,
+        memory_limit=scenario.memory_limit,
+        points=tuple(points),
+        warnings=(*warnings, *refused),
+    )
+
+
+def _left_out(place: Scenario) -> str:
+    tokens, num_gpus = place.request.new_tokens, place.cluster.num_gpus
+    return f"not on the map: {tokens} tokens on {num_gpus} GPUs, which would leave some without a token"
+
+
+def _names(place: Scenario, strategies: Sequence[str]) -> Sequence[str]:
+    if "all" in strategies:
+        return names_for_all(place)[0]
+    for name in strategies:
+        if get_strategy(name, "strategies").partition_rule == "table":
+            raise InputError("strategies", name, "strategies that need no table")
+    return strategies
+
+
+def _point(place: Scenario, strategy: Strategy) -> MapPoint:
+    placed = for_strategy(place, strategy)
+    ttft_s, partition = _fastest(placed, strategy)
+    return MapPoint(
+        context_len=place.request.context_len,
+        link_bandwidth_bytes_per_s=place.cluster.link.bandwidth_bytes_per_s,
+        num_gpus=place.cluster.num_gpus,
+        strategy=strategy.name,
+        ttft_s=ttft_s,
+        fits=fits(placed, memory_of(placed, strategy, partition)),
+    )
+
+
+def _fastest(placed: Scenario, strategy: Strategy) -> tuple[float, Partition]:
+    """With the strategy's own chunks; those that it searches, balanced or even, or searched where links are slow."""
+    if strategy.partition_rule != "search":
+        partition = partition_of(placed, strategy, None)
+        return Evaluator(placed, strategy).one(partition.chunk_lens), partition
+    even = Partition.even(placed.request.new_tokens, placed.cluster.num_gpus)
+    cuts = [search(placed, strategy, method="analytical").partition, even]
+    ttft_s = Evaluator(placed, strategy).ttft_s(np.array([cut.chunk_lens for cut in cuts], dtype=float))
+    best = int(ttft_s.argmin())
+    free_s = Evaluator(placed.without_communication(), strategy).one(cuts[0].chunk_lens)
+    if ttft_s[best] <= free_s * (1 + _EXPOSED):
+        return float(ttft_s[best]), cuts[best]
+    found = search(placed, strategy)
+    return found.ttft_s, found.partition

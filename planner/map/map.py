@@ -1,0 +1,212 @@
+"""StrategyMap: which strategy on how many GPUs is the fastest, over contexts and link bandwidths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvrsim.hardware.cluster import Cluster, MemoryLimit, cluster_to_dict
+from kvrsim.question import Question
+from kvrsim.version import __version__
+
+if TYPE_CHECKING:
+    import pandas
+
+ALONE = "single"
+TELLABLE = 0.02  # less than which no profile tells two strategies apart: one GPU, or fewer, then wins
+Known = Literal["interpolated", "at or below the first length", "beyond the last length"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MapPoint:
+    """One strategy in one place."""
+
+    context_len: int  # tokens
+    link_bandwidth_bytes_per_s: float  # one way
+    num_gpus: int  # that the strategy may use; `single` uses one of them
+    strategy: str
+    ttft_s: float
+    fits: bool  # in every GPU's memory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Winner:
+    """The fastest strategy that fits in one place; of all, where none fits."""
+
+    context_len: int
+    link_bandwidth_bytes_per_s: float
+    num_gpus: int
+    strategy: str
+    ttft_s: float
+    fits: bool
+    speedup_over_single: float  # TTFT of one GPU over this one's, whether or not one GPU's memory would do
+    pays: bool  # more than one GPU is used
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BreakEven:
+    """From which context on a strategy is faster than another, at every longer one of the map."""
+
+    link_bandwidth_bytes_per_s: float
+    num_gpus: int
+    strategy: str
+    over: str  # the strategy that it beats
+    context_len: int | None  # tokens, between the lengths of the map by a straight line of logarithms; None: beyond
+    known: Known
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrategyMap:
+    """TTFTs of all strategies in all places, and what follows from them."""
+
+    question: Question  # of the longest context on the most GPUs
+    model: str
+    profile: str
+    cluster: Cluster  # with the most GPUs, and its own links
+    attention: str  # kernel
+    memory_limit: MemoryLimit  # that `fits` compares with
+    points: tuple[MapPoint, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Contexts, rising."""
+        return tuple(sorted({point.context_len for point in self.points}))
+
+    @property
+    def bandwidths(self) -> tuple[float, ...]:
+        """Of links, rising."""
+        return tuple(sorted({point.link_bandwidth_bytes_per_s for point in self.points}))
+
+    @property
+    def gpu_counts(self) -> tuple[int, ...]:
+        """Numbers of GPUs, rising."""
+        return tuple(sorted({point.num_gpus for point in self.points}))
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """Names, in the order given."""
+        return tuple(dict.fromkeys(point.strategy for point in self.points))
+
+    def at(self, context_len: int, bandwidth: float, num_gpus: int) -> dict[str, MapPoint]:
+        """The strategies that run in one place."""
+        place = context_len, bandwidth, num_gpus
+        return {
+            point.strategy: point
+            for point in self.points
+            if (point.context_len, point.link_bandwidth_bytes_per_s, point.num_gpus) == place
+        }
+
+    def winners(self) -> Iterator[Winner]:
+        """One for each context, bandwidth and number of GPUs that can be planned."""
+        for bandwidth in self.bandwidths:
+            for context_len in self.lengths:
+                for num_gpus in self.gpu_counts:
+                    if points := self.at(context_len, bandwidth, num_gpus):
+                        yield self._winner(points)
+
+    def best(self) -> Iterator[Winner]:
+        """One for each context and bandwidth: the fewest GPUs within 2 % of the fastest."""
+        winners = list(self.winners())
+        for bandwidth in self.bandwidths:
+            for context_len in self.lengths:
+                here = [
+                    one
+                    for one in winners
+                    if (one.context_len, one.link_bandwidth_bytes_per_s) == (context_len, bandwidth)
+                ]
+                if not here:
+                    continue
+                usable = [one for one in here if one.fits] or here
+                least_s = min(one.ttft_s for one in usable)
+                yield next(one for one in usable if one.ttft_s * (1 - TELLABLE) <= least_s)
+
+    def _winner(self, points: dict[str, MapPoint]) -> Winner:
+        alone = points[ALONE]
+        usable = [point for point in points.values() if point.fits] or list(points.values())
+        best = min(usable, key=lambda point: point.ttft_s)
+        if alone in usable and alone.ttft_s * (1 - TELLABLE) <= best.ttft_s:
+            best = alone
+        return Winner(
+            context_len=best.context_len,
+            link_bandwidth_bytes_per_s=best.link_bandwidth_bytes_per_s,
+            num_gpus=best.num_gpus if best is not alone else 1,
+            strategy=best.strategy,
+            ttft_s=best.ttft_s,
+            fits=best.fits,
+            speedup_over_single=alone.ttft_s / best.ttft_s,
+            pays=best is not alone,
+        )
+
+    def break_evens(self) -> Iterator[BreakEven]:
+        """Of every strategy over one GPU; and where the fastest of all gives way to another."""
+        for bandwidth in self.bandwidths:
+            for num_gpus in self.gpu_counts:
+                if num_gpus > 1:
+                    everywhere = (self.at(context_len, bandwidth, num_gpus) for context_len in self.lengths)
+                    places = [place for place in everywhere if place]
+                    yield from self._over_single(places)
+                    yield from self._over_each_other(places)
+
+    def _over_single(self, places: Sequence[dict[str, MapPoint]]) -> Iterator[BreakEven]:
+        for name in self.strategies:
+            if name != ALONE and all(name in place for place in places):
+                yield _break_even(places, name, ALONE)
+
+    def _over_each_other(self, places: Sequence[dict[str, MapPoint]]) -> Iterator[BreakEven]:
+        fastest = [min(place.values(), key=lambda point: point.ttft_s).strategy for place in places]
+        for before, after in dict.fromkeys(pairwise(fastest)):
+            if before != after and before != ALONE and all({before, after} <= set(place) for place in places):
+                yield _break_even(places, after, before)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "question": self.question.to_dict(),
+            "version": __version__,
+            "model": self.model,
+            "profile": self.profile,
+            "cluster": cluster_to_dict(self.cluster),
+            "attention": self.attention,
+            **self.memory_limit.to_dict(),
+            "points": [asdict(point) for point in self.points],
+            "winners": [asdict(winner) for winner in self.winners()],
+            "best": [asdict(winner) for winner in self.best()],
+            "break_even": [asdict(one) for one in self.break_evens()],
+            "warnings": list(self.warnings),
+        }
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row a point."""
+        import pandas
+
+        return pandas.DataFrame([asdict(point) for point in self.points])
+
+
+def _break_even(places: Sequence[dict[str, MapPoint]], name: str, over: str) -> BreakEven:
+    """The last crossing of two TTFTs over the context."""
+    first = places[0][name]
+    gains = [math.log(place[over].ttft_s / place[name].ttft_s) for place in places]
+    behind = [index for index, gain in enumerate(gains) if gain <= 0]
+    context_len: int | None
+    known: Known
+    if not behind:
+        context_len, known = first.context_len, "at or below the first length"
+    elif behind[-1] == len(places) - 1:
+        context_len, known = None, "beyond the last length"
+    else:
+        index = behind[-1]
+        share = gains[index] / (gains[index] - gains[index + 1])
+        low, high = (math.log(places[one][name].context_len) for one in (index, index + 1))
+        context_len, known = round(math.exp(low + share * (high - low))), "interpolated"
+    return BreakEven(
+        link_bandwidth_bytes_per_s=first.link_bandwidth_bytes_per_s,
+        num_gpus=first.num_gpus,
+        strategy=name,
+        over=over,
+        context_len=context_len,
+        known=known,
+    )

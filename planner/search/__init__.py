@@ -1,0 +1,1 @@
+"""The best partition: analytical plan, pattern search, grid search and lower bound."""

@@ -1,0 +1,286 @@
+"""The best partition of a scenario for a strategy whose partition is searched."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrsim.errors import InputError
+from kvrsim.partition import Partition
+from kvrsim.program import Array
+from kvrsim.results import SearchReport
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import Strategy, chain_like
+from planner.evaluate import Evaluator, Progress
+from planner.search.balance import balanced_chunks
+from planner.search.bound import lower_bound_s
+from planner.search.grid import Boundaries, Floor, Grid, chunk_lens
+from planner.search.refine import refine, refine_frugally, rounded
+from planner.search.work import Chain
+
+Method = Literal["auto", "analytical", "grid"]
+METHODS: tuple[Method, ...] = ("auto", "analytical", "grid")
+_SCATTERED, _SCATTERED_TRIED, _NEAR = 200, 3, 1.2
+_MOST_SCATTERED_RANKS = 32
+_PROVEN = 1.015  # TTFT over its lower bound, within which no other seed is tried
+_POLISHING_ROUNDS = 60
+_COARSE = 64  # strides in the shortest chunk, below which the stride is coarse
+_BUS_SEEDS, _BUS_ROUNDS, _BUS_LAST_ROUNDS = 2, 16, 6
+_BUS_WORK, _BUS_LEAST = 6_400_000, 200  # ranks squared times layers that a search replays; partitions at least
+_BUS_POLISHING = 0.4  # of the partitions, kept for steps of single tokens
+_BUS_ROUNDS_LEFT = 4  # rounds that there is to be room for after each, where partitions run short
+_BUS_RESERVE = 24  # partitions that a round adds: its seed, and sums of moves that helped
+_BUS_PLANS = 8  # at most, of slower links, and of fewer GPUs
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A partition, its TTFT, and what it took to find."""
+
+    partition: Partition
+    ttft_s: float
+    report: SearchReport
+    lower_bound_s: float | None = None  # proven; None: the search had no use for it
+
+
+def search(
+    scenario: Scenario,
+    strategy: Strategy,
+    *,
+    method: str = "auto",
+    stride: int | None = None,
+    on_progress: Progress | None = None,
+) -> Found:
+    """The best partition found.
+
+    auto: the analytical plan and other seeds, refined by pattern search; analytical: that plan as it is;
+    grid: the paper's hierarchical grid search. `stride`: boundaries are multiples of it, in tokens.
+    Raises InputError for an unknown method or a stride that leaves no room.
+    """
+    if method not in METHODS:
+        raise InputError("method", method, ", ".join(METHODS))
+    tokens, num_ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
+    if num_ranks > tokens:
+        raise InputError("gpus", num_ranks, f"at most one GPU a token, here {tokens}")
+    step = default_stride(tokens, num_ranks) if stride is None else stride
+    most = max(1, (tokens - 1) // max(1, num_ranks - 1))
+    if not 1 <= step <= most:
+        raise InputError("stride", step, f"a whole number from 1 to {most}")
+    begin_s = time.perf_counter()
+    evaluator = Evaluator(scenario, strategy, on_progress)
+    if scenario.cluster.shares_bandwidth and method == "auto":
+        evaluator.most = most_on_a_bus(scenario, strategy)
+    run = _Search(scenario, strategy, evaluator, step)
+    boundaries, ttft_s, name = run.run(method)
+    if method == "auto" and stride is None and run.is_worth_polishing(boundaries, ttft_s):
+        run.stride = 1
+        boundaries, ttft_s = run.polished(boundaries)
+    partition = Partition(chunk_lens=chunk_lens(tuple(boundaries), tokens))
+    seconds = time.perf_counter() - begin_s
+    report = SearchReport(
+        method=name,
+        evaluations=evaluator.evaluations,
+        seconds=seconds,
+        limit=evaluator.most if run.was_limited else None,
+    )
+    return Found(partition, ttft_s, report, run.lower_bound_s)
+
+
+def most_on_a_bus(scenario: Scenario, strategy: Strategy) -> int:
+    """Partitions that a search on a bus simulates at most: each is replayed event by event, ever longer with more GPUs.
+
+    The search is not cut short by it on up to 8 GPUs and 32 layers.
+    """
+    num_ranks = scenario.cluster.num_gpus
+    work = num_ranks**2 * scenario.share.num_hidden_layers
+    if not strategy.chains:  # every rank sends to many: more messages share the bus
+        work = work * max(8, num_ranks) // 8
+    return max(_BUS_LEAST, _BUS_WORK // work)
+
+
+def default_stride(num_tokens: int, num_ranks: int) -> int:
+    """A 512th of the even share, as a power of two, at most 128 tokens.
+
+    On fast links, finer moves no TTFT by 0.1 %; elsewhere the search polishes by single tokens.
+    """
+    return 1 << min(7, max(0, (num_tokens // num_ranks // 512).bit_length() - 1))
+
+
+def _spread_counts(most: int) -> list[int]:
+    """1, 2, ... up to `most`, or a few of them, closer where they are small."""
+    if most <= _BUS_PLANS:
+        return list(range(1, most + 1))
+    return sorted({round(float(one)) for one in np.geomspace(1, most, _BUS_PLANS)})
+
+
+class _Search:
+    def __init__(self, scenario: Scenario, strategy: Strategy, evaluator: Evaluator, stride: int) -> None:
+        self.scenario, self.strategy, self.evaluator, self.stride = scenario, strategy, evaluator, stride
+        self.lower_bound_s: float | None = None
+        self.was_limited = False  # on a bus: fewer partitions were tried than there were
+        # Balanced chunks and bounds are those of KVR's chain; others begin from its chunks, and have no bound.
+        self.chain = strategy if strategy.chains else chain_like(strategy)
+        self.tokens, self.num_ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
+
+    def run(self, method: str) -> tuple[npt.NDArray[np.int64], float, str]:
+        """Boundaries, TTFT and the name of what found them."""
+        if self.num_ranks == 1:
+            none = np.zeros(0, dtype=np.int64)
+            return none, float(self._evaluate(none[None])[0]), "analytical"
+        if method == "grid":
+            boundaries, ttft_s = Grid(self.tokens, self.num_ranks, self._evaluate, self._floor()).search(self.stride)
+            return np.array(boundaries, dtype=np.int64), ttft_s, "grid"
+        if method == "analytical":
+            seed = rounded(balanced_chunks(self.scenario, self.chain), self.stride, self.tokens)
+            return seed, float(self._evaluate(seed[None])[0]), "analytical"
+        return (*self._refined(), "auto")
+
+    def _refined(self) -> tuple[npt.NDArray[np.int64], float]:
+        seeds = self._seeds()
+        if not self.scenario.cluster.shares_bandwidth:
+            return self._refined_from(seeds)
+        # Every evaluation replays processes: fewer seeds, fewer steps.
+        best = seeds[np.argsort(self._evaluate(seeds), kind="stable")[:_BUS_SEEDS]]
+        refined = [
+            self._refined_frugally(seed, self.stride, _BUS_ROUNDS, share=(1 - _BUS_POLISHING) * number / len(best))
+            for number, seed in enumerate(best, start=1)
+        ]
+        return min(refined, key=lambda found: found[1])
+
+    def _refined_frugally(
+        self, seed: npt.NDArray[np.int64], stride: int, rounds: int, *, share: float, first_step: int | None = None
+    ) -> tuple[npt.NDArray[np.int64], float]:
+        """Refine on a bus, within this share of the partitions that the search may simulate."""
+
+        def thin(rows: Boundaries) -> Boundaries:
+            assert self.evaluator.most is not None
+            left = int(share * self.evaluator.most) - self.evaluator.evaluations - _BUS_RESERVE
+            return self._thinned(rows, left // _BUS_ROUNDS_LEFT)
+
+        return refine_frugally(
+            seed, self.tokens, stride, self._evaluate, rounds=rounds, first_step=first_step, thin=thin
+        )
+
+    def _thinned(self, rows: Boundaries, room: int) -> Boundaries:
+        """At most so many of the rows, spread over them."""
+        if len(rows) <= room:
+            return rows
+        self.was_limited = True
+        spread = np.unique(np.linspace(0, len(rows) - 1, max(0, room)).astype(np.intp))
+        return np.asarray(rows[spread])
+
+    def _refined_from(self, seeds: Boundaries) -> tuple[npt.NDArray[np.int64], float]:
+        """Refine the best seed, and scattered ones that come near it: with few layers, the best may lie far off."""
+        rounds = max(4, 600 // self.num_ranks)
+        seed = seeds[int(self._evaluate(seeds).argmin())]
+        best, best_s = refine(seed, self.tokens, self.stride, self._evaluate, rounds=rounds)
+        if self.num_ranks > _MOST_SCATTERED_RANKS:
+            return best, best_s
+        if self.strategy.chains:
+            self.lower_bound_s = lower_bound_s(self.scenario, self.strategy, best_s)
+            if best_s <= self.lower_bound_s * _PROVEN:
+                return best, best_s
+        scattered = self._scattered()
+        scattered_s = self._evaluate(scattered)
+        for index in np.argsort(scattered_s, kind="stable")[:_SCATTERED_TRIED]:
+            if scattered_s[index] < _NEAR * best_s:
+                other, other_s = refine(scattered[index], self.tokens, self.stride, self._evaluate, rounds=rounds)
+                best, best_s = (other, other_s) if other_s < best_s else (best, best_s)
+        return best, best_s
+
+    def _scattered(self) -> Boundaries:
+        """Chunks that shrink or grow from rank to rank, with any last chunk, and chunks at random."""
+        rng = np.random.default_rng(0)
+        ranks = np.arange(self.num_ranks)
+        shrinking = [ratio**ranks for ratio in (0.6, 0.75, 0.9, 1.0, 1.1)]
+        plans = [np.append(chunks[:-1], chunks[-1] * last) for chunks in shrinking for last in (0.001, 0.05, 0.3, 1, 3)]
+        shares = np.array([*plans, *rng.dirichlet(np.ones(self.num_ranks), size=_SCATTERED)])
+        shares *= self.tokens / shares.sum(axis=1, keepdims=True)
+        return np.unique([rounded(chunks, self.stride, self.tokens) for chunks in shares], axis=0)
+
+    def is_worth_polishing(self, boundaries: npt.NDArray[np.int64], ttft_s: float) -> bool:
+        """Whether steps of single tokens may matter: on slow links a rank does best to take just one."""
+        if self.stride == 1 or not 2 <= self.num_ranks <= _MOST_SCATTERED_RANKS:
+            return False
+        coarse = min(chunk_lens(tuple(boundaries), self.tokens)) < _COARSE * self.stride
+        proven = self.lower_bound_s is not None and ttft_s <= _PROVEN * self.lower_bound_s
+        return coarse or not proven
+
+    def polished(self, boundaries: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], float]:
+        """Refine by single tokens, from these boundaries or with some ranks' chunks left to a neighbour."""
+        seeds = self._with_idle_ranks(boundaries)
+        if self.evaluator.most is not None:
+            kept = self._thinned(seeds, (self.evaluator.most - self.evaluator.evaluations - _BUS_RESERVE) // 2)
+            seeds = seeds if len(kept) == len(seeds) else np.concatenate([boundaries[None], kept])
+        seed = seeds[int(self._evaluate(seeds).argmin())]
+        if self.scenario.cluster.shares_bandwidth:
+            return self._refined_frugally(seed, 1, _BUS_LAST_ROUNDS, share=1.0, first_step=4)
+        return refine(seed, self.tokens, 1, self._evaluate, rounds=_POLISHING_ROUNDS)
+
+    def _with_idle_ranks(self, boundaries: npt.NDArray[np.int64]) -> Boundaries:
+        """These boundaries; with one rank at a single token; with the first few ranks at single tokens."""
+        chunks = np.array(chunk_lens(tuple(boundaries), self.tokens))
+        rows = [chunks]
+        for rank in range(self.num_ranks):
+            for neighbour in {max(0, rank - 1), min(self.num_ranks - 1, rank + 1)} - {rank}:
+                row = chunks.copy()
+                row[rank], row[neighbour] = 1, row[neighbour] + row[rank] - 1
+                rows.append(row)
+            row = chunks.copy()
+            row[:rank], row[rank] = 1, row[: rank + 1].sum() - rank
+            rows.append(row)
+        return np.unique([np.cumsum(row)[:-1] for row in rows], axis=0)
+
+    def _seeds(self) -> Boundaries:
+        """Blends of the balanced and the even plan; on a bus, plans for slower links and for fewer GPUs too."""
+        even = np.full(self.num_ranks, self.tokens / self.num_ranks)
+        plans = [balanced_chunks(self.scenario, self.chain)]
+        shares = (0.0,) if self.scenario.cluster.shares_bandwidth else (0.0, 0.25, 0.5, 0.75)
+        if self.scenario.cluster.shares_bandwidth:
+            plans.extend(self._bus_plans())
+        blends = [plan + share * (even - plan) for plan in plans for share in shares] + [even]
+        return np.unique([rounded(blend, self.stride, self.tokens) for blend in blends], axis=0)
+
+    def _bus_plans(self) -> list[Array]:
+        """A flow gets between all and 1/(p-1) of the bus: plan for each as a link of its own, and for fewer ranks.
+
+        Fewer: the first ranks take a single token, the rest share the context.
+        """
+        bandwidth = self.scenario.cluster.link.bandwidth_bytes_per_s
+        plans = []
+        for flows in _spread_counts(self.num_ranks - 1):
+            self.evaluator.report()
+            own = self.scenario.with_own_links(bandwidth / flows)
+            plans.append(search(own, self.chain).partition.chunk_lens)
+        for used in _spread_counts(self.num_ranks - 1):
+            self.evaluator.report()
+            idle = self.num_ranks - used
+            own = self.scenario.on_gpus(used).with_own_links(bandwidth / max(1, used - 1))
+            request = replace(own.request, context_len=own.request.context_len - idle)
+            plans.append((1,) * idle + search(replace(own, request=request), self.chain).partition.chunk_lens)
+        return [np.array(plan, dtype=float) for plan in plans]
+
+    def _evaluate(self, boundaries: Boundaries) -> Array:
+        return self.evaluator.ttft_s(self._chunks(boundaries))
+
+    def _chunks(self, boundaries: Boundaries) -> Array:
+        edges = ((0, 0), (1, 1))
+        ends = np.pad(boundaries.astype(float), edges, constant_values=((0, 0), (0, self.tokens)))
+        return np.diff(ends, axis=1)
+
+    def _floor(self) -> Floor:
+        """What one rank alone needs: its work but the last layer after the append and its last message."""
+        if not self.strategy.chains:
+            return lambda _rank, _start, end: np.zeros_like(end)
+        chain = Chain(self.scenario, self.strategy)
+        cached = self.scenario.request.cached_prefix
+
+        def floor(rank: int, start: Array, end: Array) -> Array:
+            work = chain.work(rank, end - start, start + cached)
+            return work.busy_s - work.last_post_s - work.last_send_s + np.zeros_like(end)
+
+        return floor

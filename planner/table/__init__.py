@@ -1,0 +1,1 @@
+"""Partition tables: built, stored, looked up."""

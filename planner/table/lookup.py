@@ -1,0 +1,203 @@
+"""KVR-P: a partition from a table, interpolated between the two nearest lengths and rounded to tiles.
+
+The paper interpolates shares of the context (section 5). Shares jump with length, though, because a chunk's time
+does: by a tile of rows, or a wave of tiles. Rounding knows the jumps (planner/table/steps.py). An entry says for each
+rank how long a chunk it would have had time for, had the jumps below cost nothing more than their share (its
+level), and what a token costs it. Both are smooth in length; interpolated, they say up to which jump each rank
+can go, and a common shift makes the chunks sum to the context. Chunks so stop at jumps, as searched ones do.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvrsim.errors import InputError
+from kvrsim.partition import Partition
+from kvrsim.scenario import Scenario
+from planner.table.steps import ChunkSteps
+from planner.table.table import PartitionTable, TableEntry
+
+Source = Literal["exact", "interpolated", "extrapolated"]
+_HALVINGS = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LookedUp:
+    """One context on some GPUs, from a table."""
+
+    num_gpus: int
+    context_len: int  # tokens, cached prefix included
+    fractions: tuple[float, ...]  # each rank's share of the new tokens, before rounding
+    partition: tuple[int, ...]  # new tokens a rank
+    source: Source
+    between: tuple[int, ...]  # contexts of the entries it rests on, one or two
+    warnings: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "num_gpus": self.num_gpus,
+            "context_len": self.context_len,
+            "fractions": list(self.fractions),
+            "partition": list(self.partition),
+            "source": self.source,
+            "between": list(self.between),
+            "warnings": list(self.warnings),
+        }
+
+
+def look_up(
+    table: PartitionTable,
+    num_gpus: int,
+    context_len: int,
+    *,
+    multiple: int | None = None,
+    cached_prefix: int | None = None,
+) -> LookedUp:
+    """The partition for a context; at an entry, the entry's.
+
+    multiple: all chunks but the last are multiples of it, in tokens. cached_prefix: in the place of the table's.
+    Past the last entry shares go on in proportion to 1 / context, as the share of attention in a layer's time does;
+    below the first they are the first's. Raises InputError for a number of GPUs that
+    the table has not got, a context without a token for every GPU, or a multiple that leaves no room.
+    """
+    entries = table.of(num_gpus)
+    cached = table.setting.cached_prefix if cached_prefix is None else cached_prefix
+    tokens = context_len - cached
+    if tokens < num_gpus:
+        least = num_gpus + cached
+        raise InputError("ctx", context_len, f"a context of at least {least} tokens, one new token a GPU")
+    low, high = _neighbours(entries, context_len)
+    source: Source = "exact" if low is high else "interpolated"
+    if not low.context_len <= context_len <= high.context_len:
+        source = "extrapolated"
+    lengths = (low.context_len, high.context_len)
+    weight = _weight(*lengths, context_len)
+    fractions = _between(low.fractions, high.fractions, weight)
+    if source == "exact" and cached == table.setting.cached_prefix:
+        partition = low.partition
+    else:
+        levels = [share * tokens for share in _between(low.levels, high.levels, weight)]
+        token_s = _between(low.token_s, high.token_s, _linear_weight(*lengths, context_len))
+        partition = to_steps(fractions, levels, token_s, table.steps, tokens, cached)
+    if multiple is not None:
+        partition = to_multiples(partition, multiple)
+    return LookedUp(
+        num_gpus=num_gpus,
+        context_len=context_len,
+        fractions=fractions if weight <= 1 else tuple(share / math.fsum(fractions) for share in fractions),
+        partition=partition,
+        source=source,
+        between=tuple(sorted({low.context_len, high.context_len})),
+        warnings=_warnings(entries, context_len, source),
+    )
+
+
+def partition_from(table: PartitionTable, scenario: Scenario) -> Partition:
+    """KVR-P's partition of a scenario; raises InputError as look_up does."""
+    request = scenario.request
+    found = look_up(table, scenario.cluster.num_gpus, request.context_len, cached_prefix=request.cached_prefix)
+    return Partition(chunk_lens=found.partition)
+
+
+def notes_on_table(table: PartitionTable, scenario: Scenario) -> tuple[str, ...]:
+    """What a reader of KVR-P's prediction has to know: another setting, lengths beyond the table's."""
+    others = table.setting.differences(scenario)
+    notes = [f"kvr-p: the table was made for another setting: {'; '.join(others)}"] if others else []
+    request = scenario.request
+    found = look_up(table, scenario.cluster.num_gpus, request.context_len, cached_prefix=request.cached_prefix)
+    return (*notes, *(f"kvr-p: {warning}" for warning in found.warnings))
+
+
+def _warnings(entries: Sequence[TableEntry], context_len: int, source: Source) -> tuple[str, ...]:
+    if source != "extrapolated":
+        return ()
+    least, most = entries[0].context_len, entries[-1].context_len
+    gpus = entries[0].num_gpus
+    return (f"extrapolated: the table's contexts for {gpus} GPUs are {least} to {most}, not {context_len}",)
+
+
+def _neighbours(entries: Sequence[TableEntry], context_len: int) -> tuple[TableEntry, TableEntry]:
+    """The entries around a context; twice the same at an entry and before the first.
+
+    Past the last, it and the last one of at most half its length: nearer ones differ by their jumps alone.
+    """
+    lengths = [entry.context_len for entry in entries]
+    upper = bisect_left(lengths, context_len)
+    if upper == len(entries):
+        half = bisect_right(lengths, lengths[-1] // 2)
+        return entries[half - 1 if half else -1], entries[-1]
+    if upper == 0 or lengths[upper] == context_len:
+        return entries[upper], entries[upper]
+    return entries[upper - 1], entries[upper]
+
+
+def _weight(low: int, high: int, context_len: int) -> float:
+    """How far from the lower to the upper entry; past that, in 1 / context, at most 2."""
+    if low < high < context_len:
+        return (1 / low - 1 / context_len) / (1 / low - 1 / high)
+    return _linear_weight(low, high, context_len)
+
+
+def _linear_weight(low: int, high: int, context_len: int) -> float:
+    return (context_len - low) / (high - low) if low < high else 0.0
+
+
+def _between(low: Sequence[float], high: Sequence[float], weight: float) -> tuple[float, ...]:
+    """Linear between the two, never outside of them by rounding; past the upper at least half of it."""
+    pairs = zip(low, high, strict=True)
+    if weight > 1:
+        return tuple(max(b / 2, a + weight * (b - a)) for a, b in pairs)
+    return tuple(min(max(a, b), max(min(a, b), a + weight * (b - a))) for a, b in pairs)
+
+
+def to_steps(
+    fractions: Sequence[float],
+    levels: Sequence[float],
+    token_s: Sequence[float],
+    steps: ChunkSteps,
+    num_tokens: int,
+    cached_prefix: int = 0,
+) -> tuple[int, ...]:
+    """Chunks that sum to the tokens: for a common shift in time, the longest that each rank's level leaves room for.
+
+    levels, token_s: of planner/table/steps.py, tokens and seconds; fractions: for the prefix that each chunk sees.
+    """
+    prefixes = [cached_prefix + math.fsum(fractions[:rank]) * num_tokens for rank in range(len(fractions))]
+
+    def chunks(shift_s: float) -> list[int]:
+        ranks = zip(levels, token_s, prefixes, strict=True)
+        return [steps.longest(level + shift_s / cost, cost, prefix) for level, cost, prefix in ranks]
+
+    most = max(cost * (level + num_tokens) for level, cost in zip(levels, token_s, strict=True))
+    low, high = -most, most
+    while sum(chunks(high)) < num_tokens:
+        high *= 2
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if sum(chunks(middle)) >= num_tokens else (middle, high)
+    found, least = chunks(high), chunks(low)
+    for rank in range(len(found)):  # several ranks may reach a jump with the same shift
+        found[rank] -= max(0, min(sum(found) - num_tokens, found[rank] - least[rank]))
+    return tuple(found)
+
+
+def to_multiples(chunk_lens: Sequence[int], multiple: int) -> tuple[int, ...]:
+    """The nearest chunks that are multiples of a number of tokens, all but the last; none is empty."""
+    others, total = len(chunk_lens) - 1, sum(chunk_lens)
+    most = max(1, (total - 1) // max(1, others))
+    if not 1 <= multiple <= most:
+        raise InputError("multiple", multiple, f"a whole number from 1 to {most}")
+    exact = [chunk / multiple for chunk in chunk_lens[:-1]]
+    units = min(round(sum(exact)), (total - 1) // multiple)
+    found = [max(1, math.floor(share)) for share in exact]
+    order = sorted(range(others), key=lambda rank: (found[rank] - exact[rank], rank))
+    for rank in order[: max(0, units - sum(found))]:
+        found[rank] += 1
+    while sum(found) > units and max(found) > 1:
+        found[found.index(max(found))] -= 1
+    return (*(unit * multiple for unit in found), total - multiple * sum(found))

@@ -1,0 +1,1 @@
+"""How sure a TTFT is: prediction intervals, noise, robust plans, breakdown."""

@@ -1,0 +1,171 @@
+"""Breakdown of a simulated prefill: one run tells every part's seconds, one replay what the waiting was for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from kvrsim.breakdown import Basis, Breakdown, BreakdownRow
+from kvrsim.compile import build_program
+from kvrsim.cost.kernels import CostModel, RooflineCost
+from kvrsim.cost.sensitivity import Part, WeightedCost, listing
+from kvrsim.partition import Partition
+from kvrsim.profile.profile import OperationFit
+from kvrsim.program import Array, Program, work_s
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import Strategy
+from kvrsim.timeline import Timeline
+
+_RESUME = Part("resume")
+_ROUNDING = 1e-9
+_RANK = re.compile(r"rank \d+")
+
+
+def breakdown(
+    scenario: Scenario, strategy: Strategy, partition: Partition, finish_s: Sequence[float], timeline: Timeline
+) -> Breakdown:
+    """Seconds, share of TTFT, share of the roofline and basis of every part on every rank.
+
+    finish_s: when each rank has finished, as the timeline's replay found.
+    """
+    ttft_s = finish_s[-1]
+    seconds = _part_seconds(scenario, strategy, partition, scenario.cost)
+    least = _part_seconds(scenario, strategy, partition, _roofline(scenario))
+    rows = []
+    for rank in range(len(finish_s)):
+        piece = len(partition.chunk_lens) - 1 if strategy.pipeline else rank  # of a pipeline, the last stands for all
+        chunk = partition.chunk_lens[piece]
+        start = scenario.request.cached_prefix + sum(partition.chunk_lens[:piece])
+        for part in seconds:
+            if taken := float(seconds[part][rank]):
+                roofline_s = None if part == _RESUME else float(least[part][rank])
+                rows.append(
+                    BreakdownRow(
+                        rank=rank,
+                        kind=part.kind,
+                        what=_name(scenario, part),
+                        seconds=taken,
+                        share=taken / ttft_s,
+                        roofline_share=None if roofline_s is None else roofline_s / taken,
+                        basis=_basis(scenario, part, chunk, start),
+                    )
+                )
+        busy_s = float(sum(part[rank] for part in seconds.values()))
+        rows.extend(_waits(timeline, rank, ttft_s, finish_s[rank] - busy_s))
+    return Breakdown(ttft_s=ttft_s, rows=tuple(rows))
+
+
+def _part_seconds(scenario: Scenario, strategy: Strategy, partition: Partition, cost: CostModel) -> dict[Part, Array]:
+    """For each part, the device seconds of each rank: every column of weights lets one part take its time."""
+    chunks = [np.array([float(chunk)]) for chunk in partition.chunk_lens]
+    noting, parts = listing(cost)
+    build_program(scenario, strategy, chunks, noting)
+    names = list(parts)
+    columns = np.eye(len(names), len(names) + 1)  # the last column: what no part accounts for
+    weighted = WeightedCost(cost=cost, weights=dict(zip(names, columns, strict=True)))
+    wide = [np.repeat(chunk, columns.shape[1]) for chunk in chunks]
+    program = build_program(scenario, strategy, wide, weighted)
+    totals = np.array([_device_s(program, rank, columns.shape[1]) for rank in range(program.num_ranks)])
+    found = {part: totals[:, index] - totals[:, -1] for index, part in enumerate(names)}
+    return found | {_RESUME: totals[:, -1]}
+
+
+def _device_s(program: Program, rank: int, width: int) -> Array:
+    total = np.zeros(width)
+    for _, op in program.ops(rank):
+        total = total + work_s(op)
+    return total
+
+
+def _roofline(scenario: Scenario) -> CostModel:
+    """The datasheet's limits for the same operations."""
+    cost, request = scenario.cost, scenario.request
+    limits = RooflineCost.of(
+        scenario.cluster.gpu,
+        kernel=scenario.kernel,
+        batch=request.batch,
+        dtype=request.dtype,
+        element_bytes=request.dtype_bytes,
+    )
+    return replace(
+        limits,
+        fused=cost.fused,
+        whole_attention=cost.whole_attention,
+        copies=cost.copies,
+        head_on_all_tokens=cost.head_on_all_tokens,
+    )
+
+
+def _name(scenario: Scenario, part: Part) -> str:
+    if part.product is not None:
+        shape = f"{part.product.in_features}→{part.product.out_features}"
+        return f"{part.product.num_matrices} × {shape}" if part.product.num_matrices > 1 else shape
+    steps = "norms, rotary, copies"
+    return {"attention": scenario.kernel, "elementwise": steps}.get(part.kind, "after messages")
+
+
+def _waits(timeline: Timeline, rank: int, ttft_s: float, idle_s: float) -> list[BreakdownRow]:
+    """What the rank's compute stream stood still for; what is left of its idle time, the host held it up."""
+    waits: dict[str, float] = {}
+    for span in timeline.of(rank, "wait"):
+        if span.name != "host":
+            what = _RANK.sub("a neighbour", span.name)
+            waits[what] = waits.get(what, 0.0) + span.duration_s
+    host_s = idle_s - sum(waits.values())
+    if host_s > _ROUNDING * ttft_s:
+        waits["host"] = host_s
+    return [
+        BreakdownRow(
+            rank=rank,
+            kind="wait",
+            what=name,
+            seconds=seconds,
+            share=seconds / ttft_s,
+            roofline_share=None,
+            basis="simulated",
+        )
+        for name, seconds in waits.items()
+    ]
+
+
+def _basis(scenario: Scenario, part: Part, chunk: int, start: int) -> Basis:
+    """How well a part is known: by its own measurement, between measurements, outside, or by whole TTFTs alone."""
+    profile = scenario.profile
+    if profile is None:
+        return "datasheet"
+    fit = profile.operations.get(part.kind)
+    if fit is None:
+        return "fitted"
+    sizes = _sizes(scenario, part, chunk, start)
+    if not _inside(fit, sizes):
+        return "extrapolated"
+    known = part.product is not None and profile.kernels.gemm.is_measured(part.product)
+    return "measured" if known else "interpolated"
+
+
+def _sizes(scenario: Scenario, part: Part, chunk: int, start: int) -> Mapping[str, float]:
+    """The sizes of one part, named as in OperationFit.seen."""
+    batch = scenario.request.batch
+    if part.product is not None:
+        product, head = part.product, scenario.share.lm_head
+        is_head = (product.in_features, product.out_features) == (head.in_features, head.out_features)
+        rows = batch * (1 if is_head and not scenario.cost.head_on_all_tokens else chunk * product.share)
+        return {"tokens": rows, "in_features": product.in_features, "out_features": product.out_features}
+    if part.kind == "attention":
+        model = scenario.share
+        return {
+            "chunk": chunk,
+            "prefix": start,
+            "num_attention_heads": model.num_attention_heads,
+            "head_dim": model.head_dim,
+            "batch": batch,
+        }
+    return {"tokens": chunk * batch}
+
+
+def _inside(fit: OperationFit, sizes: Mapping[str, float]) -> bool:
+    seen = fit.seen
+    return all(seen[key][0] <= size <= seen[key][1] for key, size in sizes.items() if key in seen and size)

@@ -1,0 +1,250 @@
+"""Measurements: what is written reads back the same, and a mistake is named by file, line and column."""
+
+from __future__ import annotations
+
+import csv
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from calibrate.data.measurement import (
+    COLUMNS,
+    MEASURED_DTYPES,
+    NEEDED,
+    OPERATIONS,
+    Measurement,
+    read_measurements,
+    read_origin,
+    write_measurements,
+)
+from kvrsim.errors import InputError
+
+ATTENTION: dict[str, Any] = {
+    "operation": "attention",
+    "kernel": "flash",
+    "device": "a GPU",
+    "dtype": "bf16",
+    "chunk": 512,
+    "prefix": 0,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "median_s": 0.001,
+    "source": "a test",
+}
+
+positive = st.integers(1, 2**50)
+texts = (
+    st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cf", "Zl", "Zp", "Cn", "Co"]))
+    .map(str.strip)
+    .filter(lambda text: text != "" and text.isprintable())
+)
+
+
+@st.composite
+def measurements(draw: st.DrawFn) -> Measurement:
+    """Any measurement: what its operation needs, and sometimes what it does not."""
+    fields: dict[str, Any] = {name: draw(st.none() | positive) for name in ("tokens", "bytes", "ranks", "prefix")}
+    fields |= {"operation": draw(st.sampled_from(OPERATIONS)), "dtype": draw(st.sampled_from(MEASURED_DTYPES))}
+    kv_heads = draw(st.integers(1, 64))
+    values = {
+        "num_key_value_heads": kv_heads,
+        "num_attention_heads": kv_heads * draw(st.integers(1, 16)),
+        "prefix": draw(st.integers(0, 2**50)),
+        "nodes": draw(st.integers(1, 2)),
+        "dtype": fields["dtype"],
+    }
+    fields |= {name: values[name] if name in values else draw(positive) for name in NEEDED[fields["operation"]]}
+    return Measurement(
+        **fields,
+        kernel=draw(texts),
+        device=draw(texts),
+        source=draw(texts),
+        batch=draw(positive),
+        src=draw(st.none() | st.integers(0, 2**50)),
+        dst=draw(st.none() | st.integers(0, 2**50)),
+        messages=draw(positive),
+        median_s=draw(st.floats(0, 1e9, exclude_min=True)),
+        mean_s=draw(st.none() | st.floats(1e-9, 1e9)),
+        spread_s=draw(st.none() | st.floats(0, 1e9)),
+    )
+
+
+@given(rows=st.lists(measurements(), max_size=5))
+def test_what_is_written_reads_back(rows: list[Measurement], tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("measurements") / "rows.csv"
+    write_measurements(path, rows)
+    assert read_measurements(path) == rows
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(origin=st.dictionaries(st.text(), json_values, max_size=4))
+def test_an_origin_comes_back(origin: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("measurements") / "rows.csv"
+    rows = [Measurement(**ATTENTION)]
+    write_measurements(path, rows, origin=origin)
+    assert read_origin(path) == origin
+    assert read_measurements(path) == rows
+
+
+def test_an_origin_stands_before_the_header(tmp_path: Path) -> None:
+    assert read_origin(write(tmp_path / "none.csv", ATTENTION, before="# by hand\n")) is None
+    path = write(tmp_path / "late.csv", ATTENTION)
+    path.write_text(path.read_text() + '# origin {"a": 1}\n')
+    assert read_origin(path) is None
+    assert read_origin(write(tmp_path / "m.csv", ATTENTION, before='# by hand\n\n# origin {"a": 1}\n')) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "accepted"), [("{", "valid JSON"), ("", "valid JSON"), ("[1]", "a JSON object"), ("[" * 10**5, "JSON")]
+)
+def test_a_broken_origin_is_named_by_file_and_line(tmp_path: Path, text: str, accepted: str) -> None:
+    path = write(tmp_path / "m.csv", ATTENTION, before=f"# by hand\n# origin {text}\n")
+    with pytest.raises(InputError) as caught:
+        read_origin(path, "--compute")
+    message = str(caught.value)
+    assert message.startswith(f"--compute {path}, line 2: origin: got ")
+    assert accepted in message
+    assert len(message) < 400
+    assert read_measurements(path)
+
+
+def write(path: Path, *rows: dict[str, Any], before: str = "") -> Path:
+    """A CSV with the columns of the first row."""
+    with path.open("w", newline="") as file:
+        file.write(before)
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(InputError) as caught:
+        read_measurements(path, "--from")
+    return str(caught.value)
+
+
+def test_columns_may_be_missing_and_comments_stand_anywhere(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.csv", ATTENTION, before="# by hand\n\n")
+    path.write_text(path.read_text() + "# the end\n")
+    (row,) = read_measurements(path)
+    assert row == Measurement(**ATTENTION)
+    assert (row.batch, row.spread_s, row.tokens, row.messages, row.src) == (1, None, None, 1, None)
+
+
+def test_whole_numbers_as_pandas_writes_them_and_a_byte_order_mark(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.csv", ATTENTION | {"chunk": "512.0", "batch": "2.0"}, before="\ufeff")
+    (row,) = read_measurements(path)
+    assert (row.chunk, row.batch) == (512, 2)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_each_operation_says_what_it_needs(operation: str) -> None:
+    fields = {"operation": operation, "kernel": "k", "device": "d", "median_s": 1.0, "source": "s"}
+    values: dict[str, Any] = dict.fromkeys(COLUMNS, 1) | {"dtype": "fp16"}
+    needed = {name: values[name] for name in NEEDED[operation]}
+    Measurement(**fields, **needed)
+    for name in needed:
+        with pytest.raises(InputError, match=rf"^{name}: got 'nothing', accepted: a value \({operation} needs"):
+            Measurement(**fields, **{other: value for other, value in needed.items() if other != name})
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "accepted"),
+    [
+        ("operation", "ttft", "gemm, attention"),
+        ("kernel", "", "a text"),
+        ("source", "two\nlines", "one line"),
+        ("dtype", "int8", "fp16, bf16, fp8, fp32"),
+        ("chunk", "", "a value (attention needs"),
+        ("chunk", "0", "a whole number from 1"),
+        ("chunk", "12.5", "a whole number"),
+        ("chunk", "1_000", "a whole number"),
+        ("chunk", "many", "a whole number"),
+        ("chunk", "9" * 5000, "a whole number"),
+        ("prefix", "-1", "a whole number from 0"),
+        ("num_key_value_heads", "5", "a divisor of num_attention_heads (32)"),
+        ("nodes", "3", "a whole number from 1 to 2"),
+        ("src", "-1", "a whole number from 0"),
+        ("dst", "1.5", "a whole number from 0"),
+        ("messages", "0", "a whole number from 1"),
+        ("median_s", "", "above 0"),
+        ("median_s", "0", "above 0"),
+        ("median_s", "-1e-3", "above 0"),
+        ("median_s", "nan", "above 0"),
+        ("median_s", "inf", "above 0"),
+        ("median_s", "1e999", "above 0"),
+        ("median_s", "2 ms", "above 0"),
+        ("median_s", "1e12", "seconds above 0"),
+        ("mean_s", "0", "above 0"),
+        ("spread_s", "-1", "of at least 0"),
+    ],
+)
+def test_a_bad_value_is_named_by_file_line_and_column(tmp_path: Path, column: str, value: str, accepted: str) -> None:
+    full = ATTENTION | {"nodes": "", "mean_s": "", "spread_s": "", "src": "", "dst": "", "messages": ""}
+    path = write(tmp_path / "m.csv", full, full | {column: value}, before="# a comment\n")
+    message = refusal(path)
+    line = 5 if "\n" in value else 4
+    assert message.startswith(f"--from {path}, line {line}: {column}: got '"), message
+    assert accepted in message.partition("accepted: ")[2]
+    assert "\n" not in message
+    assert len(message) < 400
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"", "an empty file"),
+        (b"# nothing else\n", "an empty file"),
+        (b"\xff\xfe\x00", "UTF-8"),
+        (b"operation,median\ngemm,1\n", "column: got 'median'"),
+        (b"operation,kernel\ngemm,k\n", "a column device among the others"),
+        (b"operation,operation\n", "each column once"),
+        (b"operation,kernel,device,median_s,source\nhost_layer,k,d\n", "line 2: got '3 values', accepted: 5 values"),
+        (b'operation,kernel,device,median_s,source\nhost_layer,"k,d\n', "comma-separated values"),
+        (b'operation,kernel,device,median_s,source\nhost_layer,"k"x,d,1,s\n', "comma-separated values"),
+        (b"operation,kernel,device,median_s,source\n" + b"x" * 2**18, "comma-separated values"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
+        (b"{}", "column: got '{}'"),
+        (b"\0\0\0", "column: got"),
+    ],
+)
+def test_what_is_not_such_a_file_is_refused(tmp_path: Path, content: bytes, complaint: str) -> None:
+    path = tmp_path / "m.csv"
+    path.write_bytes(content)
+    message = refusal(path)
+    assert message.startswith("--from")
+    assert str(path) in message
+    assert complaint in message
+
+
+@given(content=st.binary(max_size=200) | st.text(alphabet="operatin,\n\"'#1.\r").map(str.encode))
+def test_no_file_breaks_the_reader(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("any") / "m.csv"
+    path.write_bytes(content)
+    with pytest.raises(InputError):
+        read_measurements(path)
+
+
+@pytest.mark.parametrize("name", ["", "missing.csv", "missing/m.csv", "x" * 5000, "nul\0byte"])
+def test_what_is_not_a_file_is_refused(tmp_path: Path, name: str) -> None:
+    assert "a CSV file that can be read (" in refusal(tmp_path / name)
+
+
+def test_a_hundred_thousand_rows_take_seconds(tmp_path: Path) -> None:
+    rows = [Measurement(**ATTENTION | {"chunk": chunk}) for chunk in range(1, 100_001)]
+    start = time.perf_counter()
+    write_measurements(tmp_path / "m.csv", rows)
+    assert read_measurements(tmp_path / "m.csv") == rows
+    assert time.perf_counter() - start < 30

@@ -1,0 +1,104 @@
+"""Links fitted to what ranks have measured, where no datasheet speaks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from calibrate.data.measurement import Measurement
+from calibrate.fit.links import OWN_SHARE, SendRates, fit_all_gather, fit_send_recv, usable_link_rows
+from calibrate.measure.link_points import LinkPoint, link_points
+from calibrate.measure.topology import measured_link
+from kvrsim.profile.rates.links import GatherRates
+
+MAX_BYTES = 2**26
+NOISE = 0.05
+
+# About what gloo reaches over the loopback of a small machine, and a network of 250 Mbit/s; seconds, bytes/s.
+LOOPBACK = SendRates(bandwidth_bytes_per_s=3.2e9, latency_s=9e-5, short_bytes_per_s=3e9)
+SLOW = SendRates(bandwidth_bytes_per_s=3e7, latency_s=6e-3, short_bytes_per_s=3e7)
+
+
+def timed(seconds_of: Callable[[LinkPoint], float], seed: int, num_ranks: int = 4) -> list[Measurement]:
+    """Rows of gloo, each up to NOISE off."""
+    dice = np.random.default_rng(seed)
+    rows = []
+    for point in link_points(num_ranks, "gloo", MAX_BYTES):
+        seconds = seconds_of(point) * dice.uniform(1 - NOISE, 1 + NOISE)
+        names = ["all_gather"] if point.kind == "gather" else [f"{src}>{dst}" for src, dst in point.flows]
+        sample = dict.fromkeys(names, seconds)
+        rows += point.rows([sample], backend="gloo", device="CPU", hosts=["here"] * num_ranks)
+    return rows
+
+
+def made(sends: SendRates, ring: float = 0.7) -> Callable[[LinkPoint], float]:
+    """A bus of such links, over which a ring takes `ring` times as long as the collective."""
+    gathers = GatherRates(
+        launch_s=1.5 * sends.latency_s,
+        hop_s=0.5 * sends.latency_s,
+        small_bytes_per_s=0.3 * sends.bandwidth_bytes_per_s,
+        large_bytes_per_s=0.6 * sends.bandwidth_bytes_per_s,
+        setup_s=0.1 * sends.latency_s,
+        own_share=OWN_SHARE,
+    )
+
+    def seconds(point: LinkPoint) -> float:
+        nbytes = np.array(float(point.nbytes))
+        if point.kind == "gather":
+            return float(gathers.seconds(nbytes, point.num_ranks)) * (ring if point.kernel.endswith("ring") else 1.0)
+        return float(sends.seconds(nbytes)) * len(point.flows)
+
+    return seconds
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("sends", [LOOPBACK, SLOW])
+def test_links_without_a_datasheet_come_back(seed: int, sends: SendRates) -> None:
+    rows = timed(made(sends), seed, num_ranks=3)
+    link = measured_link(rows, "loopback")
+    messages, gathers = fit_send_recv(rows, link), fit_all_gather(rows, link)
+    assert messages.crossed.errors().mape < NOISE
+    sizes = np.geomspace(1024.0, MAX_BYTES, 50)
+    np.testing.assert_allclose(messages.rates.seconds(sizes), sends.seconds(sizes), rtol=NOISE)
+    assert gathers.own.errors().mape < NOISE
+    assert gathers.crossed.errors().mape < 2 * NOISE
+
+
+def test_only_messages_by_themselves_are_fitted() -> None:
+    rows = timed(made(LOOPBACK), 0)
+    assert max(row.messages for row in rows) == 4
+    kept = usable_link_rows(rows, "send_recv")
+    assert {row.messages for row in kept} == {1}
+    assert fit_send_recv(rows, measured_link(rows, "mine")).own.measured_s.size == len(kept)
+
+
+@pytest.mark.parametrize(("ring", "faster", "slower"), [(0.7, "gloo_p2p_ring", "gloo"), (1.4, "gloo", "gloo_p2p_ring")])
+def test_the_faster_all_gather_is_fitted_and_named(ring: float, faster: str, slower: str) -> None:
+    rows = timed(made(LOOPBACK, ring), 0)
+    fitted = fit_all_gather(rows, measured_link(rows, "mine"))
+    assert fitted.source == f"kvrsim calibrate links ({faster}, faster when large than {slower})"
+    assert fitted.operation.gather == ("ring" if faster == "gloo_p2p_ring" else "collective")
+    assert fitted.operation.num_rows == _count(rows, faster)
+    assert fitted.rates == fit_all_gather([row for row in rows if row.kernel == faster], measured_link(rows, "")).rates
+
+
+def test_all_gathers_of_different_sizes_are_not_compared() -> None:
+    rows = timed(made(LOOPBACK), 0)
+    apart = [replace(row, bytes=row.bytes + 8) if row.kernel == "gloo" and row.bytes else row for row in rows]
+    few = [row for row in apart if row.operation != "all_gather" or row.kernel == "gloo" or (row.bytes or 0) > 2**18]
+    fitted = fit_all_gather(few, measured_link(rows, "mine"))
+    assert fitted.source.endswith("(gloo, measured more often than gloo_p2p_ring)")
+
+
+def test_one_kernel_needs_no_words() -> None:
+    rows = [row for row in timed(made(LOOPBACK), 0) if row.kernel == "gloo"]
+    fitted = fit_all_gather(rows, measured_link(rows, "mine"))
+    assert fitted.source == "kvrsim calibrate links"
+    assert fitted.operation.gather == "collective"
+
+
+def _count(rows: Sequence[Measurement], kernel: str) -> int:
+    return sum(row.operation == "all_gather" and row.kernel == kernel for row in rows)

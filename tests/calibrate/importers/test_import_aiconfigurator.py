@@ -1,0 +1,238 @@
+"""Tables of aiconfigurator-core read as what they measured, the newest first, and a mistake is named."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from calibrate.data.measurement import Measurement
+from calibrate.importers import read_source
+from calibrate.importers.aiconfigurator import _version_key
+from kvrsim.errors import InputError
+
+
+def refusal(source: str, **options: Any) -> str:
+    with pytest.raises(InputError) as caught:
+        read_source(source, "--from", **options)
+    assert str(caught.value).startswith("--from")
+    return str(caught.value)
+
+
+GEMM: dict[str, Any] = {
+    **{"framework": "VLLM", "version": "1.0", "device": "NVIDIA T1", "op_name": "gemm", "kernel_source": "linear"},
+    **{"gemm_dtype": "bfloat16", "m": 64, "n": 4096, "k": 1024, "latency": 0.02},
+}
+CONTEXT: dict[str, Any] = {
+    **{"device": "NVIDIA T1", "kernel_source": "fa3", "batch_size": 2, "isl": 512, "num_heads": 32},
+    **{"num_key_value_heads": 8, "head_dim": 128, "window_size": 0, "beam_width": 1, "attn_dtype": "bfloat16"},
+    **{"kv_cache_dtype": "bfloat16", "step": 0, "latency": 0.1},
+}
+NCCL: dict[str, Any] = {
+    **{"nccl_dtype": "half", "num_gpus": 4, "message_size": 256, "kernel_source": "NCCL", "op_name": "all_gather"},
+    **{"latency": 0.01},
+}
+SOURCE = "aiconfigurator:t1_sxm"
+
+
+class Package:
+    """An unpacked aiconfigurator-core, made by a test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "aiconfigurator_core"
+        (folder / "aiconfigurator_core-9.8.7.dist-info").mkdir()
+
+    def write(self, place: str, *rows: dict[str, Any]) -> Path:
+        """A parquet table under the test's system, such as gemm/vllm/1.0."""
+        pandas = pytest.importorskip("pandas")
+        pytest.importorskip("pyarrow")
+        kind = place.split("/")[0]
+        name = {"gemm": "gemm", "attention": "context_attention", "comm": "nccl"}[kind]
+        path = self.root / "systems/data/t1_sxm" / place / f"{name}_perf.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pandas.DataFrame(list(rows)).to_parquet(path)
+        return path
+
+    def read(self, source: str = SOURCE) -> list[Measurement]:
+        return read_source(source, aiconfigurator_root=self.root)
+
+    def refusal(self, source: str = SOURCE) -> str:
+        return refusal(source, aiconfigurator_root=self.root)
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Package:
+    """One table of each kind for vllm."""
+    made = Package(tmp_path)
+    made.write("gemm/vllm/1.0", GEMM, GEMM | {"gemm_dtype": "fp8"}, GEMM | {"gemm_dtype": "fp8_block"})
+    made.write("attention/vllm/1.0", CONTEXT)
+    made.write("comm/nccl/2.27.3", NCCL, NCCL | {"op_name": "all_reduce"}, NCCL | {"nccl_dtype": "int8"})
+    return made
+
+
+def test_one_system_of_aiconfigurator(package: Package) -> None:
+    half, eighth, attention, gather = package.read()
+    assert half == Measurement(
+        operation="gemm",
+        kernel="linear",
+        device="NVIDIA T1",
+        dtype="bf16",
+        tokens=64,
+        in_features=1024,
+        out_features=4096,
+        median_s=2e-5,
+        source="aiconfigurator-core 9.8.7 t1_sxm/gemm/vllm/1.0",
+    )
+    assert eighth.dtype == "fp8"
+    assert attention == Measurement(
+        operation="attention",
+        kernel="fa3",
+        device="NVIDIA T1",
+        dtype="bf16",
+        chunk=512,
+        prefix=0,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        batch=2,
+        median_s=1e-4,
+        source="aiconfigurator-core 9.8.7 t1_sxm/attention/vllm/1.0",
+    )
+    assert (gather.operation, gather.bytes, gather.ranks, gather.nodes) == ("all_gather", 512, 4, 1)
+    assert (gather.device, gather.source) == ("t1_sxm", "aiconfigurator-core 9.8.7 t1_sxm/comm/nccl/2.27.3")
+
+
+def test_the_newest_version_that_has_a_table(package: Package) -> None:
+    package.write("gemm/vllm/1.2.0rc10", GEMM)
+    package.write("gemm/vllm/1.2.0rc9", GEMM)
+    package.write("gemm/sglang/0.5", GEMM)
+
+    def version(source: str, operation: str) -> str:
+        return next(row.source for row in package.read(source) if row.operation == operation).rpartition("t1_sxm/")[2]
+
+    assert version(SOURCE, "gemm") == "gemm/vllm/1.2.0rc10"
+    assert version(f"{SOURCE}/vllm", "attention") == "attention/vllm/1.0"
+    assert version(f"{SOURCE}/vllm/1.0", "gemm") == "gemm/vllm/1.0"
+    assert version(f"{SOURCE}/vllm/1.2.0rc9", "attention") == "attention/vllm/1.0"  # has no table of its own
+    assert {row.operation for row in package.read(f"{SOURCE}/sglang")} == {"gemm", "all_gather"}
+
+
+def test_versions_are_ordered_as_they_came_out() -> None:
+    versions = [
+        "0.1.dev19262",
+        "0.1",
+        "0.5.6",
+        "0.5.6.post2",
+        "0.5.14",
+        "1.3.0rc9",
+        "1.3.0rc20",
+        "1.3.0",
+        "2.23",
+        "2.27.3",
+    ]
+    keys = [_version_key(version) for version in versions]
+    assert keys == sorted(set(keys))
+
+
+def test_repeats_of_a_shape_become_their_median(package: Package) -> None:
+    package.write("gemm/vllm/1.0", *(GEMM | {"latency": ms} for ms in (1.0, 2.0, 6.0)), GEMM | {"m": 8, "latency": 4.0})
+    three, one = (row for row in package.read() if row.operation == "gemm")
+    assert (three.median_s, one.median_s, one.spread_s) == (2e-3, 4e-3, None)
+    assert three.spread_s == pytest.approx(7**0.5 * 1e-3)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"attn_dtype": "fp8"}, {"kv_cache_dtype": "fp8"}, {"window_size": 128}, {"beam_width": 4}],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_attention_is_plain_attention(package: Package, changed: dict[str, Any]) -> None:
+    package.write("attention/vllm/1.0", CONTEXT | {"isl": 64, "step": 32}, CONTEXT | changed)
+    (row,) = (row for row in package.read() if row.operation == "attention")
+    assert (row.chunk, row.prefix) == (64, 32)
+
+
+@pytest.mark.parametrize(
+    "kernels",
+    [
+        ("vllm_flash_attn_fa3", "vllm_flash_attn_fa4"),
+        ("fa3", "triton"),
+        ("flash_attention", "flashinfer"),
+        ("trtllm_mha", "flashinfer", "triton"),
+        ("vllm_flashinfer_trtllmprefill", "vllm_flashinfer_trtllmdecode"),
+        ("something new", "triton"),
+    ],
+    ids=lambda kernels: kernels[0],
+)
+def test_each_head_dim_takes_one_kernel(package: Package, kernels: tuple[str, ...]) -> None:
+    rows = [CONTEXT | {"kernel_source": kernel} for kernel in reversed(kernels)]
+    package.write("attention/vllm/1.0", *rows, CONTEXT | {"kernel_source": kernels[-1], "head_dim": 512})
+    chosen = {row.head_dim: row.kernel for row in package.read() if row.operation == "attention"}
+    assert chosen == {128: kernels[0], 512: kernels[-1]}
+
+
+def test_a_filter_works_on_aiconfigurator_too(package: Package) -> None:
+    assert [row.operation for row in package.read(f"{SOURCE}?kernel=nccl")] == ["all_gather"]
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("aiconfigurator:", "a system among t1_sxm"),
+        ("aiconfigurator:../t1_sxm", "a system among t1_sxm"),
+        ("aiconfigurator:*", "a system among t1_sxm"),
+        (f"{SOURCE}/onnx", "a framework among vllm"),
+        (f"{SOURCE}/vllm/2.0", "a version among 1.0"),
+        (f"{SOURCE}/vllm/1.0/more", "aiconfigurator:SYSTEM[/FRAMEWORK[/VERSION]]"),
+    ],
+)
+def test_what_aiconfigurator_does_not_have_is_refused(package: Package, source: str, complaint: str) -> None:
+    assert complaint in package.refusal(source)
+
+
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        ({"latency": -1.0}, "latency, row 1: got '-1.0', accepted: ms above 0"),
+        ({"latency": float("nan")}, "latency, row 1: got 'nan'"),
+        ({"latency": float("inf")}, "latency, row 1: got 'inf'"),
+        ({"m": 0}, "tokens: got '0', accepted: a whole number"),
+        ({"m": 1.5}, "m, row 1: got '1.5', accepted: a whole number"),
+        ({"k": None}, "k, row 1: got 'nan', accepted: a whole number"),
+        ({"kernel_source": None}, "kernel_source, row 1:"),
+    ],
+)
+def test_a_bad_value_in_a_parquet_table_is_named(package: Package, changed: dict[str, Any], complaint: str) -> None:
+    path = package.write("gemm/vllm/1.0", GEMM, GEMM | changed)
+    message = package.refusal()
+    assert message.startswith(f"--from {path}: ")
+    assert complaint in message
+
+
+def test_a_text_in_a_parquet_number_is_named(package: Package) -> None:
+    package.write("gemm/vllm/1.0", GEMM | {"latency": "0.1"}, GEMM | {"latency": "quick"})
+    assert "latency, row 1: got 'quick', accepted: ms above 0" in package.refusal()
+
+
+def test_a_parquet_table_without_a_column_or_that_is_none(package: Package) -> None:
+    path = package.write("gemm/vllm/1.0", {name: value for name, value in GEMM.items() if name != "latency"})
+    assert "accepted: latency among them" in package.refusal()
+    path.write_bytes(b"not a table")
+    assert "accepted: a parquet file" in package.refusal()
+
+
+def test_a_missing_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "pip install aiconfigurator-core" in refusal(SOURCE)
+
+
+def test_the_installed_package_is_found_and_not_imported(package: Package, monkeypatch: pytest.MonkeyPatch) -> None:
+    (package.root / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    monkeypatch.syspath_prepend(str(package.root.parent))
+    assert len(read_source(SOURCE)) == 4
+
+
+def test_an_empty_folder_has_no_tables(tmp_path: Path) -> None:
+    assert "no tables here" in refusal(SOURCE, aiconfigurator_root=tmp_path)

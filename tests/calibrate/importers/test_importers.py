@@ -1,0 +1,240 @@
+"""Importers: what others published reads as what they measured, in SI units, and a mistake is named."""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from calibrate.data.measurement import Measurement, write_measurements
+from calibrate.importers import LAYOUTS, read_source
+from kvrsim.errors import InputError
+
+VIDUR_TIMED = (
+    *("emb", "input_layernorm", "attn_pre_proj", "attn_rope", "attn_post_proj"),
+    *("post_attention_layernorm", "mlp_up_proj", "mlp_act", "mlp_down_proj", "add"),
+)
+VIDUR_MLP: dict[str, Any] = {
+    **{f"time_stats.{name}.{what}": value for name in VIDUR_TIMED for what, value in (("median", 0.5), ("std", 0.01))},
+    **{"n_head": 64, "n_kv_head": 8, "n_embd": 8192, "n_expanded_embd": 28672, "vocab_size": 32768},
+    **{"use_gated_mlp": True, "num_tokens": 100, "num_tensor_parallel_workers": 4},
+}
+VIDUR_ATTENTION: dict[str, Any] = {
+    **{"time_stats.attn_decode.median": "", "time_stats.attn_prefill.median": 1.2, "time_stats.attn_prefill.std": 0.1},
+    **{"n_embd": 8192, "n_q_head": 64, "n_kv_head": 8, "block_size": 16, "num_tensor_parallel_workers": 2},
+    **{"max_model_len": 4096, "batch_size": 1, "prefill_chunk_size": 2624, "kv_cache_size": 352, "is_prefill": True},
+    **{"attention_backend": "AttentionBackend.FLASH_ATTENTION", "profile_method": "ProfileMethod.KINETO"},
+}
+VIDUR_SEND_RECV: dict[str, Any] = {
+    **{"": 0, "time_stats.send_recv.median": 0.024, "time_stats.send_recv.std": 0.002, "rank": 0, "num_workers": 2},
+    **{"size": 2048, "collective": "send_recv", "devices_per_node": 1, "max_devices_per_node": 8},
+}
+ATTENTION_TABLE: dict[str, Any] = {
+    **{"source": "somebody", "gpu": "A100-80GB", "kernel": "flash paged", "q_heads": 32, "kv_heads": 4},
+    **{"head_dim": 128, "batch": 1, "chunk": 64, "kv_prefix": 32, "ms": 0.015, "std_ms": ""},
+}
+LAYER_TABLE: dict[str, Any] = {
+    **{"gpu": "H100", "model": "a/llama", "num_tokens": 100, "num_tensor_parallel_workers": 4, "n_embd": 8192},
+    **{"n_expanded_embd": 28672, "n_head": 64, "n_kv_head": 8, **{f"{name}_ms": 0.5 for name in VIDUR_TIMED}},
+}
+COLLECTIVE_TABLE: dict[str, Any] = {
+    **{"source": "nccl-tests", "gpu": "A100", "op": "all_gather", "gpus": 4, "devices_per_node": 4},
+    **{"bytes": 512, "ms": 0.01},
+}
+
+
+def write(path: Path, *rows: dict[str, Any]) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return str(path)
+
+
+def refusal(source: str, **options: Any) -> str:
+    with pytest.raises(InputError) as caught:
+        read_source(source, "--from", **options)
+    assert str(caught.value).startswith("--from")
+    return str(caught.value)
+
+
+def by_kernel(rows: list[Measurement]) -> dict[str, Measurement]:
+    return {row.kernel: row for row in rows}
+
+
+def test_a_layer_of_vidur(tmp_path: Path) -> None:
+    path = write(tmp_path / "compute/h100/meta-llama/Llama-2-70b-hf/mlp.csv", VIDUR_MLP)
+    rows = read_source(path)
+    counted = Counter(row.operation for row in rows)
+    assert counted == {"gemm": 4, "norm": 2, "rotary": 1, "activation": 1, "residual": 1, "embedding": 1}
+    gemms = {row.kernel: (row.tokens, row.in_features, row.out_features) for row in rows if row.operation == "gemm"}
+    assert gemms == {
+        "attn_pre_proj": (100, 8192, (64 + 2 * 8) * 128 // 4),
+        "attn_post_proj": (100, 64 * 128 // 4, 8192),
+        "mlp_up_proj": (100, 8192, 2 * 28672 // 4),
+        "mlp_down_proj": (100, 28672 // 4, 8192),
+    }
+    assert {row.kernel: row.bytes for row in rows if row.bytes} == {
+        "emb": 100 * 8192 * 4,
+        "input_layernorm": 100 * 8192 * 4,
+        "attn_rope": 100 * (64 + 8) * 128 // 4 * 4,
+        "post_attention_layernorm": 100 * 8192 * 4,
+        "mlp_act": 100 * 28672 // 4 * 6,
+        "add": 100 * 8192 * 6,
+    }
+    assert {(row.device, row.dtype, row.median_s, row.spread_s) for row in rows} == {("h100", "fp16", 5e-4, 1e-5)}
+    assert {row.source for row in rows} == {"vidur compute/h100/meta-llama/Llama-2-70b-hf/mlp.csv"}
+
+
+def test_a_layer_without_gate_and_second_norm(tmp_path: Path) -> None:
+    phi = {name: value for name, value in VIDUR_MLP.items() if "post_attention_layernorm" not in name}
+    rows = by_kernel(read_source(write(tmp_path / "mlp.csv", phi | {"use_gated_mlp": False})))
+    assert "post_attention_layernorm" not in rows
+    assert rows["mlp_up_proj"].out_features == 28672 // 4
+    assert rows["mlp_act"].bytes == 100 * 28672 // 4 * 4
+    assert rows["add"].bytes == 100 * 8192 * 12  # attention and MLP are both added
+
+
+def test_attention_of_vidur_is_its_prefill_rows(tmp_path: Path) -> None:
+    decode = {"is_prefill": False, "time_stats.attn_prefill.median": "", "prefill_chunk_size": 0}
+    path = write(tmp_path / "compute/a100/m/attention.csv", VIDUR_ATTENTION, VIDUR_ATTENTION | decode)
+    (row,) = read_source(path)
+    assert (row.kernel, row.device, row.chunk, row.prefix, row.batch) == ("flash_attention", "a100", 2624, 352, 1)
+    assert (row.num_attention_heads, row.num_key_value_heads, row.head_dim) == (32, 4, 128)
+    assert (row.median_s, row.spread_s) == (1.2e-3, 1e-4)
+
+
+def test_messages_of_vidur(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "network/a100_dgx/send_recv.csv", VIDUR_SEND_RECV, VIDUR_SEND_RECV | {"devices_per_node": 2}
+    )
+    across, inside = read_source(path)
+    assert (across.nodes, inside.nodes) == (2, 1)
+    assert (across.operation, across.device, across.bytes, across.ranks) == ("send_recv", "a100_dgx", 2048, 2)
+    assert (across.median_s, across.spread_s) == (2.4e-5, 2e-6)
+
+
+def test_the_attention_table(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.csv", ATTENTION_TABLE, ATTENTION_TABLE | {"std_ms": 0.001, "kv_prefix": 0})
+    first, second = read_source(path)
+    assert first == Measurement(
+        operation="attention",
+        kernel="flash paged",
+        device="A100-80GB",
+        dtype="fp16",
+        chunk=64,
+        prefix=32,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        median_s=0.015 / 1000,
+        source="somebody",
+    )
+    assert (second.prefix, second.spread_s) == (0, 1e-6)
+
+
+def test_the_layer_table_is_vidurs_layer(tmp_path: Path) -> None:
+    ours = by_kernel(read_source(write(tmp_path / "layers.csv", LAYER_TABLE)))
+    vidurs = by_kernel(read_source(write(tmp_path / "mlp.csv", VIDUR_MLP)))
+    assert set(ours) == set(vidurs) == set(VIDUR_TIMED)
+    for name, row in ours.items():
+        for field in ("operation", "tokens", "in_features", "out_features", "bytes", "median_s"):
+            assert getattr(row, field) == getattr(vidurs[name], field)
+    assert {(row.device, row.source) for row in ours.values()} == {("H100", "layers.csv a/llama")}
+
+
+def test_the_collectives_table_without_other_collectives(tmp_path: Path) -> None:
+    across = {"op": "send_recv", "gpus": 2, "devices_per_node": 1}
+    path = write(
+        tmp_path / "c.csv", COLLECTIVE_TABLE, COLLECTIVE_TABLE | {"op": "all_reduce"}, COLLECTIVE_TABLE | across
+    )
+    gather, message = read_source(path)
+    assert (gather.operation, gather.bytes, gather.ranks, gather.nodes) == ("all_gather", 512, 4, 1)
+    assert (message.operation, message.ranks, message.nodes) == ("send_recv", 2, 2)
+    assert "all_gather, send_recv" in refusal(write(tmp_path / "d.csv", COLLECTIVE_TABLE | {"op": "gossip"}))
+
+
+def test_a_measurement_csv_is_a_source(tmp_path: Path) -> None:
+    rows = read_source(write(tmp_path / "t.csv", ATTENTION_TABLE))
+    write_measurements(tmp_path / "m.csv", rows)
+    assert read_source(str(tmp_path / "m.csv")) == rows
+
+
+def test_filters_keep_what_contains_their_text(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "t.csv",
+        ATTENTION_TABLE,
+        ATTENTION_TABLE | {"gpu": "H100"},
+        ATTENTION_TABLE | {"kernel": "fa3", "source": "llama"},
+    )
+    assert len(read_source(path)) == 3
+    assert [row.device for row in read_source(f"{path}?gpu=h100")] == ["H100"]
+    assert [row.kernel for row in read_source(f"{path}?gpu=A100&kernel=FA")] == ["fa3"]
+    assert [row.source for row in read_source(f"{path}?model=llama")] == ["llama"]
+    assert "what there is: A100-80GB; H100" in refusal(f"{path}?gpu=B200")
+    for query in ("?", "?gpu", "?gpu=", "?size=3", "?gpu=a&gpu=b", "?gpu=a&&kernel=b"):
+        assert "gpu=TEXT, kernel=TEXT, model=TEXT" in refusal(path + query)
+
+
+CSVS = {
+    "mlp.csv": (VIDUR_MLP, "time_stats.add.median"),
+    "attention.csv": (VIDUR_ATTENTION, "time_stats.attn_prefill.median"),
+    "send_recv.csv": (VIDUR_SEND_RECV, "time_stats.send_recv.median"),
+    "attention table": (ATTENTION_TABLE, "ms"),
+    "layer table": (LAYER_TABLE, "add_ms"),
+    "collectives table": (COLLECTIVE_TABLE, "ms"),
+}
+
+
+@pytest.mark.parametrize("kind", CSVS)
+@pytest.mark.parametrize("value", ["-1", "0", "nan", "fast", ""])
+def test_a_bad_time_is_named_by_line_and_column(tmp_path: Path, kind: str, value: str) -> None:
+    row, column = CSVS[kind]
+    path = write(tmp_path / "t.csv", row, row | {column: value})
+    assert refusal(path) == (
+        f"--from {path}, line 3: {column}: got '{value or 'nothing'}', accepted: a finite number above 0"
+    )
+
+
+@pytest.mark.parametrize("kind", CSVS)
+@pytest.mark.parametrize("value", [None, "what?", "-3", "7" * 40])
+def test_a_column_missing_or_full_of_nonsense_is_named_where_it_counts(
+    tmp_path: Path, kind: str, value: str | None
+) -> None:
+    row, _ = CSVS[kind]
+    for column in row:
+        changed = {name: cell for name, cell in row.items() if name != column} | ({column: value} if value else {})
+        try:
+            read_source(write(tmp_path / "t.csv", changed), "--from")
+            complaint = column
+        except InputError as error:
+            complaint = str(error)
+        assert column in complaint or "a divisor of" in complaint or "the columns of one of" in complaint
+
+
+@pytest.mark.parametrize("changed", [{"num_tensor_parallel_workers": 3}, {"n_embd": 8191}])
+def test_shapes_that_cannot_be_split_are_refused(tmp_path: Path, changed: dict[str, int]) -> None:
+    for kind, row in (("mlp", VIDUR_MLP), ("attention", VIDUR_ATTENTION), ("layers", LAYER_TABLE)):
+        assert "a divisor of" in refusal(write(tmp_path / f"{kind}.csv", row | changed))
+
+
+def test_unknown_sources_list_what_is_known(tmp_path: Path) -> None:
+    message = refusal(write(tmp_path / "t.csv", {"a": 1, "b": 2}))
+    assert message.startswith(f"--from {tmp_path / 't.csv'}: header: got 'a, b'")
+    assert all(layout.name in message for layout in LAYOUTS)
+    misspelt = {name.replace("kv_prefix", "kv_prefx"): value for name, value in ATTENTION_TABLE.items()}
+    assert "nearest is attention table, which has kv_prefix too" in refusal(write(tmp_path / "u.csv", misspelt))
+
+
+def test_sources_with_nothing_of_use_are_refused(tmp_path: Path) -> None:
+    reduces = write(tmp_path / "r.csv", {"time_stats.all_reduce.median": 1, "size": 2})
+    assert "a source with rows of gemm" in refusal(reduces)
+    assert "a source with rows of gemm" in refusal(write(tmp_path / "d.csv", VIDUR_ATTENTION | {"is_prefill": False}))
+    empty = tmp_path / "empty.csv"
+    empty.touch()
+    for source in (str(empty), str(tmp_path), str(tmp_path / "missing.csv"), "", "nul\0"):
+        assert "a CSV file" in refusal(source)

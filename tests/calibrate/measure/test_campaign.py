@@ -1,0 +1,244 @@
+"""Campaigns: every point in turn, until steady or out of time; interrupted at will; refusing a busy machine."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from calibrate.data.measurement import Measurement, read_measurements, read_origin
+from calibrate.data.origin import Origin
+from calibrate.measure import campaign as campaign_module
+from calibrate.measure.campaign import BusyError, Policy, Progress, Skipped, estimate, is_busy, run_campaign
+from calibrate.measure.campaigns import Campaign, measure
+from calibrate.measure.journal import CampaignJournal, Sample, Seconds, journal_path
+from calibrate.measure.load import CpuLoad
+
+QUIET = Policy(budget_s=2.0, even_if_busy=True)
+
+
+@dataclass
+class FakeBench:
+    """Points that take what their name says, in milliseconds."""
+
+    names: Sequence[str] = ("1", "2", "5")
+    spread: float = 0.0
+    broken: str | None = None
+    sleeps: bool = False
+    calls: list[str] = field(default_factory=list)
+    closed: bool = False
+    device: Mapping[str, Any] | None = None  # what the GPU did
+
+    def points(self) -> Sequence[str]:
+        return list(self.names)
+
+    def expected_s(self, point: str) -> float:
+        return float(point) / 1e3
+
+    def sample(self, point: str) -> Seconds:
+        if point == self.broken:
+            raise Skipped("does not fit")
+        self.calls.append(point)
+        if self.sleeps:
+            time.sleep(0.005)
+        wobble = self.spread * (-1) ** len(self.calls)
+        return {"layer": float(point) / 1e3 * (1 + wobble)}
+
+    def rows(self, samples: Mapping[str, Sequence[Seconds]]) -> list[Measurement]:
+        return [
+            Measurement(
+                operation="layer",
+                kernel="sdpa",
+                device="fake",
+                dtype="fp32",
+                chunk=int(point),
+                prefix=0,
+                median_s=sorted(one["layer"] for one in taken)[len(taken) // 2],
+                source="fake",
+            )
+            for point, taken in samples.items()
+        ]
+
+    def conditions(self) -> Mapping[str, Any] | None:
+        return self.device
+
+    def pids(self) -> Sequence[int]:
+        return ()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def journal_in(folder: Path) -> CampaignJournal:
+    return CampaignJournal.open(journal_path(folder / "x.csv"), {"a": 1}, "--output")
+
+
+def test_steady_points_are_measured_until_their_medians_are_known_and_no_longer(tmp_path: Path) -> None:
+    bench = FakeBench()
+    outcome = run_campaign(bench, journal_in(tmp_path), QUIET)
+    assert [row.chunk for row in outcome.rows] == [1, 2, 5]
+    assert all(3 <= bench.calls.count(point) <= 6 for point in bench.names)
+    assert not outcome.skipped
+
+
+def test_points_that_scatter_get_the_most_samples(tmp_path: Path) -> None:
+    bench = FakeBench(spread=0.3)
+    policy = Policy(budget_s=60.0, most_samples=12, even_if_busy=True)
+    outcome = run_campaign(bench, journal_in(tmp_path), policy)
+    assert all(bench.calls.count(point) >= 12 for point in bench.names)
+    assert outcome.samples == len(bench.calls)
+
+
+def test_points_are_visited_in_turn(tmp_path: Path) -> None:
+    bench = FakeBench(sleeps=True)
+    run_campaign(bench, journal_in(tmp_path), QUIET)
+    order = [point for index, point in enumerate(bench.calls) if index == 0 or point != bench.calls[index - 1]]
+    assert order[:3] == ["1", "2", "5"]
+
+
+def test_what_does_not_fit_into_the_budget_is_left_away_and_said(tmp_path: Path) -> None:
+    bench = FakeBench(names=("1", "400", "20"))
+    found = estimate(bench, Policy(budget_s=0.5))
+    assert (found.points, found.left_away) == (("1", "20"), ("400",))
+    assert found.least_s == pytest.approx(0.084)
+    outcome = run_campaign(bench, journal_in(tmp_path), Policy(budget_s=0.5, even_if_busy=True))
+    assert set(outcome.skipped) == {"400"}
+    assert "400" not in bench.calls
+
+
+def test_a_point_that_cannot_be_measured_is_skipped_with_its_reason(tmp_path: Path) -> None:
+    outcome = run_campaign(FakeBench(broken="2"), journal_in(tmp_path), QUIET)
+    assert outcome.skipped == {"2": "does not fit"}
+    assert [row.chunk for row in outcome.rows] == [1, 5]
+
+
+def test_progress_is_told(tmp_path: Path) -> None:
+    told: list[Progress] = []
+    run_campaign(FakeBench(), journal_in(tmp_path), QUIET, told.append)
+    assert told[0].samples == 0
+    assert {one.point for one in told} == {"1", "2", "5"}
+    assert all(one.steady <= one.points == 3 for one in told)
+
+
+def test_a_resumed_campaign_measures_the_points_that_it_set_out_to(tmp_path: Path) -> None:
+    journal = journal_in(tmp_path)
+    journal.plan(["1", "5"])
+    journal.add(Sample(point="1", seconds={"layer": 0.001}, busy_cores=None))
+    journal.close()
+    bench = FakeBench()
+    outcome = run_campaign(bench, journal_in(tmp_path), QUIET)
+    assert [row.chunk for row in outcome.rows] == [1, 5]
+    assert set(outcome.skipped) == {"2"}
+
+
+def test_a_finished_campaign_is_not_measured_anew(tmp_path: Path) -> None:
+    first = run_campaign(FakeBench(), journal_in(tmp_path), QUIET)
+    again = FakeBench()
+    second = run_campaign(again, journal_in(tmp_path), QUIET)
+    assert again.calls == []
+    assert second.rows == first.rows
+
+
+def test_a_busy_machine_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuLoad, "other_cores", lambda self: 3.5)
+    monkeypatch.setattr(campaign_module, "_LONG_ENOUGH_S", 0.0)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    with pytest.raises(BusyError, match=r"others used 3\.5 cores in 9 of 9"):
+        run_campaign(FakeBench(), journal_in(tmp_path), Policy(budget_s=1.0))
+    outcome = run_campaign(FakeBench(), journal_in(tmp_path), QUIET)
+    assert outcome.busy == outcome.samples > 0
+
+
+def test_a_few_cores_of_many_are_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = Sample(point="1", seconds={}, busy_cores=3.5)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert not is_busy(sample)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert is_busy(sample)
+
+
+def test_samples_of_a_gpu_that_heat_slows_do_not_count(tmp_path: Path) -> None:
+    hot = {"sm_clock_hz": 9e8, "power_w": 300.0, "power_limit_w": 700.0, "throttled": ["sw_thermal_slowdown"]}
+    assert is_busy(Sample(point="1", seconds={}, busy_cores=0.0, device=hot))
+    with pytest.raises(BusyError, match=r"clock is held down .*sw_thermal_slowdown"):
+        run_campaign(FakeBench(device=hot), journal_in(tmp_path), Policy(budget_s=0.5))
+
+
+def test_a_power_cap_counts_as_throttling_is_recorded_and_does_not_stop_a_campaign(tmp_path: Path) -> None:
+    capped = {"sm_clock_hz": 1.4e9, "power_w": 690.0, "power_limit_w": 700.0, "throttled": ["sw_power_cap"]}
+    campaign = Campaign(
+        build=lambda: FakeBench(device=capped),
+        about={"fake": True},
+        origin=lambda rows: {"date": "today"},
+        output=tmp_path / "x.csv",
+    )
+    measured = measure(campaign, QUIET)
+    measured.journal.close()
+    outcome = measured.outcome
+    assert outcome.device["throttled"] == {"sw_power_cap": 1.0}
+    origin = read_origin(tmp_path / "x.csv")
+    assert origin is not None
+    assert origin["device_state"]["sm_clock_hz"] == [1.4e9, 1.4e9, 1.4e9]
+    assert origin["device_state"]["power_limit_w"] == 700.0
+    assert "1400000000" in Origin.of([origin]).provenance()["measured: device_state"]
+    resumed = CampaignJournal.open(journal_path(tmp_path / "x.csv"), {"fake": True}, "--output")
+    assert all(sample.device == capped for sample in resumed.samples), "a resumed campaign knows it too"
+
+
+def test_the_load_of_others_is_the_machines_less_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stat = tmp_path / "stat"
+    ticks = os.sysconf("SC_CLK_TCK")
+    stat.write_text(f"cpu  {100 * ticks} 0 0 999999 0 0 0 0 0 0\n")
+    now = iter([10.0, 12.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(now))
+    load = CpuLoad(stat=stat)
+    stat.write_text(f"cpu  {103 * ticks} 0 0 999999 0 77 88 0 0 0\n")
+    assert load.other_cores() == pytest.approx(1.5, abs=0.05)
+    assert CpuLoad(stat=tmp_path / "none").other_cores() is None
+
+
+def _campaign(folder: Path) -> Campaign:
+    names = tuple(str(index) for index in range(1, 40))
+    return Campaign(
+        build=lambda: FakeBench(names=names, sleeps=True),
+        about={"fake": True},
+        origin=lambda rows: {"rows": len(rows)},
+        output=folder / "x.csv",
+    )
+
+
+def _run(folder: Path) -> None:
+    measure(_campaign(folder), Policy(budget_s=20.0, even_if_busy=True)).journal.remove()
+
+
+def test_killed_at_ten_random_moments_it_ends_with_the_same_grid(tmp_path: Path) -> None:
+    """kill -9, again and again; every start goes on where the last one was killed."""
+    context = multiprocessing.get_context("fork")
+    chance = random.Random(7)
+    seen = 0
+    for _ in range(10):
+        process = context.Process(target=_run, args=(tmp_path,))
+        process.start()
+        time.sleep(chance.uniform(0.02, 0.12))
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(10)
+        path = journal_path(tmp_path / "x.csv")
+        if path.exists():
+            journal = CampaignJournal.open(path, {"fake": True}, "--output")
+            assert len(journal.samples) >= seen, "what was measured is lost"
+            seen = len(journal.samples)
+            journal.close()
+    assert seen > 0, "no process has come to measure before it was killed"
+    _run(tmp_path)
+    rows = read_measurements(tmp_path / "x.csv")
+    assert [row.chunk for row in rows] == list(range(1, 40))
+    assert [path.name for path in tmp_path.iterdir()] == ["x.csv"]

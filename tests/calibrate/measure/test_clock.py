@@ -1,0 +1,89 @@
+"""Clocks: marks in order, the device's time apart from the host's."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from calibrate.measure.clock import CpuClock, CudaClock, mark_empty, without_marks
+
+
+def test_cpu_marks_are_moments_of_one_clock() -> None:
+    clock = CpuClock()
+    clock.start()
+    clock.mark("a")
+    time.sleep(0.01)
+    clock.mark("b")
+    first, second = clock.finish()
+    assert (first.name, second.name) == ("a", "b")
+    assert first.device_s == first.host_s == 0.0
+    assert second.device_s == second.host_s >= 0.01
+    assert clock.host_is_device
+
+
+def test_a_clock_begins_anew() -> None:
+    clock = CpuClock()
+    assert clock.finish() == []
+    clock.start()
+    clock.mark("old")
+    clock.start()
+    assert clock.finish() == []
+
+
+def test_cuda_marks_tell_device_from_host(fake_cuda: Any) -> None:
+    cuda = fake_cuda
+    clock = CudaClock(cuda)
+    clock.start()
+    clock.mark("a")
+    cuda.compute(0.25)
+    clock.mark("b")
+    first, second = clock.finish()
+    assert (first.device_s, second.device_s) == (0.0, pytest.approx(0.25))
+    assert second.host_s < 0.2, "the host issues and does not wait"
+    assert not clock.host_is_device
+    assert cuda.slept_cycles == []
+
+
+def test_the_device_can_be_held_busy_so_that_the_host_is_ahead(fake_cuda: Any) -> None:
+    cuda = fake_cuda
+    clock = CudaClock(cuda)
+    clock.start(hold_s=0.002)
+    assert cuda.slept_cycles == [4_000_000]
+    assert clock.finish() == []
+
+
+def test_the_clock_waits_for_its_own_stream_alone(fake_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pending receive on another stream would never let the whole device end."""
+
+    class Stream:
+        def synchronize(self) -> None:
+            fake_cuda.synchronized = True
+
+    def forever() -> None:
+        raise AssertionError("waits for every stream of the device")
+
+    monkeypatch.setattr(fake_cuda, "current_stream", Stream)
+    monkeypatch.setattr(fake_cuda, "synchronize", forever)
+    clock = CudaClock(fake_cuda)
+    clock.start()
+    clock.mark("a")
+    clock.wait()
+    assert [mark.name for mark in clock.finish()] == ["a"]
+
+
+def test_what_marks_take_is_taken_away_from_what_lies_between_them(fake_cuda: Any) -> None:
+    fake_cuda.event_s = 2e-6
+    clock = CudaClock(fake_cuda)
+    clock.start()
+    mark_empty(clock)
+    clock.mark("a")
+    fake_cuda.compute(1e-4)
+    clock.mark("b")
+    clock.mark("c")
+    found = without_marks(clock.finish())
+    assert [mark.name for mark in found] == ["a", "b", "c"]
+    first, second, third = (mark.device_s for mark in found)
+    assert second - first == pytest.approx(1e-4)
+    assert third - second == pytest.approx(0.0, abs=1e-12)

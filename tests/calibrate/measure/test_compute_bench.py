@@ -1,0 +1,271 @@
+"""Timing of layers: the parts add up to the layer, the rows say what was timed, CUDA's path runs on a fake."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch
+
+from calibrate.measure import compute_bench
+from calibrate.measure.campaign import Policy, Skipped, estimate
+from calibrate.measure.clock import CudaClock
+from calibrate.measure.compute_bench import LAYERS, ComputeBench, ComputeSetup
+from calibrate.measure.compute_rows import BARE_LAYER, PENDING_PREFIX, compute_rows
+from calibrate.measure.device_watch import Reading
+from calibrate.measure.grid import Point, grid
+from kvrsim.errors import InputError
+from kvrsim.model.architectures import read_config
+from kvrsim.model.spec import ModelSpec
+from kvrsim.units import JsonObject
+
+SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3, "vocab_size": 128}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": SIZES | {"model_type": "llama", "num_key_value_heads": 2, "intermediate_size": 96},
+    "qwen3": SIZES | {"model_type": "qwen3", "num_key_value_heads": 2, "intermediate_size": 96, "head_dim": 16},
+    "falcon": SIZES | {"model_type": "falcon", "multi_query": True, "parallel_attn": True},
+    "falcon-40b": SIZES | {"model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 2},
+    "falcon-rw": SIZES | {"model_type": "falcon", "multi_query": False, "parallel_attn": False, "alibi": True},
+}
+
+
+def spec_of(config: dict[str, Any]) -> ModelSpec:
+    return read_config(JsonObject(fields=config, where="test"), "tiny")
+
+
+def setup_of(name: str, kernels: tuple[str, ...] = ("sdpa",), max_context: int = 256) -> ComputeSetup:
+    config = CONFIGS[name]
+    return ComputeSetup(
+        model=spec_of(config),
+        config=config,
+        device="cpu",
+        dtype="fp32",
+        kernels=kernels,
+        max_context=max_context,
+        threads=torch.get_num_threads(),
+    )
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parts_of_a_layer_add_up_and_become_rows(name: str) -> None:
+    setup = setup_of(name)
+    bench = ComputeBench.build(setup)
+    samples = {}
+    for point in ("sdpa 64+0", "sdpa 64+64", "sdpa 128+32"):
+        taken = bench.sample(point)
+        samples[point] = [taken, taken]
+        parts = ("before_attention", "cache_append", "attention", "after_attention")
+        assert taken["layer"] == pytest.approx(sum(taken[part] for part in parts), rel=1e-9)
+        products = [key for key in taken if key.startswith("gemm ")]
+        assert products
+        assert all(0 < taken[key] < taken["layer"] for key in products)
+        assert 0 < taken["norm"] < taken["layer"]
+    rows = bench.rows(samples)
+    shapes = {(row.in_features, row.out_features) for row in rows if row.operation == "gemm"}
+    layer = setup.model.layers[0]
+    assert shapes == {(gemm.in_features, gemm.out_features) for gemm in (*layer.qkv, layer.output, *layer.mlp)}
+    seen = {row.operation for row in rows}
+    expected = {"attention", "layer", "before_attention", "after_attention", "cache_append", "prepare", "head"}
+    assert expected <= seen
+    assert ("rotary" in seen) or setup.model.alibi
+    assert all(row.spread_s == 0.0 for row in rows if row.operation == "layer")
+    bench.close()
+
+
+def test_rotary_does_not_hold_the_norms_of_queries_and_keys() -> None:
+    """The cost model counts those norms by themselves: a rotary rate that held them would count them twice."""
+    bench = ComputeBench.build(setup_of("qwen3"))
+    model = bench._models["sdpa"]
+    for name, module in model.named_modules():
+        if name.endswith(("q_norm", "k_norm")):
+            module.register_forward_hook(lambda *_: time.sleep(0.02))
+    taken = bench.sample("sdpa 64+0")
+    assert taken["before_attention"] > 0.04
+    assert taken["rotary"] < 0.02
+    bench.close()
+
+
+def test_means_hold_what_is_often_late_and_draw_in_what_is_far_off() -> None:
+    setup = setup_of("llama")
+    bench = ComputeBench.build(setup)
+    once = bench.sample("sdpa 64+0")
+    scales = (1.0, 1.0, 1.0, 1.2, 1.4, 30.0)
+    rows = bench.rows({"sdpa 64+0": [{name: scale * one for name, one in once.items()} for scale in scales]})
+    layer = next(row for row in rows if row.operation == "layer")
+    assert layer.median_s == pytest.approx(1.1 * once["layer"])
+    fence = 1.35 + 1.5 * 0.35  # the third quartile and one and a half interquartile ranges
+    assert layer.mean_s == layer.expected_s == pytest.approx((sum(scales[:5]) + fence) / 6 * once["layer"])
+    bench.close()
+
+
+def test_points_take_their_kernels_and_share_their_weights() -> None:
+    bench = ComputeBench.build(setup_of("llama", kernels=("sdpa", "eager", "flash")))
+    kernels = {Point.parse(point).kernel for point in bench.points()}
+    assert kernels == {"sdpa", "eager", "flash"}
+    first, second, third = (bench._models[kernel] for kernel in ("sdpa", "eager", "flash"))
+    assert len(bench.setup.config) == len(CONFIGS["llama"])
+    weights = {model.base_model.layers[0].mlp.up_proj.weight.data_ptr() for model in (first, second, third)}
+    assert len(weights) == 1
+    assert len(first.base_model.layers) == LAYERS
+    for kernel in kernels:
+        assert bench.sample(f"{kernel} 64+64")["attention"] > 0
+
+
+def test_longer_points_are_expected_to_take_longer() -> None:
+    bench = ComputeBench.build(setup_of("llama", max_context=1024))
+    assert bench.expected_s("sdpa 64+0") < bench.expected_s("sdpa 1024+0")
+    assert bench.expected_s("sdpa 512+0") < bench.expected_s("sdpa 512+512")
+    assert estimate(bench, Policy(budget_s=1e-6)).points == ("sdpa 64+0",)
+
+
+def test_what_does_not_fit_into_memory_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = ComputeBench.build(setup_of("llama"))
+    monkeypatch.setattr(compute_bench, "_free_bytes", lambda: 1000)
+    with pytest.raises(Skipped, match="GiB are free"):
+        bench.sample("sdpa 64+0")
+
+
+def test_a_device_that_is_out_of_memory_skips_the_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = ComputeBench.build(setup_of("llama"))
+
+    def explode(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(ComputeBench, "_timed", explode)
+    with pytest.raises(Skipped, match="out of the device's memory"):
+        bench.sample("sdpa 64+0")
+
+
+@pytest.fixture
+def on_cuda(fake_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> ComputeBench:
+    """A bench whose device is a fake one, on which marks take 1 ms each and a layer's last product 10 ms."""
+    monkeypatch.setattr(compute_bench, "_HEAT_S", 0.05)
+    built = ComputeBench.build(setup_of("llama"))
+    fake_cuda.event_s = 1e-3
+    bench = ComputeBench(built.setup, CudaClock(fake_cuda), _models=built._models)
+    for layer in built._models["sdpa"].base_model.layers:
+        _make_longer(layer.mlp.down_proj, fake_cuda)
+    bench._probe()
+    return bench
+
+
+def _make_longer(module: Any, cuda: Any) -> None:
+    forward = module.forward
+
+    def longer(*arguments: Any) -> Any:
+        cuda.compute(10e-3)
+        return forward(*arguments)
+
+    module.forward = longer
+
+
+def test_on_cuda_the_device_is_held_until_the_host_is_ahead_and_both_are_timed(
+    on_cuda: ComputeBench, fake_cuda: Any
+) -> None:
+    assert on_cuda.points()[0] == "host sdpa"
+    taken = on_cuda.sample("sdpa 64+0")
+    assert len(fake_cuda.slept_cycles) >= 2, "the second forward of a sample finds the device busy"
+    assert taken["gemm 96 64"] == pytest.approx(10e-3)
+    host = on_cuda.sample("host sdpa")
+    assert set(host) == {"host_layer", "host_prepare"}
+    assert 0 < host["host_layer"] < 1.0
+    assert 0 < host["host_prepare"] < 1.0
+    rows = on_cuda.rows({"host sdpa": [host, host, host]})
+    assert [(row.operation, row.dtype) for row in rows] == [("host_layer", "fp32"), ("host_prepare", "fp32")]
+    assert on_cuda.expected_s("host sdpa") > 0
+
+
+def test_what_marks_take_on_the_device_is_in_no_part(on_cuda: ComputeBench) -> None:
+    taken = on_cuda.sample("sdpa 64+0")
+    assert taken["layer"] == pytest.approx(10e-3), "26 marks of 1 ms each are in none of it"
+    for part in ("cache_append", "rotary", "activation", "residual", "norm", "attention", "prepare"):
+        assert taken[part] == pytest.approx(0.0, abs=1e-12), part
+
+
+def test_a_short_sample_is_heated_with_the_layers_own_work_and_a_long_one_is_not(
+    on_cuda: ComputeBench, fake_cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_cuda.sample("sdpa 64+0")
+    before_s = fake_cuda.device_s
+    on_cuda.sample("sdpa 64+0")
+    heated_s = fake_cuda.device_s - before_s
+    assert on_cuda.expected_s("sdpa 64+0") > 0.05
+    monkeypatch.setattr(compute_bench, "_HEAT_S", 0.01)  # a forward takes 20 ms on the device
+    before_s = fake_cuda.device_s
+    on_cuda.sample("sdpa 64+0")
+    assert heated_s >= fake_cuda.device_s - before_s + 20e-3, "at least one forward more"
+
+
+def test_clock_and_power_are_read_while_the_device_is_at_work(on_cuda: ComputeBench, fake_cuda: Any) -> None:
+    class Watch:
+        def read(self) -> Reading:
+            assert not fake_cuda.synchronized, "the device has ended already"
+            return Reading(sm_clock_hz=1.2e9, power_w=650.0, power_limit_w=700.0, throttled=("sw_power_cap",))
+
+    on_cuda._watch = Watch()  # type: ignore[assignment]
+    assert on_cuda.conditions() is None
+    on_cuda.sample("sdpa 64+0")
+    told = on_cuda.conditions()
+    assert told is not None
+    assert (told["sm_clock_hz"], told["throttled"]) == (1.2e9, ["sw_power_cap"])
+
+
+def test_parts_are_scaled_to_layers_timed_without_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute_bench, "_MARKED_S", 100.0)  # however loaded the machine is
+    setup = setup_of("llama")
+    bench = ComputeBench.build(setup)
+    once = dict(bench.sample("sdpa 64+0"))
+    assert BARE_LAYER in once, "short layers are timed without marks, too"
+    common: dict[str, Any] = {"dtype": "fp32", "device": "x"}
+
+    def rows_of(bare_s: float) -> dict[str, float]:
+        samples = {"sdpa 64+0": [once | {BARE_LAYER: bare_s}] * 3}
+        return {row.operation: row.median_s for row in compute_rows(samples, setup.model, **common)}
+
+    whole, half = rows_of(once["layer"]), rows_of(0.5 * once["layer"])
+    assert half["layer"] == pytest.approx(0.5 * whole["layer"])
+    assert half["gemm"] == pytest.approx(0.5 * whole["gemm"])
+    assert half["head"] == whole["head"], "it is outside of the layers"
+    assert rows_of(2 * once["layer"]) == whole, "marks make nothing faster"
+    bench.close()
+
+
+def test_layers_beside_a_pending_receive_are_points_where_there_are_two_gpus(on_cuda: ComputeBench) -> None:
+    assert not any(point.startswith(PENDING_PREFIX) for point in on_cuda.points())
+    on_cuda.setup = replace(on_cuda.setup, num_gpus=2)
+    beside = [point for point in on_cuda.points() if point.startswith(PENDING_PREFIX)]
+    assert beside == ["pending sdpa 256+0", "pending sdpa 64+0"]
+    assert all(on_cuda.expected_s(point) > 0 for point in beside)
+
+
+def test_hooks_are_taken_off_again() -> None:
+    bench = ComputeBench.build(setup_of("llama"))
+    bench.sample("sdpa 64+0")
+    model = bench._models["sdpa"]
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_what_cannot_be_timed_is_refused() -> None:
+    from kvrsim.model.load import load_model
+
+    common = {"device": "cpu", "dtype": "fp32", "kernels": ("sdpa",), "max_context": 64, "threads": 1}
+    with pytest.raises(InputError, match=r"model.*dense"):
+        ComputeSetup(model=load_model("mixtral-8x7b"), config={}, **common)
+
+
+def test_the_grid_separates_chunk_from_prefix() -> None:
+    points = grid(4096, ("sdpa", "eager"))
+    assert len(set(points)) == len(points)
+    assert all(point.chunk + point.prefix <= 4096 for point in points)
+    assert all(Point.parse(point.key) == point for point in points)
+    prefixes = {chunk: {p.prefix for p in points if p.chunk == chunk and p.kernel == "sdpa"} for chunk in (64, 1024)}
+    assert all(len(found) >= 3 for found in prefixes.values())
+    assert {point.kernel for point in points} == {"sdpa", "eager"}
+    assert grid(10, ("sdpa",)) != []
+    assert compute_rows({}, spec_of(CONFIGS["llama"]), dtype="fp32", device="x") == []

@@ -1,0 +1,144 @@
+"""A layer beside a receive that waits: measured on two ranks, fitted, and used where a rank receives."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrsim.compile import build_program, for_strategy
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import kvrsim
+from calibrate.data.measurement import Measurement
+from calibrate.fit.host import fit_host, fit_pending_share
+from calibrate.measure.compute_bench import ComputeSetup
+from calibrate.measure.compute_rows import compute_rows
+from calibrate.measure.pending import PendingRanks
+from kvrsim.executors.batch import run_batch
+from kvrsim.model.architectures import read_config
+from kvrsim.partition import Partition
+from kvrsim.profile.profile import load_profile, read_profile
+from kvrsim.program import Compute, Program
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import STRATEGIES
+from kvrsim.units import JsonObject
+
+
+def row(operation: str, seconds: float, **fields: Any) -> Measurement:
+    common: dict[str, Any] = {"kernel": "sdpa", "device": "x", "source": "test", "dtype": "fp16"}
+    return Measurement(operation=operation, median_s=seconds, **(common | fields))
+
+
+def test_the_share_is_what_the_layer_loses_of_its_rate() -> None:
+    rows = [row("layer_alone", 3e-3, chunk=512, prefix=0), row("layer_pending", 4e-3, chunk=512, prefix=0)]
+    assert fit_pending_share(rows) == pytest.approx(0.25)
+    assert fit_pending_share([]) == 0.0
+    assert fit_pending_share([row("layer_pending", 4e-3, chunk=64, prefix=0), rows[0]]) == 0.0, "of another shape"
+    faster = [row("layer_alone", 3e-3, chunk=512, prefix=0), row("layer_pending", 2.9e-3, chunk=512, prefix=0)]
+    assert fit_pending_share(faster) == 0.0, "waiting makes nothing faster"
+
+
+def test_a_message_takes_the_host_as_long_as_was_measured() -> None:
+    layers = [row("host_layer", 1e-3, dtype=None)]
+    rates, operation = fit_host(layers, [], [row("host_message", 4e-5, dtype=None)])
+    assert (rates.message_s, rates.gather_piece_s) == (pytest.approx(4e-5), pytest.approx(8e-5))
+    assert operation.num_rows == 2
+    gathers = [row("host_collective", 6e-5, dtype=None, ranks=2)]
+    assert fit_host(layers, gathers, [])[0].gather_piece_s == pytest.approx(6e-5)
+
+
+def test_shipped_profiles_have_no_such_term_and_one_that_has_keeps_it() -> None:
+    shipped = load_profile("a100-eager")
+    assert (shipped.links.pending_share, shipped.host.message_s, shipped.host.prepare_s) == (0.0, 0.0, None)
+    links, host = replace(shipped.links, pending_share=0.2), replace(shipped.host, message_s=5e-5, prepare_s=1e-3)
+    mine = replace(shipped, links=links, host=host)
+    data = json.loads(json.dumps(mine.to_dict()))
+    again = read_profile(JsonObject(fields=data, where="test"))
+    assert again.links.pending_share == 0.2
+    assert again.host == host
+
+
+def scenario_of(gpus: int, share: float = 0.0, message_s: float = 0.0) -> Scenario:
+    shipped = load_profile("a100-eager")
+    links = replace(shipped.links, pending_share=share, sends="overlap")
+    profile = replace(shipped, links=links, host=replace(shipped.host, message_s=message_s))
+    return kvrsim.make_scenario(ctx="8k", gpus=gpus, profile=profile, cluster="a100-nvlink")[0]
+
+
+def even(scenario: Scenario, strategy: str) -> Program:
+    chunks = Partition.even(scenario.request.new_tokens, scenario.num_gpus).chunk_lens
+    return build_program(scenario, STRATEGIES[strategy], [np.array([float(chunk)]) for chunk in chunks])
+
+
+def layer_s(program: Program, rank: int) -> float:
+    return sum(float(op.device_s[0]) for op in program.layers[0][rank] if isinstance(op, Compute))
+
+
+@pytest.mark.parametrize("strategy", ["kvr-e", "kvr-direct"])
+def test_ranks_that_receive_compute_slower_and_the_first_one_does_not(strategy: str) -> None:
+    plain, slowed = (even(scenario_of(4, share), strategy) for share in (0.0, 0.25))
+    assert layer_s(slowed, 0) == layer_s(plain, 0)
+    for rank in (1, 2, 3):
+        assert layer_s(slowed, rank) == pytest.approx(layer_s(plain, rank) / 0.75)
+
+
+@pytest.mark.parametrize("strategy", ["single", "tsp", "tp", "ulysses"])
+def test_what_receives_nothing_beside_its_work_is_as_before(strategy: str) -> None:
+    gpus = 1 if strategy == "single" else 4
+    assert simulated_s(scenario_of(gpus, 0.25), strategy) == simulated_s(scenario_of(gpus), strategy)
+
+
+def simulated_s(scenario: Scenario, strategy: str) -> float:
+    one = for_strategy(scenario, STRATEGIES[strategy])
+    return float(run_batch(even(one, strategy), one.cluster)[-1, 0])
+
+
+@given(st.floats(0.0, 0.6), st.floats(0.0, 1e-4))
+@settings(max_examples=25, deadline=None)
+def test_a_chain_is_slower_by_at_most_what_its_ranks_lose(share: float, message_s: float) -> None:
+    plain, slowed = scenario_of(4), scenario_of(4, share, message_s)
+    before_s, after_s = simulated_s(plain, "kvr-e"), simulated_s(slowed, "kvr-e")
+    calls = 4 * 2 * plain.model.num_hidden_layers * message_s
+    assert before_s * (1 - 1e-12) <= after_s <= before_s / (1 - share) + calls + 1e-12
+
+
+def test_without_communication_nothing_waits() -> None:
+    assert scenario_of(4, 0.25, 1e-4).without_communication().pending_share == 0.0
+
+
+def test_the_bound_of_a_chain_holds_with_the_term() -> None:
+    slowed = kvrsim.plan(ctx="8k", gpus=4, profile=scenario_of(4, 0.2, 3e-5).profile, cluster="a100-nvlink")
+    searched = next(row for row in slowed.strategies if row.strategy == "kvr-s")
+    assert slowed.bounds.lower_bound_s <= searched.ttft_s
+
+
+def test_two_ranks_time_a_layer_alone_and_beside_a_receive_that_waits() -> None:
+    """On a CPU, over gloo; the receive is answered only after the layer."""
+    config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config |= {"num_hidden_layers": 3, "vocab_size": 128, "intermediate_size": 96}
+    model = read_config(JsonObject(fields=config, where="test"), "tiny")
+    setup = ComputeSetup(
+        model=model, config=config, device="cpu", dtype="fp32", kernels=("sdpa",), max_context=256, threads=1
+    )
+    ranks = PendingRanks(setup)
+    try:
+        samples = [ranks.sample("sdpa 64+0") for _ in range(2)]
+        assert len(ranks.pids) == 2
+    finally:
+        ranks.close()
+    assert all(set(sample) == {"layer_alone", "layer_pending"} for sample in samples)
+    assert all(seconds > 0 for sample in samples for seconds in sample.values())
+    rows = compute_rows({"pending sdpa 64+0": samples}, model, dtype="fp32", device="x")
+    assert [(row.operation, row.chunk, row.prefix) for row in rows] == [
+        ("layer_alone", 64, 0),
+        ("layer_pending", 64, 0),
+    ]
+    assert 0.0 <= fit_pending_share(rows) <= 0.9

@@ -1,0 +1,77 @@
+"""The page about profiles: it is what the profiles say, and what it tells to type is taken."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from calibrate.data.measurement import read_measurements
+from calibrate.shipped.page import PAGE, page
+from kvrsim.cli.main import app
+from kvrsim.profile.profile import CalibrationProfile, builtin_profiles, load_profile
+from kvrsim.setup import DEFAULT_PROFILES
+
+TEXT = PAGE.read_text()
+
+
+def profiles() -> list[CalibrationProfile]:
+    return [load_profile(name) for name in builtin_profiles()]
+
+
+def blocks(language: str) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```", TEXT, re.M | re.S)
+    return [text for kind, text in found if kind == language]
+
+
+def commands() -> Iterator[list[str]]:
+    """Every `kvrsim ...` of the page, without `kvrsim`."""
+    for block in blocks(""):
+        for line in block.replace("\\\n", " ").splitlines():
+            if line.startswith("kvrsim "):
+                yield shlex.split(line)[1:]
+
+
+def test_the_page_is_that_of_the_profiles() -> None:
+    assert page(profiles()) == TEXT, "python -m calibrate.shipped.page rewrites it"
+
+
+def test_every_profile_has_its_errors() -> None:
+    for profile in profiles():
+        section = TEXT.split(f"\n## {profile.name}\n")[1].split("\n## ")[0]
+        assert profile.not_covered in section
+        rows = [fit for fit in profile.operations.values() if fit.num_rows]
+        assert len(rows) >= 3
+        for fit in rows:
+            assert f"| {fit.num_rows} | {fit.mape:.1%} | {fit.cross_validated_mape:.1%} |" in section
+
+
+def test_defaults_are_named() -> None:
+    about = TEXT.split("\n## ")[0]
+    assert all(f"`{name}` for " in about for name in DEFAULT_PROFILES)
+
+
+@pytest.mark.parametrize("words", list(commands()), ids=" ".join)
+def test_a_command_is_one_that_kvrsim_takes(words: list[str]) -> None:
+    """Its options are parsed; nothing is run, since a fit takes a minute."""
+    command: Any = typer.main.get_command(app)
+    context: Any = None
+    while hasattr(command, "commands"):
+        context = command.make_context(words[0], [], parent=context)
+        command, words = command.commands[words[0]], words[1:]
+    command.make_context(command.name, words, parent=context)
+
+
+def test_there_are_commands() -> None:
+    assert [words[:2] for words in commands()].count(["calibrate", "import"]) == 2
+
+
+def test_the_measurements_shown_are_read(tmp_path: Path) -> None:
+    (tmp_path / "kernels.csv").write_text(blocks("csv")[0])
+    rows = read_measurements(tmp_path / "kernels.csv")
+    assert [row.operation for row in rows] == ["gemm", "attention", "norm", "send_recv", "host_layer"]

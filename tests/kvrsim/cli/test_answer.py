@@ -1,0 +1,243 @@
+"""What an answer says of itself: the question, the machine, what it bounds, what it cannot tell apart."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+import kvrsim
+from kvrsim.cli import main as cli
+from kvrsim.hardware.cluster import Cluster, cluster_to_dict, load_cluster
+from kvrsim.strategies import STRATEGIES
+from planner import plan as planning
+from planner.search.bound import lower_bound_s
+from planner.strategies_for import QUICK
+
+CLUSTERS = ("switch", "bus", "chain")
+
+
+def cluster_file(folder: Path, **changes: Any) -> str:
+    """a100-nvlink as a file, with changes."""
+    path = folder / "mine.json"
+    path.write_text(json.dumps(cluster_to_dict(replace(load_cluster("a100-nvlink"), name="mine", **changes))))
+    return str(path)
+
+
+def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    """The JSON of a command."""
+    assert cli.main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_default_compares_all_that_is_quick_and_names_the_rest() -> None:
+    plan = kvrsim.plan(ctx="16k", gpus=8)
+    assert {result.strategy for result in plan.strategies} == set(QUICK)
+    assert plan.best.strategy == "zigzag"
+    assert {"kvr-direct", "pp", "tp2+kvr-s"} <= set(plan.not_compared)
+    everything = kvrsim.plan(ctx="16k", gpus=8, strategies=["all"])
+    assert set(QUICK) | set(plan.not_compared) == {result.strategy for result in everything.strategies}
+    assert everything.not_compared == ()
+
+
+def test_the_bound_is_of_kv_runahead_and_stands_in_its_row(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--gpus", "8", "--ctx", "16k"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    of_best = [line for line in lines if line.startswith("best:")]
+    bound = [line for line in lines if "proven lower bound" in line]
+    assert "zigzag" in of_best[0]
+    assert len(bound) == 1
+    assert "of KV-Runahead over single GPUs" in bound[0]
+    assert lines.index(bound[0]) > lines.index(next(line for line in lines if line.startswith("kvr-s:")))
+
+
+@pytest.mark.parametrize("strategies", [["kvr-s"], ["kvr-e"], ["tp2+kvr-s"]])
+def test_a_chain_that_is_best_has_its_own_bound(strategies: list[str]) -> None:
+    plan = kvrsim.plan(ctx="4k", gpus=4, strategies=strategies)
+    bounds = plan.to_dict()["bounds"]
+    assert bounds["of"] == "kvr"
+    assert bounds["best"]["strategy"] == strategies[0]
+    assert bounds["best"]["lower_bound_s"] <= plan.best.ttft_s
+    assert bounds["best"]["gap"] == pytest.approx(plan.best.ttft_s / bounds["best"]["lower_bound_s"] - 1)
+
+
+def test_there_is_no_bound_of_what_is_no_chain() -> None:
+    assert kvrsim.plan(ctx="4k", gpus=4, strategies=["zigzag"]).to_dict()["bounds"]["best"] is None
+
+
+@pytest.mark.parametrize("topology", CLUSTERS)
+def test_kvr_s_is_searched_only_where_it_is_asked_for(topology: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound is there all the same, from the analytical plan."""
+    methods: list[str] = []
+    search = planning.search
+
+    def spied(*arguments: Any, **options: Any) -> Any:
+        methods.append(options.get("method", "auto"))
+        return search(*arguments, **options)
+
+    monkeypatch.setattr(planning, "search", spied)
+    plan = kvrsim.plan(ctx="1k", gpus=3, strategies=["tsp"], topology=topology)
+    assert methods == ["analytical"]
+    assert (plan.search.evaluations, plan.bounds.gap) == (0, None)
+    full = kvrsim.plan(ctx="1k", gpus=3, strategies=["kvr-s"], topology=topology)
+    assert plan.bounds.lower_bound_s <= full.best.ttft_s
+    assert full.search.evaluations > 1
+
+
+def test_the_search_counts_what_every_strategy_took() -> None:
+    one = kvrsim.plan(ctx="2k", gpus=2, strategies=["kvr-s"]).search
+    both = kvrsim.plan(ctx="2k", gpus=2, strategies=["kvr-s", "kvr-direct", "pp"]).search
+    assert both.evaluations > one.evaluations + 1
+
+
+def test_an_approximate_strategy_is_never_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    rough = replace(STRATEGIES["zigzag"], approximate="it leaves out most of the attention")
+    monkeypatch.setitem(STRATEGIES, "zigzag", rough)
+    plan = kvrsim.plan(ctx="16k", gpus=8)
+    assert plan.best.strategy == "kvr-s"
+    assert "zigzag" not in plan.ties
+    (note,) = [note for note in plan.warnings if note.startswith("zigzag")]
+    assert "faster than kvr-s" in note
+    assert note.endswith("it leaves out most of the attention")
+
+
+def test_speed_ups_are_over_something_that_can_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Llama-3-70B: TSP holds all weights on every GPU, which none has room for."""
+    arguments = ("plan", "--gpus", "8", "--ctx", "16k", "--model", "llama-3-70b", "--cluster", "h100-nvlink")
+    plan = asked(capsys, *arguments)
+    rows = {row["strategy"]: row for row in plan["strategies"]}
+    assert not rows["tsp"]["fits"]
+    assert plan["yardstick"] == "tp"
+    assert rows["tp"]["speedup"] == 1.0
+    assert rows["tp"]["speedup_over_tsp"] == pytest.approx(rows["tsp"]["ttft_s"] / rows["tp"]["ttft_s"])
+    assert cli.main(list(arguments)) == 0
+    out = capsys.readouterr().out
+    assert "vs TP " in out
+    assert "as fast as TSP" not in out
+
+
+def test_where_nothing_fits_it_says_what_may(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--gpus", "2", "--ctx", "64k", "--model", "llama-3-70b", "--cluster", "h100-nvlink"]
+    assert cli.main(arguments) == 1
+    assert "may fit: --strategies all" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("strategies", [None, ["all"], ["tsp", "kvr-e", "kvr-s"]])
+def test_ties_are_within_two_percent(strategies: list[str] | None) -> None:
+    plan = kvrsim.plan(ctx="1k", gpus=4, strategies=strategies)
+    near = {one.strategy for one in plan.strategies if one.fits and one.ttft_s <= 1.02 * plan.best.ttft_s} - {
+        plan.best.strategy
+    }
+    assert set(plan.ties) == near
+    assert plan.to_dict()["best"]["ties"] == list(plan.ties)
+
+
+SCENARIO = ("--ctx", "2k", "--cached-prefix", "512", "--batch", "2", "--gpus", "2", "--dtype", "fp16")
+QUESTIONS = {
+    "plan": ("plan", *SCENARIO, "--seed", "7", "--strategies", "tsp,kvr-e"),
+    "simulate": ("simulate", *SCENARIO, "--seed", "7", "--strategy", "tsp"),
+    "map": ("map", *SCENARIO, "--strategies", "tsp"),
+}
+
+
+@pytest.mark.parametrize("command", QUESTIONS)
+def test_the_question_is_in_the_answer(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    content = asked(capsys, *QUESTIONS[command])
+    question = content["question"]
+    about = ("model", "profile", "num_gpus", "context_len", "batch", "cached_prefix", "dtype", "attention")
+    values = [question[key] for key in about]
+    assert values == ["llama-7b", "a100-eager", 2, 2048, 2, 512, "fp16", "eager"]
+    assert question["seed"] == (0 if command == "map" else 7)
+    assert content["version"] == kvrsim.__version__
+    cluster = content["cluster"]
+    assert (cluster["name"], cluster["num_gpus"], cluster["gpu"]["name"]) == ("a100-nvlink", 2, "a100-80gb")
+
+
+def test_its_cluster_is_a_cluster_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = asked(capsys, "clusters", "show", "h100-2x8-ndr400")
+    plan = asked(capsys, "plan", "--cluster", "h100-2x8-ndr400", "--profile", "roofline", "--ctx", "2k")
+    assert set(plan["cluster"]) == set(shown)
+    path = tmp_path / "again.json"
+    path.write_text(json.dumps(plan["cluster"]))
+    again = asked(capsys, "plan", "--cluster", str(path), "--profile", "roofline", "--ctx", "2k")
+    assert again["best"]["ttft_s"] == plan["best"]["ttft_s"]
+
+
+def test_the_header_says_what_was_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*QUESTIONS["plan"]]) == 0
+    title, setting = capsys.readouterr().out.splitlines()[:2]
+    assert title == "Prefill of 2k (2048) tokens, 512 of them cached, batch 2 by llama-7b"
+    assert "fp16, eager attention" in setting
+
+
+def test_the_header_names_the_network_between_nodes() -> None:
+    text = load_cluster("h100-2x8-ndr400").describe()
+    assert "ndr400" in text
+    assert "50.0 GB/s" in text
+
+
+@pytest.mark.parametrize("num_gpus", [1, 3, 4])
+def test_all_of_the_clusters_gpus_take_part_by_default(num_gpus: int, tmp_path: Path) -> None:
+    scenario, notes = kvrsim.make_scenario(ctx="1k", cluster=cluster_file(tmp_path, num_gpus=num_gpus))
+    assert scenario.num_gpus == num_gpus
+    assert not any("simulated on" in note for note in notes)
+
+
+def test_the_default_of_two_nodes_is_both() -> None:
+    assert kvrsim.make_scenario(ctx="1k", cluster="h100-2x8-ndr400")[0].num_gpus == 16
+
+
+def test_more_gpus_than_a_named_switch_has_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = cluster_file(tmp_path, num_gpus=4)
+    assert cli.main(["plan", "--ctx", "1k", "--cluster", path, "--gpus", "5"]) == 2
+    error = capsys.readouterr().err
+    assert "--gpus: got '5', accepted: at most 4" in error
+    assert "mine" in error
+
+
+@pytest.mark.parametrize("topology", ["bus", "chain"])
+def test_more_gpus_where_there_is_room_for_them_cost_a_note(topology: str, tmp_path: Path) -> None:
+    path = cluster_file(tmp_path, num_gpus=4, topology=topology)
+    scenario, notes = kvrsim.make_scenario(ctx="1k", cluster=path, gpus=6)
+    assert scenario.num_gpus == 6
+    assert f"mine has 4 GPUs; 6 are simulated on a longer {topology}" in notes
+
+
+def test_more_gpus_than_the_unnamed_cluster_has_cost_a_note() -> None:
+    _, notes = kvrsim.make_scenario(ctx="1k", gpus=16)
+    assert any(note.startswith("a100-nvlink has 8 GPUs; 16 are simulated") for note in notes)
+    assert isinstance(kvrsim.make_scenario(ctx="1k")[0].cluster, Cluster)
+
+
+def test_the_bound_from_the_analytical_plan_holds_for_the_best(capsys: pytest.CaptureFixture[str]) -> None:
+    scenario, _ = kvrsim.make_scenario(ctx="8k", gpus=4)
+    best_s = kvrsim.plan(ctx="8k", gpus=4, strategies=["kvr-s"]).best.ttft_s
+    assert lower_bound_s(scenario, STRATEGIES["kvr-s"], 2 * best_s) <= best_s
+
+
+def test_the_seed_may_be_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--ctx", "1k", "--seed", "x"]) == 2
+    assert "a whole number from 0 to" in capsys.readouterr().err
+
+
+def test_the_help_of_map_speaks_of_its_own_picture(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["map", "--help"]) == 0
+    assert "Gantt" not in capsys.readouterr().out
+
+
+def test_summaries_of_commands_are_whole_and_metavars_are_not_values(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["--help"]) == 0
+    assert "..." not in capsys.readouterr().out.split("Commands:")[1]
+    pending = [typer.main.get_command(cli.app)]
+    while pending:
+        command: Any = pending.pop()
+        pending.extend(getattr(command, "commands", {}).values())
+        shown = [str(param.metavar) for param in command.params]
+        assert [one for one in shown if one[0].isdigit()] == []

@@ -1,0 +1,467 @@
+"""The command line: its options, its JSON, and that every mistake costs one line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+import kvrsim
+from kvrsim.cli import main as cli
+from kvrsim.cli.options import ScenarioOptions
+from kvrsim.cli.render.memory import over_memory
+from kvrsim.cli.render.plan import format_interval, format_partition, round_up_percent
+from kvrsim.memory import RankMemory
+from planner.strategies_for import QUICK
+
+ROOT = Path(__file__).resolve().parents[3]
+LAYERS = ["--output", "--model", "--device", "--dtype", "--attention", "--ctx", "--threads"]
+PLAN = ("plan", "--gpus", "2", "--ctx", "512")
+SIMULATE = ("simulate", "--strategy", "kvr-e", "--gpus", "2", "--ctx", "512")
+
+SHARED = [
+    *("--ctx", "--gpus", "--model", "--profile", "--cluster", "--link-bandwidth", "--link-latency"),
+    *("--topology", "--attention", "--batch", "--cached-prefix", "--dtype", "--memory-fraction"),
+]
+NOISE = ["--noise", "--samples"]
+FITTED = ["--gpu", "--link", "--name", "--attention-kernel", "--report", "--plot", "--json"]
+HARDWARE = ("--device", "--backend", "--threads", "--repeats", "--warmups", "--side-traffic", "--timeout", "--seed")
+FLAGS = {
+    "": ["--version"],
+    "plan": [
+        *SHARED,
+        "--strategies",
+        "--method",
+        "--stride",
+        "--table",
+        *NOISE[:1],
+        "--objective",
+        "--samples",
+        "--trace",
+        "--plot",
+        "--seed",
+        "--json",
+    ],
+    "simulate": [
+        *(
+            *SHARED,
+            "--strategy",
+            "--partition",
+            "--table",
+            "--executor",
+            "--breakdown",
+            *NOISE,
+            "--requests",
+            "--every",
+            "--trace",
+            "--plot",
+            "--seed",
+            "--json",
+        ),
+    ],
+    "calibrate compute": [*LAYERS, "--minutes", "--even-if-busy", "--json"],
+    "calibrate links": [
+        *("--output", "--device", "--ranks", "--threads", "--max-bytes"),
+        *("--minutes", "--timeout", "--even-if-busy", "--json"),
+    ],
+    "calibrate all": [
+        *(*LAYERS, "--ranks", "--links", "--link", "--name"),
+        *("--minutes", "--timeout", "--even-if-busy", "--json"),
+    ],
+    "confirm": [
+        *(*SHARED, *HARDWARE, "--top", "--virtual", "--max-regret", "--max-error", "--max-logit-error"),
+        *("--search", "--minutes", "--output", "--trace", "--plot", "--json"),
+    ],
+    "run": [
+        *(*SHARED, *HARDWARE, "--strategy", "--partition", "--check", "--generate", "--trace", "--plot", "--json"),
+    ],
+    "map": [*SHARED, "--link-bandwidths", "--strategies", "--plot", "--json"],
+    "capacity": [
+        *("--model", "--profile", "--cluster", "--link-bandwidth", "--link-latency", "--topology", "--attention"),
+        *(
+            "--dtype",
+            "--memory-fraction",
+            "--requests",
+            "--slo-ttft",
+            "--percentile",
+            "--max-gpus",
+            "--group-sizes",
+            "--rate-scale",
+        ),
+        *("--time-compression", "--price-per-gpu-hour", "--objective", "--decode", "--tpot", "--batch-tokens"),
+        *(
+            "--order",
+            "--mtbf",
+            "--repair",
+            "--slow-groups",
+            "--replications",
+            "--sure",
+            "--uniform-only",
+            "--table",
+            "--html",
+        ),
+        *("--plot", "--seed", "--json"),
+    ],
+    "calibrate fit": ["--compute", "--output", "--links", *FITTED],
+    "calibrate import": ["SOURCE...", "--output", "--measurements", *FITTED],
+    "table build": [*SHARED, "--output", "--jobs", "--backend", "--dask-address", "--json"],
+    "table lookup": ["TABLE", "--gpus", "--ctx", "--multiple", "--json"],
+    "table show": ["TABLE", "--plot", "--json"],
+    "profiles list": ["--json"],
+    "profiles show": ["NAME|PATH", "--json"],
+    "profiles diff": ["A", "B", "--model", "--json"],
+    "models list": ["--json"],
+    "models show": ["NAME|PATH", "--json"],
+    "clusters list": ["--json"],
+    "clusters show": ["NAME|PATH", "--json"],
+    "validate published": ["--report", "--json"],
+}
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    """What a command prints with --json."""
+    code = cli.main([*arguments, "--json"])
+    out, err = capsys.readouterr()
+    assert (code, err) == (0, "")
+    return json.loads(out, parse_constant=lambda constant: pytest.fail(f"{constant} in JSON"))
+
+
+def commands(command: Any, path: str = "") -> dict[str, Any]:
+    """Every command under its path."""
+    found = {path: command} if path == "" or not hasattr(command, "commands") else {}
+    for name, child in getattr(command, "commands", {}).items():
+        found |= commands(child, f"{path} {name}".strip())
+    return found
+
+
+def test_flags_are_frozen() -> None:
+    found = {
+        path: [param.opts[0] if param.param_type_name == "option" else param.metavar for param in command.params]
+        for path, command in commands(typer.main.get_command(cli.app)).items()
+    }
+    assert found == FLAGS
+
+
+def test_scenario_options_are_the_facades() -> None:
+    assert [field.name for field in fields(ScenarioOptions)] == list(signature(kvrsim.make_scenario).parameters)
+
+
+@pytest.mark.parametrize("path", FLAGS)
+def test_every_command_has_help(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*path.split(), "--help"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"Usage: kvrsim {path}".strip())
+    assert err == ""
+
+
+def test_alone_it_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    assert capsys.readouterr().out.startswith("Usage: kvrsim")
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"kvrsim {kvrsim.__version__}\n"
+
+
+def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = answer(capsys, "plan", "--gpus", "4", "--ctx", "4k")
+    assert {"model", "profile", "num_gpus", "context_len", "best", "strategies", "bounds"} <= set(plan)
+    assert (plan["model"], plan["num_gpus"], plan["context_len"]) == ("llama-7b", 4, 4096)
+    assert {row["strategy"] for row in plan["strategies"]} == set(QUICK)
+    assert [row["ttft_s"] for row in plan["strategies"]] == sorted(row["ttft_s"] for row in plan["strategies"])
+    for row in plan["strategies"]:
+        keys = {"strategy", "partition", "ttft_s", "speedup_over_tsp", "exposed_comm_s", "peak_bytes", "fits"}
+        assert keys <= set(row)
+        assert sum(row["partition"]) == 4096
+        assert len(row["peak_bytes"]) == (1 if row["strategy"] == "single" else 4)
+        assert len(row["partition"]) == (1 if row["strategy"] in ("single", "tp") else 4)
+    best = plan["best"]
+    assert {"strategy", "partition", "ttft_s", "ttft_low_s", "ttft_high_s"} <= set(best)
+    assert best["ttft_low_s"] <= best["ttft_s"] <= best["ttft_high_s"]
+    assert best["ttft_s"] == min(row["ttft_s"] for row in plan["strategies"] if row["fits"])
+    assert set(plan["bounds"]) >= {"ttft_star_s", "ttft_no_comm_s", "lower_bound_s", "gap"}
+    assert plan["bounds"]["gap"] >= 0
+    assert set(plan["search"]) >= {"method", "evaluations", "seconds"}
+    assert all(isinstance(warning, str) for warning in plan["warnings"])
+
+
+def test_simulate_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    result = answer(capsys, "simulate", "--strategy", "tsp", "--gpus", "2", "--ctx", "8k", "--partition", "5000,3192")
+    assert {"strategy", "partition", "ttft_s", "per_rank", "warnings"} <= set(result)
+    assert (result["strategy"], result["partition"]) == ("tsp", [5000, 3192])
+    for rank in result["per_rank"]:
+        assert {"compute_s", "wait_s", "sent_bytes", "peak_bytes"} <= set(rank)
+        assert math.isclose(rank["compute_s"] + rank["wait_s"], result["ttft_s"], rel_tol=0.1)
+
+
+@pytest.mark.parametrize("strategy", ["single", "tsp", "kvr-e", "kvr-s"])
+@pytest.mark.parametrize("executor", ["batch", "event"])
+def test_simulate_every_strategy(strategy: str, executor: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--strategy", strategy, "--gpus", "2", "--ctx", "512", "--executor", executor)
+    result = answer(capsys, "simulate", *arguments)
+    assert (result["executor"], sum(result["partition"])) == (executor, 512)
+
+
+@pytest.mark.parametrize("method", ["grid", "analytical", "auto"])
+def test_plan_by_every_method(method: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = answer(capsys, *PLAN, "--method", method, "--stride", "16")
+    assert all(chunk % 16 == 0 for chunk in plan["best"]["partition"])
+
+
+@pytest.mark.parametrize("arguments", [PLAN, SIMULATE])
+def test_same_inputs_same_json(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = answer(capsys, *arguments), answer(capsys, *arguments)
+    for result in (first, second):
+        result.get("search", {}).pop("seconds", None)
+    assert first == second
+
+
+def test_plan_on_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--gpus", "4", "--ctx", "4k"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "\x1b" not in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert all(line == line.rstrip() for line in out.splitlines())
+    words = (
+        "llama-7b",
+        "4 × 1024",
+        "best:",
+        "others:",
+        "proven lower bound",
+        "at most",
+        "TTFT*(4)",
+        "note:",
+    )
+    assert [word for word in words if word not in out] == []
+
+
+def test_simulate_on_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(list(SIMULATE)) == 0
+    out, _ = capsys.readouterr()
+    assert max(map(len, out.splitlines())) <= 80
+    assert "TTFT:" in out
+
+
+def test_nothing_fits_exits_with_1_and_says_what_is_too_much(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--gpus", "2", "--ctx", "64k", "--model", "llama-30b", "--strategies", "tsp,kvr-e"]
+    assert cli.main([*arguments, "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert json.loads(out)["best"]["fits"] is False
+    assert cli.main(arguments) == 1
+    screen = " ".join(capsys.readouterr().out.split())
+    assert "memory: limit 72.0 GiB a GPU, 0.9 of its 80.0 GiB (--memory-fraction) tsp, rank" in screen
+    assert "scores" in screen
+    assert "weights" in screen
+
+
+def test_trace_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (PLAN, SIMULATE):
+        answer(capsys, *arguments, "--trace", "trace.json", "--plot", "gantt.svg")
+        assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        assert "<svg" in (tmp_path / "gantt.svg").read_text()
+        assert sorted(os.listdir(tmp_path)) == ["gantt.svg", "trace.json"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("profiles", "a100-eager"), ("models", "mixtral-8x7b"), ("clusters", "a100-nvlink")]
+)
+def test_what_ships_is_listed_and_shown(kind: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    listed = answer(capsys, kind, "list")
+    assert name in [row["name"] for row in listed[kind]]
+    assert answer(capsys, kind, "show", name)["name"] == name
+    for arguments in (["list"], ["show", name]):
+        assert cli.main([kind, *arguments]) == 0
+        out, err = capsys.readouterr()
+        assert err == ""
+        assert name in out
+        assert max(map(len, out.splitlines())) <= 80
+
+
+def test_validate_elsewhere_than_in_a_checkout(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "validate", None)
+    monkeypatch.delitem(sys.modules, "validate.published", raising=False)
+    monkeypatch.delitem(sys.modules, "validate.published.compare", raising=False)
+    assert cli.main(["validate", "published", "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert "checkout" in err
+
+
+def test_validate_published_passes_on_the_verdict(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"source": "a paper", "case": "one", "reported_s": 2.0, "simulated_s": 1.0, "rel_error": -0.5}
+    group = {"n": 1, "mape": 0.5, "median_ape": 0.5, "max_ape": 0.5}
+    result = {"rows": [row | {"used_for_calibration": False}], "calibration": {"n": 0}, "held_out": group}
+    result |= {"all": group, "ok": False}
+
+    class Published:
+        @staticmethod
+        def run() -> dict[str, Any]:
+            return result
+
+    monkeypatch.setitem(sys.modules, "validate.published.compare", Published)
+    assert cli.main(["validate", "published", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == result
+    assert cli.main(["validate", "published"]) == 1
+    assert "held out: n 1, mape 50.0%" in capsys.readouterr().out
+
+
+def run_for_real(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    code = "from kvrsim.cli.main import run; run()"
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_console_entry() -> None:
+    done = run_for_real("plan", "--ctx", "0")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+
+
+def test_a_terminal_of_plain_ascii_gets_its_table() -> None:
+    done = run_for_real(*PLAN, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a POSIX pipe")
+def test_a_reader_that_has_gone_is_no_error() -> None:
+    command = [sys.executable, "-c", "from kvrsim.cli.main import run; run()", "models", "show", "llama-7b"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (cli.BROKEN_PIPE, "")
+
+
+CLOSED_STREAMS = [
+    ("models list >&-", 0),
+    ("--version >&-", 0),
+    ("models list <&- >&- 2>&-", 0),
+    ("plan --gpus 2 --ctx 512 --json >&-", 0),
+    ("table build --gpus 2 --ctx 512:1k:512 --profile roofline --jobs 2 -o t.json >&- 2>&-", 0),
+    ("table build --gpus 2 --ctx 512 --profile roofline --jobs 1 -o t.json --json >&-", 0),
+    ("plan --ctx 0 >&-", cli.WRONG_USE),
+    ("plan --ctx 0 2>&-", cli.WRONG_USE),
+    ("plan --frobnicate 2>/dev/full", cli.WRONG_USE),
+    ("plan --ctx 0 2>/dev/full", cli.WRONG_USE),
+    ("models list >/dev/full", cli.NOT_WRITTEN),
+]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(("words", "code"), CLOSED_STREAMS)
+def test_closed_and_full_streams_change_no_exit_code_and_no_file(words: str, code: int, tmp_path: Path) -> None:
+    """A closed stream's number goes to the next file that is opened: what is printed must not end in it."""
+    command = f"exec {sys.executable} -c 'from kvrsim.cli.main import run; run()' {words}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert ("standard output" in done.stderr) == (code == cli.NOT_WRITTEN)
+    assert "bug in kvrsim" not in done.stderr
+    if "t.json" in words:
+        assert os.listdir(tmp_path) == ["t.json"]
+        assert json.loads((tmp_path / "t.json").read_text())["entries"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (ZeroDivisionError("oh\nno"), 70, "bug in kvrsim"),
+        (OSError(28, "No space left on device"), 74, "No space left"),
+    ],
+)
+def test_other_ends_take_one_line_too(
+    error: BaseException,
+    code: int,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fails(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr("kvrsim.model.load.builtin_models", fails)
+    assert cli.main(["models", "list"]) == code
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert words in err
+
+
+def test_traceback_on_request(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("KVRSIM_TRACEBACK", "1")
+    monkeypatch.setattr("kvrsim.model.load.builtin_models", lambda: 1 // 0)
+    assert cli.main(["models", "list"]) == 70
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_numbers_for_people() -> None:
+    assert format_interval(0.612, 0.771) == "612–771 ms"
+    assert format_interval(0.819, 1.05) == "0.819–1.05 s"
+    assert format_interval(5.2, 15.6) == "5.20–15.6 s"
+    assert format_partition([2048] * 8) == "8 × 2048"
+    assert format_partition([5000, 3192]) == "5000, 3192"
+    assert format_partition([16384]) == "16384"
+    assert format_partition([3744, 2720, 2192, 1872]) == "3744 … 1872"
+    assert round_up_percent(0.00931) == "0.94"
+    assert round_up_percent(0.0) == "0.00"
+
+
+def test_memory_is_told_rank_by_rank() -> None:
+    def rank(kv: int) -> RankMemory:
+        parts = dict(weights=2**30, gathered=0, activations=0, scores=0, logits=0, runtime=0)
+        return RankMemory(kv_cache=kv, **parts)
+
+    assert list(over_memory([rank(1), rank(1)], 2**31)) == []
+    (line,) = over_memory([rank(1), rank(2**32), rank(2**32)], 2**31)
+    assert line == "ranks 1 to 2 need 5.00 GiB of 2.00 GiB: KV cache 4.00 GiB, weights 1.00 GiB"
+    worst, others = over_memory([rank(2**32 + number * 2**30) for number in range(20)], 2**31)
+    assert worst.startswith("rank 19 needs 24.0 GiB")
+    assert others.endswith("rank 11 16.0 GiB, and 7 more")
+
+
+@pytest.mark.parametrize("name", ["a100-nvlink", "a100-10gbs-bus", "l40s-pcie"])
+def test_a_cluster_shown_can_be_planned_for(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = answer(capsys, "clusters", "show", name)
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(shown))
+    asked = ("simulate", "--strategy", "tsp", "--gpus", "2", "--ctx", "1k", "--cluster")
+    mine, own = answer(capsys, *asked, str(path)), answer(capsys, *asked, name)
+    assert mine == own

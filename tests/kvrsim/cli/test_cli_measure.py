@@ -1,0 +1,319 @@
+"""`kvrsim calibrate compute`, `links` and `all`, on a made-up machine whose constants are known, and on this one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import kvrsim
+from calibrate.data.measurement import Measurement, read_measurements, read_origin
+from calibrate.measure.compute_bench import ComputeBench, ComputeSetup
+from calibrate.measure.compute_rows import compute_rows, traffic_of
+from calibrate.measure.grid import Point, grid
+from calibrate.measure.journal import Seconds, journal_path
+from calibrate.measure.link_bench import LinkBench
+from calibrate.measure.link_points import LinkPoint, link_points
+from kvrsim.cli import main as cli
+from kvrsim.hardware.cluster import GpuSpec
+from kvrsim.model.spec import Gemm
+from kvrsim.profile.profile import load_profile
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "vocab_size": 1000,
+}
+FLOPS_PER_S, BYTES_PER_S, SMALL_BYTES_PER_S, SCORE_S = 4e10, 8e9, 8e10, 2e-9
+DEVICE = GpuSpec(
+    name="made-up-cpu",
+    memory_bytes=2**33,
+    hbm_bytes_per_s=1e10,
+    peak_flops=(("fp32", 2e11),),
+    num_sms=1,
+    source="made up",
+)
+LINK_BYTES_PER_S, LATENCY_S = 2e9, 1e-4
+
+
+class MadeUpBench(ComputeBench):
+    """Layers of a machine that takes just so long."""
+
+    def points(self) -> Sequence[str]:
+        return [point.key for point in grid(self.setup.max_context, self.setup.kernels)]
+
+    def expected_s(self, point: str) -> float:
+        return 1e-3
+
+    def sample(self, point: str) -> Seconds:
+        at = Point.parse(point)
+        layer = self.setup.model.layers[0]
+        products = {(gemm.in_features, gemm.out_features): _product_s(at.chunk, gemm) for gemm in _gemms(layer)}
+        moved = 2.0 * at.chunk * self.setup.model.kv_bytes_per_token_layer(4) / BYTES_PER_S
+        unmasked = 0.5 * at.chunk if at.prefix == 0 else at.chunk + at.prefix
+        small = {op: 2 * at.chunk * nbytes / SMALL_BYTES_PER_S for op, nbytes in traffic_of(self.setup.model).items()}
+        parts = {
+            "attention": 1e-5 + self.setup.model.num_attention_heads * at.chunk * unmasked * SCORE_S,
+            "before_attention": sum(_product_s(at.chunk, gemm) for gemm in layer.qkv) + small["norm"] + small["rotary"],
+            "after_attention": sum(_product_s(at.chunk, gemm) for gemm in (layer.output, *layer.mlp))
+            + small["norm"]
+            + small["activation"]
+            + small["residual"],
+            "cache_append": moved,
+        }
+        return {
+            **parts,
+            **small,
+            **{f"gemm {fan_in} {fan_out}": seconds for (fan_in, fan_out), seconds in products.items()},
+            "layer": sum(parts.values()),
+            "prepare": 1e-4,
+            "head": 1e-4,
+        }
+
+    def rows(self, samples: Mapping[str, Sequence[Seconds]]) -> list[Measurement]:
+        return compute_rows(samples, self.setup.model, dtype=self.setup.dtype, device="made-up CPU, 1 thread")
+
+
+def _gemms(layer: Any) -> list[Gemm]:
+    return [*layer.qkv, layer.output, *layer.mlp]
+
+
+def _product_s(tokens: int, gemm: Gemm) -> float:
+    return 2.0 * tokens * gemm.in_features * gemm.out_features / FLOPS_PER_S
+
+
+class MadeUpLinks(LinkBench):
+    """Links that no two messages share."""
+
+    def sample(self, point: str) -> Mapping[str, float]:
+        found = LinkPoint.parse(point)
+        if found.kind == "gather":
+            steps = (found.num_ranks or 2) - 1
+            return {"all_gather": steps * (LATENCY_S + found.nbytes / (steps + 1) / LINK_BYTES_PER_S)}
+        if found.kind == "issue":
+            return {"send": 1e-5, "receive": 1e-5}
+        seconds = LATENCY_S + found.nbytes / LINK_BYTES_PER_S
+        return {f"{src}>{dst}": seconds for src, dst in found.flows}
+
+    def conditions(self) -> None:
+        return None
+
+    def pids(self) -> Sequence[int]:
+        return ()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(CONFIG))
+    return path
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(setup: ComputeSetup) -> MadeUpBench:
+        return MadeUpBench(setup, clock=None)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("calibrate.measure.campaigns.ComputeBench.build", build)
+    monkeypatch.setattr("calibrate.measure.campaigns.LinkBench", MadeUpLinks)
+    monkeypatch.setattr("calibrate.measure.campaigns.spec_of", lambda *_: DEVICE)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = cli.main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.usefixtures("made_up")
+def test_all_makes_a_profile_that_predicts_the_machine(
+    tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "mine.json"
+    options = ("--model", config, "--ctx", "2k", "--ranks", 4, "--even-if-busy", "--minutes", 0.5)
+    code, out, err = run(capsys, "calibrate", "all", "-o", output, *options)
+    assert code == 0, err
+    assert "layers: " in err
+    assert "links: " in err
+    assert "written:" in out
+    names = {path.name for path in tmp_path.iterdir()}
+    beside = {"mine.json", "mine.compute.csv", "mine.links.csv", "mine.md", "mine.png"}
+    assert names == beside | {"tiny.json"}, "journals go when all is done"
+    profile = load_profile(output)
+    assert profile.valid.dtypes == ("fp32",)
+    assert profile.cluster is not None
+    assert (profile.cluster.num_gpus, profile.cluster.topology) == (4, "switch")
+    assert profile.links.bandwidth_bytes_per_s == pytest.approx(LINK_BYTES_PER_S, rel=0.05)
+    layer = kvrsim.load_model(config).layers[0]
+    for context in (700, 1900):
+        products = sum(_product_s(context, gemm) for gemm in _gemms(layer))
+        attention = 1e-5 + 4 * context * 0.5 * context * SCORE_S
+        steps = traffic_of(kvrsim.load_model(config))
+        small = 2 * context * (sum(steps.values()) + steps["norm"] - steps["embedding"]) / SMALL_BYTES_PER_S
+        expected = 4 * (products + attention + small)
+        found = kvrsim.simulate(strategy="single", gpus=1, ctx=context, model=str(config), profile=str(output))
+        assert found.ttft_s == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.usefixtures("made_up")
+def test_all_as_json_names_its_files_and_what_was_measured(
+    tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "mine.json"
+    options = ("--model", config, "--ctx", "1k", "--ranks", 2, "--even-if-busy", "--minutes", 0.5)
+    code, out, _ = run(capsys, "calibrate", "all", "-o", output, *options, "--json")
+    told = json.loads(out)
+    assert code == 0
+    assert told["measured"]["layers"]["rows"] > 100
+    assert set(told["files"]) == {"profile", "compute", "links", "report", "plot"}
+    assert all(Path(name).exists() for name in told["files"].values())
+
+
+@pytest.mark.usefixtures("made_up")
+def test_links_of_a_datasheet_take_the_place_of_measured_ones(
+    tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "mine.json"
+    options = ("--model", config, "--ctx", "1k", "--even-if-busy", "--minutes", 0.5, "--link", "nvlink4")
+    code, out, err = run(capsys, "calibrate", "all", "-o", output, *options)
+    assert code == 0, err
+    assert not (tmp_path / "mine.links.csv").exists()
+    assert load_profile(output).links.link == "nvlink4"
+    assert "not measured" in " ".join(out.split())
+
+
+@pytest.mark.usefixtures("made_up")
+def test_an_interrupted_calibration_goes_on(
+    tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "mine.json"
+    options = ("--model", config, "--ctx", "1k", "--ranks", 2, "--even-if-busy", "--minutes", 0.5)
+    calls = 0
+    sample = MadeUpBench.sample
+
+    def interrupted(self: MadeUpBench, point: str) -> Seconds:
+        nonlocal calls
+        calls += 1
+        if calls == 40:
+            raise KeyboardInterrupt
+        return sample(self, point)
+
+    monkeypatch.setattr(MadeUpBench, "sample", interrupted)
+    code, _, err = run(capsys, "calibrate", "all", "-o", output, *options)
+    assert code == 130
+    assert "interrupted" in err
+    assert not output.exists()
+    assert journal_path(tmp_path / "mine.compute.csv").exists()
+    code, _, err = run(capsys, "calibrate", "all", "-o", output, *options)
+    assert code == 0, err
+    assert "going on from" in err
+    assert load_profile(output).name == "mine"
+
+
+@pytest.mark.usefixtures("made_up")
+def test_rubbish_is_refused_and_measured_anew_the_next_time(
+    tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "mine.json"
+    options = ("--model", config, "--ctx", "1k", "--even-if-busy", "--minutes", 0.5, "--link", "nvlink4")
+    sample = MadeUpBench.sample
+    calls = 0
+
+    def restless(self: MadeUpBench, point: str) -> Seconds:
+        nonlocal calls
+        calls += 1
+        return {name: seconds * (1 + calls % 3) for name, seconds in sample(self, point).items()}
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MadeUpBench, "sample", restless)
+        code, _, err = run(capsys, "calibrate", "all", "-o", output, *options)
+    assert code == 2
+    assert "spread" in err
+    assert "more --minutes" in err
+    assert not output.exists()
+    assert list(tmp_path.glob("*.journal")) == []
+    code, _, err = run(capsys, "calibrate", "all", "-o", output, *options)
+    assert code == 0, err
+
+
+def test_layers_and_links_of_this_machine(tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compute, links = tmp_path / "c.csv", tmp_path / "l.csv"
+    quick = ("--even-if-busy", "--minutes", 0.05)
+    code, out, err = run(
+        capsys, "calibrate", "compute", "--device", "cpu", "--model", config, "--ctx", 128, "-o", compute, *quick
+    )
+    assert code == 0, err
+    assert str(compute) in "".join(out.split())
+    rows = read_measurements(compute)
+    assert {"gemm", "attention", "layer", "norm", "cache_append", "head"} <= {row.operation for row in rows}
+    origin = read_origin(compute)
+    assert origin is not None
+    assert origin["model"]["hidden_size"] == 256
+    assert set(origin["versions"]) >= {"python", "torch", "transformers"}
+    code, out, err = run(
+        capsys, "calibrate", "links", "--ranks", 2, "--max-bytes", "64KiB", "-o", links, *quick, "--json"
+    )
+    assert code == 0, err
+    assert json.loads(out)["rows"] == len(read_measurements(links)) > 5
+    told = read_origin(links)
+    assert told is not None
+    assert told["topology"] in ("switch", "bus")
+    assert {point.kind for point in link_points(2, "gloo", 2**16)} >= {"send", "gather"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("all", "-o", "profile.txt"), "--output"),
+        (("all", "-o", "x.json", "--links", "a.csv", "--link", "nvlink4"), "--link"),
+        (("all", "-o", "x.json", "--links", "missing.csv"), "--links"),
+        (("all", "-o", "missing/x.json"), "--output"),
+        (("compute", "-o", "x.csv", "--model", "mixtral-8x7b"), "--model"),
+        (("compute", "-o", "x.csv", "--model", "nonsense"), "--model"),
+        (("compute", "-o", "x.csv", "--device", "tpu"), "--device"),
+        (("compute", "-o", "x.csv", "--dtype", "fp8"), "--dtype"),
+        (("compute", "-o", "x.csv", "--attention", "sdpa,sdpa"), "--attention"),
+        (("compute", "-o", "x.csv", "--attention", "paged"), "--attention"),
+        (("compute", "-o", "x.csv", "--ctx", "0"), "--ctx"),
+        (("compute", "-o", "x.csv", "--threads", "0"), "--threads"),
+        (("compute", "-o", "x.csv", "--minutes", "0"), "--minutes"),
+        (("compute", "-o", "x.csv", "--minutes", "soon"), "--minutes"),
+        (("links", "-o", "x.csv", "--ranks", "1"), "--ranks"),
+        (("links", "-o", "x.csv", "--ranks", "many"), "--ranks"),
+        (("links", "-o", "x.csv", "--max-bytes", "lots"), "--max-bytes"),
+        (("links", "-o", "x.csv", "--timeout", "60"), "--timeout"),
+    ],
+)
+def test_mistakes_get_one_line(
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+    named: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, "calibrate", *arguments)
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert named in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_torch_one_line_says_what_to_install(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, _, err = run(capsys, "calibrate", "compute", "-o", tmp_path / "x.csv")
+    assert code == 2
+    assert err.startswith("kvrsim: error: torch: got 'no such module', accepted: ")
+    assert "pip install '.[hardware]' in a checkout" in err

@@ -1,0 +1,304 @@
+"""`kvrsim table`, and `--table` of plan and simulate: JSON, text, mistakes, and what a kill or a Ctrl-C leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrsim.cli import main as cli
+
+ROOT = Path(__file__).resolve().parents[3]
+BUILD = ("table", "build", "--gpus", "2", "--ctx", "512:1536:512", "--profile", "roofline", "--jobs", "1")
+LONG = ("table", "build", "--gpus", "4", "--ctx", "1k:8k:256", "-o", "table.json")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.fixture
+def table(capsys: pytest.CaptureFixture[str]) -> str:
+    """A small table's file."""
+    assert cli.main([*BUILD, "-o", "table.json"]) == 0
+    capsys.readouterr()
+    return "table.json"
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[Any, str]:
+    """What a command prints with --json, and what it says on standard error."""
+    assert cli.main([*arguments, "--json"]) == 0
+    out, err = capsys.readouterr()
+    return json.loads(out), err
+
+
+def test_build(capsys: pytest.CaptureFixture[str]) -> None:
+    told, err = answer(capsys, *BUILD, "-o", "table.json")
+    assert (told["output"], told["entries"]) == ("table.json", 3)
+    assert "roofline" in err
+    content = json.loads(Path("table.json").read_text())
+    assert content["schema_version"] == 1
+    assert {"model", "profile", "cluster", "attention", "dtype"} <= set(content["setting"])
+    assert content["kvrsim_version"]
+    keys = {"num_gpus", "context_len", "fractions", "partition", "ttft_s", "ttft_low_s", "ttft_high_s"}
+    for entry in content["entries"]:
+        assert keys | {"speedup_over_tsp", "speedup_over_even", "gap"} <= set(entry)
+        assert sum(entry["partition"]) == entry["context_len"]
+    assert [entry["context_len"] for entry in content["entries"]] == [512, 1024, 1536]
+    assert not Path("table.json.partial").exists()
+
+
+def test_lookup(table: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for ctx, source in (("1k", "exact"), ("700", "interpolated"), ("100", "extrapolated"), ("1m", "extrapolated")):
+        found, err = answer(capsys, "table", "lookup", table, "--gpus", "2", "--ctx", ctx)
+        assert found["source"] == source
+        assert (found["num_gpus"], sum(found["partition"])) == (2, found["context_len"])
+        assert sum(found["fractions"]) == pytest.approx(1)
+        assert bool(found["warnings"]) == (source == "extrapolated") == ("warning" in err)
+    found, _ = answer(capsys, "table", "lookup", table, "--gpus", "2", "--ctx", "700", "--multiple", "64")
+    assert found["partition"][0] % 64 == 0
+
+
+def test_for_people(table: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["table", "lookup", table, "--gpus", "2", "--ctx", "10k"]) == 0
+    out = capsys.readouterr().out
+    assert "partition:" in out
+    assert "extrapolated" in out
+    assert cli.main(["table", "show", table, "--plot", "shares.png"]) == 0
+    out = capsys.readouterr().out
+    assert "llama-7b" in out
+    assert "1.5k" in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "…" not in out
+    assert Path("shares.png").stat().st_size > 1000
+    shown, err = answer(capsys, "table", "show", table)
+    assert shown == json.loads(Path(table).read_text())
+    assert err == ""
+
+
+def test_simulate_and_plan(table: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--gpus", "2", "--ctx", "700", "--profile", "roofline", "--table", table)
+    found, _ = answer(capsys, "table", "lookup", table, "--gpus", "2", "--ctx", "700")
+    result, _ = answer(capsys, "simulate", "--strategy", "kvr-p", *arguments)
+    assert (result["strategy"], result["partition"]) == ("kvr-p", found["partition"])
+    plan, _ = answer(capsys, "plan", "--strategies", "kvr-s,kvr-p", *arguments)
+    assert [row["strategy"] for row in plan["strategies"]] == ["kvr-s", "kvr-p"]
+    assert plan["strategies"][1]["partition"] == found["partition"]
+    assert not any("kvr-p" in warning for warning in plan["warnings"])
+    other = ("--gpus", "2", "--ctx", "100", "--model", "llama-13b", "--table", table)
+    plan, _ = answer(capsys, "plan", "--strategies", "kvr-p", *other)
+    notes = [warning for warning in plan["warnings"] if "kvr-p" in warning]
+    assert "model llama-7b, not llama-13b" in notes[0]
+    assert "profile roofline, not a100-eager" in notes[0]
+    assert "extrapolated" in notes[1]
+    result, _ = answer(
+        capsys, "simulate", "--strategy", "kvr-p", "--gpus", "2", "--ctx", "512", "--partition", "300,212"
+    )
+    assert result["partition"] == [300, 212]
+
+
+MISTAKES = [
+    (("table",), "table"),
+    (("table", "bild"), "bild"),
+    (("table", "build"), "--ctx"),
+    (("table", "build", "--ctx", "1k"), "--output"),
+    ((*BUILD, "-o", "missing/table.json"), "--output"),
+    ((*BUILD, "-o", "folder"), "--output"),
+    ((*BUILD, "-o", "t.json", "--jobs", "0"), "--jobs"),
+    ((*BUILD, "-o", "t.json", "--backend", "threads"), "--backend"),
+    ((*BUILD, "-o", "t.json", "--dask-address", "tcp://127.0.0.1:1"), "--dask-address"),
+    ((*BUILD, "-o", "t.json", "--model", "gpt-99"), "--model"),
+    ((*BUILD, "-o", "t.json", "--gpus", "2,,4"), "--gpus"),
+    ((*BUILD, "-o", "t.json", "--gpus", "1024"), "--gpus"),
+    ((*BUILD, "-o", "t.json", "--gpus", "2:8:2"), "--gpus"),
+    ((*BUILD, "-o", "t.json", "--ctx", "1k:2k"), "--ctx"),
+    ((*BUILD, "-o", "t.json", "--ctx", "2k:1k:1k"), "--ctx"),
+    ((*BUILD, "-o", "t.json", "--ctx", "1:100k:1"), "--ctx"),
+    (("table", "lookup"), "TABLE"),
+    (("table", "lookup", "none.json", "--gpus", "2", "--ctx", "1k"), "TABLE"),
+    (("table", "lookup", "other.json", "--gpus", "2", "--ctx", "1k"), "format"),
+    (("table", "lookup", "table.json", "--ctx", "1k"), "--gpus"),
+    (("table", "lookup", "table.json", "--gpus", "3", "--ctx", "1k"), "--gpus"),
+    (("table", "lookup", "table.json", "--gpus", "2", "--ctx", "1"), "--ctx"),
+    (("table", "lookup", "table.json", "--gpus", "2", "--ctx", "1k", "--multiple", "0"), "--multiple"),
+    (("table", "lookup", "table.json", "--gpus", "2", "--ctx", "1k", "--multiple", "1k"), "--multiple"),
+    (("table", "show", "table.json", "--plot", "shares.gif"), "--plot"),
+    (("table", "show", "cut.json"), "cut.json"),
+    (("simulate", "--strategy", "kvr-p", "--gpus", "2", "--ctx", "1k"), "--table"),
+    (("simulate", "--strategy", "kvr-p", "--gpus", "3", "--ctx", "1k", "--table", "table.json"), "--gpus"),
+    (("simulate", "--strategy", "kvr-p", "--gpus", "2", "--ctx", "1k", "--table", "cut.json"), "--table"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "named"), MISTAKES, ids=lambda value: " ".join(value)[:60])
+def test_mistakes_take_one_line(
+    arguments: tuple[str, ...], named: str, table: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("folder").mkdir()
+    Path("other.json").write_text('{"a": 1}')
+    Path("cut.json").write_text(Path(table).read_text()[:500])
+    assert cli.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("kvrsim: error: ")
+    assert err.count("\n") == 1
+    assert named in err
+    assert "accepted" in err
+
+
+@pytest.mark.parametrize("backend", ["dask", "ray"])
+def test_a_backend_that_is_not_installed(
+    backend: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert cli.main([*BUILD, "-o", "table.json", "--backend", backend]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"kvrsim: error: --backend: got '{backend}'")
+    assert "pip install" in err
+    assert err.count("\n") == 1
+
+
+# In a shell's background job SIGINT is ignored, by whatever it starts, too.
+START = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import kvrsim.cli.main as m; m.run()"
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """A command in a process group of its own."""
+    command = [sys.executable, "-c", START, *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def wait_for_entries(process: subprocess.Popen[str], count: int) -> list[str]:
+    """Lines of the partial file, once there are that many entries."""
+    partial, until_s = Path("table.json.partial"), time.monotonic() + 40
+    while time.monotonic() < until_s:
+        lines = partial.read_text().splitlines() if partial.exists() else []
+        if len(lines) > 1 + count:  # the head and the writer
+            return lines
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    process.kill()
+    pytest.fail("no entries within 40 s")
+
+
+def wait_for_the_end_of_its_group(group: int) -> None:
+    """Of workers, whose first process is gone."""
+    until_s = time.monotonic() + 20
+    while time.monotonic() < until_s:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    os.killpg(group, signal.SIGKILL)
+    pytest.fail("workers outlive their parent by 20 s")
+
+
+def end(process: subprocess.Popen[str], number: int) -> tuple[int, str]:
+    """Signal the whole group, as a terminal does; exit code and standard error."""
+    os.killpg(process.pid, number)
+    _, err = process.communicate(timeout=20)
+    return process.returncode, err
+
+
+@pytest.mark.timeout(100)
+def test_killed_work_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    process = start(*LONG, "--jobs", "2")
+    before = wait_for_entries(process, 3)
+    assert cli.main([*LONG, "--jobs", "1"]) == 2
+    assert f"process {process.pid} on " in capsys.readouterr().err
+    process.kill()  # it alone: its workers have to notice
+    process.communicate(timeout=20)
+    wait_for_the_end_of_its_group(process.pid)
+    assert not Path("table.json").exists()
+    kept = Path("table.json.partial").read_text().splitlines()
+    assert cli.main([*LONG, "--jobs", "1"]) == 0
+    assert f"{len(kept) - 2} entries searched before" in capsys.readouterr().err
+    assert len(kept) >= len(before)
+    resumed = Path("table.json").read_bytes()
+    assert not Path("table.json.partial").exists()
+    Path("table.json").unlink()
+    assert cli.main([*LONG, "--jobs", "1"]) == 0
+    assert Path("table.json").read_bytes() == resumed
+
+
+def children(pid: int) -> list[str]:
+    """Command lines of a process's children."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [Path(f"/proc/{child}/cmdline").read_text() for child in found if Path(f"/proc/{child}").exists()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's account of processes")
+@pytest.mark.parametrize(("number", "after_s"), [(signal.SIGKILL, 0.0), (signal.SIGKILL, 0.4), (signal.SIGTERM, 0.4)])
+def test_workers_that_are_starting_end_with_their_parent(number: int, after_s: float) -> None:
+    """They have had no call yet: nothing but their start can tell them to look after their parent."""
+    process = start(*LONG, "--jobs", "2")
+    until_s = time.monotonic() + 40
+    while not any("loky" in line and "tracker" not in line for line in children(process.pid)):
+        assert time.monotonic() < until_s
+        assert process.poll() is None
+        time.sleep(0.005)
+    time.sleep(after_s)
+    process.send_signal(number)
+    process.communicate(timeout=20)  # until nobody holds its standard output
+    wait_for_the_end_of_its_group(process.pid)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_interrupted_work_ends_with_one_line(jobs: str) -> None:
+    process = start(*LONG, "--jobs", jobs)
+    wait_for_entries(process, 2)
+    code, err = end(process, signal.SIGINT)
+    assert code == 130
+    assert err == "kvrsim: interrupted\n"
+    assert len(Path("table.json.partial").read_text().splitlines()) > 2
+    assert not Path("table.json").exists()
+
+
+def test_a_full_disk_is_blamed_on_the_file_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """A limit on the size of files stands in for a full disk."""
+    pytest.importorskip("resource")
+    words = [*BUILD[:5], "512:16k:512", *BUILD[6:], "-o", "table.json"]
+    command = ["bash", "-c", 'ulimit -f 2; exec "$@"', "-", sys.executable, "-c", START, *words]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (74, "")
+    assert done.stderr.splitlines()[-1] == "kvrsim: error: table.json.partial: cannot be written (File too large)"
+    assert Path("table.json.partial").read_bytes().endswith(b"}\n")
+    assert cli.main(words) == 0
+    assert "entries searched before" in capsys.readouterr().err
+
+
+def test_work_of_other_settings_is_refused_and_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    process = start(*LONG, "--jobs", "1")
+    wait_for_entries(process, 2)
+    end(process, signal.SIGINT)
+    kept = Path("table.json.partial").read_bytes()
+    assert cli.main([*LONG, "--batch", "2"]) == 2
+    err = capsys.readouterr().err
+    assert "--output: got 'table.json.partial', accepted: a table build of the same batch (there 1, here 2)" in err
+    assert err.count("\n") == 1
+    assert Path("table.json.partial").read_bytes() == kept
+    assert not Path("table.json").exists()
+    assert cli.main([*BUILD, "--batch", "2", "-o", "other.json"]) == 0
+
+
+def test_a_file_of_somebody_else_is_refused_and_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("table.json.partial").write_text("precious\n")
+    assert cli.main([*BUILD, "-o", "table.json"]) == 2
+    assert "remove it, or write to another file" in capsys.readouterr().err
+    assert Path("table.json.partial").read_text() == "precious\n"

@@ -1,0 +1,385 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrsim.errors import InputError
+from kvrsim.model.load import builtin_models, load_model
+from kvrsim.model.spec import ModelSpec
+
+# As the models' cards and weight files have them.
+PUBLISHED = {
+    "llama-7b": 6_738_415_616,
+    "llama-13b": 13_015_864_320,
+    "llama-30b": 32_528_943_616,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-8b": 8_190_735_360,
+    "mixtral-8x7b": 46_702_792_704,
+    "falcon-7b": 6_921_720_704,
+    "falcon-1b": 1_311_625_216,
+    "qwen3-30b-a3b": 30_532_122_624,
+}
+VARIANTS = {"llama-7b-gqa8": 5_933_109_248, "llama-7b-mqa": 5_698_228_224}  # counted by transformers
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 8,
+    "vocab_size": 101,
+}
+GQA = {**SMALL, "num_key_value_heads": 2}
+MOE = {**GQA, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+FALCON = {key: SMALL[key] for key in ("hidden_size", "num_attention_heads", "vocab_size")}
+FALCON |= {"model_type": "falcon", "num_hidden_layers": 3}
+LLAMA = {"model_type": "llama", **SMALL}
+
+# Small models of each architecture, counted by building them with transformers 5.23.
+COUNTED: list[tuple[int, dict[str, Any]]] = [
+    (
+        207_232,
+        {
+            **LLAMA,
+            "num_key_value_heads": 2,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "head_dim": 8,
+            "tie_word_embeddings": True,
+        },
+    ),
+    (292_544, {**LLAMA, "num_key_value_heads": None}),
+    (259_776, {"model_type": "mistral", **GQA}),
+    (358_080, {"model_type": "mistral", **GQA, "sliding_window": None, "head_dim": 32}),
+    (254_336, {"model_type": "qwen2", **GQA, "tie_word_embeddings": True}),
+    (260_800, {"model_type": "qwen2", **GQA}),
+    (958_656, {"model_type": "qwen3", **GQA, "attention_bias": True}),
+    (318_848, {"model_type": "gemma", **SMALL, "num_key_value_heads": 1, "head_dim": 32}),
+    (352_640, {"model_type": "gemma2", **GQA, "head_dim": 32}),
+    (353_152, {"model_type": "gemma3_text", **GQA, "head_dim": 32}),
+    (1_732_992, {"model_type": "gemma3_text", **GQA}),
+    (136_000, {**FALCON, "num_kv_heads": 4}),
+    (142_528, {**FALCON, "num_kv_heads": 2, "new_decoder_architecture": True}),
+    (
+        99_456,
+        {
+            **FALCON,
+            "num_kv_heads": 2,
+            "new_decoder_architecture": True,
+            "num_ln_in_parallel_attn": 1,
+            "ffn_hidden_size": 128,
+            "tie_word_embeddings": False,
+        },
+    ),
+    (156_544, {**FALCON, "multi_query": False, "parallel_attn": False, "bias": True, "alibi": True}),
+    (247_808, {"model_type": "gpt_neox", **SMALL}),
+    (239_296, {"model_type": "gpt_neox", **SMALL, "attention_bias": False, "tie_word_embeddings": True}),
+    (246_885, {"model_type": "phi", **SMALL}),
+    (214_117, {"model_type": "phi", **GQA, "qk_layernorm": True}),
+    (259_776, {"model_type": "phi3", **GQA}),
+    (286_080, {"model_type": "phi3", **SMALL, "tie_word_embeddings": True}),
+    (802_496, {"model_type": "mixtral", **GQA, "num_local_experts": 4, "head_dim": 32}),
+    (
+        415_424,
+        {
+            "model_type": "qwen3_moe",
+            **MOE,
+            "head_dim": 32,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+        },
+    ),
+    (
+        447_616,
+        {"model_type": "qwen2_moe", **MOE, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0]},
+    ),
+    (473_280, {"model_type": "qwen2_moe", **MOE, "shared_expert_intermediate_size": 40, "qkv_bias": False}),
+]
+
+
+def load(folder: Path, config: object) -> ModelSpec:
+    (folder / "config.json").write_text(json.dumps(config))
+    return load_model(folder)
+
+
+def windows(model: ModelSpec) -> list[int | None]:
+    return [layer.sliding_window for layer in model.layers]
+
+
+def test_all_builtin_models_are_counted() -> None:
+    assert set(builtin_models()) == set(PUBLISHED) | set(VARIANTS)
+
+
+@pytest.mark.parametrize(("name", "count"), sorted((PUBLISHED | VARIANTS).items()))
+def test_builtin_models_have_their_parameters(name: str, count: int) -> None:
+    model = load_model(name)
+    assert model.name == name
+    assert model.num_parameters == count
+    assert model.weight_bytes(2) == 2 * count
+    assert len(model.layers) == model.num_hidden_layers
+
+
+@pytest.mark.parametrize(("count", "config"), COUNTED, ids=lambda value: str(value)[:40])
+def test_architectures_count_as_transformers_does(tmp_path: Path, count: int, config: dict[str, Any]) -> None:
+    assert load(tmp_path, config).num_parameters == count
+
+
+def test_active_parameters_of_a_mixture() -> None:
+    assert load_model("mixtral-8x7b").active_parameters == 12_879_925_248
+    assert load_model("qwen3-30b-a3b").active_parameters == 3_353_032_704
+    dense = load_model("llama-7b")
+    assert dense.active_parameters == dense.num_parameters
+
+
+def test_kv_bytes() -> None:
+    assert load_model("llama-7b").kv_bytes_per_token(2) == 32 * 2 * 4096 * 2
+    assert load_model("llama-7b-gqa8").kv_bytes_per_token_layer(2) == 2 * 8 * 128 * 2
+    assert load_model("llama-7b-mqa").kv_bytes_per_token_layer(2) == 2 * 128 * 2
+    assert load_model("falcon-7b").kv_bytes_per_token_layer(1) == 2 * 64
+
+
+def test_shapes_the_cost_model_needs() -> None:
+    falcon, rw = load_model("falcon-7b"), load_model("falcon-1b")
+    assert (falcon.num_attention_heads, falcon.num_key_value_heads, falcon.head_dim) == (71, 1, 64)
+    assert (falcon.parallel_attn, falcon.alibi, falcon.gated_mlp) == (True, False, False)
+    assert [(gemm.name, gemm.out_features) for gemm in falcon.layers[0].qkv] == [("query_key_value", 73 * 64)]
+    assert (rw.parallel_attn, rw.alibi, rw.num_key_value_heads) == (False, True, 32)
+    llama = load_model("llama-3-8b")
+    assert [gemm.out_features for gemm in llama.layers[0].qkv] == [4096, 1024, 1024]
+    assert [gemm.name for gemm in llama.layers[0].mlp] == ["gate_proj", "up_proj", "down_proj"]
+    assert (llama.lm_head.out_features, llama.max_position_embeddings) == (128256, 8192)
+    assert load_model("qwen3-8b").qk_norm
+
+
+def test_layers_of_a_mixture(tmp_path: Path) -> None:
+    config = {"model_type": "qwen3_moe", **MOE, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    model = load(tmp_path, config)
+    dense, sparse = model.layer_kinds
+    assert model.layer_kind_index == (0, 1, 0, 0, 0, 1, 0, 1)
+    assert (dense.num_experts, dense.num_experts_per_tok, dense.router) == (0, 0, None)
+    assert (sparse.num_experts, sparse.num_experts_per_tok) == (8, 2)
+    assert sparse.router is not None
+    assert (sparse.router.in_features, sparse.router.out_features) == (64, 8)
+    assert [gemm.out_features for gemm in sparse.mlp] == [24, 24, 64]
+    assert sparse.num_parameters - sparse.active_parameters == 6 * 3 * 24 * 64
+
+
+def test_shared_expert(tmp_path: Path) -> None:
+    model = load(tmp_path, {"model_type": "qwen2_moe", **MOE, "shared_expert_intermediate_size": 40})
+    assert [gemm.name for gemm in model.layers[0].shared_mlp][-1] == "shared_expert_gate"
+
+
+# Sliding windows, as transformers 5.23 places them
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": "mistral", **GQA}, [4096] * 8),
+        ({"model_type": "mistral", **GQA, "sliding_window": None}, [None] * 8),
+        ({"model_type": "mixtral", **GQA}, [None] * 8),
+        ({"model_type": "phi3", **GQA, "sliding_window": 16}, [16] * 8),
+        ({"model_type": "qwen2", **GQA, "sliding_window": 16}, [None] * 8),
+        (
+            {
+                "model_type": "qwen2",
+                **GQA,
+                "use_sliding_window": True,
+                "sliding_window": 16,
+                "max_window_layers": 5,
+            },
+            [None] * 5 + [16] * 3,
+        ),
+        ({"model_type": "gemma2", **GQA, "sliding_window": 16}, [16, None] * 4),
+        ({"model_type": "gemma3_text", **GQA, "sliding_window": 16}, [16] * 5 + [None] + [16] * 2),
+        (
+            {"model_type": "gemma3_text", **GQA, "sliding_window": 16, "sliding_window_pattern": 3},
+            [16, 16, None, 16, 16, None, 16, 16],
+        ),
+        (
+            {
+                "model_type": "gemma3_text",
+                **GQA,
+                "layer_types": ["full_attention", "sliding_attention"] * 4,
+            },
+            [None, 4096] * 4,
+        ),
+        ({"model_type": "qwen3_moe", **MOE, "use_sliding_window": True, "sliding_window": 16}, [16] * 8),
+    ],
+)
+def test_windows(tmp_path: Path, config: dict[str, Any], expected: list[int | None]) -> None:
+    assert windows(load(tmp_path, config)) == expected
+
+
+def test_kinds_of_gemma_layers(tmp_path: Path) -> None:
+    model = load(tmp_path, {"model_type": "gemma2", **GQA})
+    assert [kind.sliding_window for kind in model.layer_kinds] == [4096, None]
+    assert model.layer_kind_index == (0, 1) * 4
+
+
+# Falcon's first names for its keys
+
+
+def test_old_falcon_7b(tmp_path: Path) -> None:
+    config = {
+        "model_type": "RefinedWebModel",
+        "hidden_size": 4544,
+        "n_head": 71,
+        "n_layer": 32,
+        "vocab_size": 65024,
+        "multi_query": True,
+        "parallel_attn": True,
+        "bias": False,
+        "alibi": False,
+    }
+    assert load(tmp_path, config).num_parameters == PUBLISHED["falcon-7b"]
+
+
+def test_old_falcon_40b(tmp_path: Path) -> None:
+    config = {
+        "model_type": "RefinedWeb",
+        "hidden_size": 8192,
+        "n_head": 128,
+        "n_head_kv": 8,
+        "n_layer": 60,
+        "vocab_size": 65024,
+        "parallel_attn": True,
+        "bias": False,
+        "alibi": False,
+    }
+    model = load(tmp_path, config)
+    assert model.num_key_value_heads == 8
+    assert model.num_parameters == 41_303_293_952  # 41.84e9 in the weight files, less the tied head
+
+
+# What a user may get wrong
+
+
+def refusal(folder: Path, config: object) -> str:
+    with pytest.raises(InputError) as caught:
+        load(folder, config)
+    message = str(caught.value)
+    assert message.startswith("model ")
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("key", ["model_type", *SMALL])
+@pytest.mark.parametrize("value", [None, 0, -1, 1.5, float("nan"), float("inf"), "32", True, [], {}, 10**30], ids=repr)
+def test_bad_value_is_refused_by_file_and_key(tmp_path: Path, key: str, value: object) -> None:
+    assert f"config.json: {key}: got" in refusal(tmp_path, {**LLAMA, key: value})
+
+
+@pytest.mark.parametrize("key", ["model_type", *SMALL])
+def test_missing_key_is_refused(tmp_path: Path, key: str) -> None:
+    config = {name: value for name, value in LLAMA.items() if name != key}
+    assert f"config.json: {key}: got 'nothing'" in refusal(tmp_path, config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"num_attention_heads": 5}, "num_attention_heads"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads"),
+        ({"head_dim": 0}, "head_dim"),
+        ({"attention_bias": "yes"}, "attention_bias"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings"),
+        ({"num_hidden_layers": 10_001}, "num_hidden_layers"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window"),
+        ({"model_type": "gemma2", "layer_types": ["full_attention"]}, "layer_types"),
+        ({"model_type": "gemma2", "layer_types": ["linear_attention"] * 8}, "layer_types[0]"),
+        ({"model_type": "gemma2", "layer_types": "full"}, "layer_types"),
+        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "num_experts_per_tok"),
+        ({"model_type": "mixtral", "num_local_experts": 1}, "num_experts_per_tok"),
+        ({"model_type": "qwen3_moe"}, "moe_intermediate_size"),
+        (
+            {"model_type": "qwen3_moe", "moe_intermediate_size": 8, "mlp_only_layers": ["0"]},
+            "mlp_only_layers",
+        ),
+        ({"model_type": "qwen2_moe", "moe_intermediate_size": 8}, "shared_expert_intermediate_size"),
+        ({"model_type": "falcon", "num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn"),
+    ],
+)
+def test_nonsense_is_refused_by_key(tmp_path: Path, changes: dict[str, Any], key: str) -> None:
+    assert f"config.json: {key}: got" in refusal(tmp_path, {**LLAMA, **changes})
+
+
+@pytest.mark.parametrize("model_type", ["bert", "t5", "mamba", "deepseek_v3", "gpt2", "Llama"])
+def test_unknown_architecture_is_refused_by_name(tmp_path: Path, model_type: str) -> None:
+    message = refusal(tmp_path, {**LLAMA, "model_type": model_type})
+    assert f"model_type: got '{model_type}'" in message
+    assert "llama" in message
+    assert "qwen3_moe" in message
+
+
+def test_encoder_decoder_is_refused(tmp_path: Path) -> None:
+    config = {**LLAMA, "model_type": "t5", "is_encoder_decoder": True}
+    assert "got 't5, an encoder-decoder'" in refusal(tmp_path, config)
+
+
+def test_not_an_object_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds a JSON object"):
+        load(tmp_path, [1, 2])
+
+
+def test_truncated_json_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA)[:-5])
+    with pytest.raises(InputError, match=r"^model: got '.*', accepted: a file of valid JSON"):
+        load_model(path)
+
+
+def test_folder_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"accepted: a folder that holds a config\.json$"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["llama-8b", "", " ", "no/such/config.json", "x" * 5000, "a\0b"])
+def test_unknown_name_lists_the_known_ones(name: str) -> None:
+    with pytest.raises(InputError, match=r"^-m: got '.*accepted: .*falcon-7b.*llama-7b"):
+        load_model(name, argument="-m")
+
+
+def test_name_of_a_users_model(tmp_path: Path) -> None:
+    folder = tmp_path / "my-llama"
+    folder.mkdir()
+    assert load(folder, LLAMA).name == "my-llama"
+    (tmp_path / "tiny.json").write_text(json.dumps(LLAMA))
+    assert load_model(tmp_path / "tiny.json").name == "tiny"
+
+
+def test_without_a_trained_length(tmp_path: Path) -> None:
+    assert load(tmp_path, LLAMA).max_position_embeddings is None
+
+
+@given(
+    kv_heads=st.sampled_from([1, 2, 4]),
+    layers=st.integers(1, 6),
+    inner=st.integers(1, 200),
+    vocab=st.integers(1, 500),
+    tied=st.booleans(),
+)
+def test_parameters_are_the_sum_of_the_parts(
+    tmp_path_factory: pytest.TempPathFactory, kv_heads: int, layers: int, inner: int, vocab: int, tied: bool
+) -> None:
+    config = {**LLAMA, "num_key_value_heads": kv_heads, "num_hidden_layers": layers}
+    config |= {"intermediate_size": inner, "vocab_size": vocab, "tie_word_embeddings": tied}
+    model = load(tmp_path_factory.mktemp("model"), config)
+    a_layer = 64 * 64 * 2 + 2 * 64 * 16 * kv_heads + 3 * 64 * inner + 2 * 64
+    assert model.num_parameters == layers * a_layer + 64 + (1 if tied else 2) * 64 * vocab
+    assert model.active_parameters == model.num_parameters
+    assert len(model.layer_kinds) == 1

@@ -1,0 +1,195 @@
+"""How a noise is described: what --noise takes, and that every mistake says in one line what it does."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrsim.errors import InputError
+from kvrsim.hardware.cluster import load_cluster
+from kvrsim.hardware.uneven import SlowGpu, SlowLink, UnevenCluster
+from kvrsim.noise.model import Noise, SideTraffic, joined
+from kvrsim.noise.parse import ACCEPTED, parse_noise, read_noise, shipped_noise
+from kvrsim.noise.statistics import OBJECTIVES, Distribution, objective_of
+from kvrsim.units import JsonObject
+
+RATES = st.floats(0, 0.99)
+FACTORS = st.floats(1, 100)
+TRAFFIC = st.builds(SideTraffic, duty=RATES, share=RATES, slowdown=RATES, dwell_s=st.floats(1e-3, 10))
+NOISES = st.builds(
+    Noise,
+    side_traffic=st.none() | TRAFFIC,
+    compute_jitter=RATES,
+    message_jitter=RATES,
+    slow_gpus=st.lists(
+        st.builds(SlowGpu, rank=st.integers(0, 9), factor=FACTORS), max_size=3, unique_by=lambda g: g.rank
+    ).map(tuple),
+    slow_links=st.lists(
+        st.builds(SlowLink, first=st.integers(0, 4), second=st.integers(5, 9), factor=FACTORS),
+        max_size=3,
+        unique_by=lambda link: (link.first, link.second),
+    ).map(tuple),
+)
+
+
+@pytest.mark.parametrize(
+    ("spec", "noise"),
+    [
+        ("side-traffic", Noise(side_traffic=SideTraffic())),
+        (
+            "side-traffic:duty=0.5,share=0.67,slowdown=0.03",
+            Noise(side_traffic=SideTraffic(duty=0.5, share=0.67, slowdown=0.03)),
+        ),
+        ("side-traffic:dwell=2ms", Noise(side_traffic=SideTraffic(dwell_s=0.002))),
+        ("jitter:0.05", Noise(compute_jitter=0.05, message_jitter=0.05)),
+        ("jitter:messages=0.1", Noise(message_jitter=0.1)),
+        ("slow-gpu:3x1.2", Noise(slow_gpus=(SlowGpu(rank=3, factor=1.2),))),
+        ("slow-link:3-2x4", Noise(slow_links=(SlowLink(first=2, second=3, factor=4.0),))),
+        (
+            "slow-gpu:0x2,1x3 + jitter:0.1",
+            Noise(
+                compute_jitter=0.1,
+                message_jitter=0.1,
+                slow_gpus=(SlowGpu(rank=0, factor=2.0), SlowGpu(rank=1, factor=3.0)),
+            ),
+        ),
+    ],
+)
+def test_a_spec_says_what_it_reads_as(spec: str, noise: Noise) -> None:
+    assert parse_noise(spec) == noise
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *("", "+", "junk", "junk:1", "side-traffic:duty", "side-traffic:duty=2", "side-traffic:share=1", "jitter"),
+        *("side-traffic:duty=0.1,duty=0.2", "side-traffic:dwell=0s", "side-traffic:dwell=5", "side-traffic:speed=1"),
+        *("jitter:nan", "jitter:-0.1", "jitter:0.1,0.2", "slow-gpu", "slow-gpu:x2", "slow-gpu:1x0.5", "slow-gpu:1xinf"),
+        *("slow-link:1x2", "slow-link:1-1x2", "slow-link:1-2x1.2.3", "slow-gpu:1x2,1x3", "jitter:0.1+jitter:0.2"),
+        *("paper+side-traffic", "slow-link:1-2x2,2-1x3", "missing.json", "paper:1", "side-traffic:duty=0.1=0.2"),
+    ],
+)
+def test_a_mistake_costs_one_line(spec: str) -> None:
+    with pytest.raises(InputError) as caught:
+        parse_noise(spec)
+    message = str(caught.value)
+    assert message.startswith("noise")
+    assert "accepted: " in message
+    assert "\n" not in message
+
+
+@given(spec=st.text(alphabet="side-trafcjl:gpu=,.+0123456789xknow \n", max_size=40))
+def test_any_text_is_read_or_refused(spec: str) -> None:
+    try:
+        said = parse_noise(spec).describe()
+    except InputError as error:
+        said = str(error)
+    assert "\n" not in said
+
+
+@given(noise=NOISES)
+def test_what_is_written_reads_back(noise: Noise) -> None:
+    fields = json.loads(json.dumps(noise.to_dict()))
+    assert read_noise(JsonObject(fields=fields, where="test")) == noise
+    assert "\n" not in noise.describe()
+
+
+def test_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "noise.json"
+    path.write_text(json.dumps({"jitter": {"compute": 0.1}, "slow_links": [{"gpus": [3, 2], "factor": 4}]}))
+    assert parse_noise(str(path)) == Noise(compute_jitter=0.1, slow_links=(SlowLink(first=2, second=3, factor=4.0),))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"loud": 1},
+        {"jitter": 0.1},
+        {"jitter": {"compute": 9}},
+        {"side_traffic": {"share": 1}},
+        {"side_traffic": {"dwell_s": 0}},
+        {"slow_gpus": [3]},
+        {"slow_gpus": [{"gpu": 3}, {"gpu": 3}]},
+        {"slow_links": [{"gpus": [2], "factor": 2}]},
+        {"slow_links": [{"gpus": [2, True], "factor": 2}]},
+        {"slow_links": [{"gpus": [2, 3], "factor": 0.5}]},
+    ],
+)
+def test_a_files_mistakes(content: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "noise.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(InputError, match="noise"):
+        parse_noise(str(path))
+
+
+def test_what_ships_is_accepted_and_named() -> None:
+    for name in shipped_noise():
+        assert parse_noise(name).is_random
+        assert name in ACCEPTED
+
+
+def test_where_a_noise_has_no_place() -> None:
+    switch, chain, bus = (load_cluster(num_gpus=4).with_topology(kind) for kind in ("switch", "chain", "bus"))
+    for cluster, spec in (
+        (switch, "slow-gpu:4x2"),
+        (switch, "slow-link:3-4x2"),
+        (chain, "slow-link:0-2x2"),
+        (bus, "slow-link:0-1x2"),
+        (bus, "side-traffic:share=0.5"),
+    ):
+        with pytest.raises(InputError, match="noise"):
+            parse_noise(spec).placed_on(cluster)
+    for spec in ("jitter:0.1", "side-traffic:share=0,slowdown=0.1", "slow-gpu:1x2"):
+        parse_noise(spec).placed_on(bus)
+
+
+def test_an_even_cluster_stays_what_it_is() -> None:
+    cluster = load_cluster(num_gpus=4)
+    assert parse_noise("slow-gpu:1x1+slow-link:0-1x1").placed_on(cluster) is cluster
+    uneven = parse_noise("slow-gpu:1x2+slow-link:1-2x4").placed_on(cluster)
+    assert isinstance(uneven, UnevenCluster)
+    assert [uneven.slowness(rank) for rank in range(4)] == [1.0, 2.0, 1.0, 1.0]
+    for src, dst in ((1, 2), (2, 1)):
+        assert uneven.path(src, dst).bandwidth_bytes_per_s * 4 == cluster.path(src, dst).bandwidth_bytes_per_s
+    assert uneven.path(0, 1) == cluster.path(0, 1)
+    far = parse_noise("slow-link:1-2x4").placed_on(cluster.with_topology("chain")).path(0, 3)
+    assert far.bandwidth_bytes_per_s * 4 == cluster.link.bandwidth_bytes_per_s
+
+
+def test_two_of_a_kind_are_refused() -> None:
+    with pytest.raises(InputError, match="once"):
+        joined([Noise(compute_jitter=0.1), Noise(message_jitter=0.1)], "both")
+
+
+@given(ttft_s=st.lists(st.floats(0.1, 10), min_size=1, max_size=200))
+def test_a_distribution_is_in_order(ttft_s: list[float]) -> None:
+    found = Distribution.of(ttft_s, quiet_s=0.1, seed=3)
+    assert found.p50.value_s <= found.p95.value_s <= found.p99.value_s <= found.worst_s == max(ttft_s)
+    for name in OBJECTIVES:
+        estimate = getattr(found, name)
+        assert estimate.low_s is None or estimate.low_s <= estimate.value_s * (1 + 1e-12)
+        assert estimate.high_s is None or estimate.value_s <= estimate.high_s * (1 + 1e-12)
+        assert objective_of(np_row(ttft_s), name) == pytest.approx(estimate.value_s, rel=1e-12)
+    assert all(value is None or math.isfinite(value) for key, value in found.to_dict().items() if key.endswith("_s"))
+
+
+def np_row(values: list[float]) -> Any:
+    import numpy as np
+
+    return np.array(values)
+
+
+def test_limits_hold_what_they_promise() -> None:
+    """Of many sets of 100 uniform samples, the limits of the 95th percentile hold it in about 95 of 100."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    sets = [Distribution.of(rng.random(100).tolist(), quiet_s=1.0, seed=0).p95 for _ in range(400)]
+    held = [(one.low_s or 0.0) <= 0.95 <= (1.0 if one.high_s is None else one.high_s) for one in sets]
+    assert 0.92 <= sum(held) / len(held) <= 0.995

@@ -1,0 +1,251 @@
+"""Runs under noise: quiet without it, never faster with more, the same for the same seed, the same on both paths."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrsim.compile import build_program
+from kvrsim.errors import InputError
+from kvrsim.executors.batch import run_batch
+from kvrsim.executors.event import Replay
+from kvrsim.executors.sampled import can_sample, run_sampled
+from kvrsim.noise.draw import NoiseDraw
+from kvrsim.noise.model import Noise, SideTraffic
+from kvrsim.noise.parse import parse_noise
+from kvrsim.program import Array, Program
+from kvrsim.scenario import Scenario
+from kvrsim.setup import make_scenario
+from kvrsim.strategies import STRATEGIES
+from planner.plan import make_plan
+from planner.simulate import run_simulation
+from planner.uncertainty.disturbed import Disturbance, with_fixed
+from planner.uncertainty.noisy import check_length
+from validate.figures.noise import increases, mean_increase
+from validate.figures.predictions import Predictions
+from validate.figures.printed import read_printed
+from validate.figures.scope import full_scope
+
+SEEDS = st.integers(0, 2**32 - 1)
+SHARED = ("tsp", "kvr-s")
+EXACT = 1e-12
+
+
+def program_of(make: Any, rng: random.Random, name: str, **kind: Any) -> tuple[Scenario, Program]:
+    scenario = make.scenario(rng, num_gpus=(2, 5), layers=(1, 4), **kind)
+    cut = make.partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus)
+    return scenario, build_program(scenario, STRATEGIES[name], [np.array([float(chunk)]) for chunk in cut])
+
+
+def noise_of(rng: random.Random, ttft_s: float) -> Noise:
+    """Any, with side traffic that changes pairs between a few and a few hundred times a prefill."""
+    traffic = SideTraffic(
+        duty=rng.random(),
+        share=rng.random() * 0.95,
+        slowdown=rng.random(),
+        dwell_s=ttft_s / 10 ** rng.uniform(0.5, 2.5),
+    )
+    jitters = [rng.choice([0.0, rng.random() / 2]) for _ in range(2)]
+    return Noise(side_traffic=rng.choice([None, traffic]), compute_jitter=jitters[0], message_jitter=jitters[1])
+
+
+def quiet_s(scenario: Scenario, program: Program) -> Array:
+    return run_batch(program, scenario.cluster)[:, 0]
+
+
+@pytest.mark.parametrize("name", SHARED)
+@given(seed=SEEDS)
+@settings(max_examples=60)
+def test_without_noise_it_is_the_batch_executor(name: str, seed: int, make: Any) -> None:
+    scenario, program = program_of(make, random.Random(seed), name)
+    assert run_sampled(program, scenario.cluster).ranks_s[:, 0, 0] == pytest.approx(
+        quiet_s(scenario, program), rel=EXACT, abs=0
+    )
+
+
+@pytest.mark.parametrize("name", SHARED)
+@given(seed=SEEDS)
+@settings(max_examples=60)
+def test_both_paths_agree_sample_by_sample(name: str, seed: int, make: Any) -> None:
+    rng = random.Random(seed)
+    scenario, program = program_of(make, rng, name)
+    noise = noise_of(rng, float(quiet_s(scenario, program).max()))
+    ranks = program.num_ranks
+    together = run_sampled(program, scenario.cluster, NoiseDraw(noise, ranks, seed=seed, samples=range(5)))
+    finish = np.broadcast_to(together.ranks_s, (ranks, 1, 5))
+    for sample in (0, 3):
+        draw = NoiseDraw(noise, ranks, seed=seed, samples=(sample,))
+        replay = Replay(program, scenario.cluster, record=False, noise=draw)
+        assert finish[:, 0, sample] == pytest.approx(np.array(replay.finish_s), rel=1e-9, abs=0)
+
+
+@pytest.mark.parametrize("name", SHARED)
+@given(seed=SEEDS)
+@settings(max_examples=20)
+def test_noise_of_size_zero_is_the_quiet_timeline(name: str, seed: int, make: Any) -> None:
+    scenario, program = program_of(make, random.Random(seed), name)
+    quiet = Replay(program, scenario.cluster)
+    for noise in (Noise(), Noise(side_traffic=SideTraffic(duty=0.0)), Noise(side_traffic=SideTraffic(share=0.0))):
+        replay = Replay(program, scenario.cluster, noise=NoiseDraw(noise, program.num_ranks, seed=seed))
+        assert replay.timeline == quiet.timeline
+        assert replay.finish_s == quiet.finish_s
+
+
+@pytest.mark.parametrize("name", SHARED)
+@given(seed=SEEDS)
+@settings(max_examples=20)
+def test_the_same_seed_gives_the_same_timeline(name: str, seed: int, make: Any) -> None:
+    rng = random.Random(seed)
+    scenario, program = program_of(make, rng, name)
+    noise = replace(noise_of(rng, float(quiet_s(scenario, program).max())), compute_jitter=0.2)
+    first, second, other = (
+        Replay(program, scenario.cluster, noise=NoiseDraw(noise, program.num_ranks, seed=number))
+        for number in (seed, seed, seed + 1)
+    )
+    assert first.timeline == second.timeline
+    assert first.timeline != other.timeline
+
+
+@pytest.mark.parametrize("name", SHARED)
+@given(seed=SEEDS)
+@settings(max_examples=60)
+def test_side_traffic_only_delays_and_more_of_it_more(name: str, seed: int, make: Any) -> None:
+    """In every single run: the pairs drawn are the same however much traffic there is."""
+    rng = random.Random(seed)
+    scenario, program = program_of(make, rng, name)
+    quiet = quiet_s(scenario, program)
+    less = SideTraffic(
+        duty=rng.random(),
+        share=rng.random() * 0.9,
+        slowdown=rng.random(),
+        dwell_s=float(quiet.max()) / rng.uniform(2, 80),
+    )
+    more = replace(
+        less,
+        duty=less.duty + (1 - less.duty) * rng.random(),
+        share=less.share + (0.95 - less.share) * rng.random(),
+        slowdown=less.slowdown + rng.random(),
+    )
+    runs = [
+        run_sampled(
+            program,
+            scenario.cluster,
+            NoiseDraw(Noise(side_traffic=traffic), program.num_ranks, seed=seed, samples=range(20)),
+        ).ranks_s
+        for traffic in (less, more)
+    ]
+    assert (runs[0] >= quiet[:, None, None] * (1 - EXACT)).all()
+    assert (runs[1] >= runs[0] * (1 - 1e-9)).all()
+
+
+@pytest.mark.parametrize("name", SHARED)
+@given(seed=SEEDS)
+@settings(max_examples=15)
+def test_jitter_never_shortens_in_expectation(name: str, seed: int, make: Any) -> None:
+    """TTFT is a maximum of sums, so convex in the durations, and jitter keeps their means."""
+    scenario, program = program_of(make, random.Random(seed), name)
+    noise = Noise(compute_jitter=0.2, message_jitter=0.2)
+    draw = NoiseDraw(noise, program.num_ranks, seed=seed, samples=range(400))
+    ttft_s = run_sampled(program, scenario.cluster, draw).ranks_s[-1, 0]
+    assert ttft_s.mean() >= quiet_s(scenario, program)[-1] - 4 * ttft_s.std() / 20
+
+
+@given(seed=SEEDS)
+@settings(max_examples=30)
+def test_slow_gpus_and_links_only_delay(seed: int, make: Any) -> None:
+    rng = random.Random(seed)
+    scenario = make.scenario(rng, num_gpus=(2, 5), topologies=("switch", "nodes"))
+    ranks = scenario.cluster.num_gpus
+    gpu, link = rng.randrange(ranks), rng.randrange(ranks - 1)
+    noise = parse_noise(f"slow-gpu:{gpu}x{rng.uniform(1, 5):.3f}+slow-link:{link}-{link + 1}x{rng.uniform(1, 9):.3f}")
+    uneven = with_fixed(scenario, noise)
+    cut = [np.array([float(chunk)]) for chunk in make.partition(rng, scenario.request.new_tokens, ranks)]
+    for name in SHARED:
+        even_program, program = (build_program(one, STRATEGIES[name], cut) for one in (scenario, uneven))
+        slow_s = run_batch(program, uneven.cluster)[:, 0]
+        assert (slow_s >= run_batch(even_program, scenario.cluster)[:, 0] * (1 - EXACT)).all()
+        assert slow_s == pytest.approx(np.array(Replay(program, uneven.cluster, record=False).finish_s), rel=EXACT)
+
+
+def test_jitter_and_slow_gpus_on_a_bus() -> None:
+    quiet, _ = make_scenario(ctx=512, gpus=2, topology="bus", link_bandwidth=1e10)
+    noise = Disturbance(noise=parse_noise("jitter:0.1+slow-gpu:1x1.5"), num_samples=4)
+    result = run_simulation(quiet, strategy="kvr-e", disturbance=noise)
+    assert result.noisy is not None
+    assert len({result.ttft_s, result.noisy.worst_s, result.noisy.quiet_s}) == 3
+    assert result.noisy.quiet_s > run_simulation(quiet, strategy="kvr-e").ttft_s
+
+
+def test_the_answer_under_noise() -> None:
+    scenario, _ = make_scenario(ctx=2048, gpus=4)
+    disturbance = Disturbance(noise=parse_noise("paper"), seed=7, num_samples=50)
+    result = run_simulation(scenario, strategy="kvr-e", disturbance=disturbance)
+    content = result.to_dict()
+    assert content["noise"]["spec"] == "paper"
+    assert content["noise"]["samples"] == 50
+    assert content["noise"]["quiet_ttft_s"] == run_simulation(scenario, strategy="kvr-e").ttft_s
+    assert content["noise"]["mean_s"] > content["noise"]["quiet_ttft_s"]
+    assert content["ttft_s"] == run_simulation(scenario, strategy="kvr-e", disturbance=disturbance).ttft_s
+    for rank in result.per_rank:
+        assert rank.compute_s + rank.wait_s <= result.ttft_s * (1 + 1e-9)
+
+
+def test_side_traffic_that_changes_too_often_is_refused() -> None:
+    scenario, _ = make_scenario(ctx=2**20, gpus=4)
+    disturbance = Disturbance(noise=parse_noise("side-traffic:dwell=100us"), num_samples=1000)
+    with pytest.raises(InputError, match="dwell"):
+        run_simulation(scenario, strategy="kvr-e", disturbance=disturbance)
+
+
+def test_shared_links_are_left_to_the_event_executor() -> None:
+    scenario, _ = make_scenario(ctx=512, gpus=2, topology="bus", link_bandwidth=1e10)
+    program = build_program(scenario, STRATEGIES["kvr-s"], [np.array([256.0]), np.array([256.0])])
+    assert not can_sample(program, scenario.cluster)
+
+
+def test_a_plan_under_noise_shows_every_strategy() -> None:
+    scenario, _ = make_scenario(ctx=2048, gpus=2)
+    plan = make_plan(
+        scenario, disturbance=Disturbance(noise=parse_noise("jitter:0.2"), num_samples=60), objective="p95"
+    )
+    assert plan.noise is not None
+    assert plan.noise.objective == "p95"
+    judged = {result.strategy: result.noisy.p95.value_s for result in plan.strategies if result.noisy is not None}
+    assert min(judged, key=judged.__getitem__) == plan.best.strategy
+    assert judged["kvr-s"] == plan.noise.robust_s
+    content = plan.to_dict()
+    assert content["noise"]["gain"] == pytest.approx(1 - plan.noise.robust_s / plan.noise.quiet_s)
+    assert all(one["under_noise"]["samples"] == 60 for one in content["strategies"])
+
+
+def test_the_papers_noise() -> None:
+    """Means over contexts and GPUs within the margins that were set, and in the paper's order."""
+    scope, predictions, printed = replace(full_scope(), noise_samples=100), Predictions(), read_printed()
+    found = increases(scope, predictions, printed)
+    shares = printed.noisy_network.shares
+    margins = {"tsp": 0.02, "kvr-e": 0.02, "kvr-s": 0.04}
+    for strategy, margin in margins.items():
+        assert mean_increase(found, strategy) == pytest.approx(shares[strategy], abs=margin)
+    means = [mean_increase(found, strategy) for strategy in ("tsp", "kvr-s", "kvr-e")]
+    assert means == sorted(means, reverse=True)
+
+
+@pytest.mark.parametrize("spec", ["slowdown=1000,dwell=100us", "share=0.999,dwell=100us", "slowdown=10,dwell=1ms"])
+def test_a_slowdown_counts_in_the_length_of_a_noise(spec: str) -> None:
+    # Each of these fits into memory for a prefill that the noise does not slow down.
+    noise = parse_noise(f"side-traffic:{spec}")
+    assert noise.side_traffic is not None
+    quiet_s = 0.9 * 2.0**24 * noise.side_traffic.dwell_s / (3 * 200)
+    quick = replace(noise, side_traffic=replace(noise.side_traffic, slowdown=0.0, share=1e-9))
+    check_length(quick, quiet_s, 200, 2)
+    with pytest.raises(InputError, match="dwell") as caught:
+        check_length(noise, quiet_s, 200, 2)
+    least_s = float(caught.value.accepted.split()[2][:-2])
+    slower = replace(noise, side_traffic=replace(noise.side_traffic, dwell_s=least_s))
+    check_length(slower, quiet_s, 200, 2)

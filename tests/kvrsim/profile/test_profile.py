@@ -1,0 +1,319 @@
+"""Profiles: what is written can be read, and a bad value is refused by its key path."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrsim.errors import InputError
+from kvrsim.profile.profile import (
+    OPERATION_KINDS,
+    SCHEMA_VERSION,
+    CalibrationProfile,
+    Residual,
+    builtin_profiles,
+    load_profile,
+    read_profile,
+)
+from kvrsim.profile.rates.elementwise import ELEMENTWISE_OPS
+from kvrsim.profile.rates.gemm import MeasuredShape, Tile
+from kvrsim.profile.rates.sizes import MeasuredSizes
+from kvrsim.request import DTYPES
+from kvrsim.units import JsonObject
+
+
+@pytest.fixture(scope="module")
+def fields(make: Any) -> dict[str, Any]:
+    """The JSON of a profile with every key."""
+    rng = random.Random(0)
+    gpu = make.gpu(rng)
+    profile = make.profile(rng, gpu)
+    tiles = tuple(Tile(rows=rows, cols=64, flops_share=0.5, start_s=1e-6) for rows in (64, 256))
+    shape = MeasuredShape(in_features=64, out_features=128, rows=(1, 50), seconds=(1e-5, 1e-3))
+    bandwidth = profile.links.bandwidth_bytes_per_s
+    gemm = dict(tiles=tiles, measured=(shape, shape), sustained_flops_per_s=1e12, burst_flops=1e9)
+    gemm |= {"head_bytes_per_s": 1e9}
+    sizes = MeasuredSizes(sizes=(64.0, 512.0), factors=(2.0, 1.0))
+    attention = dict(profile.kernels.attention) | {"sdpa": replace(make.blocked(rng, gpu), measured=sizes)}
+    attention["eager"] = replace(attention["eager"], measured=sizes)
+    full = replace(
+        profile,
+        not_covered="nothing was measured",
+        kernels=replace(profile.kernels, gemm=replace(profile.kernels.gemm, **gemm), attention=attention),
+        links=replace(profile.links, short_bytes_per_s=bandwidth, gather=make.gather(rng, bandwidth)),
+        operations={kind: replace(make.operation(rng), interpolated_log_sd=0.1) for kind in OPERATION_KINDS},
+        residual=Residual(**{key: 3 if key == "num_rows" else 0.1 for key in Residual.__slots__}),
+        provenance={"source": "drawn at random"},
+        run_to_run_log_sd=0.1,
+        cluster=make.cluster(rng, 4, topologies=("nodes",)),
+    )
+    return json.loads(json.dumps(full.to_dict()))  # type: ignore[no-any-return]
+
+
+def read(fields: dict[str, Any]) -> CalibrationProfile:
+    return read_profile(JsonObject(fields=fields, where="profile test.json"))
+
+
+def changed(fields: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """The same with another value at a dotted path, as messages have it; ... takes the key away."""
+    new = copy.deepcopy(fields)
+    *outer, last = path.replace("[", ".").replace("]", "").split(".")
+    place: Any = new
+    for key in outer:
+        place = place[int(key) if isinstance(place, list) else key]
+    if value is ...:
+        del place[last]
+    else:
+        place[last] = value
+    return new
+
+
+def paths(fields: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in fields.items():
+        yield prefix + key
+        parts = enumerate(value) if isinstance(value, list) else ()
+        inner = {f"{prefix}{key}[{index}].": part for index, part in parts} | {f"{prefix}{key}.": value}
+        for place, part in inner.items():
+            if isinstance(part, dict):
+                yield from paths(part, place)
+
+
+LINK_OPTIONAL = ("source", "short_bytes_per_s", "gather", "profile")
+
+
+@pytest.mark.parametrize("name", builtin_profiles())
+def test_shipped_profiles_come_back(name: str, tmp_path: Path) -> None:
+    profile = load_profile(name)
+    assert profile.name == name
+    profile.write(tmp_path / "copy.json")
+    assert load_profile(tmp_path / "copy.json") == profile
+    assert json.loads((tmp_path / "copy.json").read_text())["schema_version"] == SCHEMA_VERSION
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=50)
+def test_any_profile_comes_back(seed: int, make: Any) -> None:
+    rng = random.Random(seed)
+    profile = make.profile(rng, make.gpu(rng))
+    fields = json.loads(json.dumps(profile.to_dict()))
+    fields["not_covered"] = "nothing was measured"
+    assert json.loads(json.dumps(read(fields).to_dict())) == fields
+
+
+def test_residual_may_be_absent(fields: dict[str, Any]) -> None:
+    for value in (None, ...):
+        assert read(changed(fields, "residual", value)).residual is None
+    assert isinstance(read(fields).residual, Residual)
+
+
+def test_writing_names_the_argument(fields: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        read(fields).write(tmp_path / "missing" / "profile.json")
+    assert caught.value.parameter == "output"
+
+
+def test_comments_are_allowed(fields: dict[str, Any]) -> None:
+    commented = changed(changed(fields, "_about", "a comment"), "kernels._source", ["anything"])
+    assert read(commented) == read(fields)
+
+
+def test_every_required_key_is_missed_by_its_path(fields: dict[str, Any]) -> None:
+    optional = {"residual", "links.short_bytes_per_s", "links.gather", "kernels.gemm.tiles", "kernels.gemm.measured"}
+    optional |= {"kernels.gemm.sustained_flops_per_s", "kernels.gemm.burst_flops"}
+    optional |= {"kernels.head_on_all_tokens", "kernels.elementwise.fused", "host.resume_s"}
+    optional |= {"kernels.whole_attention", "kernels.elementwise.mask_element_s", "kernels.copies.own"}
+    optional |= {"kernels.gemm.head_bytes_per_s", "host.request_s", "run_to_run_log_sd", "cluster"}
+    optional |= {"host.prepare_s", "host.message_s", "links.pending_share"}
+    optional |= {f"kernels.attention.{key}" for key in ("eager.measured", "sdpa", "sdpa.measured")}
+    optional |= {f"kernels.attention.sdpa.{key}" for key in ("skips_masked", "join_s")}
+    optional |= {f"cluster.{link}.{key}" for link in ("link", "network") for key in LINK_OPTIONAL}
+    optional |= {
+        "cluster.gpu.source",
+        "cluster.gpu.memory_source",
+        *(f"cluster.gpu.peak_flops.{dtype}" for dtype in DTYPES),
+    }
+    optional |= {"kernels.attention.eager", "kernels.attention.flash"}
+    optional |= {f"kernels.attention.flash.{key}" for key in ("causal", "packs_heads", "splits_keys")}
+    optional |= {f"operations.{kind}" for kind in OPERATION_KINDS}
+    for path in paths(fields):
+        if path in optional or path.startswith("provenance.") or ".seen." in path:
+            continue
+        if path.endswith(("interpolated_log_sd", ".gather")):
+            continue
+        with pytest.raises(InputError) as caught:
+            read(changed(fields, path, ...))
+            pytest.fail(f"{path} is not missed")
+        named = path.replace(".seconds", ".rows").replace(".factors", ".sizes")  # as many: told of the other
+        assert caught.value.parameter == f"profile test.json: {named}"
+
+
+def test_optional_keys_may_be_absent(fields: dict[str, Any]) -> None:
+    for value in (None, ...):
+        bare = fields
+        gemm = tuple(f"kernels.gemm.{key}" for key in ("tiles", "measured", "sustained_flops_per_s", "burst_flops"))
+        for path in ("links.short_bytes_per_s", "links.gather", *gemm):
+            bare = changed(bare, path, value)
+        for path in ("cluster", "host.request_s", "kernels.copies.own", "kernels.gemm.head_bytes_per_s"):
+            bare = changed(bare, path, value)
+        for path in ("kernels.whole_attention", "kernels.elementwise.mask_element_s", "kernels.attention.sdpa"):
+            bare = changed(bare, path, ...)
+        bare = changed(changed(bare, "operations", {}), "kernels.attention.eager", ...)
+        assert read(bare).cluster is None
+        assert (read(bare).kernels.copies.own, read(bare).host.request_s) == (0, 0)
+        profile = read(changed(bare, "host.resume_s", value))
+        assert (profile.host.resume_s, profile.kernels.gemm.burst_flops) == (0, 0)
+        assert profile.kernels.gemm.sustained_flops_per_s is None
+        assert (profile.links.short_bytes_per_s, profile.links.gather) == (None, None)
+        assert (profile.kernels.gemm.tiles, profile.kernels.gemm.measured) == ((), ())
+        assert (profile.attention_kernels, profile.operations) == (("flash",), {})
+
+
+def test_no_value_may_be_of_another_type(fields: dict[str, Any]) -> None:
+    for path in paths(fields):
+        for value in ([["deep"]], {"x": []}):
+            with pytest.raises(InputError) as caught:
+                read(changed(fields, path, value))
+                pytest.fail(f"{path} may be {value}")
+            message = str(caught.value)
+            assert path in message or (path in message.replace("key in ", "") and "'x'" in message), message
+
+
+@pytest.mark.parametrize(
+    ("path", "values"),
+    [
+        ("schema_version", [0, 1, 3, "2", 2.0, True]),
+        ("name", ["", "  ", 7]),
+        ("gpu", [""]),
+        *(
+            (f"kernels.{key}", [0, -1, "fast", True, None, float("nan"), float("inf"), 1e31])
+            for key in (
+                *(f"gemm.{key}" for key in ("flops_per_s", "bytes_per_s")),
+                *(f"attention.eager.{key}" for key in ("flops_per_s", "bytes_per_s")),
+                *(f"attention.flash.{key}" for key in ("flops_per_s", "block_s", "append_bytes_per_s")),
+                *(f"elementwise.{op}" for op in ELEMENTWISE_OPS),
+            )
+        ),
+        *(
+            (f"kernels.{key}", [-1e-9, None, True, "5us", float("nan"), float("inf")])
+            for key in (
+                *("gemm.launch_s", "gemm.tiles[1].start_s", "attention.eager.start_s", "elementwise.start_s"),
+                *(f"attention.flash.{key}" for key in ("launch_s", "tile_s", "query_s", "split_s")),
+            )
+        ),
+        *(
+            (f"kernels.{key}", [0, -1, 1.5, None, True, "64"])
+            for key in (
+                *("gemm.concurrent_tiles", "gemm.tiles[0].rows", "gemm.tiles[1].cols"),
+                *("gemm.measured[0].in_features", "gemm.measured[1].out_features"),
+                *(f"attention.flash.{key}" for key in ("tile_rows", "key_block", "concurrent_tiles", "num_sms")),
+            )
+        ),
+        *(
+            (f"kernels.{key}", [0, 1.01, -1, None])
+            for key in ("gemm.tiles[0].flops_share", "attention.flash.alone_share", "attention.flash.split_share")
+        ),
+        ("kernels.attention.flash.diagonal_cost", [0, 0.99, -1, None]),
+        ("kernels.attention.flash.barrier_share", [-0.1, 1.01, None]),
+        ("kernels.gemm.sustained_flops_per_s", [0, -1, "fast", True, float("nan")]),
+        ("kernels.gemm.burst_flops", [-1, "many", True, float("inf")]),
+        ("kernels.gemm.tiles", [7, [7], {}, [[]]]),
+        ("kernels.gemm.measured[0].rows", [[], [1], [2, 1], [1, 1], [0, 1], [1.5, 2], [1, "2"], None, 7]),
+        ("kernels.gemm.measured[1].seconds", [[0, 1], [1, -1], ["1", 2], [1, None], 7]),
+        ("kernels.attention", [{}, 7, None]),
+        *((f"kernels.attention.flash.{key}", [0, 1, "no"]) for key in ("causal", "packs_heads", "splits_keys")),
+        ("kernels.elementwise.fused", [0, 1, "no"]),
+        ("kernels.head_on_all_tokens", ["yes", 1]),
+        *((f"kernels.copies.{key}", [-1, None, True]) for key in ("keep", "append", "gather")),
+        *((f"host.{key}", [-1e-9, None, True, float("inf")]) for key in ("layer_s", "gather_piece_s")),
+        ("host.resume_s", [-1e-9, True, float("inf"), "5us"]),
+        ("links.link", ["", None]),
+        ("links.bandwidth_bytes_per_s", [0, -1, None, "10GB/s"]),
+        ("links.latency_s", [-1e-9, None, "5us"]),
+        ("links.short_bytes_per_s", [0, -1, "fast", True]),
+        *((f"links.gather.{key}", [0, -1, None]) for key in ("small_bytes_per_s", "large_bytes_per_s")),
+        *((f"links.gather.{key}", [-1e-9, None]) for key in ("launch_s", "hop_s", "setup_s", "own_share")),
+        *((f"links.{key}", ["async", "", None, 1]) for key in ("sends", "sends_over_bus")),
+        *(
+            (f"valid.{key}", [[], [1], [1, 2, 3], [2, 1], [0, 5], [-1, 5], [1.5, 2], ["1", "2"], None, [True, 2]])
+            for key in ("context_len", "num_gpus", "hidden_size", "head_dim")
+        ),
+        ("valid.dtypes", [[], None, "fp16", ["fp13"], [16]]),
+        *(
+            (f"residual.{key}", [-0.1, 11, None, "5 %"])
+            for key in ("mape", "median_ape", "cross_validated_mape", "p80_ape")
+        ),
+        *(
+            (f"operations.{kind}.{key}", [-0.1, 11, None, "5 %"])
+            for kind in OPERATION_KINDS
+            for key in ("mape", "cross_validated_mape", "log_sd")
+        ),
+        ("operations.gemm.interpolated_log_sd", [-0.1, 11, "5 %"]),
+        ("operations.all_gather.gather", ["star", 1]),
+        ("operations.gemm.num_rows", [-1, 1.5, None]),
+        ("operations.gemm.source", ["", None, 7]),
+        ("operations.host.seen.chunk", [[], [1], [2, 1], [1, 2, 3], [-1, 1], [1, "2"], 7, None]),
+        *(
+            (f"kernels.attention.{kernel}.measured.{key}", [[], [1], [2, 1, 3], [0, 1], [1, "2"], None, 7])
+            for kernel in ("eager", "sdpa")
+            for key in ("sizes",)
+        ),
+        ("kernels.attention.eager.measured.factors", [[8.01, 1], [-1, 1], ["1", 1]]),
+        ("kernels.attention.sdpa.key_block", [0, 1.5, None]),
+        *((f"kernels.attention.sdpa.{key}", [0, -1, None]) for key in ("causal_flops_per_s", "rectangle_flops_per_s")),
+        ("kernels.gemm.head_bytes_per_s", [0, -1, "fast"]),
+        ("kernels.whole_attention", ["yes", 1]),
+        ("cluster.topology", ["ring", 7, None]),
+        ("cluster.num_gpus", [0, 1.5, None]),
+        ("residual.num_rows", [0, -1, 1.5, None]),
+        ("provenance", [None, 7, "paper"]),
+        ("provenance.source", [7, "", ["paper"]]),
+    ],
+)
+def test_bad_values_are_named(path: str, values: list[Any], fields: dict[str, Any]) -> None:
+    for value in values:
+        with pytest.raises(InputError) as caught:
+            read(changed(fields, path, value))
+            pytest.fail(f"{path} may be {value!r}")
+        assert caught.value.parameter.startswith(f"profile test.json: {path}")
+
+
+UNKNOWN = (
+    *("speed", "kernels.speed", "kernels.copies.x", "links.loss", "valid.x", "host.x", "links.gather.x"),
+    *("kernels.gemm.x", "kernels.gemm.tiles[1].x", "kernels.gemm.measured[0].x", "kernels.elementwise.x"),
+    *("kernels.attention.sparse", "kernels.attention.eager.x", "kernels.attention.flash.x"),
+    *("operations.magic", "operations.gemm.x"),
+)
+
+
+@pytest.mark.parametrize("path", UNKNOWN)
+def test_unknown_keys_are_named(path: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(InputError) as caught:
+        read(changed(fields, path, 1))
+    assert caught.value.value == path.split(".")[-1]
+    if "." in path:
+        assert caught.value.parameter.endswith(path.rsplit(".", 1)[0])
+
+
+@pytest.mark.parametrize("content", ["", "[]", "7", "{", '{"schema_version": 1}', "null"])
+def test_other_files_are_refused(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(content)
+    with pytest.raises(InputError) as caught:
+        load_profile(path)
+    assert caught.value.parameter.startswith("profile")
+
+
+@pytest.mark.parametrize("name", ["", "a100", "missing.json", pytest.param("x" * 5000, id="long"), "."])
+def test_names_that_are_no_profile(name: str) -> None:
+    with pytest.raises(InputError) as caught:
+        load_profile(name)
+    assert caught.value.parameter.startswith("profile")

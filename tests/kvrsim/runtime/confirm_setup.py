@@ -1,0 +1,82 @@
+"""A tiny model and a profile that is made up: what commands for this machine need, in a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from runtime_models import CONFIGS
+
+from kvrsim.cli.main import main
+from kvrsim.hardware.cluster import Cluster, GpuSpec, LinkSpec
+from kvrsim.profile.profile import CalibrationProfile, HostRates, OperationFit, load_profile
+
+BUSY = ("--max-error", "1000", "--max-regret", "1000")  # times are not what these tests are about
+
+
+def made_up_profile(dtypes: tuple[str, ...] = ("fp32",)) -> CalibrationProfile:
+    """Of a slow device that has fp32."""
+    base = load_profile("a100-eager")
+    gpu = GpuSpec(
+        name="cpu-1-thread",
+        memory_bytes=2**33,
+        hbm_bytes_per_s=5e9,
+        peak_flops=tuple((dtype, 5e10) for dtype in dtypes),
+        num_sms=1,
+        source="made up",
+    )
+    link = LinkSpec(name="loopback", bandwidth_bytes_per_s=1e9, latency_s=1e-4, source="made up")
+    fit = OperationFit(
+        source="made up",
+        num_rows=3,
+        mape=0.1,
+        cross_validated_mape=0.1,
+        log_sd=0.1,
+        seen={},
+        gather="ring",
+    )
+    kernels = base.kernels
+    eager = kernels.attention["eager"].faster(1e-3)
+    return replace(
+        base,
+        name="made-up",
+        gpu=gpu.name,
+        kernels=replace(
+            kernels,
+            gemm=kernels.gemm.faster(1e-3),
+            attention={"eager": eager},
+            elementwise=kernels.elementwise.faster(1e-3),
+        ),
+        host=HostRates(layer_s=0.0, gather_piece_s=0.0),
+        links=replace(base.links, link=link.name, bandwidth_bytes_per_s=1e9, latency_s=1e-4, sends="overlap"),
+        valid=replace(base.valid, dtypes=dtypes),
+        operations={"all_gather": fit},
+        residual=None,
+        cluster=Cluster(name="made-up", gpu=gpu, num_gpus=2, link=link, topology="switch"),
+    )
+
+
+def folder_with(folder: Path, name: str = "llama-gqa", dtypes: tuple[str, ...] = ("fp32",)) -> Path:
+    """model.json and profile.json."""
+    (folder / "model.json").write_text(json.dumps(CONFIGS[name] | {"initializer_range": 0.2}))
+    made_up_profile(dtypes).write(folder / "profile.json")
+    return folder
+
+
+def arguments(folder: Path, command: str, *more: str, ctx: str = "96", gpus: str = "2") -> list[str]:
+    files = ["--model", str(folder / "model.json"), "--profile", str(folder / "profile.json")]
+    return [command, "--gpus", gpus, "--ctx", ctx, *files, "--device", "cpu", *more]
+
+
+def said(words: Sequence[str]) -> tuple[int, Any, str]:
+    """Exit code, the JSON or text on standard output, and what stands on standard error."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(words)
+    text = out.getvalue()
+    return code, json.loads(text) if text and "--json" in words else text, err.getvalue()

@@ -1,0 +1,280 @@
+"""`kvrsim confirm` and `kvrsim run`, from the command line to the ranks and back, with a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runtime_workers as workers
+from confirm_setup import BUSY, arguments, folder_with, said
+
+import kvrsim
+from kvrsim.errors import InputError
+from kvrsim.partition import Partition
+from kvrsim.runtime.plan import RUN_STRATEGIES
+from kvrsim.runtime.ranks.faults import Fault, RankError
+from kvrsim.runtime.ranks.launch import Launch, launch
+from kvrsim.setup import make_scenario
+from kvrsim.strategies import STRATEGIES
+from kvrsim.timeline import Timeline
+from planner.confirm import run as confirm_run
+from planner.confirm.confirm import confirm
+from planner.confirm.hardware import Hardware, run_plan
+from planner.confirm.run import run_here
+
+ROOT = Path(__file__).parents[3]
+SHORT = ("--repeats", "2", "--warmups", "0", "--json")
+CONTRACT = {"strategy", "partition", "predicted_ttft_s", "measured_ttft_s", "measured_iqr_s", "rel_error"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folder_with(tmp_path_factory.mktemp("confirm"))
+
+
+@pytest.fixture(scope="module")
+def confirmed(folder: Path) -> tuple[dict[str, Any], str]:
+    files = ("--plot", str(folder / "pair.svg"), "--trace", str(folder / "trace.json"))
+    code, found, errors = said(arguments(folder, "confirm", "--top", "2", "--no-virtual", *SHORT, *BUSY, *files))
+    assert code == 0, errors
+    return found, errors
+
+
+def test_every_candidate_is_predicted_and_measured(confirmed: tuple[dict[str, Any], str]) -> None:
+    found, _ = confirmed
+    assert [one["strategy"] for one in found["candidates"]] == ["single", "tsp", "kvr-e", "kvr-s", "kvr-s #2"]
+    assert {"candidates", "regret", "max_logit_error", "ok"} <= set(found)
+    for one in found["candidates"]:
+        assert set(one) >= CONTRACT
+        assert sum(one["partition"]) == 96
+        assert one["rel_error"] == pytest.approx(one["predicted_ttft_s"] / one["measured_ttft_s"] - 1)
+        assert len(one["samples_s"]) == 2
+    best_s = min(one["measured_ttft_s"] for one in found["candidates"])
+    (chosen,) = (one for one in found["candidates"] if one["chosen"])
+    assert found["regret"] == pytest.approx(chosen["measured_ttft_s"] / best_s - 1)
+    assert chosen["predicted_ttft_s"] == min(one["predicted_ttft_s"] for one in found["candidates"])
+    assert found["max_logit_error"] <= 1e-5
+    assert found["ok"] is True
+    assert found["reasons"] == []
+
+
+def test_it_says_what_was_done(confirmed: tuple[dict[str, Any], str]) -> None:
+    found, errors = confirmed
+    assert (found["mode"], found["modelled"]) == ("ranks", [])
+    assert "ring" in found["tsp"]
+    assert found["conditions"]["transport"] == "gloo"
+    assert "measuring 5 candidates, 0 + 2 times each: about" in errors
+    assert len({one["strategy"] for one in found["candidates"]}) == len(found["candidates"])
+    assert any("another machine" in warning for warning in found["warnings"])  # the profile's device is made up
+
+
+def test_predicted_and_real_stand_in_one_trace_and_one_picture(
+    confirmed: tuple[dict[str, Any], str], folder: Path
+) -> None:
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    for kind in ("predicted", "measured"):
+        ranks = [
+            pid
+            for pid, name in names.items()
+            if name.startswith("kvr-s ") and "#" not in name and f", {kind}, " in name
+        ]
+        assert len(ranks) == 2
+        assert all(any(event["ph"] == "X" and event["pid"] == pid for event in events) for pid in ranks)
+    picture = (folder / "pair.svg").read_text()
+    assert "predicted" in picture
+    assert "one real prefill" in picture
+
+
+def test_a_target_that_is_not_met_is_the_exit_code_and_the_reason(folder: Path) -> None:
+    link = ("--link-bandwidth", "200MB/s", "--link-latency", "100us", "--side-traffic", "0.2")
+    few = ("--top", "1", "--repeats", "1", "--warmups", "0", "--no-virtual", "--max-error", "0", "--json")
+    code, found, _ = said(arguments(folder, "confirm", *few, *link))
+    assert code == 1
+    assert found["ok"] is False
+    assert any("predictions are off by" in reason for reason in found["reasons"])
+    assert found["conditions"]["transport"] == "emulated 1.6 Gbit/s, 100 us"
+    assert "held back" in found["modelled"][0]
+    assert [one["strategy"] for one in found["candidates"]] == ["single", "tsp", "kvr-e", "kvr-s"]
+
+
+def test_too_few_devices_make_virtual_ranks_and_say_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    words = arguments(folder, "confirm", "--top", "1", "--repeats", "2", "--warmups", "0", *BUSY, gpus="3")
+    code, text, errors = said(words)
+    assert code == 0
+    assert "3 ranks on 1 core: virtual ranks" in errors
+    assert "all-gather modelled" in text
+    assert "every part of every layer on every rank, alone on one device" in " ".join(text.split())
+
+
+def test_from_python_one_gpu_has_one_candidate(folder: Path) -> None:
+    found = kvrsim.confirm(
+        ctx=64, gpus=1, model=folder / "model.json", profile=folder / "profile.json", hardware={"repeats": 1}
+    )
+    assert [(one.strategy, one.partition) for one in found.candidates] == [("single", (64,))]
+    assert found.regret == 0
+    assert isinstance(found.choice.measured, Timeline)
+    assert list(found.to_frame()["strategy"]) == ["single"]
+
+
+def test_progress_is_told_prefill_by_prefill(folder: Path) -> None:
+    scenario, _ = make_scenario(ctx=96, gpus=2, model=folder / "model.json", profile=folder / "profile.json")
+    hardware = Hardware(config=str(folder / "model.json"), repeats=2, warmups=1)
+    heard: list[tuple[int, int, str]] = []
+    run_here(scenario, hardware, strategy="kvr-e", check_logits=True, on_progress=lambda *one: heard.append(one))
+    assert heard == [(done, 3, "prefills") for done in range(4)] + [(done, 1, "logits compared") for done in range(2)]
+    heard.clear()
+    confirm(scenario, hardware, top=1, virtual=True, on_progress=lambda *one: heard.append(one))
+    assert heard == [(done, 12, "prefills") for done in range(13)]
+
+
+def test_run_says_that_the_machine_was_busy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confirm_run, "_busy_notes", lambda timing: (f"busy in {len(timing.ttft_s)}",))
+    words = arguments(folder, "run", "--strategy", "single", "--repeats", "2", "--warmups", "0")
+    code, text, _ = said(words)
+    assert code == 0
+    assert "busy in 2" in text
+    assert "busy in 2" in said([*words, "--json"])[1]["warnings"]
+
+
+def test_run_measures_one_strategy_checks_it_and_goes_on(folder: Path) -> None:
+    words = arguments(
+        folder, "run", "--strategy", "kvr-s", "--partition", "60,36", "--check", "--generate", "3", *SHORT
+    )
+    code, found, errors = said([*words, "--trace", str(folder / "run.json"), "--plot", str(folder / "run.png")])
+    assert code == 0, errors
+    assert (found["strategy"], found["partition"]) == ("kvr-s", [60, 36])
+    assert found["max_logit_error"] <= 1e-5 * found["largest_logit"]
+    assert found["max_kv_cache_error"] <= 1e-5
+    assert found["predicted_ttft_s"] > 0
+    assert [len(tokens) for tokens in found["generated"]] == [3]
+    assert [rank["sent_bytes"] for rank in found["per_rank"]] == [3 * 60 * 2 * 2 * 16 * 4, 0]
+    assert (folder / "run.png").stat().st_size > 0
+    assert json.loads((folder / "run.json").read_text())["traceEvents"]
+
+
+def test_run_without_a_profile_takes_what_suits_the_device(folder: Path) -> None:
+    words = ["run", "--strategy", "tsp", "--gpus", "2", "--ctx", "50", "--model", str(folder / "model.json")]
+    code, found, errors = said([*words, "--device", "cpu", *SHORT])
+    assert code == 0, errors
+    assert (found["dtype"], found["attention"], found["predicted_ttft_s"]) == ("fp32", "sdpa", None)
+    code, text, _ = said([*words[:-2], *words[-2:], "--device", "cpu", "--repeats", "1"])
+    assert (code, "measured: tsp" in text) == (0, True)
+
+
+def test_under_torchrun_one_rank_speaks(folder: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "-m", "kvrsim.cli.main", *arguments(folder, "run", "--strategy", "kvr-e", *SHORT)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=55, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout)["partition"] == [48, 48]
+
+
+MISTAKES = [
+    (("run", "--strategy", "kvr-e", "--partition", "50,40"), "--partition", "sum to 96 tokens, not 90"),
+    (("run", "--strategy", "kvr-e", "--partition", "90,3,3"), "--partition", "2 chunk lengths, one a GPU"),
+    (("run", "--strategy", "kvr-e", "--partition", "96,0"), "--partition", "0"),
+    (("run", "--strategy", "kvr-p"), "--partition", "a partition: run does not read the table of kvr-p"),
+    (("run", "--strategy", "single,tsp"), "--strategy", "what the runtime runs: single, tsp"),
+    (("run", "--strategy", "all"), "--strategy", "what the runtime runs: single, tsp"),
+    (("run", "--strategy", "tsp", "--generate", "0"), "--generate", "0"),
+    (("confirm", "--repeats", "0"), "--repeats", "0"),
+    (("confirm", "--dtype", "fp16"), "--dtype", "what profile made-up has: fp32"),
+    (("confirm", "--attention", "sdpa"), "--attention", "eager"),
+    (("confirm", "--cached-prefix", "8"), "--cached-prefix", "0"),
+    (("confirm", "--backend", "nccl"), "--backend", "gloo"),
+    (("confirm", "--backend", "mpi"), "--backend", "gloo, nccl"),
+    (("confirm", "--device", "tpu"), "--device", "auto, cpu or cuda"),
+    (("confirm", "--side-traffic", "0.3"), "--side-traffic", "--link-bandwidth"),
+    (("confirm", "--side-traffic", "1.5"), "--side-traffic", "below 1"),
+    (("confirm", "--max-regret", "few"), "--max-regret", "3% or 0.03"),
+    (("confirm", "--output", "table.json"), "--output", "--search"),
+    (("confirm", "--search"), "--output", "a file"),
+    (("confirm", "--search", "--output", "table.json", "--virtual"), "--virtual", "--search"),
+    (("confirm", "--search", "--output", "table.json", "--minutes", "0"), "--minutes", "above 0"),
+    (("confirm", "--search", "--output", "table.json", "--gpus", "1"), "--gpus", "at least 2"),
+    (("confirm", "--gpus", "97"), "--gpus", "at most one GPU a token"),
+]
+
+
+@pytest.mark.parametrize(("words", "named", "accepted"), MISTAKES, ids=[" ".join(words) for words, *_ in MISTAKES])
+def test_mistakes_take_one_line(
+    words: tuple[str, ...], named: str, accepted: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    command, *more = words
+    code, text, errors = said([*arguments(folder, command), *more])
+    assert (code, text) == (2, "")
+    line = errors.strip().splitlines()[-1]
+    assert named in line
+    assert accepted in line
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("name", [*sorted(set(STRATEGIES) - set(RUN_STRATEGIES)), "tp2+kvr-s", "pp"])
+def test_a_strategy_that_the_runtime_cannot_run_is_refused_by_name(name: str, folder: Path) -> None:
+    code, text, errors = said(arguments(folder, "run", "--strategy", name))
+    assert (code, text) == (2, "")
+    assert errors.splitlines() == [
+        f"kvrsim: error: --strategy: got '{name}', accepted: what the runtime runs: single, tsp, kvr-e, kvr-s, kvr-p"
+    ]
+
+
+def test_no_other_strategy_is_run_in_its_place() -> None:
+    scenario, _ = make_scenario(ctx=96, gpus=2, model="llama-7b")
+    even = Partition.even(96, 2)
+    for name in set(STRATEGIES) - set(RUN_STRATEGIES):
+        with pytest.raises(InputError, match="what the runtime runs"):
+            run_plan(scenario, name, even, "ring")
+    assert set(RUN_STRATEGIES) <= set(STRATEGIES)
+    assert {run_plan(scenario, name, even, "ring").strategy for name in RUN_STRATEGIES if name != "single"} == {
+        "tsp",
+        "kvr",
+    }
+
+
+def test_without_a_profile_it_says_who_makes_one(folder: Path) -> None:
+    for command, more in (("confirm", ()), ("run", ("--strategy", "kvr-s"))):
+        words = [command, "--gpus", "2", "--ctx", "96", "--model", str(folder / "model.json"), *more]
+        code, _, errors = said(words)
+        assert code == 2
+        assert "kvrsim calibrate all makes one" in errors
+
+
+def test_what_the_runtime_cannot_run_is_refused_before_anything_starts(folder: Path) -> None:
+    words = arguments(folder, "confirm")
+    words[words.index("--model") + 1] = "mixtral-8x7b"
+    code, _, errors = said(words)
+    assert code == 2
+    assert "--model: model_type: got 'mixtral'" in errors
+
+
+def test_a_rank_that_fails_is_a_reason_too(folder: Path) -> None:
+    few = ("--top", "1", "--repeats", "1", "--warmups", "0", "--no-virtual", "--timeout", "1us", "--json")
+    code, found, errors = said(arguments(folder, "confirm", *few))
+    assert code == 1
+    assert (found["ok"], found["candidates"]) == (False, [])
+    assert "rank" in found["reasons"][0]
+    assert "Traceback" not in errors
+
+
+def test_what_only_the_ranks_can_tell_is_still_the_users_mistake() -> None:
+    fault = Fault(rank=0, kind="input", message="model: rope_type: got 'dynamic'")
+    assert RankError([fault]).exit_code == 2
+    assert RankError([Fault(rank=1, kind="died", message="killed"), fault]).exit_code == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores cannot be chosen here")
+def test_ranks_compute_on_cores_of_their_own_where_there_are_enough() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    pinned = launch(workers.cores_of, how=Launch(num_ranks=1, deadline_s=50, pin=True))
+    assert pinned == [[cores[0]]]
+    too_many = Launch(num_ranks=1, threads=len(cores) + 1, deadline_s=50, pin=True)
+    assert launch(workers.cores_of, how=too_many) == [cores]

@@ -1,0 +1,233 @@
+"""Strategies on a quiet network take what their papers' formulas say, written here apart from the code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvrsim
+from kvrsim.compile import build_program
+from kvrsim.cost.tensor_parallel import group_of, share_of
+from kvrsim.executors.batch import run_batch
+from kvrsim.executors.event import Replay
+from kvrsim.program import AllGather, Array, Compute, Program
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import get_strategy
+from planner.simulate import run_simulation
+
+SHAPES = [("llama-2-7b", 2, 4096), ("llama-2-7b", 8, 16384), ("llama-3-8b", 4, 8192), ("mistral-7b", 8, 2048)]
+LINKS = ["300GB/s", "1GB/s"]
+
+
+def scenario_of(model: str, gpus: int, ctx: int, bandwidth: str, latency: str = "20us") -> Scenario:
+    """The datasheet's limits, messages beside computation: no host, no short messages, a path a pair."""
+    scenario, _ = kvrsim.make_scenario(
+        ctx=ctx, gpus=gpus, model=model, profile="roofline", link_bandwidth=bandwidth, link_latency=latency
+    )
+    return scenario
+
+
+def number(value: Array) -> float:
+    return float(np.asarray(value).item())
+
+
+class Layer:
+    """Seconds of the parts of a layer, and of a message, as the formulas name them."""
+
+    def __init__(self, scenario: Scenario, tokens: float) -> None:
+        (self.costs,) = scenario.layer_costs()
+        self.scenario, self.tokens = scenario, np.array([tokens])
+        self.beta = 1 / scenario.cluster.link.bandwidth_bytes_per_s
+        self.alpha = scenario.cluster.link.latency_s
+
+    @property
+    def rest(self) -> float:
+        """Projections, MLP and what comes with them, and the chunk's own K, V put away."""
+        nothing = np.zeros(1)
+        parts = self.costs.qkv_s(self.tokens), self.costs.output_mlp_s(self.tokens)
+        return sum(map(number, parts)) + number(self.costs.append_s(self.tokens, nothing))
+
+    @property
+    def kv_bytes(self) -> float:
+        return float(self.tokens[0]) * self.scenario.model.kv_bytes_per_token_layer(2)
+
+    def attention(self, start: float, tokens: float | None = None) -> float:
+        queries = self.tokens if tokens is None else np.array([tokens])
+        return number(self.costs.attention_s(queries, np.array([start])))
+
+
+def around(scenario: Scenario, tokens: float) -> float:
+    """Embedding and head."""
+    program = build_program(scenario, get_strategy("kvr-e"), [np.array([tokens])] * scenario.cluster.num_gpus)
+    return sum(number(op.device_s) for op in (*program.prologue[-1], *program.epilogue[-1]) if isinstance(op, Compute))
+
+
+@pytest.mark.parametrize("bandwidth", LINKS)
+@pytest.mark.parametrize(("model", "gpus", "ctx"), SHAPES[:3])
+def test_ring_attention(model: str, gpus: int, ctx: int, bandwidth: str) -> None:
+    """Liu et al. (2023): a round takes the longer of a block's attention and of its K, V's way to the next rank.
+
+    The last rank has work in every round; 4 h d FLOPs a pair of query and key in the p - 1 blocks before its own.
+    """
+    scenario = scenario_of(model, gpus, ctx, bandwidth)
+    chunk = ctx // gpus
+    layer = Layer(scenario, chunk)
+    flops = 4 * scenario.model.num_attention_heads * scenario.model.head_dim * chunk * chunk
+    block = flops / dict(scenario.cluster.gpu.peak_flops)["fp16"] + number(layer.costs.join_s(layer.tokens))
+    sent = layer.alpha + layer.kv_bytes * layer.beta
+    rounds = max(layer.attention(0.0), sent) + (gpus - 2) * max(block, sent) + block
+    expected = around(scenario, chunk) + scenario.model.num_hidden_layers * (layer.rest + rounds)
+    assert run_simulation(scenario, strategy="ring").ttft_s == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("bandwidth", LINKS)
+@pytest.mark.parametrize(("model", "gpus", "ctx"), SHAPES[:3])
+def test_striped_attention(model: str, gpus: int, ctx: int, bandwidth: str) -> None:
+    """Brandon et al. (2023): every round is a causal half, so with fast links half of the ring's attention."""
+    scenario = scenario_of(model, gpus, ctx, bandwidth)
+    chunk = ctx // gpus
+    layer = Layer(scenario, chunk)
+    half = layer.attention(0.0)
+    joined = half + number(layer.costs.join_s(layer.tokens))
+    sent = layer.alpha + layer.kv_bytes * layer.beta
+    rounds = max(half, sent) + (gpus - 2) * max(joined, sent) + joined
+    expected = around(scenario, chunk) + scenario.model.num_hidden_layers * (layer.rest + rounds)
+    assert run_simulation(scenario, strategy="striped").ttft_s == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("bandwidth", LINKS)
+@pytest.mark.parametrize(("model", "gpus", "ctx"), SHAPES[:3])
+def test_zigzag(model: str, gpus: int, ctx: int, bandwidth: str) -> None:
+    """Llama 3 (2024), 3.3.2: an all-gather of (p - 1) steps, then 1 / p of the causal attention on every rank."""
+    scenario = scenario_of(model, gpus, ctx, bandwidth)
+    chunk, piece = ctx // gpus, ctx // gpus / 2
+    layer = Layer(scenario, chunk)
+    gathered = (gpus - 1) * (layer.alpha + layer.kv_bytes * layer.beta)
+    attention = layer.attention(0.0, piece) + layer.attention(ctx - piece, piece)
+    flops = 4 * scenario.model.num_attention_heads * scenario.model.head_dim * ctx * ctx / 2
+    assert attention == pytest.approx(flops / dict(scenario.cluster.gpu.peak_flops)["fp16"] / gpus, rel=1e-9)
+    expected = around(scenario, chunk) + scenario.model.num_hidden_layers * (layer.rest + gathered + attention)
+    assert run_simulation(scenario, strategy="zigzag").ttft_s == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("bandwidth", LINKS)
+@pytest.mark.parametrize(("model", "gpus", "ctx"), SHAPES)
+def test_tensor_parallel(model: str, gpus: int, ctx: int, bandwidth: str) -> None:
+    """Shoeybi et al. (2019): two all-reduces of tokens x hidden a layer, by rings of 2 (p - 1) steps.
+
+    Products of a p-th of the FLOPs, or of a p-th of the weights where reading them takes longer; heads of a p-th.
+    """
+    scenario = scenario_of(model, gpus, ctx, bandwidth)
+    spec, gpu, link = scenario.model, scenario.cluster.gpu, scenario.cluster.link
+    peak, hidden = dict(gpu.peak_flops)["fp16"], ctx * spec.hidden_size * 2
+    all_reduce = 2 * (gpus - 1) * (link.latency_s + hidden / gpus / link.bandwidth_bytes_per_s)
+    seconds = all_reduce + _around_tensor_parallel(scenario)
+    for kind in spec.layers:
+        weights = sum(part.in_features * part.out_features for part in (*kind.qkv, kind.output, *kind.mlp)) / gpus
+        seen = min(ctx, kind.sliding_window or ctx)
+        pairs = seen * seen / 2 + (ctx - seen) * seen
+        seconds += 2 * ctx * weights / peak + 4 * spec.num_attention_heads / gpus * spec.head_dim * pairs / peak
+        heads = (spec.num_attention_heads + spec.num_key_value_heads) / gpus * spec.head_dim
+        elementwise = (
+            4 * spec.hidden_size * 2 + 4 * heads + 2 * 6 * spec.hidden_size + 6 * spec.intermediate_size / gpus
+        )
+        seconds += ctx * elementwise / gpu.hbm_bytes_per_s + 2 * all_reduce
+    result = run_simulation(scenario, strategy="tp")
+    assert result.ttft_s == pytest.approx(seconds, rel=1e-9)
+    assert len(result.per_rank) == gpus
+    sent = 2 * (gpus - 1) / gpus * hidden * (2 * spec.num_hidden_layers + 1)
+    logits = (gpus - 1) / gpus * spec.vocab_size * 2
+    assert [rank.sent_bytes for rank in result.per_rank] == pytest.approx([sent + logits] * gpus, rel=1e-12)
+
+
+def _around_tensor_parallel(scenario: Scenario) -> float:
+    """The embedding read and written, the head's rows read, the logits gathered."""
+    spec, gpu, link, gpus = scenario.model, scenario.cluster.gpu, scenario.cluster.link, scenario.cluster.num_gpus
+    embedding = scenario.request.new_tokens * 4 * spec.hidden_size / gpu.hbm_bytes_per_s
+    head = spec.hidden_size * spec.vocab_size / gpus * 2 / gpu.hbm_bytes_per_s
+    logits = (gpus - 1) * (link.latency_s + spec.vocab_size * 2 / gpus / link.bandwidth_bytes_per_s)
+    return embedding + head + logits
+
+
+def test_ulysses() -> None:
+    """Jacobs et al. (2023): Q, K, V and the output cross all-to-all, 1 / p of them to each; heads of a p-th."""
+    scenario = scenario_of("llama-2-7b", 4, 8192, "10GB/s")
+    layer = Layer(scenario, 2048)
+    spec, gpus = scenario.model, 4
+    piece = 2048 * spec.num_attention_heads // gpus * spec.head_dim * 2
+    exchanged = 2 * layer.alpha + (gpus - 1) * (3 + 1) * piece * layer.beta
+    flops = 4 * spec.num_attention_heads / gpus * spec.head_dim * 8192 * 8192 / 2
+    attention = flops / dict(scenario.cluster.gpu.peak_flops)["fp16"]
+    expected = around(scenario, 2048) + spec.num_hidden_layers * (layer.rest + exchanged + attention)
+    assert run_simulation(scenario, strategy="ulysses").ttft_s == pytest.approx(expected, rel=1e-9)
+
+
+def test_kvr_direct_sends_as_much_as_the_chain_receives() -> None:
+    """Each rank's K, V once to every later rank: p (p - 1) / 2 chunks, as many as go down the chain."""
+    scenario = scenario_of("llama-2-7b", 4, 8192, "300GB/s")
+    chain, direct = (run_simulation(scenario, strategy=name, partition=[2048] * 4) for name in ("kvr-s", "kvr-direct"))
+    sent = [sum(rank.sent_bytes for rank in result.per_rank) for result in (chain, direct)]
+    assert sent[0] == sent[1] == 6 * 2048 * scenario.model.kv_bytes_per_token(2)
+    assert direct.ttft_s <= chain.ttft_s
+
+
+@pytest.mark.parametrize(("stages", "pieces"), [(2, 4), (4, 16), (8, 1)])
+def test_pipeline(stages: int, pieces: int) -> None:
+    """All pieces on the first stage, then the last piece, the longest, on all others; a message between any two."""
+    ctx = 8192
+    scenario = scenario_of("llama-2-7b", stages, ctx, "300GB/s")
+    piece = ctx // pieces
+    layer = Layer(scenario, piece)
+    layers = scenario.model.num_hidden_layers // stages
+    each = [layers * (layer.rest + layer.attention(float(index * piece))) for index in range(pieces)]
+    sent = layer.alpha + piece * scenario.model.hidden_size * 2 * layer.beta
+    embedding = ctx * 4 * scenario.model.hidden_size / scenario.cluster.gpu.hbm_bytes_per_s
+    head = around(scenario, piece) - embedding / pieces
+    expected = embedding + sum(each) + (stages - 1) * (each[-1] + sent) + head
+    result = run_simulation(scenario, strategy="pp", partition=[piece] * pieces)
+    assert result.ttft_s == pytest.approx(expected, rel=1e-9)
+    assert [rank.chunk_len for rank in result.per_rank] == [ctx] * stages
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_an_all_reduce_takes_what_two_simulated_rings_take(size: int) -> None:
+    """The closed form for a group against both executors: a reduce-scatter and an all-gather, step by step."""
+    scenario = scenario_of("llama-2-7b", size, 4096, "50GB/s")
+    nbytes = np.array([3e8])
+    ring = AllGather(nbytes=nbytes / size)
+    ops: Any = ((ring, ring),) * size
+    program = Program(
+        strategy="rings", prologue=((),) * size, layers=(ops,), layer_kind_index=(0,), epilogue=((),) * size
+    )
+    expected = number(group_of(scenario.cluster, size, scenario.model).all_reduce_s(nbytes))
+    assert run_batch(program, scenario.cluster)[:, 0] == pytest.approx([expected] * size, rel=1e-12)
+    assert Replay(program, scenario.cluster).finish_s == pytest.approx([expected] * size, rel=1e-12)
+
+
+def test_an_all_reduce_over_nodes_uses_every_gpus_network() -> None:
+    """Reduce-scatter inside, all-reduce of an eighth across, all-gather inside."""
+    scenario, _ = kvrsim.make_scenario(
+        ctx="8k", gpus=16, model="llama-3-70b", cluster="h100-2x8-ndr400", profile="roofline"
+    )
+    cluster = scenario.cluster
+    assert cluster.network is not None
+    nbytes = np.array([1e9])
+    inside = 7 * (cluster.link.latency_s + 1e9 / 8 / cluster.link.bandwidth_bytes_per_s)
+    across = cluster.network.latency_s + 1e9 / 16 / cluster.network.bandwidth_bytes_per_s
+    expected = 2 * (inside + across)
+    assert number(group_of(cluster, 16, scenario.model).all_reduce_s(nbytes)) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_share_of_the_model() -> None:
+    """Eight GPUs hold an eighth of the matrices each, norms whole; sixteen hold each KV head of eight twice."""
+    model = kvrsim.load_model("llama-3-70b")
+    eighth, sixteenth = share_of(model, 8), share_of(model, 16)
+    norms = sum(layer.norm_parameters for layer in model.layers) + model.final_norm_parameters
+    assert eighth.num_parameters - norms == (model.num_parameters - norms) / 8
+    assert (eighth.num_attention_heads, eighth.num_key_value_heads) == (8, 1)
+    assert sixteenth.num_key_value_heads == 1
+    assert sixteenth.kv_bytes_per_token(2) * 16 == 2 * model.kv_bytes_per_token(2)
+    with pytest.raises(kvrsim.InputError, match="64 heads and 8 KV heads"):
+        share_of(model, 24)

@@ -1,0 +1,239 @@
+"""The paper's counts: dot-products and K, V entries of its figures, traffic of its equations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvrsim
+from kvrsim.compile import build_program
+from kvrsim.profile.rates.attention import EagerRates
+from kvrsim.program import AllGather, Compute, Program, Recv, Send
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import STRATEGIES, get_strategy
+from planner.simulate import run_simulation
+
+
+def scenario_of(tokens: int, gpus: int, **options: Any) -> Scenario:
+    """Llama 7B whose attention costs a second an element of the score matrix, its traffic none."""
+    scenario, _ = kvrsim.make_scenario(ctx=tokens, gpus=gpus, **options)
+    assert scenario.profile is not None
+    model = scenario.model
+    flops_per_s = 4.0 * model.num_attention_heads * model.head_dim
+    attention = {"eager": EagerRates(flops_per_s=flops_per_s, bytes_per_s=1e30, start_s=0.0)}
+    kernels = replace(scenario.profile.kernels, attention=attention)
+    return replace(scenario, profile=replace(scenario.profile, kernels=kernels))
+
+
+def program_of(scenario: Scenario, name: str, chunks: Sequence[int]) -> Program:
+    return build_program(scenario, STRATEGIES[name], [np.array([float(chunk)]) for chunk in chunks])
+
+
+def dot_products(program: Program, rank: int) -> float:
+    """Of QK^T in one layer: elements of the score matrix that the rank computes."""
+    ops = [op for layer, op in program.ops(rank) if layer == 0 and isinstance(op, Compute)]
+    return next(op.device_s.item() for op in ops if op.name == "attention")
+
+
+def moved_tokens(scenario: Scenario, program: Program) -> float:
+    """Tokens whose K, V cross links in one layer, all ranks together; a gathered piece crosses p - 1."""
+    ranks = program.num_ranks
+    nbytes = 0.0
+    for rank in range(ranks):
+        for layer, op in program.ops(rank):
+            if layer == 0 and isinstance(op, Send | AllGather):
+                nbytes += op.nbytes.item() * (ranks - 1 if isinstance(op, AllGather) else 1)
+    return nbytes / scenario.model.kv_bytes_per_token_layer(scenario.request.dtype_bytes)
+
+
+def test_dot_products_of_kvr() -> None:
+    """Nine tokens in chunks of 4, 3 and 2: 16, 21 and 18 (Fig. 5)."""
+    program = program_of(scenario_of(9, 3), "kvr-s", (4, 3, 2))
+    assert [dot_products(program, rank) for rank in range(3)] == pytest.approx([16, 21, 18], rel=1e-12)
+
+
+def test_dot_products_of_tsp() -> None:
+    """The same tokens in chunks of 3, 3 and 3: 27 on each rank (Fig. 4)."""
+    program = program_of(scenario_of(9, 3), "tsp", (3, 3, 3))
+    assert [dot_products(program, rank) for rank in range(3)] == pytest.approx([27, 27, 27], rel=1e-12)
+
+
+def test_entries_that_move() -> None:
+    """K and V of (4 + 7) tokens: 22 entries for KVR; 36 for TSP (Figs. 4 and 5)."""
+    scenario = scenario_of(9, 3)
+    kvr, tsp = program_of(scenario, "kvr-s", (4, 3, 2)), program_of(scenario, "tsp", (3, 3, 3))
+    assert 2 * moved_tokens(scenario, kvr) == 22
+    assert 2 * moved_tokens(scenario, tsp) == 36
+
+
+@given(share=st.integers(1, 2000), ranks=st.integers(2, 16))
+@settings(max_examples=40)
+def test_traffic_with_even_chunks(share: int, ranks: int) -> None:
+    """Net_tsp = (p - 1) C and Net_kvr = (p - 1) C / 2 tokens a layer."""
+    tokens = share * ranks
+    scenario = scenario_of(tokens, ranks)
+    even = [share] * ranks
+    assert moved_tokens(scenario, program_of(scenario, "tsp", even)) == (ranks - 1) * tokens
+    assert moved_tokens(scenario, program_of(scenario, "kvr-e", even)) == (ranks - 1) * tokens / 2
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 5])
+@pytest.mark.parametrize("name", ["tsp", "kvr-e"])
+def test_reports_count_the_same_bytes(name: str, gpus: int) -> None:
+    tokens = 60
+    scenario = scenario_of(tokens, gpus)
+    result = run_simulation(scenario, strategy=name, partition=[tokens // gpus] * gpus)
+    per_token = scenario.model.kv_bytes_per_token(scenario.request.dtype_bytes)
+    factor = 1.0 if name == "tsp" else 0.5
+    assert sum(rank.sent_bytes for rank in result.per_rank) == (gpus - 1) * tokens * factor * per_token
+
+
+@given(chunks=st.lists(st.integers(1, 500), min_size=1, max_size=8), cached=st.integers(0, 500))
+@settings(max_examples=40)
+def test_dot_products_of_any_chunks(chunks: list[int], cached: int) -> None:
+    """KVR: chunk x (prefix + chunk); TSP: chunk x everything, whatever is masked."""
+    total = cached + sum(chunks)
+    scenario = scenario_of(total, len(chunks), cached_prefix=cached)
+    kvr, tsp = (program_of(scenario, name, chunks) for name in ("kvr-s", "tsp"))
+    end = cached
+    for rank, chunk in enumerate(chunks):
+        end += chunk
+        assert dot_products(kvr, rank) == pytest.approx(chunk * end, rel=1e-12)
+        assert dot_products(tsp, rank) == pytest.approx(chunk * total, rel=1e-12)
+
+
+def test_what_a_cached_prefix_saves() -> None:
+    """Every rank holds it already: nobody sends it."""
+    scenario = scenario_of(109, 3, cached_prefix=100)
+    assert moved_tokens(scenario, program_of(scenario, "kvr-s", (4, 3, 2))) == 11
+    assert moved_tokens(scenario, program_of(scenario, "tsp", (3, 3, 3))) == 18
+
+
+def test_a_window_sends_only_its_tail(config: Any) -> None:
+    model = config(model_type="mistral", sliding_window=3)
+    scenario = replace(scenario_of(9, 3), model=model)
+    program = program_of(scenario, "kvr-s", (4, 3, 2))
+    assert moved_tokens(scenario, program) == 3 + 3
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+def test_the_closed_form(gpus: int) -> None:
+    """TTFT*(p) = TTFT(1) / 2 x (1 / p + 1 / p^2) (Eq. 4), and nothing of ours is below its own bound."""
+    plan = kvrsim.plan(ctx="4k", gpus=gpus)
+    single = next(result for result in plan.strategies if result.strategy == "single")
+    assert plan.bounds.ttft_star_s == pytest.approx(single.ttft_s / 2 * (1 / gpus + 1 / gpus**2))
+    kvr = next(result for result in plan.strategies if result.strategy == "kvr-s")
+    assert plan.bounds.lower_bound_s <= kvr.ttft_s * (1 + 1e-12)
+    assert plan.bounds.ttft_no_comm_s <= kvr.ttft_s
+    assert plan.bounds.gap == pytest.approx(kvr.ttft_s / plan.bounds.lower_bound_s - 1)
+
+
+def test_the_story_of_a_kvr_layer() -> None:
+    """Project, wait for the cache, append, hand it on, attend, MLP (Fig. 7)."""
+    program = program_of(scenario_of(9, 3), "kvr-s", (4, 3, 2))
+    steps = [
+        [op.name if isinstance(op, Compute) else type(op).__name__ for layer, op in program.ops(rank) if layer == 0]
+        for rank in range(3)
+    ]
+    assert steps[0] == ["qkv", "append", "Send", "attention", "output+mlp"]
+    assert steps[1] == ["qkv", "Recv", "append", "Send", "attention", "output+mlp"]
+    assert steps[2] == ["qkv", "Recv", "append", "attention", "output+mlp"]
+    assert {op.dst for _, op in program.ops(1) if isinstance(op, Send)} == {2}
+    assert {op.src for _, op in program.ops(1) if isinstance(op, Recv)} == {0}
+
+
+def test_names() -> None:
+    more = ["kvr-direct", "ring", "striped", "zigzag", "ulysses", "tp", "pp"]
+    assert list(STRATEGIES) == ["single", "tsp", "kvr-e", "kvr-s", "kvr-p", *more]
+    for name, strategy in STRATEGIES.items():
+        assert get_strategy(name) is strategy
+        assert strategy.name == name
+        assert strategy.source
+    with pytest.raises(kvrsim.InputError) as caught:
+        get_strategy("kvr", "strategies")
+    assert caught.value.parameter == "strategies"
+
+
+@pytest.mark.parametrize("name", ["tp2+kvr-s", "tp16+ring", "tp4+pp"])
+def test_hybrids(name: str) -> None:
+    """Named by their parts; a group of one is no group."""
+    size, inner = name[2:].split("+")
+    assert get_strategy(name).name == name
+    assert get_strategy(name).group_size == int(size)
+    assert get_strategy(name).partition_rule == STRATEGIES[inner].partition_rule
+    assert get_strategy(f"tp1+{inner}") is STRATEGIES[inner]
+
+
+@pytest.mark.parametrize(
+    "name", ["tp2+single", "tp2+tp", "tp2+tp2+ring", "tp2+kvr-p", "tp0+ring", "tp2+", "tp2", "tp2+x"]
+)
+def test_what_is_no_hybrid(name: str) -> None:
+    with pytest.raises(kvrsim.InputError) as caught:
+        get_strategy(name, "strategies")
+    assert caught.value.parameter == "strategies"
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "says"),
+    [
+        ("tp", 3, "32 heads"),
+        ("ulysses", 5, "32 heads"),
+        ("tp4+ring", 6, "6 GPUs divide into"),
+        ("pp", 33, "at most 32 stages"),
+        ("tp4+ulysses", 24, "8 heads and 8 KV heads"),
+    ],
+)
+def test_gpus_that_do_not_do(name: str, gpus: int, says: str) -> None:
+    with pytest.raises(kvrsim.InputError, match=says) as caught:
+        kvrsim.simulate(strategy=name, ctx="4k", gpus=gpus)
+    assert caught.value.parameter == "strategies"
+
+
+def test_all_ranks_what_can_run() -> None:
+    """Fits before what does not, then by TTFT; what cannot run is said."""
+    plan = kvrsim.plan(ctx="2k", gpus=6, strategies=["all"], model="llama-30b")
+    order = [(not one.fits, one.ttft_s) for one in plan.strategies]
+    assert order == sorted(order)
+    assert plan.best == plan.strategies[0]
+    names = [one.strategy for one in plan.strategies]
+    assert {"single", "ring", "zigzag", "pp", "tp2+kvr-s"} <= set(names)
+    assert "tp" not in names
+    assert [note for note in plan.warnings if note.startswith("not compared: tp takes")]
+    by_name = {one.strategy: one for one in plan.strategies}
+    assert len(by_name["tp2+kvr-s"].memory) == len(by_name["tp2+kvr-s"].wait_s) == 6
+    assert len(by_name["tp2+kvr-s"].partition) == 3
+
+
+def test_tensor_parallelism_holds_what_a_chain_cannot() -> None:
+    """Llama-3-70B has 141 GB of weights in half precision."""
+    plan = kvrsim.plan(ctx="8k", gpus=8, model="llama-3-70b", cluster="h100-nvlink", strategies=["kvr-s", "tp", "pp"])
+    assert [one.fits for one in plan.strategies] == [False, True, True]
+    weights = [one.memory[0].weights for one in plan.strategies]
+    assert weights[0] == plan_weights("llama-3-70b")
+    assert weights[1] == pytest.approx(weights[0] / 8, rel=1e-3)
+
+
+def plan_weights(model: str) -> int:
+    return kvrsim.load_model(model).weight_bytes(2)
+
+
+@pytest.mark.parametrize("name", ["ring", "zigzag", "tp", "pp", "tp2+kvr-s", "ulysses", "kvr-direct"])
+def test_a_shared_bus_and_a_breakdown(name: str) -> None:
+    """The event executor alone: flows share the bus; parts and waits sum to when each rank has finished."""
+    options: dict[str, Any] = {"strategy": name, "ctx": "1k", "gpus": 4}
+    slow = options | {"profile": "roofline", "link_bandwidth": "10GB/s"}
+    slow |= {"partition": [256] * 4} if name == "kvr-direct" else {}
+    shared, own = (kvrsim.simulate(**slow, topology=topology) for topology in ("bus", "switch"))
+    assert shared.executor == ("batch" if name == "tp" else "event")  # one group has the bus for itself
+    assert shared.ttft_s >= own.ttft_s * (1 - 1e-9)
+    run = kvrsim.simulate(**options, breakdown=True)
+    assert run.breakdown is not None
+    last = max(row.rank for row in run.breakdown.rows)
+    seconds = sum(row.seconds for row in run.breakdown.rows if row.rank == last)
+    assert seconds == pytest.approx(run.ttft_s, rel=1e-9)

@@ -1,0 +1,158 @@
+"""The facade: its names, that they load lazily, and that it takes what a person would write."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvrsim
+
+ROOT = Path(__file__).resolve().parents[2]
+
+NAMES = [
+    *("CalibrationProfile", "Cluster", "GpuSpec", "InputError", "KvrsimError", "LinkSpec"),
+    *(
+        "ModelSpec",
+        "Partition",
+        "PartitionTable",
+        "Plan",
+        "Request",
+        "Scenario",
+        "SimResult",
+        "Span",
+        "StrategyMap",
+        "Timeline",
+        "__version__",
+        "build_table",
+        "capacity",
+        "confirm",
+    ),
+    *(
+        "load_cluster",
+        "load_model",
+        "load_profile",
+        "load_table",
+        "make_scenario",
+        "map_strategies",
+        "plan",
+        "simulate",
+    ),
+]
+
+
+def test_names_are_pinned() -> None:
+    assert kvrsim.__all__ == NAMES
+    for name in NAMES:
+        assert getattr(kvrsim, name) is not None
+        assert name in dir(kvrsim)
+    with pytest.raises(AttributeError, match="nonsense"):
+        kvrsim.nonsense  # noqa: B018
+
+
+def test_functions_say_what_they_do() -> None:
+    for name in ("plan", "simulate", "build_table", "capacity", "make_scenario", "map_strategies"):
+        assert "InputError" in getattr(kvrsim, name).__doc__
+
+
+def test_importing_it_imports_nothing_heavy() -> None:
+    code = "import sys, kvrsim; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = done.stdout.split()
+    light = {"kvrsim.arguments", "kvrsim.errors", "kvrsim.version"}
+    assert {name for name in loaded if name.startswith(("numpy", "kvrsim.", "planner"))} == light
+
+
+def test_version_is_the_packages() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert kvrsim.__version__ == project["version"]
+
+
+def test_numbers_and_text_mean_the_same() -> None:
+    text, notes = kvrsim.make_scenario(
+        ctx="4k",
+        gpus="4",
+        link_bandwidth="10GB/s",
+        link_latency="5us",
+        batch="2",
+        cached_prefix="1k",
+    )
+    numbers, same_notes = kvrsim.make_scenario(
+        ctx=np.int64(4096), gpus=4, link_bandwidth=1e10, link_latency=5e-6, batch=2, cached_prefix=1024
+    )
+    assert text == numbers
+    assert notes == same_notes
+
+
+def test_names_paths_and_objects_mean_the_same(tmp_path: Path) -> None:
+    profile, model, cluster = (
+        kvrsim.load_profile("a100-eager"),
+        kvrsim.load_model("llama-7b"),
+        kvrsim.load_cluster(),
+    )
+    profile.write(tmp_path / "profile.json")
+    by_name, _ = kvrsim.make_scenario(ctx=512, profile="a100-eager", model="llama-7b", cluster="a100-nvlink")
+    by_object, _ = kvrsim.make_scenario(ctx=512, profile=profile, model=model, cluster=cluster)
+    by_path, _ = kvrsim.make_scenario(ctx=512, profile=tmp_path / "profile.json")
+    assert by_name == by_object == by_path
+
+
+def test_plan() -> None:
+    seen: list[tuple[int, int | None, float]] = []
+    plan = kvrsim.plan(
+        ctx="1k",
+        gpus=2,
+        strategies=["single", "tsp", "kvr-e", "kvr-s"],
+        on_progress=lambda *progress: seen.append(progress),
+        timeline=True,
+    )
+    assert isinstance(plan, kvrsim.Plan)
+    assert plan.feasible
+    assert sum(plan.best.partition) == 1024
+    assert isinstance(plan.timeline, kvrsim.Timeline)
+    assert seen
+    assert len(plan.to_frame()) == 4
+
+
+def test_simulate() -> None:
+    result = kvrsim.simulate(strategy="kvr-e", ctx="1k", gpus=2, partition=[600, 424], timeline=True)
+    assert isinstance(result, kvrsim.SimResult)
+    assert result.partition == (600, 424)
+    assert result.timeline is not None
+    assert len(result.to_frame()) == 2
+
+
+@pytest.mark.parametrize(
+    ("argument", "wrong"),
+    [
+        ("ctx", {"ctx": 0}),
+        ("ctx", {"ctx": 1.5}),
+        ("ctx", {"ctx": True}),
+        ("ctx", {"ctx": "much"}),
+        ("gpus", {"gpus": 0}),
+        ("gpus", {"gpus": True}),
+        ("batch", {"batch": 2.0}),
+        ("cached_prefix", {"cached_prefix": 512}),
+        ("link_bandwidth", {"link_bandwidth": float("nan")}),
+        ("link_latency", {"link_latency": float("inf")}),
+        ("topology", {"topology": "torus"}),
+        ("model", {"model": Path("nowhere")}),
+    ],
+)
+def test_mistakes_name_the_argument(argument: str, wrong: dict[str, object]) -> None:
+    arguments: dict[str, object] = {"ctx": 512, "gpus": 2} | wrong
+    with pytest.raises(kvrsim.InputError) as caught:
+        kvrsim.make_scenario(**arguments)  # type: ignore[arg-type]
+    assert caught.value.parameter == argument
+
+
+def test_nothing_imports_the_facade_from_below() -> None:
+    from_below = re.compile(r"^\s*(import kvrsim$|from kvrsim import)", re.MULTILINE)
+    files = [path for room in ("kvrsim", "planner", "calibrate") for path in (ROOT / room).rglob("*.py")]
+    assert len(files) > 100
+    assert [str(path) for path in files if from_below.search(path.read_text(encoding="utf-8"))] == []

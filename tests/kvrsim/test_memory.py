@@ -1,0 +1,239 @@
+"""Memory: parts that add up, the score matrix of eager attention, and who needs more."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvrsim
+from kvrsim.memory import EAGER_SCORE_PEAK_BYTES, fits, memory_of
+from kvrsim.model.architectures import read_config
+from kvrsim.model.spec import ModelSpec
+from kvrsim.partition import Partition
+from kvrsim.program import Compute, Op, Recv, Send
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import STRATEGIES, Step
+from kvrsim.units import JsonObject
+
+KVR, TSP, SINGLE = STRATEGIES["kvr-s"], STRATEGIES["tsp"], STRATEGIES["single"]
+
+
+def scenario_of(ctx: int | str, gpus: int, **options: Any) -> Scenario:
+    return kvrsim.make_scenario(ctx=ctx, gpus=gpus, **options)[0]
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=60)
+def test_the_total_is_what_is_held_and_the_largest_moment(seed: int, make: Any) -> None:
+    rng = random.Random(seed)
+    scenario = make.scenario(rng, num_gpus=(1, 5))
+    tokens, ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
+    cut = Partition(chunk_lens=make.partition(rng, tokens, ranks))
+    for strategy in (KVR, TSP):
+        parts = memory_of(scenario, strategy, cut)
+        assert len(parts) == ranks
+        for part in parts:
+            assert min(asdict(part).values()) >= 0
+            held = part.weights + part.kv_cache + part.gathered + part.runtime
+            assert part.total == held + max(part.scores, part.activations, part.logits)
+            assert part.to_dict() == asdict(part) | {"total": part.total}
+            assert part.weights == scenario.model.num_parameters * scenario.request.dtype_bytes
+            assert (part.scores > 0) == (scenario.kernel == "eager")
+        assert [part.logits > 0 for part in parts] == [False] * (ranks - 1) + [True]
+        largest = max(part.total for part in parts)
+        assert fits(scenario, parts) == (largest <= int(0.9 * scenario.cluster.gpu.memory_bytes))
+
+
+@given(seed=st.integers(0, 2**32), low=st.floats(1e-6, 1), high=st.floats(1e-6, 1))
+@settings(max_examples=30)
+def test_what_fits_in_a_share_of_the_memory_fits_in_a_larger_one(seed: int, low: float, high: float, make: Any) -> None:
+    """The peak does not depend on the share."""
+    low, high = sorted((low, high))
+    rng = random.Random(seed)
+    scenario = make.scenario(rng, num_gpus=(1, 5))
+    cut = Partition(chunk_lens=make.partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus))
+    less, more = (replace(scenario, memory_fraction=fraction) for fraction in (low, high))
+    parts = memory_of(less, KVR, cut)
+    assert parts == memory_of(more, KVR, cut)
+    assert fits(more, parts) or not fits(less, parts)
+
+
+def test_a_verdict_depends_on_the_share_and_says_so() -> None:
+    """qwen3-30b-a3b, 128k on one H100: 75.3 GiB are more than 0.9 of 79.6 GiB, and less than 0.96."""
+    about: dict[str, Any] = {"model": "qwen3-30b-a3b", "cluster": "h100-nvlink", "ctx": "128k", "gpus": 1}
+    default, larger = (
+        kvrsim.plan(**about, strategies=["single"], memory_fraction=fraction) for fraction in (0.9, "0.96")
+    )
+    assert (default.feasible, larger.feasible) == (False, True)
+    assert default.best.memory == larger.best.memory
+    (note,) = (note for note in default.warnings if "does not fit" in note)
+    assert note == "single does not fit: rank 0 over 71.7 GiB (worst 75.3 GiB)"
+    told = default.to_dict()
+    assert (told["gpu_memory_bytes"], told["memory_fraction"]) == (81559 * 2**20, 0.9)
+    assert told["memory_limit_bytes"] == int(0.9 * 81559 * 2**20)
+    simulated = kvrsim.simulate(**about, strategy="single", memory_fraction=0.96)
+    assert simulated.fits
+    assert simulated.to_dict()["memory_fraction"] == 0.96
+
+
+def test_the_kv_cache_of_llama() -> None:
+    """Half a megabyte a token: 2 x 32 layers x 4096 features x 2 bytes."""
+    (part,) = memory_of(scenario_of(1000, 1), SINGLE, Partition(chunk_lens=(1000,)))
+    assert part.kv_cache == 1000 * 2**19
+    assert part.gathered == 0
+
+
+def two_chains(step: Step, rank: int) -> Iterator[Op]:
+    """A strategy of one's own: an early and a late piece a rank, early K, V go to the rank before, late to the next."""
+    early, late = step.zigzag(rank)
+    yield step.qkv(rank)
+    if rank < step.num_ranks - 1:
+        yield Recv(src=rank + 1)
+    if rank > 0:
+        yield Send(dst=rank - 1, nbytes=step.costs.kv_bytes(early[1] + early[0] - step.cached))
+        yield Recv(src=rank - 1)
+    yield step.append_kv(rank, prefix=late[1] - early[0])
+    if rank < step.num_ranks - 1:
+        yield Send(dst=rank + 1, nbytes=step.costs.kv_bytes(late[1] + late[0] - step.cached))
+    yield step.attention_to("early attention", *early)
+    yield step.attention_to("late attention", *late)
+    yield step.output_mlp(rank)
+
+
+TWO_CHAINS = replace(KVR, name="two-chains", layer=two_chains, chains=False, partition_rule="even")
+
+
+def pieces_of(chunks: Sequence[int], cached: int) -> list[tuple[range, range]]:
+    """Positions of each rank's early and late piece: the last rank has the first early piece and the last late one."""
+    sizes = [chunk // 2 for chunk in reversed(chunks)] + [chunk - chunk // 2 for chunk in chunks]
+    ends = [cached, *(cached + sum(sizes[: number + 1]) for number in range(len(sizes)))]
+    positions = [range(first, end) for first, end in pairwise(ends)]
+    return [(positions[len(chunks) - 1 - rank], positions[len(chunks) + rank]) for rank in range(len(chunks))]
+
+
+@given(seed=st.integers(0, 2**32), cached=st.integers(0, 50), num_gpus=st.integers(2, 5))
+@settings(max_examples=30, deadline=None)
+def test_two_pieces_a_rank_hold_what_their_positions_say(seed: int, cached: int, num_gpus: int) -> None:
+    """K, V, messages and scores, counted position by position; a token of K, V is 256 bytes in a layer, 4 in all."""
+    rng = random.Random(seed)
+    chunks = [rng.randint(2, 60) for _ in range(num_gpus)]
+    about: dict[str, Any] = {"ctx": cached + sum(chunks), "gpus": num_gpus, "cached_prefix": cached}
+    scenario = scenario_of(**about, model=small_model())
+    cut = Partition(chunk_lens=tuple(chunks))
+    token, layers, heads = 256, 4, 4
+    zigzag = memory_of(scenario, STRATEGIES["zigzag"], cut)
+    chains = memory_of(scenario, TWO_CHAINS, cut)
+    for rank, (early, late) in enumerate(pieces_of(chunks, cached)):
+        everything, own = cached + sum(chunks), cached + chunks[rank]
+        scores = max(len(piece) * piece.stop for piece in (early, late)) * heads * EAGER_SCORE_PEAK_BYTES
+        assert zigzag[rank].scores == chains[rank].scores == scores
+        assert zigzag[rank].kv_cache == layers * token * own
+        assert zigzag[rank].gathered == token * (sum(chunks) + everything - own)
+        assert chains[rank].kv_cache == layers * token * late.stop
+        before_early = early.start - cached if rank < num_gpus - 1 else 0
+        before_late = late.start - cached if rank > 0 else 0
+        assert chains[rank].gathered == token * (before_early + before_late)
+    new_bytes = sum(part.kv_cache for part in zigzag) - num_gpus * layers * token * cached
+    assert new_bytes == layers * token * sum(chunks)
+
+
+def small_model() -> ModelSpec:
+    fields = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    fields |= {"num_hidden_layers": 4, "vocab_size": 101}
+    return read_config(JsonObject(fields=fields, where="test"), "small")
+
+
+@pytest.mark.parametrize("name", ["ring", "striped", "ulysses"])
+def test_split_strategies_keep_every_token_once(name: str) -> None:
+    """Over all ranks, K and V of the whole context; Ulysses keeps all tokens of a rank's heads."""
+    scenario = scenario_of("4k", 4)
+    parts = memory_of(scenario, STRATEGIES[name], Partition.even(4096, 4))
+    assert sum(part.kv_cache for part in parts) == 4096 * 2**19
+    queries = 4096 if name == "ulysses" else 1024
+    keys, heads = (4096, 8) if name == "ulysses" else (1024, 32)
+    assert {part.scores for part in parts} == {heads * queries * keys * EAGER_SCORE_PEAK_BYTES}
+
+
+def test_a_program_that_says_nothing_holds_the_whole_context() -> None:
+    """Too much rather than too little."""
+
+    def silent(step: Step, rank: int) -> Iterator[Op]:
+        yield Compute(name="all of it", device_s=np.ones_like(step.chunks[rank]))
+
+    strategy = replace(KVR, name="silent", layer=silent, chains=False)
+    for part in memory_of(scenario_of("4k", 2), strategy, Partition(chunk_lens=(3072, 1024))):
+        assert part.kv_cache == 4096 * 2**19
+    quarter = memory_of(scenario_of("4k", 2), strategy, Partition(chunk_lens=(3072, 1024)))[1]
+    assert quarter.scores == 32 * 1024 * 4096 * EAGER_SCORE_PEAK_BYTES
+
+
+def test_the_eager_score_matrix() -> None:
+    """All heads x chunk x keys: the last of two ranks has 3 queries over 10 keys, under TSP and KVR alike."""
+    scenario = scenario_of(10, 2)
+    cut = Partition(chunk_lens=(7, 3))
+    for strategy, keys in ((KVR, (7, 10)), (TSP, (10, 10))):
+        scores = [part.scores for part in memory_of(scenario, strategy, cut)]
+        assert scores == [32 * chunk * kv * EAGER_SCORE_PEAK_BYTES for chunk, kv in zip((7, 3), keys, strict=True)]
+    flash = scenario_of(10, 2, profile="roofline", attention="flash")
+    assert all(part.scores == 0 for part in memory_of(flash, KVR, cut))
+
+
+def test_batch_and_cached_prefix_count() -> None:
+    one = memory_of(scenario_of("4k", 2), KVR, Partition.even(4096, 2))
+    two = memory_of(scenario_of("4k", 2, batch=2), KVR, Partition.even(4096, 2))
+    for single, double in zip(one, two, strict=True):
+        assert double.kv_cache == 2 * single.kv_cache
+        assert double.scores == 2 * single.scores
+        assert double.weights == single.weights
+    cached = memory_of(scenario_of("4k", 2, cached_prefix="2k"), KVR, Partition.even(2048, 2))
+    assert [part.kv_cache for part in cached] == [3072 * 2**19, 4096 * 2**19]
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=60)
+def test_tsp_holds_more_than_kvr_on_every_rank(seed: int, make: Any) -> None:
+    """The last KVR rank ends with all K and V too; the ranks before it hold less, and gather less."""
+    rng = random.Random(seed)
+    scenario = make.scenario(rng, num_gpus=(2, 6))
+    cut = Partition.even(scenario.request.new_tokens, scenario.cluster.num_gpus)
+    kvr, tsp = (memory_of(scenario, strategy, cut) for strategy in (KVR, TSP))
+    for rank, (less, more) in enumerate(zip(kvr, tsp, strict=True)):
+        assert less.total < more.total
+        assert less.scores <= more.scores
+        if rank < len(kvr) - 1:
+            assert less.kv_cache < more.kv_cache
+
+
+def test_the_papers_machine() -> None:
+    """Llama 7B at 16k on two A100s of 80 GB; a single one runs 12k, the longest that the paper has.
+
+    The paper's TSP ran out of memory here. Ours needs 8 GB more than KVR-S and yet fits, with 11 GB to spare:
+    what else the paper's code held (a fragmented heap, more copies) is not known and not modelled.
+    """
+    scenario = scenario_of("16k", 2)
+    kvr = memory_of(scenario, KVR, Partition(chunk_lens=(9728, 6656)))  # the paper's chunks
+    tsp = memory_of(scenario, TSP, Partition.even(16384, 2))
+    assert [part.total / 1e9 for part in kvr] == pytest.approx([49.9, 58.1], abs=0.1)
+    assert [part.total / 1e9 for part in tsp] == pytest.approx([66.3, 66.3], abs=0.1)
+    assert fits(scenario, kvr)
+    assert fits(scenario, tsp)
+    single = scenario_of("12k", 1)
+    assert fits(single, memory_of(single, SINGLE, Partition(chunk_lens=(12288,))))
+    larger = scenario_of("16k", 1)
+    assert not fits(larger, memory_of(larger, SINGLE, Partition(chunk_lens=(16384,))))
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [("bf16", 2), ("fp8", 1)])
+def test_bytes_an_element(dtype: str, factor: int) -> None:
+    scenario = scenario_of("1k", 1, cluster="h100-nvlink", profile="roofline", dtype=dtype)
+    (part,) = memory_of(scenario, SINGLE, Partition(chunk_lens=(1024,)))
+    assert part.weights == scenario.model.num_parameters * factor
+    assert part.kv_cache == 1024 * 2**18 * factor

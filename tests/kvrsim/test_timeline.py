@@ -1,0 +1,156 @@
+"""Timelines: spans that can have happened, and the trace that Perfetto reads."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrsim.compile import build_program
+from kvrsim.errors import InputError
+from kvrsim.executors.event import Replay
+from kvrsim.program import AllGather, Compute, Op, Program, RingPass, Send
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import STRATEGIES
+from kvrsim.timeline import Span, Timeline
+
+NAMES = ["tsp", "kvr-e", "kvr-s", "kvr-direct", "ring", "zigzag"]  # whose ranks are single GPUs on any model
+
+
+def replayed(make: Any, rng: random.Random, name: str, **options: Any) -> tuple[Scenario, Program, Replay]:
+    scenario = make.scenario(rng, **options)
+    chunks = make.partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus)
+    program = build_program(scenario, STRATEGIES[name], [np.array([float(chunk)]) for chunk in chunks])
+    return scenario, program, Replay(program, scenario.cluster)
+
+
+def ops_of(ops: Sequence[tuple[int | None, Op]], kind: type[Any]) -> list[Any]:
+    return [op for _, op in ops if isinstance(op, kind)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=25)
+def test_spans_can_have_happened(name: str, seed: int, make: Any) -> None:
+    topologies = ("switch", "chain", "nodes", "bus")
+    _, program, replay = replayed(make, random.Random(seed), name, num_gpus=(1, 4), topologies=topologies)
+    timeline = replay.timeline
+    starts = [span.start_s for span in timeline.spans]
+    assert starts == sorted(starts)
+    assert timeline.end_s == pytest.approx(max(replay.finish_s), rel=1e-12)
+    assert all(span.duration_s >= 0 and span.start_s >= 0 for span in timeline.spans)
+    slack = 1e-12 * timeline.end_s
+    for rank in range(program.num_ranks):
+        stream = sorted(
+            (span.start_s, span.end_s) for span in timeline.spans if span.rank == rank and span.kind != "transfer"
+        )
+        for (_, end_s), (start_s, _) in zip(stream, stream[1:], strict=False):
+            assert end_s <= start_s + slack, "two things at once on a compute stream"
+        ops = program.ops(rank)
+        device_s = sum(op.device_s.item() for _, op in ops if isinstance(op, Compute))
+        assert sum(span.duration_s for span in timeline.of(rank, "compute")) >= device_s * (1 - 1e-9)
+        sent = sum(op.nbytes.item() for _, op in ops if isinstance(op, Send))
+        gathered = [op.nbytes.item() for _, op in ops if isinstance(op, AllGather)]
+        passed = sum(op.nbytes.sum() for op in ops_of(ops, RingPass))
+        rounds = sum(len(op.nbytes) for op in ops_of(ops, RingPass))
+        moved = [span.nbytes or 0.0 for span in timeline.of(rank, "transfer")]
+        assert len(moved) == len(ops_of(ops, Send)) + len(gathered) * (program.num_ranks - 1) + rounds
+        if not gathered:
+            assert sum(moved) == pytest.approx(sent + passed)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=15)
+def test_a_link_carries_one_message_at_a_time(name: str, seed: int, make: Any) -> None:
+    scenario, program, replay = replayed(make, random.Random(seed), name, num_gpus=(2, 4))
+    slack = 1e-12 * replay.timeline.end_s
+    for rank in range(program.num_ranks):
+        by_link: dict[int | None, list[Span]] = {}
+        for span in replay.timeline.of(rank, "transfer"):
+            by_link.setdefault(span.peer, []).append(span)
+        for peer, spans in by_link.items():
+            assert peer is not None
+            path = scenario.cluster.path(rank, peer)
+            for first, second in zip(spans, spans[1:], strict=False):
+                assert first.end_s <= second.start_s + slack
+            for span in spans:
+                assert span.nbytes is not None
+                size = np.array(span.nbytes)
+                busy_s = path.gather_step_s(size, program.num_ranks) if name in ("tsp", "zigzag") else path.busy_s(size)
+                want_s = float(busy_s)
+                assert abs(span.duration_s - want_s) <= 1e-9 * want_s + slack
+
+
+@pytest.fixture(scope="module")
+def timeline(make: Any) -> Timeline:
+    rng = random.Random(1)
+    return replayed(make, rng, "kvr-e", num_gpus=(3, 3), layers=(2, 2))[2].timeline  # type: ignore[no-any-return]
+
+
+def test_chrome_trace(timeline: Timeline, tmp_path: Path) -> None:
+    timeline.write_chrome_trace(tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert trace["displayTimeUnit"] == "ms"
+    named = [event for event in trace["traceEvents"] if event["ph"] == "M"]
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert len(named) + len(spans) == len(trace["traceEvents"])
+    processes = {event["pid"]: event["args"]["name"] for event in named if event["name"] == "process_name"}
+    assert processes == {0: "rank 0", 1: "rank 1", 2: "rank 2"}
+    threads = {(event["pid"], event["tid"]) for event in named if event["name"] == "thread_name"}
+    assert {(event["pid"], event["tid"]) for event in spans} <= threads
+    assert len(spans) == len(timeline.spans)
+    for event, span in zip(spans, timeline.spans, strict=True):
+        assert set(event) == {"ph", "pid", "tid", "cat", "name", "ts", "dur", "args"}
+        assert event["ts"] == pytest.approx(span.start_s * 1e6)
+        assert event["dur"] == pytest.approx(span.duration_s * 1e6)
+        assert event["dur"] >= 0
+        assert event["tid"] == (1 if span.kind == "transfer" else 0)
+        assert (event["args"].get("to"), event["args"].get("bytes")) == (span.peer, span.nbytes)
+
+
+def test_a_trace_appears_whole_or_not_at_all(
+    timeline: Timeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text("what was there before")
+
+    def full_disk(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", full_disk)
+        with pytest.raises(InputError) as caught:
+            timeline.write_chrome_trace(path)
+    assert caught.value.parameter == "trace"
+    assert path.read_text() == "what was there before"
+    assert list(tmp_path.iterdir()) == [path]
+    timeline.write_chrome_trace(path)
+    assert json.loads(path.read_text())["traceEvents"]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_missing_folder_is_named(timeline: Timeline, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        timeline.write_chrome_trace(tmp_path / "missing" / "trace.json")
+    assert caught.value.parameter == "trace"
+
+
+def test_as_a_table(timeline: Timeline) -> None:
+    frame = timeline.to_frame()
+    assert list(frame.columns) == list(Span.__slots__)
+    assert len(frame) == len(timeline.spans)
+    assert frame.end_s.max() == timeline.end_s
+
+
+def test_an_empty_timeline() -> None:
+    empty = Timeline(strategy="none", num_ranks=1, spans=())
+    assert empty.end_s == 0.0
+    assert all(event["ph"] == "M" for event in empty.chrome_events())

@@ -1,0 +1,44 @@
+"""The notebooks run from top to bottom, within seconds, and say what they are meant to."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+MOST_S = 60  # far above what they take (each under 20 s on two idle cores): it stops one that hangs
+SAYS = {
+    "01-from-a-trace-to-a-fleet": "GPUs a group:",
+    "02-the-papers-story": "no partition of KV-Runahead is below",
+    "03-a-slower-network": "10 x slower:",
+}
+
+
+def test_every_notebook_is_tested() -> None:
+    assert [path.stem for path in NOTEBOOKS] == list(SAYS)
+
+
+@pytest.mark.filterwarnings("default")  # of the kernel's own libraries
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=":")
+    notebook = nbformat.read(path, as_version=4)
+    for cell in notebook.cells:
+        cell.pop("outputs", None)
+        if cell.cell_type == "code":
+            cell.outputs = []
+    client = nbclient.NotebookClient(
+        notebook, timeout=MOST_S, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
+    )
+    begin_s = time.monotonic()
+    client.execute()  # raises what a cell raises
+    assert time.monotonic() - begin_s < MOST_S
+    text = "".join(
+        output.get("text", "") for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs
+    )
+    assert SAYS[path.stem] in text

@@ -1,0 +1,173 @@
+"""The search: what it finds meets the target, and nothing cheaper of the same design does."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvrsim.setup import make_scenario
+from planner.capacity.confidence import of_replications, of_trace
+from planner.capacity.fleet.fleet import Conditions, percentile_of
+from planner.capacity.fleet.service import Service
+from planner.capacity.fleet.times import ServiceTimes
+from planner.capacity.search import Fit, Limits, Search
+from planner.capacity.trials import Band, Design, Target, Trials
+from planner.capacity.workloads.source import Source
+from planner.capacity.workloads.workload import Workload
+
+
+@pytest.fixture(scope="module")
+def workload() -> Workload:
+    return Source.of("synthetic:bursty,rate=6,requests=1500,cv=2,context=lognormal:1k:1,max=8k").workload(3)
+
+
+@pytest.fixture(scope="module")
+def times(workload: Workload) -> ServiceTimes:
+    scenario, _ = make_scenario(ctx=1024, gpus=1)
+    return ServiceTimes.for_workloads(scenario, [workload])
+
+
+def trials(workload: Workload, times: ServiceTimes, slo_s: float, **conditions: object) -> Trials:
+    asked = Conditions(**conditions)  # type: ignore[arg-type]
+    return Trials([workload], times, asked, Target(slo_s=slo_s, percentile=99.0))
+
+
+LIMITS = Limits(sizes=(1, 2, 4), max_gpus=40)
+
+
+def meets(tried: Trials, fit: Fit) -> bool:
+    run = tried.runs(fit.plans)[0]
+    return run.percentile_s(tried.target.percentile) <= tried.target.slo_s
+
+
+@pytest.mark.parametrize("slo_s", [0.6, 1.0, 2.0, 5.0])
+def test_uniform_fleets_are_the_smallest(workload: Workload, times: ServiceTimes, slo_s: float) -> None:
+    tried = trials(workload, times, slo_s)
+    search = Search(tried, LIMITS)
+    fits = {fit.sizes[0]: fit for fit in search.fits(search.uniform())}
+    for design in search.uniform():
+        size = design[0].gpus_per_group
+        first = next(
+            (n for n in range(1, 1 + LIMITS.max_gpus // size) if tried.misses(design, 0, n) <= tried.allowed), None
+        )
+        assert (fits[size].replicas[0] if size in fits else None) == first
+    assert fits or slo_s < 1
+    assert all(meets(tried, fit) for fit in fits.values())
+
+
+@pytest.mark.parametrize("order", ["first-come", "shortest-first"])
+def test_mixed_fleets_meet_the_target_and_are_no_dearer(workload: Workload, times: ServiceTimes, order: str) -> None:
+    tried = trials(workload, times, 1.0, order=order)
+    search = Search(tried, LIMITS)
+    uniform = search.fits(search.uniform())
+    fits = search.mixed(uniform)
+    assert fits[0].worth <= uniform[0].worth
+    assert [fit.worth for fit in fits] == sorted(fit.worth for fit in fits)
+    for fit in fits[:6]:
+        assert meets(tried, fit)
+        late = tried.runs(fit.plans)[0].ttft_s > tried.target.slo_s
+        assert late.sum() == fit.misses
+        ends = [band.most_new for band in fit.design]
+        assert ends == sorted(set(ends))
+        assert [band.least_new for band in fit.design] == [1, *(end + 1 for end in ends[:-1])]
+        assert ends[-1] == workload.new_tokens.max()
+
+
+def test_no_cheaper_split_of_the_same_design(workload: Workload, times: ServiceTimes) -> None:
+    tried = trials(workload, times, 1.0)
+    search = Search(tried, LIMITS)
+    longest = int(workload.new_tokens.max())
+    for sizes in ((1, 2), (2, 4), (1, 1)):
+        design: Design = (
+            Band(gpus_per_group=sizes[0], least_new=1, most_new=2048),
+            Band(gpus_per_group=sizes[1], least_new=2049, most_new=longest),
+        )
+        fit = search.fit(design)
+        feasible = [
+            sizes[0] * a + sizes[1] * b
+            for a, b in itertools.product(range(1, 9), range(1, 9))
+            if tried.misses(design, 0, a) + tried.misses(design, 1, b) <= tried.allowed
+        ]
+        assert (fit.worth if fit else None) == (min(feasible) if feasible else None)
+
+
+def test_prices_decide_where_they_differ(workload: Workload, times: ServiceTimes) -> None:
+    tried = trials(workload, times, 2.0)
+    dear_alone = replace(LIMITS, prices={1: 10.0, 2: 1.0, 4: 1.0}, by_cost=True)
+    search = Search(tried, dear_alone)
+    best = search.mixed(search.fits(search.uniform()))[0]
+    assert 1 not in best.sizes
+    assert best.worth == sum(plan.num_gpus * dear_alone.prices[plan.gpus_per_group] for plan in best.plans)
+
+
+def test_several_workloads_are_judged_together(workload: Workload, times: ServiceTimes) -> None:
+    half = workload.only(np.arange(len(workload)) < len(workload) // 2)
+    both = Trials([workload, half], times, Conditions(), Target(slo_s=1.0, percentile=99.0))
+    search = Search(both, LIMITS)
+    fit = search.fits(search.uniform())[0]
+    late = np.concatenate([run.ttft_s for run in both.runs(fit.plans)]) > 1.0
+    assert late.sum() <= both.allowed
+    assert both.requests == len(workload) + len(half)
+
+
+def test_the_interval_of_a_trace_holds_its_percentile_and_widens_with_fewer_requests() -> None:
+    rng = np.random.default_rng(1)
+    many, few = rng.exponential(1.0, 40_000), rng.exponential(1.0, 2_000)
+    wide, narrow = of_trace(few, 99, 0), of_trace(many, 99, 0)
+    for found, values in ((wide, few), (narrow, many)):
+        assert found.low_s is not None
+        assert found.high_s is not None
+        assert found.low_s <= percentile_of(values, 99) <= found.high_s
+    assert narrow.high_s - narrow.low_s < wide.high_s - wide.low_s  # type: ignore[operator]
+    assert of_trace(many, 99, 0) == narrow
+    assert of_trace(few[:50], 99, 0).low_s is None
+    assert of_trace(np.append(few, [np.inf] * 500), 99, 0).low_s is None
+
+
+def test_the_bootstrap_covers_as_often_as_it_says() -> None:
+    true, covered = -np.log(0.05), 0
+    for seed in range(120):
+        found = of_trace(np.random.default_rng(seed).exponential(1.0, 4000), 95, seed)
+        assert found.low_s is not None
+        assert found.high_s is not None
+        covered += found.low_s <= true <= found.high_s
+    assert 0.87 <= covered / 120 <= 1.0  # 95 %, within three standard errors of 120 trials, and bootstraps are short
+
+
+def test_the_interval_of_replications_is_students() -> None:
+    values = [np.full(100, value) for value in (1.0, 2.0, 3.0)]
+    found = of_replications(values, 99)
+    assert found.value_s == 3.0  # of all requests, as the fleet is judged
+    assert found.high_s == pytest.approx(2.0 + 4.3027 / np.sqrt(3), rel=1e-4)
+    assert of_replications(values[:1], 99).low_s is None
+    one_is_never_served = of_replications([*values, np.array([1.0, np.inf])], 90)
+    assert one_is_never_served.value_s == 3.0
+    assert one_is_never_served.high_s is None
+
+
+def test_replications_and_bands_fail_independently() -> None:
+    rough = Conditions(mtbf_s=100.0, repair_s=5.0, seed=3)
+    service = Service.plain(np.ones(1))
+    ups = []
+    for replication, band in itertools.product(range(4), range(3)):
+        drawn = rough.pool(np.zeros(1), service, 4, replication=replication, band=band).outages
+        assert drawn is not None
+        ups += [list(itertools.islice(drawn.uptimes_s(group), 300)) for group in range(4)]
+    correlation = np.corrcoef(ups) - np.eye(len(ups))
+    assert abs(correlation).max() < 0.3  # of 300 draws, five standard errors; 1 where two share a stream
+
+
+def test_a_fleet_of_bands_is_late_as_often_as_its_bands(workload: Workload, times: ServiceTimes) -> None:
+    rough = Conditions(mtbf_s=50.0, repair_s=5.0, seed=2)
+    tried = Trials([workload, workload], times, rough, Target(slo_s=1.0, percentile=99.0))
+    design = (
+        Band(gpus_per_group=1, least_new=1, most_new=1500, number=0),
+        Band(gpus_per_group=1, least_new=1501, most_new=8192, number=1),
+    )
+    runs = tried.runs([band.with_replicas(4) for band in design])
+    late = sum(int((run.ttft_s > 1.0).sum()) for run in runs)
+    assert late == sum(tried.misses(design, index, 4) for index in range(2))
+    assert not np.array_equal(runs[0].ttft_s, runs[1].ttft_s), "the same arrivals, other failures"

@@ -1,0 +1,199 @@
+"""Maps: winners that nothing beats, break-even lengths between what was simulated, and what the command prints."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvrsim
+from kvrsim.cli import main as cli
+from kvrsim.errors import InputError
+from kvrsim.hardware.cluster import MemoryLimit, cluster_to_dict, load_cluster
+from kvrsim.question import Question
+from kvrsim.ranges import parse_lengths
+from planner.map.build import make_map
+from planner.map.map import MapPoint, StrategyMap
+
+ARGUMENTS = ("map", "--ctx", "1k:8k:x2", "--gpus", "2,4", "--link-bandwidths", "300GB/s,1GB/s")
+
+
+def map_of(ttft_s: dict[str, list[float]], fits: dict[str, bool] | None = None) -> StrategyMap:
+    """One bandwidth, two GPUs, contexts of 1k, 2k, 4k, ..."""
+    points = [
+        MapPoint(
+            context_len=1024 << index,
+            link_bandwidth_bytes_per_s=1e9,
+            num_gpus=2,
+            strategy=name,
+            ttft_s=one,
+            fits=(fits or {}).get(name, True),
+        )
+        for name, times in ttft_s.items()
+        for index, one in enumerate(times)
+    ]
+    scenario, _ = kvrsim.make_scenario(ctx="1k", gpus=2)
+    return StrategyMap(
+        question=Question.of(scenario),
+        model="m",
+        profile="p",
+        cluster=scenario.cluster,
+        attention="flash",
+        memory_limit=MemoryLimit(gpu_memory_bytes=2**36, memory_fraction=0.9),
+        points=tuple(points),
+        warnings=(),
+    )
+
+
+@pytest.fixture(scope="module")
+def found() -> StrategyMap:
+    scenario, _ = kvrsim.make_scenario(ctx="8k", gpus=4)
+    names = ("tsp", "kvr-s", "ring", "tp", "tp2+zigzag")
+    lengths, bandwidths = parse_lengths("1k:8k:x2", "--ctx"), (1e9, 1e10, 3e11)
+    return make_map(scenario, lengths=lengths, gpu_counts=(1, 2, 4), bandwidths=bandwidths, strategies=names)
+
+
+def test_nothing_beats_a_winner(found: StrategyMap) -> None:
+    for winner in found.winners():
+        place = winner.context_len, winner.link_bandwidth_bytes_per_s
+        if winner.pays:
+            others = found.at(*place, winner.num_gpus)
+            assert winner.ttft_s == min(point.ttft_s for point in others.values() if point.fits)
+            assert winner.speedup_over_single > 1
+        else:
+            assert winner.strategy == "single"
+            assert winner.num_gpus == 1
+
+
+def test_points_are_what_simulate_says(found: StrategyMap) -> None:
+    for point in found.at(4096, 1e10, 4).values():
+        if point.strategy != "kvr-s":
+            said = kvrsim.simulate(strategy=point.strategy, ctx=4096, gpus=4, link_bandwidth="10GB/s")
+            assert point.ttft_s == pytest.approx(said.ttft_s, rel=1e-12)
+            assert point.fits == said.fits
+
+
+def test_what_cannot_run_on_so_many_gpus_is_left_out_and_said(found: StrategyMap) -> None:
+    assert "tp2+zigzag" not in found.at(1024, 1e9, 1)
+    assert "tp2+zigzag" in found.at(1024, 1e9, 4)
+    assert [note for note in found.warnings if note.startswith("tp2+zigzag is not on the map for 1 GPUs")]
+
+
+def test_more_bandwidth_never_hurts(found: StrategyMap) -> None:
+    for context_len in found.lengths:
+        ttft_s = [min(p.ttft_s for p in found.at(context_len, one, 4).values()) for one in found.bandwidths]
+        assert ttft_s == sorted(ttft_s, reverse=True)
+
+
+def test_break_even_lies_where_the_lines_cross() -> None:
+    (even,) = map_of({"single": [1.0, 2.0, 4.0], "tsp": [2.0, 4.0, 2.0]}).break_evens()
+    assert (even.strategy, even.over, even.known) == ("tsp", "single", "interpolated")
+    assert even.context_len == round(2048 * 2**0.5)  # gains of log 1/2 and log 2: half way
+
+
+@pytest.mark.parametrize(
+    ("tsp", "context_len", "known"),
+    [([0.5, 1.0, 3.0], 1024, "at or below the first length"), ([0.5, 1.0, 4.5], None, "beyond the last length")],
+)
+def test_break_even_at_the_ends(tsp: list[float], context_len: int | None, known: str) -> None:
+    even, *_ = map_of({"single": [1.0, 2.0, 4.0], "tsp": tsp}).break_evens()
+    assert (even.context_len, even.known) == (context_len, known)
+
+
+def test_strategies_that_give_way_to_each_other() -> None:
+    even = list(map_of({"single": [9.0, 9.0], "a": [1.0, 4.0], "b": [2.0, 2.0]}).break_evens())
+    assert [(one.strategy, one.over) for one in even] == [("a", "single"), ("b", "single"), ("b", "a")]
+    assert even[2].context_len == round(1024 * 2**0.5)
+
+
+def test_one_gpu_wins_where_the_gain_cannot_be_told() -> None:
+    for tsp, pays in ((0.985, False), (0.97, True)):
+        (winner,) = map_of({"single": [1.0], "tsp": [tsp]}).winners()
+        assert winner.pays is pays
+
+
+def test_what_does_not_fit_does_not_win() -> None:
+    (winner,) = map_of({"single": [1.0], "tsp": [5.0]}, fits={"single": False}).winners()
+    assert (winner.strategy, winner.fits, winner.speedup_over_single) == ("tsp", True, 0.2)
+    (winner,) = map_of({"single": [9.0], "tsp": [5.0]}, fits={"single": False, "tsp": False}).winners()
+    assert (winner.strategy, winner.fits) == ("tsp", False)
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*ARGUMENTS, "--json"]) == 0
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert {"model", "points", "winners", "best", "break_even", "warnings"} <= set(answer)
+    assert len(answer["winners"]) == 4 * 2 * 2
+    assert len(answer["best"]) == 4 * 2
+    assert len(answer["points"]) == 4 * 2 * 2 * 6
+
+
+def test_text_and_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "map.svg"
+    assert cli.main([*ARGUMENTS, "--plot", str(picture)]) == 0
+    text = capsys.readouterr().out
+    assert "does not pay" in text
+    assert "kvr-s than single" in text
+    assert picture.read_text("utf-8").startswith("<?xml")
+
+
+def test_one_gpu_alone_is_said_where_nothing_pays(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["map", "--ctx", "1k,2k", "--gpus", "2", "--link-bandwidths", "50MB/s"]) == 0
+    assert "more than one GPU does not pay at any of these contexts" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--strategies", "nonsense"),
+        ("--strategies", "kvr-p"),
+        ("--link-bandwidths", "10GB/s,,1GB/s"),
+        ("--ctx", "1k:8k:x1"),
+        ("--plot", "map.txt"),
+    ],
+)
+def test_mistakes_name_the_option(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = {"--ctx": "1k", "--gpus": "2"} | {option: value}
+    assert cli.main(["map", *(part for pair in arguments.items() for part in pair)]) == 2
+    assert option in capsys.readouterr().err
+
+
+def test_the_facade() -> None:
+    found = kvrsim.map_strategies(ctx="1k,4k", gpus="2,4", link_bandwidths=["10GB/s", 3e11], strategies=["tsp", "tp"])
+    assert found.lengths == (1024, 4096)
+    assert found.bandwidths == (1e10, 3e11)
+    assert len(found.to_frame()) == 2 * 2 * 2 * 3
+    with pytest.raises(InputError, match="gpus"):
+        kvrsim.map_strategies(ctx="1k", gpus=[])
+
+
+def test_a_place_without_a_token_for_every_gpu_costs_only_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["map", "--ctx", "4,8", "--gpus", "2,8", "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    places = {(point["context_len"], point["num_gpus"]) for point in content["points"]}
+    assert places == {(4, 2), (8, 2), (8, 8)}
+    assert [note for note in content["warnings"] if note.startswith("not on the map: 4 tokens on 8 GPUs")]
+    assert cli.main(["map", "--ctx", "4,8", "--gpus", "2,8"]) == 0
+    assert "not on the map: 4 tokens on 8 GPUs" in " ".join(capsys.readouterr().out.split())
+
+
+def test_where_no_place_has_enough_tokens_it_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["map", "--ctx", "4", "--gpus", "8"]) == 2
+    assert "at most one GPU a token" in capsys.readouterr().err
+
+
+def test_a_map_is_of_the_clusters_gpus(tmp_path: Path) -> None:
+    content = json.loads(cluster_file(tmp_path, num_gpus=4).read_text())
+    assert content["num_gpus"] == 4
+    found = kvrsim.map_strategies(ctx="1k", cluster=tmp_path / "four.json", strategies=["tp"])
+    assert found.gpu_counts == (2, 4)
+
+
+def cluster_file(folder: Path, num_gpus: int) -> Path:
+    """a100-nvlink with another number of GPUs."""
+    path = folder / "four.json"
+    path.write_text(json.dumps(cluster_to_dict(replace(load_cluster("a100-nvlink"), num_gpus=num_gpus))))
+    return path

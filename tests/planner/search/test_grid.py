@@ -1,0 +1,167 @@
+"""The paper's hierarchical grid search: its worked example, how much it evaluates, and what may be pruned."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrsim.program import Array
+from kvrsim.strategies import STRATEGIES
+from planner.evaluate import Evaluator
+from planner.search.grid import Boundaries, Grid, chunk_lens
+from planner.search.search import search
+
+
+class Counted:
+    """An objective that remembers what was asked for, call by call."""
+
+    def __init__(self, objective: Any) -> None:
+        self.objective = objective
+        self.calls: list[Boundaries] = []
+
+    def __call__(self, boundaries: Boundaries) -> Array:
+        self.calls.append(boundaries)
+        return np.array([self.objective(*row) for row in boundaries], dtype=float)
+
+    @property
+    def rows(self) -> int:
+        return sum(len(call) for call in self.calls)
+
+
+def near(*target: int) -> Any:
+    """Least at the target, and rising with the distance from it."""
+    return lambda *row: 1.0 + sum((at - want) ** 2 for at, want in zip(row, target, strict=True))
+
+
+def slowest(num_tokens: int, *target: int) -> Any:
+    """As a TTFT: the slowest rank counts, and at the target all take equally long."""
+    want = chunk_lens(target, num_tokens)
+    return lambda *row: max(chunk / share for chunk, share in zip(chunk_lens(row, num_tokens), want, strict=True))
+
+
+def follow(counted: Counted, center: tuple[int, ...], strides: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
+    """Check each level: five values a boundary, all combinations but those that leave a chunk empty."""
+    assert counted.calls[0].tolist() == [list(center)]
+    assert len(counted.calls) == 1 + len(strides)
+    for stride, call in zip(strides, counted.calls[1:], strict=True):
+        values = [[at + stride * offset for offset in (-2, -1, 0, 1, 2)] for at in center]
+        combinations = list(itertools.product(*values))
+        assert len(combinations) == 5 ** len(center)
+        rows = [tuple(row) for row in call.tolist()]
+        assert sorted(rows) == sorted(row for row in combinations if min(chunk_lens(row, num_tokens)) >= 1)
+        best = min(rows, key=lambda row: counted.objective(*row))
+        center = best if counted.objective(*best) < counted.objective(*center) else center
+    return center
+
+
+@pytest.mark.parametrize("objective", [near(28, 70), slowest(96, 28, 70)], ids=["distance", "slowest rank"])
+def test_the_papers_worked_example(objective: Any) -> None:
+    """96 tokens on 3 ranks, strides 8, 4, 2, from [0, 32, 64, 96] to [0, 28, 70, 96] (Fig. 6)."""
+    counted = Counted(objective)
+    grid = Grid(num_tokens=96, num_ranks=3, evaluate=counted)
+    assert list(grid.strides(2)) == [8, 4, 2]
+    boundaries, best = grid.search(2)
+    assert boundaries == (28, 70)
+    assert best == objective(28, 70)
+    assert follow(counted, (32, 64), (8, 4, 2), 96) == (28, 70)
+
+
+@pytest.mark.parametrize("num_ranks", [3, 4, 5, 6])
+def test_five_values_a_boundary_and_level(num_ranks: int) -> None:
+    """5^(p - 1) candidates a level, less those in which two boundaries meet."""
+    tokens = 4096 * num_ranks
+    even = tuple(4096 * rank for rank in range(1, num_ranks))
+    counted = Counted(near(*(boundary + 700 for boundary in even)))
+    boundaries, _ = Grid(num_tokens=tokens, num_ranks=num_ranks, evaluate=counted).search(512)
+    assert follow(counted, even, (1024, 512), tokens) == boundaries
+    assert boundaries == tuple(boundary + 512 for boundary in even)
+
+
+@given(seed=st.integers(0, 2**32), ranks=st.integers(3, 5))
+@settings(max_examples=50)
+def test_only_candidates_that_leave_every_rank_a_token(seed: int, ranks: int) -> None:
+    rng = random.Random(seed)
+    tokens = rng.randint(ranks, 60)
+    target = sorted(rng.sample(range(1, tokens), ranks - 1))
+    counted = Counted(near(*target))
+    boundaries, _ = Grid(num_tokens=tokens, num_ranks=ranks, evaluate=counted).search(1)
+    for row in np.concatenate(counted.calls).tolist():
+        assert all(chunk >= 1 for chunk in chunk_lens(row, tokens))
+    assert sum(chunk_lens(boundaries, tokens)) == tokens
+
+
+@given(tokens=st.integers(2, 100_000), stride=st.integers(1, 512), share=st.floats(0, 1))
+@settings(max_examples=100)
+def test_two_ranks_take_a_binary_search(tokens: int, stride: int, share: float) -> None:
+    """O(log C) evaluations find the lowest point of what falls, then rises."""
+    stride = min(stride, tokens // 2)
+    places = max(1, (tokens - 1) // stride)
+    lowest = 1 + share * (tokens - 2)
+    counted = Counted(lambda at: 1.0 + abs(at - lowest))
+    (boundary,), best = Grid(num_tokens=tokens, num_ranks=2, evaluate=counted).search(stride)
+    assert best == min(1.0 + abs(place * stride - lowest) for place in range(1, places + 1))
+    assert 1 <= boundary < tokens
+    assert counted.rows <= 2 * math.ceil(math.log2(places)) + 1
+
+
+def test_one_rank_has_no_boundary() -> None:
+    counted = Counted(lambda *_: 5.0)
+    assert Grid(num_tokens=7, num_ranks=1, evaluate=counted).search(1) == ((), 5.0)
+    assert counted.rows == 1
+
+
+def test_many_ranks_move_a_few_boundaries_at_a_time() -> None:
+    """All combinations of 15 boundaries are 5^15 a level: windows of four are tried in their place."""
+    counted = Counted(near(*(100 * rank + 20 for rank in range(1, 16))))
+    boundaries, _ = Grid(num_tokens=1600, num_ranks=16, evaluate=counted).search(1)
+    assert boundaries == tuple(100 * rank + 20 for rank in range(1, 16))
+    assert counted.rows < 100_000
+
+
+@given(seed=st.integers(0, 2**32), ranks=st.integers(3, 5))
+@settings(max_examples=40)
+def test_pruning_changes_no_result(seed: int, ranks: int) -> None:
+    """A floor that is at most the objective leaves out only what is too slow."""
+    rng = random.Random(seed)
+    tokens = rng.randint(8 * ranks, 300)
+    weights = [rng.uniform(0.5, 2) for _ in range(ranks)]
+    extra = rng.uniform(0, tokens)
+
+    def alone(rank: int, start: float, end: float) -> Any:
+        return weights[rank] * (end - start) * (1 + start / tokens)
+
+    def objective(*row: int) -> float:
+        ends = (0, *row, tokens)
+        return extra + max(alone(rank, ends[rank], ends[rank + 1]) for rank in range(ranks))
+
+    plain, pruned = Counted(objective), Counted(objective)
+    found = Grid(tokens, ranks, plain).search(1)
+    assert Grid(tokens, ranks, pruned, floor=alone).search(1) == found
+    assert pruned.rows <= plain.rows
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=25)
+def test_what_the_planner_prunes_is_too_slow(seed: int, make: Any) -> None:
+    """The floor is one rank's work: the search with it ends where the one without does."""
+    scenario = make.scenario(random.Random(seed), num_gpus=(3, 4), tokens=(30, 3000))
+    tokens, ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
+    evaluator = Evaluator(scenario, STRATEGIES["kvr-s"])
+    stride = max(1, tokens // ranks // 16)
+
+    def evaluate(boundaries: Boundaries) -> Array:
+        return evaluator.ttft_s(np.array([chunk_lens(row, tokens) for row in boundaries.tolist()], dtype=float))
+
+    boundaries, ttft_s = Grid(tokens, ranks, evaluate).search(stride)
+    found = search(scenario, STRATEGIES["kvr-s"], method="grid", stride=stride)
+    assert found.ttft_s == ttft_s
+    assert found.partition.chunk_lens == chunk_lens(boundaries, tokens)
+    assert found.report.method == "grid"
+    assert found.report.evaluations <= evaluator.evaluations

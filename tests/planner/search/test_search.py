@@ -1,0 +1,198 @@
+"""The search: within 0.1 % of trying all, on any machine, and its mistakes named."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import kvrsim
+from kvrsim.errors import InputError
+from kvrsim.program import Array
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import STRATEGIES
+from planner.evaluate import Evaluator
+from planner.search.search import METHODS, default_stride, search
+
+KVR = STRATEGIES["kvr-s"]
+CLOSE = 1.001  # within 0.1 %
+SEEDS = st.integers(0, 2**32)
+
+
+def all_partitions(tokens: int, ranks: int, stride: int) -> Array:
+    """Every one whose boundaries are multiples of the stride."""
+    places = range(stride, tokens, stride)
+    rows = [(0, *row, tokens) for row in itertools.combinations(places, ranks - 1)]
+    return np.diff(np.array(rows, dtype=float), axis=1)
+
+
+def neighbours(chunks: tuple[int, ...], stride: int) -> Array:
+    """The partition with each boundary, and each group of neighbouring ones, a stride to the left or right."""
+    rows = []
+    for first, last in itertools.combinations(range(len(chunks)), 2):
+        for step in (-stride, stride):
+            row = list(chunks)
+            row[first] += step
+            row[last] -= step
+            if min(row) >= 1:
+                rows.append(row)
+    return np.array(rows or [chunks], dtype=float)
+
+
+def random_partitions(make: Any, rng: random.Random, scenario: Scenario, count: int) -> Array:
+    tokens, ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
+    return np.array([make.partition(rng, tokens, ranks) for _ in range(count)], dtype=float)
+
+
+@given(seed=SEEDS)
+@settings(max_examples=60)
+def test_as_good_as_trying_all(seed: int, make: Any) -> None:
+    rng = random.Random(seed)
+    scenario = make.scenario(rng, num_gpus=(2, 4), tokens=(20, 4000))
+    tokens, ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
+    stride = max(1, tokens // {2: 1000, 3: 120, 4: 40}[ranks])
+    found = search(scenario, KVR, stride=stride)
+    assert sum(found.partition.chunk_lens) == tokens
+    evaluator = Evaluator(scenario, KVR)
+    assert evaluator.one(found.partition.chunk_lens) == pytest.approx(found.ttft_s, rel=1e-12)
+    best_s = evaluator.ttft_s(all_partitions(tokens, ranks, stride)).min()
+    assert found.ttft_s <= best_s * CLOSE
+
+
+@given(seed=SEEDS)
+@settings(max_examples=40)
+def test_nothing_near_or_random_is_better(seed: int, make: Any) -> None:
+    """At the default stride, of up to eight ranks, whether or not some of the context is cached."""
+    rng = random.Random(seed)
+    scenario = make.scenario(rng, num_gpus=(2, 8))
+    found = search(scenario, KVR)
+    stride = default_stride(scenario.request.new_tokens, scenario.cluster.num_gpus)
+    evaluator = Evaluator(scenario, KVR)
+    assert found.ttft_s <= evaluator.ttft_s(random_partitions(make, rng, scenario, 300)).min() * CLOSE
+    assert found.ttft_s <= evaluator.ttft_s(neighbours(found.partition.chunk_lens, stride)).min() * CLOSE
+
+
+@given(seed=SEEDS)
+@example(seed=113)
+@settings(max_examples=8)
+def test_the_default_stride_is_fine_enough(seed: int, make: Any) -> None:
+    """Also where links are so slow that every token sent counts, and all but one rank do best with a single one."""
+    scenario = make.scenario(random.Random(seed), num_gpus=(2, 4), tokens=(2100, 8000), decades=(6, 10))
+    assert search(scenario, KVR).ttft_s <= search(scenario, KVR, stride=1).ttft_s * CLOSE
+
+
+@pytest.mark.parametrize("cached", ["1", "4k", "12k"])
+def test_a_cached_prefix(cached: str) -> None:
+    """New tokens alone are cut, and the later they start, the more even their chunks."""
+    scenario, _ = kvrsim.make_scenario(ctx="16k", gpus=4, cached_prefix=cached)
+    found = search(scenario, KVR)
+    assert sum(found.partition.chunk_lens) == scenario.request.new_tokens
+    cuts = random_partitions_of(scenario.request.new_tokens, 4)
+    assert found.ttft_s <= Evaluator(scenario, KVR).ttft_s(cuts).min() * CLOSE
+
+
+def random_partitions_of(tokens: int, ranks: int) -> Array:
+    """Around the even one, where good ones are."""
+    rng = np.random.default_rng(0)
+    ends = np.sort(rng.integers(1, tokens, size=(2000, ranks - 1)), axis=1)
+    chunks = np.diff(np.pad(ends, ((0, 0), (1, 1)), constant_values=((0, 0), (0, tokens))), axis=1)
+    return chunks[(chunks >= 1).all(axis=1)].astype(float)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@given(seed=SEEDS)
+@settings(max_examples=10)
+def test_every_method_answers_with_a_partition(method: str, seed: int, make: Any) -> None:
+    scenario = make.scenario(random.Random(seed), num_gpus=(1, 5))
+    found = search(scenario, KVR, method=method)
+    assert sum(found.partition.chunk_lens) == scenario.request.new_tokens
+    assert len(found.partition.chunk_lens) == scenario.cluster.num_gpus
+    assert found.report.evaluations >= 1
+    again = search(scenario, KVR, method=method)
+    assert (again.partition, again.ttft_s) == (found.partition, found.ttft_s)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_token_a_rank(ranks: int, method: str) -> None:
+    scenario, _ = kvrsim.make_scenario(ctx=ranks, gpus=ranks)
+    assert search(scenario, KVR, method=method).partition.chunk_lens == (1,) * ranks
+
+
+def test_progress_is_told() -> None:
+    scenario, _ = kvrsim.make_scenario(ctx="4k", gpus=3)
+    told: list[tuple[int, int | None, float]] = []
+    found = search(scenario, KVR, on_progress=lambda *values: told.append(values))
+    assert told[-1][0] <= found.report.evaluations
+    assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
+    assert all(most is None or most >= done for done, most, _ in told)
+    assert min(best_s for _, _, best_s in told) == found.ttft_s
+
+
+def test_mistakes_name_the_argument() -> None:
+    scenario, _ = kvrsim.make_scenario(ctx=100, gpus=4)
+    for stride in (0, -1, 34, 100):
+        with pytest.raises(InputError) as caught:
+            search(scenario, KVR, stride=stride)
+        assert caught.value.parameter == "stride"
+    assert sum(search(scenario, KVR, stride=33).partition.chunk_lens) == 100
+    with pytest.raises(InputError) as caught:
+        search(scenario, KVR, method="exhaustive")
+    assert caught.value.parameter == "method"
+    crowded = scenario.on_gpus(101)
+    for method in METHODS:
+        with pytest.raises(InputError) as caught:
+            search(crowded, KVR, method=method)
+        assert caught.value.parameter == "gpus"
+    cached, _ = kvrsim.make_scenario(ctx=100, cached_prefix=98, gpus=3)
+    with pytest.raises(InputError) as caught:
+        search(cached, KVR)
+    assert caught.value.parameter == "gpus"
+
+
+@given(seed=SEEDS)
+@settings(max_examples=8)
+def test_on_a_bus(seed: int, make: Any) -> None:
+    """No worse than random partitions, nor than leaving GPUs out with a token each."""
+    rng = random.Random(seed)
+    scenario = make.scenario(rng, num_gpus=(2, 4), topologies=("bus",), decades=(6, 10), layers=(1, 2))
+    tokens, ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
+    found = search(scenario, KVR)
+    evaluator = Evaluator(scenario, KVR)
+    assert found.ttft_s <= evaluator.ttft_s(random_partitions(make, rng, scenario, 50)).min() * CLOSE
+    last_alone = (1,) * (ranks - 1) + (tokens - ranks + 1,)
+    assert found.ttft_s <= evaluator.one(last_alone) * CLOSE
+    own = replace(scenario, cluster=scenario.cluster.with_topology("switch"))
+    plan = search(own, KVR).partition.chunk_lens
+    assert found.ttft_s <= evaluator.one(plan) * CLOSE
+
+
+@pytest.mark.parametrize("ranks", [3, 9])
+def test_a_search_on_a_bus_keeps_to_its_limit_and_says_so(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("planner.search.search._BUS_WORK", 0)
+    monkeypatch.setattr("planner.search.search._BUS_LEAST", 60)
+    told: list[int | None] = []
+    plan = kvrsim.plan(
+        ctx=512,
+        gpus=ranks,
+        topology="bus",
+        strategies=["kvr-e", "kvr-s"],
+        on_progress=lambda _done, most, _best_s: told.append(most),
+    )
+    assert set(told) == {60}
+    assert plan.search.evaluations <= 60
+    assert plan.search.limit == 60
+    assert [note for note in plan.warnings if note.startswith("kvr-s: its search on a bus ended at 60 partitions")]
+    ttft_s = {result.strategy: result.ttft_s for result in plan.strategies}
+    assert ttft_s["kvr-s"] <= ttft_s["kvr-e"]
+
+
+def test_up_to_eight_gpus_no_search_on_a_bus_is_cut_short() -> None:
+    plan = kvrsim.plan(ctx=256, gpus=3, topology="bus", strategies=["kvr-s"])
+    assert plan.search.limit is None

@@ -1,0 +1,281 @@
+"""Lookup tables: laws of what is looked up, and that a file is what it says."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrsim.errors import InputError
+from kvrsim.ranges import parse_counts, parse_lengths
+from kvrsim.units import JsonObject
+from planner.table.lookup import look_up, to_multiples, to_steps
+from planner.table.setting import TableSetting
+from planner.table.steps import ChunkSteps
+from planner.table.table import PartitionTable, TableEntry, load_table
+
+READER = runpy.run_path(str(Path(__file__).parents[3] / "examples" / "read_table.py"))["partition"]
+seeds = st.integers(0, 2**32)
+
+
+def staircase(rng: random.Random) -> ChunkSteps:
+    """No jumps or many, of any height, with and without a prefix."""
+    lens = sorted(rng.sample(range(1, 5000), rng.choice([0, 1, 5, 60])))
+    heights = [sorted(rng.random() * 10 ** rng.uniform(-6, 0) for _ in lens) for _ in range(2)]
+    return ChunkSteps(
+        chunk_lens=tuple(lens),
+        seconds=tuple(heights[0]),
+        seconds_per_prefix_token=tuple(value * 1e-4 for value in heights[1]),
+    )
+
+
+def chunks_of(rng: random.Random, num_gpus: int, tokens: int) -> tuple[int, ...]:
+    """Uneven chunks, often of a single token."""
+    cuts = sorted(rng.sample(range(1, tokens), num_gpus - 1)) if rng.random() < 0.7 else list(range(1, num_gpus))
+    return tuple(b - a for a, b in zip([0, *cuts], [*cuts, tokens], strict=True))
+
+
+def entry(rng: random.Random, num_gpus: int, context_len: int, cached: int) -> TableEntry:
+    """Any partition, with levels and costs that belong to nothing: laws must hold all the same."""
+    partition = chunks_of(rng, num_gpus, context_len - cached)
+    return TableEntry(
+        num_gpus=num_gpus,
+        context_len=context_len,
+        partition=partition,
+        ttft_s=rng.random() + 1e-3,
+        ttft_low_s=rng.random() + 1e-3,
+        ttft_high_s=rng.random() + 1e-3,
+        speedup_over_tsp=rng.random() + 0.5,
+        speedup_over_even=rng.random() + 0.5,
+        gap=rng.choice([0.0, rng.random()]),
+        fits=rng.random() < 0.5,
+        levels=tuple(chunk / sum(partition) * (1 + rng.random()) for chunk in partition),
+        token_s=tuple(10 ** rng.uniform(-7, -2) for _ in partition),
+    )
+
+
+def a_table(seed: int) -> tuple[PartitionTable, random.Random]:
+    """A table of anything, and the dice that it was made with."""
+    rng = random.Random(seed)
+    cached = rng.choice([0, 0, 100])
+    setting = TableSetting(
+        model="m",
+        profile="p",
+        cluster="c",
+        gpu="g",
+        topology="switch",
+        link="l",
+        link_bandwidth_bytes_per_s=1e11,
+        link_latency_s=0.0,
+        attention="flash",
+        dtype="fp16",
+        batch=1,
+        cached_prefix=cached,
+        fingerprint="0",
+    )
+    entries = [
+        entry(rng, num_gpus, cached + length, cached)
+        for num_gpus in sorted(rng.sample(range(1, 10), rng.randint(1, 3)))
+        for length in sorted(rng.sample(range(10, 6000), rng.randint(1, 5)))
+    ]
+    return PartitionTable(setting=setting, kvrsim_version="0", steps=staircase(rng), entries=tuple(entries)), rng
+
+
+@given(seeds)
+def test_looked_up_partitions_are_partitions(seed: int) -> None:
+    table, rng = a_table(seed)
+    num_gpus = rng.choice(table.gpu_counts)
+    tokens = rng.choice([num_gpus, rng.randint(num_gpus, 20_000)])
+    found = look_up(table, num_gpus, tokens + table.setting.cached_prefix)
+    assert sum(found.partition) == tokens
+    assert len(found.partition) == len(found.fractions) == num_gpus
+    assert min(found.partition) >= 1
+    assert math.isclose(math.fsum(found.fractions), 1.0, rel_tol=1e-9)
+    assert all(share > 0 for share in found.fractions)
+
+
+@given(seeds)
+def test_multiples(seed: int) -> None:
+    table, rng = a_table(seed)
+    num_gpus = rng.choice(table.gpu_counts)
+    tokens = rng.randint(num_gpus, 20_000)
+    multiple = rng.randint(1, max(1, (tokens - 1) // max(1, num_gpus - 1)))
+    exact = look_up(table, num_gpus, tokens + table.setting.cached_prefix)
+    found = look_up(table, num_gpus, tokens + table.setting.cached_prefix, multiple=multiple)
+    assert sum(found.partition) == tokens
+    assert min(found.partition) >= 1
+    assert all(chunk % multiple == 0 for chunk in found.partition[:-1])
+    assert found.fractions == exact.fractions
+    if multiple == 1:
+        assert found.partition == exact.partition
+
+
+@given(st.lists(st.integers(1, 4000), min_size=2, max_size=9), st.data())
+def test_a_multiple_moves_no_chunk_by_much_where_there_is_room(chunks: list[int], data: st.DataObject) -> None:
+    multiple = data.draw(st.integers(1, max(1, min(chunks))))
+    found = to_multiples(chunks, multiple)
+    assert all(abs(a - b) < multiple for a, b in zip(found[:-1], chunks[:-1], strict=True))
+    assert abs(found[-1] - chunks[-1]) <= multiple
+
+
+@given(seeds)
+def test_entries_come_back_as_they_are(seed: int) -> None:
+    table, _ = a_table(seed)
+    for one in table.entries:
+        found = look_up(table, one.num_gpus, one.context_len)
+        assert (found.source, found.partition, found.fractions) == ("exact", one.partition, one.fractions)
+        assert found.between == (one.context_len,)
+        assert not found.warnings
+
+
+@given(seeds)
+def test_interpolation_lies_between_its_neighbours(seed: int) -> None:
+    table, rng = a_table(seed)
+    entries = table.of(rng.choice(table.gpu_counts))
+    context_len = rng.randint(entries[0].context_len, entries[-1].context_len)
+    found = look_up(table, entries[0].num_gpus, context_len)
+    low, high = (next(one for one in entries if one.context_len == length) for length in (found.between * 2)[:2])
+    low, high = (low, high) if len(found.between) == 2 else (low, low)
+    assert low.context_len <= context_len <= high.context_len
+    for share, a, b in zip(found.fractions, low.fractions, high.fractions, strict=True):
+        assert min(a, b) <= share <= max(a, b)
+
+
+@given(seeds)
+def test_extrapolation_is_flagged_and_keeps_to_the_last_shares(seed: int) -> None:
+    table, rng = a_table(seed)
+    entries = table.of(rng.choice(table.gpu_counts))
+    beyond = entries[-1].context_len + rng.choice([1, 1000, 10**6])
+    found = look_up(table, entries[0].num_gpus, beyond)
+    assert found.source == "extrapolated"
+    assert "extrapolated" in found.warnings[0]
+    assert str(entries[-1].context_len) in found.warnings[0]
+    below = look_up(table, entries[0].num_gpus, entries[0].context_len - 1)
+    assert below.source == "extrapolated"
+    assert below.fractions == entries[0].fractions
+
+
+@given(seeds)
+def test_without_jumps_chunks_are_shares_of_the_context(seed: int) -> None:
+    rng = random.Random(seed)
+    num_gpus = rng.randint(1, 9)
+    tokens = rng.randint(num_gpus, 10_000)
+    shares = [rng.random() + 0.1 for _ in range(num_gpus)]
+    shares = [share / sum(shares) for share in shares]
+    none = ChunkSteps(chunk_lens=(), seconds=(), seconds_per_prefix_token=())
+    costs = [1e-4] * num_gpus
+    found = to_steps(shares, [share * tokens for share in shares], costs, none, tokens)
+    assert all(abs(chunk - max(1.0, share * tokens)) <= num_gpus for chunk, share in zip(found, shares, strict=True))
+
+
+@given(seeds)
+def test_the_longest_chunk_of_a_level(seed: int) -> None:
+    """It is within the level, and one token more is not."""
+    rng = random.Random(seed)
+    steps, cost, prefix = staircase(rng), 10 ** rng.uniform(-6, -2), rng.choice([0.0, 5000 * rng.random()])
+    level = rng.choice([rng.uniform(-5, 10), rng.uniform(0, 50_000)])
+    longest = steps.longest(level, cost, prefix)
+
+    def needed(chunk: int) -> float:
+        return chunk + steps.jumps_s(chunk, prefix) / cost
+
+    slack = 1e-9 * (1 + abs(level))
+    assert longest >= 1
+    assert longest == 1 or needed(longest) <= level + slack
+    assert needed(longest + 1) > level - slack
+
+
+@given(seeds)
+def test_any_table_comes_back_from_its_json(seed: int) -> None:
+    table, _ = a_table(seed)
+    content = json.loads(table.to_json())
+    again = PartitionTable.read(JsonObject(fields=content, where="test"))
+    assert again == table
+    assert again.to_json() == table.to_json()
+
+
+@given(seeds)
+def test_a_reader_without_packages_finds_the_same(seed: int) -> None:
+    table, rng = a_table(seed)
+    entries = table.of(rng.choice(table.gpu_counts))
+    context_len = rng.randint(entries[0].context_len, entries[-1].context_len)
+    read = READER(json.loads(table.to_json()), entries[0].num_gpus, context_len)
+    found = look_up(table, entries[0].num_gpus, context_len)
+    assert sum(read) == context_len - table.setting.cached_prefix
+    assert tuple(read) == found.partition or found.source == "interpolated"
+    assert sum(abs(a - b) for a, b in zip(read, found.partition, strict=True)) <= 2 * len(read)
+
+
+def wrong_tables() -> list[tuple[str, Any]]:
+    """The key that is to be named, and what to do to the file's content."""
+    return [
+        ("format", lambda t: t.pop("format")),
+        ("schema_version", lambda t: t.update(schema_version=2)),
+        ("kvrsim_version", lambda t: t.pop("kvrsim_version")),
+        ("surprise", lambda t: t.update(surprise=1)),
+        ("setting", lambda t: t.pop("setting")),
+        ("setting.model", lambda t: t["setting"].update(model=7)),
+        ("setting.cached_prefix", lambda t: t["setting"].update(cached_prefix=-1)),
+        ("steps", lambda t: t.update(steps=[])),
+        ("steps.chunk_lens", lambda t: t["steps"].update(chunk_lens=[3, 2, 1])),
+        ("steps.seconds", lambda t: t["steps"].update(chunk_lens=[1, 2], seconds=[1.0])),
+        ("entries", lambda t: t.update(entries=[])),
+        ("entries", lambda t: t.update(entries=t["entries"] * 2)),
+        ("entries[0].num_gpus", lambda t: t["entries"][0].update(num_gpus=0)),
+        ("entries[0].context_len", lambda t: t["entries"][0].update(context_len="16k")),
+        ("entries[0].partition", lambda t: t["entries"][0]["partition"].append(1)),
+        ("entries[0].partition", lambda t: t["entries"][0].update(partition=[0] * t["entries"][0]["num_gpus"])),
+        ("entries[0].partition", lambda t: t["entries"][0]["partition"].__setitem__(0, 10**6)),
+        ("entries[0].fractions", lambda t: t["entries"][0]["fractions"].__setitem__(0, 0.123456)),
+        ("entries[0].ttft_s", lambda t: t["entries"][0].update(ttft_s=-1)),
+        ("entries[0].gap", lambda t: t["entries"][0].pop("gap")),
+        ("entries[0].fits", lambda t: t["entries"][0].pop("fits")),
+        ("entries[0].levels", lambda t: t["entries"][0].update(levels=[])),
+        ("entries[0].token_s", lambda t: t["entries"][0]["token_s"].__setitem__(0, 0)),
+    ]
+
+
+@pytest.mark.parametrize(("key", "spoil"), wrong_tables(), ids=lambda value: value if isinstance(value, str) else "")
+def test_a_wrong_file_names_its_key(key: str, spoil: Any, tmp_path: Path) -> None:
+    content = json.loads(a_table(5)[0].to_json())
+    spoil(content)
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(InputError) as caught:
+        load_table(path)
+    assert key in caught.value.parameter + caught.value.value * (key == "surprise")
+    assert str(path) in caught.value.parameter
+
+
+def test_what_the_table_has_not_got() -> None:
+    table, _ = a_table(1)
+    missing = max(table.gpu_counts) + 1
+    with pytest.raises(InputError, match="gpus"):
+        look_up(table, missing, 5000)
+    several = max(table.gpu_counts)
+    with pytest.raises(InputError, match="ctx"):
+        look_up(table, several, table.setting.cached_prefix + several - 1)
+    with pytest.raises(InputError, match="multiple"):
+        look_up(table, several, table.setting.cached_prefix + 5000, multiple=5000)
+
+
+def test_ranges() -> None:
+    assert parse_lengths("1k:4k:1k", "--ctx") == (1024, 2048, 3072, 4096)
+    assert parse_lengths("8k,4k", "--ctx") == (4096, 8192)
+    assert parse_lengths("100:250:100", "--ctx") == (100, 200, 250)
+    assert parse_lengths("1k:2k:1k,1k,5000", "--ctx") == (1024, 2048, 5000)
+    assert parse_counts("8,2,2", "--gpus") == (2, 8)
+
+
+@pytest.mark.parametrize("text", ["", "1k:2k", "2k:1k:1k", "1k:2k:0", "1k,,2k", "1:1m:1", "x", "1k:2k:1k:1"])
+def test_wrong_ranges(text: str) -> None:
+    with pytest.raises(InputError) as caught:
+        parse_lengths(text, "--ctx")
+    assert caught.value.parameter == "--ctx"

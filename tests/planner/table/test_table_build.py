@@ -1,0 +1,353 @@
+"""Building tables: the same bytes whoever works, entries that are searched ones, work that goes on, KVR-P."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvrsim
+from kvrsim.errors import InputError
+from kvrsim.scenario import Scenario
+from kvrsim.setup import make_scenario
+from kvrsim.strategies import STRATEGIES
+from planner.evaluate import Evaluator
+from planner.plan import make_plan
+from planner.search.bound import lower_bound_s
+from planner.search.search import search
+from planner.table import build as table_build
+from planner.table.backends import Pool
+from planner.table.build import make_table
+from planner.table.entry import draft_of
+from planner.table.lookup import look_up, notes_on_table
+from planner.table.partial import Partial
+from planner.table.setting import TableSetting
+from planner.table.steps import chunk_steps
+from planner.table.table import PartitionTable
+
+KVR = STRATEGIES["kvr-s"]
+READER = runpy.run_path(str(Path(__file__).parents[3] / "examples" / "read_table.py"))["partition"]
+PROFILES = ("a100-eager", "a100-flash", "roofline")
+
+
+def scenario_of(profile: str, **options: object) -> Scenario:
+    return make_scenario(ctx=16384, gpus=8, profile=profile, **options)[0]  # type: ignore[arg-type]
+
+
+def at(scenario: Scenario, num_gpus: int, context_len: int) -> Scenario:
+    return replace(scenario.on_gpus(num_gpus), request=replace(scenario.request, context_len=context_len))
+
+
+def ttft_s(scenario: Scenario, partition: Sequence[int]) -> float:
+    return Evaluator(scenario, KVR).one(tuple(partition))
+
+
+@pytest.fixture(scope="module")
+def tables() -> dict[str, PartitionTable]:
+    """4k to 12k by 4k, with a profile of each kind."""
+    return {name: make_table(scenario_of(name), (2, 4), (4096, 8192, 12288)) for name in PROFILES}
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_entries_are_as_good_as_a_search(tables: dict[str, PartitionTable], profile: str) -> None:
+    for entry in tables[profile].entries:
+        scenario = at(scenario_of(profile), entry.num_gpus, entry.context_len)
+        found = search(scenario, KVR)
+        assert entry.ttft_s == pytest.approx(ttft_s(scenario, entry.partition), rel=1e-12)
+        assert entry.ttft_s <= 1.0011 * found.ttft_s
+        assert entry.ttft_low_s <= entry.ttft_s <= entry.ttft_high_s
+        bound_s = found.lower_bound_s or lower_bound_s(scenario, KVR, found.ttft_s)
+        assert entry.ttft_s / (1 + entry.gap) == pytest.approx(bound_s, rel=1e-3)
+        even = ttft_s(scenario, [entry.context_len // entry.num_gpus] * entry.num_gpus)
+        assert entry.speedup_over_even == pytest.approx(even / entry.ttft_s)
+        assert entry.speedup_over_tsp > 1
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_between_entries_kvr_p_is_near_kvr_s(tables: dict[str, PartitionTable], profile: str) -> None:
+    for num_gpus in (2, 4):
+        for context_len in (5120, 6144, 7000, 10240, 11111):
+            scenario = at(scenario_of(profile), num_gpus, context_len)
+            found = look_up(tables[profile], num_gpus, context_len)
+            assert found.source == "interpolated"
+            assert ttft_s(scenario, found.partition) <= 1.015 * search(scenario, KVR).ttft_s
+
+
+def test_the_printed_partition_is_recovered(tables: dict[str, PartitionTable]) -> None:
+    found = look_up(tables["a100-eager"], 4, 10240)
+    assert np.abs(np.array(found.fractions) - [0.350, 0.255, 0.210, 0.185]).max() < 0.012
+
+
+def test_beyond_the_last_entry_shares_go_on(tables: dict[str, PartitionTable]) -> None:
+    table = tables["a100-eager"]
+    for context_len in (16384, 24576):
+        scenario = at(scenario_of("a100-eager"), 4, context_len)
+        found = look_up(table, 4, context_len)
+        assert ttft_s(scenario, found.partition) <= 1.01 * search(scenario, KVR).ttft_s
+
+
+def test_a_reader_without_packages_finds_the_same(tables: dict[str, PartitionTable]) -> None:
+    for table in tables.values():
+        content = json.loads(table.to_json())
+        for context_len in range(4096, 12289, 331):
+            assert tuple(READER(content, 4, context_len)) == look_up(table, 4, context_len).partition
+
+
+@pytest.mark.parametrize("num_gpus", [2, 4, 8])
+def test_where_the_host_sets_the_pace_entries_are_balanced(num_gpus: int) -> None:
+    """A search ends at any of many equals there; a table must not, or its neighbours suffer."""
+    entry = make_table(scenario_of("a100-eager"), (num_gpus,), (1024,)).entries[0]
+    draft = draft_of(at(scenario_of("a100-eager"), num_gpus, 1024))
+    assert max(abs(a - b) for a, b in zip(entry.partition, draft.balanced, strict=True)) <= 128 // num_gpus
+    assert entry.ttft_s <= 1.0151 * search(at(scenario_of("a100-eager"), num_gpus, 1024), KVR).ttft_s
+
+
+@pytest.mark.parametrize(("profile", "flat"), [("roofline", True), ("a100-eager", False), ("a100-flash", False)])
+def test_steps_are_where_times_jump(profile: str, flat: bool) -> None:
+    steps = chunk_steps(replace(scenario_of(profile), request=scenario_of(profile).request))
+    assert (len(steps.chunk_lens) == 0) == flat
+    assert all(length % 16 == 0 for length in steps.chunk_lens)  # tiles
+
+
+def test_processes_change_no_byte() -> None:
+    scenario, lengths = scenario_of("a100-eager"), (512, 1024, 1536, 2048)
+    here = make_table(scenario, (2, 4), lengths).to_json()
+    with Pool(jobs=2) as pool:
+        assert make_table(scenario, (4, 2, 2), lengths[::-1], pool=pool).to_json() == here
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore")
+def test_a_dask_cluster_changes_no_byte() -> None:
+    pytest.importorskip("distributed")
+    scenario, lengths = scenario_of("a100-eager"), (512, 1024, 1536)
+    with Pool(jobs=2, backend="dask") as pool:
+        away = make_table(scenario, (2,), lengths, pool=pool).to_json()
+    assert away == make_table(scenario, (2,), lengths).to_json()
+
+
+def test_finished_entries_are_not_searched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario, path, lengths = scenario_of("roofline"), tmp_path / "table.json.partial", (512, 1024, 1536)
+    setting, seen = TableSetting.of(scenario), []
+
+    def counted(one: Scenario) -> object:
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        seen.append(one.request.context_len)
+        return draft_of(one)
+
+    monkeypatch.setattr(table_build, "draft_of", counted)
+    interrupted = Partial(path, setting)
+    with pytest.raises(KeyboardInterrupt):
+        make_table(scenario, (2,), lengths, partial=interrupted)
+    interrupted.close()
+    with path.open("a") as file:
+        file.write('{"num_gpus": 2, "context_')  # a line that was cut off
+    monkeypatch.setattr(table_build, "draft_of", draft_of)
+    partial = Partial(path, setting)
+    assert "2 entries" in partial.note
+    seen.clear()
+    monkeypatch.setattr(table_build, "draft_of", lambda one: seen.append(one.request.context_len) or draft_of(one))
+    table = make_table(scenario, (2,), lengths, partial=partial)
+    assert len(seen) == 1
+    assert table.to_json() == make_table(scenario, (2,), lengths).to_json()
+    partial.remove()
+    assert not path.exists()
+
+
+HEAD = {"format": "kvrsim partition table, unfinished 2"}
+
+
+def draft_line(**changes: object) -> str:
+    draft = {"num_gpus": 2, "context_len": 512, "partition": [300, 212], "balanced": [256, 256]}
+    return json.dumps(draft | {"ttft_s": 1.0, "lower_bound_s": 0.5} | changes) + "\n"
+
+
+def head_line(scenario: Scenario) -> str:
+    about = {"kvrsim": kvrsim.__version__} | TableSetting.of(scenario).to_dict()
+    return json.dumps(HEAD | {"about": about}) + "\n"
+
+
+@pytest.mark.parametrize(
+    "content", ["nonsense", "nonsense\n", "[1]\n", '{"format": "other"}\n', '{"a": 1}\n{"b": 2}\n']
+)
+def test_a_file_that_is_no_partial_is_refused_and_left_alone(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "table.json.partial"
+    path.write_text(content)
+    with pytest.raises(InputError, match=r"output.*interrupted table build"):
+        Partial(path, TableSetting.of(scenario_of("roofline")))
+    assert path.read_text() == content
+
+
+def test_a_partial_of_another_setting_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path, scenario = tmp_path / "table.json.partial", scenario_of("roofline")
+    with closing(Partial(path, TableSetting.of(scenario))) as partial:
+        make_table(scenario, (2,), (512,), partial=partial)
+    before = path.read_bytes()
+    other = scenario_of("roofline", link_bandwidth=1e10, batch=2)
+    with pytest.raises(InputError, match=r"output.*same batch \(there 1, here 2\).*finish that one"):
+        Partial(path, TableSetting.of(other))
+    assert path.read_bytes() == before
+    with closing(Partial(path, TableSetting.of(scenario))) as partial:
+        assert len(partial.drafts) == 1
+        assert path.read_bytes().startswith(before), "a resumed build rewrites nothing"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("partition", [[300], [212]]),
+        ("partition", ["300", "212"]),
+        ("partition", [300.0, 212.0]),
+        ("partition", [True, 511]),
+        ("partition", [300, 300]),
+        ("partition", [512]),
+        ("partition", 512),
+        ("balanced", [None, None]),
+        ("num_gpus", 3),
+        ("num_gpus", "2"),
+        ("context_len", -1),
+        ("ttft_s", "fast"),
+        ("ttft_s", float("nan")),
+        ("lower_bound_s", []),
+    ],
+)
+def test_what_no_build_has_written_into_a_partial_is_named(tmp_path: Path, key: str, value: object) -> None:
+    path, scenario = tmp_path / "table.json.partial", scenario_of("roofline")
+    content = head_line(scenario) + draft_line() + draft_line(**{key: value})
+    path.write_text(content)
+    with pytest.raises(InputError, match=r"output.*line 3: .*remove the file"):
+        Partial(path, TableSetting.of(scenario))
+    assert path.read_text() == content
+
+
+@pytest.mark.parametrize("depth", [60, 900, 100_000])
+def test_a_partial_of_many_levels_is_refused(tmp_path: Path, depth: int) -> None:
+    path, scenario = tmp_path / "table.json.partial", scenario_of("roofline")
+    path.write_text(head_line(scenario) + '{"partition": ' + "[" * depth + "]" * depth + "}\n")
+    with pytest.raises(InputError, match="output"):
+        Partial(path, TableSetting.of(scenario))
+
+
+def test_a_build_that_cannot_begin_leaves_no_partial(tmp_path: Path) -> None:
+    path, scenario = tmp_path / "table.json.partial", scenario_of("roofline")
+    with pytest.raises(InputError, match="gpus"), closing(Partial(path, TableSetting.of(scenario))) as partial:
+        make_table(scenario, (8,), (4,), partial=partial)
+    assert not path.exists()
+
+
+def test_kvr_p_takes_its_chunks_from_the_table(tables: dict[str, PartitionTable], tmp_path: Path) -> None:
+    table = tables["a100-eager"]
+    path = tmp_path / "table.json"
+    table.write(path)
+    assert kvrsim.load_table(path) == table
+    result = kvrsim.simulate(strategy="kvr-p", ctx="10k", gpus=4, table=path)
+    assert result.partition == look_up(table, 4, 10240).partition
+    assert not [note for note in result.warnings if note.startswith("kvr-p")]
+    plan = kvrsim.plan(ctx="10k", gpus=4, strategies=("tsp", "kvr-p"), table=table)
+    assert [row.strategy for row in plan.strategies] == ["tsp", "kvr-p"]
+    assert plan.strategies[1].partition == result.partition
+    assert plan.strategies[1].ttft_s == result.ttft_s
+    assert plan.best.strategy == "kvr-p"
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"model": "llama-13b"}, "model llama-7b, not llama-13b"),
+        ({"profile": "roofline"}, "profile a100-eager, not roofline"),
+        ({"link_bandwidth": 1e10}, "link"),
+        ({"topology": "chain"}, "topology switch, not chain"),
+        ({"batch": 2}, "batch 1, not 2"),
+        ({"cached_prefix": 100}, "cached prefix 0, not 100"),
+        ({"cluster": "h100-nvlink"}, "cluster a100-nvlink, not h100-nvlink"),
+    ],
+)
+def test_a_table_of_another_setting_is_said(
+    tables: dict[str, PartitionTable], options: dict[str, object], named: str
+) -> None:
+    table = tables["a100-eager"]
+    scenario, _ = make_scenario(ctx=8192, gpus=4, **options)  # type: ignore[arg-type]
+    notes = notes_on_table(table, scenario)
+    assert len(notes) == 1
+    assert named in notes[0]
+    plan = make_plan(scenario, strategies=("kvr-p",), table=table)
+    assert notes[0] in plan.warnings
+    assert sum(plan.best.partition) == scenario.request.new_tokens
+
+
+def test_figures_that_have_changed_under_the_same_names_are_said(tables: dict[str, PartitionTable]) -> None:
+    scenario = at(scenario_of("a100-eager"), 4, 8192)
+    assert scenario.profile is not None
+    host = replace(scenario.profile.host, layer_s=2 * scenario.profile.host.layer_s)
+    changed = replace(scenario, profile=replace(scenario.profile, host=host))
+    assert notes_on_table(tables["a100-eager"], scenario) == ()
+    assert "same names" in notes_on_table(tables["a100-eager"], changed)[0]
+
+
+def test_a_table_with_a_cached_prefix() -> None:
+    scenario, _ = make_scenario(ctx=8192, gpus=2, cached_prefix=2048)
+    table = make_table(scenario, (2,), (4096, 8192))
+    found = look_up(table, 2, 6000)
+    assert sum(found.partition) == 6000 - 2048
+    best_s = search(at(scenario, 2, 6000), KVR).ttft_s
+    assert ttft_s(at(scenario, 2, 6000), found.partition) <= 1.015 * best_s
+
+
+def test_a_bus_and_a_single_gpu() -> None:
+    scenario, _ = make_scenario(ctx=2048, gpus=2, topology="bus")
+    table = make_table(scenario, (1, 2), (1024, 2048))
+    assert table.entries[0].partition == (1024,)
+    assert sum(look_up(table, 2, 1500).partition) == 1500
+
+
+def test_the_facade_builds_tables() -> None:
+    seen: list[tuple[int, int]] = []
+    table = kvrsim.build_table(
+        ctx="512:1k:512", gpus="2", profile="roofline", on_progress=lambda *progress: seen.append(progress)
+    )
+    assert isinstance(table, kvrsim.PartitionTable)
+    assert [entry.context_len for entry in table.entries] == [512, 1024]
+    assert seen[-1] == (2, 2)
+    assert len(table.to_frame()) == 2
+    assert kvrsim.build_table(ctx=[1024, 512], gpus=[2], profile="roofline") == table
+
+
+@pytest.mark.parametrize(
+    ("argument", "wrong"),
+    [
+        ("ctx", {"ctx": []}),
+        ("gpus", {"gpus": []}),
+        ("gpus", {"gpus": "512", "ctx": "256"}),
+        ("jobs", {"jobs": "many"}),
+        ("model", {"model": "nothing"}),
+    ],
+)
+def test_mistakes_name_the_argument(argument: str, wrong: dict[str, object]) -> None:
+    with pytest.raises(kvrsim.InputError) as caught:
+        kvrsim.build_table(**({"ctx": "512", "gpus": "2"} | wrong))  # type: ignore[arg-type]
+    assert caught.value.parameter == argument
+
+
+def test_the_documents_keys_are_the_files(tables: dict[str, PartitionTable]) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "how-to" / "partition-table.md").read_text()
+    content = tables["a100-eager"].to_dict()
+    keys = {*content, *content["setting"], *content["steps"], *content["entries"][0]}
+    assert [key for key in sorted(keys) if f"`{key}`" not in page] == []
+
+
+def test_tables_and_maps_of_too_many_entries_are_refused_at_once() -> None:
+    many: dict[str, Any] = {"ctx": "1k:10k:1", "gpus": "1,2,3", "profile": "roofline"}
+    for call in (kvrsim.build_table, kvrsim.map_strategies):
+        with pytest.raises(kvrsim.InputError, match="at most 20000 combinations in all, not 27651") as caught:
+            call(**many)
+        assert caught.value.parameter == "ctx"
+    with pytest.raises(kvrsim.InputError, match="got '2 x 1 x 10001 values'"):
+        kvrsim.map_strategies(ctx="1k,2k", gpus=[2], link_bandwidths=range(1, 10002))

@@ -1,0 +1,73 @@
+"""A breakdown accounts for every second of every rank, once."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvrsim
+from kvrsim.cli import main as cli
+from kvrsim.partition import Partition
+from kvrsim.strategies import STRATEGIES
+from planner.simulate import execute
+from planner.uncertainty.breakdown import breakdown
+
+
+@pytest.mark.parametrize("name", ["tsp", "kvr-e"])
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=25)
+def test_a_ranks_rows_sum_to_its_finish(name: str, seed: int, make: Any) -> None:
+    rng = random.Random(seed)
+    scenario = make.scenario(rng, num_gpus=(2, 4))
+    strategy = STRATEGIES[name]
+    cut = Partition(chunk_lens=make.partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus))
+    _, finish_s, timeline = execute(scenario, strategy, cut, executor="event", timeline=True)
+    found = breakdown(scenario, strategy, cut, finish_s, timeline)
+    assert found.ttft_s == finish_s[-1]
+    for rank, end_s in enumerate(finish_s):
+        rows = [row for row in found.rows if row.rank == rank]
+        assert sum(row.seconds for row in rows) == pytest.approx(end_s, rel=1e-4)  # each product's steps alone
+        assert all(row.seconds > 0 for row in rows)
+        assert all(row.share == pytest.approx(row.seconds / found.ttft_s) for row in rows)
+
+
+def test_nothing_measured_beats_the_roofline() -> None:
+    for profile in ("a100-eager", "a100-flash", "h100-flash"):
+        cluster = "h100-nvlink" if profile.startswith("h100") else None
+        run = kvrsim.simulate(strategy="kvr-e", ctx="8k", gpus=4, profile=profile, cluster=cluster, breakdown=True)
+        assert run.breakdown is not None
+        shares = [row.roofline_share for row in run.breakdown.rows if row.roofline_share is not None]
+        assert shares
+        assert max(shares) <= 1 + 1e-9
+        assert {row.basis for row in run.breakdown.rows if row.kind == "wait"} <= {"simulated"}
+
+
+def test_bases_say_what_was_measured() -> None:
+    def bases(model: str, ctx: str) -> dict[tuple[str, str], str]:
+        run = kvrsim.simulate(strategy="single", gpus=1, ctx=ctx, model=model, profile="a100-vidur", breakdown=True)
+        assert run.breakdown is not None
+        return {(row.kind, row.what): row.basis for row in run.breakdown.rows}
+
+    near, far = bases("llama-2-7b", "3k"), bases("llama-2-7b", "64k")
+    assert near["gemm", "4096→22016"] == "measured"
+    assert near["attention", "flash"] == "interpolated"
+    assert far["gemm", "4096→22016"] == far["attention", "flash"] == "extrapolated"
+    assert bases("mistral-7b", "3k")["gemm", "4096→28672"] == "measured"  # Llama 3 8B's shape
+    assert bases("qwen2.5-7b", "3k")["gemm", "18944→3584"] == "interpolated"
+
+
+def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", "--strategy", "tsp", "--gpus", "2", "--ctx", "4k", "--breakdown"]) == 0
+    out, _ = capsys.readouterr()
+    for word in ("roofline", "attention", "4096→11008", "after messages", "all-gather", "fitted"):
+        assert word in out
+
+
+def test_it_needs_the_event_executor(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["simulate", "--strategy", "tsp", "--gpus", "2", "--ctx", "1k", "--breakdown", "--executor", "batch"]
+    assert cli.main(asked) == 2
+    assert "--executor: got 'batch'" in capsys.readouterr().err

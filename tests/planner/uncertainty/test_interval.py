@@ -1,0 +1,115 @@
+"""Intervals hold the prediction, widen where less is known, and come from the profile's errors."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvrsim
+from kvrsim.partition import Partition
+from kvrsim.profile.profile import OperationFit, load_profile
+from kvrsim.scenario import Scenario
+from kvrsim.setup import make_scenario
+from kvrsim.strategies import STRATEGIES
+from planner.uncertainty.interval import Interval, doublings_beyond, interval
+
+KVR = STRATEGIES["kvr-e"]
+
+
+def of(scenario: Scenario) -> Interval:
+    """Around 1 s."""
+    return interval(scenario, KVR, Partition.even(scenario.request.new_tokens, scenario.cluster.num_gpus), 1.0)
+
+
+def width(scenario: Scenario) -> float:
+    sure = of(scenario)
+    assert sure.low_s <= 1.0 <= sure.high_s
+    return math.log(sure.high_s / sure.low_s) / 2
+
+
+def flash(**asked: Any) -> Scenario:
+    return make_scenario(**({"ctx": 8192, "gpus": 4, "profile": "a100-flash", "model": "llama-3-8b"} | asked))[0]
+
+
+def test_of_a_profile_fitted_to_ttfts_it_is_their_error() -> None:
+    profile = load_profile("a100-eager")
+    assert profile.residual is not None
+    scenario = make_scenario(ctx=8192, gpus=4)[0]
+    assert width(scenario) == pytest.approx(math.log1p(profile.residual.p80_ape))
+
+
+def test_what_an_operation_does_not_move_does_not_widen_it() -> None:
+    log_sd = of(flash()).log_sd
+    assert {"gemm", "attention", "elementwise", "host", "links", "run to run"} <= set(log_sd)
+    assert log_sd["gemm"] > 0.005
+    assert log_sd["host"] < 0.001  # long chunks: the host is far ahead
+    fits = flash().profile.operations  # type: ignore[union-attr]
+    assert log_sd["attention"] < fits["attention"].log_sd  # a part of TTFT
+    assert log_sd["gemm"] < fits["gemm"].log_sd  # several shapes, each on its own
+
+
+def test_worse_operations_make_it_wider() -> None:
+    scenario = flash()
+    profile = scenario.profile
+    assert profile is not None
+    worse = {kind: replace(fit, log_sd=2 * fit.log_sd) for kind, fit in profile.operations.items()}
+    assert width(replace(scenario, profile=replace(profile, operations=worse))) > 1.3 * width(scenario)
+
+
+def test_a_machine_that_was_seen_to_vary_makes_it_wider() -> None:
+    profile = load_profile("a100-flash")
+    widths = [width(flash(profile=replace(profile, run_to_run_log_sd=spread))) for spread in (None, 0.001, 0.1, 0.3)]
+    assert widths[0] == widths[1] < widths[2] < widths[3], "never narrower than what serving engines vary by"
+    assert widths[3] > 1.28 * 0.3
+
+
+@pytest.mark.parametrize(
+    "asked", [{"ctx": 131072}, {"gpus": 16}, {"model": "qwen2.5-72b", "gpus": 32}, {"link_bandwidth": 1e9}]
+)
+def test_outside_of_what_was_measured_it_is_wider(asked: dict[str, Any]) -> None:
+    """By a cause of its own: other GPUs may hide what another cause moves."""
+    inside, outside = of(flash()).log_sd, of(flash(**asked)).log_sd
+    assert "extrapolation" not in inside
+    assert outside.get("extrapolation", 0.0) > 0 or outside["links"] > inside["links"]
+
+
+def test_doublings_add_up() -> None:
+    profile = load_profile("a100-eager")
+    assert doublings_beyond(make_scenario(ctx=16384, gpus=8)[0], profile.valid) == 0
+    assert doublings_beyond(make_scenario(ctx=65536, gpus=16)[0], profile.valid) == pytest.approx(3)
+
+
+def test_a_roofline_is_a_limit() -> None:
+    sure = of(make_scenario(ctx=8192, gpus=4, profile="roofline")[0])
+    assert sure.low_s == 1.0
+    assert sure.high_s > 2.0
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=40)
+def test_any_profile_has_one(seed: int, make: Any) -> None:
+    """Finite, around the prediction, and none where nothing errs."""
+    rng = random.Random(seed)
+    scenario = make.scenario(rng, roofline=False, topologies=("switch", "chain", "bus"))
+    assert 0 < width(scenario) < 50
+    profile = scenario.profile
+    known = {
+        kind: OperationFit(source="x", num_rows=1, mape=0.0, cross_validated_mape=0.0, log_sd=0.0, seen={})
+        for kind in profile.operations
+    }
+    sure = of(replace(scenario, profile=replace(profile, operations=known)))
+    assert sum(sure.log_sd.get(kind, 0.0) for kind in ("gemm", "attention", "elementwise", "host")) == 0
+
+
+def test_answers_carry_it() -> None:
+    plan = kvrsim.plan(ctx="8k", gpus=2, profile="a100-flash", model="llama-3-8b")
+    run = kvrsim.simulate(strategy="tsp", ctx="8k", gpus=2, profile="a100-flash", model="llama-3-8b")
+    tsp = next(row for row in plan.strategies if row.strategy == "tsp")
+    assert (tsp.ttft_low_s, tsp.ttft_high_s) == (run.ttft_low_s, run.ttft_high_s)
+    assert run.ttft_low_s < run.ttft_s < run.ttft_high_s

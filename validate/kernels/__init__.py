@@ -1,0 +1,1 @@
+"""Whole prefills beside the sums of their kernels."""

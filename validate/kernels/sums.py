@@ -1,0 +1,292 @@
+"""Each profile's prefill beside the sum of the kernels that it was fitted to.
+
+`python -m validate.kernels.sums --tables FOLDER` rewrites docs/results/kernel_sums.md. FOLDER holds the CSV files that
+calibrate/shipped/recipes.json names; NVIDIA's tables come from the installed package aiconfigurator-core.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from calibrate.data.measurement import ELEMENTWISE, Measurement
+from calibrate.fit.gemm_rows import model_shapes
+from calibrate.importers import read_source
+from calibrate.shipped.recipes import Recipe
+from kvrsim.compile import build_program
+from kvrsim.cost.traffic import after_attention, before_attention
+from kvrsim.errors import KvrsimError
+from kvrsim.hardware.cluster import builtin_clusters, load_cluster
+from kvrsim.io.files import write_atomically
+from kvrsim.model.spec import ModelSpec
+from kvrsim.profile.profile import load_profile
+from kvrsim.profile.rates.elementwise import Traffic
+from kvrsim.program import Compute, Op
+from kvrsim.scenario import NO_HOST, Scenario
+from kvrsim.setup import make_scenario
+from kvrsim.strategies import get_strategy
+from planner.simulate import run_simulation
+from validate.kernels.grid import Grid, Reading, attention_grid, gemm_grid
+
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "kernel_sums.md"
+_Kernel = tuple[str, int]  # an element-wise operation and the bytes that it moves in all
+_LONG = 1024  # tokens from which the two sources of matrix products are compared
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Study:
+    """The prefills of one profile that are summed."""
+
+    profile: str
+    models: tuple[str, ...]
+    tokens: tuple[int, ...]
+    # Models by their name in the layer table, where element-wise kernels are summed as measured; none: as predicted.
+    layers: Mapping[str, str] = field(default_factory=dict)
+
+
+_SERVED = ("llama-2-7b", "llama-3-8b", "llama-2-13b")
+_SERVED_TOKENS = (1024, 2048, 4096, 8192, 16384)
+STUDIES = (
+    Study(
+        profile="a100-vidur",
+        models=("llama-2-7b", "llama-3-8b"),
+        tokens=(1024, 2048, 3072, 4096),
+        layers={"llama-2-7b": "Llama-2-7b-hf", "llama-3-8b": "Meta-Llama-3-8B"},
+    ),
+    Study(profile="a100-flash", models=_SERVED, tokens=_SERVED_TOKENS),
+    Study(profile="h100-flash", models=_SERVED, tokens=_SERVED_TOKENS),
+    Study(profile="h200-flash", models=_SERVED, tokens=_SERVED_TOKENS),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelSum:
+    """One prefill on one GPU: what its kernels sum to, and what is predicted."""
+
+    profile: str
+    model: str
+    tokens: int
+    gemm: Reading  # of all layers
+    attention: Reading  # of all layers
+    elementwise_s: float  # measured or, see Study.layers, the profile's own
+    head_s: float  # the profile's own
+    own_s: float  # how much of the sum is the profile's own
+    predicted_s: float
+
+    @property
+    def sum_s(self) -> float:
+        """Of all kernels."""
+        return self.gemm.seconds + self.attention.seconds + self.elementwise_s + self.head_s
+
+    @property
+    def error(self) -> float:
+        """Predicted over summed, less one."""
+        return self.predicted_s / self.sum_s - 1
+
+
+@cache
+def scenario_of(profile: str, model: str, tokens: int) -> Scenario:
+    """The prefill on one GPU, launched by a host that takes no time."""
+    loaded = replace(load_profile(profile), host=NO_HOST)
+    clusters = (load_cluster(name) for name in builtin_clusters())
+    cluster = next(cluster for cluster in clusters if cluster.gpu.name == loaded.gpu)
+    return make_scenario(ctx=tokens, gpus=1, model=model, profile=loaded, cluster=cluster)[0]
+
+
+def kernel_sums(study: Study, rows: Sequence[Measurement]) -> Iterator[KernelSum]:
+    """Of each model and context whose kernels the measurements have or lead to."""
+    attention = attention_grid(rows)
+    for model in study.models:
+        named = study.layers.get(model)
+        own = [row for row in rows if named is None or row.source.endswith(f"/{named}")]
+        gemm, kernels = gemm_grid(own), _elementwise_medians(own) if named else None
+        for tokens in study.tokens:
+            found = _kernel_sum(study.profile, model, tokens, gemm, attention, kernels)
+            if found is not None:
+                yield found
+
+
+def _kernel_sum(
+    profile: str, model: str, tokens: int, gemm: Grid, attention: Grid, kernels: Mapping[_Kernel, float] | None
+) -> KernelSum | None:
+    scenario = scenario_of(profile, model, tokens)
+    spec = scenario.model
+    products = Reading.total(gemm.at(*shape, tokens) for shape in model_shapes(model))
+    heads = attention.at(spec.num_attention_heads, spec.head_dim, spec.num_key_value_heads, tokens)
+    steps = _steps(spec)
+    if kernels is None:
+        elementwise_s: float | None = float(scenario.cost.traffic_s(np.asarray(float(tokens)), steps))
+    else:
+        elementwise_s = _measured_s(steps, tokens, kernels)
+    if products is None or heads is None or elementwise_s is None:
+        return None
+    head_s = _head_s(scenario)
+    return KernelSum(
+        profile=profile,
+        model=model,
+        tokens=tokens,
+        gemm=products.times(spec.num_hidden_layers),
+        attention=heads.times(spec.num_hidden_layers),
+        elementwise_s=elementwise_s,
+        head_s=head_s,
+        own_s=head_s + (elementwise_s if kernels is None else 0.0),
+        predicted_s=run_simulation(scenario, strategy="single").ttft_s,
+    )
+
+
+def _steps(spec: ModelSpec) -> tuple[Traffic, ...]:
+    """The element-wise kernels of all layers, and the embedding."""
+    after = after_attention(spec, fused=True, intermediate=spec.intermediate_size)
+    layer = [step for step in (*before_attention(spec, fused=True), *after) if step.kernels]
+    return (*layer * spec.num_hidden_layers, Traffic("embedding", 4.0 * spec.hidden_size, 1))
+
+
+def _measured_s(steps: Iterable[Traffic], tokens: int, medians: Mapping[_Kernel, float]) -> float | None:
+    """None where one was not measured; a step of several kernels is as often the one that was timed."""
+    seconds = 0.0
+    for op, nbytes, kernels in steps:
+        one_s = medians.get((op, round(tokens * nbytes / kernels)))
+        if one_s is None:
+            return None
+        seconds += kernels * one_s
+    return seconds
+
+
+def _elementwise_medians(rows: Iterable[Measurement]) -> dict[_Kernel, float]:
+    """Seconds of each kernel, median of its rows."""
+    found: dict[_Kernel, list[float]] = {}
+    for row in rows:
+        if row.operation in ELEMENTWISE and row.bytes is not None:
+            found.setdefault((row.operation, row.bytes), []).append(row.median_s)
+    return {key: float(np.median(seconds)) for key, seconds in found.items()}
+
+
+def _head_s(scenario: Scenario) -> float:
+    """The last token's logits."""
+    chunk = np.array([float(scenario.request.context_len)])
+    return sum(map(_device_s, build_program(scenario, get_strategy("single"), [chunk]).epilogue[0]))
+
+
+def _device_s(op: Op) -> float:
+    return float(np.max(op.device_s)) if isinstance(op, Compute) else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ratios:
+    """How long vidur's matrix products take where NVIDIA timed the same ones."""
+
+    gpu: str
+    ratios: tuple[float, ...]  # vidur's over NVIDIA's seconds
+
+    @classmethod
+    def of(cls, gpu: str, vidur: Sequence[Measurement], nvidia: Sequence[Measurement]) -> Ratios:
+        """Of products of at least _LONG tokens."""
+        one, other = gemm_grid(vidur).points, gemm_grid(nvidia).points
+        both = sorted(key for key in one.keys() & other.keys() if key[2] >= _LONG)
+        return cls(gpu=gpu, ratios=tuple(one[key] / other[key] for key in both))
+
+    @property
+    def text(self) -> str:
+        """Least, most and the middle."""
+        low, tenth, middle, ninth, high = np.quantile(self.ratios, (0.0, 0.1, 0.5, 0.9, 1.0))
+        return (
+            f"{low:.2f} to {high:.2f} times NVIDIA's seconds on the {self.gpu} (median {middle:.2f}, four in five"
+            f" {tenth:.2f} to {ninth:.2f}; {len(self.ratios)} products)"
+        )
+
+
+_ABOUT = """\
+# How far predictions are from the sum of measured kernels
+
+Regenerated by `python -m validate.kernels.sums --tables FOLDER`. Nobody published whole prefills with the kernels of
+these profiles; but a prefill on one GPU is its kernels one after another. *Sum* adds up the tables that the profile was
+fitted to, *predicted* is kvrsim's TTFT on one GPU with a host that takes no time. So this page shows what the forms and
+tables of a profile lose against their own measurements. It is no blind test, and it does not show how kernels in a row
+differ from kernels timed alone: gaps, clocks under load and the host are in neither column.
+
+A layer is Q, K and V as one product, attention, the output product, gate and up as one, the activation, down, two
+norms, the rotary embedding and two residual additions; to the layers come the embedding and the last token's logits,
+which are the profile's own in both columns. `a100-vidur` has products and element-wise kernels from one table, which
+timed these models at these numbers of tokens (the sum has the median of its rows), and the profile keeps tables of all
+these products. In the other profiles, the element-wise kernels are the profile's own in both columns too: they come
+from another table than products and attention, and [profiles.md](profiles.md) has their errors.
+
+What was not measured is interpolated, linear in the logarithms of time and sizes: *between widths* is a product whose
+matrix lies between those of NVIDIA's grid (from 16384 columns it goes to 51200 or 65536), *between chunks* a call of
+attention between measured ones. *Beyond* is the same past the end of the table. Interpolated sums may themselves be
+some percent off, since waves of tiles do not fill up alike at all sizes.
+"""
+
+
+def page(sums: Sequence[KernelSum], ratios: Sequence[Ratios]) -> str:
+    """docs/results/kernel_sums.md."""
+    of_profile = {name: [one for one in sums if one.profile == name] for name in dict.fromkeys(s.profile for s in sums)}
+    lines = [
+        _ABOUT,
+        "| profile | prefills | mean error | bias | largest | the profile's own part of the sum |",
+        "|---|---:|---:|---:|---:|---:|",
+        *(_summary(name, found) for name, found in of_profile.items()),
+        "",
+        "An *error* is predicted over sum, less one; *mean error* is of absolute values, *bias* with sign.",
+        "",
+        *_compared(ratios),
+        "| profile | model | tokens | sum ms | predicted ms | error | products | attention |",
+        "|---|---|---:|---:|---:|---:|---|---|",
+        *map(_line, sums),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _compared(ratios: Sequence[Ratios]) -> list[str]:
+    if not ratios:
+        return []
+    return [
+        f"Sources differ by more than that. Of the products of {_LONG} tokens and more that both timed, vidur's take",
+        ";\n".join(one.text for one in ratios) + ".",
+        "The two are of other years, libraries and dtypes. Which one a machine is like, only a measurement on it says.",
+        "",
+    ]
+
+
+def _summary(name: str, sums: Sequence[KernelSum]) -> str:
+    errors = np.array([one.error for one in sums])
+    own = [one.own_s / one.sum_s for one in sums]
+    worst = max(sums, key=lambda one: abs(one.error))
+    largest = f"{worst.error:+.1%} ({worst.model}, {worst.tokens})"
+    shares = f"{np.abs(errors).mean():.1%} | {errors.mean():+.1%} | {largest} | {min(own):.1%} to {max(own):.1%}"
+    return f"| {name} | {len(sums)} | {shares} |"
+
+
+def _line(one: KernelSum) -> str:
+    figures = f"{one.tokens} | {1e3 * one.sum_s:.1f} | {1e3 * one.predicted_s:.1f} | {one.error:+.1%}"
+    return f"| {one.profile} | {one.model} | {figures} | {one.gemm.how} | {one.attention.how} |"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Rewrite the page."""
+    parser = ArgumentParser(prog="python -m validate.kernels.sums", description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--tables", metavar="FOLDER", type=Path, required=True, help="where the CSV files are")
+    tables: Path = parser.parse_args(arguments).tables
+    try:
+        rows = {study.profile: Recipe.read(study.profile, tables).rows() for study in STUDIES}
+        sums = [one for study in STUDIES for one in kernel_sums(study, rows[study.profile])]
+        ratios = [
+            Ratios.of(gpu, read_source(f"{tables / 'linear_per_layer.csv'}?gpu={gpu}", "tables"), rows[profile])
+            for gpu, profile in (("A100", "a100-flash"), ("H100", "h100-flash"))
+        ]
+        write_atomically(PAGE, page(sums, ratios).encode(), argument="page")
+    except KvrsimError as error:
+        print(f"validate.kernels.sums: error: {error}", file=sys.stderr)
+        return error.exit_code
+    print(PAGE.read_text())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

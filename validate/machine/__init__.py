@@ -1,0 +1,1 @@
+"""Calibrations and plans against this machine."""

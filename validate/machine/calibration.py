@@ -1,0 +1,172 @@
+"""How well a fresh calibration of this machine predicts held-out whole prefills: docs/results/calibration.md.
+
+For each small model: `kvrsim calibrate all` in a folder of its own, then the TTFT of one process at context lengths
+that are not in the grid, measured in turn, beside what the profile predicts. All of it --rounds times, as a shared
+machine is not the same one a quarter of an hour later.
+
+    python -m validate.machine.calibration [--minutes 2] [--rounds 2] [--keep FOLDER] [--even-if-busy]
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+
+import kvrsim
+from kvrsim.io.files import write_atomically
+from kvrsim.partition import Partition
+from kvrsim.runtime.bench import BenchReport, Timing, measure
+from kvrsim.runtime.forward import ModelForward
+from kvrsim.runtime.geometry import load_model
+from kvrsim.runtime.plan import RunPlan
+from kvrsim.runtime.ranks.launch import Launch, launch
+from kvrsim.runtime.ranks.transport import Transport
+
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "calibration.md"
+MODELS = Path(__file__).parents[1] / "models"
+CONTEXTS = (300, 700, 1100, 1700, 2500, 3300, 3900)  # tokens; none is a chunk of the grid
+REPEATS = 9
+KERNEL = "sdpa"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prefill:
+    """One context, predicted and measured."""
+
+    context_len: int
+    predicted_s: float
+    low_s: float
+    high_s: float
+    measured: Timing
+
+    @property
+    def error(self) -> float:
+        """Above 0: predicted too long."""
+        return self.predicted_s / self.measured.median_s - 1
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the interval holds what was measured."""
+        return self.low_s <= self.measured.median_s <= self.high_s
+
+
+def single(transport: Transport, config: str) -> BenchReport:
+    """Run by one rank: TTFTs of whole prefills."""
+    model = load_model(config)
+    plans = [RunPlan(strategy="single", partition=Partition(chunk_lens=(length,))) for length in CONTEXTS]
+    size = model.config.vocab_size
+    return measure(transport, ModelForward(model), plans, vocab_size=size, repeats=REPEATS, warmups=1)
+
+
+def calibrate(config: Path, profile: Path, options: Sequence[str]) -> float:
+    """Seconds that `kvrsim calibrate all` took."""
+    started_s = time.monotonic()
+    command = [sys.executable, "-m", "kvrsim.cli.main", "calibrate", "all", "--model", str(config), "-o", str(profile)]
+    if code := subprocess.run([*command, "--attention", KERNEL, *options], check=False).returncode:
+        sys.exit(code)  # it has said why
+    return time.monotonic() - started_s
+
+
+def predicted(config: Path, profile: Path, timings: Sequence[Timing]) -> list[Prefill]:
+    """What the profile says of the same prefills."""
+    found = []
+    for timing in timings:
+        length = timing.plan.context_len
+        run = kvrsim.simulate(
+            strategy="single", gpus=1, ctx=length, model=str(config), profile=str(profile), dtype="fp32"
+        )
+        low_s, high_s = run.ttft_low_s, run.ttft_high_s
+        found.append(Prefill(context_len=length, predicted_s=run.ttft_s, low_s=low_s, high_s=high_s, measured=timing))
+    return found
+
+
+def told(prefills: Sequence[Prefill]) -> str:
+    """How well they were predicted, in a sentence."""
+    errors = np.abs([prefill.error for prefill in prefills])
+    inside = sum(prefill.is_inside for prefill in prefills)
+    return (
+        f"Error: median {np.median(errors):.1%}, mean {errors.mean():.1%}, worst {errors.max():.1%}; {inside} of"
+        f" {len(prefills)} inside the 80 % interval."
+    )
+
+
+def section(name: str, seconds: float, prefills: Sequence[Prefill]) -> list[str]:
+    """One model's table."""
+    rows = [
+        f"| {prefill.context_len} | {prefill.measured.median_s:.3f} | {prefill.measured.iqr_s:.3f} |"
+        f" {prefill.predicted_s:.3f} | {prefill.low_s:.3f} to {prefill.high_s:.3f} | {prefill.error:+.1%} |"
+        for prefill in prefills
+    ]
+    return [
+        f"## {name}",
+        "",
+        f"`calibrate all` took {seconds:.0f} s. {told(prefills)}",
+        "",
+        "| context, tokens | measured, s | interquartile range, s | predicted, s | interval, s | error |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: |",
+        *rows,
+        "",
+    ]
+
+
+def head(report: BenchReport, command: str, found: Mapping[str, Sequence[Prefill]]) -> list[str]:
+    """What was measured on what, and how well each model was predicted."""
+    conditions = "; ".join(f"{name} {value}" for name, value in report.conditions.items() if name != "model")
+    return [
+        "# A calibration against whole prefills",
+        "",
+        f"`{command}` (`make calibration`) on {date.today().isoformat()}. TTFT of one process,",
+        f"{KERNEL} attention, models of 8 layers with hidden size 512 and 8 heads, random weights. None of the",
+        "contexts is a chunk of the calibration's grid; measured: the median of repeated prefills, contexts in turn,",
+        "after the calibration and not at the same time.",
+        "",
+        f"{conditions}.",
+        "",
+        *(f"- {name}: {told(prefills)}" for name, prefills in found.items()),
+        f"- all: {told([one for prefills in found.values() for one in prefills])}",
+        "",
+    ]
+
+
+def main() -> None:
+    """Calibrate, measure, compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", default="2", help="for each calibration")
+    parser.add_argument("--rounds", type=int, default=2, help="calibrations of each model")
+    parser.add_argument("--keep", type=Path, help="folder for profiles, CSVs and reports")
+    parser.add_argument("--even-if-busy", action="store_true", help="while others use the machine")
+    chosen = parser.parse_args()
+    options = ["--minutes", chosen.minutes, *(["--even-if-busy"] if chosen.even_if_busy else [])]
+    lines: list[str] = []
+    found: dict[str, list[Prefill]] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = chosen.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        for number in range(1, chosen.rounds + 1):
+            for name in ("small-llama", "small-falcon"):
+                config, profile = MODELS / f"{name}.json", folder / f"{name}-{number}.json"
+                seconds = calibrate(config, profile, options)
+                report = launch(single, str(config), how=Launch(num_ranks=1, deadline_s=1200))[0]
+                prefills = predicted(config, profile, report.timings)
+                lines += section(f"{name}, round {number}", seconds, prefills)
+                found.setdefault(name, []).extend(prefills)
+    words = (Path(word).name if "/" in word else word for word in sys.argv[1:])
+    command = " ".join(["python -m validate.machine.calibration", *words])
+    text = "\n".join([*head(report, command, found), *lines])
+    write_atomically(PAGE, text.encode(), argument="docs/results/calibration.md")
+    print(text)
+
+
+if __name__ == "__main__":
+    from validate.machine.calibration import main as run  # so that ranks find `single` by its name
+
+    run()

@@ -1,0 +1,144 @@
+"""Plans against this machine, from a fresh calibration: docs/results/confirmation.md.
+
+    python -m validate.machine.confirmation [--quick] [--tc] [--profile FILE] [--keep FOLDER] [--even-if-busy]
+
+It calibrates, then confirms plans for two ranks over loopback and over emulated links, then runs 4 and 8 sleeping
+ranks. --tc: also over links that the kernel throttles, where root allows. About 15 minutes (`make confirmation`);
+--quick: 4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from kvrsim.errors import KvrsimError
+from kvrsim.io.files import write_atomically
+from planner.confirm.facade import confirm
+from validate.machine.calibration import MODELS, calibrate
+from validate.machine.confirmation_page import Section, page
+from validate.machine.confirmation_ranks import Sleepers, Slept, ring_traffic, sleep
+from validate.machine.confirmation_tc import confirm_throttled, why_not
+
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "confirmation.md"
+LINKS: dict[str, dict[str, Any]] = {
+    "loopback": {},
+    "emulated 1 Gb/s": {"link_bandwidth": 125e6, "link_latency": 2e-4},
+    "emulated 250 Mb/s": {"link_bandwidth": 31.25e6, "link_latency": 2e-4},
+}
+THROTTLED = (1e9, 250e6)  # bit/s
+SLEEPERS = (
+    Sleepers(num_ranks=4, context_len=2048, link_bytes_per_s=30e6),
+    Sleepers(num_ranks=8, context_len=4096, link_bytes_per_s=30e6),
+)
+
+
+def main() -> None:
+    """Calibrate, confirm, write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one model, one context, few repetitions")
+    parser.add_argument("--tc", action="store_true", help="over throttled links too: needs root")
+    parser.add_argument("--profile", type=Path, help="of small-llama, in the place of a calibration")
+    parser.add_argument("--keep", type=Path, help="folder for profiles, traces and pictures")
+    parser.add_argument("--page", type=Path, default=PAGE, help="where the page goes")
+    parser.add_argument("--even-if-busy", action="store_true", help="while others use the machine")
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = chosen.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        profile = chosen.profile or _calibrated("small-llama", folder, chosen)
+        sections = [*_llama(profile, folder, chosen)]
+        if not chosen.quick:
+            sections += _falcon(folder, chosen)
+        throttled, skipped = _throttled(profile, folder, chosen)
+        sections += throttled
+    slept = _slept(2 if chosen.quick else 5)
+    words: list[str] = [word for word in ("--quick", "--tc", "--even-if-busy") if word in sys.argv]
+    if chosen.profile:
+        words.append(f"--profile {chosen.profile.name}")
+    command = " ".join(["python -m validate.machine.confirmation", *words])
+    text = page(sections, slept, skipped, command)
+    write_atomically(chosen.page, text.encode(), argument="page")
+    print(text)
+
+
+def _calibrated(name: str, folder: Path, chosen: argparse.Namespace) -> Path:
+    """A profile of this machine, just made."""
+    profile = folder / f"{name}.json"
+    options = ["--minutes", "1" if chosen.quick else "2", *(["--even-if-busy"] if chosen.even_if_busy else [])]
+    calibrate(MODELS / f"{name}.json", profile, options)
+    return profile
+
+
+def _llama(profile: Path, folder: Path, chosen: argparse.Namespace) -> list[Section]:
+    found = []
+    for ctx, repeats in (("2k", 3),) if chosen.quick else (("2k", 6), ("4k", 4)):
+        for name, link in LINKS.items():
+            top = 2 if name == "loopback" else 1
+            found.append(_confirmed("small-llama", name, profile, folder, ctx=ctx, repeats=repeats, top=top, **link))
+    return found
+
+
+def _falcon(folder: Path, chosen: argparse.Namespace) -> list[Section]:
+    profile = _calibrated("small-falcon", folder, chosen)
+    return [_confirmed("small-falcon", "loopback", profile, folder, ctx="2k", repeats=4, top=1)]
+
+
+def _confirmed(
+    model: str, link: str, profile: Path, folder: Path, *, ctx: str, repeats: int, top: int, **scenario: Any
+) -> Section:
+    from planner.confirm.plot import write_pair
+    from planner.confirm.trace import write_traces
+
+    print(f"{model}, {link}, {ctx}", file=sys.stderr)
+    found = confirm(
+        ctx=ctx,
+        model=MODELS / f"{model}.json",
+        profile=profile,
+        gpus=2,
+        top=top,
+        virtual=False,
+        hardware={"repeats": repeats},
+        attention="sdpa",
+        dtype="fp32",
+        **scenario,
+    )
+    stem = f"{model}-{link}-{ctx}".replace(" ", "-").replace("/", "")
+    write_pair(found, folder / f"{stem}.png")
+    write_traces(found, folder / f"{stem}.trace.json")
+    return f"{model}, {link}", found.to_dict()
+
+
+def _throttled(profile: Path, folder: Path, chosen: argparse.Namespace) -> tuple[list[Section], list[str]]:
+    """Over links that the kernel throttles; or why not."""
+    if not chosen.tc:
+        return [], []
+    if reason := why_not():
+        return [], [f"Throttled links were not measured: {reason}."]
+    found: list[Section] = []
+    for bits_per_s in THROTTLED:
+        options = ["--repeats", "3" if chosen.quick else "5", "--top", "1", "--attention", "sdpa", "--dtype", "fp32"]
+        config = MODELS / "small-llama.json"
+        told = confirm_throttled(profile, config, folder, bits_per_s, "2k", options)
+        found.append((f"small-llama, tc tbf {bits_per_s / 1e6:.0f} Mb/s", told))
+    return found, []
+
+
+def _slept(repeats: int) -> list[Slept]:
+    found: list[Slept] = []
+    for sleepers in SLEEPERS:
+        traffic = ring_traffic(sleepers.num_ranks, 0.3, 2**18)
+        found += sleep(sleepers, repeats=repeats, traffic=traffic, num_seeds=repeats)
+    return found
+
+
+if __name__ == "__main__":
+    from validate.machine.confirmation import main as run  # so that ranks find what they run by its name
+
+    try:
+        run()
+    except KvrsimError as error:
+        sys.exit(f"validate.machine.confirmation: {error}")

@@ -1,0 +1,144 @@
+"""docs/results/confirmation.md: the tables of validate.machine.confirmation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import date
+from itertools import combinations
+from statistics import median
+from typing import Any
+
+from kvrsim.units import format_tokens
+from validate.machine.confirmation_ranks import Slept
+
+Section = tuple[str, dict[str, Any]]  # of a setting: its name, and what `kvrsim confirm --json` prints
+TARGET_ERROR, TARGET_REGRET, TARGET_SLEEP = 0.07, 0.03, 0.10
+BASELINES = ("single", "tsp", "kvr-e", "kvr-s")
+
+
+def page(sections: Sequence[Section], slept: Sequence[Slept], skipped: Sequence[str], command: str) -> str:
+    """The whole page."""
+    made = "of this machine" if "--profile" in command else "of this machine, made just before"
+    lines = [
+        "# Plans against this machine",
+        "",
+        f"`{command}` on {date.today().isoformat()}.",
+        "What `kvrsim confirm` prints for small models (8 layers, hidden size 512, random weights) on two ranks of one",
+        f"thread, over gloo: TTFT predicted from a calibration {made},",
+        "and measured, candidates in turn. None of the predictions has seen a prefill on two ranks.",
+        "",
+        *_conditions(sections),
+        *_summary(sections, slept),
+        *skipped,
+        *[""] * bool(skipped),
+    ]
+    for name, found in sections:
+        lines += _section(name, found)
+    return "\n".join([*lines, *_sleeping(slept)]) + "\n"
+
+
+def _conditions(sections: Sequence[Section]) -> list[str]:
+    if not sections:
+        return []
+    told = sections[0][1]["conditions"]
+    return ["; ".join(f"{name} {value}" for name, value in told.items() if name != "model") + ".", ""]
+
+
+def _summary(sections: Sequence[Section], slept: Sequence[Slept]) -> list[str]:
+    """What the issue asks for, and whether it is so."""
+    if not sections:
+        return []
+    errors = [abs(one["rel_error"]) for _, found in sections for one in _baselines(found)]
+    right, told = (sum(counts) for counts in zip(*(_order(found) for _, found in sections), strict=True))
+    paced = [abs(one["rel_error_at_pace"]) for _, found in sections for one in _baselines(found)]
+    regrets = [found["regret"] for _, found in sections]
+    beyond = sum(found["regret"] > TARGET_REGRET and found["regret_beyond_spread"] for _, found in sections)
+    logits = [found["max_logit_error"] for _, found in sections]
+    lines = [
+        "## Summary",
+        "",
+        f"- error of predicted TTFT over single, TSP, KVR-E and KVR-S: median {median(errors):.1%} (target"
+        f" {TARGET_ERROR:.0%}), worst {max(errors):.1%}, of {len(errors)};",
+        f"- the same at the pace at which the ranks computed meanwhile: median {median(paced):.1%}, worst"
+        f" {max(paced):.1%};",
+        f"- regret of the plan: median {median(regrets):.1%}, worst {max(regrets):.1%}; above {TARGET_REGRET:.0%} and"
+        f" beyond the spread in {beyond} of {len(regrets)} settings;",
+        f"- order: of {told} pairs of strategies whose measured TTFTs differ beyond their spread, {right} were"
+        " predicted in that order;",
+        f"- largest difference of logits from one process's: {max(logits):.1e};",
+    ]
+    if slept:
+        worst = max(abs(one.error) for one in slept)
+        lines.append(f"- 4 and 8 sleeping ranks: worst error {worst:.1%} (target {TARGET_SLEEP:.0%}).")
+    return [*lines, ""]
+
+
+def _section(name: str, found: dict[str, Any]) -> list[str]:
+    rows = [
+        f"| {one['strategy']} | {', '.join(map(str, one['partition']))} | {one['predicted_ttft_s']:.3f} |"
+        f" {one['measured_ttft_s']:.3f} | {one['measured_iqr_s']:.3f} | {one['rel_error']:+.1%} |"
+        f" {one['rel_error_at_pace']:+.1%} |"
+        for one in found["candidates"]
+    ]
+    words = "beyond" if found["regret_beyond_spread"] else "within"
+    chosen = next(one for one in found["candidates"] if one["chosen"])
+    return [
+        f"## {name}, {format_tokens(found['context_len'])} tokens",
+        "",
+        f"{found['cluster']}. The plan chose {chosen['strategy']}; regret {found['regret']:.1%} ±"
+        f" {found['regret_spread']:.1%} against {found['best_measured']['strategy']}, {words} the spread;"
+        f" {found['tsp']}. {_pace(found['pace'])}",
+        "",
+        "| strategy | partition, tokens | predicted, s | measured, s | IQR, s | error | at that pace |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+        *rows,
+        "",
+        *(f"- {warning}" for warning in found["warnings"]),
+        *[""] * bool(found["warnings"]),
+    ]
+
+
+def _pace(pace: dict[str, Any]) -> str:
+    what = f"{format_tokens(pace['num_tokens'])} tokens on every rank at once"
+    took = f"{pace['measured_s']:.3f} s ({min(pace['samples_s']):.3f} to {max(pace['samples_s']):.3f})"
+    return f"{what} took {took}, predicted {pace['predicted_s']:.3f} s: {pace['speed']:.2f} of the calibrated pace."
+
+
+def _sleeping(slept: Sequence[Slept]) -> list[str]:
+    if not slept:
+        return []
+    rows = []
+    for one in slept:
+        noise = "|  |  |"
+        if one.noisy_simulated_s is not None and one.noisy_measured_s is not None:
+            simulated, measured = one.noisy_simulated_s / one.simulated_s, one.noisy_measured_s / one.measured_s
+            noise = f"| {simulated - 1:+.1%} | {measured - 1:+.1%} |"
+        times = f"{one.simulated_s:.3f} | {one.measured_s:.3f} | {one.iqr_s:.3f} | {one.error:+.1%}"
+        rows.append(f"| {one.num_ranks} | {one.name} | {times} {noise}")
+    return [
+        "## 4 and 8 ranks, and side traffic",
+        "",
+        "Real messages over emulated links, compute replaced by sleeps; simulated by the event executor from the same",
+        "durations. The last columns: how much longer TTFT gets (median) when others' messages take 30 % of the time",
+        "of every link, the paper's noise experiment in miniature: TSP suffers more.",
+        "",
+        "| ranks | strategy | simulated, s | measured, s | IQR, s | error | side traffic, simulated | measured |",
+        "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        *rows,
+        "",
+    ]
+
+
+def _baselines(found: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    return (one for one in found["candidates"] if one["strategy"] in BASELINES)
+
+
+def _order(found: dict[str, Any]) -> tuple[int, int]:
+    """Pairs predicted in the measured order, of those that can be told apart."""
+    right = told = 0
+    for one, other in combinations(_baselines(found), 2):
+        apart = other["measured_ttft_s"] - one["measured_ttft_s"]
+        if abs(apart) > one["measured_iqr_s"] + other["measured_iqr_s"]:
+            told += 1
+            right += (other["predicted_ttft_s"] - one["predicted_ttft_s"]) * apart > 0
+    return right, told

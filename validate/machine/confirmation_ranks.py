@@ -1,0 +1,168 @@
+"""Ranks that sleep instead of computing, with real messages over emulated links, against the event executor.
+
+So p = 4 and 8 can be looked at on two cores: what is checked is who waits for whom and for how long, alone and beside
+side traffic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from kvrsim.executors.event import Replay
+from kvrsim.hardware.cluster import Cluster, load_cluster
+from kvrsim.partition import Partition
+from kvrsim.program import AllGather, Compute, Op, Program, Recv, Send
+from kvrsim.runtime.bench import BenchReport, measure
+from kvrsim.runtime.emulated import EmulatedLink, EmulatedTransport, SideTraffic
+from kvrsim.runtime.forward import SleepForward
+from kvrsim.runtime.geometry import Geometry
+from kvrsim.runtime.plan import RunPlan
+from kvrsim.runtime.ranks.launch import Launch, launch
+from kvrsim.runtime.ranks.transport import Transport
+from planner.confirm.noise import Traffic, noisy_ttft_s
+
+# Few bytes a token and a slow link: on two cores, moving the bytes takes time from nobody.
+GEOMETRY = Geometry(model_type="llama", num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=1, head_dim=32)
+TOKEN_BYTES = GEOMETRY.kv_bytes_per_token_layer
+LATENCY_S = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sleepers:
+    """Ranks, a context and a link."""
+
+    num_ranks: int
+    context_len: int
+    link_bytes_per_s: float
+    token_s: float = 4e-5  # of a layer, a token, but for attention
+    pair_s: float = 1.5e-8  # of a layer, a query and a key
+
+    @property
+    def cluster(self) -> Cluster:
+        """The simulator's view of the link."""
+        return load_cluster(num_gpus=self.num_ranks).with_link(self.link_bytes_per_s, LATENCY_S)
+
+    @property
+    def link(self) -> EmulatedLink:
+        """The runtime's."""
+        return EmulatedLink(bandwidth_bytes_per_s=self.link_bytes_per_s, latency_s=LATENCY_S)
+
+    def layer_s(self, chunk: int, prefix: int) -> tuple[float, float]:
+        """Seconds of one layer before its K and V are exchanged, and after."""
+        before_s = chunk * self.token_s / 3
+        return before_s, 2 * before_s + chunk * (prefix + chunk / 2) * self.pair_s
+
+    def plans(self) -> dict[str, RunPlan]:
+        """TSP, and KVR with even chunks and with shrinking ones."""
+        even = Partition.even(self.context_len, self.num_ranks)
+        shrinking = shrinking_partition(self.context_len, self.num_ranks)
+        return {
+            "tsp": RunPlan(strategy="tsp", partition=even),
+            "kvr, even": RunPlan(strategy="kvr", partition=even, receives_ahead=None),
+            "kvr, shrinking": RunPlan(strategy="kvr", partition=shrinking, receives_ahead=None),
+        }
+
+    def program(self, plan: RunPlan) -> Program:
+        """The same in the simulator's operations."""
+        ranks = range(self.num_ranks)
+        layer = tuple(tuple(self._ops(plan, rank)) for rank in ranks)
+        nothing: tuple[tuple[Op, ...], ...] = tuple(() for _ in ranks)
+        return Program(
+            strategy=plan.strategy,
+            prologue=nothing,
+            layers=(layer,),
+            layer_kind_index=(0,) * GEOMETRY.num_hidden_layers,
+            epilogue=nothing,
+        )
+
+    def _ops(self, plan: RunPlan, rank: int) -> Iterator[Op]:
+        start, end = plan.partition.boundaries[rank : rank + 2]
+        seen = self.context_len if plan.strategy == "tsp" else end
+        before_s, after_s = self.layer_s(end - start, seen - (end - start))
+        yield Compute(name="qkv", device_s=np.array([before_s]))
+        if plan.strategy == "tsp":
+            yield AllGather(nbytes=np.array([float((end - start) * TOKEN_BYTES)]))
+        else:
+            if rank > 0:
+                yield Recv(src=rank - 1)
+            if rank < self.num_ranks - 1:
+                yield Send(dst=rank + 1, nbytes=np.array([float(end * TOKEN_BYTES)]))
+        yield Compute(name="attention", device_s=np.array([after_s]))
+
+
+def shrinking_partition(tokens: int, ranks: int) -> Partition:
+    """Chunks that shrink by a tenth from rank to rank."""
+    shares = 0.9 ** np.arange(ranks)
+    ends = np.round(np.cumsum(shares) / shares.sum() * tokens).astype(int)
+    return Partition(chunk_lens=tuple(int(chunk) for chunk in np.diff([0, *ends])))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slept:
+    """One way to run, simulated and measured."""
+
+    num_ranks: int
+    name: str
+    simulated_s: float
+    measured_s: float  # median
+    iqr_s: float
+    noisy_simulated_s: float | None = None  # median over seeds; None: without side traffic
+    noisy_measured_s: float | None = None
+
+    @property
+    def error(self) -> float:
+        """Above 0: simulated too long."""
+        return self.simulated_s / self.measured_s - 1
+
+
+def sleep_on_rank(
+    transport: Transport, sleepers: Sleepers, traffics: Sequence[SideTraffic | None], repeats: int
+) -> list[BenchReport]:
+    """Run by every rank: all plans, under each traffic."""
+    forward = SleepForward(GEOMETRY, sleepers.layer_s)
+    plans = list(sleepers.plans().values())
+    found = []
+    for traffic in traffics:
+        transport.barrier()
+        emulated, warmups = EmulatedTransport(transport, sleepers.link, traffic), 0 if traffic else 1
+        found.append(measure(emulated, forward, plans, vocab_size=10, repeats=repeats, warmups=warmups))
+    return found
+
+
+def sleep(sleepers: Sleepers, *, repeats: int = 5, traffic: Traffic | None = None, num_seeds: int = 5) -> list[Slept]:
+    """Simulate and measure every plan; beside traffic too, where there is some, under several seeds."""
+    seeds = range(num_seeds if traffic else 0)
+    real = [_real(traffic, seed) for seed in seeds if traffic]
+    how = Launch(num_ranks=sleepers.num_ranks, timeout_s=60, deadline_s=300)
+    alone, *beside = launch(sleep_on_rank, sleepers, [None, *real], repeats, how=how)[-1]
+    found = []
+    for index, (name, plan) in enumerate(sleepers.plans().items()):
+        program, timing = sleepers.program(plan), alone.timings[index]
+        noisy = [ttft_s for report in beside for ttft_s in report.timings[index].ttft_s]
+        many = range(200)
+        found.append(
+            Slept(
+                num_ranks=sleepers.num_ranks,
+                name=name,
+                simulated_s=Replay(program, sleepers.cluster, record=False).finish_s[-1],
+                measured_s=timing.median_s,
+                iqr_s=timing.iqr_s,
+                noisy_simulated_s=median(noisy_ttft_s(program, sleepers.cluster, traffic, many)) if traffic else None,
+                noisy_measured_s=median(noisy) if noisy else None,
+            )
+        )
+    return found
+
+
+def ring_traffic(num_ranks: int, share: float, message_bytes: float) -> Traffic:
+    """On every link between neighbours, in the ring's direction."""
+    pairs = tuple((rank, (rank + 1) % num_ranks) for rank in range(num_ranks))
+    return Traffic(pairs=pairs, share=share, message_bytes=message_bytes)
+
+
+def _real(traffic: Traffic, seed: int) -> SideTraffic:
+    return SideTraffic(pairs=traffic.pairs, share=traffic.share, message_bytes=traffic.message_bytes, seed=seed)

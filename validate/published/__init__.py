@@ -1,0 +1,1 @@
+"""Published TTFTs, and the predictions beside them."""

@@ -1,0 +1,70 @@
+"""Published TTFTs, row by row, as the data files cite them."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+DATA = Path(__file__).parents[1] / "data"
+Link = Literal["none", "300GB/s", "10GB/s", "1GB/s"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One printed TTFT."""
+
+    source: str  # which publication
+    table: str  # which of its tables
+    model: str
+    context_len: int  # tokens
+    num_gpus: int
+    strategy: str  # "kvr" where the publication does not say which partition
+    link: Link  # as the publication names it; "none" for one GPU
+    ttft_s: float
+    used_for_calibration: bool
+    profile: str  # what stands for the machine and software
+
+    @property
+    def rounding_s(self) -> float:
+        """Half a unit of the last printed digit: the tables print milliseconds below 4k over NVLink, else 10 ms."""
+        return 0.0005 if self.link == "300GB/s" and self.context_len < 4096 else 0.005
+
+    def is_inside(self, low_s: float, high_s: float) -> bool:
+        """Whether what was printed, give or take its rounding, lies in an interval."""
+        return low_s <= self.ttft_s + self.rounding_s and self.ttft_s - self.rounding_s <= high_s
+
+    @property
+    def case(self) -> str:
+        """The row in words."""
+        link = "" if self.link == "none" else f" at {self.link}"
+        return (
+            f"{self.model} {self.context_len} {self.strategy} on {self.num_gpus} GPU{'s' * (self.num_gpus > 1)}{link}"
+        )
+
+
+def read_rows() -> tuple[Row, ...]:
+    """All rows of all reference files; lines that begin with # are their citations."""
+    return tuple(row for path in sorted(DATA.glob("*.csv")) for row in _read(path))
+
+
+def _read(path: Path) -> list[Row]:
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    return [_row(fields) for fields in csv.DictReader(lines)]
+
+
+def _row(fields: dict[str, str]) -> Row:
+    link = next(known for known in get_args(Link) if known == fields["link"])
+    return Row(
+        source=fields["source"],
+        table=fields["table"],
+        model=fields["model"],
+        context_len=int(fields["context_len"]),
+        num_gpus=int(fields["num_gpus"]),
+        strategy=fields["strategy"],
+        link=link,
+        ttft_s=float(fields["ttft_s"]),
+        used_for_calibration=fields["used_for_calibration"] == "true",
+        profile=fields.get("profile") or "a100-eager",
+    )
