@@ -17,6 +17,7 @@ from hypothesis import settings
 from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
 from kvrsim.hardware.cluster import Cluster, GpuSpec, LinkSpec
+from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures import read_config
 from kvrsim.model.spec import ModelSpec
 from kvrsim.profile.profile import (
@@ -38,7 +39,6 @@ from kvrsim.profile.rates.sizes import MeasuredSizes
 from kvrsim.request import DTYPES, Request
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
-from kvrsim.units import JsonObject
 
 settings.register_profile("laws", deadline=None, derandomize=True, max_examples=100, database=None)
 settings.load_profile("laws")

@@ -9,9 +9,9 @@ from typing import Any
 
 from calibrate.data.measurement import read_origin
 from kvrsim.hardware.cluster import TOPOLOGIES, Cluster, GpuSpec, LinkSpec, Topology, read_gpu, read_link
+from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures import read_config
 from kvrsim.model.spec import ModelSpec
-from kvrsim.units import JsonObject
 
 _TABLES = "aiconfigurator:"  # what a source that is no file begins with
 _MAX_TEXT = 300  # of a line of provenance

@@ -22,8 +22,8 @@ from calibrate.importers import aiconfigurator, read_source
 from calibrate.shipped.page import write_page
 from kvrsim.errors import InputError, KvrsimError
 from kvrsim.hardware.cluster import load_gpu, load_link
+from kvrsim.io.json_text import JsonObject
 from kvrsim.profile.profile import CalibrationProfile
-from kvrsim.units import JsonObject
 
 _RECIPES = Path(__file__).with_suffix(".json")
 _ROOT = Path(__file__).parents[2]

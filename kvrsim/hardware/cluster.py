@@ -10,10 +10,11 @@ from typing import Any, Literal, TypeVar, get_args
 import numpy as np
 
 from kvrsim.errors import InputError
+from kvrsim.io.json_text import JsonObject
 from kvrsim.profile.rates.links import GatherRates
 from kvrsim.program import Array
 from kvrsim.request import DTYPES
-from kvrsim.units import JsonObject, format_bandwidth, format_bytes, format_seconds
+from kvrsim.units import format_bandwidth, format_bytes, format_seconds
 
 Topology = Literal["switch", "bus", "chain", "nodes"]
 TOPOLOGIES: tuple[Topology, ...] = get_args(Topology)

@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 
 from kvrsim.errors import InputError, NotWrittenError
 from kvrsim.io.files import sync_folder
-from kvrsim.io.json_text import parse_json
-from kvrsim.units import JsonObject
+from kvrsim.io.json_text import JsonObject, parse_json
 
 if sys.platform != "win32":
     import fcntl

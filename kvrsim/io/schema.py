@@ -25,7 +25,8 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from kvrsim.errors import InputError
-from kvrsim.units import MAX_TOKENS, JsonObject
+from kvrsim.io.json_text import JsonObject
+from kvrsim.units import MAX_TOKENS
 
 T = TypeVar("T")
 

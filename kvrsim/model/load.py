@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvrsim.errors import InputError
+from kvrsim.io.json_text import JsonObject
 from kvrsim.model.spec import ModelSpec
-from kvrsim.units import JsonObject
 
 _BUILTIN_FOLDER = Path(__file__).parents[1] / "data" / "models"
 

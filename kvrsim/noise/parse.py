@@ -7,8 +7,9 @@ from pathlib import Path
 
 from kvrsim.errors import InputError
 from kvrsim.hardware.uneven import SlowGpu, SlowLink
+from kvrsim.io.json_text import JsonObject
 from kvrsim.noise.model import DWELL_S, LEAST_DWELL_S, MOST_DWELL_S, MOST_SLOWER, Noise, SideTraffic, joined
-from kvrsim.units import JsonObject, parse_seconds
+from kvrsim.units import parse_seconds
 
 ACCEPTED = (
     "terms joined by +: side-traffic:duty=0.5,share=0.67,slowdown=0.03,dwell=10ms, jitter:0.05 or"

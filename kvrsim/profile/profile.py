@@ -11,12 +11,12 @@ from typing import Any, Literal
 from kvrsim.errors import InputError
 from kvrsim.hardware.cluster import Cluster, cluster_to_dict, read_cluster
 from kvrsim.io.files import write_atomically
+from kvrsim.io.json_text import JsonObject
 from kvrsim.profile.rates.attention import ATTENTION_KERNELS, AttentionRates, read_attention
 from kvrsim.profile.rates.elementwise import ElementwiseRates
 from kvrsim.profile.rates.gemm import GemmRates
 from kvrsim.profile.rates.links import GatherRates
 from kvrsim.request import DTYPES
-from kvrsim.units import JsonObject
 
 SCHEMA_VERSION = 2
 _BUILTIN_FOLDER = Path(__file__).parents[1] / "data" / "profiles"

@@ -10,10 +10,10 @@ from typing import Any, Literal, get_args
 import torch
 
 from kvrsim.errors import InputError
+from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures import read_config
 from kvrsim.model.load import config_path
 from kvrsim.runtime.attention import use_flash
-from kvrsim.units import JsonObject
 
 Attention = Literal["eager", "sdpa", "flash"]
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}

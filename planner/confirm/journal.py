@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrsim.io.journal import Journal
-from kvrsim.units import JsonObject
+from kvrsim.io.json_text import JsonObject
 
 SUFFIX = ".search"
 _FORMAT = "kvrsim search 1"

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from kvrsim.io.journal import Journal
-from kvrsim.units import JsonObject
+from kvrsim.io.json_text import JsonObject
 from kvrsim.version import __version__
 from planner.table.entry import Draft
 from planner.table.setting import TableSetting

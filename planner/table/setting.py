@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvrsim.io.json_text import JsonObject
 from kvrsim.scenario import Scenario
-from kvrsim.units import MAX_TOKENS, JsonObject, format_bandwidth, format_seconds
+from kvrsim.units import MAX_TOKENS, format_bandwidth, format_seconds
 
 _NO_FIGURES = {
     *("name", "model_type", "max_position_embeddings", "quantization"),  # of a model

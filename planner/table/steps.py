@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from kvrsim.io.json_text import JsonObject
 from kvrsim.program import Array
 from kvrsim.scenario import Scenario
-from kvrsim.units import JsonObject
 
 _WINDOW = 41  # tokens, odd: a jump is a rise that stands out from those around it
 _LEAST_SHARE = 0.001  # of the chunk's time, below which a jump counts as part of the slope

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvrsim.errors import InputError
 from kvrsim.io.files import write_atomically
-from kvrsim.units import MAX_TOKENS, JsonObject
+from kvrsim.io.json_text import JsonObject
+from kvrsim.units import MAX_TOKENS
 from planner.table.setting import TableSetting
 from planner.table.steps import ChunkSteps
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvrsim
+from kvrsim.io.json_text import JsonObject
 from kvrsim.memory import EAGER_SCORE_PEAK_BYTES, fits, memory_of
 from kvrsim.model.architectures import read_config
 from kvrsim.model.spec import ModelSpec
@@ -21,7 +22,6 @@ from kvrsim.partition import Partition
 from kvrsim.program import Compute, Op, Recv, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Step
-from kvrsim.units import JsonObject
 
 KVR, TSP, SINGLE = STRATEGIES["kvr-s"], STRATEGIES["tsp"], STRATEGIES["single"]
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrsim.errors import InputError
+from kvrsim.io.json_text import JsonObject
 from kvrsim.units import (
     MAX_TOKENS,
-    JsonObject,
     format_bandwidth,
     format_bytes,
     format_seconds,
@@ -282,7 +282,7 @@ def test_json_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 
 
 def test_json_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrsim.units.MAX_FILE_BYTES", 10)
+    monkeypatch.setattr("kvrsim.io.json_text.MAX_FILE_BYTES", 10)
     with pytest.raises(InputError, match="at most"):
         JsonObject.read(written(tmp_path / "a.json", '{"a": "0123456789"}'), "model")
 

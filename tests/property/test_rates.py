@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrsim.hardware.cluster import GpuSpec, LinkSpec
+from kvrsim.io.json_text import JsonObject
 from kvrsim.profile.rates.attention import AttentionCall, AttentionRates, EagerRates
 from kvrsim.profile.rates.elementwise import ELEMENTWISE_OPS
 from kvrsim.profile.rates.gemm import Product
 from kvrsim.program import Array
-from kvrsim.units import JsonObject
 
 SEEDS = st.integers(0, 2**32)
 FACTORS = st.floats(1e-3, 1e3)

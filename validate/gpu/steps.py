@@ -274,8 +274,8 @@ def _common(scope: Scope) -> Iterator[object]:
 
 def _setup(scope: Scope, ctx: str) -> ComputeSetup:
     from calibrate.measure.compute_bench import ComputeSetup
+    from kvrsim.io.json_text import JsonObject
     from kvrsim.model.load import config_path, load_model
-    from kvrsim.units import JsonObject
 
     config = JsonObject.read(config_path(scope.model, "model"), "model").fields
     return ComputeSetup(

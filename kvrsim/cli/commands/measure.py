@@ -68,10 +68,11 @@ class Wanted:
         """Checked, with what torch finds on this machine; InputError names the option."""
         require_torch()
         from calibrate.measure.compute_bench import ComputeSetup
+        from kvrsim.io.json_text import JsonObject
         from kvrsim.model.load import config_path, load_model
         from kvrsim.runtime.geometry import DTYPES, family_of
         from kvrsim.runtime.host import chosen_device, num_gpus
-        from kvrsim.units import JsonObject, parse_count, parse_tokens
+        from kvrsim.units import parse_count, parse_tokens
 
         model = load_model(self.model)
         config = JsonObject.read(config_path(self.model, "--model"), "--model").fields

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kvrsim.errors import InputError
+from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures.falcon import falcon, refined_web, refined_web_model
 from kvrsim.model.architectures.gpt_neox import gpt_neox
 from kvrsim.model.architectures.llama import gemma, gemma2, gemma3_text, llama, mistral, phi3, qwen2, qwen3
 from kvrsim.model.architectures.mixture import mixtral, qwen2_moe, qwen3_moe
 from kvrsim.model.architectures.phi import phi
 from kvrsim.model.spec import ModelSpec
-from kvrsim.units import JsonObject
 
 _READERS: dict[str, Callable[[JsonObject, str], ModelSpec]] = {
     "falcon": falcon,

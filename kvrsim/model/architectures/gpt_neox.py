@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures.parts import Norms, assemble, gemm, plain_mlp, read_inner, read_shape
 from kvrsim.model.spec import LayerSpec, ModelSpec
-from kvrsim.units import JsonObject
 
 
 def gpt_neox(config: JsonObject, name: str) -> ModelSpec:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures.parts import Norms, Shape, assemble, gated_mlp, gemm, read_inner, read_shape
 from kvrsim.model.architectures.windows import Windows, gemma_windows, qwen_windows, same_window
 from kvrsim.model.spec import LayerSpec, ModelSpec
-from kvrsim.units import JsonObject
 
 _TWO_NORMS = Norms(count=2)
 

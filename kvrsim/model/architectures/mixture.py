@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures.llama import Family, dense_layers
 from kvrsim.model.architectures.parts import (
     MAX_WIDTH,
@@ -17,7 +18,6 @@ from kvrsim.model.architectures.parts import (
 )
 from kvrsim.model.architectures.windows import Windows, qwen_windows, same_window
 from kvrsim.model.spec import Gemm, LayerSpec, ModelSpec
-from kvrsim.units import JsonObject
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

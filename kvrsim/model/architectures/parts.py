@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvrsim.io.json_text import JsonObject
 from kvrsim.model.spec import Gemm, LayerSpec, ModelSpec
-from kvrsim.units import JsonObject
 
 MAX_LAYERS = 10_000
 MAX_WIDTH = 2**31

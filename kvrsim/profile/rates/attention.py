@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from kvrsim.io.json_text import JsonObject
 from kvrsim.profile.rates.blocked import AttentionCall, BlockedRates
 from kvrsim.profile.rates.sizes import MeasuredSizes
 from kvrsim.program import Array
-from kvrsim.units import JsonObject
 
 __all__ = [
     "ATTENTION_KERNELS",

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from kvrsim.io.json_text import JsonObject
 from kvrsim.profile.rates.sizes import MeasuredSizes
 from kvrsim.program import Array
-from kvrsim.units import JsonObject
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
-from kvrsim.units import JsonObject
+from kvrsim.io.json_text import JsonObject
 
 ElementwiseOp = Literal["norm", "rotary", "activation", "residual", "copy", "embedding"]
 ELEMENTWISE_OPS: tuple[ElementwiseOp, ...] = get_args(ElementwiseOp)

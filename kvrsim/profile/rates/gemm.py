@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvrsim.io.json_text import JsonObject
 from kvrsim.program import Array
-from kvrsim.units import JsonObject
 
 _LAST_STEP = 512  # steps of the time table; beyond them time is proportional to rows
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvrsim.io.json_text import JsonObject
 from kvrsim.program import Array
-from kvrsim.units import JsonObject
 
 _ROUNDING = 1e-9  # relative
 

@@ -21,9 +21,9 @@ from calibrate.measure.compute_rows import BARE_LAYER, PENDING_PREFIX, compute_r
 from calibrate.measure.device_watch import Reading
 from calibrate.measure.grid import Point, grid
 from kvrsim.errors import InputError
+from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures import read_config
 from kvrsim.model.spec import ModelSpec
-from kvrsim.units import JsonObject
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3, "vocab_size": 128}
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -24,13 +24,13 @@ from calibrate.measure.machine import gpu_of, link_of
 from kvrsim.cost.traffic import after_attention, before_attention
 from kvrsim.errors import InputError
 from kvrsim.hardware.cluster import GpuSpec, load_gpu
+from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures import read_config
 from kvrsim.profile.profile import CalibrationProfile, load_profile
 from kvrsim.profile.rates.attention import AttentionRates, BlockedRates, EagerRates, FlashRates
 from kvrsim.profile.rates.gemm import Product
 from kvrsim.profile.rates.sizes import MeasuredSizes
 from kvrsim.setup import make_scenario
-from kvrsim.units import JsonObject
 
 CONFIG = {
     "model_type": "llama",

@@ -23,13 +23,13 @@ from calibrate.measure.compute_bench import ComputeSetup
 from calibrate.measure.compute_rows import compute_rows
 from calibrate.measure.pending import PendingRanks
 from kvrsim.executors.batch import run_batch
+from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures import read_config
 from kvrsim.partition import Partition
 from kvrsim.profile.profile import load_profile, read_profile
 from kvrsim.program import Compute, Program
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
-from kvrsim.units import JsonObject
 
 
 def row(operation: str, seconds: float, **fields: Any) -> Measurement:

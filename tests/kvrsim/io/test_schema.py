@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrsim.errors import InputError
+from kvrsim.io.json_text import JsonObject
 from kvrsim.io.schema import NonNegative, read, to_json
-from kvrsim.units import JsonObject
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrsim.errors import InputError
+from kvrsim.io.json_text import JsonObject
 from kvrsim.profile.profile import (
     OPERATION_KINDS,
     SCHEMA_VERSION,
@@ -28,7 +29,6 @@ from kvrsim.profile.rates.elementwise import ELEMENTWISE_OPS
 from kvrsim.profile.rates.gemm import MeasuredShape, Tile
 from kvrsim.profile.rates.sizes import MeasuredSizes
 from kvrsim.request import DTYPES
-from kvrsim.units import JsonObject
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,12 @@ import pytest
 from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import Replay
+from kvrsim.io.json_text import JsonObject
 from kvrsim.profile.rates.attention import AttentionCall, BlockedRates, EagerRates, FlashRates, read_attention
 from kvrsim.profile.rates.gemm import GemmRates, MeasuredShape, Product, Tile, merged
 from kvrsim.profile.rates.links import GatherRates
 from kvrsim.profile.rates.sizes import MeasuredSizes
 from kvrsim.program import AllGather, Array, Program
-from kvrsim.units import JsonObject
 
 
 def tokens(*values: float) -> Array:
