@@ -21,16 +21,16 @@ from _report import spread, write
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
+from planner.capacity.designs import DesignSearch, Fit, Limits
+from planner.capacity.evaluations import Evaluations, Target
 from planner.capacity.fleet.event import PoolProcesses
 from planner.capacity.fleet.fast import run_pool
 from planner.capacity.fleet.fleet import Conditions, percentile_of, run_fleet
 from planner.capacity.fleet.pool import Outages, Pool
-from planner.capacity.fleet.service import Handover, Service
+from planner.capacity.fleet.service import Overlap, Service
 from planner.capacity.fleet.times import ServiceTimes
 from planner.capacity.plan import plan_capacity
-from planner.capacity.question import Question, make_question
-from planner.capacity.search import Fit, Limits, Search
-from planner.capacity.trials import Target, Trials
+from planner.capacity.request import CapacityRequest, make_request
 from planner.capacity.workloads.files import read_trace
 from planner.capacity.workloads.source import Source
 from planner.capacity.workloads.workload import Workload
@@ -176,11 +176,11 @@ def answers(folder: Path) -> list[str]:
 
 def searched(machine: dict[str, str], requests: str, slo_s: float) -> list[Fit]:
     """All fits, best first."""
-    question: Question = make_question(requests=requests, slo_ttft=slo_s)
-    workload = question.source.workload(0)
+    request: CapacityRequest = make_request(requests=requests, slo_ttft=slo_s)
+    workload = request.source.workload(0)
     times = cached_times(machine, requests)
-    trials = Trials([workload], times, question.conditions, question.target)
-    finder = Search(trials, question.limits)
+    evaluations = Evaluations([workload], times, request.conditions, request.target)
+    finder = DesignSearch(evaluations, request.limits)
     return finder.mixed(finder.fits(finder.uniform()))
 
 
@@ -220,7 +220,7 @@ def mixed_against_uniform(folder: Path) -> list[str]:
         for order in ("first-come", "shortest-first"):
             asked = {"requests": path, "slo_ttft": slo_s, "rate_scale": rate_scale, "percentile": percentile}
             found = [
-                plan_capacity(scenario(FLASH), make_question(**asked, order=order, uniform_only=only)).answer  # type: ignore[arg-type]
+                plan_capacity(scenario(FLASH), make_request(**asked, order=order, uniform_only=only)).answer  # type: ignore[arg-type]
                 for only in (True, False)
             ]
             cells += [f"{one.num_gpus}: {one.describe()}" if one else "none" for one in found]
@@ -267,7 +267,7 @@ def early_ranks(folder: Path) -> list[str]:
         "|---|---|---|",
     ]
     target = Target(slo_s=2.0, percentile=99.0)
-    finder = Search(Trials([workload], times, Conditions(), target), Limits())
+    finder = DesignSearch(Evaluations([workload], times, Conditions(), target), Limits())
     for fit in finder.fits(design for design in finder.uniform() if design[0].gpus_per_group > 1):
         shown = []
         for whole in (False, True):
@@ -287,7 +287,7 @@ def early(service: Service, workload: Workload, replicas: int) -> float:
 
 def held(service: Service, workload: Workload, replicas: int) -> float:
     """The same with all ranks held until the first token."""
-    whole = replace(service, handover=Handover.whole(), length_class=0 * service.length_class, strategies=("whole",))
+    whole = replace(service, overlap=Overlap.whole(), length_class=0 * service.length_class, strategies=("whole",))
     return early(whole, workload, replicas)
 
 

@@ -68,6 +68,43 @@ def parse_fraction(text: str, argument: str) -> float:
     return float(share)
 
 
+def parse_number(
+    value: float | str,
+    argument: str,
+    *,
+    above: float | None = None,
+    least: float = 0.0,
+    most: float = math.inf,
+    below: float | None = None,
+) -> float:
+    """A number without a unit from `least` (or above `above`) to `most` (or below `below`)."""
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    is_high = number >= least if above is None else number > above
+    is_low = number <= most if below is None else number < below
+    if not (is_high and is_low and math.isfinite(number)):
+        low = f"of at least {least:g}" if above is None else f"above {above:g}"
+        high = f"and at most {most:g}" if below is None else f"and below {below:g}"
+        accepted = f"a number {low}" if below is None and math.isinf(most) else f"a number {low} {high}"
+        raise InputError(argument, "nothing" if value == "" else value, accepted)
+    return number
+
+
+def parse_share(text: str, argument: str, *, below: float = math.inf) -> float:
+    """A share of at least 0 and less than `below`, such as "3%" or "0.03"."""
+    number, scale = (text[:-1], 0.01) if text.endswith("%") else (text, 1.0)
+    try:
+        share = float(number) * scale
+    except ValueError:
+        share = math.nan
+    if not 0 <= share < below:
+        limit = "" if math.isinf(below) else f" and below {below:g}"
+        raise InputError(argument, text, f"a share of at least 0{limit}, such as 3% or 0.03")
+    return share
+
+
 def parse_bandwidth(text: str, argument: str) -> float:
     """Bytes per second of "10GB/s", "400Gb/s" (bits) or "1.5TB/s"; a number alone is refused."""
     bandwidth = _quantity(text, _BYTES_PER_S)

@@ -57,7 +57,7 @@ class HardwareOptions:
         """Checked, with what torch finds on this machine; links are emulated where the user gives them."""
         require_torch()
         from kvrsim.runtime.host import chosen_device
-        from kvrsim.units import parse_count, parse_seconds
+        from kvrsim.units import parse_count, parse_seconds, parse_share
         from planner.confirm.hardware import Hardware
 
         parse_choice(self.backend, "--backend", ("gloo", "nccl"))
@@ -74,7 +74,9 @@ class HardwareOptions:
             warmups=0 if self.warmups == "0" else parse_count(self.warmups, "--warmups", maximum=10_000),
             seed=parse_seed(self.seed),
             emulated=emulated,
-            traffic_share=_share(self.side_traffic),
+            traffic_share=0.0
+            if self.side_traffic is None
+            else parse_share(self.side_traffic, "--side-traffic", below=1),
             timeout_s=None if self.timeout is None else parse_seconds(self.timeout, "--timeout"),
         )
 
@@ -104,27 +106,3 @@ def is_first_rank() -> bool:
     import os
 
     return os.environ.get("RANK", "0") == "0"
-
-
-def _share(text: str | None) -> float:
-    if text is None:
-        return 0.0
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share < 1:
-        raise InputError("--side-traffic", text, "a share of the links' time, from 0 to below 1")
-    return share
-
-
-def parse_share(text: str, argument: str) -> float:
-    """A share such as 3% or 0.03."""
-    number, percent = (text[:-1], 0.01) if text.endswith("%") else (text, 1.0)
-    try:
-        share = float(number) * percent
-    except ValueError:
-        share = -1.0
-    if not 0 <= share < float("inf"):
-        raise InputError(argument, text, "a share of at least 0, such as 3% or 0.03")
-    return share

@@ -1,4 +1,4 @@
-"""`kvrsim.capacity` as Python calls it: options of the machine and options of the question, told apart."""
+"""`kvrsim.capacity` as Python calls it: options of the machine and options of the request, told apart."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from kvrsim.setup import make_scenario
 from planner.capacity.answer import CapacityPlan
 from planner.capacity.plan import plan_capacity
-from planner.capacity.question import make_question
+from planner.capacity.request import make_request
 from planner.table.table import PartitionTable, load_table
 
 _ABOUT_MACHINE = (
@@ -27,5 +27,5 @@ def ask(
     about = {name: options.pop(name) for name in _ABOUT_MACHINE if name in options}
     scenario, warnings = make_scenario(ctx=1, gpus=1, **about)
     looked_up = table if table is None or isinstance(table, PartitionTable) else load_table(str(table))
-    question = make_question(**options | {"requests": str(options["requests"])})
-    return plan_capacity(scenario, question, table=looked_up, warnings=warnings, on_progress=on_progress)
+    request = make_request(**options | {"requests": str(options["requests"])})
+    return plan_capacity(scenario, request, table=looked_up, warnings=warnings, on_progress=on_progress)

@@ -12,10 +12,10 @@ from kvrsim.errors import InputError
 from kvrsim.scenario import Scenario
 from planner.capacity.answer import CapacityPlan, Infeasible, groups_of
 from planner.capacity.confidence import MEANING_OF_DRAWN, MEANING_OF_TRACE
-from planner.capacity.finder import Finder, trials_of
+from planner.capacity.designs import DesignSearch
 from planner.capacity.fleet.times import ServiceTimes
-from planner.capacity.question import Question
-from planner.capacity.search import Search
+from planner.capacity.fleet_search import FleetSearch, evaluations_of
+from planner.capacity.request import CapacityRequest
 from planner.capacity.workloads.workload import Workload
 from planner.plan_notes import rests_on
 from planner.table.table import PartitionTable
@@ -35,56 +35,56 @@ WHOLE_WEIGHTS = (
 
 def plan_capacity(
     scenario: Scenario,
-    question: Question,
+    request: CapacityRequest,
     *,
     table: PartitionTable | None = None,
     warnings: Sequence[str] = (),
     on_progress: Callable[[str], None] | None = None,
 ) -> CapacityPlan:
-    """Search the fleet.
+    """DesignSearch the fleet.
 
     table: where chains look their partitions up, as KVR-P; None: they are planned. Raises InputError where the table
     has not got a size of group.
     """
     begin_s = time.perf_counter()
     tell = on_progress or (lambda _: None)
-    count = question.replications if question.source.is_random else 1
-    workloads = [question.source.workload(question.seed, number) for number in range(count)]
-    notes = [*_about_setting(warnings), *_about_table(scenario, table, question.limits.sizes)]
-    times = ServiceTimes.for_workloads(scenario, workloads, at_least=max(1, question.pack_tokens), table=table)
+    count = request.replications if request.source.is_random else 1
+    workloads = [request.source.workload(request.seed, number) for number in range(count)]
+    notes = [*_about_setting(warnings), *_about_table(scenario, table, request.limits.sizes)]
+    times = ServiceTimes.for_workloads(scenario, workloads, at_least=max(1, request.pack_tokens), table=table)
     tell("times of groups")
-    trials = trials_of(question, workloads, times)
-    finder = Finder(question, trials, Search(trials, question.limits))
+    evaluations = evaluations_of(request, workloads, times)
+    finder = FleetSearch(request, evaluations, DesignSearch(evaluations, request.limits))
     tell("fleets")
     fits = finder.fits(_stretch(workloads), times)
     answers = [(fit, finder.answer(fit.plans)) for fit in fits]
-    made = [finder.surely(fit, answer) if question.sure else answer for fit, answer in answers]
+    made = [finder.surely(fit, answer) if request.sure else answer for fit, answer in answers]
     met = [answer for answer in made if answer is not None and answer.meets]
-    met.sort(key=lambda answer: (finder.worth(answer), answer.target.value_s))
+    met.sort(key=lambda answer: (finder.cost(answer), answer.target.value_s))
     tell("Pareto front")
     infeasible = tuple(finder.infeasible(fits))
-    unnamed = [size for size in question.limits.sizes if (size, "memory") not in _causes(infeasible)]
-    notes += [*_notes(scenario, workloads[0], times, question.limits.sizes), *_about_memory(workloads, times, unnamed)]
-    if len(unnamed) < len(question.limits.sizes):
+    unnamed = [size for size in request.limits.sizes if (size, "memory") not in _causes(infeasible)]
+    notes += [*_notes(scenario, workloads[0], times, request.limits.sizes), *_about_memory(workloads, times, unnamed)]
+    if len(unnamed) < len(request.limits.sizes):
         notes.append(WHOLE_WEIGHTS)
     return CapacityPlan(
         model=scenario.model.name,
         profile=scenario.profile_name,
-        cluster=scenario.on_gpus(max(question.limits.sizes)).cluster.describe(),  # of the largest group
+        cluster=scenario.on_gpus(max(request.limits.sizes)).cluster.describe(),  # of the largest group
         memory_limit=scenario.memory_limit,
-        slo_ttft_s=question.target.slo_s,
-        percentile=question.target.percentile,
-        objective="cost" if question.limits.by_cost else "gpus",
+        slo_ttft_s=request.target.slo_s,
+        percentile=request.target.percentile,
+        objective="cost" if request.limits.by_cost else "gpus",
         answer=met[0] if met else None,
         nearest_miss=None if met else finder.nearest_miss(),
         alternatives=tuple(replace(answer, curves=None) for answer in met[1 : 1 + _ALTERNATIVES]),
         infeasible=infeasible,
         pareto=finder.front(fits),
         workload=workloads[0].summary(),
-        decoding=question.decoding.describe(),
-        dispatch=_dispatch(question),
-        interval_meaning=MEANING_OF_DRAWN if question.source.is_random else MEANING_OF_TRACE,
-        simulated_requests=trials.simulated,
+        decoding=request.decoding.describe(),
+        dispatch=_dispatch(request),
+        interval_meaning=MEANING_OF_DRAWN if request.source.is_random else MEANING_OF_TRACE,
+        simulated_requests=evaluations.simulated,
         seconds=time.perf_counter() - begin_s,
         rests_on=rests_on(scenario),
         warnings=tuple(notes),
@@ -107,10 +107,10 @@ def _stretch(workloads: Sequence[Workload]) -> Workload | None:
     return first.only(chosen)
 
 
-def _dispatch(question: Question) -> str:
-    rule = DISPATCH[question.conditions.order]
-    if question.pack_tokens:
-        rule += f"; prompts that follow each other run together up to {question.pack_tokens} new tokens"
+def _dispatch(request: CapacityRequest) -> str:
+    rule = DISPATCH[request.conditions.order]
+    if request.pack_tokens:
+        rule += f"; prompts that follow each other run together up to {request.pack_tokens} new tokens"
     return rule
 
 

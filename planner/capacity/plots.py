@@ -104,13 +104,13 @@ def cost_against_ttft(axes: Axes, plan: CapacityPlan) -> None:
     if not plan.pareto:
         _say(axes, f"no fleet serves {plan.percentile:g} % of the requests")
         return
-    worth = [_worth(point) for point in plan.pareto]
+    cost = [_cost(point) for point in plan.pareto]
     ttft = [point.ttft_s for point in plan.pareto]
-    axes.plot(worth, ttft, "o-", color=_BLUE, markersize=4, linewidth=1, drawstyle="steps-post")
+    axes.plot(cost, ttft, "o-", color=_BLUE, markersize=4, linewidth=1, drawstyle="steps-post")
     axes.axhline(plan.slo_ttft_s, color=_ORANGE, linewidth=1.2)
     chosen = plan.first
     if np.isfinite(chosen.target.value_s):
-        axes.plot([_worth(chosen)], [chosen.target.value_s], "o", color=_ORANGE, markersize=9, fillstyle="none")
+        axes.plot([_cost(chosen)], [chosen.target.value_s], "o", color=_ORANGE, markersize=9, fillstyle="none")
     axes.set_yscale("log")
     axes.set_xlabel("cost per hour" if priced else "GPUs")
     axes.set_ylabel(f"{plan.percentile:g}th percentile of TTFT, s")
@@ -130,7 +130,7 @@ def lengths(axes: Axes, plan: CapacityPlan) -> None:
     axes.set_ylabel("%")
 
 
-def _worth(fleet: FleetAnswer | Point) -> float:
+def _cost(fleet: FleetAnswer | Point) -> float:
     """Its price where there is one, else its GPUs."""
     return float(fleet.num_gpus) if fleet.cost_per_hour is None else fleet.cost_per_hour
 

@@ -48,7 +48,7 @@ def html(plan: CapacityPlan) -> str:
 
 
 def headline(plan: CapacityPlan) -> str:
-    """The question in a line."""
+    """The request in a line."""
     name, target = plan.workload["name"], format_seconds(plan.slo_ttft_s)
     return f"{plan.percentile:g} % of {name} with a TTFT of at most {target}"
 

@@ -138,9 +138,9 @@ def capacity(
     check_plot(plot)
     scenario, warnings = options.scenario()
     from planner.capacity.plan import plan_capacity
-    from planner.capacity.question import make_question
+    from planner.capacity.request import make_request
 
-    question = make_question(
+    request = make_request(
         requests=requests,
         slo_ttft=slo_ttft,
         percentile=percentile,
@@ -165,7 +165,7 @@ def capacity(
     from kvrsim.cli.progress import WorkProgress
 
     with WorkProgress() as progress:
-        result = plan_capacity(scenario, question, table=read_table(table), warnings=warnings, on_progress=progress)
+        result = plan_capacity(scenario, request, table=read_table(table), warnings=warnings, on_progress=progress)
     if json:
         print_json(result.to_dict())
     else:

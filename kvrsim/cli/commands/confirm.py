@@ -130,12 +130,13 @@ def confirm(
 
 
 def _targets(regret: str, error: str, logits: str | None) -> Targets:
+    from kvrsim.units import parse_share
     from planner.confirm.result import Targets
 
     return Targets(
-        regret=machine.parse_share(regret, "--max-regret"),
-        error=machine.parse_share(error, "--max-error"),
-        logits=None if logits is None else machine.parse_share(logits, "--max-logit-error"),
+        regret=parse_share(regret, "--max-regret"),
+        error=parse_share(error, "--max-error"),
+        logits=None if logits is None else parse_share(logits, "--max-logit-error"),
     )
 
 
@@ -180,7 +181,11 @@ def _search(
         raise InputError("--output", "nothing", "a file for the partition table that --search writes")
     for warning in warnings:
         tell(warning)
-    wanted: dict[str, Any] = dict(minutes=_minutes(minutes), output=Path(output))
+    from kvrsim.units import parse_number
+
+    wanted: dict[str, Any] = dict(
+        minutes=parse_number(minutes, "--minutes", above=0, most=24 * 60), output=Path(output)
+    )
     with RankProgress() as progress:
         found = search_here(scenario, hardware, **wanted, on_note=tell, on_progress=progress)
     if not machine.is_first_rank():
@@ -191,13 +196,3 @@ def _search(
         from kvrsim.cli.render.confirm import show_search
 
         show_search(found)
-
-
-def _minutes(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 24 * 60:
-        raise InputError("--minutes", text, "a number above 0 and at most 1440")
-    return value

@@ -173,13 +173,9 @@ def parse_ranks(text: str | None, device: str, threads: int, *, least: int = 1) 
 def policy_of(minutes: str, even_if_busy: bool, share: float = 1.0) -> Policy:
     """A budget of so many minutes, or of a share of them."""
     from calibrate.measure.campaign import Policy
+    from kvrsim.units import parse_number
 
-    try:
-        value = float(minutes)
-    except ValueError:
-        value = 0.0
-    if not 0.05 <= value <= 24 * 60:
-        raise InputError("--minutes", minutes, "a number from 0.05 to 1440")
+    value = parse_number(minutes, "--minutes", least=0.05, most=24 * 60)
     return Policy(budget_s=60 * value * share, even_if_busy=even_if_busy)
 
 

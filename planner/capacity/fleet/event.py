@@ -106,14 +106,14 @@ class PoolProcesses:
     def _begin(self, group: _Group) -> None:
         """The next prompt or pack begins, when the ranks of the one before let it."""
         members, alone_s, kind = self._take()
-        handover = self.service.handover
+        overlap = self.service.overlap
         took_s = alone_s * group.factor
-        begin_s = max(self.now_s, group.began_s + group.span_s * handover.follow[group.last_kind][kind])
+        begin_s = max(self.now_s, group.began_s + group.span_s * overlap.follow[group.last_kind][kind])
         end_s = begin_s + took_s
         hold_s = max(float(self.service.hold_s[member]) for member in members)
-        free_s = end_s + hold_s if hold_s else begin_s + took_s * handover.release[kind]
+        free_s = end_s + hold_s if hold_s else begin_s + took_s * overlap.release[kind]
         group.began_s, group.span_s, group.last_kind, group.free_since_s = begin_s, took_s, kind, None
-        run = _Run(begin_s, end_s, members, handover.busy[kind])
+        run = _Run(begin_s, end_s, members, overlap.busy[kind])
         group.running.append(run)
         self.env.process(self._at(end_s, lambda: self._end(group, run)))
         self.env.process(self._at(free_s, lambda life=group.life: self._free(group, life, free_s)))  # type: ignore[misc]

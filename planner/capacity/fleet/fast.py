@@ -23,8 +23,8 @@ def run_pool(pool: Pool) -> PoolRun:
 
 def _first_come(pool: Pool) -> PoolRun:
     """Nothing fails, nothing overtakes: one pass over the requests."""
-    service, handover = pool.service, pool.service.handover
-    release, follow, factors = handover.release, handover.follow, pool.factors()
+    service, overlap = pool.service, pool.service.overlap
+    release, follow, factors = overlap.release, overlap.follow, pool.factors()
     free = [(-_NEVER, group) for group in range(pool.replicas)]
     began = [-_NEVER] * pool.replicas
     span = [0.0] * pool.replicas
@@ -44,7 +44,7 @@ def _first_come(pool: Pool) -> PoolRun:
         groups.append(group)
     begin_s, group_of = np.array(begins), np.array(groups, dtype=np.int64)
     took_s = service.ttft_s * np.array(factors)[group_of]
-    busy = np.array(handover.busy)[service.length_class]
+    busy = np.array(overlap.busy)[service.length_class]
     return PoolRun(
         begin_s=begin_s,
         end_s=begin_s + took_s,
@@ -59,7 +59,7 @@ class _Loop:
     """Any order, failures, packs."""
 
     def __init__(self, pool: Pool) -> None:
-        self.pool, self.service, self.handover = pool, pool.service, pool.service.handover
+        self.pool, self.service, self.overlap = pool, pool.service, pool.service.overlap
         self.record = Record(len(pool.arrival_s))
         places = pool.ranks_in_queue()
         self.place, self.at_place = places.tolist(), np.argsort(places).tolist()
@@ -68,7 +68,7 @@ class _Loop:
         heapify(self.free)
         self.began = [-_NEVER] * pool.replicas
         self.span = [0.0] * pool.replicas
-        self.row = [self.handover.follow[0]] * pool.replicas
+        self.row = [self.overlap.follow[0]] * pool.replicas
         self.queue: list[int] = []  # places in the queue
         self.lost: list[tuple[float, int]] = []  # to be queued again: when, place
         self.uptimes = [pool.outages.uptimes_s(group) for group in range(pool.replicas)] if pool.outages else []
@@ -113,9 +113,9 @@ class _Loop:
         begin = follows if follows > now else now
         end, fails = begin + took, self.fails_s[group]
         hold = max(self.service.hold_s[member] for member in members)
-        free = end + hold if hold else begin + took * self.handover.release[kind]
-        self.began[group], self.span[group], self.row[group] = begin, took, self.handover.follow[kind]
-        busy = self.handover.busy[kind]
+        free = end + hold if hold else begin + took * self.overlap.release[kind]
+        self.began[group], self.span[group], self.row[group] = begin, took, self.overlap.follow[kind]
+        busy = self.overlap.busy[kind]
         record = self.record
         if fails < end:
             spent = busy * max(0.0, fails - begin)

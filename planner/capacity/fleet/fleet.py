@@ -26,7 +26,7 @@ class GroupPlan:
     replicas: int
     least_new: int  # new tokens, context less cached prefix, from which on prompts come here
     most_new: int  # and up to which
-    band: int = 0  # place among the fleet's ranges of lengths; each has failures of its own
+    bucket: int = 0  # place among the fleet's ranges of lengths; each has failures of its own
 
     @property
     def num_gpus(self) -> int:
@@ -45,12 +45,12 @@ class Conditions:
     repair_s: float = 0.0
     seed: int = 0
 
-    def pool(self, arrival_s: Array, service: Service, replicas: int, *, replication: int = 0, band: int = 0) -> Pool:
-        """Groups of a band under these conditions, in one replication of the arrivals."""
+    def pool(self, arrival_s: Array, service: Service, replicas: int, *, replication: int = 0, bucket: int = 0) -> Pool:
+        """Groups of a bucket under these conditions, in one replication of the arrivals."""
         slow = math.ceil(self.slow_share * replicas) if self.slow_factor != 1 else 0
         outages = None
         if self.mtbf_s is not None:
-            outages = Outages.drawn(self.mtbf_s, self.repair_s, self.seed, replication=replication, band=band)
+            outages = Outages.drawn(self.mtbf_s, self.repair_s, self.seed, replication=replication, bucket=bucket)
         return Pool(
             arrival_s=arrival_s,
             service=service,
@@ -74,10 +74,6 @@ class FleetRun:
     busy_gpu_s: float
     lost_gpu_s: float  # of it, lost to failures
 
-    def percentile_s(self, percentile: float) -> float:
-        """The least TTFT that so many percent of all requests do not exceed."""
-        return percentile_of(self.ttft_s, percentile)
-
     @property
     def horizon_s(self) -> float:
         """From the first arrival to the last first token."""
@@ -92,10 +88,6 @@ class FleetRun:
     def goodput_per_s(self, slo_s: float) -> float:
         """Requests a second whose first token came in time."""
         return float((self.ttft_s <= slo_s).sum()) / self.horizon_s if self.horizon_s else 0.0
-
-    def in_time(self, slo_s: float) -> float:
-        """Their share of all."""
-        return float((self.ttft_s <= slo_s).mean())
 
     @property
     def unserved(self) -> int:
@@ -146,7 +138,7 @@ def run_fleet(
             continue
         service = services[plan.gpus_per_group].of(mine)
         arrival_s = workload.arrival_s[mine]
-        run = serve(conditions.pool(arrival_s, service, plan.replicas, replication=replication, band=plan.band))
+        run = serve(conditions.pool(arrival_s, service, plan.replicas, replication=replication, bucket=plan.bucket))
         ttft_s[mine], begin_s[mine] = run.end_s - arrival_s, run.begin_s
         retries[mine] = run.retries
         busy += run.busy_s * plan.gpus_per_group

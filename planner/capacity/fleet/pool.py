@@ -25,14 +25,14 @@ class Outages:
     repair_s: float
 
     @classmethod
-    def drawn(cls, mtbf_s: float, repair_s: float, seed: int, *, replication: int = 0, band: int = 0) -> Outages:
-        """Exponential times between failures, independent between replications, bands and groups.
+    def drawn(cls, mtbf_s: float, repair_s: float, seed: int, *, replication: int = 0, bucket: int = 0) -> Outages:
+        """Exponential times between failures, independent between replications, buckets and groups.
 
         A group has the same failures whatever the number of other groups is.
         """
 
         def uptimes_s(group: int) -> Iterator[float]:
-            rng = np.random.default_rng([seed, replication, 1 + band, 1 + group])  # arrivals: [seed, replication]
+            rng = np.random.default_rng([seed, replication, 1 + bucket, 1 + group])  # arrivals: [seed, replication]
             while True:
                 yield float(rng.exponential(mtbf_s))
 

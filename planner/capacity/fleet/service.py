@@ -25,7 +25,7 @@ Classes = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Handover:
+class Overlap:
     """When a group can begin the next prompt, by class of the one that it has and of the next."""
 
     release: tuple[float, ...]  # rank 0 is free again, over T; one a class
@@ -33,7 +33,7 @@ class Handover:
     busy: tuple[float, ...]  # mean of the ranks' f_i over T; one a class
 
     @classmethod
-    def whole(cls) -> Handover:
+    def whole(cls) -> Overlap:
         """All ranks are held until the first token: one class."""
         return cls(release=(1.0,), follow=((1.0,),), busy=(1.0,))
 
@@ -64,9 +64,9 @@ class Service:
     num_gpus: int
     ttft_s: Array  # from begin to first token, alone; inf where it does not fit in memory
     hold_s: Array  # that the group is held after the first token, by decoding on its last GPU
-    length_class: Classes  # row of `handover`
+    length_class: Classes  # row of `overlap`
     strategies: tuple[str, ...]  # of each class
-    handover: Handover
+    overlap: Overlap
     new_tokens: Lengths  # for order and packing
     cached_prefix: Lengths
     packing: Packing | None = None  # None: prompts run one by one
@@ -81,7 +81,7 @@ class Service:
             hold_s=np.zeros(len(ttft_s)) if hold_s is None else hold_s,
             length_class=np.zeros(len(ttft_s), dtype=np.int64),
             strategies=("single",),
-            handover=Handover.whole(),
+            overlap=Overlap.whole(),
             new_tokens=1 + ranks,
             cached_prefix=np.zeros(len(ttft_s), dtype=np.int64),
         )
@@ -94,7 +94,7 @@ class Service:
             hold_s=self.hold_s[chosen],
             length_class=self.length_class[chosen],
             strategies=self.strategies,
-            handover=self.handover,
+            overlap=self.overlap,
             new_tokens=self.new_tokens[chosen],
             cached_prefix=self.cached_prefix[chosen],
             packing=self.packing,

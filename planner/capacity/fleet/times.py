@@ -1,6 +1,6 @@
-"""Service times of every request of a workload on groups of every size, interpolated between nodes.
+"""Service times of every request of a workload on groups of every size, interpolated between knots.
 
-Between nodes, log time is linear in log new tokens and time linear in the cached prefix.
+Between knots, log time is linear in log new tokens and time linear in the cached prefix.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from kvrsim.program import Array
 from kvrsim.scenario import Scenario
-from planner.capacity.fleet.nodes import Column, Columns, lengths_to_know
-from planner.capacity.fleet.service import Handover, Packing, Service
+from planner.capacity.fleet.knots import ServiceTimeGrid, ServiceTimeGrids, knot_lengths
+from planner.capacity.fleet.service import Overlap, Packing, Service
 from planner.capacity.workloads.workload import Lengths, Workload
 from planner.table.table import PartitionTable
 
@@ -50,9 +50,9 @@ class ServiceTimes:
         self, scenario: Scenario, longest_new: int, longest_prefix: int, table: PartitionTable | None = None
     ) -> None:
         self.scenario, self.table = scenario, table
-        self.nodes = lengths_to_know(1, max(2, longest_new))
+        self.knots = knot_lengths(1, max(2, longest_new))
         self.prefixes = _prefixes(longest_prefix)
-        self._columns: dict[int, tuple[Column, ...]] = {}
+        self._grids: dict[int, tuple[ServiceTimeGrid, ...]] = {}
 
     @classmethod
     def for_workloads(
@@ -68,53 +68,49 @@ class ServiceTimes:
         longest_prefix = max(int(workload.cached_prefix.max()) for workload in workloads)
         return cls(scenario, longest_new, longest_prefix, table)
 
-    def columns(self, num_gpus: int) -> tuple[Column, ...]:
+    def grids(self, num_gpus: int) -> tuple[ServiceTimeGrid, ...]:
         """One a cached prefix."""
-        if num_gpus not in self._columns:
-            maker = Columns(self.scenario, num_gpus, self.table)
-            self._columns[num_gpus] = tuple(maker.column(prefix, self.nodes) for prefix in self.prefixes)
-        return self._columns[num_gpus]
+        if num_gpus not in self._grids:
+            maker = ServiceTimeGrids(self.scenario, num_gpus, self.table)
+            self._grids[num_gpus] = tuple(maker.grid(prefix, self.knots) for prefix in self.prefixes)
+        return self._grids[num_gpus]
 
     def seconds(self, num_gpus: int, new_tokens: Lengths, cached_prefix: Lengths) -> Array:
         """Seconds to the first token alone on a group; inf where the context does not fit in its memory."""
-        columns = self.columns(num_gpus)
-        log_new, log_nodes = np.log(new_tokens), np.log(self.nodes)
+        grids = self.grids(num_gpus)
+        log_new, log_knots = np.log(new_tokens), np.log(self.knots)
         low, weight = self._between(cached_prefix)
         seconds, most = np.zeros(len(new_tokens)), np.zeros(len(new_tokens))
-        for index, column in enumerate(columns):
+        for index, grid in enumerate(grids):
             share = np.where(low == index, 1 - weight, np.where(low == index - 1, weight, 0.0))
             here = share > 0
             if here.any():
-                log_s = np.interp(log_new[here], log_nodes, np.log(column.ttft_s))
+                log_s = np.interp(log_new[here], log_knots, np.log(grid.ttft_s))
                 seconds[here] += share[here] * np.exp(log_s)
-                most[here] += share[here] * column.most_new_tokens
+                most[here] += share[here] * grid.most_new_tokens
         return np.where(new_tokens <= most, seconds, np.inf)
 
     def service(
         self, num_gpus: int, workload: Workload, decoding: Decoding | None = None, pack_tokens: int = 0
     ) -> Service:
         """What the workload's requests ask of groups of that size; prompts of up to pack_tokens run together."""
-        columns = self.columns(num_gpus)
+        grids = self.grids(num_gpus)
         new, prefix = workload.new_tokens, workload.cached_prefix
         return Service(
             num_gpus=num_gpus,
             ttft_s=self.seconds(num_gpus, new, prefix),
             hold_s=(decoding or Decoding()).hold_s(workload.output_tokens),
             length_class=self._classes(new, prefix),
-            strategies=self._strategies(columns),
-            handover=self._handover(columns),
+            strategies=self._strategies(grids),
+            overlap=self._overlap(grids),
             new_tokens=new,
             cached_prefix=prefix,
             packing=self._packing(num_gpus, pack_tokens) if pack_tokens else None,
         )
 
-    def longest(self, num_gpus: int) -> int:
-        """New tokens without a cached prefix that fit in the memory of such a group, of those that are known."""
-        return self.columns(num_gpus)[0].most_new_tokens
-
     @property
     def _num_octaves(self) -> int:
-        return int(self.nodes[-1]).bit_length()
+        return int(self.knots[-1]).bit_length()
 
     def _between(self, cached_prefix: Lengths) -> tuple[npt.NDArray[np.int64], Array]:
         """The known prefix below, and how far it is to the next, 0 to 1."""
@@ -129,26 +125,26 @@ class ServiceTimes:
         octave = np.frexp(new_tokens.astype(float))[1] - 1
         return np.asarray(self._between(cached_prefix)[0] * self._num_octaves + octave)
 
-    def _of_class(self, columns: Sequence[Column]) -> list[tuple[list[Column], npt.NDArray[np.int64]]]:
-        """Columns and nodes that surround each class."""
+    def _of_class(self, grids: Sequence[ServiceTimeGrid]) -> list[tuple[list[ServiceTimeGrid], npt.NDArray[np.int64]]]:
+        """ServiceTimeGrids and knots that surround each class."""
         surroundings = []
-        for low in range(max(1, len(columns) - 1)):
+        for low in range(max(1, len(grids) - 1)):
             for octave in range(self._num_octaves):
-                first = max(0, int(np.searchsorted(self.nodes, 2**octave, side="right")) - 1)
-                last = min(len(self.nodes) - 1, int(np.searchsorted(self.nodes, 2 ** (octave + 1))))
-                surroundings.append((list(columns[low : low + 2]), np.arange(first, last + 1)))
+                first = max(0, int(np.searchsorted(self.knots, 2**octave, side="right")) - 1)
+                last = min(len(self.knots) - 1, int(np.searchsorted(self.knots, 2 ** (octave + 1))))
+                surroundings.append((list(grids[low : low + 2]), np.arange(first, last + 1)))
         return surroundings
 
-    def _strategies(self, columns: Sequence[Column]) -> tuple[str, ...]:
-        return tuple(near[0].strategy[nodes[len(nodes) // 2]] for near, nodes in self._of_class(columns))
+    def _strategies(self, grids: Sequence[ServiceTimeGrid]) -> tuple[str, ...]:
+        return tuple(near[0].strategy[knots[len(knots) // 2]] for near, knots in self._of_class(grids))
 
-    def _handover(self, columns: Sequence[Column]) -> Handover:
-        surroundings = self._of_class(columns)
-        finish = np.array([np.max([column.finish[nodes].max(0) for column in near], 0) for near, nodes in surroundings])
-        slack = np.array([np.min([column.slack_s[nodes].min(0) for column in near], 0) for near, nodes in surroundings])
-        longest = np.array([max(column.ttft_s[nodes].max() for column in near) for near, nodes in surroundings])
+    def _overlap(self, grids: Sequence[ServiceTimeGrid]) -> Overlap:
+        surroundings = self._of_class(grids)
+        finish = np.array([np.max([grid.finish[knots].max(0) for grid in near], 0) for near, knots in surroundings])
+        slack = np.array([np.min([grid.slack_s[knots].min(0) for grid in near], 0) for near, knots in surroundings])
+        longest = np.array([max(grid.ttft_s[knots].max() for grid in near) for near, knots in surroundings])
         follow = (finish[:, None, :] - slack[None, :, :] / longest[:, None, None]).max(axis=2)
-        return Handover(
+        return Overlap(
             release=tuple(finish[:, 0].tolist()),
             follow=tuple(map(tuple, follow.tolist())),
             busy=tuple(finish.mean(axis=1).tolist()),

@@ -14,7 +14,7 @@ from kvrsim.program import Compute, Program
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
-from planner.capacity.fleet.nodes import Columns, lengths_to_know
+from planner.capacity.fleet.knots import ServiceTimeGrids, knot_lengths
 from planner.capacity.fleet.times import Decoding, ServiceTimes
 from planner.capacity.workloads.workload import Workload
 from planner.search.search import search
@@ -64,9 +64,9 @@ def delayed(program: Program, delays_s: np.ndarray) -> Program:
 @pytest.mark.parametrize("profile", ["a100-eager", "h100-flash", "roofline"])
 @pytest.mark.parametrize(("new", "cached"), [(600, 0), (5000, 0), (3000, 8192)])
 def test_ranks_that_begin_within_their_slack_end_no_later(profile: str, new: int, cached: int) -> None:
-    maker = Columns(scenario(profile), 4)
-    nodes = np.array([new], dtype=np.int64)
-    chunks, finish_s = maker._chains(nodes, cached)
+    maker = ServiceTimeGrids(scenario(profile), 4)
+    knots = np.array([new], dtype=np.int64)
+    chunks, finish_s = maker._chains(knots, cached)
     slack_s = maker._slack(chunks, finish_s, cached)[0]
     assert slack_s[0] == 0
     assert (slack_s[1:] > 0).any()
@@ -83,11 +83,11 @@ def test_handover_is_no_later_than_the_first_token_and_no_sooner_than_rank_0() -
     times = ServiceTimes(scenario("h100-flash"), 4096, 600)
     workload = requests([10, 300, 3000, 3000], [0, 0, 0, 600])
     service = times.service(4, workload)
-    handover = service.handover
-    follow = np.array(handover.follow)
+    overlap = service.overlap
+    follow = np.array(overlap.follow)
     assert (follow <= 1).all()
-    assert (follow >= np.array(handover.release)[:, None] - 1e-9).all()
-    assert all(release <= busy <= 1 for release, busy in zip(handover.release, handover.busy, strict=True))
+    assert (follow >= np.array(overlap.release)[:, None] - 1e-9).all()
+    assert all(release <= busy <= 1 for release, busy in zip(overlap.release, overlap.busy, strict=True))
     assert follow.min() < 0.99  # something is gained
     assert service.length_class.max() < len(service.strategies)
 
@@ -118,10 +118,10 @@ def test_more_tokens_take_longer_and_a_cached_prefix_shortens_the_rest() -> None
 
 def test_contexts_that_do_not_fit_in_memory_take_forever() -> None:
     times = ServiceTimes(scenario("a100-eager"), 32768, 0)
-    new = np.array([1000, times.longest(1), times.longest(1) + 1, 32768])
+    new = np.array([1000, times.grids(1)[0].most_new_tokens, times.grids(1)[0].most_new_tokens + 1, 32768])
     seconds = times.seconds(1, new, np.zeros(4, dtype=np.int64))
     assert np.isfinite(seconds).tolist() == [True, True, False, False]
-    assert times.longest(4) > times.longest(1)
+    assert times.grids(4)[0].most_new_tokens > times.grids(1)[0].most_new_tokens
 
 
 def test_decoding_on_the_last_gpu_holds_the_group() -> None:
@@ -142,14 +142,14 @@ def test_a_pack_takes_no_less_than_its_longest_and_no_more_than_all_in_turn() ->
 
 def test_groups_on_a_shared_bus_have_times_too() -> None:
     bus, _ = make_scenario(ctx=512, gpus=2, topology="bus", link_bandwidth=1e10)
-    column = Columns(bus, 2).column(0, np.array([256, 2048], dtype=np.int64))
-    assert np.isfinite(column.ttft_s).all()
-    assert not column.slack_s.any()
+    grid = ServiceTimeGrids(bus, 2).grid(0, np.array([256, 2048], dtype=np.int64))
+    assert np.isfinite(grid.ttft_s).all()
+    assert not grid.slack_s.any()
 
 
 def test_nodes_hold_both_ends_and_the_powers_of_two() -> None:
-    nodes = lengths_to_know(3, 5000)
-    assert nodes[0] == 3
-    assert nodes[-1] == 5000
-    assert {4, 8, 1024, 4096} <= set(nodes.tolist())
-    assert (np.diff(nodes) > 0).all()
+    knots = knot_lengths(3, 5000)
+    assert knots[0] == 3
+    assert knots[-1] == 5000
+    assert {4, 8, 1024, 4096} <= set(knots.tolist())
+    assert (np.diff(knots) > 0).all()

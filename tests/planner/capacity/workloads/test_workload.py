@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrsim.errors import InputError
-from planner.capacity.workloads.source import Source
-from planner.capacity.workloads.synthetic import Synthetic
+from planner.capacity.workloads.source import Source, Synthetic
 from planner.capacity.workloads.workload import Workload
 
 

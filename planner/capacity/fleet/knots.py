@@ -25,64 +25,64 @@ from planner.search.search import search
 from planner.table.lookup import partition_from
 from planner.table.table import PartitionTable
 
-NEAR_PER_DOUBLING = 8  # lengths whose times are known exactly
+KNOTS_PER_DOUBLING = 8  # lengths whose times are known exactly
 _TILE = 128  # tokens of an attention kernel's tile of rows
 _BLENDS = (0.0, 0.5, 1.0)  # between the planned shares below and above
 _FAR = 8.0  # times the longest prefill, by which one rank is delayed to see who waits for it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Column:
-    """One group size and one cached prefix; arrays of shape (nodes,), or (nodes, num_gpus)."""
+class ServiceTimeGrid:
+    """One group size and one cached prefix; arrays of shape (knots,), or (knots, num_gpus)."""
 
     cached_prefix: int
-    new_tokens: Lengths  # the nodes, rising
+    new_tokens: Lengths  # the knots, rising
     ttft_s: Array
-    strategy: tuple[str, ...]  # the fastest, each node's
+    strategy: tuple[str, ...]  # the fastest, each knot's
     finish: Array  # each rank's, over ttft_s
     slack_s: Array  # by how much later each rank could begin, and no rank would end later
     most_new_tokens: int  # that fit in memory; 0: none
 
 
-def lengths_to_know(least: int, most: int) -> Lengths:
-    """The nodes: both ends, and powers of two with seven lengths between any two."""
-    powers = np.arange(np.floor(np.log2(least)) * NEAR_PER_DOUBLING, np.ceil(np.log2(most)) * NEAR_PER_DOUBLING + 1)
-    inner = np.rint(2.0 ** (powers / NEAR_PER_DOUBLING)).astype(np.int64)
+def knot_lengths(least: int, most: int) -> Lengths:
+    """The knots: both ends, and powers of two with seven lengths between any two."""
+    powers = np.arange(np.floor(np.log2(least)) * KNOTS_PER_DOUBLING, np.ceil(np.log2(most)) * KNOTS_PER_DOUBLING + 1)
+    inner = np.rint(2.0 ** (powers / KNOTS_PER_DOUBLING)).astype(np.int64)
     return np.unique(np.concatenate([[least, most], inner[(inner > least) & (inner < most)]]))
 
 
-class Columns:
-    """Makes columns for one group size of a scenario."""
+class ServiceTimeGrids:
+    """Makes grids for one group size of a scenario."""
 
     def __init__(self, scenario: Scenario, num_gpus: int, table: PartitionTable | None = None) -> None:
         self.scenario, self.num_gpus, self.table = scenario.on_gpus(num_gpus), num_gpus, table
         self.shared = self.scenario.cluster.shares_bandwidth
 
-    def column(self, cached_prefix: int, nodes: Lengths) -> Column:
-        """Times of all nodes behind that cached prefix."""
-        alone = self._prefill(STRATEGIES["single"], nodes[:, None].astype(float), cached_prefix, num_gpus=1)
-        ttft_s, strategy = alone[:, -1].copy(), np.full(len(nodes), "single", dtype=object)
-        finish, slack_s = np.ones((len(nodes), self.num_gpus)), np.zeros((len(nodes), self.num_gpus))
-        chains = np.flatnonzero(nodes >= self.num_gpus) if self.num_gpus > 1 else np.zeros(0, dtype=np.int64)
+    def grid(self, cached_prefix: int, knots: Lengths) -> ServiceTimeGrid:
+        """Times of all knots behind that cached prefix."""
+        alone = self._prefill(STRATEGIES["single"], knots[:, None].astype(float), cached_prefix, num_gpus=1)
+        ttft_s, strategy = alone[:, -1].copy(), np.full(len(knots), "single", dtype=object)
+        finish, slack_s = np.ones((len(knots), self.num_gpus)), np.zeros((len(knots), self.num_gpus))
+        chains = np.flatnonzero(knots >= self.num_gpus) if self.num_gpus > 1 else np.zeros(0, dtype=np.int64)
         if len(chains):
-            even = _even(nodes[chains], self.num_gpus)
+            even = _even(knots[chains], self.num_gpus)
             gathered = self._prefill(STRATEGIES["tsp"], even, cached_prefix)[:, -1]
-            chunks, finish_s = self._chains(nodes[chains], cached_prefix)
+            chunks, finish_s = self._chains(knots[chains], cached_prefix)
             waits_s = self._slack(chunks, finish_s, cached_prefix)
-            for row, node in enumerate(chains):
-                if gathered[row] < ttft_s[node]:
-                    ttft_s[node], strategy[node] = gathered[row], "tsp"
-                if finish_s[row, -1] < ttft_s[node]:
-                    ttft_s[node], strategy[node] = finish_s[row, -1], "kvr-p" if self.table else "kvr-s"
-                    finish[node], slack_s[node] = finish_s[row] / finish_s[row, -1], waits_s[row]
-        return Column(
+            for row, knot in enumerate(chains):
+                if gathered[row] < ttft_s[knot]:
+                    ttft_s[knot], strategy[knot] = gathered[row], "tsp"
+                if finish_s[row, -1] < ttft_s[knot]:
+                    ttft_s[knot], strategy[knot] = finish_s[row, -1], "kvr-p" if self.table else "kvr-s"
+                    finish[knot], slack_s[knot] = finish_s[row] / finish_s[row, -1], waits_s[row]
+        return ServiceTimeGrid(
             cached_prefix=cached_prefix,
-            new_tokens=nodes,
+            new_tokens=knots,
             ttft_s=ttft_s,
             strategy=tuple(strategy),
             finish=finish,
             slack_s=slack_s,
-            most_new_tokens=self._most_that_fit(cached_prefix, int(nodes[-1])),
+            most_new_tokens=self._most_that_fit(cached_prefix, int(knots[-1])),
         )
 
     def _at(self, cached_prefix: int, new_tokens: int, num_gpus: int | None = None) -> Scenario:
@@ -92,9 +92,9 @@ class Columns:
         placed = self.scenario if num_gpus is None else self.scenario.on_gpus(num_gpus)
         return replace(placed, request=request)
 
-    def _chains(self, nodes: Lengths, cached_prefix: int) -> tuple[Array, Array]:
-        """The best chunks that were tried for each node, and when each rank finishes; both (nodes, num_gpus)."""
-        candidates = self._candidates(nodes, cached_prefix)
+    def _chains(self, knots: Lengths, cached_prefix: int) -> tuple[Array, Array]:
+        """The best chunks that were tried for each knot, and when each rank finishes; both (knots, num_gpus)."""
+        candidates = self._candidates(knots, cached_prefix)
         finish_s = self._prefill(STRATEGIES["kvr-s"], np.concatenate(candidates), cached_prefix)
         bests, first = [], 0
         for rows in candidates:
@@ -102,14 +102,14 @@ class Columns:
             first += len(rows)
         return np.concatenate(candidates)[bests], finish_s[bests]
 
-    def _candidates(self, nodes: Lengths, cached_prefix: int) -> list[Array]:
-        """Chunks to try for each node, each of shape (B, num_gpus); what a table says is tried alone."""
+    def _candidates(self, knots: Lengths, cached_prefix: int) -> list[Array]:
+        """Chunks to try for each knot, each of shape (B, num_gpus); what a table says is tried alone."""
         if self.table is not None:
-            cuts = [partition_from(self.table, self._at(cached_prefix, int(node))).chunk_lens for node in nodes]
+            cuts = [partition_from(self.table, self._at(cached_prefix, int(knot))).chunk_lens for knot in knots]
             return [np.array([cut], dtype=float) for cut in cuts]
         step = 2 if cached_prefix else 1  # attention to a long prefix is even: shares change less with length
-        planned = {length: self._planned(cached_prefix, length) for length in _powers(nodes, step)}
-        return [_candidates(int(node), planned, self.num_gpus, few=self.shared) for node in nodes]
+        planned = {length: self._planned(cached_prefix, length) for length in _powers(knots, step)}
+        return [_candidates(int(knot), planned, self.num_gpus, few=self.shared) for knot in knots]
 
     def _planned(self, cached_prefix: int, new_tokens: int) -> Array:
         """Shares of the context, a rank."""
@@ -165,29 +165,29 @@ class Columns:
         return low
 
 
-def _powers(nodes: Lengths, step: int) -> list[int]:
-    """The first and last node and powers of two between them, every one or every second."""
-    least, most = int(nodes[0]), int(nodes[-1])
+def _powers(knots: Lengths, step: int) -> list[int]:
+    """The first and last knot and powers of two between them, every one or every second."""
+    least, most = int(knots[0]), int(knots[-1])
     return sorted({least, most, *(1 << power for power in range(least.bit_length(), most.bit_length(), step))})
 
 
-def _even(nodes: Lengths, num_gpus: int) -> Array:
-    return np.array([Partition.even(int(node), num_gpus).chunk_lens for node in nodes], dtype=float)
+def _even(knots: Lengths, num_gpus: int) -> Array:
+    return np.array([Partition.even(int(knot), num_gpus).chunk_lens for knot in knots], dtype=float)
 
 
-def _candidates(node: int, planned: dict[int, Array], num_gpus: int, *, few: bool) -> Array:
+def _candidates(knot: int, planned: dict[int, Array], num_gpus: int, *, few: bool) -> Array:
     """Chunks to try for a length, shape (B, num_gpus), whole tokens."""
     lengths = np.array(list(planned))
-    low = int(lengths[lengths <= node].max())
-    high = int(lengths[lengths >= node].min())
-    weight = 0.0 if low == high else float(np.log(node / low) / np.log(high / low))
+    low = int(lengths[lengths <= knot].max())
+    high = int(lengths[lengths >= knot].min())
+    weight = 0.0 if low == high else float(np.log(knot / low) / np.log(high / low))
     if few:
-        return _whole(planned[low] + weight * (planned[high] - planned[low]), node, 1)[None]
+        return _whole(planned[low] + weight * (planned[high] - planned[low]), knot, 1)[None]
     blends = [planned[low] + share * (planned[high] - planned[low]) for share in (*_BLENDS, weight)]
     even = np.full(num_gpus, 1 / num_gpus)
     blends += [(blends[-1] + even) / 2, even]
-    steps = (1, _TILE) if node >= 2 * num_gpus * _TILE else (1,)
-    return np.unique([_whole(shares, node, step) for shares in blends for step in steps], axis=0)
+    steps = (1, _TILE) if knot >= 2 * num_gpus * _TILE else (1,)
+    return np.unique([_whole(shares, knot, step) for shares in blends for step in steps], axis=0)
 
 
 def _whole(shares: Array, tokens: int, step: int) -> Array:

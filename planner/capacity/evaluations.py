@@ -1,4 +1,4 @@
-"""Trials of pools and fleets on given workloads, each done once: how many requests miss the target."""
+"""Evaluations of pools and fleets on given workloads, each done once: how many requests miss the target."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Target:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Band:
+class LengthBucket:
     """Prompts of a range of new tokens (ends included) on groups of one size."""
 
     gpus_per_group: int
@@ -44,15 +44,15 @@ class Band:
             replicas=replicas,
             least_new=self.least_new,
             most_new=self.most_new,
-            band=self.number,
+            bucket=self.number,
         )
 
 
-Design = tuple[Band, ...]  # rising in length; together all lengths
+Design = tuple[LengthBucket, ...]  # rising in length; together all lengths
 
 
 @dataclass(slots=True)
-class Trials:
+class Evaluations:
     """Workloads (one, or replications), the groups' times for them, and what was found out so far."""
 
     workloads: Sequence[Workload]
@@ -61,7 +61,7 @@ class Trials:
     target: Target
     decoding: Decoding = field(default_factory=Decoding)
     pack_tokens: int = 0
-    simulated: int = 0  # requests, in all trials
+    simulated: int = 0  # requests, in all evaluations
     _services: dict[int, list[Service]] = field(default_factory=dict)
     _members: dict[tuple[object, ...], list[Indices]] = field(default_factory=dict)
     _misses: dict[tuple[object, ...], int] = field(default_factory=dict)
@@ -85,21 +85,21 @@ class Trials:
         return self._services[num_gpus]
 
     def members(self, design: Design, index: int) -> list[Indices]:
-        """The requests that one band of a design serves, of each workload."""
+        """The requests that one bucket of a design serves, of each workload."""
         key = self._key(design, index)
         if key not in self._members:
-            plans = [band.with_replicas(1) for band in design]
+            plans = [bucket.with_replicas(1) for bucket in design]
             found = []
             for number, workload in enumerate(self.workloads):
-                services = {band.gpus_per_group: self.services(band.gpus_per_group)[number] for band in design}
+                services = {bucket.gpus_per_group: self.services(bucket.gpus_per_group)[number] for bucket in design}
                 found.append(np.flatnonzero(route(workload.new_tokens, services, plans) == index))
             self._members[key] = found
         return self._members[key]
 
     def _key(self, design: Design, index: int) -> tuple[object, ...]:
-        """The same for bands of several designs that serve the same requests: where everything fits everywhere."""
+        """The same for buckets of several designs that serve the same requests: where everything fits everywhere."""
         everywhere = all(
-            np.isfinite(service.ttft_s).all() for band in design for service in self.services(band.gpus_per_group)
+            np.isfinite(service.ttft_s).all() for bucket in design for service in self.services(bucket.gpus_per_group)
         )
         return (design[index],) if everywhere else (*design, index)
 
@@ -108,22 +108,22 @@ class Trials:
         return self.requests - sum(len(one) for index in range(len(design)) for one in self.members(design, index))
 
     def late_alone(self, design: Design, index: int) -> int:
-        """Requests of a band that are late even without a queue."""
+        """Requests of a bucket that are late even without a queue."""
         gpus = design[index].gpus_per_group
         pairs = zip(self.services(gpus), self.members(design, index), strict=True)
         return sum(int((service.ttft_s[mine] > self.target.slo_s).sum()) for service, mine in pairs)
 
     def load(self, design: Design, index: int) -> float:
-        """Groups of a band that are busy on average, if all work is done by the time that the last request is due."""
+        """Groups of a bucket that are busy on average, if all work is done by the time that the last request is due."""
         gpus = design[index].gpus_per_group
         busy_s = 0.0
         for service, mine in zip(self.services(gpus), self.members(design, index), strict=True):
-            share = np.array(service.handover.busy)[service.length_class[mine]]
+            share = np.array(service.overlap.busy)[service.length_class[mine]]
             busy_s += float((service.ttft_s[mine] * share + service.hold_s[mine]).sum())
         return busy_s / sum(workload.duration_s + self.target.slo_s for workload in self.workloads)
 
     def misses(self, design: Design, index: int, replicas: int) -> int:
-        """Requests of a band that are late with so many groups."""
+        """Requests of a bucket that are late with so many groups."""
         key = (*self._key(design, index), replicas)
         if key not in self._misses:
             late = 0
@@ -132,7 +132,7 @@ class Trials:
                     arrival_s = self.workloads[number].arrival_s[mine]
                     service = self.services(design[index].gpus_per_group)[number].of(mine)
                     pool = self.conditions.pool(
-                        arrival_s, service, replicas, replication=number, band=design[index].number
+                        arrival_s, service, replicas, replication=number, bucket=design[index].number
                     )
                     run = run_pool(pool)
                     late += int((run.end_s - arrival_s > self.target.slo_s).sum())

@@ -10,11 +10,11 @@ import pytest
 
 from kvrsim.setup import make_scenario
 from planner.capacity.confidence import of_replications, of_trace
+from planner.capacity.designs import DesignSearch, Fit, Limits
+from planner.capacity.evaluations import Design, Evaluations, LengthBucket, Target
 from planner.capacity.fleet.fleet import Conditions, percentile_of
 from planner.capacity.fleet.service import Service
 from planner.capacity.fleet.times import ServiceTimes
-from planner.capacity.search import Fit, Limits, Search
-from planner.capacity.trials import Band, Design, Target, Trials
 from planner.capacity.workloads.source import Source
 from planner.capacity.workloads.workload import Workload
 
@@ -30,23 +30,23 @@ def times(workload: Workload) -> ServiceTimes:
     return ServiceTimes.for_workloads(scenario, [workload])
 
 
-def trials(workload: Workload, times: ServiceTimes, slo_s: float, **conditions: object) -> Trials:
+def evaluations(workload: Workload, times: ServiceTimes, slo_s: float, **conditions: object) -> Evaluations:
     asked = Conditions(**conditions)  # type: ignore[arg-type]
-    return Trials([workload], times, asked, Target(slo_s=slo_s, percentile=99.0))
+    return Evaluations([workload], times, asked, Target(slo_s=slo_s, percentile=99.0))
 
 
 LIMITS = Limits(sizes=(1, 2, 4), max_gpus=40)
 
 
-def meets(tried: Trials, fit: Fit) -> bool:
+def meets(tried: Evaluations, fit: Fit) -> bool:
     run = tried.runs(fit.plans)[0]
-    return run.percentile_s(tried.target.percentile) <= tried.target.slo_s
+    return percentile_of(run.ttft_s, tried.target.percentile) <= tried.target.slo_s
 
 
 @pytest.mark.parametrize("slo_s", [0.6, 1.0, 2.0, 5.0])
 def test_uniform_fleets_are_the_smallest(workload: Workload, times: ServiceTimes, slo_s: float) -> None:
-    tried = trials(workload, times, slo_s)
-    search = Search(tried, LIMITS)
+    tried = evaluations(workload, times, slo_s)
+    search = DesignSearch(tried, LIMITS)
     fits = {fit.sizes[0]: fit for fit in search.fits(search.uniform())}
     for design in search.uniform():
         size = design[0].gpus_per_group
@@ -60,30 +60,30 @@ def test_uniform_fleets_are_the_smallest(workload: Workload, times: ServiceTimes
 
 @pytest.mark.parametrize("order", ["first-come", "shortest-first"])
 def test_mixed_fleets_meet_the_target_and_are_no_dearer(workload: Workload, times: ServiceTimes, order: str) -> None:
-    tried = trials(workload, times, 1.0, order=order)
-    search = Search(tried, LIMITS)
+    tried = evaluations(workload, times, 1.0, order=order)
+    search = DesignSearch(tried, LIMITS)
     uniform = search.fits(search.uniform())
     fits = search.mixed(uniform)
-    assert fits[0].worth <= uniform[0].worth
-    assert [fit.worth for fit in fits] == sorted(fit.worth for fit in fits)
+    assert fits[0].cost <= uniform[0].cost
+    assert [fit.cost for fit in fits] == sorted(fit.cost for fit in fits)
     for fit in fits[:6]:
         assert meets(tried, fit)
         late = tried.runs(fit.plans)[0].ttft_s > tried.target.slo_s
         assert late.sum() == fit.misses
-        ends = [band.most_new for band in fit.design]
+        ends = [bucket.most_new for bucket in fit.design]
         assert ends == sorted(set(ends))
-        assert [band.least_new for band in fit.design] == [1, *(end + 1 for end in ends[:-1])]
+        assert [bucket.least_new for bucket in fit.design] == [1, *(end + 1 for end in ends[:-1])]
         assert ends[-1] == workload.new_tokens.max()
 
 
 def test_no_cheaper_split_of_the_same_design(workload: Workload, times: ServiceTimes) -> None:
-    tried = trials(workload, times, 1.0)
-    search = Search(tried, LIMITS)
+    tried = evaluations(workload, times, 1.0)
+    search = DesignSearch(tried, LIMITS)
     longest = int(workload.new_tokens.max())
     for sizes in ((1, 2), (2, 4), (1, 1)):
         design: Design = (
-            Band(gpus_per_group=sizes[0], least_new=1, most_new=2048),
-            Band(gpus_per_group=sizes[1], least_new=2049, most_new=longest),
+            LengthBucket(gpus_per_group=sizes[0], least_new=1, most_new=2048),
+            LengthBucket(gpus_per_group=sizes[1], least_new=2049, most_new=longest),
         )
         fit = search.fit(design)
         feasible = [
@@ -91,22 +91,22 @@ def test_no_cheaper_split_of_the_same_design(workload: Workload, times: ServiceT
             for a, b in itertools.product(range(1, 9), range(1, 9))
             if tried.misses(design, 0, a) + tried.misses(design, 1, b) <= tried.allowed
         ]
-        assert (fit.worth if fit else None) == (min(feasible) if feasible else None)
+        assert (fit.cost if fit else None) == (min(feasible) if feasible else None)
 
 
 def test_prices_decide_where_they_differ(workload: Workload, times: ServiceTimes) -> None:
-    tried = trials(workload, times, 2.0)
+    tried = evaluations(workload, times, 2.0)
     dear_alone = replace(LIMITS, prices={1: 10.0, 2: 1.0, 4: 1.0}, by_cost=True)
-    search = Search(tried, dear_alone)
+    search = DesignSearch(tried, dear_alone)
     best = search.mixed(search.fits(search.uniform()))[0]
     assert 1 not in best.sizes
-    assert best.worth == sum(plan.num_gpus * dear_alone.prices[plan.gpus_per_group] for plan in best.plans)
+    assert best.cost == sum(plan.num_gpus * dear_alone.prices[plan.gpus_per_group] for plan in best.plans)
 
 
 def test_several_workloads_are_judged_together(workload: Workload, times: ServiceTimes) -> None:
     half = workload.only(np.arange(len(workload)) < len(workload) // 2)
-    both = Trials([workload, half], times, Conditions(), Target(slo_s=1.0, percentile=99.0))
-    search = Search(both, LIMITS)
+    both = Evaluations([workload, half], times, Conditions(), Target(slo_s=1.0, percentile=99.0))
+    search = DesignSearch(both, LIMITS)
     fit = search.fits(search.uniform())[0]
     late = np.concatenate([run.ttft_s for run in both.runs(fit.plans)]) > 1.0
     assert late.sum() <= both.allowed
@@ -152,8 +152,8 @@ def test_replications_and_bands_fail_independently() -> None:
     rough = Conditions(mtbf_s=100.0, repair_s=5.0, seed=3)
     service = Service.plain(np.ones(1))
     ups = []
-    for replication, band in itertools.product(range(4), range(3)):
-        drawn = rough.pool(np.zeros(1), service, 4, replication=replication, band=band).outages
+    for replication, bucket in itertools.product(range(4), range(3)):
+        drawn = rough.pool(np.zeros(1), service, 4, replication=replication, bucket=bucket).outages
         assert drawn is not None
         ups += [list(itertools.islice(drawn.uptimes_s(group), 300)) for group in range(4)]
     correlation = np.corrcoef(ups) - np.eye(len(ups))
@@ -162,12 +162,12 @@ def test_replications_and_bands_fail_independently() -> None:
 
 def test_a_fleet_of_bands_is_late_as_often_as_its_bands(workload: Workload, times: ServiceTimes) -> None:
     rough = Conditions(mtbf_s=50.0, repair_s=5.0, seed=2)
-    tried = Trials([workload, workload], times, rough, Target(slo_s=1.0, percentile=99.0))
+    tried = Evaluations([workload, workload], times, rough, Target(slo_s=1.0, percentile=99.0))
     design = (
-        Band(gpus_per_group=1, least_new=1, most_new=1500, number=0),
-        Band(gpus_per_group=1, least_new=1501, most_new=8192, number=1),
+        LengthBucket(gpus_per_group=1, least_new=1, most_new=1500, number=0),
+        LengthBucket(gpus_per_group=1, least_new=1501, most_new=8192, number=1),
     )
-    runs = tried.runs([band.with_replicas(4) for band in design])
+    runs = tried.runs([bucket.with_replicas(4) for bucket in design])
     late = sum(int((run.ttft_s > 1.0).sum()) for run in runs)
     assert late == sum(tried.misses(design, index, 4) for index in range(2))
     assert not np.array_equal(runs[0].ttft_s, runs[1].ttft_s), "the same arrivals, other failures"

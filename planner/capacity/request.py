@@ -1,19 +1,18 @@
-"""Question: all that a capacity plan is asked, and how it is read from what a user writes."""
+"""CapacityRequest: all that a capacity plan is asked, and how it is read from what a user writes."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
 from kvrsim.errors import InputError
-from kvrsim.units import parse_count, parse_seconds, parse_tokens
+from kvrsim.units import parse_count, parse_number, parse_seconds, parse_tokens
+from planner.capacity.designs import Limits
+from planner.capacity.evaluations import Target
 from planner.capacity.fleet.fleet import Conditions
 from planner.capacity.fleet.pool import ORDERS, Order
 from planner.capacity.fleet.times import Decoding
-from planner.capacity.search import Limits
-from planner.capacity.trials import Target
 from planner.capacity.workloads.source import Source
 
 DECODES = ("separate", "last-gpu")
@@ -23,7 +22,7 @@ _MOST_GPUS_A_GROUP = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
+class CapacityRequest:
     """All that is asked, besides the scenario."""
 
     source: Source
@@ -38,7 +37,7 @@ class Question:
     mixed: bool = True  # look at fleets of unlike groups
 
 
-def make_question(
+def make_request(
     *,
     requests: str,
     slo_ttft: float | str,
@@ -60,7 +59,7 @@ def make_question(
     sure: bool = False,
     uniform_only: bool = False,
     seed: int = 0,
-) -> Question:
+) -> CapacityRequest:
     """Check everything and read the requests; raises InputError naming the parameter."""
     for value, argument, choices in (
         (decode, "decode", DECODES),
@@ -70,7 +69,7 @@ def make_question(
         if value not in choices:
             raise InputError(argument, value, f"one of {', '.join(choices)}")
     sizes = _sizes(group_sizes)
-    most = DEFAULT_MAX_GPUS if max_gpus is None else _whole(max_gpus, "max_gpus")
+    most = DEFAULT_MAX_GPUS if max_gpus is None else _count(max_gpus, "max_gpus")
     if min(sizes) > most:
         raise InputError("max_gpus", most, f"at least the {min(sizes)} GPUs of the smallest group")
     sizes = tuple(size for size in sizes if size <= most)
@@ -78,7 +77,9 @@ def make_question(
     if objective == "cost" and not prices:
         raise InputError("objective", objective, "with `price_per_gpu_hour`")
     share, factor = _slow(slow_groups)
-    target = Target(slo_s=_seconds(slo_ttft, "slo_ttft"), percentile=_number(percentile, "percentile", most=100))
+    target = Target(
+        slo_s=_seconds(slo_ttft, "slo_ttft"), percentile=parse_number(percentile, "percentile", above=0, most=100)
+    )
     decoding = _decoding(decode, tpot)
     conditions = Conditions(
         order=cast("Order", order),
@@ -88,18 +89,18 @@ def make_question(
         repair_s=_seconds(repair, "repair"),
         seed=seed,
     )
-    return Question(
+    return CapacityRequest(
         source=Source.of(
             requests,
-            rate_scale=_number(rate_scale, "rate_scale", most=1e6),
-            time_compression=_number(time_compression, "time_compression", most=1e6),
+            rate_scale=parse_number(rate_scale, "rate_scale", above=0, most=1e6),
+            time_compression=parse_number(time_compression, "time_compression", above=0, most=1e6),
         ),
         target=target,
         limits=Limits(sizes=sizes, max_gpus=most, prices=prices, by_cost=objective == "cost"),
         conditions=conditions,
         decoding=decoding,
         pack_tokens=0 if batch_tokens is None else _length(batch_tokens, "batch_tokens"),
-        replications=_whole(replications, "replications"),
+        replications=_count(replications, "replications"),
         seed=seed,
         sure=sure,
         mixed=not uniform_only,
@@ -128,15 +129,17 @@ def _prices(given: float | str | Mapping[int, float] | None, sizes: tuple[int, .
     if given is None:
         return {}
     if isinstance(given, Mapping):
-        named = {size: _number(price, argument, most=1e6) for size, price in given.items()}
+        named = {size: parse_number(price, argument, above=0, most=1e6) for size, price in given.items()}
     elif isinstance(given, str) and "=" in given:
         pairs = [pair.partition("=") for pair in given.split(",")]
         named = {
-            parse_count(size.strip(), argument, maximum=_MOST_GPUS_A_GROUP): _number(price, argument, most=1e6)
+            parse_count(size.strip(), argument, maximum=_MOST_GPUS_A_GROUP): parse_number(
+                price, argument, above=0, most=1e6
+            )
             for size, _, price in pairs
         }
     else:
-        named = dict.fromkeys(sizes, _number(given, argument, most=1e6))
+        named = dict.fromkeys(sizes, parse_number(given, argument, above=0, most=1e6))
     if missing := [size for size in sizes if size not in named]:
         raise InputError(argument, given, f"a price for groups of {missing[0]} too, or one price for all")
     return {size: named[size] for size in sizes}
@@ -150,26 +153,17 @@ def _slow(text: str | None) -> tuple[float, float]:
     accepted = "a share of the groups and how many times as long they take, such as 10%:1.3"
     if not mark or not share.strip().endswith("%"):
         raise InputError("slow_groups", text, accepted)
-    percent = _number(share.strip()[:-1], "slow_groups", most=100)
-    return percent / 100, _number(factor, "slow_groups", most=1000)
-
-
-def _number(value: float | str, argument: str, *, most: float) -> float:
-    accepted = f"a number of more than 0 and at most {most:g}"
-    try:
-        number = float("nan") if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        raise InputError(argument, value, accepted) from None
-    if not 0 < number <= most or not math.isfinite(number):
-        raise InputError(argument, value, accepted)
-    return number
+    percent = parse_number(share.strip()[:-1], "slow_groups", above=0, most=100)
+    return percent / 100, parse_number(factor, "slow_groups", above=0, most=1000)
 
 
 def _seconds(value: float | str, argument: str) -> float:
-    return parse_seconds(value, argument) if isinstance(value, str) else _number(value, argument, most=1e9)
+    return (
+        parse_seconds(value, argument) if isinstance(value, str) else parse_number(value, argument, above=0, most=1e9)
+    )
 
 
-def _whole(value: int | str, argument: str) -> int:
+def _count(value: int | str, argument: str) -> int:
     return parse_count(str(value), argument)
 
 

@@ -11,11 +11,11 @@ import numpy as np
 from kvrsim.program import Array
 from planner.capacity.answer import Cause, Curves, FleetAnswer, GroupAnswer, Infeasible, Point
 from planner.capacity.confidence import Interval, of_replications, of_trace
+from planner.capacity.designs import MANY, DesignSearch, Fit
+from planner.capacity.evaluations import Design, Evaluations
 from planner.capacity.fleet.fleet import FleetRun, GroupPlan, percentile_of
 from planner.capacity.fleet.times import ServiceTimes
-from planner.capacity.question import Question
-from planner.capacity.search import MANY, Fit, Search
-from planner.capacity.trials import Design, Trials
+from planner.capacity.request import CapacityRequest
 from planner.capacity.workloads.workload import Workload
 
 _FINALISTS, _FINALISTS_OF_MANY = 6, 2  # designs whose front is drawn; of a stretch, that are tried on the whole
@@ -25,48 +25,48 @@ _GAP = 0.01  # by which a dearer fleet of the front has to be faster
 
 
 @dataclass(slots=True)
-class Finder:
-    """What a plan asks of trials and search."""
+class FleetSearch:
+    """What a plan asks of evaluations and search."""
 
-    question: Question
-    trials: Trials
-    search: Search
+    request: CapacityRequest
+    evaluations: Evaluations
+    search: DesignSearch
 
     def fits(self, stretch: Workload | None, times: ServiceTimes) -> list[Fit]:
         """The best of every design: every uniform one, and of each combination of sizes the best cut."""
         fits = self.search.fits(self.search.uniform())
-        if not self.question.mixed:
+        if not self.request.mixed:
             return fits
         if stretch is None:
             return _best_of_sizes(self.search.mixed(fits))
-        part = Search(trials_of(self.question, [stretch], times), self.question.limits)
+        part = DesignSearch(evaluations_of(self.request, [stretch], times), self.request.limits)
         finalists = _best_of_sizes(part.mixed(part.fits(part.uniform())))
-        self.trials.simulated += part.trials.simulated
+        self.evaluations.simulated += part.evaluations.simulated
         designs = [self._stretched(fit.design) for fit in finalists if len(fit.design) > 1]
         return _best_of_sizes(self.search.fits(designs[:_FINALISTS_OF_MANY], fits))
 
     def _stretched(self, design: Design) -> Design:
-        """The last band goes on to the longest of all requests."""
+        """The last bucket goes on to the longest of all requests."""
         return (*design[:-1], replace(design[-1], most_new=max(design[-1].most_new, self.search.longest)))
 
-    def worth(self, answer: FleetAnswer) -> float:
+    def cost(self, answer: FleetAnswer) -> float:
         """What is to be least."""
-        return sum(self.search.limits.worth(group.gpus_per_group) * group.replicas for group in answer.groups)
+        return sum(self.search.limits.cost(group.gpus_per_group) * group.replicas for group in answer.groups)
 
     def answer(self, plans: Sequence[GroupPlan]) -> FleetAnswer:
         """Run a fleet on every workload."""
-        runs = self.trials.runs(plans)
-        target = self.question.target
+        runs = self.evaluations.runs(plans)
+        target = self.request.target
         ttft_s = np.concatenate([run.ttft_s for run in runs])
         interval = self._interval(runs, ttft_s)
         missed = int((ttft_s > target.slo_s).sum())
-        meets = missed <= self.trials.allowed
-        if self.question.sure:
+        meets = missed <= self.evaluations.allowed
+        if self.request.sure:
             meets = meets and interval.high_s is not None and interval.high_s <= target.slo_s
         horizon_s = sum(run.horizon_s for run in runs)
         prices = self.search.limits.prices
         cost = sum(prices[plan.gpus_per_group] * plan.num_gpus for plan in plans) if prices else None
-        workload = self.trials.workloads[0]
+        workload = self.evaluations.workloads[0]
         return FleetAnswer(
             num_gpus=runs[0].num_gpus,
             groups=tuple(self._group(plan, index, runs) for index, plan in enumerate(plans)),
@@ -124,7 +124,7 @@ class Finder:
             if plan.gpus_per_group not in found:
                 code, reason = self._reason(plan)
                 reasons.append(Infeasible(gpus_per_group=plan.gpus_per_group, code=code, reason=reason))
-        tried_mixed = len(self.search.limits.sizes) > 1 and self.question.mixed
+        tried_mixed = len(self.search.limits.sizes) > 1 and self.request.mixed
         if not fits and tried_mixed and any(one.code != "memory" for one in reasons):
             reason = "fleets of two or three sizes of group do not meet it either"
             reasons.append(Infeasible(gpus_per_group=None, code="mixed", reason=reason))
@@ -133,18 +133,18 @@ class Finder:
     def front(self, fits: Sequence[Fit]) -> tuple[Point, ...]:
         """Fleets of every design, smaller and larger than needed, none slower than a cheaper one."""
         points: dict[tuple[float, float], Point] = {}
-        count = _FINALISTS if self.trials.requests <= MANY else _FINALISTS_OF_MANY
+        count = _FINALISTS if self.evaluations.requests <= MANY else _FINALISTS_OF_MANY
         candidates = [fit.plans for fit in fits[:count]] or list(self._largest())
         for plans in candidates:
             for scale in _FRONT if fits else _BELOW:
                 scaled = [replace(plan, replicas=max(1, math.ceil(plan.replicas * scale))) for plan in plans]
                 if sum(plan.num_gpus for plan in scaled) > self.search.limits.max_gpus:
                     continue
-                runs = self.trials.runs(scaled)
-                ttft_s = percentile_of(np.concatenate([run.ttft_s for run in runs]), self.question.target.percentile)
-                worth = sum(self.search.limits.worth(plan.gpus_per_group) * plan.replicas for plan in scaled)
+                runs = self.evaluations.runs(scaled)
+                ttft_s = percentile_of(np.concatenate([run.ttft_s for run in runs]), self.request.target.percentile)
+                cost = sum(self.search.limits.cost(plan.gpus_per_group) * plan.replicas for plan in scaled)
                 if math.isfinite(ttft_s):
-                    points[worth, ttft_s] = self._point(scaled, ttft_s)
+                    points[cost, ttft_s] = self._point(scaled, ttft_s)
         front: list[Point] = []
         for key in sorted(points):
             if not front or points[key].ttft_s < front[-1].ttft_s * (1 - _GAP):
@@ -165,15 +165,15 @@ class Finder:
         )
 
     def _interval(self, runs: Sequence[FleetRun], ttft_s: Array) -> Interval:
-        percentile = self.question.target.percentile
-        if not self.question.source.is_random:
-            return of_trace(ttft_s, percentile, self.question.seed)
+        percentile = self.request.target.percentile
+        if not self.request.source.is_random:
+            return of_trace(ttft_s, percentile, self.request.seed)
         return of_replications([run.ttft_s for run in runs], percentile)
 
     def _group(self, plan: GroupPlan, index: int, runs: Sequence[FleetRun]) -> GroupAnswer:
         seconds: dict[str, float] = {}
         requests = 0
-        for service, run in zip(self.trials.services(plan.gpus_per_group), runs, strict=True):
+        for service, run in zip(self.evaluations.services(plan.gpus_per_group), runs, strict=True):
             mine = run.pool == index
             requests += int(mine.sum())
             spent = np.bincount(service.length_class[mine], service.ttft_s[mine], minlength=len(service.strategies))
@@ -198,15 +198,18 @@ class Finder:
 
     def _reason(self, plan: GroupPlan) -> tuple[Cause, str]:
         """Why so many groups of that size are not enough."""
-        target, size = self.question.target, plan.gpus_per_group
+        target, size = self.request.target, plan.gpus_per_group
         name = f"{target.percentile:g} % of the TTFTs"
         above = f"above {target.slo_s:g} s"
-        alone = self.trials.ttft_alone_s(size)
+        alone = self.evaluations.ttft_alone_s(size)
         never = int(np.isinf(alone).sum())
         late = int((alone > target.slo_s).sum())
-        if never > self.trials.allowed:
-            return "memory", f"{never} of {len(alone)} contexts do not fit in memory; at most {self.trials.allowed} may"
-        if late > self.trials.allowed:
+        if never > self.evaluations.allowed:
+            return (
+                "memory",
+                f"{never} of {len(alone)} contexts do not fit in memory; at most {self.evaluations.allowed} may",
+            )
+        if late > self.evaluations.allowed:
             reached = percentile_of(alone, target.percentile)
             return "alone", f"even with no queue {name} take up to {reached:.3g} s, {above}"
         answer = self.answer((plan,))
@@ -218,15 +221,15 @@ class Finder:
                 "failures",
                 f"with {plan.num_gpus} GPUs {answer.unserved} requests are never served: groups fail too often",
             )
-        load = self.trials.load(((self.search.uniform()[self.search.limits.sizes.index(size)])[0],), 0)
+        load = self.evaluations.load(((self.search.uniform()[self.search.limits.sizes.index(size)])[0],), 0)
         busy = f"{load * size:.3g} GPUs would be busy all the time"
         return "queue", f"with {plan.num_gpus} GPUs {name} take up to {reached:.3g} s, {above} ({busy})"
 
 
-def trials_of(question: Question, workloads: Sequence[Workload], times: ServiceTimes) -> Trials:
-    """Trials of a question."""
-    return Trials(
-        workloads, times, question.conditions, question.target, question.decoding, pack_tokens=question.pack_tokens
+def evaluations_of(request: CapacityRequest, workloads: Sequence[Workload], times: ServiceTimes) -> Evaluations:
+    """Evaluations of a request."""
+    return Evaluations(
+        workloads, times, request.conditions, request.target, request.decoding, pack_tokens=request.pack_tokens
     )
 
 

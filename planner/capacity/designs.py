@@ -1,12 +1,12 @@
 """The cheapest fleet: uniform ones of every group size, then mixed ones by ranges of length.
 
-Whether a percentile is met is a count: how many requests are late. Bands of lengths have queues of their own, so
-their counts add up, and each band's count for a number of groups is simulated once, whatever it is combined with.
-A band gets as many groups as the others' counts leave it no way around, at least; from there on every number of
+Whether a percentile is met is a count: how many requests are late. Buckets of lengths have queues of their own, so
+their counts add up, and each bucket's count for a number of groups is simulated once, whatever it is combined with.
+A bucket gets as many groups as the others' counts leave it no way around, at least; from there on every number of
 groups that lowers its count is an option, and the cheapest sum of options within the count is taken.
 
-Ranges are cut where they matter: at quantiles of the requests and of the work. The best two-band designs are cut
-finer, and cut once more into three bands.
+Ranges are cut where they matter: at quantiles of the requests and of the work. The best two-bucket designs are cut
+finer, and cut once more into three buckets.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from planner.capacity.evaluations import Design, Evaluations, LengthBucket
 from planner.capacity.fleet.fleet import GroupPlan
-from planner.capacity.trials import Band, Design, Trials
 
 _REQUEST_QUANTILES = (0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99)
 _WORK_QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
 MANY = 250_000  # requests of all workloads, beyond which less is tried
-_OPTIONS, _OPTIONS_OF_MANY = 10, 3  # numbers of groups of a band, beyond the least possible
+_OPTIONS, _OPTIONS_OF_MANY = 10, 3  # numbers of groups of a bucket, beyond the least possible
 _SURE_LOAD = 0.9  # groups that are busy on average, times this, are needed at least: a trace may end with a backlog
-_REFINED = 3  # two-band designs that are cut finer and once more
+_REFINED = 3  # two-bucket designs that are cut finer and once more
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class Limits:
     prices: Mapping[int, float] = field(default_factory=dict)  # of a GPU for an hour, by size of its group; or none
     by_cost: bool = False  # the cheapest rather than the fewest GPUs
 
-    def worth(self, gpus_per_group: int) -> float:
+    def cost(self, gpus_per_group: int) -> float:
         """What one group adds to what is to be least."""
         return gpus_per_group * (self.prices[gpus_per_group] if self.by_cost else 1.0)
 
@@ -49,43 +49,43 @@ class Fit:
 
     design: Design
     replicas: tuple[int, ...]
-    worth: float  # GPUs, or cost an hour: to be least
+    cost: float  # GPUs, or cost an hour: to be least
     misses: int
 
     @property
     def plans(self) -> tuple[GroupPlan, ...]:
-        """Its groups; bands that nobody needs have none."""
+        """Its groups; buckets that nobody needs have none."""
         pairs = zip(self.design, self.replicas, strict=True)
-        return tuple(band.with_replicas(replicas) for band, replicas in pairs if replicas)
+        return tuple(bucket.with_replicas(replicas) for bucket, replicas in pairs if replicas)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """GPUs a group, band by band."""
-        return tuple(band.gpus_per_group for band in self.design)
+        """GPUs a group, bucket by bucket."""
+        return tuple(bucket.gpus_per_group for bucket in self.design)
 
 
-class Search:
-    """One search: trials, and what the fleet may have."""
+class DesignSearch:
+    """One search: evaluations, and what the fleet may have."""
 
-    def __init__(self, trials: Trials, limits: Limits) -> None:
-        self.trials, self.limits = trials, limits
-        self.longest = max(int(workload.new_tokens.max()) for workload in trials.workloads)
+    def __init__(self, evaluations: Evaluations, limits: Limits) -> None:
+        self.evaluations, self.limits = evaluations, limits
+        self.longest = max(int(workload.new_tokens.max()) for workload in evaluations.workloads)
 
     def uniform(self) -> list[Design]:
-        """One band of each size."""
-        return [(Band(gpus_per_group=size, least_new=1, most_new=self.longest),) for size in self.limits.sizes]
+        """One bucket of each size."""
+        return [(LengthBucket(gpus_per_group=size, least_new=1, most_new=self.longest),) for size in self.limits.sizes]
 
     def fits(self, designs: Iterable[Design], fits: Sequence[Fit] = ()) -> list[Fit]:
         """Those of the designs that meet the target at no more than the best known costs, and those known."""
         found = list(fits)
         for design in designs:
-            best = min((fit.worth for fit in found), default=math.inf)
+            best = min((fit.cost for fit in found), default=math.inf)
             if (fit := self.fit(design, at_most=best if len(design) > 1 else math.inf)) is not None:
                 found.append(fit)
-        return sorted(found, key=lambda fit: (fit.worth, fit.misses, len(fit.design), fit.sizes))
+        return sorted(found, key=lambda fit: (fit.cost, fit.misses, len(fit.design), fit.sizes))
 
     def mixed(self, fits: Sequence[Fit]) -> list[Fit]:
-        """All fits: given ones, two bands at every cut, the best of them cut finer, then three bands."""
+        """All fits: given ones, two buckets at every cut, the best of them cut finer, then three buckets."""
         pairs = list(itertools.combinations_with_replacement(self.limits.sizes, 2))
         found = self.fits((self._cut(pair, (cut,)) for cut in self._cuts() for pair in pairs), fits)
         best = [fit for fit in found if len(fit.design) == 2][:_REFINED]
@@ -95,95 +95,95 @@ class Search:
 
     def fit(self, design: Design, at_most: float = math.inf) -> Fit | None:
         """Replicas for a design that meet the target, for the least; None where there are none."""
-        bands = range(len(design))
-        never = self.trials.never_served(design)
-        floors = [self.trials.late_alone(design, band) for band in bands]
-        room = self.trials.allowed - never - sum(floors)
-        worth = [self.limits.worth(band.gpus_per_group) for band in design]
-        least = [self._sure(design, band) for band in bands]
-        if room < 0 or sum(map(_product, worth, least)) > at_most:
+        buckets = range(len(design))
+        never = self.evaluations.never_served(design)
+        floors = [self.evaluations.late_alone(design, bucket) for bucket in buckets]
+        room = self.evaluations.allowed - never - sum(floors)
+        cost = [self.limits.cost(bucket.gpus_per_group) for bucket in design]
+        least = [self._sure(design, bucket) for bucket in buckets]
+        if room < 0 or sum(map(_product, cost, least)) > at_most:
             return None
         options: list[list[tuple[int, int]]] = []
-        for band in bands:
-            rest = sum(worth[other] * (options[other][0][0] if other < band else least[other]) for other in bands)
-            rest -= worth[band] * least[band]
+        for bucket in buckets:
+            rest = sum(cost[other] * (options[other][0][0] if other < bucket else least[other]) for other in buckets)
+            rest -= cost[bucket] * least[bucket]
             spare = at_most - rest
-            most = self.limits.max_gpus // design[band].gpus_per_group
+            most = self.limits.max_gpus // design[bucket].gpus_per_group
             if math.isfinite(spare):
-                most = min(most, int(spare / worth[band] + 1e-9))
-            found = self._options(design, band, floors[band], room, most)
+                most = min(most, int(spare / cost[bucket] + 1e-9))
+            found = self._options(design, bucket, floors[bucket], room, most)
             if not found:
                 return None
             options.append(found)
-        return self._cheapest(design, options, worth, room + sum(floors))
+        return self._cheapest(design, options, cost, room + sum(floors))
 
     def least_replicas(self, design: Design, index: int, allowed: int, most: int) -> int | None:
-        """The fewest groups of a band that leave no more late; None where not even `most` do."""
-        if not any(len(mine) for mine in self.trials.members(design, index)):
+        """The fewest groups of a bucket that leave no more late; None where not even `most` do."""
+        if not any(len(mine) for mine in self.evaluations.members(design, index)):
             return 0
         if most < 1:
             return None
-        first = min(most, max(1, math.ceil(self.trials.load(design, index))))
+        first = min(most, max(1, math.ceil(self.evaluations.load(design, index))))
         low, high = 0, first
-        while self.trials.misses(design, index, high) > allowed:
+        while self.evaluations.misses(design, index, high) > allowed:
             if high == most:
                 return None
             low, high = high, min(most, max(high + 1, math.ceil(high * 1.25)))
         while high - low > 1:
             middle = (low + high) // 2
-            enough = self.trials.misses(design, index, middle) <= allowed
+            enough = self.evaluations.misses(design, index, middle) <= allowed
             low, high = (low, middle) if enough else (middle, high)
         return high
 
     def _options(self, design: Design, index: int, floor: int, room: int, most: int) -> list[tuple[int, int]]:
-        """Numbers of groups worth having, each with its misses, which fall."""
+        """Numbers of groups worth considering, each with its misses, which fall."""
         first = self.least_replicas(design, index, floor + room, most)
         if first is None:
             return []
         if first == 0:
             return [(0, 0)]
-        options = [(first, self.trials.misses(design, index, first))]
+        options = [(first, self.evaluations.misses(design, index, first))]
         if len(design) > 1:
-            beyond = _OPTIONS if self.trials.requests <= MANY else _OPTIONS_OF_MANY
+            beyond = _OPTIONS if self.evaluations.requests <= MANY else _OPTIONS_OF_MANY
             for replicas in range(first + 1, min(most, first + beyond) + 1):
                 if options[-1][1] <= floor:
                     break
-                misses = self.trials.misses(design, index, replicas)
+                misses = self.evaluations.misses(design, index, replicas)
                 if misses < options[-1][1]:
                     options.append((replicas, misses))
         return options
 
     def _cheapest(
-        self, design: Design, options: list[list[tuple[int, int]]], worth: list[float], allowed: int
+        self, design: Design, options: list[list[tuple[int, int]]], cost: list[float], allowed: int
     ) -> Fit | None:
         best: tuple[float, int, tuple[int, ...]] | None = None
         for combination in itertools.product(*options):
             replicas = tuple(option[0] for option in combination)
             misses = sum(option[1] for option in combination)
-            gpus = sum(band.gpus_per_group * count for band, count in zip(design, replicas, strict=True))
+            gpus = sum(bucket.gpus_per_group * count for bucket, count in zip(design, replicas, strict=True))
             if misses <= allowed and gpus <= self.limits.max_gpus:
-                asked = sum(map(_product, worth, replicas)), misses, replicas
+                asked = sum(map(_product, cost, replicas)), misses, replicas
                 best = asked if best is None else min(best, asked)
         if best is None:
             return None
-        return Fit(design=design, replicas=best[2], worth=best[0], misses=best[1])
+        return Fit(design=design, replicas=best[2], cost=best[0], misses=best[1])
 
     def _sure(self, design: Design, index: int) -> int:
-        """Groups that a band needs at least, to work off what comes."""
-        load = self.trials.load(design, index)
+        """Groups that a bucket needs at least, to work off what comes."""
+        load = self.evaluations.load(design, index)
         return math.ceil(_SURE_LOAD * load) if load else 0
 
     def _cut(self, sizes: Sequence[int], cuts: Sequence[int]) -> Design:
-        """Bands of these sizes, up to these lengths."""
+        """Buckets of these sizes, up to these lengths."""
         ends = (0, *cuts, self.longest)
         return tuple(
-            Band(gpus_per_group=size, least_new=ends[band] + 1, most_new=ends[band + 1], number=band)
-            for band, size in enumerate(sizes)
+            LengthBucket(gpus_per_group=size, least_new=ends[bucket] + 1, most_new=ends[bucket + 1], number=bucket)
+            for bucket, size in enumerate(sizes)
         )
 
     def _cuts(self) -> list[int]:
         """Lengths at quantiles of the requests and of the work."""
-        new = np.sort(np.concatenate([workload.new_tokens for workload in self.trials.workloads]))
+        new = np.sort(np.concatenate([workload.new_tokens for workload in self.evaluations.workloads]))
         work = np.cumsum(new.astype(float))
         by_work = [new[np.searchsorted(work, share * work[-1])] for share in _WORK_QUANTILES]
         by_count = [new[int(share * (len(new) - 1))] for share in _REQUEST_QUANTILES]
@@ -195,14 +195,14 @@ class Search:
     def _finer(self, design: Design) -> Iterator[Design]:
         """The same sizes, cut a little shorter or longer."""
         cut = design[0].most_new
-        sizes = tuple(band.gpus_per_group for band in design)
+        sizes = tuple(bucket.gpus_per_group for bucket in design)
         for near in self._usable(_rounded(int(cut * 2.0**step)) for step in (-0.5, -0.25, -0.125, 0.125, 0.25, 0.5)):
             yield self._cut(sizes, (near,))
 
     def _in_three(self, design: Design) -> Iterator[Design]:
-        """Either band in two, of any sizes between."""
+        """Either bucket in two, of any sizes between."""
         cut = design[0].most_new
-        short, long = (band.gpus_per_group for band in design)
+        short, long = (bucket.gpus_per_group for bucket in design)
         for other in self._cuts():
             for size in self.limits.sizes:
                 if other < cut and size <= short:
