@@ -1,4 +1,4 @@
-"""CsvTable: a CSV file whose values are checked as they are read, and Layout: a kind of CSV known by its columns.
+"""CsvTable: a CSV file whose values are checked as they are read.
 
 Comma-separated, UTF-8, one header line; lines that begin with # are comments. Every mistake raises InputError naming
 the argument, the file, the line and the column.
@@ -9,15 +9,11 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvrsim.errors import InputError
-
-if TYPE_CHECKING:
-    from calibrate.data.measurement import Measurement
 
 MAX_CSV_BYTES = 2**28  # some millions of rows; what is larger was given by mistake
 MAX_WHOLE = 10**18
@@ -110,15 +106,6 @@ class CsvTable:
         for name in self.columns:
             if name not in known:
                 raise InputError(f"{self.where}: column", name or "nothing", ", ".join(known))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
-    """A kind of CSV that measurements are read from."""
-
-    name: str  # for people
-    signature: tuple[str, ...]  # columns that only this kind has; a file that has them all is of this kind
-    read: Callable[[CsvTable], list[Measurement]]  # InputError names file, line and column
 
 
 def one_line(text: str) -> str:

@@ -62,13 +62,13 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from calibrate.data.csv import MAX_WHOLE, CsvRow, CsvTable, Layout, leading_comments
+from calibrate.data.csv import MAX_WHOLE, CsvRow, CsvTable, leading_comments
 from kvrsim.errors import InputError
 from kvrsim.io.files import write_atomically
 from kvrsim.io.json_text import parse_json
@@ -275,6 +275,15 @@ def _read_value(row: CsvRow, name: str) -> str | int | float:
     if name in ("mean_s", "spread_s"):
         return row.number(name, allow_zero=name == "spread_s")
     return row.text(name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """A kind of CSV that measurements are read from."""
+
+    name: str  # for people
+    signature: tuple[str, ...]  # columns that only this kind has; a file that has them all is of this kind
+    read: Callable[[CsvTable], list[Measurement]]  # InputError names file, line and column
 
 
 LAYOUT = Layout(name="kvrsim measurements", signature=("operation", "median_s"), read=_read_table)

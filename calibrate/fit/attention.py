@@ -14,8 +14,8 @@ from calibrate.fit.flash_presets import PRESETS
 from calibrate.fit.solver import (
     Comparison,
     Fitted,
+    Parameter,
     Some,
-    Unknown,
     dtypes_of,
     left_out,
     peak_flops,
@@ -82,12 +82,12 @@ def fit_eager(rows: Sequence[Measurement], gpu: GpuSpec, *, head_dim: int = HEAD
     """
     found = usable_attention(rows, head_dim)
     peak = peak_flops(gpu, dtypes_of(found))
-    unknowns = (
-        Unknown(name="flops_per_s", start=0.7 * peak, low=1e-4 * peak, high=peak),
-        Unknown(name="bytes_per_s", start=0.6 * gpu.hbm_bytes_per_s, low=1e8, high=gpu.hbm_bytes_per_s),
-        Unknown(name="start_s", start=2e-5, low=0.0, high=1e-2),
+    parameters = (
+        Parameter(name="flops_per_s", start=0.7 * peak, low=1e-4 * peak, high=peak),
+        Parameter(name="bytes_per_s", start=0.6 * gpu.hbm_bytes_per_s, low=1e8, high=gpu.hbm_bytes_per_s),
+        Parameter(name="start_s", start=2e-5, low=0.0, high=1e-2),
     )
-    form = _Form(name="eager", unknowns=unknowns, make=_eager)
+    form = _Form(name="eager", parameters=parameters, make=_eager)
     return _better(form, replace(form, sized=lambda rates, data: with_sizes(rates, data, peak)), found)
 
 
@@ -100,20 +100,20 @@ def fit_blocked(
     """
     found = usable_attention(rows, head_dim)
     peak = peak_flops(gpu, dtypes_of(found))
-    unknowns = [
+    parameters = [
         *(
-            Unknown(name=name, start=0.4 * peak, low=1e-4 * peak, high=peak)
+            Parameter(name=name, start=0.4 * peak, low=1e-4 * peak, high=peak)
             for name in ("causal_flops_per_s", "rectangle_flops_per_s")
         ),
-        Unknown(name="start_s", start=2e-5, low=0.0, high=1e-2),
-        Unknown(name="query_s", start=64 * 4 * head_dim / peak, low=0.0, high=1e-4),
+        Parameter(name="start_s", start=2e-5, low=0.0, high=1e-2),
+        Parameter(name="query_s", start=64 * 4 * head_dim / peak, low=0.0, high=1e-4),
     ]
     if skips_masked:
-        unknowns.append(Unknown(name="join_s", start=16 * 4 * head_dim / peak, low=0.0, high=1e-4))
+        parameters.append(Parameter(name="join_s", start=16 * 4 * head_dim / peak, low=0.0, high=1e-4))
     forms = [
         _Form(
             name=name,
-            unknowns=tuple(unknowns),
+            parameters=tuple(parameters),
             make=lambda values, block=block: _blocked(values, block, skips_masked),  # type: ignore[misc]
             starts=4,
         )
@@ -161,7 +161,7 @@ class _Form(Generic[Rates]):
     """Rates as a function of their constants."""
 
     name: str
-    unknowns: tuple[Unknown, ...]
+    parameters: tuple[Parameter, ...]
     make: Callable[[Mapping[str, float]], Rates]
     sized: Callable[[Rates, AttentionRows], Rates] | None = None  # with what the rows say by size
     starts: int = 1
@@ -184,12 +184,12 @@ class _Form(Generic[Rates]):
         def predict(found: Mapping[str, float], some: Some) -> Array:
             return rows.take(some).predicted_s(self.make(found))
 
-        return self.make(solve(self.unknowns, predict, seconds, starts=self.starts))
+        return self.make(solve(self.parameters, predict, seconds, starts=self.starts))
 
 
 def _flash_form(gpu: GpuSpec, name: str) -> _Form[FlashRates]:
     preset = PRESETS[name]
-    return _Form(name=name, unknowns=preset.unknowns(gpu), make=lambda found: preset.rates(gpu, found))
+    return _Form(name=name, parameters=preset.parameters(gpu), make=lambda found: preset.rates(gpu, found))
 
 
 def _fit(form: _Form[Rates], found: Sequence[Measurement]) -> Fitted[Rates]:

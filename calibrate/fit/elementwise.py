@@ -10,8 +10,8 @@ from calibrate.data.measurement import ELEMENTWISE, Measurement
 from calibrate.fit.solver import (
     Comparison,
     Fitted,
+    Parameter,
     Some,
-    Unknown,
     column,
     dtypes_of,
     has_waves,
@@ -51,7 +51,7 @@ def fit_elementwise(
         def predict(values: Mapping[str, float], inside: Some) -> Array:
             return _seconds(values, gpu, kinds[some][inside], nbytes[some][inside], starts[some][inside])
 
-        return solve(_unknowns(measured, gpu), predict, seconds[some], weights=np.sqrt(seconds[some]))
+        return solve(_parameters(measured, gpu), predict, seconds[some], weights=np.sqrt(seconds[some]))
 
     constants = fit(np.arange(len(found)))
     predicted = left_out(
@@ -81,11 +81,11 @@ def _kind(row: Measurement) -> str:
     return "copy" if row.operation == "cache_append" else row.operation
 
 
-def _unknowns(kinds: Sequence[str], gpu: GpuSpec) -> list[Unknown]:
+def _parameters(kinds: Sequence[str], gpu: GpuSpec) -> list[Parameter]:
     hbm = gpu.hbm_bytes_per_s
     high = hbm if has_waves(gpu) else _CPU_CACHES * hbm
-    rates = [Unknown(name=kind, start=0.5 * hbm, low=1e-4 * hbm, high=high) for kind in kinds]
-    return [Unknown(name="start_s", start=2e-6, low=0.0, high=1e-4), *rates]
+    rates = [Parameter(name=kind, start=0.5 * hbm, low=1e-4 * hbm, high=high) for kind in kinds]
+    return [Parameter(name="start_s", start=2e-6, low=0.0, high=1e-4), *rates]
 
 
 def _seconds(values: Mapping[str, float], gpu: GpuSpec, kinds: Some, nbytes: Array, starts: Array) -> Array:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from calibrate.fit.solver import Unknown, peak_flops
+from calibrate.fit.solver import Parameter, peak_flops
 from kvrsim.hardware.cluster import GpuSpec
 from kvrsim.profile.rates.attention import FlashRates
 
@@ -55,13 +55,13 @@ class FlashPreset:
             **values,
         )
 
-    def unknowns(self, gpu: GpuSpec) -> tuple[Unknown, ...]:
+    def parameters(self, gpu: GpuSpec) -> tuple[Parameter, ...]:
         """What a fit may move."""
         listed = []
         for name in self.fitted:
             low, high = _BOUNDS[name]
             high = min(high, gpu.hbm_bytes_per_s) if name == "append_bytes_per_s" else high
-            listed.append(Unknown(name=name, start=self.start[name], low=low, high=high))
+            listed.append(Parameter(name=name, start=self.start[name], low=low, high=high))
         return tuple(listed)
 
 

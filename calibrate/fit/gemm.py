@@ -16,8 +16,8 @@ from calibrate.fit.gemm_rows import GemmRows, Shape, with_tables
 from calibrate.fit.solver import (
     Comparison,
     Fitted,
+    Parameter,
     Some,
-    Unknown,
     dtypes_of,
     element_bytes_of,
     has_waves,
@@ -112,20 +112,20 @@ class _Device:
     def tiles(self) -> tuple[tuple[int, int], ...]:
         return TILES if has_waves(self.gpu) else FINE_TILES
 
-    def unknowns(self, near: Constants) -> list[Unknown]:
+    def parameters(self, near: Constants) -> list[Parameter]:
         hbm, waves = self.gpu.hbm_bytes_per_s, has_waves(self.gpu)
         listed = [
-            Unknown(name="bytes_per_s", start=0.65 * hbm, low=0.1 * hbm, high=hbm),
-            Unknown(name="launch_s", start=3e-6, low=0.0, high=2e-5 if waves else 1e-3),
+            Parameter(name="bytes_per_s", start=0.65 * hbm, low=0.1 * hbm, high=hbm),
+            Parameter(name="launch_s", start=3e-6, low=0.0, high=2e-5 if waves else 1e-3),
         ]
         if waves:
-            listed.append(Unknown(name="sustained", start=0.95, low=0.3, high=1.0))
-            listed.append(Unknown(name="burst_flops", start=1e11, low=1e9, high=1e13))
+            listed.append(Parameter(name="sustained", start=0.95, low=0.3, high=1.0))
+            listed.append(Parameter(name="burst_flops", start=1e11, low=1e9, high=1e13))
         for index, (height, width) in enumerate(self.tiles):
             share = 0.85 * (height * width / (self.tiles[0][0] * self.tiles[0][1])) ** 0.1
-            listed.append(Unknown(name=f"share_{index}", start=share, low=0.3 if waves else 0.01, high=1.0))
-            listed.append(Unknown(name=f"start_{index}", start=3e-6, low=0.0, high=2e-5))
-        return [replace(unknown, start=near.get(unknown.name) or unknown.start) for unknown in listed]
+            listed.append(Parameter(name=f"share_{index}", start=share, low=0.3 if waves else 0.01, high=1.0))
+            listed.append(Parameter(name=f"start_{index}", start=3e-6, low=0.0, high=2e-5))
+        return [replace(parameter, start=near.get(parameter.name) or parameter.start) for parameter in listed]
 
     def rates(self, values: Constants) -> GemmRates:
         """Shares are of the datasheet's rate here, and of the best tile's in a profile."""
@@ -150,7 +150,7 @@ class _Device:
 def _fit_form(rows: GemmRows, device: _Device, near: Constants | None = None) -> Constants:
     """Rows weigh by the square root of their time: long products make a prefill. `near`: where to start."""
     return solve(
-        device.unknowns(near or {}),
+        device.parameters(near or {}),
         lambda values, some: rows.take(some).form_s(device.rates(values)),
         rows.seconds,
         weights=np.sqrt(rows.seconds),

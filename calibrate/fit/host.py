@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from calibrate.data.measurement import Measurement
-from calibrate.fit.solver import Unknown, column, rounded, solve
+from calibrate.fit.solver import Parameter, column, rounded, solve
 from kvrsim.profile.profile import HostRates, OperationFit
 from kvrsim.program import Array
 
@@ -81,12 +81,12 @@ def fit_prepare(rows: Sequence[Measurement]) -> PrepareRates:
     if len(set(elements.tolist())) == 1:
         return PrepareRates(request_s=rounded(float(np.median(seconds))), mask_element_s=0.0)
     longest = float(elements.max())
-    unknowns = (
-        Unknown(name="request_s", start=float(seconds.min()), low=0.0, high=float(seconds.max())),
-        Unknown(name="mask_element_s", start=float(seconds.max()) / longest, low=0.0, high=1.0),
+    parameters = (
+        Parameter(name="request_s", start=float(seconds.min()), low=0.0, high=float(seconds.max())),
+        Parameter(name="mask_element_s", start=float(seconds.max()) / longest, low=0.0, high=1.0),
     )
 
     def predict(values: Mapping[str, float], some: Array) -> Array:
         return np.asarray(values["request_s"] + elements[some] * values["mask_element_s"] + 1e-12)
 
-    return PrepareRates(**solve(unknowns, predict, seconds))
+    return PrepareRates(**solve(parameters, predict, seconds))

@@ -9,7 +9,7 @@ from statistics import geometric_mean
 import numpy as np
 
 from calibrate.data.measurement import Measurement
-from calibrate.fit.solver import Comparison, Fitted, Some, Unknown, column, left_out, seen_of, solve, sources_of
+from calibrate.fit.solver import Comparison, Fitted, Parameter, Some, column, left_out, seen_of, solve, sources_of
 from calibrate.measure.link_points import RING
 from kvrsim.hardware.cluster import LinkSpec
 from kvrsim.profile.rates.links import GatherRates
@@ -41,17 +41,17 @@ def fit_send_recv(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[SendRat
     found = usable_link_rows(rows, "send_recv")
     nbytes, seconds = column(found, "bytes"), column(found, "median_s")
     peak = link.bandwidth_bytes_per_s
-    unknowns = (
-        Unknown(name="latency_s", start=1.5e-5, low=0.0, high=max(1e-2, 2 * link.latency_s)),
-        Unknown(name="short_bytes_per_s", start=peak, low=1e-3 * peak, high=4 * peak),
-        Unknown(name="bandwidth_bytes_per_s", start=0.75 * peak, low=1e-3 * peak, high=peak),
+    parameters = (
+        Parameter(name="latency_s", start=1.5e-5, low=0.0, high=max(1e-2, 2 * link.latency_s)),
+        Parameter(name="short_bytes_per_s", start=peak, low=1e-3 * peak, high=4 * peak),
+        Parameter(name="bandwidth_bytes_per_s", start=0.75 * peak, low=1e-3 * peak, high=peak),
     )
 
     def fit(some: Some) -> SendRates:
         def predict(values: Mapping[str, float], inside: Some) -> Array:
             return SendRates(**values).seconds(nbytes[some][inside])
 
-        return SendRates(**solve(unknowns, predict, seconds[some], starts=4))
+        return SendRates(**solve(parameters, predict, seconds[some], starts=4))
 
     rates = fit(np.arange(len(found)))
     crossed = left_out(nbytes.tolist(), lambda train, test: fit(train).seconds(nbytes[test]))
@@ -75,19 +75,19 @@ def fit_all_gather(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[Gather
     nbytes, ranks, seconds = (column(found, name) for name in ("bytes", "ranks", "median_s"))
     peak, latency_s = link.bandwidth_bytes_per_s, link.latency_s
     longest_s = max(1e-3, 10 * latency_s)
-    unknowns = (
-        Unknown(name="launch_s", start=max(6e-6, 0.5 * latency_s), low=1e-9, high=longest_s),
-        Unknown(name="hop_s", start=max(1.3e-6, 0.1 * latency_s), low=1e-10, high=longest_s),
-        Unknown(name="small_bytes_per_s", start=0.25 * peak, low=1e-4 * peak, high=peak),
-        Unknown(name="large_bytes_per_s", start=0.85 * peak, low=1e-3 * peak, high=peak),
-        Unknown(name="setup_s", start=max(8e-6, 0.5 * latency_s), low=1e-9, high=longest_s),
+    parameters = (
+        Parameter(name="launch_s", start=max(6e-6, 0.5 * latency_s), low=1e-9, high=longest_s),
+        Parameter(name="hop_s", start=max(1.3e-6, 0.1 * latency_s), low=1e-10, high=longest_s),
+        Parameter(name="small_bytes_per_s", start=0.25 * peak, low=1e-4 * peak, high=peak),
+        Parameter(name="large_bytes_per_s", start=0.85 * peak, low=1e-3 * peak, high=peak),
+        Parameter(name="setup_s", start=max(8e-6, 0.5 * latency_s), low=1e-9, high=longest_s),
     )
 
     def predicted(values: Mapping[str, float], some: Some) -> Array:
         return _gather_s(GatherRates(**values, own_share=OWN_SHARE), nbytes[some], ranks[some])
 
     def fit(some: Some) -> GatherRates:
-        found = solve(unknowns, lambda values, inside: predicted(values, some[inside]), seconds[some])
+        found = solve(parameters, lambda values, inside: predicted(values, some[inside]), seconds[some])
         return GatherRates(**found, own_share=OWN_SHARE)
 
     def crossed(labels: Array, what: str) -> Comparison:

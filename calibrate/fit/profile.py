@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from calibrate.data.measurement import Measurement
-from calibrate.data.origin import Origin
+from calibrate.data.provenance import Provenance
 from calibrate.fit.attention import HeldOut, fit_blocked, fit_eager, fit_flash
 from calibrate.fit.elementwise import fit_elementwise
 from calibrate.fit.gemm import fit_gemm, head_bytes_per_s
@@ -21,7 +21,7 @@ from calibrate.fit.host import PrepareRates, fit_host, fit_pending_share, fit_pr
 from calibrate.fit.layers import compare_layers
 from calibrate.fit.links import SendRates, fit_all_gather, fit_send_recv
 from calibrate.fit.report import TITLES, FitReport
-from calibrate.fit.screening import Screened, check_error, notes_on
+from calibrate.fit.screening import FilteredRows, check_error, notes_on
 from calibrate.fit.solver import HALF, Errors, Fitted, column, has_waves, rounded
 from kvrsim.cost.traffic import after_attention, before_attention
 from kvrsim.hardware.cluster import GpuSpec, LinkSpec
@@ -75,15 +75,15 @@ def fit_profile(
     Raises InputError naming `argument` for rows that are too few, unsteady, of several devices or kernels, or far
     from any fit.
     """
-    chosen, origin = choices or FitChoices(), Origin.of(origins, argument)
-    screened = Screened.of(
+    chosen, origin = choices or FitChoices(), Provenance.of(origins, argument)
+    filtered = FilteredRows.of(
         rows,
         head_dim=chosen.head_dim,
         kernel=chosen.attention_kernel,
         argument=argument,
         own=origin.is_hugging_face,
     )
-    fit = _Fit(rows=screened, gpu=gpu, link=link, choices=chosen, argument=argument, origin=origin)
+    fit = _Fit(rows=filtered, gpu=gpu, link=link, choices=chosen, argument=argument, origin=origin)
     prepare = fit.prepare()
     kernels = KernelRates(
         gemm=fit.gemm(),
@@ -117,7 +117,7 @@ def fit_profile(
         profile=profile,
         lines={kind: [*found.lines(), *fit.others.get(kind, ())] for kind, found in fit.found.items()},
         fits={kind: found.own for kind, found in fit.found.items()},
-        notes=(*notes_on(rows, fit.used, screened.dtypes), *fit.missing),
+        notes=(*notes_on(rows, fit.used, filtered.dtypes), *fit.missing),
         layers=layers,
     )
     return profile, report
@@ -129,13 +129,13 @@ def _run_to_run_log_sd(rows: Sequence[Measurement]) -> float | None:
     return rounded(float(np.median(spreads)) / _QUARTILES) if spreads else None
 
 
-def _model_of(origin: Origin) -> str:
+def _model_of(origin: Provenance) -> str:
     if not origin.is_hugging_face:
         return ""
     return f", layers of {origin.data.text('model_name', 'a model')} by Hugging Face transformers"
 
 
-def _beyond(origin: Origin) -> str:
+def _beyond(origin: Provenance) -> str:
     return "Batches above 1, windows and mixtures of experts were not measured." if origin.is_hugging_face else ""
 
 
@@ -143,7 +143,14 @@ class _Fit:
     """The fits of all operations, one after another, and what they have used."""
 
     def __init__(
-        self, *, rows: Screened, gpu: GpuSpec, link: LinkSpec, choices: FitChoices, argument: str, origin: Origin
+        self,
+        *,
+        rows: FilteredRows,
+        gpu: GpuSpec,
+        link: LinkSpec,
+        choices: FitChoices,
+        argument: str,
+        origin: Provenance,
     ) -> None:
         self.rows, self.gpu, self.link, self.choices, self.argument = rows, gpu, link, choices, argument
         self.origin = origin

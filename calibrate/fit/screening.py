@@ -78,7 +78,7 @@ def _check_one(kind: str, field: str, rows: Iterable[Measurement], argument: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Screened:
+class FilteredRows:
     """The rows that a fit uses, by kind of operation; the kinds that no one measured are empty."""
 
     gemm: list[Measurement]
@@ -102,7 +102,7 @@ class Screened:
         kernel: str | None,
         argument: str,
         own: bool = False,
-    ) -> Screened:
+    ) -> FilteredRows:
         """All of them checked; InputError naming `argument`, also where gemm or attention is missing.
 
         `head_dim` None: 128 where it was measured often enough, else what was measured most. `kernel` "eager": all
@@ -117,7 +117,7 @@ class Screened:
         eager = [row for row in calls if _is_eager(row, kernel)]
         sdpa = [row for row in calls if kernel != "eager" and row.kernel == "sdpa"]
         taken = set(map(id, (*eager, *sdpa)))
-        screened = cls(
+        filtered = cls(
             gemm=usable_gemm(rows, dtypes, narrow=own),
             heads=[row for row in of_dtype if row.operation == "head"],
             flash=[row for row in calls if id(row) not in taken],
@@ -130,8 +130,8 @@ class Screened:
             all_gather=usable_link_rows(rows, "all_gather"),
             dtypes=dtypes,
         )
-        screened._check(argument, own=own)
-        return screened
+        filtered._check(argument, own=own)
+        return filtered
 
     def _check(self, argument: str, *, own: bool) -> None:
         max_spread = MAX_OWN_SPREAD if own else MAX_SPREAD

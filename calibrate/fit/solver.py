@@ -32,7 +32,7 @@ _SEED = 0  # of starts and folds: the same rows give the same fit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Unknown:
+class Parameter:
     """A constant that a fit may move: by factors, or, where it may be nothing, by parts of where it starts."""
 
     name: str
@@ -50,7 +50,7 @@ class Unknown:
 
 
 def solve(
-    unknowns: Sequence[Unknown],
+    parameters: Sequence[Parameter],
     predict: Callable[[Mapping[str, float], Some], Array],
     measured_s: Array,
     *,
@@ -65,7 +65,7 @@ def solve(
     between the bounds, each is tried on some of the rows; the best few go on with all.
     """
     problem = _Problem(
-        unknowns=unknowns, predict=predict, log_measured=np.log(measured_s), weights=weights, noise=noise
+        parameters=parameters, predict=predict, log_measured=np.log(measured_s), weights=weights, noise=noise
     )
     best = [problem.given]
     if starts > 1:
@@ -76,14 +76,14 @@ def solve(
         best = [values for values, _ in sorted(tried, key=lambda solved: solved[1])[:_GOING_ON]]
     every = np.arange(len(measured_s))
     found = problem.named(min((problem.solve(one, every, _MAX_STEPS) for one in best), key=lambda solved: solved[1])[0])
-    return {unknown.name: min(rounded(found[unknown.name]), unknown.high) for unknown in unknowns}
+    return {parameter.name: min(rounded(found[parameter.name]), parameter.high) for parameter in parameters}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Problem:
     """What `solve` minimises."""
 
-    unknowns: Sequence[Unknown]
+    parameters: Sequence[Parameter]
     predict: Callable[[Mapping[str, float], Some], Array]
     log_measured: Array
     weights: Array | None
@@ -92,18 +92,18 @@ class _Problem:
     @property
     def given(self) -> Array:
         """Where the caller starts."""
-        return np.array([unknown.encode(unknown.start) for unknown in self.unknowns])
+        return np.array([parameter.encode(parameter.start) for parameter in self.parameters])
 
     @property
     def bounds(self) -> tuple[Array, Array]:
         """Lowest and highest values."""
-        low = np.array([unknown.encode(unknown.low) for unknown in self.unknowns])
-        return low, np.array([unknown.encode(unknown.high) for unknown in self.unknowns])
+        low = np.array([parameter.encode(parameter.low) for parameter in self.parameters])
+        return low, np.array([parameter.encode(parameter.high) for parameter in self.parameters])
 
     def named(self, values: Array) -> dict[str, float]:
         """Constants by name."""
-        pairs = zip(self.unknowns, values.tolist(), strict=True)
-        return {unknown.name: unknown.decode(value) for unknown, value in pairs}
+        pairs = zip(self.parameters, values.tolist(), strict=True)
+        return {parameter.name: parameter.decode(value) for parameter, value in pairs}
 
     def solve(self, start: Array, rows: Some, max_steps: int) -> tuple[Array, float]:
         """Values and their cost, looking at these rows."""

@@ -18,8 +18,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from calibrate.data import measurement
-from calibrate.data.csv import CsvTable, Layout
-from calibrate.data.measurement import Measurement
+from calibrate.data.csv import CsvTable
+from calibrate.data.measurement import Layout, Measurement
 from calibrate.importers import aiconfigurator, tables, vidur
 from kvrsim.errors import InputError
 

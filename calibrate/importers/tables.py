@@ -14,8 +14,8 @@ No column says the dtype: rows count as fp16, which on the GPUs of this kind run
 
 from __future__ import annotations
 
-from calibrate.data.csv import CsvRow, CsvTable, Layout, one_line
-from calibrate.data.measurement import Measurement, measured
+from calibrate.data.csv import CsvRow, CsvTable, one_line
+from calibrate.data.measurement import Layout, Measurement, measured
 from calibrate.importers.profiled_layer import SHAPE_COLUMNS, ProfiledLayer
 from calibrate.importers.vidur import nodes
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from calibrate.data.csv import CsvRow, CsvTable, Layout, one_line
-from calibrate.data.measurement import Measurement, measured
+from calibrate.data.csv import CsvRow, CsvTable, one_line
+from calibrate.data.measurement import Layout, Measurement, measured
 from calibrate.importers.profiled_layer import SHAPE_COLUMNS, ProfiledLayer
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from calibrate.data.measurement import Measurement
-from calibrate.data.origin import Origin
+from calibrate.data.provenance import Provenance
 from kvrsim.errors import InputError
 from kvrsim.hardware.cluster import GpuSpec, LinkSpec, builtin_clusters, builtin_gpus, load_cluster, load_gpu, load_link
 from kvrsim.runtime.agreement import versions as libraries
@@ -37,7 +37,7 @@ def gpu_of(rows: Sequence[Measurement], named: str | None, origins: Sequence[Map
     """
     if named is not None:
         return load_gpu(named)
-    measured = Origin.of(origins).gpu
+    measured = Provenance.of(origins).gpu
     if measured is not None:
         return measured
     devices = sorted({row.device for row in rows if row.operation in ("gemm", "attention")})
@@ -82,7 +82,7 @@ def link_of(gpu: GpuSpec, named: str | None, origins: Sequence[Mapping[str, Any]
     """
     if named is not None:
         return load_link(named)
-    measured = Origin.of(origins, "links").link
+    measured = Provenance.of(origins, "links").link
     if measured is not None:
         return measured
     clusters = [cluster for cluster in map(load_cluster, builtin_clusters()) if cluster.gpu.name == gpu.name]

@@ -68,7 +68,7 @@ def fit(
     json: Json = False,
 ) -> None:
     """Fit a profile to measurements of one GPU and its links, and say how well it agrees with them."""
-    from calibrate.data.origin import read_origins
+    from calibrate.data.provenance import read_origins
     from calibrate.importers import read_source
 
     wanted = Wanted(
@@ -106,7 +106,7 @@ def import_(
 ) -> None:
     """Fit a profile to measurements that others have published."""
     from calibrate.data.measurement import write_measurements
-    from calibrate.data.origin import read_origins
+    from calibrate.data.provenance import read_origins
     from calibrate.importers import read_source
 
     wanted = Wanted(

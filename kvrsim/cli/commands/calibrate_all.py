@@ -94,7 +94,7 @@ def calibrate_all(
 
 def _fitted(files: _Files, links: str | None, link: str | None, name: str | None, json: bool) -> dict[str, Any]:
     """The profile, its report and plot, from the CSV files."""
-    from calibrate.data.origin import read_origins
+    from calibrate.data.provenance import read_origins
     from calibrate.importers import read_source
 
     sources = [str(files.compute), *([links] if links else [])]
@@ -160,7 +160,7 @@ class _Files:
 
 def _datasheet_link(files: _Files) -> str | None:
     """None where a built-in cluster has the device; else the link that such a device is likely to have."""
-    from calibrate.data.origin import read_origins
+    from calibrate.data.provenance import read_origins
     from kvrsim.hardware.cluster import builtin_clusters, load_cluster
 
     gpu = next((origin["gpu"]["name"] for origin in read_origins([str(files.compute)], "--compute")), None)

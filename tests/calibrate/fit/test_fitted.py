@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from calibrate.fit.solver import Unknown, left_out, solve
+from calibrate.fit.solver import Parameter, left_out, solve
 from calibrate.shipped.recipes import Recipe, recipe_names
 from kvrsim.errors import InputError
 from kvrsim.hardware.cluster import load_gpu
@@ -27,8 +27,11 @@ def test_left_out_rows_are_not_seen() -> None:
 
 def test_solve_keeps_to_its_bounds() -> None:
     sizes = np.geomspace(1.0, 100.0, 20)
-    unknowns = [Unknown(name="start", start=1.0, low=0.0, high=5.0), Unknown(name="rate", start=1.0, low=0.1, high=2.0)]
-    found = solve(unknowns, lambda values, some: values["start"] + sizes[some] / values["rate"], sizes / 8)
+    parameters = [
+        Parameter(name="start", start=1.0, low=0.0, high=5.0),
+        Parameter(name="rate", start=1.0, low=0.1, high=2.0),
+    ]
+    found = solve(parameters, lambda values, some: values["start"] + sizes[some] / values["rate"], sizes / 8)
     assert found == {"start": pytest.approx(0.0, abs=1e-4), "rate": 2.0}
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from calibrate.data.measurement import Measurement, read_measurements, read_origin
-from calibrate.data.origin import Origin
+from calibrate.data.provenance import Provenance
 from calibrate.measure import campaign as campaign_module
 from calibrate.measure.campaign import BusyError, Policy, Progress, Skipped, estimate, is_busy, run_campaign
 from calibrate.measure.campaigns import Campaign, measure
@@ -188,7 +188,7 @@ def test_a_power_cap_counts_as_throttling_is_recorded_and_does_not_stop_a_campai
     assert origin is not None
     assert origin["device_state"]["sm_clock_hz"] == [1.4e9, 1.4e9, 1.4e9]
     assert origin["device_state"]["power_limit_w"] == 700.0
-    assert "1400000000" in Origin.of([origin]).provenance()["measured: device_state"]
+    assert "1400000000" in Provenance.of([origin]).provenance()["measured: device_state"]
     resumed = CampaignJournal.open(journal_path(tmp_path / "x.csv"), {"fake": True}, "--output")
     assert all(sample.device == capped for sample in resumed.samples), "a resumed campaign knows it too"
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from calibrate.data.measurement import Measurement
-from calibrate.data.origin import Origin
+from calibrate.data.provenance import Provenance
 from calibrate.fit.attention import fit_blocked, fit_eager
 from calibrate.fit.attention_rows import AttentionRows
 from calibrate.fit.gemm import fit_gemm, head_bytes_per_s
@@ -75,7 +75,7 @@ START_S, COPY, HEAD, REQUEST_S, MASK_S = 1e-5, 12e9, 9e9, 6e-4, 8e-10
 
 
 def cpu() -> GpuSpec:
-    spec = Origin.of([ORIGIN]).gpu
+    spec = Provenance.of([ORIGIN]).gpu
     assert spec is not None
     return spec
 
@@ -419,10 +419,10 @@ def test_one_kernel_of_each_kind() -> None:
 
 
 def test_the_first_origin_that_says_it_counts() -> None:
-    merged = Origin.of([ORIGIN, LINKS | {"threads": 7}])
+    merged = Provenance.of([ORIGIN, LINKS | {"threads": 7}])
     assert merged.provenance()["measured: threads"] == "1"
     assert merged.link is not None
-    assert Origin.of([]).provenance() == {}
+    assert Provenance.of([]).provenance() == {}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Origin: what measurement files say of the machine, model and software that all their rows have in common."""
+"""Provenance: what measurement files say of the machine, model and software that all their rows have in common."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def read_origins(sources: Iterable[str], argument: str) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Origin:
+class Provenance:
     """The origins of one or more files as one: of each key, what the first file that has it says."""
 
     data: JsonObject
 
     @classmethod
-    def of(cls, origins: Sequence[Mapping[str, Any]], argument: str = "compute") -> Origin:
+    def of(cls, origins: Sequence[Mapping[str, Any]], argument: str = "compute") -> Provenance:
         """What read_origin has found in the files; none of them: an origin that says nothing."""
         merged: dict[str, Any] = {}
         for origin in origins:
