@@ -56,6 +56,22 @@ def whole(value: object, parameter: str) -> int | str:
     return found
 
 
+def tokens(value: object, parameter: str) -> int:
+    """A number of tokens: a whole number, or text such as "4k"."""
+    from kvrsim.units import parse_tokens
+
+    found = whole(value, parameter)
+    return parse_tokens(found, parameter) if isinstance(found, str) else found
+
+
+def bandwidths(value: object, parameter: str) -> list[float]:
+    """Several bandwidths in bytes per second, or texts such as "10GB/s"."""
+    from kvrsim.units import parse_bandwidth
+
+    found = [number(one, parameter) for one in _list(value, parameter, "a list of numbers or texts with units")]
+    return [parse_bandwidth(one, parameter) if isinstance(one, str) else one for one in found]
+
+
 def count(most: int) -> Check:
     """A whole number from 1 to `most`, as a number or as text."""
 
@@ -129,11 +145,6 @@ def wholes(value: object, parameter: str) -> list[int | str] | str:
     return [whole(one, parameter) for one in _list(value, parameter, "whole numbers, such as [2, 4, 8]")]
 
 
-def numbers(value: object, parameter: str) -> list[float | str]:
-    """Several real numbers or texts with units."""
-    return [number(one, parameter) for one in _list(value, parameter, "a list of numbers or texts with units")]
-
-
 def listed(value: object, parameter: str) -> str:
     """Several whole numbers as a text with commas between."""
     found = wholes(value, parameter)
@@ -200,7 +211,7 @@ def _refusal(parameter: str, value: object, accepted: str) -> InputError:
 
 
 CHECKS: dict[str, Check] = {
-    **dict.fromkeys(("ctx", "gpus", "batch", "cached_prefix", "stride", "batch_tokens"), whole),
+    **dict.fromkeys(("ctx", "gpus", "batch", "cached_prefix", "batch_tokens"), whole),
     **dict.fromkeys(("samples", "requests", "max_gpus", "replications", "top"), count(2**20)),
     "jobs": count(4096),
     **dict.fromkeys(("link_bandwidth", "link_latency", "memory_fraction", "slo_ttft", "percentile"), number),
@@ -211,7 +222,8 @@ CHECKS: dict[str, Check] = {
     **dict.fromkeys(("on_progress", "on_stage", "on_place"), function),
     "strategies": names,
     "partition": chunk_lens,
-    "link_bandwidths": numbers,
+    "link_bandwidths": bandwidths,
+    "stride": tokens,
     "group_sizes": listed,
     "price_per_gpu_hour": price,
     "seed": seed,

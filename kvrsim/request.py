@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvrsim.choices import DTYPE_BYTES, DTYPES
 from kvrsim.errors import InputError
 from kvrsim.units import MAX_TOKENS
 
-_DTYPE_BYTES = {"fp16": 2, "bf16": 2, "fp8": 1, "fp32": 4}
-DTYPES = tuple(_DTYPE_BYTES)  # of weights, activations and KV cache alike
 MAX_BATCH = 2**20
 
 
 def dtype_bytes(dtype: str) -> int:
     """Bytes of one element; InputError where the dtype is not one of DTYPES."""
-    if dtype not in _DTYPE_BYTES:
+    if dtype not in DTYPE_BYTES:
         raise InputError("dtype", dtype, ", ".join(DTYPES))
-    return _DTYPE_BYTES[dtype]
+    return DTYPE_BYTES[dtype]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

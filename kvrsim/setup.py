@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from os import PathLike
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 from kvrsim.arguments import checked
+from kvrsim.choices import Topology
 from kvrsim.errors import InputError
 from kvrsim.hardware.cluster import (
     DEFAULT_CLUSTER,
@@ -14,12 +15,12 @@ from kvrsim.hardware.cluster import (
     MAX_GPUS,
     Cluster,
     LinkSpec,
-    Topology,
     load_cluster,
 )
 from kvrsim.model.load import load_model
 from kvrsim.model.spec import ModelSpec
 from kvrsim.profile.profile import CalibrationProfile, load_profile
+from kvrsim.ranges import counts_of, counts_up_to, lengths_of
 from kvrsim.request import Request
 from kvrsim.scenario import ROOFLINE, Scenario
 from kvrsim.units import parse_bandwidth, parse_count, parse_fraction, parse_seconds, parse_tokens
@@ -28,6 +29,23 @@ DEFAULT_MODEL = "llama-7b"
 DEFAULT_DTYPE = "fp16"
 _MEASURED = "measured"  # what a link is called that no datasheet speaks of
 DEFAULT_PROFILES = ("a100-eager", "h100-flash", "h200-flash")  # one a GPU; the first without a cluster
+
+
+class ScenarioArgs(TypedDict, total=False):
+    """What make_scenario takes besides the context, for functions that hand it on."""
+
+    gpus: int | str | None
+    model: str | PathLike[str] | ModelSpec
+    profile: str | PathLike[str] | CalibrationProfile | None
+    cluster: str | PathLike[str] | Cluster | None
+    link_bandwidth: float | str | None
+    link_latency: float | str | None
+    topology: str | None
+    attention: str | None
+    batch: int | str
+    cached_prefix: int | str
+    dtype: str | None
+    memory_fraction: float | str
 
 
 @checked()
@@ -56,9 +74,9 @@ def make_scenario(
         one measured on the cluster's GPU.
     cluster: a built-in name, a path, or a Cluster; None: the one that the profile was measured on, where it says,
         or else A100s of 80 GB on NVLink.
-    link_bandwidth: bytes per second one way, or text such as "10GB/s", in the place of the cluster's.
-    link_latency: seconds, or text such as "5us", in the place of the cluster's.
-    topology: "switch", "bus" or "chain", in the place of the cluster's.
+    link_bandwidth: bytes per second and direction, or text such as "10GB/s"; overrides the cluster's.
+    link_latency: seconds, or text such as "5us"; overrides the cluster's.
+    topology: "switch", "bus" or "chain"; overrides the cluster's.
     attention: kernel, "eager", "sdpa" or "flash"; None: the profile's first.
     batch: sequences prefilled together.
     cached_prefix: leading tokens of the context whose KV every rank already holds.
@@ -92,6 +110,22 @@ def make_scenario(
         memory_fraction=parsed(memory_fraction, parse_fraction, "memory_fraction"),
     )
     return scenario, (*size_notes, *notes_on(scenario), *link_notes)
+
+
+def make_scenarios(
+    *, ctx: str | Iterable[int | str], gpus: str | Iterable[int | str] | None = None, **scenario: Any
+) -> tuple[Scenario, tuple[str, ...], tuple[int, ...], tuple[int, ...]]:
+    """The scenario of the longest context on the most GPUs, its notes, and all contexts and numbers of GPUs.
+
+    gpus: None: 2, 4, 8, ... up to the number of GPUs of the cluster. Raises InputError naming the parameter.
+    """
+    lengths = lengths_of(ctx, "ctx")
+    if gpus is None:
+        counts = counts_up_to(make_scenario(ctx=lengths[-1], **scenario)[0].num_gpus)
+    else:
+        counts = counts_of(gpus, "gpus")
+    base, notes = make_scenario(ctx=lengths[-1], gpus=counts[-1], **scenario)
+    return base, notes, lengths, counts
 
 
 def parsed(value: Any, parse: Callable[..., Any], parameter: str, **options: bool) -> Any:

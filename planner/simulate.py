@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvrsim.choices import EXECUTORS
 from kvrsim.compile import build_program, for_strategy
 from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from planner.table.table import PartitionTable
     from planner.uncertainty.disturbed import Disturbance
 
-EXECUTORS = ("batch", "event")
 MOST_SPANS = 60_000  # of a timeline of several requests; of more requests the first ones are shown
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
+from kvrsim.choices import DTYPES
 from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
 from kvrsim.hardware.cluster import Cluster, GpuSpec, LinkSpec
@@ -36,7 +37,7 @@ from kvrsim.profile.rates.elementwise import ELEMENTWISE_OPS, ElementwiseRates
 from kvrsim.profile.rates.gemm import GemmRates, MeasuredShape, Product, Tile, merged
 from kvrsim.profile.rates.links import GatherRates
 from kvrsim.profile.rates.sizes import MeasuredSizes
-from kvrsim.request import DTYPES, Request
+from kvrsim.request import Request
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 

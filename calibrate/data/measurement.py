@@ -69,10 +69,10 @@ from pathlib import Path
 from typing import Any
 
 from calibrate.data.csv import MAX_WHOLE, CsvRow, CsvTable, leading_comments
+from kvrsim.choices import DTYPES
 from kvrsim.errors import InputError
 from kvrsim.io.files import write_atomically
 from kvrsim.io.json_text import parse_json
-from kvrsim.request import DTYPES
 from kvrsim.units import MAX_SECONDS
 
 MEASURED_DTYPES = DTYPES

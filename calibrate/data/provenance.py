@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from calibrate.data.measurement import read_origin
-from kvrsim.hardware.cluster import TOPOLOGIES, Cluster, GpuSpec, LinkSpec, Topology, read_gpu, read_link
+from kvrsim.choices import TOPOLOGIES, Topology
+from kvrsim.hardware.cluster import Cluster, GpuSpec, LinkSpec, read_gpu, read_link
 from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures import read_config
 from kvrsim.model.spec import ModelSpec

@@ -10,8 +10,9 @@ from statistics import geometric_mean, median
 
 from calibrate.data.measurement import Measurement
 from calibrate.fit.solver import rounded, sources_of
+from kvrsim.choices import Topology
 from kvrsim.errors import InputError
-from kvrsim.hardware.cluster import LinkSpec, Topology
+from kvrsim.hardware.cluster import LinkSpec
 from kvrsim.units import format_bandwidth
 
 Flow = tuple[int, int]  # from a rank to another

@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 import pathlib
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from kvrsim.choices import DTYPES, TOPOLOGIES, Topology
 from kvrsim.errors import InputError
 from kvrsim.io.json_text import JsonObject
 from kvrsim.profile.rates.links import GatherRates
 from kvrsim.program import Array
-from kvrsim.request import DTYPES
 from kvrsim.units import format_bandwidth, format_bytes, format_seconds
 
-Topology = Literal["switch", "bus", "chain", "nodes"]
-TOPOLOGIES: tuple[Topology, ...] = get_args(Topology)
 DEFAULT_CLUSTER = "a100-nvlink"
 DEFAULT_MEMORY_FRACTION = 0.9  # as vLLM's gpu_memory_utilization
 MAX_GPUS = 2**16

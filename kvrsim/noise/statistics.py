@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from kvrsim.choices import OBJECTIVES
 from kvrsim.errors import InputError
 
-OBJECTIVES = ("mean", "p50", "p95", "p99")
 _SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 _NORMAL = 1.959964  # standard deviations either side that hold 95 % of a normal distribution
 

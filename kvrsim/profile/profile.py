@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from kvrsim.choices import DTYPES
 from kvrsim.errors import InputError
 from kvrsim.hardware.cluster import Cluster, cluster_to_dict, read_cluster
 from kvrsim.io.files import write_atomically
@@ -16,7 +17,6 @@ from kvrsim.profile.rates.attention import ATTENTION_KERNELS, AttentionRates, re
 from kvrsim.profile.rates.elementwise import ElementwiseRates
 from kvrsim.profile.rates.gemm import GemmRates
 from kvrsim.profile.rates.links import GatherRates
-from kvrsim.request import DTYPES
 
 SCHEMA_VERSION = 2
 _BUILTIN_FOLDER = Path(__file__).parents[1] / "data" / "profiles"

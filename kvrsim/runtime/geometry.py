@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
+from kvrsim.choices import ATTENTIONS, Attention
 from kvrsim.errors import InputError
 from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures import read_config
 from kvrsim.model.load import config_path
 from kvrsim.runtime.attention import use_flash
 
-Attention = Literal["eager", "sdpa", "flash"]
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 
 # How rotary frequencies may be scaled. The others ("dynamic", "longrope") depend on the longest position
 # in a forward, so that a chunk would be rotated otherwise than the whole context.

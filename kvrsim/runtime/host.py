@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from kvrsim.choices import DEVICES
 from kvrsim.errors import InputError
 
 
@@ -26,8 +27,8 @@ def devices(device: str, threads: int) -> int:
 
 def chosen_device(device: str) -> str:
     """The device, auto: cuda where there is one; InputError where it is none or not there."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise InputError("device", device, "auto, cpu or cuda")
+    if device not in DEVICES:
+        raise InputError("device", device, ", ".join(DEVICES))
     there = num_gpus() > 0
     if device == "cuda" and not there:
         raise InputError("device", device, "cpu: torch sees no GPU here")

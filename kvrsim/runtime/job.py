@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kvrsim.choices import Attention
 from kvrsim.errors import InputError
 from kvrsim.runtime.agreement import agree, versions
 from kvrsim.runtime.bench import BenchReport, conditions_of, is_one_host, measure, ttft_of
@@ -16,7 +17,7 @@ from kvrsim.runtime.cache import kv_room
 from kvrsim.runtime.check import Difference, compare
 from kvrsim.runtime.emulated import EmulatedLink, EmulatedTransport, SideTraffic
 from kvrsim.runtime.forward import ModelForward
-from kvrsim.runtime.geometry import DTYPES, Attention, load_model
+from kvrsim.runtime.geometry import DTYPES, load_model
 from kvrsim.runtime.plan import RunPlan, random_prompt
 from kvrsim.runtime.prefill import Outcome, Prefill, decode
 from kvrsim.runtime.ranks.transport import Transport

@@ -6,17 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
+from kvrsim.choices import DECODES, FLEET_OBJECTIVES, ORDERS, Order
 from kvrsim.errors import InputError
 from kvrsim.units import parse_count, parse_number, parse_seconds, parse_tokens
 from planner.capacity.designs import Limits
 from planner.capacity.evaluations import Target
 from planner.capacity.fleet.fleet import Conditions
-from planner.capacity.fleet.pool import ORDERS, Order
 from planner.capacity.fleet.times import Decoding
 from planner.capacity.workloads.source import Source
 
-DECODES = ("separate", "last-gpu")
-OBJECTIVES = ("gpus", "cost")
 DEFAULT_MAX_GPUS = 512
 _MOST_GPUS_A_GROUP = 64
 
@@ -63,7 +61,7 @@ def make_request(
     """Check everything and read the requests; raises InputError naming the parameter."""
     for value, argument, choices in (
         (decode, "decode", DECODES),
-        (objective, "objective", OBJECTIVES),
+        (objective, "objective", FLEET_OBJECTIVES),
         (order, "order", ORDERS),
     ):
         if value not in choices:

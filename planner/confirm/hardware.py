@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from kvrsim.choices import RankBackend
 from kvrsim.errors import InputError
 from kvrsim.partition import Partition
 from kvrsim.profile.profile import CalibrationProfile, Gather
@@ -29,7 +30,7 @@ class Hardware:
 
     config: str  # of the model: a built-in name, a config.json or its folder
     device: str = "cpu"  # or "cuda"
-    backend: Literal["gloo", "nccl"] | None = None  # None: NCCL where each rank has a GPU of its own, else gloo
+    backend: RankBackend | None = None  # None: NCCL where each rank has a GPU of its own, else gloo
     threads: int = 1  # of each rank, on a CPU
     repeats: int = 5  # measured prefills of each candidate
     warmups: int = 1  # before them

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from kvrsim.choices import MAP_STRATEGIES
 from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
 from kvrsim.memory import fits, memory_of
@@ -21,7 +22,6 @@ from planner.search.search import search
 from planner.simulate import partition_of
 from planner.strategies_for import names_for_all
 
-DEFAULT_STRATEGIES = ("single", "tsp", "kvr-s", "ring", "zigzag", "tp")
 _EXPOSED = 0.05  # of TTFT without communication; from there on balanced chunks may be far from the best
 OnPlace = Callable[[int, int], None]  # places done, places in all
 
@@ -32,7 +32,7 @@ def make_map(
     lengths: Sequence[int],
     gpu_counts: Sequence[int],
     bandwidths: Sequence[float] | None = None,
-    strategies: Sequence[str] = DEFAULT_STRATEGIES,
+    strategies: Sequence[str] = MAP_STRATEGIES,
     warnings: Sequence[str] = (),
     on_place: OnPlace | None = None,
 ) -> StrategyMap:

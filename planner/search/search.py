@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from kvrsim.choices import METHODS
 from kvrsim.errors import InputError
 from kvrsim.partition import Partition
 from kvrsim.program import Array
@@ -22,8 +22,6 @@ from planner.search.grid import Boundaries, Floor, Grid, chunk_lens
 from planner.search.refine import refine, refine_frugally, rounded
 from planner.search.work import Chain
 
-Method = Literal["auto", "analytical", "grid"]
-METHODS: tuple[Method, ...] = ("auto", "analytical", "grid")
 _SCATTERED, _SCATTERED_TRIED, _NEAR = 200, 3, 1.2
 _MOST_SCATTERED_RANKS = 32
 _PROVEN = 1.015  # TTFT over its lower bound, within which no other seed is tried

@@ -15,10 +15,10 @@ from functools import cache, partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from kvrsim.choices import TABLE_BACKENDS
 from kvrsim.errors import InputError
 from kvrsim.version import __version__
 
-BACKENDS = ("loky", "dask", "ray")
 _CONNECTION_TIMEOUT = "10s"
 _ANSWER_TIMEOUT = "20s"
 _WATCH_EVERY_S = 1.0
@@ -41,13 +41,13 @@ class Pool:
     """
 
     jobs: int = 1  # processes; on a cluster that is there already, its own number counts
-    backend: str = "loky"  # one of BACKENDS; "loky" is processes of this machine
+    backend: str = "loky"  # one of TABLE_BACKENDS; "loky" is processes of this machine
     dask_address: str | None = None  # of a Dask scheduler; None: a cluster of its own on this machine
     _open: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
 
     def __post_init__(self) -> None:
-        if self.backend not in BACKENDS:
-            raise InputError("backend", self.backend, f"one of {', '.join(BACKENDS)}")
+        if self.backend not in TABLE_BACKENDS:
+            raise InputError("backend", self.backend, f"one of {', '.join(TABLE_BACKENDS)}")
         if self.dask_address is not None and self.backend != "dask":
             raise InputError("dask_address", self.dask_address, "nothing, unless `backend` is dask")
 

@@ -30,7 +30,7 @@ _LAST_SHARES = (0.9, 0.95, 1.05)  # of the last rank's chunk, which no other ran
 class RobustPlan:
     """A partition for a noise, beside the quiet one that it was started from."""
 
-    objective: str  # one of kvrsim.noise.statistics.OBJECTIVES
+    objective: str  # one of kvrsim.choices.OBJECTIVES
     partition: Partition
     quiet_partition: Partition
     planned_s: float  # the objective over the planning samples

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
 import tomllib
+from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import kvrsim
+from kvrsim.cli.options import ScenarioOptions
+from kvrsim.setup import ScenarioArgs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,6 +60,23 @@ def test_names_are_pinned() -> None:
         kvrsim.nonsense  # noqa: B018
 
 
+def test_type_checkers_see_the_same_table() -> None:
+    tree = ast.parse(Path(kvrsim.__file__).read_text(encoding="utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    seen = {(node.module, alias.name) for node in imports for alias in node.names if alias.asname == alias.name}
+    homes = {(home, name) for home, names in kvrsim._HOMES.items() for name in names}
+    assert seen == homes | {("kvrsim.version", "__version__")}
+
+
+def test_one_list_of_scenario_parameters() -> None:
+    """The same names, for the same defaults, in make_scenario, in what other functions hand on, and as options."""
+    parameters = signature(kvrsim.make_scenario).parameters
+    assert ["ctx", *ScenarioArgs.__annotations__] == list(parameters)
+    options = {field.name: field.default for field in fields(ScenarioOptions) if field.name != "ctx"}
+    defaults = {name: parameters[name].default for name in options}
+    assert options == {name: None if value is None else str(value) for name, value in defaults.items()}
+
+
 def test_functions_say_what_they_do() -> None:
     for name in ("plan", "simulate", "build_table", "capacity", "make_scenario", "map_strategies"):
         assert "InputError" in getattr(kvrsim, name).__doc__
@@ -64,7 +86,7 @@ def test_importing_it_imports_nothing_heavy() -> None:
     code = "import sys, kvrsim; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = done.stdout.split()
-    light = {"kvrsim.arguments", "kvrsim.errors", "kvrsim.version"}
+    light = {"kvrsim.version"}
     assert {name for name in loaded if name.startswith(("numpy", "kvrsim.", "planner"))} == light
 
 

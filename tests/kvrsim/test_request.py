@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrsim.choices import DTYPES
 from kvrsim.errors import InputError
-from kvrsim.request import DTYPES, Request, dtype_bytes
+from kvrsim.request import Request, dtype_bytes
 
 
 def test_defaults() -> None:

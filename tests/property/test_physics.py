@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrsim.choices import Topology
 from kvrsim.compile import build_program
 from kvrsim.executors.event import Replay
-from kvrsim.hardware.cluster import Topology, load_cluster
+from kvrsim.hardware.cluster import load_cluster
 from kvrsim.partition import Partition
 from kvrsim.program import Compute, Op, Program, Recv, Send
 from kvrsim.scenario import Scenario

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvrsim.errors import KvrsimError
 from kvrsim.io.files import write_atomically
-from planner.confirm.facade import confirm
+from planner.api import confirm
 from validate.machine.calibration import MODELS, calibrate
 from validate.machine.confirmation_page import Section, page
 from validate.machine.confirmation_ranks import Sleepers, Slept, ring_traffic, sleep

@@ -92,7 +92,7 @@ class Wanted:
         )
 
     def _kernels(self, on_cpu: bool) -> tuple[str, ...]:
-        from kvrsim.runtime.geometry import ATTENTIONS
+        from kvrsim.choices import ATTENTIONS
 
         accepted = f"some of {', '.join(ATTENTIONS)}, separated by commas"
         named = self.attention or ("sdpa" if on_cpu else ",".join(ATTENTIONS))

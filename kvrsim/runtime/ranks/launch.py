@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from kvrsim.choices import RankBackend
 from kvrsim.errors import InputError
 from kvrsim.runtime.ranks.faults import LinkError, RankError, faults_of
-from kvrsim.runtime.ranks.links import Backend
 from kvrsim.runtime.ranks.pinning import pinned
 from kvrsim.runtime.ranks.pool import RankPool
 from kvrsim.runtime.ranks.process import Seat
@@ -29,7 +29,7 @@ class Launch:
 
     num_ranks: int
     device: str = "cpu"  # "cpu", or "cuda": each rank takes the GPU of its number, round and round
-    backend: Backend | None = None  # None: NCCL where each rank has a GPU of its own, else gloo
+    backend: RankBackend | None = None  # None: NCCL where each rank has a GPU of its own, else gloo
     timeout_s: float = 60.0  # that a rank waits for a message, so longer than any rank computes between two
     deadline_s: float = 600.0  # for the start, and again for all that follows
     threads: int = 1  # of each rank's CPU computation

@@ -7,11 +7,11 @@ import platform
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
+from kvrsim.choices import RankBackend
 from kvrsim.errors import InputError
 
-Backend = Literal["gloo", "nccl"]
 Edge = tuple[int, int]  # from a rank to another
 
 # A receive that waits for its sender is a kernel that holds one multiprocessor for each of its blocks. Without a limit
@@ -104,7 +104,7 @@ def device_id(torch: Any, device: Any) -> str | None:
     return str(uuid) if uuid is not None else f"{platform.node()} {device.index}"
 
 
-def chosen_backend(devices: Sequence[str | None], wanted: Backend | None) -> Backend:
+def chosen_backend(devices: Sequence[str | None], wanted: RankBackend | None) -> RankBackend:
     """NCCL where each rank has a GPU of its own, else gloo; `devices`: what `device_id` has found, by rank.
 
     Raises InputError where NCCL is wanted and cannot be.

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from kvrsim.choices import RankBackend
 from kvrsim.runtime.ranks.faults import LinkError, meaning
-from kvrsim.runtime.ranks.links import Backend, Links, chosen_backend, device_id
+from kvrsim.runtime.ranks.links import Links, chosen_backend, device_id
 from kvrsim.runtime.ranks.wire import MAX_BYTES, WireError, decoded, encoded
 
 OnProgress = Callable[[int, int, str], object]  # steps done, steps in all, what they are
@@ -125,7 +126,7 @@ class DistributedTransport:
         init_method: str,
         device: torch.device,
         timeout_s: float,
-        backend: Backend | None = None,
+        backend: RankBackend | None = None,
         watcher: Callable[[int], object] | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:

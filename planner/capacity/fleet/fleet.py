@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvrsim.choices import Order
 from kvrsim.program import Array
 from planner.capacity.fleet.fast import run_pool
-from planner.capacity.fleet.pool import Order, Outages, Pool, PoolRun
+from planner.capacity.fleet.pool import Outages, Pool, PoolRun
 from planner.capacity.fleet.service import Service
 from planner.capacity.workloads.workload import Lengths, Workload
 

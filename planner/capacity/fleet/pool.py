@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from kvrsim.choices import Order
 from kvrsim.program import Array
 from planner.capacity.fleet.service import Service
 
-Order = Literal["first-come", "shortest-first"]
-ORDERS: tuple[Order, ...] = ("first-come", "shortest-first")
 MOST_RETRIES = 100  # of one request, after which it is given up, and counted
 
 

@@ -7,8 +7,6 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import fields
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ import typer
 
 import kvrsim
 from kvrsim.cli import main as cli
-from kvrsim.cli.options import ScenarioOptions
 from kvrsim.cli.render.memory import over_memory
 from kvrsim.cli.render.plan import format_interval, format_partition, round_up_percent
 from kvrsim.memory import RankMemory
@@ -155,10 +152,6 @@ def test_flags_are_frozen() -> None:
         for path, command in commands(typer.main.get_command(cli.app)).items()
     }
     assert found == FLAGS
-
-
-def test_scenario_options_are_the_facades() -> None:
-    assert [field.name for field in fields(ScenarioOptions)] == list(signature(kvrsim.make_scenario).parameters)
 
 
 @pytest.mark.parametrize("path", FLAGS)

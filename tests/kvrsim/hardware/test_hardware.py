@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvrsim
+from kvrsim.choices import TOPOLOGIES
 from kvrsim.errors import InputError
 from kvrsim.hardware import cluster as hardware
 from kvrsim.hardware.cluster import (
-    TOPOLOGIES,
     Cluster,
     builtin_clusters,
     builtin_gpus,

@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrsim.choices import OBJECTIVES
 from kvrsim.errors import InputError
 from kvrsim.hardware.cluster import load_cluster
 from kvrsim.hardware.uneven import SlowGpu, SlowLink, UnevenCluster
 from kvrsim.io.json_text import JsonObject
 from kvrsim.noise.model import Noise, SideTraffic, joined
 from kvrsim.noise.parse import ACCEPTED, parse_noise, read_noise, shipped_noise
-from kvrsim.noise.statistics import OBJECTIVES, Distribution, objective_of
+from kvrsim.noise.statistics import Distribution, objective_of
 
 RATES = st.floats(0, 0.99)
 FACTORS = st.floats(1, 100)

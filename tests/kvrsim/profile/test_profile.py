@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrsim.choices import DTYPES
 from kvrsim.errors import InputError
 from kvrsim.io.json_text import JsonObject
 from kvrsim.profile.profile import (
@@ -28,7 +29,6 @@ from kvrsim.profile.profile import (
 from kvrsim.profile.rates.elementwise import ELEMENTWISE_OPS
 from kvrsim.profile.rates.gemm import MeasuredShape, Tile
 from kvrsim.profile.rates.sizes import MeasuredSizes
-from kvrsim.request import DTYPES
 
 
 @pytest.fixture(scope="module")

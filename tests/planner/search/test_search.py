@@ -13,12 +13,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import kvrsim
+from kvrsim.choices import METHODS
 from kvrsim.errors import InputError
 from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.evaluate import Evaluator
-from planner.search.search import METHODS, default_stride, search
+from planner.search.search import default_stride, search
 
 KVR = STRATEGIES["kvr-s"]
 CLOSE = 1.001  # within 0.1 %

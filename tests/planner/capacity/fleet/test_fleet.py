@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrsim.choices import ORDERS
 from planner.capacity.fleet.event import PoolProcesses
 from planner.capacity.fleet.fast import run_pool
 from planner.capacity.fleet.fleet import Conditions, GroupPlan, percentile_of, route, run_fleet
-from planner.capacity.fleet.pool import MOST_RETRIES, ORDERS, Outages, Pool
+from planner.capacity.fleet.pool import MOST_RETRIES, Outages, Pool
 from planner.capacity.fleet.service import Overlap, Packing, Service
 from planner.capacity.workloads.workload import Workload
 

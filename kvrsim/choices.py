@@ -1,0 +1,43 @@
+"""Names that the command line, the Python API and the packages below share; light, so that all may import it."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+Topology = Literal["switch", "bus", "chain", "nodes"]
+TOPOLOGIES: tuple[Topology, ...] = get_args(Topology)
+
+Attention = Literal["eager", "sdpa", "flash"]  # kernels that the runtime measures
+ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
+
+DTYPE_BYTES = {"fp16": 2, "bf16": 2, "fp8": 1, "fp32": 4}  # of one element
+DTYPES = tuple(DTYPE_BYTES)  # of weights, activations and KV cache alike
+
+Device = Literal["auto", "cpu", "cuda"]
+DEVICES: tuple[Device, ...] = get_args(Device)
+
+RankBackend = Literal["gloo", "nccl"]  # of torch.distributed: who carries messages
+RANK_BACKENDS: tuple[RankBackend, ...] = get_args(RankBackend)
+
+Method = Literal["auto", "analytical", "grid"]  # how a partition is searched
+METHODS: tuple[Method, ...] = get_args(Method)
+
+Executor = Literal["batch", "event"]
+EXECUTORS: tuple[Executor, ...] = get_args(Executor)
+
+Objective = Literal["mean", "p50", "p95", "p99"]  # of TTFT under noise
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+
+TableBackend = Literal["loky", "dask", "ray"]  # of joblib; "loky" is processes of this machine
+TABLE_BACKENDS: tuple[TableBackend, ...] = get_args(TableBackend)
+
+Decode = Literal["separate", "last-gpu"]  # who decodes in a capacity plan
+DECODES: tuple[Decode, ...] = get_args(Decode)
+
+FleetObjective = Literal["gpus", "cost"]  # what a capacity plan minimises
+FLEET_OBJECTIVES: tuple[FleetObjective, ...] = get_args(FleetObjective)
+
+Order = Literal["first-come", "shortest-first"]  # of a queue
+ORDERS: tuple[Order, ...] = get_args(Order)
+
+MAP_STRATEGIES = ("single", "tsp", "kvr-s", "ring", "zigzag", "tp")  # that a map compares by default
