@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from _report import spread, write
 
+from kvrsim.executors.run import run_partition
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
@@ -35,7 +36,7 @@ from planner.capacity.workloads.files import read_trace
 from planner.capacity.workloads.source import Source
 from planner.capacity.workloads.workload import Workload
 from planner.search.search import search
-from planner.simulate import execute, partition_of
+from planner.simulate import partition_of
 
 MILLION = 1_000_000
 EAGER = {"model": "llama-7b", "profile": "a100-eager", "cluster": "a100-nvlink"}
@@ -158,7 +159,7 @@ def best_s(machine: dict[str, str], gpus: int, new: int, cached: int) -> float:
     found = [search(asked, STRATEGIES["kvr-s"]).ttft_s] if gpus > 1 else []
     for name, count in (("single", 1), ("tsp", gpus)):
         placed, strategy = asked.on_gpus(count), STRATEGIES[name]
-        found.append(execute(placed, strategy, partition_of(placed, strategy, None), executor="batch")[1][-1])
+        found.append(run_partition(placed, strategy, partition_of(placed, strategy, None)).ttft_s)
     return min(found)
 
 

@@ -19,7 +19,8 @@ from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from planner.search.search import search
 from planner.uncertainty.disturbed import FIRST_JUDGING_SAMPLE, with_fixed
-from planner.uncertainty.noisy import NoisyEvaluator
+from kvrsim.executors.run import ttft_s
+from kvrsim.noise.draw import NoiseDraw
 from planner.uncertainty.robust import robust_plan
 
 KVR = STRATEGIES["kvr-s"]
@@ -48,22 +49,22 @@ def case(spec: str, context_len: int, num_gpus: int, objective: str) -> str:
     planned = robust_plan(scenario, KVR, noise, fixed.partition, objective=objective, quiet_s=fixed.ttft_s)
     seconds = time.perf_counter() - begin_s
     judges = range(FIRST_JUDGING_SAMPLE, FIRST_JUDGING_SAMPLE + (JUDGES if noise.is_random else 1))
-    evaluator = NoisyEvaluator(scenario, KVR, noise, seed=0, samples=judges)
+    draw = NoiseDraw(noise, scenario.cluster.num_gpus, seed=0, samples=judges)
     cuts: tuple[Partition, ...] = (unaware.partition, fixed.partition, planned.partition)
-    ttft_s = evaluator.ttft_s(np.array([cut.chunk_lens for cut in cuts], dtype=float))
-    values_s = objective_of(ttft_s, objective)
-    gains = [f"{1 - values_s[2] / values_s[other]:+.2%} {_limits(ttft_s, other, objective)}" for other in (0, 1)]
+    samples_s = ttft_s(scenario, KVR, np.array([cut.chunk_lens for cut in cuts]), draw=draw)
+    values_s = objective_of(samples_s, objective)
+    gains = [f"{1 - values_s[2] / values_s[other]:+.2%} {_limits(samples_s, other, objective)}" for other in (0, 1)]
     kept = "" if planned.partition != fixed.partition else " (kept)"
     shown = " | ".join(f"{value_s:.4f}" for value_s in values_s)
     return f"| {spec} | {num_gpus}, {context_len} | {objective} | {shown}{kept} | {' | '.join(gains)} | {seconds:.1f} |"
 
 
-def _limits(ttft_s: np.ndarray, other: int, objective: str) -> str:  # type: ignore[type-arg]
+def _limits(samples_s: np.ndarray, other: int, objective: str) -> str:  # type: ignore[type-arg]
     """The middle 95 % of the gain over resampled judges, the same for both partitions."""
-    if ttft_s.shape[1] < 2:
+    if samples_s.shape[1] < 2:
         return ""
-    draws = np.random.default_rng(0).integers(0, ttft_s.shape[1], size=(400, ttft_s.shape[1]))
-    gains = 1 - objective_of(ttft_s[2][draws], objective) / objective_of(ttft_s[other][draws], objective)
+    draws = np.random.default_rng(0).integers(0, samples_s.shape[1], size=(400, samples_s.shape[1]))
+    gains = 1 - objective_of(samples_s[2][draws], objective) / objective_of(samples_s[other][draws], objective)
     low, high = np.quantile(gains, (0.025, 0.975))
     return f"({low:+.2%} to {high:+.2%})"
 

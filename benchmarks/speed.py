@@ -17,9 +17,9 @@ from _report import spread, write
 from kvrsim.compile import build_program
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import Replay
+from kvrsim.executors.run import BLOCK
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
-from planner.evaluate import BLOCK
 
 PLAN = ["-m", "kvrsim.cli.main", "plan", "--gpus", "8", "--ctx", "16k", "--json"]
 

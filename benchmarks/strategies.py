@@ -14,12 +14,12 @@ import kvrsim
 from kvrsim.compile import build_program, for_strategy
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import Replay
+from kvrsim.executors.run import run_partition
 from kvrsim.partition import Partition
 from kvrsim.program import AllGather, Compute
 from kvrsim.results import Plan
 from kvrsim.strategies import STRATEGIES, get_strategy
 from kvrsim.units import format_tokens
-from planner.simulate import execute
 
 PREDICTED = Path(__file__).parent / "data" / "aiconfigurator_cp.json"
 PARTS = ("products", "attention", "all_gather", "elementwise")
@@ -46,15 +46,15 @@ def zigzag_parts(num_gpus: int, context_len: int) -> tuple[dict[str, float], flo
     """Seconds by kind of operation on the last rank, and TTFT."""
     scenario, _ = kvrsim.make_scenario(ctx=context_len, gpus=num_gpus, model="llama-2-7b", profile="a100-flash")
     strategy, cut = get_strategy("zigzag"), Partition.even(context_len, num_gpus)
-    program, finish_s, _ = execute(scenario, strategy, cut, executor="batch")
+    run = run_partition(scenario, strategy, cut)
     quiet = scenario.without_communication()
-    ops = [op for _, op in program.ops(num_gpus - 1) if isinstance(op, Compute)]
+    ops = [op for _, op in run.program.ops(num_gpus - 1) if isinstance(op, Compute)]
     attention_s = sum(op.device_s.item() for op in ops if "attention" in op.name)
-    gathers_s = finish_s[-1] - execute(quiet, strategy, cut, executor="batch")[1][-1]
-    assert any(isinstance(op, AllGather) for _, op in program.ops(0))
+    gathers_s = run.ttft_s - run_partition(quiet, strategy, cut).ttft_s
+    assert any(isinstance(op, AllGather) for _, op in run.program.ops(0))
     elementwise_s = sum(op.device_s.item() for op in ops) - attention_s - products_s(num_gpus, context_len)
     parts = {"attention": attention_s, "all_gather": gathers_s, "elementwise": elementwise_s}
-    return parts | {"products": products_s(num_gpus, context_len)}, finish_s[-1]
+    return parts | {"products": products_s(num_gpus, context_len)}, run.ttft_s
 
 
 def products_s(num_gpus: int, context_len: int) -> float:
@@ -94,7 +94,7 @@ def many_ranks() -> Iterator[str]:
             placed = for_strategy(scenario, strategy)
             cut = Partition.even(placed.request.new_tokens, placed.cluster.num_gpus)
             begin_s = time.process_time()
-            ttft_s = execute(placed, strategy, cut, executor="batch")[1][-1]
+            ttft_s = run_partition(placed, strategy, cut).ttft_s
             yield f"| {name} | {num_gpus} | {ctx} | {ttft_s:.4g} | {time.process_time() - begin_s:.2f} |"
 
 

@@ -62,3 +62,11 @@ def build_program(
     # A part of the ranks' chunks asks for a part of the program, of no rank in particular.
     everyone = len(chunks) == scenario.cluster.num_gpus
     return even.slowed([scenario.cluster.slowness(rank) for rank in ranks]) if everyone else even
+
+
+def columns(chunks: Sequence[int] | Array) -> list[Array]:
+    """One float array of shape (B,) a rank, as build_program takes them.
+
+    chunks: tokens, shape (ranks,), or (B, ranks) for a batch.
+    """
+    return list(np.ascontiguousarray(np.atleast_2d(np.asarray(chunks, dtype=float)).T))

@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-import numpy as np
-
-from kvrsim.compile import build_program
+from kvrsim.compile import build_program, columns
 from kvrsim.cost.kernels import NoTime
 from kvrsim.in_flight import bytes_in_flight
 from kvrsim.model.spec import ModelSpec
@@ -59,7 +57,7 @@ def memory_of(scenario: Scenario, strategy: Strategy, partition: Partition) -> t
         held = stages(scenario.share.num_hidden_layers, scenario.cluster.num_gpus)
         ranks = [_stage_memory(scenario, partition, stage, len(held)) for stage in enumerate(held)]
     else:
-        chunks = [np.array([float(chunk)]) for chunk in partition.chunk_lens]
+        chunks = columns(partition.chunk_lens)
         program = build_program(scenario, strategy, chunks, NoTime())
         flights = [bytes_in_flight(kind) for kind in program.layers]
         ranks = [_rank_memory(scenario, strategy, partition, program, flights, rank) for rank in range(len(chunks))]

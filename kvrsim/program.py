@@ -13,7 +13,7 @@ begun to issue it, and ends it no earlier than the host has issued all of it:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import numpy as np
@@ -126,6 +126,14 @@ def work_s(op: Op) -> Array:
     return np.zeros(1)
 
 
+def _row(op: Op, index: int) -> Op:
+    """The operation in one partition of a batch."""
+    values = {one.name: getattr(op, one.name) for one in fields(op)}
+    arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray) and value.shape[-1] > 1}
+    rows = {name: value[..., index : index + 1] for name, value in arrays.items()}
+    return replace(op, **rows)  # type: ignore[arg-type]
+
+
 def beside_receives(ops: tuple[Op, ...], share: float) -> tuple[Op, ...]:
     """A rank's operations in a layer, whose computation loses `share` of its rate while a receive waits.
 
@@ -167,6 +175,28 @@ class Program:
             sequence.extend((layer, op) for op in self.layers[kind][rank])
         sequence.extend((None, op) for op in self.epilogue[rank])
         return sequence
+
+    @property
+    def num_rows(self) -> int:
+        """Partitions of the batch that the program was built for."""
+        blocks = {id(ops): ops for block in self._blocks for ops in block}  # ranks may share them
+        computes = (op for ops in blocks.values() for op in ops if isinstance(op, Compute))
+        return max((op.device_s.size for op in computes), default=1)
+
+    def row(self, index: int) -> Program:
+        """The program of one partition of the batch."""
+        if self.num_rows == 1:
+            return self
+
+        def rows(ranks: Sequence[tuple[Op, ...]]) -> tuple[tuple[Op, ...], ...]:
+            return tuple(tuple(_row(op, index) for op in ops) for ops in ranks)
+
+        layers = tuple(rows(kind) for kind in self.layers)
+        return replace(self, prologue=rows(self.prologue), layers=layers, epilogue=rows(self.epilogue))
+
+    @property
+    def _blocks(self) -> tuple[tuple[tuple[Op, ...], ...], ...]:
+        return (self.prologue, *self.layers, self.epilogue)
 
     def slowed(self, factors: Sequence[float]) -> Program:
         """The same on GPUs that compute so many times as long, one factor a rank; hosts and links as they are."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvrsim.compile import for_strategy
+from kvrsim.executors.run import run_partition
 from kvrsim.memory import fits, memory_of
 from kvrsim.partition import Partition
 from kvrsim.question import Question
@@ -19,7 +20,7 @@ from planner.evaluate import Evaluator, Progress
 from planner.plan_bounds import bounds_of
 from planner.plan_notes import TELLABLE, approximate_notes, even_chunks, fewer_gpus, memory_notes, rests_on
 from planner.search.search import Found, search
-from planner.simulate import computes_s, execute, partition_of, waited_s
+from planner.simulate import computes_s, partition_of, waited_s
 from planner.strategies_for import choose
 from planner.uncertainty.interval import interval
 
@@ -76,7 +77,7 @@ def make_plan(
         if strategy.name == "kvr-s" and disturbance is not None:
             robust = _robust(scenario, strategy, searches.kvr, disturbance, objective)
             cut = robust.partition
-            searches.found = replace(searches.kvr, partition=cut, ttft_s=_ttft_s(scenario, strategy, cut))
+            searches.found = replace(searches.kvr, partition=cut, ttft_s=run_partition(scenario, strategy, cut).ttft_s)
         results.append(_result(scenario, strategy, cut))
     results = _with_speedups(results)
     if disturbance is not None:
@@ -232,12 +233,6 @@ def _robust(scenario: Scenario, kvr: Strategy, found: Found, disturbance: Distur
     )
 
 
-def _ttft_s(scenario: Scenario, strategy: Strategy, partition: Partition) -> float:
-    """Of one partition, undisturbed."""
-    executor = "event" if scenario.cluster.shares_bandwidth else "batch"
-    return execute(scenario, strategy, partition, executor=executor)[1][-1]
-
-
 def _under_noise(scenario: Scenario, result: StrategyResult, disturbance: Disturbance) -> StrategyResult:
     """The result with its TTFTs on samples that planning has not seen."""
     strategy = get_strategy(result.strategy)
@@ -260,12 +255,10 @@ def _noise_report(
     )
     if robust is None:
         return judge
-    judged = {
-        partition: disturbance.judged(scenario, kvr, partition, _ttft_s(scenario, kvr, partition)).objective_s(
-            robust.objective
-        )
-        for partition in (robust.quiet_partition, robust.partition)
-    }
+    judged = {}
+    for partition in (robust.quiet_partition, robust.partition):
+        noise_free_s = run_partition(scenario, kvr, partition).ttft_s
+        judged[partition] = disturbance.judged(scenario, kvr, partition, noise_free_s).objective_s(robust.objective)
     return replace(
         judge,
         quiet_partition=robust.quiet_partition.chunk_lens,
@@ -277,24 +270,23 @@ def _noise_report(
 
 def _result(scenario: Scenario, strategy: Strategy, cut: Partition) -> StrategyResult:
     placed = for_strategy(scenario, strategy)
-    executor = "event" if placed.cluster.shares_bandwidth else "batch"
-    program, finish_s, _ = execute(placed, strategy, cut, executor=executor)
-    _, free_s, _ = execute(placed.without_communication(), strategy, cut, executor="batch")
-    sure = interval(placed, strategy, cut, finish_s[-1])
+    run = run_partition(placed, strategy, cut)
+    free_s = run_partition(placed.without_communication(), strategy, cut).ttft_s
+    sure = interval(placed, strategy, cut, run.ttft_s)
     memory = memory_of(placed, strategy, cut)
     return StrategyResult(
         strategy=strategy.name,
         title=strategy.title,
         partition=cut.chunk_lens,
-        ttft_s=finish_s[-1],
+        ttft_s=run.ttft_s,
         ttft_low_s=sure.low_s,
         ttft_high_s=sure.high_s,
         speedup_over_tsp=None,
         speedup=None,
-        exposed_comm_s=max(0.0, finish_s[-1] - free_s[-1]),
+        exposed_comm_s=max(0.0, run.ttft_s - free_s),
         wait_s=tuple(
             waited_s(computed, finish)
-            for computed, finish in zip(computes_s(program), finish_s, strict=True)
+            for computed, finish in zip(computes_s(run.program), run.finish_s, strict=True)
             for _ in range(placed.gpus_per_rank)
         ),
         memory=memory,
@@ -326,6 +318,6 @@ def _replayed(scenario: Scenario, best: StrategyResult, *, timeline: bool) -> Ti
     strategy = get_strategy(best.strategy)
     placed = for_strategy(scenario, strategy)
     cut = Partition(chunk_lens=best.partition)
-    _, finish_s, spans = execute(placed, strategy, cut, executor="event", timeline=True)
-    assert abs(finish_s[-1] - best.ttft_s) <= _AGREE * best.ttft_s, "the executors disagree"
-    return spans
+    run = run_partition(placed, strategy, cut, timeline=True)
+    assert abs(run.ttft_s - best.ttft_s) <= _AGREE * best.ttft_s, "the executors disagree"
+    return run.timeline

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from kvrsim.compile import for_strategy
+from kvrsim.executors.run import run_partition
 from kvrsim.partition import Partition
 from kvrsim.results import Bounds, ChainBound, StrategyResult
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy
 from planner.search.bound import lower_bound_s
 from planner.search.search import Found, search
-from planner.simulate import execute
 
 
 def bounds_of(scenario: Scenario, kvr: Strategy, found: Found, best: StrategyResult, *, searched: bool) -> Bounds:
@@ -19,11 +19,11 @@ def bounds_of(scenario: Scenario, kvr: Strategy, found: Found, best: StrategyRes
     """
     num_ranks = scenario.cluster.num_gpus
     whole = Partition(chunk_lens=(scenario.request.new_tokens,))
-    single_s = execute(scenario.on_gpus(1), STRATEGIES["single"], whole, executor="batch")[1][-1]
+    single_s = run_partition(scenario.on_gpus(1), STRATEGIES["single"], whole).ttft_s
     # Without communication the balanced plan is the best but for the first layer's fill.
     quiet = scenario.without_communication()
     free_s = search(quiet, kvr, method="analytical").ttft_s
-    same_s = execute(quiet, kvr, found.partition, executor="batch")[1][-1]
+    same_s = run_partition(quiet, kvr, found.partition).ttft_s
     lower_s = found.lower_bound_s or lower_bound_s(scenario, kvr, found.ttft_s)
     return Bounds(
         ttft_star_s=single_s / 2 * (1 / num_ranks + 1 / num_ranks**2),

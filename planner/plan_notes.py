@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvrsim.executors.run import run_partition
 from kvrsim.results import StrategyResult
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.units import format_bytes
 from planner.search.search import Found, search
-from planner.simulate import computes_s, execute
+from planner.simulate import computes_s
 
 TELLABLE = 0.02  # of TTFT, less than which no profile tells two partitions or strategies apart
 _SURELY_SLOWER = 1.5  # compute alone over TTFT, beyond which fewer GPUs cannot be as fast
@@ -21,7 +22,7 @@ def fewer_gpus(scenario: Scenario, kvr: Strategy, found: Found) -> list[str]:
 
     Halves that would have to spend the group's compute in too little time are not tried.
     """
-    program, _, _ = execute(scenario.without_communication(), kvr, found.partition, executor="batch")
+    program = run_partition(scenario.without_communication(), kvr, found.partition).program
     all_compute_s = sum(computes_s(program))
     method = "auto" if scenario.cluster.shares_bandwidth else "analytical"
     as_fast: dict[int, float] = {}

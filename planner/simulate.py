@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvrsim.choices import EXECUTORS
-from kvrsim.compile import build_program, for_strategy
+from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
-from kvrsim.executors.batch import run_batch
+from kvrsim.executors.run import check_executor, run_partition
 from kvrsim.memory import fits, memory_of
 from kvrsim.partition import Partition
 from kvrsim.program import AllGather, AllToAll, Collective, Op, Program, RingPass, Send, work_s
@@ -75,13 +74,14 @@ def run_simulation(
     placed = for_strategy(scenario, chosen)
     draw = None if disturbance is None else disturbance.draw(placed)
     records = timeline or with_breakdown or draw is not None
-    kind = _executor_of(placed, executor, timeline=records)
+    kind = check_executor(placed.cluster, executor, records=records)
     cut = partition_of(placed, chosen, partition, table, on_progress)
     looks_up = partition is None and chosen.partition_rule == "table"
-    quiet_s = None if draw is None else execute(placed, chosen, cut, executor=_plain(placed))[1][-1]
+    quiet_s = None if draw is None else run_partition(placed, chosen, cut).ttft_s
     if disturbance is not None and quiet_s is not None:
         disturbance.check_length(quiet_s, placed.cluster.num_gpus)
-    program, finish_s, spans = execute(placed, chosen, cut, executor=kind, timeline=records, noise=draw)
+    run = run_partition(placed, chosen, cut, executor=kind, timeline=records, draw=draw)
+    program, finish_s, spans = run.program, run.finish_s, run.timeline
     sure = interval(placed, chosen, cut, finish_s[-1])
     own_s = computes_s(program)
     busy_s = own_s if draw is None or spans is None else [spans.computed_s(rank) for rank in range(len(finish_s))]
@@ -185,43 +185,6 @@ def partition_of(
 
         return partition_from(table, scenario)
     return Partition.even(tokens, num_ranks)
-
-
-def execute(
-    scenario: Scenario,
-    strategy: Strategy,
-    partition: Partition,
-    *,
-    executor: str,
-    timeline: bool = False,
-    noise: NoiseDraw | None = None,
-) -> tuple[Program, tuple[float, ...], Timeline | None]:
-    """The program, when each rank has finished (seconds), and the timeline if it was asked for."""
-    program = build_program(scenario, strategy, [np.array([float(chunk)]) for chunk in partition.chunk_lens])
-    if executor == "batch":
-        return program, tuple(float(finish) for finish in run_batch(program, scenario.cluster)[:, 0]), None
-    from kvrsim.executors.event import Replay  # SimPy, only where it is needed
-
-    replay = Replay(program, scenario.cluster, record=timeline, noise=noise)
-    shown = replace(replay.timeline, gpus_per_rank=scenario.gpus_per_rank) if timeline else None
-    return program, replay.finish_s, shown
-
-
-def _plain(scenario: Scenario) -> str:
-    """The faster executor that the links allow."""
-    return "event" if scenario.cluster.shares_bandwidth else "batch"
-
-
-def _executor_of(scenario: Scenario, executor: str | None, *, timeline: bool) -> str:
-    if executor is None:
-        return "event" if timeline or scenario.cluster.shares_bandwidth else "batch"
-    if executor not in EXECUTORS:
-        raise InputError("executor", executor, " or ".join(EXECUTORS))
-    if executor == "batch" and scenario.cluster.shares_bandwidth:
-        raise InputError("executor", executor, "event, because flows share a bus")
-    if executor == "batch" and timeline:
-        raise InputError("executor", executor, "event, because a timeline or noise is asked for")
-    return executor
 
 
 def compute_s(program: Program, rank: int) -> float:

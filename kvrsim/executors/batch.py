@@ -162,7 +162,7 @@ class _Walk:
     """One walk through a program; messages in flight are the state besides the ranks."""
 
     def __init__(self, program: Program, cluster: Cluster) -> None:
-        width = _width(program)
+        width = program.num_rows
         ranks = range(program.num_ranks)
         compiler = _Compiler(cluster)
         kinds = [[compiler.block(rank, kind[rank]) for rank in ranks] for kind in program.layers]
@@ -321,10 +321,3 @@ class _Walk:
         if shift not in self.edges:
             self.edges[shift] = Edges.of(self.cluster, len(self.ranks), shift)
         return self.edges[shift]
-
-
-def _width(program: Program) -> int:
-    """The batch size B that the program's numbers were built for."""
-    blocks = {id(ops): ops for kind in program.layers for ops in kind}  # ranks may share them
-    sizes = [op.device_s.size for ops in blocks.values() for op in ops if isinstance(op, Compute)]
-    return max(sizes, default=1)

@@ -25,6 +25,7 @@ class NoiseDraw:
 
     def __init__(self, noise: Noise, num_ranks: int, *, seed: int, samples: Sequence[int] = (0,)) -> None:
         """`samples`: numbers of the runs; others of the same seed are independent of them."""
+        self.noise, self.seed, self.samples = noise, seed, tuple(samples)
         self.num_samples, self.num_ranks = len(samples), num_ranks
         roots = [(seed, sample) for sample in samples]
         traffic = noise.side_traffic
@@ -32,6 +33,10 @@ class NoiseDraw:
         self.slots = None if quiet or traffic is None else _Slots(traffic, num_ranks, roots)
         self.compute_jitter = _Jitter(noise.compute_jitter, (_COMPUTE,), roots) if noise.compute_jitter else None
         self.message_jitter = _Jitter(noise.message_jitter, (_MESSAGES,), roots) if noise.message_jitter else None
+
+    def only(self, index: int) -> NoiseDraw:
+        """One of the samples alone."""
+        return NoiseDraw(self.noise, self.num_ranks, seed=self.seed, samples=(self.samples[index],))
 
     @property
     def jitters_compute(self) -> bool:

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 
 from kvrsim.compile import build_program
-from kvrsim.executors.batch import run_batch
+from kvrsim.executors.run import run_program
 from kvrsim.partition import Partition
-from kvrsim.program import Array, Compute, Op, Program
+from kvrsim.program import Compute, Op, Program
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.timeline import Timeline
@@ -59,10 +59,8 @@ def composed_s(
     scenario: Scenario, strategy: Strategy, partition: Partition, repeats: Sequence[Sequence[Parts]]
 ) -> tuple[float, ...]:
     """TTFT of each repetition."""
-    if scenario.cluster.shares_bandwidth:
-        return tuple(_replayed(scenario, strategy, partition, [parts])[0] for parts in repeats)
-    finish_s: Array = run_batch(measured_program(scenario, strategy, partition, repeats), scenario.cluster)[-1]
-    return tuple(float(one) for one in finish_s)
+    program = measured_program(scenario, strategy, partition, repeats)
+    return tuple(map(float, run_program(program, scenario.cluster)[-1]))
 
 
 def composed_timeline(
@@ -70,13 +68,7 @@ def composed_timeline(
 ) -> Timeline:
     """Of the repetition in the middle."""
     order = np.argsort(composed_s(scenario, strategy, partition, repeats))
-    return _replayed(scenario, strategy, partition, [repeats[order[(len(order) - 1) // 2]]])[1]
-
-
-def _replayed(
-    scenario: Scenario, strategy: Strategy, partition: Partition, repeats: Sequence[Sequence[Parts]]
-) -> tuple[float, Timeline]:
+    middle = measured_program(scenario, strategy, partition, [repeats[order[(len(order) - 1) // 2]]])
     from kvrsim.executors.event import Replay  # SimPy, only where it is needed
 
-    replay = Replay(measured_program(scenario, strategy, partition, repeats), scenario.cluster)
-    return replay.finish_s[-1], replay.timeline
+    return Replay(middle, scenario.cluster).timeline

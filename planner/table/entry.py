@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from kvrsim.executors.run import run_partition
 from kvrsim.memory import fits, memory_of
 from kvrsim.partition import Partition
 from kvrsim.program import Array
@@ -22,7 +23,7 @@ from planner.search.balance import balanced_chunks
 from planner.search.bound import lower_bound_s
 from planner.search.search import search
 from planner.search.work import Chain
-from planner.simulate import execute, partition_of
+from planner.simulate import partition_of
 from planner.table.lookup import to_steps
 from planner.table.steps import ChunkSteps
 from planner.table.table import TableEntry
@@ -166,5 +167,4 @@ def _whole(chunks: Array, tokens: int) -> tuple[int, ...]:
 
 def _ttft_s(scenario: Scenario, name: str) -> float:
     strategy = STRATEGIES[name]
-    executor = "event" if scenario.cluster.shares_bandwidth else "batch"
-    return execute(scenario, strategy, partition_of(scenario, strategy, None), executor=executor)[1][-1]
+    return run_partition(scenario, strategy, partition_of(scenario, strategy, None)).ttft_s

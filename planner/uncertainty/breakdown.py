@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from kvrsim.breakdown import Basis, Breakdown, BreakdownRow
-from kvrsim.compile import build_program
+from kvrsim.compile import build_program, columns
 from kvrsim.cost.kernels import CostModel, RooflineCost
 from kvrsim.cost.sensitivity import Part, WeightedCost, listing
 from kvrsim.partition import Partition
@@ -60,15 +60,15 @@ def breakdown(
 
 def _part_seconds(scenario: Scenario, strategy: Strategy, partition: Partition, cost: CostModel) -> dict[Part, Array]:
     """For each part, the device seconds of each rank: every column of weights lets one part take its time."""
-    chunks = [np.array([float(chunk)]) for chunk in partition.chunk_lens]
+    chunks = columns(partition.chunk_lens)
     noting, parts = listing(cost)
     build_program(scenario, strategy, chunks, noting)
     names = list(parts)
-    columns = np.eye(len(names), len(names) + 1)  # the last column: what no part accounts for
-    weighted = WeightedCost(cost=cost, weights=dict(zip(names, columns, strict=True)))
-    wide = [np.repeat(chunk, columns.shape[1]) for chunk in chunks]
+    weights = np.eye(len(names), len(names) + 1)  # the last column: what no part accounts for
+    weighted = WeightedCost(cost=cost, weights=dict(zip(names, weights, strict=True)))
+    wide = [np.repeat(chunk, weights.shape[1]) for chunk in chunks]
     program = build_program(scenario, strategy, wide, weighted)
-    totals = np.array([_device_s(program, rank, columns.shape[1]) for rank in range(program.num_ranks)])
+    totals = np.array([_device_s(program, rank, weights.shape[1]) for rank in range(program.num_ranks)])
     found = {part: totals[:, index] - totals[:, -1] for index, part in enumerate(names)}
     return found | {_RESUME: totals[:, -1]}
 

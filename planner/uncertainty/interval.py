@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvrsim.compile import build_program
+from kvrsim.compile import build_program, columns
 from kvrsim.cost.sensitivity import Part, WeightedCost, listing
-from kvrsim.executors.batch import run_batch
+from kvrsim.executors.run import run_program
 from kvrsim.partition import Partition
 from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile, ValidRange
 from kvrsim.program import Array, Program
@@ -82,16 +82,16 @@ def _propagated(
     scenario: Scenario, strategy: Strategy, partition: Partition, profile: CalibrationProfile
 ) -> dict[str, float]:
     """For each cause, how much log TTFT moves when it is off by one standard deviation."""
-    chunks = [np.array([float(chunk)]) for chunk in partition.chunk_lens]
+    chunks = columns(partition.chunk_lens)
     cost, parts = listing(scenario.cost)
     build_program(scenario, strategy, chunks, cost)
     devices = [part for part in parts if _log_sd(profile, part)]
-    columns = 1.0 + np.zeros((len(parts), len(devices) + 1))
+    weights = 1.0 + np.zeros((len(parts), len(devices) + 1))
     names = list(parts)
     for column, part in enumerate(devices, start=1):
-        columns[names.index(part), column] = math.exp(_log_sd(profile, part))
-    weighted = WeightedCost(cost=scenario.cost, weights=dict(zip(names, columns, strict=True)))
-    wide = [np.repeat(chunk, columns.shape[1]) for chunk in chunks]
+        weights[names.index(part), column] = math.exp(_log_sd(profile, part))
+    weighted = WeightedCost(cost=scenario.cost, weights=dict(zip(names, weights, strict=True)))
+    wide = [np.repeat(chunk, weights.shape[1]) for chunk in chunks]
     ttft = _ttft_s(scenario, build_program(scenario, strategy, wide, weighted))
     moved = np.abs(np.log(ttft[1:] / ttft[0]))
     squares: dict[str, float] = {}
@@ -137,7 +137,7 @@ def _links_log_sd(scenario: Scenario, profile: CalibrationProfile) -> float:
 
 def _moved_by_links(scenario: Scenario, strategy: Strategy, partition: Partition, log_sd: float) -> float:
     """How much log TTFT moves when links are slower by that."""
-    chunks = [np.array([float(chunk)]) for chunk in partition.chunk_lens]
+    chunks = columns(partition.chunk_lens)
     before, after = (
         _ttft_s(one, build_program(one, strategy, chunks))[0]
         for one in (scenario, scenario.with_slower_links(math.exp(log_sd)))
@@ -151,4 +151,4 @@ def _ttft_s(scenario: Scenario, program: Program) -> Array:
     if cluster.shares_bandwidth:
         flows = max(1, cluster.num_gpus - 1)
         cluster = scenario.with_own_links(cluster.link.bandwidth_bytes_per_s / flows).cluster
-    return np.asarray(run_batch(program, cluster)[-1])
+    return np.asarray(run_program(program, cluster)[-1])

@@ -1,51 +1,20 @@
-"""TTFTs of partitions under samples of a noise: the sampled executor where it can, else the event executor."""
+"""TTFTs of one partition under samples of a noise, and the limits of what is simulated."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from kvrsim.compile import build_program
 from kvrsim.errors import InputError
-from kvrsim.executors.sampled import can_sample, run_sampled
+from kvrsim.executors.run import ttft_s
 from kvrsim.noise.draw import NoiseDraw
 from kvrsim.noise.model import Noise, SideTraffic
 from kvrsim.noise.statistics import Distribution
 from kvrsim.partition import Partition
-from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 
 MAX_SAMPLES = 100_000
 _MOST_SLOTS = 2.0**24  # of time, all samples, GPUs and links together: 24 bytes each
-_CELLS = 2.0**14  # partitions times samples that share one walk
-
-
-class NoisyEvaluator:
-    """TTFT of partitions, each under the same samples; the scenario's cluster holds the noise's fixed part."""
-
-    def __init__(self, scenario: Scenario, strategy: Strategy, noise: Noise, *, seed: int, samples: range) -> None:
-        self.scenario, self.strategy, self.noise = scenario, strategy, noise
-        self.seed, self.samples = seed, samples
-        self._draw = NoiseDraw(noise, scenario.cluster.num_gpus, seed=seed, samples=samples)
-
-    def ttft_s(self, chunks: Array) -> Array:
-        """Of each row of chunks (B, num_ranks), tokens; shape (B, samples)."""
-        block = max(1, int(_CELLS / len(self.samples)))
-        return np.concatenate([self._run(chunks[first : first + block]) for first in range(0, len(chunks), block)])
-
-    def _run(self, chunks: Array) -> Array:
-        program = build_program(self.scenario, self.strategy, list(np.ascontiguousarray(chunks.T)))
-        shape = (len(chunks), len(self.samples))
-        if can_sample(program, self.scenario.cluster):
-            return np.broadcast_to(run_sampled(program, self.scenario.cluster, self._draw).ranks_s[-1], shape)
-        return np.array([[self._replayed(row, sample) for sample in self.samples] for row in chunks]).reshape(shape)
-
-    def _replayed(self, chunks: Array, sample: int) -> float:
-        from kvrsim.executors.event import Replay  # SimPy, only where it is needed
-
-        program = build_program(self.scenario, self.strategy, [np.array([chunk]) for chunk in chunks])
-        draw = NoiseDraw(self.noise, self.scenario.cluster.num_gpus, seed=self.seed, samples=(sample,))
-        return Replay(program, self.scenario.cluster, record=False, noise=draw).finish_s[-1]
 
 
 def distribution(
@@ -60,9 +29,9 @@ def distribution(
 ) -> Distribution:
     """TTFTs of one partition under the samples of that seed with these numbers."""
     check_length(noise, quiet_s, len(samples), scenario.cluster.num_gpus)
-    evaluator = NoisyEvaluator(scenario, strategy, noise, seed=seed, samples=samples)
-    ttft_s = evaluator.ttft_s(np.array([partition.chunk_lens], dtype=float))[0]
-    return Distribution.of(ttft_s, quiet_s=quiet_s, seed=seed)
+    draw = NoiseDraw(noise, scenario.cluster.num_gpus, seed=seed, samples=samples)
+    samples_s = ttft_s(scenario, strategy, np.array([partition.chunk_lens]), draw=draw)[0]
+    return Distribution.of(samples_s, quiet_s=quiet_s, seed=seed)
 
 
 def check_length(noise: Noise, quiet_s: float, num_samples: int, num_gpus: int) -> None:

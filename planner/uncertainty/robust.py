@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvrsim.executors.run import ttft_s
+from kvrsim.noise.draw import NoiseDraw
 from kvrsim.noise.model import Noise
 from kvrsim.noise.statistics import check_objective, objective_of
 from kvrsim.partition import Partition
@@ -17,7 +19,7 @@ from planner.search.grid import Boundaries, chunk_lens
 from planner.search.refine import refine_frugally, rounded
 from planner.search.search import default_stride
 from planner.uncertainty.disturbed import FIRST_JUDGING_SAMPLE
-from planner.uncertainty.noisy import NoisyEvaluator, check_length
+from planner.uncertainty.noisy import check_length
 
 PLANNING_SAMPLES = 64
 _CHECKING_SAMPLES = 256
@@ -58,7 +60,7 @@ def robust_plan(
     check_objective(objective)
     assert num_samples + _CHECKING_SAMPLES <= FIRST_JUDGING_SAMPLE
     check_length(noise, quiet_s, _CHECKING_SAMPLES, scenario.cluster.num_gpus)
-    evaluator = NoisyEvaluator(scenario, strategy, noise, seed=seed, samples=range(num_samples))
+    draw = NoiseDraw(noise, scenario.cluster.num_gpus, seed=seed, samples=range(num_samples))
     tokens = scenario.request.new_tokens
 
     evaluations = 0
@@ -67,7 +69,7 @@ def robust_plan(
         nonlocal evaluations
         evaluations += len(boundaries)
         ends = np.pad(boundaries.astype(float), ((0, 0), (1, 1)), constant_values=((0, 0), (0, tokens)))
-        return objective_of(evaluator.ttft_s(np.diff(ends, axis=1)), objective)
+        return objective_of(ttft_s(scenario, strategy, np.diff(ends, axis=1), draw=draw), objective)
 
     start = np.cumsum(quiet.chunk_lens)[:-1].astype(np.int64)
     quiet_planned_s = float(evaluate(start[None])[0])
@@ -80,7 +82,7 @@ def robust_plan(
             found, found_s = refine_frugally(seed_boundaries, tokens, stride, evaluate, rounds=_ROUNDS)
             best, best_s = (found, found_s) if found_s < best_s else (best, best_s)
         checking = range(num_samples, num_samples + _CHECKING_SAMPLES)
-        evaluator = NoisyEvaluator(scenario, strategy, noise, seed=seed, samples=checking)
+        draw = NoiseDraw(noise, scenario.cluster.num_gpus, seed=seed, samples=checking)
         checked_s = evaluate(np.stack([start, best]))
         best, best_s = (start, quiet_planned_s) if checked_s[0] <= checked_s[1] else (best, best_s)
     return RobustPlan(

@@ -12,7 +12,7 @@ from statistics import median
 
 import numpy as np
 
-from kvrsim.executors.event import Replay
+from kvrsim.executors.run import run_program
 from kvrsim.hardware.cluster import Cluster, load_cluster
 from kvrsim.partition import Partition
 from kvrsim.program import AllGather, Compute, Op, Program, Recv, Send
@@ -148,7 +148,7 @@ def sleep(sleepers: Sleepers, *, repeats: int = 5, traffic: Traffic | None = Non
             Slept(
                 num_ranks=sleepers.num_ranks,
                 name=name,
-                simulated_s=Replay(program, sleepers.cluster, record=False).finish_s[-1],
+                simulated_s=float(run_program(program, sleepers.cluster)[-1, 0]),
                 measured_s=timing.median_s,
                 iqr_s=timing.iqr_s,
                 noisy_simulated_s=median(noisy_ttft_s(program, sleepers.cluster, traffic, many)) if traffic else None,

@@ -30,8 +30,7 @@ import numpy as np
 from joblib import Parallel, delayed
 from scipy.optimize import least_squares
 
-from kvrsim.compile import build_program
-from kvrsim.executors.batch import run_batch
+from kvrsim.executors.run import run_partition
 from kvrsim.partition import Partition
 from kvrsim.profile.profile import (
     CacheCopies,
@@ -128,9 +127,7 @@ def partitions_for(rows: Sequence[Row], profile: CalibrationProfile, method: str
 def ttft_s(row: Row, profile: CalibrationProfile, partition: Partition) -> float:
     """Predicted TTFT of a row with a given partition."""
     scenario = scenario_of(row, profile)
-    chunks = [np.array([float(chunk)]) for chunk in partition.chunk_lens]
-    program = build_program(scenario, get_strategy(row.strategy), chunks)
-    return float(run_batch(program, scenario.cluster)[-1, 0])
+    return run_partition(scenario, get_strategy(row.strategy), partition).ttft_s
 
 
 def errors(rows: Sequence[Row], profile: CalibrationProfile, partitions: Partitions) -> Array:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvrsim.compile import build_program
-from kvrsim.executors.batch import run_batch
+from kvrsim.compile import build_program, columns
+from kvrsim.executors import run
 from kvrsim.memory import fits, memory_of
 from kvrsim.partition import Partition
 from kvrsim.program import Array, Compute, Program
@@ -121,14 +121,7 @@ class ServiceTimeGrids:
     def _prefill(self, strategy: Strategy, chunks: Array, cached_prefix: int, num_gpus: int | None = None) -> Array:
         """When each rank has finished, shape (B, ranks), of chunks of shape (B, ranks)."""
         scenario = self._at(cached_prefix, int(chunks[0].sum()), num_gpus)
-        if not scenario.cluster.shares_bandwidth or scenario.cluster.num_gpus == 1:
-            program = build_program(scenario, strategy, list(np.ascontiguousarray(chunks.T)))
-            quiet = scenario if not scenario.cluster.shares_bandwidth else scenario.with_own_links(1e30)
-            return np.ascontiguousarray(run_batch(program, quiet.cluster).T)
-        from kvrsim.executors.event import Replay  # SimPy, only where it is needed
-
-        programs = (build_program(scenario, strategy, [np.array([chunk]) for chunk in row]) for row in chunks)
-        return np.array([Replay(program, scenario.cluster, record=False).finish_s for program in programs])
+        return run.finish_s(scenario, strategy, chunks)
 
     def _slack(self, chunks: Array, finish_s: Array, cached_prefix: int) -> Array:
         """How much later each rank alone could begin; on a shared bus nobody can tell, so not at all."""
@@ -136,10 +129,10 @@ class ServiceTimeGrids:
         if self.shared:
             return slack_s
         scenario = self._at(cached_prefix, int(chunks[0].sum()))
-        program = build_program(scenario, STRATEGIES["kvr-s"], list(np.ascontiguousarray(chunks.T)))
+        program = build_program(scenario, STRATEGIES["kvr-s"], columns(chunks))
         delay_s = _FAR * float(finish_s.max())
         for rank in range(1, self.num_gpus):
-            ends_s = run_batch(_delayed(program, rank, delay_s), scenario.cluster).T
+            ends_s = run.run_program(_delayed(program, rank, delay_s), scenario.cluster).T
             slack_s[:, rank] = (delay_s - (ends_s - finish_s)).min(axis=1)
         return np.maximum(0.0, slack_s - 1e-9 * delay_s)
 

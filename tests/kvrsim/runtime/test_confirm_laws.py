@@ -13,6 +13,7 @@ from confirm_setup import made_up_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrsim.executors.run import run_partition
 from kvrsim.partition import Partition
 from kvrsim.profile.profile import Gather, load_profile
 from kvrsim.program import Compute, Program
@@ -27,7 +28,7 @@ from planner.confirm.pace import Pace, at_pace, pace_of
 from planner.confirm.result import Candidate, Confirmation, Targets
 from planner.confirm.virtual import composed_s, composed_timeline
 from planner.plan import make_plan
-from planner.simulate import execute, partition_of
+from planner.simulate import partition_of
 from validate.machine.confirmation_ranks import Sleepers, ring_traffic, sleep
 
 NOTHING = Timeline(strategy="kvr", num_ranks=1, spans=())
@@ -139,7 +140,7 @@ def test_further_partitions_are_apart_and_the_best_come_first(num_gpus: int, ctx
         if one in further:
             for other in known[:index]:
                 assert max(abs(a - b) for a, b in zip(one.boundaries, other.boundaries, strict=True)) >= apart
-    ttft_s = [execute(scenario, STRATEGIES["kvr-s"], one, executor="batch")[1][-1] for one in further]
+    ttft_s = [run_partition(scenario, STRATEGIES["kvr-s"], one).ttft_s for one in further]
     assert ttft_s == sorted(ttft_s)
     if num_gpus < 8 and ctx > 100:
         assert len(further) == top - 1
@@ -169,12 +170,11 @@ def test_virtual_ranks_that_measure_what_is_predicted_compose_to_the_prediction(
     strategy = STRATEGIES[name]
     placed = scenario.on_gpus(1) if name == "single" else scenario
     cut = partition_of(placed, strategy, None)
-    executor = "event" if placed.cluster.shares_bandwidth else "batch"
-    program, finish_s, _ = execute(placed, strategy, cut, executor=executor)
-    repeats = [parts_of(program)] * 2
-    assert composed_s(placed, strategy, cut, repeats) == pytest.approx((finish_s[-1],) * 2)
+    run = run_partition(placed, strategy, cut)
+    repeats = [parts_of(run.program)] * 2
+    assert composed_s(placed, strategy, cut, repeats) == pytest.approx((run.ttft_s,) * 2)
     timeline = composed_timeline(placed, strategy, cut, repeats)
-    assert timeline.end_s >= finish_s[-1] * (1 - 1e-9)
+    assert timeline.end_s >= run.ttft_s * (1 - 1e-9)
 
 
 def test_the_all_gather_is_the_one_that_links_were_fitted_to(tmp_path: Path) -> None:

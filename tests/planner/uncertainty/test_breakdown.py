@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import kvrsim
 from kvrsim.cli import main as cli
+from kvrsim.executors.run import run_partition
 from kvrsim.partition import Partition
 from kvrsim.strategies import STRATEGIES
-from planner.simulate import execute
 from planner.uncertainty.breakdown import breakdown
 
 
@@ -25,10 +25,11 @@ def test_a_ranks_rows_sum_to_its_finish(name: str, seed: int, make: Any) -> None
     scenario = make.scenario(rng, num_gpus=(2, 4))
     strategy = STRATEGIES[name]
     cut = Partition(chunk_lens=make.partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus))
-    _, finish_s, timeline = execute(scenario, strategy, cut, executor="event", timeline=True)
-    found = breakdown(scenario, strategy, cut, finish_s, timeline)
-    assert found.ttft_s == finish_s[-1]
-    for rank, end_s in enumerate(finish_s):
+    run = run_partition(scenario, strategy, cut, timeline=True)
+    assert run.timeline is not None
+    found = breakdown(scenario, strategy, cut, run.finish_s, run.timeline)
+    assert found.ttft_s == run.ttft_s
+    for rank, end_s in enumerate(run.finish_s):
         rows = [row for row in found.rows if row.rank == rank]
         assert sum(row.seconds for row in rows) == pytest.approx(end_s, rel=1e-4)  # each product's steps alone
         assert all(row.seconds > 0 for row in rows)

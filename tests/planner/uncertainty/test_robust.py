@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrsim.errors import InputError
+from kvrsim.executors.run import ttft_s
+from kvrsim.noise.draw import NoiseDraw
 from kvrsim.noise.parse import parse_noise
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
@@ -18,7 +20,6 @@ from planner.evaluate import Evaluator
 from planner.search.bound import lower_bound_s
 from planner.search.search import search
 from planner.uncertainty.disturbed import FIRST_JUDGING_SAMPLE, with_fixed
-from planner.uncertainty.noisy import NoisyEvaluator
 from planner.uncertainty.robust import robust_plan
 
 KVR = STRATEGIES["kvr-s"]
@@ -30,9 +31,9 @@ def test_a_robust_plan_holds_on_other_samples() -> None:
     quiet = search(scenario, KVR)
     plan = robust_plan(scenario, KVR, noise, quiet.partition, objective="mean", quiet_s=quiet.ttft_s)
     judges = range(FIRST_JUDGING_SAMPLE, FIRST_JUDGING_SAMPLE + 400)
-    evaluator = NoisyEvaluator(scenario, KVR, noise, seed=0, samples=judges)
+    draw = NoiseDraw(noise, scenario.cluster.num_gpus, seed=0, samples=judges)
     cuts = np.array([plan.quiet_partition.chunk_lens, plan.partition.chunk_lens], dtype=float)
-    quiet_s, robust_s = evaluator.ttft_s(cuts).mean(axis=1)
+    quiet_s, robust_s = ttft_s(scenario, KVR, cuts, draw=draw).mean(axis=1)
     assert plan.partition != plan.quiet_partition
     assert robust_s < quiet_s
     assert plan.planned_s < plan.quiet_planned_s

@@ -10,6 +10,7 @@ import pytest
 from kvrsim.compile import build_program
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import Replay
+from kvrsim.executors.run import run_partition
 from kvrsim.program import Compute, Program
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
@@ -18,7 +19,7 @@ from planner.capacity.fleet.knots import ServiceTimeGrids, knot_lengths
 from planner.capacity.fleet.times import Decoding, ServiceTimes
 from planner.capacity.workloads.workload import Workload
 from planner.search.search import search
-from planner.simulate import execute, partition_of
+from planner.simulate import partition_of
 
 KVR = STRATEGIES["kvr-s"]
 
@@ -36,7 +37,7 @@ def best_s(profile: str, gpus: int, new: int, cached: int) -> float:
     found = [search(asked, KVR).ttft_s] if gpus > 1 else []
     for name, count in (("single", 1), ("tsp", gpus)):
         placed, strategy = asked.on_gpus(count), STRATEGIES[name]
-        found.append(execute(placed, strategy, partition_of(placed, strategy, None), executor="batch")[1][-1])
+        found.append(run_partition(placed, strategy, partition_of(placed, strategy, None)).ttft_s)
     return min(found)
 
 

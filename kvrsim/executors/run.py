@@ -1,0 +1,138 @@
+"""From a scenario, a strategy and chunks to seconds: picks the executor and runs it.
+
+The batch executor runs thousands of partitions at once. The event executor runs one partition at a time; it is needed
+where flows share a bandwidth and where spans are recorded. SimPy is imported only there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, get_args
+
+import numpy as np
+
+from kvrsim.compile import build_program, columns
+from kvrsim.errors import InputError
+from kvrsim.executors.batch import run_batch
+from kvrsim.hardware.cluster import Cluster
+from kvrsim.partition import Partition
+from kvrsim.program import Array, Program
+from kvrsim.scenario import Scenario
+from kvrsim.strategies.base import Strategy
+from kvrsim.timeline import Timeline
+
+if TYPE_CHECKING:  # noise costs the start of a plan that has none
+    from kvrsim.noise.draw import NoiseDraw
+
+Executor = Literal["batch", "event"]
+EXECUTORS: tuple[Executor, ...] = get_args(Executor)
+BLOCK = 8192  # partitions that are evaluated together: arrays of 64 KiB, which stay in a core's cache
+_CELLS = 2**14  # partitions times samples that are evaluated together
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """One partition that was run."""
+
+    program: Program
+    finish_s: tuple[float, ...]  # when each rank has finished
+    timeline: Timeline | None = None  # None: not recorded
+
+    @property
+    def ttft_s(self) -> float:
+        """When the last rank has finished."""
+        return self.finish_s[-1]
+
+
+def run_partition(
+    scenario: Scenario,
+    strategy: Strategy,
+    partition: Partition,
+    *,
+    executor: Executor | None = None,
+    timeline: bool = False,
+    draw: NoiseDraw | None = None,
+) -> Run:
+    """Run one partition.
+
+    executor: None picks the batch executor where it can run, the event executor elsewhere.
+    draw: one sample of noise, which the event executor runs.
+    """
+    program = build_program(scenario, strategy, columns(partition.chunk_lens))
+    if draw is None and not timeline and (executor or executor_of(scenario.cluster)) == "batch":
+        return Run(program=program, finish_s=tuple(map(float, run_batch(program, scenario.cluster)[:, 0])))
+    from kvrsim.executors.event import Replay
+
+    replay = Replay(program, scenario.cluster, record=timeline, noise=draw)
+    spans = replace(replay.timeline, gpus_per_rank=scenario.gpus_per_rank) if timeline else None
+    return Run(program=program, finish_s=replay.finish_s, timeline=spans)
+
+
+def ttft_s(scenario: Scenario, strategy: Strategy, chunks: Array, *, draw: NoiseDraw | None = None) -> Array:
+    """TTFT of each row of chunks.
+
+    chunks: tokens, shape (B, ranks). Returns shape (B,), or (B, samples) under a draw of noise.
+    """
+    return np.concatenate([finish[-1] for finish in _finishes(scenario, strategy, chunks, draw)])
+
+
+def finish_s(scenario: Scenario, strategy: Strategy, chunks: Array, *, draw: NoiseDraw | None = None) -> Array:
+    """When each rank has finished each row of chunks.
+
+    chunks: tokens, shape (B, ranks). Returns shape (B, ranks), or (B, ranks, samples) under a draw of noise.
+    """
+    return np.concatenate([finish.swapaxes(0, 1) for finish in _finishes(scenario, strategy, chunks, draw)])
+
+
+def run_program(program: Program, cluster: Cluster, draw: NoiseDraw | None = None) -> Array:
+    """When each rank has finished, seconds, shape (ranks, B), or (ranks, B, samples) under a draw of noise."""
+    if executor_of(cluster) == "batch":
+        if draw is None:
+            return run_batch(program, cluster)
+        from kvrsim.executors.sampled import can_sample, run_sampled
+
+        if can_sample(program, cluster):
+            found = run_sampled(program, cluster, draw).ranks_s
+            return np.broadcast_to(found, (*found.shape[:2], draw.num_samples))
+    from kvrsim.executors.event import Replay
+
+    rows = [program.row(index) for index in range(program.num_rows)]
+    if draw is None:
+        return np.array([Replay(row, cluster, record=False).finish_s for row in rows]).T
+    alone = [draw.only(sample) for sample in range(draw.num_samples)]
+    runs = [[Replay(row, cluster, record=False, noise=one).finish_s for one in alone] for row in rows]
+    return np.moveaxis(np.array(runs), -1, 0)
+
+
+def executor_of(cluster: Cluster) -> Executor:
+    """The faster executor of those that can run on the cluster."""
+    return "event" if cluster.shares_bandwidth else "batch"
+
+
+def check_executor(cluster: Cluster, executor: str | None, *, records: bool) -> Executor:
+    """The executor asked for, or the one to pick; InputError where it cannot run.
+
+    records: whether a timeline, a breakdown or one sample of noise is wanted.
+    """
+    if executor is None:
+        return "event" if records else executor_of(cluster)
+    if executor not in EXECUTORS:
+        raise InputError("executor", executor, " or ".join(EXECUTORS))
+    if executor == "batch" and cluster.shares_bandwidth:
+        raise InputError("executor", executor, "event, because flows share a bus")
+    if executor == "batch" and records:
+        raise InputError("executor", executor, "event, because a timeline or noise is asked for")
+    return executor
+
+
+def rows_at_once(cluster: Cluster, num_samples: int = 1) -> int:
+    """Partitions that are evaluated together, each under that many samples of noise."""
+    return 1 if executor_of(cluster) == "event" else min(BLOCK, max(1, _CELLS // num_samples))
+
+
+def _finishes(scenario: Scenario, strategy: Strategy, chunks: Array, draw: NoiseDraw | None) -> Iterator[Array]:
+    step = rows_at_once(scenario.cluster, 1 if draw is None else draw.num_samples)
+    for first in range(0, len(chunks), step):
+        program = build_program(scenario, strategy, columns(chunks[first : first + step]))
+        yield run_program(program, scenario.cluster, draw)
