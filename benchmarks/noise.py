@@ -12,6 +12,8 @@ import time
 import numpy as np
 from _report import write
 
+from kvrsim.executors.run import ttft_s
+from kvrsim.noise.draw import NoiseDraw
 from kvrsim.noise.parse import parse_noise
 from kvrsim.noise.statistics import objective_of
 from kvrsim.partition import Partition
@@ -19,8 +21,6 @@ from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from planner.search.search import search
 from planner.uncertainty.disturbed import FIRST_JUDGING_SAMPLE, with_fixed
-from kvrsim.executors.run import ttft_s
-from kvrsim.noise.draw import NoiseDraw
 from planner.uncertainty.robust import robust_plan
 
 KVR = STRATEGIES["kvr-s"]
