@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvrsim.choices import EXECUTORS, Executor
 from kvrsim.compile import build_program, columns
 from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
@@ -25,8 +26,6 @@ from kvrsim.timeline import Timeline
 if TYPE_CHECKING:  # noise costs the start of a plan that has none
     from kvrsim.noise.draw import NoiseDraw
 
-Executor = Literal["batch", "event"]
-EXECUTORS: tuple[Executor, ...] = get_args(Executor)
 BLOCK = 8192  # partitions that are evaluated together: arrays of 64 KiB, which stay in a core's cache
 _CELLS = 2**14  # partitions times samples that are evaluated together
 
