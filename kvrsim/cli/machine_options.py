@@ -99,10 +99,3 @@ def require_torch() -> None:
         if find_spec(name) is None:
             accepted = "torch and transformers, by pip install '.[hardware]' in a checkout of kvrsim"
             raise InputError(name, "no such module", accepted)
-
-
-def is_first_rank() -> bool:
-    """Whether this process is the one of torchrun's that speaks; alone, it is."""
-    import os
-
-    return os.environ.get("RANK", "0") == "0"

@@ -78,3 +78,8 @@ def _target(path: str | Path, argument: str) -> tuple[Path, int | None]:
     if not os.access(target, os.W_OK):
         raise InputError(argument, path, "a file that can be written (it is write-protected)")
     return target, stat.S_IMODE(found.st_mode)
+
+
+def is_first_rank() -> bool:
+    """Whether this process reports and writes the files: torchrun's first one, or the only one."""
+    return os.environ.get("RANK", "0") == "0"

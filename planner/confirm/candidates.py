@@ -1,24 +1,30 @@
-"""What a plan is confirmed against: the baselines, and partitions far enough from its own to be worth measuring."""
+"""The candidates of a confirmation: the baselines, partitions near the plan's, and which of them fit in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
 
+from kvrsim.errors import InputError
+from kvrsim.memory import RankMemory, memory_of
 from kvrsim.partition import Partition
 from kvrsim.program import Array
 from kvrsim.results import Plan
 from kvrsim.scenario import Scenario
-from kvrsim.strategies import STRATEGIES
+from kvrsim.strategies import STRATEGIES, get_strategy
+from kvrsim.units import format_bytes
+from planner.confirm.result import Mode
 from planner.evaluate import Evaluator
 
+NO_REFERENCE = "logits are not compared: a single process's prefill does not fit in memory"
 _SEARCHED = "kvr-s"  # the strategy whose partition is searched, and whose other partitions are candidates
-_APART = 1 / 16  # of the even share: by less, two partitions are one to a stopwatch
-_SHIFTS = (-2, -1, 0, 1, 2)  # times that distance
-_MOST_AT_ONCE = 4  # boundaries whose shifts are all combined; of more, one at a time and all together
+_APART = 1 / 16  # of the even chunk: partitions that differ by less cannot be told apart by measurement
+_SHIFTS = (-2, -1, 0, 1, 2)  # in strides, as in the paper
+_MOST_AT_ONCE = 4  # boundaries whose shifts are all combined; with more, one at a time and all together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,10 +54,10 @@ def candidates_of(scenario: Scenario, plan: Plan, top: int) -> list[Named]:
 
 
 def _further(scenario: Scenario, center: Partition, taken: Sequence[tuple[int, ...]], count: int) -> list[Partition]:
-    """The fastest by the simulator, each at least _APART from all before it."""
+    """The fastest partitions by prediction, each at least _APART from all before it."""
     tokens, ranks = center.num_tokens, len(center.chunk_lens)
     apart = max(1, round(tokens / ranks * _APART))
-    rows = _shifted(np.array(center.boundaries[1:-1]), apart, tokens)
+    rows = boundaries_around(np.array(center.boundaries[1:-1]), apart, tokens)
     if not len(rows):
         return []
     ends = np.pad(rows.astype(float), ((0, 0), (1, 1)), constant_values=((0, 0), (0, tokens)))
@@ -66,14 +72,88 @@ def _further(scenario: Scenario, center: Partition, taken: Sequence[tuple[int, .
     return found
 
 
-def _shifted(center: Array, apart: int, tokens: int) -> Array:
-    """Boundaries around the centre, shape (B, ranks - 1), that leave every chunk a token."""
+def boundaries_around(center: Array, stride: int, tokens: int) -> Array:
+    """Boundaries shifted by up to two strides, shape (B, ranks - 1), that leave every chunk at least one token."""
     count = len(center)
     if count <= _MOST_AT_ONCE:
         shifts = np.array(list(product(_SHIFTS, repeat=count)))
     else:
         alone = [np.eye(count, dtype=int) * shift for shift in _SHIFTS if shift]
-        shifts = np.concatenate([*alone, *(np.full((1, count), shift) for shift in _SHIFTS if shift)])
-    rows = center + apart * shifts
+        shifts = np.concatenate([*alone, *(np.full((1, count), shift) for shift in _SHIFTS)])
+    rows = center + stride * shifts
     ends = np.pad(rows, ((0, 0), (1, 1)), constant_values=((0, 0), (0, tokens)))
     return np.asarray(rows[(np.diff(ends, axis=1) >= 1).all(axis=1)])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """Memory that ranks share, of a GPU or of the host."""
+
+    limit_bytes: float  # usable by all of them
+    num_ranks: int  # that share it, those without a chunk included
+    on_gpu: bool
+
+    @classmethod
+    def of(cls, scenario: Scenario, device: str, num_devices: int, mode: Mode) -> Room:
+        """A GPU's memory, or this host's, times the scenario's memory fraction."""
+        num_ranks = 1 if mode == "virtual" else scenario.cluster.num_gpus
+        if device == "cuda":
+            shared_by = -(-num_ranks // max(1, num_devices))
+            return cls(limit_bytes=scenario.memory_limit.nbytes, num_ranks=shared_by, on_gpu=True)
+        host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return cls(limit_bytes=scenario.memory_fraction * host_bytes, num_ranks=num_ranks, on_gpu=False)
+
+    def needed_bytes(self, scenario: Scenario, named: Named, mode: Mode) -> int:
+        """Peak of a candidate's ranks that share the memory; all candidates use the same KV buffers."""
+        ranks = memory_of(
+            scenario.on_gpus(len(named.partition.chunk_lens)), get_strategy(named.run_as), named.partition
+        )
+        if mode == "virtual":  # one device replays every rank, on the K and V of the whole context
+            kv_cache = max(rank.kv_cache for rank in ranks)
+            return max(self._peak(replace(rank, kv_cache=kv_cache, gathered=0)) for rank in ranks)
+        idle = replace(ranks[0], kv_cache=0, gathered=0, activations=0, scores=0, logits=0)
+        everyone = [*ranks, *[idle] * (scenario.cluster.num_gpus - len(ranks))]
+        return sum(sorted(map(self._peak, everyone))[-self.num_ranks :])
+
+    def _peak(self, rank: RankMemory) -> int:
+        """Peak of one rank; only a GPU holds a CUDA context."""
+        return rank.total if self.on_gpu else rank.total - rank.runtime
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{format_bytes(self.limit_bytes)} that may be used of {'a GPU' if self.on_gpu else 'this host'}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fitting:
+    """The candidates that can be measured."""
+
+    candidates: tuple[Named, ...]
+    reference: bool  # whether a single process can compute the logits to compare with
+    notes: tuple[str, ...]  # on candidates that are left out
+
+
+def fitting(scenario: Scenario, candidates: Sequence[Named], room: Room, mode: Mode) -> Fitting:
+    """The candidates that fit in memory; raises InputError naming `ctx` where none does."""
+    needed = {one.strategy: room.needed_bytes(scenario, one, mode) for one in candidates}
+    kept = tuple(one for one in candidates if needed[one.strategy] <= room.limit_bytes)
+    if not kept:
+        least = min(needed, key=lambda name: needed[name])
+        accepted = f"a context that fits: {least} takes {format_bytes(needed[least])} of {room.name}"
+        raise InputError("ctx", scenario.request.context_len, accepted)
+    alone = next((needed[one.strategy] for one in candidates if one.run_as == "single"), 0)
+    return Fitting(
+        candidates=kept,
+        reference=alone <= room.limit_bytes,
+        notes=tuple(_notes(candidates, needed, alone, room)),
+    )
+
+
+def _notes(candidates: Sequence[Named], needed: dict[str, int], alone: int, room: Room) -> Iterator[str]:
+    out = [one.strategy for one in candidates if needed[one.strategy] > room.limit_bytes]
+    if out:
+        shown = ", ".join(f"{name} ({format_bytes(needed[name])})" for name in out)
+        yield f"not measured, because it does not fit in the {room.name}: {shown}"
+    if alone > room.limit_bytes:
+        yield NO_REFERENCE

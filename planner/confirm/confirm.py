@@ -1,4 +1,4 @@
-"""Confirming a plan: its candidates run on the machine, interleaved, beside what the simulator says of them."""
+"""Confirming a plan: its candidates are measured on the machine, round-robin, and compared with their predictions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
 from kvrsim.timeline import Timeline
 from kvrsim.units import format_seconds
-from planner.confirm.candidates import Named, candidates_of
-from planner.confirm.hardware import Hardware, devices_of, gather_of, other_device, run_plan, told_of_gpus
-from planner.confirm.memory import Fitting, Room, fitting
-from planner.confirm.pace import Pace, at_pace, pace_of, pace_tokens
+from planner.confirm.candidates import Fitting, Named, Room, candidates_of, fitting
+from planner.confirm.drift import ClockDrift, corrected_for, drift_of, drift_tokens
+from planner.confirm.hardware import Hardware, devices_of, gather_of, gpu_notes, other_device, run_plan
 from planner.confirm.result import Candidate, Confirmation, Mode, Targets
 from planner.confirm.virtual import composed_s, composed_timeline
 from planner.plan import make_plan
@@ -29,18 +28,18 @@ if TYPE_CHECKING:
     from kvrsim.runtime.virtual import VirtualTiming
 
 STRATEGIES = ("single", "tsp", "kvr-e", "kvr-s")
-_LEAST_QUIET = 3  # rounds, with fewer of which all count
-_TELLING_S = 0.2  # of a prefill, below which the system's account of who was busy says nothing
+_LEAST_IDLE = 3  # rounds; with fewer, all rounds count
+_LEAST_ACCOUNTED_S = 0.2  # of a prefill; for shorter ones the system's CPU accounting is too coarse
 
-Told = Callable[[str], object]  # a line for people, while it lasts
+OnNote = Callable[[str], object]  # takes a line of text while the work goes on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Measured:
-    """What the machine did with one candidate."""
+    """One candidate's measurements."""
 
-    samples_s: tuple[float, ...]  # by round
-    other_cores: tuple[float | None, ...]  # by round
+    samples_s: tuple[float, ...]  # one a round
+    other_cores: tuple[float | None, ...]  # the same
     logits_error: float | None
     logits_scale: float | None
     timeline: Timeline | None
@@ -54,13 +53,13 @@ def confirm(
     virtual: bool | None = None,
     targets: Targets | None = None,
     warnings: Sequence[str] = (),
-    on_note: Told | None = None,
+    on_note: OnNote | None = None,
     on_progress: OnProgress | None = None,
 ) -> Confirmation:
-    """Make a plan, run its strategies and its `top` best partitions, and say how far the plan was off.
+    """Make a plan, measure its strategies and its `top` best partitions, and compare them with the predictions.
 
     virtual: replay all ranks on one device; None: where the machine has fewer devices than the scenario has GPUs.
-    on_note, on_progress: called meanwhile with lines for people, and with steps done, steps in all and what they are.
+    on_note: called with messages. on_progress: called with steps done, steps in all and what is being done.
     Raises InputError without a profile, where the machine cannot run the scenario, or where no candidate fits in its
     memory; RankError where a rank fails.
     """
@@ -69,25 +68,25 @@ def confirm(
     plan = make_plan(scenario, strategies=STRATEGIES if scenario.cluster.num_gpus > 1 else ("single",))
     mode, notes = _mode(scenario, hardware, virtual)
     fit = _fitting(scenario, hardware, candidates_of(scenario, plan, top), mode)
-    named, notes = fit.candidates, (*notes, *fit.notes, *told_of_gpus(hardware.device))
+    named, notes = fit.candidates, (*notes, *fit.notes, *gpu_notes(hardware.device))
     seconds = {result.strategy: result.ttft_s for result in plan.strategies}
     longest_s = max(seconds[one.run_as] for one in named)
     if on_note is not None:
         for note in (*warnings, *notes):
             on_note(note)
-        on_note(_told_work(named, hardware, sum(seconds[one.run_as] for one in named)))
+        on_note(_work_note(named, hardware, sum(seconds[one.run_as] for one in named)))
     gather = gather_of(scenario.profile, emulated=hardware.emulated)
     plans = [run_plan(scenario, one.run_as, one.partition, gather) for one in named]
     job = hardware.job(scenario, tuple(dict.fromkeys(plans)), check=fit.reference)
     run = _run_virtual if mode == "virtual" else _run_ranks
-    found, conditions, pace_s = run(scenario, hardware, named, plans, job, longest_s, on_progress)
-    rounds, quiet_notes = _quiet_rounds(found)
-    pace = pace_of(scenario, tuple(pace_s[number] for number in rounds)) if pace_s else None
+    found, conditions, drift_s = run(scenario, hardware, named, plans, job, longest_s, on_progress)
+    rounds, idle_notes = _idle_rounds(found)
+    drift = drift_of(scenario, tuple(drift_s[number] for number in rounds)) if drift_s else None
     device = conditions["device"]
     assert scenario.profile is not None
     other = other_device(scenario.profile.gpu, device)
     candidates = tuple(
-        _candidate(scenario, one, measured, rounds, pace) for one, measured in zip(named, found, strict=True)
+        _candidate(scenario, one, measured, rounds, drift) for one, measured in zip(named, found, strict=True)
     )
     return Confirmation(
         model=scenario.model.name,
@@ -101,17 +100,17 @@ def confirm(
         candidates=candidates,
         chosen=_chosen(candidates, plan),
         tsp=_tsp(scenario, gather, mode),
-        measured=_told_measured(mode, fit.reference),
-        modelled=_told_modelled(mode, scenario, hardware),
+        measured=_measured_parts(mode, fit.reference),
+        modelled=_modelled_parts(mode, scenario, hardware),
         conditions=conditions,
-        pace=pace,
+        drift=drift,
         targets=targets or Targets(),
-        warnings=(*warnings, *notes, *quiet_notes, *([other] if other else [])),
+        warnings=(*warnings, *notes, *idle_notes, *([other] if other else [])),
     )
 
 
 def check(scenario: Scenario, hardware: Hardware, *, needs_profile: bool = True) -> None:
-    """InputError where the runtime cannot do what the scenario asks for, before anything is started."""
+    """Raise InputError where the runtime cannot run the scenario, before anything is started."""
     if needs_profile and scenario.profile is None:
         raise InputError("profile", scenario.profile_name, "a profile of this machine; kvrsim calibrate all makes one")
     if scenario.request.cached_prefix:
@@ -127,7 +126,7 @@ def check(scenario: Scenario, hardware: Hardware, *, needs_profile: bool = True)
 
 
 def _mode(scenario: Scenario, hardware: Hardware, virtual: bool | None) -> tuple[Mode, tuple[str, ...]]:
-    """Ranks of their own, or virtual ones, and what to say of it."""
+    """Separate processes or virtual ranks, and notes on the choice."""
     from kvrsim.runtime.ranks.launch import started_by_torchrun
 
     wanted, there = scenario.cluster.num_gpus, devices_of(hardware)
@@ -147,15 +146,15 @@ def _fitting(scenario: Scenario, hardware: Hardware, named: Sequence[Named], mod
 
 
 def _chosen(candidates: Sequence[Candidate], plan: Plan) -> int:
-    """The plan's choice; where it is not measured, what is predicted to be the fastest of the others."""
+    """The plan's choice; where it is not measured, the candidate that is predicted to be the fastest."""
     names = [one.strategy for one in candidates]
     if plan.best.strategy in names:
         return names.index(plan.best.strategy)
     return min(range(len(names)), key=lambda index: candidates[index].predicted_s)
 
 
-def _told_work(named: Sequence[Named], hardware: Hardware, round_s: float) -> str:
-    """What is measured, and how long the prefills of it take if they take as long as predicted."""
+def _work_note(named: Sequence[Named], hardware: Hardware, round_s: float) -> str:
+    """What is measured, and how long the prefills should take by the profile."""
     rounds = hardware.warmups + hardware.repeats
     expected = f"about {format_seconds(round_s * rounds)} of prefills by the profile"
     return f"measuring {len(named)} candidates, {hardware.warmups} + {hardware.repeats} times each: {expected}"
@@ -170,13 +169,13 @@ def _run_ranks(
     longest_s: float,
     on_progress: OnProgress | None,
 ) -> tuple[list[_Measured], dict[str, str], tuple[float, ...]]:
-    """Every candidate on ranks of their own, each partition once."""
+    """Measure every candidate on ranks in separate processes, each partition once."""
     from kvrsim.runtime.job import JobReport, run_job
     from kvrsim.runtime.ranks.launch import launch
 
     count = len(job.plans) * (hardware.repeats + hardware.warmups + 3) + 2
     how = hardware.launch(scenario.cluster.num_gpus, longest_s, count * longest_s)
-    job = replace(job, pace_tokens=pace_tokens(scenario))
+    job = replace(job, pace_tokens=drift_tokens(scenario))
     report: JobReport = launch(run_job, job, how=how, on_progress=on_progress)[-1]
     differences = report.differences or [None] * len(job.plans)  # of logits, where they were compared
     found = {
@@ -203,7 +202,7 @@ def _run_virtual(
     longest_s: float,
     on_progress: OnProgress | None,
 ) -> tuple[list[_Measured], dict[str, str], tuple[float, ...]]:
-    """Every candidate's ranks one after another on one device."""
+    """Measure every candidate's ranks one after another on one device."""
     from kvrsim.runtime.ranks.launch import launch
     from kvrsim.runtime.virtual import VirtualReport, run_virtual
 
@@ -228,7 +227,7 @@ def _composed(scenario: Scenario, named: Named, timing: VirtualTiming) -> _Measu
 
 
 def _candidate(
-    scenario: Scenario, named: Named, measured: _Measured, rounds: Sequence[int], pace: Pace | None
+    scenario: Scenario, named: Named, measured: _Measured, rounds: Sequence[int], drift: ClockDrift | None
 ) -> Candidate:
     asked: dict[str, Any] = dict(strategy=named.run_as, partition=named.partition.chunk_lens)
     predicted = run_simulation(scenario, **asked, timeline=True)
@@ -239,7 +238,7 @@ def _candidate(
         predicted_s=predicted.ttft_s,
         predicted_low_s=predicted.ttft_low_s,
         predicted_high_s=predicted.ttft_high_s,
-        at_pace_s=None if pace is None else run_simulation(at_pace(scenario, pace), **asked).ttft_s,
+        drift_corrected_s=None if drift is None else run_simulation(corrected_for(drift, scenario), **asked).ttft_s,
         samples_s=tuple(measured.samples_s[number] for number in rounds),
         logits_error=measured.logits_error,
         logits_scale=measured.logits_scale,
@@ -248,27 +247,27 @@ def _candidate(
     )
 
 
-def _quiet_rounds(found: Sequence[_Measured]) -> tuple[list[int], tuple[str, ...]]:
-    """Rounds in which nobody else used the machine, for all candidates alike, and what to say of the others."""
+def _idle_rounds(found: Sequence[_Measured]) -> tuple[list[int], tuple[str, ...]]:
+    """Rounds in which no other process used the machine, the same for all candidates, and notes on the others."""
     everyone = range(len(found[0].samples_s))
-    quiet = [
+    idle = [
         number
         for number in everyone
         if not any(is_busy(one.samples_s[number], one.other_cores[number]) for one in found)
     ]
-    busy = len(everyone) - len(quiet)
+    busy = len(everyone) - len(idle)
     if not busy:
         return list(everyone), ()
-    if len(quiet) >= min(_LEAST_QUIET, len(everyone)):
-        return quiet, (f"{busy} of {len(everyone)} rounds left out: others used the machine meanwhile",)
-    return list(everyone), (f"others used the machine in {busy} of {len(everyone)} rounds; all are counted",)
+    if len(idle) >= min(_LEAST_IDLE, len(everyone)):
+        return idle, (f"{busy} of {len(everyone)} rounds left out: other processes used the machine",)
+    return list(everyone), (f"other processes used the machine in {busy} of {len(everyone)} rounds; all are counted",)
 
 
 def is_busy(sample_s: float, other_cores: float | None) -> bool:
-    """Whether others used this machine during a prefill; not where the system's account does not tell."""
+    """Whether other processes used this machine during a prefill; False where CPU accounting cannot tell."""
     from kvrsim.runtime.load import busy_cores
 
-    return other_cores is not None and sample_s >= _TELLING_S and other_cores > busy_cores()
+    return other_cores is not None and sample_s >= _LEAST_ACCOUNTED_S and other_cores > busy_cores()
 
 
 def _tsp(scenario: Scenario, gather: Gather, mode: Mode) -> str:
@@ -280,13 +279,13 @@ def _tsp(scenario: Scenario, gather: Gather, mode: Mode) -> str:
     return f"all-gather: {how}; {covers}"
 
 
-def _told_measured(mode: Mode, logits: bool) -> tuple[str, ...]:
+def _measured_parts(mode: Mode, logits: bool) -> tuple[str, ...]:
     whole = "TTFT of whole prefills"
     parts = "every part of every layer on every rank, alone on one device"
     return (whole if mode == "ranks" else parts, *(["logits"] if logits else []))
 
 
-def _told_modelled(mode: Mode, scenario: Scenario, hardware: Hardware) -> tuple[str, ...]:
+def _modelled_parts(mode: Mode, scenario: Scenario, hardware: Hardware) -> tuple[str, ...]:
     if mode == "virtual":
         return (f"messages and waiting, by {scenario.cluster.describe()}", "that ranks do not slow each other down")
     if hardware.emulated:

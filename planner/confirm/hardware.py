@@ -1,4 +1,4 @@
-"""Hardware: how a plan is run on the machine that is there; the way from the simulator's words to the runtime's."""
+"""Hardware: how a plan runs on this machine; translates the simulator's objects to the runtime's."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from kvrsim.runtime.plan import RunPlan
     from kvrsim.runtime.ranks.launch import Launch
 
-_PATIENCE_S = 60.0  # at least, that a rank waits for a message
-_SLOWER = 6.0  # times as long as predicted, after which nobody waits on
+_PATIENCE_S = 60.0  # the least timeout of a message
+_SLOWER = 6.0  # timeouts are so many times the predicted duration
 _SHOWN_OTHERS = 3  # processes that a note names
-_START_S = 120.0  # for processes to start and models to be made
+_START_S = 120.0  # for processes to start and models to be built
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,10 +36,10 @@ class Hardware:
     warmups: int = 1  # before them
     seed: int = 0  # of weights, prompts and side traffic
     init_std: float | None = None  # spread of the random weights; None: the config's
-    emulated: bool = False  # links as the scenario has them, in the place of the machine's own
-    traffic_share: float = 0.0  # of an emulated link's time, that others' messages take
-    traffic_bytes: float = 2**20  # of each of these
-    timeout_s: float | None = None  # that a rank waits for a message; None: by what is predicted
+    emulated: bool = False  # the scenario's links override the machine's own
+    traffic_share: float = 0.0  # share of an emulated link's time that other traffic takes
+    traffic_bytes: float = 2**20  # of each message of that traffic
+    timeout_s: float | None = None  # of a message; None: from the predicted duration
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
@@ -48,7 +48,7 @@ class Hardware:
             raise InputError("side_traffic", self.traffic_share, "nothing without `link_bandwidth`: links are emulated")
 
     def placed(self, scenario: Scenario) -> Scenario:
-        """The scenario as it can be run: emulated links are nobody else's, also where the machine's own are a bus."""
+        """The scenario as it can be run: emulated links are independent, even where the machine's own are a bus."""
         if not self.emulated or scenario.cluster.topology == "switch":
             return scenario
         return replace(scenario, cluster=scenario.cluster.with_topology("switch"))
@@ -67,7 +67,7 @@ class Hardware:
         )
 
     def job(self, scenario: Scenario, plans: tuple[RunPlan, ...], *, generate: int = 0, check: bool = True) -> Job:
-        """What the ranks are told."""
+        """The job that the ranks receive."""
         from kvrsim.runtime.job import Job
 
         return Job(
@@ -82,7 +82,7 @@ class Hardware:
         )
 
     def link(self, scenario: Scenario) -> EmulatedLink | None:
-        """The scenario's link, where it is to be emulated."""
+        """The scenario's link; None where links are not emulated."""
         from kvrsim.runtime.emulated import EmulatedLink
 
         if not self.emulated:
@@ -91,7 +91,7 @@ class Hardware:
         return EmulatedLink(bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s)
 
     def traffic(self, num_ranks: int) -> SideTraffic | None:
-        """Others' messages on every link between neighbours."""
+        """Other traffic on every link between neighbours; None where there is none."""
         from kvrsim.runtime.emulated import SideTraffic
 
         if not self.traffic_share:
@@ -100,7 +100,7 @@ class Hardware:
         return SideTraffic(pairs=pairs, share=self.traffic_share, message_bytes=self.traffic_bytes, seed=self.seed)
 
     def launch(self, num_ranks: int, longest_s: float, all_s: float) -> Launch:
-        """How ranks are started; they wait a few times as long as the longest prefill and all of them should take."""
+        """How ranks are started; timeouts follow from the predicted longest prefill and their sum."""
         from kvrsim.runtime.ranks.launch import Launch
 
         patience_s = self.timeout_s or max(_PATIENCE_S, _SLOWER * longest_s)
@@ -122,8 +122,8 @@ def devices_of(hardware: Hardware) -> int:
     return devices(hardware.device, hardware.threads)
 
 
-def told_of_gpus(device: str) -> tuple[str, ...]:
-    """A note where other processes compute on the GPUs that are about to be measured."""
+def gpu_notes(device: str) -> tuple[str, ...]:
+    """A note where other processes use the GPUs that are to be measured."""
     from kvrsim.runtime.load import others_on_gpus
 
     others = others_on_gpus() if device == "cuda" else ()
@@ -148,13 +148,13 @@ def run_plan(scenario: Scenario, strategy: str, partition: Partition, gather: Ga
 
 
 def gather_of(profile: CalibrationProfile | None, *, emulated: bool) -> Gather:
-    """The all-gather that the profile's links were fitted to; a ring over emulated links, or where it is not known."""
+    """The all-gather that the profile's links were fitted to; a ring over emulated links, or where it is unknown."""
     fit = None if profile is None else profile.operations.get("all_gather")
     return "ring" if fit is None or fit.gather is None or emulated else fit.gather
 
 
 def other_device(gpu: str, device: str) -> str | None:
-    """A note where the profile's device is not the one that has measured, by their names."""
+    """A note where, by name, the profile's device is not the measuring one."""
     numbered = [{word for word in _words(name) if any(map(str.isdigit, word))} for name in (gpu, device)]
     same = bool(numbered[0] & numbered[1]) if all(numbered) else bool(_words(gpu) & _words(device))
     return None if same else f"the profile was measured on {gpu}, not on {device}: predictions are for another machine"

@@ -1,4 +1,4 @@
-"""Confirmation: what a plan promised, and what the machine did."""
+"""Confirmation: predicted and measured TTFTs of a plan's candidates, and whether the targets are met."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from kvrsim.timeline import Timeline
-from planner.confirm.pace import Pace
+from planner.confirm.drift import ClockDrift
 
 if TYPE_CHECKING:
     import pandas
 
 Mode = Literal["ranks", "virtual"]
 _MEDIAN_ERROR = 1.25 / 1.35  # standard error of a median of n normal values, in interquartile ranges over sqrt(n)
-_SURE = 2.0  # standard errors, beyond which two medians differ
+_SIGNIFICANT = 2.0  # standard errors, above which a difference of two medians is significant
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Targets:
-    """What has to be met."""
+    """Limits that a confirmation has to meet."""
 
-    regret: float = 0.03  # of the choice's TTFT, where it can be told from the spread
-    error: float = 0.07  # of predicted TTFTs, the median of their magnitudes
+    regret: float = 0.03  # of the choice's TTFT, where it is significant
+    error: float = 0.07  # median absolute relative error of the predicted TTFTs
     logits: float | None = None  # largest difference over the largest logit; None: by the dtype
 
     def logits_for(self, dtype: str) -> float:
-        """By default what rounding leaves: sums run in another order."""
+        """By default the rounding error of sums in another order."""
         return {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}[dtype] if self.logits is None else self.logits
 
 
@@ -43,9 +43,9 @@ class Candidate:
     predicted_s: float
     predicted_low_s: float
     predicted_high_s: float
-    at_pace_s: float | None  # predicted for the pace at which the machine computes now; None: not timed
+    drift_corrected_s: float | None  # predicted, corrected for clock drift; None: drift was not measured
     samples_s: tuple[float, ...]  # measured TTFTs, by round; under virtual ranks composed of measured parts
-    logits_error: float | None  # largest difference from one process's; None: not asked for
+    logits_error: float | None  # largest difference from a single process's; None: not compared
     logits_scale: float | None  # largest logit, by magnitude
     predicted: Timeline = field(repr=False, compare=False)
     measured: Timeline | None = field(repr=False, compare=False)  # of one more prefill
@@ -57,7 +57,7 @@ class Candidate:
 
     @property
     def iqr_s(self) -> float:
-        """How far the middle half of the measured TTFTs is spread."""
+        """Interquartile range of the measured TTFTs."""
         low, high = np.percentile(self.samples_s, (25, 75))
         return float(high - low)
 
@@ -67,9 +67,9 @@ class Candidate:
         return self.predicted_s / self.median_s - 1
 
     @property
-    def rel_error_at_pace(self) -> float | None:
-        """The same for the pace at which the machine computes now."""
-        return None if self.at_pace_s is None else self.at_pace_s / self.median_s - 1
+    def rel_error_after_drift(self) -> float | None:
+        """The error after correction for clock drift."""
+        return None if self.drift_corrected_s is None else self.drift_corrected_s / self.median_s - 1
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -82,7 +82,7 @@ class Candidate:
             "measured_ttft_s": self.median_s,
             "measured_iqr_s": self.iqr_s,
             "rel_error": self.rel_error,
-            "rel_error_at_pace": self.rel_error_at_pace,
+            "rel_error_at_pace": self.rel_error_after_drift,
             "samples_s": list(self.samples_s),
             "logit_error": self.logits_error,
         }
@@ -103,31 +103,31 @@ class Confirmation:
     candidates: tuple[Candidate, ...]
     chosen: int  # the plan's choice among them
     tsp: str  # which all-gather, and what attention covers
-    measured: tuple[str, ...]  # what of the "measured" TTFTs was measured
-    modelled: tuple[str, ...]  # and what was not
+    measured: tuple[str, ...]  # which parts of the "measured" TTFTs were measured
+    modelled: tuple[str, ...]  # and which were modelled
     conditions: Mapping[str, str]  # machine, libraries, repetitions
-    pace: Pace | None  # of the ranks' computing, against the calibration's; None: not timed
+    drift: ClockDrift | None  # of the ranks' clocks since the calibration; None: not measured
     targets: Targets
     warnings: tuple[str, ...]
 
     @property
     def choice(self) -> Candidate:
-        """What the plan says is fastest."""
+        """The candidate that the plan predicts to be the fastest."""
         return self.candidates[self.chosen]
 
     @property
     def best(self) -> Candidate:
-        """What was fastest."""
+        """The candidate that was measured to be the fastest."""
         return min(self.candidates, key=lambda one: one.median_s)
 
     @property
     def regret(self) -> float:
-        """What the plan's choice loses against the fastest that was measured, as a share of the latter's TTFT."""
+        """How much slower the plan's choice is than the fastest candidate, as a share of the latter's TTFT."""
         return self.choice.median_s / self.best.median_s - 1
 
     @property
     def regret_spread(self) -> float:
-        """Standard error of the regret: of the differences, round by round, which share the machine's drift."""
+        """Standard error of the regret, of differences within rounds, so that clock drift cancels out."""
         pairs = zip(self.choice.samples_s, self.best.samples_s, strict=True)
         shares = [choice / best - 1 for choice, best in pairs]
         low, high = np.percentile(shares, (25, 75))
@@ -135,54 +135,55 @@ class Confirmation:
 
     @property
     def regret_beyond_spread(self) -> bool:
-        """Whether the choice is surely slower than the best, and not only by chance."""
-        return self.regret > _SURE * self.regret_spread
+        """Whether the regret is significant."""
+        return self.regret > _SIGNIFICANT * self.regret_spread
 
     @property
     def median_error(self) -> float:
-        """Of the predictions, the median magnitude."""
+        """Median absolute relative error of the predictions."""
         return median(abs(one.rel_error) for one in self.candidates)
 
     @property
-    def median_error_at_pace(self) -> float | None:
-        """The same for the pace at which the machine computes now; None where that was not timed."""
-        errors = [abs(one.rel_error_at_pace) for one in self.candidates if one.rel_error_at_pace is not None]
+    def median_error_after_drift(self) -> float | None:
+        """The same after correction for clock drift; None where drift was not measured."""
+        errors = [abs(one.rel_error_after_drift) for one in self.candidates if one.rel_error_after_drift is not None]
         return median(errors) if errors else None
 
     @property
     def max_logit_error(self) -> float | None:
-        """The largest difference of any candidate's logits from one process's; None: not asked for."""
+        """The largest difference of any candidate's logits from a single process's; None: not compared."""
         found = [one.logits_error for one in self.candidates if one.logits_error is not None]
-        # max() would pass over a "not a number".
+        # Unlike max(), np.max() keeps NaN.
         return float(np.max(found)) if found else None
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Targets that are not met, each in a sentence; empty where all are."""
+        """One sentence for each target that is not met."""
         targets, found = self.targets, []
         if self.regret > targets.regret and self.regret_beyond_spread:
-            found.append(f"regret {self.regret:.1%} is above {targets.regret:.1%}, and beyond the spread")
+            found.append(f"regret {self.regret:.1%} is above {targets.regret:.1%}, and significant")
         if self.median_error > targets.error:
             found.append(
-                f"predictions are off by {self.median_error:.1%} (median), above {targets.error:.1%}{self._drift}"
+                f"predictions are off by {self.median_error:.1%} (median), above {targets.error:.1%}{self._drift_note}"
             )
         limit = targets.logits_for(self.dtype)
         for one in self.candidates:
             if one.logits_error is None or one.logits_scale is None:
                 continue
-            if not one.logits_error <= limit * max(one.logits_scale, 1e-30):  # so that "not a number" fails
+            if not one.logits_error <= limit * max(one.logits_scale, 1e-30):  # NaN fails, too
                 shown = f"{one.logits_error:.2g}, largest logit {one.logits_scale:.2g}"
                 found.append(f"{one.strategy}: logits differ from one process's by {shown}, above {limit:.0e} of it")
         return tuple(found)
 
     @property
-    def _drift(self) -> str:
-        """What of the error is not the model's, for a sentence on it."""
-        if self.pace is None or self.median_error_at_pace is None or self.median_error_at_pace > self.targets.error:
+    def _drift_note(self) -> str:
+        """Says where clock drift alone explains that the error is above its target."""
+        error = self.median_error_after_drift
+        if self.drift is None or error is None or error > self.targets.error:
             return ""
         return (
-            f"; {self.median_error_at_pace:.1%} at the machine's present pace, {self.pace.speed:.2f} of the"
-            " calibration's: calibrate again"
+            f"; {error:.1%} after correction for clock drift (the machine now runs at {self.drift.speed:.2f} of its"
+            " speed during the calibration): calibrate again"
         )
 
     @property
@@ -207,8 +208,8 @@ class Confirmation:
             "regret_spread": self.regret_spread,
             "regret_beyond_spread": self.regret_beyond_spread,
             "median_error": self.median_error,
-            "median_error_at_pace": self.median_error_at_pace,
-            "pace": None if self.pace is None else self.pace.to_dict(),
+            "median_error_at_pace": self.median_error_after_drift,
+            "pace": None if self.drift is None else self.drift.to_dict(),
             "max_logit_error": self.max_logit_error,
             "ok": self.ok,
             "reasons": list(self.reasons),

@@ -14,22 +14,21 @@ from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
 from kvrsim.timeline import Timeline
-from planner.confirm.candidates import Named
-from planner.confirm.confirm import Told, check, is_busy
-from planner.confirm.hardware import Hardware, devices_of, gather_of, run_plan, told_of_gpus
-from planner.confirm.memory import NO_REFERENCE, Room
+from planner.confirm.candidates import NO_REFERENCE, Named, Room
+from planner.confirm.confirm import OnNote, check, is_busy
+from planner.confirm.hardware import Hardware, devices_of, gather_of, gpu_notes, run_plan
 from planner.simulate import partition_of, run_simulation
 
 if TYPE_CHECKING:
     from kvrsim.runtime.bench import Timing
     from kvrsim.runtime.ranks.transport import OnProgress
 
-_PATIENCE_S = 600.0  # without a profile nobody knows how long a prefill takes
+_PATIENCE_S = 600.0  # without a profile the length of a prefill is unknown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunResult:
-    """What one strategy's prefills have taken."""
+    """Measured prefills of one strategy."""
 
     strategy: str
     model: str
@@ -39,25 +38,25 @@ class RunResult:
     context_len: int
     partition: tuple[int, ...]
     samples_s: tuple[float, ...]  # TTFT of each repetition
-    other_cores: tuple[float | None, ...]  # of each: cores that others kept busy; None: not told
+    other_cores: tuple[float | None, ...]  # cores that other processes kept busy in each; None: unknown
     predicted_s: float | None  # by the profile; None: there is none
-    logits_error: float | None  # largest difference from one process's; None: not asked for
+    logits_error: float | None  # largest difference from a single process's; None: not compared
     logits_scale: float | None
     kv_cache_error: float | None
-    generated: tuple[tuple[int, ...], ...]  # tokens by prompt; empty where not asked for
+    generated: tuple[tuple[int, ...], ...]  # tokens by prompt; empty where none were requested
     conditions: Mapping[str, str]
     all_gather: str | None  # TSP's: a ring between neighbours, or the backend's collective; None: there is none
-    warnings: tuple[str, ...]  # such as that others used the machine
+    warnings: tuple[str, ...]  # such as that other processes used the machine
     timeline: Timeline = field(repr=False, compare=False)  # of one more prefill
 
     @property
     def ttft_s(self) -> float:
-        """The middle one."""
+        """Median TTFT."""
         return median(self.samples_s)
 
     @property
     def iqr_s(self) -> float:
-        """How far the middle half is spread."""
+        """Interquartile range."""
         low, high = np.percentile(self.samples_s, (25, 75))
         return float(high - low)
 
@@ -104,7 +103,7 @@ def run_here(
     check_logits: bool = False,
     generate: int = 0,
     warnings: Sequence[str] = (),
-    on_note: Told | None = None,
+    on_note: OnNote | None = None,
     on_progress: OnProgress | None = None,
 ) -> RunResult:
     """Measure on as many ranks as the scenario has GPUs.
@@ -137,7 +136,7 @@ def run_here(
 
     longest_s = _PATIENCE_S / 6 if predicted_s is None else predicted_s
     count = hardware.repeats + hardware.warmups + 8
-    notes = (*warnings, *told_of_gpus(hardware.device))
+    notes = (*warnings, *gpu_notes(hardware.device))
     if check_logits and scenario.profile is not None and not _reference_fits(placed, hardware):
         check_logits, notes = False, (*notes, NO_REFERENCE)
     job = hardware.job(placed, (plan,), generate=generate, check=check_logits)
@@ -179,10 +178,10 @@ def _reference_fits(scenario: Scenario, hardware: Hardware) -> bool:
 
 
 def _busy_notes(timing: Timing) -> tuple[str, ...]:
-    """A note where others used the machine during prefills, which are counted all the same."""
+    """A note where other processes used the machine during prefills, which are counted anyway."""
     pairs = zip(timing.ttft_s, timing.other_cores, strict=True)
     busy = [cores for ttft_s, cores in pairs if cores is not None and is_busy(ttft_s, cores)]
     if not busy:
         return ()
     during = f"{len(busy)} of {len(timing.ttft_s)} prefills"
-    return (f"others used the machine in {during} ({median(busy):.1f} cores); TTFT may be too long",)
+    return (f"other processes used the machine in {during} ({median(busy):.1f} cores); TTFT may be too long",)

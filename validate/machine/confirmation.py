@@ -90,8 +90,7 @@ def _falcon(folder: Path, chosen: argparse.Namespace) -> list[Section]:
 def _confirmed(
     model: str, link: str, profile: Path, folder: Path, *, ctx: str, repeats: int, top: int, **scenario: Any
 ) -> Section:
-    from planner.confirm.plot import write_pair
-    from planner.confirm.trace import write_traces
+    from planner.confirm.timelines import write_plot, write_traces
 
     print(f"{model}, {link}, {ctx}", file=sys.stderr)
     found = confirm(
@@ -107,7 +106,7 @@ def _confirmed(
         **scenario,
     )
     stem = f"{model}-{link}-{ctx}".replace(" ", "-").replace("/", "")
-    write_pair(found, folder / f"{stem}.png")
+    write_plot(found, folder / f"{stem}.png")
     write_traces(found, folder / f"{stem}.trace.json")
     return f"{model}, {link}", found.to_dict()
 

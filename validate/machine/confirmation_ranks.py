@@ -23,7 +23,7 @@ from kvrsim.runtime.geometry import Geometry
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.ranks.launch import Launch, launch
 from kvrsim.runtime.ranks.transport import Transport
-from planner.confirm.noise import Traffic, noisy_ttft_s
+from validate.machine.side_traffic import Traffic, noisy_ttft_s
 
 # Few bytes a token and a slow link: on two cores, moving the bytes takes time from nobody.
 GEOMETRY = Geometry(model_type="llama", num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=1, head_dim=32)

@@ -25,6 +25,7 @@ from kvrsim.cli.options import (
 from kvrsim.cli.outputs import write_beside
 from kvrsim.cli.rank_progress import RankProgress
 from kvrsim.errors import InputError, KvrsimError
+from kvrsim.io.files import is_first_rank
 
 if TYPE_CHECKING:
     from kvrsim.scenario import Scenario
@@ -120,10 +121,10 @@ def confirm(
         with RankProgress() as progress:
             found = run(scenario, chosen, top=best, virtual=virtual, on_progress=progress, **told)
     except KvrsimError as error:
-        if json and error.exit_code == NOT_MET and machine.is_first_rank():  # a rank that failed, say
+        if json and error.exit_code == NOT_MET and is_first_rank():  # a rank that failed, say
             print_json({"candidates": [], "ok": False, "reasons": [str(error)]})
         raise
-    if machine.is_first_rank():
+    if is_first_rank():
         _show(found, trace, plot, json=json)
     if not found.ok:
         raise typer.Exit(NOT_MET)
@@ -142,7 +143,7 @@ def _targets(regret: str, error: str, logits: str | None) -> Targets:
 
 def tell(note: str) -> None:
     """A line on standard error, of the first rank's."""
-    if machine.is_first_rank():
+    if is_first_rank():
         outputs.tell(note)
 
 
@@ -153,10 +154,9 @@ def _show(found: Confirmation, trace: str | None, plot: str | None, *, json: boo
         from kvrsim.cli.render.confirm import show_confirmation
 
         show_confirmation(found)
-    from planner.confirm.plot import write_pair
-    from planner.confirm.trace import write_traces
+    from planner.confirm.timelines import write_plot, write_traces
 
-    write_beside((trace, lambda path: write_traces(found, path)), (plot, lambda path: write_pair(found, path)))
+    write_beside((trace, lambda path: write_traces(found, path)), (plot, lambda path: write_plot(found, path)))
 
 
 def _search(
@@ -188,7 +188,7 @@ def _search(
     )
     with RankProgress() as progress:
         found = search_here(scenario, hardware, **wanted, on_note=tell, on_progress=progress)
-    if not machine.is_first_rank():
+    if not is_first_rank():
         return
     if json:
         print_json(found.to_dict())

@@ -22,6 +22,7 @@ from kvrsim.cli.options import (
 )
 from kvrsim.cli.outputs import write_beside
 from kvrsim.cli.rank_progress import RankProgress
+from kvrsim.io.files import is_first_rank
 
 if TYPE_CHECKING:
     from kvrsim.scenario import Scenario
@@ -73,7 +74,7 @@ def run(
     wanted: dict[str, Any] = dict(strategy=strategy, partition=chunks, check_logits=check, generate=tokens)
     with RankProgress() as progress:
         found = run_here(scenario, chosen, **wanted, warnings=warnings, on_note=tell, on_progress=progress)
-    if machine.is_first_rank():
+    if is_first_rank():
         _show(found, trace, plot, json=json)
 
 

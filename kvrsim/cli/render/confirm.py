@@ -34,10 +34,10 @@ def show_confirmation(found: Confirmation) -> None:
     table = facts()
     table.add_row("regret:", _regret(found))
     table.add_row("error:", f"{found.median_error:.1%}: |predicted / measured - 1|, median of the candidates")
-    if found.pace is not None and found.median_error_at_pace is not None:
-        tokens, error = format_tokens(found.pace.num_tokens), found.median_error_at_pace
-        fast = f"{found.pace.speed:.2f} times as fast as when calibrated ({tokens} tokens on every rank at once)"
-        table.add_row("pace:", f"{fast}; corrected for that, the error is {error:.1%}")
+    if found.drift is not None and found.median_error_after_drift is not None:
+        tokens, error = format_tokens(found.drift.num_tokens), found.median_error_after_drift
+        fast = f"{found.drift.speed:.2f} times as fast as when calibrated ({tokens} tokens on every rank at once)"
+        table.add_row("clock drift:", f"{fast}; corrected for that, the error is {error:.1%}")
     if found.max_logit_error is not None:
         table.add_row("logits:", f"differ from one process's by at most {found.max_logit_error:.2g}")
     table.add_row("TSP:", found.tsp)

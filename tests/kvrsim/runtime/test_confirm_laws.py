@@ -22,14 +22,14 @@ from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from kvrsim.timeline import Timeline
 from planner.confirm.candidates import candidates_of
+from planner.confirm.drift import ClockDrift, corrected_for, drift_of
 from planner.confirm.hardware import gather_of, other_device
-from planner.confirm.noise import noisy_ttft_s
-from planner.confirm.pace import Pace, at_pace, pace_of
 from planner.confirm.result import Candidate, Confirmation, Targets
 from planner.confirm.virtual import composed_s, composed_timeline
 from planner.plan import make_plan
 from planner.simulate import partition_of
 from validate.machine.confirmation_ranks import Sleepers, ring_traffic, sleep
+from validate.machine.side_traffic import noisy_ttft_s
 
 NOTHING = Timeline(strategy="kvr", num_ranks=1, spans=())
 
@@ -39,7 +39,7 @@ def candidate(
     predicted_s: float,
     samples_s: tuple[float, ...],
     logits: float = 0.0,
-    at_pace_s: float | None = None,
+    drift_corrected_s: float | None = None,
 ) -> Candidate:
     return Candidate(
         strategy=name,
@@ -47,7 +47,7 @@ def candidate(
         predicted_s=predicted_s,
         predicted_low_s=predicted_s,
         predicted_high_s=predicted_s,
-        at_pace_s=at_pace_s,
+        drift_corrected_s=drift_corrected_s,
         samples_s=samples_s,
         logits_error=logits,
         logits_scale=2.0,
@@ -56,7 +56,9 @@ def candidate(
     )
 
 
-def confirmation(*candidates: Candidate, targets: Targets | None = None, pace: Pace | None = None) -> Confirmation:
+def confirmation(
+    *candidates: Candidate, targets: Targets | None = None, drift: ClockDrift | None = None
+) -> Confirmation:
     return Confirmation(
         model="m",
         profile="p",
@@ -72,7 +74,7 @@ def confirmation(*candidates: Candidate, targets: Targets | None = None, pace: P
         measured=(),
         modelled=(),
         conditions={},
-        pace=pace,
+        drift=drift,
         targets=targets or Targets(),
         warnings=(),
     )
@@ -101,16 +103,16 @@ def test_a_regret_counts_beyond_the_spread_only() -> None:
 
 def test_what_a_slower_machine_explains_is_told() -> None:
     scenario, _ = make_scenario(ctx=8192, gpus=2, model="llama-7b", profile=made_up_profile())
-    predicted_s = pace_of(scenario, (1.0,)).predicted_s
-    pace = pace_of(scenario, (1.2 * predicted_s, 1.25 * predicted_s, 1.4 * predicted_s))
-    assert (pace.num_tokens, pace.speed) == (4096, pytest.approx(0.8))
-    slower = pace_of(at_pace(scenario, pace), (1.0,))
+    predicted_s = drift_of(scenario, (1.0,)).predicted_s
+    drift = drift_of(scenario, (1.2 * predicted_s, 1.25 * predicted_s, 1.4 * predicted_s))
+    assert (drift.num_tokens, drift.speed) == (4096, pytest.approx(0.8))
+    slower = drift_of(corrected_for(drift, scenario), (1.0,))
     assert slower.predicted_s == pytest.approx(predicted_s / 0.8, rel=0.02)  # but for the host
-    one = candidate("a", 1.0, (1.25, 1.25, 1.25), at_pace_s=1.25)
-    assert "calibrate again" in confirmation(one, pace=pace).reasons[0]
-    other = candidate("a", 1.0, (1.25, 1.25, 1.25), at_pace_s=1.0)
-    assert "calibrate again" not in confirmation(other, pace=pace).reasons[0]
-    assert other.rel_error_at_pace == other.rel_error == pytest.approx(-0.2)
+    one = candidate("a", 1.0, (1.25, 1.25, 1.25), drift_corrected_s=1.25)
+    assert "calibrate again" in confirmation(one, drift=drift).reasons[0]
+    other = candidate("a", 1.0, (1.25, 1.25, 1.25), drift_corrected_s=1.0)
+    assert "calibrate again" not in confirmation(other, drift=drift).reasons[0]
+    assert other.rel_error_after_drift == other.rel_error == pytest.approx(-0.2)
 
 
 @pytest.mark.parametrize("error", [1e-3, float("nan"), float("inf")])

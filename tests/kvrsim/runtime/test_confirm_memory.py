@@ -17,11 +17,10 @@ from kvrsim.runtime.ranks.launch import Launch, launch
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import get_strategy
-from planner.confirm import memory as confirm_memory
+from planner.confirm import candidates as confirm_memory
 from planner.confirm import run as confirm_run
-from planner.confirm.candidates import Named, candidates_of
+from planner.confirm.candidates import Fitting, Named, Room, candidates_of, fitting
 from planner.confirm.hardware import Hardware
-from planner.confirm.memory import Fitting, Room, fitting
 from planner.plan import make_plan
 
 STRATEGIES = ("single", "tsp", "kvr-e", "kvr-s")
@@ -44,7 +43,7 @@ def test_what_does_not_fit_is_left_out_with_the_reference_and_said() -> None:
     assert "kvr-s" in [one.strategy for one in found.candidates]
     assert not found.reference
     assert "single (101 GiB)" in found.notes[0]
-    assert found.notes[-1] == "logits are not compared: one process's prefill does not fit in memory"
+    assert found.notes[-1] == "logits are not compared: a single process's prefill does not fit in memory"
 
 
 def test_what_fits_is_all_measured_and_nothing_is_said() -> None:

@@ -18,13 +18,20 @@ import pytest
 from confirm_setup import arguments, folder_with, made_up_profile, said
 
 from kvrsim.errors import InputError, NotWrittenError
+from kvrsim.io.journal import Journal
 from kvrsim.model.load import load_model
 from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from planner.confirm.hardware import Hardware
-from planner.confirm.journal import Sample, SearchJournal
-from planner.confirm.levels import Chunks, Levels, Task
+from planner.confirm.hardware_search import (
+    Chunks,
+    HardwareSearch,
+    Sample,
+    SearchTask,
+    read_sample,
+    search_journal,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -40,112 +47,116 @@ class Bowl:
         self.liked, self.each_s, self.killed_after, self.asked = liked, each_s, killed_after, list[Sample]()
         self.drift = itertools.count()
 
-    def sample(self, level: int, chunks: Chunks) -> Sample:
+    def sample(self, stage: int, chunks: Chunks) -> Sample:
         if len(self.asked) == self.killed_after:
             raise KeyboardInterrupt
         away = sum(abs(one - other) for one, other in zip(chunks, self.liked, strict=True))
-        self.asked.append(Sample(level=level, chunks=chunks, ttft_s=1 + away / sum(chunks), spent_s=self.each_s))
+        self.asked.append(Sample(stage=stage, chunks=chunks, ttft_s=1 + away / sum(chunks), spent_s=self.each_s))
         return self.asked[-1]
 
     def conditions(self) -> dict[str, str]:
         return {"device": "made up"}
 
 
-def task_of(scenario: Scenario, seed: Chunks, tmp_path: Path, **changes: object) -> Task:
-    task = Task(
+def task_of(scenario: Scenario, seed: Chunks, tmp_path: Path, **changes: object) -> SearchTask:
+    task = SearchTask(
         scenario=scenario,
         hardware=Hardware(config="llama-7b", repeats=2),
         seed=Partition(chunk_lens=seed),
         budget_s=1e9,
         known=(),
-        journal=SearchJournal(path=tmp_path / "journal", about={}),
+        journal=search_journal(tmp_path / "journal", {}),
     )
     return replace(task, **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("seed", "liked"), [((2048, 2048), (2300, 1796)), ((1024,) * 4, (1100, 1050, 1000, 946))])
 def test_it_ends_near_what_the_machine_likes(seed: Chunks, liked: Chunks, tmp_path: Path) -> None:
-    levels, machine = Levels(), Bowl(liked)
-    levels.run(task_of(scenario_of(len(seed)), seed, tmp_path), machine)
-    assert levels.best.median_s < levels.seed.median_s
-    assert all(sum(sample.chunks) == 4096 and min(sample.chunks) >= 1 for sample in levels.samples)
+    found, machine = HardwareSearch(), Bowl(liked)
+    found.run(task_of(scenario_of(len(seed)), seed, tmp_path), machine)
+    assert found.best.median_s < found.seed.median_s
+    assert all(sum(sample.chunks) == 4096 and min(sample.chunks) >= 1 for sample in found.samples)
     stride = 4096 / len(seed) / 64
     if len(seed) == 2:
-        assert abs(levels.best.partition[0] - liked[0]) <= 2 * stride
-    assert levels.ended == "the finest stride is done"
-    assert levels.conditions == {"device": "made up"}
+        assert abs(found.best.partition[0] - liked[0]) <= 2 * stride
+    assert found.ended == "the finest stride is done"
+    assert found.conditions == {"device": "made up"}
 
 
 def test_it_never_does_worse_than_the_plan(tmp_path: Path) -> None:
-    levels = Levels()
-    levels.run(task_of(scenario_of(2), (2048, 2048), tmp_path), Bowl((2048, 2048)))
-    assert levels.best.partition == (2048, 2048)
-    assert levels.best.samples_s == levels.seed.samples_s
+    found = HardwareSearch()
+    found.run(task_of(scenario_of(2), (2048, 2048), tmp_path), Bowl((2048, 2048)))
+    assert found.best.partition == (2048, 2048)
+    assert found.best.samples_s == found.seed.samples_s
 
 
 def test_the_time_bounds_it(tmp_path: Path) -> None:
-    levels, machine = Levels(), Bowl((2300, 1796), each_s=10.0)
-    levels.run(task_of(scenario_of(2), (2048, 2048), tmp_path, budget_s=60.0), machine)
-    assert "the time is up" in levels.ended
+    found, machine = HardwareSearch(), Bowl((2300, 1796), each_s=10.0)
+    found.run(task_of(scenario_of(2), (2048, 2048), tmp_path, budget_s=60.0), machine)
+    assert "the time is up" in found.ended
     assert len(machine.asked) <= 6 + 2 * 2  # and the plan's against the best
-    assert len(levels.seed.samples_s) == 2
+    assert len(found.seed.samples_s) == 2
 
 
 @pytest.mark.parametrize("killed_after", [1, 7, 20])
 def test_a_killed_search_comes_to_the_same_end(killed_after: int, tmp_path: Path) -> None:
     scenario, seed, liked = scenario_of(2), (2048, 2048), (2300, 1796)
-    whole = Levels()
+    whole = HardwareSearch()
     whole.run(task_of(scenario, seed, tmp_path), Bowl(liked))
     first = Bowl(liked, killed_after=killed_after)
     with pytest.raises(KeyboardInterrupt):
-        Levels().run(task_of(scenario, seed, tmp_path), first)
-    rest, second = Levels(), Bowl(liked)
+        HardwareSearch().run(task_of(scenario, seed, tmp_path), first)
+    rest, second = HardwareSearch(), Bowl(liked)
     rest.run(task_of(scenario, seed, tmp_path, known=tuple(first.asked)), second)
     assert rest.samples == whole.samples
     assert len(first.asked) + len(second.asked) == len(whole.samples)
 
 
-SAMPLE = Sample(level=0, chunks=(3, 1), ttft_s=0.5, spent_s=0.7)
+SAMPLE = Sample(stage=0, chunks=(3, 1), ttft_s=0.5, spent_s=0.7)
+
+
+def keep(path: Path, about: dict[str, object], sample: Sample) -> list[Sample]:
+    """Add a sample to a journal; what it held before."""
+    with closing(search_journal(path, about)) as journal:
+        found = journal.resume(read_sample)
+        journal.append(asdict(sample))
+    return found
 
 
 def test_a_journal_keeps_what_is_whole(tmp_path: Path) -> None:
     path, about = tmp_path / "t.json.search", {"context": 4}
-    with closing(SearchJournal.open(path, about)) as journal:
-        journal.add(SAMPLE)
+    keep(path, about, SAMPLE)
     with path.open("a") as file:
-        file.write('{"level": 0, "chu')
-    with closing(SearchJournal.open(path, about)) as again:
-        assert again.samples == [SAMPLE]
-        assert again.spent_s == pytest.approx(0.7)
-        again.add(replace(SAMPLE, level=-1))
-    last = SearchJournal.open(path, about)
-    assert last.samples == [SAMPLE, replace(SAMPLE, level=-1)]
+        file.write('{"stage": 0, "chu')
+    assert keep(path, about, replace(SAMPLE, stage=-1)) == [SAMPLE]
+    last = search_journal(path, about)
+    assert last.resume(read_sample) == [SAMPLE, replace(SAMPLE, stage=-1)]
     last.remove()
     assert not path.exists()
 
 
-@pytest.mark.parametrize("wrong", [{"chunks": ["3", 1]}, {"chunks": [[3], 1]}, {"level": 0.5}, {"ttft_s": None}])
+@pytest.mark.parametrize("wrong", [{"chunks": ["3", 1]}, {"chunks": [[3], 1]}, {"stage": 0.5}, {"ttft_s": None}])
 def test_what_no_search_has_written_is_named(wrong: dict[str, object], tmp_path: Path) -> None:
     path, about = tmp_path / "t.json.search", {"context": 4}
-    with closing(SearchJournal.open(path, about)) as journal:
-        journal.add(SAMPLE)
+    keep(path, about, SAMPLE)
     content = path.read_text() + json.dumps(asdict(SAMPLE) | wrong) + "\n"
     path.write_text(content)
     with pytest.raises(InputError, match=rf"output .*, line 4: {next(iter(wrong))}: .*remove the file"):
-        SearchJournal.open(path, about)
+        search_journal(path, about).resume(read_sample)
     assert path.read_text() == content
 
 
 def test_a_copy_that_was_sent_to_a_rank_creates_no_journal(tmp_path: Path) -> None:
     path, about = tmp_path / "t.json.search", {"context": 4}
-    with closing(SearchJournal.open(path, about)) as journal:
-        copy: SearchJournal = pickle.loads(pickle.dumps(journal))
-        copy.add(SAMPLE)
-    with closing(SearchJournal.open(path, about)) as journal:
-        assert journal.samples == [SAMPLE]
+    with closing(search_journal(path, about)) as journal:
+        journal.resume(read_sample)
+        copy: Journal = pickle.loads(pickle.dumps(journal))
+        copy.append(asdict(SAMPLE))
+    with closing(search_journal(path, about)) as journal:
+        assert journal.resume(read_sample) == [SAMPLE]
         journal.remove()
     with pytest.raises(NotWrittenError):
-        copy.add(SAMPLE)
+        copy.append(asdict(SAMPLE))
     assert not path.exists()
 
 
@@ -172,7 +183,7 @@ def test_a_search_that_is_killed_goes_on_and_writes_a_table(tmp_path: Path) -> N
         process.wait()
     time.sleep(0.2)
     with journal.open("a") as file:
-        file.write('{"level": 0, "chunks": [5')
+        file.write('{"stage": 0, "chunks": [5')
     code, found, errors = said(words)
     assert code == 0, errors
     assert found["resumed"] >= 3

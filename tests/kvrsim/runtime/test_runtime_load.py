@@ -34,7 +34,9 @@ def test_a_tenth_of_a_core_is_much_of_two_and_nothing_of_many(monkeypatch: pytes
 def test_a_run_says_that_the_machine_was_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     busy = Timing(plan=PLAN, ttft_s=(1.0, 2.0, 2.0), other_cores=(0.0, 0.6, 1.0))
-    assert _busy_notes(busy) == ("others used the machine in 2 of 3 prefills (0.8 cores); TTFT may be too long",)
+    assert _busy_notes(busy) == (
+        "other processes used the machine in 2 of 3 prefills (0.8 cores); TTFT may be too long",
+    )
     assert _busy_notes(Timing(plan=PLAN, ttft_s=(1.0, 1.0), other_cores=(0.0, None))) == ()
 
 
@@ -80,7 +82,7 @@ def test_ranks_of_the_same_torchrun_are_not_others(tmp_path: Path, monkeypatch: 
 
 def test_a_note_names_a_few_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "others_on_gpus", lambda: tuple("abcde"))
-    assert confirm_hardware.told_of_gpus("cuda") == ("other processes are on the GPUs: a, b, c, ...",)
-    assert confirm_hardware.told_of_gpus("cpu") == ()
+    assert confirm_hardware.gpu_notes("cuda") == ("other processes are on the GPUs: a, b, c, ...",)
+    assert confirm_hardware.gpu_notes("cpu") == ()
     monkeypatch.setattr(load, "others_on_gpus", tuple)
-    assert confirm_hardware.told_of_gpus("cuda") == ()
+    assert confirm_hardware.gpu_notes("cuda") == ()

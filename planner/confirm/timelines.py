@@ -1,10 +1,13 @@
-"""Two timelines under each other on one scale: what was predicted, and what was real."""
+"""Predicted and measured timelines of candidates: a plot of the plan's choice, and a trace of all for Perfetto."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from kvrsim.io.files import write_atomically
 from kvrsim.plots.gantt import WIDTH, draw_head, lane_axes, mark_first_tokens
 from kvrsim.plots.lanes import draw_arrows, draw_bars, draw_legend, legend_entries, number_layers
 from kvrsim.plots.save import check_suffix, save_figure
@@ -13,9 +16,11 @@ from kvrsim.timeline import Timeline
 from kvrsim.units import format_seconds, format_tokens
 from planner.confirm.result import Candidate, Confirmation
 
+_PIDS = 1000  # process numbers reserved for one timeline
 
-def write_pair(confirmation: Confirmation, path: str | Path) -> None:
-    """Draw the plan's choice as PNG, SVG or PDF by the path's suffix, in the colours of every other timeline."""
+
+def write_plot(confirmation: Confirmation, path: str | Path) -> None:
+    """Draw the choice's predicted timeline above the measured one, as PNG, SVG or PDF by the path's suffix."""
     check_suffix(path)
     with styled():
         save_figure(_drawn(confirmation), path)
@@ -25,7 +30,7 @@ def _drawn(confirmation: Confirmation) -> Any:
     from matplotlib.figure import Figure
 
     one = confirmation.choice
-    timelines = _titled(one, confirmation.mode == "virtual")
+    timelines = _titled_timelines(one, confirmation.mode == "virtual")
     lanes = min(10.0, max(0.9, one.predicted.num_ranks * 0.5))  # inches
     gap = 0.8
     height = len(timelines) * lanes + (len(timelines) - 1) * gap + 1.8
@@ -53,10 +58,32 @@ def _drawn(confirmation: Confirmation) -> Any:
     return figure
 
 
-def _titled(one: Candidate, virtual: bool) -> list[tuple[str, Timeline]]:
-    """Each with its name; a median of several prefills stands beside the one prefill that is drawn."""
-    real = "composed of measured parts" if virtual else "one real prefill"
+def _titled_timelines(one: Candidate, virtual: bool) -> list[tuple[str, Timeline]]:
+    """Timelines with titles; the measured one is of a single prefill, its title names the median of all."""
+    shown = "composed of measured parts" if virtual else "one measured prefill"
     found = [(f"predicted, {format_seconds(one.predicted_s)}", one.predicted)]
     if one.measured is not None:
-        found.append((f"{real}; median of {len(one.samples_s)}: {format_seconds(one.median_s)}", one.measured))
+        found.append((f"{shown}; median of {len(one.samples_s)}: {format_seconds(one.median_s)}", one.measured))
     return found
+
+
+def write_traces(confirmation: Confirmation, path: str | Path) -> None:
+    """Write trace events atomically: one timeline after another, the plan's choice first."""
+    events: list[dict[str, Any]] = []
+    for number, (name, timeline) in enumerate(_timelines(confirmation)):
+        for event in timeline.chrome_events():
+            shifted = event | {"pid": event["pid"] + number * _PIDS}
+            if event["ph"] == "M" and event["name"] == "process_name":
+                shifted["args"] = {"name": f"{name}, {event['args']['name']}"}
+            events.append(shifted)
+    content = {"traceEvents": events, "displayTimeUnit": "ms"}
+    write_atomically(path, json.dumps(content).encode(), argument="trace")
+
+
+def _timelines(confirmation: Confirmation) -> Iterator[tuple[str, Timeline]]:
+    real = "measured" if confirmation.mode == "ranks" else "composed of measured parts"
+    for one in sorted(confirmation.candidates, key=lambda one: one is not confirmation.choice):
+        label = f"{one.strategy} {','.join(map(str, one.partition))}"
+        yield f"{label}, predicted", one.predicted
+        if one.measured is not None:
+            yield f"{label}, {real}", one.measured
