@@ -11,7 +11,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help plan test fuzz check format bench accuracy figures calibration confirmation gpu profiles fit clean
+.PHONY: help plan test fuzz check docs format bench accuracy figures calibration confirmation gpu profiles fit clean
 
 help: ## list these targets
 	@echo "make TARGET   (PYTHON=$(PYTHON); any Python >= 3.11 will do)"
@@ -31,6 +31,9 @@ check: $(VENV)/.dev ## ruff format, ruff, mypy, import-linter
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(VENV)/.dev ## build the documentation into build/site; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: $(VENV)/.dev ## put the code in shape: ruff format, ruff --fix
 	$(BIN)/ruff format .
@@ -92,5 +95,5 @@ $(VENV)/.core: $(VENV)/.made $(PINS)
 
 $(VENV)/.dev: $(VENV)/.core $(PINS)
 	@echo "installing the tools for checks and tests into $(VENV) (once)" >&2
-	@$(PIP_INSTALL) -e '.[dev,hardware]'
+	@$(PIP_INSTALL) -e '.[dev,docs,hardware]'
 	@touch $@

@@ -1,61 +1,174 @@
-"""The documents run: commands and code shown in the README do what it says."""
+"""The documents run: commands and code of README and docs do what the page says.
+
+A block that needs a GPU, hours, or a file that only the reader has follows a line `<!-- not run: REASON -->`. Its
+commands are parsed and not executed. So are those of docs/results, which need the reader's files. A Python block with
+a title is a file of that name for the page's commands.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
 
+import click
 import pytest
+import typer
 
 from kvrsim.cli import main as cli
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
+BLOCK = re.compile(
+    r"^(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?"
+    r"```(?P<language>\w*)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^```",
+    re.M | re.S,
+)
 
 
-def commands() -> list[str]:
-    """Every `kvrsim ...` line of the README's shell blocks, without comments."""
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```", README, re.M | re.S)
-    lines = [line for language, block in blocks if not language for line in block.splitlines()]
-    parts = [part.strip() for line in lines for part in line.split("#")[0].split(";")]
-    return [part for part in parts if part.startswith("kvrsim ") and part != "kvrsim validate published"]
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """A command of a page."""
+
+    arguments: tuple[str, ...]  # after `kvrsim`
+    runs: bool  # False: parsed only
+    output: tuple[str, ...]  # lines shown below it; "..." stands for lines that are left out
+
+
+def commands(page: Path) -> list[Shown]:
+    """The `kvrsim` commands of a page's blocks, in order."""
+    found = []
+    for block in BLOCK.finditer(page.read_text("utf-8")):
+        if block["language"] not in ("", "sh", "console"):
+            continue
+        console = block["language"] == "console"
+        text = block["text"].replace("\\\n", " ")
+        parts = re.split(r"^\$ ", text, flags=re.M)[1:] if console else text.splitlines()
+        for part in parts:
+            line, *output = part.splitlines() or [""]
+            for one in re.sub(r"(^|\s)#.*", "", line).split(";"):
+                words = shlex.split(one) if re.match(r"\s*(kvrsim|torchrun) ", one) else []
+                if "kvrsim" in words:
+                    arguments = tuple(words[words.index("kvrsim") + 1 :])
+                    runs = block["reason"] is None and words[0] == "kvrsim" and "results" not in page.parts
+                    found.append(Shown(arguments=arguments, runs=runs, output=tuple(output)))
+    return found
+
+
+def first_shown() -> dict[str, list[Shown]]:
+    """Commands by page; one that an earlier page shows as well is left to that page, unless files come of it."""
+    seen: set[tuple[str, ...]] = set()
+    found: dict[str, list[Shown]] = {}
+    for name, page in zip(NAMES, PAGES, strict=True):
+        found[name] = []
+        for one in commands(page):
+            if one.arguments not in seen or one.output or "-o" in one.arguments:
+                found[name].append(one)
+            seen.add(one.arguments)
+    return found
+
+
+def parse(arguments: tuple[str, ...]) -> None:
+    """Parse a command as `kvrsim` does, without running it."""
+    command: click.Command = typer.main.get_command(cli.app)
+    context = command.make_context("kvrsim", list(arguments[:1]), resilient_parsing=True)
+    rest = list(arguments)
+    while hasattr(command, "resolve_command"):
+        name, command, rest = command.resolve_command(context, rest)
+        assert name is not None
+        context = command.make_context(name, list(rest), parent=context, resilient_parsing=hasattr(command, "commands"))
+
+
+COMMANDS = first_shown()
 
 
 def test_commands_are_found() -> None:
-    assert len(commands()) >= 6
+    assert sum(map(len, COMMANDS.values())) >= 40
+    assert all(COMMANDS[name] for name in ("README.md", "docs/tutorial/first-plan.md", "docs/how-to/capacity.md"))
 
 
-@pytest.mark.parametrize("command", commands())
-def test_a_command_of_the_readme(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(shlex.split(command)[1:]) == 0
-    for name in re.findall(r"--(?:plot|trace) (\S+)", command):
-        assert (tmp_path / name).stat().st_size > 1000
-
-
-def test_the_plan_shown_is_the_plan_printed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", [name for name in NAMES if COMMANDS[name]])
+def test_the_commands_of_a_page(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shown = re.search(r"^```console\n\$ make plan\n(.*?)^```", README, re.M | re.S)
-    assert shown is not None
     monkeypatch.setenv("COLUMNS", "118")
-    assert cli.main(["plan", "--gpus", "8", "--ctx", "16k"]) == 0
-    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    for line in shown[1].rstrip().splitlines():
-        assert line.rstrip() in printed
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    for block in BLOCK.finditer((ROOT / name).read_text("utf-8")):
+        if block["title"]:
+            (tmp_path / block["title"]).write_text(block["text"], "utf-8")
+    for one in COMMANDS[name]:
+        if not one.runs:
+            parse(one.arguments)
+            continue
+        assert cli.main(list(one.arguments)) == 0, one.arguments
+        printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+        for line in one.output:
+            assert line.rstrip() in {*printed, "", "..."}, one.arguments
+        for option in ("--plot", "--trace", "--html"):
+            if option in one.arguments:
+                assert (tmp_path / one.arguments[one.arguments.index(option) + 1]).stat().st_size > 1000
 
 
-def test_the_python_of_the_readme() -> None:
-    code = re.search(r"^```python\n(.*?)^```", README, re.M | re.S)
-    assert code is not None
-    names: dict[str, object] = {}
-    exec(code[1], names)
-    assert {"plan", "run"} <= set(names)
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_the_python_of_a_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "shown"}
+    for block in BLOCK.finditer(page.read_text("utf-8")):
+        if block["language"] == "python":
+            code = compile(block["text"], str(page), "exec")
+            if block["reason"] is None:
+                exec(code, names)
+        elif block["language"] == "json":
+            json.loads(block["text"])
 
 
-def test_links_lead_somewhere() -> None:
-    for document in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
-            if not target.startswith("http"):
-                assert (document.parent / target).exists(), f"{document.name}: {target}"
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_commands_in_a_sentence_exist(page: Path) -> None:
+    text = BLOCK.sub("", page.read_text("utf-8"))
+    for shown in re.findall(r"`kvrsim ([a-z][^`]*)`", text):
+        command: click.Command = typer.main.get_command(cli.app)
+        words = shown.split()
+        while hasattr(command, "commands") and words and re.fullmatch("[a-z]+", words[0]):
+            context = click.Context(command)
+            inner = command.get_command(context, words.pop(0))
+            assert inner is not None, shown
+            command = inner
+        known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+        assert {word for word in words if word.startswith("--")} <= known, shown
+
+
+@pytest.mark.parametrize("page", PAGES[:2], ids=NAMES[:2])
+def test_links_lead_somewhere(page: Path) -> None:
+    """Links inside docs/ are checked by `make docs`."""
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text("utf-8")):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text("utf-8"), re.M))
+    for page in PAGES:
+        shown = re.findall(r"^(?:\$ )?make ([a-z ]+?)(?= *#|$| [A-Z])|`make ([a-z]+)", page.read_text("utf-8"), re.M)
+        names = {name for pair in shown for name in " ".join(pair).split()}
+        assert names <= targets, page.name
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "plan --gpus 2 --ctx 2k",
+        "simulate --strategy kvr-e --gpus 2 --ctx 2k --breakdown --noise jitter:0.1 --samples 20",
+        "simulate --strategy kvr-e --gpus 2 --ctx 2k --requests 2",
+        "map --gpus 2 --ctx 1k,2k",
+        "capacity --slo-ttft 2s --max-gpus 8 --requests synthetic:poisson,rate=1,requests=50,context=1k",
+    ],
+)
+def test_every_json_field_is_documented(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs/reference/json.md").read_text("utf-8")
+    documented = set(re.findall(r"[a-z0-9_]+", " ".join(re.findall(r"`([^`]+)`", page))))
+    assert cli.main([*command.split(), "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)) <= documented

@@ -1,7 +1,8 @@
-"""What mkdocs cannot do alone: pages from the command line, the notebooks and files beside docs/, and links to them."""
+"""Pages that mkdocs cannot make alone: the command line, the Python reference, notebooks and files outside docs/."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from pathlib import Path
@@ -13,10 +14,11 @@ import typer
 from mkdocs.structure.files import File, Files
 from nbconvert import MarkdownExporter
 
+import kvrsim
 from kvrsim.cli.main import app
 
 ROOT = Path(__file__).parents[2]
-# Pages of the site that lie elsewhere in the repository, by the path that they get in the site.
+# Pages of the site whose source is outside docs/: path in the site -> path in the repository.
 ELSEWHERE = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
 REPOSITORY_ONLY = ("examples/", "kvrsim/", "planner/", "calibrate/", "validate/", "tests/", "LICENSE", "notebooks/")
 
@@ -33,11 +35,13 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Lead links to files beside docs/ to their pages in the site; those without a page become plain text."""
+    """Point links to files outside docs/ to their pages in the site. A link to a file without a page becomes text."""
+    if page.file.src_uri == "reference/api.md":
+        markdown += python_reference()
     origin = _elsewhere().get(page.file.src_uri)
     folder = os.path.dirname(origin if origin is not None else f"docs/{page.file.src_uri}")
 
-    def led(match: re.Match[str]) -> str:
+    def rewritten(match: re.Match[str]) -> str:
         text, target, anchor = match[1], match[2], match[3] or ""
         path = os.path.normpath(os.path.join(folder, target))
         if path.startswith("docs/") and origin is None:
@@ -50,7 +54,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return f"`{path}`" if text.strip("`") in path else f"{text} (`{path}` in the repository)"
         return match[0]
 
-    return re.sub(r"(?<!!)\[([^\]]+)\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)]*)?\)", led, markdown)
+    return re.sub(r"(?<!!)\[([^\]]+)\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)]*)?\)", rewritten, markdown)
 
 
 def _elsewhere() -> dict[str, str]:
@@ -78,6 +82,19 @@ def command_line() -> str:
     for name in program.list_commands(context):  # type: ignore[attr-defined]
         lines += _command(program.get_command(context, name), f"kvrsim {name}", context, 2)  # type: ignore[attr-defined]
     return "\n".join(lines) + "\n"
+
+
+def python_reference() -> str:
+    """A mkdocstrings block for every public name of the facade."""
+    parts: dict[str, list[str]] = {"Functions": [], "Classes": [], "Errors": []}
+    for name in kvrsim.__all__:
+        value = getattr(kvrsim, name)
+        if not inspect.isclass(value) and not callable(value):
+            continue
+        part = "Functions" if not inspect.isclass(value) else "Errors" if issubclass(value, Exception) else "Classes"
+        target = f"{value.__module__}.{value.__qualname__}"
+        parts[part].append(f"::: {target}\n    options:\n      heading: kvrsim.{name}\n")
+    return "\n".join(line for part, blocks in parts.items() for line in ["", f"## {part}", "", *blocks])
 
 
 def _command(command: Any, path: str, parent: click.Context, level: int) -> list[str]:
