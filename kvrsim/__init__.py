@@ -16,7 +16,9 @@ from kvrsim.version import __version__ as __version__
 
 _HOMES = {  # of each lazy name
     "kvrsim.errors": ("InputError", "KvrsimError"),
-    "kvrsim.hardware.cluster": ("Cluster", "GpuSpec", "LinkSpec", "load_cluster"),
+    "kvrsim.hardware.cluster": ("Cluster", "load_cluster"),
+    "kvrsim.hardware.gpu": ("GpuSpec",),
+    "kvrsim.hardware.links": ("LinkSpec",),
     "kvrsim.model.load": ("load_model",),
     "kvrsim.model.spec": ("ModelSpec",),
     "kvrsim.partition": ("Partition",),
@@ -37,9 +39,9 @@ if TYPE_CHECKING:  # the same table for type checkers; a test compares them
     from kvrsim.errors import InputError as InputError
     from kvrsim.errors import KvrsimError as KvrsimError
     from kvrsim.hardware.cluster import Cluster as Cluster
-    from kvrsim.hardware.cluster import GpuSpec as GpuSpec
-    from kvrsim.hardware.cluster import LinkSpec as LinkSpec
     from kvrsim.hardware.cluster import load_cluster as load_cluster
+    from kvrsim.hardware.gpu import GpuSpec as GpuSpec
+    from kvrsim.hardware.links import LinkSpec as LinkSpec
     from kvrsim.model.load import load_model as load_model
     from kvrsim.model.spec import ModelSpec as ModelSpec
     from kvrsim.partition import Partition as Partition

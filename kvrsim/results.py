@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvrsim.breakdown import Breakdown
-from kvrsim.hardware.cluster import MemoryLimit, cluster_to_dict
+from kvrsim.hardware.gpu import MemoryLimit
+from kvrsim.io.schema import to_json
 from kvrsim.memory import RankMemory
 from kvrsim.timeline import Timeline
 from kvrsim.version import __version__
@@ -72,7 +73,7 @@ class SimResult:
             "strategy": self.strategy,
             "model": self.model,
             "profile": self.profile,
-            "cluster": cluster_to_dict(self.cluster),
+            "cluster": to_json(self.cluster),
             "context_len": self.context_len,
             "partition": list(self.partition),
             "executor": self.executor,
@@ -241,7 +242,7 @@ class Plan:
             "version": __version__,
             "model": self.model,
             "profile": self.profile,
-            "cluster": cluster_to_dict(self.cluster),
+            "cluster": to_json(self.cluster),
             "attention": self.attention,
             "num_gpus": self.num_gpus,
             **self.memory_limit.to_dict(),

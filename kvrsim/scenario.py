@@ -8,11 +8,13 @@ from kvrsim.cost.kernels import CalibratedCost, CostModel, RooflineCost
 from kvrsim.cost.layer import LayerCosts
 from kvrsim.cost.tensor_parallel import Group, group_of, grouped_cluster, share_of
 from kvrsim.errors import InputError
-from kvrsim.hardware.cluster import DEFAULT_MEMORY_FRACTION, Cluster, MemoryLimit
+from kvrsim.hardware.cluster import Cluster
+from kvrsim.hardware.gpu import DEFAULT_MEMORY_FRACTION, MemoryLimit
 from kvrsim.model.spec import ModelSpec
 from kvrsim.profile.profile import CalibrationProfile, HostRates, SendStyle, profiles_with
 from kvrsim.profile.rates.attention import ATTENTION_KERNELS
 from kvrsim.request import Request
+from kvrsim.units import scale
 
 NO_HOST = HostRates(layer_s=0.0, gather_piece_s=0.0, resume_s=0.0)
 ROOFLINE = "roofline"
@@ -105,13 +107,8 @@ class Scenario:
 
     def with_slower_links(self, factor: float) -> Scenario:
         """The same with links so many times slower."""
-        network = self.cluster.network
-        cluster = replace(
-            self.cluster,
-            link=self.cluster.link.faster(1 / factor),
-            network=None if network is None else network.faster(1 / factor),
-        )
-        group = None if self.group is None else self.group.slower(factor)
+        link, network = scale(self.cluster.link, factor), scale(self.cluster.network, factor)
+        cluster, group = replace(self.cluster, link=link, network=network), scale(self.group, factor)
         return replace(self, cluster=cluster, group=group)
 
     @property

@@ -9,14 +9,9 @@ from typing import Any, TypedDict, cast
 from kvrsim.arguments import checked
 from kvrsim.choices import Topology
 from kvrsim.errors import InputError
-from kvrsim.hardware.cluster import (
-    DEFAULT_CLUSTER,
-    DEFAULT_MEMORY_FRACTION,
-    MAX_GPUS,
-    Cluster,
-    LinkSpec,
-    load_cluster,
-)
+from kvrsim.hardware.cluster import DEFAULT_CLUSTER, MAX_GPUS, Cluster, load_cluster
+from kvrsim.hardware.gpu import DEFAULT_MEMORY_FRACTION
+from kvrsim.hardware.links import LinkSpec
 from kvrsim.model.load import load_model
 from kvrsim.model.spec import ModelSpec
 from kvrsim.profile.profile import CalibrationProfile, load_profile

@@ -1,6 +1,7 @@
 """What a user writes, checked and turned into SI units: the only conversions.
 
 `parse_*` read a command-line value, `format_*` write for people. Every mistake raises InputError naming the argument.
+`scale` reads units from the names of fields.
 """
 
 from __future__ import annotations
@@ -8,10 +9,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass, replace
 from fractions import Fraction
+from typing import Any, TypeVar
 
 from kvrsim.errors import InputError
 
+T = TypeVar("T")
 MAX_TOKENS = 2**40  # no context is longer
 MAX_BYTES = 2**60
 MAX_BYTES_PER_S = 1e18
@@ -167,3 +171,30 @@ def format_bytes(size: float) -> str:
 def format_bandwidth(bytes_per_s: float) -> str:
     """Three significant digits in TB/s, GB/s, MB/s, KB/s or B/s (powers of ten, as datasheets print)."""
     return _format(bytes_per_s, ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "KB/s"), (1, "B/s")))
+
+
+def scale(value: T, factor: float, *, only_rates: bool = False) -> T:
+    """A dataclass with every time multiplied and every rate divided by a factor; with `only_rates` times stay.
+
+    Fields that end in `_s` or `seconds` are times, those that end in `_per_s` rates; a field whose name has no unit
+    may have one in its metadata. What is inside tuples, mappings and other dataclasses is scaled, too.
+    """
+    scaled: Any = value
+    if isinstance(value, Mapping):
+        scaled = {key: scale(one, factor, only_rates=only_rates) for key, one in value.items()}
+    elif isinstance(value, tuple) and any(map(is_dataclass, value)):
+        scaled = tuple(scale(one, factor, only_rates=only_rates) for one in value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        changes: dict[str, Any] = {}
+        for field in fields(value):
+            unit, old = field.metadata.get("unit", field.name), getattr(value, field.name)
+            if old is None:
+                continue
+            if unit.endswith("_per_s"):
+                changes[field.name] = old / factor
+            elif not unit.endswith(("_s", "seconds")):
+                changes[field.name] = scale(old, factor, only_rates=only_rates)
+            elif not only_rates:
+                changes[field.name] = tuple(s * factor for s in old) if isinstance(old, tuple) else old * factor
+        scaled = replace(value, **changes)
+    return scaled  # type: ignore[no-any-return]

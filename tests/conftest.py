@@ -17,7 +17,9 @@ from hypothesis import settings
 from kvrsim.choices import DTYPES
 from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
-from kvrsim.hardware.cluster import Cluster, GpuSpec, LinkSpec
+from kvrsim.hardware.cluster import Cluster
+from kvrsim.hardware.gpu import GpuSpec
+from kvrsim.hardware.links import LinkSpec
 from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures import read_config
 from kvrsim.model.spec import ModelSpec
@@ -40,6 +42,7 @@ from kvrsim.profile.rates.sizes import MeasuredSizes
 from kvrsim.request import Request
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
+from kvrsim.units import scale
 
 settings.register_profile("laws", deadline=None, derandomize=True, max_examples=100, database=None)
 settings.load_profile("laws")
@@ -444,15 +447,15 @@ class Make:
         cluster = replace(
             cluster,
             gpu=gpu,
-            link=cluster.link.faster(factor),
-            network=None if cluster.network is None else cluster.network.faster(factor),
+            link=scale(cluster.link, 1 / factor),
+            network=scale(cluster.network, 1 / factor),
         )
         if profile is not None:
             kernels = replace(
                 profile.kernels,
-                gemm=profile.kernels.gemm.faster(factor),
-                attention={kernel: rates.faster(factor) for kernel, rates in profile.kernels.attention.items()},
-                elementwise=profile.kernels.elementwise.faster(factor),
+                gemm=scale(profile.kernels.gemm, 1 / factor),
+                attention={kernel: scale(rates, 1 / factor) for kernel, rates in profile.kernels.attention.items()},
+                elementwise=scale(profile.kernels.elementwise, 1 / factor),
             )
             profile = replace(profile, kernels=kernels)
         return replace(scenario, cluster=cluster, profile=profile)

@@ -9,7 +9,9 @@ from typing import Any
 
 from calibrate.data.measurement import read_origin
 from kvrsim.choices import TOPOLOGIES, Topology
-from kvrsim.hardware.cluster import Cluster, GpuSpec, LinkSpec, read_gpu, read_link
+from kvrsim.hardware.cluster import Cluster
+from kvrsim.hardware.gpu import GpuSpec
+from kvrsim.hardware.links import LinkSpec
 from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures import read_config
 from kvrsim.model.spec import ModelSpec
@@ -42,12 +44,12 @@ class Provenance:
     @property
     def gpu(self) -> GpuSpec | None:
         """The device, as gpus.json has one; InputError for what is not."""
-        return read_gpu(self.data.child("gpu")) if self.data.has("gpu") else None
+        return GpuSpec.read(self.data.child("gpu")) if self.data.has("gpu") else None
 
     @property
     def link(self) -> LinkSpec | None:
         """The link, as links.json has one."""
-        return read_link(self.data.child("link")) if self.data.has("link") else None
+        return LinkSpec.read(self.data.child("link")) if self.data.has("link") else None
 
     @property
     def is_hugging_face(self) -> bool:
@@ -74,7 +76,7 @@ class Provenance:
             link=link,
             topology=topology,
             gpus_per_node=self.data.integer("gpus_per_node") if topology == "nodes" else None,
-            network=read_link(self.data.child("network")) if topology == "nodes" else None,
+            network=LinkSpec.read(self.data.child("network")) if topology == "nodes" else None,
         )
 
     def _topology(self) -> Topology:

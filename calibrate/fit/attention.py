@@ -24,7 +24,7 @@ from calibrate.fit.solver import (
     sources_of,
 )
 from kvrsim.errors import InputError
-from kvrsim.hardware.cluster import GpuSpec
+from kvrsim.hardware.gpu import GpuSpec
 from kvrsim.profile.rates.attention import AttentionRates, BlockedRates, EagerRates, FlashRates
 from kvrsim.program import Array
 

@@ -20,7 +20,7 @@ from calibrate.fit.solver import (
     solve,
     sources_of,
 )
-from kvrsim.hardware.cluster import GpuSpec
+from kvrsim.hardware.gpu import GpuSpec
 from kvrsim.profile.rates.elementwise import ELEMENTWISE_OPS, ElementwiseRates
 from kvrsim.program import Array
 

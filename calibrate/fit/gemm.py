@@ -28,7 +28,7 @@ from calibrate.fit.solver import (
     solve,
     sources_of,
 )
-from kvrsim.hardware.cluster import GpuSpec
+from kvrsim.hardware.gpu import GpuSpec
 from kvrsim.profile.rates.gemm import GemmRates, Tile
 from kvrsim.program import Array
 

@@ -11,7 +11,7 @@ import numpy as np
 from calibrate.data.measurement import Measurement
 from calibrate.fit.solver import Comparison, Fitted, Parameter, Some, column, left_out, seen_of, solve, sources_of
 from calibrate.measure.link_points import RING
-from kvrsim.hardware.cluster import LinkSpec
+from kvrsim.hardware.links import LinkSpec
 from kvrsim.profile.rates.links import GatherRates
 from kvrsim.program import Array
 

@@ -24,7 +24,8 @@ from calibrate.fit.report import TITLES, FitReport
 from calibrate.fit.screening import FilteredRows, check_error, notes_on
 from calibrate.fit.solver import HALF, Errors, Fitted, column, has_waves, rounded
 from kvrsim.cost.traffic import after_attention, before_attention
-from kvrsim.hardware.cluster import GpuSpec, LinkSpec
+from kvrsim.hardware.gpu import GpuSpec
+from kvrsim.hardware.links import LinkSpec
 from kvrsim.model.spec import ModelSpec
 from kvrsim.profile.profile import (
     CacheCopies,

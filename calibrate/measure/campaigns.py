@@ -44,8 +44,7 @@ def compute_campaign(setup: ComputeSetup, output: Path, command: str) -> Campaig
 
 def gpu_json(setup: ComputeSetup) -> dict[str, Any]:
     """The device as a cluster file has it."""
-    spec = asdict(spec_of(setup.device, setup.dtype, setup.threads))
-    return spec | {"peak_flops": dict(spec["peak_flops"])}
+    return spec_of(setup.device, setup.dtype, setup.threads).to_dict()
 
 
 def link_campaign(

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from kvrsim.errors import InputError
-from kvrsim.hardware.cluster import GpuSpec
+from kvrsim.hardware.gpu import GpuSpec
 from kvrsim.profile.profile import CacheCopies, KernelRates
 from kvrsim.profile.rates.attention import AttentionCall
 from kvrsim.profile.rates.elementwise import Traffic

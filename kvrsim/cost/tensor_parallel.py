@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kvrsim.errors import InputError
-from kvrsim.hardware.cluster import Cluster, Path
+from kvrsim.hardware.cluster import Cluster
+from kvrsim.hardware.links import Path
 from kvrsim.model.spec import Gemm, LayerSpec, ModelSpec
 from kvrsim.program import Array, Collective
 
@@ -24,18 +25,6 @@ class Ring:
             return nbytes * 0.0
         step_s = self.path.gather_step_s(nbytes * (self.flows / self.size), self.size) + self.path.gather_latency_s
         return (self.size - 1) * step_s
-
-    def slower(self, factor: float) -> Ring:
-        """The same over a link so many times slower."""
-        path = self.path
-        slower = replace(
-            path,
-            bandwidth_bytes_per_s=path.bandwidth_bytes_per_s / factor,
-            latency_s=path.latency_s * factor,
-            short_bytes_per_s=None if path.short_bytes_per_s is None else path.short_bytes_per_s / factor,
-            gather=None if path.gather is None else path.gather.faster(1 / factor),
-        )
-        return replace(self, path=slower)
 
     def gathered_bytes(self, nbytes: Array) -> Array:
         """What each GPU sends meanwhile."""
@@ -70,10 +59,6 @@ class Group:
     @property
     def _launch_s(self) -> float:
         return max(ring.path.gather_launch_s for ring in (self.inside, self.across))
-
-    def slower(self, factor: float) -> Group:
-        """The same over links so many times slower."""
-        return replace(self, inside=self.inside.slower(factor), across=self.across.slower(factor))
 
     def without_links(self) -> Group:
         """The same over links that cost nothing."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvrsim.hardware.cluster import Cluster, Path
+from kvrsim.hardware.cluster import Cluster
+from kvrsim.hardware.links import Path
 from kvrsim.program import AllToAll, Array, RingPass
 
 

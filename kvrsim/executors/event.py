@@ -15,7 +15,8 @@ import simpy
 
 from kvrsim.executors import meetings
 from kvrsim.executors.bus import FairBus
-from kvrsim.hardware.cluster import Cluster, Path
+from kvrsim.hardware.cluster import Cluster
+from kvrsim.hardware.links import Path
 from kvrsim.noise.draw import NoiseDraw
 from kvrsim.program import AllGather, AllToAll, Array, Collective, Compute, Payload, Program, Recv, RingPass, Send
 from kvrsim.timeline import Span, SpanKind, SpanOp, Timeline

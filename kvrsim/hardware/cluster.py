@@ -2,139 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import pathlib
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal, TypeVar
 
-import numpy as np
-
-from kvrsim.choices import DTYPES, TOPOLOGIES, Topology
+from kvrsim.choices import TOPOLOGIES, Topology
 from kvrsim.errors import InputError
+from kvrsim.hardware.gpu import GpuSpec
+from kvrsim.hardware.links import LinkSpec, Path
 from kvrsim.io.json_text import JsonObject
-from kvrsim.profile.rates.links import GatherRates
-from kvrsim.program import Array
-from kvrsim.units import format_bandwidth, format_bytes, format_seconds
+from kvrsim.io.schema import Limits, read
+from kvrsim.units import format_bandwidth, format_seconds
 
 DEFAULT_CLUSTER = "a100-nvlink"
-DEFAULT_MEMORY_FRACTION = 0.9  # as vLLM's gpu_memory_utilization
 MAX_GPUS = 2**16
+GpuCount = Annotated[int, Limits(least=1, most=MAX_GPUS)]
 
 _DATA = pathlib.Path(__file__).parents[1] / "data"
-_GPU_KEYS = ("name", "memory_bytes", "memory_source", "hbm_bytes_per_s", "peak_flops", "num_sms", "source")
-_UNUSED_GPU_KEYS = ("l2_bytes",)  # cluster files and profiles of kvrsim 0.1 have it
-_LINK_KEYS = ("name", "bandwidth_bytes_per_s", "latency_s", "source", "short_bytes_per_s", "gather", "profile")
-_CLUSTER_KEYS = ("name", "gpu", "num_gpus", "link", "topology", "gpus_per_node", "network")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GpuSpec:
-    """A GPU as its datasheet has it."""
-
-    name: str  # as in gpus.json
-    memory_bytes: int  # device memory in all, as nvidia-smi reports it
-    hbm_bytes_per_s: float  # device memory bandwidth, peak
-    peak_flops: tuple[tuple[str, float], ...]  # for each dtype FLOP/s of the tensor cores, dense (no sparsity)
-    num_sms: int  # streaming multiprocessors; of a CPU its threads
-    source: str  # citation
-    memory_source: str | None = None  # citation of memory_bytes; None: as `source`
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryLimit:
-    """How much of a GPU's memory a prefill may use; the rest is a reserve.
-
-    The reserve is for what is not counted byte by byte: what the driver and ECC keep, gaps in the allocator's heap,
-    other processes on the GPU.
-    """
-
-    gpu_memory_bytes: int  # of one GPU in all
-    memory_fraction: float  # of it that may be used, above 0 and at most 1
-
-    def __post_init__(self) -> None:
-        fraction = self.memory_fraction
-        is_number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
-        if not is_number or not 0 < fraction <= 1:
-            raise InputError("memory_fraction", fraction, "a number above 0 and at most 1, such as 0.9")
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that may be used."""
-        return int(self.gpu_memory_bytes * self.memory_fraction)
-
-    def describe(self) -> str:
-        """For people: "limit 72.0 GiB a GPU, 0.9 of its 80.0 GiB"."""
-        total = format_bytes(self.gpu_memory_bytes)
-        return f"limit {format_bytes(self.nbytes)} a GPU, {self.memory_fraction:g} of its {total}"
-
-    def to_dict(self) -> dict[str, int | float]:
-        """Plain JSON values."""
-        return asdict(self) | {"memory_limit_bytes": self.nbytes}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LinkSpec:
-    """A link between two devices, one way; full duplex."""
-
-    name: str  # as in links.json
-    bandwidth_bytes_per_s: float  # payload in one direction
-    latency_s: float  # from the first byte sent to the first received, software included
-    source: str  # citation, or who said so
-    short_bytes_per_s: float | None = None  # at which messages short against the latency add time; None: as all
-    gather: GatherRates | None = None  # of all-gathers over such links; None: as single messages
-    profile: str | None = None  # whose measurement these figures are; None: a datasheet's or a user's
-
-    def faster(self, factor: float) -> LinkSpec:
-        """Every rate `factor` times as high."""
-        return replace(
-            self,
-            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s * factor,
-            latency_s=self.latency_s / factor,
-            short_bytes_per_s=None if self.short_bytes_per_s is None else self.short_bytes_per_s * factor,
-            gather=None if self.gather is None else self.gather.faster(factor),
-        )
-
-    def __post_init__(self) -> None:
-        if not 0 < self.bandwidth_bytes_per_s < math.inf:
-            raise InputError("link_bandwidth", self.bandwidth_bytes_per_s, "a finite bandwidth above 0")
-        if not 0 <= self.latency_s < math.inf:
-            raise InputError("link_latency", self.latency_s, "a finite time of at least 0")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Path:
-    """What a message from one GPU to another goes over."""
-
-    bandwidth_bytes_per_s: float  # of the slowest link on the way
-    latency_s: float  # of all links on the way together
-    shared_bus: bool  # whether all paths of the cluster share this one bandwidth
-    short_bytes_per_s: float | None = None  # as of LinkSpec
-    gather: GatherRates | None = None  # as of LinkSpec
-
-    def busy_s(self, nbytes: Array) -> Array:
-        """How long a message of that size keeps the path busy; it arrives `latency_s` later.
-
-        Where a short message is faster than the bandwidth, the time from end to end is
-        max(latency + n / short, n / bandwidth).
-        """
-        long_s = nbytes / self.bandwidth_bytes_per_s
-        if self.short_bytes_per_s is None:
-            return long_s
-        return np.maximum(nbytes / self.short_bytes_per_s, long_s - self.latency_s)
-
-    def gather_step_s(self, nbytes: Array, num_ranks: int) -> Array:
-        """How long one step of a ring all-gather keeps the path busy."""
-        return self.busy_s(nbytes) if self.gather is None else self.gather.step_s(nbytes, num_ranks)
-
-    @property
-    def gather_latency_s(self) -> float:
-        """From a step's end on this path until the piece has come; measured steps hold it already."""
-        return self.latency_s if self.gather is None else 0.0
-
-    @property
-    def gather_launch_s(self) -> float:
-        """Before a rank's first step."""
-        return 0.0 if self.gather is None else self.gather.launch_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,10 +32,10 @@ class Cluster:
 
     name: str  # built-in name, or what the user's file says
     gpu: GpuSpec  # every GPU
-    num_gpus: int  # GPUs in all
+    num_gpus: GpuCount  # GPUs in all
     link: LinkSpec  # between GPUs; under nodes, inside a node
     topology: Topology  # see above
-    gpus_per_node: int | None = None  # GPUs that `link` joins, under nodes; else None
+    gpus_per_node: GpuCount | None = None  # GPUs that `link` joins, under nodes; else None
     network: LinkSpec | None = None  # between nodes, one GPU's share of it; else None
 
     def __post_init__(self) -> None:
@@ -164,6 +48,15 @@ class Cluster:
             raise InputError("gpus", self.num_gpus, "a whole number of at least 1")
         if not 1 <= self.num_gpus <= MAX_GPUS:
             raise InputError("gpus", self.num_gpus, f"a whole number from 1 to {MAX_GPUS}")
+
+    @classmethod
+    def read(cls, data: JsonObject) -> Cluster:
+        """As a cluster file has it; a GPU or a link may be the name of a built-in one."""
+        for key in ("gpus_per_node", "network"):
+            if data.fields.get("topology") == "nodes" and not data.has(key):
+                raise data.error(key, "a value, which nodes need")
+        links = {key: LinkSpec.read(_part(data, key, "links")) for key in ("link", "network") if data.has(key)}
+        return read(cls, data, gpu=GpuSpec.read(_part(data, "gpu", "gpus")), **links)
 
     @property
     def shares_bandwidth(self) -> bool:
@@ -241,13 +134,13 @@ def builtin_clusters() -> tuple[str, ...]:
 def load_gpu(name_or_path: str | pathlib.Path, argument: str = "gpu") -> GpuSpec:
     """A built-in GPU or a JSON file that describes one."""
     shipped = _shipped("gpus")
-    return read_gpu(shipped.get(str(name_or_path)) or _user_file(name_or_path, argument, shipped))
+    return GpuSpec.read(shipped.get(str(name_or_path)) or _user_file(name_or_path, argument, shipped))
 
 
 def load_link(name_or_path: str | pathlib.Path, argument: str = "link") -> LinkSpec:
     """A built-in link or a JSON file that describes one."""
     shipped = _shipped("links")
-    return read_link(shipped.get(str(name_or_path)) or _user_file(name_or_path, argument, shipped))
+    return LinkSpec.read(shipped.get(str(name_or_path)) or _user_file(name_or_path, argument, shipped))
 
 
 def load_cluster(
@@ -258,9 +151,9 @@ def load_cluster(
     """A built-in cluster or a JSON file; `num_gpus` takes the place of the file's."""
     name = str(name_or_path)
     if name in builtin_clusters():
-        cluster = read_cluster(JsonObject.read(_DATA / "clusters" / f"{name}.json", argument))
+        cluster = Cluster.read(JsonObject.read(_DATA / "clusters" / f"{name}.json", argument))
     else:
-        cluster = read_cluster(_user_file(name, argument, builtin_clusters()))
+        cluster = Cluster.read(_user_file(name, argument, builtin_clusters()))
     return cluster if num_gpus is None else cluster.with_num_gpus(num_gpus)
 
 
@@ -283,65 +176,6 @@ def _user_file(name_or_path: str | pathlib.Path, argument: str, builtin: _Names)
     if not is_file:
         raise InputError(argument, name_or_path, f"a JSON file, or one of {', '.join(sorted(builtin))}")
     return JsonObject.read(path, argument)
-
-
-def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
-    """As a cluster file has it, in plain JSON values."""
-    fields = asdict(cluster)
-    return fields | {"gpu": fields["gpu"] | {"peak_flops": dict(cluster.gpu.peak_flops)}}
-
-
-def read_gpu(spec: JsonObject) -> GpuSpec:
-    """Check the keys of a GPU."""
-    spec.only((*_GPU_KEYS, *_UNUSED_GPU_KEYS))
-    peaks = spec.child("peak_flops")
-    peaks.only(DTYPES)
-    if not peaks.fields:
-        raise spec.error("peak_flops", f"an object with a number for one or more of {', '.join(DTYPES)}")
-    return GpuSpec(
-        name=spec.text("name"),
-        memory_bytes=int(spec.number("memory_bytes")),
-        hbm_bytes_per_s=spec.number("hbm_bytes_per_s"),
-        peak_flops=tuple((dtype, peaks.number(dtype)) for dtype in DTYPES if dtype in peaks.fields),
-        num_sms=spec.integer("num_sms", maximum=2**20),
-        source=spec.text("source", spec.where),
-        memory_source=spec.text("memory_source") if spec.has("memory_source") else None,
-    )
-
-
-def read_link(spec: JsonObject) -> LinkSpec:
-    """Check the keys of a link."""
-    spec.only(_LINK_KEYS)
-    return LinkSpec(
-        name=spec.text("name"),
-        bandwidth_bytes_per_s=spec.number("bandwidth_bytes_per_s"),
-        latency_s=spec.number("latency_s", allow_zero=True),
-        source=spec.text("source", spec.where),
-        short_bytes_per_s=spec.number("short_bytes_per_s") if spec.has("short_bytes_per_s") else None,
-        gather=GatherRates.read(spec.child("gather")) if spec.has("gather") else None,
-        profile=spec.text("profile") if spec.has("profile") else None,
-    )
-
-
-def read_cluster(spec: JsonObject) -> Cluster:
-    """Check the keys of a cluster."""
-    spec.only(_CLUSTER_KEYS)
-    topology = next((known for known in TOPOLOGIES if known == spec.text("topology")), None)
-    if topology is None:
-        raise spec.error("topology", ", ".join(TOPOLOGIES))
-
-    def wants(key: str) -> bool:
-        return topology == "nodes" or spec.has(key)
-
-    return Cluster(
-        name=spec.text("name"),
-        gpu=read_gpu(_part(spec, "gpu", "gpus")),
-        num_gpus=spec.integer("num_gpus", maximum=MAX_GPUS),
-        link=read_link(_part(spec, "link", "links")),
-        topology=topology,
-        gpus_per_node=spec.integer("gpus_per_node", maximum=MAX_GPUS) if wants("gpus_per_node") else None,
-        network=read_link(_part(spec, "network", "links")) if wants("network") else None,
-    )
 
 
 def _part(spec: JsonObject, key: str, kind: Literal["gpus", "links"]) -> JsonObject:

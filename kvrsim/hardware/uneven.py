@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
-from kvrsim.hardware.cluster import Cluster, Path
+from kvrsim.hardware.cluster import Cluster
+from kvrsim.hardware.links import Path
+from kvrsim.units import scale
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,15 +52,7 @@ class UnevenCluster(Cluster):
         """The way from rank `src` to `dst`; in a chain, as slow as the slowest link on it."""
         path = Cluster.path(self, src, dst)
         factor = max((link.factor for link in self.slow_links if self._passes(link, src, dst)), default=1.0)
-        if factor == 1.0:
-            return path
-        gather = path.gather
-        return replace(
-            path,
-            bandwidth_bytes_per_s=path.bandwidth_bytes_per_s / factor,
-            short_bytes_per_s=None if path.short_bytes_per_s is None else path.short_bytes_per_s / factor,
-            gather=None if gather is None else gather.slower(factor),
-        )
+        return path if factor == 1.0 else scale(path, factor, only_rates=True)
 
     def _passes(self, link: SlowLink, src: int, dst: int) -> bool:
         low, high = min(src, dst), max(src, dst)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,10 @@ class JsonObject:
             if key not in known and not key.startswith("_"):
                 place = f"{self.where}: key in {self.key_path[:-1]}" if self.key_path else f"{self.where}: key"
                 raise InputError(place, key, ", ".join(known))
+
+    def without(self, *keys: str) -> JsonObject:
+        """The same object less some of its keys."""
+        return replace(self, fields={key: value for key, value in self.fields.items() if key not in keys})
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = MAX_TOKENS) -> int:
         """A whole number; without a default the key is required."""

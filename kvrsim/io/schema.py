@@ -9,7 +9,8 @@ A field's annotation says what is accepted:
     bool, str, Literal[...]  as JSON has them; texts are not empty, and runs of white space become one space
     X | None                 absent or null is None
     tuple[X, ...]            an array; tuple[X, Y] an array of two
-    dict[str, X]             an object with any keys
+    Mapping[str, X]          an object with any keys; Annotated[Mapping[str, X], Keys(...)] with these, in their order
+    Annotated[X, Check(...)] an X of which something more holds
     a frozen dataclass       an object with its fields as keys; a class method `read(data)` of its own comes first
 
 A field with a default may be absent. What one field alone cannot tell, `__post_init__` checks; it raises
@@ -19,16 +20,19 @@ InputError with the field's name, to which `read` adds the file and the key path
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from kvrsim.errors import InputError
 from kvrsim.io.json_text import JsonObject
 from kvrsim.units import MAX_TOKENS
 
 T = TypeVar("T")
+_Reader = Callable[[Any, str, JsonObject], Any]  # of a value, its place in an object, and the object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,18 +58,38 @@ class Limits:
         return low + (" and" + high if low and high else high)
 
 
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What holds of a value besides its type."""
+
+    accepted: str  # for messages
+    holds: Callable[[Any], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The only keys of a mapping."""
+
+    names: tuple[str, ...]
+
+
 _FLOAT = Limits(above=0.0, most=1e30)
 _INT = Limits(least=1, most=MAX_TOKENS)
 NonNegative = Annotated[float, Limits(least=0.0, most=1e30)]
 Share = Annotated[float, Limits(least=0.0, most=1.0)]
-LogSd = Annotated[float, Limits(least=0.0, most=10.0)]  # a standard deviation of the logarithm
+PositiveShare = Annotated[float, Limits(above=0.0, most=1.0)]
+RelativeError = Annotated[float, Limits(least=0.0, most=10.0)]  # also a standard deviation of a logarithm
 Whole = Annotated[int, Limits(least=0, most=MAX_TOKENS)]
 
 
 def to_json(value: Any) -> Any:
-    """Plain JSON values: dataclasses become objects, tuples arrays; numpy's numbers become Python's."""
+    """Plain JSON values: dataclasses become objects, tuples arrays; numpy's numbers become Python's.
+
+    A method `to_dict()` of a dataclass comes first.
+    """
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
+        own = getattr(value, "to_dict", None)
+        return fields_to_json(value) if own is None else own()
     if isinstance(value, Mapping):
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -75,17 +99,25 @@ def to_json(value: Any) -> Any:
     return value
 
 
-def read(cls: type[T], data: JsonObject) -> T:
-    """An object of `cls` from the keys of a JSON object.
+def fields_to_json(value: Any, *names: str) -> dict[str, Any]:
+    """The fields of a dataclass as plain JSON values: all, or these in this order."""
+    chosen = names or tuple(field.name for field in fields(value))
+    return {name: to_json(getattr(value, name)) for name in chosen}
+
+
+def read(cls: type[T], data: JsonObject, **given: Any) -> T:
+    """An object of `cls` from the keys of a JSON object; `given` fields replace those of the file.
 
     Raises InputError that names the file and the key path, the value and what is accepted.
     """
     known = _fields(cls)
     data.only(known)
-    values = {}
+    values = given
     for name, (annotation, required) in known.items():
+        if name in given:
+            continue
         if data.has(name):
-            values[name] = _value(annotation, data.fields[name], name, data)
+            values[name] = _reader(annotation)(data.fields[name], name, data)
         elif required:
             if not _is_optional(annotation):
                 raise data.error(name, describe(annotation))
@@ -98,15 +130,21 @@ def read(cls: type[T], data: JsonObject) -> T:
         raise data.error(error.parameter, error.accepted) from None
 
 
-_KNOWN: dict[type, dict[str, tuple[Any, bool]]] = {}
-
-
+@cache
 def _fields(cls: type) -> dict[str, tuple[Any, bool]]:
-    """Annotation of each field, and whether it must be given; worked out once a class."""
-    if cls not in _KNOWN:
-        hints = get_type_hints(cls, include_extras=True)
-        _KNOWN[cls] = {field.name: (hints[field.name], not _has_default(field)) for field in fields(cls) if field.init}
-    return _KNOWN[cls]
+    """Annotation of each field, and whether it must be given."""
+    home = {name: kind.__module__ for kind in reversed(cls.__mro__) for name in vars(kind).get("__annotations__", ())}
+    return {
+        field.name: (_evaluated(str(field.type), home[field.name]), not _has_default(field))
+        for field in fields(cls)
+        if field.init
+    }
+
+
+@cache
+def _evaluated(annotation: str, module: str) -> Any:
+    """The type that an annotation names where annotations are texts; faster than typing.get_type_hints."""
+    return eval(annotation, vars(sys.modules[module]))
 
 
 def _has_default(field: Field[Any]) -> bool:
@@ -126,74 +164,142 @@ def describe(annotation: Any) -> str:
     """What an annotation accepts, for messages."""
     if _is_optional(annotation):
         return f"{describe(_without_none(annotation))}, or null"
-    base, limits = _limits(annotation)
+    base, extras = _unwrapped(annotation)
+    for extra in extras:
+        if isinstance(extra, Check):
+            return extra.accepted
+    limits = _limits(base, extras)
     if base is float:
         return f"a finite number{limits}"
     if base is int:
-        return f"a whole number from {limits.least:g} to {limits.most:g}"
-    origin = get_origin(annotation)
+        return f"a whole number from {int(limits.least or 0)} to {int(limits.most or 0)}"
+    origin = get_origin(base)
     if origin is Literal:
-        return " or ".join(str(one) for one in get_args(annotation))
+        *others, last = map(str, get_args(base))
+        return f"{', '.join(others)} or {last}" if others else last
     if origin is tuple:
-        inner = get_args(annotation)
+        inner = get_args(base)
         if inner[-1] is Ellipsis:
             return f"an array, each {describe(inner[0])}"
         return f"an array of {len(inner)}, each {describe(inner[0])}"
-    return {str: "a text", bool: "true or false"}.get(annotation, "an object ({...})")
+    return {str: "a text", bool: "true or false"}.get(base, "an object ({...})")
 
 
-def _limits(annotation: Any) -> tuple[Any, Limits]:
-    """The type under an annotation, and the limits of a number."""
-    base, limits = annotation, None
-    if get_origin(annotation) is Annotated:
-        base, *extras = get_args(annotation)
-        limits = next((extra for extra in extras if isinstance(extra, Limits)), None)
-    return base, limits or (_INT if base is int else _FLOAT)
+def _unwrapped(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The type under an annotation, and what Annotated adds to it."""
+    if get_origin(annotation) is not Annotated:
+        return annotation, ()
+    base, *extras = get_args(annotation)
+    return base, tuple(extras)
 
 
-def _value(annotation: Any, value: object, path: str, data: JsonObject) -> Any:
-    """A value checked against an annotation; `path` is its place in `data`, for messages."""
+def _limits(base: Any, extras: tuple[Any, ...]) -> Limits:
+    limits = (extra for extra in extras if isinstance(extra, Limits))
+    return next(limits, _INT if base is int else _FLOAT)
+
+
+@cache
+def _reader(annotation: Any) -> _Reader:
+    """What reads a value of an annotation, worked out once."""
     if _is_optional(annotation):
-        return None if value is None else _value(_without_none(annotation), value, path, data)
-    base, limits = _limits(annotation)
-    if base is float or base is int:
-        return _number(base, limits, annotation, value, path, data)
+        inner = _reader(_without_none(annotation))
+        return lambda value, path, data: None if value is None else inner(value, path, data)
+    base, extras = _unwrapped(annotation)
+    convert = _converter(base, extras)
+    checks = [extra.holds for extra in extras if isinstance(extra, Check)]
+
+    def checked(value: Any, path: str, data: JsonObject) -> Any:
+        found = convert(value, path, data)
+        if found is None or not all(holds(found) for holds in checks):
+            raise _error(data, path, value, describe(annotation))
+        return found
+
+    return checked
+
+
+def _converter(base: Any, extras: tuple[Any, ...]) -> _Reader:
+    """What reads a value of a type; None from it: the value is not of that type."""
     origin = get_origin(base)
+    if base is float or base is int:
+        limits = _limits(base, extras)
+        return lambda value, path, data: _number(value, base, limits)
     if origin is tuple:
-        return _array(base, value, path, data)
-    if origin is dict and isinstance(value, dict):
-        inner = get_args(base)[1]
-        return {key: _value(inner, item, f"{path}.{key}", data) for key, item in value.items()}
-    if isinstance(base, type) and is_dataclass(base) and isinstance(value, dict):
-        child = JsonObject(fields=value, where=data.where, key_path=f"{data.key_path}{path}.")
-        own = getattr(base, "read", None)
-        return own(child) if own is not None else read(base, child)
-    if base is bool and isinstance(value, bool):
-        return value
-    if base is str and isinstance(value, str) and value.strip():
-        return " ".join(value.split())
-    if origin is Literal and value in get_args(base):
-        return value
-    raise _error(data, path, value, describe(annotation))
+        return _tuple_reader(get_args(base))
+    if origin in (dict, Mapping):
+        keys = next((extra.names for extra in extras if isinstance(extra, Keys)), None)
+        return _mapping_reader(get_args(base)[1], keys)
+    if isinstance(base, type) and is_dataclass(base):
+        return _object_reader(base)
+    if base is str:
+        return lambda value, path, data: " ".join(value.split()) or None if isinstance(value, str) else None
+    kinds = {type(one) for one in get_args(base)} if origin is Literal else {base}
+    accepted = get_args(base) if origin is Literal else (True, False)
+    return lambda value, path, data: value if type(value) in kinds and value in accepted else None
 
 
-def _number(base: type, limits: Limits, annotation: Any, value: object, path: str, data: JsonObject) -> float | int:
-    usable = isinstance(value, int | float) and not isinstance(value, bool)
-    whole = base is int and isinstance(value, float)
-    if not usable or whole or not math.isfinite(value) or not limits.hold(value):  # type: ignore[arg-type]
-        raise _error(data, path, value, describe(annotation))
-    return value if base is int else float(value)  # type: ignore[return-value,arg-type]
+def _number(value: Any, base: type, limits: Limits) -> float | int | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not limits.hold(value):
+        return None
+    if not math.isfinite(value) or (base is int and value != int(value)):
+        return None
+    return int(value) if base is int else float(value)
 
 
-def _array(base: Any, value: object, path: str, data: JsonObject) -> tuple[Any, ...]:
-    inner = get_args(base)
-    if not isinstance(value, list) or (inner[-1] is not Ellipsis and len(inner) != len(value)):
-        raise _error(data, path, value, describe(base))
-    kinds = [inner[0]] * len(value) if inner[-1] is Ellipsis else list(inner)
-    return tuple(
-        _value(kind, item, f"{path}[{index}]", data)
-        for index, (kind, item) in enumerate(zip(kinds, value, strict=True))
-    )
+def _numbers(values: list[Any], base: type, limits: Limits) -> tuple[float | int, ...] | None:
+    """All of them at once, as long tables need; None where one of them needs a closer look."""
+    if {type(value) for value in values} - {base} or not (base is int or all(map(math.isfinite, values))):
+        return None
+    return tuple(values) if not values or (limits.hold(min(values)) and limits.hold(max(values))) else None
+
+
+def _tuple_reader(kinds: tuple[Any, ...]) -> _Reader:
+    many = kinds[-1] is Ellipsis
+    readers = [_reader(kind) for kind in kinds if kind is not Ellipsis]
+    base, extras = _unwrapped(kinds[0])
+    limits = _limits(base, extras) if many and base in (int, float) else None
+
+    def read_tuple(value: Any, path: str, data: JsonObject) -> tuple[Any, ...] | None:
+        if not isinstance(value, list) or (not many and len(readers) != len(value)):
+            return None
+        if limits is not None and (found := _numbers(value, base, limits)) is not None:
+            return found
+        each = readers * len(value) if many else readers
+        return tuple(
+            reader(item, f"{path}[{index}]", data) for index, (reader, item) in enumerate(zip(each, value, strict=True))
+        )
+
+    return read_tuple
+
+
+def _mapping_reader(value_type: Any, keys: tuple[str, ...] | None) -> _Reader:
+    reader = _reader(value_type)
+
+    def read_mapping(value: Any, path: str, data: JsonObject) -> dict[str, Any] | None:
+        if not isinstance(value, dict):
+            return None
+        child = _child(value, path, data)
+        if keys is None:
+            return {key: reader(item, key, child) for key, item in value.items()}
+        child.only(keys)
+        return {key: reader(value[key], key, child) for key in keys if child.has(key)}
+
+    return read_mapping
+
+
+def _object_reader(cls: type) -> _Reader:
+    own = getattr(cls, "read", None)
+
+    def read_object(value: Any, path: str, data: JsonObject) -> Any:
+        if not isinstance(value, dict):
+            return None
+        child = _child(value, path, data)
+        return read(cls, child) if own is None else own(child)
+
+    return read_object
+
+
+def _child(value: dict[str, Any], path: str, data: JsonObject) -> JsonObject:
+    return JsonObject(fields=value, where=data.where, key_path=f"{data.key_path}{path}.")
 
 
 def _error(data: JsonObject, path: str, value: object, accepted: str) -> InputError:

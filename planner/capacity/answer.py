@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvrsim.hardware.cluster import MemoryLimit
+from kvrsim.hardware.gpu import MemoryLimit
 from kvrsim.program import Array
 from planner.capacity.confidence import Interval
 from planner.capacity.workloads.workload import Lengths

@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 from kvrsim.scenario import Scenario
+from kvrsim.units import scale
 from planner.simulate import run_simulation
 
 
@@ -61,5 +62,5 @@ def drift_of(scenario: Scenario, samples_s: tuple[float, ...]) -> ClockDrift:
 def corrected_for(drift: ClockDrift, scenario: Scenario) -> Scenario:
     """The scenario with all kernels scaled by the measured speed factor."""
     assert scenario.profile is not None
-    profile = replace(scenario.profile, kernels=scenario.profile.kernels.faster(drift.speed))
+    profile = replace(scenario.profile, kernels=scale(scenario.profile.kernels, 1 / drift.speed))
     return replace(scenario, profile=profile)

@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvrsim.hardware.cluster import Cluster, MemoryLimit, cluster_to_dict
+from kvrsim.hardware.cluster import Cluster
+from kvrsim.hardware.gpu import MemoryLimit
+from kvrsim.io.schema import to_json
 from kvrsim.question import Question
 from kvrsim.version import __version__
 
@@ -169,7 +171,7 @@ class StrategyMap:
             "version": __version__,
             "model": self.model,
             "profile": self.profile,
-            "cluster": cluster_to_dict(self.cluster),
+            "cluster": to_json(self.cluster),
             "attention": self.attention,
             **self.memory_limit.to_dict(),
             "points": [asdict(point) for point in self.points],

@@ -8,7 +8,7 @@ from typing import overload
 
 import numpy as np
 
-from kvrsim.hardware.cluster import Path
+from kvrsim.hardware.links import Path
 from kvrsim.program import Array, Collective, Compute, Op, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Step, Strategy

@@ -13,12 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrsim.hardware.cluster import GpuSpec, LinkSpec
+from kvrsim.hardware.gpu import GpuSpec
+from kvrsim.hardware.links import LinkSpec
 from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import read
 from kvrsim.profile.rates.attention import AttentionCall, AttentionRates, EagerRates
 from kvrsim.profile.rates.elementwise import ELEMENTWISE_OPS
 from kvrsim.profile.rates.gemm import Product
 from kvrsim.program import Array
+from kvrsim.units import scale
 
 SEEDS = st.integers(0, 2**32)
 FACTORS = st.floats(1e-3, 1e3)
@@ -226,7 +229,7 @@ def test_rates_come_back(seed: int, make: Any) -> None:
     rng = random.Random(seed)
     for rates in everything(make, rng, make.gpu(rng)):
         fields = json.loads(json.dumps(asdict(rates)))
-        assert type(rates).read(JsonObject(fields=fields, where="test")) == rates
+        assert read(type(rates), JsonObject(fields=fields, where="test")) == rates
 
 
 @given(seed=SEEDS, factor=FACTORS)
@@ -243,13 +246,13 @@ def test_every_rate_times_k_is_every_time_over_k(seed: int, factor: float, make:
         times += [lambda rates, c=calls: rates.seconds(c, 3, 2), lambda rates, c=calls: rates.least_seconds(c, 3, 2)]  # type: ignore[misc]
     for rates, forms in ((gemm, times[:1]), (eager, times[1:]), (flash, times[1:])):
         for form in forms:
-            assert form(rates.faster(factor)) == pytest.approx(form(rates) / factor, rel=1e-9)
-    faster = elementwise.faster(factor)
+            assert form(scale(rates, 1 / factor)) == pytest.approx(form(rates) / factor, rel=1e-9)
+    faster = scale(elementwise, 1 / factor)
     assert faster.start_s == pytest.approx(elementwise.start_s / factor)
     for op in ELEMENTWISE_OPS:
         assert faster.bytes_per_s(op) == pytest.approx(elementwise.bytes_per_s(op) * factor)
     nbytes = np.geomspace(1, 1e10, 50)
-    assert gather.faster(factor).seconds(nbytes, 5) == pytest.approx(gather.seconds(nbytes, 5) / factor, rel=1e-9)
+    assert scale(gather, 1 / factor).seconds(nbytes, 5) == pytest.approx(gather.seconds(nbytes, 5) / factor, rel=1e-9)
 
 
 @given(seed=SEEDS)

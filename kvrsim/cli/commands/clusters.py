@@ -14,11 +14,12 @@ app = typer.Typer(help="Clusters: GPUs and the links between them.")
 @app.command("list")
 def list_clusters(json: Json = False) -> None:
     """The clusters that ship with kvrsim."""
-    from kvrsim.hardware.cluster import builtin_clusters, cluster_to_dict, load_cluster
+    from kvrsim.hardware.cluster import builtin_clusters, load_cluster
+    from kvrsim.io.schema import to_json
 
     clusters = {name: load_cluster(name) for name in builtin_clusters()}
     if json:
-        print_json({"clusters": [cluster_to_dict(cluster) for cluster in clusters.values()]})
+        print_json({"clusters": [to_json(cluster) for cluster in clusters.values()]})
         return
     from kvrsim.cli.render.tables import show_clusters
 
@@ -31,12 +32,13 @@ def show(
     json: Json = False,
 ) -> None:
     """One cluster: its GPU, links and layout, with the datasheets they are from."""
-    from kvrsim.hardware.cluster import cluster_to_dict, load_cluster
+    from kvrsim.hardware.cluster import load_cluster
+    from kvrsim.io.schema import to_json
 
     cluster = load_cluster(name, argument="NAME|PATH")
     if json:
-        print_json(cluster_to_dict(cluster))
+        print_json(to_json(cluster))
         return
     from kvrsim.cli.render.tables import show_tree
 
-    show_tree(cluster.name, cluster_to_dict(cluster))
+    show_tree(cluster.name, to_json(cluster))

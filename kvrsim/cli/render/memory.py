@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvrsim.units import format_bytes
 
 if TYPE_CHECKING:
-    from kvrsim.hardware.cluster import MemoryLimit
+    from kvrsim.hardware.gpu import MemoryLimit
     from kvrsim.memory import RankMemory
 
 MAX_IN_FULL = 4  # lines with every part

@@ -6,12 +6,13 @@ works through blocks small against the chunk, as on a CPU, or that does not skip
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
 from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import Limits, NonNegative, PositiveShare, Share, read
 from kvrsim.profile.rates.blocked import AttentionCall, BlockedRates
 from kvrsim.profile.rates.sizes import MeasuredSizes
 from kvrsim.program import Array
@@ -35,19 +36,8 @@ class EagerRates:
 
     flops_per_s: float  # of QK^T and PV
     bytes_per_s: float  # at which the score matrix crosses device memory, again and again
-    start_s: float  # of all its kernels together, on the device
+    start_s: NonNegative  # of all its kernels together, on the device
     measured: MeasuredSizes | None = None  # by elements of all heads' scores; None: all are as the rates have them
-
-    @classmethod
-    def read(cls, data: JsonObject) -> EagerRates:
-        """Check the keys of the profile's attention.eager section."""
-        data.only(cls.__slots__)
-        return cls(
-            flops_per_s=data.number("flops_per_s"),
-            bytes_per_s=data.number("bytes_per_s"),
-            start_s=data.number("start_s", allow_zero=True),
-            measured=MeasuredSizes.of(data, "measured"),
-        )
 
     def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
         """All elements of all heads' score matrices, masked ones too."""
@@ -67,15 +57,6 @@ class EagerRates:
         """What it takes: at a fixed end of the chunk, it does not grow with the prefix."""
         return self.seconds(call, batch, element_bytes)
 
-    def faster(self, factor: float) -> EagerRates:
-        """Every rate `factor` times as high."""
-        return replace(
-            self,
-            flops_per_s=self.flops_per_s * factor,
-            bytes_per_s=self.bytes_per_s * factor,
-            start_s=self.start_s / factor,
-        )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlashRates:
@@ -89,37 +70,23 @@ class FlashRates:
     key_block: int  # keys of a step
     concurrent_tiles: int  # slots: multiprocessors times tiles that each holds at once
     num_sms: int  # multiprocessors; a tile that has one for itself steps faster
-    causal: bool  # blocks above the diagonal are skipped
-    packs_heads: bool  # query heads of one KV head share a tile
-    splits_keys: bool  # few tiles are split along the keys
+    causal: bool = False  # blocks above the diagonal are skipped
+    packs_heads: bool = False  # query heads of one KV head share a tile
+    splits_keys: bool = False  # few tiles are split along the keys
 
     flops_per_s: float  # datasheet: no call is faster than its unmasked FLOPs at this rate
-    launch_s: float  # of a call
-    tile_s: float  # before and after a tile's steps
+    launch_s: NonNegative  # of a call
+    tile_s: NonNegative  # before and after a tile's steps
     block_s: float  # of a step with heads of 128
-    alone_share: float  # of block_s where a tile has a multiprocessor for itself
-    barrier_share: float  # 0: slots are always busy; 1: a wave waits for its longest tile
+    alone_share: PositiveShare  # of block_s where a tile has a multiprocessor for itself
+    barrier_share: Share  # 0: slots are always busy; 1: a wave waits for its longest tile
     append_bytes_per_s: float  # at which the chunk's own K, V are read and written into the cache
-    query_s: float = 0.0  # of a query and head, whatever its keys
-    split_s: float = 0.0  # of joining what was split
-    split_share: float = 1.0  # of the slots that a split call keeps busy
-    diagonal_cost: float = 1.0  # of a step in the chunk's own square, in steps elsewhere
-
-    @classmethod
-    def read(cls, data: JsonObject) -> FlashRates:
-        """Check the keys of the profile's attention.flash section."""
-        data.only(cls.__slots__)
-        values: dict[str, Any] = {
-            **{key: data.integer(key) for key in ("tile_rows", "key_block", "concurrent_tiles", "num_sms")},
-            **{key: data.flag(key, False) for key in ("causal", "packs_heads", "splits_keys")},
-            **{key: data.number(key) for key in ("flops_per_s", "block_s", "append_bytes_per_s", "diagonal_cost")},
-            **{key: data.number(key, maximum=1) for key in ("alone_share", "split_share")},
-            **{key: data.number(key, allow_zero=True) for key in ("launch_s", "tile_s", "query_s", "split_s")},
-            "barrier_share": data.number("barrier_share", allow_zero=True, maximum=1),
-        }
-        if values["diagonal_cost"] < 1:
-            raise data.error("diagonal_cost", "a finite number of at least 1")
-        return cls(**values)
+    query_s: NonNegative = 0.0  # of a query and head, whatever its keys
+    split_s: NonNegative = 0.0  # of joining what was split
+    split_share: PositiveShare = 1.0  # of the slots that a split call keeps busy
+    diagonal_cost: Annotated[float, Limits(least=1.0, most=1e30)] = (
+        1.0  # of a step in the chunk's own square, in steps elsewhere
+    )
 
     def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
         """Launch, tiles by waves, the append; more queries or keys never take less."""
@@ -172,16 +139,6 @@ class FlashRates:
         steps = np.maximum(self.alone_share, tiles * mean / (self.concurrent_tiles * self.split_share))
         return np.minimum(scheduled_s, self.alone_share * self.tile_s + self.split_s + step_s * steps)
 
-    def faster(self, factor: float) -> FlashRates:
-        """Every rate `factor` times as high."""
-        times = ("launch_s", "tile_s", "block_s", "query_s", "split_s")
-        return replace(
-            self,
-            **{key: getattr(self, key) / factor for key in times},
-            flops_per_s=self.flops_per_s * factor,
-            append_bytes_per_s=self.append_bytes_per_s * factor,
-        )
-
 
 AttentionRates = EagerRates | BlockedRates | FlashRates
 
@@ -189,6 +146,6 @@ AttentionRates = EagerRates | BlockedRates | FlashRates
 def read_attention(kernel: str, data: JsonObject) -> AttentionRates:
     """The rates of one of ATTENTION_KERNELS; a flash section with FLOPs of a causal half holds BlockedRates."""
     if kernel == "eager":
-        return EagerRates.read(data)
+        return read(EagerRates, data)
     is_blocked = kernel == "sdpa" or data.has("causal_flops_per_s")
-    return BlockedRates.read(data) if is_blocked else FlashRates.read(data)
+    return read(BlockedRates, data) if is_blocked else read(FlashRates, data)

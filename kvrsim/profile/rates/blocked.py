@@ -5,11 +5,11 @@ BlockedRates: seconds of a fused attention kernel by what it covers, masked or n
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import NonNegative
 from kvrsim.profile.rates.sizes import MeasuredSizes
 from kvrsim.program import Array
 
@@ -47,27 +47,12 @@ class BlockedRates:
 
     causal_flops_per_s: float  # of QK^T and PV in the chunk's own causal half
     rectangle_flops_per_s: float  # of QK^T and PV in the rectangle; with a mask no more than without
-    start_s: float  # of a call
-    query_s: float  # of a query and head, whatever its keys
+    start_s: NonNegative  # of a call
+    query_s: NonNegative  # of a query and head, whatever its keys
     key_block: int  # keys of a block; one that the diagonal cuts is computed whole (if it is huge, all that is masked)
-    skips_masked: bool  # whether what is masked is skipped behind a prefix, too
-    join_s: float = 0.0  # of a query and head, more where two parts are joined
+    skips_masked: bool = False  # whether what is masked is skipped behind a prefix, too
+    join_s: NonNegative = 0.0  # of a query and head, more where two parts are joined
     measured: MeasuredSizes | None = None  # by queries, by which blocks are chosen; None: all as the rates have them
-
-    @classmethod
-    def read(cls, data: JsonObject) -> BlockedRates:
-        """Check the keys of the profile's attention.sdpa or attention.flash section."""
-        data.only(cls.__slots__)
-        return cls(
-            causal_flops_per_s=data.number("causal_flops_per_s"),
-            rectangle_flops_per_s=data.number("rectangle_flops_per_s"),
-            start_s=data.number("start_s", allow_zero=True),
-            query_s=data.number("query_s", allow_zero=True),
-            key_block=data.integer("key_block"),
-            skips_masked=data.flag("skips_masked", False),
-            join_s=data.number("join_s", allow_zero=True) if data.has("join_s") else 0.0,
-            measured=MeasuredSizes.of(data, "measured"),
-        )
 
     def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
         """Start, queries and elements, whose size is in the rates; more queries or keys never take less."""
@@ -131,12 +116,3 @@ class BlockedRates:
     def _causal_cost(self) -> float:
         """An element of the causal half, in elements of the rectangle."""
         return 1.0 / (self.causal_flops_per_s * self._rectangle_s)
-
-    def faster(self, factor: float) -> BlockedRates:
-        """Every rate `factor` times as high."""
-        return replace(
-            self,
-            causal_flops_per_s=self.causal_flops_per_s * factor,
-            rectangle_flops_per_s=self.rectangle_flops_per_s * factor,
-            **{key: getattr(self, key) / factor for key in ("start_s", "query_s", "join_s")},
-        )

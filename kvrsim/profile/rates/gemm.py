@@ -9,13 +9,14 @@ the device's power limit, which lowers its clock.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from kvrsim.io.json_text import JsonObject
+from kvrsim.errors import InputError
+from kvrsim.io.schema import NonNegative, PositiveShare
 from kvrsim.program import Array
 
 _LAST_STEP = 512  # steps of the time table; beyond them time is proportional to rows
@@ -41,19 +42,8 @@ class Tile:
 
     rows: int
     cols: int
-    flops_share: float  # of GemmRates.flops_per_s that it reaches
-    start_s: float  # prologue and epilogue of a wave
-
-    @classmethod
-    def read(cls, data: JsonObject) -> Tile:
-        """Check the keys of a tile."""
-        data.only(cls.__slots__)
-        return cls(
-            rows=data.integer("rows"),
-            cols=data.integer("cols"),
-            flops_share=data.number("flops_share", maximum=1),
-            start_s=data.number("start_s", allow_zero=True),
-        )
+    flops_share: PositiveShare  # of GemmRates.flops_per_s that it reaches
+    start_s: NonNegative  # prologue and epilogue of a wave
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,20 +55,10 @@ class MeasuredShape:
     rows: tuple[int, ...]  # rising
     seconds: tuple[float, ...]
 
-    @classmethod
-    def read(cls, data: JsonObject) -> MeasuredShape:
-        """Check the keys of a shape: as many seconds as rows, rows rising."""
-        data.only(cls.__slots__)
-        rows, seconds = data.numbers("rows"), data.numbers("seconds")
-        whole = all(row >= 1 and row.is_integer() for row in rows)
-        if not rows or not whole or len(rows) != len(seconds) or sorted(set(rows)) != rows:
-            raise data.error("rows", "rising whole numbers from 1, as many as seconds")
-        return cls(
-            in_features=data.integer("in_features"),
-            out_features=data.integer("out_features"),
-            rows=tuple(int(row) for row in rows),
-            seconds=tuple(seconds),
-        )
+    def __post_init__(self) -> None:
+        rows = list(self.rows)
+        if not rows or len(rows) != len(self.seconds) or sorted(set(rows)) != rows:
+            raise InputError("rows", rows, "rising whole numbers from 1, as many as seconds")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,31 +87,17 @@ class GemmRates:
 
     flops_per_s: float  # of the whole device in full waves, at the clock that it holds
     bytes_per_s: float  # at which weights and activations cross device memory
-    launch_s: float  # of every kernel, on the device
+    launch_s: NonNegative  # of every kernel, on the device
     concurrent_tiles: int  # tiles that run at a time: multiprocessors
-    tiles: tuple[Tile, ...]  # none: flops_per_s throughout, and nothing else counts
+    tiles: tuple[Tile, ...] = ()  # none: flops_per_s throughout, and nothing else counts
     sustained_flops_per_s: float | None = None  # once the power limit has lowered the clock; None: it never does
-    burst_flops: float = 0.0  # of a product, before the clock falls
+    burst_flops: NonNegative = 0.0  # of a product, before the clock falls
     measured: tuple[MeasuredShape, ...] = ()
     head_bytes_per_s: float | None = None  # at which one token's logits read their weights; None: as bytes_per_s
 
-    @classmethod
-    def read(cls, data: JsonObject) -> GemmRates:
-        """Check the keys of the profile's gemm section."""
-        data.only(cls.__slots__)
-        if data.has("measured") and data.sequence("measured") and not data.sequence("tiles"):
-            raise data.error("tiles", "at least one tile where shapes are measured")
-        return cls(
-            flops_per_s=data.number("flops_per_s"),
-            bytes_per_s=data.number("bytes_per_s"),
-            launch_s=data.number("launch_s", allow_zero=True),
-            concurrent_tiles=data.integer("concurrent_tiles"),
-            tiles=tuple(Tile.read(tile) for tile in data.children("tiles")),
-            sustained_flops_per_s=(data.number("sustained_flops_per_s") if data.has("sustained_flops_per_s") else None),
-            burst_flops=data.number("burst_flops", allow_zero=True) if data.has("burst_flops") else 0.0,
-            measured=tuple(MeasuredShape.read(shape) for shape in data.children("measured")),
-            head_bytes_per_s=data.number("head_bytes_per_s") if data.has("head_bytes_per_s") else None,
-        )
+    def __post_init__(self) -> None:
+        if self.measured and not self.tiles:
+            raise InputError("tiles", self.tiles, "at least one tile where shapes are measured")
 
     def seconds(self, rows: Array, products: tuple[Product, ...], element_bytes: int) -> Array:
         """All the products one after another; `rows` tokens, any shape, not necessarily whole."""
@@ -188,19 +154,6 @@ class GemmRates:
         knots = np.array(shape.rows, dtype=float)
         ratio = np.log(np.array(shape.seconds) / self.form_s(knots, product, element_bytes))
         return np.asarray(seconds * np.exp(np.interp(np.log(np.maximum(rows, 1.0)), np.log(knots), ratio)))
-
-    def faster(self, factor: float) -> GemmRates:
-        """Every rate `factor` times as high."""
-        return replace(
-            self,
-            flops_per_s=self.flops_per_s * factor,
-            bytes_per_s=self.bytes_per_s * factor,
-            launch_s=self.launch_s / factor,
-            sustained_flops_per_s=None if self.sustained_flops_per_s is None else self.sustained_flops_per_s * factor,
-            tiles=tuple(replace(tile, start_s=tile.start_s / factor) for tile in self.tiles),
-            measured=tuple(replace(one, seconds=tuple(s / factor for s in one.seconds)) for one in self.measured),
-            head_bytes_per_s=None if self.head_bytes_per_s is None else self.head_bytes_per_s * factor,
-        )
 
 
 @lru_cache(maxsize=256)

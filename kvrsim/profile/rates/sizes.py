@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvrsim.io.json_text import JsonObject
+from kvrsim.errors import InputError
 from kvrsim.program import Array
 
 _ROUNDING = 1e-9  # relative
@@ -23,22 +23,13 @@ class MeasuredSizes:
     sizes: tuple[float, ...]  # rising
     factors: tuple[float, ...]  # measured over formula time
 
-    @classmethod
-    def read(cls, data: JsonObject) -> MeasuredSizes:
-        """Check the keys of a profile's attention.*.measured section."""
-        data.only(cls.__slots__)
-        sizes, factors = data.numbers("sizes"), data.numbers("factors")
-        if not sizes or len(sizes) != len(factors) or sorted(set(sizes)) != sizes:
-            raise data.error("sizes", "rising numbers above 0, as many as factors")
-        seconds = np.array(sizes) * np.array(factors)
+    def __post_init__(self) -> None:
+        sizes = list(self.sizes)
+        if not sizes or len(sizes) != len(self.factors) or sorted(set(sizes)) != sizes:
+            raise InputError("sizes", sizes, "rising numbers above 0, as many as factors")
+        seconds = np.array(sizes) * np.array(self.factors)
         if (np.diff(seconds) < -_ROUNDING * seconds[1:]).any():
-            raise data.error("factors", "factors that fall no faster than sizes rise")
-        return cls(sizes=tuple(sizes), factors=tuple(factors))
-
-    @classmethod
-    def of(cls, data: JsonObject, key: str) -> MeasuredSizes | None:
-        """Those under a key; None where there is none."""
-        return cls.read(data.child(key)) if data.has(key) else None
+            raise InputError("factors", self.factors, "factors that fall no faster than sizes rise")
 
     def factor(self, size: Array) -> Array:
         """Of calls of that size."""

@@ -14,6 +14,7 @@ from calibrate.fit.diff import DiffRow, compare_profiles, dtypes_of
 from kvrsim.cli.main import main
 from kvrsim.model.load import load_model
 from kvrsim.profile.profile import builtin_profiles, load_profile
+from kvrsim.units import scale
 
 LLAMA = load_model("llama-7b")
 
@@ -21,15 +22,15 @@ LLAMA = load_model("llama-7b")
 def faster(profile: Any, factor: float) -> Any:
     """Every rate of device, host and links."""
     kernels = profile.kernels
-    attention = {name: rates.faster(factor) for name, rates in kernels.attention.items()}
+    attention = {name: scale(rates, 1 / factor) for name, rates in kernels.attention.items()}
     links, host = profile.links, profile.host
     return replace(
         profile,
         kernels=replace(
             kernels,
-            gemm=kernels.gemm.faster(factor),
+            gemm=scale(kernels.gemm, 1 / factor),
             attention=attention,
-            elementwise=kernels.elementwise.faster(factor),
+            elementwise=scale(kernels.elementwise, 1 / factor),
         ),
         host=replace(host, layer_s=host.layer_s / factor, resume_s=host.resume_s / factor),
         links=replace(
@@ -37,7 +38,7 @@ def faster(profile: Any, factor: float) -> Any:
             bandwidth_bytes_per_s=links.bandwidth_bytes_per_s * factor,
             latency_s=links.latency_s / factor,
             short_bytes_per_s=links.short_bytes_per_s and links.short_bytes_per_s * factor,
-            gather=links.gather and links.gather.faster(factor),
+            gather=links.gather and scale(links.gather, 1 / factor),
         ),
     )
 

@@ -23,7 +23,8 @@ from calibrate.fit.solver import dtypes_of, element_bytes_of, has_waves
 from calibrate.measure.machine import gpu_of, link_of
 from kvrsim.cost.traffic import after_attention, before_attention
 from kvrsim.errors import InputError
-from kvrsim.hardware.cluster import GpuSpec, load_gpu
+from kvrsim.hardware.cluster import load_gpu
+from kvrsim.hardware.gpu import GpuSpec
 from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures import read_config
 from kvrsim.profile.profile import CalibrationProfile, load_profile

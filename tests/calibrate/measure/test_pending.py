@@ -26,7 +26,7 @@ from kvrsim.executors.batch import run_batch
 from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures import read_config
 from kvrsim.partition import Partition
-from kvrsim.profile.profile import load_profile, read_profile
+from kvrsim.profile.profile import CalibrationProfile, load_profile
 from kvrsim.program import Compute, Program
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
@@ -61,7 +61,7 @@ def test_shipped_profiles_have_no_such_term_and_one_that_has_keeps_it() -> None:
     links, host = replace(shipped.links, pending_share=0.2), replace(shipped.host, message_s=5e-5, prepare_s=1e-3)
     mine = replace(shipped, links=links, host=host)
     data = json.loads(json.dumps(mine.to_dict()))
-    again = read_profile(JsonObject(fields=data, where="test"))
+    again = CalibrationProfile.read(JsonObject(fields=data, where="test"))
     assert again.links.pending_share == 0.2
     assert again.host == host
 

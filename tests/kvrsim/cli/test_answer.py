@@ -12,7 +12,8 @@ import typer
 
 import kvrsim
 from kvrsim.cli import main as cli
-from kvrsim.hardware.cluster import Cluster, cluster_to_dict, load_cluster
+from kvrsim.hardware.cluster import Cluster, load_cluster
+from kvrsim.io.schema import to_json
 from kvrsim.strategies import STRATEGIES
 from planner import plan as planning
 from planner.search.bound import lower_bound_s
@@ -24,7 +25,7 @@ CLUSTERS = ("switch", "bus", "chain")
 def cluster_file(folder: Path, **changes: Any) -> str:
     """a100-nvlink as a file, with changes."""
     path = folder / "mine.json"
-    path.write_text(json.dumps(cluster_to_dict(replace(load_cluster("a100-nvlink"), name="mine", **changes))))
+    path.write_text(json.dumps(to_json(replace(load_cluster("a100-nvlink"), name="mine", **changes))))
     return str(path)
 
 

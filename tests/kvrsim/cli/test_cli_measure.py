@@ -21,7 +21,7 @@ from calibrate.measure.journal import Seconds, journal_path
 from calibrate.measure.link_bench import LinkBench
 from calibrate.measure.link_points import LinkPoint, link_points
 from kvrsim.cli import main as cli
-from kvrsim.hardware.cluster import GpuSpec
+from kvrsim.hardware.gpu import GpuSpec
 from kvrsim.model.spec import Gemm
 from kvrsim.profile.profile import load_profile
 

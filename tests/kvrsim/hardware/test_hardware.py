@@ -16,14 +16,8 @@ import kvrsim
 from kvrsim.choices import TOPOLOGIES
 from kvrsim.errors import InputError
 from kvrsim.hardware import cluster as hardware
-from kvrsim.hardware.cluster import (
-    Cluster,
-    builtin_clusters,
-    builtin_gpus,
-    load_cluster,
-    load_gpu,
-    load_link,
-)
+from kvrsim.hardware.cluster import Cluster, builtin_clusters, builtin_gpus, load_cluster, load_gpu, load_link
+from kvrsim.hardware.gpu import MemoryLimit
 from kvrsim.profile.rates.links import GatherRates
 
 DATA = Path(hardware.__file__).parents[1] / "data"
@@ -138,7 +132,7 @@ def test_cluster_files_of_the_first_version_are_read(tmp_path: Path) -> None:
 
 @given(total=st.integers(1, 2**50), fraction=st.floats(0, 1, exclude_min=True))
 def test_a_memory_limit_is_a_share_of_the_memory(total: int, fraction: float) -> None:
-    limit = hardware.MemoryLimit(gpu_memory_bytes=total, memory_fraction=fraction)
+    limit = MemoryLimit(gpu_memory_bytes=total, memory_fraction=fraction)
     assert limit.nbytes <= total
     assert limit.nbytes == int(total * fraction)
     assert limit.to_dict()["memory_limit_bytes"] == limit.nbytes
@@ -148,7 +142,7 @@ def test_a_memory_limit_is_a_share_of_the_memory(total: int, fraction: float) ->
 @pytest.mark.parametrize("fraction", [0, -0.5, 1.01, math.nan, True, None])
 def test_a_memory_fraction_that_is_none(fraction: Any) -> None:
     with pytest.raises(InputError, match=r"^memory_fraction: got '.*', accepted: a number above 0 and at most 1"):
-        hardware.MemoryLimit(gpu_memory_bytes=2**30, memory_fraction=fraction)
+        MemoryLimit(gpu_memory_bytes=2**30, memory_fraction=fraction)
 
 
 # Paths

@@ -24,7 +24,6 @@ from kvrsim.profile.profile import (
     Residual,
     builtin_profiles,
     load_profile,
-    read_profile,
 )
 from kvrsim.profile.rates.elementwise import ELEMENTWISE_OPS
 from kvrsim.profile.rates.gemm import MeasuredShape, Tile
@@ -60,7 +59,7 @@ def fields(make: Any) -> dict[str, Any]:
 
 
 def read(fields: dict[str, Any]) -> CalibrationProfile:
-    return read_profile(JsonObject(fields=fields, where="profile test.json"))
+    return CalibrationProfile.read(JsonObject(fields=fields, where="profile test.json"))
 
 
 def changed(fields: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
@@ -142,7 +141,8 @@ def test_every_required_key_is_missed_by_its_path(fields: dict[str, Any]) -> Non
         *(f"cluster.gpu.peak_flops.{dtype}" for dtype in DTYPES),
     }
     optional |= {"kernels.attention.eager", "kernels.attention.flash"}
-    optional |= {f"kernels.attention.flash.{key}" for key in ("causal", "packs_heads", "splits_keys")}
+    flash_defaults = ("causal", "packs_heads", "splits_keys", "query_s", "split_s", "split_share", "diagonal_cost")
+    optional |= {f"kernels.attention.flash.{key}" for key in flash_defaults}
     optional |= {f"operations.{kind}" for kind in OPERATION_KINDS}
     for path in paths(fields):
         if path in optional or path.startswith("provenance.") or ".seen." in path:
@@ -152,8 +152,7 @@ def test_every_required_key_is_missed_by_its_path(fields: dict[str, Any]) -> Non
         with pytest.raises(InputError) as caught:
             read(changed(fields, path, ...))
             pytest.fail(f"{path} is not missed")
-        named = path.replace(".seconds", ".rows").replace(".factors", ".sizes")  # as many: told of the other
-        assert caught.value.parameter == f"profile test.json: {named}"
+        assert caught.value.parameter == f"profile test.json: {path}"
 
 
 def test_optional_keys_may_be_absent(fields: dict[str, Any]) -> None:
@@ -206,9 +205,10 @@ def test_no_value_may_be_of_another_type(fields: dict[str, Any]) -> None:
             (f"kernels.{key}", [-1e-9, None, True, "5us", float("nan"), float("inf")])
             for key in (
                 *("gemm.launch_s", "gemm.tiles[1].start_s", "attention.eager.start_s", "elementwise.start_s"),
-                *(f"attention.flash.{key}" for key in ("launch_s", "tile_s", "query_s", "split_s")),
+                *(f"attention.flash.{key}" for key in ("launch_s", "tile_s")),
             )
         ),
+        *((f"kernels.attention.flash.{key}", [-1e-9, True, "5us"]) for key in ("query_s", "split_s")),
         *(
             (f"kernels.{key}", [0, -1, 1.5, None, True, "64"])
             for key in (
@@ -219,9 +219,10 @@ def test_no_value_may_be_of_another_type(fields: dict[str, Any]) -> None:
         ),
         *(
             (f"kernels.{key}", [0, 1.01, -1, None])
-            for key in ("gemm.tiles[0].flops_share", "attention.flash.alone_share", "attention.flash.split_share")
+            for key in ("gemm.tiles[0].flops_share", "attention.flash.alone_share")
         ),
-        ("kernels.attention.flash.diagonal_cost", [0, 0.99, -1, None]),
+        ("kernels.attention.flash.split_share", [0, 1.01, -1]),
+        ("kernels.attention.flash.diagonal_cost", [0, 0.99, -1]),
         ("kernels.attention.flash.barrier_share", [-0.1, 1.01, None]),
         ("kernels.gemm.sustained_flops_per_s", [0, -1, "fast", True, float("nan")]),
         ("kernels.gemm.burst_flops", [-1, "many", True, float("inf")]),

@@ -14,6 +14,7 @@ from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import Replay
 from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import read as read_schema
 from kvrsim.profile.rates.attention import AttentionCall, BlockedRates, EagerRates, FlashRates, read_attention
 from kvrsim.profile.rates.gemm import GemmRates, MeasuredShape, Product, Tile, merged
 from kvrsim.profile.rates.links import GatherRates
@@ -278,7 +279,7 @@ def test_what_else_a_blocked_call_takes() -> None:
 
 def test_factors_fall_no_faster_than_sizes_rise() -> None:
     def read(sizes: list[float], factors: list[float]) -> MeasuredSizes:
-        return MeasuredSizes.read(JsonObject(fields={"sizes": sizes, "factors": factors}, where="test"))
+        return read_schema(MeasuredSizes, JsonObject(fields={"sizes": sizes, "factors": factors}, where="test"))
 
     assert read([1.0, 4.0], [4.0, 1.0]).factor(tokens(0, 2, 9)) == pytest.approx([4, 2, 1])
     assert read([1.0, 4.0, 9.0], [4.0, 1.0, 2.0]).least_factor(tokens(0.5, 1, 2, 4, 6, 99)) == pytest.approx(

@@ -13,8 +13,11 @@ from typing import Any
 from runtime_models import CONFIGS
 
 from kvrsim.cli.main import main
-from kvrsim.hardware.cluster import Cluster, GpuSpec, LinkSpec
+from kvrsim.hardware.cluster import Cluster
+from kvrsim.hardware.gpu import GpuSpec
+from kvrsim.hardware.links import LinkSpec
 from kvrsim.profile.profile import CalibrationProfile, HostRates, OperationFit, load_profile
+from kvrsim.units import scale
 
 BUSY = ("--max-error", "1000", "--max-regret", "1000")  # times are not what these tests are about
 
@@ -41,16 +44,16 @@ def made_up_profile(dtypes: tuple[str, ...] = ("fp32",)) -> CalibrationProfile:
         gather="ring",
     )
     kernels = base.kernels
-    eager = kernels.attention["eager"].faster(1e-3)
+    eager = scale(kernels.attention["eager"], 1000.0)
     return replace(
         base,
         name="made-up",
         gpu=gpu.name,
         kernels=replace(
             kernels,
-            gemm=kernels.gemm.faster(1e-3),
+            gemm=scale(kernels.gemm, 1000.0),
             attention={"eager": eager},
-            elementwise=kernels.elementwise.faster(1e-3),
+            elementwise=scale(kernels.elementwise, 1000.0),
         ),
         host=HostRates(layer_s=0.0, gather_piece_s=0.0),
         links=replace(base.links, link=link.name, bandwidth_bytes_per_s=1e9, latency_s=1e-4, sends="overlap"),

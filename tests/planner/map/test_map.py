@@ -12,7 +12,9 @@ import pytest
 import kvrsim
 from kvrsim.cli import main as cli
 from kvrsim.errors import InputError
-from kvrsim.hardware.cluster import MemoryLimit, cluster_to_dict, load_cluster
+from kvrsim.hardware.cluster import load_cluster
+from kvrsim.hardware.gpu import MemoryLimit
+from kvrsim.io.schema import to_json
 from kvrsim.question import Question
 from kvrsim.ranges import parse_lengths
 from planner.map.build import make_map
@@ -195,5 +197,5 @@ def test_a_map_is_of_the_clusters_gpus(tmp_path: Path) -> None:
 def cluster_file(folder: Path, num_gpus: int) -> Path:
     """a100-nvlink with another number of GPUs."""
     path = folder / "four.json"
-    path.write_text(json.dumps(cluster_to_dict(replace(load_cluster("a100-nvlink"), num_gpus=num_gpus))))
+    path.write_text(json.dumps(to_json(replace(load_cluster("a100-nvlink"), num_gpus=num_gpus))))
     return path

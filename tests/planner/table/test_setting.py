@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import kvrsim
 from kvrsim.scenario import Scenario
+from kvrsim.units import scale
 from planner.table.setting import TableSetting
 
 
@@ -87,7 +88,7 @@ def test_every_rate_counts(seed: int, make: Any) -> None:
     others = [
         replace(scenario, profile=replace(scenario.profile, host=replace(host, layer_s=host.layer_s + 1e-9))),
         replace(scenario, profile=replace(scenario.profile, kernels=replace(kernels, elementwise=elementwise))),
-        replace(scenario, cluster=replace(scenario.cluster, link=scenario.cluster.link.faster(1.001))),
+        replace(scenario, cluster=replace(scenario.cluster, link=scale(scenario.cluster.link, 1 / 1.001))),
         replace(scenario, request=replace(scenario.request, batch=scenario.request.batch + 1)),
         replace(scenario, model=replace(scenario.model, hidden_size=scenario.model.hidden_size + 1)),
         replace(scenario, model=replace(scenario.model, qk_norm=not scenario.model.qk_norm)),
