@@ -20,12 +20,11 @@ InputError with the field's name, to which `read` adds the file and the key path
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from kvrsim.errors import InputError
 from kvrsim.io.json_text import JsonObject
@@ -110,7 +109,7 @@ def read(cls: type[T], data: JsonObject, **given: Any) -> T:
 
     Raises InputError that names the file and the key path, the value and what is accepted.
     """
-    known = _fields(cls)
+    known = _fields(cls)  # type: ignore[arg-type]
     data.only(known)
     values = given
     for name, (annotation, required) in known.items():
@@ -133,18 +132,8 @@ def read(cls: type[T], data: JsonObject, **given: Any) -> T:
 @cache
 def _fields(cls: type) -> dict[str, tuple[Any, bool]]:
     """Annotation of each field, and whether it must be given."""
-    home = {name: kind.__module__ for kind in reversed(cls.__mro__) for name in vars(kind).get("__annotations__", ())}
-    return {
-        field.name: (_evaluated(str(field.type), home[field.name]), not _has_default(field))
-        for field in fields(cls)
-        if field.init
-    }
-
-
-@cache
-def _evaluated(annotation: str, module: str) -> Any:
-    """The type that an annotation names where annotations are texts; faster than typing.get_type_hints."""
-    return eval(annotation, vars(sys.modules[module]))
+    hints = get_type_hints(cls, include_extras=True)
+    return {field.name: (hints[field.name], not _has_default(field)) for field in fields(cls) if field.init}
 
 
 def _has_default(field: Field[Any]) -> bool:
