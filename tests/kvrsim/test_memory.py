@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import kvrsim
@@ -22,6 +21,7 @@ from kvrsim.partition import Partition
 from kvrsim.program import Compute, Op, Recv, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Step
+from tests.building import Draws, any_partition, any_scenario, draws, examples
 
 KVR, TSP, SINGLE = STRATEGIES["kvr-s"], STRATEGIES["tsp"], STRATEGIES["single"]
 
@@ -30,13 +30,12 @@ def scenario_of(ctx: int | str, gpus: int, **options: Any) -> Scenario:
     return kvrsim.make_scenario(ctx=ctx, gpus=gpus, **options)[0]
 
 
-@given(seed=st.integers(0, 2**32))
-@settings(max_examples=60)
-def test_the_total_is_what_is_held_and_the_largest_moment(seed: int, make: Any) -> None:
-    rng = random.Random(seed)
-    scenario = make.scenario(rng, num_gpus=(1, 5))
+@given(rng=draws())
+@examples(60)
+def test_the_total_is_what_is_held_and_the_largest_moment(rng: Draws) -> None:
+    scenario = any_scenario(rng, num_gpus=(1, 5))
     tokens, ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
-    cut = Partition(chunk_lens=make.partition(rng, tokens, ranks))
+    cut = Partition(chunk_lens=any_partition(rng, tokens, ranks))
     for strategy in (KVR, TSP):
         parts = memory_of(scenario, strategy, cut)
         assert len(parts) == ranks
@@ -52,14 +51,13 @@ def test_the_total_is_what_is_held_and_the_largest_moment(seed: int, make: Any) 
         assert fits(scenario, parts) == (largest <= int(0.9 * scenario.cluster.gpu.memory_bytes))
 
 
-@given(seed=st.integers(0, 2**32), low=st.floats(1e-6, 1), high=st.floats(1e-6, 1))
-@settings(max_examples=30)
-def test_what_fits_in_a_share_of_the_memory_fits_in_a_larger_one(seed: int, low: float, high: float, make: Any) -> None:
+@given(rng=draws(), low=st.floats(1e-6, 1), high=st.floats(1e-6, 1))
+@examples(30)
+def test_what_fits_in_a_share_of_the_memory_fits_in_a_larger_one(rng: Draws, low: float, high: float) -> None:
     """The peak does not depend on the share."""
     low, high = sorted((low, high))
-    rng = random.Random(seed)
-    scenario = make.scenario(rng, num_gpus=(1, 5))
-    cut = Partition(chunk_lens=make.partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus))
+    scenario = any_scenario(rng, num_gpus=(1, 5))
+    cut = Partition(chunk_lens=any_partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus))
     less, more = (replace(scenario, memory_fraction=fraction) for fraction in (low, high))
     parts = memory_of(less, KVR, cut)
     assert parts == memory_of(more, KVR, cut)
@@ -119,11 +117,10 @@ def pieces_of(chunks: Sequence[int], cached: int) -> list[tuple[range, range]]:
     return [(positions[len(chunks) - 1 - rank], positions[len(chunks) + rank]) for rank in range(len(chunks))]
 
 
-@given(seed=st.integers(0, 2**32), cached=st.integers(0, 50), num_gpus=st.integers(2, 5))
-@settings(max_examples=30, deadline=None)
-def test_two_pieces_a_rank_hold_what_their_positions_say(seed: int, cached: int, num_gpus: int) -> None:
+@given(rng=draws(), cached=st.integers(0, 50), num_gpus=st.integers(2, 5))
+@examples(30)
+def test_two_pieces_a_rank_hold_what_their_positions_say(rng: Draws, cached: int, num_gpus: int) -> None:
     """K, V, messages and scores, counted position by position; a token of K, V is 256 bytes in a layer, 4 in all."""
-    rng = random.Random(seed)
     chunks = [rng.randint(2, 60) for _ in range(num_gpus)]
     about: dict[str, Any] = {"ctx": cached + sum(chunks), "gpus": num_gpus, "cached_prefix": cached}
     scenario = scenario_of(**about, model=small_model())
@@ -197,12 +194,11 @@ def test_batch_and_cached_prefix_count() -> None:
     assert [part.kv_cache for part in cached] == [3072 * 2**19, 4096 * 2**19]
 
 
-@given(seed=st.integers(0, 2**32))
-@settings(max_examples=60)
-def test_tsp_holds_more_than_kvr_on_every_rank(seed: int, make: Any) -> None:
+@given(rng=draws())
+@examples(60)
+def test_tsp_holds_more_than_kvr_on_every_rank(rng: Draws) -> None:
     """The last KVR rank ends with all K and V too; the ranks before it hold less, and gather less."""
-    rng = random.Random(seed)
-    scenario = make.scenario(rng, num_gpus=(2, 6))
+    scenario = any_scenario(rng, num_gpus=(2, 6))
     cut = Partition.even(scenario.request.new_tokens, scenario.cluster.num_gpus)
     kvr, tsp = (memory_of(scenario, strategy, cut) for strategy in (KVR, TSP))
     for rank, (less, more) in enumerate(zip(kvr, tsp, strict=True)):

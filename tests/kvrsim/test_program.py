@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import random
-from typing import Any
-
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrsim.compile import build_program
 from kvrsim.program import AllGather, Compute, Program, Recv, Send
 from kvrsim.strategies import STRATEGIES
+from tests.building import Draws, any_partition, any_placed, draws, examples
 
 
 def compute(name: str, device_s: float = 1.0) -> Compute:
@@ -35,14 +33,13 @@ def test_ops_run_from_the_prologue_through_all_layers() -> None:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-@given(seed=st.integers(0, 2**32), batch=st.integers(1, 3))
-@settings(max_examples=25)
-def test_programs_of_all_strategies(name: str, seed: int, batch: int, make: Any) -> None:
-    rng = random.Random(seed)
+@given(rng=draws(), batch=st.integers(1, 3))
+@examples(25)
+def test_programs_of_all_strategies(name: str, rng: Draws, batch: int) -> None:
     strategy = STRATEGIES[name]
-    scenario, cut = make.placed(rng, strategy)
+    scenario, cut = any_placed(rng, strategy)
     ranks, tokens = scenario.cluster.num_gpus, scenario.request.new_tokens
-    cuts = [cut, *(make.partition(rng, tokens, len(cut)) for _ in range(batch - 1))]
+    cuts = [cut, *(any_partition(rng, tokens, len(cut)) for _ in range(batch - 1))]
     program = build_program(scenario, strategy, list(np.array(cuts, dtype=float).T))
     assert program.num_ranks == ranks
     if strategy.pipeline is None:

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given
 
 from kvrsim.compile import build_program
 from kvrsim.errors import InputError
@@ -20,13 +19,14 @@ from kvrsim.program import AllGather, Compute, Op, Program, RingPass, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
 from kvrsim.timeline import Span, Timeline
+from tests.building import Draws, any_partition, any_scenario, draws, examples
 
 NAMES = ["tsp", "kvr-e", "kvr-s", "kvr-direct", "ring", "zigzag"]  # whose ranks are single GPUs on any model
 
 
-def replayed(make: Any, rng: random.Random, name: str, **options: Any) -> tuple[Scenario, Program, Replay]:
-    scenario = make.scenario(rng, **options)
-    chunks = make.partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus)
+def replayed(rng: Draws, name: str, **options: Any) -> tuple[Scenario, Program, Replay]:
+    scenario = any_scenario(rng, **options)
+    chunks = any_partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus)
     program = build_program(scenario, STRATEGIES[name], [np.array([float(chunk)]) for chunk in chunks])
     return scenario, program, Replay(program, scenario.cluster)
 
@@ -36,11 +36,11 @@ def ops_of(ops: Sequence[tuple[int | None, Op]], kind: type[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@given(seed=st.integers(0, 2**32))
-@settings(max_examples=25)
-def test_spans_can_have_happened(name: str, seed: int, make: Any) -> None:
+@given(rng=draws())
+@examples(25)
+def test_spans_can_have_happened(name: str, rng: Draws) -> None:
     topologies = ("switch", "chain", "nodes", "bus")
-    _, program, replay = replayed(make, random.Random(seed), name, num_gpus=(1, 4), topologies=topologies)
+    _, program, replay = replayed(rng, name, num_gpus=(1, 4), topologies=topologies)
     timeline = replay.timeline
     starts = [span.start_s for span in timeline.spans]
     assert starts == sorted(starts)
@@ -67,10 +67,10 @@ def test_spans_can_have_happened(name: str, seed: int, make: Any) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@given(seed=st.integers(0, 2**32))
-@settings(max_examples=15)
-def test_a_link_carries_one_message_at_a_time(name: str, seed: int, make: Any) -> None:
-    scenario, program, replay = replayed(make, random.Random(seed), name, num_gpus=(2, 4))
+@given(rng=draws())
+@examples(15)
+def test_a_link_carries_one_message_at_a_time(name: str, rng: Draws) -> None:
+    scenario, program, replay = replayed(rng, name, num_gpus=(2, 4))
     slack = 1e-12 * replay.timeline.end_s
     for rank in range(program.num_ranks):
         by_link: dict[int | None, list[Span]] = {}
@@ -90,9 +90,9 @@ def test_a_link_carries_one_message_at_a_time(name: str, seed: int, make: Any) -
 
 
 @pytest.fixture(scope="module")
-def timeline(make: Any) -> Timeline:
+def timeline() -> Timeline:
     rng = random.Random(1)
-    return replayed(make, rng, "kvr-e", num_gpus=(3, 3), layers=(2, 2))[2].timeline  # type: ignore[no-any-return]
+    return replayed(rng, "kvr-e", num_gpus=(3, 3), layers=(2, 2))[2].timeline  # type: ignore[no-any-return]
 
 
 def test_chrome_trace(timeline: Timeline, tmp_path: Path) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import random
-from typing import Any
-
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrsim.compile import build_program
@@ -22,23 +19,23 @@ from kvrsim.stream import Arrivals
 from planner.simulate import compute_s, run_simulation
 from planner.stream import Recurrence, cycle_time_s, replayed, run_stream
 from planner.uncertainty.disturbed import Disturbance
+from tests.building import Draws, any_partition, any_scenario, draws, examples
 
 SEEDS = st.integers(0, 2**32 - 1)
 SHARED = ("tsp", "kvr-s")
 
 
-def program_of(make: Any, rng: random.Random, name: str) -> tuple[Scenario, Program]:
-    scenario = make.scenario(rng, num_gpus=(2, 5), layers=(1, 4))
-    cut = make.partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus)
+def program_of(rng: Draws, name: str) -> tuple[Scenario, Program]:
+    scenario = any_scenario(rng, num_gpus=(2, 5), layers=(1, 4))
+    cut = any_partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus)
     return scenario, build_program(scenario, STRATEGIES[name], [np.array([float(chunk)]) for chunk in cut])
 
 
 @pytest.mark.parametrize("name", SHARED)
-@given(seed=SEEDS, poisson=st.booleans())
-@settings(max_examples=50)
-def test_the_recurrence_is_the_replay(name: str, seed: int, poisson: bool, make: Any) -> None:
-    rng = random.Random(seed)
-    scenario, program = program_of(make, rng, name)
+@given(rng=draws(), seed=SEEDS, poisson=st.booleans())
+@examples(50)
+def test_the_recurrence_is_the_replay(name: str, rng: Draws, seed: int, poisson: bool) -> None:
+    scenario, program = program_of(rng, name)
     ttft_s = float(run_batch(program, scenario.cluster)[-1, 0])
     arrivals = Arrivals(count=6, every_s=ttft_s * rng.choice([0.0, rng.random(), 3.0]), poisson=poisson)
     times_s = arrivals.times_s(seed)
@@ -49,15 +46,14 @@ def test_the_recurrence_is_the_replay(name: str, seed: int, poisson: bool, make:
 
 
 @pytest.mark.parametrize("name", ["single", *SHARED])
-@given(seed=SEEDS)
-@settings(max_examples=30)
-def test_the_first_request_is_todays(name: str, seed: int, make: Any) -> None:
-    rng = random.Random(seed)
+@given(rng=draws())
+@examples(30)
+def test_the_first_request_is_todays(name: str, rng: Draws) -> None:
     if name == "single":
-        scenario = make.scenario(rng, num_gpus=(1, 1))
+        scenario = any_scenario(rng, num_gpus=(1, 1))
         program = build_program(scenario, STRATEGIES[name], [np.array([float(scenario.request.new_tokens)])])
     else:
-        scenario, program = program_of(make, rng, name)
+        scenario, program = program_of(rng, name)
     ttft_s = run_batch(program, scenario.cluster)[-1, 0]
     for count in (1, 4):
         stream = run_stream(program, scenario.cluster, Arrivals(count=count), busy_s=[1.0])
@@ -67,10 +63,10 @@ def test_the_first_request_is_todays(name: str, seed: int, make: Any) -> None:
 
 
 @pytest.mark.parametrize("name", SHARED)
-@given(seed=SEEDS)
-@settings(max_examples=50)
-def test_nobody_serves_more_than_its_busiest_rank(name: str, seed: int, make: Any) -> None:
-    scenario, program = program_of(make, random.Random(seed), name)
+@given(rng=draws())
+@examples(50)
+def test_nobody_serves_more_than_its_busiest_rank(name: str, rng: Draws) -> None:
+    scenario, program = program_of(rng, name)
     busy_s = [compute_s(program, rank) for rank in range(program.num_ranks)]
     stream = run_stream(program, scenario.cluster, Arrivals(count=20), busy_s=busy_s)
     assert stream.steady_per_s is not None
@@ -85,19 +81,19 @@ def test_nobody_serves_more_than_its_busiest_rank(name: str, seed: int, make: An
 
 
 @pytest.mark.parametrize("name", SHARED)
-@given(seed=SEEDS)
-@settings(max_examples=20)
-def test_the_long_run_is_what_many_requests_come_to(name: str, seed: int, make: Any) -> None:
-    scenario, program = program_of(make, random.Random(seed), name)
+@given(rng=draws())
+@examples(20)
+def test_the_long_run_is_what_many_requests_come_to(name: str, rng: Draws) -> None:
+    scenario, program = program_of(rng, name)
     recurrence = Recurrence.of(program, scenario.cluster)
     ends_s, _ = recurrence.run((0.0,) * 800)
     assert cycle_time_s(recurrence.matrix) == pytest.approx((ends_s[-1] - ends_s[399]) / 400, rel=1e-3)
 
 
-@given(seed=SEEDS)
-@settings(max_examples=20)
-def test_far_apart_they_do_not_meet(seed: int, make: Any) -> None:
-    scenario, program = program_of(make, random.Random(seed), "kvr-s")
+@given(rng=draws())
+@examples(20)
+def test_far_apart_they_do_not_meet(rng: Draws) -> None:
+    scenario, program = program_of(rng, "kvr-s")
     ttft_s = float(run_batch(program, scenario.cluster)[:, 0].max())
     stream = run_stream(program, scenario.cluster, Arrivals(count=5, every_s=3 * ttft_s), busy_s=[1.0])
     assert stream.ttft_s == pytest.approx([stream.ttft_s[0]] * 5, rel=1e-9)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrsim.compile import build_program, for_strategy
@@ -30,6 +30,7 @@ from kvrsim.profile.profile import CalibrationProfile, load_profile
 from kvrsim.program import Compute, Program
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
+from tests.building import examples
 
 
 def row(operation: str, seconds: float, **fields: Any) -> Measurement:
@@ -102,7 +103,7 @@ def simulated_s(scenario: Scenario, strategy: str) -> float:
 
 
 @given(st.floats(0.0, 0.6), st.floats(0.0, 1e-4))
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_a_chain_is_slower_by_at_most_what_its_ranks_lose(share: float, message_s: float) -> None:
     plain, slowed = scenario_of(4), scenario_of(4, share, message_s)
     before_s, after_s = simulated_s(plain, "kvr-e"), simulated_s(slowed, "kvr-e")

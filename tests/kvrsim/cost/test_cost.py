@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrsim.compile import build_program
@@ -24,6 +24,7 @@ from kvrsim.program import Array, Compute
 from kvrsim.request import Request
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
+from tests.building import Draws, any_cluster, any_profile, any_scenario, draws, examples
 
 
 def tokens(*values: float) -> Array:
@@ -54,11 +55,11 @@ UNMASKED = FlashRates(  # a second a FLOP, and next to nothing for all that a ke
 
 
 @pytest.fixture(scope="module")
-def scenario(make: Any, config: Any) -> Scenario:
+def scenario(config: Any) -> Scenario:
     """A small model on a GPU whose every rate is one: seconds are FLOPs or bytes."""
     rng = random.Random(0)
-    cluster = make.cluster(rng, 2, topologies=("switch",))
-    profile: CalibrationProfile = make.profile(rng, cluster.gpu, sends="overlap", host=False)
+    cluster = any_cluster(rng, 2, topologies=("switch",))
+    profile: CalibrationProfile = any_profile(rng, cluster.gpu, sends="overlap", host=False)
     kernels = replace(
         profile.kernels,
         gemm=flops_alone(1.0),
@@ -134,7 +135,7 @@ def test_eager_kernels_start_once_a_call(scenario: Scenario) -> None:
 
 
 @given(chunk=st.integers(1, 60), prefix=st.integers(0, 60), window=st.integers(1, 80))
-@settings(max_examples=100)
+@examples(100)
 def test_windows(scenario: Scenario, config: Any, chunk: int, prefix: int, window: int) -> None:
     """Flash covers what is not masked, half of the diagonal; eager the chunk's square and the window's tail."""
     model = config(model_type="mistral", sliding_window=window)
@@ -279,12 +280,11 @@ def smooth(scenario: Scenario) -> Scenario:
     )
 
 
-@given(seed=st.integers(0, 2**32), batch=st.integers(2, 9))
-@settings(max_examples=40)
-def test_a_batch_costs_as_many_times_as_much(seed: int, batch: int, make: Any) -> None:
+@given(rng=draws(), batch=st.integers(2, 9))
+@examples(40)
+def test_a_batch_costs_as_many_times_as_much(rng: Draws, batch: int) -> None:
     """Where rates know no fixed cost; nowhere less than one sequence. Messages carry all sequences."""
-    rng = random.Random(seed)
-    scenario = make.scenario(rng, roofline=False, host=False)
+    scenario = any_scenario(rng, roofline=False, host=False)
     chunk, prefix = tokens(1, 50), tokens(0, 90)
     for here, least, most in ((smooth(scenario), batch, batch), (scenario, 1, np.inf)):
         one = replace(here, request=replace(here.request, batch=1))
@@ -342,12 +342,11 @@ def test_streams_resume_after_communication(gpus: int, scenario: Scenario) -> No
     assert costs.assemble_s(tokens(3, 3), tokens(0, 5)) == pytest.approx([held, held])
 
 
-@given(seed=st.integers(0, 2**32))
-@settings(max_examples=60)
-def test_no_profile_beats_the_datasheet(seed: int, make: Any) -> None:
+@given(rng=draws())
+@examples(60)
+def test_no_profile_beats_the_datasheet(rng: Draws) -> None:
     """Attention and element-wise work at rates below the peaks take longer than the roofline says."""
-    rng = random.Random(seed)
-    scenario = make.scenario(rng, roofline=False)
+    scenario = any_scenario(rng, roofline=False)
     roofline = replace(scenario, profile=None)
     chunk, prefix = tokens(5000, 9000), tokens(0, 70000)
     traffic, product = (Traffic("norm", 1e9, 1),), Product(1000, 500)

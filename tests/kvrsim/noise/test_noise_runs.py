@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrsim.compile import build_program
@@ -27,6 +26,7 @@ from planner.plan import make_plan
 from planner.simulate import run_simulation
 from planner.uncertainty.disturbed import Disturbance, with_fixed
 from planner.uncertainty.noisy import check_length
+from tests.building import Draws, any_partition, any_scenario, draws, examples
 from validate.figures.noise import increases, mean_increase
 from validate.figures.predictions import Predictions
 from validate.figures.printed import read_printed
@@ -37,13 +37,13 @@ SHARED = ("tsp", "kvr-s")
 EXACT = 1e-12
 
 
-def program_of(make: Any, rng: random.Random, name: str, **kind: Any) -> tuple[Scenario, Program]:
-    scenario = make.scenario(rng, num_gpus=(2, 5), layers=(1, 4), **kind)
-    cut = make.partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus)
+def program_of(rng: Draws, name: str, **kind: Any) -> tuple[Scenario, Program]:
+    scenario = any_scenario(rng, num_gpus=(2, 5), layers=(1, 4), **kind)
+    cut = any_partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus)
     return scenario, build_program(scenario, STRATEGIES[name], [np.array([float(chunk)]) for chunk in cut])
 
 
-def noise_of(rng: random.Random, ttft_s: float) -> Noise:
+def noise_of(rng: Draws, ttft_s: float) -> Noise:
     """Any, with side traffic that changes pairs between a few and a few hundred times a prefill."""
     traffic = SideTraffic(
         duty=rng.random(),
@@ -60,21 +60,20 @@ def quiet_s(scenario: Scenario, program: Program) -> Array:
 
 
 @pytest.mark.parametrize("name", SHARED)
-@given(seed=SEEDS)
-@settings(max_examples=60)
-def test_without_noise_it_is_the_batch_executor(name: str, seed: int, make: Any) -> None:
-    scenario, program = program_of(make, random.Random(seed), name)
+@given(rng=draws())
+@examples(60)
+def test_without_noise_it_is_the_batch_executor(name: str, rng: Draws) -> None:
+    scenario, program = program_of(rng, name)
     assert run_sampled(program, scenario.cluster).ranks_s[:, 0, 0] == pytest.approx(
         quiet_s(scenario, program), rel=EXACT, abs=0
     )
 
 
 @pytest.mark.parametrize("name", SHARED)
-@given(seed=SEEDS)
-@settings(max_examples=60)
-def test_both_paths_agree_sample_by_sample(name: str, seed: int, make: Any) -> None:
-    rng = random.Random(seed)
-    scenario, program = program_of(make, rng, name)
+@given(rng=draws(), seed=SEEDS)
+@examples(60)
+def test_both_paths_agree_sample_by_sample(name: str, rng: Draws, seed: int) -> None:
+    scenario, program = program_of(rng, name)
     noise = noise_of(rng, float(quiet_s(scenario, program).max()))
     ranks = program.num_ranks
     together = run_sampled(program, scenario.cluster, NoiseDraw(noise, ranks, seed=seed, samples=range(5)))
@@ -86,10 +85,10 @@ def test_both_paths_agree_sample_by_sample(name: str, seed: int, make: Any) -> N
 
 
 @pytest.mark.parametrize("name", SHARED)
-@given(seed=SEEDS)
-@settings(max_examples=20)
-def test_noise_of_size_zero_is_the_quiet_timeline(name: str, seed: int, make: Any) -> None:
-    scenario, program = program_of(make, random.Random(seed), name)
+@given(rng=draws(), seed=SEEDS)
+@examples(20)
+def test_noise_of_size_zero_is_the_quiet_timeline(name: str, rng: Draws, seed: int) -> None:
+    scenario, program = program_of(rng, name)
     quiet = Replay(program, scenario.cluster)
     for noise in (Noise(), Noise(side_traffic=SideTraffic(duty=0.0)), Noise(side_traffic=SideTraffic(share=0.0))):
         replay = Replay(program, scenario.cluster, noise=NoiseDraw(noise, program.num_ranks, seed=seed))
@@ -98,11 +97,10 @@ def test_noise_of_size_zero_is_the_quiet_timeline(name: str, seed: int, make: An
 
 
 @pytest.mark.parametrize("name", SHARED)
-@given(seed=SEEDS)
-@settings(max_examples=20)
-def test_the_same_seed_gives_the_same_timeline(name: str, seed: int, make: Any) -> None:
-    rng = random.Random(seed)
-    scenario, program = program_of(make, rng, name)
+@given(rng=draws(), seed=SEEDS)
+@examples(20)
+def test_the_same_seed_gives_the_same_timeline(name: str, rng: Draws, seed: int) -> None:
+    scenario, program = program_of(rng, name)
     noise = replace(noise_of(rng, float(quiet_s(scenario, program).max())), compute_jitter=0.2)
     first, second, other = (
         Replay(program, scenario.cluster, noise=NoiseDraw(noise, program.num_ranks, seed=number))
@@ -113,12 +111,11 @@ def test_the_same_seed_gives_the_same_timeline(name: str, seed: int, make: Any) 
 
 
 @pytest.mark.parametrize("name", SHARED)
-@given(seed=SEEDS)
-@settings(max_examples=60)
-def test_side_traffic_only_delays_and_more_of_it_more(name: str, seed: int, make: Any) -> None:
+@given(rng=draws(), seed=SEEDS)
+@examples(60)
+def test_side_traffic_only_delays_and_more_of_it_more(name: str, rng: Draws, seed: int) -> None:
     """In every single run: the pairs drawn are the same however much traffic there is."""
-    rng = random.Random(seed)
-    scenario, program = program_of(make, rng, name)
+    scenario, program = program_of(rng, name)
     quiet = quiet_s(scenario, program)
     less = SideTraffic(
         duty=rng.random(),
@@ -145,27 +142,26 @@ def test_side_traffic_only_delays_and_more_of_it_more(name: str, seed: int, make
 
 
 @pytest.mark.parametrize("name", SHARED)
-@given(seed=SEEDS)
-@settings(max_examples=15)
-def test_jitter_never_shortens_in_expectation(name: str, seed: int, make: Any) -> None:
+@given(rng=draws(), seed=SEEDS)
+@examples(15)
+def test_jitter_never_shortens_in_expectation(name: str, rng: Draws, seed: int) -> None:
     """TTFT is a maximum of sums, so convex in the durations, and jitter keeps their means."""
-    scenario, program = program_of(make, random.Random(seed), name)
+    scenario, program = program_of(rng, name)
     noise = Noise(compute_jitter=0.2, message_jitter=0.2)
     draw = NoiseDraw(noise, program.num_ranks, seed=seed, samples=range(400))
     ttft_s = run_sampled(program, scenario.cluster, draw).ranks_s[-1, 0]
     assert ttft_s.mean() >= quiet_s(scenario, program)[-1] - 4 * ttft_s.std() / 20
 
 
-@given(seed=SEEDS)
-@settings(max_examples=30)
-def test_slow_gpus_and_links_only_delay(seed: int, make: Any) -> None:
-    rng = random.Random(seed)
-    scenario = make.scenario(rng, num_gpus=(2, 5), topologies=("switch", "nodes"))
+@given(rng=draws())
+@examples(30)
+def test_slow_gpus_and_links_only_delay(rng: Draws) -> None:
+    scenario = any_scenario(rng, num_gpus=(2, 5), topologies=("switch", "nodes"))
     ranks = scenario.cluster.num_gpus
     gpu, link = rng.randrange(ranks), rng.randrange(ranks - 1)
     noise = parse_noise(f"slow-gpu:{gpu}x{rng.uniform(1, 5):.3f}+slow-link:{link}-{link + 1}x{rng.uniform(1, 9):.3f}")
     uneven = with_fixed(scenario, noise)
-    cut = [np.array([float(chunk)]) for chunk in make.partition(rng, scenario.request.new_tokens, ranks)]
+    cut = [np.array([float(chunk)]) for chunk in any_partition(rng, scenario.request.new_tokens, ranks)]
     for name in SHARED:
         even_program, program = (build_program(one, STRATEGIES[name], cut) for one in (scenario, uneven))
         slow_s = run_batch(program, uneven.cluster)[:, 0]

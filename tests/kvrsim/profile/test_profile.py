@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given
 
 from kvrsim.choices import DTYPES
 from kvrsim.errors import InputError
@@ -28,32 +27,43 @@ from kvrsim.profile.profile import (
 from kvrsim.profile.rates.elementwise import ELEMENTWISE_OPS
 from kvrsim.profile.rates.gemm import MeasuredShape, Tile
 from kvrsim.profile.rates.sizes import MeasuredSizes
+from tests.building import (
+    Draws,
+    any_blocked,
+    any_cluster,
+    any_gather_rates,
+    any_gpu,
+    any_operation,
+    any_profile,
+    draws,
+    examples,
+)
 
 
 @pytest.fixture(scope="module")
-def fields(make: Any) -> dict[str, Any]:
+def fields() -> dict[str, Any]:
     """The JSON of a profile with every key."""
     rng = random.Random(0)
-    gpu = make.gpu(rng)
-    profile = make.profile(rng, gpu)
+    gpu = any_gpu(rng)
+    profile = any_profile(rng, gpu)
     tiles = tuple(Tile(rows=rows, cols=64, flops_share=0.5, start_s=1e-6) for rows in (64, 256))
     shape = MeasuredShape(in_features=64, out_features=128, rows=(1, 50), seconds=(1e-5, 1e-3))
     bandwidth = profile.links.bandwidth_bytes_per_s
     gemm = dict(tiles=tiles, measured=(shape, shape), sustained_flops_per_s=1e12, burst_flops=1e9)
     gemm |= {"head_bytes_per_s": 1e9}
     sizes = MeasuredSizes(sizes=(64.0, 512.0), factors=(2.0, 1.0))
-    attention = dict(profile.kernels.attention) | {"sdpa": replace(make.blocked(rng, gpu), measured=sizes)}
+    attention = dict(profile.kernels.attention) | {"sdpa": replace(any_blocked(rng, gpu), measured=sizes)}
     attention["eager"] = replace(attention["eager"], measured=sizes)
     full = replace(
         profile,
         not_covered="nothing was measured",
         kernels=replace(profile.kernels, gemm=replace(profile.kernels.gemm, **gemm), attention=attention),
-        links=replace(profile.links, short_bytes_per_s=bandwidth, gather=make.gather(rng, bandwidth)),
-        operations={kind: replace(make.operation(rng), interpolated_log_sd=0.1) for kind in OPERATION_KINDS},
+        links=replace(profile.links, short_bytes_per_s=bandwidth, gather=any_gather_rates(rng, bandwidth)),
+        operations={kind: replace(any_operation(rng), interpolated_log_sd=0.1) for kind in OPERATION_KINDS},
         residual=Residual(**{key: 3 if key == "num_rows" else 0.1 for key in Residual.__slots__}),
         provenance={"source": "drawn at random"},
         run_to_run_log_sd=0.1,
-        cluster=make.cluster(rng, 4, topologies=("nodes",)),
+        cluster=any_cluster(rng, 4, topologies=("nodes",)),
     )
     return json.loads(json.dumps(full.to_dict()))  # type: ignore[no-any-return]
 
@@ -98,11 +108,10 @@ def test_shipped_profiles_come_back(name: str, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "copy.json").read_text())["schema_version"] == SCHEMA_VERSION
 
 
-@given(seed=st.integers(0, 2**32))
-@settings(max_examples=50)
-def test_any_profile_comes_back(seed: int, make: Any) -> None:
-    rng = random.Random(seed)
-    profile = make.profile(rng, make.gpu(rng))
+@given(rng=draws())
+@examples(50)
+def test_any_profile_comes_back(rng: Draws) -> None:
+    profile = any_profile(rng, any_gpu(rng))
     fields = json.loads(json.dumps(profile.to_dict()))
     fields["not_covered"] = "nothing was measured"
     assert json.loads(json.dumps(read(fields).to_dict())) == fields

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import asdict, replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ from kvrsim.profile.rates.gemm import GemmRates, MeasuredShape, Product, Tile, m
 from kvrsim.profile.rates.links import GatherRates
 from kvrsim.profile.rates.sizes import MeasuredSizes
 from kvrsim.program import AllGather, Array, Program
+from tests.building import any_cluster
 
 
 def tokens(*values: float) -> Array:
@@ -328,8 +328,8 @@ def test_short_gathers_take_one_protocol_and_long_ones_another() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_both_executors_gather_in_that_time(ranks: int, make: Any) -> None:
-    cluster = make.cluster(random.Random(0), ranks, topologies=("switch",))
+def test_both_executors_gather_in_that_time(ranks: int) -> None:
+    cluster = any_cluster(random.Random(0), ranks, topologies=("switch",))
     cluster = cluster.with_measured(replace(cluster.link, latency_s=1000.0, gather=GATHER))
     gather = (AllGather(nbytes=tokens(40)),)
     none = ((),) * ranks

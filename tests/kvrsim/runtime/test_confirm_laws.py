@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from confirm_setup import made_up_profile
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrsim.executors.run import run_partition
@@ -28,6 +27,7 @@ from planner.confirm.result import Candidate, Confirmation, Targets
 from planner.confirm.virtual import composed_s, composed_timeline
 from planner.plan import make_plan
 from planner.simulate import partition_of
+from tests.building import Draws, any_scenario, draws, examples
 from validate.machine.confirmation_ranks import Sleepers, ring_traffic, sleep
 from validate.machine.side_traffic import noisy_ttft_s
 
@@ -162,13 +162,10 @@ def parts_of(program: Program) -> list[dict[tuple[int | None, str], float]]:
     return found
 
 
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 10_000), name=st.sampled_from(["single", "tsp", "kvr-e"]))
-def test_virtual_ranks_that_measure_what_is_predicted_compose_to_the_prediction(
-    seed: int, name: str, make: Any
-) -> None:
-    rng = random.Random(seed)
-    scenario: Scenario = make.scenario(rng, host=False, topologies=("switch", "chain", "bus"))
+@examples(40)
+@given(rng=draws(), name=st.sampled_from(["single", "tsp", "kvr-e"]))
+def test_virtual_ranks_that_measure_what_is_predicted_compose_to_the_prediction(rng: Draws, name: str) -> None:
+    scenario: Scenario = any_scenario(rng, host=False, topologies=("switch", "chain", "bus"))
     strategy = STRATEGIES[name]
     placed = scenario.on_gpus(1) if name == "single" else scenario
     cut = partition_of(placed, strategy, None)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import runtime_workers as workers
 from confirm_setup import BUSY, arguments, folder_with, said
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrsim.errors import InputError
@@ -22,6 +22,7 @@ from planner.confirm import run as confirm_run
 from planner.confirm.candidates import Fitting, Named, Room, candidates_of, fitting
 from planner.confirm.hardware import Hardware
 from planner.plan import make_plan
+from tests.building import examples
 
 STRATEGIES = ("single", "tsp", "kvr-e", "kvr-s")
 
@@ -57,7 +58,7 @@ def test_where_nothing_fits_the_least_is_named() -> None:
         on_gpus(scenario, candidates, 2**30)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(ctx=st.integers(64, 20_000), limit_gib=st.floats(14, 200))
 def test_a_candidate_is_kept_exactly_where_each_of_its_ranks_fits(ctx: int, limit_gib: float) -> None:
     scenario, candidates = question(ctx)

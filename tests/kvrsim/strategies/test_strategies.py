@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import kvrsim
@@ -18,6 +18,7 @@ from kvrsim.program import AllGather, Compute, Program, Recv, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, get_strategy
 from planner.simulate import run_simulation
+from tests.building import examples
 
 
 def scenario_of(tokens: int, gpus: int, **options: Any) -> Scenario:
@@ -73,7 +74,7 @@ def test_entries_that_move() -> None:
 
 
 @given(share=st.integers(1, 2000), ranks=st.integers(2, 16))
-@settings(max_examples=40)
+@examples(40)
 def test_traffic_with_even_chunks(share: int, ranks: int) -> None:
     """Net_tsp = (p - 1) C and Net_kvr = (p - 1) C / 2 tokens a layer."""
     tokens = share * ranks
@@ -95,7 +96,7 @@ def test_reports_count_the_same_bytes(name: str, gpus: int) -> None:
 
 
 @given(chunks=st.lists(st.integers(1, 500), min_size=1, max_size=8), cached=st.integers(0, 500))
-@settings(max_examples=40)
+@examples(40)
 def test_dot_products_of_any_chunks(chunks: list[int], cached: int) -> None:
     """KVR: chunk x (prefix + chunk); TSP: chunk x everything, whatever is masked."""
     total = cached + sum(chunks)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrsim.program import Array
+from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.evaluate import Evaluator
 from planner.search.grid import Boundaries, Grid, chunk_lens
 from planner.search.search import search
+from tests.building import Draws, draws, examples, scenarios
 
 
 class Counted:
@@ -84,10 +85,9 @@ def test_five_values_a_boundary_and_level(num_ranks: int) -> None:
     assert boundaries == tuple(boundary + 512 for boundary in even)
 
 
-@given(seed=st.integers(0, 2**32), ranks=st.integers(3, 5))
-@settings(max_examples=50)
-def test_only_candidates_that_leave_every_rank_a_token(seed: int, ranks: int) -> None:
-    rng = random.Random(seed)
+@given(rng=draws(), ranks=st.integers(3, 5))
+@examples(50)
+def test_only_candidates_that_leave_every_rank_a_token(rng: Draws, ranks: int) -> None:
     tokens = rng.randint(ranks, 60)
     target = sorted(rng.sample(range(1, tokens), ranks - 1))
     counted = Counted(near(*target))
@@ -98,7 +98,7 @@ def test_only_candidates_that_leave_every_rank_a_token(seed: int, ranks: int) ->
 
 
 @given(tokens=st.integers(2, 100_000), stride=st.integers(1, 512), share=st.floats(0, 1))
-@settings(max_examples=100)
+@examples(100)
 def test_two_ranks_take_a_binary_search(tokens: int, stride: int, share: float) -> None:
     """O(log C) evaluations find the lowest point of what falls, then rises."""
     stride = min(stride, tokens // 2)
@@ -125,11 +125,10 @@ def test_many_ranks_move_a_few_boundaries_at_a_time() -> None:
     assert counted.rows < 100_000
 
 
-@given(seed=st.integers(0, 2**32), ranks=st.integers(3, 5))
-@settings(max_examples=40)
-def test_pruning_changes_no_result(seed: int, ranks: int) -> None:
+@given(rng=draws(), ranks=st.integers(3, 5))
+@examples(40)
+def test_pruning_changes_no_result(rng: Draws, ranks: int) -> None:
     """A floor that is at most the objective leaves out only what is too slow."""
-    rng = random.Random(seed)
     tokens = rng.randint(8 * ranks, 300)
     weights = [rng.uniform(0.5, 2) for _ in range(ranks)]
     extra = rng.uniform(0, tokens)
@@ -147,11 +146,10 @@ def test_pruning_changes_no_result(seed: int, ranks: int) -> None:
     assert pruned.rows <= plain.rows
 
 
-@given(seed=st.integers(0, 2**32))
-@settings(max_examples=25)
-def test_what_the_planner_prunes_is_too_slow(seed: int, make: Any) -> None:
+@given(scenario=scenarios(num_gpus=(3, 4), tokens=(30, 3000)))
+@examples(25)
+def test_what_the_planner_prunes_is_too_slow(scenario: Scenario) -> None:
     """The floor is one rank's work: the search with it ends where the one without does."""
-    scenario = make.scenario(random.Random(seed), num_gpus=(3, 4), tokens=(30, 3000))
     tokens, ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
     evaluator = Evaluator(scenario, STRATEGIES["kvr-s"])
     stride = max(1, tokens // ranks // 16)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import random
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import kvrsim
@@ -20,6 +19,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.evaluate import Evaluator
 from planner.search.search import default_stride, search
+from tests.building import Draws, any_partition, any_scenario, draws, examples, scenario_in, scenarios
 
 KVR = STRATEGIES["kvr-s"]
 CLOSE = 1.001  # within 0.1 %
@@ -46,16 +46,15 @@ def neighbours(chunks: tuple[int, ...], stride: int) -> Array:
     return np.array(rows or [chunks], dtype=float)
 
 
-def random_partitions(make: Any, rng: random.Random, scenario: Scenario, count: int) -> Array:
+def random_partitions(rng: Draws, scenario: Scenario, count: int) -> Array:
     tokens, ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
-    return np.array([make.partition(rng, tokens, ranks) for _ in range(count)], dtype=float)
+    return np.array([any_partition(rng, tokens, ranks) for _ in range(count)], dtype=float)
 
 
-@given(seed=SEEDS)
-@settings(max_examples=60)
-def test_as_good_as_trying_all(seed: int, make: Any) -> None:
-    rng = random.Random(seed)
-    scenario = make.scenario(rng, num_gpus=(2, 4), tokens=(20, 4000))
+@given(rng=draws())
+@examples(60)
+def test_as_good_as_trying_all(rng: Draws) -> None:
+    scenario = any_scenario(rng, num_gpus=(2, 4), tokens=(20, 4000))
     tokens, ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
     stride = max(1, tokens // {2: 1000, 3: 120, 4: 40}[ranks])
     found = search(scenario, KVR, stride=stride)
@@ -66,25 +65,23 @@ def test_as_good_as_trying_all(seed: int, make: Any) -> None:
     assert found.ttft_s <= best_s * CLOSE
 
 
-@given(seed=SEEDS)
-@settings(max_examples=40)
-def test_nothing_near_or_random_is_better(seed: int, make: Any) -> None:
+@given(rng=draws())
+@examples(40)
+def test_nothing_near_or_random_is_better(rng: Draws) -> None:
     """At the default stride, of up to eight ranks, whether or not some of the context is cached."""
-    rng = random.Random(seed)
-    scenario = make.scenario(rng, num_gpus=(2, 8))
+    scenario = any_scenario(rng, num_gpus=(2, 8))
     found = search(scenario, KVR)
     stride = default_stride(scenario.request.new_tokens, scenario.cluster.num_gpus)
     evaluator = Evaluator(scenario, KVR)
-    assert found.ttft_s <= evaluator.ttft_s(random_partitions(make, rng, scenario, 300)).min() * CLOSE
+    assert found.ttft_s <= evaluator.ttft_s(random_partitions(rng, scenario, 300)).min() * CLOSE
     assert found.ttft_s <= evaluator.ttft_s(neighbours(found.partition.chunk_lens, stride)).min() * CLOSE
 
 
-@given(seed=SEEDS)
-@example(seed=113)
-@settings(max_examples=8)
-def test_the_default_stride_is_fine_enough(seed: int, make: Any) -> None:
+@given(scenario=scenarios(num_gpus=(2, 4), tokens=(2100, 8000), decades=(6, 10)))
+@example(scenario=scenario_in(Path(__file__).parent / "cases" / "slow-links-one-token"))
+@examples(8)
+def test_the_default_stride_is_fine_enough(scenario: Scenario) -> None:
     """Also where links are so slow that every token sent counts, and all but one rank do best with a single one."""
-    scenario = make.scenario(random.Random(seed), num_gpus=(2, 4), tokens=(2100, 8000), decades=(6, 10))
     assert search(scenario, KVR).ttft_s <= search(scenario, KVR, stride=1).ttft_s * CLOSE
 
 
@@ -107,10 +104,9 @@ def random_partitions_of(tokens: int, ranks: int) -> Array:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@given(seed=SEEDS)
-@settings(max_examples=10)
-def test_every_method_answers_with_a_partition(method: str, seed: int, make: Any) -> None:
-    scenario = make.scenario(random.Random(seed), num_gpus=(1, 5))
+@given(scenario=scenarios(num_gpus=(1, 5)))
+@examples(10)
+def test_every_method_answers_with_a_partition(method: str, scenario: Scenario) -> None:
     found = search(scenario, KVR, method=method)
     assert sum(found.partition.chunk_lens) == scenario.request.new_tokens
     assert len(found.partition.chunk_lens) == scenario.cluster.num_gpus
@@ -157,16 +153,15 @@ def test_mistakes_name_the_argument() -> None:
     assert caught.value.parameter == "gpus"
 
 
-@given(seed=SEEDS)
-@settings(max_examples=8)
-def test_on_a_bus(seed: int, make: Any) -> None:
+@given(rng=draws())
+@examples(8)
+def test_on_a_bus(rng: Draws) -> None:
     """No worse than random partitions, nor than leaving GPUs out with a token each."""
-    rng = random.Random(seed)
-    scenario = make.scenario(rng, num_gpus=(2, 4), topologies=("bus",), decades=(6, 10), layers=(1, 2))
+    scenario = any_scenario(rng, num_gpus=(2, 4), topologies=("bus",), decades=(6, 10), layers=(1, 2))
     tokens, ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
     found = search(scenario, KVR)
     evaluator = Evaluator(scenario, KVR)
-    assert found.ttft_s <= evaluator.ttft_s(random_partitions(make, rng, scenario, 50)).min() * CLOSE
+    assert found.ttft_s <= evaluator.ttft_s(random_partitions(rng, scenario, 50)).min() * CLOSE
     last_alone = (1,) * (ranks - 1) + (tokens - ranks + 1,)
     assert found.ttft_s <= evaluator.one(last_alone) * CLOSE
     own = replace(scenario, cluster=scenario.cluster.with_topology("switch"))

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given
 
 import kvrsim
 from kvrsim.scenario import Scenario
 from kvrsim.units import scale
 from planner.table.setting import TableSetting
+from tests.building import Draws, any_scenario, draws, examples
 
 
 def fingerprint(scenario: Scenario) -> str:
@@ -75,12 +74,11 @@ def _whole(number: float) -> float | int:
     return int(number) if number.is_integer() else number
 
 
-@given(seed=st.integers(0, 2**32))
-@settings(max_examples=20, deadline=None)
-def test_every_rate_counts(seed: int, make: Any) -> None:
+@given(rng=draws())
+@examples(20)
+def test_every_rate_counts(rng: Draws) -> None:
     """Any number of the profile's kernels and host, of the model's shapes and of the links, made another one."""
-    rng = random.Random(seed)
-    scenario = make.scenario(rng, num_gpus=(2, 4))
+    scenario = any_scenario(rng, num_gpus=(2, 4))
     assume(scenario.profile is not None)
     assert scenario.profile is not None
     kernels, host = scenario.profile.kernels, scenario.profile.host

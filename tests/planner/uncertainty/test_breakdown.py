@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import random
-from typing import Any
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given
 
 import kvrsim
 from kvrsim.cli import main as cli
@@ -15,16 +11,16 @@ from kvrsim.executors.run import run_partition
 from kvrsim.partition import Partition
 from kvrsim.strategies import STRATEGIES
 from planner.uncertainty.breakdown import breakdown
+from tests.building import Draws, any_partition, any_scenario, draws, examples
 
 
 @pytest.mark.parametrize("name", ["tsp", "kvr-e"])
-@given(seed=st.integers(0, 2**32))
-@settings(max_examples=25)
-def test_a_ranks_rows_sum_to_its_finish(name: str, seed: int, make: Any) -> None:
-    rng = random.Random(seed)
-    scenario = make.scenario(rng, num_gpus=(2, 4))
+@given(rng=draws())
+@examples(25)
+def test_a_ranks_rows_sum_to_its_finish(name: str, rng: Draws) -> None:
+    scenario = any_scenario(rng, num_gpus=(2, 4))
     strategy = STRATEGIES[name]
-    cut = Partition(chunk_lens=make.partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus))
+    cut = Partition(chunk_lens=any_partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus))
     run = run_partition(scenario, strategy, cut, timeline=True)
     assert run.timeline is not None
     found = breakdown(scenario, strategy, cut, run.finish_s, run.timeline)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given
 
 import kvrsim
 from kvrsim.partition import Partition
@@ -18,6 +16,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from planner.uncertainty.interval import Interval, doublings_beyond, interval
+from tests.building import Draws, any_scenario, draws, examples
 
 KVR = STRATEGIES["kvr-e"]
 
@@ -91,12 +90,11 @@ def test_a_roofline_is_a_limit() -> None:
     assert sure.high_s > 2.0
 
 
-@given(seed=st.integers(0, 2**32))
-@settings(max_examples=40)
-def test_any_profile_has_one(seed: int, make: Any) -> None:
+@given(rng=draws())
+@examples(40)
+def test_any_profile_has_one(rng: Draws) -> None:
     """Finite, around the prediction, and none where nothing errs."""
-    rng = random.Random(seed)
-    scenario = make.scenario(rng, roofline=False, topologies=("switch", "chain", "bus"))
+    scenario = any_scenario(rng, roofline=False, topologies=("switch", "chain", "bus"))
     assert 0 < width(scenario) < 50
     profile = scenario.profile
     known = {

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import random
-from typing import Any
-
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given
 
 from kvrsim.errors import InputError
 from kvrsim.executors.run import ttft_s
@@ -21,6 +17,7 @@ from planner.search.bound import lower_bound_s
 from planner.search.search import search
 from planner.uncertainty.disturbed import FIRST_JUDGING_SAMPLE, with_fixed
 from planner.uncertainty.robust import robust_plan
+from tests.building import Draws, any_partition, any_scenario, draws, examples
 
 KVR = STRATEGIES["kvr-s"]
 
@@ -72,17 +69,16 @@ def test_a_slow_gpu_gets_less_and_costs_less(slow: int) -> None:
     assert clean.ttft_s < aware.ttft_s
 
 
-@given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=25)
-def test_the_bound_holds_on_uneven_clusters(seed: int, make: Any) -> None:
-    rng = random.Random(seed)
-    scenario = make.scenario(rng, num_gpus=(2, 5), topologies=("switch", "nodes"))
+@given(rng=draws())
+@examples(25)
+def test_the_bound_holds_on_uneven_clusters(rng: Draws) -> None:
+    scenario = any_scenario(rng, num_gpus=(2, 5), topologies=("switch", "nodes"))
     ranks, tokens = scenario.cluster.num_gpus, scenario.request.new_tokens
     gpu, link = rng.randrange(ranks), rng.randrange(ranks - 1)
     noise = parse_noise(f"slow-gpu:{gpu}x{rng.uniform(1, 9):.3f}+slow-link:{link}-{link + 1}x{rng.uniform(1, 9):.3f}")
     uneven = with_fixed(scenario, noise)
     found = search(uneven, KVR)
-    cuts = np.array([make.partition(rng, tokens, ranks) for _ in range(50)], dtype=float)
+    cuts = np.array([any_partition(rng, tokens, ranks) for _ in range(50)], dtype=float)
     ttft_s = Evaluator(uneven, KVR).ttft_s(cuts)
     bound_s = lower_bound_s(uneven, KVR, found.ttft_s)
     assert bound_s <= min(found.ttft_s, ttft_s.min()) * (1 + 1e-9)

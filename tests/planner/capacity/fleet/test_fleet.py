@@ -10,7 +10,7 @@ from itertools import cycle
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrsim.choices import ORDERS
@@ -20,6 +20,7 @@ from planner.capacity.fleet.fleet import Conditions, GroupPlan, percentile_of, r
 from planner.capacity.fleet.pool import MOST_RETRIES, Outages, Pool
 from planner.capacity.fleet.service import Overlap, Packing, Service
 from planner.capacity.workloads.workload import Workload
+from tests.building import examples
 
 KINDS = 3
 quarters = st.integers(1, 40).map(lambda number: number / 4)  # exact in binary, so that ties are ties
@@ -85,7 +86,7 @@ def pools(draw: st.DrawFn) -> Pool:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(pool=pools())
 def test_fast_loops_equal_simpy_request_by_request(pool: Pool) -> None:
     fast, reference = run_pool(pool), PoolProcesses(pool).run()
@@ -95,7 +96,7 @@ def test_fast_loops_equal_simpy_request_by_request(pool: Pool) -> None:
     assert fast.lost_s == pytest.approx(reference.lost_s)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(pool=pools())
 def test_every_request_is_served_or_given_up(pool: Pool) -> None:
     run = run_pool(pool)
@@ -113,7 +114,7 @@ def test_every_request_is_served_or_given_up(pool: Pool) -> None:
         assert not run.retries.any()
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(pool=pools())
 def test_a_failure_ends_what_runs_and_nothing_begins_on_a_group_that_is_away(pool: Pool) -> None:
     if pool.outages is None:
@@ -131,7 +132,7 @@ def test_a_failure_ends_what_runs_and_nothing_begins_on_a_group_that_is_away(poo
             assert not ((run.begin_s[mine] > fails_s) & (run.begin_s[mine] < back_s)).any()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(pool=pools())
 def test_more_like_groups_are_never_worse_first_come(pool: Pool) -> None:
     # Begins only move earlier with more servers, where nothing depends on which server (Kiefer and Wolfowitz).

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 import simpy
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvrsim.compile import build_program
@@ -18,6 +17,7 @@ from kvrsim.executors.event import Replay
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.program import AllGather, Compute, Op, Program, Recv, Send
 from kvrsim.strategies import STRATEGIES
+from tests.building import Draws, any_cluster, any_partition, any_scenario, draws, examples, plain
 
 Flows = list[tuple[float, float]]  # when each arrives (s), and its bytes
 
@@ -93,13 +93,13 @@ def test_a_small_flow_passes_a_large_one() -> None:
 @example(arriving=[(0.0, 1.0), (0.0, 1.0)], bandwidth=1.0)
 @example(arriving=[(0.0, 1.0)] * 5, bandwidth=1.0)
 @example(arriving=[(0.0, 2.0), (1.0, 1.0), (2.0, 2.0)], bandwidth=1.0)
-@settings(max_examples=300)
+@examples(300)
 def test_as_a_fluid(arriving: Flows, bandwidth: float) -> None:
     assert through_the_bus(arriving, bandwidth) == pytest.approx(fluid(arriving, bandwidth), rel=1e-9)
 
 
 @given(arriving=flows, bandwidth=st.floats(0.1, 1e3))
-@settings(max_examples=100)
+@examples(100)
 def test_the_bus_is_never_idle_while_a_flow_waits(arriving: Flows, bandwidth: float) -> None:
     """Work conservation: the last flow leaves when one flow of all bytes would, whatever the order."""
     busy_until = 0.0
@@ -116,8 +116,8 @@ def test_the_bus_is_never_idle_while_a_flow_waits(arriving: Flows, bandwidth: fl
 # -- programs on a bus
 
 
-def bus_cluster(make: Any, num_gpus: int, latency_s: float = 0.0) -> Cluster:
-    cluster: Cluster = make.cluster(random.Random(0), num_gpus, topologies=("bus",))
+def bus_cluster(num_gpus: int, latency_s: float = 0.0) -> Cluster:
+    cluster: Cluster = any_cluster(random.Random(0), num_gpus, topologies=("bus",))
     return cluster.with_link(bandwidth_bytes_per_s=10.0, latency_s=latency_s)
 
 
@@ -134,8 +134,8 @@ def compute(device_s: float) -> Compute:
     return Compute(name="work", device_s=np.array([device_s]))
 
 
-def test_messages_share_the_bus(make: Any) -> None:
-    cluster = bus_cluster(make, 4)
+def test_messages_share_the_bus() -> None:
+    cluster = bus_cluster(4)
     both = one_layer((send(1, 100.0),), (Recv(src=0),), (send(3, 100.0),), (Recv(src=2),))
     assert Replay(both, cluster).finish_s == pytest.approx((0, 20, 0, 20))
     one = one_layer((send(1, 100.0),), (Recv(src=0),), (), ())
@@ -144,38 +144,37 @@ def test_messages_share_the_bus(make: Any) -> None:
     assert Replay(late, cluster).finish_s == pytest.approx((0, 15, 5, 20))
 
 
-def test_own_links_do_not_share(make: Any) -> None:
-    cluster = bus_cluster(make, 4).with_topology("switch")
+def test_own_links_do_not_share() -> None:
+    cluster = bus_cluster(4).with_topology("switch")
     both = one_layer((send(1, 100.0),), (Recv(src=0),), (send(3, 100.0),), (Recv(src=2),))
     assert Replay(both, cluster).finish_s == pytest.approx((0, 10, 0, 10))
 
 
-def test_messages_of_a_pair_keep_their_order(make: Any) -> None:
+def test_messages_of_a_pair_keep_their_order() -> None:
     """A pair is one flow: its second message waits for the first, however short it is."""
     short_after_long = one_layer((send(1, 100.0), send(1, 10.0)), (Recv(src=0), compute(5.0), Recv(src=0)))
     for topology in ("switch", "bus"):
-        replay = Replay(short_after_long, bus_cluster(make, 2).with_topology(topology))
+        replay = Replay(short_after_long, bus_cluster(2).with_topology(topology))
         assert [span.end_s for span in replay.timeline.of(0, "transfer")] == pytest.approx([10, 11])
         assert replay.finish_s == pytest.approx((0, 15))
 
 
-def test_latency_does_not_hold_the_bus(make: Any) -> None:
+def test_latency_does_not_hold_the_bus() -> None:
     both = one_layer((send(1, 100.0),), (Recv(src=0),), (send(3, 100.0),), (Recv(src=2),))
-    assert Replay(both, bus_cluster(make, 4, 3.0)).finish_s == pytest.approx((0, 23, 0, 23))
+    assert Replay(both, bus_cluster(4, 3.0)).finish_s == pytest.approx((0, 23, 0, 23))
 
 
-def test_a_ring_on_a_bus(make: Any) -> None:
+def test_a_ring_on_a_bus() -> None:
     """Three ranks pass a piece each at a time, twice: 3 x 100 bytes, twice."""
     gather = (AllGather(nbytes=np.array([100.0])),)
-    assert Replay(one_layer(gather, gather, gather), bus_cluster(make, 3)).finish_s == pytest.approx((60, 60, 60))
+    assert Replay(one_layer(gather, gather, gather), bus_cluster(3)).finish_s == pytest.approx((60, 60, 60))
 
 
-@given(seed=st.integers(0, 2**32))
-@settings(max_examples=60)
-def test_no_faster_than_all_bytes_over_the_bandwidth(seed: int, make: Any) -> None:
-    rng = random.Random(seed)
-    scenario = make.scenario(rng, num_gpus=(2, 5), topologies=("bus",))
-    cut = make.partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus)
+@given(rng=draws())
+@examples(60)
+def test_no_faster_than_all_bytes_over_the_bandwidth(rng: Draws) -> None:
+    scenario = any_scenario(rng, num_gpus=(2, 5), topologies=("bus",))
+    cut = any_partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus)
     for name in ("kvr-s", "tsp"):
         program = build_program(scenario, STRATEGIES[name], [np.array([float(chunk)]) for chunk in cut])
         replay = Replay(program, scenario.cluster)
@@ -187,19 +186,18 @@ def test_no_faster_than_all_bytes_over_the_bandwidth(seed: int, make: Any) -> No
             assert moved == pytest.approx((len(cut) - 1) * sum(pieces))
         least_s = moved / scenario.cluster.link.bandwidth_bytes_per_s
         assert max(replay.finish_s) >= least_s * (1 - 1e-9)
-        own = make.plain(scenario.cluster).with_topology("switch")
+        own = plain(scenario.cluster).with_topology("switch")
         for shared_s, own_s in zip(replay.finish_s, Replay(program, own, record=False).finish_s, strict=True):
             assert shared_s >= own_s * (1 - 1e-9), "a share of a bus is no faster than all of it"
 
 
-@given(seed=st.integers(0, 2**32))
-@settings(max_examples=60)
-def test_one_flow_at_a_time_is_as_on_a_switch(seed: int, make: Any) -> None:
+@given(rng=draws())
+@examples(60)
+def test_one_flow_at_a_time_is_as_on_a_switch(rng: Draws) -> None:
     """Two ranks of a KVR chain have one flow, and messages that hold both ranks do not overlap."""
-    rng = random.Random(seed)
-    scenario = make.scenario(rng, num_gpus=(2, 2), topologies=("bus",), roofline=False, sends="rendezvous")
-    cut = make.partition(rng, scenario.request.new_tokens, 2)
+    scenario = any_scenario(rng, num_gpus=(2, 2), topologies=("bus",), roofline=False, sends="rendezvous")
+    cut = any_partition(rng, scenario.request.new_tokens, 2)
     program = build_program(scenario, STRATEGIES["kvr-s"], [np.array([float(chunk)]) for chunk in cut])
-    own = make.plain(scenario.cluster).with_topology("switch")
+    own = plain(scenario.cluster).with_topology("switch")
     want = Replay(program, own, record=False).finish_s
     assert Replay(program, scenario.cluster, record=False).finish_s == pytest.approx(want, rel=1e-12)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrsim.hardware.gpu import GpuSpec
@@ -22,6 +21,22 @@ from kvrsim.profile.rates.elementwise import ELEMENTWISE_OPS
 from kvrsim.profile.rates.gemm import Product
 from kvrsim.program import Array
 from kvrsim.units import scale
+from tests.building import (
+    Draws,
+    any_blocked,
+    any_cluster,
+    any_eager,
+    any_elementwise,
+    any_flash,
+    any_gather_rates,
+    any_gemm,
+    any_gpu,
+    any_sizes,
+    draws,
+    examples,
+    log,
+    plain,
+)
 
 SEEDS = st.integers(0, 2**32)
 FACTORS = st.floats(1e-3, 1e3)
@@ -34,17 +49,17 @@ def rises(seconds: Array) -> bool:
     return bool((np.diff(seconds) >= -SLACK * seconds[1:]).all())
 
 
-def sizes(rng: random.Random) -> Array:
+def sizes(rng: Draws) -> Array:
     """Rising numbers of tokens from 1: whole ones in a row, and any up to a random largest."""
     largest = 10 ** rng.uniform(1, 4.7)
-    some = [rng.uniform(1, largest) for _ in range(200)]
+    some = [*np.geomspace(1, largest, 190), *(rng.uniform(1, largest) for _ in range(10))]
     return np.unique([*range(1, 200), *map(round, some), *some]).astype(float)
 
 
 # -- matrix products
 
 
-def products(rng: random.Random) -> tuple[Product, ...]:
+def products(rng: Draws) -> tuple[Product, ...]:
     """One to three, or the experts of a mixture."""
     widths = [8, 64, 300, 4096]
     share = rng.choice([1.0, 0.25])
@@ -54,11 +69,10 @@ def products(rng: random.Random) -> tuple[Product, ...]:
     )
 
 
-@given(seed=SEEDS, element_bytes=st.sampled_from([1, 2]))
-def test_products_never_take_less_with_rows(seed: int, element_bytes: int, make: Any) -> None:
-    rng = random.Random(seed)
-    gpu, shapes = make.gpu(rng), products(rng)
-    rates = make.gemm(rng, gpu, shapes=shapes)
+@given(rng=draws(), element_bytes=st.sampled_from([1, 2]))
+def test_products_never_take_less_with_rows(rng: Draws, element_bytes: int) -> None:
+    gpu, shapes = any_gpu(rng), products(rng)
+    rates = any_gemm(rng, gpu, shapes=shapes)
     rows = sizes(rng)
     seconds = rates.seconds(rows, shapes, element_bytes)
     assert rises(seconds)
@@ -66,25 +80,23 @@ def test_products_never_take_less_with_rows(seed: int, element_bytes: int, make:
     assert (seconds >= rows * (flops / gpu.peak_flops[0][1]) * (1 - SLACK)).all()
 
 
-@given(seed=SEEDS)
-@settings(max_examples=50)
-def test_products_come_one_after_another(seed: int, make: Any) -> None:
+@given(rng=draws())
+@examples(50)
+def test_products_come_one_after_another(rng: Draws) -> None:
     """They take the sum, or less where one's time would fall with rows and another's rises."""
-    rng = random.Random(seed)
     shapes, rows = products(rng), sizes(rng)
-    rates = make.gemm(rng, make.gpu(rng))
+    rates = any_gemm(rng, any_gpu(rng))
     apart = sum((rates.seconds(rows, (product,), 2) for product in shapes), np.zeros(1))
     assert (rates.seconds(rows, shapes, 2) <= apart * (1 + 1e-9)).all()
     twice = rates.seconds(rows, (*shapes, *shapes), 2)
     assert twice == pytest.approx(2 * rates.seconds(rows, shapes, 2), rel=1e-9)
 
 
-@given(seed=SEEDS)
-@settings(max_examples=50)
-def test_measured_shapes_take_what_was_measured(seed: int, make: Any) -> None:
-    rng = random.Random(seed)
+@given(rng=draws())
+@examples(50)
+def test_measured_shapes_take_what_was_measured(rng: Draws) -> None:
     shapes = [Product(fan_in, fan_out) for fan_in in (64, 4096) for fan_out in (64, 128, 4096)]
-    rates = make.gemm(rng, make.gpu(rng), shapes=shapes)
+    rates = any_gemm(rng, any_gpu(rng), shapes=shapes)
     for shape in rates.measured:
         product = Product(shape.in_features, shape.out_features)
         rows = np.array(shape.rows, dtype=float)
@@ -94,7 +106,7 @@ def test_measured_shapes_take_what_was_measured(seed: int, make: Any) -> None:
 # -- attention
 
 
-def caller(rng: random.Random) -> Callable[[Array, Array], AttentionCall]:
+def caller(rng: Draws) -> Callable[[Array, Array], AttentionCall]:
     """A call of some chunk after some prefix, of a random model, with a window or without."""
     kv_heads, queries, head_dim = rng.choice([1, 2, 3, 8, 71]), rng.choice([1, 2, 3, 8]), rng.choice([8, 64, 128, 256])
     window = rng.choice([np.inf, np.inf, 7, 64, 500, 4096])
@@ -117,34 +129,33 @@ def caller(rng: random.Random) -> Callable[[Array, Array], AttentionCall]:
     return call
 
 
-def rates_of(make: Any, rng: random.Random, gpu: GpuSpec, kernel: str) -> AttentionRates:
+def rates_of(rng: Draws, gpu: GpuSpec, kernel: str) -> AttentionRates:
     """Of any kind; none beats the datasheet."""
-    eager: EagerRates = make.eager(rng, gpu)
-    sizes = make.sizes(rng, eager.flops_per_s / gpu.peak_flops[0][1])
+    eager: EagerRates = any_eager(rng, gpu)
+    sizes = any_sizes(rng, eager.flops_per_s / gpu.peak_flops[0][1])
     found: dict[str, AttentionRates] = {
         "eager": eager,
         "measured eager": replace(eager, measured=sizes),
-        "sdpa": replace(make.blocked(rng, gpu), skips_masked=False),
-        "merged": replace(make.blocked(rng, gpu), skips_masked=True),
-        "flash": make.flash(rng, gpu),
+        "sdpa": replace(any_blocked(rng, gpu), skips_masked=False),
+        "merged": replace(any_blocked(rng, gpu), skips_masked=True),
+        "flash": any_flash(rng, gpu),
     }
     return found[kernel]
 
 
 def attention(
-    make: Any, rng: random.Random, kernel: str
+    rng: Draws, kernel: str
 ) -> tuple[GpuSpec, AttentionRates, Callable[[Array, Array], AttentionCall], tuple[int, int]]:
-    gpu = make.gpu(rng)
-    rates = rates_of(make, rng, gpu, kernel)
+    gpu = any_gpu(rng)
+    rates = rates_of(rng, gpu, kernel)
     return gpu, rates, caller(rng), (rng.choice([1, 1, 3]), rng.choice([1, 2]))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@given(seed=SEEDS)
-@settings(max_examples=200)
-def test_attention_never_takes_less_with_queries_or_keys(kernel: str, seed: int, make: Any) -> None:
-    rng = random.Random(seed)
-    _, rates, call, (batch, element_bytes) = attention(make, rng, kernel)
+@given(rng=draws())
+@examples(200)
+def test_attention_never_takes_less_with_queries_or_keys(kernel: str, rng: Draws) -> None:
+    _, rates, call, (batch, element_bytes) = attention(rng, kernel)
     tokens = sizes(rng)
     for other in (0.0, 1.0, float(rng.randint(1, 5000))):
         fixed = np.full_like(tokens, other)
@@ -156,12 +167,11 @@ def test_attention_never_takes_less_with_queries_or_keys(kernel: str, seed: int,
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@given(seed=SEEDS)
-@settings(max_examples=200)
-def test_the_least_that_proofs_count_on(kernel: str, seed: int, make: Any) -> None:
+@given(rng=draws())
+@examples(200)
+def test_the_least_that_proofs_count_on(kernel: str, rng: Draws) -> None:
     """Never more than the call takes; at a fixed end, no more for a later start."""
-    rng = random.Random(seed)
-    gpu, rates, call, (batch, element_bytes) = attention(make, rng, kernel)
+    gpu, rates, call, (batch, element_bytes) = attention(rng, kernel)
     starts = sizes(rng) - 1
     for end in (starts[-1] + 1, starts[-1] + rng.choice([0.3, 64, 5000])):
         calls = call(end - starts, starts)
@@ -177,10 +187,9 @@ def test_the_least_that_proofs_count_on(kernel: str, seed: int, make: Any) -> No
 # -- links
 
 
-@given(seed=SEEDS, num_ranks=st.integers(2, 64))
-def test_gathering_takes_more_for_more(seed: int, num_ranks: int, make: Any) -> None:
-    rng = random.Random(seed)
-    rates = make.gather(rng, make.log(rng, 7, 12))
+@given(rng=draws(), num_ranks=st.integers(2, 64))
+def test_gathering_takes_more_for_more(rng: Draws, num_ranks: int) -> None:
+    rates = any_gather_rates(rng, log(rng, 7, 12))
     nbytes = np.concatenate([[0.0], np.geomspace(1, 1e10, 300)])
     seconds = rates.seconds(nbytes, num_ranks)
     assert rises(seconds)
@@ -191,11 +200,10 @@ def test_gathering_takes_more_for_more(seed: int, num_ranks: int, make: Any) -> 
     assert (seconds >= crossing / fastest * (1 - 1e-9)).all()
 
 
-@given(seed=SEEDS)
-def test_short_messages_are_no_slower_end_to_end(seed: int, make: Any) -> None:
+@given(rng=draws())
+def test_short_messages_are_no_slower_end_to_end(rng: Draws) -> None:
     """max(latency + n / short, n / bandwidth): between the bandwidth alone and latency plus bandwidth."""
-    rng = random.Random(seed)
-    cluster = make.cluster(rng, 4)
+    cluster = any_cluster(rng, 4)
     nbytes = np.concatenate([[0.0], np.geomspace(1, 1e10, 300)])
     for src, dst in ((0, 1), (1, 2), (0, 3)):
         path = cluster.path(src, dst)
@@ -213,31 +221,29 @@ def test_short_messages_are_no_slower_end_to_end(seed: int, make: Any) -> None:
 # -- all of them
 
 
-def everything(make: Any, rng: random.Random, gpu: GpuSpec) -> list[Any]:
+def everything(rng: Draws, gpu: GpuSpec) -> list[Any]:
     return [
-        make.gemm(rng, gpu, shapes=[Product(64, 128), Product(128, 64)]),
-        make.eager(rng, gpu),
-        rates_of(make, rng, gpu, rng.choice(["flash", "sdpa", "merged", "measured eager"])),
-        make.elementwise(rng, gpu),
-        make.gather(rng, make.log(rng, 7, 12)),
+        any_gemm(rng, gpu, shapes=[Product(64, 128), Product(128, 64)]),
+        any_eager(rng, gpu),
+        rates_of(rng, gpu, rng.choice(["flash", "sdpa", "merged", "measured eager"])),
+        any_elementwise(rng, gpu),
+        any_gather_rates(rng, log(rng, 7, 12)),
     ]
 
 
-@given(seed=SEEDS)
-@settings(max_examples=50)
-def test_rates_come_back(seed: int, make: Any) -> None:
-    rng = random.Random(seed)
-    for rates in everything(make, rng, make.gpu(rng)):
+@given(rng=draws())
+@examples(50)
+def test_rates_come_back(rng: Draws) -> None:
+    for rates in everything(rng, any_gpu(rng)):
         fields = json.loads(json.dumps(asdict(rates)))
         assert read(type(rates), JsonObject(fields=fields, where="test")) == rates
 
 
-@given(seed=SEEDS, factor=FACTORS)
-@settings(max_examples=50)
-def test_every_rate_times_k_is_every_time_over_k(seed: int, factor: float, make: Any) -> None:
-    rng = random.Random(seed)
-    gpu = make.gpu(rng)
-    gemm, eager, flash, elementwise, gather = everything(make, rng, gpu)
+@given(rng=draws(), factor=FACTORS)
+@examples(50)
+def test_every_rate_times_k_is_every_time_over_k(rng: Draws, factor: float) -> None:
+    gpu = any_gpu(rng)
+    gemm, eager, flash, elementwise, gather = everything(rng, gpu)
     tokens, call = sizes(rng), caller(rng)
     shapes = (Product(64, 128), Product(300, 100))
     times: list[Callable[[Any], Array]] = [lambda rates: rates.seconds(tokens, shapes, 2)]
@@ -255,12 +261,11 @@ def test_every_rate_times_k_is_every_time_over_k(seed: int, factor: float, make:
     assert scale(gather, 1 / factor).seconds(nbytes, 5) == pytest.approx(gather.seconds(nbytes, 5) / factor, rel=1e-9)
 
 
-@given(seed=SEEDS)
-@settings(max_examples=50)
-def test_links_without_measurements_cost_the_same_either_way(seed: int, make: Any) -> None:
+@given(rng=draws())
+@examples(50)
+def test_links_without_measurements_cost_the_same_either_way(rng: Draws) -> None:
     """A short-message rate that is the bandwidth's own changes nothing."""
-    rng = random.Random(seed)
-    cluster = make.plain(make.cluster(rng, 3, topologies=("switch",)))
+    cluster = plain(any_cluster(rng, 3, topologies=("switch",)))
     link: LinkSpec = cluster.link
     same = cluster.with_measured(replace(link, short_bytes_per_s=link.bandwidth_bytes_per_s))
     nbytes = np.geomspace(1, 1e10, 50)

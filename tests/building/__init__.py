@@ -1,0 +1,28 @@
+"""Random models, machines, profiles, scenarios and partitions, for the tests that state laws over all of them.
+
+`any_scenario(rng)` builds one from draws, `scenarios()` is the Hypothesis strategy of it; and so on. Limits are wide:
+no machine that is sold lies outside.
+"""
+
+from tests.building.drawing import Drawn, Draws, draws, log, maybe, strategy_of
+from tests.building.effort import examples
+from tests.building.machines import any_cluster, any_gather_rates, any_gpu, any_link, clusters, gpus, plain
+from tests.building.models import any_model, models, products_of, weights_of
+from tests.building.profiles import any_operation, any_profile
+from tests.building.rates import any_blocked, any_eager, any_elementwise, any_flash, any_gemm, any_sizes
+from tests.building.scenarios import (
+    any_cut,
+    any_divisible,
+    any_partition,
+    any_placed,
+    any_scenario,
+    as_measured,
+    cut_scenarios,
+    divisible_scenarios,
+    faster,
+    measured_scenarios,
+    partitions,
+    placed_scenarios,
+    scenario_in,
+    scenarios,
+)

@@ -1,0 +1,64 @@
+"""Random models: heads, windows and experts within wide limits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvrsim.io.json_text import JsonObject
+from kvrsim.model.architectures import read_config
+from kvrsim.model.spec import ModelSpec
+from kvrsim.profile.rates.gemm import Product, merged
+from tests.building.drawing import Draws, strategy_of
+
+ARCHITECTURES = ("llama", "gemma2", "mistral", "mixtral", "qwen3_moe", "falcon")
+
+
+def any_model(rng: Draws, *, layers: tuple[int, int] = (1, 4), kind: str | None = None) -> ModelSpec:
+    """Heads shared or not, windows on all or on alternate layers, experts on all or on some layers."""
+    kv_heads = rng.choice([1, 2, 4])
+    heads = kv_heads * rng.choice([1, 2, 4])
+    head_dim = rng.choice([8, 32, 64, 128])
+    model_type = kind or rng.choice(ARCHITECTURES)
+    config: dict[str, Any] = {
+        "model_type": model_type,
+        "hidden_size": heads * head_dim,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "num_hidden_layers": rng.randint(*layers),
+        "intermediate_size": rng.choice([16, 500, 4000]),
+        "vocab_size": rng.choice([50, 5000, 50000]),
+    }
+    if model_type in ("gemma2", "mistral"):
+        config["sliding_window"] = rng.choice([1, 7, 64, 500, 4096])
+    if model_type == "mixtral":
+        config |= {"num_local_experts": 4, "num_experts_per_tok": rng.randint(1, 4), "sliding_window": None}
+    if model_type == "qwen3_moe":
+        config |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": rng.choice([8, 700])}
+        config |= {"decoder_sparse_step": rng.choice([1, 2])}
+    if model_type == "falcon":
+        config |= {"alibi": rng.random() < 0.5, "parallel_attn": rng.random() < 0.5}
+        config |= {"multi_query": rng.random() < 0.5}
+    return read_config(JsonObject(fields=config, where="test"), "random")
+
+
+def weights_of(model: ModelSpec) -> int:
+    """Of the layers' matrices, those that a token passes through."""
+    return sum(
+        sum(part.in_features * part.out_features for part in (*layer.qkv, layer.output, *layer.shared_mlp))
+        + max(1, layer.num_experts_per_tok) * sum(part.in_features * part.out_features for part in layer.mlp)
+        for layer in model.layers
+    )
+
+
+def products_of(model: ModelSpec) -> list[Product]:
+    """Of the model's products, alone and as a serving engine merges them."""
+    found: dict[Product, None] = {}
+    for layer in model.layer_kinds:
+        for gemms in (layer.qkv, (layer.output,), layer.mlp):
+            alone = [Product(gemm.in_features, gemm.out_features) for gemm in gemms]
+            found |= dict.fromkeys((*alone, *merged(alone)))
+    return list(found)
+
+
+models = strategy_of(any_model)

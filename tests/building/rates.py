@@ -1,0 +1,138 @@
+"""Random rates of every kind of kernel; none is faster than its GPU's datasheet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from kvrsim.hardware.gpu import GpuSpec
+from kvrsim.profile.profile import CacheCopies, KernelRates
+from kvrsim.profile.rates.attention import BlockedRates, EagerRates, FlashRates
+from kvrsim.profile.rates.elementwise import ELEMENTWISE_OPS, ElementwiseRates
+from kvrsim.profile.rates.gemm import GemmRates, MeasuredShape, Product, Tile
+from kvrsim.profile.rates.sizes import MeasuredSizes
+from tests.building.drawing import Draws, log, maybe
+
+
+def any_gemm(rng: Draws, gpu: GpuSpec, *, shapes: Sequence[Product] = ()) -> GemmRates:
+    """No tiles or up to four; then some of the shapes as measured. None beats the datasheet."""
+    peak = gpu.peak_flops[0][1]
+    share = log(rng, -3, 0)
+    tiles = [
+        Tile(
+            rows=rng.choice([16, 64, 128, 256, rng.randint(1, 300)]),
+            cols=rng.choice([32, 64, 128, 256]),
+            flops_share=maybe(rng, 1.0, lambda: rng.uniform(0.05, 1.0)),
+            start_s=maybe(rng, 0.0, lambda: log(rng, -8, -5)),
+        )
+        for _ in range(rng.choice([0, 0, 0, 0, 1, 2, 3, 4]))
+    ]
+    rates = GemmRates(
+        flops_per_s=peak * share,
+        bytes_per_s=gpu.hbm_bytes_per_s * log(rng, -2, 0),
+        launch_s=maybe(rng, 0.0, lambda: log(rng, -7, -5)),
+        concurrent_tiles=rng.choice([1, 108, rng.randint(2, 300)]),
+        tiles=tuple(tiles),
+        sustained_flops_per_s=maybe(rng, None, lambda: peak * share * rng.uniform(0.3, 1.0)),
+        burst_flops=maybe(rng, 0.0, lambda: log(rng, 6, 12)),
+    )
+    chosen = [product for product in shapes if tiles and rng.random() < 0.25]
+    return replace(rates, measured=tuple(_measured(rng, rates, product, share) for product in chosen))
+
+
+def _measured(rng: Draws, rates: GemmRates, product: Product, share: float) -> MeasuredShape:
+    """Up to four times slower than the form or faster, as far as the datasheet allows."""
+    rows = sorted(rng.sample(range(1, 9000), rng.randint(1, 6)))
+    form_s = rates.form_s(np.array(rows, dtype=float), product, 2)
+    seconds = [float(one) * max(share, log(rng, -0.6, 0.6)) for one in form_s]
+    width = dict(in_features=product.in_features, out_features=product.out_features)
+    return MeasuredShape(**width, rows=tuple(rows), seconds=tuple(seconds))
+
+
+def any_eager(rng: Draws, gpu: GpuSpec) -> EagerRates:
+    """Rates between a thousandth and all of the datasheet's."""
+    return EagerRates(
+        flops_per_s=gpu.peak_flops[0][1] * log(rng, -3, 0),
+        bytes_per_s=gpu.hbm_bytes_per_s * log(rng, -3, 0),
+        start_s=maybe(rng, 0.0, lambda: log(rng, -7, -4)),
+    )
+
+
+def any_flash(rng: Draws, gpu: GpuSpec) -> FlashRates:
+    """Any way to write the kernel; steps as fast as the datasheet allows, or up to a thousand times slower."""
+    peak = gpu.peak_flops[0][1]
+    tile_rows, key_block = rng.choice([1, 16, 64, 128, 192]), rng.choice([1, 16, 64, 128, 256])
+    num_sms = rng.choice([1, 108, 132, rng.randint(2, 300)])
+    concurrent_tiles = num_sms * rng.choice([1, 2, 3])
+    block_s = 4 * 128 * tile_rows * key_block * concurrent_tiles / (peak * log(rng, -3, 0))
+    return FlashRates(
+        tile_rows=tile_rows,
+        key_block=key_block,
+        concurrent_tiles=concurrent_tiles,
+        num_sms=num_sms,
+        causal=rng.random() < 0.5,
+        packs_heads=rng.random() < 0.5,
+        splits_keys=rng.random() < 0.5,
+        flops_per_s=peak,
+        launch_s=maybe(rng, 0.0, lambda: log(rng, -7, -4)),
+        tile_s=maybe(rng, 0.0, lambda: block_s * log(rng, -1, 2)),
+        block_s=block_s,
+        alone_share=maybe(rng, 1.0, lambda: rng.uniform(0.1, 1.0)),
+        barrier_share=rng.choice([0.0, 1.0, rng.random()]),
+        append_bytes_per_s=maybe(rng, 1e30, lambda: gpu.hbm_bytes_per_s * log(rng, -3, 0)),
+        query_s=maybe(rng, 0.0, lambda: log(rng, -12, -8)),
+        split_s=maybe(rng, 0.0, lambda: log(rng, -6, -4)),
+        split_share=maybe(rng, 1.0, lambda: rng.uniform(0.1, 1.0)),
+        diagonal_cost=maybe(rng, 1.0, lambda: rng.uniform(1.0, 3.0)),
+    )
+
+
+def any_sizes(rng: Draws, least: float) -> MeasuredSizes:
+    """Up to thirty times slower, or faster down to a factor; longer calls never take less."""
+    sizes = np.unique(10 ** np.array([rng.uniform(0, 9) for _ in range(rng.randint(1, 12))]))
+    seconds = sizes * np.array([max(least, log(rng, -1, 1.5)) for _ in sizes])
+    factors = np.maximum.accumulate(seconds) / sizes
+    return MeasuredSizes(sizes=tuple(map(float, sizes)), factors=tuple(map(float, factors)))
+
+
+def any_blocked(rng: Draws, gpu: GpuSpec) -> BlockedRates:
+    """Rates between a thousandth and all of the datasheet's, of halves and rectangles alike or not."""
+    peak = gpu.peak_flops[0][1]
+    shares = [log(rng, -3, 0) for _ in range(2)]
+    return BlockedRates(
+        causal_flops_per_s=peak * shares[0],
+        rectangle_flops_per_s=peak * rng.choice(shares),
+        start_s=maybe(rng, 0.0, lambda: log(rng, -7, -4)),
+        query_s=maybe(rng, 0.0, lambda: log(rng, -12, -8)),
+        key_block=rng.choice([1, 64, 512]),
+        skips_masked=rng.random() < 0.5,
+        join_s=maybe(rng, 0.0, lambda: log(rng, -12, -8)),
+        measured=maybe(rng, None, lambda: any_sizes(rng, max(shares))),
+    )
+
+
+def any_elementwise(rng: Draws, gpu: GpuSpec) -> ElementwiseRates:
+    """One rate for all kernels or one for each, with a start or without."""
+    rates = ElementwiseRates.uniform(
+        gpu.hbm_bytes_per_s * log(rng, -3, 0),
+        fused=rng.random() < 0.5,
+        start_s=maybe(rng, 0.0, lambda: log(rng, -7, -5)),
+    )
+    if rng.random() < 0.5:
+        return rates
+    own: dict[str, Any] = {op: gpu.hbm_bytes_per_s * log(rng, -3, 0) for op in ELEMENTWISE_OPS}
+    return replace(rates, **own)
+
+
+def any_kernels(rng: Draws, gpu: GpuSpec, *, shapes: Sequence[Product] = ()) -> KernelRates:
+    """Rates between a thousandth and all of the datasheet's."""
+    return KernelRates(
+        gemm=any_gemm(rng, gpu, shapes=shapes),
+        attention={"eager": any_eager(rng, gpu), "flash": any_flash(rng, gpu)},
+        elementwise=any_elementwise(rng, gpu),
+        copies=CacheCopies(**{key: rng.choice([0.0, 1.0, 3.0]) for key in CacheCopies.__slots__}),
+        head_on_all_tokens=rng.random() < 0.5,
+    )

@@ -1,0 +1,179 @@
+"""Random scenarios and partitions, and the same scenario changed."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvrsim.compile import for_strategy
+from kvrsim.errors import InputError
+from kvrsim.profile.profile import SendStyle
+from kvrsim.request import Request
+from kvrsim.scenario import Scenario
+from kvrsim.setup import make_scenario
+from kvrsim.strategies import Strategy
+from kvrsim.units import scale
+from tests.building.drawing import Draws, log, maybe, noted, strategy_of
+from tests.building.machines import any_cluster
+from tests.building.models import any_model, products_of
+from tests.building.profiles import any_profile
+from tests.building.rates import any_blocked, any_eager, any_sizes
+
+
+def any_scenario(
+    rng: Draws,
+    *,
+    num_gpus: tuple[int, int] = (2, 6),
+    tokens: tuple[int, int] = (0, 4000),
+    roofline: bool | None = None,
+    sends: SendStyle | None = None,
+    host: bool | None = None,
+    layers: tuple[int, int] = (1, 4),
+    topologies: tuple[str, ...] = ("switch", "chain", "nodes"),
+    decades: tuple[float, float] = (7, 12),
+    kind: str | None = None,
+) -> Scenario:
+    """A scenario with at least one new token a GPU and at most tokens[1] more; half with a cached prefix."""
+    gpus = rng.randint(*num_gpus)
+    cluster = any_cluster(rng, gpus, topologies=topologies, decades=decades)
+    roofline = rng.random() < 0.15 if roofline is None else roofline
+    cached = rng.choice([0, 0, 1, rng.randint(0, 5000)])
+    spare = int(log(rng, 0, 3.6)) if tokens == (0, 4000) else rng.randint(*tokens)
+    request = Request(
+        context_len=cached + gpus + spare,
+        cached_prefix=cached,
+        batch=rng.choice([1, 1, 3]),
+        dtype=rng.choice(["fp16", "bf16", "fp8"]),
+    )
+    model = any_model(rng, layers=layers, kind=kind)
+    shapes = products_of(model)
+    return noted(
+        Scenario(
+            model=model,
+            cluster=cluster,
+            request=request,
+            profile=None if roofline else any_profile(rng, cluster.gpu, sends=sends, host=host, shapes=shapes),
+            kernel=rng.choice(["eager", "flash"]),
+        )
+    )
+
+
+def as_measured(rng: Draws, scenario: Scenario) -> Scenario:
+    """The same by what only own measurements tell: kernels by what they cover, copies in place, the prologue."""
+    profile, gpu = scenario.profile, scenario.cluster.gpu
+    if profile is None:
+        return replace(scenario, kernel="sdpa")
+    kernels = profile.kernels
+    eager = any_eager(rng, gpu)
+    share = eager.flops_per_s / gpu.peak_flops[0][1]
+    eager = replace(eager, measured=any_sizes(rng, share))
+    kernels = replace(
+        kernels,
+        gemm=replace(kernels.gemm, head_bytes_per_s=gpu.hbm_bytes_per_s * log(rng, -3, 0)),
+        attention={"flash": any_blocked(rng, gpu), "eager": eager, "sdpa": any_blocked(rng, gpu)},
+        elementwise=replace(
+            kernels.elementwise,
+            mask_element_s=maybe(rng, 0.0, lambda: log(rng, -12, -8)),
+        ),
+        copies=replace(kernels.copies, own=maybe(rng, 0.0, lambda: 1.0)),
+        whole_attention=rng.random() < 0.5,
+    )
+    host = replace(profile.host, request_s=maybe(rng, 0.0, lambda: log(rng, -5, -2)))
+    return replace(
+        scenario,
+        profile=replace(profile, kernels=kernels, host=host, cluster=maybe(rng, None, lambda: scenario.cluster)),
+        request=replace(scenario.request, dtype=rng.choice(["fp16", "fp32"])),
+        kernel=rng.choice(["eager", "sdpa", "flash"]),
+    )
+
+
+def any_divisible(rng: Draws, **options: Any) -> Scenario:
+    """A scenario whose GPUs, heads and layers divide into groups of two and four, and into as many ranks."""
+    options = {"num_gpus": (4, 4), "layers": (4, 6), "topologies": ("switch", "chain")} | options
+    while True:
+        scenario = any_scenario(rng, **options)
+        kv_heads = scenario.model.num_key_value_heads
+        if scenario.model.num_attention_heads % 4 == 0 and (kv_heads in (1, 2) or kv_heads % 4 == 0):
+            return scenario
+
+
+def any_placed(rng: Draws, strategy: Strategy) -> tuple[Scenario, tuple[int, ...]]:
+    """A scenario as the strategy sees it, and chunks of any length for it."""
+    for attempt in range(4):
+        divides = attempt == 3 or rng.random() < 0.35  # what divides fits every strategy
+        scenario = any_divisible(rng) if divides else any_scenario(rng, num_gpus=(1, 8), layers=(1, 8))
+        if rng.random() < 0.3:
+            scenario = as_measured(rng, scenario)
+        with suppress(InputError):
+            placed = for_strategy(scenario, strategy)
+            pieces = placed.cluster.num_gpus
+            if strategy.pipeline:
+                pieces = min(placed.request.new_tokens, rng.randint(1, 6))
+            return placed, any_partition(rng, placed.request.new_tokens, pieces)
+    raise AssertionError(f"{strategy.name} refuses a scenario whose numbers divide")
+
+
+def any_partition(rng: Draws, num_tokens: int, num_ranks: int) -> tuple[int, ...]:
+    """Uneven chunks of at least one token, often of just one."""
+    weights = [rng.random() ** rng.choice([0.2, 1, 20]) for _ in range(num_ranks)]
+    left, chunks = num_tokens - num_ranks, []
+    for rank in range(num_ranks - 1):
+        share = int(left * weights[rank] / max(1e-300, sum(weights[rank:])))
+        chunks.append(1 + share)
+        left -= share
+    return noted((*chunks, 1 + left))
+
+
+def any_cut(rng: Draws, **options: Any) -> tuple[Scenario, tuple[int, ...]]:
+    """A scenario and chunks of any length, one a GPU."""
+    scenario = any_scenario(rng, **options)
+    return scenario, any_partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus)
+
+
+scenarios = strategy_of(any_scenario)
+cut_scenarios = strategy_of(any_cut)
+placed_scenarios = strategy_of(any_placed)
+divisible_scenarios = strategy_of(any_divisible)
+partitions = strategy_of(any_partition)
+
+
+@strategy_of
+def measured_scenarios(rng: Draws, **options: Any) -> Scenario:
+    """Half of them with what only own measurements tell."""
+    scenario = any_scenario(rng, **options)
+    return as_measured(rng, scenario) if rng.random() < 0.5 else scenario
+
+
+def faster(scenario: Scenario, factor: float) -> Scenario:
+    """The same with every rate of device and links `factor` times as high, and latencies as short."""
+    cluster, profile = scenario.cluster, scenario.profile
+    gpu = replace(
+        cluster.gpu,
+        hbm_bytes_per_s=cluster.gpu.hbm_bytes_per_s * factor,
+        peak_flops=tuple((dtype, flops * factor) for dtype, flops in cluster.gpu.peak_flops),
+    )
+    cluster = replace(
+        cluster,
+        gpu=gpu,
+        link=scale(cluster.link, 1 / factor),
+        network=scale(cluster.network, 1 / factor),
+    )
+    if profile is not None:
+        kernels = replace(
+            profile.kernels,
+            gemm=scale(profile.kernels.gemm, 1 / factor),
+            attention=scale(profile.kernels.attention, 1 / factor),
+            elementwise=scale(profile.kernels.elementwise, 1 / factor),
+        )
+        profile = replace(profile, kernels=kernels)
+    return replace(scenario, cluster=cluster, profile=profile)
+
+
+def scenario_in(folder: Path) -> Scenario:
+    """A scenario that is kept in files: one that a test once failed with."""
+    request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
+    about = {name: folder / f"{name}.json" for name in ("model", "cluster", "profile")}
+    return make_scenario(**request, **about)[0]

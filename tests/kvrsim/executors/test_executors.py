@@ -1,0 +1,72 @@
+"""Executors: a program runs the same each time and is not changed. tests/property states what all strategies share."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrsim.compile import build_program
+from kvrsim.executors.batch import run_batch
+from kvrsim.executors.event import Replay
+from kvrsim.program import Array, Program
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import STRATEGIES
+from planner.evaluate import Evaluator
+from tests.building import Draws, any_partition, any_scenario, draws, examples
+
+SEEDS = st.integers(0, 2**32)
+SHARED = ("tsp", "kvr-s")  # kvr-e and kvr-p run kvr-s's program
+
+
+def program_of(scenario: Scenario, name: str, cuts: list[tuple[int, ...]]) -> Program:
+    return build_program(scenario, STRATEGIES[name], list(np.ascontiguousarray(np.array(cuts, dtype=float).T)))
+
+
+def assert_same(batch: Array, event: tuple[float, ...]) -> None:
+    assert batch == pytest.approx(np.array(event), rel=1e-12, abs=0)
+
+
+@given(rng=draws())
+@examples(20)
+def test_running_a_program_does_not_change_it(rng: Draws) -> None:
+    """The executor works in place; the program's own arrays are the caller's."""
+    scenario = any_scenario(rng)
+    cuts = [any_partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus) for _ in range(3)]
+    for name in SHARED:
+        program = program_of(scenario, name, cuts)
+        first = run_batch(program, scenario.cluster)
+        kept = first.copy()
+        assert (run_batch(program, scenario.cluster) == kept).all()
+        assert (first == kept).all()
+
+
+@pytest.mark.parametrize("topology", ["switch", "bus"])
+@given(rng=draws())
+@examples(20)
+def test_the_same_timeline_twice(topology: str, rng: Draws) -> None:
+    scenario = any_scenario(rng, num_gpus=(2, 4), topologies=(topology,))
+    cut = any_partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus)
+    for name in SHARED:
+        runs = [Replay(program_of(scenario, name, [cut]), scenario.cluster) for _ in range(2)]
+        assert runs[0].timeline == runs[1].timeline
+        assert runs[0].finish_s == runs[1].finish_s
+        quiet = Replay(program_of(scenario, name, [cut]), scenario.cluster, record=False)
+        assert quiet.finish_s == runs[0].finish_s
+        assert quiet.timeline.spans == ()
+
+
+@given(rng=draws())
+@examples(20)
+def test_the_planner_evaluates_what_the_executors_run(rng: Draws) -> None:
+    scenario = any_scenario(rng, num_gpus=(1, 4), topologies=("switch", "chain", "nodes", "bus"))
+    cuts = [any_partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus) for _ in range(4)]
+    evaluator = Evaluator(scenario, STRATEGIES["kvr-s"])
+    ttft_s = evaluator.ttft_s(np.array(cuts, dtype=float))
+    assert evaluator.evaluations == 4
+    assert evaluator.best_s == ttft_s.min()
+    for cut, value in zip(cuts, ttft_s, strict=True):
+        replay = Replay(program_of(scenario, "kvr-s", [cut]), scenario.cluster, record=False)
+        assert value == pytest.approx(replay.finish_s[-1], rel=1e-12)
+        assert evaluator.one(cut) == pytest.approx(value, rel=1e-13)
