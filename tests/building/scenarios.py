@@ -175,5 +175,6 @@ def faster(scenario: Scenario, factor: float) -> Scenario:
 def scenario_in(folder: Path) -> Scenario:
     """A scenario that is kept in files: one that a test once failed with."""
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
-    about = {name: folder / f"{name}.json" for name in ("model", "cluster", "profile")}
-    return make_scenario(**request, **about)[0]
+    profile = folder / "profile.json"
+    about = {"model": folder / "model.json", "cluster": folder / "cluster.json"}
+    return make_scenario(**request, **about, profile=profile if profile.exists() else "roofline")[0]

@@ -28,7 +28,8 @@ def timed(seconds_of: Callable[[LinkPoint], float], seed: int, num_ranks: int = 
     rows = []
     for point in link_points(num_ranks, "gloo", MAX_BYTES):
         seconds = seconds_of(point) * dice.uniform(1 - NOISE, 1 + NOISE)
-        names = ["all_gather"] if point.kind == "gather" else [f"{src}>{dst}" for src, dst in point.flows]
+        names = [f"{src}>{dst}" for src, dst in point.flows]
+        names = {"gather": ["all_gather"], "issue": ["send", "receive"]}.get(point.kind, names)
         sample = dict.fromkeys(names, seconds)
         rows += point.rows([sample], backend="gloo", device="CPU", hosts=["here"] * num_ranks)
     return rows

@@ -327,7 +327,9 @@ def test_a_plan_is_for_the_machine_that_was_measured(fitted: Any) -> None:
     assert scenario.links_are_measured
     assert not notes
     _, far = make_scenario(ctx=2**20, gpus=8, model=MODEL, profile=profile)
-    assert [note.split(":")[0] for note in far] == ["extrapolated"] * 2
+    longer, *extrapolated = far
+    assert longer == "mine has 2 GPUs; 8 are simulated on a longer bus"
+    assert [note.split(":")[0] for note in extrapolated] == ["extrapolated"] * 2
     elsewhere, said = make_scenario(ctx=2048, gpus=2, model=MODEL, profile=profile, cluster="a100-nvlink")
     assert elsewhere.cluster.gpu.name == "a100-80gb"
     assert any("was measured on a-cpu, not on a100-80gb" in note for note in said)
