@@ -25,7 +25,7 @@ class InputError(KvrsimError):
     value: what was given, as any object.
     accepted: what would be accepted; names of other parameters stand in backticks.
 
-    The command line shows the same names as options: `kvrsim.cli.wording`.
+    The command line shows the same names as options: `kvrsim.cli.mistakes`.
 
     >>> str(InputError("gpus", 0, "a whole number of at least 1"))
     "gpus: got '0', accepted: a whole number of at least 1"

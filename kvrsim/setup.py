@@ -18,6 +18,7 @@ from kvrsim.profile.profile import CalibrationProfile, load_profile
 from kvrsim.ranges import counts_of, counts_up_to, lengths_of
 from kvrsim.request import Request
 from kvrsim.scenario import ROOFLINE, Scenario
+from kvrsim.text import Note
 from kvrsim.units import parse_bandwidth, parse_count, parse_fraction, parse_seconds, parse_tokens
 
 DEFAULT_MODEL = "llama-7b"
@@ -233,15 +234,18 @@ def _model_notes(scenario: Scenario) -> list[str]:
 def _range_notes(scenario: Scenario, profile: CalibrationProfile) -> list[str]:
     """Where the scenario leaves what the profile was measured on."""
     valid, model = profile.valid, scenario.model
-    told = {
+    ranges = {
         "context": (scenario.request.context_len, valid.context_len),
         "GPUs": (scenario.cluster.num_gpus, valid.num_gpus),
         "hidden_size": (model.hidden_size, valid.hidden_size),
         "head_dim": (model.head_dim, valid.head_dim),
     }
-    notes = [
-        f"extrapolated: {what} {value} is outside {low} to {high}, which profile {profile.name} was measured on"
-        for what, (value, (low, high)) in told.items()
+    notes: list[str] = [
+        Note(
+            f"extrapolated: {what} {value} is outside {low} to {high}, which profile {profile.name} was measured on",
+            f"{what}-range",
+        )
+        for what, (value, (low, high)) in ranges.items()
         if not low <= value <= high
     ]
     if profile.gpu != scenario.cluster.gpu.name:

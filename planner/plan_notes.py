@@ -8,6 +8,7 @@ from kvrsim.executors.run import run_partition
 from kvrsim.results import StrategyResult
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
+from kvrsim.text import Note
 from kvrsim.units import format_bytes
 from planner.search.search import Found, search
 from planner.simulate import computes_s
@@ -55,15 +56,14 @@ def even_chunks(results: Sequence[StrategyResult]) -> list[str]:
 
 def memory_notes(scenario: Scenario, results: Sequence[StrategyResult]) -> list[str]:
     limit = scenario.memory_limit.nbytes
-    notes = []
+    notes: list[str] = []
     for result in results:
         over = [rank for rank, memory in enumerate(result.memory) if memory.total > limit]
         if over:
             worst = max(memory.total for memory in result.memory)
             ranks = ", ".join(map(str, over[:8])) + (", ..." if len(over) > 8 else "")
-            notes.append(
-                f"{result.strategy} does not fit: rank {ranks} over {format_bytes(limit)} (worst {format_bytes(worst)})"
-            )
+            over_limit = f"rank {ranks} over {format_bytes(limit)} (worst {format_bytes(worst)})"
+            notes.append(Note(f"{result.strategy} does not fit: {over_limit}", "memory"))
     return notes
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from kvrsim.cli.lazy import LazyGroup
+from kvrsim.cli.mistakes import as_options, click_exception, command_of, wrong_use
 from kvrsim.cli.outputs import ADVICE, NOT_WRITTEN
-from kvrsim.cli.wording import as_options, command_of
 from kvrsim.errors import InputError, KvrsimError
 from kvrsim.text import printable
 from kvrsim.version import __version__
@@ -93,7 +92,7 @@ def main(arguments: Sequence[str]) -> int:
     except OSError as error:  # a full disk, say
         return _fail(f"error: {error.strerror or error}: {error.filename or 'standard output'}", NOT_WRITTEN)
     except Exception as error:
-        return _fail_unexpectedly(error)
+        return _fail_unexpectedly(error, arguments)
 
 
 def _fail(message: str, code: int) -> int:
@@ -104,71 +103,16 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
-def _fail_unexpectedly(error: Exception) -> int:
+def _fail_unexpectedly(error: Exception, arguments: Sequence[str]) -> int:
     """Wrong use of the command line, which Typer raises as Click's exceptions; or a bug."""
-    if isinstance(error, _click_exception()):
-        return _fail(f"error: {_wrong_use(error)}", WRONG_USE)
+    if isinstance(error, click_exception()):
+        return _fail(f"error: {wrong_use(error, command_of(arguments, typer.main.get_command(app)))}", WRONG_USE)
     if os.environ.get("KVRSIM_TRACEBACK"):
         import traceback
 
         traceback.print_exception(error)
     what = " ".join(f"{type(error).__name__}: {error}".split())
     return _fail(f"error: {what} ({ADVICE})", BUG)
-
-
-def _click_exception() -> type[Exception]:
-    """Click's base class, wherever this Typer keeps it: newer ones carry Click inside."""
-    return next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
-
-
-def _wrong_use(error: Any) -> str:
-    """An error of the command line in kvrsim's words: argument, value, what is accepted."""
-    context: Any = getattr(error, "ctx", None)
-    message = error.format_message()
-    match type(error).__name__:
-        case "NoSuchOption" if context is not None:
-            options = ", ".join(_options(context.command))
-            return f"{error.option_name}: no such option of {context.command_path}, accepted: {options}"
-        case "MissingParameter" if error.param is not None:
-            return f"{_spelling(error.param)}: got nothing, accepted: {_accepted(error.param)}"
-        case "BadOptionUsage" if "requires" in message:
-            return f"{error.option_name}: got nothing, accepted: {_accepted(_param(error.option_name))}"
-        case "BadOptionUsage":
-            return f"{error.option_name}: got a value, accepted: the option alone"
-    commands = getattr(getattr(context, "command", None), "commands", None)
-    if commands and "command" in message:
-        got = next(iter(re.findall("'([^']*)'", message)), None)
-        shown = "nothing" if got is None else f"'{got}'"
-        return f"command of {context.command_path}: got {shown}, accepted: {', '.join(commands)}"
-    if extra := re.search(r"unexpected extra argument.*\(([^()]*)\)$", message):
-        return f"arguments: got '{extra[1]}', accepted: none but the options of {context.command_path}"
-    return str(message)
-
-
-def _options(command: Any) -> list[str]:
-    """Long options of a command; --help, which it has as well, goes without saying."""
-    return sorted(option for param in command.params for option in param.opts if option.startswith("--"))
-
-
-def _param(option: str) -> Any:
-    """An option by its spelling; it means the same in every command that has it."""
-    groups = [typer.main.get_command(app)]
-    while groups:
-        command: Any = groups.pop()
-        groups.extend(getattr(command, "commands", {}).values())
-        for param in command.params:
-            if option in param.opts:
-                return param
-    return None
-
-
-def _spelling(param: Any) -> str:
-    return str(param.opts[0] if param.param_type_name == "option" else param.metavar or param.name)
-
-
-def _accepted(param: Any) -> str:
-    text = (getattr(param, "help", None) or "").rstrip(".")
-    return f"{getattr(param, 'metavar', None) or 'a value'} ({text})" if text else "a value"
 
 
 if __name__ == "__main__":

@@ -1,10 +1,15 @@
-"""Files beside an answer: written once it is printed, so that a picture that fails costs the picture alone."""
+"""Answers on standard output, lines on standard error, and files beside an answer.
+
+Files are written once the answer is printed, so that a picture that fails costs the picture alone.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import typer
 
@@ -13,6 +18,19 @@ from kvrsim.text import printable
 
 NOT_WRITTEN = 74  # exit code: the answer is there, but not all that was to be written
 ADVICE = "this is a bug in kvrsim; KVRSIM_TRACEBACK=1 shows where, please report it"
+
+
+def print_json(content: dict[str, Any]) -> None:
+    """One JSON object on standard output; NaN and infinity, which JSON has not got, are refused."""
+    typer.echo(json.dumps(content, indent=2, allow_nan=False))
+
+
+def tell_once(note: str) -> None:
+    """A line on standard error, from the first rank alone."""
+    from kvrsim.io.files import is_first_rank
+
+    if is_first_rank():
+        tell(note)
 
 
 def tell(line: str) -> None:

@@ -1,4 +1,4 @@
-"""What a search says on standard error while a person waits: a line on a terminal, now and then one elsewhere."""
+"""Progress on standard error: a line that is rewritten on a terminal; elsewhere a plain line now and then."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+import typer
+
 from kvrsim.units import format_seconds
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
+    from calibrate.measure.campaign import Estimate, Policy
+    from calibrate.measure.campaign import Progress as Measured
+
 PATIENCE_S = 0.5  # shorter searches show nothing on a terminal
+_SHOWN_DROPPED = 3  # of the points that do not fit into the time budget
 FIRST_LINE_S = 10.0  # until the first line where there is no terminal; the next come after twice as long each
 
 
@@ -138,7 +144,7 @@ class SearchProgress(Shown):
 
 
 class EntryProgress(Shown):
-    """Entries done, and entries in all: of a table, or places of a map."""
+    """How many are done of how many: entries of a table, or points of a map."""
 
     def __init__(self, what: str = "entries") -> None:
         super().__init__()
@@ -158,3 +164,56 @@ class WorkProgress(Shown):
     def __call__(self, text: str) -> None:
         """What begins now."""
         self.show(text)
+
+
+class RankProgress(Shown):
+    """Steps that the first rank reports; each kind of step has its own estimate."""
+
+    def __init__(self) -> None:
+        super().__init__(patience_s=0.0)  # ranks take seconds to start
+        self._what = ""
+        self._since_s = 0.0
+
+    def __enter__(self) -> Self:
+        self.show("starting ranks")
+        return self
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        """Steps done, steps in all, and what they are."""
+        if what != self._what:
+            self._what, self._since_s = what, self.elapsed_s
+        text = f"{done} of {total} {what}"
+        if 0 < done < total:
+            text += f", about {(self.elapsed_s - self._since_s) / done * (total - done):.0f} s more"
+        self.show(text, done, total)
+
+
+class CampaignProgress(Shown):
+    """A bar of the time that measuring has used."""
+
+    def __init__(self, title: str) -> None:
+        super().__init__(patience_s=0.0)
+        self._title = title
+
+    def __enter__(self) -> Self:
+        return self  # without a thread, which would compute beside what is timed
+
+    def __call__(self, progress: Measured) -> None:
+        """Seconds used of the time budget, and what has been measured."""
+        counts = f"{progress.samples} samples, {progress.steady} of {progress.points} steady; {progress.point}"
+        self.show(f"{self._title}: {counts}", progress.done_s, progress.budget_s)
+
+
+def tell_estimate(title: str, found: Estimate, policy: Policy, resumed: int) -> None:
+    """What will be measured and how long it takes."""
+    span = f"{_minutes(min(found.least_s, policy.budget_s))} to {_minutes(policy.budget_s)}"
+    resuming = f", resuming from {resumed} samples" if resumed else ""
+    typer.echo(f"{title}: {len(found.points)} points, {span}{resuming}", err=True)
+    if found.left_away:
+        shown = ", ".join(found.left_away[:_SHOWN_DROPPED])
+        more = f" and {len(found.left_away) - _SHOWN_DROPPED} more" if len(found.left_away) > _SHOWN_DROPPED else ""
+        typer.echo(f"{title}: dropped because of the time budget (--minutes): {shown}{more}", err=True)
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"

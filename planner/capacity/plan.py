@@ -10,6 +10,7 @@ import numpy as np
 
 from kvrsim.errors import InputError
 from kvrsim.scenario import Scenario
+from kvrsim.text import without
 from planner.capacity.answer import CapacityPlan, Infeasible, groups_of
 from planner.capacity.confidence import MEANING_OF_DRAWN, MEANING_OF_TRACE
 from planner.capacity.designs import DesignSearch
@@ -116,7 +117,7 @@ def _dispatch(request: CapacityRequest) -> str:
 
 def _about_setting(notes: Sequence[str]) -> list[str]:
     """Notes on the scenario but for its context, which stands for no request."""
-    return [note for note in notes if not note.startswith("extrapolated: context ")]
+    return without(notes, "context-range")
 
 
 def _about_table(scenario: Scenario, table: PartitionTable | None, sizes: Sequence[int]) -> list[str]:

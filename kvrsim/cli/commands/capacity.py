@@ -2,139 +2,114 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
-from kvrsim.cli.commands.table import Table, read_table
-from kvrsim.cli.options import (
-    Json,
-    ScenarioOptions,
-    Seed,
-    check_output,
-    check_plot,
-    parse_choice,
-    parse_seed,
-    print_json,
-    takes_scenario,
-)
-from kvrsim.cli.outputs import write_beside
-
-DECODES = ("separate", "last-gpu")
-OBJECTIVES = ("gpus", "cost")
-ORDERS = ("first-come", "shortest-first")
-_FROM_REQUESTS = {"ctx": "1", "gpus": "1", "batch": "1", "cached_prefix": "0"}  # what requests say, not options
+from kvrsim.choices import DECODES, FLEET_OBJECTIVES, ORDERS
+from kvrsim.cli.options import Json, Seed, Table, WorkloadOptions, takes
+from kvrsim.cli.outputs import print_json, write_beside
+from kvrsim.cli.parsing import check_output, check_plot, parse_seed, read_table
 
 
-def _without_lengths(command: Callable[..., None]) -> Callable[..., None]:
-    """The same command without the options that requests stand for."""
-
-    @functools.wraps(command)
-    def fewer(*args: object, **kwargs: object) -> None:
-        command(*args, **_FROM_REQUESTS, **kwargs)
-
-    signature = inspect.signature(command)
-    kept = [parameter for name, parameter in signature.parameters.items() if name not in _FROM_REQUESTS]
-    fewer.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
-    return fewer
-
-
-@_without_lengths
-@takes_scenario
+@takes(WorkloadOptions)
 def capacity(
-    options: ScenarioOptions,
+    options: WorkloadOptions,
     *,
     requests: Annotated[
         str,
         typer.Option(
             "--requests",
             metavar="FILE|azure:FILE|mooncake:FILE|synthetic:SPEC",
-            help="A trace, or arrivals drawn at random, such as synthetic:poisson,rate=4,context=lognormal:2k:1.",
+            help="A trace, or random arrivals such as synthetic:poisson,rate=4,context=lognormal:2k:1.",
         ),
     ],
-    slo_ttft: Annotated[str, typer.Option("--slo-ttft", metavar="TIME", help="The TTFT to keep within, such as 2s.")],
+    slo_ttft: Annotated[str, typer.Option("--slo-ttft", metavar="TIME", help="Target TTFT, such as 2s.")],
     percentile: Annotated[
-        str, typer.Option("--percentile", metavar="P", help="Percent of all requests that have to, up to 100.")
+        str,
+        typer.Option("--percentile", metavar="P", help="Percentage of requests that must meet the target, up to 100."),
     ] = "99",
-    max_gpus: Annotated[str | None, typer.Option("--max-gpus", metavar="N", help="At most. Default: 512.")] = None,
+    max_gpus: Annotated[
+        str | None, typer.Option("--max-gpus", metavar="N", help="Largest fleet to consider. Default: 512.")
+    ] = None,
     group_sizes: Annotated[
-        str, typer.Option("--group-sizes", metavar="N,N,...", help="GPUs that a group may have.")
+        str, typer.Option("--group-sizes", metavar="N,N,...", help="Group sizes to consider.")
     ] = "1,2,4,8",
     rate_scale: Annotated[
-        str, typer.Option("--rate-scale", metavar="X", help="So many times the requests in the same time.")
+        str, typer.Option("--rate-scale", metavar="X", help="Multiply the number of requests in the same time.")
     ] = "1",
     time_compression: Annotated[
-        str, typer.Option("--time-compression", metavar="X", help="The same requests, so many times as fast.")
+        str, typer.Option("--time-compression", metavar="X", help="Replay the same requests X times as fast.")
     ] = "1",
     price_per_gpu_hour: Annotated[
         str | None,
         typer.Option(
-            "--price-per-gpu-hour", metavar="USD", help="One for all, or by size of group: 1=2.0,2=2.0,4=2.4,8=3.1."
+            "--price-per-gpu-hour",
+            metavar="USD",
+            help="Price of a GPU, one for all or by group size: 1=2.0,2=2.0,4=2.4,8=3.1.",
         ),
     ] = None,
     objective: Annotated[
-        str, typer.Option("--objective", metavar="|".join(OBJECTIVES), help="What to minimise.")
+        str, typer.Option("--objective", metavar="|".join(FLEET_OBJECTIVES), help="What to minimise.")
     ] = "gpus",
     decode: Annotated[
         str,
         typer.Option(
-            "--decode", metavar="|".join(DECODES), help="Who decodes: another fleet, or the group's last GPU."
+            "--decode", metavar="|".join(DECODES), help="Decode on another fleet, or on the last GPU of each group."
         ),
     ] = "separate",
     tpot: Annotated[
         str | None,
-        typer.Option("--tpot", metavar="TIME", help="Time per output token, such as 30ms, with --decode last-gpu."),
+        typer.Option("--tpot", metavar="TIME", help="Time per output token, such as 30ms; needs --decode last-gpu."),
     ] = None,
     batch_tokens: Annotated[
         str | None,
-        typer.Option("--batch-tokens", metavar="LEN", help="Prompts run together up to so many new tokens."),
+        typer.Option("--batch-tokens", metavar="LEN", help="Batch prompts up to this number of new tokens."),
     ] = None,
     order: Annotated[
-        str, typer.Option("--order", metavar="|".join(ORDERS), help="Of a queue: first come, or fewest new tokens.")
+        str,
+        typer.Option("--order", metavar="|".join(ORDERS), help="Order of the queue: first come, or fewest new tokens."),
     ] = "first-come",
     mtbf: Annotated[
         str | None,
         typer.Option("--mtbf", metavar="TIME", help="Mean time between failures of a group, such as 86400s."),
     ] = None,
-    repair: Annotated[str, typer.Option("--repair", metavar="TIME", help="How long a failed group is away.")] = "600s",
+    repair: Annotated[str, typer.Option("--repair", metavar="TIME", help="Time to repair a failed group.")] = "600s",
     slow_groups: Annotated[
         str | None,
         typer.Option(
             "--slow-groups",
             metavar="SHARE:FACTOR",
-            help="A share of the groups takes FACTOR times as long, such as 10%:1.3.",
+            help="Make this share of the groups FACTOR times slower, such as 10%:1.3.",
         ),
     ] = None,
     replications: Annotated[
-        str, typer.Option("--replications", metavar="N", help="Independent draws of a synthetic workload.")
+        str, typer.Option("--replications", metavar="N", help="Number of independent draws of a synthetic workload.")
     ] = "5",
     sure: Annotated[
-        bool, typer.Option("--sure", help="The upper end of the interval has to meet the target as well.")
+        bool,
+        typer.Option("--sure", help="Require the upper confidence bound, not only the estimate, to meet the target."),
     ] = False,
     uniform_only: Annotated[
-        bool, typer.Option("--uniform-only", help="Only fleets of like groups behind one queue.")
+        bool, typer.Option("--uniform-only", help="Consider only fleets of equal groups behind one queue.")
     ] = False,
     table: Table = None,
     html: Annotated[
-        str | None, typer.Option("--html", metavar="FILE", help="Write a report with its pictures in one file.")
+        str | None, typer.Option("--html", metavar="FILE", help="Write an HTML report with plots in one file.")
     ] = None,
     plot: Annotated[
-        str | None, typer.Option("--plot", metavar="FILE", help="Draw the pictures: FILE.png, FILE.svg or FILE.pdf.")
+        str | None, typer.Option("--plot", metavar="FILE", help="Draw the plots: FILE.png, FILE.svg or FILE.pdf.")
     ] = None,
     seed: Seed = "0",
     json: Json = False,
 ) -> None:
     """Find the smallest or cheapest fleet for a TTFT target.
 
-    The answer includes the rule that sends prompts to its groups. Exits with 1 where no fleet meets the target; the
-    nearest miss and the reasons are printed.
+    The answer includes the rule that assigns prompts to groups. If no fleet meets the target, the exit code is 1, and
+    the nearest miss and the reasons are printed.
     """
-    parse_choice(objective, "--objective", OBJECTIVES)
     number = parse_seed(seed)
-    check_output(html, "--html")
+    check_output(html, "html")
     check_plot(plot)
     scenario, warnings = options.scenario()
     from planner.capacity.plan import plan_capacity

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from kvrsim.cli.options import Json, print_json
+from kvrsim.cli.options import Json
+from kvrsim.cli.outputs import print_json
 
 app = typer.Typer(help="Clusters: GPUs and the links between them.")
 
@@ -21,7 +22,7 @@ def list_clusters(json: Json = False) -> None:
     if json:
         print_json({"clusters": [to_json(cluster) for cluster in clusters.values()]})
         return
-    from kvrsim.cli.render.tables import show_clusters
+    from kvrsim.cli.render.catalogue import show_clusters
 
     show_clusters(clusters)
 
@@ -39,6 +40,6 @@ def show(
     if json:
         print_json(to_json(cluster))
         return
-    from kvrsim.cli.render.tables import show_tree
+    from kvrsim.cli.render.layout import show_tree
 
     show_tree(cluster.name, to_json(cluster))

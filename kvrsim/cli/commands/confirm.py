@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvrsim.cli import machine_options as machine
-from kvrsim.cli import outputs
-from kvrsim.cli.options import (
-    Json,
-    Plot,
-    ScenarioOptions,
-    Trace,
-    check_output,
-    check_plot,
-    print_json,
-    takes,
-)
-from kvrsim.cli.outputs import write_beside
-from kvrsim.cli.rank_progress import RankProgress
+from kvrsim.cli.options import Json, MeasuredOptions, Plot, Trace, takes
+from kvrsim.cli.outputs import print_json, tell_once, write_beside
+from kvrsim.cli.parsing import check_output, check_plot
+from kvrsim.cli.progress import RankProgress
 from kvrsim.errors import InputError, KvrsimError
 from kvrsim.io.files import is_first_rank
 
@@ -32,91 +20,86 @@ if TYPE_CHECKING:
     from planner.confirm.hardware import Hardware
     from planner.confirm.result import Confirmation, Targets
 
-DEFAULT_GPUS = "2"
 NOT_MET = 1  # exit code: a target, or a rank that failed
 
 
-def on_this_machine(command: Callable[..., None]) -> Callable[..., None]:
-    """The same command for as many GPUs as a small machine has ranks."""
-
-    @functools.wraps(command)
-    def here(*args: object, **kwargs: object) -> None:
-        command(*args, **kwargs)
-
-    signature = inspect.signature(command)
-    parameters = [
-        parameter.replace(default=DEFAULT_GPUS) if name == "gpus" else parameter
-        for name, parameter in signature.parameters.items()
-    ]
-    here.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return here
-
-
-@on_this_machine
-@takes(ScenarioOptions, machine.HardwareOptions)
+@takes(MeasuredOptions, machine.HardwareOptions)
 def confirm(
-    options: ScenarioOptions,
+    options: MeasuredOptions,
     hardware: machine.HardwareOptions,
     *,
     top: Annotated[
-        str, typer.Option("--top", metavar="K", help="Partitions of kvr: the plan's, and the K - 1 best further ones.")
+        str, typer.Option("--top", metavar="K", help="Number of KVR partitions: the plan's, and the K - 1 next best.")
     ] = "3",
     virtual: Annotated[
         bool | None,
         typer.Option(
             "--virtual/--no-virtual",
-            help="Replay all ranks on one device, messages modelled. Default: where there are too few devices.",
+            help="Run all ranks in turn on one device and model the messages. Default: if there are too few devices.",
         ),
     ] = None,
     max_regret: Annotated[
-        str, typer.Option("--max-regret", metavar="SHARE", help="Of the plan's choice; beyond the spread, it fails.")
+        str,
+        typer.Option(
+            "--max-regret",
+            metavar="SHARE",
+            help="Fail if the plan's choice is slower than the fastest candidate by more, significantly.",
+        ),
     ] = "3%",
     max_error: Annotated[
-        str, typer.Option("--max-error", metavar="SHARE", help="Of predicted TTFTs (median); beyond, it fails.")
+        str, typer.Option("--max-error", metavar="SHARE", help="Fail if the median error of the predictions is larger.")
     ] = "7%",
     max_logit_error: Annotated[
         str | None,
-        typer.Option("--max-logit-error", metavar="SHARE", help="Of the largest logit. Default: by the dtype."),
+        typer.Option(
+            "--max-logit-error",
+            metavar="SHARE",
+            help="Fail if logits differ by more than this share of the largest. Default: depends on the dtype.",
+        ),
     ] = None,
     search: Annotated[
-        bool, typer.Option("--search", help="Search the partition on the machine, from the plan's; see --output.")
+        bool,
+        typer.Option(
+            "--search", help="Search a faster partition by measuring, starting from the plan's; needs --output."
+        ),
     ] = False,
     minutes: Annotated[
-        str, typer.Option("--minutes", metavar="M", help="Time for --search, at most about this.")
+        str, typer.Option("--minutes", metavar="M", help="Approximate time limit of --search, in minutes.")
     ] = "5",
     output: Annotated[
         str | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write what --search finds as a partition table."),
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Write the partition found by --search as a partition table."
+        ),
     ] = None,
     trace: Trace = None,
     plot: Plot = None,
     json: Json = False,
 ) -> None:
-    """Run a plan's candidates on this machine, interleaved.
+    """Measure a plan's candidates on this machine.
 
-    Says how far the plan was off.
-
-    Exits with 1 where a target is not met: the plan's choice, the predictions, or the logits.
+    The runs are interleaved. Prints the errors of the predictions. The exit code is 1 if a target is not met: the
+    plan's choice, the predictions, or the logits.
     """
     from kvrsim.units import parse_count
 
-    best = parse_count(top, "--top", maximum=1000)
+    best = parse_count(top, "top", maximum=1000)
     targets = _targets(max_regret, max_error, max_logit_error)
-    check_output(trace, "--trace")
+    check_output(trace, "trace")
     check_plot(plot)
-    check_output(output, "--output")
+    check_output(output, "output")
     if output is not None and not search:
-        raise InputError("--output", output, "nothing without --search, which writes a partition table")
+        raise InputError("output", output, "nothing without --search, which writes a partition table")
     if options.profile is None:
-        raise InputError("--profile", "nothing", "a profile of this machine; kvrsim calibrate all makes one")
+        raise InputError("profile", "nothing", "a profile of this machine; kvrsim calibrate all makes one")
     scenario, warnings = options.scenario()
-    chosen = hardware.checked(options, scenario)
+    chosen = hardware.hardware(options, scenario)
     if search:
         _search(scenario, chosen, minutes, output, warnings, virtual=virtual, trace=trace, plot=plot, json=json)
         return
     from planner.confirm.confirm import confirm as run
 
-    told: dict[str, Any] = dict(targets=targets, warnings=warnings, on_note=tell)
+    told: dict[str, Any] = dict(targets=targets, warnings=warnings, on_note=tell_once)
     try:
         with RankProgress() as progress:
             found = run(scenario, chosen, top=best, virtual=virtual, on_progress=progress, **told)
@@ -135,16 +118,10 @@ def _targets(regret: str, error: str, logits: str | None) -> Targets:
     from planner.confirm.result import Targets
 
     return Targets(
-        regret=parse_share(regret, "--max-regret"),
-        error=parse_share(error, "--max-error"),
-        logits=None if logits is None else parse_share(logits, "--max-logit-error"),
+        regret=parse_share(regret, "max_regret"),
+        error=parse_share(error, "max_error"),
+        logits=None if logits is None else parse_share(logits, "max_logit_error"),
     )
-
-
-def tell(note: str) -> None:
-    """A line on standard error, of the first rank's."""
-    if is_first_rank():
-        outputs.tell(note)
 
 
 def _show(found: Confirmation, trace: str | None, plot: str | None, *, json: bool) -> None:
@@ -174,20 +151,18 @@ def _search(
     """The search on the machine."""
     from planner.confirm.search import search_here
 
-    for argument, value in (("--virtual", virtual), ("--trace", trace), ("--plot", plot)):
+    for argument, value in (("virtual", virtual), ("trace", trace), ("plot", plot)):
         if value:
             raise InputError(argument, value, "nothing with --search, which measures partitions")
     if output is None:
-        raise InputError("--output", "nothing", "a file for the partition table that --search writes")
+        raise InputError("output", "nothing", "a file for the partition table that --search writes")
     for warning in warnings:
-        tell(warning)
+        tell_once(warning)
     from kvrsim.units import parse_number
 
-    wanted: dict[str, Any] = dict(
-        minutes=parse_number(minutes, "--minutes", above=0, most=24 * 60), output=Path(output)
-    )
+    wanted: dict[str, Any] = dict(minutes=parse_number(minutes, "minutes", above=0, most=24 * 60), output=Path(output))
     with RankProgress() as progress:
-        found = search_here(scenario, hardware, **wanted, on_note=tell, on_progress=progress)
+        found = search_here(scenario, hardware, **wanted, on_note=tell_once, on_progress=progress)
     if not is_first_rank():
         return
     if json:

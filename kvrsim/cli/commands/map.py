@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated
 
 import typer
 
-from kvrsim.cli.commands.plan import parse_strategies
-from kvrsim.cli.commands.table import lengths_and_counts, of_many
-from kvrsim.cli.options import (
-    Json,
-    ScenarioOptions,
-    check_plot,
-    parse_list,
-    print_json,
-    takes_scenario,
-)
-from kvrsim.cli.outputs import write_beside
+from kvrsim.choices import MAP_STRATEGIES
+from kvrsim.cli.options import Json, ManyOptions, takes
+from kvrsim.cli.outputs import print_json, write_beside
+from kvrsim.cli.parsing import check_plot, parse_list, parse_strategies
 
 MapPlot = Annotated[
     str | None,
     typer.Option(
-        "--plot", metavar="FILE", help="Draw the winners over contexts and GPUs: FILE.png, FILE.svg or FILE.pdf."
+        "--plot",
+        metavar="FILE",
+        help="Draw the fastest strategies over contexts and GPUs: FILE.png, FILE.svg or FILE.pdf.",
     ),
 ]
-DEFAULT_STRATEGIES = "single,tsp,kvr-s,ring,zigzag,tp"
 
 
-@of_many
-@takes_scenario
+@takes(ManyOptions)
 def strategy_map(
-    options: ScenarioOptions,
+    options: ManyOptions,
     *,
     link_bandwidths: Annotated[
         str | None,
@@ -42,32 +34,29 @@ def strategy_map(
         ),
     ] = None,
     strategies: Annotated[
-        str, typer.Option("--strategies", metavar="NAMES|all", help="What to compare with one GPU.")
-    ] = DEFAULT_STRATEGIES,
+        str, typer.Option("--strategies", metavar="NAMES|all", help="Strategies to compare with one GPU.")
+    ] = ",".join(MAP_STRATEGIES),
     plot: MapPlot = None,
     json: Json = False,
 ) -> None:
     """Find the fastest strategy over contexts and GPUs.
 
-    Also prints from which context on each strategy is faster than one GPU. A gain of less than 2 % of TTFT counts as
-    none: then one GPU, or fewer GPUs, win.
+    Also prints the context from which each strategy is faster than one GPU. A gain below 2 % of TTFT is ignored: one
+    GPU, or fewer GPUs, win.
     """
     from kvrsim.units import parse_bandwidth
 
-    lengths, counts = lengths_and_counts(options)
     names = parse_strategies(strategies)
     bandwidths = None
     if link_bandwidths is not None:
-        parts = parse_list(
-            link_bandwidths, "--link-bandwidths", "bandwidths with commas between, such as 10GB/s,100GB/s"
-        )
-        bandwidths = sorted({parse_bandwidth(part, "--link-bandwidths") for part in parts})
+        parts = parse_list(link_bandwidths, "link_bandwidths", "bandwidths with commas between, such as 10GB/s,100GB/s")
+        bandwidths = sorted({parse_bandwidth(part, "link_bandwidths") for part in parts})
     check_plot(plot)
-    scenario, notes = replace(options, ctx=str(lengths[-1]), gpus=str(counts[-1])).scenario()
+    scenario, notes, lengths, counts = options.scenarios()
     from kvrsim.cli.progress import EntryProgress
     from planner.map.build import make_map
 
-    with EntryProgress("places") as progress:
+    with EntryProgress("points") as progress:
         found = make_map(
             scenario,
             lengths=lengths,

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvrsim.cli.options import Json, print_json
+from kvrsim.cli.options import Json
+from kvrsim.cli.outputs import print_json
 
 if TYPE_CHECKING:
     from kvrsim.model.spec import ModelSpec
@@ -24,7 +25,7 @@ def list_models(json: Json = False) -> None:
     if json:
         print_json({"models": [summary(model) for model in models]})
         return
-    from kvrsim.cli.render.tables import show_models
+    from kvrsim.cli.render.catalogue import show_models
 
     show_models(models)
 
@@ -42,7 +43,7 @@ def show(
     if json:
         print_json(content)
         return
-    from kvrsim.cli.render.tables import show_tree
+    from kvrsim.cli.render.layout import show_tree
 
     show_tree(model.name, content)
 

@@ -6,32 +6,27 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvrsim.cli.commands.table import Table, needs_table, read_table
-from kvrsim.cli.noise_options import NoiseOption, Objective, Samples, parse_disturbance, parse_objective
-from kvrsim.cli.options import (
-    Json,
-    Plot,
-    ScenarioOptions,
-    Seed,
-    Trace,
+from kvrsim.choices import METHODS
+from kvrsim.cli.options import Json, NoiseSpec, Objective, Plot, Samples, ScenarioOptions, Seed, Table, Trace, takes
+from kvrsim.cli.outputs import print_json, write_beside
+from kvrsim.cli.parsing import (
     check_output,
     check_plot,
     parse_choice,
-    parse_list,
+    parse_disturbance,
+    parse_objective,
     parse_seed,
-    print_json,
-    takes_scenario,
+    parse_strategies,
+    read_table,
+    require_table,
 )
-from kvrsim.cli.outputs import write_beside
 
 if TYPE_CHECKING:
     from kvrsim.results import Plan
     from kvrsim.timeline import Timeline
 
-METHODS = ("grid", "analytical", "auto")
 
-
-@takes_scenario
+@takes(ScenarioOptions)
 def plan(
     options: ScenarioOptions,
     *,
@@ -40,8 +35,8 @@ def plan(
         typer.Option(
             "--strategies",
             metavar="NAMES|all",
-            help="What to compare, with commas between, such as tsp,kvr-s,tp8+kvr-s. Default: kvr-s and all that need"
-            " no search; all adds pipelines and hybrids.",
+            help="Strategies to compare, such as tsp,kvr-s,tp8+kvr-s. Default: kvr-s and all that need no search; all"
+            " adds pipelines and hybrids.",
         ),
     ] = None,
     method: Annotated[
@@ -49,15 +44,15 @@ def plan(
         typer.Option(
             "--method",
             metavar="|".join(METHODS),
-            help="How the partition of kvr-s is searched; grid is the paper's.",
+            help="Search method for kvr-s; grid is the paper's.",
         ),
     ] = "auto",
     stride: Annotated[
         str | None,
-        typer.Option("--stride", metavar="LEN", help="Searched chunk boundaries are multiples of it."),
+        typer.Option("--stride", metavar="LEN", help="Search only chunk boundaries that are multiples of LEN."),
     ] = None,
     table: Table = None,
-    noise: NoiseOption = None,
+    noise: NoiseSpec = None,
     objective: Objective = None,
     samples: Samples = None,
     trace: Trace = None,
@@ -67,20 +62,20 @@ def plan(
 ) -> None:
     """Compare strategies for one prefill, each at its best.
 
-    KVR-S's partition comes with a proven bound. By default all strategies are compared that need no search of their
-    own; --strategies all adds the others. Exits with 1 where no strategy fits in the GPUs' memory.
+    KVR-S's partition comes with a proven bound. By default, plan compares KVR-S and the strategies that need no search;
+    --strategies all adds the others. The exit code is 1 if no strategy fits in the GPUs' memory.
     """
     from kvrsim.cli.progress import SearchProgress
     from kvrsim.units import parse_tokens
 
     names = None if strategies is None else parse_strategies(strategies)
-    needs_table(names or [], table)
-    parse_choice(method, "--method", METHODS)
-    step = None if stride is None else parse_tokens(stride, "--stride")
+    require_table(names or [], table)
+    parse_choice(method, "method", METHODS)
+    step = None if stride is None else parse_tokens(stride, "stride")
     number = parse_seed(seed)
     disturbance = parse_disturbance(noise, samples, number)
     figure = parse_objective(objective, disturbance)
-    check_output(trace, "--trace")
+    check_output(trace, "trace")
     check_plot(plot)
     lookup = read_table(table)
     scenario, warnings = options.scenario()
@@ -113,22 +108,9 @@ def plan(
         raise typer.Exit(1)
 
 
-def parse_strategies(text: str, argument: str = "--strategies") -> list[str]:
-    """Names with commas between; each once, in the order given."""
-    from kvrsim.strategies import STRATEGIES, get_strategy
-
-    accepted = f"names out of {', '.join(STRATEGIES)}, with commas between"
-    names = parse_list(text, argument, accepted)
-    if names == ["all"] and argument == "--strategies":
-        return names
-    for name in names:
-        get_strategy(name, argument)
-    return list(dict.fromkeys(names))
-
-
 def _draw(result: Plan, timeline: Timeline, path: str) -> None:
     """What the best strategy does when."""
-    from kvrsim.cli.render.plan import question_line
+    from kvrsim.cli.render.format import question_line
     from kvrsim.plots.gantt import write_gantt
 
     line = question_line(result)

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from kvrsim.cli.options import Json, print_json
+from kvrsim.cli.options import Json
+from kvrsim.cli.outputs import print_json
 
 app = typer.Typer(help="Calibration profiles: what machines were measured to do.")
 
@@ -30,7 +31,7 @@ def list_profiles(json: Json = False) -> None:
     if json:
         print_json({"profiles": rows})
         return
-    from kvrsim.cli.render.tables import show_profiles
+    from kvrsim.cli.render.catalogue import show_profiles
 
     show_profiles(profiles)
 
@@ -47,7 +48,7 @@ def show(
     if json:
         print_json(profile.to_dict())
         return
-    from kvrsim.cli.render.tables import show_tree
+    from kvrsim.cli.render.layout import show_tree
 
     content = profile.to_dict()
     content["kernels"]["gemm"]["measured"] = [
@@ -95,7 +96,7 @@ def diff(
             }
         )
         return
-    from kvrsim.cli.render.tables import columns, show
+    from kvrsim.cli.render.layout import columns, show
     from kvrsim.units import format_seconds
 
     table = columns("operation")

@@ -8,20 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvrsim.cli import machine_options as machine
-from kvrsim.cli.commands.confirm import on_this_machine, tell
-from kvrsim.cli.options import (
-    Json,
-    Plot,
-    ScenarioOptions,
-    Trace,
-    check_output,
-    check_plot,
-    parse_chunks,
-    print_json,
-    takes,
-)
-from kvrsim.cli.outputs import write_beside
-from kvrsim.cli.rank_progress import RankProgress
+from kvrsim.cli.options import Json, MeasuredOptions, Plot, Trace, takes
+from kvrsim.cli.outputs import print_json, tell_once, write_beside
+from kvrsim.cli.parsing import check_output, check_plot, parse_chunks
+from kvrsim.cli.progress import RankProgress
 from kvrsim.io.files import is_first_rank
 
 if TYPE_CHECKING:
@@ -29,26 +19,30 @@ if TYPE_CHECKING:
     from planner.confirm.run import RunResult
 
 
-@on_this_machine
-@takes(ScenarioOptions, machine.HardwareOptions)
+@takes(MeasuredOptions, machine.HardwareOptions)
 def run(
-    options: ScenarioOptions,
+    options: MeasuredOptions,
     hardware: machine.HardwareOptions,
     *,
     strategy: Annotated[
-        str, typer.Option("--strategy", metavar="NAME", help="single, tsp, kvr-e, kvr-s, or kvr-p with --partition.")
+        str,
+        typer.Option(
+            "--strategy", metavar="NAME", help="Strategy: single, tsp, kvr-e, kvr-s, or kvr-p with --partition."
+        ),
     ],
     partition: Annotated[
         str | None,
         typer.Option(
             "--partition",
             metavar="LEN,LEN,...",
-            help="Tokens of each rank. Default: the strategy's own; kvr-s searches by --profile.",
+            help="New tokens of each rank. Default: the strategy's own; kvr-s searches with --profile.",
         ),
     ] = None,
-    check: Annotated[bool, typer.Option("--check", help="Compare logits and KV cache with one process's.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare logits and KV cache with those of one process.")
+    ] = False,
     generate: Annotated[
-        str | None, typer.Option("--generate", metavar="N", help="The last rank goes on for N tokens, greedily.")
+        str | None, typer.Option("--generate", metavar="N", help="Decode N more tokens on the last rank, greedily.")
     ] = None,
     trace: Trace = None,
     plot: Plot = None,
@@ -56,29 +50,29 @@ def run(
 ) -> None:
     """Measure one strategy's prefill on this machine.
 
-    On ranks of its own, or as one rank of torchrun.
+    It starts the ranks itself, or runs as one rank of torchrun.
     """
     from kvrsim.runtime.plan import run_strategy
     from kvrsim.units import parse_count
 
     run_strategy(strategy)
-    tokens = 0 if generate is None else parse_count(generate, "--generate", maximum=2**20)
+    tokens = 0 if generate is None else parse_count(generate, "generate", maximum=2**20)
     chunks = parse_chunks(partition)
-    check_output(trace, "--trace")
+    check_output(trace, "trace")
     check_plot(plot)
     machine.require_torch()
     from planner.confirm.run import run_here
 
     scenario, warnings = _scenario(options, hardware.device)
-    chosen = hardware.checked(options, scenario)
+    chosen = hardware.hardware(options, scenario)
     wanted: dict[str, Any] = dict(strategy=strategy, partition=chunks, check_logits=check, generate=tokens)
     with RankProgress() as progress:
-        found = run_here(scenario, chosen, **wanted, warnings=warnings, on_note=tell, on_progress=progress)
+        found = run_here(scenario, chosen, **wanted, warnings=warnings, on_note=tell_once, on_progress=progress)
     if is_first_rank():
         _show(found, trace, plot, json=json)
 
 
-def _scenario(options: ScenarioOptions, device: str) -> tuple[Scenario, tuple[str, ...]]:
+def _scenario(options: MeasuredOptions, device: str) -> tuple[Scenario, tuple[str, ...]]:
     """As for a prediction, with its notes; without a profile, what a plain run on this device takes."""
     if options.profile is not None:
         return options.scenario()
@@ -100,7 +94,7 @@ def _show(found: RunResult, trace: str | None, plot: str | None, *, json: bool) 
 
 
 def _draw(found: RunResult, path: str) -> None:
-    from kvrsim.cli.render.plan import subtitle
+    from kvrsim.cli.render.format import subtitle
     from kvrsim.plots.gantt import write_gantt
 
     device = f"measured on {found.num_gpus} ranks, {found.conditions['device']}"

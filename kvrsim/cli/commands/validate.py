@@ -7,7 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from kvrsim.cli.options import Json, check_output, print_json
+from kvrsim.cli.options import Json
+from kvrsim.cli.outputs import print_json
+from kvrsim.cli.parsing import check_output
 from kvrsim.errors import KvrsimError
 
 app = typer.Typer(help="Compare the simulator with measurements.", no_args_is_help=False)
@@ -35,7 +37,7 @@ def published(
 
     Exits with 1 where the accuracy that is promised is not met.
     """
-    check_output(report, "--report")
+    check_output(report, "report")
     try:
         cases = import_module("validate.published.compare")
     except ModuleNotFoundError as error:
@@ -49,7 +51,7 @@ def published(
     if json:
         print_json(result)
     else:
-        from kvrsim.cli.render.tables import show_validation
+        from kvrsim.cli.render.catalogue import show_validation
 
         show_validation(result)
     if result.get("ok") is False:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from kvrsim.cli.render.memory import limit_text
-from kvrsim.cli.render.tables import columns, facts, show
+from kvrsim.cli.render.format import limit_text
+from kvrsim.cli.render.layout import columns, facts, show
 from kvrsim.units import format_seconds, format_tokens
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from kvrsim.cli.render.plan import format_interval, format_partition
-from kvrsim.cli.render.tables import columns, facts, show
+from kvrsim.cli.render.format import format_interval, format_partition
+from kvrsim.cli.render.layout import columns, facts, show
 from kvrsim.units import format_bytes, format_seconds, format_tokens
 
 if TYPE_CHECKING:

@@ -1,31 +1,35 @@
-"""A plan and a simulation for people; imported only where no JSON is asked for."""
+"""A plan for people; imported only where no JSON is asked for."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import RenderableType
 from rich.table import Table
-from rich.text import Text
 
-from kvrsim.cli.noise_options import add_planned, add_simulated
-from kvrsim.cli.render.breakdown import breakdown_table
-from kvrsim.cli.render.memory import limit_text, over_memory
-from kvrsim.cli.render.tables import Shrinkable, columns, facts, show
-from kvrsim.units import format_bytes, format_seconds, format_tokens
+from kvrsim.cli.render.format import (
+    add_misfits,
+    add_notes,
+    fits_text,
+    format_interval,
+    format_partition,
+    format_wait,
+    header,
+    limit_text,
+    mean_change,
+    round_up_percent,
+)
+from kvrsim.cli.render.layout import Shrinkable, columns, facts, show
+from kvrsim.text import without
+from kvrsim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from kvrsim.memory import RankMemory
-    from kvrsim.results import Plan, SimResult, StrategyResult
-    from kvrsim.scenario import Scenario
+    from kvrsim.noise.statistics import Distribution
+    from kvrsim.results import Plan, StrategyResult
 
 # Columns that a narrow terminal does without, the least important first.
-_SPARED = ("longest\nwait", "exposed\ncomm.", "low–high\n", "partition\n(tokens)", "peak of")
-_SPARED_OF_RANKS = ("sent", "wait", "compute", "tokens")
+_OPTIONAL = ("longest\nwait", "exposed\ncomm.", "low–high\n", "partition\n(tokens)", "peak of")
 _MOST_EXPLAINED = 6  # strategies, up to which each one's memory is taken apart where it is too much
-_ROUNDING_S = 1e-12  # less than this is what rounding leaves of nothing
 
 
 def show_plan(plan: Plan) -> None:
@@ -40,69 +44,13 @@ def show_plan(plan: Plan) -> None:
         table.add_row("search:", f"{search.method}, {partitions} simulated in {format_seconds(search.seconds)}")
     if plan.not_compared:
         table.add_row("others:", f"not compared: {_listed(plan.not_compared)} (--strategies all)")
-    add_planned(table, plan)
+    _add_noise(table, plan)
     table.add_row("memory:", limit_text(limit))
     for result in plan.strategies if len(plan.strategies) <= _MOST_EXPLAINED or not best.fits else ():
-        _add_misfits(table, result.strategy, result.memory, limit.nbytes)
+        add_misfits(table, result.strategy, result.memory, limit.nbytes)
     table.add_row("rests on:", plan.rests_on)
-    told = tuple(f"{result.strategy} does not fit" for result in plan.strategies)  # rank by rank, above
-    _add_notes(table, [note for note in plan.warnings if not note.startswith(told)])
-    show(*_header(plan), "", _strategies(plan, limit.nbytes), "", table)
-
-
-def show_simulation(result: SimResult, scenario: Scenario) -> None:
-    """Header, one row a rank, and TTFT."""
-    limit = scenario.memory_limit.nbytes
-    table = facts()
-    table.add_row("TTFT:", _ttft(result))
-    table.add_row("executor:", result.executor)
-    add_simulated(table, result)
-    table.add_row("memory:", limit_text(scenario.memory_limit))
-    _add_misfits(table, result.strategy, [rank.memory for rank in result.per_rank], limit)
-    _add_notes(table, result.warnings)
-    parts: list[RenderableType | Shrinkable] = [*_header(result), "", _ranks(result, limit), ""]
-    if result.breakdown is not None:
-        parts += [breakdown_table(result.breakdown), ""]
-    show(*parts, table)
-
-
-def question_line(answer: Plan | SimResult) -> str:
-    """The question in one line, for a chart."""
-    question = answer.question
-    return " · ".join((question.model, question.short(), answer.cluster.describe(), *question.kernels()))
-
-
-def subtitle(model: str, context_len: int, setting: Iterable[str]) -> str:
-    """What was measured, in one line, for a chart."""
-    return " · ".join((model, f"{format_tokens(context_len)} tokens", *setting))
-
-
-def format_interval(low_s: float, high_s: float) -> str:
-    """Both ends, in the unit of the upper: "612–771 ms", "0.819–1.05 s"."""
-    low, high = format_seconds(low_s), format_seconds(high_s)
-    number, unit = low.split(" ")
-    if not high.endswith(f" {unit}"):
-        number = f"{low_s / high_s * float(high.split(' ')[0]):.3g}"
-    return f"{number}–{high}"
-
-
-def format_partition(chunks: Sequence[int], room: int = 14) -> str:
-    """All chunks where there is room, "8 × 2048" where they are equal, else the first and the last."""
-    if len(chunks) > 1 and len(set(chunks)) == 1:
-        return f"{len(chunks)} × {chunks[0]}"
-    full = ", ".join(map(str, chunks))
-    return full if len(full) <= room else f"{chunks[0]} … {chunks[-1]}"
-
-
-def round_up_percent(share: float) -> str:
-    """A share in percent with two decimals, never less than it is: it is part of a proof."""
-    return f"{math.ceil(max(0.0, share) * 1e4 - 1e-9) / 100:.2f}"
-
-
-def _header(answer: Plan | SimResult) -> tuple[Text, Text]:
-    question = answer.question
-    title = Text(f"Prefill of {question.request()} by {question.model}", style="bold")
-    return title, Text(" · ".join((answer.cluster.describe(), *question.kernels())), style="dim")
+    add_notes(table, without(plan.warnings, "memory"))  # the table and the lines above say what does not fit
+    show(*header(plan), "", _strategies(plan, limit.nbytes), "", table)
 
 
 def _strategies(plan: Plan, limit: int) -> Shrinkable:
@@ -115,8 +63,8 @@ def _strategies(plan: Plan, limit: int) -> Shrinkable:
     columns("fits\n", into=table)
     for result in plan.strategies:
         row = _strategy_row(result, has_interval=has_interval)
-        table.add_row(*row, _fits(result.fits), style="bold" if result is plan.best else None)
-    return Shrinkable(table, spared=_SPARED)
+        table.add_row(*row, fits_text(result.fits), style="bold" if result is plan.best else None)
+    return Shrinkable(table, optional=_OPTIONAL)
 
 
 def _strategy_row(result: StrategyResult, *, has_interval: bool) -> list[str]:
@@ -126,34 +74,7 @@ def _strategy_row(result: StrategyResult, *, has_interval: bool) -> list[str]:
     if result.speedup is not None:
         row.append(f"{result.speedup:.2f}×")
     peak_bytes = max(rank.total for rank in result.memory)
-    return [*row, _seconds(result.exposed_comm_s), _seconds(max(result.wait_s)), format_bytes(peak_bytes)]
-
-
-def _ranks(result: SimResult, limit: int) -> Shrinkable:
-    """One row a rank."""
-    peak = f"peak of {format_bytes(limit)}"
-    table = columns("rank", "tokens", "compute", "wait", "sent", peak, numbers=True)
-    columns("fits", into=table)
-    for rank in result.per_rank:
-        times = (_seconds(rank.compute_s), _seconds(rank.wait_s))
-        sizes = (format_bytes(rank.sent_bytes), format_bytes(rank.memory.total))
-        table.add_row(str(rank.rank), str(rank.chunk_len), *times, *sizes, _fits(rank.memory.total <= limit))
-    return Shrinkable(table, spared=_SPARED_OF_RANKS)
-
-
-def _fits(fits: bool) -> Text:
-    return Text("yes") if fits else Text("NO", style="red")
-
-
-def _seconds(seconds: float) -> str:
-    return format_seconds(seconds if seconds > _ROUNDING_S else 0.0)
-
-
-def _ttft(result: SimResult) -> str:
-    ttft = f"{result.strategy}, {format_seconds(result.ttft_s)}"
-    if result.ttft_low_s == result.ttft_high_s:
-        return ttft
-    return f"{ttft} ({format_interval(result.ttft_low_s, result.ttft_high_s)})"
+    return [*row, format_wait(result.exposed_comm_s), format_wait(max(result.wait_s)), format_bytes(peak_bytes)]
 
 
 def _yardstick(strategy: str) -> str:
@@ -208,11 +129,25 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(plain)} and {len(hybrids)} hybrids such as {hybrids[0]}"
 
 
-def _add_misfits(table: Table, strategy: str, memory: Sequence[RankMemory], limit: int) -> None:
-    for line in over_memory(memory, limit):
-        table.add_row("", f"{strategy}, {line}")
+def _add_noise(table: Table, plan: Plan) -> None:
+    """The distributions of TTFT under noise, and what planning for it gains."""
+    if (report := plan.noise) is None:
+        return
+    table.add_row("noise:", report.noise.describe())
+    for result in plan.strategies:
+        if result.noisy is not None:
+            table.add_row("", f"{result.strategy}: {_summary(result.noisy)}")
+    if report.quiet_s is None or report.robust_s is None:
+        return
+    quiet, robust = format_seconds(report.quiet_s), format_seconds(report.robust_s)
+    same = report.quiet_partition == report.robust_partition
+    gained = (
+        f"{robust} against {quiet} of the partition planned without noise ({1 - report.robust_s / report.quiet_s:+.2%})"
+    )
+    said = "the partition planned without the random part is kept" if same else gained
+    table.add_row("", f"kvr-s, {report.objective} over {report.num_samples} samples not planned on: {said}")
 
 
-def _add_notes(table: Table, notes: Iterable[str]) -> None:
-    for note in notes:
-        table.add_row(Text("note:", style="yellow"), note)
+def _summary(noisy: Distribution) -> str:
+    parts = (f"{name} {format_seconds(getattr(noisy, name).value_s)}" for name in ("mean", "p50", "p95", "p99"))
+    return f"{', '.join(parts)}; {mean_change(noisy)}"

@@ -15,8 +15,7 @@ import typer
 
 import kvrsim
 from kvrsim.cli import main as cli
-from kvrsim.cli.render.memory import over_memory
-from kvrsim.cli.render.plan import format_interval, format_partition, round_up_percent
+from kvrsim.cli.render.format import format_interval, format_partition, over_memory, round_up_percent
 from kvrsim.memory import RankMemory
 from planner.strategies_for import QUICK
 

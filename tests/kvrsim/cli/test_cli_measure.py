@@ -216,7 +216,7 @@ def test_an_interrupted_calibration_goes_on(
     assert journal_path(tmp_path / "mine.compute.csv").exists()
     code, _, err = run(capsys, "calibrate", "all", "-o", output, *options)
     assert code == 0, err
-    assert "going on from" in err
+    assert "resuming from" in err
     assert load_profile(output).name == "mine"
 
 

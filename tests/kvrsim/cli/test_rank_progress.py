@@ -10,7 +10,7 @@ import time
 import pytest
 
 from kvrsim.cli import progress as module
-from kvrsim.cli.rank_progress import RankProgress
+from kvrsim.cli.progress import RankProgress
 
 
 class Terminal(io.StringIO):

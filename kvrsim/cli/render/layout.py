@@ -1,10 +1,10 @@
-"""What all tables share, and the tables of what ships; by Rich, imported only where no JSON is asked for."""
+"""Tables, facts and trees on the terminal, by Rich; imported only where no JSON is asked for."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from kvrsim.text import printable
-from kvrsim.units import format_bandwidth, format_bytes, format_seconds, format_tokens
 
 if TYPE_CHECKING:
-    from kvrsim.hardware.cluster import Cluster
-    from kvrsim.model.spec import ModelSpec
-    from kvrsim.profile.profile import CalibrationProfile
+    pass
 
 _NO_TERMINAL = 118  # columns, where output goes to a file or a pipe
 _WIDE = 100  # columns; from here on there is room for two blanks between a table's columns
@@ -33,12 +30,12 @@ class Shrinkable:
     """A table of which a terminal that is too narrow shows fewer columns, rather than parts of figures."""
 
     table: Table
-    spared: tuple[str, ...]  # beginnings of titles, in the order in which columns go
+    optional: tuple[str, ...]  # beginnings of titles, in the order in which columns go
 
     def within(self, width: int) -> tuple[Table, tuple[str, ...]]:
         """The table with columns left out until it is that wide, or none may go; and the titles of those."""
         table, gone = self.table, []
-        for title in self.spared:
+        for title in self.optional:
             if natural_width(table) <= width:
                 break
             gone += [_title(column) for column in table.columns if str(column.header).startswith(title)]
@@ -79,7 +76,7 @@ def _fitted(part: RenderableType | Shrinkable, width: int) -> Iterator[Renderabl
         table, gone = part.within(width)
         yield table
         if gone:
-            yield Text(f"left out for want of width: {', '.join(gone)}", style="dim")
+            yield Text(f"columns hidden for lack of width: {', '.join(gone)}", style="dim")
 
 
 def natural_width(table: Table) -> int:
@@ -166,70 +163,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(_shown, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def show_profiles(profiles: Sequence[CalibrationProfile]) -> None:
-    """One row a profile."""
-    table = columns("profile", "GPU", "attention", "error")
-    table.add_column("what it is")
-    for profile in profiles:
-        kernels = ", ".join(profile.attention_kernels)
-        table.add_row(profile.name, profile.gpu, kernels, _left_out_error(profile), profile.description)
-    show(table)
-
-
-def _left_out_error(profile: CalibrationProfile) -> str:
-    """Mean absolute error on what was left out of the fit: of whole TTFTs, or of the two operations that count."""
-    if profile.residual is not None:
-        return f"TTFT {profile.residual.cross_validated_mape:.1%}"
-    kinds = [(kind, profile.operations[kind]) for kind in ("gemm", "attention") if kind in profile.operations]
-    return "\n".join(f"{kind} {fit.cross_validated_mape:.1%}" for kind, fit in kinds) or "unknown"
-
-
-def show_models(models: Sequence[ModelSpec]) -> None:
-    """One row a model."""
-    table = columns("model", "architecture")
-    columns("parameters", "layers", "hidden", "heads", "KV heads", "made for", numbers=True, into=table)
-    for model in models:
-        made_for = model.max_position_embeddings
-        counts = (
-            model.num_hidden_layers,
-            model.hidden_size,
-            model.num_attention_heads,
-            model.num_key_value_heads,
-            "" if made_for is None else format_tokens(made_for),
-        )
-        parameters = f"{model.num_parameters / 1e9:.1f} B"
-        table.add_row(model.name, model.model_type, parameters, *map(str, counts))
-    show(table)
-
-
-def show_clusters(clusters: Mapping[str, Cluster]) -> None:
-    """One row a cluster."""
-    table = columns("cluster", "GPUs", "memory", "topology", "link", "one way", "latency")
-    for name, cluster in clusters.items():
-        gpu, link = cluster.gpu, cluster.link
-        speed, latency = format_bandwidth(link.bandwidth_bytes_per_s), format_seconds(link.latency_s)
-        gpus, memory = f"{cluster.num_gpus} × {gpu.name}", format_bytes(gpu.memory_bytes)
-        table.add_row(name, gpus, memory, cluster.topology, link.name, speed, latency)
-    show(table)
-
-
-def show_validation(result: Mapping[str, Any]) -> None:
-    """One row a published case, and the errors of the groups."""
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    for title in ("source", "case"):
-        table.add_column(title)
-    columns("reported", "simulated", "error", "fit", numbers=True, into=table)
-    for row in result["rows"]:
-        times = (format_seconds(row["reported_s"]), format_seconds(row["simulated_s"]))
-        used = "used" if row["used_for_calibration"] else "held out"
-        table.add_row(row["source"], row["case"], *times, f"{row['rel_error']:+.1%}", used)
-    groups = ("calibration", "held_out", "all")
-    show(table, "", *(_errors(group, result[group]) for group in groups if group in result))
-
-
-def _errors(group: str, errors: Mapping[str, Any]) -> str:
-    """One line of a group's count and errors."""
-    shown = (f"{key} {value:.1%}" if isinstance(value, float) else f"{key} {value}" for key, value in errors.items())
-    return f"{group.replace('_', ' ')}: {', '.join(shown)}"

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from kvrsim.cli import main as cli
-from kvrsim.cli.render.tables import Shrinkable, columns, natural_width, show
+from kvrsim.cli.render.layout import Shrinkable, columns, natural_width, show
 
 FIGURES = ("zigzag", "8 × 2048", "602 ms", "563–642 ms", "1.53×", "55.9 ms", "38.9 ms", "24.7 GiB", "yes")
 
@@ -31,7 +31,7 @@ def shown(width: int, monkeypatch: pytest.MonkeyPatch, *, terminal: bool) -> lis
     table.add_row(*FIGURES)
     with monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", stream)
-        show(Shrinkable(table, spared=("wait", "exposed", "low–high", "partition")), "prose " * 40)
+        show(Shrinkable(table, optional=("wait", "exposed", "low–high", "partition")), "prose " * 40)
     return re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue()).splitlines()
 
 
@@ -51,7 +51,7 @@ def test_a_terminal_gets_whole_figures(width: int, monkeypatch: pytest.MonkeyPat
     assert "…" not in lines[1]
     assert {"zigzag", "602 ms", "1.53×", "24.7 GiB", "yes"} <= set(words)
     if len(words) < len(FIGURES):
-        assert "left out for want of width" in " ".join(" ".join(lines[2:]).split())
+        assert "columns hidden for lack of width" in " ".join(" ".join(lines[2:]).split())
     if width >= 45:
         assert len(lines[1]) <= width
 

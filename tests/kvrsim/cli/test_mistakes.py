@@ -10,7 +10,7 @@ import typer
 
 import kvrsim
 from kvrsim.cli.main import app, main
-from kvrsim.cli.wording import as_options, command_of
+from kvrsim.cli.mistakes import as_options, command_of
 from kvrsim.errors import InputError
 
 ROOT = Path(kvrsim.__file__).parents[1]

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvrsim.cli.commands import measure
-from kvrsim.cli.commands.fitting import Wanted, write_fit
-from kvrsim.cli.options import Json, check_output, print_json
+from kvrsim.cli.commands.calibrate import measure
+from kvrsim.cli.commands.calibrate.fit import Name, Wanted, write_fit
+from kvrsim.cli.options import Json
+from kvrsim.cli.outputs import print_json
+from kvrsim.cli.parsing import check_output
 from kvrsim.errors import InputError
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ Output = Annotated[
         "--output",
         "-o",
         metavar="FILE.json",
-        help="Write the profile; beside it go FILE.compute.csv, FILE.links.csv, FILE.md and FILE.png.",
+        help="Write the profile, and beside it FILE.compute.csv, FILE.links.csv, FILE.md and FILE.png.",
     ),
 ]
 
@@ -42,39 +44,40 @@ def calibrate_all(
     ranks: measure.Ranks = None,
     links: Annotated[
         str | None,
-        typer.Option("--links", metavar="FILE", help="Links that were measured elsewhere, in the place of this one's."),
+        typer.Option("--links", metavar="FILE", help="Use links measured elsewhere instead of measuring them."),
     ] = None,
     link: Annotated[
         str | None,
-        typer.Option("--link", metavar="NAME|PATH", help="A datasheet's link, in the place of measuring."),
+        typer.Option("--link", metavar="NAME|PATH", help="Use a datasheet's link instead of measuring it."),
     ] = None,
-    name: Annotated[
-        str | None, typer.Option("--name", metavar="NAME", help="Of the profile. Default: its file's.")
-    ] = None,
+    name: Name = None,
     minutes: measure.Minutes = "4",
     timeout: measure.Timeout = "60s",
     even_if_busy: measure.EvenIfBusy = False,
     json: Json = False,
 ) -> None:
-    """Time layers and links of this machine, fit a profile, and report how well it agrees with what was measured."""
+    """Measure layers and links of this machine and fit a profile.
+
+    Reports how well the profile agrees with the measurements.
+    """
     from calibrate.importers import read_source
     from kvrsim.units import parse_count, parse_seconds
 
-    check_output(output, "--output")
+    check_output(output, "output")
     if Path(output).suffix != _SUFFIX:
-        raise InputError("--output", output, f"a file that ends in {_SUFFIX}")
+        raise InputError("output", output, f"a file that ends in {_SUFFIX}")
     if links is not None and link is not None:
-        raise InputError("--link", link, "nothing where --links is given")
+        raise InputError("link", link, "nothing where --links is given")
     if links is not None:
-        read_source(links, "--links")  # complain before the work
+        read_source(links, "links")  # complain before the work
     setup = measure.Wanted(
         model=model, device=device, dtype=dtype, attention=attention, ctx=ctx, threads=threads
     ).setup()
-    count = measure.parse_ranks(ranks, setup.device, parse_count(threads, "--threads", maximum=1024))
+    count = measure.parse_ranks(ranks, setup.device, parse_count(threads, "threads", maximum=1024))
     files = _Files(output)
     steps = [("layers", files.compute_campaign(setup), _COMPUTE_SHARE)]
     if links is None and link is None and count > 1:
-        timeout_s = parse_seconds(timeout, "--timeout")
+        timeout_s = parse_seconds(timeout, "timeout")
         steps.append(("links", files.link_campaign(setup, count, timeout_s), 1 - _COMPUTE_SHARE))
     done = [_step(*step, minutes, even_if_busy) for step in steps]
     links_file = links or (str(files.links) if len(steps) > 1 else None)
@@ -108,8 +111,8 @@ def _fitted(files: _Files, links: str | None, link: str | None, name: str | None
         plot=str(files.plot),
         json=json,
     )
-    rows = [row for source in sources for row in read_source(source, "--output")]
-    return write_fit(rows, wanted, "calibrate all", read_origins(sources, "--output"))
+    rows = [row for source in sources for row in read_source(source, "output")]
+    return write_fit(rows, wanted, "calibrate all", read_origins(sources, "output"))
 
 
 def _step(title: str, campaign: Campaign, share: float, minutes: str, even_if_busy: bool) -> Measured:
@@ -163,6 +166,6 @@ def _datasheet_link(files: _Files) -> str | None:
     from calibrate.data.provenance import read_origins
     from kvrsim.hardware.cluster import builtin_clusters, load_cluster
 
-    gpu = next((origin["gpu"]["name"] for origin in read_origins([str(files.compute)], "--compute")), None)
+    gpu = next((origin["gpu"]["name"] for origin in read_origins([str(files.compute)], "compute")), None)
     known = {load_cluster(name).gpu.name for name in builtin_clusters()}
     return None if gpu in known else _NO_DATASHEET

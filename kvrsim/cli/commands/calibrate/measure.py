@@ -1,4 +1,4 @@
-"""`kvrsim calibrate compute`, `links` and `all`: measuring this machine."""
+"""`kvrsim calibrate compute` and `links`: measuring this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import typer
 
 from kvrsim.cli.machine_options import Device as Device
 from kvrsim.cli.machine_options import require_torch
-from kvrsim.cli.options import Json, check_output, parse_choice, parse_list, print_json
+from kvrsim.cli.options import Json
+from kvrsim.cli.outputs import print_json
+from kvrsim.cli.parsing import check_output, parse_choice, parse_list
 from kvrsim.errors import InputError
 
 if TYPE_CHECKING:
@@ -21,35 +23,47 @@ if TYPE_CHECKING:
 
 Model = Annotated[
     str,
-    typer.Option("--model", metavar="NAME|PATH", help="Whose layers: a built-in name, or a config.json's path."),
+    typer.Option(
+        "--model",
+        metavar="NAME|PATH",
+        help="Model whose layers are measured: a built-in name, or a config.json's path.",
+    ),
 ]
 Dtype = Annotated[
-    str | None, typer.Option("--dtype", metavar="fp16|bf16|fp32", help="Default: fp16, and fp32 on a CPU.")
+    str | None, typer.Option("--dtype", metavar="fp16|bf16|fp32", help="Element type. Default: fp16; fp32 on a CPU.")
 ]
 Attention = Annotated[
     str | None,
     typer.Option(
         "--attention",
         metavar="KERNEL,...",
-        help="eager, sdpa and flash, the profile's default first. Default: all three, and sdpa on a CPU.",
+        help="Kernels out of eager, sdpa and flash; the first is the profile's default. Default: all; sdpa on a CPU.",
     ),
 ]
 Context = Annotated[
-    str | None, typer.Option("--ctx", metavar="LEN", help="The longest context. Default: 16k, and 4k on a CPU.")
+    str | None, typer.Option("--ctx", metavar="LEN", help="Longest context. Default: 16k; 4k on a CPU.")
 ]
-Threads = Annotated[str, typer.Option("--threads", metavar="N", help="Threads of a rank on a CPU.")]
+Threads = Annotated[str, typer.Option("--threads", metavar="N", help="CPU threads of each rank.")]
 Ranks = Annotated[
-    str | None, typer.Option("--ranks", metavar="N", help="Ranks. Default: as many as GPUs, or as cores / threads.")
+    str | None, typer.Option("--ranks", metavar="N", help="Number of ranks. Default: one per GPU, or cores / threads.")
 ]
-Minutes = Annotated[str, typer.Option("--minutes", metavar="M", help="Time for measuring, at most about this.")]
+Minutes = Annotated[
+    str, typer.Option("--minutes", metavar="M", help="Approximate time limit of the measurements, in minutes.")
+]
 EvenIfBusy = Annotated[
-    bool, typer.Option("--even-if-busy", help="Count what was measured while others used the machine.")
+    bool, typer.Option("--even-if-busy", help="Keep samples taken while other processes used the machine.")
 ]
 Timeout = Annotated[
-    str, typer.Option("--timeout", metavar="TIME", help="After which a rank that does not answer is given up.")
+    str, typer.Option("--timeout", metavar="TIME", help="Time after which an unresponsive rank counts as failed.")
 ]
 CsvOutput = Annotated[
-    str, typer.Option("--output", "-o", metavar="FILE", help="Write the measurements, as CSV; resumed from beside it.")
+    str,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="Write the measurements as CSV. The same command resumes an interrupted run.",
+    ),
 ]
 
 
@@ -75,19 +89,20 @@ class Wanted:
         from kvrsim.units import parse_count, parse_tokens
 
         model = load_model(self.model)
-        config = JsonObject.read(config_path(self.model, "--model"), "--model").fields
+        config = JsonObject.read(config_path(self.model, "model"), "model").fields
         family_of(model.model_type)
+        parse_choice(self.dtype, "dtype", tuple(DTYPES))
         device = chosen_device(self.device)
         on_cpu = device == "cpu"
-        dtype = parse_choice(self.dtype, "--dtype", tuple(DTYPES)) or ("fp32" if on_cpu else "fp16")
+        dtype = self.dtype or ("fp32" if on_cpu else "fp16")
         return ComputeSetup(
             model=model,
             config={key: value for key, value in config.items() if not key.startswith("_")},
             device=device,
             dtype=dtype,
             kernels=self._kernels(on_cpu),
-            max_context=parse_tokens(self.ctx or ("4k" if on_cpu else "16k"), "--ctx"),
-            threads=parse_count(self.threads, "--threads", maximum=1024),
+            max_context=parse_tokens(self.ctx or ("4k" if on_cpu else "16k"), "ctx"),
+            threads=parse_count(self.threads, "threads", maximum=1024),
             num_gpus=1 if on_cpu else num_gpus(),
         )
 
@@ -96,9 +111,9 @@ class Wanted:
 
         accepted = f"some of {', '.join(ATTENTIONS)}, separated by commas"
         named = self.attention or ("sdpa" if on_cpu else ",".join(ATTENTIONS))
-        kernels = parse_list(named, "--attention", accepted)
+        kernels = parse_list(named, "attention", accepted)
         if not set(kernels) <= set(ATTENTIONS) or len(set(kernels)) < len(kernels):
-            raise InputError("--attention", named, accepted)
+            raise InputError("attention", named, accepted)
         return tuple(kernels)
 
 
@@ -114,8 +129,8 @@ def compute(
     even_if_busy: EvenIfBusy = False,
     json: Json = False,
 ) -> None:
-    """Time a model's decoder layers on this machine, part by part."""
-    check_output(output, "--output")
+    """Measure a model's decoder layers on this machine, part by part."""
+    check_output(output, "output")
     wanted = Wanted(model=model, device=device, dtype=dtype, attention=attention, ctx=ctx, threads=threads)
     setup = wanted.setup()
     from calibrate.measure.campaigns import compute_campaign
@@ -130,29 +145,32 @@ def links(
     ranks: Ranks = None,
     threads: Threads = "1",
     max_bytes: Annotated[
-        str, typer.Option("--max-bytes", metavar="SIZE", help="The longest message, such as a layer's K and V.")
+        str, typer.Option("--max-bytes", metavar="SIZE", help="Longest message, such as a layer's K and V.")
     ] = "64MiB",
     minutes: Minutes = "2",
     timeout: Timeout = "60s",
     even_if_busy: EvenIfBusy = False,
     json: Json = False,
 ) -> None:
-    """Time messages and all-gathers between this machine's ranks, and find how their links lie."""
-    check_output(output, "--output")
+    """Measure messages and all-gathers between this machine's ranks.
+
+    Also detects the topology of the links.
+    """
+    check_output(output, "output")
     require_torch()
     from calibrate.measure.campaigns import link_campaign
     from kvrsim.runtime.host import chosen_device
     from kvrsim.units import parse_bytes, parse_count, parse_seconds
 
     place = chosen_device(device)
-    cores = parse_count(threads, "--threads", maximum=1024)
+    cores = parse_count(threads, "threads", maximum=1024)
     campaign = link_campaign(
         ranks=parse_ranks(ranks, place, cores, least=2),
         device=place,
         backend="nccl" if place == "cuda" else "gloo",
         threads=cores,
-        max_bytes=parse_bytes(max_bytes, "--max-bytes"),
-        timeout_s=parse_seconds(timeout, "--timeout"),
+        max_bytes=parse_bytes(max_bytes, "max_bytes"),
+        timeout_s=parse_seconds(timeout, "timeout"),
         output=Path(output),
         command=command(),
     )
@@ -164,9 +182,9 @@ def parse_ranks(text: str | None, device: str, threads: int, *, least: int = 1) 
     from kvrsim.runtime.host import devices
     from kvrsim.units import parse_count
 
-    ranks = devices(device, threads) if text is None else parse_count(text, "--ranks", maximum=64)
+    ranks = devices(device, threads) if text is None else parse_count(text, "ranks", maximum=64)
     if ranks < least:
-        raise InputError("--ranks", ranks, f"at least {least}: links join ranks")
+        raise InputError("ranks", ranks, f"at least {least}: links join ranks")
     return ranks
 
 
@@ -175,14 +193,14 @@ def policy_of(minutes: str, even_if_busy: bool, share: float = 1.0) -> Policy:
     from calibrate.measure.campaign import Policy
     from kvrsim.units import parse_number
 
-    value = parse_number(minutes, "--minutes", least=0.05, most=24 * 60)
+    value = parse_number(minutes, "minutes", least=0.05, most=24 * 60)
     return Policy(budget_s=60 * value * share, even_if_busy=even_if_busy)
 
 
 def run(campaign: Campaign, policy: Policy, title: str) -> Measured:
-    """Measure with an estimate beforehand and a bar meanwhile, both on standard error."""
+    """Measure, with an estimate first and a progress bar, both on standard error."""
     from calibrate.measure.campaigns import measure
-    from kvrsim.cli.campaign_progress import CampaignProgress, tell_estimate
+    from kvrsim.cli.progress import CampaignProgress, tell_estimate
 
     with CampaignProgress(title) as progress:
         return measure(
@@ -225,16 +243,16 @@ def median_spread(outcome: Outcome) -> float | None:
 
 def show_outcome(outcome: Outcome, output: str) -> None:
     """One line each for what was measured, what was not, and where it is."""
-    from kvrsim.cli.render.tables import facts, show
+    from kvrsim.cli.render.layout import facts, show
 
     table = facts()
     spread = median_spread(outcome)
     steady = "" if spread is None else f", spread {spread:.1%} (median of interquartile ranges)"
     table.add_row("measured:", f"{len(outcome.rows)} rows of {outcome.samples} samples{steady}")
     if outcome.busy:
-        table.add_row("busy:", f"{outcome.busy} samples were taken while others used the machine")
+        table.add_row("busy:", f"{outcome.busy} samples were taken while other processes used the machine")
     if not outcome.load_known:
-        table.add_row("busy:", "not known: this system does not tell what others do")
+        table.add_row("busy:", "unknown: this system does not report the load of other processes")
     for point, why in outcome.skipped.items():
         table.add_row("skipped:", f"{point}: {why}")
     table.add_row("written:", output)

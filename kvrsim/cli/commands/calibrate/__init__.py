@@ -1,0 +1,23 @@
+"""`kvrsim calibrate`: from this machine, or from published measurements, to a profile."""
+
+from __future__ import annotations
+
+import typer
+
+from kvrsim.cli.commands.calibrate.all import calibrate_all
+from kvrsim.cli.commands.calibrate.fit import fit, import_
+from kvrsim.cli.commands.calibrate.measure import compute, links
+
+app = typer.Typer(help="Measure a machine, and fit a profile to measurements.", no_args_is_help=False)
+
+
+@app.callback()
+def _calibrate() -> None:
+    """Measure a machine, and fit a profile to measurements."""
+
+
+app.command("compute")(compute)
+app.command("links")(links)
+app.command("all")(calibrate_all)
+app.command("fit")(fit)
+app.command("import")(import_)

@@ -1,0 +1,199 @@
+"""`kvrsim calibrate fit` and `import`: measurements to a profile, and how well it agrees with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvrsim.cli.options import Json
+from kvrsim.cli.outputs import print_json
+from kvrsim.cli.parsing import check_output, check_plot
+from kvrsim.errors import InputError
+from kvrsim.version import __version__
+
+if TYPE_CHECKING:
+    from calibrate.data.measurement import Measurement
+    from calibrate.fit.report import FitReport
+
+Output = Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Write the profile, as JSON.")]
+Gpu = Annotated[
+    str | None,
+    typer.Option("--gpu", metavar="NAME|PATH", help="The GPU measured. Default: the one named in the rows."),
+]
+Link = Annotated[
+    str | None,
+    typer.Option("--link", metavar="NAME|PATH", help="The link measured. Default: the one of the GPU's cluster."),
+]
+Name = Annotated[str | None, typer.Option("--name", metavar="NAME", help="Name of the profile. Default: its file's.")]
+Kernel = Annotated[
+    str | None,
+    typer.Option(
+        "--attention-kernel",
+        metavar="PRESET",
+        help="Form of the kernel: fa2, flashinfer, paged, fa3 or eager. Default: the best fit.",
+    ),
+]
+Report = Annotated[
+    str | None, typer.Option("--report", metavar="FILE", help="Also write the errors of the fit as Markdown.")
+]
+Picture = Annotated[
+    str | None,
+    typer.Option("--plot", metavar="FILE", help="Plot fitted against measured times: FILE.png, .svg or .pdf."),
+]
+
+
+def fit(
+    compute: Annotated[
+        str,
+        typer.Option("--compute", metavar="SOURCE", help="Measured kernels: CSV, or another source (see import)."),
+    ],
+    output: Output,
+    links: Annotated[
+        str | None, typer.Option("--links", metavar="SOURCE", help="Measured links. Default: the datasheet's.")
+    ] = None,
+    gpu: Gpu = None,
+    link: Link = None,
+    name: Name = None,
+    attention_kernel: Kernel = None,
+    report: Report = None,
+    plot: Picture = None,
+    json: Json = False,
+) -> None:
+    """Fit a profile to measurements of one GPU and its links.
+
+    Prints how well it agrees with them.
+    """
+    from calibrate.data.provenance import read_origins
+    from calibrate.importers import read_source
+
+    wanted = Wanted(
+        output=output, gpu=gpu, link=link, name=name, kernel=attention_kernel, report=report, plot=plot, json=json
+    )
+    wanted.check()
+    rows = read_source(compute, "compute")
+    origins = read_origins([compute], "compute")
+    if links is not None:
+        rows += read_source(links, "links")
+        origins += read_origins([links], "links")
+    found = write_fit(rows, wanted, "compute", origins)
+    if json:
+        print_json(found)
+
+
+def import_(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SOURCE...",
+            help="aiconfigurator:SYSTEM, or a CSV file; append ?gpu=TEXT, ?kernel=TEXT or ?model=TEXT to filter.",
+        ),
+    ],
+    output: Output,
+    measurements: Annotated[
+        str | None, typer.Option("--measurements", metavar="FILE", help="Also write the rows as one CSV file.")
+    ] = None,
+    gpu: Gpu = None,
+    link: Link = None,
+    name: Name = None,
+    attention_kernel: Kernel = None,
+    report: Report = None,
+    plot: Picture = None,
+    json: Json = False,
+) -> None:
+    """Fit a profile to measurements that others have published."""
+    from calibrate.data.measurement import write_measurements
+    from calibrate.data.provenance import read_origins
+    from calibrate.importers import read_source
+
+    wanted = Wanted(
+        output=output, gpu=gpu, link=link, name=name, kernel=attention_kernel, report=report, plot=plot, json=json
+    )
+    wanted.check()
+    check_output(measurements, "measurements")
+    rows = [row for source in sources for row in read_source(source, "SOURCE...")]
+    if measurements is not None:
+        write_measurements(measurements, rows, "measurements")
+    found = write_fit(rows, wanted, "SOURCE...", read_origins(sources, "SOURCE..."))
+    if json:
+        print_json(found)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """What to fit and where to write it."""
+
+    output: str
+    gpu: str | None
+    link: str | None
+    name: str | None
+    kernel: str | None
+    report: str | None
+    plot: str | None
+    json: bool
+
+    def check(self) -> None:
+        """Complain before the work rather than after it."""
+        check_output(self.output, "output")
+        check_output(self.report, "report")
+        check_plot(self.plot)
+        if self.kernel is not None:
+            from calibrate.fit.attention import KERNELS
+
+            if self.kernel not in KERNELS:
+                raise InputError("attention_kernel", self.kernel, ", ".join(KERNELS))
+
+
+def write_fit(
+    rows: list[Measurement], wanted: Wanted, argument: str, origins: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    """Fit, write, and print how well the profile agrees; with --json nothing is printed, the caller does."""
+    from calibrate.fit.profile import FitChoices, Label, fit_profile
+    from calibrate.measure.machine import gpu_of, link_of
+
+    spec = gpu_of(rows, wanted.gpu, origins)
+    profile, found = fit_profile(
+        rows,
+        Label(
+            name=wanted.name or Path(wanted.output).stem,
+            provenance={"fitted": f"{date.today().isoformat()} by kvrsim {__version__}"},
+        ),
+        gpu=spec,
+        link=link_of(spec, wanted.link, origins),
+        choices=FitChoices(attention_kernel=wanted.kernel, fused=wanted.kernel != "eager"),
+        argument=argument,
+        origins=origins,
+    )
+    profile.write(wanted.output)
+    if wanted.report is not None:
+        found.write(wanted.report, picture=wanted.plot)
+    if wanted.plot is not None:
+        found.plot(wanted.plot)
+    if not wanted.json:
+        _show(found, wanted.output)
+    return found.to_dict()
+
+
+def _show(found: FitReport, output: str) -> None:
+    """One row per operation, then notes."""
+    from calibrate.fit.report import TITLES
+    from kvrsim.cli.render.layout import columns, facts, show
+
+    table = columns("operation")
+    columns("rows", "error", "held-out", numbers=True, into=table)
+    for kind, fit in found.profile.operations.items():
+        errors = (f"{fit.mape:.1%}", f"{fit.cross_validated_mape:.1%}") if fit.num_rows else ("", "")
+        table.add_row(TITLES[kind], str(fit.num_rows), *errors)
+    notes = facts()
+    sources = sorted({fit.source for fit in found.profile.operations.values() if fit.num_rows})
+    for index, source in enumerate(sources):
+        notes.add_row("" if index else "from:", source)
+    for index, note in enumerate((*found.layers_note, *found.notes)):
+        notes.add_row("" if index else "notes:", note)
+    notes.add_row("written:", f"{output}, profile {found.profile.name} of {found.profile.gpu}")
+    meaning = "error: mean absolute relative error of the fitted rows; held-out: of rows that the fit has not seen"
+    show(table, "", meaning, "", notes)

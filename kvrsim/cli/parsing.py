@@ -1,0 +1,133 @@
+"""Values of options from text: lists, choices, files, noise; InputError names the parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvrsim.errors import InputError
+
+if TYPE_CHECKING:
+    from kvrsim.stream import Arrivals
+    from planner.table.table import PartitionTable
+    from planner.uncertainty.disturbed import Disturbance
+
+
+def parse_list(text: str, parameter: str, accepted: str) -> list[str]:
+    """The parts of a list with commas; InputError where there is an empty one."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise InputError(parameter, text, accepted)
+    return parts
+
+
+def parse_strategies(text: str) -> list[str]:
+    """Names with commas between, each once, in the order given; or "all" alone."""
+    from kvrsim.strategies import STRATEGIES, get_strategy
+
+    names = parse_list(text, "strategies", f"names out of {', '.join(STRATEGIES)}, with commas between")
+    if names != ["all"]:
+        for name in names:
+            get_strategy(name, "strategies")
+    return list(dict.fromkeys(names))
+
+
+def parse_strategy(text: str) -> str:
+    """One strategy's name."""
+    from kvrsim.strategies import get_strategy
+
+    return get_strategy(text).name
+
+
+def parse_chunks(text: str | None) -> list[int] | None:
+    """The chunk lengths of --partition; None where it was not given."""
+    if text is None:
+        return None
+    from kvrsim.units import parse_tokens
+
+    accepted = "chunk lengths with commas between, such as 5000,3192"
+    return [parse_tokens(part, "partition") for part in parse_list(text, "partition", accepted)]
+
+
+def parse_seed(text: str) -> int:
+    """A whole number from 0 to 4294967295."""
+    from kvrsim.units import parse_count
+
+    return parse_count(text, "seed", minimum=0, maximum=2**32 - 1)
+
+
+def parse_choice(text: str | None, parameter: str, choices: Sequence[str]) -> None:
+    """Refuse what is not one of the choices; None: the option was not given."""
+    if text is not None and text not in choices:
+        raise InputError(parameter, text, f"one of {', '.join(choices)}")
+
+
+def parse_disturbance(noise: str | None, samples: str | None, seed: int) -> Disturbance | None:
+    """The noise asked for; InputError for samples without one."""
+    if noise is None:
+        if samples is not None:
+            raise InputError("samples", samples, "with --noise SPEC")
+        return None
+    from kvrsim.noise.parse import parse_noise
+    from kvrsim.units import parse_count
+    from planner.uncertainty.disturbed import DEFAULT_SAMPLES, Disturbance
+    from planner.uncertainty.noisy import MAX_SAMPLES
+
+    count = DEFAULT_SAMPLES if samples is None else parse_count(samples, "samples", maximum=MAX_SAMPLES)
+    return Disturbance(noise=parse_noise(noise), seed=seed, num_samples=count)
+
+
+def parse_objective(objective: str | None, disturbance: Disturbance | None) -> str:
+    """The statistic to plan for; InputError for one without a noise."""
+    from kvrsim.noise.statistics import check_objective
+
+    if objective is not None and disturbance is None:
+        raise InputError("objective", objective, "with --noise SPEC")
+    return "mean" if objective is None else check_objective(objective)
+
+
+def parse_arrivals(requests: str | None, every: str | None) -> Arrivals | None:
+    """How many requests arrive, and when; None: one prefill alone."""
+    from kvrsim.stream import MAX_REQUESTS, Arrivals
+    from kvrsim.units import parse_count
+
+    if requests is None:
+        if every is not None:
+            raise InputError("every", every, "with --requests N")
+        return None
+    return Arrivals.parse(parse_count(requests, "requests", maximum=MAX_REQUESTS), every or "0s")
+
+
+def read_table(path: str | None) -> PartitionTable | None:
+    """The partition table named by --table."""
+    if path is None:
+        return None
+    from planner.table.table import load_table
+
+    return load_table(path)
+
+
+def require_table(names: Sequence[str], table: str | None) -> None:
+    """Complain before the work where kvr-p has no table."""
+    if "kvr-p" in names and table is None:
+        raise InputError("table", "nothing", "a file of kvrsim table build, for kvr-p")
+
+
+def check_output(path: str | None, parameter: str) -> None:
+    """Complain before the work, rather than after it, where a file cannot be written."""
+    if path is None:
+        return
+    if path.startswith("-"):  # another command's standard output, or an option whose file was forgotten
+        raise InputError(parameter, path, f"a file; ./{path} is one of this name")
+    from kvrsim.io.files import check_writable
+
+    check_writable(path, parameter)
+
+
+def check_plot(path: str | None) -> None:
+    """The same for --plot, whose suffix says what kind of picture it is."""
+    if path is not None:
+        from kvrsim.plots.save import check_suffix
+
+        check_suffix(path)
+        check_output(path, "plot")

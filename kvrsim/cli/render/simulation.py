@@ -1,0 +1,131 @@
+"""A simulation for people; imported only where no JSON is asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from kvrsim.cli.render.format import (
+    add_misfits,
+    add_notes,
+    fits_text,
+    format_interval,
+    format_wait,
+    header,
+    limit_text,
+    mean_change,
+)
+from kvrsim.cli.render.layout import Shrinkable, columns, facts, show
+from kvrsim.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from kvrsim.breakdown import Breakdown, BreakdownRow
+    from kvrsim.noise.statistics import Distribution, Estimate
+    from kvrsim.results import SimResult
+    from kvrsim.scenario import Scenario
+
+# Columns that a narrow terminal does without, the least important first.
+_OPTIONAL = ("sent", "wait", "compute", "tokens")
+
+
+def show_simulation(result: SimResult, scenario: Scenario) -> None:
+    """Header, one row a rank, and TTFT."""
+    limit = scenario.memory_limit.nbytes
+    table = facts()
+    table.add_row("TTFT:", _ttft(result))
+    table.add_row("executor:", result.executor)
+    _add_noise_and_requests(table, result)
+    table.add_row("memory:", limit_text(scenario.memory_limit))
+    add_misfits(table, result.strategy, [rank.memory for rank in result.per_rank], limit)
+    add_notes(table, result.warnings)
+    parts: list[RenderableType | Shrinkable] = [*header(result), "", _ranks(result, limit), ""]
+    if result.breakdown is not None:
+        parts += [_breakdown(result.breakdown), ""]
+    show(*parts, table)
+
+
+def _ranks(result: SimResult, limit: int) -> Shrinkable:
+    """One row a rank."""
+    peak = f"peak of {format_bytes(limit)}"
+    table = columns("rank", "tokens", "compute", "wait", "sent", peak, numbers=True)
+    columns("fits", into=table)
+    for rank in result.per_rank:
+        times = (format_wait(rank.compute_s), format_wait(rank.wait_s))
+        sizes = (format_bytes(rank.sent_bytes), format_bytes(rank.memory.total))
+        table.add_row(str(rank.rank), str(rank.chunk_len), *times, *sizes, fits_text(rank.memory.total <= limit))
+    return Shrinkable(table, optional=_OPTIONAL)
+
+
+def _ttft(result: SimResult) -> str:
+    ttft = f"{result.strategy}, {format_seconds(result.ttft_s)}"
+    if result.ttft_low_s == result.ttft_high_s:
+        return ttft
+    return f"{ttft} ({format_interval(result.ttft_low_s, result.ttft_high_s)})"
+
+
+def _add_noise_and_requests(table: Table, result: SimResult) -> None:
+    """The distribution of TTFT under noise, and the results of several requests."""
+    if result.noise is not None and result.noisy is not None:
+        table.add_row("noise:", result.noise.describe())
+        _add_distribution(table, result.noisy)
+    if (stream := result.stream) is not None:
+        figures = stream.to_dict()
+        table.add_row("requests:", f"{figures['count']}, {stream.arrivals}")
+        times = [format_seconds(figures[f"{name}_ttft_s"]) for name in ("mean", "p50", "p95", "p99")]
+        table.add_row("", "TTFT mean {}, median {}, p95 {}, p99 {}".format(*times))
+        shown = ", ".join(format_seconds(ttft_s) for ttft_s in stream.ttft_s[:8])
+        table.add_row("", f"each: {shown}{', ...' if len(stream.ttft_s) > 8 else ''}")
+        steady = "" if stream.steady_per_s is None else f"; {stream.steady_per_s:.3g} without a pause between requests"
+        table.add_row("", f"{stream.throughput_per_s:.3g} a second{steady}")
+        used = ", ".join(f"{share:.0%}" for share in stream.utilisation[:16])
+        table.add_row("", f"computing, rank by rank: {used}{', ...' if len(stream.utilisation) > 16 else ''}")
+
+
+def _add_distribution(table: Table, noisy: Distribution) -> None:
+    table.add_row("", f"{noisy.num_samples} samples: mean {_limits(noisy.mean)}; {mean_change(noisy)}")
+    percentiles = ((name, getattr(noisy, name)) for name in ("p50", "p95", "p99"))
+    shown = ", ".join(f"{name} {_limits(estimate)}" for name, estimate in percentiles)
+    table.add_row("", f"{shown}, worst {format_seconds(noisy.worst_s)}")
+
+
+def _limits(estimate: Estimate) -> str:
+    """A figure and its confidence limits."""
+    ends = [None if end is None else format_seconds(end) for end in (estimate.low_s, estimate.high_s)]
+    if ends == [None, None]:
+        return format_seconds(estimate.value_s)
+    return f"{format_seconds(estimate.value_s)} ({ends[0] or '?'}–{ends[1] or '?'})"
+
+
+def _breakdown(breakdown: Breakdown) -> Table:
+    """One row a part of the work; seconds of the first and the last rank, and the share of all ranks' time."""
+    last = max(row.rank for row in breakdown.rows)
+    ranks = (0, last) if last else (0,)
+    table = columns("operation", "what")
+    columns(*(f"rank {rank}" for rank in ranks), "share", "roofline", numbers=True, into=table)
+    columns("known", into=table)
+    kinds = list(dict.fromkeys(row.kind for row in breakdown.rows))
+    keys = dict.fromkeys((row.kind, row.what) for row in breakdown.rows)
+    for key in sorted(keys, key=lambda key: kinds.index(key[0])):
+        rows = {row.rank: row for row in breakdown.rows if (row.kind, row.what) == key}
+        seconds = [format_seconds(rows[rank].seconds) if rank in rows else "" for rank in ranks]
+        share = sum(row.share for row in rows.values()) / (last + 1)
+        table.add_row(*key, *seconds, f"{share:.1%}", _roofline(list(rows.values())), _known(list(rows.values())))
+    return table
+
+
+def _roofline(rows: list[BreakdownRow]) -> str:
+    """Least seconds over seconds, all ranks together."""
+    if any(row.roofline_share is None for row in rows):
+        return ""
+    least_s = sum((row.roofline_share or 0.0) * row.seconds for row in rows)
+    return f"{least_s / sum(row.seconds for row in rows):.0%}"
+
+
+def _known(rows: list[BreakdownRow]) -> str:
+    """One word, or for each the ranks that it holds for."""
+    kinds = dict.fromkeys(row.basis for row in rows)
+    if len(kinds) == 1:
+        return next(iter(kinds))
+    return ", ".join(f"{kind} ({sum(row.basis == kind for row in rows)})" for kind in kinds)
