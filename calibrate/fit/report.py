@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from calibrate.fit.solver import Comparison, Errors
 from kvrsim.io.files import write_atomically
 from kvrsim.plots.save import save_figure
+from kvrsim.plots.style import styled
 from kvrsim.profile.profile import CalibrationProfile
 from kvrsim.profile.rates.attention import AttentionRates
 from kvrsim.profile.rates.elementwise import ELEMENTWISE_OPS
 from kvrsim.text import in_markdown
 from kvrsim.units import format_bandwidth, format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _MAX_POINTS = 3000  # of one operation in the picture
 
@@ -109,15 +113,20 @@ class FitReport:
 
     def plot(self, path: str | Path, argument: str = "plot") -> None:
         """Measured against fitted time, and their ratio, a column an operation."""
-        from matplotlib.figure import Figure
+        with styled():
+            save_figure(_figure(self.fits), path, argument=argument, dpi=90)
 
-        figure = Figure(figsize=(3.2 * len(self.fits), 5.2), layout="constrained")
-        grid = figure.subplots(2, len(self.fits), squeeze=False, height_ratios=(2, 1), sharex="col")
-        for (kind, fit), (over, under) in zip(self.fits.items(), grid.T, strict=True):
-            _draw(over, under, kind, fit)
-        grid[0][0].set_ylabel("fitted")
-        grid[1][0].set_ylabel("fitted over measured")
-        save_figure(figure, path, argument=argument, dpi=90)
+
+def _figure(fits: Mapping[str, Comparison]) -> Figure:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3.2 * len(fits), 5.2), layout="constrained")
+    grid = figure.subplots(2, len(fits), squeeze=False, height_ratios=(2, 1), sharex="col")
+    for (kind, fit), (over, under) in zip(fits.items(), grid.T, strict=True):
+        _draw(over, under, kind, fit)
+    grid[0][0].set_ylabel("fitted")
+    grid[1][0].set_ylabel("fitted over measured")
+    return figure
 
 
 def _draw(over: Any, under: Any, kind: str, fit: Comparison) -> None:

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvrsim.noise.parse import parse_noise
 from kvrsim.units import format_tokens
-from validate.figures.predictions import Predictions
-from validate.figures.printed import Printed
-from validate.figures.scope import Scope
+from validate.figures.cases import Predictions, Printed, Scope
 from validate.figures.style import GREY, LOOKS, new_figure, png, tidy
 from validate.figures.tables import markdown_table, paragraph
 

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvrsim.units import format_tokens
-from validate.figures.breakdown import breakdown_contexts
-from validate.figures.kvr_p import comparison, tables
-from validate.figures.lookup import Interpolated
+from validate.figures.cases import PROFILE, Predictions, Printed, Scope
 from validate.figures.noise import noise_section
-from validate.figures.predictions import PROFILE, Predictions
-from validate.figures.printed import Printed
-from validate.figures.scalability import scalings
-from validate.figures.scope import Scope
+from validate.figures.partitions import Interpolated, breakdown_contexts, comparison, tables
 from validate.figures.tables import appendix, is_within, markdown_table, paragraph
+from validate.figures.timings import scalings
 
 IMAGES = "figures"  # beside the page
 

@@ -1,4 +1,4 @@
-"""One look for all figures: colours that colour-blind readers can tell apart, and small PNGs."""
+"""The style of the paper's figures: colours that colour-blind readers can tell apart, and small PNGs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvrsim.plots.save import encoded
+from kvrsim.plots.style import DIM, INK, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-INK, GREY, FAINT = "#2b2f36", "#5b616b", "#e3e3e3"
+GREY, FAINT = DIM, "#e3e3e3"
 _DPI = 110
-_RC: dict[Any, Any] = {"font.family": "DejaVu Sans", "font.size": 9.5, "text.color": INK, "axes.labelcolor": INK}
+_RC: dict[Any, Any] = {"font.size": 9.5, "text.color": INK, "axes.labelcolor": INK}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,10 +38,9 @@ CLOSED_FORM = Look(label="TTFT*(p): closed form", colour="#8a8f98", marker="v", 
 
 def new_figure(width: float, height: float, title: str, subtitle: str) -> Any:
     """A figure of that many inches with its title; the axes are added with a constrained layout beneath."""
-    import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(_RC):
+    with styled(_RC):
         figure: Any = Figure(figsize=(width, height), layout="constrained")
     top = 1 - 0.66 / height
     figure.get_layout_engine().set(rect=(0.005, 0.005, 0.99, top), w_pad=0.06, h_pad=0.05)
@@ -70,7 +70,5 @@ def ticks(axis: Any, values: Sequence[float], labels: Sequence[str]) -> None:
 
 def png(figure: Any) -> bytes:
     """The figure as PNG; the same figure gives the same bytes."""
-    import matplotlib
-
-    with matplotlib.rc_context(_RC):
+    with styled(_RC):
         return encoded(figure, dpi=_DPI)

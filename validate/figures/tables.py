@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from kvrsim.results import SimResult
-from validate.figures.predictions import Predictions
+from validate.figures.cases import Predictions
 from validate.published.compare import summary
 from validate.published.reference import Row
 

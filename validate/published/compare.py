@@ -13,6 +13,7 @@ import numpy as np
 
 from kvrsim.io.files import write_atomically
 from kvrsim.plots.save import save_figure
+from kvrsim.plots.style import styled
 from kvrsim.profile.profile import load_profile
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
@@ -158,7 +159,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
 def write_report(result: dict[str, Any], path: str | Path) -> None:
     """Write the page, and its plot beside it as NAME.png."""
     page = Path(path)
-    plot(result, page.with_suffix(".png"))
+    with styled():
+        plot(result, page.with_suffix(".png"))
     write_atomically(page, report(result, page.with_suffix(".png").name).encode(), argument="report")
 
 

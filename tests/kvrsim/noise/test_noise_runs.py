@@ -27,10 +27,8 @@ from planner.simulate import run_simulation
 from planner.uncertainty.disturbed import Disturbance, with_fixed
 from planner.uncertainty.noisy import check_length
 from tests.building import Draws, any_partition, any_scenario, draws, examples
+from validate.figures.cases import Predictions, full_scope, read_printed
 from validate.figures.noise import increases, mean_increase
-from validate.figures.predictions import Predictions
-from validate.figures.printed import read_printed
-from validate.figures.scope import full_scope
 
 SEEDS = st.integers(0, 2**32 - 1)
 SHARED = ("tsp", "kvr-s")

@@ -10,13 +10,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import kvrsim
-from validate.figures.breakdown import draw_breakdown
-from validate.figures.command import steps, write
-from validate.figures.lookup import between, interpolated, neighbours, whole_tokens
+from validate.figures.__main__ import steps, write
+from validate.figures.cases import FAST, PROFILE, Predictions, Scope, full_scope, read_printed
 from validate.figures.page import page
-from validate.figures.predictions import PROFILE, Predictions
-from validate.figures.printed import read_printed
-from validate.figures.scope import FAST, Scope, full_scope
+from validate.figures.partitions import between, draw_breakdown, interpolated, neighbours, whole_tokens
 from validate.figures.tables import appendix, by_table
 from validate.published.reference import Row, read_rows
 
