@@ -14,12 +14,14 @@ A field's annotation says what is accepted:
     a frozen dataclass       an object with its fields as keys; a class method `read(data)` of its own comes first
 
 A field with a default may be absent. What one field alone cannot tell, `__post_init__` checks; it raises
-InputError with the field's name, to which `read` adds the file and the key path. Keys that begin with _ are comments.
+InputError with the field's name or a key path from it, to which `read` adds the file and the path before it.
+Keys that begin with _ are comments.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
@@ -31,6 +33,7 @@ from kvrsim.io.json_text import JsonObject
 from kvrsim.units import MAX_TOKENS
 
 T = TypeVar("T")
+_FIELD = re.compile(r"[.\[]")  # what ends the field in a key path
 _Reader = Callable[[Any, str, JsonObject], Any]  # of a value, its place in an object, and the object
 
 
@@ -124,9 +127,9 @@ def read(cls: type[T], data: JsonObject, **given: Any) -> T:
     try:
         return cls(**values)
     except InputError as error:
-        if error.parameter not in known:
+        if _FIELD.split(error.parameter, maxsplit=1)[0] not in known:
             raise
-        raise data.error(error.parameter, error.accepted) from None
+        raise _error(data, error.parameter, error.value, error.accepted) from None
 
 
 @cache

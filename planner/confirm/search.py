@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvrsim.errors import InputError
 from kvrsim.io.files import is_first_rank, write_atomically
+from kvrsim.io.schema import to_json
 from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
@@ -143,7 +144,7 @@ def _about(scenario: Scenario, hardware: Hardware) -> dict[str, Any]:
     cluster, request = scenario.cluster, scenario.request
     run = {"device": hardware.device, "backend": hardware.backend, "threads": hardware.threads, "seed": hardware.seed}
     return {
-        "setting": TableSetting.of(scenario).to_dict(),
+        "setting": to_json(TableSetting.of(scenario)),
         "gpus": cluster.num_gpus,
         "context": request.context_len,
         "repeats": hardware.repeats,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvrsim.executors.run import run_partition
+from kvrsim.io.schema import NonNegative, Whole
 from kvrsim.memory import fits, memory_of
 from kvrsim.partition import Partition
 from kvrsim.program import Array
@@ -45,8 +46,8 @@ class Draft:
     context_len: int
     partition: tuple[int, ...]
     ttft_s: float
-    lower_bound_s: float
-    balanced: tuple[int, ...]  # the analytical plan
+    lower_bound_s: NonNegative
+    balanced: tuple[Whole, ...]  # the analytical plan
 
     @property
     def key(self) -> tuple[int, int]:

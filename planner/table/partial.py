@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvrsim.io.journal import Journal
 from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import read, to_json
 from kvrsim.version import __version__
 from planner.table.entry import Draft
 from planner.table.setting import TableSetting
@@ -31,7 +32,7 @@ class Partial:
     def __post_init__(self) -> None:
         if self.path is None:
             return
-        about = {"kvrsim": __version__} | self.setting.to_dict()
+        about = {"kvrsim": __version__} | to_json(self.setting)
         self._lines = Journal(path=self.path, form=_FORMAT, about=about, work="table build", argument="output")
         self.drafts = {draft.key: draft for draft in self._lines.resume(self._decoded)}
 
@@ -43,7 +44,7 @@ class Partial:
     def add(self, draft: Draft) -> None:
         """Keep one more; when this returns, no kill takes it away. NotWrittenError where the disk is full."""
         if self._lines is not None:
-            self._lines.append(asdict(draft))
+            self._lines.append(to_json(draft))
 
     def remove(self) -> None:
         """The table stands elsewhere now."""
@@ -56,14 +57,7 @@ class Partial:
             self._lines.close()
 
     def _decoded(self, line: JsonObject) -> Draft:
-        draft = Draft(
-            num_gpus=line.integer("num_gpus"),
-            context_len=line.integer("context_len"),
-            partition=tuple(line.integers("partition")),
-            ttft_s=line.number("ttft_s"),
-            lower_bound_s=line.number("lower_bound_s", allow_zero=True),
-            balanced=tuple(line.integers("balanced", minimum=0)),
-        )
+        draft = read(Draft, line)
         new_tokens = draft.context_len - self.setting.cached_prefix
         for key, chunks in (("partition", draft.partition), ("balanced", draft.balanced)):
             if len(chunks) != draft.num_gpus or sum(chunks) != new_tokens:

@@ -8,15 +8,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import NonNegative, Whole
 from kvrsim.scenario import Scenario
-from kvrsim.units import MAX_TOKENS, format_bandwidth, format_seconds
+from kvrsim.units import format_bandwidth, format_seconds
 
 _NO_FIGURES = {
     *("name", "model_type", "max_position_embeddings", "quantization"),  # of a model
     *("source", "profile", "memory_source", "memory_bytes"),  # of GPUs and links
 }
-_TEXTS = ("model", "profile", "cluster", "gpu", "topology", "link", "attention", "dtype", "fingerprint")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,11 +29,11 @@ class TableSetting:
     topology: str
     link: str  # between GPUs; under nodes, inside a node
     link_bandwidth_bytes_per_s: float
-    link_latency_s: float
+    link_latency_s: NonNegative
     attention: str  # kernel
     dtype: str
     batch: int
-    cached_prefix: int  # tokens
+    cached_prefix: Whole  # tokens
     fingerprint: str  # of the model's shapes, the profile's rates, the cluster: two that differ predict other times
 
     @classmethod
@@ -55,23 +54,6 @@ class TableSetting:
             batch=request.batch,
             cached_prefix=request.cached_prefix,
             fingerprint=_fingerprint(scenario),
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def read(cls, data: JsonObject) -> TableSetting:
-        """Check every key."""
-        data.only(cls.__slots__)
-        texts = {key: data.text(key) for key in _TEXTS}
-        return cls(
-            **texts,
-            link_bandwidth_bytes_per_s=data.number("link_bandwidth_bytes_per_s"),
-            link_latency_s=data.number("link_latency_s", allow_zero=True),
-            batch=data.integer("batch"),
-            cached_prefix=_from_0(data, "cached_prefix"),
         )
 
     def differences(self, scenario: Scenario) -> list[str]:
@@ -98,10 +80,6 @@ class TableSetting:
             "batch": str(self.batch),
             "cached prefix": str(self.cached_prefix),
         }
-
-
-def _from_0(data: JsonObject, key: str) -> int:
-    return data.integer(key, minimum=0, maximum=MAX_TOKENS)
 
 
 def _fingerprint(scenario: Scenario) -> str:

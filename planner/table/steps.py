@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from kvrsim.io.json_text import JsonObject
+from kvrsim.errors import InputError
+from kvrsim.io.schema import NonNegative
 from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 
@@ -24,8 +24,17 @@ class ChunkSteps:
     """A staircase: past chunk_lens[i] tokens a chunk takes the jumps up to the i-th longer, all layers together."""
 
     chunk_lens: tuple[int, ...]  # rising; the longest chunk before each jump
-    seconds: tuple[float, ...]  # of this jump and all before it, for a chunk without a prefix
-    seconds_per_prefix_token: tuple[float, ...]  # the same, more for every token of prefix
+    seconds: tuple[NonNegative, ...]  # of this jump and all before it, for a chunk without a prefix
+    seconds_per_prefix_token: tuple[NonNegative, ...]  # the same, more for every token of prefix
+
+    def __post_init__(self) -> None:
+        lengths = list(self.chunk_lens)
+        if sorted(set(lengths)) != lengths:
+            raise InputError("chunk_lens", lengths, "rising whole numbers from 1")
+        for key in ("seconds", "seconds_per_prefix_token"):
+            values = list(getattr(self, key))
+            if len(values) != len(lengths) or sorted(values) != values:
+                raise InputError(key, values, "numbers that do not fall, as many as chunk_lens")
 
     def jumps_s(self, chunk_len: int, prefix: float) -> float:
         """What all jumps below that chunk length cost, seconds."""
@@ -47,27 +56,6 @@ class ChunkSteps:
         if passed == 0:
             return 0.0
         return self.seconds[passed - 1] + prefix * self.seconds_per_prefix_token[passed - 1]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {
-            "chunk_lens": list(self.chunk_lens),
-            "seconds": list(self.seconds),
-            "seconds_per_prefix_token": list(self.seconds_per_prefix_token),
-        }
-
-    @classmethod
-    def read(cls, data: JsonObject) -> ChunkSteps:
-        """Check the three lists: as long as each other, none falling."""
-        data.only(cls.__slots__)
-        lens, *times = (data.numbers(key, allow_zero=True) for key in cls.__slots__)
-        whole = all(length >= 1 and length.is_integer() for length in lens)
-        if not whole or sorted(set(lens)) != lens:
-            raise data.error("chunk_lens", "rising whole numbers from 1")
-        for key, values in zip(cls.__slots__[1:], times, strict=True):
-            if len(values) != len(lens) or sorted(values) != values:
-                raise data.error(key, "numbers that do not fall, as many as chunk_lens")
-        return cls(chunk_lens=tuple(map(int, lens)), seconds=tuple(times[0]), seconds_per_prefix_token=tuple(times[1]))
 
 
 def chunk_steps(scenario: Scenario) -> ChunkSteps:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvrsim.errors import InputError
 from kvrsim.io.files import write_atomically
 from kvrsim.io.json_text import JsonObject
-from kvrsim.units import MAX_TOKENS
+from kvrsim.io.schema import NonNegative, fields_to_json, read
 from planner.table.setting import TableSetting
 from planner.table.steps import ChunkSteps
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 FORMAT = "kvrsim partition table"
-_KEYS = ("format", "schema_version", "kvrsim_version", "setting", "steps", "entries")
 _CLOSE = 1e-6  # by how much shares that sum to 1 may miss it
 
 
@@ -38,11 +37,10 @@ class TableEntry:
     ttft_high_s: float
     speedup_over_tsp: float
     speedup_over_even: float  # KVR-E's TTFT over this one's
-    gap: float  # ttft_s over a TTFT that no partition beats, less one
+    gap: NonNegative  # ttft_s over a TTFT that no partition beats, less one
     fits: bool  # in the memory of every GPU
-    levels: tuple[
-        float, ...
-    ]  # a rank's share, were jumps of its chunk's time spread evenly: see planner/table/lookup.py
+    # A rank's share, were jumps of its chunk's time spread evenly: see planner/table/lookup.py.
+    levels: tuple[float, ...]
     token_s: tuple[float, ...]  # seconds that one more token costs a rank, between jumps
 
     @property
@@ -51,36 +49,24 @@ class TableEntry:
         total = sum(self.partition)
         return tuple(chunk / total for chunk in self.partition)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        values: dict[str, Any] = {"num_gpus": self.num_gpus, "context_len": self.context_len}
-        values |= {"fractions": list(self.fractions), "partition": list(self.partition)}
-        numbers = ("ttft_s", "ttft_low_s", "ttft_high_s", "speedup_over_tsp", "speedup_over_even", "gap", "fits")
-        values |= {key: getattr(self, key) for key in numbers}
-        return values | {"levels": list(self.levels), "token_s": list(self.token_s)}
+    def __post_init__(self) -> None:
+        for key in ("partition", "levels", "token_s"):
+            if len(getattr(self, key)) != self.num_gpus:
+                raise InputError(key, getattr(self, key), f"{self.num_gpus} numbers, one a GPU")
 
     @classmethod
-    def read(cls, data: JsonObject, cached_prefix: int) -> TableEntry:
+    def read(cls, data: JsonObject) -> TableEntry:
         """Check one entry; its fractions must be its partition's."""
-        data.only([*cls.__slots__, "fractions"])
-        num_gpus = data.integer("num_gpus", maximum=2**20)
-        context_len = data.integer("context_len", minimum=cached_prefix + 1)
-        entry = cls(
-            num_gpus=num_gpus,
-            context_len=context_len,
-            partition=_chunks(data, num_gpus, context_len - cached_prefix),
-            **{key: data.number(key) for key in ("ttft_s", "ttft_low_s", "ttft_high_s")},
-            speedup_over_tsp=data.number("speedup_over_tsp"),
-            speedup_over_even=data.number("speedup_over_even"),
-            gap=data.number("gap", allow_zero=True),
-            fits=_fits(data),
-            levels=_one_a_rank(data, "levels", num_gpus),
-            token_s=_one_a_rank(data, "token_s", num_gpus),
-        )
-        written = _one_a_rank(data, "fractions", num_gpus)
-        if any(abs(a - b) > _CLOSE for a, b in zip(written, entry.fractions, strict=True)):
+        entry, written = read(cls, data.without("fractions")), data.numbers("fractions")
+        exact = zip(written, entry.fractions, strict=False)
+        if len(written) != entry.num_gpus or any(abs(a - b) > _CLOSE for a, b in exact):
             raise data.error("fractions", "the partition's chunks over their sum")
         return entry
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        head = {"num_gpus": self.num_gpus, "context_len": self.context_len, "fractions": list(self.fractions)}
+        return head | fields_to_json(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +77,16 @@ class PartitionTable:
     kvrsim_version: str  # that built it
     steps: ChunkSteps
     entries: tuple[TableEntry, ...]  # rising in num_gpus, then context_len; none twice
+
+    def __post_init__(self) -> None:
+        keys = [(entry.num_gpus, entry.context_len) for entry in self.entries]
+        if not keys or sorted(set(keys)) != keys:
+            accepted = "entries that rise in num_gpus, then context_len, at least one"
+            raise InputError("entries", f"{len(keys)} entries", accepted)
+        for index, entry in enumerate(self.entries):
+            tokens = entry.context_len - self.setting.cached_prefix
+            if sum(entry.partition) != tokens:
+                raise InputError(f"entries[{index}].partition", entry.partition, f"chunks that sum to {tokens} tokens")
 
     @property
     def gpu_counts(self) -> tuple[int, ...]:
@@ -110,10 +106,7 @@ class PartitionTable:
         return {
             "format": FORMAT,
             "schema_version": SCHEMA_VERSION,
-            "kvrsim_version": self.kvrsim_version,
-            "setting": self.setting.to_dict(),
-            "steps": self.steps.to_dict(),
-            "entries": [entry.to_dict() for entry in self.entries],
+            **fields_to_json(self, "kvrsim_version", "setting", "steps", "entries"),
         }
 
     def to_json(self) -> str:
@@ -140,49 +133,9 @@ class PartitionTable:
             raise data.error("format", f"{FORMAT}, as kvrsim table build writes it")
         if data.fields.get("schema_version") != SCHEMA_VERSION:
             raise data.error("schema_version", str(SCHEMA_VERSION))
-        data.only(_KEYS)
-        setting = TableSetting.read(data.child("setting"))
-        entries = [TableEntry.read(entry, setting.cached_prefix) for entry in data.children("entries")]
-        keys = [(entry.num_gpus, entry.context_len) for entry in entries]
-        if not entries or sorted(set(keys)) != keys:
-            raise _entries_error(data, len(entries))
-        return cls(
-            setting=setting,
-            kvrsim_version=data.text("kvrsim_version"),
-            steps=ChunkSteps.read(data.child("steps")),
-            entries=tuple(entries),
-        )
+        return read(cls, data.without("format", "schema_version"))
 
 
 def load_table(path: str | Path, argument: str = "table") -> PartitionTable:
     """Read a file that `kvrsim table build` has written; InputError names the argument, file and key."""
     return PartitionTable.read(JsonObject.read(Path(path), argument))
-
-
-def _entries_error(data: JsonObject, count: int) -> InputError:
-    accepted = "entries that rise in num_gpus, then context_len, at least one"
-    return InputError(f"{data.where}: entries", f"{count} entries", accepted)
-
-
-def _chunks(data: JsonObject, num_gpus: int, num_tokens: int) -> tuple[int, ...]:
-    """A whole number of tokens a rank, at least 1 each, that sum to the new tokens."""
-    values = data.sequence("partition")
-    whole = [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
-    if len(whole) != len(values) or len(whole) != num_gpus or not all(1 <= value <= MAX_TOKENS for value in whole):
-        raise data.error("partition", f"{num_gpus} whole numbers of at least 1")
-    if sum(whole) != num_tokens:
-        raise data.error("partition", f"chunks that sum to {num_tokens} tokens, not {sum(whole)}")
-    return tuple(whole)
-
-
-def _one_a_rank(data: JsonObject, key: str, num_gpus: int) -> tuple[float, ...]:
-    found = tuple(data.numbers(key))
-    if len(found) != num_gpus:
-        raise data.error(key, f"{num_gpus} numbers, one a GPU")
-    return found
-
-
-def _fits(data: JsonObject) -> bool:
-    if not data.has("fits"):
-        raise data.error("fits", "true or false")
-    return data.flag("fits", default=False)

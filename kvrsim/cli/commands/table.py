@@ -56,13 +56,14 @@ def build(
     check_output(output, "output")
     scenario, notes, lengths, counts = options.scenarios()
     from kvrsim.cli.progress import EntryProgress
+    from kvrsim.io.schema import to_json
 
     with _pool(jobs, backend, dask_address) as pool, EntryProgress() as progress:
         table = _built(scenario, counts, lengths, Path(output), pool, progress)
     for note in notes:
         tell(f"note: {note}")
     if json:
-        print_json({"output": output, "entries": len(table.entries), "setting": table.setting.to_dict()})
+        print_json({"output": output, "entries": len(table.entries), "setting": to_json(table.setting)})
     else:
         typer.echo(f"{printable(output)}: {len(table.entries)} entries")
 

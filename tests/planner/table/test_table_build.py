@@ -15,6 +15,7 @@ import pytest
 
 import kvrsim
 from kvrsim.errors import InputError
+from kvrsim.io.schema import to_json
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
@@ -171,7 +172,7 @@ def draft_line(**changes: object) -> str:
 
 
 def head_line(scenario: Scenario) -> str:
-    about = {"kvrsim": kvrsim.__version__} | TableSetting.of(scenario).to_dict()
+    about = {"kvrsim": kvrsim.__version__} | to_json(TableSetting.of(scenario))
     return json.dumps(HEAD | {"about": about}) + "\n"
 
 
@@ -205,7 +206,7 @@ def test_a_partial_of_another_setting_is_refused_and_left_alone(tmp_path: Path) 
     [
         ("partition", [[300], [212]]),
         ("partition", ["300", "212"]),
-        ("partition", [300.0, 212.0]),
+        ("partition", [300.5, 211.5]),
         ("partition", [True, 511]),
         ("partition", [300, 300]),
         ("partition", [512]),
