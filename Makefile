@@ -11,17 +11,26 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help plan test fuzz check docs format bench accuracy figures calibration confirmation gpu profiles fit clean
+.PHONY: help plan test test-all nightly fuzz check docs format bench accuracy figures calibration confirmation gpu profiles fit clean
 
 help: ## list these targets
 	@echo "make TARGET   (PYTHON=$(PYTHON); any Python >= 3.11 will do)"
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)$$/  \1	\2/p' Makefile | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)$$/  \1	\2/p' Makefile | expand -t 14
 
 plan: $(VENV)/.core ## plan a prefill and print it (GPUS=8 CTX=16k)
 	@$(BIN)/kvrsim plan --gpus $(GPUS) --ctx $(CTX)
 
-test: $(VENV)/.dev ## run the tests (WORKERS=logical: one process per core, at most 8)
-	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8
+test: $(VENV)/.dev ## the tests of the edit loop, without the slow ones (WORKERS=logical: one process per core, at most 8)
+	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 -m "not slow"
+
+test-all: $(VENV)/.dev ## all tests, each law with all its examples (what CI runs)
+	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --hypothesis-profile full --timeout 600
+
+nightly: $(VENV)/.dev ## all tests with new random examples, then the fuzzers for MINUTES=60 (SEED=N or a new one, printed)
+	@seed=$(or $(SEED),$$($(BIN)/python -c 'import random; print(random.SystemRandom().randrange(2**31))')); \
+	echo "make nightly SEED=$$seed"; \
+	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --hypothesis-profile nightly --hypothesis-seed $$seed \
+	    --timeout 3600 && $(BIN)/python tests/fuzz/fuzz_long.py --minutes $(or $(MINUTES),60) --seed $$seed
 
 fuzz: $(VENV)/.dev ## random calls, commands and files for MINUTES=10, with SEED=N or a new one, which is printed
 	$(BIN)/python tests/fuzz/fuzz_long.py --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))

@@ -48,7 +48,7 @@ def make(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def targets_in_help() -> list[str]:
-    return re.findall(r"^  ([a-z]+) {2,}\S", make("help").stdout, flags=re.MULTILINE)
+    return re.findall(r"^  ([a-z-]+) {2,}\S", make("help").stdout, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("module", ["kvrsim", "kvrsim.cli.main"])

@@ -119,6 +119,7 @@ def gone(pid: int, within_s: float = 10.0) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_gloo_is_timed() -> None:
     bench = gloo()
     try:
@@ -152,6 +153,7 @@ def test_a_rank_that_dies_is_named() -> None:
         bench.close()
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_in_time() -> None:
     bench = gloo(timeout_s=4.0)
     try:
@@ -221,6 +223,7 @@ def test_ranks_end_with_a_parent_that_is_killed(running: subprocess.Popen[str]) 
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_all_of_them_in_peace(running: subprocess.Popen[str]) -> None:
     folder, pids = started(running)
     os.killpg(running.pid, signal.SIGINT)

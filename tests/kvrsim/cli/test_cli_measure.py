@@ -25,6 +25,8 @@ from kvrsim.hardware.gpu import GpuSpec
 from kvrsim.model.spec import Gemm
 from kvrsim.profile.profile import load_profile
 
+pytestmark = pytest.mark.slow
+
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 256,

@@ -214,6 +214,7 @@ def end(process: subprocess.Popen[str], number: int) -> tuple[int, str]:
     return process.returncode, err
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(100)
 def test_killed_work_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     process = start(*LONG, "--jobs", "2")

@@ -168,6 +168,7 @@ def test_run_without_a_profile_takes_what_suits_the_device(folder: Path) -> None
     assert (code, "measured: tsp" in text) == (0, True)
 
 
+@pytest.mark.slow
 def test_under_torchrun_one_rank_speaks(folder: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launcher, "-m", "kvrsim.cli.main", *arguments(folder, "run", "--strategy", "kvr-e", *SHORT)]

@@ -226,6 +226,7 @@ def execute_alone(program: Program, cluster: Any) -> float:
     return float(run_batch(program, cluster)[-1, 0])
 
 
+@pytest.mark.slow
 def test_four_sleeping_ranks_take_as_long_as_the_event_executor_says_and_tsp_suffers_more() -> None:
     sleepers = Sleepers(num_ranks=4, context_len=1024, link_bytes_per_s=40e6)
     for _ in range(3):  # other work may hide it
@@ -241,6 +242,7 @@ def noise(one: Any) -> float:
     return one.noisy_measured_s / one.measured_s  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_eight_sleeping_ranks_too() -> None:
     for one in sleep(Sleepers(num_ranks=8, context_len=1536, link_bytes_per_s=30e6), repeats=2):
         assert -0.35 < one.error < 0.02, one

@@ -33,6 +33,8 @@ from planner.confirm.hardware_search import (
     search_journal,
 )
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 
 

@@ -25,6 +25,8 @@ from rank_idlers import working
 from kvrsim.runtime.ranks import pool
 from kvrsim.runtime.ranks.launch import Launch, launch
 
+pytestmark = pytest.mark.slow
+
 pool._PRELOADED = ["torch.distributed"]  # all that is needed here
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it

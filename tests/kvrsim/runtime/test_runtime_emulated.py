@@ -15,6 +15,8 @@ from kvrsim.runtime.emulated import Egress, EmulatedLink, SideTraffic
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.ranks.launch import Launch, launch
 
+pytestmark = pytest.mark.slow
+
 LATENCY_S = 0.002
 CONTEXT_LEN = 512
 MESSAGES = st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1e6)), max_size=30)  # seconds since the last, bytes

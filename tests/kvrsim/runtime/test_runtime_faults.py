@@ -12,6 +12,8 @@ from kvrsim.errors import InputError, NotWrittenError
 from kvrsim.runtime.ranks.faults import Fault, RankError, faults_of, is_out_of_memory
 from kvrsim.runtime.ranks.launch import Launch, launch
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_S, DEADLINE_S = 5.0, 40.0
 
 

@@ -23,6 +23,7 @@ def on(num_ranks: int, timeout_s: float = 20, deadline_s: float = 55) -> Launch:
     return Launch(num_ranks=num_ranks, timeout_s=timeout_s, deadline_s=deadline_s)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_ranks_together_give_what_one_gives(num_ranks: int) -> None:
     *others, last = launch(workers.exactness, how=on(num_ranks))
@@ -45,6 +46,7 @@ def test_messages_by_way_of_host_memory_are_the_same() -> None:
     assert [difference for difference in found if not difference.within(TOLERANCE)] == []
 
 
+@pytest.mark.slow
 def test_under_torchrun_each_process_is_one_rank(tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(

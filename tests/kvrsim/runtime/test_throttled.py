@@ -8,6 +8,8 @@ import pytest
 
 from validate.machine.confirmation_tc import PAYLOAD, on_both, why_not
 
+pytestmark = pytest.mark.slow
+
 BITS_PER_S = 100e6
 CONTEXT, LAYERS, TOKEN_BYTES = 512, 8, 2 * 512 * 4
 CONFIG = Path(__file__).parents[3] / "validate" / "models" / "small-llama.json"

@@ -153,6 +153,7 @@ def test_mistakes_name_the_argument() -> None:
     assert caught.value.parameter == "gpus"
 
 
+@pytest.mark.slow
 @given(rng=draws())
 @examples(8)
 def test_on_a_bus(rng: Draws) -> None:
@@ -169,6 +170,7 @@ def test_on_a_bus(rng: Draws) -> None:
     assert found.ttft_s <= evaluator.one(plan) * CLOSE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, 9])
 def test_a_search_on_a_bus_keeps_to_its_limit_and_says_so(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("planner.search.search._BUS_WORK", 0)

@@ -101,6 +101,7 @@ def test_a_reader_without_packages_finds_the_same(tables: dict[str, PartitionTab
             assert tuple(READER(content, 4, context_len)) == look_up(table, 4, context_len).partition
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_gpus", [2, 4, 8])
 def test_where_the_host_sets_the_pace_entries_are_balanced(num_gpus: int) -> None:
     """A search ends at any of many equals there; a table must not, or its neighbours suffer."""
@@ -117,6 +118,7 @@ def test_steps_are_where_times_jump(profile: str, flat: bool) -> None:
     assert all(length % 16 == 0 for length in steps.chunk_lens)  # tiles
 
 
+@pytest.mark.slow
 def test_processes_change_no_byte() -> None:
     scenario, lengths = scenario_of("a100-eager"), (512, 1024, 1536, 2048)
     here = make_table(scenario, (2, 4), lengths).to_json()
@@ -124,6 +126,7 @@ def test_processes_change_no_byte() -> None:
         assert make_table(scenario, (4, 2, 2), lengths[::-1], pool=pool).to_json() == here
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.filterwarnings("ignore")
 def test_a_dask_cluster_changes_no_byte() -> None:

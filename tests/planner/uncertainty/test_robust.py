@@ -69,6 +69,7 @@ def test_a_slow_gpu_gets_less_and_costs_less(slow: int) -> None:
     assert clean.ttft_s < aware.ttft_s
 
 
+@pytest.mark.slow
 @given(rng=draws())
 @examples(25)
 def test_the_bound_holds_on_uneven_clusters(rng: Draws) -> None:

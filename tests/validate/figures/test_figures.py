@@ -95,6 +95,7 @@ def test_a_curve_passes_through_the_prediction_of_each_row(predictions: Predicti
             assert same.ttft_s == predictions.of_row(row).ttft_s
 
 
+@pytest.mark.slow
 def test_the_files_are_written(small: Scope, predictions: Predictions, tmp_path: Path) -> None:
     written = list(write(small, predictions, tmp_path))
     assert written == [path for path, _ in steps(small, predictions, tmp_path)]

@@ -20,6 +20,8 @@ from validate.gpu.scope import TINY, Scope
 from validate.gpu.step import Finding, Step, judged
 from validate.gpu.steps import steps
 
+pytestmark = pytest.mark.slow
+
 NAMES = [step.name for step in steps()]
 
 

@@ -12,6 +12,8 @@ import pytest
 from validate.published.compare import report, run, summary
 from validate.published.reference import read_rows
 
+pytestmark = pytest.mark.slow
+
 ACCURACY = Path(__file__).parents[3] / "docs" / "results" / "accuracy.md"
 
 
