@@ -188,7 +188,7 @@ def scale(value: T, factor: float, *, only_rates: bool = False) -> T:
         changes: dict[str, Any] = {}
         for field in fields(value):
             unit, old = field.metadata.get("unit", field.name), getattr(value, field.name)
-            if old is None:
+            if old is None or not field.init:
                 continue
             if unit.endswith("_per_s"):
                 changes[field.name] = old / factor
