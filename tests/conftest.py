@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from kvrsim.model.spec import ModelSpec
 from tests.building.effort import register_profiles
 
 register_profiles()
+os.environ.pop("COLUMNS", None)  # from pytest-xdist; a test that needs a width sets one
 
 
 @pytest.fixture(scope="session")
