@@ -106,15 +106,10 @@ def _command(command: Any, path: str, parent: click.Context, level: int) -> list
         return lines
     lines += ["```", " ".join([path, *command.collect_usage_pieces(context)]), "```", ""]
     options = [record for one in command.params if (record := one.get_help_record(context))]
-    if options:
-        lines += ["| option | meaning |", "|---|---|"]
-        lines += [f"| `{_cell(name)}` | {_cell(text)} |" for name, text in options]
+    for name, text in options:
+        lines += [f"`{name}`", f":   {' '.join(text.split()).replace('<', '&lt;')}", ""]
     return [*lines, ""]
 
 
 def _paragraphs(text: str) -> list[str]:
     return text.strip().replace("\b\n", "").splitlines()
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
