@@ -83,6 +83,7 @@ def parse(arguments: tuple[str, ...]) -> None:
 
 
 COMMANDS = first_shown()
+SLOW = {"README.md", "docs/explanation/strategies.md", "docs/how-to/noise.md", "docs/how-to/partition-table.md"}
 
 
 def test_commands_are_found() -> None:
@@ -90,7 +91,10 @@ def test_commands_are_found() -> None:
     assert all(COMMANDS[name] for name in ("README.md", "docs/tutorial/first-plan.md", "docs/how-to/capacity.md"))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if COMMANDS[name]])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in NAMES if COMMANDS[name]],
+)
 def test_the_commands_of_a_page(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
