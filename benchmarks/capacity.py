@@ -35,8 +35,8 @@ from planner.capacity.request import CapacityRequest, make_request
 from planner.capacity.workloads.files import read_trace
 from planner.capacity.workloads.source import Source
 from planner.capacity.workloads.workload import Workload
+from planner.partitions import partition_of
 from planner.search.search import search
-from planner.simulate import partition_of
 
 MILLION = 1_000_000
 EAGER = {"model": "llama-7b", "profile": "a100-eager", "cluster": "a100-nvlink"}

@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from kvrsim.errors import InputError
 
+STRATEGY = "kvrsim.strategies.base:Strategy"
 MOST_VALUES = 2**16  # in one list
 MOST_SEED = 2**32 - 1
 
@@ -123,10 +124,16 @@ def function(value: object, parameter: str) -> object:
     return value
 
 
-def names(value: object, parameter: str) -> list[str]:
-    """Names in a list, or in a text with commas between."""
-    given = value.split(",") if isinstance(value, str) else _list(value, parameter, "names, such as ['tsp', 'kvr-s']")
-    return [text(name, parameter).strip() for name in given]
+def strategies(value: object, parameter: str) -> list[object]:
+    """Names or Strategies in a list, names in a text with commas between, or one Strategy."""
+    given: list[object]
+    if isinstance(value, str):
+        given = [name.strip() for name in value.split(",")]
+    elif _is_one_of(value, (STRATEGY,)):
+        given = [value]
+    else:
+        given = _list(value, parameter, "names, such as ['tsp', 'kvr-s'], or Strategies")
+    return [CHECKS["strategy"](one.strip() if isinstance(one, str) else one, parameter) for one in given]
 
 
 def chunk_lens(value: object, parameter: str) -> list[int]:
@@ -159,7 +166,7 @@ def named(*kinds: str) -> Check:
             return str(value)
         if hasattr(type(value), "__fspath__"):
             return str(value)
-        if not any(f"{base.__module__}:{base.__qualname__}" in kinds for base in type(value).__mro__):
+        if not _is_one_of(value, kinds):
             classes = " or ".join(f"a {kind.partition(':')[2]}" for kind in kinds)
             raise _refusal(parameter, value, f"a name or path{', or ' if classes else ''}{classes}")
         return value
@@ -172,6 +179,11 @@ def price(value: object, parameter: str) -> object:
     if isinstance(value, Mapping):
         return {whole(size, parameter): number(one, parameter) for size, one in value.items()}
     return number(value, parameter)
+
+
+def _is_one_of(value: object, kinds: Iterable[str]) -> bool:
+    """Whether it is an object of one of these classes ("module:Class"), which are not imported."""
+    return any(f"{base.__module__}:{base.__qualname__}" in kinds for base in type(value).__mro__)
 
 
 def _index(value: object) -> int | None:
@@ -216,11 +228,12 @@ CHECKS: dict[str, Check] = {
     "jobs": count(4096),
     **dict.fromkeys(("link_bandwidth", "link_latency", "memory_fraction", "slo_ttft", "percentile"), number),
     **dict.fromkeys(("rate_scale", "time_compression", "tpot", "mtbf", "repair"), number),
-    **dict.fromkeys(("topology", "attention", "dtype", "method", "strategy", "executor", "objective", "every"), text),
+    **dict.fromkeys(("topology", "attention", "dtype", "method", "executor", "objective", "every"), text),
     **dict.fromkeys(("decode", "order", "slow_groups"), text),
     **dict.fromkeys(("timeline", "breakdown", "sure", "uniform_only", "virtual"), flag),
     **dict.fromkeys(("on_progress", "on_stage", "on_place"), function),
-    "strategies": names,
+    "strategies": strategies,
+    "strategy": named(STRATEGY),
     "partition": chunk_lens,
     "link_bandwidths": bandwidths,
     "stride": tokens,

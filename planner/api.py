@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvrsim.noise.model import Noise
     from kvrsim.profile.profile import CalibrationProfile
     from kvrsim.results import Plan, SimResult
+    from kvrsim.strategies import Strategy
     from planner.capacity.answer import CapacityPlan
     from planner.confirm.result import Confirmation
     from planner.map.map import StrategyMap
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 def plan(
     *,
     ctx: int | str,
-    strategies: Sequence[str] | None = None,
+    strategies: Sequence[str | Strategy] | None = None,
     method: str = "auto",
     stride: int | str | None = None,
     table: str | PathLike[str] | PartitionTable | None = None,
@@ -42,14 +43,15 @@ def plan(
 ) -> Plan:
     """Compare strategies for one prefill, each with its best partition, and bound what is possible at all.
 
-    strategies: names, such as "tp8+kvr-s"; or "all"; None: KVR-S and all that need no search.
-    method: how KVR-S's partition is searched: "grid" (the paper's), "analytical", or "auto".
+    strategies: names, such as "tp8+kvr-s", "./mine.py:STRATEGY" (a file's variable), "all", or Strategy objects; None:
+        KVR-S and all that need no search.
+    method: how partitions over single GPUs are searched: "grid" (the paper's), "analytical", or "auto".
     stride: tokens; every searched chunk boundary is a multiple of it; None: chosen for the context.
     table: where "kvr-p" looks up its partition: a file of build_table, or a PartitionTable.
     on_progress: called with partitions simulated, the most there will be (None: unknown), best TTFT so far in seconds.
     on_stage: called before each strategy with its name, its number from 1 and the number of strategies.
     timeline: whether the plan carries the timeline of the best strategy.
-    noise: a spec as after --noise, or a Noise. KVR-S's partition is then searched for the `objective` of TTFT ("mean",
+    noise: a spec as after --noise, or a Noise. Partitions are then searched for the `objective` of TTFT ("mean",
         "p50", "p95" or "p99") and evaluated on `samples` other samples of the same `seed`.
     scenario: the other arguments of make_scenario (gpus, model, profile, ...).
 
@@ -78,7 +80,7 @@ def plan(
 @checked()
 def simulate(
     *,
-    strategy: str,
+    strategy: str | Strategy,
     ctx: int | str,
     partition: Sequence[int] | None = None,
     table: str | PathLike[str] | PartitionTable | None = None,
@@ -94,7 +96,8 @@ def simulate(
 ) -> SimResult:
     """Simulate one strategy's prefill.
 
-    strategy: a name, such as "tsp", "kvr-s", "zigzag" or "tp8+kvr-s" (see docs/explanation/strategies.md).
+    strategy: a name, such as "tsp", "kvr-s", "zigzag" or "tp8+kvr-s" (see docs/explanation/strategies.md),
+        "./mine.py:STRATEGY" (a file's variable), or a Strategy.
     partition: new tokens of each rank, summing to the context less the cached prefix; None: the strategy's own
         ("kvr-s" searches it first, "kvr-p" looks it up).
     table: where "kvr-p" looks it up: a file of build_table, or a PartitionTable.
@@ -135,6 +138,7 @@ def build_table(
     *,
     ctx: Sequence[int | str] | str,
     gpus: Sequence[int | str] | str | None = None,
+    strategy: str | Strategy = "kvr-s",
     jobs: int = 1,
     on_progress: Callable[[int, int], None] | None = None,
     **scenario: Any,
@@ -143,6 +147,7 @@ def build_table(
 
     ctx: contexts in tokens, or text such as "1k:32k:1k" (both ends included) or "4k,8k".
     gpus: numbers of GPUs, or text such as "2,4,8"; None: 2, 4, 8, ... up to those of the cluster.
+    strategy: its partitions are searched; as in simulate.
     jobs: processes; more than one needs a script with `if __name__ == "__main__"` on some systems.
     on_progress: called with entries searched and entries in all.
     scenario: the other arguments of make_scenario.
@@ -154,7 +159,7 @@ def build_table(
 
     base, _, lengths, counts = make_scenarios(ctx=ctx, gpus=gpus, **scenario)
     with Pool(jobs=jobs) as pool:
-        return make_table(base, counts, lengths, pool=pool, on_progress=on_progress)
+        return make_table(base, counts, lengths, strategy=strategy, pool=pool, on_progress=on_progress)
 
 
 @checked(ctx=wholes, gpus=wholes)
@@ -163,7 +168,7 @@ def map_strategies(
     ctx: Sequence[int | str] | str,
     gpus: Sequence[int | str] | str | None = None,
     link_bandwidths: Sequence[float | str] | None = None,
-    strategies: Sequence[str] = MAP_STRATEGIES,
+    strategies: Sequence[str | Strategy] = MAP_STRATEGIES,
     on_place: Callable[[int, int], None] | None = None,
     **scenario: Any,
 ) -> StrategyMap:
@@ -171,7 +176,7 @@ def map_strategies(
 
     ctx, gpus: as those of build_table.
     link_bandwidths: bytes per second and direction, or text such as "10GB/s"; None: the cluster's own.
-    strategies: names, or "all"; one GPU is always compared.
+    strategies: as those of plan; one GPU is always compared.
     on_place: called with the combinations done and their total number.
     scenario: the other arguments of make_scenario.
 
@@ -196,6 +201,7 @@ def capacity(
     *,
     requests: str | PathLike[str],
     slo_ttft: float | str,
+    strategy: str | Strategy = "kvr-s",
     table: str | PathLike[str] | PartitionTable | None = None,
     on_progress: Callable[[str], None] | None = None,
     **options: Any,
@@ -204,6 +210,7 @@ def capacity(
 
     requests: a trace, or "synthetic:...".
     slo_ttft: seconds, or text such as "2s".
+    strategy: what groups run besides a single GPU and TSP, as in simulate; its chunks are searched.
     on_progress: called with what is being worked on.
     options: the other options of `kvrsim capacity`, with _ for -.
 
@@ -215,7 +222,9 @@ def capacity(
     about = {name: options.pop(name) for name in ScenarioArgs.__annotations__.keys() & options}
     scenario, warnings = make_scenario(ctx=1, gpus=1, **about)
     request = make_request(requests=str(requests), slo_ttft=slo_ttft, **options)
-    return plan_capacity(scenario, request, table=_table(table), warnings=warnings, on_progress=on_progress)
+    return plan_capacity(
+        scenario, request, strategy=strategy, table=_table(table), warnings=warnings, on_progress=on_progress
+    )
 
 
 @checked()

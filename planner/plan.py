@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvrsim.compile import for_strategy
@@ -12,15 +11,16 @@ from kvrsim.executors.run import run_partition
 from kvrsim.memory import fits, memory_of
 from kvrsim.partition import Partition
 from kvrsim.question import Question
-from kvrsim.results import NoiseReport, Plan, SearchReport, StrategyResult
+from kvrsim.results import NoiseReport, Plan, StrategyResult
 from kvrsim.scenario import Scenario
-from kvrsim.strategies import STRATEGIES, Strategy, get_strategy
+from kvrsim.strategies import KVR_S, Strategy, label_of
 from kvrsim.timeline import Timeline
-from planner.evaluate import Evaluator, Progress
+from planner.evaluate import Progress
+from planner.partitions import PlanPartitions
 from planner.plan_bounds import bounds_of
 from planner.plan_notes import TELLABLE, approximate_notes, even_chunks, fewer_gpus, memory_notes, rests_on
-from planner.search.search import Found, search
-from planner.simulate import computes_s, partition_of, waited_s
+from planner.search.search import Found
+from planner.simulate import computes_s, waited_s
 from planner.strategies_for import choose
 from planner.uncertainty.interval import interval
 
@@ -38,7 +38,7 @@ _YARDSTICKS = ("tsp", "tp", "kvr-e", "single")  # the first that was compared an
 def make_plan(
     scenario: Scenario,
     *,
-    strategies: Sequence[str] | None = None,
+    strategies: Sequence[str | Strategy] | None = None,
     method: str = "auto",
     stride: int | None = None,
     table: PartitionTable | None = None,
@@ -52,48 +52,58 @@ def make_plan(
 ) -> Plan:
     """Compare the strategies, each with its best partition; raises InputError for an unknown one.
 
-    strategies: names, or "all" for every one that the machine and the model allow; None: those that take no search
-        of their own, and KVR-S. "all" and None are ranked.
+    strategies: names, "FILE.py:NAME" or Strategies; "all" stands for every one that the machine and the model allow,
+        None for KVR-S and those that need no search. "all" and None are ranked.
+    method, stride: of the search of chunks over single GPUs.
     table: where kvr-p looks its partition up; InputError where it is asked for without one.
     timeline: also record every span of the best strategy.
-    disturbance: noise; KVR-S's partition is the one with the least objective under it ("mean", "p50", "p95" or
+    disturbance: noise; searched partitions are those with the least objective under it ("mean", "p50", "p95" or
         "p99"), and the best strategy is chosen by that objective, on samples that planning has not seen.
     seed: as it was asked, for the answer; the noise has its own.
     """
     asked = _question(scenario, strategies, method, stride, disturbance, objective, seed)
     choice = choose(scenario, strategies, noisy=disturbance is not None)
-    chosen = [get_strategy(name, "strategies") for name in choice.names]
-    searches = _Searches(scenario, chosen, method=method, stride=stride, table=table, on_progress=on_progress)
+    chosen = {strategy.name: strategy for strategy in choice.strategies}
     if disturbance is not None:
-        for strategy in chosen:
+        for strategy in choice.strategies:
             disturbance.check(strategy)
-        searches.scenario = disturbance.fixed(scenario)
-    scenario = searches.scenario
-    robust, results = None, []
-    for number, strategy in enumerate(chosen, start=1):
+        scenario = disturbance.fixed(scenario)
+    partitions = PlanPartitions(
+        scenario=scenario,
+        chosen=choice.strategies,
+        method=method,
+        stride=stride,
+        table=table,
+        on_progress=on_progress,
+    )
+    robust: dict[str, RobustPlan] = {}
+    results = []
+    for number, strategy in enumerate(choice.strategies, start=1):
         if on_stage is not None:
             on_stage(strategy.name, number, len(chosen))
-        cut = searches.partition(strategy)
-        if strategy.name == "kvr-s" and disturbance is not None:
-            robust = _robust(scenario, strategy, searches.kvr, disturbance, objective)
-            cut = robust.partition
-            searches.found = replace(searches.kvr, partition=cut, ttft_s=run_partition(scenario, strategy, cut).ttft_s)
+        cut = partitions.partition(strategy)
+        if disturbance is not None and (found := partitions.found.get(strategy.name)):
+            robust[strategy.name] = _robust(scenario, strategy, found, disturbance, objective)
+            cut = robust[strategy.name].partition
+            partitions.found[strategy.name] = replace(
+                found, partition=cut, ttft_s=run_partition(scenario, strategy, cut).ttft_s
+            )
         results.append(_result(scenario, strategy, cut))
     results = _with_speedups(results)
     if disturbance is not None:
-        results = [_under_noise(scenario, result, disturbance) for result in results]
+        results = [_under_noise(scenario, chosen[result.strategy], result, disturbance) for result in results]
     ranked = sorted(
         results, key=lambda result: (not result.fits, result.approximate is not None, _judged_s(result, objective))
     )
     best = ranked[0]
-    searched, kvr = searches.found is not None, STRATEGIES["kvr-s"]
+    searched = KVR_S.name in partitions.found
     notes = (
         *choice.notes,
-        *(_table_notes(table, scenario) if table is not None and "kvr-p" in choice.names else ()),
-        *searches.notes(),
+        *_table_notes(table, scenario, choice.strategies),
+        *partitions.notes(),
         *approximate_notes(results, best),
         *even_chunks(results),
-        *(fewer_gpus(scenario, kvr, searches.kvr) if searched else ()),
+        *(fewer_gpus(scenario, KVR_S, partitions.kvr) if searched else ()),
         *memory_notes(scenario, results),
     )
     return Plan(
@@ -110,96 +120,30 @@ def make_plan(
         strategies=tuple(ranked if choice.ranked else results),
         yardstick=next((result.strategy for result in results if result.speedup == 1.0), None),
         not_compared=choice.not_compared,
-        bounds=bounds_of(scenario, kvr, searches.kvr, best, searched=searched),
-        search=searches.report(),
+        bounds=bounds_of(scenario, partitions.kvr, chosen[best.strategy], best, searched=searched),
+        search=partitions.report(),
         rests_on=rests_on(scenario),
         warnings=(*warnings, *notes),
-        timeline=_replayed(scenario, best, timeline=timeline),
-        noise=None if disturbance is None else _noise_report(scenario, kvr, robust, disturbance, objective),
+        timeline=_replayed(scenario, chosen[best.strategy], best) if timeline else None,
+        noise=None if disturbance is None else _noise_report(scenario, chosen, robust, disturbance, objective),
     )
 
 
 def _question(
     scenario: Scenario,
-    strategies: Sequence[str] | None,
+    strategies: Sequence[str | Strategy] | None,
     method: str,
     stride: int | None,
     disturbance: Disturbance | None,
     objective: str,
     seed: int,
 ) -> Question:
-    about = {"strategies": None if strategies is None else list(strategies), "method": method, "stride": stride}
+    names = None if strategies is None else [label_of(strategy) for strategy in strategies]
+    about = {"strategies": names, "method": method, "stride": stride}
     if disturbance is None:
         return Question.of(scenario, seed=seed, **about)
     noise = {"noise": disturbance.noise.name, "objective": objective, "samples": disturbance.num_samples}
     return Question.of(scenario, seed=disturbance.seed, **about, **noise)
-
-
-@dataclass(slots=True)
-class _Searches:
-    """The partitions of a plan's strategies, and what all of them together took to find."""
-
-    scenario: Scenario
-    chosen: Sequence[Strategy]
-    method: str
-    stride: int | None
-    table: PartitionTable | None
-    on_progress: Progress | None
-    found: Found | None = None  # KVR-S's, once it was searched
-    evaluations: int = 0
-    seconds: float = 0.0
-    limits: dict[str, int] = field(default_factory=dict)  # of strategies whose search was cut short
-    _analytical: Found | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        for strategy in self.chosen:  # what is missing is missed before the first search
-            if strategy.partition_rule == "table":
-                partition_of(self.scenario, strategy, None, self.table)
-
-    def partition(self, strategy: Strategy) -> Partition:
-        """The strategy's best partition: searched, looked up, or its only one."""
-        begin_s = time.perf_counter()
-        placed = for_strategy(self.scenario, strategy)
-        if strategy.partition_rule == "search":
-            own = {"method": self.method, "stride": self.stride} if strategy.name == "kvr-s" else {}
-            found = search(placed, strategy, on_progress=self.on_progress, **own)  # type: ignore[arg-type]
-            self.found = found if strategy.name == "kvr-s" else self.found
-            cut, evaluations = found.partition, found.report.evaluations
-            if found.report.limit is not None:
-                self.limits[strategy.name] = found.report.limit
-        elif strategy.partition_rule == "pieces":
-            from planner.strategies_for import best_pieces
-
-            evaluator = Evaluator(placed, strategy, self.on_progress)
-            cut, evaluations = best_pieces(evaluator), evaluator.evaluations
-        else:
-            return partition_of(placed, strategy, None, self.table)
-        self.evaluations += evaluations
-        self.seconds += time.perf_counter() - begin_s
-        return cut
-
-    @property
-    def kvr(self) -> Found:
-        """KVR-S's partition; where it was not asked for, the analytical plan, which one evaluation gives."""
-        if self.found is not None:
-            return self.found
-        if self._analytical is None:
-            self._analytical = search(self.scenario, STRATEGIES["kvr-s"], method="analytical")
-        return self._analytical
-
-    def report(self) -> SearchReport:
-        """How KVR-S was searched, and what all searches took."""
-        method = self.kvr.report.method
-        limit = max(self.limits.values(), default=None)
-        return SearchReport(method=method, evaluations=self.evaluations, seconds=self.seconds, limit=limit)
-
-    def notes(self) -> list[str]:
-        """Which searches were cut short."""
-        return [
-            f"{name}: its search on a bus ended at {most} partitions, the most for so many GPUs and layers;"
-            " a better one may exist"
-            for name, most in self.limits.items()
-        ]
 
 
 def _ties(ranked: Sequence[StrategyResult], objective: str) -> tuple[str, ...]:
@@ -213,18 +157,23 @@ def _ties(ranked: Sequence[StrategyResult], objective: str) -> tuple[str, ...]:
     )
 
 
-def _table_notes(table: PartitionTable, scenario: Scenario) -> tuple[str, ...]:
+def _table_notes(table: PartitionTable | None, scenario: Scenario, strategies: Sequence[Strategy]) -> tuple[str, ...]:
+    lookups = [strategy for strategy in strategies if strategy.partition_rule == "table"]
+    if table is None or not lookups:
+        return ()
     from planner.table.lookup import notes_on_table
 
-    return notes_on_table(table, scenario)
+    return tuple(note for strategy in lookups for note in notes_on_table(table, scenario, strategy))
 
 
-def _robust(scenario: Scenario, kvr: Strategy, found: Found, disturbance: Disturbance, objective: str) -> RobustPlan:
+def _robust(
+    scenario: Scenario, strategy: Strategy, found: Found, disturbance: Disturbance, objective: str
+) -> RobustPlan:
     from planner.uncertainty.robust import robust_plan
 
     return robust_plan(
         scenario,
-        kvr,
+        strategy,
         disturbance.noise,
         found.partition,
         objective=objective,
@@ -233,9 +182,10 @@ def _robust(scenario: Scenario, kvr: Strategy, found: Found, disturbance: Distur
     )
 
 
-def _under_noise(scenario: Scenario, result: StrategyResult, disturbance: Disturbance) -> StrategyResult:
+def _under_noise(
+    scenario: Scenario, strategy: Strategy, result: StrategyResult, disturbance: Disturbance
+) -> StrategyResult:
     """The result with its TTFTs on samples that planning has not seen."""
-    strategy = get_strategy(result.strategy)
     cut = Partition(chunk_lens=result.partition)
     placed = for_strategy(scenario, strategy)
     noisy = disturbance.judged(placed, strategy, cut, result.ttft_s)
@@ -247,24 +197,33 @@ def _judged_s(result: StrategyResult, objective: str) -> float:
 
 
 def _noise_report(
-    scenario: Scenario, kvr: Strategy, robust: RobustPlan | None, disturbance: Disturbance, objective: str
+    scenario: Scenario,
+    chosen: Mapping[str, Strategy],
+    robust: Mapping[str, RobustPlan],
+    disturbance: Disturbance,
+    objective: str,
 ) -> NoiseReport:
-    """The robust partition beside the quiet one, where KVR-S was asked for, on samples that planning has not seen."""
-    judge = NoiseReport(
+    """The robust partition beside the noise-free one, of KVR-S or else of the first strategy that was searched.
+
+    Both are judged on samples that planning has not seen.
+    """
+    report = NoiseReport(
         noise=disturbance.noise, objective=objective, num_samples=disturbance.num_samples, seed=disturbance.seed
     )
-    if robust is None:
-        return judge
+    if not robust:
+        return report
+    name = KVR_S.name if KVR_S.name in robust else next(iter(robust))
+    strategy, plan = chosen[name], robust[name]
     judged = {}
-    for partition in (robust.quiet_partition, robust.partition):
-        noise_free_s = run_partition(scenario, kvr, partition).ttft_s
-        judged[partition] = disturbance.judged(scenario, kvr, partition, noise_free_s).objective_s(robust.objective)
+    for partition in (plan.quiet_partition, plan.partition):
+        noise_free_s = run_partition(scenario, strategy, partition).ttft_s
+        judged[partition] = disturbance.judged(scenario, strategy, partition, noise_free_s).objective_s(plan.objective)
     return replace(
-        judge,
-        quiet_partition=robust.quiet_partition.chunk_lens,
-        quiet_s=judged[robust.quiet_partition],
-        robust_partition=robust.partition.chunk_lens,
-        robust_s=judged[robust.partition],
+        report,
+        quiet_partition=plan.quiet_partition.chunk_lens,
+        quiet_s=judged[plan.quiet_partition],
+        robust_partition=plan.partition.chunk_lens,
+        robust_s=judged[plan.partition],
     )
 
 
@@ -311,11 +270,8 @@ def _with_speedups(results: list[StrategyResult]) -> list[StrategyResult]:
     ]
 
 
-def _replayed(scenario: Scenario, best: StrategyResult, *, timeline: bool) -> Timeline | None:
-    """Replay the winner in the event executor, which must agree with what was printed."""
-    if not timeline:
-        return None
-    strategy = get_strategy(best.strategy)
+def _replayed(scenario: Scenario, strategy: Strategy, best: StrategyResult) -> Timeline | None:
+    """Simulate the winner by the event executor, which must agree with what was printed."""
     placed = for_strategy(scenario, strategy)
     cut = Partition(chunk_lens=best.partition)
     run = run_partition(placed, strategy, cut, timeline=True)

@@ -9,18 +9,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvrsim.compile import for_strategy
-from kvrsim.errors import InputError
 from kvrsim.executors.run import check_executor, run_partition
 from kvrsim.memory import fits, memory_of
-from kvrsim.partition import Partition
 from kvrsim.program import AllGather, AllToAll, Collective, Op, Program, RingPass, Send, work_s
 from kvrsim.question import Question
 from kvrsim.results import RankReport, SimResult
 from kvrsim.scenario import Scenario
-from kvrsim.strategies import Strategy, get_strategy
+from kvrsim.strategies import Strategy, get_strategy, label_of
 from kvrsim.timeline import Timeline
-from planner.evaluate import Evaluator, Progress
-from planner.search.search import search
+from planner.evaluate import Progress
+from planner.partitions import partition_of
 from planner.uncertainty.breakdown import breakdown
 from planner.uncertainty.interval import interval
 
@@ -37,7 +35,7 @@ MOST_SPANS = 60_000  # of a timeline of several requests; of more requests the f
 def run_simulation(
     scenario: Scenario,
     *,
-    strategy: str,
+    strategy: str | Strategy,
     partition: Sequence[int] | None = None,
     table: PartitionTable | None = None,
     executor: str | None = None,
@@ -51,6 +49,8 @@ def run_simulation(
 ) -> SimResult:
     """Simulate; without a partition, take the strategy's own (kvr-s searches first, kvr-p looks in the table).
 
+    strategy: a name, "FILE.py:NAME" or a Strategy.
+
     executor: "batch" or "event"; None takes the event executor where flows share a bus, or a timeline or
     breakdown is wanted. Raises InputError for an unknown strategy or executor, or a partition that does not fit.
     disturbance: noise; the answer is its first sample's run, beside the distribution over all.
@@ -58,7 +58,10 @@ def run_simulation(
     on_progress: called while a partition is searched.
     """
     chosen = get_strategy(strategy)
-    about: dict[str, Any] = {"strategy": strategy, "partition": None if partition is None else list(partition)}
+    about: dict[str, Any] = {
+        "strategy": label_of(strategy),
+        "partition": None if partition is None else list(partition),
+    }
     if disturbance is not None:
         about |= {"noise": disturbance.noise.name, "samples": disturbance.num_samples}
     if arrivals is not None:
@@ -111,7 +114,7 @@ def run_simulation(
         ),
         fits=fits(placed, memory),
         memory_limit=placed.memory_limit,
-        warnings=(*warnings, *(_table_notes(table, placed) if looks_up and table is not None else ())),
+        warnings=(*warnings, *(_table_notes(table, placed, chosen) if looks_up and table is not None else ())),
         timeline=_shown(program, placed, arrivals, spans, seed=seed, noise=draw) if timeline else None,
         breakdown=breakdown(placed, chosen, cut, finish_s, spans) if with_breakdown and spans else None,
         noise=None if disturbance is None else disturbance.noise,
@@ -120,10 +123,10 @@ def run_simulation(
     )
 
 
-def _table_notes(table: PartitionTable, scenario: Scenario) -> tuple[str, ...]:
+def _table_notes(table: PartitionTable, scenario: Scenario, strategy: Strategy) -> tuple[str, ...]:
     from planner.table.lookup import notes_on_table
 
-    return notes_on_table(table, scenario)
+    return notes_on_table(table, scenario, strategy)
 
 
 def _stream(
@@ -156,35 +159,6 @@ def _shown(
 
     times_s = arrivals.times_s(seed)[: max(1, MOST_SPANS // max(1, len(first.spans)))]
     return replace(timeline_of(program, scenario.cluster, times_s, noise), gpus_per_rank=first.gpus_per_rank)
-
-
-def partition_of(
-    scenario: Scenario,
-    strategy: Strategy,
-    partition: Sequence[int] | None,
-    table: PartitionTable | None = None,
-    on_progress: Progress | None = None,
-) -> Partition:
-    """The partition given, checked, or the strategy's own; raises InputError for one without its table."""
-    tokens, num_ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
-    if partition is not None:
-        pieces = len(partition) if strategy.partition_rule == "pieces" else num_ranks
-        return Partition.of(partition, num_tokens=tokens, num_ranks=pieces)
-    if strategy.partition_rule == "pieces":
-        from planner.strategies_for import best_pieces
-
-        return best_pieces(Evaluator(scenario, strategy, on_progress))
-    if strategy.partition_rule == "search":
-        return search(scenario, strategy, on_progress=on_progress).partition
-    if strategy.partition_rule == "table":
-        if table is None:
-            raise InputError(
-                "table", "nothing", f"a file of kvrsim table build, where {strategy.name} looks its chunks up"
-            )
-        from planner.table.lookup import partition_from
-
-        return partition_from(table, scenario)
-    return Partition.even(tokens, num_ranks)
 
 
 def compute_s(program: Program, rank: int) -> float:

@@ -44,7 +44,6 @@ MODULE_CIRCLES = {
 PACKAGE_CIRCLES = {
     frozenset({"kvrsim.hardware", "kvrsim.profile"}),
     frozenset({"calibrate.fit", "calibrate.measure"}),
-    frozenset({"planner.simulate", "planner.table"}),
 }
 SKIPPED_FOLDERS = {".git", ".venv", "build", "dist", "node_modules"}
 

@@ -22,21 +22,23 @@ def parse_list(text: str, parameter: str, accepted: str) -> list[str]:
 
 
 def parse_strategies(text: str) -> list[str]:
-    """Names with commas between, each once, in the order given; or "all" alone."""
+    """Names with commas between, each once, in the order given; "all" stands for every one that runs."""
     from kvrsim.strategies import STRATEGIES, get_strategy
 
-    names = parse_list(text, "strategies", f"names out of {', '.join(STRATEGIES)}, with commas between")
-    if names != ["all"]:
-        for name in names:
+    accepted = f"names out of {', '.join(STRATEGIES)}, or FILE.py:NAME, with commas between"
+    names = parse_list(text, "strategies", accepted)
+    for name in names:
+        if name != "all":
             get_strategy(name, "strategies")
     return list(dict.fromkeys(names))
 
 
 def parse_strategy(text: str) -> str:
-    """One strategy's name."""
+    """One strategy, as it was named: "kvr-s", "tp8+kvr-s" or "FILE.py:NAME"."""
     from kvrsim.strategies import get_strategy
 
-    return get_strategy(text).name
+    get_strategy(text)
+    return text
 
 
 def parse_chunks(text: str | None) -> list[int] | None:
@@ -108,9 +110,12 @@ def read_table(path: str | None) -> PartitionTable | None:
 
 
 def require_table(names: Sequence[str], table: str | None) -> None:
-    """Complain before the work where kvr-p has no table."""
-    if "kvr-p" in names and table is None:
-        raise InputError("table", "nothing", "a file of kvrsim table build, for kvr-p")
+    """Refuse before the work where a strategy has no table to look its chunks up in."""
+    from kvrsim.strategies import get_strategy
+
+    for name in names if table is None else ():
+        if name != "all" and get_strategy(name).partition_rule == "table":
+            raise InputError("table", "nothing", f"a file of kvrsim table build, for {name}")
 
 
 def check_output(path: str | None, parameter: str) -> None:

@@ -1,18 +1,14 @@
-"""The strategies, each a short file; `STRATEGIES` lists those of kvrsim, other packages may add theirs.
-
-A package adds one by an entry point of the group "kvrsim.strategies", whose name is the strategy's and whose
-object is a Strategy. Entry points are looked for only where a name is not one of kvrsim's, or all are listed.
-"""
+"""The strategies, each a short file; `STRATEGIES` has those of kvrsim, packages and files may add others (load.py)."""
 
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 
 from kvrsim.errors import InputError
 from kvrsim.strategies.base import Step, Strategy
 from kvrsim.strategies.kv_runahead import KVR_E, KVR_P, KVR_S
 from kvrsim.strategies.kv_runahead_direct import KVR_DIRECT
+from kvrsim.strategies.load import from_file, installed, installed_names, is_file
 from kvrsim.strategies.pipeline import PIPELINE
 from kvrsim.strategies.ring import RING, STRIPED
 from kvrsim.strategies.single import SINGLE
@@ -22,17 +18,18 @@ from kvrsim.strategies.ulysses import ULYSSES
 from kvrsim.strategies.zigzag import ZIGZAG
 
 __all__ = [
-    "ENTRY_POINTS",
+    "KVR_S",
     "STRATEGIES",
     "Step",
     "Strategy",
     "chain_like",
     "get_strategy",
     "hybrid_names",
+    "label_of",
+    "searched",
     "strategy_names",
 ]
 
-ENTRY_POINTS = "kvrsim.strategies"
 STRATEGIES = {
     strategy.name: strategy
     for strategy in (
@@ -49,21 +46,43 @@ _IN_HYBRIDS = (
 )  # of those that `all` stands for; any but single and tp may be asked for
 
 
-def get_strategy(name: str, argument: str = "strategy") -> Strategy:
-    """The strategy of that name: kvrsim's, another package's, or a hybrid such as tp8+kvr-s.
+def get_strategy(strategy: str | Strategy, parameter: str = "strategy") -> Strategy:
+    """A strategy by its name, or as it is.
 
-    Raises InputError naming `argument` where there is none.
+    Names are those of kvrsim's strategies and of installed packages', "FILE.py:NAME", and hybrids such as tp8+kvr-s.
+    Raises InputError naming the parameter where there is none, or where another strategy has the name of kvrsim's.
     """
-    if name in STRATEGIES:
-        return STRATEGIES[name]
-    if (hybrid := _HYBRID.fullmatch(name)) and hybrid[2]:
-        inner = get_strategy(hybrid[2], argument)
+    if isinstance(strategy, Strategy):
+        if STRATEGIES.get(strategy.name, strategy) != strategy:
+            raise InputError(parameter, strategy.name, "a Strategy with a name that no strategy of kvrsim has")
+        return strategy
+    if strategy in STRATEGIES:
+        return STRATEGIES[strategy]
+    if (hybrid := _HYBRID.fullmatch(strategy)) and hybrid[2]:
+        inner = get_strategy(hybrid[2], parameter)
         if inner.group_size == 1 and inner.partition_rule not in ("whole", "table"):
             return inner if hybrid[1] == "1" else in_groups(inner, int(hybrid[1]))
-        raise InputError(argument, name, "tpN+ before a strategy that splits the context or the layers")
-    if name in strategy_names():
-        return _loaded(name)
-    raise InputError(argument, name, f"one of {', '.join(strategy_names())}, or tpN+ before one, such as tp8+kvr-s")
+        raise InputError(parameter, strategy, "tpN+ before a strategy that splits the context or the layers")
+    if is_file(strategy):
+        return get_strategy(from_file(strategy, parameter), parameter)
+    if strategy in installed_names():
+        return installed(strategy)
+    known = ", ".join(strategy_names())
+    accepted = f"one of {known}, tpN+ before one, such as tp8+kvr-s, or FILE.py:NAME"
+    raise InputError(parameter, strategy, accepted)
+
+
+def label_of(strategy: str | Strategy) -> str:
+    """What a strategy was asked for as, for the record of a question."""
+    return strategy if isinstance(strategy, str) else strategy.name
+
+
+def searched(strategy: str | Strategy, parameter: str = "strategy") -> Strategy:
+    """A strategy whose chunks are searched over single GPUs, such as a table holds; raises InputError for another."""
+    found = get_strategy(strategy, parameter)
+    if found.partition_rule != "search" or found.group_size != 1:
+        raise InputError(parameter, found.name, "a strategy of single GPUs whose chunks are searched, such as kvr-s")
+    return found
 
 
 def chain_like(strategy: Strategy) -> Strategy:
@@ -73,27 +92,7 @@ def chain_like(strategy: Strategy) -> Strategy:
 
 def strategy_names() -> tuple[str, ...]:
     """Names of kvrsim's strategies, then of those that installed packages add."""
-    from importlib.metadata import entry_points
-
-    added = sorted(entry.name for entry in entry_points(group=ENTRY_POINTS))
-    return tuple(dict.fromkeys((*STRATEGIES, *added)))
-
-
-@lru_cache
-def _loaded(name: str) -> Strategy:
-    """Another package's strategy; InputError where its entry point does not hold one of that name."""
-    from importlib.metadata import entry_points
-
-    entry = next(iter(entry_points(group=ENTRY_POINTS, name=name)))
-    try:
-        strategy = entry.load()
-    except (ImportError, AttributeError) as error:
-        raise InputError(
-            f"entry point {ENTRY_POINTS}: {name}", entry.value, f"what can be imported ({error})"
-        ) from None
-    if not isinstance(strategy, Strategy) or strategy.name != name:
-        raise InputError(f"entry point {ENTRY_POINTS}: {name}", entry.value, f"a kvrsim Strategy named {name}")
-    return strategy
+    return tuple(dict.fromkeys((*STRATEGIES, *installed_names())))
 
 
 def hybrid_names(sizes: tuple[int, ...]) -> tuple[str, ...]:

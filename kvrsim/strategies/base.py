@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, get_args
 
 import numpy as np
-import numpy.typing as npt
 
 from kvrsim.cost.layer import LayerCosts
-from kvrsim.cost.tensor_parallel import all_reduce
-from kvrsim.program import AllGather, AllToAll, Array, Collective, Compute, Flags, Op, Program, Recv, RingPass, Send
-
-if TYPE_CHECKING:
-    from kvrsim.cost.kernels import CostModel
-    from kvrsim.model.spec import ModelSpec
-    from kvrsim.scenario import Scenario
+from kvrsim.errors import InputError
+from kvrsim.model.spec import ModelSpec
+from kvrsim.program import AllGather, Array, Compute, Flags, Op, Program, Recv, Send
 
 PartitionRule = Literal["whole", "even", "search", "table", "pieces"]
 LayerProgram = Callable[["Step", int], Iterator[Op]]
-PipelineProgram = Callable[["Scenario", Sequence[Array], "CostModel"], Program]
-Refusal = Callable[["ModelSpec", int], str | None]
+PipelineProgram = Callable[..., Program]  # of a scenario, pieces and costs: see pipeline.py
+Refusal = Callable[[ModelSpec, int], str | None]
+_NAME = re.compile(r"[^\s,:]+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +37,13 @@ class Strategy:
     refuses: Refusal | None = None  # what a model and number of ranks must fulfil, where they do not; None: nothing
     approximate: str | None = None  # how its result differs from the model's own prefill; None: it is the same
     chains: bool = False  # it is KVR's chain, which planner.search.bound is about
+    looks_up: str = "kvr-s"  # with partition_rule "table": the searched strategy that its table is made for
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise InputError("name", self.name, "a strategy's name without spaces, commas and colons")
+        if self.partition_rule not in (rules := get_args(PartitionRule)):
+            raise InputError("partition_rule", self.partition_rule, f"one of {', '.join(rules)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +72,14 @@ class Step:
     def append_kv(self, rank: int, prefix: Array) -> Compute:
         """Join the prefix's K, V and the chunk's in one contiguous cache.
 
-        prefix: tokens that the rank then holds besides its chunk; of a chunk in pieces, all others up to its last one.
+        prefix: tokens that the rank then holds besides its chunk.
         """
-        chunk = self.chunks[rank]
-        held = self.costs.kv_bytes(prefix + chunk)
-        return Compute(name="append", device_s=self.costs.append_s(chunk, prefix), kv_bytes=held, kind="append")
+        return self.append_to(self.chunks[rank], prefix)
+
+    def append_to(self, tokens: Array, prefix: Array) -> Compute:
+        """Join the K, V of some tokens of the rank to those of the `prefix` tokens that it then holds besides."""
+        held = self.costs.kv_bytes(prefix + tokens)
+        return Compute(name="append", device_s=self.costs.append_s(tokens, prefix), kv_bytes=held, kind="append")
 
     def attention(self, rank: int, prefix: Array) -> Compute:
         """The chunk's queries against the prefix and the chunk itself."""
@@ -98,41 +105,28 @@ class Step:
         device_s = self.costs.output_mlp_s(self.chunks[rank])
         return Compute(name="output+mlp", device_s=device_s, host_s=self.costs.host_output_mlp_s, kind="output+mlp")
 
-    def dense_prefix(self, rank: int) -> Array:
-        """What an attention over the gathered context sees besides the chunk: all other tokens, masked or not."""
-        return self.costs.gathered_prefix(self.chunks[rank], self.starts[rank], self.chunks[-1] + self.starts[-1])
+    def send_kv(
+        self, rank: int, *, peer: int | None = None, tokens: Array | None = None, in_turn: bool = False
+    ) -> Send:
+        """Send K and V to another rank.
 
-    def send_kv(self, rank: int) -> Send:
-        """Hand all K, V up to the end of the chunk to the next rank."""
-        nbytes = self.costs.handed_kv_bytes(self.starts[rank] + self.chunks[rank])
+        peer: the rank that receives; None: the next.
+        tokens: how many tokens' K and V; None: all up to the end of the chunk that the receiver lacks.
+        in_turn: only after the rank's earlier messages of this kind have left, whichever links they take.
+        """
+        end = self.starts[rank] + self.chunks[rank]
         return Send(
-            dst=rank + 1, nbytes=nbytes, host_s=self.costs.host.message_s, rendezvous=not self.costs.sends_overlap
-        )
-
-    def recv_kv(self, rank: int) -> Recv:
-        """Wait for the K, V of all tokens before the chunk."""
-        return Recv(src=rank - 1, host_s=self.costs.host.message_s, rendezvous=not self.costs.sends_overlap)
-
-    def send_own_kv(self, rank: int, dst: int) -> Send:
-        """The chunk's own K, V to another rank, after those that go elsewhere."""
-        nbytes = self.costs.kv_bytes(self.chunks[rank])
-        host_s, rendezvous = self.costs.host.message_s, not self.costs.sends_overlap
-        return Send(dst=dst, nbytes=nbytes, host_s=host_s, rendezvous=rendezvous, in_turn=True)
-
-    def recv_own_kv(self, src: int) -> Recv:
-        """Wait for the K, V of another rank's chunk."""
-        return Recv(src=src, host_s=self.costs.host.message_s, rendezvous=not self.costs.sends_overlap)
-
-    def send_activations(self, tokens: Array, rank: int) -> Send:
-        """The residual stream of so many tokens to the next rank."""
-        nbytes = self.costs.activation_bytes(tokens)
-        return Send(
-            dst=rank + 1,
-            nbytes=nbytes,
+            dst=rank + 1 if peer is None else peer,
+            nbytes=self.costs.handed_kv_bytes(end) if tokens is None else self.costs.kv_bytes(tokens),
             host_s=self.costs.host.message_s,
             rendezvous=not self.costs.sends_overlap,
-            payload="activations",
+            in_turn=in_turn,
         )
+
+    def recv_kv(self, rank: int, *, peer: int | None = None) -> Recv:
+        """Wait for the next message from another rank; `peer`: the rank that sends; None: the one before."""
+        src = rank - 1 if peer is None else peer
+        return Recv(src=src, host_s=self.costs.host.message_s, rendezvous=not self.costs.sends_overlap)
 
     def all_gather_kv(self, rank: int) -> AllGather:
         """Exchange the chunks' K, V so that every rank holds all."""
@@ -147,53 +141,12 @@ class Step:
             name="assemble", device_s=self.costs.assemble_s(chunk, total - chunk), kv_bytes=held, kind="append"
         )
 
-    # -- rings and exchanges
     @property
     def cached(self) -> Array:
         """Tokens that every rank holds the K and V of before it begins."""
         return self.starts[0]
 
-    def zigzag(self, rank: int) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-        """(tokens, start) of a rank's early and late piece: the ranks take turns forwards, then backwards.
-
-        Counted from the last rank, so that it has the first piece and the last one.
-        """
-        early = np.floor(self.lengths / 2)
-        late = self.lengths - early
-        early_start = self.cached + early[rank + 1 :].sum(axis=0)
-        late_start = self.cached + early.sum(axis=0) + late[:rank].sum(axis=0)
-        return (early[rank], early_start), (late[rank], late_start)
-
-    def pass_kv(self, rank: int, work_s: Array) -> RingPass:
-        """Work on every rank's K, V, one after another, the own first, while they go round; work_s of shape (p, B)."""
-        blocks = self.blocks(rank)
-        host_s, chunk = self.costs.host_attention_s, self.chunks[rank]
-        most_keys = np.maximum(self.lengths.max(axis=0), self.cached + chunk)
-        return RingPass(
-            name="attention",
-            device_s=work_s,
-            nbytes=self.costs.kv_bytes(self.lengths[blocks[:-1]]),
-            host_s=tuple(host_s if (one > 0).any() else 0.0 for one in work_s),
-            overlaps=self.costs.sends_overlap,
-            score_elements=self.costs.score_elements(chunk, most_keys),
-        )
-
-    def blocks(self, rank: int) -> npt.NDArray[np.intp]:
-        """Whose K, V a rank holds in each round of a ring: its own, then that of the rank before, and so on."""
-        return (rank - np.arange(self.num_ranks)) % self.num_ranks
-
     @property
     def lengths(self) -> Array:
         """All ranks' chunks, shape (p, B)."""
         return np.stack(list(self.chunks))
-
-    def all_to_all(self, rank: int, tokens: Array, num_heads: int) -> AllToAll:
-        """So many heads of `tokens` tokens, shape (p - 1, B), to each of the others, the next rank first."""
-        return AllToAll(nbytes=self.costs.heads_bytes(tokens, num_heads))
-
-    def all_reduces(self, rank: int) -> Iterator[Collective]:
-        """Sum what the GPUs of the rank's group have of the output and of the MLP; in one where they are parallel."""
-        group = self.costs.group
-        if group is not None:
-            for _ in range(1 if self.costs.model.parallel_attn else 2):
-                yield all_reduce(group, self.costs.activation_bytes(self.chunks[rank]))

@@ -16,10 +16,11 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
     """
     yield step.qkv(rank)
     if not step.costs.sends_overlap:
-        yield from (step.recv_own_kv(src) for src in range(rank))
-    yield from (step.send_own_kv(rank, dst) for dst in range(rank + 1, step.num_ranks))
+        yield from (step.recv_kv(rank, peer=src) for src in range(rank))
+    for dst in range(rank + 1, step.num_ranks):
+        yield step.send_kv(rank, peer=dst, tokens=step.chunks[rank], in_turn=True)
     if step.costs.sends_overlap:
-        yield from (step.recv_own_kv(src) for src in range(rank))
+        yield from (step.recv_kv(rank, peer=src) for src in range(rank))
     yield step.append_kv(rank, prefix=step.starts[rank])
     yield step.attention(rank, prefix=step.starts[rank])
     yield step.output_mlp(rank)

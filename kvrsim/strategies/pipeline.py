@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvrsim.cost.kernels import CostModel
 from kvrsim.ends import embedding, head, prepare
 from kvrsim.model.spec import ModelSpec
-from kvrsim.program import Array, Collective, Compute, Op, Program, Recv
+from kvrsim.program import Array, Collective, Compute, Op, Program, Recv, Send
+from kvrsim.scenario import Scenario
 from kvrsim.strategies.base import Step, Strategy
 from kvrsim.strategies.tensor_parallel import split
-
-if TYPE_CHECKING:
-    from kvrsim.cost.kernels import CostModel
-    from kvrsim.scenario import Scenario
 
 
 def layer(step: Step, piece: int) -> Iterator[Op]:
@@ -74,6 +71,17 @@ def _of_piece(op: Op, number: int) -> Op:
     return replace(op, seconds=op.seconds[number], nbytes=op.nbytes[number])
 
 
+def _send_activations(step: Step, tokens: Array, rank: int) -> Send:
+    """The residual stream of so many tokens to the next stage."""
+    return Send(
+        dst=rank + 1,
+        nbytes=step.costs.activation_bytes(tokens),
+        host_s=step.costs.host.message_s,
+        rendezvous=not step.costs.sends_overlap,
+        payload="activations",
+    )
+
+
 class _Blocks:
     """Blocks in the order in which they run; those whose operations are the very same are one kind."""
 
@@ -114,7 +122,7 @@ class _Ways:
     def out(self, piece: Array, step: Step) -> tuple[tuple[Op, ...], ...]:
         """All but the last stage send."""
         if ("out", piece.tobytes()) not in self.known:
-            sends = ((step.send_activations(piece, rank),) for rank in range(self.num_stages - 1))
+            sends = ((_send_activations(step, piece, rank),) for rank in range(self.num_stages - 1))
             self.known["out", piece.tobytes()] = (*sends, ())
         return self.known["out", piece.tobytes()]
 

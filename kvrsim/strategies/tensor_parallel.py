@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from kvrsim.program import Op
+from kvrsim.cost.tensor_parallel import all_reduce
+from kvrsim.program import Collective, Op
 from kvrsim.strategies.base import LayerProgram, Step, Strategy
 from kvrsim.strategies.single import SINGLE
 
@@ -19,9 +20,17 @@ def split(layer: LayerProgram) -> LayerProgram:
 
     def split_layer(step: Step, rank: int) -> Iterator[Op]:
         yield from layer(step, rank)
-        yield from step.all_reduces(rank)
+        yield from _all_reduces(step, rank)
 
     return split_layer
+
+
+def _all_reduces(step: Step, rank: int) -> Iterator[Collective]:
+    """Sum what the GPUs of the rank's group have of the output and of the MLP; in one where they are parallel."""
+    group = step.costs.group
+    if group is not None:
+        for _ in range(1 if step.costs.model.parallel_attn else 2):
+            yield all_reduce(group, step.costs.activation_bytes(step.chunks[rank]))
 
 
 TENSOR_PARALLEL = Strategy(

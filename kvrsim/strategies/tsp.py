@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvrsim.program import Op
+from kvrsim.program import Array, Op
 from kvrsim.strategies.base import Step, Strategy
 
 
@@ -16,8 +16,13 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
         yield step.assemble_kv(rank)
     else:
         yield step.append_kv(rank, prefix=step.starts[rank])
-    yield step.attention(rank, prefix=step.dense_prefix(rank))
+    yield step.attention(rank, prefix=others(step, rank))
     yield step.output_mlp(rank)
+
+
+def others(step: Step, rank: int) -> Array:
+    """What attention over the gathered context sees besides the chunk: all other tokens, masked or not."""
+    return step.costs.gathered_prefix(step.chunks[rank], step.starts[rank], step.chunks[-1] + step.starts[-1])
 
 
 TSP = Strategy(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvrsim.model.spec import ModelSpec
-from kvrsim.program import Compute, Op
+from kvrsim.program import AllToAll, Array, Compute, Op
 from kvrsim.strategies.base import Step, Strategy
 from kvrsim.strategies.single import layer as alone
 
@@ -24,7 +24,7 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
     others = (rank + np.arange(1, ranks)) % ranks
     total = lengths.sum(axis=0)
     yield step.qkv(rank)
-    yield step.all_to_all(rank, np.repeat(chunk[None], ranks - 1, axis=0), queries + 2 * keys)
+    yield _all_to_all(step, np.repeat(chunk[None], ranks - 1, axis=0), queries + 2 * keys)
     held = step.cached + total
     yield Compute(
         name="append", device_s=heads.append_s(total, step.cached), kv_bytes=heads.kv_bytes(held), kind="append"
@@ -36,8 +36,13 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
         host_s=heads.host_attention_s,
         score_elements=heads.score_elements(total, held),
     )
-    yield step.all_to_all(rank, lengths[others], queries)
+    yield _all_to_all(step, lengths[others], queries)
     yield step.output_mlp(rank)
+
+
+def _all_to_all(step: Step, tokens: Array, num_heads: int) -> AllToAll:
+    """So many heads of `tokens` tokens, shape (p - 1, B), to each of the other ranks, the next rank first."""
+    return AllToAll(nbytes=step.costs.heads_bytes(tokens, num_heads))
 
 
 def refuses(model: ModelSpec, ranks: int) -> str | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvrsim.program import Op
+import numpy as np
+
+from kvrsim.program import Array, Op
 from kvrsim.strategies.base import Step, Strategy
 from kvrsim.strategies.single import layer as alone
 
@@ -17,10 +19,22 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
     yield step.qkv(rank)
     yield step.all_gather_kv(rank)
     yield step.assemble_kv(rank)
-    early, late = step.zigzag(rank)
+    early, late = pieces(step, rank)
     yield step.attention_to("early attention", *early)
     yield step.attention_to("late attention", *late)
     yield step.output_mlp(rank)
+
+
+def pieces(step: Step, rank: int) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """(tokens, start) of a rank's early and late piece: the ranks take turns forwards, then backwards.
+
+    Counted from the last rank, so that it has the first piece and the last one.
+    """
+    early = np.floor(step.lengths / 2)
+    late = step.lengths - early
+    early_start = step.cached + early[rank + 1 :].sum(axis=0)
+    late_start = step.cached + early.sum(axis=0) + late[:rank].sum(axis=0)
+    return (early[rank], early_start), (late[rank], late_start)
 
 
 ZIGZAG = Strategy(

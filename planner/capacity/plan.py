@@ -10,6 +10,7 @@ import numpy as np
 
 from kvrsim.errors import InputError
 from kvrsim.scenario import Scenario
+from kvrsim.strategies import KVR_S, Strategy, searched
 from kvrsim.text import without
 from planner.capacity.answer import CapacityPlan, Infeasible, groups_of
 from planner.capacity.confidence import MEANING_OF_DRAWN, MEANING_OF_TRACE
@@ -29,7 +30,7 @@ DISPATCH = {
     "shortest-first": "each range of lengths has its own queue, fewest new tokens first",
 }
 WHOLE_WEIGHTS = (
-    "groups run single, tsp or kvr-s, whose GPUs each hold all weights; tensor or pipeline parallelism needs less"
+    "groups run single, tsp or {}, whose GPUs each hold all weights; tensor or pipeline parallelism needs less"
     " memory, see kvrsim plan --strategies all"
 )
 
@@ -38,21 +39,27 @@ def plan_capacity(
     scenario: Scenario,
     request: CapacityRequest,
     *,
+    strategy: str | Strategy = KVR_S,
     table: PartitionTable | None = None,
     warnings: Sequence[str] = (),
     on_progress: Callable[[str], None] | None = None,
 ) -> CapacityPlan:
-    """DesignSearch the fleet.
+    """Search the fleet.
 
-    table: where chains look their partitions up, as KVR-P; None: they are planned. Raises InputError where the table
+    strategy: what groups run besides a single GPU and TSP; its chunks are searched over single GPUs.
+    table: where it looks its partitions up, as KVR-P; None: they are planned. Raises InputError where the table
     has not got a size of group.
     """
     begin_s = time.perf_counter()
+    chosen = searched(strategy)
+    if chosen.approximate is not None:  # it would compete with exact ones
+        raise InputError("strategy", chosen.name, f"an exact strategy; this one is approximate: {chosen.approximate}")
     tell = on_progress or (lambda _: None)
     count = request.replications if request.source.is_random else 1
     workloads = [request.source.workload(request.seed, number) for number in range(count)]
-    notes = [*_about_setting(warnings), *_about_table(scenario, table, request.limits.sizes)]
-    times = ServiceTimes.for_workloads(scenario, workloads, at_least=max(1, request.pack_tokens), table=table)
+    notes = [*_about_setting(warnings), *_about_table(scenario, table, chosen, request.limits.sizes)]
+    least = max(1, request.pack_tokens)
+    times = ServiceTimes.for_workloads(scenario, workloads, at_least=least, table=table, searched=chosen)
     tell("times of groups")
     evaluations = evaluations_of(request, workloads, times)
     finder = FleetSearch(request, evaluations, DesignSearch(evaluations, request.limits))
@@ -67,7 +74,7 @@ def plan_capacity(
     unnamed = [size for size in request.limits.sizes if (size, "memory") not in _causes(infeasible)]
     notes += [*_notes(scenario, workloads[0], times, request.limits.sizes), *_about_memory(workloads, times, unnamed)]
     if len(unnamed) < len(request.limits.sizes):
-        notes.append(WHOLE_WEIGHTS)
+        notes.append(WHOLE_WEIGHTS.format(chosen.name))
     return CapacityPlan(
         model=scenario.model.name,
         profile=scenario.profile_name,
@@ -120,7 +127,9 @@ def _about_setting(notes: Sequence[str]) -> list[str]:
     return without(notes, "context-range")
 
 
-def _about_table(scenario: Scenario, table: PartitionTable | None, sizes: Sequence[int]) -> list[str]:
+def _about_table(
+    scenario: Scenario, table: PartitionTable | None, strategy: Strategy, sizes: Sequence[int]
+) -> list[str]:
     """Whether it was made for another setting; raises InputError where it has not got a size."""
     if table is None:
         return []
@@ -128,8 +137,9 @@ def _about_table(scenario: Scenario, table: PartitionTable | None, sizes: Sequen
         has = ", ".join(map(str, table.gpu_counts))
         raise InputError("group_sizes", missing[0], f"1 and the numbers of GPUs that the table has: {has}")
     asked = replace(scenario, request=replace(scenario.request, cached_prefix=table.setting.cached_prefix))
-    others = table.setting.differences(asked)
-    return [f"kvr-p: the table was made for another setting: {'; '.join(others)}"] if others else []
+    others = table.setting.differences(asked, strategy.name)
+    name = "kvr-p" if strategy is KVR_S else strategy.name
+    return [f"{name}: the table was made for another setting: {'; '.join(others)}"] if others else []
 
 
 def _causes(infeasible: Sequence[Infeasible]) -> set[tuple[int | None, str]]:

@@ -17,7 +17,8 @@ from kvrsim.timeline import Timeline
 from planner.confirm.candidates import NO_REFERENCE, Named, Room
 from planner.confirm.confirm import OnNote, check, is_busy
 from planner.confirm.hardware import Hardware, devices_of, gather_of, gpu_notes, run_plan
-from planner.simulate import partition_of, run_simulation
+from planner.partitions import partition_of
+from planner.simulate import run_simulation
 
 if TYPE_CHECKING:
     from kvrsim.runtime.bench import Timing

@@ -13,7 +13,7 @@ from kvrsim.io.files import is_first_rank, write_atomically
 from kvrsim.io.schema import to_json
 from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
-from kvrsim.strategies import STRATEGIES
+from kvrsim.strategies import KVR_S
 from kvrsim.version import __version__
 from planner.confirm.confirm import check
 from planner.confirm.hardware import Hardware
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from kvrsim.runtime.ranks.transport import OnProgress, Transport
 
 SUFFIX = ".search"  # of the journal, after the table's name
-KVR_S = STRATEGIES["kvr-s"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,11 +171,11 @@ def _searched(done: HardwareSearch, resumed: int, output: str) -> Searched:
 def _write_table(scenario: Scenario, found: Searched, output: Path) -> None:
     """A table of one entry, its times predicted as in every table; the measured ones are under "_measured"."""
     cut = Partition(chunk_lens=found.best.partition)
-    draft = draft_of(scenario)
+    draft = draft_of(scenario, KVR_S)
     predicted_s = Evaluator(scenario, KVR_S).one(cut.chunk_lens)
     draft = replace(draft, partition=cut.chunk_lens, ttft_s=predicted_s)
     steps = chunk_steps(scenario)
-    entry = entry_of(scenario, draft, None, steps)
+    entry = entry_of(scenario, KVR_S, draft, None, steps)
     setting = TableSetting.of(scenario)
     table = PartitionTable(setting=setting, kvrsim_version=__version__, steps=steps, entries=(entry,))
     content = {"_measured": found.to_dict()} | table.to_dict()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,12 +15,12 @@ from kvrsim.partition import Partition
 from kvrsim.question import Question
 from kvrsim.ranges import check_places
 from kvrsim.scenario import Scenario
-from kvrsim.strategies import Strategy, get_strategy
+from kvrsim.strategies import Strategy, label_of
 from planner.evaluate import Evaluator
 from planner.map.map import ALONE, MapPoint, StrategyMap
+from planner.partitions import partition_of
 from planner.search.search import search
-from planner.simulate import partition_of
-from planner.strategies_for import names_for_all
+from planner.strategies_for import all_for, distinct
 
 _EXPOSED = 0.05  # of TTFT without communication; from there on balanced chunks may be far from the best
 OnPlace = Callable[[int, int], None]  # places done, places in all
@@ -32,7 +32,7 @@ def make_map(
     lengths: Sequence[int],
     gpu_counts: Sequence[int],
     bandwidths: Sequence[float] | None = None,
-    strategies: Sequence[str] = MAP_STRATEGIES,
+    strategies: Sequence[str | Strategy] = MAP_STRATEGIES,
     warnings: Sequence[str] = (),
     on_place: OnPlace | None = None,
 ) -> StrategyMap:
@@ -41,7 +41,8 @@ def make_map(
     A place with more GPUs than tokens is left out, with a note.
 
     scenario: model, request and links. bandwidths: of links, bytes a second one way; None: the cluster's own.
-    strategies: names, or "all". Searched chunks are balanced, or, where links are slow, refined.
+    strategies: names, "FILE.py:NAME" or Strategies; "all" stands for every one that runs in a place.
+    Searched chunks are balanced, or, where links are slow, refined.
 
     Raises InputError for an unknown name.
     """
@@ -60,19 +61,23 @@ def make_map(
         for context_len in lengths
     ]
     points: list[MapPoint] = []
+    compared: dict[str, Strategy] = {}
     places = [place for place in wanted if place.cluster.num_gpus <= place.request.new_tokens]
     if not places:
         shortest = min(place.request.new_tokens for place in wanted)
         raise InputError("gpus", min(gpu_counts), f"at most one GPU a token, here {shortest}")
     refused = dict.fromkeys(_left_out(place) for place in wanted if place.cluster.num_gpus > place.request.new_tokens)
     for number, place in enumerate(places, start=1):
-        for name in dict.fromkeys((ALONE, *_names(place, strategies))):
+        for strategy in _chosen(place, strategies):
+            compared[strategy.name] = strategy
             try:
-                points.append(_point(place, get_strategy(name, "strategies")))
+                points.append(_point(place, strategy))
             except InputError as error:
                 if error.parameter != "strategies":
                     raise
-                refused[f"{name} is not on the map for {place.cluster.num_gpus} GPUs: it takes {error.accepted}"] = None
+                refused[
+                    f"{strategy.name} is not on the map for {place.cluster.num_gpus} GPUs: it takes {error.accepted}"
+                ] = None
         if on_place is not None:
             on_place(number, len(places))
     return StrategyMap(
@@ -81,7 +86,7 @@ def make_map(
             lengths=list(lengths),
             gpu_counts=list(gpu_counts),
             link_bandwidths=None if bandwidths is None else list(bandwidths),
-            strategies=list(strategies),
+            strategies=[label_of(strategy) for strategy in strategies],
         ),
         model=scenario.model.name,
         profile=scenario.profile_name,
@@ -89,7 +94,8 @@ def make_map(
         attention=scenario.kernel,
         memory_limit=scenario.memory_limit,
         points=tuple(points),
-        warnings=(*warnings, *refused),
+        approximate=tuple(one.name for one in compared.values() if one.approximate is not None),
+        warnings=(*warnings, *refused, *_approximate_notes(compared.values())),
     )
 
 
@@ -98,13 +104,23 @@ def _left_out(place: Scenario) -> str:
     return f"not on the map: {tokens} tokens on {num_gpus} GPUs, which would leave some without a token"
 
 
-def _names(place: Scenario, strategies: Sequence[str]) -> Sequence[str]:
-    if "all" in strategies:
-        return names_for_all(place)[0]
-    for name in strategies:
-        if get_strategy(name, "strategies").partition_rule == "table":
-            raise InputError("strategies", name, "strategies that need no table")
-    return strategies
+def _approximate_notes(compared: Iterable[Strategy]) -> list[str]:
+    """Which strategies compute something else than the model's own prefill, so that none of them wins."""
+    return [
+        f"{one.name} is approximate, so it is never the best: {one.approximate}"
+        for one in compared
+        if one.approximate is not None
+    ]
+
+
+def _chosen(place: Scenario, strategies: Sequence[str | Strategy]) -> Sequence[Strategy]:
+    """One GPU, and what is compared with it."""
+    everything = all_for(place)[0] if "all" in strategies else ()
+    chosen = distinct((ALONE, *everything, *(one for one in strategies if one != "all")))
+    for strategy in chosen:
+        if strategy.partition_rule == "table":
+            raise InputError("strategies", strategy.name, "strategies that need no table")
+    return chosen
 
 
 def _point(place: Scenario, strategy: Strategy) -> MapPoint:

@@ -72,6 +72,7 @@ class StrategyMap:
     memory_limit: MemoryLimit  # that `fits` compares with
     points: tuple[MapPoint, ...]
     warnings: tuple[str, ...]
+    approximate: tuple[str, ...] = ()  # strategies that compute something else than the model's own prefill
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -127,8 +128,8 @@ class StrategyMap:
                 yield next(one for one in usable if one.ttft_s * (1 - TELLABLE) <= least_s)
 
     def _winner(self, points: dict[str, MapPoint]) -> Winner:
-        alone = points[ALONE]
-        usable = [point for point in points.values() if point.fits] or list(points.values())
+        alone, exact = points[ALONE], self._exact(points)
+        usable = [point for point in exact if point.fits] or exact
         best = min(usable, key=lambda point: point.ttft_s)
         if alone in usable and alone.ttft_s * (1 - TELLABLE) <= best.ttft_s:
             best = alone
@@ -142,6 +143,10 @@ class StrategyMap:
             speedup_over_single=alone.ttft_s / best.ttft_s,
             pays=best is not alone,
         )
+
+    def _exact(self, points: dict[str, MapPoint]) -> list[MapPoint]:
+        """Of the strategies in a place, those that may win; one GPU is always among them."""
+        return [point for point in points.values() if point.strategy not in self.approximate]
 
     def break_evens(self) -> Iterator[BreakEven]:
         """Of every strategy over one GPU; and where the fastest of all gives way to another."""
@@ -159,7 +164,7 @@ class StrategyMap:
                 yield _break_even(places, name, ALONE)
 
     def _over_each_other(self, places: Sequence[dict[str, MapPoint]]) -> Iterator[BreakEven]:
-        fastest = [min(place.values(), key=lambda point: point.ttft_s).strategy for place in places]
+        fastest = [min(self._exact(place), key=lambda point: point.ttft_s).strategy for place in places]
         for before, after in dict.fromkeys(pairwise(fastest)):
             if before != after and before != ALONE and all({before, after} <= set(place) for place in places):
                 yield _break_even(places, after, before)

@@ -9,6 +9,7 @@ from itertools import groupby
 from kvrsim.errors import InputError
 from kvrsim.ranges import check_places
 from kvrsim.scenario import Scenario
+from kvrsim.strategies import KVR_S, Strategy, searched
 from kvrsim.version import __version__
 from planner.table.backends import Pool
 from planner.table.entry import Draft, draft_of, entry_of
@@ -26,19 +27,21 @@ def make_table(
     gpu_counts: Sequence[int],
     context_lens: Sequence[int],
     *,
+    strategy: str | Strategy = KVR_S,
     pool: Pool | None = None,
     partial: Partial | None = None,
     on_progress: TableProgress | None = None,
 ) -> PartitionTable:
     """The table of these numbers of GPUs and lengths for a scenario, whose own do not count.
 
+    strategy: whose partitions are searched; a name, "FILE.py:NAME" or a Strategy.
     Entries are searched apart, so that nothing hangs on who does it when; then each is compared with what the
     entries beside it say of it. pool: who works; None: this process. partial: holds entries searched before, and
     keeps those searched now. Raises InputError for more GPUs than tokens.
     """
-    pool = pool or Pool()
+    pool, chosen = pool or Pool(), searched(strategy)
     scenarios = _scenarios(scenario, gpu_counts, context_lens)
-    setting = TableSetting.of(scenario)
+    setting = TableSetting.of(scenario, chosen.name)
     kept = partial or Partial(None, setting)
     drafts = {key: draft for key, draft in kept.drafts.items() if key in scenarios}
     missing = [key for key in scenarios if key not in drafts]
@@ -46,14 +49,14 @@ def make_table(
     if on_progress is not None:
         on_progress(len(drafts), total)
     missing.sort(key=lambda key: (-key[0], key[1]))  # the longest searches first: many GPUs, short contexts
-    for draft in pool.run(draft_of, [(scenarios[key],) for key in missing]):
+    for draft in pool.run(draft_of, [(scenarios[key], chosen) for key in missing]):
         drafts[draft.key] = draft
         kept.add(draft)
         if on_progress is not None:
             on_progress(len(drafts), total)
     longest = replace(scenario.request, context_len=max(context_lens))
     steps = chunk_steps(replace(scenario, request=longest))
-    work = [(scenarios[key], drafts[key], around, steps) for key, around in _beside(drafts).items()]
+    work = [(scenarios[key], chosen, drafts[key], around, steps) for key, around in _beside(drafts).items()]
     entries = sorted(pool.run(entry_of, work), key=lambda entry: (entry.num_gpus, entry.context_len))
     return PartitionTable(setting=setting, kvrsim_version=__version__, steps=steps, entries=tuple(entries))
 

@@ -18,19 +18,17 @@ from kvrsim.memory import fits, memory_of
 from kvrsim.partition import Partition
 from kvrsim.program import Array
 from kvrsim.scenario import Scenario
-from kvrsim.strategies import STRATEGIES
+from kvrsim.strategies import STRATEGIES, Strategy, chain_like
 from planner.evaluate import Evaluator
 from planner.search.balance import balanced_chunks
 from planner.search.bound import lower_bound_s
 from planner.search.search import search
 from planner.search.work import Chain
-from planner.simulate import partition_of
 from planner.table.lookup import to_steps
 from planner.table.steps import ChunkSteps
 from planner.table.table import TableEntry
 from planner.uncertainty.interval import interval
 
-KVR_S = STRATEGIES["kvr-s"]
 _AS_FAST, _AS_FAST_AS_CAN_BE_TOLD = 0.001, 0.015  # of TTFT, within which partitions count as equal
 _TELLABLE = 0.02  # of TTFT, by which even chunks must be slower for a partition to matter
 _BLENDS, _BLENDS_ON_A_BUS = 64, 8  # of two plans; on a bus each is replayed event by event
@@ -46,7 +44,7 @@ class Draft:
     context_len: int
     partition: tuple[int, ...]
     ttft_s: float
-    lower_bound_s: NonNegative
+    lower_bound_s: NonNegative | None  # None: none is known, the strategy is no chain of KV-Runahead
     balanced: tuple[Whole, ...]  # the analytical plan
 
     @property
@@ -54,30 +52,33 @@ class Draft:
         return self.num_gpus, self.context_len
 
 
-def draft_of(scenario: Scenario) -> Draft:
-    """Search one entry; it depends on nothing but its scenario."""
-    found = search(scenario, KVR_S)
-    lower_s = found.lower_bound_s or lower_bound_s(scenario, KVR_S, found.ttft_s)
-    tokens = scenario.request.new_tokens
-    balanced = _whole(balanced_chunks(scenario, KVR_S), tokens)
+def draft_of(scenario: Scenario, strategy: Strategy) -> Draft:
+    """Search one entry; it depends on nothing but its scenario and strategy."""
+    found = search(scenario, strategy)
+    lower_s = found.lower_bound_s
+    if lower_s is None and strategy.chains:
+        lower_s = lower_bound_s(scenario, strategy, found.ttft_s)
     draft = Draft(
         num_gpus=scenario.cluster.num_gpus,
         context_len=scenario.request.context_len,
         partition=found.partition.chunk_lens,
         ttft_s=found.ttft_s,
         lower_bound_s=lower_s,
-        balanced=balanced,
+        balanced=_whole(balanced_chunks(scenario, chain_like(strategy)), scenario.request.new_tokens),
     )
-    return _settled(scenario, draft, [draft.partition])
+    return _settled(scenario, strategy, draft, [draft.partition])
 
 
-def entry_of(scenario: Scenario, draft: Draft, around: tuple[Draft, Draft] | None, steps: ChunkSteps) -> TableEntry:
+def entry_of(
+    scenario: Scenario, strategy: Strategy, draft: Draft, around: tuple[Draft, Draft] | None, steps: ChunkSteps
+) -> TableEntry:
     """The entry, or what its neighbours, interpolated, do better."""
     if around is not None and draft.num_gpus > 1:
-        draft = _settled(scenario, draft, [draft.partition, _interpolated(scenario, around, steps)])
+        interpolated = _interpolated(scenario, strategy, around, steps)
+        draft = _settled(scenario, strategy, draft, [draft.partition, interpolated])
     cut = Partition(chunk_lens=draft.partition)
-    sure = interval(scenario, KVR_S, cut, draft.ttft_s)
-    levels, token_s = levels_of(scenario, draft.partition, steps)
+    sure = interval(scenario, strategy, cut, draft.ttft_s)
+    levels, token_s = levels_of(scenario, strategy, draft.partition, steps)
     return TableEntry(
         num_gpus=draft.num_gpus,
         context_len=draft.context_len,
@@ -85,24 +86,25 @@ def entry_of(scenario: Scenario, draft: Draft, around: tuple[Draft, Draft] | Non
         ttft_s=draft.ttft_s,
         ttft_low_s=sure.low_s,
         ttft_high_s=sure.high_s,
-        speedup_over_tsp=_ttft_s(scenario, "tsp") / draft.ttft_s,
-        speedup_over_even=_ttft_s(scenario, "kvr-e") / draft.ttft_s,
-        gap=max(0.0, draft.ttft_s / draft.lower_bound_s - 1),
-        fits=fits(scenario, memory_of(scenario, KVR_S, cut)),
+        speedup_over_tsp=_even_ttft_s(scenario, STRATEGIES["tsp"]) / draft.ttft_s,
+        speedup_over_even=_even_ttft_s(scenario, strategy) / draft.ttft_s,
+        gap=None if draft.lower_bound_s is None else max(0.0, draft.ttft_s / draft.lower_bound_s - 1),
+        fits=fits(scenario, memory_of(scenario, strategy, cut)),
         levels=tuple(float(f"{level / sum(draft.partition):.12g}") for level in levels),
         token_s=tuple(float(f"{seconds:.9g}") for seconds in token_s),
     )
 
 
 def levels_of(
-    scenario: Scenario, partition: tuple[int, ...], steps: ChunkSteps
+    scenario: Scenario, strategy: Strategy, partition: tuple[int, ...], steps: ChunkSteps
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Levels (tokens) and the cost of a token (seconds) of each rank; see planner/table/lookup.py.
 
     A rank that stops at a jump has time to spare until the busiest is done: its level lies between its chunk and
-    what the next token would have taken.
+    what the next token would have taken. Other strategies take the costs of KVR's chain; who waits for whom there is
+    not known, so no rank has time to spare.
     """
-    chain = Chain(scenario, KVR_S)
+    chain = Chain(scenario, chain_like(strategy))
     prefixes = scenario.request.cached_prefix + np.cumsum([0, *partition[:-1]])
     busy_s = [_busy_s(chain, rank, chunk, prefixes[rank]) for rank, chunk in enumerate(partition)]
     levels, costs = [], []
@@ -114,7 +116,8 @@ def levels_of(
         cost = max(rise_s / (high - low), 1e-3 * busy_s[rank] / chunk)
         least = chunk + steps.jumps_s(chunk, prefix) / cost
         beyond = chunk + 1 + steps.jumps_s(chunk + 1, prefix) / cost
-        levels.append(max(least, min(least + (max(busy_s) - busy_s[rank]) / cost, beyond - _INSIDE)))
+        spare_s = max(busy_s) - busy_s[rank] if strategy.chains else 0.0
+        levels.append(max(least, min(least + spare_s / cost, beyond - _INSIDE)))
         costs.append(cost)
     return tuple(levels), tuple(costs)
 
@@ -123,22 +126,24 @@ def _busy_s(chain: Chain, rank: int, chunk: float, prefix: float) -> float:
     return float(chain.work(rank, np.array([float(chunk)]), np.array([float(prefix)])).busy_s[0])
 
 
-def _interpolated(scenario: Scenario, around: tuple[Draft, Draft], steps: ChunkSteps) -> tuple[int, ...]:
-    """KVR-P's partition from two other lengths."""
+def _interpolated(
+    scenario: Scenario, strategy: Strategy, around: tuple[Draft, Draft], steps: ChunkSteps
+) -> tuple[int, ...]:
+    """The partition that a lookup gives from two other lengths."""
     low, high = around
     tokens, cached = scenario.request.new_tokens, scenario.request.cached_prefix
     weight = (scenario.request.context_len - low.context_len) / (high.context_len - low.context_len)
     rows = []
     for draft in around:
         request = replace(scenario.request, context_len=draft.context_len)
-        levels, token_s = levels_of(replace(scenario, request=request), draft.partition, steps)
+        levels, token_s = levels_of(replace(scenario, request=request), strategy, draft.partition, steps)
         total = sum(draft.partition)
         rows.append(np.array([[chunk / total for chunk in draft.partition], np.array(levels) / total, token_s]))
     fractions, shares, token_s = (1 - weight) * rows[0] + weight * rows[1]
     return to_steps(fractions.tolist(), (shares * tokens).tolist(), token_s.tolist(), steps, tokens, cached)
 
 
-def _settled(scenario: Scenario, draft: Draft, plans: list[tuple[int, ...]]) -> Draft:
+def _settled(scenario: Scenario, strategy: Strategy, draft: Draft, plans: list[tuple[int, ...]]) -> Draft:
     """Of the plans and their blends with the balanced one, the nearest to that among those as fast as the best."""
     if draft.num_gpus == 1:
         return draft
@@ -148,10 +153,10 @@ def _settled(scenario: Scenario, draft: Draft, plans: list[tuple[int, ...]]) -> 
         [_whole(balanced + share * (np.array(plan) - balanced), tokens) for plan in plans for share in shares]
     )
     rows = np.unique(rows, axis=0)
-    ttft_s = Evaluator(scenario, KVR_S).ttft_s(rows.astype(float))
+    ttft_s = Evaluator(scenario, strategy).ttft_s(rows.astype(float))
     away = np.abs(rows - balanced).max(axis=1)
     best_s = min(draft.ttft_s, float(ttft_s.min()))
-    even_s = _ttft_s(scenario, "kvr-e")
+    even_s = _even_ttft_s(scenario, strategy)
     tolerance = _AS_FAST if even_s > (1 + _TELLABLE) * best_s else _AS_FAST_AS_CAN_BE_TOLD
     near = np.nonzero(ttft_s <= (1 + tolerance) * best_s)[0]
     best = near[np.lexsort((ttft_s[near], away[near]))[0]]
@@ -166,6 +171,7 @@ def _whole(chunks: Array, tokens: int) -> tuple[int, ...]:
     return tuple(int(chunk) for chunk in np.diff([0, *ends, tokens]))
 
 
-def _ttft_s(scenario: Scenario, name: str) -> float:
-    strategy = STRATEGIES[name]
-    return run_partition(scenario, strategy, partition_of(scenario, strategy, None)).ttft_s
+def _even_ttft_s(scenario: Scenario, strategy: Strategy) -> float:
+    """The strategy's TTFT with even chunks."""
+    even = Partition.even(scenario.request.new_tokens, scenario.cluster.num_gpus)
+    return run_partition(scenario, strategy, even).ttft_s

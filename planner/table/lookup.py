@@ -18,6 +18,7 @@ from typing import Any, Literal
 from kvrsim.errors import InputError
 from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
+from kvrsim.strategies import Strategy
 from planner.table.steps import ChunkSteps
 from planner.table.table import PartitionTable, TableEntry
 
@@ -104,13 +105,13 @@ def partition_from(table: PartitionTable, scenario: Scenario) -> Partition:
     return Partition(chunk_lens=found.partition)
 
 
-def notes_on_table(table: PartitionTable, scenario: Scenario) -> tuple[str, ...]:
-    """What a reader of KVR-P's prediction has to know: another setting, lengths beyond the table's."""
-    others = table.setting.differences(scenario)
-    notes = [f"kvr-p: the table was made for another setting: {'; '.join(others)}"] if others else []
+def notes_on_table(table: PartitionTable, scenario: Scenario, strategy: Strategy) -> tuple[str, ...]:
+    """Where a table says less of a strategy that looks its chunks up: another setting, lengths beyond the table's."""
+    others = table.setting.differences(scenario, strategy.looks_up)
+    notes = [f"{strategy.name}: the table was made for another setting: {'; '.join(others)}"] if others else []
     request = scenario.request
     found = look_up(table, scenario.cluster.num_gpus, request.context_len, cached_prefix=request.cached_prefix)
-    return (*notes, *(f"kvr-p: {warning}" for warning in found.warnings))
+    return (*notes, *(f"{strategy.name}: {warning}" for warning in found.warnings))
 
 
 def _warnings(entries: Sequence[TableEntry], context_len: int, source: Source) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvrsim.io.schema import NonNegative, Whole
 from kvrsim.scenario import Scenario
+from kvrsim.strategies import KVR_S
 from kvrsim.units import format_bandwidth, format_seconds
 
 _NO_FIGURES = {
@@ -34,11 +35,12 @@ class TableSetting:
     dtype: str
     batch: int
     cached_prefix: Whole  # tokens
+    strategy: str = KVR_S.name  # whose partitions were searched
     fingerprint: str  # of the model's shapes, the profile's rates, the cluster: two that differ predict other times
 
     @classmethod
-    def of(cls, scenario: Scenario) -> TableSetting:
-        """A scenario's, whatever its number of GPUs and its context."""
+    def of(cls, scenario: Scenario, strategy: str = KVR_S.name) -> TableSetting:
+        """A scenario's, whatever its number of GPUs and its context; `strategy`: the name of the searched one."""
         cluster, request = scenario.cluster, scenario.request
         return cls(
             model=scenario.model.name,
@@ -53,12 +55,13 @@ class TableSetting:
             dtype=request.dtype,
             batch=request.batch,
             cached_prefix=request.cached_prefix,
+            strategy=strategy,
             fingerprint=_fingerprint(scenario),
         )
 
-    def differences(self, scenario: Scenario) -> list[str]:
-        """What the scenario has other than the table, each in a few words; empty where it is the same."""
-        asked, told = TableSetting.of(scenario)._shown(), []
+    def differences(self, scenario: Scenario, strategy: str = KVR_S.name) -> list[str]:
+        """What the scenario and the strategy have other than the table, in a few words each; empty where all agree."""
+        asked, told = TableSetting.of(scenario, strategy)._shown(), []
         for what, made in self._shown().items():
             if made != asked[what]:
                 told.append(f"{what} {made}, not {asked[what]}")
@@ -79,6 +82,7 @@ class TableSetting:
             "dtype": self.dtype,
             "batch": str(self.batch),
             "cached prefix": str(self.cached_prefix),
+            "strategy": self.strategy,
         }
 
 

@@ -36,8 +36,8 @@ class TableEntry:
     ttft_low_s: float
     ttft_high_s: float
     speedup_over_tsp: float
-    speedup_over_even: float  # KVR-E's TTFT over this one's
-    gap: NonNegative  # ttft_s over a TTFT that no partition beats, less one
+    speedup_over_even: float  # the same strategy's TTFT with even chunks over this one's
+    gap: NonNegative | None  # ttft_s over a TTFT that no partition beats, less one; None: no bound is known
     fits: bool  # in the memory of every GPU
     # A rank's share, were jumps of its chunk's time spread evenly: see planner/table/lookup.py.
     levels: tuple[float, ...]

@@ -21,6 +21,7 @@ from kvrsim.partition import Partition
 from kvrsim.program import Compute, Op, Recv, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Step
+from kvrsim.strategies.zigzag import pieces
 from tests.building import Draws, any_partition, any_scenario, draws, examples
 
 KVR, TSP, SINGLE = STRATEGIES["kvr-s"], STRATEGIES["tsp"], STRATEGIES["single"]
@@ -91,7 +92,7 @@ def test_the_kv_cache_of_llama() -> None:
 
 def two_chains(step: Step, rank: int) -> Iterator[Op]:
     """A strategy of one's own: an early and a late piece a rank, early K, V go to the rank before, late to the next."""
-    early, late = step.zigzag(rank)
+    early, late = pieces(step, rank)
     yield step.qkv(rank)
     if rank < step.num_ranks - 1:
         yield Recv(src=rank + 1)

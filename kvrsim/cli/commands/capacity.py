@@ -93,6 +93,14 @@ def capacity(
     uniform_only: Annotated[
         bool, typer.Option("--uniform-only", help="Consider only fleets of equal groups behind one queue.")
     ] = False,
+    strategy: Annotated[
+        str,
+        typer.Option(
+            "--strategy",
+            metavar="NAME|FILE.py:NAME",
+            help="What groups run besides one GPU and TSP: a strategy whose chunks are searched.",
+        ),
+    ] = "kvr-s",
     table: Table = None,
     html: Annotated[
         str | None, typer.Option("--html", metavar="FILE", help="Write an HTML report with plots in one file.")
@@ -140,7 +148,14 @@ def capacity(
     from kvrsim.cli.progress import WorkProgress
 
     with WorkProgress() as progress:
-        result = plan_capacity(scenario, request, table=read_table(table), warnings=warnings, on_progress=progress)
+        result = plan_capacity(
+            scenario,
+            request,
+            strategy=strategy,
+            table=read_table(table),
+            warnings=warnings,
+            on_progress=progress,
+        )
     if json:
         print_json(result.to_dict())
     else:

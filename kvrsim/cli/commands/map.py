@@ -34,7 +34,7 @@ def strategy_map(
         ),
     ] = None,
     strategies: Annotated[
-        str, typer.Option("--strategies", metavar="NAMES|all", help="Strategies to compare with one GPU.")
+        str, typer.Option("--strategies", metavar="NAMES|all|FILE.py:NAME", help="Strategies to compare with one GPU.")
     ] = ",".join(MAP_STRATEGIES),
     plot: MapPlot = None,
     json: Json = False,

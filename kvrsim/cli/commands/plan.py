@@ -34,9 +34,9 @@ def plan(
         str | None,
         typer.Option(
             "--strategies",
-            metavar="NAMES|all",
-            help="Strategies to compare, such as tsp,kvr-s,tp8+kvr-s. Default: kvr-s and all that need no search; all"
-            " adds pipelines and hybrids.",
+            metavar="NAMES|all|FILE.py:NAME",
+            help="Strategies to compare, such as tsp,kvr-s,./mine.py:STRATEGY. Default: kvr-s and all that need no"
+            " search; all adds pipelines and hybrids.",
         ),
     ] = None,
     method: Annotated[
@@ -44,7 +44,7 @@ def plan(
         typer.Option(
             "--method",
             metavar="|".join(METHODS),
-            help="Search method for kvr-s; grid is the paper's.",
+            help="Search method of partitions over single GPUs; grid is the paper's.",
         ),
     ] = "auto",
     stride: Annotated[

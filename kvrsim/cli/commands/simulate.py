@@ -33,7 +33,10 @@ def simulate(
     options: ScenarioOptions,
     *,
     strategy: Annotated[
-        str, typer.Option("--strategy", metavar="NAME", help="Strategy, such as tsp, kvr-s, zigzag, tp8+kvr-s.")
+        str,
+        typer.Option(
+            "--strategy", metavar="NAME|FILE.py:NAME", help="Strategy, such as tsp, kvr-s, zigzag, tp8+kvr-s."
+        ),
     ],
     partition: Annotated[
         str | None,
@@ -119,17 +122,17 @@ def simulate(
 
         show_simulation(result, scenario)
     if timeline := result.timeline:
-        write_beside((trace, timeline.write_chrome_trace), (plot, lambda path: _draw(result, timeline, path)))
+        write_beside((trace, timeline.write_chrome_trace), (plot, lambda path: _draw(strategy, result, timeline, path)))
 
 
-def _draw(result: SimResult, timeline: Timeline, path: str) -> None:
+def _draw(strategy: str, result: SimResult, timeline: Timeline, path: str) -> None:
     """The timeline of each rank; of several requests, of the first ones."""
     from kvrsim.cli.render.format import question_line
     from kvrsim.plots.gantt import write_gantt
     from kvrsim.strategies import get_strategy
 
     line = question_line(result)
-    title = f"{result.strategy}: {get_strategy(result.strategy).title}"
+    title = f"{result.strategy}: {get_strategy(strategy).title}"
     if result.stream is not None:
         shown, count = len(timeline.first_tokens_s), len(result.stream.ttft_s)
         title += f"; {count} requests" if shown == count else f"; the first {shown} of {count} requests"

@@ -17,6 +17,7 @@ from kvrsim.text import printable
 if TYPE_CHECKING:
     from kvrsim.cli.progress import EntryProgress
     from kvrsim.scenario import Scenario
+    from kvrsim.strategies import Strategy
     from planner.table.backends import Pool
     from planner.table.table import PartitionTable
 
@@ -31,6 +32,12 @@ def build(
     options: ManyOptions,
     *,
     output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Write the table, as JSON.")],
+    strategy: Annotated[
+        str,
+        typer.Option(
+            "--strategy", metavar="NAME|FILE.py:NAME", help="A strategy over single GPUs whose chunks are searched."
+        ),
+    ] = "kvr-s",
     jobs: Annotated[
         str | None, typer.Option("--jobs", metavar="N", help="Number of processes. Default: one per core.")
     ] = None,
@@ -54,12 +61,15 @@ def build(
     """
     parse_choice(backend, "backend", TABLE_BACKENDS)
     check_output(output, "output")
+    from kvrsim.strategies import searched
+
+    chosen = searched(strategy)
     scenario, notes, lengths, counts = options.scenarios()
     from kvrsim.cli.progress import EntryProgress
     from kvrsim.io.schema import to_json
 
     with _pool(jobs, backend, dask_address) as pool, EntryProgress() as progress:
-        table = _built(scenario, counts, lengths, Path(output), pool, progress)
+        table = _built(scenario, chosen, counts, lengths, Path(output), pool, progress)
     for note in notes:
         tell(f"note: {note}")
     if json:
@@ -78,6 +88,7 @@ def _pool(jobs: str | None, backend: str, dask_address: str | None) -> Pool:
 
 def _built(
     scenario: Scenario,
+    strategy: Strategy,
     counts: tuple[int, ...],
     lengths: tuple[int, ...],
     output: Path,
@@ -89,10 +100,13 @@ def _built(
     from planner.table.partial import SUFFIX, Partial
     from planner.table.setting import TableSetting
 
-    with contextlib.closing(Partial(output.with_name(output.name + SUFFIX), TableSetting.of(scenario))) as partial:
+    setting = TableSetting.of(scenario, strategy.name)
+    with contextlib.closing(Partial(output.with_name(output.name + SUFFIX), setting)) as partial:
         if partial.note:
             tell(f"note: {partial.note}")
-        table = make_table(scenario, counts, lengths, pool=pool, partial=partial, on_progress=progress)
+        table = make_table(
+            scenario, counts, lengths, strategy=strategy, pool=pool, partial=partial, on_progress=progress
+        )
         table.write(output)
         partial.remove()
     return table

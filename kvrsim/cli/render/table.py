@@ -44,12 +44,13 @@ def show_table(table: PartitionTable) -> None:
             format_seconds(entry.ttft_s),
             f"{entry.speedup_over_tsp:.2f}×",
             f"{entry.speedup_over_even:.2f}×",
-            f"{round_up_percent(entry.gap)} %",
+            "" if entry.gap is None else f"{round_up_percent(entry.gap)} %",
             "yes" if entry.fits else Text("NO", style="red"),
         )
     title = Text(f"{len(table.entries)} partitions for {table.setting.model}", style="bold")
     notes = facts()
-    notes.add_row("gap:", "TTFT above a proven lower bound of all partitions of KV-Runahead, at most")
+    if any(entry.gap is not None for entry in table.entries):
+        notes.add_row("gap:", "TTFT above a proven lower bound of all partitions of KV-Runahead, at most")
     notes.add_row("made by:", f"kvrsim {table.kvrsim_version}; times are simulated")
     show(title, Text(" · ".join(_setting(table.setting)), style="dim"), "", rows, "", notes)
 
@@ -57,7 +58,13 @@ def show_table(table: PartitionTable) -> None:
 def _setting(setting: TableSetting) -> tuple[str, ...]:
     bandwidth, latency = format_bandwidth(setting.link_bandwidth_bytes_per_s), format_seconds(setting.link_latency_s)
     link = f"{setting.cluster}: {setting.gpu}, {setting.topology} ({setting.link}, {bandwidth}, {latency})"
-    told = [link, f"{setting.attention} attention", f"profile {setting.profile}", setting.dtype]
+    told = [
+        f"strategy {setting.strategy}",
+        link,
+        f"{setting.attention} attention",
+        f"profile {setting.profile}",
+        setting.dtype,
+    ]
     told += [f"batch {setting.batch}"] * (setting.batch > 1)
     told += [f"{format_tokens(setting.cached_prefix)} tokens cached"] * (setting.cached_prefix > 0)
     return tuple(told)

@@ -2,7 +2,8 @@
 
 Partitions are planned at doublings of the new tokens (analytically: within 0.1 to 1 % of a full search). In
 between, the shares of both neighbours, shares between theirs, and even ones are tried, as they are and with chunks
-of whole tiles, all in one batch, and the best is kept. TSP and a single GPU of the group compete.
+of whole tiles, all in one batch, and the best is kept. TSP and a single GPU of the group compete with the searched
+strategy.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvrsim.compile import build_program, columns
+from kvrsim.compile import build_program, columns, for_strategy
 from kvrsim.executors import run
 from kvrsim.memory import fits, memory_of
 from kvrsim.partition import Partition
 from kvrsim.program import Array, Compute, Program
 from kvrsim.request import Request
 from kvrsim.scenario import Scenario
-from kvrsim.strategies import STRATEGIES, Strategy
+from kvrsim.strategies import KVR_S, STRATEGIES, Strategy
 from planner.capacity.workloads.workload import Lengths
 from planner.search.refine import mended
 from planner.search.search import search
@@ -52,10 +53,16 @@ def knot_lengths(least: int, most: int) -> Lengths:
 
 
 class ServiceTimeGrids:
-    """Makes grids for one group size of a scenario."""
+    """Makes grids for one group size of a scenario; `searched`: the strategy that groups run, as kvr-s."""
 
-    def __init__(self, scenario: Scenario, num_gpus: int, table: PartitionTable | None = None) -> None:
+    def __init__(
+        self, scenario: Scenario, num_gpus: int, table: PartitionTable | None = None, searched: Strategy = KVR_S
+    ) -> None:
         self.scenario, self.num_gpus, self.table = scenario.on_gpus(num_gpus), num_gpus, table
+        self.searched = searched if num_gpus > 1 else STRATEGIES["single"]
+        for_strategy(self.scenario, self.searched)  # refuses what the model does not allow
+        # KVR-S with chunks from a table is KVR-P.
+        self.label = "kvr-p" if searched is KVR_S and table is not None else searched.name
         self.shared = self.scenario.cluster.shares_bandwidth
 
     def grid(self, cached_prefix: int, knots: Lengths) -> ServiceTimeGrid:
@@ -73,7 +80,7 @@ class ServiceTimeGrids:
                 if gathered[row] < ttft_s[knot]:
                     ttft_s[knot], strategy[knot] = gathered[row], "tsp"
                 if finish_s[row, -1] < ttft_s[knot]:
-                    ttft_s[knot], strategy[knot] = finish_s[row, -1], "kvr-p" if self.table else "kvr-s"
+                    ttft_s[knot], strategy[knot] = finish_s[row, -1], self.label
                     finish[knot], slack_s[knot] = finish_s[row] / finish_s[row, -1], waits_s[row]
         return ServiceTimeGrid(
             cached_prefix=cached_prefix,
@@ -95,7 +102,7 @@ class ServiceTimeGrids:
     def _chains(self, knots: Lengths, cached_prefix: int) -> tuple[Array, Array]:
         """The best chunks that were tried for each knot, and when each rank finishes; both (knots, num_gpus)."""
         candidates = self._candidates(knots, cached_prefix)
-        finish_s = self._prefill(STRATEGIES["kvr-s"], np.concatenate(candidates), cached_prefix)
+        finish_s = self._prefill(self.searched, np.concatenate(candidates), cached_prefix)
         bests, first = [], 0
         for rows in candidates:
             bests.append(first + int(finish_s[first : first + len(rows), -1].argmin()))
@@ -115,7 +122,7 @@ class ServiceTimeGrids:
         """Shares of the context, a rank."""
         if self.table is not None:
             return np.array(partition_from(self.table, self._at(cached_prefix, new_tokens)).fractions)
-        found = search(self._at(cached_prefix, new_tokens), STRATEGIES["kvr-s"], method="analytical")
+        found = search(self._at(cached_prefix, new_tokens), self.searched, method="analytical")
         return np.array(found.partition.fractions)
 
     def _prefill(self, strategy: Strategy, chunks: Array, cached_prefix: int, num_gpus: int | None = None) -> Array:
@@ -129,7 +136,7 @@ class ServiceTimeGrids:
         if self.shared:
             return slack_s
         scenario = self._at(cached_prefix, int(chunks[0].sum()))
-        program = build_program(scenario, STRATEGIES["kvr-s"], columns(chunks))
+        program = build_program(scenario, self.searched, columns(chunks))
         delay_s = _FAR * float(finish_s.max())
         for rank in range(1, self.num_gpus):
             ends_s = run.run_program(_delayed(program, rank, delay_s), scenario.cluster).T
@@ -138,7 +145,6 @@ class ServiceTimeGrids:
 
     def _most_that_fit(self, cached_prefix: int, most: int) -> int:
         """New tokens up to which the peak of every rank is within its memory, by halving; chunks as planned."""
-        kvr = STRATEGIES["kvr-s" if self.num_gpus > 1 else "single"]
         shares: dict[int, Array] = {}
 
         def is_within(new_tokens: int) -> bool:
@@ -147,7 +153,7 @@ class ServiceTimeGrids:
                 shares[near] = self._planned(cached_prefix, near) if self.num_gpus > 1 else np.ones(1)
             cut = Partition(chunk_lens=tuple(map(int, _whole(shares[near], max(new_tokens, self.num_gpus), 1))))
             scenario = self._at(cached_prefix, cut.num_tokens)
-            return fits(scenario, memory_of(scenario, kvr, cut))
+            return fits(scenario, memory_of(scenario, self.searched, cut))
 
         if is_within(most):
             return most

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kvrsim.program import Array
 from kvrsim.scenario import Scenario
+from kvrsim.strategies import KVR_S, Strategy
 from planner.capacity.fleet.knots import ServiceTimeGrid, ServiceTimeGrids, knot_lengths
 from planner.capacity.fleet.service import Overlap, Packing, Service
 from planner.capacity.workloads.workload import Lengths, Workload
@@ -47,9 +48,14 @@ class ServiceTimes:
     """Times of one scenario's groups, for lengths up to those of a workload; computed once, when first asked for."""
 
     def __init__(
-        self, scenario: Scenario, longest_new: int, longest_prefix: int, table: PartitionTable | None = None
+        self,
+        scenario: Scenario,
+        longest_new: int,
+        longest_prefix: int,
+        table: PartitionTable | None = None,
+        searched: Strategy = KVR_S,
     ) -> None:
-        self.scenario, self.table = scenario, table
+        self.scenario, self.table, self.searched = scenario, table, searched
         self.knots = knot_lengths(1, max(2, longest_new))
         self.prefixes = _prefixes(longest_prefix)
         self._grids: dict[int, tuple[ServiceTimeGrid, ...]] = {}
@@ -62,16 +68,20 @@ class ServiceTimes:
         *,
         at_least: int = 1,
         table: PartitionTable | None = None,
+        searched: Strategy = KVR_S,
     ) -> ServiceTimes:
-        """Times that cover all of them, and `at_least` new tokens; partitions from the table, where there is one."""
+        """Times that cover all of them, and `at_least` new tokens.
+
+        Groups run a single GPU, TSP or the searched strategy; its partitions come from the table, where there is one.
+        """
         longest_new = max(at_least, *(int(workload.new_tokens.max()) for workload in workloads))
         longest_prefix = max(int(workload.cached_prefix.max()) for workload in workloads)
-        return cls(scenario, longest_new, longest_prefix, table)
+        return cls(scenario, longest_new, longest_prefix, table, searched)
 
     def grids(self, num_gpus: int) -> tuple[ServiceTimeGrid, ...]:
         """One a cached prefix."""
         if num_gpus not in self._grids:
-            maker = ServiceTimeGrids(self.scenario, num_gpus, self.table)
+            maker = ServiceTimeGrids(self.scenario, num_gpus, self.table, self.searched)
             self._grids[num_gpus] = tuple(maker.grid(prefix, self.knots) for prefix in self.prefixes)
         return self._grids[num_gpus]
 

@@ -15,7 +15,7 @@ from kvrsim.cli import main as cli
 from kvrsim.hardware.cluster import Cluster, load_cluster
 from kvrsim.io.schema import to_json
 from kvrsim.strategies import STRATEGIES
-from planner import plan as planning
+from planner import partitions as planning
 from planner.search.bound import lower_bound_s
 from planner.strategies_for import QUICK
 

@@ -25,8 +25,8 @@ from planner.confirm.drift import ClockDrift, corrected_for, drift_of
 from planner.confirm.hardware import gather_of, other_device
 from planner.confirm.result import Candidate, Confirmation, Targets
 from planner.confirm.virtual import composed_s, composed_timeline
+from planner.partitions import partition_of
 from planner.plan import make_plan
-from planner.simulate import partition_of
 from tests.building import Draws, any_scenario, draws, examples
 from validate.machine.confirmation_ranks import Sleepers, ring_traffic, sleep
 from validate.machine.side_traffic import noisy_ttft_s

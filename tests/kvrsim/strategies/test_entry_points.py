@@ -13,7 +13,8 @@ import pytest
 
 import kvrsim
 from kvrsim.errors import InputError
-from kvrsim.strategies import STRATEGIES, _loaded, get_strategy, strategy_names
+from kvrsim.strategies import STRATEGIES, get_strategy, strategy_names
+from kvrsim.strategies.load import installed
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "explanation" / "strategies.md").read_text("utf-8")
@@ -35,7 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
     sys.modules.pop("my_strategies", None)
-    _loaded.cache_clear()
+    installed.cache_clear()
     importlib.invalidate_caches()
 
 
@@ -89,7 +90,7 @@ def test_what_is_wrong_with_an_entry_point_is_said(folder: Path, code: str, entr
 
 def test_an_unknown_name_lists_all(folder: Path) -> None:
     install(folder, *example())
-    with pytest.raises(InputError, match="kvr-window, or tpN"):
+    with pytest.raises(InputError, match="kvr-window, tpN"):
         get_strategy("nonsense")
 
 

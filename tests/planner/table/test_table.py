@@ -235,7 +235,7 @@ def wrong_tables() -> list[tuple[str, Any]]:
         ("entries[0].partition", lambda t: t["entries"][0]["partition"].__setitem__(0, 10**6)),
         ("entries[0].fractions", lambda t: t["entries"][0]["fractions"].__setitem__(0, 0.123456)),
         ("entries[0].ttft_s", lambda t: t["entries"][0].update(ttft_s=-1)),
-        ("entries[0].gap", lambda t: t["entries"][0].pop("gap")),
+        ("entries[0].gap", lambda t: t["entries"][0].update(gap=-1)),
         ("entries[0].fits", lambda t: t["entries"][0].pop("fits")),
         ("entries[0].levels", lambda t: t["entries"][0].update(levels=[])),
         ("entries[0].token_s", lambda t: t["entries"][0]["token_s"].__setitem__(0, 0)),

@@ -18,7 +18,7 @@ from kvrsim.errors import InputError
 from kvrsim.io.schema import to_json
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
-from kvrsim.strategies import STRATEGIES
+from kvrsim.strategies import KVR_S, STRATEGIES, Strategy
 from planner.evaluate import Evaluator
 from planner.plan import make_plan
 from planner.search.bound import lower_bound_s
@@ -106,7 +106,7 @@ def test_a_reader_without_packages_finds_the_same(tables: dict[str, PartitionTab
 def test_where_the_host_sets_the_pace_entries_are_balanced(num_gpus: int) -> None:
     """A search ends at any of many equals there; a table must not, or its neighbours suffer."""
     entry = make_table(scenario_of("a100-eager"), (num_gpus,), (1024,)).entries[0]
-    draft = draft_of(at(scenario_of("a100-eager"), num_gpus, 1024))
+    draft = draft_of(at(scenario_of("a100-eager"), num_gpus, 1024), KVR_S)
     assert max(abs(a - b) for a, b in zip(entry.partition, draft.balanced, strict=True)) <= 128 // num_gpus
     assert entry.ttft_s <= 1.0151 * search(at(scenario_of("a100-eager"), num_gpus, 1024), KVR).ttft_s
 
@@ -141,11 +141,11 @@ def test_finished_entries_are_not_searched_again(tmp_path: Path, monkeypatch: py
     scenario, path, lengths = scenario_of("roofline"), tmp_path / "table.json.partial", (512, 1024, 1536)
     setting, seen = TableSetting.of(scenario), []
 
-    def counted(one: Scenario) -> object:
+    def counted(one: Scenario, strategy: Strategy) -> object:
         if len(seen) == 2:
             raise KeyboardInterrupt
         seen.append(one.request.context_len)
-        return draft_of(one)
+        return draft_of(one, strategy)
 
     monkeypatch.setattr(table_build, "draft_of", counted)
     interrupted = Partial(path, setting)
@@ -158,7 +158,8 @@ def test_finished_entries_are_not_searched_again(tmp_path: Path, monkeypatch: py
     partial = Partial(path, setting)
     assert "2 entries" in partial.note
     seen.clear()
-    monkeypatch.setattr(table_build, "draft_of", lambda one: seen.append(one.request.context_len) or draft_of(one))
+    counting = lambda one, strategy: seen.append(one.request.context_len) or draft_of(one, strategy)  # noqa: E731
+    monkeypatch.setattr(table_build, "draft_of", counting)
     table = make_table(scenario, (2,), lengths, partial=partial)
     assert len(seen) == 1
     assert table.to_json() == make_table(scenario, (2,), lengths).to_json()
@@ -279,7 +280,7 @@ def test_a_table_of_another_setting_is_said(
 ) -> None:
     table = tables["a100-eager"]
     scenario, _ = make_scenario(ctx=8192, gpus=4, **options)  # type: ignore[arg-type]
-    notes = notes_on_table(table, scenario)
+    notes = notes_on_table(table, scenario, STRATEGIES["kvr-p"])
     assert len(notes) == 1
     assert named in notes[0]
     plan = make_plan(scenario, strategies=("kvr-p",), table=table)
@@ -292,8 +293,8 @@ def test_figures_that_have_changed_under_the_same_names_are_said(tables: dict[st
     assert scenario.profile is not None
     host = replace(scenario.profile.host, layer_s=2 * scenario.profile.host.layer_s)
     changed = replace(scenario, profile=replace(scenario.profile, host=host))
-    assert notes_on_table(tables["a100-eager"], scenario) == ()
-    assert "same names" in notes_on_table(tables["a100-eager"], changed)[0]
+    assert notes_on_table(tables["a100-eager"], scenario, STRATEGIES["kvr-p"]) == ()
+    assert "same names" in notes_on_table(tables["a100-eager"], changed, STRATEGIES["kvr-p"])[0]
 
 
 def test_a_table_with_a_cached_prefix() -> None:

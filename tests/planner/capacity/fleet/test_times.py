@@ -18,8 +18,8 @@ from kvrsim.strategies import STRATEGIES
 from planner.capacity.fleet.knots import ServiceTimeGrids, knot_lengths
 from planner.capacity.fleet.times import Decoding, ServiceTimes
 from planner.capacity.workloads.workload import Workload
+from planner.partitions import partition_of
 from planner.search.search import search
-from planner.simulate import partition_of
 
 KVR = STRATEGIES["kvr-s"]
 

@@ -1,0 +1,101 @@
+"""Strategies from outside: of an installed package, or of a Python file.
+
+A package adds one by an entry point of the group "kvrsim.strategies", whose name is the strategy's and whose object is
+a Strategy. A file adds one by its path and the name of the variable: "./mine.py:STRATEGY".
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+
+from kvrsim.errors import InputError
+from kvrsim.strategies.base import Strategy
+
+ENTRY_POINTS = "kvrsim.strategies"
+_FILE = re.compile(r"(.+\.py)(?::(.*))?", re.S)
+
+
+def is_file(text: str) -> bool:
+    """Whether a text names a strategy by its file."""
+    return _FILE.fullmatch(text) is not None
+
+
+def installed_names() -> tuple[str, ...]:
+    """Names of the strategies that installed packages add."""
+    from importlib.metadata import entry_points
+
+    return tuple(sorted(entry.name for entry in entry_points(group=ENTRY_POINTS)))
+
+
+@lru_cache
+def installed(name: str) -> Strategy:
+    """Another package's strategy; InputError where its entry point does not hold one of that name."""
+    from importlib.metadata import entry_points
+
+    entry = next(iter(entry_points(group=ENTRY_POINTS, name=name)))
+    parameter = f"entry point {ENTRY_POINTS}: {name}"
+    try:
+        strategy = entry.load()
+    except (ImportError, AttributeError) as error:
+        raise InputError(parameter, entry.value, f"what can be imported ({error})") from None
+    if not isinstance(strategy, Strategy) or strategy.name != name:
+        raise InputError(parameter, entry.value, f"a kvrsim Strategy named {name}")
+    return strategy
+
+
+def from_file(text: str, parameter: str) -> Strategy:
+    """The strategy of "FILE.py:NAME"; raises InputError for a file or name that is missing, or that is something else.
+
+    The file is run once, and again where it has changed.
+    """
+    matched = _FILE.fullmatch(text)
+    assert matched is not None, "see is_file"
+    path = Path(matched[1]).expanduser()
+    try:
+        status = path.stat()
+        code = path.read_bytes()
+    except OSError as error:
+        raise InputError(parameter, text, f"FILE.py:NAME with a file to read ({error.strerror})") from None
+    module = _modules.get(key := (path.resolve(), status.st_mtime_ns, status.st_size))
+    if module is None:
+        module = _modules[key] = _run(path, code, text, parameter)
+    strategies = [name for name, value in vars(module).items() if isinstance(value, Strategy)]
+    if not matched[2] or not hasattr(module, matched[2]):
+        found = f"{path.name} has {', '.join(strategies)}" if strategies else f"{path.name} has none"
+        raise InputError(parameter, text, f"FILE.py:NAME with the name of a Strategy; {found}")
+    value = getattr(module, matched[2])
+    if not isinstance(value, Strategy):
+        raise InputError(parameter, text, f"the name of a kvrsim Strategy, which a {type(value).__name__} is not")
+    return value
+
+
+_modules: dict[tuple[Path, int, int], ModuleType] = {}  # by file and its state
+
+
+def _run(path: Path, code: bytes, text: str, parameter: str) -> ModuleType:
+    """The file as a module that is not imported under any name: other processes get its functions by value."""
+    module = ModuleType(f"kvrsim_strategy_file_{path.stem}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # while it runs: dataclasses look their module up
+    try:
+        exec(compile(code, str(path), "exec"), module.__dict__)
+    except (Exception, SystemExit) as error:
+        raise InputError(parameter, text, f"a file that Python can run ({where(error, path.name)})") from error
+    finally:
+        del sys.modules[module.__name__]
+    return module
+
+
+def where(error: BaseException, name: str) -> str:
+    """An error of a user's file in one line: "line 3 of mine.py: NameError: name 'x' is not defined"."""
+    import traceback  # only for mistakes
+
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name == name]
+    line = error.lineno if isinstance(error, SyntaxError) else frames[-1].lineno if frames else None
+    message = error.msg if isinstance(error, SyntaxError) else str(error)
+    told = f"{type(error).__name__}: {message}".rstrip(": ")
+    return told if line is None else f"line {line} of {name}: {told}"

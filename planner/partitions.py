@@ -1,0 +1,148 @@
+"""The partition that a strategy runs with: given, even, searched, looked up, or the best number of even pieces."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvrsim.compile import for_strategy
+from kvrsim.errors import InputError
+from kvrsim.partition import Partition
+from kvrsim.results import SearchReport
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import KVR_S, Strategy
+from planner.evaluate import Evaluator, Progress
+from planner.search.search import Found, search
+
+if TYPE_CHECKING:
+    from planner.table.table import PartitionTable
+
+_GAIN = 0.002  # of TTFT; twice the pieces must gain more
+_MOST_A_STAGE = 64  # pieces; with so many, filling and emptying the stages takes less than 1.6 % of TTFT
+
+
+def partition_of(
+    scenario: Scenario,
+    strategy: Strategy,
+    partition: Sequence[int] | None = None,
+    table: PartitionTable | None = None,
+    on_progress: Progress | None = None,
+) -> Partition:
+    """The partition given, checked, or the strategy's own; raises InputError for one without its table."""
+    tokens, num_ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
+    if partition is not None:
+        pieces = len(partition) if strategy.partition_rule == "pieces" else num_ranks
+        return Partition.of(partition, num_tokens=tokens, num_ranks=pieces)
+    match strategy.partition_rule:
+        case "pieces":
+            return best_pieces(Evaluator(scenario, strategy, on_progress))
+        case "search":
+            return search(scenario, strategy, on_progress=on_progress).partition
+        case "table":
+            return _looked_up(scenario, strategy, table)
+    return Partition.even(tokens, num_ranks)
+
+
+def _looked_up(scenario: Scenario, strategy: Strategy, table: PartitionTable | None) -> Partition:
+    if table is None:
+        accepted = f"a file of kvrsim table build, where {strategy.name} looks its chunks up"
+        raise InputError("table", "nothing", accepted)
+    from planner.table.lookup import partition_from  # only where there is a table
+
+    return partition_from(table, scenario)
+
+
+def best_pieces(evaluator: Evaluator) -> Partition:
+    """Even pieces for a pipeline: 1, 2, 4, ... of them, as long as TTFT falls.
+
+    More pieces fill the stages sooner, fewer waste less on each. TTFT has one minimum: S stages take
+    (S + M - 1) x (work / M + the fixed cost of a piece) for M pieces.
+    """
+    scenario = evaluator.scenario
+    tokens = scenario.request.new_tokens
+    best, best_s, number = Partition.even(tokens, 1), float("inf"), 1
+    while number <= min(tokens, _MOST_A_STAGE * scenario.cluster.num_gpus):
+        partition = Partition.even(tokens, number)
+        ttft_s = float(evaluator.ttft_s(np.array([partition.chunk_lens], dtype=float))[0])
+        if ttft_s > best_s * (1 - _GAIN):
+            break
+        best, best_s, number = partition, ttft_s, 2 * number
+    return best
+
+
+@dataclass(slots=True)
+class PlanPartitions:
+    """The partitions of a plan's strategies, and what all searches together took."""
+
+    scenario: Scenario
+    chosen: Sequence[Strategy]
+    method: str  # of every search of a strategy over single GPUs
+    stride: int | None
+    table: PartitionTable | None
+    on_progress: Progress | None
+    found: dict[str, Found] = field(default_factory=dict)  # by strategy, of those that were searched
+    evaluations: int = 0
+    seconds: float = 0.0
+    _analytical: Found | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        for strategy in self.chosen:  # what is missing is missed before the first search
+            if strategy.partition_rule == "table":
+                partition_of(self.scenario, strategy, None, self.table)
+
+    def partition(self, strategy: Strategy) -> Partition:
+        """The strategy's best partition: searched, looked up, or its only one."""
+        begin_s = time.perf_counter()
+        placed = for_strategy(self.scenario, strategy)
+        if strategy.partition_rule == "search":
+            found = self._searched(placed, strategy)
+            cut, evaluations = found.partition, found.report.evaluations
+        elif strategy.partition_rule == "pieces":
+            evaluator = Evaluator(placed, strategy, self.on_progress)
+            cut, evaluations = best_pieces(evaluator), evaluator.evaluations
+        else:
+            return partition_of(placed, strategy, None, self.table)
+        self.evaluations += evaluations
+        self.seconds += time.perf_counter() - begin_s
+        return cut
+
+    def _searched(self, placed: Scenario, strategy: Strategy) -> Found:
+        if strategy.group_size == 1:
+            found = search(placed, strategy, method=self.method, stride=self.stride, on_progress=self.on_progress)
+        else:
+            found = search(placed, strategy, on_progress=self.on_progress)
+        self.found[strategy.name] = found
+        return found
+
+    @property
+    def kvr(self) -> Found:
+        """KVR-S's partition; where it was not asked for, the analytical plan, which one evaluation gives."""
+        if KVR_S.name in self.found:
+            return self.found[KVR_S.name]
+        if self._analytical is None:
+            self._analytical = search(self.scenario, KVR_S, method="analytical")
+        return self._analytical
+
+    def report(self) -> SearchReport:
+        """How partitions were searched (KVR-S's, or the first strategy's), and what all searches took."""
+        first = self.found.get(KVR_S.name) or next(iter(self.found.values()), self.kvr)
+        limits = [found.report.limit for found in self.found.values() if found.report.limit is not None]
+        return SearchReport(
+            method=first.report.method,
+            evaluations=self.evaluations,
+            seconds=self.seconds,
+            limit=max(limits, default=None),
+        )
+
+    def notes(self) -> list[str]:
+        """Which searches were cut short."""
+        return [
+            f"{name}: its search on a bus ended at {found.report.limit} partitions, the most for so many GPUs and"
+            " layers; a better one may exist"
+            for name, found in self.found.items()
+            if found.report.limit is not None
+        ]
