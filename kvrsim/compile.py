@@ -8,10 +8,11 @@ import numpy as np
 
 from kvrsim.cost.kernels import CostModel
 from kvrsim.ends import embedding, head, prepare
-from kvrsim.errors import InputError
-from kvrsim.program import Array, Program, beside_receives
+from kvrsim.errors import InputError, KvrsimError
+from kvrsim.program import Array, Op, Program, beside_receives
 from kvrsim.scenario import Scenario
-from kvrsim.strategies.base import Step, Strategy
+from kvrsim.strategies import STRATEGIES, Step, Strategy
+from kvrsim.strategies.load import where
 
 
 def for_strategy(scenario: Scenario, strategy: Strategy) -> Scenario:
@@ -53,7 +54,7 @@ def build_program(
             for chunk, end in zip(chunks, ends, strict=True)
         ),
         layers=tuple(
-            tuple(beside_receives(tuple(strategy.layer(step, rank)), scenario.pending_share) for rank in ranks)
+            tuple(beside_receives(_layer(strategy, step, rank), scenario.pending_share) for rank in ranks)
             for step in steps
         ),
         layer_kind_index=scenario.share.layer_kind_index,
@@ -70,3 +71,15 @@ def columns(chunks: Sequence[int] | Array) -> list[Array]:
     chunks: tokens, shape (ranks,), or (B, ranks) for a batch.
     """
     return list(np.ascontiguousarray(np.atleast_2d(np.asarray(chunks, dtype=float)).T))
+
+
+def _layer(strategy: Strategy, step: Step, rank: int) -> tuple[Op, ...]:
+    """A rank's operations in a layer; InputError where the layer of a strategy that is not kvrsim's raises."""
+    try:
+        return tuple(strategy.layer(step, rank))
+    except KvrsimError:
+        raise
+    except Exception as error:
+        if strategy.name.rpartition("+")[2] in STRATEGIES:
+            raise
+        raise InputError("strategy", strategy.name, f"a layer that runs ({where(error)})") from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,8 +121,12 @@ def test_the_commands_of_a_page(
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_the_python_of_a_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     names: dict[str, object] = {"__name__": "shown"}
     for block in BLOCK.finditer(page.read_text("utf-8")):
+        if block["title"]:
+            (tmp_path / block["title"]).write_text(block["text"], "utf-8")
+            monkeypatch.delitem(sys.modules, Path(block["title"]).stem, raising=False)
         if block["language"] == "python":
             code = compile(block["text"], str(page), "exec")
             if block["reason"] is None:

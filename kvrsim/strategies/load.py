@@ -84,18 +84,22 @@ def _run(path: Path, code: bytes, text: str, parameter: str) -> ModuleType:
     try:
         exec(compile(code, str(path), "exec"), module.__dict__)
     except (Exception, SystemExit) as error:
-        raise InputError(parameter, text, f"a file that Python can run ({where(error, path.name)})") from error
+        raise InputError(parameter, text, f"a file that Python can run ({where(error)})") from error
     finally:
         del sys.modules[module.__name__]
     return module
 
 
-def where(error: BaseException, name: str) -> str:
+def where(error: BaseException) -> str:
     """An error of a user's file in one line: "line 3 of mine.py: NameError: name 'x' is not defined"."""
     import traceback  # only for mistakes
 
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name == name]
-    line = error.lineno if isinstance(error, SyntaxError) else frames[-1].lineno if frames else None
-    message = error.msg if isinstance(error, SyntaxError) else str(error)
-    told = f"{type(error).__name__}: {message}".rstrip(": ")
-    return told if line is None else f"line {line} of {name}: {told}"
+    if isinstance(error, SyntaxError):
+        return f"line {error.lineno} of {Path(error.filename or '').name}: SyntaxError: {error.msg}"
+    told = f"{type(error).__name__}: {error}".rstrip(": ")
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_library(Path(frame.filename))]
+    return f"line {own[-1].lineno} of {Path(own[-1].filename).name}: {told}" if own else told
+
+
+def _is_library(path: Path) -> bool:
+    return Path(__file__).parents[1] in path.parents or "site-packages" in path.parts or str(path).startswith("<")

@@ -15,13 +15,13 @@ from kvrsim.partition import Partition
 from kvrsim.program import Array
 from kvrsim.results import Plan
 from kvrsim.scenario import Scenario
-from kvrsim.strategies import STRATEGIES, get_strategy
+from kvrsim.strategies import KVR_S, get_strategy
 from kvrsim.units import format_bytes
 from planner.confirm.result import Mode
 from planner.evaluate import Evaluator
 
 NO_REFERENCE = "logits are not compared: a single process's prefill does not fit in memory"
-_SEARCHED = "kvr-s"  # the strategy whose partition is searched, and whose other partitions are candidates
+_SEARCHED = KVR_S.name  # the strategy whose partition is searched, and whose other partitions are candidates
 _APART = 1 / 16  # of the even chunk: partitions that differ by less cannot be told apart by measurement
 _SHIFTS = (-2, -1, 0, 1, 2)  # in strides, as in the paper
 _MOST_AT_ONCE = 4  # boundaries whose shifts are all combined; with more, one at a time and all together
@@ -61,7 +61,7 @@ def _further(scenario: Scenario, center: Partition, taken: Sequence[tuple[int, .
     if not len(rows):
         return []
     ends = np.pad(rows.astype(float), ((0, 0), (1, 1)), constant_values=((0, 0), (0, tokens)))
-    ttft_s = Evaluator(scenario, STRATEGIES[_SEARCHED]).ttft_s(np.diff(ends, axis=1))
+    ttft_s = Evaluator(scenario, KVR_S).ttft_s(np.diff(ends, axis=1))
     known = [np.array(one[1:-1]) for one in taken]
     found: list[Partition] = []
     for index in np.argsort(ttft_s, kind="stable"):

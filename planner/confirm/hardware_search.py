@@ -19,7 +19,7 @@ from kvrsim.io.journal import Journal
 from kvrsim.io.json_text import JsonObject
 from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
-from kvrsim.strategies import STRATEGIES
+from kvrsim.strategies import KVR_S
 from planner.confirm.candidates import boundaries_around
 from planner.confirm.hardware import Hardware, run_plan
 from planner.evaluate import Evaluator
@@ -185,7 +185,7 @@ class RankStopwatch:
 
     def sample(self, stage: int, chunks: Chunks) -> Sample:
         """One prefill, after a warm-up where the partition is new."""
-        plan = run_plan(self.task.scenario, "kvr-s", Partition(chunk_lens=chunks), "ring")
+        plan = run_plan(self.task.scenario, KVR_S.name, Partition(chunk_lens=chunks), "ring")
         if chunks not in self.warm:
             self.warm.add(chunks)
             self.prefills.ttft_s(plan)
@@ -229,7 +229,7 @@ def _around(scenario: Scenario, center: Chunks, stride: int) -> list[Chunks]:
     tokens = sum(center)
     ends = boundaries_around(np.cumsum(center)[:-1], stride, tokens)
     rows = np.diff(np.pad(ends, ((0, 0), (1, 1)), constant_values=((0, 0), (0, tokens))), axis=1)
-    evaluator = Evaluator(scenario, STRATEGIES["kvr-s"])
+    evaluator = Evaluator(scenario, KVR_S)
     ttft_s, center_s = evaluator.ttft_s(rows.astype(float)), evaluator.one(center)
     order = [index for index in np.argsort(ttft_s, kind="stable") if ttft_s[index] <= _HOPELESS * center_s]
     found = [tuple(int(chunk) for chunk in rows[index]) for index in order[:_MOST]]

@@ -17,8 +17,8 @@ from kvrsim.strategies import STRATEGIES, get_strategy, strategy_names
 from kvrsim.strategies.load import installed
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = (ROOT / "docs" / "explanation" / "strategies.md").read_text("utf-8")
-CODE = re.search(r"```python\n(.*?)```", PAGE, re.S)
+PAGE = (ROOT / "docs" / "how-to" / "own-strategy.md").read_text("utf-8")
+CODE = re.search(r"```python title=\"my_strategies.py\"\n(.*?)```", PAGE, re.S)
 ENTRY = re.search(r"```toml\n(.*?)```", PAGE, re.S)
 
 
