@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
+
+from kvrsim.io.schema import fields_to_json
 
 if TYPE_CHECKING:
     import pandas
@@ -33,7 +35,7 @@ class Breakdown:
 
     def to_dict(self) -> list[dict[str, Any]]:
         """Plain JSON values."""
-        return [asdict(row) for row in self.rows]
+        return [fields_to_json(row) for row in self.rows]
 
     def to_frame(self) -> pandas.DataFrame:
         """One row a rank and operation."""

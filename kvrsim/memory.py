@@ -8,11 +8,12 @@ its half-precision result: 2 + 4 + 2 bytes an element, and the scores that the m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from kvrsim.compile import build_program, columns
 from kvrsim.cost.kernels import NoTime
 from kvrsim.in_flight import bytes_in_flight
+from kvrsim.io.schema import fields_to_json
 from kvrsim.model.spec import ModelSpec
 from kvrsim.partition import Partition
 from kvrsim.program import Compute, Program, RingPass
@@ -44,7 +45,7 @@ class RankMemory:
 
     def to_dict(self) -> dict[str, int]:
         """The parts and their total."""
-        return asdict(self) | {"total": self.total}
+        return fields_to_json(self) | {"total": self.total}
 
 
 def memory_of(scenario: Scenario, strategy: Strategy, partition: Partition) -> tuple[RankMemory, ...]:

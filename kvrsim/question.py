@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvrsim.io.schema import fields_to_json
 from kvrsim.units import format_tokens
+from kvrsim.version import __version__
 
 if TYPE_CHECKING:
     from kvrsim.scenario import Scenario
@@ -50,10 +52,13 @@ class Question:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        names = ("model", "profile", "cluster", "num_gpus", "context_len", "batch", "cached_prefix", "dtype")
-        return {name: getattr(self, name) for name in (*names, "attention", "memory_fraction", "seed")} | dict(
-            self.options
-        )
+        content = fields_to_json(self)
+        del content["options"]
+        return content | dict(self.options)
+
+    def header(self) -> dict[str, Any]:
+        """What every answer begins with, as plain JSON values."""
+        return {"question": self.to_dict(), "version": __version__}
 
     def request(self) -> str:
         """The request in words: "16k (16384) tokens, 4k (4096) of them cached, batch 2"."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvrsim.breakdown import Breakdown
 from kvrsim.hardware.gpu import MemoryLimit
-from kvrsim.io.schema import to_json
+from kvrsim.io.schema import fields_to_json
 from kvrsim.memory import RankMemory
 from kvrsim.timeline import Timeline
-from kvrsim.version import __version__
 
 if TYPE_CHECKING:
     import pandas
@@ -32,6 +31,12 @@ class RankReport:
     wait_s: float  # until it has finished, less compute_s: waiting for data, links or the host
     sent_bytes: float
     memory: RankMemory
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        content = fields_to_json(self)
+        memory = content.pop("memory")
+        return content | {"peak_bytes": self.memory.total, "memory": memory}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,43 +66,21 @@ class SimResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; the timeline is written apart."""
-        content = self._summary() | ({} if self.breakdown is None else {"breakdown": self.breakdown.to_dict()})
+        about = ("strategy", "model", "profile", "cluster", "context_len", "partition", "executor")
+        found = ("ttft_s", "ttft_low_s", "ttft_high_s", "fits")
+        content = self.question.header() | fields_to_json(self, *about, *found)
+        content |= self.memory_limit.to_dict() | fields_to_json(self, "per_rank", "warnings")
+        if self.breakdown is not None:
+            content["breakdown"] = self.breakdown.to_dict()
         if self.noise is not None and self.noisy is not None:
             content["noise"] = {"spec": self.noise.name, **self.noise.to_dict()} | self.noisy.to_dict()
         return content | ({} if self.stream is None else {"requests": self.stream.to_dict()})
-
-    def _summary(self) -> dict[str, Any]:
-        return {
-            "question": self.question.to_dict(),
-            "version": __version__,
-            "strategy": self.strategy,
-            "model": self.model,
-            "profile": self.profile,
-            "cluster": to_json(self.cluster),
-            "context_len": self.context_len,
-            "partition": list(self.partition),
-            "executor": self.executor,
-            "ttft_s": self.ttft_s,
-            "ttft_low_s": self.ttft_low_s,
-            "ttft_high_s": self.ttft_high_s,
-            "fits": self.fits,
-            **self.memory_limit.to_dict(),
-            "per_rank": [self._rank_dict(rank) for rank in self.per_rank],
-            "warnings": list(self.warnings),
-        }
 
     def to_frame(self) -> pandas.DataFrame:
         """One row a rank."""
         import pandas
 
-        return pandas.DataFrame(
-            [{k: v for k, v in self._rank_dict(rank).items() if k != "memory"} for rank in self.per_rank]
-        )
-
-    @staticmethod
-    def _rank_dict(rank: RankReport) -> dict[str, Any]:
-        row = {key: getattr(rank, key) for key in ("rank", "chunk_len", "compute_s", "wait_s", "sent_bytes")}
-        return row | {"peak_bytes": rank.memory.total, "memory": rank.memory.to_dict()}
+        return pandas.DataFrame([rank.to_dict() for rank in self.per_rank]).drop(columns="memory")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,21 +104,12 @@ class StrategyResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        noisy = {} if self.noisy is None else {"under_noise": self.noisy.to_dict()}
-        return noisy | {
-            "strategy": self.strategy,
-            "partition": list(self.partition),
-            "ttft_s": self.ttft_s,
-            "ttft_low_s": self.ttft_low_s,
-            "ttft_high_s": self.ttft_high_s,
-            "speedup_over_tsp": self.speedup_over_tsp,
-            "speedup": self.speedup,
-            "exposed_comm_s": self.exposed_comm_s,
-            "wait_s": list(self.wait_s),
-            "peak_bytes": [rank.total for rank in self.memory],
-            "fits": self.fits,
-            "approximate": self.approximate,
-        }
+        times = ("ttft_s", "ttft_low_s", "ttft_high_s", "speedup_over_tsp", "speedup", "exposed_comm_s", "wait_s")
+        content = {} if self.noisy is None else {"under_noise": self.noisy.to_dict()}
+        content |= fields_to_json(self, "strategy", "partition", *times)
+        return (
+            content | {"peak_bytes": [rank.total for rank in self.memory]} | fields_to_json(self, "fits", "approximate")
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,26 +211,13 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         best = self.best.to_dict()
-        return {
-            "question": self.question.to_dict(),
-            "version": __version__,
-            "model": self.model,
-            "profile": self.profile,
-            "cluster": to_json(self.cluster),
-            "attention": self.attention,
-            "num_gpus": self.num_gpus,
-            **self.memory_limit.to_dict(),
-            "context_len": self.context_len,
-            "best": {key: best[key] for key in ("strategy", "partition", "ttft_s", "ttft_low_s", "ttft_high_s", "fits")}
-            | {"ties": list(self.ties)},
-            "yardstick": self.yardstick,
-            "not_compared": list(self.not_compared),
-            "strategies": [strategy.to_dict() for strategy in self.strategies],
-            "bounds": asdict(self.bounds),
-            "search": asdict(self.search),
-            "rests_on": self.rests_on,
-            "warnings": list(self.warnings),
-        } | ({} if self.noise is None else {"noise": self.noise.to_dict()})
+        chosen = ("strategy", "partition", "ttft_s", "ttft_low_s", "ttft_high_s", "fits")
+        content = self.question.header() | fields_to_json(self, "model", "profile", "cluster", "attention", "num_gpus")
+        content |= self.memory_limit.to_dict() | {"context_len": self.context_len}
+        content["best"] = {key: best[key] for key in chosen} | {"ties": list(self.ties)}
+        content |= fields_to_json(self, "yardstick", "not_compared", "strategies", "bounds", "search", "rests_on")
+        content["warnings"] = list(self.warnings)
+        return content | ({} if self.noise is None else {"noise": self.noise.to_dict()})
 
     def to_frame(self) -> pandas.DataFrame:
         """One row a strategy."""

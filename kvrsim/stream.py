@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvrsim.errors import InputError
+from kvrsim.io.schema import fields_to_json
 from kvrsim.units import format_seconds, parse_seconds
 
 MAX_REQUESTS = 10_000
@@ -69,15 +70,10 @@ class StreamResult:
         p50_s, p95_s, p99_s = (float(value) for value in np.quantile(self.ttft_s, (0.5, 0.95, 0.99)))
         return {
             "count": len(self.ttft_s),
-            "arrivals": self.arrivals,
-            "arrivals_s": list(self.arrivals_s),
-            "ttft_s": list(self.ttft_s),
+            **fields_to_json(self, "arrivals", "arrivals_s", "ttft_s"),
             "mean_ttft_s": float(np.mean(self.ttft_s)),
             "p50_ttft_s": p50_s,
             "p95_ttft_s": p95_s,
             "p99_ttft_s": p99_s,
-            "throughput_per_s": self.throughput_per_s,
-            "steady_per_s": self.steady_per_s,
-            "busy_s": list(self.busy_s),
-            "utilisation": list(self.utilisation),
+            **fields_to_json(self, "throughput_per_s", "steady_per_s", "busy_s", "utilisation"),
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from calibrate.fit.solver import Comparison, Errors
 from kvrsim.io.files import write_atomically
+from kvrsim.io.schema import fields_to_json, to_json
 from kvrsim.plots.save import save_figure
 from kvrsim.plots.style import styled
 from kvrsim.profile.profile import CalibrationProfile
@@ -60,14 +61,12 @@ class FitReport:
         profile = self.profile
         return {
             "profile": profile.name,
-            "gpu": profile.gpu,
-            "description": profile.description,
-            "not_covered": profile.not_covered,
+            **fields_to_json(profile, "gpu", "description", "not_covered"),
             "operations": {
-                kind: asdict(fit) | {"errors": [asdict(line) for line in self.lines.get(kind, ())]}
+                kind: to_json(fit) | {"errors": to_json(self.lines.get(kind, ()))}
                 for kind, fit in profile.operations.items()
             },
-            "layers": None if self.layers is None else asdict(self.layers.errors()),
+            "layers": None if self.layers is None else to_json(self.layers.errors()),
             "notes": [*self.layers_note, *self.notes],
             "provenance": dict(profile.provenance),
         }

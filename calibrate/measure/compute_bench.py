@@ -22,6 +22,7 @@ from calibrate.measure.layer_marks import ForwardTimes, LayerMarks
 from calibrate.measure.machine import device_name
 from calibrate.measure.pending import PendingRanks
 from kvrsim.errors import InputError
+from kvrsim.io.schema import fields_to_json
 from kvrsim.model.spec import ModelSpec
 from kvrsim.runtime.cache import OnUpdate, PrefixCache
 from kvrsim.runtime.geometry import Geometry, load_model
@@ -135,7 +136,7 @@ class ComputeBench:
 
     def conditions(self) -> Mapping[str, Any] | None:
         """What NVML said while the last sample was taken; None on a CPU."""
-        return None if self._reading is None else self._reading.to_dict()
+        return None if self._reading is None else fields_to_json(self._reading)
 
     def _heats(self, point: str, forward_s: float) -> bool:
         """Whether the device has to be heated first; the host's time is its own."""

@@ -37,15 +37,6 @@ class Reading:
     power_limit_w: float | None  # that is enforced
     throttled: tuple[str, ...]  # reasons that hold the clock down, in NVML's words
 
-    def to_dict(self) -> dict[str, Any]:
-        """As a journal has it."""
-        return {
-            "sm_clock_hz": self.sm_clock_hz,
-            "power_w": self.power_w,
-            "power_limit_w": self.power_limit_w,
-            "throttled": list(self.throttled),
-        }
-
 
 class Nvml:
     """The few functions of NVML that are needed; `library` is libnvidia-ml, or what behaves like it."""

@@ -15,6 +15,7 @@ from calibrate.measure.device_watch import DeviceWatch
 from calibrate.measure.link_points import LinkPoint, flow_text, link_points
 from calibrate.measure.link_ranks import START_S, LinkRank
 from kvrsim.errors import InputError
+from kvrsim.io.schema import fields_to_json
 from kvrsim.runtime.ranks.pool import RankPool
 
 BACKENDS = {"gloo": ("cpu",), "nccl": ("cuda",)}  # and the devices that they move
@@ -115,7 +116,7 @@ class LinkBench:
         if self._watch is None:
             self._watch = DeviceWatch.of_visible(import_module("torch"), range(self.num_ranks))
         reading = self._watch.read()
-        return None if reading is None else reading.to_dict()
+        return None if reading is None else fields_to_json(reading)
 
     def pids(self) -> Sequence[int]:
         """Of the ranks, which this starts."""

@@ -17,6 +17,7 @@ from calibrate.measure.device_watch import DeviceWatch
 from calibrate.measure.grid import Point
 from calibrate.measure.machine import device_name, versions
 from calibrate.measure.pending import ALONE, PENDING, PendingRanks
+from kvrsim.io.schema import to_json
 from kvrsim.runtime.geometry import DTYPES
 from kvrsim.runtime.ranks.launch import Launch, launch
 from kvrsim.runtime.ranks.transport import Transport
@@ -45,7 +46,7 @@ def _gpu(index: int) -> dict[str, Any]:
         "uuid": str(getattr(found, "uuid", "")),
         "num_sms": found.multi_processor_count,
         "memory_bytes": found.total_memory,
-        "now": None if reading is None else reading.to_dict(),
+        "now": to_json(reading),
     }
 
 
@@ -110,7 +111,7 @@ def _rate(
         count += 1
         if time.monotonic() - read_s >= min(_READ_EVERY_S, duration_s / 4):
             reading, read_s = watch.read(), time.monotonic()
-            readings += [] if reading is None else [reading.to_dict()]
+            readings += [] if reading is None else [to_json(reading)]
             clock.wait()  # so that what is asked for lasts as long as asked for
     clock.mark("end")
     marks = clock.finish()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvrsim.hardware.gpu import MemoryLimit
+from kvrsim.io.schema import fields_to_json
 from kvrsim.program import Array
 from planner.capacity.confidence import Interval
 from planner.capacity.workloads.workload import Lengths
@@ -29,10 +30,6 @@ class GroupAnswer:
     strategies: Mapping[str, float]  # share of their time
     context_range: tuple[int, int]  # of new tokens, both ends included: the context less what is cached of it
     requests: int  # that were sent here
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self) | {"context_range": list(self.context_range), "strategies": dict(self.strategies)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,14 +66,14 @@ class FleetAnswer:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; a time that never comes is null."""
-        names = ("p50_ttft_s", "p95_ttft_s", "p99_ttft_s", "max_ttft_s")
-        values = {"num_gpus": self.num_gpus, "groups": [group.to_dict() for group in self.groups]}
-        values |= {name: _finite(getattr(self, name)) for name in names}
-        values |= {"utilisation": self.utilisation, "cost_per_hour": self.cost_per_hour, "meets": self.meets}
-        values |= {"target_ttft_s": _finite(self.target.value_s)}
-        values |= {"target_low_s": self.target.low_s, "target_high_s": self.target.high_s}
-        after = ("in_time", "goodput_per_s", "requests", "retried", "lost_gpu_s", "unserved")
-        return values | {name: getattr(self, name) for name in after}
+        times = ("p50_ttft_s", "p95_ttft_s", "p99_ttft_s", "max_ttft_s")
+        content = fields_to_json(self, "num_gpus", "groups") | {name: _finite(getattr(self, name)) for name in times}
+        content |= fields_to_json(self, "utilisation", "cost_per_hour", "meets")
+        content |= {"target_ttft_s": _finite(self.target.value_s)}
+        content |= {"target_low_s": self.target.low_s, "target_high_s": self.target.high_s}
+        return content | fields_to_json(
+            self, "in_time", "goodput_per_s", "requests", "retried", "lost_gpu_s", "unserved"
+        )
 
     def describe(self) -> str:
         """Groups in words: "3 x 2 GPUs up to 4096, 1 x 8 GPUs from 4097"."""
@@ -155,20 +152,11 @@ class CapacityPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        names = ("model", "profile", "cluster", "slo_ttft_s", "percentile", "objective")
-        after = ("decoding", "dispatch", "interval_meaning", "simulated_requests", "seconds", "rests_on")
-        return {
-            "answer": None if self.answer is None else self.answer.to_dict(),
-            "alternatives": [one.to_dict() for one in self.alternatives],
-            "infeasible": [one.to_dict() for one in self.infeasible],
-            "nearest_miss": None if self.nearest_miss is None else self.nearest_miss.to_dict(),
-            "pareto": [asdict(point) for point in self.pareto],
-            **{name: getattr(self, name) for name in names},
-            **self.memory_limit.to_dict(),
-            "workload": dict(self.workload),
-            **{name: getattr(self, name) for name in after},
-            "warnings": list(self.warnings),
-        }
+        fleets = ("answer", "alternatives", "infeasible", "nearest_miss", "pareto")
+        about = ("model", "profile", "cluster", "slo_ttft_s", "percentile", "objective")
+        rest = ("workload", "decoding", "dispatch", "interval_meaning", "simulated_requests", "seconds", "rests_on")
+        content = fields_to_json(self, *fleets, *about) | self.memory_limit.to_dict()
+        return content | fields_to_json(self, *rest, "warnings")
 
     @property
     def first(self) -> FleetAnswer:

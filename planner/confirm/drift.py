@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from kvrsim.io.schema import fields_to_json
 from kvrsim.scenario import Scenario
 from kvrsim.units import scale
 from planner.simulate import run_simulation
@@ -37,13 +38,7 @@ class ClockDrift:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {
-            "num_tokens": self.num_tokens,
-            "predicted_s": self.predicted_s,
-            "measured_s": self.measured_s,
-            "speed": self.speed,
-            "samples_s": list(self.samples_s),
-        }
+        return fields_to_json(self, "num_tokens", "predicted_s", "measured_s", "speed", "samples_s")
 
 
 def drift_tokens(scenario: Scenario) -> int:

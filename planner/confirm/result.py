@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from kvrsim.io.schema import fields_to_json
 from kvrsim.timeline import Timeline
 from planner.confirm.drift import ClockDrift
 
@@ -194,20 +195,11 @@ class Confirmation:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
-            "model": self.model,
-            "profile": self.profile,
-            "cluster": self.cluster,
-            "attention": self.attention,
-            "dtype": self.dtype,
-            "num_gpus": self.num_gpus,
-            "context_len": self.context_len,
-            "mode": self.mode,
+            **fields_to_json(self, "model", "profile", "cluster", "attention", "dtype"),
+            **fields_to_json(self, "num_gpus", "context_len", "mode"),
             "candidates": [one.to_dict() | {"chosen": one is self.choice} for one in self.candidates],
             "best_measured": {"strategy": self.best.strategy, "partition": list(self.best.partition)},
-            "regret": self.regret,
-            "regret_spread": self.regret_spread,
-            "regret_beyond_spread": self.regret_beyond_spread,
-            "median_error": self.median_error,
+            **fields_to_json(self, "regret", "regret_spread", "regret_beyond_spread", "median_error"),
             "median_error_at_pace": self.median_error_after_drift,
             "pace": None if self.drift is None else self.drift.to_dict(),
             "max_logit_error": self.max_logit_error,
@@ -218,11 +210,7 @@ class Confirmation:
                 "median_error": self.targets.error,
                 "logits": self.targets.logits_for(self.dtype),
             },
-            "tsp": self.tsp,
-            "measured": list(self.measured),
-            "modelled": list(self.modelled),
-            "conditions": dict(self.conditions),
-            "warnings": list(self.warnings),
+            **fields_to_json(self, "tsp", "measured", "modelled", "conditions", "warnings"),
         }
 
     def to_frame(self) -> pandas.DataFrame:

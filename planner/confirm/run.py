@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvrsim.errors import InputError
+from kvrsim.io.schema import fields_to_json
 from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
@@ -64,26 +65,17 @@ class RunResult:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
-            "strategy": self.strategy,
-            "model": self.model,
-            "attention": self.attention,
-            "dtype": self.dtype,
-            "num_gpus": self.num_gpus,
-            "context_len": self.context_len,
-            "partition": list(self.partition),
+            **fields_to_json(self, "strategy", "model", "attention", "dtype", "num_gpus", "context_len", "partition"),
             "measured_ttft_s": self.ttft_s,
             "measured_iqr_s": self.iqr_s,
-            "samples_s": list(self.samples_s),
-            "other_cores": list(self.other_cores),
+            **fields_to_json(self, "samples_s", "other_cores"),
             "predicted_ttft_s": self.predicted_s,
             "max_logit_error": self.logits_error,
             "largest_logit": self.logits_scale,
             "max_kv_cache_error": self.kv_cache_error,
             "all_gather": self.all_gather,
             "per_rank": [self._rank(rank) for rank in range(self.timeline.num_ranks)],
-            "generated": [list(tokens) for tokens in self.generated],
-            "conditions": dict(self.conditions),
-            "warnings": list(self.warnings),
+            **fields_to_json(self, "generated", "conditions", "warnings"),
         }
 
     def _rank(self, rank: int) -> dict[str, Any]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.hardware.gpu import MemoryLimit
-from kvrsim.io.schema import to_json
+from kvrsim.io.schema import fields_to_json, to_json
 from kvrsim.question import Question
-from kvrsim.version import __version__
 
 if TYPE_CHECKING:
     import pandas
@@ -171,26 +170,17 @@ class StrategyMap:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {
-            "question": self.question.to_dict(),
-            "version": __version__,
-            "model": self.model,
-            "profile": self.profile,
-            "cluster": to_json(self.cluster),
-            "attention": self.attention,
-            **self.memory_limit.to_dict(),
-            "points": [asdict(point) for point in self.points],
-            "winners": [asdict(winner) for winner in self.winners()],
-            "best": [asdict(winner) for winner in self.best()],
-            "break_even": [asdict(one) for one in self.break_evens()],
-            "warnings": list(self.warnings),
-        }
+        content = self.question.header() | fields_to_json(self, "model", "profile", "cluster", "attention")
+        content |= self.memory_limit.to_dict() | fields_to_json(self, "points")
+        found = {"winners": self.winners(), "best": self.best(), "break_even": self.break_evens()}
+        content |= {name: to_json(list(those)) for name, those in found.items()}
+        return content | fields_to_json(self, "warnings")
 
     def to_frame(self) -> pandas.DataFrame:
         """One row a point."""
         import pandas
 
-        return pandas.DataFrame([asdict(point) for point in self.points])
+        return pandas.DataFrame(to_json(self.points))
 
 
 def _break_even(places: Sequence[dict[str, MapPoint]], name: str, over: str) -> BreakEven:

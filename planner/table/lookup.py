@@ -13,7 +13,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from kvrsim.errors import InputError
 from kvrsim.partition import Partition
@@ -37,18 +37,6 @@ class LookedUp:
     source: Source
     between: tuple[int, ...]  # contexts of the entries it rests on, one or two
     warnings: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {
-            "num_gpus": self.num_gpus,
-            "context_len": self.context_len,
-            "fractions": list(self.fractions),
-            "partition": list(self.partition),
-            "source": self.source,
-            "between": list(self.between),
-            "warnings": list(self.warnings),
-        }
 
 
 def look_up(

@@ -138,7 +138,9 @@ def lookup(
     if json:
         for warning in found.warnings:
             tell(f"warning: {warning}")
-        print_json(found.to_dict())
+        from kvrsim.io.schema import to_json
+
+        print_json(to_json(found))
         return
     from kvrsim.cli.render.table import show_lookup
 

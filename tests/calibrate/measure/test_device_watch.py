@@ -11,6 +11,7 @@ import pytest
 
 from calibrate.measure import device_watch
 from calibrate.measure.device_watch import DeviceWatch, Nvml, faults_of, summary
+from kvrsim.io.schema import to_json
 
 
 @dataclass
@@ -78,8 +79,8 @@ def test_a_power_cap_is_throttling_but_no_fault_and_heat_is_both() -> None:
     assert capped is not None
     assert hot is not None
     assert idle is not None
-    assert faults_of(capped.to_dict()) == []
-    assert faults_of(hot.to_dict()) == ["hw_slowdown", "hw_thermal_slowdown"]
+    assert faults_of(to_json(capped)) == []
+    assert faults_of(to_json(hot)) == ["hw_slowdown", "hw_thermal_slowdown"]
     assert idle.throttled == (), "an idle GPU is not throttled"
     assert faults_of(None) == []
 
@@ -101,7 +102,7 @@ def test_what_nvml_does_not_say_is_not_known() -> None:
 
 def test_a_campaigns_readings_are_summed_up() -> None:
     nvml = Nvml(StubNvml(GPUS))
-    readings = [found.to_dict() for uuid in ("aa", "bb", "bb", "bb") if (found := DeviceWatch(nvml, [uuid]).read())]
+    readings = [to_json(found) for uuid in ("aa", "bb", "bb", "bb") if (found := DeviceWatch(nvml, [uuid]).read())]
     found = summary(readings)
     assert found["sm_clock_hz"] == [1.41e9, 1.41e9, 1.98e9]
     assert found["throttled"] == {"sw_power_cap": 0.75}
