@@ -177,24 +177,26 @@ def scale(value: T, factor: float, *, only_rates: bool = False) -> T:
     """A dataclass with every time multiplied and every rate divided by a factor; with `only_rates` times stay.
 
     Fields that end in `_s` or `seconds` are times, those that end in `_per_s` rates; a field whose name has no unit
-    may have one in its metadata. What is inside tuples, mappings and other dataclasses is scaled, too.
+    may have one in its metadata. What is inside tuples, mappings and other dataclasses is scaled, too;
+    what has no unit stays the same object.
     """
-    scaled: Any = value
     if isinstance(value, Mapping):
-        scaled = {key: scale(one, factor, only_rates=only_rates) for key, one in value.items()}
-    elif isinstance(value, tuple) and any(map(is_dataclass, value)):
-        scaled = tuple(scale(one, factor, only_rates=only_rates) for one in value)
-    elif is_dataclass(value) and not isinstance(value, type):
-        changes: dict[str, Any] = {}
-        for field in fields(value):
-            unit, old = field.metadata.get("unit", field.name), getattr(value, field.name)
-            if old is None or not field.init:
-                continue
-            if unit.endswith("_per_s"):
-                changes[field.name] = old / factor
-            elif not unit.endswith(("_s", "seconds")):
-                changes[field.name] = scale(old, factor, only_rates=only_rates)
-            elif not only_rates:
-                changes[field.name] = tuple(s * factor for s in old) if isinstance(old, tuple) else old * factor
-        scaled = replace(value, **changes)
-    return scaled  # type: ignore[no-any-return]
+        return {key: scale(one, factor, only_rates=only_rates) for key, one in value.items()}  # type: ignore[return-value]
+    if isinstance(value, tuple) and any(map(is_dataclass, value)):
+        parts = tuple(scale(one, factor, only_rates=only_rates) for one in value)
+        return parts if any(new is not old for new, old in zip(parts, value, strict=True)) else value  # type: ignore[return-value]
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    changes: dict[str, Any] = {}
+    for field in fields(value):
+        unit, old = field.metadata.get("unit", field.name), getattr(value, field.name)
+        if old is None or not field.init:
+            continue
+        if unit.endswith("_per_s"):
+            changes[field.name] = old / factor
+        elif not unit.endswith(("_s", "seconds")):
+            new = scale(old, factor, only_rates=only_rates)
+            changes |= {} if new is old else {field.name: new}
+        elif not only_rates:
+            changes[field.name] = tuple(s * factor for s in old) if isinstance(old, tuple) else old * factor
+    return replace(value, **changes) if changes else value

@@ -10,7 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrsim.errors import InputError
+from kvrsim.hardware.cluster import load_cluster
 from kvrsim.io.json_text import JsonObject
+from kvrsim.model.load import load_model
+from kvrsim.profile.profile import load_profile
 from kvrsim.units import (
     MAX_TOKENS,
     format_bandwidth,
@@ -22,6 +25,7 @@ from kvrsim.units import (
     parse_count,
     parse_seconds,
     parse_tokens,
+    scale,
 )
 
 PARSERS: list[Callable[[str, str], float]] = [
@@ -333,3 +337,20 @@ def test_json_defaults_and_comments() -> None:
 def test_json_integers_round_trip(fields: dict[str, int]) -> None:
     content = some_json(**json.loads(json.dumps(fields)))
     assert {key: content.integer(key) for key in fields} == fields
+
+
+def test_scaling_reads_units_from_names() -> None:
+    link = load_cluster().link
+    slower = scale(link, 2.0)
+    assert slower.bandwidth_bytes_per_s == link.bandwidth_bytes_per_s / 2
+    assert slower.latency_s == link.latency_s * 2
+    assert scale(link, 2.0, only_rates=True).latency_s == link.latency_s
+    assert scale(None, 2.0) is None
+    model = load_model("llama-7b")
+    assert scale(model, 2.0) is model, "nothing of it has a unit of time"
+    rates = load_profile("a100-flash").kernels
+    half = scale(rates, 2.0)
+    assert half.elementwise.norm == rates.elementwise.norm / 2
+    assert half.gemm.measured[0].seconds == tuple(2 * s for s in rates.gemm.measured[0].seconds)
+    assert half.gemm.tiles[0].flops_share == rates.gemm.tiles[0].flops_share
+    assert half.attention["flash"].launch_s == 2 * rates.attention["flash"].launch_s  # type: ignore[union-attr]
