@@ -14,7 +14,7 @@ app = typer.Typer(help="Clusters: GPUs and the links between them.")
 
 @app.command("list")
 def list_clusters(json: Json = False) -> None:
-    """The clusters that ship with kvrsim."""
+    """List the built-in clusters."""
     from kvrsim.hardware.cluster import builtin_clusters, load_cluster
     from kvrsim.io.schema import to_json
 
@@ -32,7 +32,7 @@ def show(
     name: Annotated[str, typer.Argument(metavar="NAME|PATH", help="A built-in cluster or a file.")],
     json: Json = False,
 ) -> None:
-    """One cluster: its GPU, links and layout, with the datasheets they are from."""
+    """Print one cluster: GPU, links and topology, with their datasheets."""
     from kvrsim.hardware.cluster import load_cluster
     from kvrsim.io.schema import to_json
 

@@ -18,7 +18,7 @@ app = typer.Typer(help="Models: built in, or any Hugging Face config.json.")
 
 @app.command("list")
 def list_models(json: Json = False) -> None:
-    """The models that ship with kvrsim."""
+    """List the built-in models."""
     from kvrsim.model.load import builtin_models, load_model
 
     models = [load_model(name) for name in builtin_models()]
@@ -35,7 +35,7 @@ def show(
     name: Annotated[str, typer.Argument(metavar="NAME|PATH", help="A built-in model, a config.json, or its folder.")],
     json: Json = False,
 ) -> None:
-    """One model as kvrsim understands it: shapes, parameters, KV cache."""
+    """Print one model: shapes, parameters, KV cache."""
     from kvrsim.model.load import load_model
 
     model = load_model(name, argument="NAME|PATH")

@@ -9,12 +9,12 @@ import typer
 from kvrsim.cli.options import Json
 from kvrsim.cli.outputs import print_json
 
-app = typer.Typer(help="Calibration profiles: what machines were measured to do.")
+app = typer.Typer(help="Calibration profiles: measured rates of machines.")
 
 
 @app.command("list")
 def list_profiles(json: Json = False) -> None:
-    """The profiles that ship with kvrsim."""
+    """List the built-in profiles."""
     from kvrsim.profile.profile import builtin_profiles, load_profile
 
     profiles = [load_profile(name) for name in builtin_profiles()]
@@ -41,7 +41,7 @@ def show(
     name: Annotated[str, typer.Argument(metavar="NAME|PATH", help="A built-in profile or a file.")],
     json: Json = False,
 ) -> None:
-    """One profile: its rates, where they hold, how well, and where they come from."""
+    """Print one profile: rates, measured range, errors, sources."""
     from kvrsim.profile.profile import load_profile
 
     profile = load_profile(name, argument="NAME|PATH")
@@ -61,13 +61,13 @@ def show(
 @app.command("diff")
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="A built-in profile or a file.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another profile.")],
     model: Annotated[
-        str, typer.Option("--model", metavar="NAME|PATH", help="Whose layers both are asked for.")
+        str, typer.Option("--model", metavar="NAME|PATH", help="Model whose layers are compared.")
     ] = "llama-7b",
     json: Json = False,
 ) -> None:
-    """Two profiles side by side: seconds of typical operations, and which differ by more than either's own errors."""
+    """Compare two profiles: seconds of typical operations, and which differ significantly."""
     from calibrate.fit.diff import compare_profiles, dtypes_of
     from kvrsim.model.load import load_model
     from kvrsim.profile.profile import load_profile
@@ -106,4 +106,4 @@ def diff(
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
         table.add_row(row.operation, format_seconds(row.a_s), format_seconds(row.b_s), ratio, "*" * row.differs)
     names = f"A: {first.name}, {dtypes[0]}, on {first.gpu}; B: {second.name}, {dtypes[1]}, on {second.gpu}"
-    show(names, "", table, "", "*: beyond what the errors of both profiles leave open, in four cases of five")
+    show(names, "", table, "", "*: the difference is larger than the 80 % interval of both profiles' errors")

@@ -29,13 +29,13 @@ def _validate() -> None:
 @app.command("published")
 def published(
     report: Annotated[
-        str | None, typer.Option("--report", metavar="FILE", help="Write the report as Markdown, too.")
+        str | None, typer.Option("--report", metavar="FILE", help="Also write the report as Markdown.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Simulate every published case and print how far off each one is.
+    """Simulate every published case and print the errors.
 
-    Exits with 1 where the accuracy that is promised is not met.
+    The exit code is 1 if the required accuracy is not met.
     """
     check_output(report, "report")
     try:

@@ -19,7 +19,7 @@ _BAR = 24  # characters of the longest bar of the histogram
 
 
 def show_capacity(plan: CapacityPlan) -> None:
-    """What was read, the fleets, and what they rest on."""
+    """The requests, the fleets, and what the answer rests on."""
     from planner.capacity.report import groups_of_fleet, headline, interval, losses, verdict
 
     best = plan.first
@@ -32,7 +32,7 @@ def show_capacity(plan: CapacityPlan) -> None:
         if text is not None and not nothing_served:
             table.add_row(label, text)
     for reason in plan.reasons():
-        table.add_row("no:", reason)
+        table.add_row("why not:", reason)
     table.add_row("memory:", limit_text(plan.memory_limit))
     table.add_row("decoding:", plan.decoding)
     table.add_row("dispatch:", plan.dispatch)
@@ -63,7 +63,7 @@ def _fleets(plan: CapacityPlan) -> Table:
     """The answer, or the nearest miss, and alternatives."""
     table = columns("GPUs", numbers=True)
     table.add_column("fleet")
-    columns("p50", "p95", "p99", "longest", "in time", "utilised", numbers=True, into=table)
+    columns("p50", "p95", "p99", "max", "in target", "utilised", numbers=True, into=table)
     fleets = [plan.first, *plan.alternatives[:_SHOWN]]
     priced = any(one.cost_per_hour is not None for one in fleets)
     columns(*["cost/hour"] * priced, numbers=True, into=table)

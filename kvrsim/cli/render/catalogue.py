@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def show_profiles(profiles: Sequence[CalibrationProfile]) -> None:
-    """One row a profile."""
-    table = columns("profile", "GPU", "attention", "error")
-    table.add_column("what it is")
+    """One row per profile."""
+    table = columns("profile", "GPU", "attention", "held-out error")
+    table.add_column("description")
     for profile in profiles:
         kernels = ", ".join(profile.attention_kernels)
         table.add_row(profile.name, profile.gpu, kernels, _left_out_error(profile), profile.description)
@@ -27,7 +27,7 @@ def show_profiles(profiles: Sequence[CalibrationProfile]) -> None:
 
 
 def _left_out_error(profile: CalibrationProfile) -> str:
-    """Mean absolute error on what was left out of the fit: of whole TTFTs, or of the two operations that count."""
+    """Mean absolute held-out error: of whole TTFTs, or of matrix products and attention."""
     if profile.residual is not None:
         return f"TTFT {profile.residual.cross_validated_mape:.1%}"
     kinds = [(kind, profile.operations[kind]) for kind in ("gemm", "attention") if kind in profile.operations]
@@ -35,9 +35,9 @@ def _left_out_error(profile: CalibrationProfile) -> str:
 
 
 def show_models(models: Sequence[ModelSpec]) -> None:
-    """One row a model."""
+    """One row per model."""
     table = columns("model", "architecture")
-    columns("parameters", "layers", "hidden", "heads", "KV heads", "made for", numbers=True, into=table)
+    columns("parameters", "layers", "hidden", "heads", "KV heads", "max context", numbers=True, into=table)
     for model in models:
         made_for = model.max_position_embeddings
         counts = (
@@ -53,8 +53,8 @@ def show_models(models: Sequence[ModelSpec]) -> None:
 
 
 def show_clusters(clusters: Mapping[str, Cluster]) -> None:
-    """One row a cluster."""
-    table = columns("cluster", "GPUs", "memory", "topology", "link", "one way", "latency")
+    """One row per cluster; bandwidth per direction."""
+    table = columns("cluster", "GPUs", "memory", "topology", "link", "bandwidth", "latency")
     for name, cluster in clusters.items():
         gpu, link = cluster.gpu, cluster.link
         speed, latency = format_bandwidth(link.bandwidth_bytes_per_s), format_seconds(link.latency_s)
@@ -64,11 +64,11 @@ def show_clusters(clusters: Mapping[str, Cluster]) -> None:
 
 
 def show_validation(result: Mapping[str, Any]) -> None:
-    """One row a published case, and the errors of the groups."""
+    """One row per published case, and the errors of the groups."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     for title in ("source", "case"):
         table.add_column(title)
-    columns("reported", "simulated", "error", "fit", numbers=True, into=table)
+    columns("reported", "simulated", "error", "calibration", numbers=True, into=table)
     for row in result["rows"]:
         times = (format_seconds(row["reported_s"]), format_seconds(row["simulated_s"]))
         used = "used" if row["used_for_calibration"] else "held out"

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def show_confirmation(found: Confirmation) -> None:
-    """One row a candidate, and what it comes to."""
+    """One row per candidate, then regret and errors."""
     rows = columns("strategy\n", "partition\n(tokens)")
-    columns("predicted\n", "low–high\n", "measured\nmedian", "spread\n(IQR)", "error\n", numbers=True, into=rows)
+    columns("predicted\n", "80 %\ninterval", "measured\nmedian", "spread\n(IQR)", "error\n", numbers=True, into=rows)
     for one in found.candidates:
         rows.add_row(
             one.strategy,
@@ -44,7 +44,7 @@ def show_confirmation(found: Confirmation) -> None:
     table.add_row("measured:", "; ".join(found.measured))
     if found.modelled:
         table.add_row("modelled:", "; ".join(found.modelled))
-    table.add_row("on:", "; ".join(f"{name} {value}" for name, value in found.conditions.items()))
+    table.add_row("machine:", "; ".join(f"{name} {value}" for name, value in found.conditions.items()))
     for warning in found.warnings:
         table.add_row(Text("note:", style="yellow"), warning)
     for reason in found.reasons:
@@ -66,7 +66,7 @@ def _regret(found: Confirmation) -> str:
 
 
 def show_search(found: Searched) -> None:
-    """The best partition that was measured, and what it took."""
+    """The fastest measured partition, and the cost of the search."""
     table = facts()
     table.add_row(
         "best:", f"{', '.join(map(str, found.best.partition))}, {format_seconds(found.best.median_s)} measured"
@@ -80,7 +80,7 @@ def show_search(found: Searched) -> None:
 
 
 def show_run(found: RunResult) -> None:
-    """TTFT and its spread, and one row a rank."""
+    """One row per rank, then TTFT and its spread."""
     rows = columns("rank", "tokens", "compute", "wait", "sent", numbers=True)
     values = found.to_dict()["per_rank"]
     tokens = [*[0] * (len(values) - len(found.partition)), *found.partition]
@@ -100,7 +100,7 @@ def show_run(found: RunResult) -> None:
         table.add_row("logits:", f"differ from one process's by at most {shown}")
     for row in found.generated:
         table.add_row("tokens:", " ".join(map(str, row)))
-    table.add_row("on:", "; ".join(f"{name} {value}" for name, value in found.conditions.items()))
+    table.add_row("machine:", "; ".join(f"{name} {value}" for name, value in found.conditions.items()))
     for warning in found.warnings:
         table.add_row(Text("note:", style="yellow"), warning)
     title = f"Prefill of {format_tokens(found.context_len)} tokens by {found.model}, measured: {found.strategy}"

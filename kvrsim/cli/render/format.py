@@ -74,7 +74,7 @@ def header(answer: Plan | SimResult) -> tuple[Text, Text]:
 
 
 def limit_text(limit: MemoryLimit) -> str:
-    """What a rank's peak is compared with, and the option that changes it."""
+    """The memory limit, and the option that changes it."""
     return f"{limit.describe()} (--memory-fraction)"
 
 
@@ -144,4 +144,4 @@ def _parts(held: RankMemory) -> list[str]:
 def mean_change(noisy: Distribution) -> str:
     """How much longer the mean TTFT is under noise."""
     more = round(noisy.mean.value_s / noisy.quiet_s - 1, 4) + 0.0  # no "-0.0%"
-    return f"mean {more:+.1%} on noise-free"
+    return f"mean {more:+.1%} over noise-free"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def show_map(found: StrategyMap) -> None:
-    """For each bandwidth the winners and the break-even lengths."""
+    """For each bandwidth the fastest strategies and the break-even contexts."""
     title = Text(f"Fastest strategy for {found.model}", style="bold")
     setting = (found.cluster.describe(), *found.question.kernels())
     parts: list[Text | Table | str] = [title, Text(" · ".join(setting), style="dim")]
@@ -40,7 +40,7 @@ def show_map(found: StrategyMap) -> None:
 
 
 def _winners(found: StrategyMap, bandwidth: float, winners: list[Winner], best: list[Winner]) -> Table:
-    """A row a context, a column a number of GPUs: the winner, its TTFT, its gain over one GPU."""
+    """A row per context, a column per number of GPUs: the fastest strategy, its TTFT, its speedup over one GPU."""
     table = columns("context")
     several = [count for count in found.gpu_counts if count > 1]
     columns("best", *(f"{count} GPUs" for count in several), into=table)
@@ -60,15 +60,15 @@ def _winners(found: StrategyMap, bandwidth: float, winners: list[Winner], best: 
 
 def _cell(winner: Winner) -> str:
     if not winner.pays:
-        what = f"does not pay {format_seconds(winner.ttft_s)}"
+        what = f"no gain ({format_seconds(winner.ttft_s)})"
     else:
         what = f"{winner.strategy} {format_seconds(winner.ttft_s)} {winner.speedup_over_single:.2f}×"
     return what if winner.fits else f"{what} (does not fit)"
 
 
 def _break_evens(found: StrategyMap, even: list[BreakEven]) -> Table:
-    """From which context on each is faster."""
-    table = columns("faster from")
+    """The context from which each strategy is faster than another."""
+    table = columns("faster from context")
     columns(*(f"{count} GPUs" for count in found.gpu_counts if count > 1), into=table)
     for name, over in dict.fromkeys((one.strategy, one.over) for one in even):
         cells = []
@@ -82,17 +82,18 @@ def _break_evens(found: StrategyMap, even: list[BreakEven]) -> Table:
 
 def _length(found: StrategyMap, even: BreakEven) -> str:
     if even.context_len is None:
-        return f"not up to {format_tokens(found.lengths[-1])}"
+        return f"beyond {format_tokens(found.lengths[-1])}"
     if even.known == "interpolated":
         return f"{even.context_len} tokens"
-    return f"{format_tokens(even.context_len)} or less"
+    return f"at most {format_tokens(even.context_len)}"
 
 
 def _too_long_alone(found: StrategyMap) -> Iterator[str]:
-    """From where on one GPU's memory does not do."""
+    """From which context on one GPU has too little memory."""
     lengths = [point.context_len for point in found.points if point.strategy == ALONE and not point.fits]
     if lengths:
-        yield f"one GPU's memory does not do for {format_tokens(min(lengths))}: what fits wins there, however slow"
+        shortest = format_tokens(min(lengths))
+        yield f"from {shortest} on, one GPU has too little memory; there the fastest strategy that fits wins"
 
 
 def _always_alone(found: StrategyMap, best: list[Winner]) -> Iterator[str]:
@@ -101,4 +102,4 @@ def _always_alone(found: StrategyMap, best: list[Winner]) -> Iterator[str]:
         here = [one for one in best if one.link_bandwidth_bytes_per_s == bandwidth]
         if found.gpu_counts[-1] > 1 and not any(one.pays for one in here):
             links = f"links of {format_bandwidth(bandwidth)}"
-            yield f"with {links}, more than one GPU does not pay at any of these contexts"
+            yield f"with {links}, more than one GPU is not faster at any of these contexts"

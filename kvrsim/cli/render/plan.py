@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from kvrsim.results import Plan, StrategyResult
 
 # Columns that a narrow terminal does without, the least important first.
-_OPTIONAL = ("longest\nwait", "exposed\ncomm.", "low–high\n", "partition\n(tokens)", "peak of")
-_MOST_EXPLAINED = 6  # strategies, up to which each one's memory is taken apart where it is too much
+_OPTIONAL = ("longest\nwait", "exposed\ncomm.", "80 %\ninterval", "partition\n(tokens)", "peak\nmemory")
+_MOST_EXPLAINED = 6  # strategies, up to which the memory of each one that does not fit is listed
 
 
 def show_plan(plan: Plan) -> None:
-    """Header, one row a strategy, and what the figures mean."""
+    """Header, one row per strategy, then the best one, bounds, search, memory and notes."""
     table, best, search, limit = facts(), plan.best, plan.search, plan.memory_limit
     for number, line in enumerate(_best(plan)):
         table.add_row("" if number else "best:", line)
@@ -50,16 +50,16 @@ def show_plan(plan: Plan) -> None:
         add_misfits(table, result.strategy, result.memory, limit.nbytes)
     table.add_row("rests on:", plan.rests_on)
     add_notes(table, without(plan.warnings, "memory"))  # the table and the lines above say what does not fit
-    show(*header(plan), "", _strategies(plan, limit.nbytes), "", table)
+    show(*header(plan), "", _strategies(plan), "", table)
 
 
-def _strategies(plan: Plan, limit: int) -> Shrinkable:
-    """One row a strategy, the best in bold."""
+def _strategies(plan: Plan) -> Shrinkable:
+    """One row per strategy, the best in bold."""
     has_interval = any(result.ttft_low_s < result.ttft_high_s for result in plan.strategies)
     speedup = [] if plan.yardstick is None else [f"vs {_yardstick(plan.yardstick)}\n"]
     table = columns("strategy\n", "partition\n(tokens)")
-    columns("TTFT\n", *["low–high\n"] * has_interval, *speedup, numbers=True, into=table)
-    columns("exposed\ncomm.", "longest\nwait", f"peak of\n{format_bytes(limit)}", numbers=True, into=table)
+    columns("TTFT\n", *["80 %\ninterval"] * has_interval, *speedup, numbers=True, into=table)
+    columns("exposed\ncomm.", "longest\nwait", "peak\nmemory", numbers=True, into=table)
     columns("fits\n", into=table)
     for result in plan.strategies:
         row = _strategy_row(result, has_interval=has_interval)
@@ -82,28 +82,28 @@ def _yardstick(strategy: str) -> str:
 
 
 def _best(plan: Plan) -> Iterator[str]:
-    """The winner, what it cannot be told from, and where nothing fits, what may."""
+    """The fastest strategy, its ties, and its bound; where nothing fits, which strategies may fit."""
     best = plan.best
     text = f"{best.strategy} ({best.title}), TTFT {format_seconds(best.ttft_s)}"
     if plan.yardstick is not None and best.speedup is not None and round(best.speedup, 2) != 1:
         text += f", {best.speedup:.2f}× as fast as {_yardstick(plan.yardstick)}"
-    yield text if best.fits else f"{text}; nothing that was compared fits in memory"
+    yield text if best.fits else f"{text}; none of the compared strategies fits in memory"
     if not best.fits and plan.not_compared:
         yield f"{_listed(plan.not_compared)} may fit: --strategies all"
     if best.approximate is not None:
         yield f"approximate: {best.approximate}"
     if plan.ties:
-        yield f"as fast, within what a prediction can tell (2 %): {', '.join(plan.ties)}"
+        yield f"ties (difference below 2 %, too small to predict): {', '.join(plan.ties)}"
     if len(set(best.partition)) > 1:
         yield f"partition {', '.join(map(str, best.partition))}"
     bound = plan.bounds.best
     if bound is not None and bound.strategy != "kvr-s":
-        lower = format_seconds(bound.lower_bound_s)
-        yield f"at most {round_up_percent(bound.gap)} % above the best of its partitions (proven lower bound {lower})"
+        gap, lower = round_up_percent(bound.gap), format_seconds(bound.lower_bound_s)
+        yield f"at most {gap} % slower than the best of its partitions (proven lower bound {lower})"
 
 
 def _kvr(plan: Plan) -> Iterator[tuple[str, str]]:
-    """What KV-Runahead's chain over single GPUs can reach: its own bound, not that of other strategies."""
+    """The bound of KV-Runahead over single GPUs; other strategies may be faster than it."""
     bounds, num_gpus = plan.bounds, plan.num_gpus
     lower = f"proven lower bound {format_seconds(bounds.lower_bound_s)}"
     label = "kvr-s:" if bounds.gap is not None else "bounds:"
@@ -113,7 +113,7 @@ def _kvr(plan: Plan) -> Iterator[tuple[str, str]]:
         label = ""
     if bounds.gap is not None:
         gap = round_up_percent(bounds.gap)
-        yield label, f"at most {gap} % above the best partition of KV-Runahead over single GPUs ({lower})"
+        yield label, f"at most {gap} % slower than the best partition of KV-Runahead over single GPUs ({lower})"
     else:
         yield label, f"{lower} of KV-Runahead over single GPUs"
     no_comm = f"TTFT({num_gpus}) without communication {format_seconds(bounds.ttft_no_comm_s)}"
@@ -142,10 +142,10 @@ def _add_noise(table: Table, plan: Plan) -> None:
     quiet, robust = format_seconds(report.quiet_s), format_seconds(report.robust_s)
     same = report.quiet_partition == report.robust_partition
     gained = (
-        f"{robust} against {quiet} of the partition planned without noise ({1 - report.robust_s / report.quiet_s:+.2%})"
+        f"{robust}; the partition planned without noise takes {quiet} ({1 - report.robust_s / report.quiet_s:+.2%})"
     )
-    said = "the partition planned without the random part is kept" if same else gained
-    table.add_row("", f"kvr-s, {report.objective} over {report.num_samples} samples not planned on: {said}")
+    said = "the partition planned without random noise is the best" if same else gained
+    table.add_row("", f"kvr-s, {report.objective} over {report.num_samples} held-out samples: {said}")
 
 
 def _summary(noisy: Distribution) -> str:

@@ -31,7 +31,7 @@ _OPTIONAL = ("sent", "wait", "compute", "tokens")
 
 
 def show_simulation(result: SimResult, scenario: Scenario) -> None:
-    """Header, one row a rank, and TTFT."""
+    """Header, one row per rank, and TTFT."""
     limit = scenario.memory_limit.nbytes
     table = facts()
     table.add_row("TTFT:", _ttft(result))
@@ -47,9 +47,8 @@ def show_simulation(result: SimResult, scenario: Scenario) -> None:
 
 
 def _ranks(result: SimResult, limit: int) -> Shrinkable:
-    """One row a rank."""
-    peak = f"peak of {format_bytes(limit)}"
-    table = columns("rank", "tokens", "compute", "wait", "sent", peak, numbers=True)
+    """One row per rank."""
+    table = columns("rank", "tokens", "compute", "wait", "sent", "peak memory", numbers=True)
     columns("fits", into=table)
     for rank in result.per_rank:
         times = (format_wait(rank.compute_s), format_wait(rank.wait_s))
@@ -77,10 +76,10 @@ def _add_noise_and_requests(table: Table, result: SimResult) -> None:
         table.add_row("", "TTFT mean {}, median {}, p95 {}, p99 {}".format(*times))
         shown = ", ".join(format_seconds(ttft_s) for ttft_s in stream.ttft_s[:8])
         table.add_row("", f"each: {shown}{', ...' if len(stream.ttft_s) > 8 else ''}")
-        steady = "" if stream.steady_per_s is None else f"; {stream.steady_per_s:.3g} without a pause between requests"
-        table.add_row("", f"{stream.throughput_per_s:.3g} a second{steady}")
+        steady = "" if stream.steady_per_s is None else f"; {stream.steady_per_s:.3g} without pauses between requests"
+        table.add_row("", f"{stream.throughput_per_s:.3g} per second{steady}")
         used = ", ".join(f"{share:.0%}" for share in stream.utilisation[:16])
-        table.add_row("", f"computing, rank by rank: {used}{', ...' if len(stream.utilisation) > 16 else ''}")
+        table.add_row("", f"utilisation of each rank: {used}{', ...' if len(stream.utilisation) > 16 else ''}")
 
 
 def _add_distribution(table: Table, noisy: Distribution) -> None:
@@ -99,12 +98,12 @@ def _limits(estimate: Estimate) -> str:
 
 
 def _breakdown(breakdown: Breakdown) -> Table:
-    """One row a part of the work; seconds of the first and the last rank, and the share of all ranks' time."""
+    """One row per operation: seconds of the first and the last rank, and the share of all ranks' time."""
     last = max(row.rank for row in breakdown.rows)
     ranks = (0, last) if last else (0,)
     table = columns("operation", "what")
     columns(*(f"rank {rank}" for rank in ranks), "share", "roofline", numbers=True, into=table)
-    columns("known", into=table)
+    columns("basis", into=table)
     kinds = list(dict.fromkeys(row.kind for row in breakdown.rows))
     keys = dict.fromkeys((row.kind, row.what) for row in breakdown.rows)
     for key in sorted(keys, key=lambda key: kinds.index(key[0])):
@@ -124,7 +123,7 @@ def _roofline(rows: list[BreakdownRow]) -> str:
 
 
 def _known(rows: list[BreakdownRow]) -> str:
-    """One word, or for each the ranks that it holds for."""
+    """How the seconds are known: one word, or one for each number of ranks."""
     kinds = dict.fromkeys(row.basis for row in rows)
     if len(kinds) == 1:
         return next(iter(kinds))

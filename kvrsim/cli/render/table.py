@@ -23,7 +23,7 @@ def show_lookup(found: LookedUp) -> None:
     table.add_row("shares:", " ".join(f"{share:.3f}" for share in found.fractions))
     between = " and ".join(map(format_tokens, found.between))
     told = {"exact": "an entry of the table", "interpolated": f"interpolated between {between}"}
-    table.add_row("from:", told.get(found.source, f"extrapolated: the shares of {between}"))
+    table.add_row("from:", told.get(found.source, f"extrapolated from the shares of {between}"))
     for warning in found.warnings:
         table.add_row(Text("warning:", style="yellow"), warning)
     gpus = f"{found.num_gpus} GPU{'s' * (found.num_gpus != 1)}"
@@ -31,7 +31,7 @@ def show_lookup(found: LookedUp) -> None:
 
 
 def show_table(table: PartitionTable) -> None:
-    """What it was made for, and one row an entry."""
+    """What it was built for, and one row per entry."""
     rows = columns("GPUs", "context", numbers=True)
     columns("partition", into=rows)
     columns("TTFT", "vs TSP", "vs even", "gap", numbers=True, into=rows)
@@ -50,8 +50,10 @@ def show_table(table: PartitionTable) -> None:
     title = Text(f"{len(table.entries)} partitions for {table.setting.model}", style="bold")
     notes = facts()
     if any(entry.gap is not None for entry in table.entries):
-        notes.add_row("gap:", "TTFT above a proven lower bound of all partitions of KV-Runahead, at most")
-    notes.add_row("made by:", f"kvrsim {table.kvrsim_version}; times are simulated")
+        notes.add_row(
+            "gap:", "at most how much slower than the best partition of KV-Runahead (from a proven lower bound)"
+        )
+    notes.add_row("built by:", f"kvrsim {table.kvrsim_version}; times are simulated")
     show(title, Text(" · ".join(_setting(table.setting)), style="dim"), "", rows, "", notes)
 
 

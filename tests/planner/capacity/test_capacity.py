@@ -94,7 +94,7 @@ def test_nothing_fits_is_exit_code_1_with_the_nearest_miss(capsys: pytest.Captur
     code, out, _ = run(capsys, "--requests", SMALL, "--slo-ttft", "1ms", "--max-gpus", "4", *FEW)
     assert code == 1
     assert "No fleet meets the target. The nearest miss" in out
-    assert "no:" in out
+    assert "why not:" in out
 
 
 def test_too_few_gpus_say_how_many_would_be_busy(capsys: pytest.CaptureFixture[str]) -> None:
