@@ -19,28 +19,29 @@ PAGE = _DOCS / "profiles.md"
 _ABOUT = """\
 # Profiles
 
-A profile is what one machine with its software was measured to do, operation by operation: a JSON file, which
-[model-of-time.md](../explanation/model-of-time.md) explains. `--profile NAME` takes one of these,
-`--profile PATH` one of your own.
-Without it, the cluster decides: `a100-eager` for A100s of 80 GB (and without a cluster), `h100-flash` for H100s,
-`h200-flash` for H200s; for other GPUs the datasheet's limits, `--profile roofline`, which is no prediction.
+A profile holds the measured rates of one machine and its software, operation by operation. It is a JSON file.
+[The model of time](../explanation/model-of-time.md) explains its content. `--profile NAME` selects one of the profiles
+below, `--profile PATH` one of your own. Without `--profile` the cluster decides: `a100-eager` for A100s of 80 GB (and
+without a cluster), `h100-flash` for H100s, `h200-flash` for H200s. For other GPUs kvrsim uses the limits of the
+datasheet (`--profile roofline`), which are no prediction.
 
-`a100-eager` is for the paper's set-up. For a serving engine of today take a `-flash` profile; `a100-vidur` has kernels
-of 2023/24. All of these but `a100-eager` are made of kernels that were timed one by one: no whole prefill was compared
-with them, and their host clock was set by hand, which matters for short contexts and many GPUs.
+`a100-eager` describes the paper's setup. For a current serving engine choose a `-flash` profile. `a100-vidur` has
+kernels of 2023/24. All except `a100-eager` are sums of kernels that were timed one by one. No whole prefill was
+compared with them. Their host clock was set by hand, which matters for short contexts and many GPUs.
 
-In the tables, *error* is the mean absolute error on the rows that a fit was made of, *left out* that on rows which it
-had not seen. `kvrsim profiles show NAME` prints all that is in a profile. This page is written by
-`python -m calibrate.shipped.page`.
+In the tables, *error* is the mean absolute error on the rows of the fit, and *held out* the error on rows that the fit
+did not use. `kvrsim profiles show NAME` prints everything in a profile. `python -m calibrate.shipped.page` writes this
+page.
 """
 
 _OWN = r"""## One of your own
 
-Two ways lead to a JSON file for `--profile`. Both print the errors; `--report FILE` writes them as a page like those
-above, `--plot FILE` draws them. Products and attention have to be measured. What is not takes the datasheet's figures
-(for the host: a dozen launches of 5 us a layer); the profile says so wherever it is used, and its intervals are wider.
+There are two ways to make a profile. Both print the errors; `--report FILE` writes them as a page like those above, and
+`--plot FILE` draws them. Matrix products and attention must be measured. Other operations may come from the datasheet
+(for the host: twelve launches of 5 us per layer). The profile then says so wherever it is used, and its intervals are
+wider.
 
-**From tables that others have published**: NVIDIA's come with a package from PyPI. A source is
+**From published tables.** NVIDIA's tables are in a package on PyPI. A source is
 `aiconfigurator:SYSTEM[/FRAMEWORK[/VERSION]]`; systems are `a100_sxm`, `b200_sxm`, `gb200`, `h100_sxm`, `h200_sxm`,
 `l40s` and more, frameworks `vllm`, `sglang` and `trtllm`. In a checkout of kvrsim, install `'.[import]'`. The fit takes
 about a minute:
@@ -51,8 +52,8 @@ kvrsim calibrate import aiconfigurator:b200_sxm/vllm --output b200-vllm.json --r
 kvrsim plan --gpus 4 --ctx 16k --model llama-3-8b --cluster b200-nvlink5 --profile b200-vllm.json
 ```
 
-[vidur](https://github.com/microsoft/vidur)'s CSV files are read as they are, several at once; `?gpu=TEXT`,
-`?kernel=TEXT` or `?model=TEXT` at the end of a source keeps the rows that have this text there:
+[vidur](https://github.com/microsoft/vidur)'s CSV files are read without conversion, several at once. `?gpu=TEXT`,
+`?kernel=TEXT` or `?model=TEXT` at the end of a source keeps only the rows with this text in that column:
 
 ```
 cd vidur/data/profiling
@@ -61,7 +62,7 @@ kvrsim calibrate import compute/a100/meta-llama/Llama-2-7b-hf/mlp.csv \
     --gpu a100-80gb --output a100-mine.json
 ```
 
-**From measurements of your own**: a CSV file with a row an operation, such as
+**From your own measurements.** A CSV file has one row per operation:
 
 ```csv
 operation,kernel,device,dtype,tokens,in_features,out_features,chunk,prefix,num_attention_heads,num_key_value_heads,head_dim,bytes,ranks,nodes,median_s,source
@@ -72,16 +73,16 @@ send_recv,nccl,NVIDIA H100 80GB HBM3,bf16,,,,,,,,,33554432,2,1,0.0001,our own
 host_layer,vllm,our host,,,,,,,,,,,,,0.00008,our own
 ```
 
-`calibrate/data/measurement.py` lists the operations and the columns that each needs. Measure products of at least four
-row counts, and attention both without and with a prefix: KV-Runahead's chunks have one.
+[File formats](../reference/formats.md#measurements) lists the operations and their columns. Measure matrix products
+with at least four row counts, and attention both without and with a prefix, because KV-Runahead's chunks have a prefix.
 
 ```
 kvrsim calibrate fit --compute kernels.csv --links links.csv --output mine.json --report mine.md --plot mine.png
 kvrsim plan --gpus 4 --ctx 16k --cluster h100-nvlink --profile mine.json
 ```
 
-The profiles above are fitted by `python -m calibrate.shipped.recipes --tables FOLDER`, from the sources that
-`calibrate/shipped/recipes.json` names, and `a100-eager` by `make fit`.
+`python -m calibrate.shipped.recipes --tables FOLDER` fits the profiles above from the sources in
+`calibrate/shipped/recipes.json`. `make fit` fits `a100-eager`.
 """
 
 
@@ -112,7 +113,7 @@ def _section(profile: CalibrationProfile) -> str:
         "",
         *facts,
         "",
-        "| operation | rows | error | left out |",
+        "| operation | rows | error | held out |",
         "|---|---:|---:|---:|",
         *rows,
     ]

@@ -17,15 +17,15 @@ _NO_GPU = (
     " fast or how right kvrsim is on a GPU."
 )
 _ABOUT = """\
-`make gpu` (or `python -m validate.gpu`) is the first thing to run on a GPU node. It tries, in this order, what decides
-whether measured times can be trusted. Each step runs in a process of its own with a time-out, and one that fails stops
-nothing. `gpu-report/report.md` and `report.json` are written anew after each step, beside what each step said.
-Some of the steps, whose findings take their place in the report: `--steps transport,clock`. Exit code 1 where a step
-failed, after all have run.
+`make gpu` (or `python -m validate.gpu`) is the first command to run on a GPU node. It checks, in this order, everything
+that measured times depend on. Each step runs in a separate process with a time-out. A step that fails does not stop the
+others. `gpu-report/report.md` and `report.json` are rewritten after each step, and the output of each step is beside
+them. `--steps transport,clock` runs some steps again and replaces their results in the report. The exit code is 1 if a
+step failed.
 
-kvrsim's CUDA and NCCL paths have been read and tested with stand-ins; **no GPU was available when this page was
+kvrsim's code for CUDA and NCCL has been reviewed and tested with stand-ins; **no GPU was available when this page was
 written**. Allow about an hour on eight GPUs. Without a GPU the same steps run on the CPU with a tiny model, in a few
-minutes; steps that need what is not there are skipped and say so.
+minutes. Steps that need missing hardware are skipped, with a note.
 """
 _MOST_CHARACTERS = 400  # of a line
 

@@ -23,9 +23,9 @@ def page(sections: Sequence[Section], slept: Sequence[Slept], skipped: Sequence[
         "# Plans against this machine",
         "",
         f"`{command}` on {date.today().isoformat()}.",
-        "What `kvrsim confirm` prints for small models (8 layers, hidden size 512, random weights) on two ranks of one",
+        "Output of `kvrsim confirm` for small models (8 layers, hidden size 512, random weights) on two ranks of one",
         f"thread, over gloo: TTFT predicted from a calibration {made},",
-        "and measured, candidates in turn. None of the predictions has seen a prefill on two ranks.",
+        "and measured round-robin. No prediction uses a prefill on two ranks.",
         "",
         *_conditions(sections),
         *_summary(sections, slept),
@@ -59,11 +59,10 @@ def _summary(sections: Sequence[Section], slept: Sequence[Slept]) -> list[str]:
         "",
         f"- error of predicted TTFT over single, TSP, KVR-E and KVR-S: median {median(errors):.1%} (target"
         f" {TARGET_ERROR:.0%}), worst {max(errors):.1%}, of {len(errors)};",
-        f"- the same at the pace at which the ranks computed meanwhile: median {median(paced):.1%}, worst"
-        f" {max(paced):.1%};",
+        f"- the same corrected for clock drift: median {median(paced):.1%}, worst {max(paced):.1%};",
         f"- regret of the plan: median {median(regrets):.1%}, worst {max(regrets):.1%}; above {TARGET_REGRET:.0%} and"
-        f" beyond the spread in {beyond} of {len(regrets)} settings;",
-        f"- order: of {told} pairs of strategies whose measured TTFTs differ beyond their spread, {right} were"
+        f" significant in {beyond} of {len(regrets)} settings;",
+        f"- order: {told} pairs of strategies have significantly different measured TTFTs; {right} of them were"
         " predicted in that order;",
         f"- largest difference of logits from one process's: {max(logits):.1e};",
     ]
@@ -80,16 +79,16 @@ def _section(name: str, found: dict[str, Any]) -> list[str]:
         f" {one['rel_error_at_pace']:+.1%} |"
         for one in found["candidates"]
     ]
-    words = "beyond" if found["regret_beyond_spread"] else "within"
+    words = "significant" if found["regret_beyond_spread"] else "not significant"
     chosen = next(one for one in found["candidates"] if one["chosen"])
     return [
         f"## {name}, {format_tokens(found['context_len'])} tokens",
         "",
         f"{found['cluster']}. The plan chose {chosen['strategy']}; regret {found['regret']:.1%} ±"
-        f" {found['regret_spread']:.1%} against {found['best_measured']['strategy']}, {words} the spread;"
+        f" {found['regret_spread']:.1%} against {found['best_measured']['strategy']}, {words};"
         f" {found['tsp']}. {_pace(found['pace'])}",
         "",
-        "| strategy | partition, tokens | predicted, s | measured, s | IQR, s | error | at that pace |",
+        "| strategy | partition, tokens | predicted, s | measured, s | IQR, s | error | drift-corrected |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
         *rows,
         "",
@@ -101,7 +100,8 @@ def _section(name: str, found: dict[str, Any]) -> list[str]:
 def _pace(pace: dict[str, Any]) -> str:
     what = f"{format_tokens(pace['num_tokens'])} tokens on every rank at once"
     took = f"{pace['measured_s']:.3f} s ({min(pace['samples_s']):.3f} to {max(pace['samples_s']):.3f})"
-    return f"{what} took {took}, predicted {pace['predicted_s']:.3f} s: {pace['speed']:.2f} of the calibrated pace."
+    speed = f"{pace['speed']:.2f} of the speed during calibration"
+    return f"{what} took {took}, predicted {pace['predicted_s']:.3f} s: {speed}."
 
 
 def _sleeping(slept: Sequence[Slept]) -> list[str]:
