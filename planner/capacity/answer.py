@@ -1,4 +1,4 @@
-"""What `kvrsim capacity` answers with."""
+"""CapacityPlan: the result of `kvrsim capacity`."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ Cause = Literal["memory", "alone", "queue", "interval", "failures", "mixed"]  # 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupAnswer:
-    """Like groups of a fleet."""
+    """Groups of a fleet that have the same size and serve the same lengths."""
 
     gpus_per_group: int
     replicas: int
-    strategy: str  # that most of their time goes to
-    strategies: Mapping[str, float]  # share of their time
-    context_range: tuple[int, int]  # of new tokens, both ends included: the context less what is cached of it
-    requests: int  # that were sent here
+    strategy: str  # the one that takes most of their time
+    strategies: Mapping[str, float]  # share of their time, by strategy
+    context_range: tuple[int, int]  # new tokens (context less cached prefix), both ends included
+    requests: int  # served by them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curves:
-    """What plots are drawn from: one request each, shape (N,)."""
+    """Data for plots; arrays of shape (N,), one entry a request."""
 
     arrival_s: Array
     begin_s: Array  # inf: never
@@ -44,28 +44,28 @@ class Curves:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetAnswer:
-    """One fleet, simulated."""
+    """One simulated fleet."""
 
     num_gpus: int
     groups: tuple[GroupAnswer, ...]
-    meets: bool  # the target
-    p50_ttft_s: float  # inf: never
+    meets: bool  # whether it meets the target
+    p50_ttft_s: float  # inf: never served
     p95_ttft_s: float
     p99_ttft_s: float
     max_ttft_s: float
-    target: Interval  # the percentile asked for
-    in_time: float  # share of all requests
-    utilisation: float  # of all GPUs, over the time that requests came and were served
-    goodput_per_s: float  # requests a second whose first token came in time
+    target: Interval  # the requested percentile
+    in_time: float  # share of all requests that meet the target
+    utilisation: float  # of all GPUs, from the first arrival to the last first token
+    goodput_per_s: float  # requests a second that meet the target
     cost_per_hour: float | None  # None: no price was given
     requests: int  # of all replications
-    retried: int  # requests begun anew after a failure
-    lost_gpu_s: float  # GPU time that failures made worthless
-    unserved: int  # requests that fit in no memory, or were given up; they count as late
+    retried: int  # requests restarted after a failure
+    lost_gpu_s: float  # GPU time lost to failures
+    unserved: int  # requests that fit in no group's memory, or were given up; they count as late
     curves: Curves | None = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; a time that never comes is null."""
+        """Plain JSON values; null for requests that are never served."""
         times = ("p50_ttft_s", "p95_ttft_s", "p99_ttft_s", "max_ttft_s")
         content = fields_to_json(self, "num_gpus", "groups") | {name: _finite(getattr(self, name)) for name in times}
         content |= fields_to_json(self, "utilisation", "cost_per_hour", "meets")
@@ -87,11 +87,11 @@ class FleetAnswer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """One fleet of the Pareto front: none is cheaper and as fast."""
+    """One fleet of the Pareto front: no cheaper fleet is as fast."""
 
     num_gpus: int
     cost_per_hour: float | None
-    ttft_s: float  # at the percentile asked for
+    ttft_s: float  # at the requested percentile
     fleet: str  # in words
 
 
@@ -101,11 +101,11 @@ class Infeasible:
 
     gpus_per_group: int | None  # None: mixed fleets
     code: Cause
-    reason: str  # without the groups that it holds for
+    reason: str  # without naming the groups
 
     @property
     def why(self) -> str:
-        """A whole sentence."""
+        """The reason with its groups."""
         return self.reason if self.gpus_per_group is None else f"{groups_of([self.gpus_per_group])}: {self.reason}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -131,17 +131,17 @@ class CapacityPlan:
     slo_ttft_s: float
     percentile: float
     objective: str  # "gpus" or "cost"
-    answer: FleetAnswer | None  # None: nothing fits
-    nearest_miss: FleetAnswer | None  # where nothing fits
-    alternatives: tuple[FleetAnswer, ...]  # best first; they meet the target too
+    answer: FleetAnswer | None  # None: no fleet meets the target
+    nearest_miss: FleetAnswer | None  # None: there is an answer
+    alternatives: tuple[FleetAnswer, ...]  # other fleets that meet the target, best first
     infeasible: tuple[Infeasible, ...]
     pareto: tuple[Point, ...]  # cheapest first
-    workload: Mapping[str, Any]  # what was read: summary and histogram
-    decoding: str  # what it does to the groups, in words
-    dispatch: str  # the rule, in words
+    workload: Mapping[str, Any]  # summary and histogram of the requests
+    decoding: str  # how decoding occupies the groups, in words
+    dispatch: str  # the dispatching rule, in words
     interval_meaning: str
-    simulated_requests: int  # in the whole search
-    seconds: float  # that it took
+    simulated_requests: int  # over the whole search
+    seconds: float  # duration of the search
     rests_on: str
     warnings: tuple[str, ...]
 
@@ -166,7 +166,7 @@ class CapacityPlan:
         return found
 
     def reasons(self) -> Iterator[str]:
-        """Why groups do not meet the target; sizes that share a reason are told together."""
+        """Why groups do not meet the target, one line a reason."""
         for (_, reason), alike in groupby(self.infeasible, key=lambda one: (one.code, one.reason)):
             sizes = [one.gpus_per_group for one in alike if one.gpus_per_group is not None]
             yield f"{groups_of(sizes)}: {reason}" if sizes else reason

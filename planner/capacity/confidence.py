@@ -1,10 +1,10 @@
-"""How sure a percentile of TTFT is.
+"""Confidence intervals of a percentile of TTFT.
 
-The value is always the percentile of all requests, by which a fleet is judged. Of requests drawn at random, each
-replication is independent: the interval is Student's, over the replications' percentiles, widened to hold the value.
-A trace happened once: its stretches are drawn anew, whole, with replacement (a block bootstrap), so the interval says
-how much the percentile depends on which stretches the trace had. It knows nothing of other days, nor of failures at
-other times, and takes queues at the ends of a stretch as they were.
+The estimate is the percentile of all requests. Synthetic requests have independent replications: the interval is
+Student's t over their percentiles, extended to hold the estimate. A trace was recorded once: its segments are
+resampled with replacement (a block bootstrap), so the interval says how much the percentile depends on the segments
+of this trace. It covers neither other days nor other failure times, and queues at the ends of a segment stay as they
+were simulated.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from planner.capacity.fleet.fleet import percentile_of
 
 LEVEL = 0.95
 _BLOCKS, _LEAST_IN_BLOCK, _DRAWS, _THRESHOLDS = 40, 25, 400, 2000
-MEANING_OF_TRACE = "95 %, by a block bootstrap over stretches of the trace; other days and other failures are not in it"
-MEANING_OF_DRAWN = "95 %, by Student's t over the percentiles of independent replications"
+MEANING_OF_TRACE = "95 % CI by block bootstrap over segments of this trace; it covers no other days or failures"
+MEANING_OF_DRAWN = "95 % CI by Student's t over the percentiles of independent replications"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """A percentile of TTFT and the ends of its interval."""
+    """A percentile of TTFT and its confidence interval."""
 
     value_s: float
-    low_s: float | None  # None: cannot be told, from one short trace or where requests are never served
+    low_s: float | None  # None: unknown, for a short trace or where requests are never served
     high_s: float | None
     meaning: str
 
 
 def of_trace(ttft_s: Array, percentile: float, seed: int) -> Interval:
-    """Requests in the order of their arrival."""
+    """Block bootstrap; requests are in order of arrival."""
     value_s = percentile_of(ttft_s, percentile)
     blocks = min(_BLOCKS, len(ttft_s) // _LEAST_IN_BLOCK)
     if blocks < 8 or not math.isfinite(value_s):
@@ -54,7 +54,7 @@ def of_trace(ttft_s: Array, percentile: float, seed: int) -> Interval:
 
 
 def of_replications(ttft_s: Sequence[Array], percentile: float) -> Interval:
-    """One array a replication."""
+    """Student's t; one array a replication."""
     values = np.array([percentile_of(one, percentile) for one in ttft_s])
     value_s = percentile_of(np.concatenate(ttft_s), percentile)
     if len(values) < 2 or not np.isfinite(values).all():

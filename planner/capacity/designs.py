@@ -1,12 +1,12 @@
-"""The cheapest fleet: uniform ones of every group size, then mixed ones by ranges of length.
+"""DesignSearch: the cheapest fleet, uniform ones of every group size, then mixed ones by prompt length.
 
-Whether a percentile is met is a count: how many requests are late. Buckets of lengths have queues of their own, so
-their counts add up, and each bucket's count for a number of groups is simulated once, whatever it is combined with.
-A bucket gets as many groups as the others' counts leave it no way around, at least; from there on every number of
-groups that lowers its count is an option, and the cheapest sum of options within the count is taken.
+A percentile target is met if at most a certain number of requests is late. Length buckets have separate queues, so
+their numbers of late requests add up, and each bucket is simulated once for each number of groups, whatever it is
+combined with. Every bucket gets at least the groups it needs if no request of the others were late. From there on,
+every number of groups that lowers its late requests is an option, and the cheapest combination within the limit wins.
 
-Ranges are cut where they matter: at quantiles of the requests and of the work. The best two-bucket designs are cut
-finer, and cut once more into three buckets.
+Buckets are cut at quantiles of the requests and of the work. The best two-bucket designs are refined with finer cuts,
+and then cut into three buckets.
 """
 
 from __future__ import annotations
@@ -23,60 +23,60 @@ from planner.capacity.fleet.fleet import GroupPlan
 
 _REQUEST_QUANTILES = (0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99)
 _WORK_QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
-MANY = 250_000  # requests of all workloads, beyond which less is tried
-_OPTIONS, _OPTIONS_OF_MANY = 10, 3  # numbers of groups of a bucket, beyond the least possible
-_SURE_LOAD = 0.9  # groups that are busy on average, times this, are needed at least: a trace may end with a backlog
-_REFINED = 3  # two-bucket designs that are cut finer and once more
+MANY = 250_000  # requests of all workloads, above which fewer designs are tried
+_OPTIONS, _OPTIONS_OF_MANY = 10, 3  # numbers of groups that are tried above the least one of a bucket
+_SAFE_LOAD = 0.9  # the average number of busy groups, times this, is a lower bound: a trace may end with a backlog
+_REFINED = 3  # two-bucket designs that are refined
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What a fleet may have, and what it costs."""
+    """The fleets that are allowed, and what they cost."""
 
     sizes: tuple[int, ...] = (1, 2, 4, 8)  # GPUs a group
     max_gpus: int = 512
-    prices: Mapping[int, float] = field(default_factory=dict)  # of a GPU for an hour, by size of its group; or none
-    by_cost: bool = False  # the cheapest rather than the fewest GPUs
+    prices: Mapping[int, float] = field(default_factory=dict)  # of a GPU an hour, by group size; empty: unknown
+    by_cost: bool = False  # minimise cost rather than the number of GPUs
 
     def cost(self, gpus_per_group: int) -> float:
-        """What one group adds to what is to be least."""
+        """What one group adds to the objective."""
         return gpus_per_group * (self.prices[gpus_per_group] if self.by_cost else 1.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
-    """A design with the replicas that meet the target."""
+    """A design with the fewest replicas that meet the target."""
 
     design: Design
     replicas: tuple[int, ...]
-    cost: float  # GPUs, or cost an hour: to be least
-    misses: int
+    cost: float  # the objective: GPUs, or cost an hour
+    misses: int  # late requests
 
     @property
     def plans(self) -> tuple[GroupPlan, ...]:
-        """Its groups; buckets that nobody needs have none."""
+        """Its groups; empty buckets have none."""
         pairs = zip(self.design, self.replicas, strict=True)
         return tuple(bucket.with_replicas(replicas) for bucket, replicas in pairs if replicas)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """GPUs a group, bucket by bucket."""
+        """GPUs a group, one a bucket."""
         return tuple(bucket.gpus_per_group for bucket in self.design)
 
 
 class DesignSearch:
-    """One search: evaluations, and what the fleet may have."""
+    """A search over designs within limits."""
 
     def __init__(self, evaluations: Evaluations, limits: Limits) -> None:
         self.evaluations, self.limits = evaluations, limits
         self.longest = max(int(workload.new_tokens.max()) for workload in evaluations.workloads)
 
     def uniform(self) -> list[Design]:
-        """One bucket of each size."""
+        """Designs of a single bucket, one a group size."""
         return [(LengthBucket(gpus_per_group=size, least_new=1, most_new=self.longest),) for size in self.limits.sizes]
 
     def fits(self, designs: Iterable[Design], fits: Sequence[Fit] = ()) -> list[Fit]:
-        """Those of the designs that meet the target at no more than the best known costs, and those known."""
+        """Known fits and those of the designs that meet the target at no higher cost, best first."""
         found = list(fits)
         for design in designs:
             best = min((fit.cost for fit in found), default=math.inf)
@@ -85,7 +85,7 @@ class DesignSearch:
         return sorted(found, key=lambda fit: (fit.cost, fit.misses, len(fit.design), fit.sizes))
 
     def mixed(self, fits: Sequence[Fit]) -> list[Fit]:
-        """All fits: given ones, two buckets at every cut, the best of them cut finer, then three buckets."""
+        """Known fits, two buckets at every cut, the best of them with finer cuts, then three buckets."""
         pairs = list(itertools.combinations_with_replacement(self.limits.sizes, 2))
         found = self.fits((self._cut(pair, (cut,)) for cut in self._cuts() for pair in pairs), fits)
         best = [fit for fit in found if len(fit.design) == 2][:_REFINED]
@@ -94,13 +94,13 @@ class DesignSearch:
         return self.fits((design for fit in best for design in self._in_three(fit.design)), found)
 
     def fit(self, design: Design, at_most: float = math.inf) -> Fit | None:
-        """Replicas for a design that meet the target, for the least; None where there are none."""
+        """The cheapest replicas with which a design meets the target; None: there are none."""
         buckets = range(len(design))
         never = self.evaluations.never_served(design)
         floors = [self.evaluations.late_alone(design, bucket) for bucket in buckets]
         room = self.evaluations.allowed - never - sum(floors)
         cost = [self.limits.cost(bucket.gpus_per_group) for bucket in design]
-        least = [self._sure(design, bucket) for bucket in buckets]
+        least = [self._lower_bound(design, bucket) for bucket in buckets]
         if room < 0 or sum(map(_product, cost, least)) > at_most:
             return None
         options: list[list[tuple[int, int]]] = []
@@ -118,7 +118,7 @@ class DesignSearch:
         return self._cheapest(design, options, cost, room + sum(floors))
 
     def least_replicas(self, design: Design, index: int, allowed: int, most: int) -> int | None:
-        """The fewest groups of a bucket that leave no more late; None where not even `most` do."""
+        """The fewest groups of a bucket with at most `allowed` late requests; None: `most` groups are not enough."""
         if not any(len(mine) for mine in self.evaluations.members(design, index)):
             return 0
         if most < 1:
@@ -136,7 +136,7 @@ class DesignSearch:
         return high
 
     def _options(self, design: Design, index: int, floor: int, room: int, most: int) -> list[tuple[int, int]]:
-        """Numbers of groups worth considering, each with its misses, which fall."""
+        """Numbers of groups to consider, each with its late requests, which fall."""
         first = self.least_replicas(design, index, floor + room, most)
         if first is None:
             return []
@@ -168,13 +168,13 @@ class DesignSearch:
             return None
         return Fit(design=design, replicas=best[2], cost=best[0], misses=best[1])
 
-    def _sure(self, design: Design, index: int) -> int:
-        """Groups that a bucket needs at least, to work off what comes."""
+    def _lower_bound(self, design: Design, index: int) -> int:
+        """A lower bound of the groups that a bucket needs, from its load."""
         load = self.evaluations.load(design, index)
-        return math.ceil(_SURE_LOAD * load) if load else 0
+        return math.ceil(_SAFE_LOAD * load) if load else 0
 
     def _cut(self, sizes: Sequence[int], cuts: Sequence[int]) -> Design:
-        """Buckets of these sizes, up to these lengths."""
+        """Buckets of these group sizes, cut at these lengths."""
         ends = (0, *cuts, self.longest)
         return tuple(
             LengthBucket(gpus_per_group=size, least_new=ends[bucket] + 1, most_new=ends[bucket + 1], number=bucket)
@@ -182,7 +182,7 @@ class DesignSearch:
         )
 
     def _cuts(self) -> list[int]:
-        """Lengths at quantiles of the requests and of the work."""
+        """Candidate cuts: lengths at quantiles of the requests and of the work."""
         new = np.sort(np.concatenate([workload.new_tokens for workload in self.evaluations.workloads]))
         work = np.cumsum(new.astype(float))
         by_work = [new[np.searchsorted(work, share * work[-1])] for share in _WORK_QUANTILES]
@@ -193,14 +193,14 @@ class DesignSearch:
         return sorted({cut for cut in cuts if 1 <= cut < self.longest})
 
     def _finer(self, design: Design) -> Iterator[Design]:
-        """The same sizes, cut a little shorter or longer."""
+        """The same group sizes with nearby cuts."""
         cut = design[0].most_new
         sizes = tuple(bucket.gpus_per_group for bucket in design)
         for near in self._usable(_rounded(int(cut * 2.0**step)) for step in (-0.5, -0.25, -0.125, 0.125, 0.25, 0.5)):
             yield self._cut(sizes, (near,))
 
     def _in_three(self, design: Design) -> Iterator[Design]:
-        """Either bucket in two, of any sizes between."""
+        """Designs that split either bucket in two."""
         cut = design[0].most_new
         short, long = (bucket.gpus_per_group for bucket in design)
         for other in self._cuts():
@@ -216,6 +216,6 @@ def _product(a: float, b: float) -> float:
 
 
 def _rounded(tokens: int) -> int:
-    """To a sixteenth of the power of two below: lengths that people can keep in mind."""
+    """Rounded to a sixteenth of the power of two below, so that lengths are easy to read."""
     step = max(1, 1 << max(0, tokens.bit_length() - 5))
     return max(1, round(tokens / step) * step)

@@ -1,4 +1,4 @@
-"""Evaluations of pools and fleets on given workloads, each done once: how many requests miss the target."""
+"""Evaluations: simulations of pools and fleets on given workloads, each run once and remembered."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from planner.capacity.workloads.workload import Workload
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """So many percent of all requests have their first token in time."""
+    """`percentile` percent of all requests have a TTFT of at most `slo_s`."""
 
     slo_s: float
     percentile: float  # up to 100: all of them
@@ -35,10 +35,10 @@ class LengthBucket:
     gpus_per_group: int
     least_new: int
     most_new: int
-    number: int = 0  # place in its design
+    number: int = 0  # index in its design
 
     def with_replicas(self, replicas: int) -> GroupPlan:
-        """So many groups for it."""
+        """Groups that serve the bucket."""
         return GroupPlan(
             gpus_per_group=self.gpus_per_group,
             replicas=replicas,
@@ -48,12 +48,12 @@ class LengthBucket:
         )
 
 
-Design = tuple[LengthBucket, ...]  # rising in length; together all lengths
+Design = tuple[LengthBucket, ...]  # by rising length; together they cover all lengths
 
 
 @dataclass(slots=True)
 class Evaluations:
-    """Workloads (one, or replications), the groups' times for them, and what was found out so far."""
+    """Workloads (one, or replications), service times for them, and results so far."""
 
     workloads: Sequence[Workload]
     times: ServiceTimes
@@ -61,14 +61,14 @@ class Evaluations:
     target: Target
     decoding: Decoding = field(default_factory=Decoding)
     pack_tokens: int = 0
-    simulated: int = 0  # requests, in all evaluations
+    simulated: int = 0  # requests, over all simulations
     _services: dict[int, list[Service]] = field(default_factory=dict)
     _members: dict[tuple[object, ...], list[Indices]] = field(default_factory=dict)
     _misses: dict[tuple[object, ...], int] = field(default_factory=dict)
 
     @property
     def requests(self) -> int:
-        """Of all workloads."""
+        """Requests of all workloads."""
         return sum(map(len, self.workloads))
 
     @property
@@ -77,7 +77,7 @@ class Evaluations:
         return self.target.allowed(self.requests)
 
     def services(self, num_gpus: int) -> list[Service]:
-        """What each workload asks of groups of that size."""
+        """Service times of each workload on groups of that size."""
         if num_gpus not in self._services:
             self._services[num_gpus] = [
                 self.times.service(num_gpus, workload, self.decoding, self.pack_tokens) for workload in self.workloads
@@ -85,7 +85,7 @@ class Evaluations:
         return self._services[num_gpus]
 
     def members(self, design: Design, index: int) -> list[Indices]:
-        """The requests that one bucket of a design serves, of each workload."""
+        """Indices of the requests that one bucket of a design serves, one array a workload."""
         key = self._key(design, index)
         if key not in self._members:
             plans = [bucket.with_replicas(1) for bucket in design]
@@ -97,14 +97,14 @@ class Evaluations:
         return self._members[key]
 
     def _key(self, design: Design, index: int) -> tuple[object, ...]:
-        """The same for buckets of several designs that serve the same requests: where everything fits everywhere."""
+        """A cache key; where all requests fit in memory everywhere, it is the same for equal buckets of all designs."""
         everywhere = all(
             np.isfinite(service.ttft_s).all() for bucket in design for service in self.services(bucket.gpus_per_group)
         )
         return (design[index],) if everywhere else (*design, index)
 
     def never_served(self, design: Design) -> int:
-        """Requests that fit in the memory of no group that they may be sent to."""
+        """Requests that do not fit in the memory of any group of the design."""
         return self.requests - sum(len(one) for index in range(len(design)) for one in self.members(design, index))
 
     def late_alone(self, design: Design, index: int) -> int:
@@ -114,7 +114,7 @@ class Evaluations:
         return sum(int((service.ttft_s[mine] > self.target.slo_s).sum()) for service, mine in pairs)
 
     def load(self, design: Design, index: int) -> float:
-        """Groups of a bucket that are busy on average, if all work is done by the time that the last request is due."""
+        """Average number of busy groups of a bucket, if all work ends when the last request is due."""
         gpus = design[index].gpus_per_group
         busy_s = 0.0
         for service, mine in zip(self.services(gpus), self.members(design, index), strict=True):
@@ -123,7 +123,7 @@ class Evaluations:
         return busy_s / sum(workload.duration_s + self.target.slo_s for workload in self.workloads)
 
     def misses(self, design: Design, index: int, replicas: int) -> int:
-        """Requests of a bucket that are late with so many groups."""
+        """Late requests of a bucket with that many groups."""
         key = (*self._key(design, index), replicas)
         if key not in self._misses:
             late = 0
@@ -141,7 +141,7 @@ class Evaluations:
         return self._misses[key]
 
     def runs(self, plans: Sequence[GroupPlan]) -> list[FleetRun]:
-        """The whole fleet, on each workload."""
+        """Simulations of a whole fleet, one a workload."""
         found = []
         for number, workload in enumerate(self.workloads):
             services = {plan.gpus_per_group: self.services(plan.gpus_per_group)[number] for plan in plans}
@@ -150,5 +150,5 @@ class Evaluations:
         return found
 
     def ttft_alone_s(self, num_gpus: int) -> Array:
-        """TTFTs without any queue, of all workloads."""
+        """TTFTs without queueing, of all workloads."""
         return np.concatenate([service.ttft_s for service in self.services(num_gpus)])

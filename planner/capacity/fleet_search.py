@@ -1,4 +1,4 @@
-"""What a capacity plan is put together from: fits, their runs, the front, and why something does not fit."""
+"""FleetSearch: the fleets that meet the target, their simulations, the Pareto front, and why others do not meet it."""
 
 from __future__ import annotations
 
@@ -18,22 +18,26 @@ from planner.capacity.fleet.times import ServiceTimes
 from planner.capacity.request import CapacityRequest
 from planner.capacity.workloads.workload import Workload
 
-_FINALISTS, _FINALISTS_OF_MANY = 6, 2  # designs whose front is drawn; of a stretch, that are tried on the whole
-_FRONT = (0.8, 0.9, 1.0, 1.15, 1.3, 1.6, 2.0, 3.0, 4.0)  # times the groups that meet the target
-_BELOW = tuple(2.0**-step for step in range(10))  # times the most groups, where nothing meets it
-_GAP = 0.01  # by which a dearer fleet of the front has to be faster
+_FINALISTS = 6  # designs that the front is made of
+_FINALISTS_OF_MANY = 2  # the same for long workloads; also the mixed designs that are tried on all requests
+_FRONT = (0.8, 0.9, 1.0, 1.15, 1.3, 1.6, 2.0, 3.0, 4.0)  # factors on the replicas that meet the target
+_BELOW = tuple(2.0**-step for step in range(10))  # factors on the most replicas, where no fleet meets it
+_GAP = 0.01  # relative; a more expensive fleet of the front is at least this much faster
 
 
 @dataclass(slots=True)
 class FleetSearch:
-    """What a plan asks of evaluations and search."""
+    """One search: the request, the evaluations so far, and the search over designs."""
 
     request: CapacityRequest
     evaluations: Evaluations
     search: DesignSearch
 
     def fits(self, stretch: Workload | None, times: ServiceTimes) -> list[Fit]:
-        """The best of every design: every uniform one, and of each combination of sizes the best cut."""
+        """All uniform fleets that meet the target, and the best cut of each combination of group sizes.
+
+        stretch: part of the requests, on which mixed designs are searched first; None: search on all requests.
+        """
         fits = self.search.fits(self.search.uniform())
         if not self.request.mixed:
             return fits
@@ -46,22 +50,22 @@ class FleetSearch:
         return _best_of_sizes(self.search.fits(designs[:_FINALISTS_OF_MANY], fits))
 
     def _stretched(self, design: Design) -> Design:
-        """The last bucket goes on to the longest of all requests."""
+        """The design with its last bucket extended to the longest of all requests."""
         return (*design[:-1], replace(design[-1], most_new=max(design[-1].most_new, self.search.longest)))
 
     def cost(self, answer: FleetAnswer) -> float:
-        """What is to be least."""
+        """The objective: GPUs, or cost an hour."""
         return sum(self.search.limits.cost(group.gpus_per_group) * group.replicas for group in answer.groups)
 
     def answer(self, plans: Sequence[GroupPlan]) -> FleetAnswer:
-        """Run a fleet on every workload."""
+        """Simulate a fleet on every workload."""
         runs = self.evaluations.runs(plans)
         target = self.request.target
         ttft_s = np.concatenate([run.ttft_s for run in runs])
         interval = self._interval(runs, ttft_s)
         missed = int((ttft_s > target.slo_s).sum())
         meets = missed <= self.evaluations.allowed
-        if self.request.sure:
+        if self.request.needs_confidence:
             meets = meets and interval.high_s is not None and interval.high_s <= target.slo_s
         horizon_s = sum(run.horizon_s for run in runs)
         prices = self.search.limits.prices
@@ -94,8 +98,8 @@ class FleetSearch:
             ),
         )
 
-    def surely(self, fit: Fit, answer: FleetAnswer) -> FleetAnswer | None:
-        """Groups added where they help most, until the interval's upper end meets the target as well."""
+    def with_confidence(self, fit: Fit, answer: FleetAnswer) -> FleetAnswer | None:
+        """Add groups where they help most, until the upper confidence bound meets the target; None: it never does."""
         plans = fit.plans
         while not answer.meets:
             more = [
@@ -113,11 +117,11 @@ class FleetSearch:
         return answer
 
     def nearest_miss(self) -> FleetAnswer:
-        """The fastest uniform fleet that the limits allow."""
+        """The fastest uniform fleet within the limits."""
         return min((self.answer(plans) for plans in self._largest()), key=lambda answer: answer.target.value_s)
 
     def infeasible(self, fits: Sequence[Fit]) -> list[Infeasible]:
-        """Sizes of group whose uniform fleets do not meet the target, and why."""
+        """Group sizes whose uniform fleets do not meet the target, and why."""
         found = {fit.sizes[0] for fit in fits if len(fit.design) == 1}
         reasons = []
         for (plan,) in self._largest():
@@ -131,7 +135,7 @@ class FleetSearch:
         return reasons
 
     def front(self, fits: Sequence[Fit]) -> tuple[Point, ...]:
-        """Fleets of every design, smaller and larger than needed, none slower than a cheaper one."""
+        """The Pareto front of cost and TTFT, over the designs scaled down and up."""
         points: dict[tuple[float, float], Point] = {}
         count = _FINALISTS if self.evaluations.requests <= MANY else _FINALISTS_OF_MANY
         candidates = [fit.plans for fit in fits[:count]] or list(self._largest())
@@ -192,12 +196,12 @@ class FleetSearch:
         )
 
     def _largest(self) -> list[tuple[GroupPlan, ...]]:
-        """As many groups of each size as the limits allow."""
+        """For each size, a uniform fleet of as many groups as the limits allow."""
         most = self.search.limits.max_gpus
         return [(design[0].with_replicas(most // design[0].gpus_per_group),) for design in self.search.uniform()]
 
     def _reason(self, plan: GroupPlan) -> tuple[Cause, str]:
-        """Why so many groups of that size are not enough."""
+        """Why the largest uniform fleet of that size does not meet the target."""
         target, size = self.request.target, plan.gpus_per_group
         name = f"{target.percentile:g} % of the TTFTs"
         above = f"above {target.slo_s:g} s"
@@ -215,7 +219,7 @@ class FleetSearch:
         answer = self.answer((plan,))
         reached = answer.target.value_s
         if answer.meets or reached <= target.slo_s:
-            return "interval", f"the interval's upper end stays {above} with {plan.num_gpus} GPUs"
+            return "interval", f"the upper confidence bound stays {above} with {plan.num_gpus} GPUs"
         if math.isinf(reached):
             return (
                 "failures",
@@ -227,7 +231,7 @@ class FleetSearch:
 
 
 def evaluations_of(request: CapacityRequest, workloads: Sequence[Workload], times: ServiceTimes) -> Evaluations:
-    """Evaluations of a request."""
+    """Evaluations of a request on these workloads."""
     return Evaluations(
         workloads, times, request.conditions, request.target, request.decoding, pack_tokens=request.pack_tokens
     )
@@ -238,7 +242,7 @@ def _high_s(answer: FleetAnswer) -> float:
 
 
 def _best_of_sizes(fits: Sequence[Fit]) -> list[Fit]:
-    """Of each combination of group sizes the best; fits are in order."""
+    """The first, so the best, fit of each combination of group sizes."""
     best: dict[tuple[int, ...], Fit] = {}
     for fit in fits:
         best.setdefault(fit.sizes, fit)

@@ -1,4 +1,4 @@
-"""The capacity plan: from requests and a target to a fleet, what else would do, and what would not."""
+"""plan_capacity: from requests and a target to a fleet, its alternatives, and what does not meet the target."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from planner.capacity.workloads.workload import Workload
 from planner.plan_notes import rests_on
 from planner.table.table import PartitionTable
 
-LONG = 60_000  # requests, beyond which designs are sought on a stretch of so many
-_STRETCH = 40_000
+LONG = 60_000  # requests, above which designs are searched on a stretch of the workload
+_STRETCH = 40_000  # requests of that stretch
 _ALTERNATIVES = 8
 DISPATCH = {
     "first-come": "each range of lengths has its own queue, first come, first served",
@@ -44,11 +44,11 @@ def plan_capacity(
     warnings: Sequence[str] = (),
     on_progress: Callable[[str], None] | None = None,
 ) -> CapacityPlan:
-    """Search the fleet.
+    """Search the cheapest fleet that meets the target.
 
-    strategy: what groups run besides a single GPU and TSP; its chunks are searched over single GPUs.
-    table: where it looks its partitions up, as KVR-P; None: they are planned. Raises InputError where the table
-    has not got a size of group.
+    strategy: what groups run besides a single GPU and TSP; its chunks are searched over single GPUs. table: its
+    partitions, as KVR-P; None: partitions are searched. on_progress: called with the name of each stage. Raises
+    InputError where the table has no entries for a group size.
     """
     begin_s = time.perf_counter()
     chosen = searched(strategy)
@@ -62,15 +62,15 @@ def plan_capacity(
     times = ServiceTimes.for_workloads(scenario, workloads, at_least=least, table=table, searched=chosen)
     tell("times of groups")
     evaluations = evaluations_of(request, workloads, times)
-    finder = FleetSearch(request, evaluations, DesignSearch(evaluations, request.limits))
+    search = FleetSearch(request, evaluations, DesignSearch(evaluations, request.limits))
     tell("fleets")
-    fits = finder.fits(_stretch(workloads), times)
-    answers = [(fit, finder.answer(fit.plans)) for fit in fits]
-    made = [finder.surely(fit, answer) if request.sure else answer for fit, answer in answers]
+    fits = search.fits(_stretch(workloads), times)
+    answers = [(fit, search.answer(fit.plans)) for fit in fits]
+    made = [search.with_confidence(fit, answer) if request.needs_confidence else answer for fit, answer in answers]
     met = [answer for answer in made if answer is not None and answer.meets]
-    met.sort(key=lambda answer: (finder.cost(answer), answer.target.value_s))
+    met.sort(key=lambda answer: (search.cost(answer), answer.target.value_s))
     tell("Pareto front")
-    infeasible = tuple(finder.infeasible(fits))
+    infeasible = tuple(search.infeasible(fits))
     unnamed = [size for size in request.limits.sizes if (size, "memory") not in _causes(infeasible)]
     notes += [*_notes(scenario, workloads[0], times, request.limits.sizes), *_about_memory(workloads, times, unnamed)]
     if len(unnamed) < len(request.limits.sizes):
@@ -84,10 +84,10 @@ def plan_capacity(
         percentile=request.target.percentile,
         objective="cost" if request.limits.by_cost else "gpus",
         answer=met[0] if met else None,
-        nearest_miss=None if met else finder.nearest_miss(),
+        nearest_miss=None if met else search.nearest_miss(),
         alternatives=tuple(replace(answer, curves=None) for answer in met[1 : 1 + _ALTERNATIVES]),
         infeasible=infeasible,
-        pareto=finder.front(fits),
+        pareto=search.front(fits),
         workload=workloads[0].summary(),
         decoding=request.decoding.describe(),
         dispatch=_dispatch(request),
@@ -100,7 +100,7 @@ def plan_capacity(
 
 
 def _stretch(workloads: Sequence[Workload]) -> Workload | None:
-    """The busiest stretch of a long workload, on which designs are sought; None: all of it is short enough."""
+    """The busiest stretch of a long workload, on which designs are searched; None: the workload is short."""
     first = workloads[0]
     if len(workloads) == 1 and len(first) <= LONG:
         return None
@@ -123,14 +123,14 @@ def _dispatch(request: CapacityRequest) -> str:
 
 
 def _about_setting(notes: Sequence[str]) -> list[str]:
-    """Notes on the scenario but for its context, which stands for no request."""
+    """Notes on the scenario, except on its context length, which is a placeholder."""
     return without(notes, "context-range")
 
 
 def _about_table(
     scenario: Scenario, table: PartitionTable | None, strategy: Strategy, sizes: Sequence[int]
 ) -> list[str]:
-    """Whether it was made for another setting; raises InputError where it has not got a size."""
+    """A note where the table has another setting; raises InputError where it lacks a group size."""
     if table is None:
         return []
     if missing := [size for size in sizes if size > 1 and size not in table.gpu_counts]:
@@ -147,7 +147,7 @@ def _causes(infeasible: Sequence[Infeasible]) -> set[tuple[int | None, str]]:
 
 
 def _about_memory(workloads: Sequence[Workload], times: ServiceTimes, sizes: Sequence[int]) -> Iterator[str]:
-    """Contexts that do not fit in the memory of some groups; sizes of which the same is true are told together."""
+    """Contexts that do not fit in the memory of some groups, one note for all sizes with the same contexts."""
     found: dict[str, list[int]] = {}
     for size in sizes:
         over = [
@@ -163,14 +163,14 @@ def _about_memory(workloads: Sequence[Workload], times: ServiceTimes, sizes: Seq
 
 
 def _notes(scenario: Scenario, workload: Workload, times: ServiceTimes, sizes: Sequence[int]) -> list[str]:
-    """Of the requests: what was mended, what is too long for the model or outside what the profile has."""
+    """Notes on the requests: repairs, contexts too long for the model, values outside the calibrated range."""
     notes = list(workload.notes)
     trained = scenario.model.max_position_embeddings
     longest = int(workload.context_len.max())
     if trained is not None and longest > trained:
         count = int((workload.context_len > trained).sum())
         notes.append(
-            f"{count} contexts are longer than the {trained} tokens that {scenario.model.name} is made for"
+            f"{count} contexts are longer than the {trained} tokens that {scenario.model.name} supports"
             f" (the longest {longest}); they are simulated anyway"
         )
     if scenario.profile is not None:

@@ -1,4 +1,4 @@
-"""Pictures of a capacity plan: TTFT by length, the queue over time, cost against TTFT, and the lengths themselves."""
+"""Plots of a capacity plan: TTFT by length, the queue over time, cost against TTFT, and prompt lengths."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BLUE, _ORANGE, _GREY = "#4c78a8", "#ee8434", "#b8bdc6"
-_MOST_DOTS = 20_000  # of a cloud; beyond, every so manieth request is drawn
+_MOST_DOTS = 20_000  # of the scatter plot; with more requests, a sample is drawn
 _DPI = 110
-_STEPS = 1000  # of the queue's curve
+_STEPS = 1000  # time steps of the queue's curve
 
 Panel = Callable[["Axes", CapacityPlan], None]
 
 
 def write_plot(plan: CapacityPlan, path: str | Path, argument: str = "plot") -> None:
-    """All panels in one picture, PNG, SVG or PDF by the path's suffix; InputError where it cannot be written."""
+    """All panels in one figure, PNG, SVG or PDF by the path's suffix; InputError where it cannot be written."""
     check_suffix(path, argument)
     with styled():
         save_figure(_figure(plan, tuple(PANELS.values())), path, argument=argument, dpi=_DPI)
 
 
 def picture(plan: CapacityPlan, panels: tuple[Panel, ...], suffix: str = ".png") -> bytes:
-    """Panels as a file's content; the same plan gives the same bytes."""
+    """A figure of these panels as bytes; the same plan gives the same bytes."""
     with styled():
         return encoded(_figure(plan, panels), suffix, dpi=_DPI)
 
@@ -54,12 +54,12 @@ def _figure(plan: CapacityPlan, panels: tuple[Panel, ...]) -> Figure:
 
 
 def ttft_by_length(axes: Axes, plan: CapacityPlan) -> None:
-    """Each request's TTFT against its new tokens, with the median and the percentile of the lengths around."""
+    """Each request's TTFT over its new tokens, with the running median and percentile."""
     axes.set_title("TTFT by length", loc="left", fontsize=11)
     curves = _curves(plan)
     served = np.flatnonzero(np.isfinite(curves.ttft_s))
     if not len(served):
-        _say(axes, "no request is served")
+        _message(axes, "no request is served")
         return
     shown = served[:: max(1, len(served) // _MOST_DOTS)]
     axes.plot(
@@ -79,12 +79,12 @@ def ttft_by_length(axes: Axes, plan: CapacityPlan) -> None:
 
 
 def queue_over_time(axes: Axes, plan: CapacityPlan) -> None:
-    """Requests that have come and not begun: the largest number in each stretch of time."""
+    """Waiting requests: the largest number in each time step."""
     axes.set_title("queue over time", loc="left", fontsize=11)
     curves = _curves(plan)
     changes = np.concatenate([curves.arrival_s, curves.begin_s])
     signs = np.concatenate([np.ones(len(curves.arrival_s)), -np.ones(len(curves.begin_s))])
-    order = np.lexsort((signs, changes))  # who leaves at an instant goes before who comes
+    order = np.lexsort((signs, changes))  # at one instant, requests leave before others arrive
     order = order[np.isfinite(changes[order])]
     times, waiting = changes[order], np.cumsum(signs[order])
     edges = np.linspace(times[0], max(times[-1], times[0] + 1e-9), _STEPS + 1)
@@ -98,11 +98,11 @@ def queue_over_time(axes: Axes, plan: CapacityPlan) -> None:
 
 
 def cost_against_ttft(axes: Axes, plan: CapacityPlan) -> None:
-    """The Pareto front, and the answer on it."""
+    """The Pareto front with the answer marked."""
     priced = any(point.cost_per_hour is not None for point in plan.pareto)
     axes.set_title("cost against TTFT" if priced else "GPUs against TTFT", loc="left", fontsize=11)
     if not plan.pareto:
-        _say(axes, f"no fleet serves {plan.percentile:g} % of the requests")
+        _message(axes, f"no fleet serves {plan.percentile:g} % of the requests")
         return
     cost = [_cost(point) for point in plan.pareto]
     ttft = [point.ttft_s for point in plan.pareto]
@@ -118,7 +118,7 @@ def cost_against_ttft(axes: Axes, plan: CapacityPlan) -> None:
 
 
 def lengths(axes: Axes, plan: CapacityPlan) -> None:
-    """Requests and their share of the new tokens, by context in powers of two."""
+    """Share of the requests and of the new tokens, by context in powers of two."""
     axes.set_title("contexts: requests (blue), share of new tokens (orange)", loc="left", fontsize=11)
     rows = plan.workload["histogram"]
     total = sum(row["requests"] for row in rows)
@@ -131,7 +131,7 @@ def lengths(axes: Axes, plan: CapacityPlan) -> None:
 
 
 def _cost(fleet: FleetAnswer | Point) -> float:
-    """Its price where there is one, else its GPUs."""
+    """The fleet's price where it is known, else its GPUs."""
     return float(fleet.num_gpus) if fleet.cost_per_hour is None else fleet.cost_per_hour
 
 
@@ -148,14 +148,14 @@ def _curves(plan: CapacityPlan) -> Curves:
     return plan.first.curves
 
 
-def _say(axes: Axes, what: str) -> None:
-    """In the place of a curve that has no points."""
+def _message(axes: Axes, what: str) -> None:
+    """A text instead of an empty panel."""
     axes.set_axis_off()
     axes.text(0.5, 0.5, what, ha="center", va="center", color=INK, transform=axes.transAxes)
 
 
 def _percentile_by_length(curves: Curves, served: Any, percentile: float) -> tuple[Array, Array]:
-    """In each half of a power of two that has at least 20 requests."""
+    """Percentile of TTFT in half-octave bins with at least 20 requests: lengths and values."""
     step = np.floor(2 * np.log2(curves.new_tokens[served])).astype(np.int64)
     lengths, values = [], []
     for number in np.unique(step):
@@ -173,7 +173,7 @@ def _tokens_on_x(axes: Axes) -> None:
 
 
 def _plain_on_y(axes: Axes) -> None:
-    """0.1, 0.2, 0.5, 1 rather than powers of ten."""
+    """Ticks 0.1, 0.2, 0.5, 1 rather than powers of ten."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))

@@ -1,4 +1,4 @@
-"""A capacity plan as one HTML file: tables, and pictures inside the file; nothing is loaded from elsewhere."""
+"""A capacity plan as one self-contained HTML file with tables and embedded plots."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ td.n { white-space: nowrap }
 img { max-width: 100% } .answer { font-size: 1.2em } .dim { color: #5b616b }
 """
 _COLUMNS = ("fleet", "GPUs", "p50", "p95", "p99", "longest", "in time", "utilisation", "cost per hour")
-UNSERVED = "unserved"  # in the place of a percentile that lies among requests that no group serves
+UNSERVED = "unserved"  # shown for a percentile that falls among unserved requests
 
 
 def write_report(plan: CapacityPlan, path: str | Path, argument: str = "html") -> None:
-    """Write the file, whole or not at all; InputError naming the argument where it cannot be written."""
+    """Write the file atomically; InputError naming the argument where it cannot be written."""
     write_atomically(path, html(plan).encode(), argument=argument)
 
 
 def html(plan: CapacityPlan) -> str:
-    """The page."""
+    """The page as text."""
     parts = [
         f"<h1>{escape(headline(plan))}</h1>",
         f'<p class="answer">{escape(verdict(plan))}</p>',
@@ -48,13 +48,13 @@ def html(plan: CapacityPlan) -> str:
 
 
 def headline(plan: CapacityPlan) -> str:
-    """The request in a line."""
+    """The target in one line."""
     name, target = plan.workload["name"], format_seconds(plan.slo_ttft_s)
     return f"{plan.percentile:g} % of {name} with a TTFT of at most {target}"
 
 
 def verdict(plan: CapacityPlan) -> str:
-    """The answer in a line."""
+    """The answer in one line."""
     fleet = plan.first
     reached_s = fleet.target.value_s
     if plan.answer is not None:
@@ -69,28 +69,28 @@ def verdict(plan: CapacityPlan) -> str:
 
 
 def interval(plan: CapacityPlan) -> str | None:
-    """The ends of the percentile's interval in a line, and whether they are within the target; None: unknown."""
+    """The confidence interval in one line, with a note where it ends above the target; None: unknown."""
     low_s, high_s = plan.first.target.low_s, plan.first.target.high_s
     if low_s is None or high_s is None:
         return None
     ends = f"{format_time(low_s)} to {format_time(high_s)}"
     if plan.answer is not None and high_s > plan.slo_ttft_s:
-        ends += f", which ends ABOVE the target of {format_seconds(plan.slo_ttft_s)} (--sure asks for both)"
+        ends += f", which ends ABOVE the target of {format_seconds(plan.slo_ttft_s)} (--sure requires it below)"
     return f"{ends}. {plan.first.target.meaning}"
 
 
 def losses(fleet: FleetAnswer) -> str | None:
-    """Requests that failures or memory cost, in a line; None: there are none."""
+    """Restarted and unserved requests in one line; None: there are none."""
     parts = []
     if fleet.retried:
-        parts.append(f"{fleet.retried} begun anew after a failure")
+        parts.append(f"{fleet.retried} restarted after a failure")
     if fleet.unserved:
-        parts.append(f"{fleet.unserved} of {fleet.requests} never served, which count as late")
+        parts.append(f"{fleet.unserved} of {fleet.requests} never served; they count as late")
     return ", ".join(parts) or None
 
 
 def groups_of_fleet(fleet: FleetAnswer) -> Iterable[tuple[str, str, str, str]]:
-    """Of each range of lengths: new tokens, groups, strategies by their share of the time, requests."""
+    """One row a length bucket: new tokens, groups, strategies by share of time, requests."""
     for group in fleet.groups:
         low, high = group.context_range
         groups = f"{group.replicas} × {group.gpus_per_group} GPU{'s' * (group.gpus_per_group > 1)}"
@@ -99,7 +99,7 @@ def groups_of_fleet(fleet: FleetAnswer) -> Iterable[tuple[str, str, str, str]]:
 
 
 def format_time(seconds: float) -> str:
-    """Seconds for people; UNSERVED where they never end."""
+    """Formatted seconds; UNSERVED for infinity."""
     return format_seconds(seconds) if seconds < float("inf") else UNSERVED
 
 

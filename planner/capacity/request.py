@@ -1,4 +1,4 @@
-"""CapacityRequest: all that a capacity plan is asked, and how it is read from what a user writes."""
+"""CapacityRequest: the parameters of a capacity plan, checked and in SI units."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _MOST_GPUS_A_GROUP = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapacityRequest:
-    """All that is asked, besides the scenario."""
+    """What a capacity plan needs besides the scenario."""
 
     source: Source
     target: Target
     limits: Limits = field(default_factory=Limits)
     conditions: Conditions = field(default_factory=Conditions)
     decoding: Decoding = field(default_factory=Decoding)
-    pack_tokens: int = 0  # 0: prompts run one by one
-    replications: int = 5  # of requests that are drawn at random
+    pack_tokens: int = 0  # most new tokens of prompts that run together; 0: prompts run one by one
+    replications: int = 5  # of synthetic requests
     seed: int = 0
-    sure: bool = False  # the upper end of the interval has to meet the target, too
-    mixed: bool = True  # look at fleets of unlike groups
+    needs_confidence: bool = False  # the upper confidence bound has to meet the target, too
+    mixed: bool = True  # consider fleets of groups of different sizes
 
 
 def make_request(
@@ -58,7 +58,7 @@ def make_request(
     uniform_only: bool = False,
     seed: int = 0,
 ) -> CapacityRequest:
-    """Check everything and read the requests; raises InputError naming the parameter."""
+    """Check all parameters and read the requests; raises InputError naming the parameter."""
     for value, argument, choices in (
         (decode, "decode", DECODES),
         (objective, "objective", FLEET_OBJECTIVES),
@@ -100,7 +100,7 @@ def make_request(
         pack_tokens=0 if batch_tokens is None else _length(batch_tokens, "batch_tokens"),
         replications=_count(replications, "replications"),
         seed=seed,
-        sure=sure,
+        needs_confidence=sure,
         mixed=not uniform_only,
     )
 
@@ -122,7 +122,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _prices(given: float | str | Mapping[int, float] | None, sizes: tuple[int, ...]) -> dict[int, float]:
-    """A price for all, or one a group size: "1=2.0,2=2.0,4=2.4,8=3.1"."""
+    """One price for all groups, or one a group size: "1=2.0,2=2.0,4=2.4,8=3.1"."""
     argument = "price_per_gpu_hour"
     if given is None:
         return {}
@@ -144,7 +144,7 @@ def _prices(given: float | str | Mapping[int, float] | None, sizes: tuple[int, .
 
 
 def _slow(text: str | None) -> tuple[float, float]:
-    """Share and factor of "10%:1.3"."""
+    """Share of slow groups and their slowdown, of text such as "10%:1.3"."""
     if text is None:
         return 0.0, 1.0
     share, mark, factor = text.partition(":")

@@ -1,6 +1,6 @@
-"""The same queues as SimPy processes: arrivals, groups that serve, groups that fail; the reference of `fast.py`.
+"""Pools as SimPy processes: arrivals, service and failures; the reference that `fast.py` is tested against.
 
-Everything that happens at one instant happens before the dispatcher looks at the queue.
+At each instant the dispatcher runs after all other events of that instant.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from simpy.events import EventPriority
 from planner.capacity.fleet.pool import MOST_RETRIES, Pool, PoolRun, Record
 
 Process = Generator[simpy.Event, Any, Any]
-_LAST = EventPriority(2)  # at an instant; SimPy's own are 0 and 1
+_LAST = EventPriority(2)  # after all events of an instant, which have SimPy's priorities 0 and 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A prompt or pack on a group."""
+    """A prompt, or a pack of prompts, that runs on a group."""
 
     begin_s: float
     end_s: float
     members: list[int]
-    busy: float  # mean of the ranks' time over that of the last
+    busy: float  # mean time of the ranks over the last rank's
 
 
 @dataclass(slots=True)
@@ -34,18 +34,18 @@ class _Group:
     """One group of GPUs."""
 
     number: int
-    factor: float  # times as long as others
-    free_since_s: float | None = -float("inf")  # None: its rank 0 is busy, or it is down
+    factor: float  # slowdown relative to other groups
+    free_since_s: float | None = -float("inf")  # None: rank 0 is busy, or the group is down
     up: bool = True
-    began_s: float = -float("inf")  # the last prompt
+    began_s: float = -float("inf")  # begin of the last prompt
     span_s: float = 0.0
     last_kind: int = 0
-    life: int = 0  # failures so far; what was begun in an earlier life is lost
+    life: int = 0  # failures so far; prompts begun before a failure are lost
     running: list[_Run] = field(default_factory=list)
 
 
 class _Look(simpy.Event):
-    """Something to do when everything else of this instant has been done; as SimPy's Timeout, but for that."""
+    """An event that runs after all others of this instant; otherwise like SimPy's Timeout without delay."""
 
     def __init__(self, env: simpy.Environment, then: Callable[[], None]) -> None:
         super().__init__(env)
@@ -60,7 +60,7 @@ class PoolProcesses:
     def __init__(self, pool: Pool) -> None:
         self.pool, self.service = pool, pool.service
         self.env = simpy.Environment()
-        self.now_s = -float("inf")  # SimPy's clock without the rounding of delays
+        self.now_s = -float("inf")  # like SimPy's clock, but without rounding of delays
         self.record = Record(len(pool.arrival_s))
         self.places = pool.ranks_in_queue().tolist()
         self.queue: list[tuple[int, int]] = []
@@ -78,7 +78,7 @@ class PoolProcesses:
         return self.record.done()
 
     def _at(self, time_s: float, then: Callable[[], None]) -> Process:
-        """Do something at a time."""
+        """Call `then` at a time."""
         yield self.env.timeout(max(0.0, time_s - self.env.now))
         self.now_s = max(self.now_s, time_s)
         then()
@@ -93,7 +93,7 @@ class PoolProcesses:
         self._look()
 
     def _look(self) -> None:
-        """Let the dispatcher look at the queue when this instant is over."""
+        """Run the dispatcher after all events of this instant."""
         _Look(self.env, self._dispatch)
 
     def _dispatch(self) -> None:
@@ -104,7 +104,7 @@ class PoolProcesses:
             self._begin(min(idle, key=lambda group: (group.free_since_s, group.number)))
 
     def _begin(self, group: _Group) -> None:
-        """The next prompt or pack begins, when the ranks of the one before let it."""
+        """Start the next prompt or pack as soon as the ranks of the previous one allow it."""
         members, alone_s, kind = self._take()
         overlap = self.service.overlap
         took_s = alone_s * group.factor
@@ -119,7 +119,7 @@ class PoolProcesses:
         self.env.process(self._at(free_s, lambda life=group.life: self._free(group, life, free_s)))  # type: ignore[misc]
 
     def _take(self) -> tuple[list[int], float, int]:
-        """The first of the queue with those after it that fit in a pack."""
+        """The first of the queue and those after it that fit in a pack: requests, seconds alone, class."""
         members, packing = [heappop(self.queue)[1]], self.service.packing
         while packing and self.queue and packing.holds(*self._pack_of([*members, self.queue[0][1]])):
             members.append(heappop(self.queue)[1])
@@ -128,12 +128,12 @@ class PoolProcesses:
         return members, float(self.service.ttft_s[members[0]]), int(self.service.length_class[members[0]])
 
     def _pack_of(self, members: list[int]) -> tuple[int, int]:
-        """New tokens of all, and the longest cached prefix."""
+        """Sum of new tokens, and the longest cached prefix."""
         tokens = sum(int(self.service.new_tokens[member]) for member in members)
         return tokens, max(int(self.service.cached_prefix[member]) for member in members)
 
     def _end(self, group: _Group, run: _Run) -> None:
-        """First tokens, unless the run was lost."""
+        """Record first tokens, unless the run was lost."""
         if run not in group.running:
             return
         group.running.remove(run)
@@ -165,7 +165,7 @@ class PoolProcesses:
             yield from self._at(back_s, lambda at_s=back_s: self._repaired(group, at_s))  # type: ignore[misc]
 
     def _fail(self, group: _Group) -> None:
-        """What runs is lost and queued again, unless its first token came at this very instant."""
+        """Running prompts are lost and queued again, unless their first token comes at this instant."""
         for run in [run for run in group.running if run.end_s <= self.now_s]:
             self._end(group, run)
         lost = [member for run in group.running for member in run.members]

@@ -1,4 +1,4 @@
-"""Queues in tight loops: about a microsecond a request, or a few where groups fail or prompts are packed.
+"""Pools in tight loops: about a microsecond a request, a few microseconds with failures or packing.
 
 Groups wait in a heap by when they are free. Requests are taken in the order in which the queue gives them, so that
 each turn of the loop is one dispatch, at times that never fall. `event.py` is the reference that it agrees with.
@@ -22,7 +22,7 @@ def run_pool(pool: Pool) -> PoolRun:
 
 
 def _first_come(pool: Pool) -> PoolRun:
-    """Nothing fails, nothing overtakes: one pass over the requests."""
+    """First come, first served, without failures: one pass over the requests."""
     service, overlap = pool.service, pool.service.overlap
     release, follow, factors = overlap.release, overlap.follow, pool.factors()
     free = [(-_NEVER, group) for group in range(pool.replicas)]
@@ -56,7 +56,7 @@ def _first_come(pool: Pool) -> PoolRun:
 
 
 class _Loop:
-    """Any order, failures, packs."""
+    """The general case: any order, failures, packing."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool, self.service, self.overlap = pool, pool.service, pool.service.overlap
@@ -69,14 +69,14 @@ class _Loop:
         self.began = [-_NEVER] * pool.replicas
         self.span = [0.0] * pool.replicas
         self.row = [self.overlap.follow[0]] * pool.replicas
-        self.queue: list[int] = []  # places in the queue
-        self.lost: list[tuple[float, int]] = []  # to be queued again: when, place
+        self.queue: list[int] = []  # positions of waiting requests
+        self.lost: list[tuple[float, int]] = []  # requests to queue again: time, position
         self.uptimes = [pool.outages.uptimes_s(group) for group in range(pool.replicas)] if pool.outages else []
         self.fails_s = [next(uptime) for uptime in self.uptimes] or [_NEVER] * pool.replicas
         self.repair_s = pool.outages.repair_s if pool.outages else 0.0
 
     def run(self) -> PoolRun:
-        """Dispatch until nobody waits and nobody will come."""
+        """Dispatch until no request waits or is still to arrive."""
         arrivals = [*self.pool.arrival_s.tolist(), _NEVER]
         come, now = 0, -_NEVER
         lost, queue, free, fails_s = self.lost, self.queue, self.free, self.fails_s
@@ -99,14 +99,14 @@ class _Loop:
             self._dispatch(now, group)
 
     def _repaired_s(self, group: int) -> float:
-        """When the group, which goes down when it does, is free again."""
+        """When a failing group is free again; draws its next failure."""
         back_s = self.fails_s[group] + self.repair_s
         self.began[group], self.span[group] = -_NEVER, 0.0
         self.fails_s[group] = back_s + next(self.uptimes[group])
         return back_s
 
     def _dispatch(self, now: float, group: int) -> None:
-        """Put the first of the queue, or a pack, on the group, which is on top of the heap."""
+        """Start the first of the queue, or a pack, on the group on top of the heap."""
         members, alone, kind = self._taken()
         took = alone * self.factors[group]
         follows = self.began[group] + self.span[group] * self.row[group][kind]
@@ -132,7 +132,7 @@ class _Loop:
         heapreplace(self.free, (self._repaired_s(group) if free >= fails else free, group))
 
     def _taken(self) -> tuple[list[int], float, int]:
-        """The first of the queue, and those after it that fit in a pack with it: requests, seconds alone, class."""
+        """The first of the queue and those after it that fit in a pack: requests, seconds alone, class."""
         service, packing = self.service, self.service.packing
         first = self.at_place[heappop(self.queue)]
         members = [first]

@@ -1,4 +1,4 @@
-"""A fleet: pools of like groups, a rule that sends each prompt to one of them, and what its users see."""
+"""A fleet: pools of equal groups, the routing of prompts to pools, and the resulting TTFTs."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupPlan:
-    """Like groups of GPUs, and the prompts that they take."""
+    """Groups of one size, and the prompt lengths that they serve."""
 
     gpus_per_group: int
     replicas: int
-    least_new: int  # new tokens, context less cached prefix, from which on prompts come here
-    most_new: int  # and up to which
-    bucket: int = 0  # place among the fleet's ranges of lengths; each has failures of its own
+    least_new: int  # the fewest new tokens (context less cached prefix) of their prompts
+    most_new: int  # the most new tokens
+    bucket: int = 0  # index among the fleet's length buckets; failures are independent between buckets
 
     @property
     def num_gpus(self) -> int:
-        """Of all these groups."""
+        """GPUs of all these groups."""
         return self.gpus_per_group * self.replicas
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conditions:
-    """How the fleet is run, and what befalls it."""
+    """How the fleet is operated: queue order, slow groups, failures."""
 
     order: Order = "first-come"
-    slow_share: float = 0.0  # of the groups of each size
-    slow_factor: float = 1.0  # times as long as the others
-    mtbf_s: float | None = None  # mean time between failures of a group; None: none fails
+    slow_share: float = 0.0  # share of slow groups in each pool
+    slow_factor: float = 1.0  # their slowdown
+    mtbf_s: float | None = None  # mean time between failures of a group; None: no failures
     repair_s: float = 0.0
     seed: int = 0
 
     def pool(self, arrival_s: Array, service: Service, replicas: int, *, replication: int = 0, bucket: int = 0) -> Pool:
-        """Groups of a bucket under these conditions, in one replication of the arrivals."""
+        """A pool under these conditions, in one replication of the arrivals."""
         slow = math.ceil(self.slow_share * replicas) if self.slow_factor != 1 else 0
         outages = None
         if self.mtbf_s is not None:
@@ -64,16 +64,16 @@ class Conditions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetRun:
-    """What became of every request; arrays of shape (N,)."""
+    """Results by request; arrays of shape (N,)."""
 
     arrival_s: Array
     ttft_s: Array  # queueing and retries included; inf: never served
     begin_s: Array
-    pool: Indices  # plan that it was sent to; -1: fits in the memory of none
+    pool: Indices  # index of the plan that served it; -1: it fits in no group's memory
     retries: Indices
     num_gpus: int
     busy_gpu_s: float
-    lost_gpu_s: float  # of it, lost to failures
+    lost_gpu_s: float  # part of it that failures made useless
 
     @property
     def horizon_s(self) -> float:
@@ -83,29 +83,29 @@ class FleetRun:
 
     @property
     def utilisation(self) -> float:
-        """Share of all GPU time that is worked; decoding on a group counts, waiting inside it does not."""
+        """Busy share of all GPU time; decoding on a group counts, waiting inside it does not."""
         return self.busy_gpu_s / (self.num_gpus * self.horizon_s) if self.horizon_s else 0.0
 
     def goodput_per_s(self, slo_s: float) -> float:
-        """Requests a second whose first token came in time."""
+        """Requests a second with a TTFT of at most `slo_s`."""
         return float((self.ttft_s <= slo_s).sum()) / self.horizon_s if self.horizon_s else 0.0
 
     @property
     def unserved(self) -> int:
-        """Requests that fit on no group, or were given up after too many failures."""
+        """Requests that fit in no group's memory, or were given up after too many failures."""
         return int(np.isinf(self.ttft_s).sum())
 
 
 def percentile_of(values: Array, percentile: float) -> float:
-    """The least value that so many percent do not exceed; no interpolation, so that inf may be among them."""
+    """The least value that `percentile` percent do not exceed; not interpolated, since values may be inf."""
     rank = max(1, math.ceil(percentile / 100 * len(values) - 1e-9)) - 1
     return float(np.partition(values, rank)[rank])
 
 
 def route(new_tokens: Lengths, services: Mapping[int, Service], plans: Sequence[GroupPlan]) -> Indices:
-    """The plan that each prompt is sent to: that of its length or, if it does not fit there, the next where it does.
+    """Index of the plan that serves each prompt: that of its length or, if it does not fit there, the next one.
 
-    Plans rise in length; -1: it fits nowhere.
+    Plans are in order of length; -1: it fits nowhere.
     """
     limits = np.array([plan.most_new for plan in plans[:-1]])
     target = np.searchsorted(limits, new_tokens)
@@ -125,9 +125,9 @@ def run_fleet(
     *,
     replication: int = 0,
 ) -> FleetRun:
-    """Serve a workload; `services` holds what it asks of each size of group, `serve` runs one pool.
+    """Serve a workload; `services` holds its service times by group size, `serve` simulates one pool.
 
-    replication: number of the workload among independent draws; each has failures of its own.
+    replication: number of the workload among independent draws; each has its own failures.
     """
     pool_of = route(workload.new_tokens, services, plans)
     ttft_s, begin_s = np.full(len(workload), np.inf), np.full(len(workload), np.inf)

@@ -1,4 +1,4 @@
-"""Prefill times of one group size over a grid of lengths: partitions searched at few, tried at many.
+"""Prefill times of one group size at knots of prompt length, with partitions searched at a few lengths.
 
 Partitions are planned at doublings of the new tokens (analytically: within 0.1 to 1 % of a full search). In
 between, the shares of both neighbours, shares between theirs, and even ones are tried, as they are and with chunks
@@ -26,34 +26,34 @@ from planner.search.search import search
 from planner.table.lookup import partition_from
 from planner.table.table import PartitionTable
 
-KNOTS_PER_DOUBLING = 8  # lengths whose times are known exactly
-_TILE = 128  # tokens of an attention kernel's tile of rows
-_BLENDS = (0.0, 0.5, 1.0)  # between the planned shares below and above
-_FAR = 8.0  # times the longest prefill, by which one rank is delayed to see who waits for it
+KNOTS_PER_DOUBLING = 8  # lengths that are simulated; times between them are interpolated
+_TILE = 128  # tokens, rows of an attention kernel's tile
+_BLENDS = (0.0, 0.5, 1.0)  # weights between the searched shares below and above
+_FAR = 8.0  # one rank is delayed by so many times the longest prefill to find its slack
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceTimeGrid:
-    """One group size and one cached prefix; arrays of shape (knots,), or (knots, num_gpus)."""
+    """Times for one group size and one cached prefix; arrays of shape (knots,) or (knots, num_gpus)."""
 
     cached_prefix: int
-    new_tokens: Lengths  # the knots, rising
+    new_tokens: Lengths  # the knots, ascending
     ttft_s: Array
-    strategy: tuple[str, ...]  # the fastest, each knot's
-    finish: Array  # each rank's, over ttft_s
-    slack_s: Array  # by how much later each rank could begin, and no rank would end later
-    most_new_tokens: int  # that fit in memory; 0: none
+    strategy: tuple[str, ...]  # the fastest at each knot
+    finish: Array  # finish time of each rank over ttft_s
+    slack_s: Array  # how much later each rank could begin without delaying any rank
+    most_new_tokens: int  # the most that fit in memory; 0: none
 
 
 def knot_lengths(least: int, most: int) -> Lengths:
-    """The knots: both ends, and powers of two with seven lengths between any two."""
+    """Both ends, powers of two, and seven lengths between any two of these."""
     powers = np.arange(np.floor(np.log2(least)) * KNOTS_PER_DOUBLING, np.ceil(np.log2(most)) * KNOTS_PER_DOUBLING + 1)
     inner = np.rint(2.0 ** (powers / KNOTS_PER_DOUBLING)).astype(np.int64)
     return np.unique(np.concatenate([[least, most], inner[(inner > least) & (inner < most)]]))
 
 
 class ServiceTimeGrids:
-    """Makes grids for one group size of a scenario; `searched`: the strategy that groups run, as kvr-s."""
+    """Simulates grids for one group size of a scenario; searched: the strategy that groups run, such as kvr-s."""
 
     def __init__(
         self, scenario: Scenario, num_gpus: int, table: PartitionTable | None = None, searched: Strategy = KVR_S
@@ -66,7 +66,7 @@ class ServiceTimeGrids:
         self.shared = self.scenario.cluster.shares_bandwidth
 
     def grid(self, cached_prefix: int, knots: Lengths) -> ServiceTimeGrid:
-        """Times of all knots behind that cached prefix."""
+        """Times at all knots for one cached prefix."""
         alone = self._prefill(STRATEGIES["single"], knots[:, None].astype(float), cached_prefix, num_gpus=1)
         ttft_s, strategy = alone[:, -1].copy(), np.full(len(knots), "single", dtype=object)
         finish, slack_s = np.ones((len(knots), self.num_gpus)), np.zeros((len(knots), self.num_gpus))
@@ -100,7 +100,7 @@ class ServiceTimeGrids:
         return replace(placed, request=request)
 
     def _chains(self, knots: Lengths, cached_prefix: int) -> tuple[Array, Array]:
-        """The best chunks that were tried for each knot, and when each rank finishes; both (knots, num_gpus)."""
+        """The best candidate chunks of each knot, and when each rank finishes; both (knots, num_gpus)."""
         candidates = self._candidates(knots, cached_prefix)
         finish_s = self._prefill(self.searched, np.concatenate(candidates), cached_prefix)
         bests, first = [], 0
@@ -110,28 +110,28 @@ class ServiceTimeGrids:
         return np.concatenate(candidates)[bests], finish_s[bests]
 
     def _candidates(self, knots: Lengths, cached_prefix: int) -> list[Array]:
-        """Chunks to try for each knot, each of shape (B, num_gpus); what a table says is tried alone."""
+        """Candidate chunks of each knot, each of shape (B, num_gpus); a table's partition is the only candidate."""
         if self.table is not None:
             cuts = [partition_from(self.table, self._at(cached_prefix, int(knot))).chunk_lens for knot in knots]
             return [np.array([cut], dtype=float) for cut in cuts]
-        step = 2 if cached_prefix else 1  # attention to a long prefix is even: shares change less with length
+        step = 2 if cached_prefix else 1  # with a long prefix, shares change less with length
         planned = {length: self._planned(cached_prefix, length) for length in _powers(knots, step)}
         return [_candidates(int(knot), planned, self.num_gpus, few=self.shared) for knot in knots]
 
     def _planned(self, cached_prefix: int, new_tokens: int) -> Array:
-        """Shares of the context, a rank."""
+        """Share of the new tokens of each rank."""
         if self.table is not None:
             return np.array(partition_from(self.table, self._at(cached_prefix, new_tokens)).fractions)
         found = search(self._at(cached_prefix, new_tokens), self.searched, method="analytical")
         return np.array(found.partition.fractions)
 
     def _prefill(self, strategy: Strategy, chunks: Array, cached_prefix: int, num_gpus: int | None = None) -> Array:
-        """When each rank has finished, shape (B, ranks), of chunks of shape (B, ranks)."""
+        """Finish time of each rank for chunks of shape (B, ranks); the same shape."""
         scenario = self._at(cached_prefix, int(chunks[0].sum()), num_gpus)
         return run.finish_s(scenario, strategy, chunks)
 
     def _slack(self, chunks: Array, finish_s: Array, cached_prefix: int) -> Array:
-        """How much later each rank alone could begin; on a shared bus nobody can tell, so not at all."""
+        """How much later each rank alone could begin; 0 on a shared bus, where it is unknown."""
         slack_s = np.zeros_like(finish_s)
         if self.shared:
             return slack_s
@@ -144,7 +144,7 @@ class ServiceTimeGrids:
         return np.maximum(0.0, slack_s - 1e-9 * delay_s)
 
     def _most_that_fit(self, cached_prefix: int, most: int) -> int:
-        """New tokens up to which the peak of every rank is within its memory, by halving; chunks as planned."""
+        """The most new tokens for which every rank's peak fits in memory, by bisection; chunks as searched."""
         shares: dict[int, Array] = {}
 
         def is_within(new_tokens: int) -> bool:
@@ -165,7 +165,7 @@ class ServiceTimeGrids:
 
 
 def _powers(knots: Lengths, step: int) -> list[int]:
-    """The first and last knot and powers of two between them, every one or every second."""
+    """The first and last knot, and every `step`-th power of two between them."""
     least, most = int(knots[0]), int(knots[-1])
     return sorted({least, most, *(1 << power for power in range(least.bit_length(), most.bit_length(), step))})
 
@@ -175,7 +175,7 @@ def _even(knots: Lengths, num_gpus: int) -> Array:
 
 
 def _candidates(knot: int, planned: dict[int, Array], num_gpus: int, *, few: bool) -> Array:
-    """Chunks to try for a length, shape (B, num_gpus), whole tokens."""
+    """Candidate chunks for a length, shape (B, num_gpus), in whole tokens."""
     lengths = np.array(list(planned))
     low = int(lengths[lengths <= knot].max())
     high = int(lengths[lengths >= knot].min())
@@ -190,13 +190,13 @@ def _candidates(knot: int, planned: dict[int, Array], num_gpus: int, *, few: boo
 
 
 def _whole(shares: Array, tokens: int, step: int) -> Array:
-    """Chunks with boundaries at multiples of a step, at least one step each but the last."""
+    """Chunks with boundaries at multiples of a step; all but the last have at least one step."""
     ends = (np.rint(np.cumsum(shares)[:-1] * tokens / step) * step).astype(np.int64)
     return np.diff(np.concatenate([[0], mended(ends, step, tokens), [tokens]])).astype(float)
 
 
 def _delayed(program: Program, rank: int, delay_s: float) -> Program:
-    """The same with one rank that begins later, host and device."""
+    """The same program with one rank that begins later, on host and device."""
     wait = Compute(name="before", device_s=np.array([delay_s]), host_s=delay_s)
     prologue = [((wait, *ops) if index == rank else ops) for index, ops in enumerate(program.prologue)]
     return replace(program, prologue=tuple(prologue))

@@ -1,4 +1,4 @@
-"""Pool: like groups of GPUs behind one queue, what happens to them, and what came of it."""
+"""Pool: equal groups of GPUs behind one queue, their failures, and the results."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvrsim.choices import Order
 from kvrsim.program import Array
 from planner.capacity.fleet.service import Service
 
-MOST_RETRIES = 100  # of one request, after which it is given up, and counted
+MOST_RETRIES = 100  # of one request; after that it counts as unserved
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outages:
-    """When groups fail, and how long they are away."""
+    """When groups fail, and how long repairs take."""
 
-    uptimes_s: Callable[[int], Iterator[float]]  # of a group: how long it is up before each failure
+    uptimes_s: Callable[[int], Iterator[float]]  # uptimes of a group before each failure
     repair_s: float
 
     @classmethod
@@ -45,11 +45,11 @@ class Pool:
     lowest number. A prompt may be taken while later ranks of the group still work on the one before.
     """
 
-    arrival_s: Array  # shape (N,), rising
+    arrival_s: Array  # shape (N,), ascending
     service: Service
     replicas: int
     order: Order = "first-come"
-    slowness: tuple[float, ...] = ()  # times as long as others, the first groups'; the rest are not slow
+    slowness: tuple[float, ...] = ()  # slowdown of the first groups; all others have 1
     outages: Outages | None = None
 
     def __post_init__(self) -> None:
@@ -57,11 +57,11 @@ class Pool:
         assert self.replicas >= 1
 
     def factors(self) -> list[float]:
-        """How much longer each group takes."""
+        """Slowdown of each group."""
         return [*self.slowness[: self.replicas], *[1.0] * (self.replicas - len(self.slowness))]
 
     def ranks_in_queue(self) -> npt.NDArray[np.int64]:
-        """Each request's place, were all in the queue at once."""
+        """Position of each request in a queue of all requests."""
         if self.order == "first-come":
             return np.arange(len(self.arrival_s))
         by_length = np.lexsort((np.arange(len(self.arrival_s)), self.service.new_tokens))
@@ -72,19 +72,19 @@ class Pool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolRun:
-    """What became of each request; arrays of shape (N,)."""
+    """Results by request; arrays of shape (N,)."""
 
-    begin_s: Array  # its last begin on a group; inf: it was given up
-    end_s: Array  # first token; inf: it was given up
-    group: npt.NDArray[np.int64]  # that served it; -1: none
-    retries: npt.NDArray[np.int64]  # times that it was lost to a failure and begun anew
-    busy_s: float  # of all groups, mean over their GPUs: prefills, lost ones too, and decoding
-    lost_s: float  # of it, spent on prompts that a failure ended
+    begin_s: Array  # last start on a group; inf: given up
+    end_s: Array  # first token; inf: given up
+    group: npt.NDArray[np.int64]  # group that served it; -1: none
+    retries: npt.NDArray[np.int64]  # restarts after failures
+    busy_s: float  # sum over groups of their GPUs' mean busy time: prefills, lost ones included, and decoding
+    lost_s: float  # part of it spent on prompts that a failure ended
 
 
 @dataclass(slots=True)
 class Record:
-    """A run while it goes on."""
+    """Results while a simulation runs."""
 
     count: int
     begin_s: list[float] = field(init=False)
@@ -99,7 +99,7 @@ class Record:
         self.group, self.retries = [-1] * self.count, [0] * self.count
 
     def done(self) -> PoolRun:
-        """The whole run."""
+        """The results as arrays."""
         return PoolRun(
             begin_s=np.array(self.begin_s),
             end_s=np.array(self.end_s),

@@ -1,13 +1,13 @@
-"""How long each request holds a group of GPUs, in the form in which queues need it.
+"""Service times of requests on a group of GPUs, and the pipelined overlap of consecutive prompts.
 
-A prompt begins on a group at S. Rank i is free again at S + f_i, and the first token comes at S + T, T the last
-f_i. Rank i could begin up to w_i later and no rank would end later: while the KV-cache of the tokens before comes
-down the chain, it waits. So the next prompt can begin before the first is done, as soon as no rank of it has to
-wait longer than it would have waited anyway: at S + max over ranks of (f_i - w'_i), w' of the next prompt. Then
-both run as if alone, to the digit, because finish times are maxima of sums of what came before. It is enough to
-look at the last prompt: each f_i is at least its w_i, so the one before was out of the way already.
+A prompt starts on a group at time S. Rank i is free at S + f_i, and the first token comes at S + T, where T is the
+last f_i. Rank i has slack w_i: it could start w_i later without delaying any rank, because it waits for the KV-cache
+of earlier tokens anyway. So the next prompt can start before the first is done, once no rank delays it beyond its
+slack: at S + max over ranks of (f_i - w'_i), with w' of the next prompt. Both then take exactly as long as alone,
+because finish times are maxima of sums of earlier times. Only the last prompt matters: each f_i is at least its own
+w_i, so the prompt before it has already left the rank.
 
-f_i / T and w_i are tabulated by classes of new tokens and cached prefix; f is rounded up, w down.
+f_i / T and w_i are tabulated by class of new tokens and cached prefix; f is rounded up, w down.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ Classes = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overlap:
-    """When a group can begin the next prompt, by class of the one that it has and of the next."""
+    """When a group can start the next prompt, by the classes of the current and the next prompt."""
 
-    release: tuple[float, ...]  # rank 0 is free again, over T; one a class
-    follow: tuple[tuple[float, ...], ...]  # [class of the one before][class of the next]: may begin, over T
+    release: tuple[float, ...]  # when rank 0 is free, over T; one a class
+    follow: tuple[tuple[float, ...], ...]  # [current class][next class]: earliest start of the next prompt, over T
     busy: tuple[float, ...]  # mean of the ranks' f_i over T; one a class
 
     @classmethod
     def whole(cls) -> Overlap:
-        """All ranks are held until the first token: one class."""
+        """No overlap: all ranks are busy until the first token; one class."""
         return cls(release=(1.0,), follow=((1.0,),), busy=(1.0,))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packing:
-    """Seconds of several prompts run as one, by their new tokens and the longest of their cached prefixes."""
+    """Times of several prompts run as one, by their new tokens and their longest cached prefix."""
 
-    tokens: int  # at most, in a pack
-    prefixes: tuple[int, ...]  # cached prefixes that have a row, rising
+    tokens: int  # the most new tokens in a pack
+    prefixes: tuple[int, ...]  # cached prefixes of the rows, ascending
     seconds: tuple[tuple[float, ...], ...]  # [row][new tokens, 0 to `tokens`]
-    classes: tuple[tuple[int, ...], ...]  # the same, the class of such a prompt
+    classes: tuple[tuple[int, ...], ...]  # the same, the class
 
     def holds(self, tokens: int, prefix: int) -> bool:
-        """Whether prompts of so many new tokens may run as one: within the limit, and within the group's memory."""
+        """Whether such a pack is within the limit and fits in the group's memory."""
         return tokens <= self.tokens and self.of(tokens, prefix)[0] < float("inf")
 
     def of(self, tokens: int, prefix: int) -> tuple[float, int]:
@@ -59,11 +59,11 @@ class Packing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Service:
-    """What requests ask of a group of one size; arrays of shape (N,)."""
+    """Service times of requests on groups of one size; arrays of shape (N,)."""
 
     num_gpus: int
-    ttft_s: Array  # from begin to first token, alone; inf where it does not fit in memory
-    hold_s: Array  # that the group is held after the first token, by decoding on its last GPU
+    ttft_s: Array  # from start to first token, alone; inf where it does not fit in memory
+    hold_s: Array  # how long decoding on the last GPU occupies the group after the first token
     length_class: Classes  # row of `overlap`
     strategies: tuple[str, ...]  # of each class
     overlap: Overlap
@@ -73,7 +73,7 @@ class Service:
 
     @classmethod
     def plain(cls, ttft_s: Array, *, num_gpus: int = 1, hold_s: Array | None = None) -> Service:
-        """Times alone, ranks free together; shorter prompts are taken to be those that are done sooner."""
+        """Given times without overlap; prompts with shorter times count as shorter."""
         ranks = np.argsort(np.argsort(ttft_s, kind="stable"), kind="stable")
         return cls(
             num_gpus=num_gpus,

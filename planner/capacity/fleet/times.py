@@ -1,6 +1,6 @@
 """Service times of every request of a workload on groups of every size, interpolated between knots.
 
-Between knots, log time is linear in log new tokens and time linear in the cached prefix.
+Log time is interpolated linearly in log new tokens, and time linearly in the cached prefix.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from planner.capacity.fleet.service import Overlap, Packing, Service
 from planner.capacity.workloads.workload import Lengths, Workload
 from planner.table.table import PartitionTable
 
-_FIRST_PREFIX, _PREFIX_STEP = 512, 4  # cached prefixes that are known: 0, 512, 2k, 8k, ...
+_FIRST_PREFIX, _PREFIX_STEP = 512, 4  # cached prefixes that are simulated: 0, 512, 2k, 8k, ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decoding:
-    """What decoding does to the group that made the first token."""
+    """How decoding occupies the group that computed the first token."""
 
-    seconds_per_token: float | None = None  # the group's last GPU is held so long; None: another fleet decodes
+    seconds_per_token: float | None = (
+        None  # time for which the group's last GPU is occupied; None: another fleet decodes
+    )
 
     def hold_s(self, output_tokens: Lengths) -> Array:
-        """Seconds after the first token."""
+        """Seconds that a group stays occupied after the first token."""
         if self.seconds_per_token is None:
             return np.zeros(len(output_tokens))
         return self.seconds_per_token * np.maximum(0, output_tokens - 1)  # the first token is the prefill's
 
     def describe(self) -> str:
-        """Said with every answer."""
+        """In words, for every answer."""
         if self.seconds_per_token is None:
             return (
                 "another fleet decodes: a group is free after the first token; moving the KV-cache there is not counted"
@@ -45,7 +47,7 @@ class Decoding:
 
 
 class ServiceTimes:
-    """Times of one scenario's groups, for lengths up to those of a workload; computed once, when first asked for."""
+    """Times of one scenario's groups, for lengths up to those of a workload; computed on first use."""
 
     def __init__(
         self,
@@ -70,23 +72,23 @@ class ServiceTimes:
         table: PartitionTable | None = None,
         searched: Strategy = KVR_S,
     ) -> ServiceTimes:
-        """Times that cover all of them, and `at_least` new tokens.
+        """Times that cover all workloads and at least `at_least` new tokens.
 
-        Groups run a single GPU, TSP or the searched strategy; its partitions come from the table, where there is one.
+        Groups run a single GPU, TSP or the searched strategy, whose partitions come from the table if there is one.
         """
         longest_new = max(at_least, *(int(workload.new_tokens.max()) for workload in workloads))
         longest_prefix = max(int(workload.cached_prefix.max()) for workload in workloads)
         return cls(scenario, longest_new, longest_prefix, table, searched)
 
     def grids(self, num_gpus: int) -> tuple[ServiceTimeGrid, ...]:
-        """One a cached prefix."""
+        """Grids of a group size, one a cached prefix."""
         if num_gpus not in self._grids:
             maker = ServiceTimeGrids(self.scenario, num_gpus, self.table, self.searched)
             self._grids[num_gpus] = tuple(maker.grid(prefix, self.knots) for prefix in self.prefixes)
         return self._grids[num_gpus]
 
     def seconds(self, num_gpus: int, new_tokens: Lengths, cached_prefix: Lengths) -> Array:
-        """Seconds to the first token alone on a group; inf where the context does not fit in its memory."""
+        """TTFT alone on a group; inf where the context does not fit in its memory."""
         grids = self.grids(num_gpus)
         log_new, log_knots = np.log(new_tokens), np.log(self.knots)
         low, weight = self._between(cached_prefix)
@@ -103,7 +105,7 @@ class ServiceTimes:
     def service(
         self, num_gpus: int, workload: Workload, decoding: Decoding | None = None, pack_tokens: int = 0
     ) -> Service:
-        """What the workload's requests ask of groups of that size; prompts of up to pack_tokens run together."""
+        """Service times of a workload on groups of that size; up to `pack_tokens` new tokens run as one prompt."""
         grids = self.grids(num_gpus)
         new, prefix = workload.new_tokens, workload.cached_prefix
         return Service(
@@ -123,7 +125,7 @@ class ServiceTimes:
         return int(self.knots[-1]).bit_length()
 
     def _between(self, cached_prefix: Lengths) -> tuple[npt.NDArray[np.int64], Array]:
-        """The known prefix below, and how far it is to the next, 0 to 1."""
+        """Index of the simulated prefix below, and the weight of the next one, 0 to 1."""
         known = np.array(self.prefixes, dtype=float)
         low = np.clip(np.searchsorted(known, cached_prefix, side="right") - 1, 0, max(0, len(known) - 2))
         if len(known) == 1:
@@ -131,12 +133,12 @@ class ServiceTimes:
         return low, (cached_prefix - known[low]) / (known[low + 1] - known[low])
 
     def _classes(self, new_tokens: Lengths, cached_prefix: Lengths) -> npt.NDArray[np.int64]:
-        """A class is a doubling of new tokens between two known prefixes."""
+        """Class of each request: a power of two of new tokens between two simulated prefixes."""
         octave = np.frexp(new_tokens.astype(float))[1] - 1
         return np.asarray(self._between(cached_prefix)[0] * self._num_octaves + octave)
 
     def _of_class(self, grids: Sequence[ServiceTimeGrid]) -> list[tuple[list[ServiceTimeGrid], npt.NDArray[np.int64]]]:
-        """ServiceTimeGrids and knots that surround each class."""
+        """Grids and knot indices around each class."""
         surroundings = []
         for low in range(max(1, len(grids) - 1)):
             for octave in range(self._num_octaves):
@@ -161,9 +163,9 @@ class ServiceTimes:
         )
 
     def _packing(self, num_gpus: int, pack_tokens: int) -> Packing:
-        """Several prompts take as long as one of all their new tokens behind the longest of their prefixes.
+        """A pack takes as long as one prompt of all its new tokens behind its longest prefix.
 
-        That is never too short: each attends to its own tokens and prefix alone.
+        That is an upper bound: each prompt attends to its own tokens and prefix only.
         """
         lengths = np.arange(1, pack_tokens + 1)
         rows = [np.full(pack_tokens, prefix) for prefix in self.prefixes]

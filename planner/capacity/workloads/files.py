@@ -1,13 +1,13 @@
-"""Traces: CSV of this project's, Azure's or Mooncake's columns, and Mooncake's JSON lines.
+"""Traces: CSV with this project's, Azure's or Mooncake's columns, or Mooncake's JSON lines.
 
-The first line tells the format:
+The first line determines the format:
 
     arrival_s,context_tokens,output_tokens[,cached_tokens]     seconds, tokens
     TIMESTAMP,ContextTokens,GeneratedTokens                    Azure LLM inference traces, 2023 and 2024
     {"timestamp", "input_length", "output_length", "hash_ids"} Mooncake: milliseconds; a hash is a block of 512 tokens
 
-Of Mooncake's blocks, those leading ones that an earlier request had count as cached, as in a prefix cache that
-forgets nothing and that every GPU reads.
+Leading Mooncake blocks that occurred in an earlier request count as cached, as in an unlimited prefix cache that all
+GPUs share.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvrsim.units import MAX_TOKENS
 from planner.capacity.workloads.workload import MAX_REQUESTS, Workload
 
 BLOCK_TOKENS = 512  # of Mooncake's hash_ids
-MAX_LINE = 2**17  # characters, which is also what one field of Python's csv may have
+MAX_LINE = 2**17  # characters; also the limit of a field in Python's csv
 MAX_BLOCKS = 5_000_000  # distinct hash_ids in all
 _MAX_HASH = 64  # characters of a hash that is text
 OWN, AZURE, MOONCAKE = "csv", "azure", "mooncake"
@@ -48,11 +48,11 @@ _MAX_ARRIVAL_S = 1e10
 
 
 def read_trace(path: str, kind: str | None = None, argument: str = "requests") -> Workload:
-    """Read a trace whose format its header tells, line by line: memory grows by numbers, not by text.
+    """Read a trace in the format of its first line, line by line, so that the text is never held in memory.
 
-    kind: "azure" or "mooncake", which then must be it (or this project's columns). Zero-length contexts are left
-    out, unsorted arrivals sorted, and prefixes cached in whole shortened by a token; notes say so. Raises
-    InputError naming the argument, the file and the line.
+    kind: "azure" or "mooncake", the only format to accept besides this project's columns. Empty contexts are left out,
+    arrivals are sorted, and fully cached contexts keep one token to compute; notes report it. Raises InputError naming
+    the argument, the file and the line.
     """
     shown = f"{argument} {' '.join(path.split())}"
     try:
@@ -81,7 +81,7 @@ def _bounded(file: TextIO, shown: str) -> Iterator[str]:
 
 
 class _Columns:
-    """Columns of a trace as they were read, with the line of each row."""
+    """Columns of a trace, with the line number of each row."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
@@ -173,7 +173,7 @@ def _is_hash(value: object) -> bool:
 
 
 def _leading(hashes: Sequence[Any], seen: set[Any]) -> int:
-    """How many blocks from the front were seen before."""
+    """Number of leading blocks that occurred before."""
     return next((index for index, one in enumerate(hashes) if one not in seen), len(hashes))
 
 
@@ -237,7 +237,7 @@ def _workload(path: str, kind: str, columns: _Columns, shown: str) -> Workload:
     held = columns.column("cached") if "cached" in columns.names else np.zeros(len(kept))
     cached = held[order].astype(np.int64)
     if (whole := cached >= context).any():
-        notes.append(f"{int(whole.sum())} contexts cached in whole: their last token is computed all the same")
+        notes.append(f"{int(whole.sum())} fully cached contexts: their last token is computed anyway")
     return Workload(
         name=Path(path).name,
         kind=kind,

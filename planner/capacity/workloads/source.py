@@ -1,6 +1,8 @@
-"""Requests drawn at random: Poisson, bursty or diurnal arrivals, with log-normal, fixed or empirical lengths.
+"""Source of requests: a trace, or synthetic requests as specified below.
 
     synthetic:poisson,rate=4,requests=20000,context=lognormal:2k:1.1,output=200
+
+First the arrivals: poisson, bursty or diurnal. Then:
 
 rate      requests a second, on average
 requests  how many; or duration=3600s
@@ -33,7 +35,7 @@ _Draw = Callable[[int, np.random.Generator], Lengths]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Synthetic:
-    """A specification, checked."""
+    """A checked specification of synthetic requests."""
 
     text: str
     arrivals: str  # one of ARRIVALS
@@ -94,7 +96,7 @@ class Synthetic:
         return replace(self, rate_per_s=self.rate_per_s * factor, requests=requests)
 
     def draw(self, rng: np.random.Generator) -> Workload:
-        """One realisation."""
+        """Draw one realisation."""
         context = np.minimum(self.context(self.requests, rng), self.max_context)
         cached = np.floor(self.cached_share * context).astype(np.int64)
         return Workload(
@@ -126,16 +128,16 @@ class Synthetic:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A trace or a specification, with what is done to its times."""
+    """A trace or a specification, and how its arrivals are scaled."""
 
-    trace: Workload | None  # None: drawn at random
+    trace: Workload | None  # None: synthetic
     synthetic: Synthetic | None
-    rate_scale: float = 1.0  # times as many requests in the same time
-    time_compression: float = 1.0  # times as fast
+    rate_scale: float = 1.0  # factor on the requests in the same time
+    time_compression: float = 1.0  # factor by which the duration is divided
 
     @classmethod
     def of(cls, text: str, *, rate_scale: float = 1.0, time_compression: float = 1.0) -> Source:
-        """FILE, azure:FILE, mooncake:FILE or synthetic:SPEC."""
+        """Read FILE, azure:FILE, mooncake:FILE or synthetic:SPEC."""
         kind, mark, rest = text.partition(":")
         scales = {"rate_scale": rate_scale, "time_compression": time_compression}
         if mark and kind == "synthetic":
@@ -146,11 +148,11 @@ class Source:
 
     @property
     def is_random(self) -> bool:
-        """Whether another seed gives other requests of the same kind."""
+        """Whether requests depend on the seed."""
         return self.synthetic is not None
 
     def workload(self, seed: int, replication: int = 0) -> Workload:
-        """The requests; independent ones for each replication where they are drawn at random."""
+        """The requests; synthetic ones are independent between replications."""
         rng = np.random.default_rng([seed, replication])
         if self.synthetic is not None:
             return self.synthetic.scaled(self.rate_scale).draw(rng).compressed(self.time_compression)
@@ -159,7 +161,7 @@ class Source:
 
 
 def _lengths(text: str, argument: str) -> _Draw:
-    """How to draw lengths."""
+    """A function that draws lengths."""
     kind, _, rest = text.partition(":")
     if kind == "lognormal":
         parts = rest.split(":")

@@ -1,4 +1,4 @@
-"""Workload: when each request arrives, and how long its context and its answer are."""
+"""Workload: arrival time, context length and output length of each request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvrsim.program import Array, Flags
 from kvrsim.units import MAX_TOKENS, format_tokens
 
 Lengths = npt.NDArray[np.int64]
-MAX_REQUESTS = 5_000_000  # about 1 GiB with what is computed of them
+MAX_REQUESTS = 5_000_000  # about 1 GiB with all derived arrays
 _SHARES = (50, 90, 99, 100)  # percentiles of a summary
 
 
@@ -27,7 +27,7 @@ class Workload:
     context_len: Lengths  # tokens, cached prefix included; each at least 1
     cached_prefix: Lengths  # leading tokens whose KV a prefix cache holds; each less than the context
     output_tokens: Lengths
-    notes: tuple[str, ...] = ()  # what was left out or mended, for people
+    notes: tuple[str, ...] = ()  # repairs and omissions, as text
 
     def __post_init__(self) -> None:
         assert len(self.arrival_s)
@@ -41,7 +41,7 @@ class Workload:
 
     @property
     def new_tokens(self) -> Lengths:
-        """Tokens that a prefill has to compute, each request's."""
+        """Tokens that the prefill of each request computes."""
         return self.context_len - self.cached_prefix
 
     @property
@@ -60,7 +60,7 @@ class Workload:
         )
 
     def compressed(self, factor: float) -> Workload:
-        """The same requests in a `factor`-th of the time: what takes a day takes an hour."""
+        """The same requests in 1/`factor` of the time."""
         if factor == 1:
             return self
         note = f"time compressed {factor:g}-fold: the same requests in {self.duration_s / factor:.6g} s"
@@ -69,8 +69,8 @@ class Workload:
     def scaled(self, factor: float, rng: np.random.Generator) -> Workload:
         """`factor` times as many requests in the same time.
 
-        Whole copies are turned in time by a random offset, so that bursts stay as they are but do not fall
-        together; what is left of the factor is a random sample of one more copy.
+        Whole copies are shifted cyclically in time by a random offset, so that bursts keep their shape but do not
+        coincide; the fractional part of the factor is a random sample of one more copy.
         """
         if factor == 1:
             return self
@@ -91,7 +91,7 @@ class Workload:
             raise InputError("rate_scale", f"{factor:g}", "a factor that leaves at least one request")
         order = np.argsort(arrival_s, kind="stable")
         arrival_s, pick = arrival_s[order], pick[order]
-        how = "copies turned in time by random offsets" if copies > 1 or (copies and rest) else "a random sample"
+        how = "copies shifted in time by random offsets" if copies > 1 or (copies and rest) else "a random sample"
         return Workload(
             name=self.name,
             kind=self.kind,
@@ -103,7 +103,7 @@ class Workload:
         )
 
     def summary(self) -> dict[str, Any]:
-        """What was read, as plain JSON values."""
+        """Summary statistics as plain JSON values."""
         gaps = np.diff(self.arrival_s)
         mean_gap = float(gaps.mean()) if len(gaps) else 0.0
         return {
@@ -139,7 +139,7 @@ class Workload:
         return rows
 
     def describe(self) -> str:
-        """One line for people."""
+        """Summary in one line."""
         rate = f", {(len(self) - 1) / self.duration_s:.3g} a second" if self.duration_s else ""
         low, high = (format_tokens(int(length)) for length in (self.context_len.min(), self.context_len.max()))
         cached = self.cached_prefix.sum() / self.context_len.sum()
