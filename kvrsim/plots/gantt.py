@@ -1,4 +1,4 @@
-"""A Gantt chart of a timeline: who computes what when, who waits, and what the links carry."""
+"""A Gantt chart of a timeline: what each rank computes, when it waits, and what the links carry."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH = 13.0  # inches, as all sizes of a figure
-_LEAST_LAYERS = 8  # of a timeline that has close-ups of layers
-_LEAST_REQUESTS = 4  # of one that has close-ups of requests
-_SHORT = 0.4  # of the whole, that a close-up is at most
+WIDTH = 13.0  # inches
+_LEAST_LAYERS = 8  # with fewer layers there are no close-ups of layers
+_LEAST_REQUESTS = 4  # with fewer requests there are no close-ups of requests
+_SHORT = 0.4  # the longest close-up, as a share of the timeline
 
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """A stretch of time worth a panel of its own."""
+    """A time window with its own panel."""
 
-    name: str  # as the whole shows it
-    title: str  # of the panel
+    name: str  # label in the whole timeline
+    title: str  # of its panel
     start_s: float
     end_s: float
 
 
 def write_gantt(timeline: Timeline, path: str | Path, *, title: str, subtitle: str = "") -> None:
-    """Draw ranks x seconds as PNG, SVG or PDF by the path's suffix; the file appears whole or not at all.
+    """Draw ranks x seconds as PNG, SVG or PDF by the path's suffix; written atomically.
 
     Beneath the whole stand two close-ups, where they show more: of layers, of a pipeline's pieces or, of several
     requests, of two behind each other. Raises InputError naming the argument plot where the suffix is another or
@@ -60,7 +60,7 @@ def write_gantt(timeline: Timeline, path: str | Path, *, title: str, subtitle: s
 
 
 def _draw(timeline: Timeline, title: str, subtitle: str) -> Figure:
-    """The whole figure."""
+    """The figure."""
     from matplotlib.figure import Figure
 
     ranks = timeline.num_ranks
@@ -93,7 +93,7 @@ def _draw(timeline: Timeline, title: str, subtitle: str) -> Figure:
 
 
 def _close_up(axes: Axes, timeline: Timeline, window: _Window, *, alternates: bool) -> None:
-    """Bars, arrows and numbers of one stretch of time."""
+    """Draw bars, arrows and layer numbers of one time window."""
     inside = [span for span in timeline.spans if span.end_s > window.start_s and span.start_s < window.end_s]
     draw_bars(axes, inside, alternates=alternates)
     draw_arrows(axes, [span for span in inside if span.kind == "transfer"], window.start_s, window.end_s)
@@ -102,7 +102,7 @@ def _close_up(axes: Axes, timeline: Timeline, window: _Window, *, alternates: bo
 
 
 def _windows(timeline: Timeline) -> list[_Window]:
-    """Close-ups; none where the whole is as good."""
+    """Close-ups; none where the whole timeline shows as much."""
     if timeline.first_tokens_s:
         return _of_requests(timeline.first_tokens_s)
     if is_pipeline(timeline):
@@ -118,7 +118,7 @@ def _windows(timeline: Timeline) -> list[_Window]:
 
 
 def _of_layers(timeline: Timeline, name: str, layers: Sequence[int]) -> _Window:
-    """From the layers' first operation to their last; on the last rank only, where ranks drift far apart."""
+    """From the first operation of some layers to their last; only on the last rank where ranks are far apart."""
     spans = [span for span in timeline.spans if span.layer in layers and is_solid(span) and span.kind != "transfer"]
     title = f"{name}: {layers[0]} and {layers[1]}"
     last = [span for span in spans if span.rank == timeline.num_ranks - 1]
@@ -132,7 +132,7 @@ def _of_layers(timeline: Timeline, name: str, layers: Sequence[int]) -> _Window:
 
 
 def _of_pieces(timeline: Timeline) -> list[_Window]:
-    """The time that a pipeline takes to fill, at the beginning and midway."""
+    """Windows as long as a pipeline takes to fill, at the beginning and midway."""
     last = timeline.num_ranks - 1
     fills_s = 1.25 * min((span.start_s for span in timeline.of(last, "compute")), default=timeline.end_s)
     if not 0 < fills_s <= _SHORT * timeline.end_s:
@@ -145,7 +145,7 @@ def _of_pieces(timeline: Timeline) -> list[_Window]:
 
 
 def _of_requests(first_tokens_s: Sequence[float]) -> list[_Window]:
-    """Two requests behind each other, at the beginning and midway."""
+    """Windows of two consecutive requests, at the beginning and midway."""
     if len(first_tokens_s) < _LEAST_REQUESTS:
         return []
     middle = len(first_tokens_s) // 2
@@ -168,7 +168,7 @@ def _end_s(spans: Iterable[Span]) -> float:
 def lane_axes(
     axes: Axes, timeline: Timeline, start_s: float, end_s: float, *, title: str = "", named: bool = True
 ) -> None:
-    """The frame of one stretch of time: a lane a rank, seconds below."""
+    """Axes of one time window: one lane a rank, seconds below."""
     ranks = timeline.num_ranks
     axes.set_xlim(start_s, max(end_s, start_s + 1e-12))
     axes.set_ylim(ranks - 0.45, -0.55)
@@ -186,7 +186,7 @@ def lane_axes(
 
 
 def mark_first_tokens(axes: Axes, timeline: Timeline) -> None:
-    """When the last rank is done, which is TTFT; of several requests, when each is."""
+    """Mark TTFT, when the last rank is done; with several requests, mark each one."""
     if timeline.first_tokens_s:
         for moment_s in timeline.first_tokens_s:
             axes.axvline(moment_s, color=INK, linewidth=0.8, zorder=6)
@@ -201,14 +201,14 @@ def mark_first_tokens(axes: Axes, timeline: Timeline) -> None:
 
 
 def _frame(whole: Axes, window: _Window) -> None:
-    """Show in the whole where a close-up lies."""
+    """Mark a close-up in the whole timeline."""
     style: dict[str, Any] = dict(facecolor="none", edgecolor=INK, linewidth=0.9, linestyle=(0, (4, 2)), zorder=5)
     whole.axvspan(window.start_s, window.end_s, **style)
     _above(whole, window.start_s, window.name, ha="left", fontsize=8)
 
 
 def _above(axes: Axes, x_s: float, text: str, **style: Any) -> None:
-    """A word above the axes."""
+    """Write a label above the axes."""
     axes.annotate(
         text,
         xy=(x_s, 1.0),
@@ -222,6 +222,6 @@ def _above(axes: Axes, x_s: float, text: str, **style: Any) -> None:
 
 
 def draw_head(figure: Figure, height: float, title: str, subtitle: str) -> None:
-    """Title and subtitle, `height` inches up."""
+    """Draw title and subtitle of a figure that is `height` inches high."""
     figure.text(0.012, 1 - 0.14 / height, printable(title), fontsize=14, fontweight="bold", color=INK, va="top")
     figure.text(0.012, 1 - 0.43 / height, printable(subtitle), fontsize=9.5, color=DIM, va="top")

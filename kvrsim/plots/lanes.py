@@ -1,4 +1,4 @@
-"""Lanes: what a rank does over time as bars, in colours that tell its operations apart, and their legend."""
+"""Lanes: the operations of a rank over time as coloured bars, and their legend."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MAX_DETAILED_RANKS = 32  # with more, lanes show the share of computing alone
-_MOST_BARS = 700  # of a rank: more of them are thinner than the pixels of a lane
-_MOST_ARROWS = 14  # from a rank
+MAX_DETAILED_RANKS = 32  # with more ranks, lanes only show the busy share
+_MOST_BARS = 700  # of a rank; with more, bars are thinner than a pixel
+_MOST_ARROWS = 14  # of a rank
 
-# What is drawn as solid bars on the compute stream, in the order of a layer: label and colour.
+# Operations drawn as solid bars on the compute stream, in the order of a layer: label and colour.
 _WORK: dict[SpanOp, tuple[str, str]] = {
     "embedding": ("embedding, head", "#c2517c"),
     "head": ("embedding, head", "#c2517c"),
@@ -36,10 +36,10 @@ _LINKS: dict[SpanOp, tuple[str, str]] = {
     "activations": ("activations on the link", "#b8860b"),
     "heads": ("heads on the link, all-to-all", "#a23b3b"),
 }
-_BUSY = "#22406b"  # where a lane shows the share of computing alone
+_BUSY = "#22406b"  # of lanes that show the busy share
 _WAIT_COLOUR = "#f4f4f4"
 _WAIT: dict[str, Any] = dict(facecolor=_WAIT_COLOUR, edgecolor="#c4c4c4", hatch="/////")
-_BINS = 1200  # of a lane that shows shares
+_BINS = 1200  # of lanes that show the busy share
 
 # A rank's lane reaches from -0.5 to 0.5 around its number; down is later in the context.
 _BAR = (-0.36, 0.22)
@@ -54,7 +54,7 @@ def is_solid(span: Span) -> bool:
 
 
 def is_pipeline(timeline: Timeline) -> bool:
-    """Whether every layer is on one rank alone, of several."""
+    """Whether there are several ranks, and every layer is on one of them."""
     ranks: dict[int, set[int]] = {}
     for span in timeline.spans:
         if span.layer is not None and span.kind == "compute":
@@ -63,9 +63,9 @@ def is_pipeline(timeline: Timeline) -> bool:
 
 
 def draw_bars(axes: Axes, spans: Iterable[Span], *, alternates: bool = True) -> None:
-    """Bars of all spans; one collection a colour, which is fast with thousands.
+    """Draw bars of all spans, one collection a colour, which is fast with thousands of bars.
 
-    alternates: layers with odd numbers are lighter, so that layers can be told apart.
+    alternates: draw odd layers in lighter colours.
     """
     boxes: dict[str, list[Box]] = {}
     waits: list[Box] = []
@@ -90,13 +90,13 @@ def _boxes(axes: Axes, boxes: list[Box], **style: Any) -> None:
 
 
 def fits_bars(timeline: Timeline) -> bool:
-    """Whether the whole of a timeline has room for bars that are wider than a pixel."""
+    """Whether all bars of a timeline are wider than a pixel."""
     counts = Counter(span.rank for span in timeline.spans if is_solid(span))
     return timeline.num_ranks <= MAX_DETAILED_RANKS and max(counts.values(), default=0) <= _MOST_BARS
 
 
 def draw_shares(axes: Axes, timeline: Timeline) -> None:
-    """How much of each moment every rank computes, as a shade: bars thinner than a pixel would leave gaps at random."""
+    """Draw the busy share of every rank as shades, where bars would be thinner than a pixel."""
     from matplotlib.colors import LinearSegmentedColormap
 
     shades = LinearSegmentedColormap.from_list("busy", [_WAIT_COLOUR, _BUSY])
@@ -109,7 +109,7 @@ def draw_shares(axes: Axes, timeline: Timeline) -> None:
 
 
 def busy_shares(timeline: Timeline, bins: int) -> Array:
-    """Of each of `bins` equal stretches of time, the share that a rank computes; shape (num_ranks, bins)."""
+    """Busy share of each rank in `bins` equal time bins, shape (num_ranks, bins)."""
     edges = np.linspace(0.0, max(timeline.end_s, 1e-12), bins + 1)
     shares = np.zeros((timeline.num_ranks, bins))
     solid: dict[int, list[Span]] = {}
@@ -124,7 +124,7 @@ def busy_shares(timeline: Timeline, bins: int) -> Array:
 
 
 def draw_arrows(axes: Axes, transfers: Sequence[Span], start_s: float, end_s: float) -> None:
-    """From the sender's link to the receiver's lane; not of an all-gather or a ring, whose arrows would cross."""
+    """Draw arrows from the sender's link to the receiver's lane; none for an all-gather or ring."""
     if any(span.peer != span.rank + 1 for span in transfers):
         return
     if len(transfers) > _MOST_ARROWS * len({span.rank for span in transfers}):
@@ -141,7 +141,7 @@ def draw_arrows(axes: Axes, transfers: Sequence[Span], start_s: float, end_s: fl
 
 
 def number_layers(axes: Axes, spans: Iterable[Span], start_s: float, end_s: float) -> None:
-    """The layer's number, once a rank and layer: in the longest stretch of its attention, where there is room."""
+    """Write each layer's number once a rank, in its longest attention bar, where there is room."""
     for (rank, layer), (begin_s, until_s) in _longest_attention(spans).items():
         begin_s, until_s = max(begin_s, start_s), min(until_s, end_s)
         if until_s - begin_s < 0.013 * len(str(layer)) * (end_s - start_s):
@@ -154,7 +154,7 @@ def number_layers(axes: Axes, spans: Iterable[Span], start_s: float, end_s: floa
 
 
 def _longest_attention(spans: Iterable[Span]) -> dict[tuple[int, int], tuple[float, float]]:
-    """The longest stretch without a gap, by rank and layer."""
+    """The longest attention bar without a gap, by rank and layer."""
     runs: dict[tuple[int, int], tuple[float, float]] = {}
     longest: dict[tuple[int, int], tuple[float, float]] = {}
     for span in spans:
@@ -181,14 +181,14 @@ def _lighter(colour: str) -> str:
 
 
 def share_entries(*, among_others: bool) -> dict[str, str | None]:
-    """Labels and colours of lanes that show shares; among_others: briefly, beside those of bars."""
+    """Labels and colours of lanes that show the busy share; among_others: shorter, beside those of bars."""
     if among_others:
         return {"above: computing": _BUSY}
     return {"computing; a shade: part of the time": _BUSY, "not computing": _WAIT_COLOUR}
 
 
 def legend_entries(spans: Iterable[Span], *, alternates: bool = True) -> dict[str, str | None]:
-    """Labels of all that is drawn, in the order of a layer, each with its colour; None: hatched or a remark."""
+    """Labels of everything drawn, in the order of a layer, with colours; None: hatched, or a remark."""
     drawn = {(span.kind, span.op) for span in spans}
     work = {op for kind, op in drawn if kind == "compute" or op == "collective"}
     found: dict[str, str | None] = {label: colour for op, (label, colour) in _WORK.items() if op in work}
@@ -201,7 +201,7 @@ def legend_entries(spans: Iterable[Span], *, alternates: bool = True) -> dict[st
 
 
 def draw_legend(figure: Figure, height: float, entries: dict[str, str | None]) -> None:
-    """One line below the subtitle, `height` inches up."""
+    """Draw the legend in one line below the subtitle of a figure that is `height` inches high."""
     from matplotlib.patches import Patch
 
     patches = []

@@ -1,4 +1,4 @@
-"""Saving a figure: PNG, SVG or PDF by the path's suffix, whole or not at all, and the same figure as the same bytes."""
+"""Saving a figure: PNG, SVG or PDF by the path's suffix, atomically and reproducibly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".png", ".svg", ".pdf")
 
-# No dates, no random ids and no version of matplotlib.
+# No dates, random ids or matplotlib version, so that the same figure gives the same bytes.
 _METADATA: dict[str, Any] = {
     ".png": {"Software": None},
     ".svg": {"Date": None, "Creator": None},
@@ -32,7 +32,7 @@ def check_suffix(path: str | Path, argument: str = "plot") -> str:
 
 
 def save_figure(figure: Figure, path: str | Path, *, argument: str = "plot", dpi: int = 150) -> None:
-    """Write a figure; the file appears whole or not at all.
+    """Write a figure atomically.
 
     Raises InputError naming `argument` where the suffix is not one of SUFFIXES or the file cannot be written.
     """

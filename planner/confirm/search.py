@@ -29,8 +29,8 @@ from planner.confirm.hardware_search import (
 from planner.evaluate import Evaluator
 from planner.search.search import search
 from planner.table.entry import draft_of, entry_of
+from planner.table.quantization import quantization_steps
 from planner.table.setting import TableSetting
-from planner.table.steps import chunk_steps
 from planner.table.table import PartitionTable
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def _write_table(scenario: Scenario, found: Searched, output: Path) -> None:
     draft = draft_of(scenario, KVR_S)
     predicted_s = Evaluator(scenario, KVR_S).one(cut.chunk_lens)
     draft = replace(draft, partition=cut.chunk_lens, ttft_s=predicted_s)
-    steps = chunk_steps(scenario)
+    steps = quantization_steps(scenario)
     entry = entry_of(scenario, KVR_S, draft, None, steps)
     setting = TableSetting.of(scenario)
     table = PartitionTable(setting=setting, kvrsim_version=__version__, steps=steps, entries=(entry,))

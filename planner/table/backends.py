@@ -1,4 +1,4 @@
-"""Pool: who works on a table, this process, several of this machine's, or a Dask or Ray cluster, through joblib."""
+"""Pool: workers for table entries, from joblib: this process, local processes, or a Dask or Ray cluster."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from kvrsim.version import __version__
 _CONNECTION_TIMEOUT = "10s"
 _ANSWER_TIMEOUT = "20s"
 _WATCH_EVERY_S = 1.0
-_ROUND = 4  # calls a process, after which Ray's results are kept
+_ROUND = 4  # calls a process in one batch for Ray, whose results come only when a batch is done
 _LOKYS_THREAD = "ExecutorManagerThread"
 _Result = TypeVar("_Result")
 
 
 def _without_lokys(hook: Callable[[Any], Any], trouble: Any) -> None:
-    """Loky's own thread may stumble over workers that are ended: an interrupted command says one line."""
+    """Suppress errors of loky's own thread about ended workers, so that an interrupted command prints one line."""
     if trouble.thread is None or trouble.thread.name != _LOKYS_THREAD:
         hook(trouble)
 
 
 @dataclass(kw_only=True, slots=True)
 class Pool:
-    """Workers for independent calls; to be entered before it is used by more than this process.
+    """Workers for independent calls; a context manager where it has more than this process.
 
-    Raises InputError when entered, where the backend's package is missing or its cluster does not answer.
+    Entering raises InputError where the backend's package is missing or its cluster does not answer.
     """
 
-    jobs: int = 1  # processes; on a cluster that is there already, its own number counts
+    jobs: int = 1  # processes; ignored on an existing cluster
     backend: str = "loky"  # one of TABLE_BACKENDS; "loky" is processes of this machine
-    dask_address: str | None = None  # of a Dask scheduler; None: a cluster of its own on this machine
+    dask_address: str | None = None  # of a Dask scheduler; None: a new cluster on this machine
     _open: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class Pool:
 
     @property
     def is_here(self) -> bool:
-        """Whether this process does it all."""
+        """Whether all calls run in this process."""
         return self.backend == "loky" and self.jobs == 1
 
     def __enter__(self) -> Self:
@@ -61,7 +61,7 @@ class Pool:
             self._enter_dask()
         elif self.backend == "ray":
             _register_ray()
-        elif not self.is_here:  # from here on: joblib ends the workers itself before an interrupt comes out of it
+        elif not self.is_here:  # joblib ends its workers before it passes on an interrupt
             hook = threading.excepthook
             threading.excepthook = partial(_without_lokys, hook)
             self._open.callback(setattr, threading, "excepthook", hook)
@@ -75,8 +75,8 @@ class Pool:
         if kind is not None and self.backend == "loky" and not self.is_here:
             from joblib.externals.loky import get_reusable_executor
 
-            self._open.pop_all()  # Loky's thread may stumble until this process ends
-            # Waiting: else this process may end between a semaphore's removal and its note of that.
+            self._open.pop_all()  # keep the filter: loky's thread may fail until this process ends
+            # Without waiting, this process could end between a semaphore's removal and its deregistration.
             get_reusable_executor().shutdown(wait=True, kill_workers=True)
         self._open.close()
 
@@ -90,7 +90,7 @@ class Pool:
         calls = [delayed(_away)(call, each, os.getpid()) for each in arguments]
         watched = {"initializer": _begin, "initargs": (os.getpid(),)} if self.backend == "loky" else {}
         with parallel_config(backend=self.backend, **watched):
-            if self.backend == "ray":  # whose joblib backend returns lists alone
+            if self.backend == "ray":  # whose joblib backend cannot return generators
                 for first in range(0, len(calls), _ROUND * self.jobs):
                     yield from Parallel(n_jobs=self.jobs, batch_size=1)(calls[first : first + _ROUND * self.jobs])
                 return
@@ -104,7 +104,7 @@ class Pool:
             raise _missing("dask", "kvrsim[cluster]") from None
         if self.dask_address is None:
             one_each = dict(threads_per_worker=1, dashboard_address=None, silence_logs=logging.CRITICAL)
-            with _interrupts_ignored():  # which its processes inherit
+            with _interrupts_ignored():  # inherited by its processes
                 cluster = self._open.enter_context(LocalCluster(n_workers=self.jobs, **one_each))
             self._open.enter_context(Client(cluster))
             return
@@ -116,10 +116,10 @@ class Pool:
         self._check(client)
 
     def _check(self, client: Any) -> None:
-        """Whether the cluster can work on tables at all; without its packages, calls would never come back."""
+        """Raise InputError where the cluster lacks this kvrsim: its calls would never return."""
         try:
             there = client.submit(_version, pure=False).result(timeout=_ANSWER_TIMEOUT)
-        except Exception:  # whatever a scheduler or worker could not do
+        except Exception:  # any failure of a scheduler or worker
             there = None
         if there != __version__:
             self._open.close()
@@ -161,15 +161,15 @@ def _missing(backend: str, package: str) -> InputError:
 
 
 def _begin(parent: int) -> None:
-    """In a worker of this machine, before its first call: the parent may be gone by then."""
+    """Initialise a local worker: ignore Ctrl-C and end with the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _end_with(parent)
 
 
 def _away(call: Callable[..., _Result], arguments: tuple[Any, ...], parent: int) -> _Result:
-    """In a worker: a Ctrl-C reaches all of a terminal's processes, and is the first one's to act on.
+    """Run a call in a worker; Ctrl-C reaches all processes of a terminal, and only the first one handles it.
 
-    A cluster's workers are other processes' children, but for those of a Dask cluster on this machine.
+    Only local workers, among them those of a local Dask cluster, are children of `parent`.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -180,7 +180,7 @@ def _away(call: Callable[..., _Result], arguments: tuple[Any, ...], parent: int)
 
 @cache
 def _end_with(parent: int) -> None:
-    """Let no worker outlive a first process that was killed: nothing else would tell it."""
+    """End this worker when its parent is gone: nothing else would notify it."""
 
     def watch() -> None:
         while os.getppid() == parent:

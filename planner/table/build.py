@@ -14,8 +14,8 @@ from kvrsim.version import __version__
 from planner.table.backends import Pool
 from planner.table.entry import Draft, draft_of, entry_of
 from planner.table.partial import Partial
+from planner.table.quantization import quantization_steps
 from planner.table.setting import TableSetting
-from planner.table.steps import chunk_steps
 from planner.table.table import PartitionTable
 
 TableProgress = Callable[[int, int], None]  # entries done, entries in all
@@ -55,7 +55,7 @@ def make_table(
         if on_progress is not None:
             on_progress(len(drafts), total)
     longest = replace(scenario.request, context_len=max(context_lens))
-    steps = chunk_steps(replace(scenario, request=longest))
+    steps = quantization_steps(replace(scenario, request=longest))
     work = [(scenarios[key], chosen, drafts[key], around, steps) for key, around in _beside(drafts).items()]
     entries = sorted(pool.run(entry_of, work), key=lambda entry: (entry.num_gpus, entry.context_len))
     return PartitionTable(setting=setting, kvrsim_version=__version__, steps=steps, entries=tuple(entries))

@@ -25,7 +25,7 @@ from planner.search.bound import lower_bound_s
 from planner.search.search import search
 from planner.search.work import Chain
 from planner.table.lookup import to_steps
-from planner.table.steps import ChunkSteps
+from planner.table.quantization import QuantizationSteps
 from planner.table.table import TableEntry
 from planner.uncertainty.interval import interval
 
@@ -70,7 +70,7 @@ def draft_of(scenario: Scenario, strategy: Strategy) -> Draft:
 
 
 def entry_of(
-    scenario: Scenario, strategy: Strategy, draft: Draft, around: tuple[Draft, Draft] | None, steps: ChunkSteps
+    scenario: Scenario, strategy: Strategy, draft: Draft, around: tuple[Draft, Draft] | None, steps: QuantizationSteps
 ) -> TableEntry:
     """The entry, or what its neighbours, interpolated, do better."""
     if around is not None and draft.num_gpus > 1:
@@ -96,7 +96,7 @@ def entry_of(
 
 
 def levels_of(
-    scenario: Scenario, strategy: Strategy, partition: tuple[int, ...], steps: ChunkSteps
+    scenario: Scenario, strategy: Strategy, partition: tuple[int, ...], steps: QuantizationSteps
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Levels (tokens) and the cost of a token (seconds) of each rank; see planner/table/lookup.py.
 
@@ -112,10 +112,10 @@ def levels_of(
         prefix = float(prefixes[rank])
         low, high = max(1, int((1 - _NEAR) * chunk)), int((1 + _NEAR) * chunk) + 1
         rise_s = _busy_s(chain, rank, high, prefix) - _busy_s(chain, rank, low, prefix)
-        rise_s -= steps.jumps_s(high, prefix) - steps.jumps_s(low, prefix)
+        rise_s -= steps.extra_s(high, prefix) - steps.extra_s(low, prefix)
         cost = max(rise_s / (high - low), 1e-3 * busy_s[rank] / chunk)
-        least = chunk + steps.jumps_s(chunk, prefix) / cost
-        beyond = chunk + 1 + steps.jumps_s(chunk + 1, prefix) / cost
+        least = chunk + steps.extra_s(chunk, prefix) / cost
+        beyond = chunk + 1 + steps.extra_s(chunk + 1, prefix) / cost
         spare_s = max(busy_s) - busy_s[rank] if strategy.chains else 0.0
         levels.append(max(least, min(least + spare_s / cost, beyond - _INSIDE)))
         costs.append(cost)
@@ -127,7 +127,7 @@ def _busy_s(chain: Chain, rank: int, chunk: float, prefix: float) -> float:
 
 
 def _interpolated(
-    scenario: Scenario, strategy: Strategy, around: tuple[Draft, Draft], steps: ChunkSteps
+    scenario: Scenario, strategy: Strategy, around: tuple[Draft, Draft], steps: QuantizationSteps
 ) -> tuple[int, ...]:
     """The partition that a lookup gives from two other lengths."""
     low, high = around

@@ -1,10 +1,10 @@
 """KVR-P: a partition from a table, interpolated between the two nearest lengths and rounded to tiles.
 
-The paper interpolates shares of the context (section 5). Shares jump with length, though, because a chunk's time
-does: by a tile of rows, or a wave of tiles. Rounding knows the jumps (planner/table/steps.py). An entry says for each
-rank how long a chunk it would have had time for, had the jumps below cost nothing more than their share (its
-level), and what a token costs it. Both are smooth in length; interpolated, they say up to which jump each rank
-can go, and a common shift makes the chunks sum to the context. Chunks so stop at jumps, as searched ones do.
+The paper interpolates each rank's share of the context (section 5). Shares are not smooth in length, because a
+chunk's time rises in steps of a tile or a wave of tiles (planner/table/quantization.py). An entry therefore holds for
+each rank its level, the chunk length that the rank could afford if quantization were smoothed out, and the cost of a
+token. Both are smooth in length. Interpolated, they give the longest chunk that each rank can afford, and a common
+shift in time makes the chunks sum to the context. Chunks then end at steps, as searched ones do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvrsim.errors import InputError
 from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
-from planner.table.steps import ChunkSteps
+from planner.table.quantization import QuantizationSteps
 from planner.table.table import PartitionTable, TableEntry
 
 Source = Literal["exact", "interpolated", "extrapolated"]
@@ -28,14 +28,14 @@ _HALVINGS = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LookedUp:
-    """One context on some GPUs, from a table."""
+    """A looked-up partition."""
 
     num_gpus: int
     context_len: int  # tokens, cached prefix included
     fractions: tuple[float, ...]  # each rank's share of the new tokens, before rounding
     partition: tuple[int, ...]  # new tokens a rank
     source: Source
-    between: tuple[int, ...]  # contexts of the entries it rests on, one or two
+    between: tuple[int, ...]  # contexts of the entries used, one or two
     warnings: tuple[str, ...]
 
 
@@ -47,12 +47,12 @@ def look_up(
     multiple: int | None = None,
     cached_prefix: int | None = None,
 ) -> LookedUp:
-    """The partition for a context; at an entry, the entry's.
+    """The partition for a context; at an entry's context, the entry's own.
 
-    multiple: all chunks but the last are multiples of it, in tokens. cached_prefix: in the place of the table's.
-    Past the last entry shares go on in proportion to 1 / context, as the share of attention in a layer's time does;
-    below the first they are the first's. Raises InputError for a number of GPUs that
-    the table has not got, a context without a token for every GPU, or a multiple that leaves no room.
+    multiple: all chunks but the last are multiples of it, in tokens. cached_prefix: overrides the table's.
+    Beyond the last entry, shares are extrapolated linearly in 1 / context, as the share of attention in a layer's time;
+    below the first entry, its shares are used. Raises InputError for a number of GPUs that is not in the table, a
+    context with fewer new tokens than GPUs, or a multiple that is too large.
     """
     entries = table.of(num_gpus)
     cached = table.setting.cached_prefix if cached_prefix is None else cached_prefix
@@ -94,7 +94,7 @@ def partition_from(table: PartitionTable, scenario: Scenario) -> Partition:
 
 
 def notes_on_table(table: PartitionTable, scenario: Scenario, strategy: Strategy) -> tuple[str, ...]:
-    """Where a table says less of a strategy that looks its chunks up: another setting, lengths beyond the table's."""
+    """Notes where the table has another setting than the strategy's scenario, or its contexts do not reach it."""
     others = table.setting.differences(scenario, strategy.looks_up)
     notes = [f"{strategy.name}: the table was made for another setting: {'; '.join(others)}"] if others else []
     request = scenario.request
@@ -113,7 +113,7 @@ def _warnings(entries: Sequence[TableEntry], context_len: int, source: Source) -
 def _neighbours(entries: Sequence[TableEntry], context_len: int) -> tuple[TableEntry, TableEntry]:
     """The entries around a context; twice the same at an entry and before the first.
 
-    Past the last, it and the last one of at most half its length: nearer ones differ by their jumps alone.
+    Beyond the last, it and the last one of at most half its length: closer ones differ by quantization only.
     """
     lengths = [entry.context_len for entry in entries]
     upper = bisect_left(lengths, context_len)
@@ -126,7 +126,7 @@ def _neighbours(entries: Sequence[TableEntry], context_len: int) -> tuple[TableE
 
 
 def _weight(low: int, high: int, context_len: int) -> float:
-    """How far from the lower to the upper entry; past that, in 1 / context, at most 2."""
+    """Weight of the upper entry; beyond it, linear in 1 / context and at most 2."""
     if low < high < context_len:
         return (1 / low - 1 / context_len) / (1 / low - 1 / high)
     return _linear_weight(low, high, context_len)
@@ -137,7 +137,7 @@ def _linear_weight(low: int, high: int, context_len: int) -> float:
 
 
 def _between(low: Sequence[float], high: Sequence[float], weight: float) -> tuple[float, ...]:
-    """Linear between the two, never outside of them by rounding; past the upper at least half of it."""
+    """Linear interpolation, clamped to the two; extrapolated, at least half of the upper."""
     pairs = zip(low, high, strict=True)
     if weight > 1:
         return tuple(max(b / 2, a + weight * (b - a)) for a, b in pairs)
@@ -148,13 +148,13 @@ def to_steps(
     fractions: Sequence[float],
     levels: Sequence[float],
     token_s: Sequence[float],
-    steps: ChunkSteps,
+    steps: QuantizationSteps,
     num_tokens: int,
     cached_prefix: int = 0,
 ) -> tuple[int, ...]:
-    """Chunks that sum to the tokens: for a common shift in time, the longest that each rank's level leaves room for.
+    """Chunks that sum to the tokens: the longest that each rank's level allows, after a common shift in time.
 
-    levels, token_s: of planner/table/steps.py, tokens and seconds; fractions: for the prefix that each chunk sees.
+    levels: in tokens. token_s: seconds of a token. fractions: shares of the tokens, which give each chunk's prefix.
     """
     prefixes = [cached_prefix + math.fsum(fractions[:rank]) * num_tokens for rank in range(len(fractions))]
 
@@ -170,7 +170,7 @@ def to_steps(
         middle = (low + high) / 2
         low, high = (low, middle) if sum(chunks(middle)) >= num_tokens else (middle, high)
     found, least = chunks(high), chunks(low)
-    for rank in range(len(found)):  # several ranks may reach a jump with the same shift
+    for rank in range(len(found)):  # several ranks may reach a step at the same shift
         found[rank] -= max(0, min(sum(found) - num_tokens, found[rank] - least[rank]))
     return tuple(found)
 

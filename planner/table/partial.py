@@ -1,4 +1,4 @@
-"""Partial: entries as they are searched, beside the table to be, so that interrupted work goes on."""
+"""Partial: a journal of searched entries beside the table's file, so that an interrupted build resumes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _FORMAT = "kvrsim partition table, unfinished 2"
 
 @dataclass(slots=True)
 class Partial:
-    """A journal of entries, locked while it is open; a path of None keeps nothing.
+    """A journal of entries, locked while it is open; with a path of None nothing is written.
 
-    The file goes when the table is done, and stays when the work is interrupted. Raises InputError naming --output
-    where it is of other settings or another version, holds something else, or is at work in another process.
+    The file is removed when the table is done, and kept when the build is interrupted. Raises InputError naming
+    `output` where it has other settings or another version, is not a journal, or is in use by another process.
     """
 
     path: Path | None
@@ -38,21 +38,21 @@ class Partial:
 
     @property
     def note(self) -> str:
-        """What was found; empty where that is nothing."""
+        """How many entries were found; empty where there are none."""
         return f"{self.path}: {len(self.drafts)} entries searched before" if self.drafts else ""
 
     def add(self, draft: Draft) -> None:
-        """Keep one more; when this returns, no kill takes it away. NotWrittenError where the disk is full."""
+        """Append an entry durably; raises NotWrittenError where the disk is full."""
         if self._lines is not None:
             self._lines.append(to_json(draft))
 
     def remove(self) -> None:
-        """The table stands elsewhere now."""
+        """Remove the journal after the table was written."""
         if self._lines is not None:
             self._lines.remove()
 
     def close(self) -> None:
-        """Let others go on with the entries."""
+        """Release the lock and keep the entries."""
         if self._lines is not None:
             self._lines.close()
 

@@ -14,8 +14,8 @@ from kvrsim.errors import InputError
 from kvrsim.io.files import write_atomically
 from kvrsim.io.json_text import JsonObject
 from kvrsim.io.schema import NonNegative, fields_to_json, read
+from planner.table.quantization import QuantizationSteps
 from planner.table.setting import TableSetting
-from planner.table.steps import ChunkSteps
 
 if TYPE_CHECKING:
     import pandas
@@ -75,7 +75,7 @@ class PartitionTable:
 
     setting: TableSetting
     kvrsim_version: str  # that built it
-    steps: ChunkSteps
+    steps: QuantizationSteps
     entries: tuple[TableEntry, ...]  # rising in num_gpus, then context_len; none twice
 
     def __post_init__(self) -> None:

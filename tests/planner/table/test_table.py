@@ -17,19 +17,19 @@ from kvrsim.errors import InputError
 from kvrsim.io.json_text import JsonObject
 from kvrsim.ranges import parse_counts, parse_lengths
 from planner.table.lookup import look_up, to_multiples, to_steps
+from planner.table.quantization import QuantizationSteps
 from planner.table.setting import TableSetting
-from planner.table.steps import ChunkSteps
 from planner.table.table import PartitionTable, TableEntry, load_table
 
 READER = runpy.run_path(str(Path(__file__).parents[3] / "examples" / "read_table.py"))["partition"]
 seeds = st.integers(0, 2**32)
 
 
-def staircase(rng: random.Random) -> ChunkSteps:
+def staircase(rng: random.Random) -> QuantizationSteps:
     """No jumps or many, of any height, with and without a prefix."""
     lens = sorted(rng.sample(range(1, 5000), rng.choice([0, 1, 5, 60])))
     heights = [sorted(rng.random() * 10 ** rng.uniform(-6, 0) for _ in lens) for _ in range(2)]
-    return ChunkSteps(
+    return QuantizationSteps(
         chunk_lens=tuple(lens),
         seconds=tuple(heights[0]),
         seconds_per_prefix_token=tuple(value * 1e-4 for value in heights[1]),
@@ -169,7 +169,7 @@ def test_without_jumps_chunks_are_shares_of_the_context(seed: int) -> None:
     tokens = rng.randint(num_gpus, 10_000)
     shares = [rng.random() + 0.1 for _ in range(num_gpus)]
     shares = [share / sum(shares) for share in shares]
-    none = ChunkSteps(chunk_lens=(), seconds=(), seconds_per_prefix_token=())
+    none = QuantizationSteps(chunk_lens=(), seconds=(), seconds_per_prefix_token=())
     costs = [1e-4] * num_gpus
     found = to_steps(shares, [share * tokens for share in shares], costs, none, tokens)
     assert all(abs(chunk - max(1.0, share * tokens)) <= num_gpus for chunk, share in zip(found, shares, strict=True))
@@ -184,7 +184,7 @@ def test_the_longest_chunk_of_a_level(seed: int) -> None:
     longest = steps.longest(level, cost, prefix)
 
     def needed(chunk: int) -> float:
-        return chunk + steps.jumps_s(chunk, prefix) / cost
+        return chunk + steps.extra_s(chunk, prefix) / cost
 
     slack = 1e-9 * (1 + abs(level))
     assert longest >= 1

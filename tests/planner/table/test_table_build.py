@@ -29,8 +29,8 @@ from planner.table.build import make_table
 from planner.table.entry import draft_of
 from planner.table.lookup import look_up, notes_on_table
 from planner.table.partial import Partial
+from planner.table.quantization import quantization_steps
 from planner.table.setting import TableSetting
-from planner.table.steps import chunk_steps
 from planner.table.table import PartitionTable
 
 KVR = STRATEGIES["kvr-s"]
@@ -113,7 +113,7 @@ def test_where_the_host_sets_the_pace_entries_are_balanced(num_gpus: int) -> Non
 
 @pytest.mark.parametrize(("profile", "flat"), [("roofline", True), ("a100-eager", False), ("a100-flash", False)])
 def test_steps_are_where_times_jump(profile: str, flat: bool) -> None:
-    steps = chunk_steps(replace(scenario_of(profile), request=scenario_of(profile).request))
+    steps = quantization_steps(replace(scenario_of(profile), request=scenario_of(profile).request))
     assert (len(steps.chunk_lens) == 0) == flat
     assert all(length % 16 == 0 for length in steps.chunk_lens)  # tiles
 

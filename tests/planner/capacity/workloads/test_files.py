@@ -53,7 +53,7 @@ def test_mooncake_lines_count_leading_blocks_seen_before(tmp_path: Path) -> None
     assert trace.context_len.tolist() == [1000, 1500, 600, 700]
     # The third begins with a block that is new; the fourth has all its blocks seen, and keeps a token to compute.
     assert trace.cached_prefix.tolist() == [0, 2 * BLOCK_TOKENS, 0, 699]
-    assert "cached in whole" in trace.notes[0]
+    assert "fully cached" in trace.notes[0]
 
 
 def test_mooncake_as_csv_keeps_what_is_cached(tmp_path: Path) -> None:

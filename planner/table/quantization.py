@@ -1,4 +1,4 @@
-"""ChunkSteps: where a chunk's time jumps by a tile or a wave of tiles, so that a table can be rounded to them."""
+"""Tile and wave quantization: at which chunk lengths a chunk's time rises by a step, so that chunks can end there."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from kvrsim.io.schema import NonNegative
 from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 
-_WINDOW = 41  # tokens, odd: a jump is a rise that stands out from those around it
-_LEAST_SHARE = 0.001  # of the chunk's time, below which a jump counts as part of the slope
-_MOST_CHUNK = 2**17  # tokens, beyond which jumps are not looked for: they are too small to matter
+_WINDOW = 41  # tokens, odd; a step is a rise above the median of those around it
+_LEAST_SHARE = 0.001  # of the chunk's time; smaller steps count as part of the slope
+_MOST_CHUNK = 2**17  # tokens; steps of longer chunks are too small to matter
 _BLOCK = 2**12  # chunk lengths timed at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChunkSteps:
-    """A staircase: past chunk_lens[i] tokens a chunk takes the jumps up to the i-th longer, all layers together."""
+class QuantizationSteps:
+    """Step function of extra time by chunk length, from tile and wave quantization, over all layers."""
 
-    chunk_lens: tuple[int, ...]  # rising; the longest chunk before each jump
-    seconds: tuple[NonNegative, ...]  # of this jump and all before it, for a chunk without a prefix
-    seconds_per_prefix_token: tuple[NonNegative, ...]  # the same, more for every token of prefix
+    chunk_lens: tuple[int, ...]  # ascending; the longest chunk before each step
+    seconds: tuple[NonNegative, ...]  # extra time after each step, cumulative, without a prefix
+    seconds_per_prefix_token: tuple[NonNegative, ...]  # what every token of prefix adds to it
 
     def __post_init__(self) -> None:
         lengths = list(self.chunk_lens)
@@ -36,14 +36,14 @@ class ChunkSteps:
             if len(values) != len(lengths) or sorted(values) != values:
                 raise InputError(key, values, "numbers that do not fall, as many as chunk_lens")
 
-    def jumps_s(self, chunk_len: int, prefix: float) -> float:
-        """What all jumps below that chunk length cost, seconds."""
+    def extra_s(self, chunk_len: int, prefix: float) -> float:
+        """Extra time of a chunk, the sum of all steps below its length."""
         passed = bisect_left(self.chunk_lens, chunk_len)
         return self._after(passed, prefix)
 
     def longest(self, level: float, token_s: float, prefix: float) -> int:
-        """The longest chunk c with c + jumps_s(c) / token_s at most `level`, at least 1."""
-        starts = range(1, len(self.chunk_lens) + 1)  # 1 + how many jumps have been passed
+        """The longest chunk c with c + extra_s(c) / token_s <= level; at least 1."""
+        starts = range(1, len(self.chunk_lens) + 1)  # 1 + number of steps passed
 
         def level_after(number: int) -> float:
             return self.chunk_lens[number - 1] + 1 + self._after(number, prefix) / token_s
@@ -58,21 +58,21 @@ class ChunkSteps:
         return self.seconds[passed - 1] + prefix * self.seconds_per_prefix_token[passed - 1]
 
 
-def chunk_steps(scenario: Scenario) -> ChunkSteps:
-    """The jumps of a chunk's device time on this scenario's GPU, up to the scenario's context.
+def quantization_steps(scenario: Scenario) -> QuantizationSteps:
+    """The steps of a chunk's device time on this scenario's GPU, up to the scenario's context.
 
-    Attention's jumps (tiles of queries) grow with the prefix; they are taken to do so in proportion.
+    Attention's steps (tiles of queries) grow with the prefix; they are modelled as proportional to it.
     """
     context_len = scenario.request.context_len
     most = min(scenario.request.new_tokens, _MOST_CHUNK)
     alone, after = (_times_s(scenario, most, prefix) for prefix in (0.0, float(context_len)))
-    jumps, jumps_after = _jumps(alone), _jumps(after)
-    per_token = np.maximum(jumps_after - jumps, 0.0) / context_len
-    large = jumps + per_token * context_len / 2 > _LEAST_SHARE * (alone + after)[:-1] / 2
+    steps, steps_after = _steps(alone), _steps(after)
+    per_token = np.maximum(steps_after - steps, 0.0) / context_len
+    large = steps + per_token * context_len / 2 > _LEAST_SHARE * (alone + after)[:-1] / 2
     at = np.nonzero(large)[0]
-    return ChunkSteps(
+    return QuantizationSteps(
         chunk_lens=tuple(int(index) + 1 for index in at),
-        seconds=_short(np.cumsum(jumps[at])),
+        seconds=_short(np.cumsum(steps[at])),
         seconds_per_prefix_token=_short(np.cumsum(per_token[at])),
     )
 
@@ -92,8 +92,8 @@ def _times_s(scenario: Scenario, most: int, prefix: float) -> Array:
     return np.concatenate(parts)
 
 
-def _jumps(times_s: Array) -> Array:
-    """By how much each rise from one token to the next stands out from the median of those around it."""
+def _steps(times_s: Array) -> Array:
+    """Rise from each token to the next, above the median rise around it."""
     rises = np.diff(times_s)
     if not len(rises):
         return rises
@@ -102,5 +102,5 @@ def _jumps(times_s: Array) -> Array:
 
 
 def _short(values: Array) -> tuple[float, ...]:
-    """Nine digits: what a table says does not hang on the last bits of a processor."""
+    """Nine digits, so that tables do not depend on the processor's rounding."""
     return tuple(float(f"{value:.9g}") for value in values)
