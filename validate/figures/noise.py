@@ -19,7 +19,7 @@ _WIDTH = 0.26  # of a bar
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Increase:
-    """How much longer one strategy takes on the noisy network: mean TTFT over quiet TTFT, less one."""
+    """Relative increase of one strategy's TTFT on the noisy network: mean over noise-free TTFT, less one."""
 
     context_len: int  # tokens
     num_gpus: int
@@ -53,7 +53,7 @@ def _increase(
 
 
 def mean_increase(found: tuple[Increase, ...], strategy: str) -> float:
-    """Of a strategy over all contexts and numbers of GPUs."""
+    """Mean of a strategy over all contexts and numbers of GPUs."""
     own = [one.mean for one in found if one.strategy == strategy]
     return sum(own) / len(own)
 
@@ -116,11 +116,11 @@ def noise_section(scope: Scope, predictions: Predictions, printed: Printed, pict
         "",
         *paragraph(
             f"Noise `{scope.noise}`: {parse_noise(scope.noise).describe()}. Its parameters were calibrated on the",
-            f'three figures that the paper prints for the increase of TTFT, each "up to" so much ({said}): the',
-            "agreement of the means says little, the order and the spread over contexts and GPUs are the test. The",
-            "paper reports TSP's increase as over 10 % on average and at most 11.8 %, so nearly alike in all cases;",
-            "simulated, it falls with the context and rises with the GPUs, since the all-gather does.",
-            "More in [noise.md](../how-to/noise.md).",
+            f"three increases of TTFT that the paper prints, each an upper limit ({said}): agreement of the means is",
+            "therefore no evidence; the order of the strategies and the spread over contexts and GPUs are the test.",
+            "The paper reports TSP's increase as over 10 % on average and at most 11.8 %, so it is nearly constant; in",
+            "the simulation it falls with the context and rises with the number of GPUs, as the all-gather's share",
+            "does. More in [noise.md](../how-to/noise.md).",
         ),
         f"Mean increase of TTFT over {scope.noise_samples} runs each, with 95 % confidence limits:",
         "",

@@ -1,4 +1,4 @@
-"""The page that shows the figures, as Markdown; every number in it is computed or read from a data file."""
+"""The page with the figures, as Markdown; every number in it is computed or read from a data file."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _ttft(scope: Scope, predictions: Predictions) -> list[str]:
     for model in scope.models:
         lines += [image(f"ttft-{model}", f"{model}: TTFT of TSP, KVR-E and KVR-S by context"), ""]
     lines += paragraph(
-        "How many times as fast as TSP KVR-S is, printed / predicted. A printed ratio inherits the rounding of two",
+        "Speedup of KVR-S over TSP, printed / predicted. A printed ratio inherits the rounding of two",
         "TTFTs (the bars in the lower panels): up to a tenth either way at 4k, where they are printed to 0.01 s.",
     )
     contexts = sorted({tokens for model in scope.models for tokens in scope.contexts(model)})
@@ -104,10 +104,11 @@ def _scalability(scope: Scope, predictions: Predictions, printed: Printed) -> li
         image("scalability", f"{what}: TTFT by GPUs"),
         "",
         *paragraph(
-            f"{what}; seconds, predicted but for the last column. TTFT(p) is KVR-S searched anew over links that cost",
-            "nothing. TTFT*(p) = TTFT(1) / 2 × (1/p + 1/p²) is the paper's closed form: it takes all work to shrink as",
-            "attention does, so it lies below TTFT(p) by what does not. The proven bound is of every KVR partition,",
-            f"over the real links. The paper has KVR-S up to {printed.kvr_s_above_no_communication:.0%} above TTFT(p).",
+            f"{what}; seconds, predicted except in the last column. TTFT(p) is KVR-S, searched for links of zero cost.",
+            "TTFT*(p) = TTFT(1) / 2 × (1/p + 1/p²) is the paper's closed form: it assumes that all work scales as",
+            "attention does, so it is below TTFT(p) by the work that does not. The proven bound holds for every KVR",
+            "partition over the real links.",
+            f"The paper has KVR-S up to {printed.kvr_s_above_no_communication:.0%} above TTFT(p).",
         ),
         *markdown_table((*heads, "reported TSP / KVR-S"), cells),
         "",
@@ -122,8 +123,8 @@ def _partitions(scope: Scope, predictions: Predictions, printed: Printed) -> lis
         image("partitions", f"{model}: shares of KVR-S's partitions by context"),
         "",
         *paragraph(
-            "KVR-S's shares of the context, and what even chunks cost more. Where that is a few per cent, many",
-            "partitions are as good (the host sets the pace), and the one found is one of them.",
+            "KVR-S's shares of the context, and the extra TTFT of even chunks. Where that is a few per cent, many",
+            "partitions are equally good, because CPU launch overhead dominates.",
         ),
     ]
     cells = []
@@ -159,20 +160,21 @@ def _lookup(scope: Scope, predictions: Predictions, printed: Printed) -> list[st
         *paragraph(
             "KVR-P's shares are interpolated linearly between those of the two entries around the context, then",
             f"rounded to tokens. The paper has it within {claims} of KVR-S, entries 4k apart. Below zero,",
-            "interpolation happens to beat the search, which stops at its stride or near its proven bound.",
+            "the interpolated partition is faster than the searched one: the search stops at its stride or near its",
+            "proven bound.",
         ),
         *_middles(every),
         *paragraph(
-            "The worst context of each interval, beside what even chunks cost more at its lower entry. An entry at",
-            "which even chunks are almost as good says little about balance: interpolated with a neighbour whose",
-            "balance matters, it can cost far more than the paper's figure.",
+            "The worst context of each interval, and the extra TTFT of even chunks at its lower entry. Where even",
+            "chunks are almost as good, an entry contains little information on balance; interpolating it with a",
+            "neighbour where balance matters can cost far more than the paper reports.",
         ),
         *_worst(scope, predictions, every),
     ]
 
 
 def _middles(every: Sequence[Interpolated]) -> list[str]:
-    """Halfway between two entries."""
+    """Table of the contexts halfway between two entries."""
     heads = (
         "GPUs × context",
         "between",
@@ -188,7 +190,7 @@ def _middles(every: Sequence[Interpolated]) -> list[str]:
 
 
 def _worst(scope: Scope, predictions: Predictions, every: Sequence[Interpolated]) -> list[str]:
-    """The context of each interval at which the look-up costs most."""
+    """Table of the worst context of each interval."""
     intervals: dict[tuple[int, tuple[int, int]], list[Interpolated]] = {}
     for one in every:
         intervals.setdefault((one.num_gpus, one.neighbours), []).append(one)
@@ -232,8 +234,8 @@ def _tables(scope: Scope, predictions: Predictions) -> list[str]:
         "",
         *paragraph(
             "*Within*: the reported TTFT lies in the predicted interval. *Used*: the profile was fitted to the row.",
-            "What the error on other rows is worth is said on the [accuracy page](accuracy.md), and how rows at",
-            "10 GB/s are read (`kvr` as even chunks, on one bus) in [slow_links.md](slow_links.md).",
+            "The [accuracy page](accuracy.md) discusses the error on the other rows, and",
+            "[slow_links.md](slow_links.md) how rows at 10 GB/s are interpreted (`kvr` as even chunks, on one bus).",
         ),
         *appendix(scope.rows, predictions),
     ]

@@ -26,10 +26,10 @@ _BANDWIDTH = {"10GB/s": 10e9, "1GB/s": 1e9}  # links with the CUDA-direct link o
 
 
 def scenario_of(row: Row) -> tuple[Scenario, str]:
-    """The scenario and the strategy that a row is read as.
+    """The scenario and the strategy by which a row is simulated.
 
     Below NVLink's bandwidth GPU-direct is off and every transfer crosses the host: one bus that all flows
-    share. "kvr" rows are read as even chunks: see docs/results/slow_links.md.
+    share. "kvr" rows are simulated with even chunks: see docs/results/slow_links.md.
     """
     link: dict[str, Any] = {}
     if row.link in _BANDWIDTH:

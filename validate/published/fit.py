@@ -139,7 +139,7 @@ def fit(rows: Sequence[Row]) -> Array:
     """The constants, as logarithms; rows whose rounding is coarse weigh less.
 
     Each round fits with the partitions of the constants so far; the best constants of all rounds count,
-    judged with partitions searched anew for them.
+    evaluated with partitions searched for them.
     """
     weight = np.array([_NOISE / np.hypot(_NOISE, row.rounding_s / row.ttft_s) for row in rows])
     best, best_cost = _START, np.inf

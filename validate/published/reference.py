@@ -20,11 +20,11 @@ class Row:
     model: str
     context_len: int  # tokens
     num_gpus: int
-    strategy: str  # "kvr" where the publication does not say which partition
+    strategy: str  # "kvr" where the publication does not name the partition
     link: Link  # as the publication names it; "none" for one GPU
     ttft_s: float
     used_for_calibration: bool
-    profile: str  # what stands for the machine and software
+    profile: str  # calibration profile for the machine and software
 
     @property
     def rounding_s(self) -> float:
@@ -32,7 +32,7 @@ class Row:
         return 0.0005 if self.link == "300GB/s" and self.context_len < 4096 else 0.005
 
     def is_inside(self, low_s: float, high_s: float) -> bool:
-        """Whether what was printed, give or take its rounding, lies in an interval."""
+        """Whether the printed value, allowing for its rounding, lies in an interval."""
         return low_s <= self.ttft_s + self.rounding_s and self.ttft_s - self.rounding_s <= high_s
 
     @property
