@@ -1,0 +1,18 @@
+"""Public names that do not change by accident: recorded in a file, which `KVRSIM_RECORD=1 make test` writes anew."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+RECORD = "KVRSIM_RECORD"
+
+
+def assert_recorded(path: Path, names: dict[str, list[str]]) -> None:
+    """The names of each group are those of the file; with RECORD set the file becomes what they are."""
+    if os.environ.get(RECORD):
+        lines = [f"  {json.dumps(group)}: {json.dumps(kept)}" for group, kept in names.items()]
+        path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    recorded = json.loads(path.read_text(encoding="utf-8"))
+    assert names == recorded, f"public names changed; to record them: {RECORD}=1 make test (see CHANGELOG.md)"
