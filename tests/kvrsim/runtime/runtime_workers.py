@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from runtime_models import CONFIGS, variants
 
 from kvrsim.partition import Partition
 from kvrsim.runtime import bench
@@ -25,6 +24,7 @@ from kvrsim.runtime.job import Job, ModelChoice, run_job
 from kvrsim.runtime.plan import RunPlan, even_plans, random_prompt
 from kvrsim.runtime.prefill import Prefill
 from kvrsim.runtime.ranks import transport as transport_module
+from tests.kvrsim.runtime.runtime_models import CONFIGS, variants
 
 CONTEXT_LEN = 23
 UNEVEN = {1: (23,), 2: (15, 8), 3: (11, 1, 11), 4: (9, 7, 1, 6)}

@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime_models import CONFIGS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvrsim.runtime import attention
 from kvrsim.runtime.geometry import load_model
+from tests.kvrsim.runtime.runtime_models import CONFIGS
 
 
 def masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:

@@ -8,9 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import runtime_workers as workers
 
 import kvrsim
+import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.runtime.bench import BenchReport, Timing
 from kvrsim.runtime.load import HostLoad
 from kvrsim.runtime.ranks.launch import Launch, launch

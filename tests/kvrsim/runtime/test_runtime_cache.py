@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_models import CONFIGS, variants
 
 from kvrsim.errors import InputError
 from kvrsim.runtime.cache import KvBuffer, PrefixCache
 from kvrsim.runtime.forward import ModelForward
 from kvrsim.runtime.geometry import Geometry, load_model
+from tests.kvrsim.runtime.runtime_models import CONFIGS, variants
 
 TOLERANCE = 1e-5
 CHUNKS = (7, 1, 12, 5)

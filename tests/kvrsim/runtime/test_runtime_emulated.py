@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 
 import pytest
-import runtime_workers as workers
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.errors import InputError
 from kvrsim.partition import Partition
 from kvrsim.runtime.emulated import Egress, EmulatedLink, SideTraffic

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_models import CONFIGS
 
 from kvrsim.partition import Partition
 from kvrsim.runtime.job import Job, ModelChoice
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.virtual import VirtualReport, run_virtual
+from tests.kvrsim.runtime.runtime_models import CONFIGS
 
 CONTEXT_LEN = 23
 

@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 import pytest
-import runtime_workers as workers
 
+import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.errors import InputError, NotWrittenError
 from kvrsim.runtime.ranks.faults import Fault, RankError, faults_of, is_out_of_memory
 from kvrsim.runtime.ranks.launch import Launch, launch

@@ -8,13 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
-import runtime_workers as workers
-from runtime_models import variants
 
+import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.errors import InputError
 from kvrsim.partition import Partition
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.ranks.launch import Launch, launch
+from tests.kvrsim.runtime.runtime_models import variants
+
+ROOT = Path(__file__).resolve().parents[4]
 
 TOLERANCE = 1e-5
 
@@ -50,16 +52,14 @@ def test_messages_by_way_of_host_memory_are_the_same() -> None:
 def test_under_torchrun_each_process_is_one_rank(tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(
-        "import runtime_workers as workers\n"
+        "import tests.kvrsim.runtime.runtime_workers as workers\n"
         "from kvrsim.runtime.ranks.launch import Launch, launch\n"
         "found = launch(workers.rank_of, how=Launch(num_ranks=2, timeout_s=20))\n"
         "assert found == [(0, 2), (1, 2)], found\n"
         "print('agreed', flush=True)\n"
     )
-    here = Path(__file__).parent
-    paths = os.pathsep.join([str(here), str(here.parents[1])])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=55, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("agreed") == 2

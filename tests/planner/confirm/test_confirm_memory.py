@@ -6,11 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import runtime_workers as workers
-from confirm_setup import BUSY, arguments, folder_with, said
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.errors import InputError
 from kvrsim.memory import memory_of
 from kvrsim.runtime.ranks.launch import Launch, launch
@@ -23,6 +22,7 @@ from planner.confirm.candidates import Fitting, Named, Room, candidates_of, fitt
 from planner.confirm.hardware import Hardware
 from planner.plan import make_plan
 from tests.building import examples
+from tests.planner.confirm.confirm_setup import BUSY, arguments, folder_with, said
 
 STRATEGIES = ("single", "tsp", "kvr-e", "kvr-s")
 

@@ -10,14 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from runtime_models import CONFIGS
-
 from kvrsim.cli.main import main
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.hardware.gpu import GpuSpec
 from kvrsim.hardware.links import LinkSpec
 from kvrsim.profile.profile import CalibrationProfile, HostRates, OperationFit, load_profile
 from kvrsim.units import scale
+from tests.kvrsim.runtime.runtime_models import CONFIGS
 
 BUSY = ("--max-error", "1000", "--max-regret", "1000")  # times are not what these tests are about
 

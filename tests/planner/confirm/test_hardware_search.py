@@ -15,7 +15,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from confirm_setup import arguments, folder_with, made_up_profile, said
 
 from kvrsim.errors import InputError, NotWrittenError
 from kvrsim.io.journal import Journal
@@ -32,6 +31,7 @@ from planner.confirm.hardware_search import (
     read_sample,
     search_journal,
 )
+from tests.planner.confirm.confirm_setup import arguments, folder_with, made_up_profile, said
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from confirm_setup import made_up_profile
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,6 +27,7 @@ from planner.confirm.virtual import composed_s, composed_timeline
 from planner.partitions import partition_of
 from planner.plan import make_plan
 from tests.building import Draws, any_scenario, draws, examples
+from tests.planner.confirm.confirm_setup import made_up_profile
 from validate.machine.confirmation_ranks import Sleepers, ring_traffic, sleep
 from validate.machine.side_traffic import noisy_ttft_s
 

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runtime_workers as workers
-from confirm_setup import BUSY, arguments, folder_with, said
 
 import kvrsim
+import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.errors import InputError
 from kvrsim.partition import Partition
 from kvrsim.runtime.plan import RUN_STRATEGIES
@@ -26,6 +25,7 @@ from planner.confirm import run as confirm_run
 from planner.confirm.confirm import confirm
 from planner.confirm.hardware import Hardware, run_plan
 from planner.confirm.run import run_here
+from tests.planner.confirm.confirm_setup import BUSY, arguments, folder_with, said
 
 ROOT = Path(__file__).parents[3]
 SHORT = ("--repeats", "2", "--warmups", "0", "--json")

@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MOST_S = 60  # far above what they take (each under 20 s on two idle cores): it stops one that hangs
 SAYS = {

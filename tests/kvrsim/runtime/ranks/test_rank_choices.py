@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import runtime_workers as workers
 import torch
 
+import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.errors import InputError
 from kvrsim.runtime.forward import ModelForward
 from kvrsim.runtime.ranks.faults import RankError, meaning

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from runtime_workers import benched, model_of, plans_of
 
 from calibrate.measure.link_ranks import LinkRank
 from kvrsim.runtime.check import Difference, compare
 from kvrsim.runtime.ranks.launch import LaunchedRank
 from kvrsim.runtime.ranks.links import Links
+from tests.kvrsim.runtime.runtime_workers import benched, model_of, plans_of
 
 _COLLECTIVE = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 

@@ -11,21 +11,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import runtime_workers as workers
 
+import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.cli.main import ENDED
 from kvrsim.runtime.ranks import pool as pools
 from kvrsim.runtime.ranks.faults import RankError
 from kvrsim.runtime.ranks.launch import Launch, launch
 
-HERE = Path(__file__).parent
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[4]
 SCRIPT = """
 import signal, sys
-from rank_idlers import working
+from tests.kvrsim.runtime.ranks.rank_idlers import working
 from kvrsim.runtime.ranks import pool
 from kvrsim.runtime.ranks.launch import Launch, launch
-
-pytestmark = pytest.mark.slow
 
 pool._PRELOADED = ["torch.distributed"]  # all that is needed here
 
@@ -43,7 +43,7 @@ def started(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     script.write_text(SCRIPT)
     (tmp_path / "tmp").mkdir()
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])]),
+        "PYTHONPATH": str(ROOT),
         "TMPDIR": str(tmp_path / "tmp"),
         "OMP_NUM_THREADS": "1",
     }

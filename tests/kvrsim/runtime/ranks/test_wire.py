@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-import runtime_workers as workers
 from hypothesis import given
 from hypothesis import strategies as st
-from runtime_workers import Evil, Forms
 
+import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.partition import Partition
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.ranks.faults import RankError
 from kvrsim.runtime.ranks.launch import Launch, launch
 from kvrsim.runtime.ranks.wire import WireError, decoded, encoded, result_kind
+from tests.kvrsim.runtime.runtime_workers import Evil, Forms
 
 numbers = st.floats(allow_nan=False)
 plans = st.builds(

@@ -7,14 +7,14 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
-import nccl_rule
 import pytest
-from confirm_setup import BUSY, arguments, folder_with, said
 
 from calibrate.measure.link_bench import LinkBench
 from kvrsim.runtime.ranks import launch as launching
 from kvrsim.runtime.ranks.faults import RankError
 from kvrsim.runtime.ranks.launch import Launch, launch
+from tests.kvrsim.runtime.ranks import nccl_rule
+from tests.planner.confirm.confirm_setup import BUSY, arguments, folder_with, said
 
 SMALL = 2**16
 
