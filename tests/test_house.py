@@ -33,10 +33,9 @@ LONGER = {
     "validate/gpu/steps.py": 400,
     "tests/calibrate/fit/test_fit.py": 420,
     "tests/calibrate/measure/test_own_measurements.py": 450,
-    "tests/kvrsim/cli/test_cli.py": 470,
     "tests/kvrsim/cost/test_cost.py": 470,
 }
-LARGER = {"kvrsim": 25, "kvrsim/runtime": 18, "calibrate/measure": 18, "tests/kvrsim/runtime": 25}
+LARGER = {"kvrsim": 25, "kvrsim/runtime": 18, "calibrate/measure": 18}
 MODULE_CIRCLES = {
     frozenset({"kvrsim.executors.event", "kvrsim.executors.meetings"}),
     frozenset({"calibrate.measure.compute_bench", "calibrate.measure.pending"}),

@@ -242,6 +242,7 @@ def test_what_is_not_a_file_is_refused(tmp_path: Path, name: str) -> None:
     assert "a CSV file that can be read (" in refusal(tmp_path / name)
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_rows_take_seconds(tmp_path: Path) -> None:
     rows = [Measurement(**ATTENTION | {"chunk": chunk}) for chunk in range(1, 100_001)]
     start = time.perf_counter()
