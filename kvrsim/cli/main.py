@@ -13,7 +13,7 @@ import typer
 from kvrsim.cli.lazy import LazyGroup
 from kvrsim.cli.mistakes import as_options, click_exception, command_of, wrong_use
 from kvrsim.cli.outputs import ADVICE, NOT_WRITTEN
-from kvrsim.errors import InputError, KvrsimError
+from kvrsim.errors import KvrsimError
 from kvrsim.text import printable
 from kvrsim.version import __version__
 
@@ -77,11 +77,9 @@ def main(arguments: Sequence[str]) -> int:
         if code == INTERRUPTED:  # Typer has caught the Ctrl-C
             return _fail("interrupted", INTERRUPTED)
         return code if isinstance(code, int) else 0
-    except InputError as error:
+    except KvrsimError as error:
         command = command_of(arguments, typer.main.get_command(app))
         return _fail(f"error: {as_options(error, command)}", error.exit_code)
-    except KvrsimError as error:
-        return _fail(f"error: {error}", error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", INTERRUPTED)
     except (BrokenPipeError, SystemExit) as error:  # Typer turns the one into the other

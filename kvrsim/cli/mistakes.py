@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from kvrsim.errors import InputError
+from kvrsim.errors import InputError, KvrsimError
 
 _FIRST_NAME = re.compile(r"^[a-z][a-z0-9_]*(?=$|[: ])")
 _QUOTED_NAME = re.compile(r"`([a-z][a-z0-9_]*)`")
@@ -17,17 +17,27 @@ _NO_SUCH_COMMAND = re.compile(r"No such command '([^']*)'")
 _EXTRA_ARGUMENT = re.compile(r"unexpected extra argument.*\(([^()]*)\)$")
 
 
-def as_options(error: InputError, command: Any) -> str:
-    """The error's line; a parameter that is an option of `command` (Click's) is spelled as that option."""
+def as_options(error: KvrsimError, command: Any) -> str:
+    """The error's line; a parameter that is an option of `command` (Click's) is spelled as that option.
+
+    Also that of an InputError which a rank has reported: the error's `faults` name it.
+    """
     options = _long_options(command)
 
     def spelled(name: str) -> str | None:
         option = "--" + name.replace("_", "-")
         return option if option in options else None
 
-    parameter = _FIRST_NAME.sub(lambda match: spelled(match[0]) or match[0], error.parameter, count=1)
-    accepted = _QUOTED_NAME.sub(lambda match: spelled(match[1]) or match[0], error.accepted)
-    return str(InputError(parameter, error.value, accepted))
+    def first_name(text: str) -> str:
+        return _FIRST_NAME.sub(lambda match: spelled(match[0]) or match[0], text, count=1)
+
+    if isinstance(error, InputError):
+        accepted = _QUOTED_NAME.sub(lambda match: spelled(match[1]) or match[0], error.accepted)
+        return str(InputError(first_name(error.parameter), error.value, accepted))
+    text = str(error)
+    for name in {fault.parameter for fault in getattr(error, "faults", ()) if fault.parameter}:
+        text = text.replace(f": {name}: got", f": {first_name(name)}: got")
+    return text
 
 
 def command_of(arguments: Sequence[str], program: Any) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kvrsim.errors import KvrsimError, NotWrittenError
+from kvrsim.errors import InputError, KvrsimError, NotWrittenError
 
 # The likelier cause first: where one rank runs out of memory, its neighbours only lose their connection.
 FaultKind = Literal["died", "memory", "disk", "mismatch", "input", "error", "stopped", "silent", "link"]
@@ -45,6 +45,7 @@ class Fault:
     message: str  # without the rank and layer
     layer: int | None = None  # decoder layer that the rank had come to; None: outside of them
     peer: int | None = None  # rank that it waited for; None: nobody, or all
+    parameter: str | None = None  # that an InputError on the rank names, at the beginning of the message
 
     def __str__(self) -> str:
         place = "" if self.layer is None else f", layer {self.layer}"
@@ -103,7 +104,8 @@ def faults_of(error: BaseException, rank: int, layer: int | None) -> list[Fault]
     if isinstance(error, NotWrittenError):
         return [Fault(rank=rank, kind="disk", message=str(error), layer=layer)]
     if isinstance(error, KvrsimError):
-        return [Fault(rank=rank, kind="input", message=str(error))]
+        parameter = error.parameter if isinstance(error, InputError) else None
+        return [Fault(rank=rank, kind="input", message=str(error), parameter=parameter)]
     where = traceback.extract_tb(error.__traceback__)[-1]
     message = f"{type(error).__name__}: {error} ({os.path.basename(where.filename)}, line {where.lineno})"
     return [Fault(rank=rank, kind="error", message=message, layer=layer)]

@@ -12,6 +12,7 @@ import kvrsim
 from kvrsim.cli.main import app, main
 from kvrsim.cli.mistakes import as_options, command_of
 from kvrsim.errors import InputError
+from kvrsim.runtime.ranks.faults import RankError, faults_of
 
 ROOT = Path(kvrsim.__file__).parents[1]
 
@@ -38,6 +39,14 @@ ROOT = Path(kvrsim.__file__).parents[1]
 def test_parameters_are_shown_as_options(arguments: list[str], error: tuple[str, object, str], line: str) -> None:
     command = command_of([*arguments, "--gpus", "2"], typer.main.get_command(app))
     assert as_options(InputError(*error), command).endswith(line)
+
+
+def test_a_mistake_that_a_rank_reports_is_shown_as_an_option() -> None:
+    faults = faults_of(InputError("attention", "flash", "eager"), 1, None)
+    command = command_of(["run"], typer.main.get_command(app))
+    line = "rank 1: --attention: got 'flash', accepted: eager"
+    assert as_options(RankError(faults), command) == line
+    assert str(RankError(faults)) == line.replace("--", "")
 
 
 def test_the_same_mistake_in_both_places(capsys: pytest.CaptureFixture[str]) -> None:
