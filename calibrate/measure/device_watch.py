@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from kvrsim.io.schema import NonNegative
+
 _LIBRARY = "libnvidia-ml.so.1"
 _SM_CLOCK = 1  # NVML_CLOCK_SM
 # nvmlClocksThrottleReasons, nvml.h. The power cap is how a large GPU runs whole prefills: it is recorded as throttling,
@@ -32,10 +34,10 @@ _REASONS = {
 class Reading:
     """One GPU at one moment; None: NVML does not say."""
 
-    sm_clock_hz: float | None
-    power_w: float | None  # averaged by the driver, over 25 ms to 1 s
-    power_limit_w: float | None  # that is enforced
-    throttled: tuple[str, ...]  # reasons that hold the clock down, in NVML's words
+    sm_clock_hz: NonNegative | None
+    power_w: NonNegative | None  # averaged by the driver, over 25 ms to 1 s
+    power_limit_w: NonNegative | None  # that is enforced
+    throttled: tuple[str, ...] = ()  # reasons that hold the clock down, in NVML's words
 
 
 class Nvml:

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from calibrate.measure.device_watch import Reading
 from kvrsim.io.journal import Journal
 from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import fields_to_json, read
 
 SUFFIX = ".journal"
 _FORMAT = "kvrsim journal 1"
@@ -97,18 +99,8 @@ def _decoded(line: JsonObject) -> Sample | tuple[str, ...] | None:
         point=line.text("point"),
         seconds={name: seconds.number(name, allow_zero=True) for name in seconds.fields},
         busy_cores=line.number("busy", allow_zero=True) if line.has("busy") else None,
-        device=_device(line.child("device")) if line.has("device") else None,
+        device=fields_to_json(read(Reading, line.child("device"))) if line.has("device") else None,
     )
-
-
-def _device(data: JsonObject) -> dict[str, Any]:
-    """What DeviceWatch read."""
-    reasons = data.sequence("throttled")
-    if not all(isinstance(reason, str) for reason in reasons):
-        raise data.error("throttled", "an array of texts")
-    numbers = ("sm_clock_hz", "power_w", "power_limit_w")
-    known = {key: data.number(key, allow_zero=True) if data.has(key) else None for key in numbers}
-    return known | {"throttled": [str(reason) for reason in reasons]}
 
 
 def journal_path(output: str | Path) -> Path:

@@ -145,13 +145,6 @@ class JsonObject:
                 raise self.error(key, f"an array of finite numbers {'of at least 0' if allow_zero else 'above 0'}")
         return [float(value) for value in values]  # type: ignore[arg-type]
 
-    def integers(self, key: str, *, minimum: int = 1, maximum: int = MAX_TOKENS) -> list[int]:
-        """An array of whole numbers, required."""
-        values = self.fields.get(key)
-        if not isinstance(values, list) or not all(type(one) is int and minimum <= one <= maximum for one in values):
-            raise self.error(key, f"an array of whole numbers from {minimum} to {maximum}")
-        return values
-
     def children(self, key: str) -> list[JsonObject]:
         """The objects of an array; empty where the key is absent."""
         values = self.sequence(key)

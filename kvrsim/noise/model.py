@@ -5,15 +5,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 from kvrsim.errors import InputError
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.hardware.uneven import SlowGpu, SlowLink, UnevenCluster
+from kvrsim.io.schema import Limits, Share, fields_to_json
 
 DWELL_S = 0.01
 MOST_SLOWER = 1000.0  # times; beyond it, a link or GPU is broken rather than slow
 LEAST_DWELL_S, MOST_DWELL_S = 1e-4, 1e6
+MOST_SHARE = 0.999  # of a link: the rest has to pass
+LinkShare = Annotated[float, Limits(least=0.0, most=MOST_SHARE)]
+Slowdown = Annotated[float, Limits(least=0.0, most=MOST_SLOWER)]
+Dwell = Annotated[float, Limits(least=LEAST_DWELL_S, most=MOST_DWELL_S)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,10 +29,10 @@ class SideTraffic:
     take memory bandwidth, and a library's send and receive kernels take multiprocessors.
     """
 
-    duty: float = 1.0  # share of the slots in which there is any, 0 to 1
-    share: float = 0.5  # of the pair's bandwidth that it takes, 0 to less than 1
-    slowdown: float = 0.0  # of compute on both GPUs: operations take 1 + slowdown times as long
-    dwell_s: float = DWELL_S  # seconds for which it stays with a pair
+    duty: Share = 1.0  # share of the slots in which there is any, 0 to 1
+    share: LinkShare = 0.5  # of the pair's bandwidth that it takes, 0 to less than 1
+    slowdown: Slowdown = 0.0  # of compute on both GPUs: operations take 1 + slowdown times as long
+    dwell_s: Dwell = DWELL_S  # seconds for which it stays with a pair
 
     @property
     def is_quiet(self) -> bool:
@@ -85,7 +90,7 @@ class Noise:
         traffic = self.side_traffic
         content: dict[str, Any] = {}
         if traffic is not None:
-            content["side_traffic"] = {key: getattr(traffic, key) for key in SideTraffic.__slots__}
+            content["side_traffic"] = fields_to_json(traffic)
         if self.compute_jitter or self.message_jitter:
             content["jitter"] = {"compute": self.compute_jitter, "messages": self.message_jitter}
         if self.slow_gpus:

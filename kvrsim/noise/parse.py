@@ -8,7 +8,8 @@ from pathlib import Path
 from kvrsim.errors import InputError
 from kvrsim.hardware.uneven import SlowGpu, SlowLink
 from kvrsim.io.json_text import JsonObject
-from kvrsim.noise.model import DWELL_S, LEAST_DWELL_S, MOST_DWELL_S, MOST_SLOWER, Noise, SideTraffic, joined
+from kvrsim.io.schema import read
+from kvrsim.noise.model import DWELL_S, LEAST_DWELL_S, MOST_DWELL_S, MOST_SHARE, MOST_SLOWER, Noise, SideTraffic, joined
 from kvrsim.units import parse_seconds
 
 ACCEPTED = (
@@ -19,7 +20,7 @@ _SHIPPED = Path(__file__).parents[1] / "data" / "noise.json"
 _SLOW_GPU = re.compile(r"([0-9]{1,6})x([0-9.]{1,12})", re.ASCII)
 _SLOW_LINK = re.compile(r"([0-9]{1,6})-([0-9]{1,6})x([0-9.]{1,12})", re.ASCII)
 _MOST_JITTER = 2.0
-_LIMITS = {"duty": (0.0, 1.0), "share": (0.0, 0.999), "slowdown": (0.0, MOST_SLOWER)}
+_LIMITS = {"duty": (0.0, 1.0), "share": (0.0, MOST_SHARE), "slowdown": (0.0, MOST_SLOWER)}
 
 
 def parse_noise(text: str) -> Noise:
@@ -116,7 +117,7 @@ def read_noise(data: JsonObject, *, name: str = "") -> Noise:
         jitter.only(("compute", "messages"))
     parts = [
         Noise(
-            side_traffic=_read_side_traffic(data.child("side_traffic")) if data.has("side_traffic") else None,
+            side_traffic=read(SideTraffic, data.child("side_traffic")) if data.has("side_traffic") else None,
             compute_jitter=_number(jitter, "compute", 0.0, _MOST_JITTER) if jitter else 0.0,
             message_jitter=_number(jitter, "messages", 0.0, _MOST_JITTER) if jitter else 0.0,
             slow_gpus=tuple(_read_slow_gpu(one) for one in data.children("slow_gpus")),
@@ -124,13 +125,6 @@ def read_noise(data: JsonObject, *, name: str = "") -> Noise:
         )
     ]
     return joined(parts, name)
-
-
-def _read_side_traffic(data: JsonObject) -> SideTraffic:
-    data.only(SideTraffic.__slots__)
-    given = {key: _number(data, key, *_LIMITS[key]) for key in _LIMITS if data.has(key)}
-    dwell_s = _number(data, "dwell_s", LEAST_DWELL_S, MOST_DWELL_S) if data.has("dwell_s") else DWELL_S
-    return SideTraffic(**given, dwell_s=dwell_s)
 
 
 def _read_slow_gpu(data: JsonObject) -> SlowGpu:

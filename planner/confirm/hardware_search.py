@@ -11,15 +11,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import numpy as np
 
 from kvrsim.io.journal import Journal
 from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import Limits, NonNegative, read
 from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S
+from kvrsim.units import MAX_TOKENS
 from planner.confirm.candidates import boundaries_around
 from planner.confirm.hardware import Hardware, run_plan
 from planner.evaluate import Evaluator
@@ -41,10 +43,10 @@ Chunks = tuple[int, ...]
 class Sample:
     """One measured prefill."""
 
-    stage: int  # of the search
+    stage: Annotated[int, Limits(least=_FINAL, most=MAX_TOKENS)]  # of the search
     chunks: Chunks  # tokens a rank
     ttft_s: float
-    spent_s: float  # of the search's time, warm-up included
+    spent_s: NonNegative  # of the search's time, warm-up included
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,12 +77,7 @@ def search_journal(path: Path, about: Mapping[str, Any]) -> Journal:
 
 def read_sample(line: JsonObject) -> Sample:
     """Check one line of a search's journal; raises InputError naming the key."""
-    return Sample(
-        stage=line.integer("stage", minimum=_FINAL),
-        chunks=tuple(line.integers("chunks")),
-        ttft_s=line.number("ttft_s"),
-        spent_s=line.number("spent_s", allow_zero=True),
-    )
+    return read(Sample, line)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -143,7 +143,7 @@ def test_what_no_search_has_written_is_named(wrong: dict[str, object], tmp_path:
     keep(path, about, SAMPLE)
     content = path.read_text() + json.dumps(asdict(SAMPLE) | wrong) + "\n"
     path.write_text(content)
-    with pytest.raises(InputError, match=rf"output .*, line 4: {next(iter(wrong))}: .*remove the file"):
+    with pytest.raises(InputError, match=rf"output .*, line 4: {next(iter(wrong))}.*: .*remove the file"):
         search_journal(path, about).resume(read_sample)
     assert path.read_text() == content
 
