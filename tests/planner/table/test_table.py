@@ -20,12 +20,12 @@ from planner.table.lookup import look_up, to_multiples, to_steps
 from planner.table.quantization import QuantizationSteps
 from planner.table.setting import TableSetting
 from planner.table.table import PartitionTable, TableEntry, load_table
+from tests.building import Draws, draws
 
 READER = runpy.run_path(str(Path(__file__).parents[3] / "examples" / "read_table.py"))["partition"]
-seeds = st.integers(0, 2**32)
 
 
-def staircase(rng: random.Random) -> QuantizationSteps:
+def staircase(rng: Draws) -> QuantizationSteps:
     """No jumps or many, of any height, with and without a prefix."""
     lens = sorted(rng.sample(range(1, 5000), rng.choice([0, 1, 5, 60])))
     heights = [sorted(rng.random() * 10 ** rng.uniform(-6, 0) for _ in lens) for _ in range(2)]
@@ -36,13 +36,13 @@ def staircase(rng: random.Random) -> QuantizationSteps:
     )
 
 
-def chunks_of(rng: random.Random, num_gpus: int, tokens: int) -> tuple[int, ...]:
+def chunks_of(rng: Draws, num_gpus: int, tokens: int) -> tuple[int, ...]:
     """Uneven chunks, often of a single token."""
     cuts = sorted(rng.sample(range(1, tokens), num_gpus - 1)) if rng.random() < 0.7 else list(range(1, num_gpus))
     return tuple(b - a for a, b in zip([0, *cuts], [*cuts, tokens], strict=True))
 
 
-def entry(rng: random.Random, num_gpus: int, context_len: int, cached: int) -> TableEntry:
+def entry(rng: Draws, num_gpus: int, context_len: int, cached: int) -> TableEntry:
     """Any partition, with levels and costs that belong to nothing: laws must hold all the same."""
     partition = chunks_of(rng, num_gpus, context_len - cached)
     return TableEntry(
@@ -61,9 +61,8 @@ def entry(rng: random.Random, num_gpus: int, context_len: int, cached: int) -> T
     )
 
 
-def a_table(seed: int) -> tuple[PartitionTable, random.Random]:
+def a_table(rng: Draws) -> PartitionTable:
     """A table of anything, and the dice that it was made with."""
-    rng = random.Random(seed)
     cached = rng.choice([0, 0, 100])
     setting = TableSetting(
         model="m",
@@ -85,12 +84,12 @@ def a_table(seed: int) -> tuple[PartitionTable, random.Random]:
         for num_gpus in sorted(rng.sample(range(1, 10), rng.randint(1, 3)))
         for length in sorted(rng.sample(range(10, 6000), rng.randint(1, 5)))
     ]
-    return PartitionTable(setting=setting, kvrsim_version="0", steps=staircase(rng), entries=tuple(entries)), rng
+    return PartitionTable(setting=setting, kvrsim_version="0", steps=staircase(rng), entries=tuple(entries))
 
 
-@given(seeds)
-def test_looked_up_partitions_are_partitions(seed: int) -> None:
-    table, rng = a_table(seed)
+@given(rng=draws())
+def test_looked_up_partitions_are_partitions(rng: Draws) -> None:
+    table = a_table(rng)
     num_gpus = rng.choice(table.gpu_counts)
     tokens = rng.choice([num_gpus, rng.randint(num_gpus, 20_000)])
     found = look_up(table, num_gpus, tokens + table.setting.cached_prefix)
@@ -101,9 +100,9 @@ def test_looked_up_partitions_are_partitions(seed: int) -> None:
     assert all(share > 0 for share in found.fractions)
 
 
-@given(seeds)
-def test_multiples(seed: int) -> None:
-    table, rng = a_table(seed)
+@given(rng=draws())
+def test_multiples(rng: Draws) -> None:
+    table = a_table(rng)
     num_gpus = rng.choice(table.gpu_counts)
     tokens = rng.randint(num_gpus, 20_000)
     multiple = rng.randint(1, max(1, (tokens - 1) // max(1, num_gpus - 1)))
@@ -125,9 +124,9 @@ def test_a_multiple_moves_no_chunk_by_much_where_there_is_room(chunks: list[int]
     assert abs(found[-1] - chunks[-1]) <= multiple
 
 
-@given(seeds)
-def test_entries_come_back_as_they_are(seed: int) -> None:
-    table, _ = a_table(seed)
+@given(rng=draws())
+def test_entries_come_back_as_they_are(rng: Draws) -> None:
+    table = a_table(rng)
     for one in table.entries:
         found = look_up(table, one.num_gpus, one.context_len)
         assert (found.source, found.partition, found.fractions) == ("exact", one.partition, one.fractions)
@@ -135,9 +134,9 @@ def test_entries_come_back_as_they_are(seed: int) -> None:
         assert not found.warnings
 
 
-@given(seeds)
-def test_interpolation_lies_between_its_neighbours(seed: int) -> None:
-    table, rng = a_table(seed)
+@given(rng=draws())
+def test_interpolation_lies_between_its_neighbours(rng: Draws) -> None:
+    table = a_table(rng)
     entries = table.of(rng.choice(table.gpu_counts))
     context_len = rng.randint(entries[0].context_len, entries[-1].context_len)
     found = look_up(table, entries[0].num_gpus, context_len)
@@ -148,9 +147,9 @@ def test_interpolation_lies_between_its_neighbours(seed: int) -> None:
         assert min(a, b) <= share <= max(a, b)
 
 
-@given(seeds)
-def test_extrapolation_is_flagged_and_keeps_to_the_last_shares(seed: int) -> None:
-    table, rng = a_table(seed)
+@given(rng=draws())
+def test_extrapolation_is_flagged_and_keeps_to_the_last_shares(rng: Draws) -> None:
+    table = a_table(rng)
     entries = table.of(rng.choice(table.gpu_counts))
     beyond = entries[-1].context_len + rng.choice([1, 1000, 10**6])
     found = look_up(table, entries[0].num_gpus, beyond)
@@ -162,9 +161,8 @@ def test_extrapolation_is_flagged_and_keeps_to_the_last_shares(seed: int) -> Non
     assert below.fractions == entries[0].fractions
 
 
-@given(seeds)
-def test_without_jumps_chunks_are_shares_of_the_context(seed: int) -> None:
-    rng = random.Random(seed)
+@given(rng=draws())
+def test_without_jumps_chunks_are_shares_of_the_context(rng: Draws) -> None:
     num_gpus = rng.randint(1, 9)
     tokens = rng.randint(num_gpus, 10_000)
     shares = [rng.random() + 0.1 for _ in range(num_gpus)]
@@ -175,10 +173,9 @@ def test_without_jumps_chunks_are_shares_of_the_context(seed: int) -> None:
     assert all(abs(chunk - max(1.0, share * tokens)) <= num_gpus for chunk, share in zip(found, shares, strict=True))
 
 
-@given(seeds)
-def test_the_longest_chunk_of_a_level(seed: int) -> None:
+@given(rng=draws())
+def test_the_longest_chunk_of_a_level(rng: Draws) -> None:
     """It is within the level, and one token more is not."""
-    rng = random.Random(seed)
     steps, cost, prefix = staircase(rng), 10 ** rng.uniform(-6, -2), rng.choice([0.0, 5000 * rng.random()])
     level = rng.choice([rng.uniform(-5, 10), rng.uniform(0, 50_000)])
     longest = steps.longest(level, cost, prefix)
@@ -192,18 +189,18 @@ def test_the_longest_chunk_of_a_level(seed: int) -> None:
     assert needed(longest + 1) > level - slack
 
 
-@given(seeds)
-def test_any_table_comes_back_from_its_json(seed: int) -> None:
-    table, _ = a_table(seed)
+@given(rng=draws())
+def test_any_table_comes_back_from_its_json(rng: Draws) -> None:
+    table = a_table(rng)
     content = json.loads(table.to_json())
     again = PartitionTable.read(JsonObject(fields=content, where="test"))
     assert again == table
     assert again.to_json() == table.to_json()
 
 
-@given(seeds)
-def test_a_reader_without_packages_finds_the_same(seed: int) -> None:
-    table, rng = a_table(seed)
+@given(rng=draws())
+def test_a_reader_without_packages_finds_the_same(rng: Draws) -> None:
+    table = a_table(rng)
     entries = table.of(rng.choice(table.gpu_counts))
     context_len = rng.randint(entries[0].context_len, entries[-1].context_len)
     read = READER(json.loads(table.to_json()), entries[0].num_gpus, context_len)
@@ -244,7 +241,7 @@ def wrong_tables() -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize(("key", "spoil"), wrong_tables(), ids=lambda value: value if isinstance(value, str) else "")
 def test_a_wrong_file_names_its_key(key: str, spoil: Any, tmp_path: Path) -> None:
-    content = json.loads(a_table(5)[0].to_json())
+    content = json.loads(a_table(random.Random(5)).to_json())
     spoil(content)
     path = tmp_path / "table.json"
     path.write_text(json.dumps(content))
@@ -255,7 +252,7 @@ def test_a_wrong_file_names_its_key(key: str, spoil: Any, tmp_path: Path) -> Non
 
 
 def test_what_the_table_has_not_got() -> None:
-    table, _ = a_table(1)
+    table = a_table(random.Random(1))
     missing = max(table.gpu_counts) + 1
     with pytest.raises(InputError, match="gpus"):
         look_up(table, missing, 5000)
