@@ -5,26 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 import numpy as np
 
 from kvrsim.errors import InputError
 from kvrsim.memory import RankMemory, memory_of
 from kvrsim.partition import Partition
-from kvrsim.program import Array
 from kvrsim.results import Plan
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, get_strategy
 from kvrsim.units import format_bytes
 from planner.confirm.result import Mode
 from planner.evaluate import Evaluator
+from planner.search.neighbours import around, chunk_lens, chunks_between
 
 NO_REFERENCE = "logits are not compared: a single process's prefill does not fit in memory"
 _SEARCHED = KVR_S.name  # the strategy whose partition is searched, and whose other partitions are candidates
 _APART = 1 / 16  # of the even chunk: partitions that differ by less cannot be told apart by measurement
-_SHIFTS = (-2, -1, 0, 1, 2)  # in strides, as in the paper
-_MOST_AT_ONCE = 4  # boundaries whose shifts are all combined; with more, one at a time and all together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,32 +54,18 @@ def _further(scenario: Scenario, center: Partition, taken: Sequence[tuple[int, .
     """The fastest partitions by prediction, each at least _APART from all before it."""
     tokens, ranks = center.num_tokens, len(center.chunk_lens)
     apart = max(1, round(tokens / ranks * _APART))
-    rows = boundaries_around(np.array(center.boundaries[1:-1]), apart, tokens)
+    rows = around(np.array(center.boundaries[1:-1]), apart, tokens)
     if not len(rows):
         return []
-    ends = np.pad(rows.astype(float), ((0, 0), (1, 1)), constant_values=((0, 0), (0, tokens)))
-    ttft_s = Evaluator(scenario, KVR_S).ttft_s(np.diff(ends, axis=1))
+    ttft_s = Evaluator(scenario, KVR_S).ttft_s(chunks_between(rows, tokens).astype(float))
     known = [np.array(one[1:-1]) for one in taken]
     found: list[Partition] = []
     for index in np.argsort(ttft_s, kind="stable"):
         row = rows[index]
         if len(found) < count and all(np.abs(row - other).max() >= apart for other in known):
             known.append(row)
-            found.append(Partition(chunk_lens=tuple(int(chunk) for chunk in np.diff([0, *row, tokens]))))
+            found.append(Partition(chunk_lens=chunk_lens(row.tolist(), tokens)))
     return found
-
-
-def boundaries_around(center: Array, stride: int, tokens: int) -> Array:
-    """Boundaries shifted by up to two strides, shape (B, ranks - 1), that leave every chunk at least one token."""
-    count = len(center)
-    if count <= _MOST_AT_ONCE:
-        shifts = np.array(list(product(_SHIFTS, repeat=count)))
-    else:
-        alone = [np.eye(count, dtype=int) * shift for shift in _SHIFTS if shift]
-        shifts = np.concatenate([*alone, *(np.full((1, count), shift) for shift in _SHIFTS)])
-    rows = center + stride * shifts
-    ends = np.pad(rows, ((0, 0), (1, 1)), constant_values=((0, 0), (0, tokens)))
-    return np.asarray(rows[(np.diff(ends, axis=1) >= 1).all(axis=1)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

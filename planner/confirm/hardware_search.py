@@ -22,9 +22,9 @@ from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S
 from kvrsim.units import MAX_TOKENS
-from planner.confirm.candidates import boundaries_around
 from planner.confirm.hardware import Hardware, run_plan
 from planner.evaluate import Evaluator
+from planner.search.neighbours import around, chunks_between
 
 if TYPE_CHECKING:
     from kvrsim.runtime.ranks.transport import Transport
@@ -224,8 +224,7 @@ def _strides(seed: Partition) -> Iterator[int]:
 def _around(scenario: Scenario, center: Chunks, stride: int) -> list[Chunks]:
     """The centre, then those around it that are not predicted to be hopeless, the most promising first."""
     tokens = sum(center)
-    ends = boundaries_around(np.cumsum(center)[:-1], stride, tokens)
-    rows = np.diff(np.pad(ends, ((0, 0), (1, 1)), constant_values=((0, 0), (0, tokens))), axis=1)
+    rows = chunks_between(around(np.cumsum(center)[:-1], stride, tokens), tokens)
     evaluator = Evaluator(scenario, KVR_S)
     ttft_s, center_s = evaluator.ttft_s(rows.astype(float)), evaluator.one(center)
     order = [index for index in np.argsort(ttft_s, kind="stable") if ttft_s[index] <= _HOPELESS * center_s]

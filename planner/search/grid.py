@@ -6,20 +6,18 @@ far; the stride halves from level to level. That is 5^(p-1) candidates a level f
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kvrsim.program import Array
+from planner.search.neighbours import Boundaries, combinations, shifts, valid
 
-Boundaries = npt.NDArray[np.int64]  # shape (B, num_ranks - 1): where chunks 1, 2, ... start
 Evaluate = Callable[[Boundaries], Array]  # TTFT of each row
 Floor = Callable[[int, Array, Array], Array]  # the least TTFT if this rank has this start and end
 
-_OFFSETS = np.array([-2, -1, 0, 1, 2])
 _BLOCK = 5**6  # candidates held at once
 _WINDOW = 4  # boundaries that move together where there are too many for all combinations
 _MOST_WHOLE = 7  # boundaries up to which all combinations are tried
@@ -84,9 +82,8 @@ class Grid:
     def _level(
         self, center: npt.NDArray[np.int64], best_s: float, stride: int, window: slice
     ) -> tuple[npt.NDArray[np.int64], float]:
-        values = center[window, None] + stride * _OFFSETS
         best = center
-        for candidates in self._combinations(center, values, window, best_s):
+        for candidates in self._combinations(center, stride, window, best_s):
             ttft_s = self.evaluate(candidates)
             first = int(ttft_s.argmin())
             if ttft_s[first] < best_s:
@@ -94,37 +91,27 @@ class Grid:
         return best, best_s
 
     def _combinations(
-        self, center: npt.NDArray[np.int64], values: npt.NDArray[np.int64], window: slice, best_s: float
+        self, center: npt.NDArray[np.int64], stride: int, window: slice, best_s: float
     ) -> Iterator[Boundaries]:
-        """All choices of one value a boundary that leave every chunk a token, less those that are pruned."""
-        count = len(values)
-        total = len(_OFFSETS) ** count
-        for first in range(0, total, _BLOCK):
-            index = np.arange(first, min(total, first + _BLOCK))
-            digits = index[:, None] // len(_OFFSETS) ** np.arange(count)[::-1] % len(_OFFSETS)
-            rows = np.repeat(center[None], len(index), axis=0)
-            rows[:, window] = values[np.arange(count), digits]
-            ends = np.concatenate(
-                [np.zeros((len(rows), 1), int), rows, np.full((len(rows), 1), self.num_tokens)], axis=1
-            )
-            keep = np.asarray((np.diff(ends, axis=1) >= 1).all(axis=1))
-            keep[keep] = self._not_too_slow(ends[keep], best_s)
+        """All shifts of the window's boundaries that leave every chunk a token, less those that are pruned."""
+        count = len(center[window])
+        for first in range(0, combinations(count), _BLOCK):
+            moves = stride * shifts(count, first, first + _BLOCK)
+            rows = np.repeat(center[None], len(moves), axis=0)
+            rows[:, window] += moves
+            keep = valid(rows, self.num_tokens)
+            keep[keep] = self._not_too_slow(rows[keep], best_s)
             if keep.any():
                 yield rows[keep]
 
-    def _not_too_slow(self, ends: npt.NDArray[np.int64], best_s: float) -> npt.NDArray[np.bool_]:
+    def _not_too_slow(self, boundaries: Boundaries, best_s: float) -> npt.NDArray[np.bool_]:
         """Whether no rank alone takes longer than the best TTFT so far."""
-        keep = np.ones(len(ends), dtype=bool)
+        keep = np.ones(len(boundaries), dtype=bool)
         if self.floor is None:
             return keep
+        ends = np.pad(boundaries, ((0, 0), (1, 1)), constant_values=((0, 0), (0, self.num_tokens)))
         for rank in range(self.num_ranks):
             pairs, where = np.unique(ends[:, rank] * (self.num_tokens + 1) + ends[:, rank + 1], return_inverse=True)
             start, end = np.divmod(pairs, self.num_tokens + 1)
             keep &= (self.floor(rank, start.astype(float), end.astype(float)) <= best_s)[where]
         return keep
-
-
-def chunk_lens(boundaries: Sequence[int], num_tokens: int) -> tuple[int, ...]:
-    """Chunk lengths between the boundaries."""
-    ends = (0, *boundaries, num_tokens)
-    return tuple(int(end - start) for start, end in itertools.pairwise(ends))

@@ -8,55 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrsim.program import Array
-from planner.search.grid import Boundaries, Evaluate
+from planner.search.grid import Evaluate
+from planner.search.neighbours import Boundaries, distinct, groups, valid
 
-_MOST_GROUPS = 160  # groups of boundaries tried at a step, for up to that many boundaries
 _MOVES_TOGETHER, _IDLE_ROUNDS = 120, 2
 _BETTER = 1e-7  # a move must gain this share of TTFT
-
-
-def valid(boundaries: npt.NDArray[np.int64], num_tokens: int) -> npt.NDArray[np.bool_]:
-    """Whether every chunk of each row has a token."""
-    steps = np.diff(boundaries, axis=1) >= 1
-    return steps.all(axis=1) & (boundaries[:, 0] >= 1) & (boundaries[:, -1] <= num_tokens - 1)
-
-
-def rounded(chunks: Array, stride: int, num_tokens: int) -> npt.NDArray[np.int64]:
-    """Boundaries at multiples of the stride, nearest to those of real-valued chunks."""
-    return mended((np.round(np.cumsum(chunks)[:-1] / stride) * stride).astype(np.int64), stride, num_tokens)
-
-
-def mended(boundaries: npt.NDArray[np.int64], stride: int, num_tokens: int) -> npt.NDArray[np.int64]:
-    """The same boundaries, multiples of the stride, moved only as far as needed to be distinct and inside.
-
-    Shape (..., num_ranks - 1).
-    """
-    count = boundaries.shape[-1]
-    ranks = np.arange(1, count + 1)
-    least = np.maximum.accumulate(np.maximum(boundaries // stride, ranks) - ranks, axis=-1) + ranks
-    return np.asarray(np.minimum(least, (num_tokens - 1) // stride - count + ranks) * stride)
-
-
-def groups(count: int) -> npt.NDArray[np.int64]:
-    """Rows of zeros and ones, one a group of neighbouring boundaries: moving a group resizes two chunks.
-
-    All of them where they are few; else blocks of lengths 1, 2, 4, ... spread over the chain.
-    """
-    spans = [(first, last) for first in range(count) for last in range(first, count)]
-    if len(spans) > _MOST_GROUPS:
-        lengths = [2**power for power in range(count.bit_length())]
-        places = max(2, min(_MOST_GROUPS, _MOST_GROUPS**2 // (2 * count)) // len(lengths))
-        spans = sorted(
-            {
-                (int(first), min(count - 1, int(first) + length - 1))
-                for length in lengths
-                for first in np.linspace(0, count - 1, places)
-            }
-        )
-    rows = np.zeros((len(spans), count), dtype=np.int64)
-    for row, (first, last) in zip(rows, spans, strict=True):
-        row[first : last + 1] = 1
-    return rows
 
 
 def refine(
@@ -78,7 +34,7 @@ def refine(
         spread = _spread(_MOVES_TOGETHER, len(seed) + 1, round_ * _MOVES_TOGETHER)
         lengths = stride * 2.0 ** (len(steps) * spread[:, :1])
         together = np.round(2.0 * lengths * (2.0 * spread[:, 1:] - 1.0) / stride).astype(np.int64) * stride
-        candidates = mended(best + together, stride, num_tokens)
+        candidates = distinct(best + together, stride, num_tokens)
         if idle == 0:
             grouped = best + moves
             candidates = np.concatenate([grouped[valid(grouped, num_tokens)], candidates])

@@ -18,8 +18,9 @@ from kvrsim.strategies import Strategy, chain_like
 from planner.evaluate import Evaluator, Progress
 from planner.search.balance import balanced_chunks
 from planner.search.bound import lower_bound_s
-from planner.search.grid import Boundaries, Floor, Grid, chunk_lens
-from planner.search.refine import refine, refine_frugally, rounded
+from planner.search.grid import Floor, Grid
+from planner.search.neighbours import Boundaries, chunk_lens, chunks_between, rounded
+from planner.search.refine import refine, refine_frugally
 from planner.search.work import Chain
 
 _SCATTERED, _SCATTERED_TRIED, _NEAR = 200, 3, 1.2
@@ -263,12 +264,7 @@ class _Search:
         return [np.array(plan, dtype=float) for plan in plans]
 
     def _evaluate(self, boundaries: Boundaries) -> Array:
-        return self.evaluator.ttft_s(self._chunks(boundaries))
-
-    def _chunks(self, boundaries: Boundaries) -> Array:
-        edges = ((0, 0), (1, 1))
-        ends = np.pad(boundaries.astype(float), edges, constant_values=((0, 0), (0, self.tokens)))
-        return np.diff(ends, axis=1)
+        return self.evaluator.ttft_s(chunks_between(boundaries, self.tokens).astype(float))
 
     def _floor(self) -> Floor:
         """What one rank alone needs: its work but the last layer after the append and its last message."""

@@ -22,6 +22,7 @@ from kvrsim.strategies import STRATEGIES, Strategy, chain_like
 from planner.evaluate import Evaluator
 from planner.search.balance import balanced_chunks
 from planner.search.bound import lower_bound_s
+from planner.search.neighbours import chunk_lens, rounded
 from planner.search.search import search
 from planner.search.work import Chain
 from planner.table.lookup import to_steps
@@ -165,10 +166,7 @@ def _settled(scenario: Scenario, strategy: Strategy, draft: Draft, plans: list[t
 
 def _whole(chunks: Array, tokens: int) -> tuple[int, ...]:
     """Whole chunks of at least 1 token that sum to the tokens."""
-    ranks = np.arange(1, len(chunks))
-    ends = np.maximum.accumulate(np.maximum(np.round(np.cumsum(chunks)[:-1]).astype(int), ranks) - ranks) + ranks
-    ends = np.minimum(ends, tokens - len(chunks) + ranks)
-    return tuple(int(chunk) for chunk in np.diff([0, *ends, tokens]))
+    return chunk_lens(rounded(chunks, 1, tokens).tolist(), tokens)
 
 
 def _even_ttft_s(scenario: Scenario, strategy: Strategy) -> float:

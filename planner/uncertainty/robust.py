@@ -15,8 +15,8 @@ from kvrsim.partition import Partition
 from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
-from planner.search.grid import Boundaries, chunk_lens
-from planner.search.refine import refine_frugally, rounded
+from planner.search.neighbours import Boundaries, chunk_lens, chunks_between, rounded
+from planner.search.refine import refine_frugally
 from planner.search.search import default_stride
 from planner.uncertainty.disturbed import FIRST_JUDGING_SAMPLE
 from planner.uncertainty.noisy import check_length
@@ -68,8 +68,8 @@ def robust_plan(
     def evaluate(boundaries: Boundaries) -> Array:
         nonlocal evaluations
         evaluations += len(boundaries)
-        ends = np.pad(boundaries.astype(float), ((0, 0), (1, 1)), constant_values=((0, 0), (0, tokens)))
-        return objective_of(ttft_s(scenario, strategy, np.diff(ends, axis=1), draw=draw), objective)
+        chunks = chunks_between(boundaries, tokens).astype(float)
+        return objective_of(ttft_s(scenario, strategy, chunks, draw=draw), objective)
 
     start = np.cumsum(quiet.chunk_lens)[:-1].astype(np.int64)
     quiet_planned_s = float(evaluate(start[None])[0])

@@ -21,7 +21,7 @@ from kvrsim.request import Request
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, STRATEGIES, Strategy
 from planner.capacity.workloads.workload import Lengths
-from planner.search.refine import mended
+from planner.search.neighbours import chunks_between, to_grid
 from planner.search.search import search
 from planner.table.lookup import partition_from
 from planner.table.table import PartitionTable
@@ -191,8 +191,7 @@ def _candidates(knot: int, planned: dict[int, Array], num_gpus: int, *, few: boo
 
 def _whole(shares: Array, tokens: int, step: int) -> Array:
     """Chunks with boundaries at multiples of a step; all but the last have at least one step."""
-    ends = (np.rint(np.cumsum(shares)[:-1] * tokens / step) * step).astype(np.int64)
-    return np.diff(np.concatenate([[0], mended(ends, step, tokens), [tokens]])).astype(float)
+    return chunks_between(to_grid(np.cumsum(shares)[:-1] * tokens, step, tokens), tokens).astype(float)
 
 
 def _delayed(program: Program, rank: int, delay_s: float) -> Program:

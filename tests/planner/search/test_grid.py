@@ -15,7 +15,8 @@ from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.evaluate import Evaluator
-from planner.search.grid import Boundaries, Grid, chunk_lens
+from planner.search.grid import Grid
+from planner.search.neighbours import Boundaries, chunk_lens
 from planner.search.search import search
 from tests.building import Draws, draws, examples, scenarios
 
