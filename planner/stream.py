@@ -3,7 +3,7 @@
 Every rank runs the requests in order, as soon as it has done the one before and the next has come; host and
 device begin a request together, since a serving loop fetches the token of the one before. On links that
 nobody shares, when ranks and links are free after a request depends on when they were free before it by
-maxima and sums alone: x' = A (x) x in max-plus algebra. One walk from every unit vector gives A; requests
+maxima and sums alone: x' = A (x) x in max-plus algebra. One evaluation from every unit vector gives A; requests
 then cost a matrix-vector product each, and the largest mean weight of a cycle of A is the time that a request
 takes in the long run (Karp, 1978; Baccelli et al., Synchronization and Linearity, 1992).
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvrsim.executors.sampled import Edge, Start, can_sample, run_sampled
+from kvrsim.executors.batch import BatchEvaluator, Start
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.noise.draw import NoiseDraw
 from kvrsim.program import Array, Program
@@ -40,7 +40,7 @@ def run_stream(
     """
     times_s = arrivals.times_s(seed)
     steady_s: float | None = None
-    if noise is None and can_sample(program, cluster):
+    if noise is None and not cluster.shares_bandwidth:
         recurrence = Recurrence.of(program, cluster)
         first_token_s, end_s = recurrence.run(times_s)
         if len(recurrence.matrix) <= _MOST_STATES:
@@ -87,15 +87,13 @@ class Recurrence:
 
     @classmethod
     def of(cls, program: Program, cluster: Cluster) -> Recurrence:
-        """Walk the program once, with one column a state."""
-        ranks = range(program.num_ranks)
-        edges: list[Edge] = sorted(run_sampled(program, cluster).links_s)
-        states = len(ranks) + len(edges)
-        units = np.where(np.eye(states, dtype=bool), 0.0, -np.inf)[:, :, None]
-        links_s = {edge: units[len(ranks) + index] for index, edge in enumerate(edges)}
-        finish = run_sampled(program, cluster, None, Start([units[rank] for rank in ranks], links_s))
-        rows = [*finish.ranks_s[:, :, 0], *(finish.links_s[edge][:, 0] for edge in edges)]
-        return cls(np.stack([np.broadcast_to(row, states) for row in rows]), len(ranks))
+        """Evaluate the program once, with one column a state."""
+        num_ranks = program.num_ranks
+        edges = sorted(BatchEvaluator(program, cluster).links_s)
+        units = np.where(np.eye(num_ranks + len(edges), dtype=bool), 0.0, -np.inf)
+        start = Start(list(units[:num_ranks]), dict(zip(edges, units[num_ranks:], strict=True)))
+        end = BatchEvaluator(program, cluster, start=start)
+        return cls(np.stack([*end.finish_s, *(end.links_s[edge] for edge in edges)]), num_ranks)
 
     def run(self, arrivals_s: Sequence[float]) -> tuple[tuple[float, ...], float]:
         """When the last rank has finished each request, and when all ranks are done."""

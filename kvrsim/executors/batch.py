@@ -1,238 +1,172 @@
-"""The batch executor: max-plus arithmetic over thousands of partitions at once.
+"""The batch executor: max-plus arithmetic over thousands of partitions at once, and over samples of noise.
 
-The order in which messages match does not depend on durations, so a program is walked once, each rank
-as far as its messages allow, with arrays over the batch in place of numbers. It holds on networks where
-flows do not share bandwidth; where they do, the event executor is needed.
+The order in which messages match does not depend on durations, so a program is evaluated once, each rank as far as
+its messages allow, with arrays in place of numbers: of shape (B,), or (B, samples) under noise. It holds on networks
+where flows do not share bandwidth; where they do, the event executor is needed.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeGuard
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
-from kvrsim.executors.collectives import Edges, Exchanging, Gathering, Passing
+from kvrsim.executors.collectives import AllGatherEvaluator, AllToAllEvaluator, Edges, RingPassEvaluator
+from kvrsim.executors.steps import Message, Segment, Step, Steps
 from kvrsim.hardware.cluster import Cluster
-from kvrsim.program import AllGather, AllToAll, Array, Collective, Compute, Op, Program, Recv, RingPass, Send
+from kvrsim.program import AllGather, AllToAll, Array, Program, Recv, RingPass
+
+if TYPE_CHECKING:  # noise costs the start of a plan that has none
+    from kvrsim.noise.draw import NoiseDraw
+
+Edge = tuple[int, int]
+T = TypeVar("T")
+_NEVER = -np.inf  # busy
 
 
 @dataclass(frozen=True, slots=True)
-class _Segment:
-    """Computes in a row, merged: `t' = max(t + device_s, host_begin + host_floor_s)`."""
+class Start:
+    """When each rank and each link is free at the start, seconds, arrays of shape (B,)."""
 
-    device_s: Array
-    host_floor_s: Array | None  # None: the host is ahead whatever came before
-    host_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Message:
-    """A send with its time on the link, the same for every layer of a kind."""
-
-    dst: int
-    link_s: Array
-    latency_s: float
-    host_s: float
-    rendezvous: bool
-    in_turn: bool
+    ranks_s: Sequence[Array]
+    links_s: dict[Edge, Array] = field(default_factory=dict)  # those that are free at once are absent
 
 
-_MANY = 8  # computes in a row, from which on they are merged all at once
+def run_batch(program: Program, cluster: Cluster, draw: NoiseDraw | None = None) -> Array:
+    """When each rank has finished, seconds, shape (num_ranks, B), or (num_ranks, B, samples) under a draw of noise.
 
-_Step = _Segment | _Message | Recv | AllGather | RingPass | AllToAll
-
-
-def run_batch(program: Program, cluster: Cluster) -> Array:
-    """When each rank has finished, seconds, shape (num_ranks, B). TTFT is the last row."""
-    assert not cluster.shares_bandwidth, "flows that share a bandwidth need the event executor"
-    return _Walk(program, cluster).run()
-
-
-def _compile(rank: int, ops: tuple[Op, ...], cluster: Cluster) -> tuple[_Step, ...]:
-    """Merge computes in a row and put times to messages."""
-    if len(ops) >= _MANY and all(isinstance(op, Compute | Collective) for op in ops):
-        return _without_host([_merged(ops)])
-    steps: list[_Step] = []
-    for op in ops:
-        if isinstance(op, Compute | Collective):
-            device_s = _held_s(op)
-            if steps and isinstance(steps[-1], _Segment):
-                steps[-1] = _merge(steps[-1], device_s, op.host_s)
-            else:
-                steps.append(_Segment(device_s, np.maximum(device_s, op.host_s), op.host_s))
-        elif isinstance(op, Send):
-            path = cluster.path(rank, op.dst)
-            link_s = path.busy_s(op.nbytes)
-            steps.append(_Message(op.dst, link_s, path.latency_s, op.host_s, op.rendezvous, op.in_turn))
-        else:
-            steps.append(op)
-    return _without_host(steps)
-
-
-def _merge(first: _Segment, device_s: Array, host_s: float) -> _Segment:
-    """A segment and what follows it as one; the maxima distribute over the sums."""
-    assert first.host_floor_s is not None
-    floor = np.maximum(first.host_floor_s + device_s, first.host_s + np.maximum(device_s, host_s))
-    return _Segment(first.device_s + device_s, floor, first.host_s + host_s)
-
-
-def _merged(ops: Sequence[Op]) -> _Segment:
-    """Many computes in a row as one, all at once: the same as merging one after another."""
-    device_s = np.stack([_held_s(op) for op in ops])
-    host_s = np.array([[op.host_s] for op in ops if not isinstance(op, RingPass)])
-    rest_s = np.cumsum(device_s[::-1], axis=0)[::-1] - device_s  # of those after each
-    floors = np.cumsum(host_s, axis=0) - host_s + np.maximum(device_s, host_s) + rest_s
-    return _Segment(device_s.sum(axis=0), floors.max(axis=0), float(host_s.sum()))
-
-
-def _held_s(op: Op) -> Array:
-    assert isinstance(op, Compute | Collective)
-    return op.device_s if isinstance(op, Compute) else op.seconds
-
-
-def _without_host(steps: list[_Step]) -> tuple[_Step, ...]:
-    """Drop the host's clock where it cannot matter: where the device alone is at every point the later one.
-
-    The device is never before the host when a layer begins; that then holds at its end too.
+    TTFT is the last rank's.
     """
-    device_s: Array = np.zeros(1)
-    host_s = 0.0
-    for step in steps:
-        if isinstance(step, _Segment):
-            assert step.host_floor_s is not None
-            device_s = device_s + step.device_s
-            if not (host_s + step.host_floor_s <= device_s).all():
-                return tuple(steps)
-        host_s += sum(step.host_s) if isinstance(step, RingPass) else step.host_s
-    return tuple(_Segment(step.device_s, None, step.host_s) if isinstance(step, _Segment) else step for step in steps)
-
-
-class _Compiler:
-    """Blocks of operations made ready, each once, whoever runs it: a pipeline's pieces are thousands of blocks."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
-        self.blocks: dict[int, tuple[_Step, ...]] = {}
-        self.merged: dict[tuple[int, int], _Segment] = {}
-
-    def block(self, rank: int, ops: tuple[Op, ...]) -> tuple[_Step, ...]:
-        """The same for all ranks, but for messages, whose links are the rank's own."""
-        if id(ops) in self.blocks:
-            return self.blocks[id(ops)]
-        steps = _compile(rank, ops, self.cluster)
-        if not any(isinstance(op, Send) for op in ops):
-            self.blocks[id(ops)] = steps
-        return steps
-
-
-def _joined(blocks: Iterable[tuple[_Step, ...]], merged: dict[tuple[int, int], _Segment]) -> list[_Step]:
-    """All steps in a row; segments that meet where one layer follows another are merged if the host is ahead."""
-    steps: list[_Step] = []
-    for step in (step for block in blocks for step in block):
-        last = steps[-1] if steps else None
-        if _is_plain(last) and _is_plain(step):
-            both = id(last), id(step)
-            if both not in merged:
-                merged[both] = _Segment(last.device_s + step.device_s, None, last.host_s + step.host_s)
-            steps[-1] = merged[both]
-        else:
-            steps.append(step)
-    return steps
-
-
-def _is_plain(step: _Step | None) -> TypeGuard[_Segment]:
-    """Whether it is a segment that the host's clock does not touch."""
-    return isinstance(step, _Segment) and step.host_floor_s is None
+    return BatchEvaluator(program, cluster, draw=draw).finish_s
 
 
 @dataclass(slots=True)
 class _Rank:
     """Where one rank stands in its program."""
 
-    clock: Array  # device time, shape (B,); never before host_s once something was computed
-    steps: list[_Step]  # prologue, layers, epilogue
-    host_s: float = 0.0  # host time issued so far
+    steps: list[Step]
+    begin_s: Array | float  # its host begins then, and runs ahead
+    clock: Array  # device time
+    host_s: float = 0.0  # host time issued since it began
+    lags: bool = False  # whether the device may be before the host: it never is once something was computed
     step: int = 0
+    num_computed: int = 0
+
+    def issued(self, host_s: float) -> Array:
+        """When the device has come to an operation that the host takes that long to issue."""
+        if host_s:
+            self.host_s += host_s
+            self.lags = True
+        return np.maximum(self.clock, self.begin_s + self.host_s) if self.lags else self.clock
 
 
-class _Walk:
-    """One walk through a program; messages in flight are the state besides the ranks."""
+class BatchEvaluator:
+    """One evaluation of a program; messages in flight are the state besides the ranks.
 
-    def __init__(self, program: Program, cluster: Cluster) -> None:
-        width = program.num_rows
-        ranks = range(program.num_ranks)
-        compiler = _Compiler(cluster)
-        kinds = [[compiler.block(rank, kind[rank]) for rank in ranks] for kind in program.layers]
-        self.ranks = []
-        for rank in ranks:
-            before, after = program.prologue[rank], program.epilogue[rank]
-            layers = (kinds[kind][rank] for kind in program.layer_kind_index)
-            blocks = (compiler.block(rank, before), *layers, compiler.block(rank, after))
-            self.ranks.append(_Rank(np.zeros(width), _joined(blocks, compiler.merged)))
-        self.cluster = cluster
-        self.arrivals: dict[tuple[int, int], deque[Array]] = {}
-        self.links: dict[tuple[int, int], Array] = {}
-        self.offers: dict[tuple[int, int], _Message] = {}  # rendezvous whose receiver has not come yet
-        self.taken: set[tuple[int, int]] = set()  # rendezvous done, whose sender may go on
-        self.prepared: dict[int, Gathering | Passing | Exchanging] = {}  # by the first rank's operation
+    `finish_s` is when each rank has finished, shape (num_ranks, B), or (num_ranks, B, samples). `links_s` is when each
+    link is free that messages have used; one from a rank to itself is the one way out of messages that leave in turn.
+
+    draw: samples of noise, the same for every partition. start: for a batch that begins at different times.
+    """
+
+    def __init__(
+        self, program: Program, cluster: Cluster, *, draw: NoiseDraw | None = None, start: Start | None = None
+    ) -> None:
+        assert not cluster.shares_bandwidth, "flows that share a bandwidth need the event executor"
+        assert draw is None or start is None, "noise begins at 0"
+        self.cluster, self.draw = cluster, draw
+        self.shape: tuple[int, ...] = (program.num_rows,)
+        if draw is not None:
+            self.shape = (*self.shape, draw.num_samples)
+        elif start is not None:
+            self.shape = np.broadcast_shapes(self.shape, start.ranks_s[0].shape)
+        prepared = Steps(cluster, under_noise=draw is not None, jitters=draw is not None and draw.jitters_compute)
+        self.wide = prepared.wide
+        begins: Sequence[Array | float] = [0.0] * program.num_ranks if start is None else start.ranks_s
+        self.ranks = [
+            _Rank(steps, begin_s, np.array(np.broadcast_to(begin_s, self.shape)))
+            for steps, begin_s in zip(prepared.of(program), begins, strict=True)
+        ]
+        self.links_s: dict[Edge, Array] = {} if start is None else dict(start.links_s)
+        self.num_messages: dict[Edge, int] = {}
+        self.arrivals: dict[Edge, deque[Array]] = {}
+        self.offers: dict[Edge, Message] = {}  # rendezvous whose receiver has not come yet
+        self.taken: set[Edge] = set()  # rendezvous done, whose sender may go on
+        self.prepared: dict[int, Any] = {}  # collectives, by the first rank's operation
         self.edges: dict[int, Edges] = {}  # by how many ranks further on
-        self.scratch = np.empty(width)
+        self.scratch = np.empty(self.shape)
+        self._run()
+        self.finish_s = np.stack([rank.clock for rank in self.ranks])
 
-    def run(self) -> Array:
-        """Walk every rank to its end, together wherever all have come to a collective."""
+    def _run(self) -> None:
+        """Take every rank to its end, together wherever all have come to a collective."""
         while True:
             states = [self._advance(index, rank) for index, rank in enumerate(self.ranks)]
             if all(state == "done" for state in states):
-                return np.stack([rank.clock for rank in self.ranks])
-            if all(state == "meet" for state in states):
-                self._meet()
+                return
+            if all(state == "collective" for state in states):
+                self._collective()
             elif "moved" not in states:
                 raise AssertionError(f"the program deadlocks: {states}")
 
     def _advance(self, index: int, rank: _Rank) -> str:
-        """Run one rank until it ends ("done"), comes to a collective ("meet") or lacks a message ("moved", "stuck")."""
+        """Take one rank to its end ("done"), to a collective, or to where it lacks a message ("moved", "stuck")."""
         moved = "stuck"
         while rank.step < len(rank.steps):
             step = rank.steps[rank.step]
-            if isinstance(step, _Segment):
-                self._compute(rank, step)
-            elif isinstance(step, _Message):
+            if isinstance(step, Segment):
+                self._compute(index, rank, step)
+            elif isinstance(step, Message):
                 if not self._send(index, rank, step):
                     return moved
             elif isinstance(step, Recv):
                 if not self._recv(index, rank, step):
                     return moved
             else:
-                return "meet"
+                return "collective"
             rank.step += 1
             moved = "moved"
         return "done"
 
-    def _compute(self, rank: _Rank, segment: _Segment) -> None:
-        rank.clock += segment.device_s
-        if segment.host_floor_s is not None:
-            np.add(segment.host_floor_s, rank.host_s, out=self.scratch)
-            np.maximum(rank.clock, self.scratch, out=rank.clock)
+    def _compute(self, index: int, rank: _Rank, segment: Segment) -> None:
+        if self.draw is not None:
+            self._compute_under_noise(index, rank, segment)
+        else:
+            rank.clock += segment.device_s
+            if segment.host_floor_s is not None:
+                np.add(segment.host_floor_s, rank.begin_s + rank.host_s, out=self.scratch)
+                np.maximum(rank.clock, self.scratch, out=rank.clock)
         rank.host_s += segment.host_s
+        rank.lags = False
 
-    def _send(self, index: int, rank: _Rank, message: _Message) -> bool:
+    def _compute_under_noise(self, index: int, rank: _Rank, segment: Segment) -> None:
+        floor = segment.host_floor_s is not None
+        begin_s = np.maximum(rank.clock, rank.host_s) if floor else rank.clock
+        rank.clock = self._end_s(index, begin_s, segment.device_s) if segment.has_noise else begin_s + segment.device_s
+        if floor:
+            np.maximum(rank.clock, rank.host_s + segment.host_s, out=rank.clock)
+
+    def _send(self, index: int, rank: _Rank, message: Message) -> bool:
         """Put a message on its link; False where a rendezvous still waits for its receiver."""
         edge = (index, message.dst)
         if not message.rendezvous:
             way = (index, index) if message.in_turn else edge  # the rank's one way out, or the pair's own
-            link = np.maximum(self.links.get(way, 0.0), self._issued(rank, message.host_s))
-            link += message.link_s
-            self.links[way] = link
+            link = np.maximum(self.links_s.get(way, _NEVER), rank.issued(message.host_s))
+            if self.draw is None:
+                link += message.link_s
+            else:
+                link = self._left_s(edge, link, message.link_s)
+            self.links_s[way] = link
             self.arrivals.setdefault(edge, deque()).append(link + message.latency_s)
             return True
         if edge in self.taken:
             self.taken.remove(edge)
             return True
         if edge not in self.offers:
-            rank.clock = self._issued(rank, message.host_s)
+            rank.clock = rank.issued(message.host_s)
             self.offers[edge] = message
         return False
 
@@ -242,80 +176,97 @@ class _Walk:
         if offer := self.offers.pop(edge, None):
             # Both streams have waited for every message before, so the link is free.
             sender = self.ranks[recv.src]
-            np.maximum(sender.clock, self._issued(rank, recv.host_s), out=sender.clock)
-            sender.clock += offer.link_s
+            np.maximum(sender.clock, rank.issued(recv.host_s), out=sender.clock)
+            if self.draw is None:
+                sender.clock += offer.link_s
+            else:
+                sender.clock = self._left_s(edge, sender.clock, offer.link_s)
             np.add(sender.clock, offer.latency_s, out=rank.clock)
             self.taken.add(edge)
             return True
         if queue := self.arrivals.get(edge):
-            rank.host_s += recv.host_s
+            if recv.host_s:
+                rank.host_s += recv.host_s
+                rank.lags = True
             np.maximum(rank.clock, queue.popleft(), out=rank.clock)
             return True
         return False
 
-    def _issued(self, rank: _Rank, host_s: float) -> Array:
-        """When the device has come to an operation that the host takes that long to issue."""
-        if not host_s:
-            return rank.clock
-        rank.host_s += host_s
-        return np.maximum(rank.clock, rank.host_s)
+    def _left_s(self, edge: Edge, start_s: Array, busy_s: Array) -> Array:
+        """When a message that starts then has left, under noise."""
+        assert self.draw is not None
+        number = self.num_messages[edge] = self.num_messages.get(edge, -1) + 1
+        return self.draw.message_end_s(*edge, number, start_s, busy_s)
 
-    def _meet(self) -> None:
-        """The collective that all have come to."""
+    def _end_s(self, index: int, start_s: Array, device_s: Array) -> Array:
+        """When a rank has done what it computes, under noise."""
+        assert self.draw is not None
+        rank = self.ranks[index]
+        rank.num_computed += 1
+        return self.draw.compute_end_s(index, rank.num_computed - 1, start_s, device_s)
+
+    def sent_s(self, shift: int, start_s: Array, busy_s: Array) -> Array:
+        """When each rank's message to the one `shift` further on has left; shapes (num_ranks, ...)."""
+        if self.draw is None:
+            return start_s + busy_s
+        count = len(self.ranks)
+        edges = [(src, (src + shift) % count) for src in range(count)]
+        return np.stack([self._left_s(edge, start_s[edge[0]], busy_s[edge[0]]) for edge in edges])
+
+    def computed_s(self, start_s: Array, device_s: Array) -> Array:
+        """When each rank has done what it computes; shapes (num_ranks, ...)."""
+        if self.draw is None:
+            return start_s + device_s
+        return np.stack([self._end_s(rank, start_s[rank], device_s[rank]) for rank in range(len(self.ranks))])
+
+    def _collective(self) -> None:
+        """The collective that all ranks have come to."""
         ops = [rank.steps[rank.step] for rank in self.ranks]
-        if all(isinstance(op, AllGather) for op in ops):
-            self._all_gather([op for op in ops if isinstance(op, AllGather)])
-        elif all(isinstance(op, RingPass) for op in ops):
-            self._ring_pass([op for op in ops if isinstance(op, RingPass)])
+        assert len({type(op) for op in ops}) == 1, "the ranks have come to different collectives"
+        if isinstance(ops[0], AllGather):
+            clock = self._all_gather(cast(list[AllGather], ops))
+        elif isinstance(ops[0], RingPass):
+            clock = self._ring_pass(cast(list[RingPass], ops))
         else:
-            assert all(isinstance(op, AllToAll) for op in ops), "the ranks have come to different collectives"
-            self._all_to_all([op for op in ops if isinstance(op, AllToAll)])
-        for rank in self.ranks:
+            clock = self._all_to_all(cast(list[AllToAll], ops))
+        for rank, clock_s in zip(self.ranks, clock, strict=True):
+            rank.clock[:] = clock_s
+            rank.lags = False
             rank.step += 1
 
-    def _all_gather(self, ops: list[AllGather]) -> None:
-        for rank, op in zip(self.ranks, ops, strict=True):
-            rank.host_s += op.host_s
-        start = np.stack([np.maximum(rank.clock, rank.host_s) for rank in self.ranks])
-        if id(ops[0]) not in self.prepared:
-            pieces = np.stack([np.broadcast_to(op.nbytes, start.shape[1:]) for op in ops])
-            self.prepared[id(ops[0])] = Gathering(self._edges(1), pieces)
-        gathering = self.prepared[id(ops[0])]
-        assert isinstance(gathering, Gathering)
-        clock, link = gathering.run(start, self._free(start))
-        for index, rank in enumerate(self.ranks):
-            self.links[index, (index + 1) % len(self.ranks)] = link[index]
-            rank.clock[:] = clock[index]
+    def _all_gather(self, ops: list[AllGather]) -> Array:
+        gather = self._once(ops[0], lambda: AllGatherEvaluator.of(ops, self._edges(1), self.wide))
+        start = np.stack([rank.issued(op.host_s) for rank, op in zip(self.ranks, ops, strict=True)])
+        clock, link = gather.run(start, self._free_s(), self)
+        self.links_s.update({edge: link[edge[0]] for edge in self._ring()})
+        return clock
 
-    def _ring_pass(self, ops: list[RingPass]) -> None:
+    def _ring_pass(self, ops: list[RingPass]) -> Array:
+        ring = self._once(ops[0], lambda: RingPassEvaluator.of(ops, self._edges(1), self.wide))
         start = np.stack([rank.clock for rank in self.ranks])
-        if id(ops[0]) not in self.prepared:
-            self.prepared[id(ops[0])] = Passing.of(ops, self._edges(1))
-        passing = self.prepared[id(ops[0])]
-        assert isinstance(passing, Passing)
-        host = np.array([[rank.host_s] for rank in self.ranks])
-        clock = passing.run(start, host, self._free(start))
-        for index, (rank, op) in enumerate(zip(self.ranks, ops, strict=True)):
-            rank.clock[:] = clock[index]
-            rank.host_s += sum(op.host_s)
-
-    def _all_to_all(self, ops: list[AllToAll]) -> None:
+        host = np.array([rank.begin_s + rank.host_s for rank in self.ranks])
+        host = host.reshape(len(host), *[1] * (start.ndim - host.ndim), *host.shape[1:])
         for rank, op in zip(self.ranks, ops, strict=True):
-            rank.host_s += op.host_s
-        start = np.stack([np.maximum(rank.clock, rank.host_s) for rank in self.ranks])
-        if id(ops[0]) not in self.prepared:
-            self.prepared[id(ops[0])] = Exchanging.of(ops, self._edges)
-        exchanging = self.prepared[id(ops[0])]
-        assert isinstance(exchanging, Exchanging)
-        clock = exchanging.run(start)
-        for index, rank in enumerate(self.ranks):
-            rank.clock[:] = clock[index]
+            rank.host_s += sum(op.host_s)
+        return ring.run(start, host, self._free_s(), self)
 
-    def _free(self, like: Array) -> Array:
+    def _all_to_all(self, ops: list[AllToAll]) -> Array:
+        exchange = self._once(ops[0], lambda: AllToAllEvaluator.of(ops, self._edges, self.wide))
+        start = np.stack([rank.issued(op.host_s) for rank, op in zip(self.ranks, ops, strict=True)])
+        return exchange.run(start, self)
+
+    def _once(self, op: object, make: Callable[[], T]) -> T:
+        """A collective prepared at its first layer."""
+        if id(op) not in self.prepared:
+            self.prepared[id(op)] = make()
+        return cast(T, self.prepared[id(op)])
+
+    def _ring(self) -> list[Edge]:
+        return [(rank, (rank + 1) % len(self.ranks)) for rank in range(len(self.ranks))]
+
+    def _free_s(self) -> Array:
         """When every rank's link to the next is free."""
-        num_ranks = len(self.ranks)
-        edges = [(rank, (rank + 1) % num_ranks) for rank in range(num_ranks)]
-        return np.stack([np.broadcast_to(self.links.get(edge, 0.0), like.shape[1:]) for edge in edges])
+        return np.stack([np.broadcast_to(self.links_s.get(edge, _NEVER), self.shape) for edge in self._ring()])
 
     def _edges(self, shift: int) -> Edges:
         if shift not in self.edges:

@@ -1,21 +1,38 @@
-"""Collectives for all ranks at once: arrays of shape (num_ranks, B) in the place of processes."""
+"""Collectives of the batch evaluator, all ranks at once: arrays of shape (num_ranks, B) or (num_ranks, B, samples).
+
+Each is prepared once for a kind of layer. What moves and what is computed ends when `Timing` says, which noise may
+delay.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.hardware.links import Path
-from kvrsim.program import AllToAll, Array, RingPass
+from kvrsim.program import AllGather, AllToAll, Array, RingPass
+
+
+class Timing(Protocol):
+    """When work of every rank ends that begins then and takes so long on a noise-free machine."""
+
+    def sent_s(self, shift: int, start_s: Array, busy_s: Array) -> Array:
+        """A message of each rank to the one `shift` further on has left."""
+        ...
+
+    def computed_s(self, start_s: Array, device_s: Array) -> Array:
+        """A compute of each rank is done."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Edges:
-    """From every rank to the one `shift` further on: few kinds of path, and which one is whose."""
+    """From every rank to the one `shift` further on: few kinds of path, and the kind of each rank's."""
 
     paths: tuple[Path, ...]
     kind: npt.NDArray[np.intp]  # of each rank's, shape (num_ranks,)
@@ -39,31 +56,37 @@ class Edges:
             found[mine] = time_of(path, nbytes[mine])
         return found
 
-    def figure(self, name: str) -> Array:
-        """An attribute of each rank's path, shape (num_ranks, 1)."""
-        return np.array([getattr(path, name) for path in self.paths])[self.kind][:, None]
+    def values(self, name: str, like: Array) -> Array:
+        """An attribute of each rank's path, shape (num_ranks, 1), or with as many axes as `like`."""
+        found = np.array([getattr(path, name) for path in self.paths])[self.kind]
+        return found.reshape(-1, *[1] * (like.ndim - 1))
 
 
 @dataclass(slots=True)
-class Gathering:
+class AllGatherEvaluator:
     """The ring all-gather of one kind of layer: step k moves the piece that came k hops to the next rank."""
 
     edges: Edges
     pieces: Array  # each rank's own, shape (num_ranks, B)
 
-    def run(self, start: Array, link: Array) -> tuple[Array, Array]:
+    @classmethod
+    def of(cls, ops: Sequence[AllGather], edges: Edges, wide: Callable[[Array], Array]) -> AllGatherEvaluator:
+        """Of all ranks of a program."""
+        return cls(edges, np.stack(np.broadcast_arrays(*[wide(op.nbytes) for op in ops])))
+
+    def run(self, start: Array, link: Array, timing: Timing) -> tuple[Array, Array]:
         """When each rank has all pieces, and when its link is free, from when each comes and its link is free."""
         num_ranks = len(start)
         edges, pieces = self.edges, self.pieces
-        start = start + edges.figure("gather_launch_s")
-        latency = edges.figure("gather_latency_s")
+        start = start + edges.values("gather_launch_s", start)
+        latency = edges.values("gather_latency_s", start)
         both_there = np.maximum(start, np.roll(start, -1, axis=0))
         held, clock = start, start.copy()
         before = np.arange(-1, num_ranks - 1)
         same = bool((pieces == pieces[0]).all())
         steps_s = self._steps_s(pieces)
         for _ in range(num_ranks - 1):
-            link = np.maximum(np.maximum(held, both_there), link) + steps_s
+            link = timing.sent_s(1, np.maximum(np.maximum(held, both_there), link), steps_s)
             held = (link + latency)[before]
             if not same:
                 pieces = pieces[before]
@@ -79,7 +102,7 @@ class Gathering:
 
 
 @dataclass(slots=True)
-class Passing:
+class RingPassEvaluator:
     """The rounds of a ring pass; see RingPass."""
 
     work_s: Array  # shape (p, num_ranks, B)
@@ -89,39 +112,41 @@ class Passing:
     overlaps: bool
 
     @classmethod
-    def of(cls, ops: Sequence[RingPass], edges: Edges) -> Passing:
+    def of(cls, ops: Sequence[RingPass], edges: Edges, wide: Callable[[Array], Array]) -> RingPassEvaluator:
         """Of all ranks of a program."""
-        nbytes = np.stack([op.nbytes for op in ops], axis=1)
+        work_s = np.stack([wide(op.device_s) for op in ops], axis=1)
+        nbytes = np.stack([wide(op.nbytes) for op in ops], axis=1)
         rounds = [edges.seconds(Path.busy_s, one) for one in nbytes]
+        host_s = np.array([op.host_s for op in ops]).T
         return cls(
-            work_s=np.stack([op.device_s for op in ops], axis=1),
+            work_s=work_s,
             busy_s=np.array(rounds),
-            latency_s=edges.figure("latency_s"),
-            host_s=np.array([op.host_s for op in ops]).T[:, :, None],
+            latency_s=edges.values("latency_s", work_s[0]),
+            host_s=host_s.reshape(*host_s.shape, *[1] * (work_s.ndim - 2)),
             overlaps=ops[0].overlaps,
         )
 
-    def run(self, clock: Array, host: Array, link: Array | float) -> Array:
-        """When each rank has done its last round; host: what its launches have come to, shape (num_ranks, 1)."""
+    def run(self, clock: Array, host: Array, link: Array, timing: Timing) -> Array:
+        """When each rank has done its last round; host: when its host is there, shape (num_ranks, 1)."""
         before = np.arange(-1, clock.shape[0] - 1)
         after = np.append(np.arange(1, clock.shape[0]), 0)
         for index, work_s in enumerate(self.work_s):
             clock = np.maximum(clock, host)
             host = host + self.host_s[index]
             if index == len(self.work_s) - 1:
-                return np.asarray(np.maximum(clock + work_s, host))
-            left = np.maximum(np.maximum(clock, clock[after]), link) + self.busy_s[index]
+                return np.maximum(timing.computed_s(clock, work_s), host)
+            left = timing.sent_s(1, np.maximum(np.maximum(clock, clock[after]), link), self.busy_s[index])
             there = np.maximum(left, (left + self.latency_s)[before])
             if self.overlaps:
-                clock = np.maximum(np.maximum(clock + work_s, host), there)
+                clock = np.maximum(np.maximum(timing.computed_s(clock, work_s), host), there)
             else:
-                clock = np.maximum(there + work_s, host)
+                clock = np.maximum(timing.computed_s(there, work_s), host)
             link = left
         raise AssertionError("a ring pass without rounds")
 
 
 @dataclass(slots=True)
-class Exchanging:
+class AllToAllEvaluator:
     """The messages of one all-to-all, by how many ranks further on they go; see AllToAll."""
 
     busy_s: Array  # shape (p - 1, num_ranks, B)
@@ -129,23 +154,26 @@ class Exchanging:
     senders: npt.NDArray[np.intp]  # whose message each rank gets, shape (p - 1, num_ranks)
 
     @classmethod
-    def of(cls, ops: Sequence[AllToAll], edges_to: Callable[[int], Edges]) -> Exchanging:
+    def of(
+        cls, ops: Sequence[AllToAll], edges_to: Callable[[int], Edges], wide: Callable[[Array], Array]
+    ) -> AllToAllEvaluator:
         """Of all ranks of a program."""
         ranks = np.arange(len(ops))
-        nbytes = np.stack([op.nbytes for op in ops], axis=1)
+        nbytes = np.stack([wide(op.nbytes) for op in ops], axis=1)
         edges = [edges_to(shift) for shift in range(1, len(ops))]
         return cls(
             busy_s=np.array([one.seconds(Path.busy_s, size) for one, size in zip(edges, nbytes, strict=True)]),
-            latency_s=np.array([one.figure("latency_s") for one in edges]),
+            latency_s=np.array([one.values("latency_s", nbytes[0]) for one in edges]),
             senders=(ranks - np.arange(1, len(ops))[:, None]) % len(ops),
         )
 
-    def run(self, start: Array) -> Array:
+    def run(self, start: Array, timing: Timing) -> Array:
         """When each rank has sent and received all, from when each comes to the collective."""
         num_ranks = len(start)
         left, done = start, start
-        for busy_s, latency_s, sender in zip(self.busy_s, self.latency_s, self.senders, strict=True):
+        messages = zip(self.busy_s, self.latency_s, self.senders, strict=True)
+        for shift, (busy_s, latency_s, sender) in enumerate(messages, start=1):
             receiver = num_ranks - 1 - sender[::-1]  # the reverse of the shift
-            left = np.maximum(left, start[receiver]) + busy_s
+            left = timing.sent_s(shift, np.maximum(left, start[receiver]), busy_s)
             done = np.maximum(done, (left + latency_s)[sender])
         return np.maximum(done, left)

@@ -87,13 +87,7 @@ def finish_s(scenario: Scenario, strategy: Strategy, chunks: Array, *, draw: Noi
 def run_program(program: Program, cluster: Cluster, draw: NoiseDraw | None = None) -> Array:
     """When each rank has finished, seconds, shape (ranks, B), or (ranks, B, samples) under a draw of noise."""
     if executor_of(cluster) == "batch":
-        if draw is None:
-            return run_batch(program, cluster)
-        from kvrsim.executors.sampled import can_sample, run_sampled
-
-        if can_sample(program, cluster):
-            found = run_sampled(program, cluster, draw).ranks_s
-            return np.broadcast_to(found, (*found.shape[:2], draw.num_samples))
+        return run_batch(program, cluster, draw)
     from kvrsim.executors.event import Replay
 
     rows = [program.row(index) for index in range(program.num_rows)]
