@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from kvrsim.compile import build_program
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import Replay
-from kvrsim.program import Array, Program
+from kvrsim.hardware.cluster import load_cluster
+from kvrsim.program import Array, Compute, Program, Recv, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.evaluate import Evaluator
@@ -70,3 +71,18 @@ def test_the_planner_evaluates_what_the_executors_run(rng: Draws) -> None:
         replay = Replay(program_of(scenario, "kvr-s", [cut]), scenario.cluster, record=False)
         assert value == pytest.approx(replay.finish_s[-1], rel=1e-12)
         assert evaluator.one(cut) == pytest.approx(value, rel=1e-13)
+
+
+@pytest.mark.parametrize("rendezvous", [False, True])
+def test_a_layer_may_end_with_an_operation_that_the_host_issues_late(rendezvous: bool) -> None:
+    """The next layer begins when the host is there, though its own computes never wait for the host."""
+    compute = Compute(name="compute", device_s=np.array([1.0]), host_s=0.5)
+    sends = (compute, Send(dst=1, nbytes=np.array([1.0]), host_s=5.0, rendezvous=rendezvous))
+    receives = (Recv(src=0, host_s=3.0, rendezvous=rendezvous), compute)
+    program = Program(
+        strategy="mine", prologue=((), ()), layers=((sends, receives),), layer_kind_index=(0, 0, 0), epilogue=((), ())
+    )
+    cluster = load_cluster(num_gpus=2)
+    event = Replay(program, cluster, record=False).finish_s
+    assert run_batch(program, cluster)[:, 0] == pytest.approx(np.array(event), rel=1e-12, abs=0)
+    assert event[0] > 11.0

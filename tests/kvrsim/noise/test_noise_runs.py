@@ -10,28 +10,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrsim.compile import build_program
+from kvrsim.compile import build_program, columns
 from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import Replay
-from kvrsim.executors.sampled import can_sample, run_sampled
 from kvrsim.noise.draw import NoiseDraw
 from kvrsim.noise.model import Noise, SideTraffic
 from kvrsim.noise.parse import parse_noise
 from kvrsim.program import Array, Program
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
-from kvrsim.strategies import STRATEGIES
+from kvrsim.strategies import STRATEGIES, get_strategy
 from planner.plan import make_plan
 from planner.simulate import run_simulation
 from planner.uncertainty.disturbed import Disturbance, with_fixed
 from planner.uncertainty.noisy import check_length
-from tests.building import Draws, any_partition, any_scenario, draws, examples
+from tests.building import Draws, any_partition, any_placed, any_scenario, draws, examples
 from validate.figures.cases import Predictions, full_scope, read_printed
 from validate.figures.noise import increases, mean_increase
 
 SEEDS = st.integers(0, 2**32 - 1)
 SHARED = ("tsp", "kvr-s")
+HYBRIDS = ("tp2+kvr-s", "tp2+ring")
+NAMES = (*(name for name in STRATEGIES if name not in ("kvr-s", "kvr-p")), *HYBRIDS)  # those two run kvr-e's program
 EXACT = 1e-12
 
 
@@ -60,26 +61,43 @@ def quiet_s(scenario: Scenario, program: Program) -> Array:
 @pytest.mark.parametrize("name", SHARED)
 @given(rng=draws())
 @examples(60)
-def test_without_noise_it_is_the_batch_executor(name: str, rng: Draws) -> None:
+def test_a_draw_of_no_noise_changes_nothing(name: str, rng: Draws) -> None:
     scenario, program = program_of(rng, name)
-    assert run_sampled(program, scenario.cluster).ranks_s[:, 0, 0] == pytest.approx(
-        quiet_s(scenario, program), rel=EXACT, abs=0
-    )
+    draw = NoiseDraw(Noise(), program.num_ranks, seed=0, samples=range(2))
+    for sample in range(2):
+        finish_s = run_batch(program, scenario.cluster, draw)[:, 0, sample]
+        assert finish_s == pytest.approx(quiet_s(scenario, program), rel=EXACT, abs=0)
 
 
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("name", NAMES)
 @given(rng=draws(), seed=SEEDS)
-@examples(60)
-def test_both_paths_agree_sample_by_sample(name: str, rng: Draws, seed: int) -> None:
-    scenario, program = program_of(rng, name)
-    noise = noise_of(rng, float(quiet_s(scenario, program).max()))
-    ranks = program.num_ranks
-    together = run_sampled(program, scenario.cluster, NoiseDraw(noise, ranks, seed=seed, samples=range(5)))
-    finish = np.broadcast_to(together.ranks_s, (ranks, 1, 5))
+@examples(12)
+def test_both_executors_agree_sample_by_sample(name: str, rng: Draws, seed: int) -> None:
+    strategy = get_strategy(name)
+    placed, cut = any_placed(rng, strategy)
+    program = build_program(placed, strategy, columns(cut))
+    noise = noise_of(rng, float(quiet_s(placed, program).max()))
+    draw = NoiseDraw(noise, program.num_ranks, seed=seed, samples=range(5))
+    finish_s = run_batch(program, placed.cluster, draw)
     for sample in (0, 3):
-        draw = NoiseDraw(noise, ranks, seed=seed, samples=(sample,))
-        replay = Replay(program, scenario.cluster, record=False, noise=draw)
-        assert finish[:, 0, sample] == pytest.approx(np.array(replay.finish_s), rel=1e-9, abs=0)
+        replay = Replay(program, placed.cluster, record=False, noise=draw.only(sample))
+        assert finish_s[:, 0, sample] == pytest.approx(np.array(replay.finish_s), rel=1e-9, abs=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(rng=draws(), seed=SEEDS)
+@examples(5)
+def test_partitions_under_noise_are_independent(name: str, rng: Draws, seed: int) -> None:
+    strategy = get_strategy(name)
+    placed, cut = any_placed(rng, strategy)
+    cuts = [cut, *(any_partition(rng, placed.request.new_tokens, len(cut)) for _ in range(2))]
+    programs = [build_program(placed, strategy, columns(one)) for one in (cuts, *([one] for one in cuts))]
+    noise = noise_of(rng, float(quiet_s(placed, programs[0]).max()))
+    draw = NoiseDraw(noise, programs[0].num_ranks, seed=seed, samples=range(3))
+    together, *alone = (run_batch(program, placed.cluster, draw) for program in programs)
+    assert together == pytest.approx(np.concatenate(alone, axis=1), rel=EXACT, abs=0)
+    sliced = [run_batch(programs[0].row(row), placed.cluster, draw) for row in range(len(cuts))]
+    assert together == pytest.approx(np.concatenate(sliced, axis=1), rel=EXACT, abs=0)
 
 
 @pytest.mark.parametrize("name", SHARED)
@@ -128,11 +146,11 @@ def test_side_traffic_only_delays_and_more_of_it_more(name: str, rng: Draws, see
         slowdown=less.slowdown + rng.random(),
     )
     runs = [
-        run_sampled(
+        run_batch(
             program,
             scenario.cluster,
             NoiseDraw(Noise(side_traffic=traffic), program.num_ranks, seed=seed, samples=range(20)),
-        ).ranks_s
+        )
         for traffic in (less, more)
     ]
     assert (runs[0] >= quiet[:, None, None] * (1 - EXACT)).all()
@@ -147,7 +165,7 @@ def test_jitter_never_shortens_in_expectation(name: str, rng: Draws, seed: int) 
     scenario, program = program_of(rng, name)
     noise = Noise(compute_jitter=0.2, message_jitter=0.2)
     draw = NoiseDraw(noise, program.num_ranks, seed=seed, samples=range(400))
-    ttft_s = run_sampled(program, scenario.cluster, draw).ranks_s[-1, 0]
+    ttft_s = run_batch(program, scenario.cluster, draw)[-1, 0]
     assert ttft_s.mean() >= quiet_s(scenario, program)[-1] - 4 * ttft_s.std() / 20
 
 
@@ -195,12 +213,6 @@ def test_side_traffic_that_changes_too_often_is_refused() -> None:
     disturbance = Disturbance(noise=parse_noise("side-traffic:dwell=100us"), num_samples=1000)
     with pytest.raises(InputError, match="dwell"):
         run_simulation(scenario, strategy="kvr-e", disturbance=disturbance)
-
-
-def test_shared_links_are_left_to_the_event_executor() -> None:
-    scenario, _ = make_scenario(ctx=512, gpus=2, topology="bus", link_bandwidth=1e10)
-    program = build_program(scenario, STRATEGIES["kvr-s"], [np.array([256.0]), np.array([256.0])])
-    assert not can_sample(program, scenario.cluster)
 
 
 def test_a_plan_under_noise_shows_every_strategy() -> None:
