@@ -16,7 +16,7 @@ from _report import spread, write
 
 from kvrsim.compile import build_program
 from kvrsim.executors.batch import run_batch
-from kvrsim.executors.event import Replay
+from kvrsim.executors.event import EventSimulation
 from kvrsim.executors.run import BLOCK
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
@@ -66,7 +66,7 @@ def replays_per_s(repeats: int = 20) -> list[float]:
     rates = []
     for _ in range(repeats):
         begin_s = time.process_time()
-        Replay(program, scenario.cluster, record=False)
+        EventSimulation(program, scenario.cluster, record=False)
         rates.append(1 / (time.process_time() - begin_s))
     return rates
 

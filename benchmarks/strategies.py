@@ -13,7 +13,7 @@ from _report import write
 import kvrsim
 from kvrsim.compile import build_program, for_strategy
 from kvrsim.executors.batch import run_batch
-from kvrsim.executors.event import Replay
+from kvrsim.executors.event import EventSimulation
 from kvrsim.executors.run import run_partition
 from kvrsim.partition import Partition
 from kvrsim.program import AllGather, Compute
@@ -108,7 +108,7 @@ def agreement(names: Sequence[str]) -> Iterator[str]:
             placed = for_strategy(scenario, strategy)
             cut = Partition.even(6001, 5 if strategy.pipeline else placed.cluster.num_gpus)
             program = build_program(placed, strategy, [np.array([float(chunk)]) for chunk in cut.chunk_lens])
-            event = np.array(Replay(program, placed.cluster, record=False).finish_s)
+            event = np.array(EventSimulation(program, placed.cluster, record=False).finish_s)
             most = max(most, float(np.abs(run_batch(program, placed.cluster)[:, 0] / event - 1).max()))
     yield f"{len(names)} strategies x 3 profiles, 8 GPUs, 6001 tokens: at most {most:.1e} of a rank's time apart."
 

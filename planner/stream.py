@@ -46,7 +46,7 @@ def run_stream(
         if len(recurrence.matrix) <= _MOST_STATES:
             steady_s = cycle_time_s(recurrence.matrix)
     else:
-        first_token_s, end_s = replayed(program, cluster, times_s, noise)
+        first_token_s, end_s = simulated(program, cluster, times_s, noise)
     return StreamResult(
         arrivals=arrivals.describe(),
         arrivals_s=times_s,
@@ -58,24 +58,24 @@ def run_stream(
     )
 
 
-def replayed(
+def simulated(
     program: Program, cluster: Cluster, arrivals_s: Sequence[float], noise: NoiseDraw | None = None
 ) -> tuple[tuple[float, ...], float]:
     """When each request has its first token, and when all ranks are done, by the event executor."""
-    from kvrsim.executors.event import Replay  # SimPy, only where it is needed
+    from kvrsim.executors.event import EventSimulation  # SimPy, only where it is needed
 
-    replay = Replay(program, cluster, record=False, noise=noise, arrivals_s=arrivals_s)
-    return replay.finishes_s[-1], max(replay.finish_s)
+    simulation = EventSimulation(program, cluster, record=False, noise=noise, arrivals_s=arrivals_s)
+    return simulation.finishes_s[-1], max(simulation.finish_s)
 
 
 def timeline_of(
     program: Program, cluster: Cluster, arrivals_s: Sequence[float], noise: NoiseDraw | None = None
 ) -> Timeline:
     """What happens when, while these requests run behind each other."""
-    from kvrsim.executors.event import Replay  # SimPy, only where it is needed
+    from kvrsim.executors.event import EventSimulation  # SimPy, only where it is needed
 
-    replay = Replay(program, cluster, noise=noise, arrivals_s=arrivals_s)
-    return replace(replay.timeline, first_tokens_s=replay.finishes_s[-1])
+    simulation = EventSimulation(program, cluster, noise=noise, arrivals_s=arrivals_s)
+    return replace(simulation.timeline, first_tokens_s=simulation.finishes_s[-1])
 
 
 @dataclass(frozen=True, slots=True)

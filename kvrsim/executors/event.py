@@ -1,68 +1,28 @@
 """The event executor: the same program as SimPy processes, with every span recorded.
 
-A rank is a process; a link owns its queue, its delay and what has passed over it. Needed where
-durations interact (a shared bus) and for timelines; elsewhere it agrees with the batch executor.
+A rank is a process; a link owns its queue, its delay and what has passed over it. Needed where durations interact
+(a shared bus) and for timelines; elsewhere it agrees with the batch executor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import simpy
 
-from kvrsim.executors import meetings
-from kvrsim.executors.bus import FairBus
+from kvrsim.executors.network import Meeting, Network, OnLink, Process
 from kvrsim.hardware.cluster import Cluster
-from kvrsim.hardware.links import Path
 from kvrsim.noise.draw import NoiseDraw
-from kvrsim.program import AllGather, AllToAll, Array, Collective, Compute, Payload, Program, Recv, RingPass, Send
-from kvrsim.timeline import Span, SpanKind, SpanOp, Timeline
-
-Process = Generator[simpy.Event, Any, Any]
-EndsAt = Callable[[int, float, float], float]  # number, start and duration of what noise disturbs -> its end
+from kvrsim.program import AllGather, AllToAll, Array, Collective, Compute, Program, Recv, RingPass, Send
+from kvrsim.timeline import SpanOp, Timeline
 
 
-class Link:
-    """What a pair of ranks sends over: one message at a time, first in, first out, alone or on a bus."""
-
-    def __init__(
-        self, env: simpy.Environment, path: Path, bus: FairBus | None = None, ends_s: EndsAt | None = None
-    ) -> None:
-        self.env, self.path, self.bus, self.ends_s = env, path, bus, ends_s
-        self.queue = simpy.Resource(env, capacity=1)
-        self.num_messages = 0
-
-    def transmit(self, nbytes: float, busy_s: float) -> Process:
-        """Wait for the link, then keep it busy, or share the bus; returns when the first byte left."""
-        with self.queue.request() as turn:
-            yield turn
-            start_s = self.env.now
-            number, self.num_messages = self.num_messages, self.num_messages + 1
-            noisy_s = busy_s if self.ends_s is None else self.ends_s(number, start_s, busy_s) - start_s
-            if self.bus is None:
-                yield self.env.timeout(noisy_s)
-            else:
-                yield from self.bus.transmit(nbytes * noisy_s / busy_s if busy_s else nbytes)
-        return start_s
-
-
-@dataclass(slots=True)
-class _Gathering:
-    """One all-gather, as its ranks come to it."""
-
-    joined: list[simpy.Event]  # per rank: it has reached the collective
-    pieces: list[simpy.Store]  # per rank: pieces that have come from the rank before
-    sizes: dict[int, float] = field(default_factory=dict)  # per rank: bytes of its own piece
-
-
-class Replay:
-    """One prefill, replayed. `finish_s` is when each rank ended; TTFT is the last rank's.
+class EventSimulation:
+    """One prefill, simulated. `finish_s` is when each rank ended; TTFT is the last rank's.
 
     noise: one sample that disturbs it. arrivals_s: of several requests alike, ascending; each rank runs them one
-    after another, and `finishes_s` is when each rank ended each.
+    after another, and `finishes_s` is when each rank ended each. on_link: called when a link is first used.
     """
 
     def __init__(
@@ -73,137 +33,51 @@ class Replay:
         record: bool = True,
         noise: NoiseDraw | None = None,
         arrivals_s: Sequence[float] = (0.0,),
+        on_link: OnLink | None = None,
     ) -> None:
         assert noise is None or noise.num_samples == 1, "one sample at a time"
-        self.env = simpy.Environment()
-        self.program, self.cluster, self.record = program, cluster, record
-        self.noise, self.arrivals_s = noise, tuple(arrivals_s)
-        self.spans: list[Span] = []
-        self.bus = FairBus(self.env)
-        self.links: dict[tuple[int, int], Link] = {}
-        self.inboxes: dict[tuple[int, int], simpy.Store] = {}
-        self.readies: dict[tuple[int, int], simpy.Store] = {}
-        self.gatherings: dict[int, _Gathering] = {}
-        ranks = [RankProcess(self, rank) for rank in range(program.num_ranks)]
-        processes = [self.env.process(rank.run()) for rank in ranks]
-        self.env.run(simpy.AllOf(self.env, processes))
+        self.program = program
+        env = simpy.Environment()
+        self.network = Network(env, cluster, program.num_ranks, record=record, noise=noise, on_link=on_link)
+        ranks = [RankProcess(program, rank, self.network) for rank in range(program.num_ranks)]
+        processes = [env.process(rank.run(arrivals_s)) for rank in ranks]
+        env.run(simpy.AllOf(env, processes))
         self.finishes_s = tuple(tuple(float(end) for end in process.value or ()) for process in processes)
         self.finish_s = tuple(ends[-1] for ends in self.finishes_s)
 
     @property
     def timeline(self) -> Timeline:
         """All spans, ordered by start."""
-        spans = tuple(sorted(self.spans, key=lambda span: (span.start_s, span.rank, span.end_s)))
+        spans = tuple(sorted(self.network.spans, key=lambda span: (span.start_s, span.rank, span.end_s)))
         return Timeline(strategy=self.program.strategy, num_ranks=self.program.num_ranks, spans=spans)
-
-    def link(self, src: int, dst: int) -> Link:
-        """The link that carries messages from src to dst."""
-        if (src, dst) not in self.links:
-            path = self.cluster.path(src, dst)
-            bus = self.bus if path.shared_bus else None
-            self.bus.bandwidth_bytes_per_s = path.bandwidth_bytes_per_s
-            self.links[src, dst] = Link(self.env, path, bus, self._message_noise(src, dst))
-        return self.links[src, dst]
-
-    def _message_noise(self, src: int, dst: int) -> EndsAt | None:
-        noise = self.noise
-        if noise is None:
-            return None
-        return lambda number, start_s, busy_s: noise.message_end_s(
-            src, dst, number, np.array([start_s]), np.array([busy_s])
-        ).item()
-
-    def after(self, rank: int) -> int:
-        """The next rank on the ring."""
-        return (rank + 1) % self.program.num_ranks
-
-    def inbox(self, src: int, dst: int) -> simpy.Store:
-        """Messages from src that have arrived at dst and wait to be received."""
-        return self.inboxes.setdefault((src, dst), simpy.Store(self.env))
-
-    def ready(self, src: int, dst: int) -> simpy.Store:
-        """Receives that dst has come to and whose rendezvous with src has not begun."""
-        return self.readies.setdefault((src, dst), simpy.Store(self.env))
-
-    def gathering(self, index: int) -> _Gathering:
-        """The index-th all-gather of the prefill."""
-        if index not in self.gatherings:
-            ranks = range(self.program.num_ranks)
-            joined, pieces = [self.env.event() for _ in ranks], [simpy.Store(self.env) for _ in ranks]
-            self.gatherings[index] = _Gathering(joined, pieces)
-        return self.gatherings[index]
-
-    def note(
-        self, rank: int, kind: SpanKind, name: str, op: SpanOp, layer: int | None, start_s: float, end_s: float
-    ) -> None:
-        """Record a stretch of a rank's compute stream, unless it is empty."""
-        if self.record and end_s > start_s:
-            self.spans.append(Span(rank=rank, kind=kind, op=op, name=name, layer=layer, start_s=start_s, end_s=end_s))
-
-    def carry(
-        self,
-        src: int,
-        dst: int,
-        nbytes: float,
-        layer: int | None,
-        left: simpy.Event | None,
-        to: simpy.Store,
-        *,
-        gathers: bool = False,
-        payload: Payload = "KV",
-    ) -> Process:
-        """Move one message, or one piece of an all-gather: queue, transmission, latency, delivery."""
-        link, size = self.link(src, dst), np.array(nbytes)
-        step_s = link.path.gather_step_s(size, self.program.num_ranks) if gathers else link.path.busy_s(size)
-        start_s = yield from link.transmit(nbytes, step_s.item())
-        end_s = self.env.now
-        if left is not None:
-            left.succeed()
-        if self.record:
-            span = Span(
-                rank=src,
-                kind="transfer",
-                op=payload,
-                name=f"{payload} {src}→{dst}",
-                layer=layer,
-                start_s=start_s,
-                end_s=end_s,
-                peer=dst,
-                nbytes=nbytes,
-            )
-            self.spans.append(span)
-        latency_s = link.path.gather_latency_s if gathers else link.path.latency_s
-        if latency_s:
-            yield self.env.timeout(latency_s)
-        yield to.put(nbytes)
 
 
 class RankProcess:
     """One rank: its host clock and its device clock are numbers; it meets the simulation's where it communicates."""
 
-    def __init__(self, replay: Replay, rank: int) -> None:
-        self.replay, self.rank, self.env = replay, rank, replay.env
+    def __init__(self, program: Program, rank: int, network: Network) -> None:
+        self.program, self.rank, self.network, self.env = program, rank, network, network.env
         self.host_s = 0.0
         self.clock_s = 0.0
-        self.num_gathered = 0
+        self.num_meetings = 0
         self.num_computed = 0
         self.last_left: simpy.Event | None = None  # of the messages that leave in turn, the last one so far
 
-    def run(self) -> Process:
+    def run(self, arrivals_s: Sequence[float]) -> Process:
         """All requests in order; returns when the device has finished each."""
         ends_s = []
-        for arrival_s in self.replay.arrivals_s:
+        for arrival_s in arrivals_s:
             # The token of the request before has been fetched: host and device begin the next one together.
             idle_s, begin_s = self.clock_s, max(self.clock_s, self.host_s, arrival_s)
             self.clock_s = self.host_s = begin_s
-            self.replay.note(self.rank, "wait", "request", "stall", None, idle_s, begin_s)
+            self.network.note(self.rank, "wait", "request", "stall", None, idle_s, begin_s)
             yield from self._prefill()
             ends_s.append(self.clock_s)
         return ends_s
 
     def _prefill(self) -> Process:
         """All operations of one request in order."""
-        for layer, op in self.replay.program.ops(self.rank):
+        for layer, op in self.program.ops(self.rank):
             match op:
                 case Compute():
                     self._compute(layer, op)
@@ -214,14 +88,14 @@ class RankProcess:
                 case AllGather():
                     yield from self._all_gather(layer, op)
                 case RingPass():
-                    yield from meetings.ring_pass(self, layer, op)
+                    yield from self._ring_pass(layer, op)
                 case AllToAll():
-                    yield from meetings.all_to_all(self, layer, op)
+                    yield from self._all_to_all(layer, op)
                 case Collective():
-                    meetings.collective(self, layer, op)
-        yield from self.until(self.clock_s)
+                    self._collective(layer, op)
+        yield from self._until(self.clock_s)
 
-    def until(self, time_s: float) -> Process:
+    def _until(self, time_s: float) -> Process:
         if time_s > self.env.now:
             yield self.env.timeout(time_s - self.env.now)
 
@@ -230,86 +104,139 @@ class RankProcess:
         begin_s = self.clock_s
         start_s = max(begin_s, self.host_s)
         self.host_s += op.host_s
-        self.clock_s = max(self.computed_s(start_s, op.device_s), self.host_s)
-        self.replay.note(self.rank, "wait", "host", "stall", layer, begin_s, start_s)
-        self.replay.note(self.rank, "compute", op.name, op.kind, layer, start_s, self.clock_s)
+        self.clock_s = max(self._computed_s(start_s, op.device_s), self.host_s)
+        self.network.note(self.rank, "wait", "host", "stall", layer, begin_s, start_s)
+        self.network.note(self.rank, "compute", op.name, op.kind, layer, start_s, self.clock_s)
 
-    def computed_s(self, start_s: float, device_s: Array) -> float:
+    def _computed_s(self, start_s: float, device_s: Array) -> float:
         """When the device has done it, which noise may delay."""
         number, self.num_computed = self.num_computed, self.num_computed + 1
-        if self.replay.noise is None:
+        if self.network.noise is None:
             return start_s + device_s.item()
-        return self.replay.noise.compute_end_s(self.rank, number, np.array([start_s]), device_s.reshape(1)).item()
+        return self.network.noise.compute_end_s(self.rank, number, np.array([start_s]), device_s.reshape(1)).item()
 
-    def waited(self, name: str, layer: int | None, op: SpanOp = "stall") -> None:
+    def _waited(self, name: str, layer: int | None, op: SpanOp = "stall") -> None:
         """The stream was held until now."""
-        self.replay.note(self.rank, "wait", name, op, layer, self.clock_s, self.env.now)
+        self.network.note(self.rank, "wait", name, op, layer, self.clock_s, self.env.now)
         self.clock_s = max(self.clock_s, self.env.now)
 
     def _send(self, layer: int | None, op: Send) -> Process:
-        yield from self.until(self.clock_s)
+        yield from self._until(self.clock_s)
         self.host_s += op.host_s
         left = self.env.event() if op.rendezvous or op.in_turn else None
         before, self.last_left = (self.last_left, left) if op.in_turn else (None, self.last_left)
         self.env.process(self._post(max(self.clock_s, self.host_s), layer, op, before, left))
         if left is not None and op.rendezvous:
             yield left
-            self.waited(f"send to rank {op.dst}", layer, op.payload)
+            self._waited(f"send to rank {op.dst}", layer, op.payload)
 
     def _post(
         self, posted_s: float, layer: int | None, op: Send, before: simpy.Event | None, left: simpy.Event | None
     ) -> Process:
         """Send; `before`: when the message that goes before it has left."""
-        yield from self.until(posted_s)
-        inbox = self.replay.inbox(self.rank, op.dst)
+        yield from self._until(posted_s)
+        inbox = self.network.inbox(self.rank, op.dst)
         if op.rendezvous:
-            yield self.replay.ready(self.rank, op.dst).get()
+            yield self.network.ready(self.rank, op.dst).get()
         if before is not None:
             yield before
-        carried = self.replay.carry(self.rank, op.dst, op.nbytes.item(), layer, left, inbox, payload=op.payload)
+        carried = self.network.carry(self.rank, op.dst, op.nbytes.item(), layer, left, inbox, payload=op.payload)
         yield from carried
 
     def _recv(self, layer: int | None, op: Recv) -> Process:
-        yield from self.until(self.clock_s)
+        yield from self._until(self.clock_s)
         self.host_s += op.host_s
         if op.rendezvous:
             self.env.process(self._tell_ready(op.src, self.host_s))
-        yield self.replay.inbox(op.src, self.rank).get()
-        self.waited(f"{op.payload} from rank {op.src}", layer, op.payload)
+        yield self.network.inbox(op.src, self.rank).get()
+        self._waited(f"{op.payload} from rank {op.src}", layer, op.payload)
 
     def _tell_ready(self, src: int, time_s: float) -> Process:
         """Let a rendezvous begin, once the host has issued the receive."""
-        yield from self.until(time_s)
-        yield self.replay.ready(src, self.rank).put(True)
+        yield from self._until(time_s)
+        yield self.network.ready(src, self.rank).put(True)
 
     def _all_gather(self, layer: int | None, op: AllGather) -> Process:
         """Join, let a forwarder pass pieces on, and wait until all others have come."""
         self.host_s += op.host_s
-        launch_s = self.replay.link(self.rank, self.replay.after(self.rank)).path.gather_launch_s
-        yield from self.until(max(self.clock_s, self.host_s) + launch_s)
-        gathering = self.join(op.nbytes.item())
-        others = self.replay.program.num_ranks - 1
+        launch_s = self.network.link(self.rank, self.network.after(self.rank)).path.gather_launch_s
+        yield from self._until(max(self.clock_s, self.host_s) + launch_s)
+        meeting = self._join()
         done = self.env.event()
-        self.env.process(self._forward(gathering, layer, others, done))
+        self.env.process(self._forward(meeting, layer, op.nbytes.item(), done))
         yield done
-        self.waited("all-gather", layer, "KV")
+        self._waited("all-gather", layer, "KV")
 
-    def join(self, nbytes: float = 0.0) -> _Gathering:
-        """Come to the next collective, or round of one, with a piece of that many bytes."""
-        gathering = self.replay.gathering(self.num_gathered)
-        self.num_gathered += 1
-        gathering.sizes[self.rank] = nbytes
-        gathering.joined[self.rank].succeed()
-        return gathering
+    def _join(self) -> Meeting:
+        """Come to the next collective, or round of one."""
+        meeting = self.network.meeting(self.num_meetings)
+        self.num_meetings += 1
+        meeting.joined[self.rank].succeed()
+        return meeting
 
-    def _forward(self, gathering: _Gathering, layer: int | None, steps: int, done: simpy.Event) -> Process:
+    def _forward(self, meeting: Meeting, layer: int | None, nbytes: float, done: simpy.Event) -> Process:
         """Send the own piece, then every piece that comes but the last; tell when all have come."""
-        dst = self.replay.after(self.rank)
-        nbytes = gathering.sizes[self.rank]
+        dst, steps = self.network.after(self.rank), self.program.num_ranks - 1
         for step in range(steps):
-            yield gathering.joined[dst]
-            to = gathering.pieces[dst]
-            self.env.process(self.replay.carry(self.rank, dst, nbytes, layer, None, to, gathers=True))
-            nbytes = yield gathering.pieces[self.rank].get()
+            yield meeting.joined[dst]
+            to = meeting.pieces[dst]
+            self.env.process(self.network.carry(self.rank, dst, nbytes, layer, None, to, gathers=True))
+            nbytes = yield meeting.pieces[self.rank].get()
             if step == steps - 1:
                 done.succeed()
+
+    def _ring_pass(self, layer: int | None, op: RingPass) -> Process:
+        """Round by round: work on a piece while it goes on, and wait for the next."""
+        last = len(op.host_s) - 1
+        for index, host_s in enumerate(op.host_s):
+            yield from self._until(max(self.clock_s, self.host_s))
+            self._waited("host", layer)
+            begin_s = self.env.now
+            self.host_s += host_s
+            work_s = op.device_s[index]
+            if index < last:
+                piece = self.env.process(self._pass_on(layer, op.nbytes[index].item()))
+                if not op.overlaps:
+                    yield piece
+                    self._waited("ring", layer, "KV")
+                    begin_s = self.env.now
+            self.clock_s = max(self._computed_s(begin_s, work_s), self.host_s)
+            self.network.note(self.rank, "compute", op.name, op.kind, layer, begin_s, self.clock_s)
+            if index < last and op.overlaps:
+                yield piece
+                self._waited("ring", layer, "KV")
+
+    def _pass_on(self, layer: int | None, nbytes: float) -> Process:
+        """Hand the piece to the next rank once it has come to the round; ends when the next piece is there, too."""
+        dst, meeting = self.network.after(self.rank), self._join()
+        yield meeting.joined[dst]
+        left = self.env.event()
+        self.env.process(self.network.carry(self.rank, dst, nbytes, layer, left, meeting.pieces[dst]))
+        yield left
+        yield meeting.pieces[self.rank].get()
+
+    def _all_to_all(self, layer: int | None, op: AllToAll) -> Process:
+        """One message after another, then wait for the others'."""
+        self.host_s += op.host_s
+        yield from self._until(max(self.clock_s, self.host_s))
+        meeting = self._join()
+        for shift, nbytes in enumerate(op.nbytes, start=1):
+            dst = (self.rank + shift) % self.program.num_ranks
+            yield meeting.joined[dst]
+            left = self.env.event()
+            carried = self.network.carry(
+                self.rank, dst, nbytes.item(), layer, left, meeting.pieces[dst], payload="heads"
+            )
+            self.env.process(carried)
+            yield left
+        for _ in op.nbytes:
+            yield meeting.pieces[self.rank].get()
+        self._waited("all-to-all", layer, "heads")
+
+    def _collective(self, layer: int | None, op: Collective) -> None:
+        """Nobody outside of the rank's own group sees it: advance the clock alone."""
+        start_s = max(self.clock_s, self.host_s)
+        self.network.note(self.rank, "wait", "host", "stall", layer, self.clock_s, start_s)
+        self.host_s += op.host_s
+        self.clock_s = max(start_s + op.seconds.item(), self.host_s)
+        self.network.note(self.rank, "wait", op.name, "collective", layer, start_s, self.clock_s)

@@ -61,11 +61,11 @@ def run_partition(
     program = build_program(scenario, strategy, columns(partition.chunk_lens))
     if draw is None and not timeline and (executor or executor_of(scenario.cluster)) == "batch":
         return Run(program=program, finish_s=tuple(map(float, run_batch(program, scenario.cluster)[:, 0])))
-    from kvrsim.executors.event import Replay
+    from kvrsim.executors.event import EventSimulation
 
-    replay = Replay(program, scenario.cluster, record=timeline, noise=draw)
-    spans = replace(replay.timeline, gpus_per_rank=scenario.gpus_per_rank) if timeline else None
-    return Run(program=program, finish_s=replay.finish_s, timeline=spans)
+    simulated = EventSimulation(program, scenario.cluster, record=timeline, noise=draw)
+    spans = replace(simulated.timeline, gpus_per_rank=scenario.gpus_per_rank) if timeline else None
+    return Run(program=program, finish_s=simulated.finish_s, timeline=spans)
 
 
 def ttft_s(scenario: Scenario, strategy: Strategy, chunks: Array, *, draw: NoiseDraw | None = None) -> Array:
@@ -88,13 +88,13 @@ def run_program(program: Program, cluster: Cluster, draw: NoiseDraw | None = Non
     """When each rank has finished, seconds, shape (ranks, B), or (ranks, B, samples) under a draw of noise."""
     if executor_of(cluster) == "batch":
         return run_batch(program, cluster, draw)
-    from kvrsim.executors.event import Replay
+    from kvrsim.executors.event import EventSimulation
 
     rows = [program.row(index) for index in range(program.num_rows)]
     if draw is None:
-        return np.array([Replay(row, cluster, record=False).finish_s for row in rows]).T
+        return np.array([EventSimulation(row, cluster, record=False).finish_s for row in rows]).T
     alone = [draw.only(sample) for sample in range(draw.num_samples)]
-    runs = [[Replay(row, cluster, record=False, noise=one).finish_s for one in alone] for row in rows]
+    runs = [[EventSimulation(row, cluster, record=False, noise=one).finish_s for one in alone] for row in rows]
     return np.moveaxis(np.array(runs), -1, 0)
 
 

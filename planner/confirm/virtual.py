@@ -69,6 +69,6 @@ def composed_timeline(
     """Of the repetition in the middle."""
     order = np.argsort(composed_s(scenario, strategy, partition, repeats))
     middle = measured_program(scenario, strategy, partition, [repeats[order[(len(order) - 1) // 2]]])
-    from kvrsim.executors.event import Replay  # SimPy, only where it is needed
+    from kvrsim.executors.event import EventSimulation  # SimPy, only where it is needed
 
-    return Replay(middle, scenario.cluster).timeline
+    return EventSimulation(middle, scenario.cluster).timeline

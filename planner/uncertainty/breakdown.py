@@ -1,4 +1,4 @@
-"""Breakdown of a simulated prefill: one run tells every part's seconds, one replay what the waiting was for."""
+"""Breakdown of a simulated prefill: seconds of every part, and what each rank waited for."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def breakdown(
 ) -> Breakdown:
     """Seconds, share of TTFT, share of the roofline and basis of every part on every rank.
 
-    finish_s: when each rank has finished, as the timeline's replay found.
+    finish_s: when each rank has finished, as the simulation that recorded the timeline found.
     """
     ttft_s = finish_s[-1]
     seconds = _part_seconds(scenario, strategy, partition, scenario.cost)

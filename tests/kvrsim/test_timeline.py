@@ -14,7 +14,7 @@ from hypothesis import given
 
 from kvrsim.compile import build_program
 from kvrsim.errors import InputError
-from kvrsim.executors.event import Replay
+from kvrsim.executors.event import EventSimulation
 from kvrsim.program import AllGather, Compute, Op, Program, RingPass, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
@@ -24,11 +24,11 @@ from tests.building import Draws, any_partition, any_scenario, draws, examples
 NAMES = ["tsp", "kvr-e", "kvr-s", "kvr-direct", "ring", "zigzag"]  # whose ranks are single GPUs on any model
 
 
-def replayed(rng: Draws, name: str, **options: Any) -> tuple[Scenario, Program, Replay]:
+def replayed(rng: Draws, name: str, **options: Any) -> tuple[Scenario, Program, EventSimulation]:
     scenario = any_scenario(rng, **options)
     chunks = any_partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus)
     program = build_program(scenario, STRATEGIES[name], [np.array([float(chunk)]) for chunk in chunks])
-    return scenario, program, Replay(program, scenario.cluster)
+    return scenario, program, EventSimulation(program, scenario.cluster)
 
 
 def ops_of(ops: Sequence[tuple[int | None, Op]], kind: type[Any]) -> list[Any]:

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from kvrsim.compile import build_program
 from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
-from kvrsim.executors.event import Replay
+from kvrsim.executors.event import EventSimulation
 from kvrsim.program import Program
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from kvrsim.stream import Arrivals
 from planner.simulate import compute_s, run_simulation
-from planner.stream import Recurrence, cycle_time_s, replayed, run_stream
+from planner.stream import Recurrence, cycle_time_s, run_stream, simulated
 from planner.uncertainty.disturbed import Disturbance
 from tests.building import Draws, any_partition, any_scenario, draws, examples
 
@@ -40,9 +40,9 @@ def test_the_recurrence_is_the_replay(name: str, rng: Draws, seed: int, poisson:
     arrivals = Arrivals(count=6, every_s=ttft_s * rng.choice([0.0, rng.random(), 3.0]), poisson=poisson)
     times_s = arrivals.times_s(seed)
     tokens_s, end_s = Recurrence.of(program, scenario.cluster).run(times_s)
-    replayed_s, replayed_end_s = replayed(program, scenario.cluster, times_s)
-    assert tokens_s == pytest.approx(replayed_s, rel=1e-9)
-    assert end_s == pytest.approx(replayed_end_s, rel=1e-9)
+    event_s, event_end_s = simulated(program, scenario.cluster, times_s)
+    assert tokens_s == pytest.approx(event_s, rel=1e-9)
+    assert end_s == pytest.approx(event_end_s, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["single", *SHARED])
@@ -113,7 +113,7 @@ def test_tsp_gains_its_idle_time_alone() -> None:
     assert gains["kvr-e"] > 0.01
 
 
-def test_under_noise_and_on_a_bus_it_is_replayed() -> None:
+def test_under_noise_and_on_a_bus_the_event_executor_runs_it() -> None:
     scenario, _ = make_scenario(ctx=512, gpus=2, topology="bus", link_bandwidth=1e10)
     quiet = run_simulation(scenario, strategy="kvr-e", arrivals=Arrivals(count=3)).stream
     assert quiet is not None
@@ -142,6 +142,6 @@ def test_arrivals() -> None:
 def test_every_rank_runs_all_requests() -> None:
     scenario, _ = make_scenario(ctx=512, gpus=2)
     program = build_program(scenario, STRATEGIES["kvr-s"], [np.array([300.0]), np.array([212.0])])
-    replay = Replay(program, scenario.cluster, arrivals_s=(0.0, 1.0))
+    replay = EventSimulation(program, scenario.cluster, arrivals_s=(0.0, 1.0))
     assert [len(ends) for ends in replay.finishes_s] == [2, 2]
     assert replay.timeline.end_s == max(replay.finish_s)

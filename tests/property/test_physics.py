@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvrsim.choices import Topology
 from kvrsim.compile import build_program
-from kvrsim.executors.event import Replay
+from kvrsim.executors.event import EventSimulation
 from kvrsim.hardware.cluster import load_cluster
 from kvrsim.program import Compute, Op, Program, Recv, Send
 from kvrsim.scenario import Scenario
@@ -89,7 +89,7 @@ def test_more_work_may_end_earlier_on_a_bus() -> None:
         layer = ((work(1.0), send), (work(work_s), send), (Recv(src=0), work(10.0), Recv(src=1)))
         nothing: tuple[tuple[Op, ...], ...] = ((), (), ())
         program = Program(strategy="x", prologue=nothing, layers=(layer,), layer_kind_index=(0,), epilogue=nothing)
-        return Replay(program, cluster.with_topology(topology), record=False).finish_s[-1]
+        return EventSimulation(program, cluster.with_topology(topology), record=False).finish_s[-1]
 
     assert [finish_s(seconds, "bus") for seconds in (1.0, 2.0)] == pytest.approx([13.0, 12.0])
     assert [finish_s(seconds, "switch") for seconds in (1.0, 2.0)] == pytest.approx([12.0, 12.0])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvrsim.compile import build_program
 from kvrsim.executors.batch import run_batch
-from kvrsim.executors.event import Replay
+from kvrsim.executors.event import EventSimulation
 from kvrsim.memory import memory_of
 from kvrsim.partition import Partition
 from kvrsim.program import AllGather, AllToAll, Program, Recv, RingPass, Send, work_s
@@ -39,7 +39,7 @@ def program_of(scenario: Scenario, strategy: Strategy, cuts: list[tuple[int, ...
 def assert_executors_agree(scenario: Scenario, strategy: Strategy, cut: tuple[int, ...]) -> None:
     program = program_of(scenario, strategy, [cut])
     batch = run_batch(program, scenario.cluster)[:, 0]
-    event = Replay(program, scenario.cluster, record=False).finish_s
+    event = EventSimulation(program, scenario.cluster, record=False).finish_s
     assert batch == pytest.approx(np.array(event), rel=1e-12, abs=0)
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvrsim.errors import InputError
-from kvrsim.executors.event import Link, Replay
+from kvrsim.executors.event import EventSimulation
+from kvrsim.executors.network import Link
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.program import Program
 
@@ -26,29 +27,22 @@ class Traffic:
             raise InputError("side traffic", self.share, "a share of the link's time above 0 and below 1")
 
 
-class NoisyReplay(Replay):
-    """One prefill beside side traffic; the same seed, the same times."""
-
-    def __init__(self, program: Program, cluster: Cluster, traffic: Traffic, seed: int) -> None:
-        assert not cluster.shares_bandwidth, "side traffic has links of its own to queue on"
-        self.traffic, self.seed = traffic, seed
-        super().__init__(program, cluster, record=False)
-
-    def link(self, src: int, dst: int) -> Link:
-        """The link, beside whose messages others come from now on."""
-        is_new = (src, dst) not in self.links
-        link = super().link(src, dst)
-        if is_new and (src, dst) in self.traffic.pairs:
-            self.env.process(self._others(link, random.Random(f"{self.seed}:{src}:{dst}")))
-        return link
-
-    def _others(self, link: Link, rng: random.Random) -> Generator[Any, Any, None]:
-        busy_s = self.traffic.message_bytes / link.path.bandwidth_bytes_per_s
-        while True:
-            yield self.env.timeout(rng.expovariate(self.traffic.share / busy_s))
-            self.env.process(link.transmit(self.traffic.message_bytes, busy_s))
-
-
 def noisy_ttft_s(program: Program, cluster: Cluster, traffic: Traffic, seeds: Sequence[int]) -> tuple[float, ...]:
-    """TTFT under each seed's traffic."""
-    return tuple(NoisyReplay(program, cluster, traffic, seed).finish_s[-1] for seed in seeds)
+    """TTFT under each seed's traffic; the same seed gives the same times."""
+    assert not cluster.shares_bandwidth, "side traffic has links of its own to queue on"
+    return tuple(_ttft_s(program, cluster, traffic, seed) for seed in seeds)
+
+
+def _ttft_s(program: Program, cluster: Cluster, traffic: Traffic, seed: int) -> float:
+    def on_link(src: int, dst: int, link: Link) -> None:
+        if (src, dst) in traffic.pairs:
+            link.env.process(_others(link, traffic, random.Random(f"{seed}:{src}:{dst}")))
+
+    return EventSimulation(program, cluster, record=False, on_link=on_link).finish_s[-1]
+
+
+def _others(link: Link, traffic: Traffic, rng: random.Random) -> Generator[Any, Any, None]:
+    busy_s = traffic.message_bytes / link.path.bandwidth_bytes_per_s
+    while True:
+        yield link.env.timeout(rng.expovariate(traffic.share / busy_s))
+        link.env.process(link.transmit(traffic.message_bytes, busy_s))

@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvrsim.compile import build_program
-from kvrsim.executors.bus import FairBus
-from kvrsim.executors.event import Replay
+from kvrsim.executors.event import EventSimulation
+from kvrsim.executors.network import FairBus
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.program import AllGather, Compute, Op, Program, Recv, Send
 from kvrsim.strategies import STRATEGIES
@@ -137,37 +137,37 @@ def compute(device_s: float) -> Compute:
 def test_messages_share_the_bus() -> None:
     cluster = bus_cluster(4)
     both = one_layer((send(1, 100.0),), (Recv(src=0),), (send(3, 100.0),), (Recv(src=2),))
-    assert Replay(both, cluster).finish_s == pytest.approx((0, 20, 0, 20))
+    assert EventSimulation(both, cluster).finish_s == pytest.approx((0, 20, 0, 20))
     one = one_layer((send(1, 100.0),), (Recv(src=0),), (), ())
-    assert Replay(one, cluster).finish_s == pytest.approx((0, 10, 0, 0))
+    assert EventSimulation(one, cluster).finish_s == pytest.approx((0, 10, 0, 0))
     late = one_layer((send(1, 100.0),), (Recv(src=0),), (compute(5.0), send(3, 100.0)), (Recv(src=2),))
-    assert Replay(late, cluster).finish_s == pytest.approx((0, 15, 5, 20))
+    assert EventSimulation(late, cluster).finish_s == pytest.approx((0, 15, 5, 20))
 
 
 def test_own_links_do_not_share() -> None:
     cluster = bus_cluster(4).with_topology("switch")
     both = one_layer((send(1, 100.0),), (Recv(src=0),), (send(3, 100.0),), (Recv(src=2),))
-    assert Replay(both, cluster).finish_s == pytest.approx((0, 10, 0, 10))
+    assert EventSimulation(both, cluster).finish_s == pytest.approx((0, 10, 0, 10))
 
 
 def test_messages_of_a_pair_keep_their_order() -> None:
     """A pair is one flow: its second message waits for the first, however short it is."""
     short_after_long = one_layer((send(1, 100.0), send(1, 10.0)), (Recv(src=0), compute(5.0), Recv(src=0)))
     for topology in ("switch", "bus"):
-        replay = Replay(short_after_long, bus_cluster(2).with_topology(topology))
+        replay = EventSimulation(short_after_long, bus_cluster(2).with_topology(topology))
         assert [span.end_s for span in replay.timeline.of(0, "transfer")] == pytest.approx([10, 11])
         assert replay.finish_s == pytest.approx((0, 15))
 
 
 def test_latency_does_not_hold_the_bus() -> None:
     both = one_layer((send(1, 100.0),), (Recv(src=0),), (send(3, 100.0),), (Recv(src=2),))
-    assert Replay(both, bus_cluster(4, 3.0)).finish_s == pytest.approx((0, 23, 0, 23))
+    assert EventSimulation(both, bus_cluster(4, 3.0)).finish_s == pytest.approx((0, 23, 0, 23))
 
 
 def test_a_ring_on_a_bus() -> None:
     """Three ranks pass a piece each at a time, twice: 3 x 100 bytes, twice."""
     gather = (AllGather(nbytes=np.array([100.0])),)
-    assert Replay(one_layer(gather, gather, gather), bus_cluster(3)).finish_s == pytest.approx((60, 60, 60))
+    assert EventSimulation(one_layer(gather, gather, gather), bus_cluster(3)).finish_s == pytest.approx((60, 60, 60))
 
 
 @given(rng=draws())
@@ -177,7 +177,7 @@ def test_no_faster_than_all_bytes_over_the_bandwidth(rng: Draws) -> None:
     cut = any_partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus)
     for name in ("kvr-s", "tsp"):
         program = build_program(scenario, STRATEGIES[name], [np.array([float(chunk)]) for chunk in cut])
-        replay = Replay(program, scenario.cluster)
+        replay = EventSimulation(program, scenario.cluster)
         moved = sum(span.nbytes or 0.0 for span in replay.timeline.spans)
         if name == "tsp":  # every piece crosses p - 1 links
             pieces = [
@@ -187,7 +187,7 @@ def test_no_faster_than_all_bytes_over_the_bandwidth(rng: Draws) -> None:
         least_s = moved / scenario.cluster.link.bandwidth_bytes_per_s
         assert max(replay.finish_s) >= least_s * (1 - 1e-9)
         own = plain(scenario.cluster).with_topology("switch")
-        for shared_s, own_s in zip(replay.finish_s, Replay(program, own, record=False).finish_s, strict=True):
+        for shared_s, own_s in zip(replay.finish_s, EventSimulation(program, own, record=False).finish_s, strict=True):
             assert shared_s >= own_s * (1 - 1e-9), "a share of a bus is no faster than all of it"
 
 
@@ -199,5 +199,5 @@ def test_one_flow_at_a_time_is_as_on_a_switch(rng: Draws) -> None:
     cut = any_partition(rng, scenario.request.new_tokens, 2)
     program = build_program(scenario, STRATEGIES["kvr-s"], [np.array([float(chunk)]) for chunk in cut])
     own = plain(scenario.cluster).with_topology("switch")
-    want = Replay(program, own, record=False).finish_s
-    assert Replay(program, scenario.cluster, record=False).finish_s == pytest.approx(want, rel=1e-12)
+    want = EventSimulation(program, own, record=False).finish_s
+    assert EventSimulation(program, scenario.cluster, record=False).finish_s == pytest.approx(want, rel=1e-12)

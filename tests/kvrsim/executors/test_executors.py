@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvrsim.compile import build_program
 from kvrsim.executors.batch import run_batch
-from kvrsim.executors.event import Replay
+from kvrsim.executors.event import EventSimulation
 from kvrsim.hardware.cluster import load_cluster
 from kvrsim.program import Array, Compute, Program, Recv, Send
 from kvrsim.scenario import Scenario
@@ -50,10 +50,10 @@ def test_the_same_timeline_twice(topology: str, rng: Draws) -> None:
     scenario = any_scenario(rng, num_gpus=(2, 4), topologies=(topology,))
     cut = any_partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus)
     for name in SHARED:
-        runs = [Replay(program_of(scenario, name, [cut]), scenario.cluster) for _ in range(2)]
+        runs = [EventSimulation(program_of(scenario, name, [cut]), scenario.cluster) for _ in range(2)]
         assert runs[0].timeline == runs[1].timeline
         assert runs[0].finish_s == runs[1].finish_s
-        quiet = Replay(program_of(scenario, name, [cut]), scenario.cluster, record=False)
+        quiet = EventSimulation(program_of(scenario, name, [cut]), scenario.cluster, record=False)
         assert quiet.finish_s == runs[0].finish_s
         assert quiet.timeline.spans == ()
 
@@ -68,7 +68,7 @@ def test_the_planner_evaluates_what_the_executors_run(rng: Draws) -> None:
     assert evaluator.evaluations == 4
     assert evaluator.best_s == ttft_s.min()
     for cut, value in zip(cuts, ttft_s, strict=True):
-        replay = Replay(program_of(scenario, "kvr-s", [cut]), scenario.cluster, record=False)
+        replay = EventSimulation(program_of(scenario, "kvr-s", [cut]), scenario.cluster, record=False)
         assert value == pytest.approx(replay.finish_s[-1], rel=1e-12)
         assert evaluator.one(cut) == pytest.approx(value, rel=1e-13)
 
@@ -83,6 +83,6 @@ def test_a_layer_may_end_with_an_operation_that_the_host_issues_late(rendezvous:
         strategy="mine", prologue=((), ()), layers=((sends, receives),), layer_kind_index=(0, 0, 0), epilogue=((), ())
     )
     cluster = load_cluster(num_gpus=2)
-    event = Replay(program, cluster, record=False).finish_s
+    event = EventSimulation(program, cluster, record=False).finish_s
     assert run_batch(program, cluster)[:, 0] == pytest.approx(np.array(event), rel=1e-12, abs=0)
     assert event[0] > 11.0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvrsim.compile import build_program, columns
 from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
-from kvrsim.executors.event import Replay
+from kvrsim.executors.event import EventSimulation
 from kvrsim.noise.draw import NoiseDraw
 from kvrsim.noise.model import Noise, SideTraffic
 from kvrsim.noise.parse import parse_noise
@@ -80,7 +80,7 @@ def test_both_executors_agree_sample_by_sample(name: str, rng: Draws, seed: int)
     draw = NoiseDraw(noise, program.num_ranks, seed=seed, samples=range(5))
     finish_s = run_batch(program, placed.cluster, draw)
     for sample in (0, 3):
-        replay = Replay(program, placed.cluster, record=False, noise=draw.only(sample))
+        replay = EventSimulation(program, placed.cluster, record=False, noise=draw.only(sample))
         assert finish_s[:, 0, sample] == pytest.approx(np.array(replay.finish_s), rel=1e-9, abs=0)
 
 
@@ -105,9 +105,9 @@ def test_partitions_under_noise_are_independent(name: str, rng: Draws, seed: int
 @examples(20)
 def test_noise_of_size_zero_is_the_quiet_timeline(name: str, rng: Draws, seed: int) -> None:
     scenario, program = program_of(rng, name)
-    quiet = Replay(program, scenario.cluster)
+    quiet = EventSimulation(program, scenario.cluster)
     for noise in (Noise(), Noise(side_traffic=SideTraffic(duty=0.0)), Noise(side_traffic=SideTraffic(share=0.0))):
-        replay = Replay(program, scenario.cluster, noise=NoiseDraw(noise, program.num_ranks, seed=seed))
+        replay = EventSimulation(program, scenario.cluster, noise=NoiseDraw(noise, program.num_ranks, seed=seed))
         assert replay.timeline == quiet.timeline
         assert replay.finish_s == quiet.finish_s
 
@@ -119,7 +119,7 @@ def test_the_same_seed_gives_the_same_timeline(name: str, rng: Draws, seed: int)
     scenario, program = program_of(rng, name)
     noise = replace(noise_of(rng, float(quiet_s(scenario, program).max())), compute_jitter=0.2)
     first, second, other = (
-        Replay(program, scenario.cluster, noise=NoiseDraw(noise, program.num_ranks, seed=number))
+        EventSimulation(program, scenario.cluster, noise=NoiseDraw(noise, program.num_ranks, seed=number))
         for number in (seed, seed, seed + 1)
     )
     assert first.timeline == second.timeline
@@ -182,7 +182,9 @@ def test_slow_gpus_and_links_only_delay(rng: Draws) -> None:
         even_program, program = (build_program(one, STRATEGIES[name], cut) for one in (scenario, uneven))
         slow_s = run_batch(program, uneven.cluster)[:, 0]
         assert (slow_s >= run_batch(even_program, scenario.cluster)[:, 0] * (1 - EXACT)).all()
-        assert slow_s == pytest.approx(np.array(Replay(program, uneven.cluster, record=False).finish_s), rel=EXACT)
+        assert slow_s == pytest.approx(
+            np.array(EventSimulation(program, uneven.cluster, record=False).finish_s), rel=EXACT
+        )
 
 
 def test_jitter_and_slow_gpus_on_a_bus() -> None:

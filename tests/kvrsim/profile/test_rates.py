@@ -11,7 +11,7 @@ import pytest
 
 from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
-from kvrsim.executors.event import Replay
+from kvrsim.executors.event import EventSimulation
 from kvrsim.io.json_text import JsonObject
 from kvrsim.io.schema import read as read_schema
 from kvrsim.profile.rates.attention import AttentionCall, BlockedRates, EagerRates, FlashRates, read_attention
@@ -336,4 +336,4 @@ def test_both_executors_gather_in_that_time(ranks: int) -> None:
     twice = Program(strategy="test", prologue=none, layers=((gather,) * ranks,), layer_kind_index=(0, 0), epilogue=none)
     want = [2 * GATHER.seconds(tokens(40 * ranks), ranks).item()] * ranks
     assert run_batch(twice, cluster)[:, 0] == pytest.approx(want)
-    assert Replay(twice, cluster).finish_s == pytest.approx(want)
+    assert EventSimulation(twice, cluster).finish_s == pytest.approx(want)

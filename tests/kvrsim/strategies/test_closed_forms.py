@@ -11,7 +11,7 @@ import kvrsim
 from kvrsim.compile import build_program
 from kvrsim.cost.tensor_parallel import group_of, share_of
 from kvrsim.executors.batch import run_batch
-from kvrsim.executors.event import Replay
+from kvrsim.executors.event import EventSimulation
 from kvrsim.program import AllGather, Array, Compute, Program
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
@@ -203,7 +203,7 @@ def test_an_all_reduce_takes_what_two_simulated_rings_take(size: int) -> None:
     )
     expected = number(group_of(scenario.cluster, size, scenario.model).all_reduce_s(nbytes))
     assert run_batch(program, scenario.cluster)[:, 0] == pytest.approx([expected] * size, rel=1e-12)
-    assert Replay(program, scenario.cluster).finish_s == pytest.approx([expected] * size, rel=1e-12)
+    assert EventSimulation(program, scenario.cluster).finish_s == pytest.approx([expected] * size, rel=1e-12)
 
 
 def test_an_all_reduce_over_nodes_uses_every_gpus_network() -> None:

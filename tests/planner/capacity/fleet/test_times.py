@@ -9,7 +9,7 @@ import pytest
 
 from kvrsim.compile import build_program
 from kvrsim.executors.batch import run_batch
-from kvrsim.executors.event import Replay
+from kvrsim.executors.event import EventSimulation
 from kvrsim.executors.run import run_partition
 from kvrsim.program import Compute, Program
 from kvrsim.scenario import Scenario
@@ -75,7 +75,7 @@ def test_ranks_that_begin_within_their_slack_end_no_later(profile: str, new: int
     program = build_program(asked, KVR, [np.array([chunk]) for chunk in chunks[0]])
     late = delayed(program, slack_s)
     assert run_batch(late, asked.cluster)[:, 0] == pytest.approx(finish_s[0], rel=1e-6)
-    assert Replay(late, asked.cluster, record=False).finish_s == pytest.approx(finish_s[0].tolist(), rel=1e-6)
+    assert EventSimulation(late, asked.cluster, record=False).finish_s == pytest.approx(finish_s[0].tolist(), rel=1e-6)
     too_late = delayed(program, slack_s + 0.05 * finish_s[0, -1])
     assert run_batch(too_late, asked.cluster)[-1, 0] > finish_s[0, -1] * 1.01
 
