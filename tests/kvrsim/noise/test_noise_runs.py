@@ -34,6 +34,7 @@ SHARED = ("tsp", "kvr-s")
 HYBRIDS = ("tp2+kvr-s", "tp2+ring")
 NAMES = (*(name for name in STRATEGIES if name not in ("kvr-s", "kvr-p")), *HYBRIDS)  # those two run kvr-e's program
 EXACT = 1e-12
+ROUNDED = 1e-9  # where a slot of side traffic begins at a difference of large times
 
 
 def program_of(rng: Draws, name: str, **kind: Any) -> tuple[Scenario, Program]:
@@ -95,9 +96,9 @@ def test_partitions_under_noise_are_independent(name: str, rng: Draws, seed: int
     noise = noise_of(rng, float(quiet_s(placed, programs[0]).max()))
     draw = NoiseDraw(noise, programs[0].num_ranks, seed=seed, samples=range(3))
     together, *alone = (run_batch(program, placed.cluster, draw) for program in programs)
-    assert together == pytest.approx(np.concatenate(alone, axis=1), rel=EXACT, abs=0)
+    np.testing.assert_allclose(together, np.concatenate(alone, axis=1), rtol=ROUNDED)
     sliced = [run_batch(programs[0].row(row), placed.cluster, draw) for row in range(len(cuts))]
-    assert together == pytest.approx(np.concatenate(sliced, axis=1), rel=EXACT, abs=0)
+    np.testing.assert_allclose(together, np.concatenate(sliced, axis=1), rtol=ROUNDED)
 
 
 @pytest.mark.parametrize("name", SHARED)
