@@ -27,8 +27,6 @@ PRIVATE_PATHS = ("/wor" + "k/", "../sha" + "red", ".libr" + "ary")
 LONGER = {
     "calibrate/fit/profile.py": 370,
     "calibrate/measure/compute_bench.py": 320,
-    "kvrsim/executors/batch.py": 330,
-    "kvrsim/executors/event.py": 320,
     "planner/plan.py": 330,
     "validate/gpu/steps.py": 400,
     "tests/calibrate/fit/test_fit.py": 420,
@@ -37,7 +35,6 @@ LONGER = {
 }
 LARGER = {"kvrsim": 25, "kvrsim/runtime": 18, "calibrate/measure": 18}
 MODULE_CIRCLES = {
-    frozenset({"kvrsim.executors.event", "kvrsim.executors.meetings"}),
     frozenset({"calibrate.measure.compute_bench", "calibrate.measure.pending"}),
 }
 PACKAGE_CIRCLES = {
