@@ -78,10 +78,10 @@ class FitReport:
         about = [
             f"# Profile {in_markdown(profile.name)}",
             f"{in_markdown(description)} Not covered: {in_markdown(profile.not_covered)}",
-            "Times are those of the operations alone, not of whole prefills. In the tables, *left out* rows were"
-            " predicted by fits that had not seen them, the others by the fit itself. *error* is the mean of the"
-            " absolute relative errors, *bias* their mean with sign (above 0: predicted too long), *inside* the share"
-            " of the rows within an 80 % interval made of the other half of them.",
+            "Times are those of the operations alone, not of whole prefills. *Left out* rows are held out: the fit that"
+            " predicts them did not use them. *error* is the mean of the absolute relative errors. *bias* is the mean"
+            " error with its sign; above 0 the prediction is too long. *inside* is the share of rows inside an 80 %"
+            " interval that is derived from the other half of the rows.",
         ]
         if picture is not None:
             about.append(f"![Measured against fitted times of each operation]({picture})")

@@ -219,8 +219,8 @@ from another table than products and attention, and [profiles.md](profiles.md) h
 
 What was not measured is interpolated, linear in the logarithms of time and sizes: *between widths* is a product whose
 matrix lies between those of NVIDIA's grid (from 16384 columns it goes to 51200 or 65536), *between chunks* a call of
-attention between measured ones. *Beyond* is the same past the end of the table. Interpolated sums may themselves be
-some percent off, since waves of tiles do not fill up alike at all sizes.
+attention between measured ones. *Beyond* is the same past the end of the table. Interpolated sums may be off
+by some percent, because the last wave of tiles is not equally full at all sizes.
 """
 
 
