@@ -150,7 +150,7 @@ def clock(scope: Scope) -> Finding:
     short, long = probes.products(scope.device, scope.dtype, durations_s, shape)
     ratio = long["flops_per_s"] / short["flops_per_s"]
     lines = [f"{one['seconds']:.3f} s: {one['flops_per_s'] / 1e12:.3g} TFLOP/s{_state(one)}" for one in (short, long)]
-    lines.append(f"ratio {ratio:.2f}: what a long prefill keeps of a short burst's rate")
+    lines.append(f"ratio {ratio:.2f}: rate of a long run divided by the rate of a short burst")
     faults = [f"the clock falls to {ratio:.0%} in 2 s"] if scope.on_gpu and ratio < 0.75 else []
     return judged(lines, faults, {"short": short, "long": long, "ratio": ratio})
 
