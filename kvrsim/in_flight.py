@@ -1,11 +1,26 @@
-"""Bytes of messages that a rank holds at a time, read from its program."""
+"""Bytes of messages, read from a program: what a rank sends, and what it holds at a time."""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
-from kvrsim.program import AllGather, AllToAll, Compute, Op, Recv, RingPass, Send
+import numpy as np
+
+from kvrsim.program import AllGather, AllToAll, Collective, Compute, Op, Program, Recv, RingPass, Send
+
+
+def sent_bytes(program: Program, rank: int) -> float:
+    """Bytes that a rank puts on its links; of a ring, its own piece and those it passes on."""
+    num_ranks = program.num_ranks
+    once = (*program.prologue[rank], *program.epilogue[rank])
+    sent = sum(op.nbytes.item() for op in once if isinstance(op, Collective))
+    for count, kind in zip(np.bincount(program.layer_kind_index), program.layers, strict=True):
+        own = [op for op in kind[rank] if isinstance(op, Send | Collective | RingPass | AllToAll)]
+        sent += count * sum(float(op.nbytes.sum()) for op in own)
+        pieces = [sum(op.nbytes.item() for op in ops if isinstance(op, AllGather)) for ops in kind]
+        sent += count * (sum(pieces) - pieces[(rank + 1) % num_ranks])
+    return float(sent)
 
 
 def bytes_in_flight(layer: Sequence[Sequence[Op]]) -> list[float]:

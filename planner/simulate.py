@@ -10,8 +10,9 @@ import numpy as np
 
 from kvrsim.compile import for_strategy
 from kvrsim.executors.run import check_executor, run_partition
+from kvrsim.in_flight import sent_bytes
 from kvrsim.memory import fits, memory_of
-from kvrsim.program import AllGather, AllToAll, Collective, Op, Program, RingPass, Send, work_s
+from kvrsim.program import Op, Program, work_s
 from kvrsim.question import Question
 from kvrsim.results import RankReport, SimResult
 from kvrsim.scenario import Scenario
@@ -188,16 +189,3 @@ def waited_s(busy_s: float, finish_s: float) -> float:
     """Time that a rank was not computing until it finished; rounding alone counts as none."""
     wait_s = finish_s - busy_s
     return wait_s if wait_s > 1e-12 * finish_s else 0.0
-
-
-def sent_bytes(program: Program, rank: int) -> float:
-    """Bytes that a rank puts on its links; of a ring, its own piece and those it passes on."""
-    num_ranks = program.num_ranks
-    once = (*program.prologue[rank], *program.epilogue[rank])
-    sent = sum(op.nbytes.item() for op in once if isinstance(op, Collective))
-    for count, kind in zip(np.bincount(program.layer_kind_index), program.layers, strict=True):
-        own = [op for op in kind[rank] if isinstance(op, Send | Collective | RingPass | AllToAll)]
-        sent += count * sum(float(op.nbytes.sum()) for op in own)
-        pieces = [sum(op.nbytes.item() for op in ops if isinstance(op, AllGather)) for ops in kind]
-        sent += count * (sum(pieces) - pieces[(rank + 1) % num_ranks])
-    return float(sent)
