@@ -73,11 +73,11 @@ fit: $(VENV)/.core ## fit profile a100-eager anew from the published figures
 	$(BIN)/python -m validate.published.fit
 	$(BIN)/python -m calibrate.shipped.page
 
-profiles: $(VENV)/.core ## fit the other shipped profiles anew (TABLES=folder of vidur's tables)
-	@[ -n "$(TABLES)" ] || { echo "make profiles: TABLES=FOLDER, where calibrate/shipped/recipes.json finds its CSV files" >&2; exit 2; }
-	@$(PIP_INSTALL) -e '.[import]'
-	$(BIN)/python -m calibrate.shipped.recipes --tables "$(TABLES)"
-	$(BIN)/python -m validate.kernels.sums --tables "$(TABLES)"
+profiles: $(VENV)/.core ## fit the other shipped profiles again (VIDUR=clone of github.com/microsoft/vidur)
+	@[ -n "$(VIDUR)" ] || { echo "make profiles: VIDUR=CLONE, a git clone of https://github.com/microsoft/vidur" >&2; exit 2; }
+	@$(PIP_INSTALL) -e '.[import]' aiconfigurator-core==0.12.0
+	$(BIN)/python -m calibrate.shipped.recipes --vidur "$(VIDUR)"
+	$(BIN)/python -m validate.kernels.sums --vidur "$(VIDUR)"
 
 clean: ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

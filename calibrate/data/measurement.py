@@ -77,6 +77,7 @@ from kvrsim.units import MAX_SECONDS
 
 MEASURED_DTYPES = DTYPES
 ELEMENTWISE = ("norm", "rotary", "activation", "residual", "embedding")
+RING = "_p2p_ring"  # suffix of `kernel`: an all-gather made of messages between neighbours
 SEGMENTS = ("before_attention", "after_attention", "layer")  # sums of others
 
 # For each operation the columns that it needs beyond those of every row.

@@ -1,4 +1,4 @@
-"""Provenance: what measurement files say of the machine, model and software that all their rows have in common."""
+"""Provenance: the machine, model and software that all rows of measurement files have in common."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def read_origins(sources: Iterable[str], argument: str) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Provenance:
-    """The origins of one or more files as one: of each key, what the first file that has it says."""
+    """The origins of several files, merged: for each key the value of the first file that has it."""
 
     data: JsonObject
 
     @classmethod
     def of(cls, origins: Sequence[Mapping[str, Any]], argument: str = "compute") -> Provenance:
-        """What read_origin has found in the files; none of them: an origin that says nothing."""
+        """From the results of read_origin; may be empty."""
         merged: dict[str, Any] = {}
         for origin in origins:
             merged |= {key: value for key, value in origin.items() if key not in merged}
@@ -65,7 +65,7 @@ class Provenance:
         return read_config(JsonObject(fields=self.data.child("model").fields, where=f"{self.data.where}: model"), name)
 
     def cluster(self, name: str, gpu: GpuSpec, link: LinkSpec, ranks: int) -> Cluster | None:
-        """The machine that was measured, of at least so many ranks; None where no origin says on what."""
+        """The measured machine, with at least so many ranks; None where the files do not describe it."""
         if self.gpu is None or self.gpu.name != gpu.name:
             return None
         topology = self._topology()

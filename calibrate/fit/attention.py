@@ -16,8 +16,8 @@ from calibrate.fit.solver import (
     Fitted,
     Parameter,
     Some,
+    cross_validated_s,
     dtypes_of,
-    left_out,
     peak_flops,
     seen_of,
     solve,
@@ -30,23 +30,23 @@ from kvrsim.program import Array
 
 HEAD_DIM = 128
 PROMISED_CHUNK = 128  # from here on, a prefill's chunks: what the profile's error is about
-LONG_KEYS = 4096  # what a fit to shorter calls is tried on
+LONG_KEYS = 4096  # a fit to shorter calls is tried on longer ones
 KERNELS = (*PRESETS, "eager")
 
 _CLASSES = (1, 128, 512, 2048, 4096, 8192)
-_ENOUGH_HEADS = 4  # counts of query heads, that leaving each out says something
+_ENOUGH_HEADS = 4  # different counts of query heads, from which on they are held out too
 _ENOUGH = 8  # rows
-_WHOLE = 2**30  # keys of a block, that the diagonal cuts all: a kernel that always computes what is masked
+_WHOLE = 2**30  # keys of a block: one block for all keys, for a kernel that computes masked scores too
 _KEY_BLOCKS = (1, 64, 128, 256, 512, 1024, _WHOLE)
-_NOTHING_S = 1e-15  # what a fit leaves of a constant that it has no use for
+_NOTHING_S = 1e-15  # below this a constant is 0
 _TURNS = 2  # of constants and factors
-_POOR_FORM = 0.05  # mean error of a form's own rows, from which on sizes are tried
+_POOR_FORM = 0.05  # mean error on the fitted rows, above which factors by size are tried
 Rates = TypeVar("Rates", bound=AttentionRates)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class HeldOut:
-    """Calls that the fit does not see, to be predicted by its constants with another kernel's tiles."""
+    """Held-out calls, predicted by the fitted constants with another kernel's tiles."""
 
     rows: Sequence[Measurement]
     kernel: str  # preset whose tiles they have
@@ -60,7 +60,7 @@ def fit_flash(
     head_dim: int = HEAD_DIM,
     held_out: HeldOut | None = None,
 ) -> Fitted[FlashRates]:
-    """Constants of one of PRESETS (None: of the one that is nearest) from one sequence's calls of this head_dim.
+    """Constants of one of PRESETS (None: of the best-fitting one) from calls of one sequence with this head_dim.
 
     No call is faster than its unmasked FLOPs at the datasheet's rate. Raises InputError for a kernel that is not
     among the presets.
@@ -69,7 +69,7 @@ def fit_flash(
         raise InputError("attention_kernel", kernel, ", ".join(KERNELS))
     data = usable_attention(rows, head_dim)
     forms = [_flash_form(gpu, name) for name in ([kernel] if kernel else PRESETS)]
-    best = min((_fit(form, data) for form in forms), key=lambda fitted: fitted.crossed.errors().mape)
+    best = min((_fit(form, data) for form in forms), key=lambda fitted: fitted.cross_validated.errors().mape)
     if held_out is None:
         return best
     return replace(best, checks=(*best.checks, *_check_held_out(best.rates, held_out, head_dim)))
@@ -78,7 +78,7 @@ def fit_flash(
 def fit_eager(rows: Sequence[Measurement], gpu: GpuSpec, *, head_dim: int = HEAD_DIM) -> Fitted[EagerRates]:
     """FLOPs of QK^T and PV, 28 bytes an element of the score matrix through device memory, and a start.
 
-    Where that form is poor and it helps calls left out, the times of score matrices by size, too.
+    Where that form fits poorly and it improves held-out calls, also factors by size of the score matrix.
     """
     found = usable_attention(rows, head_dim)
     peak = peak_flops(gpu, dtypes_of(found))
@@ -96,7 +96,7 @@ def fit_blocked(
 ) -> Fitted[BlockedRates]:
     """FLOPs of the causal half and of the rectangle, a start of calls and of queries, and the nearest size of blocks.
 
-    Where that form is poor and it helps calls left out, factors by queries, too.
+    Where that form fits poorly and it improves held-out calls, also factors by number of queries.
     """
     found = usable_attention(rows, head_dim)
     peak = peak_flops(gpu, dtypes_of(found))
@@ -136,12 +136,12 @@ def _blocked(values: Mapping[str, Any], key_block: int, skips_masked: bool) -> B
 
 
 def _better(plain: _Form[Rates], sized: _Form[Rates], found: Sequence[Measurement]) -> Fitted[Rates]:
-    """The plain form, unless it is poor and the other is better at calls that it has not seen."""
+    """The plain form, unless it fits poorly and the other is better on held-out calls."""
     simple = _fit(plain, found)
     if simple.own.errors().mape <= _POOR_FORM:
         return simple
     richer = _fit(sized, found)
-    return min(simple, richer, key=lambda fitted: fitted.crossed.errors().mape)
+    return min(simple, richer, key=lambda fitted: fitted.cross_validated.errors().mape)
 
 
 def usable_attention(
@@ -193,30 +193,32 @@ def _flash_form(gpu: GpuSpec, name: str) -> _Form[FlashRates]:
 
 
 def _fit(form: _Form[Rates], found: Sequence[Measurement]) -> Fitted[Rates]:
-    """The fit, and what it predicts where whole chunk sizes are left out of it."""
+    """The fit, cross-validated by holding out whole chunk sizes."""
     data = AttentionRows.of(found)
     rates = form.fit(data)
     seconds = data.predicted_s(rates)
     own = Comparison(label=f"{form.name}, fitted", measured_s=data.expected_s, predicted_s=seconds)
-    crossed = _crossed(form, data, "chunk sizes", data.chunk)
+    held_out = _cross_validated(form, data, "chunk sizes", data.chunk)
     promised = data.chunk >= PROMISED_CHUNK
     checks = [*own.by(data.chunk, _CLASSES, "chunk"), *_check_prefix(own, data)]
     if len(set(data.num_attention_heads.tolist())) >= _ENOUGH_HEADS:
-        heads = _crossed(form, data, "counts of heads", data.num_attention_heads)
+        heads = _cross_validated(form, data, "counts of heads", data.num_attention_heads)
         checks.append(_promised(heads, promised))
     return Fitted(
         rates=rates,
         source=sources_of(found),
         own=own,
-        crossed=_promised(crossed, promised),
+        cross_validated=_promised(held_out, promised),
         checks=(*checks, *_check_longer(form, data)),
         seen=seen_of(found, ("chunk", "prefix", "num_attention_heads", "num_key_value_heads", "head_dim")),
     )
 
 
-def _crossed(form: _Form[Rates], data: AttentionRows, what: str, labels: Array) -> Comparison:
-    """Calls predicted by fits that have not seen their label."""
-    predicted = left_out(labels.tolist(), lambda train, test: data.take(test).predicted_s(form.fit(data.take(train))))
+def _cross_validated(form: _Form[Rates], data: AttentionRows, what: str, labels: Array) -> Comparison:
+    """Every call predicted by a fit without the calls of its label."""
+    predicted = cross_validated_s(
+        labels.tolist(), lambda train, test: data.take(test).predicted_s(form.fit(data.take(train)))
+    )
     return Comparison(label=f"{form.name}, {what} left out", measured_s=data.expected_s, predicted_s=predicted)
 
 

@@ -1,6 +1,6 @@
-"""AttentionRows: measured attention calls as arrays, put to the rates' own formulas.
+"""AttentionRows: measured attention calls as arrays, for the formulas of the rates.
 
-with_sizes: how far measured attention calls of each size are from a form, added to its rates.
+with_sizes: adds correction factors by size of the call to rates.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class AttentionRows:
 MAX_KNOTS = 20
 _A_DOUBLING = 2  # classes of size
 _KNOT_ERROR = 0.01
-_LEAST_SHARE = 0.3  # of a call's time that goes with its elements, that the call says something of them
+_LEAST_SHARE = 0.3  # of a call's time that depends on its elements; calls with less are not used
 
 Sized = TypeVar("Sized", EagerRates, BlockedRates)
 
@@ -95,14 +95,14 @@ def with_sizes(rates: Sized, rows: AttentionRows, peak_flops: float) -> Sized:
 
 
 def _without_elements(rates: Sized) -> Sized:
-    """What a call takes whatever it covers."""
+    """The rates with only the constant time of a call."""
     none = dict.fromkeys(("flops_per_s", "bytes_per_s", "causal_flops_per_s", "rectangle_flops_per_s"), 1e60)
     values: dict[str, Any] = {name: value for name, value in none.items() if name in rates.__slots__}
     return replace(rates, **values)
 
 
 def _sizes(sizes: Array, factors: Array) -> MeasuredSizes:
-    """Medians of classes of size, as few of them as say it, and such that longer calls never take less."""
+    """Medians of classes of size, with few knots, such that longer calls never take less time."""
     classes = np.round(_A_DOUBLING * np.log2(sizes))
     knots = sorted(set(classes.tolist()))
     places = np.array([np.mean(np.log(sizes[classes == knot])) for knot in knots])

@@ -1,4 +1,4 @@
-"""compare_profiles: what two profiles say of the same typical operations, and whether they differ for a reason."""
+"""compare_profiles: typical operations by two profiles, and whether they differ significantly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from calibrate.fit.layers import layer_costs
+from calibrate.fit.profile import layer_costs
 from kvrsim.cost.sensitivity import Part, WeightedCost
 from kvrsim.model.spec import ModelSpec
 from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile, LinkRates
@@ -30,7 +30,7 @@ class DiffRow:
     operation: str  # in a few words
     a_s: float  # seconds by the first profile
     b_s: float  # by the second
-    log_sd: float  # of the logarithm of their ratio, by what both say of their errors
+    log_sd: float  # of the logarithm of their ratio, from the errors of both profiles
 
     @property
     def ratio(self) -> float | None:
@@ -48,14 +48,14 @@ class DiffRow:
 def compare_profiles(a: CalibrationProfile, b: CalibrationProfile, model: ModelSpec) -> tuple[DiffRow, ...]:
     """A layer of the model and its parts, logits, messages and what comes once, each by both profiles.
 
-    Chunks are a quarter of the longest context that both have seen, at its beginning and at its end; the dtype is
-    the first that both have, or else each profile's own first.
+    Chunks are a quarter of the longest context in both valid ranges, at its beginning and at its end; the dtype is the
+    first that both have, or else the first of each profile.
     """
     return (*_layers(a, b, model), *_messages(a, b), *_constants(a, b))
 
 
 def dtypes_of(a: CalibrationProfile, b: CalibrationProfile) -> tuple[str, str]:
-    """In which each is asked."""
+    """The dtypes to compare in."""
     common = [dtype for dtype in a.valid.dtypes if dtype in b.valid.dtypes]
     return (common[0], common[0]) if common else (a.valid.dtypes[0], b.valid.dtypes[0])
 
@@ -125,7 +125,7 @@ def _messages(a: CalibrationProfile, b: CalibrationProfile) -> Iterator[DiffRow]
 
 
 def _message_s(links: LinkRates, nbytes: int) -> float:
-    """From end to end, as kvrsim.hardware.cluster.Path has it."""
+    """From send to arrival, as in kvrsim.hardware.cluster.Path."""
     long_s = nbytes / links.bandwidth_bytes_per_s
     if links.short_bytes_per_s is None:
         return links.latency_s + long_s

@@ -1,4 +1,4 @@
-"""fit_elementwise: bytes a second of each kind of element-wise kernel, and what each kernel takes to start."""
+"""fit_elementwise: bytes per second of each kind of element-wise kernel, and the start time of a kernel."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from calibrate.fit.solver import (
     Parameter,
     Some,
     column,
+    cross_validated_s,
     dtypes_of,
     has_waves,
-    left_out,
     seen_of,
     solve,
     sources_of,
@@ -26,19 +26,19 @@ from kvrsim.program import Array
 
 PROMISED_TOKENS = 128  # from here on, a prefill's chunks: what the profile's error is about
 KINDS = (*ELEMENTWISE, "copy")  # copies are measured as cache_append
-_LIKE = {"copy": "residual"}  # a kind that hardly anyone measures, and the kind that streams as it does
+_LIKE = {"copy": "residual"}  # a kind that is rarely measured, and one with the same access pattern
 _ENOUGH = 3  # rows of a kind
-_CPU_CACHES = 20.0  # times the memory's rate: what eager code writes, a CPU's next kernel finds in a cache
+_CPU_CACHES = 20.0  # times the memory's rate: on a CPU, the output of a kernel may still be in a cache for the next one
 
 
 def fit_elementwise(
     rows: Sequence[Measurement], gpu: GpuSpec, *, fused: bool, kernels: Mapping[str, int] | None = None
 ) -> Fitted[ElementwiseRates]:
-    """One rate a kind, none above the datasheet's memory; one start for all, of at least nothing.
+    """One rate per kind, at most the datasheet's memory bandwidth; one start time for all, at least 0.
 
-    Where no cache_append rows say it, a copy takes the rate of a residual addition; another kind with hardly a row
-    takes the datasheet's. `kernels`: how many a row of each kind has; one where nothing is said. `crossed` leaves
-    sizes out, a tenth at a time.
+    Without cache_append rows, a copy has the rate of a residual addition; other kinds with too few rows have the
+    datasheet's. `kernels`: kernels of one row of each kind; default 1. `cross_validated` holds sizes out, a tenth at a
+    time.
     """
     found = usable_elementwise(rows)
     kinds = np.array([KINDS.index(_kind(row)) for row in found])
@@ -54,18 +54,20 @@ def fit_elementwise(
         return solve(_parameters(measured, gpu), predict, seconds[some], weights=np.sqrt(seconds[some]))
 
     constants = fit(np.arange(len(found)))
-    predicted = left_out(
+    predicted = cross_validated_s(
         nbytes.tolist(), lambda train, test: _seconds(fit(train), gpu, kinds[test], nbytes[test], starts[test])
     )
     own = Comparison(label="fitted", measured_s=seconds, predicted_s=_seconds(constants, gpu, kinds, nbytes, starts))
-    crossed = Comparison(label="sizes left out", measured_s=seconds, predicted_s=predicted)
+    held_out = Comparison(label="sizes left out", measured_s=seconds, predicted_s=predicted)
     promised = tokens >= PROMISED_TOKENS
     by_kind = [own.where((kinds == KINDS.index(kind)) & promised, f"{kind}, fitted") for kind in measured]
     return Fitted(
         rates=_rates(constants, gpu, fused=fused),
         source=sources_of(found),
         own=own,
-        crossed=crossed.where(promised, f"{crossed.label}, tokens >= {PROMISED_TOKENS}") if promised.any() else crossed,
+        cross_validated=held_out.where(promised, f"{held_out.label}, tokens >= {PROMISED_TOKENS}")
+        if promised.any()
+        else held_out,
         checks=tuple(one for one in by_kind if len(one.measured_s)),
         seen=seen_of(found, ("tokens", "bytes")),
     )

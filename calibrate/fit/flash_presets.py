@@ -1,4 +1,4 @@
-"""FlashPreset: how a kind of flash kernel is written, and which of its constants its measurements can tell."""
+"""FlashPreset: the structure of a kind of flash kernel, and which of its constants are fitted."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlashPreset:
-    """Structure, as the kernel's source has it, and where the constants start; those in `fitted` are moved."""
+    """Structure of the kernel (from its source) and start values; the constants in `fitted` are fitted."""
 
     tile_rows: int
     key_block: int
-    tiles_per_sm: int  # that a multiprocessor holds at once
+    tiles_per_sm: int  # that a multiprocessor runs at once
     causal: bool
     packs_heads: bool
     splits_keys: bool
@@ -41,7 +41,7 @@ class FlashPreset:
     fitted: tuple[str, ...]
 
     def rates(self, gpu: GpuSpec, constants: Mapping[str, float]) -> FlashRates:
-        """With these constants in the place of those it starts with."""
+        """Rates with these constants instead of the start values."""
         values = {**self.start, **constants}
         return FlashRates(
             tile_rows=self.tile_rows,
@@ -56,7 +56,7 @@ class FlashPreset:
         )
 
     def parameters(self, gpu: GpuSpec) -> tuple[Parameter, ...]:
-        """What a fit may move."""
+        """The parameters of a fit."""
         listed = []
         for name in self.fitted:
             low, high = _BOUNDS[name]

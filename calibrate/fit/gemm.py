@@ -18,10 +18,10 @@ from calibrate.fit.solver import (
     Fitted,
     Parameter,
     Some,
+    cross_validated_s,
     dtypes_of,
     element_bytes_of,
     has_waves,
-    left_out,
     peak_flops,
     rounded,
     seen_of,
@@ -38,10 +38,12 @@ STEP = 64  # rows between which a prediction does not rise
 PROMISED_ROWS = 128  # from here on, a prefill's chunks: what the profile's error is about
 
 _ENOUGH = 20  # rows
-_LEAST_WIDTH = 1024  # features of the narrowest matrix that the fit looks at, where enough are wider
+_LEAST_WIDTH = 1024  # features of the narrowest matrix in the fit, where enough are wider
 _STARTS = 24
-_NOISE = 0.15  # libraries choose better and worse kernels for like shapes: their mean counts, not the most frequent
-_USED_SHARE = 0.005  # of the rows, that a tile is the fastest for; a tile with fewer is left away
+_NOISE = (
+    0.15  # libraries choose faster and slower kernels for similar shapes: the fit is to their mean, not to their mode
+)
+_USED_SHARE = 0.005  # of the rows that a tile is the fastest for; a tile with fewer is dropped
 _CLASSES = (64, 128, 512, 2048, 8192)
 
 Constants = Mapping[str, float]
@@ -52,9 +54,9 @@ def fit_gemm(
 ) -> Fitted[GemmRates]:
     """Constants from usable_gemm(rows), none faster than the datasheet; tables of the `keep_shapes` among them.
 
-    `crossed` is the form without tables for shapes (from three sources on: for sources, which are models) that the
-    fit has not seen: what holds for a model of other shapes. `interpolated` is the tables' own error, a tenth of the
-    row counts left out at a time.
+    `cross_validated` holds out shapes, or from three sources on whole sources (models), and uses the form without
+    tables: the error for a model of other shapes. `interpolated` is the error of the tables, a tenth of the row counts
+    held out at a time.
     """
     found = usable_gemm(rows, narrow=narrow)
     data = GemmRows.of(found)
@@ -69,14 +71,14 @@ def fit_gemm(
         return data.take(test).form_s(device.rates(_fit_form(data.take(train), device, constants)))
 
     name = f"form alone, {what} left out"
-    crossed = Comparison(label=name, measured_s=data.seconds, predicted_s=left_out(labels, predict))
+    held_out = Comparison(label=name, measured_s=data.seconds, predicted_s=cross_validated_s(labels, predict))
     return Fitted(
         rates=rates,
         source=sources_of(found),
         own=Comparison(label="as shipped", measured_s=data.seconds, predicted_s=data.predicted_s(rates)),
-        crossed=crossed.where(data.tokens >= PROMISED_ROWS, f"{name}, rows >= {PROMISED_ROWS}"),
+        cross_validated=held_out.where(data.tokens >= PROMISED_ROWS, f"{name}, rows >= {PROMISED_ROWS}"),
         interpolated=_interpolated(rates, data),
-        checks=tuple(crossed.by(data.tokens, _CLASSES, "rows")),
+        checks=tuple(held_out.by(data.tokens, _CLASSES, "rows")),
         seen=seen_of(found, ("tokens", "in_features", "out_features")),
     )
 
@@ -160,7 +162,7 @@ def _fit_form(rows: GemmRows, device: _Device, near: Constants | None = None) ->
 
 
 def _pruned(rates: GemmRates, rows: GemmRows) -> GemmRates:
-    """Without the tiles whose constants hardly any row has decided; of the smallest tile, the steps remain."""
+    """Without the tiles that hardly any row depends on; the smallest tile stays, for its step."""
     alone = [rows.form_s(replace(rates, tiles=(tile,))) for tile in rates.tiles]
     wins = np.bincount(np.argmin(alone, axis=0), minlength=len(rates.tiles)) / len(rows.tokens)
     kept = [tile for tile, share in zip(rates.tiles, wins, strict=True) if share >= _USED_SHARE]
@@ -190,5 +192,5 @@ def _interpolated(rates: GemmRates, rows: GemmRows) -> Comparison | None:
     return Comparison(
         label=f"shapes with tables, row counts left out, rows >= {PROMISED_ROWS}",
         measured_s=data.seconds,
-        predicted_s=left_out(labels, predict),
+        predicted_s=cross_validated_s(labels, predict),
     )

@@ -22,7 +22,7 @@ Shape = tuple[int, int]  # in_features, out_features
 
 MAX_KNOTS = 40  # of a shape's table
 _LEAST_KNOTS = 4
-_KNOT_ERROR = 0.003  # a table is long enough where it is this near its measurements
+_KNOT_ERROR = 0.003  # relative, below which a table gets no more knots
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -121,7 +121,7 @@ def _ratios(form: GemmRates, rows: GemmRows) -> dict[float, float]:
 
 
 def builtin_shapes() -> frozenset[Shape]:
-    """(in_features, out_features) of every layer of every model that ships; experts of mixtures left away."""
+    """(in_features, out_features) of every layer of every model that ships; without the experts of mixtures."""
     return frozenset(shape for name in builtin_models() for shape in model_shapes(name))
 
 

@@ -1,4 +1,4 @@
-"""fit_host and fit_prepare: what the launching thread takes, and what a prefill does once before its first layer."""
+"""fit_host and fit_prepare: CPU launch overhead, and the time of a prefill before its first layer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def fit_host(
 ) -> tuple[HostRates, OperationFit]:
     """Medians of host_layer rows, at least one, of host_collective rows a rank, and of host_message rows.
 
-    Where no collective was timed, a rank's part in one is a send and a receive, as in the runtime's ring.
+    Without timed collectives, a rank's part in one is a send and a receive, as in the runtime's ring.
     """
     seconds = column(layers, "expected_s")
     mape = rounded(float(np.mean(np.abs(seconds / np.median(seconds) - 1))))
@@ -48,7 +48,7 @@ def fit_host(
 
 
 def fit_pending_share(rows: Sequence[Measurement]) -> float:
-    """Of a layer's compute rate, what is lost beside a pending receive: the median over shapes; 0 without rows.
+    """Share of a layer's compute rate that a pending receive takes: the median over shapes; 0 without rows.
 
     From layer_pending rows and the layer_alone row of the same shape and ranks.
     """
@@ -67,14 +67,14 @@ def _shape(row: Measurement) -> tuple[object, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrepareRates:
-    """Seconds before the first layer: so long whatever the tokens, and of each element of the mask."""
+    """Seconds before the first layer: a constant, and a rate per element of the mask."""
 
     request_s: float
     mask_element_s: float
 
 
 def fit_prepare(rows: Sequence[Measurement]) -> PrepareRates:
-    """From prepare rows, at least one; those of kernels that take no mask tell the constant alone."""
+    """From at least one prepare row; rows of kernels without a mask determine only the constant."""
     seconds = column(rows, "expected_s")
     masked = np.array([row.kernel != _UNMASKED for row in rows])
     elements = np.where(masked, column(rows, "chunk") * (column(rows, "chunk") + column(rows, "prefix")), 0.0)

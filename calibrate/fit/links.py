@@ -1,4 +1,4 @@
-"""fit_send_recv and fit_all_gather: what messages and ring all-gathers over a link take."""
+"""fit_send_recv and fit_all_gather: times of messages and ring all-gathers over a link."""
 
 from __future__ import annotations
 
@@ -8,9 +8,18 @@ from statistics import geometric_mean
 
 import numpy as np
 
-from calibrate.data.measurement import Measurement
-from calibrate.fit.solver import Comparison, Fitted, Parameter, Some, column, left_out, seen_of, solve, sources_of
-from calibrate.measure.link_points import RING
+from calibrate.data.measurement import RING, Measurement
+from calibrate.fit.solver import (
+    Comparison,
+    Fitted,
+    Parameter,
+    Some,
+    column,
+    cross_validated_s,
+    seen_of,
+    solve,
+    sources_of,
+)
 from kvrsim.hardware.links import LinkSpec
 from kvrsim.profile.rates.links import GatherRates
 from kvrsim.program import Array
@@ -36,7 +45,7 @@ class SendRates:
 def fit_send_recv(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[SendRates]:
     """Latency and two rates from the messages inside a node; the bandwidth at most the datasheet's.
 
-    `crossed` leaves sizes out, a tenth at a time.
+    `cross_validated` holds sizes out, a tenth at a time.
     """
     found = usable_link_rows(rows, "send_recv")
     nbytes, seconds = column(found, "bytes"), column(found, "median_s")
@@ -54,13 +63,13 @@ def fit_send_recv(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[SendRat
         return SendRates(**solve(parameters, predict, seconds[some], starts=4))
 
     rates = fit(np.arange(len(found)))
-    crossed = left_out(nbytes.tolist(), lambda train, test: fit(train).seconds(nbytes[test]))
+    held_out = cross_validated_s(nbytes.tolist(), lambda train, test: fit(train).seconds(nbytes[test]))
     own = Comparison(label="fitted", measured_s=seconds, predicted_s=rates.seconds(nbytes))
     return Fitted(
         rates=rates,
         source=sources_of(found),
         own=own,
-        crossed=Comparison(label="sizes left out", measured_s=seconds, predicted_s=crossed),
+        cross_validated=Comparison(label="sizes left out", measured_s=seconds, predicted_s=held_out),
         checks=tuple(own.by(nbytes, _CLASSES, "bytes")),
         seen=seen_of(found, ("bytes", "ranks")),
     )
@@ -69,7 +78,7 @@ def fit_send_recv(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[SendRat
 def fit_all_gather(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[GatherRates]:
     """GatherRates from the all-gathers inside a node, its rates at most the datasheet's; of the fastest kernel.
 
-    `crossed` leaves sizes out, a tenth at a time; counts of ranks are left out among the checks.
+    `cross_validated` holds sizes out, a tenth at a time; a check holds counts of ranks out.
     """
     found, why = _fastest(usable_link_rows(rows, "all_gather"))
     nbytes, ranks, seconds = (column(found, name) for name in ("bytes", "ranks", "median_s"))
@@ -90,20 +99,20 @@ def fit_all_gather(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[Gather
         found = solve(parameters, lambda values, inside: predicted(values, some[inside]), seconds[some])
         return GatherRates(**found, own_share=OWN_SHARE)
 
-    def crossed(labels: Array, what: str) -> Comparison:
-        left = left_out(labels.tolist(), lambda train, test: _gather_s(fit(train), nbytes[test], ranks[test]))
+    def held_out(labels: Array, what: str) -> Comparison:
+        left = cross_validated_s(labels.tolist(), lambda train, test: _gather_s(fit(train), nbytes[test], ranks[test]))
         return Comparison(label=f"{what} left out", measured_s=seconds, predicted_s=left)
 
     rates = fit(np.arange(len(found)))
     own = Comparison(label="fitted", measured_s=seconds, predicted_s=_gather_s(rates, nbytes, ranks))
     large = nbytes >= LARGE_BYTES
-    others = [crossed(ranks, "counts of ranks")] if len(set(ranks.tolist())) > 1 else []
-    promised = [_large(one, large) for one in (crossed(nbytes, "sizes"), *others)]
+    others = [held_out(ranks, "counts of ranks")] if len(set(ranks.tolist())) > 1 else []
+    promised = [_large(one, large) for one in (held_out(nbytes, "sizes"), *others)]
     return Fitted(
         rates=rates,
         source=sources_of(found) + why,
         own=own,
-        crossed=promised[0],
+        cross_validated=promised[0],
         checks=(*own.by(nbytes, _CLASSES, "bytes"), *promised[1:]),
         seen=seen_of(found, ("bytes", "ranks")),
         gather="ring" if found[0].kernel.endswith(RING) else "collective",
@@ -116,10 +125,10 @@ def usable_link_rows(rows: Sequence[Measurement], operation: str) -> list[Measur
 
 
 def _fastest(rows: Sequence[Measurement]) -> tuple[list[Measurement], str]:
-    """The rows of one kernel, and what to say of it where there are several.
+    """The rows of one kernel, and a note where there are several.
 
-    It takes least for the largest size that all kernels have, over the counts of ranks; where they have none in common,
-    it has most rows.
+    The kernel is the fastest at the largest common size, in the mean over the counts of ranks; without a common size,
+    the one with most rows.
     """
     seconds: dict[str, dict[tuple[int, int], float]] = {}
     for row in rows:

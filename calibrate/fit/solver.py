@@ -1,4 +1,4 @@
-"""Fitted: constants found by least squares, and how far they are from measurements, seen and left out."""
+"""Fitted: parameters found by least squares, with their errors on fitted rows and on held-out rows."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ _SEED = 0  # of starts and folds: the same rows give the same fit
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameter:
-    """A constant that a fit may move: by factors, or, where it may be nothing, by parts of where it starts."""
+    """A parameter of a fit: moved on a logarithmic scale, or on a linear one where it may be 0."""
 
     name: str
     start: float
-    low: float  # 0: may be nothing
+    low: float  # 0: linear scale
     high: float  # the datasheet's where there is one
 
     def encode(self, value: float) -> float:
-        """As the solver sees it."""
+        """On the scale of the solver."""
         return math.log(value) if self.low > 0 else value / self.start
 
     def decode(self, value: float) -> float:
-        """Back from the solver, inside the bounds."""
+        """From the scale of the solver, clipped to the bounds."""
         return min(max(math.exp(value) if self.low > 0 else value * self.start, self.low), self.high)
 
 
@@ -60,9 +60,9 @@ def solve(
 ) -> dict[str, float]:
     """Robust least squares (soft_l1) of log(predicted / measured), inside the bounds; rounded to four digits.
 
-    `predict(constants, rows)` gets values by name and indices of rows, and returns seconds. `noise`: the relative
-    error at which a row begins to weigh less. With several starts, the given one and others that a fixed seed draws
-    between the bounds, each is tried on some of the rows; the best few go on with all.
+    `predict(values, rows)` gets values by name and indices of rows, and returns seconds. `noise`: the relative error
+    above which a row has less weight. With several starts, the given one and others drawn between the bounds with a
+    fixed seed are each tried on some of the rows; the best few continue with all rows.
     """
     problem = _Problem(
         parameters=parameters, predict=predict, log_measured=np.log(measured_s), weights=weights, noise=noise
@@ -81,7 +81,7 @@ def solve(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Problem:
-    """What `solve` minimises."""
+    """The objective of `solve`."""
 
     parameters: Sequence[Parameter]
     predict: Callable[[Mapping[str, float], Some], Array]
@@ -91,7 +91,7 @@ class _Problem:
 
     @property
     def given(self) -> Array:
-        """Where the caller starts."""
+        """The start values of the caller."""
         return np.array([parameter.encode(parameter.start) for parameter in self.parameters])
 
     @property
@@ -125,13 +125,13 @@ class _Problem:
 
 
 def dtypes_of(rows: Iterable[Measurement]) -> tuple[str, ...]:
-    """The element types that a fit to these rows looks at, all of one size: halves, or fp32 where there are none."""
+    """Dtypes of the rows that a fit uses, all of one size: half precision, or fp32 where there is none."""
     found = {row.dtype for row in rows}
     return FULL if found.isdisjoint(HALF) and "fp32" in found else HALF
 
 
 def element_bytes_of(rows: Iterable[Measurement]) -> int:
-    """Bytes of an element of what a fit to these rows looks at."""
+    """Bytes of an element in the rows that a fit uses."""
     return dtype_bytes(dtypes_of(rows)[0])
 
 
@@ -144,12 +144,12 @@ def peak_flops(gpu: GpuSpec, dtypes: Sequence[str] = HALF) -> float:
 
 
 def has_waves(gpu: GpuSpec) -> bool:
-    """Whether work goes over the device in waves of tiles; a CPU's few threads share it as they like."""
+    """Whether work runs in waves of tiles over the device; on a CPU, threads share it evenly."""
     return gpu.num_sms >= _LEAST_SMS
 
 
 def thinned(places: Array, values: Array, *, most: int, error: float) -> list[int]:
-    """Indices of at most so many points such that lines between them are near all; the farthest is added first."""
+    """Indices of at most `most` knots whose linear interpolation is within `error`; the worst point is added first."""
     kept = sorted({0, len(places) - 1})
     while len(kept) < min(most, len(places)):
         off = np.abs(np.interp(places, places[kept], values[kept]) - values)
@@ -165,11 +165,11 @@ def rounded(value: float, digits: int = 4) -> float:
     return float(f"{value:.{digits}g}")
 
 
-def left_out(labels: Sequence[Hashable], predict: Callable[[Some, Some], Array], count: int = 10) -> Array:
-    """Predictions for every row by a fit that has not seen any row of its label.
+def cross_validated_s(labels: Sequence[Hashable], predict: Callable[[Some, Some], Array], count: int = 10) -> Array:
+    """Cross-validated predictions: every row is predicted by a fit without the rows of its label.
 
-    `predict(train, test)` gets indices of rows and returns seconds for `test`. Labels fall into `count` folds, as
-    random as a fixed seed is.
+    `predict(train, test)` gets indices of rows and returns seconds for `test`. Labels are assigned to `count` folds
+    with a fixed seed.
     """
     names = sorted(set(labels), key=repr)
     fold = dict(zip(names, np.random.default_rng(_SEED).permutation(len(names)) % count, strict=True))
@@ -192,7 +192,7 @@ class Errors:
     p90_ape: float
     bias: float  # mean error: above 0 predicted too long
     log_sd: float  # of log(predicted / measured): the 80th percentile of its size, over that of a normal deviate
-    inside: float  # share of the rows inside an 80 % interval made of the other half of the rows
+    inside: float  # coverage: share of rows inside an 80 % prediction interval made from the other half of the rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -222,7 +222,7 @@ class Comparison:
         )
 
     def by(self, size: Array, edges: Sequence[float], what: str) -> list[Comparison]:
-        """One comparison a class of sizes, from each edge to below the next; classes without rows are left away."""
+        """One comparison per class of sizes, from each edge to below the next; empty classes are dropped."""
         classes = []
         for low, high in zip(edges, [*edges[1:], np.inf], strict=True):
             mask = (size >= low) & (size < high)
@@ -238,36 +238,36 @@ class Fitted(Generic[Rates]):
 
     rates: Rates
     source: str  # who measured, in a few words
-    own: Comparison  # the rows of the fit
-    crossed: Comparison  # rows left out of the fit: what a profile promises
-    interpolated: Comparison | None = None  # the same for shapes whose times the profile keeps
-    checks: tuple[Comparison, ...] = ()  # more lines of the report: classes of size, other ways to leave out
+    own: Comparison  # on the rows of the fit
+    cross_validated: Comparison  # on held-out rows: the error that a profile states
+    interpolated: Comparison | None = None  # the same for shapes whose times the profile has as tables
+    checks: tuple[Comparison, ...] = ()  # more lines of the report: classes of size, other ways to hold rows out
     seen: Mapping[str, tuple[float, float]]  # smallest and largest of each size
     gather: Gather | None = None  # of all-gathers: how they worked
 
     @property
     def operation(self) -> OperationFit:
-        """What the profile says of it."""
-        own, crossed = self.own.errors(), self.crossed.errors()
+        """The errors as a profile has them."""
+        own, held_out = self.own.errors(), self.cross_validated.errors()
         return OperationFit(
             source=self.source,
             num_rows=own.num_rows,
             mape=own.mape,
-            cross_validated_mape=crossed.mape,
-            log_sd=crossed.log_sd,
+            cross_validated_mape=held_out.mape,
+            log_sd=held_out.log_sd,
             interpolated_log_sd=self.interpolated.errors().log_sd if self.interpolated else None,
             seen=self.seen,
             gather=self.gather,
         )
 
     def lines(self) -> list[Errors]:
-        """All that a report says of it."""
+        """All lines of a report."""
         interpolated = (self.interpolated,) if self.interpolated else ()
-        return [one.errors() for one in (self.own, self.crossed, *interpolated, *self.checks)]
+        return [one.errors() for one in (self.own, self.cross_validated, *interpolated, *self.checks)]
 
 
 def _inside(size: Array) -> float:
-    """Share of sizes that the 80th percentile of the other half covers; halves as random as a fixed seed is."""
+    """Share of errors below the 80th percentile of the other half; halves are drawn with a fixed seed."""
     shuffled = np.random.default_rng(_SEED).permutation(size)
     halves = shuffled[::2], shuffled[1::2]
     if not halves[1].size:
@@ -282,14 +282,14 @@ def column(rows: Iterable[Measurement], name: str) -> Array:
 
 
 def seen_of(rows: Sequence[Measurement], names: Iterable[str]) -> dict[str, tuple[float, float]]:
-    """Smallest and largest of each field, of those above 0; a field that is 0 in all rows is left away."""
+    """Smallest and largest of each field, of those above 0; a field that is 0 in all rows is dropped."""
     values = {name: column(rows, name) for name in names}
     above = {name: value[value > 0] for name, value in values.items() if (value > 0).any()}
     return {name: (float(value.min()), float(value.max())) for name, value in above.items()}
 
 
 def sources_of(rows: Iterable[Measurement], most: int = 3) -> str:
-    """Who measured the rows, in a few words."""
+    """The sources of the rows, shortened."""
     names = sorted({row.source for row in rows})
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return "; ".join(names[:most]) + more

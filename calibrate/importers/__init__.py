@@ -1,4 +1,4 @@
-"""Measurements that others published, brought into one form: read_source.
+"""read_source: published measurements, read into one form.
 
 SOURCE is one of
 
@@ -8,7 +8,7 @@ SOURCE is one of
 and may end in a filter, ?KEY=TEXT[&KEY=TEXT ...], which keeps the rows whose device (gpu=), kernel (kernel=) or source
 (model=, for a source names the model where there is one) contains the text, upper or lower case:
 
-    attention.csv?gpu=A100&kernel=paged
+    attention.csv?gpu=a100&kernel=flash_attention
 
 To read one more kind of CSV, add its Layout to LAYOUTS.
 """
@@ -20,10 +20,10 @@ from pathlib import Path
 from calibrate.data import measurement
 from calibrate.data.csv import CsvTable
 from calibrate.data.measurement import Layout, Measurement
-from calibrate.importers import aiconfigurator, tables, vidur
+from calibrate.importers import aiconfigurator, vidur
 from kvrsim.errors import InputError
 
-LAYOUTS: tuple[Layout, ...] = (measurement.LAYOUT, *vidur.LAYOUTS, *tables.LAYOUTS)
+LAYOUTS: tuple[Layout, ...] = (measurement.LAYOUT, *vidur.LAYOUTS)
 
 # What a filter's key looks at.
 _FILTERS = {"gpu": "device", "kernel": "kernel", "model": "source"}
@@ -36,7 +36,7 @@ def read_source(
     """The measurements of one SOURCE, in its order; at least one.
 
     `aiconfigurator_root` is the folder aiconfigurator_core of an unpacked wheel, None the installed package's. Raises
-    InputError naming `argument` where the source is unknown, cannot be read or holds nothing of use.
+    InputError naming `argument` where the source is unknown, cannot be read or has no usable rows.
     """
     place, _, query = text.partition("?")
     wanted = _parse_filter(query, text, argument) if query or text.endswith("?") else {}
@@ -51,7 +51,7 @@ def read_source(
 
 
 def layout_of(table: CsvTable) -> Layout:
-    """The kind of CSV that a table is, by its header; InputError lists the kinds and what the nearest one lacks."""
+    """The kind of a CSV, from its header; InputError lists the kinds and the columns missing for the nearest one."""
     columns = set(table.columns)
     for layout in LAYOUTS:
         if columns.issuperset(layout.signature):

@@ -1,53 +1,50 @@
-"""Campaign: a bench's points, measured round by round until they are steady or the time is up.
+"""Campaign: the points of a bench, measured round-robin until their medians are precise or the time budget is used up.
 
-All points are visited in turn, so that what drifts (clocks, neighbours) drifts for all of them alike.
+Round-robin, so that clock drift affects all points equally.
 """
 
 from __future__ import annotations
 
-import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any, Protocol
 
 import numpy as np
 
 from calibrate.data.measurement import Measurement
-from calibrate.measure.device_watch import faults_of, summary
+from calibrate.measure.device_watch import CpuLoad, faults_of, summary
 from calibrate.measure.journal import CampaignJournal, Sample, Seconds, seconds_of
-from calibrate.measure.load import CpuLoad
 from kvrsim.errors import KvrsimError
+from kvrsim.quartiles import median_error
+from kvrsim.runtime.host import busy_cores
 
 LEAST_SAMPLES = 3  # of a point
-_LONG_ENOUGH_S = 0.1  # of a visit, that the kernel's account of processors says something
-_BUSY_CORES = 0.25  # of others, at which a sample is not counted on a small machine
-_BUSY_SHARE = 0.125  # of all cores, likewise on a large one
-_MOST_BUSY_SHARE = 0.5  # of the samples; beyond, the machine is not fit to measure on
+_LONG_ENOUGH_S = 0.1  # of a visit: the kernel's CPU accounting is too coarse for shorter ones
+_MOST_BUSY_SHARE = 0.5  # of the samples; above this the campaign is refused
 _MOST_OF_BUDGET = 0.2  # that a point may take
-_MEDIAN_ERROR = 1.25 / 1.35  # standard error of a median of n normal values, in interquartile ranges over sqrt(n)
 
 
 class BusyError(KvrsimError):
-    """The machine does something else, or is held back: what it measures is not its own."""
+    """Other processes use the machine, or its clock is limited, so that its times are not representative."""
 
 
-class Skipped(KvrsimError):  # noqa: N818 - a bench's way to say that a point cannot be measured, not an error
-    """A point that cannot be measured here, and why."""
+class Skipped(KvrsimError):  # noqa: N818 - a signal of the bench, not an error
+    """A point cannot be measured here; the message says why."""
 
 
 class Bench(Protocol):
-    """Something that can be timed, point by point."""
+    """Something that is timed point by point."""
 
     def points(self) -> Sequence[str]:
-        """What can be timed, the most telling first; the same in every run."""
+        """Keys of the points, most informative first; the same in every run."""
 
     def expected_s(self, point: str) -> float:
-        """A guess of one sample's seconds."""
+        """Estimated seconds of one sample."""
 
     def sample(self, point: str) -> Seconds:
-        """One repetition: seconds by what was timed. Raises Skipped where the point does not fit."""
+        """One repetition: seconds by name of the timed part. Raises Skipped where the point does not fit."""
 
     def rows(self, samples: Mapping[str, Sequence[Seconds]]) -> list[Measurement]:
         """Medians and spreads."""
@@ -59,14 +56,14 @@ class Bench(Protocol):
         """Processes that measure, besides this one."""
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release memory and processes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """When enough is enough."""
+    """When a campaign stops."""
 
-    budget_s: float  # for all points together; every point gets LEAST_SAMPLES of what was not left away
+    budget_s: float  # for all points together; every point that is not dropped gets LEAST_SAMPLES
     most_samples: int = 25  # of a point
     error: float = 0.01  # relative standard error of a median that is good enough
     even_if_busy: bool = False  # count samples that were taken while others used the machine
@@ -74,7 +71,7 @@ class Policy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How far a campaign is."""
+    """Progress of a campaign."""
 
     done_s: float  # of the budget
     budget_s: float
@@ -86,27 +83,27 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What a campaign has brought."""
+    """Result of a campaign."""
 
     rows: list[Measurement]
     skipped: Mapping[str, str]  # points that were not measured, and why
     samples: int  # taken in all
-    busy: int  # of these, not counted: others used the machine meanwhile, or heat or a power brake slowed the GPU
-    load_known: bool  # whether the machine says what others do
+    busy: int  # of these, not counted: other processes used the machine, or heat or a power brake slowed the GPU
+    load_known: bool  # whether the load of other processes is known
     device: Mapping[str, Any]  # clock, power and throttling of the GPU over all samples; empty: not known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """What a campaign will do, before it begins."""
+    """Plan of a campaign, before it begins."""
 
     points: tuple[str, ...]  # that are to be measured
-    left_away: tuple[str, ...]  # that would not fit into the budget
-    least_s: float  # for LEAST_SAMPLES of each point, as far as one can guess
+    dropped: tuple[str, ...]  # would exceed the budget
+    least_s: float  # estimate for LEAST_SAMPLES of each point
 
 
 def estimate(bench: Bench, policy: Policy) -> Estimate:
-    """The points whose least samples fit into the budget, the most telling first; none takes most of it alone."""
+    """The points whose LEAST_SAMPLES fit into the budget, most informative first."""
     kept: list[str] = []
     total_s = 0.0
     for point in bench.points():
@@ -116,7 +113,7 @@ def estimate(bench: Bench, policy: Policy) -> Estimate:
             total_s += cost_s
     return Estimate(
         points=tuple(kept),
-        left_away=tuple(point for point in bench.points() if point not in kept),
+        dropped=tuple(point for point in bench.points() if point not in kept),
         least_s=total_s,
     )
 
@@ -124,10 +121,10 @@ def estimate(bench: Bench, policy: Policy) -> Estimate:
 def run_campaign(
     bench: Bench, journal: CampaignJournal, policy: Policy, on_progress: Callable[[Progress], None] | None = None
 ) -> Outcome:
-    """Every point LEAST_SAMPLES times, then those that are not steady until they are, or the budget is used up.
+    """Measure every point LEAST_SAMPLES times; then repeat those with imprecise medians until the budget is used up.
 
-    Samples that the journal holds count, and a finished journal is read as it is. Raises BusyError where most samples
-    were taken while others used the machine, or its clock is held down.
+    Samples in the journal count; a finished journal is only read. Raises BusyError where other processes used the
+    machine during most samples, or its clock was limited.
     """
     points = journal.points
     if points is None:
@@ -137,8 +134,8 @@ def run_campaign(
     if not journal.finished:
         campaign.run()
         journal.finish()
-    left_away = [point for point in bench.points() if point not in points]
-    too_dear = dict.fromkeys(left_away, f"would not fit into {policy.budget_s:.0f} s")
+    dropped = [point for point in bench.points() if point not in points]
+    too_dear = dict.fromkeys(dropped, f"would not fit into {policy.budget_s:.0f} s")
     counted = campaign.counted()
     return Outcome(
         rows=bench.rows(seconds_of(counted)),
@@ -151,11 +148,10 @@ def run_campaign(
 
 
 def is_busy(sample: Sample) -> bool:
-    """Whether others used the machine while it was taken, or the GPU was slowed by heat or a power brake."""
+    """Whether other processes used the machine, or heat or a power brake slowed the GPU."""
     if faults_of(sample.device):
         return True
-    limit = max(_BUSY_CORES, _BUSY_SHARE * (os.cpu_count() or 1))
-    return sample.busy_cores is not None and sample.busy_cores > limit
+    return sample.busy_cores is not None and sample.busy_cores > busy_cores()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -171,7 +167,7 @@ class _Campaign:
     def run(self) -> None:
         for least in range(1, LEAST_SAMPLES + 1):
             for point in self.points:
-                if point not in self.skipped and len(self._quiet(point)) < least:
+                if point not in self.skipped and len(self._idle(point)) < least:
                     self._visit(point)
         self._check_machine()
         while open_points := [point for point in self.points if not self._is_done(point)]:
@@ -182,28 +178,25 @@ class _Campaign:
         self._check_machine()
 
     def counted(self) -> list[Sample]:
-        """Quiet samples; of a point that has too few of them, all."""
+        """Samples on an idle machine; of a point that has too few of them, all."""
         return [sample for point in self.points for sample in self._counted(point)]
 
     def _counted(self, point: str) -> list[Sample]:
-        quiet = self._quiet(point)
-        return quiet if len(quiet) >= LEAST_SAMPLES else self.journal.of(point)
+        idle = self._idle(point)
+        return idle if len(idle) >= LEAST_SAMPLES else self.journal.of(point)
 
-    def _quiet(self, point: str) -> list[Sample]:
+    def _idle(self, point: str) -> list[Sample]:
         return [one for one in self.journal.of(point) if self.policy.even_if_busy or not is_busy(one)]
 
     def _is_done(self, point: str) -> bool:
         if point in self.skipped or len(self.journal.of(point)) >= self.policy.most_samples:
             return True
         counted = self._counted(point)
-        totals = np.array([sum(sample.seconds.values()) for sample in counted])
-        low, middle, high = np.percentile(totals, (25, 50, 75))
-        return len(counted) >= LEAST_SAMPLES and _MEDIAN_ERROR * (high - low) <= (
-            self.policy.error * middle * math.sqrt(len(totals))
-        )
+        totals = [sum(sample.seconds.values()) for sample in counted]
+        return len(counted) >= LEAST_SAMPLES and median_error(totals) <= self.policy.error * median(totals)
 
     def _visit(self, point: str) -> None:
-        """One sample, or several of what is short; a point that cannot be measured is left from here on."""
+        """One sample, or several of a short point; a point that cannot be measured is skipped from now on."""
         self._tell(point)
         load = CpuLoad(own_pids=self.bench.pids())
         started_s = time.monotonic()
@@ -226,15 +219,15 @@ class _Campaign:
         slowed = [reason for sample in samples for reason in faults_of(sample.device)]
         if sum(bool(faults_of(sample.device)) for sample in samples) > _MOST_BUSY_SHARE * len(samples):
             raise BusyError(
-                f"the GPU's clock is held down ({', '.join(sorted(set(slowed)))}); let it cool or lift the limit, and "
-                "run the same command again to go on, or measure anyway with --even-if-busy"
+                f"the GPU's clock is limited ({', '.join(sorted(set(slowed)))}); let it cool or raise the limit, and "
+                "run the same command again to resume, or measure anyway with --even-if-busy"
             )
         busy = [sample for sample in samples if is_busy(sample)]
         if len(busy) > _MOST_BUSY_SHARE * len(samples):
             cores = float(np.median([sample.busy_cores or 0.0 for sample in busy]))
             raise BusyError(
-                f"the machine is busy: others used {cores:.1f} cores in {len(busy)} of {len(samples)} samples; "
-                "stop them and run the same command again to go on, or measure anyway with --even-if-busy"
+                f"the machine is busy: other processes used {cores:.1f} cores in {len(busy)} of {len(samples)} samples;"
+                " stop them and run the same command again to resume, or measure anyway with --even-if-busy"
             )
 
     def _tell(self, point: str) -> None:

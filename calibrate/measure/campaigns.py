@@ -1,6 +1,6 @@
 """The two campaigns of a calibration: a model's layers on one device, and the links between ranks.
 
-measure: a campaign from its journal to its CSV, which says where it comes from.
+measure: run a campaign from its journal to its CSV, with its provenance.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 
 from calibrate.data.measurement import Measurement, write_measurements
 from calibrate.measure.campaign import Bench, Estimate, Outcome, Policy, Progress, estimate, run_campaign
-from calibrate.measure.compute_bench import ComputeBench, ComputeSetup
+from calibrate.measure.compute_bench import ComputeBench
+from calibrate.measure.forward_timer import ComputeSetup
 from calibrate.measure.journal import CampaignJournal, journal_path
 from calibrate.measure.link_bench import LinkBench
 from calibrate.measure.machine import device_name, origin, spec_of, versions
@@ -79,7 +80,7 @@ def link_campaign(
 
 
 def layout_json(rows: list[Measurement]) -> dict[str, Any]:
-    """The links and how they lie, with keys as in a cluster file, and the ratios that say so."""
+    """Links and topology, with the keys of a cluster file, and the ratios they were derived from."""
     layout = find_layout(rows)
     found: dict[str, Any] = {"link": _present(asdict(layout.link)), "topology": layout.topology, "why": layout.why}
     if layout.network is not None:
@@ -102,7 +103,7 @@ OriginOf = Callable[[list[Measurement]], Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Campaign:
-    """What is to be measured, and where it goes."""
+    """What is measured, and where the rows are written."""
 
     build: Callable[[], Bench]
     about: Mapping[str, Any]  # settings and machine; a journal of others is refused
@@ -110,13 +111,13 @@ class Campaign:
     output: Path  # the CSV
 
     def journal(self, argument: str = "output") -> CampaignJournal:
-        """New, or as an interrupted run has left it."""
+        """A new journal, or that of an interrupted run."""
         return CampaignJournal.open(journal_path(self.output), self.about, argument)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What a campaign has brought, and its journal, which the caller removes once all that follows is done."""
+    """Result of a campaign, and its journal; the caller removes the journal when nothing has to be repeated."""
 
     outcome: Outcome
     journal: CampaignJournal
@@ -131,8 +132,8 @@ def measure(
 ) -> Measured:
     """Measure, and write the CSV.
 
-    `on_estimate` is told beforehand what will be done, and how many samples an interrupted run has left. Raises
-    InputError for a journal of other settings, BusyError for a machine that is not fit to measure on.
+    `on_estimate` receives the plan, and how many samples an interrupted run has left. Raises
+    InputError for a journal of other settings, BusyError for a machine that other processes use.
     """
     journal = campaign.journal()
     try:

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvrsim.io.schema import NonNegative
+from kvrsim.runtime.host import HostLoad
 
 _LIBRARY = "libnvidia-ml.so.1"
 _SM_CLOCK = 1  # NVML_CLOCK_SM
-# nvmlClocksThrottleReasons, nvml.h. The power cap is how a large GPU runs whole prefills: it is recorded as throttling,
-# and its times count. The others say that the machine is not in order: their times do not count.
+# nvmlClocksThrottleReasons, nvml.h. A large GPU runs whole prefills at its power cap: it is recorded, and the times
+# count. The other reasons mean a fault of the machine: the times do not count.
 POWER_CAP = "sw_power_cap"
 _REASONS = {
     0x04: POWER_CAP,
@@ -118,7 +121,7 @@ def loaded_nvml() -> Nvml | None:
 
 
 def faults_of(reading: Mapping[str, Any] | None) -> list[str]:
-    """Reasons for which a time does not count: all but the power cap."""
+    """Throttle reasons for which a sample does not count: all but the power cap."""
     return [reason for reason in (reading or {}).get("throttled", ()) if reason != POWER_CAP]
 
 
@@ -140,3 +143,31 @@ def summary(readings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     reasons = sorted({reason for one in readings for reason in one.get("throttled", ())})
     shares = {name: sum(name in one.get("throttled", ()) for one in readings) / len(readings) for name in reasons}
     return found | {"throttled": {name: round(share, 3) for name, share in shares.items()}}
+
+
+class CpuLoad:
+    """Cores that other processes use: the kernel's CPU accounting, minus the processes that measure."""
+
+    def __init__(self, own_pids: Sequence[int] = (), stat: str | Path = "/proc/stat") -> None:
+        """From now on; `own_pids`: processes that measure, besides this one."""
+        self._own_pids = own_pids
+        self._own_before_s = self._own_s()
+        self._host = HostLoad(stat)
+
+    def other_cores(self) -> float | None:
+        """Cores that other processes, and other guests of the host, used since the start; None: not known."""
+        return self._host.other_cores(self._own_s() - self._own_before_s)
+
+    def _own_s(self) -> float:
+        times = os.times()
+        own_s = times.user + times.system + times.children_user + times.children_system
+        return own_s + sum(_process_s(pid) for pid in self._own_pids)
+
+
+def _process_s(pid: int) -> float:
+    """CPU seconds of another process; fields 14 and 15 of proc_pid_stat(5)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""CampaignJournal: samples as they are taken, so that a killed campaign goes on where it was."""
+"""CampaignJournal: every sample is written at once, so that a killed campaign resumes."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ class Sample:
 
     point: str
     seconds: Seconds
-    busy_cores: float | None  # cores that other processes used meanwhile; None: not known
-    device: Mapping[str, Any] | None = None  # the GPU's clock and power meanwhile, see DeviceWatch; None: not known
+    busy_cores: float | None  # cores that other processes used; None: not known
+    device: Mapping[str, Any] | None = None  # clock and power of the GPU, see DeviceWatch; None: not known
 
 
 @dataclass(kw_only=True, slots=True)
 class CampaignJournal:
-    """A campaign's points and samples, each on the disk before the next is taken."""
+    """Points and samples of a campaign; each sample is on disk before the next is taken."""
 
     lines: Journal
     samples: list[Sample] = field(default_factory=list)
-    points: tuple[str, ...] | None = None  # that the campaign has set out to measure; None: not decided yet
-    finished: bool = False  # whether the campaign has come to its end
-    resumed: int = 0  # samples that were there already
+    points: tuple[str, ...] | None = None  # of the campaign; None: not decided yet
+    finished: bool = False  # whether the campaign is complete
+    resumed: int = 0  # samples of an earlier run
 
     @classmethod
     def open(cls, path: Path, about: Mapping[str, Any], argument: str) -> CampaignJournal:
-        """A new journal, or the one that an interrupted campaign has left, without a line that was cut short.
+        """A new journal, or that of an interrupted campaign, without an incomplete last line.
 
-        Raises InputError naming `argument` where the file holds something else, or other settings, or where another
-        process is at work on it.
+        Raises InputError naming `argument` where the file holds something else or other settings, or another
+        process uses it.
         """
         journal = cls(lines=Journal(path=path, form=_FORMAT, about=about, work="calibration", argument=argument))
         for found in journal.lines.resume(_decoded):
@@ -57,18 +57,18 @@ class CampaignJournal:
         return journal
 
     def add(self, sample: Sample) -> None:
-        """Keep a sample; when this returns, no kill takes it away."""
+        """Write a sample; it is on disk when this returns."""
         self.samples.append(sample)
         line = {"point": sample.point, "s": dict(sample.seconds), "busy": sample.busy_cores}
         self.lines.append(line if sample.device is None else line | {"device": dict(sample.device)})
 
     def plan(self, points: Sequence[str]) -> None:
-        """What is to be measured: a resumed campaign measures the same, whatever it would choose today."""
+        """Write the points: a resumed campaign measures the same ones."""
         self.points = tuple(points)
         self.lines.append({"points": list(points)})
 
     def finish(self) -> None:
-        """The campaign has come to its end: what follows it may be done again without measuring anew."""
+        """Mark the campaign as complete: the fit can be repeated without measuring again."""
         self.finished = True
         self.lines.append({"finished": True})
 
@@ -77,16 +77,16 @@ class CampaignJournal:
         return [sample for sample in self.samples if sample.point == point]
 
     def remove(self) -> None:
-        """What was measured stands elsewhere now."""
+        """Delete the file, once its content is in the CSV."""
         self.lines.remove()
 
     def close(self) -> None:
-        """Let others go on with what was measured."""
+        """Close the file; another process may resume."""
         self.lines.close()
 
 
 def _decoded(line: JsonObject) -> Sample | tuple[str, ...] | None:
-    """What a line holds: a sample, the points that were planned, or that the campaign has finished."""
+    """Content of a line: a sample, the planned points, or None for the end of the campaign."""
     if line.has("points"):
         points = line.sequence("points")
         if not all(isinstance(point, str) for point in points):

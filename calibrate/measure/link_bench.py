@@ -1,4 +1,4 @@
-"""LinkBench: what messages and all-gathers between the ranks of this machine take."""
+"""LinkBench: times of messages and all-gathers between the ranks of this machine."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _MOST_RANKS = 64
 
 
 class LinkBench:
-    """A bench of links: one process a rank, started when they are first asked for.
+    """A bench of links: one process per rank, started on first use.
 
-    Raises InputError for what cannot be, and from then on KvrsimError, naming the rank, where one dies or does not
-    answer within `timeout_s`.
+    Raises InputError for invalid settings, and KvrsimError, naming the rank, where one dies or does not answer within
+    `timeout_s`.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class LinkBench:
         return self._pool
 
     def points(self) -> Sequence[str]:
-        """What can be timed, the cheapest first."""
+        """Keys of the points, the cheapest first."""
         return tuple(self._points)
 
     def expected_s(self, point: str) -> float:
-        """Of one sample: its transfers, and the meetings before them."""
+        """Of one sample: its transfers, and the synchronisations before them."""
         found = self._point(point)
         one_s = found.guess_s(self.backend)
         short_s = LinkPoint(kind="send", flows=((0, 1),), nbytes=1).guess_s(self.backend)
@@ -123,7 +123,7 @@ class LinkBench:
         return self.pool.pids
 
     def close(self) -> None:
-        """End the ranks; they start again when they are asked for."""
+        """End the ranks; they start again on the next use."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
@@ -136,7 +136,7 @@ class LinkBench:
         return point
 
     def _exchange(self, point: LinkPoint, repeats: int) -> dict[str, float]:
-        """Of each message from when all had met and the first began."""
+        """Seconds of each message, from the start of the first one after a synchronisation."""
         arguments = {"flows": point.flows, "nbytes": point.nbytes, "repeats": repeats}
         times = self.pool.ask(point.ranks, ("exchange", arguments), self.timeout_s)
         senders = [src for src, _ in point.flows]
@@ -152,7 +152,7 @@ class LinkBench:
         return {"send": float(np.median(took_s[flow[0]])), "receive": float(np.median(took_s[flow[1]]))}
 
     def _gather(self, point: LinkPoint, repeats: int) -> dict[str, float]:
-        """From when the last rank had the one before until the last rank has it."""
+        """Seconds between the ends of consecutive all-gathers on the last rank to finish."""
         arguments = {
             "kernel": point.kernel,
             "num_ranks": point.num_ranks,

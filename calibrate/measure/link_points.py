@@ -9,8 +9,9 @@ from typing import Literal
 
 import numpy as np
 
-from calibrate.data.measurement import Measurement
+from calibrate.data.measurement import RING, Measurement
 from kvrsim.errors import InputError
+from kvrsim.quartiles import interquartile_range
 
 Flow = tuple[int, int]  # from a rank to another
 Kind = Literal["send", "pairs", "gather", "issue"]
@@ -18,12 +19,11 @@ Kind = Literal["send", "pairs", "gather", "issue"]
 SOURCE = "kvrsim calibrate links"
 SMALLEST_BYTES = 2**10
 STEP = 4  # from one size to the next
-RING = "_p2p_ring"  # what the kernel of an all-gather made of messages ends in
 _LARGE_SIZES = 2  # of the largest, at which several messages are sent at once
-_LEAST_S = 2e-2  # of a sample: where it is shorter, what one wakes up to decides
-_LEAST_REPEATS = 3  # of which the median is taken, as one in a few meets another process
+_LEAST_S = 2e-2  # of a sample: shorter ones depend on the state of the processor when they begin
+_LEAST_REPEATS = 3  # the median of which excludes one that another process disturbed
 _MOST_REPEATS = 200
-_LONG_S = 0.1  # of a transfer that is repeated for nothing else
+_LONG_S = 0.1  # of a transfer: longer ones are not repeated
 _GUESSES = {"gloo": (1.5e-4, 1.5e9), "nccl": (3e-5, 2e10)}  # seconds of a short message, bytes/s of a long one
 
 
@@ -84,7 +84,7 @@ class LinkPoint:
         return latency_s + len(self.flows) * self.nbytes / bytes_per_s
 
     def repeats(self, one_s: float) -> int:
-        """How often in one sample, so that it is long against what starts and ends it."""
+        """Repeats in one sample, so that it is long compared with its start and end."""
         least = 1 if one_s > _LONG_S else _LEAST_REPEATS
         return max(least, min(_MOST_REPEATS, math.ceil(_LEAST_S / one_s)))
 
@@ -111,7 +111,7 @@ class LinkPoint:
                 dst=flow[1] if flow else None,
                 messages=len(self.flows) or 1,
                 median_s=float(np.median(seconds)),
-                spread_s=float(np.subtract(*np.percentile(seconds, (75, 25)))) if len(seconds) > 1 else None,
+                spread_s=interquartile_range(seconds) if len(seconds) > 1 else None,
                 source=SOURCE,
             )
             for flow, seconds in timed
@@ -126,7 +126,7 @@ def _issue_row(samples: Sequence[Mapping[str, float]], backend: str, device: str
         kernel=backend,
         device=device,
         median_s=float(np.median(seconds)),
-        spread_s=float(np.subtract(*np.percentile(seconds, (75, 25)))) if len(seconds) > 1 else None,
+        spread_s=interquartile_range(seconds) if len(seconds) > 1 else None,
         source=SOURCE,
     )
 
@@ -144,10 +144,10 @@ def _read_flow(text: str) -> Flow:
 
 
 def link_points(num_ranks: int, backend: str, max_bytes: int) -> list[LinkPoint]:
-    """All that is worth timing between so many ranks, the most telling first, and of these the cheapest.
+    """All points of so many ranks, most informative first, and among equals the cheapest.
 
-    First one pair at all sizes and the all-gathers of all ranks; then what shows the layout: each pair's long messages
-    and several at once; then all-gathers of some of the ranks, and each pair at all sizes.
+    First one pair at all sizes and the all-gathers of all ranks; then the points that show the topology: long messages
+    of each pair, and several at once; then all-gathers of fewer ranks, and each pair at all sizes.
     """
     sizes = sizes_to(max_bytes)
     pairs = [(src, dst) for src in range(num_ranks) for dst in range(num_ranks) if src != dst]
@@ -169,7 +169,7 @@ def link_points(num_ranks: int, backend: str, max_bytes: int) -> list[LinkPoint]
 
 
 def _turn(point: LinkPoint, num_ranks: int, large: Sequence[int]) -> int:
-    """0: at once; 1: what shows the layout; 2: the rest."""
+    """0: first; 1: shows the topology; 2: the rest."""
     if point.kind == "issue":
         return 0
     if point.kind == "gather":
@@ -192,7 +192,7 @@ def counts_to(num_ranks: int) -> list[int]:
 
 
 def patterns(num_ranks: int) -> list[tuple[Flow, ...]]:
-    """Messages at once that tell a bus from a switch; no rank sends or receives two of them.
+    """Simultaneous messages that distinguish a bus from a switch; no rank sends or receives two of them.
 
     Both ways between neighbours; pairs that share no rank, of neighbours and of ranks half of all apart, which between
     two nodes is every GPU's share of the network; the chain that a prefix takes; the ring of an all-gather.

@@ -1,8 +1,8 @@
-"""LinkRank: what one rank does while links are timed.
+"""LinkRank: one rank of a link benchmark.
 
-Times are of the monotonic clock, which all processes of a Linux machine share: a message takes from the moment when its
-sender calls send until its receiver has it, the receive having been posted before, as the runtime does. Half a round
-trip would hide which of two directions is slow, and would count the receiver's turning round.
+Times are those of the monotonic clock, which all processes of a Linux machine share. A message lasts from its sender's
+call of send until its receiver has it; the receive was posted before, as in the runtime. Half a round trip would not
+show which direction is slow, and would include the receiver's turnaround.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from datetime import timedelta
 from importlib import import_module
 from typing import Any
 
-from calibrate.measure.link_points import RING, Flow, counts_to
+from calibrate.data.measurement import RING
+from calibrate.measure.link_points import Flow, counts_to
 from kvrsim.runtime.ranks.links import Links
 from kvrsim.runtime.ranks.process import Seat
 from kvrsim.runtime.ranks.transport import ring_all_gather
 
-START_S = 120.0  # in which all ranks must have imported torch and met
+START_S = 120.0  # in which all ranks must have imported torch and synchronised
 _WARM_BYTES = 2**20
-_NOTICE = 0.8  # of the timeout, after which a rank gives up by itself, so that the one that hangs is known
+_NOTICE = 0.8  # share of the timeout after which a rank gives up by itself, so that the one that hangs is known
 
 
 class LinkRank:
     """Buffers, and the links to every other rank and of all-gathers; all of them used once before it is ready.
 
-    Ranks meet over a gloo group, on the host. `torch`: the module, or what behaves like it.
+    Ranks synchronise over a gloo group, on the host. `torch`: the module, or what behaves like it.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class LinkRank:
     def _check_gathered(self, count: int, piece: int) -> None:
         pieces = [int(self.incoming[piece * index]) for index in range(count)]
         if pieces != list(range(count)):
-            raise RuntimeError(f"an all-gather of {count} ranks has brought {pieces}")
+            raise RuntimeError(f"an all-gather of {count} ranks returned {pieces}")
 
     def exchange(self, *, flows: Sequence[Flow], nbytes: int, repeats: int) -> list[tuple[float, float | None]]:
         """Send and receive along the flows that this rank has a part in, at most one of each kind.
@@ -122,7 +123,7 @@ class LinkRank:
         return times
 
     def issue(self, *, flow: Flow, nbytes: int, repeats: int) -> list[float]:
-        """Seconds that the call takes by which this rank sends along the flow, or receives; not what comes of it."""
+        """Seconds of the call by which this rank sends along the flow, or receives, without the transfer."""
         took_s = []
         for _ in range(repeats):
             if self.rank == flow[0]:
@@ -149,11 +150,11 @@ class LinkRank:
         return ends_s
 
     def _collective(self, num_ranks: int, piece: int) -> None:
-        """What the backend has."""
+        """The backend's own collective."""
         self.links.all_gather(range(num_ranks), self.incoming[: piece * num_ranks], self.outgoing[:piece])
 
     def _ring(self, num_ranks: int, piece: int) -> None:
-        """The runtime's, of some of the ranks."""
+        """The runtime's ring over the first ranks."""
         whole = self.incoming[: piece * num_ranks]
         whole[piece * self.rank : piece * (self.rank + 1)].copy_(self.outgoing[:piece])
         ring = _FirstRanks(rank=self.rank, size=num_ranks, links=self.links)
@@ -176,7 +177,7 @@ class LinkRank:
         return time.monotonic()
 
     def _meet(self, ranks: Sequence[int]) -> None:
-        """Go on when all of them are here: they tell the first, which lets them go."""
+        """A barrier of these ranks: they notify the first one, which releases them."""
         first, *others = ranks
         if self.rank == first:
             for other in others:
@@ -190,7 +191,7 @@ class LinkRank:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _FirstRanks:
-    """Some of the ranks, as a ring."""
+    """The first ranks as a ring."""
 
     rank: int
     size: int

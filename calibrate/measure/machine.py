@@ -1,7 +1,4 @@
-"""Which GPU and link measurements stand for, by the names of devices.
-
-What is calibrated: the device as a GpuSpec, and the versions of all that ran on it.
-"""
+"""The measured machine: which GPU and link it has, its device as a GpuSpec, and its software versions."""
 
 from __future__ import annotations
 
@@ -23,9 +20,9 @@ from kvrsim.errors import InputError
 from kvrsim.hardware.cluster import builtin_clusters, builtin_gpus, load_cluster, load_gpu, load_link
 from kvrsim.hardware.gpu import GpuSpec
 from kvrsim.hardware.links import LinkSpec
-from kvrsim.runtime.agreement import versions as libraries
 from kvrsim.runtime.geometry import DTYPES
 from kvrsim.runtime.host import cpu_name
+from kvrsim.runtime.host import versions as libraries
 
 # Of a device that shares its name with the SXM board that is built in, but neither its clocks nor its power.
 _OTHER_FORMS = {"pcie", "nvl", "mig"}
@@ -150,7 +147,7 @@ def origin(device: str, threads: int, command: str) -> dict[str, Any]:
 
 
 def versions(device: str) -> dict[str, str]:
-    """Of all that had a say in how fast it was."""
+    """Of all software that affects the measured times."""
     found = libraries() | {"system": f"{platform.system()} {platform.release()} {platform.machine()}"}
     return found | {"driver": _driver(), "NCCL": _nccl()} if device == "cuda" else found
 

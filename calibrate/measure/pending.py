@@ -1,25 +1,25 @@
-"""PendingRanks: a layer timed alone, and beside a receive that is posted and that nothing answers.
+"""PendingRanks: a layer timed alone, and while a receive is posted that no rank has answered.
 
-A pending NCCL receive is a kernel: it holds multiprocessors while it waits for its sender. A rank of a KV-Runahead
-chain computes beside one nearly all the time. The receive is posted through the runtime's own transport, so that
-what the runtime asks of NCCL (streams, number of blocks) holds here too.
+A pending NCCL receive is a kernel: it occupies multiprocessors while it waits for its sender. A rank of a KV-Runahead
+chain computes during one nearly all the time. The receive is posted through the runtime's own transport, so that it has
+the same NCCL settings (streams, number of blocks).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from calibrate.measure.grid import Point
+import torch
+
+from calibrate.measure.compute_points import Point
+from calibrate.measure.forward_timer import ComputeSetup, ForwardTimer
 from calibrate.measure.link_ranks import START_S
 from kvrsim.request import dtype_bytes
 from kvrsim.runtime.ranks.pool import RankPool
 from kvrsim.runtime.ranks.process import Seat
-
-if TYPE_CHECKING:
-    from calibrate.measure.compute_bench import ComputeSetup
+from kvrsim.runtime.ranks.transport import DistributedTransport
 
 ALONE, PENDING = "layer_alone", "layer_pending"
 _MOST_BYTES = 2**28  # of the message: as many blocks wait for it as for any longer one
@@ -27,7 +27,7 @@ _TIMEOUT_S = 60.0
 
 
 class PendingRanks:
-    """Two processes: the first computes and receives, the second sends when it is told to.
+    """Two processes: the first computes and receives, the second sends on command.
 
     Raises RankError, naming the rank, where one dies or does not answer.
     """
@@ -57,11 +57,6 @@ class PendingRank:
     """One of the two."""
 
     def __init__(self, *, seat: Seat, setup: ComputeSetup) -> None:
-        import torch
-
-        from calibrate.measure.compute_bench import ComputeBench
-        from kvrsim.runtime.ranks.transport import DistributedTransport
-
         rank, on_cuda = seat.rank, setup.device == "cuda"
         device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
         if on_cuda:
@@ -73,23 +68,23 @@ class PendingRank:
         self.transport.warmup()
         nbytes = setup.max_context * setup.model.kv_bytes_per_token_layer(dtype_bytes(setup.dtype))
         self.message = torch.zeros(min(nbytes, _MOST_BYTES), dtype=torch.uint8, device=device)
-        self.bench = ComputeBench.build(replace(setup, num_gpus=1)) if rank == 0 else None
+        self.timer = ForwardTimer.build(setup) if rank == 0 else None
         self.rank = rank
         self._receive: Any = None
 
     def layer(self, *, key: str) -> float:
         """Device seconds of a layer, at the clock of a long prefill."""
-        assert self.bench is not None
+        assert self.timer is not None
         at = Point.parse(key)
-        self.bench.bare_layer_s(at)  # memory and kernels are there before the device may no longer be waited for
-        return self.bench.bare_layer_s(at, heat=not self.bench.clock.host_is_device)
+        self.timer.layer_s(at)  # memory and kernels are there before the device may no longer be waited for
+        return self.timer.layer_s(at, heat=not self.timer.clock.host_is_device)
 
     def post(self) -> None:
         """Post the receive."""
         self._receive = self.transport.irecv_prev(self.message)
 
     def complete(self) -> None:
-        """Send what is waited for, or wait for it."""
+        """Send the message, or wait for it."""
         if self.rank == 1:
             self.transport.isend_next(self.message).wait()
         else:

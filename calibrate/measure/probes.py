@@ -1,4 +1,4 @@
-"""Probes: what a machine does in single cases that decide whether its times can be trusted; for `make gpu`.
+"""Probes: single measurements that show whether the times of a machine can be trusted; for `make gpu`.
 
 Each returns plain JSON values. Times are device seconds on CUDA and seconds on a CPU.
 """
@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from calibrate.measure.clock import Clock, CpuClock, CudaClock
-from calibrate.measure.compute_bench import ComputeBench, ComputeSetup
+from calibrate.measure.compute_points import Point
 from calibrate.measure.device_watch import DeviceWatch
-from calibrate.measure.grid import Point
+from calibrate.measure.forward_timer import ComputeSetup, ForwardTimer
 from calibrate.measure.machine import device_name, versions
 from calibrate.measure.pending import ALONE, PENDING, PendingRanks
 from kvrsim.io.schema import to_json
 from kvrsim.runtime.geometry import DTYPES
+from kvrsim.runtime.hooks import Clock, clock_of
 from kvrsim.runtime.ranks.launch import Launch, launch
 from kvrsim.runtime.ranks.transport import Transport
 
@@ -84,12 +84,12 @@ def _pass_round(transport: Transport) -> dict[str, Any]:
 def products(
     device: str, dtype: str, durations_s: tuple[float, ...], shape: tuple[int, int, int]
 ) -> list[dict[str, Any]]:
-    """One matrix product (rows, inner, columns), again and again for so long: its rate, and clock and power meanwhile.
+    """One matrix product (rows, inner, columns), repeated for so long: its rate, and the clock and power of the GPU.
 
     A GPU that holds its clock has the same rate in all of them.
     """
     rows, inner, columns = shape
-    clock: Clock = CudaClock(torch.cuda) if device == "cuda" else CpuClock()
+    clock = clock_of(device)
     watch = DeviceWatch.of_visible(torch, [torch.cuda.current_device()]) if device == "cuda" else DeviceWatch(None, ())
     left = torch.randn(rows, inner, device=device).to(DTYPES[dtype])
     right = torch.randn(inner, columns, device=device).to(DTYPES[dtype])
@@ -122,29 +122,29 @@ def _rate(
 
 def kernel_names(setup: ComputeSetup, chunk: int, prefix: int) -> dict[str, list[str]]:
     """Of each attention kernel, the operators that attend and the device kernels that torch's profiler saw."""
-    bench = ComputeBench.build(setup)
+    timer = ForwardTimer.build(setup)
     try:
-        return {kernel: _profiled(bench, Point(kernel=kernel, chunk=chunk, prefix=prefix)) for kernel in setup.kernels}
+        return {kernel: _profiled(timer, Point(kernel=kernel, chunk=chunk, prefix=prefix)) for kernel in setup.kernels}
     finally:
-        bench.close()
+        timer.close()
 
 
-def _profiled(bench: ComputeBench, at: Point) -> list[str]:
+def _profiled(timer: ForwardTimer, at: Point) -> list[str]:
     from torch.profiler import ProfilerActivity, profile
 
-    bench.bare_layer_s(at)
+    timer.layer_s(at)
     activities = [ProfilerActivity.CPU]
-    if bench.setup.device == "cuda":
+    if timer.setup.device == "cuda":
         activities.append(ProfilerActivity.CUDA)
     with profile(activities=activities) as found:
-        bench.bare_layer_s(at)
+        timer.layer_s(at)
     names = {event.key for event in found.key_averages()}
     words = ("attention", "attn", "flash", "fmha", "softmax", "cudnn", "item", "repeat_interleave")
     return sorted(name for name in names if any(word in name.lower() for word in words))
 
 
 def beside_receive(setup: ComputeSetup, chunks: tuple[int, ...], samples: int) -> list[dict[str, Any]]:
-    """Of each chunk, a layer alone and beside a receive that waits: medians, and the share of the rate that is lost."""
+    """Of each chunk, a layer alone and during a pending receive: medians, and the share of the rate that is lost."""
     ranks = PendingRanks(setup)
     try:
         return [_lost(ranks, setup.kernels[0], chunk, samples) for chunk in chunks]

@@ -1,4 +1,4 @@
-"""LinkLayout: whether ranks are joined by a switch, a bus or a network between nodes, as their messages tell."""
+"""LinkLayout: whether a switch, a bus or a network between nodes connects the ranks, derived from message times."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SHARED = 0.5  # between 0, where messages at once keep their rates, and 1, wher
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkLayout:
-    """What a cluster file needs to know of the links."""
+    """The links as a cluster file describes them."""
 
     topology: Topology  # switch, bus or nodes
     link: LinkSpec  # between ranks; under nodes, inside a node
@@ -38,9 +38,9 @@ class LinkLayout:
 def find_layout(rows: Sequence[Measurement], name: str = "measured", argument: str = "measurements") -> LinkLayout:
     """The layout that the send_recv rows with src and dst show; InputError naming `argument` where there are none.
 
-    Ranks form nodes where their pairs fall into a fast and a slow group, and the fast ones join equal runs of ranks.
-    Else they share a bus where messages of separate pairs slow each other down: between those pairs if four ranks or
-    more were measured, else between the directions of a pair and the links of a chain.
+    Ranks form nodes where their pairs fall into a fast and a slow group, and the fast pairs connect consecutive groups
+    of equal size. Otherwise they share a bus where simultaneous messages slow each other down: messages of separate
+    pairs from four ranks on, else the two directions of a pair and the links of a chain.
     """
     found = [row for row in rows if row.operation == "send_recv" and None not in (row.src, row.dst)]
     singles = [row for row in found if row.messages == 1]
@@ -66,7 +66,7 @@ def find_layout(rows: Sequence[Measurement], name: str = "measured", argument: s
 
 
 def measured_link(rows: Sequence[Measurement], name: str, argument: str = "measurements") -> LinkSpec:
-    """A link for ranks that no datasheet speaks of: the best rate of a message, and what the smallest one takes.
+    """A link without a datasheet: the highest bandwidth of a message, and the time of the smallest one.
 
     Of the median over the pairs, for each size. InputError naming `argument` where no row is a message by itself.
     """
@@ -87,7 +87,7 @@ def measured_link(rows: Sequence[Measurement], name: str, argument: str = "measu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Slowdowns:
-    """How much longer messages take than alone until the last of those that began together has come."""
+    """Slowdown of simultaneous messages: time until the last one arrives, over the time of one alone."""
 
     separate: Mapping[int, float]  # by count of messages, no two of which have a rank in common
     both_ways: float | None  # the two directions of a pair
@@ -120,7 +120,7 @@ class _Slowdowns:
 
     @property
     def is_bus(self) -> bool:
-        """Whether messages at once are nearer to sharing one rate than to keeping theirs."""
+        """Whether simultaneous messages rather share one rate than keep their own."""
         shares = [_share(factor, messages) for messages, factor in self.telling.items()]
         return bool(shares) and median(shares) >= _SHARED
 
@@ -133,13 +133,13 @@ class _Slowdowns:
     def text(self) -> str:
         """Why."""
         if not self.telling:
-            return "No messages at once were measured: taken for a switch."
+            return "No simultaneous messages were measured: assumed to be a switch."
         said = [_text(messages, "of separate pairs", one) for messages, one in sorted(self.separate.items())]
         said += [_text(messages, "along a chain", one) for messages, one in sorted(self.chain.items())]
         both = [] if self.both_ways is None else [_text(2, "in both directions of a pair", self.both_ways)]
         verdict = "a bus" if self.is_bus else "a switch"
         if not self.separate:
-            verdict += " as far as fewer than four ranks tell"
+            verdict += " (fewer than four ranks cannot show more)"
         elif self.full_duplex is False and not self.is_bus:
             verdict += ", though the directions of a pair share its rate, which kvrsim does not model"
         return f"{'; '.join([*said, *both])}: {verdict}."
@@ -191,7 +191,7 @@ class _Nodes:
             return cls(text=f"{text}, but the fast ones do not join equal nodes.")
         if any(max(group) - min(group) >= size for group in groups):
             named = ", ".join("+".join(map(str, sorted(group))) for group in sorted(groups, key=min))
-            return cls(text=f"{text}: nodes of ranks {named}; number ranks node by node, then kvrsim can tell them.")
+            return cls(text=f"{text}: nodes of ranks {named}; number ranks node by node for kvrsim.")
         return cls(size=size, text=f"{text}: nodes of {size} ranks.")
 
     def apart(self, row: Measurement) -> bool:
@@ -213,14 +213,17 @@ def _pair_rates(alone: Alone) -> dict[Flow, float]:
 
 
 def _network(rows: Sequence[Measurement], alone: Alone, name: str) -> tuple[LinkSpec, str]:
-    """What one rank gets of the network while all ranks of its node use it, as far as that was measured."""
+    """One rank's share of the network while all ranks of its node use it, where that was measured."""
     link = measured_link(rows, name)
     crowded = _Slowdowns.of([row for row in rows if row.messages > 1 and not _near(row)], alone).separate
     if not crowded:
-        return link, "Between nodes no messages at once were measured: each rank is taken to have that by itself."
+        return (
+            link,
+            "Between nodes no simultaneous messages were measured: each rank is assumed to have that by itself.",
+        )
     messages = max(crowded)
     factor = max(1.0, crowded[messages])
-    said = f"Between nodes {messages} messages at once take {factor:.2f} times as long as alone: one rank's share."
+    said = f"Between nodes {messages} simultaneous messages take {factor:.2f} times as long as one: a rank's share."
     return replace(link, bandwidth_bytes_per_s=rounded(link.bandwidth_bytes_per_s / factor)), said
 
 

@@ -1,30 +1,37 @@
-"""Fit the shipped profiles of serving engines anew: `python -m calibrate.shipped.recipes [NAME ...] --tables FOLDER`.
+"""Fit the shipped profiles of serving engines again: `python -m calibrate.shipped.recipes [NAME ...] --vidur CLONE`.
 
-shipped.json beside this file has each profile's recipe: which operations come from which source. The tables of
-NVIDIA come from the installed package aiconfigurator-core, the others from CSV files in FOLDER. Written are, in the
-checkout, kvrsim/data/profiles/NAME.json, docs/profiles/NAME.md with its picture, and docs/results/profiles.md.
+recipes.json lists the sources of each profile and the operations taken from each. NVIDIA's tables come from the
+installed package aiconfigurator-core, vidur's files from the history of a git clone. The command writes, in the
+checkout, kvrsim/data/profiles/NAME.json, docs/results/profiles/NAME.md with its picture, and docs/results/profiles.md.
 """
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
 from argparse import ArgumentParser
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from calibrate.data.measurement import OPERATIONS, Measurement
 from calibrate.fit.attention import HeldOut
 from calibrate.fit.gemm_rows import builtin_shapes
-from calibrate.fit.profile import DEFAULT_HOST, FitChoices, Label, fit_profile
+from calibrate.fit.inputs import FitChoices
+from calibrate.fit.operations import DEFAULT_HOST
+from calibrate.fit.profile import Label, fit_profile
 from calibrate.fit.report import FitReport
-from calibrate.importers import aiconfigurator, read_source
+from calibrate.importers import read_source
 from calibrate.shipped.page import write_page
 from kvrsim.errors import InputError, KvrsimError
 from kvrsim.hardware.cluster import load_gpu, load_link
 from kvrsim.io.json_text import JsonObject
 from kvrsim.profile.profile import CalibrationProfile
 
+VIDUR_URL = "https://github.com/microsoft/vidur"
+_VIDUR_FILE = re.compile(r"vidur@([0-9a-f]{7,40}):([^?]+)((?:\?.*)?)")
 _RECIPES = Path(__file__).with_suffix(".json")
 _ROOT = Path(__file__).parents[2]
 _KEYS = (
@@ -35,45 +42,53 @@ _KEYS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """What one shipped profile is fitted to."""
+    """The sources and settings of one shipped profile."""
 
     name: str
-    data: JsonObject  # as in shipped.json
-    tables: Path  # folder of the CSV files
+    data: JsonObject  # as in recipes.json
+    vidur: Path  # a clone of microsoft/vidur
 
     @classmethod
-    def read(cls, name: str, tables: Path) -> Recipe:
-        """InputError for a name that has none."""
+    def read(cls, name: str, vidur: Path) -> Recipe:
+        """Raises InputError for a profile without a recipe."""
         known = JsonObject.read(_RECIPES, "recipes")
         if name not in recipe_names():
             raise InputError("NAME", name, ", ".join(recipe_names()))
         data = known.child(name)
         data.only(_KEYS)
-        return cls(name=name, data=data, tables=tables)
+        return cls(name=name, data=data, vidur=vidur)
 
-    def rows(self) -> list[Measurement]:
-        """Of each source the operations that it is there for."""
+    def rows(self, prefix: str = "", operations: Collection[str] | None = None) -> list[Measurement]:
+        """The rows of all sources whose text begins with `prefix`.
+
+        operations: those to keep; None: those that the recipe takes from each source.
+        """
         found = []
         for part in self.data.children("sources"):
-            part.only(("source", "operations", "cite"))
-            wanted = part.sequence("operations")
-            if not set(wanted) <= set(OPERATIONS):
+            part.only(("source", "operations"))
+            listed = part.sequence("operations")
+            if not set(listed) <= set(OPERATIONS):
                 raise part.error("operations", ", ".join(OPERATIONS))
-            found += [_cited(row, part) for row in self._read(part) if row.operation in wanted]
+            wanted = listed if operations is None else operations
+            if part.text("source").startswith(prefix):
+                found += [row for row in read_public(part.text("source"), self.vidur) if row.operation in wanted]
         return found
 
-    def _read(self, part: JsonObject) -> list[Measurement]:
-        text = part.text("source")
-        place = text if text.startswith(aiconfigurator.PREFIX) else str(self.tables / text)
-        return read_source(place, "tables")
+    def held_out(self) -> HeldOut | None:
+        """Calls to compare the fit with; None, with a note on standard error, where the clone lacks their file."""
+        if not self.data.has("held_out"):
+            return None
+        part = self.data.child("held_out")
+        try:
+            return HeldOut(rows=read_public(part.text("source"), self.vidur), kernel=part.text("kernel"))
+        except InputError as error:
+            print(f"{self.name}: not compared with held-out calls: {error}", file=sys.stderr)
+            return None
 
     def fit(self) -> tuple[CalibrationProfile, FitReport]:
         """The profile as it ships, and its report."""
         data = self.data
-        held_out = None
-        if data.has("held_out"):
-            part = data.child("held_out")
-            held_out = HeldOut(rows=self._read(part), kernel=part.text("kernel"))
+        held_out = self.held_out()
         rows = self.rows()
         sizes = [int(size) for size in data.numbers("hidden_size")] if data.has("hidden_size") else []
         return fit_profile(
@@ -84,7 +99,7 @@ class Recipe:
                 not_covered=data.text("not_covered"),
                 provenance={
                     **({"compared": "; ".join(sorted({row.source for row in held_out.rows}))} if held_out else {}),
-                    "command": f"python -m calibrate.shipped.recipes {self.name} --tables FOLDER",
+                    "command": f"python -m calibrate.shipped.recipes {self.name} --vidur CLONE",
                     "assumed": "host clock (a dozen launches of 5 us a layer); messages beside computation",
                 },
             ),
@@ -101,12 +116,21 @@ class Recipe:
         )
 
 
-def _cited(row: Measurement, part: JsonObject) -> Measurement:
-    """The row with its publication in the place of its file's name, where the recipe says so."""
-    if not part.has("cite"):
-        return row
-    file = part.text("source").split("?")[0]
-    return replace(row, source=row.source.replace(file, part.text("cite")))
+def read_public(text: str, vidur: Path) -> list[Measurement]:
+    """The rows of one source of a recipe; a file of vidur is read from the history of the clone `vidur`."""
+    found = _VIDUR_FILE.fullmatch(text)
+    if found is None:
+        return read_source(text, "recipes")
+    commit, path, query = found.groups()
+    done = subprocess.run(["git", "-C", str(vidur), "show", f"{commit}:{path}"], capture_output=True, check=False)
+    if done.returncode:
+        reason = " ".join(done.stderr.decode("utf-8", "replace").split())
+        raise InputError("vidur", vidur, f"a clone of {VIDUR_URL} that has {commit}:{path} ({reason})")
+    with TemporaryDirectory() as folder:
+        file = Path(folder, commit, path)
+        file.parent.mkdir(parents=True)
+        file.write_bytes(done.stdout)
+        return read_source(f"{file}{query}", "recipes")
 
 
 def recipe_names() -> tuple[str, ...]:
@@ -120,12 +144,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "names", metavar="NAME", nargs="*", help="a profile of calibrate/shipped/recipes.json; default: all"
     )
-    parser.add_argument("--tables", metavar="FOLDER", type=Path, required=True, help="where the CSV files are")
+    parser.add_argument("--vidur", metavar="CLONE", type=Path, required=True, help=f"a clone of {VIDUR_URL}")
     options = parser.parse_args(arguments)
     pages = _ROOT / "docs" / "results" / "profiles"
     try:
         for name in options.names or recipe_names():
-            profile, report = Recipe.read(name, options.tables).fit()
+            profile, report = Recipe.read(name, options.vidur).fit()
             pages.mkdir(parents=True, exist_ok=True)
             profile.write(_ROOT / "kvrsim" / "data" / "profiles" / f"{name}.json")
             report.write(pages / f"{name}.md", picture=f"{name}.png")

@@ -209,9 +209,9 @@ def tell_estimate(title: str, found: Estimate, policy: Policy, resumed: int) -> 
     span = f"{_minutes(min(found.least_s, policy.budget_s))} to {_minutes(policy.budget_s)}"
     resuming = f", resuming from {resumed} samples" if resumed else ""
     typer.echo(f"{title}: {len(found.points)} points, {span}{resuming}", err=True)
-    if found.left_away:
-        shown = ", ".join(found.left_away[:_SHOWN_DROPPED])
-        more = f" and {len(found.left_away) - _SHOWN_DROPPED} more" if len(found.left_away) > _SHOWN_DROPPED else ""
+    if found.dropped:
+        shown = ", ".join(found.dropped[:_SHOWN_DROPPED])
+        more = f" and {len(found.dropped) - _SHOWN_DROPPED} more" if len(found.dropped) > _SHOWN_DROPPED else ""
         typer.echo(f"{title}: dropped because of the time budget (--minutes): {shown}{more}", err=True)
 
 

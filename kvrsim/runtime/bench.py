@@ -7,21 +7,22 @@ import platform
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from kvrsim.errors import InputError
-from kvrsim.runtime.agreement import versions
-from kvrsim.runtime.forward import Forward, ModelForward
-from kvrsim.runtime.host import cpu_name
-from kvrsim.runtime.load import HostLoad
-from kvrsim.runtime.pace import PaceRunner
+from kvrsim.partition import Partition
+from kvrsim.quartiles import interquartile_range
+from kvrsim.runtime.cache import KvBuffer, PrefixCache
+from kvrsim.runtime.hooks import hooked
+from kvrsim.runtime.host import HostLoad, cpu_name, versions
+from kvrsim.runtime.model import Forward, ModelForward
 from kvrsim.runtime.plan import RunPlan, random_prompt
 from kvrsim.runtime.prefill import Outcome, Prefill, shared_room
 from kvrsim.runtime.ranks.transport import Transport
-from kvrsim.runtime.trace import RankTrace, hooked, timeline_of
+from kvrsim.runtime.trace import RankTrace, timeline_of
 from kvrsim.timeline import Timeline
 
 
@@ -39,26 +40,9 @@ class Timing:
         return statistics.median(self.ttft_s)
 
     @property
-    def quartiles_s(self) -> tuple[float, float]:
-        """A quarter of the repetitions were faster than the first, a quarter slower than the second."""
-        if len(self.ttft_s) == 1:
-            return self.ttft_s[0], self.ttft_s[0]
-        first, _, third = statistics.quantiles(self.ttft_s, n=4, method="inclusive")
-        return first, third
-
-    @property
     def iqr_s(self) -> float:
-        """The interquartile range: how far the middle half of the repetitions is spread."""
-        first, third = self.quartiles_s
-        return third - first
-
-    def quiet(self, max_other_cores: float) -> Timing | None:
-        """The same without repetitions beside which others kept more cores busy; None where none is left."""
-        pairs = zip(self.ttft_s, self.other_cores, strict=True)
-        kept = [(ttft_s, cores) for ttft_s, cores in pairs if cores is not None and cores <= max_other_cores]
-        if not kept:
-            return None
-        return replace(self, ttft_s=tuple(one for one, _ in kept), other_cores=tuple(cores for _, cores in kept))
+        """Interquartile range of the repetitions."""
+        return interquartile_range(self.ttft_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +52,7 @@ class BenchReport:
     timings: tuple[Timing, ...]  # by plan, in the order in which they were given
     timelines: tuple[Timeline, ...]  # by plan: of one more prefill, with its layers hooked
     conditions: dict[str, str]  # machine, libraries, transport, model: all that the figures depend on
-    pace_s: tuple[float, ...] = ()  # by round, of a prefill on every rank at once; () where it was not asked for
+    drift_s: tuple[float, ...] = ()  # by round, of a prefill on every rank at once; () where it was not asked for
 
 
 def measure(
@@ -80,32 +64,32 @@ def measure(
     repeats: int = 7,
     warmups: int = 2,
     seed: int = 0,
-    pace_tokens: int | None = None,
+    drift_tokens: int | None = None,
 ) -> BenchReport:
     """Measure each plan `repeats` times after `warmups`, one after another so that drift meets all alike.
 
-    pace_tokens: in every round, time a prefill of so many tokens on every rank at once, too.
+    drift_tokens: in every round, time a prefill of so many tokens on every rank at once, too.
 
     TTFT is the last rank's first token minus the earliest start, all ranks leaving a barrier together; ranks on
     several hosts share no clock, there it is the last rank's own start. Every rank returns the same report.
     """
     if repeats < 1:
         raise InputError("repeats", repeats, "at least 1")
-    room = shared_room(forward.geometry, transport, plans, least=pace_tokens or 0)
+    room = shared_room(forward.geometry, transport, plans, least=drift_tokens or 0)
     prefills = [Prefill(forward, transport, plan, room=room[plan.batch]) for plan in plans]
     prompts = [random_prompt(vocab_size, plan, seed).to(forward.geometry.device) for plan in plans]
     one_host = is_one_host(transport)
     rounds = _Rounds(transport, one_host, len(plans))
-    pace = None
-    if pace_tokens is not None:
+    drift = None
+    if drift_tokens is not None:
         batch = plans[0].batch
         told: dict[str, Any] = dict(room=room[batch], batch=batch, vocab_size=vocab_size, seed=seed)
-        pace = PaceRunner(transport, forward, pace_tokens, **told)
-    pace_s: list[float] = []
+        drift = DriftRunner(transport, forward, drift_tokens, **told)
+    drift_s: list[float] = []
     done, total = 0, len(plans) * (warmups + repeats)
     for repetition in range(warmups + repeats):
-        if pace is not None:
-            pace_s.append(pace.run())
+        if drift is not None:
+            drift_s.append(drift.run())
         for number in _rotated(len(plans), repetition):
             transport.report(done, total, "prefills")
             rounds.run(number, prefills[number], prompts[number], keep=repetition >= warmups)
@@ -120,7 +104,39 @@ def measure(
         "repetitions": f"{repeats} after {warmups} warm-ups, plans interleaved",
         "clock": "one host's" if one_host else "the last rank's own",
     }
-    return BenchReport(timings=timings, timelines=timelines, conditions=conditions, pace_s=tuple(pace_s[warmups:]))
+    return BenchReport(timings=timings, timelines=timelines, conditions=conditions, drift_s=tuple(drift_s[warmups:]))
+
+
+class DriftRunner:
+    """A prefill of so many tokens on every rank, each by itself, all beginning together."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        forward: Forward,
+        num_tokens: int,
+        *,
+        room: Sequence[Any],
+        batch: int,
+        vocab_size: int,
+        seed: int = 0,
+    ) -> None:
+        """room: each layer's memory for at least as many tokens, used by other prefills in turn."""
+        self.transport, self.forward, geometry = transport, forward, forward.geometry
+        plan = RunPlan(strategy="single", partition=Partition(chunk_lens=(num_tokens,)), batch=batch)
+        sizes: dict[str, int] = dict(prefix_len=0, chunk_len=num_tokens, batch=batch)
+        self.cache = PrefixCache([KvBuffer(geometry, data=data[:num_tokens], **sizes) for data in room])
+        self.ids = random_prompt(vocab_size, plan, seed).to(geometry.device)
+
+    def run(self) -> float:
+        """Seconds of it, the mean of the ranks; the same on every rank."""
+        self.transport.barrier()
+        started_s = time.monotonic()
+        self.forward(self.ids, 0, self.cache, is_last=True)
+        if self.ids.is_cuda:
+            torch.cuda.synchronize(self.ids.device)
+        taken_s: list[float] = self.transport.exchange(time.monotonic() - started_s)
+        return sum(taken_s) / len(taken_s)
 
 
 class _Rounds:
@@ -167,7 +183,7 @@ def ttft_of(outcomes: Sequence[Outcome], *, one_host: bool) -> float:
 def _timeline(prefill: Prefill, ids: Any) -> Timeline:
     """One more prefill, its layers hooked where there is a model."""
     if isinstance(prefill.forward, ModelForward):
-        with hooked(prefill.forward.model, prefill.geometry, prefill.recorder):
+        with hooked(prefill.forward.model, prefill.geometry, prefill.clock):
             trace = prefill.run(ids).trace
     else:
         trace = prefill.run(ids).trace

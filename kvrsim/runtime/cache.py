@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from kvrsim.runtime.geometry import Geometry
 
 UpdateEvent = Literal["update", "updated"]
-OnUpdate = Callable[[int, UpdateEvent], None]
+OnUpdate = Callable[[UpdateEvent, int], None]
 Exchange = Callable[[int], None]
 
 
@@ -53,10 +53,6 @@ class KvBuffer:
     def whole(self) -> Any:
         """The tokens up to the end of the chunk, contiguous: what is sent."""
         return self.data[: self.end]
-
-    def piece(self, start: int, end: int) -> Any:
-        """Tokens from start to before end, contiguous."""
-        return self.data[start:end]
 
     def write(self, keys: Any, values: Any) -> None:
         """Put the chunk's K and V, as the model gives them, behind the prefix."""
@@ -131,7 +127,7 @@ class PrefixCache(Cache):  # type: ignore[misc]
     """A transformers Cache of a chunk behind a prefix: every forward writes the chunk anew, and nothing grows.
 
     In each layer's update, after the chunk's K and V are written, `exchange(layer)` may fetch the prefix and
-    send what is there. `on_update(layer, event)` is told "update" when a layer enters and "updated" when it leaves.
+    send what is there. `on_update(event, layer)` is told "update" when a layer enters and "updated" when it leaves.
     """
 
     def __init__(
@@ -143,7 +139,7 @@ class PrefixCache(Cache):  # type: ignore[misc]
     def tell(self, layer: int, event: UpdateEvent) -> None:
         """Pass an event on to whoever listens."""
         if self.on_update is not None:
-            self.on_update(layer, event)
+            self.on_update(event, layer)
 
     @classmethod
     def stub(

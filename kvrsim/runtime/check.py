@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvrsim.runtime.cache import PrefixCache
-from kvrsim.runtime.forward import ModelForward
+from kvrsim.runtime.model import ModelForward
 from kvrsim.runtime.plan import RunPlan, random_prompt
 from kvrsim.runtime.prefill import Prefill, decode, shared_room
 from kvrsim.runtime.ranks.transport import Transport
@@ -27,10 +27,6 @@ class Difference:
     kv_cache: float  # largest difference in the last rank's K and V, all layers
     same_tokens: bool  # whether the greedy continuations are equal
     num_tokens: int  # of the continuation
-
-    def within(self, tolerance: float) -> bool:
-        """Whether logits and KV cache differ by at most so much, and no token differs."""
-        return self.same_tokens and self.logits <= tolerance and self.kv_cache <= tolerance
 
 
 def compare(

@@ -33,7 +33,7 @@ class EmulatedLink:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SideTraffic:
+class MessageTraffic:
     """Others' messages on some links, at random times, ahead of ours that come later."""
 
     pairs: tuple[tuple[int, int], ...]  # links by (sender, receiver)
@@ -51,7 +51,7 @@ class SideTraffic:
 class Egress:
     """When a link is free, given what was sent over it and what others send."""
 
-    def __init__(self, link: EmulatedLink, traffic: SideTraffic | None, pair: tuple[int, int], now_s: float) -> None:
+    def __init__(self, link: EmulatedLink, traffic: MessageTraffic | None, pair: tuple[int, int], now_s: float) -> None:
         self.link, self.free_s = link, now_s
         self.traffic = traffic if traffic and pair in traffic.pairs and traffic.share > 0 else None
         self._rng = random.Random(f"{traffic.seed if traffic else 0}:{pair}")
@@ -103,7 +103,7 @@ class _Both:
 class EmulatedTransport:
     """A transport whose messages take as long as on a given link; all-gathers are rings over such links."""
 
-    def __init__(self, inner: Transport, link: EmulatedLink, traffic: SideTraffic | None = None) -> None:
+    def __init__(self, inner: Transport, link: EmulatedLink, traffic: MessageTraffic | None = None) -> None:
         if inner.name == "nccl":
             raise InputError("backend", "nccl", "gloo under an emulated link: the host waits for messages")
         self.inner, self.rank, self.size = inner, inner.rank, inner.size

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvrsim.choices import ATTENTIONS, Attention
 from kvrsim.errors import InputError
-from kvrsim.io.json_text import JsonObject
-from kvrsim.model.architectures import read_config
-from kvrsim.model.load import config_path
-from kvrsim.runtime.attention import use_flash
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -30,23 +25,17 @@ class Family:
     layers: str  # the decoder layers, an attribute of the base model
     attention: str  # the attention module, an attribute of a layer
     output_projection: str  # the projection of the attention's output, an attribute of the attention
-    cache_argument: str  # what the attention calls the Cache
-    uses_attention_interface: bool  # whether transformers' AttentionInterface is asked for the kernel
 
 
 _LLAMA_LIKE = Family(
     layers="layers",
     attention="self_attn",
     output_projection="o_proj",
-    cache_argument="past_key_values",
-    uses_attention_interface=True,
 )
 _FALCON = Family(
     layers="h",
     attention="self_attention",
     output_projection="dense",
-    cache_argument="layer_past",
-    uses_attention_interface=False,
 )
 FAMILIES = {
     "falcon": _FALCON,
@@ -115,16 +104,6 @@ class Geometry:
         return FAMILIES[self.model_type]
 
     @property
-    def uses_attention_interface(self) -> bool:
-        """Whether transformers' AttentionInterface is asked for the kernel."""
-        return self.family.uses_attention_interface
-
-    @property
-    def cache_argument(self) -> str:
-        """The argument of the attention module that holds the Cache."""
-        return self.family.cache_argument
-
-    @property
     def kv_bytes_per_token_layer(self) -> int:
         """Bytes of one token's K and V in one layer, as stored and sent."""
         return 2 * self.num_key_value_heads * self.head_dim * int(self.dtype.itemsize)
@@ -179,64 +158,3 @@ def _check_rope(config: Any) -> None:
     if kind not in _STATIC_ROPE and not getattr(config, "alibi", False):
         accepted = f"one of {', '.join(_STATIC_ROPE)}: others rotate a chunk otherwise than the whole context"
         raise InputError("model: rope_type", kind, accepted)
-
-
-def load_model(
-    config: str | Path | Mapping[str, object],
-    dtype: str = "fp32",
-    device: str | torch.device = "cpu",
-    attention: Attention = "sdpa",
-    seed: int = 0,
-    init_std: float | None = None,
-) -> Any:
-    """A Hugging Face model with random weights, in evaluation mode; nothing is downloaded.
-
-    `config` is a built-in name, a path to a config.json or its folder, or what such a file holds. The same
-    seed gives the same weights on every rank of one kind of device. `init_std` is the spread of the weights
-    (None: the config's), which tests raise so that the first token depends on the whole context.
-
-    Raises InputError where the file, its architecture or the kernel cannot be used.
-    """
-    if attention not in ATTENTIONS:
-        raise InputError("attention", attention, "one of " + ", ".join(ATTENTIONS))
-    if dtype not in DTYPES:
-        raise InputError("dtype", dtype, "one of " + ", ".join(DTYPES))
-    fields = _fields(config)
-    model = _build(fields, DTYPES[dtype], device, attention, seed, init_std)
-    if attention == "flash":
-        use_flash(model)
-    Geometry.of(model)  # refuses what the runtime cannot run
-    return model
-
-
-def _fields(config: str | Path | Mapping[str, object]) -> dict[str, Any]:
-    """The keys of the config.json, those that are comments left out; checked as the simulator checks them."""
-    source = JsonObject(fields=config, where="model") if isinstance(config, Mapping) else None
-    if source is None:
-        source = JsonObject.read(config_path(str(config), "model"), "model")
-    family_of(str(source.fields.get("model_type", "nothing")))
-    read_config(source, "model")
-    return {key: value for key, value in source.fields.items() if not key.startswith("_")}
-
-
-def _build(
-    fields: dict[str, Any],
-    dtype: torch.dtype,
-    device: str | torch.device,
-    attention: Attention,
-    seed: int,
-    init_std: float | None,
-) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    fields = {key: value for key, value in fields.items() if key not in ("architectures", "torch_dtype", "dtype")}
-    if init_std is not None:
-        fields["initializer_range"] = init_std
-    config = AutoConfig.for_model(**fields)
-    kernel = "sdpa" if attention == "flash" else attention
-    place = torch.device(device)
-    cuda = [torch.cuda.current_device()] if place.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda), place:
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=kernel, dtype=dtype)
-    return model.to(place).eval().requires_grad_(False)

@@ -11,15 +11,15 @@ import torch
 
 from kvrsim.choices import Attention
 from kvrsim.errors import InputError
-from kvrsim.runtime.agreement import agree, versions
 from kvrsim.runtime.bench import BenchReport, conditions_of, is_one_host, measure, ttft_of
 from kvrsim.runtime.cache import kv_room
 from kvrsim.runtime.check import Difference, compare
-from kvrsim.runtime.emulated import EmulatedLink, EmulatedTransport, SideTraffic
-from kvrsim.runtime.forward import ModelForward
-from kvrsim.runtime.geometry import DTYPES, load_model
+from kvrsim.runtime.emulated import EmulatedLink, EmulatedTransport, MessageTraffic
+from kvrsim.runtime.geometry import DTYPES
+from kvrsim.runtime.host import versions
+from kvrsim.runtime.model import ModelForward, load_model
 from kvrsim.runtime.plan import RunPlan, random_prompt
-from kvrsim.runtime.prefill import Outcome, Prefill, decode
+from kvrsim.runtime.prefill import Outcome, Prefill, agree, decode
 from kvrsim.runtime.ranks.transport import Transport
 
 
@@ -53,9 +53,9 @@ class Job:
     repeats: int = 5
     warmups: int = 1
     link: EmulatedLink | None = None  # None: messages as fast as they are
-    traffic: SideTraffic | None = None  # beside them, on an emulated link
+    traffic: MessageTraffic | None = None  # beside them, on an emulated link
     check_logits: bool = True  # against one process
-    pace_tokens: int | None = None  # of a prefill on every rank at once, in every round; None: not timed
+    drift_tokens: int | None = None  # of a prefill on every rank at once, in every round; None: not timed
     generate: int = 0  # tokens that the last rank goes on with, greedily, after the last plan's prefill
 
     def facts(self) -> dict[str, str]:
@@ -65,7 +65,7 @@ class Job:
             "warm-ups": str(self.warmups),
             "check of the logits": "on" if self.check_logits else "off",
             "tokens to generate": str(self.generate),
-            "tokens of the pace": str(self.pace_tokens),
+            "tokens for the clock drift": str(self.drift_tokens),
             "partitions": "; ".join(plan.label for plan in self.plans),
             "emulated link": str(self.link),
             "side traffic": str(self.traffic),
@@ -96,7 +96,7 @@ def run_job(transport: Transport, job: Job) -> JobReport:
         repeats=job.repeats,
         warmups=job.warmups,
         seed=seed,
-        pace_tokens=job.pace_tokens,
+        drift_tokens=job.drift_tokens,
     )
     found: list[Difference] = []
     if job.check_logits:
@@ -108,7 +108,7 @@ def run_job(transport: Transport, job: Job) -> JobReport:
     return replace(own, differences=last.differences, generated=last.generated)
 
 
-def linked_by(transport: Transport, link: EmulatedLink | None, traffic: SideTraffic | None) -> Transport:
+def linked_by(transport: Transport, link: EmulatedLink | None, traffic: MessageTraffic | None) -> Transport:
     """The transport, over an emulated link where there is one.
 
     Raises InputError for traffic on a real link, or an emulated link between hosts, which share no clock.

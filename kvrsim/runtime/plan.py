@@ -83,16 +83,6 @@ class RunPlan:
             raise InputError("attention", "flash", "eager or sdpa for dense TSP: flash leaves out what dense computes")
 
 
-def even_plans(context_len: int, num_ranks: int, *, batch: int = 1) -> list[RunPlan]:
-    """One rank alone, TSP and KVR with even chunks: what any other partition is compared with."""
-    even, whole = Partition.even(context_len, num_ranks), Partition(chunk_lens=(context_len,))
-    return [
-        RunPlan(strategy="single", partition=whole, batch=batch),
-        RunPlan(strategy="tsp", partition=even, batch=batch),
-        RunPlan(strategy="kvr", partition=even, batch=batch),
-    ]
-
-
 def random_prompt(vocab_size: int, plan: RunPlan, seed: int = 0) -> Any:
     """Token ids [B, C], the same on every rank."""
     import torch

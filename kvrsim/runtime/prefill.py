@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from kvrsim.runtime.agreement import agree, versions
 from kvrsim.runtime.cache import KvBuffer, PrefixCache, UpdateEvent, kv_room
-from kvrsim.runtime.forward import Forward
 from kvrsim.runtime.geometry import Geometry
+from kvrsim.runtime.hooks import clock_of
+from kvrsim.runtime.host import versions
+from kvrsim.runtime.model import Forward
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.ranks.faults import Fault, FaultKind, LinkError, RankError, is_out_of_memory
 from kvrsim.runtime.ranks.transport import Pending, Transport, ring_all_gather
-from kvrsim.runtime.trace import RankTrace, Recorder
+from kvrsim.runtime.trace import RankTrace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +45,7 @@ class Prefill:
         """room: each layer's memory for at least as many tokens, used by other prefills in turn; None: its own."""
         self.forward, self.transport, self.plan, self.geometry = forward, transport, plan, forward.geometry
         self.place = plan.place(transport.rank, transport.size)
-        self.recorder = Recorder(self.geometry.device)
+        self.clock = clock_of(self.geometry.device, all_streams=True)
         self.layer: int | None = None  # to which the rank has come
         self.logits: Any = None  # of the last token, [B, vocabulary], on the last rank after `run`
         self._receives: dict[int, Pending] = {}
@@ -68,19 +69,21 @@ class Prefill:
         self._sent.clear()
         with self._named_faults():
             self.transport.barrier()
-            start_s = self.recorder.start()
+            self.clock.start()
+            self.clock.mark("start")
             if self.cache is not None:
                 self._post_receives(0, self.plan.receives_ahead or self.geometry.num_hidden_layers)
                 start, end = self._bounds()
                 self.logits = self.forward(input_ids[:, start:end], start, self.cache, is_last=self.is_last)
                 if self.is_last and self.logits is not None:
                     tokens = tuple(self.logits.argmax(-1).tolist())
-            self.recorder.mark("token")
-            marks = self.recorder.marks()
+            self.clock.mark("token")
+            marks = tuple(self.clock.finish())
             self._finish_sends()
-        kept = marks if self.cache is not None else ()
-        trace = RankTrace(rank=self.transport.rank, marks=kept, sends=tuple(self._sent))
-        return Outcome(rank=trace.rank, start_s=start_s, end_s=marks[-1].time_s, tokens=tokens, trace=trace)
+        kept, start_s = marks if self.cache is not None else (), self.clock.start_s
+        trace = RankTrace(rank=self.transport.rank, start_s=start_s, marks=kept, sends=tuple(self._sent))
+        end_s = start_s + marks[-1].device_s
+        return Outcome(rank=trace.rank, start_s=start_s, end_s=end_s, tokens=tokens, trace=trace)
 
     def _facts(self) -> dict[str, str]:
         geometry = self.geometry
@@ -113,22 +116,22 @@ class Prefill:
         buffers = [KvBuffer(self.geometry, data=data, **sizes) for data in layers]
         return PrefixCache(buffers, on_update=self._on_update, exchange=exchange)
 
-    def _on_update(self, layer: int, event: UpdateEvent) -> None:
+    def _on_update(self, event: UpdateEvent, layer: int) -> None:
         if event == "update":
             self.layer = layer
             self.transport.note(layer)
-        self.recorder.mark(event, layer)
+        self.clock.mark(event, layer)
 
     def _hand_on(self, layer: int) -> None:
         """KVR, the chunk's K and V written: wait for the prefix, hand all of it on, expect the next layer's."""
         assert self.cache is not None
         if layer in self._receives:
-            self.recorder.mark("wait", layer)
+            self.clock.mark("wait", layer)
             self._receives.pop(layer).wait()
-            self.recorder.mark("received", layer)
+            self.clock.mark("received", layer)
         if not self.is_last:
             message = self.cache.buffers[layer].whole()
-            self.recorder.mark("send", layer)
+            self.clock.mark("send", layer)
             self._sent.append((layer, message.nbytes))
             self._sends.append(self.transport.isend_next(message))
         if self.plan.receives_ahead is not None:
@@ -145,12 +148,12 @@ class Prefill:
         """TSP, the chunk's K and V written: all chunks' to all ranks."""
         assert self.cache is not None
         whole, boundaries = self.cache.buffers[layer].data, self.plan.partition.boundaries
-        self.recorder.mark("wait", layer)
+        self.clock.mark("wait", layer)
         if self.plan.gather == "ring":
             ring_all_gather(self.transport, whole, boundaries)
         else:
             self.transport.all_gather(whole, boundaries)
-        self.recorder.mark("received", layer)
+        self.clock.mark("received", layer)
 
     def _finish_sends(self) -> None:
         """Wait until what was sent may be overwritten."""
@@ -172,6 +175,20 @@ class Prefill:
 
     def _fault(self, kind: FaultKind, message: str, peer: int | None = None) -> Fault:
         return Fault(rank=self.transport.rank, kind=kind, message=message, layer=self.layer, peer=peer)
+
+
+def agree(transport: Transport, facts: Mapping[str, str]) -> None:
+    """Compare facts with all ranks; raises RankError, on every rank, naming what differs from rank 0's."""
+    everyone: list[Mapping[str, str]] = transport.exchange(dict(facts), dict[str, str])
+    faults = []
+    for rank, theirs in enumerate(everyone):
+        for fact in sorted({*everyone[0], *theirs}):
+            own, first = theirs.get(fact, "nothing"), everyone[0].get(fact, "nothing")
+            if own != first:
+                message = f"{fact} is {own}, but {first} on rank 0"
+                faults.append(Fault(rank=rank, kind="mismatch", message=message))
+    if faults:
+        raise RankError(faults)
 
 
 def shared_room(

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from kvrsim.runtime.bench import conditions_of
-from kvrsim.runtime.cache import KvBuffer, PrefixCache, UpdateEvent, kv_room
-from kvrsim.runtime.forward import ModelForward
+from kvrsim.runtime.cache import KvBuffer, PrefixCache, kv_room
+from kvrsim.runtime.hooks import Clock, Mark, clock_of, hooked
+from kvrsim.runtime.host import HostLoad
 from kvrsim.runtime.job import Job
-from kvrsim.runtime.load import HostLoad
+from kvrsim.runtime.model import ModelForward
 from kvrsim.runtime.plan import RunPlan, random_prompt
 from kvrsim.runtime.ranks.transport import Transport
-from kvrsim.runtime.trace import COMPUTE, Mark, Recorder, hooked
+from kvrsim.runtime.trace import COMPUTE
 
 Parts = Mapping[tuple[int | None, str], float]  # seconds by layer (None: outside) and the simulator's word
 
@@ -48,18 +49,18 @@ class VirtualReport:
 def run_virtual(transport: Transport, job: Job) -> VirtualReport:
     """Replay the ranks of every plan on this one process's device, plans interleaved."""
     forward = ModelForward(job.model.load(getattr(transport, "device", "cpu")))
-    recorder = Recorder(forward.geometry.device)
+    clock = clock_of(forward.geometry.device, all_streams=True)
     first = job.plans[0]
     alone = None
     if job.check_logits:  # before the ranks' KV buffers are made
         ids = random_prompt(forward.model.config.vocab_size, first, job.model.seed).to(forward.geometry.device)
         alone = _logits_alone(forward.model, ids)
     room = kv_room(forward.geometry, first.context_len, first.batch)
-    plans = [_VirtualRanks(forward, plan, recorder, job.model.seed, room) for plan in job.plans]
+    plans = [_VirtualRanks(forward, plan, clock, job.model.seed, room) for plan in job.plans]
     repeats: list[list[tuple[Parts, ...]]] = [[] for _ in plans]
     cores: list[list[float | None]] = [[] for _ in plans]
     load, total = HostLoad(), (job.warmups + job.repeats) * len(plans)
-    with hooked(forward.model, forward.geometry, recorder):
+    with hooked(forward.model, forward.geometry, clock):
         for repetition in range(job.warmups + job.repeats):
             for number, plan in enumerate(plans):
                 transport.report(repetition * len(plans) + number, total, "prefills")
@@ -87,12 +88,10 @@ def run_virtual(transport: Transport, job: Job) -> VirtualReport:
 class _VirtualRanks:
     """The ranks of one plan, which share the K and V of the whole context, with each other and with other plans."""
 
-    def __init__(
-        self, forward: ModelForward, plan: RunPlan, recorder: Recorder, seed: int, room: Sequence[Any]
-    ) -> None:
+    def __init__(self, forward: ModelForward, plan: RunPlan, clock: Clock, seed: int, room: Sequence[Any]) -> None:
         geometry = forward.geometry
         plan.check(geometry)
-        self.forward, self.plan, self.recorder = forward, plan, recorder
+        self.forward, self.plan, self.clock = forward, plan, clock
         self.logits: Any = None
         self.ids = random_prompt(forward.model.config.vocab_size, plan, seed).to(geometry.device)
         self.room = room
@@ -109,32 +108,30 @@ class _VirtualRanks:
         sizes: dict[str, Any] = dict(prefix_len=start, chunk_len=end - start, batch=plan.batch)
         sizes |= dict(total_len=plan.context_len, visible_len=plan.context_len if dense else end)
         buffers = [KvBuffer(self.forward.geometry, data=data, **sizes) for data in self.room]
-        return PrefixCache(buffers, on_update=self._on_update)
-
-    def _on_update(self, layer: int, event: UpdateEvent) -> None:
-        self.recorder.mark(event, layer)
+        return PrefixCache(buffers, on_update=self.clock.mark)
 
     def _rank(self, rank: int) -> Parts:
         start, end = self.plan.partition.boundaries[rank : rank + 2]
         is_last = end == self.plan.context_len
-        self.recorder.start()
+        self.clock.start()
+        self.clock.mark("start")
         logits = self.forward(self.ids[:, start:end], start, self.caches[rank], is_last=is_last)
         if is_last:
             self.logits = logits
             logits.argmax(-1).tolist()  # the first token, which a user waits for
-        self.recorder.mark("token")
-        return _parts(self.recorder.marks(), is_last=is_last)
+        self.clock.mark("token")
+        return _parts(self.clock.finish(), is_last=is_last)
 
 
 def _parts(marks: Sequence[Mark], *, is_last: bool) -> Parts:
     """Seconds between marks by the simulator's words; only the last rank has a head."""
     found: dict[tuple[int | None, str], float] = {}
     for first, second in pairwise(marks):
-        name = COMPUTE.get((first.event, second.event))
+        name = COMPUTE.get((first.name, second.name))
         if name is None or (name == "head" and not is_last):
             continue
         key = (None if name in ("embedding", "head") else first.layer, name)
-        found[key] = found.get(key, 0.0) + second.time_s - first.time_s
+        found[key] = found.get(key, 0.0) + second.device_s - first.device_s
     return found
 
 

@@ -175,7 +175,7 @@ def _run_ranks(
 
     count = len(job.plans) * (hardware.repeats + hardware.warmups + 3) + 2
     how = hardware.launch(scenario.cluster.num_gpus, longest_s, count * longest_s)
-    job = replace(job, pace_tokens=drift_tokens(scenario))
+    job = replace(job, drift_tokens=drift_tokens(scenario))
     report: JobReport = launch(run_job, job, how=how, on_progress=on_progress)[-1]
     differences = report.differences or [None] * len(job.plans)  # of logits, where they were compared
     found = {
@@ -190,7 +190,7 @@ def _run_ranks(
             job.plans, report.bench.timings, report.bench.timelines, differences, strict=True
         )
     }
-    return [found[plan] for plan in plans], report.bench.conditions, report.bench.pace_s
+    return [found[plan] for plan in plans], report.bench.conditions, report.bench.drift_s
 
 
 def _run_virtual(
@@ -265,7 +265,7 @@ def _idle_rounds(found: Sequence[_Measured]) -> tuple[list[int], tuple[str, ...]
 
 def is_busy(sample_s: float, other_cores: float | None) -> bool:
     """Whether other processes used this machine during a prefill; False where CPU accounting cannot tell."""
-    from kvrsim.runtime.load import busy_cores
+    from kvrsim.runtime.host import busy_cores
 
     return other_cores is not None and sample_s >= _LEAST_ACCOUNTED_S and other_cores > busy_cores()
 

@@ -13,7 +13,7 @@ from kvrsim.profile.profile import CalibrationProfile, Gather
 from kvrsim.scenario import Scenario
 
 if TYPE_CHECKING:
-    from kvrsim.runtime.emulated import EmulatedLink, SideTraffic
+    from kvrsim.runtime.emulated import EmulatedLink, MessageTraffic
     from kvrsim.runtime.job import Job, ModelChoice
     from kvrsim.runtime.plan import RunPlan
     from kvrsim.runtime.ranks.launch import Launch
@@ -90,14 +90,14 @@ class Hardware:
         link = scenario.cluster.link
         return EmulatedLink(bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s)
 
-    def traffic(self, num_ranks: int) -> SideTraffic | None:
+    def traffic(self, num_ranks: int) -> MessageTraffic | None:
         """Other traffic on every link between neighbours; None where there is none."""
-        from kvrsim.runtime.emulated import SideTraffic
+        from kvrsim.runtime.emulated import MessageTraffic
 
         if not self.traffic_share:
             return None
         pairs = tuple((rank, (rank + 1) % num_ranks) for rank in range(num_ranks))
-        return SideTraffic(pairs=pairs, share=self.traffic_share, message_bytes=self.traffic_bytes, seed=self.seed)
+        return MessageTraffic(pairs=pairs, share=self.traffic_share, message_bytes=self.traffic_bytes, seed=self.seed)
 
     def launch(self, num_ranks: int, longest_s: float, all_s: float) -> Launch:
         """How ranks are started; timeouts follow from the predicted longest prefill and their sum."""
@@ -124,7 +124,7 @@ def devices_of(hardware: Hardware) -> int:
 
 def gpu_notes(device: str) -> tuple[str, ...]:
     """A note where other processes use the GPUs that are to be measured."""
-    from kvrsim.runtime.load import others_on_gpus
+    from kvrsim.runtime.host import others_on_gpus
 
     others = others_on_gpus() if device == "cuda" else ()
     shown = ", ".join(others[:_SHOWN_OTHERS]) + (", ..." if len(others) > _SHOWN_OTHERS else "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from kvrsim.io.schema import fields_to_json
+from kvrsim.quartiles import interquartile_range, median_error
 from kvrsim.timeline import Timeline
 from planner.confirm.drift import ClockDrift
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import pandas
 
 Mode = Literal["ranks", "virtual"]
-_MEDIAN_ERROR = 1.25 / 1.35  # standard error of a median of n normal values, in interquartile ranges over sqrt(n)
 _SIGNIFICANT = 2.0  # standard errors, above which a difference of two medians is significant
 
 
@@ -59,8 +58,7 @@ class Candidate:
     @property
     def iqr_s(self) -> float:
         """Interquartile range of the measured TTFTs."""
-        low, high = np.percentile(self.samples_s, (25, 75))
-        return float(high - low)
+        return interquartile_range(self.samples_s)
 
     @property
     def rel_error(self) -> float:
@@ -130,9 +128,7 @@ class Confirmation:
     def regret_spread(self) -> float:
         """Standard error of the regret, of differences within rounds, so that clock drift cancels out."""
         pairs = zip(self.choice.samples_s, self.best.samples_s, strict=True)
-        shares = [choice / best - 1 for choice, best in pairs]
-        low, high = np.percentile(shares, (25, 75))
-        return float(_MEDIAN_ERROR * (high - low) / math.sqrt(len(shares)))
+        return median_error([choice / best - 1 for choice, best in pairs])
 
     @property
     def regret_beyond_spread(self) -> bool:

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kvrsim.errors import InputError
 from kvrsim.io.schema import fields_to_json
 from kvrsim.partition import Partition
+from kvrsim.quartiles import interquartile_range
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
 from kvrsim.timeline import Timeline
@@ -59,8 +58,7 @@ class RunResult:
     @property
     def iqr_s(self) -> float:
         """Interquartile range."""
-        low, high = np.percentile(self.samples_s, (25, 75))
-        return float(high - low)
+        return interquartile_range(self.samples_s)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""

@@ -11,6 +11,7 @@ from typing import Any
 from kvrsim.io.files import write_atomically
 from validate.gpu.scope import Scope
 from validate.gpu.step import Finding, Step
+from validate.gpu.steps import steps
 
 _NO_GPU = (
     "**No GPU was available.** The steps ran on a CPU with a tiny model, to show that they run. Nothing here says how"
@@ -116,8 +117,6 @@ class Report:
 
 def page(report: Report) -> str:
     """docs/how-to/gpu.md: what the steps are, and a report."""
-    from validate.gpu.steps import steps
-
     rows = [f"| `{step.name}` | {cell(step.must_show)} | {cell(step.otherwise)} |" for step in steps()]
     table = "\n".join(["| step | must show | otherwise |", "|---|---|---|", *rows])
     return "\n".join(["# The first hour on a GPU node", "", _ABOUT, table, "", report.to_markdown(level=2)])

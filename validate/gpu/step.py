@@ -40,7 +40,7 @@ class Step:
     applies: Callable[[Scope], str | None] = lambda scope: None  # why it does not apply; None: it does
 
 
-def judged(lines: Sequence[str], faults: Sequence[str], facts: Mapping[str, Any]) -> Finding:
+def finding_of(lines: Sequence[str], faults: Sequence[str], facts: Mapping[str, Any]) -> Finding:
     """Passed where nothing is wrong; what is wrong comes first."""
     return Finding(status="failed" if faults else "passed", lines=[*faults, *lines], facts=facts)
 

@@ -25,8 +25,7 @@ import kvrsim
 from kvrsim.io.files import write_atomically
 from kvrsim.partition import Partition
 from kvrsim.runtime.bench import BenchReport, Timing, measure
-from kvrsim.runtime.forward import ModelForward
-from kvrsim.runtime.geometry import load_model
+from kvrsim.runtime.model import ModelForward, load_model
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.ranks.launch import Launch, launch
 from kvrsim.runtime.ranks.transport import Transport

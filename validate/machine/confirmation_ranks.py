@@ -7,7 +7,7 @@ side traffic.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import numpy as np
@@ -17,13 +17,13 @@ from kvrsim.hardware.cluster import Cluster, load_cluster
 from kvrsim.partition import Partition
 from kvrsim.program import AllGather, Compute, Op, Program, Recv, Send
 from kvrsim.runtime.bench import BenchReport, measure
-from kvrsim.runtime.emulated import EmulatedLink, EmulatedTransport, SideTraffic
-from kvrsim.runtime.forward import SleepForward
+from kvrsim.runtime.emulated import EmulatedLink, EmulatedTransport, MessageTraffic
 from kvrsim.runtime.geometry import Geometry
+from kvrsim.runtime.model import SleepForward
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.ranks.launch import Launch, launch
 from kvrsim.runtime.ranks.transport import Transport
-from validate.machine.side_traffic import Traffic, noisy_ttft_s
+from validate.machine.side_traffic import noisy_ttft_s
 
 # Few bytes a token and a slow link: on two cores, moving the bytes takes time from nobody.
 GEOMETRY = Geometry(model_type="llama", num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=1, head_dim=32)
@@ -120,7 +120,7 @@ class Slept:
 
 
 def sleep_on_rank(
-    transport: Transport, sleepers: Sleepers, traffics: Sequence[SideTraffic | None], repeats: int
+    transport: Transport, sleepers: Sleepers, traffics: Sequence[MessageTraffic | None], repeats: int
 ) -> list[BenchReport]:
     """Run by every rank: all plans, under each traffic."""
     forward = SleepForward(GEOMETRY, sleepers.layer_s)
@@ -133,10 +133,12 @@ def sleep_on_rank(
     return found
 
 
-def sleep(sleepers: Sleepers, *, repeats: int = 5, traffic: Traffic | None = None, num_seeds: int = 5) -> list[Slept]:
+def sleep(
+    sleepers: Sleepers, *, repeats: int = 5, traffic: MessageTraffic | None = None, num_seeds: int = 5
+) -> list[Slept]:
     """Simulate and measure every plan; beside traffic too, where there is some, under several seeds."""
     seeds = range(num_seeds if traffic else 0)
-    real = [_real(traffic, seed) for seed in seeds if traffic]
+    real = [replace(traffic, seed=seed) for seed in seeds if traffic]
     how = Launch(num_ranks=sleepers.num_ranks, timeout_s=60, deadline_s=300)
     alone, *beside = launch(sleep_on_rank, sleepers, [None, *real], repeats, how=how)[-1]
     found = []
@@ -158,11 +160,7 @@ def sleep(sleepers: Sleepers, *, repeats: int = 5, traffic: Traffic | None = Non
     return found
 
 
-def ring_traffic(num_ranks: int, share: float, message_bytes: float) -> Traffic:
+def ring_traffic(num_ranks: int, share: float, message_bytes: float) -> MessageTraffic:
     """On every link between neighbours, in the ring's direction."""
     pairs = tuple((rank, (rank + 1) % num_ranks) for rank in range(num_ranks))
-    return Traffic(pairs=pairs, share=share, message_bytes=message_bytes)
-
-
-def _real(traffic: Traffic, seed: int) -> SideTraffic:
-    return SideTraffic(pairs=traffic.pairs, share=traffic.share, message_bytes=traffic.message_bytes, seed=seed)
+    return MessageTraffic(pairs=pairs, share=share, message_bytes=message_bytes)

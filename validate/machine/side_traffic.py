@@ -4,44 +4,32 @@ from __future__ import annotations
 
 import random
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from kvrsim.errors import InputError
 from kvrsim.executors.event import EventSimulation
 from kvrsim.executors.network import Link
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.program import Program
+from kvrsim.runtime.emulated import MessageTraffic
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Traffic:
-    """Messages at random times, ahead of ours that come later."""
-
-    pairs: tuple[tuple[int, int], ...]  # links by (sender, receiver)
-    share: float  # of those links' time, below 1
-    message_bytes: float  # of each message
-
-    def __post_init__(self) -> None:
-        if not 0 < self.share < 1:
-            raise InputError("side traffic", self.share, "a share of the link's time above 0 and below 1")
-
-
-def noisy_ttft_s(program: Program, cluster: Cluster, traffic: Traffic, seeds: Sequence[int]) -> tuple[float, ...]:
+def noisy_ttft_s(
+    program: Program, cluster: Cluster, traffic: MessageTraffic, seeds: Sequence[int]
+) -> tuple[float, ...]:
     """TTFT under each seed's traffic; the same seed gives the same times."""
     assert not cluster.shares_bandwidth, "side traffic has links of its own to queue on"
     return tuple(_ttft_s(program, cluster, traffic, seed) for seed in seeds)
 
 
-def _ttft_s(program: Program, cluster: Cluster, traffic: Traffic, seed: int) -> float:
+def _ttft_s(program: Program, cluster: Cluster, traffic: MessageTraffic, seed: int) -> float:
     def on_link(src: int, dst: int, link: Link) -> None:
-        if (src, dst) in traffic.pairs:
+        if traffic.share > 0 and (src, dst) in traffic.pairs:
             link.env.process(_others(link, traffic, random.Random(f"{seed}:{src}:{dst}")))
 
     return EventSimulation(program, cluster, record=False, on_link=on_link).finish_s[-1]
 
 
-def _others(link: Link, traffic: Traffic, rng: random.Random) -> Generator[Any, Any, None]:
+def _others(link: Link, traffic: MessageTraffic, rng: random.Random) -> Generator[Any, Any, None]:
     busy_s = traffic.message_bytes / link.path.bandwidth_bytes_per_s
     while True:
         yield link.env.timeout(rng.expovariate(traffic.share / busy_s))

@@ -17,8 +17,10 @@ from calibrate.fit.elementwise import fit_elementwise
 from calibrate.fit.flash_presets import PRESETS
 from calibrate.fit.gemm import fit_gemm
 from calibrate.fit.gemm_rows import GemmRows, with_tables
+from calibrate.fit.inputs import FitChoices
 from calibrate.fit.links import SendRates, fit_all_gather, fit_send_recv
-from calibrate.fit.profile import DEFAULT_HOST, FitChoices, Label, fit_profile
+from calibrate.fit.operations import DEFAULT_HOST
+from calibrate.fit.profile import Label, fit_profile
 from calibrate.measure.machine import gpu_of, link_of
 from kvrsim.errors import InputError
 from kvrsim.hardware.cluster import load_gpu, load_link
@@ -141,7 +143,7 @@ def fitted() -> Any:
 def test_gemm_form_comes_back() -> None:
     found = fit_gemm(gemm_rows(), A100)
     assert found.own.errors().mape < 0.01
-    assert found.crossed.errors().mape < 0.02
+    assert found.cross_validated.errors().mape < 0.02
     assert found.rates.flops_per_s == pytest.approx(GEMM.flops_per_s, rel=0.03)
     assert found.rates.measured == ()
 
@@ -221,7 +223,7 @@ def test_links_come_back() -> None:
     assert send.own.errors().mape < 0.005
     assert send.rates.bandwidth_bytes_per_s == pytest.approx(SEND.bandwidth_bytes_per_s, rel=0.01)
     gather = fit_all_gather(link_rows(), NVLINK3)
-    assert gather.crossed.errors().mape < 0.02
+    assert gather.cross_validated.errors().mape < 0.02
     assert gather.rates.large_bytes_per_s == pytest.approx(GATHER.large_bytes_per_s, rel=0.02)
 
 
@@ -361,7 +363,7 @@ REFUSED: dict[str, tuple[Callable[[], list[Measurement]], str]] = {
         "rows of one device",
     ),
     "kernels": (lambda: FEW + timed(FLASH) + timed(FLASH, "fast"), "rows of one kernel"),
-    "noise": (lambda: noisy(FEW) + timed(FLASH), "that the best fit misses by"),
+    "noise": (lambda: noisy(FEW) + timed(FLASH), "on which the best fit has an error of"),
     "fp32": (lambda: [replace(one, dtype="fp32") for one in gemm_rows()] + timed(FLASH), "0 gemm rows"),
 }
 
@@ -414,5 +416,5 @@ def test_all_gathers_that_follow_no_ring_are_left_to_the_datasheet() -> None:
     profile, report = fit(odd)
     assert profile.links.gather is None
     assert profile.operations["all_gather"].num_rows == 0
-    assert "the form is off by" in profile.not_covered
+    assert "the form has an error of" in profile.not_covered
     assert any("far from the form" in note for note in report.notes)

@@ -61,11 +61,11 @@ def test_links_without_a_datasheet_come_back(seed: int, sends: SendRates) -> Non
     rows = timed(made(sends), seed, num_ranks=3)
     link = measured_link(rows, "loopback")
     messages, gathers = fit_send_recv(rows, link), fit_all_gather(rows, link)
-    assert messages.crossed.errors().mape < NOISE
+    assert messages.cross_validated.errors().mape < NOISE
     sizes = np.geomspace(1024.0, MAX_BYTES, 50)
     np.testing.assert_allclose(messages.rates.seconds(sizes), sends.seconds(sizes), rtol=NOISE)
     assert gathers.own.errors().mape < NOISE
-    assert gathers.crossed.errors().mape < 2 * NOISE
+    assert gathers.cross_validated.errors().mape < 2 * NOISE
 
 
 def test_only_messages_by_themselves_are_fitted() -> None:

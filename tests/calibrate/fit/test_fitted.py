@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from calibrate.fit.solver import Parameter, left_out, solve
+from calibrate.fit.solver import Parameter, cross_validated_s, solve
 from calibrate.shipped.recipes import Recipe, recipe_names
 from kvrsim.errors import InputError
 from kvrsim.hardware.cluster import load_gpu
@@ -22,7 +22,7 @@ def test_left_out_rows_are_not_seen() -> None:
         assert not {labels[index] for index in train} & {labels[index] for index in test}
         return np.asarray(test, dtype=float)
 
-    np.testing.assert_array_equal(left_out(labels, predict, count=4), np.arange(50.0))
+    np.testing.assert_array_equal(cross_validated_s(labels, predict, count=4), np.arange(50.0))
 
 
 def test_solve_keeps_to_its_bounds() -> None:

@@ -32,18 +32,6 @@ VIDUR_SEND_RECV: dict[str, Any] = {
     **{"": 0, "time_stats.send_recv.median": 0.024, "time_stats.send_recv.std": 0.002, "rank": 0, "num_workers": 2},
     **{"size": 2048, "collective": "send_recv", "devices_per_node": 1, "max_devices_per_node": 8},
 }
-ATTENTION_TABLE: dict[str, Any] = {
-    **{"source": "somebody", "gpu": "A100-80GB", "kernel": "flash paged", "q_heads": 32, "kv_heads": 4},
-    **{"head_dim": 128, "batch": 1, "chunk": 64, "kv_prefix": 32, "ms": 0.015, "std_ms": ""},
-}
-LAYER_TABLE: dict[str, Any] = {
-    **{"gpu": "H100", "model": "a/llama", "num_tokens": 100, "num_tensor_parallel_workers": 4, "n_embd": 8192},
-    **{"n_expanded_embd": 28672, "n_head": 64, "n_kv_head": 8, **{f"{name}_ms": 0.5 for name in VIDUR_TIMED}},
-}
-COLLECTIVE_TABLE: dict[str, Any] = {
-    **{"source": "nccl-tests", "gpu": "A100", "op": "all_gather", "gpus": 4, "devices_per_node": 4},
-    **{"bytes": 512, "ms": 0.01},
-}
 
 
 def write(path: Path, *rows: dict[str, Any]) -> str:
@@ -118,59 +106,18 @@ def test_messages_of_vidur(tmp_path: Path) -> None:
     assert (across.median_s, across.spread_s) == (2.4e-5, 2e-6)
 
 
-def test_the_attention_table(tmp_path: Path) -> None:
-    path = write(tmp_path / "t.csv", ATTENTION_TABLE, ATTENTION_TABLE | {"std_ms": 0.001, "kv_prefix": 0})
-    first, second = read_source(path)
-    assert first == Measurement(
-        operation="attention",
-        kernel="flash paged",
-        device="A100-80GB",
-        dtype="fp16",
-        chunk=64,
-        prefix=32,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        median_s=0.015 / 1000,
-        source="somebody",
-    )
-    assert (second.prefix, second.spread_s) == (0, 1e-6)
-
-
-def test_the_layer_table_is_vidurs_layer(tmp_path: Path) -> None:
-    ours = by_kernel(read_source(write(tmp_path / "layers.csv", LAYER_TABLE)))
-    vidurs = by_kernel(read_source(write(tmp_path / "mlp.csv", VIDUR_MLP)))
-    assert set(ours) == set(vidurs) == set(VIDUR_TIMED)
-    for name, row in ours.items():
-        for field in ("operation", "tokens", "in_features", "out_features", "bytes", "median_s"):
-            assert getattr(row, field) == getattr(vidurs[name], field)
-    assert {(row.device, row.source) for row in ours.values()} == {("H100", "layers.csv a/llama")}
-
-
-def test_the_collectives_table_without_other_collectives(tmp_path: Path) -> None:
-    across = {"op": "send_recv", "gpus": 2, "devices_per_node": 1}
-    path = write(
-        tmp_path / "c.csv", COLLECTIVE_TABLE, COLLECTIVE_TABLE | {"op": "all_reduce"}, COLLECTIVE_TABLE | across
-    )
-    gather, message = read_source(path)
-    assert (gather.operation, gather.bytes, gather.ranks, gather.nodes) == ("all_gather", 512, 4, 1)
-    assert (message.operation, message.ranks, message.nodes) == ("send_recv", 2, 2)
-    assert "all_gather, send_recv" in refusal(write(tmp_path / "d.csv", COLLECTIVE_TABLE | {"op": "gossip"}))
-
-
 def test_a_measurement_csv_is_a_source(tmp_path: Path) -> None:
-    rows = read_source(write(tmp_path / "t.csv", ATTENTION_TABLE))
+    rows = read_source(write(tmp_path / "t.csv", VIDUR_ATTENTION))
     write_measurements(tmp_path / "m.csv", rows)
     assert read_source(str(tmp_path / "m.csv")) == rows
 
 
 def test_filters_keep_what_contains_their_text(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "t.csv",
-        ATTENTION_TABLE,
-        ATTENTION_TABLE | {"gpu": "H100"},
-        ATTENTION_TABLE | {"kernel": "fa3", "source": "llama"},
-    )
+    about = dict(operation="gemm", dtype="fp16", tokens=1, in_features=2, out_features=3, median_s=1.0)
+    named = (("A100-80GB", "paged", "somebody"), ("H100", "paged", "somebody"), ("A100-80GB", "fa3", "llama"))
+    rows = [Measurement(**about, device=device, kernel=kernel, source=source) for device, kernel, source in named]  # type: ignore[arg-type]
+    path = str(tmp_path / "t.csv")
+    write_measurements(path, rows)
     assert len(read_source(path)) == 3
     assert [row.device for row in read_source(f"{path}?gpu=h100")] == ["H100"]
     assert [row.kernel for row in read_source(f"{path}?gpu=A100&kernel=FA")] == ["fa3"]
@@ -184,9 +131,6 @@ CSVS = {
     "mlp.csv": (VIDUR_MLP, "time_stats.add.median"),
     "attention.csv": (VIDUR_ATTENTION, "time_stats.attn_prefill.median"),
     "send_recv.csv": (VIDUR_SEND_RECV, "time_stats.send_recv.median"),
-    "attention table": (ATTENTION_TABLE, "ms"),
-    "layer table": (LAYER_TABLE, "add_ms"),
-    "collectives table": (COLLECTIVE_TABLE, "ms"),
 }
 
 
@@ -218,7 +162,7 @@ def test_a_column_missing_or_full_of_nonsense_is_named_where_it_counts(
 
 @pytest.mark.parametrize("changed", [{"num_tensor_parallel_workers": 3}, {"n_embd": 8191}])
 def test_shapes_that_cannot_be_split_are_refused(tmp_path: Path, changed: dict[str, int]) -> None:
-    for kind, row in (("mlp", VIDUR_MLP), ("attention", VIDUR_ATTENTION), ("layers", LAYER_TABLE)):
+    for kind, row in (("mlp", VIDUR_MLP), ("attention", VIDUR_ATTENTION)):
         assert "a divisor of" in refusal(write(tmp_path / f"{kind}.csv", row | changed))
 
 
@@ -226,8 +170,8 @@ def test_unknown_sources_list_what_is_known(tmp_path: Path) -> None:
     message = refusal(write(tmp_path / "t.csv", {"a": 1, "b": 2}))
     assert message.startswith(f"--from {tmp_path / 't.csv'}: header: got 'a, b'")
     assert all(layout.name in message for layout in LAYOUTS)
-    misspelt = {name.replace("kv_prefix", "kv_prefx"): value for name, value in ATTENTION_TABLE.items()}
-    assert "nearest is attention table, which has kv_prefix too" in refusal(write(tmp_path / "u.csv", misspelt))
+    message = refusal(write(tmp_path / "u.csv", {"operation": "gemm", "seconds": 2}))
+    assert "nearest is kvrsim measurements, which has median_s too" in message
 
 
 def test_sources_with_nothing_of_use_are_refused(tmp_path: Path) -> None:

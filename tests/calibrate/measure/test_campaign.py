@@ -19,8 +19,8 @@ from calibrate.data.provenance import Provenance
 from calibrate.measure import campaign as campaign_module
 from calibrate.measure.campaign import BusyError, Policy, Progress, Skipped, estimate, is_busy, run_campaign
 from calibrate.measure.campaigns import Campaign, measure
+from calibrate.measure.device_watch import CpuLoad
 from calibrate.measure.journal import CampaignJournal, Sample, Seconds, journal_path
-from calibrate.measure.load import CpuLoad
 
 QUIET = Policy(budget_s=2.0, even_if_busy=True)
 
@@ -104,10 +104,10 @@ def test_points_are_visited_in_turn(tmp_path: Path) -> None:
     assert order[:3] == ["1", "2", "5"]
 
 
-def test_what_does_not_fit_into_the_budget_is_left_away_and_said(tmp_path: Path) -> None:
+def test_what_does_not_fit_into_the_budget_is_dropped_and_said(tmp_path: Path) -> None:
     bench = FakeBench(names=("1", "400", "20"))
     found = estimate(bench, Policy(budget_s=0.5))
-    assert (found.points, found.left_away) == (("1", "20"), ("400",))
+    assert (found.points, found.dropped) == (("1", "20"), ("400",))
     assert found.least_s == pytest.approx(0.084)
     outcome = run_campaign(bench, journal_in(tmp_path), Policy(budget_s=0.5, even_if_busy=True))
     assert set(outcome.skipped) == {"400"}
@@ -151,7 +151,7 @@ def test_a_busy_machine_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(CpuLoad, "other_cores", lambda self: 3.5)
     monkeypatch.setattr(campaign_module, "_LONG_ENOUGH_S", 0.0)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    with pytest.raises(BusyError, match=r"others used 3\.5 cores in 9 of 9"):
+    with pytest.raises(BusyError, match=r"other processes used 3\.5 cores in 9 of 9"):
         run_campaign(FakeBench(), journal_in(tmp_path), Policy(budget_s=1.0))
     outcome = run_campaign(FakeBench(), journal_in(tmp_path), QUIET)
     assert outcome.busy == outcome.samples > 0
@@ -168,7 +168,7 @@ def test_a_few_cores_of_many_are_not_missed(monkeypatch: pytest.MonkeyPatch) -> 
 def test_samples_of_a_gpu_that_heat_slows_do_not_count(tmp_path: Path) -> None:
     hot = {"sm_clock_hz": 9e8, "power_w": 300.0, "power_limit_w": 700.0, "throttled": ["sw_thermal_slowdown"]}
     assert is_busy(Sample(point="1", seconds={}, busy_cores=0.0, device=hot))
-    with pytest.raises(BusyError, match=r"clock is held down .*sw_thermal_slowdown"):
+    with pytest.raises(BusyError, match=r"clock is limited .*sw_thermal_slowdown"):
         run_campaign(FakeBench(device=hot), journal_in(tmp_path), Policy(budget_s=0.5))
 
 

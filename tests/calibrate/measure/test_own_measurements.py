@@ -17,8 +17,8 @@ from calibrate.fit.attention_rows import AttentionRows
 from calibrate.fit.gemm import fit_gemm, head_bytes_per_s
 from calibrate.fit.gemm_rows import GemmRows, with_tables
 from calibrate.fit.host import fit_prepare
-from calibrate.fit.layers import LABEL, layer_costs
-from calibrate.fit.profile import FitChoices, Label, fit_profile
+from calibrate.fit.inputs import FitChoices
+from calibrate.fit.profile import LAYERS, Label, fit_profile, layer_costs
 from calibrate.fit.solver import dtypes_of, element_bytes_of, has_waves
 from calibrate.measure.machine import gpu_of, link_of
 from kvrsim.cost.traffic import after_attention, before_attention
@@ -192,7 +192,7 @@ def test_half_precision_goes_before_fp32(fitted: Any) -> None:
 def test_kernels_by_what_they_cover_come_back(rates: BlockedRates, name: str) -> None:
     found = fit_blocked(calls(rates, name), cpu(), name=name, skips_masked=rates.skips_masked, head_dim=64)
     assert found.own.errors().mape < 0.01
-    assert found.crossed.errors().mape < 0.02
+    assert found.cross_validated.errors().mape < 0.02
     assert found.rates.key_block == rates.key_block
     assert found.rates.rectangle_flops_per_s == pytest.approx(rates.rectangle_flops_per_s, rel=0.02)
     assert found.rates.causal_flops_per_s == pytest.approx(rates.causal_flops_per_s, rel=0.02)
@@ -391,7 +391,7 @@ def test_layers_are_compared_but_not_fitted(fitted: Any) -> None:
     again, report = fit([*same, *layer_rows(profile, 1.25)])
     assert again == profile
     assert report.layers is not None
-    assert report.layers.label == LABEL
+    assert report.layers.label == LAYERS
     errors = report.layers.errors()
     assert (errors.num_rows, errors.bias) == (6, pytest.approx(-0.2, abs=1e-6))
     assert report.to_dict()["layers"]["mape"] == pytest.approx(0.2, abs=1e-6)

@@ -19,8 +19,8 @@ pytest.importorskip("transformers")
 import kvrsim
 from calibrate.data.measurement import Measurement
 from calibrate.fit.host import fit_host, fit_pending_share
-from calibrate.measure.compute_bench import ComputeSetup
-from calibrate.measure.compute_rows import compute_rows
+from calibrate.measure.compute_points import compute_rows
+from calibrate.measure.forward_timer import ComputeSetup
 from calibrate.measure.pending import PendingRanks
 from kvrsim.executors.batch import run_batch
 from kvrsim.io.json_text import JsonObject

@@ -120,7 +120,7 @@ def test_nodes_out_of_order_are_said_but_no_layout() -> None:
     layout = find_layout(renumbered(rows, [0, 2, 1, 3]))
     assert layout.topology == "switch"
     assert "ranks 0+2, 1+3; number ranks node by node" in layout.why
-    assert "taken for a switch" in layout.why
+    assert "assumed to be a switch" in layout.why
 
 
 def test_pairs_that_differ_need_not_be_nodes() -> None:

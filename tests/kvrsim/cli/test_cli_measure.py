@@ -14,9 +14,9 @@ pytest.importorskip("transformers")
 
 import kvrsim
 from calibrate.data.measurement import Measurement, read_measurements, read_origin
-from calibrate.measure.compute_bench import ComputeBench, ComputeSetup
-from calibrate.measure.compute_rows import compute_rows, traffic_of
-from calibrate.measure.grid import Point, grid
+from calibrate.measure.compute_bench import ComputeBench
+from calibrate.measure.compute_points import Point, compute_rows, grid, traffic_of
+from calibrate.measure.forward_timer import ComputeSetup, ForwardTimer
 from calibrate.measure.journal import Seconds, journal_path
 from calibrate.measure.link_bench import LinkBench
 from calibrate.measure.link_points import LinkPoint, link_points
@@ -24,6 +24,7 @@ from kvrsim.cli import main as cli
 from kvrsim.hardware.gpu import GpuSpec
 from kvrsim.model.spec import Gemm
 from kvrsim.profile.profile import load_profile
+from kvrsim.runtime.hooks import CpuClock
 
 pytestmark = pytest.mark.slow
 
@@ -124,7 +125,7 @@ def config(tmp_path: Path) -> Path:
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(setup: ComputeSetup) -> MadeUpBench:
-        return MadeUpBench(setup, clock=None)  # type: ignore[arg-type]
+        return MadeUpBench(setup, ForwardTimer(setup, CpuClock()))
 
     monkeypatch.setattr("calibrate.measure.campaigns.ComputeBench.build", build)
     monkeypatch.setattr("calibrate.measure.campaigns.LinkBench", MadeUpLinks)

@@ -17,17 +17,32 @@ from kvrsim.partition import Partition
 from kvrsim.runtime import bench
 from kvrsim.runtime.bench import BenchReport, measure
 from kvrsim.runtime.check import Difference, compare
-from kvrsim.runtime.emulated import EmulatedLink, EmulatedTransport, SideTraffic
-from kvrsim.runtime.forward import ModelForward, SleepForward
-from kvrsim.runtime.geometry import Geometry, load_model
+from kvrsim.runtime.emulated import EmulatedLink, EmulatedTransport, MessageTraffic
+from kvrsim.runtime.geometry import Geometry
 from kvrsim.runtime.job import Job, ModelChoice, run_job
-from kvrsim.runtime.plan import RunPlan, even_plans, random_prompt
+from kvrsim.runtime.model import ModelForward, SleepForward, load_model
+from kvrsim.runtime.plan import RunPlan, random_prompt
 from kvrsim.runtime.prefill import Prefill
 from kvrsim.runtime.ranks import transport as transport_module
 from tests.kvrsim.runtime.runtime_models import CONFIGS, variants
 
 CONTEXT_LEN = 23
 UNEVEN = {1: (23,), 2: (15, 8), 3: (11, 1, 11), 4: (9, 7, 1, 6)}
+
+
+def within(difference: Difference, tolerance: float) -> bool:
+    """Whether logits and KV cache differ by at most so much, and no token differs."""
+    return difference.same_tokens and difference.logits <= tolerance and difference.kv_cache <= tolerance
+
+
+def even_plans(context_len: int, num_ranks: int, *, batch: int = 1) -> list[RunPlan]:
+    """One rank alone, TSP and KVR with even chunks: what any other partition is compared with."""
+    even, whole = Partition.even(context_len, num_ranks), Partition(chunk_lens=(context_len,))
+    return [
+        RunPlan(strategy="single", partition=whole, batch=batch),
+        RunPlan(strategy="tsp", partition=even, batch=batch),
+        RunPlan(strategy="kvr", partition=even, batch=batch),
+    ]
 
 
 def model_of(name: str, kernel: str = "sdpa", seed: int = 1) -> Any:
@@ -192,12 +207,12 @@ def layer_s(chunk: int, prefix: int) -> tuple[float, float]:
     return chunk * 2e-5, chunk * 6e-5 + chunk * (prefix + chunk / 2) * 1e-8
 
 
-def sleeping(transport: Any, plans: list[RunPlan], latency_s: float, traffic: SideTraffic | None) -> BenchReport:
+def sleeping(transport: Any, plans: list[RunPlan], latency_s: float, traffic: MessageTraffic | None) -> BenchReport:
     """Real messages over emulated links, with sleeps in the place of computing."""
     link = EmulatedLink(bandwidth_bytes_per_s=BYTES_PER_S, latency_s=latency_s)
     emulated = EmulatedTransport(transport, link, traffic)
     return measure(
-        emulated, SleepForward(GEOMETRY, layer_s), plans, vocab_size=10, repeats=3, warmups=0, pace_tokens=400
+        emulated, SleepForward(GEOMETRY, layer_s), plans, vocab_size=10, repeats=3, warmups=0, drift_tokens=400
     )
 
 
@@ -205,7 +220,7 @@ def benched(transport: Any) -> BenchReport:
     """A real model."""
     plans = [*even_plans(CONTEXT_LEN, transport.size), kvr(15, 8)]
     return measure(
-        transport, ModelForward(model_of("llama-gqa")), plans, vocab_size=101, repeats=4, warmups=1, pace_tokens=9
+        transport, ModelForward(model_of("llama-gqa")), plans, vocab_size=101, repeats=4, warmups=1, drift_tokens=9
     )
 
 
@@ -221,7 +236,7 @@ def sharing(transport: Any) -> tuple[int, int, bool]:
     forward, plans = ModelForward(model_of("llama-gqa")), [*even_plans(CONTEXT_LEN, transport.size), kvr(15, 8)]
     geometry = forward.geometry
     bench.Prefill = Kept  # type: ignore[misc]
-    measure(transport, forward, plans, vocab_size=101, repeats=1, warmups=0, pace_tokens=4)
+    measure(transport, forward, plans, vocab_size=101, repeats=1, warmups=0, drift_tokens=4)
     shared = [one.cache.buffers for one in made if one.cache is not None]
     held = {
         buffer.data.untyped_storage().data_ptr(): buffer.data.untyped_storage().nbytes() for b in shared for buffer in b

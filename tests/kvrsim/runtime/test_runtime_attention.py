@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvrsim.runtime import attention
-from kvrsim.runtime.geometry import load_model
+from kvrsim.runtime.model import load_model
 from tests.kvrsim.runtime.runtime_models import CONFIGS
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ import torch
 
 from kvrsim.errors import InputError
 from kvrsim.runtime.cache import KvBuffer, PrefixCache
-from kvrsim.runtime.forward import ModelForward
-from kvrsim.runtime.geometry import Geometry, load_model
+from kvrsim.runtime.geometry import Geometry
+from kvrsim.runtime.model import ModelForward, load_model
 from tests.kvrsim.runtime.runtime_models import CONFIGS, variants
 
 TOLERANCE = 1e-5
@@ -132,7 +131,7 @@ def test_a_stub_does_not_grow_and_tells_of_every_update() -> None:
     told: list[tuple[int, str]] = []
     model = model_of("llama-gqa")
     sizes = dict(prefix_len=9, chunk_len=4, batch=2)
-    stub = PrefixCache.stub(Geometry.of(model), **sizes, on_update=lambda layer, event: told.append((layer, event)))
+    stub = PrefixCache.stub(Geometry.of(model), **sizes, on_update=lambda event, layer: told.append((layer, event)))
     before = stub.buffers[0].prefix().clone()
     first = forward(model, prompt(length=4), stub, 9)
     second = forward(model, prompt(length=4), stub, 9)
@@ -174,7 +173,6 @@ def test_modules_are_found_where_the_architecture_keeps_them() -> None:
         geometry = Geometry.of(model)
         layers = geometry.layers(model)
         assert len(layers) == geometry.num_hidden_layers
-        assert geometry.cache_argument in inspect.signature(geometry.attention_of(layers[0]).forward).parameters
         assert geometry.output_projection_of(layers[0]).weight.shape[0] == model.config.hidden_size
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.errors import InputError
 from kvrsim.partition import Partition
-from kvrsim.runtime.emulated import Egress, EmulatedLink, SideTraffic
+from kvrsim.runtime.emulated import Egress, EmulatedLink, MessageTraffic
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.ranks.launch import Launch, launch
 
@@ -36,7 +36,7 @@ def test_messages_keep_their_order_their_time_and_others_only_delay_them(
 ) -> None:
     link = EmulatedLink(bandwidth_bytes_per_s=1e6, latency_s=0.01)
     alone = arrivals(Egress(link, None, (0, 1), 0.0), messages)
-    traffic = SideTraffic(pairs=((0, 1),), share=share, message_bytes=1e5, seed=seed)
+    traffic = MessageTraffic(pairs=((0, 1),), share=share, message_bytes=1e5, seed=seed)
     beside = arrivals(Egress(link, traffic, (0, 1), 0.0), messages)
     assert beside == arrivals(Egress(link, traffic, (0, 1), 0.0), messages)
     assert arrivals(Egress(link, traffic, (1, 2), 0.0), messages) == alone
@@ -50,7 +50,7 @@ def test_messages_keep_their_order_their_time_and_others_only_delay_them(
 
 def test_others_take_their_share_of_a_link() -> None:
     link = EmulatedLink(bandwidth_bytes_per_s=1e6)
-    traffic = SideTraffic(pairs=((0, 1),), share=0.5, message_bytes=1e3)
+    traffic = MessageTraffic(pairs=((0, 1),), share=0.5, message_bytes=1e3)
     egress = Egress(link, traffic, (0, 1), 0.0)
     num_busy = sum(egress.arrival_s(0.0, now_s) > now_s for now_s in range(1, 4000))
     assert 0.45 < num_busy / 4000 < 0.55
@@ -72,7 +72,7 @@ def test_a_link_that_cannot_be_is_refused(settings: dict[str, float], option: st
 @pytest.mark.parametrize("settings", [{"share": 1.0, "message_bytes": 1}, {"share": 0.1, "message_bytes": 0}])
 def test_traffic_that_cannot_be_is_refused(settings: dict[str, float]) -> None:
     with pytest.raises(InputError, match="side traffic"):
-        SideTraffic(pairs=((0, 1),), **settings)
+        MessageTraffic(pairs=((0, 1),), **settings)
 
 
 def kvr_s(partition: Partition) -> float:
@@ -100,7 +100,7 @@ def test_four_and_eight_sleeping_ranks_take_as_long_as_the_recurrence_says() -> 
         how = Launch(num_ranks=num_ranks, timeout_s=20, deadline_s=50)
         report = launch(workers.sleeping, plans, LATENCY_S, None, how=how)[-1]
         alone_s = workers.GEOMETRY.num_hidden_layers * sum(workers.layer_s(400, 0))
-        assert alone_s <= min(report.pace_s) < 3 * alone_s  # every rank by itself, all at once
+        assert alone_s <= min(report.drift_s) < 3 * alone_s  # every rank by itself, all at once
         for timing, partition in zip(report.timings, (even, uneven), strict=False):
             expected_s = kvr_s(partition)
             assert expected_s - 1e-3 < min(timing.ttft_s)
@@ -115,7 +115,7 @@ def test_four_and_eight_sleeping_ranks_take_as_long_as_the_recurrence_says() -> 
 
 def test_side_traffic_slows_real_ranks_down() -> None:
     plan = RunPlan(strategy="kvr", partition=Partition.even(512, 2), receives_ahead=None)
-    traffic = SideTraffic(pairs=((0, 1),), share=0.8, message_bytes=2e6)
+    traffic = MessageTraffic(pairs=((0, 1),), share=0.8, message_bytes=2e6)
     how = Launch(num_ranks=2, timeout_s=20, deadline_s=50)
     alone = launch(workers.sleeping, [plan], 0.0, None, how=how)[-1].timings[0]
     beside = launch(workers.sleeping, [plan], 0.0, traffic, how=how)[-1].timings[0]

@@ -14,10 +14,10 @@ pytest.importorskip("transformers")
 
 from calibrate.measure import probes
 from validate.gpu import __main__ as command
-from validate.gpu import steps as steps_module
+from validate.gpu import checks
 from validate.gpu.report import Report, cell
 from validate.gpu.scope import TINY, Scope
-from validate.gpu.step import Finding, Step, judged
+from validate.gpu.step import Finding, Step, finding_of
 from validate.gpu.steps import steps
 
 pytestmark = pytest.mark.slow
@@ -55,7 +55,12 @@ def test_the_steps_are_those_of_the_first_hour() -> None:
 
 def _fake(name: str, timeout_s: float = 60.0) -> Step:
     return Step(
-        name=name, title=name, must_show="x", otherwise="y", run=lambda scope: judged([], [], {}), timeout_s=timeout_s
+        name=name,
+        title=name,
+        must_show="x",
+        otherwise="y",
+        run=lambda scope: finding_of([], [], {}),
+        timeout_s=timeout_s,
     )
 
 
@@ -108,7 +113,7 @@ def _is_alive(pid: int) -> bool:
 def test_a_failed_step_is_reported_and_the_next_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     findings = {
         "environment": Finding(status="failed", lines=["broken | <b>"]),
-        "clock": judged(["fine"], [], {"a": 1}),
+        "clock": finding_of(["fine"], [], {"a": 1}),
     }
     monkeypatch.setattr(command, "run_apart", lambda step, scope: findings[step.name])
     assert command.main(["--steps", "environment,clock", "--output", str(tmp_path)]) == 1
@@ -123,17 +128,17 @@ def test_a_failed_step_is_reported_and_the_next_one_runs(tmp_path: Path, monkeyp
 def test_the_report_is_on_the_disk_after_each_step(tmp_path: Path) -> None:
     report = Report(scope=scope_in(tmp_path), command="x")
     for count, name in enumerate(("environment", "clock"), start=1):
-        report.add(step_named(name), judged(["fine"], [], {}), 1.0)
+        report.add(step_named(name), finding_of(["fine"], [], {}), 1.0)
         assert len(json.loads((tmp_path / "report.json").read_text())["steps"]) == count
 
 
 def test_a_step_that_is_run_again_takes_its_place_in_the_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    findings = {"environment": Finding(status="failed", lines=["broken"]), "clock": judged(["fine"], [], {"a": 1})}
+    findings = {"environment": Finding(status="failed", lines=["broken"]), "clock": finding_of(["fine"], [], {"a": 1})}
     monkeypatch.setattr(command, "run_apart", lambda step, scope: findings[step.name])
     assert command.main(["--steps", "environment,clock", "--output", str(tmp_path)]) == 1
-    findings["environment"] = judged(["mended"], [], {})
+    findings["environment"] = finding_of(["mended"], [], {})
     assert command.main(["--steps", "environment", "--output", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert [(step["name"], step["status"]) for step in report["steps"]] == [
@@ -178,9 +183,9 @@ def test_what_nvidia_smi_prints_is_judged(tmp_path: Path, monkeypatch: pytest.Mo
         "--query-gpu": "0, NVIDIA H100, Disabled, P0, 1980, 1980, 70.0 W, 350.00 W, 700.00 W\n",
         "--query-compute-apps": "GPU-aa, 4711, 500 MiB\n",
     }
-    monkeypatch.setattr(steps_module, "_smi", lambda *words: told.get(words[0].partition("=")[0], "GPU0 X"))
+    monkeypatch.setattr(checks, "_smi", lambda *words: told.get(words[0].partition("=")[0], "GPU0 X"))
     monkeypatch.setattr(probes, "environment", lambda: {"device": "H100", "num_gpus": 1, "gpus": [], "versions": {}})
-    finding = steps_module.environment(scope_in(tmp_path, 1))
+    finding = checks.environment(scope_in(tmp_path, 1))
     assert finding.status == "failed"
     assert list(finding.lines[:3]) == [
         "GPU 0: persistence mode is off",
@@ -193,23 +198,23 @@ def test_on_a_gpu_what_a_step_must_show_is_judged(tmp_path: Path, monkeypatch: p
     two = scope_in(tmp_path, 2)
     lost = [{"chunk": 512, "alone_s": 1e-3, "pending_s": 1.4e-3, "lost": 0.286}]
     monkeypatch.setattr(probes, "beside_receive", lambda *_: lost)
-    monkeypatch.setattr(steps_module, "_setup", lambda *_: None)
-    assert steps_module.pending(two).status == "failed"
-    assert steps_module.pending(scope_in(tmp_path)).status == "passed", "a CPU shows nothing of it"
+    monkeypatch.setattr(checks, "_setup", lambda *_: None)
+    assert checks.pending(two).status == "failed"
+    assert checks.pending(scope_in(tmp_path)).status == "passed", "a CPU shows nothing of it"
     state = {"sm_clock_hz": 1.2e9, "power_w": 699.0, "throttled": ["sw_power_cap"]}
     rates = [{"seconds": 0.02, "flops_per_s": 8e14, "at_the_end": None}, {"seconds": 2.0, "at_the_end": state}]
     for ratio, status in ((0.87, "passed"), (0.5, "failed")):
         monkeypatch.setattr(probes, "products", lambda *_, r=ratio: [rates[0], rates[1] | {"flops_per_s": 8e14 * r}])
-        finding = steps_module.clock(two)
+        finding = checks.clock(two)
         assert finding.status == status
-        assert "at 1200 MHz, 699 W, held down by sw_power_cap" in " ".join(finding.lines)
+        assert "at 1200 MHz, 699 W, limited by sw_power_cap" in " ".join(finding.lines)
     ring = {"num_ranks": 2, "transport": "gloo through host memory", "total_s": 5.0, "message_s": 1e-3, "right": True}
     monkeypatch.setattr(probes, "ring", lambda *_: ring)
-    assert steps_module.transport(two).lines[0] == "2 ranks are not linked by NCCL"
+    assert checks.transport(two).lines[0] == "2 ranks are not linked by NCCL"
     monkeypatch.setattr(probes, "kernel_names", lambda *_: {"flash": ["pytorch_flash::flash_fwd_kernel"]})
-    assert steps_module.kernels(two).status == "passed"
+    assert checks.kernels(two).status == "passed"
     monkeypatch.setattr(probes, "kernel_names", lambda *_: {"flash": ["fmha_cutlassF_f16", "aten::item"]})
-    assert len([line for line in steps_module.kernels(two).lines if line.startswith("flash, alone: ")]) >= 2
+    assert len([line for line in checks.kernels(two).lines if line.startswith("flash, alone: ")]) >= 2
 
 
 def test_a_product_is_timed_for_as_long_as_asked() -> None:
@@ -220,7 +225,7 @@ def test_a_product_is_timed_for_as_long_as_asked() -> None:
 
 
 def test_the_profiler_tells_flash_from_eager_attention(tmp_path: Path) -> None:
-    setup = steps_module._setup(scope_in(tmp_path), "128")
+    setup = checks._setup(scope_in(tmp_path), "128")
     found = probes.kernel_names(setup, 64, 64)
     assert any("flash" in name for name in found["flash"])
     assert not any("flash" in name for name in found["eager"])
@@ -233,16 +238,16 @@ def test_a_cpu_that_is_too_busy_to_be_calibrated_is_no_failure_and_anything_else
     def refused(*_: object, **__: object) -> dict[str, Any]:
         raise RuntimeError(said)
 
-    monkeypatch.setattr(steps_module, "kvrsim", refused)
-    said = "gemm rows with a median spread of 28%, accepted: steady measurements: at most 25% of their medians"
-    finding = steps_module.calibrate(scope_in(tmp_path))
+    monkeypatch.setattr(checks, "kvrsim", refused)
+    said = "gemm rows with a median spread of 28%, accepted: repeatable measurements: at most 25% of their medians"
+    finding = checks.calibrate(scope_in(tmp_path))
     assert (finding.status, "28%" in finding.lines[0]) == ("skipped", True)
     with pytest.raises(RuntimeError, match="28%"):
-        steps_module.calibrate(scope_in(tmp_path, 2))
+        checks.calibrate(scope_in(tmp_path, 2))
     said = "kvrsim calibrate ended with 70: a bug"
     with pytest.raises(RuntimeError, match="a bug"):
-        steps_module.calibrate(scope_in(tmp_path))
-    assert steps_module.confirm(scope_in(tmp_path), 1).status == "skipped", "there is no profile"
+        checks.calibrate(scope_in(tmp_path))
+    assert checks.confirm(scope_in(tmp_path), 1).status == "skipped", "there is no profile"
 
 
 @pytest.mark.parametrize(
@@ -253,10 +258,10 @@ def test_a_prediction_that_is_far_off_fails_on_a_gpu_and_is_only_shown_on_a_cpu(
 ) -> None:
     one = {"strategy": "kvr-s", "partition": [9, 7], "predicted_ttft_s": 1.0, "measured_ttft_s": 1.0}
     answer = {"candidates": [one | {"rel_error": rel_error}], "regret": 0.0, "max_logit_error": 0.0, "ok": ok}
-    monkeypatch.setattr(steps_module, "kvrsim", lambda *_, **__: answer)
+    monkeypatch.setattr(checks, "kvrsim", lambda *_, **__: answer)
     (tmp_path / "mine.json").write_text("{}")
-    assert steps_module.confirm(scope_in(tmp_path, 2), 2).status == status
-    on_cpu = steps_module.confirm(scope_in(tmp_path), 2)
+    assert checks.confirm(scope_in(tmp_path, 2), 2).status == status
+    on_cpu = checks.confirm(scope_in(tmp_path), 2)
     assert on_cpu.status == "passed"
     assert on_cpu.lines[-1].startswith("Not judged")
 
@@ -265,7 +270,7 @@ def test_the_small_model_is_as_it_is_said_to_be(tmp_path: Path) -> None:
     scope = scope_in(tmp_path)
     assert json.loads(Path(scope.model).read_text()) == TINY
     assert Scope(**json.loads(json.dumps(scope.to_dict()))) == scope, "a step's process has the same"
-    chunks = [int(text) for text in steps_module._uneven(256, 3).split(",")]
+    chunks = [int(text) for text in checks._uneven(256, 3).split(",")]
     assert sum(chunks) == 256
     assert chunks == sorted(chunks, reverse=True)
 

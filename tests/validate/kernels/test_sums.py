@@ -31,6 +31,7 @@ VIDUR = next(study for study in STUDIES if study.profile == "a100-vidur")
 
 def write(path: Path, rows: Iterable[dict[str, Any]]) -> str:
     listed = list(rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(listed[0]))
         writer.writeheader()
@@ -38,23 +39,24 @@ def write(path: Path, rows: Iterable[dict[str, Any]]) -> str:
     return str(path)
 
 
-def layer(
-    tokens: int, factor: float = 1.0, model: str = "meta-llama/Llama-2-7b-hf", workers: int = 1
-) -> dict[str, Any]:
-    times = {f"{name}_ms": factor * ms for name, ms in TIMES.items()}
-    about = {"gpu": "A100", "model": model, "num_tokens": tokens, "num_tensor_parallel_workers": workers}
-    return about | SHAPE | times
+def layer(tokens: int, factor: float = 1.0, workers: int = 1) -> dict[str, Any]:
+    times = {f"time_stats.{name}.median": factor * ms for name, ms in TIMES.items()}
+    return times | SHAPE | {"use_gated_mlp": True, "num_tokens": tokens, "num_tensor_parallel_workers": workers}
 
 
 def attention(chunk: int, ms: float, prefix: int = 0, kv_heads: int = 32) -> dict[str, Any]:
     return {
-        **{"source": "somebody", "gpu": "A100", "kernel": "paged", "q_heads": 32, "kv_heads": kv_heads},
-        **{"head_dim": 128, "batch": 1, "chunk": chunk, "kv_prefix": prefix, "ms": ms, "std_ms": ""},
+        **{"time_stats.attn_prefill.median": ms, "n_embd": 4096, "n_q_head": 32, "n_kv_head": kv_heads},
+        **{"num_tensor_parallel_workers": 1, "batch_size": 1, "prefill_chunk_size": chunk},
+        **{"kv_cache_size": prefix, "is_prefill": True},
     }
 
 
-def tables(folder: Path, layers: Iterable[dict[str, Any]], calls: Iterable[dict[str, Any]]) -> list[Measurement]:
-    return read_source(write(folder / "layers.csv", layers)) + read_source(write(folder / "attention.csv", calls))
+def tables(
+    folder: Path, layers: Iterable[dict[str, Any]], calls: Iterable[dict[str, Any]], model: str = "Llama-2-7b-hf"
+) -> list[Measurement]:
+    place = folder / "compute/a100/meta-llama" / model
+    return read_source(write(place / "mlp.csv", layers)) + read_source(write(place / "attention.csv", calls))
 
 
 def study(*tokens: int, layers: bool = True) -> Study:
@@ -64,12 +66,10 @@ def study(*tokens: int, layers: bool = True) -> Study:
 
 def test_all_kernels_of_a_prefill_are_added_up(tmp_path: Path) -> None:
     """Medians of the model's own rows; not those of tensor-parallel workers, of a prefix, or of another model."""
-    layers = [
-        *(layer(1024, factor) for factor in (0.5, 1.0, 7.0)),
-        layer(1024, 9.0, model="meta-llama/Meta-Llama-3-8B"),
-    ]
+    layers = [layer(1024, factor) for factor in (0.5, 1.0, 7.0)]
+    other = tables(tmp_path, [layer(1024, 9.0)], [attention(1024, 9.0, prefix=64)], "Meta-Llama-3-8B")
     calls = [attention(1024, 0.4), attention(1024, 9.0, prefix=512), attention(1024, 9.0, kv_heads=4)]
-    (found,) = kernel_sums(study(1024), tables(tmp_path, layers, calls))
+    (found,) = kernel_sums(study(1024), tables(tmp_path, layers, calls) + other)
     assert found.sum_s - found.head_s == pytest.approx(1e-3 * (0.2 + LAYERS * (LAYER_MS + 0.4)))
     assert found.own_s == found.head_s < 0.01 * found.sum_s
     assert (found.gemm.how, found.attention.how) == ("measured", "measured")

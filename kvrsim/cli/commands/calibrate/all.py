@@ -16,7 +16,7 @@ from kvrsim.errors import InputError
 
 if TYPE_CHECKING:
     from calibrate.measure.campaigns import Campaign, Measured
-    from calibrate.measure.compute_bench import ComputeSetup
+    from calibrate.measure.forward_timer import ComputeSetup
 
 _COMPUTE_SHARE = 0.75  # of the minutes
 _NO_DATASHEET = "pcie4-x16"  # the link of a device that no built-in cluster has, where nobody measures one

@@ -152,7 +152,8 @@ def write_fit(
     rows: list[Measurement], wanted: Wanted, argument: str, origins: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
     """Fit, write, and print how well the profile agrees; with --json nothing is printed, the caller does."""
-    from calibrate.fit.profile import FitChoices, Label, fit_profile
+    from calibrate.fit.inputs import FitChoices
+    from calibrate.fit.profile import Label, fit_profile
     from calibrate.measure.machine import gpu_of, link_of
 
     spec = gpu_of(rows, wanted.gpu, origins)

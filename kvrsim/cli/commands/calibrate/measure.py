@@ -19,7 +19,7 @@ from kvrsim.errors import InputError
 if TYPE_CHECKING:
     from calibrate.measure.campaign import Outcome, Policy
     from calibrate.measure.campaigns import Campaign, Measured
-    from calibrate.measure.compute_bench import ComputeSetup
+    from calibrate.measure.forward_timer import ComputeSetup
 
 Model = Annotated[
     str,
@@ -81,7 +81,7 @@ class Wanted:
     def setup(self) -> ComputeSetup:
         """Checked, with what torch finds on this machine; InputError names the option."""
         require_torch()
-        from calibrate.measure.compute_bench import ComputeSetup
+        from calibrate.measure.forward_timer import ComputeSetup
         from kvrsim.io.json_text import JsonObject
         from kvrsim.model.load import config_path, load_model
         from kvrsim.runtime.geometry import DTYPES, family_of

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import tests.kvrsim.runtime.runtime_workers as workers
 from calibrate.measure.link_bench import LinkBench
 from kvrsim.runtime.ranks import launch as launching
 from kvrsim.runtime.ranks.faults import RankError
@@ -30,7 +31,7 @@ def _rule(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_the_whole_runtime(num_ranks: int) -> None:
     found = launch(nccl_rule.whole_runtime, how=Launch(num_ranks=num_ranks, timeout_s=20, deadline_s=60))[-1]
     assert len(found) >= 8
-    assert [difference for difference in found if not difference.within(1e-5)] == []
+    assert [difference for difference in found if not workers.within(difference, 1e-5)] == []
 
 
 @pytest.mark.usefixtures("_rule")

@@ -9,7 +9,7 @@ import torch
 
 import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.errors import InputError
-from kvrsim.runtime.forward import ModelForward
+from kvrsim.runtime.model import ModelForward
 from kvrsim.runtime.ranks.faults import RankError, meaning
 from kvrsim.runtime.ranks.launch import Launch, TorchrunPlace, launch
 from kvrsim.runtime.ranks.links import chosen_backend

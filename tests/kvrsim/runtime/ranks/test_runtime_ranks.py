@@ -31,7 +31,7 @@ def test_ranks_together_give_what_one_gives(num_ranks: int) -> None:
     *others, last = launch(workers.exactness, how=on(num_ranks))
     assert others == [[]] * (num_ranks - 1)
     assert len(last) == sum(len(workers.plans_of(num_ranks, kernel)) for _, kernel in variants())
-    assert [found for found in last if not found[2].within(TOLERANCE)] == []
+    assert [found for found in last if not workers.within(found[2], TOLERANCE)] == []
     assert all(difference.logits_scale > 1 for _, _, difference in last)  # so that the tolerance means something
 
 
@@ -40,12 +40,12 @@ def test_ranks_together_give_what_one_gives(num_ranks: int) -> None:
 def test_what_is_spoilt_is_noticed(name: str, kernel: str, how: str) -> None:
     (difference,) = launch(workers.spoilt, name, kernel, how, how=on(2))[-1]
     assert difference.logits > 0.05
-    assert not difference.within(TOLERANCE)
+    assert not workers.within(difference, TOLERANCE)
 
 
 def test_messages_by_way_of_host_memory_are_the_same() -> None:
     found = launch(workers.staged, how=on(2))[-1]
-    assert [difference for difference in found if not difference.within(TOLERANCE)] == []
+    assert [difference for difference in found if not workers.within(difference, TOLERANCE)] == []
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from calibrate.measure.clock import CpuClock, CudaClock, mark_empty, without_marks
+from kvrsim.runtime.hooks import CpuClock, CudaClock, mark_empty, without_marks
 
 
 def test_cpu_marks_are_moments_of_one_clock() -> None:

@@ -1,19 +1,87 @@
-"""A forward over one chunk: a model's, or one that only takes as long."""
+"""A Hugging Face model with random weights, and its forward pass over one chunk."""
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from kvrsim.choices import ATTENTIONS, Attention
+from kvrsim.errors import InputError
+from kvrsim.io.json_text import JsonObject
+from kvrsim.model.architectures import read_config
+from kvrsim.model.load import config_path
+from kvrsim.runtime.attention import use_flash
 from kvrsim.runtime.cache import PrefixCache
-from kvrsim.runtime.geometry import Geometry
+from kvrsim.runtime.geometry import DTYPES, Geometry, family_of
 
 _BLOCK = 2**16  # weights that share a checksum
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a weight
+
+
+def load_model(
+    config: str | Path | Mapping[str, object],
+    dtype: str = "fp32",
+    device: str | torch.device = "cpu",
+    attention: Attention = "sdpa",
+    seed: int = 0,
+    init_std: float | None = None,
+) -> Any:
+    """A Hugging Face model with random weights, in evaluation mode; nothing is downloaded.
+
+    `config` is a built-in name, a path to a config.json or its folder, or what such a file holds. The same
+    seed gives the same weights on every rank of one kind of device. `init_std` is the spread of the weights
+    (None: the config's), which tests raise so that the first token depends on the whole context.
+
+    Raises InputError where the file, its architecture or the kernel cannot be used.
+    """
+    if attention not in ATTENTIONS:
+        raise InputError("attention", attention, "one of " + ", ".join(ATTENTIONS))
+    if dtype not in DTYPES:
+        raise InputError("dtype", dtype, "one of " + ", ".join(DTYPES))
+    fields = _fields(config)
+    model = _build(fields, DTYPES[dtype], device, attention, seed, init_std)
+    if attention == "flash":
+        use_flash(model)
+    Geometry.of(model)  # refuses what the runtime cannot run
+    return model
+
+
+def _fields(config: str | Path | Mapping[str, object]) -> dict[str, Any]:
+    """The keys of the config.json, those that are comments left out; checked as the simulator checks them."""
+    source = JsonObject(fields=config, where="model") if isinstance(config, Mapping) else None
+    if source is None:
+        source = JsonObject.read(config_path(str(config), "model"), "model")
+    family_of(str(source.fields.get("model_type", "nothing")))
+    read_config(source, "model")
+    return {key: value for key, value in source.fields.items() if not key.startswith("_")}
+
+
+def _build(
+    fields: dict[str, Any],
+    dtype: torch.dtype,
+    device: str | torch.device,
+    attention: Attention,
+    seed: int,
+    init_std: float | None,
+) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = {key: value for key, value in fields.items() if key not in ("architectures", "torch_dtype", "dtype")}
+    if init_std is not None:
+        fields["initializer_range"] = init_std
+    config = AutoConfig.for_model(**fields)
+    kernel = "sdpa" if attention == "flash" else attention
+    place = torch.device(device)
+    cuda = [torch.cuda.current_device()] if place.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda), place:
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=kernel, dtype=dtype)
+    return model.to(place).eval().requires_grad_(False)
 
 
 class Forward(Protocol):

@@ -1,17 +1,16 @@
-"""LayerMarks: hooks on a Hugging Face model that mark where each part of a forward pass begins and ends."""
+"""LayerParts: how long each part of a Hugging Face model's layers takes, from the marks of a forward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from calibrate.measure.clock import Clock, Mark
 from kvrsim.runtime.geometry import Geometry
-
-_FIRST, _LAST = "layer", "layer_end"
+from kvrsim.runtime.hooks import Clock, Mark, hooked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,67 +27,47 @@ class Part:
 class LayerTimes:
     """Device seconds of one decoder layer's parts, in one forward pass."""
 
-    before: float  # up to the cache: norm, projections, rotary embedding
+    before: float  # up to the cache update: norm, projections, rotary embedding
     append: float  # the cache's update
     attention: float
     after: float  # output projection to the end
     host: float  # the host issuing all of it
     gemms: Sequence[tuple[int, int, float]]  # in_features, out_features, seconds: one each
     norms: Sequence[float]  # one each
-    activation: float  # the MLP but for its products
-    rotary: float  # what is left of `before`: rotary embedding, reshaping; without the norms of queries and keys
-    residual: float  # what is left of `after`: residual additions
+    activation: float  # the MLP without its matrix products
+    rotary: float  # rest of `before`: rotary embedding, reshaping; without the norms of queries and keys
+    residual: float  # rest of `after`: residual additions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardTimes:
     """Device seconds of one forward pass."""
 
-    prepare: float  # before the first layer, but for the embedding: mask, rotary tables
+    prepare: float  # before the first layer, without the embedding: mask, rotary tables
     host_prepare: float  # the host issuing all of that and the embedding
     embedding: float
     layers: Sequence[LayerTimes]
     head: float  # logits
 
 
-@dataclass(slots=True)
-class LayerMarks:
-    """Hooks that mark on a clock; `with LayerMarks(...)` takes them off again."""
+class LayerParts:
+    """The modules of a model's layers that are marked, and their times from the marks of a forward pass."""
 
-    model: Any
-    geometry: Geometry
-    clock: Clock
-    bare: bool = False  # mark whole layers only, which costs the host little
-    parts: tuple[Part, ...] = ()
-    _handles: list[Any] = field(default_factory=list)
+    def __init__(self, model: Any, geometry: Geometry, *, bare: bool = False) -> None:
+        """bare: mark whole layers only, which costs the host little."""
+        self.model, self.geometry = model, geometry
+        self.parts = () if bare else tuple(_parts(geometry.layers(model)[0], geometry))
 
-    def __enter__(self) -> LayerMarks:
-        layers = self.geometry.layers(self.model)
-        self.parts = () if self.bare else tuple(_parts(layers[0], self.geometry))
-        for layer in layers:
-            self._bracket(layer, _FIRST, _LAST)
-            for part in self.parts:
-                module = layer.get_submodule(part.name)
-                self._bracket(module, f">{part.name}", f"<{part.name}")
-            self._before(self.geometry.output_projection_of(layer), "output")
-        self._bracket(self.model.get_input_embeddings(), ">embedding", "<embedding")
-        self._bracket(self.model.get_output_embeddings(), ">head", "<head")
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def on_cache(self, layer_index: int, event: str) -> None:
-        """What the cache calls as its update begins ("update") and ends ("updated")."""
-        self.clock.mark(event)
+    def hooked(self, clock: Clock) -> AbstractContextManager[None]:
+        """While the context lasts, the model's modules mark on the clock."""
+        names = [part.name for part in self.parts]
+        return hooked(self.model, self.geometry, clock, parts=names, ends=True)
 
     def times(self, marks: Sequence[Mark]) -> ForwardTimes:
         """The parts of a forward pass whose first mark is its start."""
         device = _Spans({mark.name: mark.device_s for mark in marks})
-        firsts = [index for index, mark in enumerate(marks) if mark.name == _FIRST]
-        lasts = [index for index, mark in enumerate(marks) if mark.name == _LAST]
+        firsts = [index for index, mark in enumerate(marks) if mark.name == "layer"]
+        lasts = [index for index, mark in enumerate(marks) if mark.name == "layer_end"]
         layers = [self._layer(marks[first : last + 1]) for first, last in zip(firsts, lasts, strict=True)]
         embedding = device.of("embedding")
         return ForwardTimes(
@@ -101,7 +80,7 @@ class LayerMarks:
 
     def _layer(self, marks: Sequence[Mark]) -> LayerTimes:
         at = _Spans({mark.name: mark.device_s for mark in marks})
-        before, after = at.between(_FIRST, "update"), at.between("output", _LAST)
+        before, after = at.between("layer", "update"), at.between("output", "layer_end")
         mlp = sum(at.of(part.name) for part in self.parts if part.kind == "mlp")
         inside = sum(at.of(part.name) for part in self.parts if part.kind == "gemm" and _is_in_mlp(part))
         known = {
@@ -122,20 +101,6 @@ class LayerMarks:
             residual=max(after - known["after"], 0.0),
         )
 
-    def _bracket(self, module: Any, first: str, last: str) -> None:
-        self._before(module, first)
-        self._handles.append(module.register_forward_hook(_marking(self.clock, last)))
-
-    def _before(self, module: Any, name: str) -> None:
-        self._handles.append(module.register_forward_pre_hook(_marking(self.clock, name)))
-
-
-def _marking(clock: Clock, name: str) -> Callable[..., None]:
-    def hook(*_: object) -> None:
-        clock.mark(name)
-
-    return hook
-
 
 @dataclass(frozen=True, slots=True)
 class _Spans:
@@ -149,7 +114,7 @@ class _Spans:
 
 
 def _parts(layer: Any, geometry: Geometry) -> Iterator[Part]:
-    """Products, norms, and the MLP as a whole; those of an expert are not looked for."""
+    """Matrix products, norms, and the MLP as a whole; experts are not supported."""
     output = geometry.output_projection_of(layer)
     attention = geometry.attention_of(layer)
     inside = {id(module) for module in attention.modules()}
@@ -171,7 +136,7 @@ def _is_norm(module: Any) -> bool:
 
 
 def _norm_place(name: str) -> str:
-    """Norms of the attention's input, and all of them where attention and MLP run in parallel, come first."""
+    """Norms of the attention's input come before it; so do all norms where attention and MLP run in parallel."""
     return "after" if name.startswith("post_") else "before"
 
 

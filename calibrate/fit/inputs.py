@@ -1,25 +1,27 @@
-"""What measurements a fit accepts: enough of them, steady, of one device; refused in a sentence otherwise."""
+"""The inputs of a fit: FitChoices, and FilteredRows (enough of them, steady, of one device, or else an InputError)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from calibrate.data.measurement import ELEMENTWISE, Measurement
-from calibrate.fit.attention import HEAD_DIM, usable_attention
+from calibrate.fit.attention import HEAD_DIM, HeldOut, usable_attention
 from calibrate.fit.elementwise import usable_elementwise
 from calibrate.fit.gemm import STEP, usable_gemm
+from calibrate.fit.gemm_rows import Shape
 from calibrate.fit.links import usable_link_rows
 from calibrate.fit.solver import dtypes_of
 from kvrsim.errors import InputError
+from kvrsim.profile.profile import SendStyle
 
 MAX_SPREAD = 0.10  # median of spread_s / median_s, of published tables
-# Of own campaigns, which repeat until medians are steady: ten repeats of this interquartile range leave their median
-# known to 7 %.
+# Of own campaigns, which repeat until medians are precise: with ten repeats of this interquartile range the standard
+# error of the median is 7 %.
 MAX_OWN_SPREAD = 0.25
-# Of own links and element-wise kernels, which are short: what they scatter by stands in the fit's error and interval.
+# Of own links and element-wise kernels, which are short: their spread is part of the fit's error and interval.
 MAX_OWN_SHORT_SPREAD = 0.5
 _SHORT = ("send_recv", "all_gather", "elementwise")
 LEAST_ROWS = {"gemm": 20, "attention": 12, "elementwise": 12, "send_recv": 6, "all_gather": 8}
@@ -42,7 +44,7 @@ def kind_of(row: Measurement) -> str:
 def check_rows(
     kind: str, usable: Sequence[Measurement], argument: str, what: str, max_spread: float = MAX_SPREAD
 ) -> None:
-    """InputError where the rows of a kind are too few, too unsteady or of several devices; `what` they have to be."""
+    """InputError where the rows of a kind are too few, vary too much or mix devices; `what`: rows needed."""
     sizes = {getattr(row, _SIZE[kind]) for row in usable}
     least = LEAST_ROWS[kind]
     if len(usable) < least or len(sizes) < LEAST_SIZES[kind]:
@@ -58,15 +60,15 @@ def check_rows(
 def check_error(kind: str, median_ape: float, argument: str) -> None:
     """InputError where the fit is far from its own rows."""
     if median_ape > MAX_MEDIAN_ERROR:
-        got = f"{kind} rows that the best fit misses by {median_ape:.0%} (median)"
-        raise InputError(argument, got, f"measurements that a fit can follow within {MAX_MEDIAN_ERROR:.0%}")
+        got = f"{kind} rows on which the best fit has an error of {median_ape:.0%} (median)"
+        raise InputError(argument, got, f"measurements that a fit reproduces within {MAX_MEDIAN_ERROR:.0%}")
 
 
 def _check_spread(kind: str, rows: Iterable[Measurement], argument: str, most: float) -> None:
     spreads = [row.spread_s / row.median_s for row in rows if row.spread_s is not None]
     if spreads and float(np.median(spreads)) > most:
         got = f"{kind} rows with a median spread of {float(np.median(spreads)):.0%}"
-        raise InputError(argument, got, f"steady measurements: at most {most:.0%} of their medians")
+        raise InputError(argument, got, f"repeatable measurements: at most {most:.0%} of their medians")
 
 
 def _check_one(kind: str, field: str, rows: Iterable[Measurement], argument: str) -> None:
@@ -78,8 +80,25 @@ def _check_one(kind: str, field: str, rows: Iterable[Measurement], argument: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FitChoices:
+    """Settings of a fit that the rows do not contain."""
+
+    attention_kernel: str | None = (
+        None  # a preset of calibrate.fit.flash_presets, or "eager"; None: by name, then the best fit
+    )
+    head_dim: int | None = None  # of attention; None: 128 where it was measured, else the most frequent
+    fused: bool = True  # whether norm, rotary embedding and activation are one kernel each; never in measured layers
+    sends: SendStyle = "overlap"  # whether messages hold the compute streams
+    keep_shapes: Collection[Shape] | None = (
+        None  # that get a table; None: all, or where they are many those of built-in models
+    )
+    held_out: HeldOut | None = None  # attention calls to compare with
+    hidden_size: tuple[int, int] | None = None  # valid range of the profile; None: as measured
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FilteredRows:
-    """The rows that a fit uses, by kind of operation; the kinds that no one measured are empty."""
+    """The rows that a fit uses, by kind of operation; a kind that was not measured is empty."""
 
     gemm: list[Measurement]
     heads: list[Measurement]  # logits of one token
@@ -91,7 +110,7 @@ class FilteredRows:
     prepare: list[Measurement]
     send_recv: list[Measurement]
     all_gather: list[Measurement]
-    dtypes: tuple[str, ...]  # that are looked at
+    dtypes: tuple[str, ...]  # of the rows in the fit
 
     @classmethod
     def of(
@@ -105,10 +124,10 @@ class FilteredRows:
     ) -> FilteredRows:
         """All of them checked; InputError naming `argument`, also where gemm or attention is missing.
 
-        `head_dim` None: 128 where it was measured often enough, else what was measured most. `kernel` "eager": all
-        attention is eager; None: what is called eager; another: what is called just so. What is called sdpa is, but
-        for "eager". Half precision if there is any, else fp32. `own`: of a model's layers on one's own machine, of
-        whose products narrow ones count, too, and whose spreads are those of a campaign.
+        `head_dim` None: 128 where it was measured often enough, else the most frequent. `kernel` "eager": all attention
+        rows are eager; None: rows with eager in their kernel; otherwise rows of exactly the kernel eager. Rows of the
+        kernel sdpa are sdpa, except with `kernel` "eager". Half precision if there is any, else fp32. `own`: rows of a
+        model's layers on this machine: narrow products are used too, and larger spreads are accepted.
         """
         dtypes = dtypes_of(row for row in rows if row.operation in ("gemm", "attention"))
         of_dtype = [row for row in rows if row.dtype in dtypes]
@@ -165,7 +184,7 @@ def _head_dim(rows: Sequence[Measurement], dtypes: Sequence[str]) -> int:
 
 
 def notes_on(rows: Sequence[Measurement], used: Iterable[Measurement], dtypes: Sequence[str]) -> tuple[str, ...]:
-    """What was left away, and why it may have been."""
+    """How many rows of each kind were not used, and possible reasons."""
     taken = set(map(id, used))
     left: dict[str, int] = {}
     for row in rows:

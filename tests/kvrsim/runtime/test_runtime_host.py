@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvrsim.partition import Partition
-from kvrsim.runtime import load
+from kvrsim.runtime import host
 from kvrsim.runtime.bench import Timing
 from kvrsim.runtime.plan import RunPlan
 from planner.confirm import hardware as confirm_hardware
@@ -19,16 +19,16 @@ from planner.confirm.run import _busy_notes
 PLAN = RunPlan(strategy="single", partition=Partition(chunk_lens=(8,)))
 
 
-def test_a_tenth_of_a_core_is_much_of_two_and_nothing_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_is_busy_from_a_quarter_of_a_core_or_a_sixteenth_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    assert is_busy(1.0, 0.11)
-    assert not is_busy(1.0, 0.09)
+    assert is_busy(1.0, 0.26)
+    assert not is_busy(1.0, 0.24)
     assert not is_busy(1.0, None)
     assert not is_busy(0.1, 2.0)  # too short for the system's account
     monkeypatch.setattr(os, "cpu_count", lambda: 128)
-    assert not is_busy(1.0, 0.11)
-    assert not is_busy(1.0, 6.0)
-    assert is_busy(1.0, 7.0)
+    assert not is_busy(1.0, 0.26)
+    assert not is_busy(1.0, 7.9)
+    assert is_busy(1.0, 8.1)
 
 
 def test_a_run_says_that_the_machine_was_busy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,18 +52,18 @@ def test_other_processes_on_the_gpus_are_named(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     rows = f"99999999, /usr/bin/python3, 4096 MiB\\n{os.getpid()}, kvrsim, 10 MiB\\nNo running processes found\\n"
     tool = nvidia_smi(tmp_path, rows)
-    assert load.others_on_gpus(tool) == ("python3 (pid 99999999, 4096 MiB)",)
+    assert host.others_on_gpus(tool) == ("python3 (pid 99999999, 4096 MiB)",)
     assert "--id=2,3" in (tmp_path / "asked").read_text()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert load.others_on_gpus(tool) == ("python3 (pid 99999999, 4096 MiB)",)
+    assert host.others_on_gpus(tool) == ("python3 (pid 99999999, 4096 MiB)",)
     assert "--id" not in (tmp_path / "asked").read_text()
 
 
 def test_no_answer_is_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert load.others_on_gpus(nvidia_smi(tmp_path, "1, x, 1 MiB", code=9)) == ()
-    assert load.others_on_gpus(str(tmp_path / "none")) == ()
+    assert host.others_on_gpus(nvidia_smi(tmp_path, "1, x, 1 MiB", code=9)) == ()
+    assert host.others_on_gpus(str(tmp_path / "none")) == ()
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    assert load.others_on_gpus() == ()
+    assert host.others_on_gpus() == ()
 
 
 def test_ranks_of_the_same_torchrun_are_not_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,18 +71,18 @@ def test_ranks_of_the_same_torchrun_are_not_others(tmp_path: Path, monkeypatch: 
     try:
         tool = nvidia_smi(tmp_path, f"{sibling}, python3, 1 MiB\\n")
         monkeypatch.delenv("RANK", raising=False)
-        assert len(load.others_on_gpus(tool)) == 1
+        assert len(host.others_on_gpus(tool)) == 1
         monkeypatch.setattr(os, "getppid", os.getpid)
         monkeypatch.setenv("RANK", "0")
-        assert load.others_on_gpus(tool) == ()
+        assert host.others_on_gpus(tool) == ()
     finally:
         os.kill(sibling, 9)
         os.waitpid(sibling, 0)
 
 
 def test_a_note_names_a_few_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "others_on_gpus", lambda: tuple("abcde"))
+    monkeypatch.setattr(host, "others_on_gpus", lambda: tuple("abcde"))
     assert confirm_hardware.gpu_notes("cuda") == ("other processes are on the GPUs: a, b, c, ...",)
     assert confirm_hardware.gpu_notes("cpu") == ()
-    monkeypatch.setattr(load, "others_on_gpus", tuple)
+    monkeypatch.setattr(host, "others_on_gpus", tuple)
     assert confirm_hardware.gpu_notes("cuda") == ()

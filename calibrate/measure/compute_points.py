@@ -1,18 +1,73 @@
-"""compute_rows: measurements from the samples of a ComputeBench."""
+"""The points of a ComputeBench: which chunks and prefixes are timed, and the measurements that their samples become."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from calibrate.data.measurement import Measurement
-from calibrate.measure.grid import Point
 from calibrate.measure.journal import Seconds
 from kvrsim.cost.traffic import after_attention, before_attention
 from kvrsim.model.spec import ModelSpec
+from kvrsim.quartiles import quartiles
 from kvrsim.request import dtype_bytes
+
+_LEAST_CHUNK = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class Point:
+    """One forward pass: `chunk` tokens behind `prefix` tokens whose keys and values are there."""
+
+    kernel: str  # attention: "eager", "sdpa" or "flash"
+    chunk: int
+    prefix: int
+
+    @property
+    def key(self) -> str:
+        """As in journals, such as "sdpa 64+128"."""
+        return f"{self.kernel} {self.chunk}+{self.prefix}"
+
+    @classmethod
+    def parse(cls, key: str) -> Point:
+        """Back from its key."""
+        kernel, _, sizes = key.partition(" ")
+        chunk, _, prefix = sizes.partition("+")
+        return cls(kernel=kernel, chunk=int(chunk), prefix=int(prefix))
+
+
+def grid(max_context: int, kernels: tuple[str, ...]) -> list[Point]:
+    """Points up to `max_context` tokens for each attention kernel, most informative first.
+
+    Chunk sizes are powers of two from 64, plus one non-tile-aligned size between each pair. Each is timed without a
+    prefix (projections and the causal triangle) and with prefixes of half, one and three times its length and of the
+    rest of the context (the rectangle over the prefix). Later kernels differ from the first only in attention and get
+    every other chunk size. Powers of two, alone and at the end of the context, come first.
+    """
+    ranked: dict[Point, tuple[int, int, int]] = {}
+    for index, kernel in enumerate(kernels):
+        chunks = _chunks(max_context)
+        for place, chunk in enumerate(chunks):
+            if index > 0 and place % 2 and len(chunks) > 1:
+                continue
+            for rank, prefix in enumerate((0, max_context - chunk, chunk, 3 * chunk, chunk // 2)):
+                if prefix + chunk <= max_context:
+                    point = Point(kernel=kernel, chunk=chunk, prefix=prefix)
+                    ranked.setdefault(point, (max(rank - 1, 0) + 2 * (place % 2), index, chunk))
+    return sorted(ranked, key=lambda point: ranked[point])
+
+
+def _chunks(max_context: int) -> list[int]:
+    """64, 96, 128, 192 ...: powers of two, and at odd indices the sizes half-way between them."""
+    chunks, chunk = [], _LEAST_CHUNK
+    while chunk <= max_context:
+        chunks += [one for one in (chunk, chunk * 3 // 2) if one <= max_context]
+        chunk *= 2
+    return chunks or [max_context]
+
 
 SOURCE = "kvrsim calibrate compute"
 HOST_PREFIX = "host "  # of points that time the host, before the attention kernel
@@ -22,7 +77,7 @@ BARE_LAYER = "bare layer"  # of a sample: a whole layer without marks inside
 _BY_POINT = ("attention", "before_attention", "after_attention", "layer", "prepare")  # depend on prefix or kernel, too
 _OUTSIDE = ("prepare", "embedding", "head")  # of the layers
 _FENCE = 1.5  # interquartile ranges
-_LEAST_S = 1e-9  # what is less is nothing that was measured
+_LEAST_S = 1e-9  # below this nothing was measured
 
 
 def compute_rows(
@@ -30,7 +85,7 @@ def compute_rows(
 ) -> list[Measurement]:
     """Medians, means and interquartile ranges; parts that depend on the chunk alone from all points of that chunk.
 
-    Where layers were timed without marks too, their parts are scaled so that they add up to those.
+    Where layers were also timed without marks, their parts are scaled to add up to those times.
     """
     rows = _Rows(model=model, common={"dtype": dtype, "device": device, "source": SOURCE})
     chunks: dict[int, list[Seconds]] = {}
@@ -52,7 +107,7 @@ def compute_rows(
 
 
 class _Rows:
-    """Measurements with what they have in common."""
+    """Makes measurements with common fields."""
 
     def __init__(self, *, model: ModelSpec, common: Mapping[str, Any]) -> None:
         self.model, self.common = model, common
@@ -60,7 +115,7 @@ class _Rows:
         self.traffic = traffic_of(model)
 
     def of_point(self, point: Point, taken: Sequence[Seconds]) -> Iterator[Measurement]:
-        """Attention and what the layer sums up to."""
+        """Attention, and sums over the layer."""
         model = self.model
         for operation in _BY_POINT:
             heads = {}
@@ -112,10 +167,10 @@ class _Rows:
             yield from self._row(operation, seconds, kernel=point.kernel, chunk=point.chunk, prefix=point.prefix)
 
     def _row(self, operation: str, seconds: Sequence[float], **fields: Any) -> Iterator[Measurement]:
-        """None where nothing was to be measured, such as rotary embedding under ALiBi."""
-        low, median_s, high = (float(value) for value in np.percentile(seconds, (25, 50, 75)))
+        """No row where nothing was measured, such as rotary embedding under ALiBi."""
+        low, median_s, high = quartiles(seconds)
         if median_s > _LEAST_S:
-            fence_s = _FENCE * (high - low)  # Tukey's: what lies beyond is drawn in
+            fence_s = _FENCE * (high - low)  # Tukey's fences: outliers are clipped to them
             mean_s = float(np.mean(np.clip(seconds, low - fence_s, high + fence_s)))
             yield Measurement(
                 operation=operation,
@@ -129,7 +184,7 @@ class _Rows:
 def _unmarked(taken: Sequence[Seconds]) -> list[Seconds]:
     """The samples of a point, their layers' parts scaled to layers that were timed without marks inside.
 
-    Hooks and marks only take time, so nothing is ever scaled up: what is longer without them is chance.
+    Marks only add time, so nothing is scaled up: a longer time without marks is chance.
     """
     layers_s = [(one["layer"], one[BARE_LAYER]) for one in taken if BARE_LAYER in one]
     if not layers_s:

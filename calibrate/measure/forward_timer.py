@@ -1,0 +1,179 @@
+"""ForwardTimer: forward passes of a few decoder layers of a Hugging Face model, timed part by part."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from calibrate.measure.campaign import Skipped
+from calibrate.measure.compute_points import Point
+from calibrate.measure.device_watch import DeviceWatch, Reading
+from calibrate.measure.layer_times import ForwardTimes, LayerParts
+from kvrsim.errors import InputError
+from kvrsim.model.spec import ModelSpec
+from kvrsim.runtime.cache import OnUpdate, PrefixCache
+from kvrsim.runtime.geometry import Geometry
+from kvrsim.runtime.hooks import Clock, clock_of, mark_empty, without_marks
+from kvrsim.runtime.model import load_model
+
+LAYERS = 2  # of the timed model: the second one reads what a layer has written, as in a whole model
+HEAT_S = 0.3  # of the layers' own work before a shorter sample: an idle GPU starts at clocks that it cannot sustain
+_HOLD = 1.5  # times the host's time to issue a forward: for so long the device is kept busy before it
+_EAGER_COPIES = 5  # score matrices that eager attention holds at a time: scores, mask added, softmax in fp32, weights
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComputeSetup:
+    """What is timed, and on what."""
+
+    model: ModelSpec
+    config: Mapping[str, Any]  # the model's config.json
+    device: str  # "cpu" or "cuda"
+    dtype: str
+    kernels: tuple[str, ...]  # attention
+    max_context: int  # tokens
+    threads: int  # of a CPU
+    num_gpus: int = 1  # of this machine; from two on, layers are timed beside a pending receive
+
+    def __post_init__(self) -> None:
+        kinds = self.model.layer_kinds
+        if any(layer.num_experts for layer in kinds):
+            raise InputError("model", self.model.name, "a dense model: experts are not timed")
+        if len(kinds) > 1:
+            raise InputError("model", self.model.name, "a model whose layers are all alike")
+
+
+@dataclass(slots=True)
+class ForwardTimer:
+    """Forward passes of LAYERS layers with random weights behind random prefixes."""
+
+    setup: ComputeSetup
+    clock: Clock
+    models: dict[str, Any] = field(default_factory=dict)  # by attention kernel; they share their weights
+    known_s: dict[Point, float] = field(default_factory=dict)  # device seconds of a forward, as last timed
+    reading: Reading | None = None  # of the GPU, during the last forward
+    _watch: DeviceWatch | None = None  # of the GPU that is timed
+
+    @classmethod
+    def build(cls, setup: ComputeSetup) -> ForwardTimer:
+        """Load the model once for each kernel."""
+        if setup.device == "cpu":
+            torch.set_num_threads(setup.threads)
+        watch = DeviceWatch.of_visible(torch, [torch.cuda.current_device()]) if setup.device == "cuda" else None
+        timer = cls(setup, clock_of(setup.device), _watch=watch)
+        for kernel in setup.kernels:
+            timer._load(kernel)
+        return timer
+
+    def layer_s(self, at: Point, *, heat: bool = False) -> float:
+        """Device seconds of a layer of which only its ends and attention's are marked."""
+        return mean_layer_s(self.forward(at, bare=True, heat=heat)[0])
+
+    def check_memory(self, at: Point) -> None:
+        """Raise Skipped for what a CPU's memory would not hold; a GPU reports that itself."""
+        if self.setup.device != "cpu":
+            return
+        from kvrsim.request import dtype_bytes
+
+        scores = at.chunk * (at.prefix + at.chunk)
+        heads = self.setup.model.num_attention_heads * _EAGER_COPIES if at.kernel == "eager" else 4
+        needed = scores * heads * dtype_bytes(self.setup.dtype)
+        free = _free_bytes()
+        if free is not None and needed > 0.8 * free:
+            raise Skipped(f"needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
+
+    def forward(self, at: Point, *, bare: bool = False, heat: bool = False) -> tuple[ForwardTimes, float]:
+        """Times of the parts, and the host's seconds a layer; bare: mark whole layers only. Raises Skipped."""
+        model = self.models[at.kernel]
+        geometry = Geometry.of(model)
+        parts = LayerParts(model, geometry, bare=bare)
+        try:
+            with torch.inference_mode():
+                if heat:
+                    self._heat(model, geometry, at)
+                with parts.hooked(self.clock):
+                    return self._timed(model, geometry, parts, at)
+        except torch.OutOfMemoryError:
+            gc.collect()
+            torch.cuda.empty_cache()
+            raise Skipped("out of the device's memory") from None
+
+    def _heat(self, model: Any, geometry: Geometry, at: Point) -> None:
+        """The point's own forwards for HEAT_S, the last one just before it is timed."""
+        forward = self._prepared(model, geometry, at, on_update=None)
+        until_s = time.monotonic() + HEAT_S
+        while time.monotonic() < until_s:
+            forward()
+            self.clock.wait()
+
+    def _timed(self, model: Any, geometry: Geometry, parts: LayerParts, at: Point) -> tuple[ForwardTimes, float]:
+        forward = self._prepared(model, geometry, at, on_update=self.clock.mark)
+        hold_s = 0.0
+        for _ in range(1 if self.clock.host_is_device else 2):  # the first shows how long the host takes
+            self.clock.start(hold_s)
+            mark_empty(self.clock)
+            self.clock.mark("start")
+            forward()
+            self.clock.mark("end")
+            if self._watch is not None:
+                self.reading = self._watch.read()  # the device is at work: the host has only issued
+            found = self.clock.finish()
+            hold_s = _HOLD * found[-1].host_s
+        corrected = without_marks(found)
+        self.known_s[at] = corrected[-1].device_s - corrected[0].device_s
+        times = parts.times(corrected)
+        return times, sum(layer.host for layer in times.layers) / len(times.layers)
+
+    def _prepared(
+        self, model: Any, geometry: Geometry, at: Point, *, on_update: OnUpdate | None
+    ) -> Callable[[], object]:
+        """A forward of the point, to be run again and again."""
+        device = geometry.device
+        cache = PrefixCache.stub(geometry, prefix_len=at.prefix, chunk_len=at.chunk, on_update=on_update)
+        tokens = torch.randint(0, self.setup.model.vocab_size, (1, at.chunk), device=device)
+        positions = torch.arange(at.prefix, at.prefix + at.chunk, device=device)[None]
+        return partial(
+            model, input_ids=tokens, past_key_values=cache, position_ids=positions, use_cache=True, logits_to_keep=1
+        )
+
+    def close(self) -> None:
+        """Release the memory."""
+        self.models.clear()
+        gc.collect()
+        if self.setup.device == "cuda":
+            torch.cuda.empty_cache()
+
+    def _load(self, kernel: str) -> None:
+        config = dict(self.setup.config) | {"num_hidden_layers": LAYERS, "use_cache": True}
+        config.pop("layer_types", None)
+        model = load_model(config, dtype=self.setup.dtype, device=self.setup.device, attention=kernel)  # type: ignore[arg-type]
+        for other in self.models.values():
+            model.load_state_dict(other.state_dict(), assign=True)
+            break
+        self.models[kernel] = model
+
+
+def mean_layer_s(times: ForwardTimes) -> float:
+    """Device seconds of a layer, the mean of all."""
+    return mean([layer.before + layer.append + layer.attention + layer.after for layer in times.layers])
+
+
+def mean(values: Sequence[float]) -> float:
+    """Of at least one value."""
+    return sum(values) / len(values)
+
+
+def _free_bytes() -> int | None:
+    """What Linux says could be allocated."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            found = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable")]
+    except (OSError, ValueError, IndexError):
+        return None
+    return found[0] * 1024 if found else None
