@@ -88,7 +88,7 @@ def test_predicted_and_real_stand_in_one_trace_and_one_picture(
         assert all(any(event["ph"] == "X" and event["pid"] == pid for event in events) for pid in ranks)
     picture = (folder / "pair.svg").read_text()
     assert "predicted" in picture
-    assert "one real prefill" in picture
+    assert "one measured prefill" in picture
 
 
 def test_a_target_that_is_not_met_is_the_exit_code_and_the_reason(folder: Path) -> None:
