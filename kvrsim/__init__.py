@@ -24,10 +24,10 @@ _HOMES = {  # of each lazy name
     "kvrsim.partition": ("Partition",),
     "kvrsim.profile.profile": ("CalibrationProfile", "load_profile"),
     "kvrsim.request": ("Request",),
-    "kvrsim.results": ("Plan", "SimResult"),
+    "kvrsim.results.results": ("Plan", "SimResult"),
     "kvrsim.scenario": ("Scenario",),
     "kvrsim.setup": ("make_scenario",),
-    "kvrsim.timeline": ("Span", "Timeline"),
+    "kvrsim.results.timeline": ("Span", "Timeline"),
     "planner.api": ("build_table", "capacity", "confirm", "map_strategies", "plan", "simulate"),
     "planner.map.map": ("StrategyMap",),
     "planner.table.table": ("PartitionTable", "load_table"),
@@ -48,12 +48,12 @@ if TYPE_CHECKING:  # the same table for type checkers; a test compares them
     from kvrsim.profile.profile import CalibrationProfile as CalibrationProfile
     from kvrsim.profile.profile import load_profile as load_profile
     from kvrsim.request import Request as Request
-    from kvrsim.results import Plan as Plan
-    from kvrsim.results import SimResult as SimResult
+    from kvrsim.results.results import Plan as Plan
+    from kvrsim.results.results import SimResult as SimResult
+    from kvrsim.results.timeline import Span as Span
+    from kvrsim.results.timeline import Timeline as Timeline
     from kvrsim.scenario import Scenario as Scenario
     from kvrsim.setup import make_scenario as make_scenario
-    from kvrsim.timeline import Span as Span
-    from kvrsim.timeline import Timeline as Timeline
     from planner.api import build_table as build_table
     from planner.api import capacity as capacity
     from planner.api import confirm as confirm

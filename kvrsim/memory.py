@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from kvrsim.compile import build_program, columns
 from kvrsim.cost.kernels import NoTime
-from kvrsim.in_flight import bytes_in_flight
 from kvrsim.io.schema import fields_to_json
 from kvrsim.model.spec import ModelSpec
 from kvrsim.partition import Partition
-from kvrsim.program import Compute, Program, RingPass
+from kvrsim.program.in_flight import bytes_in_flight
+from kvrsim.program.operations import Compute, Program, RingPass
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.strategies.pipeline import stages

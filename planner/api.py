@@ -16,7 +16,7 @@ from kvrsim.setup import ScenarioArgs, make_scenario, make_scenarios
 if TYPE_CHECKING:
     from kvrsim.noise.model import Noise
     from kvrsim.profile.profile import CalibrationProfile
-    from kvrsim.results import Plan, SimResult
+    from kvrsim.results.results import Plan, SimResult
     from kvrsim.strategies import Strategy
     from planner.capacity.answer import CapacityPlan
     from planner.confirm.result import Confirmation
@@ -113,7 +113,7 @@ def simulate(
 
     Raises InputError naming the parameter.
     """
-    from kvrsim.stream import Arrivals
+    from kvrsim.results.stream import Arrivals
     from planner.simulate import run_simulation
     from planner.uncertainty.disturbed import as_asked
 

@@ -12,7 +12,7 @@ import numpy as np
 from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
 from kvrsim.partition import Partition
-from kvrsim.results import SearchReport
+from kvrsim.results.results import SearchReport
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, Strategy
 from planner.evaluate import Evaluator, Progress

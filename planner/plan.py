@@ -10,11 +10,11 @@ from kvrsim.compile import for_strategy
 from kvrsim.executors.run import run_partition
 from kvrsim.memory import fits, memory_of
 from kvrsim.partition import Partition
-from kvrsim.question import Question
-from kvrsim.results import NoiseReport, Plan, StrategyResult
+from kvrsim.results.question import Question
+from kvrsim.results.results import NoiseReport, Plan, StrategyResult
+from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, Strategy, label_of
-from kvrsim.timeline import Timeline
 from planner.evaluate import Progress
 from planner.partitions import PlanPartitions
 from planner.plan_bounds import bounds_of

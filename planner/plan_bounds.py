@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvrsim.compile import for_strategy
 from kvrsim.executors.run import run_partition
 from kvrsim.partition import Partition
-from kvrsim.results import Bounds, ChainBound, StrategyResult
+from kvrsim.results.results import Bounds, ChainBound, StrategyResult
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, STRATEGIES, Strategy
 from planner.search.bound import lower_bound_s

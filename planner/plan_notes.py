@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvrsim.executors.run import run_partition
-from kvrsim.results import StrategyResult
+from kvrsim.results.results import StrategyResult
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.text import Note

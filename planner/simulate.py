@@ -10,14 +10,14 @@ import numpy as np
 
 from kvrsim.compile import for_strategy
 from kvrsim.executors.run import check_executor, run_partition
-from kvrsim.in_flight import sent_bytes
 from kvrsim.memory import fits, memory_of
-from kvrsim.program import Op, Program, work_s
-from kvrsim.question import Question
-from kvrsim.results import RankReport, SimResult
+from kvrsim.program.in_flight import sent_bytes
+from kvrsim.program.operations import Op, Program, work_s
+from kvrsim.results.question import Question
+from kvrsim.results.results import RankReport, SimResult
+from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy, label_of
-from kvrsim.timeline import Timeline
 from planner.evaluate import Progress
 from planner.partitions import partition_of
 from planner.uncertainty.breakdown import breakdown
@@ -26,7 +26,7 @@ from planner.uncertainty.interval import interval
 # What only some simulations need is imported where they ask for it, for the sake of the start.
 if TYPE_CHECKING:
     from kvrsim.noise.draw import NoiseDraw
-    from kvrsim.stream import Arrivals, StreamResult
+    from kvrsim.results.stream import Arrivals, StreamResult
     from planner.table.table import PartitionTable
     from planner.uncertainty.disturbed import Disturbance
 

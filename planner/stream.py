@@ -18,9 +18,9 @@ import numpy as np
 from kvrsim.executors.batch import BatchEvaluator, Start
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.noise.draw import NoiseDraw
-from kvrsim.program import Array, Program
-from kvrsim.stream import Arrivals, StreamResult
-from kvrsim.timeline import Timeline
+from kvrsim.program.operations import Array, Program
+from kvrsim.results.stream import Arrivals, StreamResult
+from kvrsim.results.timeline import Timeline
 
 _MOST_STATES = 256  # ranks and links, up to which the long run is worked out
 

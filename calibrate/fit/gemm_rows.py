@@ -16,7 +16,7 @@ from calibrate.fit.solver import Some, column, element_bytes_of, rounded, thinne
 from kvrsim.model.load import builtin_models, load_model
 from kvrsim.model.spec import Gemm
 from kvrsim.profile.rates.gemm import GemmRates, MeasuredShape, Product, merged
-from kvrsim.program import Array
+from kvrsim.program.operations import Array
 
 Shape = tuple[int, int]  # in_features, out_features
 

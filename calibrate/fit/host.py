@@ -10,7 +10,7 @@ import numpy as np
 from calibrate.data.measurement import Measurement
 from calibrate.fit.solver import Parameter, column, rounded, solve
 from kvrsim.profile.profile import HostRates, OperationFit
-from kvrsim.program import Array
+from kvrsim.program.operations import Array
 
 _GATHERS = 2  # all-gathers of one layer: K and V
 _LEAST_LOG_SD = 0.05

@@ -22,7 +22,7 @@ from calibrate.fit.solver import (
 )
 from kvrsim.hardware.links import LinkSpec
 from kvrsim.profile.rates.links import GatherRates
-from kvrsim.program import Array
+from kvrsim.program.operations import Array
 
 OWN_SHARE = 0.44  # from the slopes at 2, 4 and 8 ranks: A100, H100 and H200 agree
 LARGE_BYTES = 2**21  # from here on, what the profile's error of all-gathers is about

@@ -24,8 +24,8 @@ from kvrsim.profile.profile import (
     HostRates,
     KernelRates,
 )
-from kvrsim.quartiles import QUARTILE_RANGE_SD
 from kvrsim.request import dtype_bytes
+from kvrsim.results.quartiles import QUARTILE_RANGE_SD
 
 LAYERS = "layers, sum of parts"
 

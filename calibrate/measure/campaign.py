@@ -17,7 +17,7 @@ from calibrate.data.measurement import Measurement
 from calibrate.measure.device_watch import CpuLoad, faults_of, summary
 from calibrate.measure.journal import CampaignJournal, Sample, Seconds, seconds_of
 from kvrsim.errors import KvrsimError
-from kvrsim.quartiles import median_error
+from kvrsim.results.quartiles import median_error
 from kvrsim.runtime.host import busy_cores
 
 LEAST_SAMPLES = 3  # of a point

@@ -12,8 +12,8 @@ from calibrate.data.measurement import Measurement
 from calibrate.measure.journal import Seconds
 from kvrsim.cost.traffic import after_attention, before_attention
 from kvrsim.model.spec import ModelSpec
-from kvrsim.quartiles import quartiles
 from kvrsim.request import dtype_bytes
+from kvrsim.results.quartiles import quartiles
 
 _LEAST_CHUNK = 64
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from calibrate.data.measurement import RING, Measurement
 from kvrsim.errors import InputError
-from kvrsim.quartiles import interquartile_range
+from kvrsim.results.quartiles import interquartile_range
 
 Flow = tuple[int, int]  # from a rank to another
 Kind = Literal["send", "pairs", "gather", "issue"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvrsim.errors import InputError
 
 if TYPE_CHECKING:
-    from kvrsim.stream import Arrivals
+    from kvrsim.results.stream import Arrivals
     from planner.table.table import PartitionTable
     from planner.uncertainty.disturbed import Disturbance
 
@@ -90,7 +90,7 @@ def parse_objective(objective: str | None, disturbance: Disturbance | None) -> s
 
 def parse_arrivals(requests: str | None, every: str | None) -> Arrivals | None:
     """How many requests arrive, and when; None: one prefill alone."""
-    from kvrsim.stream import MAX_REQUESTS, Arrivals
+    from kvrsim.results.stream import MAX_REQUESTS, Arrivals
     from kvrsim.units import parse_count
 
     if requests is None:

@@ -17,7 +17,7 @@ from kvrsim.profile.profile import CacheCopies, KernelRates
 from kvrsim.profile.rates.attention import AttentionCall
 from kvrsim.profile.rates.elementwise import Traffic
 from kvrsim.profile.rates.gemm import Product, RowCost
-from kvrsim.program import Array
+from kvrsim.program.operations import Array
 
 NO_COPIES = CacheCopies(keep=0.0, append=0.0, gather=0.0)
 

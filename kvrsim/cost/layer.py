@@ -15,7 +15,7 @@ from kvrsim.profile.profile import HostRates
 from kvrsim.profile.rates.attention import AttentionCall
 from kvrsim.profile.rates.elementwise import Traffic
 from kvrsim.profile.rates.gemm import Product, merged
-from kvrsim.program import Array
+from kvrsim.program.operations import Array
 
 # Shares of a layer's launches before, in and after attention. Eager Llama issues about 21 kernels up to
 # rotary, 10 in attention and 14 after it.

@@ -17,7 +17,7 @@ from kvrsim.profile.profile import CacheCopies
 from kvrsim.profile.rates.attention import AttentionCall
 from kvrsim.profile.rates.elementwise import Traffic
 from kvrsim.profile.rates.gemm import Product
-from kvrsim.program import Array
+from kvrsim.program.operations import Array
 
 
 class Part(NamedTuple):

@@ -8,7 +8,7 @@ from kvrsim.errors import InputError
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.hardware.links import Path
 from kvrsim.model.spec import Gemm, LayerSpec, ModelSpec
-from kvrsim.program import Array, Collective
+from kvrsim.program.operations import Array, Collective
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ import numpy as np
 from kvrsim.executors.collectives import AllGatherEvaluator, AllToAllEvaluator, Edges, RingPassEvaluator
 from kvrsim.executors.steps import Message, Segment, Step, Steps
 from kvrsim.hardware.cluster import Cluster
-from kvrsim.program import AllGather, AllToAll, Array, Program, Recv, RingPass
+from kvrsim.program.operations import AllGather, AllToAll, Array, Program, Recv, RingPass
 
 if TYPE_CHECKING:  # noise costs the start of a plan that has none
     from kvrsim.noise.draw import NoiseDraw

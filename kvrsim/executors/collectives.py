@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.hardware.links import Path
-from kvrsim.program import AllGather, AllToAll, Array, RingPass
+from kvrsim.program.operations import AllGather, AllToAll, Array, RingPass
 
 
 class Timing(Protocol):

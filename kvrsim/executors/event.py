@@ -14,8 +14,8 @@ import simpy
 from kvrsim.executors.network import Meeting, Network, OnLink, Process
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.noise.draw import NoiseDraw
-from kvrsim.program import AllGather, AllToAll, Array, Collective, Compute, Program, Recv, RingPass, Send
-from kvrsim.timeline import SpanOp, Timeline
+from kvrsim.program.operations import AllGather, AllToAll, Array, Collective, Compute, Program, Recv, RingPass, Send
+from kvrsim.results.timeline import SpanOp, Timeline
 
 
 class EventSimulation:

@@ -13,8 +13,8 @@ import simpy
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.hardware.links import Path
 from kvrsim.noise.draw import NoiseDraw
-from kvrsim.program import Payload
-from kvrsim.timeline import Span, SpanKind, SpanOp
+from kvrsim.program.operations import Payload
+from kvrsim.results.timeline import Span, SpanKind, SpanOp
 
 Process = Generator[simpy.Event, Any, Any]
 EndsAt = Callable[[int, float, float], float]  # number, start and duration of what noise disturbs -> its end

@@ -18,10 +18,10 @@ from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.partition import Partition
-from kvrsim.program import Array, Program
+from kvrsim.program.operations import Array, Program
+from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario
 from kvrsim.strategies.base import Strategy
-from kvrsim.timeline import Timeline
 
 if TYPE_CHECKING:  # noise costs the start of a plan that has none
     from kvrsim.noise.draw import NoiseDraw

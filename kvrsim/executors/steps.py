@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvrsim.hardware.cluster import Cluster
-from kvrsim.program import AllGather, AllToAll, Array, Collective, Compute, Op, Program, Recv, RingPass, Send
+from kvrsim.program.operations import AllGather, AllToAll, Array, Collective, Compute, Op, Program, Recv, RingPass, Send
 
 _MANY = 8  # computes in a row, from which on they are merged in one numpy call
 

@@ -11,7 +11,7 @@ from kvrsim.errors import InputError
 from kvrsim.io.json_text import JsonObject
 from kvrsim.io.schema import NonNegative, read
 from kvrsim.profile.rates.links import GatherRates
-from kvrsim.program import Array
+from kvrsim.program.operations import Array
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

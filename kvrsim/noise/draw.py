@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrsim.noise.model import Noise, SideTraffic
-from kvrsim.program import Array
+from kvrsim.program.operations import Array
 
 _BLOCK = 512  # slots or factors drawn at a time
 _TRAFFIC, _COMPUTE, _MESSAGES = range(3)  # the generators of a sample

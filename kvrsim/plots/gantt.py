@@ -23,8 +23,8 @@ from kvrsim.plots.lanes import (
 )
 from kvrsim.plots.save import check_suffix, save_figure
 from kvrsim.plots.style import DIM, INK, styled
+from kvrsim.results.timeline import Span, Timeline
 from kvrsim.text import printable
-from kvrsim.timeline import Span, Timeline
 from kvrsim.units import format_seconds
 
 if TYPE_CHECKING:

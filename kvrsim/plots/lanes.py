@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvrsim.plots.style import INK
-from kvrsim.program import Array
-from kvrsim.timeline import Span, SpanOp, Timeline
+from kvrsim.program.operations import Array
+from kvrsim.results.timeline import Span, SpanOp, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

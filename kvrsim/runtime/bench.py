@@ -14,7 +14,8 @@ import torch
 
 from kvrsim.errors import InputError
 from kvrsim.partition import Partition
-from kvrsim.quartiles import interquartile_range
+from kvrsim.results.quartiles import interquartile_range
+from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.cache import KvBuffer, PrefixCache
 from kvrsim.runtime.hooks import hooked
 from kvrsim.runtime.host import HostLoad, cpu_name, versions
@@ -23,7 +24,6 @@ from kvrsim.runtime.plan import RunPlan, random_prompt
 from kvrsim.runtime.prefill import Outcome, Prefill, shared_room
 from kvrsim.runtime.ranks.transport import Transport
 from kvrsim.runtime.trace import RankTrace, timeline_of
-from kvrsim.timeline import Timeline
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

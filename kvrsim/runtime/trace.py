@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from kvrsim.results.timeline import Span, SpanKind, SpanOp, Timeline
 from kvrsim.runtime.hooks import Mark
-from kvrsim.timeline import Span, SpanKind, SpanOp, Timeline
 
 # What the simulator calls the time between two marks.
 COMPUTE = {

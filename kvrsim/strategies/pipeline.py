@@ -11,7 +11,7 @@ import numpy as np
 from kvrsim.cost.kernels import CostModel
 from kvrsim.ends import embedding, head, prepare
 from kvrsim.model.spec import ModelSpec
-from kvrsim.program import Array, Collective, Compute, Op, Program, Recv, Send
+from kvrsim.program.operations import Array, Collective, Compute, Op, Program, Recv, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies.base import Step, Strategy
 from kvrsim.strategies.tensor_parallel import split

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from kvrsim.cost.tensor_parallel import all_reduce
-from kvrsim.program import Collective, Op
+from kvrsim.program.operations import Collective, Op
 from kvrsim.strategies.base import LayerProgram, Step, Strategy
 from kvrsim.strategies.single import SINGLE
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvrsim.model.spec import ModelSpec
-from kvrsim.program import AllToAll, Array, Compute, Op
+from kvrsim.program.operations import AllToAll, Array, Compute, Op
 from kvrsim.strategies.base import Step, Strategy
 from kvrsim.strategies.single import layer as alone
 

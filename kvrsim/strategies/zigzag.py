@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvrsim.program import Array, Op
+from kvrsim.program.operations import Array, Op
 from kvrsim.strategies.base import Step, Strategy
 from kvrsim.strategies.single import layer as alone
 

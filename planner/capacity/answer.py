@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvrsim.hardware.gpu import MemoryLimit
 from kvrsim.io.schema import fields_to_json
-from kvrsim.program import Array
+from kvrsim.program.operations import Array
 from planner.capacity.confidence import Interval
 from planner.capacity.workloads.workload import Lengths
 

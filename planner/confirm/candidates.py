@@ -11,7 +11,7 @@ import numpy as np
 from kvrsim.errors import InputError
 from kvrsim.memory import RankMemory, memory_of
 from kvrsim.partition import Partition
-from kvrsim.results import Plan
+from kvrsim.results.results import Plan
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, get_strategy
 from kvrsim.units import format_bytes

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvrsim.errors import InputError
 from kvrsim.profile.profile import Gather
-from kvrsim.results import Plan
+from kvrsim.results.results import Plan
+from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
-from kvrsim.timeline import Timeline
 from kvrsim.units import format_seconds
 from planner.confirm.candidates import Fitting, Named, Room, candidates_of, fitting
 from planner.confirm.drift import ClockDrift, corrected_for, drift_of, drift_tokens

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from kvrsim.io.schema import fields_to_json
-from kvrsim.quartiles import interquartile_range, median_error
-from kvrsim.timeline import Timeline
+from kvrsim.results.quartiles import interquartile_range, median_error
+from kvrsim.results.timeline import Timeline
 from planner.confirm.drift import ClockDrift
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from kvrsim.errors import InputError
 from kvrsim.io.schema import fields_to_json
 from kvrsim.partition import Partition
-from kvrsim.quartiles import interquartile_range
+from kvrsim.results.quartiles import interquartile_range
+from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
-from kvrsim.timeline import Timeline
 from planner.confirm.candidates import NO_REFERENCE, Named, Room
 from planner.confirm.confirm import OnNote, check, is_busy
 from planner.confirm.hardware import Hardware, devices_of, gather_of, gpu_notes, run_plan

@@ -12,7 +12,7 @@ from kvrsim.plots.gantt import WIDTH, draw_head, lane_axes, mark_first_tokens
 from kvrsim.plots.lanes import draw_arrows, draw_bars, draw_legend, legend_entries, number_layers
 from kvrsim.plots.save import check_suffix, save_figure
 from kvrsim.plots.style import styled
-from kvrsim.timeline import Timeline
+from kvrsim.results.timeline import Timeline
 from kvrsim.units import format_seconds, format_tokens
 from planner.confirm.result import Candidate, Confirmation
 

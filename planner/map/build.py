@@ -12,8 +12,8 @@ from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
 from kvrsim.memory import fits, memory_of
 from kvrsim.partition import Partition
-from kvrsim.question import Question
 from kvrsim.ranges import check_places
+from kvrsim.results.question import Question
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, label_of
 from planner.evaluate import Evaluator

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.hardware.gpu import MemoryLimit
 from kvrsim.io.schema import fields_to_json, to_json
-from kvrsim.question import Question
+from kvrsim.results.question import Question
 
 if TYPE_CHECKING:
     import pandas

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvrsim.program import Array, Flags
+from kvrsim.program.operations import Array, Flags
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from planner.search.work import Chain, largest_within

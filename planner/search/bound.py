@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvrsim.compile import build_program
-from kvrsim.program import Array, Compute, Flags
+from kvrsim.program.operations import Array, Compute, Flags
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from planner.search.work import Chain, largest_within

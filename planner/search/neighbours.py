@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvrsim.program import Array
+from kvrsim.program.operations import Array
 
 Boundaries = npt.NDArray[np.int64]  # shape (B, num_ranks - 1): where chunks 1, 2, ... start
 

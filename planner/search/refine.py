@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from kvrsim.program import Array
+from kvrsim.program.operations import Array
 from planner.search.grid import Evaluate
 from planner.search.neighbours import Boundaries, distinct, groups, valid
 

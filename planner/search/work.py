@@ -9,7 +9,7 @@ from typing import overload
 import numpy as np
 
 from kvrsim.hardware.links import Path
-from kvrsim.program import Array, Collective, Compute, Op, Send
+from kvrsim.program.operations import Array, Collective, Compute, Op, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Step, Strategy
 

@@ -8,16 +8,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvrsim.breakdown import Basis, Breakdown, BreakdownRow
 from kvrsim.compile import build_program, columns
 from kvrsim.cost.kernels import CostModel, RooflineCost
 from kvrsim.cost.sensitivity import Part, WeightedCost, listing
 from kvrsim.partition import Partition
 from kvrsim.profile.profile import OperationFit
-from kvrsim.program import Array, Program, work_s
+from kvrsim.program.operations import Array, Program, work_s
+from kvrsim.results.breakdown import Basis, Breakdown, BreakdownRow
+from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
-from kvrsim.timeline import Timeline
 
 _RESUME = Part("resume")
 _ROUNDING = 1e-9

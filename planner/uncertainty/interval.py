@@ -20,7 +20,7 @@ from kvrsim.cost.sensitivity import Part, WeightedCost, listing
 from kvrsim.executors.run import run_program
 from kvrsim.partition import Partition
 from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile, ValidRange
-from kvrsim.program import Array, Program
+from kvrsim.program.operations import Array, Program
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 

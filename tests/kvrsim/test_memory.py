@@ -18,7 +18,7 @@ from kvrsim.memory import EAGER_SCORE_PEAK_BYTES, fits, memory_of
 from kvrsim.model.architectures import read_config
 from kvrsim.model.spec import ModelSpec
 from kvrsim.partition import Partition
-from kvrsim.program import Compute, Op, Recv, Send
+from kvrsim.program.operations import Compute, Op, Recv, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Step
 from kvrsim.strategies.zigzag import pieces

@@ -11,11 +11,11 @@ from kvrsim.compile import build_program
 from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
-from kvrsim.program import Program
+from kvrsim.program.operations import Program
+from kvrsim.results.stream import Arrivals
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
-from kvrsim.stream import Arrivals
 from planner.simulate import compute_s, run_simulation
 from planner.stream import Recurrence, cycle_time_s, run_stream, simulated
 from planner.uncertainty.disturbed import Disturbance

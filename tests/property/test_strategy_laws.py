@@ -12,7 +12,7 @@ from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
 from kvrsim.memory import memory_of
 from kvrsim.partition import Partition
-from kvrsim.program import AllGather, AllToAll, Program, Recv, RingPass, Send, work_s
+from kvrsim.program.operations import AllGather, AllToAll, Program, Recv, RingPass, Send, work_s
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy
 from planner.simulate import run_simulation

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvrsim.noise.parse import parse_noise
 from kvrsim.noise.statistics import Distribution
-from kvrsim.results import Plan, SimResult
+from kvrsim.results.results import Plan, SimResult
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from planner.plan import make_plan

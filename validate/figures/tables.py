@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from kvrsim.results import SimResult
+from kvrsim.results.results import SimResult
 from validate.figures.cases import Predictions
 from validate.published.compare import summary
 from validate.published.reference import Row

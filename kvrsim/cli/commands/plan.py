@@ -22,8 +22,8 @@ from kvrsim.cli.parsing import (
 )
 
 if TYPE_CHECKING:
-    from kvrsim.results import Plan
-    from kvrsim.timeline import Timeline
+    from kvrsim.results.results import Plan
+    from kvrsim.results.timeline import Timeline
 
 
 @takes(ScenarioOptions)

@@ -24,8 +24,8 @@ from kvrsim.cli.parsing import (
 from kvrsim.errors import InputError
 
 if TYPE_CHECKING:
-    from kvrsim.results import SimResult
-    from kvrsim.timeline import Timeline
+    from kvrsim.results.results import SimResult
+    from kvrsim.results.timeline import Timeline
 
 
 @takes(ScenarioOptions)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvrsim.hardware.gpu import MemoryLimit
     from kvrsim.memory import RankMemory
     from kvrsim.noise.statistics import Distribution
-    from kvrsim.results import Plan, SimResult
+    from kvrsim.results.results import Plan, SimResult
 
 MAX_IN_FULL = 4  # lines with every part
 MAX_IN_SHORT = 12  # ranks with their total only

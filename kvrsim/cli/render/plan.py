@@ -25,7 +25,7 @@ from kvrsim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from kvrsim.noise.statistics import Distribution
-    from kvrsim.results import Plan, StrategyResult
+    from kvrsim.results.results import Plan, StrategyResult
 
 # Columns that a narrow terminal does without, the least important first.
 _OPTIONAL = ("longest\nwait", "exposed\ncomm.", "80 %\ninterval", "partition\n(tokens)", "peak\nmemory")

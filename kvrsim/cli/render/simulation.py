@@ -21,9 +21,9 @@ from kvrsim.cli.render.layout import Shrinkable, columns, facts, show
 from kvrsim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from kvrsim.breakdown import Breakdown, BreakdownRow
     from kvrsim.noise.statistics import Distribution, Estimate
-    from kvrsim.results import SimResult
+    from kvrsim.results.breakdown import Breakdown, BreakdownRow
+    from kvrsim.results.results import SimResult
     from kvrsim.scenario import Scenario
 
 # Columns that a narrow terminal does without, the least important first.

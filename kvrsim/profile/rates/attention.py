@@ -15,7 +15,7 @@ from kvrsim.io.json_text import JsonObject
 from kvrsim.io.schema import Limits, NonNegative, PositiveShare, Share, read
 from kvrsim.profile.rates.blocked import AttentionCall, BlockedRates
 from kvrsim.profile.rates.sizes import MeasuredSizes
-from kvrsim.program import Array
+from kvrsim.program.operations import Array
 
 __all__ = [
     "ATTENTION_KERNELS",

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvrsim.errors import InputError
 from kvrsim.io.schema import NonNegative, PositiveShare
-from kvrsim.program import Array
+from kvrsim.program.operations import Array
 
 _LAST_STEP = 512  # steps of the time table; beyond them time is proportional to rows
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvrsim.program import Array
+from kvrsim.program.operations import Array
 from planner.capacity.workloads.workload import Lengths
 
 Classes = npt.NDArray[np.int64]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvrsim.program import Array
+from kvrsim.program.operations import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, Strategy
 from planner.capacity.fleet.knots import ServiceTimeGrid, ServiceTimeGrids, knot_lengths

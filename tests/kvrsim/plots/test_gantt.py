@@ -24,8 +24,8 @@ from kvrsim.plots.lanes import (
     legend_entries,
     number_layers,
 )
+from kvrsim.results.timeline import Span, Timeline
 from kvrsim.strategies import STRATEGIES
-from kvrsim.timeline import Span, Timeline
 
 MAGIC = {".png": b"\x89PNG\r\n", ".svg": b"<?xml", ".pdf": b"%PDF"}
 

@@ -18,7 +18,7 @@ from kvrsim.profile.rates.attention import AttentionCall, BlockedRates, EagerRat
 from kvrsim.profile.rates.gemm import GemmRates, MeasuredShape, Product, Tile, merged
 from kvrsim.profile.rates.links import GatherRates
 from kvrsim.profile.rates.sizes import MeasuredSizes
-from kvrsim.program import AllGather, Array, Program
+from kvrsim.program.operations import AllGather, Array, Program
 from tests.building import any_cluster
 
 

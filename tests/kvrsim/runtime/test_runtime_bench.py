@@ -11,12 +11,12 @@ import pytest
 
 import kvrsim
 import tests.kvrsim.runtime.runtime_workers as workers
+from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.bench import BenchReport
 from kvrsim.runtime.hooks import Mark
 from kvrsim.runtime.host import HostLoad
 from kvrsim.runtime.ranks.launch import Launch, launch
 from kvrsim.runtime.trace import RankTrace, timeline_of
-from kvrsim.timeline import Timeline
 
 NUM_RANKS = 2
 

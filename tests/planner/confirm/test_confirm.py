@@ -15,12 +15,12 @@ import kvrsim
 import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.errors import InputError
 from kvrsim.partition import Partition
+from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.plan import RUN_STRATEGIES
 from kvrsim.runtime.ranks.faults import Fault, RankError
 from kvrsim.runtime.ranks.launch import Launch, launch
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
-from kvrsim.timeline import Timeline
 from planner.confirm import run as confirm_run
 from planner.confirm.confirm import confirm
 from planner.confirm.hardware import Hardware, run_plan

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from kvrsim.executors.run import run_partition
 from kvrsim.partition import Partition
 from kvrsim.profile.profile import Gather, load_profile
-from kvrsim.program import Compute, Program
+from kvrsim.program.operations import Compute, Program
+from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
-from kvrsim.timeline import Timeline
 from planner.confirm.candidates import candidates_of
 from planner.confirm.drift import ClockDrift, corrected_for, drift_of
 from planner.confirm.hardware import gather_of, other_device

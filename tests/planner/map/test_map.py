@@ -15,8 +15,8 @@ from kvrsim.errors import InputError
 from kvrsim.hardware.cluster import load_cluster
 from kvrsim.hardware.gpu import MemoryLimit
 from kvrsim.io.schema import to_json
-from kvrsim.question import Question
 from kvrsim.ranges import parse_lengths
+from kvrsim.results.question import Question
 from planner.map.build import make_map
 from planner.map.map import MapPoint, StrategyMap
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import kvrsim
 from kvrsim.choices import METHODS
 from kvrsim.errors import InputError
-from kvrsim.program import Array
+from kvrsim.program.operations import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.evaluate import Evaluator

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvrsim.io.files import write_atomically
-from kvrsim.program import Payload, WorkKind
+from kvrsim.program.operations import Payload, WorkKind
 
 if TYPE_CHECKING:
     import pandas

@@ -11,7 +11,7 @@ begun to issue it, and ends it no earlier than the host has issued all of it:
 
 A new operation is added in four places: here; in the batch evaluator (kvrsim/executors/batch.py, with
 collectives.py where all ranks meet); in the event simulation (kvrsim/executors/event.py); and in
-kvrsim/in_flight.py, which says how many bytes it sends and holds.
+kvrsim/program/in_flight.py, which says how many bytes it sends and holds.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvrsim.breakdown import Breakdown
 from kvrsim.hardware.gpu import MemoryLimit
 from kvrsim.io.schema import fields_to_json
 from kvrsim.memory import RankMemory
-from kvrsim.timeline import Timeline
+from kvrsim.results.breakdown import Breakdown
+from kvrsim.results.timeline import Timeline
 
 if TYPE_CHECKING:
     import pandas
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from kvrsim.hardware.cluster import Cluster
     from kvrsim.noise.model import Noise
     from kvrsim.noise.statistics import Distribution
-    from kvrsim.question import Question
-    from kvrsim.stream import StreamResult
+    from kvrsim.results.question import Question
+    from kvrsim.results.stream import StreamResult
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvrsim.program import AllGather, AllToAll, Collective, Compute, Op, Program, Recv, RingPass, Send
+from kvrsim.program.operations import AllGather, AllToAll, Collective, Compute, Op, Program, Recv, RingPass, Send
 
 
 def sent_bytes(program: Program, rank: int) -> float:

@@ -15,10 +15,10 @@ from hypothesis import given
 from kvrsim.compile import build_program
 from kvrsim.errors import InputError
 from kvrsim.executors.event import EventSimulation
-from kvrsim.program import AllGather, Compute, Op, Program, RingPass, Send
+from kvrsim.program.operations import AllGather, Compute, Op, Program, RingPass, Send
+from kvrsim.results.timeline import Span, Timeline
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
-from kvrsim.timeline import Span, Timeline
 from tests.building import Draws, any_partition, any_scenario, draws, examples
 
 NAMES = ["tsp", "kvr-e", "kvr-s", "kvr-direct", "ring", "zigzag"]  # whose ranks are single GPUs on any model

@@ -1,0 +1,1 @@
+"""The operations that strategies are written in, and what is sent and in flight."""

@@ -1,0 +1,1 @@
+"""What kvrsim answers with: the question, results, timelines and breakdowns."""
