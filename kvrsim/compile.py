@@ -32,7 +32,7 @@ def for_strategy(scenario: Scenario, strategy: Strategy) -> Scenario:
 def build_program(
     scenario: Scenario, strategy: Strategy, chunks: Sequence[Array], cost: CostModel | None = None
 ) -> Program:
-    """The strategy's program for a batch of partitions; `cost` in the place of the scenario's own.
+    """The strategy's program for a batch of partitions; `cost` instead of the scenario's own.
 
     chunks: one float array of shape (B,) a rank, tokens of that rank's chunk.
     """

@@ -152,7 +152,7 @@ class Scenario:
         return replace(cost, least=True) if isinstance(cost, CalibratedCost) else cost
 
     def layer_costs(self, cost: CostModel | None = None) -> tuple[LayerCosts, ...]:
-        """One for each kind of layer of the model; `cost` in the place of the scenario's own."""
+        """One for each kind of layer of the model; `cost` instead of the scenario's own."""
         host = self.profile.host if self.profile else NO_HOST
         cost = cost or self.cost
         communicates = self.num_gpus > 1

@@ -221,7 +221,8 @@ def _model_notes(scenario: Scenario) -> list[str]:
     model, request = scenario.model, scenario.request
     trained, notes = model.max_position_embeddings, []
     if trained is not None and request.context_len > trained:
-        notes.append(f"{model.name} is made for {trained} tokens; {request.context_len} are timed all the same")
+        what = f"the max_position_embeddings of {model.name} ({trained})"
+        notes.append(f"{request.context_len} tokens exceed {what}; simulated anyway")
     if model.quantization is not None:
         notes.append(
             f"{model.name} has quantized weights ({model.quantization}), which are not modelled: weights and"

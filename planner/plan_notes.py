@@ -88,7 +88,7 @@ def rests_on(scenario: Scenario) -> str:
     if profile.residual is not None:
         text += (
             f" Off by {profile.residual.cross_validated_mape:.1%} on average on models left out of the fit, by"
-            f" {profile.residual.other_family_mape:.1%} on other families, four in five by less than"
+            f" {profile.residual.other_family_mape:.1%} on other families, 80 % of them by less than"
             f" {profile.residual.p80_ape:.1%}."
         )
     return f"{text} {profile.not_covered}"

@@ -20,7 +20,7 @@ os.environ.pop("COLUMNS", None)  # from pytest-xdist; a test that needs a width 
 
 @pytest.fixture(scope="session")
 def config() -> Callable[..., ModelSpec]:
-    """A small Llama with these keys of config.json in the place of its own."""
+    """A small Llama with these keys of config.json instead of its own."""
 
     def build(**keys: Any) -> ModelSpec:
         fields = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}

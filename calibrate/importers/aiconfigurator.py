@@ -106,7 +106,7 @@ def _parts(text: str, argument: str) -> tuple[str, str, str | None]:
 
 
 def _names(folder: Path, *patterns: str) -> list[str]:
-    """What stands in the place of the first * of patterns, wherever one matches."""
+    """What stands instead of the first * of patterns, wherever one matches."""
     found = set()
     for pattern in patterns:
         depth = pattern.split("/").index("*")

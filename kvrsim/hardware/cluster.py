@@ -98,7 +98,7 @@ class Cluster:
             return self
         bandwidth = self.link.bandwidth_bytes_per_s if bandwidth_bytes_per_s is None else bandwidth_bytes_per_s
         latency = self.link.latency_s if latency_s is None else latency_s
-        source = f"{name}, in the place of {self.link.name}"
+        source = f"{name}, instead of {self.link.name}"
         link = LinkSpec(name=name, bandwidth_bytes_per_s=bandwidth, latency_s=latency, source=source)
         return replace(self, link=link)
 

@@ -1,4 +1,4 @@
-"""Journal: long work written down line by line, so that what was interrupted goes on where it was.
+"""Journal: long work written down line by line, so that interrupted work resumes.
 
 One JSON object a line. The first says what the work is about; what is about something else, or is no journal at all,
 is refused and left as it was. Nothing is ever rewritten: a line that was cut short is cut off, and new ones follow.

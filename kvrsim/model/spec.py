@@ -62,10 +62,10 @@ class ModelSpec:
     head_dim: int  # width of a head; need not be hidden_size / num_attention_heads
     intermediate_size: int  # width of a dense MLP; an expert may be narrower (see LayerSpec.mlp)
     vocab_size: int  # rows of the embedding
-    max_position_embeddings: int | None  # context length the model is made for, tokens; None: not told
+    max_position_embeddings: int | None  # longest context of its training, tokens; None: not stated
     tie_word_embeddings: bool  # whether the head reuses the embedding's weights
     gated_mlp: bool  # whether the MLP multiplies an activated gate with a second projection
-    alibi: bool  # ALiBi biases in the place of rotary embeddings
+    alibi: bool  # ALiBi biases instead of rotary embeddings
     parallel_attn: bool  # attention and MLP read the same input, one residual addition a layer
     qk_norm: bool  # whether queries and keys are normalised head by head
     norms_before_attention: int  # norms over hidden_size in a layer, up to its attention

@@ -22,7 +22,7 @@ from kvrsim.profile.rates.links import GatherRates
 SCHEMA_VERSION = 2
 _BUILTIN_FOLDER = Path(__file__).parents[1] / "data" / "profiles"
 
-# Standard deviations on either side of the mean that hold four in five of a normal distribution.
+# Standard deviations on either side of the mean that hold 80 % of a normal distribution.
 DEVIATES_OF_80_PERCENT = 1.2816
 PendingShare = Annotated[float, Limits(least=0.0, most=0.9)]  # a rank that loses more computes next to nothing
 OPERATION_KINDS = ("gemm", "attention", "elementwise", "send_recv", "all_gather", "host")
@@ -143,9 +143,7 @@ class OperationFit:
     num_rows: Whole  # measurements; 0: counted or set by hand
     mape: RelativeError  # mean absolute error, as a fraction
     cross_validated_mape: RelativeError  # the same on rows left out of the fit
-    log_sd: (
-        RelativeError  # spread of log(predicted / measured) on rows left out, four in five within 1.28: makes intervals
-    )
+    log_sd: RelativeError  # spread of log(predicted / measured) on held-out rows; the prediction intervals come from it
     interpolated_log_sd: RelativeError | None = (
         None  # the same for shapes that the profile has times of; None: it has none
     )

@@ -172,7 +172,7 @@ class _FlashMask(torch.Tensor):  # type: ignore[misc]
 
 
 def _hand_in_mask(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Before Falcon's forward: put the mask that computes in the place of none, or of one without padding."""
+    """Before Falcon's forward: put the mask that computes instead of none, or of one without padding."""
     _refuse_padding(kwargs.get("attention_mask"))
     mask = torch.ones(1, 1, 1, 1, device=next(module.parameters()).device).as_subclass(_FlashMask)
     return args, kwargs | {"attention_mask": mask}

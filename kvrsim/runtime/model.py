@@ -137,7 +137,7 @@ def _checksums(weights: Any) -> list[int]:
 
 
 class SleepForward:
-    """Sleeps in the place of computing, with real messages: for more ranks than there are cores or GPUs."""
+    """Sleeps instead of computing, with real messages: for more ranks than there are cores or GPUs."""
 
     def __init__(self, geometry: Geometry, layer_s: Callable[[int, int], tuple[float, float]]) -> None:
         """`layer_s(chunk, prefix)`: seconds of one layer before its K and V are exchanged, and after."""

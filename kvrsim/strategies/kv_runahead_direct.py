@@ -29,7 +29,7 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
 KVR_DIRECT = Strategy(
     name="kvr-direct",
     title="KV-Runahead, K and V sent to all later ranks",
-    source="KV-Runahead, Fig. 5, with point-to-point sends in the place of the chain; chunks searched",
+    source="KV-Runahead, Fig. 5, with point-to-point sends instead of the chain; chunks searched",
     partition_rule="search",
     layer=layer,
     gathers_kv=False,

@@ -35,9 +35,9 @@ def make_table(
     """The table of these numbers of GPUs and lengths for a scenario, whose own do not count.
 
     strategy: whose partitions are searched; a name, "FILE.py:NAME" or a Strategy.
-    Entries are searched apart, so that nothing hangs on who does it when; then each is compared with what the
-    entries beside it say of it. pool: who works; None: this process. partial: holds entries searched before, and
-    keeps those searched now. Raises InputError for more GPUs than tokens.
+    Entries are searched apart, so that the result does not depend on the order or the process; then each is compared
+    with what its neighbours predict for it. pool: who works; None: this process. partial: holds entries searched
+    before, and keeps those searched now. Raises InputError for more GPUs than tokens.
     """
     pool, chosen = pool or Pool(), searched(strategy)
     scenarios = _scenarios(scenario, gpu_counts, context_lens)

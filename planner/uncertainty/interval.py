@@ -1,4 +1,4 @@
-"""How sure a predicted TTFT is: an interval that four in five measurements should fall into.
+"""How sure a predicted TTFT is: an interval that 80 % of measurements should fall into.
 
 Where a profile was fitted to whole TTFTs, its own errors on models left out of the fit say it. Where it was fitted
 operation by operation, each operation's errors on rows left out are carried through the simulation: what TTFT does

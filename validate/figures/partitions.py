@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _HEIGHT = 0.74  # of a bar
 _ROOM = 0.055  # share of the context in which a number can be read
-_MOST_SHOWN = 1.9  # per cent; beyond, a number stands in the place of the curve
+_MOST_SHOWN = 1.9  # per cent; beyond, a number stands instead of the curve
 _COLOURS = (LOOKS["kvr-s"].colour, LOOKS["tsp"].colour)
 
 

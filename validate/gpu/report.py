@@ -63,7 +63,7 @@ class Report:
         return [step.name for step, finding, _ in self.done if finding.status in ("failed", "timed out")]
 
     def add(self, step: Step, finding: Finding, seconds: float) -> None:
-        """One step more, in the place of what was known of it; on the disk when this returns."""
+        """One step more, instead of what was known of it; on the disk when this returns."""
         names = [known.name for known, *_ in self.done]
         if step.name in names:
             self.done[names.index(step.name)] = (step, finding, seconds)

@@ -195,7 +195,7 @@ class Ratios:
         """Least, most and the middle."""
         low, tenth, middle, ninth, high = np.quantile(self.ratios, (0.0, 0.1, 0.5, 0.9, 1.0))
         return (
-            f"{low:.2f} to {high:.2f} times NVIDIA's seconds on the {self.gpu} (median {middle:.2f}, four in five"
+            f"{low:.2f} to {high:.2f} times NVIDIA's seconds on the {self.gpu} (median {middle:.2f}, 80 %"
             f" {tenth:.2f} to {ninth:.2f}; {len(self.ratios)} products)"
         )
 

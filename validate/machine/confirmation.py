@@ -41,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one model, one context, few repetitions")
     parser.add_argument("--tc", action="store_true", help="over throttled links too: needs root")
-    parser.add_argument("--profile", type=Path, help="of small-llama, in the place of a calibration")
+    parser.add_argument("--profile", type=Path, help="of small-llama, instead of a calibration")
     parser.add_argument("--keep", type=Path, help="folder for profiles, traces and pictures")
     parser.add_argument("--page", type=Path, default=PAGE, help="where the page goes")
     parser.add_argument("--even-if-busy", action="store_true", help="while others use the machine")

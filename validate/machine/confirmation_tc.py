@@ -105,7 +105,7 @@ def _started(rank: int, command: Sequence[str]) -> subprocess.Popen[str]:
 
 
 def _with_link(profile: Path, output: Path, bits_per_s: float) -> None:
-    """The same profile with the throttled link in the place of the loopback that it has measured."""
+    """The same profile with the throttled link instead of the loopback that it has measured."""
     known = load_profile(profile)
     bandwidth = bits_per_s / 8 * PAYLOAD
     links = replace(

@@ -77,7 +77,7 @@ def profile_of(log_constants: Array, residual: Residual | None) -> CalibrationPr
             "fitted to the TTFTs that KV-Runahead (ICML 2024) prints for 8 x A100 over NVLink:"
             " Hugging Face models of 2023, PyTorch 2.0, eager attention, FP16."
         ),
-        not_covered="Serving engines run flash attention with small launch overhead: they want a flash profile.",
+        not_covered="For serving engines (flash attention, small launch overhead) use a *-flash profile.",
         kernels=KernelRates(
             gemm=gemm,
             attention={"eager": EagerRates(flops_per_s=gemm.flops_per_s, bytes_per_s=hbm, start_s=_ATTENTION_S)},

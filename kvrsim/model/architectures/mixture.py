@@ -30,7 +30,7 @@ class Experts:
     shared_inner: int | None = None  # width of the expert that all tokens pass through; None: there is none
 
     def sparse(self, layer: LayerSpec, hidden: int) -> LayerSpec:
-        """The layer with these experts in the place of its dense MLP."""
+        """The layer with these experts instead of its dense MLP."""
         return replace(
             layer,
             mlp=gated_mlp(hidden, self.inner),

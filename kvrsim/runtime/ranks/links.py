@@ -92,7 +92,7 @@ class Links:
         options = self.dist.ProcessGroupNCCL.Options()
         options.is_high_priority_stream = True
         options.config.max_ctas = MAX_BLOCKS
-        options._timeout = self._timeout  # what torch takes for NCCL in the place of the group's
+        options._timeout = self._timeout  # what torch takes for NCCL instead of the group's
         return options
 
 

@@ -126,7 +126,7 @@ class Torch:
 
 
 class Threads:
-    """Ranks in threads of this process, in the place of a pool."""
+    """Ranks in threads of this process, instead of a pool."""
 
     def __init__(self, num_ranks: int, gpus: int, hosts: list[str]) -> None:
         self.hosts, self.num_ranks = hosts, num_ranks

@@ -25,7 +25,7 @@ GIB = 2**30
         ("NVIDIA H200", 132, 139.8, "h200"),
         ("NVIDIA A100-SXM4-80GB", 108, 79.3, "a100-80gb"),
         ("NVIDIA A100-SXM4-40GB", 108, 39.5, "a100-40gb"),
-        ("NVIDIA A100 80GB PCIe", 108, 79.3, None),  # as many SMs, 300 W in the place of 400
+        ("NVIDIA A100 80GB PCIe", 108, 79.3, None),  # as many SMs, 300 W instead of 400
         ("NVIDIA L40S", 142, 44.4, "l40s"),
     ],
 )

@@ -208,7 +208,7 @@ def layer_s(chunk: int, prefix: int) -> tuple[float, float]:
 
 
 def sleeping(transport: Any, plans: list[RunPlan], latency_s: float, traffic: MessageTraffic | None) -> BenchReport:
-    """Real messages over emulated links, with sleeps in the place of computing."""
+    """Real messages over emulated links, with sleeps instead of computing."""
     link = EmulatedLink(bandwidth_bytes_per_s=BYTES_PER_S, latency_s=latency_s)
     emulated = EmulatedTransport(transport, link, traffic)
     return measure(

@@ -32,7 +32,7 @@ class Work:
 
 
 class NcclRule:
-    """Stands in the place of torch.distributed's operations."""
+    """Replaces torch.distributed's operations."""
 
     def __init__(self) -> None:
         self.queues: dict[Any, ThreadPoolExecutor] = {}
