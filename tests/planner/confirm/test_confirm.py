@@ -192,7 +192,7 @@ MISTAKES = [
     (("confirm", "--cached-prefix", "8"), "--cached-prefix", "0"),
     (("confirm", "--backend", "nccl"), "--backend", "gloo"),
     (("confirm", "--backend", "mpi"), "--backend", "gloo, nccl"),
-    (("confirm", "--device", "tpu"), "--device", "auto, cpu or cuda"),
+    (("confirm", "--device", "tpu"), "--device", "auto, cpu, cuda"),
     (("confirm", "--side-traffic", "0.3"), "--side-traffic", "--link-bandwidth"),
     (("confirm", "--side-traffic", "1.5"), "--side-traffic", "below 1"),
     (("confirm", "--max-regret", "few"), "--max-regret", "3% or 0.03"),
