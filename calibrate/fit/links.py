@@ -20,8 +20,8 @@ from calibrate.fit.solver import (
     solve,
     sources_of,
 )
+from kvrsim.hardware.gather import GatherRates
 from kvrsim.hardware.links import LinkSpec
-from kvrsim.profile.rates.links import GatherRates
 from kvrsim.program.operations import Array
 
 OWN_SHARE = 0.44  # from the slopes at 2, 4 and 8 ranks: A100, H100 and H200 agree

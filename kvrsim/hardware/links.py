@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvrsim.errors import InputError
+from kvrsim.hardware.gather import GatherRates
 from kvrsim.io.json_text import JsonObject
 from kvrsim.io.schema import NonNegative, read
-from kvrsim.profile.rates.links import GatherRates
 from kvrsim.program.operations import Array
 
 

@@ -11,13 +11,13 @@ from typing import Annotated, Any, Literal
 from kvrsim.choices import DTYPES
 from kvrsim.errors import InputError
 from kvrsim.hardware.cluster import Cluster
+from kvrsim.hardware.gather import GatherRates
 from kvrsim.io.files import write_atomically
 from kvrsim.io.json_text import JsonObject
 from kvrsim.io.schema import Check, Keys, Limits, NonNegative, RelativeError, Whole, fields_to_json, read
 from kvrsim.profile.rates.attention import ATTENTION_KERNELS, AttentionRates, read_attention
 from kvrsim.profile.rates.elementwise import ElementwiseRates
 from kvrsim.profile.rates.gemm import GemmRates
-from kvrsim.profile.rates.links import GatherRates
 
 SCHEMA_VERSION = 2
 _BUILTIN_FOLDER = Path(__file__).parents[1] / "data" / "profiles"

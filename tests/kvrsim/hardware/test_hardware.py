@@ -17,8 +17,8 @@ from kvrsim.choices import TOPOLOGIES
 from kvrsim.errors import InputError
 from kvrsim.hardware import cluster as hardware
 from kvrsim.hardware.cluster import Cluster, builtin_clusters, builtin_gpus, load_cluster, load_gpu, load_link
+from kvrsim.hardware.gather import GatherRates
 from kvrsim.hardware.gpu import MemoryLimit
-from kvrsim.profile.rates.links import GatherRates
 
 DATA = Path(hardware.__file__).parents[1] / "data"
 LINKS = sorted(name for name in json.loads((DATA / "links.json").read_text()) if not name.startswith("_"))

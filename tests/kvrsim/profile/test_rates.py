@@ -12,11 +12,11 @@ import pytest
 from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
+from kvrsim.hardware.gather import GatherRates
 from kvrsim.io.json_text import JsonObject
 from kvrsim.io.schema import read as read_schema
 from kvrsim.profile.rates.attention import AttentionCall, BlockedRates, EagerRates, FlashRates, read_attention
 from kvrsim.profile.rates.gemm import GemmRates, MeasuredShape, Product, Tile, merged
-from kvrsim.profile.rates.links import GatherRates
 from kvrsim.profile.rates.sizes import MeasuredSizes
 from kvrsim.program.operations import AllGather, Array, Program
 from tests.building import any_cluster
