@@ -18,6 +18,12 @@ register_profiles()
 os.environ.pop("COLUMNS", None)  # from pytest-xdist; a test that needs a width sets one
 
 
+@pytest.fixture(autouse=True)
+def _no_progress_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loaded machine takes longer than the time after which long work reports progress on standard error."""
+    monkeypatch.setattr("kvrsim.cli.progress.FIRST_LINE_S", float("inf"))
+
+
 @pytest.fixture(scope="session")
 def config() -> Callable[..., ModelSpec]:
     """A small Llama with these keys of config.json instead of its own."""

@@ -168,7 +168,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 def test_no_packages_import_each_other_in_a_circle() -> None:
-    """A package is a folder of one of the four rooms, such as kvrsim.model; a module beside them stands for itself."""
+    """A package is a folder such as kvrsim.model; a module beside such folders stands for itself."""
 
     def package(module: str) -> str:
         return ".".join(module.split(".")[:2])

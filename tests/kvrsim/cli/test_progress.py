@@ -12,6 +12,11 @@ from kvrsim.cli import progress as shown
 from kvrsim.cli.progress import EntryProgress, SearchProgress, WorkProgress
 
 
+@pytest.fixture(autouse=True)
+def _no_progress_lines() -> None:
+    """Elsewhere there are none; these tests are about them."""
+
+
 class Clock:
     """Seconds that pass only when told."""
 
