@@ -67,6 +67,7 @@ class Pool:
             self._open.callback(setattr, threading, "excepthook", hook)
             self._open.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message=".* tasks which were still being processed", module="joblib")
+            self._open.enter_context(_trackers_silent())
         return self
 
     def __exit__(
@@ -129,6 +130,20 @@ class Pool:
 
 def _version() -> str:
     return __version__
+
+
+@contextlib.contextmanager
+def _trackers_silent() -> Iterator[None]:
+    """loky's tracker is a process of its own; after an interrupt it would warn of semaphores that are gone already."""
+    before = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (before, "ignore:resource_tracker:UserWarning")))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONWARNINGS"]
+        else:
+            os.environ["PYTHONWARNINGS"] = before
 
 
 @contextlib.contextmanager
