@@ -32,7 +32,7 @@ class Timing:
 
     plan: RunPlan
     ttft_s: tuple[float, ...]  # of each repetition, warm-ups left out, in the order in which they ran
-    other_cores: tuple[float | None, ...] = ()  # of each: cores that others kept busy; None: not told, () not asked
+    other_cores: tuple[float | None, ...] = ()  # of each: cores that others kept busy; None: unknown, (): not asked
 
     @property
     def median_s(self) -> float:

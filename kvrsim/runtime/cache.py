@@ -127,7 +127,8 @@ class PrefixCache(Cache):  # type: ignore[misc]
     """A transformers Cache of a chunk behind a prefix: every forward writes the chunk anew, and nothing grows.
 
     In each layer's update, after the chunk's K and V are written, `exchange(layer)` may fetch the prefix and
-    send what is there. `on_update(event, layer)` is told "update" when a layer enters and "updated" when it leaves.
+    send what is there. `on_update(event, layer)` is called
+    with "update" when a layer enters and with "updated" when it leaves.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Job: a model, plans and a link, as every rank is told them; and what the ranks bring back."""
+"""Job: the model, plans and link that every rank receives, and the reports that ranks return."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class VirtualTiming:
 
     plan: RunPlan
     repeats: tuple[tuple[Parts, ...], ...]  # by repetition, by rank
-    other_cores: tuple[float | None, ...]  # by repetition: cores that others kept busy; None: not told
+    other_cores: tuple[float | None, ...]  # by repetition: cores that others kept busy; None: unknown
     logits_error: float | None  # largest difference from one process's logits; None: not asked for
     logits_scale: float | None  # largest logit, by magnitude
 

@@ -123,7 +123,7 @@ def _dispatch(request: CapacityRequest) -> str:
 
 
 def _about_setting(notes: Sequence[str]) -> list[str]:
-    """Notes on the scenario, except on its context length, which is a placeholder."""
+    """Notes on the scenario, except on its context length: a workload has many."""
     return without(notes, "context-range")
 
 

@@ -21,7 +21,7 @@ from planner.search.neighbours import around, chunk_lens, chunks_between
 
 NO_REFERENCE = "logits are not compared: a single process's prefill does not fit in memory"
 _SEARCHED = KVR_S.name  # the strategy whose partition is searched, and whose other partitions are candidates
-_APART = 1 / 16  # of the even chunk: partitions that differ by less cannot be told apart by measurement
+_APART = 1 / 16  # of the even chunk: partitions that differ by less have no significant difference in a measurement
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _do(step: Step, report: Report) -> None:
-    """One step, told on standard error as it begins and ends."""
+    """Run one step; its begin and end are reported on standard error."""
     print(f"{step.name} ...", end=" ", file=sys.stderr, flush=True)
     began_s = time.monotonic()
     why_not = step.applies(report.scope)

@@ -134,7 +134,7 @@ def _baselines(found: dict[str, Any]) -> Iterable[dict[str, Any]]:
 
 
 def _order(found: dict[str, Any]) -> tuple[int, int]:
-    """Pairs predicted in the measured order, of those that can be told apart."""
+    """Pairs predicted in the measured order, of those whose measured TTFTs differ significantly."""
     right = told = 0
     for one, other in combinations(_baselines(found), 2):
         apart = other["measured_ttft_s"] - one["measured_ttft_s"]

@@ -109,7 +109,7 @@ def _title(column: Column) -> str:
 
 
 def _console(width: int | None = None) -> Console:
-    """As wide as it is told, as the terminal, or as COLUMNS says; elsewhere as wide as a screen may be."""
+    """A given width, else COLUMNS, else the terminal's; without a terminal there is no limit."""
     if width is None and not sys.stdout.isatty() and not os.environ.get("COLUMNS", "").isdigit():
         width = _NO_TERMINAL
     return Console(markup=False, highlight=False, emoji=False, width=width)

@@ -1,4 +1,4 @@
-"""What runs in the process of a rank: a worker that is told what to do, and the end when nobody is left to tell."""
+"""The process of a rank: a worker that takes commands from a pipe, and ends when the other end of the pipe closes."""
 
 from __future__ import annotations
 

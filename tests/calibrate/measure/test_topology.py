@@ -1,4 +1,4 @@
-"""Which links join the ranks, told from the times of messages between them."""
+"""The links that join the ranks are recognised by the times of messages."""
 
 from __future__ import annotations
 

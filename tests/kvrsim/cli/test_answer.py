@@ -72,7 +72,7 @@ def test_there_is_no_bound_of_what_is_no_chain() -> None:
 
 @pytest.mark.parametrize("topology", CLUSTERS)
 def test_kvr_s_is_searched_only_where_it_is_asked_for(topology: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bound is there all the same, from the analytical plan."""
+    """Without a search the bound comes from the analytical plan."""
     methods: list[str] = []
     search = planning.search
 

@@ -270,7 +270,7 @@ def listening(transport: Any) -> list[str]:
 
 
 def interfaces(transport: Any) -> tuple[str, bool]:
-    """Which interface gloo is told to use, and whether there is a process group at all."""
+    """The interface that gloo uses, and whether there is a process group."""
     return os.environ.get("GLOO_SOCKET_IFNAME", ""), torch.distributed.is_initialized()
 
 
@@ -292,7 +292,7 @@ def sends_a_pickle(transport: Any, path: str) -> None:
 
 
 def jobs_that_differ(transport: Any, changed: dict[str, Any]) -> None:
-    """The last rank was told something else than the rest."""
+    """The last rank has other arguments than the rest."""
     choice = ModelChoice(config=CONFIGS["llama-gqa"], dtype="fp32", attention="sdpa")
     job = Job(model=choice, plans=(kvr(11, 12),), repeats=2, warmups=1, check_logits=False)
     run_job(transport, replace(job, **changed) if transport.rank == transport.size - 1 else job)
