@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,7 +17,7 @@ from kvrsim.io.json_text import JsonObject
 from kvrsim.io.schema import Check, Keys, Limits, NonNegative, RelativeError, Whole, fields_to_json, read
 from kvrsim.profile.rates.attention import ATTENTION_KERNELS, AttentionRates, read_attention
 from kvrsim.profile.rates.elementwise import ElementwiseRates
-from kvrsim.profile.rates.gemm import GemmRates
+from kvrsim.profile.rates.gemm import GEMM_TYPES, GemmRates
 
 SCHEMA_VERSION = 2
 _BUILTIN_FOLDER = Path(__file__).parents[1] / "data" / "profiles"
@@ -37,6 +37,7 @@ SizeSpan = Annotated[
 Dtypes = Annotated[
     tuple[str, ...], Check(f"some of {', '.join(DTYPES)}", lambda found: found and set(found) <= set(DTYPES))
 ]
+GemmTypes = Annotated[Mapping[str, GemmRates], Keys(tuple(GEMM_TYPES))]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +60,7 @@ class KernelRates:
     copies: CacheCopies
     head_on_all_tokens: bool = False  # whether logits are computed for every token of the last chunk
     whole_attention: bool = False  # whether its rates hold the repeating of KV heads and the transposed output, too
+    gemm_types: GemmTypes = field(default_factory=dict)  # products of quantised weights, by type; absent: not measured
 
     @classmethod
     def read(cls, data: JsonObject) -> KernelRates:

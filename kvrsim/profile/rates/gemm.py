@@ -8,7 +8,7 @@ the device's power limit, which lowers its clock.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -20,6 +20,28 @@ from kvrsim.io.schema import NonNegative, PositiveShare
 from kvrsim.program.operations import Array
 
 _LAST_STEP = 512  # steps of the time table; beyond them time is proportional to rows
+
+
+class ElementBytes(NamedTuple):
+    """Bytes of one element of each operand of a product, scales of groups included."""
+
+    weight: float
+    input: float
+    output: float
+
+
+Width = int | ElementBytes  # bytes of an element of all operands, or of each
+
+# Types of products besides half precision, and their bytes an element. "_wo": weight only, computed in half precision.
+# Scales: fp8_block fp32 for 128 x 128 weights and for 128 inputs; nvfp4 8 bits for 16; int4_wo 16 bits for 128.
+GEMM_TYPES: Mapping[str, ElementBytes] = {
+    "fp8": ElementBytes(weight=1.0, input=1.0, output=2.0),
+    "fp8_block": ElementBytes(weight=1.0, input=1.0 + 4 / 128, output=2.0),
+    "nvfp4": ElementBytes(weight=0.5 + 1 / 16, input=0.5 + 1 / 16, output=2.0),
+    "int8": ElementBytes(weight=1.0, input=1.0, output=2.0),
+    "int4_wo": ElementBytes(weight=0.5 + 2 / 128, input=2.0, output=2.0),
+    "int8_wo": ElementBytes(weight=1.0, input=2.0, output=2.0),
+}
 
 
 class Product(NamedTuple):
@@ -99,11 +121,11 @@ class GemmRates:
         if self.measured and not self.tiles:
             raise InputError("tiles", self.tiles, "at least one tile where shapes are measured")
 
-    def seconds(self, rows: Array, products: tuple[Product, ...], element_bytes: int) -> Array:
+    def seconds(self, rows: Array, products: tuple[Product, ...], element_bytes: Width) -> Array:
         """All the products one after another; `rows` tokens, any shape, not necessarily whole."""
         return self.row_cost(products, element_bytes)(rows)
 
-    def row_cost(self, products: tuple[Product, ...], element_bytes: int) -> RowCost:
+    def row_cost(self, products: tuple[Product, ...], element_bytes: Width) -> RowCost:
         """Seconds of all the products as a function of rows, prepared once."""
         if not self.tiles:
             flops = sum(product.flops_per_row for product in products)
@@ -116,14 +138,13 @@ class GemmRates:
         """Rows between which time does not rise."""
         return min(tile.rows for tile in self.tiles)
 
-    def form_s(self, rows: Array, product: Product, element_bytes: int) -> Array:
+    def form_s(self, rows: Array, product: Product, element_bytes: Width) -> Array:
         """One product by the form alone: the fastest tile's waves, or power or bytes where they take longer."""
         rows_each = rows * product.share
-        nbytes = (
-            element_bytes
-            * product.num_matrices
-            * (product.in_features * product.out_features + rows_each * (product.in_features + product.out_features))
-        )
+        width = _of_each(element_bytes)
+        token_bytes = product.in_features * width.input + product.out_features * width.output
+        weight_bytes = product.in_features * product.out_features * width.weight
+        nbytes = product.num_matrices * (weight_bytes + rows_each * token_bytes)
         waves_s: Array = np.min([self._waves_s(tile, rows_each, product) for tile in self.tiles], axis=0)
         if self.sustained_flops_per_s is not None:
             sustained_s = (rows * product.flops_per_row - self.burst_flops) / self.sustained_flops_per_s
@@ -145,7 +166,7 @@ class GemmRates:
         same = (shape for shape in self.measured if (shape.in_features, shape.out_features) == wanted)
         return next(same, None) if product.num_matrices == 1 else None
 
-    def product_s(self, rows: Array, product: Product, element_bytes: int) -> Array:
+    def product_s(self, rows: Array, product: Product, element_bytes: Width) -> Array:
         """The form, or, for a shape that was measured, the form times measured over form between its rows."""
         seconds = self.form_s(rows, product, element_bytes)
         shape = self._shape_of(product)
@@ -156,8 +177,12 @@ class GemmRates:
         return np.asarray(seconds * np.exp(np.interp(np.log(np.maximum(rows, 1.0)), np.log(knots), ratio)))
 
 
+def _of_each(width: Width) -> ElementBytes:
+    return width if isinstance(width, ElementBytes) else ElementBytes(width, width, width)
+
+
 @lru_cache(maxsize=256)
-def _time_table(rates: GemmRates, product: Product, element_bytes: int) -> Array:
+def _time_table(rates: GemmRates, product: Product, element_bytes: Width) -> Array:
     """Seconds of a product for 0, 1, ... steps of rows; more rows never take less.
 
     Where measured times fall, the mean of the most so far and the least from there on.

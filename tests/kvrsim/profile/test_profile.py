@@ -54,10 +54,11 @@ def fields() -> dict[str, Any]:
     sizes = MeasuredSizes(sizes=(64.0, 512.0), factors=(2.0, 1.0))
     attention = dict(profile.kernels.attention) | {"sdpa": replace(any_blocked(rng, gpu), measured=sizes)}
     attention["eager"] = replace(attention["eager"], measured=sizes)
+    rates = replace(profile.kernels.gemm, **gemm)
     full = replace(
         profile,
         not_covered="nothing was measured",
-        kernels=replace(profile.kernels, gemm=replace(profile.kernels.gemm, **gemm), attention=attention),
+        kernels=replace(profile.kernels, gemm=rates, gemm_types={"fp8": rates}, attention=attention),
         links=replace(profile.links, short_bytes_per_s=bandwidth, gather=any_gather_rates(rng, bandwidth)),
         operations={kind: replace(any_operation(rng), interpolated_log_sd=0.1) for kind in OPERATION_KINDS},
         residual=Residual(**{key: 3 if key == "num_rows" else 0.1 for key in Residual.__slots__}),
@@ -140,6 +141,8 @@ def test_every_required_key_is_missed_by_its_path(fields: dict[str, Any]) -> Non
     optional |= {"kernels.head_on_all_tokens", "kernels.elementwise.fused", "host.resume_s"}
     optional |= {"kernels.whole_attention", "kernels.elementwise.mask_element_s", "kernels.copies.own"}
     optional |= {"kernels.gemm.head_bytes_per_s", "host.request_s", "run_to_run_log_sd", "cluster"}
+    optional |= {path.replace(".gemm.", ".gemm_types.fp8.") for path in optional}
+    optional |= {"kernels.gemm_types", "kernels.gemm_types.fp8"}
     optional |= {"host.prepare_s", "host.message_s", "links.pending_share"}
     optional |= {f"kernels.attention.{key}" for key in ("eager.measured", "sdpa", "sdpa.measured")}
     optional |= {f"kernels.attention.sdpa.{key}" for key in ("skips_masked", "join_s")}
@@ -172,7 +175,12 @@ def test_optional_keys_may_be_absent(fields: dict[str, Any]) -> None:
             bare = changed(bare, path, value)
         for path in ("cluster", "host.request_s", "kernels.copies.own", "kernels.gemm.head_bytes_per_s"):
             bare = changed(bare, path, value)
-        for path in ("kernels.whole_attention", "kernels.elementwise.mask_element_s", "kernels.attention.sdpa"):
+        for path in (
+            "kernels.gemm_types",
+            "kernels.whole_attention",
+            "kernels.elementwise.mask_element_s",
+            "kernels.attention.sdpa",
+        ):
             bare = changed(bare, path, ...)
         bare = changed(changed(bare, "operations", {}), "kernels.attention.eager", ...)
         assert read(bare).cluster is None
@@ -183,6 +191,7 @@ def test_optional_keys_may_be_absent(fields: dict[str, Any]) -> None:
         assert (profile.links.short_bytes_per_s, profile.links.gather) == (None, None)
         assert (profile.kernels.gemm.tiles, profile.kernels.gemm.measured) == ((), ())
         assert (profile.attention_kernels, profile.operations) == (("flash",), {})
+        assert profile.kernels.gemm_types == {}
 
 
 def test_no_value_may_be_of_another_type(fields: dict[str, Any]) -> None:
@@ -299,6 +308,7 @@ def test_bad_values_are_named(path: str, values: list[Any], fields: dict[str, An
 UNKNOWN = (
     *("speed", "kernels.speed", "kernels.copies.x", "links.loss", "valid.x", "host.x", "links.gather.x"),
     *("kernels.gemm.x", "kernels.gemm.tiles[1].x", "kernels.gemm.measured[0].x", "kernels.elementwise.x"),
+    *("kernels.gemm_types.fp7", "kernels.gemm_types.fp8.x"),
     *("kernels.attention.sparse", "kernels.attention.eager.x", "kernels.attention.flash.x"),
     *("operations.magic", "operations.gemm.x"),
 )

@@ -16,7 +16,7 @@ from kvrsim.hardware.gather import GatherRates
 from kvrsim.io.json_text import JsonObject
 from kvrsim.io.schema import read as read_schema
 from kvrsim.profile.rates.attention import AttentionCall, BlockedRates, EagerRates, FlashRates, read_attention
-from kvrsim.profile.rates.gemm import GemmRates, MeasuredShape, Product, Tile, merged
+from kvrsim.profile.rates.gemm import GEMM_TYPES, GemmRates, MeasuredShape, Product, Tile, merged
 from kvrsim.profile.rates.sizes import MeasuredSizes
 from kvrsim.program.operations import AllGather, Array, Program
 from tests.building import any_cluster
@@ -69,6 +69,13 @@ def test_weights_and_activations_cross_memory() -> None:
     for size in (1, 2):
         want = [size * (64 * 256 + 128 * 320), size * (64 * 256 + 256 * 320)]
         assert slow.seconds(tokens(1, 129), (SQUARE,), size) == pytest.approx(want)
+
+
+@pytest.mark.parametrize("name", GEMM_TYPES)
+def test_operands_may_have_different_widths(name: str) -> None:
+    width = GEMM_TYPES[name]
+    want = width.weight * 64 * 256 + 128 * (width.input * 64 + width.output * 256)
+    assert replace(GEMM, bytes_per_s=1.0).seconds(tokens(1), (SQUARE,), width) == pytest.approx([want])
 
 
 def test_long_products_meet_the_power_limit() -> None:
