@@ -149,6 +149,9 @@ class OperationFit:
     interpolated_log_sd: RelativeError | None = (
         None  # the same for shapes that the profile has times of; None: it has none
     )
+    systematic_log_sd: RelativeError | None = (
+        None  # of log(seconds in other tables of the GPU / seconds in this one's), common to all sizes; None: no other
+    )
     seen: Mapping[str, SizeSpan]  # smallest and largest of each size that was measured, such as "chunk"
     gather: Gather | None = None  # how the all-gathers that were fitted worked; None: not known, or none are
 

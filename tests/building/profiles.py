@@ -71,5 +71,6 @@ def any_operation(rng: Draws) -> OperationFit:
         cross_validated_mape=rng.random() / 5,
         log_sd=rng.random() / 5,
         interpolated_log_sd=maybe(rng, None, lambda: rng.random() / 5),
+        systematic_log_sd=maybe(rng, None, lambda: rng.random() / 5),
         seen={"chunk": (1.0, log(rng, 0, 5))},
     )

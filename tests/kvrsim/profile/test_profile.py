@@ -60,7 +60,10 @@ def fields() -> dict[str, Any]:
         not_covered="nothing was measured",
         kernels=replace(profile.kernels, gemm=rates, gemm_types={"fp8": rates}, attention=attention),
         links=replace(profile.links, short_bytes_per_s=bandwidth, gather=any_gather_rates(rng, bandwidth)),
-        operations={kind: replace(any_operation(rng), interpolated_log_sd=0.1) for kind in OPERATION_KINDS},
+        operations={
+            kind: replace(any_operation(rng), interpolated_log_sd=0.1, systematic_log_sd=0.1)
+            for kind in OPERATION_KINDS
+        },
         residual=Residual(**{key: 3 if key == "num_rows" else 0.1 for key in Residual.__slots__}),
         provenance={"source": "drawn at random"},
         run_to_run_log_sd=0.1,
@@ -159,7 +162,7 @@ def test_every_required_key_is_missed_by_its_path(fields: dict[str, Any]) -> Non
     for path in paths(fields):
         if path in optional or path.startswith("provenance.") or ".seen." in path:
             continue
-        if path.endswith(("interpolated_log_sd", ".gather")):
+        if path.endswith(("interpolated_log_sd", "systematic_log_sd", ".gather")):
             continue
         with pytest.raises(InputError) as caught:
             read(changed(fields, path, ...))
@@ -276,6 +279,7 @@ def test_no_value_may_be_of_another_type(fields: dict[str, Any]) -> None:
             for key in ("mape", "cross_validated_mape", "log_sd")
         ),
         ("operations.gemm.interpolated_log_sd", [-0.1, 11, "5 %"]),
+        ("operations.gemm.systematic_log_sd", [-0.1, 11, "5 %"]),
         ("operations.all_gather.gather", ["star", 1]),
         ("operations.gemm.num_rows", [-1, 1.5, None]),
         ("operations.gemm.source", ["", None, 7]),
