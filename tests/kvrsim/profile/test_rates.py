@@ -74,7 +74,7 @@ def test_weights_and_activations_cross_memory() -> None:
 @pytest.mark.parametrize("name", GEMM_TYPES)
 def test_operands_may_have_different_widths(name: str) -> None:
     width = GEMM_TYPES[name]
-    want = width.weight * 64 * 256 + 128 * (width.input * 64 + width.output * 256)
+    want = width.weight * 64 * 256 + 128 * ((width.input + width.quantised) * 64 + width.output * 256)
     assert replace(GEMM, bytes_per_s=1.0).seconds(tokens(1), (SQUARE,), width) == pytest.approx([want])
 
 
