@@ -135,6 +135,7 @@ def _message_s(links: LinkRates, nbytes: int) -> float:
 def _constants(a: CalibrationProfile, b: CalibrationProfile) -> Iterator[DiffRow]:
     named = {
         "layer_s": "host issuing a layer",
+        "kernel_s": "host issuing a kernel",
         "message_s": "host issuing a message",
         "prepare_s": "host before the first layer",
         "request_s": "before the first layer",

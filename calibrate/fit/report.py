@@ -204,8 +204,9 @@ def _constants(profile: CalibrationProfile, kind: str) -> str:
             return f"Launch {format_seconds(gather.launch_s)}; small messages {small}, large ones {large}."
         case "host":
             message = f", {format_seconds(host.message_s)} a message" if host.message_s else ""
-            pieces = f"{format_seconds(host.layer_s)} a layer, {format_seconds(host.gather_piece_s)} a gathered piece"
-            return f"{pieces}{message}."
+            kernel = f", {format_seconds(host.kernel_s)} a kernel" if host.kernel_s else ""
+            piece = f", {format_seconds(host.gather_piece_s)} a gathered piece"
+            return f"{format_seconds(host.layer_s)} a layer{kernel}{piece}{message}."
     return ""
 
 

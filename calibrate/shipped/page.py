@@ -157,6 +157,8 @@ def _host(profile: CalibrationProfile) -> str:
     """How long, and how it is known."""
     host, known = profile.host, profile.operations.get("host")
     parts = [f"{format_seconds(host.layer_s)} a layer"]
+    if host.kernel_s:
+        parts.append(f"{format_seconds(host.kernel_s)} a kernel of it")
     if host.gather_piece_s:
         parts.append(f"{format_seconds(host.gather_piece_s)} a gathering rank")
     if host.message_s:

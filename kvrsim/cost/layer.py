@@ -9,7 +9,13 @@ import numpy as np
 
 from kvrsim.cost.kernels import CostModel
 from kvrsim.cost.tensor_parallel import Group
-from kvrsim.cost.traffic import after_attention, before_attention, eager_score_bytes
+from kvrsim.cost.traffic import (
+    LayerKernels,
+    after_attention,
+    attention_kernels,
+    before_attention,
+    eager_score_bytes,
+)
 from kvrsim.model.spec import Gemm, LayerSpec, ModelSpec
 from kvrsim.profile.profile import HostRates
 from kvrsim.profile.rates.attention import AttentionCall
@@ -17,7 +23,7 @@ from kvrsim.profile.rates.elementwise import Traffic
 from kvrsim.profile.rates.gemm import Product, merged
 from kvrsim.program.operations import Array
 
-# Shares of a layer's launches before, in and after attention. Eager Llama issues about 21 kernels up to
+# Shares of HostRates.layer_s before, in and after attention. Eager Llama issues about 21 kernels up to
 # rotary, 10 in attention and 14 after it.
 _HOST_SHARES = (21 / 45, 10 / 45, 14 / 45)
 
@@ -41,10 +47,14 @@ class LayerCosts:
     # Prepared once: what depends on the chunk alone.
     _before: Callable[[Array], Array] = field(init=False, repr=False)
     _after: Callable[[Array], Array] = field(init=False, repr=False)
+    kernels: LayerKernels = field(init=False, repr=False)  # that one layer launches
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_before", self._before_attention())
-        object.__setattr__(self, "_after", self._after_attention())
+        before, after = self._before_attention(), self._after_attention()
+        object.__setattr__(self, "_before", self.cost.row_cost(*before))
+        object.__setattr__(self, "_after", self.cost.row_cost(*after))
+        attention = attention_kernels(self.model, self.kernel, repeats=self._repeats, copies=self.cost.copies)
+        object.__setattr__(self, "kernels", LayerKernels(self._launches(*before), attention, self._launches(*after)))
 
     # -- before attention
     def qkv_s(self, chunk: Array) -> Array:
@@ -111,12 +121,16 @@ class LayerCosts:
     def _called_s(self, call: AttentionCall) -> Array:
         model = self.model
         seconds = self.cost.attention_s(call)
-        repeats = self.kernel == "eager" and not self.cost.whole_attention
-        if repeats and model.num_key_value_heads < model.num_attention_heads:
+        if self._repeats and model.num_key_value_heads < model.num_attention_heads:
             heads = model.num_key_value_heads + model.num_attention_heads
             nbytes = 2.0 * heads * model.head_dim * 2  # K and V: read few heads, write all; two bytes an element
             seconds = seconds + self.cost.traffic_s(call.keys, (Traffic("copy", nbytes, 2),))
         return seconds
+
+    @property
+    def _repeats(self) -> bool:
+        """Whether shared KV heads are written once for each of their query heads."""
+        return self.kernel == "eager" and not self.cost.whole_attention
 
     def _window(self, tokens: Array) -> Array:
         window = self.layer.sliding_window
@@ -134,11 +148,11 @@ class LayerCosts:
         """Output projection, norm, MLP (of a mixture: its active experts), residuals."""
         return self._after(chunk)
 
-    def _before_attention(self) -> Callable[[Array], Array]:
+    def _before_attention(self) -> tuple[tuple[Product, ...], tuple[Traffic, ...]]:
         steps = before_attention(self.model, fused=self.cost.fused)
-        return self.cost.row_cost(self._products(self.layer.qkv), steps)
+        return self._products(self.layer.qkv), steps
 
-    def _after_attention(self) -> Callable[[Array], Array]:
+    def _after_attention(self) -> tuple[tuple[Product, ...], tuple[Traffic, ...]]:
         layer = self.layer
         experts = max(1, layer.num_experts_per_tok)
         width = experts * self._mlp_width(layer.mlp) + self._mlp_width(layer.shared_mlp)
@@ -147,7 +161,12 @@ class LayerCosts:
         )
         parts = [(layer.output,), (layer.router,) if layer.router else (), layer.shared_mlp]
         products = [product for gemms in parts for product in self._products(gemms)]
-        return self.cost.row_cost((*products, *self._mlp_products()), steps)
+        return (*products, *self._mlp_products()), steps
+
+    def _launches(self, products: Sequence[Product], steps: Sequence[Traffic]) -> int:
+        """Kernels of products and element-wise steps; engines compute all experts of a mixture in one kernel."""
+        matrices = sum(1 if self.cost.fused else product.num_matrices for product in products)
+        return matrices + sum(step.kernels for step in steps)
 
     def _mlp_products(self) -> tuple[Product, ...]:
         """The dense MLP; or all experts, each of which sees its share of the tokens."""
@@ -206,17 +225,17 @@ class LayerCosts:
     @property
     def host_qkv_s(self) -> float:
         """Launches up to rotary."""
-        return self.host.layer_s * _HOST_SHARES[0]
+        return self.host.layer_s * _HOST_SHARES[0] + self.host.kernel_s * self.kernels.before
 
     @property
     def host_attention_s(self) -> float:
         """Launches of attention."""
-        return self.host.layer_s * _HOST_SHARES[1]
+        return self.host.layer_s * _HOST_SHARES[1] + self.host.kernel_s * self.kernels.attention
 
     @property
     def host_output_mlp_s(self) -> float:
         """Launches after attention."""
-        return self.host.layer_s * _HOST_SHARES[2]
+        return self.host.layer_s * _HOST_SHARES[2] + self.host.kernel_s * self.kernels.after
 
     def host_all_gather_s(self, num_ranks: int) -> float:
         """Launches of the all-gathers: an output tensor a rank has to be made and copied."""

@@ -13,14 +13,19 @@ residual     r4w2                                                               
 gated MLP    silu r2w2, times up r4w2                                                              = 10
 plain MLP    gelu r2w2                                                                             = 4
 
+Attention is 7 kernels in Llama's code (QK^T, scaling, mask, max, softmax, to half, PV), 6 in Falcon's (both inputs
+scaled, QK^T, mask, softmax, PV), 8 in Falcon's with ALiBi (QK^T, to fp32, biases, scaling, mask, to half, softmax, PV).
+
 Serving engines fuse: norm r2w2, residual r4w2, rotary in place r2w2, silu with product r4w2.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvrsim.model.spec import ModelSpec
+from kvrsim.profile.profile import CacheCopies
 from kvrsim.profile.rates.elementwise import Traffic
 
 
@@ -70,11 +75,30 @@ _FUSED = _Steps(
 # Falcon 7B, which has none, ask for about 26. So Llama's count stands for all, and ALiBi adds its biases, r2w2.
 _SCORE_BYTES = 28.0
 _ALIBI_BYTES = 4.0
+_LLAMA_KERNELS, _FALCON_KERNELS, _FALCON_ALIBI_KERNELS = 7, 6, 8
 
 
 def eager_score_bytes(model: ModelSpec) -> float:
     """Bytes that eager attention moves per element of the score matrix, for elements of two bytes."""
     return _SCORE_BYTES + _ALIBI_BYTES * model.alibi
+
+
+class LayerKernels(NamedTuple):
+    """Kernels that one layer launches."""
+
+    before: int  # norms, projections to Q, K, V, rotary embedding
+    attention: int  # with the copies of K and V into the cache
+    after: int  # output projection, norms, MLP, residuals
+
+
+def attention_kernels(model: ModelSpec, kernel: str, *, repeats: bool, copies: CacheCopies) -> int:
+    """Kernels from rotary embedding to PV; `repeats`: shared KV heads are repeated for their queries, K and V each."""
+    cached = (copies.keep > 0) + (copies.own > 0)
+    if kernel != "eager":
+        return 1 + cached
+    shared = model.num_key_value_heads < model.num_attention_heads
+    falcon = _FALCON_ALIBI_KERNELS if model.alibi else _FALCON_KERNELS
+    return (falcon if model.model_type == "falcon" else _LLAMA_KERNELS) + 2 * (repeats and shared) + cached
 
 
 def _norm(model: ModelSpec, table: _Steps, features: int) -> Traffic:

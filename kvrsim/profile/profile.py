@@ -85,6 +85,7 @@ class HostRates:
     request_s: NonNegative = 0.0  # of the device, before the first layer, once a prefill
     prepare_s: NonNegative | None = None  # of the host, likewise; None: not measured, as long as the device
     message_s: NonNegative = 0.0  # to issue one send or one receive
+    kernel_s: NonNegative = 0.0  # more than layer_s, for each kernel that the decoder layer launches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -116,11 +116,15 @@ def _log_sd(profile: CalibrationProfile, part: Part) -> float:
 def _slower_host(scenario: Scenario, profile: CalibrationProfile) -> Scenario | None:
     """The scenario with a host that is slower by one standard deviation; None where that is not known."""
     fit = profile.operations.get("host")
-    if fit is None or not profile.host.layer_s:
+    host = profile.host
+    if fit is None or not host.layer_s + host.kernel_s:
         return None
     factor = math.exp(fit.log_sd)
     host = replace(
-        profile.host, layer_s=profile.host.layer_s * factor, gather_piece_s=profile.host.gather_piece_s * factor
+        host,
+        layer_s=host.layer_s * factor,
+        kernel_s=host.kernel_s * factor,
+        gather_piece_s=host.gather_piece_s * factor,
     )
     return replace(scenario, profile=replace(profile, host=host))
 

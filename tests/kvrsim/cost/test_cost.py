@@ -324,14 +324,6 @@ def test_the_head_reads_its_weights_once_whatever_the_batch(scenario: Scenario) 
         assert head_of(here, 50) == pytest.approx(64 * 101 * 2)
 
 
-def test_host_shares_add_up(scenario: Scenario) -> None:
-    host = HostRates(layer_s=0.003, gather_piece_s=1e-4, resume_s=0.0)
-    assert scenario.profile is not None
-    costs = costs_of(replace(scenario, profile=replace(scenario.profile, host=host)))
-    assert costs.host_qkv_s + costs.host_attention_s + costs.host_output_mlp_s == pytest.approx(0.003)
-    assert costs.host_all_gather_s(4) == pytest.approx(4e-4)
-
-
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_streams_resume_after_communication(gpus: int, scenario: Scenario) -> None:
     assert scenario.profile is not None
