@@ -117,10 +117,12 @@ def _stage_memory(scenario: Scenario, partition: Partition, stage: tuple[int, ra
     rank, layers = stage
     piece, last = max(partition.chunk_lens), rank == num_stages - 1
     parameters = sum(model.layers[layer].num_parameters for layer in layers)
-    if rank == 0 or (last and model.tie_word_embeddings):
-        parameters += model.vocab_size * model.hidden_size
+    if rank == 0:
+        parameters += model.embedding_parameters
     if last:
-        parameters += model.final_norm_parameters + (0 if model.tie_word_embeddings else model.lm_head.num_parameters)
+        parameters += model.head_parameters
+    if last and rank and model.tie_word_embeddings:
+        parameters += model.vocab_size * model.hidden_size
     return RankMemory(
         weights=parameters * width,
         kv_cache=batch * request.context_len * len(layers) * model.kv_bytes_per_token_layer(width),

@@ -114,7 +114,7 @@ def before_attention(model: ModelSpec, *, fused: bool) -> tuple[Traffic, ...]:
     steps = [_norm(model, table, model.hidden_size)] * model.norms_before_attention
     if model.qk_norm:
         steps += [_norm(model, table, queries), _norm(model, table, keys)]
-    if not model.alibi:
+    if model.rotary:
         steps.append(Traffic("rotary", table.rotary.nbytes * (queries + keys), table.rotary.kernels))
     return tuple(steps)
 

@@ -31,7 +31,7 @@ class LayerSpec:
     router: Gemm | None = None  # scores the experts; None: dense
     shared_mlp: tuple[Gemm, ...] = ()  # what every token passes through beside its experts
     sliding_window: int | None = None  # tokens that a query sees, itself included; None: all before it
-    norm_parameters: int = 0  # weights (and biases) of the layer's norms, q and k norms included
+    norm_parameters: int = 0  # weights (and biases) of the layer's norms, q and k norms and attention sinks included
 
     @property
     def num_parameters(self) -> int:
@@ -66,11 +66,13 @@ class ModelSpec:
     tie_word_embeddings: bool  # whether the head reuses the embedding's weights
     gated_mlp: bool  # whether the MLP multiplies an activated gate with a second projection
     alibi: bool  # ALiBi biases instead of rotary embeddings
+    learned_positions: int = 0  # rows of a learned position embedding, instead of rotary embeddings; 0: none
     parallel_attn: bool  # attention and MLP read the same input, one residual addition a layer
     qk_norm: bool  # whether queries and keys are normalised head by head
     norms_before_attention: int  # norms over hidden_size in a layer, up to its attention
     norms_after_attention: int  # and after it
     final_norm_parameters: int  # weights (and biases) of the norm before the head
+    embedding_norm_parameters: int = 0  # and of a norm after the embedding; 0: none
     lm_head: Gemm  # hidden states to logits
     layers: tuple[LayerSpec, ...]  # one a layer, first layer first
     quantization: str | None = None  # how the file says its weights are quantized, such as "awq, 4 bits"; None: not
@@ -95,11 +97,26 @@ class ModelSpec:
         return self._other_parameters + sum(layer.active_parameters for layer in self.layers)
 
     @property
+    def rotary(self) -> bool:
+        """Whether queries and keys are rotated by their positions."""
+        return not self.alibi and not self.learned_positions
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters before the first layer: of tokens, learned positions and a norm."""
+        rows = self.vocab_size + self.learned_positions
+        return rows * self.hidden_size + self.embedding_norm_parameters
+
+    @property
+    def head_parameters(self) -> int:
+        """Parameters after the last layer that are not the embedding's: the final norm, and the head if not tied."""
+        tied = self.vocab_size * self.hidden_size if self.tie_word_embeddings else 0
+        return self.final_norm_parameters + self.lm_head.num_parameters - tied
+
+    @property
     def _other_parameters(self) -> int:
         """Parameters outside the decoder layers."""
-        embedding = self.vocab_size * self.hidden_size
-        head = self.lm_head.num_parameters - (embedding if self.tie_word_embeddings else 0)
-        return embedding + head + self.final_norm_parameters
+        return self.embedding_parameters + self.head_parameters
 
     def weight_bytes(self, bytes_per_element: int) -> int:
         """Bytes of all weights on a rank that holds the whole model."""

@@ -7,22 +7,32 @@ from dataclasses import replace
 
 from kvrsim.errors import InputError
 from kvrsim.io.json_text import JsonObject
+from kvrsim.model.architectures.bloom import bloom
 from kvrsim.model.architectures.falcon import falcon, refined_web, refined_web_model
 from kvrsim.model.architectures.gpt_neox import gpt_neox
+from kvrsim.model.architectures.gptj import gptj
+from kvrsim.model.architectures.internlm import internlm, internlm2
 from kvrsim.model.architectures.llama import gemma, gemma2, gemma3_text, llama, mistral, phi3, qwen2, qwen3
-from kvrsim.model.architectures.mixture import mixtral, qwen2_moe, qwen3_moe
+from kvrsim.model.architectures.mixture import gpt_oss, mixtral, qwen2_moe, qwen3_moe
+from kvrsim.model.architectures.opt import opt
 from kvrsim.model.architectures.phi import phi
 from kvrsim.model.spec import ModelSpec
 
 _READERS: dict[str, Callable[[JsonObject, str], ModelSpec]] = {
+    "bloom": bloom,
     "falcon": falcon,
     "gemma": gemma,
     "gemma2": gemma2,
     "gemma3_text": gemma3_text,
     "gpt_neox": gpt_neox,
+    "gpt_oss": gpt_oss,
+    "gptj": gptj,
+    "internlm": internlm,
+    "internlm2": internlm2,
     "llama": llama,
     "mistral": mistral,
     "mixtral": mixtral,
+    "opt": opt,
     "phi": phi,
     "phi3": phi3,
     "qwen2": qwen2,

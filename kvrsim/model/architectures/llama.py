@@ -22,7 +22,8 @@ class Family:
     head_dim: int | None = None  # where the key is absent; None: hidden_size over the heads
     norms: Norms = _TWO_NORMS  # of each layer
     tied: bool = False  # tie_word_embeddings where the key is absent
-    fused: bool = False  # Q, K, V in one matrix, and the MLP's gate with its up projection
+    fused_qkv: str | None = None  # name of one matrix for Q, K, V; None: three
+    fused_mlp: bool = False  # the MLP's gate in one matrix with its up projection
 
 
 def llama_like(config: JsonObject, name: str, family: Family, windows: Windows) -> ModelSpec:
@@ -37,8 +38,9 @@ def dense_layers(config: JsonObject, shape: Shape, family: Family, windows: Wind
     """One layer for each window."""
     hidden, inner = shape.hidden, read_inner(config)
     qkv, mlp = shape.separate_qkv(family.qkv_bias), gated_mlp(hidden, inner, family.mlp_bias)
-    if family.fused:
-        qkv = shape.fused_qkv("qkv_proj", family.qkv_bias)
+    if family.fused_qkv is not None:
+        qkv = shape.fused_qkv(family.fused_qkv, family.qkv_bias)
+    if family.fused_mlp:
         mlp = (gemm("gate_up_proj", hidden, 2 * inner, family.mlp_bias), mlp[-1])
     output = gemm("o_proj", shape.q, hidden, family.output_bias)
     kinds = {
@@ -95,4 +97,4 @@ def gemma3_text(config: JsonObject, name: str) -> ModelSpec:
 
 
 def phi3(config: JsonObject, name: str) -> ModelSpec:
-    return llama_like(config, name, Family(fused=True), same_window(config))
+    return llama_like(config, name, Family(fused_qkv="qkv_proj", fused_mlp=True), same_window(config))

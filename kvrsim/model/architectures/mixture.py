@@ -16,7 +16,7 @@ from kvrsim.model.architectures.parts import (
     read_num_layers,
     read_shape,
 )
-from kvrsim.model.architectures.windows import Windows, qwen_windows, same_window
+from kvrsim.model.architectures.windows import Windows, gpt_oss_windows, qwen_windows, same_window
 from kvrsim.model.spec import Gemm, LayerSpec, ModelSpec
 
 
@@ -28,15 +28,17 @@ class Experts:
     per_token: int  # routed experts that a token passes through
     inner: int  # width of a routed expert
     shared_inner: int | None = None  # width of the expert that all tokens pass through; None: there is none
+    bias: bool = False  # in the router and the experts
+    router: str = "gate"  # its name
 
     def sparse(self, layer: LayerSpec, hidden: int) -> LayerSpec:
         """The layer with these experts instead of its dense MLP."""
         return replace(
             layer,
-            mlp=gated_mlp(hidden, self.inner),
+            mlp=gated_mlp(hidden, self.inner, self.bias),
             num_experts=self.count,
             num_experts_per_tok=self.per_token,
-            router=gemm("gate", hidden, self.count),
+            router=gemm(self.router, hidden, self.count, self.bias),
             shared_mlp=self._shared(hidden),
         )
 
@@ -101,3 +103,15 @@ def qwen3_moe(config: JsonObject, name: str) -> ModelSpec:
     family = Family(qkv_bias=bias, output_bias=bias, norms=Norms(count=2, qk=True))
     windows = qwen_windows(config, lambda _layer, _boundary: True)
     return _mixture(config, name, family, experts, windows, read_sparse_layers(config))
+
+
+def gpt_oss(config: JsonObject, name: str) -> ModelSpec:
+    """Biases everywhere, a learned sink for each query head, and a window in every other layer."""
+    bias = config.flag("attention_bias", True)
+    experts = read_experts(config, "num_local_experts", count=128, per_token=4, inner=read_inner(config))
+    experts = replace(experts, bias=True, router="router")
+    family = Family(qkv_bias=bias, output_bias=bias, head_dim=64)
+    model = _mixture(config, name, family, experts, gpt_oss_windows(config), [True] * read_num_layers(config))
+    sinks = model.num_attention_heads
+    with_sinks = {kind: replace(kind, norm_parameters=kind.norm_parameters + sinks) for kind in model.layer_kinds}
+    return replace(model, layers=tuple(with_sinks[layer] for layer in model.layers))

@@ -68,7 +68,7 @@ def read_shape(config: JsonObject, *, head_dim: int | None = None, own_head_dim:
     `head_dim` is what the architecture takes where the key is absent (None: hidden_size over the heads);
     without `own_head_dim` the architecture knows no such key.
     """
-    hidden = config.integer(config.first_of("hidden_size", "n_embed"), maximum=MAX_WIDTH)
+    hidden = config.integer(config.first_of("hidden_size", "n_embed", "n_embd"), maximum=MAX_WIDTH)
     heads_key = config.first_of("num_attention_heads", "n_head")
     heads = config.integer(heads_key, maximum=MAX_WIDTH)
     if own_head_dim and config.has("head_dim"):
@@ -118,9 +118,12 @@ def assemble(
     alibi: bool = False,
     parallel: bool = False,
     head_bias: bool = False,
+    embedding_norm_parameters: int = 0,
+    learned_positions: int = 0,
 ) -> ModelSpec:
     """The model; `tied` is what the architecture takes where tie_word_embeddings is absent."""
-    vocab, positions = config.integer("vocab_size", maximum=MAX_WIDTH), "max_position_embeddings"
+    vocab = config.integer("vocab_size", maximum=MAX_WIDTH)
+    positions = config.first_of("max_position_embeddings", "n_positions", "seq_length")
     return ModelSpec(
         name=name,
         model_type=config.text("model_type"),
@@ -137,9 +140,11 @@ def assemble(
         alibi=alibi,
         parallel_attn=parallel,
         qk_norm=norms.qk,
+        learned_positions=learned_positions,
         norms_before_attention=norms.before,
         norms_after_attention=norms.count - norms.before,
         final_norm_parameters=norms.per_feature * shape.hidden,
+        embedding_norm_parameters=embedding_norm_parameters,
         lm_head=gemm("lm_head", shape.hidden, vocab, head_bias),
         layers=tuple(layers),
     )

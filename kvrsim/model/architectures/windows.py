@@ -30,6 +30,11 @@ def qwen_windows(config: JsonObject, slides: Callable[[int, int], bool]) -> Wind
     return _by_layer(config, window, lambda layer: slides(layer, boundary))
 
 
+def gpt_oss_windows(config: JsonObject) -> Windows:
+    """Every other layer, from the first, has one."""
+    return _by_layer(config, read_window(config, 128), lambda layer: layer % 2 == 0)
+
+
 def gemma_windows(config: JsonObject, period: int) -> Windows:
     """The last of every `period` layers sees all tokens."""
     return _by_layer(config, read_window(config, 4096), lambda layer: (layer + 1) % period != 0)

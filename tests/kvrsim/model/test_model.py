@@ -30,6 +30,11 @@ PUBLISHED = {
     "falcon-7b": 6_921_720_704,
     "falcon-1b": 1_311_625_216,
     "qwen3-30b-a3b": 30_532_122_624,
+    "gpt-j-6b": 6_050_882_784,
+    "bloom-176b": 176_247_271_424,
+    "internlm-20b": 20_088_714_240,
+    "gpt-oss-20b": 20_914_757_184,
+    "falcon-180b": 178_557_088_768,  # 179.52e9 in the weight files, less the tied head
 }
 VARIANTS = {"llama-7b-gqa8": 5_933_109_248, "llama-7b-mqa": 5_698_228_224}  # counted by transformers
 
@@ -42,9 +47,13 @@ SMALL: dict[str, Any] = {
 }
 GQA = {**SMALL, "num_key_value_heads": 2}
 MOE = {**GQA, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+OF_EXPERTS = {"num_experts_per_tok": 2, "head_dim": 16}
 FALCON = {key: SMALL[key] for key in ("hidden_size", "num_attention_heads", "vocab_size")}
 FALCON |= {"model_type": "falcon", "num_hidden_layers": 3}
 LLAMA = {"model_type": "llama", **SMALL}
+GPTJ = {"model_type": "gptj", "n_embd": 64, "n_head": 4, "n_layer": 8, "vocab_size": 101, "n_positions": 128}
+BLOOM = {"model_type": "bloom", "vocab_size": 101}
+OPT = {"model_type": "opt", **SMALL, "ffn_dim": 96, "max_position_embeddings": 128, "word_embed_proj_dim": 64}
 
 # Small models of each architecture, counted by building them with transformers 5.23.
 COUNTED: list[tuple[int, dict[str, Any]]] = [
@@ -104,6 +113,16 @@ COUNTED: list[tuple[int, dict[str, Any]]] = [
         447_616,
         {"model_type": "qwen2_moe", **MOE, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0]},
     ),
+    (409_957, GPTJ),
+    (238_373, {**GPTJ, "n_inner": 96, "tie_word_embeddings": True}),
+    (406_592, {**BLOOM, "hidden_size": 64, "n_head": 4, "n_layer": 8}),
+    (
+        413_056,
+        {**BLOOM, "n_embed": 64, "num_attention_heads": 4, "num_hidden_layers": 8, "tie_word_embeddings": False},
+    ),
+    (249_664, OPT),
+    (252_800, {**OPT, "enable_bias": False, "tie_word_embeddings": False}),
+    (663_536, {"model_type": "gpt_oss", **GQA, "num_hidden_layers": 4, "num_local_experts": 8, **OF_EXPERTS}),
     (473_280, {"model_type": "qwen2_moe", **MOE, "shared_expert_intermediate_size": 40, "qkv_bias": False}),
 ]
 
@@ -162,6 +181,25 @@ def test_shapes_the_cost_model_needs() -> None:
     assert load_model("qwen3-8b").qk_norm
 
 
+def test_positions_of_older_architectures(tmp_path: Path) -> None:
+    """ALiBi and learned positions replace the rotary embedding; a built-in model says its longest context."""
+    assert (load_model("bloom-176b").rotary, load_model("gpt-j-6b").rotary) == (False, True)
+    learned = load(tmp_path, OPT)
+    assert (learned.rotary, learned.learned_positions) == (False, 130)
+    assert [load_model(name).max_position_embeddings for name in ("bloom-176b", "gpt-j-6b")] == [2048, 2048]
+
+
+def test_internlm_2_is_llama_with_one_matrix(tmp_path: Path) -> None:
+    """One key switches all biases of attention."""
+    counts = []
+    for model_type in ("internlm", "internlm2"):
+        for bias in (True, False):
+            counts.append(load(tmp_path, {"model_type": model_type, **GQA, "bias": bias}).num_parameters)
+    assert counts[0] == counts[2] == load(tmp_path, {**LLAMA, **GQA, "attention_bias": True}).num_parameters
+    assert counts[1] == counts[3] == load(tmp_path, {**LLAMA, **GQA}).num_parameters
+    assert [len(load(tmp_path, {"model_type": f"internlm{two}", **GQA}).layers[0].qkv) for two in ("", "2")] == [3, 1]
+
+
 def test_layers_of_a_mixture(tmp_path: Path) -> None:
     config = {"model_type": "qwen3_moe", **MOE, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
     model = load(tmp_path, config)
@@ -202,6 +240,7 @@ def test_shared_expert(tmp_path: Path) -> None:
             [None] * 5 + [16] * 3,
         ),
         ({"model_type": "gemma2", **GQA, "sliding_window": 16}, [16, None] * 4),
+        ({"model_type": "gpt_oss", **GQA}, [128, None] * 4),
         ({"model_type": "gemma3_text", **GQA, "sliding_window": 16}, [16] * 5 + [None] + [16] * 2),
         (
             {"model_type": "gemma3_text", **GQA, "sliding_window": 16, "sliding_window_pattern": 3},
@@ -311,6 +350,8 @@ def test_missing_key_is_refused(tmp_path: Path, key: str) -> None:
             "mlp_only_layers",
         ),
         ({"model_type": "qwen2_moe", "moe_intermediate_size": 8}, "shared_expert_intermediate_size"),
+        ({"model_type": "opt", "ffn_dim": 8, "word_embed_proj_dim": 32}, "word_embed_proj_dim"),
+        ({"model_type": "opt", "ffn_dim": 8, "do_layer_norm_before": False}, "do_layer_norm_before"),
         ({"model_type": "falcon", "num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn"),
     ],
 )
