@@ -1,6 +1,7 @@
+"""Architectures: their parameters, shapes and windows as transformers has them."""
+
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrsim.errors import InputError
 from kvrsim.model.load import builtin_models, load_model
 from kvrsim.model.spec import ModelSpec
+from tests.kvrsim.model.model_configs import BLOOM, FALCON, GPTJ, GQA, LLAMA, MOE, OF_EXPERTS, OPT, SMALL, load
 
 # As the models' cards and weight files have them.
 PUBLISHED = {
@@ -37,23 +38,6 @@ PUBLISHED = {
     "falcon-180b": 178_557_088_768,  # 179.52e9 in the weight files, less the tied head
 }
 VARIANTS = {"llama-7b-gqa8": 5_933_109_248, "llama-7b-mqa": 5_698_228_224}  # counted by transformers
-
-SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 8,
-    "vocab_size": 101,
-}
-GQA = {**SMALL, "num_key_value_heads": 2}
-MOE = {**GQA, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-OF_EXPERTS = {"num_experts_per_tok": 2, "head_dim": 16}
-FALCON = {key: SMALL[key] for key in ("hidden_size", "num_attention_heads", "vocab_size")}
-FALCON |= {"model_type": "falcon", "num_hidden_layers": 3}
-LLAMA = {"model_type": "llama", **SMALL}
-GPTJ = {"model_type": "gptj", "n_embd": 64, "n_head": 4, "n_layer": 8, "vocab_size": 101, "n_positions": 128}
-BLOOM = {"model_type": "bloom", "vocab_size": 101}
-OPT = {"model_type": "opt", **SMALL, "ffn_dim": 96, "max_position_embeddings": 128, "word_embed_proj_dim": 64}
 
 # Small models of each architecture, counted by building them with transformers 5.23.
 COUNTED: list[tuple[int, dict[str, Any]]] = [
@@ -125,11 +109,6 @@ COUNTED: list[tuple[int, dict[str, Any]]] = [
     (663_536, {"model_type": "gpt_oss", **GQA, "num_hidden_layers": 4, "num_local_experts": 8, **OF_EXPERTS}),
     (473_280, {"model_type": "qwen2_moe", **MOE, "shared_expert_intermediate_size": 40, "qkv_bias": False}),
 ]
-
-
-def load(folder: Path, config: object) -> ModelSpec:
-    (folder / "config.json").write_text(json.dumps(config))
-    return load_model(folder)
 
 
 def windows(model: ModelSpec) -> list[int | None]:
@@ -300,111 +279,6 @@ def test_old_falcon_40b(tmp_path: Path) -> None:
     model = load(tmp_path, config)
     assert model.num_key_value_heads == 8
     assert model.num_parameters == 41_303_293_952  # 41.84e9 in the weight files, less the tied head
-
-
-# What a user may get wrong
-
-
-def refusal(folder: Path, config: object) -> str:
-    with pytest.raises(InputError) as caught:
-        load(folder, config)
-    message = str(caught.value)
-    assert message.startswith("model ")
-    assert "\n" not in message
-    return message
-
-
-@pytest.mark.parametrize("key", ["model_type", *SMALL])
-@pytest.mark.parametrize("value", [None, 0, -1, 1.5, float("nan"), float("inf"), "32", True, [], {}, 10**30], ids=repr)
-def test_bad_value_is_refused_by_file_and_key(tmp_path: Path, key: str, value: object) -> None:
-    assert f"config.json: {key}: got" in refusal(tmp_path, {**LLAMA, key: value})
-
-
-@pytest.mark.parametrize("key", ["model_type", *SMALL])
-def test_missing_key_is_refused(tmp_path: Path, key: str) -> None:
-    config = {name: value for name, value in LLAMA.items() if name != key}
-    assert f"config.json: {key}: got 'nothing'" in refusal(tmp_path, config)
-
-
-@pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"num_attention_heads": 5}, "num_attention_heads"),
-        ({"num_key_value_heads": 3}, "num_key_value_heads"),
-        ({"num_key_value_heads": 8}, "num_key_value_heads"),
-        ({"num_key_value_heads": 0}, "num_key_value_heads"),
-        ({"head_dim": 0}, "head_dim"),
-        ({"attention_bias": "yes"}, "attention_bias"),
-        ({"tie_word_embeddings": 1}, "tie_word_embeddings"),
-        ({"max_position_embeddings": -1}, "max_position_embeddings"),
-        ({"num_hidden_layers": 10_001}, "num_hidden_layers"),
-        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window"),
-        ({"model_type": "gemma2", "layer_types": ["full_attention"]}, "layer_types"),
-        ({"model_type": "gemma2", "layer_types": ["linear_attention"] * 8}, "layer_types[0]"),
-        ({"model_type": "gemma2", "layer_types": "full"}, "layer_types"),
-        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "num_experts_per_tok"),
-        ({"model_type": "mixtral", "num_local_experts": 1}, "num_experts_per_tok"),
-        ({"model_type": "qwen3_moe"}, "moe_intermediate_size"),
-        (
-            {"model_type": "qwen3_moe", "moe_intermediate_size": 8, "mlp_only_layers": ["0"]},
-            "mlp_only_layers",
-        ),
-        ({"model_type": "qwen2_moe", "moe_intermediate_size": 8}, "shared_expert_intermediate_size"),
-        ({"model_type": "opt", "ffn_dim": 8, "word_embed_proj_dim": 32}, "word_embed_proj_dim"),
-        ({"model_type": "opt", "ffn_dim": 8, "do_layer_norm_before": False}, "do_layer_norm_before"),
-        ({"model_type": "falcon", "num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn"),
-    ],
-)
-def test_nonsense_is_refused_by_key(tmp_path: Path, changes: dict[str, Any], key: str) -> None:
-    assert f"config.json: {key}: got" in refusal(tmp_path, {**LLAMA, **changes})
-
-
-@pytest.mark.parametrize("model_type", ["bert", "t5", "mamba", "deepseek_v3", "gpt2", "Llama"])
-def test_unknown_architecture_is_refused_by_name(tmp_path: Path, model_type: str) -> None:
-    message = refusal(tmp_path, {**LLAMA, "model_type": model_type})
-    assert f"model_type: got '{model_type}'" in message
-    assert "llama" in message
-    assert "qwen3_moe" in message
-
-
-def test_encoder_decoder_is_refused(tmp_path: Path) -> None:
-    config = {**LLAMA, "model_type": "t5", "is_encoder_decoder": True}
-    assert "got 't5, an encoder-decoder'" in refusal(tmp_path, config)
-
-
-def test_not_an_object_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="holds a JSON object"):
-        load(tmp_path, [1, 2])
-
-
-def test_truncated_json_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(LLAMA)[:-5])
-    with pytest.raises(InputError, match=r"^model: got '.*', accepted: a file of valid JSON"):
-        load_model(path)
-
-
-def test_folder_without_a_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"accepted: a folder that holds a config\.json$"):
-        load_model(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["llama-8b", "", " ", "no/such/config.json", "x" * 5000, "a\0b"])
-def test_unknown_name_lists_the_known_ones(name: str) -> None:
-    with pytest.raises(InputError, match=r"^-m: got '.*accepted: .*falcon-7b.*llama-7b"):
-        load_model(name, argument="-m")
-
-
-def test_name_of_a_users_model(tmp_path: Path) -> None:
-    folder = tmp_path / "my-llama"
-    folder.mkdir()
-    assert load(folder, LLAMA).name == "my-llama"
-    (tmp_path / "tiny.json").write_text(json.dumps(LLAMA))
-    assert load_model(tmp_path / "tiny.json").name == "tiny"
-
-
-def test_without_a_trained_length(tmp_path: Path) -> None:
-    assert load(tmp_path, LLAMA).max_position_embeddings is None
 
 
 @given(
