@@ -1,4 +1,4 @@
-"""Published TTFTs, row by row, as the data files cite them."""
+"""The paper's TTFTs, row by row, as the data file cites them."""
 
 from __future__ import annotations
 
@@ -45,13 +45,14 @@ class Row:
 
 
 def read_rows() -> tuple[Row, ...]:
-    """All rows of all reference files; lines that begin with # are their citations."""
-    return tuple(row for path in sorted(DATA.glob("*.csv")) for row in _read(path))
+    """All rows that the paper prints."""
+    return tuple(_row(fields) for fields in table("kv_runahead_icml2024.csv"))
 
 
-def _read(path: Path) -> list[Row]:
-    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
-    return [_row(fields) for fields in csv.DictReader(lines)]
+def table(name: str) -> list[dict[str, str]]:
+    """The rows of a file in validate/data, by column; lines that begin with # are its citations."""
+    lines = [line for line in (DATA / name).read_text("utf-8").splitlines() if not line.startswith("#")]
+    return list(csv.DictReader(lines))
 
 
 def _row(fields: dict[str, str]) -> Row:
