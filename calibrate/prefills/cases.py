@@ -1,0 +1,143 @@
+"""PrefillCase: a measured prefill with the scenario, strategy and partition by which it is predicted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from calibrate.prefills.rows import PrefillRow
+from kvrsim.compile import for_strategy
+from kvrsim.errors import InputError
+from kvrsim.executors.run import ttft_s
+from kvrsim.hardware.cluster import Cluster, builtin_clusters, builtin_gpus, load_cluster
+from kvrsim.partition import Partition
+from kvrsim.profile.profile import CalibrationProfile
+from kvrsim.scenario import Scenario
+from kvrsim.setup import make_scenario
+from kvrsim.strategies import Strategy, get_strategy
+
+# The partition that a strategy runs with: planner.partitions.partition_of, which this package does not import.
+Cut = Callable[[Scenario, Strategy], Partition]
+Change = Callable[[Scenario], Scenario]
+
+_OF_A_ROW = ("model", "gpus", "ctx", "batch", "cached_prefix", "dtype", "strategy", "strategies", "attention")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillCase:
+    """One measured prefill, ready to be predicted."""
+
+    row: PrefillRow
+    scenario: Scenario  # as the strategy sees it (see for_strategy)
+    strategy: Strategy
+    partition: Partition
+
+    def ttft_s(self, change: Change | None = None) -> float:
+        """Predicted seconds, of the scenario or of a changed one."""
+        scenario = self.scenario if change is None else change(self.scenario)
+        return float(ttft_s(scenario, self.strategy, np.array([self.partition.chunk_lens], dtype=float))[0])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillCases:
+    """All cases, and what has to be said of them."""
+
+    cases: tuple[PrefillCase, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def measured_s(self) -> list[float]:
+        """Seconds of each case."""
+        return [case.row.ttft_s for case in self.cases]
+
+
+def make_cases(
+    rows: Sequence[PrefillRow],
+    profile: CalibrationProfile,
+    cut: Cut,
+    setting: Mapping[str, Any] | None = None,
+    on_progress: Callable[[str], None] | None = None,
+) -> PrefillCases:
+    """The rows as cases of one profile.
+
+    setting: further arguments of make_scenario, the same for all rows, such as cluster, engine or link_bandwidth.
+
+    Raises InputError naming the file and line of a row of another GPU than the profile's, or of one that cannot be
+    simulated. A row of a GPU that kvrsim does not know is taken to be of the profile's, with a note.
+    """
+    given = {key: value for key, value in (setting or {}).items() if value is not None}
+    if "cluster" not in given and profile.cluster is None:
+        given["cluster"] = _cluster_of(profile)
+    cases, notes = [], dict[str, str]()
+    for number, row in enumerate(rows, start=1):
+        if on_progress is not None:
+            on_progress(f"preparing row {number} of {len(rows)}")
+        for note in _gpu_notes(row, profile):
+            notes.setdefault(note, note)
+        scenario, about = _scenario_of(row, profile, given)
+        for note in about:
+            notes.setdefault(getattr(note, "code", note), note)
+        cases.append(_case(row, scenario, cut))
+    return PrefillCases(cases=tuple(cases), notes=tuple(notes.values()))
+
+
+def _case(row: PrefillRow, scenario: Scenario, cut: Cut) -> PrefillCase:
+    try:
+        strategy = get_strategy(row.strategy_name)
+        placed = for_strategy(scenario, strategy)
+        partition = cut(placed, strategy)
+    except InputError as error:
+        raise _placed(error, row) from None
+    return PrefillCase(row=row, scenario=placed, strategy=strategy, partition=partition)
+
+
+def _scenario_of(
+    row: PrefillRow, profile: CalibrationProfile, given: Mapping[str, Any]
+) -> tuple[Scenario, tuple[str, ...]]:
+    try:
+        return make_scenario(
+            ctx=row.context_len or 0,
+            gpus=row.num_gpus,
+            model=row.model or "",
+            profile=profile,
+            batch=row.batch or 1,
+            cached_prefix=row.cached_prefix or 0,
+            dtype=row.dtype,
+            **given,
+        )
+    except InputError as error:
+        raise _placed(error, row) from None
+
+
+def _placed(error: InputError, row: PrefillRow) -> InputError:
+    """The same error, saying in which row, where it is the row's."""
+    if error.parameter.split(":")[0] not in _OF_A_ROW:
+        return error
+    return InputError(f"{row.where}: {error.parameter}", error.value, error.accepted)
+
+
+def _cluster_of(profile: CalibrationProfile) -> Cluster | None:
+    """The built-in cluster of the profile's GPU, one without a bus if there are both; None: there is none."""
+    known = [cluster for cluster in map(load_cluster, builtin_clusters()) if cluster.gpu.name == profile.gpu]
+    return min(known, key=lambda cluster: (cluster.topology != "switch", cluster.topology == "bus"), default=None)
+
+
+def _gpu_notes(row: PrefillRow, profile: CalibrationProfile) -> list[str]:
+    """What to say where the row's GPU may not be the profile's; InputError where it certainly is not."""
+    if row.gpu is None or _is_named(profile.gpu, row.gpu):
+        return []
+    other = next((gpu for gpu in builtin_gpus() if _is_named(gpu, row.gpu)), None)
+    if other is not None:
+        accepted = f"{profile.gpu}, the GPU of profile {profile.name} (rows of {other}: with a profile of {other})"
+        raise InputError(f"{row.where}: gpu", row.gpu, accepted)
+    return [f"GPU {row.gpu} is taken to be {profile.gpu}, the GPU of profile {profile.name}"]
+
+
+def _is_named(gpu: str, text: str) -> bool:
+    """Whether a GPU's name and a text have the same parts, as far as the shorter goes: "A100-SXM-80GB", "H100"."""
+    ours, theirs = (set(re.findall(r"[a-z0-9]+", name.lower())) for name in (gpu, text))
+    return bool(ours) and bool(theirs) and (ours <= theirs or theirs <= ours)

@@ -1,0 +1,239 @@
+"""Outputs of engines' benchmarks, in miniature: each is told by its keys, and gives times to first token."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from calibrate.prefills.outputs import MOST_LENGTHS, in_name, known_model
+from calibrate.prefills.read import read_prefills
+from calibrate.prefills.rows import PrefillDefaults, PrefillRow
+from kvrsim.errors import InputError
+
+DEFAULTS = PrefillDefaults(model="llama-2-7b", num_gpus=1)
+LATENCY = {
+    "avg_latency": 0.2101,
+    "std_latency": 0.004,
+    "latencies": [0.208, 0.209, 0.2135],
+    "percentiles": {"10": 0.2082, "25": 0.2085, "50": 0.209, "75": 0.211, "90": 0.213, "99": 0.2134},
+}
+SERVE = {
+    "date": "20251010-101500",
+    "backend": "openai",
+    "model_id": "meta-llama/Llama-3.1-8B-Instruct",
+    "num_prompts": 4,
+    "request_rate": "inf",
+    "burstiness": 1.0,
+    "max_concurrency": 1,
+    "completed": 4,
+    "total_input_tokens": 6144,
+    "total_output_tokens": 4,
+    "mean_ttft_ms": 62.0,
+    "median_ttft_ms": 61.0,
+}
+DETAILS = {
+    "input_lens": [1024, 2048, 1024, 2048, 1024],
+    "ttfts": [0.050, 0.090, 0.052, 0.094, 0.0],
+    "errors": ["", "", "", "", "timeout"],
+}
+SGLANG = {
+    "run_name": "default",
+    "batch_size": 2,
+    "input_len": 512,
+    "output_len": 8,
+    "prefill_latency": 0.0456,
+    "prefill_throughput": 22456.1,
+    "median_decode_latency": 0.0071,
+    "total_latency": 0.095,
+    "overall_throughput": 10947.3,
+}
+AIPERF = {
+    "request_throughput": {"unit": "requests/sec", "avg": 1.9},
+    "time_to_first_token": {"unit": "ms", "avg": 123.0, "p50": 120.0, "p99": 149.0, "std": 10.0},
+    "input_sequence_length": {"unit": "tokens", "avg": 550.0, "p50": 550.0, "std": 0.0},
+    "input_config": {"endpoint": {"model_names": ["Qwen/Qwen3-8B"]}, "loadgen": {"concurrency": 1}},
+}
+RECORD = {
+    "metadata": {"session_num": 45, "benchmark_phase": "profiling", "was_cancelled": False},
+    "metrics": {
+        "input_sequence_length": {"value": 550, "unit": "tokens"},
+        "time_to_first_token": {"value": 255.886, "unit": "ms"},
+        "request_latency": {"value": 297.525, "unit": "ms"},
+    },
+    "error": None,
+}
+FAILED = {
+    "metadata": {"session_num": 80, "was_cancelled": True},
+    "metrics": {"error_isl": {"value": 550, "unit": "tokens"}},
+    "error": {"code": 499, "type": "RequestCancellationError", "message": "cancelled"},
+}
+
+
+def read(folder: Path, *contents: Any, name: str = "out.json") -> tuple[list[PrefillRow], str]:
+    """Rows and notes of one file with these objects, one a line."""
+    path = folder / name
+    path.write_text("\n".join(map(json.dumps, contents)) + "\n", encoding="utf-8")
+    found = read_prefills([path], DEFAULTS)
+    return list(found.rows), " ".join(found.notes)
+
+
+def test_vllm_bench_latency(tmp_path: Path) -> None:
+    rows, notes = read(tmp_path, LATENCY, name="latency_in2048_out1_bs4_tp2.json")
+    assert [(row.ttft_s, row.context_len, row.batch, row.num_gpus) for row in rows] == [(0.209, 2048, 4, 2)]
+    assert notes == ""
+
+
+def test_vllm_bench_latency_leaves_its_sizes_to_the_options(tmp_path: Path) -> None:
+    path = tmp_path / "latency.json"
+    path.write_text(json.dumps(LATENCY, indent=4), encoding="utf-8")
+    found = read_prefills([path], PrefillDefaults(model="llama-2-7b", context_len=4096, batch=2))
+    assert (found.rows[0].context_len, found.rows[0].batch) == (4096, 2)
+    assert "--output-len 1" in found.notes[0]
+
+
+def test_a_latency_of_many_output_tokens_is_no_ttft(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"avg_latency.*128 output tokens"):
+        read(tmp_path, LATENCY, name="latency_in2048_out128.json")
+
+
+def test_vllm_bench_serve_detailed(tmp_path: Path) -> None:
+    rows, notes = read(tmp_path, SERVE | DETAILS)
+    assert [row.context_len for row in rows] == [1024, 2048]
+    assert [row.ttft_s for row in rows] == pytest.approx([0.051, 0.092])
+    assert notes == ""
+
+
+def test_the_model_of_the_options_wins_over_a_name(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    path.write_text(json.dumps(SERVE | DETAILS), encoding="utf-8")
+    assert {row.model for row in read_prefills([path], DEFAULTS).rows} == {"llama-2-7b"}
+    found = read_prefills([path], PrefillDefaults())
+    assert {row.model for row in found.rows} == {"llama-3-8b"}
+    assert "taken to be llama-3-8b" in found.notes[0]
+
+
+def test_vllm_bench_serve_alone_has_a_mean_length(tmp_path: Path) -> None:
+    rows, notes = read(tmp_path, SERVE)
+    assert [(row.context_len, row.ttft_s) for row in rows] == [(1536, pytest.approx(0.061))]
+    assert "--save-detailed" in notes
+
+
+@pytest.mark.parametrize(
+    ("load", "queues"),
+    [
+        ({"request_rate": "inf", "max_concurrency": None}, True),
+        ({"request_rate": 10.0, "max_concurrency": None}, True),
+        ({"request_rate": 10.0, "max_concurrency": 8}, True),
+        ({"request_rate": 0.5, "max_concurrency": None}, False),
+        ({"request_rate": "inf", "max_concurrency": 1}, False),
+    ],
+)
+def test_a_busy_server_is_told_of(tmp_path: Path, load: dict[str, Any], queues: bool) -> None:
+    _, notes = read(tmp_path, SERVE | DETAILS | load)
+    assert ("queues" in notes) is queues
+
+
+def test_many_lengths_are_grouped(tmp_path: Path) -> None:
+    lens = list(range(100, 300))
+    details = {"input_lens": lens, "ttfts": [length * 1e-4 for length in lens]}
+    rows, notes = read(tmp_path, SERVE | details)
+    assert len(rows) <= MOST_LENGTHS
+    assert all(row.ttft_s == pytest.approx((row.context_len or 0) * 1e-4, rel=0.01) for row in rows)
+    assert "200 prompt lengths" in notes
+
+
+def test_results_appended_to_one_file(tmp_path: Path) -> None:
+    rows, _ = read(tmp_path, SERVE, SERVE | {"median_ttft_ms": 70.0})
+    assert [row.ttft_s for row in rows] == [pytest.approx(0.061), pytest.approx(0.070)]
+
+
+def test_sglang_bench_one_batch(tmp_path: Path) -> None:
+    rows, notes = read(tmp_path, SGLANG, SGLANG | {"input_len": 1024, "prefill_latency": 0.08}, name="result.jsonl")
+    assert [(row.context_len, row.batch, row.ttft_s) for row in rows] == [(512, 2, 0.0456), (1024, 2, 0.08)]
+    assert "inside the engine" in notes
+
+
+def test_aiperf_aggregate(tmp_path: Path) -> None:
+    rows, notes = read(tmp_path, AIPERF, name="profile_export_aiperf.json")
+    assert [(row.context_len, row.likely_model, row.batch) for row in rows] == [(550, "qwen3-8b", 1)]
+    assert rows[0].ttft_s == pytest.approx(0.120)
+    assert notes == ""
+
+
+def test_genai_perf_names_models_and_load_elsewhere(tmp_path: Path) -> None:
+    config = {"model_names": ["llama-2-7b"], "perf_analyzer": {"stimulus": {"concurrency": 16}}}
+    rows, notes = read(tmp_path, AIPERF | {"input_config": config}, name="profile_export_genai_perf.json")
+    assert rows[0].likely_model == "llama-2-7b"
+    assert "queues" in notes
+
+
+def test_aiperf_of_unlike_prompts(tmp_path: Path) -> None:
+    length = {"unit": "tokens", "avg": 550.0, "std": 200.0}
+    _, notes = read(tmp_path, AIPERF | {"input_sequence_length": length})
+    assert "unlike lengths" in notes
+
+
+def test_aiperf_request_by_request(tmp_path: Path) -> None:
+    rows, _ = read(tmp_path, RECORD, FAILED, RECORD, name="profile_export.jsonl")
+    assert [(row.context_len, row.ttft_s) for row in rows] == [(550, pytest.approx(0.255886))]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"latency": 1.0}, "keys: got 'latency', accepted: sglang.bench_one_batch"),
+        ({"experiments": [1], "version": "1"}, "accepted: profile_export_genai_perf.json"),
+        (SGLANG | {"prefill_latency": "fast"}, "prefill_latency: got 'fast'"),
+        (SGLANG | {"input_len": 0}, "input_len: got '0'"),
+        (
+            SERVE | DETAILS | {"input_lens": [1024]},
+            "input_lens: got '[1024]', accepted: an array with a length for each",
+        ),
+        (SERVE | DETAILS | {"ttfts": [0.0] * 5}, "ttfts: got"),
+        (LATENCY | {"latencies": [0.2, -1.0]}, "latencies: got"),
+        (AIPERF | {"time_to_first_token": {"unit": "fortnights", "avg": 1.0}}, "time_to_first_token.unit: got"),
+        (AIPERF | {"time_to_first_token": {"unit": "ms"}}, "time_to_first_token.p50: got 'nothing'"),
+    ],
+)
+def test_mistakes_name_file_and_key(tmp_path: Path, content: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        read(tmp_path, content, name="in2048_out1.json")
+    assert "in2048_out1.json" in str(caught.value)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "message"), [("[1, 2]", "a JSON object"), ("{", "valid JSON"), ("{}\n{", "line 2")])
+def test_what_is_no_json(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "out.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(InputError, match=message):
+        read_prefills([path], DEFAULTS)
+
+
+def test_the_name_of_a_file_says_the_run() -> None:
+    assert in_name(Path("bench-input_len_4k-output-len-1-batch_size8-tp4.json")) == {
+        "context_len": 4096,
+        "output_len": 1,
+        "batch": 8,
+        "num_gpus": 4,
+    }
+    assert in_name(Path("latency_main_20251010.json")) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("meta-llama/Llama-2-70b-chat-hf", "llama-2-70b"),
+        ("meta-llama/Meta-Llama-3-8B", "llama-3-8b"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama-3-70b"),
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
+        ("TheBloke/Llama-2-7B-AWQ", None),
+        ("acme/own-model", None),
+        (None, None),
+    ],
+)
+def test_known_models(name: object, model: str | None) -> None:
+    assert known_model(name) == model

@@ -1,0 +1,117 @@
+"""Terms of an engine from seconds: recovered where rows identify them, kept at the prior where they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from calibrate.prefills.solve import LEAST_NOISE, Array, Prior, solve
+
+LENGTHS = np.array([128, 256, 512, 1024, 2048, 4096, 8192], dtype=float)
+PRIORS = (
+    Prior(name="request_s", median=0.005, log_sd=1.0),
+    Prior(name="layer_s", median=1e-4, log_sd=1.0),
+    Prior(name="kernel_scale", median=1.0, log_sd=0.1),
+)
+TRUTH = np.array([0.012, 6e-4, 1.06])
+
+
+def slower(terms: Array, lengths: Array = LENGTHS) -> Array:
+    """A request's constant and the slower of host (32 layers) and device (20 us a token)."""
+    return terms[0] + np.maximum(32 * terms[1], terms[2] * 2e-5 * lengths)
+
+
+def test_a_known_engine_is_recovered() -> None:
+    found = solve(slower, slower(TRUTH), PRIORS, range(7))
+    assert found.values == pytest.approx(TRUTH, rel=0.03)
+    assert np.all(found.narrowed < 0.25)
+    assert found.after_s == pytest.approx(slower(TRUTH), rel=0.01)
+    assert found.noise_log_sd == LEAST_NOISE
+
+
+def test_rows_left_out_are_predicted_nearly_as_well() -> None:
+    rng = np.random.default_rng(1)
+    noisy = slower(TRUTH) * np.exp(0.02 * rng.standard_normal(7))
+    found = solve(slower, noisy, PRIORS, range(7))
+    left_out, fitted = (np.abs(np.log(seconds / noisy)) for seconds in (found.left_out_s, found.after_s))
+    assert np.median(left_out) < 0.05
+    assert left_out.mean() > fitted.mean()
+
+
+def test_left_out_means_a_fit_without_the_row() -> None:
+    """As by fitting the other rows alone."""
+    rng = np.random.default_rng(2)
+    noisy = slower(TRUTH) * np.exp(0.03 * rng.standard_normal(7))
+    found = solve(slower, noisy, PRIORS, range(7))
+    for row in (0, 3, 6):
+        kept = np.arange(7) != row
+        other = solve(lambda terms, kept=kept: slower(terms, LENGTHS[kept]), noisy[kept], PRIORS, range(6))
+        assert found.left_out_s[row] == pytest.approx(slower(other.values)[row], rel=0.05)  # other noise is estimated
+
+
+def test_rows_of_one_case_are_left_out_together() -> None:
+    lengths = np.repeat(LENGTHS[-1:], 4)
+    seconds = slower(TRUTH, lengths)
+    apart = solve(lambda terms: slower(terms, lengths), seconds, PRIORS, range(4))
+    together = solve(lambda terms: slower(terms, lengths), seconds, PRIORS, [0, 0, 0, 0])
+    assert apart.left_out_s == pytest.approx(seconds, rel=0.02)
+    assert together.left_out_s == pytest.approx(together.before_s, rel=1e-3)
+
+
+def test_a_term_that_no_row_shows_stays_at_the_prior() -> None:
+    """Long prompts hide the host behind the device."""
+    lengths = np.array([8192.0, 16384.0])
+    found = solve(lambda terms: slower(terms, lengths), slower(TRUTH, lengths), PRIORS, range(2))
+    assert found.values[1] == pytest.approx(PRIORS[1].median, rel=1e-3)
+    assert found.narrowed[1] == pytest.approx(1.0)
+    assert found.narrowed[2] < 0.5
+
+
+def test_a_host_that_the_prior_hides_is_found() -> None:
+    """At the prior's medians no row moves with layer_s: the derivative there is zero."""
+    lengths = np.array([1024.0, 2048.0, 4096.0])
+    truth = np.array([0.005, 3e-3, 1.0])
+    found = solve(lambda terms: slower(terms, lengths), slower(truth, lengths), PRIORS, range(3))
+    assert found.values[1] == pytest.approx(3e-3, rel=0.1)
+
+
+def test_an_outlier_moves_the_others_little() -> None:
+    seconds = slower(TRUTH)
+    seconds[3] *= 2.4
+    found = solve(slower, seconds, PRIORS, range(7))
+    others = np.arange(7) != 3
+    assert found.after_s[others] == pytest.approx(slower(TRUTH)[others], rel=0.13)
+
+
+def test_one_row_is_enough() -> None:
+    found = solve(lambda terms: slower(terms, LENGTHS[4:5]), slower(TRUTH)[4:5], PRIORS, [0])
+    assert found.after_s == pytest.approx(slower(TRUTH)[4:5], rel=0.03)
+    assert found.left_out_s == pytest.approx(found.before_s)
+
+
+def test_progress_names_what_is_done() -> None:
+    told: list[str] = []
+    solve(slower, slower(TRUTH), PRIORS, range(7), told.append)
+    assert told[0] == "fitting 3 terms to 7 rows"
+    assert told[-1] == "refitting without case 7 of 7"
+
+
+def counted(predict: Callable[[Array], Array]) -> tuple[Callable[[Array], Array], list[int]]:
+    calls = [0]
+
+    def counting(terms: Array) -> Array:
+        calls[0] += 1
+        return predict(terms)
+
+    return counting, calls
+
+
+def test_the_fit_takes_few_predictions() -> None:
+    """A prediction of thirty rows takes some 20 ms."""
+    lengths = np.geomspace(100, 20000, 30)
+    rng = np.random.default_rng(3)
+    predict, calls = counted(lambda terms: slower(terms, lengths))
+    solve(predict, slower(TRUTH, lengths) * np.exp(0.03 * rng.standard_normal(30)), PRIORS, range(30))
+    assert calls[0] < 400
