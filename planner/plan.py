@@ -18,11 +18,12 @@ from kvrsim.strategies import KVR_S, Strategy, label_of
 from planner.evaluate import Progress
 from planner.partitions import PlanPartitions
 from planner.plan_bounds import bounds_of
-from planner.plan_notes import TELLABLE, approximate_notes, even_chunks, fewer_gpus, memory_notes, rests_on
+from planner.plan_notes import approximate_notes, even_chunks, fewer_gpus, memory_notes, rests_on
 from planner.search.search import Found
 from planner.simulate import computes_s, waited_s
 from planner.strategies_for import choose
-from planner.uncertainty.interval import interval
+from planner.uncertainty.interval import interval_of, tied
+from planner.uncertainty.moves import Moves, moves
 
 # Noise and tables are imported where they are asked for: each costs the start of every plan some milliseconds.
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def make_plan(
     )
     robust: dict[str, RobustPlan] = {}
     results = []
+    moved: dict[str, Moves] = {}
     for number, strategy in enumerate(choice.strategies, start=1):
         if on_stage is not None:
             on_stage(strategy.name, number, len(chosen))
@@ -88,7 +90,8 @@ def make_plan(
             partitions.found[strategy.name] = replace(
                 found, partition=cut, ttft_s=run_partition(scenario, strategy, cut).ttft_s
             )
-        results.append(_result(scenario, strategy, cut))
+        moved[strategy.name] = moves(for_strategy(scenario, strategy), strategy, cut)
+        results.append(_result(scenario, strategy, cut, moved[strategy.name]))
     results = _with_speedups(results)
     if disturbance is not None:
         results = [_under_noise(scenario, chosen[result.strategy], result, disturbance) for result in results]
@@ -102,7 +105,7 @@ def make_plan(
         *_table_notes(table, scenario, choice.strategies),
         *partitions.notes(),
         *approximate_notes(results, best),
-        *even_chunks(results),
+        *even_chunks(results, moved),
         *(fewer_gpus(scenario, KVR_S, partitions.kvr) if searched else ()),
         *memory_notes(scenario, results),
     )
@@ -116,7 +119,7 @@ def make_plan(
         memory_limit=scenario.memory_limit,
         context_len=scenario.request.context_len,
         best=best,
-        ties=_ties(ranked, objective),
+        ties=_ties(ranked, moved, objective),
         strategies=tuple(ranked if choice.ranked else results),
         yardstick=next((result.strategy for result in results if result.speedup == 1.0), None),
         not_compared=choice.not_compared,
@@ -146,14 +149,14 @@ def _question(
     return Question.of(scenario, seed=disturbance.seed, **about, **noise)
 
 
-def _ties(ranked: Sequence[StrategyResult], objective: str) -> tuple[str, ...]:
-    """Which others are as fast as the best, as far as a prediction can tell, and as exact and feasible as it."""
+def _ties(ranked: Sequence[StrategyResult], moved: Mapping[str, Moves], objective: str) -> tuple[str, ...]:
+    """Which others a prediction cannot tell from the best, of those as exact and feasible as it."""
     best = ranked[0]
     return tuple(
         other.strategy
         for other in ranked[1:]
         if (other.fits, other.approximate is None) == (best.fits, best.approximate is None)
-        and _judged_s(other, objective) <= _judged_s(best, objective) * (1 + TELLABLE)
+        and tied(moved[best.strategy], moved[other.strategy], _judged_s(best, objective), _judged_s(other, objective))
     )
 
 
@@ -227,11 +230,11 @@ def _noise_report(
     )
 
 
-def _result(scenario: Scenario, strategy: Strategy, cut: Partition) -> StrategyResult:
+def _result(scenario: Scenario, strategy: Strategy, cut: Partition, moved: Moves) -> StrategyResult:
     placed = for_strategy(scenario, strategy)
     run = run_partition(placed, strategy, cut)
     free_s = run_partition(placed.without_communication(), strategy, cut).ttft_s
-    sure = interval(placed, strategy, cut, run.ttft_s)
+    sure = interval_of(moved, run.ttft_s)
     memory = memory_of(placed, strategy, cut)
     return StrategyResult(
         strategy=strategy.name,

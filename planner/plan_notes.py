@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvrsim.executors.run import run_partition
 from kvrsim.results.results import StrategyResult
@@ -12,8 +12,9 @@ from kvrsim.text import Note
 from kvrsim.units import format_bytes
 from planner.search.search import Found, search
 from planner.simulate import computes_s
+from planner.uncertainty.interval import tied
+from planner.uncertainty.moves import Moves
 
-TELLABLE = 0.02  # of TTFT, less than which no profile tells two partitions or strategies apart
 _SURELY_SLOWER = 1.5  # compute alone over TTFT, beyond which fewer GPUs cannot be as fast
 _AS_FAST = 0.01  # fewer GPUs within this share of TTFT are worth a note
 
@@ -43,14 +44,17 @@ def fewer_gpus(scenario: Scenario, kvr: Strategy, found: Found) -> list[str]:
     ]
 
 
-def even_chunks(results: Sequence[StrategyResult]) -> list[str]:
-    """Whether the search has gained too little to be sure of, as where the host sets the pace."""
+def even_chunks(results: Sequence[StrategyResult], moved: Mapping[str, Moves]) -> list[str]:
+    """Whether the search has gained too little to be sure of, as where the host sets the pace.
+
+    moved: how the TTFT of each strategy moves with what it rests on.
+    """
     ttft_s = {result.strategy: result.ttft_s for result in results if len(result.partition) > 1}
     if not {"kvr-e", "kvr-s"} <= set(ttft_s):
         return []
-    gain = ttft_s["kvr-e"] / ttft_s["kvr-s"] - 1
-    if gain >= TELLABLE:
+    if not tied(moved["kvr-s"], moved["kvr-e"], ttft_s["kvr-s"], ttft_s["kvr-e"]):
         return []
+    gain = ttft_s["kvr-e"] / ttft_s["kvr-s"] - 1
     return [f"even chunks are {gain:.1%} slower than KVR-S's: less than a prediction can tell, so take either"]
 
 

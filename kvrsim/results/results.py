@@ -192,7 +192,7 @@ class Plan:
     memory_limit: MemoryLimit  # that `fits` compares with
     context_len: int
     best: StrategyResult  # the fastest exact one that fits; where none fits, the fastest
-    ties: tuple[str, ...]  # strategies that a prediction cannot tell from the best: within 2 % of its TTFT
+    ties: tuple[str, ...]  # strategies whose difference from the best is within its prediction interval
     strategies: tuple[StrategyResult, ...]
     yardstick: str | None  # what speed-ups are over: TSP, or the first of TP, KVR-E and one GPU where TSP does not fit
     not_compared: tuple[str, ...]  # strategies that "all" adds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +21,9 @@ from planner.map.map import ALONE, MapPoint, StrategyMap
 from planner.partitions import partition_of
 from planner.search.search import search
 from planner.strategies_for import all_for, distinct
+from planner.uncertainty.moves import moves
 
+_FAR = 2.0  # times the fastest, from where on no error is taken to make a tie
 _EXPOSED = 0.05  # of TTFT without communication; from there on balanced chunks may be far from the best
 OnPlace = Callable[[int, int], None]  # places done, places in all
 
@@ -68,16 +70,18 @@ def make_map(
         raise InputError("gpus", min(gpu_counts), f"at most one GPU a token, here {shortest}")
     refused = dict.fromkeys(_left_out(place) for place in wanted if place.cluster.num_gpus > place.request.new_tokens)
     for number, place in enumerate(places, start=1):
+        found: list[tuple[MapPoint, Partition]] = []
         for strategy in _chosen(place, strategies):
             compared[strategy.name] = strategy
             try:
-                points.append(_point(place, strategy))
+                found.append(_point(place, strategy))
             except InputError as error:
                 if error.parameter != "strategies":
                     raise
                 refused[
                     f"{strategy.name} is not on the map for {place.cluster.num_gpus} GPUs: it takes {error.accepted}"
                 ] = None
+        points.extend(_with_moves(place, found, compared))
         if on_place is not None:
             on_place(number, len(places))
     return StrategyMap(
@@ -123,10 +127,10 @@ def _chosen(place: Scenario, strategies: Sequence[str | Strategy]) -> Sequence[S
     return chosen
 
 
-def _point(place: Scenario, strategy: Strategy) -> MapPoint:
+def _point(place: Scenario, strategy: Strategy) -> tuple[MapPoint, Partition]:
     placed = for_strategy(place, strategy)
     ttft_s, partition = _fastest(placed, strategy)
-    return MapPoint(
+    point = MapPoint(
         context_len=place.request.context_len,
         link_bandwidth_bytes_per_s=place.cluster.link.bandwidth_bytes_per_s,
         num_gpus=place.cluster.num_gpus,
@@ -134,6 +138,21 @@ def _point(place: Scenario, strategy: Strategy) -> MapPoint:
         ttft_s=ttft_s,
         fits=fits(placed, memory_of(placed, strategy, partition)),
     )
+    return point, partition
+
+
+def _with_moves(
+    place: Scenario, found: Sequence[tuple[MapPoint, Partition]], compared: Mapping[str, Strategy]
+) -> Iterator[MapPoint]:
+    """The points, with their moves where they may tie with the fastest exact ones that fit, or do not."""
+    exact = [point for point, _ in found if compared[point.strategy].approximate is None]
+    least_s = {point.fits: min(one.ttft_s for one in exact if one.fits == point.fits) for point in exact}
+    for point, partition in found:
+        strategy = compared[point.strategy]
+        if strategy.approximate is None and point.ttft_s <= _FAR * least_s[point.fits]:
+            yield replace(point, moves=moves(for_strategy(place, strategy), strategy, partition))
+        else:
+            yield point
 
 
 def _fastest(placed: Scenario, strategy: Strategy) -> tuple[float, Partition]:

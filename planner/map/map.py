@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,12 +12,13 @@ from kvrsim.hardware.cluster import Cluster
 from kvrsim.hardware.gpu import MemoryLimit
 from kvrsim.io.schema import fields_to_json, to_json
 from kvrsim.results.question import Question
+from planner.uncertainty.interval import tied
+from planner.uncertainty.moves import UNKNOWN, Moves
 
 if TYPE_CHECKING:
     import pandas
 
 ALONE = "single"
-TELLABLE = 0.02  # less than which no profile tells two strategies apart: one GPU, or fewer, then wins
 Known = Literal["interpolated", "at or below the first length", "beyond the last length"]
 
 
@@ -31,6 +32,13 @@ class MapPoint:
     strategy: str
     ttft_s: float
     fits: bool  # in every GPU's memory
+    moves: Moves = field(default=UNKNOWN, repr=False, compare=False)  # of log TTFT with what it rests on
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return fields_to_json(
+            self, "context_len", "link_bandwidth_bytes_per_s", "num_gpus", "strategy", "ttft_s", "fits"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +53,7 @@ class Winner:
     fits: bool
     speedup_over_single: float  # TTFT of one GPU over this one's, whether or not one GPU's memory would do
     pays: bool  # more than one GPU is used
+    ties: tuple[str, ...]  # other strategies that a prediction cannot tell from the fastest, as feasible as it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,27 +120,26 @@ class StrategyMap:
                         yield self._winner(points)
 
     def best(self) -> Iterator[Winner]:
-        """One for each context and bandwidth: the fewest GPUs within 2 % of the fastest."""
-        winners = list(self.winners())
+        """One for each context and bandwidth: the fewest GPUs that a prediction cannot tell from the fastest."""
         for bandwidth in self.bandwidths:
             for context_len in self.lengths:
-                here = [
-                    one
-                    for one in winners
-                    if (one.context_len, one.link_bandwidth_bytes_per_s) == (context_len, bandwidth)
-                ]
-                if not here:
-                    continue
-                usable = [one for one in here if one.fits] or here
-                least_s = min(one.ttft_s for one in usable)
-                yield next(one for one in usable if one.ttft_s * (1 - TELLABLE) <= least_s)
+                everywhere = (self.at(context_len, bandwidth, num_gpus) for num_gpus in self.gpu_counts)
+                here = [(self._winning(place)[0], place) for place in everywhere if place]
+                usable = [one for one in here if one[0].fits] or here
+                if usable:
+                    least, _ = min(usable, key=lambda one: one[0].ttft_s)
+                    yield next(self._winner(place) for point, place in usable if _tied(least, point))
 
-    def _winner(self, points: dict[str, MapPoint]) -> Winner:
+    def _winning(self, points: dict[str, MapPoint]) -> tuple[MapPoint, list[MapPoint]]:
+        """What wins in one place, and all that may be as fast: one GPU, where it is among them."""
         alone, exact = points[ALONE], self._exact(points)
         usable = [point for point in exact if point.fits] or exact
-        best = min(usable, key=lambda point: point.ttft_s)
-        if alone in usable and alone.ttft_s * (1 - TELLABLE) <= best.ttft_s:
-            best = alone
+        fastest = min(usable, key=lambda point: point.ttft_s)
+        near = [point for point in usable if _tied(fastest, point)]
+        return alone if alone in near else fastest, near
+
+    def _winner(self, points: dict[str, MapPoint]) -> Winner:
+        alone, (best, near) = points[ALONE], self._winning(points)
         return Winner(
             context_len=best.context_len,
             link_bandwidth_bytes_per_s=best.link_bandwidth_bytes_per_s,
@@ -141,6 +149,7 @@ class StrategyMap:
             fits=best.fits,
             speedup_over_single=alone.ttft_s / best.ttft_s,
             pays=best is not alone,
+            ties=tuple(point.strategy for point in near if point is not best),
         )
 
     def _exact(self, points: dict[str, MapPoint]) -> list[MapPoint]:
@@ -181,6 +190,10 @@ class StrategyMap:
         import pandas
 
         return pandas.DataFrame(to_json(self.points))
+
+
+def _tied(faster: MapPoint, slower: MapPoint) -> bool:
+    return tied(faster.moves, slower.moves, faster.ttft_s, slower.ttft_s)
 
 
 def _break_even(places: Sequence[dict[str, MapPoint]], name: str, over: str) -> BreakEven:

@@ -46,7 +46,8 @@ def _figure(found: StrategyMap) -> Figure:
         frameon=False,
     )
     about = printable(", ".join((found.model, *found.question.kernels())))
-    figure.suptitle(f"Fastest strategy, gain over one GPU\n{about}", fontsize=10)
+    ties = " (≈: others tie)" if any(winner.ties for winner in found.winners()) else ""
+    figure.suptitle(f"Fastest strategy, gain over one GPU{ties}\n{about}", fontsize=10)
     return figure
 
 
@@ -63,7 +64,8 @@ def _draw(axes: Axes, found: StrategyMap, bandwidth: float, colours: Mapping[str
         axes.add_patch(Rectangle(corner, 1, 1, facecolor=colours[winner.strategy], edgecolor="white", hatch=hatch))
         if winner.pays and len(lengths) <= _MOST_GAINS:
             middle = corner[0] + 0.5, corner[1] + 0.5
-            axes.text(*middle, f"{winner.speedup_over_single:.1f}×", ha="center", va="center", fontsize=8)
+            ties = "\n≈" if winner.ties else ""
+            axes.text(*middle, f"{winner.speedup_over_single:.1f}×{ties}", ha="center", va="center", fontsize=8)
     axes.set_xlim(0, len(lengths))
     axes.set_ylim(0, len(counts))
     step = -(-len(lengths) // 16)

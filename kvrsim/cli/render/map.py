@@ -33,6 +33,9 @@ def show_map(found: StrategyMap) -> None:
         if here:
             parts += ["", _break_evens(found, here)]
     notes = facts()
+    if any(winner.ties and winner.pays for winner in winners):
+        what = "(+N): N others tie, the difference is within its prediction interval (--json says which)"
+        notes.add_row("ties:", what)
     notes.add_row("memory:", limit_text(found.memory_limit))
     for note in (*_always_alone(found, best), *_too_long_alone(found), *found.warnings):
         notes.add_row(Text("note:", style="yellow"), note)
@@ -62,7 +65,8 @@ def _cell(winner: Winner) -> str:
     if not winner.pays:
         what = f"no gain ({format_seconds(winner.ttft_s)})"
     else:
-        what = f"{winner.strategy} {format_seconds(winner.ttft_s)} {winner.speedup_over_single:.2f}×"
+        ties = f" (+{len(winner.ties)})" if winner.ties else ""
+        what = f"{winner.strategy} {format_seconds(winner.ttft_s)} {winner.speedup_over_single:.2f}×{ties}"
     return what if winner.fits else f"{what} (does not fit)"
 
 

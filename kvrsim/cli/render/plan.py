@@ -93,7 +93,7 @@ def _best(plan: Plan) -> Iterator[str]:
     if best.approximate is not None:
         yield f"approximate: {best.approximate}"
     if plan.ties:
-        yield f"ties (difference below 2 %, too small to predict): {', '.join(plan.ties)}"
+        yield f"ties (the difference is within its prediction interval): {', '.join(plan.ties)}"
     if len(set(best.partition)) > 1:
         yield f"partition {', '.join(map(str, best.partition))}"
     bound = plan.bounds.best

@@ -117,6 +117,22 @@ def test_one_gpu_wins_where_the_gain_cannot_be_told() -> None:
         assert winner.pays is pays
 
 
+def test_ties_are_with_the_fastest_that_is_as_feasible() -> None:
+    times = {"single": [3.0], "tsp": [1.02], "tp": [1.0], "ring": [1.01], "ulysses": [1.1]}
+    (winner,) = map_of(times, fits={"ring": False}).winners()
+    assert (winner.strategy, winner.ties) == ("tp", ("tsp",))
+    (best,) = map_of(times, fits={"ring": False}).best()
+    assert best == winner
+
+
+def test_ties_are_others_as_feasible_as_the_winner(found: StrategyMap) -> None:
+    for winner in found.winners():
+        place = found.at(winner.context_len, winner.link_bandwidth_bytes_per_s, winner.num_gpus)
+        assert winner.strategy not in winner.ties
+        assert all(place[name].fits == winner.fits for name in winner.ties if winner.pays)
+    assert any(winner.ties for winner in found.winners())
+
+
 def test_what_does_not_fit_does_not_win() -> None:
     (winner,) = map_of({"single": [1.0], "tsp": [5.0]}, fits={"single": False}).winners()
     assert (winner.strategy, winner.fits, winner.speedup_over_single) == ("tsp", True, 0.2)
@@ -139,6 +155,7 @@ def test_text_and_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     text = capsys.readouterr().out
     assert "no gain" in text
     assert "kvr-s than single" in text
+    assert ("ties:" in text) == ("(+" in text.split("ties:")[0])
     assert picture.read_text("utf-8").startswith("<?xml")
 
 

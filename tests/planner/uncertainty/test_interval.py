@@ -15,7 +15,8 @@ from kvrsim.profile.profile import OperationFit, load_profile
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
-from planner.uncertainty.interval import Interval, doublings_beyond, interval
+from planner.uncertainty.interval import Interval, interval
+from planner.uncertainty.moves import doublings_beyond
 from tests.building import Draws, any_scenario, draws, examples
 
 KVR = STRATEGIES["kvr-e"]
@@ -32,6 +33,11 @@ def width(scenario: Scenario) -> float:
     return math.log(sure.high_s / sure.low_s) / 2
 
 
+def above(scenario: Scenario) -> dict[str, float]:
+    """Log standard deviations above the prediction, by cause."""
+    return {name: move.high for name, move in of(scenario).log_sd.items()}
+
+
 def flash(**asked: Any) -> Scenario:
     return make_scenario(**({"ctx": 8192, "gpus": 4, "profile": "a100-flash", "model": "llama-3-8b"} | asked))[0]
 
@@ -44,7 +50,7 @@ def test_of_a_profile_fitted_to_ttfts_it_is_their_error() -> None:
 
 
 def test_what_an_operation_does_not_move_does_not_widen_it() -> None:
-    log_sd = of(flash()).log_sd
+    log_sd = above(flash())
     assert {"gemm", "attention", "elementwise", "host", "links", "run to run"} <= set(log_sd)
     assert log_sd["gemm"] > 0.005
     assert log_sd["host"] < 0.001  # long chunks: the host is far ahead
@@ -61,6 +67,31 @@ def test_worse_operations_make_it_wider() -> None:
     assert width(replace(scenario, profile=replace(profile, operations=worse))) > 1.3 * width(scenario)
 
 
+def with_systematic(scenario: Scenario, log_sd: float) -> Scenario:
+    """Products and attention from a table that may be off as a whole."""
+    profile = scenario.profile
+    assert profile is not None
+    kinds = ("gemm", "attention")
+    worse = {kind: replace(profile.operations[kind], systematic_log_sd=log_sd) for kind in kinds}
+    return replace(scenario, profile=replace(profile, operations={**profile.operations, **worse}))
+
+
+def test_an_error_of_the_table_moves_all_products_and_attention_together() -> None:
+    """It is not averaged away over shapes: nearly all of TTFT moves by it."""
+    scenario = flash(gpus=1)
+    assert "table and clock" not in of(scenario).log_sd
+    move = of(with_systematic(scenario, 0.05)).log_sd["table and clock"]
+    assert 0.9 * 0.05 < move.high < 0.05
+    assert -0.05 < move.low < -0.9 * 0.05
+    assert width(with_systematic(scenario, 0.1)) > width(with_systematic(scenario, 0.05)) > width(scenario)
+
+
+def test_links_that_hold_nothing_up_can_only_make_it_longer() -> None:
+    """Faster links help little where messages are hidden behind computation."""
+    move = of(flash(ctx=16384, link_bandwidth="30GB/s")).log_sd["links"]
+    assert move.high > -move.low >= 0
+
+
 def test_a_machine_that_was_seen_to_vary_makes_it_wider() -> None:
     profile = load_profile("a100-flash")
     widths = [width(flash(profile=replace(profile, run_to_run_log_sd=spread))) for spread in (None, 0.001, 0.1, 0.3)]
@@ -73,7 +104,7 @@ def test_a_machine_that_was_seen_to_vary_makes_it_wider() -> None:
 )
 def test_outside_of_what_was_measured_it_is_wider(asked: dict[str, Any]) -> None:
     """By a cause of its own: other GPUs may hide what another cause moves."""
-    inside, outside = of(flash()).log_sd, of(flash(**asked)).log_sd
+    inside, outside = above(flash()), above(flash(**asked))
     assert "extrapolation" not in inside
     assert outside.get("extrapolation", 0.0) > 0 or outside["links"] > inside["links"]
 
@@ -102,7 +133,8 @@ def test_any_profile_has_one(rng: Draws) -> None:
         for kind in profile.operations
     }
     sure = of(replace(scenario, profile=replace(profile, operations=known)))
-    assert sum(sure.log_sd.get(kind, 0.0) for kind in ("gemm", "attention", "elementwise", "host")) == 0
+    kinds = "gemm", "attention", "elementwise", "host", "table and clock"
+    assert [sure.log_sd[kind] for kind in kinds if kind in sure.log_sd] == []
 
 
 def test_answers_carry_it() -> None:
