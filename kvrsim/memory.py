@@ -116,15 +116,15 @@ def _stage_memory(scenario: Scenario, partition: Partition, stage: tuple[int, ra
     width, batch = request.dtype_bytes, request.batch
     rank, layers = stage
     piece, last = max(partition.chunk_lens), rank == num_stages - 1
-    parameters = sum(model.layers[layer].num_parameters for layer in layers)
+    weights = sum(model.layers[layer].weight_bytes(width) for layer in layers)
     if rank == 0:
-        parameters += model.embedding_parameters
+        weights += model.embedding_bytes(width)
     if last:
-        parameters += model.head_parameters
+        weights += model.head_bytes(width)
     if last and rank and model.tie_word_embeddings:
-        parameters += model.vocab_size * model.hidden_size
+        weights += model.vocab_size * model.hidden_size * width
     return RankMemory(
-        weights=parameters * width,
+        weights=weights,
         kv_cache=batch * request.context_len * len(layers) * model.kv_bytes_per_token_layer(width),
         gathered=2 * batch * piece * model.hidden_size * width if num_stages > 1 else 0,
         activations=batch * piece * _activation_elements(model) * width,

@@ -25,7 +25,7 @@ class Request:
     context_len: int  # tokens of the whole context, the cached prefix included
     batch: int = 1  # sequences prefilled together, each of context_len tokens
     cached_prefix: int = 0  # leading tokens of the context whose KV every rank already holds
-    dtype: str = "fp16"  # one of DTYPES
+    dtype: str = "fp16"  # one of DTYPES; fp8: the products of the layers, all else in half precision
 
     def __post_init__(self) -> None:
         _check_whole("ctx", self.context_len, 1, MAX_TOKENS)
@@ -40,8 +40,8 @@ class Request:
 
     @property
     def dtype_bytes(self) -> int:
-        """Bytes of one element of the request's dtype."""
-        return dtype_bytes(self.dtype)
+        """Bytes of one element of activations and KV cache; under fp8, where products alone are, half precision's."""
+        return dtype_bytes("fp16" if self.dtype == "fp8" else self.dtype)
 
 
 def _check_whole(argument: str, value: object, least: int, most: int) -> None:

@@ -125,7 +125,8 @@ class ScenarioOptions:
         typer.Option(
             "--dtype",
             metavar="|".join(DTYPES),
-            help="Type of weights, activations and KV cache. Default: fp16, or the profile's first.",
+            help="Type of weights, activations and KV cache; fp8: of the layers' products, all else in half precision."
+            " Default: fp16, or the profile's first.",
         ),
     ] = None
     memory_fraction: Annotated[
@@ -134,15 +135,6 @@ class ScenarioOptions:
             "--memory-fraction", metavar="F", help="Share of each GPU's memory that the prefill may use, above 0 to 1."
         ),
     ] = "0.9"
-    engine: Annotated[
-        str | None,
-        typer.Option(
-            "--engine",
-            metavar="NAME|PATH",
-            help="What serves the model: kvrsim engines list has the names; none: its kernels alone. Default: the"
-            " profile's.",
-        ),
-    ] = None
 
     def scenario(self) -> tuple[Scenario, tuple[str, ...]]:
         """The scenario and its notes; InputError names the option."""

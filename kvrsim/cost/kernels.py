@@ -16,7 +16,7 @@ from kvrsim.hardware.gpu import GpuSpec
 from kvrsim.profile.profile import CacheCopies, KernelRates
 from kvrsim.profile.rates.attention import AttentionCall
 from kvrsim.profile.rates.elementwise import Traffic
-from kvrsim.profile.rates.gemm import Product, RowCost
+from kvrsim.profile.rates.gemm import GEMM_TYPES, Product, RowCost, of_each, summed
 from kvrsim.program.operations import Array
 
 NO_COPIES = CacheCopies(keep=0.0, append=0.0, gather=0.0)
@@ -53,8 +53,8 @@ class CostModel(Protocol):
     def traffic_s(self, tokens: Array, steps: tuple[Traffic, ...]) -> Array:
         """Element-wise kernels and copies of `tokens` tokens."""
 
-    def mask_s(self, mask_elements: Array) -> Array:
-        """The attention mask, made before the first layer."""
+    def prepare_s(self, request_s: float, mask_elements: Array) -> Array:
+        """What comes before the first layer: so long whatever the tokens, and the mask."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +66,6 @@ class CalibratedCost:
     batch: int
     element_bytes: int
     least: bool = False  # attention takes the time that no call beats, for proofs
-    scale: float = 1.0  # seconds of every kernel over those that the rates give
 
     @property
     def fused(self) -> bool:
@@ -89,13 +88,13 @@ class CalibratedCost:
         return self.rates.head_on_all_tokens
 
     def row_cost(self, products: tuple[Product, ...], steps: tuple[Traffic, ...]) -> RowCost:
-        """By tiles and waves or as measured, and bytes."""
-        gemm = self.rates.gemm.row_cost(products, self.element_bytes)
+        """By tiles and waves or as measured, and bytes; each product at its type's rates."""
+        gemm = self._products(products)
         token_s, start_s = self._traffic(steps)
         return RowCost(
             rows_per_step=gemm.rows_per_step and gemm.rows_per_step / self.batch,
-            table=gemm.table * self.scale + start_s,
-            row_s=gemm.row_s * self.batch * self.scale + token_s,
+            table=gemm.table + start_s,
+            row_s=gemm.row_s * self.batch + token_s,
         )
 
     def head_s(self, tokens: Array, product: Product) -> Array:
@@ -103,33 +102,42 @@ class CalibratedCost:
 
         One row streams the weights, at a rate of its own where that was measured.
         """
-        gemm = self.rates.gemm
-        nbytes = product.in_features * product.out_features * self.element_bytes
-        read_s = self.scale * nbytes / (gemm.head_bytes_per_s or gemm.bytes_per_s)
+        gemm, width = self.rates.gemm_of(product.compute, self.element_bytes)
+        nbytes = product.in_features * product.out_features * of_each(width).weight
+        read_s = nbytes / (gemm.head_bytes_per_s or gemm.bytes_per_s)
         seconds = np.maximum(self.row_cost((product,), ())(tokens), read_s)
         return seconds if gemm.head_bytes_per_s is None else np.where(tokens * self.batch <= 1, read_s, seconds)
+
+    def _products(self, products: tuple[Product, ...]) -> RowCost:
+        types = tuple(dict.fromkeys(self.rates.priced_as(product.compute) for product in products)) or (None,)
+        costs = []
+        for compute in types:
+            rates, width = self.rates.gemm_of(compute, self.element_bytes)
+            alike = tuple(product for product in products if self.rates.priced_as(product.compute) == compute)
+            costs.append(rates.row_cost(alike, width))
+        return costs[0] if len(costs) == 1 else summed(costs)
 
     def attention_s(self, call: AttentionCall) -> Array:
         """By the profile's rates of this kernel."""
         rates = self.rates.attention[self.kernel]
         seconds = rates.least_seconds if self.least else rates.seconds
-        return self.scale * seconds(call, self.batch, self.element_bytes)
+        return seconds(call, self.batch, self.element_bytes)
 
     def traffic_s(self, tokens: Array, steps: tuple[Traffic, ...]) -> Array:
         """Bytes at the rate of each operation, and each kernel's start."""
         token_s, start_s = self._traffic(steps)
         return tokens * token_s + start_s
 
-    def mask_s(self, mask_elements: Array) -> Array:
-        """As the profile says."""
-        return mask_elements * (self.scale * self.rates.elementwise.mask_element_s)
+    def prepare_s(self, request_s: float, mask_elements: Array) -> Array:
+        """As the profile says; flash kernels take no mask."""
+        mask_element_s = 0.0 if self.kernel == "flash" else self.rates.elementwise.mask_element_s
+        return request_s + mask_elements * mask_element_s
 
     def _traffic(self, steps: tuple[Traffic, ...]) -> tuple[float, float]:
         """Seconds a token, and seconds whatever the tokens."""
         rates = self.rates.elementwise
         bytes_s = sum(step.nbytes / rates.bytes_per_s(step.op) for step in steps)
-        token_s = bytes_s * self.batch * self.element_bytes / 2
-        return self.scale * token_s, self.scale * rates.start_s * sum(step.kernels for step in steps)
+        return bytes_s * self.batch * self.element_bytes / 2, rates.start_s * sum(step.kernels for step in steps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,7 +165,7 @@ class NoTime:
         """Nothing."""
         return np.zeros_like(tokens)
 
-    def mask_s(self, mask_elements: Array) -> Array:
+    def prepare_s(self, request_s: float, mask_elements: Array) -> Array:
         """Nothing."""
         return np.zeros_like(mask_elements)
 
@@ -170,7 +178,8 @@ class RooflineCost:
     kernel: str
     batch: int
     element_bytes: int
-    peak_flops: float
+    peak_flops: float  # of the request's dtype; under fp8 of half precision, which attention is computed in
+    low_flops: float  # of products with quantised inputs, where the GPU has such arithmetic
     fused: bool = True
     whole_attention: bool = False
     copies: CacheCopies = NO_COPIES
@@ -178,11 +187,16 @@ class RooflineCost:
 
     @classmethod
     def of(cls, gpu: GpuSpec, *, kernel: str, batch: int, dtype: str, element_bytes: int) -> RooflineCost:
-        """Limits of one GPU in one dtype; InputError where the GPU has no such arithmetic."""
-        peak_flops = dict(gpu.peak_flops).get(dtype)
-        if peak_flops is None:
-            raise InputError("dtype", dtype, f"what {gpu.name} computes in: {', '.join(dict(gpu.peak_flops))}")
-        return cls(gpu=gpu, kernel=kernel, batch=batch, element_bytes=element_bytes, peak_flops=peak_flops)
+        """Limits of one GPU in one dtype; InputError where the GPU has no such arithmetic.
+
+        Of products with quantised inputs, INT8 and NVFP4 too, FP8's: datasheets are read for no other.
+        """
+        peaks = dict(gpu.peak_flops)
+        if dtype not in peaks:
+            raise InputError("dtype", dtype, f"what {gpu.name} computes in: {', '.join(peaks)}")
+        half = peaks.get("bf16", peaks.get("fp16", peaks[dtype])) if dtype == "fp8" else peaks[dtype]
+        low = peaks.get("fp8", half)
+        return cls(gpu=gpu, kernel=kernel, batch=batch, element_bytes=element_bytes, peak_flops=half, low_flops=low)
 
     def row_cost(self, products: tuple[Product, ...], steps: tuple[Traffic, ...]) -> Callable[[Array], Array]:
         """Of each product, the longer of FLOPs at peak and one reading of the weights; and bytes."""
@@ -199,8 +213,10 @@ class RooflineCost:
 
     def _product_s(self, tokens: Array, product: Product) -> Array:
         weights = product.in_features * product.out_features * product.num_matrices
-        flops_s = tokens * (self.batch * product.flops_per_row / self.peak_flops)
-        return np.maximum(flops_s, weights * self.element_bytes / self.gpu.hbm_bytes_per_s)
+        width = of_each(self.element_bytes if product.compute is None else GEMM_TYPES[product.compute])
+        flops_per_s = self.low_flops if width.quantised else self.peak_flops
+        flops_s = tokens * (self.batch * product.flops_per_row / flops_per_s)
+        return np.maximum(flops_s, weights * width.weight / self.gpu.hbm_bytes_per_s)
 
     def attention_s(self, call: AttentionCall) -> Array:
         """FLOPs of the unmasked part; eager: the longer of all FLOPs and the score matrix's traffic."""
@@ -215,6 +231,6 @@ class RooflineCost:
         nbytes = self.batch * self.element_bytes / 2 * sum(step.nbytes for step in steps)
         return tokens * (nbytes / self.gpu.hbm_bytes_per_s)
 
-    def mask_s(self, mask_elements: Array) -> Array:
+    def prepare_s(self, request_s: float, mask_elements: Array) -> Array:
         """Nothing that a device must do."""
         return np.zeros_like(mask_elements)

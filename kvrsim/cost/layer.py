@@ -16,8 +16,8 @@ from kvrsim.cost.traffic import (
     before_attention,
     eager_score_bytes,
 )
-from kvrsim.engine.host import HostRates
 from kvrsim.model.spec import Gemm, LayerSpec, ModelSpec
+from kvrsim.profile.profile import HostRates
 from kvrsim.profile.rates.attention import AttentionCall
 from kvrsim.profile.rates.elementwise import Traffic
 from kvrsim.profile.rates.gemm import Product, merged
@@ -177,7 +177,9 @@ class LayerCosts:
 
     def _products(self, gemms: Sequence[Gemm], num_matrices: int = 1, share: float = 1.0) -> tuple[Product, ...]:
         """Those of one input are one where the engine fuses."""
-        products = tuple(Product(gemm.in_features, gemm.out_features, num_matrices, share) for gemm in gemms)
+        products = tuple(
+            Product(gemm.in_features, gemm.out_features, num_matrices, share, gemm.compute) for gemm in gemms
+        )
         return merged(products) if self.cost.fused else products
 
     def _mlp_width(self, mlp: Sequence[Gemm]) -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from kvrsim.model.quantization import Quantization, WeightFormat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,10 +16,23 @@ class Gemm:
     in_features: int  # width of the input
     out_features: int  # width of the output
     bias: bool = False  # whether a vector of out_features is added
+    weights: WeightFormat | None = None  # how they are stored, if quantised; None: in the request's dtype
 
     @property
     def num_parameters(self) -> int:
         return self.in_features * self.out_features + (self.out_features if self.bias else 0)
+
+    @property
+    def compute(self) -> str | None:
+        """Type of the product, a key of GEMM_TYPES; None: the request's dtype."""
+        return None if self.weights is None else self.weights.compute
+
+    def weight_bytes(self, bytes_per_element: int) -> int:
+        """Bytes of weights, scales and bias; `bytes_per_element`: of what is not quantised."""
+        if self.weights is None:
+            return self.num_parameters * bytes_per_element
+        bias = self.out_features * bytes_per_element if self.bias else 0
+        return self.weights.nbytes(self.in_features, self.out_features) + bias
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,17 +52,21 @@ class LayerSpec:
     @property
     def num_parameters(self) -> int:
         """Parameters held in memory."""
-        return self._parameters(max(1, self.num_experts))
+        return self._summed(max(1, self.num_experts), lambda gemm: gemm.num_parameters) + self.norm_parameters
 
     @property
     def active_parameters(self) -> int:
         """Parameters that a token passes through."""
-        return self._parameters(max(1, self.num_experts_per_tok))
+        return self._summed(max(1, self.num_experts_per_tok), lambda gemm: gemm.num_parameters) + self.norm_parameters
 
-    def _parameters(self, num_experts: int) -> int:
+    def weight_bytes(self, bytes_per_element: int) -> int:
+        """Bytes held in memory; `bytes_per_element`: of what is not quantised."""
+        matrices = self._summed(max(1, self.num_experts), lambda gemm: gemm.weight_bytes(bytes_per_element))
+        return matrices + self.norm_parameters * bytes_per_element
+
+    def _summed(self, num_experts: int, of: Callable[[Gemm], int]) -> int:
         every = (*self.qkv, self.output, *self.shared_mlp, *([self.router] if self.router else []))
-        experts = num_experts * sum(gemm.num_parameters for gemm in self.mlp)
-        return sum(gemm.num_parameters for gemm in every) + experts + self.norm_parameters
+        return sum(map(of, every)) + num_experts * sum(map(of, self.mlp))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +95,7 @@ class ModelSpec:
     embedding_norm_parameters: int = 0  # and of a norm after the embedding; 0: none
     lm_head: Gemm  # hidden states to logits
     layers: tuple[LayerSpec, ...]  # one a layer, first layer first
-    quantization: str | None = None  # how the file says its weights are quantized, such as "awq, 4 bits"; None: not
+    quantization: Quantization | None = None  # of the weights of some matrices (see Gemm.weights); None: none
 
     # Distinct kinds of layer, in order of first appearance; and for each layer the index of its kind.
     layer_kinds: tuple[LayerSpec, ...] = field(init=False, repr=False, compare=False)
@@ -119,12 +139,25 @@ class ModelSpec:
         return self.embedding_parameters + self.head_parameters
 
     def weight_bytes(self, bytes_per_element: int) -> int:
-        """Bytes of all weights on a rank that holds the whole model."""
-        return self.num_parameters * bytes_per_element
+        """Bytes of all weights on a rank that holds the whole model; `bytes_per_element`: of what is not quantised."""
+        layers = sum(layer.weight_bytes(bytes_per_element) for layer in self.layers)
+        return self.embedding_bytes(bytes_per_element) + layers + self.head_bytes(bytes_per_element)
+
+    def embedding_bytes(self, bytes_per_element: int) -> int:
+        """Bytes of what comes before the first layer."""
+        return self.embedding_parameters * bytes_per_element
+
+    def head_bytes(self, bytes_per_element: int) -> int:
+        """Bytes of what comes after the last layer, less a head that is the embedding."""
+        head = 0 if self.tie_word_embeddings else self.lm_head.weight_bytes(bytes_per_element)
+        bias = self.lm_head.out_features if self.tie_word_embeddings and self.lm_head.bias else 0
+        return head + (self.final_norm_parameters + bias) * bytes_per_element
 
     def kv_bytes_per_token_layer(self, bytes_per_element: int) -> int:
-        """Bytes of one token's keys and values in one layer."""
-        return 2 * self.num_key_value_heads * self.head_dim * bytes_per_element
+        """Bytes of one token's keys and values in one layer; of a quantised cache, as its quantisation says."""
+        elements = 2 * self.num_key_value_heads * self.head_dim
+        cache_bits = None if self.quantization is None else self.quantization.kv_cache_bits
+        return elements * bytes_per_element if cache_bits is None else elements * cache_bits // 8
 
     def kv_bytes_per_token(self, bytes_per_element: int) -> int:
         """Bytes of one token's keys and values in all layers."""

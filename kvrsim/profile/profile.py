@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from kvrsim.choices import DTYPES
-from kvrsim.engine.engine import Engine
-from kvrsim.engine.host import HostRates
 from kvrsim.errors import InputError
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.hardware.gather import GatherRates
@@ -19,7 +17,7 @@ from kvrsim.io.json_text import JsonObject
 from kvrsim.io.schema import Check, Keys, Limits, NonNegative, RelativeError, Whole, fields_to_json, read
 from kvrsim.profile.rates.attention import ATTENTION_KERNELS, AttentionRates, read_attention
 from kvrsim.profile.rates.elementwise import ElementwiseRates
-from kvrsim.profile.rates.gemm import GEMM_TYPES, GemmRates
+from kvrsim.profile.rates.gemm import GEMM_TYPES, GemmRates, Width
 
 SCHEMA_VERSION = 2
 _BUILTIN_FOLDER = Path(__file__).parents[1] / "data" / "profiles"
@@ -39,6 +37,9 @@ SizeSpan = Annotated[
 Dtypes = Annotated[
     tuple[str, ...], Check(f"some of {', '.join(DTYPES)}", lambda found: found and set(found) <= set(DTYPES))
 ]
+# Types that stand for one without rates, most similar first. INT8 has FP8's peak on Hopper and Ada; a device without
+# rates of NVFP4 computes it in half precision.
+_ALIKE = {"fp8": ("fp8_block",), "fp8_block": ("fp8",), "int8": ("fp8",), "nvfp4": ("int4_wo",)}
 GemmTypes = Annotated[Mapping[str, GemmRates], Keys(tuple(GEMM_TYPES))]
 
 
@@ -64,6 +65,15 @@ class KernelRates:
     whole_attention: bool = False  # whether its rates hold the repeating of KV heads and the transposed output, too
     gemm_types: GemmTypes = field(default_factory=dict)  # products of quantised weights, by type; absent: not measured
 
+    def priced_as(self, compute: str | None) -> str | None:
+        """The type whose rates stand for a type of product: its own, or the most similar; None: half precision's."""
+        return next((one for one in (compute, *_ALIKE.get(compute or "", ())) if one in self.gemm_types), None)
+
+    def gemm_of(self, compute: str | None, element_bytes: int) -> tuple[GemmRates, Width]:
+        """Rates of a type of product, and bytes of its operands; `element_bytes`: of the request's dtype."""
+        priced = self.priced_as(compute)
+        return (self.gemm, element_bytes) if priced is None else (self.gemm_types[priced], GEMM_TYPES[priced])
+
     @classmethod
     def read(cls, data: JsonObject) -> KernelRates:
         """Check the keys of the profile's kernels section."""
@@ -73,6 +83,21 @@ class KernelRates:
         if not rates:
             raise data.error("attention", f"rates for one or more of {', '.join(ATTENTION_KERNELS)}")
         return read(cls, data, attention=rates)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostRates:
+    """The launching thread: a property of the software, not of the device."""
+
+    layer_s: NonNegative  # seconds to issue one decoder layer
+    gather_piece_s: NonNegative  # more, per rank that takes part, for the all-gathers of one layer
+    resume_s: NonNegative = (
+        0.0  # that the device idles after communication that held it, until what follows has been issued
+    )
+    request_s: NonNegative = 0.0  # of the device, before the first layer, once a prefill
+    prepare_s: NonNegative | None = None  # of the host, likewise; None: not measured, as long as the device
+    message_s: NonNegative = 0.0  # to issue one send or one receive
+    kernel_s: NonNegative = 0.0  # more than layer_s, for each kernel that the decoder layer launches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,23 +186,24 @@ class CalibrationProfile:
     provenance: Mapping[str, str]  # source, command, date, versions
     run_to_run_log_sd: RelativeError | None = None  # of log seconds of a layer, again and again; None: not measured
     cluster: Cluster | None = None  # the machine that was measured, its links as named; None: that of --cluster
-    engine: Engine | str | None = None  # that a prediction takes if none is named; None: `host` has been measured
 
     @property
     def attention_kernels(self) -> tuple[str, ...]:
         """Kernels that the profile has rates for; the first is the default."""
         return tuple(self.kernels.attention)
 
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """What a request may be computed in: what was measured, and fp8 where there are rates of FP8 products."""
+        fp8 = ("fp8",) if self.kernels.priced_as("fp8") and "fp8" not in self.valid.dtypes else ()
+        return (*self.valid.dtypes, *fp8)
+
     @classmethod
     def read(cls, data: JsonObject) -> CalibrationProfile:
         """Check every key of a profile; raises InputError naming the key path."""
         if data.integer("schema_version") != SCHEMA_VERSION:
             raise data.error("schema_version", f"{SCHEMA_VERSION}, the version that this kvrsim reads")
-        engine: Engine | str | None = None
-        if data.has("engine"):
-            is_name = isinstance(data.fields["engine"], str)
-            engine = data.text("engine") if is_name else Engine.read(data.child("engine"))
-        return read(cls, data.without("schema_version"), engine=engine)
+        return read(cls, data.without("schema_version"))
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON values."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvrsim.engine.engine import NO_ENGINE
 from kvrsim.io.schema import fields_to_json
 from kvrsim.units import format_tokens
 from kvrsim.version import __version__
@@ -27,16 +26,16 @@ class Question:
     batch: int
     cached_prefix: int  # tokens
     dtype: str
+    quantization: str | None  # how the model's weights are quantised, such as "awq, 4 bits"; None: they are not
     attention: str  # kernel
     memory_fraction: float  # share of each GPU's memory that the prefill may use
-    engine: str  # what serves the model; "none": the kernels, and the host that the profile has
     seed: int
     options: tuple[tuple[str, Any], ...] = ()  # what else was asked, plain JSON values by name
 
     @classmethod
     def of(cls, scenario: Scenario, *, seed: int = 0, **options: Any) -> Question:
         """What a scenario asks; `options`: the command's own, plain JSON values."""
-        request = scenario.request
+        request, quantization = scenario.request, scenario.model.quantization
         return cls(
             model=scenario.model.name,
             profile=scenario.profile_name,
@@ -46,9 +45,9 @@ class Question:
             batch=request.batch,
             cached_prefix=request.cached_prefix,
             dtype=request.dtype,
+            quantization=None if quantization is None else quantization.describe(),
             attention=scenario.kernel,
             memory_fraction=scenario.memory_fraction,
-            engine=scenario.engine_name,
             seed=seed,
             options=tuple(options.items()),
         )
@@ -73,8 +72,7 @@ class Question:
 
     def kernels(self) -> tuple[str, ...]:
         """Element type and attention kernel, and the profile, in words."""
-        engine = () if self.engine == NO_ENGINE else (f"engine {self.engine}",)
-        return f"{self.dtype}, {self.attention} attention", f"profile {self.profile}", *engine
+        return f"{self.dtype}, {self.attention} attention", f"profile {self.profile}"
 
     def _about_request(self, length: Callable[[int], str]) -> Iterator[str]:
         if self.cached_prefix:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ import kvrsim
 from kvrsim.io.json_text import JsonObject
 from kvrsim.memory import EAGER_SCORE_PEAK_BYTES, fits, memory_of
 from kvrsim.model.architectures import read_config
+from kvrsim.model.load import config_path
 from kvrsim.model.spec import ModelSpec
 from kvrsim.partition import Partition
 from kvrsim.program.operations import Compute, Op, Recv, Send
@@ -45,7 +48,7 @@ def test_the_total_is_what_is_held_and_the_largest_moment(rng: Draws) -> None:
             held = part.weights + part.kv_cache + part.gathered + part.runtime
             assert part.total == held + max(part.scores, part.activations, part.logits)
             assert part.to_dict() == asdict(part) | {"total": part.total}
-            assert part.weights == scenario.model.num_parameters * scenario.request.dtype_bytes
+            assert part.weights == scenario.model.weight_bytes(scenario.request.dtype_bytes)
             assert (part.scores > 0) == (scenario.kernel == "eager")
         assert [part.logits > 0 for part in parts] == [False] * (ranks - 1) + [True]
         largest = max(part.total for part in parts)
@@ -228,9 +231,32 @@ def test_the_papers_machine() -> None:
     assert not fits(larger, memory_of(larger, SINGLE, Partition(chunk_lens=(16384,))))
 
 
-@pytest.mark.parametrize(("dtype", "factor"), [("bf16", 2), ("fp8", 1)])
-def test_bytes_an_element(dtype: str, factor: int) -> None:
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_bytes_an_element(dtype: str) -> None:
+    """Under fp8 the layers' matrices have one byte a weight and four a column; all else has two bytes."""
     scenario = scenario_of("1k", 1, cluster="h100-nvlink", profile="roofline", dtype=dtype)
     (part,) = memory_of(scenario, SINGLE, Partition(chunk_lens=(1024,)))
-    assert part.weights == scenario.model.num_parameters * factor
-    assert part.kv_cache == 1024 * 2**18 * factor
+    matrices, columns = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008), 32 * (5 * 4096 + 2 * 11008)
+    saved = matrices - 4 * columns if dtype == "fp8" else 0
+    assert part.weights == 2 * scenario.model.num_parameters - saved
+    assert part.kv_cache == 1024 * 2**19
+
+
+def test_a_quantised_model_needs_less(tmp_path: Path) -> None:
+    """On one GPU, on stages of a pipeline, on GPUs that share every matrix; and so does a cache of 8 bits."""
+    content = json.loads(config_path("llama-3-8b", "model").read_text())
+    config = {"quant_method": "fp8", "kv_cache_scheme": {"num_bits": 8}}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(content | {"quantization_config": config}))
+    cut = Partition(chunk_lens=(512, 512))
+    for gpus, name in ((1, "single"), (2, "tp"), (2, "pp"), (2, "kvr-s")):
+        parts = []
+        for model in ("llama-3-8b", path):
+            scenario = scenario_of("1k", gpus, model=model)
+            inside = scenario.in_groups(gpus) if name == "tp" else scenario
+            chunks = cut if name in ("pp", "kvr-s") else Partition(chunk_lens=(1024,))
+            parts.append(memory_of(inside, STRATEGIES.get(name, SINGLE), chunks))
+        for plain, small in zip(*parts, strict=True):
+            assert 0.5 * plain.weights < small.weights < 0.65 * plain.weights
+            assert small.kv_cache * 2 == plain.kv_cache
+            assert small.activations == plain.activations

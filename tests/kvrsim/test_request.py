@@ -20,7 +20,7 @@ def test_defaults() -> None:
 
 def test_dtypes() -> None:
     assert {dtype: dtype_bytes(dtype) for dtype in DTYPES} == {"fp16": 2, "bf16": 2, "fp8": 1, "fp32": 4}
-    assert Request(context_len=1, dtype="fp8").dtype_bytes == 1
+    assert [Request(context_len=1, dtype=dtype).dtype_bytes for dtype in ("fp8", "fp32")] == [2, 4]
     with pytest.raises(InputError, match=r"^dtype: got 'int8', accepted: fp16, bf16, fp8, fp32$"):
         dtype_bytes("int8")
 

@@ -55,6 +55,7 @@ def summary(model: ModelSpec) -> dict[str, Any]:
     counts = {
         "num_parameters": model.num_parameters,
         "active_parameters": model.active_parameters,
+        "weight_bytes": model.weight_bytes(2),
         "kv_bytes_per_token": model.kv_bytes_per_token(2),
     }
     return shapes | counts

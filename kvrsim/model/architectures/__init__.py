@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from kvrsim.errors import InputError
 from kvrsim.io.json_text import JsonObject
@@ -16,6 +15,7 @@ from kvrsim.model.architectures.llama import gemma, gemma2, gemma3_text, llama, 
 from kvrsim.model.architectures.mixture import gpt_oss, mixtral, qwen2_moe, qwen3_moe
 from kvrsim.model.architectures.opt import opt
 from kvrsim.model.architectures.phi import phi
+from kvrsim.model.quantization_config import read_quantization
 from kvrsim.model.spec import ModelSpec
 
 _READERS: dict[str, Callable[[JsonObject, str], ModelSpec]] = {
@@ -54,15 +54,4 @@ def read_config(config: JsonObject, name: str) -> ModelSpec:
         raise InputError(f"{config.where}: model_type", f"{model_type}, an encoder-decoder", supported)
     if model_type not in _READERS:
         raise config.error("model_type", supported)
-    return replace(_READERS[model_type](config, name), quantization=_quantization(config))
-
-
-def _quantization(config: JsonObject) -> str | None:
-    """The method and bits of quantization_config, as checkpoints with quantized weights have it; None without one."""
-    key = config.first_of("quantization_config", "compression_config")  # the latter is compressed-tensors' old name
-    if not config.has(key):
-        return None
-    told = config.child(key).fields
-    method, bits = told.get("quant_method"), told.get("bits")
-    name = method if isinstance(method, str) and method.isprintable() and method.strip() else "method not named"
-    return f"{name[:40]}, {bits} bits" if type(bits) is int else name[:40]
+    return read_quantization(config, _READERS[model_type](config, name))

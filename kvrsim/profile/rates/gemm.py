@@ -33,6 +33,12 @@ class ElementBytes(NamedTuple):
 
 Width = int | ElementBytes  # bytes of an element of all operands, or of each
 
+
+def of_each(width: Width) -> ElementBytes:
+    """Bytes of an element of each operand."""
+    return width if isinstance(width, ElementBytes) else ElementBytes(width, width, width)
+
+
 # Types of products besides half precision. "_wo": weight only, computed in half precision; the others quantise their
 # inputs first, which reads half precision and writes the type, and is part of the product's time as in public tables.
 # Scales: fp8_block fp32 for 128 x 128 weights and for 128 inputs; nvfp4 8 bits for 16; int4_wo 16 bits for 128.
@@ -53,6 +59,7 @@ class Product(NamedTuple):
     out_features: int
     num_matrices: int = 1  # weights of that shape, such as the experts of a mixture
     share: float = 1.0  # of the tokens that each of them sees
+    compute: str | None = None  # a key of GEMM_TYPES; None: the request's dtype
 
     @property
     def flops_per_row(self) -> float:
@@ -105,6 +112,18 @@ class RowCost:
         return np.asarray(seconds)
 
 
+def summed(costs: Sequence[RowCost]) -> RowCost:
+    """Costs one after another as one; where steps differ, each at the end of the shortest."""
+    steps = [cost.rows_per_step for cost in costs if cost.rows_per_step is not None]
+    row_s = sum(cost.row_s for cost in costs)
+    if not steps:
+        return RowCost(rows_per_step=None, table=sum((cost.table for cost in costs), np.zeros(1)), row_s=row_s)
+    step = min(steps)
+    rows = step * np.arange(_LAST_STEP + 1, dtype=float)
+    tables = (cost.table if cost.rows_per_step == step else cost(rows) - rows * cost.row_s for cost in costs)
+    return RowCost(rows_per_step=step, table=sum(tables, np.zeros(_LAST_STEP + 1)), row_s=row_s)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GemmRates:
     """What matrix products reach on one device with one library."""
@@ -146,7 +165,7 @@ class GemmRates:
         Before it, one pass that quantises the inputs, where the type has it.
         """
         rows_each = rows * product.share
-        width = _of_each(element_bytes)
+        width = of_each(element_bytes)
         token_bytes = product.in_features * width.input + product.out_features * width.output
         weight_bytes = product.in_features * product.out_features * width.weight
         nbytes = product.num_matrices * (weight_bytes + rows_each * token_bytes)
@@ -184,10 +203,6 @@ class GemmRates:
         return np.asarray(seconds * np.exp(np.interp(np.log(np.maximum(rows, 1.0)), np.log(knots), ratio)))
 
 
-def _of_each(width: Width) -> ElementBytes:
-    return width if isinstance(width, ElementBytes) else ElementBytes(width, width, width)
-
-
 @lru_cache(maxsize=256)
 def _time_table(rates: GemmRates, product: Product, element_bytes: Width) -> Array:
     """Seconds of a product for 0, 1, ... steps of rows; more rows never take less.
@@ -202,8 +217,8 @@ def _time_table(rates: GemmRates, product: Product, element_bytes: Width) -> Arr
 
 def merged(products: Sequence[Product]) -> tuple[Product, ...]:
     """Products of the same input as one, as serving engines fuse Q, K, V, and gate and up."""
-    widths: dict[tuple[int, int, float], int] = {}
+    widths: dict[Product, int] = {}
     for product in products:
-        key = product.in_features, product.num_matrices, product.share
+        key = product._replace(out_features=0)
         widths[key] = widths.get(key, 0) + product.out_features
-    return tuple(Product(fan_in, width, count, share) for (fan_in, count, share), width in widths.items())
+    return tuple(key._replace(out_features=width) for key, width in widths.items())

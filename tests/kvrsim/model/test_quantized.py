@@ -1,4 +1,4 @@
-"""A quantized config.json: planned in 16 bits, and every command says so."""
+"""quantization_config: which matrices are stored in which format, the bytes of them all, and what is refused."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import kvrsim
 from kvrsim.cli import main as cli
 from kvrsim.errors import InputError
 from kvrsim.model.load import config_path
+from kvrsim.model.quantization import WeightFormat
+from kvrsim.model.spec import ModelSpec
+from kvrsim.profile.rates.gemm import GEMM_TYPES
 
-SAID = "which are not modelled: weights and computation are taken in fp16, 16 bits"
 COMMANDS = {
     "plan": ["plan", "--gpus", "2", "--ctx", "512", "--strategies", "single,kvr-e"],
     "simulate": ["simulate", "--strategy", "kvr-e", "--gpus", "2", "--ctx", "512"],
@@ -25,18 +27,189 @@ COMMANDS = {
 }
 
 
-def quantized(folder: Path, **keys: Any) -> Path:
-    content = json.loads(Path(config_path("llama-3-8b", "model")).read_text()) | keys
-    path = folder / "llama-quantized.json"
+def quantized(folder: Path, model: str = "llama-3-8b", **keys: Any) -> Path:
+    content = json.loads(Path(config_path(model, "model")).read_text()) | keys
+    path = folder / "quantized.json"
     path.write_text(json.dumps(content))
     return path
+
+
+def loaded(folder: Path, model: str = "llama-3-8b", **config: Any) -> ModelSpec:
+    return kvrsim.load_model(quantized(folder, model, quantization_config=config))
+
+
+def group(weights: dict[str, Any], inputs: dict[str, Any] | None = None, **keys: Any) -> dict[str, Any]:
+    return {
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs} | keys}
+    }
+
+
+INT8, FLOAT8 = {"num_bits": 8, "type": "int"}, {"num_bits": 8, "type": "float"}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False}
+FLOAT4 = {"num_bits": 4, "type": "float", "group_size": 16}
+TENSORS = {"quant_method": "compressed-tensors", "ignore": ["lm_head"]}
+# compute, bits, bits of scales, group of outputs and inputs
+METHODS: list[tuple[dict[str, Any], tuple[str, int, int, int | None, int | None]]] = [
+    ({"quant_method": "fp8", "activation_scheme": "static"}, ("fp8", 8, 32, None, None)),
+    ({"quant_method": "fp8", "weight_block_size": [128, 64]}, ("fp8_block", 8, 32, 128, 64)),
+    ({"quant_method": "fbgemm_fp8"}, ("fp8", 8, 32, 1, None)),
+    ({"quant_method": "awq", "bits": 4, "group_size": 64}, ("int4_wo", 4, 20, 1, 64)),
+    ({"quant_method": "awq", "w_bit": 4, "q_group_size": 128}, ("int4_wo", 4, 20, 1, 128)),
+    ({"quant_method": "gptq", "bits": 8, "group_size": -1}, ("int8_wo", 8, 24, 1, None)),
+    ({"quant_method": "gptq_marlin", "bits": 4}, ("int4_wo", 4, 20, 1, 128)),
+    ({"quant_method": "intel/auto-round", "bits": 4}, ("int4_wo", 4, 20, 1, 128)),
+    ({"quant_method": "eetq"}, ("int8_wo", 8, 16, 1, None)),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, ("int4_wo", 4, 32, 1, 64)),
+    (
+        {"quant_method": "bitsandbytes", "_load_in_4bit": True, "bnb_4bit_use_double_quant": True},
+        ("int4_wo", 4, 8, 1, 64),
+    ),
+    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, ("int8", 8, 32, 1, None)),
+    ({"quant_method": "modelopt", "quant_algo": "FP8"}, ("fp8", 8, 32, None, None)),
+    ({"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4", "group_size": 16}}, ("nvfp4", 4, 8, 1, 16)),
+    ({"quant_algo": "W4A16_AWQ", "group_size": 128}, ("int4_wo", 4, 16, 1, 128)),
+    (
+        {"quant_method": "modelopt", "exclude_modules": ["lm_head"], **group(FLOAT4, {"num_bits": 4, "type": "float"})},
+        ("nvfp4", 4, 8, 1, 16),
+    ),
+    ({**TENSORS, **group(FLOAT8, FLOAT8)}, ("fp8", 8, 16, 1, None)),
+    ({**TENSORS, **group(FLOAT8 | {"strategy": "tensor"}, FLOAT8)}, ("fp8", 8, 16, None, None)),
+    (
+        {**TENSORS, **group(FLOAT8 | {"strategy": "block", "block_structure": [128, 128]}, FLOAT8)},
+        ("fp8_block", 8, 32, 128, 128),
+    ),
+    ({**TENSORS, **group(INT8, INT8)}, ("int8", 8, 16, 1, None)),
+    ({**TENSORS, **group(INT8)}, ("int8_wo", 8, 16, 1, None)),
+    ({**TENSORS, **group(INT4)}, ("int4_wo", 4, 20, 1, 32)),
+    ({**TENSORS, **group(INT4, FLOAT8)}, ("fp8", 4, 20, 1, 32)),
+    ({**TENSORS, **group(FLOAT4)}, ("int4_wo", 4, 8, 1, 16)),
+]
+
+
+@pytest.mark.parametrize(("config", "stored"), METHODS, ids=lambda one: json.dumps(one)[:70])
+def test_every_method_has_its_format(
+    config: dict[str, Any], stored: tuple[str, int, int, int | None, int | None], tmp_path: Path
+) -> None:
+    """All matrices of the layers; embedding, norms and head in the request's dtype."""
+    model = loaded(tmp_path, **config)
+    compute, bits, scale_bits, outputs, inputs = stored
+    weights = WeightFormat(
+        compute=compute, bits=bits, scale_bits=scale_bits, group_outputs=outputs, group_inputs=inputs
+    )
+    (layer,) = model.layer_kinds
+    assert {gemm.weights for gemm in (*layer.qkv, layer.output, *layer.mlp)} == {weights}
+    assert compute in GEMM_TYPES
+    assert model.lm_head.weights is None
+    assert model.quantization is not None
+    assert model.quantization.formats == (weights,)
+    plain = kvrsim.load_model("llama-3-8b")
+    assert model.num_parameters == plain.num_parameters
+    linear = sum(gemm.num_parameters for gemm in (*layer.qkv, layer.output, *layer.mlp)) * len(model.layers)
+    scales = 8 * (model.weight_bytes(2) - 2 * (plain.num_parameters - linear)) / linear - bits
+    assert 0 <= scales <= 1.5
+    size = inputs or 4096
+    assert outputs not in (1,) or scales == pytest.approx(scale_bits / size, rel=0.4 if inputs is None else 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "published"),
+    [
+        ("gpt-oss-20b", None, 13_761_264_768),  # total_size of openai/gpt-oss-20b's index of weights
+        ("llama-3-8b", {"quant_method": "fp8"}, 9.08e9),  # the weights of 8B FP8 checkpoints
+        ("llama-3-70b", {"quant_method": "awq", "bits": 4, "group_size": 128}, 39.77e9),  # and of 70B AWQ
+    ],
+)
+def test_checkpoints_have_these_sizes(
+    model: str, config: dict[str, Any] | None, published: float, tmp_path: Path
+) -> None:
+    spec = kvrsim.load_model(model) if config is None else loaded(tmp_path, model, **config)
+    assert spec.weight_bytes(2) == pytest.approx(published, rel=0 if config is None else 1e-3)
+
+
+def test_experts_alone_are_in_mxfp4() -> None:
+    model = kvrsim.load_model("gpt-oss-20b")
+    for layer in model.layer_kinds:
+        assert {gemm.compute for gemm in layer.mlp} == {"int4_wo"}
+        assert {gemm.compute for gemm in (*layer.qkv, layer.output)} == {None}
+        assert layer.router is not None
+        assert layer.router.compute is None
+
+
+AWQ = {"quant_method": "awq", "bits": 4}
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "kept"),
+    [
+        ("llama-3-8b", {**AWQ, "modules_to_not_convert": ["self_attn"]}, {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        (
+            "llama-3-8b",
+            {**AWQ, "modules_to_not_convert": ["model.layers.*.mlp"]},
+            {"gate_proj", "up_proj", "down_proj"},
+        ),
+        ("llama-3-8b", {**AWQ, "modules_to_not_convert": ["gate", "proj", "layers.1.mlp.up"]}, set()),
+        ("llama-3-8b", {**AWQ, "modules_to_not_convert": ["*down_proj"]}, {"down_proj"}),
+        ("llama-3-8b", {**TENSORS, **group(INT8), "ignore": ["re:.*o_proj$"]}, {"o_proj"}),
+        ("llama-3-8b", {**TENSORS, **group(INT8, targets=["re:.*mlp.*", "q_proj"])}, {"k_proj", "v_proj", "o_proj"}),
+        (
+            "falcon-7b",
+            {**AWQ, "modules_to_not_convert": ["transformer.h.*.self_attention"]},
+            {"query_key_value", "dense"},
+        ),
+        ("mixtral-8x7b", {**AWQ, "modules_to_not_convert": ["gate"]}, set()),
+        (
+            "mixtral-8x7b",
+            {**AWQ, "modules_to_not_convert": ["block_sparse_moe.experts"]},
+            {"gate_proj", "up_proj", "down_proj"},
+        ),
+    ],
+)
+def test_modules_that_stay_as_they_are(model: str, config: dict[str, Any], kept: set[str], tmp_path: Path) -> None:
+    (layer,) = loaded(tmp_path, model, **config).layer_kinds
+    plain = {gemm.name for gemm in (*layer.qkv, layer.output, *layer.mlp) if gemm.weights is None}
+    assert plain == kept
+
+
+def test_layers_may_differ(tmp_path: Path) -> None:
+    """One layer in half precision is a kind of its own."""
+    model = loaded(tmp_path, **AWQ, modules_to_not_convert=["model.layers.3", "layers.5.mlp.up_proj"])
+    assert model.layer_kind_index == (0, 0, 0, 1, 0, 2, *[0] * 26)
+
+
+def test_a_head_is_quantised_where_the_file_says(tmp_path: Path) -> None:
+    """And a shared expert's gate of one feature and a head that is the embedding never are."""
+    head = loaded(tmp_path, **{**TENSORS, **group(INT8), "ignore": []}).lm_head
+    assert head.compute == "int8_wo"
+    assert loaded(tmp_path, quant_method="gptq", bits=4, lm_head=True).lm_head.compute == "int4_wo"
+    tied = kvrsim.load_model(
+        quantized(tmp_path, tie_word_embeddings=True, quantization_config={"quant_method": "gptq", "lm_head": True})
+    )
+    assert tied.lm_head.compute is None
+    assert tied.weight_bytes(2) + 2 * 128256 * 4096 == loaded(tmp_path, quant_method="gptq").weight_bytes(2)
+
+
+@pytest.mark.parametrize(
+    ("keys", "bits"),
+    [
+        ({"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, 8),
+        ({"kv_cache_quant_algo": "FP8"}, 8),
+        ({"kv_cache_quant_algo": "nvfp4"}, 4),
+        ({"kv_cache_scheme": None}, None),
+        ({}, None),
+    ],
+)
+def test_a_quantised_cache(keys: dict[str, Any], bits: int | None, tmp_path: Path) -> None:
+    model = loaded(tmp_path, quant_method="modelopt", quant_algo="FP8", **keys)
+    assert model.quantization is not None
+    assert model.quantization.kv_cache_bits == bits
+    elements = 2 * 8 * 128
+    assert model.kv_bytes_per_token_layer(2) == elements * (bits or 16) // 8
 
 
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ({"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}}, "fp8"),
-        ({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}, "awq, 4 bits"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "hqq"),
         ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
         ({"quantization_config": {}}, "method not named"),
         ({"quantization_config": {"quant_method": "\x1b[31mred", "bits": True}}, "method not named"),
@@ -44,32 +217,67 @@ def quantized(folder: Path, **keys: Any) -> Path:
         ({}, None),
     ],
 )
-def test_what_the_file_says(keys: dict[str, Any], told: str | None, tmp_path: Path) -> None:
+def test_an_unknown_method_is_said(keys: dict[str, Any], told: str | None, tmp_path: Path) -> None:
     path = quantized(tmp_path, **keys)
     model = kvrsim.load_model(path)
-    assert model.quantization == told
-    assert model.num_parameters == kvrsim.load_model("llama-3-8b").num_parameters
+    assert model.weight_bytes(2) == kvrsim.load_model("llama-3-8b").weight_bytes(2)
+    assert (model.quantization and model.quantization.describe()) == told
     _, notes = kvrsim.make_scenario(ctx="1k", model=path)
-    assert [note for note in notes if "quantized" in note] == (
+    assert [note for note in notes if "quantised" in note] == (
         []
         if told is None
         else [
-            f"llama-quantized has quantized weights ({told}), {SAID};"
-            " the checkpoint needs less memory, and may need more or less time"
+            f"quantized has quantised weights ({told}) by a method that is not modelled: weights and computation are"
+            " taken in fp16; the checkpoint needs less memory, and may need more or less time"
         ]
     )
 
 
-def test_a_quantization_config_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="quantization_config: got 'fp8', accepted: an object"):
-        kvrsim.load_model(quantized(tmp_path, quantization_config="fp8"))
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ("fp8", "quantization_config"),
+        ({"quant_method": "awq", "bits": 1}, "bits"),
+        ({"quant_method": "awq", "bits": "4"}, "bits"),
+        ({"quant_method": "gptq", "group_size": 1.5}, "group_size"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "weight_block_size"),
+        ({"quant_method": "fp8", "modules_to_not_convert": "lm_head"}, "modules_to_not_convert"),
+        ({"quant_method": "fp8", "modules_to_not_convert": [7]}, "modules_to_not_convert"),
+        ({"quant_method": "fp8", "ignore": ["re:("]}, "ignore"),
+        ({"quant_method": "fp8", "kv_cache_scheme": {"num_bits": 99}}, "kv_cache_scheme.num_bits"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": 7}}, "config_groups.a"),
+        ({**TENSORS, **group(INT8, targets=["re:["])}, "config_groups.group_0.targets"),
+    ],
+)
+def test_nonsense_is_refused_by_key(config: Any, key: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        kvrsim.load_model(quantized(tmp_path, quantization_config=config))
+    assert str(caught.value).startswith("model ")
+    assert caught.value.parameter.endswith(f"quantized.json: {'' if config == 'fp8' else 'quantization_config.'}{key}")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_says_so(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = quantized(tmp_path, quantization_config={"quant_method": "fp8"})
+    said = (
+        "quantized has quantised weights (fp8, 8 bits): the layers' products in FP8; attention, norms, embedding, head"
+    )
     arguments = [*COMMANDS[command], "--model", str(path)]
     assert cli.main([*arguments, "--json"]) == 0
-    assert any(SAID in note for note in json.loads(capsys.readouterr().out)["warnings"])
+    assert any(note.startswith(said) for note in json.loads(capsys.readouterr().out)["warnings"])
     assert cli.main(arguments) == 0
-    assert SAID in " ".join(capsys.readouterr().out.split())
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_answer_and_the_model_name_the_quantisation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = quantized(tmp_path, quantization_config=AWQ)
+    assert cli.main([*COMMANDS["plan"], "--model", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["question"]["quantization"] == "awq, 4 bits"
+    assert cli.main([*COMMANDS["plan"], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["question"]["quantization"] is None
+    assert cli.main(["models", "show", str(path), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["quantization"]["method"] == "awq"
+    assert shown["weight_bytes"] == kvrsim.load_model(path).weight_bytes(2)
+    assert shown["layer_kinds"][0]["output"]["weights"]["compute"] == "int4_wo"

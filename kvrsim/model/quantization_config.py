@@ -1,0 +1,218 @@
+"""Reading the `quantization_config` of a Hugging Face config.json, method by method."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvrsim.io.json_text import JsonObject
+from kvrsim.model.quantization import FP8, Quantization, WeightFormat
+from kvrsim.model.quantized import Modules, quantized
+from kvrsim.model.spec import ModelSpec
+
+_SKIPPED = ("ignore", "modules_to_not_convert", "exclude_modules", "llm_int8_skip_modules")
+_HEAD = Modules.named(["lm_head"])
+_EXPERTS = Modules.named(["experts"])
+_MOST_NAMES, _LONGEST_NAME = 100_000, 500
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rule:
+    """Which matrices have a format."""
+
+    weights: WeightFormat
+    only: Modules | None = None  # None: all linear layers
+    head: bool = False  # the head among them
+
+
+def read_quantization(config: JsonObject, model: ModelSpec) -> ModelSpec:
+    """The model with the weights that its file says; as it is without a quantization_config.
+
+    A method that kvrsim does not know leaves all matrices as they are. InputError names the key.
+    """
+    key = config.first_of("quantization_config", "compression_config")  # the latter is compressed-tensors' old name
+    if not config.has(key):
+        return model
+    outer = config.child(key)
+    method = _method(outer)
+    data = outer.child("quantization") if isinstance(outer.fields.get("quantization"), dict) else outer
+    reader = _READERS.get(method.lower().replace("-", "_").split("/")[-1].removesuffix("_marlin"))
+    rules = () if reader is None else tuple(reader(data))
+    skipped = [_modules(data, name) for name in _SKIPPED]
+
+    def format_of(path: str) -> WeightFormat | None:
+        if any(modules.hold(path) for modules in skipped):
+            return None
+        fitting = (rule for rule in rules if (rule.only is None or rule.only.hold(path)))
+        return next((rule.weights for rule in fitting if rule.head or not _HEAD.hold(path)), None)
+
+    formats = tuple(dict.fromkeys(rule.weights for rule in rules))
+    return quantized(model, Quantization(method=method, formats=formats, kv_cache_bits=_kv_cache_bits(data)), format_of)
+
+
+def _method(data: JsonObject) -> str:
+    """Its name, printable and short; the compression of a file without one is compressed-tensors'."""
+    method = data.fields.get("quant_method")
+    if isinstance(method, str) and method.isprintable() and method.strip():
+        return method.strip()[:40]
+    return "modelopt" if data.has("quant_algo") else "method not named"
+
+
+def _modules(data: JsonObject, key: str) -> Modules:
+    names = data.sequence(key)
+    usable = len(names) <= _MOST_NAMES and all(isinstance(name, str) and len(name) <= _LONGEST_NAME for name in names)
+    try:
+        return Modules.named([str(name) for name in names]) if usable else _refused(data, key)
+    except re.error:
+        return _refused(data, key)
+
+
+def _refused(data: JsonObject, key: str) -> Modules:
+    raise data.error(key, "an array of names of modules; after re: a regular expression")
+
+
+def _kv_cache_bits(data: JsonObject) -> int | None:
+    """Of a quantised KV cache; None: it is not."""
+    if data.has("kv_cache_scheme"):
+        return data.child("kv_cache_scheme").integer("num_bits", 8, minimum=2, maximum=16)
+    algorithm = data.text("kv_cache_quant_algo", "none").upper()
+    return {"FP8": 8, "INT8": 8, "NVFP4": 4}.get(algorithm)
+
+
+def _bits(data: JsonObject, default: int | None, *keys: str) -> int:
+    return data.integer(data.first_of(*keys), default, minimum=2, maximum=8)
+
+
+def _group(data: JsonObject, default: int, *keys: str) -> int | None:
+    """Input features that share a scale; -1 in a file: all of an output feature."""
+    size = data.integer(data.first_of(*keys), default, minimum=-1)
+    return size if size > 0 else None
+
+
+def _weight_only(bits: int) -> str:
+    return "int4_wo" if bits <= 4 else "int8_wo"
+
+
+def _fp8(data: JsonObject) -> list[_Rule]:
+    """Hugging Face's and DeepSeek's: one scale a matrix, or one for each block."""
+    block = data.sequence("weight_block_size")
+    if not block:
+        return [_Rule(weights=WeightFormat(compute="fp8", bits=8, scale_bits=32, group_outputs=None))]
+    return [_Rule(weights=_blocked(data, "weight_block_size"))]
+
+
+def _blocked(data: JsonObject, key: str) -> WeightFormat:
+    sizes = data.sequence(key)
+    if len(sizes) != 2 or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
+        raise data.error(key, "an array of two whole numbers above 0")
+    outputs, inputs = (int(str(size)) for size in sizes)
+    return WeightFormat(compute="fp8_block", bits=8, scale_bits=32, group_outputs=outputs, group_inputs=inputs)
+
+
+def _fp8_rows(data: JsonObject) -> list[_Rule]:
+    """One scale for each output feature."""
+    return [_Rule(weights=FP8)]
+
+
+def _integers(data: JsonObject) -> list[_Rule]:
+    """AWQ, GPTQ and relatives: a scale and a zero point for each group, computed in half precision."""
+    bits = _bits(data, 4, "bits", "w_bit")
+    group = _group(data, 128, "group_size", "q_group_size")
+    weights = WeightFormat(compute=_weight_only(bits), bits=bits, scale_bits=16 + bits, group_inputs=group)
+    return [_Rule(weights=weights, head=data.flag("lm_head", False))]
+
+
+def _eetq(data: JsonObject) -> list[_Rule]:
+    return [_Rule(weights=WeightFormat(compute="int8_wo", bits=8, scale_bits=16))]
+
+
+def _mxfp4(data: JsonObject) -> list[_Rule]:
+    """Experts alone, as gpt-oss has it; an 8-bit exponent for 32 weights."""
+    return [_Rule(weights=WeightFormat(compute="int4_wo", bits=4, scale_bits=8, group_inputs=32), only=_EXPERTS)]
+
+
+def _bitsandbytes(data: JsonObject) -> list[_Rule]:
+    """4 bits: a scale for 64 weights, of 32 bits, or 8 where scales are quantised, too; 8 bits: LLM.int8()."""
+    if data.flag(data.first_of("load_in_4bit", "_load_in_4bit"), False):
+        scale = 8 if data.flag("bnb_4bit_use_double_quant", False) else 32
+        return [_Rule(weights=WeightFormat(compute="int4_wo", bits=4, scale_bits=scale, group_inputs=64))]
+    return [_Rule(weights=WeightFormat(compute="int8", bits=8, scale_bits=32))]
+
+
+def _modelopt(data: JsonObject) -> list[_Rule]:
+    """NVIDIA's: an algorithm by name, or groups as compressed-tensors has them."""
+    group = _group(data, 16, "group_size")
+    wide = _group(data, 128, "group_size")
+    known = {
+        "FP8": WeightFormat(compute="fp8", bits=8, scale_bits=32, group_outputs=None),
+        "FP8_PER_CHANNEL_PER_TOKEN": FP8,
+        "FP8_PB_WO": WeightFormat(compute="fp8_block", bits=8, scale_bits=32, group_outputs=128, group_inputs=128),
+        "NVFP4": WeightFormat(compute="nvfp4", bits=4, scale_bits=8, group_inputs=group),
+        "W4A16_AWQ": WeightFormat(compute="int4_wo", bits=4, scale_bits=16, group_inputs=wide),
+        "W4A8_AWQ": WeightFormat(compute="fp8", bits=4, scale_bits=16, group_inputs=wide),
+        "W8A16": WeightFormat(compute="int8_wo", bits=8, scale_bits=16),
+        "W8A8_SQ_PER_CHANNEL": WeightFormat(compute="int8", bits=8, scale_bits=32),
+        "INT8_SQ": WeightFormat(compute="int8", bits=8, scale_bits=32),
+    }
+    weights = known.get(data.text("quant_algo", "none").upper())
+    if weights is not None:
+        return [_Rule(weights=weights)]
+    return _compressed_tensors(data) if data.has("config_groups") else []
+
+
+def _compressed_tensors(data: JsonObject) -> list[_Rule]:
+    """A format for each group of modules; "Linear" is all, the head included."""
+    if not data.has("config_groups"):
+        return []
+    rules, groups = [], data.child("config_groups")
+    for name in groups.fields:
+        group = groups.child(name)
+        if not group.has("weights"):
+            continue
+        targets = group.sequence("targets") or ["Linear"]
+        only = None if "Linear" in targets else _modules(group, "targets")
+        rules.append(_Rule(weights=_of_group(group), only=only, head=True))
+    return rules
+
+
+def _of_group(group: JsonObject) -> WeightFormat:
+    data = group.child("weights")
+    bits, floats, strategy = _bits(data, 8, "num_bits"), data.text("type", "int") == "float", data.text("strategy", "")
+    inputs = _input_type(group)
+    if strategy == "block" and floats and bits == 8:
+        return _blocked(data, "block_structure")
+    size = _group(data, -1, "group_size")
+    if floats and bits == 4:
+        compute = "nvfp4" if inputs == (4, True) else "fp8" if inputs == (8, True) else "int4_wo"
+        return WeightFormat(compute=compute, bits=4, scale_bits=8, group_inputs=size or 16)
+    compute = {(8, True): "fp8", (8, False): "int8"}.get(inputs, _weight_only(bits))
+    zero_point = 0 if data.flag("symmetric", True) else bits
+    outputs = None if strategy == "tensor" else 1
+    return WeightFormat(
+        compute=compute, bits=bits, scale_bits=16 + zero_point, group_outputs=outputs, group_inputs=size
+    )
+
+
+def _input_type(group: JsonObject) -> tuple[int, bool]:
+    """Bits of a product's inputs, and whether they are floating-point numbers."""
+    if not group.has("input_activations"):
+        return 16, True
+    data = group.child("input_activations")
+    return data.integer("num_bits", 8, minimum=2, maximum=16), data.text("type", "int") == "float"
+
+
+_READERS: dict[str, Callable[[JsonObject], list[_Rule]]] = {
+    "fp8": _fp8,
+    "fbgemm_fp8": _fp8_rows,
+    "ptpc_fp8": _fp8_rows,
+    "awq": _integers,
+    "gptq": _integers,
+    "auto_round": _integers,
+    "eetq": _eetq,
+    "mxfp4": _mxfp4,
+    "bitsandbytes": _bitsandbytes,
+    "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt,
+    "compressed_tensors": _compressed_tensors,
+}

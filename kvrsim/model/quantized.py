@@ -1,0 +1,91 @@
+"""A model with quantised weights: which matrix has which format, by the names of modules in its file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from kvrsim.model.quantization import FP8, FP8_ON_REQUEST, Quantization, WeightFormat
+from kvrsim.model.spec import Gemm, ModelSpec
+
+# Where a Hugging Face checkpoint has its layers, and in a layer its attention and its MLP.
+_LLAMA = ("model.layers", "self_attn", "mlp")
+_PLACES = {
+    "bloom": ("transformer.h", "self_attention", "mlp"),
+    "falcon": ("transformer.h", "self_attention", "mlp"),
+    "RefinedWeb": ("transformer.h", "self_attention", "mlp"),
+    "RefinedWebModel": ("transformer.h", "self_attention", "mlp"),
+    "gptj": ("transformer.h", "attn", "mlp"),
+    "gpt_neox": ("gpt_neox.layers", "attention", "mlp"),
+    "opt": ("model.decoder.layers", "self_attn", ""),
+    "internlm2": ("model.layers", "attention", "feed_forward"),
+    "mixtral": ("model.layers", "self_attn", "block_sparse_moe"),
+}
+_HEAD = "lm_head"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Modules:
+    """Names of modules, as lists in a quantization_config have them."""
+
+    patterns: tuple[re.Pattern[str], ...]
+
+    @classmethod
+    def named(cls, names: Sequence[str]) -> Modules:
+        """Parts of dotted names, with * for anything; after "re:" a regular expression of the whole name's beginning.
+
+        Raises re.error for one that is none.
+        """
+        return cls(patterns=tuple(_pattern(name) for name in names))
+
+    def hold(self, path: str) -> bool:
+        """Whether a module's dotted name is among them, or inside of one of them."""
+        return any(pattern.match(path) for pattern in self.patterns)
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    if name.startswith("re:"):
+        return re.compile(name[3:])
+    some = ".*".join(re.escape(part) for part in re.split(r"\*+", name.strip(".")))
+    return re.compile(rf"(?:.*\.)?{some}(?:\..*)?$")
+
+
+def quantized(
+    model: ModelSpec, quantization: Quantization, format_of: Callable[[str], WeightFormat | None]
+) -> ModelSpec:
+    """The same with quantised weights.
+
+    format_of: of a matrix, by its name in the checkpoint, such as "model.layers.0.mlp.up_proj"; one expert stands for
+    all of a layer. None: it stays as it is. Routers, gates of one feature and a head that is the embedding always do.
+    """
+    prefix, attention, mlp = _PLACES.get(model.model_type, _LLAMA)
+
+    def stored(place: str, gemms: tuple[Gemm, ...]) -> tuple[Gemm, ...]:
+        return tuple(
+            gemm if gemm.out_features == 1 else replace(gemm, weights=format_of(f"{place}.{gemm.name}"))
+            for gemm in gemms
+        )
+
+    layers = []
+    for number, layer in enumerate(model.layers):
+        here = f"{prefix}.{number}"
+        inside = f"{here}.{mlp}" if mlp else here
+        (output,) = stored(f"{here}.{attention}", (layer.output,))
+        layers.append(
+            replace(
+                layer,
+                qkv=stored(f"{here}.{attention}", layer.qkv),
+                output=output,
+                mlp=stored(f"{inside}.experts.0" if layer.num_experts else inside, layer.mlp),
+                shared_mlp=stored(f"{inside}.shared_expert", layer.shared_mlp),
+            )
+        )
+    head = None if model.tie_word_embeddings else format_of(_HEAD)
+    lm_head = replace(model.lm_head, weights=head)
+    return replace(model, layers=tuple(layers), lm_head=lm_head, quantization=quantization)
+
+
+def in_fp8(model: ModelSpec) -> ModelSpec:
+    """The same with all products of its layers in FP8, as engines quantise a model while they load it."""
+    return quantized(model, FP8_ON_REQUEST, lambda path: None if path == _HEAD else FP8)
