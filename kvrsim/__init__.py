@@ -19,6 +19,7 @@ _HOMES = {  # of each lazy name
     "kvrsim.hardware.cluster": ("Cluster", "load_cluster"),
     "kvrsim.hardware.gpu": ("GpuSpec",),
     "kvrsim.hardware.links": ("LinkSpec",),
+    "kvrsim.engine.engine": ("Engine", "load_engine"),
     "kvrsim.model.load": ("load_model",),
     "kvrsim.model.spec": ("ModelSpec",),
     "kvrsim.partition": ("Partition",),
@@ -36,6 +37,8 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = sorted(("__version__", *_HOME_OF))
 
 if TYPE_CHECKING:  # the same table for type checkers; a test compares them
+    from kvrsim.engine.engine import Engine as Engine
+    from kvrsim.engine.engine import load_engine as load_engine
     from kvrsim.errors import InputError as InputError
     from kvrsim.errors import KvrsimError as KvrsimError
     from kvrsim.hardware.cluster import Cluster as Cluster

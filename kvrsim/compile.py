@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvrsim.cost.kernels import CostModel
-from kvrsim.ends import embedding, head, prepare
+from kvrsim.ends import embedding, has_prefill, last, request, step
 from kvrsim.errors import InputError, KvrsimError
 from kvrsim.program.operations import Array, Op, Program, beside_receives
 from kvrsim.scenario import Scenario
@@ -47,18 +47,19 @@ def build_program(
     assert strategy.group_size in (None, scenario.gpus_per_rank), "see for_strategy"
     total = starts[-1] + chunks[-1]
     ends = [total] * len(chunks) if strategy.gathers_kv else [s + c for s, c in zip(starts, chunks, strict=True)]
+    asked = request(scenario, chunks[0])
     even = Program(
         strategy=strategy.name,
         prologue=tuple(
-            (*embedding(scenario, chunk, cost), *prepare(scenario, chunk, end, cost))
+            (*asked, *embedding(scenario, chunk, cost), *step(scenario, chunk, end, cost))
             for chunk, end in zip(chunks, ends, strict=True)
         ),
         layers=tuple(
             tuple(beside_receives(_layer(strategy, step, rank), scenario.pending_share) for rank in ranks)
             for step in steps
         ),
-        layer_kind_index=scenario.share.layer_kind_index,
-        epilogue=tuple(head(scenario, chunks[rank], cost) if rank == len(chunks) - 1 else () for rank in ranks),
+        layer_kind_index=scenario.share.layer_kind_index if has_prefill(scenario) else (),
+        epilogue=tuple(last(scenario, chunks[rank], total, cost) if rank == len(chunks) - 1 else () for rank in ranks),
     )
     # A part of the ranks' chunks asks for a part of the program, of no rank in particular.
     everyone = len(chunks) == scenario.cluster.num_gpus

@@ -8,7 +8,7 @@ from kvrsim.cost.kernels import CostModel
 from kvrsim.cost.tensor_parallel import all_gather, all_reduce
 from kvrsim.profile.rates.elementwise import Traffic
 from kvrsim.profile.rates.gemm import Product
-from kvrsim.program.operations import Array, Compute, Op
+from kvrsim.program.operations import Array, Collective, Compute, Op
 from kvrsim.scenario import Scenario
 
 
@@ -21,19 +21,65 @@ def embedding(scenario: Scenario, chunk: Array, cost: CostModel) -> tuple[Op, ..
     if scenario.group is None:
         return (read,)
     summed = chunk * float(scenario.request.batch * scenario.model.hidden_size * scenario.request.dtype_bytes)
-    return read, all_reduce(scenario.group, summed)
+    return read, all_reduce(scenario.group, summed, scenario.host.collective_s)
 
 
-def prepare(scenario: Scenario, chunk: Array, keys: Array, cost: CostModel) -> tuple[Op, ...]:
-    """Mask and rotary tables, where they were measured; the host and the device wait for each other there."""
+def request(scenario: Scenario, chunk: Array) -> tuple[Op, ...]:
+    """What a request waits for before any rank begins; as long for every partition of the batch."""
+    host, asked = scenario.host, scenario.request
+    seconds = host.request_s + host.token_s * asked.batch * asked.context_len
+    return (_held("request", chunk, seconds),) if seconds else ()
+
+
+def step(scenario: Scenario, chunk: Array, keys: Array, cost: CostModel) -> tuple[Op, ...]:
+    """What comes before each pass through the layers: the engine's step, and the mask where it was measured."""
     if scenario.profile is None:
         return ()
-    request_s, element_s = scenario.profile.host.request_s, scenario.profile.kernels.elementwise.mask_element_s
-    if not request_s and not element_s and not scenario.profile.host.prepare_s:
+    host, element_s = scenario.host, scenario.profile.kernels.elementwise.mask_element_s
+    ops = [_held("step", chunk, host.step_s, host.prepare_s)] if host.step_s or host.prepare_s else []
+    if element_s and scenario.kernel != "flash":  # flash kernels take no mask
+        ops.append(Compute(name="mask", device_s=cost.mask_s(chunk * keys), kind="embedding"))
+    return tuple(ops)
+
+
+def _held(name: str, chunk: Array, seconds: float, host_s: float | None = None) -> Compute:
+    """The device waits so long for the software; host_s: of the software itself, None: as long."""
+    host_s = seconds if host_s is None else host_s
+    return Compute(name=name, device_s=np.full_like(chunk, seconds), host_s=host_s, kind="request")
+
+
+def decode_step(scenario: Scenario, context: Array, cost: CostModel) -> tuple[Op, ...]:
+    """The prompt's last token through all layers by itself, where the engine's TTFT holds such a step.
+
+    The rank that has the last chunk does it, with the K and V of the whole context; `context`: tokens, shape (B,).
+    """
+    if scenario.engine is None or not scenario.engine.decode_step:
         return ()
-    device_s, host_s = cost.prepare_s(request_s, chunk * keys), scenario.profile.host.prepare_s
-    host_s = request_s if host_s is None else host_s
-    return (Compute(name="prepare", device_s=device_s, host_s=host_s, kind="embedding"),)
+    one, summed = np.ones_like(context), scenario.request.batch * scenario.share.hidden_size
+    device_s, reduce_s = np.zeros_like(context), np.zeros_like(context)
+    layers, group = scenario.layer_costs(cost), scenario.group
+    for kind in scenario.share.layer_kind_index:
+        costs = layers[kind]
+        device_s = device_s + costs.qkv_s(one) + costs.attention_s(one, context - one) + costs.output_mlp_s(one)
+        if group is not None:
+            count = 1 if scenario.model.parallel_attn else 2
+            reduce_s = reduce_s + count * group.all_reduce_s(one * float(summed * scenario.request.dtype_bytes))
+    host_s = scenario.host.layer_s * len(scenario.share.layer_kind_index)
+    ops: list[Op] = [Compute(name="decode step", device_s=device_s, host_s=host_s, kind="head")]
+    if group is not None:
+        ops.append(Collective(name="all-reduce", seconds=reduce_s, nbytes=np.zeros_like(context)))
+    return tuple(ops)
+
+
+def has_prefill(scenario: Scenario) -> bool:
+    """Whether any token passes through the layers before the one of the decode step."""
+    asked = scenario.request
+    return scenario.engine is None or not scenario.engine.decode_step or asked.context_len > asked.cached_prefix + 1
+
+
+def last(scenario: Scenario, chunk: Array, context: Array, cost: CostModel) -> tuple[Op, ...]:
+    """What the last rank does after its last layer."""
+    return (*decode_step(scenario, context, cost), *head(scenario, chunk, cost))
 
 
 def head(scenario: Scenario, chunk: Array, cost: CostModel) -> tuple[Op, ...]:

@@ -7,17 +7,18 @@ from dataclasses import dataclass, replace
 from kvrsim.cost.kernels import CalibratedCost, CostModel, RooflineCost
 from kvrsim.cost.layer import LayerCosts
 from kvrsim.cost.tensor_parallel import Group, group_of, grouped_cluster, share_of
+from kvrsim.engine.engine import NO_ENGINE, Engine
+from kvrsim.engine.host import NO_HOST, HostRates
 from kvrsim.errors import InputError
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.hardware.gpu import DEFAULT_MEMORY_FRACTION, MemoryLimit
 from kvrsim.model.quantized import in_fp8
 from kvrsim.model.spec import ModelSpec
-from kvrsim.profile.profile import CalibrationProfile, HostRates, SendStyle, profiles_with
+from kvrsim.profile.profile import CalibrationProfile, SendStyle, profiles_with
 from kvrsim.profile.rates.attention import ATTENTION_KERNELS
 from kvrsim.request import Request
 from kvrsim.units import scale
 
-NO_HOST = HostRates(layer_s=0.0, gather_piece_s=0.0, resume_s=0.0)
 ROOFLINE = "roofline"
 KERNELS = ATTENTION_KERNELS
 
@@ -33,9 +34,12 @@ class Scenario:
     kernel: str  # attention kernel, one of KERNELS
     group: Group | None = None  # GPUs that each rank stands for; `cluster` is then as such groups see it
     memory_fraction: float = DEFAULT_MEMORY_FRACTION  # of each GPU's memory that the prefill may use
+    engine: Engine | None = None  # what serves the model; None: the kernels, and the host that the profile has
 
     def __post_init__(self) -> None:
         self.memory_limit  # noqa: B018  # checks the fraction
+        if self.profile is None and self.engine is not None:
+            raise InputError("engine", self.engine.name, "none beside the roofline, which has no measured kernels")
         if self.profile is None and self.kernel not in KERNELS:
             raise InputError("attention", self.kernel, ", ".join(KERNELS))
         if self.profile is not None and self.kernel not in self.profile.attention_kernels:
@@ -53,6 +57,11 @@ class Scenario:
     def profile_name(self) -> str:
         """The profile's name, or "roofline"."""
         return self.profile.name if self.profile else ROOFLINE
+
+    @property
+    def engine_name(self) -> str:
+        """The engine's name, or "none"."""
+        return NO_ENGINE if self.engine is None else self.engine.name
 
     @property
     def memory_limit(self) -> MemoryLimit:
@@ -95,9 +104,9 @@ class Scenario:
             quiet = replace(quiet, group=self.group.without_links())
         if quiet.profile is None:
             return quiet
-        host = replace(quiet.profile.host, resume_s=0.0, message_s=0.0)
         links = replace(quiet.profile.links, pending_share=0.0)
-        return replace(quiet, profile=replace(quiet.profile, host=host, links=links))
+        host = replace(self.host, resume_s=0.0, message_s=0.0, collective_s=0.0)
+        return replace(quiet, profile=replace(quiet.profile, links=links)).with_host(host)
 
     def with_own_links(self, bandwidth_bytes_per_s: float, latency_s: float | None = None) -> Scenario:
         """The same with a path of that bandwidth for every pair; messages hold the streams, or not, as before."""
@@ -115,12 +124,34 @@ class Scenario:
         return replace(self, cluster=cluster, group=group)
 
     @property
+    def host(self) -> HostRates:
+        """What the software adds: the engine's, or what the profile was measured with."""
+        if self.engine is not None:
+            return self.engine.host
+        return NO_HOST if self.profile is None else self.profile.host
+
+    def with_host(self, host: HostRates) -> Scenario:
+        """The same with other software."""
+        if self.engine is not None:
+            return replace(self, engine=replace(self.engine, host=host))
+        return self if self.profile is None else replace(self, profile=replace(self.profile, host=host))
+
+    @property
+    def kernel_scale(self) -> float:
+        """Seconds of the engine's kernels over the profile's."""
+        return 1.0 if self.engine is None or self.profile is None else self.engine.scale_on(self.profile.gpu)
+
+    @property
     def cost(self) -> CostModel:
         """Seconds of an operation on this scenario's GPU."""
         element_bytes, batch = self.request.dtype_bytes, self.request.batch
         if self.profile is not None:
             return CalibratedCost(
-                rates=self.profile.kernels, kernel=self.kernel, batch=batch, element_bytes=element_bytes
+                rates=self.profile.kernels,
+                kernel=self.kernel,
+                batch=batch,
+                element_bytes=element_bytes,
+                scale=self.kernel_scale,
             )
         return RooflineCost.of(
             self.cluster.gpu,
@@ -156,7 +187,7 @@ class Scenario:
 
     def layer_costs(self, cost: CostModel | None = None) -> tuple[LayerCosts, ...]:
         """One for each kind of layer of the model; `cost` instead of the scenario's own."""
-        host = self.profile.host if self.profile else NO_HOST
+        host = self.host
         cost = cost or self.cost
         communicates = self.num_gpus > 1
         return tuple(

@@ -9,6 +9,7 @@ from typing import Any, TypedDict, cast
 from kvrsim.arguments import checked
 from kvrsim.choices import Topology
 from kvrsim.cost.precision import precision_notes
+from kvrsim.engine.engine import NO_ENGINE, OTHER_GPU, Engine, load_engine
 from kvrsim.errors import InputError
 from kvrsim.hardware.cluster import DEFAULT_CLUSTER, MAX_GPUS, Cluster, load_cluster
 from kvrsim.hardware.gpu import DEFAULT_MEMORY_FRACTION
@@ -43,6 +44,7 @@ class ScenarioArgs(TypedDict, total=False):
     cached_prefix: int | str
     dtype: str | None
     memory_fraction: float | str
+    engine: str | PathLike[str] | Engine | None
 
 
 @checked()
@@ -61,6 +63,7 @@ def make_scenario(
     cached_prefix: int | str = 0,
     dtype: str | None = None,
     memory_fraction: float | str = DEFAULT_MEMORY_FRACTION,
+    engine: str | PathLike[str] | Engine | None = None,
 ) -> tuple[Scenario, tuple[str, ...]]:
     """What a prediction is about, and notes on it; numbers may be text, as on the command line.
 
@@ -80,6 +83,8 @@ def make_scenario(
     dtype: "fp16", "bf16" or "fp32", of weights, activations and KV cache, or "fp8", of the products of the layers, all
         else in half precision; None: fp16, or what the profile has.
     memory_fraction: share of each GPU's memory that the prefill may use, above 0 and at most 1; the rest is a reserve.
+    engine: what serves the model: a built-in name, a path, an Engine, or "none" (the kernels, and the host that the
+        profile has); None: the profile's.
 
     Raises InputError naming the parameter.
     """
@@ -106,6 +111,7 @@ def make_scenario(
         profile=calibration,
         kernel=attention or (calibration.attention_kernels[0] if calibration else "flash"),
         memory_fraction=parsed(memory_fraction, parse_fraction, "memory_fraction"),
+        engine=_engine_of(engine, calibration),
     )
     return scenario, (*size_notes, *notes_on(scenario), *link_notes)
 
@@ -163,6 +169,14 @@ def _profile_of(
         defaults = (load_profile(name) for name in DEFAULT_PROFILES)
         return next((default for default in defaults if default.gpu == cluster.gpu.name), None)
     return None if str(profile) == ROOFLINE else load_profile(str(profile))
+
+
+def _engine_of(engine: str | PathLike[str] | Engine | None, profile: CalibrationProfile | None) -> Engine | None:
+    """The engine asked for; by default the profile's."""
+    asked = profile.engine if engine is None and profile is not None else engine
+    if asked is None or isinstance(asked, Engine):
+        return asked
+    return None if str(asked) == NO_ENGINE else load_engine(str(asked))
 
 
 def _measured_cluster(profile: CalibrationProfile | None) -> Cluster | None:
@@ -254,4 +268,8 @@ def _range_notes(scenario: Scenario, profile: CalibrationProfile) -> list[str]:
         )
     if scenario.request.batch > 1:
         notes.append("batch above 1 was not measured")
+    engine = scenario.engine
+    if engine is not None and engine.kernel_scale and not {profile.gpu, OTHER_GPU} & set(engine.kernel_scale):
+        known = ", ".join(engine.kernel_scale)
+        notes.append(f"engine {engine.name} was measured on {known}; its kernels on {profile.gpu} are the profile's")
     return notes

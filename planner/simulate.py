@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kvrsim.compile import for_strategy
 from kvrsim.executors.run import check_executor, run_partition
 from kvrsim.memory import fits, memory_of
@@ -176,10 +174,11 @@ def computes_s(program: Program, ranks: Sequence[int] | None = None) -> list[flo
             known[id(ops)] = float(sum(work_s(op).item() for op in ops))
         return known[id(ops)]
 
-    counts = np.bincount(program.layer_kind_index)
     return [
         block_s(program.prologue[rank])
-        + sum(float(count) * block_s(kind[rank]) for count, kind in zip(counts, program.layers, strict=True))
+        + sum(
+            float(count) * block_s(kind[rank]) for count, kind in zip(program.layer_counts, program.layers, strict=True)
+        )
         + block_s(program.epilogue[rank])
         for rank in (range(program.num_ranks) if ranks is None else ranks)
     ]

@@ -9,7 +9,8 @@ import numpy as np
 
 from calibrate.data.measurement import Measurement
 from calibrate.fit.solver import Parameter, column, rounded, solve
-from kvrsim.profile.profile import HostRates, OperationFit
+from kvrsim.engine.host import HostRates
+from kvrsim.profile.profile import OperationFit
 from kvrsim.program.operations import Array
 
 _GATHERS = 2  # all-gathers of one layer: K and V

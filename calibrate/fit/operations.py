@@ -20,12 +20,12 @@ from calibrate.fit.links import SendRates, fit_all_gather, fit_send_recv
 from calibrate.fit.report import TITLES
 from calibrate.fit.solver import HALF, Errors, Fitted, column, has_waves, rounded
 from kvrsim.cost.traffic import after_attention, before_attention
+from kvrsim.engine.host import NO_HOST, HostRates
 from kvrsim.hardware.gpu import GpuSpec
 from kvrsim.hardware.links import LinkSpec
 from kvrsim.model.spec import ModelSpec
 from kvrsim.profile.profile import (
     CacheCopies,
-    HostRates,
     LinkRates,
     OperationFit,
     ValidRange,
@@ -39,7 +39,6 @@ DEFAULT_HOST = HostRates(layer_s=60e-6, gather_piece_s=0.0, resume_s=0.0)
 
 _NO_COPIES = CacheCopies(keep=0.0, append=0.0, gather=0.0)  # appending is part of the flash kernels' times
 _IN_PLACE = CacheCopies(keep=0.0, append=0.0, gather=0.0, own=1.0)  # as cache_append rows have been measured
-_NO_HOST = HostRates(layer_s=0.0, gather_piece_s=0.0, resume_s=0.0)
 _MOST_LINK_ERROR = 0.4  # mean, on held-out transfers: GPUs that share a host's bus do not behave like a ring
 _DATASHEET_LOG_SD = 0.3  # uncertainty of what was not measured
 _HAND_LOG_SD = 0.5
@@ -159,7 +158,7 @@ class OperationFits:
         """As given, as measured, or DEFAULT_HOST; a CPU has no launch overhead of its own."""
         if given is None and not has_waves(self.gpu):
             self.operations["host"] = _unmeasured("none: the CPU is its own host", 0.0)
-            return _NO_HOST
+            return NO_HOST
         layers = [row for row in rows if row.operation == "host_layer"]
         if given is not None or not layers:
             self.operations["host"] = _unmeasured("set by hand, not measured", _HAND_LOG_SD)

@@ -16,12 +16,12 @@ from calibrate.fit.report import TITLES, FitReport
 from calibrate.fit.solver import Comparison, column, rounded
 from kvrsim.cost.kernels import CalibratedCost
 from kvrsim.cost.layer import LayerCosts
+from kvrsim.engine.host import HostRates
 from kvrsim.hardware.gpu import GpuSpec
 from kvrsim.hardware.links import LinkSpec
 from kvrsim.model.spec import ModelSpec
 from kvrsim.profile.profile import (
     CalibrationProfile,
-    HostRates,
     KernelRates,
 )
 from kvrsim.request import dtype_bytes
@@ -79,7 +79,7 @@ def fit_profile(
         whole_attention=origin.is_hugging_face,
     )
     links = replace(fit.links(), pending_share=fit.pending_share(rows))
-    host_rates = replace(fit.host(host, rows), request_s=prepare.request_s)
+    host_rates = replace(fit.host(host, rows), step_s=prepare.request_s)
     devices = ", ".join(sorted({row.device for row in fit.used if row.operation in ("gemm", "attention")}))
     profile = CalibrationProfile(
         name=label.name,

@@ -21,6 +21,7 @@ COMMANDS = {
     "profiles": ("kvrsim.cli.commands.profiles", "app"),
     "models": ("kvrsim.cli.commands.models", "app"),
     "clusters": ("kvrsim.cli.commands.clusters", "app"),
+    "engines": ("kvrsim.cli.commands.engines", "app"),
     "validate": ("kvrsim.cli.commands.validate", "app"),
 }
 

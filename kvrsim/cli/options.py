@@ -135,6 +135,15 @@ class ScenarioOptions:
             "--memory-fraction", metavar="F", help="Share of each GPU's memory that the prefill may use, above 0 to 1."
         ),
     ] = "0.9"
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            "--engine",
+            metavar="NAME|PATH",
+            help="What serves the model: kvrsim engines list has the names; none: its kernels alone. Default: the"
+            " profile's.",
+        ),
+    ] = None
 
     def scenario(self) -> tuple[Scenario, tuple[str, ...]]:
         """The scenario and its notes; InputError names the option."""

@@ -53,8 +53,8 @@ class CostModel(Protocol):
     def traffic_s(self, tokens: Array, steps: tuple[Traffic, ...]) -> Array:
         """Element-wise kernels and copies of `tokens` tokens."""
 
-    def prepare_s(self, request_s: float, mask_elements: Array) -> Array:
-        """What comes before the first layer: so long whatever the tokens, and the mask."""
+    def mask_s(self, mask_elements: Array) -> Array:
+        """The attention mask, made before the first layer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +66,7 @@ class CalibratedCost:
     batch: int
     element_bytes: int
     least: bool = False  # attention takes the time that no call beats, for proofs
+    scale: float = 1.0  # seconds of every kernel over those that the rates give
 
     @property
     def fused(self) -> bool:
@@ -93,8 +94,8 @@ class CalibratedCost:
         token_s, start_s = self._traffic(steps)
         return RowCost(
             rows_per_step=gemm.rows_per_step and gemm.rows_per_step / self.batch,
-            table=gemm.table + start_s,
-            row_s=gemm.row_s * self.batch + token_s,
+            table=gemm.table * self.scale + start_s,
+            row_s=gemm.row_s * self.batch * self.scale + token_s,
         )
 
     def head_s(self, tokens: Array, product: Product) -> Array:
@@ -104,7 +105,7 @@ class CalibratedCost:
         """
         gemm, width = self.rates.gemm_of(product.compute, self.element_bytes)
         nbytes = product.in_features * product.out_features * of_each(width).weight
-        read_s = nbytes / (gemm.head_bytes_per_s or gemm.bytes_per_s)
+        read_s = self.scale * nbytes / (gemm.head_bytes_per_s or gemm.bytes_per_s)
         seconds = np.maximum(self.row_cost((product,), ())(tokens), read_s)
         return seconds if gemm.head_bytes_per_s is None else np.where(tokens * self.batch <= 1, read_s, seconds)
 
@@ -121,23 +122,23 @@ class CalibratedCost:
         """By the profile's rates of this kernel."""
         rates = self.rates.attention[self.kernel]
         seconds = rates.least_seconds if self.least else rates.seconds
-        return seconds(call, self.batch, self.element_bytes)
+        return self.scale * seconds(call, self.batch, self.element_bytes)
 
     def traffic_s(self, tokens: Array, steps: tuple[Traffic, ...]) -> Array:
         """Bytes at the rate of each operation, and each kernel's start."""
         token_s, start_s = self._traffic(steps)
         return tokens * token_s + start_s
 
-    def prepare_s(self, request_s: float, mask_elements: Array) -> Array:
-        """As the profile says; flash kernels take no mask."""
-        mask_element_s = 0.0 if self.kernel == "flash" else self.rates.elementwise.mask_element_s
-        return request_s + mask_elements * mask_element_s
+    def mask_s(self, mask_elements: Array) -> Array:
+        """As the profile says."""
+        return mask_elements * (self.scale * self.rates.elementwise.mask_element_s)
 
     def _traffic(self, steps: tuple[Traffic, ...]) -> tuple[float, float]:
         """Seconds a token, and seconds whatever the tokens."""
         rates = self.rates.elementwise
         bytes_s = sum(step.nbytes / rates.bytes_per_s(step.op) for step in steps)
-        return bytes_s * self.batch * self.element_bytes / 2, rates.start_s * sum(step.kernels for step in steps)
+        token_s = bytes_s * self.batch * self.element_bytes / 2
+        return self.scale * token_s, self.scale * rates.start_s * sum(step.kernels for step in steps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,7 +166,7 @@ class NoTime:
         """Nothing."""
         return np.zeros_like(tokens)
 
-    def prepare_s(self, request_s: float, mask_elements: Array) -> Array:
+    def mask_s(self, mask_elements: Array) -> Array:
         """Nothing."""
         return np.zeros_like(mask_elements)
 
@@ -231,6 +232,6 @@ class RooflineCost:
         nbytes = self.batch * self.element_bytes / 2 * sum(step.nbytes for step in steps)
         return tokens * (nbytes / self.gpu.hbm_bytes_per_s)
 
-    def prepare_s(self, request_s: float, mask_elements: Array) -> Array:
+    def mask_s(self, mask_elements: Array) -> Array:
         """Nothing that a device must do."""
         return np.zeros_like(mask_elements)

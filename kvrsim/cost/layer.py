@@ -16,8 +16,8 @@ from kvrsim.cost.traffic import (
     before_attention,
     eager_score_bytes,
 )
+from kvrsim.engine.host import HostRates
 from kvrsim.model.spec import Gemm, LayerSpec, ModelSpec
-from kvrsim.profile.profile import HostRates
 from kvrsim.profile.rates.attention import AttentionCall
 from kvrsim.profile.rates.elementwise import Traffic
 from kvrsim.profile.rates.gemm import Product, merged

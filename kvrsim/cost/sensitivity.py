@@ -80,9 +80,9 @@ class WeightedCost:
         """Element-wise kernels and copies with their weight."""
         return self.weights[ELEMENTWISE] * self.cost.traffic_s(tokens, steps)
 
-    def prepare_s(self, request_s: float, mask_elements: Array) -> Array:
+    def mask_s(self, mask_elements: Array) -> Array:
         """With the weight of element-wise kernels."""
-        return self.weights[ELEMENTWISE] * self.cost.prepare_s(request_s, mask_elements)
+        return self.weights[ELEMENTWISE] * self.cost.mask_s(mask_elements)
 
 
 class _Listing(dict[Part, Array]):

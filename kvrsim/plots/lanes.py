@@ -22,6 +22,7 @@ _MOST_ARROWS = 14  # of a rank
 
 # Operations drawn as solid bars on the compute stream, in the order of a layer: label and colour.
 _WORK: dict[SpanOp, tuple[str, str]] = {
+    "request": ("request, step", "#9aa3ad"),
     "embedding": ("embedding, head", "#c2517c"),
     "head": ("embedding, head", "#c2517c"),
     "qkv": ("Q, K, V projections", "#4c78a8"),

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from kvrsim.choices import DTYPES
+from kvrsim.engine.engine import Engine
+from kvrsim.engine.host import HostRates
 from kvrsim.errors import InputError
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.hardware.gather import GatherRates
@@ -83,21 +85,6 @@ class KernelRates:
         if not rates:
             raise data.error("attention", f"rates for one or more of {', '.join(ATTENTION_KERNELS)}")
         return read(cls, data, attention=rates)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostRates:
-    """The launching thread: a property of the software, not of the device."""
-
-    layer_s: NonNegative  # seconds to issue one decoder layer
-    gather_piece_s: NonNegative  # more, per rank that takes part, for the all-gathers of one layer
-    resume_s: NonNegative = (
-        0.0  # that the device idles after communication that held it, until what follows has been issued
-    )
-    request_s: NonNegative = 0.0  # of the device, before the first layer, once a prefill
-    prepare_s: NonNegative | None = None  # of the host, likewise; None: not measured, as long as the device
-    message_s: NonNegative = 0.0  # to issue one send or one receive
-    kernel_s: NonNegative = 0.0  # more than layer_s, for each kernel that the decoder layer launches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,6 +173,7 @@ class CalibrationProfile:
     provenance: Mapping[str, str]  # source, command, date, versions
     run_to_run_log_sd: RelativeError | None = None  # of log seconds of a layer, again and again; None: not measured
     cluster: Cluster | None = None  # the machine that was measured, its links as named; None: that of --cluster
+    engine: Engine | str | None = None  # that a prediction takes if none is named; None: `host` has been measured
 
     @property
     def attention_kernels(self) -> tuple[str, ...]:
@@ -203,7 +191,11 @@ class CalibrationProfile:
         """Check every key of a profile; raises InputError naming the key path."""
         if data.integer("schema_version") != SCHEMA_VERSION:
             raise data.error("schema_version", f"{SCHEMA_VERSION}, the version that this kvrsim reads")
-        return read(cls, data.without("schema_version"))
+        engine: Engine | str | None = None
+        if data.has("engine"):
+            is_name = isinstance(data.fields["engine"], str)
+            engine = data.text("engine") if is_name else Engine.read(data.child("engine"))
+        return read(cls, data.without("schema_version"), engine=engine)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON values."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
-import numpy as np
-
 from kvrsim.program.operations import AllGather, AllToAll, Collective, Compute, Op, Program, Recv, RingPass, Send
 
 
@@ -15,7 +13,7 @@ def sent_bytes(program: Program, rank: int) -> float:
     num_ranks = program.num_ranks
     once = (*program.prologue[rank], *program.epilogue[rank])
     sent = sum(op.nbytes.item() for op in once if isinstance(op, Collective))
-    for count, kind in zip(np.bincount(program.layer_kind_index), program.layers, strict=True):
+    for count, kind in zip(program.layer_counts, program.layers, strict=True):
         own = [op for op in kind[rank] if isinstance(op, Send | Collective | RingPass | AllToAll)]
         sent += count * sum(float(op.nbytes.sum()) for op in own)
         pieces = [sum(op.nbytes.item() for op in ops if isinstance(op, AllGather)) for ops in kind]

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
-WorkKind = Literal["embedding", "qkv", "append", "attention", "output+mlp", "head", "other"]  # of a rank's own
+WorkKind = Literal["request", "embedding", "qkv", "append", "attention", "output+mlp", "head", "other"]  # of a rank
 Payload = Literal["KV", "activations", "heads"]  # what a message holds; heads: some of a chunk's Q, K, V or outputs
 
 
@@ -181,6 +181,11 @@ class Program:
         return sequence
 
     @property
+    def layer_counts(self) -> npt.NDArray[np.intp]:
+        """How often each kind of layer runs."""
+        return np.bincount(np.array(self.layer_kind_index, dtype=int), minlength=len(self.layers))
+
+    @property
     def num_rows(self) -> int:
         """Partitions of the batch that the program was built for."""
         blocks = {id(ops): ops for block in self._blocks for ops in block}  # ranks may share them
@@ -210,7 +215,9 @@ class Program:
         def slow(ranks: Sequence[tuple[Op, ...]]) -> tuple[tuple[Op, ...], ...]:
             return tuple(
                 tuple(
-                    replace(op, device_s=factor * op.device_s) if isinstance(op, Compute | RingPass) else op
+                    replace(op, device_s=factor * op.device_s)
+                    if isinstance(op, Compute | RingPass) and op.kind != "request"
+                    else op
                     for op in ops
                 )
                 for factor, ops in zip(factors, ranks, strict=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvrsim.engine.engine import NO_ENGINE
 from kvrsim.io.schema import fields_to_json
 from kvrsim.units import format_tokens
 from kvrsim.version import __version__
@@ -29,6 +30,7 @@ class Question:
     quantization: str | None  # how the model's weights are quantised, such as "awq, 4 bits"; None: they are not
     attention: str  # kernel
     memory_fraction: float  # share of each GPU's memory that the prefill may use
+    engine: str  # what serves the model; "none": the kernels, and the host that the profile has
     seed: int
     options: tuple[tuple[str, Any], ...] = ()  # what else was asked, plain JSON values by name
 
@@ -48,6 +50,7 @@ class Question:
             quantization=None if quantization is None else quantization.describe(),
             attention=scenario.kernel,
             memory_fraction=scenario.memory_fraction,
+            engine=scenario.engine_name,
             seed=seed,
             options=tuple(options.items()),
         )
@@ -72,7 +75,8 @@ class Question:
 
     def kernels(self) -> tuple[str, ...]:
         """Element type and attention kernel, and the profile, in words."""
-        return f"{self.dtype}, {self.attention} attention", f"profile {self.profile}"
+        engine = () if self.engine == NO_ENGINE else (f"engine {self.engine}",)
+        return f"{self.dtype}, {self.attention} attention", f"profile {self.profile}", *engine
 
     def _about_request(self, length: Callable[[int], str]) -> Iterator[str]:
         if self.cached_prefix:

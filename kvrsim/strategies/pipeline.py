@@ -9,7 +9,8 @@ from itertools import pairwise
 import numpy as np
 
 from kvrsim.cost.kernels import CostModel
-from kvrsim.ends import embedding, head, prepare
+from kvrsim.ends import embedding, last, request
+from kvrsim.ends import step as before_step
 from kvrsim.model.spec import ModelSpec
 from kvrsim.program.operations import Array, Collective, Compute, Op, Program, Recv, Send
 from kvrsim.scenario import Scenario
@@ -41,7 +42,7 @@ def program(scenario: Scenario, pieces: Sequence[Array], cost: CostModel) -> Pro
     kinds = scenario.share.layer_kind_index
     held = stages(len(kinds), scenario.cluster.num_gpus)
     patterns = [tuple(kinds[index] for index in rows) for rows in held]
-    last, nowhere, firsts = len(held) - 1, (None,) * len(held), tuple(rows[0] for rows in held)
+    nowhere, firsts = (None,) * len(held), tuple(rows[0] for rows in held)
     lengths = np.stack([np.asarray(piece) for piece in pieces])
     starts = scenario.request.cached_prefix + np.cumsum(lengths, axis=0) - lengths
     steps = [Step(costs, (lengths,), (starts,)) for costs in scenario.layer_costs(cost)]
@@ -55,10 +56,10 @@ def program(scenario: Scenario, pieces: Sequence[Array], cost: CostModel) -> Pro
         blocks.add(ways.out(piece, steps[0]), nowhere)
     return Program(
         strategy="pp",
-        prologue=((),) * len(held),
+        prologue=(request(scenario, lengths[0]),) * len(held),
         layers=tuple(blocks.kinds),
         layer_kind_index=tuple(blocks.order),
-        epilogue=(*((),) * last, head(scenario, lengths[-1], cost)),
+        epilogue=(*((),) * (len(held) - 1), last(scenario, lengths[-1], starts[-1] + lengths[-1], cost)),
         layer_numbers=tuple(zip(*blocks.numbers, strict=True)),
     )
 
@@ -116,7 +117,7 @@ class _Ways:
             recvs = ((Recv(src=rank, rendezvous=held, payload="activations"),) for rank in sources)
             self.known["in", piece.tobytes()] = (embedding(self.scenario, piece, self.cost), *recvs)
         ways = self.known["in", piece.tobytes()]
-        prepared = prepare(self.scenario, piece, keys, self.cost)
+        prepared = before_step(self.scenario, piece, keys, self.cost)
         return tuple((*way, *prepared) for way in ways) if prepared else ways
 
     def out(self, piece: Array, step: Step) -> tuple[tuple[Op, ...], ...]:

@@ -30,7 +30,8 @@ def _all_reduces(step: Step, rank: int) -> Iterator[Collective]:
     group = step.costs.group
     if group is not None:
         for _ in range(1 if step.costs.model.parallel_attn else 2):
-            yield all_reduce(group, step.costs.activation_bytes(step.chunks[rank]))
+            nbytes = step.costs.activation_bytes(step.chunks[rank])
+            yield all_reduce(group, nbytes, step.costs.host.collective_s)
 
 
 TENSOR_PARALLEL = Strategy(

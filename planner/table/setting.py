@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvrsim.engine.engine import NO_ENGINE
 from kvrsim.io.schema import NonNegative, Whole
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S
@@ -35,6 +36,7 @@ class TableSetting:
     dtype: str
     batch: int
     cached_prefix: Whole  # tokens
+    engine: str = NO_ENGINE  # its name, or "none"
     strategy: str = KVR_S.name  # whose partitions were searched
     fingerprint: str  # of the model's shapes, the profile's rates, the cluster: two that differ predict other times
 
@@ -55,6 +57,7 @@ class TableSetting:
             dtype=request.dtype,
             batch=request.batch,
             cached_prefix=request.cached_prefix,
+            engine=scenario.engine_name,
             strategy=strategy,
             fingerprint=_fingerprint(scenario),
         )
@@ -78,6 +81,7 @@ class TableSetting:
             "GPU": self.gpu,
             "topology": self.topology,
             "link": f"{self.link} ({link})",
+            "engine": self.engine,
             "attention": self.attention,
             "dtype": self.dtype,
             "batch": str(self.batch),
@@ -96,7 +100,8 @@ def _figures(scenario: Scenario) -> dict[str, Any]:
     profile, request = scenario.profile, scenario.request
     calibrated = profile and {
         "kernels": _numbers(asdict(profile.kernels)),
-        "host": _numbers(asdict(profile.host)),
+        "host": _numbers(asdict(scenario.host)),
+        "scale": scenario.kernel_scale,
         "sends": [profile.links.sends, profile.links.sends_over_bus],
     }
     cluster = _numbers(asdict(scenario.cluster.with_num_gpus(1)))

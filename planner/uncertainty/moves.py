@@ -157,7 +157,7 @@ def _systematic_log_sd(profile: CalibrationProfile, part: Part) -> float:
 def _host(scenario: Scenario, profile: CalibrationProfile) -> Callable[[int], Scenario] | None:
     """The scenario with a slower or faster host; None where its error is not known."""
     fit = profile.operations.get("host")
-    host = profile.host
+    host = scenario.host
     if fit is None or not fit.log_sd or not host.layer_s + host.kernel_s:
         return None
     log_sd = fit.log_sd
@@ -170,7 +170,7 @@ def _host(scenario: Scenario, profile: CalibrationProfile) -> Callable[[int], Sc
             kernel_s=host.kernel_s * factor,
             gather_piece_s=host.gather_piece_s * factor,
         )
-        return replace(scenario, profile=replace(profile, host=other))
+        return scenario.with_host(other)
 
     return changed
 

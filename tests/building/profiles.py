@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvrsim.choices import DTYPES
+from kvrsim.engine.host import HostRates
 from kvrsim.hardware.gpu import GpuSpec
 from kvrsim.profile.profile import (
     OPERATION_KINDS,
     CalibrationProfile,
-    HostRates,
     LinkRates,
     OperationFit,
     SendStyle,

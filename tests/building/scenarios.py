@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvrsim.compile import for_strategy
+from kvrsim.engine.engine import OTHER_GPU, Engine
+from kvrsim.engine.host import HostRates
 from kvrsim.errors import InputError
 from kvrsim.profile.profile import SendStyle
 from kvrsim.request import Request
@@ -81,12 +84,28 @@ def as_measured(rng: Draws, scenario: Scenario) -> Scenario:
         copies=replace(kernels.copies, own=maybe(rng, 0.0, lambda: 1.0)),
         whole_attention=rng.random() < 0.5,
     )
-    host = replace(profile.host, request_s=maybe(rng, 0.0, lambda: log(rng, -5, -2)))
+    host = replace(profile.host, step_s=maybe(rng, 0.0, lambda: log(rng, -5, -2)))
     return replace(
         scenario,
         profile=replace(profile, kernels=kernels, host=host, cluster=maybe(rng, None, lambda: scenario.cluster)),
         request=replace(scenario.request, dtype=rng.choice(["fp16", "fp32"])),
         kernel=rng.choice(["eager", "sdpa", "flash"]),
+    )
+
+
+def any_engine(rng: Draws) -> Engine:
+    """Every term, each absent at times."""
+    names = ("request_s", "token_s", "step_s", "layer_s", "gather_piece_s", "collective_s")
+    ranges = {"token_s": (-8, -5)}
+    host = {name: maybe(rng, 0.0, partial(log, rng, *ranges.get(name, (-5, -2)))) for name in names}
+    return Engine(
+        name="any",
+        title="any",
+        description="any",
+        not_covered="any",
+        host=HostRates(**host),
+        kernel_scale={OTHER_GPU: log(rng, -0.3, 0.5)},
+        decode_step=rng.random() < 0.3,
     )
 
 
@@ -107,6 +126,8 @@ def any_placed(rng: Draws, strategy: Strategy) -> tuple[Scenario, tuple[int, ...
         scenario = any_divisible(rng) if divides else any_scenario(rng, num_gpus=(1, 8), layers=(1, 8))
         if rng.random() < 0.3:
             scenario = as_measured(rng, scenario)
+        if rng.random() < 0.3 and scenario.profile and scenario.request.new_tokens > 1:
+            scenario = replace(scenario, engine=any_engine(rng))
         with suppress(InputError):
             placed = for_strategy(scenario, strategy)
             pieces = placed.cluster.num_gpus

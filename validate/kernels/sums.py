@@ -20,6 +20,7 @@ from calibrate.fit.gemm_rows import model_shapes
 from calibrate.shipped.recipes import VIDUR_URL, Recipe
 from kvrsim.compile import build_program
 from kvrsim.cost.traffic import after_attention, before_attention
+from kvrsim.engine.host import NO_HOST
 from kvrsim.errors import KvrsimError
 from kvrsim.hardware.cluster import builtin_clusters, load_cluster
 from kvrsim.io.files import write_atomically
@@ -27,7 +28,7 @@ from kvrsim.model.spec import ModelSpec
 from kvrsim.profile.profile import load_profile
 from kvrsim.profile.rates.elementwise import Traffic
 from kvrsim.program.operations import Compute, Op
-from kvrsim.scenario import NO_HOST, Scenario
+from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import get_strategy
 from planner.simulate import run_simulation

@@ -30,12 +30,12 @@ import numpy as np
 from joblib import Parallel, delayed
 from scipy.optimize import least_squares
 
+from kvrsim.engine.host import HostRates
 from kvrsim.executors.run import run_partition
 from kvrsim.partition import Partition
 from kvrsim.profile.profile import (
     CacheCopies,
     CalibrationProfile,
-    HostRates,
     KernelRates,
     Residual,
     ValidRange,

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from kvrsim.compile import build_program
 from kvrsim.cost.layer import LayerCosts
 from kvrsim.cost.traffic import after_attention, before_attention, eager_score_bytes
+from kvrsim.engine.host import HostRates
 from kvrsim.errors import InputError
 from kvrsim.model.spec import ModelSpec
-from kvrsim.profile.profile import CacheCopies, CalibrationProfile, HostRates
+from kvrsim.profile.profile import CacheCopies, CalibrationProfile
 from kvrsim.profile.rates.attention import BlockedRates, EagerRates, FlashRates
 from kvrsim.profile.rates.elementwise import ELEMENTWISE_OPS, ElementwiseRates, Traffic
 from kvrsim.profile.rates.gemm import GemmRates, Product, Tile
@@ -430,13 +431,16 @@ def test_what_a_prefill_does_once(kernel: str, mask: int, scenario: Scenario) ->
     rates = replace(scenario.profile.kernels.elementwise, mask_element_s=0.25)
     here = replace(with_rates(scenario, elementwise=rates), kernel=kernel)
     assert here.profile is not None
-    here = replace(here, profile=replace(here.profile, host=replace(here.profile.host, request_s=3.0)))
+    here = replace(here, profile=replace(here.profile, host=replace(here.profile.host, request_s=2.0, step_s=3.0)))
     for name, keys in (("tsp", (30, 30)), ("kvr-s", (10, 30))):
         for ops, chunk, width in zip(ops_of(here, name, 10, 20), (10, 20), keys, strict=True):
-            (_, prepare) = ops
-            assert prepare.name == "prepare"
-            assert prepare.host_s == 3
-            assert prepare.device_s == pytest.approx([3 + 0.25 * mask * chunk * width])
+            once, _, before, *masks = ops
+            assert [(op.name, op.host_s, float(op.device_s[0])) for op in (once, before)] == [
+                ("request", 2, 2),
+                ("step", 3, 3),
+            ]
+            assert [op.name for op in masks] == ["mask"] * mask
+            assert all(op.device_s == pytest.approx([0.25 * chunk * width]) for op in masks)
 
 
 def ops_of(scenario: Scenario, name: str, *chunks: float) -> list[tuple[Any, ...]]:

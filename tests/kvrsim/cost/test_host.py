@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvrsim.cost.layer import LayerCosts
-from kvrsim.profile.profile import HostRates
+from kvrsim.engine.host import HostRates
 from kvrsim.setup import make_scenario
 
 

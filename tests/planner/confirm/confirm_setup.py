@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from kvrsim.cli.main import main
+from kvrsim.engine.host import HostRates
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.hardware.gpu import GpuSpec
 from kvrsim.hardware.links import LinkSpec
-from kvrsim.profile.profile import CalibrationProfile, HostRates, OperationFit, load_profile
+from kvrsim.profile.profile import CalibrationProfile, OperationFit, load_profile
 from kvrsim.units import scale
 from tests.kvrsim.runtime.runtime_models import CONFIGS
 

@@ -1,0 +1,94 @@
+"""Engine records as tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from kvrsim.cli.render.layout import columns, show
+from kvrsim.engine.engine import TERMS, Engine
+from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT
+from kvrsim.units import format_seconds
+
+_MEANINGS = {
+    "request_s": "before the first layer, once a request",
+    "token_s": "more for each token of the request",
+    "step_s": "before each pass through the layers",
+    "layer_s": "host, to issue one layer",
+    "collective_s": "host, to issue one collective",
+    "kernel_scale": "kernels' seconds over the profile's",
+    "model": "whole TTFT, whatever the terms",
+}
+
+
+def show_engines(engines: Sequence[Engine]) -> None:
+    """One row per engine."""
+    table = columns("engine", "what it is")
+    columns("request", "step", "layer", numbers=True, into=table)
+    columns("kernels", "left-out error", into=table)
+    for engine in engines:
+        host = engine.host
+        seconds = [format_seconds(value) for value in (host.request_s, host.step_s, host.layer_s)]
+        table.add_row(engine.name, engine.title, *seconds, _scales(engine), _left_out_error(engine))
+    show(
+        table,
+        "",
+        "request, step: seconds before the first layer; layer: host seconds of one layer;"
+        " kernels: times the profile's.",
+    )
+
+
+def show_engine(engine: Engine) -> None:
+    """Every term with its range, and what the record rests on."""
+    table = columns("term")
+    columns("value", "80 % range", numbers=True, into=table)
+    columns("meaning", into=table)
+    for term in TERMS:
+        for label, value in _values(engine, term):
+            spread = engine.spread.get(term)
+            if not value and spread is None:
+                continue
+            table.add_row(label, _shown(term, value), _range(term, value, spread), _MEANINGS[term])
+    first_token = "the prefill and one decode step" if engine.decode_step else "the prefill"
+    lines = [f"{engine.name}: {engine.title}", engine.description, engine.not_covered]
+    rests = [f"{key}: {text}" for key, text in engine.provenance.items()]
+    errors = [f"errors: {_errors(engine)}"] if engine.fit is not None else []
+    show(*lines, "", table, "", f"TTFT: {first_token}", *errors, *rests)
+
+
+def _values(engine: Engine, term: str) -> list[tuple[str, float]]:
+    if term == "model":
+        return [(term, 1.0)]
+    if term == "kernel_scale":
+        return [(f"{term}, {gpu}", scale) for gpu, scale in engine.kernel_scale.items()]
+    return [(term, float(getattr(engine.host, term)))]
+
+
+def _shown(term: str, value: float) -> str:
+    return format_seconds(value) if term.endswith("_s") else f"{value:.3g}"
+
+
+def _range(term: str, value: float, spread: float | None) -> str:
+    if spread is None or not value:
+        return ""
+    factor = math.exp(DEVIATES_OF_80_PERCENT * spread)
+    return f"{_shown(term, value / factor)} to {_shown(term, value * factor)}"
+
+
+def _scales(engine: Engine) -> str:
+    return ", ".join(f"{gpu} {scale:.2f}" for gpu, scale in engine.kernel_scale.items()) or "1.00"
+
+
+def _left_out_error(engine: Engine) -> str:
+    fit = engine.fit
+    return "" if fit is None else f"median {fit.left_out_median_ape:.1%} by {fit.left_out}"
+
+
+def _errors(engine: Engine) -> str:
+    fit = engine.fit
+    assert fit is not None
+    return (
+        f"median {fit.median_ape:.1%}, mean {fit.mape:.1%} on {fit.num_rows} prefills; each {fit.left_out} left out:"
+        f" median {fit.left_out_median_ape:.1%}, mean {fit.left_out_mape:.1%}; {fit.coverage:.0%} inside their 80 %"
+        f" intervals; {fit.source}"
+    )

@@ -1,0 +1,1 @@
+"""Engine: what the software that serves a model adds to the kernels' own time."""

@@ -1,0 +1,96 @@
+"""Engine records: what each serving engine adds to a profile's kernels, how sure that is, and what it rests on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from kvrsim.engine.host import HostRates
+from kvrsim.errors import InputError
+from kvrsim.io.files import write_atomically
+from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import Keys, RelativeError, Whole, fields_to_json, read
+
+NO_ENGINE = "none"  # the kernels, and the host that the profile itself has
+OTHER_GPU = "other"  # key of kernel_scale for a GPU that has none of its own
+_BUILTIN_FOLDER = Path(__file__).parents[1] / "data" / "engines"
+
+# Quantities of an engine that have a spread, in the order in which they are shown.
+TERMS = ("request_s", "token_s", "step_s", "layer_s", "collective_s", "kernel_scale", "model")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineFit:
+    """How far predictions with the engine are from prefills that were measured on it."""
+
+    source: str  # where the prefills were published, or who measured them
+    num_rows: Whole
+    mape: RelativeError  # mean absolute error of TTFT on the rows that it was fitted to
+    median_ape: RelativeError
+    left_out_mape: RelativeError  # the same on rows that were left out of the fit
+    left_out_median_ape: RelativeError
+    left_out: str  # what was left out at a time: "row" or "engine"
+    log_sd: RelativeError  # spread of log(predicted / measured) on rows that were left out
+    coverage: RelativeError  # share of the rows left out that their 80 % intervals hold
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Engine:
+    """A serving engine of some version beside the kernels of a profile.
+
+    kernel_scale: seconds of this engine's kernels over the profile's, by the profile's GPU; the kernels of an older
+        library are slower.
+    spread: standard deviation of the logarithm of each of TERMS; "model" is what whole TTFTs are off by whatever the
+        terms are. A term that is absent is known exactly.
+    """
+
+    name: str
+    title: str  # engine and version in words
+    description: str  # one sentence: machines, models and rows that it rests on
+    not_covered: str  # one sentence: what it does not stand for
+    host: HostRates
+    kernel_scale: Mapping[str, float] = field(default_factory=dict)
+    decode_step: bool = False  # whether TTFT holds one decode step, in which the prompt's last token is computed
+    spread: Annotated[Mapping[str, RelativeError], Keys(TERMS)] = field(default_factory=dict)
+    fit: EngineFit | None = None
+    provenance: Mapping[str, str] = field(default_factory=dict)  # source, command, versions
+
+    @classmethod
+    def read(cls, data: JsonObject) -> Engine:
+        """Check every key; raises InputError naming the key path."""
+        return read(cls, data)
+
+    def scale_on(self, gpu: str) -> float:
+        """Of the kernels that a profile of that GPU has."""
+        return self.kernel_scale.get(gpu, self.kernel_scale.get(OTHER_GPU, 1.0))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return fields_to_json(self)
+
+    def write(self, path: str | Path) -> None:
+        """Write the record as JSON; the file appears whole or not at all."""
+        write_atomically(path, (json.dumps(self.to_dict(), indent=2) + "\n").encode(), argument="output")
+
+
+def builtin_engines() -> tuple[str, ...]:
+    """Names of the engines that ship with kvrsim."""
+    return tuple(sorted(path.stem for path in _BUILTIN_FOLDER.glob("*.json")))
+
+
+def load_engine(name_or_path: str | Path, argument: str = "engine") -> Engine:
+    """A built-in name or a file; InputError names `argument`, the file and the key."""
+    name = str(name_or_path)
+    if name in builtin_engines():
+        return Engine.read(JsonObject.read(_BUILTIN_FOLDER / f"{name}.json", argument))
+    try:
+        exists = Path(name).is_file()
+    except (OSError, ValueError):
+        exists = False
+    if not exists:
+        known = ", ".join((*builtin_engines(), NO_ENGINE))
+        raise InputError(argument, name, f"a built-in engine ({known}) or a file that exists")
+    return Engine.read(JsonObject.read(Path(name), argument))
