@@ -21,6 +21,7 @@ from kvrsim.units import scale
 
 ROOFLINE = "roofline"
 KERNELS = ATTENTION_KERNELS
+_MOST_HELD = 0.9  # a GPU whose multiprocessors are all held would compute nothing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +105,7 @@ class Scenario:
             quiet = replace(quiet, group=self.group.without_links())
         if quiet.profile is None:
             return quiet
-        links = replace(quiet.profile.links, pending_share=0.0)
+        links = replace(quiet.profile.links, pending_share=0.0, message_sms=0)
         host = replace(self.host, resume_s=0.0, message_s=0.0, collective_s=0.0)
         return replace(quiet, profile=replace(quiet.profile, links=links)).with_host(host)
 
@@ -180,6 +181,15 @@ class Scenario:
         return 0.0 if self.profile is None else self.profile.links.pending_share
 
     @property
+    def message_share(self) -> float:
+        """Of a GPU's compute rate, what a ring's messages take while they are in flight: their multiprocessors' share.
+
+        Where these were not counted, what a receive takes that waits.
+        """
+        held = 0 if self.profile is None else self.profile.links.message_sms
+        return min(held / self.cluster.gpu.num_sms, _MOST_HELD) if held else self.pending_share
+
+    @property
     def least_cost(self) -> CostModel:
         """The same, but for attention, which takes what no call of its kernel beats."""
         cost = self.cost
@@ -203,6 +213,7 @@ class Scenario:
                 host.resume_s if communicates else 0.0,
                 self.kernel,
                 self.group,
+                self.message_share,
             )
             for layer in self.share.layer_kinds
         )

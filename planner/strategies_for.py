@@ -11,9 +11,9 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy, hybrid_names, strategy_names
 
 # Compared where nobody says what: the paper's own, and those whose only partition takes one evaluation.
-QUICK = ("single", "tsp", "kvr-e", "kvr-s", "ring", "striped", "zigzag", "ulysses", "tp")
+QUICK = ("single", "tsp", "kvr-e", "kvr-s", "ring", "striped", "zigzag-ring", "zigzag", "ulysses", "tp")
 ON_ONE_GPU = ("single", "tsp", "kvr-e", "kvr-s")  # the others are `single` there, under other names
-RINGS, MOST_IN_RINGS = ("ring", "striped", "zigzag"), 128  # their cost grows with the square of the GPUs
+RINGS, MOST_IN_RINGS = ("ring", "striped", "zigzag-ring", "zigzag"), 128  # their cost grows with the square of the GPUs
 UNDER_NOISE = tuple(name for name in QUICK if name != "tp")  # noise is of single GPUs
 
 

@@ -99,4 +99,4 @@ def _rates(values: Mapping[str, float], gpu: GpuSpec, *, fused: bool) -> Element
     rates: dict[str, float] = {
         op: values.get(op, values.get(_LIKE.get(op, op), gpu.hbm_bytes_per_s)) for op in ELEMENTWISE_OPS
     }
-    return ElementwiseRates(fused=fused, start_s=values["start_s"], **rates)
+    return ElementwiseRates(fused=fused, fused_merge=False, start_s=values["start_s"], **rates)

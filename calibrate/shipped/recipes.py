@@ -12,7 +12,7 @@ import subprocess
 import sys
 from argparse import ArgumentParser
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -35,7 +35,7 @@ _VIDUR_FILE = re.compile(r"vidur@([0-9a-f]{7,40}):([^?]+)((?:\?.*)?)")
 _RECIPES = Path(__file__).with_suffix(".json")
 _ROOT = Path(__file__).parents[2]
 _KEYS = (
-    *("gpu", "link", "attention_kernel", "hidden_size", "sources", "held_out"),
+    *("gpu", "link", "message_sms", "attention_kernel", "hidden_size", "sources", "held_out"),
     *("description", "not_covered"),
 )
 
@@ -89,9 +89,9 @@ class Recipe:
         """The profile as it ships, and its report."""
         data = self.data
         held_out = self.held_out()
-        rows = self.rows()
+        rows, message_sms = self.rows(), data.integer("message_sms", 0, minimum=0)
         sizes = [int(size) for size in data.numbers("hidden_size")] if data.has("hidden_size") else []
-        return fit_profile(
+        profile, report = fit_profile(
             rows,
             Label(
                 name=self.name,
@@ -100,7 +100,8 @@ class Recipe:
                 provenance={
                     **({"compared": "; ".join(sorted({row.source for row in held_out.rows}))} if held_out else {}),
                     "command": f"python -m calibrate.shipped.recipes {self.name} --vidur CLONE",
-                    "assumed": "host clock (a dozen launches of 5 us a layer); messages beside computation",
+                    "assumed": "host clock (a dozen launches of 5 us a layer); messages beside computation"
+                    + f", which hold {message_sms} multiprocessors" * (message_sms > 0),
                 },
             ),
             gpu=load_gpu(data.text("gpu")),
@@ -114,6 +115,7 @@ class Recipe:
             ),
             argument=self.name,
         )
+        return replace(profile, links=replace(profile.links, message_sms=message_sms)), report
 
 
 def read_public(text: str, vidur: Path) -> list[Measurement]:

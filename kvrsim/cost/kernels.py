@@ -30,6 +30,10 @@ class CostModel(Protocol):
         """Whether element-wise kernels are fused."""
 
     @property
+    def fused_merge(self) -> bool:
+        """Whether one kernel merges partial results of attention."""
+
+    @property
     def whole_attention(self) -> bool:
         """Whether attention's times hold the repeating of shared KV heads and the output's transposition."""
 
@@ -72,6 +76,11 @@ class CalibratedCost:
     def fused(self) -> bool:
         """As the profile says."""
         return self.rates.elementwise.fused
+
+    @property
+    def fused_merge(self) -> bool:
+        """As the profile says."""
+        return self.rates.elementwise.fused_merge
 
     @property
     def whole_attention(self) -> bool:
@@ -146,6 +155,7 @@ class NoTime:
     """Nothing takes any time: for what a program says besides, such as memory."""
 
     fused: bool = True
+    fused_merge: bool = True
     whole_attention: bool = False
     copies: CacheCopies = NO_COPIES
     head_on_all_tokens: bool = False
@@ -182,6 +192,7 @@ class RooflineCost:
     peak_flops: float  # of the request's dtype; under fp8 of half precision, which attention is computed in
     low_flops: float  # of products with quantised inputs, where the GPU has such arithmetic
     fused: bool = True
+    fused_merge: bool = True
     whole_attention: bool = False
     copies: CacheCopies = NO_COPIES
     head_on_all_tokens: bool = False

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from kvrsim.cost.kernels import CostModel
+from kvrsim.cost.merges import cast, merge
 from kvrsim.cost.tensor_parallel import Group
 from kvrsim.cost.traffic import (
     LayerKernels,
@@ -43,6 +44,7 @@ class LayerCosts:
     resume_s: float  # device time lost after a layer's communication
     kernel: str
     group: Group | None = None  # GPUs that the rank stands for and that split `model`; None: it is one GPU
+    message_share: float = 0.0  # of the compute rate, lost while a ring's message is in flight
 
     # Prepared once: what depends on the chunk alone.
     _before: Callable[[Array], Array] = field(init=False, repr=False)
@@ -90,20 +92,24 @@ class LayerCosts:
         """The chunk's queries against prefix and chunk; eager code repeats shared KV heads for all queries."""
         return self._called_s(self._call(chunk, self._window(prefix), self._causal(chunk, prefix), own=True))
 
-    def block_attention_s(self, chunk: Array, start: Array, keys: Array, end: Array) -> Array:
+    def block_attention_s(self, chunk: Array, start: Array, keys: Array, end: Array, *, part: bool = False) -> Array:
         """The chunk's queries, which begin at `start`, against `keys` tokens before them that end at `end`.
 
-        The result is joined with that of other blocks; a block outside of the window takes no time.
+        The result is merged with that of other blocks; a block outside of the window takes no time.
+        part: the queries are a part of the rank's chunk.
         """
         window = self.layer.sliding_window
         seen = keys if window is None else np.clip(window - (start - end), 0.0, keys)
         attention_s = self._called_s(self._call(chunk, seen, chunk * seen, own=False))
-        return np.where(seen > 0, attention_s + self.join_s(chunk), 0.0)
+        return np.where(seen > 0, attention_s + self.merge_s(chunk, part=part), 0.0)
 
-    def join_s(self, chunk: Array) -> Array:
-        """The chunk's attention to two sets of keys made one, by their log-sum-exp: both read, one written."""
-        nbytes = 3.0 * 2 * self.model.num_attention_heads * self.model.head_dim
-        return self.cost.traffic_s(chunk, (Traffic("copy", nbytes, 1),))
+    def merge_s(self, chunk: Array, *, part: bool = False) -> Array:
+        """A block's result for these queries merged with that of the blocks before; `part`: as in block_attention_s."""
+        return self.cost.traffic_s(chunk, (merge(self.model, fused=self.cost.fused_merge, part=part),))
+
+    def cast_s(self, chunk: Array) -> Array:
+        """The chunk's output to fp32, in which results are merged, or back."""
+        return self.cost.traffic_s(chunk, (cast(self.model),))
 
     def _call(self, chunk: Array, prefix: Array, causal: Array, *, own: bool) -> AttentionCall:
         model = self.model
@@ -233,6 +239,11 @@ class LayerCosts:
     def host_attention_s(self) -> float:
         """Launches of attention."""
         return self.host.layer_s * _HOST_SHARES[1] + self.host.kernel_s * self.kernels.attention
+
+    @property
+    def host_merge_s(self) -> float:
+        """Launches that merge a block's result with that of the blocks before."""
+        return self.host.kernel_s * merge(self.model, fused=self.cost.fused_merge, part=False).kernels
 
     @property
     def host_output_mlp_s(self) -> float:

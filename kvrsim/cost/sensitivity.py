@@ -43,6 +43,11 @@ class WeightedCost:
         return self.cost.fused
 
     @property
+    def fused_merge(self) -> bool:
+        """As in the cost model."""
+        return self.cost.fused_merge
+
+    @property
     def whole_attention(self) -> bool:
         """As in the cost model."""
         return self.cost.whole_attention

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.hardware.links import Path
-from kvrsim.program.operations import AllGather, AllToAll, Array, RingPass
+from kvrsim.program.operations import AllGather, AllToAll, Array, RingPass, beside_message_s
 
 
 class Timing(Protocol):
@@ -110,6 +110,7 @@ class RingPassEvaluator:
     latency_s: Array  # shape (num_ranks, 1)
     host_s: Array  # shape (p, num_ranks, 1)
     overlaps: bool
+    message_share: float
 
     @classmethod
     def of(cls, ops: Sequence[RingPass], edges: Edges, wide: Callable[[Array], Array]) -> RingPassEvaluator:
@@ -124,6 +125,7 @@ class RingPassEvaluator:
             latency_s=edges.values("latency_s", work_s[0]),
             host_s=host_s.reshape(*host_s.shape, *[1] * (work_s.ndim - 2)),
             overlaps=ops[0].overlaps,
+            message_share=ops[0].message_share,
         )
 
     def run(self, clock: Array, host: Array, link: Array, timing: Timing) -> Array:
@@ -138,7 +140,8 @@ class RingPassEvaluator:
             left = timing.sent_s(1, np.maximum(np.maximum(clock, clock[after]), link), self.busy_s[index])
             there = np.maximum(left, (left + self.latency_s)[before])
             if self.overlaps:
-                clock = np.maximum(np.maximum(timing.computed_s(clock, work_s), host), there)
+                beside_s = beside_message_s(work_s, there - clock, self.message_share)
+                clock = np.maximum(np.maximum(timing.computed_s(clock, beside_s), host), there)
             else:
                 clock = np.maximum(timing.computed_s(there, work_s), host)
             link = left

@@ -14,7 +14,18 @@ import simpy
 from kvrsim.executors.network import Meeting, Network, OnLink, Process
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.noise.draw import NoiseDraw
-from kvrsim.program.operations import AllGather, AllToAll, Array, Collective, Compute, Program, Recv, RingPass, Send
+from kvrsim.program.operations import (
+    AllGather,
+    AllToAll,
+    Array,
+    Collective,
+    Compute,
+    Program,
+    Recv,
+    RingPass,
+    Send,
+    beside_message_s,
+)
 from kvrsim.results.timeline import SpanOp, Timeline
 
 
@@ -186,7 +197,7 @@ class RankProcess:
                 done.succeed()
 
     def _ring_pass(self, layer: int | None, op: RingPass) -> Process:
-        """Round by round: work on a piece while it goes on, and wait for the next."""
+        """Round by round: work on a piece while it goes on, and wait for the next; nobody sees the work meanwhile."""
         last = len(op.host_s) - 1
         for index, host_s in enumerate(op.host_s):
             yield from self._until(max(self.clock_s, self.host_s))
@@ -195,15 +206,15 @@ class RankProcess:
             self.host_s += host_s
             work_s = op.device_s[index]
             if index < last:
-                piece = self.env.process(self._pass_on(layer, op.nbytes[index].item()))
-                if not op.overlaps:
-                    yield piece
+                yield self.env.process(self._pass_on(layer, op.nbytes[index].item()))
+                if op.overlaps:
+                    work_s = beside_message_s(work_s, np.array(self.env.now - begin_s), op.message_share)
+                else:
                     self._waited("ring", layer, "KV")
                     begin_s = self.env.now
             self.clock_s = max(self._computed_s(begin_s, work_s), self.host_s)
             self.network.note(self.rank, "compute", op.name, op.kind, layer, begin_s, self.clock_s)
             if index < last and op.overlaps:
-                yield piece
                 self._waited("ring", layer, "KV")
 
     def _pass_on(self, layer: int | None, nbytes: float) -> Process:

@@ -99,6 +99,7 @@ class LinkRates:
     sends: SendStyle  # "rendezvous": send and receive hold both compute streams; "overlap": neither
     sends_over_bus: SendStyle  # the same where transfers are staged through the host
     pending_share: PendingShare = 0.0  # of a rank's compute rate, lost while a receive waits; 0: also if not measured
+    message_sms: Whole = 0  # multiprocessors that send and receive hold while messages are in flight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -92,6 +92,7 @@ class RingPass:
     nbytes: Array  # of the piece held in each round but the last, shape (p - 1, B)
     host_s: tuple[float, ...]  # of each round
     overlaps: bool = True  # the work runs beside the message; else after it
+    message_share: float = 0.0  # of the work's rate, lost until the piece has left and the next is there
     score_elements: Array | None = None  # of the largest round, as of Compute
     kind: WorkKind = "attention"  # of the work; the pieces are K and V
 
@@ -128,6 +129,11 @@ def work_s(op: Op) -> Array:
     if isinstance(op, RingPass):
         return np.asarray(op.device_s.sum(axis=0))
     return np.zeros(1)
+
+
+def beside_message_s(work_s: Array, flight_s: Array, share: float) -> Array:
+    """Work that loses `share` of its rate for the first `flight_s` seconds, while messages are sent and received."""
+    return work_s + np.minimum(share / (1.0 - share) * work_s, share * flight_s) if share else work_s
 
 
 def _row(op: Op, index: int) -> Op:

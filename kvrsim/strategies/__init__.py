@@ -16,6 +16,7 @@ from kvrsim.strategies.tensor_parallel import TENSOR_PARALLEL, in_groups
 from kvrsim.strategies.tsp import TSP
 from kvrsim.strategies.ulysses import ULYSSES
 from kvrsim.strategies.zigzag import ZIGZAG
+from kvrsim.strategies.zigzag_ring import ZIGZAG_RING
 
 __all__ = [
     "KVR_S",
@@ -34,7 +35,7 @@ STRATEGIES = {
     strategy.name: strategy
     for strategy in (
         *(SINGLE, TSP, KVR_E, KVR_S, KVR_P),
-        *(KVR_DIRECT, RING, STRIPED, ZIGZAG, ULYSSES, TENSOR_PARALLEL, PIPELINE),
+        *(KVR_DIRECT, RING, STRIPED, ZIGZAG_RING, ZIGZAG, ULYSSES, TENSOR_PARALLEL, PIPELINE),
     )
 }
 _HYBRID = re.compile(r"tp([1-9]\d{0,4})(?:\+(.+))?")

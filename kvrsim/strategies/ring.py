@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from kvrsim.program.operations import Array, Op, RingPass
+from kvrsim.program.operations import Array, Compute, Flags, Op, RingPass
 from kvrsim.strategies.base import Step, Strategy
 from kvrsim.strategies.single import layer as alone
 
@@ -22,52 +22,64 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
         return
     yield step.qkv(rank)
     yield step.append_kv(rank, prefix=step.cached)
-    yield _pass_kv(step, rank, _blocks_s(step, rank))
+    yield from pass_kv(step, rank, _blocks_s(step, rank), held(step, rank)[1:] < rank)
     yield step.output_mlp(rank)
 
 
-def _pass_kv(step: Step, rank: int, work_s: Array) -> RingPass:
-    """Work on every rank's K, V, one after another, the own first, while they go round; work_s of shape (p, B)."""
-    blocks = _blocks(step, rank)
-    host_s, chunk = step.costs.host_attention_s, step.chunks[rank]
+def pass_kv(step: Step, rank: int, blocks_s: Array, calls: Flags) -> Iterator[Op]:
+    """Attend to every rank's K, V, one after another, while they go round, and merge the results in fp32.
+
+    blocks_s: attention to the other ranks' K, V in the order of `held`, with merging, shape (p - 1, B).
+    calls: for which of them the host issues it, shape (p - 1,).
+    """
+    held_lens = step.lengths[held(step, rank)]
+    costs, chunk = step.costs, step.chunks[rank]
+    own_s = costs.attention_s(chunk, step.cached) + costs.cast_s(chunk)
+    work_s = np.concatenate([np.broadcast_to(own_s, blocks_s[:1].shape), blocks_s])
     most_keys = np.maximum(step.lengths.max(axis=0), step.cached + chunk)
-    return RingPass(
+    yield RingPass(
         name="attention",
         device_s=work_s,
-        nbytes=step.costs.kv_bytes(step.lengths[blocks[:-1]]),
-        host_s=tuple(host_s if (one > 0).any() else 0.0 for one in work_s),
-        overlaps=step.costs.sends_overlap,
-        score_elements=step.costs.score_elements(chunk, most_keys),
+        nbytes=costs.kv_bytes(held_lens[:-1]),
+        host_s=(
+            costs.host_attention_s,
+            *(launched * (costs.host_attention_s + costs.host_merge_s) for launched in calls),
+        ),
+        overlaps=costs.sends_overlap,
+        message_share=costs.message_share,
+        score_elements=costs.score_elements(chunk, most_keys),
     )
+    yield Compute(name="cast", device_s=costs.cast_s(chunk), kind="attention")
 
 
-def _blocks(step: Step, rank: int) -> npt.NDArray[np.intp]:
+def held(step: Step, rank: int) -> npt.NDArray[np.intp]:
     """Whose K, V a rank holds in each round of a ring: its own, then that of the rank before, and so on."""
     return (rank - np.arange(step.num_ranks)) % step.num_ranks
 
 
 def _blocks_s(step: Step, rank: int) -> Array:
-    """Attention of the chunk to each block in turn, shape (p, B)."""
-    chunk, start, blocks = step.chunks[rank], step.starts[rank], _blocks(step, rank)
-    before = (blocks < rank)[:, None]
-    keys = step.lengths[blocks] * before
-    ends = np.stack(list(step.starts))[blocks] + keys
-    seconds = step.costs.block_attention_s(chunk, start, keys, np.where(before, ends, start))
-    seconds[0] = step.costs.attention_s(chunk, step.cached)
-    return seconds
+    """Attention of the chunk to each other rank's block in turn."""
+    chunk, start, others = step.chunks[rank], step.starts[rank], held(step, rank)[1:]
+    before = (others < rank)[:, None]
+    keys = step.lengths[others] * before
+    ends = np.stack(list(step.starts))[others] + keys
+    return step.costs.block_attention_s(chunk, start, keys, np.where(before, ends, start))
 
 
 def striped_layer(step: Step, rank: int) -> Iterator[Op]:
-    """The same with every p-th token on a rank: each round is a causal half, for all ranks alike."""
+    """The same with every p-th token on a rank: each round is a causal half, for all ranks alike.
+
+    Against the stripe of a later rank a query sees one key less: the first has none and is left out.
+    """
     if step.num_ranks == 1:
         yield from alone(step, rank)
         return
     chunk = step.chunks[rank]
     yield step.qkv(rank)
     yield step.append_kv(rank, prefix=step.cached)
-    half_s = step.costs.attention_s(chunk, np.zeros_like(chunk)) + step.costs.join_s(chunk)
-    blocks_s = np.stack([step.costs.attention_s(chunk, step.cached), *[half_s] * (step.num_ranks - 1)])
-    yield _pass_kv(step, rank, blocks_s)
+    half_s = step.costs.attention_s(chunk, np.zeros_like(chunk))
+    merges_s = [step.costs.merge_s(chunk, part=part) for part in held(step, rank)[1:] > rank]
+    yield from pass_kv(step, rank, half_s + np.stack(merges_s), np.ones(step.num_ranks - 1, dtype=bool))
     yield step.output_mlp(rank)
 
 

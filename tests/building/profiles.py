@@ -52,6 +52,7 @@ def any_profile(
             gather=link.gather,
             sends=style,
             sends_over_bus=style,
+            message_sms=maybe(rng, 0, lambda: rng.randint(1, 64)),
         ),
         valid=ValidRange(
             context_len=(1, 10**6), num_gpus=(1, 64), hidden_size=(1, 10**5), head_dim=(1, 10**4), dtypes=DTYPES

@@ -119,6 +119,7 @@ def any_elementwise(rng: Draws, gpu: GpuSpec) -> ElementwiseRates:
     rates = ElementwiseRates.uniform(
         gpu.hbm_bytes_per_s * log(rng, -3, 0),
         fused=rng.random() < 0.5,
+        fused_merge=rng.random() < 0.5,
         start_s=maybe(rng, 0.0, lambda: log(rng, -7, -5)),
     )
     if rng.random() < 0.5:

@@ -53,6 +53,7 @@ _STRATEGY = (
     "kvr-direct",
     "ring",
     "striped",
+    "zigzag-ring",
     "zigzag",
     "ulysses",
     "tp",

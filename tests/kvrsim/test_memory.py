@@ -152,7 +152,7 @@ def small_model() -> ModelSpec:
     return read_config(JsonObject(fields=fields, where="test"), "small")
 
 
-@pytest.mark.parametrize("name", ["ring", "striped", "ulysses"])
+@pytest.mark.parametrize("name", ["ring", "striped", "zigzag-ring", "ulysses"])
 def test_split_strategies_keep_every_token_once(name: str) -> None:
     """Over all ranks, K and V of the whole context; Ulysses keeps all tokens of a rank's heads."""
     scenario = scenario_of("4k", 4)

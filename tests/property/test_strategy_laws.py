@@ -27,7 +27,10 @@ from tests.building import (
     weights_of,
 )
 
-HYBRIDS = ("tp2+kvr-s", "tp2+kvr-direct", "tp2+ring", "tp4+striped", "tp2+zigzag", "tp2+ulysses", "tp2+tsp", "tp2+pp")
+HYBRIDS = (
+    *("tp2+kvr-s", "tp2+kvr-direct", "tp2+ring", "tp4+striped", "tp2+zigzag-ring", "tp2+zigzag"),
+    *("tp2+ulysses", "tp2+tsp", "tp2+pp"),
+)
 NAMES = (*(name for name in STRATEGIES if name not in ("kvr-s", "kvr-p")), *HYBRIDS)  # those two run kvr-e's program
 PARALLEL = tuple(name for name in NAMES if name != "single")
 

@@ -25,6 +25,7 @@ class ElementwiseRates:
     """Bytes a second by operation; a kernel that computes more a byte, or is written worse, has less."""
 
     fused: bool = False  # norm, rotary embedding and activation are one kernel each, as in serving engines
+    fused_merge: bool = False  # one kernel merges partial results of a ring's attention; else see kvrsim.cost.merges
     start_s: NonNegative  # of every kernel, on the device
     norm: float = field(metadata=_RATE)
     rotary: float = field(metadata=_RATE)
@@ -35,11 +36,14 @@ class ElementwiseRates:
     mask_element_s: NonNegative = 0.0  # of an element of the attention mask, once a prefill
 
     @classmethod
-    def uniform(cls, bytes_per_s: float, *, fused: bool, start_s: float = 0.0) -> ElementwiseRates:
+    def uniform(
+        cls, bytes_per_s: float, *, fused: bool, start_s: float = 0.0, fused_merge: bool = False
+    ) -> ElementwiseRates:
         """The same rate for all."""
         rate = bytes_per_s
         return cls(
             fused=fused,
+            fused_merge=fused_merge,
             start_s=start_s,
             norm=rate,
             rotary=rate,

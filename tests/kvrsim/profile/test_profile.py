@@ -141,13 +141,19 @@ def test_comments_are_allowed(fields: dict[str, Any]) -> None:
 def test_every_required_key_is_missed_by_its_path(fields: dict[str, Any]) -> None:
     optional = {"residual", "links.short_bytes_per_s", "links.gather", "kernels.gemm.tiles", "kernels.gemm.measured"}
     optional |= {"kernels.gemm.sustained_flops_per_s", "kernels.gemm.burst_flops"}
-    optional |= {"kernels.head_on_all_tokens", "kernels.elementwise.fused", "host.resume_s"}
+    optional |= {
+        "kernels.head_on_all_tokens",
+        "kernels.elementwise.fused",
+        "kernels.elementwise.fused_merge",
+        "host.resume_s",
+    }
     optional |= {"kernels.whole_attention", "kernels.elementwise.mask_element_s", "kernels.copies.own"}
     optional |= {"kernels.gemm.head_bytes_per_s", "host.request_s", "run_to_run_log_sd", "cluster"}
     optional |= {path.replace(".gemm.", ".gemm_types.fp8.") for path in optional}
     optional |= {"kernels.gemm_types", "kernels.gemm_types.fp8"}
     optional |= {"host.prepare_s", "host.message_s", "host.kernel_s", "links.pending_share", "engine"}
     optional |= {f"host.{key}" for key in ("token_s", "step_s", "collective_s")}
+    optional |= {"links.message_sms"}
     optional |= {f"kernels.attention.{key}" for key in ("eager.measured", "sdpa", "sdpa.measured")}
     optional |= {f"kernels.attention.sdpa.{key}" for key in ("skips_masked", "join_s")}
     optional |= {f"cluster.{link}.{key}" for link in ("link", "network") for key in LINK_OPTIONAL}

@@ -53,6 +53,30 @@ class Layer:
     def kv_bytes(self) -> float:
         return float(self.tokens[0]) * self.scenario.model.kv_bytes_per_token_layer(2)
 
+    @property
+    def cast(self) -> float:
+        """The output to fp32, r2w4, or back."""
+        return self._output_s(6.0)
+
+    def merge(self, tokens: float | None = None, *, part: bool = False) -> float:
+        """An fp32 output and log-sum-exp read and written, a block's read: by one kernel, as fast as memory is."""
+        spec = self.scenario.model
+        queries = self.tokens if tokens is None else np.array([tokens])
+        expected = self._output_s(10.0, queries) + self._output_s(12.0 / spec.head_dim, queries)
+        assert number(self.costs.merge_s(queries, part=part)) == pytest.approx(expected)
+        return expected
+
+    def _output_s(self, element_bytes: float, tokens: Array | None = None) -> float:
+        spec = self.scenario.model
+        queries = number(self.tokens if tokens is None else tokens)
+        return (
+            queries
+            * spec.num_attention_heads
+            * spec.head_dim
+            * element_bytes
+            / self.scenario.cluster.gpu.hbm_bytes_per_s
+        )
+
     def attention(self, start: float, tokens: float | None = None) -> float:
         queries = self.tokens if tokens is None else np.array([tokens])
         return number(self.costs.attention_s(queries, np.array([start])))
@@ -75,9 +99,9 @@ def test_ring_attention(model: str, gpus: int, ctx: int, bandwidth: str) -> None
     chunk = ctx // gpus
     layer = Layer(scenario, chunk)
     flops = 4 * scenario.model.num_attention_heads * scenario.model.head_dim * chunk * chunk
-    block = flops / dict(scenario.cluster.gpu.peak_flops)["fp16"] + number(layer.costs.join_s(layer.tokens))
+    block = flops / dict(scenario.cluster.gpu.peak_flops)["fp16"] + layer.merge()
     sent = layer.alpha + layer.kv_bytes * layer.beta
-    rounds = max(layer.attention(0.0), sent) + (gpus - 2) * max(block, sent) + block
+    rounds = max(layer.attention(0.0) + layer.cast, sent) + (gpus - 2) * max(block, sent) + block + layer.cast
     expected = around(scenario, chunk) + scenario.model.num_hidden_layers * (layer.rest + rounds)
     assert run_simulation(scenario, strategy="ring").ttft_s == pytest.approx(expected, rel=1e-9)
 
@@ -85,16 +109,41 @@ def test_ring_attention(model: str, gpus: int, ctx: int, bandwidth: str) -> None
 @pytest.mark.parametrize("bandwidth", LINKS)
 @pytest.mark.parametrize(("model", "gpus", "ctx"), SHAPES[:3])
 def test_striped_attention(model: str, gpus: int, ctx: int, bandwidth: str) -> None:
-    """Brandon et al. (2023): every round is a causal half, so with fast links half of the ring's attention."""
+    """Brandon et al. (2023): every round is a causal half, so with fast links half of the ring's attention.
+
+    Ranks before the holder of a stripe have one query that sees none of it, so they merge into a part of their rows.
+    """
     scenario = scenario_of(model, gpus, ctx, bandwidth)
     chunk = ctx // gpus
     layer = Layer(scenario, chunk)
     half = layer.attention(0.0)
-    joined = half + number(layer.costs.join_s(layer.tokens))
+    merged = half + layer.merge()
+    assert layer.merge() == layer.merge(part=True), "one kernel writes where it reads"
     sent = layer.alpha + layer.kv_bytes * layer.beta
-    rounds = max(half, sent) + (gpus - 2) * max(joined, sent) + joined
+    rounds = max(half + layer.cast, sent) + (gpus - 2) * max(merged, sent) + merged + layer.cast
     expected = around(scenario, chunk) + scenario.model.num_hidden_layers * (layer.rest + rounds)
     assert run_simulation(scenario, strategy="striped").ttft_s == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("bandwidth", LINKS)
+@pytest.mark.parametrize(("model", "gpus", "ctx"), SHAPES[:3])
+def test_zigzag_ring(model: str, gpus: int, ctx: int, bandwidth: str) -> None:
+    """ring-flash-attention: half a block a round for all ranks; the first merges all rows, the last half of them.
+
+    A rank waits for the one before it, and to pass its pieces on for the one after it: the slower half sets the pace.
+    """
+    scenario = scenario_of(model, gpus, ctx, bandwidth)
+    chunk = ctx // gpus
+    layer = Layer(scenario, chunk)
+    flops = 2 * scenario.model.num_attention_heads * scenario.model.head_dim * chunk * chunk
+    half = flops / dict(scenario.cluster.gpu.peak_flops)["fp16"]
+    sent = layer.alpha + layer.kv_bytes * layer.beta
+    least = max(layer.attention(0.0) + layer.cast, sent) + layer.cast
+    most = least + (gpus - 1) * max(half + layer.merge(), sent)
+    least += (gpus - 2) * max(half + layer.merge(chunk / 2), sent) + half + layer.merge(chunk / 2)
+    ttft_s = run_simulation(scenario, strategy="zigzag-ring").ttft_s
+    per_layer = (ttft_s - around(scenario, chunk)) / scenario.model.num_hidden_layers - layer.rest
+    assert least * (1 - 1e-9) <= per_layer <= most * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("bandwidth", LINKS)

@@ -150,7 +150,7 @@ def test_the_story_of_a_kvr_layer() -> None:
 
 
 def test_names() -> None:
-    more = ["kvr-direct", "ring", "striped", "zigzag", "ulysses", "tp", "pp"]
+    more = ["kvr-direct", "ring", "striped", "zigzag-ring", "zigzag", "ulysses", "tp", "pp"]
     assert list(STRATEGIES) == ["single", "tsp", "kvr-e", "kvr-s", "kvr-p", *more]
     for name, strategy in STRATEGIES.items():
         assert get_strategy(name) is strategy
@@ -224,7 +224,7 @@ def plan_weights(model: str) -> int:
     return kvrsim.load_model(model).weight_bytes(2)
 
 
-@pytest.mark.parametrize("name", ["ring", "zigzag", "tp", "pp", "tp2+kvr-s", "ulysses", "kvr-direct"])
+@pytest.mark.parametrize("name", ["ring", "zigzag-ring", "zigzag", "tp", "pp", "tp2+kvr-s", "ulysses", "kvr-direct"])
 def test_a_shared_bus_and_a_breakdown(name: str) -> None:
     """The event executor alone: flows share the bus; parts and waits sum to when each rank has finished."""
     options: dict[str, Any] = {"strategy": name, "ctx": "1k", "gpus": 4}
