@@ -1,9 +1,9 @@
 """Terms of an engine from measured seconds: the most probable ones under log-normal priors, and their errors.
 
-log(predicted / measured) of each row has a spread that is estimated with the terms; rows far off count less (a
-pseudo-Huber loss). Each term has a log-normal prior, so a handful of rows suffices and a term that the rows say nothing
-of stays where the prior has it. Predictions may have kinks (the slower of host and device), so the search starts at
-several points.
+log(predicted / measured) of each row follows Student's t, so that rows far off count little. Its scale, the noise, is
+the one with which the rows are most probable, whatever the terms. Each term has a log-normal prior, so a handful of
+rows suffices, and a term that the rows say nothing of stays where the prior has it. Predictions have kinks (the slower
+of host and device), so the search starts at several points.
 """
 
 from __future__ import annotations
@@ -18,24 +18,21 @@ Array = NDArray[np.float64]
 Predict = Callable[[Array], Array]  # values of the terms, shape (terms,), to seconds of every row, shape (rows,)
 Progress = Callable[[str], None]
 
-_MEDIAN_OF_NORMAL = 0.6745  # of the size of a standard normal
-LEAST_NOISE = (
-    0.014 / _MEDIAN_OF_NORMAL
-)  # log sd: medians of repeated serving runs differ by 1.4 % (see planner.uncertainty)
-_MOST_NOISE = 0.3  # a row that is off by more is an outlier, whatever the others are
+LEAST_NOISE = 0.014 / 0.6745  # log sd: medians of repeated serving runs differ by 1.4 % (see planner.uncertainty)
+_NOISES = tuple(LEAST_NOISE * 1.4**power for power in range(8))  # up to 0.22; a row that is off by more is an outlier
+_USUAL_NOISE = 0.03  # of a model of whole prefills beside its measurements
+_NOISE_LOG_SD = 0.8  # of the noise itself
 _FIRST_NOISE = 0.05
-_HUBER = 2.0  # in standard deviations: beyond, a row's weight falls
+_TAIL = 4.0  # degrees of freedom of Student's t: a few outliers among many rows
+_AS_NORMAL = 1.533 / 1.2816  # standard deviation of the normal distribution that holds 80 % within as much, over scale
 _STEP = 0.02  # of a prior's standard deviation, for derivatives
 _STARTS = (-2.0, -1.0, 1.0, 2.0, 3.0)  # prior standard deviations at which each term alone is tried first
-_ENOUGH = 3  # rows more than terms that they identify, for a spread from the median error
-_ROUNDS = 4  # of fitting terms and estimating the noise
+_HIDDEN = 0.9  # of the prior's width that is left of a term: what rows do not narrow may be hidden by another term
 _MOST_STEPS = 20
 _MOST_MOVE = 2.0  # prior standard deviations in one step
 _MOST_DAMPING = 1e4
 _SMALL_GAIN = 0.01  # of twice the log-probability: nothing that matters is won any more
-_SMALL_MOVE = (
-    0.5  # prior standard deviations: terms that move less without some rows are refitted with the same derivatives
-)
+_SMALL_MOVE = 0.5  # prior standard deviations: terms that move less without some rows keep their derivatives
 MOST_FOLDS = 60  # more cases are left out in so many groups
 
 
@@ -55,7 +52,7 @@ class Solution:
     values: Array  # (terms,): the most probable
     log_sd: Array  # (terms,): their uncertainty after the rows
     narrowed: Array  # (terms,): the same over the prior's, 1 where the rows say nothing
-    noise_log_sd: float  # of a row
+    noise_log_sd: float  # of a row; that of a normal distribution which holds 80 % within as much
     before_s: Array  # (rows,): seconds at the prior's medians
     after_s: Array  # (rows,): with the terms
     left_out_s: Array  # (rows,): each with the terms fitted without its case
@@ -77,14 +74,7 @@ def solve(
     everyone = np.ones(len(measured_s), dtype=bool)
     before = problem.errors(np.zeros(len(priors)))
     tell(f"fitting {len(priors)} terms to {len(measured_s)} rows")
-    point, noise = problem.best_start(everyone, _FIRST_NOISE), _FIRST_NOISE
-    for _ in range(_ROUNDS):
-        point = problem.minimise(point, everyone, noise)
-        found = problem.noise(point, everyone, noise)
-        settled = abs(np.log(found / noise)) < 0.1
-        noise = found
-        if settled:
-            break
+    point, noise = problem.fit(everyone)
     errors = problem.errors(point)
     slopes = problem.slopes(point, errors)
     left_out = np.empty_like(errors)
@@ -98,7 +88,7 @@ def solve(
         values=problem.values(point),
         log_sd=sd * widths,
         narrowed=sd,
-        noise_log_sd=noise,
+        noise_log_sd=noise * _AS_NORMAL,
         before_s=problem.measured_s * np.exp(before),
         after_s=problem.measured_s * np.exp(errors),
         left_out_s=problem.measured_s * np.exp(left_out),
@@ -137,14 +127,36 @@ class _Problem:
 
     def cost(self, point: Array, errors: Array, rows: NDArray[np.bool_], noise: float) -> float:
         """Twice the negative logarithm of the probability, but for constants."""
-        loss = 2 * _HUBER**2 * (np.sqrt(1 + (errors[rows] / noise / _HUBER) ** 2) - 1)
+        loss = (_TAIL + 1) * np.log1p((errors[rows] / noise) ** 2 / _TAIL)
         return float(np.sum(loss) + point @ point)
 
-    def best_start(self, rows: NDArray[np.bool_], noise: float) -> Array:
-        """The prior's medians, or one term away from them."""
+    def fit(self, rows: NDArray[np.bool_]) -> tuple[Array, float]:
+        """The most probable terms, and the noise with which the rows are most probable."""
+        point = self.search(rows, _FIRST_NOISE)
+        found = []
+        for noise in _NOISES:
+            point = self.minimise(point, rows, noise)
+            found.append((self.evidence(point, rows, noise), noise, point))
+        _, noise, point = min(found, key=lambda one: one[:2])
+        return point, noise
+
+    def search(self, rows: NDArray[np.bool_], noise: float) -> Array:
+        """The most probable point from several starts: the best of those with one term away from the prior's median.
+
+        A term that the rows do not narrow there may be hidden (a host behind the device): it is tried as a start, too.
+        """
         count = len(self.priors)
-        starts = [np.zeros(count), *(np.eye(count)[term] * size for term in range(count) for size in _STARTS)]
-        return min(starts, key=lambda start: self.cost(start, self.errors(start), rows, noise))
+        alone = {term: [np.eye(count)[term] * size for size in _STARTS] for term in range(count)}
+
+        def costs(point: Array) -> float:
+            return self.cost(point, self.errors(point), rows, noise)
+
+        best_alone = {term: min(starts, key=costs) for term, starts in alone.items()}
+        found = [self.minimise(min([np.zeros(count), *best_alone.values()], key=costs), rows, noise)]
+        errors = self.errors(found[0])
+        narrowed = np.sqrt(np.diag(self.covariance(errors, self.slopes(found[0], errors), rows, noise)))
+        found += [self.minimise(best_alone[term], rows, noise) for term in alone if narrowed[term] > _HIDDEN]
+        return min(found, key=costs)
 
     def minimise(self, start: Array, rows: NDArray[np.bool_], noise: float) -> Array:
         """The most probable point near a start, by damped Gauss-Newton steps."""
@@ -193,23 +205,16 @@ class _Problem:
         weighted = slopes[rows] * _weights(errors[rows] / noise)[:, None]
         return np.asarray(np.linalg.inv(slopes[rows].T @ weighted / noise**2 + np.eye(len(self.priors))))
 
-    def noise(self, point: Array, rows: NDArray[np.bool_], noise: float) -> float:
-        """The rows' spread around the fit, for as many degrees of freedom as the terms leave.
-
-        From the median error where there are rows enough, which outliers do not move; else from the mean square.
-        """
+    def evidence(self, point: Array, rows: NDArray[np.bool_], noise: float) -> float:
+        """Minus twice the logarithm of how probable the rows are with this noise, whatever the terms (Laplace)."""
         errors = self.errors(point)
-        slopes = self.slopes(point, errors)
-        used = len(point) - float(np.trace(self.covariance(errors, slopes, rows, noise)))
-        count = float(np.count_nonzero(rows))
-        left = max(1.0, count - used)
-        if left >= _ENOUGH:
-            spread = float(np.median(np.abs(errors[rows]))) / _MEDIAN_OF_NORMAL * np.sqrt(count / left)
-        else:
-            spread = np.sqrt(np.sum(errors[rows] ** 2) / left)
-        return float(np.clip(spread, LEAST_NOISE, _MOST_NOISE))
+        covariance = self.covariance(errors, self.slopes(point, errors), rows, noise)
+        width = float(np.linalg.slogdet(covariance)[1])
+        prior = (np.log(noise / _USUAL_NOISE) / _NOISE_LOG_SD) ** 2
+        scale = 2 * float(np.count_nonzero(rows) * np.log(noise))
+        return self.cost(point, errors, rows, noise) + scale - width + float(prior)
 
 
 def _weights(sizes: Array) -> Array:
-    """What a row counts in a weighted least-squares step: 1 near the fit, less far off."""
-    return 1 / np.sqrt(1 + (sizes / _HUBER) ** 2)
+    """What a row counts in a weighted least-squares step; sizes: errors in units of the noise."""
+    return (_TAIL + 1) / (_TAIL + sizes**2)

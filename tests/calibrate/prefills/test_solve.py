@@ -28,7 +28,7 @@ def test_a_known_engine_is_recovered() -> None:
     assert found.values == pytest.approx(TRUTH, rel=0.03)
     assert np.all(found.narrowed < 0.25)
     assert found.after_s == pytest.approx(slower(TRUTH), rel=0.01)
-    assert found.noise_log_sd == LEAST_NOISE
+    assert found.noise_log_sd < 1.5 * LEAST_NOISE
 
 
 def test_rows_left_out_are_predicted_nearly_as_well() -> None:
@@ -75,6 +75,13 @@ def test_a_host_that_the_prior_hides_is_found() -> None:
     truth = np.array([0.005, 3e-3, 1.0])
     found = solve(lambda terms: slower(terms, lengths), slower(truth, lengths), PRIORS, range(3))
     assert found.values[1] == pytest.approx(3e-3, rel=0.1)
+
+
+def test_a_hidden_host_is_found_beside_a_larger_request() -> None:
+    """A larger request alone explains part of the rows, so the search could end there."""
+    truth = np.array([0.012, 8e-4, 1.08])
+    found = solve(slower, slower(truth), PRIORS, range(7))
+    assert found.values == pytest.approx(truth, rel=0.05)
 
 
 def test_an_outlier_moves_the_others_little() -> None:

@@ -7,6 +7,7 @@ import typer
 from kvrsim.cli.commands.calibrate.all import calibrate_all
 from kvrsim.cli.commands.calibrate.fit import fit, import_
 from kvrsim.cli.commands.calibrate.measure import compute, links
+from kvrsim.cli.commands.calibrate.prefills import prefills
 
 app = typer.Typer(help="Measure a machine, and fit a profile to measurements.", no_args_is_help=False)
 
@@ -21,3 +22,4 @@ app.command("links")(links)
 app.command("all")(calibrate_all)
 app.command("fit")(fit)
 app.command("import")(import_)
+app.command("prefills")(prefills)

@@ -1,0 +1,214 @@
+"""PrefillFit: an engine fitted to whole prefills, its errors, and the profile that holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from calibrate.prefills.cases import PrefillCase
+from calibrate.prefills.solve import Array, Prior, Solution, solve
+from calibrate.prefills.terms import MODEL, EngineTerms
+from kvrsim.engine.engine import Engine, EngineFit
+from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile
+from kvrsim.version import __version__
+
+_IDENTIFIED = 0.5**0.5  # of the prior's width: below, the rows say more of a term than the prior does
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FittedTerm:
+    """A term of the engine, before and after the rows."""
+
+    prior: Prior
+    value: float
+    log_sd: float  # standard deviation of its logarithm, after the rows
+
+    @property
+    def identified(self) -> bool:
+        """Whether the rows say more of it than the prior does."""
+        return self.log_sd < _IDENTIFIED * self.prior.log_sd
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """The ends of the 80 % interval of its value."""
+        factor = float(np.exp(DEVIATES_OF_80_PERCENT * self.log_sd))
+        return self.value / factor, self.value * factor
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        low, high = self.span
+        return {
+            "name": self.prior.name,
+            "prior": self.prior.median,
+            "prior_log_sd": self.prior.log_sd,
+            "value": self.value,
+            "low": low,
+            "high": high,
+            "identified": self.identified,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Errors:
+    """Absolute relative errors of some predictions, as fractions."""
+
+    median_ape: float
+    mape: float
+
+    @classmethod
+    def of(cls, predicted_s: Array, measured_s: Array) -> Errors:
+        """predicted / measured - 1, its size."""
+        size = np.abs(predicted_s / measured_s - 1)
+        return cls(median_ape=float(np.median(size)), mape=float(np.mean(size)))
+
+    def to_dict(self) -> dict[str, float]:
+        """Plain JSON values."""
+        return {"median_ape": self.median_ape, "mape": self.mape}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillFit:
+    """Terms, errors before and after, and errors of rows that were left out."""
+
+    profile: CalibrationProfile  # with the fitted engine
+    engine: Engine
+    terms: tuple[FittedTerm, ...]
+    cases: tuple[str, ...]  # of each row, in words
+    measured_s: Array
+    solution: Solution
+
+    @property
+    def before(self) -> Errors:
+        """At the prior's medians."""
+        return Errors.of(self.solution.before_s, self.measured_s)
+
+    @property
+    def after(self) -> Errors:
+        """Of the rows that the terms were fitted to."""
+        return Errors.of(self.solution.after_s, self.measured_s)
+
+    @property
+    def left_out(self) -> Errors:
+        """Each row predicted with terms that were fitted without it."""
+        return Errors.of(self.solution.left_out_s, self.measured_s)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        assert self.engine.fit is not None, "fit_prefills sets it"
+        rows = zip(
+            self.cases, self.measured_s, self.solution.before_s, self.solution.after_s, self.solution.left_out_s,
+            strict=True,
+        )  # fmt: skip
+        names = ("case", "measured_s", "before_s", "after_s", "left_out_s")
+        return {
+            "profile": self.profile.name,
+            "n": len(self.cases),
+            "terms": [term.to_dict() for term in self.terms],
+            "before": self.before.to_dict(),
+            "after": self.after.to_dict(),
+            "left_out": self.left_out.to_dict(),
+            "left_out_log_sd": self.engine.fit.log_sd,
+            "rows": [dict(zip(names, (case, *map(float, seconds)), strict=True)) for case, *seconds in rows],
+        }
+
+
+def fit_prefills(
+    cases: Sequence[PrefillCase],
+    profile: CalibrationProfile,
+    terms: EngineTerms,
+    *,
+    name: str,
+    source: str,
+    on_progress: Callable[[str], None] | None = None,
+) -> PrefillFit:
+    """Fit the terms to the cases, and a profile of that name with the fitted engine.
+
+    source: of the rows, in a few words. Rows that repeat a case are left out together.
+    """
+    measured_s = np.array([case.row.ttft_s for case in cases])
+
+    def predict(values: Array) -> Array:
+        chosen = dict(zip(terms.names, map(float, values), strict=True))
+        return np.array([case.ttft_s(lambda scenario: terms.scenario_with(scenario, chosen)) for case in cases])
+
+    labels = tuple(case.row.case for case in cases)
+    found = solve(predict, measured_s, terms.priors, labels, on_progress)
+    fitted = tuple(
+        FittedTerm(prior=prior, value=float(f"{value:.4g}"), log_sd=float(log_sd))
+        for prior, value, log_sd in zip(terms.priors, found.values, found.log_sd, strict=True)
+    )
+    engine = _engine(terms, fitted, found, measured_s, labels, name=name, source=source)
+    return PrefillFit(
+        profile=replace(profile, name=name, engine=engine, residual=None),
+        engine=engine,
+        terms=fitted,
+        cases=labels,
+        measured_s=measured_s,
+        solution=found,
+    )
+
+
+def _engine(
+    terms: EngineTerms,
+    fitted: Sequence[FittedTerm],
+    found: Solution,
+    measured_s: Array,
+    labels: Sequence[str],
+    *,
+    name: str,
+    source: str,
+) -> Engine:
+    """The engine as a record of its own."""
+    base = terms.engine
+    values = {term.prior.name: term.value for term in fitted}
+    spread = {term.prior.name: float(f"{term.log_sd:.3g}") for term in fitted}
+    after, left_out = (Errors.of(seconds, measured_s) for seconds in (found.after_s, found.left_out_s))
+    log_sd = left_out_log_sd(found.left_out_s, measured_s)
+    outside = np.abs(np.log(found.left_out_s / measured_s)) > DEVIATES_OF_80_PERCENT * log_sd
+    rows = f"{len(labels)} prefill{'s' * (len(labels) > 1)}"
+    return replace(
+        terms.engine_with(values),
+        name=name,
+        title=f"fitted to {rows}",
+        description=f"{rows} of one's own ({source}), with {base.name} as the prior.",
+        not_covered="Models, lengths and numbers of GPUs far from those of the rows.",
+        spread=dict(base.spread) | spread | {MODEL: float(f"{found.noise_log_sd:.3g}")},
+        fit=EngineFit(
+            source=source,
+            num_rows=len(labels),
+            mape=after.mape,
+            median_ape=after.median_ape,
+            left_out_mape=left_out.mape,
+            left_out_median_ape=left_out.median_ape,
+            left_out="row",
+            log_sd=log_sd,
+            coverage=float(np.mean(~outside)),
+        ),
+        provenance={
+            "fitted": f"{date.today().isoformat()} by kvrsim {__version__}",
+            "prior": base.name,
+            "rows": source,
+        },
+    )
+
+
+def left_out_log_sd(left_out_s: Array, measured_s: Array) -> float:
+    """Spread of log(predicted / measured) of rows left out, wider where few rows say it.
+
+    As wide as makes 1.2816 of it the 80 % quantile of Student's t for so many rows.
+    """
+    from scipy.stats import t
+
+    errors = np.log(left_out_s / measured_s)
+    spread = float(np.sqrt(np.mean(errors**2)))
+    return spread * float(t.ppf(0.9, max(1, len(errors)))) / DEVIATES_OF_80_PERCENT
+
+
+def source_of(paths: Sequence[str | Path]) -> str:
+    """Names of the files, without their folders."""
+    return ", ".join(dict.fromkeys(Path(path).name for path in paths))

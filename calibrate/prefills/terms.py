@@ -1,0 +1,59 @@
+"""EngineTerms: the terms of an engine that are fitted to whole prefills, and their priors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+from calibrate.prefills.solve import Prior
+from kvrsim.engine.engine import TERMS, Engine, load_engine
+from kvrsim.engine.host import HostRates
+from kvrsim.errors import InputError
+from kvrsim.profile.profile import CalibrationProfile
+from kvrsim.scenario import Scenario
+
+PRIOR_ENGINE = "serving"  # where neither the profile nor the user names an engine
+KERNEL_SCALE = "kernel_scale"
+_HOST = {one.name for one in fields(HostRates)} & set(TERMS)
+MODEL = "model"  # the spread that no term explains: estimated from the rows, not a term
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineTerms:
+    """An engine whose terms are to be fitted: its values are the priors' medians, its spreads their widths."""
+
+    engine: Engine
+    gpu: str  # of the profile, whose kernels are scaled
+    priors: tuple[Prior, ...]
+
+    @classmethod
+    def of(cls, profile: CalibrationProfile, engine: Engine | None) -> EngineTerms:
+        """The terms that have both a value and a spread; InputError where none has.
+
+        engine: the prior; None: PRIOR_ENGINE.
+        """
+        base = load_engine(PRIOR_ENGINE) if engine is None else engine
+        priors = []
+        for name in TERMS:
+            log_sd = base.spread.get(name, 0.0)
+            median = base.scale_on(profile.gpu) if name == KERNEL_SCALE else getattr(base.host, name, 0.0)
+            if name != MODEL and log_sd > 0 and median > 0:
+                priors.append(Prior(name=name, median=median, log_sd=log_sd))
+        if not priors:
+            raise InputError("engine", base.name, f"an engine with terms that have a spread, such as {PRIOR_ENGINE}")
+        return cls(engine=base, gpu=profile.gpu, priors=tuple(priors))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the terms, in the order of the priors."""
+        return tuple(prior.name for prior in self.priors)
+
+    def engine_with(self, values: Mapping[str, float]) -> Engine:
+        """The engine with these values of its terms."""
+        host = {name: value for name, value in values.items() if name in _HOST}
+        scale = {self.gpu: values[KERNEL_SCALE]} if KERNEL_SCALE in values else self.engine.kernel_scale
+        return replace(self.engine, host=replace(self.engine.host, **host), kernel_scale=scale)
+
+    def scenario_with(self, scenario: Scenario, values: Mapping[str, float]) -> Scenario:
+        """The scenario served by an engine with these values."""
+        return replace(scenario, engine=self.engine_with(values))

@@ -1,0 +1,166 @@
+"""An engine fitted to prefills that a known engine made: its terms, errors, and the profile that holds it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from calibrate.prefills.cases import PrefillCase, make_cases
+from calibrate.prefills.check import check_prefills
+from calibrate.prefills.fit import PrefillFit, fit_prefills, left_out_log_sd
+from calibrate.prefills.rows import PrefillRow
+from calibrate.prefills.terms import EngineTerms
+from kvrsim.compile import for_strategy
+from kvrsim.engine.engine import Engine
+from kvrsim.engine.host import HostRates
+from kvrsim.errors import InputError
+from kvrsim.io.json_text import JsonObject
+from kvrsim.profile.profile import CalibrationProfile, load_profile
+from planner.partitions import partition_of
+from planner.uncertainty.interval import interval
+
+PROFILE = load_profile("h100-flash")
+PRIOR = Engine(
+    name="prior",
+    title="made up",
+    description="Made up.",
+    not_covered="Everything.",
+    host=HostRates(layer_s=1e-4, gather_piece_s=0.0, request_s=5e-3, token_s=5e-7),
+    spread={"request_s": 1.0, "token_s": 1.0, "layer_s": 1.0, "kernel_scale": 0.1, "model": 0.05},
+)
+TRUTH = replace(
+    PRIOR,
+    host=replace(PRIOR.host, layer_s=8e-4, request_s=1.2e-2, token_s=1e-6),
+    kernel_scale={PROFILE.gpu: 1.08},
+)
+LENGTHS = (128, 256, 1024, 2048, 4096, 8192)
+
+
+def row(context_len: int, **about: object) -> PrefillRow:
+    fields = {"model": "llama-2-7b", "num_gpus": 1, "batch": 1, "cached_prefix": 0} | about
+    return PrefillRow(ttft_s=1.0, where=f"rows.csv, line {context_len}", context_len=context_len, **fields)  # type: ignore[arg-type]
+
+
+def cases_of(rows: list[PrefillRow], engine: Engine = PRIOR) -> tuple[PrefillCase, ...]:
+    return make_cases(rows, PROFILE, partition_of, {"engine": engine}).cases
+
+
+def measured(engine: Engine, lengths: tuple[int, ...] = LENGTHS, noise: float = 0.0) -> tuple[PrefillCase, ...]:
+    """Cases with the prior's engine whose seconds are another engine's."""
+    rng = np.random.default_rng(5)
+    seconds = [case.ttft_s() * np.exp(noise * rng.standard_normal()) for case in cases_of([*map(row, lengths)], engine)]
+    return cases_of([replace(row(length), ttft_s=one) for length, one in zip(lengths, seconds, strict=True)])
+
+
+def fitted(cases: tuple[PrefillCase, ...]) -> PrefillFit:
+    return fit_prefills(cases, PROFILE, EngineTerms.of(PROFILE, PRIOR), name="mine", source="rows.csv")
+
+
+@pytest.fixture(scope="module")
+def fit() -> PrefillFit:
+    return fitted(measured(TRUTH))
+
+
+def test_terms_of_a_known_engine_are_recovered(fit: PrefillFit) -> None:
+    values = {term.prior.name: term.value for term in fit.terms}
+    assert values["layer_s"] == pytest.approx(8e-4, rel=0.05)
+    assert values["request_s"] == pytest.approx(1.2e-2, rel=0.15)
+    assert values["kernel_scale"] == pytest.approx(1.08, rel=0.02)
+    assert {term.prior.name for term in fit.terms if term.identified} >= {"layer_s", "request_s", "kernel_scale"}
+    assert all(term.span[0] < term.value < term.span[1] for term in fit.terms)
+
+
+def test_errors_fall_and_hold_on_rows_left_out(fit: PrefillFit) -> None:
+    assert fit.before.median_ape > 0.1
+    assert fit.after.mape < 0.01
+    assert fit.left_out.median_ape < 0.03
+    assert fit.after.mape <= fit.left_out.mape < fit.before.mape
+
+
+def test_the_profile_predicts_as_the_fit_does(fit: PrefillFit) -> None:
+    again = CalibrationProfile.read(JsonObject(fields=fit.profile.to_dict(), where="mine.json"))
+    assert again.name == "mine"
+    cases = make_cases([*map(row, LENGTHS)], again, partition_of).cases
+    assert [case.ttft_s() for case in cases] == pytest.approx(fit.solution.after_s, rel=2e-3)
+
+
+def test_the_record_says_what_later_intervals_rest_on(fit: PrefillFit) -> None:
+    record = fit.engine.fit
+    assert record is not None
+    assert (record.num_rows, record.left_out) == (6, "row")
+    assert record.log_sd == pytest.approx(left_out_log_sd(fit.solution.left_out_s, fit.measured_s))
+    assert fit.engine.spread["layer_s"] < PRIOR.spread["layer_s"]
+    assert fit.engine.spread["model"] == pytest.approx(fit.solution.noise_log_sd, rel=0.01)
+
+
+def test_few_rows_say_less_of_their_spread() -> None:
+    ones = np.ones(20)
+    errors = np.exp(0.03 * np.resize([1.0, -1.0], 20))
+    assert left_out_log_sd(errors[:3], ones[:3]) > 1.2 * left_out_log_sd(errors, ones) > 1.2 * 0.03
+
+
+def test_long_prompts_do_not_identify_the_host() -> None:
+    found = fitted(measured(TRUTH, (8192, 16384)))
+    host = next(term for term in found.terms if term.prior.name == "layer_s")
+    assert host.value == pytest.approx(PRIOR.host.layer_s, rel=1e-2)
+    assert not host.identified
+    assert host.log_sd == pytest.approx(PRIOR.spread["layer_s"], rel=1e-2)
+
+
+def test_repeated_rows_are_left_out_together() -> None:
+    once = measured(TRUTH, (1024, 4096))
+    twice = fitted((*once, *once))
+    assert twice.solution.left_out_s[:2] == pytest.approx(twice.solution.left_out_s[2:])
+    assert twice.solution.left_out_s[:2] == pytest.approx(fitted(once).solution.left_out_s, rel=0.02)
+
+
+def test_terms_on_groups_of_gpus_are_those_of_the_scenario() -> None:
+    """A case is placed once; an engine that is set later counts as one that was named."""
+    rows = [row(4096, num_gpus=8, strategy="tp"), row(4096, num_gpus=8, strategy="tp2+kvr-e")]
+    terms = EngineTerms.of(PROFILE, PRIOR)
+    values = {"layer_s": 8e-4, "request_s": 1.2e-2, "token_s": 1e-6, "kernel_scale": 1.08}
+    for early, late in zip(cases_of(rows, TRUTH), cases_of(rows), strict=True):
+        assert late.ttft_s(lambda scenario: terms.scenario_with(scenario, values)) == pytest.approx(early.ttft_s())
+        assert for_strategy(terms.scenario_with(late.scenario, values), late.strategy).host == TRUTH.host
+
+
+def test_an_engine_without_spreads_is_no_prior() -> None:
+    with pytest.raises(InputError, match="engine: got 'prior', accepted: an engine with terms that have a spread"):
+        EngineTerms.of(PROFILE, replace(PRIOR, spread={"model": 0.1}))
+
+
+def test_check_reports_errors_and_coverage() -> None:
+    cases = measured(TRUTH)
+    found = check_prefills(cases, interval).to_dict()
+    assert found["n"] == len(found["rows"]) == 6
+    sizes = [abs(one["predicted_s"] / one["measured_s"] - 1) for one in found["rows"]]
+    assert [abs(one["rel_error"]) for one in found["rows"]] == pytest.approx(sizes)
+    assert found["mape"] == pytest.approx(np.mean(sizes))
+    assert found["median_ape"] == pytest.approx(np.median(sizes))
+    inside = [one["low_s"] <= one["measured_s"] <= one["high_s"] for one in found["rows"]]
+    assert found["coverage"] == pytest.approx(np.mean(inside))
+    assert all(one["low_s"] <= one["predicted_s"] <= one["high_s"] for one in found["rows"])
+
+
+def test_rows_of_another_gpu_are_refused() -> None:
+    with pytest.raises(InputError, match="line 1024: gpu: got 'A100-SXM-80GB', accepted: h100"):
+        cases_of([row(1024, gpu="A100-SXM-80GB")])
+
+
+@pytest.mark.parametrize(("gpu", "notes"), [("NVIDIA H100 80GB HBM3", 0), ("h100", 0), ("L4", 1)])
+def test_names_of_gpus(gpu: str, notes: int) -> None:
+    found = make_cases([row(1024, gpu=gpu)], PROFILE, partition_of, {"engine": PRIOR})
+    assert len([note for note in found.notes if note.startswith("GPU")]) == notes
+
+
+def test_a_row_that_cannot_be_simulated_names_its_line() -> None:
+    with pytest.raises(InputError, match="line 1024: model: got 'no-such-model'"):
+        cases_of([row(1024, model="no-such-model")])
+    with pytest.raises(InputError, match="line 1024: strategies: got 'tp7'"):
+        cases_of([row(1024, num_gpus=7, strategy="tp")])
+
+
+def test_the_cluster_is_that_of_the_profile() -> None:
+    assert cases_of([row(1024)])[0].scenario.cluster.gpu.name == PROFILE.gpu

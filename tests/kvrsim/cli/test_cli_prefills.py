@@ -1,0 +1,135 @@
+"""`kvrsim calibrate prefills`: from rows to a profile that plans, the check, and one line for every mistake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvrsim.cli import main as cli
+from kvrsim.engine.engine import Engine
+from kvrsim.engine.host import HostRates
+
+ROWS = """\
+model,gpu,num_gpus,strategy,context_len,batch,cached_prefix,dtype,ttft_s
+llama-2-7b,H100,1,single,256,1,0,fp16,0.031
+llama-2-7b,H100,1,single,1024,1,0,fp16,0.047
+llama-2-7b,H100,1,single,4096,1,0,fp16,0.120
+llama-2-7b,H100,1,single,4000,1,0,fp16,0.118
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With rows.csv and engine.json, and the working directory."""
+    (tmp_path / "rows.csv").write_text(ROWS, encoding="utf-8")
+    Engine(
+        name="prior",
+        title="made up",
+        description="Made up.",
+        not_covered="Everything.",
+        host=HostRates(layer_s=1e-4, gather_piece_s=0.0, request_s=5e-3),
+        spread={"request_s": 1.0, "layer_s": 1.0, "kernel_scale": 0.1, "model": 0.05},
+    ).write(tmp_path / "engine.json")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str, engine: str = "engine.json") -> tuple[int, str, str]:
+    options = ("--profile", "h100-flash", "--engine", engine)
+    code = cli.main(["calibrate", "prefills", *options, *arguments])
+    return code, *capsys.readouterr()
+
+
+def test_a_fitted_profile_plans_and_checks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "rows.csv", "-o", "mine.json")
+    assert (code, err) == (0, "")
+    for shown in ("request_s", "identified", "left out", "llama-2-7b 4096 single on 1 GPU", "mine.json"):
+        assert shown in out
+    written = json.loads((folder / "mine.json").read_text("utf-8"))
+    assert written["name"] == "mine"
+    assert written["engine"]["fit"]["num_rows"] == 4
+    check = ["calibrate", "prefills", "rows.csv", "--profile", "mine.json", "--check", "--json"]
+    assert cli.main(check) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["median_ape"] < 0.05
+    plan = ["plan", "--profile", "mine.json", "--model", "llama-2-7b", "--gpus", "1", "--ctx", "1k", "--json"]
+    assert cli.main(plan) == 0
+    assert json.loads(capsys.readouterr().out)["best"]["ttft_s"] == pytest.approx(0.047, rel=0.1)
+
+
+def test_the_fit_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "rows.csv", "-o", "mine.json", "--name", "ours", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert (found["profile"], found["output"], found["n"]) == ("ours", "mine.json", 4)
+    assert [term["name"] for term in found["terms"]] == ["request_s", "layer_s", "kernel_scale"]
+    assert set(found["terms"][0]) == {"name", "prior", "prior_log_sd", "value", "low", "high", "identified"}
+    assert found["after"]["mape"] < found["before"]["mape"]
+    assert set(found["rows"][0]) == {"case", "measured_s", "before_s", "after_s", "left_out_s"}
+
+
+def test_the_check_as_json_has_the_agreed_fields(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "rows.csv", "--check", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert set(found) == {"rows", "n", "median_ape", "mape", "coverage", "warnings"}
+    assert set(found["rows"][0]) == {"case", "measured_s", "predicted_s", "low_s", "high_s", "rel_error"}
+
+
+def test_the_check_leaves_with_0_however_far_off(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "rows.csv").write_text(ROWS.replace("0.0", "9.0"), encoding="utf-8")
+    code, out, _ = run(capsys, "rows.csv", "--check")
+    assert code == 0
+    assert "inside the interval: 0%" in out or "25% of 4 rows" in out
+
+
+def test_an_output_of_a_benchmark_takes_the_options(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = {"run_name": "a", "batch_size": 1, "input_len": 1024, "output_len": 8, "prefill_latency": 0.05}
+    (folder / "result.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
+    options = ("--model", "llama-2-7b", "--gpus", "2", "--dtype", "bf16")
+    code, out, err = run(capsys, "result.jsonl", "rows.csv", "--check", "--json", *options)
+    assert code == 0
+    assert json.loads(out)["rows"][0]["case"] == "llama-2-7b 1024 tp on 2 GPUs"
+    assert "note: result.jsonl: times inside the engine" in err
+
+
+def test_lines_of_the_file_win_over_options(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "rows.csv", "--check", "--json", "--gpus", "4", "--ctx", "99", "--model", "llama-2-13b")
+    assert {row["case"].split()[0] for row in json.loads(out)["rows"]} == {"llama-2-7b"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("rows.csv",), "--output: got 'nothing', accepted: a file for the profile, such as mine.json; or --check"),
+        (("rows.csv", "--check", "-o", "mine.json"), "--output: got 'mine.json', accepted: nothing beside --check"),
+        (("rows.csv", "-o", "none/mine.json"), "--output: got 'none/mine.json', accepted: a file in a folder that"),
+        (("none.csv", "--check"), "prefills: got 'none.csv', accepted: a CSV file that can be read"),
+        (("engine.json", "--check"), "prefills engine.json: keys: got"),
+        (
+            ("rows.csv", "--check", "--profile", "roofline"),
+            "--profile: got 'roofline', accepted: a calibration",
+        ),
+        (
+            ("rows.csv", "--check", "--profile", "a100-flash"),
+            "rows.csv, line 2: gpu: got 'H100', accepted: a100",
+        ),
+        (("rows.csv", "--check", "--strategy", "best"), "--strategy: got 'best', accepted: one of"),
+        (("rows.csv", "--check", "--attention", "eager"), "attention: got 'eager', accepted: a kernel that profile"),
+    ],
+)
+def test_a_mistake_costs_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], line: str
+) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert line in err
+
+
+def test_a_failed_fit_leaves_no_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "rows.csv").write_text(ROWS.replace("llama-2-7b", "no-model"), encoding="utf-8")
+    assert run(capsys, "rows.csv", "-o", "mine.json")[0] == 2
+    assert not (folder / "mine.json").exists()
