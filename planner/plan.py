@@ -22,7 +22,7 @@ from planner.plan_notes import approximate_notes, even_chunks, fewer_gpus, memor
 from planner.search.search import Found
 from planner.simulate import computes_s, waited_s
 from planner.strategies_for import choose
-from planner.uncertainty.interval import interval_of, tied
+from planner.uncertainty.interval import interval_of, measured_coverage, tied
 from planner.uncertainty.moves import Moves, moves
 
 # Noise and tables are imported where they are asked for: each costs the start of every plan some milliseconds.
@@ -127,6 +127,7 @@ def make_plan(
         search=partitions.report(),
         rests_on=rests_on(scenario),
         warnings=(*warnings, *notes),
+        interval_coverage=measured_coverage(scenario),
         timeline=_replayed(scenario, chosen[best.strategy], best) if timeline else None,
         noise=None if disturbance is None else _noise_report(scenario, chosen, robust, disturbance, objective),
     )

@@ -12,7 +12,7 @@ from kvrsim.text import Note
 from kvrsim.units import format_bytes
 from planner.search.search import Found, search
 from planner.simulate import computes_s
-from planner.uncertainty.interval import tied
+from planner.uncertainty.interval import measured_coverage, tied
 from planner.uncertainty.moves import Moves
 
 _SURELY_SLOWER = 1.5  # compute alone over TTFT, beyond which fewer GPUs cannot be as fast
@@ -95,4 +95,6 @@ def rests_on(scenario: Scenario) -> str:
             f" {profile.residual.other_family_mape:.1%} on other families, 80 % of them by less than"
             f" {profile.residual.p80_ape:.1%}."
         )
-    return f"{text} {profile.not_covered}"
+    coverage = measured_coverage(scenario)
+    held = "were not checked on whole prefills" if coverage is None else f"held {coverage:.0%} of the held-out ones"
+    return f"{text} Intervals made to hold 80 % of TTFTs {held}. {profile.not_covered}"

@@ -19,7 +19,7 @@ from kvrsim.strategies import Strategy, get_strategy, label_of
 from planner.evaluate import Progress
 from planner.partitions import partition_of
 from planner.uncertainty.breakdown import breakdown
-from planner.uncertainty.interval import interval
+from planner.uncertainty.interval import interval, measured_coverage
 
 # What only some simulations need is imported where they ask for it, for the sake of the start.
 if TYPE_CHECKING:
@@ -113,6 +113,7 @@ def run_simulation(
         ),
         fits=fits(placed, memory),
         memory_limit=placed.memory_limit,
+        interval_coverage=measured_coverage(scenario),
         warnings=(*warnings, *(_table_notes(table, placed, chosen) if looks_up and table is not None else ())),
         timeline=_shown(program, placed, arrivals, spans, seed=seed, noise=draw) if timeline else None,
         breakdown=breakdown(placed, chosen, cut, finish_s, spans) if with_breakdown and spans else None,

@@ -58,6 +58,7 @@ class SimResult:
     fits: bool  # in the memory of every GPU
     memory_limit: MemoryLimit  # that `fits` compares with
     warnings: tuple[str, ...]
+    interval_coverage: float | None  # share of held-out TTFTs that such intervals held; None: nobody checked it
     timeline: Timeline | None = field(default=None, repr=False, compare=False)  # event executor only
     breakdown: Breakdown | None = field(default=None, repr=False)  # where it was asked for
     noise: Noise | None = None  # that `ttft_s` and `per_rank` are under: one sample of it
@@ -67,7 +68,7 @@ class SimResult:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; the timeline is written apart."""
         about = ("strategy", "model", "profile", "cluster", "context_len", "partition", "executor")
-        found = ("ttft_s", "ttft_low_s", "ttft_high_s", "fits")
+        found = ("ttft_s", "ttft_low_s", "ttft_high_s", "interval_coverage", "fits")
         content = self.question.header() | fields_to_json(self, *about, *found)
         content |= self.memory_limit.to_dict() | fields_to_json(self, "per_rank", "warnings")
         if self.breakdown is not None:
@@ -200,6 +201,7 @@ class Plan:
     search: SearchReport
     rests_on: str  # what the profile was measured on, and how far to trust it
     warnings: tuple[str, ...]
+    interval_coverage: float | None  # share of held-out TTFTs that such intervals held; None: nobody checked it
     timeline: Timeline | None = field(default=None, repr=False, compare=False)  # of the best strategy
     noise: NoiseReport | None = None  # where it was planned for a noise
 
@@ -216,6 +218,7 @@ class Plan:
         content |= self.memory_limit.to_dict() | {"context_len": self.context_len}
         content["best"] = {key: best[key] for key in chosen} | {"ties": list(self.ties)}
         content |= fields_to_json(self, "yardstick", "not_compared", "strategies", "bounds", "search", "rests_on")
+        content["interval_coverage"] = self.interval_coverage
         content["warnings"] = list(self.warnings)
         return content | ({} if self.noise is None else {"noise": self.noise.to_dict()})
 

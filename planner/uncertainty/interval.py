@@ -16,6 +16,7 @@ from kvrsim.partition import Partition
 from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
+from planner.uncertainty.causes import compared_whole
 from planner.uncertainty.moves import Move, Moves, moves
 
 
@@ -25,7 +26,7 @@ class Interval:
 
     low_s: float
     high_s: float
-    log_sd: Mapping[str, Move]  # by cause: standard deviations of log TTFT below (negative) and above
+    moves: Mapping[str, Move]  # by cause: of log TTFT, at the ends of the 80 % interval of that cause alone
 
 
 def interval(scenario: Scenario, strategy: Strategy, partition: Partition, ttft_s: float) -> Interval:
@@ -34,6 +35,14 @@ def interval(scenario: Scenario, strategy: Strategy, partition: Partition, ttft_
     scenario: as the strategy sees it (see for_strategy).
     """
     return interval_of(moves(scenario, strategy, partition), ttft_s)
+
+
+def measured_coverage(scenario: Scenario) -> float | None:
+    """Share of held-out TTFTs that such intervals held; None where nobody checked it."""
+    residual, engine = compared_whole(scenario), scenario.engine
+    if residual is not None:
+        return residual.coverage
+    return None if engine is None or engine.fit is None else engine.fit.coverage
 
 
 def interval_of(found: Moves, ttft_s: float) -> Interval:
@@ -45,9 +54,9 @@ def interval_of(found: Moves, ttft_s: float) -> Interval:
         squares[name] = below + min(0.0, *move) ** 2, above + max(0.0, *move) ** 2
     below, above = (math.sqrt(sum(side)) for side in zip(*squares.values(), strict=True)) if squares else (0.0, 0.0)
     return Interval(
-        low_s=ttft_s * math.exp(-DEVIATES_OF_80_PERCENT * below),
-        high_s=ttft_s * math.exp(DEVIATES_OF_80_PERCENT * above),
-        log_sd={name: Move(-math.sqrt(low), math.sqrt(high)) for name, (low, high) in squares.items()},
+        low_s=ttft_s * math.exp(-below),
+        high_s=ttft_s * math.exp(above),
+        moves={name: Move(-math.sqrt(low), math.sqrt(high)) for name, (low, high) in squares.items()},
     )
 
 
@@ -56,9 +65,10 @@ def tied(faster: Moves, slower: Moves, faster_s: float, slower_s: float) -> bool
 
     faster_s, slower_s: predicted, or another measure of the two that moves like their TTFT, seconds.
     """
-    squares = max(faster.apart_log_sd, slower.apart_log_sd) ** 2
+    squares = (DEVIATES_OF_80_PERCENT * max(faster.apart_log_sd, slower.apart_log_sd)) ** 2
     still = Move(0.0, 0.0)
-    for cause in {**faster.of, **slower.of}:
-        ours, theirs = faster.of.get(cause, still), slower.of.get(cause, still)
+    ours_by, theirs_by = ({**one.of, **one.between} for one in (faster, slower))
+    for cause in {**ours_by, **theirs_by}:
+        ours, theirs = ours_by.get(cause, still), theirs_by.get(cause, still)
         squares += min(0.0, theirs.low - ours.low, theirs.high - ours.high) ** 2
-    return math.log(slower_s / faster_s) <= DEVIATES_OF_80_PERCENT * math.sqrt(squares)
+    return math.log(slower_s / faster_s) <= math.sqrt(squares)

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 def show_confirmation(found: Confirmation) -> None:
     """One row per candidate, then regret and errors."""
     rows = columns("strategy\n", "partition\n(tokens)")
-    columns("predicted\n", "80 %\ninterval", "measured\nmedian", "spread\n(IQR)", "error\n", numbers=True, into=rows)
+    columns(
+        "predicted\n", "prediction\ninterval", "measured\nmedian", "spread\n(IQR)", "error\n", numbers=True, into=rows
+    )
     for one in found.candidates:
         rows.add_row(
             one.strategy,

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 MAX_IN_FULL = 4  # lines with every part
 MAX_IN_SHORT = 12  # ranks with their total only
+INTERVAL_TITLES = ("80 %\ninterval", "prediction\ninterval")
+_CLAIMED = 0.7, 0.9  # coverage, within which an interval is called an 80 % interval
 _ROUNDING_S = 1e-12  # less than this is rounding
 
 
@@ -32,6 +34,15 @@ def question_line(answer: Plan | SimResult) -> str:
 def subtitle(model: str, context_len: int, setting: Iterable[str]) -> str:
     """What was measured, in one line, for a chart."""
     return " · ".join((model, f"{format_tokens(context_len)} tokens", *setting))
+
+
+def interval_title(coverage: float | None) -> str:
+    """Of a column of prediction intervals; "80 %" where 70 to 90 % of held-out TTFTs were inside.
+
+    coverage: the share that was; None: nobody checked it.
+    """
+    claimed = coverage is not None and _CLAIMED[0] <= coverage <= _CLAIMED[1]
+    return INTERVAL_TITLES[0] if claimed else INTERVAL_TITLES[1]
 
 
 def format_interval(low_s: float, high_s: float) -> str:

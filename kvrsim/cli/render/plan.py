@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from kvrsim.cli.render.format import (
+    INTERVAL_TITLES,
     add_misfits,
     add_notes,
     fits_text,
@@ -15,6 +16,7 @@ from kvrsim.cli.render.format import (
     format_partition,
     format_wait,
     header,
+    interval_title,
     limit_text,
     mean_change,
     round_up_percent,
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from kvrsim.results.results import Plan, StrategyResult
 
 # Columns that a narrow terminal does without, the least important first.
-_OPTIONAL = ("longest\nwait", "exposed\ncomm.", "80 %\ninterval", "partition\n(tokens)", "peak\nmemory")
+_OPTIONAL = ("longest\nwait", "exposed\ncomm.", *INTERVAL_TITLES, "partition\n(tokens)", "peak\nmemory")
 _MOST_EXPLAINED = 6  # strategies, up to which the memory of each one that does not fit is listed
 
 
@@ -58,7 +60,7 @@ def _strategies(plan: Plan) -> Shrinkable:
     has_interval = any(result.ttft_low_s < result.ttft_high_s for result in plan.strategies)
     speedup = [] if plan.yardstick is None else [f"vs {_yardstick(plan.yardstick)}\n"]
     table = columns("strategy\n", "partition\n(tokens)")
-    columns("TTFT\n", *["80 %\ninterval"] * has_interval, *speedup, numbers=True, into=table)
+    columns("TTFT\n", *[interval_title(plan.interval_coverage)] * has_interval, *speedup, numbers=True, into=table)
     columns("exposed\ncomm.", "longest\nwait", "peak\nmemory", numbers=True, into=table)
     columns("fits\n", into=table)
     for result in plan.strategies:

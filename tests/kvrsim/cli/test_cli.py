@@ -14,7 +14,7 @@ import pytest
 
 import kvrsim
 from kvrsim.cli import main as cli
-from kvrsim.cli.render.format import format_interval, format_partition, over_memory, round_up_percent
+from kvrsim.cli.render.format import format_interval, format_partition, interval_title, over_memory, round_up_percent
 from kvrsim.memory import RankMemory
 from planner.strategies_for import QUICK
 
@@ -304,6 +304,14 @@ def test_numbers_for_people() -> None:
     assert format_interval(0.612, 0.771) == "612–771 ms"
     assert format_interval(0.819, 1.05) == "0.819–1.05 s"
     assert format_interval(5.2, 15.6) == "5.20–15.6 s"
+
+
+@pytest.mark.parametrize(
+    ("coverage", "title"),
+    [(0.8, "80 %"), (0.7, "80 %"), (0.69, "prediction"), (0.95, "prediction"), (None, "prediction")],
+)
+def test_intervals_are_called_80_percent_where_they_were_seen_to_be(coverage: float | None, title: str) -> None:
+    assert interval_title(coverage).split("\n")[0] == title
     assert format_partition([2048] * 8) == "8 × 2048"
     assert format_partition([5000, 3192]) == "5000, 3192"
     assert format_partition([16384]) == "16384"

@@ -15,8 +15,8 @@ from kvrsim.profile.profile import OperationFit, load_profile
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
+from planner.uncertainty.causes import doublings_beyond
 from planner.uncertainty.interval import Interval, interval
-from planner.uncertainty.moves import doublings_beyond
 from tests.building import Draws, any_scenario, draws, examples
 
 KVR = STRATEGIES["kvr-e"]
@@ -35,7 +35,7 @@ def width(scenario: Scenario) -> float:
 
 def above(scenario: Scenario) -> dict[str, float]:
     """Log standard deviations above the prediction, by cause."""
-    return {name: move.high for name, move in of(scenario).log_sd.items()}
+    return {name: move.high / 1.2816 for name, move in of(scenario).moves.items()}
 
 
 def flash(**asked: Any) -> Scenario:
@@ -79,16 +79,17 @@ def with_systematic(scenario: Scenario, log_sd: float) -> Scenario:
 def test_an_error_of_the_table_moves_all_products_and_attention_together() -> None:
     """It is not averaged away over shapes: nearly all of TTFT moves by it."""
     scenario = flash(gpus=1)
-    assert "table and clock" not in of(scenario).log_sd
-    move = of(with_systematic(scenario, 0.05)).log_sd["table and clock"]
-    assert 0.9 * 0.05 < move.high < 0.05
-    assert -0.05 < move.low < -0.9 * 0.05
+    assert "table and clock" not in of(scenario).moves
+    move = of(with_systematic(scenario, 0.05)).moves["table and clock"]
+    most = 1.2816 * 0.05
+    assert 0.9 * most < move.high < most
+    assert -most < move.low < -0.9 * most
     assert width(with_systematic(scenario, 0.1)) > width(with_systematic(scenario, 0.05)) > width(scenario)
 
 
 def test_links_that_hold_nothing_up_can_only_make_it_longer() -> None:
     """Faster links help little where messages are hidden behind computation."""
-    move = of(flash(ctx=16384, link_bandwidth="30GB/s")).log_sd["links"]
+    move = of(flash(ctx=16384, link_bandwidth="30GB/s")).moves["links"]
     assert move.high > -move.low >= 0
 
 
@@ -134,7 +135,7 @@ def test_any_profile_has_one(rng: Draws) -> None:
     }
     sure = of(replace(scenario, profile=replace(profile, operations=known)))
     kinds = "gemm", "attention", "elementwise", "host", "table and clock"
-    assert [sure.log_sd[kind] for kind in kinds if kind in sure.log_sd] == []
+    assert not set(kinds) & set(sure.moves)
 
 
 def test_answers_carry_it() -> None:

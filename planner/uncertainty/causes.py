@@ -1,0 +1,162 @@
+"""What a prediction rests on that may be off, and by how much: log standard deviations by cause.
+
+Four kinds of causes: parts of the device's time, alone or all together; what delays a prefill as a whole; what
+changes it in places, such as a slower host; and whole TTFTs, where a profile or an engine was compared with some.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from kvrsim.cost.sensitivity import Part
+from kvrsim.engine.engine import Engine
+from kvrsim.profile.profile import CalibrationProfile, Residual, ValidRange
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import Strategy
+
+RUN_TO_RUN = 0.014 / 0.6745  # log standard deviation: medians of repeated serving runs differ by 1.4 %
+_PER_DOUBLING = 0.02  # more log standard deviation for each doubling outside of what was measured
+_NOMINAL_LINKS = 0.2  # log standard deviation of a bandwidth that nobody measured: NVLink 3 reaches 78 % of its own
+_ISSUED = ("layer_s", "kernel_s", "gather_piece_s")  # what a slower host takes longer for
+_NAMES = {  # of an engine's terms, as causes
+    "request_s": "request",
+    "token_s": "tokens",
+    "step_s": "step",
+    "layer_s": "host",
+    "collective_s": "collectives",
+}
+_SECONDS = {"layer_s": _ISSUED, "step_s": ("step_s",), "collective_s": ("collective_s",)}  # by term of an engine
+
+Cause = Part | str  # a part of the device's time, or the name of what concerns several parts
+
+
+class Delay(NamedTuple):
+    """What the whole prefill waits for before it begins."""
+
+    name: str
+    seconds: float
+    log_sd: float
+
+
+class Change(NamedTuple):
+    """What changes a prefill in places: `by` gives the scenario in which it takes so many times as long."""
+
+    name: str
+    log_sd: float
+    by: Callable[[float], Scenario]
+
+
+def compared_whole(scenario: Scenario) -> Residual | None:
+    """Errors of the profile's whole TTFTs; None: it was compared with none, or with those of other software."""
+    profile = scenario.profile
+    if profile is None or scenario.host != profile.host or scenario.kernel_scale != 1:
+        return None
+    return profile.residual
+
+
+def engine_log_sd(engine: Engine | None) -> float | None:
+    """Of whole TTFTs, whatever the engine's terms are; None: it was compared with none."""
+    if engine is None:
+        return None
+    return engine.spread.get("model", None if engine.fit is None else engine.fit.log_sd)
+
+
+def parts_alone(profile: CalibrationProfile, parts: Iterable[Part]) -> dict[Cause, Mapping[Part, float]]:
+    """Errors of the parts of the device's time, each independent of the others."""
+    return {part: {part: log_sd} for part in parts if (log_sd := _log_sd(profile, part))}
+
+
+def parts_together(scenario: Scenario, parts: Iterable[Part]) -> dict[Cause, Mapping[Part, float]]:
+    """The error that all parts have in common: of an engine's kernels over the profile's, or of the profile's tables.
+
+    What an engine's kernels take was fitted with the tables' error in it.
+    """
+    if scenario.engine is not None and (log_sd := scenario.engine.spread.get("kernel_scale")):
+        return {"kernels": dict.fromkeys(parts, log_sd)}
+    operations = {} if scenario.profile is None else scenario.profile.operations
+    known = {part: operations[part.kind].systematic_log_sd for part in parts if part.kind in operations}
+    found = {part: log_sd for part, log_sd in known.items() if log_sd}
+    return {"table and clock": found} if found else {}
+
+
+def _log_sd(profile: CalibrationProfile, part: Part) -> float:
+    """Of one part of the device's time; products whose shape was measured are known better."""
+    fit = profile.operations.get(part.kind)
+    if fit is None:
+        return 0.0
+    known = part.product is not None and profile.kernels.gemm.is_measured(part.product)
+    return fit.interpolated_log_sd if known and fit.interpolated_log_sd is not None else fit.log_sd
+
+
+def software(scenario: Scenario, strategy: Strategy) -> Iterator[Delay | Change]:
+    """The terms of the engine, or the host that the profile has, as far as they are not known exactly."""
+    host, request = scenario.host, scenario.request
+    for term, log_sd in _spread(scenario).items():
+        if not log_sd:
+            continue
+        if term == "request_s":
+            yield Delay(_NAMES[term], host.request_s, log_sd)
+        elif term == "token_s":
+            yield Delay(_NAMES[term], host.token_s * request.batch * request.context_len, log_sd)
+        elif term == "step_s" and strategy.pipeline is None and host.prepare_s is None:
+            yield Delay(_NAMES[term], host.step_s, log_sd)  # one pass through the layers
+        elif term in _SECONDS and (term != "collective_s" or scenario.group is not None):
+            seconds = {name: getattr(host, name) for name in _SECONDS[term]}
+            if any(seconds.values()):
+                yield Change(_NAMES[term], log_sd, _slower_host(scenario, seconds))
+
+
+def _spread(scenario: Scenario) -> Mapping[str, float]:
+    """Log standard deviations of the software's terms."""
+    if scenario.engine is not None:
+        return scenario.engine.spread
+    fit = None if scenario.profile is None else scenario.profile.operations.get("host")
+    return {} if fit is None else {"layer_s": fit.log_sd}
+
+
+def _slower_host(scenario: Scenario, seconds: Mapping[str, float]) -> Callable[[float], Scenario]:
+    def by(factor: float) -> Scenario:
+        longer = {name: value * factor for name, value in seconds.items()}
+        return scenario.with_host(replace(scenario.host, **longer))
+
+    return by
+
+
+def links(scenario: Scenario) -> Change:
+    """Latency and bandwidth of all links; without any on one GPU."""
+    if scenario.num_gpus == 1:
+        log_sd = 0.0
+    elif not scenario.links_are_measured or scenario.profile is None:
+        log_sd = _NOMINAL_LINKS
+    else:
+        fits = scenario.profile.operations
+        log_sd = max((fits[kind].log_sd for kind in ("send_recv", "all_gather") if kind in fits), default=0.0)
+    return Change("links", log_sd, scenario.with_slower_links)
+
+
+def run_to_run_log_sd(profile: CalibrationProfile) -> float:
+    """As measured where the profile's layers were timed again and again; else as serving engines were seen to do."""
+    measured = profile.run_to_run_log_sd
+    return RUN_TO_RUN if measured is None else max(measured, RUN_TO_RUN)
+
+
+def beyond_log_sd(scenario: Scenario, valid: ValidRange) -> float:
+    """What is added outside of what the profile was measured on."""
+    return _PER_DOUBLING * doublings_beyond(scenario, valid)
+
+
+def doublings_beyond(scenario: Scenario, valid: ValidRange) -> float:
+    """By how many doublings in all the scenario lies outside of what the profile was measured on."""
+    sizes = {
+        "context_len": scenario.request.context_len,
+        "num_gpus": scenario.num_gpus,
+        "hidden_size": scenario.model.hidden_size,
+        "head_dim": scenario.model.head_dim,
+    }
+    spans = {key: getattr(valid, key) for key in sizes}
+    return sum(
+        max(0.0, math.log2(low / sizes[key]), math.log2(sizes[key] / high)) for key, (low, high) in spans.items()
+    )

@@ -1,0 +1,148 @@
+"""What an engine adds widens an interval as far as it is not known, and never below the kernels alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import kvrsim
+from kvrsim.compile import for_strategy
+from kvrsim.engine.engine import Engine, EngineFit, builtin_engines
+from kvrsim.engine.host import NO_HOST
+from kvrsim.executors.run import run_partition
+from kvrsim.partition import Partition
+from kvrsim.profile.profile import load_profile
+from kvrsim.scenario import Scenario
+from kvrsim.setup import make_scenario
+from kvrsim.strategies import STRATEGIES
+from planner.uncertainty.interval import Interval, interval, measured_coverage, tied
+from planner.uncertainty.moves import Moves, moves
+
+TERMS = ("request_s", "token_s", "step_s", "layer_s", "collective_s")
+NOTHING = Engine(name="nothing", title="t", description="d", not_covered="n", host=NO_HOST)
+COMPARED = EngineFit(
+    source="s",
+    num_rows=9,
+    mape=0.02,
+    median_ape=0.01,
+    left_out_mape=0.03,
+    left_out_median_ape=0.02,
+    left_out="row",
+    log_sd=0.04,
+    coverage=0.8,
+)
+
+
+def with_engine(engine: Engine | str, strategy: str = "kvr-e", **asked: Any) -> tuple[Scenario, Partition]:
+    """As the strategy sees it, with even chunks."""
+    known = {"ctx": 2048, "gpus": 4, "profile": "a100-flash", "model": "llama-2-7b"}
+    placed = for_strategy(make_scenario(**(known | asked), engine=engine)[0], STRATEGIES[strategy])
+    return placed, Partition.even(placed.request.new_tokens, placed.cluster.num_gpus)
+
+
+def ttft_s(scenario: Scenario, strategy: str, partition: Partition) -> float:
+    return run_partition(scenario, STRATEGIES[strategy], partition).ttft_s
+
+
+def around(engine: Engine | str, strategy: str = "kvr-e", **asked: Any) -> tuple[float, Interval]:
+    """TTFT and its interval."""
+    scenario, even = with_engine(engine, strategy, **asked)
+    seconds = ttft_s(scenario, strategy, even)
+    return seconds, interval(scenario, STRATEGIES[strategy], even, seconds)
+
+
+def moved(engine: Engine | str, strategy: str, **asked: Any) -> Moves:
+    scenario, even = with_engine(engine, strategy, **asked)
+    return moves(scenario, STRATEGIES[strategy], even)
+
+
+@pytest.mark.parametrize("name", builtin_engines())
+def test_an_interval_holds_its_prediction_whatever_the_engine(name: str) -> None:
+    for strategy, gpus in (("single", 1), ("kvr-e", 4), ("tp", 4), ("pp", 4)):
+        seconds, sure = around(name, strategy, gpus=gpus)
+        assert sure.low_s < seconds < sure.high_s
+
+
+@pytest.mark.parametrize("strategy", ["single", "kvr-e", "tsp", "ring", "tp", "pp"])
+@pytest.mark.parametrize("term", TERMS)
+def test_a_move_is_what_a_simulation_with_that_term_says(term: str, strategy: str) -> None:
+    """Also of those that are added up and not simulated."""
+    host = replace(NO_HOST, layer_s=1e-4, request_s=0.003, token_s=1e-6, step_s=0.002, collective_s=1e-5)
+    engine = replace(NOTHING, host=host, spread={term: 0.5})
+    scenario, even = with_engine(engine, strategy)
+    found = interval(scenario, STRATEGIES[strategy], even, 1.0).moves
+    names = {"request_s": "request", "token_s": "tokens", "step_s": "step", "layer_s": "host"}
+    name = names.get(term, "collectives")
+    central = ttft_s(scenario, strategy, even)
+    for side, sign in (("low", -1), ("high", 1)):
+        factor = math.exp(sign * 1.2816 * 0.5)
+        other = replace(host, **{term: getattr(host, term) * factor})
+        expected = math.log(ttft_s(scenario.with_host(other), strategy, even) / central)
+        move = getattr(found[name], side) if name in found else 0.0
+        assert move == pytest.approx(expected, abs=1e-9)
+
+
+def test_what_an_engine_adds_cannot_be_less_than_nothing() -> None:
+    """However uncertain: the kernels alone are the least."""
+    host = replace(NO_HOST, request_s=0.05)
+    kernels_s, _ = around(NOTHING, "single", ctx=512, gpus=1)
+    sure_of_kernels = replace(load_profile("a100-flash"), operations={}, run_to_run_log_sd=0.0)
+    for log_sd in (0.5, 1.0, 3.0):
+        engine = replace(NOTHING, host=host, spread={"request_s": log_sd, "model": 0.0})
+        seconds, sure = around(engine, "single", ctx=512, gpus=1, profile=sure_of_kernels)
+        assert kernels_s < sure.low_s < seconds < sure.high_s
+        assert sure.high_s / seconds > seconds / sure.low_s
+        assert sure.high_s == pytest.approx(kernels_s + 0.05 * math.exp(1.2816 * log_sd))
+
+
+def test_what_was_fitted_to_whole_prefills_has_the_kernels_errors_in_it() -> None:
+    """They count between strategies alone."""
+    compared = replace(NOTHING, spread={"kernel_scale": 0.04, "model": 0.03})
+    _, sure = around(compared)
+    assert set(sure.moves) == {"kernels", "model"}
+    assert sure.moves["model"].high == pytest.approx(1.2816 * 0.03)
+    assert 0.9 * 1.2816 * 0.04 < sure.moves["kernels"].high <= 1.2816 * 0.04
+    between = moved(compared, "kvr-e").between
+    assert {"attention", "elementwise", "gemm"} <= {getattr(cause, "kind", cause) for cause in between}
+    _, unsure = around(NOTHING)
+    assert {"gemm", "attention", "elementwise", "run to run"} <= set(unsure.moves)
+    assert measured_coverage(with_engine(NOTHING)[0]) is None
+    assert measured_coverage(with_engine(replace(NOTHING, fit=COMPARED))[0]) == 0.8
+    _, from_fit = around(replace(NOTHING, fit=COMPARED))
+    assert from_fit.moves["model"].high == pytest.approx(1.2816 * 0.04)
+
+
+def test_kernels_that_are_off_as_a_whole_make_no_ties() -> None:
+    unsure, sure = (replace(NOTHING, spread={"kernel_scale": spread}) for spread in (0.3, 0.001))
+    for engine in (unsure, sure):
+        one, other = moved(engine, "kvr-e", ctx=16384), moved(engine, "tsp", ctx=16384)
+        assert tied(one, other, 1.0, 1.02)
+        assert not tied(one, other, 1.0, 1.08)
+
+
+def test_collectives_are_of_tensor_parallelism() -> None:
+    engine = replace(NOTHING, host=replace(NO_HOST, collective_s=1e-3), spread={"collective_s": 1.0})
+    assert "collectives" not in moved(engine, "kvr-e").of
+    assert moved(engine, "tp").of["collectives"].high > 0.01
+
+
+def test_another_engine_than_the_profiles_has_none_of_its_whole_prefills_errors() -> None:
+    own, other = (make_scenario(ctx=4096, gpus=4, engine=engine)[0] for engine in ("none", NOTHING))
+    assert measured_coverage(own) == pytest.approx(0.797, abs=0.1)
+    assert measured_coverage(other) is None
+
+
+def test_answers_say_what_their_intervals_held() -> None:
+    plan = kvrsim.plan(ctx="2k", gpus=2, strategies=["tsp"])
+    residual = load_profile("a100-eager").residual
+    assert residual is not None
+    assert plan.interval_coverage == plan.to_dict()["interval_coverage"] == residual.coverage
+    assert f"held {residual.coverage:.0%} of the held-out" in plan.rests_on
+    run = kvrsim.simulate(ctx="2k", gpus=2, strategy="tsp", profile="a100-flash", engine=NOTHING)
+    assert run.interval_coverage is None
+    assert run.to_dict()["interval_coverage"] is None
+    unchecked = kvrsim.plan(ctx="2k", gpus=2, strategies=["tsp"], profile="a100-flash", engine=NOTHING)
+    assert "were not checked on whole prefills" in unchecked.rests_on
