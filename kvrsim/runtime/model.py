@@ -57,7 +57,9 @@ def _fields(config: str | Path | Mapping[str, object]) -> dict[str, Any]:
     if source is None:
         source = JsonObject.read(config_path(str(config), "model"), "model")
     family_of(str(source.fields.get("model_type", "nothing")))
-    read_config(source, "model")
+    if read_config(source, "model").quantization is not None:
+        key = source.first_of("quantization_config", "compression_config")
+        raise source.error(key, "nothing: the runtime runs models that are not quantised")
     return {key: value for key, value in source.fields.items() if not key.startswith("_")}
 
 

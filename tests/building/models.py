@@ -11,10 +11,18 @@ from kvrsim.profile.rates.gemm import Product, merged
 from tests.building.drawing import Draws, strategy_of
 
 ARCHITECTURES = ("llama", "gemma2", "mistral", "mixtral", "qwen3_moe", "falcon")
+QUANTISED: tuple[dict[str, Any], ...] = (
+    {"quant_method": "fp8"},
+    {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["self_attn", "layers.1"]},
+    {"quant_method": "awq", "bits": 4, "group_size": 128, "modules_to_not_convert": ["mlp"]},
+    {"quant_method": "gptq", "bits": 8, "group_size": 32, "lm_head": True},
+    {"quant_method": "mxfp4"},
+    {"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"},
+)
 
 
 def any_model(rng: Draws, *, layers: tuple[int, int] = (1, 4), kind: str | None = None) -> ModelSpec:
-    """Heads shared or not, windows on all or on alternate layers, experts on all or on some layers."""
+    """Heads shared or not, windows on all or on alternate layers, experts on all or on some layers; some quantised."""
     kv_heads = rng.choice([1, 2, 4])
     heads = kv_heads * rng.choice([1, 2, 4])
     head_dim = rng.choice([8, 32, 64, 128])
@@ -39,6 +47,8 @@ def any_model(rng: Draws, *, layers: tuple[int, int] = (1, 4), kind: str | None 
     if model_type == "falcon":
         config |= {"alibi": rng.random() < 0.5, "parallel_attn": rng.random() < 0.5}
         config |= {"multi_query": rng.random() < 0.5}
+    if rng.random() < 0.3:
+        config["quantization_config"] = rng.choice(QUANTISED)
     return read_config(JsonObject(fields=config, where="test"), "random")
 
 

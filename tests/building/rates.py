@@ -12,7 +12,7 @@ from kvrsim.hardware.gpu import GpuSpec
 from kvrsim.profile.profile import CacheCopies, KernelRates
 from kvrsim.profile.rates.attention import BlockedRates, EagerRates, FlashRates
 from kvrsim.profile.rates.elementwise import ELEMENTWISE_OPS, ElementwiseRates
-from kvrsim.profile.rates.gemm import GemmRates, MeasuredShape, Product, Tile
+from kvrsim.profile.rates.gemm import GEMM_TYPES, GemmRates, MeasuredShape, Product, Tile
 from kvrsim.profile.rates.sizes import MeasuredSizes
 from tests.building.drawing import Draws, log, maybe
 
@@ -136,4 +136,5 @@ def any_kernels(rng: Draws, gpu: GpuSpec, *, shapes: Sequence[Product] = ()) -> 
         elementwise=any_elementwise(rng, gpu),
         copies=CacheCopies(**{key: rng.choice([0.0, 1.0, 3.0]) for key in CacheCopies.__slots__}),
         head_on_all_tokens=rng.random() < 0.5,
+        gemm_types={name: any_gemm(rng, gpu, shapes=shapes) for name in GEMM_TYPES if rng.random() < 0.2},
     )

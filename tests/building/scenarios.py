@@ -186,6 +186,7 @@ def faster(scenario: Scenario, factor: float) -> Scenario:
         kernels = replace(
             profile.kernels,
             gemm=scale(profile.kernels.gemm, 1 / factor),
+            gemm_types=scale(profile.kernels.gemm_types, 1 / factor),
             attention=scale(profile.kernels.attention, 1 / factor),
             elementwise=scale(profile.kernels.elementwise, 1 / factor),
         )

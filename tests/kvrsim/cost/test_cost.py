@@ -276,6 +276,7 @@ def smooth(scenario: Scenario) -> Scenario:
     return with_rates(
         replace(scenario, kernel="eager"),
         gemm=replace(kernels.gemm, tiles=(), measured=()),
+        gemm_types={},
         attention={"eager": replace(kernels.attention["eager"], start_s=0.0)},
         elementwise=replace(kernels.elementwise, start_s=0.0),
     )

@@ -183,6 +183,7 @@ def test_modules_are_found_where_the_architecture_keeps_them() -> None:
         ({"model_type": "mixtral"}, "sdpa", "mixtral"),
         (CONFIGS["llama-mha"] | {"hidden_size": "wide"}, "sdpa", "hidden_size"),
         (CONFIGS["falcon-alibi"], "flash", "flash"),
+        (CONFIGS["llama-mha"] | {"quantization_config": {"quant_method": "fp8"}}, "sdpa", "not quantised"),
         (CONFIGS["llama-mha"], "flash_attention_2", "flash_attention_2"),
         (CONFIGS["llama-mha"] | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
          "sdpa", "dynamic"),
