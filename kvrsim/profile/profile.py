@@ -39,9 +39,16 @@ SizeSpan = Annotated[
 Dtypes = Annotated[
     tuple[str, ...], Check(f"some of {', '.join(DTYPES)}", lambda found: found and set(found) <= set(DTYPES))
 ]
-# Types that stand for one without rates, most similar first. INT8 has FP8's peak on Hopper and Ada; a device without
-# rates of NVFP4 computes it in half precision.
-_ALIKE = {"fp8": ("fp8_block",), "fp8_block": ("fp8",), "int8": ("fp8",), "nvfp4": ("int4_wo",)}
+# Types that stand for one without rates, most similar first. INT8 has FP8's peak on Hopper and Ada. A device without
+# the arithmetic computes in half precision from the same weights: FP8 before Ada, NVFP4 before Blackwell.
+_ALIKE = {
+    "fp8": ("fp8_block", "int8_wo"),
+    "fp8_block": ("fp8", "int8_wo"),
+    "int8": ("fp8",),
+    "nvfp4": ("int4_wo", "int8_wo"),
+    "int4_wo": ("int8_wo",),
+    "int8_wo": ("int4_wo",),
+}
 GemmTypes = Annotated[Mapping[str, GemmRates], Keys(tuple(GEMM_TYPES))]
 
 
@@ -184,8 +191,8 @@ class CalibrationProfile:
     @property
     def dtypes(self) -> tuple[str, ...]:
         """What a request may be computed in: what was measured, and fp8 where there are rates of FP8 products."""
-        fp8 = ("fp8",) if self.kernels.priced_as("fp8") and "fp8" not in self.valid.dtypes else ()
-        return (*self.valid.dtypes, *fp8)
+        measured = self.kernels.priced_as("fp8") in ("fp8", "fp8_block")
+        return (*self.valid.dtypes, *(("fp8",) if measured and "fp8" not in self.valid.dtypes else ()))
 
     @classmethod
     def read(cls, data: JsonObject) -> CalibrationProfile:

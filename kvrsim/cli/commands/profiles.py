@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvrsim.cli.options import Json
 from kvrsim.cli.outputs import print_json
+
+if TYPE_CHECKING:
+    from kvrsim.profile.rates.gemm import GemmRates
 
 app = typer.Typer(help="Calibration profiles: measured rates of machines.")
 
@@ -51,11 +54,19 @@ def show(
     from kvrsim.cli.render.layout import show_tree
 
     content = profile.to_dict()
-    content["kernels"]["gemm"]["measured"] = [
-        f"{shape.in_features}→{shape.out_features}: {len(shape.rows)} row counts, {shape.rows[0]} to {shape.rows[-1]}"
-        for shape in profile.kernels.gemm.measured
-    ]
+    kernels = content["kernels"]
+    kernels["gemm"]["measured"] = _shapes(profile.kernels.gemm)
+    for kind, rates in profile.kernels.gemm_types.items():
+        kernels["gemm_types"][kind]["measured"] = _shapes(rates)
     show_tree(profile.name, content)
+
+
+def _shapes(rates: GemmRates) -> list[str]:
+    """The measured shapes of products, a line each instead of their tables."""
+    return [
+        f"{shape.in_features}→{shape.out_features}: {len(shape.rows)} row counts, {shape.rows[0]} to {shape.rows[-1]}"
+        for shape in rates.measured
+    ]
 
 
 @app.command("diff")

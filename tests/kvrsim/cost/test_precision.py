@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import kvrsim
+from kvrsim.cli import main as cli
 from kvrsim.errors import InputError
 from kvrsim.model.load import config_path
 from kvrsim.profile.profile import CalibrationProfile, load_profile
@@ -79,6 +80,8 @@ def test_products_take_their_types_time(tmp_path: Path) -> None:
         (AWQ, {"fp8": 2.0}, None, "priced as fp16, which leaves out the dequantising: TTFT may be a little short"),
         (AWQ, {"int4_wo": 0.5}, 0.5, None),
         (FP8, {}, None, "priced as fp16, which takes longer: TTFT of a long prompt is too long"),
+        (FP8, {"int8_wo": 0.9}, 0.9, "priced as half precision from 8-bit weights"),
+        (AWQ, {"int8_wo": 0.9}, 0.9, "priced as half precision from 8-bit weights"),
         (FP8, {"fp8_block": 1.5}, 1.5, "priced as FP8 with scales by block"),
         (FP8 | {"weight_block_size": [128, 128]}, {"fp8": 2.0}, 2.0, "priced as FP8"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, {"fp8": 2.0}, 2.0, "priced as FP8"),
@@ -150,7 +153,7 @@ def test_fp8_is_a_dtype_where_the_profile_has_it() -> None:
         " norms, embedding, head and KV cache in half precision"
     ]
     with pytest.raises(InputError, match=r"dtype: got 'fp8', accepted: what profile h100-flash has: fp16, bf16$"):
-        made(profile_with(int4_wo=1.0), model="llama-3-8b", dtype="fp8")
+        made(profile_with(int4_wo=1.0, int8_wo=1.0), model="llama-3-8b", dtype="fp8")
 
 
 def test_a_checkpoints_own_format_stays_under_fp8(tmp_path: Path) -> None:
@@ -191,3 +194,12 @@ def test_experts_in_four_bits() -> None:
     for one, other in zip(slow.layer_costs(), fast.layer_costs(), strict=True):
         assert one.qkv_s(CHUNK) == pytest.approx(other.qkv_s(CHUNK))
         assert one.output_mlp_s(CHUNK)[1] > 1.5 * other.output_mlp_s(CHUNK)[1]
+
+
+def test_a_profile_shows_types_without_their_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile_with(fp8=2.0).write(tmp_path / "mine.json")
+    assert cli.main(["profiles", "show", str(tmp_path / "mine.json")]) == 0
+    shown = capsys.readouterr().out
+    assert "fp8" in shown
+    assert len(shown.splitlines()) < 300
+    assert load_profile(tmp_path / "mine.json").kernels.gemm_types["fp8"].measured
