@@ -63,7 +63,7 @@ def show_fit(fit: PrefillFit, output: str) -> None:
 def show_check(check: PrefillCheck, scenario: Scenario) -> None:
     """Rows, then their errors together."""
     rows = columns("row")
-    columns("measured", "predicted", "80 % interval", "error", numbers=True, into=rows)
+    columns("measured", "predicted", "prediction interval", "error", numbers=True, into=rows)
     for row in check.rows:
         rows.add_row(
             row.case,
