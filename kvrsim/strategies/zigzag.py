@@ -26,15 +26,20 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
 
 
 def pieces(step: Step, rank: int) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """(tokens, start) of a rank's early and late piece: the ranks take turns forwards, then backwards.
+    """(tokens, start) of a rank's early and late piece."""
+    (early, early_start), (late, late_start) = all_pieces(step)
+    return (early[rank], early_start[rank]), (late[rank], late_start[rank])
+
+
+def all_pieces(step: Step) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """(tokens, start) of all ranks' early and late pieces, shape (p, B): the ranks take turns forwards, then backwards.
 
     Counted from the last rank, so that it has the first piece and the last one.
     """
     early = np.floor(step.lengths / 2)
     late = step.lengths - early
-    early_start = step.cached + early[rank + 1 :].sum(axis=0)
-    late_start = step.cached + early.sum(axis=0) + late[:rank].sum(axis=0)
-    return (early[rank], early_start), (late[rank], late_start)
+    first_late = step.cached + early.sum(axis=0)
+    return (early, first_late - np.cumsum(early, axis=0)), (late, first_late + np.cumsum(late, axis=0) - late)
 
 
 ZIGZAG = Strategy(

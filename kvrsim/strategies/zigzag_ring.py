@@ -10,7 +10,7 @@ from kvrsim.program.operations import Array, Op
 from kvrsim.strategies.base import Step, Strategy
 from kvrsim.strategies.ring import held, pass_kv
 from kvrsim.strategies.single import layer as alone
-from kvrsim.strategies.zigzag import pieces
+from kvrsim.strategies.zigzag import all_pieces
 
 
 def layer(step: Step, rank: int) -> Iterator[Op]:
@@ -23,22 +23,21 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
         return
     yield step.qkv(rank)
     yield step.append_kv(rank, prefix=step.cached)
-    blocks_s = [_block_s(step, rank, other) for other in held(step, rank)[1:]]
-    yield from pass_kv(step, rank, np.stack(blocks_s), np.ones(step.num_ranks - 1, dtype=bool))
+    yield from pass_kv(step, rank, _blocks_s(step, rank), np.ones(step.num_ranks - 1, dtype=bool))
     yield step.output_mlp(rank)
 
 
-def _block_s(step: Step, rank: int, other: int) -> Array:
-    """Attention to another rank's pieces; early pieces follow each other from the last rank, late ones from the first.
+def _blocks_s(step: Step, rank: int) -> Array:
+    """Attention to the other ranks' pieces in turn: early ones follow each other from the last rank, late ones onwards.
 
     Under a window, the late piece takes as long as if it began where the early one does.
     """
-    (_, early_start), (late, late_start) = pieces(step, rank)
-    (early_keys, before), (late_keys, later) = pieces(step, other)
-    if other > rank:
-        return step.costs.block_attention_s(step.chunks[rank], early_start, early_keys, before + early_keys)
-    keys = early_keys + late_keys
-    return step.costs.block_attention_s(late, late_start, keys, later + late_keys, part=True)
+    (early, early_start), (late, late_start) = all_pieces(step)
+    costs, others = step.costs, held(step, rank)[1:]
+    ends = early_start[others] + early[others], late_start[others] + late[others]
+    to_early_s = costs.block_attention_s(step.chunks[rank], early_start[rank], early[others], ends[0])
+    of_late_s = costs.block_attention_s(late[rank], late_start[rank], step.lengths[others], ends[1], part=True)
+    return np.where((others > rank)[:, None], to_early_s, of_late_s)
 
 
 ZIGZAG_RING = Strategy(
