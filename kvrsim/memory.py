@@ -3,6 +3,8 @@
 Weights and KV-cache are held throughout; activations, score matrix and logits at their largest moment.
 Eager attention in half precision holds, at the softmax, the scores with their mask, the fp32 copy and
 its half-precision result: 2 + 4 + 2 bytes an element, and the scores that the mask was added to, 2 more.
+A ring that merges results kernel by kernel holds, per element of the output, the merged value, the block's, the
+weighted difference and the new value in fp32, and the block's in half precision: 4 x 4 + 2 bytes; in one kernel 4 + 2.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from kvrsim.strategies import Strategy
 from kvrsim.strategies.pipeline import stages
 
 EAGER_SCORE_PEAK_BYTES = 10  # an element of the score matrix at two bytes an element, as counted above
+MERGE_PEAK_BYTES, FUSED_MERGE_PEAK_BYTES = 18, 6  # an element of the output, as counted above
 RUNTIME_BYTES = 1_000_000_000  # CUDA context, cuBLAS workspace and NCCL buffers of one process
 
 
@@ -32,7 +35,7 @@ class RankMemory:
     weights: int
     kv_cache: int  # of all layers, every token that the rank holds K and V of
     gathered: int  # of one layer: messages before they are copied into the cache, and K, V that it does not keep
-    activations: int  # residual stream, Q, K, V and the MLP's widest tensors, one layer
+    activations: int  # residual stream, and Q, K, V with a ring's results or the MLP's widest tensors, one layer
     scores: int  # eager attention's score matrix in all its copies, all heads; flash has none
     logits: int
     runtime: int
@@ -94,7 +97,12 @@ def _rank_memory(
         weights=model.weight_bytes(width),
         kv_cache=round(sum(kept[kind] for kind in program.layer_kind_index)),
         gathered=round(max(gathered)),
-        activations=batch * chunk * _activation_elements(model) * width,
+        activations=batch
+        * chunk
+        * max(
+            _activation_elements(model) * width,
+            _merging_bytes(model, program, rank, width, fused=scenario.cost.fused_merge),
+        ),
         scores=_score_bytes(program, rank, width, whole=batch * model.num_attention_heads * chunk * request.context_len)
         if scenario.kernel == "eager"
         else 0,
@@ -136,13 +144,28 @@ def _stage_memory(scenario: Scenario, partition: Partition, stage: tuple[int, ra
 
 def _activation_elements(model: ModelSpec) -> int:
     """Widest moment of a layer, elements a token: residual twice, and Q, K, V or the MLP's tensors."""
-    attention = (2 * model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim
     mlp = max(
         (sum(gemm.out_features for gemm in layer.mlp[:-1]) + layer.mlp[-1].in_features)
         * max(1, layer.num_experts_per_tok)
         for layer in model.layer_kinds
     )
-    return 2 * model.hidden_size + max(attention, mlp)
+    return 2 * model.hidden_size + max(_attention_elements(model), mlp)
+
+
+def _attention_elements(model: ModelSpec) -> int:
+    """Q, K, V and the output."""
+    return (2 * model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim
+
+
+def _merging_bytes(model: ModelSpec, program: Program, rank: int, width: int, *, fused: bool) -> int:
+    """Of a token where a ring merges its results, in one kernel if `fused`; 0 without a ring."""
+    if not any(isinstance(op, RingPass) for kind in program.layers for op in kind[rank]):
+        return 0
+    elements = 2 * model.hidden_size + _attention_elements(model)
+    return (
+        elements * width
+        + (FUSED_MERGE_PEAK_BYTES if fused else MERGE_PEAK_BYTES) * model.num_attention_heads * model.head_dim
+    )
 
 
 def _scores(scenario: Scenario, chunk: int, attended: int) -> int:

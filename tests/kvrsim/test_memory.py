@@ -163,6 +163,17 @@ def test_split_strategies_keep_every_token_once(name: str) -> None:
     assert {part.scores for part in parts} == {heads * queries * keys * EAGER_SCORE_PEAK_BYTES}
 
 
+@pytest.mark.parametrize("name", ["ring", "striped", "zigzag-ring"])
+def test_rings_hold_results_in_fp32(name: str) -> None:
+    """18 bytes an element beside Q, K, V, the output and two residual streams; without a ring the MLP is wider."""
+    scenario = scenario_of("4k", 4)
+    ring, even = (memory_of(scenario, STRATEGIES[one], Partition.even(4096, 4)) for one in (name, "kvr-e"))
+    assert {part.activations for part in ring} == {1024 * 4096 * ((2 + 4) * 2 + 18)}
+    assert {part.activations for part in even} == {1024 * (2 * 4096 + 3 * 11008) * 2}
+    alone = memory_of(scenario.on_gpus(1), STRATEGIES[name], Partition(chunk_lens=(4096,)))
+    assert alone == memory_of(scenario.on_gpus(1), STRATEGIES["single"], Partition(chunk_lens=(4096,)))
+
+
 def test_a_program_that_says_nothing_holds_the_whole_context() -> None:
     """Too much rather than too little."""
 
