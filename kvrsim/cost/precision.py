@@ -67,7 +67,7 @@ def _priced(compute: str, half: str, profile: CalibrationProfile | None, gpu: Gp
         yield f"{missing}; priced as {half}, which leaves out the dequantising: TTFT may be a little short"
     elif compute == "nvfp4":
         yield f"{missing}; priced as {half}, as engines compute them before Blackwell, where TTFT is shorter"
-    elif "fp8" in dict(gpu.peak_flops):
+    elif compute == "int8" or "fp8" in dict(gpu.peak_flops):
         yield f"{missing}; priced as {half}, which takes longer: TTFT of a long prompt is too long"
     else:
         yield f"{missing}; priced as {half}, as engines compute them on a GPU without such arithmetic"

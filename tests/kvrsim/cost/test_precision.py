@@ -31,9 +31,9 @@ def quantized(folder: Path, config: dict[str, Any], model: str = "llama-3-8b") -
     return path
 
 
-def profile_with(**factors: float) -> CalibrationProfile:
-    """h100-flash with products of these types so many times faster than in half precision."""
-    profile = load_profile("h100-flash")
+def profile_with(name: str = "h100-flash", **factors: float) -> CalibrationProfile:
+    """A shipped profile with products of these types so many times faster than in half precision."""
+    profile = load_profile(name)
     types = {name: scale(profile.kernels.gemm, 1 / factor) for name, factor in factors.items()}
     return replace(profile, kernels=replace(profile.kernels, gemm_types=types))
 
@@ -104,8 +104,12 @@ def test_a_type_without_rates_is_priced_as_the_most_similar(
 
 
 def test_before_hopper_fp8_is_computed_in_half_precision(tmp_path: Path) -> None:
-    _, notes = kvrsim.make_scenario(ctx="2k", gpus=1, profile="a100-flash", model=quantized(tmp_path, FP8))
+    a100 = profile_with("a100-flash")
+    _, notes = kvrsim.make_scenario(ctx="2k", gpus=1, profile=a100, model=quantized(tmp_path, FP8))
     assert any("as engines compute them on a GPU without such arithmetic" in note for note in notes)
+    int8 = quantized(tmp_path, {"quant_method": "bitsandbytes", "load_in_8bit": True})
+    _, notes = kvrsim.make_scenario(ctx="2k", gpus=1, profile=a100, model=int8)
+    assert any("INT8; priced as fp16, which takes longer" in note for note in notes), "which an A100 computes in"
 
 
 def test_part_of_a_layer_may_be_quantised(tmp_path: Path) -> None:
