@@ -214,6 +214,7 @@ class Scenario:
                 self.kernel,
                 self.group,
                 self.message_share,
+                self.cluster.gpu.hbm_bytes_per_s,
             )
             for layer in self.share.layer_kinds
         )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from kvrsim.cost.kernels import CostModel
-from kvrsim.cost.merges import cast, merge
+from kvrsim.cost.merges import PYTORCH_SHARE, cast, merge
 from kvrsim.cost.tensor_parallel import Group
 from kvrsim.cost.traffic import (
     LayerKernels,
@@ -45,6 +46,7 @@ class LayerCosts:
     kernel: str
     group: Group | None = None  # GPUs that the rank stands for and that split `model`; None: it is one GPU
     message_share: float = 0.0  # of the compute rate, lost while a ring's message is in flight
+    hbm_bytes_per_s: float = math.inf  # of the GPU's datasheet
 
     # Prepared once: what depends on the chunk alone.
     _before: Callable[[Array], Array] = field(init=False, repr=False)
@@ -105,11 +107,20 @@ class LayerCosts:
 
     def merge_s(self, chunk: Array, *, part: bool = False) -> Array:
         """A block's result for these queries merged with that of the blocks before; `part`: as in block_attention_s."""
-        return self.cost.traffic_s(chunk, (merge(self.model, fused=self.cost.fused_merge, part=part),))
+        return self._merging_s(chunk, merge(self.model, fused=self.cost.fused_merge, part=part))
 
     def cast_s(self, chunk: Array) -> Array:
         """The chunk's output to fp32, in which results are merged, or back."""
-        return self.cost.traffic_s(chunk, (cast(self.model),))
+        return self._merging_s(chunk, cast(self.model))
+
+    def _merging_s(self, chunk: Array, step: Traffic) -> Array:
+        """No faster than PyTorch's kernels, unless results are merged by one kernel of an engine's."""
+        seconds = self.cost.traffic_s(chunk, (step,))
+        if self.cost.fused_merge:
+            return seconds
+        nbytes = chunk * (step.nbytes * self.batch * self.element_bytes / 2)
+        start_s = self.cost.traffic_s(0.0 * chunk, (step,))
+        return np.maximum(seconds, start_s + nbytes / (PYTORCH_SHARE * self.hbm_bytes_per_s))
 
     def _call(self, chunk: Array, prefix: Array, causal: Array, *, own: bool) -> AttentionCall:
         model = self.model

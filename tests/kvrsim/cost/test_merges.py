@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrsim.compile import build_program
-from kvrsim.cost.merges import cast, merge
+from kvrsim.cost.merges import PYTORCH_SHARE, cast, merge
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
 from kvrsim.model.load import load_model
@@ -100,6 +100,24 @@ def test_executors_agree_where_messages_hold_multiprocessors(name: str, sends: s
     event = EventSimulation(program, scenario.cluster, record=False).finish_s
     assert run_batch(program, scenario.cluster)[:, 0] == pytest.approx(np.array(event), rel=1e-12, abs=0)
     assert scenario.without_communication().message_share == 0.0
+
+
+@given(rng=draws(), tokens=st.integers(1, 10_000), part=st.booleans())
+@examples(25)
+def test_separate_kernels_are_pytorchs(rng: Draws, tokens: int, part: bool) -> None:
+    """Whatever rates an engine's own kernels have; one fused kernel is the engine's."""
+    scenario = any_scenario(rng, roofline=False)
+    chunk = np.array([float(tokens)])
+    separate, fused = (with_merges(scenario, fused=fused, sms=0).layer_costs()[0] for fused in (False, True))
+    for costs in (separate, fused):
+        width = costs.batch * costs.element_bytes / 2
+        step = merge(costs.model, fused=costs.cost.fused_merge, part=part)
+        own_s = costs.cost.traffic_s(chunk, (step,))
+        least_s = tokens * step.nbytes * width / (PYTORCH_SHARE * scenario.cluster.gpu.hbm_bytes_per_s)
+        took_s = costs.merge_s(chunk, part=part)
+        assert took_s >= own_s
+        assert took_s == own_s if costs is fused else took_s >= least_s
+        assert costs.cast_s(chunk) < took_s
 
 
 @given(rng=draws(), tokens=st.integers(1, 10_000), part=st.booleans())
