@@ -17,6 +17,7 @@ from kvrsim.engine.engine import Engine, EngineFit
 from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile
 from kvrsim.version import __version__
 
+_SPANNED = 4  # times as many tokens in the longest prompt as in the shortest: enough to tell a token's seconds
 _IDENTIFIED = 0.5**0.5  # of the prior's width: below, the rows say more of a term than the prior does
 
 
@@ -80,12 +81,13 @@ class PrefillFit:
     terms: tuple[FittedTerm, ...]
     cases: tuple[str, ...]  # of each row, in words
     measured_s: Array
+    before_s: Array  # seconds of each row with the engine that the prior is
     solution: Solution
 
     @property
     def before(self) -> Errors:
-        """At the prior's medians."""
-        return Errors.of(self.solution.before_s, self.measured_s)
+        """With the engine that the prior is."""
+        return Errors.of(self.before_s, self.measured_s)
 
     @property
     def after(self) -> Errors:
@@ -101,7 +103,7 @@ class PrefillFit:
         """Plain JSON values."""
         assert self.engine.fit is not None, "fit_prefills sets it"
         rows = zip(
-            self.cases, self.measured_s, self.solution.before_s, self.solution.after_s, self.solution.left_out_s,
+            self.cases, self.measured_s, self.before_s, self.solution.after_s, self.solution.left_out_s,
             strict=True,
         )  # fmt: skip
         names = ("case", "measured_s", "before_s", "after_s", "left_out_s")
@@ -120,17 +122,20 @@ class PrefillFit:
 def fit_prefills(
     cases: Sequence[PrefillCase],
     profile: CalibrationProfile,
-    terms: EngineTerms,
+    prior: Engine | None,
     *,
     name: str,
     source: str,
     on_progress: Callable[[str], None] | None = None,
 ) -> PrefillFit:
-    """Fit the terms to the cases, and a profile of that name with the fitted engine.
+    """Fit an engine's terms to the cases, and make a profile of that name with the fitted engine.
 
+    prior: the engine whose values and spreads are the terms' priors; None: PRIOR_ENGINE.
     source: of the rows, in a few words. Rows that repeat a case are left out together.
     """
     measured_s = np.array([case.row.ttft_s for case in cases])
+    sizes = [case.scenario.request.new_tokens for case in cases]
+    terms = EngineTerms.of(profile, prior, lengths=max(sizes) >= _SPANNED * min(sizes))
 
     def predict(values: Array) -> Array:
         chosen = dict(zip(terms.names, map(float, values), strict=True))
@@ -149,6 +154,7 @@ def fit_prefills(
         terms=fitted,
         cases=labels,
         measured_s=measured_s,
+        before_s=np.array([case.ttft_s() for case in cases]),
         solution=found,
     )
 

@@ -15,6 +15,7 @@ from kvrsim.scenario import Scenario
 PRIOR_ENGINE = "serving"  # where neither the profile nor the user names an engine
 KERNEL_SCALE = "kernel_scale"
 _HOST = {one.name for one in fields(HostRates)} & set(TERMS)
+TOKEN_PRIOR = Prior(name="token_s", median=1e-6, log_sd=1.5)  # a tokeniser; a transfer of K and V takes some more
 MODEL = "model"  # the spread that no term explains: estimated from the rows, not a term
 
 
@@ -27,10 +28,11 @@ class EngineTerms:
     priors: tuple[Prior, ...]
 
     @classmethod
-    def of(cls, profile: CalibrationProfile, engine: Engine | None) -> EngineTerms:
+    def of(cls, profile: CalibrationProfile, engine: Engine | None, *, lengths: bool = False) -> EngineTerms:
         """The terms that have both a value and a spread; InputError where none has.
 
         engine: the prior; None: PRIOR_ENGINE.
+        lengths: whether the rows span lengths, which may show seconds a token that the prior does not know of.
         """
         base = load_engine(PRIOR_ENGINE) if engine is None else engine
         priors = []
@@ -41,6 +43,8 @@ class EngineTerms:
                 priors.append(Prior(name=name, median=median, log_sd=log_sd))
         if not priors:
             raise InputError("engine", base.name, f"an engine with terms that have a spread, such as {PRIOR_ENGINE}")
+        if lengths and base.host.token_s == 0:
+            priors = sorted((*priors, TOKEN_PRIOR), key=lambda prior: TERMS.index(prior.name))
         return cls(engine=base, gpu=profile.gpu, priors=tuple(priors))
 
     @property

@@ -46,7 +46,7 @@ def show_fit(fit: PrefillFit, output: str) -> None:
         errors.add_row(title, *_shares(found))
     rows = columns("row")
     columns("measured", "before", "after", "left out", "error left out", numbers=True, into=rows)
-    found_s = zip(fit.measured_s, fit.solution.before_s, fit.solution.after_s, fit.solution.left_out_s, strict=True)
+    found_s = zip(fit.measured_s, fit.before_s, fit.solution.after_s, fit.solution.left_out_s, strict=True)
     for case, seconds in zip(fit.cases, found_s, strict=True):
         rows.add_row(case, *map(format_seconds, seconds), f"{seconds[3] / seconds[0] - 1:+.1%}")
     notes = facts()

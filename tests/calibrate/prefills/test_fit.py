@@ -55,7 +55,7 @@ def measured(engine: Engine, lengths: tuple[int, ...] = LENGTHS, noise: float = 
 
 
 def fitted(cases: tuple[PrefillCase, ...]) -> PrefillFit:
-    return fit_prefills(cases, PROFILE, EngineTerms.of(PROFILE, PRIOR), name="mine", source="rows.csv")
+    return fit_prefills(cases, PROFILE, PRIOR, name="mine", source="rows.csv")
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +124,17 @@ def test_terms_on_groups_of_gpus_are_those_of_the_scenario() -> None:
     for early, late in zip(cases_of(rows, TRUTH), cases_of(rows), strict=True):
         assert late.ttft_s(lambda scenario: terms.scenario_with(scenario, values)) == pytest.approx(early.ttft_s())
         assert for_strategy(terms.scenario_with(late.scenario, values), late.strategy).host == TRUTH.host
+
+
+def test_seconds_a_token_are_found_where_the_prior_knows_none() -> None:
+    """As of a transfer of K and V, where the lengths of the rows tell; rows of one length cannot."""
+    unknowing = replace(PRIOR, host=replace(PRIOR.host, token_s=0.0))
+    client = replace(TRUTH, host=replace(TRUTH.host, token_s=1.5e-5))
+    cases = [replace(case, scenario=replace(case.scenario, engine=unknowing)) for case in measured(client)]
+    found = fit_prefills(cases, PROFILE, unknowing, name="mine", source="rows.csv")
+    assert found.engine.host.token_s == pytest.approx(1.5e-5, rel=0.2)
+    alone = fit_prefills(cases[:1], PROFILE, unknowing, name="mine", source="rows.csv")
+    assert alone.engine.host.token_s == 0.0
 
 
 def test_an_engine_without_spreads_is_no_prior() -> None:

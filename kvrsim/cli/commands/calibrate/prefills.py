@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from calibrate.prefills.cases import PrefillCases
     from calibrate.prefills.rows import PrefillDefaults
     from kvrsim.cli.progress import WorkProgress
-    from kvrsim.engine.engine import Engine
     from kvrsim.profile.profile import CalibrationProfile
 
 _ARGUMENT = "prefills"
@@ -164,11 +163,9 @@ def _fitted(
     json: bool,
 ) -> dict[str, Any]:
     from calibrate.prefills.fit import fit_prefills, source_of
-    from calibrate.prefills.terms import EngineTerms
 
-    prior: Engine | None = cases.cases[0].scenario.engine
-    terms = EngineTerms.of(profile, prior)
-    fit = fit_prefills(cases.cases, profile, terms, name=name, source=source_of(files), on_progress=progress)
+    prior = cases.cases[0].scenario.engine
+    fit = fit_prefills(cases.cases, profile, prior, name=name, source=source_of(files), on_progress=progress)
     fit.profile.write(output)
     if not json:
         from kvrsim.cli.render.prefills import show_fit
