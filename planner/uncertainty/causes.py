@@ -72,13 +72,14 @@ def parts_alone(profile: CalibrationProfile, parts: Iterable[Part]) -> dict[Caus
 def parts_together(scenario: Scenario, parts: Iterable[Part]) -> dict[Cause, Mapping[Part, float]]:
     """The error that all parts have in common: of an engine's kernels over the profile's, or of the profile's tables.
 
-    What an engine's kernels take was fitted with the tables' error in it.
+    An engine's own rows have the tables' error in them; those of other engines may have run other kernels.
     """
-    if scenario.engine is not None and (log_sd := scenario.engine.spread.get("kernel_scale")):
-        return {"kernels": dict.fromkeys(parts, log_sd)}
-    operations = {} if scenario.profile is None else scenario.profile.operations
-    known = {part: operations[part.kind].systematic_log_sd for part in parts if part.kind in operations}
-    found = {part: log_sd for part, log_sd in known.items() if log_sd}
+    engine, operations = scenario.engine, {} if scenario.profile is None else scenario.profile.operations
+    of_table = {part: operations[part.kind].systematic_log_sd or 0.0 for part in parts if part.kind in operations}
+    if engine is not None and (log_sd := engine.spread.get("kernel_scale")):
+        own = engine.fit is not None and engine.fit.left_out == "row"
+        return {"kernels": {part: log_sd if own else max(log_sd, of_table.get(part, 0.0)) for part in parts}}
+    found = {part: log_sd for part, log_sd in of_table.items() if log_sd}
     return {"table and clock": found} if found else {}
 
 

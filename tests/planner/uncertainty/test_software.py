@@ -100,7 +100,7 @@ def test_what_an_engine_adds_cannot_be_less_than_nothing() -> None:
 
 def test_what_was_fitted_to_whole_prefills_has_the_kernels_errors_in_it() -> None:
     """They count between strategies alone."""
-    compared = replace(NOTHING, spread={"kernel_scale": 0.04, "model": 0.03})
+    compared = replace(NOTHING, spread={"kernel_scale": 0.04, "model": 0.03}, fit=COMPARED)
     _, sure = around(compared)
     assert set(sure.moves) == {"kernels", "model"}
     assert sure.moves["model"].high == pytest.approx(1.2816 * 0.03)
@@ -113,6 +113,17 @@ def test_what_was_fitted_to_whole_prefills_has_the_kernels_errors_in_it() -> Non
     assert measured_coverage(with_engine(replace(NOTHING, fit=COMPARED))[0]) == 0.8
     _, from_fit = around(replace(NOTHING, fit=COMPARED))
     assert from_fit.moves["model"].high == pytest.approx(1.2816 * 0.04)
+
+
+def test_an_engine_that_nobody_measured_may_run_other_kernels_than_the_table_has() -> None:
+    profile = load_profile("a100-flash")
+    fits = {kind: replace(fit, systematic_log_sd=0.2) for kind, fit in profile.operations.items()}
+    other = replace(profile, operations=fits)
+    own = replace(NOTHING, spread={"kernel_scale": 0.04}, fit=COMPARED)
+    prior = replace(own, fit=replace(COMPARED, left_out="engine"))
+    (_, of_own), (_, of_prior) = (around(engine, profile=other) for engine in (own, prior))
+    assert of_own.moves["kernels"].high <= 1.2816 * 0.04
+    assert 0.9 * 1.2816 * 0.2 < of_prior.moves["kernels"].high <= 1.2816 * 0.2
 
 
 def test_kernels_that_are_off_as_a_whole_make_no_ties() -> None:

@@ -95,7 +95,7 @@ def test_moves_of_any_scenario_hold_the_prediction(rng: Draws) -> None:
 
 
 def test_a_table_that_is_off_as_a_whole_makes_no_ties() -> None:
-    scenario, _ = make_scenario(ctx="16k", gpus=4, model="llama-3-8b", profile="a100-flash")
+    scenario, _ = make_scenario(ctx="16k", gpus=4, model="llama-3-8b", profile="a100-flash", engine="none")
     profile = scenario.profile
     assert profile is not None
     fits = profile.operations
@@ -109,8 +109,10 @@ def test_a_table_that_is_off_as_a_whole_makes_no_ties() -> None:
 @pytest.mark.parametrize("profile", ["a100-eager", "a100-flash"])
 def test_links_that_nobody_measured_make_more_ties(profile: str) -> None:
     """TSP waits for all of K and V, KVR for what is left of it: slower links move one more than the other."""
-    measured, _ = make_scenario(ctx="8k", gpus=4, model="llama-7b", profile=profile)
-    nominal, _ = make_scenario(ctx="8k", gpus=4, model="llama-7b", profile=profile, link_bandwidth="20GB/s")
+    measured, _ = make_scenario(ctx="8k", gpus=4, model="llama-7b", profile=profile, engine="none")
+    nominal, _ = make_scenario(
+        ctx="8k", gpus=4, model="llama-7b", profile=profile, link_bandwidth="20GB/s", engine="none"
+    )
     least = [_tellable(one) for one in (measured, nominal)]
     assert least[1] > 1.01 * least[0]
 
