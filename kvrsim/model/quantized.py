@@ -23,6 +23,7 @@ _PLACES = {
     "mixtral": ("model.layers", "self_attn", "block_sparse_moe"),
 }
 _HEAD = "lm_head"
+_REPEATED_GROUP = re.compile(r"\)[*+{]")  # what makes a search take exponentially long; names of modules need none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +36,7 @@ class Modules:
     def named(cls, names: Sequence[str]) -> Modules:
         """Parts of dotted names, with * for anything; after "re:" a regular expression of the whole name's beginning.
 
-        Raises re.error for one that is none.
+        Raises re.error for one that is none, or that repeats a group.
         """
         return cls(patterns=tuple(_pattern(name) for name in names))
 
@@ -46,6 +47,8 @@ class Modules:
 
 def _pattern(name: str) -> re.Pattern[str]:
     if name.startswith("re:"):
+        if _REPEATED_GROUP.search(name):
+            raise re.error("a repeated group")
         return re.compile(name[3:])
     some = ".*".join(re.escape(part) for part in re.split(r"\*+", name.strip(".")))
     return re.compile(rf"(?:.*\.)?{some}(?:\..*)?$")

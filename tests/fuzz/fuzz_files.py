@@ -29,6 +29,7 @@ _TEXTS = (
 )
 _COMMANDS: dict[str, tuple[str, ...]] = {
     "model.json": ("plan --ctx 512 --gpus 2 --model {} --json", "models show {} --json", "models show {}"),
+    "quantised.json": ("plan --ctx 512 --gpus 2 --model {} --json", "models show {} --json"),
     "cluster.json": ("plan --ctx 512 --gpus 2 --cluster {} --json", "clusters show {} --json", "clusters show {}"),
     "profile.json": (
         *("plan --ctx 512 --gpus 2 --profile {} --json", "profiles show {} --json", "profiles show {}"),
@@ -48,6 +49,20 @@ _COMMANDS: dict[str, tuple[str, ...]] = {
     "links.csv": ("calibrate fit --compute {} --gpu h100 -o p.json", "calibrate fit --links {} -o p.json --gpu h100"),
     "built.json.partial": ("table build --profile roofline --ctx 256,512 --gpus 2 --jobs 1 -o built.json --json",),
 }
+
+
+def _quantised() -> dict[str, Any]:
+    """A model whose file has every kind of key that tells how weights are stored."""
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": False}
+    group = {"targets": ["Linear", "re:.*mlp.*"], "weights": weights, "input_activations": {"num_bits": 8}}
+    config = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "re:.*self_attn.*", "model.layers.*.mlp"],
+        "kv_cache_scheme": {"num_bits": 8},
+    }
+    model: dict[str, Any] = json.loads((_DATA / "models" / "llama-7b.json").read_text(encoding="utf-8"))
+    return model | {"quantization_config": config}
 
 
 @cache
@@ -75,6 +90,7 @@ def originals() -> dict[str, bytes]:
     request = {"timestamp": 1000, "input_length": 1000, "output_length": 5, "hash_ids": [1, 2]}
     texts = {
         "model.json": (_DATA / "models" / "llama-7b.json").read_text(encoding="utf-8"),
+        "quantised.json": json.dumps(_quantised()),
         "cluster.json": (_DATA / "clusters" / "h100-2x8-ndr400.json").read_text(encoding="utf-8"),
         "profile.json": (_DATA / "profiles" / "a100-eager.json").read_text(encoding="utf-8"),
         "table.json": json.dumps(table),

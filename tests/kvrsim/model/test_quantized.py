@@ -245,6 +245,7 @@ def test_an_unknown_method_is_said(keys: dict[str, Any], told: str | None, tmp_p
         ({"quant_method": "fp8", "modules_to_not_convert": "lm_head"}, "modules_to_not_convert"),
         ({"quant_method": "fp8", "modules_to_not_convert": [7]}, "modules_to_not_convert"),
         ({"quant_method": "fp8", "ignore": ["re:("]}, "ignore"),
+        ({"quant_method": "fp8", "ignore": ["re:([a-z.]+)+$"]}, "ignore"),
         ({"quant_method": "fp8", "kv_cache_scheme": {"num_bits": 99}}, "kv_cache_scheme.num_bits"),
         ({"quant_method": "compressed-tensors", "config_groups": {"a": 7}}, "config_groups.a"),
         ({**TENSORS, **group(INT8, targets=["re:["])}, "config_groups.group_0.targets"),
