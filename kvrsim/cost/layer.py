@@ -22,7 +22,7 @@ from kvrsim.engine.host import HostRates
 from kvrsim.model.spec import Gemm, LayerSpec, ModelSpec
 from kvrsim.profile.rates.attention import AttentionCall
 from kvrsim.profile.rates.elementwise import Traffic
-from kvrsim.profile.rates.gemm import Product, merged
+from kvrsim.profile.rates.gemm import GEMM_TYPES, Product, merged
 from kvrsim.program.operations import Array
 
 # Shares of HostRates.layer_s before, in and after attention. Eager Llama issues about 21 kernels up to
@@ -181,9 +181,15 @@ class LayerCosts:
         return (*products, *self._mlp_products()), steps
 
     def _launches(self, products: Sequence[Product], steps: Sequence[Traffic]) -> int:
-        """Kernels of products and element-wise steps; engines compute all experts of a mixture in one kernel."""
+        """Kernels of products, of what quantises their inputs, and of element-wise steps.
+
+        Engines compute all experts of a mixture in one kernel.
+        """
         matrices = sum(1 if self.cost.fused else product.num_matrices for product in products)
-        return matrices + sum(step.kernels for step in steps)
+        quantised = sum(
+            product.compute is not None and GEMM_TYPES[product.compute].quantised > 0 for product in products
+        )
+        return matrices + quantised + sum(step.kernels for step in steps)
 
     def _mlp_products(self) -> tuple[Product, ...]:
         """The dense MLP; or all experts, each of which sees its share of the tokens."""

@@ -74,6 +74,18 @@ def test_products_take_their_types_time(tmp_path: Path) -> None:
     ]
 
 
+def test_inputs_are_quantised_by_kernels_of_their_own(tmp_path: Path) -> None:
+    """Four a layer: before Q, K, V, the output projection, gate and up, and down; none where weights alone are."""
+    kernels, other = [], tmp_path / "other"
+    other.mkdir()
+    for model in ("llama-3-8b", quantized(tmp_path, AWQ), quantized(other, FP8)):
+        (costs,) = made(profile_with(), model=model)[0].layer_costs()
+        kernels.append(costs.kernels)
+    plain, awq, fp8 = kernels
+    assert awq == plain
+    assert (fp8.before - plain.before, fp8.attention, fp8.after - plain.after) == (1, plain.attention, 3)
+
+
 @pytest.mark.parametrize(
     ("config", "types", "priced", "told"),
     [
