@@ -9,7 +9,7 @@ of host and device), so the search starts at several points.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,6 +110,7 @@ class _Problem:
     predict: Predict
     measured_s: Array
     priors: tuple[Prior, ...]
+    known: dict[bytes, Array] = field(default_factory=dict)  # errors of points that have been predicted
 
     def values(self, point: Array) -> Array:
         return np.array(
@@ -118,7 +119,10 @@ class _Problem:
 
     def errors(self, point: Array) -> Array:
         """log(predicted / measured) of each row."""
-        return np.log(self.predict(self.values(point)) / self.measured_s)
+        key = np.asarray(point, dtype=float).tobytes()
+        if key not in self.known:
+            self.known[key] = np.log(self.predict(self.values(point)) / self.measured_s)
+        return self.known[key]
 
     def slopes(self, point: Array, errors: Array) -> Array:
         """How each row's error moves with each term, shape (rows, terms); `errors`: those at the point."""

@@ -52,7 +52,7 @@ def show_fit(fit: PrefillFit, output: str) -> None:
     notes = facts()
     if not all(term.identified for term in fit.terms):
         names = ", ".join(term.prior.name for term in fit.terms if not term.identified)
-        notes.add_row("not identified:", f"{names}; the rows say little of it, and the prior decides")
+        notes.add_row("not identified:", f"{names}; the rows say little, or only of a sum, and the prior decides")
     if len(set(fit.cases)) < _FEW:
         notes.add_row("few rows:", "measure other lengths and numbers of GPUs, too")
     notes.add_row("written:", f"{output}, profile {fit.profile.name} of {fit.profile.gpu}, with the engine in it")

@@ -175,3 +175,8 @@ def test_a_row_that_cannot_be_simulated_names_its_line() -> None:
 
 def test_the_cluster_is_that_of_the_profile() -> None:
     assert cases_of([row(1024)])[0].scenario.cluster.gpu.name == PROFILE.gpu
+
+
+def test_notes_that_differ_in_figures_alone_come_once() -> None:
+    found = make_cases([row(8192), row(16384)], PROFILE, partition_of, {"engine": PRIOR})
+    assert len([note for note in found.notes if "exceed the max_position_embeddings" in note]) == 1

@@ -133,3 +133,17 @@ def test_a_failed_fit_leaves_no_file(folder: Path, capsys: pytest.CaptureFixture
     (folder / "rows.csv").write_text(ROWS.replace("llama-2-7b", "no-model"), encoding="utf-8")
     assert run(capsys, "rows.csv", "-o", "mine.json")[0] == 2
     assert not (folder / "mine.json").exists()
+
+
+def test_an_interrupted_fit_leaves_no_file(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("calibrate.prefills.fit.solve", interrupted)
+    (folder / "mine.json").write_text("what was there", encoding="utf-8")
+    code, out, err = run(capsys, "rows.csv", "-o", "mine.json")
+    assert (code, out, err) == (130, "", "kvrsim: interrupted\n")
+    assert (folder / "mine.json").read_text("utf-8") == "what was there"
+    assert {path.name for path in folder.iterdir()} == {"rows.csv", "engine.json", "mine.json"}
