@@ -114,6 +114,7 @@ def run_simulation(
         fits=fits(placed, memory),
         memory_limit=placed.memory_limit,
         interval_coverage=measured_coverage(scenario),
+        interval_causes=sure.causes(),
         warnings=(*warnings, *(_table_notes(table, placed, chosen) if looks_up and table is not None else ())),
         timeline=_shown(program, placed, arrivals, spans, seed=seed, noise=draw) if timeline else None,
         breakdown=breakdown(placed, chosen, cut, finish_s, spans) if with_breakdown and spans else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,7 @@ class SimResult:
     memory_limit: MemoryLimit  # that `fits` compares with
     warnings: tuple[str, ...]
     interval_coverage: float | None  # share of held-out TTFTs that such intervals held; None: nobody checked it
+    interval_causes: Mapping[str, tuple[float, float]]  # change of TTFT at the ends of the 80 % interval of each cause
     timeline: Timeline | None = field(default=None, repr=False, compare=False)  # event executor only
     breakdown: Breakdown | None = field(default=None, repr=False)  # where it was asked for
     noise: Noise | None = None  # that `ttft_s` and `per_rank` are under: one sample of it
@@ -68,7 +70,7 @@ class SimResult:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; the timeline is written apart."""
         about = ("strategy", "model", "profile", "cluster", "context_len", "partition", "executor")
-        found = ("ttft_s", "ttft_low_s", "ttft_high_s", "interval_coverage", "fits")
+        found = ("ttft_s", "ttft_low_s", "ttft_high_s", "interval_coverage", "interval_causes", "fits")
         content = self.question.header() | fields_to_json(self, *about, *found)
         content |= self.memory_limit.to_dict() | fields_to_json(self, "per_rank", "warnings")
         if self.breakdown is not None:

@@ -28,6 +28,11 @@ class Interval:
     high_s: float
     moves: Mapping[str, Move]  # by cause: of log TTFT, at the ends of the 80 % interval of that cause alone
 
+    def causes(self) -> dict[str, tuple[float, float]]:
+        """The same as relative changes of TTFT, the widest cause first."""
+        ranked = sorted(self.moves.items(), key=lambda item: item[1].low - item[1].high)
+        return {name: (math.expm1(move.low), math.expm1(move.high)) for name, move in ranked}
+
 
 def interval(scenario: Scenario, strategy: Strategy, partition: Partition, ttft_s: float) -> Interval:
     """The 80 % interval of a predicted TTFT.
@@ -56,7 +61,7 @@ def interval_of(found: Moves, ttft_s: float) -> Interval:
     return Interval(
         low_s=ttft_s * math.exp(-below),
         high_s=ttft_s * math.exp(above),
-        moves={name: Move(-math.sqrt(low), math.sqrt(high)) for name, (low, high) in squares.items()},
+        moves={name: Move(0.0 - math.sqrt(low), math.sqrt(high)) for name, (low, high) in squares.items()},
     )
 
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from kvrsim.results.results import SimResult
     from kvrsim.scenario import Scenario
 
+_MOST_CAUSES = 4  # of the interval, that are listed
+_WIDE = 0.005  # of TTFT, from which on a cause is listed
 # Columns that a narrow terminal does without, the least important first.
 _OPTIONAL = ("sent", "wait", "compute", "tokens")
 
@@ -35,6 +37,8 @@ def show_simulation(result: SimResult, scenario: Scenario) -> None:
     limit = scenario.memory_limit.nbytes
     table = facts()
     table.add_row("TTFT:", _ttft(result))
+    if said := _interval(result):
+        table.add_row("interval:", said)
     table.add_row("executor:", result.executor)
     _add_noise_and_requests(table, result)
     table.add_row("memory:", limit_text(scenario.memory_limit))
@@ -62,6 +66,17 @@ def _ttft(result: SimResult) -> str:
     if result.ttft_low_s == result.ttft_high_s:
         return ttft
     return f"{ttft} ({format_interval(result.ttft_low_s, result.ttft_high_s)})"
+
+
+def _interval(result: SimResult) -> str:
+    """What makes the interval wide, and what such intervals held."""
+    wide = {name: ends for name, ends in result.interval_causes.items() if max(map(abs, ends)) >= _WIDE}
+    causes = ", ".join(f"{name} {low:+.1%} to {high:+.1%}" for name, (low, high) in list(wide.items())[:_MOST_CAUSES])
+    if not causes:
+        return ""
+    coverage = result.interval_coverage
+    held = "not checked on whole prefills" if coverage is None else f"it held {coverage:.0%} of held-out TTFTs"
+    return f"{causes}; made to hold 80 %, {held}"
 
 
 def _add_noise_and_requests(table: Table, result: SimResult) -> None:

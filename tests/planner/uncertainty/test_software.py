@@ -155,5 +155,8 @@ def test_answers_say_what_their_intervals_held() -> None:
     run = kvrsim.simulate(ctx="2k", gpus=2, strategy="tsp", profile="a100-flash", engine=NOTHING)
     assert run.interval_coverage is None
     assert run.to_dict()["interval_coverage"] is None
+    assert run.to_dict()["interval_causes"].keys() == run.interval_causes.keys() >= {"gemm", "attention", "run to run"}
+    widths = [high - low for low, high in run.interval_causes.values()]
+    assert widths == pytest.approx(sorted(widths, reverse=True), rel=0.1)
     unchecked = kvrsim.plan(ctx="2k", gpus=2, strategies=["tsp"], profile="a100-flash", engine=NOTHING)
     assert "were not checked on whole prefills" in unchecked.rests_on
