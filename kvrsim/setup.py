@@ -11,7 +11,7 @@ from kvrsim.choices import Topology
 from kvrsim.cost.precision import precision_notes
 from kvrsim.engine.engine import NO_ENGINE, OTHER_GPU, Engine, load_engine
 from kvrsim.errors import InputError
-from kvrsim.hardware.cluster import DEFAULT_CLUSTER, MAX_GPUS, Cluster, load_cluster
+from kvrsim.hardware.cluster import DEFAULT_CLUSTER, MAX_GPUS, Cluster, load_cluster, load_link
 from kvrsim.hardware.gpu import DEFAULT_MEMORY_FRACTION
 from kvrsim.hardware.links import LinkSpec
 from kvrsim.model.load import load_model
@@ -21,7 +21,7 @@ from kvrsim.ranges import counts_of, counts_up_to, lengths_of
 from kvrsim.request import Request
 from kvrsim.scenario import ROOFLINE, Scenario
 from kvrsim.text import Note
-from kvrsim.units import parse_bandwidth, parse_count, parse_fraction, parse_seconds, parse_tokens
+from kvrsim.units import parse_bandwidth, parse_count, parse_fraction, parse_seconds, parse_tokens, scale
 
 DEFAULT_MODEL = "llama-7b"
 DEFAULT_DTYPE = "fp16"
@@ -194,20 +194,24 @@ def _linked(
     machine: Cluster, profile: CalibrationProfile | None, bandwidth_bytes_per_s: float | None, latency_s: float | None
 ) -> tuple[Cluster, tuple[str, ...]]:
     """The cluster with the profile's measured links, unless the user gave others; and what to say of them."""
-    datasheet = machine.link.name
-    measured = profile.links if profile is not None and _has_measured(profile, datasheet) else None
+    link = machine.link
+    datasheet = link.name
+    measured = profile.links if profile is not None and _has_measured(profile, link.like or datasheet) else None
     if profile is not None and measured is not None:
-        machine = machine.with_measured(
-            LinkSpec(
-                name=datasheet if datasheet == _MEASURED else f"{datasheet}, {_MEASURED}",
-                bandwidth_bytes_per_s=measured.bandwidth_bytes_per_s,
-                latency_s=measured.latency_s,
-                source=machine.link.source,
-                short_bytes_per_s=measured.short_bytes_per_s,
-                gather=measured.gather,
-                profile=profile.name,
-            )
+        as_measured = LinkSpec(
+            name=datasheet if datasheet == _MEASURED else f"{datasheet}, {_MEASURED}",
+            bandwidth_bytes_per_s=measured.bandwidth_bytes_per_s,
+            latency_s=measured.latency_s,
+            source=link.source,
+            short_bytes_per_s=measured.short_bytes_per_s,
+            gather=measured.gather,
+            all_reduce=measured.all_reduce,
+            profile=profile.name,
         )
+        if link.like is not None:
+            narrower = load_link(link.like).bandwidth_bytes_per_s / link.bandwidth_bytes_per_s
+            as_measured = scale(as_measured, narrower, only_rates=True)
+        machine = machine.with_measured(as_measured)
     if bandwidth_bytes_per_s is not None or latency_s is not None:
         machine = machine.with_link(bandwidth_bytes_per_s=bandwidth_bytes_per_s, latency_s=latency_s)
         return machine, ("links as given, not as measured: their bandwidth is taken to be reached in full",)

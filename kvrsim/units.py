@@ -193,7 +193,7 @@ def scale(value: T, factor: float, *, only_rates: bool = False) -> T:
         if old is None or not field.init:
             continue
         if unit.endswith("_per_s"):
-            changes[field.name] = old / factor
+            changes[field.name] = tuple(rate / factor for rate in old) if isinstance(old, tuple) else old / factor
         elif not unit.endswith(("_s", "seconds")):
             new = scale(old, factor, only_rates=only_rates)
             changes |= {} if new is old else {field.name: new}

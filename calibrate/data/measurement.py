@@ -11,8 +11,9 @@ column may be missing where no row needs it, and their order is free. Every row 
 
 and may have mean_s (seconds, mean of the repeats, outliers drawn in; empty: not known), spread_s (standard deviation
 or interquartile range of the repeats, seconds; empty: not known), batch (sequences at once; empty: 1) and dtype (fp16,
-bf16, fp8 or fp32: of the operands; a time on the host has none). A prefill is a sum of many kernels, and means add up
-where medians of lopsided times do not: a fit takes mean_s where there is one.
+bf16, fp8 or fp32: of the operands; of gemm also fp8_block, nvfp4, int8, int4_wo or int8_wo, see
+kvrsim.profile.rates.gemm; a time on the host has none). A prefill is a sum of many kernels, and means add up where
+medians of lopsided times do not: a fit takes mean_s where there is one.
 Beyond these:
 
     operation                                       one time of                          also needs
@@ -36,6 +37,7 @@ Beyond these:
                                                     receive posted, and on the same one
                                                     while one waits for its sender
     all_gather                                      the collective                       bytes, ranks, nodes
+    all_reduce                                      the collective                       bytes, ranks, nodes
     send_recv                                       one message                          bytes, ranks, nodes
     host_layer                                      the host issuing one decoder layer   -
     host_collective                                 the host issuing one collective      ranks
@@ -46,12 +48,13 @@ Beyond these:
 
 tokens, chunk and prefix count tokens; heads are those of the device that was measured. bytes: of an element-wise
 kernel and of cache_append what it must read and write, counted plainly (of a model's measured layers, as its kernels
-move); of all_gather the gathered tensor, all ranks' pieces together; of send_recv the message. nodes: 1 within one
-node, 2 between nodes. A column that an operation does not need may be filled; it is kept and checked, and read by
-nobody.
+move); of all_gather the gathered tensor, all ranks' pieces together; of all_reduce the tensor; of send_recv the
+message. nodes: 1 within one node, 2 between nodes. A column that an operation does not need may be filled; it is kept
+and checked, and read by nobody.
 
 A send_recv row may say which ranks it went between (src and dst, counted from 0) and how many transfers of that size
-were in flight at once (messages; empty: 1).
+were in flight at once (messages; empty: 1). A row of gemm or attention may say how often the operation ran without a
+pause while it was timed (repeats) and just before (warmups): from these a fit knows how long the device was under load.
 
 A comment line before the header, `# origin {...}`, may hold a JSON object with what all rows have in common: the
 machine, the model whose layers were timed, versions, command and date.
@@ -73,9 +76,10 @@ from kvrsim.choices import DTYPES
 from kvrsim.errors import InputError
 from kvrsim.io.files import write_atomically
 from kvrsim.io.json_text import parse_json
+from kvrsim.profile.rates.gemm import GEMM_TYPES
 from kvrsim.units import MAX_SECONDS
 
-MEASURED_DTYPES = DTYPES
+MEASURED_DTYPES = (*DTYPES, *(kind for kind in GEMM_TYPES if kind not in DTYPES))
 ELEMENTWISE = ("norm", "rotary", "activation", "residual", "embedding")
 RING = "_p2p_ring"  # suffix of `kernel`: an all-gather made of messages between neighbours
 SEGMENTS = ("before_attention", "after_attention", "layer")  # sums of others
@@ -91,6 +95,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(SEGMENTS, ("dtype", "chunk", "prefix")),
     **dict.fromkeys(("layer_alone", "layer_pending"), ("dtype", "chunk", "prefix")),
     "all_gather": ("bytes", "ranks", "nodes"),
+    "all_reduce": ("bytes", "ranks", "nodes"),
     "send_recv": ("bytes", "ranks", "nodes"),
     "host_layer": (),
     "host_collective": ("ranks",),
@@ -118,6 +123,8 @@ _WHOLE = {
     "src": (0, MAX_WHOLE),
     "dst": (0, MAX_WHOLE),
     "messages": (1, MAX_WHOLE),
+    "warmups": (0, MAX_WHOLE),
+    "repeats": (1, MAX_WHOLE),
 }
 _ONE = ("batch", "messages")  # that are 1 where nothing is said
 _ORIGIN = "# origin "
@@ -140,12 +147,14 @@ class Measurement:
     tokens: int | None = None  # rows of a gemm or of an element-wise kernel
     in_features: int | None = None  # gemm, head: the dimension that is summed over
     out_features: int | None = None  # gemm, head: columns of the result
-    bytes: int | None = None  # kernel: read and written; all_gather: gathered in all; send_recv: the message
+    bytes: int | None = None  # kernel: read and written; all_gather: gathered in all; all_reduce, send_recv: the tensor
     ranks: int | None = None  # GPUs that take part
     nodes: int | None = None  # 1: all in one node; 2: across nodes
     src: int | None = None  # send_recv: the rank that sends
     dst: int | None = None  # send_recv: the rank that receives
     messages: int = 1  # send_recv: transfers of that size in flight at once
+    warmups: int | None = None  # how often it ran just before it was timed; None: not known
+    repeats: int | None = None  # how often it ran without a pause while it was timed; None: not known
     median_s: float  # seconds, median of the repeats
     mean_s: float | None = None  # seconds, mean of the repeats, outliers drawn in; None: not known
     spread_s: float | None = None  # seconds, standard deviation or interquartile range of the repeats; None: not known
@@ -172,8 +181,9 @@ class Measurement:
             text = getattr(self, name)
             if not isinstance(text, str) or not text or not text.isprintable() or text != text.strip():
                 raise InputError(name, text, "a text of one line")
-        if self.dtype is not None and self.dtype not in MEASURED_DTYPES:
-            raise InputError("dtype", self.dtype, ", ".join(MEASURED_DTYPES))
+        dtypes = MEASURED_DTYPES if self.operation == "gemm" else DTYPES
+        if self.dtype is not None and self.dtype not in dtypes:
+            raise InputError("dtype", self.dtype, ", ".join(dtypes))
 
     def _check_whole(self) -> None:
         for name, (least, largest) in _WHOLE.items():

@@ -1,7 +1,7 @@
 """fit_gemm: GemmRates from measured matrix products.
 
-The form has four tiles, each with its share of the device's rate and a start; a launch; a rate of device memory; and
-a rate that long products fall to. A CPU, whose few threads know no waves, has one small tile and no such fall.
+The form has four tiles, each with its share of the device's rate and a start; a launch; and a rate of device memory.
+A CPU, whose few threads know no waves, has one small tile. Times are those at the burst clock (calibrate.fit.clock).
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from calibrate.data.measurement import Measurement
-from calibrate.fit.gemm_rows import GemmRows, Shape, with_tables
+from calibrate.fit.gemm_rows import HALF_BYTES, TYPE_KNOTS, GemmRows, Shape, with_tables
 from calibrate.fit.solver import (
+    HALF,
     Comparison,
     Fitted,
     Parameter,
@@ -28,8 +29,9 @@ from calibrate.fit.solver import (
     solve,
     sources_of,
 )
+from kvrsim.errors import InputError
 from kvrsim.hardware.gpu import GpuSpec
-from kvrsim.profile.rates.gemm import GemmRates, Tile
+from kvrsim.profile.rates.gemm import GemmRates, Product, Tile
 from kvrsim.program.operations import Array
 
 TILES = ((256, 128), (128, 128), (128, 64), (64, 64))  # rows and columns of the output
@@ -45,6 +47,18 @@ _NOISE = (
 )
 _USED_SHARE = 0.005  # of the rows that a tile is the fastest for; a tile with fewer is dropped
 _CLASSES = (64, 128, 512, 2048, 8192)
+_MOST_TYPE_ROWS = 4000  # of a quantised type
+_TYPE_STARTS = 8
+_MOST_SHARE = 0.92  # of the datasheet's rate in full waves; no product of random data on a GPU reaches more
+_LONG_SUM = 16384  # features that are summed over in a product whose waves are full
+
+# Datasheets' rates of quantised types, as multiples of the rate of a type that GpuSpec has.
+_PEAKS: Mapping[str, tuple[float, tuple[str, ...]]] = {
+    **dict.fromkeys(("fp8", "fp8_block"), (1.0, ("fp8",))),
+    "nvfp4": (4.0, ("fp8",)),
+    "int8": (2.0, HALF),
+    **dict.fromkeys(("int4_wo", "int8_wo"), (1.0, HALF)),
+}
 
 Constants = Mapping[str, float]
 
@@ -81,6 +95,47 @@ def fit_gemm(
         checks=tuple(held_out.by(data.tokens, _CLASSES, "rows")),
         seen=seen_of(found, ("tokens", "in_features", "out_features")),
     )
+
+
+def fit_gemm_type(
+    rows: Sequence[Measurement], gpu: GpuSpec, kind: str, *, keep_shapes: Collection[Shape] = ()
+) -> Fitted[GemmRates]:
+    """Rates of one of GEMM_TYPES; tables of the `keep_shapes` with few knots. Rows are thinned evenly by time."""
+    found = sorted(usable_gemm(rows, (kind,)), key=lambda row: row.expected_s)
+    data, some = GemmRows.of(found), np.arange(0, len(found), max(1, len(found) // _MOST_TYPE_ROWS))
+    factor, known = _PEAKS[kind]
+    device = _Device(gpu=gpu, peak_flops=factor * peak_flops(gpu, known))
+    constants = _fit_form(data.take(some), device, starts=_TYPE_STARTS)
+    form = _pruned(device.rates(constants), data)
+    rates = with_tables(form, data, keep_shapes, TYPE_KNOTS)
+    promised = data.tokens >= PROMISED_ROWS
+    own = Comparison(label=f"{kind}, as shipped", measured_s=data.seconds, predicted_s=data.predicted_s(rates))
+    alone = Comparison(label=f"{kind}, form alone", measured_s=data.seconds, predicted_s=data.form_s(form))
+    return Fitted(
+        rates=rates,
+        source=sources_of(found),
+        own=own,
+        cross_validated=alone.where(promised, f"{alone.label}, rows >= {PROMISED_ROWS}"),
+        seen=seen_of(found, ("tokens", "in_features", "out_features")),
+    )
+
+
+def computes_in(gpu: GpuSpec, kind: str) -> bool:
+    """Whether the GPU's datasheet has a rate for products of that type."""
+    return any(dtype in _PEAKS[kind][1] for dtype, _ in gpu.peak_flops)
+
+
+def check_full_waves(rates: GemmRates, gpu: GpuSpec, argument: str) -> None:
+    """Raises InputError where products on a GPU come nearer to its datasheet than random data allow."""
+    if not has_waves(gpu) or not rates.tiles:
+        return
+    product = Product(_LONG_SUM, _LONG_SUM)
+    rows = np.array([float(_LONG_SUM)])
+    share = float(rows[0] * product.flops_per_row / rates.form_s(rows, product, HALF_BYTES)[0]) / peak_flops(gpu)
+    if share > _MOST_SHARE:
+        got = f"gemm rows that come to {share:.0%} of the datasheet of {gpu.name}"
+        accepted = f"products of random data, which reach at most {_MOST_SHARE:.0%}"
+        raise InputError(argument, got, f"{accepted} (unfilled or zero matrices take less power and keep the clock)")
 
 
 def usable_gemm(
@@ -120,9 +175,6 @@ class _Device:
             Parameter(name="bytes_per_s", start=0.65 * hbm, low=0.1 * hbm, high=hbm),
             Parameter(name="launch_s", start=3e-6, low=0.0, high=2e-5 if waves else 1e-3),
         ]
-        if waves:
-            listed.append(Parameter(name="sustained", start=0.95, low=0.3, high=1.0))
-            listed.append(Parameter(name="burst_flops", start=1e11, low=1e9, high=1e13))
         for index, (height, width) in enumerate(self.tiles):
             share = 0.85 * (height * width / (self.tiles[0][0] * self.tiles[0][1])) ** 0.1
             listed.append(Parameter(name=f"share_{index}", start=share, low=0.3 if waves else 0.01, high=1.0))
@@ -132,13 +184,10 @@ class _Device:
     def rates(self, values: Constants) -> GemmRates:
         """Shares are of the datasheet's rate here, and of the best tile's in a profile."""
         shares = [values[f"share_{index}"] for index in range(len(self.tiles))]
-        sustained = values.get("sustained")
         return GemmRates(
             flops_per_s=rounded(max(shares) * self.peak_flops),
             bytes_per_s=values["bytes_per_s"],
             launch_s=values["launch_s"],
-            sustained_flops_per_s=None if sustained is None else rounded(sustained * self.peak_flops),
-            burst_flops=values.get("burst_flops", 0.0),
             concurrent_tiles=self.gpu.num_sms,
             tiles=tuple(
                 Tile(
@@ -149,14 +198,14 @@ class _Device:
         )
 
 
-def _fit_form(rows: GemmRows, device: _Device, near: Constants | None = None) -> Constants:
+def _fit_form(rows: GemmRows, device: _Device, near: Constants | None = None, starts: int = _STARTS) -> Constants:
     """Rows weigh by the square root of their time: long products make a prefill. `near`: where to start."""
     return solve(
         device.parameters(near or {}),
         lambda values, some: rows.take(some).form_s(device.rates(values)),
         rows.seconds,
         weights=np.sqrt(rows.seconds),
-        starts=_STARTS if near is None else 1,
+        starts=starts if near is None else 1,
         noise=_NOISE,
     )
 

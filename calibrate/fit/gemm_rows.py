@@ -15,12 +15,14 @@ from calibrate.data.measurement import Measurement
 from calibrate.fit.solver import Some, column, element_bytes_of, rounded, thinned
 from kvrsim.model.load import builtin_models, load_model
 from kvrsim.model.spec import Gemm
-from kvrsim.profile.rates.gemm import GemmRates, MeasuredShape, Product, merged
+from kvrsim.profile.rates.gemm import GEMM_TYPES, GemmRates, MeasuredShape, Product, Width, merged
 from kvrsim.program.operations import Array
 
 Shape = tuple[int, int]  # in_features, out_features
 
 MAX_KNOTS = 40  # of a shape's table
+TYPE_KNOTS = 10  # of one in a quantised type
+HALF_BYTES = 2
 _LEAST_KNOTS = 4
 _KNOT_ERROR = 0.003  # relative, below which a table gets no more knots
 
@@ -33,7 +35,7 @@ class GemmRows:
     in_features: Array
     out_features: Array
     seconds: Array  # measured
-    element_bytes: int = 2
+    element_bytes: Width = HALF_BYTES
 
     @classmethod
     def of(cls, rows: Sequence[Measurement]) -> GemmRows:
@@ -45,7 +47,7 @@ class GemmRows:
             in_features=in_features,
             out_features=out_features,
             seconds=seconds,
-            element_bytes=element_bytes_of(rows),
+            element_bytes=_width_of(rows),
         )
 
     def take(self, indices: Some) -> GemmRows:
@@ -86,20 +88,20 @@ class GemmRows:
         return seconds
 
 
-def with_tables(form: GemmRates, rows: GemmRows, shapes: Collection[Shape]) -> GemmRates:
-    """The form, and tables for those of the shapes that were measured often enough."""
+def with_tables(form: GemmRates, rows: GemmRows, shapes: Collection[Shape], most: int = MAX_KNOTS) -> GemmRates:
+    """The form, and tables of at most so many knots for those of the shapes that were measured often enough."""
     wanted = set(shapes)
-    tables = [_table(form, shape, rows.take(indices)) for shape, indices in rows.by_shape() if shape in wanted]
+    tables = [_table(form, shape, rows.take(indices), most) for shape, indices in rows.by_shape() if shape in wanted]
     return replace(form, measured=tuple(table for table in tables if table is not None))
 
 
-def _table(form: GemmRates, shape: Shape, rows: GemmRows) -> MeasuredShape | None:
+def _table(form: GemmRates, shape: Shape, rows: GemmRows, most: int) -> MeasuredShape | None:
     """The steps of rows that matter most; None where there are too few."""
     ratios = _ratios(form, rows)
     if len(ratios) < _LEAST_KNOTS:
         return None
     knots, logs = np.array(sorted(ratios)), np.array([ratios[knot] for knot in sorted(ratios)])
-    kept = thinned(np.log(knots), logs, most=MAX_KNOTS, error=_KNOT_ERROR)
+    kept = thinned(np.log(knots), logs, most=most, error=_KNOT_ERROR)
     seconds = form.form_s(knots[kept], Product(*shape), rows.element_bytes) * np.exp(logs[kept])
     return MeasuredShape(
         in_features=shape[0],
@@ -107,6 +109,13 @@ def _table(form: GemmRates, shape: Shape, rows: GemmRows) -> MeasuredShape | Non
         rows=tuple(int(knot) for knot in knots[kept]),
         seconds=tuple(rounded(float(value)) for value in seconds),
     )
+
+
+def _width_of(rows: Sequence[Measurement]) -> Width:
+    """Of the operands: the rows are all of one quantised type, or all in half precision or in fp32."""
+    types = {row.dtype for row in rows}
+    width = GEMM_TYPES.get(types.pop() or "") if len(types) == 1 else None
+    return element_bytes_of(rows) if width is None else width
 
 
 def _ratios(form: GemmRates, rows: GemmRows) -> dict[float, float]:

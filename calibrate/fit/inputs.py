@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ from calibrate.fit.links import usable_link_rows
 from calibrate.fit.solver import dtypes_of
 from kvrsim.errors import InputError
 from kvrsim.profile.profile import SendStyle
+from kvrsim.profile.rates.gemm import GEMM_TYPES
 
 MAX_SPREAD = 0.10  # median of spread_s / median_s, of published tables
 # Of own campaigns, which repeat until medians are precise: with ten repeats of this interquartile range the standard
@@ -23,10 +24,14 @@ MAX_SPREAD = 0.10  # median of spread_s / median_s, of published tables
 MAX_OWN_SPREAD = 0.25
 # Of own links and element-wise kernels, which are short: their spread is part of the fit's error and interval.
 MAX_OWN_SHORT_SPREAD = 0.5
-_SHORT = ("send_recv", "all_gather", "elementwise")
-LEAST_ROWS = {"gemm": 20, "attention": 12, "elementwise": 12, "send_recv": 6, "all_gather": 8}
-LEAST_SIZES = {"gemm": 4, "attention": 4, "elementwise": 3, "send_recv": 4, "all_gather": 4}
-_SIZE = {"gemm": "tokens", "attention": "chunk", "elementwise": "bytes", "send_recv": "bytes", "all_gather": "bytes"}
+_SHORT = ("send_recv", "all_gather", "all_reduce", "elementwise")
+LEAST_ROWS = {"gemm": 20, "attention": 12, "elementwise": 12, "send_recv": 6, "all_gather": 8, "all_reduce": 4}
+LEAST_SIZES = {"gemm": 4, "attention": 4, "elementwise": 3, "send_recv": 4, "all_gather": 4, "all_reduce": 4}
+_LEAST_TYPE_ROWS = 200
+_SIZE = {
+    **{"gemm": "tokens", "attention": "chunk", "elementwise": "bytes"},
+    **dict.fromkeys(("send_recv", "all_gather", "all_reduce"), "bytes"),
+}
 _KINDS = {
     **dict.fromkeys((*ELEMENTWISE, "cache_append"), "elementwise"),
     **dict.fromkeys(("host_layer", "host_collective", "host_message", "host_prepare", "prepare"), "host"),
@@ -93,6 +98,7 @@ class FitChoices:
         None  # that get a table; None: all, or where they are many those of built-in models
     )
     held_out: HeldOut | None = None  # attention calls to compare with
+    others: Sequence[Measurement] = ()  # other tables of the same GPU: for the clock and for the systematic error
     hidden_size: tuple[int, int] | None = None  # valid range of the profile; None: as measured
 
 
@@ -110,6 +116,8 @@ class FilteredRows:
     prepare: list[Measurement]
     send_recv: list[Measurement]
     all_gather: list[Measurement]
+    all_reduce: list[Measurement]
+    gemm_types: Mapping[str, list[Measurement]]  # products of quantised types with enough rows
     dtypes: tuple[str, ...]  # of the rows in the fit
 
     @classmethod
@@ -147,6 +155,8 @@ class FilteredRows:
             prepare=[row for row in of_dtype if row.operation == "prepare"],
             send_recv=usable_link_rows(rows, "send_recv"),
             all_gather=usable_link_rows(rows, "all_gather"),
+            all_reduce=usable_link_rows(rows, "all_reduce"),
+            gemm_types={kind: found for kind in GEMM_TYPES if _enough(found := usable_gemm(rows, (kind,)))},
             dtypes=dtypes,
         )
         filtered._check(argument, own=own)
@@ -164,9 +174,14 @@ class FilteredRows:
             ("elementwise", self.elementwise, f"kernels in {types}"),
             ("send_recv", self.send_recv, "inside one node"),
             ("all_gather", self.all_gather, "inside one node"),
+            ("all_reduce", self.all_reduce, "inside one node"),
         ):
             if rows:
                 check_rows(kind, rows, argument, what, MAX_OWN_SHORT_SPREAD if own and kind in _SHORT else max_spread)
+
+
+def _enough(rows: Sequence[Measurement]) -> bool:
+    return len(rows) >= _LEAST_TYPE_ROWS and len({row.tokens for row in rows}) >= LEAST_SIZES["gemm"]
 
 
 def _is_eager(row: Measurement, kernel: str | None) -> bool:
@@ -197,6 +212,7 @@ def notes_on(rows: Sequence[Measurement], used: Iterable[Measurement], dtypes: S
         "elementwise": f"not {types}",
         "send_recv": "between nodes, or far from the form",
         "all_gather": "between nodes, or far from the form",
+        "all_reduce": "between nodes, or slower than another kernel at that size",
     }
     return tuple(
         f"{count} {kind} rows were not fitted: {reasons[kind]}"

@@ -1,4 +1,4 @@
-"""fit_send_recv and fit_all_gather: times of messages and ring all-gathers over a link."""
+"""fit_send_recv, fit_all_gather and fit_all_reduce: times of messages and collectives over a link."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from calibrate.fit.solver import (
     Some,
     column,
     cross_validated_s,
+    rounded,
     seen_of,
     solve,
     sources_of,
+    thinned,
 )
+from kvrsim.hardware.all_reduce import AllReduceRates, MeasuredAllReduce
 from kvrsim.hardware.gather import GatherRates
 from kvrsim.hardware.links import LinkSpec
 from kvrsim.program.operations import Array
@@ -27,6 +30,8 @@ from kvrsim.program.operations import Array
 OWN_SHARE = 0.44  # from the slopes at 2, 4 and 8 ranks: A100, H100 and H200 agree
 LARGE_BYTES = 2**21  # from here on, what the profile's error of all-gathers is about
 _CLASSES = (1, 2**16, 2**21, 2**25)
+_LATENCY_SHARE = 0.9  # of what the smallest all-reduce takes
+_KNOT_ERROR = 0.01  # relative, below which a table of all-reduces gets no more knots
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +122,54 @@ def fit_all_gather(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[Gather
         seen=seen_of(found, ("bytes", "ranks")),
         gather="ring" if found[0].kernel.endswith(RING) else "collective",
     )
+
+
+def fit_all_reduce(rows: Sequence[Measurement]) -> Fitted[AllReduceRates]:
+    """Tables of the all-reduces inside a node: at each size the fastest kernel, as engines choose.
+
+    `cross_validated` holds sizes out, a tenth at a time.
+    """
+    fastest: dict[tuple[int, int], Measurement] = {}
+    for row in usable_link_rows(rows, "all_reduce"):
+        key = (row.ranks or 0, row.bytes or 0)
+        fastest[key] = min(fastest.get(key, row), row, key=lambda one: one.median_s)
+    found = [fastest[key] for key in sorted(fastest)]
+    nbytes, ranks, seconds = (column(found, name) for name in ("bytes", "ranks", "median_s"))
+
+    def predicted(train: Some, test: Some) -> Array:
+        rates = _all_reduce_rates(nbytes[train], ranks[train], seconds[train])
+        times = [float(rates.seconds(nbytes[index], int(ranks[index]))) for index in test]
+        return np.array(times)
+
+    every = np.arange(len(found))
+    own = Comparison(label="fitted", measured_s=seconds, predicted_s=predicted(every, every))
+    held_out = cross_validated_s(nbytes.tolist(), predicted)
+    return Fitted(
+        rates=_all_reduce_rates(nbytes, ranks, seconds),
+        source=sources_of(found),
+        own=own,
+        cross_validated=Comparison(label="sizes left out", measured_s=seconds, predicted_s=held_out),
+        checks=tuple(own.by(nbytes, _CLASSES, "bytes")),
+        seen=seen_of(found, ("bytes", "ranks")),
+    )
+
+
+def _all_reduce_rates(nbytes: Array, ranks: Array, seconds: Array) -> AllReduceRates:
+    tables = []
+    for count in sorted(set(ranks.tolist())):
+        same = np.flatnonzero(ranks == count)
+        sizes, times = nbytes[same], np.minimum.accumulate(seconds[same][::-1])[::-1]  # no larger one takes less
+        latency_s = rounded(_LATENCY_SHARE * float(times[0]))
+        kept = thinned(np.log(sizes), np.log(times - latency_s), most=len(times), error=_KNOT_ERROR)
+        tables.append(
+            MeasuredAllReduce(
+                num_gpus=int(count),
+                latency_s=latency_s,
+                nbytes=tuple(int(size) for size in sizes[kept]),
+                bytes_per_s=tuple(rounded(float(rate)) for rate in sizes[kept] / (times[kept] - latency_s)),
+            )
+        )
+    return AllReduceRates(measured=tuple(tables))
 
 
 def usable_link_rows(rows: Sequence[Measurement], operation: str) -> list[Measurement]:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from calibrate.data.measurement import Measurement
+from calibrate.data.other_tables import systematic_log_sd
 from calibrate.data.provenance import Provenance
 from calibrate.fit.attention import fit_blocked, fit_eager, fit_flash
+from calibrate.fit.clock import at_burst, fit_clock
 from calibrate.fit.elementwise import fit_elementwise
-from calibrate.fit.gemm import fit_gemm, head_bytes_per_s
-from calibrate.fit.gemm_rows import builtin_shapes
+from calibrate.fit.gemm import check_full_waves, computes_in, fit_gemm, fit_gemm_type, head_bytes_per_s
+from calibrate.fit.gemm_rows import Shape, builtin_shapes
 from calibrate.fit.host import PrepareRates, fit_host, fit_pending_share, fit_prepare
 from calibrate.fit.inputs import FilteredRows, FitChoices, check_error
-from calibrate.fit.links import SendRates, fit_all_gather, fit_send_recv
+from calibrate.fit.links import SendRates, fit_all_gather, fit_all_reduce, fit_send_recv
 from calibrate.fit.report import TITLES
 from calibrate.fit.solver import HALF, Errors, Fitted, column, has_waves, rounded
 from kvrsim.cost.traffic import after_attention, before_attention
 from kvrsim.engine.host import NO_HOST, HostRates
+from kvrsim.hardware.all_reduce import AllReduceRates
 from kvrsim.hardware.gpu import GpuSpec
 from kvrsim.hardware.links import LinkSpec
 from kvrsim.model.spec import ModelSpec
@@ -31,6 +34,7 @@ from kvrsim.profile.profile import (
     ValidRange,
 )
 from kvrsim.profile.rates.attention import AttentionRates
+from kvrsim.profile.rates.clock import Clock
 from kvrsim.profile.rates.elementwise import ElementwiseRates
 from kvrsim.profile.rates.gemm import GemmRates
 
@@ -61,22 +65,47 @@ class OperationFits:
     ) -> None:
         self.rows, self.gpu, self.link, self.choices, self.argument = rows, gpu, link, choices, argument
         self.origin = origin
+        self.fitted_clock = fit_clock([*rows.gemm, *choices.others], gpu) if has_waves(gpu) else None
         self.found: dict[str, Fitted[Any]] = {}  # by kind of operation
         self.others: dict[str, list[Errors]] = {}  # by kind of operation, of what `found` has no room for
         self.operations: dict[str, OperationFit] = {}
         self.missing: list[str] = []  # notes on what was not measured
         self.used: list[Measurement] = []
 
+    @property
+    def clock(self) -> Clock | None:
+        """Of products and attention; None: no fall under load was seen."""
+        return None if self.fitted_clock is None else self.fitted_clock.clock
+
     def gemm(self) -> GemmRates:
         """Rates, with tables of the requested shapes."""
+        usable, keep = self.rows.gemm, self._keep_shapes()
+        fitted = fit_gemm(at_burst(usable, self.clock), self.gpu, keep_shapes=keep, narrow=self.origin.is_hugging_face)
+        rates: GemmRates = self._take("gemm", usable, fitted)
+        check_full_waves(rates, self.gpu, self.argument)
+        self.used += self.rows.heads
+        return replace(rates, head_bytes_per_s=head_bytes_per_s(self.rows.heads, self.gpu))
+
+    def gemm_types(self) -> dict[str, GemmRates]:
+        """Rates of the quantised types that the GPU computes in and that were measured, their clock as the others'."""
+        rates: dict[str, GemmRates] = {}
+        for kind, usable in self.rows.gemm_types.items():
+            if not computes_in(self.gpu, kind):
+                continue
+            fitted = fit_gemm_type(at_burst(usable, self.clock), self.gpu, kind, keep_shapes=self._keep_shapes())
+            check_error("gemm", fitted.own.errors().median_ape, self.argument)
+            self.others.setdefault("gemm", []).extend(fitted.lines())
+            self.used += usable
+            rates[kind] = fitted.rates
+        return rates
+
+    def _keep_shapes(self) -> Collection[Shape]:
+        """Those requested, else all or the built-in models'."""
         usable, keep = self.rows.gemm, self.choices.keep_shapes
         if keep is None:
             shapes = {(row.in_features or 0, row.out_features or 0) for row in usable}
             keep = shapes if len(shapes) <= _MOST_SHAPES else builtin_shapes()
-        fitted = fit_gemm(usable, self.gpu, keep_shapes=keep, narrow=self.origin.is_hugging_face)
-        rates: GemmRates = self._take("gemm", usable, fitted)
-        self.used += self.rows.heads
-        return replace(rates, head_bytes_per_s=head_bytes_per_s(self.rows.heads, self.gpu))
+        return keep
 
     def attention(self) -> dict[str, AttentionRates]:
         """By kernel, the one that skips masked scores first; the errors of the profile are those of the first."""
@@ -97,7 +126,7 @@ class OperationFits:
         if not has_waves(self.gpu) or self.rows.dtypes != HALF:
             return fit_blocked(rows, self.gpu, name="flash", skips_masked=True, head_dim=head_dim)
         kernel, held_out = self.choices.attention_kernel, self.choices.held_out
-        return fit_flash(rows, self.gpu, kernel=kernel, head_dim=head_dim, held_out=held_out)
+        return fit_flash(at_burst(rows, self.clock), self.gpu, kernel=kernel, head_dim=head_dim, held_out=held_out)
 
     def elementwise(self) -> ElementwiseRates:
         """As measured, or at the datasheet's memory bandwidth."""
@@ -131,9 +160,17 @@ class OperationFits:
             latency_s=sends.latency_s if sends else self.link.latency_s,
             short_bytes_per_s=sends.short_bytes_per_s if sends else None,
             gather=gather,
+            all_reduce=self._all_reduce(),
             sends=self.choices.sends,
             sends_over_bus=self.choices.sends,
         )
+
+    def _all_reduce(self) -> AllReduceRates | None:
+        """None where none was measured: it is two all-gathers then."""
+        if not self.rows.all_reduce:
+            return None
+        rates: AllReduceRates = self._take("all_reduce", self.rows.all_reduce, fit_all_reduce(self.rows.all_reduce))
+        return rates
 
     def _link(
         self,
@@ -180,7 +217,7 @@ class OperationFits:
 
     def most_ranks(self) -> int:
         """Largest number of ranks in the measurements."""
-        ranks = [row.ranks or 1 for row in self.used if row.operation in ("send_recv", "all_gather")]
+        ranks = [row.ranks or 1 for row in self.used if row.operation in ("send_recv", "all_gather", "all_reduce")]
         return max(ranks, default=1)
 
     def valid(self) -> ValidRange:
@@ -212,7 +249,11 @@ class OperationFits:
         check_error(kind, fitted.own.errors().median_ape, self.argument)
         if kind in self.found:
             self.others.setdefault(kind, []).extend(self.found[kind].lines())
-        self.found[kind], self.operations[kind] = fitted, fitted.operation
+        self.found[kind] = fitted
+        systematic = systematic_log_sd(kind, usable, self.choices.others)
+        self.operations[kind] = replace(
+            fitted.operation, systematic_log_sd=None if systematic is None else rounded(systematic)
+        )
         self.used += usable
         return fitted.rates
 

@@ -75,6 +75,8 @@ def fit_profile(
         attention=fit.attention(),
         elementwise=replace(fit.elementwise(), mask_element_s=prepare.mask_element_s),
         copies=fit.copies(),
+        clock=fit.clock,
+        gemm_types=fit.gemm_types(),
         head_on_all_tokens=False,
         whole_attention=origin.is_hugging_face,
     )
@@ -91,9 +93,9 @@ def fit_profile(
         host=host_rates,
         links=links,
         valid=fit.valid(),
-        operations={kind: fit.operations[kind] for kind in TITLES},
+        operations={kind: fit.operations[kind] for kind in TITLES if kind in fit.operations},
         residual=None,
-        provenance=provenance_of(fit.used) | origin.provenance() | dict(label.provenance or {}),
+        provenance=provenance_of(fit.used) | origin.provenance() | _clock(fit) | dict(label.provenance or {}),
         run_to_run_log_sd=_run_to_run_log_sd(rows),
         cluster=origin.cluster(label.name, gpu, link, fit.most_ranks()),
     )
@@ -112,6 +114,10 @@ def _run_to_run_log_sd(rows: Sequence[Measurement]) -> float | None:
     """Run-to-run variation of whole layers: drift affects all layers of a prefill alike."""
     spreads = [row.spread_s / row.median_s for row in rows if row.operation == "layer" and row.spread_s is not None]
     return rounded(float(np.median(spreads)) / QUARTILE_RANGE_SD) if spreads else None
+
+
+def _clock(fit: OperationFits) -> dict[str, str]:
+    return {} if fit.fitted_clock is None else {"clock": fit.fitted_clock.describe()}
 
 
 def _model_of(origin: Provenance) -> str:

@@ -16,7 +16,9 @@ from kvrsim.plots.save import save_figure
 from kvrsim.plots.style import styled
 from kvrsim.profile.profile import CalibrationProfile
 from kvrsim.profile.rates.attention import AttentionRates
+from kvrsim.profile.rates.clock import Clock
 from kvrsim.profile.rates.elementwise import ELEMENTWISE_OPS
+from kvrsim.profile.rates.gemm import GemmRates
 from kvrsim.text import in_markdown
 from kvrsim.units import format_bandwidth, format_seconds
 
@@ -31,6 +33,7 @@ TITLES = {
     "elementwise": "element-wise kernels",
     "send_recv": "messages",
     "all_gather": "all-gather",
+    "all_reduce": "all-reduce",
     "host": "host",
 }
 
@@ -185,6 +188,7 @@ def _constants(profile: CalibrationProfile, kind: str) -> str:
             return (
                 f"Full waves reach {_flops(gemm.flops_per_s)} (share of it by tile: {tiles}), device memory"
                 f" {format_bandwidth(gemm.bytes_per_s)}; {len(gemm.measured)} shapes have tables of their own."
+                f"{_types(kernels.gemm_types)}{_clock(kernels.clock)}"
             )
         case "attention":
             return " ".join(_attention(name, rates) for name, rates in kernels.attention.items())
@@ -202,12 +206,30 @@ def _constants(profile: CalibrationProfile, kind: str) -> str:
             gather = links.gather
             small, large = format_bandwidth(gather.small_bytes_per_s), format_bandwidth(gather.large_bytes_per_s)
             return f"Launch {format_seconds(gather.launch_s)}; small messages {small}, large ones {large}."
+        case "all_reduce" if links.all_reduce is not None:
+            return " ".join(
+                f"{table.num_gpus} GPUs: {format_seconds(table.latency_s)},"
+                f" large {format_bandwidth(table.bytes_per_s[-1])}."
+                for table in links.all_reduce.measured
+            )
         case "host":
             message = f", {format_seconds(host.message_s)} a message" if host.message_s else ""
             kernel = f", {format_seconds(host.kernel_s)} a kernel" if host.kernel_s else ""
             piece = f", {format_seconds(host.gather_piece_s)} a gathered piece"
             return f"{format_seconds(host.layer_s)} a layer{kernel}{piece}{message}."
     return ""
+
+
+def _types(types: Mapping[str, GemmRates]) -> str:
+    listed = (f"{in_markdown(kind)} {_flops(rates.flops_per_s)}" for kind, rates in types.items())
+    return f" Full waves of other types: {', '.join(listed)}." if types else ""
+
+
+def _clock(clock: Clock | None) -> str:
+    if clock is None:
+        return ""
+    share, tau = clock.sustained_share, format_seconds(clock.time_constant_s)
+    return f" Under load the rates fall to {share:.1%} of these, with a time constant of {tau}."
 
 
 def _attention(name: str, rates: AttentionRates) -> str:

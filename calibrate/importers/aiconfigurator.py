@@ -5,14 +5,21 @@ aiconfigurator:SYSTEM[/FRAMEWORK[/VERSION]], such as aiconfigurator:a100_sxm/vll
 has it; NCCL's is always the newest. `source` of a measurement names the system, framework and version that were read.
 Of the folder systems/data/SYSTEM are read
 
-    gemm/FRAMEWORK/VERSION/gemm_perf.parquet                    m tokens, n out_features, k in_features; bfloat16, and
-                                                                fp8 with one scale a tensor (not fp8_block)
+    gemm/FRAMEWORK/VERSION/gemm_perf.parquet                    m tokens, n out_features, k in_features; bfloat16 and
+                                                                the quantised types of kvrsim.profile.rates.gemm (sq,
+                                                                SmoothQuant's W8A8, is int8)
     attention/FRAMEWORK/VERSION/context_attention_perf.parquet  isl is the chunk, step the prefix; bfloat16 queries and
                                                                 cache, no window, no beams
-    comm/nccl/VERSION/nccl_perf.parquet                         all_gather of `half`; message_size counts the elements
-                                                                that are gathered in all: 2**28 of them took 2.1 ms on
-                                                                four A100s, which if each had sent as many would be
-                                                                three times what NVLink carries
+    comm/nccl/VERSION/nccl_perf.parquet                         all_gather and all_reduce of `half`; message_size counts
+                                                                the elements that are gathered in all: 2**28 of them
+                                                                took 2.1 ms on four A100s, which if each had sent as
+                                                                many would be three times what NVLink carries
+    comm/FRAMEWORK/VERSION/custom_allreduce_perf.parquet        all_reduce as the framework calls it, in a CUDA graph
+                                                                where both were measured
+
+How often an operation ran in a row is in the collectors' code (see calibrate.importers.collectors). The collectors of
+SGLang and TensorRT-LLM fill matrices with random data; vLLM's leaves weights of BF16 products as torch.empty made them,
+and its times are shorter than those of random data.
 
 Rows of the same shape become one: their median, and their standard deviation as spread. Where several attention
 kernels were measured, each head_dim takes one of those that it was measured with: fa3 before other flash kernels,
@@ -30,7 +37,9 @@ from pathlib import Path
 from typing import Any
 
 from calibrate.data.measurement import Measurement
+from calibrate.importers.collectors import with_loop
 from kvrsim.errors import InputError
+from kvrsim.profile.rates.gemm import GEMM_TYPES
 
 PREFIX = "aiconfigurator:"
 DEFAULT_FRAMEWORK = "vllm"
@@ -39,11 +48,13 @@ _INSTALL = "a machine that has it (pip install aiconfigurator-core pyarrow, whic
 
 _GEMM_FILE = "gemm_perf.parquet"
 _GEMM_SHAPE = ["gemm_dtype", "m", "n", "k"]
-_DTYPES = {"bfloat16": "bf16", "fp8": "fp8"}
+_DTYPES = {"bfloat16": "bf16", "sq": "int8"} | {kind: kind for kind in GEMM_TYPES if kind != "int8"}
 _ATTENTION_FILE = "context_attention_perf.parquet"
 _ATTENTION_SHAPE = ["batch_size", "isl", "step", "num_heads", "num_key_value_heads", "head_dim"]
 _NCCL_FILE = "nccl_perf.parquet"
-_NCCL_SHAPE = ["num_gpus", "message_size"]
+_CUSTOM_FILE = "custom_allreduce_perf.parquet"
+_COMM_SHAPE = ["num_gpus", "message_size"]
+_COMM_OPERATIONS = ("all_gather", "all_reduce")
 _HALF_BYTES = 2
 
 # The first that a kernel's name contains is its place in the order of preference.
@@ -52,7 +63,7 @@ _PRE_RELEASES = {"dev": -4, "a": -3, "b": -2, "rc": -1, "post": 1}
 
 
 def read_aiconfigurator(text: str, argument: str = "measurements", root: Path | None = None) -> list[Measurement]:
-    """Measurements of one system and framework: gemm, attention and, where it was measured, all_gather.
+    """Measurements of one system and framework: gemm, attention and, where they were measured, collectives.
 
     `text` is the SOURCE with its prefix. `root` is the folder aiconfigurator_core of an unpacked wheel; None: of the
     installed package. Raises InputError where the package, the system, the framework or the version is missing.
@@ -71,10 +82,12 @@ def read_aiconfigurator(text: str, argument: str = "measurements", root: Path | 
         (f"gemm/{framework}", _GEMM_FILE, _read_gemm),
         (f"attention/{framework}", _ATTENTION_FILE, _read_attention),
         ("comm/nccl", _NCCL_FILE, _read_nccl),
+        (f"comm/{framework}", _CUSTOM_FILE, _read_custom),
     ):
         path = _newest(data / system / table, file, version if file != _NCCL_FILE else None)
         if path is not None:
-            measured += read(path, f"{argument} {path}", f"{package} {system}/{table}/{path.parent.name}")
+            rows = read(path, f"{argument} {path}", f"{package} {system}/{table}/{path.parent.name}")
+            measured += [with_loop(row, framework, system) for row in rows]
     return measured
 
 
@@ -185,24 +198,39 @@ def _read_attention(path: Path, where: str, source: str) -> list[Measurement]:
 
 
 def _read_nccl(path: Path, where: str, source: str) -> list[Measurement]:
-    frame = _frame(path, where, [*_NCCL_SHAPE, "latency"], ["kernel_source", "op_name", "nccl_dtype"])
-    frame = frame[(frame["op_name"] == "all_gather") & (frame["nccl_dtype"] == "half") & (frame["num_gpus"] > 1)]
+    frame = _frame(path, where, [*_COMM_SHAPE, "latency"], ["kernel_source", "op_name", "nccl_dtype"])
     if "device" not in frame:  # the oldest tables do not say
         frame = frame.assign(device=path.parents[3].name)
+    frame = frame[frame["nccl_dtype"] == "half"]
+    return [
+        row
+        for operation in _COMM_OPERATIONS
+        for row in _collectives(frame[frame["op_name"] == operation], operation, where, source)
+    ]
+
+
+def _read_custom(path: Path, where: str, source: str) -> list[Measurement]:
+    frame = _frame(path, where, [*_COMM_SHAPE, "latency"], ["kernel_source", "op_name", "device"])
+    in_graph = frame["kernel_source"].str.endswith("_graph")
+    frame = frame[(frame["op_name"] == "all_reduce") & (in_graph if in_graph.any() else ~in_graph)]
+    return _collectives(frame, "all_reduce", where, source)
+
+
+def _collectives(frame: Any, operation: str, where: str, source: str) -> list[Measurement]:
     return [
         _made(
             where,
-            operation="all_gather",
+            operation=operation,
             kernel=kernel.lower(),
             device=device,
             dtype="fp16",
             bytes=elements * _HALF_BYTES,
             ranks=ranks,
-            nodes=1,  # nccl-tests inside one NVLink domain
+            nodes=1,  # inside one NVLink domain, or on one host
             source=source,
             **times,
         )
-        for (device, kernel, ranks, elements), times in _merged(frame, _NCCL_SHAPE)
+        for (device, kernel, ranks, elements), times in _merged(frame[frame["num_gpus"] > 1], _COMM_SHAPE)
     ]
 
 

@@ -32,10 +32,11 @@ from kvrsim.profile.profile import CalibrationProfile
 
 VIDUR_URL = "https://github.com/microsoft/vidur"
 _VIDUR_FILE = re.compile(r"vidur@([0-9a-f]{7,40}):([^?]+)((?:\?.*)?)")
+_UNFILLED = re.compile(r"aiconfigurator:[^/]+/vllm\b")
 _RECIPES = Path(__file__).with_suffix(".json")
 _ROOT = Path(__file__).parents[2]
 _KEYS = (
-    *("gpu", "link", "message_sms", "attention_kernel", "hidden_size", "sources", "held_out"),
+    *("gpu", "link", "message_sms", "attention_kernel", "hidden_size", "sources", "compare", "held_out"),
     *("description", "not_covered"),
 )
 
@@ -58,17 +59,22 @@ class Recipe:
         data.only(_KEYS)
         return cls(name=name, data=data, vidur=vidur)
 
-    def rows(self, prefix: str = "", operations: Collection[str] | None = None) -> list[Measurement]:
-        """The rows of all sources whose text begins with `prefix`.
+    def rows(
+        self, prefix: str = "", operations: Collection[str] | None = None, key: str = "sources"
+    ) -> list[Measurement]:
+        """The rows of all sources whose text begins with `prefix`; of key "compare", tables that are not fitted.
 
-        operations: those to keep; None: those that the recipe takes from each source.
+        operations: those to keep; None: those that the recipe takes from each source. Raises InputError for products
+        of vLLM's tables, whose weights are unfilled memory.
         """
         found = []
-        for part in self.data.children("sources"):
+        for part in self.data.children(key) if self.data.has(key) else ():
             part.only(("source", "operations"))
             listed = part.sequence("operations")
             if not set(listed) <= set(OPERATIONS):
                 raise part.error("operations", ", ".join(OPERATIONS))
+            if "gemm" in listed and _UNFILLED.match(part.text("source")):
+                raise part.error("source", "for gemm a table of random data (sglang, trtllm)")
             wanted = listed if operations is None else operations
             if part.text("source").startswith(prefix):
                 found += [row for row in read_public(part.text("source"), self.vidur) if row.operation in wanted]
@@ -111,6 +117,7 @@ class Recipe:
                 attention_kernel=data.text("attention_kernel"),
                 keep_shapes=builtin_shapes(),
                 held_out=held_out,
+                others=self.rows(key="compare"),
                 hidden_size=(sizes[0], sizes[1]) if len(sizes) == 2 else None,
             ),
             argument=self.name,

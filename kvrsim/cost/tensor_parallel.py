@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kvrsim.errors import InputError
+from kvrsim.hardware.all_reduce import AllReduceRates
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.hardware.links import Path
 from kvrsim.model.spec import Gemm, LayerSpec, ModelSpec
@@ -41,10 +42,12 @@ class Group:
     across: Ring  # one GPU of each node
 
     def all_reduce_s(self, nbytes: Array) -> Array:
-        """Reduce-scatter, then all-gather; over nodes, an all-reduce of each GPU's share between the two.
+        """As measured inside a node; else reduce-scatter, all-reduce of each GPU's share over nodes, all-gather.
 
-        On one node 2 (p - 1) steps of a p-th of the bytes (Patarasuk and Yuan, 2009).
+        On one node without measurements 2 (p - 1) steps of a p-th of the bytes (Patarasuk and Yuan, 2009).
         """
+        if self.measured is not None:
+            return self.measured.seconds(nbytes, self.size)
         once_s = self.inside.gather_s(nbytes) + self.across.gather_s(nbytes / self.inside.size)
         return self._launch_s + 2.0 * once_s
 
@@ -55,6 +58,12 @@ class Group:
     def sent_bytes(self, nbytes: Array) -> Array:
         """What each GPU sends during an all-gather of `nbytes` in all; twice that during an all-reduce."""
         return self.inside.gathered_bytes(nbytes) + self.across.gathered_bytes(nbytes / self.inside.size)
+
+    @property
+    def measured(self) -> AllReduceRates | None:
+        """All-reduces of this many GPUs of one node as they were timed; None: they were not."""
+        rates = self.inside.path.all_reduce
+        return rates if rates is not None and self.across.size == 1 and rates.covers(self.size) else None
 
     @property
     def _launch_s(self) -> float:

@@ -85,6 +85,7 @@ class Cluster:
             shared_bus=self.topology == "bus",
             short_bytes_per_s=link.short_bytes_per_s if self.topology in ("switch", "nodes") else None,
             gather=link.gather if self.topology in ("switch", "nodes") else None,
+            all_reduce=link.all_reduce if self.topology in ("switch", "nodes") else None,
         )
 
     def with_link(
@@ -92,7 +93,7 @@ class Cluster:
     ) -> Cluster:
         """The same cluster with another link (under nodes, the one inside a node); None keeps what is.
 
-        What was measured of short messages and all-gathers does not hold for it.
+        What was measured of short messages and collectives does not hold for it.
         """
         if bandwidth_bytes_per_s is None and latency_s is None:
             return self

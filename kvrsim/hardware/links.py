@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvrsim.errors import InputError
+from kvrsim.hardware.all_reduce import AllReduceRates
 from kvrsim.hardware.gather import GatherRates
 from kvrsim.io.json_text import JsonObject
 from kvrsim.io.schema import NonNegative, read
@@ -24,6 +25,8 @@ class LinkSpec:
     source: str  # citation, or who said so
     short_bytes_per_s: float | None = None  # at which messages short against the latency add time; None: as all
     gather: GatherRates | None = None  # of all-gathers over such links; None: as single messages
+    all_reduce: AllReduceRates | None = None  # of all-reduces over such links; None: as two all-gathers
+    like: str | None = None  # a link of the same kind, whose measured latencies hold and whose rates hold in proportion
     profile: str | None = None  # whose measurement these figures are; None: a datasheet's or a user's
 
     def __post_init__(self) -> None:
@@ -47,6 +50,7 @@ class Path:
     shared_bus: bool  # whether all paths of the cluster share this one bandwidth
     short_bytes_per_s: float | None = None  # as of LinkSpec
     gather: GatherRates | None = None  # as of LinkSpec
+    all_reduce: AllReduceRates | None = None  # as of LinkSpec
 
     def busy_s(self, nbytes: Array) -> Array:
         """How long a message of that size keeps the path busy; it arrives `latency_s` later.

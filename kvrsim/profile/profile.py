@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,22 +13,25 @@ from kvrsim.choices import DTYPES
 from kvrsim.engine.engine import Engine
 from kvrsim.engine.host import HostRates
 from kvrsim.errors import InputError
+from kvrsim.hardware.all_reduce import AllReduceRates
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.hardware.gather import GatherRates
 from kvrsim.io.files import write_atomically
 from kvrsim.io.json_text import JsonObject
 from kvrsim.io.schema import Check, Keys, Limits, NonNegative, RelativeError, Whole, fields_to_json, read
 from kvrsim.profile.rates.attention import ATTENTION_KERNELS, AttentionRates, read_attention
+from kvrsim.profile.rates.clock import Clock
 from kvrsim.profile.rates.elementwise import ElementwiseRates
 from kvrsim.profile.rates.gemm import GEMM_TYPES, GemmRates, Width
 
 SCHEMA_VERSION = 2
+_NUMBERS = re.compile(r"\[[-+.,0-9eE\s]+\]")  # arrays of numbers, which are written in one line
 _BUILTIN_FOLDER = Path(__file__).parents[1] / "data" / "profiles"
 
 # Standard deviations on either side of the mean that hold 80 % of a normal distribution.
 DEVIATES_OF_80_PERCENT = 1.2816
 PendingShare = Annotated[float, Limits(least=0.0, most=0.9)]  # a rank that loses more computes next to nothing
-OPERATION_KINDS = ("gemm", "attention", "elementwise", "send_recv", "all_gather", "host")
+OPERATION_KINDS = ("gemm", "attention", "elementwise", "send_recv", "all_gather", "all_reduce", "host")
 SendStyle = Literal["overlap", "rendezvous"]
 TokenSpan = Annotated[
     tuple[int, int], Check("[smallest, largest], whole numbers above 0", lambda span: span[0] <= span[1])
@@ -72,6 +76,7 @@ class KernelRates:
     copies: CacheCopies
     head_on_all_tokens: bool = False  # whether logits are computed for every token of the last chunk
     whole_attention: bool = False  # whether its rates hold the repeating of KV heads and the transposed output, too
+    clock: Clock | None = None  # of products and attention, whose rates are those at its burst; None: it stays
     gemm_types: GemmTypes = field(default_factory=dict)  # products of quantised weights, by type; absent: not measured
 
     def priced_as(self, compute: str | None) -> str | None:
@@ -103,6 +108,7 @@ class LinkRates:
     latency_s: NonNegative
     short_bytes_per_s: float | None  # at which short messages add time, see LinkSpec; None: as long ones
     gather: GatherRates | None  # of ring all-gathers; None: each step as a message
+    all_reduce: AllReduceRates | None = None  # inside one node; None: not measured, as two all-gathers
     sends: SendStyle  # "rendezvous": send and receive hold both compute streams; "overlap": neither
     sends_over_bus: SendStyle  # the same where transfers are staged through the host
     pending_share: PendingShare = 0.0  # of a rank's compute rate, lost while a receive waits; 0: also if not measured
@@ -211,7 +217,8 @@ class CalibrationProfile:
 
     def write(self, path: str | Path) -> None:
         """Write the profile as JSON; the file appears whole or not at all."""
-        write_atomically(path, (json.dumps(self.to_dict(), indent=2) + "\n").encode(), argument="output")
+        text = _NUMBERS.sub(lambda found: " ".join(found[0].split()), json.dumps(self.to_dict(), indent=2))
+        write_atomically(path, f"{text}\n".encode(), argument="output")
 
 
 def builtin_profiles() -> tuple[str, ...]:

@@ -36,8 +36,6 @@ def any_gemm(rng: Draws, gpu: GpuSpec, *, shapes: Sequence[Product] = ()) -> Gem
         launch_s=maybe(rng, 0.0, lambda: log(rng, -7, -5)),
         concurrent_tiles=rng.choice([1, 108, rng.randint(2, 300)]),
         tiles=tuple(tiles),
-        sustained_flops_per_s=maybe(rng, None, lambda: peak * share * rng.uniform(0.3, 1.0)),
-        burst_flops=maybe(rng, 0.0, lambda: log(rng, 6, 12)),
     )
     chosen = [product for product in shapes if tiles and rng.random() < 0.25]
     return replace(rates, measured=tuple(_measured(rng, rates, product, share) for product in chosen))

@@ -2,8 +2,7 @@
 
 A product of `rows` tokens with a weight matrix is cut into tiles of the output; the device computes as many
 at a time as it has multiprocessors, so time rises in steps ("wave quantisation"; NVIDIA, Matrix
-Multiplication Background User's Guide). Of several tile sizes the library takes the fastest. Long products meet
-the device's power limit, which lowers its clock.
+Multiplication Background User's Guide). Of several tile sizes the library takes the fastest.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kvrsim.errors import InputError
-from kvrsim.io.schema import NonNegative, PositiveShare
+from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import NonNegative, PositiveShare, read
 from kvrsim.program.operations import Array
 
 _LAST_STEP = 512  # steps of the time table; beyond them time is proportional to rows
@@ -128,19 +128,25 @@ def summed(costs: Sequence[RowCost]) -> RowCost:
 class GemmRates:
     """What matrix products reach on one device with one library."""
 
-    flops_per_s: float  # of the whole device in full waves, at the clock that it holds
+    flops_per_s: float  # of the whole device in full waves, at the burst clock
     bytes_per_s: float  # at which weights and activations cross device memory
     launch_s: NonNegative  # of every kernel, on the device
     concurrent_tiles: int  # tiles that run at a time: multiprocessors
     tiles: tuple[Tile, ...] = ()  # none: flops_per_s throughout, and nothing else counts
-    sustained_flops_per_s: float | None = None  # once the power limit has lowered the clock; None: it never does
-    burst_flops: NonNegative = 0.0  # of a product, before the clock falls
     measured: tuple[MeasuredShape, ...] = ()
     head_bytes_per_s: float | None = None  # at which one token's logits read their weights; None: as bytes_per_s
 
     def __post_init__(self) -> None:
         if self.measured and not self.tiles:
             raise InputError("tiles", self.tiles, "at least one tile where shapes are measured")
+
+    @classmethod
+    def read(cls, data: JsonObject) -> GemmRates:
+        """As profiles have them; raises InputError for what a KernelRates.clock now says."""
+        for key in ("sustained_flops_per_s", "burst_flops"):
+            if data.fields.get(key):
+                raise data.error(key, "nothing: kernels.clock has replaced it; fit the profile again")
+        return read(cls, data.without("sustained_flops_per_s", "burst_flops"))
 
     def seconds(self, rows: Array, products: tuple[Product, ...], element_bytes: Width) -> Array:
         """All the products one after another; `rows` tokens, any shape, not necessarily whole."""
@@ -160,7 +166,7 @@ class GemmRates:
         return min(tile.rows for tile in self.tiles)
 
     def form_s(self, rows: Array, product: Product, element_bytes: Width) -> Array:
-        """One product by the form alone: the fastest tile's waves, or power or bytes where they take longer.
+        """One product by the form alone: the fastest tile's waves, or bytes where they take longer.
 
         Before it, one pass that quantises the inputs, where the type has it.
         """
@@ -170,9 +176,6 @@ class GemmRates:
         weight_bytes = product.in_features * product.out_features * width.weight
         nbytes = product.num_matrices * (weight_bytes + rows_each * token_bytes)
         waves_s: Array = np.min([self._waves_s(tile, rows_each, product) for tile in self.tiles], axis=0)
-        if self.sustained_flops_per_s is not None:
-            sustained_s = (rows * product.flops_per_row - self.burst_flops) / self.sustained_flops_per_s
-            waves_s = np.maximum(waves_s, sustained_s)
         inputs = product.num_matrices * rows_each * product.in_features
         before_s = self.launch_s + inputs * (width.quantised / self.bytes_per_s)
         return np.asarray(before_s + np.maximum(waves_s, nbytes / self.bytes_per_s))

@@ -21,6 +21,7 @@ from calibrate.data.measurement import (
     read_origin,
     write_measurements,
 )
+from kvrsim.choices import DTYPES
 from kvrsim.errors import InputError
 
 ATTENTION: dict[str, Any] = {
@@ -49,7 +50,9 @@ texts = (
 def measurements(draw: st.DrawFn) -> Measurement:
     """Any measurement: what its operation needs, and sometimes what it does not."""
     fields: dict[str, Any] = {name: draw(st.none() | positive) for name in ("tokens", "bytes", "ranks", "prefix")}
-    fields |= {"operation": draw(st.sampled_from(OPERATIONS)), "dtype": draw(st.sampled_from(MEASURED_DTYPES))}
+    operation = draw(st.sampled_from(OPERATIONS))
+    dtypes = MEASURED_DTYPES if operation == "gemm" else DTYPES
+    fields |= {"operation": operation, "dtype": draw(st.sampled_from(dtypes))}
     kv_heads = draw(st.integers(1, 64))
     values = {
         "num_key_value_heads": kv_heads,
@@ -68,6 +71,8 @@ def measurements(draw: st.DrawFn) -> Measurement:
         src=draw(st.none() | st.integers(0, 2**50)),
         dst=draw(st.none() | st.integers(0, 2**50)),
         messages=draw(positive),
+        warmups=draw(st.none() | st.integers(0, 2**50)),
+        repeats=draw(st.none() | positive),
         median_s=draw(st.floats(0, 1e9, exclude_min=True)),
         mean_s=draw(st.none() | st.floats(1e-9, 1e9)),
         spread_s=draw(st.none() | st.floats(0, 1e9)),
@@ -167,6 +172,7 @@ def test_each_operation_says_what_it_needs(operation: str) -> None:
         ("kernel", "", "a text"),
         ("source", "two\nlines", "one line"),
         ("dtype", "int8", "fp16, bf16, fp8, fp32"),
+        ("repeats", "0", "a whole number from 1"),
         ("chunk", "", "a value (attention needs"),
         ("chunk", "0", "a whole number from 1"),
         ("chunk", "12.5", "a whole number"),
@@ -192,7 +198,7 @@ def test_each_operation_says_what_it_needs(operation: str) -> None:
     ],
 )
 def test_a_bad_value_is_named_by_file_line_and_column(tmp_path: Path, column: str, value: str, accepted: str) -> None:
-    full = ATTENTION | {"nodes": "", "mean_s": "", "spread_s": "", "src": "", "dst": "", "messages": ""}
+    full = ATTENTION | {"nodes": "", "mean_s": "", "spread_s": "", "src": "", "dst": "", "messages": "", "repeats": ""}
     path = write(tmp_path / "m.csv", full, full | {column: value}, before="# a comment\n")
     message = refusal(path)
     line = 5 if "\n" in value else 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def package(tmp_path: Path) -> Package:
 
 
 def test_one_system_of_aiconfigurator(package: Package) -> None:
-    half, eighth, attention, gather = package.read()
+    half, eighth, block, attention, gather, reduce = package.read()
     assert half == Measurement(
         operation="gemm",
         kernel="linear",
@@ -83,9 +84,12 @@ def test_one_system_of_aiconfigurator(package: Package) -> None:
         in_features=1024,
         out_features=4096,
         median_s=2e-5,
+        warmups=18,
+        repeats=36,
         source="aiconfigurator-core 9.8.7 t1_sxm/gemm/vllm/1.0",
     )
     assert eighth.dtype == "fp8"
+    assert (block.dtype, block.warmups, block.repeats) == ("fp8_block", 3, 6)
     assert attention == Measurement(
         operation="attention",
         kernel="fa3",
@@ -98,9 +102,12 @@ def test_one_system_of_aiconfigurator(package: Package) -> None:
         head_dim=128,
         batch=2,
         median_s=1e-4,
+        warmups=3,
+        repeats=6,
         source="aiconfigurator-core 9.8.7 t1_sxm/attention/vllm/1.0",
     )
     assert (gather.operation, gather.bytes, gather.ranks, gather.nodes) == ("all_gather", 512, 4, 1)
+    assert replace(reduce, operation="all_gather") == gather
     assert (gather.device, gather.source) == ("t1_sxm", "aiconfigurator-core 9.8.7 t1_sxm/comm/nccl/2.27.3")
 
 
@@ -116,7 +123,7 @@ def test_the_newest_version_that_has_a_table(package: Package) -> None:
     assert version(f"{SOURCE}/vllm", "attention") == "attention/vllm/1.0"
     assert version(f"{SOURCE}/vllm/1.0", "gemm") == "gemm/vllm/1.0"
     assert version(f"{SOURCE}/vllm/1.2.0rc9", "attention") == "attention/vllm/1.0"  # has no table of its own
-    assert {row.operation for row in package.read(f"{SOURCE}/sglang")} == {"gemm", "all_gather"}
+    assert {row.operation for row in package.read(f"{SOURCE}/sglang")} == {"gemm", "all_gather", "all_reduce"}
 
 
 def test_versions_are_ordered_as_they_came_out() -> None:
@@ -174,7 +181,7 @@ def test_each_head_dim_takes_one_kernel(package: Package, kernels: tuple[str, ..
 
 
 def test_a_filter_works_on_aiconfigurator_too(package: Package) -> None:
-    assert [row.operation for row in package.read(f"{SOURCE}?kernel=nccl")] == ["all_gather"]
+    assert [row.operation for row in package.read(f"{SOURCE}?kernel=nccl")] == ["all_gather", "all_reduce"]
 
 
 @pytest.mark.parametrize(
@@ -231,7 +238,7 @@ def test_a_missing_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -
 def test_the_installed_package_is_found_and_not_imported(package: Package, monkeypatch: pytest.MonkeyPatch) -> None:
     (package.root / "__init__.py").write_text("raise RuntimeError('imported')\n")
     monkeypatch.syspath_prepend(str(package.root.parent))
-    assert len(read_source(SOURCE)) == 4
+    assert len(read_source(SOURCE)) == 6
 
 
 def test_an_empty_folder_has_no_tables(tmp_path: Path) -> None:

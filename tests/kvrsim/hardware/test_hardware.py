@@ -21,6 +21,7 @@ from kvrsim.hardware.gather import GatherRates
 from kvrsim.hardware.gpu import MemoryLimit
 
 DATA = Path(hardware.__file__).parents[1] / "data"
+NEW = {"gb200", "b300", "gb300", "rtx-pro-6000"}
 LINKS = sorted(name for name in json.loads((DATA / "links.json").read_text()) if not name.startswith("_"))
 
 GPU = {
@@ -54,7 +55,7 @@ def refusal(path: Path) -> str:
 
 
 def test_builtin_names() -> None:
-    assert set(builtin_gpus()) == {"a100-40gb", "a100-80gb", "h100", "h200", "l40s", "b200"}
+    assert set(builtin_gpus()) == {"a100-40gb", "a100-80gb", "h100", "h200", "l40s", "b200", *NEW}
     assert {"nvlink3", "nvlink4", "nvlink5", "pcie4-x16", "pcie5-x16"} <= set(LINKS)
     assert {"a100-nvlink", "h100-nvlink", "l40s-pcie", "a100-10gbs-bus"} <= set(builtin_clusters())
 
@@ -113,6 +114,10 @@ def test_no_fp8_on_ampere() -> None:
         ("h200", 143771),
         ("l40s", 46068),
         ("b200", 183359),
+        ("gb200", 189471),
+        ("b300", 275040),
+        ("gb300", 284208),
+        ("rtx-pro-6000", 97887),
     ],
 )
 def test_memory_is_what_the_driver_reports(name: str, mib: int) -> None:

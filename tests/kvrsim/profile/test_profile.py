@@ -15,6 +15,7 @@ from hypothesis import given
 
 from kvrsim.choices import DTYPES
 from kvrsim.errors import InputError
+from kvrsim.hardware.all_reduce import AllReduceRates, MeasuredAllReduce
 from kvrsim.io.json_text import JsonObject
 from kvrsim.profile.profile import (
     OPERATION_KINDS,
@@ -24,6 +25,7 @@ from kvrsim.profile.profile import (
     builtin_profiles,
     load_profile,
 )
+from kvrsim.profile.rates.clock import Clock
 from kvrsim.profile.rates.elementwise import ELEMENTWISE_OPS
 from kvrsim.profile.rates.gemm import MeasuredShape, Tile
 from kvrsim.profile.rates.sizes import MeasuredSizes
@@ -39,6 +41,11 @@ from tests.building import (
     examples,
 )
 
+CLOCK = Clock(sustained_share=0.875, time_constant_s=0.1)
+ALL_REDUCE = AllReduceRates(
+    measured=(MeasuredAllReduce(num_gpus=2, latency_s=4e-6, nbytes=(512, 2**20), bytes_per_s=(1e9, 1e11)),)
+)
+
 
 @pytest.fixture(scope="module")
 def fields() -> dict[str, Any]:
@@ -49,7 +56,7 @@ def fields() -> dict[str, Any]:
     tiles = tuple(Tile(rows=rows, cols=64, flops_share=0.5, start_s=1e-6) for rows in (64, 256))
     shape = MeasuredShape(in_features=64, out_features=128, rows=(1, 50), seconds=(1e-5, 1e-3))
     bandwidth = profile.links.bandwidth_bytes_per_s
-    gemm = dict(tiles=tiles, measured=(shape, shape), sustained_flops_per_s=1e12, burst_flops=1e9)
+    gemm = dict(tiles=tiles, measured=(shape, shape))
     gemm |= {"head_bytes_per_s": 1e9}
     sizes = MeasuredSizes(sizes=(64.0, 512.0), factors=(2.0, 1.0))
     attention = dict(profile.kernels.attention) | {"sdpa": replace(any_blocked(rng, gpu), measured=sizes)}
@@ -58,8 +65,10 @@ def fields() -> dict[str, Any]:
     full = replace(
         profile,
         not_covered="nothing was measured",
-        kernels=replace(profile.kernels, gemm=rates, gemm_types={"fp8": rates}, attention=attention),
-        links=replace(profile.links, short_bytes_per_s=bandwidth, gather=any_gather_rates(rng, bandwidth)),
+        kernels=replace(profile.kernels, gemm=rates, gemm_types={"fp8": rates}, attention=attention, clock=CLOCK),
+        links=replace(
+            profile.links, short_bytes_per_s=bandwidth, gather=any_gather_rates(rng, bandwidth), all_reduce=ALL_REDUCE
+        ),
         operations={
             kind: replace(any_operation(rng), interpolated_log_sd=0.1, systematic_log_sd=0.1)
             for kind in OPERATION_KINDS
@@ -100,7 +109,7 @@ def paths(fields: dict[str, Any], prefix: str = "") -> Iterator[str]:
                 yield from paths(part, place)
 
 
-LINK_OPTIONAL = ("source", "short_bytes_per_s", "gather", "profile")
+LINK_OPTIONAL = ("source", "short_bytes_per_s", "gather", "all_reduce", "like", "profile")
 
 
 @pytest.mark.parametrize("name", builtin_profiles())
@@ -127,6 +136,20 @@ def test_residual_may_be_absent(fields: dict[str, Any]) -> None:
     assert isinstance(read(fields).residual, Residual)
 
 
+def test_a_profile_of_before_clocks_is_refused_by_its_key(fields: dict[str, Any]) -> None:
+    assert read(changed(fields, "kernels.gemm.sustained_flops_per_s", None)) == read(fields)
+    with pytest.raises(InputError, match=r"kernels\.gemm\.sustained_flops_per_s: got .*, accepted: nothing"):
+        read(changed(fields, "kernels.gemm.sustained_flops_per_s", 1e12))
+
+
+def test_arrays_of_numbers_are_written_in_one_line(fields: dict[str, Any], tmp_path: Path) -> None:
+    profile = read(fields)
+    profile.write(tmp_path / "profile.json")
+    text = (tmp_path / "profile.json").read_text()
+    assert '"nbytes": [ 512, 1048576 ]' in text
+    assert read(json.loads(text)) == profile
+
+
 def test_writing_names_the_argument(fields: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         read(fields).write(tmp_path / "missing" / "profile.json")
@@ -140,7 +163,7 @@ def test_comments_are_allowed(fields: dict[str, Any]) -> None:
 
 def test_every_required_key_is_missed_by_its_path(fields: dict[str, Any]) -> None:
     optional = {"residual", "links.short_bytes_per_s", "links.gather", "kernels.gemm.tiles", "kernels.gemm.measured"}
-    optional |= {"kernels.gemm.sustained_flops_per_s", "kernels.gemm.burst_flops"}
+    optional |= {"kernels.clock", "links.all_reduce"}
     optional |= {
         "kernels.head_on_all_tokens",
         "kernels.elementwise.fused",
@@ -180,8 +203,8 @@ def test_every_required_key_is_missed_by_its_path(fields: dict[str, Any]) -> Non
 def test_optional_keys_may_be_absent(fields: dict[str, Any]) -> None:
     for value in (None, ...):
         bare = fields
-        gemm = tuple(f"kernels.gemm.{key}" for key in ("tiles", "measured", "sustained_flops_per_s", "burst_flops"))
-        for path in ("links.short_bytes_per_s", "links.gather", *gemm):
+        gemm = tuple(f"kernels.gemm.{key}" for key in ("tiles", "measured"))
+        for path in ("links.short_bytes_per_s", "links.gather", "links.all_reduce", "kernels.clock", *gemm):
             bare = changed(bare, path, value)
         for path in ("cluster", "host.request_s", "kernels.copies.own", "kernels.gemm.head_bytes_per_s"):
             bare = changed(bare, path, value)
@@ -196,8 +219,7 @@ def test_optional_keys_may_be_absent(fields: dict[str, Any]) -> None:
         assert read(bare).cluster is None
         assert (read(bare).kernels.copies.own, read(bare).host.request_s) == (0, 0)
         profile = read(changed(bare, "host.resume_s", value))
-        assert (profile.host.resume_s, profile.kernels.gemm.burst_flops) == (0, 0)
-        assert profile.kernels.gemm.sustained_flops_per_s is None
+        assert (profile.host.resume_s, profile.kernels.clock, profile.links.all_reduce) == (0, None, None)
         assert (profile.links.short_bytes_per_s, profile.links.gather) == (None, None)
         assert (profile.kernels.gemm.tiles, profile.kernels.gemm.measured) == ((), ())
         assert (profile.attention_kernels, profile.operations) == (("flash",), {})
@@ -252,8 +274,12 @@ def test_no_value_may_be_of_another_type(fields: dict[str, Any]) -> None:
         ("kernels.attention.flash.split_share", [0, 1.01, -1]),
         ("kernels.attention.flash.diagonal_cost", [0, 0.99, -1]),
         ("kernels.attention.flash.barrier_share", [-0.1, 1.01, None]),
-        ("kernels.gemm.sustained_flops_per_s", [0, -1, "fast", True, float("nan")]),
-        ("kernels.gemm.burst_flops", [-1, "many", True, float("inf")]),
+        ("kernels.clock.sustained_share", [0, 1.01, None, "half"]),
+        ("kernels.clock.time_constant_s", [0, -1, None, "50ms"]),
+        ("links.all_reduce.measured", [[], None, 7]),
+        ("links.all_reduce.measured[0].num_gpus", [1, 2.5, None]),
+        ("links.all_reduce.measured[0].nbytes", [[], [1], [2, 1], [0, 1], None]),
+        ("links.all_reduce.measured[0].bytes_per_s", [[0, 1], ["1", 2], None]),
         ("kernels.gemm.tiles", [7, [7], {}, [[]]]),
         ("kernels.gemm.measured[0].rows", [[], [1], [2, 1], [1, 1], [0, 1], [1.5, 2], [1, "2"], None, 7]),
         ("kernels.gemm.measured[1].seconds", [[0, 1], [1, -1], ["1", 2], [1, None], 7]),

@@ -78,13 +78,6 @@ def test_operands_may_have_different_widths(name: str) -> None:
     assert replace(GEMM, bytes_per_s=1.0).seconds(tokens(1), (SQUARE,), width) == pytest.approx([want])
 
 
-def test_long_products_meet_the_power_limit() -> None:
-    """Half the rate once three waves' FLOPs are done: from six full waves on that is the longer."""
-    limited = replace(GEMM, sustained_flops_per_s=2.0**19, burst_flops=3 * 8 * 2.0**20)
-    rows = tokens(256, 3 * 256, 6 * 256, 7 * 256, 12 * 256)
-    assert limited.seconds(rows, (SQUARE,), 2) == pytest.approx([8, 24, 48, 64, 144])
-
-
 def test_experts_share_a_launch_and_their_waves() -> None:
     """Eight experts of a quarter of the tokens: 16 tiles up to 512 tokens, in one launch."""
     late = replace(GEMM, launch_s=0.5)

@@ -1,0 +1,101 @@
+"""A clock comes back from rows that it made in loops, and rows come back to the burst clock."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from calibrate.data.measurement import Measurement
+from calibrate.data.other_tables import systematic_log_sd
+from calibrate.fit.clock import at_burst, fit_clock
+from kvrsim.hardware.cluster import load_gpu
+from kvrsim.profile.rates.clock import Clock
+
+GPU = load_gpu("h100")
+CLOCK = Clock(sustained_share=0.85, time_constant_s=0.1)
+RATE = 7e14
+SHAPES = [
+    (tokens, k, n) for tokens in (1024, 4096, 16384, 32768) for k in (2048, 8192) for n in range(2048, 32769, 1024)
+]
+
+
+def rows(
+    clock: Clock | None, *, warmups: int = 18, repeats: int = 36, source: str = "a", noise: float = 0.0
+) -> list[Measurement]:
+    """Products at RATE, as a loop of so many times them."""
+    dice, found = np.random.default_rng(0), []
+    for tokens, fan_in, fan_out in SHAPES:
+        burst_s = 2.0 * tokens * fan_in * fan_out / RATE * dice.uniform(1 - noise, 1 + noise)
+        seconds = burst_s
+        if clock is not None:
+            ends = clock.stretched_s(np.array([warmups * burst_s, (warmups + repeats) * burst_s]))
+            seconds = float(ends[1] - ends[0]) / repeats
+        found.append(
+            Measurement(
+                operation="gemm",
+                kernel="k",
+                device="d",
+                dtype="bf16",
+                tokens=tokens,
+                in_features=fan_in,
+                out_features=fan_out,
+                warmups=warmups,
+                repeats=repeats,
+                median_s=seconds,
+                source=source,
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_a_clock_comes_back(noise: float) -> None:
+    found = fit_clock(rows(CLOCK, noise=noise), GPU)
+    assert found is not None
+    assert found.clock.sustained_share == pytest.approx(0.85, rel=0.002 + 0.3 * noise)
+    assert found.clock.time_constant_s == pytest.approx(0.1, rel=0.01 + 5 * noise)
+    assert found.num_rows == len(SHAPES)
+    assert found.describe().startswith("8")
+
+
+def test_tables_of_other_loops_have_a_rate_of_their_own() -> None:
+    slower = rows(CLOCK, warmups=3, repeats=6, source="b")
+    found = fit_clock([*rows(CLOCK), *slower], GPU)
+    assert found is not None
+    assert found.clock.sustained_share == pytest.approx(0.85, rel=0.002)
+    assert found.num_rows == 2 * len(SHAPES)
+
+
+def test_no_clock_where_nothing_falls_or_nothing_is_known_of_loops() -> None:
+    assert fit_clock(rows(None, noise=0.1), GPU) is None
+    unknown = [
+        Measurement(
+            **{name: getattr(row, name) for name in ("operation", "kernel", "device", "dtype", "tokens")},
+            in_features=row.in_features,
+            out_features=row.out_features,
+            median_s=row.median_s,
+            source="a",
+        )
+        for row in rows(CLOCK)
+    ]
+    assert fit_clock(unknown, GPU) is None
+    assert at_burst(unknown, CLOCK) == unknown
+    assert at_burst(rows(CLOCK), None) == rows(CLOCK)
+
+
+def test_rows_come_back_to_the_burst_clock() -> None:
+    for row in at_burst(rows(CLOCK), CLOCK):
+        flops = 2.0 * (row.tokens or 0) * (row.in_features or 0) * (row.out_features or 0)
+        assert row.median_s == pytest.approx(flops / RATE, rel=1e-6)
+
+
+def test_the_systematic_error_is_how_far_other_tables_are() -> None:
+    own, twice, half = rows(None), rows(None, source="b"), rows(None, source="c")
+    near = [
+        Measurement(**{name: getattr(row, name) for name in Measurement.__slots__} | {"median_s": 1.1 * row.median_s})
+        for row in twice
+    ]
+    assert systematic_log_sd("gemm", own, near) == pytest.approx(np.log(1.1))
+    assert systematic_log_sd("gemm", own, [*near, *half]) == pytest.approx(np.log(1.1) / np.sqrt(2))
+    assert systematic_log_sd("gemm", own, near[:5]) is None
+    assert systematic_log_sd("send_recv", own, near) is None
