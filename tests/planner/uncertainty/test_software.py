@@ -100,7 +100,7 @@ def test_what_an_engine_adds_cannot_be_less_than_nothing() -> None:
 
 def test_what_was_fitted_to_whole_prefills_has_the_kernels_errors_in_it() -> None:
     """They count between strategies alone."""
-    compared = replace(NOTHING, spread={"kernel_scale": 0.04, "model": 0.03}, fit=COMPARED)
+    compared = replace(NOTHING, spread={"kernel_scale": 0.04, "model": 0.03}, fit=replace(COMPARED, log_sd=0.03))
     _, sure = around(compared)
     assert set(sure.moves) == {"kernels", "model"}
     assert sure.moves["model"].high == pytest.approx(1.2816 * 0.03)
