@@ -1,6 +1,7 @@
 """Attention over 8 GPUs as ring-flash-attention runs it: published times beside predicted ones, part by part.
 
-`python -m validate.kernels.rings` rewrites docs/results/rings.md. All it needs ships with kvrsim.
+`python -m validate.kernels.rings` rewrites docs/results/rings.md, with ring_groups.py's part. All it needs ships with
+kvrsim.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from kvrsim.units import scale
 from validate.kernels.ring_calls import GPUS, TOKENS, VARIANTS, Variant, tokens
+from validate.kernels.ring_groups import batches, section
 from validate.published.reference import table
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "rings.md"
@@ -213,7 +215,8 @@ def _parts_line(one: Comparison) -> str:
 def main() -> int:
     """Rewrite the page."""
     try:
-        write_atomically(PAGE, page(comparisons()).encode(), argument="page")
+        text = f"{page(comparisons())}\n{section(batches())}"
+        write_atomically(PAGE, text.encode(), argument="page")
     except KvrsimError as error:
         print(f"validate.kernels.rings: error: {error}", file=sys.stderr)
         return error.exit_code
