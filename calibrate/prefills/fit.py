@@ -12,8 +12,8 @@ import numpy as np
 
 from calibrate.prefills.cases import PrefillCase
 from calibrate.prefills.solve import Array, Prior, Solution, solve
-from calibrate.prefills.terms import MODEL, EngineTerms
-from kvrsim.engine.engine import Engine, EngineFit
+from calibrate.prefills.terms import MODEL, SUSTAINED_SHARE, EngineTerms, with_clock
+from kvrsim.engine.engine import TERMS, Engine, EngineFit
 from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile
 from kvrsim.version import __version__
 
@@ -144,12 +144,13 @@ def fit_prefills(
     labels = tuple(case.row.case for case in cases)
     found = solve(predict, measured_s, terms.priors, labels, on_progress)
     fitted = tuple(
-        FittedTerm(prior=prior, value=float(f"{value:.4g}"), log_sd=float(log_sd))
+        FittedTerm(prior=prior, value=_most(prior.name, float(f"{value:.4g}")), log_sd=float(log_sd))
         for prior, value, log_sd in zip(terms.priors, found.values, found.log_sd, strict=True)
     )
+    values = {term.prior.name: term.value for term in fitted}
     engine = _engine(terms, fitted, found, measured_s, labels, name=name, source=source)
     return PrefillFit(
-        profile=replace(profile, name=name, engine=engine, residual=None),
+        profile=replace(with_clock(profile, values), name=name, engine=engine, residual=None),
         engine=engine,
         terms=fitted,
         cases=labels,
@@ -172,7 +173,7 @@ def _engine(
     """The engine as a record of its own."""
     base = terms.engine
     values = {term.prior.name: term.value for term in fitted}
-    spread = {term.prior.name: float(f"{term.log_sd:.3g}") for term in fitted}
+    spread = {term.prior.name: float(f"{term.log_sd:.3g}") for term in fitted if term.prior.name in TERMS}
     after, left_out = (Errors.of(seconds, measured_s) for seconds in (found.after_s, found.left_out_s))
     log_sd = left_out_log_sd(found.left_out_s, measured_s)
     outside = np.abs(np.log(found.left_out_s / measured_s)) > DEVIATES_OF_80_PERCENT * log_sd
@@ -201,6 +202,11 @@ def _engine(
             "rows": source,
         },
     )
+
+
+def _most(name: str, value: float) -> float:
+    """A share is at most 1."""
+    return min(1.0, value) if name == SUSTAINED_SHARE else value
 
 
 def left_out_log_sd(left_out_s: Array, measured_s: Array) -> float:

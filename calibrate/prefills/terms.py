@@ -1,4 +1,4 @@
-"""EngineTerms: the terms of an engine that are fitted to whole prefills, and their priors."""
+"""EngineTerms: the terms of an engine, and the clock, that are fitted to whole prefills, and their priors."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from kvrsim.scenario import Scenario
 
 PRIOR_ENGINE = "serving"  # where neither the profile nor the user names an engine
 KERNEL_SCALE = "kernel_scale"
+SUSTAINED_SHARE = "sustained_share"  # of the profile's clock: its rate after long load over that of bursts
+_CLOCK_LOG_SD = 0.03  # machines of one kind differ in cooling and power limit; more is left to kernel_scale
 _HOST = {one.name for one in fields(HostRates)} & set(TERMS)
 TOKEN_PRIOR = Prior(name="token_s", median=1e-6, log_sd=1.5)  # a tokeniser; a transfer of K and V takes some more
 MODEL = "model"  # the spread that no term explains: estimated from the rows, not a term
@@ -43,8 +45,12 @@ class EngineTerms:
                 priors.append(Prior(name=name, median=median, log_sd=log_sd))
         if not priors:
             raise InputError("engine", base.name, f"an engine with terms that have a spread, such as {PRIOR_ENGINE}")
+        if profile.kernels.clock is not None:
+            share = profile.kernels.clock.sustained_share
+            priors.append(Prior(name=SUSTAINED_SHARE, median=share, log_sd=_CLOCK_LOG_SD))
         if lengths and base.host.token_s == 0:
-            priors = sorted((*priors, TOKEN_PRIOR), key=lambda prior: TERMS.index(prior.name))
+            priors.append(TOKEN_PRIOR)
+        priors.sort(key=lambda prior: (*TERMS, SUSTAINED_SHARE).index(prior.name))
         return cls(engine=base, gpu=profile.gpu, priors=tuple(priors))
 
     @property
@@ -59,5 +65,15 @@ class EngineTerms:
         return replace(self.engine, host=replace(self.engine.host, **host), kernel_scale=scale)
 
     def scenario_with(self, scenario: Scenario, values: Mapping[str, float]) -> Scenario:
-        """The scenario served by an engine with these values."""
-        return replace(scenario, engine=self.engine_with(values))
+        """The scenario served by an engine, on a device with a clock, with these values."""
+        profile = scenario.profile and with_clock(scenario.profile, values)
+        return replace(scenario, engine=self.engine_with(values), profile=profile)
+
+
+def with_clock(profile: CalibrationProfile, values: Mapping[str, float]) -> CalibrationProfile:
+    """The profile with the clock's share from these values; at most 1."""
+    kernels = profile.kernels
+    if kernels.clock is None or SUSTAINED_SHARE not in values:
+        return profile
+    clock = replace(kernels.clock, sustained_share=min(1.0, values[SUSTAINED_SHARE]))
+    return replace(profile, kernels=replace(kernels, clock=clock))

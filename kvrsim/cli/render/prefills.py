@@ -20,7 +20,9 @@ _WHAT = {
     "layer_s": "of the host, to issue one layer",
     "collective_s": "to start a collective of tensor parallelism",
     "kernel_scale": "the engine's kernels over the profile's",
+    "sustained_share": "rate after long load over that of bursts",
 }
+_RATIOS = ("kernel_scale", "sustained_share")
 _FEW = 4  # rows below which left-out errors say little
 
 
@@ -36,7 +38,7 @@ def show_fit(fit: PrefillFit, output: str) -> None:
             name,
             _value(term, term.prior.median),
             _value(term, term.value),
-            f"{low:.3g}–{high:.3g}" if name == "kernel_scale" else format_interval(low, high),
+            f"{low:.3g}–{high:.3g}" if name in _RATIOS else format_interval(low, high),
             "yes" if term.identified else "no",
             _WHAT.get(name, ""),
         )
@@ -80,7 +82,7 @@ def show_check(check: PrefillCheck, scenario: Scenario) -> None:
 
 
 def _value(term: FittedTerm, value: float) -> str:
-    return f"{value:.3g}" if term.prior.name == "kernel_scale" else format_seconds(value)
+    return f"{value:.3g}" if term.prior.name in _RATIOS else format_seconds(value)
 
 
 def _shares(errors: Errors) -> tuple[str, str]:

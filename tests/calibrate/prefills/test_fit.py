@@ -11,13 +11,14 @@ from calibrate.prefills.cases import PrefillCase, make_cases
 from calibrate.prefills.check import check_prefills
 from calibrate.prefills.fit import PrefillFit, fit_prefills, left_out_log_sd
 from calibrate.prefills.rows import PrefillRow
-from calibrate.prefills.terms import EngineTerms
+from calibrate.prefills.terms import EngineTerms, with_clock
 from kvrsim.compile import for_strategy
 from kvrsim.engine.engine import Engine
 from kvrsim.engine.host import HostRates
 from kvrsim.errors import InputError
 from kvrsim.io.json_text import JsonObject
 from kvrsim.profile.profile import CalibrationProfile, load_profile
+from kvrsim.profile.rates.clock import Clock
 from planner.partitions import partition_of
 from planner.uncertainty.interval import interval
 
@@ -135,6 +136,19 @@ def test_seconds_a_token_are_found_where_the_prior_knows_none() -> None:
     assert found.engine.host.token_s == pytest.approx(1.5e-5, rel=0.2)
     alone = fit_prefills(cases[:1], PROFILE, unknowing, name="mine", source="rows.csv")
     assert alone.engine.host.token_s == 0.0
+
+
+def test_the_clock_is_a_term_of_a_profile_that_has_one() -> None:
+    clocked = replace(PROFILE, kernels=replace(PROFILE.kernels, clock=Clock(sustained_share=0.9, time_constant_s=0.1)))
+    assert EngineTerms.of(clocked, PRIOR).names[-1] == "sustained_share"
+    shares = []
+    for value in (0.85, 1.2):
+        clock = with_clock(clocked, {"sustained_share": value}).kernels.clock
+        assert clock is not None
+        shares.append(clock.sustained_share)
+    assert shares == [0.85, 1.0]
+    steady = replace(PROFILE, kernels=replace(PROFILE.kernels, clock=None))
+    assert "sustained_share" not in EngineTerms.of(steady, PRIOR).names
 
 
 def test_an_engine_without_spreads_is_no_prior() -> None:

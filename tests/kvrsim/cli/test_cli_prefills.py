@@ -64,7 +64,8 @@ def test_the_fit_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     found = json.loads(out)
     assert code == 0
     assert (found["profile"], found["output"], found["n"]) == ("ours", "mine.json", 4)
-    assert [term["name"] for term in found["terms"]] == ["request_s", "token_s", "layer_s", "kernel_scale"]
+    names = [term["name"] for term in found["terms"]]
+    assert names == ["request_s", "token_s", "layer_s", "kernel_scale", "sustained_share"]
     assert set(found["terms"][0]) == {"name", "prior", "prior_log_sd", "value", "low", "high", "identified"}
     assert found["after"]["mape"] < found["before"]["mape"]
     assert set(found["rows"][0]) == {"case", "measured_s", "before_s", "after_s", "left_out_s"}
