@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from kvrsim.cost.kernels import CalibratedCost, CostModel, RooflineCost
 from kvrsim.cost.layer import LayerCosts
@@ -36,6 +38,7 @@ class Scenario:
     group: Group | None = None  # GPUs that each rank stands for; `cluster` is then as such groups see it
     memory_fraction: float = DEFAULT_MEMORY_FRACTION  # of each GPU's memory that the prefill may use
     engine: Engine | None = None  # what serves the model; None: the kernels, and the host that the profile has
+    _pace: float | None = field(default=None, init=False, repr=False, compare=False)  # once it was asked for
 
     def __post_init__(self) -> None:
         self.memory_limit  # noqa: B018  # checks the fraction
@@ -143,23 +146,53 @@ class Scenario:
         return 1.0 if self.engine is None or self.profile is None else self.engine.scale_on(self.profile.gpu)
 
     @property
+    def pace(self) -> float:
+        """Seconds of products and attention at the clock that they run at, over those at the burst clock.
+
+        The clock falls with the time under load since the prefill began. One factor stands for the whole prefill, of a
+        GPU that has an even share of its work: ranks that are well balanced work about as long.
+        """
+        if self._pace is None:
+            object.__setattr__(self, "_pace", self._found_pace())
+        assert self._pace is not None
+        return self._pace
+
+    def _found_pace(self) -> float:
+        if self.profile is None or self.profile.kernels.clock is None:
+            return 1.0
+        tokens, prefix = np.array([[self.request.new_tokens], [self.request.cached_prefix]], dtype=float)
+        costs = self.layer_costs(self._cost_of(self.profile, pace=1.0))
+        layers_s = [
+            one.qkv_s(tokens)
+            + one.append_s(tokens, prefix)
+            + one.attention_s(tokens, prefix)
+            + one.output_mlp_s(tokens)
+            for one in costs
+        ]
+        busy_s = np.sum([layers_s[kind] for kind in self.share.layer_kind_index], axis=0) / self.cluster.num_gpus
+        return float((self.profile.kernels.clock.stretched_s(busy_s) / busy_s)[0])
+
+    @property
     def cost(self) -> CostModel:
         """Seconds of an operation on this scenario's GPU."""
-        element_bytes, batch = self.request.dtype_bytes, self.request.batch
         if self.profile is not None:
-            return CalibratedCost(
-                rates=self.profile.kernels,
-                kernel=self.kernel,
-                batch=batch,
-                element_bytes=element_bytes,
-                scale=self.kernel_scale,
-            )
+            return self._cost_of(self.profile, self.pace)
         return RooflineCost.of(
             self.cluster.gpu,
             kernel=self.kernel,
-            batch=batch,
+            batch=self.request.batch,
             dtype=self.request.dtype,
-            element_bytes=element_bytes,
+            element_bytes=self.request.dtype_bytes,
+        )
+
+    def _cost_of(self, profile: CalibrationProfile, pace: float) -> CalibratedCost:
+        return CalibratedCost(
+            rates=profile.kernels,
+            kernel=self.kernel,
+            batch=self.request.batch,
+            element_bytes=self.request.dtype_bytes,
+            scale=self.kernel_scale,
+            pace=pace,
         )
 
     @property

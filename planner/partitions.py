@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
 from kvrsim.partition import Partition
+from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT
 from kvrsim.results.results import SearchReport
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, Strategy
@@ -39,7 +41,7 @@ def partition_of(
         return Partition.of(partition, num_tokens=tokens, num_ranks=pieces)
     match strategy.partition_rule:
         case "pieces":
-            return best_pieces(Evaluator(scenario, strategy, on_progress))
+            return best_pieces(Evaluator(with_dear_steps(scenario), strategy, on_progress))
         case "search":
             return search(scenario, strategy, on_progress=on_progress).partition
         case "table":
@@ -54,6 +56,17 @@ def _looked_up(scenario: Scenario, strategy: Strategy, table: PartitionTable | N
     from planner.table.lookup import partition_from  # only where there is a table
 
     return partition_from(table, scenario)
+
+
+def with_dear_steps(scenario: Scenario) -> Scenario:
+    """The scenario with steps as long as the upper end of their 80 % interval says.
+
+    Pieces are chosen for it: longer ones lose little where steps are shorter, and shorter ones much where they are not.
+    """
+    if scenario.engine is None or not scenario.engine.spread.get("step_s"):
+        return scenario
+    factor = math.exp(DEVIATES_OF_80_PERCENT * scenario.engine.spread["step_s"])
+    return scenario.with_host(replace(scenario.host, step_s=scenario.host.step_s * factor))
 
 
 def best_pieces(evaluator: Evaluator) -> Partition:
@@ -102,7 +115,7 @@ class PlanPartitions:
             found = self._searched(placed, strategy)
             cut, evaluations = found.partition, found.report.evaluations
         elif strategy.partition_rule == "pieces":
-            evaluator = Evaluator(placed, strategy, self.on_progress)
+            evaluator = Evaluator(with_dear_steps(placed), strategy, self.on_progress)
             cut, evaluations = best_pieces(evaluator), evaluator.evaluations
         else:
             return partition_of(placed, strategy, None, self.table)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from kvrsim.engine.engine import Engine
 from kvrsim.executors.run import run_partition
 from kvrsim.results.results import StrategyResult
 from kvrsim.scenario import Scenario
@@ -12,6 +13,7 @@ from kvrsim.text import Note
 from kvrsim.units import format_bytes
 from planner.search.search import Found, search
 from planner.simulate import computes_s
+from planner.uncertainty.causes import compared_whole
 from planner.uncertainty.interval import measured_coverage, tied
 from planner.uncertainty.moves import Moves
 
@@ -84,17 +86,31 @@ def approximate_notes(results: Sequence[StrategyResult], best: StrategyResult) -
 
 
 def rests_on(scenario: Scenario) -> str:
-    """What the profile was measured on, what it does not cover, and how far it was off."""
+    """What the profile and the engine were measured on, what the profile does not cover, and how far they were off."""
     profile = scenario.profile
     if profile is None:
         return f"the datasheet of {scenario.cluster.gpu.name}: no measurement"
-    text = f"{profile.name}: {profile.description}"
-    if profile.residual is not None:
-        text += (
-            f" Off by {profile.residual.cross_validated_mape:.1%} on average on models left out of the fit, by"
+    parts = [f"{profile.name}: {profile.description}"]
+    if compared_whole(scenario) is not None and profile.residual is not None:
+        parts.append(
+            f"Off by {profile.residual.cross_validated_mape:.1%} on average on models left out of the fit, by"
             f" {profile.residual.other_family_mape:.1%} on other families, 80 % of them by less than"
             f" {profile.residual.p80_ape:.1%}."
         )
+    elif scenario.engine is not None:
+        parts.append(_of_engine(scenario.engine))
     coverage = measured_coverage(scenario)
     held = "were not checked on whole prefills" if coverage is None else f"held {coverage:.0%} of the held-out ones"
-    return f"{text} Intervals made to hold 80 % of TTFTs {held}. {profile.not_covered}"
+    parts += [f"Intervals made to hold 80 % of TTFTs {held}.", profile.not_covered]
+    return " ".join(parts)
+
+
+def _of_engine(engine: Engine) -> str:
+    text = f"Engine {engine.name}: {engine.title}"
+    fit = engine.fit
+    if fit is None:
+        return f"{text}, never compared with whole prefills."
+    return (
+        f"{text}, from {fit.num_rows} prefills; half of those of a further {fit.left_out} are off by less than"
+        f" {fit.left_out_median_ape:.1%}."
+    )

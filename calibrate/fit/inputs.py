@@ -15,6 +15,7 @@ from calibrate.fit.gemm_rows import Shape
 from calibrate.fit.links import usable_link_rows
 from calibrate.fit.solver import dtypes_of
 from kvrsim.errors import InputError
+from kvrsim.io.schema import NonNegative, PositiveShare
 from kvrsim.profile.profile import SendStyle
 from kvrsim.profile.rates.gemm import GEMM_TYPES
 
@@ -85,6 +86,15 @@ def _check_one(kind: str, field: str, rows: Iterable[Measurement], argument: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AssumedElementwise:
+    """Element-wise kernels that no table has: a share of the memory's bandwidth, the same for all."""
+
+    hbm_share: PositiveShare  # of the datasheet's bytes per second
+    start_s: NonNegative  # of each kernel
+    source: str  # whose assumption it is
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FitChoices:
     """Settings of a fit that the rows do not contain."""
 
@@ -100,6 +110,7 @@ class FitChoices:
     held_out: HeldOut | None = None  # attention calls to compare with
     others: Sequence[Measurement] = ()  # other tables of the same GPU: for the clock and for the systematic error
     hidden_size: tuple[int, int] | None = None  # valid range of the profile; None: as measured
+    elementwise: AssumedElementwise | None = None  # instead of measured element-wise kernels
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -129,8 +129,13 @@ class OperationFits:
         return fit_flash(at_burst(rows, self.clock), self.gpu, kernel=kernel, head_dim=head_dim, held_out=held_out)
 
     def elementwise(self) -> ElementwiseRates:
-        """As measured, or at the datasheet's memory bandwidth."""
+        """As measured, as assumed, or at the datasheet's memory bandwidth."""
         usable, fused = self.rows.elementwise, self.choices.fused and not self.origin.is_hugging_face
+        assumed = self.choices.elementwise
+        if assumed is not None:
+            self.operations["elementwise"] = _unmeasured(assumed.source, _DATASHEET_LOG_SD)
+            bytes_per_s = assumed.hbm_share * self.gpu.hbm_bytes_per_s
+            return ElementwiseRates.uniform(bytes_per_s, fused=fused, start_s=assumed.start_s)
         if not usable:
             self._lack("elementwise")
             return ElementwiseRates.uniform(self.gpu.hbm_bytes_per_s, fused=fused)

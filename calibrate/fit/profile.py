@@ -11,11 +11,12 @@ import numpy as np
 from calibrate.data.measurement import Measurement
 from calibrate.data.provenance import Provenance
 from calibrate.fit.inputs import FilteredRows, FitChoices, notes_on
-from calibrate.fit.operations import OperationFits
+from calibrate.fit.operations import DEFAULT_HOST, OperationFits
 from calibrate.fit.report import TITLES, FitReport
 from calibrate.fit.solver import Comparison, column, rounded
 from kvrsim.cost.kernels import CalibratedCost
 from kvrsim.cost.layer import LayerCosts
+from kvrsim.engine.engine import PRIOR_ENGINE
 from kvrsim.engine.host import HostRates
 from kvrsim.hardware.gpu import GpuSpec
 from kvrsim.hardware.links import LinkSpec
@@ -53,7 +54,8 @@ def fit_profile(
 ) -> tuple[CalibrationProfile, FitReport]:
     """A profile of one GPU and its link; gemm and attention are required, the rest defaults to the datasheet.
 
-    `host` None: from host_layer and host_collective rows, or else DEFAULT_HOST; a CPU is its own host. `origins`: what
+    `host` None: from host_layer and host_collective rows, or else DEFAULT_HOST, which predictions replace by a serving
+    engine's; a CPU is its own host. `origins`: what
     read_origin found in the files of the rows. With a Hugging Face model among them, nothing is fused, attention's
     times contain everything between the cache and the output projection, and whole layers are compared.
 
@@ -98,6 +100,7 @@ def fit_profile(
         provenance=provenance_of(fit.used) | origin.provenance() | _clock(fit) | dict(label.provenance or {}),
         run_to_run_log_sd=_run_to_run_log_sd(rows),
         cluster=origin.cluster(label.name, gpu, link, fit.most_ranks()),
+        engine=PRIOR_ENGINE if host_rates == DEFAULT_HOST else None,
     )
     layers = None if origin.model is None else compare_layers(profile, origin.model, rows)
     report = FitReport(

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from calibrate.prefills.solve import Prior
-from kvrsim.engine.engine import TERMS, Engine, load_engine
+from kvrsim.engine.engine import PRIOR_ENGINE, TERMS, Engine, load_engine
 from kvrsim.engine.host import HostRates
 from kvrsim.errors import InputError
 from kvrsim.profile.profile import CalibrationProfile
 from kvrsim.scenario import Scenario
 
-PRIOR_ENGINE = "serving"  # where neither the profile nor the user names an engine
 KERNEL_SCALE = "kernel_scale"
 SUSTAINED_SHARE = "sustained_share"  # of the profile's clock: its rate after long load over that of bursts
 _CLOCK_LOG_SD = 0.03  # machines of one kind differ in cooling and power limit; more is left to kernel_scale

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from calibrate.fit.report import TITLES
+from kvrsim.engine.engine import PRIOR_ENGINE
 from kvrsim.io.files import write_atomically
 from kvrsim.profile.profile import CalibrationProfile, OperationFit, builtin_profiles, load_profile
 from kvrsim.units import format_seconds, format_tokens
@@ -26,8 +27,9 @@ without a cluster), `h100-flash` for H100s, `h200-flash` for H200s. For other GP
 datasheet (`--profile roofline`), which are no prediction.
 
 `a100-eager` describes the paper's setup. For a current serving engine choose a `-flash` profile. `a100-vidur` has
-kernels of 2023/24. All except `a100-eager` are sums of kernels that were timed one by one. No whole prefill was
-compared with them. Their host clock was set by hand, which matters for short contexts and many GPUs.
+kernels of 2023/24. All except `a100-eager` are sums of kernels that were timed one by one. To these sums an
+[engine](../how-to/engine.md) adds what the serving software takes; the `-flash` profiles take `serving` by default.
+[Serving engines](serving.md) compares the result with whole prefills.
 
 In the tables, *error* is the mean absolute error on the rows of the fit, and *held out* the error on rows that the fit
 did not use. `kvrsim profiles show NAME` prints everything in a profile. `python -m calibrate.shipped.page` writes this
@@ -154,7 +156,9 @@ def _span(low: str, high: str) -> str:
 
 
 def _host(profile: CalibrationProfile) -> str:
-    """How long, and how it is known."""
+    """How long, and how it is known; or which engine stands instead."""
+    if profile.engine == PRIOR_ENGINE:
+        return f"engine `{profile.engine}`"
     host, known = profile.host, profile.operations.get("host")
     parts = [f"{format_seconds(host.layer_s)} a layer"]
     if host.kernel_s:

@@ -19,15 +19,17 @@ from tempfile import TemporaryDirectory
 from calibrate.data.measurement import OPERATIONS, Measurement
 from calibrate.fit.attention import HeldOut
 from calibrate.fit.gemm_rows import builtin_shapes
-from calibrate.fit.inputs import FitChoices
+from calibrate.fit.inputs import AssumedElementwise, FitChoices
 from calibrate.fit.operations import DEFAULT_HOST
 from calibrate.fit.profile import Label, fit_profile
 from calibrate.fit.report import FitReport
 from calibrate.importers import read_source
 from calibrate.shipped.page import write_page
+from kvrsim.engine.engine import PRIOR_ENGINE
 from kvrsim.errors import InputError, KvrsimError
 from kvrsim.hardware.cluster import load_gpu, load_link
 from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import read
 from kvrsim.profile.profile import CalibrationProfile
 
 VIDUR_URL = "https://github.com/microsoft/vidur"
@@ -36,7 +38,18 @@ _UNFILLED = re.compile(r"aiconfigurator:[^/]+/vllm\b")
 _RECIPES = Path(__file__).with_suffix(".json")
 _ROOT = Path(__file__).parents[2]
 _KEYS = (
-    *("gpu", "link", "message_sms", "attention_kernel", "hidden_size", "sources", "compare", "held_out"),
+    *(
+        "gpu",
+        "link",
+        "message_sms",
+        "attention_kernel",
+        "hidden_size",
+        "sources",
+        "compare",
+        "held_out",
+        "elementwise",
+        "engine",
+    ),
     *("description", "not_covered"),
 )
 
@@ -119,10 +132,12 @@ class Recipe:
                 held_out=held_out,
                 others=self.rows(key="compare"),
                 hidden_size=(sizes[0], sizes[1]) if len(sizes) == 2 else None,
+                elementwise=read(AssumedElementwise, data.child("elementwise")) if data.has("elementwise") else None,
             ),
             argument=self.name,
         )
-        return replace(profile, links=replace(profile.links, message_sms=message_sms)), report
+        links = replace(profile.links, message_sms=message_sms)
+        return replace(profile, links=links, engine=data.text("engine", PRIOR_ENGINE)), report
 
 
 def read_public(text: str, vidur: Path) -> list[Measurement]:

@@ -71,6 +71,7 @@ class CalibratedCost:
     element_bytes: int
     least: bool = False  # attention takes the time that no call beats, for proofs
     scale: float = 1.0  # seconds of every kernel over those that the rates give
+    pace: float = 1.0  # more for products and attention, as the clock falls under load
 
     @property
     def fused(self) -> bool:
@@ -103,8 +104,8 @@ class CalibratedCost:
         token_s, start_s = self._traffic(steps)
         return RowCost(
             rows_per_step=gemm.rows_per_step and gemm.rows_per_step / self.batch,
-            table=gemm.table * self.scale + start_s,
-            row_s=gemm.row_s * self.batch * self.scale + token_s,
+            table=gemm.table * (self.scale * self.pace) + start_s,
+            row_s=gemm.row_s * (self.batch * self.scale * self.pace) + token_s,
         )
 
     def head_s(self, tokens: Array, product: Product) -> Array:
@@ -131,7 +132,7 @@ class CalibratedCost:
         """By the profile's rates of this kernel."""
         rates = self.rates.attention[self.kernel]
         seconds = rates.least_seconds if self.least else rates.seconds
-        return self.scale * seconds(call, self.batch, self.element_bytes)
+        return self.scale * self.pace * seconds(call, self.batch, self.element_bytes)
 
     def traffic_s(self, tokens: Array, steps: tuple[Traffic, ...]) -> Array:
         """Bytes at the rate of each operation, and each kernel's start."""

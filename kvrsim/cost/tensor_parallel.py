@@ -75,10 +75,10 @@ class Group:
         return replace(self, inside=replace(self.inside, path=free), across=replace(self.across, path=free))
 
 
-def all_reduce(group: Group, nbytes: Array, host_s: float) -> Collective:
-    """Sum `nbytes` over the GPUs of a group; host_s: to issue it."""
-    seconds, sent = group.all_reduce_s(nbytes), 2.0 * group.sent_bytes(nbytes)
-    return Collective(name="all-reduce", seconds=seconds, nbytes=sent, host_s=host_s)
+def all_reduce(group: Group, nbytes: Array, more_s: float) -> Collective:
+    """Sum `nbytes` over the GPUs of a group; more_s: what it takes besides its kernel."""
+    seconds, sent = more_s + group.all_reduce_s(nbytes), 2.0 * group.sent_bytes(nbytes)
+    return Collective(name="all-reduce", seconds=seconds, nbytes=sent)
 
 
 def all_gather(group: Group, nbytes: Array) -> Collective:

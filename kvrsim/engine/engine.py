@@ -12,8 +12,9 @@ from kvrsim.engine.host import HostRates
 from kvrsim.errors import InputError
 from kvrsim.io.files import write_atomically
 from kvrsim.io.json_text import JsonObject
-from kvrsim.io.schema import Keys, RelativeError, Whole, fields_to_json, read
+from kvrsim.io.schema import Keys, NonNegative, RelativeError, Whole, fields_to_json, read
 
+PRIOR_ENGINE = "serving"  # what the engines that were measured have in common
 NO_ENGINE = "none"  # the kernels, and the host that the profile itself has
 OTHER_GPU = "other"  # key of kernel_scale for a GPU that has none of its own
 _BUILTIN_FOLDER = Path(__file__).parents[1] / "data" / "engines"
@@ -34,6 +35,8 @@ class EngineFit:
     left_out_median_ape: RelativeError
     left_out: str  # what was left out at a time: "row" or "engine"
     log_sd: RelativeError  # spread of log(predicted / measured) on rows that were left out
+    shorter_log: NonNegative | None = None  # log(predicted / measured) that a tenth of them exceeds; None: log_sd alone
+    longer_log: NonNegative | None = None  # log(measured / predicted), likewise
     coverage: RelativeError  # share of the rows left out that their 80 % intervals hold
 
 

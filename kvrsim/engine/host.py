@@ -22,7 +22,7 @@ class HostRates:
     prepare_s: NonNegative | None = None  # of the host, in each pass; None: not measured, as long as step_s
     message_s: NonNegative = 0.0  # to issue one send or one receive
     kernel_s: NonNegative = 0.0  # more than layer_s, for each kernel that the decoder layer launches
-    collective_s: NonNegative = 0.0  # to issue one collective of tensor parallelism
+    collective_s: NonNegative = 0.0  # that each collective of tensor parallelism takes more than its kernel
 
 
 NO_HOST = HostRates(layer_s=0.0, gather_piece_s=0.0, resume_s=0.0)

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvrsim.hardware.cluster import Cluster
 from kvrsim.hardware.gpu import MemoryLimit
 from kvrsim.io.schema import fields_to_json
 from kvrsim.program.operations import Array
+from kvrsim.results.question import Question
 from planner.capacity.confidence import Interval
 from planner.capacity.workloads.workload import Lengths
 
@@ -124,9 +126,10 @@ def groups_of(sizes: Sequence[int]) -> str:
 class CapacityPlan:
     """The answer to `kvrsim capacity`."""
 
+    question: Question  # of the longest context on the largest group
     model: str
     profile: str
-    cluster: str  # of the largest group, in words
+    cluster: Cluster  # of the largest group
     memory_limit: MemoryLimit  # of one GPU
     slo_ttft_s: float
     percentile: float
@@ -155,7 +158,7 @@ class CapacityPlan:
         fleets = ("answer", "alternatives", "infeasible", "nearest_miss", "pareto")
         about = ("model", "profile", "cluster", "slo_ttft_s", "percentile", "objective")
         rest = ("workload", "decoding", "dispatch", "interval_meaning", "simulated_requests", "seconds", "rests_on")
-        content = fields_to_json(self, *fleets, *about) | self.memory_limit.to_dict()
+        content = self.question.header() | fields_to_json(self, *fleets, *about) | self.memory_limit.to_dict()
         return content | fields_to_json(self, *rest, "warnings")
 
     @property

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
 from kvrsim.errors import InputError
+from kvrsim.results.question import Question
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, Strategy, searched
 from kvrsim.text import without
@@ -70,19 +72,32 @@ def plan_capacity(
     met = [answer for answer in made if answer is not None and answer.meets]
     met.sort(key=lambda answer: (search.cost(answer), answer.target.value_s))
     tell("Pareto front")
+    longest = max(int(workload.context_len.max()) for workload in workloads)
+    asked = replace(scenario.request, context_len=longest, cached_prefix=0)
+    largest = replace(scenario.on_gpus(max(request.limits.sizes)), request=asked)
     infeasible = tuple(search.infeasible(fits))
     unnamed = [size for size in request.limits.sizes if (size, "memory") not in _causes(infeasible)]
     notes += [*_notes(scenario, workloads[0], times, request.limits.sizes), *_about_memory(workloads, times, unnamed)]
     if len(unnamed) < len(request.limits.sizes):
         notes.append(WHOLE_WEIGHTS.format(chosen.name))
+    objective: Literal["cost", "gpus"] = "cost" if request.limits.by_cost else "gpus"
     return CapacityPlan(
+        question=Question.of(
+            largest,
+            seed=request.seed,
+            strategy=chosen.name,
+            slo_ttft_s=request.target.slo_s,
+            percentile=request.target.percentile,
+            objective=objective,
+            group_sizes=list(request.limits.sizes),
+        ),
         model=scenario.model.name,
         profile=scenario.profile_name,
-        cluster=scenario.on_gpus(max(request.limits.sizes)).cluster.describe(),  # of the largest group
+        cluster=largest.cluster,
         memory_limit=scenario.memory_limit,
         slo_ttft_s=request.target.slo_s,
         percentile=request.target.percentile,
-        objective="cost" if request.limits.by_cost else "gpus",
+        objective=objective,
         answer=met[0] if met else None,
         nearest_miss=None if met else search.nearest_miss(),
         alternatives=tuple(replace(answer, curves=None) for answer in met[1 : 1 + _ALTERNATIVES]),

@@ -34,7 +34,7 @@ def html(plan: CapacityPlan) -> str:
     parts = [
         f"<h1>{escape(headline(plan))}</h1>",
         f'<p class="answer">{escape(verdict(plan))}</p>',
-        f'<p class="dim">{escape(f"{plan.model} · {plan.cluster} · profile {plan.profile}")}</p>',
+        f'<p class="dim">{escape(f"{plan.model} · {plan.cluster.describe()} · profile {plan.profile}")}</p>',
         *_fleets(plan),
         *_reasons(plan),
         *(_panel(plan, name) for name in PANELS),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvrsim.errors import InputError
 from kvrsim.profile.profile import Gather
+from kvrsim.results.question import Question
 from kvrsim.results.results import Plan
 from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario
@@ -89,9 +90,10 @@ def confirm(
         _candidate(scenario, one, measured, rounds, drift) for one, measured in zip(named, found, strict=True)
     )
     return Confirmation(
+        question=Question.of(scenario, top=top, virtual=mode == "virtual"),
         model=scenario.model.name,
         profile=scenario.profile_name,
-        cluster=scenario.cluster.describe(),
+        cluster=scenario.cluster,
         attention=scenario.kernel,
         dtype=scenario.request.dtype,
         num_gpus=scenario.cluster.num_gpus,

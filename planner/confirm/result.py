@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from kvrsim.hardware.cluster import Cluster
 from kvrsim.io.schema import fields_to_json
 from kvrsim.results.quartiles import interquartile_range, median_error
+from kvrsim.results.question import Question
 from kvrsim.results.timeline import Timeline
 from planner.confirm.drift import ClockDrift
 
@@ -91,9 +93,10 @@ class Candidate:
 class Confirmation:
     """The answer to `kvrsim confirm`."""
 
+    question: Question
     model: str
     profile: str
-    cluster: str  # in words
+    cluster: Cluster
     attention: str  # kernel
     dtype: str
     num_gpus: int
@@ -191,6 +194,7 @@ class Confirmation:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
+            **self.question.header(),
             **fields_to_json(self, "model", "profile", "cluster", "attention", "dtype"),
             **fields_to_json(self, "num_gpus", "context_len", "mode"),
             "candidates": [one.to_dict() | {"chosen": one is self.choice} for one in self.candidates],

@@ -49,7 +49,7 @@ def _drawn(confirmation: Confirmation) -> Any:
     setting = (
         confirmation.model,
         f"{format_tokens(confirmation.context_len)} tokens",
-        confirmation.cluster,
+        confirmation.cluster.describe(),
         f"{confirmation.attention} attention",
         f"profile {confirmation.profile}",
     )

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kvrsim.cost.sensitivity import Part
 from kvrsim.engine.engine import Engine
-from kvrsim.profile.profile import CalibrationProfile, Residual, ValidRange
+from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile, Residual, ValidRange
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 
@@ -57,11 +57,18 @@ def compared_whole(scenario: Scenario) -> Residual | None:
     return profile.residual
 
 
-def engine_log_sd(engine: Engine | None) -> float | None:
-    """Of whole TTFTs, whatever the engine's terms are; None: it was compared with none."""
+def engine_sides(engine: Engine | None) -> tuple[float, float] | None:
+    """By how much the logarithm of whole TTFTs may be less and more than predicted, at the ends of an 80 % interval.
+
+    From rows that were left out of the engine's fit; else from the rows around it. None: it was compared with none.
+    """
     if engine is None:
         return None
-    return engine.spread.get("model", None if engine.fit is None else engine.fit.log_sd)
+    fit = engine.fit
+    if fit is not None and fit.shorter_log is not None and fit.longer_log is not None:
+        return fit.shorter_log, fit.longer_log
+    log_sd = engine.spread.get("model") if fit is None else fit.log_sd
+    return None if log_sd is None else (DEVIATES_OF_80_PERCENT * log_sd,) * 2
 
 
 def parts_alone(profile: CalibrationProfile, parts: Iterable[Part]) -> dict[Cause, Mapping[Part, float]]:
@@ -75,6 +82,8 @@ def parts_together(scenario: Scenario, parts: Iterable[Part]) -> dict[Cause, Map
     An engine's own rows have the tables' error in them; those of other engines may have run other kernels.
     """
     engine, operations = scenario.engine, {} if scenario.profile is None else scenario.profile.operations
+    if engine is not None and engine.fit is not None and engine.fit.longer_log is not None:
+        return {}  # other engines left out have had other kernels, too
     of_table = {part: operations[part.kind].systematic_log_sd or 0.0 for part in parts if part.kind in operations}
     if engine is not None and (log_sd := engine.spread.get("kernel_scale")):
         own = engine.fit is not None and engine.fit.left_out == "row"

@@ -67,7 +67,7 @@ def moves(scenario: Scenario, strategy: Strategy, partition: Partition) -> Moves
     found: dict[Cause, Move] = {}
     between: dict[Cause, Move] = {}
     runs = _Runs(scenario, strategy, partition)
-    residual, whole = causes.compared_whole(scenario), causes.engine_log_sd(scenario.engine)
+    residual, whole = causes.compared_whole(scenario), causes.engine_sides(scenario.engine)
     if residual is not None:
         half_width = math.log1p(residual.p80_ape)
         found["published TTFTs"] = Move(-half_width, half_width)
@@ -80,7 +80,7 @@ def moves(scenario: Scenario, strategy: Strategy, partition: Partition) -> Moves
             found |= {**alone, "run to run": Move.even(apart)}
         else:
             between |= alone
-            found["model"] = Move.even(whole)
+            found["model"] = Move(-whole[0], whole[1])
         found |= {one.name: runs.moved(one) for one in causes.software(scenario, strategy)}
     links, measured = causes.links(scenario), scenario.links_are_measured
     if links.log_sd and not (measured and residual is not None):

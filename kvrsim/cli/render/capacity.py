@@ -40,7 +40,7 @@ def show_capacity(plan: CapacityPlan) -> None:
     table.add_row("rests on:", plan.rests_on)
     for note in plan.warnings:
         table.add_row(Text("note:", style="yellow"), note)
-    setting = f"{plan.model} · {plan.cluster} · profile {plan.profile}"
+    setting = f"{plan.model} · {plan.cluster.describe()} · profile {plan.profile}"
     header = (Text(headline(plan), style="bold"), Text(setting, style="dim"), "", _lengths(plan), "")
     show(*header, *(() if nothing_served else (_fleets(plan), "")), table)
 

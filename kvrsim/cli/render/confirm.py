@@ -53,7 +53,7 @@ def show_confirmation(found: Confirmation) -> None:
         table.add_row(Text("NOT MET:", style="red"), reason)
     length = format_tokens(found.context_len)
     title = Text(f"Prefill of {length} tokens by {found.model}, predicted and measured", style="bold")
-    setting = f"{found.cluster} · {found.attention} attention · {found.dtype} · profile {found.profile}"
+    setting = f"{found.cluster.describe()} · {found.attention} attention · {found.dtype} · profile {found.profile}"
     show(title, Text(setting, style="dim"), "", rows, "", table)
 
 

@@ -15,7 +15,7 @@ _MEANINGS = {
     "token_s": "more for each token of the request",
     "step_s": "before each pass through the layers",
     "layer_s": "host, to issue one layer",
-    "collective_s": "host, to issue one collective",
+    "collective_s": "each collective of tensor parallelism, beside its kernel",
     "kernel_scale": "kernels' seconds over the profile's",
     "model": "whole TTFT, whatever the terms",
 }

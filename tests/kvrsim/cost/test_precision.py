@@ -35,11 +35,13 @@ def profile_with(name: str = "h100-flash", **factors: float) -> CalibrationProfi
     """A shipped profile with products of these types so many times faster than in half precision."""
     profile = load_profile(name)
     types = {name: scale(profile.kernels.gemm, 1 / factor) for name, factor in factors.items()}
-    return replace(profile, kernels=replace(profile.kernels, gemm_types=types))
+    return replace(profile, kernels=replace(profile.kernels, clock=None, gemm_types=types))
 
 
 def made(profile: CalibrationProfile, **asked: Any) -> tuple[Scenario, list[str]]:
-    scenario, notes = kvrsim.make_scenario(ctx="2k", gpus=1, cluster="h100-nvlink", profile=profile, **asked)
+    scenario, notes = kvrsim.make_scenario(
+        ctx="2k", gpus=1, cluster="h100-nvlink", profile=profile, engine="none", **asked
+    )
     return scenario, [note for note in notes if "quantised" in note or "no rates" in note]
 
 

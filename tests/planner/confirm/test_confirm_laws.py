@@ -15,6 +15,7 @@ from kvrsim.executors.run import run_partition
 from kvrsim.partition import Partition
 from kvrsim.profile.profile import Gather, load_profile
 from kvrsim.program.operations import Compute, Program
+from kvrsim.results.question import Question
 from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
@@ -59,10 +60,12 @@ def candidate(
 def confirmation(
     *candidates: Candidate, targets: Targets | None = None, drift: ClockDrift | None = None
 ) -> Confirmation:
+    scenario, _ = make_scenario(ctx=8, gpus=2, model="llama-7b")
     return Confirmation(
+        question=Question.of(scenario),
         model="m",
         profile="p",
-        cluster="c",
+        cluster=scenario.cluster,
         attention="sdpa",
         dtype="fp32",
         num_gpus=2,

@@ -1,0 +1,99 @@
+"""Published prefills of serving engines: rows, fits of known engines, and a gate on the errors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvrsim.engine.engine import Engine, load_engine
+from kvrsim.engine.host import NO_HOST
+from validate.serving.compare import FIGURES, Comparison, compare, page, rows_left_out
+from validate.serving.errors import errors_of
+from validate.serving.fit import ENGINES, fit_engine, left_out_engines, prior_of
+from validate.serving.rows import case_of, read_rows
+
+MOST_WORSE = 0.01  # of an error, against the figures that are recorded; more is a regression
+
+
+@pytest.fixture(scope="module")
+def found() -> Comparison:
+    return compare()
+
+
+def test_rows_are_left_out_by_rule_alone() -> None:
+    rows, compared = read_rows(compared=False), read_rows()
+    assert {row.engine for row in rows} == set(ENGINES)
+    assert {row.left_out for row in rows} == {"", "did_not_run", "tp_over_2048_tokens", "batch_over_prompt"}
+    assert len(compared) == sum(not row.left_out for row in rows)
+    rule = [row for row in rows if row.engine == "vllm-2023" and row.num_gpus >= 4 and row.tokens > 2048]
+    assert all(row.left_out == "tp_over_2048_tokens" for row in rule)
+
+
+@pytest.mark.parametrize("name", FIGURES and json.loads(FIGURES.read_text()))
+def test_errors_have_not_grown(name: str, found: Comparison) -> None:
+    recorded, now = json.loads(FIGURES.read_text())[name], found.figures()[name]
+    assert now["n"] == recorded["n"]
+    assert now["median_ape"] <= recorded["median_ape"] + MOST_WORSE
+    assert now["mape"] <= recorded["mape"] + MOST_WORSE
+
+
+def test_intervals_claim_what_they_hold(found: Comparison) -> None:
+    for part in ("own terms, 512 tokens and more", "engine left out, 512 tokens and more"):
+        assert 0.7 <= found.figures()[part]["coverage"] <= 0.9, part
+
+
+def test_the_page_has_every_row(found: Comparison) -> None:
+    text = page(found, rows_left_out())
+    for row in read_rows():
+        assert f"| {row.engine} | {row.case} |" in text
+
+
+def engine_of(**terms: float) -> Engine:
+    scale = terms.pop("kernel_scale")
+    return replace(
+        load_engine("tensorrt-llm-0.5"),
+        host=replace(NO_HOST, **terms),
+        kernel_scale={"a100-80gb": scale},
+        decode_step=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [
+        {"step_s": 4e-3, "layer_s": 2e-5, "kernel_scale": 1.12},
+        {"step_s": 1e-3, "layer_s": 6e-4, "kernel_scale": 0.97},
+    ],
+)
+def test_a_known_engine_is_found_again(truth: dict[str, Any]) -> None:
+    """Prefills that an engine of known terms predicts lead back to them, as far as they can tell them apart."""
+    rows = [row for row in read_rows() if row.engine == "tensorrt-llm-0.5"]
+    made = engine_of(**truth)
+    predicted = [case_of(row, made).ttft_s() for row in rows]
+    again = fit_engine(
+        "tensorrt-llm-0.5", [replace(row, ttft_s=seconds) for row, seconds in zip(rows, predicted, strict=True)]
+    )
+    assert again.engine.kernel_scale["a100-80gb"] == pytest.approx(truth["kernel_scale"], rel=0.02)
+    assert np.allclose(again.solution.after_s, predicted, rtol=0.02)
+
+
+def test_an_engine_left_out_does_not_tell_of_itself() -> None:
+    engines = {name: load_engine(name) for name in ENGINES}
+    odd = replace(engines["vllm-2023"], kernel_scale={"h100": 9.0}, host=replace(NO_HOST, layer_s=1.0, step_s=1.0))
+    changed = engines | {"vllm-2023": odd}
+    assert left_out_engines(changed)["vllm-2023"] == left_out_engines(engines)["vllm-2023"]
+    assert left_out_engines(changed)["lmdeploy-0.1"] != left_out_engines(engines)["lmdeploy-0.1"]
+
+
+def test_a_wider_prior_has_wider_intervals() -> None:
+    engines = [load_engine(name) for name in ENGINES]
+    rows = [row for row in read_rows() if row.engine == "tensorrt-llm-0.5"]
+    prior = prior_of(engines)
+    known = replace(prior, spread=dict.fromkeys(prior.spread, 0.01))
+    for wide, narrow in zip(errors_of(rows, prior), errors_of(rows, known), strict=True):
+        assert wide.low_s <= wide.predicted_s <= wide.high_s
+        assert wide.high_s / wide.low_s > narrow.high_s / narrow.low_s

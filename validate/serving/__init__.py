@@ -1,0 +1,1 @@
+"""Prefills measured on serving engines: the engines' terms fitted to them, and predictions beside them."""

@@ -1,0 +1,103 @@
+"""The published prefills of serving engines, each with the scenario by which it is predicted."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from calibrate.prefills.cases import PrefillCase
+from calibrate.prefills.rows import PrefillRow
+from kvrsim.compile import for_strategy
+from kvrsim.engine.engine import Engine
+from kvrsim.profile.profile import CalibrationProfile, load_profile
+from kvrsim.setup import make_scenario
+from kvrsim.strategies import get_strategy
+from planner.partitions import partition_of
+
+PATH = Path(__file__).parents[1] / "data" / "serving_prefills.csv"
+SHORT_TOKENS = 512  # of a prefill, all its prompts together: below, what the engine adds is most of it
+_PROFILES = {"a100": "a100-flash", "a800": "a100-flash", "h100": "h100-flash", "h800": "h100-flash"}
+_OPERATORS = ("ring-flash-attention",)  # attention alone, not whole prefills: see validate/kernels/rings.py
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServingRow:
+    """One published prefill."""
+
+    engine: str  # name of the engine's record
+    model: str
+    cluster: str
+    num_gpus: int
+    strategy: str
+    context_len: int  # tokens of each prompt
+    batch: int  # prompts
+    dtype: str
+    ttft_s: float
+    left_out: str  # the rule by which it is not compared; empty: it is
+    source: str
+
+    @property
+    def tokens(self) -> int:
+        """Of all prompts together."""
+        return self.context_len * self.batch
+
+    @property
+    def case(self) -> str:
+        """The row in words."""
+        gpus = f"{self.num_gpus} GPU{'s' * (self.num_gpus > 1)} of {self.cluster}"
+        batch = f" x {self.batch}" if self.batch > 1 else ""
+        return f"{self.model} {self.context_len}{batch} {self.strategy} on {gpus}"
+
+    @property
+    def profile(self) -> CalibrationProfile:
+        """Of the row's GPU."""
+        return _profile(_PROFILES[self.cluster.partition("-")[0]])
+
+
+def read_rows(*, compared: bool = True) -> tuple[ServingRow, ...]:
+    """All rows of whole prefills, or those that no rule leaves out."""
+    with PATH.open(encoding="utf-8", newline="") as file:
+        lines = csv.DictReader(line for line in file if not line.startswith("#"))
+        rows = [
+            ServingRow(
+                engine=fields["engine_name"],
+                model=fields["model"],
+                cluster=fields["cluster"],
+                num_gpus=int(fields["num_gpus"]),
+                strategy=fields["strategy"],
+                context_len=int(fields["context_len"]),
+                batch=int(fields["batch"]),
+                dtype=fields["dtype"],
+                ttft_s=float(fields["seconds"]),
+                left_out=fields["left_out"],
+                source=fields["source"],
+            )
+            for fields in lines
+            if fields["engine_name"] not in _OPERATORS
+        ]
+    return tuple(row for row in rows if not (compared and row.left_out))
+
+
+def case_of(row: ServingRow, engine: Engine) -> PrefillCase:
+    """The row with its scenario under an engine."""
+    scenario, _ = make_scenario(
+        ctx=row.context_len,
+        gpus=row.num_gpus,
+        model=row.model,
+        profile=row.profile,
+        cluster=row.cluster,
+        batch=row.batch,
+        dtype=row.dtype,
+        engine=engine,
+    )
+    strategy = get_strategy(row.strategy)
+    placed = for_strategy(scenario, strategy)
+    asked = PrefillRow(ttft_s=row.ttft_s, where=str(PATH), model=row.model, strategy=row.strategy)
+    return PrefillCase(row=asked, scenario=placed, strategy=strategy, partition=partition_of(placed, strategy))
+
+
+@cache
+def _profile(name: str) -> CalibrationProfile:
+    return load_profile(name)
