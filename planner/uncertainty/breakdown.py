@@ -13,13 +13,13 @@ from kvrsim.cost.kernels import CostModel, RooflineCost
 from kvrsim.cost.sensitivity import Part, WeightedCost, listing
 from kvrsim.partition import Partition
 from kvrsim.profile.profile import OperationFit
-from kvrsim.program.operations import Array, Program, work_s
+from kvrsim.program.operations import Array, Compute, Program, work_s
 from kvrsim.results.breakdown import Basis, Breakdown, BreakdownRow
 from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 
-_RESUME = Part("resume")
+_RESUME, _ENGINE = Part("resume"), Part("engine")
 _ROUNDING = 1e-9
 _RANK = re.compile(r"rank \d+")
 
@@ -40,8 +40,8 @@ def breakdown(
         chunk = partition.chunk_lens[piece]
         start = scenario.request.cached_prefix + sum(partition.chunk_lens[:piece])
         for part in seconds:
-            if taken := float(seconds[part][rank]):
-                roofline_s = None if part == _RESUME else float(least[part][rank])
+            if (taken := float(seconds[part][rank])) > _ROUNDING * ttft_s:
+                roofline_s = None if part in (_RESUME, _ENGINE) else float(least[part][rank])
                 rows.append(
                     BreakdownRow(
                         rank=rank,
@@ -70,7 +70,8 @@ def _part_seconds(scenario: Scenario, strategy: Strategy, partition: Partition, 
     program = build_program(scenario, strategy, wide, weighted)
     totals = np.array([_device_s(program, rank, weights.shape[1]) for rank in range(program.num_ranks)])
     found = {part: totals[:, index] - totals[:, -1] for index, part in enumerate(names)}
-    return found | {_RESUME: totals[:, -1]}
+    engine_s = np.array([_engine_s(program, rank) for rank in range(program.num_ranks)])
+    return found | {_RESUME: totals[:, -1] - engine_s, _ENGINE: engine_s}
 
 
 def _device_s(program: Program, rank: int, width: int) -> Array:
@@ -78,6 +79,12 @@ def _device_s(program: Program, rank: int, width: int) -> Array:
     for _, op in program.ops(rank):
         total = total + work_s(op)
     return total
+
+
+def _engine_s(program: Program, rank: int) -> float:
+    """What the device waits for before the layers: requests and steps."""
+    ops = (op for _, op in program.ops(rank) if isinstance(op, Compute) and op.kind == "request")
+    return sum(float(op.device_s[0]) for op in ops)
 
 
 def _roofline(scenario: Scenario) -> CostModel:
@@ -104,7 +111,9 @@ def _name(scenario: Scenario, part: Part) -> str:
         shape = f"{part.product.in_features}→{part.product.out_features}"
         return f"{part.product.num_matrices} × {shape}" if part.product.num_matrices > 1 else shape
     steps = "norms, rotary, copies"
-    return {"attention": scenario.kernel, "elementwise": steps}.get(part.kind, "after messages")
+    return {"attention": scenario.kernel, "elementwise": steps}.get(
+        part.kind, "after messages" if part == _RESUME else "request, step"
+    )
 
 
 def _waits(timeline: Timeline, rank: int, ttft_s: float, idle_s: float) -> list[BreakdownRow]:

@@ -135,3 +135,11 @@ def test_executors_agree_under_an_engine(strategy: str) -> None:
     about = ALONE | {"gpus": 4, "strategy": strategy, "profile": "a100-flash", "engine": engine}
     both = [kvrsim.simulate(**about, executor=executor).ttft_s for executor in ("batch", "event")]
     assert np.ptp(both) <= 1e-9 * both[0]
+
+
+def test_a_breakdown_names_what_the_engine_adds() -> None:
+    engine = with_host(request_s=0.25, step_s=0.125)
+    rows = kvrsim.simulate(**ALONE, profile="a100-flash", engine=engine, breakdown=True).breakdown.rows
+    assert {row.kind: row.seconds for row in rows if row.kind in ("engine", "resume")} == {
+        "engine": pytest.approx(0.375)
+    }
