@@ -17,6 +17,7 @@ from kvrsim.io.schema import Keys, NonNegative, RelativeError, Whole, fields_to_
 PRIOR_ENGINE = "serving"  # what the engines that were measured have in common
 NO_ENGINE = "none"  # the kernels, and the host that the profile itself has
 OTHER_GPU = "other"  # key of kernel_scale for a GPU that has none of its own
+SHORT_TOKENS = 512  # of all prompts of a batch; below, most of the time may be what the engine adds
 _BUILTIN_FOLDER = Path(__file__).parents[1] / "data" / "engines"
 
 # Quantities of an engine that have a spread, in the order in which they are shown.
@@ -38,6 +39,7 @@ class EngineFit:
     shorter_log: NonNegative | None = None  # log(predicted / measured) that a tenth of them exceeds; None: log_sd alone
     longer_log: NonNegative | None = None  # log(measured / predicted), likewise
     coverage: RelativeError  # share of the rows left out that their 80 % intervals hold
+    short_coverage: RelativeError | None = None  # below SHORT_TOKENS; `coverage` is then of the others; None: all in one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

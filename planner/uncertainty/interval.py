@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvrsim.engine.engine import SHORT_TOKENS
 from kvrsim.partition import Partition
 from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT
 from kvrsim.scenario import Scenario
@@ -44,10 +45,14 @@ def interval(scenario: Scenario, strategy: Strategy, partition: Partition, ttft_
 
 def measured_coverage(scenario: Scenario) -> float | None:
     """Share of held-out TTFTs that such intervals held; None where nobody checked it."""
-    residual, engine = compared_whole(scenario), scenario.engine
+    residual, request = compared_whole(scenario), scenario.request
     if residual is not None:
         return residual.coverage
-    return None if engine is None or engine.fit is None else engine.fit.coverage
+    fit = None if scenario.engine is None else scenario.engine.fit
+    if fit is None:
+        return None
+    is_short = request.batch * request.new_tokens < SHORT_TOKENS
+    return fit.short_coverage if is_short and fit.short_coverage is not None else fit.coverage
 
 
 def interval_of(found: Moves, ttft_s: float) -> Interval:

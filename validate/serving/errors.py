@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvrsim.engine.engine import Engine
+from kvrsim.engine.engine import SHORT_TOKENS, Engine
 from planner.uncertainty.interval import interval
-from validate.serving.rows import SHORT_TOKENS, ServingRow, case_of
+from validate.serving.rows import ServingRow, case_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

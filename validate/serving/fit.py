@@ -184,9 +184,10 @@ def serving_of(engines: Mapping[str, Engine], rows: Mapping[str, Sequence[Servin
     )
     wide = {name: replace(prior, fit=fit) for name, prior in priors.items()}  # widths of all, terms of the others
     found = [error for name, mine in rows.items() for error in errors_of(mine, wide[name])]
-    return replace(
-        engine, fit=replace(fit, coverage=_rounded(np.mean([error.inside for error in found if not error.is_short])))
+    coverage, short = (
+        _rounded(np.mean([error.inside for error in found if error.is_short is is_short])) for is_short in (False, True)
     )
+    return replace(engine, fit=replace(fit, coverage=coverage, short_coverage=short))
 
 
 def main() -> None:

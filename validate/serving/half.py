@@ -18,12 +18,12 @@ import numpy as np
 from calibrate.prefills.cases import make_cases
 from calibrate.prefills.fit import fit_prefills
 from calibrate.prefills.rows import PrefillRow
-from kvrsim.engine.engine import Engine, load_engine
+from kvrsim.engine.engine import SHORT_TOKENS, Engine, load_engine
 from kvrsim.io.files import write_atomically
 from planner.partitions import partition_of
 from planner.uncertainty.interval import interval
 from validate.serving.fit import ENGINES, left_out_engines
-from validate.serving.rows import SHORT_TOKENS, ServingRow, read_rows
+from validate.serving.rows import ServingRow, read_rows
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "own-engine.md"
 MOST_MEDIAN_APE = 0.05  # of all rows, each predicted by the fit to the half that it is not in

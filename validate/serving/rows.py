@@ -17,7 +17,6 @@ from kvrsim.strategies import get_strategy
 from planner.partitions import partition_of
 
 PATH = Path(__file__).parents[1] / "data" / "serving_prefills.csv"
-SHORT_TOKENS = 512  # of a prefill, all its prompts together: below, what the engine adds is most of it
 _PROFILES = {"a100": "a100-flash", "a800": "a100-flash", "h100": "h100-flash", "h800": "h100-flash"}
 _OPERATORS = ("ring-flash-attention",)  # attention alone, not whole prefills: see validate/kernels/rings.py
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from kvrsim.cli.render.layout import columns, show
-from kvrsim.engine.engine import TERMS, Engine
+from kvrsim.engine.engine import SHORT_TOKENS, TERMS, Engine
 from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT
 from kvrsim.units import format_seconds
 
@@ -87,8 +87,9 @@ def _left_out_error(engine: Engine) -> str:
 def _errors(engine: Engine) -> str:
     fit = engine.fit
     assert fit is not None
+    short = "" if fit.short_coverage is None else f", {fit.short_coverage:.0%} below {SHORT_TOKENS} tokens"
     return (
         f"median {fit.median_ape:.1%}, mean {fit.mape:.1%} on {fit.num_rows} prefills; each {fit.left_out} left out:"
         f" median {fit.left_out_median_ape:.1%}, mean {fit.left_out_mape:.1%}; {fit.coverage:.0%} inside their 80 %"
-        f" intervals; {fit.source}"
+        f" intervals{short}; {fit.source}"
     )

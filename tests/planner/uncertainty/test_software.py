@@ -126,6 +126,18 @@ def test_an_engine_that_nobody_measured_may_run_other_kernels_than_the_table_has
     assert 0.9 * 1.2816 * 0.2 < of_prior.moves["kernels"].high <= 1.2816 * 0.2
 
 
+def test_whole_prefills_of_engines_left_out_may_be_off_to_one_side() -> None:
+    """What is then left of single kernels counts between strategies alone."""
+    fit = replace(COMPARED, left_out="engine", shorter_log=0.05, longer_log=0.3, coverage=0.75, short_coverage=0.5)
+    prior = replace(NOTHING, spread={"kernel_scale": 0.1}, fit=fit)
+    seconds, sure = around(prior)
+    assert set(sure.moves) == {"model"}
+    assert sure.low_s == pytest.approx(seconds * math.exp(-0.05))
+    assert sure.high_s == pytest.approx(seconds * math.exp(0.3))
+    covered = {ctx: measured_coverage(with_engine(prior, ctx=ctx)[0]) for ctx in (511, 512)}
+    assert covered == {511: 0.5, 512: 0.75}
+
+
 def test_kernels_that_are_off_as_a_whole_make_no_ties() -> None:
     unsure, sure = (replace(NOTHING, spread={"kernel_scale": spread}) for spread in (0.3, 0.001))
     for engine in (unsure, sure):
