@@ -39,7 +39,7 @@ class EngineFit:
     shorter_log: NonNegative | None = None  # log(predicted / measured) that a tenth of them exceeds; None: log_sd alone
     longer_log: NonNegative | None = None  # log(measured / predicted), likewise
     coverage: RelativeError  # share of the rows left out that their 80 % intervals hold
-    short_coverage: RelativeError | None = None  # below SHORT_TOKENS; `coverage` is then of the others; None: all in one
+    short_coverage: RelativeError | None = None  # below SHORT_TOKENS, and `coverage` above; None: all in one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
