@@ -48,6 +48,7 @@ class PrefillCases:
 
     cases: tuple[PrefillCase, ...]
     notes: tuple[str, ...]
+    cluster: Cluster | None  # that all cases are on; None: the profile's own, or a default
 
     @property
     def measured_s(self) -> list[float]:
@@ -70,8 +71,13 @@ def make_cases(
     simulated. A row of a GPU that kvrsim does not know is taken to be of the profile's, with a note.
     """
     given = {key: value for key, value in (setting or {}).items() if value is not None}
-    if "cluster" not in given and profile.cluster is None:
-        given["cluster"] = _cluster_of(profile)
+    cluster = given.pop("cluster", None)
+    if cluster is None:
+        cluster = _cluster_of(profile) if profile.cluster is None else None
+    elif not isinstance(cluster, Cluster):
+        cluster = load_cluster(str(cluster))
+    if cluster is not None:
+        given["cluster"] = cluster
     cases, notes = [], dict[str, str]()
     for number, row in enumerate(rows, start=1):
         if on_progress is not None:
@@ -82,7 +88,7 @@ def make_cases(
         for note in about:
             notes.setdefault(getattr(note, "code", re.sub(r"[0-9]+", "", note)), note)  # rows differ in figures alone
         cases.append(_case(row, scenario, cut))
-    return PrefillCases(cases=tuple(cases), notes=tuple(notes.values()))
+    return PrefillCases(cases=tuple(cases), notes=tuple(notes.values()), cluster=cluster)
 
 
 def _case(row: PrefillRow, scenario: Scenario, cut: Cut) -> PrefillCase:

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 
 from calibrate.prefills.cases import PrefillCase
+from calibrate.prefills.check import IntervalOf
 from calibrate.prefills.solve import Array, Prior, Solution, solve
 from calibrate.prefills.terms import MODEL, SUSTAINED_SHARE, EngineTerms, with_clock
 from kvrsim.engine.engine import TERMS, Engine, EngineFit
+from kvrsim.hardware.cluster import Cluster
 from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile
 from kvrsim.version import __version__
 
@@ -99,6 +101,13 @@ class PrefillFit:
         """Each row predicted with terms that were fitted without it."""
         return Errors.of(self.solution.left_out_s, self.measured_s)
 
+    def applied(self, case: PrefillCase) -> PrefillCase:
+        """The case with the fitted engine and clock."""
+        profile = case.scenario.profile
+        assert profile is not None, "a roofline has no engine"
+        fitted = replace(profile, kernels=self.profile.kernels)
+        return replace(case, scenario=replace(case.scenario, engine=self.engine, profile=fitted))
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         assert self.engine.fit is not None, "fit_prefills sets it"
@@ -115,6 +124,7 @@ class PrefillFit:
             "after": self.after.to_dict(),
             "left_out": self.left_out.to_dict(),
             "left_out_log_sd": self.engine.fit.log_sd,
+            "left_out_coverage": self.engine.fit.coverage,
             "rows": [dict(zip(names, (case, *map(float, seconds)), strict=True)) for case, *seconds in rows],
         }
 
@@ -126,12 +136,16 @@ def fit_prefills(
     *,
     name: str,
     source: str,
+    cluster: Cluster | None = None,
+    interval_of: IntervalOf | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> PrefillFit:
     """Fit an engine's terms to the cases, and make a profile of that name with the fitted engine.
 
     prior: the engine whose values and spreads are the terms' priors; None: PRIOR_ENGINE.
     source: of the rows, in a few words. Rows that repeat a case are left out together.
+    cluster: of the rows, for the profile if it names none.
+    interval_of: for the share of rows left out that their prediction intervals hold; None: by their spread alone.
     """
     measured_s = np.array([case.row.ttft_s for case in cases])
     sizes = [case.scenario.request.new_tokens for case in cases]
@@ -149,8 +163,11 @@ def fit_prefills(
     )
     values = {term.prior.name: term.value for term in fitted}
     engine = _engine(terms, fitted, found, measured_s, labels, name=name, source=source)
-    return PrefillFit(
-        profile=replace(with_clock(profile, values), name=name, engine=engine, residual=None),
+    whole = replace(
+        with_clock(profile, values), name=name, engine=engine, residual=None, cluster=profile.cluster or cluster
+    )
+    fit = PrefillFit(
+        profile=whole,
         engine=engine,
         terms=fitted,
         cases=labels,
@@ -158,6 +175,19 @@ def fit_prefills(
         before_s=np.array([case.ttft_s() for case in cases]),
         solution=found,
     )
+    return fit if interval_of is None else _with_coverage(fit, cases, interval_of)
+
+
+def _with_coverage(fit: PrefillFit, cases: Sequence[PrefillCase], interval_of: IntervalOf) -> PrefillFit:
+    """With the share of rows whose interval, around the prediction without the row, holds the measurement."""
+    assert fit.engine.fit is not None, "fit_prefills sets it"
+    inside = []
+    for case, then_s in zip(map(fit.applied, cases), fit.solution.left_out_s, strict=True):
+        ttft_s = case.ttft_s()
+        span = interval_of(case.scenario, case.strategy, case.partition, ttft_s)
+        inside.append(span.low_s <= case.row.ttft_s * ttft_s / then_s <= span.high_s)
+    engine = replace(fit.engine, fit=replace(fit.engine.fit, coverage=float(np.mean(inside))))
+    return replace(fit, engine=engine, profile=replace(fit.profile, engine=engine))
 
 
 def _engine(

@@ -86,18 +86,18 @@ def run(rows: Sequence[ServingRow], prior: Engine) -> tuple[HalvedRow, ...]:
     cases = make_cases([_asked(row) for row in rows], profile, partition_of, setting).cases
     half_of = halves(rows)
     found = []
-    engines = [
+    fits = [
         fit_prefills(
             [case for case, own in zip(cases, half_of, strict=True) if own == half],
             profile,
             prior,
             name="half",
             source="serving_prefills.csv",
-        ).engine
+        )
         for half in (0, 1)
     ]
     for row, case, own in zip(rows, cases, half_of, strict=True):
-        other = replace(case, scenario=replace(case.scenario, engine=engines[1 - own]))
+        other = fits[1 - own].applied(case)
         seconds = other.ttft_s()
         sure = interval(other.scenario, other.strategy, other.partition, seconds)
         found.append(

@@ -55,6 +55,10 @@ def show_fit(fit: PrefillFit, output: str) -> None:
     if not all(term.identified for term in fit.terms):
         names = ", ".join(term.prior.name for term in fit.terms if not term.identified)
         notes.add_row("not identified:", f"{names}; the rows say little, or only of a sum, and the prior decides")
+    if fit.engine.fit is not None:
+        notes.add_row(
+            "inside the interval:", f"{fit.engine.fit.coverage:.0%} of the rows left out (80 % are meant to be)"
+        )
     if len(set(fit.cases)) < _FEW:
         notes.add_row("few rows:", "measure other lengths and numbers of GPUs, too")
     notes.add_row("written:", f"{output}, profile {fit.profile.name} of {fit.profile.gpu}, with the engine in it")

@@ -17,10 +17,14 @@ from kvrsim.engine.engine import Engine
 from kvrsim.engine.host import HostRates
 from kvrsim.errors import InputError
 from kvrsim.io.json_text import JsonObject
+from kvrsim.partition import Partition
 from kvrsim.profile.profile import CalibrationProfile, load_profile
 from kvrsim.profile.rates.clock import Clock
+from kvrsim.scenario import Scenario
+from kvrsim.setup import make_scenario
+from kvrsim.strategies import Strategy
 from planner.partitions import partition_of
-from planner.uncertainty.interval import interval
+from planner.uncertainty.interval import Interval, interval
 
 PROFILE = load_profile("h100-flash")
 PRIOR = Engine(
@@ -189,6 +193,32 @@ def test_a_row_that_cannot_be_simulated_names_its_line() -> None:
 
 def test_the_cluster_is_that_of_the_profile() -> None:
     assert cases_of([row(1024)])[0].scenario.cluster.gpu.name == PROFILE.gpu
+
+
+def test_the_profile_names_the_cluster_of_the_rows(fit: PrefillFit) -> None:
+    """So that a plan with it is for that cluster."""
+    assert fit.profile.cluster is None
+    found = make_cases([row(1024)], PROFILE, partition_of, {"engine": PRIOR})
+    assert found.cluster is not None
+    assert (found.cluster.name, found.cluster.num_gpus) == ("h100-nvlink", 8)
+    with_cluster = fit_prefills(found.cases, PROFILE, PRIOR, name="mine", source="rows", cluster=found.cluster)
+    assert make_scenario(ctx=1024, profile=with_cluster.profile)[0].cluster.gpu.name == PROFILE.gpu
+
+
+def test_coverage_is_that_of_intervals_around_predictions_without_the_row() -> None:
+    cases = measured(TRUTH, (1024, 4096))
+
+    def wide(scenario: Scenario, strategy: Strategy, partition: Partition, ttft_s: float) -> Interval:
+        return Interval(low_s=ttft_s / 10, high_s=ttft_s * 10, moves={})
+
+    def narrow(scenario: Scenario, strategy: Strategy, partition: Partition, ttft_s: float) -> Interval:
+        return Interval(low_s=ttft_s, high_s=ttft_s, moves={})
+
+    for interval_of, coverage in ((wide, 1.0), (narrow, 0.0)):
+        found = fit_prefills(cases, PROFILE, PRIOR, name="mine", source="rows", interval_of=interval_of)
+        assert found.engine.fit is not None
+        assert found.engine.fit.coverage == coverage
+        assert found.profile.engine == found.engine
 
 
 def test_notes_that_differ_in_figures_alone_come_once() -> None:

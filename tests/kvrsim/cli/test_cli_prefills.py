@@ -54,6 +54,7 @@ def test_a_fitted_profile_plans_and_checks(folder: Path, capsys: pytest.CaptureF
     assert cli.main(check) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["median_ape"] < 0.05
+    assert written["cluster"]["name"] == "h100-nvlink"
     plan = ["plan", "--profile", "mine.json", "--model", "llama-2-7b", "--gpus", "1", "--ctx", "1k", "--json"]
     assert cli.main(plan) == 0
     assert json.loads(capsys.readouterr().out)["best"]["ttft_s"] == pytest.approx(0.047, rel=0.1)

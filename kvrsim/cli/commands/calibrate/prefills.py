@@ -163,9 +163,18 @@ def _fitted(
     json: bool,
 ) -> dict[str, Any]:
     from calibrate.prefills.fit import fit_prefills, source_of
+    from planner.uncertainty.interval import interval
 
-    prior = cases.cases[0].scenario.engine
-    fit = fit_prefills(cases.cases, profile, prior, name=name, source=source_of(files), on_progress=progress)
+    fit = fit_prefills(
+        cases.cases,
+        profile,
+        cases.cases[0].scenario.engine,
+        name=name,
+        source=source_of(files),
+        cluster=cases.cluster,
+        interval_of=interval,
+        on_progress=progress,
+    )
     fit.profile.write(output)
     if not json:
         from kvrsim.cli.render.prefills import show_fit
