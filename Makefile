@@ -55,7 +55,7 @@ bench: $(VENV)/.core ## run each benchmark in benchmarks/
 	done
 
 accuracy: $(VENV)/.core ## simulate the published cases and rewrite the accuracy page
-	$(BIN)/python -m validate.published.compare
+	$(BIN)/python -m validate.accuracy
 
 figures: $(VENV)/.core ## draw the paper's figures from the simulator and rewrite their page
 	$(BIN)/python -m validate.figures

@@ -93,9 +93,9 @@ def rests_on(scenario: Scenario) -> str:
     parts = [f"{profile.name}: {profile.description}"]
     if compared_whole(scenario) is not None and profile.residual is not None:
         parts.append(
-            f"Off by {profile.residual.cross_validated_mape:.1%} on average on models left out of the fit, by"
-            f" {profile.residual.other_family_mape:.1%} on other families, 80 % of them by less than"
-            f" {profile.residual.p80_ape:.1%}."
+            f"Off by {profile.residual.cross_validated_mape:.1%} on average on models left out of the fit, 80 % of"
+            f" their errors below {profile.residual.p80_ape:.1%}; by {profile.residual.other_family_mape:.1%} on"
+            " average on other families."
         )
     elif scenario.engine is not None:
         parts.append(_of_engine(scenario.engine))

@@ -236,6 +236,7 @@ def _attention(name: str, rates: AttentionRates) -> str:
     values = {key: getattr(rates, key) for key in rates.__slots__}
     sizes = values.pop("measured", None)
     values.pop("repeats_heads", None)
+    values |= {f"score_bytes of {family}": value for family, value in values.pop("score_bytes", {}).items()}
     text = f"Kernel {in_markdown(name)}: " + ", ".join(f"{key} {_short(value)}" for key, value in values.items())
     return f"{text}, {len(sizes.sizes)} sizes with factors of their own." if sizes else f"{text}."
 

@@ -11,10 +11,12 @@ from typing import Protocol
 
 import numpy as np
 
+from kvrsim.cost.traffic import eager_score_bytes
 from kvrsim.errors import InputError
 from kvrsim.hardware.gpu import GpuSpec
+from kvrsim.model.spec import ModelSpec
 from kvrsim.profile.profile import CacheCopies, KernelRates
-from kvrsim.profile.rates.attention import AttentionCall
+from kvrsim.profile.rates.attention import AttentionCall, EagerRates
 from kvrsim.profile.rates.elementwise import Traffic
 from kvrsim.profile.rates.gemm import GEMM_TYPES, Product, RowCost, of_each, summed
 from kvrsim.program.operations import Array
@@ -45,11 +47,18 @@ class CostModel(Protocol):
     def head_on_all_tokens(self) -> bool:
         """Whether logits are computed for every token of the last chunk."""
 
+    @property
+    def repeats_rotary(self) -> bool:
+        """Whether Falcon's eager code repeats cos and sin for every head."""
+
     def row_cost(self, products: tuple[Product, ...], steps: tuple[Traffic, ...]) -> Callable[[Array], Array]:
         """Seconds of matrix products and element-wise kernels as a function of tokens, prepared once."""
 
     def head_s(self, tokens: Array, product: Product) -> Array:
         """Logits of `tokens` tokens, no faster than the weights can be read."""
+
+    def score_bytes(self, model: ModelSpec) -> float:
+        """Bytes that eager attention moves per element of the score matrix, for elements of two bytes."""
 
     def attention_s(self, call: AttentionCall) -> Array:
         """QK^T, softmax and PV of all heads."""
@@ -98,6 +107,11 @@ class CalibratedCost:
         """As the profile says."""
         return self.rates.head_on_all_tokens
 
+    @property
+    def repeats_rotary(self) -> bool:
+        """As the profile says."""
+        return self.rates.repeats_rotary
+
     def row_cost(self, products: tuple[Product, ...], steps: tuple[Traffic, ...]) -> RowCost:
         """By tiles and waves or as measured, and bytes; each product at its type's rates."""
         gemm = self._products(products)
@@ -127,6 +141,12 @@ class CalibratedCost:
             alike = tuple(product for product in products if self.rates.priced_as(product.compute) == compute)
             costs.append(rates.row_cost(alike, width))
         return costs[0] if len(costs) == 1 else summed(costs)
+
+    def score_bytes(self, model: ModelSpec) -> float:
+        """As fitted to the model's type, or else as counted."""
+        rates = self.rates.attention[self.kernel]
+        fitted = rates.score_bytes.get(model.model_type) if isinstance(rates, EagerRates) else None
+        return eager_score_bytes(model) if fitted is None else fitted
 
     def attention_s(self, call: AttentionCall) -> Array:
         """By the profile's rates of this kernel."""
@@ -160,6 +180,7 @@ class NoTime:
     whole_attention: bool = False
     copies: CacheCopies = NO_COPIES
     head_on_all_tokens: bool = False
+    repeats_rotary: bool = False
 
     def row_cost(self, products: tuple[Product, ...], steps: tuple[Traffic, ...]) -> Callable[[Array], Array]:
         """Nothing."""
@@ -168,6 +189,10 @@ class NoTime:
     def head_s(self, tokens: Array, product: Product) -> Array:
         """Nothing."""
         return np.zeros_like(tokens)
+
+    def score_bytes(self, model: ModelSpec) -> float:
+        """As counted."""
+        return eager_score_bytes(model)
 
     def attention_s(self, call: AttentionCall) -> Array:
         """Nothing."""
@@ -197,6 +222,7 @@ class RooflineCost:
     whole_attention: bool = False
     copies: CacheCopies = NO_COPIES
     head_on_all_tokens: bool = False
+    repeats_rotary: bool = False
 
     @classmethod
     def of(cls, gpu: GpuSpec, *, kernel: str, batch: int, dtype: str, element_bytes: int) -> RooflineCost:
@@ -230,6 +256,10 @@ class RooflineCost:
         flops_per_s = self.low_flops if width.quantised else self.peak_flops
         flops_s = tokens * (self.batch * product.flops_per_row / flops_per_s)
         return np.maximum(flops_s, weights * width.weight / self.gpu.hbm_bytes_per_s)
+
+    def score_bytes(self, model: ModelSpec) -> float:
+        """As counted."""
+        return eager_score_bytes(model)
 
     def attention_s(self, call: AttentionCall) -> Array:
         """FLOPs of the unmasked part; eager: the longer of all FLOPs and the score matrix's traffic."""

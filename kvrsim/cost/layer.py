@@ -16,7 +16,6 @@ from kvrsim.cost.traffic import (
     after_attention,
     attention_kernels,
     before_attention,
-    eager_score_bytes,
 )
 from kvrsim.engine.host import HostRates
 from kvrsim.model.spec import Gemm, LayerSpec, ModelSpec
@@ -62,8 +61,8 @@ class LayerCosts:
 
     # -- before attention
     def qkv_s(self, chunk: Array) -> Array:
-        """Input norm, projections, rotary embedding."""
-        return self._before(chunk)
+        """Input norm, projections, rotary embedding; the device idles after a wait of the host's."""
+        return self._before(chunk) + self.host.resume_s * self._repeats_rotary
 
     def append_s(self, chunk: Array, prefix: Array) -> Array:
         """Copies that put the K, V of prefix and chunk into one cache: one more where there is a prefix."""
@@ -131,7 +130,7 @@ class LayerCosts:
             num_attention_heads=model.num_attention_heads,
             num_key_value_heads=model.num_key_value_heads,
             head_dim=model.head_dim,
-            score_bytes=eager_score_bytes(model),
+            score_bytes=self.cost.score_bytes(model),
             own=own,
         )
 
@@ -143,6 +142,11 @@ class LayerCosts:
             nbytes = 2.0 * heads * model.head_dim * 2  # K and V: read few heads, write all; two bytes an element
             seconds = seconds + self.cost.traffic_s(call.keys, (Traffic("copy", nbytes, 2),))
         return seconds
+
+    @property
+    def _repeats_rotary(self) -> bool:
+        """Whether cos and sin are repeated for every head, for which the host waits for the device."""
+        return self.cost.repeats_rotary and self.model.model_type == "falcon" and self.model.rotary
 
     @property
     def _repeats(self) -> bool:
@@ -166,7 +170,8 @@ class LayerCosts:
         return self._after(chunk)
 
     def _before_attention(self) -> tuple[tuple[Product, ...], tuple[Traffic, ...]]:
-        steps = before_attention(self.model, fused=self.cost.fused)
+        fused = self.cost.fused
+        steps = before_attention(self.model, fused=fused, repeats_rotary=self._repeats_rotary)
         return self._products(self.layer.qkv), steps
 
     def _after_attention(self) -> tuple[tuple[Product, ...], tuple[Traffic, ...]]:

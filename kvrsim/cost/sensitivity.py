@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvrsim.cost.kernels import CostModel
+from kvrsim.model.spec import ModelSpec
 from kvrsim.profile.profile import CacheCopies
 from kvrsim.profile.rates.attention import AttentionCall
 from kvrsim.profile.rates.elementwise import Traffic
@@ -61,6 +62,15 @@ class WeightedCost:
     def head_on_all_tokens(self) -> bool:
         """As in the cost model."""
         return self.cost.head_on_all_tokens
+
+    @property
+    def repeats_rotary(self) -> bool:
+        """As in the cost model."""
+        return self.cost.repeats_rotary
+
+    def score_bytes(self, model: ModelSpec) -> float:
+        """As in the cost model."""
+        return self.cost.score_bytes(model)
 
     def row_cost(self, products: tuple[Product, ...], steps: tuple[Traffic, ...]) -> Callable[[Array], Array]:
         """Products and element-wise kernels, each with its weight."""

@@ -13,6 +13,10 @@ residual     r4w2                                                               
 gated MLP    silu r2w2, times up r4w2                                                              = 10
 plain MLP    gelu r2w2                                                                             = 4
 
+Falcon's code of late 2023 (transformers 4.34) first repeats cos and sin for every head, by torch.repeat_interleave:
+6 kernels each (fill, copy, sum, its value read back, indices, selection), and cos and sin are written and read at the
+size of the queries, r2w2 each. Reading a value back makes the host wait for the device.
+
 Attention is 7 kernels in Llama's code (QK^T, scaling, mask, max, softmax, to half, PV), 6 in Falcon's (both inputs
 scaled, QK^T, mask, softmax, PV), 8 in Falcon's with ALiBi (QK^T, to fp32, biases, scaling, mask, to half, softmax, PV).
 
@@ -71,11 +75,11 @@ _FUSED = _Steps(
 
 # Bytes that eager attention moves per element of the score matrix in half precision, by Llama's code with its
 # softmax in fp32: QK^T w2, /sqrt(d) r2w2, +mask r2w2, max(finfo.min) r2w2, softmax in fp32 r2w4, back to half r4w2,
-# times V r2. Falcon's own code, counted likewise, would move 16, and 44 with ALiBi; but the published TTFTs of
-# Falcon 7B, which has none, ask for about 26. So Llama's count stands for all, and ALiBi adds its biases, r2w2.
+# times V r2. It stands for all models whose bytes no profile has fitted; ALiBi adds its biases, r2w2.
 _SCORE_BYTES = 28.0
 _ALIBI_BYTES = 4.0
 _LLAMA_KERNELS, _FALCON_KERNELS, _FALCON_ALIBI_KERNELS = 7, 6, 8
+_ROTARY_REPEATS = _Step(nbytes=8, kernels=12)
 
 
 def eager_score_bytes(model: ModelSpec) -> float:
@@ -107,8 +111,11 @@ def _norm(model: ModelSpec, table: _Steps, features: int) -> Traffic:
     return Traffic("norm", step.nbytes * features, step.kernels)
 
 
-def before_attention(model: ModelSpec, *, fused: bool) -> tuple[Traffic, ...]:
-    """Norms of the layer's input, norms of queries and keys, and rotary embedding of one token."""
+def before_attention(model: ModelSpec, *, fused: bool, repeats_rotary: bool = False) -> tuple[Traffic, ...]:
+    """Norms of the layer's input, norms of queries and keys, and rotary embedding of one token.
+
+    repeats_rotary: cos and sin are repeated for every head.
+    """
     table = _FUSED if fused else _EAGER
     queries, keys = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
     steps = [_norm(model, table, model.hidden_size)] * model.norms_before_attention
@@ -116,6 +123,9 @@ def before_attention(model: ModelSpec, *, fused: bool) -> tuple[Traffic, ...]:
         steps += [_norm(model, table, queries), _norm(model, table, keys)]
     if model.rotary:
         steps.append(Traffic("rotary", table.rotary.nbytes * (queries + keys), table.rotary.kernels))
+    if repeats_rotary:
+        repeated = [features for features in (queries, keys) if features > model.head_dim]
+        steps += [Traffic("rotary", _ROTARY_REPEATS.nbytes * each, _ROTARY_REPEATS.kernels) for each in repeated]
     return tuple(steps)
 
 

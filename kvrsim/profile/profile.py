@@ -75,6 +75,7 @@ class KernelRates:
     elementwise: ElementwiseRates
     copies: CacheCopies
     head_on_all_tokens: bool = False  # whether logits are computed for every token of the last chunk
+    repeats_rotary: bool = False  # whether Falcon runs the code of transformers 4.34, see kvrsim/cost/traffic.py
     whole_attention: bool = False  # whether its rates hold the repeating of KV heads and the transposed output, too
     clock: Clock | None = None  # of products and attention, whose rates are those at its burst; None: it stays
     gemm_types: GemmTypes = field(default_factory=dict)  # products of quantised weights, by type; absent: not measured
@@ -140,9 +141,9 @@ class Residual:
     cross_validated_speedup_mape: RelativeError  # of KVR-S's speed-up over TSP
     other_family_mape: RelativeError  # each family's rows (Llama, Falcon) predicted by a fit to the other families
     p80_ape: (
-        RelativeError  # 80th percentile of the absolute error, models and families left out: half-width of the interval
+        RelativeError  # 80th percentile of the absolute error, models left out and counted alike: the interval's half
     )
-    coverage: RelativeError  # share of a model's rows inside an interval made of the other models' errors
+    coverage: RelativeError  # share of a model's rows inside an interval made of the other models' errors, mean
     longer_mape: RelativeError  # contexts above 4k predicted by a fit to those of at most 4k
     more_gpus_mape: RelativeError  # 8 GPUs predicted by a fit to at most 4
     num_rows: int

@@ -22,6 +22,7 @@ from validate.published.reference import DATA, Row, read_rows
 
 FAST = "300GB/s"  # the link of the figures, as the publication names it
 PROFILE = "a100-eager"
+DRAWN = ("llama-7b", "falcon-7b", "llama-7b-gqa8")  # the paper's figures, and grouped KV heads
 _Result = TypeVar("_Result")
 _FILE = DATA / "kv_runahead_icml2024_figures.json"
 
@@ -44,8 +45,8 @@ class Scope:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Models with published TTFTs over NVLink, in the publication's order."""
-        return tuple(dict.fromkeys(row.model for row in self.rows if row.link == FAST))
+        """Models whose TTFTs are drawn: those of DRAWN with published TTFTs over NVLink."""
+        return tuple(model for model in DRAWN if any((row.model, row.link) == (model, FAST) for row in self.rows))
 
     def reported(self, model: str, num_gpus: int, strategy: str) -> tuple[Row, ...]:
         """Published rows over NVLink, by context."""

@@ -235,7 +235,8 @@ def _tables(scope: Scope, predictions: Predictions) -> list[str]:
         *paragraph(
             "*Within*: the reported TTFT lies in the predicted interval. *Used*: the profile was fitted to the row.",
             "The [accuracy page](accuracy.md) discusses the error on the other rows, and",
-            "[slow_links.md](slow_links.md) how rows at 10 GB/s are interpreted (`kvr` as even chunks, on one bus).",
+            "[slow_links.md](slow_links.md) how rows at 10 GB/s (`kvr` as even chunks, on one bus) and at 1 GB/s",
+            "(searched ones) are interpreted.",
         ),
         *appendix(scope.rows, predictions),
     ]

@@ -6,7 +6,8 @@ works through blocks small against the chunk, as on a CPU, or that does not skip
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import numpy as np
@@ -38,6 +39,7 @@ class EagerRates:
     bytes_per_s: float  # at which the score matrix crosses device memory, again and again
     start_s: NonNegative  # of all its kernels together, on the device
     measured: MeasuredSizes | None = None  # by elements of all heads' scores; None: all are as the rates have them
+    score_bytes: Mapping[str, float] = field(default_factory=dict)  # fitted to TTFTs, a score element, by model type
 
     def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
         """All elements of all heads' score matrices, masked ones too."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from kvrsim.cost.layer import LayerCosts
-from kvrsim.engine.host import HostRates
+from kvrsim.cost.traffic import eager_score_bytes
+from kvrsim.engine.host import NO_HOST, HostRates
+from kvrsim.profile.rates.attention import EagerRates
 from kvrsim.setup import make_scenario
 
 
@@ -25,12 +28,38 @@ def costs_of(model: str, profile: str, host: HostRates | None = None) -> LayerCo
     [
         ("llama-7b", (17, 8, 15)),  # 6 of a norm, 3 products, 8 of rotary; 7 and the stacked cache; 15
         ("llama-7b-gqa8", (17, 10, 15)),  # keys and values repeated
-        ("falcon-7b", (10, 9, 7)),  # one norm and one product; one norm for attention and MLP
+        ("falcon-7b", (22, 9, 7)),  # one norm, one product, 8 and 12 of rotary; one norm for attention and MLP
         ("falcon-1b", (2, 9, 8)),  # ALiBi instead of rotary
     ],
 )
 def test_kernels_of_a_layer_in_eager_code(model: str, kernels: tuple[int, int, int]) -> None:
     assert costs_of(model, "a100-eager").kernels == kernels
+
+
+def test_code_that_repeats_cos_and_sin_waits_for_the_device() -> None:
+    """Falcon's with rotary embedding, by the profile of that code alone."""
+    host = HostRates(layer_s=0.0, gather_piece_s=0.0, resume_s=5.0)
+    chunk = np.array([64.0])
+    for model, profile, waits in (
+        ("falcon-7b", "a100-eager", True),
+        ("falcon-1b", "a100-eager", False),
+        ("llama-7b", "a100-eager", False),
+        ("falcon-7b", "a100-flash", False),
+    ):
+        more_s = costs_of(model, profile, host).qkv_s(chunk) - costs_of(model, profile, NO_HOST).qkv_s(chunk)
+        assert more_s == pytest.approx([5.0 if waits else 0.0])
+
+
+def test_fitted_bytes_of_the_score_matrix_go_by_the_type_of_the_model() -> None:
+    scenario, _ = make_scenario(ctx=1024, gpus=1, model="falcon-7b", profile="a100-eager")
+    llama, _ = make_scenario(ctx=1024, gpus=1, model="llama-7b", profile="a100-eager")
+    roofline, _ = make_scenario(ctx=1024, gpus=1, model="falcon-7b", profile="roofline")
+    assert scenario.profile is not None
+    eager = scenario.profile.kernels.attention["eager"]
+    assert isinstance(eager, EagerRates)
+    assert scenario.cost.score_bytes(scenario.model) == eager.score_bytes["falcon"]
+    assert scenario.cost.score_bytes(llama.model) == eager_score_bytes(llama.model) == 28
+    assert roofline.cost.score_bytes(roofline.model) == eager_score_bytes(roofline.model)
 
 
 def test_engines_launch_fewer_kernels() -> None:

@@ -176,7 +176,7 @@ def test_every_required_key_is_missed_by_its_path(fields: dict[str, Any]) -> Non
     optional |= {"kernels.gemm_types", "kernels.gemm_types.fp8"}
     optional |= {"host.prepare_s", "host.message_s", "host.kernel_s", "links.pending_share", "engine"}
     optional |= {f"host.{key}" for key in ("token_s", "step_s", "collective_s")}
-    optional |= {"links.message_sms"}
+    optional |= {"links.message_sms", "kernels.repeats_rotary", "kernels.attention.eager.score_bytes"}
     optional |= {f"kernels.attention.{key}" for key in ("eager.measured", "sdpa", "sdpa.measured")}
     optional |= {f"kernels.attention.sdpa.{key}" for key in ("skips_masked", "join_s")}
     optional |= {f"cluster.{link}.{key}" for link in ("link", "network") for key in LINK_OPTIONAL}

@@ -1,0 +1,72 @@
+"""The fit finds the constants by which rows were made, and reports errors of rows it has not seen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvrsim.engine.engine import load_engine
+from kvrsim.profile.profile import load_profile
+from validate.published.constants import NAMES, START, partitions_for, profile_of, ttft_s
+from validate.published.falcon import COUNTED
+from validate.published.fit import PRIORS, coverage, p80_ape, solve, speedup_errors
+from validate.published.reference import Row, read_rows
+
+
+def rows_of(*models: str) -> list[Row]:
+    """Rows without a searched partition."""
+    rows = [row for row in read_rows() if row.model in models and row.used_for_calibration]
+    return [row for row in rows if row.strategy in ("tsp", "single") and row.context_len in (1024, 8192)]
+
+
+@pytest.mark.slow
+def test_rows_made_by_known_constants_give_them_back() -> None:
+    rows = rows_of("llama-7b", "falcon-1b", "falcon-7b")
+    true = START + np.log([0.95, 1.05, 1.2, 1.1, 0.9, 1.1])
+    made = profile_of(true, None)
+    partitions = partitions_for(rows, made)
+    measured = [replace(row, ttft_s=ttft_s(row, made, partitions[row])) for row in rows]
+    partitions = {row: partitions[old] for row, old in zip(measured, rows, strict=True)}
+    found = np.exp(solve(measured, np.ones(len(rows)), partitions, START) - true)
+    assert dict(zip(NAMES, found, strict=True)) == pytest.approx(dict.fromkeys(NAMES, 1.0), rel=0.1)
+
+
+@pytest.mark.slow
+def test_rows_of_llama_leave_falcons_bytes_at_their_prior() -> None:
+    rows = rows_of("llama-7b")
+    found = solve(rows, np.ones(len(rows)), partitions_for(rows, profile_of(START, None)), START)
+    index = NAMES.index("falcon_bytes")
+    assert found[index] == pytest.approx(PRIORS[index], abs=0.01)
+
+
+def test_speedups_and_coverage_of_left_out_rows() -> None:
+    rows = [row for row in read_rows() if row.model in ("llama-7b", "falcon-7b") and row.context_len == 8192]
+    rows = [row for row in rows if row.num_gpus == 8]
+    found = {row: np.log(1.1 if row.strategy == "tsp" else 1.0) for row in rows}
+    assert speedup_errors(found) == pytest.approx([0.1, 0.1])
+    assert coverage(dict.fromkeys(rows, 0.05)) == 1.0
+    assert coverage({row: 0.0 if row.model == "llama-7b" else 1.0 for row in rows}) == 0.5
+
+
+def test_each_model_counts_the_same_in_the_interval() -> None:
+    """Nine rows of one model without an error, one of another with one: more than a fifth of the weight."""
+    many = [row for row in read_rows() if row.model == "llama-7b" and row.link == "300GB/s"][:9]
+    one = next(row for row in read_rows() if row.model == "falcon-7b")
+    assert p80_ape({**dict.fromkeys(many, 0.0), one: np.log(1.2)}) == pytest.approx(0.2)
+
+
+def test_the_engine_of_2023_has_the_host_of_the_profile() -> None:
+    assert load_engine("hf-2023").host == load_profile("a100-eager").host
+
+
+def test_counts_of_the_page_add_up() -> None:
+    """Each count is the sum of the reads and writes that it lists."""
+    for text in COUNTED.values():
+        total, listed = text.split(": ", 1)
+        steps = [
+            word for word in listed.split(";")[0].replace(",", " ").split() if word[0] in "rw" and word[1:2].isdigit()
+        ]
+        moved = sum(int(digit) for step in steps for digit in step if digit.isdigit())
+        assert moved == int(total)
