@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,8 +68,9 @@ def make_cases(
 
     setting: further arguments of make_scenario, the same for all rows, such as cluster, engine or link_bandwidth.
 
-    Raises InputError naming the file and line of a row of another GPU than the profile's, or of one that cannot be
-    simulated. A row of a GPU that kvrsim does not know is taken to be of the profile's, with a note.
+    Rows of another built-in GPU than the profile's are left out; those of a GPU that kvrsim does not know are taken to
+    be of the profile's; each with a note. Raises InputError where no row is left, and naming the file and line of a row
+    that cannot be simulated.
     """
     given = {key: value for key, value in (setting or {}).items() if value is not None}
     cluster = given.pop("cluster", None)
@@ -79,16 +81,15 @@ def make_cases(
     if cluster is not None:
         given["cluster"] = cluster
     cases, notes = [], dict[str, str]()
-    for number, row in enumerate(rows, start=1):
+    kept, gpu_notes = _of_gpu(rows, profile)
+    for number, row in enumerate(kept, start=1):
         if on_progress is not None:
-            on_progress(f"preparing row {number} of {len(rows)}")
-        for note in _gpu_notes(row, profile):
-            notes.setdefault(note, note)
+            on_progress(f"preparing row {number} of {len(kept)}")
         scenario, about = _scenario_of(row, profile, given)
         for note in about:
             notes.setdefault(getattr(note, "code", re.sub(r"[0-9]+", "", note)), note)  # rows differ in figures alone
         cases.append(_case(row, scenario, cut))
-    return PrefillCases(cases=tuple(cases), notes=tuple(notes.values()), cluster=cluster)
+    return PrefillCases(cases=tuple(cases), notes=(*gpu_notes, *notes.values()), cluster=cluster)
 
 
 def _case(row: PrefillRow, scenario: Scenario, cut: Cut) -> PrefillCase:
@@ -132,15 +133,35 @@ def _cluster_of(profile: CalibrationProfile) -> Cluster | None:
     return min(known, key=lambda cluster: (cluster.topology != "switch", cluster.topology == "bus"), default=None)
 
 
-def _gpu_notes(row: PrefillRow, profile: CalibrationProfile) -> list[str]:
-    """What to say where the row's GPU may not be the profile's; InputError where it certainly is not."""
-    if row.gpu is None or _is_named(profile.gpu, row.gpu):
-        return []
-    other = next((gpu for gpu in builtin_gpus() if _is_named(gpu, row.gpu)), None)
-    if other is not None:
-        accepted = f"{profile.gpu}, the GPU of profile {profile.name} (rows of {other}: with a profile of {other})"
-        raise InputError(f"{row.where}: gpu", row.gpu, accepted)
-    return [f"GPU {row.gpu} is taken to be {profile.gpu}, the GPU of profile {profile.name}"]
+def _of_gpu(rows: Sequence[PrefillRow], profile: CalibrationProfile) -> tuple[list[PrefillRow], list[str]]:
+    """The rows of the profile's GPU, and what to say of the others."""
+    kept, others, unknown = [], Counter[str](), dict[str, None]()
+    for row in rows:
+        if row.gpu is None or _is_named(profile.gpu, row.gpu):
+            kept.append(row)
+        elif not _is_named(profile.gpu, _chip(row.gpu)) and any(
+            _is_named(gpu, _chip(row.gpu)) for gpu in builtin_gpus()
+        ):
+            others[row.gpu] += 1
+        else:
+            unknown[row.gpu] = None
+            kept.append(row)
+    if not kept:
+        first = rows[0]
+        accepted = f"{profile.gpu}, the GPU of profile {profile.name}; other GPUs have profiles of their own"
+        raise InputError(f"{first.where}: gpu", first.gpu, accepted)
+    notes = [
+        f"{count} row{'s' * (count > 1)} of {gpu} left out: profile {profile.name} is of {profile.gpu}"
+        for gpu, count in others.items()
+    ]
+    notes += [f"GPU {gpu} is taken to be {profile.gpu}, the GPU of profile {profile.name}" for gpu in unknown]
+    return kept, notes
+
+
+def _chips(text: str) -> list[str]:
+    """The built-in GPUs that a name may mean; A800 and H800 are A100 and H100 with slower links."""
+    plain = re.sub("[ah]800", lambda found: f"{found[0][0]}100", text.lower())
+    return [gpu for gpu in builtin_gpus() if _is_named(gpu, plain)]
 
 
 def _is_named(gpu: str, text: str) -> bool:

@@ -173,12 +173,22 @@ def test_check_reports_errors_and_coverage() -> None:
     assert all(one["low_s"] <= one["predicted_s"] <= one["high_s"] for one in found["rows"])
 
 
-def test_rows_of_another_gpu_are_refused() -> None:
+def test_rows_of_another_gpu_are_left_out() -> None:
+    rows = [row(512, gpu="A100-SXM-80GB"), row(1024, gpu="H100"), row(2048, gpu="A100-SXM-80GB"), row(64, gpu="A800")]
+    found = make_cases(rows, PROFILE, partition_of, {"engine": PRIOR})
+    assert [case.row.context_len for case in found.cases] == [1024]
+    assert found.notes[:2] == (
+        "2 rows of A100-SXM-80GB left out: profile h100-flash is of h100",
+        "1 row of A800 left out: profile h100-flash is of h100",
+    )
+
+
+def test_rows_of_another_gpu_alone_are_refused() -> None:
     with pytest.raises(InputError, match="line 1024: gpu: got 'A100-SXM-80GB', accepted: h100"):
         cases_of([row(1024, gpu="A100-SXM-80GB")])
 
 
-@pytest.mark.parametrize(("gpu", "notes"), [("NVIDIA H100 80GB HBM3", 0), ("h100", 0), ("L4", 1)])
+@pytest.mark.parametrize(("gpu", "notes"), [("NVIDIA H100 80GB HBM3", 0), ("h100", 0), ("L4", 1), ("H800-SXM", 1)])
 def test_names_of_gpus(gpu: str, notes: int) -> None:
     found = make_cases([row(1024, gpu=gpu)], PROFILE, partition_of, {"engine": PRIOR})
     assert len([note for note in found.notes if note.startswith("GPU")]) == notes
