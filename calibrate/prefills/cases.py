@@ -139,13 +139,11 @@ def _of_gpu(rows: Sequence[PrefillRow], profile: CalibrationProfile) -> tuple[li
     for row in rows:
         if row.gpu is None or _is_named(profile.gpu, row.gpu):
             kept.append(row)
-        elif not _is_named(profile.gpu, _chip(row.gpu)) and any(
-            _is_named(gpu, _chip(row.gpu)) for gpu in builtin_gpus()
-        ):
-            others[row.gpu] += 1
-        else:
+        elif profile.gpu in (known := _chips(row.gpu)) or not known:
             unknown[row.gpu] = None
             kept.append(row)
+        else:
+            others[row.gpu] += 1
     if not kept:
         first = rows[0]
         accepted = f"{profile.gpu}, the GPU of profile {profile.name}; other GPUs have profiles of their own"
