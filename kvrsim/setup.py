@@ -26,7 +26,10 @@ from kvrsim.units import parse_bandwidth, parse_count, parse_fraction, parse_sec
 DEFAULT_MODEL = "llama-7b"
 DEFAULT_DTYPE = "fp16"
 _MEASURED = "measured"  # what a link is called that no datasheet speaks of
-DEFAULT_PROFILES = ("a100-eager", "h100-flash", "h200-flash")  # one a GPU; the first without a cluster
+DEFAULT_PROFILES = (  # one a GPU; the first without a cluster
+    *("a100-eager", "h100-flash", "h200-flash", "b200-flash", "gb200-flash", "b300-flash", "gb300-flash"),
+    *("l40s-flash", "rtx-pro-6000-flash"),
+)
 
 
 class ScenarioArgs(TypedDict, total=False):
@@ -197,6 +200,7 @@ def _linked(
     link = machine.link
     datasheet = link.name
     measured = profile.links if profile is not None and _has_measured(profile, link.like or datasheet) else None
+    link_notes: tuple[str, ...] = ()
     if profile is not None and measured is not None:
         as_measured = LinkSpec(
             name=datasheet if datasheet == _MEASURED else f"{datasheet}, {_MEASURED}",
@@ -212,19 +216,26 @@ def _linked(
             narrower = load_link(link.like).bandwidth_bytes_per_s / link.bandwidth_bytes_per_s
             as_measured = scale(as_measured, narrower, only_rates=True)
         machine = machine.with_measured(as_measured)
+        if not _timed(profile, "send_recv") and machine.num_gpus > 1:
+            link_notes = (f"links: nominal figures of {datasheet} for single messages; collectives as measured",)
     if bandwidth_bytes_per_s is not None or latency_s is not None:
         machine = machine.with_link(bandwidth_bytes_per_s=bandwidth_bytes_per_s, latency_s=latency_s)
         return machine, ("links as given, not as measured: their bandwidth is taken to be reached in full",)
     if profile is not None and measured is None and machine.num_gpus > 1:
         of = profile.links.link if _has_measured(profile, profile.links.link) else "none"
         return machine, (f"links: nominal figures of {datasheet}; {profile.name} measured {of}",)
-    return machine, ()
+    return machine, link_notes
 
 
 def _has_measured(profile: CalibrationProfile, link: str) -> bool:
-    """Whether the profile has figures of that link's messages that are not a datasheet's."""
-    fit = profile.operations.get("send_recv")
-    return profile.links.link == link and (fit is None or fit.num_rows > 0)
+    """Whether the profile has figures of that link's messages or collectives that are not a datasheet's."""
+    kinds = ("send_recv", "all_gather", "all_reduce")
+    return profile.links.link == link and any(_timed(profile, kind) for kind in kinds)
+
+
+def _timed(profile: CalibrationProfile, kind: str) -> bool:
+    fit = profile.operations.get(kind)
+    return (fit is None and kind == "send_recv") or (fit is not None and fit.num_rows > 0)
 
 
 def notes_on(scenario: Scenario) -> tuple[str, ...]:

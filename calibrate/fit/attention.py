@@ -34,6 +34,7 @@ LONG_KEYS = 4096  # a fit to shorter calls is tried on longer ones
 KERNELS = (*PRESETS, "eager")
 
 _CLASSES = (1, 128, 512, 2048, 4096, 8192)
+_DECODING_CLASSES = (1, 1024, 8192, 65536)
 _ENOUGH_HEADS = 4  # different counts of query heads, from which on they are held out too
 _ENOUGH = 8  # rows
 _WHOLE = 2**30  # keys of a block: one block for all keys, for a kernel that computes masked scores too
@@ -67,12 +68,13 @@ def fit_flash(
     """
     if kernel is not None and kernel not in PRESETS:
         raise InputError("attention_kernel", kernel, ", ".join(KERNELS))
-    data = usable_attention(rows, head_dim)
+    found = usable_attention(rows, head_dim)
+    data = [row for row in found if not is_decoding(row)]
     forms = [_flash_form(gpu, name) for name in ([kernel] if kernel else PRESETS)]
     best = min((_fit(form, data) for form in forms), key=lambda fitted: fitted.cross_validated.errors().mape)
-    if held_out is None:
-        return best
-    return replace(best, checks=(*best.checks, *_check_held_out(best.rates, held_out, head_dim)))
+    decoding = _check_decoding(best.rates, [row for row in found if is_decoding(row)])
+    others = [] if held_out is None else _check_held_out(best.rates, held_out, head_dim)
+    return replace(best, checks=(*best.checks, *decoding, *others))
 
 
 def fit_eager(rows: Sequence[Measurement], gpu: GpuSpec, *, head_dim: int = HEAD_DIM) -> Fitted[EagerRates]:
@@ -250,6 +252,21 @@ def _check_longer(form: _Form[Rates], data: AttentionRows) -> list[Comparison]:
     predicted = test.predicted_s(form.fit(data.take(short)))
     label = f"{form.name}, fitted up to {cut:g} keys, longer calls"
     return [Comparison(label=label, measured_s=test.expected_s, predicted_s=predicted)]
+
+
+def is_decoding(row: Measurement) -> bool:
+    """One query behind a prefix, for which engines have kernels of their own."""
+    return row.chunk == 1 and (row.prefix or 0) > 0
+
+
+def _check_decoding(rates: FlashRates, rows: Sequence[Measurement]) -> list[Comparison]:
+    """Such calls, which are not fitted, by their keys: a piece of a prefill costs no less than one query does."""
+    if not rows:
+        return []
+    data = AttentionRows.of(rows)
+    label = "not fitted, one query behind a prefix"
+    whole = Comparison(label=label, measured_s=data.expected_s, predicted_s=data.predicted_s(rates))
+    return whole.by(data.keys, _DECODING_CLASSES, "keys")
 
 
 def _check_held_out(rates: FlashRates, held_out: HeldOut, head_dim: int) -> list[Comparison]:

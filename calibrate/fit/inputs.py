@@ -219,7 +219,7 @@ def notes_on(rows: Sequence[Measurement], used: Iterable[Measurement], dtypes: S
     types = " or ".join(dtypes)
     reasons = {
         "gemm": f"not {types}, fewer than {STEP} tokens, or of a narrow matrix",
-        "attention": f"not {types}, another head_dim, or more than one sequence",
+        "attention": f"not {types}, another head_dim, more than one sequence, or decoding",
         "elementwise": f"not {types}",
         "send_recv": "between nodes, or far from the form",
         "all_gather": "between nodes, or far from the form",

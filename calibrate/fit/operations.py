@@ -11,7 +11,7 @@ import numpy as np
 from calibrate.data.measurement import Measurement
 from calibrate.data.other_tables import systematic_log_sd
 from calibrate.data.provenance import Provenance
-from calibrate.fit.attention import fit_blocked, fit_eager, fit_flash
+from calibrate.fit.attention import fit_blocked, fit_eager, fit_flash, is_decoding
 from calibrate.fit.clock import at_burst, fit_clock
 from calibrate.fit.elementwise import fit_elementwise
 from calibrate.fit.gemm import check_full_waves, computes_in, fit_gemm, fit_gemm_type, head_bytes_per_s
@@ -33,7 +33,7 @@ from kvrsim.profile.profile import (
     OperationFit,
     ValidRange,
 )
-from kvrsim.profile.rates.attention import AttentionRates
+from kvrsim.profile.rates.attention import AttentionRates, FlashRates
 from kvrsim.profile.rates.clock import Clock
 from kvrsim.profile.rates.elementwise import ElementwiseRates
 from kvrsim.profile.rates.gemm import GemmRates
@@ -118,7 +118,9 @@ class OperationFits:
             masked = fit_blocked(sdpa, self.gpu, name="sdpa", skips_masked=False, head_dim=head_dim)
             rates = {"sdpa": self._take("attention", sdpa, masked)} | rates
         if flash:
-            rates = {"flash": self._take("attention", flash, self._flash(flash, head_dim))} | rates
+            fused = self._flash(flash, head_dim)
+            taken = [row for row in flash if not (isinstance(fused.rates, FlashRates) and is_decoding(row))]
+            rates = {"flash": self._take("attention", taken, fused)} | rates
         return rates
 
     def _flash(self, rows: Sequence[Measurement], head_dim: int) -> Fitted[Any]:

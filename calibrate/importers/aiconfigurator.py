@@ -6,25 +6,21 @@ has it; NCCL's is always the newest. `source` of a measurement names the system,
 Of the folder systems/data/SYSTEM are read
 
     gemm/FRAMEWORK/VERSION/gemm_perf.parquet                    m tokens, n out_features, k in_features; bfloat16 and
-                                                                the quantised types of kvrsim.profile.rates.gemm (sq,
-                                                                SmoothQuant's W8A8, is int8)
+                                                                kvrsim.profile.rates.gemm.GEMM_TYPES (sq is int8)
     attention/FRAMEWORK/VERSION/context_attention_perf.parquet  isl is the chunk, step the prefix; bfloat16 queries and
                                                                 cache, no window, no beams
+    .../generation_attention_perf.parquet                       one query behind step keys (decoding), same kernels
     comm/nccl/VERSION/nccl_perf.parquet                         all_gather and all_reduce of `half`; message_size counts
-                                                                the elements that are gathered in all: 2**28 of them
-                                                                took 2.1 ms on four A100s, which if each had sent as
-                                                                many would be three times what NVLink carries
-    comm/FRAMEWORK/VERSION/custom_allreduce_perf.parquet        all_reduce as the framework calls it, in a CUDA graph
-                                                                where both were measured
+                                                                all elements gathered: 2**28 took 2.1 ms on four A100s,
+                                                                a third of what each sending as many would take
+    comm/FRAMEWORK/VERSION/custom_allreduce_perf.parquet        the framework's all_reduce, in a CUDA graph if it was
 
-How often an operation ran in a row is in the collectors' code (see calibrate.importers.collectors). The collectors of
-SGLang and TensorRT-LLM fill matrices with random data; vLLM's leaves weights of BF16 products as torch.empty made them,
-and its times are shorter than those of random data.
+For how often an operation ran in a row see calibrate.importers.collectors. SGLang's and TensorRT-LLM's collectors fill
+matrices with random data; vLLM's leaves weights of BF16 products as torch.empty made them, which takes less time.
 
 Rows of the same shape become one: their median, and their standard deviation as spread. Where several attention
 kernels were measured, each head_dim takes one of those that it was measured with: fa3 before other flash kernels,
 those before TensorRT-LLM's, then FlashInfer's, Triton's last; kernels for decoding only where there is nothing else.
-The package is found, never imported; pyarrow reads the tables.
 """
 
 from __future__ import annotations
@@ -50,6 +46,7 @@ _GEMM_FILE = "gemm_perf.parquet"
 _GEMM_SHAPE = ["gemm_dtype", "m", "n", "k"]
 _DTYPES = {"bfloat16": "bf16", "sq": "int8"} | {kind: kind for kind in GEMM_TYPES if kind != "int8"}
 _ATTENTION_FILE = "context_attention_perf.parquet"
+_DECODE_FILE = "generation_attention_perf.parquet"
 _ATTENTION_SHAPE = ["batch_size", "isl", "step", "num_heads", "num_key_value_heads", "head_dim"]
 _NCCL_FILE = "nccl_perf.parquet"
 _CUSTOM_FILE = "custom_allreduce_perf.parquet"
@@ -77,16 +74,20 @@ def read_aiconfigurator(text: str, argument: str = "measurements", root: Path | 
     if version is not None:
         found = _names(data / system, f"gemm/{framework}/*/{_GEMM_FILE}", f"attention/{framework}/*/{_ATTENTION_FILE}")
         _one_of(text, argument, "version", version, found)
-    measured = []
+    measured: list[Measurement] = []
     for table, file, read in (
         (f"gemm/{framework}", _GEMM_FILE, _read_gemm),
         (f"attention/{framework}", _ATTENTION_FILE, _read_attention),
+        (f"attention/{framework}", _DECODE_FILE, _read_attention),
         ("comm/nccl", _NCCL_FILE, _read_nccl),
         (f"comm/{framework}", _CUSTOM_FILE, _read_custom),
     ):
         path = _newest(data / system / table, file, version if file != _NCCL_FILE else None)
         if path is not None:
             rows = read(path, f"{argument} {path}", f"{package} {system}/{table}/{path.parent.name}")
+            if file == _DECODE_FILE:  # as the kernels of a prefill, if they do both
+                kernels = {row.kernel for row in measured}
+                rows = [row for row in rows if row.kernel in kernels]
             measured += [with_loop(row, framework, system) for row in rows]
     return measured
 
@@ -172,6 +173,8 @@ def _read_attention(path: Path, where: str, source: str) -> list[Measurement]:
     texts = ["device", "kernel_source", "attn_dtype", "kv_cache_dtype"]
     frame = _frame(path, where, [*_ATTENTION_SHAPE, "beam_width", "latency"], texts)
     plain = (frame["attn_dtype"] == "bfloat16") & (frame["kv_cache_dtype"] == "bfloat16") & (frame["beam_width"] == 1)
+    if path.name == _DECODE_FILE:  # of several sequences no prefill is made
+        plain &= frame["batch_size"] == 1
     if "window_size" in frame:
         plain &= frame["window_size"].isna() | (frame["window_size"] == 0)
     frame = frame[plain]

@@ -23,13 +23,31 @@ _ABOUT = """\
 A profile holds the measured rates of one machine and its software, operation by operation. It is a JSON file.
 [The model of time](../explanation/model-of-time.md) explains its content. `--profile NAME` selects one of the profiles
 below, `--profile PATH` one of your own. Without `--profile` the cluster decides: `a100-eager` for A100s of 80 GB (and
-without a cluster), `h100-flash` for H100s, `h200-flash` for H200s. For other GPUs kvrsim uses the limits of the
-datasheet (`--profile roofline`), which are no prediction.
+without a cluster), `h100-flash` for H100s, `h200-flash` for H200s, `b200-flash` for B200s, `gb200-flash` for GB200s,
+`b300-flash` for B300s, `gb300-flash` for GB300s, `l40s-flash` for L40S, `rtx-pro-6000-flash` for RTX PRO 6000. For
+other GPUs kvrsim uses the limits of the datasheet (`--profile roofline`), which are no prediction.
 
 `a100-eager` describes the paper's setup. For a current serving engine choose a `-flash` profile. `a100-vidur` has
 kernels of 2023/24. All except `a100-eager` are sums of kernels that were timed one by one. To these sums an
 [engine](../how-to/engine.md) adds what the serving software takes; the `-flash` profiles take `serving` by default.
 [Serving engines](serving.md) compares the result with whole prefills.
+
+**Which tables.** Products of the `-flash` profiles are from SGLang's tables in NVIDIA's package, which are timed with
+random data. vLLM's are not used: their weights are whatever memory held, which takes less power, and large products of
+an A100 come to 95 % of its datasheet. A fit above 92 % is refused. Where more than a tenth of SGLang's products of 50
+to 500 us take over 15 % longer than TensorRT-LLM's, the table has many slow cells, and TensorRT-LLM's products are
+used: so on H200 (22 %) and L40S (17 %); on the other GPUs it is at most 5 %
+(`python -m calibrate.shipped.slow_cells`).
+
+**Clock.** Rates are those of short bursts. A GPU under load lowers its clock within about a tenth of a second:
+`kernels.clock` has the share that remains and the time constant. Both are fitted to the products that fill the GPU. The
+collectors run each product in a loop whose length is known, SGLang's up to six times longer than TensorRT-LLM's. So
+rows of different length in two tables tell what the clock is after how many milliseconds. On H200 it falls to 90 % with
+89 ms; a public test has 687 TFLOP/s in loops of a second where short loops have 790, which is 87 %. A100, GB300 and
+RTX PRO 6000 have no clock: no fall is seen, or none that the tables tell from one over sizes.
+
+**All-reduces** were measured: at each size the faster of NCCL's and SGLang's own. Links with less bandwidth of the same
+kind (A800, H800) have the measured latencies, and rates in proportion.
 
 In the tables, *error* is the mean absolute error on the rows of the fit, and *held out* the error on rows that the fit
 did not use. `kvrsim profiles show NAME` prints everything in a profile. `python -m calibrate.shipped.page` writes this
@@ -50,8 +68,8 @@ about a minute:
 
 ```
 pip install 'kvrsim[import]'
-kvrsim calibrate import aiconfigurator:b200_sxm/vllm --output b200-vllm.json --report b200-vllm.md
-kvrsim plan --gpus 4 --ctx 16k --model llama-3-8b --cluster b200-nvlink5 --profile b200-vllm.json
+kvrsim calibrate import aiconfigurator:b200_sxm/trtllm --output b200-trtllm.json --report b200-trtllm.md
+kvrsim plan --gpus 4 --ctx 16k --model llama-3-8b --cluster b200-nvlink5 --profile b200-trtllm.json
 ```
 
 [vidur](https://github.com/microsoft/vidur)'s CSV files are read without conversion, several at once. `?gpu=TEXT`,

@@ -128,8 +128,8 @@ def all_rows() -> list[Measurement]:
     return [*gemm_rows(), *timed(FLASH), *elementwise_rows(), *link_rows()]
 
 
-def fit(rows: list[Measurement], **choices: Any) -> Any:
-    return fit_profile(rows, Label(name="made"), gpu=A100, link=NVLINK3, choices=FitChoices(**choices))
+def fit(rows: list[Measurement], *, gpu: Any = A100, **choices: Any) -> Any:
+    return fit_profile(rows, Label(name="made"), gpu=gpu, link=NVLINK3, choices=FitChoices(**choices))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from calibrate.data.measurement import Measurement
-from calibrate.fit.links import OWN_SHARE, SendRates, fit_all_gather, fit_send_recv, usable_link_rows
+from calibrate.fit.links import OWN_SHARE, SendRates, fit_all_gather, fit_all_reduce, fit_send_recv, usable_link_rows
 from calibrate.measure.link_points import LinkPoint, link_points
 from calibrate.measure.topology import measured_link
 from kvrsim.hardware.gather import GatherRates
@@ -103,3 +103,21 @@ def test_one_kernel_needs_no_words() -> None:
 
 def _count(rows: Sequence[Measurement], kernel: str) -> int:
     return sum(row.operation == "all_gather" and row.kernel == kernel for row in rows)
+
+
+def test_all_reduces_come_back_from_the_fastest_kernel_of_each_size() -> None:
+    sizes = [2**power for power in range(8, 30)]
+
+    def row(nbytes: int, ranks: int, kernel: str, seconds: float) -> Measurement:
+        about = dict(operation="all_reduce", device="d", nodes=1, source=kernel)
+        return Measurement(bytes=nbytes, ranks=ranks, kernel=kernel, median_s=seconds, **about)  # type: ignore[arg-type]
+
+    ring = [row(size, ranks, "ring", 2e-5 + size / 1e11) for size in sizes for ranks in (2, 8)]
+    direct = [row(size, ranks, "direct", 4e-6 + ranks * size / 1e11) for size in sizes for ranks in (2, 8)]
+    fitted = fit_all_reduce([*ring, *direct])
+    for ranks in (2, 8):
+        for size in sizes:
+            want = min(2e-5 + size / 1e11, 4e-6 + ranks * size / 1e11)
+            assert float(fitted.rates.seconds(np.array(float(size)), ranks)) == pytest.approx(want, rel=0.015)
+    assert fitted.own.errors().num_rows == 2 * len(sizes)
+    assert fitted.cross_validated.errors().median_ape < 0.05

@@ -11,8 +11,10 @@ import pytest
 from calibrate.fit.solver import Parameter, cross_validated_s, solve
 from calibrate.shipped.recipes import Recipe, recipe_names
 from kvrsim.errors import InputError
-from kvrsim.hardware.cluster import load_gpu
+from kvrsim.hardware.cluster import builtin_clusters, load_gpu
+from kvrsim.io.json_text import JsonObject
 from kvrsim.profile.profile import builtin_profiles, load_profile
+from kvrsim.setup import make_scenario
 
 
 def test_left_out_rows_are_not_seen() -> None:
@@ -50,3 +52,17 @@ def test_each_recipe_has_shipped(name: str) -> None:
 def test_unknown_recipe_is_refused() -> None:
     with pytest.raises(InputError, match="NAME: got 'z100', accepted: a100-flash"):
         Recipe.read("z100", Path())
+
+
+def test_products_of_unfilled_memory_are_refused() -> None:
+    source = {"source": "aiconfigurator:a100_sxm/vllm/0.14.0", "operations": ["gemm"]}
+    recipe = Recipe(name="mine", data=JsonObject(fields={"sources": [source]}, where="recipes"), vidur=Path())
+    with pytest.raises(InputError, match=r"sources\[0\].source: .* accepted: for gemm a table of random data"):
+        recipe.rows()
+
+
+def test_a_cluster_has_the_profile_of_its_gpu() -> None:
+    for name in builtin_clusters():
+        scenario, _ = make_scenario(ctx=4096, gpus=2, cluster=name, model="llama-3-8b")
+        gpu = scenario.cluster.gpu.name
+        assert (None if scenario.profile is None else scenario.profile.gpu) == (None if gpu == "a100-40gb" else gpu)

@@ -12,6 +12,7 @@ import pytest
 from calibrate.data.measurement import Measurement
 from calibrate.importers import read_source
 from calibrate.importers.aiconfigurator import _version_key
+from calibrate.importers.collectors import with_loop
 from kvrsim.errors import InputError
 
 
@@ -243,3 +244,42 @@ def test_the_installed_package_is_found_and_not_imported(package: Package, monke
 
 def test_an_empty_folder_has_no_tables(tmp_path: Path) -> None:
     assert "no tables here" in refusal(SOURCE, aiconfigurator_root=tmp_path)
+
+
+def test_decoding_is_read_where_the_kernels_of_a_prefill_do_it(package: Package) -> None:
+    calls = [
+        CONTEXT | {"isl": 1, "step": 4095, "batch_size": size, "kernel_source": name}
+        for size, name in ((1, "fa3"), (8, "fa3"), (1, "decode"))
+    ]
+    path = package.write("attention/vllm/1.0", CONTEXT)
+    written = package.write("attention/vllm/0.9", *calls)
+    written.rename(path.parent / "generation_attention_perf.parquet")
+    written.parent.rmdir()
+    _, decoding = (row for row in package.read() if row.operation == "attention")
+    assert (decoding.chunk, decoding.prefix, decoding.batch, decoding.kernel) == (1, 4095, 1, "fa3")
+
+
+def test_all_reduces_of_the_framework_are_those_of_its_graph(package: Package) -> None:
+    about = NCCL | {"op_name": "all_reduce", "device": "NVIDIA T1", "num_gpus": 2}
+    rows = [
+        about | {"kernel_source": f"Custom_{mode}", "latency": ms} for mode, ms in (("eager", 0.04), ("graph", 0.005))
+    ]
+    written = package.write("comm/other/1.0", *rows)
+    folder = package.root / "systems/data/t1_sxm/comm/vllm/1.0"
+    folder.mkdir(parents=True)
+    written.rename(folder / "custom_allreduce_perf.parquet")
+    (custom,) = (row for row in package.read() if row.kernel.startswith("custom"))
+    assert (custom.operation, custom.kernel, custom.bytes, custom.median_s) == ("all_reduce", "custom_graph", 512, 5e-6)
+
+
+def test_how_often_tensorrt_llm_repeats_a_product_depends_on_the_cache() -> None:
+    """50 MiB of L2: 8 MiB of weights five times, 32 MiB twice, 128 MiB once; of FP8 half as many bytes."""
+
+    def repeats(features: int, dtype: str = "bf16", system: str = "h100_sxm") -> int | None:
+        about = dict(operation="gemm", kernel="k", device="d", tokens=64, source="s", median_s=1.0, out_features=4096)
+        return with_loop(Measurement(in_features=features, dtype=dtype, **about), "trtllm", system).repeats  # type: ignore[arg-type]
+
+    assert [repeats(features) for features in (1024, 4096, 16384)] == [30, 12, 6]
+    assert repeats(16384, "fp8") == 6
+    assert repeats(8192, "nvfp4") == 24
+    assert repeats(1024, system="unknown") is None

@@ -86,3 +86,12 @@ def test_without_measurements_it_is_two_all_gathers() -> None:
     nbytes = np.array(2.0**26)
     assert group.measured is None
     assert float(group.all_reduce_s(nbytes)) == pytest.approx(2 * float(group.all_gather_s(nbytes)))
+
+
+def test_collectives_are_as_measured_where_single_messages_are_not() -> None:
+    scenario, notes = make_scenario(ctx=4096, gpus=4, cluster="b200-nvlink5", model="llama-3-8b")
+    assert scenario.profile is not None
+    assert scenario.profile.name == "b200-flash"
+    assert scenario.cluster.link.all_reduce == scenario.profile.links.all_reduce
+    assert scenario.cluster.link.bandwidth_bytes_per_s == load_cluster("b200-nvlink5").link.bandwidth_bytes_per_s
+    assert any(note.startswith("links: nominal figures of nvlink5 for single messages") for note in notes)
