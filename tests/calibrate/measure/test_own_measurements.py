@@ -305,7 +305,7 @@ def test_element_wise_rates_and_copies_come_back(fitted: Any) -> None:
     copies = profile.kernels.copies
     assert (copies.own, copies.keep, copies.append, copies.gather) == (1, 0, 0, 0)
     assert profile.kernels.gemm.head_bytes_per_s == pytest.approx(HEAD, rel=1e-3)
-    assert profile.host.request_s == pytest.approx(REQUEST_S, rel=0.02)
+    assert profile.host.step_s == pytest.approx(REQUEST_S, rel=0.02)
     assert profile.host.layer_s == 0
 
 
@@ -364,7 +364,7 @@ def test_others_rows_have_no_cluster(fitted: Any) -> None:
 
 def test_flash_of_a_gpu_has_tiles() -> None:
     mine = [*gemm_rows(), *calls(MERGED, "flash")]
-    rows = [replace(one, dtype="fp16", median_s=one.median_s / 1e3) for one in mine]
+    rows = [replace(one, dtype="fp16", median_s=one.median_s / 8e2) for one in mine]
     gpu = load_gpu("a100-80gb")
     profile, _ = fit_profile(rows, Label(name="theirs"), gpu=gpu, link=link_of(gpu, None))
     assert isinstance(profile.kernels.attention["flash"], FlashRates)
