@@ -11,9 +11,10 @@ import pytest
 
 from kvrsim.engine.engine import Engine, load_engine
 from kvrsim.engine.host import NO_HOST
-from validate.serving.compare import FIGURES, Comparison, compare, page, rows_left_out
+from validate.serving.compare import FIGURES, Comparison, compare, rows_left_out
 from validate.serving.errors import errors_of
 from validate.serving.fit import ENGINES, fit_engine, left_out_engines, prior_of
+from validate.serving.page import page, part
 from validate.serving.rows import case_of, read_rows
 
 MOST_WORSE = 0.01  # of an error, against the figures that are recorded; more is a regression
@@ -48,6 +49,7 @@ def test_intervals_claim_what_they_hold(found: Comparison) -> None:
 
 def test_the_page_has_every_row(found: Comparison) -> None:
     text = page(found, rows_left_out())
+    assert {f"| {name} |" in "\n".join(part(found)) for name in ENGINES} == {True}
     for row in read_rows():
         assert f"| {row.engine} | {row.case} |" in text
 
