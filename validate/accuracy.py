@@ -1,6 +1,7 @@
 """The accuracy page in parts, each made by the module that knows its measurements: `python -m validate.accuracy`.
 
-Rewrites docs/results/accuracy.md, serving.md and their plots. A part is Markdown lines under a heading of the second level.
+Rewrites docs/results/accuracy.md, serving.md and their plots. A part is Markdown lines under a heading of the second
+level.
 """
 
 from __future__ import annotations

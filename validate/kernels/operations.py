@@ -16,7 +16,8 @@ _ABOUT = """## 3. Operations
 
 Mean absolute error of each kind of operation on measured kernels that its fit had not seen, by profile; in brackets the
 number of measurements. [profiles.md](profiles.md) says where they come from, [kernel_sums.md](kernel_sums.md) compares
-sums of kernels with whole prefills, [rings.md](rings.md) rings of attention on 8 GPUs with published ones. `kvrsim profiles show NAME` prints everything in a profile. "-": not measured."""
+sums of kernels with whole prefills, [rings.md](rings.md) rings of attention on 8 GPUs with published ones.
+`kvrsim profiles show NAME` prints everything in a profile. "-": not measured."""
 
 
 def part() -> list[str]:

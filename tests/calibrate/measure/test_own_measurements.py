@@ -364,7 +364,7 @@ def test_others_rows_have_no_cluster(fitted: Any) -> None:
 
 def test_flash_of_a_gpu_has_tiles() -> None:
     mine = [*gemm_rows(), *calls(MERGED, "flash")]
-    rows = [replace(one, dtype="fp16", median_s=one.median_s / 5e2) for one in mine]
+    rows = [replace(one, dtype="fp16", median_s=one.median_s / 1e2) for one in mine]
     gpu = load_gpu("a100-80gb")
     profile, _ = fit_profile(rows, Label(name="theirs"), gpu=gpu, link=link_of(gpu, None))
     assert isinstance(profile.kernels.attention["flash"], FlashRates)
