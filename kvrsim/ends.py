@@ -60,7 +60,7 @@ def decode_step(scenario: Scenario, context: Array, cost: CostModel) -> tuple[Op
     layers, group = scenario.layer_costs(cost), scenario.group
     for kind in scenario.share.layer_kind_index:
         costs = layers[kind]
-        device_s = device_s + costs.qkv_s(one) + costs.attention_s(one, context - one) + costs.output_mlp_s(one)
+        device_s = device_s + costs.qkv_s(one) + costs.decode_attention_s(context) + costs.output_mlp_s(one)
         if group is not None:
             count = 1 if scenario.model.parallel_attn else 2
             nbytes = one * float(summed * scenario.request.dtype_bytes)

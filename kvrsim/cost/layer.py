@@ -93,6 +93,13 @@ class LayerCosts:
         """The chunk's queries against prefix and chunk; eager code repeats shared KV heads for all queries."""
         return self._called_s(self._call(chunk, self._window(prefix), self._causal(chunk, prefix), own=True))
 
+    def decode_attention_s(self, keys: Array) -> Array:
+        """One query against `keys` tokens: decoding kernels split them over the device and read K and V once."""
+        keys = self._window(keys)
+        bytes_s = self.cost.traffic_s(keys, (Traffic("copy", float(self.model.kv_bytes_per_token_layer(2)), 1),))
+        one = np.ones_like(keys)
+        return np.minimum(bytes_s, self._called_s(self._call(one, keys - one, keys, own=True)))
+
     def block_attention_s(self, chunk: Array, start: Array, keys: Array, end: Array, *, part: bool = False) -> Array:
         """The chunk's queries, which begin at `start`, against `keys` tokens before them that end at `end`.
 

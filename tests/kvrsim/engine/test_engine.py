@@ -143,3 +143,10 @@ def test_a_breakdown_names_what_the_engine_adds() -> None:
     assert {row.kind: row.seconds for row in rows if row.kind in ("engine", "resume")} == {
         "engine": pytest.approx(0.375)
     }
+
+
+def test_a_decode_step_behind_a_long_context_reads_its_keys_once() -> None:
+    """Llama 2 7B holds 0.5 MiB of K and V a token; an A100 reads 1.6 TB/s of them."""
+    decodes = replace(NOTHING, decode_step=True)
+    short_s, long_s = (ttft_s(decodes, ctx=ctx) - ttft_s(NOTHING, ctx=ctx) for ctx in (1024, 17408))
+    assert long_s - short_s == pytest.approx(16384 * 2**19 / 1.631e12, rel=0.05)
