@@ -64,7 +64,7 @@ def test_files_are_joined_in_their_order(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("model,context_len\nllama-2-7b,1k\n", "header: got 'model, context_len', accepted: a column ttft_s"),
-        ("ttft_s\n", "rows.csv', accepted: files with one measured prefill or more"),
+        ("ttft_s\n", "accepted: files with one measured prefill or more"),
         ("ttft_s,context_len,model\n0,1k,llama-2-7b\n", "line 2: ttft_s: got '0', accepted: a finite number above 0"),
         ("ttft_s,context_len,model\nnan,1k,llama-2-7b\n", "line 2: ttft_s: got 'nan'"),
         ("ttft_s,context_len,model\n0.1,long,llama-2-7b\n", "line 2: context_len: got 'long'"),

@@ -149,7 +149,14 @@ def test_trace_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("profiles", "a100-eager"), ("models", "mixtral-8x7b"), ("clusters", "a100-nvlink")]
+    ("kind", "name"),
+    [
+        ("profiles", "a100-eager"),
+        ("models", "mixtral-8x7b"),
+        ("clusters", "a100-nvlink"),
+        ("engines", "hf-2023"),
+        ("engines", "serving"),
+    ],
 )
 def test_what_ships_is_listed_and_shown(kind: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     listed = answer(capsys, kind, "list")
