@@ -135,6 +135,8 @@ def _plot(result: Mapping[str, Any], path: Path) -> None:
         reported, simulated = [row["reported_s"] for row in rows], [row["simulated_s"] for row in rows]
         axes.scatter(reported, simulated, s=24, color=color, marker=marker, alpha=0.75, linewidth=0, label=label)
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="reported TTFT, s", ylabel="predicted TTFT, s")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
     axes.set_title("KV-Runahead's printed TTFTs and profile a100-eager", fontsize=11, loc="left")
     axes.legend(frameon=False, loc="upper left")
     axes.spines[["top", "right"]].set_visible(False)

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from kvrsim.plots.save import save_figure
+from kvrsim.units import format_tokens
 from validate.serving.compare import Comparison, summary
 from validate.serving.errors import ServingError
 from validate.serving.fit import ENGINES
 
+_TICKS = (1, 16, 128, 1024, 8192, 65536, 524288)
 _LENGTHS = ((0, 512), (512, 2048), (2048, 8192), (8192, 10**9))  # tokens of all prompts together
 
 _ABOUT = """## 2. Serving engines
@@ -129,6 +131,8 @@ def plot(found: Comparison, path: Path) -> None:
             ratios = [1 + error.rel_error for error in mine]
             axes.scatter([error.row.tokens for error in mine], ratios, s=24, color=f"C{number}", label=name, alpha=0.8)
         axes.set(xscale="log", xlabel="tokens of all prompts", title=title)
+        axes.set_xticks(_TICKS, [format_tokens(tick) for tick in _TICKS])
+        axes.minorticks_off()
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("predicted TTFT / measured TTFT")
     panels[1].legend(frameon=False, fontsize=8)
