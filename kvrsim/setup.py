@@ -9,7 +9,7 @@ from typing import Any, TypedDict, cast
 from kvrsim.arguments import checked
 from kvrsim.choices import Topology
 from kvrsim.cost.precision import precision_notes
-from kvrsim.engine.engine import NO_ENGINE, OTHER_GPU, Engine, load_engine
+from kvrsim.engine.engine import NO_ENGINE, Engine, load_engine
 from kvrsim.errors import InputError
 from kvrsim.hardware.cluster import DEFAULT_CLUSTER, MAX_GPUS, Cluster, load_cluster, load_link
 from kvrsim.hardware.gpu import DEFAULT_MEMORY_FRACTION
@@ -284,7 +284,8 @@ def _range_notes(scenario: Scenario, profile: CalibrationProfile) -> list[str]:
     if scenario.request.batch > 1:
         notes.append("batch above 1 was not measured")
     engine = scenario.engine
-    if engine is not None and engine.kernel_scale and not {profile.gpu, OTHER_GPU} & set(engine.kernel_scale):
+    if engine is not None and not engine.knows(profile.gpu):
         known = ", ".join(engine.kernel_scale)
-        notes.append(f"engine {engine.name} was measured on {known}; its kernels on {profile.gpu} are the profile's")
+        scale = f"{engine.scale_on(profile.gpu):.2f} times the profile's"
+        notes.append(f"engine {engine.name} was measured on {known}; its kernels on {profile.gpu} are taken as {scale}")
     return notes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ SHORT_TOKENS = 512  # of all prompts of a batch; below, most of the time may be 
 _BUILTIN_FOLDER = Path(__file__).parents[1] / "data" / "engines"
 
 # Quantities of an engine that have a spread, in the order in which they are shown.
-TERMS = ("request_s", "token_s", "step_s", "layer_s", "collective_s", "kernel_scale", "model")
+TERMS = ("request_s", "token_s", "step_s", "layer_s", "collective_s", "kernel_scale", "other_gpu", "model")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,8 +49,9 @@ class Engine:
 
     kernel_scale: seconds of this engine's kernels over the profile's, by the profile's GPU; the kernels of an older
         library are slower.
-    spread: standard deviation of the logarithm of each of TERMS; "model" is what whole TTFTs are off by whatever the
-        terms are. A term that is absent is known exactly.
+    spread: standard deviation of the logarithm of each of TERMS; "other_gpu" is what kernel_scale may be off by on a
+        GPU that it does not name, "model" what whole TTFTs are off by whatever the terms are. A term that is absent is
+        known exactly.
     """
 
     name: str
@@ -69,8 +71,20 @@ class Engine:
         return read(cls, data)
 
     def scale_on(self, gpu: str) -> float:
-        """Of the kernels that a profile of that GPU has."""
-        return self.kernel_scale.get(gpu, self.kernel_scale.get(OTHER_GPU, 1.0))
+        """Of the kernels that a profile of that GPU has; without a measurement there, as on the GPUs that have one."""
+        known = self.kernel_scale
+        if gpu in known or OTHER_GPU in known or not known:
+            return known.get(gpu, known.get(OTHER_GPU, 1.0))
+        return math.prod(known.values()) ** (1 / len(known))
+
+    def scale_log_sd(self, gpu: str) -> float:
+        """Standard deviation of the logarithm of that scale; 0: known exactly."""
+        log_sd = self.spread.get("kernel_scale", 0.0)
+        return log_sd if self.knows(gpu) else math.hypot(log_sd, self.spread.get("other_gpu", 0.0))
+
+    def knows(self, gpu: str) -> bool:
+        """Whether the scale of its kernels on that GPU was measured, or stands for any."""
+        return not self.kernel_scale or not {gpu, OTHER_GPU}.isdisjoint(self.kernel_scale)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON values."""

@@ -85,7 +85,7 @@ def parts_together(scenario: Scenario, parts: Iterable[Part]) -> dict[Cause, Map
     if engine is not None and engine.fit is not None and engine.fit.longer_log is not None:
         return {}  # other engines left out have had other kernels, too
     of_table = {part: operations[part.kind].systematic_log_sd or 0.0 for part in parts if part.kind in operations}
-    if engine is not None and (log_sd := engine.spread.get("kernel_scale")):
+    if engine is not None and scenario.profile and (log_sd := engine.scale_log_sd(scenario.profile.gpu)):
         own = engine.fit is not None and engine.fit.left_out == "row"
         return {"kernels": {part: log_sd if own else max(log_sd, of_table.get(part, 0.0)) for part in parts}}
     found = {part: log_sd for part, log_sd in of_table.items() if log_sd}

@@ -196,10 +196,18 @@ def serving_of(engines: Mapping[str, Engine], rows: Mapping[str, Sequence[Servin
     return replace(engine, fit=replace(fit, coverage=coverage, short_coverage=short))
 
 
+def between_gpus(engines: Sequence[Engine]) -> dict[str, float]:
+    """How much the kernels' scale of one engine differs between GPUs, where it was measured on several."""
+    logs = [np.log(list(engine.kernel_scale.values())) for engine in engines if len(engine.kernel_scale) > 1]
+    spreads = [one.std(ddof=1) * math.sqrt(2) for one in logs]  # of a further GPU from one that was measured
+    return {"other_gpu": _rounded(np.sqrt(np.mean(np.square(spreads))))} if spreads else {}
+
+
 def main() -> None:
     """Rewrite the engines' records."""
     fitted = fit_all()
-    engines = {name: one.engine for name, one in fitted.items()}
+    between = between_gpus([one.engine for one in fitted.values()])
+    engines = {name: replace(one.engine, spread=dict(one.engine.spread) | between) for name, one in fitted.items()}
     for engine in (*engines.values(), serving_of(engines, {name: one.rows for name, one in fitted.items()})):
         engine.write(FOLDER / f"{engine.name}.json")
         fit = engine.fit

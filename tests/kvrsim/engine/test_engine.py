@@ -87,7 +87,18 @@ def test_kernel_scale_is_of_kernels_alone() -> None:
     tripled = replace(base, kernel_scale={"a100-80gb": 3.0})
     assert ttft_s(tripled) - 0.25 == pytest.approx(3 * (ttft_s(base) - 0.25))
     assert ttft_s(replace(base, kernel_scale={"other": 3.0})) == pytest.approx(ttft_s(tripled))
-    assert ttft_s(replace(base, kernel_scale={"h100": 3.0})) == pytest.approx(ttft_s(base))
+    assert ttft_s(replace(base, kernel_scale={"h100": 2.0, "h200": 4.5})) == pytest.approx(ttft_s(tripled))
+
+
+def test_a_scale_of_other_gpus_is_less_sure_and_said() -> None:
+    engine = replace(NOTHING, kernel_scale={"h100": 1.2}, spread={"kernel_scale": 0.03, "other_gpu": 0.04})
+    assert (engine.scale_log_sd("h100"), engine.scale_log_sd("a100-80gb")) == (0.03, pytest.approx(0.05))
+    answer = kvrsim.simulate(**ALONE, profile="a100-flash", engine=engine)
+    assert any("was measured on h100" in warning and "1.20 times" in warning for warning in answer.warnings)
+    known = replace(engine, kernel_scale={"a100-80gb": 1.2})
+    sure = kvrsim.simulate(**ALONE, profile="a100-flash", engine=known)
+    assert sure.ttft_s == pytest.approx(answer.ttft_s)
+    assert answer.ttft_high_s > sure.ttft_high_s
 
 
 def test_pieces_of_a_pipeline_pay_a_step_each() -> None:
