@@ -15,15 +15,13 @@ from pathlib import Path
 
 import numpy as np
 
-from calibrate.prefills.cases import make_cases
 from calibrate.prefills.fit import fit_prefills
-from calibrate.prefills.rows import PrefillRow
 from kvrsim.engine.engine import SHORT_TOKENS, Engine, load_engine
 from kvrsim.io.files import write_atomically
-from planner.partitions import partition_of
 from planner.uncertainty.interval import interval
+from validate.serving.errors import ServingError
 from validate.serving.fit import ENGINES, left_out_engines
-from validate.serving.rows import ServingRow, read_rows
+from validate.serving.rows import ServingRow, case_of, read_rows
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "own-engine.md"
 MOST_MEDIAN_APE = 0.05  # of all rows, each predicted by the fit to the half that it is not in
@@ -31,28 +29,14 @@ LEAST_ROWS = 4  # of an engine on a cluster: two to fit, two to predict
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HalvedRow:
+class HalvedError(ServingError):
     """One published prefill, predicted by the fit to the other half."""
 
-    row: ServingRow
     before_s: float  # with the prior engine
-    predicted_s: float
-    low_s: float  # of the 80 % prediction interval
-    high_s: float
-
-    @property
-    def rel_error(self) -> float:
-        """predicted / measured - 1."""
-        return self.predicted_s / self.row.ttft_s - 1
-
-    @property
-    def inside(self) -> bool:
-        """Whether the interval holds the measurement."""
-        return self.low_s <= self.row.ttft_s <= self.high_s
 
     @property
     def rel_error_before(self) -> float:
-        """The same with the prior engine."""
+        """The relative error with the prior engine."""
         return self.before_s / self.row.ttft_s - 1
 
 
@@ -79,11 +63,10 @@ def _size(row: ServingRow) -> tuple[int, int]:
     return row.context_len, row.batch
 
 
-def run(rows: Sequence[ServingRow], prior: Engine) -> tuple[HalvedRow, ...]:
+def run(rows: Sequence[ServingRow], prior: Engine) -> tuple[HalvedError, ...]:
     """Fit each half and predict the other. rows: of one engine on one cluster."""
     profile = rows[0].profile
-    setting = {"cluster": rows[0].cluster, "engine": prior}
-    cases = make_cases([_asked(row) for row in rows], profile, partition_of, setting).cases
+    cases = [case_of(row, prior) for row in rows]
     half_of = halves(rows)
     found = []
     fits = [
@@ -101,26 +84,12 @@ def run(rows: Sequence[ServingRow], prior: Engine) -> tuple[HalvedRow, ...]:
         seconds = other.ttft_s()
         sure = interval(other.scenario, other.strategy, other.partition, seconds)
         found.append(
-            HalvedRow(row=row, before_s=case.ttft_s(), predicted_s=seconds, low_s=sure.low_s, high_s=sure.high_s)
+            HalvedError(row=row, before_s=case.ttft_s(), predicted_s=seconds, low_s=sure.low_s, high_s=sure.high_s)
         )
     return tuple(found)
 
 
-def _asked(row: ServingRow) -> PrefillRow:
-    return PrefillRow(
-        ttft_s=row.ttft_s,
-        where=row.case,
-        model=row.model,
-        num_gpus=row.num_gpus,
-        strategy=row.strategy,
-        context_len=row.context_len,
-        batch=row.batch,
-        cached_prefix=0,
-        dtype=row.dtype,
-    )
-
-
-def run_all() -> dict[tuple[str, str], tuple[HalvedRow, ...]]:
+def run_all() -> dict[tuple[str, str], tuple[HalvedError, ...]]:
     """By engine and cluster."""
     engines = {name: load_engine(name) for name in ENGINES}
     priors = {
@@ -135,7 +104,7 @@ def median_ape(errors: Iterable[float]) -> float | None:
     return float(np.median(sizes)) if len(sizes) else None
 
 
-def report(found: dict[tuple[str, str], tuple[HalvedRow, ...]]) -> str:
+def report(found: dict[tuple[str, str], tuple[HalvedError, ...]]) -> str:
     """The page, Markdown."""
     every = tuple(row for rows in found.values() for row in rows)
     lines = [
@@ -171,7 +140,7 @@ def report(found: dict[tuple[str, str], tuple[HalvedRow, ...]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _shares(rows: Sequence[HalvedRow]) -> str:
+def _shares(rows: Sequence[HalvedError]) -> str:
     long, short = ([row for row in rows if (row.row.tokens < SHORT_TOKENS) is is_short] for is_short in (False, True))
     before = median_ape(row.rel_error_before for row in rows)
     parts = [before, *(median_ape(row.rel_error for row in some) for some in (rows, long, short))]

@@ -93,7 +93,15 @@ def case_of(row: ServingRow, engine: Engine) -> PrefillCase:
     )
     strategy = get_strategy(row.strategy)
     placed = for_strategy(scenario, strategy)
-    asked = PrefillRow(ttft_s=row.ttft_s, where=str(PATH), model=row.model, strategy=row.strategy)
+    asked = PrefillRow(
+        ttft_s=row.ttft_s,
+        where=str(PATH),
+        model=row.model,
+        num_gpus=row.num_gpus,
+        strategy=row.strategy,
+        context_len=row.context_len,
+        batch=row.batch,
+    )
     return PrefillCase(row=asked, scenario=placed, strategy=strategy, partition=partition_of(placed, strategy))
 
 

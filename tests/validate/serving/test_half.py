@@ -11,7 +11,7 @@ from validate.serving.half import (
     LEAST_ROWS,
     MOST_MEDIAN_APE,
     PAGE,
-    HalvedRow,
+    HalvedError,
     groups,
     halves,
     median_ape,
@@ -48,7 +48,7 @@ def test_rows_that_a_rule_leaves_out_are_not_used() -> None:
 def test_the_page_shows_medians_by_length() -> None:
     row = next(row for rows in groups().values() for row in rows if row.tokens >= 512)
     found = [
-        HalvedRow(row=row, before_s=row.ttft_s * 2, predicted_s=row.ttft_s * factor, low_s=0.0, high_s=row.ttft_s)
+        HalvedError(row=row, before_s=row.ttft_s * 2, predicted_s=row.ttft_s * factor, low_s=0.0, high_s=row.ttft_s)
         for factor in (0.9, 1.02, 1.04)
     ]
     page = report({(row.engine, row.cluster): tuple(found)})
