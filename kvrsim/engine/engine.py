@@ -35,7 +35,7 @@ class EngineFit:
     median_ape: RelativeError
     left_out_mape: RelativeError  # the same on rows that were left out of the fit
     left_out_median_ape: RelativeError
-    left_out: str  # what was left out at a time: "row" or "engine"
+    left_out: str  # what was left out at a time: "row", "setting" (model, strategy, GPUs) or "engine"
     log_sd: RelativeError  # spread of log(predicted / measured) on rows that were left out
     shorter_log: NonNegative | None = None  # log(predicted / measured) that a tenth of them exceeds; None: log_sd alone
     longer_log: NonNegative | None = None  # log(measured / predicted), likewise

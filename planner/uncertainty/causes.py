@@ -86,7 +86,7 @@ def parts_together(scenario: Scenario, parts: Iterable[Part]) -> dict[Cause, Map
         return {}  # other engines left out have had other kernels, too
     of_table = {part: operations[part.kind].systematic_log_sd or 0.0 for part in parts if part.kind in operations}
     if engine is not None and scenario.profile and (log_sd := engine.scale_log_sd(scenario.profile.gpu)):
-        own = engine.fit is not None and engine.fit.left_out == "row"
+        own = engine.fit is not None and engine.fit.left_out != "engine"
         return {"kernels": {part: log_sd if own else max(log_sd, of_table.get(part, 0.0)) for part in parts}}
     found = {part: log_sd for part, log_sd in of_table.items() if log_sd}
     return {"table and clock": found} if found else {}

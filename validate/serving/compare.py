@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvrsim.engine.engine import load_engine
+from kvrsim.engine.engine import EngineFit, load_engine
 from kvrsim.io.files import write_atomically
 from validate.serving.errors import ServingError, errors_of
 from validate.serving.fit import ENGINES, SERVING, left_out_engines
@@ -29,7 +29,14 @@ class Comparison:
 
     own: tuple[ServingError, ...]
     others: tuple[ServingError, ...]
+    fits: Mapping[str, EngineFit]  # by engine: own terms, with each setting left out
     nested_coverage: float  # of engines left out, by intervals that rest on the other engines' errors alone
+
+    def left_out_coverage(self, *, short: bool) -> float:
+        """Share of the rows inside their intervals, predicted by own terms that their setting was left out of."""
+        rows = {name: sum(e.row.engine == name and e.is_short is short for e in self.own) for name in self.fits}
+        shares = {name: (fit.short_coverage if short else fit.coverage) or 0.0 for name, fit in self.fits.items()}
+        return sum(rows[name] * shares[name] for name in rows) / sum(rows.values())
 
     def figures(self) -> dict[str, Any]:
         """What the page's first table says, as plain JSON values."""
@@ -52,6 +59,7 @@ def compare() -> Comparison:
     bare = {name: errors_of(of[name], without_width(priors[name], fit)) for name in ENGINES}
     return Comparison(
         own=tuple(error for name in ENGINES for error in errors_of(of[name], engines[name])),
+        fits={name: engine.fit for name, engine in engines.items() if engine.fit is not None},
         others=tuple(error for name in ENGINES for error in errors_of(of[name], replace(priors[name], fit=fit))),
         nested_coverage=_nested_coverage(bare),
     )

@@ -20,7 +20,7 @@ import numpy as np
 from scipy.stats import t
 
 from calibrate.prefills.solve import Prior, Solution, solve
-from kvrsim.engine.engine import OTHER_GPU, Engine, EngineFit, load_engine
+from kvrsim.engine.engine import OTHER_GPU, SHORT_TOKENS, Engine, EngineFit, load_engine
 from kvrsim.engine.host import NO_HOST
 from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT
 from kvrsim.program.operations import Array
@@ -45,6 +45,7 @@ _PRIORS = {
 _TERMS = ("step_s", "layer_s", "collective_s")
 _CLIENT_TERMS = ("request_s", "token_s", "layer_s", "collective_s")
 _SCALE = Prior(name="kernel_scale", median=1.05, log_sd=0.15)
+_LEAST_LONG = 4  # rows of 512 tokens and more, for a width from these alone
 _LEAST_SCALE_LOG_SD = 0.03  # of the mean of so few engines
 
 
@@ -77,12 +78,18 @@ def fit_engine(name: str, rows: Sequence[ServingRow]) -> FittedEngine:
 
         return np.array([case.ttft_s(changed) for case in cases])
 
-    solution = solve(predict, np.array([row.ttft_s for row in rows]), priors, [row.case for row in rows])
+    solution = solve(predict, np.array([row.ttft_s for row in rows]), priors, left_out_together(rows))
     engine = _with_terms(base, priors, solution.values)
     engine = replace(engine, spread=_spread(priors, solution))
     return FittedEngine(
         engine=replace(engine, fit=_fit(engine, rows, solution)), rows=tuple(rows), priors=priors, solution=solution
     )
+
+
+def left_out_together(rows: Sequence[ServingRow]) -> list[str]:
+    """Of each row its setting: rows of one are left out together; where there is only one setting, each row alone."""
+    settings = [row.setting for row in rows]
+    return settings if len(set(settings)) > 1 else [row.case for row in rows]
 
 
 def _with_terms(base: Engine, priors: Sequence[Prior], values: Array) -> Engine:
@@ -110,14 +117,16 @@ def _fit(engine: Engine, rows: Sequence[ServingRow], solution: Solution) -> Engi
         median_ape=_rounded(np.median(np.abs(own))),
         left_out_mape=_rounded(np.abs(left_out).mean()),
         left_out_median_ape=_rounded(np.median(np.abs(left_out))),
-        left_out="row",
+        left_out="setting" if len({row.setting for row in rows}) > 1 else "row",
         log_sd=0.0,
         coverage=0.0,
     )
     predicted_s = list(map(float, solution.left_out_s))
     bare = errors_of(rows, without_width(engine, fit))
-    fit = replace(fit, log_sd=_rounded(both_sides(unexplained(bare, predicted_s))))
-    return replace(fit, coverage=_rounded(np.mean(inside(rows, replace(engine, fit=fit), predicted_s))))
+    fit = replace(fit, log_sd=_rounded(both_sides(unexplained(bare, predicted_s, least=_LEAST_LONG))))
+    held = np.array(inside(rows, replace(engine, fit=fit), predicted_s))
+    short = np.array([row.tokens < SHORT_TOKENS for row in rows])
+    return replace(fit, coverage=_rounded(held[~short].mean()), short_coverage=_rounded(held[short].mean()))
 
 
 def prior_of(engines: Sequence[Engine]) -> Engine:

@@ -43,6 +43,11 @@ class ServingRow:
         return self.context_len * self.batch
 
     @property
+    def setting(self) -> str:
+        """What the row shares with others of its engine but for the prompts."""
+        return f"{self.model} {self.strategy} on {self.num_gpus} of {self.cluster}"
+
+    @property
     def case(self) -> str:
         """The row in words."""
         gpus = f"{self.num_gpus} GPU{'s' * (self.num_gpus > 1)} of {self.cluster}"

@@ -26,14 +26,15 @@ def without_width(engine: Engine, fit: EngineFit) -> Engine:
     return replace(engine, fit=replace(fit, log_sd=0.0, shorter_log=side, longer_log=side))
 
 
-def unexplained(bare: Sequence[ServingError], predicted_s: Sequence[float] | None = None) -> Array:
+def unexplained(bare: Sequence[ServingError], predicted_s: Sequence[float] | None = None, least: int = 1) -> Array:
     """log(measured / predicted) of each row beyond the end of an interval, by squares; 0 inside.
 
-    bare: with the intervals of the terms alone. predicted_s: of each, instead of the errors' own.
+    bare: with the intervals of the terms alone. predicted_s: of each, instead of the errors' own. least: with fewer
+    rows of 512 tokens and more, all rows count.
     """
-    found = []
+    found, only_long = [], sum(not error.is_short for error in bare) >= least
     for index, error in enumerate(bare):
-        if error.is_short:
+        if error.is_short and only_long:
             continue
         then_s = error.predicted_s if predicted_s is None else predicted_s[index]
         off = float(np.log(error.row.ttft_s / then_s))
