@@ -29,6 +29,9 @@ class Comparison:
 
     own: tuple[ServingError, ...]
     others: tuple[ServingError, ...]
+    batches: tuple[
+        tuple[ServingError, ...], tuple[ServingError, ...]
+    ]  # the two of rows that batch_over_prompt leaves out
     fits: Mapping[str, EngineFit]  # by engine: own terms, with each setting left out
     nested_coverage: float  # of engines left out, by intervals that rest on the other engines' errors alone
 
@@ -37,6 +40,12 @@ class Comparison:
         rows = {name: sum(e.row.engine == name and e.is_short is short for e in self.own) for name in self.fits}
         shares = {name: (fit.short_coverage if short else fit.coverage) or 0.0 for name, fit in self.fits.items()}
         return sum(rows[name] * shares[name] for name in rows) / sum(rows.values())
+
+    def with_batches(self) -> tuple[float, float]:
+        """Median absolute error of the rows of 512 tokens and more, own terms and engine left out, with `batches`."""
+        both = zip((self.own, self.others), self.batches, strict=True)
+        own, others = (np.median([abs(e.rel_error) for e in (*rows, *more) if not e.is_short]) for rows, more in both)
+        return float(own), float(others)
 
     def figures(self) -> dict[str, Any]:
         """What the page's first table says, as plain JSON values."""
@@ -56,9 +65,14 @@ def compare() -> Comparison:
     assert fit is not None, "python -m validate.serving.fit writes it"
     priors = left_out_engines(engines)
     of = {name: [row for row in rows if row.engine == name] for name in ENGINES}
+    batches = [row for row in read_rows(compared=False) if row.left_out == "batch_over_prompt"]
     bare = {name: errors_of(of[name], without_width(priors[name], fit)) for name in ENGINES}
     return Comparison(
         own=tuple(error for name in ENGINES for error in errors_of(of[name], engines[name])),
+        batches=(
+            tuple(error for row in batches for error in errors_of([row], engines[row.engine])),
+            tuple(error for row in batches for error in errors_of([row], priors[row.engine])),
+        ),
         fits={name: engine.fit for name, engine in engines.items() if engine.fit is not None},
         others=tuple(error for name in ENGINES for error in errors_of(of[name], replace(priors[name], fit=fit))),
         nested_coverage=_nested_coverage(bare),
