@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvrsim.errors import InputError
+from kvrsim.io.files import read_text
 
 MAX_CSV_BYTES = 2**28  # some millions of rows; what is larger was given by mistake
 MAX_WHOLE = 10**18
@@ -124,21 +125,9 @@ def leading_comments(path: str | Path, argument: str) -> Iterator[tuple[int, str
 
 def _content(path: str | Path, argument: str) -> str:
     """The text of a file, or the InputError that says why not."""
-    shown = " ".join(str(path).split())
-    try:
-        with Path(path).open("rb") as file:
-            content = file.read(MAX_CSV_BYTES + 1)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a path"
-        raise InputError(argument, shown, f"a CSV file that can be read ({reason})") from None
-    if len(content) > MAX_CSV_BYTES:
-        raise InputError(argument, shown, f"a CSV file of at most {MAX_CSV_BYTES // 2**20} MiB")
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise InputError(argument, shown, "a CSV file, as text in UTF-8") from None
+    text = read_text(path, argument, what="a CSV file", most_bytes=MAX_CSV_BYTES)
     if text.startswith(_LFS_POINTER):
-        raise InputError(argument, shown, "the CSV itself; this is its Git LFS pointer (git lfs pull fetches the file)")
+        raise InputError(argument, path, "the CSV itself; this is its Git LFS pointer (git lfs pull fetches the file)")
     return text
 
 

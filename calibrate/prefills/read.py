@@ -1,8 +1,8 @@
 """Measured prefills from files: CSV, and what benchmarks of engines write, recognised by their content.
 
 A CSV file has the columns model, gpu, num_gpus, strategy, context_len, batch, cached_prefix, dtype and ttft_s. Only
-ttft_s is required; what a file does not say, PrefillDefaults say. An output holds one JSON object, or one a line; which
-tool wrote it is told by its keys.
+ttft_s is required; what a file does not say, PrefillDefaults say. An output holds one JSON object, or one a line; its
+keys say which tool wrote it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from calibrate.prefills.outputs import Output, add_requests
 from calibrate.prefills.rows import COLUMNS, PrefillDefaults, PrefillRow
 from kvrsim.choices import DTYPES
 from kvrsim.errors import InputError
+from kvrsim.io.files import read_text
 from kvrsim.io.json_text import JsonObject, parse_json
 from kvrsim.strategies import get_strategy
 from kvrsim.strategies.load import is_file
@@ -126,7 +127,7 @@ def _output(path: str | Path, argument: str) -> Output:
 
 def _objects(path: Path, argument: str, where: str) -> list[JsonObject]:
     """The object of a file, or that of each line."""
-    text = _text(path, argument)
+    text = read_text(path, argument, what="a file", most_bytes=MAX_OUTPUT_BYTES)
     try:
         return [_object(parse_json(text), where)]
     except ValueError as error:
@@ -147,19 +148,3 @@ def _object(value: object, where: str) -> JsonObject:
     if not isinstance(value, dict):
         raise InputError(where, json.dumps(value)[:60], "a JSON object ({...})")
     return JsonObject(fields=value, where=where)
-
-
-def _text(path: Path, argument: str) -> str:
-    shown = " ".join(str(path).split())
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_OUTPUT_BYTES + 1)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a path"
-        raise InputError(argument, shown, f"a file that can be read ({reason})") from None
-    if len(content) > MAX_OUTPUT_BYTES:
-        raise InputError(argument, shown, f"a file of at most {MAX_OUTPUT_BYTES // 2**20} MiB")
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise InputError(argument, shown, "a file in UTF-8") from None

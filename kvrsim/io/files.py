@@ -1,4 +1,7 @@
-"""Writing a file whole or not at all, so that neither a kill nor a power cut leaves half of it."""
+"""Reading a file that may be anything, and writing one whole or not at all.
+
+Neither a kill nor a power cut leaves half of what is written.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,27 @@ from pathlib import Path
 from kvrsim.errors import InputError
 
 _NAME_CHARS = 40  # of the file's name in its temporary neighbour's: any name that fits keeps fitting
+
+
+def read_text(path: str | Path, argument: str, *, what: str, most_bytes: int) -> str:
+    """The text of a file in UTF-8, a byte order mark left out.
+
+    what: the file, for messages, such as "a CSV file". Raises InputError naming `argument` where the file cannot be
+    read, has more than `most_bytes`, or is not text.
+    """
+    shown = " ".join(str(path).split())
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(most_bytes + 1)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a path"
+        raise InputError(argument, shown, f"{what} that can be read ({reason})") from None
+    if len(content) > most_bytes:
+        raise InputError(argument, shown, f"{what} of at most {most_bytes // 2**20} MiB")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise InputError(argument, shown, f"{what}, as text in UTF-8") from None
 
 
 def write_atomically(path: str | Path, data: bytes, *, argument: str) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrsim.errors import InputError
+from kvrsim.io.files import read_text
 from kvrsim.units import MAX_TOKENS
 
 MAX_FILE_BYTES = 2**24  # a configuration is never larger; weights given by mistake are not read whole
@@ -51,16 +52,9 @@ class JsonObject:
     def read(cls, path: Path, argument: str) -> JsonObject:
         """Read a file that holds one JSON object; InputError names `argument` and the file."""
         shown = " ".join(str(path).split())
+        text = read_text(path, argument, what="a JSON file", most_bytes=MAX_FILE_BYTES)
         try:
-            with path.open("rb") as file:
-                content = file.read(MAX_FILE_BYTES + 1)
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not a path"
-            raise InputError(argument, shown, f"a JSON file that can be read ({reason})") from None
-        if len(content) > MAX_FILE_BYTES:
-            raise InputError(argument, shown, f"a JSON file of at most {MAX_FILE_BYTES // 2**20} MiB")
-        try:
-            fields = parse_json(content.decode("utf-8-sig"))
+            fields = parse_json(text)
         except ValueError as error:
             reason = " ".join(str(error).split())
             raise InputError(argument, shown, f"a file of valid JSON ({reason})") from None

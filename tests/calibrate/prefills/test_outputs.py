@@ -1,4 +1,4 @@
-"""Outputs of engines' benchmarks, in miniature: each is told by its keys, and gives times to first token."""
+"""Small outputs of engines' benchmarks: the keys identify the tool, and the times to first token are read."""
 
 from __future__ import annotations
 
