@@ -137,8 +137,9 @@ def _constants(a: CalibrationProfile, b: CalibrationProfile) -> Iterator[DiffRow
         "layer_s": "host issuing a layer",
         "kernel_s": "host issuing a kernel",
         "message_s": "host issuing a message",
-        "prepare_s": "host before the first layer",
-        "request_s": "before the first layer",
+        "prepare_s": "host before the layers",
+        "step_s": "before the layers, in each step",
+        "request_s": "before the layers, once a request",
     }
     for key, what in named.items():
         values = [float(getattr(profile.host, key) or 0.0) for profile in (a, b)]

@@ -70,7 +70,7 @@ def _shape(row: Measurement) -> tuple[object, ...]:
 class PrepareRates:
     """Seconds before the first layer: a constant, and a rate per element of the mask."""
 
-    request_s: float
+    step_s: float
     mask_element_s: float
 
 
@@ -80,14 +80,14 @@ def fit_prepare(rows: Sequence[Measurement]) -> PrepareRates:
     masked = np.array([row.kernel != _UNMASKED for row in rows])
     elements = np.where(masked, column(rows, "chunk") * (column(rows, "chunk") + column(rows, "prefix")), 0.0)
     if len(set(elements.tolist())) == 1:
-        return PrepareRates(request_s=rounded(float(np.median(seconds))), mask_element_s=0.0)
+        return PrepareRates(step_s=rounded(float(np.median(seconds))), mask_element_s=0.0)
     longest = float(elements.max())
     parameters = (
-        Parameter(name="request_s", start=float(seconds.min()), low=0.0, high=float(seconds.max())),
+        Parameter(name="step_s", start=float(seconds.min()), low=0.0, high=float(seconds.max())),
         Parameter(name="mask_element_s", start=float(seconds.max()) / longest, low=0.0, high=1.0),
     )
 
     def predict(values: Mapping[str, float], some: Array) -> Array:
-        return np.asarray(values["request_s"] + elements[some] * values["mask_element_s"] + 1e-12)
+        return np.asarray(values["step_s"] + elements[some] * values["mask_element_s"] + 1e-12)
 
     return PrepareRates(**solve(parameters, predict, seconds))

@@ -155,7 +155,7 @@ class OperationFits:
     def prepare(self) -> PrepareRates:
         """Nothing where it was not measured."""
         self.used += self.rows.prepare
-        return fit_prepare(self.rows.prepare) if self.rows.prepare else PrepareRates(request_s=0.0, mask_element_s=0.0)
+        return fit_prepare(self.rows.prepare) if self.rows.prepare else PrepareRates(step_s=0.0, mask_element_s=0.0)
 
     def links(self) -> LinkRates:
         """As measured inside a node, or from the datasheet."""

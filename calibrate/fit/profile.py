@@ -83,7 +83,7 @@ def fit_profile(
         whole_attention=origin.is_hugging_face,
     )
     links = replace(fit.links(), pending_share=fit.pending_share(rows))
-    host_rates = replace(fit.host(host, rows), step_s=prepare.request_s)
+    host_rates = replace(fit.host(host, rows), step_s=prepare.step_s)
     devices = ", ".join(sorted({row.device for row in fit.used if row.operation in ("gemm", "attention")}))
     profile = CalibrationProfile(
         name=label.name,

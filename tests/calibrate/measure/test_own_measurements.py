@@ -274,10 +274,10 @@ def test_logits_stream_their_weights() -> None:
 
 def test_what_comes_before_the_first_layer() -> None:
     found = fit_prepare(prepare_rows())
-    assert found.request_s == pytest.approx(REQUEST_S, rel=0.02)
+    assert found.step_s == pytest.approx(REQUEST_S, rel=0.02)
     assert found.mask_element_s == pytest.approx(MASK_S, rel=0.02)
     no_mask = fit_prepare([replace(one, kernel="flash", median_s=REQUEST_S) for one in prepare_rows()])
-    assert (no_mask.request_s, no_mask.mask_element_s) == (pytest.approx(REQUEST_S), 0.0)
+    assert (no_mask.step_s, no_mask.mask_element_s) == (pytest.approx(REQUEST_S), 0.0)
 
 
 # -- the profile
