@@ -22,7 +22,7 @@ from kvrsim.io.schema import Check, Keys, Limits, NonNegative, RelativeError, Wh
 from kvrsim.profile.rates.attention import ATTENTION_KERNELS, AttentionRates, read_attention
 from kvrsim.profile.rates.clock import Clock
 from kvrsim.profile.rates.elementwise import ElementwiseRates
-from kvrsim.profile.rates.gemm import GEMM_TYPES, GemmRates, Width
+from kvrsim.profile.rates.gemm import GEMM_TYPES, GemmRates, Product, Width
 
 SCHEMA_VERSION = 2
 _NUMBERS = re.compile(r"\[[-+.,0-9eE\s]+\]")  # arrays of numbers, which are written in one line
@@ -88,6 +88,11 @@ class KernelRates:
         """Rates of a type of product, and bytes of its operands; `element_bytes`: of the request's dtype."""
         priced = self.priced_as(compute)
         return (self.gemm, element_bytes) if priced is None else (self.gemm_types[priced], GEMM_TYPES[priced])
+
+    def is_measured(self, product: Product) -> bool:
+        """Whether the weight matrix was timed in the type that the product is priced in."""
+        priced = self.priced_as(product.compute)
+        return (self.gemm if priced is None else self.gemm_types[priced]).is_measured(product)
 
     @classmethod
     def read(cls, data: JsonObject) -> KernelRates:

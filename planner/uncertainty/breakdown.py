@@ -151,7 +151,7 @@ def _basis(scenario: Scenario, part: Part, chunk: int, start: int) -> Basis:
     sizes = _sizes(scenario, part, chunk, start)
     if not _inside(fit, sizes):
         return "extrapolated"
-    known = part.product is not None and profile.kernels.gemm.is_measured(part.product)
+    known = part.product is not None and profile.kernels.is_measured(part.product)
     return "measured" if known else "interpolated"
 
 

@@ -97,7 +97,7 @@ def _log_sd(profile: CalibrationProfile, part: Part) -> float:
     fit = profile.operations.get(part.kind)
     if fit is None:
         return 0.0
-    known = part.product is not None and profile.kernels.gemm.is_measured(part.product)
+    known = part.product is not None and profile.kernels.is_measured(part.product)
     return fit.interpolated_log_sd if known and fit.interpolated_log_sd is not None else fit.log_sd
 
 

@@ -221,3 +221,16 @@ def test_a_profile_shows_types_without_their_tables(tmp_path: Path, capsys: pyte
     assert "fp8" in shown
     assert len(shown.splitlines()) < 300
     assert load_profile(tmp_path / "mine.json").kernels.gemm_types["fp8"].measured
+
+
+def test_a_quantised_product_is_measured_where_its_own_type_was() -> None:
+    """A shape with a table in half precision is not thereby known in FP8."""
+    kernels = load_profile("h100-flash").kernels
+    half = {(shape.in_features, shape.out_features) for shape in kernels.gemm.measured}
+    eight = {(shape.in_features, shape.out_features) for shape in kernels.gemm_types["fp8"].measured}
+    assert half, "the shipped profile keeps tables of some shapes"
+    for shape in half | eight:
+        assert kernels.is_measured(Product(*shape)) is (shape in half)
+        assert kernels.is_measured(Product(*shape, compute="fp8")) is (shape in eight)
+    unlike = replace(kernels, gemm_types={"fp8": replace(kernels.gemm_types["fp8"], measured=())})
+    assert not any(unlike.is_measured(Product(*shape, compute="fp8")) for shape in half)
