@@ -201,7 +201,7 @@ def described(fit: Fit) -> str:
         f"{plan.replicas} × {plan.gpus_per_group}" + ("" if len(fit.plans) == 1 else f" (to {plan.most_new})")
         for plan in fit.plans
     )
-    return f"{fit.worth:.0f}: {groups}"
+    return f"{fit.cost:.0f}: {groups}"
 
 
 def mixed_against_uniform(folder: Path) -> list[str]:
