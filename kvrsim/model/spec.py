@@ -1,72 +1,59 @@
-"""ModelSpec: a decoder-only transformer, layer by layer, as its Hugging Face config.json describes it."""
+"""ModelSpec: a decoder-only model, layer by layer, as its Hugging Face config.json describes it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvrsim.model.quantization import Quantization, WeightFormat
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gemm:
-    """One weight matrix: a token costs 2 x in_features x out_features FLOPs."""
-
-    name: str  # of the Hugging Face module
-    in_features: int  # width of the input
-    out_features: int  # width of the output
-    bias: bool = False  # whether a vector of out_features is added
-    weights: WeightFormat | None = None  # how they are stored, if quantised; None: in the request's dtype
-
-    @property
-    def num_parameters(self) -> int:
-        return self.in_features * self.out_features + (self.out_features if self.bias else 0)
-
-    @property
-    def compute(self) -> str | None:
-        """Type of the product, a key of GEMM_TYPES; None: the request's dtype."""
-        return None if self.weights is None else self.weights.compute
-
-    def weight_bytes(self, bytes_per_element: int) -> int:
-        """Bytes of weights, scales and bias; `bytes_per_element`: of what is not quantised."""
-        if self.weights is None:
-            return self.num_parameters * bytes_per_element
-        bias = self.out_features * bytes_per_element if self.bias else 0
-        return self.weights.nbytes(self.in_features, self.out_features) + bias
+from kvrsim.model.gemm import Gemm
+from kvrsim.model.mixers import Mixer, Recurrence
+from kvrsim.model.quantization import Quantization
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSpec:
-    """One kind of decoder layer; layers of the same kind are equal and hash alike."""
+    """One kind of decoder layer: a mixer, an MLP or both; layers of the same kind are equal and hash alike."""
 
-    qkv: tuple[Gemm, ...]  # projections to Q, K, V: three matrices or one fused
-    output: Gemm  # projection of the attention's output
-    mlp: tuple[Gemm, ...]  # the dense MLP, or ONE expert of a mixture of experts
+    mixer: Mixer | None  # how tokens see each other; None: the layer is an MLP alone
+    mlp: tuple[Gemm, ...]  # the dense MLP, or ONE expert of a mixture of experts; (): the layer is a mixer alone
     num_experts: int = 0  # routed experts, each like `mlp`; 0: dense
     num_experts_per_tok: int = 0  # routed experts that a token passes through; 0: dense
     router: Gemm | None = None  # scores the experts; None: dense
     shared_mlp: tuple[Gemm, ...] = ()  # what every token passes through beside its experts
-    sliding_window: int | None = None  # tokens that a query sees, itself included; None: all before it
-    norm_parameters: int = 0  # weights (and biases) of the layer's norms, q and k norms and attention sinks included
+    gated_mlp: bool = False  # whether the MLP multiplies an activated gate with a second projection
+    norms_before_mixer: int = 1  # norms over hidden_size, up to the mixer
+    norms_after_mixer: int = 1  # and after it
+    other_parameters: int = 0  # weights (and biases) of norms, attention sinks, convolutions, decays
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that add to the residual stream: a mixer, an MLP."""
+        return (self.mixer is not None) + bool(self.mlp)
+
+    @property
+    def matrices(self) -> tuple[Gemm, ...]:
+        """All weight matrices but those of experts."""
+        mixer = () if self.mixer is None else self.mixer.matrices
+        return (*mixer, *([self.router] if self.router else []), *self.shared_mlp)
 
     @property
     def num_parameters(self) -> int:
         """Parameters held in memory."""
-        return self._summed(max(1, self.num_experts), lambda gemm: gemm.num_parameters) + self.norm_parameters
+        return self._summed(max(1, self.num_experts), lambda gemm: gemm.num_parameters) + self.other_parameters
 
     @property
     def active_parameters(self) -> int:
         """Parameters that a token passes through."""
-        return self._summed(max(1, self.num_experts_per_tok), lambda gemm: gemm.num_parameters) + self.norm_parameters
+        return self._summed(max(1, self.num_experts_per_tok), lambda gemm: gemm.num_parameters) + self.other_parameters
 
     def weight_bytes(self, bytes_per_element: int) -> int:
         """Bytes held in memory; `bytes_per_element`: of what is not quantised."""
         matrices = self._summed(max(1, self.num_experts), lambda gemm: gemm.weight_bytes(bytes_per_element))
-        return matrices + self.norm_parameters * bytes_per_element
+        return matrices + self.other_parameters * bytes_per_element
 
     def _summed(self, num_experts: int, of: Callable[[Gemm], int]) -> int:
-        every = (*self.qkv, self.output, *self.shared_mlp, *([self.router] if self.router else []))
-        return sum(map(of, every)) + num_experts * sum(map(of, self.mlp))
+        return sum(map(of, self.matrices)) + num_experts * sum(map(of, self.mlp))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,25 +64,19 @@ class ModelSpec:
     model_type: str  # Hugging Face architecture, such as "llama"
     num_hidden_layers: int  # decoder layers
     hidden_size: int  # width of the residual stream
-    num_attention_heads: int  # query heads
-    num_key_value_heads: int  # KV heads: fewer than query heads under GQA, 1 under MQA
-    head_dim: int  # width of a head; need not be hidden_size / num_attention_heads
     intermediate_size: int  # width of a dense MLP; an expert may be narrower (see LayerSpec.mlp)
     vocab_size: int  # rows of the embedding
     max_position_embeddings: int | None  # longest context of its training, tokens; None: not stated
     tie_word_embeddings: bool  # whether the head reuses the embedding's weights
-    gated_mlp: bool  # whether the MLP multiplies an activated gate with a second projection
     alibi: bool  # ALiBi biases instead of rotary embeddings
     learned_positions: int = 0  # rows of a learned position embedding, instead of rotary embeddings; 0: none
     parallel_attn: bool  # attention and MLP read the same input, one residual addition a layer
-    qk_norm: bool  # whether queries and keys are normalised head by head
-    norms_before_attention: int  # norms over hidden_size in a layer, up to its attention
-    norms_after_attention: int  # and after it
     final_norm_parameters: int  # weights (and biases) of the norm before the head
     embedding_norm_parameters: int = 0  # and of a norm after the embedding; 0: none
     lm_head: Gemm  # hidden states to logits
     layers: tuple[LayerSpec, ...]  # one a layer, first layer first
     quantization: Quantization | None = None  # of the weights of some matrices (see Gemm.weights); None: none
+    approximations: tuple[str, ...] = ()  # what of the model is left out or simplified, one sentence each
 
     # Distinct kinds of layer, in order of first appearance; and for each layer the index of its kind.
     layer_kinds: tuple[LayerSpec, ...] = field(init=False, repr=False, compare=False)
@@ -153,12 +134,43 @@ class ModelSpec:
         bias = self.lm_head.out_features if self.tie_word_embeddings and self.lm_head.bias else 0
         return head + (self.final_norm_parameters + bias) * bytes_per_element
 
-    def kv_bytes_per_token_layer(self, bytes_per_element: int) -> int:
-        """Bytes of one token's keys and values in one layer; of a quantised cache, as its quantisation says."""
-        elements = 2 * self.num_key_value_heads * self.head_dim
-        cache_bits = None if self.quantization is None else self.quantization.kv_cache_bits
-        return elements * bytes_per_element if cache_bits is None else elements * cache_bits // 8
+    @property
+    def main_mixer(self) -> Mixer:
+        """The kind of attention that most layers have; where none has attention, what most layers have."""
+        mixers = [layer.mixer for layer in self.layers if layer.mixer is not None]
+        attention = [mixer for mixer in mixers if not isinstance(mixer, Recurrence)]
+        return Counter(attention or mixers).most_common(1)[0][0]
 
-    def kv_bytes_per_token(self, bytes_per_element: int) -> int:
-        """Bytes of one token's keys and values in all layers."""
-        return self.num_hidden_layers * self.kv_bytes_per_token_layer(bytes_per_element)
+    @property
+    def num_attention_heads(self) -> int:
+        """Query heads of the main mixer; value heads of a recurrence."""
+        mixer = self.main_mixer
+        return mixer.num_value_heads if isinstance(mixer, Recurrence) else mixer.num_attention_heads
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """KV heads of the main mixer: 1 where one vector a token serves all heads."""
+        mixer = self.main_mixer
+        return mixer.num_key_heads if isinstance(mixer, Recurrence) else mixer.num_key_value_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a query of the main mixer."""
+        mixer = self.main_mixer
+        return mixer.key_head_dim if isinstance(mixer, Recurrence) else mixer.head_dim
+
+    def cached_element_bytes(self, bytes_per_element: int) -> float:
+        """Bytes of an element of the cache: of a quantised cache, as its quantisation says."""
+        cache_bits = None if self.quantization is None else self.quantization.kv_cache_bits
+        return bytes_per_element if cache_bits is None else cache_bits / 8
+
+    def cache_bytes(self, tokens: int, bytes_per_element: int) -> float:
+        """Bytes of the cache and the states of so many tokens in all layers."""
+        width = self.cached_element_bytes(bytes_per_element)
+        mixers = (layer.mixer for layer in self.layers)
+        return sum(float(mixer.cache_bytes(tokens, width)) for mixer in mixers if mixer is not None)
+
+    def kv_bytes_per_token(self, bytes_per_element: int) -> float:
+        """Bytes that one more token adds to a long cache, all layers."""
+        width = self.cached_element_bytes(bytes_per_element)
+        return sum(layer.mixer.token_bytes(width) for layer in self.layers if layer.mixer is not None)

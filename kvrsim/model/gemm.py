@@ -1,0 +1,57 @@
+"""Gemm: one weight matrix, and how many bytes it takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from kvrsim.model.quantization import WeightFormat
+
+# How GPUs of a tensor-parallel group split a matrix: not at all; by columns, by rows; by columns of KV heads, of which
+# each GPU has at least one; by columns of one matrix for Q (and a gate), K and V.
+Split = Literal["whole", "columns", "rows", "kv_heads", "qkv_heads"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gemm:
+    """One weight matrix: a token costs 2 x in_features x out_features FLOPs."""
+
+    name: str  # of the Hugging Face module
+    in_features: int  # width of the input
+    out_features: int  # width of the output
+    bias: bool = False  # whether a vector of out_features is added
+    weights: WeightFormat | None = None  # how they are stored, if quantised; None: in the request's dtype
+    groups: int = 1  # blocks on the diagonal, each of in_features / groups inputs; 1: a full matrix
+    split: Split = "whole"  # over the GPUs of a tensor-parallel group
+
+    @property
+    def num_weights(self) -> int:
+        """Elements of the matrix, without the bias."""
+        return self.in_features * self.out_features // self.groups
+
+    @property
+    def num_parameters(self) -> int:
+        return self.num_weights + (self.out_features if self.bias else 0)
+
+    @property
+    def compute(self) -> str | None:
+        """Type of the product, a key of GEMM_TYPES; None: the request's dtype."""
+        return None if self.weights is None else self.weights.compute
+
+    def weight_bytes(self, bytes_per_element: int) -> int:
+        """Bytes of weights, scales and bias; `bytes_per_element`: of what is not quantised."""
+        if self.weights is None:
+            return self.num_parameters * bytes_per_element
+        bias = self.out_features * bytes_per_element if self.bias else 0
+        return self.weights.nbytes(self.in_features // self.groups, self.out_features) + bias
+
+    def share(self, size: int) -> Gemm:
+        """What one of `size` GPUs holds of a matrix that is split by columns or rows, or not at all."""
+        groups = max(1, self.groups // size)
+        if self.split == "columns":
+            in_features = self.in_features * groups // self.groups
+            return replace(self, in_features=in_features, out_features=-(-self.out_features // size), groups=groups)
+        if self.split == "rows":
+            return replace(self, in_features=-(-self.in_features // size))
+        assert self.split == "whole", f"{self.name} is split by its mixer"
+        return self
