@@ -6,8 +6,10 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from kvrsim.model.gemm import Gemm
+from kvrsim.model.mixers import with_matrices
 from kvrsim.model.quantization import FP8, FP8_ON_REQUEST, Quantization, WeightFormat
-from kvrsim.model.spec import Gemm, ModelSpec
+from kvrsim.model.spec import ModelSpec
 
 # Where a Hugging Face checkpoint has its layers, and in a layer its attention and its MLP.
 _LLAMA = ("model.layers", "self_attn", "mlp")
@@ -64,24 +66,28 @@ def quantized(
     """
     prefix, attention, mlp = _PLACES.get(model.model_type, _LLAMA)
 
-    def stored(place: str, gemms: tuple[Gemm, ...]) -> tuple[Gemm, ...]:
-        return tuple(
-            gemm if gemm.out_features == 1 else replace(gemm, weights=format_of(f"{place}.{gemm.name}"))
-            for gemm in gemms
-        )
+    def stored(place: str) -> Callable[[Gemm], Gemm]:
+        """A name with a dot is a path in the layer; any other one is in the layer's part that `place` names."""
+
+        def of(gemm: Gemm) -> Gemm:
+            if gemm.out_features == 1:
+                return gemm
+            path = f"{here}.{gemm.name}" if "." in gemm.name else f"{here}.{place}{gemm.name}"
+            return replace(gemm, weights=format_of(path))
+
+        return of
 
     layers = []
     for number, layer in enumerate(model.layers):
         here = f"{prefix}.{number}"
-        inside = f"{here}.{mlp}" if mlp else here
-        (output,) = stored(f"{here}.{attention}", (layer.output,))
+        inside = f"{mlp}." if mlp else ""
+        mixer = layer.mixer
         layers.append(
             replace(
                 layer,
-                qkv=stored(f"{here}.{attention}", layer.qkv),
-                output=output,
-                mlp=stored(f"{inside}.experts.0" if layer.num_experts else inside, layer.mlp),
-                shared_mlp=stored(f"{inside}.shared_expert", layer.shared_mlp),
+                mixer=None if mixer is None else with_matrices(mixer, stored(f"{attention}.")),
+                mlp=tuple(map(stored(f"{inside}experts.0." if layer.num_experts else inside), layer.mlp)),
+                shared_mlp=tuple(map(stored(f"{inside}shared_expert."), layer.shared_mlp)),
             )
         )
     head = None if model.tie_word_embeddings else format_of(_HEAD)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvrsim.io.json_text import JsonObject
-from kvrsim.model.architectures.parts import Norms, assemble, gemm, plain_mlp, read_inner, read_shape
-from kvrsim.model.spec import LayerSpec, ModelSpec
+from kvrsim.model.architectures.parts import Norms, assemble, plain_mlp, read_inner, read_shape
+from kvrsim.model.spec import ModelSpec
 
 
 def falcon(config: JsonObject, name: str) -> ModelSpec:
@@ -33,13 +33,10 @@ def _falcon(config: JsonObject, name: str, *, grouped: bool, variant: bool) -> M
     count = _num_norms(config, parallel, grouped)
     norms = Norms(count=count, before=count if parallel else 1, has_bias=True)
     inner = read_inner(config, "ffn_hidden_size", 4 * shape.hidden)
-    layer = LayerSpec(
-        qkv=shape.fused_qkv("query_key_value", bias),
-        output=gemm("dense", shape.hidden, shape.hidden, bias),
-        mlp=plain_mlp("dense_h_to_4h", "dense_4h_to_h", shape.hidden, inner, bias),
-        norm_parameters=norms.parameters(shape),
-    )
-    alibi, layers = config.flag("alibi", False), [layer] * shape.layers
+    alibi = config.flag("alibi", False)
+    mixer = shape.attention(shape.fused_qkv("query_key_value", bias), "dense", bias, rotary=not alibi)
+    layer = norms.layer(shape, mixer, plain_mlp("dense_h_to_4h", "dense_4h_to_h", shape.hidden, inner, bias))
+    layers = [layer] * shape.layers
     return assemble(config, name, shape, layers, norms, inner=inner, tied=True, alibi=alibi, parallel=parallel)
 
 

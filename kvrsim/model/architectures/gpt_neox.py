@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from kvrsim.io.json_text import JsonObject
-from kvrsim.model.architectures.parts import Norms, assemble, gemm, plain_mlp, read_inner, read_shape
-from kvrsim.model.spec import LayerSpec, ModelSpec
+from kvrsim.model.architectures.parts import Norms, assemble, plain_mlp, read_inner, read_shape
+from kvrsim.model.spec import ModelSpec
 
 
 def gpt_neox(config: JsonObject, name: str) -> ModelSpec:
     shape, norms = read_shape(config, own_head_dim=False), Norms(count=2, has_bias=True)
     inner, bias = read_inner(config), config.flag("attention_bias", True)
-    layer = LayerSpec(
-        qkv=shape.fused_qkv("query_key_value", bias),
-        output=gemm("dense", shape.hidden, shape.hidden, bias),
-        mlp=plain_mlp("dense_h_to_4h", "dense_4h_to_h", shape.hidden, inner, bias=True),
-        norm_parameters=norms.parameters(shape),
-    )
+    mixer = shape.attention(shape.fused_qkv("query_key_value", bias), "dense", bias)
+    layer = norms.layer(shape, mixer, plain_mlp("dense_h_to_4h", "dense_4h_to_h", shape.hidden, inner, bias=True))
     parallel = config.flag("use_parallel_residual", True)
     return assemble(config, name, shape, [layer] * shape.layers, norms, inner=inner, parallel=parallel)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures.parts import Norms, Shape, assemble, gated_mlp, gemm, read_inner, read_shape
@@ -31,7 +31,7 @@ def llama_like(config: JsonObject, name: str, family: Family, windows: Windows) 
     shape = read_shape(config, head_dim=family.head_dim)
     layers = dense_layers(config, shape, family, windows)
     inner = read_inner(config)
-    return assemble(config, name, shape, layers, family.norms, inner=inner, gated=True, tied=family.tied)
+    return assemble(config, name, shape, layers, family.norms, inner=inner, tied=family.tied)
 
 
 def dense_layers(config: JsonObject, shape: Shape, family: Family, windows: Windows) -> list[LayerSpec]:
@@ -41,16 +41,10 @@ def dense_layers(config: JsonObject, shape: Shape, family: Family, windows: Wind
     if family.fused_qkv is not None:
         qkv = shape.fused_qkv(family.fused_qkv, family.qkv_bias)
     if family.fused_mlp:
-        mlp = (gemm("gate_up_proj", hidden, 2 * inner, family.mlp_bias), mlp[-1])
-    output = gemm("o_proj", shape.q, hidden, family.output_bias)
+        mlp = (gemm("gate_up_proj", hidden, 2 * inner, family.mlp_bias, "columns"), mlp[-1])
+    mixer = shape.attention(qkv, "o_proj", family.output_bias, qk_norm=family.norms.qk)
     kinds = {
-        window: LayerSpec(
-            qkv=qkv,
-            output=output,
-            mlp=mlp,
-            sliding_window=window,
-            norm_parameters=family.norms.parameters(shape),
-        )
+        window: family.norms.layer(shape, replace(mixer, sliding_window=window), mlp, gated=True)
         for window in set(windows)
     }
     return [kinds[window] for window in windows]

@@ -17,7 +17,8 @@ from kvrsim.model.architectures.parts import (
     read_shape,
 )
 from kvrsim.model.architectures.windows import Windows, gpt_oss_windows, qwen_windows, same_window
-from kvrsim.model.spec import Gemm, LayerSpec, ModelSpec
+from kvrsim.model.gemm import Gemm
+from kvrsim.model.spec import LayerSpec, ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +78,7 @@ def _mixture(
     kinds = {layer: experts.sparse(layer, shape.hidden) for layer in set(dense)}
     layers = [kinds[layer] if here else layer for layer, here in zip(dense, sparse, strict=True)]
     inner = read_inner(config)
-    return assemble(config, name, shape, layers, family.norms, inner=inner, gated=True, tied=family.tied)
+    return assemble(config, name, shape, layers, family.norms, inner=inner, tied=family.tied)
 
 
 def mixtral(config: JsonObject, name: str) -> ModelSpec:
@@ -113,5 +114,5 @@ def gpt_oss(config: JsonObject, name: str) -> ModelSpec:
     family = Family(qkv_bias=bias, output_bias=bias, head_dim=64)
     model = _mixture(config, name, family, experts, gpt_oss_windows(config), [True] * read_num_layers(config))
     sinks = model.num_attention_heads
-    with_sinks = {kind: replace(kind, norm_parameters=kind.norm_parameters + sinks) for kind in model.layer_kinds}
+    with_sinks = {kind: replace(kind, other_parameters=kind.other_parameters + sinks) for kind in model.layer_kinds}
     return replace(model, layers=tuple(with_sinks[layer] for layer in model.layers))

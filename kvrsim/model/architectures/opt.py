@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvrsim.io.json_text import JsonObject
-from kvrsim.model.architectures.parts import Norms, assemble, gemm, plain_mlp, read_inner, read_shape
-from kvrsim.model.spec import LayerSpec, ModelSpec
+from kvrsim.model.architectures.parts import Norms, assemble, plain_mlp, read_inner, read_shape
+from kvrsim.model.spec import ModelSpec
 
 _OFFSET = 2  # rows of the position embedding before that of the first token
 
@@ -17,12 +17,8 @@ def opt(config: JsonObject, name: str) -> ModelSpec:
     if not config.flag("do_layer_norm_before", True):
         raise config.error("do_layer_norm_before", "true")
     inner, bias = read_inner(config, "ffn_dim"), config.flag("enable_bias", True)
-    layer = LayerSpec(
-        qkv=shape.separate_qkv(bias),
-        output=gemm("out_proj", shape.hidden, shape.hidden, bias),
-        mlp=plain_mlp("fc1", "fc2", shape.hidden, inner, bias),
-        norm_parameters=norms.parameters(shape),
-    )
+    mixer = shape.attention(shape.separate_qkv(bias), "out_proj", bias, rotary=False)
+    layer = norms.layer(shape, mixer, plain_mlp("fc1", "fc2", shape.hidden, inner, bias))
     positions = config.integer("max_position_embeddings", 2048) + _OFFSET
     layers = [layer] * shape.layers
     return assemble(config, name, shape, layers, norms, inner=inner, tied=True, learned_positions=positions)

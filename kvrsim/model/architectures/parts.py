@@ -6,23 +6,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvrsim.io.json_text import JsonObject
-from kvrsim.model.spec import Gemm, LayerSpec, ModelSpec
+from kvrsim.model.gemm import Gemm, Split
+from kvrsim.model.mixers import Attention
+from kvrsim.model.spec import LayerSpec, ModelSpec
 
 MAX_LAYERS = 10_000
 MAX_WIDTH = 2**31
 
 
-def gemm(name: str, in_features: int, out_features: int, bias: bool = False) -> Gemm:
-    return Gemm(name=name, in_features=in_features, out_features=out_features, bias=bias)
+def gemm(name: str, in_features: int, out_features: int, bias: bool = False, split: Split = "whole") -> Gemm:
+    return Gemm(name=name, in_features=in_features, out_features=out_features, bias=bias, split=split)
 
 
-def gated_mlp(hidden: int, inner: int, bias: bool = False) -> tuple[Gemm, ...]:
-    up = (gemm("gate_proj", hidden, inner, bias), gemm("up_proj", hidden, inner, bias))
-    return (*up, gemm("down_proj", inner, hidden, bias))
+def gated_mlp(hidden: int, inner: int, bias: bool = False, place: str = "") -> tuple[Gemm, ...]:
+    """`place`: of its matrices in the layer, such as "mlp."."""
+    up = (gemm(f"{place}{name}", hidden, inner, bias, "columns") for name in ("gate_proj", "up_proj"))
+    return (*up, gemm(f"{place}down_proj", inner, hidden, bias, "rows"))
 
 
 def plain_mlp(up: str, down: str, hidden: int, inner: int, bias: bool) -> tuple[Gemm, ...]:
-    return (gemm(up, hidden, inner, bias), gemm(down, inner, hidden, bias))
+    return (gemm(up, hidden, inner, bias, "columns"), gemm(down, inner, hidden, bias, "rows"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,12 +48,36 @@ class Shape:
         """Features of all key heads, and of all value heads."""
         return self.kv_heads * self.head_dim
 
-    def separate_qkv(self, bias: bool) -> tuple[Gemm, ...]:
-        widths = {"q_proj": self.q, "k_proj": self.kv, "v_proj": self.kv}
-        return tuple(gemm(name, self.hidden, width, bias) for name, width in widths.items())
+    def separate_qkv(self, bias: bool, place: str = "") -> tuple[Gemm, ...]:
+        queries = gemm(f"{place}q_proj", self.hidden, self.q, bias, "columns")
+        return (
+            queries,
+            *(gemm(f"{place}{name}", self.hidden, self.kv, bias, "kv_heads") for name in ("k_proj", "v_proj")),
+        )
 
     def fused_qkv(self, name: str, bias: bool) -> tuple[Gemm, ...]:
-        return (gemm(name, self.hidden, self.q + 2 * self.kv, bias),)
+        return (gemm(name, self.hidden, self.q + 2 * self.kv, bias, "qkv_heads"),)
+
+    def attention(
+        self,
+        projections: tuple[Gemm, ...],
+        output: str,
+        bias: bool = False,
+        *,
+        qk_norm: bool = False,
+        rotary: bool = True,
+    ) -> Attention:
+        """Multi-head or grouped-query attention of these widths; `output`: name of its projection back."""
+        return Attention(
+            projections=projections,
+            output=(gemm(output, self.q, self.hidden, bias, "rows"),),
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            v_head_dim=self.head_dim,
+            qk_norm=qk_norm,
+            rotary=rotary,
+        )
 
 
 def read_num_layers(config: JsonObject) -> int:
@@ -104,6 +131,16 @@ class Norms:
         features = self.count * shape.hidden + (2 * shape.head_dim if self.qk else 0)
         return self.per_feature * features
 
+    def layer(self, shape: Shape, mixer: Attention, mlp: tuple[Gemm, ...], *, gated: bool = False) -> LayerSpec:
+        """A dense layer with these norms."""
+        return LayerSpec(
+            mixer=mixer,
+            mlp=mlp,
+            norms_before_mixer=self.before,
+            norms_after_mixer=self.count - self.before,
+            other_parameters=self.parameters(shape),
+        )
+
 
 def assemble(
     config: JsonObject,
@@ -113,7 +150,6 @@ def assemble(
     norms: Norms,
     *,
     inner: int,
-    gated: bool = False,
     tied: bool = False,
     alibi: bool = False,
     parallel: bool = False,
@@ -129,20 +165,13 @@ def assemble(
         model_type=config.text("model_type"),
         num_hidden_layers=shape.layers,
         hidden_size=shape.hidden,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
         intermediate_size=inner,
         vocab_size=vocab,
         max_position_embeddings=config.integer(positions) if config.has(positions) else None,
         tie_word_embeddings=config.flag("tie_word_embeddings", tied),
-        gated_mlp=gated,
         alibi=alibi,
         parallel_attn=parallel,
-        qk_norm=norms.qk,
         learned_positions=learned_positions,
-        norms_before_attention=norms.before,
-        norms_after_attention=norms.count - norms.before,
         final_norm_parameters=norms.per_feature * shape.hidden,
         embedding_norm_parameters=embedding_norm_parameters,
         lm_head=gemm("lm_head", shape.hidden, vocab, head_bias),
