@@ -263,7 +263,7 @@ class RooflineCost:
 
     def attention_s(self, call: AttentionCall) -> Array:
         """FLOPs of the unmasked part; eager: the longer of all FLOPs and the score matrix's traffic."""
-        flops_s = 4.0 * self.batch * call.num_attention_heads * call.head_dim / self.peak_flops
+        flops_s = 4.0 * self.batch * call.num_attention_heads * call.mean_head_dim / self.peak_flops
         if self.kernel != "eager":
             return call.causal * flops_s
         traffic = self.batch * call.num_attention_heads * call.score_bytes * self.element_bytes / 2

@@ -43,7 +43,7 @@ class EagerRates:
 
     def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
         """All elements of all heads' score matrices, masked ones too."""
-        element_s = 4.0 * call.head_dim / self.flops_per_s
+        element_s = 4.0 * call.mean_head_dim / self.flops_per_s
         element_s += call.score_bytes * element_bytes / 2 / self.bytes_per_s
         if self.measured is None:
             rectangle = call.chunk * call.keys
@@ -102,15 +102,15 @@ class FlashRates:
         keys = call.prefix + (0.5 if self.causal else 1.0) * call.chunk
         queries = call.chunk * (batch * call.num_attention_heads / self.tile_rows)
         tile_s = 0.0 if self.splits_keys else self.tile_s
-        slots_s = queries * (tile_s + keys * (self.block_s * call.head_dim / 128 / self.key_block))
+        slots_s = queries * (tile_s + keys * (self.block_s * call.mean_head_dim / 128 / self.key_block))
         slots = max(self.concurrent_tiles, self.num_sms / self.alone_share)
         return self._called_s(call, batch, element_bytes, slots_s / slots)
 
     def _called_s(self, call: AttentionCall, batch: int, element_bytes: int, scheduled_s: Array) -> Array:
         """With launch and append; never less than the unmasked FLOPs at the datasheet's rate."""
-        append_bytes = 4.0 * batch * call.num_key_value_heads * call.head_dim * element_bytes / 2
+        append_bytes = 4.0 * batch * call.num_key_value_heads * call.mean_head_dim * element_bytes / 2
         chunk_s = call.own * append_bytes / self.append_bytes_per_s + self.query_s * batch * call.num_attention_heads
-        flops = 4.0 * batch * call.num_attention_heads * call.head_dim
+        flops = 4.0 * batch * call.num_attention_heads * call.mean_head_dim
         return np.maximum(self.launch_s + scheduled_s + call.chunk * chunk_s, call.causal * (flops / self.flops_per_s))
 
     def _scheduled_s(self, call: AttentionCall, batch: int) -> Array:
@@ -120,7 +120,7 @@ class FlashRates:
         rows = self.tile_rows * heads / call.num_attention_heads
         tiles_a_column = np.ceil(call.chunk / rows)
         tiles = columns * tiles_a_column
-        step_s = self.block_s * call.head_dim / 128
+        step_s = self.block_s * call.mean_head_dim / 128
         most = np.ceil(call.keys / self.key_block)  # steps of the tile that sees most keys
         first = most
         if self.causal and call.own:

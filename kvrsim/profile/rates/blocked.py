@@ -23,7 +23,8 @@ class AttentionCall:
     causal: Array  # elements of one head's score matrix that are not masked
     num_attention_heads: int
     num_key_value_heads: int
-    head_dim: int
+    head_dim: int  # of queries and keys
+    v_head_dim: int | None = None  # of values; None: as of keys
     score_bytes: float  # that an eager kernel moves per element of the score matrix
     own: bool = True  # the chunk's own keys follow the prefix, and are masked and appended; False: the prefix alone
 
@@ -31,6 +32,11 @@ class AttentionCall:
     def keys(self) -> Array:
         """Keys that the kernel is given."""
         return self.prefix + self.chunk if self.own else self.prefix
+
+    @property
+    def mean_head_dim(self) -> float:
+        """Of keys and values: QK^T takes 2 FLOPs an element of a key, PV 2 an element of a value."""
+        return self.head_dim if self.v_head_dim is None else 0.5 * (self.head_dim + self.v_head_dim)
 
 
 _ROUNDING = 1e-9  # relative
@@ -82,7 +88,9 @@ class BlockedRates:
 
     def _called_s(self, call: AttentionCall, batch: int, covered: Array) -> Array:
         heads = batch * call.num_attention_heads
-        return self.start_s + heads * (call.chunk * self.query_s + covered * (4.0 * call.head_dim * self._rectangle_s))
+        return self.start_s + heads * (
+            call.chunk * self.query_s + covered * (4.0 * call.mean_head_dim * self._rectangle_s)
+        )
 
     def _covered(self, call: AttentionCall) -> Array:
         """What one head covers, as so many elements of the rectangle."""

@@ -167,6 +167,22 @@ def test_attention_never_takes_less_with_queries_or_keys(kernel: str, rng: Draws
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+@given(rng=draws(), v_head_dim=st.integers(1, 1024))
+@examples(50)
+def test_keys_and_values_count_alike(kernel: str, rng: Draws, v_head_dim: int) -> None:
+    """Heads with values of another width take what heads of the mean width take; a told width changes nothing."""
+    _, rates, call, (batch, element_bytes) = attention(rng, kernel)
+    tokens = sizes(rng)
+    plain = call(tokens, tokens[::-1])
+    for time in (rates.seconds, rates.least_seconds):
+        told = time(replace(plain, v_head_dim=plain.head_dim), batch, element_bytes)
+        assert (told == time(plain, batch, element_bytes)).all()
+        wide = replace(plain, head_dim=2 * plain.head_dim, v_head_dim=2 * v_head_dim)
+        mean = replace(plain, head_dim=plain.head_dim + v_head_dim)
+        assert time(wide, batch, element_bytes) == pytest.approx(time(mean, batch, element_bytes), rel=SLACK)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 @given(rng=draws())
 @examples(200)
 def test_the_least_that_proofs_count_on(kernel: str, rng: Draws) -> None:
