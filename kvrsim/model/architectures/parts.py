@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvrsim.io.json_text import JsonObject
 from kvrsim.model.gemm import Gemm, Split
 from kvrsim.model.mixers import Attention
 from kvrsim.model.spec import LayerSpec, ModelSpec
+
+Reader = Callable[[JsonObject, str], ModelSpec]  # of a config.json and a name
 
 MAX_LAYERS = 10_000
 MAX_WIDTH = 2**31
@@ -136,6 +138,7 @@ class Norms:
         return LayerSpec(
             mixer=mixer,
             mlp=mlp,
+            gated_mlp=gated,
             norms_before_mixer=self.before,
             norms_after_mixer=self.count - self.before,
             other_parameters=self.parameters(shape),
