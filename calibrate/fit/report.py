@@ -30,6 +30,10 @@ _MAX_POINTS = 3000  # of one operation in the picture
 TITLES = {
     "gemm": "matrix products",
     "attention": "attention",
+    "latent": "latent attention",
+    "sparse": "sparse attention",
+    "experts": "experts",
+    "recurrence": "recurrences",
     "elementwise": "element-wise kernels",
     "send_recv": "messages",
     "all_gather": "all-gather",
@@ -74,8 +78,12 @@ class FitReport:
             "provenance": dict(profile.provenance),
         }
 
-    def to_markdown(self, picture: str | None = None) -> str:
-        """A page: what was measured by whom, the constants, a table of errors an operation; `picture` is its file."""
+    def to_markdown(self, picture: str | None = None, earlier: str = "") -> str:
+        """A page: what was measured by whom, the constants, a table of errors an operation; `picture` is its file.
+
+        `earlier`: a page of the same profile, from which operations without lines here, and notes, are taken.
+        """
+        kept = _sections_of(earlier)
         profile = self.profile
         description = profile.description[:1].upper() + profile.description[1:]
         about = [
@@ -88,10 +96,15 @@ class FitReport:
         ]
         if picture is not None:
             about.append(f"![Measured against fitted times of each operation]({picture})")
-        sections = [text for kind in profile.operations for text in self._section(kind)]
+        sections = [
+            text
+            for kind in profile.operations
+            for text in ([] if kind in self.lines else kept.get(TITLES[kind].capitalize(), [])) or self._section(kind)
+        ]
         if self.layers is not None:
             sections += ["## Whole layers", f"{in_markdown(self.layers_note[0])}.", _table([self.layers.errors()])]
         notes = ["## Notes", "\n".join(f"- {in_markdown(note)}" for note in self.notes)] if self.notes else []
+        notes = notes or kept.get("Notes", [])
         origin = ["## Provenance", "\n".join(_told(key, value) for key, value in profile.provenance.items())]
         return "\n\n".join((*about, *sections, *notes, *origin)) + "\n"
 
@@ -109,14 +122,20 @@ class FitReport:
             texts.append(_table(self.lines[kind]))
         return [text for text in texts if text]
 
-    def write(self, path: str | Path, picture: str | None = None, argument: str = "report") -> None:
+    def write(self, path: str | Path, picture: str | None = None, argument: str = "report", earlier: str = "") -> None:
         """The page, as a file."""
-        write_atomically(path, self.to_markdown(picture).encode(), argument=argument)
+        write_atomically(path, self.to_markdown(picture, earlier).encode(), argument=argument)
 
     def plot(self, path: str | Path, argument: str = "plot") -> None:
         """Measured against fitted time, and their ratio, a column an operation."""
         with styled():
             save_figure(_figure(self.fits), path, argument=argument, dpi=90)
+
+
+def _sections_of(page: str) -> dict[str, list[str]]:
+    """The paragraphs of each section of a page, by its title."""
+    _, *sections = page.rstrip("\n").split("\n\n## ")
+    return {section.partition("\n")[0]: [f"## {section}"] for section in sections}
 
 
 def _figure(fits: Mapping[str, Comparison]) -> Figure:
@@ -192,6 +211,9 @@ def _constants(profile: CalibrationProfile, kind: str) -> str:
             )
         case "attention":
             return " ".join(_attention(name, rates) for name, rates in kernels.attention.items())
+        case "latent" | "sparse" | "experts" | "recurrence":
+            section: Any = getattr(kernels, kind)
+            return str(section.describe())
         case "elementwise":
             rates = kernels.elementwise
             rates_text = (f"{op} {format_bandwidth(rates.bytes_per_s(op))}" for op in ELEMENTWISE_OPS)

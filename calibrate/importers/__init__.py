@@ -20,7 +20,7 @@ from pathlib import Path
 from calibrate.data import measurement
 from calibrate.data.csv import CsvTable
 from calibrate.data.measurement import Layout, Measurement
-from calibrate.importers import aiconfigurator, vidur
+from calibrate.importers import aiconfigurator, tables, vidur
 from kvrsim.errors import InputError
 
 LAYOUTS: tuple[Layout, ...] = (measurement.LAYOUT, *vidur.LAYOUTS)
@@ -40,7 +40,7 @@ def read_source(
     """
     place, _, query = text.partition("?")
     wanted = _parse_filter(query, text, argument) if query or text.endswith("?") else {}
-    if place.startswith(aiconfigurator.PREFIX):
+    if place.startswith(tables.PREFIX):
         found = aiconfigurator.read_aiconfigurator(place, argument, aiconfigurator_root)
     else:
         table = CsvTable.read(place, argument)

@@ -3,6 +3,7 @@
 recipes.json lists the sources of each profile and the operations taken from each. NVIDIA's tables come from the
 installed package aiconfigurator-core, vidur's files from the history of a git clone. The command writes, in the
 checkout, kvrsim/data/profiles/NAME.json, docs/results/profiles/NAME.md with its picture, and docs/results/profiles.md.
+With --only SECTION, which needs no clone, it fits some of calibrate.shipped.sections again and keeps all else.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from calibrate.fit.profile import Label, fit_profile
 from calibrate.fit.report import FitReport
 from calibrate.importers import read_source
 from calibrate.shipped.page import write_page
+from calibrate.shipped.sections import SECTIONS, WithSections, fit_sections
 from kvrsim.engine.engine import PRIOR_ENGINE
 from kvrsim.errors import InputError, KvrsimError
 from kvrsim.hardware.cluster import load_gpu, load_link
 from kvrsim.io.json_text import JsonObject
 from kvrsim.io.schema import read
-from kvrsim.profile.profile import CalibrationProfile
+from kvrsim.profile.profile import load_profile
 
 VIDUR_URL = "https://github.com/microsoft/vidur"
 _VIDUR_FILE = re.compile(r"vidur@([0-9a-f]{7,40}):([^?]+)((?:\?.*)?)")
@@ -49,6 +51,7 @@ _KEYS = (
         "held_out",
         "elementwise",
         "engine",
+        "sections",
     ),
     *("description", "not_covered"),
 )
@@ -104,8 +107,13 @@ class Recipe:
             print(f"{self.name}: not compared with held-out calls: {error}", file=sys.stderr)
             return None
 
-    def fit(self) -> tuple[CalibrationProfile, FitReport]:
-        """The profile as it ships, and its report."""
+    def fit_only(self, names: Collection[str]) -> FitReport:
+        """The profile as it ships with some sections fitted again; the report has no more than these."""
+        found = fit_sections(load_profile(self.name), self.data, names)
+        return _with_lines(FitReport(profile=found.profile, lines={}, fits={}, notes=()), found)
+
+    def fit(self) -> FitReport:
+        """The profile as it ships, in its report."""
         data = self.data
         held_out = self.held_out()
         rows, message_sms = self.rows(), data.integer("message_sms", 0, minimum=0)
@@ -137,7 +145,13 @@ class Recipe:
             argument=self.name,
         )
         links = replace(profile.links, message_sms=message_sms)
-        return replace(profile, links=links, engine=data.text("engine", PRIOR_ENGINE)), report
+        profile = replace(profile, links=links, engine=data.text("engine", PRIOR_ENGINE))
+        return _with_lines(report, fit_sections(profile, data))
+
+
+def _with_lines(report: FitReport, found: WithSections) -> FitReport:
+    lines = {name: one.lines() for name, one in found.fitted.items()}
+    return replace(report, profile=found.profile, lines={**report.lines, **lines})
 
 
 def read_public(text: str, vidur: Path) -> list[Measurement]:
@@ -168,17 +182,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "names", metavar="NAME", nargs="*", help="a profile of calibrate/shipped/recipes.json; default: all"
     )
-    parser.add_argument("--vidur", metavar="CLONE", type=Path, required=True, help=f"a clone of {VIDUR_URL}")
+    parser.add_argument("--vidur", metavar="CLONE", type=Path, help=f"a clone of {VIDUR_URL}; without --only, required")
+    parser.add_argument("--only", metavar="SECTION", nargs="+", help=f"of {', '.join(SECTIONS)}; all else stays")
     options = parser.parse_args(arguments)
+    if options.vidur is None and options.only is None:
+        parser.error("one of the arguments --vidur --only is required")
     pages = _ROOT / "docs" / "results" / "profiles"
     try:
         for name in options.names or recipe_names():
-            profile, report = Recipe.read(name, options.vidur).fit()
+            recipe, page = Recipe.read(name, options.vidur or Path()), pages / f"{name}.md"
+            report = recipe.fit() if options.only is None else recipe.fit_only(options.only)
             pages.mkdir(parents=True, exist_ok=True)
-            profile.write(_ROOT / "kvrsim" / "data" / "profiles" / f"{name}.json")
-            report.write(pages / f"{name}.md", picture=f"{name}.png")
-            report.plot(pages / f"{name}.png")
-            errors = (f"{kind} {fit.mape:.1%}" for kind, fit in profile.operations.items() if fit.num_rows)
+            report.profile.write(_ROOT / "kvrsim" / "data" / "profiles" / f"{name}.json")
+            earlier = page.read_text() if options.only is not None else ""
+            report.write(page, picture=f"{name}.png", earlier=earlier)
+            if options.only is None:
+                report.plot(pages / f"{name}.png")
+            fits = report.profile.operations
+            errors = (f"{kind} {fit.mape:.1%}" for kind, fit in fits.items() if fit.num_rows)
             print(f"{name}: {', '.join(errors)}", file=sys.stderr)
         write_page()
     except KvrsimError as error:

@@ -31,7 +31,10 @@ _BUILTIN_FOLDER = Path(__file__).parents[1] / "data" / "profiles"
 # Standard deviations on either side of the mean that hold 80 % of a normal distribution.
 DEVIATES_OF_80_PERCENT = 1.2816
 PendingShare = Annotated[float, Limits(least=0.0, most=0.9)]  # a rank that loses more computes next to nothing
-OPERATION_KINDS = ("gemm", "attention", "elementwise", "send_recv", "all_gather", "all_reduce", "host")
+OPERATION_KINDS = (
+    *("gemm", "attention", "latent", "sparse", "experts", "recurrence", "elementwise"),
+    *("send_recv", "all_gather", "all_reduce", "host"),
+)
 SendStyle = Literal["overlap", "rendezvous"]
 TokenSpan = Annotated[
     tuple[int, int], Check("[smallest, largest], whole numbers above 0", lambda span: span[0] <= span[1])

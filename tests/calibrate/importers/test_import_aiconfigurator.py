@@ -11,8 +11,8 @@ import pytest
 
 from calibrate.data.measurement import Measurement
 from calibrate.importers import read_source
-from calibrate.importers.aiconfigurator import _version_key
 from calibrate.importers.collectors import with_loop
+from calibrate.importers.tables import version_key
 from kvrsim.errors import InputError
 
 
@@ -140,7 +140,7 @@ def test_versions_are_ordered_as_they_came_out() -> None:
         "2.23",
         "2.27.3",
     ]
-    keys = [_version_key(version) for version in versions]
+    keys = [version_key(version) for version in versions]
     assert keys == sorted(set(keys))
 
 

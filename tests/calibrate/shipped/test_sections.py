@@ -1,0 +1,62 @@
+"""Sections are fitted by themselves: everything else in a profile and on its page stays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from calibrate.fit.report import FitReport
+from calibrate.fit.solver import Comparison, Fitted
+from calibrate.shipped.page import PAGE
+from calibrate.shipped.sections import fit_sections
+from kvrsim.errors import InputError
+from kvrsim.io.json_text import JsonObject
+from kvrsim.profile.profile import CalibrationProfile, load_profile
+
+PROFILE = load_profile("h200-flash")
+
+
+def fit(part: JsonObject, profile: CalibrationProfile) -> Fitted[Any]:
+    """Any section does: half the rates of element-wise kernels, from two rows."""
+    rates = replace(profile.kernels.elementwise, start_s=part.number("start_s"))
+    own = Comparison(label="two rows", measured_s=np.array([1.0, 2.0]), predicted_s=np.array([1.1, 2.2]))
+    return Fitted(rates=rates, source="a test", own=own, cross_validated=own, seen={})
+
+
+def recipe(**sections: Any) -> JsonObject:
+    return JsonObject(fields={"sections": sections}, where="recipes")
+
+
+def test_only_the_section_changes() -> None:
+    found = fit_sections(PROFILE, recipe(elementwise={"start_s": 1.0}), fits={"elementwise": fit})
+    assert found.profile.kernels.elementwise.start_s == 1.0
+    assert found.profile.operations["elementwise"].mape == pytest.approx(0.1)
+    assert list(found.profile.operations) == list(PROFILE.operations)
+    kernels = replace(found.profile.kernels, elementwise=PROFILE.kernels.elementwise)
+    assert replace(found.profile, kernels=kernels, operations=PROFILE.operations) == PROFILE
+    assert fit_sections(PROFILE, recipe(elementwise={}), only=(), fits={"elementwise": fit}).profile == PROFILE
+    assert fit_sections(PROFILE, JsonObject(fields={}, where="recipes"), fits={"elementwise": fit}).profile == PROFILE
+
+
+def test_a_section_that_is_unknown_is_named() -> None:
+    for listed, only in (({"other": {}}, None), ({}, ("other",))):
+        with pytest.raises(InputError, match="other"):
+            fit_sections(PROFILE, recipe(**listed), only=only, fits={"elementwise": fit})
+
+
+def test_the_page_keeps_what_was_not_fitted_again() -> None:
+    earlier = (PAGE.parent / "profiles" / "h200-flash.md").read_text()
+    picture = "h200-flash.png"
+    found = fit_sections(PROFILE, recipe(elementwise={"start_s": 1.0}), fits={"elementwise": fit})
+    nothing = FitReport(profile=PROFILE, lines={}, fits={}, notes=())
+    assert nothing.to_markdown(picture, earlier) == earlier
+    lines = {name: one.lines() for name, one in found.fitted.items()}
+    new = FitReport(profile=found.profile, lines=lines, fits={}, notes=()).to_markdown(picture, earlier)
+    changed = {
+        ours for ours, before in zip(new.split("\n\n## "), earlier.split("\n\n## "), strict=True) if ours != before
+    }
+    assert len(changed) == 1
+    assert "two rows" in changed.pop()
