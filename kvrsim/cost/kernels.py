@@ -1,4 +1,4 @@
-"""Seconds of device time for one operation: the protocol and its two implementations.
+"""Seconds of device time for one operation: the protocol, and its implementation by measured rates.
 
 All arguments may be arrays over a batch of partitions; all results have their shape.
 """
@@ -11,17 +11,16 @@ from typing import Protocol
 
 import numpy as np
 
+from kvrsim.cost.limits import NoTime, RooflineCost
 from kvrsim.cost.traffic import eager_score_bytes
-from kvrsim.errors import InputError
-from kvrsim.hardware.gpu import GpuSpec
 from kvrsim.model.spec import ModelSpec
 from kvrsim.profile.profile import CacheCopies, KernelRates
 from kvrsim.profile.rates.attention import AttentionCall, EagerRates
 from kvrsim.profile.rates.elementwise import Traffic
-from kvrsim.profile.rates.gemm import GEMM_TYPES, Product, RowCost, of_each, summed
+from kvrsim.profile.rates.gemm import Product, RowCost, of_each, summed
 from kvrsim.program.operations import Array
 
-NO_COPIES = CacheCopies(keep=0.0, append=0.0, gather=0.0)
+__all__ = ["CalibratedCost", "CostModel", "NoTime", "RooflineCost"]
 
 
 class CostModel(Protocol):
@@ -169,111 +168,3 @@ class CalibratedCost:
         bytes_s = sum(step.nbytes / rates.bytes_per_s(step.op) for step in steps)
         token_s = bytes_s * self.batch * self.element_bytes / 2
         return self.scale * token_s, self.scale * rates.start_s * sum(step.kernels for step in steps)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NoTime:
-    """Nothing takes any time: for what a program says besides, such as memory."""
-
-    fused: bool = True
-    fused_merge: bool = True
-    whole_attention: bool = False
-    copies: CacheCopies = NO_COPIES
-    head_on_all_tokens: bool = False
-    repeats_rotary: bool = False
-
-    def row_cost(self, products: tuple[Product, ...], steps: tuple[Traffic, ...]) -> Callable[[Array], Array]:
-        """Nothing."""
-        return np.zeros_like
-
-    def head_s(self, tokens: Array, product: Product) -> Array:
-        """Nothing."""
-        return np.zeros_like(tokens)
-
-    def score_bytes(self, model: ModelSpec) -> float:
-        """As counted."""
-        return eager_score_bytes(model)
-
-    def attention_s(self, call: AttentionCall) -> Array:
-        """Nothing."""
-        return np.zeros_like(call.chunk)
-
-    def traffic_s(self, tokens: Array, steps: tuple[Traffic, ...]) -> Array:
-        """Nothing."""
-        return np.zeros_like(tokens)
-
-    def mask_s(self, mask_elements: Array) -> Array:
-        """Nothing."""
-        return np.zeros_like(mask_elements)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RooflineCost:
-    """The datasheet's limits: no kernel is faster than its FLOPs or its bytes allow (Williams et al., 2009)."""
-
-    gpu: GpuSpec
-    kernel: str
-    batch: int
-    element_bytes: int
-    peak_flops: float  # of the request's dtype; under fp8 of half precision, which attention is computed in
-    low_flops: float  # of products with quantised inputs, where the GPU has such arithmetic
-    fused: bool = True
-    fused_merge: bool = True
-    whole_attention: bool = False
-    copies: CacheCopies = NO_COPIES
-    head_on_all_tokens: bool = False
-    repeats_rotary: bool = False
-
-    @classmethod
-    def of(cls, gpu: GpuSpec, *, kernel: str, batch: int, dtype: str, element_bytes: int) -> RooflineCost:
-        """Limits of one GPU in one dtype; InputError where the GPU has no such arithmetic.
-
-        Of products with quantised inputs, INT8 and NVFP4 too, FP8's: datasheets are read for no other.
-        """
-        peaks = dict(gpu.peak_flops)
-        if dtype not in peaks:
-            raise InputError("dtype", dtype, f"what {gpu.name} computes in: {', '.join(peaks)}")
-        half = peaks.get("bf16", peaks.get("fp16", peaks[dtype])) if dtype == "fp8" else peaks[dtype]
-        low = peaks.get("fp8", half)
-        return cls(gpu=gpu, kernel=kernel, batch=batch, element_bytes=element_bytes, peak_flops=half, low_flops=low)
-
-    def row_cost(self, products: tuple[Product, ...], steps: tuple[Traffic, ...]) -> Callable[[Array], Array]:
-        """Of each product, the longer of FLOPs at peak and one reading of the weights; and bytes."""
-
-        def seconds(tokens: Array) -> Array:
-            start = self.traffic_s(tokens, steps)
-            return sum((self._product_s(tokens, product) for product in products), start)
-
-        return seconds
-
-    def head_s(self, tokens: Array, product: Product) -> Array:
-        """As any product."""
-        return self._product_s(tokens, product)
-
-    def _product_s(self, tokens: Array, product: Product) -> Array:
-        weights = product.in_features * product.out_features * product.num_matrices
-        width = of_each(self.element_bytes if product.compute is None else GEMM_TYPES[product.compute])
-        flops_per_s = self.low_flops if width.quantised else self.peak_flops
-        flops_s = tokens * (self.batch * product.flops_per_row / flops_per_s)
-        return np.maximum(flops_s, weights * width.weight / self.gpu.hbm_bytes_per_s)
-
-    def score_bytes(self, model: ModelSpec) -> float:
-        """As counted."""
-        return eager_score_bytes(model)
-
-    def attention_s(self, call: AttentionCall) -> Array:
-        """FLOPs of the unmasked part; eager: the longer of all FLOPs and the score matrix's traffic."""
-        flops_s = 4.0 * self.batch * call.num_attention_heads * call.mean_head_dim / self.peak_flops
-        if self.kernel != "eager":
-            return call.causal * flops_s
-        traffic = self.batch * call.num_attention_heads * call.score_bytes * self.element_bytes / 2
-        return call.chunk * call.keys * max(flops_s, traffic / self.gpu.hbm_bytes_per_s)
-
-    def traffic_s(self, tokens: Array, steps: tuple[Traffic, ...]) -> Array:
-        """Bytes at the datasheet's HBM rate."""
-        nbytes = self.batch * self.element_bytes / 2 * sum(step.nbytes for step in steps)
-        return tokens * (nbytes / self.gpu.hbm_bytes_per_s)
-
-    def mask_s(self, mask_elements: Array) -> Array:
-        """Nothing that a device must do."""
-        return np.zeros_like(mask_elements)

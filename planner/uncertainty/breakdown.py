@@ -9,7 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from kvrsim.compile import build_program, columns
-from kvrsim.cost.kernels import CostModel, RooflineCost
+from kvrsim.cost.kernels import CostModel
+from kvrsim.cost.limits import RooflineCost
 from kvrsim.cost.sensitivity import Part, WeightedCost, listing
 from kvrsim.partition import Partition
 from kvrsim.profile.profile import OperationFit
