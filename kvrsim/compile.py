@@ -12,6 +12,7 @@ from kvrsim.errors import InputError, KvrsimError
 from kvrsim.program.operations import Array, Op, Program, beside_receives
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Step, Strategy
+from kvrsim.strategies.layers import layer_ops, refusal
 from kvrsim.strategies.load import where
 
 
@@ -24,7 +25,7 @@ def for_strategy(scenario: Scenario, strategy: Strategy) -> Scenario:
         return scenario.on_gpus(1)
     num_gpus = scenario.cluster.num_gpus
     placed = scenario.in_groups(strategy.group_size or num_gpus)
-    if strategy.refuses is not None and (why := strategy.refuses(placed.share, placed.cluster.num_gpus)):
+    if why := refusal(strategy, placed.share, placed.cluster.num_gpus):
         raise InputError("strategies", strategy.name, f"with {num_gpus} GPUs, {why}")
     return placed
 
@@ -77,7 +78,7 @@ def columns(chunks: Sequence[int] | Array) -> list[Array]:
 def _layer(strategy: Strategy, step: Step, rank: int) -> tuple[Op, ...]:
     """A rank's operations in a layer; InputError where the layer of a strategy that is not kvrsim's raises."""
     try:
-        return tuple(strategy.layer(step, rank))
+        return tuple(layer_ops(strategy, step, rank))
     except KvrsimError:
         raise
     except Exception as error:

@@ -62,9 +62,8 @@ def decode_step(scenario: Scenario, context: Array, cost: CostModel) -> tuple[Op
         costs = layers[kind]
         device_s = device_s + costs.qkv_s(one) + costs.decode_attention_s(context) + costs.output_mlp_s(one)
         if group is not None:
-            count = 1 if scenario.model.parallel_attn else 2
             nbytes = one * float(summed * scenario.request.dtype_bytes)
-            reduce_s = reduce_s + count * (scenario.host.collective_s + group.all_reduce_s(nbytes))
+            reduce_s = reduce_s + costs.num_sums * (scenario.host.collective_s + group.all_reduce_s(nbytes))
     host_s = scenario.host.layer_s * len(scenario.share.layer_kind_index)
     ops: list[Op] = [Compute(name="decode step", device_s=device_s, host_s=host_s, kind="head")]
     if group is not None:

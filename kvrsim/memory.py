@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from kvrsim.compile import build_program, columns
 from kvrsim.cost.kernels import NoTime
 from kvrsim.io.schema import fields_to_json
-from kvrsim.model.spec import ModelSpec
+from kvrsim.model.mixers import Attention, LatentAttention, Recurrence
+from kvrsim.model.spec import LayerSpec, ModelSpec
 from kvrsim.partition import Partition
 from kvrsim.program.in_flight import bytes_in_flight
 from kvrsim.program.operations import Compute, Program, RingPass
@@ -85,12 +86,12 @@ def _rank_memory(
     """`flights`: bytes in flight in a layer of each kind, a rank."""
     model, request = scenario.share, scenario.request
     width, batch, chunk = request.dtype_bytes, request.batch, partition.chunk_lens[rank]
-    token_bytes = batch * model.kv_bytes_per_token_layer(width)
-    whole, own = request.context_len * token_bytes, (request.cached_prefix + chunk) * token_bytes
     kept, gathered = [], []
-    for kind, in_flight in zip(program.layers, flights, strict=True):
+    for kind, layer, in_flight in zip(program.layers, model.layer_kinds, flights, strict=True):
+        whole = batch * _cache_bytes(model, layer, request.context_len, width)
+        own = batch * _cache_bytes(model, layer, request.cached_prefix + chunk, width)
         said = [float(op.kv_bytes[0]) for op in kind[rank] if isinstance(op, Compute) and op.kv_bytes is not None]
-        held = max(said, default=float(whole))
+        held = max(said, default=whole)
         kept.append(held if strategy.keeps_gathered else min(held, own))
         gathered.append(in_flight[rank] + held - kept[-1])
     return RankMemory(
@@ -103,7 +104,7 @@ def _rank_memory(
             _activation_elements(model) * width,
             _merging_bytes(model, program, rank, width, fused=scenario.cost.fused_merge),
         ),
-        scores=_score_bytes(program, rank, width, whole=batch * model.num_attention_heads * chunk * request.context_len)
+        scores=_score_bytes(program, rank, width, whole=batch * _score_heads(model) * chunk * request.context_len)
         if scenario.kernel == "eager"
         else 0,
         logits=batch * _logits_bytes(scenario, chunk, width) if rank == len(partition.chunk_lens) - 1 else 0,
@@ -133,7 +134,9 @@ def _stage_memory(scenario: Scenario, partition: Partition, stage: tuple[int, ra
         weights += model.vocab_size * model.hidden_size * width
     return RankMemory(
         weights=weights,
-        kv_cache=batch * request.context_len * len(layers) * model.kv_bytes_per_token_layer(width),
+        kv_cache=round(
+            batch * sum(_cache_bytes(model, model.layers[layer], request.context_len, width) for layer in layers)
+        ),
         gathered=2 * batch * piece * model.hidden_size * width if num_stages > 1 else 0,
         activations=batch * piece * _activation_elements(model) * width,
         scores=_scores(scenario, piece, request.context_len) if scenario.kernel == "eager" else 0,
@@ -142,34 +145,54 @@ def _stage_memory(scenario: Scenario, partition: Partition, stage: tuple[int, ra
     )
 
 
+def _cache_bytes(model: ModelSpec, layer: LayerSpec, tokens: int, width: int) -> float:
+    """Cache and state of so many tokens in a layer, of one sequence."""
+    return 0.0 if layer.mixer is None else float(layer.mixer.cache_bytes(tokens, model.cached_element_bytes(width)))
+
+
 def _activation_elements(model: ModelSpec) -> int:
-    """Widest moment of a layer, elements a token: residual twice, and Q, K, V or the MLP's tensors."""
-    mlp = max(
-        (sum(gemm.out_features for gemm in layer.mlp[:-1]) + layer.mlp[-1].in_features)
-        * max(1, layer.num_experts_per_tok)
-        for layer in model.layer_kinds
-    )
-    return 2 * model.hidden_size + max(_attention_elements(model), mlp)
+    """Widest moment of a layer, elements a token: residual twice, and what the mixer or the MLP holds."""
+    return 2 * model.hidden_size + max(max(_mixer_elements(layer), _mlp_elements(layer)) for layer in model.layer_kinds)
 
 
-def _attention_elements(model: ModelSpec) -> int:
-    """Q, K, V and the output."""
-    return (2 * model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim
+def _mlp_elements(layer: LayerSpec) -> int:
+    """The MLP's tensors, of all experts that a token passes through."""
+    if not layer.mlp:
+        return 0
+    widths = sum(gemm.out_features for gemm in layer.mlp[:-1]) + layer.mlp[-1].in_features
+    return widths * max(1, layer.num_experts_per_tok)
+
+
+def _mixer_elements(layer: LayerSpec) -> int:
+    """Q, K, V and the output; of latents, keys and values of all heads."""
+    mixer = layer.mixer
+    if mixer is None:
+        return 0
+    if isinstance(mixer, Recurrence):
+        return sum(gemm.out_features for gemm in mixer.projections) + mixer.num_value_heads * mixer.value_head_dim
+    kv_heads = mixer.num_attention_heads if isinstance(mixer, LatentAttention) else mixer.num_key_value_heads
+    return (mixer.num_attention_heads + kv_heads) * (mixer.head_dim + mixer.v_head_dim)
+
+
+def _score_heads(model: ModelSpec) -> int:
+    """Most heads that make scores in a layer."""
+    return max((mixer.num_attention_heads for layer in model.layer_kinds if (mixer := layer.mixer)), default=0)
 
 
 def _merging_bytes(model: ModelSpec, program: Program, rank: int, width: int, *, fused: bool) -> int:
     """Of a token where a ring merges its results, in one kernel if `fused`; 0 without a ring."""
     if not any(isinstance(op, RingPass) for kind in program.layers for op in kind[rank]):
         return 0
-    elements = 2 * model.hidden_size + _attention_elements(model)
-    return (
-        elements * width
-        + (FUSED_MERGE_PEAK_BYTES if fused else MERGE_PEAK_BYTES) * model.num_attention_heads * model.head_dim
+    merged = FUSED_MERGE_PEAK_BYTES if fused else MERGE_PEAK_BYTES
+    return max(
+        (2 * model.hidden_size + _mixer_elements(layer)) * width + merged * mixer.num_attention_heads * mixer.v_head_dim
+        for layer in model.layer_kinds
+        if isinstance(mixer := layer.mixer, Attention | LatentAttention)
     )
 
 
 def _scores(scenario: Scenario, chunk: int, attended: int) -> int:
-    elements = scenario.request.batch * scenario.share.num_attention_heads * chunk * attended
+    elements = scenario.request.batch * _score_heads(scenario.share) * chunk * attended
     return elements * EAGER_SCORE_PEAK_BYTES * scenario.request.dtype_bytes // 2
 
 

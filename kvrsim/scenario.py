@@ -164,8 +164,7 @@ class Scenario:
         costs = self.layer_costs(self._cost_of(self.profile, pace=1.0))
         layers_s = [
             one.qkv_s(tokens)
-            + one.append_s(tokens, prefix)
-            + one.attention_s(tokens, prefix)
+            + (0.0 if one.mixing is None else one.append_s(tokens, prefix) + one.attention_s(tokens, prefix))
             + one.output_mlp_s(tokens)
             for one in costs
         ]

@@ -13,8 +13,8 @@ import numpy as np
 
 from calibrate.data.measurement import Measurement
 from calibrate.fit.solver import Some, column, element_bytes_of, rounded, thinned
+from kvrsim.model.gemm import Gemm
 from kvrsim.model.load import builtin_models, load_model
-from kvrsim.model.spec import Gemm
 from kvrsim.profile.rates.gemm import GEMM_TYPES, GemmRates, MeasuredShape, Product, Width, merged
 from kvrsim.program.operations import Array
 
@@ -138,6 +138,7 @@ def model_shapes(name: str) -> Iterator[Shape]:
     """Those of one model, a built-in name or a path."""
     for layer in load_model(name).layer_kinds:
         dense: tuple[Sequence[Gemm], ...] = () if layer.num_experts else (layer.mlp,)
-        for gemms in (layer.qkv, (layer.output,), *dense):
+        mixer = () if layer.mixer is None else (layer.mixer.projections, *((gemm,) for gemm in layer.mixer.output))
+        for gemms in (*mixer, *dense):
             for product in merged([Product(gemm.in_features, gemm.out_features) for gemm in gemms]):
                 yield product.in_features, product.out_features

@@ -21,7 +21,7 @@ from calibrate.fit.inputs import FilteredRows, FitChoices, check_error
 from calibrate.fit.links import SendRates, fit_all_gather, fit_all_reduce, fit_send_recv
 from calibrate.fit.report import TITLES
 from calibrate.fit.solver import HALF, Errors, Fitted, column, has_waves, rounded
-from kvrsim.cost.traffic import after_attention, before_attention
+from kvrsim.cost.traffic import after_mixer, before_mixer
 from kvrsim.engine.host import NO_HOST, HostRates
 from kvrsim.hardware.all_reduce import AllReduceRates
 from kvrsim.hardware.gpu import GpuSpec
@@ -271,7 +271,8 @@ class OperationFits:
 
 def _kernels_of(model: ModelSpec) -> dict[str, int]:
     """Kernels of each element-wise step of a layer of eager code, by operation."""
-    steps = (*before_attention(model, fused=False), *after_attention(model, fused=False, intermediate=1.0))
+    layer = model.layers[0]
+    steps = (*before_mixer(model, layer, fused=False), *after_mixer(model, layer, fused=False, intermediate=1.0))
     return {step.op: step.kernels for step in reversed(steps) if step.op != "copy"}  # the first norm is the input's
 
 

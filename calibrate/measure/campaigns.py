@@ -94,7 +94,7 @@ def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def layer_kv_bytes(setup: ComputeSetup) -> int:
     """K and V of one layer for the longest context: the longest message of a prefill."""
-    return setup.max_context * setup.model.kv_bytes_per_token_layer(dtype_bytes(setup.dtype))
+    return setup.model.layer_cache_bytes(setup.max_context, dtype_bytes(setup.dtype))
 
 
 OnProgress = Callable[[Progress], None]

@@ -10,7 +10,7 @@ import numpy as np
 
 from calibrate.data.measurement import Measurement
 from calibrate.measure.journal import Seconds
-from kvrsim.cost.traffic import after_attention, before_attention
+from kvrsim.cost.traffic import after_mixer, before_mixer
 from kvrsim.model.spec import ModelSpec
 from kvrsim.request import dtype_bytes
 from kvrsim.results.quartiles import quartiles
@@ -144,7 +144,7 @@ class _Rows:
         for operation, nbytes in self.traffic.items():
             moved = {"tokens": chunk, "bytes": round(nbytes * chunk * self.element_bytes / 2)}
             yield from self._row(operation, [one[operation] for one in taken], kernel="torch", **moved)
-        copied = 2 * chunk * self.model.kv_bytes_per_token_layer(self.element_bytes)
+        copied = 2 * self.model.layer_cache_bytes(chunk, self.element_bytes)
         appended = {"chunk": chunk, "prefix": 0, "bytes": copied}
         yield from self._row("cache_append", [one["cache_append"] for one in taken], kernel="torch", **appended)
 
@@ -197,10 +197,10 @@ def _unmarked(taken: Sequence[Seconds]) -> list[Seconds]:
 
 def traffic_of(model: ModelSpec) -> dict[str, float]:
     """Bytes a token of two-byte elements of each element-wise kernel, as the simulator counts eager PyTorch's."""
-    mlp = model.layers[0].mlp
-    width = next((gemm.in_features for gemm in reversed(mlp) if gemm.out_features == model.hidden_size), 0)
-    before = before_attention(model, fused=False)
-    after = after_attention(model, fused=False, intermediate=width)
+    layer = model.layers[0]
+    width = next((gemm.in_features for gemm in reversed(layer.mlp) if gemm.out_features == model.hidden_size), 0)
+    before = before_mixer(model, layer, fused=False)
+    after = after_mixer(model, layer, fused=False, intermediate=width)
     nbytes = {step.op: step.nbytes for step in reversed((*before, *after))}  # the first norm is the input's
     return {
         "norm": nbytes["norm"],

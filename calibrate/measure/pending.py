@@ -66,7 +66,7 @@ class PendingRank:
             rank=rank, size=2, init_method=seat.store, device=device, timeout_s=timeout_s
         )
         self.transport.warmup()
-        nbytes = setup.max_context * setup.model.kv_bytes_per_token_layer(dtype_bytes(setup.dtype))
+        nbytes = setup.model.layer_cache_bytes(setup.max_context, dtype_bytes(setup.dtype))
         self.message = torch.zeros(min(nbytes, _MOST_BYTES), dtype=torch.uint8, device=device)
         self.timer = ForwardTimer.build(setup) if rank == 0 else None
         self.rank = rank

@@ -9,19 +9,16 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from kvrsim.cost.kernels import CostModel
-from kvrsim.cost.merges import PYTORCH_SHARE, cast, merge
+from kvrsim.cost.mixing import Mixing, Setting, mixing_of
+from kvrsim.cost.mixing.base import BlockMixing, products_of
 from kvrsim.cost.tensor_parallel import Group
-from kvrsim.cost.traffic import (
-    LayerKernels,
-    after_attention,
-    attention_kernels,
-    before_attention,
-)
+from kvrsim.cost.traffic import LayerKernels, after_mixer, before_mixer
 from kvrsim.engine.host import HostRates
-from kvrsim.model.spec import Gemm, LayerSpec, ModelSpec
-from kvrsim.profile.rates.attention import AttentionCall
+from kvrsim.model.gemm import Gemm
+from kvrsim.model.mixers import Recurrence
+from kvrsim.model.spec import LayerSpec, ModelSpec
 from kvrsim.profile.rates.elementwise import Traffic
-from kvrsim.profile.rates.gemm import GEMM_TYPES, Product, merged
+from kvrsim.profile.rates.gemm import GEMM_TYPES, Product
 from kvrsim.program.operations import Array
 
 # Shares of HostRates.layer_s before, in and after attention. Eager Llama issues about 21 kernels up to
@@ -48,148 +45,114 @@ class LayerCosts:
     hbm_bytes_per_s: float = math.inf  # of the GPU's datasheet
 
     # Prepared once: what depends on the chunk alone.
+    mixing: Mixing | None = field(init=False, repr=False)  # costs of the layer's mixer; None: it has none
     _before: Callable[[Array], Array] = field(init=False, repr=False)
     _after: Callable[[Array], Array] = field(init=False, repr=False)
     kernels: LayerKernels = field(init=False, repr=False)  # that one layer launches
 
     def __post_init__(self) -> None:
-        before, after = self._before_attention(), self._after_attention()
+        setting = Setting(
+            model=self.model,
+            cost=self.cost,
+            batch=self.batch,
+            element_bytes=self.element_bytes,
+            kernel=self.kernel,
+            resume_s=self.resume_s,
+            hbm_bytes_per_s=self.hbm_bytes_per_s,
+        )
+        mixing = None if self.layer.mixer is None else mixing_of(self.layer.mixer, setting)
+        object.__setattr__(self, "mixing", mixing)
+        before, after = self._before_mixer(), self._after_mixer()
         object.__setattr__(self, "_before", self.cost.row_cost(*before))
         object.__setattr__(self, "_after", self.cost.row_cost(*after))
-        attention = attention_kernels(self.model, self.kernel, repeats=self._repeats, copies=self.cost.copies)
-        object.__setattr__(self, "kernels", LayerKernels(self._launches(*before), attention, self._launches(*after)))
+        mixer = 0 if mixing is None else mixing.kernels
+        object.__setattr__(self, "kernels", LayerKernels(self._launches(*before), mixer, self._launches(*after)))
 
-    # -- before attention
+    @property
+    def mixes(self) -> Mixing:
+        """Costs of the layer's mixer, which it must have."""
+        assert self.mixing is not None, "a layer without a mixer"
+        return self.mixing
+
+    @property
+    def has_state(self) -> bool:
+        """Whether tokens see those before them through a state, known when all of these have been computed."""
+        return isinstance(self.layer.mixer, Recurrence)
+
+    @property
+    def num_sums(self) -> int:
+        """All-reduces of a group of GPUs in the layer: one a block, or one where they are parallel."""
+        return min(1, self.layer.num_blocks) if self.model.parallel_attn else self.layer.num_blocks
+
+    # -- before tokens see each other
     def qkv_s(self, chunk: Array) -> Array:
         """Input norm, projections, rotary embedding; the device idles after a wait of the host's."""
-        return self._before(chunk) + self.host.resume_s * self._repeats_rotary
+        seconds = self._before(chunk) + self.host.resume_s * self._repeats_rotary
+        return seconds if self.mixing is None else seconds + self.mixing.own_s(chunk)
 
     def append_s(self, chunk: Array, prefix: Array) -> Array:
-        """Copies that put the K, V of prefix and chunk into one cache: one more where there is a prefix."""
-        copies = self.cost.copies
-        tokens = self._window(prefix) + chunk
-        seconds = self.resume_s + self._copy_s(tokens * (copies.keep + copies.append * (prefix > 0)))
-        return seconds + self._write_s(chunk) if copies.own else seconds
+        """Copies that put the cache of prefix and chunk into one: one more where there is a prefix."""
+        return self.mixes.append_s(chunk, prefix)
 
     def assemble_s(self, chunk: Array, others: Array) -> Array:
         """Copies that put gathered pieces into one cache; alone, a rank only keeps its own."""
-        copies = self.cost.copies
-        seconds = self.resume_s + self._copy_s(
-            (chunk + self._window(others)) * (copies.keep + copies.gather * (others > 0))
-        )
-        return seconds + self._write_s(chunk) if copies.own else seconds
+        return self.mixes.assemble_s(chunk, others)
 
-    def _copy_s(self, tokens: Array, kernels: int = 0) -> Array:
-        """Each byte of K and V is read and written."""
-        nbytes = 2.0 * self.model.kv_bytes_per_token_layer(2)
-        return self.cost.traffic_s(tokens, (Traffic("copy", nbytes, kernels),))
-
-    def _write_s(self, chunk: Array) -> Array:
-        """The chunk's own K, V into a buffer."""
-        return self._copy_s(chunk * self.cost.copies.own, kernels=1)
-
-    # -- attention
+    # -- tokens see each other
     def attention_s(self, chunk: Array, prefix: Array) -> Array:
-        """The chunk's queries against prefix and chunk; eager code repeats shared KV heads for all queries."""
-        return self._called_s(self._call(chunk, self._window(prefix), self._causal(chunk, prefix), own=True))
+        """The chunk's tokens see prefix and chunk."""
+        return self.mixes.mix_s(chunk, prefix)
 
     def decode_attention_s(self, keys: Array) -> Array:
-        """One query against `keys` tokens: decoding kernels split them over the device and read K and V once."""
-        keys = self._window(keys)
-        bytes_s = self.cost.traffic_s(keys, (Traffic("copy", float(self.model.kv_bytes_per_token_layer(2)), 1),))
-        one = np.ones_like(keys)
-        return np.minimum(bytes_s, self._called_s(self._call(one, keys - one, keys, own=True)))
+        """One token sees `keys` tokens, itself included."""
+        return np.zeros_like(keys) if self.mixing is None else self.mixing.decode_s(keys)
 
     def block_attention_s(self, chunk: Array, start: Array, keys: Array, end: Array, *, part: bool = False) -> Array:
-        """The chunk's queries, which begin at `start`, against `keys` tokens before them that end at `end`.
+        """The chunk's queries, which begin at `start`, against `keys` tokens before them that end at `end`, merged.
 
-        The result is merged with that of other blocks; a block outside of the window takes no time.
         part: the queries are a part of the rank's chunk.
         """
-        window = self.layer.sliding_window
-        seen = keys if window is None else np.clip(window - (start - end), 0.0, keys)
-        attention_s = self._called_s(self._call(chunk, seen, chunk * seen, own=False))
-        return np.where(seen > 0, attention_s + self.merge_s(chunk, part=part), 0.0)
+        return self._blocks.block_s(chunk, start, keys, end, part=part)
 
     def merge_s(self, chunk: Array, *, part: bool = False) -> Array:
         """A block's result for these queries merged with that of the blocks before; `part`: as in block_attention_s."""
-        return self._merging_s(chunk, merge(self.model, fused=self.cost.fused_merge, part=part))
+        return self._blocks.merge_s(chunk, part=part)
 
     def cast_s(self, chunk: Array) -> Array:
         """The chunk's output to fp32, in which results are merged, or back."""
-        return self._merging_s(chunk, cast(self.model))
+        return self._blocks.cast_s(chunk)
 
-    def _merging_s(self, chunk: Array, step: Traffic) -> Array:
-        """No faster than PyTorch's kernels, unless results are merged by one kernel of an engine's."""
-        seconds = self.cost.traffic_s(chunk, (step,))
-        if self.cost.fused_merge:
-            return seconds
-        nbytes = chunk * (step.nbytes * self.batch * self.element_bytes / 2)
-        start_s = self.cost.traffic_s(0.0 * chunk, (step,))
-        return np.maximum(seconds, start_s + nbytes / (PYTORCH_SHARE * self.hbm_bytes_per_s))
-
-    def _call(self, chunk: Array, prefix: Array, causal: Array, *, own: bool) -> AttentionCall:
-        model = self.model
-        return AttentionCall(
-            chunk=chunk,
-            prefix=prefix,
-            causal=causal,
-            num_attention_heads=model.num_attention_heads,
-            num_key_value_heads=model.num_key_value_heads,
-            head_dim=model.head_dim,
-            score_bytes=self.cost.score_bytes(model),
-            own=own,
-        )
-
-    def _called_s(self, call: AttentionCall) -> Array:
-        model = self.model
-        seconds = self.cost.attention_s(call)
-        if self._repeats and model.num_key_value_heads < model.num_attention_heads:
-            heads = model.num_key_value_heads + model.num_attention_heads
-            nbytes = 2.0 * heads * model.head_dim * 2  # K and V: read few heads, write all; two bytes an element
-            seconds = seconds + self.cost.traffic_s(call.keys, (Traffic("copy", nbytes, 2),))
-        return seconds
+    @property
+    def _blocks(self) -> BlockMixing:
+        assert isinstance(self.mixing, BlockMixing), "a mixer whose blocks are not merged"
+        return self.mixing
 
     @property
     def _repeats_rotary(self) -> bool:
         """Whether cos and sin are repeated for every head, for which the host waits for the device."""
         return self.cost.repeats_rotary and self.model.model_type == "falcon" and self.model.rotary
 
-    @property
-    def _repeats(self) -> bool:
-        """Whether shared KV heads are written once for each of their query heads."""
-        return self.kernel == "eager" and not self.cost.whole_attention
-
-    def _window(self, tokens: Array) -> Array:
-        window = self.layer.sliding_window
-        return tokens if window is None else np.minimum(tokens, window)
-
-    def _causal(self, chunk: Array, prefix: Array) -> Array:
-        """Score elements of one head that are not masked."""
-        window = self.layer.sliding_window
-        if window is None:
-            return chunk * (prefix + 0.5 * chunk)
-        return _causal(prefix + chunk, window) - _causal(prefix, window)
-
-    # -- after attention
+    # -- after tokens have seen each other
     def output_mlp_s(self, chunk: Array) -> Array:
         """Output projection, norm, MLP (of a mixture: its active experts), residuals."""
         return self._after(chunk)
 
-    def _before_attention(self) -> tuple[tuple[Product, ...], tuple[Traffic, ...]]:
+    def _before_mixer(self) -> tuple[tuple[Product, ...], tuple[Traffic, ...]]:
         fused = self.cost.fused
-        steps = before_attention(self.model, fused=fused, repeats_rotary=self._repeats_rotary)
-        return self._products(self.layer.qkv), steps
+        steps = before_mixer(self.model, self.layer, fused=fused, repeats_rotary=self._repeats_rotary)
+        mixer = self.layer.mixer
+        return ((), steps) if mixer is None else (products_of(self.cost, mixer.projections), steps)
 
-    def _after_attention(self) -> tuple[tuple[Product, ...], tuple[Traffic, ...]]:
+    def _after_mixer(self) -> tuple[tuple[Product, ...], tuple[Traffic, ...]]:
         layer = self.layer
         experts = max(1, layer.num_experts_per_tok)
         width = experts * self._mlp_width(layer.mlp) + self._mlp_width(layer.shared_mlp)
-        steps = after_attention(
-            self.model, fused=self.cost.fused, intermediate=width, reshapes=not self.cost.whole_attention
+        steps = after_mixer(
+            self.model, layer, fused=self.cost.fused, intermediate=width, reshapes=not self.cost.whole_attention
         )
-        parts = [(layer.output,), (layer.router,) if layer.router else (), layer.shared_mlp]
-        products = [product for gemms in parts for product in self._products(gemms)]
+        output = () if layer.mixer is None else layer.mixer.output
+        parts = [*((gemm,) for gemm in output), (layer.router,) if layer.router else (), layer.shared_mlp]
+        products = [product for gemms in parts for product in products_of(self.cost, gemms)]
         return (*products, *self._mlp_products()), steps
 
     def _launches(self, products: Sequence[Product], steps: Sequence[Traffic]) -> int:
@@ -207,56 +170,45 @@ class LayerCosts:
         """The dense MLP; or all experts, each of which sees its share of the tokens."""
         layer = self.layer
         if not layer.num_experts:
-            return self._products(layer.mlp)
-        return self._products(layer.mlp, layer.num_experts, layer.num_experts_per_tok / layer.num_experts)
-
-    def _products(self, gemms: Sequence[Gemm], num_matrices: int = 1, share: float = 1.0) -> tuple[Product, ...]:
-        """Those of one input are one where the engine fuses."""
-        products = tuple(
-            Product(gemm.in_features, gemm.out_features, num_matrices, share, gemm.compute) for gemm in gemms
-        )
-        return merged(products) if self.cost.fused else products
+            return products_of(self.cost, layer.mlp)
+        return products_of(self.cost, layer.mlp, layer.num_experts, layer.num_experts_per_tok / layer.num_experts)
 
     def _mlp_width(self, mlp: Sequence[Gemm]) -> int:
         """Features between the matrices of an MLP: the input of the one that leads back to the residual stream."""
         back = (gemm.in_features for gemm in reversed(mlp) if gemm.out_features == self.model.hidden_size)
         return next(back, 0)
 
-    # -- memory
+    # -- messages and memory
     def score_elements(self, chunk: Array, keys: Array) -> Array:
         """Elements of the score matrix of so many queries and keys, all heads."""
-        return chunk * keys * float(self.batch * self.model.num_attention_heads)
+        return self.mixes.score_elements(chunk, keys)
 
-    # -- messages and memory
     def kv_bytes(self, tokens: Array) -> Array:
-        """K and V of that many tokens in this layer."""
-        return tokens * float(self.batch * self.model.kv_bytes_per_token_layer(self.element_bytes))
+        """Cache and state of that many tokens in this layer."""
+        return self.mixes.cache_bytes(tokens)
 
     def handed_kv_bytes(self, end: Array) -> Array:
-        """What a rank hands on: all K, V up to `end` but the cached prefix; of a window, its tail."""
-        return self.kv_bytes(self._window(end - self.cached_prefix))
+        """What a rank hands on: the cache up to `end` but the cached prefix; of a window, its tail; a state."""
+        if self.mixing is None:
+            return np.zeros_like(end)
+        return self.mixing.needed_bytes(end - self.cached_prefix)
 
     def activation_bytes(self, tokens: Array) -> Array:
         """The residual stream of that many tokens."""
         return tokens * float(self.batch * self.model.hidden_size * self.element_bytes)
 
-    def heads_bytes(self, tokens: Array, num_heads: int) -> Array:
-        """So many heads of that many tokens."""
-        return tokens * float(self.batch * num_heads * self.model.head_dim * self.element_bytes)
+    def feature_bytes(self, tokens: Array, features: int) -> Array:
+        """So many features of that many tokens."""
+        return tokens * float(self.batch * features * self.element_bytes)
 
     def on_heads(self, ranks: int) -> LayerCosts:
         """The same where each of so many ranks has its share of the heads and all tokens."""
-        model = self.model
-        kv_heads = max(1, model.num_key_value_heads // ranks)
-        heads = replace(model, num_attention_heads=model.num_attention_heads // ranks, num_key_value_heads=kv_heads)
-        return replace(self, model=heads)
+        assert self.layer.mixer is not None
+        return replace(self, layer=replace(self.layer, mixer=self.layer.mixer.share(ranks)))
 
     def gathered_prefix(self, chunk: Array, start: Array, total: Array) -> Array:
-        """Tokens besides the chunk that attention over the gathered context covers.
-
-        An eager or masked kernel covers all, masked or not; a causal flash kernel stops at the chunk's end.
-        """
-        return start if self.kernel == "flash" else total - chunk
+        """Tokens besides the chunk that attention over the gathered context covers."""
+        return self.mixes.gathered_prefix(chunk, start, total)
 
     # -- the host clock
     @property
@@ -267,12 +219,12 @@ class LayerCosts:
     @property
     def host_attention_s(self) -> float:
         """Launches of attention."""
-        return self.host.layer_s * _HOST_SHARES[1] + self.host.kernel_s * self.kernels.attention
+        return self.host.layer_s * _HOST_SHARES[1] + self.host.kernel_s * self.kernels.mixer
 
     @property
     def host_merge_s(self) -> float:
         """Launches that merge a block's result with that of the blocks before."""
-        return self.host.kernel_s * merge(self.model, fused=self.cost.fused_merge, part=False).kernels
+        return self.host.kernel_s * self._blocks.merge_kernels
 
     @property
     def host_output_mlp_s(self) -> float:
@@ -282,9 +234,3 @@ class LayerCosts:
     def host_all_gather_s(self, num_ranks: int) -> float:
         """Launches of the all-gathers: an output tensor a rank has to be made and copied."""
         return self.host.gather_piece_s * num_ranks
-
-
-def _causal(tokens: Array, window: int) -> Array:
-    """Score elements of the first `tokens` queries when each sees at most `window` keys."""
-    inside = np.minimum(tokens, window)
-    return 0.5 * inside * inside + (tokens - inside) * window

@@ -18,7 +18,7 @@ that the profile a100-eager has for PyTorch on A100, 1.584 of 2.039 TB/s, fitted
 
 from __future__ import annotations
 
-from kvrsim.model.spec import ModelSpec
+from kvrsim.model.mixers import Attention, LatentAttention
 from kvrsim.profile.rates.elementwise import Traffic
 
 _SEPARATE, _SEPARATE_LSE, _SEPARATE_KERNELS = 38.0, 52.0, 9
@@ -28,7 +28,7 @@ _CAST = 6.0
 PYTORCH_SHARE = 0.777  # of the datasheet's memory bandwidth, as above
 
 
-def merge(model: ModelSpec, *, fused: bool, part: bool) -> Traffic:
+def merge(mixer: Attention | LatentAttention, *, fused: bool, part: bool) -> Traffic:
     """One token's result of a block into that of the blocks before.
 
     fused: one kernel does it. part: the block has results for a part of the rank's queries.
@@ -38,10 +38,10 @@ def merge(model: ModelSpec, *, fused: bool, part: bool) -> Traffic:
     )
     if part and not fused:
         nbytes, lse, kernels = nbytes + _BACK, lse + _BACK, kernels + _BACK_KERNELS
-    heads = model.num_attention_heads
-    return Traffic("residual", heads * (model.head_dim * nbytes + lse), kernels)
+    heads = mixer.num_attention_heads
+    return Traffic("residual", heads * (mixer.v_head_dim * nbytes + lse), kernels)
 
 
-def cast(model: ModelSpec) -> Traffic:
+def cast(mixer: Attention | LatentAttention) -> Traffic:
     """One token's output to fp32, or back."""
-    return Traffic("residual", _CAST * model.num_attention_heads * model.head_dim, 1)
+    return Traffic("residual", _CAST * mixer.num_attention_heads * mixer.v_head_dim, 1)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvrsim.hardware.gpu import GpuSpec
-from kvrsim.model.spec import Gemm, LayerSpec, ModelSpec
+from kvrsim.model.gemm import Gemm
+from kvrsim.model.spec import LayerSpec, ModelSpec
 from kvrsim.profile.profile import CalibrationProfile
 from kvrsim.profile.rates.gemm import GEMM_TYPES
 
@@ -50,7 +51,8 @@ def precision_notes(model: ModelSpec, dtype: str, profile: CalibrationProfile | 
 
 def _matrices(layer: LayerSpec) -> tuple[Gemm, ...]:
     """All but the router, which is never quantised."""
-    return (*layer.qkv, layer.output, *layer.mlp, *layer.shared_mlp)
+    mixer = () if layer.mixer is None else layer.mixer.matrices
+    return (*mixer, *layer.mlp, *layer.shared_mlp)
 
 
 def _priced(compute: str, half: str, profile: CalibrationProfile | None, gpu: GpuSpec) -> Iterator[str]:

@@ -8,7 +8,8 @@ from kvrsim.errors import InputError
 from kvrsim.hardware.all_reduce import AllReduceRates
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.hardware.links import Path
-from kvrsim.model.spec import Gemm, LayerSpec, ModelSpec
+from kvrsim.model.mixers import Mixer, Recurrence
+from kvrsim.model.spec import LayerSpec, ModelSpec
 from kvrsim.program.operations import Array, Collective
 
 
@@ -135,44 +136,36 @@ def share_of(model: ModelSpec, size: int, argument: str = "strategies") -> Model
     Columns of Q, K, V, gate and up, rows of the projections back, rows of the embedding and the head; norms whole.
     Raises InputError where the heads do not divide.
     """
-    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
-    if heads % size or (kv_heads % size and size % kv_heads):
-        raise InputError(
-            argument, f"tp{size}", f"groups that the {heads} heads and {kv_heads} KV heads of {model.name} divide into"
-        )
-    kv_share = max(1, kv_heads // size)
-    shares = {layer: _layer_share(model, layer, size, kv_share) for layer in model.layer_kinds}
-    vocab = -(-model.vocab_size // size)
+    for layer in model.layer_kinds:
+        if layer.mixer is not None and not _divides(layer.mixer, size):
+            accepted = f"groups that {_heads(layer.mixer)} of {model.name} divide into"
+            raise InputError(argument, f"tp{size}", accepted)
+    shares = {layer: _layer_share(layer, size) for layer in model.layer_kinds}
     return replace(
         model,
-        num_attention_heads=heads // size,
-        num_key_value_heads=kv_share,
         intermediate_size=-(-model.intermediate_size // size),
-        vocab_size=vocab,
+        vocab_size=-(-model.vocab_size // size),
         lm_head=replace(model.lm_head, out_features=-(-model.lm_head.out_features // size)),
         layers=tuple(shares[layer] for layer in model.layers),
     )
 
 
-def _layer_share(model: ModelSpec, layer: LayerSpec, size: int, kv_share: int) -> LayerSpec:
-    query, key = model.num_attention_heads // size * model.head_dim, kv_share * model.head_dim
-    widths = (query + 2 * key,) if len(layer.qkv) == 1 else (query, key, key)
+def _divides(mixer: Mixer, size: int) -> bool:
+    """Whether each GPU gets as many heads; a key head may lie on several."""
+    heads, kv_heads = mixer.num_attention_heads, mixer.num_key_value_heads
+    return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+
+
+def _heads(mixer: Mixer) -> str:
+    if isinstance(mixer, Recurrence):
+        return f"the {mixer.num_value_heads} value heads and {mixer.num_key_heads} key heads"
+    return f"the {mixer.num_attention_heads} heads and {mixer.num_key_value_heads} KV heads"
+
+
+def _layer_share(layer: LayerSpec, size: int) -> LayerSpec:
     return replace(
         layer,
-        qkv=tuple(replace(gemm, out_features=width) for gemm, width in zip(layer.qkv, widths, strict=True)),
-        output=replace(layer.output, in_features=query),
-        mlp=_mlp_share(model, layer.mlp, size),
-        shared_mlp=_mlp_share(model, layer.shared_mlp, size),
+        mixer=None if layer.mixer is None else layer.mixer.share(size),
+        mlp=tuple(gemm.share(size) for gemm in layer.mlp),
+        shared_mlp=tuple(gemm.share(size) for gemm in layer.shared_mlp),
     )
-
-
-def _mlp_share(model: ModelSpec, mlp: tuple[Gemm, ...], size: int) -> tuple[Gemm, ...]:
-    """Matrices lose columns, the one that leads back loses rows; a gate of one column stays whole."""
-    back = max((number for number, gemm in enumerate(mlp) if gemm.out_features == model.hidden_size), default=None)
-
-    def share(number: int, gemm: Gemm) -> Gemm:
-        if number == back:
-            return replace(gemm, in_features=-(-gemm.in_features // size))
-        return replace(gemm, out_features=-(-gemm.out_features // size))
-
-    return tuple(share(number, gemm) for number, gemm in enumerate(mlp))

@@ -28,7 +28,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvrsim.model.spec import ModelSpec
+from kvrsim.model.mixers import Attention, CompressedAttention, LatentAttention, Mixer, Recurrence
+from kvrsim.model.spec import LayerSpec, ModelSpec
 from kvrsim.profile.profile import CacheCopies
 from kvrsim.profile.rates.elementwise import Traffic
 
@@ -90,17 +91,17 @@ def eager_score_bytes(model: ModelSpec) -> float:
 class LayerKernels(NamedTuple):
     """Kernels that one layer launches."""
 
-    before: int  # norms, projections to Q, K, V, rotary embedding
-    attention: int  # with the copies of K and V into the cache
+    before: int  # norms, projections, rotary embedding
+    mixer: int  # with the copies of K and V into the cache
     after: int  # output projection, norms, MLP, residuals
 
 
-def attention_kernels(model: ModelSpec, kernel: str, *, repeats: bool, copies: CacheCopies) -> int:
+def attention_kernels(model: ModelSpec, mixer: Attention, kernel: str, *, repeats: bool, copies: CacheCopies) -> int:
     """Kernels from rotary embedding to PV; `repeats`: shared KV heads are repeated for their queries, K and V each."""
     cached = (copies.keep > 0) + (copies.own > 0)
     if kernel != "eager":
         return 1 + cached
-    shared = model.num_key_value_heads < model.num_attention_heads
+    shared = mixer.num_key_value_heads < mixer.num_attention_heads
     falcon = _FALCON_ALIBI_KERNELS if model.alibi else _FALCON_KERNELS
     return (falcon if model.model_type == "falcon" else _LLAMA_KERNELS) + 2 * (repeats and shared) + cached
 
@@ -111,36 +112,70 @@ def _norm(model: ModelSpec, table: _Steps, features: int) -> Traffic:
     return Traffic("norm", step.nbytes * features, step.kernels)
 
 
-def before_attention(model: ModelSpec, *, fused: bool, repeats_rotary: bool = False) -> tuple[Traffic, ...]:
-    """Norms of the layer's input, norms of queries and keys, and rotary embedding of one token.
+def before_mixer(
+    model: ModelSpec, layer: LayerSpec, *, fused: bool, repeats_rotary: bool = False
+) -> tuple[Traffic, ...]:
+    """Norms of the layer's input, norms inside the mixer, and rotary embedding of one token.
 
     repeats_rotary: cos and sin are repeated for every head.
     """
     table = _FUSED if fused else _EAGER
-    queries, keys = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
-    steps = [_norm(model, table, model.hidden_size)] * model.norms_before_attention
-    if model.qk_norm:
-        steps += [_norm(model, table, queries), _norm(model, table, keys)]
-    if model.rotary:
-        steps.append(Traffic("rotary", table.rotary.nbytes * (queries + keys), table.rotary.kernels))
-    if repeats_rotary:
-        repeated = [features for features in (queries, keys) if features > model.head_dim]
-        steps += [Traffic("rotary", _ROTARY_REPEATS.nbytes * each, _ROTARY_REPEATS.kernels) for each in repeated]
+    steps = [_norm(model, table, model.hidden_size)] * layer.norms_before_mixer
+    if layer.mixer is not None:
+        steps += [_norm(model, table, features) for features in _normed(layer.mixer)]
+        rotated = _rotated(layer.mixer)
+        if rotated and model.rotary:
+            steps.append(Traffic("rotary", table.rotary.nbytes * sum(rotated), table.rotary.kernels))
+        if repeats_rotary:
+            repeated = [features for features in rotated if features > model.head_dim]
+            steps += [Traffic("rotary", _ROTARY_REPEATS.nbytes * each, _ROTARY_REPEATS.kernels) for each in repeated]
     return tuple(steps)
 
 
-def after_attention(
-    model: ModelSpec, *, fused: bool, intermediate: float, reshapes: bool = True
+def _normed(mixer: Mixer) -> tuple[int, ...]:
+    """Features that a mixer normalises besides its input: queries and keys, or latents."""
+    if isinstance(mixer, Attention):
+        heads = (mixer.num_attention_heads, mixer.num_key_value_heads) if mixer.qk_norm else ()
+        return tuple(count * mixer.head_dim for count in heads)
+    if isinstance(mixer, LatentAttention):
+        whole = [gemm.out_features for gemm in mixer.projections if gemm.split == "whole"]
+        of_queries = [width for width in whole if width != mixer.kv_lora_rank + mixer.qk_rope_head_dim]
+        return (*of_queries, mixer.kv_lora_rank)
+    if isinstance(mixer, CompressedAttention):
+        return (mixer.num_attention_heads * mixer.head_dim, mixer.head_dim)
+    return (mixer.num_value_heads * mixer.value_head_dim,)
+
+
+def _rotated(mixer: Mixer) -> tuple[int, ...]:
+    """Features of queries and of keys that are rotated."""
+    if isinstance(mixer, Recurrence):
+        return ()
+    if isinstance(mixer, CompressedAttention):
+        return (mixer.num_attention_heads * mixer.rotary_dim, mixer.rotary_dim)
+    if not mixer.rotary:
+        return ()
+    if isinstance(mixer, LatentAttention):
+        return (mixer.num_attention_heads * mixer.qk_rope_head_dim, mixer.qk_rope_head_dim)
+    return (mixer.num_attention_heads * mixer.head_dim, mixer.num_key_value_heads * mixer.head_dim)
+
+
+def after_mixer(
+    model: ModelSpec, layer: LayerSpec, *, fused: bool, intermediate: float, reshapes: bool = True
 ) -> tuple[Traffic, ...]:
     """Reshape, residuals, activation and the other norms of one token; `intermediate` is the active MLP width.
 
     reshapes: False where the output's reshaping is part of attention.
     """
-    table, hidden = _FUSED if fused else _EAGER, model.hidden_size
-    mlp = table.gated_mlp if model.gated_mlp else table.plain_mlp
-    steps = [
-        *([Traffic("copy", table.reshape.nbytes * hidden, table.reshape.kernels)] if reshapes else []),
-        Traffic("residual", 2 * table.residual.nbytes * hidden, 2 * table.residual.kernels),
-        Traffic("activation", mlp.nbytes * intermediate, mlp.kernels),
-    ]
-    return (*steps, *[_norm(model, table, hidden)] * model.norms_after_attention)
+    table, hidden, mixer = _FUSED if fused else _EAGER, model.hidden_size, layer.mixer
+    mlp = table.gated_mlp if layer.gated_mlp else table.plain_mlp
+    blocks = layer.num_blocks
+    steps = []
+    if reshapes and mixer is not None:
+        steps.append(Traffic("copy", table.reshape.nbytes * hidden, table.reshape.kernels))
+    if isinstance(mixer, Attention | LatentAttention) and mixer.gate:
+        gated = mixer.num_attention_heads * mixer.v_head_dim
+        steps.append(Traffic("activation", table.gated_mlp.nbytes * gated, table.gated_mlp.kernels))
+    steps.append(Traffic("residual", blocks * table.residual.nbytes * hidden, blocks * table.residual.kernels))
+    if layer.mlp:
+        steps.append(Traffic("activation", mlp.nbytes * intermediate, mlp.kernels))
+    return (*steps, *[_norm(model, table, hidden)] * layer.norms_after_mixer)

@@ -143,21 +143,18 @@ class ModelSpec:
 
     @property
     def num_attention_heads(self) -> int:
-        """Query heads of the main mixer; value heads of a recurrence."""
-        mixer = self.main_mixer
-        return mixer.num_value_heads if isinstance(mixer, Recurrence) else mixer.num_attention_heads
+        """Query heads of the main mixer; of a recurrence, its heads."""
+        return self.main_mixer.num_attention_heads
 
     @property
     def num_key_value_heads(self) -> int:
         """KV heads of the main mixer: 1 where one vector a token serves all heads."""
-        mixer = self.main_mixer
-        return mixer.num_key_heads if isinstance(mixer, Recurrence) else mixer.num_key_value_heads
+        return self.main_mixer.num_key_value_heads
 
     @property
     def head_dim(self) -> int:
         """Width of a query of the main mixer."""
-        mixer = self.main_mixer
-        return mixer.key_head_dim if isinstance(mixer, Recurrence) else mixer.head_dim
+        return self.main_mixer.head_dim
 
     def cached_element_bytes(self, bytes_per_element: int) -> float:
         """Bytes of an element of the cache: of a quantised cache, as its quantisation says."""
@@ -169,6 +166,12 @@ class ModelSpec:
         width = self.cached_element_bytes(bytes_per_element)
         mixers = (layer.mixer for layer in self.layers)
         return sum(float(mixer.cache_bytes(tokens, width)) for mixer in mixers if mixer is not None)
+
+    def layer_cache_bytes(self, tokens: int, bytes_per_element: int) -> int:
+        """Bytes of the cache of so many tokens in the layer that has most."""
+        width = self.cached_element_bytes(bytes_per_element)
+        mixers = [layer.mixer for layer in self.layer_kinds if layer.mixer is not None]
+        return max((round(float(mixer.cache_bytes(tokens, width))) for mixer in mixers), default=0)
 
     def kv_bytes_per_token(self, bytes_per_element: int) -> float:
         """Bytes that one more token adds to a long cache, all layers."""

@@ -26,7 +26,8 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 WorkKind = Literal["request", "embedding", "qkv", "append", "attention", "output+mlp", "head", "other"]  # of a rank
-Payload = Literal["KV", "activations", "heads"]  # what a message holds; heads: some of a chunk's Q, K, V or outputs
+# What a message holds; heads: some of a chunk's Q, K, V or outputs; state: of a recurrence.
+Payload = Literal["KV", "activations", "heads", "state"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -35,6 +35,8 @@ class Strategy:
     group_size: int | None = 1  # GPUs that split every matrix and act as one rank; None: all that there are
     pipeline: PipelineProgram | None = None  # builds the program where ranks hold different layers
     refuses: Refusal | None = None  # what a model and number of ranks must fulfil, where they do not; None: nothing
+    passes_state: bool = False  # its chunks follow each other from rank to rank, so that a state can be handed on
+    merges_blocks: bool = False  # it attends to blocks of keys one after another and merges the results
     approximate: str | None = None  # how its result differs from the model's own prefill; None: it is the same
     chains: bool = False  # it is KVR's chain, which planner.search.bound is about
     looks_up: str = "kvr-s"  # with partition_rule "table": the searched strategy that its table is made for
@@ -85,6 +87,17 @@ class Step:
         """The chunk's queries against the prefix and the chunk itself."""
         return self._attention("attention", self.chunks[rank], prefix)
 
+    def scan(self, rank: int) -> Compute:
+        """The chunk's tokens take the state of those before them on; the rank then has the state after them."""
+        chunk = self.chunks[rank]
+        return Compute(
+            name="scan",
+            device_s=self.costs.attention_s(chunk, self.starts[rank]),
+            host_s=self.costs.host_attention_s,
+            kv_bytes=self.costs.kv_bytes(chunk),
+            kind="attention",
+        )
+
     def _attention(self, name: str, tokens: Array, prefix: Array, *, some: Flags | None = None) -> Compute:
         """`some`: where there is anything to do; None: everywhere."""
         device_s = self.costs.attention_s(tokens, prefix)
@@ -127,6 +140,14 @@ class Step:
         """Wait for the next message from another rank; `peer`: the rank that sends; None: the one before."""
         src = rank - 1 if peer is None else peer
         return Recv(src=src, host_s=self.costs.host.message_s, rendezvous=not self.costs.sends_overlap)
+
+    def send_state(self, rank: int) -> Send:
+        """Hand the state after the chunk to the next rank."""
+        return replace(self.send_kv(rank), payload="state")
+
+    def recv_state(self, rank: int) -> Recv:
+        """Wait for the state before the chunk."""
+        return replace(self.recv_kv(rank), payload="state")
 
     def all_gather_kv(self, rank: int) -> AllGather:
         """Exchange the chunks' K, V so that every rank holds all."""

@@ -28,6 +28,7 @@ KVR_S = Strategy(
     source="KV-Runahead, Fig. 5",
     partition_rule="search",
     layer=layer,
+    passes_state=True,
     gathers_kv=False,
     chains=True,
 )

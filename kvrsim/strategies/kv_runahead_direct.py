@@ -32,5 +32,6 @@ KVR_DIRECT = Strategy(
     source="KV-Runahead, Fig. 5, with point-to-point sends instead of the chain; chunks searched",
     partition_rule="search",
     layer=layer,
+    passes_state=True,
     gathers_kv=False,
 )

@@ -15,7 +15,7 @@ from kvrsim.model.spec import ModelSpec
 from kvrsim.program.operations import Array, Collective, Compute, Op, Program, Recv, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies.base import Step, Strategy
-from kvrsim.strategies.tensor_parallel import split
+from kvrsim.strategies.layers import layer_ops
 
 
 def layer(step: Step, piece: int) -> Iterator[Op]:
@@ -46,7 +46,7 @@ def program(scenario: Scenario, pieces: Sequence[Array], cost: CostModel) -> Pro
     lengths = np.stack([np.asarray(piece) for piece in pieces])
     starts = scenario.request.cached_prefix + np.cumsum(lengths, axis=0) - lengths
     steps = [Step(costs, (lengths,), (starts,)) for costs in scenario.layer_costs(cost)]
-    layers = [tuple(split(layer)(step, 0)) for step in steps]  # of all pieces at once
+    layers = [tuple(layer_ops(PIPELINE, step, 0)) for step in steps]  # of all pieces at once
     blocks, ways = _Blocks(), _Ways(scenario, cost, len(held))
     for number, piece in enumerate(lengths):
         blocks.add(ways.into(piece, starts[number] + piece), nowhere)

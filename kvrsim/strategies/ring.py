@@ -89,7 +89,9 @@ RING = Strategy(
     source="Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers, 2023 (arXiv:2310.01889)",
     partition_rule="even",
     layer=layer,
+    passes_state=True,
     gathers_kv=False,
+    merges_blocks=True,
 )
 STRIPED = Strategy(
     name="striped",
@@ -98,4 +100,5 @@ STRIPED = Strategy(
     partition_rule="even",
     layer=striped_layer,
     gathers_kv=False,
+    merges_blocks=True,
 )

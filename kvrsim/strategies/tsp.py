@@ -31,5 +31,6 @@ TSP = Strategy(
     source="KV-Runahead, Fig. 4 (its baseline)",
     partition_rule="even",
     layer=layer,
+    passes_state=True,
     gathers_kv=True,
 )

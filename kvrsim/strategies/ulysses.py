@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from kvrsim.model.mixers import Attention
 from kvrsim.model.spec import ModelSpec
 from kvrsim.program.operations import AllToAll, Array, Compute, Op
 from kvrsim.strategies.base import Step, Strategy
@@ -19,12 +20,16 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
         yield from alone(step, rank)
         return
     heads = step.costs.on_heads(ranks)
-    queries, keys = heads.model.num_attention_heads, heads.model.num_key_value_heads
+    own = heads.layer.mixer
+    assert isinstance(own, Attention)
+    queries = own.num_attention_heads * own.head_dim
+    outputs = own.num_attention_heads * own.v_head_dim
+    keys_values = own.num_key_value_heads * (own.head_dim + own.v_head_dim)
     chunk, lengths = step.chunks[rank], step.lengths
     others = (rank + np.arange(1, ranks)) % ranks
     total = lengths.sum(axis=0)
     yield step.qkv(rank)
-    yield _all_to_all(step, np.repeat(chunk[None], ranks - 1, axis=0), queries + 2 * keys)
+    yield _all_to_all(step, np.repeat(chunk[None], ranks - 1, axis=0), queries + keys_values)
     held = step.cached + total
     yield Compute(
         name="append", device_s=heads.append_s(total, step.cached), kv_bytes=heads.kv_bytes(held), kind="append"
@@ -36,20 +41,26 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
         host_s=heads.host_attention_s,
         score_elements=heads.score_elements(total, held),
     )
-    yield _all_to_all(step, lengths[others], queries)
+    yield _all_to_all(step, lengths[others], outputs)
     yield step.output_mlp(rank)
 
 
-def _all_to_all(step: Step, tokens: Array, num_heads: int) -> AllToAll:
-    """So many heads of `tokens` tokens, shape (p - 1, B), to each of the other ranks, the next rank first."""
-    return AllToAll(nbytes=step.costs.heads_bytes(tokens, num_heads))
+def _all_to_all(step: Step, tokens: Array, features: int) -> AllToAll:
+    """So many features of `tokens` tokens, shape (p - 1, B), to each of the other ranks, the next rank first."""
+    return AllToAll(nbytes=step.costs.feature_bytes(tokens, features))
 
 
 def refuses(model: ModelSpec, ranks: int) -> str | None:
     """Every rank needs as many heads; a KV head may lie on several ranks."""
-    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
-    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
-        return f"ranks that the {heads} heads and {kv_heads} KV heads of {model.name} divide into"
+    for layer in model.layer_kinds:
+        mixer = layer.mixer
+        if mixer is None:
+            continue
+        if not isinstance(mixer, Attention) or mixer.indexer is not None:
+            return f"attention with K and V of heads, which {model.name} has not ({mixer.title})"
+        heads, kv_heads = mixer.num_attention_heads, mixer.num_key_value_heads
+        if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+            return f"ranks that the {heads} heads and {kv_heads} KV heads of {model.name} divide into"
     return None
 
 

@@ -47,4 +47,5 @@ ZIGZAG_RING = Strategy(
     partition_rule="even",
     layer=layer,
     gathers_kv=False,
+    merges_blocks=True,
 )

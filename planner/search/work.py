@@ -12,6 +12,7 @@ from kvrsim.hardware.links import Path
 from kvrsim.program.operations import Array, Collective, Compute, Op, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Step, Strategy
+from kvrsim.strategies.layers import layer_ops
 
 _SECTIONS = 4
 _NEAR = np.array([2.0**-4, 2.0**-8])  # either side of a parabola's root
@@ -72,7 +73,7 @@ class Chain:
         slowness = self.scenario.cluster.slowness(rank)
         for kind, costs in enumerate(self.costs):
             step = Step(costs, _Same(chunk, self.num_ranks), _Same(start, self.num_ranks))
-            ops = list(self.strategy.layer(step, rank))
+            ops = list(layer_ops(self.strategy, step, rank))
             *times, nbytes = _split(ops)
             total, before, after = (slowness * time for time in times)
             inside = sum((op.seconds for op in ops if isinstance(op, Collective)), np.zeros(1))

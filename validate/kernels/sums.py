@@ -20,7 +20,7 @@ from calibrate.fit.clock import at_burst
 from calibrate.fit.gemm_rows import model_shapes
 from calibrate.shipped.recipes import VIDUR_URL, Recipe
 from kvrsim.compile import build_program
-from kvrsim.cost.traffic import after_attention, before_attention
+from kvrsim.cost.traffic import after_mixer, before_mixer
 from kvrsim.engine.host import NO_HOST
 from kvrsim.errors import KvrsimError
 from kvrsim.hardware.cluster import builtin_clusters, load_cluster
@@ -144,8 +144,9 @@ def _kernel_sum(
 
 def _steps(spec: ModelSpec) -> tuple[Traffic, ...]:
     """The element-wise kernels of all layers, and the embedding."""
-    after = after_attention(spec, fused=True, intermediate=spec.intermediate_size)
-    layer = [step for step in (*before_attention(spec, fused=True), *after) if step.kernels]
+    first = spec.layers[0]
+    after = after_mixer(spec, first, fused=True, intermediate=spec.intermediate_size)
+    layer = [step for step in (*before_mixer(spec, first, fused=True), *after) if step.kernels]
     return (*layer * spec.num_hidden_layers, Traffic("embedding", 4.0 * spec.hidden_size, 1))
 
 

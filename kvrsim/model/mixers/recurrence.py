@@ -39,6 +39,21 @@ class Recurrence:
         return RECURRENCE_TITLES[self.kind]
 
     @property
+    def num_attention_heads(self) -> int:
+        """Heads with a state of their own."""
+        return self.num_value_heads
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Heads of keys, or groups."""
+        return self.num_key_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Of queries and keys."""
+        return self.key_head_dim
+
+    @property
     def reach(self) -> int | None:
         """A state holds all tokens before it."""
         return None

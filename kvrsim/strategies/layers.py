@@ -1,0 +1,70 @@
+"""The operations of one rank in one layer, for each kind of layer and every strategy.
+
+A strategy says what ranks do in a layer of attention. A layer that is an MLP alone needs nobody else. In a layer with a
+state each rank waits for the state of the rank before, and hands its own on when it has computed its chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvrsim.cost.tensor_parallel import all_reduce
+from kvrsim.model.mixers import Attention, CompressedAttention, LatentAttention, Recurrence
+from kvrsim.model.spec import ModelSpec
+from kvrsim.program.operations import Collective, Op
+from kvrsim.strategies.base import Step, Strategy
+
+
+def layer_ops(strategy: Strategy, step: Step, rank: int) -> Iterator[Op]:
+    """What a rank does in a layer; in a group of GPUs, with their all-reduces.
+
+    Nothing runs beside an all-reduce, so all stand at the end of the layer.
+    """
+    if step.costs.mixing is None:
+        yield step.output_mlp(rank)
+    elif step.costs.has_state:
+        yield from _with_state(step, rank)
+    else:
+        yield from strategy.layer(step, rank)
+    yield from _all_reduces(step, rank)
+
+
+def _with_state(step: Step, rank: int) -> Iterator[Op]:
+    """Project the chunk, wait for the state before it, compute, hand the state after it on, MLP."""
+    yield step.qkv(rank)
+    if rank > 0:
+        yield step.recv_state(rank)
+    yield step.scan(rank)
+    if rank < step.num_ranks - 1:
+        yield step.send_state(rank)
+    yield step.output_mlp(rank)
+
+
+def _all_reduces(step: Step, rank: int) -> Iterator[Collective]:
+    """Sum what the GPUs of the rank's group have of the mixer's output and the MLP's; at once if parallel."""
+    group = step.costs.group
+    if group is not None:
+        for _ in range(step.costs.num_sums):
+            nbytes = step.costs.activation_bytes(step.chunks[rank])
+            yield all_reduce(group, nbytes, step.costs.host.collective_s)
+
+
+def refusal(strategy: Strategy, model: ModelSpec, ranks: int) -> str | None:
+    """What the model must be for the strategy on so many ranks; None: it is."""
+    if strategy.refuses is not None and (why := strategy.refuses(model, ranks)):
+        return why
+    if ranks == 1 or strategy.pipeline is not None:
+        return None
+    mixers = [layer.mixer for layer in model.layer_kinds if layer.mixer is not None]
+    states = [mixer for mixer in mixers if isinstance(mixer, Recurrence)]
+    if states and not strategy.passes_state:
+        has = f"{model.name} has one ({states[0].title})"
+        return f"a model without a state, as its chunks are not in the order of the ranks; {has}"
+    if strategy.merges_blocks:
+        for mixer in mixers:
+            whole = isinstance(mixer, CompressedAttention) or (
+                isinstance(mixer, Attention | LatentAttention) and mixer.indexer is not None
+            )
+            if whole:
+                return f"attention that can be merged from blocks of keys, unlike that of {model.name} ({mixer.title})"
+    return None
