@@ -38,7 +38,13 @@ class Shape:
     hidden: int  # hidden_size
     heads: int  # num_attention_heads
     kv_heads: int  # num_key_value_heads
-    head_dim: int  # features of a head
+    head_dim: int  # features of a query or key head
+    v_head_dim: int | None = None  # features of a value head; None: as of a key head
+
+    @property
+    def value_dim(self) -> int:
+        """Features of a value head."""
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
     @property
     def q(self) -> int:
@@ -47,14 +53,14 @@ class Shape:
 
     @property
     def kv(self) -> int:
-        """Features of all key heads, and of all value heads."""
+        """Features of all key heads."""
         return self.kv_heads * self.head_dim
 
     def separate_qkv(self, bias: bool, place: str = "") -> tuple[Gemm, ...]:
-        queries = gemm(f"{place}q_proj", self.hidden, self.q, bias, "columns")
         return (
-            queries,
-            *(gemm(f"{place}{name}", self.hidden, self.kv, bias, "kv_heads") for name in ("k_proj", "v_proj")),
+            gemm(f"{place}q_proj", self.hidden, self.q, bias, "columns"),
+            gemm(f"{place}k_proj", self.hidden, self.kv, bias, "kv_heads"),
+            gemm(f"{place}v_proj", self.hidden, self.kv_heads * self.value_dim, bias, "kv_heads"),
         )
 
     def fused_qkv(self, name: str, bias: bool) -> tuple[Gemm, ...]:
@@ -72,11 +78,11 @@ class Shape:
         """Multi-head or grouped-query attention of these widths; `output`: name of its projection back."""
         return Attention(
             projections=projections,
-            output=(gemm(output, self.q, self.hidden, bias, "rows"),),
+            output=(gemm(output, self.heads * self.value_dim, self.hidden, bias, "rows"),),
             num_attention_heads=self.heads,
             num_key_value_heads=self.kv_heads,
             head_dim=self.head_dim,
-            v_head_dim=self.head_dim,
+            v_head_dim=self.value_dim,
             qk_norm=qk_norm,
             rotary=rotary,
         )
@@ -122,6 +128,7 @@ class Norms:
     before: int = 1  # of these, how many come before attention
     has_bias: bool = False  # a LayerNorm has a weight and a bias, an RMSNorm only a weight
     qk: bool = False  # a norm over head_dim for queries and one for keys
+    qk_of_heads: bool = False  # of these, each over the features of all heads instead
 
     @property
     def per_feature(self) -> int:
@@ -130,8 +137,8 @@ class Norms:
 
     def parameters(self, shape: Shape) -> int:
         """Parameters of all norms of a layer."""
-        features = self.count * shape.hidden + (2 * shape.head_dim if self.qk else 0)
-        return self.per_feature * features
+        qk = shape.q + shape.kv if self.qk_of_heads else 2 * shape.head_dim
+        return self.per_feature * (self.count * shape.hidden + (qk if self.qk else 0))
 
     def layer(self, shape: Shape, mixer: Attention, mlp: tuple[Gemm, ...], *, gated: bool = False) -> LayerSpec:
         """A dense layer with these norms."""

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrsim.model.load import builtin_models, load_model
+from kvrsim.model.mixers import Attention
 from kvrsim.model.spec import ModelSpec
 from tests.kvrsim.model.model_configs import BLOOM, FALCON, GPTJ, GQA, LLAMA, MOE, OF_EXPERTS, OPT, SMALL, load
 
@@ -112,7 +113,7 @@ COUNTED: list[tuple[int, dict[str, Any]]] = [
 
 
 def windows(model: ModelSpec) -> list[int | None]:
-    return [layer.sliding_window for layer in model.layers]
+    return [layer.mixer.reach if layer.mixer else None for layer in model.layers]
 
 
 def test_all_builtin_models_are_counted() -> None:
@@ -143,22 +144,26 @@ def test_active_parameters_of_a_mixture() -> None:
 
 def test_kv_bytes() -> None:
     assert load_model("llama-7b").kv_bytes_per_token(2) == 32 * 2 * 4096 * 2
-    assert load_model("llama-7b-gqa8").kv_bytes_per_token_layer(2) == 2 * 8 * 128 * 2
-    assert load_model("llama-7b-mqa").kv_bytes_per_token_layer(2) == 2 * 128 * 2
-    assert load_model("falcon-7b").kv_bytes_per_token_layer(1) == 2 * 64
+    assert load_model("llama-7b-gqa8").kv_bytes_per_token(2) == 32 * 2 * 8 * 128 * 2
+    assert load_model("llama-7b-mqa").kv_bytes_per_token(2) == 32 * 2 * 128 * 2
+    assert load_model("falcon-7b").kv_bytes_per_token(1) == 32 * 2 * 64
 
 
 def test_shapes_the_cost_model_needs() -> None:
     falcon, rw = load_model("falcon-7b"), load_model("falcon-1b")
     assert (falcon.num_attention_heads, falcon.num_key_value_heads, falcon.head_dim) == (71, 1, 64)
-    assert (falcon.parallel_attn, falcon.alibi, falcon.gated_mlp) == (True, False, False)
-    assert [(gemm.name, gemm.out_features) for gemm in falcon.layers[0].qkv] == [("query_key_value", 73 * 64)]
+    assert (falcon.parallel_attn, falcon.alibi, falcon.layers[0].gated_mlp) == (True, False, False)
+    projections = falcon.main_mixer.projections
+    assert [(gemm.name, gemm.out_features) for gemm in projections] == [("query_key_value", 73 * 64)]
     assert (rw.parallel_attn, rw.alibi, rw.num_key_value_heads) == (False, True, 32)
     llama = load_model("llama-3-8b")
-    assert [gemm.out_features for gemm in llama.layers[0].qkv] == [4096, 1024, 1024]
+    assert llama.layers[0].gated_mlp
+    assert [gemm.out_features for gemm in llama.main_mixer.projections] == [4096, 1024, 1024]
     assert [gemm.name for gemm in llama.layers[0].mlp] == ["gate_proj", "up_proj", "down_proj"]
     assert (llama.lm_head.out_features, llama.max_position_embeddings) == (128256, 8192)
-    assert load_model("qwen3-8b").qk_norm
+    qwen = load_model("qwen3-8b").main_mixer
+    assert isinstance(qwen, Attention)
+    assert qwen.qk_norm
 
 
 def test_positions_of_older_architectures(tmp_path: Path) -> None:
@@ -177,7 +182,8 @@ def test_internlm_2_is_llama_with_one_matrix(tmp_path: Path) -> None:
             counts.append(load(tmp_path, {"model_type": model_type, **GQA, "bias": bias}).num_parameters)
     assert counts[0] == counts[2] == load(tmp_path, {**LLAMA, **GQA, "attention_bias": True}).num_parameters
     assert counts[1] == counts[3] == load(tmp_path, {**LLAMA, **GQA}).num_parameters
-    assert [len(load(tmp_path, {"model_type": f"internlm{two}", **GQA}).layers[0].qkv) for two in ("", "2")] == [3, 1]
+    models = [load(tmp_path, {"model_type": f"internlm{two}", **GQA}) for two in ("", "2")]
+    assert [len(model.main_mixer.projections) for model in models] == [3, 1]
 
 
 def test_layers_of_a_mixture(tmp_path: Path) -> None:
@@ -243,7 +249,7 @@ def test_windows(tmp_path: Path, config: dict[str, Any], expected: list[int | No
 
 def test_kinds_of_gemma_layers(tmp_path: Path) -> None:
     model = load(tmp_path, {"model_type": "gemma2", **GQA})
-    assert [kind.sliding_window for kind in model.layer_kinds] == [4096, None]
+    assert [kind.mixer and kind.mixer.reach for kind in model.layer_kinds] == [4096, None]
     assert model.layer_kind_index == (0, 1) * 4
 
 

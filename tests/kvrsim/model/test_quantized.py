@@ -11,9 +11,10 @@ import pytest
 import kvrsim
 from kvrsim.cli import main as cli
 from kvrsim.errors import InputError
+from kvrsim.model.gemm import Gemm
 from kvrsim.model.load import config_path
 from kvrsim.model.quantization import WeightFormat
-from kvrsim.model.spec import ModelSpec
+from kvrsim.model.spec import LayerSpec, ModelSpec
 from kvrsim.profile.rates.gemm import GEMM_TYPES
 
 COMMANDS = {
@@ -42,6 +43,12 @@ def group(weights: dict[str, Any], inputs: dict[str, Any] | None = None, **keys:
     return {
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs} | keys}
     }
+
+
+def matrices(layer: LayerSpec) -> tuple[Gemm, ...]:
+    """Of the attention and the MLP."""
+    assert layer.mixer is not None
+    return (*layer.mixer.matrices, *layer.mlp)
 
 
 INT8, FLOAT8 = {"num_bits": 8, "type": "int"}, {"num_bits": 8, "type": "float"}
@@ -97,14 +104,14 @@ def test_every_method_has_its_format(
         compute=compute, bits=bits, scale_bits=scale_bits, group_outputs=outputs, group_inputs=inputs
     )
     (layer,) = model.layer_kinds
-    assert {gemm.weights for gemm in (*layer.qkv, layer.output, *layer.mlp)} == {weights}
+    assert {gemm.weights for gemm in matrices(layer)} == {weights}
     assert compute in GEMM_TYPES
     assert model.lm_head.weights is None
     assert model.quantization is not None
     assert model.quantization.formats == (weights,)
     plain = kvrsim.load_model("llama-3-8b")
     assert model.num_parameters == plain.num_parameters
-    linear = sum(gemm.num_parameters for gemm in (*layer.qkv, layer.output, *layer.mlp)) * len(model.layers)
+    linear = sum(gemm.num_parameters for gemm in matrices(layer)) * len(model.layers)
     scales = 8 * (model.weight_bytes(2) - 2 * (plain.num_parameters - linear)) / linear - bits
     assert 0 <= scales <= 1.5
     size = inputs or 4096
@@ -130,7 +137,8 @@ def test_experts_alone_are_in_mxfp4() -> None:
     model = kvrsim.load_model("gpt-oss-20b")
     for layer in model.layer_kinds:
         assert {gemm.compute for gemm in layer.mlp} == {"int4_wo"}
-        assert {gemm.compute for gemm in (*layer.qkv, layer.output)} == {None}
+        assert layer.mixer is not None
+        assert {gemm.compute for gemm in layer.mixer.matrices} == {None}
         assert layer.router is not None
         assert layer.router.compute is None
 
@@ -166,7 +174,7 @@ AWQ = {"quant_method": "awq", "bits": 4}
 )
 def test_modules_that_stay_as_they_are(model: str, config: dict[str, Any], kept: set[str], tmp_path: Path) -> None:
     (layer,) = loaded(tmp_path, model, **config).layer_kinds
-    plain = {gemm.name for gemm in (*layer.qkv, layer.output, *layer.mlp) if gemm.weights is None}
+    plain = {gemm.name for gemm in matrices(layer) if gemm.weights is None}
     assert plain == kept
 
 
@@ -203,7 +211,7 @@ def test_a_quantised_cache(keys: dict[str, Any], bits: int | None, tmp_path: Pat
     assert model.quantization is not None
     assert model.quantization.kv_cache_bits == bits
     elements = 2 * 8 * 128
-    assert model.kv_bytes_per_token_layer(2) == elements * (bits or 16) // 8
+    assert model.kv_bytes_per_token(2) == 32 * elements * (bits or 16) // 8
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures.parts import Norms, Shape, assemble, gated_mlp, gemm, read_inner, read_shape
-from kvrsim.model.architectures.windows import Windows, gemma_windows, qwen_windows, same_window
+from kvrsim.model.architectures.windows import Windows, qwen_windows, same_window
 from kvrsim.model.spec import LayerSpec, ModelSpec
 
 _TWO_NORMS = Norms(count=2)
@@ -69,25 +69,6 @@ def qwen3(config: JsonObject, name: str) -> ModelSpec:
     bias = config.flag("attention_bias", False)
     family = Family(qkv_bias=bias, output_bias=bias, head_dim=128, norms=Norms(count=2, qk=True))
     return llama_like(config, name, family, qwen_windows(config, lambda layer, boundary: layer >= boundary))
-
-
-def gemma(config: JsonObject, name: str) -> ModelSpec:
-    bias = config.flag("attention_bias", False)
-    family = Family(qkv_bias=bias, output_bias=bias, head_dim=256, tied=True)
-    return llama_like(config, name, family, [None] * read_shape(config, head_dim=256).layers)
-
-
-def gemma2(config: JsonObject, name: str) -> ModelSpec:
-    bias = config.flag("attention_bias", False)
-    family = Family(qkv_bias=bias, output_bias=bias, head_dim=256, norms=Norms(count=4), tied=True)
-    return llama_like(config, name, family, gemma_windows(config, 2))
-
-
-def gemma3_text(config: JsonObject, name: str) -> ModelSpec:
-    bias, norms = config.flag("attention_bias", False), Norms(count=4, qk=True)
-    family = Family(qkv_bias=bias, output_bias=bias, head_dim=256, norms=norms, tied=True)
-    period = config.integer("sliding_window_pattern", 6)
-    return llama_like(config, name, family, gemma_windows(config, period))
 
 
 def phi3(config: JsonObject, name: str) -> ModelSpec:
