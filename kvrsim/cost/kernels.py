@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from kvrsim.cost.counted import counted_recurrence
 from kvrsim.cost.limits import NoTime, RooflineCost
 from kvrsim.cost.traffic import eager_score_bytes
 from kvrsim.model.spec import ModelSpec
@@ -18,6 +19,7 @@ from kvrsim.profile.profile import CacheCopies, KernelRates
 from kvrsim.profile.rates.attention import AttentionCall, EagerRates
 from kvrsim.profile.rates.elementwise import Traffic
 from kvrsim.profile.rates.gemm import Product, RowCost, of_each, summed
+from kvrsim.profile.rates.recurrence import RecurrenceCall, RecurrenceSeconds
 from kvrsim.program.operations import Array
 
 __all__ = ["CalibratedCost", "CostModel", "NoTime", "RooflineCost"]
@@ -61,6 +63,9 @@ class CostModel(Protocol):
 
     def attention_s(self, call: AttentionCall) -> Array:
         """QK^T, softmax and PV of all heads."""
+
+    def recurrence_s(self, call: RecurrenceCall) -> RecurrenceSeconds:
+        """Convolution and scan of linear attention or of a state-space layer."""
 
     def traffic_s(self, tokens: Array, steps: tuple[Traffic, ...]) -> Array:
         """Element-wise kernels and copies of `tokens` tokens."""
@@ -152,6 +157,13 @@ class CalibratedCost:
         rates = self.rates.attention[self.kernel]
         seconds = rates.least_seconds if self.least else rates.seconds
         return self.scale * self.pace * seconds(call, self.batch, self.element_bytes)
+
+    def recurrence_s(self, call: RecurrenceCall) -> RecurrenceSeconds:
+        """By the profile's rates; counted where it has none. Memory sets the pace, not the clock."""
+        rates = self.rates.recurrence
+        if rates is None:
+            return counted_recurrence(self.rates, call, self.batch, self.element_bytes).times(self.scale)
+        return rates.seconds(call, self.batch, self.element_bytes).times(self.scale)
 
     def traffic_s(self, tokens: Array, steps: tuple[Traffic, ...]) -> Array:
         """Bytes at the rate of each operation, and each kernel's start."""

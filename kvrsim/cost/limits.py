@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvrsim.cost.counted import least_recurrence
 from kvrsim.cost.traffic import eager_score_bytes
 from kvrsim.errors import InputError
 from kvrsim.hardware.gpu import GpuSpec
@@ -15,6 +16,7 @@ from kvrsim.profile.profile import CacheCopies
 from kvrsim.profile.rates.attention import AttentionCall
 from kvrsim.profile.rates.elementwise import Traffic
 from kvrsim.profile.rates.gemm import GEMM_TYPES, Product, of_each
+from kvrsim.profile.rates.recurrence import RecurrenceCall, RecurrenceSeconds
 from kvrsim.program.operations import Array
 
 _NO_COPIES = CacheCopies(keep=0.0, append=0.0, gather=0.0)
@@ -46,6 +48,10 @@ class NoTime:
     def attention_s(self, call: AttentionCall) -> Array:
         """Nothing."""
         return np.zeros_like(call.chunk)
+
+    def recurrence_s(self, call: RecurrenceCall) -> RecurrenceSeconds:
+        """Nothing."""
+        return RecurrenceSeconds(convolution=np.zeros_like(call.tokens), scan=np.zeros_like(call.tokens))
 
     def traffic_s(self, tokens: Array, steps: tuple[Traffic, ...]) -> Array:
         """Nothing."""
@@ -117,6 +123,13 @@ class RooflineCost:
             return call.causal * flops_s
         traffic = self.batch * call.num_attention_heads * call.score_bytes * self.element_bytes / 2
         return call.chunk * call.keys * max(flops_s, traffic / self.gpu.hbm_bytes_per_s)
+
+    def recurrence_s(self, call: RecurrenceCall) -> RecurrenceSeconds:
+        """The longer of the scan's FLOPs and of its operands' bytes; the convolution's bytes."""
+        bytes_per_s = self.gpu.hbm_bytes_per_s
+        return least_recurrence(
+            call, self.batch, self.element_bytes, flops_per_s=self.peak_flops, bytes_per_s=bytes_per_s
+        )
 
     def traffic_s(self, tokens: Array, steps: tuple[Traffic, ...]) -> Array:
         """Bytes at the datasheet's HBM rate."""

@@ -18,14 +18,16 @@ from kvrsim.profile.profile import CacheCopies
 from kvrsim.profile.rates.attention import AttentionCall
 from kvrsim.profile.rates.elementwise import Traffic
 from kvrsim.profile.rates.gemm import Product
+from kvrsim.profile.rates.recurrence import RecurrenceCall, RecurrenceSeconds
 from kvrsim.program.operations import Array
 
 
 class Part(NamedTuple):
     """What a weight belongs to."""
 
-    kind: str  # "gemm", "attention" or "elementwise"
+    kind: str  # "gemm", "attention", "recurrence" or "elementwise"
     product: Product | None = None  # which matrix product, of kind gemm
+    variant: str | None = None  # which recurrence, of kind recurrence
 
 
 ATTENTION, ELEMENTWISE = Part("attention"), Part("elementwise")
@@ -90,6 +92,10 @@ class WeightedCost:
     def attention_s(self, call: AttentionCall) -> Array:
         """Attention with its weight."""
         return self.weights[ATTENTION] * self.cost.attention_s(call)
+
+    def recurrence_s(self, call: RecurrenceCall) -> RecurrenceSeconds:
+        """Convolution and scan with the weight of their kind."""
+        return self.cost.recurrence_s(call).times(self.weights[Part("recurrence", variant=call.kind)])
 
     def traffic_s(self, tokens: Array, steps: tuple[Traffic, ...]) -> Array:
         """Element-wise kernels and copies with their weight."""

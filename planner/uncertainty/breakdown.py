@@ -12,6 +12,7 @@ from kvrsim.compile import build_program, columns
 from kvrsim.cost.kernels import CostModel
 from kvrsim.cost.limits import RooflineCost
 from kvrsim.cost.sensitivity import Part, WeightedCost, listing
+from kvrsim.model.mixers import RECURRENCE_TITLES
 from kvrsim.partition import Partition
 from kvrsim.profile.profile import OperationFit
 from kvrsim.program.operations import Array, Compute, Program, work_s
@@ -19,6 +20,7 @@ from kvrsim.results.breakdown import Basis, Breakdown, BreakdownRow
 from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
+from planner.uncertainty.causes import COUNTED_KINDS
 
 _RESUME, _ENGINE = Part("resume"), Part("engine")
 _ROUNDING = 1e-9
@@ -111,6 +113,8 @@ def _name(scenario: Scenario, part: Part) -> str:
     if part.product is not None:
         shape = f"{part.product.in_features}→{part.product.out_features}"
         return f"{part.product.num_matrices} × {shape}" if part.product.num_matrices > 1 else shape
+    if part.variant is not None:
+        return dict[str, str](RECURRENCE_TITLES)[part.variant]
     steps = "norms, rotary, copies"
     return {"attention": scenario.kernel, "elementwise": steps}.get(
         part.kind, "after messages" if part == _RESUME else "request, step"
@@ -148,7 +152,9 @@ def _basis(scenario: Scenario, part: Part, chunk: int, start: int) -> Basis:
         return "datasheet"
     fit = profile.operations.get(part.kind)
     if fit is None:
-        return "fitted"
+        return "extrapolated" if part.kind in COUNTED_KINDS else "fitted"
+    if part.variant is not None and (rates := profile.kernels.recurrence) and part.variant not in rates.kinds:
+        return "extrapolated"  # from another kind
     sizes = _sizes(scenario, part, chunk, start)
     if not _inside(fit, sizes):
         return "extrapolated"

@@ -20,6 +20,8 @@ from kvrsim.strategies import Strategy
 RUN_TO_RUN = 0.014 / 0.6745  # log standard deviation: medians of repeated serving runs differ by 1.4 %
 _PER_DOUBLING = 0.02  # more log standard deviation for each doubling outside of what was measured
 _NOMINAL_LINKS = 0.2  # log standard deviation of a bandwidth that nobody measured: NVLink 3 reaches 78 % of its own
+COUNTED_KINDS = ("recurrence",)  # from FLOPs and bytes, where a profile has no measurements of them
+_COUNTED = 0.5  # their log standard deviation then
 _ISSUED = ("layer_s", "kernel_s", "gather_piece_s")  # what a slower host takes longer for
 _NAMES = {  # of an engine's terms, as causes
     "request_s": "request",
@@ -96,7 +98,9 @@ def _log_sd(profile: CalibrationProfile, part: Part) -> float:
     """Of one part of the device's time; products whose shape was measured are known better."""
     fit = profile.operations.get(part.kind)
     if fit is None:
-        return 0.0
+        return _COUNTED if part.kind in COUNTED_KINDS else 0.0
+    if part.variant is not None and (rates := profile.kernels.recurrence) and part.variant not in rates.kinds:
+        return math.hypot(fit.log_sd, rates.alike_log_sd)
     known = part.product is not None and profile.kernels.is_measured(part.product)
     return fit.interpolated_log_sd if known and fit.interpolated_log_sd is not None else fit.log_sd
 

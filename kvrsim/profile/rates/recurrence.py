@@ -1,0 +1,153 @@
+"""RecurrenceRates: seconds of linear attention and state-space layers between their projections.
+
+Engines run two kernels or groups of kernels a layer: a short convolution along the tokens, and the scan, which goes
+through the tokens in chunks. Inside of a chunk it works with matrix products; from chunk to chunk it hands on a state.
+The convolution of a piece of the tokens needs the last few inputs before the piece; its scan needs their state, which
+is known when their scan has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple
+
+import numpy as np
+
+from kvrsim.errors import InputError
+from kvrsim.io.schema import Keys, NonNegative, RelativeError
+from kvrsim.program.operations import Array
+from kvrsim.units import format_bandwidth, format_seconds
+
+SCAN_CHUNK: Mapping[str, int] = {"gated_delta": 64, "kda": 64, "mamba2": 128}  # tokens; by kind of recurrence
+RECURRENCES = tuple(SCAN_CHUNK)
+_ALIKE = {"gated_delta": "kda", "kda": "gated_delta", "mamba2": "gated_delta"}  # whose rates stand for one without
+_FP32 = 2  # elements of half precision in one of fp32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecurrenceCall:
+    """What one recurrence covers: so many tokens of each sequence."""
+
+    tokens: Array
+    kind: str  # one of RECURRENCES, as of kvrsim.model.mixers.Recurrence
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_channels: int  # 0: no convolution
+    conv_kernel: int  # tokens of the convolution
+
+    @property
+    def scan_flops(self) -> float:
+        """FLOPs of a token in the chunked form, all heads.
+
+        Delta rules, a head (Yang et al., 2024, arXiv:2406.06484): products of keys with keys and of queries with keys
+        in a chunk, two products with the inverse of the first and one with the second; the state is read by the keys,
+        read by the queries, and written. Mamba-2 (Dao and Gu, 2024, arXiv:2405.21060): half of the chunk's scores a
+        group, their product with the inputs; the state is read and written.
+        """
+        chunk, keys, values = SCAN_CHUNK[self.kind], self.key_head_dim, self.value_head_dim
+        if self.kind == "mamba2":
+            head = chunk * values + 4.0 * keys * values
+            return self.num_value_heads * head + self.num_key_heads * chunk * keys
+        return self.num_value_heads * (2.0 * chunk * (3 * keys + 2 * values) + 6.0 * keys * values)
+
+    @property
+    def scan_elements(self) -> float:
+        """Elements of half precision that a token's scan moves, all heads.
+
+        What goes from kernel to kernel is written once and read once. Delta rules: queries, keys and values, both
+        products with the inverse, corrected values, a state a chunk, the output; Kimi delta attention also decays of
+        each channel in fp32 (raw, and summed along the chunk), and keys and queries scaled by them. Mamba-2: inputs
+        and outputs, B and C, and states a chunk in fp32 before and after they are passed on.
+        """
+        chunk, keys, values = SCAN_CHUNK[self.kind], self.key_head_dim, self.value_head_dim
+        state = keys * values / chunk
+        if self.kind == "mamba2":
+            return self.num_value_heads * (2 * values + 4 * _FP32 * state) + self.num_key_heads * 2.0 * keys
+        decays = 3 * _FP32 * keys + 4 * keys if self.kind == "kda" else 0
+        return self.num_value_heads * (4.0 * keys + 6.0 * values + 2.0 * state + decays)
+
+    @property
+    def convolution_elements(self) -> float:
+        """Elements that a token's convolution reads and writes."""
+        return 2.0 * self.conv_channels
+
+
+class RecurrenceSeconds(NamedTuple):
+    """Seconds of a recurrence by what it waits for."""
+
+    convolution: Array  # for the layer's projections alone
+    scan: Array  # for the state behind the tokens before, too
+
+    @property
+    def total(self) -> Array:
+        """Both."""
+        return self.convolution + self.scan
+
+    def times(self, factor: Array | float) -> RecurrenceSeconds:
+        """So many times as long."""
+        return RecurrenceSeconds(convolution=factor * self.convolution, scan=factor * self.scan)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScanRates:
+    """One kind of recurrence: start, a serial step a chunk, work that grows with tokens and heads, and memory.
+
+    The tensors that go from kernel to kernel stay in the device's cache as long as it holds them all; what is beyond
+    crosses device memory.
+    """
+
+    start_s: NonNegative  # of all kernels of a scan together
+    chunk_s: NonNegative  # of a chunk's step: from the state before it to the state behind it
+    flops_per_s: float  # of RecurrenceCall.scan_flops, where the cache holds all
+    cached_bytes: NonNegative  # of RecurrenceCall.scan_elements that the cache holds
+    bytes_per_s: float  # of what is beyond
+    convolution_start_s: NonNegative
+    convolution_bytes_per_s: float
+
+    def seconds(self, call: RecurrenceCall, batch: int, element_bytes: int) -> RecurrenceSeconds:
+        """Never less for more tokens."""
+        tokens = batch * call.tokens
+        moved = tokens * (call.scan_elements * element_bytes)
+        beyond_s = np.maximum(0.0, moved - self.cached_bytes) / self.bytes_per_s
+        work_s = tokens * (call.scan_flops / self.flops_per_s) + beyond_s
+        scan_s = self.start_s + call.tokens * (self.chunk_s / SCAN_CHUNK[call.kind]) + work_s
+        token_s = call.convolution_elements * element_bytes / self.convolution_bytes_per_s
+        start_s = self.convolution_start_s if call.conv_channels else 0.0
+        return RecurrenceSeconds(convolution=start_s + tokens * token_s, scan=scan_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecurrenceRates:
+    """Recurrences by kind; a kind that was not measured takes the rates of one alike, with its own FLOPs and bytes."""
+
+    kinds: Annotated[Mapping[str, ScanRates], Keys(RECURRENCES)]
+    alike_log_sd: RelativeError  # of log(predicted / measured) where one kind is priced by another's rates
+
+    def __post_init__(self) -> None:
+        if not self.kinds:
+            raise InputError("kinds", "none", f"rates of one or more of {', '.join(RECURRENCES)}")
+
+    def priced_as(self, kind: str) -> str:
+        """The kind whose rates stand for one: itself, or one alike."""
+        return next((one for one in (kind, _ALIKE[kind]) if one in self.kinds), next(iter(self.kinds)))
+
+    def seconds(self, call: RecurrenceCall, batch: int, element_bytes: int) -> RecurrenceSeconds:
+        """By the rates of the call's kind, or of one alike."""
+        return self.kinds[self.priced_as(call.kind)].seconds(call, batch, element_bytes)
+
+    def describe(self) -> str:
+        """What was found, in a few sentences."""
+        described = " ".join(_described(kind, rates) for kind, rates in self.kinds.items())
+        return f"{described} Other kinds take the rates of one of these (log standard deviation {self.alike_log_sd})."
+
+
+def _described(kind: str, rates: ScanRates) -> str:
+    return (
+        f"{kind}: start {format_seconds(rates.start_s)}, a chunk of {SCAN_CHUNK[kind]} tokens"
+        f" {format_seconds(rates.chunk_s)}, {rates.flops_per_s / 1e12:.0f} TFLOP/s, beyond"
+        f" {rates.cached_bytes / 1e6:.0f} MB {format_bandwidth(rates.bytes_per_s)}; convolution"
+        f" {format_seconds(rates.convolution_start_s)} and {format_bandwidth(rates.convolution_bytes_per_s)}."
+    )
