@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvrsim.compile import build_program, columns
-from kvrsim.cost.kernels import NoTime
+from kvrsim.cost.limits import NoTime
 from kvrsim.io.schema import fields_to_json
 from kvrsim.model.mixers import Attention, LatentAttention, Recurrence
 from kvrsim.model.spec import LayerSpec, ModelSpec

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kvrsim.cost.kernels import CalibratedCost, CostModel, RooflineCost
+from kvrsim.cost.kernels import CalibratedCost, CostModel
 from kvrsim.cost.layer import LayerCosts
+from kvrsim.cost.limits import RooflineCost
 from kvrsim.cost.tensor_parallel import Group, group_of, grouped_cluster, share_of
 from kvrsim.engine.engine import NO_ENGINE, Engine
 from kvrsim.engine.host import NO_HOST, HostRates

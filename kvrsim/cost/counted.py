@@ -11,9 +11,7 @@ _SCAN_KERNELS = 6  # of SGLang's chunked delta rule
 _CHUNK_S = 1.5e-6  # a chunk's step took 1.2 to 1.8 us on all GPUs whose scans were measured
 
 
-def counted_recurrence(
-    rates: KernelRates, call: RecurrenceCall, batch: int, element_bytes: int
-) -> RecurrenceSeconds:
+def counted_recurrence(rates: KernelRates, call: RecurrenceCall, batch: int, element_bytes: int) -> RecurrenceSeconds:
     """FLOPs at the rate of products, and bytes at that of copies, one after the other."""
     elementwise = rates.elementwise
     tokens = batch * call.tokens

@@ -12,7 +12,6 @@ from typing import Protocol
 import numpy as np
 
 from kvrsim.cost.counted import counted_recurrence
-from kvrsim.cost.limits import NoTime, RooflineCost
 from kvrsim.cost.traffic import eager_score_bytes
 from kvrsim.model.spec import ModelSpec
 from kvrsim.profile.profile import CacheCopies, KernelRates
@@ -21,8 +20,6 @@ from kvrsim.profile.rates.elementwise import Traffic
 from kvrsim.profile.rates.gemm import Product, RowCost, of_each, summed
 from kvrsim.profile.rates.recurrence import RecurrenceCall, RecurrenceSeconds
 from kvrsim.program.operations import Array
-
-__all__ = ["CalibratedCost", "CostModel", "NoTime", "RooflineCost"]
 
 
 class CostModel(Protocol):

@@ -114,7 +114,7 @@ def _name(scenario: Scenario, part: Part) -> str:
         shape = f"{part.product.in_features}→{part.product.out_features}"
         return f"{part.product.num_matrices} × {shape}" if part.product.num_matrices > 1 else shape
     if part.variant is not None:
-        return dict[str, str](RECURRENCE_TITLES)[part.variant]
+        return next(title for kind, title in RECURRENCE_TITLES.items() if kind == part.variant)
     steps = "norms, rotary, copies"
     return {"attention": scenario.kernel, "elementwise": steps}.get(
         part.kind, "after messages" if part == _RESUME else "request, step"
