@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvrsim.profile.profile import KernelRates
-from kvrsim.profile.rates.recurrence import SCAN_CHUNK, RecurrenceCall, RecurrenceSeconds
+from kvrsim.profile.rates.recurrence import SCAN_CHUNK, SCAN_KERNELS, RecurrenceCall, RecurrenceSeconds
 
-_SCAN_KERNELS = 6  # of SGLang's chunked delta rule
 _CHUNK_S = 1.5e-6  # a chunk's step took 1.2 to 1.8 us on all GPUs whose scans were measured
 
 
@@ -17,7 +16,7 @@ def counted_recurrence(rates: KernelRates, call: RecurrenceCall, batch: int, ele
     tokens = batch * call.tokens
     byte_s = element_bytes / elementwise.copy
     scan_s = tokens * (call.scan_flops / rates.gemm.flops_per_s + call.scan_elements * byte_s)
-    scan_s = scan_s + _SCAN_KERNELS * elementwise.start_s + call.tokens * (_CHUNK_S / SCAN_CHUNK[call.kind])
+    scan_s = scan_s + SCAN_KERNELS * elementwise.start_s + call.tokens * (_CHUNK_S / SCAN_CHUNK[call.kind])
     start_s = elementwise.start_s if call.conv_channels else 0.0
     return RecurrenceSeconds(convolution=start_s + tokens * (call.convolution_elements * byte_s), scan=scan_s)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from kvrsim.cost.mixing.base import Mixing, Setting
 from kvrsim.cost.mixing.latent import LatentMixing
+from kvrsim.cost.mixing.recurrent import RecurrentMixing
 from kvrsim.cost.mixing.softmax import SoftmaxMixing
 from kvrsim.errors import InputError
-from kvrsim.model.mixers import Attention, LatentAttention, Mixer
+from kvrsim.model.mixers import Attention, LatentAttention, Mixer, Recurrence
 
 __all__ = ["Mixing", "Setting", "mixing_of"]
 
@@ -17,4 +18,6 @@ def mixing_of(mixer: Mixer, setting: Setting) -> Mixing:
         return SoftmaxMixing(setting, mixer)
     if isinstance(mixer, LatentAttention):
         return LatentMixing(setting, mixer)
+    if isinstance(mixer, Recurrence):
+        return RecurrentMixing(setting, mixer)
     raise InputError("model", mixer.title, "layers whose costs are known")

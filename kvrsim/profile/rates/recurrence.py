@@ -20,6 +20,7 @@ from kvrsim.program.operations import Array
 from kvrsim.units import format_bandwidth, format_seconds
 
 SCAN_CHUNK: Mapping[str, int] = {"gated_delta": 64, "kda": 64, "mamba2": 128}  # tokens; by kind of recurrence
+SCAN_KERNELS = 6  # of one scan, as SGLang and mamba_ssm launch them
 RECURRENCES = tuple(SCAN_CHUNK)
 _ALIKE = {"gated_delta": "kda", "kda": "gated_delta", "mamba2": "gated_delta"}  # whose rates stand for one without
 _FP32 = 2  # elements of half precision in one of fp32
