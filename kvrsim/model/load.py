@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from kvrsim.errors import InputError
@@ -28,7 +29,20 @@ def load_model(name_or_path: str | Path, argument: str = "model") -> ModelSpec:
         return read_config(JsonObject.read(_BUILTIN_FOLDER / f"{name}.json", argument), name)
     path = config_path(name, argument)
     own_name = path.resolve().parent.name if path.name == "config.json" else path.stem
-    return read_config(JsonObject.read(path, argument), own_name or name)
+    return read_config(_read(path, argument), own_name or name)
+
+
+def _read(path: Path, argument: str) -> JsonObject:
+    """A config.json with the quantisation that NVIDIA's checkpoints have in an hf_quant_config.json beside it."""
+    config = JsonObject.read(path, argument)
+    beside = path.with_name(path.name.removesuffix("config.json") + "hf_quant_config.json")
+    told = [config.fields, config.fields.get("text_config")]
+    if not path.name.endswith("config.json") or not beside.is_file():
+        return config
+    if any(isinstance(fields, dict) and fields.get("quantization_config") for fields in told):
+        return config
+    quantization = dict(JsonObject.read(beside, argument).fields)
+    return replace(config, fields={**config.fields, "quantization_config": quantization})
 
 
 def config_path(name: str, argument: str) -> Path:

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 from kvrsim.io.json_text import JsonObject
 from kvrsim.model.quantization import FP8, Quantization, WeightFormat
-from kvrsim.model.quantized import Modules, quantized
+from kvrsim.model.quantized import Modules, in_text_model, quantized
 from kvrsim.model.spec import ModelSpec
 
 _SKIPPED = ("ignore", "modules_to_not_convert", "exclude_modules", "llm_int8_skip_modules")
 _HEAD = Modules.named(["lm_head"])
 _EXPERTS = Modules.named(["experts"])
+_MIXED = "MIXED_PRECISION"
+_EXPERT = re.compile(r"(?<=\.experts)\.\d+\..*$")  # after a folder of experts: one of them, and its matrix
 _MOST_NAMES, _LONGEST_NAME = 100_000, 500
 
 
@@ -35,25 +37,31 @@ def read_quantization(config: JsonObject, model: ModelSpec) -> ModelSpec:
     if not config.has(key):
         return model
     outer = config.child(key)
-    method = _method(outer)
     data = outer.child("quantization") if isinstance(outer.fields.get("quantization"), dict) else outer
+    method = _method(outer, data)
     reader = _READERS.get(method.lower().replace("-", "_").split("/")[-1].removesuffix("_marlin"))
-    rules = () if reader is None else tuple(reader(data))
-    skipped = [_modules(data, name) for name in _SKIPPED]
+    rules = () if reader is None else (*_narrow_experts(config), *reader(data))
+    named = _named_layers(data)
+    # A model in FP8 whose experts are quantised further leaves all but these out of that second step.
+    lists = _SKIPPED[1:] if named and reader is _fp8 else _SKIPPED
+    skipped = [_modules(data, name) for name in lists]
 
     def format_of(path: str) -> WeightFormat | None:
         if any(modules.hold(path) for modules in skipped):
             return None
+        own = _nearest(named, path)
+        if own is not None:
+            return own
         fitting = (rule for rule in rules if (rule.only is None or rule.only.hold(path)))
         return next((rule.weights for rule in fitting if rule.head or not _HEAD.hold(path)), None)
 
-    formats = tuple(dict.fromkeys(rule.weights for rule in rules))
+    formats = tuple(dict.fromkeys((*(rule.weights for rule in rules), *named.values())))
     return quantized(model, Quantization(method=method, formats=formats, kv_cache_bits=_kv_cache_bits(data)), format_of)
 
 
-def _method(data: JsonObject) -> str:
-    """Its name, printable and short; the compression of a file without one is compressed-tensors'."""
-    method = data.fields.get("quant_method")
+def _method(outer: JsonObject, data: JsonObject) -> str:
+    """Its name, printable and short; a file without one that names an algorithm is of NVIDIA's ModelOpt."""
+    method = outer.fields.get("quant_method")
     if isinstance(method, str) and method.isprintable() and method.strip():
         return method.strip()[:40]
     return "modelopt" if data.has("quant_algo") else "method not named"
@@ -74,9 +82,9 @@ def _refused(data: JsonObject, key: str) -> Modules:
 
 def _kv_cache_bits(data: JsonObject) -> int | None:
     """Of a quantised KV cache; None: it is not."""
-    if data.has("kv_cache_scheme"):
+    if isinstance(data.fields.get("kv_cache_scheme"), dict):
         return data.child("kv_cache_scheme").integer("num_bits", 8, minimum=2, maximum=16)
-    algorithm = data.text("kv_cache_quant_algo", "none").upper()
+    algorithm = data.text(data.first_of("kv_cache_quant_algo", "kv_cache_scheme"), "none").upper()
     return {"FP8": 8, "INT8": 8, "NVFP4": 4}.get(algorithm)
 
 
@@ -100,6 +108,13 @@ def _fp8(data: JsonObject) -> list[_Rule]:
     if not block:
         return [_Rule(weights=WeightFormat(compute="fp8", bits=8, scale_bits=32, group_outputs=None))]
     return [_Rule(weights=_blocked(data, "weight_block_size"))]
+
+
+def _narrow_experts(config: JsonObject) -> list[_Rule]:
+    """DeepSeek-V4's experts in FP4 inside of a model in FP8: an 8-bit exponent for 32 weights, computed in FP8."""
+    if config.text("expert_dtype", "").lower() != "fp4":
+        return []
+    return [_Rule(weights=WeightFormat(compute="fp8_block", bits=4, scale_bits=8, group_inputs=32), only=_EXPERTS)]
 
 
 def _blocked(data: JsonObject, key: str) -> WeightFormat:
@@ -141,24 +156,59 @@ def _bitsandbytes(data: JsonObject) -> list[_Rule]:
 
 
 def _modelopt(data: JsonObject) -> list[_Rule]:
-    """NVIDIA's: an algorithm by name, or groups as compressed-tensors has them."""
+    """NVIDIA's: an algorithm by name, or groups as compressed-tensors has them; or each layer's (_named_layers)."""
+    algorithm = data.text("quant_algo", "none").upper()
+    weights = _algorithm(data, algorithm)
+    if weights is not None:
+        return [_Rule(weights=weights)]
+    return _compressed_tensors(data) if data.has("config_groups") and algorithm != _MIXED else []
+
+
+def _algorithm(data: JsonObject, name: str) -> WeightFormat | None:
+    """The format of one of NVIDIA's algorithms; None: not known."""
     group = _group(data, 16, "group_size")
     wide = _group(data, 128, "group_size")
     known = {
         "FP8": WeightFormat(compute="fp8", bits=8, scale_bits=32, group_outputs=None),
         "FP8_PER_CHANNEL_PER_TOKEN": FP8,
         "FP8_PB_WO": WeightFormat(compute="fp8_block", bits=8, scale_bits=32, group_outputs=128, group_inputs=128),
+        "MXFP8": WeightFormat(compute="fp8_block", bits=8, scale_bits=8, group_inputs=32),
         "NVFP4": WeightFormat(compute="nvfp4", bits=4, scale_bits=8, group_inputs=group),
+        "W4A16_NVFP4": WeightFormat(compute="int4_wo", bits=4, scale_bits=8, group_inputs=group),
         "W4A16_AWQ": WeightFormat(compute="int4_wo", bits=4, scale_bits=16, group_inputs=wide),
         "W4A8_AWQ": WeightFormat(compute="fp8", bits=4, scale_bits=16, group_inputs=wide),
         "W8A16": WeightFormat(compute="int8_wo", bits=8, scale_bits=16),
         "W8A8_SQ_PER_CHANNEL": WeightFormat(compute="int8", bits=8, scale_bits=32),
         "INT8_SQ": WeightFormat(compute="int8", bits=8, scale_bits=32),
     }
-    weights = known.get(data.text("quant_algo", "none").upper())
-    if weights is not None:
-        return [_Rule(weights=weights)]
-    return _compressed_tensors(data) if data.has("config_groups") else []
+    return known.get(name)
+
+
+def _named_layers(data: JsonObject) -> dict[str, WeightFormat]:
+    """Of mixed precision the format of each module that quantized_layers names; of experts that of their folder."""
+    if data.text("quant_algo", "none").upper() != _MIXED or not data.has("quantized_layers"):
+        return {}
+    layers, named = data.child("quantized_layers"), {}
+    formats: dict[str, WeightFormat | None] = {}  # by what a module's entry says: there are few different ones
+    for name, value in layers.fields.items():
+        entry = repr(value)
+        if entry not in formats:
+            one = layers.child(name)
+            formats[entry] = _algorithm(one, one.text("quant_algo", "none").upper())
+        weights = formats[entry]
+        if weights is not None:
+            named[_EXPERT.sub("", in_text_model(name))] = weights
+    return named
+
+
+def _nearest(named: dict[str, WeightFormat], path: str) -> WeightFormat | None:
+    """The format of a module or of the nearest one around it."""
+    place = in_text_model(path)
+    while named and place:
+        if place in named:
+            return named[place]
+        place = place.rpartition(".")[0]
+    return None
 
 
 def _compressed_tensors(data: JsonObject) -> list[_Rule]:

@@ -25,6 +25,7 @@ _PLACES = {
     "mixtral": ("model.layers", "self_attn", "block_sparse_moe"),
 }
 _HEAD = "lm_head"
+_BEFORE_LAYERS = re.compile(r"^(?:(?:model|language_model|backbone)\.)+(?=layers\.|lm_head$)")
 _REPEATED_GROUP = re.compile(r"\)[*+{]")  # what makes a search take exponentially long; names of modules need none
 
 
@@ -32,6 +33,7 @@ _REPEATED_GROUP = re.compile(r"\)[*+{]")  # what makes a search take exponential
 class Modules:
     """Names of modules, as lists in a quantization_config have them."""
 
+    names: frozenset[str]  # parts of dotted names
     patterns: tuple[re.Pattern[str], ...]
 
     @classmethod
@@ -40,11 +42,25 @@ class Modules:
 
         Raises re.error for one that is none, or that repeats a group.
         """
-        return cls(patterns=tuple(_pattern(name) for name in names))
+        plain = [name for name in names if not name.startswith("re:") and "*" not in name]
+        others = [name for name in names if name.startswith("re:") or "*" in name]
+        return cls(
+            names=frozenset(in_text_model(name.strip(".")) for name in plain),
+            patterns=tuple(map(_pattern, others)),
+        )
 
     def hold(self, path: str) -> bool:
         """Whether a module's dotted name is among them, or inside of one of them."""
+        parts = path.split(".")
+        runs = ((first, last) for first in range(len(parts)) for last in range(first + 1, len(parts) + 1))
+        if any(".".join(parts[first:last]) in self.names for first, last in runs):
+            return True
         return any(pattern.match(path) for pattern in self.patterns)
+
+
+def in_text_model(name: str) -> str:
+    """A module's name without what a checkpoint puts before its layers, such as "model.language_model."."""
+    return _BEFORE_LAYERS.sub("", name)
 
 
 def _pattern(name: str) -> re.Pattern[str]:
@@ -52,7 +68,7 @@ def _pattern(name: str) -> re.Pattern[str]:
         if _REPEATED_GROUP.search(name):
             raise re.error("a repeated group")
         return re.compile(name[3:])
-    some = ".*".join(re.escape(part) for part in re.split(r"\*+", name.strip(".")))
+    some = ".*".join(re.escape(part) for part in re.split(r"\*+", in_text_model(name.strip("."))))
     return re.compile(rf"(?:.*\.)?{some}(?:\..*)?$")
 
 

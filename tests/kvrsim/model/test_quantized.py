@@ -290,3 +290,71 @@ def test_the_answer_and_the_model_name_the_quantisation(tmp_path: Path, capsys: 
     assert shown["quantization"]["method"] == "awq"
     assert shown["weight_bytes"] == kvrsim.load_model(path).weight_bytes(2)
     assert shown["layer_kinds"][0]["output"]["weights"]["compute"] == "int4_wo"
+
+
+# Names and precisions of NVIDIA's checkpoints
+
+
+def test_a_file_of_quantisation_beside_the_configuration(tmp_path: Path) -> None:
+    """hf_quant_config.json counts where config.json says nothing itself."""
+    content = json.loads(Path(config_path("llama-3-8b", "model")).read_text())
+    beside = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    model = kvrsim.load_model(tmp_path)
+    assert model.quantization is not None
+    assert model.quantization.describe() == "modelopt, 4 bits, 8 bits a KV-cache element"
+    assert {gemm.compute for gemm in matrices(model.layers[0])} == {"nvfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(content | {"quantization_config": AWQ}))
+    assert kvrsim.load_model(tmp_path).quantization == loaded(tmp_path, **AWQ).quantization
+
+
+@pytest.mark.parametrize("prefix", ["model.", "model.language_model.", "language_model.model.", ""])
+def test_names_of_a_text_model_begin_in_many_ways(prefix: str, tmp_path: Path) -> None:
+    kept = [f"{prefix}layers.0.self_attn*", f"{prefix}layers.1.mlp.up_proj"]
+    model = loaded(tmp_path, quant_method="modelopt", quant_algo="NVFP4", exclude_modules=kept)
+    plain = [{gemm.name for gemm in matrices(layer) if gemm.weights is None} for layer in model.layers[:3]]
+    assert plain == [{"q_proj", "k_proj", "v_proj", "o_proj"}, {"up_proj"}, set()]
+
+
+def test_mixed_precision_by_names(tmp_path: Path) -> None:
+    """A name holds for what is in it; one expert stands for all; what is not named stays."""
+    layers = {
+        f"model.layers.{layer}.block_sparse_moe.experts.{expert}.w1": {"quant_algo": "W4A16_NVFP4"}
+        for layer in range(32)
+        for expert in range(8)
+    }
+    layers |= {f"model.layers.{layer}.self_attn": {"quant_algo": "MXFP8"} for layer in range(32)}
+    layers |= {"lm_head": {"quant_algo": "NVFP4", "group_size": 16}}
+    config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    model = loaded(tmp_path, "mixtral-8x7b", **config)
+    (layer,) = model.layer_kinds
+    assert layer.mixer is not None
+    assert {gemm.compute for gemm in layer.mixer.matrices} == {"fp8_block"}
+    assert {(gemm.compute, gemm.weights and gemm.weights.bits) for gemm in layer.mlp} == {("int4_wo", 4)}
+    assert model.lm_head.compute == "nvfp4"
+    del layers["lm_head"], layers["model.layers.3.self_attn"]
+    model = loaded(tmp_path, "mixtral-8x7b", **config)
+    assert model.lm_head.compute is None
+    assert {gemm.compute for gemm in model.layers[3].mixer.matrices} == {None}  # type: ignore[union-attr]
+
+
+def test_experts_quantised_further_in_a_model_in_fp8(tmp_path: Path) -> None:
+    """What the second step leaves out is still in FP8."""
+    named = {f"model.layers.{layer}.block_sparse_moe.experts": {"quant_algo": "NVFP4"} for layer in range(32)}
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128], "quant_algo": "MIXED_PRECISION"}
+    config |= {"quantized_layers": named, "ignore": ["*.self_attn.*"]}
+    (layer,) = loaded(tmp_path, "mixtral-8x7b", **config).layer_kinds
+    assert layer.mixer is not None
+    assert {gemm.compute for gemm in layer.mixer.matrices} == {"fp8_block"}
+    assert {gemm.compute for gemm in layer.mlp} == {"nvfp4"}
+
+
+def test_experts_in_fp4_of_a_model_in_fp8(tmp_path: Path) -> None:
+    """As DeepSeek-V4 has them."""
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    path = quantized(tmp_path, "mixtral-8x7b", quantization_config=config, expert_dtype="fp4")
+    (layer,) = kvrsim.load_model(path).layer_kinds
+    assert layer.mixer is not None
+    assert {gemm.weights.bits for gemm in layer.mixer.matrices if gemm.weights} == {8}
+    assert {gemm.weights.bits for gemm in layer.mlp if gemm.weights} == {4}
