@@ -1,18 +1,30 @@
-"""Reading a Hugging Face config.json: a short function an architecture, with transformers' defaults."""
+"""Reading a Hugging Face config.json: a short function an architecture, with transformers' defaults.
+
+A module in one of the folders adds model types by a dictionary READERS; no list names the modules.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
+from pkgutil import walk_packages
 
 from kvrsim.errors import InputError
 from kvrsim.io.json_text import JsonObject
-from kvrsim.model.architectures import dense, hybrids, latent, mixtures
 from kvrsim.model.architectures.multimodal import read_text_part
 from kvrsim.model.architectures.parts import Reader
 from kvrsim.model.quantization_config import read_quantization
 from kvrsim.model.spec import ModelSpec
 
-_READERS: dict[str, Reader] = {**dense.READERS, **mixtures.READERS, **latent.READERS, **hybrids.READERS}
+
+def _found() -> dict[str, Reader]:
+    """The readers of all modules, by model type."""
+    names = [module.name for module in walk_packages(__path__, f"{__name__}.")]
+    found = (getattr(import_module(name), "READERS", {}).items() for name in names)
+    return {model_type: reader for readers in found for model_type, reader in readers}
+
+
+_READERS = _found()
 
 
 def read_config(config: JsonObject, name: str) -> ModelSpec:
