@@ -15,9 +15,10 @@ from kvrsim.cost.counted import counted_recurrence
 from kvrsim.cost.traffic import eager_score_bytes
 from kvrsim.model.spec import ModelSpec
 from kvrsim.profile.profile import CacheCopies, KernelRates
-from kvrsim.profile.rates.attention import AttentionCall, EagerRates
+from kvrsim.profile.rates.attention import AttentionCall, AttentionRates, EagerRates
 from kvrsim.profile.rates.elementwise import Traffic
 from kvrsim.profile.rates.gemm import Product, RowCost, of_each, summed
+from kvrsim.profile.rates.latent import LatentRates
 from kvrsim.profile.rates.recurrence import RecurrenceCall, RecurrenceSeconds
 from kvrsim.program.operations import Array
 
@@ -150,8 +151,10 @@ class CalibratedCost:
         return eager_score_bytes(model) if fitted is None else fitted
 
     def attention_s(self, call: AttentionCall) -> Array:
-        """By the profile's rates of this kernel."""
-        rates = self.rates.attention[self.kernel]
+        """By the profile's rates of this kernel, or of latent attention's own."""
+        rates: AttentionRates | LatentRates = self.rates.attention[self.kernel]
+        if call.latent and self.kernel == "flash" and self.rates.latent is not None:
+            rates = self.rates.latent
         seconds = rates.least_seconds if self.least else rates.seconds
         return self.scale * self.pace * seconds(call, self.batch, self.element_bytes)
 

@@ -23,6 +23,7 @@ from kvrsim.profile.rates.attention import ATTENTION_KERNELS, AttentionRates, re
 from kvrsim.profile.rates.clock import Clock
 from kvrsim.profile.rates.elementwise import ElementwiseRates
 from kvrsim.profile.rates.gemm import GEMM_TYPES, GemmRates, Product, Width
+from kvrsim.profile.rates.latent import LatentRates
 from kvrsim.profile.rates.recurrence import RecurrenceRates
 
 SCHEMA_VERSION = 2
@@ -83,6 +84,7 @@ class KernelRates:
     whole_attention: bool = False  # whether its rates hold the repeating of KV heads and the transposed output, too
     clock: Clock | None = None  # of products and attention, whose rates are those at its burst; None: it stays
     gemm_types: GemmTypes = field(default_factory=dict)  # products of quantised weights, by type; absent: not measured
+    latent: LatentRates | None = None  # None: as attention of heads of the same width
     recurrence: RecurrenceRates | None = None  # None: counted, see kvrsim/cost/counted.py
 
     def priced_as(self, compute: str | None) -> str | None:
