@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from kvrsim.io.json_text import JsonObject
@@ -52,11 +53,22 @@ def any_model(rng: Draws, *, layers: tuple[int, int] = (1, 4), kind: str | None 
     return read_config(JsonObject(fields=config, where="test"), "random")
 
 
+def with_layers(model: ModelSpec, **changes: Any) -> ModelSpec:
+    """The same with fields of every layer changed."""
+    return replace(model, layers=tuple(replace(layer, **changes) for layer in model.layers))
+
+
+def with_mixers(model: ModelSpec, **changes: Any) -> ModelSpec:
+    """The same with fields of every layer's mixer changed."""
+    layers = (replace(layer, mixer=layer.mixer and replace(layer.mixer, **changes)) for layer in model.layers)
+    return replace(model, layers=tuple(layers))
+
+
 def weights_of(model: ModelSpec) -> int:
     """Of the layers' matrices, those that a token passes through."""
     return sum(
-        sum(part.in_features * part.out_features for part in (*layer.qkv, layer.output, *layer.shared_mlp))
-        + max(1, layer.num_experts_per_tok) * sum(part.in_features * part.out_features for part in layer.mlp)
+        sum(part.num_weights for part in layer.matrices if part is not layer.router)
+        + max(1, layer.num_experts_per_tok) * sum(part.num_weights for part in layer.mlp)
         for layer in model.layers
     )
 
@@ -65,7 +77,7 @@ def products_of(model: ModelSpec) -> list[Product]:
     """Of the model's products, alone and as a serving engine merges them."""
     found: dict[Product, None] = {}
     for layer in model.layer_kinds:
-        for gemms in (layer.qkv, (layer.output,), layer.mlp):
+        for gemms in (layer.mixer.projections, layer.mixer.output, layer.mlp):
             alone = [Product(gemm.in_features, gemm.out_features) for gemm in gemms]
             found |= dict.fromkeys((*alone, *merged(alone)))
     return list(found)

@@ -106,7 +106,7 @@ def test_nothing_beats_its_flops(name: str, rng: Draws) -> None:
     placed, cut = any_placed(rng, strategy)
     model, request = placed.model, placed.request
     first = request.cached_prefix + 1  # keys of the first new token; each later one attends to at least as many
-    pairs = sum(min(first, layer.sliding_window or first) - 0.5 for layer in model.layers)
+    pairs = sum(min(first, layer.mixer.sliding_window or first) - 0.5 for layer in model.layers)
     attention = 4 * model.num_attention_heads * model.head_dim * pairs
     flops = request.batch * request.new_tokens * (2 * weights_of(model) + attention)
     least_s = flops / placed.cluster.gpu.peak_flops[0][1]

@@ -69,7 +69,9 @@ def test_parts_of_a_layer_add_up_and_become_rows(name: str) -> None:
     rows = bench.rows(samples)
     shapes = {(row.in_features, row.out_features) for row in rows if row.operation == "gemm"}
     layer = setup.model.layers[0]
-    assert shapes == {(gemm.in_features, gemm.out_features) for gemm in (*layer.qkv, layer.output, *layer.mlp)}
+    assert shapes == {
+        (gemm.in_features, gemm.out_features) for gemm in (*layer.mixer.projections, *layer.mixer.output, *layer.mlp)
+    }
     seen = {row.operation for row in rows}
     expected = {"attention", "layer", "before_attention", "after_attention", "cache_append", "prepare", "head"}
     assert expected <= seen

@@ -21,7 +21,7 @@ from calibrate.fit.inputs import FitChoices
 from calibrate.fit.profile import LAYERS, Label, fit_profile, layer_costs
 from calibrate.fit.solver import dtypes_of, element_bytes_of, has_waves
 from calibrate.measure.machine import gpu_of, link_of
-from kvrsim.cost.traffic import after_attention, before_attention
+from kvrsim.cost.traffic import after_mixer, before_mixer
 from kvrsim.errors import InputError
 from kvrsim.hardware.cluster import load_gpu
 from kvrsim.hardware.gpu import GpuSpec
@@ -93,7 +93,7 @@ def gemm_s(tokens: float, fan_in: int, fan_out: int) -> float:
 
 def gemm_rows(chunks: tuple[int, ...] = CHUNKS) -> list[Measurement]:
     layer = MODEL.layers[0]
-    gemms = (*layer.qkv, layer.output, *layer.mlp)
+    gemms = (*layer.mixer.projections, *layer.mixer.output, *layer.mlp)
     shapes = {(gemm.in_features, gemm.out_features) for gemm in gemms}
     return [
         row("gemm", gemm_s(chunk, *shape), tokens=chunk, in_features=shape[0], out_features=shape[1])
@@ -114,8 +114,8 @@ def calls(rates: AttentionRates, kernel: str, **fields: Any) -> list[Measurement
 
 
 def elementwise_rows() -> list[Measurement]:
-    before = before_attention(MODEL, fused=False)
-    after = after_attention(MODEL, fused=False, intermediate=1376)
+    before = before_mixer(MODEL, MODEL.layers[0], fused=False)
+    after = after_mixer(MODEL, MODEL.layers[0], fused=False, intermediate=1376)
     steps = {step.op: step for step in (*before, *after) if step.op != "copy"}
     rows = []
     for chunk in CHUNKS:
@@ -125,7 +125,7 @@ def elementwise_rows() -> list[Measurement]:
             rows.append(row(op, seconds, tokens=chunk, bytes=nbytes))
         nbytes = 4 * chunk * 512 * 2
         rows.append(row("embedding", START_S + nbytes / BYTES_PER_S["embedding"], tokens=chunk, bytes=nbytes))
-        nbytes = 2 * chunk * MODEL.kv_bytes_per_token_layer(4)
+        nbytes = 2 * chunk * MODEL.layer_cache_bytes(1, 4)
         rows.append(row("cache_append", START_S + nbytes / COPY, chunk=chunk, prefix=0, bytes=nbytes))
     return rows
 

@@ -22,7 +22,7 @@ from calibrate.measure.link_bench import LinkBench
 from calibrate.measure.link_points import LinkPoint, link_points
 from kvrsim.cli import main as cli
 from kvrsim.hardware.gpu import GpuSpec
-from kvrsim.model.spec import Gemm
+from kvrsim.model.gemm import Gemm
 from kvrsim.profile.profile import load_profile
 from kvrsim.runtime.hooks import CpuClock
 
@@ -62,13 +62,15 @@ class MadeUpBench(ComputeBench):
         at = Point.parse(point)
         layer = self.setup.model.layers[0]
         products = {(gemm.in_features, gemm.out_features): _product_s(at.chunk, gemm) for gemm in _gemms(layer)}
-        moved = 2.0 * at.chunk * self.setup.model.kv_bytes_per_token_layer(4) / BYTES_PER_S
+        moved = 2.0 * at.chunk * self.setup.model.layer_cache_bytes(1, 4) / BYTES_PER_S
         unmasked = 0.5 * at.chunk if at.prefix == 0 else at.chunk + at.prefix
         small = {op: 2 * at.chunk * nbytes / SMALL_BYTES_PER_S for op, nbytes in traffic_of(self.setup.model).items()}
         parts = {
             "attention": 1e-5 + self.setup.model.num_attention_heads * at.chunk * unmasked * SCORE_S,
-            "before_attention": sum(_product_s(at.chunk, gemm) for gemm in layer.qkv) + small["norm"] + small["rotary"],
-            "after_attention": sum(_product_s(at.chunk, gemm) for gemm in (layer.output, *layer.mlp))
+            "before_attention": sum(_product_s(at.chunk, gemm) for gemm in layer.mixer.projections)
+            + small["norm"]
+            + small["rotary"],
+            "after_attention": sum(_product_s(at.chunk, gemm) for gemm in (*layer.mixer.output, *layer.mlp))
             + small["norm"]
             + small["activation"]
             + small["residual"],
@@ -88,7 +90,7 @@ class MadeUpBench(ComputeBench):
 
 
 def _gemms(layer: Any) -> list[Gemm]:
-    return [*layer.qkv, layer.output, *layer.mlp]
+    return [*layer.mixer.projections, *layer.mixer.output, *layer.mlp]
 
 
 def _product_s(tokens: int, gemm: Gemm) -> float:

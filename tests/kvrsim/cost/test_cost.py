@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvrsim.compile import build_program
 from kvrsim.cost.layer import LayerCosts
-from kvrsim.cost.traffic import after_attention, before_attention, eager_score_bytes
+from kvrsim.cost.traffic import after_mixer, before_mixer, eager_score_bytes
 from kvrsim.engine.host import HostRates
 from kvrsim.errors import InputError
 from kvrsim.model.spec import ModelSpec
@@ -208,8 +208,8 @@ def test_shared_experts_move_their_own_width(scenario: Scenario, config: Any) ->
 def test_each_kernel_has_its_own_rate(fused: bool, scenario: Scenario) -> None:
     """A second a byte for one operation and none for the others, and half a second a kernel."""
     model = scenario.model
-    before = before_attention(model, fused=fused)
-    after = after_attention(model, fused=fused, intermediate=96)
+    before = before_mixer(model, model.layers[0], fused=fused)
+    after = after_mixer(model, model.layers[0], fused=fused, intermediate=96)
     free = with_rates(scenario, gemm=flops_alone(1e30))
     for op in ELEMENTWISE_OPS:
         rates: dict[str, Any] = {op: 1.0, "start_s": 0.5}
@@ -244,8 +244,9 @@ def test_every_norm_of_a_layer_is_costed(
     step = 4 if fused or model.final_norm_parameters == 2 * model.hidden_size else 34
     rates = replace(ElementwiseRates.uniform(1e30, fused=fused), norm=1.0)
     costs = costs_of(with_rates(scenario, gemm=flops_alone(1e30), elementwise=rates), model)
-    heads = (model.num_attention_heads + model.num_key_value_heads) * model.head_dim if model.qk_norm else 0
-    assert model.qk_norm == (keys["model_type"] in ("qwen3", "gemma3_text") or "qk_layernorm" in keys)
+    qk_norm = model.layers[0].mixer.qk_norm
+    heads = (model.num_attention_heads + model.num_key_value_heads) * model.head_dim if qk_norm else 0
+    assert qk_norm == (keys["model_type"] in ("qwen3", "gemma3_text") or "qk_layernorm" in keys)
     assert costs.qkv_s(tokens(3)).item() == pytest.approx(3 * step * (before * model.hidden_size + heads))
     assert costs.output_mlp_s(tokens(3)).item() == pytest.approx(3 * step * after * model.hidden_size, abs=1e-12)
 

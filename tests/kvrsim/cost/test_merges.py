@@ -14,6 +14,7 @@ from kvrsim.cost.merges import PYTORCH_SHARE, cast, merge
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
 from kvrsim.model.load import load_model
+from kvrsim.model.mixers import Attention
 from kvrsim.partition import Partition
 from kvrsim.program.operations import RingPass, beside_message_s
 from kvrsim.scenario import Scenario
@@ -25,19 +26,20 @@ RINGS = ("ring", "striped", "zigzag-ring")
 
 def test_bytes_by_hand() -> None:
     """Kernel by kernel for one token of 32 heads of 128: elements of the output, and a log-sum-exp a head."""
-    model = load_model("llama-3-8b")
+    mixer = load_model("llama-3-8b").main_mixer
+    assert isinstance(mixer, Attention)
     output, heads = 32 * 128, 32
     separate = [6, 4 + 4 + 4, 4 + 4, 4 + 4 + 4]
     of_heads = [4 + 4 + 4, 4 + 4, 4 + 4 + 4, 4 + 4, 4 + 4 + 4]
-    whole = merge(model, fused=False, part=False)
+    whole = merge(mixer, fused=False, part=False)
     assert whole.nbytes == output * sum(separate) + heads * sum(of_heads)
     assert whole.kernels == len(separate) + len(of_heads)
-    part = merge(model, fused=False, part=True)
+    part = merge(mixer, fused=False, part=True)
     assert (part.nbytes - whole.nbytes, part.kernels - whole.kernels) == (8 * (output + heads), 2)
-    fused = merge(model, fused=True, part=False)
-    assert fused == merge(model, fused=True, part=True)
+    fused = merge(mixer, fused=True, part=False)
+    assert fused == merge(mixer, fused=True, part=True)
     assert (fused.nbytes, fused.kernels) == (output * (4 + 2 + 4) + heads * (4 + 4 + 4), 1)
-    assert (cast(model).nbytes, cast(model).kernels) == (output * (2 + 4), 1)
+    assert (cast(mixer).nbytes, cast(mixer).kernels) == (output * (2 + 4), 1)
 
 
 @given(
@@ -111,7 +113,7 @@ def test_separate_kernels_are_pytorchs(rng: Draws, tokens: int, part: bool) -> N
     separate, fused = (with_merges(scenario, fused=fused, sms=0).layer_costs()[0] for fused in (False, True))
     for costs in (separate, fused):
         width = costs.batch * costs.element_bytes / 2
-        step = merge(costs.model, fused=costs.cost.fused_merge, part=part)
+        step = merge(costs.layer.mixer, fused=costs.cost.fused_merge, part=part)
         own_s = costs.cost.traffic_s(chunk, (step,))
         least_s = tokens * step.nbytes * width / (PYTORCH_SHARE * scenario.cluster.gpu.hbm_bytes_per_s)
         took_s = costs.merge_s(chunk, part=part)

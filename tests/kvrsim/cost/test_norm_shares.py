@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 
 import kvrsim
 from kvrsim.model.spec import ModelSpec
+from tests.building.models import with_layers, with_mixers
 
 
 def layer_s(model: ModelSpec, tokens: int) -> float:
@@ -24,7 +24,7 @@ def layer_s(model: ModelSpec, tokens: int) -> float:
 def test_norms_of_queries_and_keys(tokens: int) -> None:
     """Of Qwen3 8B some percent of a layer."""
     model = kvrsim.load_model("qwen3-8b")
-    assert 1.01 < layer_s(model, tokens) / layer_s(replace(model, qk_norm=False), tokens) < 1.04
+    assert 1.01 < layer_s(model, tokens) / layer_s(with_mixers(model, qk_norm=False), tokens) < 1.04
 
 
 @pytest.mark.parametrize("tokens", [2048, 8192])
@@ -32,5 +32,5 @@ def test_norms_of_gemma_2(tokens: int, config: Any) -> None:
     """Of a layer as wide as Gemma 2 9B's, two norms more than Llama's are some percent."""
     shape = {"hidden_size": 3584, "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 14336}
     model = config(model_type="gemma2", **shape)
-    assert (model.norms_before_attention, model.norms_after_attention) == (1, 3)
-    assert 1.01 < layer_s(model, tokens) / layer_s(replace(model, norms_after_attention=1), tokens) < 1.05
+    assert {(layer.norms_before_mixer, layer.norms_after_mixer) for layer in model.layers} == {(1, 3)}
+    assert 1.01 < layer_s(model, tokens) / layer_s(with_layers(model, norms_after_mixer=1), tokens) < 1.05

@@ -176,7 +176,7 @@ def test_fp8_is_a_dtype_where_the_profile_has_it() -> None:
 
 def test_a_checkpoints_own_format_stays_under_fp8(tmp_path: Path) -> None:
     scenario, notes = made(profile_with(fp8=2.0), model=quantized(tmp_path, AWQ), dtype="fp8")
-    assert scenario.model.layers[0].output.compute == "int4_wo"
+    assert scenario.model.layers[0].mixer.output[0].compute == "int4_wo"
     assert "(awq, 4 bits)" in notes[0]
 
 

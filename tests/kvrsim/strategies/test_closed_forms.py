@@ -51,7 +51,7 @@ class Layer:
 
     @property
     def kv_bytes(self) -> float:
-        return float(self.tokens[0]) * self.scenario.model.kv_bytes_per_token_layer(2)
+        return float(self.tokens[0]) * self.scenario.model.layer_cache_bytes(1, 2)
 
     @property
     def cast(self) -> float:
@@ -174,8 +174,14 @@ def test_tensor_parallel(model: str, gpus: int, ctx: int, bandwidth: str) -> Non
     all_reduce = 2 * (gpus - 1) * (link.latency_s + hidden / gpus / link.bandwidth_bytes_per_s)
     seconds = all_reduce + _around_tensor_parallel(scenario)
     for kind in spec.layers:
-        weights = sum(part.in_features * part.out_features for part in (*kind.qkv, kind.output, *kind.mlp)) / gpus
-        seen = min(ctx, kind.sliding_window or ctx)
+        weights = (
+            sum(
+                part.in_features * part.out_features
+                for part in (*kind.mixer.projections, *kind.mixer.output, *kind.mlp)
+            )
+            / gpus
+        )
+        seen = min(ctx, kind.mixer.sliding_window or ctx)
         pairs = seen * seen / 2 + (ctx - seen) * seen
         seconds += 2 * ctx * weights / peak + 4 * spec.num_attention_heads / gpus * spec.head_dim * pairs / peak
         heads = (spec.num_attention_heads + spec.num_key_value_heads) / gpus * spec.head_dim
@@ -273,7 +279,7 @@ def test_a_share_of_the_model() -> None:
     """Eight GPUs hold an eighth of the matrices each, norms whole; sixteen hold each KV head of eight twice."""
     model = kvrsim.load_model("llama-3-70b")
     eighth, sixteenth = share_of(model, 8), share_of(model, 16)
-    norms = sum(layer.norm_parameters for layer in model.layers) + model.final_norm_parameters
+    norms = sum(layer.other_parameters for layer in model.layers) + model.final_norm_parameters
     assert eighth.num_parameters - norms == (model.num_parameters - norms) / 8
     assert (eighth.num_attention_heads, eighth.num_key_value_heads) == (8, 1)
     assert sixteenth.num_key_value_heads == 1

@@ -50,7 +50,7 @@ def moved_tokens(scenario: Scenario, program: Program) -> float:
         for layer, op in program.ops(rank):
             if layer == 0 and isinstance(op, Send | AllGather):
                 nbytes += op.nbytes.item() * (ranks - 1 if isinstance(op, AllGather) else 1)
-    return nbytes / scenario.model.kv_bytes_per_token_layer(scenario.request.dtype_bytes)
+    return nbytes / scenario.model.layer_cache_bytes(1, scenario.request.dtype_bytes)
 
 
 def test_dot_products_of_kvr() -> None:

@@ -15,6 +15,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.units import scale
 from planner.table.setting import TableSetting
 from tests.building import Draws, any_scenario, draws, examples
+from tests.building.models import with_mixers
 
 
 def fingerprint(scenario: Scenario) -> str:
@@ -89,7 +90,7 @@ def test_every_rate_counts(rng: Draws) -> None:
         replace(scenario, cluster=replace(scenario.cluster, link=scale(scenario.cluster.link, 1 / 1.001))),
         replace(scenario, request=replace(scenario.request, batch=scenario.request.batch + 1)),
         replace(scenario, model=replace(scenario.model, hidden_size=scenario.model.hidden_size + 1)),
-        replace(scenario, model=replace(scenario.model, qk_norm=not scenario.model.qk_norm)),
+        replace(scenario, model=with_mixers(scenario.model, qk_norm=not scenario.model.layers[0].mixer.qk_norm)),
     ]
     found = [fingerprint(one) for one in (scenario, *others)]
     assert len(set(found)) == len(found)
