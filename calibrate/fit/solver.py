@@ -244,6 +244,7 @@ class Fitted(Generic[Rates]):
     checks: tuple[Comparison, ...] = ()  # more lines of the report: classes of size, other ways to hold rows out
     seen: Mapping[str, tuple[float, float]]  # smallest and largest of each size
     gather: Gather | None = None  # of all-gathers: how they worked
+    systematic_log_sd: float | None = None  # as OperationFit has it
 
     @property
     def operation(self) -> OperationFit:
@@ -256,6 +257,7 @@ class Fitted(Generic[Rates]):
             cross_validated_mape=held_out.mape,
             log_sd=held_out.log_sd,
             interpolated_log_sd=self.interpolated.errors().log_sd if self.interpolated else None,
+            systematic_log_sd=self.systematic_log_sd,
             seen=self.seen,
             gather=self.gather,
         )

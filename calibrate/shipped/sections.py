@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from calibrate.fit.layers.latent import fit_latent_section
+from calibrate.fit.layers.recurrence import fit_recurrence_section
 from calibrate.fit.solver import Fitted
 from kvrsim.errors import InputError
 from kvrsim.io.json_text import JsonObject
@@ -19,7 +20,9 @@ from kvrsim.profile.profile import OPERATION_KINDS, CalibrationProfile
 SectionFit = Callable[[JsonObject, CalibrationProfile], Fitted[Any]]
 
 # By the name of the field of KernelRates, which is the kind of operation too; the rates have a method `describe()`.
-SECTIONS: Mapping[str, SectionFit] = MappingProxyType({"latent": fit_latent_section})
+SECTIONS: Mapping[str, SectionFit] = MappingProxyType(
+    {"latent": fit_latent_section, "recurrence": fit_recurrence_section}
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

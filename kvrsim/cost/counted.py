@@ -17,7 +17,7 @@ def counted_recurrence(rates: KernelRates, call: RecurrenceCall, batch: int, ele
     byte_s = element_bytes / elementwise.copy
     scan_s = tokens * (call.scan_flops / rates.gemm.flops_per_s + call.scan_elements * byte_s)
     scan_s = scan_s + SCAN_KERNELS * elementwise.start_s + call.tokens * (_CHUNK_S / SCAN_CHUNK[call.kind])
-    start_s = elementwise.start_s if call.conv_channels else 0.0
+    start_s = elementwise.start_s * (call.conv_channels > 0)
     return RecurrenceSeconds(convolution=start_s + tokens * (call.convolution_elements * byte_s), scan=scan_s)
 
 

@@ -94,9 +94,9 @@ class RecurrenceSeconds(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScanRates:
-    """One kind of recurrence: start, a serial step a chunk, work that grows with tokens and heads, and memory.
+    """Start, a serial step a chunk, work that grows with tokens and heads, and memory.
 
-    The tensors that go from kernel to kernel stay in the device's cache as long as it holds them all; what is beyond
+    Tensors that go from kernel to kernel stay in the device's cache as long as it holds them all; what is beyond
     crosses device memory.
     """
 
@@ -105,26 +105,45 @@ class ScanRates:
     flops_per_s: float  # of RecurrenceCall.scan_flops, where the cache holds all
     cached_bytes: NonNegative  # of RecurrenceCall.scan_elements that the cache holds
     bytes_per_s: float  # of what is beyond
-    convolution_start_s: NonNegative
-    convolution_bytes_per_s: float
 
-    def seconds(self, call: RecurrenceCall, batch: int, element_bytes: int) -> RecurrenceSeconds:
+    def seconds(self, call: RecurrenceCall, batch: int | Array, element_bytes: int) -> Array:
         """Never less for more tokens."""
         tokens = batch * call.tokens
         moved = tokens * (call.scan_elements * element_bytes)
         beyond_s = np.maximum(0.0, moved - self.cached_bytes) / self.bytes_per_s
-        work_s = tokens * (call.scan_flops / self.flops_per_s) + beyond_s
-        scan_s = self.start_s + call.tokens * (self.chunk_s / SCAN_CHUNK[call.kind]) + work_s
-        token_s = call.convolution_elements * element_bytes / self.convolution_bytes_per_s
-        start_s = self.convolution_start_s if call.conv_channels else 0.0
-        return RecurrenceSeconds(convolution=start_s + tokens * token_s, scan=scan_s)
+        serial_s = call.tokens * (self.chunk_s / SCAN_CHUNK[call.kind])
+        return self.start_s + serial_s + tokens * (call.scan_flops / self.flops_per_s) + beyond_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConvolutionRates:
+    """Start and bytes, which cross device memory as far as the device's cache does not hold them."""
+
+    start_s: NonNegative
+    cached_bytes_per_s: float  # where the cache holds all
+    cached_bytes: NonNegative  # that it holds
+    bytes_per_s: float  # of what is beyond
+
+    def seconds(self, call: RecurrenceCall, batch: int | Array, element_bytes: int) -> Array:
+        """Nothing where there is no convolution."""
+        moved = batch * call.tokens * (call.convolution_elements * element_bytes)
+        beyond_s = np.maximum(0.0, moved - self.cached_bytes) / self.bytes_per_s
+        return self.start_s * (call.conv_channels > 0) + moved / self.cached_bytes_per_s + beyond_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KindRates:
+    """One kind of recurrence."""
+
+    scan: ScanRates
+    convolution: ConvolutionRates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecurrenceRates:
     """Recurrences by kind; a kind that was not measured takes the rates of one alike, with its own FLOPs and bytes."""
 
-    kinds: Annotated[Mapping[str, ScanRates], Keys(RECURRENCES)]
+    kinds: Annotated[Mapping[str, KindRates], Keys(RECURRENCES)]
     alike_log_sd: RelativeError  # of log(predicted / measured) where one kind is priced by another's rates
 
     def __post_init__(self) -> None:
@@ -137,7 +156,9 @@ class RecurrenceRates:
 
     def seconds(self, call: RecurrenceCall, batch: int, element_bytes: int) -> RecurrenceSeconds:
         """By the rates of the call's kind, or of one alike."""
-        return self.kinds[self.priced_as(call.kind)].seconds(call, batch, element_bytes)
+        rates = self.kinds[self.priced_as(call.kind)]
+        convolution_s = rates.convolution.seconds(call, batch, element_bytes)
+        return RecurrenceSeconds(convolution=convolution_s, scan=rates.scan.seconds(call, batch, element_bytes))
 
     def describe(self) -> str:
         """What was found, in a few sentences."""
@@ -145,10 +166,12 @@ class RecurrenceRates:
         return f"{described} Other kinds take the rates of one of these (log standard deviation {self.alike_log_sd})."
 
 
-def _described(kind: str, rates: ScanRates) -> str:
+def _described(kind: str, rates: KindRates) -> str:
+    scan, convolution = rates.scan, rates.convolution
     return (
-        f"{kind}: start {format_seconds(rates.start_s)}, a chunk of {SCAN_CHUNK[kind]} tokens"
-        f" {format_seconds(rates.chunk_s)}, {rates.flops_per_s / 1e12:.0f} TFLOP/s, beyond"
-        f" {rates.cached_bytes / 1e6:.0f} MB {format_bandwidth(rates.bytes_per_s)}; convolution"
-        f" {format_seconds(rates.convolution_start_s)} and {format_bandwidth(rates.convolution_bytes_per_s)}."
+        f"{kind}: start {format_seconds(scan.start_s)}, a chunk of {SCAN_CHUNK[kind]} tokens"
+        f" {format_seconds(scan.chunk_s)}, {scan.flops_per_s / 1e12:.0f} TFLOP/s, beyond"
+        f" {scan.cached_bytes / 1e6:.0f} MB {format_bandwidth(scan.bytes_per_s)}; convolution"
+        f" {format_seconds(convolution.start_s)}, {format_bandwidth(convolution.cached_bytes_per_s)}, beyond"
+        f" {convolution.cached_bytes / 1e6:.0f} MB {format_bandwidth(convolution.bytes_per_s)}."
     )

@@ -16,17 +16,18 @@ from kvrsim.errors import InputError
 from kvrsim.hardware.cluster import load_gpu
 from kvrsim.model.mixers import RECURRENCE_TITLES
 from kvrsim.profile.profile import load_profile
-from kvrsim.profile.rates.recurrence import RECURRENCES, RecurrenceCall, RecurrenceRates, ScanRates
-
-RATES = ScanRates(
-    start_s=4e-5,
-    chunk_s=1.5e-6,
-    flops_per_s=2e14,
-    cached_bytes=50e6,
-    bytes_per_s=2e12,
-    convolution_start_s=4e-6,
-    convolution_bytes_per_s=2.3e12,
+from kvrsim.profile.rates.recurrence import (
+    RECURRENCES,
+    ConvolutionRates,
+    KindRates,
+    RecurrenceCall,
+    RecurrenceRates,
+    ScanRates,
 )
+
+SCAN = ScanRates(start_s=4e-5, chunk_s=1.5e-6, flops_per_s=2e14, cached_bytes=50e6, bytes_per_s=2e12)
+CONVOLUTION = ConvolutionRates(start_s=4e-6, cached_bytes_per_s=5e12, cached_bytes=30e6, bytes_per_s=2.3e12)
+RATES = KindRates(scan=SCAN, convolution=CONVOLUTION)
 
 
 def call(tokens: object = 4096.0, kind: str = "gated_delta", **shape: int) -> RecurrenceCall:
@@ -77,20 +78,21 @@ def test_more_tokens_or_heads_never_take_less(tokens: list[int], kind: str, head
 def test_what_the_cache_holds_does_not_cross_memory() -> None:
     """Up to cached_bytes only FLOPs and steps count; a token beyond takes its bytes too."""
     moved = call().scan_elements * 2
-    rates = replace(RATES, cached_bytes=4096 * moved)
-    within = rates.seconds(call(4096.0), 1, 2).scan
-    flops_s = 4096 * call().scan_flops / RATES.flops_per_s
+    rates = replace(SCAN, cached_bytes=4096 * moved)
+    within = rates.seconds(call(4096.0), 1, 2)
+    flops_s = 4096 * call().scan_flops / SCAN.flops_per_s
     assert within == pytest.approx(4e-5 + 64 * 1.5e-6 + flops_s)
-    beyond = rates.seconds(call(5096.0), 1, 2).scan - within
+    beyond = rates.seconds(call(5096.0), 1, 2) - within
     assert beyond == pytest.approx(1000 * (call().scan_flops / 2e14 + moved / 2e12 + 1.5e-6 / 64))
 
 
 def test_a_layer_without_a_convolution_starts_none() -> None:
-    assert RATES.seconds(call(conv_channels=0, conv_kernel=0), 1, 2).convolution == 0
+    assert CONVOLUTION.seconds(call(conv_channels=0, conv_kernel=0), 1, 2) == 0
+    assert CONVOLUTION.seconds(call(1.0), 1, 2) > CONVOLUTION.start_s
 
 
 def test_a_kind_without_rates_takes_those_of_one_alike() -> None:
-    slower = replace(RATES, flops_per_s=1e14)
+    slower = replace(RATES, scan=replace(SCAN, flops_per_s=1e14))
     both = RecurrenceRates(kinds={"gated_delta": RATES, "kda": slower}, alike_log_sd=0.3)
     assert [both.priced_as(kind) for kind in RECURRENCES] == ["gated_delta", "kda", "gated_delta"]
     only = RecurrenceRates(kinds={"kda": slower}, alike_log_sd=0.3)

@@ -1,0 +1,75 @@
+"""Scans and convolutions made by known rates are fitted by these rates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+from calibrate.fit.layers.recurrence import fit_recurrence
+from calibrate.importers.recurrence import RecurrenceRows
+from kvrsim.hardware.cluster import load_gpu
+from kvrsim.profile.profile import load_profile
+from kvrsim.profile.rates.recurrence import ConvolutionRates, KindRates, ScanRates
+
+RATES = KindRates(
+    scan=ScanRates(start_s=4e-5, chunk_s=1.4e-6, flops_per_s=2.5e14, cached_bytes=5e7, bytes_per_s=2.1e12),
+    convolution=ConvolutionRates(start_s=4e-6, cached_bytes_per_s=7e12, cached_bytes=7e6, bytes_per_s=2.9e12),
+)
+GPU = load_gpu("h100")
+
+
+def made(kind: str, rates: KindRates, *, slower: float = 1.0) -> RecurrenceRows:
+    """Scans and convolutions of 6 head counts and 10 lengths; `slower`: so many times as long."""
+    shapes = list(product((2, 8, 16, 24, 32, 64), (64 * 2**power for power in range(10)), (True, False)))
+    heads, tokens, scan = (np.array(column, dtype=float) for column in zip(*shapes, strict=True))
+    full = np.full(len(shapes), 128.0)
+    rows = RecurrenceRows(
+        kind=kind,
+        source=f"a test, {slower}",
+        kernel=np.where(scan > 0, "chunk", "causal_conv1d_fn"),
+        batch=np.ones(len(shapes)),
+        tokens=tokens,
+        num_key_heads=heads,
+        key_head_dim=full,
+        num_value_heads=heads,
+        value_head_dim=full,
+        conv_kernel=np.full(len(shapes), 4.0),
+        seconds=full,
+    )
+    scan_s, convolution_s = rates.scan.seconds(*rows.arguments), rates.convolution.seconds(*rows.arguments)
+    return replace(rows, seconds=slower * np.where(rows.is_scan, scan_s, convolution_s))
+
+
+def test_known_rates_are_found_again() -> None:
+    fitted = fit_recurrence({"gated_delta": made("gated_delta", RATES)}, GPU)
+    found = fitted.rates.kinds["gated_delta"]
+    assert found.scan.chunk_s == pytest.approx(1.4e-6, rel=0.05)
+    assert found.scan.bytes_per_s == pytest.approx(2.1e12, rel=0.05)
+    assert found.convolution.bytes_per_s == pytest.approx(2.9e12, rel=0.05)
+    assert fitted.own.errors().mape < 0.01
+    assert fitted.cross_validated.errors().mape < 0.02
+    assert fitted.operation.systematic_log_sd is None
+    assert fitted.operation.seen["num_value_heads"] == (2.0, 64.0)
+
+
+def test_what_other_tables_say_is_an_error_that_all_sizes_share() -> None:
+    rows = {kind: made(kind, RATES) for kind in ("gated_delta", "kda")}
+    fitted = fit_recurrence(rows, GPU, [made("kda", RATES, slower=2.0)])
+    assert fitted.operation.systematic_log_sd == pytest.approx(np.log(2.0), rel=1e-3)
+    assert fitted.rates.alike_log_sd < 0.02  # both kinds were made by the same rates
+    assert any(line.label.startswith("kda, the fitted table against a test") for line in fitted.lines())
+
+
+@pytest.mark.parametrize("name", ["h100-flash", "h200-flash", "b200-flash", "l40s-flash"])
+def test_shipped_rates_stay_below_the_datasheets(name: str) -> None:
+    profile = load_profile(name)
+    rates, gpu = profile.kernels.recurrence, load_gpu(profile.gpu)
+    assert rates is not None
+    assert set(rates.kinds) == {"gated_delta", "kda"}
+    for kind in rates.kinds.values():
+        assert max(kind.scan.bytes_per_s, kind.convolution.bytes_per_s) <= gpu.hbm_bytes_per_s
+        assert kind.scan.flops_per_s <= max(dict(gpu.peak_flops).values())
+    assert profile.operations["recurrence"].cross_validated_mape < 0.1
