@@ -72,13 +72,19 @@ def _pattern(name: str) -> re.Pattern[str]:
     return re.compile(rf"(?:.*\.)?{some}(?:\..*)?$")
 
 
+# In half precision in published weights and in engines, though no list of a file leaves them out: weights of an
+# indexer's heads, DeepSeek-V4's compressors, Kimi K3's projections to the latent of its experts and back.
+_KEPT = Modules.named(["weights_proj", "compressor", "routed_expert_down_proj", "routed_expert_up_proj"])
+
+
 def quantized(
     model: ModelSpec, quantization: Quantization, format_of: Callable[[str], WeightFormat | None]
 ) -> ModelSpec:
     """The same with quantised weights.
 
     format_of: of a matrix, by its name in the checkpoint, such as "model.layers.0.mlp.up_proj"; one expert stands for
-    all of a layer. None: it stays as it is. Routers, gates of one feature and a head that is the embedding always do.
+    all of a layer. None: it stays as it is. Routers, gates of one feature, a head that is the embedding and _KEPT
+    always do.
     """
     prefix, attention, mlp = _PLACES.get(model.model_type, _LLAMA)
 
@@ -86,7 +92,7 @@ def quantized(
         """A name with a dot is a path in the layer; any other one is in the layer's part that `place` names."""
 
         def of(gemm: Gemm) -> Gemm:
-            if gemm.out_features == 1:
+            if gemm.out_features == 1 or _KEPT.hold(gemm.name):
                 return gemm
             path = f"{here}.{gemm.name}" if "." in gemm.name else f"{here}.{place}{gemm.name}"
             return replace(gemm, weights=format_of(path))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from kvrsim.io.json_text import JsonObject
+from kvrsim.model.architectures.experts import Experts, read_experts
 from kvrsim.model.architectures.parts import MAX_WIDTH, gated_mlp, gemm, read_inner
 from kvrsim.model.gemm import Gemm
 from kvrsim.model.spec import LayerSpec
@@ -26,31 +27,15 @@ def dense_mlp(hidden: int, inner: int, *, norms: int = 2) -> LayerSpec:
     )
 
 
-def routed_mlp(
-    hidden: int,
-    count: int,
-    per_token: int,
-    inner: int,
-    *,
-    shared_inner: int = 0,
-    latent: int | None = None,
-    latent_names: tuple[str, str] = ("", ""),
-    place: str = "mlp.",
-) -> LayerSpec:
-    """A layer with routed experts and no mixer yet; shared_inner: width of all shared experts together, 0: none.
-
-    latent: width in which the routed experts work (None: hidden), behind a projection to it and before one back.
-    """
-    shared: tuple[Gemm, ...] = gated_mlp(hidden, shared_inner, place=f"{place}shared_experts.") if shared_inner else ()
-    if latent is not None:
-        shared = (*shared, *latent_projections(hidden, latent, latent_names, place))
+def beside_shared(experts: Experts, shared_inner: int, place: str = "mlp.") -> Experts:
+    """The same with a shared expert of a width (0: none) and no gate of its own; `place`: of all in a layer."""
     return replace(
-        dense_mlp(hidden, inner),
-        mlp=gated_mlp(hidden if latent is None else latent, inner, place=f"{place}experts.0."),
-        num_experts=count,
-        num_experts_per_tok=per_token,
-        router=gemm(f"{place}gate", hidden, count),
-        shared_mlp=shared,
+        experts,
+        shared_inner=shared_inner or None,
+        shared_gate=False,
+        router=f"{place}gate",
+        place=f"{place}experts.0.",
+        shared_place=f"{place}shared_experts.",
     )
 
 
@@ -58,12 +43,6 @@ def latent_projections(hidden: int, latent: int, names: tuple[str, str], place: 
     """To the width of the routed experts, and back; every token passes through both."""
     down, up = names
     return gemm(f"{place}{down}", hidden, latent), gemm(f"{place}{up}", latent, hidden)
-
-
-def read_counts(config: JsonObject, count_key: str, per_token_key: str) -> tuple[int, int]:
-    """Routed experts, and how many of them a token passes through."""
-    count = config.integer(count_key, maximum=MAX_WIDTH)
-    return count, config.integer(per_token_key, maximum=count)
 
 
 def read_sparse(config: JsonObject, num_layers: int, first_dense: int) -> list[bool]:
@@ -87,10 +66,9 @@ def deepseek_mlps(config: JsonObject, hidden: int, num_layers: int) -> list[Laye
     """For each layer its MLP, no mixer yet; num_experts of a file is n_routed_experts of others."""
     config.integer("moe_layer_freq", 1, maximum=1)  # transformers knows experts in every layer after the first
     first_dense = config.integer("first_k_dense_replace", minimum=0)
-    count, per_token = read_counts(config, "n_routed_experts", "num_experts_per_tok")
-    inner = read_inner(config, "moe_intermediate_size")
-    shared = inner * config.integer("n_shared_experts", 0, minimum=0, maximum=MAX_WIDTH // inner)
-    routed = routed_mlp(hidden, count, per_token, inner, shared_inner=shared)
+    experts = read_experts(config, "n_routed_experts")
+    shared = experts.inner * config.integer("n_shared_experts", 0, minimum=0, maximum=MAX_WIDTH // experts.inner)
+    routed = beside_shared(experts, shared).sparse(dense_mlp(hidden, read_inner(config)), hidden)
     dense = dense_mlp(hidden, read_inner(config))
     return [routed if sparse else dense for sparse in read_sparse(config, num_layers, first_dense)]
 

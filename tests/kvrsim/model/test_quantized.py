@@ -16,6 +16,9 @@ from kvrsim.model.load import config_path
 from kvrsim.model.quantization import WeightFormat
 from kvrsim.model.spec import LayerSpec, ModelSpec
 from kvrsim.profile.rates.gemm import GEMM_TYPES
+from tests.kvrsim.model.architectures.test_hybrids import K3
+from tests.kvrsim.model.architectures.test_latent import GLM, V4
+from tests.kvrsim.model.model_configs import load
 
 COMMANDS = {
     "plan": ["plan", "--gpus", "2", "--ctx", "512", "--strategies", "single,kvr-e"],
@@ -358,3 +361,21 @@ def test_experts_in_fp4_of_a_model_in_fp8(tmp_path: Path) -> None:
     assert layer.mixer is not None
     assert {gemm.weights.bits for gemm in layer.mixer.matrices if gemm.weights} == {8}
     assert {gemm.weights.bits for gemm in layer.mlp if gemm.weights} == {4}
+
+
+@pytest.mark.parametrize(
+    ("config", "kept"),
+    [
+        ({**GLM, "index_topk_freq": 1}, {"self_attn.indexer.weights_proj", "mlp.gate"}),
+        (V4, {"ffn.gate", "attn.indexer.weights_proj", "attn.compressor.wkv", "attn.compressor.wgate"}),
+        (K3, {"mlp.gate", "mlp.routed_expert_down_proj", "mlp.routed_expert_up_proj"}),
+    ],
+    ids=["glm_moe_dsa", "deepseek_v4", "kimi_k3"],
+)
+def test_what_engines_keep_in_half_precision(tmp_path: Path, config: dict[str, Any], kept: set[str]) -> None:
+    """Though the file names none of it."""
+    model = load(tmp_path, {**config, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}})
+    stored = {gemm.name: gemm.weights for layer in model.layers for gemm in (*layer.matrices, *layer.mlp)}
+    unquantised = {name for name, weights in stored.items() if weights is None}
+    assert kept <= unquantised
+    assert {name for name in unquantised if "compressor" not in name} <= kept

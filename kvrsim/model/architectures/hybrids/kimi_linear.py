@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures.defaults import filled
+from kvrsim.model.architectures.experts import read_experts
 from kvrsim.model.architectures.latent.parts import LatentShape, read_latent_shape
-from kvrsim.model.architectures.parts import MAX_WIDTH, Norms, Reader, assemble, gemm, read_inner
-from kvrsim.model.architectures.routed import dense_mlp, read_counts, read_kinds, read_sparse, routed_mlp
+from kvrsim.model.architectures.parts import MAX_WIDTH, Norms, Reader, assemble, gated_mlp, gemm, read_inner
+from kvrsim.model.architectures.routed import beside_shared, dense_mlp, latent_projections, read_kinds, read_sparse
 from kvrsim.model.gemm import Gemm
 from kvrsim.model.mixers import Mixer, Recurrence
 from kvrsim.model.spec import LayerSpec, ModelSpec
@@ -41,18 +42,22 @@ def _mlps(config: JsonObject, shape: LatentShape) -> list[LayerSpec]:
     """Of each layer; with routed_expert_hidden_size the experts work in a latent, with a norm behind them."""
     first_dense = config.integer("first_k_dense_replace", 1, minimum=0)
     config.integer("moe_layer_freq", 1, maximum=1)
-    experts = config.first_of("num_experts", "num_local_experts")
-    per_token = config.first_of("num_experts_per_token", "num_experts_per_tok")
-    count, chosen = read_counts(config, experts, per_token)
-    inner = read_inner(config, "moe_intermediate_size")
-    shared = inner * config.integer("num_shared_experts", maximum=MAX_WIDTH // inner)
-    latent = read_inner(config, "routed_expert_hidden_size") if config.has("routed_expert_hidden_size") else None
-    routed = routed_mlp(
-        shape.hidden, count, chosen, inner, shared_inner=shared, latent=latent, latent_names=_LATENT_NAMES
-    )
-    if latent is not None and config.flag("latent_moe_use_norm", False):
-        routed = replace(routed, other_parameters=routed.other_parameters + latent)
+    count = config.first_of("num_experts", "num_local_experts")
+    chosen = config.first_of("num_experts_per_token", "num_experts_per_tok")
+    experts = read_experts(config, count, per_token_key=chosen)
+    shared = experts.inner * config.integer("num_shared_experts", maximum=MAX_WIDTH // experts.inner)
     dense = dense_mlp(shape.hidden, read_inner(config))
+    routed = beside_shared(experts, shared).sparse(dense, shape.hidden)
+    if config.has("routed_expert_hidden_size"):
+        latent = read_inner(config, "routed_expert_hidden_size")
+        projections = latent_projections(shape.hidden, latent, _LATENT_NAMES, "mlp.")
+        norm = latent if config.flag("latent_moe_use_norm", False) else 0
+        routed = replace(
+            routed,
+            mlp=gated_mlp(latent, experts.inner, place="mlp.experts.0."),
+            shared_mlp=(*routed.shared_mlp, *projections),
+            other_parameters=routed.other_parameters + norm,
+        )
     return [routed if sparse else dense for sparse in read_sparse(config, shape.layers, first_dense)]
 
 

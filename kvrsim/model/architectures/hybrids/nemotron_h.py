@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures.defaults import filled
+from kvrsim.model.architectures.experts import read_experts
 from kvrsim.model.architectures.parts import (
     MAX_LAYERS,
     MAX_WIDTH,
@@ -17,7 +18,7 @@ from kvrsim.model.architectures.parts import (
     read_inner,
     read_shape,
 )
-from kvrsim.model.architectures.routed import latent_projections, left_out, read_counts
+from kvrsim.model.architectures.routed import latent_projections, left_out
 from kvrsim.model.mixers import Recurrence
 from kvrsim.model.spec import LayerSpec, ModelSpec
 
@@ -93,8 +94,7 @@ def _mamba(config: JsonObject, hidden: int) -> LayerSpec:
 
 def _experts(config: JsonObject, hidden: int, bias: bool) -> LayerSpec:
     """Experts without a gate, in a latent of moe_latent_size where there is one; a shared expert beside it."""
-    count, per_token = read_counts(config, "n_routed_experts", "num_experts_per_tok")
-    inner = read_inner(config, "moe_intermediate_size")
+    experts = read_experts(config, "n_routed_experts")
     shared_inner = read_inner(config, "moe_shared_expert_intermediate_size")
     shared = plain_mlp("mixer.shared_experts.up_proj", "mixer.shared_experts.down_proj", hidden, shared_inner, bias)
     width = read_inner(config, "moe_latent_size", hidden)
@@ -103,10 +103,10 @@ def _experts(config: JsonObject, hidden: int, bias: bool) -> LayerSpec:
         shared = (*shared, *(replace(matrix, bias=bias) for matrix in projections))
     return LayerSpec(
         mixer=None,
-        mlp=plain_mlp("mixer.experts.0.up_proj", "mixer.experts.0.down_proj", width, inner, bias=False),
-        num_experts=count,
-        num_experts_per_tok=per_token,
-        router=gemm("mixer.gate", hidden, count),
+        mlp=plain_mlp("mixer.experts.0.up_proj", "mixer.experts.0.down_proj", width, experts.inner, bias=False),
+        num_experts=experts.count,
+        num_experts_per_tok=experts.per_token,
+        router=gemm("mixer.gate", hidden, experts.count),
         shared_mlp=shared,
     )
 

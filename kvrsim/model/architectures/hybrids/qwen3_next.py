@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures.defaults import filled
+from kvrsim.model.architectures.experts import read_experts
 from kvrsim.model.architectures.mixtures.qwen import read_sparse_layers
 from kvrsim.model.architectures.parts import MAX_WIDTH, Norms, Reader, Shape, assemble, gemm, read_inner, read_shape
-from kvrsim.model.architectures.routed import dense_mlp, left_out, read_counts, read_kinds, routed_mlp
+from kvrsim.model.architectures.routed import beside_shared, dense_mlp, left_out, read_kinds
 from kvrsim.model.gemm import Gemm
 from kvrsim.model.mixers import Attention, Mixer, Recurrence
 from kvrsim.model.spec import LayerSpec, ModelSpec
@@ -34,13 +35,11 @@ def qwen3_5_moe(config: JsonObject, name: str) -> ModelSpec:
 def _mlps(config: JsonObject, sparse: list[bool]) -> list[LayerSpec]:
     """A shared expert with a gate of its own beside the routed ones."""
     hidden = read_shape(config).hidden
-    count, per_token = read_counts(config, "num_experts", "num_experts_per_tok")
     shared = read_inner(config, "shared_expert_intermediate_size")
-    layer = routed_mlp(hidden, count, per_token, read_inner(config, "moe_intermediate_size"))
-    matrices = dense_mlp(hidden, shared).mlp
-    named = [replace(matrix, name=matrix.name.replace("mlp.", "mlp.shared_expert.")) for matrix in matrices]
-    routed = replace(layer, shared_mlp=(*named, gemm("mlp.shared_expert_gate", hidden, 1)))
-    return [routed if here else dense_mlp(hidden, read_inner(config)) for here in sparse]
+    experts = beside_shared(read_experts(config, "num_experts"), shared)
+    experts = replace(experts, shared_gate=True, shared_place="mlp.shared_expert.")
+    dense = dense_mlp(hidden, read_inner(config, config.first_of("intermediate_size", "moe_intermediate_size")))
+    return [experts.sparse(dense, hidden) if here else dense for here in sparse]
 
 
 def _hybrid(config: JsonObject, name: str, mlps: list[LayerSpec], *, fused: bool) -> ModelSpec:

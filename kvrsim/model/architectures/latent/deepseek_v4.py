@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 
 from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures.defaults import filled
+from kvrsim.model.architectures.experts import read_experts
 from kvrsim.model.architectures.latent.deepseek_v32 import index_key_bytes
 from kvrsim.model.architectures.parts import MAX_WIDTH, Norms, Reader, Shape, assemble, gemm, read_num_layers
-from kvrsim.model.architectures.routed import left_out, read_counts, read_kinds
+from kvrsim.model.architectures.routed import left_out, read_kinds
 from kvrsim.model.gemm import Gemm
 from kvrsim.model.mixers import CompressedAttention, Indexer
 from kvrsim.model.spec import LayerSpec, ModelSpec
@@ -89,8 +90,8 @@ class _Shape:
 def deepseek_v4(config: JsonObject, name: str) -> ModelSpec:
     config = filled(config, "deepseek_v4")
     shape, streams = _read_shape(config), config.integer("hc_mult")
-    hidden, inner = shape.hidden, config.integer("moe_intermediate_size", maximum=MAX_WIDTH)
-    count, per_token = read_counts(config, "n_routed_experts", "num_experts_per_tok")
+    hidden = shape.hidden
+    experts = read_experts(config, "n_routed_experts")
     config.integer("n_shared_experts", 1, maximum=1)  # transformers builds one
     # A block reads hc_mult streams and writes one, then reads all and its output and writes all: in passes over
     # hidden_size 3 hc_mult + 2, less the 3 of a residual addition; a norm is two passes.
@@ -100,11 +101,11 @@ def deepseek_v4(config: JsonObject, name: str) -> ModelSpec:
     for rate in _rates(config, read_num_layers(config)):
         layer = LayerSpec(
             mixer=shape.mixer(rate),
-            mlp=_gated("ffn.experts.0", hidden, inner),
-            num_experts=count,
-            num_experts_per_tok=per_token,
-            router=gemm("ffn.gate", hidden, count),
-            shared_mlp=_gated("ffn.shared_experts", hidden, inner),
+            mlp=_gated("ffn.experts.0", hidden, experts.inner),
+            num_experts=experts.count,
+            num_experts_per_tok=experts.per_token,
+            router=gemm("ffn.gate", hidden, experts.count),
+            shared_mlp=_gated("ffn.shared_experts", hidden, experts.inner),
             gated_mlp=True,
             norms_before_mixer=1 + passes,
             norms_after_mixer=1 + passes,
@@ -112,7 +113,7 @@ def deepseek_v4(config: JsonObject, name: str) -> ModelSpec:
         )
         layers.append(layer)
     plain = Shape(layers=len(layers), hidden=hidden, heads=shape.heads, kv_heads=1, head_dim=shape.head_dim)
-    model = assemble(config, name, plain, layers, Norms(count=2), inner=inner)
+    model = assemble(config, name, plain, layers, Norms(count=2), inner=experts.inner)
     head = streams * (streams * hidden + 1) + 1  # makes one stream of all before the last norm
     sentences = (HYPER, ALL_ROUTED, *left_out(config))
     return replace(model, final_norm_parameters=model.final_norm_parameters + head, approximations=sentences)

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures.defaults import filled
+from kvrsim.model.architectures.experts import read_experts
 from kvrsim.model.architectures.parts import MAX_WIDTH, Norms, Reader, assemble, gemm, read_inner, read_shape
-from kvrsim.model.architectures.routed import dense_mlp, left_out, read_counts, read_kinds, routed_mlp
+from kvrsim.model.architectures.routed import beside_shared, dense_mlp, left_out, read_kinds
 from kvrsim.model.mixers import Indexer
 from kvrsim.model.spec import LayerSpec, ModelSpec
 
@@ -57,13 +58,13 @@ def _mlps(config: JsonObject, hidden: int, num_layers: int) -> list[LayerSpec]:
     """By mlp_layer_types, else by moe_layer_freq; all with experts without either."""
     sparse = read_kinds(config, "mlp_layer_types", num_layers, {"dense": False, "sparse": True})
     sparse = sparse or _flags(config, "moe_layer_freq", num_layers) or [True] * num_layers
-    count, per_token = read_counts(config, "num_local_experts", "num_experts_per_tok")
-    place, shared = "block_sparse_moe.", read_inner(config, "shared_intermediate_size")
-    routed = routed_mlp(hidden, count, per_token, read_inner(config), shared_inner=shared, place=place)
+    experts = read_experts(config, "num_local_experts", inner=read_inner(config))
+    experts = beside_shared(experts, read_inner(config, "shared_intermediate_size"), place="block_sparse_moe.")
+    dense = dense_mlp(hidden, read_inner(config, "dense_intermediate_size"))
+    routed = experts.sparse(dense, hidden)
     # The published weights, and lists of quantised modules, name an expert's matrices w1, w3 and w2.
     names = zip(routed.mlp, ("w1", "w3", "w2"), strict=True)
-    routed = replace(routed, mlp=tuple(replace(one, name=f"{place}experts.0.{name}") for one, name in names))
-    dense = dense_mlp(hidden, read_inner(config, "dense_intermediate_size"))
+    routed = replace(routed, mlp=tuple(replace(one, name=f"{experts.place}{name}") for one, name in names))
     return [routed if here else dense for here in sparse]
 
 
