@@ -10,43 +10,39 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvrsim.io.files import write_atomically
-from kvrsim.model.defaults import DEFAULTS
+from kvrsim.model.architectures.defaults import DEFAULTS
 
 # Models whose files name a type that transformers does not have, by the type of the same layers that it has.
-_SAME_LAYERS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
+_SAME_LAYERS = {
+    "deepseek_ref": "deepseek_v4",
+    "kimi_k2": "deepseek_v3",
+    "mimo": "qwen2",
+    "minimax_m3": "minimax_m3_vl_text",
+}
 # Types that transformers has inside of a file of several models alone.
 _ALWAYS_SEVERAL = ("minimax_m3_vl", "qwen3_vl", "qwen3_vl_moe", "step3p7")
 # Modules beside the text model.
 _OTHER_MODULES = ("vision", "visual", "audio", "projector", "patch_merge")
 _ABOUT = "Defaults of transformers' configuration classes, and second names of keys: python -m calibrate.reference"
-_TYPES = [
-    "cohere",
-    "cohere2",
-    "deepseek_v3",
-    "deepseek_v32",
-    "deepseek_v4",
-    "gemma3_text",
-    "gemma4_text",
-    "glm",
-    "glm4",
-    "glm4_moe",
-    "glm_moe_dsa",
-    "gpt2",
-    "kimi_linear",
-    "llama4_text",
-    "mimo_v2_flash",
-    "minimax_m2",
-    "minimax_m3_vl_text",
-    "nemotron_h",
-    "olmo2",
-    "olmo3",
-    "qwen3_5_moe_text",
-    "qwen3_5_text",
-    "qwen3_next",
-    "qwen3_vl_moe_text",
-    "qwen3_vl_text",
-]
-_NOT_SHAPES = ("token", "dropout", "pdrop", "output", "use_cache", "initializer", "summary", "pretraining", "scale_")
+_TYPES = (
+    *("cohere", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "gemma3_text", "gemma4_text"),
+    *("glm", "glm4", "glm4_moe", "glm_moe_dsa", "gpt2", "kimi_linear", "llama4_text", "mimo_v2_flash", "minimax_m2"),
+    *("minimax_m3_vl_text", "nemotron_h", "olmo2", "olmo3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+    *("qwen3_vl_moe_text", "qwen3_vl_text"),
+)
+_NOT_SHAPES = (
+    "token",
+    "dropout",
+    "pdrop",
+    "output",
+    "use_cache",
+    "initializer",
+    "summary",
+    "pretraining",
+    "scale_",
+    "mtp",
+    "nextn",
+)
 
 
 def counted_parameters(fields: Mapping[str, Any]) -> int | None:
@@ -72,11 +68,11 @@ def counted_parameters(fields: Mapping[str, Any]) -> int | None:
     with torch.device("meta"):
         model = factory.from_config(config)
     named = model.named_parameters()
-    return sum(each.numel() for name, each in named if not any(part in name for part in _OTHER_MODULES))
+    return sum(int(each.numel()) for name, each in named if not any(part in name for part in _OTHER_MODULES))
 
 
 def class_defaults(model_type: str) -> dict[str, Any]:
-    """Of a configuration class: defaults of its keys that are whole numbers or flags, and pairs of names for one key."""
+    """Of a configuration class: its keys that are whole numbers or flags, and pairs of names for one key."""
     from transformers import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[model_type]
@@ -86,6 +82,8 @@ def class_defaults(model_type: str) -> dict[str, Any]:
         for name, value in sorted({**{key: value for one in reversed(own) for key, value in one.items()}}.items())
         if isinstance(value, int) and not name.startswith("_") and not any(part in name for part in _NOT_SHAPES)
     }
+    if model_type.removesuffix("_text") in _ALWAYS_SEVERAL:  # the outer file's class says it for both
+        keys["tie_word_embeddings"] = CONFIG_MAPPING[model_type.removesuffix("_text")].tie_word_embeddings
     return {"keys": keys, "names": sorted(getattr(kind, "attribute_map", {}).items())}
 
 

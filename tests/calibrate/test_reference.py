@@ -10,14 +10,16 @@ import pytest
 
 from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures import read_config
-from kvrsim.model.defaults import DEFAULTS, with_defaults
+from kvrsim.model.architectures.defaults import DEFAULTS, filled
 
 pytest.importorskip("transformers")
 
 from calibrate.reference import class_defaults, counted_parameters
 
 TABLE: dict[str, Any] = {key: value for key, value in json.loads(Path(DEFAULTS).read_text()).items() if key[0] != "_"}
-REFUSED = ("gemma4_text",)  # transformers' default has embeddings for each layer
+# Defaults that kvrsim refuses: no number of experts a token, embeddings for each layer, heads that do not divide the
+# hidden size, no list of layers.
+REFUSED = ("deepseek_v2", "gemma4_text", "glm4_moe", "nemotron_h")
 
 
 @pytest.mark.parametrize("model_type", TABLE)
@@ -34,5 +36,5 @@ def test_a_file_that_says_nothing_is_the_default_model(model_type: str) -> None:
 
 def test_either_name_of_a_key_counts() -> None:
     config = JsonObject(fields={"model_type": "gpt2", "hidden_size": 64}, where="model")
-    assert with_defaults(config, "gpt2").fields["n_embd"] == 64
-    assert with_defaults(config, "llama") is config
+    assert filled(config, "gpt2").fields["n_embd"] == 64
+    assert filled(config, "llama") is config

@@ -11,9 +11,10 @@ from pkgutil import walk_packages
 
 from kvrsim.errors import InputError
 from kvrsim.io.json_text import JsonObject
+from kvrsim.model.architectures.defaults import filled
 from kvrsim.model.architectures.multimodal import read_text_part
 from kvrsim.model.architectures.parts import Reader
-from kvrsim.model.defaults import with_defaults
+from kvrsim.model.architectures.routed import left_out as further_tokens
 from kvrsim.model.quantization_config import read_quantization
 from kvrsim.model.spec import ModelSpec
 
@@ -39,14 +40,7 @@ def read_config(config: JsonObject, name: str) -> ModelSpec:
         raise InputError(f"{config.where}: model_type", f"{model_type}, an encoder-decoder", supported)
     if model_type not in _READERS:
         raise config.error("model_type", supported)
-    model = _READERS[model_type](with_defaults(config, model_type), name)
-    told = dict.fromkeys((*left_out, *_later_tokens(config), *model.approximations))
+    model = _READERS[model_type](filled(config, model_type), name)
+    told = dict.fromkeys((*left_out, *further_tokens(config), *model.approximations))
     model = replace(model, approximations=tuple(told))
     return read_quantization(config, model)
-
-
-def _later_tokens(config: JsonObject) -> tuple[str, ...]:
-    """Layers behind the last that guess tokens after the next: engines use them to decode, a prefill needs none."""
-    keys = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules", "mtp_num_hidden_layers")
-    some = any(isinstance(config.fields.get(key), int) and config.fields[key] for key in keys)
-    return ("the layers for multi-token prediction are left out",) if some else ()
