@@ -1,6 +1,7 @@
 """Reading a Hugging Face config.json: a short function an architecture, with transformers' defaults.
 
-A module in one of the folders adds model types by a dictionary READERS; no list names the modules.
+A module in one of the folders adds model types by a dictionary READERS; no list names the modules. Another package adds
+one by an entry point of the group "kvrsim.architectures", whose name is the model type and whose object is a Reader.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from kvrsim.model.architectures.routed import left_out as further_tokens
 from kvrsim.model.quantization_config import read_quantization
 from kvrsim.model.spec import ModelSpec
 
+ENTRY_POINTS = "kvrsim.architectures"
+
 
 def _found() -> dict[str, Reader]:
     """The readers of all modules, by model type."""
@@ -29,6 +32,25 @@ def _found() -> dict[str, Reader]:
 _READERS = _found()
 
 
+def _reader(model_type: str) -> Reader | None:
+    """The reader of a model type, here or of another package; None: there is none."""
+    if model_type in _READERS:
+        return _READERS[model_type]
+    from importlib.metadata import entry_points  # only for types that kvrsim does not know
+
+    entry = next(iter(entry_points(group=ENTRY_POINTS, name=model_type)), None)
+    if entry is None:
+        return None
+    parameter = f"entry point {ENTRY_POINTS}: {model_type}"
+    try:
+        reader: Reader = entry.load()
+    except (ImportError, AttributeError) as error:
+        raise InputError(parameter, entry.value, f"what can be imported ({error})") from None
+    if not callable(reader):
+        raise InputError(parameter, entry.value, "a function of a configuration and a name")
+    return reader
+
+
 def read_config(config: JsonObject, name: str) -> ModelSpec:
     """The model that a config.json describes, of several the text model; InputError names the file and the key."""
     config, left_out = read_text_part(config, set(_READERS))
@@ -38,9 +60,10 @@ def read_config(config: JsonObject, name: str) -> ModelSpec:
     model_type = config.text("model_type")
     if config.flag("is_encoder_decoder", False):
         raise InputError(f"{config.where}: model_type", f"{model_type}, an encoder-decoder", supported)
-    if model_type not in _READERS:
+    reader = _reader(model_type)
+    if reader is None:
         raise config.error("model_type", supported)
-    model = _READERS[model_type](filled(config, model_type), name)
+    model = reader(filled(config, model_type), name)
     told = dict.fromkeys((*left_out, *further_tokens(config), *model.approximations))
     model = replace(model, approximations=tuple(told))
     return read_quantization(config, model)

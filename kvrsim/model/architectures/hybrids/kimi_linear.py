@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvrsim.io.json_text import JsonObject
-from kvrsim.model.architectures.defaults import filled
 from kvrsim.model.architectures.experts import read_experts
 from kvrsim.model.architectures.latent.parts import LatentShape, read_latent_shape
 from kvrsim.model.architectures.parts import MAX_WIDTH, Norms, Reader, assemble, gated_mlp, gemm, read_inner
@@ -19,7 +18,6 @@ BLOCK_RESIDUALS = "attention over earlier blocks' residuals is counted by its pa
 
 
 def kimi_linear(config: JsonObject, name: str) -> ModelSpec:
-    config = filled(config, "kimi_linear")
     shape, blocks = read_latent_shape(config), config.integer("attn_res_block_size", 0, minimum=0)
     gate = gemm("g_proj", shape.hidden, shape.heads * shape.v_head_dim, split="columns")
     gated = gate if config.flag("mla_use_output_gate", False) else None
@@ -45,7 +43,9 @@ def _mlps(config: JsonObject, shape: LatentShape) -> list[LayerSpec]:
     count = config.first_of("num_experts", "num_local_experts")
     chosen = config.first_of("num_experts_per_token", "num_experts_per_tok")
     experts = read_experts(config, count, per_token_key=chosen)
-    shared = experts.inner * config.integer("num_shared_experts", maximum=MAX_WIDTH // experts.inner)
+    shared = experts.inner * config.integer(
+        config.first_of("num_shared_experts", "n_shared_experts"), maximum=MAX_WIDTH // experts.inner
+    )
     dense = dense_mlp(shape.hidden, read_inner(config))
     routed = beside_shared(experts, shared).sparse(dense, shape.hidden)
     if config.has("routed_expert_hidden_size"):

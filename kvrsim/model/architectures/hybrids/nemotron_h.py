@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvrsim.io.json_text import JsonObject
-from kvrsim.model.architectures.defaults import filled
 from kvrsim.model.architectures.experts import read_experts
 from kvrsim.model.architectures.parts import (
     MAX_LAYERS,
@@ -18,7 +17,7 @@ from kvrsim.model.architectures.parts import (
     read_inner,
     read_shape,
 )
-from kvrsim.model.architectures.routed import latent_projections, left_out
+from kvrsim.model.architectures.routed import latent_projections
 from kvrsim.model.mixers import Recurrence
 from kvrsim.model.spec import LayerSpec, ModelSpec
 
@@ -27,7 +26,6 @@ _NEWER_NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
 
 
 def nemotron_h(config: JsonObject, name: str) -> ModelSpec:
-    config = filled(config, "nemotron_h")
     kinds = _kinds(config)
     config = replace(config, fields={**config.fields, "num_hidden_layers": len(kinds)})
     shape, bias = read_shape(config), config.flag("mlp_bias", False)
@@ -43,8 +41,7 @@ def nemotron_h(config: JsonObject, name: str) -> ModelSpec:
     }
     layer_of = {kind: _with_norm(readers[kind](), shape.hidden) for kind in dict.fromkeys(kinds)}
     layers = [layer_of[kind] for kind in kinds]
-    model = assemble(config, name, shape, layers, Norms(count=1), inner=read_inner(config))
-    return replace(model, approximations=left_out(config))
+    return assemble(config, name, shape, layers, Norms(count=1), inner=read_inner(config))
 
 
 def _kinds(config: JsonObject) -> list[str]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvrsim.io.json_text import JsonObject
-from kvrsim.model.architectures.defaults import filled
 from kvrsim.model.architectures.experts import read_experts
 from kvrsim.model.architectures.mixtures.qwen import read_sparse_layers
 from kvrsim.model.architectures.parts import MAX_WIDTH, Norms, Reader, Shape, assemble, gemm, read_inner, read_shape
-from kvrsim.model.architectures.routed import beside_shared, dense_mlp, left_out, read_kinds
+from kvrsim.model.architectures.routed import beside_shared, dense_mlp, read_kinds
 from kvrsim.model.gemm import Gemm
 from kvrsim.model.mixers import Attention, Mixer, Recurrence
 from kvrsim.model.spec import LayerSpec, ModelSpec
@@ -17,18 +16,15 @@ from kvrsim.model.spec import LayerSpec, ModelSpec
 
 def qwen3_next(config: JsonObject, name: str) -> ModelSpec:
     """Queries, keys, values and gates of a delta net from one matrix, decays and strengths from another."""
-    config = filled(config, "qwen3_next")
     return _hybrid(config, name, _mlps(config, read_sparse_layers(config)), fused=True)
 
 
 def qwen3_5(config: JsonObject, name: str) -> ModelSpec:
-    config = filled(config, "qwen3_5_text")
     shape = read_shape(config)
     return _hybrid(config, name, [dense_mlp(shape.hidden, read_inner(config))] * shape.layers, fused=False)
 
 
 def qwen3_5_moe(config: JsonObject, name: str) -> ModelSpec:
-    config = filled(config, "qwen3_5_moe_text")
     return _hybrid(config, name, _mlps(config, [True] * read_shape(config).layers), fused=False)
 
 
@@ -53,8 +49,7 @@ def _hybrid(config: JsonObject, name: str, mlps: list[LayerSpec], *, fused: bool
         mixer, others = kinds[full]
         layers.append(replace(layer, mixer=mixer, other_parameters=layer.other_parameters + others))
     inner = read_inner(config, config.first_of("intermediate_size", "moe_intermediate_size"))
-    model = assemble(config, name, shape, layers, Norms(count=2), inner=inner)
-    return replace(model, approximations=left_out(config))
+    return assemble(config, name, shape, layers, Norms(count=2), inner=inner)
 
 
 def _full_attention(config: JsonObject, num_layers: int) -> list[bool]:

@@ -8,27 +8,23 @@ from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures.defaults import filled
 from kvrsim.model.architectures.latent.parts import read_latent_shape
 from kvrsim.model.architectures.parts import Norms, Reader, assemble, read_inner
-from kvrsim.model.architectures.routed import deepseek_mlps, left_out
+from kvrsim.model.architectures.routed import deepseek_mlps
 from kvrsim.model.spec import ModelSpec
 
 
-def deepseek_v2(config: JsonObject, name: str) -> ModelSpec:
-    return _deepseek(filled(config, "deepseek_v2"), name)
+def kimi_k2(config: JsonObject, name: str) -> ModelSpec:
+    """DeepSeek-V3 by another name."""
+    return deepseek(filled(config, "deepseek_v3"), name)
 
 
-def deepseek_v3(config: JsonObject, name: str) -> ModelSpec:
-    return _deepseek(filled(config, "deepseek_v3"), name)
-
-
-def _deepseek(config: JsonObject, name: str) -> ModelSpec:
+def deepseek(config: JsonObject, name: str) -> ModelSpec:
     shape = read_latent_shape(config)
     mixer, norms = shape.attention(), shape.norm_parameters
     layers = [
         replace(layer, mixer=mixer, other_parameters=layer.other_parameters + norms)
         for layer in deepseek_mlps(config, shape.hidden, shape.layers)
     ]
-    model = assemble(config, name, shape.plain, layers, Norms(count=2), inner=read_inner(config))
-    return replace(model, approximations=left_out(config))
+    return assemble(config, name, shape.plain, layers, Norms(count=2), inner=read_inner(config))
 
 
-READERS: dict[str, Reader] = {"deepseek_v2": deepseek_v2, "deepseek_v3": deepseek_v3, "kimi_k2": deepseek_v3}
+READERS: dict[str, Reader] = {"deepseek_v2": deepseek, "deepseek_v3": deepseek, "kimi_k2": kimi_k2}

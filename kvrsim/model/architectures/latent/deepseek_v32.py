@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvrsim.io.json_text import JsonObject
-from kvrsim.model.architectures.defaults import filled
 from kvrsim.model.architectures.latent.parts import LatentShape, read_latent_shape
 from kvrsim.model.architectures.parts import MAX_WIDTH, Norms, Reader, assemble, gemm, read_inner, read_num_layers
-from kvrsim.model.architectures.routed import deepseek_mlps, left_out, read_kinds
+from kvrsim.model.architectures.routed import deepseek_mlps, read_kinds
 from kvrsim.model.mixers import Indexer
 from kvrsim.model.spec import ModelSpec
 
@@ -44,13 +43,11 @@ def read_indexer(config: JsonObject, shape: LatentShape) -> tuple[Indexer, int]:
 
 
 def deepseek_v32(config: JsonObject, name: str) -> ModelSpec:
-    config = filled(config, "deepseek_v32")
     return _sparse(config, name, [True] * read_num_layers(config))
 
 
 def glm_moe_dsa(config: JsonObject, name: str) -> ModelSpec:
     """Some layers take the choice of the layer before them."""
-    config = filled(config, "glm_moe_dsa")
     return _sparse(config, name, _own_indexers(config, read_latent_shape(config).layers))
 
 
@@ -84,7 +81,7 @@ def _sparse(config: JsonObject, name: str, own_indexers: list[bool]) -> ModelSpe
         layers.append(replace(layer, mixer=mixer, other_parameters=layer.other_parameters + norms))
     model = assemble(config, name, shape.plain, layers, Norms(count=2), inner=read_inner(config))
     shared = () if all(own_indexers) else (SHARED_INDEXERS,)
-    return replace(model, approximations=(*left_out(config), *shared))
+    return replace(model, approximations=shared)
 
 
 READERS: dict[str, Reader] = {"deepseek_v32": deepseek_v32, "glm_moe_dsa": glm_moe_dsa}

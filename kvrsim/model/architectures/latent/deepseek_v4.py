@@ -12,7 +12,7 @@ from kvrsim.model.architectures.defaults import filled
 from kvrsim.model.architectures.experts import read_experts
 from kvrsim.model.architectures.latent.deepseek_v32 import index_key_bytes
 from kvrsim.model.architectures.parts import MAX_WIDTH, Norms, Reader, Shape, assemble, gemm, read_num_layers
-from kvrsim.model.architectures.routed import left_out, read_kinds
+from kvrsim.model.architectures.routed import read_kinds
 from kvrsim.model.gemm import Gemm
 from kvrsim.model.mixers import CompressedAttention, Indexer
 from kvrsim.model.spec import LayerSpec, ModelSpec
@@ -115,7 +115,7 @@ def deepseek_v4(config: JsonObject, name: str) -> ModelSpec:
     plain = Shape(layers=len(layers), hidden=hidden, heads=shape.heads, kv_heads=1, head_dim=shape.head_dim)
     model = assemble(config, name, plain, layers, Norms(count=2), inner=experts.inner)
     head = streams * (streams * hidden + 1) + 1  # makes one stream of all before the last norm
-    sentences = (HYPER, ALL_ROUTED, *left_out(config))
+    sentences = (HYPER, ALL_ROUTED)
     return replace(model, final_norm_parameters=model.final_norm_parameters + head, approximations=sentences)
 
 

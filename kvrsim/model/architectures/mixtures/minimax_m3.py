@@ -8,7 +8,7 @@ from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures.defaults import filled
 from kvrsim.model.architectures.experts import read_experts
 from kvrsim.model.architectures.parts import MAX_WIDTH, Norms, Reader, assemble, gemm, read_inner, read_shape
-from kvrsim.model.architectures.routed import beside_shared, dense_mlp, left_out, read_kinds
+from kvrsim.model.architectures.routed import beside_shared, dense_mlp, read_kinds
 from kvrsim.model.mixers import Indexer
 from kvrsim.model.spec import LayerSpec, ModelSpec
 
@@ -33,8 +33,7 @@ def minimax_m3(config: JsonObject, name: str) -> ModelSpec:
     for layer, chosen in zip(_mlps(config, shape.hidden, shape.layers), _chosen(config, shape.layers), strict=True):
         mixer, others = kinds[chosen]
         layers.append(replace(layer, mixer=mixer, other_parameters=layer.other_parameters + others))
-    model = assemble(config, name, shape, layers, Norms(count=2, qk=True), inner=read_inner(config))
-    return replace(model, approximations=left_out(config))
+    return assemble(config, name, shape, layers, Norms(count=2, qk=True), inner=read_inner(config))
 
 
 def _chosen(config: JsonObject, num_layers: int) -> list[bool]:
