@@ -93,6 +93,7 @@ class SoftmaxMixing(MergedMixing):
             num_key_value_heads=mixer.num_key_value_heads,
             head_dim=mixer.head_dim,
             v_head_dim=mixer.v_head_dim,
+            reach=mixer.reach,
             score_bytes=self.cost.score_bytes(self.setting.model),
             own=own,
         )

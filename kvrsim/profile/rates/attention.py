@@ -100,6 +100,8 @@ class FlashRates:
         Slots are always busy, and no tile or block is there for part of its queries or keys.
         """
         keys = call.prefix + (0.5 if self.causal else 1.0) * call.chunk
+        if self.causal and call.reach is not None:
+            keys = np.minimum(keys, call.causal / np.maximum(call.chunk, 1.0))
         queries = call.chunk * (batch * call.num_attention_heads / self.tile_rows)
         tile_s = 0.0 if self.splits_keys else self.tile_s
         slots_s = queries * (tile_s + keys * (self.block_s * call.mean_head_dim / 128 / self.key_block))
@@ -126,7 +128,14 @@ class FlashRates:
         if self.causal and call.own:
             first = np.minimum(np.ceil((call.prefix + np.minimum(rows, call.chunk)) / self.key_block), most)
         dear = call.own * (self.diagonal_cost - 1.0) * call.chunk / self.key_block
-        mean = 0.5 * (first + most) + dear * (0.5 if self.causal else 1.0)
+        mean = 0.5 * (first + most)
+        if self.causal and call.reach is not None:  # blocks that no query of the tile sees are skipped
+            within = np.ceil((call.reach + 2 * rows) / self.key_block)  # its edges cut blocks
+            first, most = np.minimum(first, within), np.minimum(most, within)
+            dear = np.minimum(dear, (self.diagonal_cost - 1.0) * within)
+            seen = (call.causal / np.maximum(call.chunk, 1.0) + 2 * rows) / self.key_block + 1.0
+            mean = np.minimum(mean, np.clip(seen, first, most))
+        mean = mean + dear * (0.5 if self.causal else 1.0)
         longest_s = self.tile_s + (most + dear) * step_s
         busy_s = tiles * (self.tile_s + mean * step_s) / self.concurrent_tiles
         waves = np.ceil(tiles / self.concurrent_tiles)

@@ -26,6 +26,7 @@ class AttentionCall:
     head_dim: int  # of queries and keys
     v_head_dim: int | None = None  # of values; None: as of keys
     score_bytes: float  # that an eager kernel moves per element of the score matrix
+    reach: int | None = None  # keys that a query sees at most, itself included; None: all up to its own
     own: bool = True  # the chunk's own keys follow the prefix, and are masked and appended; False: the prefix alone
     latent: bool = False  # keys and values are made of one latent a token, or are the latents
 

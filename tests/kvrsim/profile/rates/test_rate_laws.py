@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -124,6 +125,7 @@ def caller(rng: Draws) -> Callable[[Array, Array], AttentionCall]:
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
             score_bytes=28.0,
+            reach=None if np.isinf(window) else int(window),
         )
 
     return call
@@ -164,6 +166,21 @@ def test_attention_never_takes_less_with_queries_or_keys(kernel: str, rng: Draws
             assert rises(rates.seconds(call(fixed, tokens), batch, element_bytes)), "more keys"
     one, many = (rates.seconds(call(tokens, tokens[::-1]), batch, element_bytes) for batch in (1, 3))
     assert (many >= one * (1 - SLACK)).all(), "more sequences"
+
+
+@given(rng=draws())
+@examples(100)
+def test_flash_skips_what_no_query_sees(rng: Draws) -> None:
+    """A window never costs more than none, a wide one as much as none, a long chunk in proportion to its queries."""
+    rates, tokens = any_flash(rng, any_gpu(rng)), sizes(rng)
+    call = caller(rng)(tokens, 0.0 * tokens)
+    whole = replace(call, reach=None, causal=0.5 * tokens * tokens)
+    windows = [1, 64, 1024, 10**9]
+    causals = [np.minimum(tokens, one) * (tokens - 0.5 * np.minimum(tokens, one)) for one in windows]
+    calls = [replace(call, reach=one, causal=causal) for one, causal in zip(windows, causals, strict=True)]
+    seconds = [rates.seconds(one, 1, 2) for one in (*calls, whole)]
+    assert all((less <= more * (1 + SLACK)).all() for less, more in itertools.pairwise(seconds))
+    assert seconds[-2] == pytest.approx(seconds[-1])
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
