@@ -254,6 +254,7 @@ def _model_notes(scenario: Scenario) -> list[str]:
     if trained is not None and request.context_len > trained:
         what = f"the max_position_embeddings of {model.name} ({trained})"
         notes.append(f"{request.context_len} tokens exceed {what}; simulated anyway")
+    notes.extend(f"{model.name}: {sentence}" for sentence in model.approximations)
     notes.extend(precision_notes(model, request.dtype, scenario.profile, scenario.cluster.gpu))
     return notes
 
@@ -277,7 +278,7 @@ def _range_notes(scenario: Scenario, profile: CalibrationProfile) -> list[str]:
     ]
     if profile.gpu != scenario.cluster.gpu.name:
         notes.append(f"profile {profile.name} was measured on {profile.gpu}, not on {scenario.cluster.gpu.name}")
-    if model.layers[0].num_experts:
+    if any(layer.num_experts for layer in model.layer_kinds):
         notes.append(
             "mixture of experts: all experts are taken to see equal shares of the tokens; dispatch is not modelled"
         )

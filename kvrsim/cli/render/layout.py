@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 _NO_TERMINAL = 118  # columns, where output goes to a file or a pipe
 _WIDE = 100  # columns; from here on there is room for two blanks between a table's columns
-_GEMM = {"name", "in_features", "out_features", "bias"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +141,7 @@ def show_tree(name: str, content: Mapping[str, Any]) -> None:
 
 def _branch(content: Mapping[str, Any], indent: str) -> Iterator[tuple[str, str]]:
     for key, value in content.items():
-        if isinstance(value, Mapping) and set(value) != _GEMM:
+        if isinstance(value, Mapping):
             yield f"{indent}{key}", ""
             yield from _branch(value, indent + "  ")
         elif _holds_objects(value):
@@ -157,9 +156,6 @@ def _holds_objects(value: object) -> bool:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, Mapping):
-        bias = " with bias" if value["bias"] else ""
-        return f"{value['name']}: {value['in_features']} to {value['out_features']}{bias}"
     if isinstance(value, list | tuple):
         return ", ".join(map(_shown, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
