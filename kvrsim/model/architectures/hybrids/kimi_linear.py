@@ -43,9 +43,8 @@ def _mlps(config: JsonObject, shape: LatentShape) -> list[LayerSpec]:
     count = config.first_of("num_experts", "num_local_experts")
     chosen = config.first_of("num_experts_per_token", "num_experts_per_tok")
     experts = read_experts(config, count, per_token_key=chosen)
-    shared = experts.inner * config.integer(
-        config.first_of("num_shared_experts", "n_shared_experts"), maximum=MAX_WIDTH // experts.inner
-    )
+    shared_key = config.first_of("num_shared_experts", "n_shared_experts")
+    shared = experts.inner * config.integer(shared_key, minimum=0, maximum=MAX_WIDTH // experts.inner)
     dense = dense_mlp(shape.hidden, read_inner(config))
     routed = beside_shared(experts, shared).sparse(dense, shape.hidden)
     if config.has("routed_expert_hidden_size"):

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from calibrate.reference import counted_parameters
 from kvrsim.errors import InputError
 from kvrsim.model import architectures
-from tests.kvrsim.model.architectures.counted import parameters
 from tests.kvrsim.model.model_configs import GQA, load
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -56,7 +56,7 @@ def test_a_file_in_the_folder_adds_its_types(tmp_path: Path, monkeypatch: pytest
     sys.modules.pop("kvrsim.model.architectures.olmoe")
     assert set(found) - before == {"olmoe"}
     monkeypatch.setattr(architectures, "_READERS", found)
-    assert load(tmp_path, OLMOE).num_parameters == parameters(OLMOE)
+    assert load(tmp_path, OLMOE).num_parameters == counted_parameters(OLMOE)
 
 
 def test_another_package_adds_a_type(folder: Path, tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_another_package_adds_a_type(folder: Path, tmp_path: Path) -> None:
         load(tmp_path, OLMOE)
     install(folder, example())
     importlib.invalidate_caches()
-    assert load(tmp_path, OLMOE).num_parameters == parameters(OLMOE)
+    assert load(tmp_path, OLMOE).num_parameters == counted_parameters(OLMOE)
 
 
 @pytest.mark.parametrize("code", ["import no_such_module", "OTHER = 3", "olmoe = 3"])
