@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvrsim.model.spec import ModelSpec
-
-_NO_MIXER = "MLP alone"
+from kvrsim.model.spec import LayerSpec, ModelSpec
 
 
 def mixers_of(model: ModelSpec) -> dict[str, int]:
     """The kinds of mixers in words, in order of their first layers, and how many layers have each."""
-    return dict(Counter(_NO_MIXER if layer.mixer is None else layer.mixer.title for layer in model.layers))
+    return dict(Counter(map(mixer_title, model.layers)))
+
+
+def mixer_title(layer: LayerSpec) -> str:
+    """How a layer sees earlier tokens; of one that does not, what it is."""
+    if layer.mixer is not None:
+        return layer.mixer.title
+    return "experts alone" if layer.num_experts else "MLP alone"
 
 
 def describe_mixers(model: ModelSpec) -> str:

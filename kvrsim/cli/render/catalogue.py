@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrsim.cli.render.layout import columns, facts, show
-from kvrsim.model.describe import describe_mixers, describe_parameters
+from kvrsim.model.describe import describe_mixers, describe_parameters, mixer_title
 from kvrsim.model.mixers import Attention, LatentAttention, Mixer, Recurrence
 from kvrsim.units import format_bandwidth, format_bytes, format_seconds, format_tokens
 
@@ -56,10 +56,8 @@ def show_models(models: Sequence[ModelSpec]) -> None:
         )
         for sentence in model.approximations:
             approximated.setdefault(sentence, []).append(model.name)
-    notes = facts()
-    for sentence, names in approximated.items():
-        notes.add_row(f"{sentence}:", ", ".join(names))
-    show(*([table, "", notes] if approximated else [table]))
+    notes = [f"{sentence}: {', '.join(names)}" for sentence, names in approximated.items()]
+    show(table, *(["", *notes] if notes else []))
 
 
 def show_model(model: ModelSpec) -> None:
@@ -82,7 +80,7 @@ def show_model(model: ModelSpec) -> None:
         table.add_row(label, text)
     for kind in model.layer_kinds:
         table.add_row("", "")
-        table.add_row(f"{model.layers.count(kind)} layers", "MLP alone" if kind.mixer is None else kind.mixer.title)
+        table.add_row(f"{model.layers.count(kind)} layers", mixer_title(kind))
         for label, text in _layer_rows(kind):
             table.add_row(f"  {label}", text)
     show(Text(model.name, style="bold"), table)

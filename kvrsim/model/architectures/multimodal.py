@@ -32,4 +32,4 @@ def read_text_part(config: JsonObject, model_types: set[str]) -> tuple[JsonObjec
     towers = [tower for tower, keys in _TOWERS.items() if any(config.has(key) for key in keys)]
     left_out = tuple(f"the {tower} tower is left out" for tower in towers)
     text = replace(text, fields={**text.fields, **inherited})
-    return text, left_out or ("of the file only the text model is read",)
+    return text, left_out or ("what is beside the text model, such as a vision tower, is left out",)

@@ -38,6 +38,29 @@ PUBLISHED = {
     "gpt-oss-20b": 20_914_757_184,
     "falcon-180b": 178_557_088_768,  # 179.52e9 in the weight files, less the tied head
 }
+# Of these the text model, which transformers counts as many of; what is published has towers and further layers, too.
+PUBLISHED |= {
+    "deepseek-v3": 671_026_404_352,  # 671 B (arXiv:2412.19437)
+    "deepseek-v3.2": 671_877_929_216,
+    "gemma-3-27b": 27_009_346_304,  # 1416 M embedding and 25600 M others (arXiv:2503.19786, Table 1)
+    "glm-5": 743_911_199_232,
+    "gpt-oss-120b": 116_829_156_672,  # 116.83 B (arXiv:2508.10925, Table 1)
+    "kimi-k2": 1_026_408_209_408,  # 1.04 T with the further layer (arXiv:2507.20534)
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-4-scout": 107_769_861_120,  # 109 B with the vision tower
+    "minimax-m2.5": 228_689_748_992,
+    "nemotron-3-nano-30b-a3b": 31_577_937_344,
+    "nemotron-3-super-120b-a12b": 120_668_687_360,
+    "nemotron-h-56b": 56_324_350_464,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-next-80b-a3b": 79_674_391_296,  # 80 B
+    "qwen3.5-27b": 26_895_998_464,
+    "qwen3.5-35b-a3b": 34_660_610_688,
+    "qwen3.5-397b-a17b": 396_346_350_336,
+}
 VARIANTS = {"llama-7b-gqa8": 5_933_109_248, "llama-7b-mqa": 5_698_228_224}  # counted by transformers
 
 # Small models of each architecture, counted by building them with transformers 5.23.
@@ -133,6 +156,28 @@ def test_builtin_models_have_their_parameters(name: str, count: int) -> None:
 @pytest.mark.parametrize(("count", "config"), COUNTED, ids=lambda value: str(value)[:40])
 def test_architectures_count_as_transformers_does(tmp_path: Path, count: int, config: dict[str, Any]) -> None:
     assert load(tmp_path, config).num_parameters == count
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),  # as the model's name or its report has them
+    [
+        *(
+            ("qwen3-235b-a22b", 22),
+            ("deepseek-v3", 37),
+            ("kimi-k2", 32.6),
+            ("gpt-oss-120b", 5.13),
+            ("gpt-oss-20b", 3.61),
+        ),
+        *(("llama-4-scout", 17), ("nemotron-3-super-120b-a12b", 12.7), ("qwen3.5-397b-a17b", 17)),
+    ],
+)
+def test_active_parameters_are_the_published_ones(name: str, billions: float) -> None:
+    """Reports leave out one of embedding and head, or both."""
+    model = load_model(name)
+    embedding = model.vocab_size * model.hidden_size / 1e9
+    active = model.active_parameters / 1e9
+    assert active - 2 * embedding <= billions * 1.01
+    assert billions * 0.99 <= active
 
 
 def test_active_parameters_of_a_mixture() -> None:
