@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 
 from kvrsim.errors import InputError
@@ -57,6 +58,8 @@ def config_path(name: str, argument: str) -> Path:
     except (OSError, ValueError):  # a path that is too long or forbidden
         is_folder, exists = False, False
     if not exists:
-        accepted = f"a path to a config.json or its folder, or one of {', '.join(builtin_models())}"
+        near = get_close_matches(name[:100], builtin_models(), n=5, cutoff=0.5)
+        some = f", such as {', '.join(near)}" if near else ""
+        accepted = f"a path to a config.json or its folder, or one of what `kvrsim models list` lists{some}"
         raise InputError(argument, name, accepted)
     return path / "config.json" if is_folder else path
