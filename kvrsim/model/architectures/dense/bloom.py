@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvrsim.io.json_text import JsonObject
-from kvrsim.model.architectures.parts import Norms, assemble, plain_mlp, read_inner, read_shape
+from kvrsim.model.architectures.parts import Norms, Reader, assemble, plain_mlp, read_inner, read_shape
 from kvrsim.model.spec import ModelSpec
 
 
@@ -16,3 +16,6 @@ def bloom(config: JsonObject, name: str) -> ModelSpec:
     return assemble(
         config, name, shape, layers, norms, inner=inner, tied=True, alibi=True, embedding_norm_parameters=of_embedding
     )
+
+
+READERS: dict[str, Reader] = {"bloom": bloom}

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures.dense.llama import Family, llama_like
-from kvrsim.model.architectures.parts import Norms, read_num_layers
+from kvrsim.model.architectures.parts import Norms, Reader, read_num_layers
 from kvrsim.model.architectures.windows import Windows, period_windows
 from kvrsim.model.mixers import Attention
 from kvrsim.model.spec import ModelSpec
@@ -33,3 +33,9 @@ def _cohere(config: JsonObject, name: str, norms: Norms, windows: Windows) -> Mo
     bias = config.flag("attention_bias", False)
     family = Family(qkv_bias=bias, output_bias=bias, norms=norms, tied=True)
     return replace(llama_like(config, name, family, windows), parallel_attn=True)
+
+
+READERS: dict[str, Reader] = {
+    "cohere": cohere,
+    "cohere2": cohere2,
+}

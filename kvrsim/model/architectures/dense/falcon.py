@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvrsim.io.json_text import JsonObject
-from kvrsim.model.architectures.parts import Norms, assemble, plain_mlp, read_inner, read_shape
+from kvrsim.model.architectures.parts import Norms, Reader, assemble, plain_mlp, read_inner, read_shape
 from kvrsim.model.spec import ModelSpec
 
 
@@ -45,3 +45,10 @@ def _num_norms(config: JsonObject, parallel: bool, grouped: bool) -> int:
     if not parallel:
         return 2
     return config.integer("num_ln_in_parallel_attn", 2 if grouped else 1, maximum=2)
+
+
+READERS: dict[str, Reader] = {
+    "falcon": falcon,
+    "RefinedWeb": refined_web,  # Falcon 40B as first published
+    "RefinedWebModel": refined_web_model,  # Falcon 7B and the RefinedWeb models as first published
+}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures.dense.llama import Family, llama_like
-from kvrsim.model.architectures.parts import Norms, read_shape
+from kvrsim.model.architectures.parts import Norms, Reader, read_shape
 from kvrsim.model.architectures.windows import period_windows
 from kvrsim.model.spec import ModelSpec
 
@@ -26,3 +26,10 @@ def gemma3_text(config: JsonObject, name: str) -> ModelSpec:
     family = Family(qkv_bias=bias, output_bias=bias, head_dim=256, norms=norms, tied=True)
     period = config.integer("sliding_window_pattern", 6)
     return llama_like(config, name, family, period_windows(config, 4096, period))
+
+
+READERS: dict[str, Reader] = {
+    "gemma": gemma,
+    "gemma2": gemma2,
+    "gemma3_text": gemma3_text,
+}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures.dense.llama import Family, llama_like
-from kvrsim.model.architectures.parts import Norms, read_num_layers
+from kvrsim.model.architectures.parts import Norms, Reader, read_num_layers
 from kvrsim.model.spec import ModelSpec
 
 
@@ -19,3 +19,9 @@ def glm4(config: JsonObject, name: str) -> ModelSpec:
 def _glm(config: JsonObject, name: str, norms: Norms) -> ModelSpec:
     family = Family(qkv_bias=config.flag("attention_bias", True), head_dim=128, norms=norms, fused_mlp=True)
     return llama_like(config, name, family, [None] * read_num_layers(config))
+
+
+READERS: dict[str, Reader] = {
+    "glm": glm,
+    "glm4": glm4,
+}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvrsim.io.json_text import JsonObject
-from kvrsim.model.architectures.parts import Norms, assemble, plain_mlp, read_inner, read_shape
+from kvrsim.model.architectures.parts import Norms, Reader, assemble, plain_mlp, read_inner, read_shape
 from kvrsim.model.spec import ModelSpec
 
 
@@ -17,3 +17,6 @@ def gpt2(config: JsonObject, name: str) -> ModelSpec:
     positions = config.integer(config.first_of("n_positions", "max_position_embeddings"), 1024)
     layers = [layer] * shape.layers
     return assemble(config, name, shape, layers, norms, inner=inner, tied=True, learned_positions=positions)
+
+
+READERS: dict[str, Reader] = {"gpt2": gpt2}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvrsim.io.json_text import JsonObject
-from kvrsim.model.architectures.parts import Norms, assemble, plain_mlp, read_inner, read_shape
+from kvrsim.model.architectures.parts import Norms, Reader, assemble, plain_mlp, read_inner, read_shape
 from kvrsim.model.spec import ModelSpec
 
 
@@ -14,3 +14,6 @@ def gpt_neox(config: JsonObject, name: str) -> ModelSpec:
     layer = norms.layer(shape, mixer, plain_mlp("dense_h_to_4h", "dense_4h_to_h", shape.hidden, inner, bias=True))
     parallel = config.flag("use_parallel_residual", True)
     return assemble(config, name, shape, [layer] * shape.layers, norms, inner=inner, parallel=parallel)
+
+
+READERS: dict[str, Reader] = {"gpt_neox": gpt_neox}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvrsim.io.json_text import JsonObject
-from kvrsim.model.architectures.parts import Norms, assemble, plain_mlp, read_inner, read_shape
+from kvrsim.model.architectures.parts import Norms, Reader, assemble, plain_mlp, read_inner, read_shape
 from kvrsim.model.spec import ModelSpec
 
 
@@ -14,3 +14,6 @@ def gptj(config: JsonObject, name: str) -> ModelSpec:
     layer = norms.layer(shape, mixer, plain_mlp("fc_in", "fc_out", shape.hidden, inner, bias=True))
     layers = [layer] * shape.layers
     return assemble(config, name, shape, layers, norms, inner=inner, parallel=True, head_bias=True)
+
+
+READERS: dict[str, Reader] = {"gptj": gptj}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures.dense.llama import Family, llama_like
-from kvrsim.model.architectures.parts import read_num_layers
+from kvrsim.model.architectures.parts import Reader, read_num_layers
 from kvrsim.model.spec import ModelSpec
 
 
@@ -18,3 +18,9 @@ def internlm2(config: JsonObject, name: str) -> ModelSpec:
     bias = config.flag("bias", True)
     family = Family(qkv_bias=bias, output_bias=bias, fused_qkv="wqkv")
     return llama_like(config, name, family, [None] * read_num_layers(config))
+
+
+READERS: dict[str, Reader] = {
+    "internlm": internlm,
+    "internlm2": internlm2,
+}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kvrsim.io.json_text import JsonObject
-from kvrsim.model.architectures.parts import Norms, Shape, assemble, gated_mlp, gemm, read_inner, read_shape
+from kvrsim.model.architectures.parts import Norms, Reader, Shape, assemble, gated_mlp, gemm, read_inner, read_shape
 from kvrsim.model.architectures.windows import Windows, qwen_windows, same_window
 from kvrsim.model.spec import LayerSpec, ModelSpec
 
@@ -73,3 +73,16 @@ def qwen3(config: JsonObject, name: str) -> ModelSpec:
 
 def phi3(config: JsonObject, name: str) -> ModelSpec:
     return llama_like(config, name, Family(fused_qkv="qkv_proj", fused_mlp=True), same_window(config))
+
+
+READERS: dict[str, Reader] = {
+    "llama": llama,
+    "mimo": qwen2,
+    "mistral": mistral,
+    "phi3": phi3,
+    "qwen2": qwen2,
+    "qwen2_5_vl_text": qwen2,
+    "qwen2_vl_text": qwen2,
+    "qwen3": qwen3,
+    "qwen3_vl_text": qwen3,
+}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvrsim.io.json_text import JsonObject
-from kvrsim.model.architectures.parts import MAX_WIDTH, Norms, Shape, assemble, gated_mlp, read_num_layers
+from kvrsim.model.architectures.parts import MAX_WIDTH, Norms, Reader, Shape, assemble, gated_mlp, read_num_layers
 from kvrsim.model.gemm import Gemm
 from kvrsim.model.mixers import Attention
 from kvrsim.model.spec import LayerSpec, ModelSpec
@@ -75,3 +75,6 @@ def _plain(part: JsonObject, *absent: str) -> None:
     for key in absent:
         if part.has(key):
             raise part.error(key, "null")
+
+
+READERS: dict[str, Reader] = {"nemotron-nas": nemotron_nas}

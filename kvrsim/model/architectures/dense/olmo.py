@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures.dense.llama import Family, llama_like
-from kvrsim.model.architectures.parts import Norms, read_num_layers
+from kvrsim.model.architectures.parts import Norms, Reader, read_num_layers
 from kvrsim.model.architectures.windows import Windows, period_windows
 from kvrsim.model.spec import ModelSpec
 
@@ -22,3 +22,9 @@ def _olmo(config: JsonObject, name: str, windows: Windows) -> ModelSpec:
     bias = config.flag("attention_bias", False)
     norms = Norms(count=2, before=0, qk=True, qk_of_heads=True)
     return llama_like(config, name, Family(qkv_bias=bias, output_bias=bias, norms=norms), windows)
+
+
+READERS: dict[str, Reader] = {
+    "olmo2": olmo2,
+    "olmo3": olmo3,
+}

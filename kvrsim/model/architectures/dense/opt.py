@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvrsim.io.json_text import JsonObject
-from kvrsim.model.architectures.parts import Norms, assemble, plain_mlp, read_inner, read_shape
+from kvrsim.model.architectures.parts import Norms, Reader, assemble, plain_mlp, read_inner, read_shape
 from kvrsim.model.spec import ModelSpec
 
 _OFFSET = 2  # rows of the position embedding before that of the first token
@@ -22,3 +22,6 @@ def opt(config: JsonObject, name: str) -> ModelSpec:
     positions = config.integer("max_position_embeddings", 2048) + _OFFSET
     layers = [layer] * shape.layers
     return assemble(config, name, shape, layers, norms, inner=inner, tied=True, learned_positions=positions)
+
+
+READERS: dict[str, Reader] = {"opt": opt}

@@ -9,6 +9,7 @@ from kvrsim.model.architectures.experts import read_experts
 from kvrsim.model.architectures.parts import (
     MAX_WIDTH,
     Norms,
+    Reader,
     Shape,
     assemble,
     gated_mlp,
@@ -68,3 +69,6 @@ def _with_experts(config: JsonObject, layer: LayerSpec, hidden: int) -> LayerSpe
     sparse = experts.sparse(layer, hidden)
     shared = tuple(replace(gemm, name=f"mlp.{gemm.name}") for gemm in layer.mlp)
     return replace(sparse, shared_mlp=shared, norms_after_mixer=layer.norms_after_mixer + 3)
+
+
+READERS: dict[str, Reader] = {"gemma4_text": gemma4_text}

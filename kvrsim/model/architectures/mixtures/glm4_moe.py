@@ -7,7 +7,7 @@ from dataclasses import replace
 from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures.dense.llama import Family
 from kvrsim.model.architectures.experts import mixture, read_experts
-from kvrsim.model.architectures.parts import Norms, read_num_layers
+from kvrsim.model.architectures.parts import Norms, Reader, read_num_layers
 from kvrsim.model.spec import ModelSpec
 
 
@@ -27,3 +27,6 @@ def glm4_moe(config: JsonObject, name: str) -> ModelSpec:
     norms = Norms(count=2, qk=config.flag("use_qk_norm", False))
     family = Family(qkv_bias=config.flag("attention_bias", False), norms=norms)
     return mixture(config, name, family, experts, [None] * layers, [layer >= dense for layer in range(layers)])
+
+
+READERS: dict[str, Reader] = {"glm4_moe": glm4_moe}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures.dense.llama import Family
 from kvrsim.model.architectures.experts import mixture, read_experts
-from kvrsim.model.architectures.parts import read_inner, read_num_layers
+from kvrsim.model.architectures.parts import Reader, read_inner, read_num_layers
 from kvrsim.model.architectures.windows import gpt_oss_windows
 from kvrsim.model.spec import ModelSpec
 
@@ -22,3 +22,6 @@ def gpt_oss(config: JsonObject, name: str) -> ModelSpec:
     sinks = model.num_attention_heads
     with_sinks = {kind: replace(kind, other_parameters=kind.other_parameters + sinks) for kind in model.layer_kinds}
     return replace(model, layers=tuple(with_sinks[layer] for layer in model.layers))
+
+
+READERS: dict[str, Reader] = {"gpt_oss": gpt_oss}

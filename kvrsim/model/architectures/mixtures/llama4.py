@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures.experts import read_experts
-from kvrsim.model.architectures.parts import Norms, assemble, gated_mlp, read_inner, read_num_layers, read_shape
+from kvrsim.model.architectures.parts import Norms, Reader, assemble, gated_mlp, read_inner, read_num_layers, read_shape
 from kvrsim.model.architectures.windows import read_layer_types, read_window
 from kvrsim.model.spec import ModelSpec
 
@@ -52,3 +52,6 @@ def _sparse_layers(config: JsonObject, layers: int) -> list[int]:
     if any(isinstance(layer, bool) or not isinstance(layer, int) for layer in named):
         raise config.error("moe_layers", "an array of layer numbers")
     return [layer for layer in named if isinstance(layer, int)]
+
+
+READERS: dict[str, Reader] = {"llama4_text": llama4_text}

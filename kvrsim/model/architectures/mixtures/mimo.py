@@ -10,6 +10,7 @@ from kvrsim.model.architectures.experts import read_experts
 from kvrsim.model.architectures.parts import (
     MAX_WIDTH,
     Norms,
+    Reader,
     Shape,
     assemble,
     gated_mlp,
@@ -85,3 +86,6 @@ def _flags(config: JsonObject, key: str, default: list[bool]) -> list[bool]:
     if flags and len(flags) != len(default):
         raise config.error(key, f"an array of {len(default)}, one a layer")
     return [flag == 1 for flag in flags] or default
+
+
+READERS: dict[str, Reader] = {"mimo_v2_flash": mimo_v2_flash}

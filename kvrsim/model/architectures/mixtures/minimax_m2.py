@@ -7,7 +7,7 @@ from dataclasses import replace
 from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures.dense.llama import Family
 from kvrsim.model.architectures.experts import mixture, read_experts
-from kvrsim.model.architectures.parts import Norms, read_inner, read_num_layers
+from kvrsim.model.architectures.parts import Norms, Reader, read_inner, read_num_layers
 from kvrsim.model.spec import ModelSpec
 
 _PLACE = "block_sparse_moe."
@@ -25,3 +25,6 @@ def minimax_m2(config: JsonObject, name: str) -> ModelSpec:
     experts = replace(experts, router=f"{_PLACE}gate", place=f"{_PLACE}experts.0.")
     norms = Norms(count=2, qk=config.flag("use_qk_norm", True), qk_of_heads=True)
     return mixture(config, name, Family(head_dim=128, norms=norms), experts, [None] * layers, [True] * layers)
+
+
+READERS: dict[str, Reader] = {"minimax_m2": minimax_m2}

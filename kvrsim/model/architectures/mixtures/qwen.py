@@ -7,7 +7,7 @@ from dataclasses import replace
 from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures.dense.llama import Family
 from kvrsim.model.architectures.experts import mixture, read_experts
-from kvrsim.model.architectures.parts import Norms, read_inner, read_num_layers
+from kvrsim.model.architectures.parts import Norms, Reader, read_inner, read_num_layers
 from kvrsim.model.architectures.windows import qwen_windows
 from kvrsim.model.spec import ModelSpec
 
@@ -37,3 +37,10 @@ def qwen3_moe(config: JsonObject, name: str) -> ModelSpec:
     family = Family(qkv_bias=bias, output_bias=bias, norms=Norms(count=2, qk=True))
     windows = qwen_windows(config, lambda _layer, _boundary: True)
     return mixture(config, name, family, experts, windows, read_sparse_layers(config))
+
+
+READERS: dict[str, Reader] = {
+    "qwen2_moe": qwen2_moe,
+    "qwen3_moe": qwen3_moe,
+    "qwen3_vl_moe_text": qwen3_moe,
+}

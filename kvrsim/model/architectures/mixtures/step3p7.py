@@ -9,6 +9,7 @@ from kvrsim.model.architectures.experts import read_experts
 from kvrsim.model.architectures.parts import (
     MAX_WIDTH,
     Norms,
+    Reader,
     Shape,
     assemble,
     gated_mlp,
@@ -76,3 +77,9 @@ def _sparse_layers(config: JsonObject) -> set[int]:
     if not all(text.isdecimal() for text in texts):
         raise config.error("moe_layers_enum", "numbers of layers")
     return {int(text) for text in texts}
+
+
+READERS: dict[str, Reader] = {
+    "step3p7": step3p7,
+    "step3p7_text": step3p7,
+}

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from pkgutil import walk_packages
 from typing import Any
 
 import pytest
@@ -73,3 +74,12 @@ def test_a_package_without_a_reader_is_refused(folder: Path, tmp_path: Path, cod
     importlib.invalidate_caches()
     with pytest.raises(InputError, match=r"^entry point kvrsim\.architectures: olmoe: got 'olmoe:olmoe'"):
         load(tmp_path, OLMOE)
+
+
+def test_each_type_has_one_reader() -> None:
+    modules = [
+        importlib.import_module(one.name)
+        for one in walk_packages(architectures.__path__, "kvrsim.model.architectures.")
+    ]
+    types = [model_type for module in modules for model_type in getattr(module, "READERS", {})]
+    assert sorted(types) == sorted(architectures._READERS)
