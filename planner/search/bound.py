@@ -20,6 +20,8 @@ condition takes the end of the interval that weakens it. Where messages hold the
 received grow with the start; they count as much as at the earliest start. Attention counts as much as a
 time that no call of its kernel beats and that, at a fixed end, does not grow with the start (tiles do not
 shrink as smoothly as the work in them: `AttentionRates.least_seconds`).
+In a layer with a state, the scan stands for the append, and its time for 0; a layer without a mixer hands nothing on:
+the first and the last layer are the first and the last that do.
 Other waiting, queueing and contention are left out, which only lowers the bound.
 """
 
@@ -187,10 +189,10 @@ class _Bound:
         fill = self.chain.first_message_ready_s(ends[0] - self.first_start)
         fills = [np.zeros_like(fill)]
         for rank, end in enumerate(ends):
-            transfer = self.chain.message_s(0, rank, end)
+            transfer = self.chain.first_message_s(rank, end)
             # A received message that holds the stream is counted as the receiver's work already.
             fills.append(fill if self.holds else fill + transfer)
-            fill = fill + transfer + self.chain.append_s(0, end)
+            fill = fill + transfer + self.chain.first_append_s(end)
         return fills
 
     def _needed_s(self, rank: int, start: Array, end: Array, fill: Array | None, received_s: Array) -> Array:

@@ -41,10 +41,10 @@ class RankWork:
     """Seconds of one rank with given chunk and start; every field of shape (B,)."""
 
     compute_s: Array  # device time of all layers
-    first_qkv_s: Array  # of it, the first layer's part before the append
-    last_post_s: Array  # of it, the last layer's part after the append: attention, output, MLP
+    first_qkv_s: Array  # of it, what comes before the append of the first layer that hands anything on
+    last_post_s: Array  # of it, what comes after that of the last such layer: attention, output, MLP, layers behind
     sends_s: Array  # messages of all layers on the link to the next rank
-    last_send_s: Array  # of it, the last layer's
+    last_send_s: Array  # of it, the last one
     recv_held_s: Array  # messages of all layers from the rank before, where they hold the compute stream
     send_held_s: Array  # `sends_s`, where they hold the compute stream
 
@@ -63,6 +63,11 @@ class Chain:
         self.costs = scenario.layer_costs(scenario.least_cost if least else None)
         self.kinds = scenario.share.layer_kind_index
         self.counts = np.bincount(self.kinds)
+        mixed = [index for index, kind in enumerate(self.kinds) if self.costs[kind].mixing is not None]
+        first, last = mixed[0], mixed[-1]  # layers that hand anything on; those besides are an MLP alone
+        self._before = np.bincount(self.kinds[:first], minlength=len(self.costs))
+        self._behind = np.bincount(self.kinds[last + 1 :], minlength=len(self.costs))
+        self._first, self._last = self.kinds[first], self.kinds[last]
         self.paths = [scenario.cluster.path(rank, rank + 1) for rank in range(self.num_ranks - 1)]
         self._downstream = _counts_from_each(self.paths)
         self._latency_s = np.cumsum([path.latency_s for path in self.paths[::-1]])[::-1]  # from each rank to the last
@@ -83,10 +88,11 @@ class Chain:
             sent = sent + self.counts[kind] * sent_s
             if rank:
                 received = received + self.counts[kind] * self.paths[rank - 1].busy_s(costs.handed_kv_bytes(start))
-            if kind == self.kinds[0]:
-                qkv = before
-            if kind == self.kinds[-1]:
-                post, last_sent = after, sent_s
+            qkv, post = qkv + self._before[kind] * total, post + self._behind[kind] * total
+            if kind == self._first:
+                qkv = qkv + before
+            if kind == self._last:
+                post, last_sent = post + after, sent_s
         hold = 0.0 if self.scenario.sends_overlap else 1.0
         return RankWork(
             compute_s=compute,
@@ -98,27 +104,27 @@ class Chain:
             send_held_s=hold * sent,
         )
 
-    def message_s(self, layer: int, rank: int, end: Array) -> Array:
-        """One message of a layer (0 the first, -1 the last) of `end` tokens from `rank` to the next."""
+    def first_message_s(self, rank: int, end: Array) -> Array:
+        """The first message, of `end` tokens, from `rank` to the next."""
         path = self.paths[rank]
-        return path.busy_s(self.costs[self.kinds[layer]].handed_kv_bytes(end)) + path.latency_s
+        return path.busy_s(self.costs[self._first].handed_kv_bytes(end)) + path.latency_s
 
-    def append_s(self, layer: int, end: Array) -> Array:
-        """The least that a rank takes to append to a prefix of `end` tokens."""
-        return self.costs[self.kinds[layer]].append_s(np.zeros_like(end), end)
+    def first_append_s(self, end: Array) -> Array:
+        """The least that a rank takes to append to a prefix of `end` tokens, of the first message."""
+        return self.costs[self._first].append_s(np.zeros_like(end), end)
 
     def first_message_ready_s(self, chunk: Array) -> Array:
         """The least that rank 0 takes to have its first message ready: project the chunk, keep its K, V."""
-        costs = self.costs[self.kinds[0]]
+        costs = self.costs[self._first]
         return costs.qkv_s(chunk) + costs.append_s(chunk, np.zeros_like(chunk))
 
     def drain_s(self, rank: int, end: Array) -> Array:
-        """The least from the append of `rank`, which ends there, to that of the last rank, in the last layer."""
-        costs = self.costs[self.kinds[-1]]
+        """The least from the append of `rank`, which ends there, to that of the last rank, of the last message."""
+        costs = self.costs[self._last]
         hops = self.num_ranks - 1 - rank
         nbytes = costs.handed_kv_bytes(end)
         transfer_s = sum((count * path.busy_s(nbytes) for path, count in self._downstream[rank].items()), np.zeros(1))
-        return np.asarray(transfer_s + self._latency_s[rank] + hops * self.append_s(-1, end))
+        return np.asarray(transfer_s + self._latency_s[rank] + hops * costs.append_s(np.zeros_like(end), end))
 
 
 def _counts_from_each(paths: Sequence[Path]) -> list[dict[Path, int]]:
@@ -130,7 +136,10 @@ def _counts_from_each(paths: Sequence[Path]) -> list[dict[Path, int]]:
 
 
 def _split(ops: Sequence[Op]) -> tuple[Array, Array, Array, Array]:
-    """All compute, what of it comes before and after the append, and the bytes sent."""
+    """All compute, what of it comes before and after the append or the scan, and the bytes sent.
+
+    The scan of a layer with a state stands for its append: what is sent waits for it.
+    """
     total = before = after = nbytes = np.zeros(1)
     appended = False
     for op in ops:
@@ -138,7 +147,7 @@ def _split(ops: Sequence[Op]) -> tuple[Array, Array, Array, Array]:
             nbytes = op.nbytes
         elif isinstance(op, Compute):
             total = total + op.device_s
-            if op.kind == "append":
+            if op.kind == "append" or op.name == "scan":
                 appended = True
             elif appended:
                 after = after + op.device_s

@@ -7,6 +7,8 @@ from typing import Any
 
 from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures import read_config
+from kvrsim.model.gemm import Gemm
+from kvrsim.model.mixers import RECURRENCE_TITLES, Recurrence
 from kvrsim.model.spec import ModelSpec
 from kvrsim.profile.rates.gemm import Product, merged
 from tests.building.drawing import Draws, strategy_of
@@ -62,6 +64,32 @@ def with_mixers(model: ModelSpec, **changes: Any) -> ModelSpec:
     """The same with fields of every layer's mixer changed."""
     layers = (replace(layer, mixer=layer.mixer and replace(layer.mixer, **changes)) for layer in model.layers)
     return replace(model, layers=tuple(layers))
+
+
+def any_hybrid(rng: Draws, *, layers: tuple[int, int] = (1, 4)) -> ModelSpec:
+    """Layers of attention, layers with a state and layers of an MLP alone, in any order."""
+    model = any_model(rng, layers=layers, kind="llama")
+    heads, dim = rng.choice([1, 4, 16]), rng.choice([16, 64, 128])
+    width, hidden = heads * dim, model.hidden_size
+    state = Recurrence(
+        kind=rng.choice(list(RECURRENCE_TITLES)),
+        projections=(Gemm(name="in_proj", in_features=hidden, out_features=4 * width),),
+        output=(Gemm(name="out_proj", in_features=width, out_features=hidden),),
+        num_key_heads=heads,
+        num_value_heads=heads,
+        key_head_dim=dim,
+        value_head_dim=dim,
+        conv_channels=rng.choice([0, 3 * width]),
+        conv_kernel=4,
+    )
+    drawn = [rng.choice(["attention", "state", "state", "mlp"]) for _ in model.layers]
+    drawn[rng.randint(0, len(drawn) - 1)] = "state"
+    changed = {
+        "attention": lambda layer: layer,
+        "state": lambda layer: replace(layer, mixer=state),
+        "mlp": lambda layer: replace(layer, mixer=None, norms_before_mixer=0),
+    }
+    return replace(model, layers=tuple(changed[kind](layer) for kind, layer in zip(drawn, model.layers, strict=True)))
 
 
 def weights_of(model: ModelSpec) -> int:

@@ -21,6 +21,10 @@ class RecurrentMixing(Mixing):
         """Of the scan, and the convolution."""
         return SCAN_KERNELS + (self.mixer.conv_channels > 0)
 
+    def append_s(self, chunk: Array, prefix: Array) -> Array:
+        """Nothing: a state is replaced."""
+        return 0.0 * chunk
+
     def own_s(self, chunk: Array) -> Array:
         """The convolution; of the tokens before the chunk it needs the last few inputs."""
         return self._called(chunk).convolution
