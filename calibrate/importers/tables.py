@@ -25,14 +25,16 @@ def read_table(
     numbers: Sequence[str],
     texts: Sequence[str] = (),
     *,
+    allow_zero: bool = False,
     argument: str = "measurements",
     root: Path | None = None,
 ) -> tuple[Any, str]:
     """A DataFrame of systems/data/SYSTEM/TABLE/FRAMEWORK/VERSION/FILE, and its source in a few words.
 
     `text`: aiconfigurator:SYSTEM[/FRAMEWORK[/VERSION]]; without a version the newest that has the file. `numbers`:
-    columns of whole numbers, besides latency in ms; `texts`: of texts. `root`: as of read_aiconfigurator. Raises
-    InputError where the package, the table or a column is missing, or a value is not of its kind.
+    columns of whole numbers, besides latency in ms; `texts`: of texts; `allow_zero`: of the latency. `root`: as of
+    read_aiconfigurator. Raises InputError where the package, the table or a column is missing, or a value is not of
+    its kind.
     """
     folder = root if root is not None else find_package(text, argument)
     system, framework, version = parse_source(text, argument)
@@ -40,7 +42,7 @@ def read_table(
     path = newest_table(tables, file, version)
     if path is None or (version is not None and path.parent.name != version):
         raise InputError(argument, text, f"a system, framework and version with {table}/.../{file}")
-    frame = read_frame(path, f"{argument} {path}", [*numbers, "latency"], ["device", *texts])
+    frame = read_frame(path, f"{argument} {path}", [*numbers, "latency"], ["device", *texts], allow_zero=allow_zero)
     return frame, f"{package_name(folder)} {system}/{table}/{framework}/{path.parent.name}"
 
 
@@ -101,7 +103,9 @@ def version_key(version: str) -> tuple[tuple[int, ...], tuple[int, int]]:
     return numbers, (_PRE_RELEASES.get(tag[1], 0), int(tag[2] or 0)) if tag else (0, 0)
 
 
-def read_frame(path: Path, where: str, numbers: Sequence[str], texts: Sequence[str]) -> Any:
+def read_frame(
+    path: Path, where: str, numbers: Sequence[str], texts: Sequence[str], *, allow_zero: bool = False
+) -> Any:
     """A DataFrame of a parquet table, its columns checked; InputError names the file and the column."""
     import pandas
 
@@ -115,19 +119,20 @@ def read_frame(path: Path, where: str, numbers: Sequence[str], texts: Sequence[s
         if name not in frame:
             raise InputError(f"{where}: columns", ", ".join(map(str, frame.columns)), f"{name} among them")
     for name in numbers:
-        frame[name] = _numbers(frame[name], f"{where}: {name}")
+        frame[name] = _numbers(frame[name], f"{where}: {name}", allow_zero=allow_zero)
     for name in {*texts, "device"} & set(frame.columns):
         _refuse(~frame[name].map(lambda value: isinstance(value, str)), frame[name], f"{where}: {name}", "a text")
     return frame
 
 
-def _numbers(written: Any, where: str) -> Any:
+def _numbers(written: Any, where: str, *, allow_zero: bool) -> Any:
     """A column as it is computed with: latency in ms, all else in whole numbers."""
     import pandas
 
     values = pandas.to_numeric(written, errors="coerce")
     if written.name == "latency":
-        _refuse(~((values > 0) & (values < math.inf)), written, where, "ms above 0")
+        positive = values >= 0 if allow_zero else values > 0
+        _refuse(~(positive & (values < math.inf)), written, where, "ms of at least 0" if allow_zero else "ms above 0")
         return values
     _refuse(~((values >= 0) & (values < 2**62) & (values % 1 == 0)), written, where, "a whole number")
     return values.astype("int64")

@@ -12,6 +12,7 @@ from typing import Any
 
 from calibrate.fit.layers.latent import fit_latent_section
 from calibrate.fit.layers.recurrence import fit_recurrence_section
+from calibrate.fit.layers.sparse import fit_sparse_section
 from calibrate.fit.solver import Fitted
 from kvrsim.errors import InputError
 from kvrsim.io.json_text import JsonObject
@@ -21,7 +22,7 @@ SectionFit = Callable[[JsonObject, CalibrationProfile], Fitted[Any]]
 
 # By the name of the field of KernelRates, which is the kind of operation too; the rates have a method `describe()`.
 SECTIONS: Mapping[str, SectionFit] = MappingProxyType(
-    {"latent": fit_latent_section, "recurrence": fit_recurrence_section}
+    {"latent": fit_latent_section, "sparse": fit_sparse_section, "recurrence": fit_recurrence_section}
 )
 
 

@@ -6,7 +6,10 @@ import numpy as np
 
 from kvrsim.profile.profile import KernelRates
 from kvrsim.profile.rates.recurrence import SCAN_CHUNK, SCAN_KERNELS, RecurrenceCall, RecurrenceSeconds
+from kvrsim.profile.rates.sparse import SparseCall
+from kvrsim.program.operations import Array
 
+_SCORE_BYTES = 4.0  # of a score, fp32
 _CHUNK_S = 1.5e-6  # a chunk's step took 1.2 to 1.8 us on all GPUs whose scans were measured
 
 
@@ -30,3 +33,19 @@ def least_recurrence(
     token_s = max(call.scan_flops / flops_per_s, elements * element_bytes / bytes_per_s)
     convolution_s = call.convolution_elements * element_bytes / bytes_per_s
     return RecurrenceSeconds(convolution=tokens * convolution_s, scan=np.asarray(tokens * token_s))
+
+
+def counted_sparse(rates: KernelRates, call: SparseCall, batch: int) -> Array:
+    """FLOPs at the rate of products, scores in FP8 where there is one; scores are written and read once."""
+    elementwise = rates.elementwise
+    score_rates, _ = rates.gemm_of("fp8" if call.block == 1 else None, 2)
+    flops_s = call.score_flops / score_rates.flops_per_s + call.attention_flops / rates.gemm.flops_per_s
+    scores = call.chunk * call.seen * call.chooses
+    start_s = elementwise.start_s * (1.0 + 2.0 * call.chooses)
+    return start_s + batch * (flops_s + scores * (2.0 * _SCORE_BYTES / elementwise.copy))
+
+
+def least_sparse(call: SparseCall, batch: int, *, score_flops_per_s: float, flops_per_s: float) -> Array:
+    """FLOPs alone: of scores, and of attention to the keys that queries do attend to."""
+    score_s, attention_s = call.score_flops / score_flops_per_s, call.least_attention_flops / flops_per_s
+    return np.asarray(batch * (score_s + attention_s))

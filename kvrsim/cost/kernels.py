@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvrsim.cost.counted import counted_recurrence
+from kvrsim.cost.counted import counted_recurrence, counted_sparse
 from kvrsim.cost.traffic import eager_score_bytes
 from kvrsim.model.spec import ModelSpec
 from kvrsim.profile.profile import CacheCopies, KernelRates
@@ -20,6 +20,7 @@ from kvrsim.profile.rates.elementwise import Traffic
 from kvrsim.profile.rates.gemm import Product, RowCost, of_each, summed
 from kvrsim.profile.rates.latent import LatentRates
 from kvrsim.profile.rates.recurrence import RecurrenceCall, RecurrenceSeconds
+from kvrsim.profile.rates.sparse import SparseCall
 from kvrsim.program.operations import Array
 
 
@@ -64,6 +65,9 @@ class CostModel(Protocol):
 
     def recurrence_s(self, call: RecurrenceCall) -> RecurrenceSeconds:
         """Convolution and scan of linear attention or of a state-space layer."""
+
+    def sparse_s(self, call: SparseCall) -> Array:
+        """Index scores, the choice of keys, and attention to them."""
 
     def traffic_s(self, tokens: Array, steps: tuple[Traffic, ...]) -> Array:
         """Element-wise kernels and copies of `tokens` tokens."""
@@ -164,6 +168,13 @@ class CalibratedCost:
         if rates is None:
             return counted_recurrence(self.rates, call, self.batch, self.element_bytes).times(self.scale)
         return rates.seconds(call, self.batch, self.element_bytes).times(self.scale)
+
+    def sparse_s(self, call: SparseCall) -> Array:
+        """By the profile's rates; counted where it has none for this kind of call."""
+        kernels = self.rates.sparse and self.rates.sparse.of(call)
+        if kernels is None:
+            return self.scale * self.pace * counted_sparse(self.rates, call, self.batch)
+        return self.scale * self.pace * kernels.seconds(call, self.batch, least=self.least)
 
     def traffic_s(self, tokens: Array, steps: tuple[Traffic, ...]) -> Array:
         """Bytes at the rate of each operation, and each kernel's start."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvrsim.cost.counted import least_recurrence
+from kvrsim.cost.counted import least_recurrence, least_sparse
 from kvrsim.cost.traffic import eager_score_bytes
 from kvrsim.errors import InputError
 from kvrsim.hardware.gpu import GpuSpec
@@ -17,6 +17,7 @@ from kvrsim.profile.rates.attention import AttentionCall
 from kvrsim.profile.rates.elementwise import Traffic
 from kvrsim.profile.rates.gemm import GEMM_TYPES, Product, of_each
 from kvrsim.profile.rates.recurrence import RecurrenceCall, RecurrenceSeconds
+from kvrsim.profile.rates.sparse import SparseCall
 from kvrsim.program.operations import Array
 
 _NO_COPIES = CacheCopies(keep=0.0, append=0.0, gather=0.0)
@@ -52,6 +53,10 @@ class NoTime:
     def recurrence_s(self, call: RecurrenceCall) -> RecurrenceSeconds:
         """Nothing."""
         return RecurrenceSeconds(convolution=np.zeros_like(call.tokens), scan=np.zeros_like(call.tokens))
+
+    def sparse_s(self, call: SparseCall) -> Array:
+        """Nothing."""
+        return np.zeros_like(call.chunk)
 
     def traffic_s(self, tokens: Array, steps: tuple[Traffic, ...]) -> Array:
         """Nothing."""
@@ -130,6 +135,11 @@ class RooflineCost:
         return least_recurrence(
             call, self.batch, self.element_bytes, flops_per_s=self.peak_flops, bytes_per_s=bytes_per_s
         )
+
+    def sparse_s(self, call: SparseCall) -> Array:
+        """FLOPs, those of scores in FP8 where single keys are chosen."""
+        scores = self.low_flops if call.block == 1 else self.peak_flops
+        return least_sparse(call, self.batch, score_flops_per_s=scores, flops_per_s=self.peak_flops)
 
     def traffic_s(self, tokens: Array, steps: tuple[Traffic, ...]) -> Array:
         """Bytes at the datasheet's HBM rate."""

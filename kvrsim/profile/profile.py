@@ -25,6 +25,7 @@ from kvrsim.profile.rates.elementwise import ElementwiseRates
 from kvrsim.profile.rates.gemm import GEMM_TYPES, GemmRates, Product, Width
 from kvrsim.profile.rates.latent import LatentRates
 from kvrsim.profile.rates.recurrence import RecurrenceRates
+from kvrsim.profile.rates.sparse import SparseRates
 
 SCHEMA_VERSION = 2
 _NUMBERS = re.compile(r"\[[-+.,0-9eE\s]+\]")  # arrays of numbers, which are written in one line
@@ -85,6 +86,7 @@ class KernelRates:
     clock: Clock | None = None  # of products and attention, whose rates are those at its burst; None: it stays
     gemm_types: GemmTypes = field(default_factory=dict)  # products of quantised weights, by type; absent: not measured
     latent: LatentRates | None = None  # None: as attention of heads of the same width
+    sparse: SparseRates | None = None  # None: counted
     recurrence: RecurrenceRates | None = None  # None: counted, see kvrsim/cost/counted.py
 
     def priced_as(self, compute: str | None) -> str | None:
