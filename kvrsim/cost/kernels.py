@@ -171,7 +171,7 @@ class CalibratedCost:
 
     def sparse_s(self, call: SparseCall) -> Array:
         """By the profile's rates; counted where it has none for this kind of call."""
-        kernels = self.rates.sparse and self.rates.sparse.of(call)
+        kernels = None if self.rates.sparse is None else self.rates.sparse.of(call)
         if kernels is None:
             return self.scale * self.pace * counted_sparse(self.rates, call, self.batch)
         return self.scale * self.pace * kernels.seconds(call, self.batch, least=self.least)

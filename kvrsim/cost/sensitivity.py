@@ -19,18 +19,20 @@ from kvrsim.profile.rates.attention import AttentionCall
 from kvrsim.profile.rates.elementwise import Traffic
 from kvrsim.profile.rates.gemm import Product
 from kvrsim.profile.rates.recurrence import RecurrenceCall, RecurrenceSeconds
+from kvrsim.profile.rates.sparse import SparseCall
 from kvrsim.program.operations import Array
 
 
 class Part(NamedTuple):
     """What a weight belongs to."""
 
-    kind: str  # "gemm", "attention", "recurrence" or "elementwise"
+    kind: str  # "gemm", "attention", "latent", "sparse", "recurrence" or "elementwise"
     product: Product | None = None  # which matrix product, of kind gemm
     variant: str | None = None  # which recurrence, of kind recurrence
 
 
 ATTENTION, ELEMENTWISE = Part("attention"), Part("elementwise")
+_LATENT, _SPARSE = Part("latent"), Part("sparse")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +93,11 @@ class WeightedCost:
 
     def attention_s(self, call: AttentionCall) -> Array:
         """Attention with its weight."""
-        return self.weights[ATTENTION] * self.cost.attention_s(call)
+        return self.weights[_LATENT if call.latent else ATTENTION] * self.cost.attention_s(call)
+
+    def sparse_s(self, call: SparseCall) -> Array:
+        """Attention to chosen keys with its weight."""
+        return self.weights[_SPARSE] * self.cost.sparse_s(call)
 
     def recurrence_s(self, call: RecurrenceCall) -> RecurrenceSeconds:
         """Convolution and scan with the weight of their kind."""

@@ -116,9 +116,8 @@ def _name(scenario: Scenario, part: Part) -> str:
     if part.variant is not None:
         return next(title for kind, title in RECURRENCE_TITLES.items() if kind == part.variant)
     steps = "norms, rotary, copies"
-    return {"attention": scenario.kernel, "elementwise": steps}.get(
-        part.kind, "after messages" if part == _RESUME else "request, step"
-    )
+    kernels = {"attention": scenario.kernel, "latent": f"latent, {scenario.kernel}", "sparse": "chosen keys"}
+    return (kernels | {"elementwise": steps}).get(part.kind, "after messages" if part == _RESUME else "request, step")
 
 
 def _waits(timeline: Timeline, rank: int, ttft_s: float, idle_s: float) -> list[BreakdownRow]:
@@ -179,6 +178,8 @@ def _sizes(scenario: Scenario, part: Part, chunk: int, start: int) -> Mapping[st
             "head_dim": model.head_dim,
             "batch": batch,
         }
+    if part.kind in ("latent", "sparse"):
+        return {"chunk": chunk, "context": start + chunk, "num_attention_heads": scenario.share.num_attention_heads}
     return {"tokens": chunk * batch}
 
 

@@ -81,7 +81,7 @@ class SparseCall:
         inside_start, inside_end = np.minimum(start, most), np.minimum(end, most)
         area = 0.5 * (inside_end * inside_end - inside_start * inside_start)
         area = area + most * ((end - inside_end) - (start - inside_start))
-        return area / np.maximum(end - start, 1e-30)
+        return np.asarray(area / np.maximum(end - start, 1e-30))
 
     @property
     def _key_flops(self) -> float:
