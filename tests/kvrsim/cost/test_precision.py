@@ -219,7 +219,7 @@ def test_a_profile_shows_types_without_their_tables(tmp_path: Path, capsys: pyte
     assert cli.main(["profiles", "show", str(tmp_path / "mine.json")]) == 0
     shown = capsys.readouterr().out
     assert "fp8" in shown
-    assert len(shown.splitlines()) < 300
+    assert len(shown.splitlines()) < 500
     assert load_profile(tmp_path / "mine.json").kernels.gemm_types["fp8"].measured
 
 
