@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 from kvrsim.io.files import write_atomically
@@ -46,7 +47,13 @@ _NOT_SHAPES = (
 
 
 def counted_parameters(fields: Mapping[str, Any]) -> int | None:
-    """Parameters of the text model of a config.json, on the meta device; None: transformers has no such model."""
+    """Parameters of the text model of a config.json; None: transformers has no such model."""
+    shapes = parameter_shapes(fields)
+    return None if shapes is None else sum(map(prod, shapes.values()))
+
+
+def parameter_shapes(fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]] | None:
+    """Shapes of the text model's parameters by name, on the meta device; None: transformers has no such model."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -68,7 +75,7 @@ def counted_parameters(fields: Mapping[str, Any]) -> int | None:
     with torch.device("meta"):
         model = factory.from_config(config)
     named = model.named_parameters()
-    return sum(int(each.numel()) for name, each in named if not any(part in name for part in _OTHER_MODULES))
+    return {name: tuple(each.shape) for name, each in named if not any(part in name for part in _OTHER_MODULES)}
 
 
 def class_defaults(model_type: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from kvrsim.errors import InputError
 from kvrsim.model.architectures.hybrids.kimi_linear import BLOCK_RESIDUALS
 from kvrsim.model.architectures.routed import FURTHER_TOKENS
 from kvrsim.model.mixers import Attention, LatentAttention, Recurrence
+from tests.kvrsim.model.architectures.shapes import shapes, transformers_shapes
 from tests.kvrsim.model.model_configs import load
 
 DELTA: dict[str, Any] = {
@@ -112,8 +113,10 @@ K3 = {
 
 
 @pytest.mark.parametrize("config", CASES, ids=[f"{case['model_type']}-{index}" for index, case in enumerate(CASES)])
-def test_as_many_parameters_as_transformers(tmp_path: Path, config: dict[str, Any]) -> None:
-    assert load(tmp_path, config).num_parameters == counted_parameters(config)
+def test_matrices_and_parameters_are_those_of_transformers(tmp_path: Path, config: dict[str, Any]) -> None:
+    model = load(tmp_path, config)
+    assert shapes(model) == transformers_shapes(config)
+    assert model.num_parameters == counted_parameters(config)
 
 
 def test_what_kimi_k3_adds_to_kimi_linear(tmp_path: Path) -> None:

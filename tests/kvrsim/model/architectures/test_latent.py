@@ -13,6 +13,7 @@ from kvrsim.model.architectures.latent.deepseek_v4 import HYPER
 from kvrsim.model.architectures.latent.deepseek_v32 import SHARED_INDEXERS
 from kvrsim.model.architectures.routed import FURTHER_TOKENS
 from kvrsim.model.mixers import Attention, CompressedAttention, LatentAttention
+from tests.kvrsim.model.architectures.shapes import shapes, transformers_shapes
 from tests.kvrsim.model.model_configs import load
 
 LATENT: dict[str, Any] = {
@@ -102,8 +103,10 @@ CASES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("config", CASES, ids=[f"{case['model_type']}-{index}" for index, case in enumerate(CASES)])
-def test_as_many_parameters_as_transformers(tmp_path: Path, config: dict[str, Any]) -> None:
-    assert load(tmp_path, config).num_parameters == counted_parameters(config)
+def test_matrices_and_parameters_are_those_of_transformers(tmp_path: Path, config: dict[str, Any]) -> None:
+    model = load(tmp_path, config)
+    assert shapes(model) == transformers_shapes(config)
+    assert model.num_parameters == counted_parameters(config)
 
 
 def test_active_parameters_leave_out_the_other_experts(tmp_path: Path) -> None:
