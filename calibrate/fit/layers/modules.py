@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 
 from calibrate.importers.sparse import SparseRows, read_module
-from calibrate.importers.tables import PREFIX, find_package
+from calibrate.importers.tables import find_package
 from kvrsim.cost.kernels import CalibratedCost
+from kvrsim.cost.mixing.chosen import SparseMixer, sparse_call
 from kvrsim.model.gemm import Gemm
 from kvrsim.model.load import load_model
-from kvrsim.model.mixers import Attention, CompressedAttention, Indexer, LatentAttention
+from kvrsim.model.mixers import LatentAttention
 from kvrsim.profile.profile import CalibrationProfile
 from kvrsim.profile.rates.gemm import Product
 from kvrsim.profile.rates.sparse import SparseCall
 from kvrsim.program.operations import Array
 
-SparseMixer = Attention | LatentAttention | CompressedAttention
 _BUSY = 1.5  # times the shortest call of a table: below, the host's launches are what was timed
 LEAST_CHUNK = 1024
 
@@ -51,26 +51,6 @@ class ModuleRows:
         return sum((cost.row_cost((one,), ())(self.rows.chunk) for one in products), np.zeros_like(self.rows.chunk))
 
 
-def sparse_call(mixer: SparseMixer, chunk: Array, prefix: Array) -> SparseCall:
-    """Absorbed, where latents are attended to."""
-    indexer: Indexer | None = mixer.indexer
-    latent = isinstance(mixer, LatentAttention)
-    rank = mixer.kv_lora_rank if isinstance(mixer, LatentAttention) else 0
-    return SparseCall(
-        chunk=chunk,
-        prefix=prefix,
-        num_attention_heads=mixer.num_attention_heads,
-        head_dim=rank + mixer.qk_rope_head_dim if isinstance(mixer, LatentAttention) else mixer.head_dim,
-        v_head_dim=rank if latent else mixer.v_head_dim,
-        top_k=None if indexer is None else indexer.top_k,
-        window=mixer.sliding_window or 0 if isinstance(mixer, CompressedAttention) else 0,
-        compress_ratio=mixer.compress_ratio if isinstance(mixer, CompressedAttention) else 1,
-        block=1 if indexer is None else indexer.block,
-        index_heads=0 if indexer is None else indexer.num_heads,
-        index_head_dim=0 if indexer is None else indexer.head_dim,
-    )
-
-
 def read_modules(
     text: str, module: str, models: Sequence[str], argument: str = "measurements", root: Path | None = None
 ) -> list[ModuleRows]:
@@ -98,11 +78,6 @@ def read_modules(
                 if len(some.seconds) and size:
                     found.append(ModuleRows(model=model, gemm_type=gemm_type, mixer=_share(mixer, size), rows=some))
     return found
-
-
-def system_of(text: str) -> str:
-    """The system that a source names."""
-    return text.removeprefix(PREFIX).split("/")[0]
 
 
 def _mixer(folder: Path, model: str, module: str) -> SparseMixer:

@@ -65,6 +65,7 @@ class LatentMixing(MergedMixing):
             num_key_value_heads=1,
             head_dim=mixer.kv_lora_rank + mixer.qk_rope_head_dim,
             v_head_dim=mixer.kv_lora_rank,
+            latent=True,
             score_bytes=self.cost.score_bytes(self.setting.model),
         )
         return self._absorb(chunk) + self.cost.attention_s(call)
@@ -98,6 +99,7 @@ class LatentMixing(MergedMixing):
             num_key_value_heads=mixer.num_attention_heads,
             head_dim=mixer.head_dim,
             v_head_dim=mixer.v_head_dim,
+            latent=True,
             score_bytes=self.cost.score_bytes(self.setting.model),
             own=own,
         )
