@@ -1,4 +1,4 @@
-"""Sparse attention in NVIDIA's tables: systems/data/SYSTEM/{sparse_attention,msa}/FRAMEWORK/VERSION.
+"""Sparse attention in NVIDIA's tables: systems/data/SYSTEM/{sparse_attention,msa,mla}/FRAMEWORK/VERSION.
 
 Kernels alone, of GLM-5 and DeepSeek V4 (github.com/ai-dynamo/aiconfigurator, collector/sglang/*_sparse_modules.py):
 
@@ -14,6 +14,7 @@ Whole modules, with their projections: isl tokens behind step tokens, num_heads 
     dsv4_csa_context_module   DeepSeek V4, entries of 4 tokens
     dsv4_hca_context_module   DeepSeek V4, entries of 128 tokens
     msa_context_module        MiniMax M3
+    mla_context_module        DeepSeek V3, whose queries attend to all keys
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def read_kernel(text: str, kernel: str, argument: str = "measurements", root: Pa
 
 def read_module(text: str, module: str, argument: str = "measurements", root: Path | None = None) -> SparseRows:
     """One of the tables of whole modules, one sequence a call; `keys` are tokens that a query sees, in the mean."""
-    table = "msa" if module.startswith("msa") else "sparse_attention"
+    table = next((name for name in ("msa", "mla") if module.startswith(name)), "sparse_attention")
     return _read(text, table, module, ("op_name", "model", "kv_cache_dtype", "gemm_type"), argument, root)
 
 

@@ -7,6 +7,10 @@ from kvrsim.profile.profile import OPERATION_KINDS, builtin_profiles, load_profi
 _TITLES = {
     "gemm": "matrix products",
     "attention": "attention",
+    "latent": "latent attention",
+    "sparse": "sparse attention",
+    "experts": "experts",
+    "recurrence": "recurrences",
     "elementwise": "element-wise",
     "send_recv": "messages",
     "all_gather": "all-gather",

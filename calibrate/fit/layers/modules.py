@@ -1,4 +1,4 @@
-"""Whole modules of sparse attention: their products by a profile's rates, and the calls between them."""
+"""Whole modules of latent and sparse attention: their products by a profile's rates, and the calls between them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from kvrsim.model.gemm import Gemm
 from kvrsim.model.load import load_model
 from kvrsim.model.mixers import LatentAttention
 from kvrsim.profile.profile import CalibrationProfile
+from kvrsim.profile.rates.attention import AttentionCall
 from kvrsim.profile.rates.gemm import Product
 from kvrsim.profile.rates.sparse import SparseCall
 from kvrsim.program.operations import Array
 
-_BUSY = 1.5  # times the shortest call of a table: below, the host's launches are what was timed
+_BUSY = 2.0  # times the shortest call of a table: below, the host's launches are what was timed
 LEAST_CHUNK = 1024
 
 
@@ -39,12 +40,32 @@ class ModuleRows:
         """What is between the products."""
         return sparse_call(self.mixer, self.rows.chunk, self.rows.prefix)
 
+    def between_s(self, profile: CalibrationProfile) -> Array:
+        """Of what is between its products: sparse attention, or expanded latent attention to all keys."""
+        cost, mixer = _cost(profile), self.mixer
+        if not isinstance(mixer, LatentAttention) or mixer.indexer is not None:
+            return cost.sparse_s(self.call)
+        chunk, prefix = self.rows.chunk, self.rows.prefix
+        return cost.attention_s(
+            AttentionCall(
+                chunk=chunk,
+                prefix=prefix,
+                causal=chunk * (prefix + 0.5 * chunk),
+                num_attention_heads=mixer.num_attention_heads,
+                num_key_value_heads=mixer.num_attention_heads,
+                head_dim=mixer.head_dim,
+                v_head_dim=mixer.v_head_dim,
+                score_bytes=0.0,
+                latent=True,
+            )
+        )
+
     def products_s(self, profile: CalibrationProfile) -> Array:
         """Of the module's weight matrices."""
-        cost = CalibratedCost(rates=profile.kernels, kernel="flash", batch=1, element_bytes=2)
+        cost = _cost(profile)
         compute = None if self.gemm_type == "bfloat16" else self.gemm_type
         products = [_product(gemm, compute) for gemm in _matrices(self.mixer)]
-        if isinstance(self.mixer, LatentAttention):
+        if isinstance(self.mixer, LatentAttention) and self.mixer.indexer is not None:
             nope, rank, v = self.mixer.qk_nope_head_dim, self.mixer.kv_lora_rank, self.mixer.v_head_dim
             heads = self.mixer.num_attention_heads
             products += [Product(nope, rank, heads), Product(rank, v, heads)]
@@ -86,7 +107,7 @@ def _mixer(folder: Path, model: str, module: str) -> SparseMixer:
     wanted = {"dsv4_csa": 4, "dsv4_hca": 128}.get(module.partition("_context")[0])
     for layer in spec.layers:
         mixer: Any = layer.mixer
-        if wanted is None and getattr(mixer, "indexer", None) is not None:
+        if wanted is None and (module.startswith("mla") or getattr(mixer, "indexer", None) is not None):
             return mixer  # type: ignore[no-any-return]
         if wanted is not None and getattr(mixer, "compress_ratio", None) == wanted:
             return mixer  # type: ignore[no-any-return]
@@ -103,9 +124,13 @@ def _share(mixer: SparseMixer, size: int) -> SparseMixer:
 
 
 def _matrices(mixer: SparseMixer) -> list[Gemm]:
-    """All but the expansion of latents, which is absorbed."""
-    expand = mixer.expand if isinstance(mixer, LatentAttention) else None
+    """All, but for the expansion of latents where it is absorbed."""
+    expand = mixer.expand if isinstance(mixer, LatentAttention) and mixer.indexer is not None else None
     return [gemm for gemm in mixer.matrices if gemm is not expand]
+
+
+def _cost(profile: CalibrationProfile) -> CalibratedCost:
+    return CalibratedCost(rates=profile.kernels, kernel="flash", batch=1, element_bytes=2)
 
 
 def _product(gemm: Gemm, compute: str | None) -> Product:
