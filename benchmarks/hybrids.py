@@ -1,0 +1,175 @@
+"""Hybrids: what a chain of ranks hands on by kind of layer, and what KV-Runahead is worth for each family of models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+from _report import write
+
+import kvrsim
+from kvrsim.compile import build_program, columns, for_strategy
+from kvrsim.executors.run import run_program
+from kvrsim.model.load import builtin_models, load_model
+from kvrsim.model.mixers import LatentAttention, Mixer, Recurrence
+from kvrsim.partition import Partition
+from kvrsim.program.operations import Op, Program, Recv, Send
+from kvrsim.results.results import Plan
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import STRATEGIES
+from kvrsim.units import format_bytes, format_seconds, format_tokens
+
+MODELS = {  # dtype: one in which a GPU of 141 GB holds the whole model, where there is one
+    "llama-3.1-70b": "fp8",
+    "gpt-oss-120b": None,
+    "deepseek-v3": None,
+    "qwen3.5-35b-a3b": None,
+    "qwen3.5-397b-a17b": "fp8",
+    "nemotron-h-56b": "fp8",
+}
+CLUSTERS = ("h100-nvlink", "h200-nvlink")
+CONTEXTS = ("4k", "8k", "16k", "32k", "64k", "128k")
+COMPARED = ("kvr-s", "kvr-e", "tsp", "tp", "pp")
+NUM_GPUS = 8
+HANDED_TOKENS = 32768
+
+
+def handed_on() -> Iterator[str]:
+    """Every built-in model's kinds of layers."""
+    yield f"| model | layers | kind | bytes a token | bytes whatever the tokens | at {format_tokens(HANDED_TOKENS)} |"
+    yield "|---|---:|---|---:|---:|---:|"
+    for name in builtin_models():
+        layers = [layer.mixer for layer in load_model(name).layers if layer.mixer is not None]
+        for mixer in dict.fromkeys(layers):
+            handed = float(np.max(mixer.needed_bytes(np.array([float(HANDED_TOKENS)]), 2)))
+            fixed = mixer.state_bytes(2) if isinstance(mixer, Recurrence) else 0.0
+            kept = f"{mixer.token_bytes(2):.0f}" if not fixed else "0"
+            cells = (name, str(layers.count(mixer)), described(mixer), kept, f"{fixed:.0f}", format_bytes(int(handed)))
+            yield f"| {' | '.join(cells)} |"
+
+
+def described(mixer: Mixer) -> str:
+    """Its title, and how far back a token sees."""
+    return mixer.title if mixer.reach is None else f"{mixer.title}, the last {mixer.reach} tokens"
+
+
+def expanding() -> Iterator[str]:
+    """FLOPs of latent attention, expanded and absorbed: where they are equal."""
+    yield "| model | expanding, FLOPs a key and head | a query and key, expanded | absorbed | equal at queries |"
+    yield "|---|---:|---:|---:|---:|"
+    for name in builtin_models():
+        mixers = {layer.mixer for layer in load_model(name).layers if isinstance(layer.mixer, LatentAttention)}
+        for mixer in mixers:
+            rank, rope = mixer.kv_lora_rank, mixer.qk_rope_head_dim
+            expand = 2 * rank * (mixer.qk_nope_head_dim + mixer.v_head_dim)
+            expanded = 2 * (mixer.qk_nope_head_dim + rope + mixer.v_head_dim)
+            absorbed = 2 * (2 * rank + rope)
+            cells = (f"{expand}", f"{expanded}", f"{absorbed}", f"{expand / (absorbed - expanded):.0f}")
+            yield f"| {name} | {' | '.join(cells)} |"
+
+
+def compared(cluster: str) -> Iterator[str]:
+    """TTFT of strategies on eight GPUs."""
+    head = " | ".join(COMPARED)
+    yield f"| model | context | {head} | fastest | over the next | searched over even chunks | fastest that fits |"
+    yield f"|---|---:|{'---:|' * len(COMPARED)}---|---:|---:|---|"
+    for name in MODELS:
+        for ctx in CONTEXTS:
+            plan = planned(name, ctx, cluster)
+            times = {one.strategy: one for one in plan.strategies}
+            ranked = sorted(times.values(), key=lambda one: one.ttft_s)
+            cells = [cell(times[one].ttft_s, fits=times[one].fits) if one in times else "-" for one in COMPARED]
+            gain = f"{times['kvr-e'].ttft_s / times['kvr-s'].ttft_s - 1:+.1%}"
+            fitting = next((one.strategy for one in ranked if one.fits), "none")
+            best = f"{ranked[0].strategy} | {ranked[1].ttft_s / ranked[0].ttft_s - 1:+.1%} | {gain} | {fitting}"
+            yield f"| {name} | {ctx} | {' | '.join(cells)} | {best} |"
+
+
+def cell(ttft_s: float, *, fits: bool) -> str:
+    """Milliseconds; in brackets where a GPU does not hold it."""
+    text = f"{1e3 * ttft_s:.4g}"
+    return text if fits else f"({text})"
+
+
+def planned(name: str, ctx: str, cluster: str) -> Plan:
+    """On eight GPUs, what does not fit included."""
+    return kvrsim.plan(**asked(name, ctx, cluster), strategies=list(COMPARED))  # type: ignore[arg-type]
+
+
+def asked(name: str, ctx: str, cluster: str) -> dict[str, object]:
+    """The question without the strategies."""
+    dtype = {} if MODELS[name] is None else {"dtype": MODELS[name]}
+    return {"model": name, "ctx": ctx, "cluster": cluster, "gpus": NUM_GPUS, **dtype}
+
+
+def states(cluster: str) -> Iterator[str]:
+    """What it costs that a rank waits for the state of the rank before."""
+    yield "| model | context | kvr-s, ms | states there at once | difference | longest scan | message | (p - 1)(s + h) |"
+    yield "|---|---:|---:|---:|---:|---:|---:|---:|"
+    strategy = STRATEGIES["kvr-s"]
+    for name in MODELS:
+        if not any(isinstance(layer.mixer, Recurrence) for layer in load_model(name).layers):
+            continue
+        for ctx in CONTEXTS:
+            plan = planned(name, ctx, cluster)
+            found = next(one for one in plan.strategies if one.strategy == "kvr-s")
+            scenario, _ = kvrsim.make_scenario(**asked(name, ctx, cluster))  # type: ignore[arg-type]
+            placed = for_strategy(scenario, strategy)
+            program = build_program(placed, strategy, columns(Partition(chunk_lens=found.partition).chunk_lens))
+            whole_s, free_s = (run_program(one, placed.cluster)[-1][0] for one in (program, without_states(program)))
+            scan_s, message_s = longest(program, placed)
+            bound_s = (NUM_GPUS - 1) * (scan_s + message_s)
+            times = (f"{1e3 * whole_s:.4g}", f"{1e3 * free_s:.4g}", f"{whole_s / free_s - 1:+.2%}")
+            parts = tuple(map(format_seconds, (scan_s, message_s, bound_s)))
+            yield f"| {name} | {ctx} | {' | '.join((*times, *parts))} |"
+
+
+def without_states(program: Program) -> Program:
+    """The same where no rank waits for a state."""
+
+    def kept(op: Op) -> bool:
+        return not (isinstance(op, Send | Recv) and op.payload == "state")
+
+    layers = tuple(tuple(tuple(filter(kept, ops)) for ops in ranks) for ranks in program.layers)
+    return replace(program, layers=layers)
+
+
+def longest(program: Program, scenario: Scenario) -> tuple[float, float]:
+    """Of all ranks and kinds of layers, the longest scan and message of a state, seconds."""
+    ops = [op for ranks in program.layers for rank in ranks for op in rank]
+    scan_s = max(float(op.device_s[0]) for op in ops if getattr(op, "name", "") == "scan")
+    path = scenario.cluster.path(0, 1)
+    sent = max(float(np.max(op.nbytes)) for op in ops if isinstance(op, Send) and op.payload == "state")
+    return scan_s, float(path.busy_s(np.array(sent)) + path.latency_s)
+
+
+def main() -> None:
+    """Run all, and write benchmarks/results/hybrids.md."""
+    lines = [
+        "Everything is simulated. Sizes are those of one sequence in half precision (states in fp32).",
+        "",
+        "## What a rank hands to the next, by kind of layer",
+        "",
+        *handed_on(),
+        "",
+        "## Latent attention: expanded or absorbed",
+        "",
+        *expanding(),
+    ]
+    for cluster in CLUSTERS:
+        lines += [
+            "",
+            f"## Eight GPUs, {cluster}: TTFT, ms",
+            "",
+            "In brackets: a GPU does not hold it. The last columns: by how much the fastest is ahead of the next, what",
+            "searching the partition is worth over even chunks, and the fastest that fits.",
+            "",
+            *compared(cluster),
+        ]
+    lines += ["", f"## What waiting for states costs, {CLUSTERS[-1]}, kvr-s", "", *states(CLUSTERS[-1])]
+    write("hybrids", "python benchmarks/hybrids.py", lines)
+
+
+if __name__ == "__main__":
+    main()
