@@ -10,11 +10,12 @@ from _report import write
 
 import kvrsim
 from kvrsim.compile import build_program, columns, for_strategy
+from kvrsim.cost.mixing.latent import LatentMixing
 from kvrsim.executors.run import run_program
 from kvrsim.model.load import builtin_models, load_model
 from kvrsim.model.mixers import LatentAttention, Mixer, Recurrence
 from kvrsim.partition import Partition
-from kvrsim.program.operations import Op, Program, Recv, Send
+from kvrsim.program.operations import Compute, Op, Program, Recv, Send
 from kvrsim.results.results import Plan
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
@@ -69,6 +70,24 @@ def expanding() -> Iterator[str]:
             yield f"| {name} | {' | '.join(cells)} |"
 
 
+def expanded_prefix(cluster: str) -> Iterator[str]:
+    """DeepSeek-V3's last rank of eight with even chunks: what expanding the latents of the ranks before it takes."""
+    yield "| context | queries of a rank | expanding the prefix, of the layer | attention expanded | absorbed |"
+    yield "|---|---:|---:|---:|---:|"
+    for ctx in CONTEXTS:
+        scenario, _ = kvrsim.make_scenario(**asked("deepseek-v3", ctx, cluster))  # type: ignore[arg-type]
+        costs = scenario.layer_costs()[-1]
+        mixing = costs.mixing
+        assert isinstance(mixing, LatentMixing)
+        chunk = np.array([scenario.request.context_len / NUM_GPUS])
+        prefix = (NUM_GPUS - 1) * chunk
+        expand_s, mix_s = mixing.expand_s(prefix)[0], mixing.mix_s(chunk, prefix)[0]
+        layer_s = costs.qkv_s(chunk)[0] + mix_s + costs.output_mlp_s(chunk)[0]
+        absorbed_s = mixing.absorbed_s(chunk, prefix)[0]
+        times = f"{expand_s / layer_s:.1%} | {format_seconds(mix_s)} | {format_seconds(absorbed_s)}"
+        yield f"| {ctx} | {chunk[0]:.0f} | {times} |"
+
+
 def compared(cluster: str) -> Iterator[str]:
     """TTFT of strategies on eight GPUs."""
     head = " | ".join(COMPARED)
@@ -105,7 +124,7 @@ def asked(name: str, ctx: str, cluster: str) -> dict[str, object]:
 
 def states(cluster: str) -> Iterator[str]:
     """What it costs that a rank waits for the state of the rank before."""
-    yield "| model | context | kvr-s, ms | states there at once | difference | longest scan | message | (p - 1)(s + h) |"
+    yield "| model | context | kvr-s, ms | with states at once | difference | scan s | message h | (p - 1)(s + h) |"
     yield "|---|---:|---:|---:|---:|---:|---:|---:|"
     strategy = STRATEGIES["kvr-s"]
     for name in MODELS:
@@ -138,7 +157,7 @@ def without_states(program: Program) -> Program:
 def longest(program: Program, scenario: Scenario) -> tuple[float, float]:
     """Of all ranks and kinds of layers, the longest scan and message of a state, seconds."""
     ops = [op for ranks in program.layers for rank in ranks for op in rank]
-    scan_s = max(float(op.device_s[0]) for op in ops if getattr(op, "name", "") == "scan")
+    scan_s = max(float(op.device_s[0]) for op in ops if isinstance(op, Compute) and op.name == "scan")
     path = scenario.cluster.path(0, 1)
     sent = max(float(np.max(op.nbytes)) for op in ops if isinstance(op, Send) and op.payload == "state")
     return scan_s, float(path.busy_s(np.array(sent)) + path.latency_s)
@@ -156,6 +175,10 @@ def main() -> None:
         "## Latent attention: expanded or absorbed",
         "",
         *expanding(),
+        "",
+        f"DeepSeek-V3, {CLUSTERS[-1]}, the last of eight ranks with even chunks:",
+        "",
+        *expanded_prefix(CLUSTERS[-1]),
     ]
     for cluster in CLUSTERS:
         lines += [
