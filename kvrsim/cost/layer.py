@@ -26,6 +26,12 @@ from kvrsim.program.operations import Array
 _HOST_SHARES = (21 / 45, 10 / 45, 14 / 45)
 
 
+def mlp_width(mlp: Sequence[Gemm]) -> int:
+    """Features between the matrices of an MLP: the input of the last one that leads back to the MLP's input."""
+    back = (gemm.in_features for gemm in reversed(mlp) if gemm.out_features == mlp[0].in_features)
+    return next(back, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
     """Seconds and bytes of one kind of layer, for one request on one machine."""
@@ -146,7 +152,7 @@ class LayerCosts:
     def _after_mixer(self) -> tuple[tuple[Product, ...], tuple[Traffic, ...]]:
         layer = self.layer
         experts = max(1, layer.num_experts_per_tok)
-        width = experts * self._mlp_width(layer.mlp) + self._mlp_width(layer.shared_mlp)
+        width = experts * mlp_width(layer.mlp) + mlp_width(layer.shared_mlp)
         steps = after_mixer(
             self.model, layer, fused=self.cost.fused, intermediate=width, reshapes=not self.cost.whole_attention
         )
@@ -172,11 +178,6 @@ class LayerCosts:
         if not layer.num_experts:
             return products_of(self.cost, layer.mlp)
         return products_of(self.cost, layer.mlp, layer.num_experts, layer.num_experts_per_tok / layer.num_experts)
-
-    def _mlp_width(self, mlp: Sequence[Gemm]) -> int:
-        """Features between the matrices of an MLP: the input of the one that leads back to the residual stream."""
-        back = (gemm.in_features for gemm in reversed(mlp) if gemm.out_features == self.model.hidden_size)
-        return next(back, 0)
 
     # -- messages and memory
     def score_elements(self, chunk: Array, keys: Array) -> Array:

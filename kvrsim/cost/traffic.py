@@ -107,8 +107,8 @@ def attention_kernels(model: ModelSpec, mixer: Attention, kernel: str, *, repeat
 
 
 def _norm(model: ModelSpec, table: _Steps, features: int) -> Traffic:
-    """One norm over so many features; RMSNorm has weights only, LayerNorm weights and biases."""
-    step = table.rms_norm if model.final_norm_parameters == model.hidden_size else table.layer_norm
+    """One norm over so many features; LayerNorm has weights and biases."""
+    step = table.layer_norm if model.final_norm_parameters == 2 * model.hidden_size else table.rms_norm
     return Traffic("norm", step.nbytes * features, step.kernels)
 
 

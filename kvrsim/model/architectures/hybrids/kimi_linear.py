@@ -54,7 +54,7 @@ def _mlps(config: JsonObject, shape: LatentShape) -> list[LayerSpec]:
         routed = replace(
             routed,
             mlp=gated_mlp(latent, experts.inner, place="mlp.experts.0."),
-            shared_mlp=(*routed.shared_mlp, *projections),
+            shared_mlp=(*projections, *routed.shared_mlp),
             other_parameters=routed.other_parameters + norm,
         )
     return [routed if sparse else dense for sparse in read_sparse(config, shape.layers, first_dense)]

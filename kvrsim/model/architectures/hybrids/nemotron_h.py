@@ -97,7 +97,7 @@ def _experts(config: JsonObject, hidden: int, bias: bool) -> LayerSpec:
     width = read_inner(config, "moe_latent_size", hidden)
     if config.has("moe_latent_size"):
         projections = latent_projections(hidden, width, ("fc1_latent_proj", "fc2_latent_proj"), "mixer.")
-        shared = (*shared, *(replace(matrix, bias=bias) for matrix in projections))
+        shared = (*(replace(matrix, bias=bias) for matrix in projections), *shared)
     return LayerSpec(
         mixer=None,
         mlp=plain_mlp("mixer.experts.0.up_proj", "mixer.experts.0.down_proj", width, experts.inner, bias=False),

@@ -166,7 +166,7 @@ def test_layers_of_nemotron_h(tmp_path: Path) -> None:
     assert (experts.num_experts, experts.num_experts_per_tok, experts.gated_mlp) == (8, 2, False)
     assert [(gemm.in_features, gemm.out_features) for gemm in experts.mlp] == [(20, 24), (24, 20)]
     assert [(gemm.in_features, gemm.out_features) for gemm in experts.shared_mlp] == [
-        *((64, 40), (40, 64), (64, 20), (20, 64))
+        *((64, 20), (20, 64), (64, 40), (40, 64))
     ]
     mamba = model.layers[0].mixer
     assert isinstance(mamba, Recurrence)
