@@ -16,6 +16,7 @@ from calibrate.measure.compute_points import Point
 from calibrate.measure.device_watch import DeviceWatch, Reading
 from calibrate.measure.layer_times import ForwardTimes, LayerParts
 from kvrsim.errors import InputError
+from kvrsim.model.mixers import Attention
 from kvrsim.model.spec import ModelSpec
 from kvrsim.runtime.cache import OnUpdate, PrefixCache
 from kvrsim.runtime.geometry import Geometry
@@ -47,6 +48,8 @@ class ComputeSetup:
             raise InputError("model", self.model.name, "a dense model: experts are not timed")
         if len(kinds) > 1:
             raise InputError("model", self.model.name, "a model whose layers are all alike")
+        if not isinstance(kinds[0].mixer, Attention):
+            raise InputError("model", self.model.name, "attention to K and V: latents and states are not timed")
 
 
 @dataclass(slots=True)

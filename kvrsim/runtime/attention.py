@@ -3,6 +3,7 @@
 Models mask: they compute all chunk × (prefix + chunk) scores, then hide those to the right of the diagonal.
 Here the prefix is attended to in full, the chunk causally. On the CPU these are two calls, joined by the
 log of their softmax sums; on CUDA it is one kernel whose causal mask is aligned to the lower right corner.
+In a window, blocks of queries attend to the keys that they can see.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from kvrsim.errors import InputError
 
 # Without the word "flash", by which transformers knows its own kernels.
 INTERFACE_NAME = "kvrsim_chunk_attention"
+_LEAST_BLOCK = 128  # queries in a block of attention in a window: kernels for fewer are no faster
 _FLASH_WIDTH = 8  # of which a head's width must be a multiple
 _CAUSAL_FROM_BOTTOM_RIGHT = 2  # CustomMaskType of torch's memory-efficient kernel
 
@@ -38,12 +40,18 @@ def use_flash(model: Any) -> None:
     model.kvrsim_attention = "flash"
 
 
-def chunk_attention(query: Any, key: Any, value: Any, scale: float | None = None) -> Any:
-    """Attention of the last tokens of a context to all of it, causally.
+def chunk_attention(query: Any, key: Any, value: Any, scale: float | None = None, window: int | None = None) -> Any:
+    """Attention of the last tokens of a context to all of it, or to a window, causally.
 
-    Shapes: query [B, H, c, D], key and value [B, G, S, D] with G a divisor of H and S >= c; the result is
-    query's. Queries are the last c of the S tokens.
+    Shapes: query [B, H, c, D], key [B, G, S, D], value [B, G, S, E] with G a divisor of H, E <= D and S >= c; the
+    result is [B, H, c, E]. Queries are the last c of the S tokens. window: tokens that a query sees, itself included.
     """
+    if value.shape[-1] != key.shape[-1]:  # latent attention, expanded: kernels take one width
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        padded = functional.pad(value, (0, key.shape[-1] - value.shape[-1]))
+        return chunk_attention(query, key, padded, scale, window)[..., : value.shape[-1]]
+    if window is not None and window < key.shape[2]:
+        return _in_window(query, key, value, scale, window)
     if query.is_cuda:
         return _on_cuda(query, key, value, scale)
     chunk_len, prefix_len = query.shape[2], key.shape[2] - query.shape[2]
@@ -55,6 +63,22 @@ def chunk_attention(query: Any, key: Any, value: Any, scale: float | None = None
     share = torch.sigmoid(own_lse - seen_lse).unsqueeze(-1)
     # The sums are float32 whatever the model's dtype; the model wants its own back.
     return torch.lerp(seen.float(), own.float(), share).to(query.dtype)
+
+
+def _in_window(query: Any, key: Any, value: Any, scale: float | None, window: int) -> Any:
+    """Blocks of as many queries as the window has tokens, each against the keys that one of them sees, masked."""
+    prefix_len, found = key.shape[2] - query.shape[2], []
+    block_len = max(window, _LEAST_BLOCK)
+    for start in range(0, query.shape[2], block_len):
+        block = query[:, :, start : start + block_len]
+        end = prefix_len + start + block.shape[2]
+        first = max(0, prefix_len + start - window + 1)
+        mask = torch.ones(block.shape[2], end - first, dtype=torch.bool, device=query.device)
+        behind = prefix_len + start - first  # the diagonal: keys before the first query
+        mask.tril_(behind).triu_(behind - window + 1)
+        keys, values = (_repeated(part[:, :, first:end], query.shape[1]) for part in (key, value))
+        found.append(functional.scaled_dot_product_attention(block, keys, values, attn_mask=mask, scale=scale))
+    return torch.cat(found, dim=2)
 
 
 def _of_prefix(query: Any, key: Any, value: Any, scale: float | None) -> tuple[Any, Any]:
@@ -143,7 +167,8 @@ def _repeated(kv: Any, heads: int) -> Any:
 def _interface(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> tuple[Any, None]:
     """As transformers' AttentionInterface calls it; the result has shape [B, c, H, D]."""
     assert attention_mask is None
-    return chunk_attention(query, key, value, kwargs.get("scaling")).transpose(1, 2).contiguous(), None
+    found = chunk_attention(query, key, value, kwargs.get("scaling"), kwargs.get("sliding_window"))
+    return found.transpose(1, 2).contiguous(), None
 
 
 def _no_mask(*args: Any, attention_mask: Any = None, **kwargs: Any) -> None:

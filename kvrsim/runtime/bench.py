@@ -16,9 +16,10 @@ from kvrsim.errors import InputError
 from kvrsim.partition import Partition
 from kvrsim.results.quartiles import interquartile_range
 from kvrsim.results.timeline import Timeline
-from kvrsim.runtime.cache import KvBuffer, PrefixCache
+from kvrsim.runtime.cache import PrefixCache
 from kvrsim.runtime.hooks import hooked
 from kvrsim.runtime.host import HostLoad, cpu_name, versions
+from kvrsim.runtime.kept.buffers import buffers_of
 from kvrsim.runtime.model import Forward, ModelForward
 from kvrsim.runtime.plan import RunPlan, random_prompt
 from kvrsim.runtime.prefill import Outcome, Prefill, shared_room
@@ -116,7 +117,7 @@ class DriftRunner:
         forward: Forward,
         num_tokens: int,
         *,
-        room: Sequence[Any],
+        room: list[Any],
         batch: int,
         vocab_size: int,
         seed: int = 0,
@@ -125,7 +126,7 @@ class DriftRunner:
         self.transport, self.forward, geometry = transport, forward, forward.geometry
         plan = RunPlan(strategy="single", partition=Partition(chunk_lens=(num_tokens,)), batch=batch)
         sizes: dict[str, int] = dict(prefix_len=0, chunk_len=num_tokens, batch=batch)
-        self.cache = PrefixCache([KvBuffer(geometry, data=data[:num_tokens], **sizes) for data in room])
+        self.cache = PrefixCache(buffers_of(geometry, **sizes, room=room))
         self.ids = random_prompt(vocab_size, plan, seed).to(geometry.device)
 
     def run(self) -> float:
@@ -204,5 +205,6 @@ def conditions_of(transport: Transport, forward: Forward) -> dict[str, str]:
         "threads a rank": str(torch.get_num_threads()),
         "dtype": str(geometry.dtype).removeprefix("torch."),
         "attention": geometry.attention,
+        "handed on": geometry.title,
         "model": f"{geometry.model_type}, {geometry.num_hidden_layers} layers, {forward.digest()}",
     }

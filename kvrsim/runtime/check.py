@@ -14,7 +14,7 @@ from kvrsim.runtime.plan import RunPlan, random_prompt
 from kvrsim.runtime.prefill import Prefill, decode, shared_room
 from kvrsim.runtime.ranks.transport import Transport
 
-KvPairs = list[tuple[Any, Any]]  # K and V of each layer, in the model's own layout
+KvPairs = list[tuple[Any, Any] | None]  # K and V of each layer, in the model's own layout, or its states
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +24,7 @@ class Difference:
     plan: str  # the plan's label
     logits: float  # largest difference of the last token's logits
     logits_scale: float  # largest logit, by magnitude: what `logits` is to be held against
-    kv_cache: float  # largest difference in the last rank's K and V, all layers
+    kv_cache: float  # largest difference in the last rank's K and V, and states, all layers
     same_tokens: bool  # whether the greedy continuations are equal
     num_tokens: int  # of the continuation
 
@@ -77,10 +77,10 @@ class _References:
         if key not in self.known:
             from transformers import DynamicCache
 
-            cache = DynamicCache()
+            cache = DynamicCache(config=self.model.config)
             with torch.inference_mode():
                 logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-            kept = [(layer.keys.cpu(), layer.values.cpu()) for layer in cache.layers]
+            kept = [_kept_by(layer) for layer in cache.layers]
             del cache
             self.known[key] = logits[:, -1], kept, self._continued(ids, logits[:, -1])
         return self.known[key]
@@ -93,10 +93,23 @@ class _References:
         return self.model.generate(ids, attention_mask=mask, do_sample=False, **lengths)[:, ids.shape[1] :]
 
 
+def _kept_by(layer: Any) -> tuple[Any, Any] | None:
+    """What a layer of transformers' cache holds, in the host's memory: K and V, its states, or nothing."""
+    if hasattr(layer, "recurrent_states"):
+        return layer.recurrent_states[0].cpu(), layer.conv_states[0].cpu()
+    return (layer.keys.cpu(), layer.values.cpu()) if layer.keys is not None else None
+
+
 def cache_distance(ours: PrefixCache, theirs: KvPairs) -> float:
-    """The largest difference of K and V in any layer."""
-    layers = zip(ours.keys_values(), theirs, strict=True)
-    found = [_distance(a, b.to(a.device)) for own, other in layers for a, b in zip(own, other, strict=True)]
+    """The largest difference of K, V and states in any layer, in what both hold of a window and a convolution."""
+    found = [0.0]
+    for own, other in zip(ours.parts(), theirs, strict=True):
+        for a, b in zip(own or (), other or (), strict=True):
+            # K and V end with the last token; a convolution's inputs, in the last dimension, too.
+            axis = a.dim() - (1 if a.dim() == 3 else 2)
+            common = min(a.shape[axis], b.shape[axis])
+            a, b = (part.narrow(axis, part.shape[axis] - common, common) for part in (a, b))
+            found.append(_distance(a, b.to(a.device)))
     return float(torch.tensor(found).max())  # which lets "not a number" through, unlike max()
 
 

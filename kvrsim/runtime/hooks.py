@@ -8,6 +8,7 @@ Marks of a layer, in this order:
     wait, received      waiting for other ranks' K and V begins and ends
     send                own K and V are sent
     updated             the cache's update has ended; attention begins
+    sent                a recurrent layer's state is on its way, after its scan
     output              attention has ended; the output projection begins
     layer_end           it has ended
 
@@ -201,7 +202,8 @@ def hooked(
         for part in parts:
             before(layer.get_submodule(part), f">{part}", index)
             after(layer.get_submodule(part), f"<{part}", index)
-        before(geometry.output_projection_of(layer), "output", index)
+        if (output := geometry.output_projection_of(layer)) is not None:
+            before(output, "output", index)
     if ends:
         for name, module in (("embedding", model.get_input_embeddings()), ("head", model.get_output_embeddings())):
             before(module, f">{name}")

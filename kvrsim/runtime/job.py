@@ -12,11 +12,11 @@ import torch
 from kvrsim.choices import Attention
 from kvrsim.errors import InputError
 from kvrsim.runtime.bench import BenchReport, conditions_of, is_one_host, measure, ttft_of
-from kvrsim.runtime.cache import kv_room
 from kvrsim.runtime.check import Difference, compare
 from kvrsim.runtime.emulated import EmulatedLink, EmulatedTransport, MessageTraffic
 from kvrsim.runtime.geometry import DTYPES
 from kvrsim.runtime.host import versions
+from kvrsim.runtime.kept.buffers import kv_room
 from kvrsim.runtime.model import ModelForward, load_model
 from kvrsim.runtime.plan import RunPlan, random_prompt
 from kvrsim.runtime.prefill import Outcome, Prefill, agree, decode

@@ -14,10 +14,12 @@ from kvrsim.choices import ATTENTIONS, Attention
 from kvrsim.errors import InputError
 from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures import read_config
+from kvrsim.model.architectures.multimodal import read_text_part
 from kvrsim.model.load import config_path
 from kvrsim.runtime.attention import use_flash
 from kvrsim.runtime.cache import PrefixCache
-from kvrsim.runtime.geometry import DTYPES, Geometry, family_of
+from kvrsim.runtime.geometry import DTYPES, Geometry
+from kvrsim.runtime.kept.families import FAMILIES, check_kernel, family_of
 
 _BLOCK = 2**16  # weights that share a checksum
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a weight
@@ -44,6 +46,7 @@ def load_model(
     if dtype not in DTYPES:
         raise InputError("dtype", dtype, "one of " + ", ".join(DTYPES))
     fields = _fields(config)
+    check_kernel(fields["model_type"], attention)
     model = _build(fields, DTYPES[dtype], device, attention, seed, init_std)
     if attention == "flash":
         use_flash(model)
@@ -52,15 +55,19 @@ def load_model(
 
 
 def _fields(config: str | Path | Mapping[str, object]) -> dict[str, Any]:
-    """The keys of the config.json, those that are comments left out; checked as the simulator checks them."""
+    """The keys of the config.json, of its text model where it has several, those that are comments left out.
+
+    Checked as the simulator checks them.
+    """
     source = JsonObject(fields=config, where="model") if isinstance(config, Mapping) else None
     if source is None:
         source = JsonObject.read(config_path(str(config), "model"), "model")
-    family_of(str(source.fields.get("model_type", "nothing")))
+    text, _ = read_text_part(source, set(FAMILIES))
+    family_of(str(text.fields.get("model_type", "nothing")))
     if read_config(source, "model").quantization is not None:
         key = source.first_of("quantization_config", "compression_config")
         raise source.error(key, "nothing: the runtime runs models that are not quantised")
-    return {key: value for key, value in source.fields.items() if not key.startswith("_")}
+    return {key: value for key, value in text.fields.items() if not key.startswith("_")}
 
 
 def _build(
@@ -109,7 +116,7 @@ class ModelForward:
     def __call__(self, ids: Any, start: int, cache: PrefixCache, *, is_last: bool) -> Any:
         positions = torch.arange(start, start + ids.shape[1], device=ids.device).unsqueeze(0)
         inputs: dict[str, Any] = dict(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
-        visible_len = cache.buffers[0].visible_len
+        visible_len = cache.visible_len
         if self.alibi or (start == 0 and visible_len > ids.shape[1]):
             # ALiBi's biases are as long as the mask. And under TSP, transformers would let the first rank off: from
             # position 0 on, without a mask, it takes what follows the chunk for room that is not filled yet.
@@ -146,7 +153,7 @@ class SleepForward:
         self.geometry, self.layer_s = geometry, layer_s
 
     def __call__(self, ids: Any, start: int, cache: PrefixCache, *, is_last: bool) -> Any:
-        before_s, after_s = self.layer_s(ids.shape[1], cache.buffers[0].visible_len - ids.shape[1])
+        before_s, after_s = self.layer_s(ids.shape[1], cache.visible_len - ids.shape[1])
         for layer in range(self.geometry.num_hidden_layers):
             time.sleep(before_s)
             cache.tell(layer, "update")

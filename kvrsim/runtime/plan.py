@@ -13,6 +13,7 @@ from kvrsim.profile.profile import Gather  # at run time, too: plans travel betw
 
 if TYPE_CHECKING:
     from kvrsim.runtime.geometry import Geometry
+    from kvrsim.runtime.kept.layers import KeptTokens
 
 RunStrategy = Literal["single", "tsp", "kvr"]
 # What the runtime runs: a registered strategy's name, and how ranks run it. All others are refused.
@@ -69,16 +70,25 @@ class RunPlan:
         first = size - chunks
         return rank - first if rank >= first else None
 
-    def tokens_held(self, rank: int, size: int) -> int:
-        """Tokens whose K and V a rank of so many keeps: up to its chunk's end, under TSP all; 0 where it looks on."""
+    def tokens_held(self, rank: int, size: int, kept: KeptTokens) -> int:
+        """Tokens whose K and V a rank of so many keeps in such a layer; 0 where it looks on.
+
+        The tokens that its chunk sees, up to the chunk's end; under TSP all.
+        """
         place = self.place(rank, size)
         if place is None:
             return 0
-        return self.context_len if self.strategy == "tsp" else self.partition.boundaries[place + 1]
+        if self.strategy == "tsp":
+            return self.context_len
+        start, end = self.partition.boundaries[place : place + 2]
+        return end - kept.first_seen(start)
 
     def check(self, geometry: Geometry) -> None:
         """Raise InputError where the model cannot run this plan."""
-        geometry.check_context(self.context_len)
+        least = geometry.least_chunk
+        if min(self.partition.chunk_lens[1:], default=least) < least:
+            accepted = f"chunks of at least {least} tokens after the first, for {geometry.model_type}"
+            raise InputError("partition", _shown(self.partition), accepted)
         if self.strategy == "tsp" and self.tsp_keys == "dense" and geometry.attention == "flash":
             raise InputError("attention", "flash", "eager or sdpa for dense TSP: flash leaves out what dense computes")
 

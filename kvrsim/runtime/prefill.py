@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
-from kvrsim.runtime.cache import KvBuffer, PrefixCache, UpdateEvent, kv_room
+from kvrsim.runtime.cache import PrefixCache, UpdateEvent
 from kvrsim.runtime.geometry import Geometry
 from kvrsim.runtime.hooks import clock_of
 from kvrsim.runtime.host import versions
+from kvrsim.runtime.kept.buffers import KvBuffer, buffers_of, kv_room
+from kvrsim.runtime.kept.layers import KeptTokens
 from kvrsim.runtime.model import Forward
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.ranks.faults import Fault, FaultKind, LinkError, RankError, is_out_of_memory
@@ -39,14 +41,13 @@ class Prefill:
     memory runs out.
     """
 
-    def __init__(
-        self, forward: Forward, transport: Transport, plan: RunPlan, *, room: Sequence[Any] | None = None
-    ) -> None:
+    def __init__(self, forward: Forward, transport: Transport, plan: RunPlan, *, room: list[Any] | None = None) -> None:
         """room: each layer's memory for at least as many tokens, used by other prefills in turn; None: its own."""
         self.forward, self.transport, self.plan, self.geometry = forward, transport, plan, forward.geometry
         self.place = plan.place(transport.rank, transport.size)
         self.clock = clock_of(self.geometry.device, all_streams=True)
         self.layer: int | None = None  # to which the rank has come
+        self._linked = self.geometry.linked_layers
         self.logits: Any = None  # of the last token, [B, vocabulary], on the last rank after `run`
         self._receives: dict[int, Pending] = {}
         self._sends: list[Pending] = []
@@ -72,7 +73,7 @@ class Prefill:
             self.clock.start()
             self.clock.mark("start")
             if self.cache is not None:
-                self._post_receives(0, self.plan.receives_ahead or self.geometry.num_hidden_layers)
+                self._post_receives(0, self.plan.receives_ahead or len(self._linked))
                 start, end = self._bounds()
                 self.logits = self.forward(input_ids[:, start:end], start, self.cache, is_last=self.is_last)
                 if self.is_last and self.logits is not None:
@@ -87,8 +88,8 @@ class Prefill:
 
     def _facts(self) -> dict[str, str]:
         geometry = self.geometry
-        layout = (geometry.num_hidden_layers, geometry.num_key_value_heads, geometry.head_dim, geometry.dtype)
-        facts = versions() | {"plan": self.plan.label, "batch": str(self.plan.batch), "KV cache": str(layout)}
+        layout = f"{geometry.title}; {geometry.dtype}"
+        facts = versions() | {"plan": self.plan.label, "batch": str(self.plan.batch), "KV cache": layout}
         facts |= {"TSP": f"{self.plan.tsp_keys} {self.plan.gather}", "number of ranks": str(self.transport.size)}
         return facts | {"model": self.forward.digest(), "attention": geometry.attention}
 
@@ -97,24 +98,23 @@ class Prefill:
         start, end = self.plan.partition.boundaries[self.place : self.place + 2]
         return start, end
 
-    def _make_cache(self, room: Sequence[Any] | None) -> PrefixCache | None:
+    def _make_cache(self, room: list[Any] | None) -> PrefixCache | None:
         if self.place is None:
             return None
         start, end = self._bounds()
         sizes: dict[str, Any] = dict(prefix_len=start, chunk_len=end - start, batch=self.plan.batch)
-        exchange = None
+        exchange, pass_on = None, None
         if self.plan.strategy == "kvr":
-            exchange = self._hand_on
+            exchange, pass_on = self._hand_on, self._send
         elif self.plan.strategy == "tsp":
             # To a single query transformers hands no mask, under which it would see the tokens after it.
             dense = self.plan.tsp_keys == "dense" and end - start > 1
             total = self.plan.context_len
             sizes |= dict(total_len=total, visible_len=total if dense else end)
-            exchange = self._gather if self.transport.size > 1 else None
-        held = self.plan.tokens_held(self.transport.rank, self.transport.size)
-        layers = [None] * self.geometry.num_hidden_layers if room is None else [data[:held] for data in room]
-        buffers = [KvBuffer(self.geometry, data=data, **sizes) for data in layers]
-        return PrefixCache(buffers, on_update=self._on_update, exchange=exchange)
+            if self.transport.size > 1:
+                exchange, pass_on = self._gather, self._send
+        buffers = buffers_of(self.geometry, **sizes, room=room)
+        return PrefixCache(buffers, on_update=self._on_update, exchange=exchange, pass_on=pass_on)
 
     def _on_update(self, event: UpdateEvent, layer: int) -> None:
         if event == "update":
@@ -123,36 +123,62 @@ class Prefill:
         self.clock.mark(event, layer)
 
     def _hand_on(self, layer: int) -> None:
-        """KVR, the chunk's K and V written: wait for the prefix, hand all of it on, expect the next layer's."""
-        assert self.cache is not None
+        """KVR: wait for the prefix, hand it on with the chunk (of a state, not yet), expect the next layer's.
+
+        The chunk's K and V are written.
+        """
+        self._receive(layer)
+        if isinstance(self._buffer(layer), KvBuffer):
+            self._send(layer)
+        if self.plan.receives_ahead is not None:
+            ahead = self._linked.index(layer) + self.plan.receives_ahead
+            self._post_receives(ahead, ahead + 1)
+
+    def _receive(self, layer: int) -> None:
+        """Wait for what this layer keeps of the tokens before the chunk, where its receive is posted."""
         if layer in self._receives:
             self.clock.mark("wait", layer)
             self._receives.pop(layer).wait()
             self.clock.mark("received", layer)
-        if not self.is_last:
-            message = self.cache.buffers[layer].whole()
-            self.clock.mark("send", layer)
-            self._sent.append((layer, message.nbytes))
-            self._sends.append(self.transport.isend_next(message))
-        if self.plan.receives_ahead is not None:
-            self._post_receives(layer + self.plan.receives_ahead, layer + self.plan.receives_ahead + 1)
+
+    def _send(self, layer: int) -> None:
+        """Hand on what this layer keeps of the tokens up to the chunk's end."""
+        message = self._buffer(layer).outgoing()
+        if self.is_last or not message.nbytes:
+            return
+        self.clock.mark("send", layer)
+        self._sent.append((layer, message.nbytes))
+        self._sends.append(self.transport.isend_next(message))
+        if not isinstance(self._buffer(layer), KvBuffer):
+            self.clock.mark("sent", layer)
 
     def _post_receives(self, first: int, end: int) -> None:
-        """Post the receives of these layers: messages move once their receive is posted, and not before."""
-        if self.plan.strategy != "kvr" or not self.place or self.cache is None:
-            return
-        for layer in range(first, min(end, self.geometry.num_hidden_layers)):
-            self._receives[layer] = self.transport.irecv_prev(self.cache.buffers[layer].prefix())
+        """Post receives, of layers counted among those that are linked: a message moves once its receive is posted."""
+        if self.plan.strategy == "kvr":
+            for layer in self._linked[first:end]:
+                self._post(layer)
+
+    def _post(self, layer: int) -> None:
+        """A message of no bytes is neither sent nor received."""
+        if self.place and (message := self._buffer(layer).incoming()).nbytes:
+            self._receives[layer] = self.transport.irecv_prev(message)
+
+    def _buffer(self, layer: int) -> Any:
+        assert self.cache is not None
+        return self.cache.buffers[layer]
 
     def _gather(self, layer: int) -> None:
-        """TSP, the chunk's K and V written: all chunks' to all ranks."""
-        assert self.cache is not None
-        whole, boundaries = self.cache.buffers[layer].data, self.plan.partition.boundaries
+        """TSP, the chunk's K and V written: all chunks' to all ranks. A state goes from rank to rank even so."""
+        buffer, boundaries = self._buffer(layer), self.plan.partition.boundaries
+        if not isinstance(buffer, KvBuffer):
+            self._post(layer)
+            self._receive(layer)
+            return
         self.clock.mark("wait", layer)
         if self.plan.gather == "ring":
-            ring_all_gather(self.transport, whole, boundaries)
+            ring_all_gather(self.transport, buffer.data, boundaries)
         else:
-            self.transport.all_gather(whole, boundaries)
+            self.transport.all_gather(buffer.data, boundaries)
         self.clock.mark("received", layer)
 
     def _finish_sends(self) -> None:
@@ -195,11 +221,15 @@ def shared_room(
     geometry: Geometry, transport: Transport, plans: Sequence[RunPlan], *, least: int = 0
 ) -> dict[int, list[Any]]:
     """By batch, memory in which this rank's part in each of the plans fits, and `least` tokens at least."""
-    tokens: dict[int, int] = {}
+    tokens: dict[int, list[int]] = {}
     for plan in plans:
-        held = plan.tokens_held(transport.rank, transport.size)
-        tokens[plan.batch] = max(tokens.get(plan.batch, least), held)
-    return {batch: kv_room(geometry, count, batch) for batch, count in tokens.items()}
+        held = [
+            plan.tokens_held(transport.rank, transport.size, kept) if isinstance(kept, KeptTokens) else 0
+            for kept in geometry.kept
+        ]
+        known = tokens.get(plan.batch, [least] * len(held))
+        tokens[plan.batch] = [max(pair) for pair in zip(known, held, strict=True)]
+    return {batch: kv_room(geometry, counts, batch) for batch, counts in tokens.items()}
 
 
 def decode(model: Any, cache: PrefixCache, input_ids: Any, tokens: tuple[int, ...], num_tokens: int) -> Any:

@@ -18,7 +18,10 @@ COMPUTE = {
     ("received", "updated"): "append",
     ("received", "send"): "append",
     ("updated", "output"): "attention",
+    ("updated", "send"): "attention",  # of a recurrent layer, whose state is there after its scan
+    ("sent", "output"): "attention",
     ("output", "layer_end"): "output+mlp",
+    ("layer", "layer_end"): "output+mlp",  # of a layer without attention
     ("updated", "token"): "compute",  # where there is no model to hook: all that follows the exchange
     ("updated", "update"): "compute",
     ("start", "layer"): "embedding",
@@ -78,7 +81,7 @@ def _name_of(first: str, second: str, rank: int, strategy: str) -> tuple[str | N
     """What the simulator calls the time between two events."""
     if (first, second) == ("wait", "received"):
         return "all-gather" if strategy == "tsp" else f"KV from rank {rank - 1}", "wait"
-    if (first, second) == ("send", "updated"):  # gloo writes to the socket before it returns
+    if (first, second) in (("send", "updated"), ("send", "sent")):  # gloo writes to the socket before it returns
         return f"send to rank {rank + 1}", "wait"
     name = COMPUTE.get((first, second))
     return "assemble" if name == "append" and strategy == "tsp" else name, "compute"

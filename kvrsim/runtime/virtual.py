@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from kvrsim.runtime.bench import conditions_of
-from kvrsim.runtime.cache import KvBuffer, PrefixCache, kv_room
+from kvrsim.runtime.cache import PrefixCache
 from kvrsim.runtime.hooks import Clock, Mark, clock_of, hooked
 from kvrsim.runtime.host import HostLoad
 from kvrsim.runtime.job import Job
+from kvrsim.runtime.kept.buffers import buffers_of, kv_room
 from kvrsim.runtime.model import ModelForward
 from kvrsim.runtime.plan import RunPlan, random_prompt
 from kvrsim.runtime.ranks.transport import Transport
@@ -88,7 +89,7 @@ def run_virtual(transport: Transport, job: Job) -> VirtualReport:
 class _VirtualRanks:
     """The ranks of one plan, which share the K and V of the whole context, with each other and with other plans."""
 
-    def __init__(self, forward: ModelForward, plan: RunPlan, clock: Clock, seed: int, room: Sequence[Any]) -> None:
+    def __init__(self, forward: ModelForward, plan: RunPlan, clock: Clock, seed: int, room: list[Any]) -> None:
         geometry = forward.geometry
         plan.check(geometry)
         self.forward, self.plan, self.clock = forward, plan, clock
@@ -107,7 +108,7 @@ class _VirtualRanks:
         dense = plan.strategy == "tsp" and plan.tsp_keys == "dense" and end - start > 1
         sizes: dict[str, Any] = dict(prefix_len=start, chunk_len=end - start, batch=plan.batch)
         sizes |= dict(total_len=plan.context_len, visible_len=plan.context_len if dense else end)
-        buffers = [KvBuffer(self.forward.geometry, data=data, **sizes) for data in self.room]
+        buffers = buffers_of(self.forward.geometry, **sizes, room=self.room)
         return PrefixCache(buffers, on_update=self.clock.mark)
 
     def _rank(self, rank: int) -> Parts:

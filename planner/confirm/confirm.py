@@ -121,9 +121,9 @@ def check(scenario: Scenario, hardware: Hardware, *, needs_profile: bool = True)
         raise InputError(
             "gpus", scenario.cluster.num_gpus, f"at most one GPU a token, here {scenario.request.new_tokens}"
         )
-    from kvrsim.runtime.geometry import family_of
+    from kvrsim.runtime.kept.families import check_kernel
 
-    family_of(scenario.model.model_type)
+    check_kernel(scenario.model.model_type, scenario.kernel)
     hardware.choice(scenario)
 
 

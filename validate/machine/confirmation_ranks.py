@@ -19,6 +19,7 @@ from kvrsim.program.operations import AllGather, Compute, Op, Program, Recv, Sen
 from kvrsim.runtime.bench import BenchReport, measure
 from kvrsim.runtime.emulated import EmulatedLink, EmulatedTransport, MessageTraffic
 from kvrsim.runtime.geometry import Geometry
+from kvrsim.runtime.kept.layers import KeptTokens
 from kvrsim.runtime.model import SleepForward
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.ranks.launch import Launch, launch
@@ -26,8 +27,9 @@ from kvrsim.runtime.ranks.transport import Transport
 from validate.machine.side_traffic import noisy_ttft_s
 
 # Few bytes a token and a slow link: on two cores, moving the bytes takes time from nobody.
-GEOMETRY = Geometry(model_type="llama", num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=1, head_dim=32)
-TOKEN_BYTES = GEOMETRY.kv_bytes_per_token_layer
+KEPT = KeptTokens(num_key_value_heads=1, head_dim=32, v_head_dim=32)
+GEOMETRY = Geometry(model_type="llama", num_attention_heads=8, kept=(KEPT,) * 8)
+TOKEN_BYTES = GEOMETRY.token_bytes(0)
 LATENCY_S = 1e-3
 
 

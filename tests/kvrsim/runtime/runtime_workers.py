@@ -20,11 +20,12 @@ from kvrsim.runtime.check import Difference, compare
 from kvrsim.runtime.emulated import EmulatedLink, EmulatedTransport, MessageTraffic
 from kvrsim.runtime.geometry import Geometry
 from kvrsim.runtime.job import Job, ModelChoice, run_job
+from kvrsim.runtime.kept.layers import KeptTokens
 from kvrsim.runtime.model import ModelForward, SleepForward, load_model
 from kvrsim.runtime.plan import RunPlan, random_prompt
 from kvrsim.runtime.prefill import Prefill
 from kvrsim.runtime.ranks import transport as transport_module
-from tests.kvrsim.runtime.runtime_models import CONFIGS, variants
+from tests.kvrsim.runtime.runtime_models import CONFIGS, KINDS, kinds, variants
 
 CONTEXT_LEN = 23
 UNEVEN = {1: (23,), 2: (15, 8), 3: (11, 1, 11), 4: (9, 7, 1, 6)}
@@ -33,6 +34,12 @@ UNEVEN = {1: (23,), 2: (15, 8), 3: (11, 1, 11), 4: (9, 7, 1, 6)}
 def within(difference: Difference, tolerance: float) -> bool:
     """Whether logits and KV cache differ by at most so much, and no token differs."""
     return difference.same_tokens and difference.logits <= tolerance and difference.kv_cache <= tolerance
+
+
+def exact(difference: Difference) -> bool:
+    """Whether logits differ by at most 1e-4 of the largest, what layers keep by 1e-4, and no token differs."""
+    same = difference.logits <= 1e-4 * difference.logits_scale
+    return same and difference.kv_cache <= 1e-4 and difference.same_tokens
 
 
 def even_plans(context_len: int, num_ranks: int, *, batch: int = 1) -> list[RunPlan]:
@@ -46,7 +53,7 @@ def even_plans(context_len: int, num_ranks: int, *, batch: int = 1) -> list[RunP
 
 
 def model_of(name: str, kernel: str = "sdpa", seed: int = 1) -> Any:
-    return load_model(CONFIGS[name], "fp32", "cpu", kernel, seed=seed, init_std=0.2)  # type: ignore[arg-type]
+    return load_model((CONFIGS | KINDS)[name], "fp32", "cpu", kernel, seed=seed, init_std=0.2)  # type: ignore[arg-type]
 
 
 def kvr(*chunk_lens: int, **settings: Any) -> RunPlan:
@@ -80,6 +87,30 @@ def exactness(transport: Any) -> list[tuple[str, str, Difference]]:
     for name, kernel in variants():
         model = model_of(name, kernel)
         for difference in compare(transport, model, plans_of(transport.size, kernel)) or []:
+            found.append((name, kernel, difference))
+    return found
+
+
+def plans_of_kinds(size: int, kernel: str, least_chunk: int) -> list[RunPlan]:
+    """Uneven chunks, one of them as short as can be, longer and shorter than the windows; and TSP."""
+    uneven = Partition(chunk_lens=tuple(max(least_chunk, one) for one in UNEVEN[size]))
+    keys: Any = "truncated" if kernel == "flash" else "dense"
+    return [
+        RunPlan(strategy="kvr", partition=uneven, batch=2),
+        RunPlan(strategy="kvr", partition=Partition(chunk_lens=uneven.chunk_lens[::-1]), receives_ahead=None),
+        RunPlan(strategy="single", partition=Partition(chunk_lens=(CONTEXT_LEN,))),
+        RunPlan(strategy="tsp", partition=uneven, tsp_keys=keys, batch=2),
+        RunPlan(strategy="tsp", partition=Partition.even(CONTEXT_LEN, size), tsp_keys="truncated", gather="collective"),
+    ]
+
+
+def exactness_of_kinds(transport: Any, kernels: list[str]) -> list[tuple[str, str, Difference]]:
+    """Every kind of layer, with these kernels; four tokens are decoded behind each prefill."""
+    found = []
+    for name, kernel in kinds(*kernels):
+        model = model_of(name, kernel)
+        plans = plans_of_kinds(transport.size, kernel, Geometry.of(model).least_chunk)
+        for difference in compare(transport, model, plans, num_tokens=4) or []:
             found.append((name, kernel, difference))
     return found
 
@@ -157,12 +188,14 @@ class Trouble:
             raise ValueError("a shape that does not fit")
 
 
-def troubled(transport: Any, kind: str, rank: int, layer: int, num_runs: int = 1) -> Any:
+def troubled(
+    transport: Any, kind: str, rank: int, layer: int, num_runs: int = 1, name: str = "llama-gqa", strategy: Any = "kvr"
+) -> Any:
     """A prefill on which one rank gets into trouble."""
-    forward: Any = ModelForward(model_of("llama-gqa"))
+    forward: Any = ModelForward(model_of(name))
     if transport.rank == rank:
         forward = Trouble(forward, kind, layer)
-    plan = RunPlan(strategy="kvr", partition=Partition.even(CONTEXT_LEN, transport.size))
+    plan = RunPlan(strategy=strategy, partition=Partition.even(CONTEXT_LEN, transport.size))
     prefill = Prefill(forward, transport, plan)
     for _ in range(num_runs):
         outcome = prefill.run(random_prompt(101, plan))
@@ -198,7 +231,9 @@ def reporting(transport: Any, steps: int) -> int:
     return int(transport.rank)
 
 
-GEOMETRY = Geometry(model_type="llama", num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, head_dim=64)
+KEPT = KeptTokens(num_key_value_heads=4, head_dim=64, v_head_dim=64)
+GEOMETRY = Geometry(model_type="llama", num_attention_heads=4, kept=(KEPT,) * 4)
+TOKEN_BYTES = GEOMETRY.token_bytes(0)
 BYTES_PER_S = 100e6
 
 
@@ -239,10 +274,15 @@ def sharing(transport: Any) -> tuple[int, int, bool]:
     measure(transport, forward, plans, vocab_size=101, repeats=1, warmups=0, drift_tokens=4)
     shared = [one.cache.buffers for one in made if one.cache is not None]
     held = {
-        buffer.data.untyped_storage().data_ptr(): buffer.data.untyped_storage().nbytes() for b in shared for buffer in b
+        buffer.data.untyped_storage().data_ptr(): buffer.data.untyped_storage().nbytes()
+        for buffers in shared
+        for buffer in buffers
+        if buffer is not None
     }
-    most = max(plan.tokens_held(transport.rank, transport.size) for plan in plans)
-    needed = most * geometry.kv_bytes_per_token_layer * geometry.num_hidden_layers
+    kept = geometry.kept[0]
+    assert isinstance(kept, KeptTokens)
+    most = max(plan.tokens_held(transport.rank, transport.size, kept) for plan in plans)
+    needed = most * geometry.token_bytes(0) * geometry.num_hidden_layers
     same = True
     for one in made:
         ids = random_prompt(101, one.plan)

@@ -16,12 +16,16 @@ from kvrsim.runtime.model import load_model
 from tests.kvrsim.runtime.runtime_models import CONFIGS
 
 
-def masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
-    """By the definition: all scores, those to the right of the diagonal hidden."""
+def masked(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, window: int | None = None
+) -> torch.Tensor:
+    """By the definition: all scores, those to the right of the diagonal and left of the window hidden."""
     times = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
     seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(key.shape[2] - query.shape[2])
+    if window is not None:
+        seen = seen.triu(key.shape[2] - query.shape[2] - window + 1)
     return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value
 
 
@@ -45,6 +49,26 @@ def test_prefix_and_chunk_joined_are_the_whole(
     query, key, value = tensors(chunk, prefix, groups, times, seed, spread)
     found = attention.chunk_attention(query, key, value, scale)
     torch.testing.assert_close(found, masked(query, key, value, scale), atol=1e-5 * spread**2, rtol=1e-4)
+
+
+@settings(deadline=None)
+@given(window=st.integers(1, 90), **SHAPES)
+def test_attention_in_a_window_in_blocks_is_masked_attention(
+    window: int, chunk: int, prefix: int, groups: int, times: int, seed: int, spread: float, scale: float | None
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_LEAST_BLOCK", 7)  # several blocks in a short chunk
+        query, key, value = tensors(chunk, prefix, groups, times, seed, spread)
+        found = attention.chunk_attention(query, key, value, scale, window)
+    torch.testing.assert_close(found, masked(query, key, value, scale, window), atol=1e-5 * spread**2, rtol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("prefix", [0, 9])
+def test_values_may_be_narrower_than_keys(prefix: int, window: int | None) -> None:
+    query, key, value = tensors(7, prefix, 2, 2, 1)
+    found = attention.chunk_attention(query, key, value[..., :10], None, window)
+    torch.testing.assert_close(found, masked(query, key, value[..., :10], None, window), atol=1e-5, rtol=1e-4)
 
 
 FLASH = "aten::_scaled_dot_product_flash_attention"
@@ -169,8 +193,8 @@ def test_tensors_on_cuda_take_the_other_way(monkeypatch: pytest.MonkeyPatch) -> 
         is_cuda = True
 
     monkeypatch.setattr(attention, "_on_cuda", lambda *arguments: arguments)
-    query = OnCuda()
-    assert attention.chunk_attention(query, "key", "value", 0.5) == (query, "key", "value", 0.5)
+    query, key, value = OnCuda(), torch.zeros(1, 1, 3, 8), torch.ones(1, 1, 3, 8)
+    assert attention.chunk_attention(query, key, value, 0.5) == (query, key, value, 0.5)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "falcon-mqa", "falcon-grouped"])

@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from kvrsim.errors import InputError
-from kvrsim.runtime.cache import KvBuffer, PrefixCache
+from kvrsim.runtime.cache import PrefixCache
 from kvrsim.runtime.geometry import Geometry
+from kvrsim.runtime.kept.buffers import KvBuffer, buffers_of
+from kvrsim.runtime.kept.layers import KeptTokens
 from kvrsim.runtime.model import ModelForward, load_model
-from tests.kvrsim.runtime.runtime_models import CONFIGS, variants
+from tests.kvrsim.runtime.chunked import forward, in_chunks, prompt
+from tests.kvrsim.runtime.runtime_models import CONFIGS, KINDS, variants
 
 TOLERANCE = 1e-5
-CHUNKS = (7, 1, 12, 5)
 
 
 def model_of(name: str, kernel: str = "sdpa", **keys: Any) -> Any:
@@ -26,38 +28,6 @@ def model_of(name: str, kernel: str = "sdpa", **keys: Any) -> Any:
 def plain(name: str, kernel: str) -> Any:
     """The model to compare with. (The eager kernel counts ALiBi twice in transformers: it compares with itself.)"""
     return model_of(name, kernel if "alibi" in name else "eager")
-
-
-def prompt(batch: int = 2, length: int = sum(CHUNKS)) -> torch.Tensor:
-    return torch.randint(0, 101, (batch, length), generator=torch.Generator().manual_seed(3))
-
-
-def forward(model: Any, ids: torch.Tensor, cache: Any, start: int) -> torch.Tensor:
-    positions = torch.arange(start, start + ids.shape[1]).unsqueeze(0)
-    with torch.inference_mode():
-        return model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True).logits
-
-
-def in_chunks(model: Any, ids: torch.Tensor, spoil: str = "") -> tuple[torch.Tensor, PrefixCache]:
-    """Last logits and last cache of a prefill in chunks, each behind the one before; `spoil` breaks the last."""
-    geometry, start, logits, cache = Geometry.of(model), 0, None, None
-    for chunk in CHUNKS:
-        buffers = [
-            KvBuffer(geometry, prefix_len=start, chunk_len=chunk, batch=ids.shape[0])
-            for _ in range(geometry.num_hidden_layers)
-        ]
-        for index, buffer in enumerate(buffers):
-            if cache is not None:
-                buffer.prefix().copy_(cache.buffers[index].whole())
-            if spoil == "prefix":
-                buffer.prefix().zero_()
-        cache = PrefixCache(buffers)
-        shift = 3 if spoil == "positions" and start else 0
-        logits = forward(model, ids[:, start : start + chunk], cache, start + shift)
-        start += chunk
-    assert cache is not None
-    assert logits is not None
-    return logits[:, -1], cache
 
 
 @pytest.mark.parametrize(("name", "kernel"), variants())
@@ -94,11 +64,12 @@ def test_decoding_goes_on_from_the_cache(name: str, kernel: str) -> None:
 
 def test_prefix_and_whole_are_one_stretch_of_memory() -> None:
     geometry = Geometry.of(model_of("llama-gqa"))
-    buffer = KvBuffer(geometry, prefix_len=5, chunk_len=3, batch=2)
-    assert buffer.prefix().is_contiguous()
-    assert buffer.whole().is_contiguous()
-    assert buffer.prefix().nbytes == 5 * 2 * geometry.kv_bytes_per_token_layer
-    assert buffer.prefix().data_ptr() == buffer.whole().data_ptr() == buffer.data.data_ptr()
+    (buffer, *_) = buffers_of(geometry, prefix_len=5, chunk_len=3, batch=2)
+    assert isinstance(buffer, KvBuffer)
+    assert buffer.incoming().is_contiguous()
+    assert buffer.outgoing().is_contiguous()
+    assert buffer.incoming().nbytes == 5 * 2 * geometry.token_bytes(0)
+    assert buffer.incoming().data_ptr() == buffer.outgoing().data_ptr() == buffer.data.data_ptr()
     assert buffer.keys_values()[0].data_ptr() == buffer.data.data_ptr()
 
 
@@ -114,7 +85,7 @@ def test_the_first_rank_of_dense_tsp_computes_the_masked_half_too(name: str, mon
     model, ids = model_of(name), prompt(length=12)
     geometry = Geometry.of(model)
     sizes = dict(prefix_len=0, chunk_len=5, batch=2, total_len=12)
-    buffers = [KvBuffer(geometry, **sizes) for _ in range(geometry.num_hidden_layers)]
+    buffers = buffers_of(geometry, **sizes)
     for buffer in buffers:
         buffer.data.zero_()
     ModelForward(model)(ids[:, :5], 0, PrefixCache(buffers), is_last=False)
@@ -123,8 +94,9 @@ def test_the_first_rank_of_dense_tsp_computes_the_masked_half_too(name: str, mon
 
 
 def test_falcon_40b_stores_and_sends_each_kv_head_once() -> None:
-    assert Geometry.of(model_of("falcon-grouped")).num_key_value_heads == 2
-    assert Geometry.of(model_of("falcon-mqa")).num_key_value_heads == 1
+    for name, heads in (("falcon-grouped", 2), ("falcon-mqa", 1)):
+        kept = Geometry.of(model_of(name)).kept
+        assert [one.num_key_value_heads for one in kept if isinstance(one, KeptTokens)] == [heads] * 3
 
 
 def test_a_stub_does_not_grow_and_tells_of_every_update() -> None:
@@ -132,12 +104,12 @@ def test_a_stub_does_not_grow_and_tells_of_every_update() -> None:
     model = model_of("llama-gqa")
     sizes = dict(prefix_len=9, chunk_len=4, batch=2)
     stub = PrefixCache.stub(Geometry.of(model), **sizes, on_update=lambda event, layer: told.append((layer, event)))
-    before = stub.buffers[0].prefix().clone()
+    before = stub.buffers[0].incoming().clone()
     first = forward(model, prompt(length=4), stub, 9)
     second = forward(model, prompt(length=4), stub, 9)
     assert torch.equal(first, second)
     assert told == [(layer, event) for layer in range(3) for event in ("update", "updated")] * 2
-    assert torch.equal(stub.buffers[0].prefix(), before)
+    assert torch.equal(stub.buffers[0].incoming(), before)
     assert before.std() > 0.5
     assert stub.get_seq_length() == 9
 
@@ -163,7 +135,8 @@ def test_a_model_is_built_from_a_file_or_its_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["falcon-grouped"] | {"_source": "a comment"}))
     for path in (tmp_path, tmp_path / "config.json"):
         geometry = Geometry.of(load_model(path, "bf16", attention="eager"))
-        assert (geometry.num_hidden_layers, geometry.num_key_value_heads, geometry.head_dim) == (3, 2, 16)
+        heads = dict(model_heads_per_kv_head=2, returned_heads_per_kv_head=2)
+        assert geometry.kept == (KeptTokens(num_key_value_heads=2, head_dim=16, v_head_dim=16, **heads),) * 3
         assert (geometry.dtype, geometry.attention) == (torch.bfloat16, "eager")
 
 
@@ -180,7 +153,9 @@ def test_modules_are_found_where_the_architecture_keeps_them() -> None:
     ("keys", "kernel", "named"),
     [
         ({"model_type": "gpt2"}, "sdpa", "gpt2"),
-        ({"model_type": "mixtral"}, "sdpa", "mixtral"),
+        ({"model_type": "deepseek_v4"}, "sdpa", "deepseek_v4 is not one of them: its layers keep compressed entries"),
+        (KINDS["gpt_oss"], "sdpa", "eager for gpt_oss: each head's softmax has a sink"),
+        (KINDS["gemma2"], "flash", "eager for gemma2: it caps the scores"),
         (CONFIGS["llama-mha"] | {"hidden_size": "wide"}, "sdpa", "hidden_size"),
         (CONFIGS["falcon-alibi"], "flash", "flash"),
         (CONFIGS["llama-mha"] | {"quantization_config": {"quant_method": "fp8"}}, "sdpa", "not quantised"),
@@ -192,16 +167,6 @@ def test_modules_are_found_where_the_architecture_keeps_them() -> None:
 def test_what_cannot_be_run_is_refused_by_name(keys: dict[str, Any], kernel: str, named: str) -> None:
     with pytest.raises(InputError, match=named):
         load_model(keys, "fp32", "cpu", kernel)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", ["mistral", "qwen2"])
-def test_a_window_shorter_than_the_context_is_refused(name: str) -> None:
-    keys = {"sliding_window": 16} | ({"use_sliding_window": True, "max_window_layers": 1} if name == "qwen2" else {})
-    geometry = Geometry.of(model_of(name, **keys))
-    geometry.check_context(16)
-    with pytest.raises(InputError, match="16 tokens"):
-        geometry.check_context(17)
-    Geometry.of(model_of(name)).check_context(10**6)
 
 
 def test_padding_is_refused_where_the_kernel_takes_no_mask() -> None:

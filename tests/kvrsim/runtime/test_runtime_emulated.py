@@ -84,7 +84,7 @@ def kvr_s(partition: Partition) -> float:
         for rank, (chunk, prefix) in enumerate(zip(partition.chunk_lens, partition.boundaries, strict=False)):
             before_s, after_s = workers.layer_s(chunk, prefix)
             ready_s = max(clocks[rank] + before_s, arrived_s)
-            nbytes = (prefix + chunk) * workers.GEOMETRY.kv_bytes_per_token_layer
+            nbytes = (prefix + chunk) * workers.TOKEN_BYTES
             free_s[rank] = max(free_s[rank], ready_s) + nbytes / workers.BYTES_PER_S
             arrived_s = free_s[rank] + LATENCY_S
             clocks[rank] = ready_s + after_s
@@ -106,7 +106,7 @@ def test_four_and_eight_sleeping_ranks_take_as_long_as_the_recurrence_says() -> 
             assert expected_s - 1e-3 < min(timing.ttft_s)
             assert min(timing.ttft_s) < 1.3 * expected_s + 0.02, timing.plan.label  # other work only slows
         tsp = report.timings[2]
-        piece_s = even.chunk_lens[0] * workers.GEOMETRY.kv_bytes_per_token_layer / workers.BYTES_PER_S
+        piece_s = even.chunk_lens[0] * workers.TOKEN_BYTES / workers.BYTES_PER_S
         step_s = sum(workers.layer_s(even.chunk_lens[0], CONTEXT_LEN - even.chunk_lens[0]))
         bound_s = workers.GEOMETRY.num_hidden_layers * (step_s + (num_ranks - 1) * (piece_s + LATENCY_S))
         assert bound_s - 1e-3 < min(tsp.ttft_s) < 1.3 * bound_s + 0.05

@@ -251,10 +251,15 @@ def test_without_a_profile_it_says_who_makes_one(folder: Path) -> None:
 
 def test_what_the_runtime_cannot_run_is_refused_before_anything_starts(folder: Path) -> None:
     words = arguments(folder, "confirm")
-    words[words.index("--model") + 1] = "mixtral-8x7b"
+    words[words.index("--model") + 1] = "deepseek-v3.2"
     code, _, errors = said(words)
     assert code == 2
-    assert "--model: model_type: got 'mixtral'" in errors
+    assert "--model: model_type: got 'deepseek_v32'" in errors
+    words = ["run", "--strategy", "tsp", "--gpus", "2", "--ctx", "96", "--model", "gpt-oss-120b"]
+    code, _, errors = said(words)
+    assert code == 2
+    assert errors.startswith("kvrsim: error: --attention: got 'sdpa', accepted: eager for gpt_oss")
+    assert len(errors.splitlines()) == 1
 
 
 def test_a_rank_that_fails_is_a_reason_too(folder: Path) -> None:

@@ -84,8 +84,9 @@ class Wanted:
         from calibrate.measure.forward_timer import ComputeSetup
         from kvrsim.io.json_text import JsonObject
         from kvrsim.model.load import config_path, load_model
-        from kvrsim.runtime.geometry import DTYPES, family_of
+        from kvrsim.runtime.geometry import DTYPES
         from kvrsim.runtime.host import chosen_device, num_gpus
+        from kvrsim.runtime.kept.families import family_of
         from kvrsim.units import parse_count, parse_tokens
 
         model = load_model(self.model)

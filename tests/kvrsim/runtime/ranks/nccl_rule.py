@@ -16,7 +16,7 @@ from calibrate.measure.link_ranks import LinkRank
 from kvrsim.runtime.check import Difference, compare
 from kvrsim.runtime.ranks.launch import LaunchedRank
 from kvrsim.runtime.ranks.links import Links
-from tests.kvrsim.runtime.runtime_workers import benched, model_of, plans_of
+from tests.kvrsim.runtime.runtime_workers import benched, exactness_of_kinds, model_of, plans_of
 
 _COLLECTIVE = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
@@ -79,6 +79,11 @@ def whole_runtime(transport: Any) -> list[Difference]:
     found = compare(transport, model_of("llama-gqa"), plans_of(transport.size, "sdpa")) or []
     assert len(benched(transport).timings) == 4
     return found
+
+
+def kinds_of_layers(transport: Any, kernels: list[str]) -> list[Difference]:
+    """Messages whose sizes differ by layer, and none at all of some layers."""
+    return [difference for _, _, difference in exactness_of_kinds(transport, kernels)]
 
 
 def receives_first(transport: Any) -> None:

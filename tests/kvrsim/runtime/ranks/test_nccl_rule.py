@@ -15,6 +15,7 @@ from kvrsim.runtime.ranks import launch as launching
 from kvrsim.runtime.ranks.faults import RankError
 from kvrsim.runtime.ranks.launch import Launch, launch
 from tests.kvrsim.runtime.ranks import nccl_rule
+from tests.kvrsim.runtime.runtime_models import KINDS
 from tests.planner.confirm.confirm_setup import BUSY, arguments, folder_with, said
 
 SMALL = 2**16
@@ -32,6 +33,14 @@ def test_the_whole_runtime(num_ranks: int) -> None:
     found = launch(nccl_rule.whole_runtime, how=Launch(num_ranks=num_ranks, timeout_s=20, deadline_s=60))[-1]
     assert len(found) >= 8
     assert [difference for difference in found if not workers.within(difference, 1e-5)] == []
+
+
+@pytest.mark.usefixtures("_rule")
+def test_every_kind_of_layer() -> None:
+    how = Launch(num_ranks=3, timeout_s=20, deadline_s=60)
+    found = launch(nccl_rule.kinds_of_layers, ["sdpa"], how=how)[-1]
+    assert len(found) == 5 * len(KINDS)
+    assert [difference for difference in found if not workers.exact(difference)] == []
 
 
 @pytest.mark.usefixtures("_rule")

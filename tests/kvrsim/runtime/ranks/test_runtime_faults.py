@@ -33,6 +33,12 @@ def test_a_rank_that_dies_is_named_with_its_layer(rank: int) -> None:
     assert f"rank {rank}, layer 1: killed by SIGKILL" in str(error)
 
 
+@pytest.mark.parametrize(("strategy", "layer"), [("kvr", 0), ("kvr", 2), ("tsp", 0)])
+def test_a_rank_that_dies_before_it_hands_on_a_state_is_named(strategy: str, layer: int) -> None:
+    error = failing(workers.troubled, "dies", 0, layer, 1, "qwen3_next", strategy, num_ranks=3)
+    assert (error.cause.rank, error.cause.kind, error.cause.layer) == (0, "died", layer)
+
+
 @pytest.mark.parametrize(("rank", "num_ranks"), [(0, 2), (1, 2), (1, 3)])
 def test_a_rank_that_hangs_is_named_with_its_layer(rank: int, num_ranks: int) -> None:
     error = failing(workers.troubled, "hangs", rank, 1, num_ranks=num_ranks)

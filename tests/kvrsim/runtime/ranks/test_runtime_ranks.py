@@ -14,7 +14,7 @@ from kvrsim.errors import InputError
 from kvrsim.partition import Partition
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.ranks.launch import Launch, launch
-from tests.kvrsim.runtime.runtime_models import variants
+from tests.kvrsim.runtime.runtime_models import KINDS, variants
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -35,8 +35,19 @@ def test_ranks_together_give_what_one_gives(num_ranks: int) -> None:
     assert all(difference.logits_scale > 1 for _, _, difference in last)  # so that the tolerance means something
 
 
+@pytest.mark.parametrize(("num_ranks", "kernel"), [(2, "flash"), (4, "eager")])
+def test_every_kind_of_layer_gives_what_one_rank_gives(num_ranks: int, kernel: str) -> None:
+    found = launch(workers.exactness_of_kinds, [kernel], how=on(num_ranks))[-1]
+    assert len(found) == 5 * len(KINDS)
+    assert [one for one in found if not workers.exact(one[2])] == []
+    assert all(difference.logits_scale > 1 for _, _, difference in found)
+
+
 @pytest.mark.parametrize("how", ["prefix", "positions"])
-@pytest.mark.parametrize(("name", "kernel"), [("llama-gqa", "flash"), ("falcon-grouped", "sdpa"), ("qwen3", "eager")])
+@pytest.mark.parametrize(("name", "kernel"), [
+    ("llama-gqa", "flash"), ("falcon-grouped", "sdpa"), ("qwen3", "eager"), ("gemma3", "sdpa"),
+    ("deepseek_v3", "flash"), ("qwen3_next", "sdpa"),
+])  # fmt: skip
 def test_what_is_spoilt_is_noticed(name: str, kernel: str, how: str) -> None:
     (difference,) = launch(workers.spoilt, name, kernel, how, how=on(2))[-1]
     assert difference.logits > 0.05
