@@ -88,16 +88,24 @@ def at_burst(rows: Sequence[Measurement], clock: Clock | None) -> list[Measureme
     if clock is None or not known:
         return list(rows)
     some = [rows[index] for index in known]
-    loops, measured_s = _Loops.of(some), column(some, "expected_s")
-    burst_s = measured_s
-    for _ in range(_TURNS):
-        burst_s = burst_s * measured_s / loops.mean_s(clock, burst_s)
+    measured_s = column(some, "expected_s")
+    burst_s = burst_seconds(measured_s, column(some, "warmups"), column(some, "repeats"), clock)
     found = list(rows)
     for index, factor in zip(known, (burst_s / measured_s).tolist(), strict=True):
         row = found[index]
         mean_s = None if row.mean_s is None else row.mean_s * factor
         found[index] = replace(row, median_s=row.median_s * factor, mean_s=mean_s)
     return found
+
+
+def burst_seconds(measured_s: Array, warmups: Array, repeats: Array, clock: Clock | None) -> Array:
+    """Seconds at the burst clock of what loops took that ran so often before they were timed, and meanwhile."""
+    if clock is None:
+        return measured_s
+    loops, burst_s = _Loops(warmups=warmups, repeats=repeats), measured_s
+    for _ in range(_TURNS):
+        burst_s = burst_s * measured_s / loops.mean_s(clock, burst_s)
+    return burst_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -57,7 +57,8 @@ _PEAKS: Mapping[str, tuple[float, tuple[str, ...]]] = {
     **dict.fromkeys(("fp8", "fp8_block"), (1.0, ("fp8",))),
     "nvfp4": (4.0, ("fp8",)),
     "int8": (2.0, HALF),
-    **dict.fromkeys(("int4_wo", "int8_wo"), (1.0, HALF)),
+    "mxfp4_fp8": (1.0, ("fp8",)),
+    **dict.fromkeys(("int4_wo", "int8_wo", "mxfp4_wo"), (1.0, HALF)),
 }
 
 Constants = Mapping[str, float]
@@ -103,8 +104,7 @@ def fit_gemm_type(
     """Rates of one of GEMM_TYPES; tables of the `keep_shapes` with few knots. Rows are thinned evenly by time."""
     found = sorted(usable_gemm(rows, (kind,)), key=lambda row: row.expected_s)
     data, some = GemmRows.of(found), np.arange(0, len(found), max(1, len(found) // _MOST_TYPE_ROWS))
-    factor, known = _PEAKS[kind]
-    device = _Device(gpu=gpu, peak_flops=factor * peak_flops(gpu, known))
+    device = _Device(gpu=gpu, peak_flops=peak_of(gpu, kind))
     constants = _fit_form(data.take(some), device, starts=_TYPE_STARTS)
     form = _pruned(device.rates(constants), data)
     rates = with_tables(form, data, keep_shapes, TYPE_KNOTS)
@@ -118,6 +118,12 @@ def fit_gemm_type(
         cross_validated=alone.where(promised, f"{alone.label}, rows >= {PROMISED_ROWS}"),
         seen=seen_of(found, ("tokens", "in_features", "out_features")),
     )
+
+
+def peak_of(gpu: GpuSpec, kind: str | None) -> float:
+    """The datasheet's FLOP/s of a type of product; None: half precision."""
+    factor, known = (1.0, HALF) if kind is None else _PEAKS[kind]
+    return factor * peak_flops(gpu, known)
 
 
 def computes_in(gpu: GpuSpec, kind: str) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+from calibrate.fit.layers.experts import fit_experts_section
 from calibrate.fit.layers.latent import fit_latent_section
 from calibrate.fit.layers.recurrence import fit_recurrence_section
 from calibrate.fit.layers.sparse import fit_sparse_section
@@ -22,7 +23,12 @@ SectionFit = Callable[[JsonObject, CalibrationProfile], Fitted[Any]]
 
 # By the name of the field of KernelRates, which is the kind of operation too; the rates have a method `describe()`.
 SECTIONS: Mapping[str, SectionFit] = MappingProxyType(
-    {"latent": fit_latent_section, "sparse": fit_sparse_section, "recurrence": fit_recurrence_section}
+    {
+        "experts": fit_experts_section,
+        "latent": fit_latent_section,
+        "sparse": fit_sparse_section,
+        "recurrence": fit_recurrence_section,
+    }
 )
 
 

@@ -1,10 +1,14 @@
-"""Seconds of calls that a profile has no rates for, from FLOPs and bytes at the rates of other operations."""
+"""What a profile has no rates for, counted from the rates of other operations."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from kvrsim.cost.traffic import activation
 from kvrsim.profile.profile import KernelRates
+from kvrsim.profile.rates.elementwise import Traffic
+from kvrsim.profile.rates.experts import ExpertsCall
+from kvrsim.profile.rates.gemm import Product
 from kvrsim.profile.rates.recurrence import SCAN_CHUNK, SCAN_KERNELS, RecurrenceCall, RecurrenceSeconds
 from kvrsim.profile.rates.sparse import SparseCall
 from kvrsim.program.operations import Array
@@ -49,3 +53,16 @@ def least_sparse(call: SparseCall, batch: int, *, score_flops_per_s: float, flop
     """FLOPs alone: of scores, and of attention to the keys that queries do attend to."""
     score_s, attention_s = call.score_flops / score_flops_per_s, call.least_attention_flops / flops_per_s
     return np.asarray(batch * (score_s + attention_s))
+
+
+def counted_experts(call: ExpertsCall, *, fused: bool) -> tuple[tuple[Product, ...], tuple[Traffic, ...]]:
+    """Routed experts as one product after another, each of its share of the tokens, and their activation.
+
+    Nothing is counted for permuting the rows and summing them up.
+    """
+    share = call.num_experts_per_tok / call.num_experts
+    up = [call.up_features] if fused else [call.intermediate_size] * (2 if call.gated else 1)
+    into = (Product(call.hidden_size, features, call.num_experts, share, call.compute) for features in up)
+    back = Product(call.intermediate_size, call.hidden_size, call.num_experts, share, call.compute)
+    width = call.num_experts_per_tok * call.intermediate_size
+    return (*into, back), (activation(width, gated=call.gated, fused=fused),)

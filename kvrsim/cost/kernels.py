@@ -11,12 +11,13 @@ from typing import Protocol
 
 import numpy as np
 
-from kvrsim.cost.counted import counted_recurrence, counted_sparse
+from kvrsim.cost.counted import counted_experts, counted_recurrence, counted_sparse
 from kvrsim.cost.traffic import eager_score_bytes
 from kvrsim.model.spec import ModelSpec
 from kvrsim.profile.profile import CacheCopies, KernelRates
 from kvrsim.profile.rates.attention import AttentionCall, AttentionRates, EagerRates
 from kvrsim.profile.rates.elementwise import Traffic
+from kvrsim.profile.rates.experts import ExpertsCall
 from kvrsim.profile.rates.gemm import Product, RowCost, of_each, summed
 from kvrsim.profile.rates.latent import LatentRates
 from kvrsim.profile.rates.recurrence import RecurrenceCall, RecurrenceSeconds
@@ -62,6 +63,9 @@ class CostModel(Protocol):
 
     def attention_s(self, call: AttentionCall) -> Array:
         """QK^T, softmax and PV of all heads."""
+
+    def experts_s(self, call: ExpertsCall) -> Array:
+        """The routed experts of a layer, from permuting their rows to summing them up."""
 
     def recurrence_s(self, call: RecurrenceCall) -> RecurrenceSeconds:
         """Convolution and scan of linear attention or of a state-space layer."""
@@ -161,6 +165,13 @@ class CalibratedCost:
             rates = self.rates.latent
         seconds = rates.least_seconds if self.least else rates.seconds
         return self.scale * self.pace * seconds(call, self.batch, self.element_bytes)
+
+    def experts_s(self, call: ExpertsCall) -> Array:
+        """By the profile's rates of grouped products; counted where it has none of such a type."""
+        experts, element_bytes = self.rates.experts, self.element_bytes
+        if experts is None or not experts.covers(call.compute, element_bytes):
+            return self.row_cost(*counted_experts(call, fused=self.fused))(call.tokens * call.imbalance)
+        return self.scale * self.pace * experts.seconds(call, self.batch, element_bytes)
 
     def recurrence_s(self, call: RecurrenceCall) -> RecurrenceSeconds:
         """By the profile's rates; counted where it has none. Memory sets the pace, not the clock."""

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from kvrsim.cost.experts import ONE_GPU, ExpertPlacement, RoutedExperts
 from kvrsim.cost.kernels import CostModel
 from kvrsim.cost.mixing import Mixing, Setting, mixing_of
-from kvrsim.cost.mixing.base import BlockMixing, products_of
+from kvrsim.cost.mixing.base import BlockMixing, launches, products_of
 from kvrsim.cost.tensor_parallel import Group
 from kvrsim.cost.traffic import LayerKernels, after_mixer, before_mixer
 from kvrsim.engine.host import HostRates
@@ -18,7 +19,7 @@ from kvrsim.model.gemm import Gemm
 from kvrsim.model.mixers import Recurrence
 from kvrsim.model.spec import LayerSpec, ModelSpec
 from kvrsim.profile.rates.elementwise import Traffic
-from kvrsim.profile.rates.gemm import GEMM_TYPES, Product
+from kvrsim.profile.rates.gemm import Product
 from kvrsim.program.operations import Array
 
 # Shares of HostRates.layer_s before, in and after attention. Eager Llama issues about 21 kernels up to
@@ -49,9 +50,11 @@ class LayerCosts:
     group: Group | None = None  # GPUs that the rank stands for and that split `model`; None: it is one GPU
     message_share: float = 0.0  # of the compute rate, lost while a ring's message is in flight
     hbm_bytes_per_s: float = math.inf  # of the GPU's datasheet
+    placement: ExpertPlacement = ONE_GPU  # of routed experts
 
     # Prepared once: what depends on the chunk alone.
     mixing: Mixing | None = field(init=False, repr=False)  # costs of the layer's mixer; None: it has none
+    experts: RoutedExperts | None = field(init=False, repr=False)  # costs of routed experts; None: it has none
     _before: Callable[[Array], Array] = field(init=False, repr=False)
     _after: Callable[[Array], Array] = field(init=False, repr=False)
     kernels: LayerKernels = field(init=False, repr=False)  # that one layer launches
@@ -68,11 +71,14 @@ class LayerCosts:
         )
         mixing = None if self.layer.mixer is None else mixing_of(self.layer.mixer, setting)
         object.__setattr__(self, "mixing", mixing)
+        routed = RoutedExperts(self.layer, self.cost, self.placement) if self.layer.num_experts else None
+        object.__setattr__(self, "experts", routed)
         before, after = self._before_mixer(), self._after_mixer()
         object.__setattr__(self, "_before", self.cost.row_cost(*before))
         object.__setattr__(self, "_after", self.cost.row_cost(*after))
         mixer = 0 if mixing is None else mixing.kernels
-        object.__setattr__(self, "kernels", LayerKernels(self._launches(*before), mixer, self._launches(*after)))
+        last = self._launches(*after) + (0 if routed is None else routed.kernels)
+        object.__setattr__(self, "kernels", LayerKernels(self._launches(*before), mixer, last))
 
     @property
     def mixes(self) -> Mixing:
@@ -140,8 +146,9 @@ class LayerCosts:
 
     # -- after tokens have seen each other
     def output_mlp_s(self, chunk: Array) -> Array:
-        """Output projection, norm, MLP (of a mixture: its active experts), residuals."""
-        return self._after(chunk)
+        """Output projection, norm, MLP, residuals; routed experts too, unless ranks exchange tokens for them."""
+        seconds = self._after(chunk)
+        return seconds if self.experts is None or self.experts.meets else seconds + self.experts.seconds(chunk)
 
     def _before_mixer(self) -> tuple[tuple[Product, ...], tuple[Traffic, ...]]:
         fused = self.cost.fused
@@ -151,33 +158,18 @@ class LayerCosts:
 
     def _after_mixer(self) -> tuple[tuple[Product, ...], tuple[Traffic, ...]]:
         layer = self.layer
-        experts = max(1, layer.num_experts_per_tok)
-        width = experts * mlp_width(layer.mlp) + mlp_width(layer.shared_mlp)
+        dense = () if layer.num_experts else layer.mlp
+        width = mlp_width(dense) + mlp_width(layer.shared_mlp)
         steps = after_mixer(
             self.model, layer, fused=self.cost.fused, intermediate=width, reshapes=not self.cost.whole_attention
         )
         output = () if layer.mixer is None else layer.mixer.output
-        parts = [*((gemm,) for gemm in output), (layer.router,) if layer.router else (), layer.shared_mlp]
-        products = [product for gemms in parts for product in products_of(self.cost, gemms)]
-        return (*products, *self._mlp_products()), steps
+        parts = [*((gemm,) for gemm in output), (layer.router,) if layer.router else (), layer.shared_mlp, dense]
+        return tuple(product for gemms in parts for product in products_of(self.cost, gemms)), steps
 
     def _launches(self, products: Sequence[Product], steps: Sequence[Traffic]) -> int:
-        """Kernels of products, of what quantises their inputs, and of element-wise steps.
-
-        Engines compute all experts of a mixture in one kernel.
-        """
-        matrices = sum(1 if self.cost.fused else product.num_matrices for product in products)
-        quantised = sum(
-            product.compute is not None and GEMM_TYPES[product.compute].quantised > 0 for product in products
-        )
-        return matrices + quantised + sum(step.kernels for step in steps)
-
-    def _mlp_products(self) -> tuple[Product, ...]:
-        """The dense MLP; or all experts, each of which sees its share of the tokens."""
-        layer = self.layer
-        if not layer.num_experts:
-            return products_of(self.cost, layer.mlp)
-        return products_of(self.cost, layer.mlp, layer.num_experts, layer.num_experts_per_tok / layer.num_experts)
+        """Kernels of products, of what quantises their inputs, and of element-wise steps."""
+        return launches(self.cost, products) + sum(step.kernels for step in steps)
 
     # -- messages and memory
     def score_elements(self, chunk: Array, keys: Array) -> Array:

@@ -15,7 +15,8 @@ from kvrsim.model.spec import ModelSpec
 from kvrsim.profile.profile import CacheCopies
 from kvrsim.profile.rates.attention import AttentionCall
 from kvrsim.profile.rates.elementwise import Traffic
-from kvrsim.profile.rates.gemm import GEMM_TYPES, Product, of_each
+from kvrsim.profile.rates.experts import ExpertsCall
+from kvrsim.profile.rates.gemm import GEMM_TYPES, ElementBytes, Product, of_each
 from kvrsim.profile.rates.recurrence import RecurrenceCall, RecurrenceSeconds
 from kvrsim.profile.rates.sparse import SparseCall
 from kvrsim.program.operations import Array
@@ -49,6 +50,10 @@ class NoTime:
     def attention_s(self, call: AttentionCall) -> Array:
         """Nothing."""
         return np.zeros_like(call.chunk)
+
+    def experts_s(self, call: ExpertsCall) -> Array:
+        """Nothing."""
+        return np.zeros_like(call.tokens)
 
     def recurrence_s(self, call: RecurrenceCall) -> RecurrenceSeconds:
         """Nothing."""
@@ -112,10 +117,14 @@ class RooflineCost:
 
     def _product_s(self, tokens: Array, product: Product) -> Array:
         weights = product.in_features * product.out_features * product.num_matrices
-        width = of_each(self.element_bytes if product.compute is None else GEMM_TYPES[product.compute])
-        flops_per_s = self.low_flops if width.quantised else self.peak_flops
+        width, flops_per_s = self._type_of(product.compute)
         flops_s = tokens * (self.batch * product.flops_per_row / flops_per_s)
         return np.maximum(flops_s, weights * width.weight / self.gpu.hbm_bytes_per_s)
+
+    def _type_of(self, compute: str | None) -> tuple[ElementBytes, float]:
+        """Bytes of each operand of a type of product, and its FLOP/s."""
+        width = of_each(self.element_bytes if compute is None else GEMM_TYPES[compute])
+        return width, self.low_flops if width.quantised else self.peak_flops
 
     def score_bytes(self, model: ModelSpec) -> float:
         """As counted."""
@@ -128,6 +137,14 @@ class RooflineCost:
             return call.causal * flops_s
         traffic = self.batch * call.num_attention_heads * call.score_bytes * self.element_bytes / 2
         return call.chunk * call.keys * max(flops_s, traffic / self.gpu.hbm_bytes_per_s)
+
+    def experts_s(self, call: ExpertsCall) -> Array:
+        """The longer of the rows' FLOPs at peak and one reading of the weights of the experts that have any."""
+        width, flops_per_s = self._type_of(call.compute)
+        rows = call.rows(self.batch)
+        weights = call.active(rows) * call.expert_weights
+        flops_s = rows * (2.0 * call.expert_weights / flops_per_s)
+        return np.maximum(flops_s, weights * (width.weight / self.gpu.hbm_bytes_per_s))
 
     def recurrence_s(self, call: RecurrenceCall) -> RecurrenceSeconds:
         """The longer of the scan's FLOPs and of its operands' bytes; the convolution's bytes."""

@@ -17,6 +17,7 @@ from kvrsim.model.spec import ModelSpec
 from kvrsim.profile.profile import CacheCopies
 from kvrsim.profile.rates.attention import AttentionCall
 from kvrsim.profile.rates.elementwise import Traffic
+from kvrsim.profile.rates.experts import ExpertsCall
 from kvrsim.profile.rates.gemm import Product
 from kvrsim.profile.rates.recurrence import RecurrenceCall, RecurrenceSeconds
 from kvrsim.profile.rates.sparse import SparseCall
@@ -26,12 +27,12 @@ from kvrsim.program.operations import Array
 class Part(NamedTuple):
     """What a weight belongs to."""
 
-    kind: str  # "gemm", "attention", "latent", "sparse", "recurrence" or "elementwise"
+    kind: str  # one of OPERATION_KINDS
     product: Product | None = None  # which matrix product, of kind gemm
     variant: str | None = None  # which recurrence, of kind recurrence
 
 
-ATTENTION, ELEMENTWISE = Part("attention"), Part("elementwise")
+ATTENTION, EXPERTS, ELEMENTWISE = Part("attention"), Part("experts"), Part("elementwise")
 _LATENT, _SPARSE = Part("latent"), Part("sparse")
 
 
@@ -98,6 +99,10 @@ class WeightedCost:
     def sparse_s(self, call: SparseCall) -> Array:
         """Attention to chosen keys with its weight."""
         return self.weights[_SPARSE] * self.cost.sparse_s(call)
+
+    def experts_s(self, call: ExpertsCall) -> Array:
+        """Routed experts with their weight."""
+        return self.weights[EXPERTS] * self.cost.experts_s(call)
 
     def recurrence_s(self, call: RecurrenceCall) -> RecurrenceSeconds:
         """Convolution and scan with the weight of their kind."""

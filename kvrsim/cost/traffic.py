@@ -159,15 +159,22 @@ def _rotated(mixer: Mixer) -> tuple[int, ...]:
     return (mixer.num_attention_heads * mixer.head_dim, mixer.num_key_value_heads * mixer.head_dim)
 
 
+def activation(intermediate: float, *, gated: bool, fused: bool) -> Traffic:
+    """The activation of one token between the matrices of an MLP of that width."""
+    table = _FUSED if fused else _EAGER
+    step = table.gated_mlp if gated else table.plain_mlp
+    return Traffic("activation", step.nbytes * intermediate, step.kernels)
+
+
 def after_mixer(
     model: ModelSpec, layer: LayerSpec, *, fused: bool, intermediate: float, reshapes: bool = True
 ) -> tuple[Traffic, ...]:
-    """Reshape, residuals, activation and the other norms of one token; `intermediate` is the active MLP width.
+    """Reshape, residuals, activation and the other norms of one token.
 
+    intermediate: the MLP's width; routed experts have activations of their own.
     reshapes: False where the output's reshaping is part of attention.
     """
     table, hidden, mixer = _FUSED if fused else _EAGER, model.hidden_size, layer.mixer
-    mlp = table.gated_mlp if layer.gated_mlp else table.plain_mlp
     blocks = layer.num_blocks
     steps = []
     if reshapes and mixer is not None:
@@ -176,6 +183,6 @@ def after_mixer(
         gated = mixer.num_attention_heads * mixer.v_head_dim
         steps.append(Traffic("activation", table.gated_mlp.nbytes * gated, table.gated_mlp.kernels))
     steps.append(Traffic("residual", blocks * table.residual.nbytes * hidden, blocks * table.residual.kernels))
-    if layer.mlp:
-        steps.append(Traffic("activation", mlp.nbytes * intermediate, mlp.kernels))
+    if intermediate:
+        steps.append(activation(intermediate, gated=layer.gated_mlp, fused=fused))
     return (*steps, *[_norm(model, table, hidden)] * layer.norms_after_mixer)

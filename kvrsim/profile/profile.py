@@ -22,7 +22,8 @@ from kvrsim.io.schema import Check, Keys, Limits, NonNegative, RelativeError, Wh
 from kvrsim.profile.rates.attention import ATTENTION_KERNELS, AttentionRates, read_attention
 from kvrsim.profile.rates.clock import Clock
 from kvrsim.profile.rates.elementwise import ElementwiseRates
-from kvrsim.profile.rates.gemm import GEMM_TYPES, GemmRates, Product, Width
+from kvrsim.profile.rates.experts import ExpertRates
+from kvrsim.profile.rates.gemm import GEMM_TYPES, GemmRates, Product, Width, alike
 from kvrsim.profile.rates.latent import LatentRates
 from kvrsim.profile.rates.recurrence import RecurrenceRates
 from kvrsim.profile.rates.sparse import SparseRates
@@ -49,16 +50,6 @@ SizeSpan = Annotated[
 Dtypes = Annotated[
     tuple[str, ...], Check(f"some of {', '.join(DTYPES)}", lambda found: found and set(found) <= set(DTYPES))
 ]
-# Types that stand for one without rates, most similar first. INT8 has FP8's peak on Hopper and Ada. A device without
-# the arithmetic computes in half precision from the same weights: FP8 before Ada, NVFP4 before Blackwell.
-_ALIKE = {
-    "fp8": ("fp8_block", "int8_wo"),
-    "fp8_block": ("fp8", "int8_wo"),
-    "int8": ("fp8",),
-    "nvfp4": ("int4_wo", "int8_wo"),
-    "int4_wo": ("int8_wo",),
-    "int8_wo": ("int4_wo",),
-}
 GemmTypes = Annotated[Mapping[str, GemmRates], Keys(tuple(GEMM_TYPES))]
 
 
@@ -85,13 +76,14 @@ class KernelRates:
     whole_attention: bool = False  # whether its rates hold the repeating of KV heads and the transposed output, too
     clock: Clock | None = None  # of products and attention, whose rates are those at its burst; None: it stays
     gemm_types: GemmTypes = field(default_factory=dict)  # products of quantised weights, by type; absent: not measured
+    experts: ExpertRates | None = None  # of mixtures, as grouped products; None: counted as products one by one
     latent: LatentRates | None = None  # None: as attention of heads of the same width
     sparse: SparseRates | None = None  # None: counted
     recurrence: RecurrenceRates | None = None  # None: counted, see kvrsim/cost/counted.py
 
     def priced_as(self, compute: str | None) -> str | None:
         """The type whose rates stand for a type of product: its own, or the most similar; None: half precision's."""
-        return next((one for one in (compute, *_ALIKE.get(compute or "", ())) if one in self.gemm_types), None)
+        return next((one for one in alike(compute) if one in self.gemm_types), None)
 
     def gemm_of(self, compute: str | None, element_bytes: int) -> tuple[GemmRates, Width]:
         """Rates of a type of product, and bytes of its operands; `element_bytes`: of the request's dtype."""

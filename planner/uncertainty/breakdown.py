@@ -117,6 +117,7 @@ def _name(scenario: Scenario, part: Part) -> str:
         return next(title for kind, title in RECURRENCE_TITLES.items() if kind == part.variant)
     steps = "norms, rotary, copies"
     kernels = {"attention": scenario.kernel, "latent": f"latent, {scenario.kernel}", "sparse": "chosen keys"}
+    kernels["experts"] = "routed, as grouped products"
     return (kernels | {"elementwise": steps}).get(part.kind, "after messages" if part == _RESUME else "request, step")
 
 

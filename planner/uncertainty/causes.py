@@ -20,7 +20,8 @@ from kvrsim.strategies import Strategy
 RUN_TO_RUN = 0.014 / 0.6745  # log standard deviation: medians of repeated serving runs differ by 1.4 %
 _PER_DOUBLING = 0.02  # more log standard deviation for each doubling outside of what was measured
 _NOMINAL_LINKS = 0.2  # log standard deviation of a bandwidth that nobody measured: NVLink 3 reaches 78 % of its own
-COUNTED_KINDS = ("latent", "sparse", "recurrence")  # from FLOPs and bytes, where a profile has no measurements of them
+# From FLOPs and bytes, where a profile has no measurements of them.
+COUNTED_KINDS = ("latent", "sparse", "experts", "recurrence")
 _COUNTED = 0.5  # their log standard deviation then
 _ISSUED = ("layer_s", "kernel_s", "gather_piece_s")  # what a slower host takes longer for
 _NAMES = {  # of an engine's terms, as causes

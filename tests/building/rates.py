@@ -12,6 +12,7 @@ from kvrsim.hardware.gpu import GpuSpec
 from kvrsim.profile.profile import CacheCopies, KernelRates
 from kvrsim.profile.rates.attention import BlockedRates, EagerRates, FlashRates
 from kvrsim.profile.rates.elementwise import ELEMENTWISE_OPS, ElementwiseRates
+from kvrsim.profile.rates.experts import ExpertRates, GroupedRates
 from kvrsim.profile.rates.gemm import GEMM_TYPES, GemmRates, MeasuredShape, Product, Tile
 from kvrsim.profile.rates.sizes import MeasuredSizes
 from tests.building.drawing import Draws, log, maybe
@@ -126,6 +127,24 @@ def any_elementwise(rng: Draws, gpu: GpuSpec) -> ElementwiseRates:
     return replace(rates, **own)
 
 
+def any_experts(rng: Draws, gpu: GpuSpec) -> ExpertRates:
+    """Of half precision and of some quantised types; none beats the datasheet."""
+    return ExpertRates(
+        half=_any_grouped(rng, gpu), types={name: _any_grouped(rng, gpu) for name in GEMM_TYPES if rng.random() < 0.3}
+    )
+
+
+def _any_grouped(rng: Draws, gpu: GpuSpec) -> GroupedRates:
+    return GroupedRates(
+        flops_per_s=gpu.peak_flops[0][1] * log(rng, -3, 0),
+        weight_bytes_per_s=gpu.hbm_bytes_per_s * log(rng, -2, 0),
+        row_bytes_per_s=gpu.hbm_bytes_per_s * log(rng, -2, 0),
+        tile_rows=maybe(rng, 0.0, lambda: rng.uniform(1, 300)),
+        tile_features=maybe(rng, 0.0, lambda: rng.uniform(1, 2000)),
+        start_s=maybe(rng, 0.0, lambda: log(rng, -6, -4)),
+    )
+
+
 def any_kernels(rng: Draws, gpu: GpuSpec, *, shapes: Sequence[Product] = ()) -> KernelRates:
     """Rates between a thousandth and all of the datasheet's."""
     return KernelRates(
@@ -135,4 +154,5 @@ def any_kernels(rng: Draws, gpu: GpuSpec, *, shapes: Sequence[Product] = ()) -> 
         copies=CacheCopies(**{key: rng.choice([0.0, 1.0, 3.0]) for key in CacheCopies.__slots__}),
         head_on_all_tokens=rng.random() < 0.5,
         gemm_types={name: any_gemm(rng, gpu, shapes=shapes) for name in GEMM_TYPES if rng.random() < 0.2},
+        experts=maybe(rng, None, lambda: any_experts(rng, gpu)),
     )

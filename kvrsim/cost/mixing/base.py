@@ -13,7 +13,7 @@ from kvrsim.model.gemm import Gemm
 from kvrsim.model.mixers import Mixer
 from kvrsim.model.spec import ModelSpec
 from kvrsim.profile.rates.elementwise import Traffic
-from kvrsim.profile.rates.gemm import Product, merged
+from kvrsim.profile.rates.gemm import GEMM_TYPES, Product, merged
 from kvrsim.program.operations import Array
 
 
@@ -45,6 +45,14 @@ def products_of(
         for gemm in gemms
     )
     return merged(products) if cost.fused else products
+
+
+def launches(cost: CostModel, products: Sequence[Product]) -> int:
+    """Kernels of products and of what quantises their inputs; engines compute products of several matrices in one."""
+    matrices = sum(1 if cost.fused else product.num_matrices for product in products)
+    return matrices + sum(
+        product.compute is not None and GEMM_TYPES[product.compute].quantised > 0 for product in products
+    )
 
 
 class Mixing(ABC):

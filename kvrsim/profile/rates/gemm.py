@@ -41,7 +41,8 @@ def of_each(width: Width) -> ElementBytes:
 
 # Types of products besides half precision. "_wo": weight only, computed in half precision; the others quantise their
 # inputs first, which reads half precision and writes the type, and is part of the product's time as in public tables.
-# Scales: fp8_block fp32 for 128 x 128 weights and for 128 inputs; nvfp4 8 bits for 16; int4_wo 16 bits for 128.
+# Scales: fp8_block fp32 for 128 x 128 weights and for 128 inputs; nvfp4 8 bits for 16; int4_wo 16 bits for 128; mxfp4
+# 8 bits for 32, with inputs in half precision or, mxfp4_fp8, in MXFP8.
 GEMM_TYPES: Mapping[str, ElementBytes] = {
     "fp8": ElementBytes(weight=1.0, input=1.0, output=2.0, quantised=3.0),
     "fp8_block": ElementBytes(weight=1.0, input=1.0 + 4 / 128, output=2.0, quantised=3.0 + 4 / 128),
@@ -49,7 +50,27 @@ GEMM_TYPES: Mapping[str, ElementBytes] = {
     "int8": ElementBytes(weight=1.0, input=1.0, output=2.0, quantised=3.0),
     "int4_wo": ElementBytes(weight=0.5 + 2 / 128, input=2.0, output=2.0),
     "int8_wo": ElementBytes(weight=1.0, input=2.0, output=2.0),
+    "mxfp4_wo": ElementBytes(weight=0.5 + 1 / 32, input=2.0, output=2.0),
+    "mxfp4_fp8": ElementBytes(weight=0.5 + 1 / 32, input=1.0 + 1 / 32, output=2.0, quantised=3.0 + 1 / 32),
 }
+
+# Types that stand for one without rates, most similar first. INT8 has FP8's peak on Hopper and Ada. A device without
+# the arithmetic computes in half precision from the same weights: FP8 before Ada, NVFP4 before Blackwell.
+_ALIKE = {
+    "fp8": ("fp8_block", "int8_wo"),
+    "fp8_block": ("fp8", "int8_wo"),
+    "int8": ("fp8",),
+    "nvfp4": ("int4_wo", "int8_wo"),
+    "int4_wo": ("int8_wo",),
+    "int8_wo": ("int4_wo",),
+    "mxfp4_wo": ("int4_wo", "int8_wo"),
+    "mxfp4_fp8": ("fp8_block", "fp8", "mxfp4_wo", "int4_wo", "int8_wo"),
+}
+
+
+def alike(compute: str | None) -> tuple[str, ...]:
+    """A type of product and those that stand for it where it has no rates, in this order; none of half precision."""
+    return () if compute is None else (compute, *_ALIKE[compute])
 
 
 class Product(NamedTuple):

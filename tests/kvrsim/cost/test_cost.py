@@ -67,6 +67,7 @@ def scenario(config: Any) -> Scenario:
         attention={"eager": EagerRates(flops_per_s=1.0, bytes_per_s=1e30, start_s=0.0), "flash": UNMASKED},
         elementwise=ElementwiseRates.uniform(1e30, fused=False),
         head_on_all_tokens=False,
+        experts=None,
     )
     return Scenario(
         model=config(),
@@ -278,6 +279,7 @@ def smooth(scenario: Scenario) -> Scenario:
         replace(scenario, kernel="eager"),
         gemm=replace(kernels.gemm, tiles=(), measured=()),
         gemm_types={},
+        experts=None,
         attention={"eager": replace(kernels.attention["eager"], start_s=0.0)},
         elementwise=replace(kernels.elementwise, start_s=0.0),
     )

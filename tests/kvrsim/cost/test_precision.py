@@ -85,7 +85,7 @@ def test_inputs_are_quantised_by_kernels_of_their_own(tmp_path: Path) -> None:
         kernels.append(costs.kernels)
     plain, awq, fp8 = kernels
     assert awq == plain
-    assert (fp8.before - plain.before, fp8.attention, fp8.after - plain.after) == (1, plain.attention, 3)
+    assert (fp8.before - plain.before, fp8.mixer, fp8.after - plain.after) == (1, plain.mixer, 3)
 
 
 @pytest.mark.parametrize(
@@ -206,9 +206,14 @@ def test_the_roofline_knows_fp8(tmp_path: Path) -> None:
     assert read_s[1] == pytest.approx(read_s[0] * (0.5 + 2 / 128) / 2)
 
 
+def without_experts(profile: CalibrationProfile) -> CalibrationProfile:
+    return replace(profile, kernels=replace(profile.kernels, experts=None))
+
+
 def test_experts_in_four_bits() -> None:
-    """gpt-oss: the experts' products at the 4-bit rates, attention's projections at half precision's."""
-    slow, fast = (made(profile_with(int4_wo=factor), model="gpt-oss-20b")[0] for factor in (0.5, 1.0))
+    """gpt-oss without rates of experts: their products at the 4-bit rates, projections at half precision's."""
+    counted = [without_experts(profile_with(int4_wo=factor)) for factor in (0.5, 1.0)]
+    slow, fast = (made(profile, model="gpt-oss-20b")[0] for profile in counted)
     for one, other in zip(slow.layer_costs(), fast.layer_costs(), strict=True):
         assert one.qkv_s(CHUNK) == pytest.approx(other.qkv_s(CHUNK))
         assert one.output_mlp_s(CHUNK)[1] > 1.5 * other.output_mlp_s(CHUNK)[1]
@@ -219,7 +224,7 @@ def test_a_profile_shows_types_without_their_tables(tmp_path: Path, capsys: pyte
     assert cli.main(["profiles", "show", str(tmp_path / "mine.json")]) == 0
     shown = capsys.readouterr().out
     assert "fp8" in shown
-    assert len(shown.splitlines()) < 500
+    assert len(shown.splitlines()) < 600
     assert load_profile(tmp_path / "mine.json").kernels.gemm_types["fp8"].measured
 
 

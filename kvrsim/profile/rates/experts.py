@@ -1,0 +1,133 @@
+"""ExpertRates: seconds of a layer's routed experts, which engines compute as grouped products in one or two kernels.
+
+Rows are tokens as often as their experts are here. Each expert's rows are cut into tiles, of which the last is partly
+empty: half a tile of rows on average is computed for nothing, so few rows for each of many experts waste most. The
+weights of all experts that have a row are read once. Tiles start and end, which takes as long as some more features to
+sum over: narrow experts waste more. Reading and computing overlap in part, as the root of the sum of their squares.
+Permuting, quantising, activating and summing up move each row through memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import NormalDist
+from typing import Annotated
+
+import numpy as np
+
+from kvrsim.io.schema import Keys, NonNegative
+from kvrsim.profile.rates.gemm import GEMM_TYPES, Width, alike, of_each
+from kvrsim.program.operations import Array
+from kvrsim.units import format_bandwidth, format_seconds
+
+# Deviation of an expert's load over the mean under NVIDIA's power law of exponent 1.01, from 1 to 0.8 times the tokens:
+# of the logarithm L of that range, sqrt(L / 2 - 1), for prefills of 8192 tokens. aiconfigurator-core 0.12.0 takes this
+# law for DeepSeek's models by default (sdk/models/deepseek.py; collector/helper.py, sample_power_law).
+_LOAD_SD = 1.84
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsCall:
+    """The routed experts of one layer that lie on one GPU."""
+
+    tokens: Array  # of each sequence, that this GPU has before they are routed, any shape
+    hidden_size: int
+    intermediate_size: int  # of this GPU's share of an expert
+    gated: bool  # whether an activated gate is multiplied with a second projection
+    num_experts: int  # on this GPU
+    num_experts_per_tok: float  # of a token's experts, how many are here; on average
+    compute: str | None = None  # a key of GEMM_TYPES; None: the request's dtype
+    imbalance: float = 1.0  # rows of this GPU over what they are on average
+
+    @property
+    def up_features(self) -> int:
+        """Features that an expert's first product makes."""
+        return (1 + self.gated) * self.intermediate_size
+
+    @property
+    def expert_weights(self) -> int:
+        """Elements of the matrices of one expert."""
+        return self.hidden_size * (self.up_features + self.intermediate_size)
+
+    def rows(self, batch: int) -> Array:
+        """Tokens of the busiest GPU, each as often as its experts are here."""
+        return self.tokens * (batch * self.num_experts_per_tok * self.imbalance)
+
+    def active(self, rows: Array) -> Array:
+        """Experts that have at least one of so many rows, which are drawn independently."""
+        return np.asarray(self.num_experts * -np.expm1(-rows / self.num_experts))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupedRates:
+    """What grouped products reach in one type."""
+
+    flops_per_s: float  # of full tiles of endless sums
+    weight_bytes_per_s: float  # at which the experts' weights are read
+    row_bytes_per_s: float  # at which rows are moved: permuted, quantised, activated, summed up
+    tile_rows: NonNegative  # of a tile; half of it is empty, on average, for each expert
+    tile_features: NonNegative  # to sum over that take as long as the start and the end of a tile
+    start_s: NonNegative  # of all kernels
+
+    def seconds(self, call: ExpertsCall, batch: int, width: Width) -> Array:
+        """Of one call; `width`: bytes of an element of the operands."""
+        each, rows = of_each(width), call.rows(batch)
+        active = call.active(rows)
+        features = call.up_features * (call.hidden_size + self.tile_features)
+        features += call.hidden_size * (call.intermediate_size + self.tile_features)
+        compute_s = (rows + 0.5 * self.tile_rows * active) * (2.0 * features / self.flops_per_s)
+        weights_s = active * (call.expert_weights * each.weight / self.weight_bytes_per_s)
+        row_bytes = (call.hidden_size + call.intermediate_size) * (each.input + each.output)
+        moved_s = rows * (row_bytes / self.row_bytes_per_s)
+        return np.asarray((self.start_s + np.hypot(compute_s, weights_s) + moved_s) * (call.tokens > 0))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertRates:
+    """What grouped products reach, by type."""
+
+    half: GroupedRates  # fp16, bf16
+    types: Annotated[Mapping[str, GroupedRates], Keys(tuple(GEMM_TYPES))] = field(default_factory=dict)
+
+    def covers(self, compute: str | None, element_bytes: int) -> bool:
+        """Whether there are rates of a type or of one that stands for it; `element_bytes`: of the request's dtype."""
+        return element_bytes == 2 if compute is None else self.priced_as(compute) is not None
+
+    def seconds(self, call: ExpertsCall, batch: int, element_bytes: int) -> Array:
+        """Of a call whose type is covered."""
+        kind = None if call.compute is None else self.priced_as(call.compute)
+        rates = self.half if kind is None else self.types[kind]
+        return rates.seconds(call, batch, element_bytes if kind is None else GEMM_TYPES[kind])
+
+    def priced_as(self, compute: str) -> str | None:
+        """The quantised type whose rates stand for one; None: there is none."""
+        return next((one for one in alike(compute) if one in self.types), None)
+
+    def describe(self) -> str:
+        """The constants, in sentences."""
+        return " ".join(_described(name, rates) for name, rates in {"half precision": self.half, **self.types}.items())
+
+
+def _described(name: str, rates: GroupedRates) -> str:
+    title = name.capitalize() if " " in name else f"`{name}`"
+    return (
+        f"{title}: full tiles {rates.flops_per_s / 1e12:.0f} TFLOP/s, weights"
+        f" {format_bandwidth(rates.weight_bytes_per_s)}, rows {format_bandwidth(rates.row_bytes_per_s)},"
+        f" tiles of {rates.tile_rows:.0f} rows that start and end as {rates.tile_features:.0f} features, start"
+        f" {format_seconds(rates.start_s)}."
+    )
+
+
+def mean_imbalance(num_experts: int, num_experts_per_tok: int, num_gpus: int) -> float:
+    """Rows of the busiest of so many GPUs over the mean, where experts are spread over them as they come.
+
+    The loads of experts vary as in NVIDIA's power law (see _LOAD_SD) and add up on a GPU as independent ones; the
+    busiest is as far out as of so many normal deviates (Blom, 1958). No more than if all tokens went there.
+    """
+    if num_gpus == 1:
+        return 1.0
+    deviate = NormalDist().inv_cdf((num_gpus - 0.375) / (num_gpus + 0.25))
+    imbalance = 1.0 + deviate * _LOAD_SD / np.sqrt(num_experts / num_gpus)
+    most = min(num_gpus, num_experts / num_experts_per_tok)
+    return float(min(imbalance, most))

@@ -1,0 +1,113 @@
+"""Tables of routed experts: types, shares, routings and slow rows; and fits that find the constants behind a table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from calibrate.fit.layers.experts import fit_experts
+from calibrate.importers.experts import HALF, ExpertRows, read_experts
+from kvrsim.errors import InputError
+from kvrsim.hardware.cluster import load_gpu
+from kvrsim.profile.profile import load_profile
+from kvrsim.profile.rates.experts import GroupedRates
+from kvrsim.profile.rates.gemm import GEMM_TYPES
+
+ROW: dict[str, Any] = {
+    **{"device": "NVIDIA T1", "kernel_source": "moe_torch_flow", "moe_dtype": "bfloat16", "num_tokens": 1024},
+    **{"hidden_size": 2048, "inter_size": 768, "topk": 8, "num_experts": 128, "moe_tp_size": 1, "moe_ep_size": 1},
+    **{"distribution": "balanced", "latency": 1.0},
+}
+SOURCE = "aiconfigurator:t1_sxm/trtllm/1.0"
+
+
+def table(folder: Path, *rows: dict[str, Any]) -> Path:
+    pandas = pytest.importorskip("pandas")
+    pytest.importorskip("pyarrow")
+    root = folder / "aiconfigurator_core"
+    path = root / "systems/data/t1_sxm/moe/trtllm/1.0/moe_perf.parquet"
+    path.parent.mkdir(parents=True)
+    pandas.DataFrame([ROW | row for row in rows]).to_parquet(path)
+    return root
+
+
+def test_rows_are_read_by_type(tmp_path: Path) -> None:
+    root = table(
+        tmp_path,
+        {"moe_tp_size": 2, "moe_ep_size": 4},
+        {"num_tokens": 2048, "latency": 1.5, "distribution": "power_law_1.2"},
+        {"moe_dtype": "w4a16_mxfp4", "inter_size": 1856, "topk": 6, "latency": 0.5},
+        {"moe_dtype": "something_new"},
+        {"num_tokens": 8, "latency": 0.1},
+        {"kernel_source": "moe_torch_flow_min_latency", "latency": 0.1},
+    )
+    half, four_bits = read_experts(SOURCE, root=root)
+    assert (half.kind, four_bits.kind) == (HALF, "mxfp4_wo")
+    assert sorted(half.seconds.tolist()) == pytest.approx([0.001, 0.0015])
+    assert half.source.endswith("t1_sxm/moe/trtllm/1.0")
+    assert set(half.exponent.tolist()) == {0.0, 1.2}
+    shared = half.take(half.ep_size == 4).call()
+    assert (shared.intermediate_size[0], shared.num_experts[0], shared.num_experts_per_tok[0]) == (384, 32, 2)  # type: ignore[index]
+    assert (half.gated.tolist(), four_bits.gated.tolist()) == ([1.0, 1.0], [0.0])
+    (only,) = read_experts(SOURCE, ["mxfp4_wo"], root=root)
+    assert only.seconds.tolist() == [0.0005]
+    with pytest.raises(InputError, match=r"a type of .*: half, mxfp4_wo"):
+        read_experts(SOURCE, ["nvfp4"], root=root)
+
+
+def test_rows_slower_than_longer_ones_are_dropped(tmp_path: Path) -> None:
+    """The rarer of two kernels is not read either."""
+    times = {256: 2.0, 512: 0.9, 1024: 1.0, 2048: 1.9}
+    rows = [{"num_tokens": tokens, "latency": one} for tokens, one in times.items()]
+    (half,) = read_experts(SOURCE, root=table(tmp_path, *rows, {"kernel_source": "other", "latency": 9.0}))
+    assert half.tokens.tolist() == [512, 1024, 2048]
+    assert (half.dropped, half.kernel) == (1, "moe_torch_flow")
+
+
+TRUE = GroupedRates(
+    flops_per_s=6e14,
+    weight_bytes_per_s=2e12,
+    row_bytes_per_s=1.5e12,
+    tile_rows=100.0,
+    tile_features=300.0,
+    start_s=4e-5,
+)
+
+
+def made_rows(kind: str, rates: GroupedRates) -> ExpertRows:
+    """Five models at powers of two, as these rates have them."""
+    models = [(2048, 768, 128, 8), (4096, 14336, 8, 2), (7168, 2048, 256, 8), (4096, 1536, 128, 8), (2880, 2880, 32, 4)]
+    sizes = [(*model, 2**power, tp) for model in models for power in range(6, 15) for tp in (1, 2, 4)]
+    hidden, inner, experts, per_tok, tokens, tp_size = np.array(sizes, dtype=float).T
+    one = np.ones(len(sizes))
+    rows = ExpertRows(
+        **{"kind": kind, "source": "made", "kernel": "made", "dropped": 0, "tokens": tokens, "hidden_size": hidden},
+        **{"intermediate_size": inner, "num_experts": experts, "num_experts_per_tok": per_tok, "tp_size": tp_size},
+        **{"ep_size": one, "gated": one, "exponent": 0 * one, "seconds": one, "warmups": 0 * one, "repeats": one},
+    )
+    return rows.with_seconds(rates.seconds(rows.call(), 1, GEMM_TYPES.get(kind, 2)))  # type: ignore[arg-type]
+
+
+def test_a_fit_finds_the_constants() -> None:
+    """Of each type; other engines that take a quarter longer are told apart."""
+    profile = load_profile("h100-flash")
+    profile = replace(profile, kernels=replace(profile.kernels, clock=None))
+    fast = replace(TRUE, flops_per_s=1.2e15)
+    rows = [made_rows(HALF, TRUE), made_rows("fp8_block", fast)]
+    slower = replace(rows[0], source="other").with_seconds(1.25 * rows[0].seconds)
+    fitted = fit_experts(rows, profile, [slower])
+    for found, true in ((fitted.rates.half, TRUE), (fitted.rates.types["fp8_block"], fast)):
+        assert found.flops_per_s == pytest.approx(true.flops_per_s, rel=0.05)
+        assert found.weight_bytes_per_s == pytest.approx(true.weight_bytes_per_s, rel=0.05)
+        assert found.start_s == pytest.approx(true.start_s, rel=0.05)
+        assert found.flops_per_s <= dict(load_gpu("h100").peak_flops)["fp8"]
+    assert fitted.operation.cross_validated_mape < 0.02
+    assert fitted.systematic_log_sd == pytest.approx(np.log(1.25), rel=1e-3)
+    dense = next(one for one in fitted.checks if one.label == "half, as dense products")
+    assert dense.errors().mape > 0.1
+    with pytest.raises(InputError, match="half among them"):
+        fit_experts(rows[1:], profile)
