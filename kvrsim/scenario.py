@@ -173,7 +173,7 @@ class Scenario:
         return float((self.profile.kernels.clock.stretched_s(busy_s) / busy_s)[0])
 
     @property
-    def cost(self) -> CostModel:
+    def cost(self) -> CalibratedCost | RooflineCost:
         """Seconds of an operation on this scenario's GPU."""
         if self.profile is not None:
             return self._cost_of(self.profile, self.pace)
@@ -226,7 +226,7 @@ class Scenario:
     def least_cost(self) -> CostModel:
         """The same, but for attention, which takes what no call of its kernel beats."""
         cost = self.cost
-        return replace(cost, least=True) if isinstance(cost, CalibratedCost) else cost
+        return replace(cost, least=True)
 
     def layer_costs(self, cost: CostModel | None = None) -> tuple[LayerCosts, ...]:
         """One for each kind of layer of the model; `cost` instead of the scenario's own."""

@@ -52,6 +52,10 @@ class CostModel(Protocol):
     def repeats_rotary(self) -> bool:
         """Whether Falcon's eager code repeats cos and sin for every head."""
 
+    @property
+    def least(self) -> bool:
+        """Whether mixers take the time that no call beats and that does not grow with the start, for proofs."""
+
     def row_cost(self, products: tuple[Product, ...], steps: tuple[Traffic, ...]) -> Callable[[Array], Array]:
         """Seconds of matrix products and element-wise kernels as a function of tokens, prepared once."""
 

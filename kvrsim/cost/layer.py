@@ -153,8 +153,7 @@ class LayerCosts:
     def _before_mixer(self) -> tuple[tuple[Product, ...], tuple[Traffic, ...]]:
         fused = self.cost.fused
         steps = before_mixer(self.model, self.layer, fused=fused, repeats_rotary=self._repeats_rotary)
-        mixer = self.layer.mixer
-        return ((), steps) if mixer is None else (products_of(self.cost, mixer.projections), steps)
+        return ((), steps) if self.mixing is None else (products_of(self.cost, self.mixing.projections), steps)
 
     def _after_mixer(self) -> tuple[tuple[Product, ...], tuple[Traffic, ...]]:
         layer = self.layer

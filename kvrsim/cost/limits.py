@@ -34,6 +34,7 @@ class NoTime:
     copies: CacheCopies = _NO_COPIES
     head_on_all_tokens: bool = False
     repeats_rotary: bool = False
+    least: bool = False
 
     def row_cost(self, products: tuple[Product, ...], steps: tuple[Traffic, ...]) -> Callable[[Array], Array]:
         """Nothing."""
@@ -88,6 +89,7 @@ class RooflineCost:
     copies: CacheCopies = _NO_COPIES
     head_on_all_tokens: bool = False
     repeats_rotary: bool = False
+    least: bool = False
 
     @classmethod
     def of(cls, gpu: GpuSpec, *, kernel: str, batch: int, dtype: str, element_bytes: int) -> RooflineCost:

@@ -73,6 +73,11 @@ class WeightedCost:
         """As in the cost model."""
         return self.cost.repeats_rotary
 
+    @property
+    def least(self) -> bool:
+        """As in the cost model."""
+        return self.cost.least
+
     def score_bytes(self, model: ModelSpec) -> float:
         """As in the cost model."""
         return self.cost.score_bytes(model)

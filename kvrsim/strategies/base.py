@@ -36,6 +36,7 @@ class Strategy:
     pipeline: PipelineProgram | None = None  # builds the program where ranks hold different layers
     refuses: Refusal | None = None  # what a model and number of ranks must fulfil, where they do not; None: nothing
     passes_state: bool = False  # its chunks follow each other from rank to rank, so that a state can be handed on
+    sends_in_turn: bool = False  # a rank's messages leave one after another, whichever links they take
     merges_blocks: bool = False  # it attends to blocks of keys one after another and merges the results
     approximate: str | None = None  # how its result differs from the model's own prefill; None: it is the same
     chains: bool = False  # it is KVR's chain, which planner.search.bound is about
@@ -141,9 +142,9 @@ class Step:
         src = rank - 1 if peer is None else peer
         return Recv(src=src, host_s=self.costs.host.message_s, rendezvous=not self.costs.sends_overlap)
 
-    def send_state(self, rank: int) -> Send:
-        """Hand the state after the chunk to the next rank."""
-        return replace(self.send_kv(rank), payload="state")
+    def send_state(self, rank: int, *, in_turn: bool = False) -> Send:
+        """Hand the state after the chunk to the next rank; `in_turn`: as of send_kv."""
+        return replace(self.send_kv(rank, in_turn=in_turn), payload="state")
 
     def recv_state(self, rank: int) -> Recv:
         """Wait for the state before the chunk."""

@@ -33,5 +33,6 @@ KVR_DIRECT = Strategy(
     partition_rule="search",
     layer=layer,
     passes_state=True,
+    sends_in_turn=True,
     gathers_kv=False,
 )

@@ -23,20 +23,20 @@ def layer_ops(strategy: Strategy, step: Step, rank: int) -> Iterator[Op]:
     if step.costs.mixing is None:
         yield step.output_mlp(rank)
     elif step.costs.has_state:
-        yield from _with_state(step, rank)
+        yield from _with_state(step, rank, in_turn=strategy.sends_in_turn)
     else:
         yield from strategy.layer(step, rank)
     yield from _all_reduces(step, rank)
 
 
-def _with_state(step: Step, rank: int) -> Iterator[Op]:
+def _with_state(step: Step, rank: int, *, in_turn: bool) -> Iterator[Op]:
     """Project the chunk, wait for the state before it, compute, hand the state after it on, MLP."""
     yield step.qkv(rank)
     if rank > 0:
         yield step.recv_state(rank)
     yield step.scan(rank)
     if rank < step.num_ranks - 1:
-        yield step.send_state(rank)
+        yield step.send_state(rank, in_turn=in_turn)
     yield step.output_mlp(rank)
 
 

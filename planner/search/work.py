@@ -114,9 +114,9 @@ class Chain:
         return self.costs[self._first].append_s(np.zeros_like(end), end)
 
     def first_message_ready_s(self, chunk: Array) -> Array:
-        """The least that rank 0 takes to have its first message ready: project the chunk, keep its K, V."""
-        costs = self.costs[self._first]
-        return costs.qkv_s(chunk) + costs.append_s(chunk, np.zeros_like(chunk))
+        """The least that rank 0 takes to have its first message ready: project the chunk, keep its K, V or scan it."""
+        costs, none = self.costs[self._first], np.zeros_like(chunk)
+        return costs.qkv_s(chunk) + (costs.attention_s(chunk, none) if costs.has_state else costs.append_s(chunk, none))
 
     def drain_s(self, rank: int, end: Array) -> Array:
         """The least from the append of `rank`, which ends there, to that of the last rank, of the last message."""

@@ -7,7 +7,7 @@ no machine that is sold lies outside.
 from tests.building.drawing import Drawn, Draws, draws, log, maybe, strategy_of
 from tests.building.effort import examples
 from tests.building.machines import any_cluster, any_gather_rates, any_gpu, any_link, clusters, gpus, plain
-from tests.building.models import any_hybrid, any_model, models, products_of, weights_of
+from tests.building.models import any_model, models, products_of, weights_of
 from tests.building.profiles import any_operation, any_profile
 from tests.building.rates import any_blocked, any_eager, any_elementwise, any_experts, any_flash, any_gemm, any_sizes
 from tests.building.scenarios import (

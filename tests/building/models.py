@@ -7,9 +7,9 @@ from typing import Any
 
 from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures import read_config
-from kvrsim.model.gemm import Gemm
-from kvrsim.model.mixers import RECURRENCE_TITLES, Recurrence
-from kvrsim.model.spec import ModelSpec
+from kvrsim.model.architectures.parts import gemm
+from kvrsim.model.mixers import Attention, LatentAttention, Mixer, Recurrence
+from kvrsim.model.spec import LayerSpec, ModelSpec
 from kvrsim.profile.rates.gemm import Product, merged
 from tests.building.drawing import Draws, strategy_of
 
@@ -66,32 +66,6 @@ def with_mixers(model: ModelSpec, **changes: Any) -> ModelSpec:
     return replace(model, layers=tuple(layers))
 
 
-def any_hybrid(rng: Draws, *, layers: tuple[int, int] = (1, 4)) -> ModelSpec:
-    """Layers of attention, layers with a state and layers of an MLP alone, in any order."""
-    model = any_model(rng, layers=layers, kind="llama")
-    heads, dim = rng.choice([1, 4, 16]), rng.choice([16, 64, 128])
-    width, hidden = heads * dim, model.hidden_size
-    state = Recurrence(
-        kind=rng.choice(list(RECURRENCE_TITLES)),
-        projections=(Gemm(name="in_proj", in_features=hidden, out_features=4 * width),),
-        output=(Gemm(name="out_proj", in_features=width, out_features=hidden),),
-        num_key_heads=heads,
-        num_value_heads=heads,
-        key_head_dim=dim,
-        value_head_dim=dim,
-        conv_channels=rng.choice([0, 3 * width]),
-        conv_kernel=4,
-    )
-    drawn = [rng.choice(["attention", "state", "state", "mlp"]) for _ in model.layers]
-    drawn[rng.randint(0, len(drawn) - 1)] = "state"
-    changed = {
-        "attention": lambda layer: layer,
-        "state": lambda layer: replace(layer, mixer=state),
-        "mlp": lambda layer: replace(layer, mixer=None, norms_before_mixer=0),
-    }
-    return replace(model, layers=tuple(changed[kind](layer) for kind, layer in zip(drawn, model.layers, strict=True)))
-
-
 def weights_of(model: ModelSpec) -> int:
     """Of the layers' matrices, those that a token passes through."""
     return sum(
@@ -105,10 +79,58 @@ def products_of(model: ModelSpec) -> list[Product]:
     """Of the model's products, alone and as a serving engine merges them."""
     found: dict[Product, None] = {}
     for layer in model.layer_kinds:
-        for gemms in (layer.mixer.projections, layer.mixer.output, layer.mlp):
+        mixer = () if layer.mixer is None else (layer.mixer.projections, layer.mixer.output)
+        for gemms in (*mixer, layer.mlp):
             alone = [Product(gemm.in_features, gemm.out_features) for gemm in gemms]
             found |= dict.fromkeys((*alone, *merged(alone)))
     return list(found)
+
+
+def any_mixed_model(rng: Draws, *, layers: tuple[int, int] = (1, 4)) -> ModelSpec:
+    """Layers of any kinds in any order: attention to all, to a window or to chunks, latents, states, an MLP alone."""
+    model = any_model(rng, layers=layers)
+    own = [rng.choice([layer, *_others(rng, model, layer)]) for layer in model.layers]
+    if all(layer.mixer is None for layer in own):
+        own[0] = model.layers[0]
+    return replace(model, layers=tuple(own))
+
+
+def _others(rng: Draws, model: ModelSpec, layer: LayerSpec) -> list[LayerSpec]:
+    """The layer with other mixers, without its mixer, without its MLP."""
+    hidden, heads = model.hidden_size, 2 * rng.choice([1, 2, 4])
+    nope, rope, width, rank = rng.choice([16, 128]), rng.choice([8, 64]), rng.choice([16, 128]), rng.choice([32, 512])
+    latent = LatentAttention(
+        projections=(
+            gemm("q_proj", hidden, heads * (nope + rope), split="columns"),
+            gemm("kv_a_proj", hidden, rank + rope),
+        ),
+        expand=gemm("kv_b_proj", rank, heads * (nope + width), split="columns"),
+        output=(gemm("o_proj", heads * width, hidden, split="rows"),),
+        num_attention_heads=heads,
+        kv_lora_rank=rank,
+        qk_nope_head_dim=nope,
+        qk_rope_head_dim=rope,
+        v_head_dim=width,
+    )
+    channels = heads * (2 * nope + width)
+    recurrence = Recurrence(
+        kind=rng.choice(["gated_delta", "kda", "mamba2"]),
+        projections=(gemm("in_proj", hidden, channels + 2 * heads, split="columns"),),
+        output=(gemm("out_proj", heads * width, hidden, split="rows"),),
+        num_key_heads=heads,
+        num_value_heads=heads,
+        key_head_dim=nope,
+        value_head_dim=width,
+        conv_channels=channels,
+        conv_kernel=4,
+    )
+    mixers = (latent, recurrence, *_narrower(rng, layer))
+    return [*(replace(layer, mixer=mixer) for mixer in mixers), replace(layer, mixer=None), replace(layer, mlp=())]
+
+
+def _narrower(rng: Draws, layer: LayerSpec) -> list[Mixer]:
+    mixer = layer.mixer
+    return [replace(mixer, attention_chunk=rng.choice([64, 500]))] if isinstance(mixer, Attention) else []
 
 
 models = strategy_of(any_model)

@@ -21,7 +21,7 @@ from kvrsim.strategies import Strategy
 from kvrsim.units import scale
 from tests.building.drawing import Draws, log, maybe, noted, strategy_of
 from tests.building.machines import any_cluster
-from tests.building.models import any_model, products_of
+from tests.building.models import any_mixed_model, any_model, products_of
 from tests.building.profiles import any_profile
 from tests.building.rates import any_blocked, any_eager, any_sizes
 
@@ -37,7 +37,7 @@ def any_scenario(
     layers: tuple[int, int] = (1, 4),
     topologies: tuple[str, ...] = ("switch", "chain", "nodes"),
     decades: tuple[float, float] = (7, 12),
-    kind: str | None = None,
+    kind: str | None = None,  # a model_type; "mixed": layers of any kinds
 ) -> Scenario:
     """A scenario with at least one new token a GPU and at most tokens[1] more; half with a cached prefix."""
     gpus = rng.randint(*num_gpus)
@@ -51,7 +51,7 @@ def any_scenario(
         batch=rng.choice([1, 1, 3]),
         dtype=rng.choice(["fp16", "bf16", "fp8"]),
     )
-    model = any_model(rng, layers=layers, kind=kind)
+    model = any_mixed_model(rng, layers=layers) if kind == "mixed" else any_model(rng, layers=layers, kind=kind)
     shapes = products_of(model)
     return noted(
         Scenario(
@@ -123,7 +123,9 @@ def any_placed(rng: Draws, strategy: Strategy) -> tuple[Scenario, tuple[int, ...
     """A scenario as the strategy sees it, and chunks of any length for it."""
     for attempt in range(4):
         divides = attempt == 3 or rng.random() < 0.35  # what divides fits every strategy
-        scenario = any_divisible(rng) if divides else any_scenario(rng, num_gpus=(1, 8), layers=(1, 8))
+        kind = rng.choice([None, None, "mixed"])
+        options = {} if divides else {"num_gpus": (1, 8), "layers": (1, 8)}
+        scenario = (any_divisible if divides else any_scenario)(rng, kind=None if attempt == 3 else kind, **options)
         if rng.random() < 0.3:
             scenario = as_measured(rng, scenario)
         if rng.random() < 0.3 and scenario.profile and scenario.request.new_tokens > 1:

@@ -11,6 +11,7 @@ from kvrsim.compile import build_program
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
 from kvrsim.memory import memory_of
+from kvrsim.model.mixers import Attention, Mixer, Recurrence
 from kvrsim.partition import Partition
 from kvrsim.program.operations import AllGather, AllToAll, Program, Recv, RingPass, Send, work_s
 from kvrsim.scenario import Scenario
@@ -97,6 +98,14 @@ def test_one_gpu_makes_all_strategies_equal(scenario: Scenario) -> None:
         assert ttft_s == pytest.approx(alone_s, rel=1e-12), name
 
 
+def _least_attention_flops(mixer: Mixer | None, first: int) -> float:
+    """Of a query that sees at least `first` keys, half of its own; of chunks at least its own key; none of a state."""
+    if mixer is None or isinstance(mixer, Recurrence):
+        return 0.0
+    seen = 1 if isinstance(mixer, Attention) and mixer.attention_chunk else min(first, mixer.reach or first)
+    return 2 * mixer.num_attention_heads * (mixer.head_dim + mixer.v_head_dim) * (seen - 0.5)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @given(rng=draws())
 @examples(20)
@@ -106,8 +115,7 @@ def test_nothing_beats_its_flops(name: str, rng: Draws) -> None:
     placed, cut = any_placed(rng, strategy)
     model, request = placed.model, placed.request
     first = request.cached_prefix + 1  # keys of the first new token; each later one attends to at least as many
-    pairs = sum(min(first, layer.mixer.sliding_window or first) - 0.5 for layer in model.layers)
-    attention = 4 * model.num_attention_heads * model.head_dim * pairs
+    attention = sum(_least_attention_flops(layer.mixer, first) for layer in model.layers)
     flops = request.batch * request.new_tokens * (2 * weights_of(model) + attention)
     least_s = flops / placed.cluster.gpu.peak_flops[0][1]
     program = program_of(placed, strategy, [cut])

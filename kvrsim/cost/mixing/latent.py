@@ -19,6 +19,15 @@ from kvrsim.profile.rates.gemm import Product
 from kvrsim.program.operations import Array
 
 
+def absorbing(mixer: LatentAttention) -> tuple[Product, ...]:
+    """Of each head: the query into the latent's width, and the attended latent into the head's output."""
+    heads, compute = mixer.num_attention_heads, mixer.expand.compute
+    return (
+        Product(mixer.qk_nope_head_dim, mixer.kv_lora_rank, heads, 1.0, compute),
+        Product(mixer.kv_lora_rank, mixer.v_head_dim, heads, 1.0, compute),
+    )
+
+
 class LatentMixing(MergedMixing):
     """Latent attention to all keys."""
 
@@ -30,12 +39,7 @@ class LatentMixing(MergedMixing):
         # The one rotated key is written to every head's keys: reads expanded keys, writes whole ones.
         joined = Traffic("copy", 2.0 * heads * (nope + mixer.head_dim), 1)
         self._expand: Callable[[Array], Array] = self.cost.row_cost(products_of(self.cost, (mixer.expand,)), (joined,))
-        compute = mixer.expand.compute
-        absorbed = (
-            Product(nope, mixer.kv_lora_rank, heads, 1.0, compute),
-            Product(mixer.kv_lora_rank, mixer.v_head_dim, heads, 1.0, compute),
-        )
-        self._absorb: Callable[[Array], Array] = self.cost.row_cost(absorbed, ())
+        self._absorb: Callable[[Array], Array] = self.cost.row_cost(absorbing(mixer), ())
 
     @property
     def kernels(self) -> int:
@@ -52,7 +56,8 @@ class LatentMixing(MergedMixing):
 
     def mix_s(self, chunk: Array, prefix: Array) -> Array:
         """The prefix is expanded, then all heads attend."""
-        return self.expand_s(prefix) + self._expanded_s(chunk, prefix, chunk * (prefix + 0.5 * chunk), own=True)
+        attention_s = self._expanded_s(chunk, prefix, chunk * (prefix + 0.5 * chunk), own=True)
+        return attention_s if self.cost.least else self.expand_s(prefix) + attention_s
 
     def absorbed_s(self, chunk: Array, prefix: Array) -> Array:
         """The same without expansion: all heads attend to the latents."""

@@ -58,10 +58,11 @@ def test_the_same_timeline_twice(topology: str, rng: Draws) -> None:
         assert quiet.timeline.spans == ()
 
 
+@pytest.mark.parametrize("kind", [None, "mixed"])
 @given(rng=draws())
 @examples(20)
-def test_the_planner_evaluates_what_the_executors_run(rng: Draws) -> None:
-    scenario = any_scenario(rng, num_gpus=(1, 4), topologies=("switch", "chain", "nodes", "bus"))
+def test_the_planner_evaluates_what_the_executors_run(kind: str | None, rng: Draws) -> None:
+    scenario = any_scenario(rng, num_gpus=(1, 4), topologies=("switch", "chain", "nodes", "bus"), kind=kind)
     cuts = [any_partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus) for _ in range(4)]
     evaluator = Evaluator(scenario, STRATEGIES["kvr-s"])
     ttft_s = evaluator.ttft_s(np.array(cuts, dtype=float))
