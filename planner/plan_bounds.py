@@ -40,6 +40,6 @@ def _of_best(scenario: Scenario, strategy: Strategy, best: StrategyResult, kvr_l
     if not strategy.chains:
         return None
     placed = for_strategy(scenario, strategy)
-    alike = strategy.layer is KVR_S.layer  # over single GPUs, whatever its chunks
+    alike = strategy.group_size == 1 and strategy.layer is KVR_S.layer  # whatever its chunks
     lower_s = kvr_lower_s if alike else lower_bound_s(placed, strategy, best.ttft_s)
     return ChainBound(strategy=best.strategy, lower_bound_s=lower_s, gap=best.ttft_s / lower_s - 1)

@@ -73,7 +73,7 @@ def all_for(scenario: Scenario) -> tuple[tuple[Strategy, ...], tuple[str, ...]]:
 
 def _allowed(scenario: Scenario, wanted: Sequence[str]) -> tuple[tuple[Strategy, ...], tuple[str, ...]]:
     """Those that need no table and that the machine and the model allow; and a note on the others."""
-    found, notes = [], []
+    found, reasons = [], dict[str, list[str]]()
     for name in wanted:
         strategy = get_strategy(name, "strategies")
         if strategy.partition_rule == "table":
@@ -81,10 +81,11 @@ def _allowed(scenario: Scenario, wanted: Sequence[str]) -> tuple[tuple[Strategy,
         try:
             for_strategy(scenario, strategy)
         except InputError as error:
-            notes.append(f"{name} takes {error.accepted}")
+            reasons.setdefault(error.accepted, []).append(name)
         else:
             found.append(strategy)
-    return tuple(found), tuple(f"not compared: {note}" for note in notes)
+    notes = (f"not compared: {', '.join(names)}: takes {accepted}" for accepted, names in reasons.items())
+    return tuple(found), tuple(notes)
 
 
 def group_sizes(num_gpus: int, per_node: int | None) -> tuple[int, ...]:

@@ -58,13 +58,12 @@ def refusal(strategy: Strategy, model: ModelSpec, ranks: int) -> str | None:
     mixers = [layer.mixer for layer in model.layer_kinds if layer.mixer is not None]
     states = [mixer for mixer in mixers if isinstance(mixer, Recurrence)]
     if states and not strategy.passes_state:
-        has = f"{model.name} has one ({states[0].title})"
-        return f"a model without a state, as its chunks are not in the order of the ranks; {has}"
+        return f"layers without a state to hand on in order; {model.name} has {states[0].title}"
     if strategy.merges_blocks:
         for mixer in mixers:
             whole = isinstance(mixer, CompressedAttention) or (
                 isinstance(mixer, Attention | LatentAttention) and mixer.indexer is not None
             )
             if whole:
-                return f"attention that can be merged from blocks of keys, unlike that of {model.name} ({mixer.title})"
+                return f"attention that can be merged from blocks of keys; {model.name} has {mixer.title}"
     return None

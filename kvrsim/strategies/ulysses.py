@@ -57,7 +57,7 @@ def refuses(model: ModelSpec, ranks: int) -> str | None:
         if mixer is None:
             continue
         if not isinstance(mixer, Attention) or mixer.indexer is not None:
-            return f"attention with K and V of heads, which {model.name} has not ({mixer.title})"
+            return f"attention over K and V of heads in all layers; {model.name} has {mixer.title}"
         heads, kv_heads = mixer.num_attention_heads, mixer.num_key_value_heads
         if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
             return f"ranks that the {heads} heads and {kv_heads} KV heads of {model.name} divide into"
