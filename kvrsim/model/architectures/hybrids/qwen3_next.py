@@ -61,6 +61,8 @@ def _full_attention(config: JsonObject, num_layers: int) -> list[bool]:
 
 def _attention(config: JsonObject, shape: Shape) -> Attention:
     """Queries come with a gate for the output, in one matrix."""
+    if not config.flag("attn_output_gate", True):
+        raise config.error("attn_output_gate", "true")
     bias = config.flag("attention_bias", False)
     queries, keys, values = shape.separate_qkv(bias)
     gated = replace(queries, out_features=2 * queries.out_features)

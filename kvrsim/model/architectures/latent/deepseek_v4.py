@@ -1,5 +1,6 @@
 """DeepSeek-V4: attention to a window and to compressed entries, hyper-connections, experts in all layers.
 
+The first layers choose experts by a table of token numbers; the router of such a layer only weights them.
 Matrices have the names of the published weights, which lists of quantised modules use.
 """
 
@@ -20,7 +21,6 @@ from kvrsim.model.spec import LayerSpec, ModelSpec
 _RATES = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 _SPARSE_RATE = 4  # tokens an entry in layers whose indexer chooses entries; others attend to all entries
 HYPER = "hyper-connections are counted as element-wise traffic of the residual streams"
-ALL_ROUTED = "layers that choose experts by a table of token numbers count as those with a router"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,8 +115,7 @@ def deepseek_v4(config: JsonObject, name: str) -> ModelSpec:
     plain = Shape(layers=len(layers), hidden=hidden, heads=shape.heads, kv_heads=1, head_dim=shape.head_dim)
     model = assemble(config, name, plain, layers, Norms(count=2), inner=experts.inner)
     head = streams * (streams * hidden + 1) + 1  # makes one stream of all before the last norm
-    sentences = (HYPER, ALL_ROUTED)
-    return replace(model, final_norm_parameters=model.final_norm_parameters + head, approximations=sentences)
+    return replace(model, final_norm_parameters=model.final_norm_parameters + head, approximations=(HYPER,))
 
 
 def _gated(place: str, hidden: int, inner: int) -> tuple[Gemm, ...]:

@@ -25,6 +25,7 @@ def minimax_m3(config: JsonObject, name: str) -> ModelSpec:
     sparse = config.child("sparse_attention_config") if config.has("sparse_attention_config") else None
     given = {key: sparse.fields[old] for key, old in _SPARSE_KEYS.items() if sparse is not None and sparse.has(old)}
     config = filled(replace(config, fields={**config.fields, **given}), "minimax_m3_vl_text")
+    _refuse_other_attention(config)
     shape = read_shape(config)
     full = shape.attention(shape.separate_qkv(bias=False), "o_proj", qk_norm=True)
     indexer, norms = _indexer(config, shape.hidden)
@@ -34,6 +35,16 @@ def minimax_m3(config: JsonObject, name: str) -> ModelSpec:
         mixer, others = kinds[chosen]
         layers.append(replace(layer, mixer=mixer, other_parameters=layer.other_parameters + others))
     return assemble(config, name, shape, layers, Norms(count=2, qk=True), inner=read_inner(config))
+
+
+def _refuse_other_attention(config: JsonObject) -> None:
+    """What transformers' layers do not have."""
+    if config.flag("attention_output_gate", False):
+        raise config.error("attention_output_gate", "false")
+    if not config.flag("use_qk_norm", True):
+        raise config.error("use_qk_norm", "true")
+    if config.text("qk_norm_type", "per_head") != "per_head":
+        raise config.error("qk_norm_type", "per_head")
 
 
 def _chosen(config: JsonObject, num_layers: int) -> list[bool]:

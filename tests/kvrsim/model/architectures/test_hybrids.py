@@ -178,6 +178,7 @@ def test_layers_of_nemotron_h(tmp_path: Path) -> None:
     ("config", "key"),
     [
         ({**NEXT, "layer_types": ["sliding_attention"] * 8}, "layer_types"),
+        ({**NEXT, "attn_output_gate": False}, "attn_output_gate"),
         ({**NEXT, "linear_num_key_heads": 4}, "linear_num_key_heads"),
         ({**NEXT, "num_experts_per_tok": 9}, "num_experts_per_tok"),
         ({**HYBRID, "hybrid_override_pattern": "MEX"}, "hybrid_override_pattern"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from functools import cache
 from importlib.util import find_spec
@@ -57,6 +58,8 @@ def test_a_published_model_is_read(path: Path) -> None:
     """Experts, active parameters and what is quantised agree with the name of the file."""
     model, name = loaded(path), name_of(path)
     assert 0 < model.active_parameters <= model.num_parameters
+    for stated in re.findall(r"-A(\d+)B", name):  # with or without the embedding, as the makers count
+        assert model.active_parameters / 1e9 == pytest.approx(int(stated), rel=0.07, abs=0.6)
     narrow = any(word in name for word in ("FP8", "NVFP4", "gpt-oss", "DeepSeek", "Kimi", "MiniMax-M2", "MiMo-V2"))
     assert (model.quantization is not None) == narrow
     if model.quantization is None:
