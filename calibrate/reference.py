@@ -78,6 +78,13 @@ def parameter_shapes(fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]] | 
     return {name: tuple(each.shape) for name, each in named if not any(part in name for part in _OTHER_MODULES)}
 
 
+def transformers_version() -> str:
+    """Of the installed package."""
+    from transformers import __version__
+
+    return str(__version__)
+
+
 def class_defaults(model_type: str) -> dict[str, Any]:
     """Of a configuration class: its keys that are whole numbers or flags, and pairs of names for one key."""
     from transformers import CONFIG_MAPPING
