@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from kvrsim.model.describe import describe_mixers, describe_parameters
 from kvrsim.units import format_seconds
-
-if TYPE_CHECKING:
-    from validate.models.support import Row
+from validate.models.rows import Row
 
 _TITLE = """# Models that are planned
 

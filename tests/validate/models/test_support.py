@@ -12,7 +12,8 @@ from kvrsim.errors import InputError
 from kvrsim.model.load import builtin_models, config_path, load_model
 from tests.kvrsim.model.model_configs import GQA, LLAMA
 from validate.models.page import difference, page
-from validate.models.support import PAGE, configurations, read_counts, row
+from validate.models.rows import configurations, read_counts, row
+from validate.models.support import PAGE
 
 COUNTS = read_counts()
 
@@ -33,7 +34,9 @@ def test_files_of_quantisation_are_no_configurations(tmp_path: Path) -> None:
 
 
 def test_the_page_tells_what_is_planned_and_what_is_refused(tmp_path: Path) -> None:
-    paths = files(tmp_path, good={**LLAMA, "num_attention_heads": 8, "num_nextn_predict_layers": 1}, bad={"model_type": "rwkv"})
+    paths = files(
+        tmp_path, good={**LLAMA, "num_attention_heads": 8, "num_nextn_predict_layers": 1}, bad={"model_type": "rwkv"}
+    )
     exact = load_model(paths["maker/good"]).num_parameters
     found = [row(name, path, counted({"maker/good": exact + 1000})) for name, path in paths.items()]
     text = page(found, "a package")
