@@ -20,7 +20,7 @@ from kvrsim.results.breakdown import Basis, Breakdown, BreakdownRow
 from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
-from planner.uncertainty.causes import COUNTED_KINDS
+from planner.uncertainty.causes import UNCOMPARED_KINDS
 
 _RESUME, _ENGINE = Part("resume"), Part("engine")
 _ROUNDING = 1e-9
@@ -152,7 +152,7 @@ def _basis(scenario: Scenario, part: Part, chunk: int, start: int) -> Basis:
         return "datasheet"
     fit = profile.operations.get(part.kind)
     if fit is None:
-        return "extrapolated" if part.kind in COUNTED_KINDS else "fitted"
+        return "extrapolated" if part.kind in UNCOMPARED_KINDS else "fitted"
     if part.variant is not None and (rates := profile.kernels.recurrence) and part.variant not in rates.kinds:
         return "extrapolated"  # from another kind
     sizes = _sizes(scenario, part, chunk, start)

@@ -20,8 +20,8 @@ from kvrsim.strategies import Strategy
 RUN_TO_RUN = 0.014 / 0.6745  # log standard deviation: medians of repeated serving runs differ by 1.4 %
 _PER_DOUBLING = 0.02  # more log standard deviation for each doubling outside of what was measured
 _NOMINAL_LINKS = 0.2  # log standard deviation of a bandwidth that nobody measured: NVLink 3 reaches 78 % of its own
-# From FLOPs and bytes, where a profile has no measurements of them.
-COUNTED_KINDS = ("latent", "sparse", "experts", "recurrence")
+# No whole prefill that an engine was compared with had any of these; without measurements they are counted.
+UNCOMPARED_KINDS = ("latent", "sparse", "experts", "recurrence")
 _COUNTED = 0.5  # their log standard deviation then
 _ISSUED = ("layer_s", "kernel_s", "gather_piece_s")  # what a slower host takes longer for
 _NAMES = {  # of an engine's terms, as causes
@@ -82,13 +82,15 @@ def parts_alone(profile: CalibrationProfile, parts: Iterable[Part]) -> dict[Caus
 def parts_together(scenario: Scenario, parts: Iterable[Part]) -> dict[Cause, Mapping[Part, float]]:
     """The error that all parts have in common: of an engine's kernels over the profile's, or of the profile's tables.
 
-    An engine's own rows have the tables' error in them; those of other engines may have run other kernels.
+    An engine's own rows have the tables' error in them; those of other engines may have run other kernels. No rows had
+    any of UNCOMPARED_KINDS.
     """
     engine, operations = scenario.engine, {} if scenario.profile is None else scenario.profile.operations
-    if engine is not None and engine.fit is not None and engine.fit.longer_log is not None:
-        return {}  # other engines left out have had other kernels, too
+    whole = engine is not None and engine.fit is not None and engine.fit.longer_log is not None
+    if whole:  # other engines left out have had other kernels, too
+        parts = [part for part in parts if part.kind in UNCOMPARED_KINDS]
     of_table = {part: operations[part.kind].systematic_log_sd or 0.0 for part in parts if part.kind in operations}
-    if engine is not None and scenario.profile and (log_sd := engine.scale_log_sd(scenario.profile.gpu)):
+    if engine is not None and not whole and scenario.profile and (log_sd := engine.scale_log_sd(scenario.profile.gpu)):
         own = engine.fit is not None and engine.fit.left_out != "engine"
         return {"kernels": {part: log_sd if own else max(log_sd, of_table.get(part, 0.0)) for part in parts}}
     found = {part: log_sd for part, log_sd in of_table.items() if log_sd}
@@ -99,7 +101,7 @@ def _log_sd(profile: CalibrationProfile, part: Part) -> float:
     """Of one part of the device's time; products whose shape was measured are known better."""
     fit = profile.operations.get(part.kind)
     if fit is None:
-        return _COUNTED if part.kind in COUNTED_KINDS else 0.0
+        return _COUNTED if part.kind in UNCOMPARED_KINDS else 0.0
     if part.variant is not None and (rates := profile.kernels.recurrence) and part.variant not in rates.kinds:
         return math.hypot(fit.log_sd, rates.alike_log_sd)
     known = part.product is not None and profile.kernels.is_measured(part.product)

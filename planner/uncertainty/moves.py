@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvrsim.compile import build_program, columns
-from kvrsim.cost.sensitivity import WeightedCost, listing
+from kvrsim.cost.sensitivity import Part, WeightedCost, listing
 from kvrsim.executors.run import run_program
 from kvrsim.partition import Partition
 from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT
@@ -79,7 +79,9 @@ def moves(scenario: Scenario, strategy: Strategy, partition: Partition) -> Moves
         if whole is None:
             found |= {**alone, "run to run": Move.even(apart)}
         else:
-            between |= alone
+            new = {part for part in alone if isinstance(part, Part) and part.kind in causes.UNCOMPARED_KINDS}
+            found |= {part: alone[part] for part in new}
+            between |= {cause: move for cause, move in alone.items() if cause not in new}
             found["model"] = Move(-whole[0], whole[1])
         found |= {one.name: runs.moved(one) for one in causes.software(scenario, strategy)}
     links, measured = causes.links(scenario), scenario.links_are_measured
