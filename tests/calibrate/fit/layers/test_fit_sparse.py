@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -16,10 +16,11 @@ from calibrate.fit.layers import blocks, sparse
 from calibrate.fit.layers.blocks import fit_blocks
 from calibrate.fit.layers.modules import read_modules
 from calibrate.fit.layers.sparse import fit_keys
-from calibrate.importers.sparse import read_kernel
+from calibrate.importers.sparse import SparseRows, read_kernel
 from kvrsim.hardware.cluster import load_gpu
 from kvrsim.profile.profile import load_profile
 from kvrsim.profile.rates.sparse import AttendRates, ScoreRates, SelectRates, SparseKernels
+from kvrsim.program.operations import Array
 
 pandas = pytest.importorskip("pandas")
 pytest.importorskip("pyarrow")
@@ -50,7 +51,7 @@ def rows_of(**columns: Any) -> Iterator[dict[str, Any]]:
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Tables whose times are those of the rates above."""
     root = tmp_path / "aiconfigurator_core"
-    times = {
+    times: dict[str, Callable[[SparseRows], Array]] = {
         "glm5_mqa_logits_module": lambda one: SCORE.seconds(one.chunk, one.keys, one.heads, one.width),
         "dsv4_paged_mqa_logits_module": lambda one: SCORE.seconds(
             one.chunk, one.keys, one.heads, one.width, entries=True
