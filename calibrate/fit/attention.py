@@ -11,6 +11,7 @@ import numpy as np
 from calibrate.data.measurement import Measurement
 from calibrate.fit.attention_rows import AttentionRows, with_sizes
 from calibrate.fit.flash_presets import PRESETS
+from calibrate.fit.layers.narrow_heads import with_softmax
 from calibrate.fit.solver import (
     Comparison,
     Fitted,
@@ -60,9 +61,11 @@ def fit_flash(
     kernel: str | None = None,
     head_dim: int = HEAD_DIM,
     held_out: HeldOut | None = None,
+    narrow: Sequence[Measurement] = (),
 ) -> Fitted[FlashRates]:
     """Constants of one of PRESETS (None: of the best-fitting one) from calls of one sequence with this head_dim.
 
+    narrow: calls with narrower heads, which tell how long softmax takes.
     No call is faster than its unmasked FLOPs at the datasheet's rate. Raises InputError for a kernel that is not
     among the presets.
     """
@@ -72,6 +75,7 @@ def fit_flash(
     data = [row for row in found if not is_decoding(row)]
     forms = [_flash_form(gpu, name) for name in ([kernel] if kernel else PRESETS)]
     best = min((_fit(form, data) for form in forms), key=lambda fitted: fitted.cross_validated.errors().mape)
+    best = with_softmax(best, narrow)
     decoding = _check_decoding(best.rates, [row for row in found if is_decoding(row)])
     others = [] if held_out is None else _check_held_out(best.rates, held_out, head_dim)
     return replace(best, checks=(*best.checks, *decoding, *others))

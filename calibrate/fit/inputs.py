@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from calibrate.data.measurement import ELEMENTWISE, Measurement
-from calibrate.fit.attention import HEAD_DIM, HeldOut, usable_attention
+from calibrate.fit.attention import HEAD_DIM, PROMISED_CHUNK, HeldOut, usable_attention
 from calibrate.fit.elementwise import usable_elementwise
 from calibrate.fit.gemm import STEP, usable_gemm
 from calibrate.fit.gemm_rows import Shape
+from calibrate.fit.layers.narrow_heads import NARROW_HEAD_DIM
 from calibrate.fit.links import usable_link_rows
 from calibrate.fit.solver import dtypes_of
 from kvrsim.errors import InputError
@@ -123,6 +124,7 @@ class FilteredRows:
     sdpa: list[Measurement]  # attention of a fused kernel with a mask
     eager: list[Measurement]  # attention of separate kernels
     head_dim: int  # of attention
+    narrow: list[Measurement]  # calls of the flash kernel with narrower heads, beside those of the usual width
     elementwise: list[Measurement]  # with copies into the cache
     prepare: list[Measurement]
     send_recv: list[Measurement]
@@ -162,6 +164,7 @@ class FilteredRows:
             sdpa=sdpa,
             eager=eager,
             head_dim=wanted,
+            narrow=_narrow(rows, dtypes, kernel) if wanted == HEAD_DIM else [],
             elementwise=usable_elementwise(rows, dtypes),
             prepare=[row for row in of_dtype if row.operation == "prepare"],
             send_recv=usable_link_rows(rows, "send_recv"),
@@ -199,6 +202,14 @@ def _is_eager(row: Measurement, kernel: str | None) -> bool:
     if kernel is None:
         return "eager" in row.kernel
     return kernel == "eager" or row.kernel == "eager"
+
+
+def _narrow(rows: Sequence[Measurement], dtypes: Sequence[str], kernel: str | None) -> list[Measurement]:
+    """Of a prefill's chunks, where enough were measured."""
+    calls = usable_attention(rows, NARROW_HEAD_DIM, dtypes)
+    flash = [row for row in calls if not _is_eager(row, kernel) and row.kernel != "sdpa"]
+    found = [row for row in flash if row.chunk is not None and row.chunk >= PROMISED_CHUNK]
+    return found if len(found) >= LEAST_ROWS["attention"] else []
 
 
 def _head_dim(rows: Sequence[Measurement], dtypes: Sequence[str]) -> int:

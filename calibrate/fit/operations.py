@@ -119,7 +119,8 @@ class OperationFits:
             rates = {"sdpa": self._take("attention", sdpa, masked)} | rates
         if flash:
             fused = self._flash(flash, head_dim)
-            taken = [row for row in flash if not (isinstance(fused.rates, FlashRates) and is_decoding(row))]
+            tiled = isinstance(fused.rates, FlashRates)
+            taken = [*self.rows.narrow, *(row for row in flash if not is_decoding(row))] if tiled else flash
             rates = {"flash": self._take("attention", taken, fused)} | rates
         return rates
 
@@ -128,7 +129,9 @@ class OperationFits:
         if not has_waves(self.gpu) or self.rows.dtypes != HALF:
             return fit_blocked(rows, self.gpu, name="flash", skips_masked=True, head_dim=head_dim)
         kernel, held_out = self.choices.attention_kernel, self.choices.held_out
-        return fit_flash(at_burst(rows, self.clock), self.gpu, kernel=kernel, head_dim=head_dim, held_out=held_out)
+        narrow = at_burst(self.rows.narrow, self.clock)
+        burst = at_burst(rows, self.clock)
+        return fit_flash(burst, self.gpu, kernel=kernel, head_dim=head_dim, held_out=held_out, narrow=narrow)
 
     def elementwise(self) -> ElementwiseRates:
         """As measured, as assumed, or at the datasheet's memory bandwidth."""

@@ -89,6 +89,7 @@ class FlashRates:
     diagonal_cost: Annotated[float, Limits(least=1.0, most=1e30)] = (
         1.0  # of a step in the chunk's own square, in steps elsewhere
     )
+    softmax_s: NonNegative = 0.0  # of a step's softmax, which runs beside its products: narrow heads wait for it
 
     def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
         """Launch, tiles by waves, the append; more queries or keys never take less."""
@@ -104,9 +105,13 @@ class FlashRates:
             keys = np.minimum(keys, call.causal / np.maximum(call.chunk, 1.0))
         queries = call.chunk * (batch * call.num_attention_heads / self.tile_rows)
         tile_s = 0.0 if self.splits_keys else self.tile_s
-        slots_s = queries * (tile_s + keys * (self.block_s * call.mean_head_dim / 128 / self.key_block))
+        slots_s = queries * (tile_s + keys * (self._step_s(call) / self.key_block))
         slots = max(self.concurrent_tiles, self.num_sms / self.alone_share)
         return self._called_s(call, batch, element_bytes, slots_s / slots)
+
+    def _step_s(self, call: AttentionCall) -> Array:
+        """Of a tile of queries and a block of keys: the longer of its products and its softmax."""
+        return np.asarray(np.maximum(self.block_s * call.mean_head_dim / 128, self.softmax_s))
 
     def _called_s(self, call: AttentionCall, batch: int, element_bytes: int, scheduled_s: Array) -> Array:
         """With launch and append; never less than the unmasked FLOPs at the datasheet's rate."""
@@ -122,7 +127,7 @@ class FlashRates:
         rows = self.tile_rows * heads / call.num_attention_heads
         tiles_a_column = np.ceil(call.chunk / rows)
         tiles = columns * tiles_a_column
-        step_s = self.block_s * call.mean_head_dim / 128
+        step_s = self._step_s(call)
         most = np.ceil(call.keys / self.key_block)  # steps of the tile that sees most keys
         first = most
         if self.causal and call.own:

@@ -187,7 +187,16 @@ def test_every_required_key_is_missed_by_its_path(fields: dict[str, Any]) -> Non
         *(f"cluster.gpu.peak_flops.{dtype}" for dtype in DTYPES),
     }
     optional |= {"kernels.attention.eager", "kernels.attention.flash"}
-    flash_defaults = ("causal", "packs_heads", "splits_keys", "query_s", "split_s", "split_share", "diagonal_cost")
+    flash_defaults = (
+        "causal",
+        "packs_heads",
+        "splits_keys",
+        "query_s",
+        "split_s",
+        "split_share",
+        "diagonal_cost",
+        "softmax_s",
+    )
     optional |= {f"kernels.attention.flash.{key}" for key in flash_defaults}
     optional |= {f"operations.{kind}" for kind in OPERATION_KINDS}
     for path in paths(fields):

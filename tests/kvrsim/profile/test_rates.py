@@ -132,14 +132,22 @@ STEPS = FlashRates(  # a second a step, nothing else
 )
 
 
-def flash_s(rates: FlashRates, chunk: float, prefix: float, heads: int = 1, kv_heads: int = 1, batch: int = 1) -> float:
+def flash_s(
+    rates: FlashRates,
+    chunk: float,
+    prefix: float,
+    heads: int = 1,
+    kv_heads: int = 1,
+    batch: int = 1,
+    head_dim: int = 128,
+) -> float:
     call = AttentionCall(
         chunk=tokens(chunk),
         prefix=tokens(prefix),
         causal=tokens(chunk * (prefix + chunk / 2)),
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=128,
+        head_dim=head_dim,
         score_bytes=28.0,
     )
     return float(rates.seconds(call, batch, 2).item())
@@ -168,6 +176,13 @@ def test_a_wave_may_wait_for_its_longest_tile() -> None:
     for share, want in ((0.0, 6), (0.5, 7), (1.0, 8)):
         rates = replace(rates, barrier_share=share)
         assert flash_s(rates, 64, 192, heads=3, kv_heads=3) == pytest.approx(want)
+
+
+@pytest.mark.parametrize(("head_dim", "steps"), [(32, 0.75), (64, 0.75), (96, 0.75), (128, 1.0), (256, 2.0)])
+def test_narrow_heads_wait_for_softmax(head_dim: int, steps: float) -> None:
+    rates = replace(STEPS, softmax_s=0.75)
+    assert flash_s(rates, 64, 0, head_dim=head_dim) == pytest.approx(steps)
+    assert flash_s(STEPS, 64, 0, head_dim=head_dim) == pytest.approx(head_dim / 128)
 
 
 def test_packed_heads_share_a_tile() -> None:
