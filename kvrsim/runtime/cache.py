@@ -21,7 +21,7 @@ from transformers.cache_utils import (
 from kvrsim.runtime.geometry import Geometry
 from kvrsim.runtime.kept.buffers import Buffer, KvBuffer, StateBuffer, buffers_of
 
-UpdateEvent = Literal["update", "updated"]
+UpdateEvent = Literal["update", "updated", "scan"]
 OnUpdate = Callable[[UpdateEvent, int], None]
 Exchange = Callable[[int], None]
 
@@ -77,7 +77,7 @@ class _StateLayer(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
         self.cache.tell(self.index, "update")
         if self.cache.exchange is not None:
             self.cache.exchange(self.index)
-        self.cache.tell(self.index, "updated")
+        self.cache.tell(self.index, "scan")
 
     def update_conv_state(self, conv_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
         self.fetch()
@@ -99,7 +99,7 @@ class PrefixCache(Cache):  # type: ignore[misc]
 
     In each layer's update `exchange(layer)` may fetch the prefix and send what is there: after the chunk's K and V are
     written, or before a recurrent layer's scan, after which `pass_on(layer)` may send its state. `on_update(event,
-    layer)` is called with "update" when a layer enters and with "updated" when it leaves.
+    layer)` is called with "update" when a layer enters and with "updated" when it leaves, or "scan" before its scan.
     """
 
     def __init__(

@@ -8,7 +8,8 @@ Marks of a layer, in this order:
     wait, received      waiting for other ranks' K and V begins and ends
     send                own K and V are sent
     updated             the cache's update has ended; attention begins
-    sent                a recurrent layer's state is on its way, after its scan
+    scan                instead, where a layer keeps a state: the state before the chunk is there
+    sent                the state after the chunk is on its way
     output              attention has ended; the output projection begins
     layer_end           it has ended
 

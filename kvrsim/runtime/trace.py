@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from kvrsim.program.operations import Payload
 from kvrsim.results.timeline import Span, SpanKind, SpanOp, Timeline
 from kvrsim.runtime.hooks import Mark
 
@@ -18,8 +19,8 @@ COMPUTE = {
     ("received", "updated"): "append",
     ("received", "send"): "append",
     ("updated", "output"): "attention",
-    ("updated", "send"): "attention",  # of a recurrent layer, whose state is there after its scan
-    ("sent", "output"): "attention",
+    **dict.fromkeys((("update", "scan"), ("received", "scan"), ("scan", "send"), ("scan", "output")), "scan"),
+    ("sent", "output"): "scan",
     ("output", "layer_end"): "output+mlp",
     ("layer", "layer_end"): "output+mlp",  # of a layer without attention
     ("updated", "token"): "compute",  # where there is no model to hook: all that follows the exchange
@@ -31,7 +32,7 @@ COMPUTE = {
 
 _KIND: dict[str, SpanOp] = {
     **{"qkv": "qkv", "append": "append", "assemble": "append", "attention": "attention", "output+mlp": "output+mlp"},
-    **{"embedding": "embedding", "head": "head", "compute": "other"},
+    **{"scan": "attention", "embedding": "embedding", "head": "head", "compute": "other"},
 }
 
 
@@ -62,14 +63,15 @@ def timeline_of(strategy: str, traces: Sequence[RankTrace]) -> Timeline:
 
 
 def _own_spans(trace: RankTrace, strategy: str, offset_s: float, *, is_last: bool) -> Iterator[Span]:
+    states = _states_of(trace)
     for first, second in pairwise(trace.marks):
-        name, kind = _name_of(first.name, second.name, trace.rank, strategy)
+        name, kind = _name_of(first.name, second.name, trace.rank, strategy, is_state=first.layer in states)
         if name is None or second.device_s <= first.device_s or (name == "head" and not is_last):
             continue
         yield Span(
             rank=trace.rank,
             kind=kind,
-            op=_KIND[name] if kind == "compute" else "KV",
+            op=_KIND[name] if kind == "compute" else "state" if first.layer in states else "KV",
             name=name,
             layer=None if name == "head" else first.layer,
             start_s=first.device_s + offset_s,
@@ -77,28 +79,37 @@ def _own_spans(trace: RankTrace, strategy: str, offset_s: float, *, is_last: boo
         )
 
 
-def _name_of(first: str, second: str, rank: int, strategy: str) -> tuple[str | None, SpanKind]:
+def _states_of(trace: RankTrace) -> set[int | None]:
+    """The layers that keep a state."""
+    return {mark.layer for mark in trace.marks if mark.name == "scan"}
+
+
+def _name_of(first: str, second: str, rank: int, strategy: str, *, is_state: bool) -> tuple[str | None, SpanKind]:
     """What the simulator calls the time between two events."""
     if (first, second) == ("wait", "received"):
-        return "all-gather" if strategy == "tsp" else f"KV from rank {rank - 1}", "wait"
+        gathered = strategy == "tsp" and not is_state
+        return "all-gather" if gathered else f"{'state' if is_state else 'KV'} from rank {rank - 1}", "wait"
     if (first, second) in (("send", "updated"), ("send", "sent")):  # gloo writes to the socket before it returns
         return f"send to rank {rank + 1}", "wait"
     name = COMPUTE.get((first, second))
+    if name == "append" and is_state:
+        return "scan", "compute"
     return "assemble" if name == "append" and strategy == "tsp" else name, "compute"
 
 
 def _transfers(trace: RankTrace, traces: Sequence[RankTrace], zero_s: float) -> Iterator[Span]:
     peer = next((other for other in traces if other.rank == trace.rank + 1), None)
     noticed = _times_of("received", peer, zero_s) if peer else {}
-    posted = _times_of("send", trace, zero_s)
+    posted, states = _times_of("send", trace, zero_s), _states_of(trace)
     for layer, nbytes in trace.sends:
         if layer in noticed:
             posted_s = posted[layer]
+            payload: Payload = "state" if layer in states else "KV"
             yield Span(
                 rank=trace.rank,
                 kind="transfer",
-                op="KV",
-                name=f"KV {trace.rank}→{trace.rank + 1}",
+                op=payload,
+                name=f"{payload} {trace.rank}→{trace.rank + 1}",
                 layer=layer,
                 start_s=posted_s,
                 end_s=max(noticed[layer], posted_s),

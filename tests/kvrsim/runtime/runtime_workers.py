@@ -349,3 +349,9 @@ class Forms:
     plan: RunPlan
     maybe: float | None
     names: tuple[str, ...]
+
+
+def benched_kind(transport: Any, name: str) -> BenchReport:
+    """A model whose layers keep different things."""
+    plans = [even_plans(CONTEXT_LEN, transport.size)[1], kvr(15, 8)]
+    return measure(transport, ModelForward(model_of(name)), plans, vocab_size=101, repeats=1, warmups=0)

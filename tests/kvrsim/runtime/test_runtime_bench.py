@@ -138,3 +138,23 @@ def test_marks_become_spans() -> None:
         (1, "output+mlp"): (0, "compute", 6.0, 7.0),
         (1, "head"): (None, "compute", 7.0, 8.0),
     }
+
+
+def test_layers_with_a_state_and_without_attention_are_told_in_the_simulators_words() -> None:
+    report = launch(workers.benched_kind, "nemotron_h", how=Launch(num_ranks=2, timeout_s=20, deadline_s=55))[-1]
+    assert report.conditions["handed on"] == "1 layer: K and V of all tokens; 2 layers: a state"
+    tsp, kvr = report.timelines
+    inside = {0: {"qkv", "scan", "output+mlp"}, 1: {"qkv", "append", "attention", "output+mlp"}, 2: {"output+mlp"}}
+    inside |= {3: inside[0], 4: inside[2]}
+    for timeline, gathered in ((tsp, "assemble"), (kvr, "append")):
+        for rank in range(2):
+            spans = list(timeline.of(rank, "compute"))
+            found = {layer: {span.name for span in spans if span.layer == layer} for layer in inside}
+            named = {layer: {gathered if name == "append" else name for name in inside[layer]} for layer in inside}
+            assert found == named
+        assert {(span.layer, span.op) for span in timeline.of(1, "wait") if span.name != "all-gather"} >= {(0, "state")}
+    state_bytes = (4 * 8 * 16 + 96 * 3) * 4
+    sent = {(span.layer, span.name, span.nbytes) for span in kvr.of(0, "transfer")}
+    kv = (1, "KV 0→1", 15 * 2 * 2 * 16 * 4)
+    assert sent == {(0, "state 0→1", state_bytes), kv, (3, "state 0→1", state_bytes)}
+    assert {span.name for span in tsp.of(0, "transfer")} == {"state 0→1"}
