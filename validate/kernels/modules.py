@@ -32,6 +32,7 @@ TABLES: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("mla_context_module", "latent, all keys", "vllm/0.24.0", ("deepseek-ai/DeepSeek-V3",)),
     ("dsa_context_module", "latent, 2048 keys", "sglang/0.5.14", (_V32, f"{_GLM}-FP8")),
     ("dsa_context_module", "latent, 2048 keys", "vllm/0.24.0", (_V32, _GLM)),
+    ("dsa_context_module_skip_indexer", "latent, another layer's keys", "sglang/0.5.14", ("zai-org/GLM-5.2-FP8",)),
     ("dsv4_csa_context_module", "entries of 4 tokens", "sglang/0.5.14", _V4),
     ("dsv4_csa_context_module", "entries of 4 tokens", "vllm/0.24.0", _V4),
     ("dsv4_hca_context_module", "entries of 128 tokens", "sglang/0.5.14", _V4),

@@ -23,6 +23,7 @@ from kvrsim.profile.rates.sparse import SparseCall
 from kvrsim.program.operations import Array
 
 _BUSY = 2.0  # times the shortest call of a table: below, the host's launches are what was timed
+_SHARED = "_skip_indexer"
 LEAST_CHUNK = 1024
 
 
@@ -77,20 +78,24 @@ def read_modules(
 ) -> list[ModuleRows]:
     """The calls of these models that keep the GPU busy, in prefills; one entry a model, type of products and share.
 
-    `models`: as the table names them; each has a configuration in the package. Calls of dense attention, of an earlier
-    layer's choice, and with a cache that is not BF16 where there is one in BF16 too are left out.
+    `module`: as its file is named, or with _skip_indexer behind it the calls that take an earlier layer's choice.
+    `models`: as the table names them; each has a configuration in the package. Calls of dense attention, and with a
+    cache that is not BF16 where there is one in BF16 too, are left out.
     """
+    operation, module = module, module.removesuffix(_SHARED)
     rows = read_module(text, module, argument, root)
     caches = set(rows.texts["kv_cache_dtype"])
     cache = "bfloat16" if "bfloat16" in caches else min(caches)
     dense = np.array(["dense" in kernel for kernel in rows.texts["kernel_source"]])
-    kept = ~dense & (rows.texts["op_name"] == module) & (rows.texts["kv_cache_dtype"] == cache)
+    kept = ~dense & (rows.texts["op_name"] == operation) & (rows.texts["kv_cache_dtype"] == cache)
     kept &= rows.seconds > _BUSY * rows.seconds[kept].min()
     rows = rows.where(kept & (rows.chunk >= LEAST_CHUNK))
     folder = (root if root is not None else find_package(text, argument)) / "model_configs"
     found = []
     for model in models:
         mixer = _mixer(folder, model, module)
+        if operation != module and mixer.indexer is not None:
+            mixer = replace(mixer, indexer=replace(mixer.indexer, shared=True, projections=()))
         of_model = rows.where(rows.texts["model"] == model)
         for gemm_type in sorted(set(of_model.texts["gemm_type"])):
             for heads in np.unique(of_model.heads):

@@ -140,3 +140,17 @@ def test_modules_are_products_and_what_is_between(tmp_path: Path, monkeypatch: p
     with_start = fit_blocks(SOURCE, slower, GPU).rates.attend
     assert with_start.start_s < fitted.rates.attend.start_s, "what products take is not counted twice"
     assert np.isfinite(with_start.flops_per_s)
+
+
+def test_modules_that_take_another_layer_s_choice_score_nothing(tmp_path: Path) -> None:
+    root = tmp_path / "aiconfigurator_core"
+    (root / "model_configs").mkdir(parents=True)
+    (root / "model_configs" / "MiniMaxAI--MiniMax-M3_config.json").write_text(json.dumps(CONFIG))
+    about = {"model": MODEL, "kv_cache_dtype": "bfloat16", "gemm_type": "bfloat16"}
+    operations = ("msa_context_module", "msa_context_module_skip_indexer")
+    rows = [row | about | {"op_name": one, "latency": 1.0 + row["isl"]} for row in rows_of() for one in operations]
+    write(root, "msa_context_module", rows, table="msa")
+    (own,), (shared,) = (read_modules(SOURCE, one, [MODEL], root=root) for one in operations)
+    assert (own.call.index_heads, shared.call.index_heads) == (4, 0)
+    assert (shared.call.attended == own.call.attended).all()
+    assert (shared.products_s(PROFILE) < own.products_s(PROFILE)).all(), "nor does it project index queries"
