@@ -64,7 +64,7 @@ def _mlp(config: JsonObject, part: JsonObject, hidden: int) -> tuple[Gemm, ...]:
     if part.has("intermediate_size"):
         inner = part.integer("intermediate_size", maximum=MAX_WIDTH)
     else:
-        inner = -(-int(2 * part.number("ffn_mult", maximum=1000) * hidden / 3) // _MULTIPLE) * _MULTIPLE
+        inner = -(-max(1, int(2 * part.number("ffn_mult", maximum=1000) * hidden / 3)) // _MULTIPLE) * _MULTIPLE
     return gated_mlp(hidden, inner, config.flag("mlp_bias", False))
 
 

@@ -74,7 +74,7 @@ def _sparse_layers(config: JsonObject) -> set[int]:
         return set(range(config.integer("first_k_dense_replace", 3, minimum=0), read_num_layers(config)))
     parts = named.split(",") if isinstance(named, str) else named if isinstance(named, list) else [None]
     texts = [str(part).strip() for part in parts]
-    if not all(text.isdecimal() for text in texts):
+    if not all(text.isdecimal() and len(text) < 10 for text in texts):
         raise config.error("moe_layers_enum", "numbers of layers")
     return {int(text) for text in texts}
 
