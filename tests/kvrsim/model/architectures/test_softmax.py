@@ -66,8 +66,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-# Norms of queries and keys with a row for each head; experts the other way round.
-OTHER_SHAPES = ("cohere", "llama4")
+# Norms of queries and keys with a row for each head; gate and projection in one matrix; experts the other way round.
+OTHER_SHAPES = ("cohere", "glm", "glm4", "llama4")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
