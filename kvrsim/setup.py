@@ -8,6 +8,7 @@ from typing import Any, TypedDict, cast
 
 from kvrsim.arguments import checked
 from kvrsim.choices import Topology
+from kvrsim.cost.coverage import coverage_notes, head_dims
 from kvrsim.cost.precision import precision_notes
 from kvrsim.engine.engine import NO_ENGINE, Engine, load_engine
 from kvrsim.errors import InputError
@@ -266,16 +267,18 @@ def _range_notes(scenario: Scenario, profile: CalibrationProfile) -> list[str]:
         "context": (scenario.request.context_len, valid.context_len),
         "GPUs": (scenario.cluster.num_gpus, valid.num_gpus),
         "hidden_size": (model.hidden_size, valid.hidden_size),
-        "head_dim": (model.head_dim, valid.head_dim),
     }
+    spans = [(what, value, span) for what, (value, span) in ranges.items()]
+    spans += [("head_dim", width, valid.head_dim) for width in head_dims(model, profile.kernels)]
     notes: list[str] = [
         Note(
             f"extrapolated: {what} {value} is outside {low} to {high}, which profile {profile.name} was measured on",
             f"{what}-range",
         )
-        for what, (value, (low, high)) in ranges.items()
+        for what, value, (low, high) in spans
         if not low <= value <= high
     ]
+    notes.extend(coverage_notes(model, profile, scenario.request.dtype_bytes))
     if profile.gpu != scenario.cluster.gpu.name:
         notes.append(f"profile {profile.name} was measured on {profile.gpu}, not on {scenario.cluster.gpu.name}")
     if any(layer.num_experts for layer in model.layer_kinds):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from kvrsim.cost.coverage import head_dims
 from kvrsim.cost.sensitivity import Part
 from kvrsim.engine.engine import Engine
 from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile, Residual, ValidRange
@@ -171,9 +172,14 @@ def doublings_beyond(scenario: Scenario, valid: ValidRange) -> float:
         "context_len": scenario.request.context_len,
         "num_gpus": scenario.num_gpus,
         "hidden_size": scenario.model.hidden_size,
-        "head_dim": scenario.model.head_dim,
     }
-    spans = {key: getattr(valid, key) for key in sizes}
-    return sum(
-        max(0.0, math.log2(low / sizes[key]), math.log2(sizes[key] / high)) for key, (low, high) in spans.items()
-    )
+    found = [(size, getattr(valid, key)) for key, size in sizes.items()]
+    if scenario.profile is not None:
+        beyond = [(width, valid.head_dim) for width in head_dims(scenario.model, scenario.profile.kernels)]
+        found += sorted(beyond, key=lambda one: _doublings(*one))[-1:]  # the width that is furthest from it
+    return sum(_doublings(size, span) for size, span in found)
+
+
+def _doublings(size: float, span: tuple[int, int]) -> float:
+    low, high = span
+    return max(0.0, math.log2(low / size), math.log2(size / high))
