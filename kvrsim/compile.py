@@ -25,6 +25,8 @@ def for_strategy(scenario: Scenario, strategy: Strategy) -> Scenario:
         return scenario.on_gpus(1)
     num_gpus = scenario.cluster.num_gpus
     placed = scenario.in_groups(strategy.group_size or num_gpus)
+    if scenario.expert_parallel and strategy.pipeline is not None:
+        raise InputError("strategies", strategy.name, "no expert parallelism, as its ranks hold different layers")
     if why := refusal(strategy, placed.share, placed.cluster.num_gpus):
         raise InputError("strategies", strategy.name, f"with {num_gpus} GPUs, {why}")
     return placed

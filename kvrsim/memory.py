@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvrsim.compile import build_program, columns
 from kvrsim.cost.limits import NoTime
 from kvrsim.io.schema import fields_to_json
@@ -98,11 +100,14 @@ def _rank_memory(
         weights=model.weight_bytes(width),
         kv_cache=round(sum(kept[kind] for kind in program.layer_kind_index)),
         gathered=round(max(gathered)),
-        activations=batch
-        * chunk
-        * max(
-            _activation_elements(model) * width,
-            _merging_bytes(model, program, rank, width, fused=scenario.cost.fused_merge),
+        activations=max(
+            batch
+            * chunk
+            * max(
+                _activation_elements(model, spread=scenario.expert_placement.num_gpus > 1) * width,
+                _merging_bytes(model, program, rank, width, fused=scenario.cost.fused_merge),
+            ),
+            _expert_bytes(scenario, chunk),
         ),
         scores=_score_bytes(program, rank, width, whole=batch * _score_heads(model) * chunk * request.context_len)
         if scenario.kernel == "eager"
@@ -150,17 +155,41 @@ def _cache_bytes(model: ModelSpec, layer: LayerSpec, tokens: int, width: int) ->
     return 0.0 if layer.mixer is None else float(layer.mixer.cache_bytes(tokens, model.cached_element_bytes(width)))
 
 
-def _activation_elements(model: ModelSpec) -> int:
-    """Widest moment of a layer, elements a token: residual twice, and what the mixer or the MLP holds."""
-    return 2 * model.hidden_size + max(max(_mixer_elements(layer), _mlp_elements(layer)) for layer in model.layer_kinds)
+def _activation_elements(model: ModelSpec, *, spread: bool = False) -> int:
+    """Widest moment of a layer, elements a token: residual twice, and what the mixer or the MLP holds.
+
+    spread: routed experts lie on all GPUs, and have other tokens than the rank's (see _expert_bytes).
+    """
+    return 2 * model.hidden_size + max(
+        max(_mixer_elements(layer), 0 if spread and layer.num_experts else _mlp_elements(layer))
+        for layer in model.layer_kinds
+    )
+
+
+def _expert_bytes(scenario: Scenario, chunk: int) -> int:
+    """Under expert parallelism, what the busiest GPU holds of its rows, beside the chunk's residual stream twice."""
+    if scenario.expert_placement.num_gpus == 1:
+        return 0
+    batch, width = scenario.request.batch, scenario.request.dtype_bytes
+    tokens = np.array([float(chunk)])
+    rows = [
+        float(costs.experts.rows(tokens, batch)[0]) * _mlp_widths(costs.layer)
+        for costs in scenario.layer_costs(NoTime())
+        if costs.experts is not None
+    ]
+    return round(max(rows) * width) + 2 * batch * chunk * scenario.share.hidden_size * width
 
 
 def _mlp_elements(layer: LayerSpec) -> int:
     """The MLP's tensors, of all experts that a token passes through."""
     if not layer.mlp:
         return 0
-    widths = sum(gemm.out_features for gemm in layer.mlp[:-1]) + layer.mlp[-1].in_features
-    return widths * max(1, layer.num_experts_per_tok)
+    return _mlp_widths(layer) * max(1, layer.num_experts_per_tok)
+
+
+def _mlp_widths(layer: LayerSpec) -> int:
+    """Features of the tensors between the matrices of the MLP or of one expert."""
+    return sum(gemm.out_features for gemm in layer.mlp[:-1]) + layer.mlp[-1].in_features
 
 
 def _mixer_elements(layer: LayerSpec) -> int:

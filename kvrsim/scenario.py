@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from kvrsim.cost.experts import ONE_GPU, ExpertPlacement, check_experts, spread_experts
 from kvrsim.cost.kernels import CalibratedCost, CostModel
 from kvrsim.cost.layer import LayerCosts
 from kvrsim.cost.limits import RooflineCost
@@ -39,10 +40,14 @@ class Scenario:
     group: Group | None = None  # GPUs that each rank stands for; `cluster` is then as such groups see it
     memory_fraction: float = DEFAULT_MEMORY_FRACTION  # of each GPU's memory that the prefill may use
     engine: Engine | None = None  # what serves the model; None: the kernels, and the host that the profile has
+    expert_parallel: bool = False  # whether routed experts are spread whole over all GPUs
+    expert_imbalance: float | None = None  # then, rows of the busiest GPU over the mean; None: see mean_imbalance
     _pace: float | None = field(default=None, init=False, repr=False, compare=False)  # once it was asked for
+    _share: ModelSpec | None = field(default=None, init=False, repr=False, compare=False)  # likewise
 
     def __post_init__(self) -> None:
         self.memory_limit  # noqa: B018  # checks the fraction
+        check_experts(self.model, self.num_gpus if self.expert_parallel else None, self.expert_imbalance)
         if self.profile is None and self.engine is not None:
             raise InputError("engine", self.engine.name, "none beside the roofline, which has no measured kernels")
         if self.profile is None and self.kernel not in KERNELS:
@@ -100,7 +105,29 @@ class Scenario:
     @property
     def share(self) -> ModelSpec:
         """What one GPU of a rank holds of every layer."""
-        return self.model if self.group is None else self.group.model
+        if self._share is None:
+            share = self.model if self.group is None else self.group.model
+            num_gpus = self.expert_placement.num_gpus
+            object.__setattr__(self, "_share", spread_experts(share, self.model, num_gpus) if num_gpus > 1 else share)
+        assert self._share is not None
+        return self._share
+
+    @property
+    def expert_placement(self) -> ExpertPlacement:
+        """How routed experts lie on the GPUs."""
+        if not self.expert_parallel or self.num_gpus == 1:
+            return ONE_GPU
+        return ExpertPlacement(
+            num_gpus=self.num_gpus,
+            gpus_per_rank=self.gpus_per_rank,
+            tokens=self.request.new_tokens,
+            imbalance=self.expert_imbalance,
+        )
+
+    @property
+    def experts_meet(self) -> bool:
+        """Whether ranks exchange tokens in layers with experts, so that all come to each of these together."""
+        return self.expert_placement.num_gpus > self.gpus_per_rank
 
     def without_communication(self) -> Scenario:
         """The same with links that cost nothing and nothing to resume from: the paper's TTFT(p)."""
@@ -167,6 +194,7 @@ class Scenario:
             one.qkv_s(tokens)
             + (0.0 if one.mixing is None else one.append_s(tokens, prefix) + one.attention_s(tokens, prefix))
             + one.output_mlp_s(tokens)
+            + one.exchanged_experts_s(tokens) * self.cluster.num_gpus  # each rank has as many rows
             for one in costs
         ]
         busy_s = np.sum([layers_s[kind] for kind in self.share.layer_kind_index], axis=0) / self.cluster.num_gpus
@@ -248,6 +276,7 @@ class Scenario:
                 self.group,
                 self.message_share,
                 self.cluster.gpu.hbm_bytes_per_s,
+                self.expert_placement,
             )
             for layer in self.share.layer_kinds
         )

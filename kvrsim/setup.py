@@ -9,6 +9,7 @@ from typing import Any, TypedDict, cast
 from kvrsim.arguments import checked
 from kvrsim.choices import Topology
 from kvrsim.cost.coverage import coverage_notes, head_dims
+from kvrsim.cost.expert_notes import expert_notes
 from kvrsim.cost.precision import precision_notes
 from kvrsim.engine.engine import NO_ENGINE, Engine, load_engine
 from kvrsim.errors import InputError
@@ -22,7 +23,7 @@ from kvrsim.ranges import counts_of, counts_up_to, lengths_of
 from kvrsim.request import Request
 from kvrsim.scenario import ROOFLINE, Scenario
 from kvrsim.text import Note
-from kvrsim.units import parse_bandwidth, parse_count, parse_fraction, parse_seconds, parse_tokens, scale
+from kvrsim.units import parse_bandwidth, parse_count, parse_fraction, parse_number, parse_seconds, parse_tokens, scale
 
 DEFAULT_MODEL = "llama-7b"
 DEFAULT_DTYPE = "fp16"
@@ -49,6 +50,8 @@ class ScenarioArgs(TypedDict, total=False):
     dtype: str | None
     memory_fraction: float | str
     engine: str | PathLike[str] | Engine | None
+    expert_parallel: bool
+    expert_imbalance: float | str | None
 
 
 @checked()
@@ -68,6 +71,8 @@ def make_scenario(
     dtype: str | None = None,
     memory_fraction: float | str = DEFAULT_MEMORY_FRACTION,
     engine: str | PathLike[str] | Engine | None = None,
+    expert_parallel: bool = False,
+    expert_imbalance: float | str | None = None,
 ) -> tuple[Scenario, tuple[str, ...]]:
     """What a prediction is about, and notes on it; numbers may be text, as on the command line.
 
@@ -89,6 +94,8 @@ def make_scenario(
     memory_fraction: share of each GPU's memory that the prefill may use, above 0 and at most 1; the rest is a reserve.
     engine: what serves the model: a built-in name, a path, an Engine, or "none" (the kernels, and the host that the
         profile has); None: the profile's.
+    expert_parallel: whether routed experts are spread whole over all GPUs, instead of all on each rank.
+    expert_imbalance: then, rows of the busiest GPU over the mean, at least 1; None: that of NVIDIA's power law.
 
     Raises InputError naming the parameter.
     """
@@ -116,6 +123,8 @@ def make_scenario(
         kernel=attention or (calibration.attention_kernels[0] if calibration else "flash"),
         memory_fraction=parsed(memory_fraction, parse_fraction, "memory_fraction"),
         engine=_engine_of(engine, calibration),
+        expert_parallel=expert_parallel,
+        expert_imbalance=parsed(expert_imbalance, parse_number, "expert_imbalance"),
     )
     return scenario, (*size_notes, *notes_on(scenario), *link_notes)
 
@@ -128,10 +137,8 @@ def make_scenarios(
     gpus: None: 2, 4, 8, ... up to the number of GPUs of the cluster. Raises InputError naming the parameter.
     """
     lengths = lengths_of(ctx, "ctx")
-    if gpus is None:
-        counts = counts_up_to(make_scenario(ctx=lengths[-1], **scenario)[0].num_gpus)
-    else:
-        counts = counts_of(gpus, "gpus")
+    counts = counts_of(gpus, "gpus") if gpus is not None else None
+    counts = counts or counts_up_to(make_scenario(ctx=lengths[-1], **scenario)[0].num_gpus)
     base, notes = make_scenario(ctx=lengths[-1], gpus=counts[-1], **scenario)
     return base, notes, lengths, counts
 
@@ -257,6 +264,7 @@ def _model_notes(scenario: Scenario) -> list[str]:
         notes.append(f"{request.context_len} tokens exceed {what}; simulated anyway")
     notes.extend(f"{model.name}: {sentence}" for sentence in model.approximations)
     notes.extend(precision_notes(model, request.dtype, scenario.profile, scenario.cluster.gpu))
+    notes.extend(expert_notes(model, scenario.profile, scenario.expert_placement))
     return notes
 
 
@@ -281,10 +289,6 @@ def _range_notes(scenario: Scenario, profile: CalibrationProfile) -> list[str]:
     notes.extend(coverage_notes(model, profile, scenario.request.dtype_bytes))
     if profile.gpu != scenario.cluster.gpu.name:
         notes.append(f"profile {profile.name} was measured on {profile.gpu}, not on {scenario.cluster.gpu.name}")
-    if any(layer.num_experts for layer in model.layer_kinds):
-        notes.append(
-            "mixture of experts: all experts are taken to see equal shares of the tokens; dispatch is not modelled"
-        )
     if scenario.request.batch > 1:
         notes.append("batch above 1 was not measured")
     engine = scenario.engine

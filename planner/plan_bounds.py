@@ -15,6 +15,7 @@ from planner.search.search import Found, search
 def bounds_of(scenario: Scenario, found: Found, strategy: Strategy, best: StrategyResult, *, searched: bool) -> Bounds:
     """The bound of KV-Runahead chains over single GPUs, and that of the best strategy where it is a chain as well.
 
+    Ranks that exchange tokens for their experts are no such chains: nothing is proven of them.
     found: a partition of KVR-S; searched: whether it was asked for, so that there is a gap to tell.
     strategy: the best one.
     """
@@ -25,21 +26,23 @@ def bounds_of(scenario: Scenario, found: Found, strategy: Strategy, best: Strate
     quiet = scenario.without_communication()
     free_s = search(quiet, KVR_S, method="analytical").ttft_s
     same_s = run_partition(quiet, KVR_S, found.partition).ttft_s
-    lower_s = found.lower_bound_s or lower_bound_s(scenario, KVR_S, found.ttft_s)
+    lower_s = None if scenario.experts_meet else found.lower_bound_s or lower_bound_s(scenario, KVR_S, found.ttft_s)
     return Bounds(
         ttft_star_s=single_s / 2 * (1 / num_ranks + 1 / num_ranks**2),
         ttft_no_comm_s=min(free_s, same_s),
         lower_bound_s=lower_s,
-        gap=found.ttft_s / lower_s - 1 if searched else None,
+        gap=found.ttft_s / lower_s - 1 if searched and lower_s is not None else None,
         best=_of_best(scenario, strategy, best, lower_s),
     )
 
 
-def _of_best(scenario: Scenario, strategy: Strategy, best: StrategyResult, kvr_lower_s: float) -> ChainBound | None:
+def _of_best(
+    scenario: Scenario, strategy: Strategy, best: StrategyResult, kvr_lower_s: float | None
+) -> ChainBound | None:
     """The bound that holds for the best strategy's partitions; None where none is known."""
-    if not strategy.chains:
-        return None
     placed = for_strategy(scenario, strategy)
+    if not strategy.chains or placed.experts_meet:
+        return None
     alike = strategy.group_size == 1 and strategy.layer is KVR_S.layer  # whatever its chunks
-    lower_s = kvr_lower_s if alike else lower_bound_s(placed, strategy, best.ttft_s)
+    lower_s = kvr_lower_s if alike and kvr_lower_s is not None else lower_bound_s(placed, strategy, best.ttft_s)
     return ChainBound(strategy=best.strategy, lower_bound_s=lower_s, gap=best.ttft_s / lower_s - 1)

@@ -26,6 +26,8 @@ def fewer_gpus(scenario: Scenario, kvr: Strategy, found: Found) -> list[str]:
 
     Halves that would have to spend the group's compute in too little time are not tried.
     """
+    if scenario.expert_parallel:  # fewer GPUs would hold more experts each
+        return []
     program = run_partition(scenario.without_communication(), kvr, found.partition).program
     all_compute_s = sum(computes_s(program))
     method = "auto" if scenario.cluster.shares_bandwidth else "analytical"

@@ -144,6 +144,20 @@ class ScenarioOptions:
             " profile's.",
         ),
     ] = None
+    expert_parallel: Annotated[
+        bool,
+        typer.Option(
+            "--expert-parallel", help="Spread a mixture's experts whole over all GPUs; ranks exchange tokens for them."
+        ),
+    ] = False
+    expert_imbalance: Annotated[
+        str | None,
+        typer.Option(
+            "--expert-imbalance",
+            metavar="X",
+            help="With --expert-parallel, rows of the busiest GPU over the mean. Default: that of a power law.",
+        ),
+    ] = None
 
     def scenario(self) -> tuple[Scenario, tuple[str, ...]]:
         """The scenario and its notes; InputError names the option."""
@@ -174,6 +188,8 @@ class MeasuredOptions(ScenarioOptions):
     """The same on as many GPUs as a small machine has ranks."""
 
     gpus: Annotated[str | None, _RANKS] = "2"
+    expert_parallel: bool = field(init=False, default=False)
+    expert_imbalance: str | None = field(init=False, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +200,8 @@ class WorkloadOptions(ScenarioOptions):
     gpus: str | None = field(init=False, default="1")
     batch: str = field(init=False, default="1")
     cached_prefix: str = field(init=False, default="0")
+    expert_parallel: bool = field(init=False, default=False)
+    expert_imbalance: str | None = field(init=False, default=None)
 
 
 def takes(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -9,7 +9,7 @@ as many rows, whatever their chunks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -17,10 +17,13 @@ import numpy as np
 from kvrsim.cost.counted import counted_experts
 from kvrsim.cost.kernels import CostModel
 from kvrsim.cost.mixing.base import launches
-from kvrsim.model.spec import LayerSpec
+from kvrsim.errors import InputError
+from kvrsim.model.spec import LayerSpec, ModelSpec
 from kvrsim.profile.rates.experts import ExpertsCall, mean_imbalance
 from kvrsim.profile.rates.gemm import GEMM_TYPES
 from kvrsim.program.operations import Array
+
+_MOST_IMBALANCE = 1000.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,14 +35,42 @@ class ExpertPlacement:
     tokens: int = 0  # of each sequence, that all ranks compute together
     imbalance: float | None = None  # rows of the busiest GPU over the mean; None: see mean_imbalance
 
-    def imbalance_of(self, layer: LayerSpec) -> float:
-        """Of a layer's share."""
+    def of_model(self, layer: LayerSpec) -> float:
+        """Imbalance of a layer of the model, with all experts."""
         if self.imbalance is not None and self.num_gpus > 1:
             return self.imbalance
-        return mean_imbalance(layer.num_experts * self.num_gpus, layer.num_experts_per_tok, self.num_gpus)
+        return mean_imbalance(layer.num_experts, layer.num_experts_per_tok, self.num_gpus)
 
 
 ONE_GPU = ExpertPlacement()
+
+
+def check_experts(model: ModelSpec, num_gpus: int | None, imbalance: float | None) -> None:
+    """InputError where experts cannot be spread over so many GPUs (None: they are not), or for an odd imbalance."""
+    if num_gpus is None and imbalance is not None:
+        raise InputError("expert_imbalance", imbalance, "nothing without expert_parallel, of which it is the imbalance")
+    if imbalance is not None and not 1.0 <= imbalance <= _MOST_IMBALANCE:
+        raise InputError("expert_imbalance", imbalance, f"a number from 1 to {_MOST_IMBALANCE:g}")
+    if num_gpus is None:
+        return
+    counts = [layer.num_experts for layer in model.layer_kinds if layer.num_experts]
+    if not counts:
+        raise InputError("expert_parallel", "yes", f"a mixture of experts, which {model.name} is not")
+    for count in counts:
+        if count % num_gpus:
+            accepted = f"a number of GPUs that the {count} experts of {model.name} divide over"
+            raise InputError("expert_parallel", f"{num_gpus} GPUs", accepted)
+
+
+def spread_experts(share: ModelSpec, model: ModelSpec, num_gpus: int) -> ModelSpec:
+    """A GPU's share of a model, but of its routed experts one in `num_gpus`, and these whole."""
+    pairs = {
+        (mine, whole): replace(mine, mlp=whole.mlp, num_experts=whole.num_experts // num_gpus)
+        if whole.num_experts
+        else mine
+        for mine, whole in zip(share.layers, model.layers, strict=True)
+    }
+    return replace(share, layers=tuple(pairs[pair] for pair in zip(share.layers, model.layers, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +108,7 @@ class RoutedExperts:
             num_experts=self.layer.num_experts,
             num_experts_per_tok=per_tok / placement.num_gpus,
             compute=first.compute,
-            imbalance=placement.imbalance_of(self.layer),
+            imbalance=placement.of_model(replace(self.layer, num_experts=self.layer.num_experts * placement.num_gpus)),
         )
 
     def rows(self, chunk: Array, batch: int) -> Array:

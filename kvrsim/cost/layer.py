@@ -150,6 +150,10 @@ class LayerCosts:
         seconds = self._after(chunk)
         return seconds if self.experts is None or self.experts.meets else seconds + self.experts.seconds(chunk)
 
+    def exchanged_experts_s(self, chunk: Array) -> Array:
+        """Routed experts of the tokens that come from all ranks; nothing where ranks do not exchange any."""
+        return self.experts.seconds(chunk) if self.experts is not None and self.experts.meets else 0.0 * chunk
+
     def _before_mixer(self) -> tuple[tuple[Product, ...], tuple[Traffic, ...]]:
         fused = self.cost.fused
         steps = before_mixer(self.model, self.layer, fused=fused, repeats_rotary=self._repeats_rotary)

@@ -236,13 +236,13 @@ class RankProcess:
             yield meeting.joined[dst]
             left = self.env.event()
             carried = self.network.carry(
-                self.rank, dst, nbytes.item(), layer, left, meeting.pieces[dst], payload="heads"
+                self.rank, dst, nbytes.item(), layer, left, meeting.pieces[dst], payload=op.payload
             )
             self.env.process(carried)
             yield left
         for _ in op.nbytes:
             yield meeting.pieces[self.rank].get()
-        self._waited("all-to-all", layer, "heads")
+        self._waited("all-to-all", layer, op.payload)
 
     def _collective(self, layer: int | None, op: Collective) -> None:
         """Nobody outside of the rank's own group sees it: advance the clock alone."""

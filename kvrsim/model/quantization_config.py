@@ -144,7 +144,7 @@ def _eetq(data: JsonObject) -> list[_Rule]:
 
 def _mxfp4(data: JsonObject) -> list[_Rule]:
     """Experts alone, as gpt-oss has it; an 8-bit exponent for 32 weights."""
-    return [_Rule(weights=WeightFormat(compute="int4_wo", bits=4, scale_bits=8, group_inputs=32), only=_EXPERTS)]
+    return [_Rule(weights=WeightFormat(compute="mxfp4_wo", bits=4, scale_bits=8, group_inputs=32), only=_EXPERTS)]
 
 
 def _bitsandbytes(data: JsonObject) -> list[_Rule]:

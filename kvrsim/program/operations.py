@@ -27,7 +27,7 @@ Array = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 WorkKind = Literal["request", "embedding", "qkv", "append", "attention", "output+mlp", "head", "other"]  # of a rank
 # What a message holds; heads: some of a chunk's Q, K, V or outputs; state: of a recurrence.
-Payload = Literal["KV", "activations", "heads", "state"]
+Payload = Literal["KV", "activations", "heads", "state", "tokens"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +100,7 @@ class RingPass:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllToAll:
-    """Some heads of the chunk to every other rank, the next first, one after another as each rank has one way out.
+    """Some of the chunk to every other rank, the next first, one after another as each rank has one way out.
 
     Every message waits for its receiver to come to the collective, and a rank goes on when all of its own have
     left and those for it have come.
@@ -108,6 +108,7 @@ class AllToAll:
 
     nbytes: Array  # to the rank 1, 2, ... further on, shape (p - 1, B)
     host_s: float = 0.0
+    payload: Payload = "heads"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -130,8 +130,8 @@ class Bounds:
 
     ttft_star_s: float  # the paper's closed form: TTFT(1) / 2 x (1/p + 1/p^2)
     ttft_no_comm_s: float  # the paper's TTFT(p): KVR-S, searched anew over links that cost nothing
-    lower_bound_s: float  # proven: no KVR partition over these GPUs is faster
-    gap: float | None  # KVR-S's TTFT / lower_bound_s - 1; None: KVR-S was not asked for
+    lower_bound_s: float | None  # proven: no KVR partition over these GPUs is faster; None: nothing is proven
+    gap: float | None  # KVR-S's TTFT / lower_bound_s - 1; None: KVR-S was not asked for, or nothing is proven
     of: str = "kvr"  # what `lower_bound_s` bounds
     best: ChainBound | None = None  # the bound of the plan's best strategy; None: none is known
 

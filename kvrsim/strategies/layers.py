@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from kvrsim.cost.tensor_parallel import all_reduce
 from kvrsim.model.mixers import Attention, CompressedAttention, LatentAttention, Recurrence
 from kvrsim.model.spec import ModelSpec
-from kvrsim.program.operations import Collective, Op
+from kvrsim.program.operations import AllToAll, Collective, Compute, Op
 from kvrsim.strategies.base import Step, Strategy
 
 
@@ -26,6 +28,7 @@ def layer_ops(strategy: Strategy, step: Step, rank: int) -> Iterator[Op]:
         yield from _with_state(step, rank, in_turn=strategy.sends_in_turn)
     else:
         yield from strategy.layer(step, rank)
+    yield from _experts(step, rank)
     yield from _all_reduces(step, rank)
 
 
@@ -38,6 +41,18 @@ def _with_state(step: Step, rank: int, *, in_turn: bool) -> Iterator[Op]:
     if rank < step.num_ranks - 1:
         yield step.send_state(rank, in_turn=in_turn)
     yield step.output_mlp(rank)
+
+
+def _experts(step: Step, rank: int) -> Iterator[Op]:
+    """Where experts lie on other ranks: tokens to their experts, the experts, their results back."""
+    routed, ranks = step.costs.experts, step.num_ranks
+    if routed is None or not routed.meets:
+        return
+    shares = [step.costs.batch * routed.reach * step.chunks[(rank + shift) % ranks] for shift in range(ranks)]
+    there, back = routed.dispatched_bytes(step.costs.element_bytes), routed.combined_bytes(step.costs.element_bytes)
+    yield AllToAll(nbytes=np.repeat(shares[0][None] * there, ranks - 1, axis=0), payload="tokens")
+    yield Compute(name="experts", device_s=routed.seconds(step.chunks[rank]), kind="output+mlp")
+    yield AllToAll(nbytes=np.stack(shares[1:]) * back, payload="tokens")
 
 
 def _all_reduces(step: Step, rank: int) -> Iterator[Collective]:

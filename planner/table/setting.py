@@ -38,6 +38,7 @@ class TableSetting:
     cached_prefix: Whole  # tokens
     engine: str = NO_ENGINE  # its name, or "none"
     strategy: str = KVR_S.name  # whose partitions were searched
+    expert_parallel: str = "off"  # or its imbalance
     fingerprint: str  # of the model's shapes, the profile's rates, the cluster: two that differ predict other times
 
     @classmethod
@@ -59,6 +60,7 @@ class TableSetting:
             cached_prefix=request.cached_prefix,
             engine=scenario.engine_name,
             strategy=strategy,
+            expert_parallel=_told(scenario),
             fingerprint=_fingerprint(scenario),
         )
 
@@ -86,8 +88,17 @@ class TableSetting:
             "dtype": self.dtype,
             "batch": str(self.batch),
             "cached prefix": str(self.cached_prefix),
+            "expert parallelism": self.expert_parallel,
             "strategy": self.strategy,
         }
+
+
+def _told(scenario: Scenario) -> str:
+    """Whether experts are spread, and how unevenly tokens are."""
+    if not scenario.expert_parallel:
+        return "off"
+    imbalance = scenario.expert_imbalance
+    return "on, imbalance of a power law" if imbalance is None else f"on, imbalance {imbalance:g}"
 
 
 def _fingerprint(scenario: Scenario) -> str:
@@ -111,6 +122,7 @@ def _figures(scenario: Scenario) -> dict[str, Any]:
         "rates": calibrated or datasheet,
         "cluster": cluster,
         "kernel": scenario.kernel,
+        **({"experts": _told(scenario)} if scenario.expert_parallel else {}),
         "request": [request.batch, request.cached_prefix, request.dtype],
     }
 

@@ -191,6 +191,7 @@ def faster(scenario: Scenario, factor: float) -> Scenario:
             gemm_types=scale(profile.kernels.gemm_types, 1 / factor),
             attention=scale(profile.kernels.attention, 1 / factor),
             elementwise=scale(profile.kernels.elementwise, 1 / factor),
+            experts=scale(profile.kernels.experts, 1 / factor),
         )
         profile = replace(profile, kernels=kernels)
     return replace(scenario, cluster=cluster, profile=profile)

@@ -144,7 +144,7 @@ def _scaling(scope: Scope, plan: Plan) -> Scaling:
     return Scaling(
         num_gpus=plan.num_gpus,
         ttft_s={strategy: own[strategy].ttft_s for strategy in LOOKS} | bounds,
-        lower_bound_s=plan.bounds.lower_bound_s,
+        lower_bound_s=plan.bounds.lower_bound_s or 0.0,
         fits=own["kvr-s"].fits,
         reported_s=rows,
     )

@@ -107,7 +107,7 @@ def _best(plan: Plan) -> Iterator[str]:
 def _kvr(plan: Plan) -> Iterator[tuple[str, str]]:
     """The bound of KV-Runahead over single GPUs; other strategies may be faster than it."""
     bounds, num_gpus = plan.bounds, plan.num_gpus
-    lower = f"proven lower bound {format_seconds(bounds.lower_bound_s)}"
+    lower = None if bounds.lower_bound_s is None else f"proven lower bound {format_seconds(bounds.lower_bound_s)}"
     label = "kvr-s:" if bounds.gap is not None else "bounds:"
     chunks = next((result.partition for result in plan.strategies if result.strategy == "kvr-s"), ())
     if plan.best.strategy != "kvr-s" and len(set(chunks)) > 1:
@@ -116,10 +116,12 @@ def _kvr(plan: Plan) -> Iterator[tuple[str, str]]:
     if bounds.gap is not None:
         gap = round_up_percent(bounds.gap)
         yield label, f"at most {gap} % slower than the best partition of KV-Runahead over single GPUs ({lower})"
-    else:
+        label = ""
+    elif lower is not None:
         yield label, f"{lower} of KV-Runahead over single GPUs"
+        label = ""
     no_comm = f"TTFT({num_gpus}) without communication {format_seconds(bounds.ttft_no_comm_s)}"
-    yield "", f"{no_comm}; TTFT*({num_gpus}) by the paper's formula {format_seconds(bounds.ttft_star_s)}"
+    yield label, f"{no_comm}; TTFT*({num_gpus}) by the paper's formula {format_seconds(bounds.ttft_star_s)}"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -139,7 +139,7 @@ def test_checkpoints_have_these_sizes(
 def test_experts_alone_are_in_mxfp4() -> None:
     model = kvrsim.load_model("gpt-oss-20b")
     for layer in model.layer_kinds:
-        assert {gemm.compute for gemm in layer.mlp} == {"int4_wo"}
+        assert {gemm.compute for gemm in layer.mlp} == {"mxfp4_wo"}
         assert layer.mixer is not None
         assert {gemm.compute for gemm in layer.mixer.matrices} == {None}
         assert layer.router is not None

@@ -1,0 +1,175 @@
+"""Expert parallelism: experts whole on all GPUs; ranks exchange tokens, groups do not; memory, bytes and refusals."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+import kvrsim
+from kvrsim.compile import build_program, columns, for_strategy
+from kvrsim.errors import InputError
+from kvrsim.executors.batch import run_batch
+from kvrsim.executors.event import EventSimulation
+from kvrsim.memory import memory_of
+from kvrsim.partition import Partition
+from kvrsim.program.operations import AllToAll, Compute, Program
+from kvrsim.scenario import Scenario
+from kvrsim.setup import make_scenario
+from kvrsim.strategies import get_strategy
+from planner.plan import make_plan
+from planner.search.search import search
+from planner.table.setting import TableSetting
+from tests.building import Draws, any_divisible, any_partition, draws, examples
+
+NAMES = ("kvr-s", "tsp", "zigzag", "ring", "ulysses", "tp", "tp2+kvr-s")
+QWEN: dict[str, Any] = {"model": "qwen3-30b-a3b", "cluster": "h100-nvlink", "gpus": 4, "ctx": "8k"}
+
+
+def spread(rng: Draws, name: str) -> tuple[Scenario, tuple[int, ...]]:
+    """A random mixture on four GPUs, and chunks of any length."""
+    scenario = any_divisible(rng, kind=rng.choice(["mixtral", "qwen3_moe"]))
+    imbalance = rng.choice([None, 1.0, 1.7])
+    placed = for_strategy(replace(scenario, expert_parallel=True, expert_imbalance=imbalance), get_strategy(name))
+    return placed, any_partition(rng, placed.request.new_tokens, placed.cluster.num_gpus)
+
+
+def program_of(scenario: Scenario, name: str, cut: tuple[int, ...]) -> Program:
+    return build_program(scenario, get_strategy(name), columns(cut))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(rng=draws())
+@examples(20)
+def test_both_executors_agree(name: str, rng: Draws) -> None:
+    placed, cut = spread(rng, name)
+    program = program_of(placed, name, cut)
+    replay = EventSimulation(program, placed.cluster, record=False)
+    assert run_batch(program, placed.cluster)[:, 0] == pytest.approx(np.array(replay.finish_s), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(rng=draws())
+@examples(20)
+def test_tokens_go_to_their_experts_and_back(name: str, rng: Draws) -> None:
+    """Twice in each layer with experts, in none else; every rank then has as much to do, whatever its chunk."""
+    placed, cut = spread(rng, name)
+    program, ranks = program_of(placed, name, cut), placed.cluster.num_gpus
+    for kind, costs in zip(program.layers, placed.layer_costs(), strict=True):
+        exchanged = [[op for op in ops if isinstance(op, AllToAll) and op.payload == "tokens"] for ops in kind]
+        if costs.experts is None or ranks == 1:
+            assert not any(exchanged)
+            continue
+        work = [next(op for op in ops if isinstance(op, Compute) and op.name == "experts").device_s for ops in kind]
+        assert all(one == pytest.approx(work[0]) for one in work)
+        sent, back = (np.stack([ops[index].nbytes[:, 0] for ops in exchanged]) for index in (0, 1))
+        widths = costs.experts.dispatched_bytes(costs.element_bytes), costs.experts.combined_bytes(costs.element_bytes)
+        for here, there in itertools.permutations(range(ranks), 2):
+            to = (there - here) % ranks - 1
+            from_there = (here - there) % ranks - 1
+            assert sent[here, to] / widths[0] == pytest.approx(back[there, from_there] / widths[1])
+            assert sent[here, to] <= placed.request.batch * cut[here] * widths[0]
+
+
+@given(rng=draws())
+@examples(20)
+def test_each_expert_is_held_once(rng: Draws) -> None:
+    """By all GPUs together, alone or in groups; beside it each holds what it did, a slice of experts aside."""
+    for name in ("kvr-s", "tp", "tp2+kvr-s"):
+        placed, cut = spread(rng, name)
+        whole = for_strategy(replace(placed.on_gpus(1), group=None), get_strategy("single")).model
+        width = placed.request.dtype_bytes
+        experts = sum(
+            layer.num_experts * sum(gemm.weight_bytes(width) for gemm in layer.mlp)
+            for layer in whole.layers
+            if layer.num_experts
+        )
+        parts = memory_of(placed, get_strategy(name), Partition(chunk_lens=cut))
+        share = placed.share
+        others = sum(
+            layer.num_experts * sum(gemm.weight_bytes(width) for gemm in layer.mlp)
+            for layer in share.layers
+            if layer.num_experts
+        )
+        assert others * placed.num_gpus == experts
+        assert all(part.weights == share.weight_bytes(width) for part in parts)
+
+
+def test_more_imbalance_takes_longer_and_a_single_gpu_knows_none() -> None:
+    ttft = [
+        kvrsim.simulate(**QWEN, strategy="zigzag", expert_parallel=True, expert_imbalance=one).ttft_s
+        for one in (1.0, 1.5, 3.0)
+    ]
+    assert ttft == sorted(ttft)
+    assert ttft[0] < ttft[-1]
+    alone, spread_alone = (
+        kvrsim.simulate(**QWEN | {"gpus": 1}, strategy="single", expert_parallel=one).ttft_s for one in (False, True)
+    )
+    assert alone == spread_alone
+
+
+def test_groups_send_nothing_more() -> None:
+    """The GPUs of a group have the same tokens: whole experts take their all-reduces alone, as slices do."""
+    sliced, whole = (
+        make_scenario(**QWEN, expert_parallel=one, **({"expert_imbalance": 1.0} if one else {}))[0]
+        for one in (False, True)
+    )
+    for scenario in (sliced, whole):
+        placed = for_strategy(scenario, get_strategy("tp"))
+        ops = [op for _, op in program_of(placed, "tp", (placed.request.new_tokens,)).ops(0)]
+        assert not any(isinstance(op, AllToAll) for op in ops)
+    one, other = (for_strategy(scenario, get_strategy("tp")).share for scenario in (sliced, whole))
+    assert one.weight_bytes(2) == pytest.approx(other.weight_bytes(2))
+    assert {layer.num_experts for layer in one.layer_kinds} == {128}
+    assert {layer.num_experts for layer in other.layer_kinds} == {32}
+
+
+def test_kvr_s_is_searched_without_a_bound() -> None:
+    scenario, notes = make_scenario(**QWEN | {"ctx": "2k"}, expert_parallel=True)
+    found = search(scenario, get_strategy("kvr-s"))
+    assert found.lower_bound_s is None
+    even = search(scenario, get_strategy("kvr-s"), method="analytical").ttft_s
+    assert found.ttft_s <= even
+    plan = make_plan(scenario, strategies=["kvr-s", "kvr-e"])
+    assert (plan.bounds.lower_bound_s, plan.bounds.gap, plan.bounds.best) == (None, None, None)
+    assert any("32 of each layer's experts on each of 4 GPUs; the busiest has 1.34 times" in note for note in notes)
+
+
+def test_tables_tell_how_experts_lie() -> None:
+    plain, spread_out, uneven = (
+        make_scenario(**QWEN, **more)[0]
+        for more in ({}, {"expert_parallel": True}, {"expert_parallel": True, "expert_imbalance": 2.0})
+    )
+    assert TableSetting.of(plain).differences(spread_out) == [
+        "expert parallelism off, not on, imbalance of a power law"
+    ]
+    assert TableSetting.of(spread_out).differences(uneven) != []
+    assert TableSetting.of(uneven).differences(uneven) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            {"model": "llama-3-8b"},
+            "expert_parallel: got 'yes', accepted: a mixture of experts, which llama-3-8b is not",
+        ),
+        ({"gpus": 3}, "expert_parallel: got '3 GPUs', accepted: a number of GPUs that the 128 experts"),
+        ({"expert_imbalance": 0.5}, "expert_imbalance: got '0.5', accepted: a number from 1 to 1000"),
+        ({"expert_imbalance": "nan"}, "expert_imbalance: got 'nan', accepted: a number of at least 0"),
+        ({"expert_parallel": False, "expert_imbalance": 2}, "expert_imbalance: got '2.0', accepted: nothing without"),
+    ],
+)
+def test_refusals(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        make_scenario(**QWEN | {"expert_parallel": True} | more)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_pipeline_has_no_expert_parallelism() -> None:
+    with pytest.raises(InputError, match="no expert parallelism"):
+        kvrsim.simulate(**QWEN, strategy="pp", expert_parallel=True)
