@@ -73,7 +73,15 @@ class Attention:
             output=tuple(gemm.share(size) for gemm in self.output),
             num_attention_heads=self.num_attention_heads // size,
             num_key_value_heads=kv_heads,
+            indexer=None if self.indexer is None else self._indexer_share(self.indexer, size, kv_heads),
         )
+
+    def _indexer_share(self, indexer: Indexer, size: int, kv_heads: int) -> Indexer:
+        """Index heads that choose for one KV head each lie where their KV head lies; others are on every GPU."""
+        if indexer.num_heads != self.num_key_value_heads:
+            return indexer
+        projections = tuple(self._share_of(gemm, size, kv_heads) for gemm in indexer.projections)
+        return replace(indexer, num_heads=kv_heads, projections=projections)
 
     def _share_of(self, gemm: Gemm, size: int, kv_heads: int) -> Gemm:
         if gemm.split == "kv_heads":

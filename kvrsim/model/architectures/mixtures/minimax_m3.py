@@ -7,7 +7,7 @@ from dataclasses import replace
 from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures.defaults import filled
 from kvrsim.model.architectures.experts import read_experts
-from kvrsim.model.architectures.parts import MAX_WIDTH, Norms, Reader, assemble, gemm, read_inner, read_shape
+from kvrsim.model.architectures.parts import MAX_WIDTH, Norms, Reader, Shape, assemble, gemm, read_inner, read_shape
 from kvrsim.model.architectures.routed import beside_shared, dense_mlp, read_kinds
 from kvrsim.model.mixers import Indexer
 from kvrsim.model.spec import LayerSpec, ModelSpec
@@ -28,7 +28,7 @@ def minimax_m3(config: JsonObject, name: str) -> ModelSpec:
     _refuse_other_attention(config)
     shape = read_shape(config)
     full = shape.attention(shape.separate_qkv(bias=False), "o_proj", qk_norm=True)
-    indexer, norms = _indexer(config, shape.hidden)
+    indexer, norms = _indexer(config, shape)
     kinds = {False: (full, 2 * shape.head_dim), True: (replace(full, indexer=indexer), 2 * shape.head_dim + norms)}
     layers = []
     for layer, chosen in zip(_mlps(config, shape.hidden, shape.layers), _chosen(config, shape.layers), strict=True):
@@ -78,17 +78,21 @@ def _mlps(config: JsonObject, hidden: int, num_layers: int) -> list[LayerSpec]:
     return [routed if here else dense for here in sparse]
 
 
-def _indexer(config: JsonObject, hidden: int) -> tuple[Indexer, int]:
-    """The indexer and the parameters of its norms; keys are cached in half precision."""
+def _indexer(config: JsonObject, shape: Shape) -> tuple[Indexer, int]:
+    """The indexer and the parameters of its norms; keys are cached in half precision.
+
+    With as many heads as there are KV heads, each chooses for one: SGLang splits them over GPUs as these.
+    """
+    hidden = shape.hidden
     heads, head_dim = config.integer("index_n_heads", maximum=MAX_WIDTH), config.integer("index_head_dim")
-    block = config.integer("index_block_size")
+    block, by_kv_head = config.integer("index_block_size"), heads == shape.kv_heads
     indexer = Indexer(
         num_heads=heads,
         head_dim=head_dim,
         top_k=config.integer("index_topk_blocks") * block,
         block=block,
         projections=(
-            gemm("self_attn.index_q_proj", hidden, heads * head_dim),
+            gemm("self_attn.index_q_proj", hidden, heads * head_dim, split="kv_heads" if by_kv_head else "whole"),
             gemm("self_attn.index_k_proj", hidden, head_dim),
         ),
         key_bytes=2 * head_dim,
