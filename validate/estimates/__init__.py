@@ -1,0 +1,1 @@
+"""Prefills of large mixtures of experts beside the estimates of NVIDIA's package aiconfigurator-core."""
