@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import kvrsim
 from kvrsim.errors import InputError
 from kvrsim.model.load import builtin_models, config_path, load_model
 from tests.kvrsim.model.model_configs import GQA, LLAMA
@@ -65,6 +66,23 @@ def test_a_model_that_is_not_planned_says_why(tmp_path: Path, monkeypatch: pytes
     paths = files(tmp_path, a=LLAMA)
     found = row("maker/a", paths["maker/a"], counted({}))
     assert (found.plan, found.refused, difference(found)) == (None, "model is odd; accepted: even", None)
+
+
+def test_a_model_is_planned_on_as_many_gpus_as_hold_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, asked = kvrsim.plan, []
+
+    def small(**arguments: Any) -> Any:
+        asked.append(arguments["gpus"])
+        return plan(**arguments, memory_fraction=0.001 if arguments["gpus"] < 32 else 0.9)
+
+    monkeypatch.setattr("kvrsim.plan", small)
+    wide = {**LLAMA, "num_attention_heads": 32, "num_hidden_layers": 32}
+    found = row("maker/a", files(tmp_path, a=wide)["maker/a"], counted({}))
+    assert asked == [8, 16, 32]
+    assert found.plan is not None
+    assert found.plan.num_gpus == 32
+    monkeypatch.setattr("kvrsim.plan", lambda **arguments: plan(**arguments, memory_fraction=0.001))
+    assert row("maker/a", tmp_path / "maker--a_config.json", counted({})).refused == "does not fit on 32 GPUs"
 
 
 @pytest.mark.parametrize("name", builtin_models())
