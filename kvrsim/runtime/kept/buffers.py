@@ -43,7 +43,9 @@ class KvBuffer:
         self.first_seen = kept.first_seen(prefix_len)
         self.first = self.first_seen if total_len is None else 0  # the token in the first row
         self.total_len = total_len or self.end
-        self.visible_len = self.end if kept.sliding_window is not None else visible_len or self.total_len
+        reach = self.total_len if kept.sliding_window is None else kept.sliding_window
+        # In a window that is shorter than the context, attention looks at nothing behind the chunk.
+        self.visible_len = self.end if reach < self.total_len else visible_len or self.total_len
         assert self.end <= self.visible_len <= self.total_len
         shape = (self.total_len - self.first, batch * kept.elements)
         own = data is None

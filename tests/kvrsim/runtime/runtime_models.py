@@ -39,6 +39,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 # Models whose layers keep something else than K and V of all tokens, or that have experts.
 KINDS: dict[str, dict[str, Any]] = {
     "mistral-window": dict(**_GATED, model_type="mistral", num_key_value_heads=2, sliding_window=6),
+    "mistral-wide": dict(**_GATED, model_type="mistral", num_key_value_heads=2, sliding_window=4096),
     "qwen2-window": dict(
         **_GATED, model_type="qwen2", num_key_value_heads=2, use_sliding_window=True, sliding_window=6,
         max_window_layers=1,

@@ -82,6 +82,16 @@ def test_a_layer_with_a_window_holds_its_chunk_and_the_windows_tail() -> None:
     assert tuple(keys.shape) == (1, 2, 9, 16)
 
 
+@pytest.mark.parametrize(("window", "seen"), [(39, (0, 10)), (40, (0, 40)), (4096, (0, 40)), (6, (0, 10))])
+def test_under_dense_tsp_only_a_window_of_the_whole_context_looks_behind_the_chunk(
+    window: int, seen: tuple[int, int]
+) -> None:
+    geometry = Geometry.of(load_model(KINDS["mistral-window"] | {"sliding_window": window}))
+    buffer = buffers_of(geometry, prefix_len=0, chunk_len=10, total_len=40, visible_len=40)[0]
+    assert isinstance(buffer, KvBuffer)
+    assert (buffer.first_seen, buffer.visible_len) == seen
+
+
 def test_chunks_shorter_than_the_window_pass_on_what_they_have_received() -> None:
     geometry = Geometry.of(model_of("mistral-window", "eager"))
     for start, end in [(0, 2), (2, 3), (3, 7), (7, 8)]:
