@@ -18,8 +18,8 @@ class BreakdownRow:
     """One kind of work, or of waiting, on one rank, all layers together."""
 
     rank: int
-    kind: str  # "gemm", "attention", "elementwise", "resume" (after communication) or "wait"
-    what: str  # which matrix product, or what is waited for
+    kind: str  # an operation, such as "gemm" or "recurrence", "resume" (after communication) or "wait"
+    what: str  # which matrix product or kind of recurrence, or what is waited for
     seconds: float
     share: float  # of TTFT
     roofline_share: float | None  # least seconds by the datasheet over seconds; None: no work of the device
