@@ -14,6 +14,7 @@ from kvrsim.errors import KvrsimError
 from kvrsim.io.files import write_atomically
 from validate.estimates.cases import cases
 from validate.estimates.compared import Compared, compare
+from validate.estimates.matrices import counted
 from validate.estimates.page import page
 from validate.estimates.prediction import predict
 from validate.estimates.stored import Estimates
@@ -35,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.package:
             Estimates.from_package().write()
         estimates = Estimates.read()
-        write_atomically(PAGE, page(all_compared(estimates), estimates.version).encode(), argument="page")
+        write_atomically(
+            PAGE, page(all_compared(estimates), counted(estimates.weights), estimates.version).encode(), argument="page"
+        )
     except KvrsimError as error:
         print(f"validate.estimates: error: {error}", file=sys.stderr)
         return error.exit_code

@@ -10,6 +10,7 @@ from kvrsim.units import format_tokens
 from validate.estimates.cases import FRAMEWORKS, OPERATIONS, Experts
 from validate.estimates.causes import CAUSES, COMMON, WHOLE
 from validate.estimates.compared import Compared
+from validate.estimates.matrices import REASONS, Counted
 
 ALIKE = 0.10  # difference from which on the page says why
 _PLACED: dict[Experts, str] = {"tensor": "sliced", "expert": "whole"}
@@ -39,15 +40,36 @@ installed package again.
 """
 
 
-def page(compared: Sequence[Compared], version: str) -> str:
-    """The page of all cases, in their order."""
+def page(compared: Sequence[Compared], matrices: Sequence[Counted], version: str) -> str:
+    """The page of all cases and of the weights of models, in their order."""
     lines = [_ABOUT.format(version=version), *_wholes(compared), "", *_summary(compared)]
     lines += ["", "## What differs in all models", "", *_reasons("", compared, COMMON)]
     for model in dict.fromkeys(one.case.model for one in compared):
         group = [one for one in compared if one.case.model == model]
         reasons = _reasons(model.name, group, CAUSES[model.name])
         lines += ["", f"## {model.title}", "", *_operations(group), "", *_modules(group), *reasons]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *_matrices(matrices)]) + "\n"
+
+
+def _matrices(matrices: Sequence[Counted]) -> Iterator[str]:
+    equal = sum(one.is_equal for one in matrices)
+    yield "## Matrices on one of eight GPUs"
+    yield ""
+    yield (
+        "Weights that a token meets in the layers of one of eight GPUs with tensor parallelism, in millions, kvrsim /"
+        f" package. In {equal} of {len(matrices)} models they are equal: every matrix is counted once, with the width"
+        " that a GPU holds."
+    )
+    yield ""
+    yield "| model | products | routed experts | why they differ |"
+    yield "|---|---:|---:|---|"
+    for one in matrices:
+        cells = [_weights(ours, theirs) for ours, theirs in zip(one.ours, one.theirs, strict=True)]
+        yield f"| {one.model} | {' | '.join(cells)} | {REASONS.get(one.model, '')} |"
+
+
+def _weights(ours: float, theirs: float) -> str:
+    return f"{1e-6 * ours:.1f} / {1e-6 * theirs:.1f}" if ours or theirs else "–"
 
 
 def _wholes(compared: Sequence[Compared]) -> Iterator[str]:

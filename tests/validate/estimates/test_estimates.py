@@ -14,6 +14,7 @@ from validate.estimates import package
 from validate.estimates.cases import FRAMEWORKS, GPUS, MODELS, OPERATIONS, TOKENS, Case, Experts, cases
 from validate.estimates.causes import CAUSES, COMMON
 from validate.estimates.compared import Compared, compare, row_of, table_of
+from validate.estimates.matrices import REASONS, counted, own_weights, package_weights
 from validate.estimates.page import ALIKE, differences, page
 from validate.estimates.prediction import predict, scenario_of, ttft_s
 from validate.estimates.stored import STORED, Estimates
@@ -74,7 +75,7 @@ def test_the_page_has_the_predictions(
 
 
 def test_the_page_is_made_of_all_cases(compared: tuple[Compared, ...], estimates: Estimates) -> None:
-    made = page(compared, estimates.version)
+    made = page(compared, counted(estimates.weights), estimates.version)
     headings = [line for line in made.splitlines() if line.startswith("#")]
     assert headings == [line for line in PAGE.splitlines() if line.startswith("#")]
     assert made.count("| whole |") == made.count("| sliced |") == 24
@@ -165,6 +166,28 @@ def test_the_package_estimates_what_is_stored(model: str, estimates: Estimates) 
     assert {name: value for name, value in found.items() if value is not None} == pytest.approx(
         estimates.of(case, "sglang"), rel=1e-4
     )
+
+
+def test_every_matrix_is_counted_once_with_the_width_of_a_gpu(estimates: Estimates) -> None:
+    models = counted(estimates.weights)
+    assert {one.model for one in models if not one.is_equal} == set(REASONS)
+    assert len(models) >= 18
+
+
+def test_weights_that_differ_do_so_by_the_reason(estimates: Estimates) -> None:
+    """DeepSeek-V3: three dense MLPs for experts; Llama 4: shared experts as wide as one routed expert."""
+    ours, theirs = own_weights("deepseek-v3"), estimates.weights["deepseek-v3"]
+    dense, shared, router = 3 * 7168 * 18432 // 8, 3 * 7168 * 2048 // 8, 7168 * 256
+    assert ours.products - theirs[0] == 3 * (dense - shared - router)
+    assert theirs[1] - ours.experts == 3 * 8 * shared
+    ours, theirs = own_weights("llama-4-scout"), estimates.weights["llama-4-scout"]
+    assert ours.products - theirs[0] == ours.experts == theirs[1]
+
+
+@pytest.mark.skipif(not INSTALLED, reason="needs aiconfigurator-core")
+@pytest.mark.parametrize("model", ["qwen3-8b", "qwen3.5-35b-a3b"])
+def test_the_package_counts_the_weights_that_are_stored(model: str, estimates: Estimates) -> None:
+    assert package_weights(model) == estimates.weights[model]
 
 
 def test_a_case_without_an_operation_has_no_whole_estimate(estimates: Estimates) -> None:
