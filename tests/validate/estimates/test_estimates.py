@@ -74,6 +74,12 @@ def test_the_page_has_the_predictions(
     assert float(ratio) == pytest.approx(one.ours_s / one.theirs_s, abs=0.02)
 
 
+def test_the_command_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "PAGE", tmp_path / "estimates.md")
+    assert command.main([]) == 0
+    assert "## Matrices on one of eight GPUs" in (tmp_path / "estimates.md").read_text("utf-8")
+
+
 def test_the_page_is_made_of_all_cases(compared: tuple[Compared, ...], estimates: Estimates) -> None:
     made = page(compared, counted(estimates.weights), estimates.version)
     headings = [line for line in made.splitlines() if line.startswith("#")]
