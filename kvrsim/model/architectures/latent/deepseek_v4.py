@@ -93,9 +93,9 @@ def deepseek_v4(config: JsonObject, name: str) -> ModelSpec:
     hidden = shape.hidden
     experts = read_experts(config, "n_routed_experts")
     config.integer("n_shared_experts", 1, maximum=1)  # transformers builds one
-    # A block reads hc_mult streams and writes one, then reads all and its output and writes all: in passes over
-    # hidden_size 3 hc_mult + 2, less the 3 of a residual addition; a norm is two passes.
-    passes = (3 * streams - 1) // 2
+    # A block reads hc_mult streams for their weights and again to write one, then reads all and its output and writes
+    # all: in passes over hidden_size 4 hc_mult + 2, less the 3 of a residual addition; a norm is two passes.
+    passes = (4 * streams - 1) // 2
     mixing = (2 + streams) * streams * (streams * hidden + 1) + 3  # of a block's connection
     layers = []
     for rate in _rates(config, read_num_layers(config)):
