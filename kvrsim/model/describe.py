@@ -20,8 +20,8 @@ def mixer_title(layer: LayerSpec) -> str:
 
 
 def describe_mixers(model: ModelSpec) -> str:
-    """For people: "36 attention in chunks of 8192, 12 full attention"."""
-    return ", ".join(f"{count} {title}" for title, count in mixers_of(model).items())
+    """For people: "36 × attention in chunks of 8192; 12 × full attention"."""
+    return "; ".join(f"{count} × {title}" for title, count in mixers_of(model).items())
 
 
 def describe_parameters(parameters: int) -> str:

@@ -56,7 +56,7 @@ def test_kinds_of_layers_are_counted(capsys: pytest.CaptureFixture[str]) -> None
     ]
     assert [kind["sliding_window"] for kind in model["layer_kinds"]] == [128, None]
     text = " ".join(shown(capsys, "show", "gpt-oss-20b").split())
-    assert "24: 12 window of 128, 12 full attention" in text
+    assert "24: 12 × window of 128; 12 × full attention" in text
     assert "20.9 B (20,914,757,184), of which a token passes through 4.2 B" in text
     assert "12.8 GiB (mxfp4, 4 bits)" in text
     assert "approximated nothing" in text
@@ -68,7 +68,7 @@ def test_the_list_has_a_row_for_each_model(capsys: pytest.CaptureFixture[str]) -
     lines = shown(capsys, "list").splitlines()
     assert lines[0].split() == ["model", "family", "parameters", "active", "context", "layers"]
     row = next(line for line in lines if line.startswith("mixtral-8x7b "))
-    assert row.split() == ["mixtral-8x7b", "mixtral", "46.7", "B", "12.9", "B", "32k", "32", "full", "attention"]
+    assert row.split() == ["mixtral-8x7b", "mixtral", "46.7", "B", "12.9", "B", "32k", "32", "×", "full", "attention"]
 
 
 def test_what_is_approximated_is_told(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
