@@ -125,7 +125,8 @@ def _others(rng: Draws, model: ModelSpec, layer: LayerSpec) -> list[LayerSpec]:
         conv_kernel=4,
     )
     mixers = (latent, recurrence, *_narrower(rng, layer))
-    return [*(replace(layer, mixer=mixer) for mixer in mixers), replace(layer, mixer=None), replace(layer, mlp=())]
+    alone = replace(layer, mlp=(), shared_mlp=(), num_experts=0, num_experts_per_tok=0, router=None)
+    return [*(replace(layer, mixer=mixer) for mixer in mixers), replace(layer, mixer=None), alone]
 
 
 def _narrower(rng: Draws, layer: LayerSpec) -> list[Mixer]:

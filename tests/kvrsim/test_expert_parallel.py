@@ -136,7 +136,7 @@ def test_kvr_s_is_searched_without_a_bound() -> None:
     assert found.ttft_s <= even
     plan = make_plan(scenario, strategies=["kvr-s", "kvr-e"])
     assert (plan.bounds.lower_bound_s, plan.bounds.gap, plan.bounds.best) == (None, None, None)
-    assert any("32 of each layer's experts on each of 4 GPUs; the busiest has 1.34 times" in note for note in notes)
+    assert any("32 of each layer's experts on each of 4 GPUs; the busiest has 1.35 times" in note for note in notes)
 
 
 def test_tables_tell_how_experts_lie() -> None:

@@ -58,7 +58,7 @@ def fit_experts(
         raise InputError("types", ", ".join(names), f"each type once, {HALF} among them")
     gpu, kernels = load_gpu(profile.gpu), profile.kernels
     data = [one_gpu(rows, profile) for rows in found]
-    fits = [_fit_type(rows, gpu) for rows in data]
+    fits = [fit_type(rows, gpu) for rows in data]
     dense = [dense_s(rows, kernels) for rows in data]
     checks: list[Comparison] = []
     for rows, (_, own_s, held_out_s), dense_of in zip(data, fits, dense, strict=True):
@@ -110,7 +110,7 @@ def left_out(rows: ExpertRows) -> str:
     return "models" if len(set(rows.shapes)) >= _FEW_MODELS else "shares of experts"
 
 
-def _fit_type(rows: ExpertRows, gpu: GpuSpec) -> tuple[GroupedRates, Array, Array]:
+def fit_type(rows: ExpertRows, gpu: GpuSpec) -> tuple[GroupedRates, Array, Array]:
     """Rates, and seconds of the rows by these and by fits without each model."""
     width = width_of(rows.kind)
     constants = _fit_form(rows, gpu, width)

@@ -21,10 +21,10 @@ from kvrsim.profile.rates.gemm import GEMM_TYPES, Width, alike, of_each
 from kvrsim.program.operations import Array
 from kvrsim.units import format_bandwidth, format_seconds
 
-# Deviation of an expert's load over the mean under NVIDIA's power law of exponent 1.01, from 1 to 0.8 times the tokens:
-# of the logarithm L of that range, sqrt(L / 2 - 1), for prefills of 8192 tokens. aiconfigurator-core 0.12.0 takes this
-# law for DeepSeek's models by default (sdk/models/deepseek.py; collector/helper.py, sample_power_law).
-_LOAD_SD = 1.84
+# Standard deviation of an expert's load over the mean under NVIDIA's power law of exponent 1.01, from 1 to 0.8 times
+# the tokens, for prefills of 8192. aiconfigurator-core 0.12.0 takes this law for DeepSeek's models by default
+# (sdk/models/deepseek.py; of its collector, helper.py, sample_power_law).
+POWER_LAW_LOAD_SD = 1.88
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,15 +119,17 @@ def _described(name: str, rates: GroupedRates) -> str:
     )
 
 
-def mean_imbalance(num_experts: int, num_experts_per_tok: int, num_gpus: int) -> float:
+def mean_imbalance(
+    num_experts: int, num_experts_per_tok: int, num_gpus: int, load_sd: float = POWER_LAW_LOAD_SD
+) -> float:
     """Rows of the busiest of so many GPUs over the mean, where experts are spread over them as they come.
 
-    The loads of experts vary as in NVIDIA's power law (see _LOAD_SD) and add up on a GPU as independent ones; the
-    busiest is as far out as of so many normal deviates (Blom, 1958). No more than if all tokens went there.
+    The loads of experts have a standard deviation of `load_sd` over their mean and add up on a GPU as independent ones;
+    the busiest is as far out as of so many normal deviates (Blom, 1958). No more than if all tokens went there.
     """
     if num_gpus == 1:
         return 1.0
     deviate = NormalDist().inv_cdf((num_gpus - 0.375) / (num_gpus + 0.25))
-    imbalance = 1.0 + deviate * _LOAD_SD / np.sqrt(num_experts / num_gpus)
+    imbalance = 1.0 + deviate * load_sd / np.sqrt(num_experts / num_gpus)
     most = min(num_gpus, num_experts / num_experts_per_tok)
     return float(min(imbalance, most))
