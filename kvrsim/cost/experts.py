@@ -101,7 +101,7 @@ class RoutedExperts:
         first, *_, back = self.layer.mlp
         placement, per_tok = self.placement, self.layer.num_experts_per_tok
         return ExpertsCall(
-            tokens=np.full_like(chunk, placement.tokens) if self.meets else chunk,
+            tokens=np.full(1, float(placement.tokens)) if self.meets else chunk,
             hidden_size=first.in_features,
             intermediate_size=back.in_features,
             gated=self.layer.gated_mlp,

@@ -50,8 +50,12 @@ def _experts(step: Step, rank: int) -> Iterator[Op]:
         return
     shares = [step.costs.batch * routed.reach * step.chunks[(rank + shift) % ranks] for shift in range(ranks)]
     there, back = routed.dispatched_bytes(step.costs.element_bytes), routed.combined_bytes(step.costs.element_bytes)
+    experts = Compute(name="experts", device_s=routed.seconds(step.chunks[rank]), kind="output+mlp")
+    if ranks == 1:  # a part of the ranks, which is asked for what it computes
+        yield experts
+        return
     yield AllToAll(nbytes=np.repeat(shares[0][None] * there, ranks - 1, axis=0), payload="tokens")
-    yield Compute(name="experts", device_s=routed.seconds(step.chunks[rank]), kind="output+mlp")
+    yield experts
     yield AllToAll(nbytes=np.stack(shares[1:]) * back, payload="tokens")
 
 

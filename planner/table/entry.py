@@ -57,7 +57,7 @@ def draft_of(scenario: Scenario, strategy: Strategy) -> Draft:
     """Search one entry; it depends on nothing but its scenario and strategy."""
     found = search(scenario, strategy)
     lower_s = found.lower_bound_s
-    if lower_s is None and strategy.chains:
+    if lower_s is None and strategy.chains and not scenario.experts_meet:
         lower_s = lower_bound_s(scenario, strategy, found.ttft_s)
     draft = Draft(
         num_gpus=scenario.cluster.num_gpus,

@@ -173,3 +173,15 @@ def test_refusals(more: dict[str, Any], message: str) -> None:
 def test_a_pipeline_has_no_expert_parallelism() -> None:
     with pytest.raises(InputError, match="no expert parallelism"):
         kvrsim.simulate(**QWEN, strategy="pp", expert_parallel=True)
+
+
+def test_tables_are_built_and_looked_up() -> None:
+    """Of two ranks and of four; another setting than the table's is told."""
+    asked = {name: value for name, value in QWEN.items() if name not in ("gpus", "ctx")}
+    table = kvrsim.build_table(ctx=["2k"], gpus=[2, 4], expert_parallel=True, **asked)
+    assert [(entry.num_gpus, entry.gap) for entry in table.entries] == [(2, None), (4, None)]
+    found = kvrsim.simulate(**QWEN | {"ctx": "2k"}, strategy="kvr-p", table=table, expert_parallel=True)
+    assert found.partition == table.entries[1].partition
+    other = kvrsim.simulate(**QWEN | {"ctx": "2k"}, strategy="kvr-p", table=table)
+    assert any("expert parallelism on" in note for note in other.warnings)
+    assert not any("expert parallelism on" in note for note in found.warnings)

@@ -14,7 +14,16 @@ from pathlib import Path
 
 import numpy as np
 
-from calibrate.fit.layers.experts import at_burst, fit_experts_section, fit_type, form_s, one_gpu, routing, thinned
+from calibrate.fit.layers.experts import (
+    at_burst,
+    by_call,
+    fit_experts_section,
+    fit_type,
+    form_s,
+    one_gpu,
+    routing,
+    thinned,
+)
 from calibrate.fit.solver import Errors, Fitted
 from calibrate.importers.experts import ExpertRows, read_experts
 from calibrate.shipped.recipes import Recipe, recipe_names
@@ -29,6 +38,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "results" / "experts.md"
 LONG = 1024  # tokens from which several GPUs are compared
 _LEAST_HELD = 4  # experts on a GPU: of fewer, the busiest is a matter of single experts
 _MOST_GPUS = 32
+_MUCH = 1.5
 # Tables whose rows of several GPUs compute what the busiest GPU does: TensorRT-LLM's.
 SPREAD = {"h100-flash": "h100_sxm", "h200-flash": "h200_sxm", "b200-flash": "b200_sxm"}
 _FRAMEWORK = "trtllm/1.3.0rc20"
@@ -155,6 +165,42 @@ def spread_lines(name: str, profile: CalibrationProfile) -> Iterator[SpreadLine]
             )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineLine:
+    """The same calls by SGLang and TensorRT-LLM."""
+
+    profile: str
+    kind: str
+    ratios: Array  # SGLang's seconds over TensorRT-LLM's
+
+    def cells(self) -> tuple[str, ...]:
+        """Of the table."""
+        slower, faster = np.mean(self.ratios > _MUCH), np.mean(self.ratios < 1 / _MUCH)
+        median = float(np.median(self.ratios))
+        return (
+            self.profile,
+            f"`{self.kind}`",
+            str(len(self.ratios)),
+            f"{median:.2f}",
+            f"{slower:.0%}",
+            f"{faster:.0%}",
+        )
+
+
+def engine_lines(name: str, sources: Sequence[str], profile: CalibrationProfile) -> Iterator[EngineLine]:
+    """Of the types that both have; `sources`: all tables of the profile."""
+    tables = [[text for text in sources if f"/{framework}" in text] for framework in ("sglang", "trtllm")]
+    if not all(tables):
+        return
+    found = [
+        {rows.kind: one_gpu(rows, profile) for rows in read_experts(texts[0], None, "experts")} for texts in tables
+    ]
+    for kind in (kind for kind in found[0] if kind in found[1]):
+        one, other = (by_call(rows[kind], LONG) for rows in found)
+        if common := sorted(one.keys() & other.keys(), key=repr):
+            yield EngineLine(profile=name, kind=kind, ratios=np.array([one[call] / other[call] for call in common]))
+
+
 _ABOUT = """\
 # How well routed experts are known
 
@@ -187,13 +233,29 @@ GPUs with at least 4 experts each, from 1024 tokens on.
 _SPREAD_HEAD = ("type", "routing", "rows", "imbalance", "even", "uneven", "error")
 
 
-def page(types: Sequence[TypeLine], systematic: Sequence[tuple[str, float]], spread: Sequence[SpreadLine]) -> str:
+_ENGINES = """\
+## SGLang and TensorRT-LLM
+
+The same calls of at least 1024 tokens in both tables: the median of SGLang's seconds over TensorRT-LLM's, and how many
+calls take over half as long again by SGLang, and by TensorRT-LLM. Profiles have SGLang's constants, as of other
+products, but for half precision on H100 and H200, and for types that SGLang's tables lack.
+"""
+_ENGINES_HEAD = ("profile", "type", "calls", "median", "SGLang slower", "TensorRT-LLM slower")
+
+
+def page(
+    types: Sequence[TypeLine],
+    systematic: Sequence[tuple[str, float]],
+    engines: Sequence[EngineLine],
+    spread: Sequence[SpreadLine],
+) -> str:
     """docs/results/experts.md; `systematic`: profiles and their differences from other engines."""
     text = [_ABOUT]
     for name in dict.fromkeys(line.profile for line in types):
         text += [f"### {name}", "", *_table(_HEAD, [line.cells() for line in types if line.profile == name]), ""]
     apart = "; ".join(f"{name} {math.expm1(log_sd):.0%}" for name, log_sd in systematic)
     text += [f"Other engines' tables of the same GPU are apart by (root mean square of their medians): {apart}.", ""]
+    text += [_ENGINES, *_table(_ENGINES_HEAD, [line.cells() for line in engines]), ""]
     text.append(_SPREAD)
     for name in dict.fromkeys(line.profile for line in spread):
         lines = [line.cells() for line in spread if line.profile == name]
@@ -210,18 +272,23 @@ def main() -> int:
     """Rewrite the page."""
     types: list[TypeLine] = []
     systematic: list[tuple[str, float]] = []
+    engines: list[EngineLine] = []
     try:
         for name in recipe_names():
             recipe = Recipe.read(name, Path())
             sections = recipe.data.child("sections") if recipe.data.has("sections") else None
             if sections is None or not sections.has("experts"):
                 continue
-            fitted = fit_experts_section(sections.child("experts"), load_profile(name))
+            experts = sections.child("experts")
+            fitted = fit_experts_section(experts, load_profile(name))
+            sources = [part.text("source") for part in experts.children("sources")]
+            compared = [str(text) for text in experts.sequence("compare")]
+            engines += engine_lines(name, [*sources, *compared], load_profile(name))
             types += type_lines(name, fitted)
             if fitted.systematic_log_sd is not None:
                 systematic.append((name, fitted.systematic_log_sd))
         spread = [line for name in SPREAD for line in spread_lines(name, load_profile(name))]
-        write_atomically(PAGE, page(types, systematic, spread).encode(), argument="page")
+        write_atomically(PAGE, page(types, systematic, engines, spread).encode(), argument="page")
     except KvrsimError as error:
         print(f"validate.kernels.experts: error: {error}", file=sys.stderr)
         return error.exit_code

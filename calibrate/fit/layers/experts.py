@@ -204,17 +204,18 @@ def _systematic_log_sd(data: Sequence[ExpertRows], others: Sequence[ExpertRows])
     """Root mean square over engines and types of the median of log(their seconds / these), of at least _LONG tokens."""
     medians = []
     for rows in data:
-        own = _by_call(rows)
+        own = by_call(rows)
         for other in others:
             if other.kind == rows.kind and other.source != rows.source:
-                theirs = _by_call(other)
+                theirs = by_call(other)
                 common = own.keys() & theirs.keys()
                 if len(common) >= _ENOUGH:
                     medians.append(float(np.median([np.log(theirs[call] / own[call]) for call in common])))
     return rounded(float(np.sqrt(np.mean(np.square(medians))))) if medians else None
 
 
-def _by_call(rows: ExpertRows) -> dict[tuple[object, ...], float]:
-    long = rows.take(rows.tokens >= _LONG)
+def by_call(rows: ExpertRows, least_tokens: int = _LONG) -> dict[tuple[object, ...], float]:
+    """Seconds by shape, share, tokens and routing, of at least so many tokens."""
+    long = rows.take(rows.tokens >= least_tokens)
     calls = zip(long.shapes, long.tp_size.tolist(), long.tokens.tolist(), long.exponent.tolist(), strict=True)
     return dict(zip(calls, long.seconds.tolist(), strict=True))

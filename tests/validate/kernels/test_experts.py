@@ -10,7 +10,7 @@ import pytest
 from calibrate.fit.solver import Comparison
 from kvrsim.profile.profile import builtin_profiles, load_profile
 from kvrsim.profile.rates.experts import POWER_LAW_LOAD_SD
-from validate.kernels.experts import PAGE, SPREAD, SpreadLine, TypeLine, load_sd, page, spread_lines
+from validate.kernels.experts import PAGE, SPREAD, EngineLine, SpreadLine, TypeLine, load_sd, page, spread_lines
 
 TABLES = {
     section.partition("\n")[0]: [
@@ -70,8 +70,10 @@ def test_lines() -> None:
         uneven=0.0,
         uneven_error=0.1,
     )
-    text = page([one], [("p", 0.1)], [two])
-    for line in (one, two):
+    three = EngineLine(profile="p", kind="half", ratios=np.array([1.0, 2.0, 0.5, 1.2]))
+    assert three.cells() == ("p", "`half`", "4", "1.10", "25%", "25%")
+    text = page([one], [("p", 0.1)], [three], [two])
+    for line in (one, two, three):
         assert f"| {' | '.join(line.cells())} |" in text
     assert "p 11%" in text
 
