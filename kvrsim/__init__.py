@@ -29,8 +29,9 @@ _HOMES = {  # of each lazy name
     "kvrsim.scenario": ("Scenario",),
     "kvrsim.setup": ("make_scenario",),
     "kvrsim.results.timeline": ("Span", "Timeline"),
-    "planner.api": ("build_table", "capacity", "confirm", "map_strategies", "plan", "simulate"),
+    "planner.api": ("build_predictor", "build_table", "capacity", "confirm", "map_strategies", "plan", "simulate"),
     "planner.map.map": ("StrategyMap",),
+    "planner.predictor.grid": ("TtftPredictor", "load_predictor"),
     "planner.table.table": ("PartitionTable", "load_table"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -57,6 +58,7 @@ if TYPE_CHECKING:  # the same table for type checkers; a test compares them
     from kvrsim.results.timeline import Timeline as Timeline
     from kvrsim.scenario import Scenario as Scenario
     from kvrsim.setup import make_scenario as make_scenario
+    from planner.api import build_predictor as build_predictor
     from planner.api import build_table as build_table
     from planner.api import capacity as capacity
     from planner.api import confirm as confirm
@@ -64,6 +66,8 @@ if TYPE_CHECKING:  # the same table for type checkers; a test compares them
     from planner.api import plan as plan
     from planner.api import simulate as simulate
     from planner.map.map import StrategyMap as StrategyMap
+    from planner.predictor.grid import TtftPredictor as TtftPredictor
+    from planner.predictor.grid import load_predictor as load_predictor
     from planner.table.table import PartitionTable as PartitionTable
     from planner.table.table import load_table as load_table
 else:

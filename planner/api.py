@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from planner.capacity.answer import CapacityPlan
     from planner.confirm.result import Confirmation
     from planner.map.map import StrategyMap
+    from planner.predictor.grid import TtftPredictor
     from planner.table.table import PartitionTable
 
 
@@ -160,6 +161,33 @@ def build_table(
     base, _, lengths, counts = make_scenarios(ctx=ctx, gpus=gpus, **scenario)
     with Pool(jobs=jobs) as pool:
         return make_table(base, counts, lengths, strategy=strategy, pool=pool, on_progress=on_progress)
+
+
+@checked()
+def build_predictor(
+    *,
+    ctx: int | str = "128k",
+    batch: int | str = 8,
+    strategy: str | Strategy = "best",
+    jobs: int = 1,
+    on_progress: Callable[[int, int, str], None] | None = None,
+    **scenario: Any,
+) -> TtftPredictor:
+    """Simulate a grid of new tokens, cached prefixes and batches: what a router needs to predict TTFT without kvrsim.
+
+    ctx, batch: the longest context in tokens, cached prefix included, and the largest batch.
+    strategy: as in simulate; "best": the fastest that fits, of those that plan compares by default.
+    jobs: as in build_table. on_progress: called with parts done, parts in all, and what they are.
+    scenario: the other arguments of make_scenario, but for cached_prefix: every prefix is answered for.
+
+    Raises InputError naming the parameter, also where no strategy fits in memory.
+    """
+    from planner.predictor.build import make_predictor
+    from planner.table.backends import Pool
+
+    asked, _ = make_scenario(ctx=ctx, batch=batch, **scenario)
+    with Pool(jobs=jobs) as pool:
+        return make_predictor(asked, strategy=strategy, pool=pool, on_part=on_progress)
 
 
 @checked(ctx=wholes, gpus=wholes)

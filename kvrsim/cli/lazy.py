@@ -17,6 +17,7 @@ COMMANDS = {
     "map": ("kvrsim.cli.commands.map", "strategy_map"),
     "capacity": ("kvrsim.cli.commands.capacity", "capacity"),
     "table": ("kvrsim.cli.commands.table", "app"),
+    "predictor": ("kvrsim.cli.commands.predictor", "app"),
     "calibrate": ("kvrsim.cli.commands.calibrate", "app"),
     "profiles": ("kvrsim.cli.commands.profiles", "app"),
     "models": ("kvrsim.cli.commands.models", "app"),

@@ -204,6 +204,19 @@ class WorkloadOptions(ScenarioOptions):
     expert_imbalance: str | None = field(init=False, default=None)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PredictorOptions(ScenarioOptions):
+    """The same up to the largest context and batch that a predictor answers for, with any cached prefix."""
+
+    ctx: Annotated[
+        str, typer.Option("--ctx", metavar="LEN", help="Longest context in tokens, cached prefix included.")
+    ] = "128k"
+    batch: Annotated[
+        str, typer.Option("--batch", metavar="N", help="Largest number of sequences prefilled together.")
+    ] = "8"
+    cached_prefix: str = field(init=False, default="0")
+
+
 def takes(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command, whose first parameters are these dataclasses, an option for each of their fields."""
 

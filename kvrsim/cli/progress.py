@@ -158,6 +158,23 @@ class EntryProgress(Shown):
         self.show(text, done, expected)
 
 
+class PartProgress(Shown):
+    """How many parts of one kind are done, one kind of part after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._what, self._since_s = "", 0.0
+
+    def __call__(self, done: int, expected: int, what: str) -> None:
+        """Parts done, parts in all, and what they are."""
+        if what != self._what:
+            self._what, self._since_s = what, self.elapsed_s
+        text = f"{done} of {expected} {what}"
+        if 0 < done < expected:
+            text += f", about {(self.elapsed_s - self._since_s) / done * (expected - done):.0f} s more"
+        self.show(text, done, expected)
+
+
 class WorkProgress(Shown):
     """What is being worked on, in words; where there is nothing to count."""
 

@@ -129,7 +129,7 @@ def _chosen(place: Scenario, strategies: Sequence[str | Strategy]) -> Sequence[S
 
 def _point(place: Scenario, strategy: Strategy) -> tuple[MapPoint, Partition]:
     placed = for_strategy(place, strategy)
-    ttft_s, partition = _fastest(placed, strategy)
+    ttft_s, partition = fastest(placed, strategy)
     point = MapPoint(
         context_len=place.request.context_len,
         link_bandwidth_bytes_per_s=place.cluster.link.bandwidth_bytes_per_s,
@@ -155,7 +155,7 @@ def _with_moves(
             yield point
 
 
-def _fastest(placed: Scenario, strategy: Strategy) -> tuple[float, Partition]:
+def fastest(placed: Scenario, strategy: Strategy) -> tuple[float, Partition]:
     """With the strategy's own chunks; those that it searches, balanced or even, or searched where links are slow."""
     if strategy.partition_rule != "search":
         partition = partition_of(placed, strategy, None)

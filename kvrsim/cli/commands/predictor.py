@@ -1,0 +1,112 @@
+"""`kvrsim predictor`: TTFT over new tokens, cached prefix and batch, built once for routers and looked up."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvrsim.cli.options import Json, PredictorOptions, takes
+from kvrsim.cli.outputs import print_json, tell
+from kvrsim.cli.parsing import check_output
+from kvrsim.text import printable
+
+if TYPE_CHECKING:
+    from planner.predictor.grid import Prediction, TtftPredictor
+
+app = typer.Typer(help="A predictor of TTFT for routers: build, look up.", no_args_is_help=False)
+
+
+@app.command("build")
+@takes(PredictorOptions)
+def build(
+    options: PredictorOptions,
+    *,
+    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Write the predictor, as JSON.")],
+    strategy: Annotated[
+        str,
+        typer.Option(
+            "--strategy",
+            metavar="best|NAME|FILE.py:NAME",
+            help="What the GPUs run; best: the fastest that fits, of those that plan compares by default.",
+        ),
+    ] = "best",
+    jobs: Annotated[
+        str | None, typer.Option("--jobs", metavar="N", help="Number of processes. Default: one per core.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Simulate a grid of new tokens, cached prefixes and batches.
+
+    It takes seconds for a strategy such as tp, and a minute or two where chunks are searched.
+    """
+    from kvrsim.strategies import get_strategy
+    from planner.predictor.build import BEST, make_predictor
+    from planner.table.backends import Pool, cores
+
+    if strategy != BEST:
+        get_strategy(strategy)
+    check_output(output, "output")
+    from kvrsim.units import parse_count
+
+    pool = Pool(jobs=cores() if jobs is None else parse_count(jobs, "jobs", maximum=4096))
+    scenario, notes = options.scenario()
+    from kvrsim.cli.progress import PartProgress
+
+    with pool, PartProgress() as progress:
+        predictor = make_predictor(scenario, strategy=strategy, pool=pool, on_part=progress)
+    predictor.write(output)
+    for note in notes:
+        tell(f"note: {note}")
+    found = _about(predictor)
+    if json:
+        print_json({"output": output, **found})
+    else:
+        names = ", ".join(found["strategies"])
+        typer.echo(
+            f"{printable(output)}: {found['prefills']} prefills of {names}, up to {found['longest_context']} tokens"
+        )
+
+
+@app.command("lookup")
+def lookup(
+    file: Annotated[str, typer.Argument(metavar="PREDICTOR", help="A file that kvrsim predictor build has written.")],
+    ctx: Annotated[str, typer.Option("--ctx", metavar="LEN", help="Context length in tokens: 16k is 16384.")],
+    cached_prefix: Annotated[
+        str,
+        typer.Option("--cached-prefix", metavar="LEN", help="Leading tokens of it whose K and V are already cached."),
+    ] = "0",
+    batch: Annotated[
+        str, typer.Option("--batch", metavar="N", help="Number of sequences prefilled together, each of --ctx tokens.")
+    ] = "1",
+    json: Json = False,
+) -> None:
+    """Print the TTFT of a prefill, interpolated between simulated ones, with its interval."""
+    from kvrsim.units import parse_count, parse_tokens
+    from planner.predictor.grid import load_predictor
+
+    context_len, together = parse_tokens(ctx, "ctx"), parse_count(batch, "batch")
+    cached = 0 if cached_prefix == "0" else parse_tokens(cached_prefix, "cached_prefix")
+    predictor = load_predictor(file, "PREDICTOR")
+    found = predictor.predict(ctx=context_len, cached_prefix=cached, batch=together)
+    if json:
+        print_json(found.to_dict())
+    else:
+        _show(found)
+
+
+def _about(predictor: TtftPredictor) -> dict[str, Any]:
+    knots = len(predictor.new_tokens) * len(predictor.cached_prefix) * len(predictor.batch)
+    return {
+        "prefills": knots * len(predictor.strategies),
+        "strategies": [one.strategy for one in predictor.strategies],
+        "longest_context": predictor.longest_context,
+        "longest_batch": predictor.batch[-1],
+    }
+
+
+def _show(found: Prediction) -> None:
+    from kvrsim.units import format_seconds
+
+    low, high = format_seconds(found.ttft_low_s), format_seconds(found.ttft_high_s)
+    typer.echo(f"{format_seconds(found.ttft_s)} ({low} to {high}), by {found.strategy}")

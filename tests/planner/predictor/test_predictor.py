@@ -1,0 +1,133 @@
+"""Predictors: they are the simulator on their knots, near it between them, and refuse what lies outside."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import kvrsim
+from kvrsim.errors import InputError
+from planner.predictor.grid import TtftPredictor
+
+READER = runpy.run_path(str(Path(__file__).parents[3] / "examples" / "read_predictor.py"))["predict"]
+ASKED = {"ctx": "8k", "gpus": 4, "batch": 3, "model": "llama-3-8b", "cluster": "h100-nvlink"}
+PREFILLS = [(8192, 0, 1), (700, 0, 1), (5000, 1234, 2), (8000, 7990, 3), (513, 500, 1), (4097, 512, 3)]
+
+
+@pytest.fixture(scope="module")
+def predictor() -> TtftPredictor:
+    return kvrsim.build_predictor(strategy="tp", **ASKED)
+
+
+def simulated_s(ctx: int, cached_prefix: int, batch: int, strategy: str = "tp", **others: object) -> float:
+    asked = ASKED | {"ctx": ctx, "cached_prefix": cached_prefix, "batch": batch} | others
+    return kvrsim.simulate(strategy=strategy, **asked).ttft_s
+
+
+def test_knots_are_simulated_prefills(predictor: TtftPredictor) -> None:
+    for new in (predictor.new_tokens[0], predictor.new_tokens[7]):
+        for prefix in predictor.cached_prefix[:2]:
+            for batch in predictor.batch:
+                found = predictor.predict(ctx=new + prefix, cached_prefix=prefix, batch=batch)
+                assert found.ttft_s == pytest.approx(simulated_s(new + prefix, prefix, batch), rel=1e-5)
+                assert found.ttft_low_s < found.ttft_s < found.ttft_high_s
+                assert found.strategy == "tp"
+
+
+@pytest.mark.parametrize(("ctx", "cached_prefix", "batch"), PREFILLS)
+def test_between_knots_it_is_near_the_simulator(
+    predictor: TtftPredictor, ctx: int, cached_prefix: int, batch: int
+) -> None:
+    found = predictor.predict(ctx=ctx, cached_prefix=cached_prefix, batch=batch)
+    assert found.ttft_s == pytest.approx(simulated_s(ctx, cached_prefix, batch), rel=0.03)
+
+
+def test_the_interval_is_the_simulators(predictor: TtftPredictor) -> None:
+    told = kvrsim.simulate(strategy="tp", **ASKED | {"ctx": 3000, "cached_prefix": 1000, "batch": 1})
+    found = predictor.predict(ctx=3000, cached_prefix=1000)
+    assert found.ttft_low_s == pytest.approx(told.ttft_low_s, rel=0.05)
+    assert found.ttft_high_s == pytest.approx(told.ttft_high_s, rel=0.05)
+
+
+def test_the_file_and_the_reader_say_the_same(predictor: TtftPredictor, tmp_path: Path) -> None:
+    path = tmp_path / "ttft.json"
+    predictor.write(path)
+    again, plain = kvrsim.load_predictor(path), json.loads(path.read_text())
+    assert again.to_dict() == predictor.to_dict()
+    assert plain["question"]["model"] == "llama-3-8b"
+    for ctx, cached_prefix, batch in PREFILLS:
+        told = again.predict(ctx=ctx, cached_prefix=cached_prefix, batch=batch).to_dict()
+        read = READER(plain, ctx, cached_prefix, batch)
+        assert read.pop("strategy") == told.pop("strategy")
+        assert read == pytest.approx(told)
+    with pytest.raises(ValueError, match="context 9000"):
+        READER(plain, 9000)
+
+
+def test_the_reader_is_short_and_needs_no_package() -> None:
+    lines = (Path(__file__).parents[3] / "examples" / "read_predictor.py").read_text().splitlines()
+    assert len(lines) <= 60
+    imports = {line.split()[1].split(".")[0] for line in lines if line.startswith(("import ", "from "))}
+    assert imports <= {"json", "sys", "bisect", "itertools"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"ctx": 8193}, "ctx"),
+        ({"ctx": 7}, "ctx"),
+        ({"ctx": 4096, "cached_prefix": 4095}, "cached_prefix"),
+        ({"ctx": 4096, "batch": 4}, "batch"),
+        ({"ctx": 4096, "batch": 0}, "batch"),
+    ],
+)
+def test_outside_is_refused(predictor: TtftPredictor, asked: dict[str, int], named: str) -> None:
+    with pytest.raises(InputError, match=f"^{named}: got .* accepted: a whole number from"):
+        predictor.predict(**asked)
+
+
+def test_what_does_not_fit_is_not_told() -> None:
+    """tp alone fits where a GPU cannot hold all weights; and many long prompts do not fit at all."""
+    near = {"model": "llama-3-70b", "gpus": 4, "cluster": "h100-nvlink"}
+    found = kvrsim.build_predictor(ctx="64k", batch=8, **near)
+    assert [one.strategy for one in found.strategies] == ["tp"]
+    most = found.strategies[0].most_new_tokens
+    assert 0 < most[3][0] < most[2][0] <= most[0][0] == 65536
+    with pytest.raises(InputError, match="more do not fit"):
+        found.predict(ctx=most[3][0] + 1, batch=8)
+    sure = kvrsim.simulate(strategy="tp", ctx=most[3][0], batch=8, **near)
+    over = kvrsim.simulate(strategy="tp", ctx=int(1.01 * most[3][0]) + 2, batch=8, **near)
+    assert (sure.fits, over.fits) == (True, False)
+
+
+def test_best_is_the_fastest_of_its_strategies() -> None:
+    found = kvrsim.build_predictor(**ASKED | {"ctx": "4k", "batch": 1, "gpus": 2})
+    names = [one.strategy for one in found.strategies]
+    assert len(names) > 1
+    for ctx in (64, 1000, 4096):
+        told = found.predict(ctx=ctx)
+        best_s = min(simulated_s(ctx, 0, 1, strategy=name, gpus=2) for name in names)
+        assert told.ttft_s == pytest.approx(best_s, rel=0.03)
+
+
+def test_mistakes() -> None:
+    with pytest.raises(InputError, match=r"^strategy: got 'kvr-p'"):
+        kvrsim.build_predictor(strategy="kvr-p", **ASKED)
+    with pytest.raises(InputError, match=r"^ctx: got '8'"):
+        kvrsim.build_predictor(strategy="tp", **ASKED | {"ctx": 8})
+    with pytest.raises(InputError, match=r"^model: got 'llama-3.1-405b'.* fits in the memory of 2 GPUs"):
+        kvrsim.build_predictor(**ASKED | {"gpus": 2, "model": "llama-3.1-405b", "ctx": "1k"})
+
+
+def test_a_file_that_is_none_is_refused(predictor: TtftPredictor, tmp_path: Path) -> None:
+    path, content = tmp_path / "ttft.json", predictor.to_dict()
+    for key, value in (("format", "another"), ("schema_version", 2), ("batch", [2, 1]), ("new_tokens", [8, 9])):
+        path.write_text(json.dumps(content | {key: value}))
+        with pytest.raises(InputError, match=r"^predictor .*ttft\.json: "):
+            kvrsim.load_predictor(path)
+    with pytest.raises(InputError, match="strategies"):
+        replace(predictor, strategies=())
