@@ -254,7 +254,10 @@ def page(
     for name in dict.fromkeys(line.profile for line in types):
         text += [f"### {name}", "", *_table(_HEAD, [line.cells() for line in types if line.profile == name]), ""]
     apart = "; ".join(f"{name} {math.expm1(log_sd):.0%}" for name, log_sd in systematic)
-    text += [f"Other engines' tables of the same GPU are apart by (root mean square of their medians): {apart}.", ""]
+    text += [
+        f"Other engines' tables of the same GPU are apart by (of a type the root mean square of their medians; the median over types): {apart}.",
+        "",
+    ]
     text += [_ENGINES, *_table(_ENGINES_HEAD, [line.cells() for line in engines]), ""]
     text.append(_SPREAD)
     for name in dict.fromkeys(line.profile for line in spread):

@@ -201,17 +201,22 @@ def _span(values: Sequence[Array]) -> tuple[float, float]:
 
 
 def _systematic_log_sd(data: Sequence[ExpertRows], others: Sequence[ExpertRows]) -> float | None:
-    """Root mean square over engines and types of the median of log(their seconds / these), of at least _LONG tokens."""
-    medians = []
+    """How far other engines are: of a type the root mean square of their medians of log(their seconds / these).
+
+    Of at least _LONG tokens; the median over types, as one engine may have one type badly. None without others.
+    """
+    of_types = []
     for rows in data:
-        own = by_call(rows)
+        own, medians = by_call(rows), []
         for other in others:
             if other.kind == rows.kind and other.source != rows.source:
                 theirs = by_call(other)
                 common = own.keys() & theirs.keys()
                 if len(common) >= _ENOUGH:
                     medians.append(float(np.median([np.log(theirs[call] / own[call]) for call in common])))
-    return rounded(float(np.sqrt(np.mean(np.square(medians))))) if medians else None
+        if medians:
+            of_types.append(float(np.sqrt(np.mean(np.square(medians)))))
+    return rounded(float(np.median(of_types))) if of_types else None
 
 
 def by_call(rows: ExpertRows, least_tokens: int = _LONG) -> dict[tuple[object, ...], float]:
