@@ -176,15 +176,8 @@ class EngineLine:
     def cells(self) -> tuple[str, ...]:
         """Of the table."""
         slower, faster = np.mean(self.ratios > _MUCH), np.mean(self.ratios < 1 / _MUCH)
-        median = float(np.median(self.ratios))
-        return (
-            self.profile,
-            f"`{self.kind}`",
-            str(len(self.ratios)),
-            f"{median:.2f}",
-            f"{slower:.0%}",
-            f"{faster:.0%}",
-        )
+        figures = f"{np.median(self.ratios):.2f}", f"{slower:.0%}", f"{faster:.0%}"
+        return (self.profile, f"`{self.kind}`", str(len(self.ratios)), *figures)
 
 
 def engine_lines(name: str, sources: Sequence[str], profile: CalibrationProfile) -> Iterator[EngineLine]:
@@ -233,6 +226,7 @@ GPUs with at least 4 experts each, from 1024 tokens on.
 _SPREAD_HEAD = ("type", "routing", "rows", "imbalance", "even", "uneven", "error")
 
 
+_APART = "Other engines' tables are apart by (a type's root mean square of medians; the median over types): {}."
 _ENGINES = """\
 ## SGLang and TensorRT-LLM
 
@@ -254,10 +248,7 @@ def page(
     for name in dict.fromkeys(line.profile for line in types):
         text += [f"### {name}", "", *_table(_HEAD, [line.cells() for line in types if line.profile == name]), ""]
     apart = "; ".join(f"{name} {math.expm1(log_sd):.0%}" for name, log_sd in systematic)
-    text += [
-        f"Other engines' tables of the same GPU are apart by (of a type the root mean square of their medians; the median over types): {apart}.",
-        "",
-    ]
+    text += [_APART.format(apart), ""]
     text += [_ENGINES, *_table(_ENGINES_HEAD, [line.cells() for line in engines]), ""]
     text.append(_SPREAD)
     for name in dict.fromkeys(line.profile for line in spread):
