@@ -242,7 +242,7 @@ def against_simpy(folder: Path) -> list[str]:
         path = str(folder / name)
         plans = searched(machine, path, slo_s)[0].plans
         workload, times = read_trace(path), cached_times(machine, path)
-        services = {plan.gpus_per_group: times.service(plan.gpus_per_group, workload) for plan in plans}
+        services = {plan.kind: times.service(plan.gpus_per_group, workload) for plan in plans}
         for what, conditions in (
             ("quiet", Conditions()),
             ("a failure an hour, a tenth slow", Conditions(mtbf_s=3600, repair_s=60, slow_share=0.1, slow_factor=1.5)),

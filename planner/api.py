@@ -229,7 +229,7 @@ def capacity(
     *,
     requests: str | PathLike[str],
     slo_ttft: float | str,
-    strategy: str | Strategy = "kvr-s",
+    strategies: Sequence[str | Strategy] | None = None,
     table: str | PathLike[str] | PartitionTable | None = None,
     on_progress: Callable[[str], None] | None = None,
     **options: Any,
@@ -238,7 +238,7 @@ def capacity(
 
     requests: a trace, or "synthetic:...".
     slo_ttft: seconds, or text such as "2s".
-    strategy: what groups run besides a single GPU and TSP, as in simulate; its chunks are searched.
+    strategies: what groups may run, as in plan; None: all that take no long search.
     on_progress: called with what is being worked on.
     options: the other options of `kvrsim capacity`, with _ for -.
 
@@ -249,9 +249,10 @@ def capacity(
 
     about = {name: options.pop(name) for name in ScenarioArgs.__annotations__.keys() & options}
     scenario, warnings = make_scenario(ctx=1, gpus=1, **about)
+    options = {"gpus_per_node": scenario.cluster.gpus_per_node} | options
     request = make_request(requests=str(requests), slo_ttft=slo_ttft, **options)
     return plan_capacity(
-        scenario, request, strategy=strategy, table=_table(table), warnings=warnings, on_progress=on_progress
+        scenario, request, strategies=strategies, table=_table(table), warnings=warnings, on_progress=on_progress
     )
 
 

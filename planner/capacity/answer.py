@@ -13,13 +13,17 @@ from kvrsim.io.schema import fields_to_json
 from kvrsim.program.operations import Array
 from kvrsim.results.question import Question
 from planner.capacity.confidence import Interval
+from planner.capacity.decode_fleet import DecodeFleet
+from planner.capacity.fleet.layouts import WHOLE
 from planner.capacity.workloads.workload import Lengths
 
 if TYPE_CHECKING:
     import pandas
 
 
-Cause = Literal["memory", "alone", "queue", "interval", "failures", "mixed"]  # why groups do not meet the target
+Cause = Literal[
+    "memory", "alone", "queue", "interval", "failures", "mixed", "decode"
+]  # why groups do not meet the target
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,10 +32,16 @@ class GroupAnswer:
 
     gpus_per_group: int
     replicas: int
+    weights: str  # how the weights lie on a group: whole, or as engines name it, such as tp4 or tp2+pp4
     strategy: str  # the one that takes most of their time
     strategies: Mapping[str, float]  # share of their time, by strategy
     context_range: tuple[int, int]  # new tokens (context less cached prefix), both ends included
     requests: int  # served by them
+
+    def groups(self) -> str:
+        """In words: "3 × 8 GPUs (tp4+kvr-s)"."""
+        named = "" if self.weights == WHOLE else f" ({self.strategy})"
+        return f"{self.replicas} × {self.gpus_per_group} GPU{'s' * (self.gpus_per_group > 1)}{named}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +74,8 @@ class FleetAnswer:
     retried: int  # requests restarted after a failure
     lost_gpu_s: float  # GPU time lost to failures
     unserved: int  # requests that fit in no group's memory, or were given up; they count as late
+    p50_kv_transfer_s: float | None  # from the first token until the cache has left; None: not counted
+    p99_kv_transfer_s: float | None
     curves: Curves | None = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -74,7 +86,9 @@ class FleetAnswer:
         content |= {"target_ttft_s": _finite(self.target.value_s)}
         content |= {"target_low_s": self.target.low_s, "target_high_s": self.target.high_s}
         return content | fields_to_json(
-            self, "in_time", "goodput_per_s", "requests", "retried", "lost_gpu_s", "unserved"
+            self,
+            *("in_time", "goodput_per_s", "requests", "retried", "lost_gpu_s", "unserved"),
+            *("p50_kv_transfer_s", "p99_kv_transfer_s"),
         )
 
     def describe(self) -> str:
@@ -83,7 +97,7 @@ class FleetAnswer:
         for group in self.groups:
             low, high = group.context_range
             sent = "" if len(self.groups) == 1 else f" for {low} to {high} tokens"
-            parts.append(f"{group.replicas} × {group.gpus_per_group} GPU{'s' * (group.gpus_per_group > 1)}{sent}")
+            parts.append(f"{group.groups()}{sent}")
         return ", ".join(parts)
 
 
@@ -101,7 +115,7 @@ class Point:
 class Infeasible:
     """Groups that do not meet the target, and why."""
 
-    gpus_per_group: int | None  # None: mixed fleets
+    gpus_per_group: int | None  # None: mixed fleets, or the fleet that decodes
     code: Cause
     reason: str  # without naming the groups
 
@@ -123,6 +137,16 @@ def groups_of(sizes: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KvTransfer:
+    """What goes from the fleet that prefills to the one that decodes."""
+
+    bytes_per_s_a_gpu: float  # as given
+    mean_bytes: float  # of a request's cache
+    max_bytes: float
+    mean_bytes_per_s: float | None  # of all requests together; None: they all arrive at once
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CapacityPlan:
     """The answer to `kvrsim capacity`."""
 
@@ -140,6 +164,8 @@ class CapacityPlan:
     infeasible: tuple[Infeasible, ...]
     pareto: tuple[Point, ...]  # cheapest first
     workload: Mapping[str, Any]  # summary and histogram of the requests
+    kv_transfer: KvTransfer | None  # None: not counted
+    decode_fleet: DecodeFleet | None  # None: not asked for, or none meets its target
     decoding: str  # how decoding occupies the groups, in words
     dispatch: str  # the dispatching rule, in words
     interval_meaning: str
@@ -150,14 +176,24 @@ class CapacityPlan:
 
     @property
     def feasible(self) -> bool:
-        """Whether some fleet meets the target."""
-        return self.answer is not None
+        """Whether some fleet meets the target and, where its TPOT was given, some fleet decodes."""
+        return self.answer is not None and all(one.code != "decode" for one in self.infeasible)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         fleets = ("answer", "alternatives", "infeasible", "nearest_miss", "pareto")
         about = ("model", "profile", "cluster", "slo_ttft_s", "percentile", "objective")
-        rest = ("workload", "decoding", "dispatch", "interval_meaning", "simulated_requests", "seconds", "rests_on")
+        rest = (
+            "workload",
+            "kv_transfer",
+            "decode_fleet",
+            "decoding",
+            "dispatch",
+            "interval_meaning",
+            "simulated_requests",
+            "seconds",
+            "rests_on",
+        )
         content = self.question.header() | fields_to_json(self, *fleets, *about) | self.memory_limit.to_dict()
         return content | fields_to_json(self, *rest, "warnings")
 

@@ -1,4 +1,4 @@
-"""DesignSearch: the cheapest fleet, uniform ones of every group size, then mixed ones by prompt length.
+"""DesignSearch: the cheapest fleet, uniform ones of every kind of group, then mixed ones by prompt length.
 
 A percentile target is met if at most a certain number of requests is late. Length buckets have separate queues, so
 their numbers of late requests add up, and each bucket is simulated once for each number of groups, whatever it is
@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from planner.capacity.evaluations import Design, Evaluations, LengthBucket
-from planner.capacity.fleet.fleet import GroupPlan
+from planner.capacity.fleet.fleet import GroupPlan, percentile_of
+from planner.capacity.fleet.layouts import Kind
 
 _REQUEST_QUANTILES = (0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99)
 _WORK_QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
@@ -70,10 +71,32 @@ class DesignSearch:
     def __init__(self, evaluations: Evaluations, limits: Limits) -> None:
         self.evaluations, self.limits = evaluations, limits
         self.longest = max(int(workload.new_tokens.max()) for workload in evaluations.workloads)
+        self.kinds = [kind for size in limits.sizes for kind in evaluations.times.kinds(size)]
 
     def uniform(self) -> list[Design]:
-        """Designs of a single bucket, one a group size."""
-        return [(LengthBucket(gpus_per_group=size, least_new=1, most_new=self.longest),) for size in self.limits.sizes]
+        """Designs of a single bucket, one a kind of group."""
+        return [self._cut((kind,), ()) for kind in self.kinds]
+
+    def best_kinds(self) -> list[Kind]:
+        """Of each group size, the kind with the least load and the one with the fastest prompts."""
+        designs = {kind: self._cut((kind,), ()) for kind in self.kinds}
+
+        def load(kind: Kind) -> tuple[float, float]:
+            return -self._served(kind), self.evaluations.load(designs[kind], 0)
+
+        def slowest_s(kind: Kind) -> tuple[float, float]:
+            alone_s = self.evaluations.ttft_alone_s(kind)
+            return -self._served(kind), percentile_of(alone_s, self.evaluations.target.percentile)
+
+        chosen = set()
+        for size in self.limits.sizes:
+            if alike := [kind for kind in self.kinds if kind.gpus == size and self._served(kind)]:
+                chosen |= {min(alike, key=load), min(alike, key=slowest_s)}
+        return [kind for kind in self.kinds if kind in chosen]
+
+    def _served(self, kind: Kind) -> int:
+        """Requests that fit in the memory of such groups."""
+        return int(np.isfinite(self.evaluations.ttft_alone_s(kind)).sum())
 
     def fits(self, designs: Iterable[Design], fits: Sequence[Fit] = ()) -> list[Fit]:
         """Known fits and those of the designs that meet the target at no higher cost, best first."""
@@ -86,12 +109,13 @@ class DesignSearch:
 
     def mixed(self, fits: Sequence[Fit]) -> list[Fit]:
         """Known fits, two buckets at every cut, the best of them with finer cuts, then three buckets."""
-        pairs = list(itertools.combinations_with_replacement(self.limits.sizes, 2))
+        kinds = self.best_kinds()
+        pairs = [(short, long) for short, long in itertools.product(kinds, kinds) if short.gpus <= long.gpus]
         found = self.fits((self._cut(pair, (cut,)) for cut in self._cuts() for pair in pairs), fits)
         best = [fit for fit in found if len(fit.design) == 2][:_REFINED]
         found = self.fits((design for fit in best for design in self._finer(fit.design)), found)
         best = [fit for fit in found if len(fit.design) == 2][:_REFINED]
-        return self.fits((design for fit in best for design in self._in_three(fit.design)), found)
+        return self.fits((design for fit in best for design in self._in_three(fit.design, kinds)), found)
 
     def fit(self, design: Design, at_most: float = math.inf) -> Fit | None:
         """The cheapest replicas with which a design meets the target; None: there are none."""
@@ -164,7 +188,7 @@ class DesignSearch:
             if misses <= allowed and gpus <= self.limits.max_gpus:
                 asked = sum(map(_product, cost, replicas)), misses, replicas
                 best = asked if best is None else min(best, asked)
-        if best is None:
+        if best is None or (len(design) > 1 and 0 in best[2]):  # the latter is a design of fewer buckets
             return None
         return Fit(design=design, replicas=best[2], cost=best[0], misses=best[1])
 
@@ -173,12 +197,18 @@ class DesignSearch:
         load = self.evaluations.load(design, index)
         return math.ceil(_SAFE_LOAD * load) if load else 0
 
-    def _cut(self, sizes: Sequence[int], cuts: Sequence[int]) -> Design:
-        """Buckets of these group sizes, cut at these lengths."""
+    def _cut(self, kinds: Sequence[Kind], cuts: Sequence[int]) -> Design:
+        """Buckets of these kinds of groups, cut at these lengths."""
         ends = (0, *cuts, self.longest)
         return tuple(
-            LengthBucket(gpus_per_group=size, least_new=ends[bucket] + 1, most_new=ends[bucket + 1], number=bucket)
-            for bucket, size in enumerate(sizes)
+            LengthBucket(
+                gpus_per_group=kind.gpus,
+                weights=kind.weights,
+                least_new=ends[bucket] + 1,
+                most_new=ends[bucket + 1],
+                number=bucket,
+            )
+            for bucket, kind in enumerate(kinds)
         )
 
     def _cuts(self) -> list[int]:
@@ -193,22 +223,22 @@ class DesignSearch:
         return sorted({cut for cut in cuts if 1 <= cut < self.longest})
 
     def _finer(self, design: Design) -> Iterator[Design]:
-        """The same group sizes with nearby cuts."""
+        """The same kinds of groups with nearby cuts."""
         cut = design[0].most_new
-        sizes = tuple(bucket.gpus_per_group for bucket in design)
+        kinds = tuple(bucket.kind for bucket in design)
         for near in self._usable(_rounded(int(cut * 2.0**step)) for step in (-0.5, -0.25, -0.125, 0.125, 0.25, 0.5)):
-            yield self._cut(sizes, (near,))
+            yield self._cut(kinds, (near,))
 
-    def _in_three(self, design: Design) -> Iterator[Design]:
+    def _in_three(self, design: Design, kinds: Sequence[Kind]) -> Iterator[Design]:
         """Designs that split either bucket in two."""
         cut = design[0].most_new
-        short, long = (bucket.gpus_per_group for bucket in design)
+        short, long = (bucket.kind for bucket in design)
         for other in self._cuts():
-            for size in self.limits.sizes:
-                if other < cut and size <= short:
-                    yield self._cut((size, short, long), (other, cut))
-                if other > cut and short <= size <= long:
-                    yield self._cut((short, size, long), (cut, other))
+            for kind in kinds:
+                if other < cut and kind.gpus <= short.gpus:
+                    yield self._cut((kind, short, long), (other, cut))
+                if other > cut and short.gpus <= kind.gpus <= long.gpus:
+                    yield self._cut((short, kind, long), (cut, other))
 
 
 def _product(a: float, b: float) -> float:

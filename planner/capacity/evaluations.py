@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvrsim.program.operations import Array
+from planner.capacity.fleet.decoding import Decoding
 from planner.capacity.fleet.fast import run_pool
 from planner.capacity.fleet.fleet import Conditions, FleetRun, GroupPlan, Indices, route, run_fleet
+from planner.capacity.fleet.layouts import WHOLE, Kind
 from planner.capacity.fleet.service import Service
-from planner.capacity.fleet.times import Decoding, ServiceTimes
+from planner.capacity.fleet.times import ServiceTimes
 from planner.capacity.workloads.workload import Workload
 
 
@@ -30,12 +32,18 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthBucket:
-    """Prompts of a range of new tokens (ends included) on groups of one size."""
+    """Prompts of a range of new tokens (ends included) on groups of one kind."""
 
     gpus_per_group: int
     least_new: int
     most_new: int
     number: int = 0  # index in its design
+    weights: str = WHOLE  # how the weights lie on a group
+
+    @property
+    def kind(self) -> Kind:
+        """Size and layout of the groups."""
+        return Kind(self.gpus_per_group, self.weights)
 
     def with_replicas(self, replicas: int) -> GroupPlan:
         """Groups that serve the bucket."""
@@ -45,6 +53,7 @@ class LengthBucket:
             least_new=self.least_new,
             most_new=self.most_new,
             bucket=self.number,
+            weights=self.weights,
         )
 
 
@@ -62,7 +71,7 @@ class Evaluations:
     decoding: Decoding = field(default_factory=Decoding)
     pack_tokens: int = 0
     simulated: int = 0  # requests, over all simulations
-    _services: dict[int, list[Service]] = field(default_factory=dict)
+    _services: dict[Kind, list[Service]] = field(default_factory=dict)
     _members: dict[tuple[object, ...], list[Indices]] = field(default_factory=dict)
     _misses: dict[tuple[object, ...], int] = field(default_factory=dict)
 
@@ -76,13 +85,14 @@ class Evaluations:
         """Requests of all workloads together that may be late."""
         return self.target.allowed(self.requests)
 
-    def services(self, num_gpus: int) -> list[Service]:
-        """Service times of each workload on groups of that size."""
-        if num_gpus not in self._services:
-            self._services[num_gpus] = [
-                self.times.service(num_gpus, workload, self.decoding, self.pack_tokens) for workload in self.workloads
+    def services(self, kind: Kind) -> list[Service]:
+        """Service times of each workload on such groups."""
+        if kind not in self._services:
+            self._services[kind] = [
+                self.times.service(kind.gpus, workload, self.decoding, self.pack_tokens, kind.weights)
+                for workload in self.workloads
             ]
-        return self._services[num_gpus]
+        return self._services[kind]
 
     def members(self, design: Design, index: int) -> list[Indices]:
         """Indices of the requests that one bucket of a design serves, one array a workload."""
@@ -91,7 +101,7 @@ class Evaluations:
             plans = [bucket.with_replicas(1) for bucket in design]
             found = []
             for number, workload in enumerate(self.workloads):
-                services = {bucket.gpus_per_group: self.services(bucket.gpus_per_group)[number] for bucket in design}
+                services = {bucket.kind: self.services(bucket.kind)[number] for bucket in design}
                 found.append(np.flatnonzero(route(workload.new_tokens, services, plans) == index))
             self._members[key] = found
         return self._members[key]
@@ -99,7 +109,7 @@ class Evaluations:
     def _key(self, design: Design, index: int) -> tuple[object, ...]:
         """A cache key; where all requests fit in memory everywhere, it is the same for equal buckets of all designs."""
         everywhere = all(
-            np.isfinite(service.ttft_s).all() for bucket in design for service in self.services(bucket.gpus_per_group)
+            np.isfinite(service.ttft_s).all() for bucket in design for service in self.services(bucket.kind)
         )
         return (design[index],) if everywhere else (*design, index)
 
@@ -109,15 +119,13 @@ class Evaluations:
 
     def late_alone(self, design: Design, index: int) -> int:
         """Requests of a bucket that are late even without a queue."""
-        gpus = design[index].gpus_per_group
-        pairs = zip(self.services(gpus), self.members(design, index), strict=True)
+        pairs = zip(self.services(design[index].kind), self.members(design, index), strict=True)
         return sum(int((service.ttft_s[mine] > self.target.slo_s).sum()) for service, mine in pairs)
 
     def load(self, design: Design, index: int) -> float:
         """Average number of busy groups of a bucket, if all work ends when the last request is due."""
-        gpus = design[index].gpus_per_group
         busy_s = 0.0
-        for service, mine in zip(self.services(gpus), self.members(design, index), strict=True):
+        for service, mine in zip(self.services(design[index].kind), self.members(design, index), strict=True):
             share = np.array(service.overlap.busy)[service.length_class[mine]]
             busy_s += float((service.ttft_s[mine] * share + service.hold_s[mine]).sum())
         return busy_s / sum(workload.duration_s + self.target.slo_s for workload in self.workloads)
@@ -130,7 +138,7 @@ class Evaluations:
             for number, mine in enumerate(self.members(design, index)):
                 if len(mine):
                     arrival_s = self.workloads[number].arrival_s[mine]
-                    service = self.services(design[index].gpus_per_group)[number].of(mine)
+                    service = self.services(design[index].kind)[number].of(mine)
                     pool = self.conditions.pool(
                         arrival_s, service, replicas, replication=number, bucket=design[index].number
                     )
@@ -144,11 +152,11 @@ class Evaluations:
         """Simulations of a whole fleet, one a workload."""
         found = []
         for number, workload in enumerate(self.workloads):
-            services = {plan.gpus_per_group: self.services(plan.gpus_per_group)[number] for plan in plans}
+            services = {plan.kind: self.services(plan.kind)[number] for plan in plans}
             found.append(run_fleet(workload, services, plans, self.conditions, replication=number))
             self.simulated += len(workload)
         return found
 
-    def ttft_alone_s(self, num_gpus: int) -> Array:
+    def ttft_alone_s(self, kind: Kind) -> Array:
         """TTFTs without queueing, of all workloads."""
-        return np.concatenate([service.ttft_s for service in self.services(num_gpus)])
+        return np.concatenate([service.ttft_s for service in self.services(kind)])

@@ -14,6 +14,7 @@ from planner.capacity.confidence import Interval, of_replications, of_trace
 from planner.capacity.designs import MANY, DesignSearch, Fit
 from planner.capacity.evaluations import Design, Evaluations
 from planner.capacity.fleet.fleet import FleetRun, GroupPlan, percentile_of
+from planner.capacity.fleet.layouts import WHOLE
 from planner.capacity.fleet.times import ServiceTimes
 from planner.capacity.request import CapacityRequest
 from planner.capacity.workloads.workload import Workload
@@ -90,6 +91,8 @@ class FleetSearch:
             retried=sum(int((run.retries > 0).sum()) for run in runs),
             lost_gpu_s=sum(run.lost_gpu_s for run in runs),
             unserved=sum(run.unserved for run in runs),
+            p50_kv_transfer_s=self._transfer_s(plans, runs, 50),
+            p99_kv_transfer_s=self._transfer_s(plans, runs, 99),
             curves=Curves(
                 arrival_s=workload.arrival_s,
                 begin_s=runs[0].begin_s,
@@ -121,14 +124,19 @@ class FleetSearch:
         return min((self.answer(plans) for plans in self._largest()), key=lambda answer: answer.target.value_s)
 
     def infeasible(self, fits: Sequence[Fit]) -> list[Infeasible]:
-        """Group sizes whose uniform fleets do not meet the target, and why."""
+        """Group sizes whose uniform fleets do not meet the target, and why; of each, the kind that serves most."""
         found = {fit.sizes[0] for fit in fits if len(fit.design) == 1}
-        reasons = []
+        nearest: dict[int, tuple[int, GroupPlan]] = {}
         for (plan,) in self._largest():
-            if plan.gpus_per_group not in found:
+            late = int((self.evaluations.ttft_alone_s(plan.kind) > self.request.target.slo_s).sum())
+            if plan.gpus_per_group not in nearest or late < nearest[plan.gpus_per_group][0]:
+                nearest[plan.gpus_per_group] = late, plan
+        reasons = []
+        for size, (_, plan) in nearest.items():
+            if size not in found:
                 code, reason = self._reason(plan)
-                reasons.append(Infeasible(gpus_per_group=plan.gpus_per_group, code=code, reason=reason))
-        tried_mixed = len(self.search.limits.sizes) > 1 and self.request.mixed
+                reasons.append(Infeasible(gpus_per_group=size, code=code, reason=reason))
+        tried_mixed = len(self.search.kinds) > 1 and self.request.mixed
         if not fits and tried_mixed and any(one.code != "memory" for one in reasons):
             reason = "fleets of two or three sizes of group do not meet it either"
             reasons.append(Infeasible(gpus_per_group=None, code="mixed", reason=reason))
@@ -160,7 +168,8 @@ class FleetSearch:
         words = []
         for plan in plans:
             sent = "" if len(plans) == 1 else f" for {plan.least_new} to {plan.most_new} tokens"
-            words.append(f"{plan.replicas} × {plan.gpus_per_group}{sent}")
+            layout = "" if plan.weights == WHOLE else f" ({plan.weights})"
+            words.append(f"{plan.replicas} × {plan.gpus_per_group}{layout}{sent}")
         return Point(
             num_gpus=sum(plan.num_gpus for plan in plans),
             cost_per_hour=sum(prices[plan.gpus_per_group] * plan.num_gpus for plan in plans) if prices else None,
@@ -174,10 +183,21 @@ class FleetSearch:
             return of_trace(ttft_s, percentile, self.request.seed)
         return of_replications([run.ttft_s for run in runs], percentile)
 
+    def _transfer_s(self, plans: Sequence[GroupPlan], runs: Sequence[FleetRun], percentile: float) -> float | None:
+        """That percentile of the time from the first token until the cache has left, of requests that are served."""
+        if self.evaluations.decoding.transfer is None:
+            return None
+        each = [
+            service.hold_s[run.pool == index]
+            for index, plan in enumerate(plans)
+            for service, run in zip(self.evaluations.services(plan.kind), runs, strict=True)
+        ]
+        return percentile_of(served, percentile) if len(served := np.concatenate(each)) else None
+
     def _group(self, plan: GroupPlan, index: int, runs: Sequence[FleetRun]) -> GroupAnswer:
         seconds: dict[str, float] = {}
         requests = 0
-        for service, run in zip(self.evaluations.services(plan.gpus_per_group), runs, strict=True):
+        for service, run in zip(self.evaluations.services(plan.kind), runs, strict=True):
             mine = run.pool == index
             requests += int(mine.sum())
             spent = np.bincount(service.length_class[mine], service.ttft_s[mine], minlength=len(service.strategies))
@@ -189,6 +209,7 @@ class FleetSearch:
         return GroupAnswer(
             gpus_per_group=plan.gpus_per_group,
             replicas=plan.replicas,
+            weights=plan.weights,
             strategy=next(iter(shares), "none"),
             strategies=shares,
             context_range=(plan.least_new, plan.most_new),
@@ -196,7 +217,7 @@ class FleetSearch:
         )
 
     def _largest(self) -> list[tuple[GroupPlan, ...]]:
-        """For each size, a uniform fleet of as many groups as the limits allow."""
+        """For each kind of group, a uniform fleet of as many groups as the limits allow."""
         most = self.search.limits.max_gpus
         return [(design[0].with_replicas(most // design[0].gpus_per_group),) for design in self.search.uniform()]
 
@@ -205,7 +226,7 @@ class FleetSearch:
         target, size = self.request.target, plan.gpus_per_group
         name = f"{target.percentile:g} % of the TTFTs"
         above = f"above {target.slo_s:g} s"
-        alone = self.evaluations.ttft_alone_s(size)
+        alone = self.evaluations.ttft_alone_s(plan.kind)
         never = int(np.isinf(alone).sum())
         late = int((alone > target.slo_s).sum())
         if never > self.evaluations.allowed:
@@ -225,7 +246,7 @@ class FleetSearch:
                 "failures",
                 f"with {plan.num_gpus} GPUs {answer.unserved} requests are never served: groups fail too often",
             )
-        load = self.evaluations.load(((self.search.uniform()[self.search.limits.sizes.index(size)])[0],), 0)
+        load = self.evaluations.load(self.search.uniform()[self.search.kinds.index(plan.kind)], 0)
         busy = f"{load * size:.3g} GPUs would be busy all the time"
         return "queue", f"with {plan.num_gpus} GPUs {name} take up to {reached:.3g} s, {above} ({busy})"
 

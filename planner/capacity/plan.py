@@ -12,11 +12,14 @@ import numpy as np
 from kvrsim.errors import InputError
 from kvrsim.results.question import Question
 from kvrsim.scenario import Scenario
-from kvrsim.strategies import KVR_S, Strategy, searched
+from kvrsim.strategies import KVR_S, Strategy, label_of
 from kvrsim.text import without
-from planner.capacity.answer import CapacityPlan, Infeasible, groups_of
+from planner.capacity.answer import CapacityPlan, FleetAnswer, Infeasible, KvTransfer, groups_of
 from planner.capacity.confidence import MEANING_OF_DRAWN, MEANING_OF_TRACE
-from planner.capacity.designs import DesignSearch
+from planner.capacity.decode_fleet import Decoded, DecodeFleet, decode_fleet
+from planner.capacity.designs import DesignSearch, Limits
+from planner.capacity.fleet.decoding import Decoding, Transfer
+from planner.capacity.fleet.layouts import WHOLE, Choice
 from planner.capacity.fleet.times import ServiceTimes
 from planner.capacity.fleet_search import FleetSearch, evaluations_of
 from planner.capacity.request import CapacityRequest
@@ -31,37 +34,33 @@ DISPATCH = {
     "first-come": "each range of lengths has its own queue, first come, first served",
     "shortest-first": "each range of lengths has its own queue, fewest new tokens first",
 }
-WHOLE_WEIGHTS = (
-    "groups run single, tsp or {}, whose GPUs each hold all weights; tensor or pipeline parallelism needs less"
-    " memory, see kvrsim plan --strategies all"
-)
 
 
 def plan_capacity(
     scenario: Scenario,
     request: CapacityRequest,
     *,
-    strategy: str | Strategy = KVR_S,
+    strategies: Sequence[str | Strategy] | None = None,
     table: PartitionTable | None = None,
     warnings: Sequence[str] = (),
     on_progress: Callable[[str], None] | None = None,
 ) -> CapacityPlan:
     """Search the cheapest fleet that meets the target.
 
-    strategy: what groups run besides a single GPU and TSP; its chunks are searched over single GPUs. table: its
-    partitions, as KVR-P; None: partitions are searched. on_progress: called with the name of each stage. Raises
-    InputError where the table has no entries for a group size.
+    strategies: what groups may run, as in make_plan; None: the usual ones. table: partitions of KVR-S, as KVR-P; None:
+        they are searched. on_progress: called with the name of each stage. Raises InputError where no group size has
+        a strategy, or the table has no entries for a group size.
     """
     begin_s = time.perf_counter()
-    chosen = searched(strategy)
-    if chosen.approximate is not None:  # it would compete with exact ones
-        raise InputError("strategy", chosen.name, f"an exact strategy; this one is approximate: {chosen.approximate}")
+    choice = Choice(asked=None if strategies is None else tuple(strategies), table=table)
+    request = replace(request, limits=_limits(scenario, choice, request.limits))
     tell = on_progress or (lambda _: None)
     count = request.replications if request.source.is_random else 1
     workloads = [request.source.workload(request.seed, number) for number in range(count)]
-    notes = [*_about_setting(warnings), *_about_table(scenario, table, chosen, request.limits.sizes)]
+    notes = [*_about_setting(warnings), *_about_table(scenario, choice, request.limits.sizes)]
+    request = replace(request, decoding=_decoding(scenario, request))
     least = max(1, request.pack_tokens)
-    times = ServiceTimes.for_workloads(scenario, workloads, at_least=least, table=table, searched=chosen)
+    times = ServiceTimes.for_workloads(scenario, workloads, at_least=least, choice=choice)
     tell("times of groups")
     evaluations = evaluations_of(request, workloads, times)
     search = FleetSearch(request, evaluations, DesignSearch(evaluations, request.limits))
@@ -76,16 +75,19 @@ def plan_capacity(
     asked = replace(scenario.request, context_len=longest, cached_prefix=0)
     largest = replace(scenario.on_gpus(max(request.limits.sizes)), request=asked)
     infeasible = tuple(search.infeasible(fits))
+    decodes = _decode_fleet(scenario, request, workloads[0], met[0]) if met else None
+    if isinstance(decodes, str):
+        infeasible = (*infeasible, Infeasible(gpus_per_group=None, code="decode", reason=decodes))
     unnamed = [size for size in request.limits.sizes if (size, "memory") not in _causes(infeasible)]
     notes += [*_notes(scenario, workloads[0], times, request.limits.sizes), *_about_memory(workloads, times, unnamed)]
-    if len(unnamed) < len(request.limits.sizes):
-        notes.append(WHOLE_WEIGHTS.format(chosen.name))
+    if left_out := choice.left_out(largest):
+        notes.append(f"not tried: {', '.join(left_out)}; --strategies tries those that it names, or all")
     objective: Literal["cost", "gpus"] = "cost" if request.limits.by_cost else "gpus"
     return CapacityPlan(
         question=Question.of(
             largest,
             seed=request.seed,
-            strategy=chosen.name,
+            strategies=None if strategies is None else [label_of(one) for one in strategies],
             slo_ttft_s=request.target.slo_s,
             percentile=request.target.percentile,
             objective=objective,
@@ -104,6 +106,8 @@ def plan_capacity(
         infeasible=infeasible,
         pareto=search.front(fits),
         workload=workloads[0].summary(),
+        kv_transfer=_transfer(request.decoding, workloads),
+        decode_fleet=decodes if isinstance(decodes, DecodeFleet) else None,
         decoding=request.decoding.describe(),
         dispatch=_dispatch(request),
         interval_meaning=MEANING_OF_DRAWN if request.source.is_random else MEANING_OF_TRACE,
@@ -142,18 +146,67 @@ def _about_setting(notes: Sequence[str]) -> list[str]:
     return without(notes, "context-range")
 
 
-def _about_table(
-    scenario: Scenario, table: PartitionTable | None, strategy: Strategy, sizes: Sequence[int]
-) -> list[str]:
+def _decoding(scenario: Scenario, request: CapacityRequest) -> Decoding:
+    """As asked, with the model's cache where its transfer counts."""
+    if request.kv_transfer_bytes_per_s is None:
+        return request.decoding
+    width = scenario.request.dtype_bytes
+    transfer = Transfer(model=scenario.model, bytes_per_s=request.kv_transfer_bytes_per_s, element_bytes=width)
+    return replace(request.decoding, transfer=transfer)
+
+
+def _transfer(decoding: Decoding, workloads: Sequence[Workload]) -> KvTransfer | None:
+    if decoding.transfer is None:
+        return None
+    nbytes = np.concatenate([decoding.transfer.nbytes(workload.context_len) for workload in workloads])
+    duration_s = sum(workload.duration_s for workload in workloads)
+    return KvTransfer(
+        bytes_per_s_a_gpu=decoding.transfer.bytes_per_s,
+        mean_bytes=float(nbytes.mean()),
+        max_bytes=float(nbytes.max()),
+        mean_bytes_per_s=float(nbytes.sum()) / duration_s if duration_s else None,
+    )
+
+
+def _decode_fleet(
+    scenario: Scenario, request: CapacityRequest, workload: Workload, prefills: FleetAnswer
+) -> DecodeFleet | str | None:
+    """The fleet that decodes what another one prefilled, or why there is none; None: it was not asked for."""
+    if request.tpot_s is None:
+        return None
+    assert prefills.curves is not None
+    decoded = Decoded(
+        first_token_s=workload.arrival_s + prefills.curves.ttft_s,
+        context_len=workload.context_len,
+        output_tokens=workload.output_tokens,
+    )
+    if not decoded.steps.any():
+        raise InputError("tpot", request.tpot_s, "with requests of more than one output token")
+    return decode_fleet(scenario, request.limits, decoded, request.tpot_s)
+
+
+def _limits(scenario: Scenario, choice: Choice, limits: Limits) -> Limits:
+    """The limits with the group sizes that some strategy can run on; raises InputError where there are none."""
+    sizes = tuple(size for size in limits.sizes if choice.layouts(scenario.on_gpus(size)))
+    if not sizes:
+        named = ",".join(label_of(one) for one in choice.asked or ())
+        raise InputError("strategies", named, f"a strategy that runs on {groups_of(limits.sizes)}")
+    return replace(limits, sizes=sizes)
+
+
+def _about_table(scenario: Scenario, choice: Choice, sizes: Sequence[int]) -> list[str]:
     """A note where the table has another setting; raises InputError where it lacks a group size."""
+    table = choice.table
     if table is None:
         return []
     if missing := [size for size in sizes if size > 1 and size not in table.gpu_counts]:
         has = ", ".join(map(str, table.gpu_counts))
         raise InputError("group_sizes", missing[0], f"1 and the numbers of GPUs that the table has: {has}")
     asked = replace(scenario, request=replace(scenario.request, cached_prefix=table.setting.cached_prefix))
-    others = table.setting.differences(asked, strategy.name)
-    name = "kvr-p" if strategy is KVR_S else strategy.name
+    layouts = choice.layouts(scenario.on_gpus(max(sizes))).get(WHOLE, ())
+    searched = [one.name for one in layouts if one.partition_rule == "search"] or [KVR_S.name]
+    others = table.setting.differences(asked, searched[0])
+    name = "kvr-p" if searched[0] == KVR_S.name else searched[0]
     return [f"{name}: the table was made for another setting: {'; '.join(others)}"] if others else []
 
 
@@ -166,7 +219,7 @@ def _about_memory(workloads: Sequence[Workload], times: ServiceTimes, sizes: Seq
     found: dict[str, list[int]] = {}
     for size in sizes:
         over = [
-            workload.context_len[np.isinf(times.seconds(size, workload.new_tokens, workload.cached_prefix))]
+            workload.context_len[np.isinf(times.least_s(size, workload.new_tokens, workload.cached_prefix))]
             for workload in workloads
         ]
         lengths = np.concatenate(over)

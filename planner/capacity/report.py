@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 
 from kvrsim.io.files import write_atomically
-from kvrsim.units import format_seconds
+from kvrsim.units import format_bandwidth, format_bytes, format_seconds
 from planner.capacity.answer import CapacityPlan, FleetAnswer
 from planner.capacity.plots import PANELS, picture
 
@@ -89,13 +89,36 @@ def losses(fleet: FleetAnswer) -> str | None:
     return ", ".join(parts) or None
 
 
+def decodes(plan: CapacityPlan) -> str | None:
+    """The fleet that decodes in one line; None: it was not asked for, or there is none."""
+    fleet = plan.decode_fleet
+    if fleet is None:
+        return None
+    limit = {"memory": "memory limits it", "tpot": "the TPOT limits it", "requests": "all at once"}[fleet.limited_by]
+    count = f"{fleet.num_gpus} GPU{'s' * (fleet.num_gpus > 1)}: {fleet.replicas} × {fleet.gpus_per_group}"
+    return (
+        f"{count} ({fleet.strategy}), batches of {fleet.batch} ({limit}), {format_seconds(fleet.step_s)} a step at"
+        f" {fleet.context_tokens} tokens; at most {fleet.sequences_at_once} sequences at once, TPOT at most"
+        f" {format_seconds(fleet.tpot_s)}"
+    )
+
+
+def transfers(plan: CapacityPlan) -> str | None:
+    """What leaves for the fleet that decodes in one line; None: not counted."""
+    sent, fleet = plan.kv_transfer, plan.first
+    if sent is None or fleet.p50_kv_transfer_s is None or fleet.p99_kv_transfer_s is None:
+        return None
+    rate = "" if sent.mean_bytes_per_s is None else f", {format_bandwidth(sent.mean_bytes_per_s)} in all"
+    after = f"{format_seconds(fleet.p50_kv_transfer_s)} (p50) and {format_seconds(fleet.p99_kv_transfer_s)} (p99)"
+    return f"{format_bytes(sent.mean_bytes)} a request{rate}; gone {after} after the first token"
+
+
 def groups_of_fleet(fleet: FleetAnswer) -> Iterable[tuple[str, str, str, str]]:
     """One row a length bucket: new tokens, groups, strategies by share of time, requests."""
     for group in fleet.groups:
         low, high = group.context_range
-        groups = f"{group.replicas} × {group.gpus_per_group} GPU{'s' * (group.gpus_per_group > 1)}"
         strategies = ", ".join(f"{name} {share:.0%}" for name, share in group.strategies.items()) or "none"
-        yield f"{low} to {high}", groups, strategies, str(group.requests)
+        yield f"{low} to {high}", group.groups(), strategies, str(group.requests)
 
 
 def format_time(seconds: float) -> str:
@@ -109,6 +132,7 @@ def _fleets(plan: CapacityPlan) -> Iterable[str]:
     yield "<h2>Fleets</h2>"
     yield _table(_COLUMNS, [_fleet_row(fleet) for fleet in (plan.first, *plan.alternatives)], numbers_from=1)
     told = {"Interval": interval(plan), "Requests": losses(plan.first)}
+    told |= {"KV-cache": transfers(plan), "Fleet that decodes": decodes(plan)}
     yield from (f"<p>{label}: {escape(text)}.</p>" for label, text in told.items() if text is not None)
     yield "<h2>Where prompts go</h2>"
     titles = ("new tokens", "groups × GPUs", "strategy, share of time", "requests")

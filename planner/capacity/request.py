@@ -8,11 +8,11 @@ from typing import cast
 
 from kvrsim.choices import DECODES, FLEET_OBJECTIVES, ORDERS, Order
 from kvrsim.errors import InputError
-from kvrsim.units import parse_count, parse_number, parse_seconds, parse_tokens
+from kvrsim.units import parse_bandwidth, parse_count, parse_number, parse_seconds, parse_tokens
 from planner.capacity.designs import Limits
 from planner.capacity.evaluations import Target
+from planner.capacity.fleet.decoding import Decoding
 from planner.capacity.fleet.fleet import Conditions
-from planner.capacity.fleet.times import Decoding
 from planner.capacity.workloads.source import Source
 
 DEFAULT_MAX_GPUS = 512
@@ -28,6 +28,8 @@ class CapacityRequest:
     limits: Limits = field(default_factory=Limits)
     conditions: Conditions = field(default_factory=Conditions)
     decoding: Decoding = field(default_factory=Decoding)
+    tpot_s: float | None = None  # target of the fleet that decodes; None: it is not sized
+    kv_transfer_bytes_per_s: float | None = None  # of one GPU, to that fleet; None: not counted
     pack_tokens: int = 0  # most new tokens of prompts that run together; 0: prompts run one by one
     replications: int = 5  # of synthetic requests
     seed: int = 0
@@ -41,13 +43,15 @@ def make_request(
     slo_ttft: float | str,
     percentile: float | str = 99,
     max_gpus: int | str | None = None,
-    group_sizes: str = "1,2,4,8",
+    group_sizes: str | None = None,
+    gpus_per_node: int | None = None,
     rate_scale: float | str = 1,
     time_compression: float | str = 1,
     price_per_gpu_hour: float | str | Mapping[int, float] | None = None,
     objective: str = "gpus",
     decode: str = "separate",
     tpot: float | str | None = None,
+    kv_transfer_bandwidth: float | str | None = None,
     batch_tokens: int | str | None = None,
     order: str = "first-come",
     mtbf: float | str | None = None,
@@ -58,7 +62,10 @@ def make_request(
     uniform_only: bool = False,
     seed: int = 0,
 ) -> CapacityRequest:
-    """Check all parameters and read the requests; raises InputError naming the parameter."""
+    """Check all parameters and read the requests; raises InputError naming the parameter.
+
+    gpus_per_node: where the cluster has nodes; the sizes of groups go up to two nodes by default.
+    """
     for value, argument, choices in (
         (decode, "decode", DECODES),
         (objective, "objective", FLEET_OBJECTIVES),
@@ -66,7 +73,7 @@ def make_request(
     ):
         if value not in choices:
             raise InputError(argument, value, f"one of {', '.join(choices)}")
-    sizes = _sizes(group_sizes)
+    sizes = _sizes(_usual_sizes(gpus_per_node) if group_sizes is None else group_sizes)
     most = DEFAULT_MAX_GPUS if max_gpus is None else _count(max_gpus, "max_gpus")
     if min(sizes) > most:
         raise InputError("max_gpus", most, f"at least the {min(sizes)} GPUs of the smallest group")
@@ -78,7 +85,10 @@ def make_request(
     target = Target(
         slo_s=_seconds(slo_ttft, "slo_ttft"), percentile=parse_number(percentile, "percentile", above=0, most=100)
     )
-    decoding = _decoding(decode, tpot)
+    tpot_s = None if tpot is None else _seconds(tpot, "tpot")
+    decoding = _decoding(decode, tpot_s)
+    if kv_transfer_bandwidth is not None and decode != "separate":
+        raise InputError("kv_transfer_bandwidth", kv_transfer_bandwidth, "only with `decode` separate")
     conditions = Conditions(
         order=cast("Order", order),
         slow_share=share,
@@ -97,6 +107,8 @@ def make_request(
         limits=Limits(sizes=sizes, max_gpus=most, prices=prices, by_cost=objective == "cost"),
         conditions=conditions,
         decoding=decoding,
+        tpot_s=tpot_s if decode == "separate" else None,
+        kv_transfer_bytes_per_s=None if kv_transfer_bandwidth is None else _bandwidth(kv_transfer_bandwidth),
         pack_tokens=0 if batch_tokens is None else _length(batch_tokens, "batch_tokens"),
         replications=_count(replications, "replications"),
         seed=seed,
@@ -105,14 +117,18 @@ def make_request(
     )
 
 
-def _decoding(decode: str, tpot: float | str | None) -> Decoding:
+def _decoding(decode: str, tpot_s: float | None) -> Decoding:
     if decode == "separate":
-        if tpot is not None:
-            raise InputError("tpot", tpot, "only with `decode` last-gpu")
         return Decoding()
-    if tpot is None:
+    if tpot_s is None:
         raise InputError("tpot", "nothing", "the time per output token, such as 30ms, with `decode` last-gpu")
-    return Decoding(seconds_per_token=_seconds(tpot, "tpot"))
+    return Decoding(seconds_per_token=tpot_s)
+
+
+def _usual_sizes(gpus_per_node: int | None) -> str:
+    """Powers of two up to 8 or, where there are nodes, up to two of them."""
+    most = 8 if gpus_per_node is None else min(2 * gpus_per_node, _MOST_GPUS_A_GROUP)
+    return ",".join(str(1 << power) for power in range(most.bit_length()))
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -159,6 +175,11 @@ def _seconds(value: float | str, argument: str) -> float:
     return (
         parse_seconds(value, argument) if isinstance(value, str) else parse_number(value, argument, above=0, most=1e9)
     )
+
+
+def _bandwidth(value: float | str) -> float:
+    argument = "kv_transfer_bandwidth"
+    return parse_bandwidth(value, argument) if isinstance(value, str) else parse_number(value, argument, above=0)
 
 
 def _count(value: int | str, argument: str) -> int:

@@ -9,7 +9,7 @@ import typer
 from kvrsim.choices import DECODES, FLEET_OBJECTIVES, ORDERS
 from kvrsim.cli.options import Json, Seed, Table, WorkloadOptions, takes
 from kvrsim.cli.outputs import print_json, write_beside
-from kvrsim.cli.parsing import check_output, check_plot, parse_seed, read_table
+from kvrsim.cli.parsing import check_output, check_plot, parse_seed, parse_strategies, read_table
 
 
 @takes(WorkloadOptions)
@@ -33,8 +33,13 @@ def capacity(
         str | None, typer.Option("--max-gpus", metavar="N", help="Largest fleet to consider. Default: 512.")
     ] = None,
     group_sizes: Annotated[
-        str, typer.Option("--group-sizes", metavar="N,N,...", help="Group sizes to consider.")
-    ] = "1,2,4,8",
+        str | None,
+        typer.Option(
+            "--group-sizes",
+            metavar="N,N,...",
+            help="Group sizes to consider. Default: 1,2,4,8 or, where the cluster has nodes, up to two of them.",
+        ),
+    ] = None,
     rate_scale: Annotated[
         str, typer.Option("--rate-scale", metavar="X", help="Multiply the number of requests in the same time.")
     ] = "1",
@@ -60,7 +65,19 @@ def capacity(
     ] = "separate",
     tpot: Annotated[
         str | None,
-        typer.Option("--tpot", metavar="TIME", help="Time per output token, such as 30ms; needs --decode last-gpu."),
+        typer.Option(
+            "--tpot",
+            metavar="TIME",
+            help="Time per output token, such as 30ms: the target of the fleet that decodes, or the last GPU's time.",
+        ),
+    ] = None,
+    kv_transfer_bandwidth: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-transfer-bandwidth",
+            metavar="BANDWIDTH",
+            help="Count the KV-cache's way to the fleet that decodes; of each GPU, such as 50GB/s.",
+        ),
     ] = None,
     batch_tokens: Annotated[
         str | None,
@@ -93,14 +110,14 @@ def capacity(
     uniform_only: Annotated[
         bool, typer.Option("--uniform-only", help="Consider only fleets of equal groups behind one queue.")
     ] = False,
-    strategy: Annotated[
-        str,
+    strategies: Annotated[
+        str | None,
         typer.Option(
-            "--strategy",
-            metavar="NAME|FILE.py:NAME",
-            help="What groups run besides one GPU and TSP: a strategy whose chunks are searched.",
+            "--strategies",
+            metavar="NAME,NAME,...|all",
+            help="What groups may run, each with the fastest. Default: all without a long search.",
         ),
-    ] = "kvr-s",
+    ] = None,
     table: Table = None,
     html: Annotated[
         str | None, typer.Option("--html", metavar="FILE", help="Write an HTML report with plots in one file.")
@@ -129,12 +146,14 @@ def capacity(
         percentile=percentile,
         max_gpus=max_gpus,
         group_sizes=group_sizes,
+        gpus_per_node=scenario.cluster.gpus_per_node,
         rate_scale=rate_scale,
         time_compression=time_compression,
         price_per_gpu_hour=price_per_gpu_hour,
         objective=objective,
         decode=decode,
         tpot=tpot,
+        kv_transfer_bandwidth=kv_transfer_bandwidth,
         batch_tokens=batch_tokens,
         order=order,
         mtbf=mtbf,
@@ -151,7 +170,7 @@ def capacity(
         result = plan_capacity(
             scenario,
             request,
-            strategy=strategy,
+            strategies=None if strategies is None else parse_strategies(strategies),
             table=read_table(table),
             warnings=warnings,
             on_progress=progress,

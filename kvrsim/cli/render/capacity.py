@@ -20,7 +20,7 @@ _BAR = 24  # characters of the longest bar of the histogram
 
 def show_capacity(plan: CapacityPlan) -> None:
     """The requests, the fleets, and what the answer rests on."""
-    from planner.capacity.report import groups_of_fleet, headline, interval, losses, verdict
+    from planner.capacity.report import decodes, groups_of_fleet, headline, interval, losses, transfers, verdict
 
     best = plan.first
     nothing_served = best.unserved == best.requests
@@ -28,7 +28,8 @@ def show_capacity(plan: CapacityPlan) -> None:
     table.add_row("answer:" if plan.feasible else "no answer:", verdict(plan))
     for tokens, groups, strategies, requests in () if nothing_served else groups_of_fleet(best):
         table.add_row("", f"{tokens} new tokens: {groups}; time by strategy: {strategies}; {requests} requests")
-    for label, text in (("interval:", interval(plan)), ("requests:", losses(best))):
+    told = (("interval:", interval(plan)), ("requests:", losses(best)), ("KV-cache:", transfers(plan)))
+    for label, text in (*told, ("decodes:", decodes(plan))):
         if text is not None and not nothing_served:
             table.add_row(label, text)
     for reason in plan.reasons():

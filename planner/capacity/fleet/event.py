@@ -139,7 +139,7 @@ class PoolProcesses:
         group.running.remove(run)
         self.record.busy_s += run.busy * (run.end_s - run.begin_s)
         hold_s = max(float(self.service.hold_s[member]) for member in run.members)
-        self.record.busy_s += hold_s / self.service.num_gpus
+        self.record.busy_s += hold_s * self.service.hold_gpus / self.service.num_gpus
         for member in run.members:
             self.record.begin_s[member], self.record.end_s[member] = run.begin_s, run.end_s
             self.record.group[member] = group.number

@@ -50,7 +50,7 @@ def _first_come(pool: Pool) -> PoolRun:
         end_s=begin_s + took_s,
         group=group_of,
         retries=np.zeros(len(begins), dtype=np.int64),
-        busy_s=float((took_s * busy + service.hold_s / service.num_gpus).sum()),
+        busy_s=float((took_s * busy + service.hold_s * (service.hold_gpus / service.num_gpus)).sum()),
         lost_s=0.0,
     )
 
@@ -126,7 +126,7 @@ class _Loop:
                 if record.retries[member] <= MOST_RETRIES:
                     heappush(self.lost, (fails, self.place[member]))
         else:
-            record.busy_s += busy * took + hold / self.service.num_gpus
+            record.busy_s += busy * took + hold * self.service.hold_gpus / self.service.num_gpus
             for member in members:
                 record.begin_s[member], record.end_s[member], record.group[member] = begin, end, group
         heapreplace(self.free, (self._repaired_s(group) if free >= fails else free, group))

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvrsim.choices import Order
 from kvrsim.program.operations import Array
 from planner.capacity.fleet.fast import run_pool
+from planner.capacity.fleet.layouts import WHOLE, Kind
 from planner.capacity.fleet.pool import Outages, Pool, PoolRun
 from planner.capacity.fleet.service import Service
 from planner.capacity.workloads.workload import Lengths, Workload
@@ -28,6 +29,12 @@ class GroupPlan:
     least_new: int  # the fewest new tokens (context less cached prefix) of their prompts
     most_new: int  # the most new tokens
     bucket: int = 0  # index among the fleet's length buckets; failures are independent between buckets
+    weights: str = WHOLE  # how the weights lie on a group
+
+    @property
+    def kind(self) -> Kind:
+        """Size and layout of the groups."""
+        return Kind(self.gpus_per_group, self.weights)
 
     @property
     def num_gpus(self) -> int:
@@ -102,7 +109,7 @@ def percentile_of(values: Array, percentile: float) -> float:
     return float(np.partition(values, rank)[rank])
 
 
-def route(new_tokens: Lengths, services: Mapping[int, Service], plans: Sequence[GroupPlan]) -> Indices:
+def route(new_tokens: Lengths, services: Mapping[Kind, Service], plans: Sequence[GroupPlan]) -> Indices:
     """Index of the plan that serves each prompt: that of its length or, if it does not fit there, the next one.
 
     Plans are in order of length; -1: it fits nowhere.
@@ -111,21 +118,21 @@ def route(new_tokens: Lengths, services: Mapping[int, Service], plans: Sequence[
     target = np.searchsorted(limits, new_tokens)
     chosen = np.full(len(new_tokens), -1, dtype=np.int64)
     for index, plan in enumerate(plans):
-        here = (target <= index) & (chosen < 0) & np.isfinite(services[plan.gpus_per_group].ttft_s)
+        here = (target <= index) & (chosen < 0) & np.isfinite(services[plan.kind].ttft_s)
         chosen[here] = index
     return chosen
 
 
 def run_fleet(
     workload: Workload,
-    services: Mapping[int, Service],
+    services: Mapping[Kind, Service],
     plans: Sequence[GroupPlan],
     conditions: Conditions,
     serve: Callable[[Pool], PoolRun] = run_pool,
     *,
     replication: int = 0,
 ) -> FleetRun:
-    """Serve a workload; `services` holds its service times by group size, `serve` simulates one pool.
+    """Serve a workload; `services` holds its service times by kind of group, `serve` simulates one pool.
 
     replication: number of the workload among independent draws; each has its own failures.
     """
@@ -137,7 +144,7 @@ def run_fleet(
         mine = np.flatnonzero(pool_of == index)
         if not len(mine):
             continue
-        service = services[plan.gpus_per_group].of(mine)
+        service = services[plan.kind].of(mine)
         arrival_s = workload.arrival_s[mine]
         run = serve(conditions.pool(arrival_s, service, plan.replicas, replication=replication, bucket=plan.bucket))
         ttft_s[mine], begin_s[mine] = run.end_s - arrival_s, run.begin_s

@@ -63,13 +63,14 @@ class Service:
 
     num_gpus: int
     ttft_s: Array  # from start to first token, alone; inf where it does not fit in memory
-    hold_s: Array  # how long decoding on the last GPU occupies the group after the first token
+    hold_s: Array  # how long decoding, or a cache that leaves, occupies the group after the first token
     length_class: Classes  # row of `overlap`
     strategies: tuple[str, ...]  # of each class
     overlap: Overlap
     new_tokens: Lengths  # for order and packing
     cached_prefix: Lengths
     packing: Packing | None = None  # None: prompts run one by one
+    hold_gpus: int = 1  # GPUs that are busy meanwhile
 
     @classmethod
     def plain(cls, ttft_s: Array, *, num_gpus: int = 1, hold_s: Array | None = None) -> Service:
@@ -98,4 +99,5 @@ class Service:
             new_tokens=self.new_tokens[chosen],
             cached_prefix=self.cached_prefix[chosen],
             packing=self.packing,
+            hold_gpus=self.hold_gpus,
         )

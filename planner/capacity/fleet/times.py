@@ -6,90 +6,61 @@ Log time is interpolated linearly in log new tokens, and time linearly in the ca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kvrsim.program.operations import Array
 from kvrsim.scenario import Scenario
-from kvrsim.strategies import KVR_S, Strategy
+from planner.capacity.fleet.decoding import Decoding
 from planner.capacity.fleet.knots import ServiceTimeGrid, ServiceTimeGrids, knot_lengths
+from planner.capacity.fleet.layouts import WHOLE, Choice, Kind
 from planner.capacity.fleet.service import Overlap, Packing, Service
 from planner.capacity.workloads.workload import Lengths, Workload
-from planner.table.table import PartitionTable
 
+OF_SINGLE_GPUS = Choice(asked=("single", "tsp", "kvr-s"))
 _FIRST_PREFIX, _PREFIX_STEP = 512, 4  # cached prefixes that are simulated: 0, 512, 2k, 8k, ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Decoding:
-    """How decoding occupies the group that computed the first token."""
-
-    seconds_per_token: float | None = (
-        None  # time for which the group's last GPU is occupied; None: another fleet decodes
-    )
-
-    def hold_s(self, output_tokens: Lengths) -> Array:
-        """Seconds that a group stays occupied after the first token."""
-        if self.seconds_per_token is None:
-            return np.zeros(len(output_tokens))
-        return self.seconds_per_token * np.maximum(0, output_tokens - 1)  # the first token is the prefill's
-
-    def describe(self) -> str:
-        """In words, for every answer."""
-        if self.seconds_per_token is None:
-            return (
-                "another fleet decodes: a group is free after the first token; moving the KV-cache there is not counted"
-            )
-        ms = 1e3 * self.seconds_per_token
-        return f"the last GPU of a group decodes, {ms:g} ms a token, and holds the group until its last token"
 
 
 class ServiceTimes:
     """Times of one scenario's groups, for lengths up to those of a workload; computed on first use."""
 
     def __init__(
-        self,
-        scenario: Scenario,
-        longest_new: int,
-        longest_prefix: int,
-        table: PartitionTable | None = None,
-        searched: Strategy = KVR_S,
+        self, scenario: Scenario, longest_new: int, longest_prefix: int, choice: Choice = OF_SINGLE_GPUS
     ) -> None:
-        self.scenario, self.table, self.searched = scenario, table, searched
+        self.scenario, self.choice = scenario, choice
         self.knots = knot_lengths(1, max(2, longest_new))
         self.prefixes = _prefixes(longest_prefix)
-        self._grids: dict[int, tuple[ServiceTimeGrid, ...]] = {}
+        self._grids: dict[Kind, tuple[ServiceTimeGrid, ...]] = {}
 
     @classmethod
     def for_workloads(
-        cls,
-        scenario: Scenario,
-        workloads: Sequence[Workload],
-        *,
-        at_least: int = 1,
-        table: PartitionTable | None = None,
-        searched: Strategy = KVR_S,
+        cls, scenario: Scenario, workloads: Sequence[Workload], *, at_least: int = 1, choice: Choice = OF_SINGLE_GPUS
     ) -> ServiceTimes:
-        """Times that cover all workloads and at least `at_least` new tokens.
-
-        Groups run a single GPU, TSP or the searched strategy, whose partitions come from the table if there is one.
-        """
+        """Times that cover all workloads and at least `at_least` new tokens; choice: what groups may run."""
         longest_new = max(at_least, *(int(workload.new_tokens.max()) for workload in workloads))
         longest_prefix = max(int(workload.cached_prefix.max()) for workload in workloads)
-        return cls(scenario, longest_new, longest_prefix, table, searched)
+        return cls(scenario, longest_new, longest_prefix, choice)
 
-    def grids(self, num_gpus: int) -> tuple[ServiceTimeGrid, ...]:
-        """Grids of a group size, one a cached prefix."""
-        if num_gpus not in self._grids:
-            maker = ServiceTimeGrids(self.scenario, num_gpus, self.table, self.searched)
-            self._grids[num_gpus] = tuple(maker.grid(prefix, self.knots) for prefix in self.prefixes)
-        return self._grids[num_gpus]
+    def kinds(self, num_gpus: int) -> tuple[Kind, ...]:
+        """Groups of that size in whose memory some prompt fits or, where none does in any, the last kind; () without
+        a strategy that runs on so many GPUs.
+        """
+        kinds = [Kind(num_gpus, weights) for weights in self.choice.layouts(self.scenario.on_gpus(num_gpus))]
+        return tuple(kind for kind in kinds if self.grids(*kind)[0].most_new_tokens) or tuple(kinds[-1:])
 
-    def seconds(self, num_gpus: int, new_tokens: Lengths, cached_prefix: Lengths) -> Array:
+    def grids(self, num_gpus: int, weights: str = WHOLE) -> tuple[ServiceTimeGrid, ...]:
+        """Grids of a kind of group, one a cached prefix."""
+        kind = Kind(num_gpus, weights)
+        if kind not in self._grids:
+            placed = self.scenario.on_gpus(num_gpus)
+            maker = ServiceTimeGrids(placed, self.choice.layouts(placed)[weights], self.choice.table)
+            self._grids[kind] = tuple(maker.grid(prefix, self.knots) for prefix in self.prefixes)
+        return self._grids[kind]
+
+    def seconds(self, num_gpus: int, new_tokens: Lengths, cached_prefix: Lengths, weights: str = WHOLE) -> Array:
         """TTFT alone on a group; inf where the context does not fit in its memory."""
-        grids = self.grids(num_gpus)
+        grids = self.grids(num_gpus, weights)
         log_new, log_knots = np.log(new_tokens), np.log(self.knots)
         low, weight = self._between(cached_prefix)
         seconds, most = np.zeros(len(new_tokens)), np.zeros(len(new_tokens))
@@ -102,22 +73,40 @@ class ServiceTimes:
                 most[here] += share[here] * grid.most_new_tokens
         return np.where(new_tokens <= most, seconds, np.inf)
 
+    def least_s(self, num_gpus: int, new_tokens: Lengths, cached_prefix: Lengths) -> Array:
+        """The least of these over the layouts of the weights."""
+        kinds = self.kinds(num_gpus)
+        each = [self.seconds(num_gpus, new_tokens, cached_prefix, kind.weights) for kind in kinds]
+        return np.asarray(np.min(each, axis=0))
+
     def service(
-        self, num_gpus: int, workload: Workload, decoding: Decoding | None = None, pack_tokens: int = 0
+        self,
+        num_gpus: int,
+        workload: Workload,
+        decoding: Decoding | None = None,
+        pack_tokens: int = 0,
+        weights: str = WHOLE,
     ) -> Service:
-        """Service times of a workload on groups of that size; up to `pack_tokens` new tokens run as one prompt."""
-        grids = self.grids(num_gpus)
+        """Service times of a workload on such groups; up to `pack_tokens` new tokens run as one prompt."""
+        grids, decoding = self.grids(num_gpus, weights), decoding or Decoding()
         new, prefix = workload.new_tokens, workload.cached_prefix
+        ttft_s, length_class = self.seconds(num_gpus, new, prefix, weights), self._classes(new, prefix)
+        strategies = self._strategies(grids)
+        hold_s = decoding.hold_s(workload.output_tokens)
+        if decoding.transfer is not None:
+            gpus = np.array([1 if name == "single" else num_gpus for name in strategies])[length_class]
+            hold_s = decoding.transfer.after_s(workload.context_len, ttft_s, gpus)
         return Service(
             num_gpus=num_gpus,
-            ttft_s=self.seconds(num_gpus, new, prefix),
-            hold_s=(decoding or Decoding()).hold_s(workload.output_tokens),
-            length_class=self._classes(new, prefix),
-            strategies=self._strategies(grids),
+            ttft_s=ttft_s,
+            hold_s=hold_s,
+            hold_gpus=0 if decoding.seconds_per_token is None else 1,
+            length_class=length_class,
+            strategies=strategies,
             overlap=self._overlap(grids),
             new_tokens=new,
             cached_prefix=prefix,
-            packing=self._packing(num_gpus, pack_tokens) if pack_tokens else None,
+            packing=self._packing(num_gpus, pack_tokens, weights) if pack_tokens else None,
         )
 
     @property
@@ -162,14 +151,14 @@ class ServiceTimes:
             busy=tuple(finish.mean(axis=1).tolist()),
         )
 
-    def _packing(self, num_gpus: int, pack_tokens: int) -> Packing:
+    def _packing(self, num_gpus: int, pack_tokens: int, weights: str) -> Packing:
         """A pack takes as long as one prompt of all its new tokens behind its longest prefix.
 
         That is an upper bound: each prompt attends to its own tokens and prefix only.
         """
         lengths = np.arange(1, pack_tokens + 1)
         rows = [np.full(pack_tokens, prefix) for prefix in self.prefixes]
-        seconds = [(0.0, *self.seconds(num_gpus, lengths, row).tolist()) for row in rows]
+        seconds = [(0.0, *self.seconds(num_gpus, lengths, row, weights).tolist()) for row in rows]
         classes = [(0, *self._classes(lengths, row).tolist()) for row in rows]
         return Packing(
             tokens=pack_tokens, prefixes=self.prefixes, seconds=tuple(seconds), classes=tuple(map(tuple, classes))

@@ -17,6 +17,7 @@ from kvrsim.choices import ORDERS
 from planner.capacity.fleet.event import PoolProcesses
 from planner.capacity.fleet.fast import run_pool
 from planner.capacity.fleet.fleet import Conditions, GroupPlan, percentile_of, route, run_fleet
+from planner.capacity.fleet.layouts import Kind
 from planner.capacity.fleet.pool import MOST_RETRIES, Outages, Pool
 from planner.capacity.fleet.service import Overlap, Packing, Service
 from planner.capacity.workloads.workload import Workload
@@ -245,14 +246,14 @@ def fleet_workload(count: int = 60) -> Workload:
     )
 
 
-def services(workload: Workload, fits: int) -> dict[int, Service]:
+def services(workload: Workload, fits: int) -> dict[Kind, Service]:
     """Times in proportion to length, twice as fast on two GPUs; one GPU takes contexts up to `fits`."""
     alone_s = workload.context_len / 50.0
     one = replace(
         Service.plain(np.where(workload.context_len <= fits, alone_s, np.inf)), new_tokens=workload.context_len
     )
     two = replace(Service.plain(alone_s / 2, num_gpus=2), new_tokens=workload.context_len)
-    return {1: one, 2: two}
+    return {Kind(1): one, Kind(2): two}
 
 
 def test_prompts_go_by_length_unless_they_do_not_fit() -> None:

@@ -15,8 +15,10 @@ from kvrsim.program.operations import Compute, Program
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
+from planner.capacity.fleet.decoding import Decoding
 from planner.capacity.fleet.knots import ServiceTimeGrids, knot_lengths
-from planner.capacity.fleet.times import Decoding, ServiceTimes
+from planner.capacity.fleet.prefills import Prefills
+from planner.capacity.fleet.times import ServiceTimes
 from planner.capacity.workloads.workload import Workload
 from planner.partitions import partition_of
 from planner.search.search import search
@@ -65,13 +67,13 @@ def delayed(program: Program, delays_s: np.ndarray) -> Program:
 @pytest.mark.parametrize("profile", ["a100-eager", "h100-flash", "roofline"])
 @pytest.mark.parametrize(("new", "cached"), [(600, 0), (5000, 0), (3000, 8192)])
 def test_ranks_that_begin_within_their_slack_end_no_later(profile: str, new: int, cached: int) -> None:
-    maker = ServiceTimeGrids(scenario(profile), 4)
+    maker = Prefills(scenario(profile, 4), KVR)
     knots = np.array([new], dtype=np.int64)
-    chunks, finish_s = maker._chains(knots, cached)
-    slack_s = maker._slack(chunks, finish_s, cached)[0]
+    chunks, finish_s = maker.chains(knots, cached)
+    slack_s = maker.slack_s(chunks, finish_s, cached)[0]
     assert slack_s[0] == 0
     assert (slack_s[1:] > 0).any()
-    asked = maker._at(cached, new)
+    asked = maker.at(cached, new)
     program = build_program(asked, KVR, [np.array([chunk]) for chunk in chunks[0]])
     late = delayed(program, slack_s)
     assert run_batch(late, asked.cluster)[:, 0] == pytest.approx(finish_s[0], rel=1e-6)
@@ -143,7 +145,7 @@ def test_a_pack_takes_no_less_than_its_longest_and_no_more_than_all_in_turn() ->
 
 def test_groups_on_a_shared_bus_have_times_too() -> None:
     bus, _ = make_scenario(ctx=512, gpus=2, topology="bus", link_bandwidth=1e10)
-    grid = ServiceTimeGrids(bus, 2).grid(0, np.array([256, 2048], dtype=np.int64))
+    grid = ServiceTimeGrids(bus, [STRATEGIES["tsp"], KVR]).grid(0, np.array([256, 2048], dtype=np.int64))
     assert np.isfinite(grid.ttft_s).all()
     assert not grid.slack_s.any()
 

@@ -1,0 +1,170 @@
+"""The fleet that decodes beside one that prefills, and the cache on its way there."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvrsim
+from kvrsim.cli import main as cli
+from kvrsim.memory import RUNTIME_BYTES
+from kvrsim.model.load import load_model
+from kvrsim.scenario import Scenario
+from kvrsim.setup import make_scenario
+from planner.capacity.decode_fleet import Decoded, DecodeFleet, _placed, decode_fleet, step_s
+from planner.capacity.designs import Limits
+from planner.capacity.fleet.decoding import Decoding, Transfer
+
+LARGE = {"model": "llama-3.1-70b", "cluster": "h100-nvlink", "profile": "h100-flash"}
+REQUESTS = "synthetic:poisson,rate=4,requests=300,context=lognormal:1k:0.5,max=4k,output=lognormal:150:0.5"
+
+
+def large() -> Scenario:
+    return make_scenario(ctx=1, gpus=1, **LARGE)[0]  # type: ignore[arg-type]
+
+
+def sequences(count: int, context: int = 1000, output: int = 101, every_s: float = 0.0) -> Decoded:
+    return Decoded(
+        first_token_s=every_s * np.arange(count),
+        context_len=np.full(count, context),
+        output_tokens=np.full(count, output),
+    )
+
+
+def test_a_step_reads_weights_and_caches_once() -> None:
+    placed = _placed(large(), 4)
+    bytes_per_s = placed.cluster.gpu.hbm_bytes_per_s
+    alone, more, longer = step_s(placed, 1, 1000), step_s(placed, 64, 1000), step_s(placed, 64, 8000)
+    weights_s = placed.share.weight_bytes(2) / bytes_per_s
+    assert weights_s < alone < 3 * weights_s
+    read_s = 64 * (placed.share.cache_bytes(8000, 2) - placed.share.cache_bytes(1000, 2)) / bytes_per_s
+    assert read_s < longer - more < 2.5 * read_s
+    assert more < 3 * alone  # of 64 sequences, which share the weights
+
+
+def test_sequences_at_once_and_their_mean_context() -> None:
+    decoded = sequences(10, every_s=1.0)
+    assert decoded.most_at_once(0.04) == 4  # 100 steps take 4 s: the fifth begins as the first ends
+    assert decoded.most_at_once(0.001) == 1
+    assert decoded.mean_context == 1051
+    never = Decoded(
+        first_token_s=np.array([0.0, np.inf]), context_len=np.array([10, 10]), output_tokens=np.array([5, 5])
+    )
+    assert never.most_at_once(1.0) == 1
+
+
+def test_the_batch_is_the_largest_within_memory_and_tpot() -> None:
+    scenario = large()
+    loose = decode_fleet(scenario, Limits(sizes=(2, 4)), sequences(2000), 0.2)
+    tight = decode_fleet(scenario, Limits(sizes=(4, 8)), sequences(2000), 0.02)
+    assert isinstance(loose, DecodeFleet)
+    assert isinstance(tight, DecodeFleet)
+    assert loose.limited_by == "memory"
+    share = _placed(scenario, loose.gpus_per_group).share
+    held = [
+        share.weight_bytes(2) + batch * share.cache_bytes(loose.context_tokens, 2)
+        for batch in (loose.batch, loose.batch + 1)
+    ]
+    assert held[0] <= scenario.memory_limit.nbytes - RUNTIME_BYTES < held[1]
+    assert tight.limited_by == "tpot"
+    placed = _placed(scenario, tight.gpus_per_group)
+    assert (
+        step_s(placed, tight.batch, tight.context_tokens)
+        <= 0.02
+        < step_s(placed, tight.batch + 1, tight.context_tokens)
+    )
+    for fleet in (loose, tight):
+        assert fleet.replicas * fleet.batch >= 2000 > (fleet.replicas - 1) * fleet.batch
+        assert fleet.num_gpus == fleet.replicas * fleet.gpus_per_group
+    assert tight.num_gpus >= loose.num_gpus
+
+
+def test_no_group_is_fast_enough_or_has_room() -> None:
+    assert "at 0.1 ms a token: a step of one sequence takes at least" in str(
+        decode_fleet(large(), Limits(sizes=(8,)), sequences(10), 0.0001)
+    )
+    assert "does not fit" in str(decode_fleet(large(), Limits(sizes=(1,)), sequences(10), 0.1))
+
+
+def test_a_cache_leaves_behind_the_prefill() -> None:
+    model = load_model("llama-3.1-70b")
+    transfer = Transfer(model=model, bytes_per_s=10e9, element_bytes=2)
+    lengths, ttft_s = np.array([1000, 1000, 1000]), np.array([10.0, 0.001, np.inf])
+    nbytes = transfer.nbytes(lengths)
+    assert nbytes == pytest.approx(model.cache_bytes(1000, 2))
+    whole_s = model.cache_bytes(1000, 2) / 20e9
+    after_s = transfer.after_s(lengths, ttft_s, np.full(3, 2))
+    assert after_s == pytest.approx([whole_s / 80, whole_s + 0.001 / 80 - 0.001, whole_s])
+    assert "leaves layer by layer, 10.0 GB/s a GPU" in Decoding(transfer=transfer).describe()
+
+
+def test_a_model_of_70b_gets_both_fleets() -> None:
+    asked: dict[str, Any] = {"requests": REQUESTS, "slo_ttft": "1s", "replications": 1, "group_sizes": "2,4", **LARGE}
+    plan = kvrsim.capacity(**asked, tpot="50ms", kv_transfer_bandwidth="50GB/s", price_per_gpu_hour=2.0)
+    assert plan.feasible
+    assert plan.answer is not None
+    assert all(group.weights != "whole" for group in plan.answer.groups)
+    assert plan.decode_fleet is not None
+    assert plan.decode_fleet.step_s <= plan.decode_fleet.tpot_s == 0.05
+    assert plan.decode_fleet.cost_per_hour == 2.0 * plan.decode_fleet.num_gpus
+    assert plan.kv_transfer is not None
+    assert plan.answer.p50_kv_transfer_s is not None
+    assert plan.answer.p99_kv_transfer_s is not None
+    assert 0 < plan.answer.p50_kv_transfer_s <= plan.answer.p99_kv_transfer_s < 0.01
+    slow = kvrsim.capacity(**asked, kv_transfer_bandwidth="100MB/s")
+    assert slow.answer is None or slow.answer.num_gpus > plan.answer.num_gpus
+    told = json.loads(json.dumps(plan.to_dict()))
+    assert told["decode_fleet"]["limited_by"] in ("memory", "tpot", "requests")
+    assert told["decode_fleet"]["meaning"]
+    assert told["kv_transfer"]["bytes_per_s_a_gpu"] == 50e9
+
+
+def test_a_tpot_that_no_group_keeps_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["capacity", "--requests", REQUESTS, "--slo-ttft", "5s", "--replications", "1", "--group-sizes", "2"]
+    code = cli.main([*asked, "--model", "llama-7b", "--strategies", "tp", "--tpot", "10us"])
+    out = capsys.readouterr().out
+    assert code == 1
+    assert "no group decodes at 0.01 ms a token" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--kv-transfer-bandwidth", "fast"), "--kv-transfer-bandwidth"),
+        (
+            ("--kv-transfer-bandwidth", "1GB/s", "--decode", "last-gpu", "--tpot", "10ms"),
+            "only with `--decode` separate",
+        ),
+        (("--tpot", "soon"), "--tpot"),
+        (("--strategies", "tq8"), "--strategies"),
+        (("--strategies", "tp4+kvr-s", "--group-sizes", "1,2"), "a strategy that runs on groups of 1 and 2 GPUs"),
+        (("--strategies", "kvr-p"), "--table"),
+    ],
+)
+def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], options: tuple[str, ...], says: str) -> None:
+    code = cli.main(["capacity", "--requests", REQUESTS, "--slo-ttft", "1s", *options])
+    out, err = capsys.readouterr()
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert says.replace("`", "") in err.replace("`", "")
+
+
+def test_groups_span_nodes_where_the_cluster_has_them() -> None:
+    plan = kvrsim.capacity(
+        requests="synthetic:poisson,rate=1,requests=60,context=lognormal:60k:0.2,max=128k",
+        slo_ttft="5s",
+        model="llama-3.1-70b",
+        cluster="h100-2x8-ndr400",
+        profile="h100-flash",
+        strategies=["tp8+kvr-s", "tp8+zigzag", "tp"],
+        replications=1,
+        uniform_only=True,
+        max_gpus=256,
+    )
+    assert plan.to_dict()["question"]["group_sizes"] == [1, 2, 4, 8, 16]
+    assert [group.gpus_per_group for group in plan.first.groups] == [16]
+    assert plan.feasible
+    assert plan.first.groups[0].strategy.startswith("tp8+")
+    assert {one.code for one in plan.infeasible if one.gpus_per_group == 8} == {"alone"}  # one node is too slow
