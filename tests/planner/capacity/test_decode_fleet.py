@@ -28,7 +28,7 @@ def large() -> Scenario:
 
 def sequences(count: int, context: int = 1000, output: int = 101, every_s: float = 0.0) -> Decoded:
     return Decoded(
-        first_token_s=every_s * np.arange(count),
+        first_token_s=every_s * np.arange(count, dtype=np.float64),
         context_len=np.full(count, context),
         output_tokens=np.full(count, output),
     )
