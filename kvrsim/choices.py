@@ -22,6 +22,9 @@ RANK_BACKENDS: tuple[RankBackend, ...] = get_args(RankBackend)
 Method = Literal["auto", "analytical", "grid"]  # how a partition is searched
 METHODS: tuple[Method, ...] = get_args(Method)
 
+DeployEngine = Literal["vllm", "sglang", "trtllm"]  # that a plan can be launched on
+DEPLOY_ENGINES: tuple[DeployEngine, ...] = get_args(DeployEngine)
+
 Executor = Literal["batch", "event"]
 EXECUTORS: tuple[Executor, ...] = get_args(Executor)
 

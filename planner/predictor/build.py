@@ -26,7 +26,7 @@ BEST = "best"
 _Result = TypeVar("_Result")
 _PER_DOUBLING = 4  # knots of new tokens; more where a straight line between them misses
 _CONTENDS = 1.01  # a strategy is kept that is somewhere this near to the fastest
-_PREFIX_SHARE = 16  # the prefix between none and the longest is this part of it
+_PREFIX_SHARES = (0, 64, 16, 4, 2, 1)  # knots of the prefix: none, and these parts of the longest
 
 
 def make_predictor(
@@ -43,7 +43,7 @@ def make_predictor(
     """
     pool = pool or Pool()
     longest, batches = scenario.request.context_len, _batches(scenario.request.batch)
-    prefixes = tuple(sorted({0, longest // _PREFIX_SHARE, longest}))
+    prefixes = tuple(sorted({longest // share if share else 0 for share in _PREFIX_SHARES}))
     least = 2 * scenario.num_gpus
     if longest < 2 * least:
         raise InputError("ctx", longest, f"at least {2 * least} tokens, four a GPU")

@@ -20,7 +20,7 @@ from planner.search.search import search
 from planner.uncertainty.interval import interval_of
 from planner.uncertainty.moves import moves
 
-_MISS, _NEAREST = 0.01, 1.02  # of TTFT; knots are not set nearer than by this factor
+_MISS, _NEAREST = 0.01, 1.03  # of TTFT; knots are not set nearer than by this factor
 _EVERY = 6  # knots between which an interval's relative ends, and searched shares, are interpolated
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvrsim.choices import METHODS
+from kvrsim.choices import DEPLOY_ENGINES, METHODS
 from kvrsim.cli.options import Json, NoiseSpec, Objective, Plot, Samples, ScenarioOptions, Seed, Table, Trace, takes
 from kvrsim.cli.outputs import print_json, write_beside
 from kvrsim.cli.parsing import (
@@ -24,6 +24,8 @@ from kvrsim.cli.parsing import (
 if TYPE_CHECKING:
     from kvrsim.results.results import Plan
     from kvrsim.results.timeline import Timeline
+    from kvrsim.scenario import Scenario
+    from planner.deploy.emit import Launch
 
 
 @takes(ScenarioOptions)
@@ -51,6 +53,21 @@ def plan(
         str | None,
         typer.Option("--stride", metavar="LEN", help="Search only chunk boundaries that are multiples of LEN."),
     ] = None,
+    emit: Annotated[
+        str | None,
+        typer.Option(
+            "--emit",
+            metavar="|".join(DEPLOY_ENGINES),
+            help="Print what launches the best strategy on this engine. Without --strategies, all that it has are"
+            " compared.",
+        ),
+    ] = None,
+    only_deployable: Annotated[
+        str | None,
+        typer.Option(
+            "--only-deployable", metavar="|".join(DEPLOY_ENGINES), help="Compare only strategies that this engine has."
+        ),
+    ] = None,
     table: Table = None,
     noise: NoiseSpec = None,
     objective: Objective = None,
@@ -72,6 +89,8 @@ def plan(
     require_table(names or [], table)
     parse_choice(method, "method", METHODS)
     step = None if stride is None else parse_tokens(stride, "stride")
+    parse_choice(emit, "emit", DEPLOY_ENGINES)
+    parse_choice(only_deployable, "only_deployable", DEPLOY_ENGINES)
     number = parse_seed(seed)
     disturbance = parse_disturbance(noise, samples, number)
     figure = parse_objective(objective, disturbance)
@@ -79,6 +98,11 @@ def plan(
     check_plot(plot)
     lookup = read_table(table)
     scenario, warnings = options.scenario()
+    within = only_deployable or (emit if names is None else None)
+    if within is not None:
+        from planner.deploy.emit import only_deployable as kept
+
+        names = list(kept(scenario, within, names, "only_deployable" if only_deployable else "emit"))
     from planner.plan import make_plan
 
     with SearchProgress() as progress:
@@ -96,9 +120,14 @@ def plan(
             objective=figure,
             seed=number,
         )
+    launch = None if emit is None else _launch(scenario, result, emit, options.model)
     if json:
-        print_json(result.to_dict())
+        print_json(result.to_dict() if launch is None else launch.to_dict())
     else:
+        if launch is not None:
+            from kvrsim.cli.render.launch import show_launch
+
+            show_launch(launch)
         from kvrsim.cli.render.plan import show_plan
 
         show_plan(result)
@@ -106,6 +135,13 @@ def plan(
         write_beside((trace, timeline.write_chrome_trace), (plot, lambda path: _draw(result, timeline, path)))
     if not result.feasible:
         raise typer.Exit(1)
+
+
+def _launch(scenario: Scenario, result: Plan, engine: str, model: str) -> Launch:
+    """Of the best strategy; InputError where the engine has not got it."""
+    from planner.deploy.emit import launch_of
+
+    return launch_of(scenario, engine, result.best.strategy, result.best.partition, model=model)
 
 
 def _draw(result: Plan, timeline: Timeline, path: str) -> None:

@@ -1,0 +1,1 @@
+"""Plans that a serving engine can run: which strategies it has, and the flags that launch one."""

@@ -1,0 +1,172 @@
+"""Launches: every flag is one that the engine documents, with a value of its kind, and says what the plan says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrsim.choices import DEPLOY_ENGINES
+from kvrsim.cli import main as cli
+from kvrsim.errors import InputError
+from kvrsim.setup import make_scenario
+from kvrsim.strategies import STRATEGIES, get_strategy
+from planner.deploy.emit import Launch, launch_of, names_for, only_deployable
+from planner.deploy.engines import Degrees, degrees_of, deploy_engine, deployed_by
+from planner.partitions import partition_of
+
+READERS = {"int": int, "float": float, "str": str}
+QUESTIONS: tuple[dict[str, Any], ...] = (
+    {"model": "llama-3-70b", "cluster": "h100-nvlink"},
+    {"model": "llama-3-8b", "cluster": "h100-nvlink", "dtype": "bf16", "batch": 4, "cached_prefix": "4k"},
+    {"model": "llama-3-8b", "cluster": "h100-nvlink", "dtype": "fp8"},
+    {"model": "qwen3-235b-a22b", "cluster": "h100-nvlink", "expert_parallel": True},
+    {"model": "deepseek-v3", "cluster": "b200-nvlink5"},
+    {"model": "llama-3-70b", "cluster": "h100-2x8-ndr400", "gpus": 16},
+)
+
+
+def options(launch: Launch) -> dict[str, str | None]:
+    """The flags as the engine would read them, each checked against its documented option."""
+    known, args = deploy_engine(launch.engine).options, list(launch.args)
+    if launch.engine == "trtllm":
+        assert not args.pop(0).startswith("-")  # the model
+    found: dict[str, str | None] = {}
+    while args:
+        flag = args.pop(0)
+        kind = known[flag]
+        assert flag not in found
+        found[flag] = None if kind == "flag" else args.pop(0)
+        if isinstance(kind, str) and kind != "flag":
+            READERS[kind](found[flag])
+        elif kind != "flag":
+            assert found[flag] in kind
+    return found
+
+
+def launched(engine: str, strategy: str, **question: Any) -> Launch:
+    scenario, _ = make_scenario(**{"ctx": "16k", "gpus": 8} | question)
+    from kvrsim.compile import for_strategy
+
+    chosen = get_strategy(strategy)
+    cut = partition_of(for_strategy(scenario, chosen), chosen)
+    return launch_of(scenario, engine, strategy, cut.chunk_lens, model="org/model")
+
+
+@pytest.mark.parametrize("engine", DEPLOY_ENGINES)
+@pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: "-".join(map(str, question.values())))
+def test_flags_are_documented(engine: str, question: dict[str, Any]) -> None:
+    scenario, _ = make_scenario(**{"ctx": "16k", "gpus": 8} | question)
+    names = names_for(scenario, engine, "emit")
+    assert "tp" in names
+    for name in names:
+        pieces = (8192, 8192 - scenario.request.cached_prefix) if "pp" in name else (1,) * 8
+        launch = launch_of(scenario, engine, name, pieces, model="org/model")
+        found = options(launch)
+        degrees = degrees_of(name, scenario.num_gpus)
+        assert degrees is not None
+        sizes = [int(value) for flag, value in found.items() if value and flag.endswith(("-parallel-size", "p_size"))]
+        sizes += [int(found[flag] or 1) for flag in ("--tp-size", "--pp-size") if flag in found]
+        product = 1
+        for size in sizes if engine != "trtllm" else sizes[:2]:
+            product *= size
+        assert product == (scenario.num_gpus if name != "single" else 1)
+        assert set(launch.files) == ({"trtllm.yaml"} if engine == "trtllm" else set())
+        assert launch.command.endswith("0.9") or "--nnodes" in found or engine == "trtllm"
+
+
+def test_a_pipeline_says_its_pieces() -> None:
+    launch = launched("vllm", "tp2+pp", model="llama-3-70b", cluster="h100-nvlink", batch=2)
+    found = options(launch)
+    assert (found["--tensor-parallel-size"], found["--pipeline-parallel-size"]) == ("2", "4")
+    assert "--enable-chunked-prefill" in found
+    assert int(found["--max-num-batched-tokens"] or 0) < 2 * 16384
+    assert found["--max-model-len"] == "16385"
+    trtllm = options(launched("trtllm", "tp2+pp", model="llama-3-70b", cluster="h100-nvlink", batch=2))
+    assert trtllm["--max_num_tokens"] == found["--max-num-batched-tokens"]
+
+
+def test_types_and_experts() -> None:
+    assert options(launched("vllm", "tp", **QUESTIONS[2]))["--quantization"] == "fp8"
+    assert options(launched("sglang", "tp", **QUESTIONS[1]))["--dtype"] == "bfloat16"
+    assert "--enable-expert-parallel" in options(launched("vllm", "tp", **QUESTIONS[3]))
+    assert options(launched("sglang", "tp", **QUESTIONS[3]))["--ep-size"] == "8"
+    found = options(launched("sglang", "tp2+zigzag", **QUESTIONS[1]))
+    assert (found["--tp-size"], found["--attn-cp-size"], found["--cp-strategy"]) == ("8", "4", "zigzag")
+
+
+@pytest.mark.parametrize(
+    ("name", "degrees"),
+    [
+        ("single", Degrees()),
+        ("tp", Degrees(tensor=8)),
+        ("pp", Degrees(pipeline=8)),
+        ("pp-s", Degrees(pipeline=8, uneven_pieces=True)),
+        ("tp2+pp", Degrees(tensor=2, pipeline=4)),
+        ("tp2+pp2+cp2", Degrees(tensor=2, pipeline=2, context=2)),
+        ("tp4+zigzag", Degrees(tensor=4, context=2)),
+        ("tp2+pp2+cp4", None),
+        ("kvr-s", None),
+        ("tp2+ring", None),
+    ],
+)
+def test_degrees(name: str, degrees: Degrees | None) -> None:
+    assert degrees_of(name, 8) == degrees
+
+
+def test_what_no_engine_has() -> None:
+    assert {name for name, one in STRATEGIES.items() if deployed_by(one, 8)} >= {"single", "tp", "pp", "zigzag"}
+    assert deployed_by(get_strategy("kvr-s"), 8) == ()
+    assert [one.split()[0] for one in deployed_by(get_strategy("zigzag"), 8)] == ["vllm", "sglang"]
+    with pytest.raises(InputError, match=r"^emit: got 'vllm'.*has not got kvr-s; here it has single, .*tp"):
+        launched("vllm", "kvr-s", model="llama-3-8b")
+    scenario, _ = make_scenario(ctx="4k", gpus=4)
+    with pytest.raises(InputError, match=r"^strategies: got 'kvr-s,ring', accepted: what trtllm \(main"):
+        only_deployable(scenario, "trtllm", ("kvr-s", "ring"), "only_deployable")
+    assert only_deployable(scenario, "trtllm", ("kvr-s", "tp"), "only_deployable") == ("tp",)
+
+
+def test_sources_and_versions_are_given() -> None:
+    content = json.loads((Path(cli.__file__).parents[1] / "data" / "deploy.json").read_text())
+    for name in DEPLOY_ENGINES:
+        assert all(one.startswith("https://") for one in content[name]["sources"])
+        assert content[name]["version"]
+        assert set(content[name]["notes"]) <= set(content[name]["strategies"])
+
+
+def run(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> tuple[str, str]:
+    ask: Sequence[str] = ("plan", "--gpus", "4", "--ctx", "8k", "--model", "llama-3-8b", "--cluster", "h100-nvlink")
+    assert cli.main([*ask, *arguments]) == code
+    out, err = capsys.readouterr()
+    return out, err
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = run(capsys, 0, "--emit", "sglang", "--json")
+    told = json.loads(out)
+    assert {"engine", "version", "args", "files", "notes"} <= set(told)
+    assert (told["engine"], told["version"]) == ("sglang", "0.5.23")
+    out, err = run(capsys, 0, "--emit", "sglang")
+    assert out.splitlines()[0] == told["command"]
+    assert err.startswith("kvrsim: note: ")
+    out, _ = run(capsys, 0, "--only-deployable", "trtllm", "--json")
+    assert {one["strategy"] for one in json.loads(out)["strategies"]} == {"single", "tp", "pp", "tp2+pp"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "start"),
+    [
+        (("--emit", "tgi"), "--emit: got 'tgi', accepted: one of vllm, sglang, trtllm"),
+        (("--only-deployable", "tgi"), "--only-deployable: got 'tgi'"),
+        (("--emit", "vllm", "--strategies", "kvr-s,tp"), "--emit: got 'vllm', accepted: a best strategy that vllm"),
+        (("--only-deployable", "vllm", "--strategies", "kvr-s"), "--strategies: got 'kvr-s', accepted: what vllm"),
+    ],
+)
+def test_mistakes(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], start: str) -> None:
+    out, err = run(capsys, 2, *arguments)
+    assert out == ""
+    assert err.startswith(f"kvrsim: error: {start}")
+    assert len(err.splitlines()) == 1
