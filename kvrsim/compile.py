@@ -41,7 +41,7 @@ def build_program(
     """
     cost = cost or scenario.cost
     if strategy.pipeline is not None:
-        return strategy.pipeline(scenario, chunks, cost)
+        return strategy.pipeline(scenario, strategy, chunks, cost)
     starts = [np.full_like(chunks[0], scenario.request.cached_prefix)]
     for chunk in chunks[:-1]:
         starts.append(starts[-1] + chunk)

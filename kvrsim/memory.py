@@ -61,7 +61,7 @@ def memory_of(scenario: Scenario, strategy: Strategy, partition: Partition) -> t
     in the cache, score matrices. Where a program does not say what it holds, it is taken to hold the whole context.
     """
     if strategy.pipeline is not None:
-        held = stages(scenario.share.num_hidden_layers, scenario.cluster.num_gpus)
+        held = stages(strategy, scenario.share.num_hidden_layers, scenario.cluster.num_gpus)
         ranks = [_stage_memory(scenario, partition, stage, len(held)) for stage in enumerate(held)]
     else:
         chunks = columns(partition.chunk_lens)

@@ -1,10 +1,10 @@
-"""The partition that a strategy runs with: given, even, searched, looked up, or the best number of even pieces."""
+"""The partition that a strategy runs with: given, even, searched, looked up, or a pipeline's pieces."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -18,27 +18,47 @@ from kvrsim.results.results import SearchReport
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, Strategy
 from planner.evaluate import Evaluator, Progress
+from planner.pipelines.search import MOST_A_STAGE, search_pipeline
 from planner.search.search import Found, search
 
 if TYPE_CHECKING:
     from planner.table.table import PartitionTable
 
 _GAIN = 0.002  # of TTFT; twice the pieces must gain more
-_MOST_A_STAGE = 64  # pieces; with so many, filling and emptying the stages takes less than 1.6 % of TTFT
 
 
-def partition_of(
+def settled(
     scenario: Scenario,
     strategy: Strategy,
     partition: Sequence[int] | None = None,
     table: PartitionTable | None = None,
     on_progress: Progress | None = None,
-) -> Partition:
-    """The partition given, checked, or the strategy's own; raises InputError for one without its table."""
+) -> tuple[Strategy, Partition]:
+    """The strategy, of a pipeline with the layers of its stages, and its partition: the one given, checked, or its own.
+
+    Raises InputError for a strategy without its table, and for a partition that does not fit.
+    """
     tokens, num_ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
+    given = None
     if partition is not None:
-        pieces = len(partition) if strategy.partition_rule == "pieces" else num_ranks
-        return Partition.of(partition, num_tokens=tokens, num_ranks=pieces)
+        pieces = len(partition) if strategy.pipeline is not None else num_ranks
+        given = Partition.of(partition, num_tokens=tokens, num_ranks=pieces)
+    if strategy.partition_rule == "searched-pieces":
+        found = search_pipeline(with_mean_steps(scenario), strategy, pieces=given, on_progress=on_progress)
+        return found.strategy, found.partition
+    return strategy, given or _own(scenario, strategy, table, on_progress)
+
+
+def partition_of(
+    scenario: Scenario, strategy: Strategy, partition: Sequence[int] | None = None, table: PartitionTable | None = None
+) -> Partition:
+    """The partition of `settled` alone."""
+    return settled(scenario, strategy, partition, table)[1]
+
+
+def _own(
+    scenario: Scenario, strategy: Strategy, table: PartitionTable | None, on_progress: Progress | None
+) -> Partition:
     match strategy.partition_rule:
         case "pieces":
             return best_pieces(Evaluator(with_dear_steps(scenario), strategy, on_progress))
@@ -46,7 +66,7 @@ def partition_of(
             return search(scenario, strategy, on_progress=on_progress).partition
         case "table":
             return _looked_up(scenario, strategy, table)
-    return Partition.even(tokens, num_ranks)
+    return Partition.even(scenario.request.new_tokens, scenario.cluster.num_gpus)
 
 
 def _looked_up(scenario: Scenario, strategy: Strategy, table: PartitionTable | None) -> Partition:
@@ -63,9 +83,22 @@ def with_dear_steps(scenario: Scenario) -> Scenario:
 
     Pieces are chosen for it: longer ones lose little where steps are shorter, and shorter ones much where they are not.
     """
+    return _with_steps(scenario, lambda spread: DEVIATES_OF_80_PERCENT * spread)
+
+
+def with_mean_steps(scenario: Scenario) -> Scenario:
+    """The scenario with steps as long as their distribution says in the mean.
+
+    TTFT grows with a step's seconds in a straight line, so the best pieces for it are those of the least expected TTFT.
+    """
+    return _with_steps(scenario, lambda spread: 0.5 * spread * spread)
+
+
+def _with_steps(scenario: Scenario, log_factor: Callable[[float], float]) -> Scenario:
+    """Steps longer by a factor of the spread of their logarithm, where the engine says one."""
     if scenario.engine is None or not scenario.engine.spread.get("step_s"):
         return scenario
-    factor = math.exp(DEVIATES_OF_80_PERCENT * scenario.engine.spread["step_s"])
+    factor = math.exp(log_factor(scenario.engine.spread["step_s"]))
     return scenario.with_host(replace(scenario.host, step_s=scenario.host.step_s * factor))
 
 
@@ -78,7 +111,7 @@ def best_pieces(evaluator: Evaluator) -> Partition:
     scenario = evaluator.scenario
     tokens = scenario.request.new_tokens
     best, best_s, number = Partition.even(tokens, 1), float("inf"), 1
-    while number <= min(tokens, _MOST_A_STAGE * scenario.cluster.num_gpus):
+    while number <= min(tokens, MOST_A_STAGE * scenario.cluster.num_gpus):
         partition = Partition.even(tokens, number)
         ttft_s = float(evaluator.ttft_s(np.array([partition.chunk_lens], dtype=float))[0])
         if ttft_s > best_s * (1 - _GAIN):
@@ -97,7 +130,7 @@ class PlanPartitions:
     stride: int | None
     table: PartitionTable | None
     on_progress: Progress | None
-    found: dict[str, Found] = field(default_factory=dict)  # by strategy, of those that were searched
+    found: dict[str, Found] = field(default_factory=dict)  # by strategy, of those that were searched over ranks
     evaluations: int = 0
     seconds: float = 0.0
     _analytical: Found | None = field(default=None, init=False)
@@ -107,8 +140,8 @@ class PlanPartitions:
             if strategy.partition_rule == "table":
                 partition_of(self.scenario, strategy, None, self.table)
 
-    def partition(self, strategy: Strategy) -> Partition:
-        """The strategy's best partition: searched, looked up, or its only one."""
+    def settled(self, strategy: Strategy) -> tuple[Strategy, Partition]:
+        """The strategy, of a pipeline with its stages, and its best partition: searched, looked up, or its only one."""
         begin_s = time.perf_counter()
         placed = for_strategy(self.scenario, strategy)
         if strategy.partition_rule == "search":
@@ -117,11 +150,15 @@ class PlanPartitions:
         elif strategy.partition_rule == "pieces":
             evaluator = Evaluator(with_dear_steps(placed), strategy, self.on_progress)
             cut, evaluations = best_pieces(evaluator), evaluator.evaluations
+        elif strategy.partition_rule == "searched-pieces":
+            mean = with_mean_steps(placed)
+            pipeline = search_pipeline(mean, strategy, stride=self.stride, on_progress=self.on_progress)
+            strategy, cut, evaluations = pipeline.strategy, pipeline.partition, pipeline.evaluations
         else:
-            return partition_of(placed, strategy, None, self.table)
+            return strategy, partition_of(placed, strategy, None, self.table)
         self.evaluations += evaluations
         self.seconds += time.perf_counter() - begin_s
-        return cut
+        return strategy, cut
 
     def _searched(self, placed: Scenario, strategy: Strategy) -> Found:
         if strategy.group_size == 1:

@@ -15,9 +15,10 @@ from kvrsim.results.results import NoiseReport, Plan, StrategyResult
 from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, Strategy, label_of
+from kvrsim.strategies.pipeline import layers_of
 from planner.evaluate import Progress
 from planner.partitions import PlanPartitions
-from planner.plan_bounds import bounds_of
+from planner.plan_bounds import bound_of_pipeline, bounds_of
 from planner.plan_notes import approximate_notes, even_chunks, fewer_gpus, memory_notes, rests_on
 from planner.search.search import Found
 from planner.simulate import computes_s, waited_s
@@ -83,7 +84,8 @@ def make_plan(
     for number, strategy in enumerate(choice.strategies, start=1):
         if on_stage is not None:
             on_stage(strategy.name, number, len(chosen))
-        cut = partitions.partition(strategy)
+        strategy, cut = partitions.settled(strategy)
+        chosen[strategy.name] = strategy
         if disturbance is not None and (found := partitions.found.get(strategy.name)):
             robust[strategy.name] = _robust(scenario, strategy, found, disturbance, objective)
             cut = robust[strategy.name].partition
@@ -255,6 +257,8 @@ def _result(scenario: Scenario, strategy: Strategy, cut: Partition, moved: Moves
         memory=memory,
         fits=fits(placed, memory),
         approximate=strategy.approximate,
+        layers=layers_of(placed, strategy),
+        bound=bound_of_pipeline(placed, strategy, cut, run.ttft_s),
     )
 
 

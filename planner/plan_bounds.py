@@ -5,9 +5,11 @@ from __future__ import annotations
 from kvrsim.compile import for_strategy
 from kvrsim.executors.run import run_partition
 from kvrsim.partition import Partition
-from kvrsim.results.results import Bounds, ChainBound, StrategyResult
+from kvrsim.results.results import Bounds, ChainBound, PipelineBound, StrategyResult
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, STRATEGIES, Strategy
+from planner.partitions import with_mean_steps
+from planner.pipelines.bound import pipeline_bound_s
 from planner.search.bound import lower_bound_s
 from planner.search.search import Found, search
 
@@ -34,6 +36,17 @@ def bounds_of(scenario: Scenario, found: Found, strategy: Strategy, best: Strate
         gap=found.ttft_s / lower_s - 1 if searched and lower_s is not None else None,
         best=_of_best(scenario, strategy, best, lower_s),
     )
+
+
+def bound_of_pipeline(scenario: Scenario, strategy: Strategy, cut: Partition, ttft_s: float) -> PipelineBound | None:
+    """The bound of all pipelines over these ranks, where pieces were searched; scenario: as the strategy sees it."""
+    if strategy.partition_rule != "searched-pieces":
+        return None
+    lower_s, mean = pipeline_bound_s(scenario), with_mean_steps(scenario)
+    gap = chosen_gap = ttft_s / lower_s - 1
+    if mean is not scenario:
+        chosen_gap = run_partition(mean, strategy, cut).ttft_s / pipeline_bound_s(mean) - 1
+    return PipelineBound(lower_bound_s=lower_s, gap=gap, gap_as_chosen=chosen_gap)
 
 
 def _of_best(

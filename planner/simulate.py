@@ -16,8 +16,9 @@ from kvrsim.results.results import RankReport, SimResult
 from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy, label_of
+from kvrsim.strategies.pipeline import layers_of
 from planner.evaluate import Progress
-from planner.partitions import partition_of
+from planner.partitions import settled
 from planner.uncertainty.breakdown import breakdown
 from planner.uncertainty.interval import interval, measured_coverage
 
@@ -77,7 +78,7 @@ def run_simulation(
     draw = None if disturbance is None else disturbance.draw(placed)
     records = timeline or with_breakdown or draw is not None
     kind = check_executor(placed.cluster, executor, records=records)
-    cut = partition_of(placed, chosen, partition, table, on_progress)
+    chosen, cut = settled(placed, chosen, partition, table, on_progress)
     looks_up = partition is None and chosen.partition_rule == "table"
     quiet_s = None if draw is None else run_partition(placed, chosen, cut).ttft_s
     if disturbance is not None and quiet_s is not None:
@@ -111,6 +112,7 @@ def run_simulation(
             )
             for gpu, rank in ((gpu, gpu // placed.gpus_per_rank) for gpu in range(placed.num_gpus))
         ),
+        layers=layers_of(placed, chosen),
         fits=fits(placed, memory),
         memory_limit=placed.memory_limit,
         interval_coverage=measured_coverage(scenario),

@@ -61,7 +61,7 @@ def _quick(scenario: Scenario, *, noisy: bool) -> Chosen:
     slow = RINGS if cluster.num_gpus > MOST_IN_RINGS else ()
     strategies, notes = _allowed(scenario, [name for name in quick if name not in slow])
     sizes = group_sizes(cluster.num_gpus, cluster.gpus_per_node)
-    later = slow if noisy else (*slow, "kvr-direct", "pp", *hybrid_names(sizes))
+    later = slow if noisy else (*slow, "kvr-direct", "pp", "pp-s", *hybrid_names(sizes))
     return Chosen(strategies=strategies, ranked=True, notes=notes, not_compared=later)
 
 

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from kvrsim.results.stream import StreamResult
 
 
+def _stages(result: SimResult | StrategyResult) -> dict[str, Any]:
+    """Of a pipeline: tokens of each piece, and layers of each stage."""
+    return {} if result.layers is None else {"pieces": list(result.partition), "layers": list(result.layers)}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankReport:
     """One rank's share of a simulated prefill."""
@@ -66,13 +71,14 @@ class SimResult:
     noise: Noise | None = None  # that `ttft_s` and `per_rank` are under: one sample of it
     noisy: Distribution | None = None  # TTFTs of all samples
     stream: StreamResult | None = None  # of requests behind each other; the rest is about the first
+    layers: tuple[int, ...] | None = None  # of each stage of a pipeline, whose pieces `partition` holds
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; the timeline is written apart."""
         about = ("strategy", "model", "profile", "cluster", "context_len", "partition", "executor")
         found = ("ttft_s", "ttft_low_s", "ttft_high_s", "interval_coverage", "interval_causes", "fits")
         content = self.question.header() | fields_to_json(self, *about, *found)
-        content |= self.memory_limit.to_dict() | fields_to_json(self, "per_rank", "warnings")
+        content |= _stages(self) | self.memory_limit.to_dict() | fields_to_json(self, "per_rank", "warnings")
         if self.breakdown is not None:
             content["breakdown"] = self.breakdown.to_dict()
         if self.noise is not None and self.noisy is not None:
@@ -84,6 +90,15 @@ class SimResult:
         import pandas
 
         return pandas.DataFrame([rank.to_dict() for rank in self.per_rank]).drop(columns="memory")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineBound:
+    """What no pipeline over the same ranks can beat, whatever its pieces and stages."""
+
+    lower_bound_s: float  # proven
+    gap: float  # TTFT / lower_bound_s - 1
+    gap_as_chosen: float  # the same where a step of the engine takes what the pieces were chosen for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,12 +119,16 @@ class StrategyResult:
     fits: bool
     approximate: str | None = None  # how its result differs from the model's own prefill; None: it is the same
     noisy: Distribution | None = None  # TTFTs under the plan's noise; `ttft_s` is without its random part
+    layers: tuple[int, ...] | None = None  # of each stage of a pipeline, whose pieces `partition` holds
+    bound: PipelineBound | None = None  # where pieces and stages were searched
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         times = ("ttft_s", "ttft_low_s", "ttft_high_s", "speedup_over_tsp", "speedup", "exposed_comm_s", "wait_s")
         content = {} if self.noisy is None else {"under_noise": self.noisy.to_dict()}
-        content |= fields_to_json(self, "strategy", "partition", *times)
+        content |= fields_to_json(self, "strategy", "partition") | _stages(self) | fields_to_json(self, *times)
+        if self.bound is not None:
+            content |= fields_to_json(self.bound)
         return (
             content | {"peak_bytes": [rank.total for rank in self.memory]} | fields_to_json(self, "fits", "approximate")
         )

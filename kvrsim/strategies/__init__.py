@@ -9,7 +9,7 @@ from kvrsim.strategies.base import Step, Strategy
 from kvrsim.strategies.kv_runahead import KVR_E, KVR_P, KVR_S
 from kvrsim.strategies.kv_runahead_direct import KVR_DIRECT
 from kvrsim.strategies.load import from_file, installed, installed_names, is_file
-from kvrsim.strategies.pipeline import PIPELINE
+from kvrsim.strategies.pipeline import PIPELINE, PIPELINE_SEARCHED
 from kvrsim.strategies.ring import RING, STRIPED
 from kvrsim.strategies.single import SINGLE
 from kvrsim.strategies.tensor_parallel import TENSOR_PARALLEL, in_groups
@@ -35,15 +35,17 @@ STRATEGIES = {
     strategy.name: strategy
     for strategy in (
         *(SINGLE, TSP, KVR_E, KVR_S, KVR_P),
-        *(KVR_DIRECT, RING, STRIPED, ZIGZAG_RING, ZIGZAG, ULYSSES, TENSOR_PARALLEL, PIPELINE),
+        *(KVR_DIRECT, RING, STRIPED, ZIGZAG_RING, ZIGZAG, ULYSSES, TENSOR_PARALLEL, PIPELINE, PIPELINE_SEARCHED),
     )
 }
 _HYBRID = re.compile(r"tp([1-9]\d{0,4})(?:\+(.+))?")
+_CONTEXT_IN_STAGES = re.compile(r"(?:tp\d+\+)?pp(?:\d+(?:\+cp\d+)?|(?:-s)?\+cp\d+)")  # as engines name them
 _IN_HYBRIDS = (
     "kvr-s",
     "ring",
     "zigzag",
     "pp",
+    "pp-s",
 )  # of those that `all` stands for; any but single and tp may be asked for
 
 
@@ -59,6 +61,9 @@ def get_strategy(strategy: str | Strategy, parameter: str = "strategy") -> Strat
         return strategy
     if strategy in STRATEGIES:
         return STRATEGIES[strategy]
+    if _CONTEXT_IN_STAGES.fullmatch(strategy):
+        accepted = "tpN+pp or tpN+pp-s, whose stages are all other GPUs; nothing splits the context inside a stage"
+        raise InputError(parameter, strategy, accepted)
     if (hybrid := _HYBRID.fullmatch(strategy)) and hybrid[2]:
         inner = get_strategy(hybrid[2], parameter)
         if inner.group_size == 1 and inner.partition_rule not in ("whole", "table"):

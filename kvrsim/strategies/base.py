@@ -14,9 +14,9 @@ from kvrsim.errors import InputError
 from kvrsim.model.spec import ModelSpec
 from kvrsim.program.operations import AllGather, Array, Compute, Flags, Op, Program, Recv, Send
 
-PartitionRule = Literal["whole", "even", "search", "table", "pieces"]
+PartitionRule = Literal["whole", "even", "search", "table", "pieces", "searched-pieces"]
 LayerProgram = Callable[["Step", int], Iterator[Op]]
-PipelineProgram = Callable[..., Program]  # of a scenario, pieces and costs: see pipeline.py
+PipelineProgram = Callable[..., Program]  # of a scenario, strategy, pieces and costs: see pipeline.py
 Refusal = Callable[[ModelSpec, int], str | None]
 _NAME = re.compile(r"[^\s,:]+")
 
@@ -34,6 +34,7 @@ class Strategy:
     keeps_gathered: bool = True  # K, V that the program says it holds stay to the end; else its own chunk's alone
     group_size: int | None = 1  # GPUs that split every matrix and act as one rank; None: all that there are
     pipeline: PipelineProgram | None = None  # builds the program where ranks hold different layers
+    stage_layers: tuple[int, ...] | None = None  # of a pipeline: layers of each stage; None: as even as they can be
     refuses: Refusal | None = None  # what a model and number of ranks must fulfil, where they do not; None: nothing
     passes_state: bool = False  # its chunks follow each other from rank to rank, so that a state can be handed on
     sends_in_turn: bool = False  # a rank's messages leave one after another, whichever links they take

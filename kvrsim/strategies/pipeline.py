@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -26,27 +26,41 @@ def layer(step: Step, piece: int) -> Iterator[Op]:
     yield step.output_mlp(piece)
 
 
-def stages(num_layers: int, num_ranks: int) -> tuple[range, ...]:
-    """The layers of each rank; the first ranks have the one more that there may be."""
+def even_layers(num_layers: int, num_ranks: int) -> tuple[int, ...]:
+    """How many layers each rank has; the first ranks have the one more that there may be."""
     share, rest = divmod(num_layers, num_ranks)
-    firsts = [rank * share + min(rank, rest) for rank in range(num_ranks + 1)]
-    return tuple(range(first, end) for first, end in pairwise(firsts))
+    return tuple(share + (rank < rest) for rank in range(num_ranks))
 
 
-def program(scenario: Scenario, pieces: Sequence[Array], cost: CostModel) -> Program:
+def layers_of(scenario: Scenario, strategy: Strategy) -> tuple[int, ...] | None:
+    """Layers of each stage; None: the strategy is no pipeline. scenario: as the strategy sees it."""
+    if strategy.pipeline is None:
+        return None
+    return strategy.stage_layers or even_layers(scenario.share.num_hidden_layers, scenario.cluster.num_gpus)
+
+
+def stages(strategy: Strategy, num_layers: int, num_ranks: int) -> tuple[range, ...]:
+    """The layers of each rank of a pipeline."""
+    counts = strategy.stage_layers or even_layers(num_layers, num_ranks)
+    ends = tuple(accumulate(counts, initial=0))
+    assert (len(counts), ends[-1]) == (num_ranks, num_layers), "stages of another model or number of ranks"
+    return tuple(range(first, end) for first, end in pairwise(ends))
+
+
+def program(scenario: Scenario, strategy: Strategy, pieces: Sequence[Array], cost: CostModel) -> Program:
     """Every stage takes one piece after another: receive its activations, run the own layers, send them on.
 
     pieces: float arrays of shape (B,), tokens of each. Blocks are steps of all stages: for each piece the way in,
     all layers of every stage (under the number of the first), the way out.
     """
     kinds = scenario.share.layer_kind_index
-    held = stages(len(kinds), scenario.cluster.num_gpus)
+    held = stages(strategy, len(kinds), scenario.cluster.num_gpus)
     patterns = [tuple(kinds[index] for index in rows) for rows in held]
     nowhere, firsts = (None,) * len(held), tuple(rows[0] for rows in held)
     lengths = np.stack([np.asarray(piece) for piece in pieces])
     starts = scenario.request.cached_prefix + np.cumsum(lengths, axis=0) - lengths
     steps = [Step(costs, (lengths,), (starts,)) for costs in scenario.layer_costs(cost)]
-    layers = [tuple(layer_ops(PIPELINE, step, 0)) for step in steps]  # of all pieces at once
+    layers = [tuple(layer_ops(strategy, step, 0)) for step in steps]  # of all pieces at once
     blocks, ways = _Blocks(), _Ways(scenario, cost, len(held))
     for number, piece in enumerate(lengths):
         blocks.add(ways.into(piece, starts[number] + piece), nowhere)
@@ -55,7 +69,7 @@ def program(scenario: Scenario, pieces: Sequence[Array], cost: CostModel) -> Pro
         blocks.add(tuple(of_stage[pattern] for pattern in patterns), firsts)
         blocks.add(ways.out(piece, steps[0]), nowhere)
     return Program(
-        strategy="pp",
+        strategy=strategy.name,
         prologue=(request(scenario, lengths[0]),) * len(held),
         layers=tuple(blocks.kinds),
         layer_kind_index=tuple(blocks.order),
@@ -142,4 +156,11 @@ PIPELINE = Strategy(
     gathers_kv=False,
     pipeline=program,
     refuses=refuses,
+)
+PIPELINE_SEARCHED = replace(
+    PIPELINE,
+    name="pp-s",
+    title="pipeline of layers, pieces and stages searched",
+    source=f"{PIPELINE.source}; pieces of equal time as in SGLang (dynamic chunking, 2025)",
+    partition_rule="searched-pieces",
 )

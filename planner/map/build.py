@@ -18,7 +18,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, label_of
 from planner.evaluate import Evaluator
 from planner.map.map import ALONE, MapPoint, StrategyMap
-from planner.partitions import partition_of
+from planner.partitions import settled
 from planner.search.search import search
 from planner.strategies_for import all_for, distinct
 from planner.uncertainty.moves import moves
@@ -70,7 +70,7 @@ def make_map(
         raise InputError("gpus", min(gpu_counts), f"at most one GPU a token, here {shortest}")
     refused = dict.fromkeys(_left_out(place) for place in wanted if place.cluster.num_gpus > place.request.new_tokens)
     for number, place in enumerate(places, start=1):
-        found: list[tuple[MapPoint, Partition]] = []
+        found: list[tuple[MapPoint, Strategy, Partition]] = []
         for strategy in _chosen(place, strategies):
             compared[strategy.name] = strategy
             try:
@@ -127,9 +127,9 @@ def _chosen(place: Scenario, strategies: Sequence[str | Strategy]) -> Sequence[S
     return chosen
 
 
-def _point(place: Scenario, strategy: Strategy) -> tuple[MapPoint, Partition]:
+def _point(place: Scenario, strategy: Strategy) -> tuple[MapPoint, Strategy, Partition]:
     placed = for_strategy(place, strategy)
-    ttft_s, partition = fastest(placed, strategy)
+    ttft_s, strategy, partition = fastest(placed, strategy)
     point = MapPoint(
         context_len=place.request.context_len,
         link_bandwidth_bytes_per_s=place.cluster.link.bandwidth_bytes_per_s,
@@ -138,34 +138,33 @@ def _point(place: Scenario, strategy: Strategy) -> tuple[MapPoint, Partition]:
         ttft_s=ttft_s,
         fits=fits(placed, memory_of(placed, strategy, partition)),
     )
-    return point, partition
+    return point, strategy, partition
 
 
 def _with_moves(
-    place: Scenario, found: Sequence[tuple[MapPoint, Partition]], compared: Mapping[str, Strategy]
+    place: Scenario, found: Sequence[tuple[MapPoint, Strategy, Partition]], compared: Mapping[str, Strategy]
 ) -> Iterator[MapPoint]:
     """The points, with their moves where they may tie with the fastest exact ones that fit, or do not."""
-    exact = [point for point, _ in found if compared[point.strategy].approximate is None]
+    exact = [point for point, _, _ in found if compared[point.strategy].approximate is None]
     least_s = {point.fits: min(one.ttft_s for one in exact if one.fits == point.fits) for point in exact}
-    for point, partition in found:
-        strategy = compared[point.strategy]
+    for point, strategy, partition in found:
         if strategy.approximate is None and point.ttft_s <= _FAR * least_s[point.fits]:
             yield replace(point, moves=moves(for_strategy(place, strategy), strategy, partition))
         else:
             yield point
 
 
-def fastest(placed: Scenario, strategy: Strategy) -> tuple[float, Partition]:
+def fastest(placed: Scenario, strategy: Strategy) -> tuple[float, Strategy, Partition]:
     """With the strategy's own chunks; those that it searches, balanced or even, or searched where links are slow."""
     if strategy.partition_rule != "search":
-        partition = partition_of(placed, strategy, None)
-        return Evaluator(placed, strategy).one(partition.chunk_lens), partition
+        strategy, partition = settled(placed, strategy)
+        return Evaluator(placed, strategy).one(partition.chunk_lens), strategy, partition
     even = Partition.even(placed.request.new_tokens, placed.cluster.num_gpus)
     cuts = [search(placed, strategy, method="analytical").partition, even]
     ttft_s = Evaluator(placed, strategy).ttft_s(np.array([cut.chunk_lens for cut in cuts], dtype=float))
     best = int(ttft_s.argmin())
     free_s = Evaluator(placed.without_communication(), strategy).one(cuts[0].chunk_lens)
     if ttft_s[best] <= free_s * (1 + _EXPOSED):
-        return float(ttft_s[best]), cuts[best]
+        return float(ttft_s[best]), strategy, cuts[best]
     found = search(placed, strategy)
-    return found.ttft_s, found.partition
+    return found.ttft_s, strategy, found.partition

@@ -43,7 +43,7 @@ def at(scenario: Scenario, new_tokens: int, cached_prefix: int, batch: int) -> S
 def simulated(scenario: Scenario, strategy: Strategy) -> tuple[float, Partition, Scenario]:
     """TTFT as the simulator has it, with its partition and the scenario as the strategy sees it."""
     placed = for_strategy(scenario, strategy)
-    ttft_s, partition = fastest(placed, strategy)
+    ttft_s, _, partition = fastest(placed, strategy)
     return ttft_s, partition, placed
 
 

@@ -62,6 +62,14 @@ def format_partition(chunks: Sequence[int], room: int = 14) -> str:
     return full if len(full) <= room else f"{chunks[0]} … {chunks[-1]}"
 
 
+def stages_text(pieces: Sequence[int], layers: Sequence[int]) -> str:
+    """Pieces and stages of a pipeline: "12 pieces of 14784, 8448, ... tokens; stages of 8 × 4 layers"."""
+    runs = [(piece, len(list(same))) for piece, same in groupby(pieces)]
+    shown = ", ".join(f"{count} × {piece}" if count > 1 else str(piece) for piece, count in runs)
+    held = format_partition(layers, room=4 * len(layers))
+    return f"{len(pieces)} piece{'s' * (len(pieces) != 1)} of {shown} tokens; stages of {held} layers"
+
+
 def round_up_percent(share: float) -> str:
     """A share in percent with two decimals, never less than it is: it is part of a proof."""
     return f"{math.ceil(max(0.0, share) * 1e4 - 1e-9) / 100:.2f}"

@@ -20,6 +20,7 @@ from kvrsim.cli.render.format import (
     limit_text,
     mean_change,
     round_up_percent,
+    stages_text,
 )
 from kvrsim.cli.render.layout import Shrinkable, columns, facts, show
 from kvrsim.text import without
@@ -39,7 +40,7 @@ def show_plan(plan: Plan) -> None:
     table, best, search, limit = facts(), plan.best, plan.search, plan.memory_limit
     for number, line in enumerate(_best(plan)):
         table.add_row("" if number else "best:", line)
-    for label, line in _kvr(plan):
+    for label, line in (*_pipelines(plan), *_kvr(plan)):
         table.add_row(label, line)
     if search.evaluations:
         partitions = f"{search.evaluations} partition{'s' * (search.evaluations != 1)}"
@@ -96,12 +97,26 @@ def _best(plan: Plan) -> Iterator[str]:
         yield f"approximate: {best.approximate}"
     if plan.ties:
         yield f"ties (the difference is within its prediction interval): {', '.join(plan.ties)}"
-    if len(set(best.partition)) > 1:
+    if len(set(best.partition)) > 1 and best.layers is None:
         yield f"partition {', '.join(map(str, best.partition))}"
     bound = plan.bounds.best
     if bound is not None and bound.strategy != "kvr-s":
         gap, lower = round_up_percent(bound.gap), format_seconds(bound.lower_bound_s)
         yield f"at most {gap} % slower than the best of its partitions (proven lower bound {lower})"
+
+
+def _pipelines(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Pieces and stages of the searched pipelines and of the best strategy, and the bound of the searched ones."""
+    for result in plan.strategies:
+        if result.layers is None or (result.bound is None and result is not plan.best):
+            continue
+        yield f"{result.strategy}:", stages_text(result.partition, result.layers)
+        if (bound := result.bound) is not None:
+            gap, lower = round_up_percent(bound.gap), format_seconds(bound.lower_bound_s)
+            text = f"at most {gap} % slower than the best pieces and stages (proven lower bound {lower})"
+            if bound.gap_as_chosen != bound.gap:
+                text += f"; {round_up_percent(bound.gap_as_chosen)} % for the mean step, which it was searched for"
+            yield "", text
 
 
 def _kvr(plan: Plan) -> Iterator[tuple[str, str]]:

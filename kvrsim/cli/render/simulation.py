@@ -16,6 +16,7 @@ from kvrsim.cli.render.format import (
     header,
     limit_text,
     mean_change,
+    stages_text,
 )
 from kvrsim.cli.render.layout import Shrinkable, columns, facts, show
 from kvrsim.units import format_bytes, format_seconds
@@ -37,6 +38,8 @@ def show_simulation(result: SimResult, scenario: Scenario) -> None:
     limit = scenario.memory_limit.nbytes
     table = facts()
     table.add_row("TTFT:", _ttft(result))
+    if result.layers is not None:
+        table.add_row("pipeline:", stages_text(result.partition, result.layers))
     if said := _interval(result):
         table.add_row("interval:", said)
     table.add_row("executor:", result.executor)

@@ -150,7 +150,7 @@ def test_the_story_of_a_kvr_layer() -> None:
 
 
 def test_names() -> None:
-    more = ["kvr-direct", "ring", "striped", "zigzag-ring", "zigzag", "ulysses", "tp", "pp"]
+    more = ["kvr-direct", "ring", "striped", "zigzag-ring", "zigzag", "ulysses", "tp", "pp", "pp-s"]
     assert list(STRATEGIES) == ["single", "tsp", "kvr-e", "kvr-s", "kvr-p", *more]
     for name, strategy in STRATEGIES.items():
         assert get_strategy(name) is strategy
@@ -161,7 +161,7 @@ def test_names() -> None:
     assert caught.value.parameter == "strategies"
 
 
-@pytest.mark.parametrize("name", ["tp2+kvr-s", "tp16+ring", "tp4+pp"])
+@pytest.mark.parametrize("name", ["tp2+kvr-s", "tp16+ring", "tp4+pp", "tp2+pp-s"])
 def test_hybrids(name: str) -> None:
     """Named by their parts; a group of one is no group."""
     size, inner = name[2:].split("+")
@@ -172,7 +172,8 @@ def test_hybrids(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["tp2+single", "tp2+tp", "tp2+tp2+ring", "tp2+kvr-p", "tp0+ring", "tp2+", "tp2", "tp2+x"]
+    "name",
+    ["tp2+single", "tp2+tp", "tp2+tp2+ring", "tp2+kvr-p", "tp0+ring", "tp2+", "tp2", "tp2+x", "tp4+pp2+cp2", "pp4"],
 )
 def test_what_is_no_hybrid(name: str) -> None:
     with pytest.raises(kvrsim.InputError) as caught:

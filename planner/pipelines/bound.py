@@ -1,0 +1,153 @@
+"""A proven lower bound on the TTFT of every pipeline over the given GPUs: any pieces, any layers on the stages.
+
+Why it holds. Stage s takes d(s, m) for piece m of M. It begins a piece when it has done the one before, and when the
+stage before has done that piece; so TTFT is at least the sum of d along every path that goes from (1, 1) to (S, M) by
+one stage or one piece at a time, S + M - 1 steps of the engine among them.
+
+Theorem. If d(s, m) = f(s) D(m) with f, D >= 0, some path is at least (S + M - 1) / (S M) of the sum of all d.
+Proof, with sum f = sum D = 1, by induction on S; one stage is clear. Let x = f(1) and let the longest path be T. Paths
+that leave stage 1 at piece k have x (D(1) + ... + D(k)) and, by induction, of what D(k) + ... + D(M) takes on the other
+stages, (1 - x) of all, at least (S + M - k - 1) / ((S - 1)(M - k + 1)). With y(k) = D(k + 1) + ... + D(M), so that
+y(0) = 1 and y(M) = 0, this reads, for r = (1 - x) / (x (S - 1)) and N = M - k + 1,
+    y(k) >= 1 - T / x + r (N + S - 2) / N y(k - 1).
+Unrolled, T >= x P(M) / P(M - 1), where P(M) is the sum of c(n) r^n, c(n) = binomial(n + S - 2, n), n = 0 ... M. Now
+Q(r) = S M P(M) - (M + S - 1)(1 + (S - 1) r) P(M - 1) has a coefficient of r^n that is c(n) times a factor which falls
+with n from (S - 1)(M - 1) to below 0 at n = M - 1, and a positive one at n = M: two changes of sign, so at most two
+positive roots (Descartes). r = 1 is a double root, as Q(1) = Q'(1) = 0. So Q >= 0 for all r > 0, that is,
+T >= (S + M - 1) / (S M), since x = 1 / (1 + (S - 1) r).
+
+Layers. f(s) is what a stage has of the layers, each weighted by its kind, and D(m) what a layer of weight 1 takes at
+least for the piece: an amount a piece, an amount a token (a line below the times of all lengths, found for each slope), and
+its share of the mixing of the whole context. Mixing of a piece from s to e takes at least a share, found on a grid, of
+the difference of mixing all tokens up to e and up to s, with attention at a time that no call of its kernel beats.
+Kinds that grow unlike each other leave part of their work out of D. Then the mean over the stages may be larger: each
+stage does its work on all pieces, and the others at least the first or the last piece, a token long.
+The number of pieces is the one for which the bound is least.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvrsim.cost.layer import LayerCosts
+from kvrsim.cost.tensor_parallel import all_reduce
+from kvrsim.ends import last, request, step
+from kvrsim.program.operations import Array, Collective, Compute, Op
+from kvrsim.scenario import Scenario
+
+_SLOPES, _GRID, _NUMBERS = 48, 48, 400
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """The least times of a kind of layer."""
+
+    count: int
+    rows_s: Array  # of 1, 2, ... tokens: products, element-wise kernels, all-reduces
+    mixed_s: Array  # of the context up to each point of the grid, at least what pieces up to there take together
+
+
+def pipeline_bound_s(scenario: Scenario) -> float:
+    """A TTFT that no pipeline beats; scenario: as the strategy sees it, stages for ranks."""
+    num_stages, tokens = scenario.cluster.num_gpus, scenario.request.new_tokens
+    kinds = _kinds(scenario)
+    one, whole = np.ones(1), np.full(1, float(scenario.request.context_len))
+    ends = (*request(scenario, one), *last(scenario, one, whole, scenario.cost))
+    nbytes = scenario.layer_costs()[0].activation_bytes(one)
+    paths = [scenario.cluster.path(rank, rank + 1) for rank in range(num_stages - 1)]
+    fixed_s = _held_s(ends) + sum(float(path.busy_s(nbytes)[0]) + path.latency_s for path in paths)
+    step_s = _held_s(tuple(op for op in step(scenario, one, one, scenario.cost) if op.host_s))
+    edges = np.unique(np.geomspace(1, tokens + 1, _NUMBERS).astype(np.int64))
+    fewest, most = edges[:-1].astype(float), edges[1:] - 1.0  # numbers of pieces, in intervals
+    crossed_s = _crossed_s(kinds, tokens, fewest) * (num_stages + most - 1) / (num_stages * most)
+    least_s = sum(kind.count * kind.rows_s.min() for kind in kinds)
+    mean_s = (_work_s(kinds, tokens, fewest) + (num_stages - 1) * least_s) / num_stages
+    steps_s = (num_stages + fewest - 1) * step_s
+    return float(fixed_s + (steps_s + np.maximum(crossed_s, mean_s)).min())
+
+
+def _work_s(kinds: list[_Kind], tokens: int, numbers: Array) -> Array:
+    """The least time of all layers for so many pieces or more."""
+    parts = [kind.count * (_rows_s([(kind, 1.0)], tokens, numbers) + kind.mixed_s[-1]) for kind in kinds]
+    return np.asarray(sum(parts, np.zeros_like(numbers)))
+
+
+def _crossed_s(kinds: list[_Kind], tokens: int, numbers: Array) -> Array:
+    """The same of what all kinds of layers have in common: weights times one time a piece."""
+    weights = [float(kind.rows_s[-1]) for kind in kinds]
+    common = _rows_s(list(zip(kinds, weights, strict=True)), tokens, numbers) + _common_mixing_s(kinds, weights)
+    return np.asarray(common * sum(kind.count * weight for kind, weight in zip(kinds, weights, strict=True)))
+
+
+def _rows_s(kinds: list[tuple[_Kind, float]], tokens: int, numbers: Array) -> Array:
+    """The least that so many pieces or more take in a layer of weight 1, whatever the kind: lines below all times."""
+    lengths = np.arange(1.0, tokens + 1)
+    scaled = [kind.rows_s / weight for kind, weight in kinds]
+    slopes = np.linspace(0.0, 1.0, _SLOPES) * min(float(rows_s[-1]) for rows_s in scaled) / tokens
+    best = np.zeros_like(numbers)
+    for slope in slopes:
+        offset = min(float((rows_s - slope * lengths).min()) for rows_s in scaled)
+        if offset >= 0:  # so that more pieces never take less
+            best = np.maximum(best, numbers * offset + slope * tokens)
+    return best
+
+
+def _common_mixing_s(kinds: list[_Kind], weights: list[float]) -> float:
+    """The mixing that a layer of weight 1 has at least, whatever its kind: that of the kind with the least, scaled."""
+    scaled = [kind.mixed_s / weight for kind, weight in zip(kinds, weights, strict=True)]
+    least = min(scaled, key=lambda mixed_s: float(mixed_s[-1]))
+    grows = np.diff(least)
+    if not (grows > 0).all():
+        return 0.0
+    return float(least[-1]) * min(1.0, *(float((np.diff(mixed_s) / grows).min()) for mixed_s in scaled))
+
+
+def _kinds(scenario: Scenario) -> list[_Kind]:
+    counts = np.bincount(scenario.share.layer_kind_index)
+    least = scenario.layer_costs(scenario.least_cost)
+    lengths = np.arange(1.0, scenario.request.new_tokens + 1)
+    return [
+        _Kind(int(count), _layer_rows_s(costs, lengths), _mixed_s(costs, scenario))
+        for count, costs in zip(counts, least, strict=True)
+    ]
+
+
+def _layer_rows_s(costs: LayerCosts, lengths: Array) -> Array:
+    """What depends on the tokens of a piece alone."""
+    seconds = costs.output_mlp_s(lengths)
+    if costs.mixing is not None:
+        seconds = seconds + costs.qkv_s(lengths)
+    if costs.group is not None:
+        summed = all_reduce(costs.group, costs.activation_bytes(lengths), costs.host.collective_s)
+        seconds = seconds + costs.num_sums * summed.seconds
+    return np.asarray(seconds)
+
+
+def _mixed_s(costs: LayerCosts, scenario: Scenario) -> Array:
+    """What pieces of any lengths up to the points of a grid take at least, shape (grid,); its last is the context."""
+    prefix, end = float(scenario.request.cached_prefix), float(scenario.request.context_len)
+    new = np.unique(np.round(np.geomspace(1.0, end - prefix, _GRID)))
+    if costs.mixing is None:
+        return np.zeros(len(new) + 1)
+    points = prefix + np.concatenate([[0.0], new])
+    none = np.zeros_like(points)
+    whole_s = np.where(points > 0, _mix_s(costs, np.maximum(points, 1.0), none), 0.0)
+    first, until = (index.ravel() for index in np.triu_indices(len(points), 1))
+    grown = whole_s[until] - whole_s[first]
+    taken = _mix_s(costs, points[until] - points[first], points[first])
+    share = np.min(taken / np.maximum(grown, 1e-30), initial=1.0)
+    return np.asarray(share * (whole_s - whole_s[0]))
+
+
+def _mix_s(costs: LayerCosts, chunk: Array, prefix: Array) -> Array:
+    append_s = 0.0 if costs.has_state else costs.append_s(chunk, prefix)
+    return np.asarray(append_s + costs.attention_s(chunk, prefix))
+
+
+def _held_s(ops: tuple[Op, ...]) -> float:
+    parts = (
+        op.device_s if isinstance(op, Compute) else op.seconds for op in ops if isinstance(op, Compute | Collective)
+    )
+    return float(sum(float(np.ravel(part)[0]) for part in parts))

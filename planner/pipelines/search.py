@@ -1,0 +1,220 @@
+"""The best pipeline: pieces of equal time for each number of pieces, layers of equal time on the stages, then moves.
+
+With stages alike, TTFT is the work of all pieces on one stage and that of the longest piece on each other stage. So
+pieces of equal time are the best that so many pieces can be; later ones are shorter, since they see more keys. What is
+left to find is their number, and what tiles of matrices, the embedding, the head and uneven stages change.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrsim.errors import InputError
+from kvrsim.partition import Partition
+from kvrsim.program.operations import Array
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import Strategy
+from kvrsim.strategies.pipeline import even_layers
+from planner.evaluate import Evaluator, Progress
+from planner.pipelines.work import Flow, PieceWork
+from planner.search.neighbours import Boundaries, chunk_lens, chunks_between, groups, rounded, valid
+from planner.search.refine import refine_frugally
+
+PAGE = 64  # tokens; pieces are multiples of it, as engines' pages divide it
+MOST_A_STAGE = 64  # pieces; with so many, filling and emptying the stages takes less than 1.6 % of TTFT
+_EVERY, _RATIO = 8, 1.19  # numbers of pieces that are all tried; and the next over the last of those beyond
+_TRIED, _REFINED = 8, 3  # numbers of pieces that are simulated; and that are refined
+_TIMES, _ROUNDS = 4, 24  # of refinement with other layers or one piece more or less; and rounds of each
+_MOST_MOVES, _LEAST_MOVES, _MOST_CELLS = 192, 48, 4096  # of a round; and moves times pieces
+_BALANCING, _LAYOUT_ROUNDS = 24, 40
+_WORTH = 1e-4  # of TTFT, that other layers on the stages must gain
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPipeline:
+    """The pieces, the strategy with the layers of its stages, and what it took to find them."""
+
+    strategy: Strategy
+    partition: Partition
+    ttft_s: float
+    evaluations: int
+    seconds: float
+
+
+def search_pipeline(
+    scenario: Scenario,
+    strategy: Strategy,
+    *,
+    pieces: Partition | None = None,
+    stride: int | None = None,
+    least_piece: int | None = None,
+    on_progress: Progress | None = None,
+) -> FoundPipeline:
+    """The best pieces and stages found; of given `pieces`, the best stages.
+
+    scenario: as the strategy sees it. stride: tokens that pieces are multiples of, but for what the last one has more;
+    least_piece: tokens that each has at least, where the context has so many. None: a page, and the GPUs of a group.
+    """
+    begin_s = time.perf_counter()
+    tokens = scenario.request.new_tokens
+    step = math.lcm(PAGE, scenario.gpus_per_rank) if stride is None else stride
+    if not step >= 1:
+        raise InputError("stride", step, "a whole number of at least 1")
+    least = max(step, least_piece or step)
+    run = _Search(scenario, strategy, min(step, tokens), min(least, tokens), on_progress)
+    found, ttft_s = run.run(None if pieces is None else np.array(pieces.boundaries[1:-1], dtype=np.int64))
+    partition = Partition(chunk_lens=chunk_lens(tuple(found), tokens))
+    return FoundPipeline(run.strategy, partition, ttft_s, run.evaluations, time.perf_counter() - begin_s)
+
+
+class _Search:
+    def __init__(
+        self, scenario: Scenario, strategy: Strategy, stride: int, least: int, on_progress: Progress | None
+    ) -> None:
+        self.scenario, self.stride, self.least, self.on_progress = scenario, stride, least, on_progress
+        self.tokens, self.num_stages = scenario.request.new_tokens, scenario.cluster.num_gpus
+        self.work = PieceWork(scenario, strategy)
+        self.strategy = replace(strategy, stage_layers=even_layers(len(self.work.kinds), self.num_stages))
+        self.evaluations = 0
+
+    def run(self, given: npt.NDArray[np.int64] | None) -> tuple[npt.NDArray[np.int64], float]:
+        """Ends of all pieces but the last, and TTFT."""
+        if given is not None:
+            return given, self._with_layers(given, float(self._evaluate(given[None])[0]))
+        best, best_s, best_strategy = np.zeros(0, dtype=np.int64), float("inf"), self.strategy
+        for ttft_s, seed, strategy in self._seeds()[:_REFINED]:
+            self.strategy = strategy
+            found, found_s = seed, ttft_s
+            for _ in range(_TIMES):
+                before_s = found_s
+                found, found_s = self._refined(found, found_s)
+                found_s = self._with_layers(found, found_s)
+                found, found_s = self._one_more_or_less(found, found_s)
+                if found_s >= before_s * (1 - _WORTH):
+                    break
+            if found_s < best_s:
+                best, best_s, best_strategy = found, found_s, self.strategy
+        self.strategy = best_strategy
+        return best, best_s
+
+    # -- pieces
+    def _seeds(self) -> list[tuple[float, npt.NDArray[np.int64], Strategy]]:
+        """Pieces of equal time, and even ones, of the numbers that their flow finds best; each on its best stages."""
+        scored: list[tuple[float, int, npt.NDArray[np.int64]]] = []
+        rows = [length for number in self._numbers() for length in (self._equal_times(number), self._even(number))]
+        for row in rows:
+            seed = rounded(row, self.stride, self.tokens)
+            lengths = chunks_between(seed, self.tokens).astype(float)
+            if len(seed) and lengths.min() < self.least:
+                continue
+            flow = Flow(self.work, lengths)
+            scored.append((float(flow.seconds(self._equal_stages(flow)).min()), len(scored), seed))
+        simulated = []
+        even = self.strategy
+        for _, number, seed in sorted(scored)[:_TRIED]:
+            self.strategy = even
+            ttft_s = self._with_layers(seed, float(self._evaluate(seed[None])[0]))
+            simulated.append((ttft_s, number, seed, self.strategy))
+        return [(ttft_s, seed, strategy) for ttft_s, _, seed, strategy in sorted(simulated, key=lambda one: one[:2])]
+
+    def _even(self, number: int) -> Array:
+        return np.full(number, self.tokens / number)
+
+    def _numbers(self) -> list[int]:
+        """Numbers of pieces: all small ones, then ever fewer of the large ones."""
+        most = max(1, min(self.tokens // self.least, MOST_A_STAGE * self.num_stages))
+        numbers = list(range(1, min(_EVERY, most) + 1))
+        while numbers[-1] < most:
+            numbers.append(min(most, math.ceil(numbers[-1] * _RATIO)))
+        return numbers
+
+    def _equal_times(self, number: int) -> Array:
+        """So many lengths, real-valued, that take all layers equally long, but for those at the least length."""
+        lengths = self._even(number)
+        floor = min(float(self.least), self.tokens / number)
+        for _ in range(_BALANCING if number > 1 else 0):
+            pieces_s = self.work.all_s(lengths, self.work.starts(lengths))
+            lengths = np.maximum(lengths * (pieces_s.mean() / pieces_s) ** 0.7, floor)
+            above = lengths - floor
+            lengths = floor + above * ((self.tokens - number * floor) / max(above.sum(), 1e-9))
+        return np.asarray(lengths)
+
+    def _refined(self, seed: npt.NDArray[np.int64], ttft_s: float) -> tuple[npt.NDArray[np.int64], float]:
+        """Ends of pieces moved, alone and in groups, as long as TTFT falls."""
+        if not len(seed):
+            return seed, ttft_s
+        return refine_frugally(seed, self.tokens, self.stride, self._evaluate, rounds=_ROUNDS, thin=_thinned)
+
+    def _one_more_or_less(self, ends: npt.NDArray[np.int64], ttft_s: float) -> tuple[npt.NDArray[np.int64], float]:
+        """Two neighbours as one piece, or a piece as two, where that is faster."""
+        edges = np.concatenate([[0], ends, [self.tokens]])
+        middles = (edges[:-1] + edges[1:]) // 2 // self.stride * self.stride
+        more = [np.sort(np.append(ends, middle)) for middle in middles if middle not in edges]
+        for rows in (np.array([np.delete(ends, index) for index in range(len(ends))]), np.array(more)):
+            if len(rows):
+                rows = _thinned(rows)
+                seconds = self._evaluate(rows)
+                if seconds.min() < ttft_s:
+                    ends, ttft_s = rows[int(seconds.argmin())], float(seconds.min())
+        return ends, ttft_s
+
+    def _evaluate(self, boundaries: Boundaries) -> Array:
+        """TTFT of each row; infinite where a piece is shorter than the least."""
+        chunks = chunks_between(boundaries, self.tokens)
+        allowed = (chunks >= min(self.least, self.tokens // chunks.shape[1])).all(axis=1)
+        ttft_s = np.full(len(chunks), np.inf)
+        if allowed.any():
+            evaluator = Evaluator(self.scenario, self.strategy, self.on_progress, evaluations=self.evaluations)
+            ttft_s[allowed] = evaluator.ttft_s(chunks[allowed].astype(float))
+            self.evaluations = evaluator.evaluations
+        return ttft_s
+
+    # -- layers
+    def _with_layers(self, pieces: npt.NDArray[np.int64], ttft_s: float) -> float:
+        """The layers that suit these pieces best, if they gain enough; TTFT with them."""
+        if self.num_stages == 1:
+            return ttft_s
+        before = self.strategy
+        self.strategy = replace(before, stage_layers=self._layout(pieces))
+        if self.strategy != before and (found_s := float(self._evaluate(pieces[None])[0])) < ttft_s * (1 - _WORTH):
+            return found_s
+        self.strategy = before
+        return ttft_s
+
+    def _equal_stages(self, flow: Flow) -> Boundaries:
+        """First layers of stages 1, 2, ...: those now, and those that make the stages about equally long."""
+        assert self.strategy.stage_layers is not None
+        shares = flow.layers_s / flow.layers_s[-1]
+        equal = [np.abs(shares - stage / self.num_stages).argmin() for stage in range(1, self.num_stages)]
+        rows = np.array([np.cumsum(self.strategy.stage_layers)[:-1], equal], dtype=np.int64)
+        return np.asarray(rows[valid(rows, len(self.work.kinds))])
+
+    def _layout(self, pieces: npt.NDArray[np.int64]) -> tuple[int, ...]:
+        """Layers of each stage: those now or those of equal time, then ends of stages moved alone and in groups."""
+        num_layers = len(self.work.kinds)
+        flow = Flow(self.work, chunks_between(pieces, self.tokens).astype(float))
+        rows = self._equal_stages(flow)
+        best, best_s = rows[0], float("inf")
+        moves = groups(self.num_stages - 1)
+        moves = np.concatenate([moves, -moves])
+        for _ in range(_LAYOUT_ROUNDS):
+            seconds = flow.seconds(rows)
+            if seconds.min() >= best_s:
+                break
+            best, best_s = rows[int(seconds.argmin())], float(seconds.min())
+            rows = best + moves
+            rows = rows[valid(rows, num_layers)]
+            if not len(rows):
+                break
+        return chunk_lens(tuple(best), num_layers)
+
+
+def _thinned(rows: Boundaries) -> Boundaries:
+    """So many moves that a round takes about as long as with few pieces."""
+    most = int(np.clip(_MOST_CELLS // max(1, rows.shape[1]), _LEAST_MOVES, _MOST_MOVES))
+    return rows if len(rows) <= most else rows[np.linspace(0, len(rows) - 1, most).astype(int)]

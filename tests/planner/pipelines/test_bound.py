@@ -1,0 +1,89 @@
+"""The bound of pipelines is proven: whatever the pieces and the layers of the stages, none is faster."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvrsim
+from kvrsim.compile import for_strategy
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import get_strategy
+from planner.evaluate import Evaluator
+from planner.pipelines.bound import pipeline_bound_s
+from planner.pipelines.search import search_pipeline
+from tests.building import Draws, any_placed, any_scenario, as_measured, draws, examples
+
+SEARCHED = get_strategy("pp-s")
+EXACT = 1 + 1e-9
+
+
+def any_layers(rng: Draws, num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """A layer at least on every stage, the others anywhere."""
+    ends = sorted(rng.sample(range(1, num_layers), num_stages - 1)) if num_stages > 1 else []
+    return tuple(int(end) for end in np.diff([0, *ends, num_layers]))
+
+
+def never_beaten(rng: Draws, scenario: Scenario) -> None:
+    """By searched pieces, and by any pieces on any stages."""
+    bound_s = pipeline_bound_s(scenario)
+    tokens, kinds = scenario.request.new_tokens, len(scenario.share.layer_kind_index)
+    found = search_pipeline(scenario, SEARCHED, stride=rng.choice([1, 16, 64]))
+    assert found.ttft_s * EXACT >= bound_s
+    for _ in range(6):
+        strategy = replace(SEARCHED, stage_layers=any_layers(rng, kinds, scenario.cluster.num_gpus))
+        number = min(tokens, rng.choice([1, 2, 3, 5, 8, 13, 40]))
+        ratio = rng.choice([1.0, 1.0, 0.7, 0.9, 1.2])
+        shares = np.array([ratio**index * (1 if rng.random() < 0.8 else rng.random()) for index in range(number)])
+        inner = np.round(np.cumsum(shares)[:-1] / shares.sum() * (tokens - number)).astype(int) + np.arange(1, number)
+        pieces = tuple(int(piece) for piece in np.diff([0, *inner, tokens]))
+        assert Evaluator(scenario, strategy).one(pieces) * EXACT >= bound_s, (pieces, strategy.stage_layers)
+
+
+@given(rng=draws())
+@examples(200)
+def test_no_pipeline_is_faster(rng: Draws) -> None:
+    """On random machines, models with layers of unlike kinds, engines and cached prefixes."""
+    if rng.random() < 0.5:
+        scenario, _ = any_placed(rng, SEARCHED)
+    else:
+        scenario = any_scenario(rng, num_gpus=(1, 4), layers=(4, 8), topologies=("switch", "chain", "bus"))
+        scenario = for_strategy(as_measured(rng, scenario) if rng.random() < 0.5 else scenario, SEARCHED)
+    if scenario.cluster.shares_bandwidth and scenario.request.new_tokens > 512:
+        return  # each pipeline would be replayed event by event
+    never_beaten(rng, scenario)
+
+
+@pytest.mark.parametrize("model", ["llama-3-8b", "mistral-7b", "deepseek-v3", "qwen3-next-80b-a3b", "gpt-oss-20b"])
+@pytest.mark.parametrize("engine", ["none", "serving"])
+def test_no_pipeline_of_published_models_is_faster(model: str, engine: str) -> None:
+    """Of latents, windows, states, experts and first dense layers."""
+    scenario, _ = kvrsim.make_scenario(ctx="8k", gpus=4, model=model, cluster="h100-nvlink", engine=engine)
+    never_beaten(random.Random(model), scenario)
+
+
+@given(
+    stages=st.lists(st.floats(1e-3, 1.0), min_size=1, max_size=6),
+    pieces=st.lists(st.floats(1e-3, 1.0), min_size=1, max_size=6),
+)
+@examples(300)
+def test_the_theorem(stages: list[float], pieces: list[float]) -> None:
+    """Some path through the grid of stages and pieces is at least (S + M - 1) / (S M) of all work."""
+    longest = np.zeros((len(stages) + 1, len(pieces) + 1))
+    for (row, stage), (column, piece) in product(enumerate(stages, start=1), enumerate(pieces, start=1)):
+        longest[row, column] = max(longest[row - 1, column], longest[row, column - 1]) + stage * piece
+    share = (len(stages) + len(pieces) - 1) / (len(stages) * len(pieces))
+    assert longest[-1, -1] * EXACT >= share * sum(stages) * sum(pieces)
+
+
+def test_the_bound_is_close() -> None:
+    """Within 4 % of what the search finds, for a long prompt on eight GPUs."""
+    scenario, _ = kvrsim.make_scenario(ctx="64k", gpus=8, model="llama-3-8b", cluster="h100-nvlink")
+    found = search_pipeline(scenario, SEARCHED)
+    assert 1.0 <= found.ttft_s / pipeline_bound_s(scenario) <= 1.05

@@ -1,0 +1,195 @@
+"""Searched pipelines: close to the best of all, no slower than even pieces, on grids of pages and above floors."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import kvrsim
+from kvrsim.cli import main as cli
+from kvrsim.compile import for_strategy
+from kvrsim.memory import memory_of
+from kvrsim.partition import Partition
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import get_strategy
+from planner.evaluate import Evaluator
+from planner.partitions import best_pieces, partition_of, settled, with_mean_steps
+from planner.pipelines.search import search_pipeline
+from planner.pipelines.work import Flow, PieceWork
+
+SEARCHED = get_strategy("pp-s")
+
+
+def placed(**asked: object) -> Scenario:
+    """On eight H100 unless it says otherwise, as a pipeline sees it."""
+    about = {"ctx": "32k", "gpus": 8, "model": "llama-3-8b", "cluster": "h100-nvlink"} | asked
+    return for_strategy(kvrsim.make_scenario(**about)[0], SEARCHED)  # type: ignore[arg-type]
+
+
+def with_layers(scenario: Scenario, count: int) -> Scenario:
+    """The first layers of the model alone."""
+    return replace(
+        scenario, model=replace(scenario.model, layers=scenario.model.layers[:count], num_hidden_layers=count)
+    )
+
+
+def best_of_all(scenario: Scenario, stride: int) -> float:
+    """TTFT of the best of all pieces that are multiples of the stride, on all stages."""
+    tokens, layers = scenario.request.new_tokens, len(scenario.share.layer_kind_index)
+    cuts, best_s = list(range(stride, tokens, stride)), float("inf")
+    for held in itertools.combinations(range(1, layers), scenario.cluster.num_gpus - 1):
+        strategy = replace(SEARCHED, stage_layers=tuple(int(one) for one in np.diff([0, *held, layers])))
+        for number in range(len(cuts) + 1):
+            rows = np.array(list(itertools.combinations(cuts, number)), dtype=float).reshape(
+                math.comb(len(cuts), number), number
+            )
+            ends = np.pad(rows, ((0, 0), (1, 1)), constant_values=((0, 0), (0, tokens)))
+            best_s = min(best_s, float(Evaluator(scenario, strategy).ttft_s(np.diff(ends, axis=1)).min()))
+    return best_s
+
+
+@pytest.mark.parametrize("model", ["llama-3-8b", "mistral-7b", "gemma-3-27b", "deepseek-v3", "qwen3-next-80b-a3b"])
+@pytest.mark.parametrize(("gpus", "layers", "ctx", "engine"), [(2, 5, 8192, "none"), (3, 6, 65536, "serving")])
+def test_within_half_a_percent_of_the_best(model: str, gpus: int, layers: int, ctx: int, engine: str) -> None:
+    """Of all pieces of eighths of the context, on all stages of a few layers."""
+    scenario = with_layers(placed(model=model, gpus=gpus, ctx=ctx, engine=engine), layers)
+    found = search_pipeline(scenario, SEARCHED, stride=ctx // 8)
+    assert found.ttft_s <= best_of_all(scenario, ctx // 8) * 1.005
+
+
+@pytest.mark.parametrize("model", ["llama-3-8b", "mistral-7b", "llama-3-70b"])
+def test_no_slower_than_even_pieces(model: str) -> None:
+    """In the mean over what a step may take."""
+    scenario = with_mean_steps(placed(model=model, ctx="128k"))
+    even = best_pieces(Evaluator(scenario, get_strategy("pp")))
+    even_s = Evaluator(scenario, get_strategy("pp")).one(even.chunk_lens)
+    assert search_pipeline(scenario, SEARCHED).ttft_s <= even_s
+
+
+@pytest.mark.parametrize("model", ["qwen2.5-7b", "qwen3-8b"])
+@pytest.mark.parametrize("steps", [lambda scenario: scenario, with_mean_steps])
+def test_eight_percent_faster_with_pieces_of_4k(model: str, steps: Callable[[Scenario], Scenario]) -> None:
+    """At 128k on eight GPUs, where even pieces may be any number of 4096 tokens and more."""
+    scenario = steps(placed(model=model, ctx="128k"))
+    even = Evaluator(scenario, get_strategy("pp"))
+    even_s = min(even.one(Partition.even(131072, number).chunk_lens) for number in (4, 8, 12, 16, 20, 24, 28, 32))
+    found = search_pipeline(scenario, SEARCHED, least_piece=4096)
+    assert min(found.partition.chunk_lens) >= 4096
+    assert even_s / found.ttft_s >= 1.08
+
+
+def test_later_pieces_are_shorter() -> None:
+    found = search_pipeline(placed(ctx="128k"), SEARCHED)
+    pieces = found.partition.chunk_lens
+    assert pieces[0] > 2 * pieces[-1]
+    assert all(piece % 64 == 0 for piece in pieces)
+    assert sum(pieces) == 131072
+
+
+@pytest.mark.parametrize(("stride", "least"), [(256, 1024), (1000, None), (48, 3000)])
+def test_pieces_are_multiples_and_above_the_floor(stride: int, least: int | None) -> None:
+    """All but the last one, which has what is left over."""
+    found = search_pipeline(placed(ctx=20000), SEARCHED, stride=stride, least_piece=least)
+    pieces = found.partition.chunk_lens
+    assert all(piece % stride == 0 for piece in pieces[:-1])
+    assert min(pieces) >= (least or stride)
+
+
+def test_groups_that_are_no_power_of_two_divide_the_pieces() -> None:
+    scenario, _ = kvrsim.make_scenario(ctx="12k", gpus=6, model="gpt-j-6b", profile="roofline", cluster="h100-nvlink")
+    with pytest.raises(kvrsim.InputError):
+        search_pipeline(scenario, SEARCHED, stride=0)
+    hybrid = get_strategy("tp2+pp-s")
+    found = search_pipeline(for_strategy(scenario, hybrid), hybrid)
+    assert all(piece % 2 == 0 for piece in found.partition.chunk_lens)
+    assert found.strategy.stage_layers is not None
+    assert sum(found.strategy.stage_layers) == 28
+
+
+def test_layers_of_a_stage_are_of_equal_time() -> None:
+    """Three dense layers are cheaper than layers of experts; the last stage has fewer where its head is dear."""
+    scenario = placed(model="deepseek-v3", ctx="32k")
+    found = search_pipeline(scenario, SEARCHED)
+    layers = found.strategy.stage_layers
+    assert layers is not None
+    assert sum(layers) == 61
+    even = replace(SEARCHED, stage_layers=None)
+    assert found.ttft_s <= Evaluator(scenario, even).one(found.partition.chunk_lens) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("model", ["llama-3-8b", "qwen3-next-80b-a3b"])
+def test_the_flow_is_what_the_executor_finds(model: str) -> None:
+    """Without a host that is behind."""
+    scenario = placed(model=model, gpus=4, profile=None, engine="none")
+    scenario = replace(scenario, profile=None, kernel="flash", engine=None)
+    pieces = np.array([12000.0, 9000.0, 7000.0, 4768.0])
+    layers = len(scenario.share.layer_kind_index)
+    rows = np.array([[3, 9, 20], [layers // 4, layers // 2, 3 * layers // 4], [1, 2, 3]])
+    flow = Flow(PieceWork(scenario, SEARCHED), pieces).seconds(rows)
+    for row, seconds in zip(rows, flow, strict=True):
+        strategy = replace(SEARCHED, stage_layers=tuple(int(one) for one in np.diff([0, *row, layers])))
+        exact = Evaluator(scenario, strategy).one(tuple(int(piece) for piece in pieces))
+        assert seconds == pytest.approx(exact, rel=2e-3)  # the head is left out
+
+
+def test_given_pieces_keep_and_stages_follow() -> None:
+    scenario = placed(gpus=3, ctx="8k")
+    strategy, cut = settled(scenario, SEARCHED, [3000, 3000, 2192])
+    assert cut.chunk_lens == (3000, 3000, 2192)
+    assert strategy.stage_layers is not None
+    assert sum(strategy.stage_layers) == 32
+    assert partition_of(scenario, get_strategy("pp"), [8192]).chunk_lens == (8192,)
+
+
+def test_a_stage_holds_the_weights_of_its_layers() -> None:
+    scenario = placed(gpus=2, ctx="8k")
+    uneven = replace(SEARCHED, stage_layers=(24, 8))
+    first, second = memory_of(scenario, uneven, Partition.even(8192, 4))
+    assert first.kv_cache == 3 * second.kv_cache
+
+
+def test_the_plan_says_pieces_and_layers() -> None:
+    """In JSON for every pipeline, with the bound for the searched one."""
+    about = {"ctx": "32k", "gpus": 8, "model": "llama-3-8b", "cluster": "h100-nvlink"}
+    plan = kvrsim.plan(strategies=["pp", "pp-s", "kvr-e"], **about).to_dict()  # type: ignore[arg-type]
+    even, searched, chunks = plan["strategies"]
+    assert even["layers"] == [4] * 8
+    assert even["pieces"] == even["partition"]
+    assert sum(searched["pieces"]) == 32768
+    assert sum(searched["layers"]) == 32
+    assert searched["ttft_s"] == pytest.approx(searched["lower_bound_s"] * (1 + searched["gap"]))
+    assert 0 <= searched["gap_as_chosen"] <= searched["gap"]
+    assert "pieces" not in chunks
+    assert "lower_bound_s" not in even
+    again = kvrsim.simulate(strategy="pp-s", partition=searched["pieces"], **about).to_dict()  # type: ignore[arg-type]
+    assert again["pieces"] == searched["pieces"]
+    assert again["ttft_s"] == pytest.approx(searched["ttft_s"], rel=1e-3)
+
+
+def test_the_command_shows_pieces_and_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    line = [
+        "plan",
+        "--model",
+        "llama-3-8b",
+        "--cluster",
+        "h100-nvlink",
+        "--gpus",
+        "4",
+        "--ctx",
+        "8k",
+        "--strategies",
+        "pp,pp-s,tp2+pp-s",
+    ]
+    assert cli.main(line) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "stages of" in text
+    assert "slower than the best pieces and stages (proven lower bound" in text
+    assert cli.main([*line, "--json"]) == 0
+    names = [one["strategy"] for one in json.loads(capsys.readouterr().out)["strategies"]]
+    assert names == ["pp", "pp-s", "tp2+pp-s"]
