@@ -17,7 +17,7 @@ positive roots (Descartes). r = 1 is a double root, as Q(1) = Q'(1) = 0. So Q >=
 T >= (S + M - 1) / (S M), since x = 1 / (1 + (S - 1) r).
 
 Layers. f(s) is what a stage has of the layers, each weighted by its kind, and D(m) what a layer of weight 1 takes at
-least for the piece: an amount a piece, an amount a token (a line below the times of all lengths, found for each slope), and
+least for the piece: an amount a piece, an amount a token (a line below the times of all lengths, for each slope), and
 its share of the mixing of the whole context. Mixing of a piece from s to e takes at least a share, found on a grid, of
 the difference of mixing all tokens up to e and up to s, with attention at a time that no call of its kernel beats.
 Kinds that grow unlike each other leave part of their work out of D. Then the mean over the stages may be larger: each

@@ -1,0 +1,125 @@
+"""Pieces of a pipeline: even ones, SGLang's dynamic chunking and searched ones, on the same simulator.
+
+Dynamic chunking as in SGLang (python/sglang/srt/managers/scheduler_pp_mixin.py, read in 2026): latencies of whole
+prompts are fitted by a l^2 + b l + c; a piece behind L tokens has x tokens where the fit grows by as much as over the
+first piece; x is drawn to the first piece's length by a smooth factor (SGLANG_DYNAMIC_CHUNKING_SMOOTH_FACTOR, 0.75),
+is at least a quarter of it, and is rounded down to a multiple of 64.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import numpy as np
+from _report import write
+
+from kvrsim.compile import for_strategy
+from kvrsim.partition import Partition
+from kvrsim.scenario import Scenario
+from kvrsim.setup import make_scenario
+from kvrsim.strategies import get_strategy
+from planner.evaluate import Evaluator
+from planner.partitions import with_mean_steps
+from planner.pipelines.bound import pipeline_bound_s
+from planner.pipelines.search import PAGE, search_pipeline
+
+EVEN, SEARCHED = get_strategy("pp"), get_strategy("pp-s")
+MODELS = ("qwen3-8b", "qwen2.5-7b", "llama-3-8b", "llama-3-70b")
+FLOOR, SMOOTH, MARGIN = 4096, 0.75, 100  # tokens; SGLang's default; tokens that SGLang leaves at the context's end
+_FITTED, _MOST = 24, 64  # whole prompts that are fitted; pieces
+
+
+def fitted(scenario: Scenario, longest: int) -> tuple[float, float]:
+    """The square and the straight part of the latency of a whole prompt in the first stage's layers, as SGLang fits."""
+    lengths = np.linspace(longest / _FITTED, longest, _FITTED).astype(int)
+    seconds = []
+    for length in lengths:
+        short, _ = _with_context(scenario, int(length))
+        seconds.append(Evaluator(short, EVEN).one((int(length),)) / short.cluster.num_gpus)
+    design = np.column_stack([lengths.astype(float) ** 2, lengths.astype(float), np.ones(len(lengths))])
+    square, straight, _ = np.linalg.lstsq(design, np.array(seconds), rcond=None)[0]
+    return float(square), max(0.0, float(straight))
+
+
+def _with_context(scenario: Scenario, length: int) -> tuple[Scenario, int]:
+    from dataclasses import replace
+
+    return replace(scenario, request=replace(scenario.request, context_len=length)), length
+
+
+def dynamic(scenario: Scenario, first: int, smooth: float, fit: tuple[float, float]) -> tuple[int, ...]:
+    """SGLang's pieces after a first one of so many tokens."""
+    square, straight = fit
+    tokens = scenario.request.new_tokens
+    target = square * first * first + straight * first
+    pieces = [min(first, tokens)]
+    while (done := sum(pieces)) < tokens:
+        slope = 2 * square * done + straight
+        exact = (math.sqrt(slope * slope + 4 * square * target) - slope) / (2 * square)
+        piece = max(int(first + smooth * (exact - first)), first // 4) // PAGE * PAGE
+        pieces.append(min(max(piece, PAGE), tokens - done))
+    return tuple(pieces)
+
+
+def rows(model: str, steps: Callable[[Scenario], Scenario], title: str) -> list[str]:
+    """One setting: the best of each kind, pieces of 4096 tokens and more, then of any length."""
+    scenario, _ = make_scenario(ctx="128k", gpus=8, model=model, cluster="h100-nvlink")
+    placed = steps(for_strategy(scenario, SEARCHED))
+    even, tokens = Evaluator(placed, EVEN), placed.request.new_tokens
+    fit = fitted(placed, tokens // 4)
+    lines = []
+    for floor in (FLOOR, PAGE):
+        begin_s = time.perf_counter()
+        found = search_pipeline(placed, SEARCHED, least_piece=floor)
+        took_s = time.perf_counter() - begin_s
+        numbers = sorted({round(float(one)) for one in np.geomspace(2, min(tokens // floor, _MOST * 8), 24)})
+        even_s, number = min((even.one(Partition.even(tokens, one).chunk_lens), one) for one in numbers)
+        # The guide: the first piece is twice or three times the best even one; no piece is below a quarter of it.
+        base = tokens // number
+        asked = [(times * base // PAGE * PAGE, smooth) for times in (2, 3) for smooth in (0.65, SMOOTH, 0.85)]
+        tried = {one: dynamic(placed, *one, fit) for one in asked}
+        tuned_s, (first, smooth) = min((even.one(pieces), one) for one, pieces in tried.items())
+        default_s = even.one(dynamic(placed, 2 * base // PAGE * PAGE, SMOOTH, fit))
+        bound_s = pipeline_bound_s(placed)
+        lines.append(
+            f"| {model} | {title} | {floor} | {even_s:.3f} s ({number}) | {default_s:.3f} s | {tuned_s:.3f} s"
+            f" ({first}, {smooth}) | {found.ttft_s:.3f} s ({len(found.partition.chunk_lens)}) |"
+            f" {even_s / found.ttft_s - 1:+.1%} | {default_s / found.ttft_s - 1:+.1%} |"
+            f" {tuned_s / found.ttft_s - 1:+.1%} | {found.ttft_s / bound_s - 1:.1%} | {took_s:.1f} s |"
+        )
+    return lines
+
+
+def main() -> None:
+    """Measure, and write benchmarks/results/pipelines.md."""
+    lines = [
+        "131,072 tokens on 8 H100 (`h100-nvlink`), TTFT in the simulator. Even: the best number of even pieces (it)."
+    ]
+    lines += [
+        "Dynamic: SGLang's dynamic chunking, whose first piece is twice the best even one, smooth factor 0.75, and"
+    ]
+    lines += [
+        "the best of first pieces twice and three times the best even one and of smooth factors 0.65, 0.75, 0.85."
+    ]
+    lines += [
+        "Dynamic chunking has no floor but a quarter of the first piece. `pp-s`: searched (number of pieces); the"
+    ]
+    lines += [
+        "columns after it are how much longer the others take, and how far it is at most from the best pipeline.",
+        "",
+    ]
+    lines += [
+        "| model | step of the engine | pieces at least | even | dynamic | dynamic, tuned | `pp-s` | even | dynamic |"
+    ]
+    lines[-1] += " tuned | gap to the bound | search |"
+    lines += ["|---|---|---|---|---|---|---|---|---|---|---|---|"]
+    for model in MODELS:
+        lines += rows(model, lambda scenario: scenario, "central")
+        lines += rows(model, with_mean_steps, "mean")
+    write("pipelines", "python benchmarks/pipelines.py", lines)
+
+
+if __name__ == "__main__":
+    main()
