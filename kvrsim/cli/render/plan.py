@@ -140,7 +140,7 @@ def _kvr(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Names, hybrids by their kind: "kvr-direct, pp and hybrids such as tp2+kvr-s"."""
+    """Names, hybrids by their kind: "kvr-direct, pp and 8 hybrids such as tp2+kvr-s"."""
     plain = [name for name in names if "+" not in name]
     hybrids = [name for name in names if "+" in name]
     if not hybrids:
