@@ -11,7 +11,7 @@ from kvrsim.errors import InputError
 from kvrsim.io.schema import fields_to_json
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy
-from planner.deploy.engines import Degrees, DeployEngine, degrees_of, deploy_engine, deployable, needs_of
+from planner.deploy.engines import Degrees, DeployEngine, degrees_of, deploy_engine, deployable, deployed_by, needs_of
 from planner.strategies_for import all_for
 
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp8": "auto"}
@@ -65,11 +65,14 @@ def launch_of(
 
     model: what the engine loads. Raises InputError naming what the engine can run, where it has not got the strategy.
     """
-    engine, chosen = deploy_engine(engine_name), get_strategy(strategy)
+    engine, chosen = deploy_engine(engine_name), strategy if isinstance(strategy, Strategy) else get_strategy(strategy)
     degrees = degrees_of(chosen.name, scenario.num_gpus)
     if degrees is None or not engine.has(chosen, scenario.num_gpus):
         names = ", ".join(names_for(scenario, engine_name, "emit"))
-        accepted = f"a best strategy that {_named(engine)} has: it has not got {chosen.name}; here it has {names}"
+        others = " and ".join(deployed_by(chosen, scenario.num_gpus)) or "no engine that was looked at"
+        accepted = (
+            f"a best strategy that {_named(engine)} has, not {chosen.name}, which {others} has; here it has {names}"
+        )
         raise InputError("emit", engine_name, accepted)
     pieces = tuple(partition) if degrees.pipeline > 1 else (scenario.request.new_tokens,)
     about = _About(scenario=scenario, engine=engine, degrees=degrees, pieces=pieces, model=model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,19 @@ def test_a_pipeline_says_its_pieces() -> None:
     assert trtllm["--max_num_tokens"] == found["--max-num-batched-tokens"]
 
 
+def test_uneven_pieces_are_sglangs() -> None:
+    scenario, _ = make_scenario(ctx="16k", gpus=8)
+    uneven, pieces = replace(STRATEGIES["pp"], name="tp2+pp-s", title="searched pieces"), (6000, 5000, 4000, 1384)
+    launch = launch_of(scenario, "sglang", uneven, pieces, model="org/model")
+    found = options(launch)
+    assert (found["--tp-size"], found["--pp-size"]) == ("2", "4")
+    assert "--enable-dynamic-chunking" in found
+    assert found["--chunked-prefill-size"] == "6000"
+    assert any("6000, 5000, 4000, 1384" in note for note in launch.notes)
+    with pytest.raises(InputError, match=r"not tp2\+pp-s, which sglang 0.5.23 has; here it has single"):
+        launch_of(scenario, "vllm", uneven, pieces, model="org/model")
+
+
 def test_types_and_experts() -> None:
     assert options(launched("vllm", "tp", **QUESTIONS[2]))["--quantization"] == "fp8"
     assert options(launched("sglang", "tp", **QUESTIONS[1]))["--dtype"] == "bfloat16"
@@ -121,7 +135,7 @@ def test_what_no_engine_has() -> None:
     assert {name for name, one in STRATEGIES.items() if deployed_by(one, 8)} >= {"single", "tp", "pp", "zigzag"}
     assert deployed_by(get_strategy("kvr-s"), 8) == ()
     assert [one.split()[0] for one in deployed_by(get_strategy("zigzag"), 8)] == ["vllm", "sglang"]
-    with pytest.raises(InputError, match=r"^emit: got 'vllm'.*has not got kvr-s; here it has single, .*tp"):
+    with pytest.raises(InputError, match=r"^emit: got 'vllm'.*not kvr-s, which no engine .* has; here it has single"):
         launched("vllm", "kvr-s", model="llama-3-8b")
     scenario, _ = make_scenario(ctx="4k", gpus=4)
     with pytest.raises(InputError, match=r"^strategies: got 'kvr-s,ring', accepted: what trtllm \(main"):
