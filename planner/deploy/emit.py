@@ -59,11 +59,18 @@ def only_deployable(
 
 
 def launch_of(
-    scenario: Scenario, engine_name: str, strategy: str | Strategy, partition: Sequence[int], *, model: str
+    scenario: Scenario,
+    engine_name: str,
+    strategy: str | Strategy,
+    partition: Sequence[int],
+    *,
+    model: str,
+    layers: Sequence[int] | None = None,
 ) -> Launch:
     """The launch of a strategy with its partition (pieces, for a pipeline) on the scenario's GPUs.
 
-    model: what the engine loads. Raises InputError naming what the engine can run, where it has not got the strategy.
+    layers: of each stage of a pipeline; None: even. model: what the engine loads.
+    Raises InputError naming what the engine can run, where it has not got the strategy.
     """
     engine, chosen = deploy_engine(engine_name), strategy if isinstance(strategy, Strategy) else get_strategy(strategy)
     degrees = degrees_of(chosen.name, scenario.num_gpus)
@@ -75,7 +82,9 @@ def launch_of(
         )
         raise InputError("emit", engine_name, accepted)
     pieces = tuple(partition) if degrees.pipeline > 1 else (scenario.request.new_tokens,)
-    about = _About(scenario=scenario, engine=engine, degrees=degrees, pieces=pieces, model=model)
+    about = _About(
+        scenario=scenario, engine=engine, degrees=degrees, pieces=pieces, model=model, layers=tuple(layers or ())
+    )
     args = tuple({"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm}[engine.name](about))
     content = {CONFIG: _yaml(about)} if CONFIG in args else {}
     return Launch(
@@ -96,6 +105,7 @@ class _About:
     degrees: Degrees
     pieces: tuple[int, ...]  # tokens of one sequence
     model: str
+    layers: tuple[int, ...]  # of each stage; empty: even
 
     @property
     def step_tokens(self) -> int:
@@ -189,6 +199,9 @@ def _notes(about: _About) -> Iterator[str]:
             yield engine.notes[need]
     if about.degrees.uneven_pieces:
         yield f"kvrsim's pieces: {', '.join(map(str, about.pieces))} tokens"
+    if about.degrees.uneven_pieces and len(set(about.layers)) > 1:
+        layers = ",".join(map(str, about.layers))
+        yield f"stages were planned with uneven layers: set SGLANG_PP_LAYER_PARTITION={layers}"
     if not about.in_pieces:
         yield "the prompt is one step, as it was simulated; smaller steps need less memory and take longer"
     yield "the longest sequence is the prompt and one token: add your output tokens"

@@ -141,7 +141,8 @@ def _launch(scenario: Scenario, result: Plan, engine: str, model: str) -> Launch
     """Of the best strategy; InputError where the engine has not got it."""
     from planner.deploy.emit import launch_of
 
-    return launch_of(scenario, engine, result.best.strategy, result.best.partition, model=model)
+    best = result.best
+    return launch_of(scenario, engine, best.strategy, best.partition, model=model, layers=best.layers)
 
 
 def _draw(result: Plan, timeline: Timeline, path: str) -> None:

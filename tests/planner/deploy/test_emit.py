@@ -93,12 +93,13 @@ def test_a_pipeline_says_its_pieces() -> None:
 def test_uneven_pieces_are_sglangs() -> None:
     scenario, _ = make_scenario(ctx="16k", gpus=8)
     uneven, pieces = replace(STRATEGIES["pp"], name="tp2+pp-s", title="searched pieces"), (6000, 5000, 4000, 1384)
-    launch = launch_of(scenario, "sglang", uneven, pieces, model="org/model")
+    launch = launch_of(scenario, "sglang", uneven, pieces, model="org/model", layers=(9, 8, 8, 7))
     found = options(launch)
     assert (found["--tp-size"], found["--pp-size"]) == ("2", "4")
     assert "--enable-dynamic-chunking" in found
     assert found["--chunked-prefill-size"] == "6000"
     assert any("6000, 5000, 4000, 1384" in note for note in launch.notes)
+    assert any("SGLANG_PP_LAYER_PARTITION=9,8,8,7" in note for note in launch.notes)
     with pytest.raises(InputError, match=r"not tp2\+pp-s, which sglang 0.5.23 has; here it has single"):
         launch_of(scenario, "vllm", uneven, pieces, model="org/model")
 
