@@ -38,7 +38,7 @@ def build(
 ) -> None:
     """Simulate a grid of new tokens, cached prefixes and batches.
 
-    It takes seconds for a strategy such as tp, and a minute or two where chunks are searched.
+    It takes seconds to a minute for a strategy such as tp; minutes where chunks are searched, as under best.
     """
     from kvrsim.strategies import get_strategy
     from planner.predictor.build import BEST, make_predictor
