@@ -167,7 +167,7 @@ def build_table(
 def build_predictor(
     *,
     ctx: int | str = "128k",
-    batch: int | str = 8,
+    batch: int | str = 1,
     strategy: str | Strategy = "best",
     jobs: int = 1,
     on_progress: Callable[[int, int, str], None] | None = None,

@@ -213,7 +213,7 @@ class PredictorOptions(ScenarioOptions):
     ] = "128k"
     batch: Annotated[
         str, typer.Option("--batch", metavar="N", help="Largest number of sequences prefilled together.")
-    ] = "8"
+    ] = "1"
     cached_prefix: str = field(init=False, default="0")
 
 

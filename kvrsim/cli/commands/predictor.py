@@ -38,7 +38,7 @@ def build(
 ) -> None:
     """Simulate a grid of new tokens, cached prefixes and batches.
 
-    It takes seconds to a minute for a strategy such as tp; minutes where chunks are searched, as under best.
+    It takes seconds for a strategy such as tp, half a minute for best, and longer for large batches.
     """
     from kvrsim.strategies import get_strategy
     from planner.predictor.build import BEST, make_predictor
