@@ -37,7 +37,7 @@ A flash kernel skips the blocks of keys that no query of a tile sees. Its time u
 full attention; nothing was fitted to calls with a window. Below they are compared with the tables of
 [aiconfigurator-core](https://pypi.org/project/aiconfigurator-core/): one prompt in BF16 of at least 512 tokens and two
 windows. *ratio* is predicted over measured time, the median with the 10th and 90th percentile. *without* is the median
-ratio of times as if there were no window. Triton is another kernel than those that the profiles stand for: it is slower.
+ratio of times as if there were no window. Triton is none of the kernels that the profiles stand for: it is slower.
 
 | profile | table | kernel | window | head_dim | calls | ratio | 10 % | 90 % | without |
 |---|---|---|---:|---:|---:|---:|---:|---:|---:|
