@@ -103,7 +103,7 @@ def test_while_they_start(started: subprocess.Popen[bytes], tmp_path: Path, numb
     assert wait_for(lambda: any(name.startswith("kvrsim-") for name in left_in(tmp_path)), 60)
     time.sleep(0.3)
     os.kill(started.pid, number)
-    assert wait_for(lambda: processes_of(tmp_path) == [], 45)  # torch may have to be imported first
+    assert wait_for(lambda: processes_of(tmp_path) == [], 90)  # torch may have to be imported first
     assert number == signal.SIGKILL or left_in(tmp_path) == []
 
 
