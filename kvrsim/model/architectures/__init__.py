@@ -64,6 +64,8 @@ def read_config(config: JsonObject, name: str) -> ModelSpec:
     if reader is None:
         raise config.error("model_type", supported)
     model = reader(filled(config, model_type), name)
+    if all(layer.mixer is None for layer in model.layers):
+        raise InputError(config.where, "no layer with attention or a state", "a model whose tokens see each other")
     told = dict.fromkeys((*left_out, *further_tokens(config), *model.approximations))
     model = replace(model, approximations=tuple(told))
     return read_quantization(config, model)

@@ -9,6 +9,8 @@ import pytest
 
 from calibrate.reference import counted_parameters
 from kvrsim.errors import InputError
+from kvrsim.io.json_text import JsonObject
+from kvrsim.model.architectures import read_config
 from kvrsim.model.architectures.hybrids.kimi_linear import BLOCK_RESIDUALS
 from kvrsim.model.architectures.routed import FURTHER_TOKENS
 from kvrsim.model.mixers import Attention, LatentAttention, Recurrence
@@ -117,6 +119,13 @@ def test_matrices_and_parameters_are_those_of_transformers(tmp_path: Path, confi
     model = load(tmp_path, config)
     assert shapes(model) == transformers_shapes(config)
     assert model.num_parameters == counted_parameters(config)
+
+
+def test_tokens_must_see_each_other() -> None:
+    """A model of MLPs alone is no language model that a prompt could be prefilled with."""
+    fields = {"model_type": "nemotron_h", "num_hidden_layers": 2, "hybrid_override_pattern": "--"}
+    with pytest.raises(InputError, match="no layer with attention or a state"):
+        read_config(JsonObject(fields=fields, where="test"), "test")
 
 
 def test_what_kimi_k3_adds_to_kimi_linear(tmp_path: Path) -> None:
