@@ -25,8 +25,8 @@ _NO_COPIES = CacheCopies(keep=0.0, append=0.0, gather=0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NoTime:
-    """Nothing takes any time: for what a program says besides, such as memory."""
+class _Unmeasured:
+    """What a cost model without a profile takes for granted: the code of a serving engine."""
 
     fused: bool = True
     fused_merge: bool = True
@@ -36,6 +36,19 @@ class NoTime:
     repeats_rotary: bool = False
     least: bool = False
 
+    def score_bytes(self, model: ModelSpec) -> float:
+        """As counted."""
+        return eager_score_bytes(model)
+
+    def mask_s(self, mask_elements: Array) -> Array:
+        """Nothing that a device must do."""
+        return np.zeros_like(mask_elements)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoTime(_Unmeasured):
+    """Nothing takes any time: for what a program says besides, such as memory."""
+
     def row_cost(self, products: tuple[Product, ...], steps: tuple[Traffic, ...]) -> Callable[[Array], Array]:
         """Nothing."""
         return np.zeros_like
@@ -43,10 +56,6 @@ class NoTime:
     def head_s(self, tokens: Array, product: Product) -> Array:
         """Nothing."""
         return np.zeros_like(tokens)
-
-    def score_bytes(self, model: ModelSpec) -> float:
-        """As counted."""
-        return eager_score_bytes(model)
 
     def attention_s(self, call: AttentionCall) -> Array:
         """Nothing."""
@@ -68,13 +77,9 @@ class NoTime:
         """Nothing."""
         return np.zeros_like(tokens)
 
-    def mask_s(self, mask_elements: Array) -> Array:
-        """Nothing."""
-        return np.zeros_like(mask_elements)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RooflineCost:
+class RooflineCost(_Unmeasured):
     """The datasheet's limits: no kernel is faster than its FLOPs or its bytes allow (Williams et al., 2009)."""
 
     gpu: GpuSpec
@@ -83,13 +88,6 @@ class RooflineCost:
     element_bytes: int
     peak_flops: float  # of the request's dtype; under fp8 of half precision, which attention is computed in
     low_flops: float  # of products with quantised inputs, where the GPU has such arithmetic
-    fused: bool = True
-    fused_merge: bool = True
-    whole_attention: bool = False
-    copies: CacheCopies = _NO_COPIES
-    head_on_all_tokens: bool = False
-    repeats_rotary: bool = False
-    least: bool = False
 
     @classmethod
     def of(cls, gpu: GpuSpec, *, kernel: str, batch: int, dtype: str, element_bytes: int) -> RooflineCost:
@@ -128,10 +126,6 @@ class RooflineCost:
         width = of_each(self.element_bytes if compute is None else GEMM_TYPES[compute])
         return width, self.low_flops if width.quantised else self.peak_flops
 
-    def score_bytes(self, model: ModelSpec) -> float:
-        """As counted."""
-        return eager_score_bytes(model)
-
     def attention_s(self, call: AttentionCall) -> Array:
         """FLOPs of the unmasked part; eager: the longer of all FLOPs and the score matrix's traffic."""
         flops_s = 4.0 * self.batch * call.num_attention_heads * call.mean_head_dim / self.peak_flops
@@ -164,7 +158,3 @@ class RooflineCost:
         """Bytes at the datasheet's HBM rate."""
         nbytes = self.batch * self.element_bytes / 2 * sum(step.nbytes for step in steps)
         return tokens * (nbytes / self.gpu.hbm_bytes_per_s)
-
-    def mask_s(self, mask_elements: Array) -> Array:
-        """Nothing that a device must do."""
-        return np.zeros_like(mask_elements)

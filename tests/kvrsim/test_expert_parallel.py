@@ -176,7 +176,7 @@ def test_a_pipeline_has_no_expert_parallelism() -> None:
 
 
 def test_tables_are_built_and_looked_up() -> None:
-    """Of two ranks and of four; another setting than the table's is told."""
+    """Tables of two and of four ranks; a lookup with another setting gets a note."""
     asked = {name: value for name, value in QWEN.items() if name not in ("gpus", "ctx")}
     table = kvrsim.build_table(ctx=["2k"], gpus=[2, 4], expert_parallel=True, **asked)
     assert [(entry.num_gpus, entry.gap) for entry in table.entries] == [(2, None), (4, None)]

@@ -61,49 +61,50 @@ class LatentMixing(MergedMixing):
 
     def absorbed_s(self, chunk: Array, prefix: Array) -> Array:
         """The same without expansion: all heads attend to the latents."""
-        mixer = self.mixer
-        call = AttentionCall(
-            chunk=chunk,
-            prefix=prefix,
-            causal=chunk * (prefix + 0.5 * chunk),
-            num_attention_heads=mixer.num_attention_heads,
-            num_key_value_heads=1,
-            head_dim=mixer.kv_lora_rank + mixer.qk_rope_head_dim,
-            v_head_dim=mixer.kv_lora_rank,
-            latent=True,
-            score_bytes=self.cost.score_bytes(self.setting.model),
-        )
-        return self._absorb(chunk) + self.cost.attention_s(call)
+        return self._absorb(chunk) + self._to_latents_s(chunk, prefix)
 
     def decode_s(self, keys: Array) -> Array:
         """Absorbed; the latents are read once."""
         bytes_s = self.cost.traffic_s(keys, (Traffic("copy", self._half_token_bytes, 1),))
         one = np.ones_like(keys)
-        return self._absorb(one) + np.minimum(bytes_s, self.absorbed_s(one, keys - one))
+        return self._absorb(one) + np.minimum(bytes_s, self._to_latents_s(one, keys - one))
 
     def block_s(self, chunk: Array, start: Array, keys: Array, end: Array, *, part: bool = False) -> Array:
         """The block's latents are expanded first."""
         attention_s = self.expand_s(keys) + self._expanded_s(chunk, keys, chunk * keys, own=False)
         return np.where(keys > 0, attention_s + self.merge_s(chunk, part=part), 0.0)
 
-    def score_elements(self, chunk: Array, keys: Array) -> Array:
-        """All heads, masked or not."""
-        return chunk * keys * float(self.setting.batch * self.mixer.num_attention_heads)
-
-    def gathered_prefix(self, chunk: Array, start: Array, total: Array) -> Array:
-        """An eager or masked kernel covers all, masked or not; a causal flash kernel stops at the chunk's end."""
-        return start if self.setting.kernel == "flash" else total - chunk
-
     def _expanded_s(self, chunk: Array, prefix: Array, causal: Array, *, own: bool) -> Array:
+        """Each head attends to keys and values of its own."""
         mixer = self.mixer
+        widths = (mixer.head_dim, mixer.v_head_dim)
+        return self._attention_s(chunk, prefix, causal, mixer.num_attention_heads, widths, own=own)
+
+    def _to_latents_s(self, chunk: Array, prefix: Array) -> Array:
+        """All heads attend to the latents."""
+        width = self.mixer.kv_lora_rank
+        widths = (width + self.mixer.qk_rope_head_dim, width)
+        return self._attention_s(chunk, prefix, chunk * (prefix + 0.5 * chunk), 1, widths)
+
+    def _attention_s(
+        self,
+        chunk: Array,
+        prefix: Array,
+        causal: Array,
+        num_key_value_heads: int,
+        widths: tuple[int, int],
+        *,
+        own: bool = True,
+    ) -> Array:
+        """`widths`: of a key and of a value."""
         call = AttentionCall(
             chunk=chunk,
             prefix=prefix,
             causal=causal,
-            num_attention_heads=mixer.num_attention_heads,
-            num_key_value_heads=mixer.num_attention_heads,
-            head_dim=mixer.head_dim,
-            v_head_dim=mixer.v_head_dim,
+            num_attention_heads=self.mixer.num_attention_heads,
+            num_key_value_heads=num_key_value_heads,
+            head_dim=widths[0],
+            v_head_dim=widths[1],
             latent=True,
             score_bytes=self.cost.score_bytes(self.setting.model),
             own=own,

@@ -31,6 +31,14 @@ class MergedMixing(BlockMixing):
         """As kvrsim/cost/merges.py counts them."""
         return merge(self.mixer, fused=self.cost.fused_merge, part=False).kernels
 
+    def score_elements(self, chunk: Array, keys: Array) -> Array:
+        """All heads, masked or not."""
+        return chunk * keys * float(self.setting.batch * self.mixer.num_attention_heads)
+
+    def gathered_prefix(self, chunk: Array, start: Array, total: Array) -> Array:
+        """An eager or masked kernel covers all, masked or not; a causal flash kernel stops at the chunk's end."""
+        return start if self.setting.kernel == "flash" else total - chunk
+
     def _merging_s(self, chunk: Array, step: Traffic) -> Array:
         """No faster than PyTorch's kernels, unless results are merged by one kernel of an engine's."""
         seconds = self.cost.traffic_s(chunk, (step,))
@@ -75,14 +83,6 @@ class SoftmaxMixing(MergedMixing):
         attention_s = self._called_s(self._call(chunk, seen, chunk * seen, own=False))
         return np.asarray(np.where(seen > 0, attention_s + self.merge_s(chunk, part=part), 0.0))
 
-    def score_elements(self, chunk: Array, keys: Array) -> Array:
-        """All heads, masked or not."""
-        return chunk * keys * float(self.setting.batch * self.mixer.num_attention_heads)
-
-    def gathered_prefix(self, chunk: Array, start: Array, total: Array) -> Array:
-        """An eager or masked kernel covers all, masked or not; a causal flash kernel stops at the chunk's end."""
-        return start if self.setting.kernel == "flash" else total - chunk
-
     def _call(self, chunk: Array, prefix: Array, causal: Array, *, own: bool) -> AttentionCall:
         mixer = self.mixer
         return AttentionCall(
@@ -103,9 +103,8 @@ class SoftmaxMixing(MergedMixing):
         seconds = self.cost.attention_s(call)
         if self._repeats and mixer.num_key_value_heads < mixer.num_attention_heads:
             heads = mixer.num_key_value_heads + mixer.num_attention_heads
-            nbytes = (
-                heads * (mixer.head_dim + mixer.v_head_dim) * 2.0
-            )  # K, V: read few heads, write all; two bytes each
+            # K and V: read few heads, write all; two bytes an element.
+            nbytes = 2.0 * heads * (mixer.head_dim + mixer.v_head_dim)
             seconds = seconds + self.cost.traffic_s(call.keys, (Traffic("copy", nbytes, 2),))
         return seconds
 

@@ -1,4 +1,4 @@
-"""`kvrsim models`: what is told of a model, as text and as JSON."""
+"""`kvrsim models` shows what a model has, as text and as JSON."""
 
 from __future__ import annotations
 

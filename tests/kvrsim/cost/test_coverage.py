@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import kvrsim
 from kvrsim.cost.coverage import coverage_notes, head_dims
+from kvrsim.cost.mixing.latent import LatentMixing
 from kvrsim.profile.profile import load_profile
 
 FLASH = load_profile("h100-flash")
@@ -46,3 +48,13 @@ def test_widths_of_heads_that_attention_prices() -> None:
     assert head_dims(kvrsim.load_model("deepseek-v3"), BARE.kernels) == (192,)
     assert head_dims(kvrsim.load_model("deepseek-v3.2"), BARE.kernels) == ()
     assert head_dims(kvrsim.load_model("qwen3.5-27b"), FLASH.kernels) == (256,)
+
+
+def test_a_decoded_token_absorbs_once() -> None:
+    """Where attention to the latents is the shorter, and where reading them is: one absorption either way."""
+    scenario, _ = kvrsim.make_scenario(ctx="4k", gpus=8, model="deepseek-v3", cluster="h200-nvlink")
+    mixing = scenario.layer_costs()[0].mixing
+    assert isinstance(mixing, LatentMixing)
+    keys = np.array([1.0, 64.0, 4096.0, 65536.0])
+    one = np.ones_like(keys)
+    assert (mixing.decode_s(keys) <= mixing.absorbed_s(one, keys - one) * (1 + 1e-12)).all()

@@ -1,4 +1,4 @@
-"""A file of several models: its text model is read, and what is left out is told."""
+"""A file of several models: the text model is read, and the answer names the parts that are left out."""
 
 from __future__ import annotations
 
