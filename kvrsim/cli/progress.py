@@ -143,6 +143,23 @@ class SearchProgress(Shown):
         return f"{name} ({number} of {of})" if of > 1 else name or "searching"
 
 
+class PartProgress(Shown):
+    """How many parts of one kind are done, one kind of part after another; each kind has its own estimate."""
+
+    def __init__(self, *, patience_s: float | None = None) -> None:
+        super().__init__(patience_s=patience_s)
+        self._what, self._since_s = "", 0.0
+
+    def __call__(self, done: int, expected: int, what: str) -> None:
+        """Parts done, parts in all, and what they are."""
+        if what != self._what:
+            self._what, self._since_s = what, self.elapsed_s
+        text = f"{done} of {expected} {what}"
+        if 0 < done < expected:
+            text += f", about {(self.elapsed_s - self._since_s) / done * (expected - done):.0f} s more"
+        self.show(text, done, expected)
+
+
 class EntryProgress(Shown):
     """How many are done of how many: entries of a table, or points of a map."""
 
@@ -158,23 +175,6 @@ class EntryProgress(Shown):
         self.show(text, done, expected)
 
 
-class PartProgress(Shown):
-    """How many parts of one kind are done, one kind of part after another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._what, self._since_s = "", 0.0
-
-    def __call__(self, done: int, expected: int, what: str) -> None:
-        """Parts done, parts in all, and what they are."""
-        if what != self._what:
-            self._what, self._since_s = what, self.elapsed_s
-        text = f"{done} of {expected} {what}"
-        if 0 < done < expected:
-            text += f", about {(self.elapsed_s - self._since_s) / done * (expected - done):.0f} s more"
-        self.show(text, done, expected)
-
-
 class WorkProgress(Shown):
     """What is being worked on, in words; where there is nothing to count."""
 
@@ -183,26 +183,15 @@ class WorkProgress(Shown):
         self.show(text)
 
 
-class RankProgress(Shown):
-    """Steps that the first rank reports; each kind of step has its own estimate."""
+class RankProgress(PartProgress):
+    """Steps that the first rank reports."""
 
     def __init__(self) -> None:
         super().__init__(patience_s=0.0)  # ranks take seconds to start
-        self._what = ""
-        self._since_s = 0.0
 
     def __enter__(self) -> Self:
         self.show("starting ranks")
         return self
-
-    def __call__(self, done: int, total: int, what: str) -> None:
-        """Steps done, steps in all, and what they are."""
-        if what != self._what:
-            self._what, self._since_s = what, self.elapsed_s
-        text = f"{done} of {total} {what}"
-        if 0 < done < total:
-            text += f", about {(self.elapsed_s - self._since_s) / done * (total - done):.0f} s more"
-        self.show(text, done, total)
 
 
 class CampaignProgress(Shown):
