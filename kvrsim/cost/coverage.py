@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvrsim.cost.mixing.chosen import sparse_call
-from kvrsim.model.mixers import RECURRENCE_TITLES, Attention, CompressedAttention, LatentAttention, Recurrence
+from kvrsim.model.mixers import RECURRENCE_TITLES, Attention, LatentAttention, Mixer, Recurrence
 from kvrsim.model.spec import ModelSpec
 from kvrsim.profile.profile import CalibrationProfile, KernelRates
 
@@ -20,7 +20,7 @@ def head_dims(model: ModelSpec, rates: KernelRates) -> tuple[int, ...]:
         layer.mixer.head_dim
         for layer in model.layer_kinds
         if isinstance(layer.mixer, Attention | LatentAttention)
-        and layer.mixer.indexer is None
+        and not layer.mixer.is_sparse
         and (rates.latent is None or not isinstance(layer.mixer, LatentAttention))
     }
     return tuple(sorted(found))
@@ -30,7 +30,7 @@ def coverage_notes(model: ModelSpec, profile: CalibrationProfile, element_bytes:
     """A sentence for each kind of layer of the model that the profile has no rates for."""
     rates, mixers = profile.kernels, [layer.mixer for layer in model.layer_kinds if layer.mixer is not None]
     missing = f"profile {profile.name} has no rates of"
-    latents = [mixer for mixer in mixers if isinstance(mixer, LatentAttention) and mixer.indexer is None]
+    latents = [mixer for mixer in mixers if isinstance(mixer, LatentAttention) and not mixer.is_sparse]
     if latents and rates.latent is None:
         yield f"{missing} latent attention; priced as attention of heads as wide as its keys and values in the mean"
     if any(_is_counted(mixer, rates) for mixer in mixers):
@@ -46,11 +46,8 @@ def coverage_notes(model: ModelSpec, profile: CalibrationProfile, element_bytes:
         yield f"{missing} such experts as grouped products; counted as products one by one"
 
 
-def _is_counted(mixer: object, rates: KernelRates) -> bool:
-    sparse = isinstance(mixer, CompressedAttention) or (
-        isinstance(mixer, Attention | LatentAttention) and mixer.indexer is not None
-    )
-    if not sparse:
+def _is_counted(mixer: Mixer, rates: KernelRates) -> bool:
+    """Whether a mixer attends to chosen keys for which there are no rates."""
+    if isinstance(mixer, Recurrence) or not mixer.is_sparse:
         return False
-    assert isinstance(mixer, Attention | LatentAttention | CompressedAttention)
     return rates.sparse is None or rates.sparse.of(sparse_call(mixer, np.ones(1), np.zeros(1))) is None

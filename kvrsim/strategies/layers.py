@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvrsim.cost.tensor_parallel import all_reduce
-from kvrsim.model.mixers import Attention, CompressedAttention, LatentAttention, Recurrence
+from kvrsim.model.mixers import Recurrence
 from kvrsim.model.spec import ModelSpec
 from kvrsim.program.operations import AllToAll, Collective, Compute, Op
 from kvrsim.strategies.base import Step, Strategy
@@ -78,11 +78,7 @@ def refusal(strategy: Strategy, model: ModelSpec, ranks: int) -> str | None:
     states = [mixer for mixer in mixers if isinstance(mixer, Recurrence)]
     if states and not strategy.passes_state:
         return f"layers without a state to hand on in order; {model.name} has {states[0].title}"
-    if strategy.merges_blocks:
-        for mixer in mixers:
-            whole = isinstance(mixer, CompressedAttention) or (
-                isinstance(mixer, Attention | LatentAttention) and mixer.indexer is not None
-            )
-            if whole:
-                return f"attention that can be merged from blocks of keys; {model.name} has {mixer.title}"
+    whole = [mixer for mixer in mixers if mixer.is_sparse]
+    if whole and strategy.merges_blocks:
+        return f"attention that can be merged from blocks of keys; {model.name} has {whole[0].title}"
     return None

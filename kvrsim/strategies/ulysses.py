@@ -56,7 +56,7 @@ def refuses(model: ModelSpec, ranks: int) -> str | None:
         mixer = layer.mixer
         if mixer is None:
             continue
-        if not isinstance(mixer, Attention) or mixer.indexer is not None:
+        if not isinstance(mixer, Attention) or mixer.is_sparse:
             return f"attention over K and V of heads in all layers; {model.name} has {mixer.title}"
         heads, kv_heads = mixer.num_attention_heads, mixer.num_key_value_heads
         if heads % ranks or (kv_heads % ranks and ranks % kv_heads):

@@ -16,6 +16,6 @@ def mixing_of(mixer: Mixer, setting: Setting) -> Mixing:
     """The costs of a mixer."""
     if isinstance(mixer, Recurrence):
         return RecurrentMixing(setting, mixer)
-    if isinstance(mixer, CompressedAttention) or mixer.indexer is not None:
+    if isinstance(mixer, CompressedAttention) or mixer.is_sparse:
         return SparseMixing(setting, mixer)
     return SoftmaxMixing(setting, mixer) if isinstance(mixer, Attention) else LatentMixing(setting, mixer)

@@ -37,6 +37,11 @@ class Attention:
         return "full attention" if self.sliding_window is None else f"window of {self.sliding_window}"
 
     @property
+    def is_sparse(self) -> bool:
+        """Whether a query attends to chosen keys."""
+        return self.indexer is not None
+
+    @property
     def matrices(self) -> tuple[Gemm, ...]:
         """All weight matrices."""
         return (*self.projections, *(self.indexer.projections if self.indexer else ()), *self.output)

@@ -49,6 +49,11 @@ class LatentAttention:
         return None
 
     @property
+    def is_sparse(self) -> bool:
+        """Whether a query attends to chosen keys."""
+        return self.indexer is not None
+
+    @property
     def matrices(self) -> tuple[Gemm, ...]:
         """All weight matrices."""
         return (*self.projections, *(self.indexer.projections if self.indexer else ()), self.expand, *self.output)
@@ -118,6 +123,11 @@ class CompressedAttention:
     def reach(self) -> int | None:
         """The window, where there is nothing else."""
         return None if self.compress_ratio else self.sliding_window
+
+    @property
+    def is_sparse(self) -> bool:
+        """A query attends to a window and to entries, all or chosen."""
+        return True
 
     @property
     def matrices(self) -> tuple[Gemm, ...]:

@@ -59,6 +59,11 @@ class Recurrence:
         return None
 
     @property
+    def is_sparse(self) -> bool:
+        """There are no keys to choose."""
+        return False
+
+    @property
     def matrices(self) -> tuple[Gemm, ...]:
         """All weight matrices; the convolution's weights count as other parameters of the layer."""
         return (*self.projections, *self.output)
