@@ -247,13 +247,13 @@ def noise(one: Any) -> float:
 
 @pytest.mark.slow
 def test_eight_sleeping_ranks_too() -> None:
-    """On few cores other processes only delay them, so the best of three runs counts."""
+    """No rank is faster than simulated; other processes delay each message, by little beside such a slow link."""
     for run in range(3):
-        found = sleep(Sleepers(num_ranks=8, context_len=1536, link_bytes_per_s=30e6), repeats=2)
-        if run == 2 or all(-0.35 < one.error < 0.02 for one in found):
-            break
-    for one in found:
-        assert -0.35 < one.error < 0.02, one
+        found = sleep(Sleepers(num_ranks=8, context_len=1536, link_bytes_per_s=10e6), repeats=2)
+        assert all(one.error < 0.02 for one in found), found
+        if all(one.error > -0.35 for one in found):
+            return
+    pytest.fail(f"much slower than simulated in three attempts: {found}")
 
 
 def test_partitions_shrink() -> None:
