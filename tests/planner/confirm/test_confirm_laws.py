@@ -248,7 +248,7 @@ def noise(one: Any) -> float:
 @pytest.mark.slow
 def test_eight_sleeping_ranks_too() -> None:
     """No rank is faster than simulated; other processes delay each message, by little beside such a slow link."""
-    for run in range(3):
+    for _ in range(3):
         found = sleep(Sleepers(num_ranks=8, context_len=1536, link_bytes_per_s=10e6), repeats=2)
         assert all(one.error < 0.02 for one in found), found
         if all(one.error > -0.35 for one in found):
