@@ -1,4 +1,4 @@
-"""Prefill: one rank's part in a prefill, alone, by KV-Runahead or by TSP."""
+"""Prefill: one rank's part in prefills of a plan, timed, with what goes wrong named."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from typing import Any
 
 import torch
 
-from kvrsim.runtime.cache import PrefixCache, UpdateEvent
+from kvrsim.runtime.cache import PrefixCache
+from kvrsim.runtime.exchange import exchange_of
+from kvrsim.runtime.exchange.base import Exchange
 from kvrsim.runtime.geometry import Geometry
 from kvrsim.runtime.hooks import clock_of
 from kvrsim.runtime.host import versions
-from kvrsim.runtime.kept.buffers import KvBuffer, buffers_of, kv_room
+from kvrsim.runtime.kept.buffers import kv_room
 from kvrsim.runtime.kept.layers import KeptTokens
 from kvrsim.runtime.model import Forward
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.ranks.faults import Fault, FaultKind, LinkError, RankError, is_out_of_memory
-from kvrsim.runtime.ranks.transport import Pending, Transport, ring_all_gather
+from kvrsim.runtime.ranks.transport import Transport
 from kvrsim.runtime.trace import RankTrace
 
 
@@ -28,8 +30,8 @@ class Outcome:
 
     rank: int
     start_s: float  # time.monotonic() when it began; processes of one host share this clock
-    end_s: float  # when its own part was done; on the last rank, when the first token was there
-    tokens: tuple[int, ...] | None  # first token of each prompt; None: not the last rank
+    end_s: float  # when its own part was done, the first token included
+    tokens: tuple[int, ...] | None  # first token of each prompt; None: it does not give them
     trace: RankTrace  # what happened in between; empty where the rank only looked on
 
 
@@ -44,45 +46,43 @@ class Prefill:
     def __init__(self, forward: Forward, transport: Transport, plan: RunPlan, *, room: list[Any] | None = None) -> None:
         """room: each layer's memory for at least as many tokens, used by other prefills in turn; None: its own."""
         self.forward, self.transport, self.plan, self.geometry = forward, transport, plan, forward.geometry
-        self.place = plan.place(transport.rank, transport.size)
         self.clock = clock_of(self.geometry.device, all_streams=True)
-        self.layer: int | None = None  # to which the rank has come
-        self._linked = self.geometry.linked_layers
-        self.logits: Any = None  # of the last token, [B, vocabulary], on the last rank after `run`
-        self._receives: dict[int, Pending] = {}
-        self._sends: list[Pending] = []
-        self._sent: list[tuple[int, float]] = []
+        self.logits: Any = None  # of the last token, [B, vocabulary], where `gives_token`, after `run`
+        self._exchange: Exchange | None = None
         with self._named_faults():
             agree(transport, self._facts())
-            plan.check(self.geometry)
-            self.cache = self._make_cache(room)
+            exchange_of(plan.strategy).check(plan, self.geometry)
+            self._exchange = exchange_of(plan.strategy)(forward, transport, plan, self.clock, room)
 
     @property
-    def is_last(self) -> bool:
-        """Whether this rank gives the first token."""
-        return self.transport.rank == self.transport.size - 1
+    def exchange(self) -> Exchange:
+        """What this rank runs, keeps and sends."""
+        assert self._exchange is not None
+        return self._exchange
+
+    @property
+    def cache(self) -> PrefixCache | None:
+        """What this rank's layers keep; None where it looks on."""
+        return self.exchange.cache
 
     def run(self, input_ids: Any) -> Outcome:
         """Prefill prompts [B, C], the same on every rank, starting together."""
         assert tuple(input_ids.shape) == (self.plan.batch, self.plan.context_len)
-        self.layer, tokens = None, None
-        self._receives.clear()
-        self._sent.clear()
+        exchange, tokens, takes_part = self.exchange, None, self.exchange.place is not None
+        exchange.reset()
         with self._named_faults():
             self.transport.barrier()
             self.clock.start()
             self.clock.mark("start")
-            if self.cache is not None:
-                self._post_receives(0, self.plan.receives_ahead or len(self._linked))
-                start, end = self._bounds()
-                self.logits = self.forward(input_ids[:, start:end], start, self.cache, is_last=self.is_last)
-                if self.is_last and self.logits is not None:
+            if takes_part:
+                self.logits = exchange.run(input_ids)
+                if exchange.gives_token and self.logits is not None:
                     tokens = tuple(self.logits.argmax(-1).tolist())
             self.clock.mark("token")
             marks = tuple(self.clock.finish())
-            self._finish_sends()
-        kept, start_s = marks if self.cache is not None else (), self.clock.start_s
-        trace = RankTrace(rank=self.transport.rank, start_s=start_s, marks=kept, sends=tuple(self._sent))
+            exchange.finish()
+        kept, start_s = marks if takes_part else (), self.clock.start_s
+        trace = RankTrace(rank=self.transport.rank, start_s=start_s, marks=kept, sends=tuple(exchange.sent))
         end_s = start_s + marks[-1].device_s
         return Outcome(rank=trace.rank, start_s=start_s, end_s=end_s, tokens=tokens, trace=trace)
 
@@ -92,100 +92,6 @@ class Prefill:
         facts = versions() | {"plan": self.plan.label, "batch": str(self.plan.batch), "KV cache": layout}
         facts |= {"TSP": f"{self.plan.tsp_keys} {self.plan.gather}", "number of ranks": str(self.transport.size)}
         return facts | {"model": self.forward.digest(), "attention": geometry.attention}
-
-    def _bounds(self) -> tuple[int, int]:
-        assert self.place is not None
-        start, end = self.plan.partition.boundaries[self.place : self.place + 2]
-        return start, end
-
-    def _make_cache(self, room: list[Any] | None) -> PrefixCache | None:
-        if self.place is None:
-            return None
-        start, end = self._bounds()
-        sizes: dict[str, Any] = dict(prefix_len=start, chunk_len=end - start, batch=self.plan.batch)
-        exchange, pass_on = None, None
-        if self.plan.strategy == "kvr":
-            exchange, pass_on = self._hand_on, self._send
-        elif self.plan.strategy == "tsp":
-            # To a single query transformers hands no mask, under which it would see the tokens after it.
-            dense = self.plan.tsp_keys == "dense" and end - start > 1
-            total = self.plan.context_len
-            sizes |= dict(total_len=total, visible_len=total if dense else end)
-            if self.transport.size > 1:
-                exchange, pass_on = self._gather, self._send
-        buffers = buffers_of(self.geometry, **sizes, room=room)
-        return PrefixCache(buffers, on_update=self._on_update, exchange=exchange, pass_on=pass_on)
-
-    def _on_update(self, event: UpdateEvent, layer: int) -> None:
-        if event == "update":
-            self.layer = layer
-            self.transport.note(layer)
-        self.clock.mark(event, layer)
-
-    def _hand_on(self, layer: int) -> None:
-        """KVR: wait for the prefix, hand it on with the chunk (of a state, not yet), expect the next layer's.
-
-        The chunk's K and V are written.
-        """
-        self._receive(layer)
-        if isinstance(self._buffer(layer), KvBuffer):
-            self._send(layer)
-        if self.plan.receives_ahead is not None:
-            ahead = self._linked.index(layer) + self.plan.receives_ahead
-            self._post_receives(ahead, ahead + 1)
-
-    def _receive(self, layer: int) -> None:
-        """Wait for what this layer keeps of the tokens before the chunk, where its receive is posted."""
-        if layer in self._receives:
-            self.clock.mark("wait", layer)
-            self._receives.pop(layer).wait()
-            self.clock.mark("received", layer)
-
-    def _send(self, layer: int) -> None:
-        """Hand on what this layer keeps of the tokens up to the chunk's end."""
-        message = self._buffer(layer).outgoing()
-        if self.is_last or not message.nbytes:
-            return
-        self.clock.mark("send", layer)
-        self._sent.append((layer, message.nbytes))
-        self._sends.append(self.transport.isend_next(message))
-        if not isinstance(self._buffer(layer), KvBuffer):
-            self.clock.mark("sent", layer)
-
-    def _post_receives(self, first: int, end: int) -> None:
-        """Post receives, of layers counted among those that are linked: a message moves once its receive is posted."""
-        if self.plan.strategy == "kvr":
-            for layer in self._linked[first:end]:
-                self._post(layer)
-
-    def _post(self, layer: int) -> None:
-        """A message of no bytes is neither sent nor received."""
-        if self.place and (message := self._buffer(layer).incoming()).nbytes:
-            self._receives[layer] = self.transport.irecv_prev(message)
-
-    def _buffer(self, layer: int) -> Any:
-        assert self.cache is not None
-        return self.cache.buffers[layer]
-
-    def _gather(self, layer: int) -> None:
-        """TSP, the chunk's K and V written: all chunks' to all ranks. A state goes from rank to rank even so."""
-        buffer, boundaries = self._buffer(layer), self.plan.partition.boundaries
-        if not isinstance(buffer, KvBuffer):
-            self._post(layer)
-            self._receive(layer)
-            return
-        self.clock.mark("wait", layer)
-        if self.plan.gather == "ring":
-            ring_all_gather(self.transport, buffer.data, boundaries)
-        else:
-            self.transport.all_gather(buffer.data, boundaries)
-        self.clock.mark("received", layer)
-
-    def _finish_sends(self) -> None:
-        """Wait until what was sent may be overwritten."""
-        for message in self._sends:
-            message.wait()
-        self._sends.clear()
 
     @contextmanager
     def _named_faults(self) -> Iterator[None]:
@@ -200,7 +106,8 @@ class Prefill:
             raise RankError([self._fault("memory", f"out of memory ({_short(error)})")]) from error
 
     def _fault(self, kind: FaultKind, message: str, peer: int | None = None) -> Fault:
-        return Fault(rank=self.transport.rank, kind=kind, message=message, layer=self.layer, peer=peer)
+        layer = None if self._exchange is None else self._exchange.layer
+        return Fault(rank=self.transport.rank, kind=kind, message=message, layer=layer, peer=peer)
 
 
 def agree(transport: Transport, facts: Mapping[str, str]) -> None:
@@ -224,7 +131,9 @@ def shared_room(
     tokens: dict[int, list[int]] = {}
     for plan in plans:
         held = [
-            plan.tokens_held(transport.rank, transport.size, kept) if isinstance(kept, KeptTokens) else 0
+            exchange_of(plan.strategy).tokens_held(plan, transport.rank, transport.size, kept)
+            if isinstance(kept, KeptTokens)
+            else 0
             for kept in geometry.kept
         ]
         known = tokens.get(plan.batch, [least] * len(held))

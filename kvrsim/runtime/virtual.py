@@ -16,6 +16,7 @@ import torch
 
 from kvrsim.runtime.bench import conditions_of
 from kvrsim.runtime.cache import PrefixCache
+from kvrsim.runtime.exchange import exchange_of
 from kvrsim.runtime.hooks import Clock, Mark, clock_of, hooked
 from kvrsim.runtime.host import HostLoad
 from kvrsim.runtime.job import Job
@@ -91,7 +92,7 @@ class _VirtualRanks:
 
     def __init__(self, forward: ModelForward, plan: RunPlan, clock: Clock, seed: int, room: list[Any]) -> None:
         geometry = forward.geometry
-        plan.check(geometry)
+        exchange_of(plan.strategy).check(plan, geometry)
         self.forward, self.plan, self.clock = forward, plan, clock
         self.logits: Any = None
         self.ids = random_prompt(forward.model.config.vocab_size, plan, seed).to(geometry.device)

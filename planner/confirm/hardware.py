@@ -136,7 +136,8 @@ def run_plan(scenario: Scenario, strategy: str, partition: Partition, gather: Ga
 
     Raises InputError for a strategy that the runtime cannot run.
     """
-    from kvrsim.runtime.plan import RunPlan, run_strategy
+    from kvrsim.runtime.exchange import run_strategy
+    from kvrsim.runtime.plan import RunPlan
 
     return RunPlan(
         strategy=run_strategy(strategy),

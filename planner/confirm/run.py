@@ -102,7 +102,7 @@ def run_here(
     Raises InputError for a strategy that the runtime cannot run, where the machine cannot run it, or where kvr-s has
     neither partition nor profile; RankError where a rank fails.
     """
-    from kvrsim.runtime.plan import run_strategy
+    from kvrsim.runtime.exchange import run_strategy
 
     run_strategy(strategy)
     scenario, chosen = hardware.placed(scenario), get_strategy(strategy)

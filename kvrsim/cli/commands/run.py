@@ -52,7 +52,7 @@ def run(
 
     It starts the ranks itself, or runs as one rank of torchrun.
     """
-    from kvrsim.runtime.plan import run_strategy
+    from kvrsim.runtime.exchange import run_strategy
     from kvrsim.units import parse_count
 
     run_strategy(strategy)

@@ -18,6 +18,7 @@ from kvrsim.runtime import bench
 from kvrsim.runtime.bench import BenchReport, measure
 from kvrsim.runtime.check import Difference, compare
 from kvrsim.runtime.emulated import EmulatedLink, EmulatedTransport, MessageTraffic
+from kvrsim.runtime.exchange import exchange_of
 from kvrsim.runtime.geometry import Geometry
 from kvrsim.runtime.job import Job, ModelChoice, run_job
 from kvrsim.runtime.kept.layers import KeptTokens
@@ -281,7 +282,7 @@ def sharing(transport: Any) -> tuple[int, int, bool]:
     }
     kept = geometry.kept[0]
     assert isinstance(kept, KeptTokens)
-    most = max(plan.tokens_held(transport.rank, transport.size, kept) for plan in plans)
+    most = max(exchange_of(plan.strategy).tokens_held(plan, transport.rank, transport.size, kept) for plan in plans)
     needed = most * geometry.token_bytes(0) * geometry.num_hidden_layers
     same = True
     for one in made:

@@ -13,6 +13,7 @@ from kvrsim.errors import InputError
 from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures import read_config
 from kvrsim.partition import Partition
+from kvrsim.runtime.exchange import exchange_of
 from kvrsim.runtime.geometry import Geometry
 from kvrsim.runtime.kept.buffers import KvBuffer, StateBuffer, buffers_of, kv_room
 from kvrsim.runtime.kept.layers import KeptState, KeptTokens
@@ -145,12 +146,12 @@ def test_modules_are_found_in_every_kind_of_layer() -> None:
 
 def test_a_single_token_behind_a_state_of_mamba_2_is_refused() -> None:
     geometry = Geometry.of(model_of("nemotron_h"))
-    RunPlan(strategy="kvr", partition=Partition(chunk_lens=(1, 2))).check(geometry)
+    exchange_of("kvr").check(RunPlan(strategy="kvr", partition=Partition(chunk_lens=(1, 2))), geometry)
     for strategy in ("kvr", "tsp"):
-        plan = RunPlan(strategy=strategy, partition=Partition(chunk_lens=(5, 1, 4)))  # type: ignore[arg-type]
+        plan = RunPlan(strategy=strategy, partition=Partition(chunk_lens=(5, 1, 4)))
         with pytest.raises(InputError, match="chunks of at least 2 tokens after the first, for nemotron_h"):
-            plan.check(geometry)
-        plan.check(Geometry.of(model_of("qwen3_next")))
+            exchange_of(plan.strategy).check(plan, geometry)
+        exchange_of(plan.strategy).check(plan, Geometry.of(model_of("qwen3_next")))
 
 
 def test_a_layer_whose_cache_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

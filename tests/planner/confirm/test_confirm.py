@@ -16,7 +16,7 @@ import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.errors import InputError
 from kvrsim.partition import Partition
 from kvrsim.results.timeline import Timeline
-from kvrsim.runtime.plan import RUN_STRATEGIES
+from kvrsim.runtime.exchange import RUN_STRATEGIES
 from kvrsim.runtime.ranks.faults import Fault, RankError
 from kvrsim.runtime.ranks.launch import Launch, launch
 from kvrsim.setup import make_scenario

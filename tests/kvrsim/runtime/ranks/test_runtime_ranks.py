@@ -12,6 +12,7 @@ import pytest
 import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.errors import InputError
 from kvrsim.partition import Partition
+from kvrsim.runtime.exchange import exchange_of
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.ranks.launch import Launch, launch
 from tests.kvrsim.runtime.runtime_models import KINDS, variants
@@ -94,10 +95,10 @@ def test_a_plan_that_makes_no_sense_is_refused(
 def test_a_plan_must_fit_the_ranks_and_the_kernel() -> None:
     tsp = RunPlan(strategy="tsp", partition=Partition(chunk_lens=(4, 4)))
     with pytest.raises(InputError, match="a chunk a rank"):
-        tsp.place(0, 3)
+        exchange_of("tsp").place_of(tsp, 0, 3)
     with pytest.raises(InputError, match="a chunk a rank"):
-        workers.kvr(4, 4).place(0, 1)
-    assert [workers.kvr(4, 4).place(rank, 3) for rank in range(3)] == [None, 0, 1]
+        exchange_of("kvr").place_of(workers.kvr(4, 4), 0, 1)
+    assert [exchange_of("kvr").place_of(workers.kvr(4, 4), rank, 3) for rank in range(3)] == [None, 0, 1]
     flash = workers.Geometry.of(workers.model_of("llama-gqa", "flash"))
     with pytest.raises(InputError, match="dense TSP"):
-        tsp.check(flash)
+        exchange_of("tsp").check(tsp, flash)
