@@ -16,6 +16,7 @@ from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, Strategy, label_of
 from kvrsim.strategies.pipeline import layers_of
+from planner.deploy.engines import engines_with
 from planner.evaluate import Progress
 from planner.partitions import PlanPartitions
 from planner.plan_bounds import bound_of_pipeline, bounds_of
@@ -259,6 +260,7 @@ def _result(scenario: Scenario, strategy: Strategy, cut: Partition, moved: Moves
         approximate=strategy.approximate,
         layers=layers_of(placed, strategy),
         bound=bound_of_pipeline(placed, strategy, cut, run.ttft_s),
+        engines=engines_with(strategy, scenario.num_gpus),
     )
 
 

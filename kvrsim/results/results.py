@@ -121,6 +121,7 @@ class StrategyResult:
     noisy: Distribution | None = None  # TTFTs under the plan's noise; `ttft_s` is without its random part
     layers: tuple[int, ...] | None = None  # of each stage of a pipeline, whose pieces `partition` holds
     bound: PipelineBound | None = None  # where pieces and stages were searched
+    engines: Mapping[str, str] = field(default_factory=dict)  # that have the strategy, each with the version looked at
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -130,7 +131,9 @@ class StrategyResult:
         if self.bound is not None:
             content |= fields_to_json(self.bound)
         return (
-            content | {"peak_bytes": [rank.total for rank in self.memory]} | fields_to_json(self, "fits", "approximate")
+            content
+            | {"peak_bytes": [rank.total for rank in self.memory]}
+            | fields_to_json(self, "fits", "approximate", "engines")
         )
 
 

@@ -24,6 +24,7 @@ from planner.capacity.fleet.times import ServiceTimes
 from planner.capacity.fleet_search import FleetSearch, evaluations_of
 from planner.capacity.request import CapacityRequest
 from planner.capacity.workloads.workload import Workload
+from planner.deploy.engines import deploy_engine
 from planner.plan_notes import rests_on
 from planner.table.table import PartitionTable
 
@@ -42,17 +43,19 @@ def plan_capacity(
     *,
     strategies: Sequence[str | Strategy] | None = None,
     table: PartitionTable | None = None,
+    engines: Sequence[str] = (),
     warnings: Sequence[str] = (),
     on_progress: Callable[[str], None] | None = None,
 ) -> CapacityPlan:
     """Search the cheapest fleet that meets the target.
 
     strategies: what groups may run, as in make_plan; None: the usual ones. table: partitions of KVR-S, as KVR-P; None:
-        they are searched. on_progress: called with the name of each stage. Raises InputError where no group size has
-        a strategy, or the table has no entries for a group size.
+        they are searched. engines: that must have the strategies. on_progress: called with the name of each stage.
+        Raises InputError where no group size has a strategy, or the table has no entries for a group size.
     """
     begin_s = time.perf_counter()
-    choice = Choice(asked=None if strategies is None else tuple(strategies), table=table)
+    named = None if strategies is None else tuple(strategies)
+    choice = Choice(asked=named, table=table, engines=tuple(map(deploy_engine, engines)))
     request = replace(request, limits=_limits(scenario, choice, request.limits))
     tell = on_progress or (lambda _: None)
     count = request.replications if request.source.is_random else 1
@@ -92,6 +95,7 @@ def plan_capacity(
             percentile=request.target.percentile,
             objective=objective,
             group_sizes=list(request.limits.sizes),
+            deployable_on=list(engines),
         ),
         model=scenario.model.name,
         profile=scenario.profile_name,
@@ -190,7 +194,8 @@ def _limits(scenario: Scenario, choice: Choice, limits: Limits) -> Limits:
     sizes = tuple(size for size in limits.sizes if choice.layouts(scenario.on_gpus(size)))
     if not sizes:
         named = ",".join(label_of(one) for one in choice.asked or ())
-        raise InputError("strategies", named, f"a strategy that runs on {groups_of(limits.sizes)}")
+        where = "".join(f" and that {engine.title} has" for engine in choice.engines)
+        raise InputError("strategies", named, f"a strategy that runs on {groups_of(limits.sizes)}{where}")
     return replace(limits, sizes=sizes)
 
 

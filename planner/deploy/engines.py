@@ -42,6 +42,11 @@ class DeployEngine:
     notes: Mapping[str, str]  # by the same
     options: Mapping[str, Kind]
 
+    @property
+    def title(self) -> str:
+        """With its version: "sglang (0.5.23)"."""
+        return f"{self.name} ({self.version})"
+
     def has(self, strategy: Strategy, num_gpus: int) -> bool:
         """Whether it runs a strategy on so many GPUs."""
         found = degrees_of(strategy.name, num_gpus)
@@ -95,7 +100,12 @@ def deployable(scenario: Scenario, engine: DeployEngine, strategies: Sequence[St
     return tuple(one for one in strategies if one.approximate is None and engine.has(one, scenario.num_gpus))
 
 
-def deployed_by(strategy: Strategy, num_gpus: int) -> tuple[str, ...]:
-    """Which engines have a strategy, each with its version: "sglang 0.5.23"."""
+def engines_with(strategy: Strategy, num_gpus: int) -> dict[str, str]:
+    """Which engines have a strategy on so many GPUs, each with its version that was looked at."""
     engines = (deploy_engine(name) for name in DEPLOY_ENGINES)
-    return tuple(f"{engine.name} {engine.version}" for engine in engines if engine.has(strategy, num_gpus))
+    return {engine.name: engine.version for engine in engines if engine.has(strategy, num_gpus)}
+
+
+def deployed_by(strategy: Strategy, num_gpus: int) -> tuple[str, ...]:
+    """The same in words: "sglang 0.5.23"."""
+    return tuple(f"{name} {version}" for name, version in engines_with(strategy, num_gpus).items())

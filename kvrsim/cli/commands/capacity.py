@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from kvrsim.choices import DECODES, FLEET_OBJECTIVES, ORDERS
+from kvrsim.choices import DECODES, DEPLOY_ENGINES, FLEET_OBJECTIVES, ORDERS
 from kvrsim.cli.options import Json, Seed, Table, WorkloadOptions, takes
 from kvrsim.cli.outputs import print_json, write_beside
-from kvrsim.cli.parsing import check_output, check_plot, parse_seed, parse_strategies, read_table
+from kvrsim.cli.parsing import check_output, check_plot, parse_choice, parse_seed, parse_strategies, read_table
 
 
 @takes(WorkloadOptions)
@@ -118,6 +118,20 @@ def capacity(
             help="What groups may run, each with the fastest. Default: all without a long search.",
         ),
     ] = None,
+    emit: Annotated[
+        str | None,
+        typer.Option(
+            "--emit",
+            metavar="|".join(DEPLOY_ENGINES),
+            help="Print what launches the answer's groups on this engine. Only strategies that it has are tried.",
+        ),
+    ] = None,
+    only_deployable: Annotated[
+        str | None,
+        typer.Option(
+            "--only-deployable", metavar="|".join(DEPLOY_ENGINES), help="Try only strategies that this engine has."
+        ),
+    ] = None,
     table: Table = None,
     html: Annotated[
         str | None, typer.Option("--html", metavar="FILE", help="Write an HTML report with plots in one file.")
@@ -136,6 +150,8 @@ def capacity(
     number = parse_seed(seed)
     check_output(html, "html")
     check_plot(plot)
+    parse_choice(emit, "emit", DEPLOY_ENGINES)
+    parse_choice(only_deployable, "only_deployable", DEPLOY_ENGINES)
     scenario, warnings = options.scenario()
     from planner.capacity.plan import plan_capacity
     from planner.capacity.request import make_request
@@ -164,6 +180,10 @@ def capacity(
         uniform_only=uniform_only,
         seed=number,
     )
+    if emit is not None:
+        from planner.capacity.launch import check_emit
+
+        check_emit(request)
     from kvrsim.cli.progress import WorkProgress
 
     with WorkProgress() as progress:
@@ -172,12 +192,22 @@ def capacity(
             request,
             strategies=None if strategies is None else parse_strategies(strategies),
             table=read_table(table),
+            engines=[name for name in DEPLOY_ENGINES if name in (emit, only_deployable)],
             warnings=warnings,
             on_progress=progress,
         )
+    launch = None
+    if emit is not None and result.answer is not None:
+        from planner.capacity.launch import launch_of_fleet
+
+        launch = launch_of_fleet(scenario, request, result, emit, model=options.model)
     if json:
-        print_json(result.to_dict())
+        print_json(result.to_dict() if launch is None else launch.to_dict())
     else:
+        if launch is not None:
+            from kvrsim.cli.render.launch import show_launch
+
+            show_launch(launch)
         from kvrsim.cli.render.capacity import show_capacity
 
         show_capacity(result)

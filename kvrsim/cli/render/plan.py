@@ -40,6 +40,7 @@ def show_plan(plan: Plan) -> None:
     table, best, search, limit = facts(), plan.best, plan.search, plan.memory_limit
     for number, line in enumerate(_best(plan)):
         table.add_row("" if number else "best:", line)
+    table.add_row("engines:", _engines(plan))
     for label, line in (*_pipelines(plan), *_kvr(plan)):
         table.add_row(label, line)
     if search.evaluations:
@@ -103,6 +104,22 @@ def _best(plan: Plan) -> Iterator[str]:
     if bound is not None and bound.strategy != "kvr-s":
         gap, lower = round_up_percent(bound.gap), format_seconds(bound.lower_bound_s)
         yield f"at most {gap} % slower than the best of its partitions (proven lower bound {lower})"
+
+
+def _engines(plan: Plan) -> str:
+    """Which engines have the best strategy; where none does, the fastest one that some have."""
+    best = plan.best
+    if best.engines:
+        return f"{_named(best)}: --emit {'|'.join(best.engines)} prints the launch"
+    can = [one for one in plan.strategies if one.engines and one.fits and one.approximate is None]
+    if not can:
+        return f"none that was looked at has {best.strategy}"
+    other = min(can, key=lambda one: one.ttft_s)
+    return f"none that was looked at has {best.strategy}; {_named(other)}, TTFT {format_seconds(other.ttft_s)}"
+
+
+def _named(result: StrategyResult) -> str:
+    return f"{result.strategy} is in {', '.join(f'{name} ({version})' for name, version in result.engines.items())}"
 
 
 def _pipelines(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -14,6 +14,7 @@ from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, get_strategy, hybrid_names
+from planner.deploy.engines import DeployEngine
 from planner.strategies_for import all_for, distinct, group_sizes
 from planner.table.table import PartitionTable
 
@@ -31,10 +32,14 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """The strategies that groups may run; None: the usual ones."""
+    """The strategies that groups may run; None: the usual ones.
+
+    engines: that must have them. A server of an engine runs one strategy, so that each has groups of its own.
+    """
 
     asked: tuple[str | Strategy, ...] | None = None
     table: PartitionTable | None = None
+    engines: tuple[DeployEngine, ...] = ()
 
     def __post_init__(self) -> None:
         if self.asked is not None and not self.asked:
@@ -56,17 +61,30 @@ class Choice:
             except InputError:
                 continue
             if strategy.approximate is None:
-                found.setdefault(weights_of(strategy, scenario.num_gpus), []).append(strategy)
+                found.setdefault(self._layout(strategy, scenario.num_gpus), []).append(strategy)
         return {weights: tuple(strategies) for weights, strategies in found.items()}
+
+    def _layout(self, strategy: Strategy, num_gpus: int) -> str:
+        return strategy.name if self.engines and num_gpus > 1 else weights_of(strategy, num_gpus)
 
     def left_out(self, scenario: Scenario) -> tuple[str, ...]:
         """Exact strategies that run on these GPUs and that only `all` or their own names bring in."""
         if self.asked is not None or scenario.num_gpus == 1:
             return ()
         usual = {strategy.name for strategy in self._wanted(scenario)} | {"kvr-e"}  # KVR-S has even chunks too
-        return tuple(one.name for one in all_for(scenario)[0] if one.approximate is None and one.name not in usual)
+        exact = [one for one in all_for(scenario)[0] if one.approximate is None and self._has(one, scenario)]
+        return tuple(one.name for one in exact if one.name not in usual)
+
+    def _has(self, strategy: Strategy, scenario: Scenario) -> bool:
+        """Whether all engines run a strategy on all of the GPUs."""
+        num_gpus = scenario.num_gpus
+        idle = bool(self.engines) and strategy.name == "single" and num_gpus > 1
+        return not idle and all(engine.has(strategy, num_gpus) for engine in self.engines)
 
     def _wanted(self, scenario: Scenario) -> tuple[Strategy, ...]:
+        return tuple(one for one in self._asked_for(scenario) if self._has(one, scenario))
+
+    def _asked_for(self, scenario: Scenario) -> tuple[Strategy, ...]:
         asked = [KVR_S if one == "kvr-p" else one for one in self.asked or ()]  # with the chunks of the table
         if scenario.num_gpus == 1:  # where all strategies of single GPUs are `single`
             alone = not asked or any(one == "all" or get_strategy(one).group_size in (1, None) for one in asked)

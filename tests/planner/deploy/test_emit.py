@@ -16,10 +16,10 @@ from kvrsim.errors import InputError
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES, get_strategy
 from planner.deploy.emit import Launch, launch_of, names_for, only_deployable
-from planner.deploy.engines import Degrees, degrees_of, deploy_engine, deployed_by
+from planner.deploy.engines import Degrees, degrees_of, deployed_by
 from planner.partitions import partition_of
+from tests.building.flags import options
 
-READERS = {"int": int, "float": float, "str": str}
 QUESTIONS: tuple[dict[str, Any], ...] = (
     {"model": "llama-3-70b", "cluster": "h100-nvlink"},
     {"model": "llama-3-8b", "cluster": "h100-nvlink", "dtype": "bf16", "batch": 4, "cached_prefix": "4k"},
@@ -28,24 +28,6 @@ QUESTIONS: tuple[dict[str, Any], ...] = (
     {"model": "deepseek-v3", "cluster": "b200-nvlink5"},
     {"model": "llama-3-70b", "cluster": "h100-2x8-ndr400", "gpus": 16},
 )
-
-
-def options(launch: Launch) -> dict[str, str | None]:
-    """The flags as the engine would read them, each checked against its documented option."""
-    known, args = deploy_engine(launch.engine).options, list(launch.args)
-    if launch.engine == "trtllm":
-        assert not args.pop(0).startswith("-")  # the model
-    found: dict[str, str | None] = {}
-    while args:
-        flag = args.pop(0)
-        kind = known[flag]
-        assert flag not in found
-        found[flag] = None if kind == "flag" else args.pop(0)
-        if isinstance(kind, str) and kind != "flag":
-            READERS[kind](found[flag])
-        elif kind != "flag":
-            assert found[flag] in kind
-    return found
 
 
 def launched(engine: str, strategy: str, **question: Any) -> Launch:

@@ -1,0 +1,33 @@
+"""Flags as an engine would read them, each checked against its documented option."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from planner.deploy.emit import Launch
+from planner.deploy.engines import deploy_engine
+
+READERS = {"int": int, "float": float, "str": str}
+
+
+def options(launch: Launch) -> dict[str, str | None]:
+    """Values of a launch's flags; None: it takes none."""
+    return read_flags(launch.engine, launch.args)
+
+
+def read_flags(engine: str, given: Sequence[str]) -> dict[str, str | None]:
+    """The same of arguments after the launcher."""
+    known, args = deploy_engine(engine).options, list(given)
+    if engine == "trtllm":
+        assert not args.pop(0).startswith("-")  # the model
+    found: dict[str, str | None] = {}
+    while args:
+        flag = args.pop(0)
+        kind = known[flag]
+        assert flag not in found
+        found[flag] = None if kind == "flag" else args.pop(0)
+        if isinstance(kind, str) and kind != "flag":
+            READERS[kind](found[flag])
+        elif kind != "flag":
+            assert found[flag] in kind
+    return found

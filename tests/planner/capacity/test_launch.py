@@ -1,0 +1,107 @@
+"""Launches of fleets: a server for each kind of group with documented flags, and one for the fleet that decodes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrsim.choices import DEPLOY_ENGINES
+from kvrsim.cli import main as cli
+from kvrsim.setup import make_scenario
+from kvrsim.strategies import get_strategy
+from planner.capacity.fleet.layouts import Choice
+from planner.deploy.engines import deploy_engine
+from tests.building.flags import read_flags
+
+# Short prompts fit groups of one GPU; the few long ones need groups of four.
+ASK = ("--model", "llama-3-8b", "--cluster", "h100-nvlink", "--slo-ttft", "2s", "--group-sizes", "1,4")
+CHEAP = ("--price-per-gpu-hour", "1=1,4=3", "--objective", "cost")
+ROWS = [(0.01 * number, 48_000 if number % 100 == 0 else 700, 20) for number in range(400)]
+
+
+def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, code: int, *arguments: str) -> tuple[str, str]:
+    trace = tmp_path / "trace.csv"
+    lines = [f"{arrival_s:.3f},{context},{output}" for arrival_s, context, output in ROWS]
+    trace.write_text("\n".join(["arrival_s,context_tokens,output_tokens", *lines, ""]))
+    assert cli.main(["capacity", "--requests", str(trace), *ASK, *arguments]) == code
+    return capsys.readouterr()
+
+
+@pytest.mark.parametrize("engine", DEPLOY_ENGINES)
+def test_a_server_for_each_kind_of_group(capsys: pytest.CaptureFixture[str], tmp_path: Path, engine: str) -> None:
+    asked = ("--percentile", "100", "--tpot", "50ms", *CHEAP, "--json")
+    fleet = json.loads(run(capsys, tmp_path, 0, "--only-deployable", engine, *asked)[0])
+    told = json.loads(run(capsys, tmp_path, 0, "--emit", engine, *asked)[0])
+    assert (told["engine"], told["version"]) == (engine, deploy_engine(engine).version)
+    groups = fleet["answer"]["groups"]
+    assert [group["gpus_per_group"] for group in groups] == [1, 4]
+    names = ["prefill-1", "prefill-2", "decode"]
+    read: dict[str, dict[str, str | None]] = {}
+    for name, group in zip(names, [*groups, fleet["decode_fleet"]], strict=True):
+        _, about, command = told["files"][f"{name}.sh"].splitlines()
+        assert about.startswith(f"# {group['replicas']} server")
+        args = shlex.split(command.removeprefix("exec "))[len(deploy_engine(engine).launcher) :]
+        read[name] = read_flags(engine, args)
+        assert (f"{name}.yaml" in told["files"]) == (engine == "trtllm") == (f"{name}.yaml" in args)
+    assert read["prefill-1"] == read_flags(engine, told["args"])
+    steps, lengths, roles, sequences = {
+        "vllm": ("--max-num-batched-tokens", "--max-model-len", "--kv-transfer-config", "--max-num-seqs"),
+        "sglang": ("--chunked-prefill-size", "--context-length", "--disaggregation-mode", "--max-running-requests"),
+        "trtllm": ("--max_num_tokens", "--max_seq_len", "--config", "--max_batch_size"),
+    }[engine]
+    assert int(read["prefill-1"][steps] or 0) == groups[0]["context_range"][1] < int(read["prefill-2"][steps] or 0)
+    assert {int(one[lengths] or 0) for one in read.values()} == {48_020}
+    assert all(roles in one for one in read.values())
+    assert int(read["decode"][sequences] or 0) == fleet["decode_fleet"]["batch"]
+    assert any(note.startswith("a router sends each prompt") for note in told["notes"])
+
+
+def test_one_kind_of_group(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out, err = run(capsys, tmp_path, 0, "--emit", "vllm", "--strategies", "tp2+pp", "--group-sizes", "4")
+    command = shlex.split(out.splitlines()[0])
+    found = read_flags("vllm", command[3:])
+    assert (found["--tensor-parallel-size"], found["--pipeline-parallel-size"]) == ("2", "2")
+    assert "--enable-chunked-prefill" in found
+    assert "kv-transfer" not in out
+    assert "servers were planned to prefill only" in err
+    assert "of 4 GPUs (tp2+pp)" in err
+
+
+def test_a_group_of_an_engine_runs_one_strategy() -> None:
+    scenario, _ = make_scenario(ctx="8k", gpus=4, model="llama-3-8b", cluster="h100-nvlink")
+    engine = deploy_engine("vllm")
+    layouts = Choice(engines=(engine,)).layouts(scenario)
+    assert {"tp", "pp", "tp2+pp", "zigzag", "tp2+zigzag"} <= set(layouts)
+    assert all([one.name for one in strategies] == [name] for name, strategies in layouts.items())
+    assert all(engine.has(get_strategy(name), 4) for name in layouts)
+    assert "single" not in layouts
+    assert "kvr-s" not in Choice(engines=(engine,)).left_out(scenario)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "start"),
+    [
+        (("--emit", "tgi"), "--emit: got 'tgi', accepted: one of vllm, sglang, trtllm"),
+        (("--only-deployable", "tgi"), "--only-deployable: got 'tgi'"),
+        (
+            ("--emit", "vllm", "--strategies", "kvr-s", "--group-sizes", "4"),
+            "--strategies: got 'kvr-s', accepted: a strategy that runs on",
+        ),
+        (("--emit", "vllm", "--decode", "last-gpu", "--tpot", "1s"), "--decode: got 'last-gpu', accepted: separate"),
+    ],
+)
+def test_mistakes(capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: tuple[str, ...], start: str) -> None:
+    out, err = run(capsys, tmp_path, 2, *arguments)
+    assert out == ""
+    assert err.startswith(f"kvrsim: error: {start}")
+    assert len(err.splitlines()) == 1
+
+
+def test_no_fleet_no_launch(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    told: Any = json.loads(run(capsys, tmp_path, 1, "--emit", "vllm", "--slo-ttft", "1ms", "--json")[0])
+    assert told["answer"] is None
+    assert told["question"]["deployable_on"] == ["vllm"]
