@@ -95,22 +95,36 @@ class BatchEvaluator:
         self.arrivals: dict[Edge, deque[Array]] = {}
         self.offers: dict[Edge, Message] = {}  # rendezvous whose receiver has not come yet
         self.taken: set[Edge] = set()  # rendezvous done, whose sender may go on
-        self.prepared: dict[int, Any] = {}  # collectives, by the first rank's operation
-        self.edges: dict[int, Edges] = {}  # by how many ranks further on
+        self.prepared: dict[tuple[int, int], Any] = {}  # collectives, by the first rank and its operation
+        self.edges: dict[tuple[range, int], Edges] = {}  # of ranks, by how many ranks further on
         self.scratch = np.empty(self.shape)
         self._run()
         self.finish_s = np.stack([rank.clock for rank in self.ranks])
 
     def _run(self) -> None:
-        """Take every rank to its end, together wherever all have come to a collective."""
+        """Take every rank to its end, together wherever all of a collective have come to it."""
         while True:
             states = [self._advance(index, rank) for index, rank in enumerate(self.ranks)]
             if all(state == "done" for state in states):
                 return
-            if all(state == "collective" for state in states):
-                self._collective()
-            elif "moved" not in states:
+            groups = self._ready(states)
+            for ranks in groups:
+                self._collective(ranks)
+            if not groups and "moved" not in states:
                 raise AssertionError(f"the program deadlocks: {states}")
+
+    def _ready(self, states: Sequence[str]) -> list[range]:
+        """Ranks that have all come to a collective of theirs."""
+        found, first = [], 0
+        while first < len(states):
+            ranks = range(first, first + 1)
+            if states[first] == "collective":
+                op = self.ranks[first].steps[self.ranks[first].step]
+                ranks = op.members(first, len(states)) if isinstance(op, AllGather) else range(len(states))
+                if ranks[0] == first and all(states[rank] == "collective" for rank in ranks):
+                    found.append(ranks)
+            first = ranks[-1] + 1
+        return found
 
     def _advance(self, index: int, rank: _Rank) -> str:
         """Take one rank to its end ("done"), to a collective, or to where it lacks a message ("moved", "stuck")."""
@@ -205,13 +219,11 @@ class BatchEvaluator:
         rank.num_computed += 1
         return self.draw.compute_end_s(index, rank.num_computed - 1, start_s, device_s)
 
-    def sent_s(self, shift: int, start_s: Array, busy_s: Array) -> Array:
-        """When each rank's message to the one `shift` further on has left; shapes (num_ranks, ...)."""
+    def sent_s(self, edges: Sequence[Edge], start_s: Array, busy_s: Array) -> Array:
+        """When each rank's message over its edge has left; shapes (ranks, ...)."""
         if self.draw is None:
             return start_s + busy_s
-        count = len(self.ranks)
-        edges = [(src, (src + shift) % count) for src in range(count)]
-        return np.stack([self._left_s(edge, start_s[edge[0]], busy_s[edge[0]]) for edge in edges])
+        return np.stack([self._left_s(edge, start_s[index], busy_s[index]) for index, edge in enumerate(edges)])
 
     def computed_s(self, start_s: Array, device_s: Array) -> Array:
         """When each rank has done what it computes; shapes (num_ranks, ...)."""
@@ -219,56 +231,59 @@ class BatchEvaluator:
             return start_s + device_s
         return np.stack([self._end_s(rank, start_s[rank], device_s[rank]) for rank in range(len(self.ranks))])
 
-    def _collective(self) -> None:
-        """The collective that all ranks have come to."""
-        ops = [rank.steps[rank.step] for rank in self.ranks]
+    def _collective(self, ranks: range) -> None:
+        """The collective that these ranks have come to."""
+        members = self.ranks[ranks[0] : ranks[-1] + 1]
+        ops = [rank.steps[rank.step] for rank in members]
         assert len({type(op) for op in ops}) == 1, "the ranks have come to different collectives"
         if isinstance(ops[0], AllGather):
-            clock = self._all_gather(cast(list[AllGather], ops))
+            clock = self._all_gather(cast(list[AllGather], ops), ranks)
         elif isinstance(ops[0], RingPass):
             clock = self._ring_pass(cast(list[RingPass], ops))
         else:
             clock = self._all_to_all(cast(list[AllToAll], ops))
-        for rank, clock_s in zip(self.ranks, clock, strict=True):
+        for rank, clock_s in zip(members, clock, strict=True):
             rank.clock[:] = clock_s
             rank.lags = False
             rank.step += 1
 
-    def _all_gather(self, ops: list[AllGather]) -> Array:
-        gather = self._once(ops[0], lambda: AllGatherEvaluator.of(ops, self._edges(1), self.wide))
-        start = np.stack([rank.issued(op.host_s) for rank, op in zip(self.ranks, ops, strict=True)])
-        clock, link = gather.run(start, self._free_s(), self)
-        self.links_s.update({edge: link[edge[0]] for edge in self._ring()})
+    def _all_gather(self, ops: list[AllGather], ranks: range) -> Array:
+        edges = self._edges(1, ranks)
+        gather = self._once(ops[0], lambda: AllGatherEvaluator.of(ops, edges, self.wide), ranks[0])
+        start = np.stack([self.ranks[rank].issued(op.host_s) for rank, op in zip(ranks, ops, strict=True)])
+        clock, link = gather.run(start, self._free_s(edges), self)
+        self.links_s.update(zip(edges.pairs, link, strict=True))
         return clock
 
     def _ring_pass(self, ops: list[RingPass]) -> Array:
-        ring = self._once(ops[0], lambda: RingPassEvaluator.of(ops, self._edges(1), self.wide))
+        edges = self._edges(1)
+        ring = self._once(ops[0], lambda: RingPassEvaluator.of(ops, edges, self.wide))
         start = np.stack([rank.clock for rank in self.ranks])
         host = np.array([rank.begin_s + rank.host_s for rank in self.ranks])
         host = host.reshape(len(host), *[1] * (start.ndim - host.ndim), *host.shape[1:])
         for rank, op in zip(self.ranks, ops, strict=True):
             rank.host_s += sum(op.host_s)
-        return ring.run(start, host, self._free_s(), self)
+        return ring.run(start, host, self._free_s(edges), self)
 
     def _all_to_all(self, ops: list[AllToAll]) -> Array:
         exchange = self._once(ops[0], lambda: AllToAllEvaluator.of(ops, self._edges, self.wide))
         start = np.stack([rank.issued(op.host_s) for rank, op in zip(self.ranks, ops, strict=True)])
         return exchange.run(start, self)
 
-    def _once(self, op: object, make: Callable[[], T]) -> T:
-        """A collective prepared at its first layer."""
-        if id(op) not in self.prepared:
-            self.prepared[id(op)] = make()
-        return cast(T, self.prepared[id(op)])
+    def _once(self, op: object, make: Callable[[], T], first: int = 0) -> T:
+        """A collective prepared at its first layer; `first`: the first rank that takes part."""
+        key = first, id(op)
+        if key not in self.prepared:
+            self.prepared[key] = make()
+        return cast(T, self.prepared[key])
 
-    def _ring(self) -> list[Edge]:
-        return [(rank, (rank + 1) % len(self.ranks)) for rank in range(len(self.ranks))]
+    def _free_s(self, edges: Edges) -> Array:
+        """When these links are free."""
+        return np.stack([np.broadcast_to(self.links_s.get(edge, _NEVER), self.shape) for edge in edges.pairs])
 
-    def _free_s(self) -> Array:
-        """When every rank's link to the next is free."""
-        return np.stack([np.broadcast_to(self.links_s.get(edge, _NEVER), self.shape) for edge in self._ring()])
-
-    def _edges(self, shift: int) -> Edges:
-        if shift not in self.edges:
-            self.edges[shift] = Edges.of(self.cluster, len(self.ranks), shift)
-        return self.edges[shift]
+    def _edges(self, shift: int, ranks: range | None = None) -> Edges:
+        """From each of the ranks (None: of all) to the one so many further on among them."""
+        ranks = range(len(self.ranks)) if ranks is None else ranks
+        if (ranks, shift) not in self.edges:
+            self.edges[ranks, shift] = Edges.of(self.cluster, ranks, shift)
+        return self.edges[ranks, shift]

@@ -21,8 +21,8 @@ from kvrsim.program.operations import AllGather, AllToAll, Array, RingPass, besi
 class Timing(Protocol):
     """When work of every rank ends that begins then and takes so long on a noise-free machine."""
 
-    def sent_s(self, shift: int, start_s: Array, busy_s: Array) -> Array:
-        """A message of each rank to the one `shift` further on has left."""
+    def sent_s(self, edges: Sequence[tuple[int, int]], start_s: Array, busy_s: Array) -> Array:
+        """A message of each rank over its edge, (sender, receiver), has left."""
         ...
 
     def computed_s(self, start_s: Array, device_s: Array) -> Array:
@@ -32,19 +32,19 @@ class Timing(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Edges:
-    """From every rank to the one `shift` further on: few kinds of path, and the kind of each rank's."""
+    """From every rank that takes part to the one `shift` further on: few kinds of path, and the kind of each rank's."""
 
+    pairs: tuple[tuple[int, int], ...]  # each rank and the one that it sends to
     paths: tuple[Path, ...]
     kind: npt.NDArray[np.intp]  # of each rank's, shape (num_ranks,)
 
     @classmethod
-    def of(cls, cluster: Cluster, num_ranks: int, shift: int) -> Edges:
+    def of(cls, cluster: Cluster, ranks: range, shift: int) -> Edges:
         """Every rank's path there."""
+        pairs = tuple((rank, ranks[(number + shift) % len(ranks)]) for number, rank in enumerate(ranks))
         kinds: dict[Path, int] = {}
-        index = [
-            kinds.setdefault(cluster.path(rank, (rank + shift) % num_ranks), len(kinds)) for rank in range(num_ranks)
-        ]
-        return cls(tuple(kinds), np.array(index))
+        index = [kinds.setdefault(cluster.path(*pair), len(kinds)) for pair in pairs]
+        return cls(pairs, tuple(kinds), np.array(index))
 
     def seconds(self, time_of: Callable[[Path, Array], Array], nbytes: Array) -> Array:
         """Each rank's message, shape (num_ranks, B), on its own path."""
@@ -86,7 +86,7 @@ class AllGatherEvaluator:
         same = bool((pieces == pieces[0]).all())
         steps_s = self._steps_s(pieces)
         for _ in range(num_ranks - 1):
-            link = timing.sent_s(1, np.maximum(np.maximum(held, both_there), link), steps_s)
+            link = timing.sent_s(edges.pairs, np.maximum(np.maximum(held, both_there), link), steps_s)
             held = (link + latency)[before]
             if not same:
                 pieces = pieces[before]
@@ -105,6 +105,7 @@ class AllGatherEvaluator:
 class RingPassEvaluator:
     """The rounds of a ring pass; see RingPass."""
 
+    edges: Edges
     work_s: Array  # shape (p, num_ranks, B)
     busy_s: Array  # shape (p - 1, num_ranks, B)
     latency_s: Array  # shape (num_ranks, 1)
@@ -120,6 +121,7 @@ class RingPassEvaluator:
         rounds = [edges.seconds(Path.busy_s, one) for one in nbytes]
         host_s = np.array([op.host_s for op in ops]).T
         return cls(
+            edges=edges,
             work_s=work_s,
             busy_s=np.array(rounds),
             latency_s=edges.values("latency_s", work_s[0]),
@@ -137,7 +139,8 @@ class RingPassEvaluator:
             host = host + self.host_s[index]
             if index == len(self.work_s) - 1:
                 return np.maximum(timing.computed_s(clock, work_s), host)
-            left = timing.sent_s(1, np.maximum(np.maximum(clock, clock[after]), link), self.busy_s[index])
+            start = np.maximum(np.maximum(clock, clock[after]), link)
+            left = timing.sent_s(self.edges.pairs, start, self.busy_s[index])
             there = np.maximum(left, (left + self.latency_s)[before])
             if self.overlaps:
                 beside_s = beside_message_s(work_s, there - clock, self.message_share)
@@ -152,6 +155,7 @@ class RingPassEvaluator:
 class AllToAllEvaluator:
     """The messages of one all-to-all, by how many ranks further on they go; see AllToAll."""
 
+    edges: Sequence[Edges]  # to the ranks 1, 2, ... further on
     busy_s: Array  # shape (p - 1, num_ranks, B)
     latency_s: Array  # shape (p - 1, num_ranks, 1)
     senders: npt.NDArray[np.intp]  # whose message each rank gets, shape (p - 1, num_ranks)
@@ -165,6 +169,7 @@ class AllToAllEvaluator:
         nbytes = np.stack([wide(op.nbytes) for op in ops], axis=1)
         edges = [edges_to(shift) for shift in range(1, len(ops))]
         return cls(
+            edges=edges,
             busy_s=np.array([one.seconds(Path.busy_s, size) for one, size in zip(edges, nbytes, strict=True)]),
             latency_s=np.array([one.values("latency_s", nbytes[0]) for one in edges]),
             senders=(ranks - np.arange(1, len(ops))[:, None]) % len(ops),
@@ -174,9 +179,8 @@ class AllToAllEvaluator:
         """When each rank has sent and received all, from when each comes to the collective."""
         num_ranks = len(start)
         left, done = start, start
-        messages = zip(self.busy_s, self.latency_s, self.senders, strict=True)
-        for shift, (busy_s, latency_s, sender) in enumerate(messages, start=1):
+        for edges, busy_s, latency_s, sender in zip(self.edges, self.busy_s, self.latency_s, self.senders, strict=True):
             receiver = num_ranks - 1 - sender[::-1]  # the reverse of the shift
-            left = timing.sent_s(shift, np.maximum(left, start[receiver]), busy_s)
+            left = timing.sent_s(edges.pairs, np.maximum(left, start[receiver]), busy_s)
             done = np.maximum(done, (left + latency_s)[sender])
         return np.maximum(done, left)

@@ -170,28 +170,38 @@ class RankProcess:
     def _all_gather(self, layer: int | None, op: AllGather) -> Process:
         """Join, let a forwarder pass pieces on, and wait until all others have come."""
         self.host_s += op.host_s
-        launch_s = self.network.link(self.rank, self.network.after(self.rank)).path.gather_launch_s
+        ranks = op.members(self.rank, self.program.num_ranks)
+        launch_s = self.network.link(self.rank, self._after(ranks)).path.gather_launch_s
         yield from self._until(max(self.clock_s, self.host_s) + launch_s)
-        meeting = self._join()
         done = self.env.event()
-        self.env.process(self._forward(meeting, layer, op.nbytes.item(), done))
+        self.env.process(self._forward(self._join(ranks), ranks, layer, op.nbytes.item(), done))
         yield done
         self._waited("all-gather", layer, "KV")
 
-    def _join(self) -> Meeting:
-        """Come to the next collective, or round of one."""
-        meeting = self.network.meeting(self.num_meetings)
+    @property
+    def _all(self) -> range:
+        return range(self.program.num_ranks)
+
+    def _after(self, ranks: range) -> int:
+        """The next rank on the ring of these ranks."""
+        return ranks[(self.rank - ranks[0] + 1) % len(ranks)]
+
+    def _join(self, ranks: range) -> Meeting:
+        """Come to the next collective of these ranks, or round of one."""
+        meeting = self.network.meeting(self.num_meetings, ranks)
         self.num_meetings += 1
         meeting.joined[self.rank].succeed()
         return meeting
 
-    def _forward(self, meeting: Meeting, layer: int | None, nbytes: float, done: simpy.Event) -> Process:
+    def _forward(
+        self, meeting: Meeting, ranks: range, layer: int | None, nbytes: float, done: simpy.Event
+    ) -> Process:
         """Send the own piece, then every piece that comes but the last; tell when all have come."""
-        dst, steps = self.network.after(self.rank), self.program.num_ranks - 1
+        dst, steps = self._after(ranks), len(ranks) - 1
         for step in range(steps):
             yield meeting.joined[dst]
             to = meeting.pieces[dst]
-            self.env.process(self.network.carry(self.rank, dst, nbytes, layer, None, to, gathers=True))
+            self.env.process(self.network.carry(self.rank, dst, nbytes, layer, None, to, gathered_by=len(ranks)))
             nbytes = yield meeting.pieces[self.rank].get()
             if step == steps - 1:
                 done.succeed()
@@ -219,7 +229,7 @@ class RankProcess:
 
     def _pass_on(self, layer: int | None, nbytes: float) -> Process:
         """Hand the piece to the next rank once it has come to the round; ends when the next piece is there, too."""
-        dst, meeting = self.network.after(self.rank), self._join()
+        dst, meeting = self._after(self._all), self._join(self._all)
         yield meeting.joined[dst]
         left = self.env.event()
         self.env.process(self.network.carry(self.rank, dst, nbytes, layer, left, meeting.pieces[dst]))
@@ -230,7 +240,7 @@ class RankProcess:
         """One message after another, then wait for the others'."""
         self.host_s += op.host_s
         yield from self._until(max(self.clock_s, self.host_s))
-        meeting = self._join()
+        meeting = self._join(self._all)
         for shift, nbytes in enumerate(op.nbytes, start=1):
             dst = (self.rank + shift) % self.program.num_ranks
             yield meeting.joined[dst]

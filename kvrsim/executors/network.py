@@ -105,8 +105,8 @@ OnLink = Callable[[int, int, Link], None]  # sender, receiver and their link, wh
 class Meeting:
     """One collective, or one round of it, as its ranks come to it."""
 
-    joined: list[simpy.Event]  # per rank: it has come
-    pieces: list[simpy.Store]  # per rank: pieces that others have sent to it
+    joined: dict[int, simpy.Event]  # by rank: it has come
+    pieces: dict[int, simpy.Store]  # by rank: pieces that others have sent to it
 
 
 class Network:
@@ -129,7 +129,7 @@ class Network:
         self.links: dict[tuple[int, int], Link] = {}
         self.inboxes: dict[tuple[int, int], simpy.Store] = {}
         self.readies: dict[tuple[int, int], simpy.Store] = {}
-        self.meetings: dict[int, Meeting] = {}
+        self.meetings: dict[tuple[int, int], Meeting] = {}
 
     def link(self, src: int, dst: int) -> Link:
         """The link that carries messages from src to dst."""
@@ -150,10 +150,6 @@ class Network:
             src, dst, number, np.array([start_s]), np.array([busy_s])
         ).item()
 
-    def after(self, rank: int) -> int:
-        """The next rank on the ring."""
-        return (rank + 1) % self.num_ranks
-
     def inbox(self, src: int, dst: int) -> simpy.Store:
         """Messages from src that have arrived at dst and wait to be received."""
         return self.inboxes.setdefault((src, dst), simpy.Store(self.env))
@@ -162,13 +158,12 @@ class Network:
         """Receives that dst has come to and whose rendezvous with src has not begun."""
         return self.readies.setdefault((src, dst), simpy.Store(self.env))
 
-    def meeting(self, index: int) -> Meeting:
-        """The index-th collective of the simulation, or round of one."""
-        if index not in self.meetings:
-            ranks = range(self.num_ranks)
-            joined, pieces = [self.env.event() for _ in ranks], [simpy.Store(self.env) for _ in ranks]
-            self.meetings[index] = Meeting(joined, pieces)
-        return self.meetings[index]
+    def meeting(self, index: int, ranks: range) -> Meeting:
+        """The index-th collective of these ranks, or round of one."""
+        if (ranks[0], index) not in self.meetings:
+            joined, pieces = {rank: self.env.event() for rank in ranks}, {rank: simpy.Store(self.env) for rank in ranks}
+            self.meetings[ranks[0], index] = Meeting(joined, pieces)
+        return self.meetings[ranks[0], index]
 
     def note(
         self, rank: int, kind: SpanKind, name: str, op: SpanOp, layer: int | None, start_s: float, end_s: float
@@ -186,12 +181,12 @@ class Network:
         left: simpy.Event | None,
         to: simpy.Store,
         *,
-        gathers: bool = False,
+        gathered_by: int | None = None,
         payload: Payload = "KV",
     ) -> Process:
-        """Move one message, or one piece of an all-gather: queue, transmission, latency, delivery."""
+        """Move one message, or a piece of an all-gather of so many ranks: queue, transmission, latency, delivery."""
         link, size = self.link(src, dst), np.array(nbytes)
-        step_s = link.path.gather_step_s(size, self.num_ranks) if gathers else link.path.busy_s(size)
+        step_s = link.path.gather_step_s(size, gathered_by) if gathered_by else link.path.busy_s(size)
         start_s = yield from link.transmit(nbytes, step_s.item())
         end_s = self.env.now
         if left is not None:
@@ -209,7 +204,7 @@ class Network:
                 nbytes=nbytes,
             )
             self.spans.append(span)
-        latency_s = link.path.gather_latency_s if gathers else link.path.latency_s
+        latency_s = link.path.gather_latency_s if gathered_by else link.path.latency_s
         if latency_s:
             yield self.env.timeout(latency_s)
         yield to.put(nbytes)

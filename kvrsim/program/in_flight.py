@@ -10,15 +10,27 @@ from kvrsim.program.operations import AllGather, AllToAll, Collective, Compute, 
 
 def sent_bytes(program: Program, rank: int) -> float:
     """Bytes that a rank puts on its links; of a ring, its own piece and those it passes on."""
-    num_ranks = program.num_ranks
     once = (*program.prologue[rank], *program.epilogue[rank])
     sent = sum(op.nbytes.item() for op in once if isinstance(op, Collective))
     for count, kind in zip(program.layer_counts, program.layers, strict=True):
         own = [op for op in kind[rank] if isinstance(op, Send | Collective | RingPass | AllToAll)]
         sent += count * sum(float(op.nbytes.sum()) for op in own)
-        pieces = [sum(op.nbytes.item() for op in ops if isinstance(op, AllGather)) for ops in kind]
-        sent += count * (sum(pieces) - pieces[(rank + 1) % num_ranks])
+        sent += count * _gathered_bytes(kind, rank)
     return float(sent)
+
+
+def _gathered_bytes(layer: Sequence[Sequence[Op]], rank: int) -> float:
+    """What a rank sends in a layer's all-gathers: all pieces but that of the rank that it sends to."""
+    total = 0.0
+    for number, op in enumerate(_gathers(layer[rank])):
+        ranks = op.members(rank, len(layer))
+        after = ranks[(rank - ranks[0] + 1) % len(ranks)]
+        total += sum(_gathers(layer[other])[number].nbytes.item() for other in ranks if other != after)
+    return total
+
+
+def _gathers(ops: Sequence[Op]) -> list[AllGather]:
+    return [op for op in ops if isinstance(op, AllGather)]
 
 
 def bytes_in_flight(layer: Sequence[Sequence[Op]]) -> list[float]:
@@ -34,7 +46,7 @@ def bytes_in_flight(layer: Sequence[Sequence[Op]]) -> list[float]:
         for op in ops:
             if isinstance(op, Send):
                 sent[src, op.dst].append(float(op.nbytes[0]))
-    gathers = [[op for op in ops if isinstance(op, AllGather)] for ops in layer]
+    gathers = [_gathers(ops) for ops in layer]
     exchanges = [[op for op in ops if isinstance(op, AllToAll)] for ops in layer]
     return [_peak_of(rank, ops, sent, gathers, exchanges) for rank, ops in enumerate(layer)]
 
@@ -53,7 +65,8 @@ def _peak_of(
         if isinstance(op, Recv) and sent[op.src, rank]:
             waiting += sent[op.src, rank].popleft()
         elif isinstance(op, AllGather):
-            waiting += sum(float(others[num_gathers].nbytes[0]) for others in gathers)
+            members = op.members(rank, len(gathers))
+            waiting += sum(float(gathers[other][num_gathers].nbytes[0]) for other in members)
             num_gathers += 1
         elif isinstance(op, AllToAll):
             comes = (others[num_exchanges] for src, others in enumerate(exchanges) if src != rank)

@@ -73,11 +73,18 @@ class AllGather:
     """A ring of p - 1 steps that gathers K and V: at each, pass the piece received last to the next rank.
 
     Dataflow, not a barrier: a piece moves when the sender holds it, both ranks have reached the
-    collective and the link is free. A rank goes on when it has received all pieces.
+    collective and the link is free. A rank goes on when it has received all pieces. p: the ranks that take part.
     """
 
     nbytes: Array  # this rank's own piece, shape (B,)
     host_s: float = 0.0
+    among: int | None = None  # ranks that take part, in groups that follow each other; None: all
+
+    def members(self, rank: int, num_ranks: int) -> range:
+        """The ranks of a rank's group, itself included."""
+        size = self.among or num_ranks
+        first = rank // size * size
+        return range(first, first + size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
