@@ -24,12 +24,26 @@ def for_strategy(scenario: Scenario, strategy: Strategy) -> Scenario:
     if strategy.partition_rule == "whole":
         return scenario.on_gpus(1)
     num_gpus = scenario.cluster.num_gpus
+    _check_sizes(strategy, num_gpus, scenario.request.new_tokens)
     placed = scenario.in_groups(strategy.group_size or num_gpus)
     if scenario.expert_parallel and strategy.pipeline is not None:
         raise InputError("strategies", strategy.name, "no expert parallelism, as its ranks hold different layers")
     if why := refusal(strategy, placed.share, placed.cluster.num_gpus):
         raise InputError("strategies", strategy.name, f"with {num_gpus} GPUs, {why}")
     return placed
+
+
+def _check_sizes(strategy: Strategy, num_gpus: int, new_tokens: int) -> None:
+    """Where a strategy says its sizes, their product must be the GPUs, and each context rank needs a token."""
+    if strategy.num_stages is None and strategy.context_size is None:
+        return
+    sizes = strategy.sizes(num_gpus)
+    if (product := sizes.tensor * sizes.pipeline * sizes.context) != num_gpus:
+        text = f"{sizes.tensor} x {sizes.pipeline} x {sizes.context} = {product}"
+        accepted = f"tensor, pipeline and context sizes whose product is the number of GPUs, {num_gpus}, not {text}"
+        raise InputError("strategies", strategy.name, accepted)
+    if sizes.context > new_tokens:
+        raise InputError("strategies", strategy.name, f"at most one context rank a token, here {new_tokens}")
 
 
 def build_program(

@@ -24,7 +24,7 @@ from kvrsim.program.in_flight import bytes_in_flight
 from kvrsim.program.operations import Compute, Program, RingPass
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
-from kvrsim.strategies.pipeline import stages
+from kvrsim.strategies.pipeline import context_ranks, stages
 
 EAGER_SCORE_PEAK_BYTES = 10  # an element of the score matrix at two bytes an element, as counted above
 MERGE_PEAK_BYTES, FUSED_MERGE_PEAK_BYTES = 18, 6  # an element of the output, as counted above
@@ -62,7 +62,10 @@ def memory_of(scenario: Scenario, strategy: Strategy, partition: Partition) -> t
     """
     if strategy.pipeline is not None:
         held = stages(strategy, scenario.share.num_hidden_layers, scenario.cluster.num_gpus)
-        ranks = [_stage_memory(scenario, partition, stage, len(held)) for stage in enumerate(held)]
+        context = context_ranks(strategy)
+        ranks = [
+            _stage_memory(scenario, partition, layers, rank, context) for layers in held for rank in range(context)
+        ]
     else:
         chunks = columns(partition.chunk_lens)
         program = build_program(scenario, strategy, chunks, NoTime())
@@ -124,28 +127,37 @@ def _score_bytes(program: Program, rank: int, width: int, *, whole: int) -> int:
     return round(elements) * EAGER_SCORE_PEAK_BYTES * width // 2
 
 
-def _stage_memory(scenario: Scenario, partition: Partition, stage: tuple[int, range], num_stages: int) -> RankMemory:
-    """One stage of a pipeline: its own layers, K and V of all tokens in them, a piece at a time."""
+def _stage_memory(scenario: Scenario, partition: Partition, layers: range, rank: int, context: int) -> RankMemory:
+    """A rank of a pipeline's stage: the stage's layers, K and V of all tokens in them, its share of a piece at a time.
+
+    context: ranks of the stage, of which it is one; they gather the K and V of a piece, and attend in two parts.
+    """
     model, request = scenario.share, scenario.request
     width, batch = request.dtype_bytes, request.batch
-    rank, layers = stage
-    piece, last = max(partition.chunk_lens), rank == num_stages - 1
+    longest, begins, ends = max(partition.chunk_lens), layers[0] == 0, layers[-1] == model.num_hidden_layers - 1
+    piece = -(-longest // context)
     weights = sum(model.layers[layer].weight_bytes(width) for layer in layers)
-    if rank == 0:
+    if begins:
         weights += model.embedding_bytes(width)
-    if last:
+    if ends:
         weights += model.head_bytes(width)
-    if last and rank and model.tie_word_embeddings:
+    if ends and not begins and model.tie_word_embeddings:
         weights += model.vocab_size * model.hidden_size * width
+    messages = 0.0 if begins and ends else 2.0 * batch * piece * model.hidden_size * width
+    gathered = max(_cache_bytes(model, model.layers[layer], longest, width) for layer in layers) if context > 1 else 0
     return RankMemory(
         weights=weights,
         kv_cache=round(
             batch * sum(_cache_bytes(model, model.layers[layer], request.context_len, width) for layer in layers)
         ),
-        gathered=2 * batch * piece * model.hidden_size * width if num_stages > 1 else 0,
+        gathered=round(messages + batch * gathered),
         activations=batch * piece * _activation_elements(model) * width,
-        scores=_scores(scenario, piece, request.context_len) if scenario.kernel == "eager" else 0,
-        logits=batch * _logits_bytes(scenario, partition.chunk_lens[-1], width) if last else 0,
+        scores=_scores(scenario, piece if context == 1 else -(-piece // 2), request.context_len)
+        if scenario.kernel == "eager"
+        else 0,
+        logits=batch * _logits_bytes(scenario, partition.chunk_lens[-1] // context, width)
+        if ends and rank == context - 1
+        else 0,
         runtime=RUNTIME_BYTES,
     )
 

@@ -17,6 +17,7 @@ from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT
 from kvrsim.results.results import SearchReport
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, Strategy
+from kvrsim.strategies.pipeline import context_ranks
 from planner.evaluate import Evaluator, Progress
 from planner.pipelines.search import MOST_A_STAGE, search_pipeline
 from planner.search.search import Found, search
@@ -43,6 +44,9 @@ def settled(
     if partition is not None:
         pieces = len(partition) if strategy.pipeline is not None else num_ranks
         given = Partition.of(partition, num_tokens=tokens, num_ranks=pieces)
+        if strategy.pipeline is not None and min(partition) < (context := context_ranks(strategy)):
+            shown = ",".join(map(str, partition))
+            raise InputError("partition", shown, f"pieces of at least {context} tokens, one a context rank")
     if strategy.partition_rule == "searched-pieces":
         found = search_pipeline(with_mean_steps(scenario), strategy, pieces=given, on_progress=on_progress)
         return found.strategy, found.partition
@@ -111,7 +115,8 @@ def best_pieces(evaluator: Evaluator) -> Partition:
     scenario = evaluator.scenario
     tokens = scenario.request.new_tokens
     best, best_s, number = Partition.even(tokens, 1), float("inf"), 1
-    while number <= min(tokens, MOST_A_STAGE * scenario.cluster.num_gpus):
+    context = context_ranks(evaluator.strategy)
+    while number <= min(tokens // context, MOST_A_STAGE * (scenario.cluster.num_gpus // context)):
         partition = Partition.even(tokens, number)
         ttft_s = float(evaluator.ttft_s(np.array([partition.chunk_lens], dtype=float))[0])
         if ttft_s > best_s * (1 - _GAIN):

@@ -16,7 +16,7 @@ from kvrsim.results.results import RankReport, SimResult
 from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy, label_of
-from kvrsim.strategies.pipeline import layers_of
+from kvrsim.strategies.pipeline import layers_of, tokens_of
 from planner.evaluate import Progress
 from planner.partitions import settled
 from planner.uncertainty.breakdown import breakdown
@@ -104,7 +104,7 @@ def run_simulation(
         per_rank=tuple(
             RankReport(
                 rank=gpu,
-                chunk_len=cut.num_tokens if chosen.pipeline else cut.chunk_lens[rank],
+                chunk_len=tokens_of(chosen, cut.chunk_lens, rank),
                 compute_s=busy_s[rank],
                 wait_s=waited_s(busy_s[rank], finish_s[rank]),
                 sent_bytes=sent_bytes(program, rank),

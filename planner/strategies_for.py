@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
 from kvrsim.scenario import Scenario
-from kvrsim.strategies import STRATEGIES, Strategy, get_strategy, hybrid_names, strategy_names
+from kvrsim.strategies import STRATEGIES, Strategy, get_strategy, hybrid_names, sizes_names, strategy_names
 
 # Compared where nobody says what: the paper's own, and those whose only partition takes one evaluation.
 QUICK = ("single", "tsp", "kvr-e", "kvr-s", "ring", "striped", "zigzag-ring", "zigzag", "ulysses", "tp")
@@ -60,15 +60,19 @@ def _quick(scenario: Scenario, *, noisy: bool) -> Chosen:
     quick = UNDER_NOISE if noisy else QUICK
     slow = RINGS if cluster.num_gpus > MOST_IN_RINGS else ()
     strategies, notes = _allowed(scenario, [name for name in quick if name not in slow])
-    sizes = group_sizes(cluster.num_gpus, cluster.gpus_per_node)
-    later = slow if noisy else (*slow, "kvr-direct", "pp", "pp-s", *hybrid_names(sizes))
+    later = slow if noisy else (*slow, "kvr-direct", "pp", "pp-s", *hybrids(scenario))
     return Chosen(strategies=strategies, ranked=True, notes=notes, not_compared=later)
 
 
 def all_for(scenario: Scenario) -> tuple[tuple[Strategy, ...], tuple[str, ...]]:
     """Every strategy that runs here without a table, hybrids included; and a note on those that do not run."""
+    return _allowed(scenario, (*strategy_names(), *hybrids(scenario)))
+
+
+def hybrids(scenario: Scenario) -> tuple[str, ...]:
+    """The hybrids that `all` stands for; no group of GPUs and no stage with context ranks spans nodes."""
     num_gpus, per_node = scenario.cluster.num_gpus, scenario.cluster.gpus_per_node
-    return _allowed(scenario, (*strategy_names(), *hybrid_names(group_sizes(num_gpus, per_node))))
+    return (*hybrid_names(group_sizes(num_gpus, per_node)), *sizes_names(num_gpus, min(num_gpus, per_node or num_gpus)))
 
 
 def _allowed(scenario: Scenario, wanted: Sequence[str]) -> tuple[tuple[Strategy, ...], tuple[str, ...]]:

@@ -193,9 +193,7 @@ class RankProcess:
         meeting.joined[self.rank].succeed()
         return meeting
 
-    def _forward(
-        self, meeting: Meeting, ranks: range, layer: int | None, nbytes: float, done: simpy.Event
-    ) -> Process:
+    def _forward(self, meeting: Meeting, ranks: range, layer: int | None, nbytes: float, done: simpy.Event) -> Process:
         """Send the own piece, then every piece that comes but the last; tell when all have come."""
         dst, steps = self._after(ranks), len(ranks) - 1
         for step in range(steps):

@@ -55,12 +55,12 @@ def is_solid(span: Span) -> bool:
 
 
 def is_pipeline(timeline: Timeline) -> bool:
-    """Whether there are several ranks, and every layer is on one of them."""
+    """Whether every layer is on some of the ranks only."""
     ranks: dict[int, set[int]] = {}
     for span in timeline.spans:
         if span.layer is not None and span.kind == "compute":
             ranks.setdefault(span.layer, set()).add(span.rank)
-    return timeline.num_ranks > 1 and bool(ranks) and all(len(on) == 1 for on in ranks.values())
+    return bool(ranks) and all(len(on) < timeline.num_ranks for on in ranks.values())
 
 
 def draw_bars(axes: Axes, spans: Iterable[Span], *, alternates: bool = True) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 
 from kvrsim.errors import InputError
 from kvrsim.strategies.base import Step, Strategy
 from kvrsim.strategies.kv_runahead import KVR_E, KVR_P, KVR_S
 from kvrsim.strategies.kv_runahead_direct import KVR_DIRECT
 from kvrsim.strategies.load import from_file, installed, installed_names, is_file
-from kvrsim.strategies.pipeline import PIPELINE, PIPELINE_SEARCHED
+from kvrsim.strategies.pipeline import PIPELINE, PIPELINE_SEARCHED, with_stages
 from kvrsim.strategies.ring import RING, STRIPED
 from kvrsim.strategies.single import SINGLE
 from kvrsim.strategies.tensor_parallel import TENSOR_PARALLEL, in_groups
@@ -28,6 +30,7 @@ __all__ = [
     "hybrid_names",
     "label_of",
     "searched",
+    "sizes_names",
     "strategy_names",
 ]
 
@@ -39,7 +42,8 @@ STRATEGIES = {
     )
 }
 _HYBRID = re.compile(r"tp([1-9]\d{0,4})(?:\+(.+))?")
-_CONTEXT_IN_STAGES = re.compile(r"(?:tp\d+\+)?pp(?:\d+(?:\+cp\d+)?|(?:-s)?\+cp\d+)")  # as engines name them
+_STAGES = re.compile(r"pp([1-9]\d{0,4})?(-s)?(?:\+cp([1-9]\d{0,4}))?")  # as engines name pipeline and context sizes
+_CONTEXT = re.compile(r"cp([1-9]\d{0,4})")
 _IN_HYBRIDS = (
     "kvr-s",
     "ring",
@@ -61,9 +65,8 @@ def get_strategy(strategy: str | Strategy, parameter: str = "strategy") -> Strat
         return strategy
     if strategy in STRATEGIES:
         return STRATEGIES[strategy]
-    if _CONTEXT_IN_STAGES.fullmatch(strategy):
-        accepted = "tpN+pp or tpN+pp-s, whose stages are all other GPUs; nothing splits the context inside a stage"
-        raise InputError(parameter, strategy, accepted)
+    if (split := _by_sizes(strategy, parameter)) is not None:
+        return split
     if (hybrid := _HYBRID.fullmatch(strategy)) and hybrid[2]:
         inner = get_strategy(hybrid[2], parameter)
         if inner.group_size == 1 and inner.partition_rule not in ("whole", "table"):
@@ -74,8 +77,25 @@ def get_strategy(strategy: str | Strategy, parameter: str = "strategy") -> Strat
     if strategy in installed_names():
         return installed(strategy)
     known = ", ".join(strategy_names())
-    accepted = f"one of {known}, tpN+ before one, such as tp8+kvr-s, or FILE.py:NAME"
+    accepted = f"one of {known}, tpN+ before one, such as tp8+kvr-s, sizes such as tp4+pp2+cp2, or FILE.py:NAME"
     raise InputError(parameter, strategy, accepted)
+
+
+def _by_sizes(name: str, parameter: str) -> Strategy | None:
+    """What pipeline and context sizes stand for, where these are the name: pp4, pp4-s, pp2+cp4, cp4; None: they are not.
+
+    A size of 1 splits nothing: pp1+cp4 is cp4, and pp4+cp1 is pp4. cp4 is zigzag over four ranks.
+    """
+    if alone := _CONTEXT.fullmatch(name):
+        return replace(ZIGZAG, name=name, context_size=int(alone[1]))
+    if not (sizes := _STAGES.fullmatch(name)):
+        return None
+    stages, context = (None if size is None else int(size) for size in sizes.group(1, 3))
+    if context is not None and sizes[2]:
+        raise InputError(parameter, name, "even pieces where ranks split the context: ppM+cpK, without -s")
+    if stages == 1 and context is not None:
+        return _by_sizes(f"cp{context}", parameter)
+    return with_stages(stages, None if context == 1 else context, searched=sizes[2] is not None)
 
 
 def label_of(strategy: str | Strategy) -> str:
@@ -101,6 +121,20 @@ def strategy_names() -> tuple[str, ...]:
     return tuple(dict.fromkeys((*STRATEGIES, *installed_names())))
 
 
-def hybrid_names(sizes: tuple[int, ...]) -> tuple[str, ...]:
-    """The hybrids that `all` stands for, with groups of these sizes."""
+def hybrid_names(sizes: Sequence[int]) -> tuple[str, ...]:
+    """The hybrids of two strategies that `all` stands for, with groups of these sizes."""
     return tuple(f"tp{size}+{name}" for size in sizes for name in _IN_HYBRIDS)
+
+
+def sizes_names(num_gpus: int, together: int) -> tuple[str, ...]:
+    """The hybrids of stages and context ranks that `all` stands for: all GPUs, and powers of two but for the stages.
+
+    together: GPUs of a stage at most.
+    """
+    powers = [2**exponent for exponent in range(17) if 2**exponent <= together]
+    found = [(tensor, context) for tensor in powers for context in powers[1:] if tensor * context <= together]
+    return tuple(
+        f"tp{tensor}+" * (tensor > 1) + f"pp{num_gpus // (tensor * context)}+cp{context}"
+        for tensor, context in found
+        if num_gpus % (tensor * context) == 0 and num_gpus > tensor * context
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -21,6 +21,14 @@ Refusal = Callable[[ModelSpec, int], str | None]
 _NAME = re.compile(r"[^\s,:]+")
 
 
+class Sizes(NamedTuple):
+    """How many GPUs share what; their product is the number of GPUs."""
+
+    tensor: int  # GPUs that split every matrix
+    pipeline: int  # stages of layers
+    context: int  # ranks that split the context, or each piece of it
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strategy:
     """One way to run a prefill on several GPUs."""
@@ -34,7 +42,9 @@ class Strategy:
     keeps_gathered: bool = True  # K, V that the program says it holds stay to the end; else its own chunk's alone
     group_size: int | None = 1  # GPUs that split every matrix and act as one rank; None: all that there are
     pipeline: PipelineProgram | None = None  # builds the program where ranks hold different layers
+    num_stages: int | None = None  # of a pipeline: its stages; None: as many as the GPUs make
     stage_layers: tuple[int, ...] | None = None  # of a pipeline: layers of each stage; None: as even as they can be
+    context_size: int | None = None  # ranks that split the context; None: all, of a pipeline's stage one
     refuses: Refusal | None = None  # what a model and number of ranks must fulfil, where they do not; None: nothing
     passes_state: bool = False  # its chunks follow each other from rank to rank, so that a state can be handed on
     sends_in_turn: bool = False  # a rank's messages leave one after another, whichever links they take
@@ -48,6 +58,16 @@ class Strategy:
             raise InputError("name", self.name, "a strategy's name without spaces, commas and colons")
         if self.partition_rule not in (rules := get_args(PartitionRule)):
             raise InputError("partition_rule", self.partition_rule, f"one of {', '.join(rules)}")
+
+    def sizes(self, num_gpus: int) -> Sizes:
+        """Tensor, pipeline and context sizes on so many GPUs; where their product is another, it cannot run there."""
+        if self.partition_rule == "whole":
+            return Sizes(1, 1, 1)
+        tensor = self.group_size or num_gpus
+        if self.pipeline is None:
+            return Sizes(tensor, 1, self.context_size or num_gpus // tensor)
+        context = self.context_size or 1
+        return Sizes(tensor, self.num_stages or num_gpus // (tensor * context), context)
 
 
 @dataclass(frozen=True, slots=True)

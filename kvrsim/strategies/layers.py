@@ -70,9 +70,13 @@ def _all_reduces(step: Step, rank: int) -> Iterator[Collective]:
 
 def refusal(strategy: Strategy, model: ModelSpec, ranks: int) -> str | None:
     """What the model must be for the strategy on so many ranks; None: it is."""
-    if strategy.refuses is not None and (why := strategy.refuses(model, ranks)):
+    stages, context = 1, ranks
+    if strategy.pipeline is not None:
+        context = strategy.context_size or 1
+        stages = ranks // context
+    if strategy.refuses is not None and (why := strategy.refuses(model, stages if strategy.pipeline else ranks)):
         return why
-    if ranks == 1 or strategy.pipeline is not None:
+    if context == 1:
         return None
     mixers = [layer.mixer for layer in model.layer_kinds if layer.mixer is not None]
     states = [mixer for mixer in mixers if isinstance(mixer, Recurrence)]

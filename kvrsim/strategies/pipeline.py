@@ -1,8 +1,14 @@
-"""Pipeline parallelism in chunks: stages of layers, through which the context goes piece by piece."""
+"""Pipeline parallelism in chunks: stages of layers, through which the context goes piece by piece.
+
+A stage is one rank, or several that split each piece. These context ranks have an early and a late part of every piece,
+as in `zigzag`, and gather its K and V. Each keeps all of them, since later pieces attend to them: engines hold a whole
+copy of the cache on every context rank (SGLang #18233, vLLM #46358). Activations go to the same context rank of the
+next stage. Ranks are numbered stage by stage, so that those that gather are neighbours.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -12,18 +18,12 @@ from kvrsim.cost.kernels import CostModel
 from kvrsim.ends import embedding, last, request
 from kvrsim.ends import step as before_step
 from kvrsim.model.spec import ModelSpec
-from kvrsim.program.operations import Array, Collective, Compute, Op, Program, Recv, Send
+from kvrsim.program.operations import AllGather, Array, Collective, Compute, Op, Program, Recv, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies.base import Step, Strategy
 from kvrsim.strategies.layers import layer_ops
-
-
-def layer(step: Step, piece: int) -> Iterator[Op]:
-    """Project a piece, append its K, V to those of all before, attend, MLP: nothing leaves the stage."""
-    yield step.qkv(piece)
-    yield step.append_kv(piece, prefix=step.starts[piece])
-    yield step.attention(piece, prefix=step.starts[piece])
-    yield step.output_mlp(piece)
+from kvrsim.strategies.single import SINGLE
+from kvrsim.strategies.zigzag import ZIGZAG
 
 
 def even_layers(num_layers: int, num_ranks: int) -> tuple[int, ...]:
@@ -36,15 +36,35 @@ def layers_of(scenario: Scenario, strategy: Strategy) -> tuple[int, ...] | None:
     """Layers of each stage; None: the strategy is no pipeline. scenario: as the strategy sees it."""
     if strategy.pipeline is None:
         return None
-    return strategy.stage_layers or even_layers(scenario.share.num_hidden_layers, scenario.cluster.num_gpus)
+    return tuple(map(len, stages(strategy, scenario.share.num_hidden_layers, scenario.cluster.num_gpus)))
 
 
 def stages(strategy: Strategy, num_layers: int, num_ranks: int) -> tuple[range, ...]:
-    """The layers of each rank of a pipeline."""
-    counts = strategy.stage_layers or even_layers(num_layers, num_ranks)
+    """The layers of each stage of a pipeline."""
+    num_stages = num_ranks // context_ranks(strategy)
+    counts = strategy.stage_layers or even_layers(num_layers, num_stages)
     ends = tuple(accumulate(counts, initial=0))
-    assert (len(counts), ends[-1]) == (num_ranks, num_layers), "stages of another model or number of ranks"
+    assert (len(counts), ends[-1]) == (num_stages, num_layers), "stages of another model or number of ranks"
     return tuple(range(first, end) for first, end in pairwise(ends))
+
+
+def context_ranks(strategy: Strategy) -> int:
+    """Ranks of each stage of a pipeline; 1 elsewhere."""
+    return 1 if strategy.pipeline is None else strategy.context_size or 1
+
+
+def tokens_of(strategy: Strategy, partition: Sequence[int], rank: int) -> int:
+    """Tokens of a rank: its chunk or, in a pipeline, of all pieces or its share of them."""
+    if strategy.pipeline is None:
+        return partition[rank]
+    context = context_ranks(strategy)
+    return int(shares(np.array(partition, dtype=float), context)[rank % context].sum())
+
+
+def shares(pieces: Array, ranks: int) -> list[Array]:
+    """Tokens of each context rank of a stage, an array like `pieces` a rank; the first ones have the rest."""
+    share = np.floor(pieces / ranks)
+    return [share + (rank < pieces - ranks * share) for rank in range(ranks)]
 
 
 def program(scenario: Scenario, strategy: Strategy, pieces: Sequence[Array], cost: CostModel) -> Program:
@@ -54,42 +74,51 @@ def program(scenario: Scenario, strategy: Strategy, pieces: Sequence[Array], cos
     all layers of every stage (under the number of the first), the way out.
     """
     kinds = scenario.share.layer_kind_index
-    held = stages(strategy, len(kinds), scenario.cluster.num_gpus)
-    patterns = [tuple(kinds[index] for index in rows) for rows in held]
-    nowhere, firsts = (None,) * len(held), tuple(rows[0] for rows in held)
+    held, context = stages(strategy, len(kinds), scenario.cluster.num_gpus), range(context_ranks(strategy))
+    patterns = [(tuple(kinds[index] for index in rows), rank) for rows in held for rank in context]
+    num_ranks, firsts = len(patterns), tuple(rows[0] for rows in held for _ in context)
+    nowhere = (None,) * num_ranks
     lengths = np.stack([np.asarray(piece) for piece in pieces])
-    starts = scenario.request.cached_prefix + np.cumsum(lengths, axis=0) - lengths
-    steps = [Step(costs, (lengths,), (starts,)) for costs in scenario.layer_costs(cost)]
-    layers = [tuple(layer_ops(strategy, step, 0)) for step in steps]  # of all pieces at once
-    blocks, ways = _Blocks(), _Ways(scenario, cost, len(held))
+    before = scenario.request.cached_prefix + np.cumsum(lengths, axis=0) - lengths
+    chunks = shares(lengths, len(context))
+    starts = list(accumulate(chunks[:-1], initial=before))
+    steps = [Step(costs, chunks, starts) for costs in scenario.layer_costs(cost)]
+    layers = [[tuple(layer_ops(strategy, step, rank)) for step in steps] for rank in context]  # of all pieces at once
+    blocks, ways = _Blocks(), _Ways(scenario, cost, len(held), len(context))
     for number, piece in enumerate(lengths):
-        blocks.add(ways.into(piece, starts[number] + piece), nowhere)
-        of_kind = [tuple(_of_piece(op, number) for op in ops) for ops in layers]
-        of_stage = {pattern: tuple(op for kind in pattern for op in of_kind[kind]) for pattern in set(patterns)}
-        blocks.add(tuple(of_stage[pattern] for pattern in patterns), firsts)
-        blocks.add(ways.out(piece, steps[0]), nowhere)
+        parts = [chunk[number] for chunk in chunks]
+        blocks.add(ways.into(parts, before[number] + piece), nowhere)
+        of_kind = [[tuple(_of_piece(op, number, len(context)) for op in ops) for ops in kinds] for kinds in layers]
+        of_rank = {
+            (pattern, rank): tuple(op for kind in pattern for op in of_kind[rank][kind])
+            for pattern, rank in set(patterns)
+        }
+        blocks.add(tuple(of_rank[pattern] for pattern in patterns), firsts)
+        blocks.add(ways.out(parts, steps[0]), nowhere)
     return Program(
         strategy=strategy.name,
-        prologue=(request(scenario, lengths[0]),) * len(held),
+        prologue=(request(scenario, lengths[0]),) * num_ranks,
         layers=tuple(blocks.kinds),
         layer_kind_index=tuple(blocks.order),
-        epilogue=(*((),) * (len(held) - 1), last(scenario, lengths[-1], starts[-1] + lengths[-1], cost)),
+        epilogue=(*((),) * (num_ranks - 1), last(scenario, chunks[-1][-1], before[-1] + lengths[-1], cost)),
         layer_numbers=tuple(zip(*blocks.numbers, strict=True)),
     )
 
 
-def _of_piece(op: Op, number: int) -> Op:
-    """One piece's share of an operation of all pieces."""
+def _of_piece(op: Op, number: int, context: int) -> Op:
+    """One piece's share of an operation of all pieces; context: ranks of a stage."""
     if isinstance(op, Compute):
         return Compute(name=op.name, device_s=op.device_s[number], host_s=op.host_s, kind=op.kind)
+    if isinstance(op, AllGather):
+        return replace(op, nbytes=op.nbytes[number], among=context)
     assert isinstance(op, Collective)
     return replace(op, seconds=op.seconds[number], nbytes=op.nbytes[number])
 
 
-def _send_activations(step: Step, tokens: Array, rank: int) -> Send:
-    """The residual stream of so many tokens to the next stage."""
+def _send_activations(step: Step, tokens: Array, dst: int) -> Send:
+    """The residual stream of so many tokens to a rank of the next stage."""
     return Send(
-        dst=rank + 1,
+        dst=dst,
         nbytes=step.costs.activation_bytes(tokens),
         host_s=step.costs.host.message_s,
         rendezvous=not step.costs.sends_overlap,
@@ -119,32 +148,42 @@ class _Blocks:
 class _Ways:
     """The ways into and out of all stages; pieces of the same length have the same."""
 
-    def __init__(self, scenario: Scenario, cost: CostModel, num_stages: int) -> None:
-        self.scenario, self.cost, self.num_stages = scenario, cost, num_stages
+    def __init__(self, scenario: Scenario, cost: CostModel, num_stages: int, context: int) -> None:
+        self.scenario, self.cost, self.num_stages, self.context = scenario, cost, num_stages, context
         self.known: dict[tuple[str, bytes], tuple[tuple[Op, ...], ...]] = {}
 
-    def into(self, piece: Array, keys: Array) -> tuple[tuple[Op, ...], ...]:
-        """The first stage embeds, the others receive; all make their masks and rotary tables."""
-        if ("in", piece.tobytes()) not in self.known:
+    def into(self, parts: Sequence[Array], keys: Array) -> tuple[tuple[Op, ...], ...]:
+        """The first stage embeds, the others receive; all make their masks and rotary tables.
+
+        parts: tokens of each context rank.
+        """
+        if (key := ("in", _bytes(parts))) not in self.known:
             held = not self.scenario.sends_overlap
-            sources = range(self.num_stages - 1)
+            sources = range(self.context * (self.num_stages - 1))
             recvs = ((Recv(src=rank, rendezvous=held, payload="activations"),) for rank in sources)
-            self.known["in", piece.tobytes()] = (embedding(self.scenario, piece, self.cost), *recvs)
-        ways = self.known["in", piece.tobytes()]
-        prepared = before_step(self.scenario, piece, keys, self.cost)
-        return tuple((*way, *prepared) for way in ways) if prepared else ways
+            self.known[key] = (*(embedding(self.scenario, part, self.cost) for part in parts), *recvs)
+        ways = self.known[key]
+        prepared = [before_step(self.scenario, part, keys, self.cost) for part in parts]
+        if not any(prepared):
+            return ways
+        return tuple((*way, *prepared[rank % self.context]) for rank, way in enumerate(ways))
 
-    def out(self, piece: Array, step: Step) -> tuple[tuple[Op, ...], ...]:
-        """All but the last stage send."""
-        if ("out", piece.tobytes()) not in self.known:
-            sends = ((_send_activations(step, piece, rank),) for rank in range(self.num_stages - 1))
-            self.known["out", piece.tobytes()] = (*sends, ())
-        return self.known["out", piece.tobytes()]
+    def out(self, parts: Sequence[Array], step: Step) -> tuple[tuple[Op, ...], ...]:
+        """All but the last stage send, each rank to the same context rank of the next stage."""
+        if (key := ("out", _bytes(parts))) not in self.known:
+            targets = range(self.context, self.context * self.num_stages)
+            sends = ((_send_activations(step, parts[dst % self.context], dst),) for dst in targets)
+            self.known[key] = (*sends, *((),) * self.context)
+        return self.known[key]
 
 
-def refuses(model: ModelSpec, ranks: int) -> str | None:
+def _bytes(parts: Sequence[Array]) -> bytes:
+    return b"".join(part.tobytes() for part in parts)
+
+
+def refuses(model: ModelSpec, stages: int) -> str | None:
     """A stage needs a layer."""
-    return f"at most {model.num_hidden_layers} stages, one a layer" if ranks > model.num_hidden_layers else None
+    return f"at most {model.num_hidden_layers} stages, one a layer" if stages > model.num_hidden_layers else None
 
 
 PIPELINE = Strategy(
@@ -152,7 +191,7 @@ PIPELINE = Strategy(
     title="pipeline of layers, context in pieces",
     source="Qin et al., Mooncake, 2024 (arXiv:2407.00079), section 5.1, with chunks as in Sarathi (arXiv:2308.16369)",
     partition_rule="pieces",
-    layer=layer,
+    layer=SINGLE.layer,
     gathers_kv=False,
     pipeline=program,
     refuses=refuses,
@@ -164,3 +203,20 @@ PIPELINE_SEARCHED = replace(
     source=f"{PIPELINE.source}; pieces of equal time as in SGLang (dynamic chunking, 2025)",
     partition_rule="searched-pieces",
 )
+
+
+def with_stages(num_stages: int | None, context: int | None, *, searched: bool = False) -> Strategy:
+    """The pipeline with so many stages (None: all other GPUs), each of so many context ranks (None: one rank)."""
+    base = PIPELINE_SEARCHED if searched else PIPELINE
+    number = "" if num_stages is None else str(num_stages)
+    if context is None:
+        return replace(base, name=base.name.replace("pp", f"pp{number}"), num_stages=num_stages)
+    return replace(
+        base,
+        name=f"{base.name}{number}+cp{context}",
+        title=f"{base.title}, each piece split over {context} ranks that gather its K and V",
+        source=f"{base.source}; inside a stage: {ZIGZAG.source}",
+        layer=ZIGZAG.layer,
+        num_stages=num_stages,
+        context_size=context,
+    )

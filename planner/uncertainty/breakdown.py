@@ -20,6 +20,7 @@ from kvrsim.results.breakdown import Basis, Breakdown, BreakdownRow
 from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
+from kvrsim.strategies.pipeline import context_ranks
 from planner.uncertainty.causes import UNCOMPARED_KINDS
 
 _RESUME, _ENGINE = Part("resume"), Part("engine")
@@ -40,7 +41,7 @@ def breakdown(
     rows = []
     for rank in range(len(finish_s)):
         piece = len(partition.chunk_lens) - 1 if strategy.pipeline else rank  # of a pipeline, the last stands for all
-        chunk = partition.chunk_lens[piece]
+        chunk = partition.chunk_lens[piece] // context_ranks(strategy)
         start = scenario.request.cached_prefix + sum(partition.chunk_lens[:piece])
         for part in seconds:
             if (taken := float(seconds[part][rank])) > _ROUNDING * ttft_s:

@@ -21,6 +21,7 @@ from kvrsim.program.operations import Array, Compute, Program
 from kvrsim.request import Request
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, Strategy
+from kvrsim.strategies.pipeline import context_ranks
 from planner.capacity.workloads.workload import Lengths
 from planner.partitions import with_dear_steps
 from planner.search.neighbours import chunks_between, to_grid
@@ -152,10 +153,10 @@ class Prefills:
     def _pieces(self, knots: Lengths, cached_prefix: int) -> Lengths:
         """Pieces of a pipeline at each knot: twice as many as long as that is worth it, as in a plan."""
         pieces, best_s = np.zeros(len(knots), dtype=np.int64), np.full(len(knots), np.inf)
-        growing, number = np.ones(len(knots), dtype=bool), 1
+        growing, number, context = np.ones(len(knots), dtype=bool), 1, context_ranks(self.strategy)
         while growing.any() and number <= _PIECES_A_STAGE * self.num_ranks:
-            rows = np.flatnonzero(growing & (knots >= number))
-            growing[knots < number] = False
+            rows = np.flatnonzero(growing & (knots >= number * context))
+            growing[knots < number * context] = False
             if len(rows):
                 ttft_s = self._prefill(self.strategy, _even(knots[rows], number), cached_prefix, dear=True)[:, -1]
                 better = ttft_s <= best_s[rows] * (1 - _GAIN)
