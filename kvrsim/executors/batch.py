@@ -90,7 +90,9 @@ class BatchEvaluator:
             _Rank(steps, begin_s, np.array(np.broadcast_to(begin_s, self.shape)))
             for steps, begin_s in zip(prepared.of(program), begins, strict=True)
         ]
-        self.links_s: dict[Edge, Array] = {} if start is None else dict(start.links_s)
+        free = {} if start is None else start.links_s
+        self.links_s: dict[Edge, Array] = {edge: np.broadcast_to(free_s, self.shape) for edge, free_s in free.items()}
+        self.never = np.full(self.shape, _NEVER)
         self.num_messages: dict[Edge, int] = {}
         self.arrivals: dict[Edge, deque[Array]] = {}
         self.offers: dict[Edge, Message] = {}  # rendezvous whose receiver has not come yet
@@ -279,7 +281,7 @@ class BatchEvaluator:
 
     def _free_s(self, edges: Edges) -> Array:
         """When these links are free."""
-        return np.stack([np.broadcast_to(self.links_s.get(edge, _NEVER), self.shape) for edge in edges.pairs])
+        return np.array([self.links_s.get(edge, self.never) for edge in edges.pairs])
 
     def _edges(self, shift: int, ranks: range | None = None) -> Edges:
         """From each of the ranks (None: of all) to the one so many further on among them."""

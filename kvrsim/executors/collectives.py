@@ -68,37 +68,51 @@ class AllGatherEvaluator:
 
     edges: Edges
     pieces: Array  # each rank's own, shape (num_ranks, B)
+    same: bool  # whether all have as much
+    first_s: Array  # the first step, shape (num_ranks, B)
+    launch_s: Array  # shape (num_ranks, 1)
+    latency_s: Array  # shape (num_ranks, 1)
 
     @classmethod
     def of(cls, ops: Sequence[AllGather], edges: Edges, wide: Callable[[Array], Array]) -> AllGatherEvaluator:
-        """Of all ranks of a program."""
-        return cls(edges, np.stack(np.broadcast_arrays(*[wide(op.nbytes) for op in ops])))
+        """Of the ranks that take part."""
+        pieces = np.stack(np.broadcast_arrays(*[wide(op.nbytes) for op in ops]))
+        return cls(
+            edges=edges,
+            pieces=pieces,
+            same=bool((pieces == pieces[0]).all()),
+            first_s=_gather_step_s(edges, pieces),
+            launch_s=edges.values("gather_launch_s", pieces),
+            latency_s=edges.values("gather_latency_s", pieces),
+        )
 
     def run(self, start: Array, link: Array, timing: Timing) -> tuple[Array, Array]:
         """When each rank has all pieces, and when its link is free, from when each comes and its link is free."""
         num_ranks = len(start)
-        edges, pieces = self.edges, self.pieces
-        start = start + edges.values("gather_launch_s", start)
-        latency = edges.values("gather_latency_s", start)
-        both_there = np.maximum(start, np.roll(start, -1, axis=0))
-        held, clock = start, start.copy()
+        edges, pieces, latency = self.edges, self.pieces, self.latency_s
         before = np.arange(-1, num_ranks - 1)
-        same = bool((pieces == pieces[0]).all())
-        steps_s = self._steps_s(pieces)
+        start = start + self.launch_s
+        both_there = start.copy()
+        both_there[before] = np.maximum(start[before], start)
+        held, clock = start, start.copy()
+        steps_s = self.first_s
         for _ in range(num_ranks - 1):
             link = timing.sent_s(edges.pairs, np.maximum(np.maximum(held, both_there), link), steps_s)
             held = (link + latency)[before]
-            if not same:
+            if not self.same:
                 pieces = pieces[before]
-                steps_s = steps_s[before] if len(edges.paths) == 1 else self._steps_s(pieces)
+                steps_s = steps_s[before] if len(edges.paths) == 1 else _gather_step_s(edges, pieces)
             np.maximum(clock, held, out=clock)
         return clock, link
 
-    def _steps_s(self, pieces: Array) -> Array:
-        def step_s(path: Path, nbytes: Array) -> Array:
-            return path.gather_step_s(nbytes, len(self.pieces))
 
-        return self.edges.seconds(step_s, pieces)
+def _gather_step_s(edges: Edges, pieces: Array) -> Array:
+    """A step of each rank's piece, on the path to the next."""
+
+    def step_s(path: Path, nbytes: Array) -> Array:
+        return path.gather_step_s(nbytes, len(pieces))
+
+    return edges.seconds(step_s, pieces)
 
 
 @dataclass(slots=True)
