@@ -82,7 +82,7 @@ def get_strategy(strategy: str | Strategy, parameter: str = "strategy") -> Strat
 
 
 def _by_sizes(name: str, parameter: str) -> Strategy | None:
-    """What pipeline and context sizes stand for, where these are the name: pp4, pp4-s, pp2+cp4, cp4; None: they are not.
+    """The strategy that pipeline and context sizes name: pp4, pp4-s, pp2+cp4, cp4; None: the name is another.
 
     A size of 1 splits nothing: pp1+cp4 is cp4, and pp4+cp1 is pp4. cp4 is zigzag over four ranks.
     """

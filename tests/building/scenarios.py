@@ -132,11 +132,17 @@ def any_placed(rng: Draws, strategy: Strategy) -> tuple[Scenario, tuple[int, ...
             scenario = replace(scenario, engine=any_engine(rng))
         with suppress(InputError):
             placed = for_strategy(scenario, strategy)
-            pieces = placed.cluster.num_gpus
-            if strategy.pipeline:
-                pieces = min(placed.request.new_tokens, rng.randint(1, 6))
-            return placed, any_partition(rng, placed.request.new_tokens, pieces)
+            if not strategy.pipeline:
+                return placed, any_partition(rng, placed.request.new_tokens, placed.cluster.num_gpus)
+            return placed, any_pieces(rng, placed.request.new_tokens, strategy.sizes(placed.num_gpus).context)
     raise AssertionError(f"{strategy.name} refuses a scenario whose numbers divide")
+
+
+def any_pieces(rng: Draws, num_tokens: int, context: int) -> tuple[int, ...]:
+    """Pieces of a pipeline, each with a token for every context rank."""
+    number = min(num_tokens // context, rng.randint(1, 6))
+    more = any_partition(rng, num_tokens - number * (context - 1), number)
+    return tuple(piece + context - 1 for piece in more)
 
 
 def any_partition(rng: Draws, num_tokens: int, num_ranks: int) -> tuple[int, ...]:

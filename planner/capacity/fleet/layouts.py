@@ -27,7 +27,7 @@ class Kind(NamedTuple):
     """Groups that are alike: their GPUs, and how the weights lie on them."""
 
     gpus: int
-    weights: str = WHOLE  # WHOLE, or as engines name it: tp4 (with a rest of the GPUs for the context), tp2+pp4
+    weights: str = WHOLE  # WHOLE, or as engines name it: tp4, tp2+pp4; the rest of the GPUs split the context
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,9 +97,8 @@ class Choice:
 
 def weights_of(strategy: Strategy, num_gpus: int) -> str:
     """How the weights lie under a strategy."""
-    size = strategy.group_size or num_gpus
-    stages = num_gpus // size if strategy.pipeline is not None else 1
-    parts = [f"tp{size}"] * (size > 1) + [f"pp{stages}"] * (stages > 1)
+    tensor, stages, _ = strategy.sizes(num_gpus)
+    parts = [f"tp{tensor}"] * (tensor > 1) + [f"pp{stages}"] * (stages > 1)
     return "+".join(parts) or WHOLE
 
 

@@ -228,22 +228,33 @@ def test_kvr_direct_sends_as_much_as_the_chain_receives() -> None:
     assert direct.ttft_s <= chain.ttft_s
 
 
-@pytest.mark.parametrize(("stages", "pieces"), [(2, 4), (4, 16), (8, 1)])
-def test_pipeline(stages: int, pieces: int) -> None:
-    """All pieces on the first stage, then the last piece, the longest, on all others; a message between any two."""
-    ctx = 8192
-    scenario = scenario_of("llama-2-7b", stages, ctx, "300GB/s")
-    piece = ctx // pieces
-    layer = Layer(scenario, piece)
+@pytest.mark.parametrize(("stages", "context", "pieces"), [(2, 1, 4), (4, 1, 16), (8, 1, 1), (2, 4, 4), (4, 2, 8)])
+def test_pipeline(stages: int, context: int, pieces: int) -> None:
+    """All pieces on the first stage, then the last piece, the longest, on all others; a message between any two.
+
+    Context ranks have an early and a late part of each piece, and gather the piece's K and V, no earlier ones.
+    """
+    ctx, name = 8192, f"pp{stages}+cp{context}"
+    scenario = scenario_of("llama-2-7b", stages * context, ctx, "300GB/s")
+    piece, chunk, part = ctx // pieces, ctx // pieces // context, ctx / pieces / context / 2
+    layer = Layer(scenario, chunk)
     layers = scenario.model.num_hidden_layers // stages
-    each = [layers * (layer.rest + layer.attention(float(index * piece))) for index in range(pieces)]
-    sent = layer.alpha + piece * scenario.model.hidden_size * 2 * layer.beta
-    embedding = ctx * 4 * scenario.model.hidden_size / scenario.cluster.gpu.hbm_bytes_per_s
-    head = around(scenario, piece) - embedding / pieces
+    gathered = (context - 1) * (layer.alpha + layer.kv_bytes * layer.beta)
+    starts = [index * piece for index in range(pieces)]
+    attention = [layer.attention(start, part) + layer.attention(start + piece - part, part) for start in starts]
+    each = [layers * (layer.rest + gathered + attended) for attended in attention]
+    sent = layer.alpha + chunk * scenario.model.hidden_size * 2 * layer.beta
+    embedding = ctx / context * 4 * scenario.model.hidden_size / scenario.cluster.gpu.hbm_bytes_per_s
+    head = around(scenario, chunk) - embedding / pieces
     expected = embedding + sum(each) + (stages - 1) * (each[-1] + sent) + head
-    result = run_simulation(scenario, strategy="pp", partition=[piece] * pieces)
+    result = run_simulation(scenario, strategy=name, partition=[piece] * pieces)
     assert result.ttft_s == pytest.approx(expected, rel=1e-9)
-    assert [rank.chunk_len for rank in result.per_rank] == [ctx] * stages
+    assert [rank.chunk_len for rank in result.per_rank] == [ctx // context] * stages * context
+    kv_bytes = 2 * pieces * layers * layer.kv_bytes * (context - 1)
+    activations = ctx // context * scenario.model.hidden_size * 2
+    assert [rank.sent_bytes for rank in result.per_rank] == pytest.approx(
+        [kv_bytes / 2 + activations] * (stages - 1) * context + [kv_bytes / 2] * context, rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])

@@ -172,8 +172,41 @@ def test_hybrids(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "called", "sizes"),
+    [
+        ("tp4+pp2+cp2", "tp4+pp2+cp2", (4, 2, 2)),
+        ("pp+cp4", "pp+cp4", (1, 4, 4)),
+        ("tp2+cp8", "tp2+cp8", (2, 1, 8)),
+        ("tp1+pp1+cp16", "cp16", (1, 1, 16)),
+        ("tp4+pp4+cp1", "tp4+pp4", (4, 4, 1)),
+        ("pp16-s", "pp16-s", (1, 16, 1)),
+        ("tp2+pp-s", "tp2+pp-s", (2, 8, 1)),
+        ("tp2+zigzag", "tp2+zigzag", (2, 1, 8)),
+        ("tp", "tp", (16, 1, 1)),
+        ("single", "single", (1, 1, 1)),
+    ],
+)
+def test_sizes(name: str, called: str, sizes: tuple[int, int, int]) -> None:
+    """Of tensor, pipeline and context parallelism, on 16 GPUs; a size of 1 splits nothing."""
+    assert get_strategy(name).name == called
+    assert get_strategy(name).sizes(16) == sizes
+
+
+@pytest.mark.parametrize(
     "name",
-    ["tp2+single", "tp2+tp", "tp2+tp2+ring", "tp2+kvr-p", "tp0+ring", "tp2+", "tp2", "tp2+x", "tp4+pp2+cp2", "pp4"],
+    [
+        "tp2+single",
+        "tp2+tp",
+        "tp2+tp2+ring",
+        "tp2+kvr-p",
+        "tp0+ring",
+        "tp2+",
+        "tp2",
+        "tp2+x",
+        "cp2+pp2",
+        "pp2+cp0",
+        "pp-s+cp2",
+    ],
 )
 def test_what_is_no_hybrid(name: str) -> None:
     with pytest.raises(kvrsim.InputError) as caught:
@@ -189,6 +222,10 @@ def test_what_is_no_hybrid(name: str) -> None:
         ("tp4+ring", 6, "6 GPUs divide into"),
         ("pp", 33, "at most 32 stages"),
         ("tp4+ulysses", 24, "8 heads and 8 KV heads"),
+        ("tp4+pp2+cp2", 8, "product is the number of GPUs, 8, not 4 x 2 x 2 = 16"),
+        ("pp+cp3", 8, "not 1 x 2 x 3 = 6"),
+        ("tp2+pp2", 8, "not 2 x 2 x 1 = 4"),
+        ("pp64+cp2", 128, "at most 32 stages"),
     ],
 )
 def test_gpus_that_do_not_do(name: str, gpus: int, says: str) -> None:
@@ -204,7 +241,7 @@ def test_all_ranks_what_can_run() -> None:
     assert order == sorted(order)
     assert plan.best == plan.strategies[0]
     names = [one.strategy for one in plan.strategies]
-    assert {"single", "ring", "zigzag", "pp", "tp2+kvr-s"} <= set(names)
+    assert {"single", "ring", "zigzag", "pp", "tp2+kvr-s", "pp3+cp2"} <= set(names)
     assert "tp" not in names
     assert [note for note in plan.warnings if note.startswith("not compared: tp: takes")]
     by_name = {one.strategy: one for one in plan.strategies}
