@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvrsim.hardware.gpu import MemoryLimit
 from kvrsim.io.schema import fields_to_json
@@ -22,7 +22,19 @@ if TYPE_CHECKING:
     from kvrsim.results.stream import StreamResult
 
 
-def _stages(result: SimResult | StrategyResult) -> dict[str, Any]:
+class Staged(Protocol):
+    """A result that a pipeline may have."""
+
+    @property
+    def layers(self) -> tuple[int, ...] | None:
+        """Of each stage; None: it is no pipeline."""
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """Tokens of each piece or chunk."""
+
+
+def stages_to_json(result: Staged) -> dict[str, Any]:
     """Of a pipeline: tokens of each piece, and layers of each stage."""
     return {} if result.layers is None else {"pieces": list(result.partition), "layers": list(result.layers)}
 
@@ -78,7 +90,7 @@ class SimResult:
         about = ("strategy", "model", "profile", "cluster", "context_len", "partition", "executor")
         found = ("ttft_s", "ttft_low_s", "ttft_high_s", "interval_coverage", "interval_causes", "fits")
         content = self.question.header() | fields_to_json(self, *about, *found)
-        content |= _stages(self) | self.memory_limit.to_dict() | fields_to_json(self, "per_rank", "warnings")
+        content |= stages_to_json(self) | self.memory_limit.to_dict() | fields_to_json(self, "per_rank", "warnings")
         if self.breakdown is not None:
             content["breakdown"] = self.breakdown.to_dict()
         if self.noise is not None and self.noisy is not None:
@@ -127,7 +139,7 @@ class StrategyResult:
         """Plain JSON values."""
         times = ("ttft_s", "ttft_low_s", "ttft_high_s", "speedup_over_tsp", "speedup", "exposed_comm_s", "wait_s")
         content = {} if self.noisy is None else {"under_noise": self.noisy.to_dict()}
-        content |= fields_to_json(self, "strategy", "partition") | _stages(self) | fields_to_json(self, *times)
+        content |= fields_to_json(self, "strategy", "partition") | stages_to_json(self) | fields_to_json(self, *times)
         if self.bound is not None:
             content |= fields_to_json(self.bound)
         return (

@@ -183,8 +183,10 @@ def ttft_of(outcomes: Sequence[Outcome], *, one_host: bool) -> float:
 
 def _timeline(prefill: Prefill, ids: Any) -> Timeline:
     """One more prefill, its layers hooked where there is a model."""
-    if isinstance(prefill.forward, ModelForward):
-        with hooked(prefill.forward.model, prefill.geometry, prefill.clock):
+    exchange = prefill.exchange
+    if isinstance(exchange.forward, ModelForward):
+        first = exchange.first_layer
+        with hooked(exchange.forward.model, exchange.geometry, prefill.clock, first_layer=first):
             trace = prefill.run(ids).trace
     else:
         trace = prefill.run(ids).trace
@@ -194,7 +196,7 @@ def _timeline(prefill: Prefill, ids: Any) -> Timeline:
 
 def conditions_of(transport: Transport, forward: Forward) -> dict[str, str]:
     """What measured times depend on: libraries, machine, transport, model."""
-    geometry = forward.geometry
+    geometry = forward.whole_geometry
     on_cuda = geometry.device.type == "cuda"
     device = torch.cuda.get_device_name(geometry.device) if on_cuda else f"CPU ({cpu_name()})"
     return versions() | {

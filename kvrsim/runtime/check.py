@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from kvrsim.runtime.cache import PrefixCache
+from kvrsim.runtime.exchange.base import KvPairs
 from kvrsim.runtime.model import ModelForward
 from kvrsim.runtime.plan import RunPlan, random_prompt
 from kvrsim.runtime.prefill import Prefill, decode, shared_room
 from kvrsim.runtime.ranks.transport import Transport
-
-KvPairs = list[tuple[Any, Any] | None]  # K and V of each layer, in the model's own layout, or its states
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,16 +46,17 @@ def compare(
         outcome = prefill.run(ids)
         if outcome.tokens is not None:
             assert prefill.cache is not None
-            continued = decode(model, prefill.cache, ids, outcome.tokens, num_tokens)
-            logits, cache, expected = references.of(ids)
+            exchange, logits, cache, expected = prefill.exchange, *references.of(ids)
+            count = num_tokens if exchange.decodes else 1
+            continued = decode(model, prefill.cache, ids, outcome.tokens, count)
             found.append(
                 Difference(
                     plan=plan.label,
                     logits=_distance(prefill.logits, logits),
                     logits_scale=logits.abs().max().item(),
-                    kv_cache=cache_distance(prefill.cache, cache),
-                    same_tokens=bool(torch.equal(continued, expected)),
-                    num_tokens=num_tokens,
+                    kv_cache=cache_distance(prefill.cache, exchange.part_of(cache)),
+                    same_tokens=bool(torch.equal(continued, expected[:, :count])),
+                    num_tokens=count,
                 )
             )
         transport.barrier()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from kvrsim.errors import InputError
+from kvrsim.runtime.ranks.rings import ring_all_reduce
 from kvrsim.runtime.ranks.transport import Pending, Transport, neighbour, ring_all_gather
 
 
@@ -123,6 +124,11 @@ class EmulatedTransport:
     def all_gather(self, whole: Any, boundaries: Sequence[int]) -> None:
         """A ring over the emulated links."""
         ring_all_gather(self, whole, boundaries)
+
+    def all_reduce(self, tensor: Any) -> None:
+        """A ring over the emulated links."""
+        flat = tensor.view(-1)
+        ring_all_reduce(self, flat, torch.empty_like(flat[: -(-len(flat) // self.size)]))
 
     def exchange(self, value: Any, kind: Any = Any) -> list[Any]:
         """As the transport beneath: at full speed."""

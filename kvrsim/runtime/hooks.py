@@ -183,11 +183,12 @@ def without_marks(marks: Sequence[Mark]) -> list[Mark]:
 
 @contextmanager
 def hooked(
-    model: Any, geometry: Geometry, clock: Clock, *, parts: Sequence[str] = (), ends: bool = False
+    model: Any, geometry: Geometry, clock: Clock, *, parts: Sequence[str] = (), ends: bool = False, first_layer: int = 0
 ) -> Iterator[None]:
     """While the context lasts, the model's layers mark "layer", "output" and "layer_end".
 
     parts: names of modules of every layer that are marked too. ends: also mark the embedding and the head.
+    first_layer: the number by which the first layer is known.
     """
     handles = []
 
@@ -197,7 +198,7 @@ def hooked(
     def after(module: Any, name: str, layer: int | None = None) -> None:
         handles.append(module.register_forward_hook(_marking(clock, name, layer)))
 
-    for index, layer in enumerate(geometry.layers(model)):
+    for index, layer in enumerate(geometry.layers(model), start=first_layer):
         before(layer, "layer", index)
         after(layer, "layer_end", index)
         for part in parts:

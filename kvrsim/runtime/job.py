@@ -14,6 +14,7 @@ from kvrsim.errors import InputError
 from kvrsim.runtime.bench import BenchReport, conditions_of, is_one_host, measure, ttft_of
 from kvrsim.runtime.check import Difference, compare
 from kvrsim.runtime.emulated import EmulatedLink, EmulatedTransport, MessageTraffic
+from kvrsim.runtime.exchange import exchange_of
 from kvrsim.runtime.geometry import DTYPES
 from kvrsim.runtime.host import versions
 from kvrsim.runtime.kept.buffers import kv_room
@@ -86,6 +87,7 @@ def run_job(transport: Transport, job: Job) -> JobReport:
     """Measure every plan, then compare logits with one process's; every rank returns the same report."""
     agree(transport, job.facts() | versions())
     forward = ModelForward(job.model.load(_device_of(transport)))
+    forward = _own_part(forward, job, transport)
     linked = linked_by(transport, job.link, job.traffic)
     vocab_size, seed = forward.model.config.vocab_size, job.model.seed
     bench = measure(
@@ -121,6 +123,14 @@ def linked_by(transport: Transport, link: EmulatedLink | None, traffic: MessageT
     if len(hosts) > 1:
         raise InputError("link_bandwidth", f"ranks on {len(hosts)} hosts", "ranks of one host, which share a clock")
     return EmulatedTransport(transport, link, traffic)
+
+
+def _own_part(forward: ModelForward, job: Job, transport: Transport) -> ModelForward:
+    """What this rank's plan needs of the model, where nothing else is asked of the rank."""
+    if len(job.plans) > 1 or job.check_logits or job.drift_tokens is not None or job.generate:
+        return forward
+    plan = job.plans[0]
+    return exchange_of(plan.strategy).own_forward(forward, plan, transport.rank, transport.size)
 
 
 class Prefills:

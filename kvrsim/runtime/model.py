@@ -97,6 +97,7 @@ class Forward(Protocol):
     """What a rank computes."""
 
     geometry: Geometry
+    whole_geometry: Geometry  # of the model of which it may be a part
 
     def __call__(self, ids: Any, start: int, cache: PrefixCache, *, is_last: bool) -> Any:
         """Run the tokens [B, c] that stand at `start`; returns the last logits [B, vocabulary] on the last rank."""
@@ -108,24 +109,32 @@ class Forward(Protocol):
 class ModelForward:
     """The forward of a Hugging Face model, unchanged; only the last rank computes logits, of the last token."""
 
-    def __init__(self, model: Any) -> None:
-        self.model, self.geometry = model, Geometry.of(model)
+    def __init__(self, model: Any, geometry: Geometry | None = None) -> None:
+        """geometry: of a part of a model; None: the model's own."""
+        self.model, self.geometry = model, geometry or Geometry.of(model)
+        self.whole_geometry = self.geometry
         self.alibi = bool(getattr(model.config, "alibi", False))
         self._digest: str | None = None  # once asked for: it reads all weights
 
     def __call__(self, ids: Any, start: int, cache: PrefixCache, *, is_last: bool) -> Any:
-        positions = torch.arange(start, start + ids.shape[1], device=ids.device).unsqueeze(0)
-        inputs: dict[str, Any] = dict(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
-        visible_len = cache.visible_len
-        if self.alibi or (start == 0 and visible_len > ids.shape[1]):
-            # ALiBi's biases are as long as the mask. And under TSP, transformers would let the first rank off: from
-            # position 0 on, without a mask, it takes what follows the chunk for room that is not filled yet.
-            inputs["attention_mask"] = torch.ones(ids.shape[0], visible_len, dtype=torch.long, device=ids.device)
+        inputs = self.inputs(ids, start, cache)
         with torch.inference_mode():
             if is_last:
                 return self.model(**inputs, logits_to_keep=1).logits[:, -1]
             self.model.base_model(**inputs)
         return None
+
+    def inputs(self, ids: Any, start: int, cache: PrefixCache) -> dict[str, Any]:
+        """What the model takes for tokens that stand at `start`: ids [B, c], or hidden states [B, c, hidden_size]."""
+        positions = torch.arange(start, start + ids.shape[1], device=ids.device).unsqueeze(0)
+        name = "input_ids" if ids.dim() == 2 else "inputs_embeds"
+        inputs: dict[str, Any] = {name: ids, "position_ids": positions, "past_key_values": cache, "use_cache": True}
+        visible_len = cache.visible_len
+        if self.alibi or (start == 0 and visible_len > ids.shape[1]):
+            # ALiBi's biases are as long as the mask. And under TSP, transformers would let the first rank off: from
+            # position 0 on, without a mask, it takes what follows the chunk for room that is not filled yet.
+            inputs["attention_mask"] = torch.ones(ids.shape[0], visible_len, dtype=torch.long, device=ids.device)
+        return inputs
 
     def digest(self) -> str:
         """Of the configuration and of every weight."""
@@ -150,7 +159,7 @@ class SleepForward:
 
     def __init__(self, geometry: Geometry, layer_s: Callable[[int, int], tuple[float, float]]) -> None:
         """`layer_s(chunk, prefix)`: seconds of one layer before its K and V are exchanged, and after."""
-        self.geometry, self.layer_s = geometry, layer_s
+        self.geometry, self.whole_geometry, self.layer_s = geometry, geometry, layer_s
 
     def __call__(self, ids: Any, start: int, cache: PrefixCache, *, is_last: bool) -> Any:
         before_s, after_s = self.layer_s(ids.shape[1], cache.visible_len - ids.shape[1])

@@ -19,6 +19,7 @@ class RunPlan:
     batch: int = 1  # prompts of equal length
     tsp_keys: Literal["dense", "truncated"] = "dense"  # whether a chunk is also scored against later tokens
     gather: Gather = "ring"  # TSP's all-gather: between neighbours, or the backend's own
+    stage_layers: tuple[int, ...] | None = None  # of a pipeline, each stage's; None: as even as they can be
     receives_ahead: int | None = 1  # layers for which KVR posts receives before it comes to them; None: all
 
     def __post_init__(self) -> None:
@@ -43,7 +44,8 @@ class RunPlan:
     def label(self) -> str:
         """For people, such as "kvr 28,42,26"."""
         dense = f" {self.tsp_keys}, {self.gather}" if self.strategy == "tsp" else ""
-        return f"{self.strategy}{dense} {self.chunks}"
+        stages = "" if self.stage_layers is None else f", layers {','.join(map(str, self.stage_layers))}"
+        return f"{self.strategy}{dense} {self.chunks}{stages}"
 
 
 def random_prompt(vocab_size: int, plan: RunPlan, seed: int = 0) -> Any:

@@ -87,7 +87,7 @@ class Prefill:
         return Outcome(rank=trace.rank, start_s=start_s, end_s=end_s, tokens=tokens, trace=trace)
 
     def _facts(self) -> dict[str, str]:
-        geometry = self.geometry
+        geometry = self.forward.whole_geometry
         layout = f"{geometry.title}; {geometry.dtype}"
         facts = versions() | {"plan": self.plan.label, "batch": str(self.plan.batch), "KV cache": layout}
         facts |= {"TSP": f"{self.plan.tsp_keys} {self.plan.gather}", "number of ranks": str(self.transport.size)}

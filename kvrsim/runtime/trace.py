@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 from kvrsim.program.operations import Payload
 from kvrsim.results.timeline import Span, SpanKind, SpanOp, Timeline
@@ -26,6 +28,8 @@ COMPUTE = {
     ("updated", "token"): "compute",  # where there is no model to hook: all that follows the exchange
     ("updated", "update"): "compute",
     ("start", "layer"): "embedding",
+    **dict.fromkeys((("start", "wait"), ("received", "layer"), ("sent", "layer")), "embedding"),  # of split models
+    **dict.fromkeys((("output", "wait"), ("received", "wait"), ("received", "layer_end")), "output+mlp"),
     ("start", "update"): "compute",
     ("layer_end", "token"): "head",
 }
@@ -43,7 +47,7 @@ class RankTrace:
     rank: int
     start_s: float  # time.monotonic() of the first mark
     marks: tuple[Mark, ...]
-    sends: tuple[tuple[int, float], ...] = ()  # of each message to the next rank: layer, bytes
+    sends: tuple[tuple[int | None, float], ...] = ()  # of each message to the next rank: layer, bytes
 
 
 def timeline_of(strategy: str, traces: Sequence[RankTrace]) -> Timeline:
@@ -57,7 +61,7 @@ def timeline_of(strategy: str, traces: Sequence[RankTrace]) -> Timeline:
     last = max(trace.rank for trace in traces)
     for trace in traces:
         spans += _own_spans(trace, strategy, trace.start_s - zero_s, is_last=trace.rank == last)
-        spans += _transfers(trace, traces, zero_s)
+        spans += _transfers(trace, traces, zero_s, strategy)
     spans.sort(key=lambda span: (span.start_s, span.rank, span.end_s))
     return Timeline(strategy=strategy, num_ranks=1 + last, spans=tuple(spans))
 
@@ -71,12 +75,19 @@ def _own_spans(trace: RankTrace, strategy: str, offset_s: float, *, is_last: boo
         yield Span(
             rank=trace.rank,
             kind=kind,
-            op=_KIND[name] if kind == "compute" else "state" if first.layer in states else "KV",
+            op=_KIND[name] if kind == "compute" else _payload(strategy, is_state=first.layer in states),
             name=name,
             layer=None if name == "head" else first.layer,
             start_s=first.device_s + offset_s,
             end_s=second.device_s + offset_s,
         )
+
+
+def _payload(strategy: str, *, is_state: bool) -> Payload | Literal["collective"]:
+    """What ranks wait for and send."""
+    if strategy == "tp":
+        return "collective"
+    return "activations" if strategy == "pp" else "state" if is_state else "KV"
 
 
 def _states_of(trace: RankTrace) -> set[int | None]:
@@ -87,8 +98,10 @@ def _states_of(trace: RankTrace) -> set[int | None]:
 def _name_of(first: str, second: str, rank: int, strategy: str, *, is_state: bool) -> tuple[str | None, SpanKind]:
     """What the simulator calls the time between two events."""
     if (first, second) == ("wait", "received"):
+        if strategy == "tp":
+            return "all-reduce", "wait"
         gathered = strategy == "tsp" and not is_state
-        return "all-gather" if gathered else f"{'state' if is_state else 'KV'} from rank {rank - 1}", "wait"
+        return "all-gather" if gathered else f"{_payload(strategy, is_state=is_state)} from rank {rank - 1}", "wait"
     if (first, second) in (("send", "updated"), ("send", "sent")):  # gloo writes to the socket before it returns
         return f"send to rank {rank + 1}", "wait"
     name = COMPUTE.get((first, second))
@@ -97,14 +110,17 @@ def _name_of(first: str, second: str, rank: int, strategy: str, *, is_state: boo
     return "assemble" if name == "append" and strategy == "tsp" else name, "compute"
 
 
-def _transfers(trace: RankTrace, traces: Sequence[RankTrace], zero_s: float) -> Iterator[Span]:
+def _transfers(trace: RankTrace, traces: Sequence[RankTrace], zero_s: float, strategy: str) -> Iterator[Span]:
     peer = next((other for other in traces if other.rank == trace.rank + 1), None)
     noticed = _times_of("received", peer, zero_s) if peer else {}
     posted, states = _times_of("send", trace, zero_s), _states_of(trace)
+    sent: Counter[int | None] = Counter()  # of a layer; pieces of a pipeline belong to none
     for layer, nbytes in trace.sends:
-        if layer in noticed:
-            posted_s = posted[layer]
-            payload: Payload = "state" if layer in states else "KV"
+        key = layer, sent[layer]
+        sent[layer] += 1
+        if key in noticed:
+            posted_s = posted[key]
+            payload = _payload(strategy, is_state=layer in states)
             yield Span(
                 rank=trace.rank,
                 kind="transfer",
@@ -112,12 +128,18 @@ def _transfers(trace: RankTrace, traces: Sequence[RankTrace], zero_s: float) -> 
                 name=f"{payload} {trace.rank}→{trace.rank + 1}",
                 layer=layer,
                 start_s=posted_s,
-                end_s=max(noticed[layer], posted_s),
+                end_s=max(noticed[key], posted_s),
                 peer=trace.rank + 1,
                 nbytes=nbytes,
             )
 
 
-def _times_of(name: str, trace: RankTrace, zero_s: float) -> dict[int | None, float]:
-    """Seconds after `zero_s` of the marks of one name, by layer."""
-    return {mark.layer: trace.start_s - zero_s + mark.device_s for mark in trace.marks if mark.name == name}
+def _times_of(name: str, trace: RankTrace, zero_s: float) -> dict[tuple[int | None, int], float]:
+    """Seconds after `zero_s` of the marks of one name, by layer and how many of it there are before."""
+    found: dict[tuple[int | None, int], float] = {}
+    count: Counter[int | None] = Counter()
+    for mark in trace.marks:
+        if mark.name == name:
+            found[mark.layer, count[mark.layer]] = trace.start_s - zero_s + mark.device_s
+            count[mark.layer] += 1
+    return found

@@ -11,6 +11,7 @@ from kvrsim.errors import InputError
 from kvrsim.partition import Partition
 from kvrsim.profile.profile import CalibrationProfile, Gather
 from kvrsim.scenario import Scenario
+from kvrsim.strategies import Strategy
 
 if TYPE_CHECKING:
     from kvrsim.runtime.emulated import EmulatedLink, MessageTraffic
@@ -131,8 +132,27 @@ def gpu_notes(device: str) -> tuple[str, ...]:
     return (f"other processes are on the GPUs: {shown}",) if others else ()
 
 
-def run_plan(scenario: Scenario, strategy: str, partition: Partition, gather: Gather) -> RunPlan:
+def check_split(scenario: Scenario, strategy: Strategy, *, generate: int = 0) -> None:
+    """Raise InputError where no rank could run its part of the model, or decode."""
+    from kvrsim.runtime.exchange import exchange_of, run_strategy
+
+    exchange = exchange_of(run_strategy(strategy.name))
+    exchange.check_family(scenario.model.model_type)
+    if generate and not exchange.decodes:
+        accepted = f"nothing for {strategy.name}, under which no rank keeps all K and V"
+        raise InputError("generate", generate, accepted)
+
+
+def run_plan(
+    scenario: Scenario,
+    strategy: str,
+    partition: Partition,
+    gather: Gather,
+    stage_layers: tuple[int, ...] | None = None,
+) -> RunPlan:
     """A registered strategy as the runtime runs it: attention covers the same tokens in both.
+
+    stage_layers: of a pipeline, each stage's.
 
     Raises InputError for a strategy that the runtime cannot run.
     """
@@ -145,6 +165,7 @@ def run_plan(scenario: Scenario, strategy: str, partition: Partition, gather: Ga
         batch=scenario.request.batch,
         tsp_keys="truncated" if scenario.kernel == "flash" else "dense",
         gather=gather,
+        stage_layers=stage_layers,
     )
 
 

@@ -7,17 +7,20 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
 from kvrsim.io.schema import fields_to_json
 from kvrsim.partition import Partition
 from kvrsim.results.quartiles import interquartile_range
+from kvrsim.results.results import stages_to_json
 from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario
-from kvrsim.strategies import get_strategy
+from kvrsim.strategies import Strategy, get_strategy
+from kvrsim.strategies.pipeline import layers_of
 from planner.confirm.candidates import NO_REFERENCE, Named, Room
 from planner.confirm.confirm import OnNote, check, is_busy
-from planner.confirm.hardware import Hardware, devices_of, gather_of, gpu_notes, run_plan
-from planner.partitions import partition_of
+from planner.confirm.hardware import Hardware, check_split, devices_of, gather_of, gpu_notes, run_plan
+from planner.partitions import settled
 from planner.simulate import run_simulation
 
 if TYPE_CHECKING:
@@ -38,6 +41,7 @@ class RunResult:
     num_gpus: int
     context_len: int
     partition: tuple[int, ...]
+    layers: tuple[int, ...] | None  # of each stage of a pipeline, whose pieces `partition` holds
     samples_s: tuple[float, ...]  # TTFT of each repetition
     other_cores: tuple[float | None, ...]  # cores that other processes kept busy in each; None: unknown
     predicted_s: float | None  # by the profile; None: there is none
@@ -49,6 +53,11 @@ class RunResult:
     all_gather: str | None  # TSP's: a ring between neighbours, or the backend's collective; None: there is none
     warnings: tuple[str, ...]  # such as that other processes used the machine
     timeline: Timeline = field(repr=False, compare=False)  # of one more prefill
+
+    @property
+    def chunk_a_rank(self) -> bool:
+        """Whether each rank has tokens of its own: else all of them pass through every rank."""
+        return self.layers is None and get_strategy(self.strategy).group_size == 1
 
     @property
     def ttft_s(self) -> float:
@@ -64,6 +73,7 @@ class RunResult:
         """Plain JSON values."""
         return {
             **fields_to_json(self, "strategy", "model", "attention", "dtype", "num_gpus", "context_len", "partition"),
+            **stages_to_json(self),
             "measured_ttft_s": self.ttft_s,
             "measured_iqr_s": self.iqr_s,
             **fields_to_json(self, "samples_s", "other_cores"),
@@ -113,12 +123,15 @@ def run_here(
     if chosen.partition_rule == "table" and partition is None:
         raise InputError("partition", "nothing", f"a partition: run does not read the table of {strategy}")
     check(placed, hardware, needs_profile=False)
-    if chosen.partition_rule == "search" and partition is None and scenario.profile is None:
+    split = scenario if alone else for_strategy(scenario, chosen)
+    check_split(scenario, chosen, generate=generate)
+    if _searches(chosen, partition) and scenario.profile is None:
         raise InputError(
             "profile", "nothing", "a profile of this machine, or `partition`; kvrsim calibrate all makes one"
         )
-    cut = partition_of(placed, chosen, partition)
-    plan = run_plan(placed, strategy, cut, gather_of(scenario.profile, emulated=hardware.emulated))
+    settled_as, cut = settled(placed if alone else split, chosen, partition)
+    layers = layers_of(split, settled_as)
+    plan = run_plan(placed, strategy, cut, gather_of(scenario.profile, emulated=hardware.emulated), layers)
     predicted_s = None
     if scenario.profile is not None:
         predicted_s = run_simulation(scenario, strategy=strategy, partition=cut.chunk_lens).ttft_s
@@ -146,6 +159,7 @@ def run_here(
         num_gpus=placed.cluster.num_gpus,
         context_len=scenario.request.context_len,
         partition=cut.chunk_lens,
+        layers=layers,
         samples_s=timing.ttft_s,
         other_cores=timing.other_cores,
         predicted_s=predicted_s,
@@ -158,6 +172,12 @@ def run_here(
         warnings=(*notes, *_busy_notes(timing)),
         timeline=report.bench.timelines[0],
     )
+
+
+def _searches(strategy: Strategy, partition: Sequence[int] | None) -> bool:
+    """Whether the times of this machine decide what is run."""
+    rule = strategy.partition_rule
+    return rule == "searched-pieces" or (partition is None and rule in ("search", "pieces"))
 
 
 def _reference_fits(scenario: Scenario, hardware: Hardware) -> bool:

@@ -85,7 +85,8 @@ def show_run(found: RunResult) -> None:
     """One row per rank, then TTFT and its spread."""
     rows = columns("rank", "tokens", "compute", "wait", "sent", numbers=True)
     values = found.to_dict()["per_rank"]
-    tokens = [*[0] * (len(values) - len(found.partition)), *found.partition]
+    chunks = found.partition if found.chunk_a_rank else (found.context_len,) * len(values)
+    tokens = [*[0] * (len(values) - len(chunks)), *chunks]
     for row, chunk in zip(values, tokens, strict=True):
         times = (format_seconds(row["compute_s"]), format_seconds(row["wait_s"]))
         rows.add_row(str(row["rank"]), str(chunk), *times, format_bytes(row["sent_bytes"]))

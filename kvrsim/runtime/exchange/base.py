@@ -13,8 +13,10 @@ from kvrsim.runtime.ranks.transport import Pending, Transport
 if TYPE_CHECKING:
     from kvrsim.runtime.geometry import Geometry
     from kvrsim.runtime.kept.layers import KeptTokens
-    from kvrsim.runtime.model import Forward
+    from kvrsim.runtime.model import Forward, ModelForward
     from kvrsim.runtime.plan import RunPlan
+
+KvPairs = list[tuple[Any, Any] | None]  # K and V of each layer, in the model's own layout, or its states
 
 
 class Exchange:
@@ -24,6 +26,9 @@ class Exchange:
     `after_scan` where a layer keeps a state.
     """
 
+    decodes = True  # whether the rank that gives the token can go on from what it keeps
+    first_layer = 0  # the model's number of the first layer that this rank's forward has
+
     def __init__(
         self, forward: Forward, transport: Transport, plan: RunPlan, clock: Clock, room: list[Any] | None
     ) -> None:
@@ -32,7 +37,7 @@ class Exchange:
         self.geometry = forward.geometry
         self.place = self.place_of(plan, transport.rank, transport.size)
         self.layer: int | None = None  # to which the rank has come
-        self.sent: list[tuple[int, float]] = []  # of each message: layer, bytes
+        self.sent: list[tuple[int | None, float]] = []  # of each message: layer, bytes
         self._receives: dict[int, Pending] = {}
         self._sends: list[Pending] = []
         self.cache = None if self.place is None else self.make_cache(room)
@@ -68,6 +73,15 @@ class Exchange:
         if min(plan.partition.chunk_lens[1:], default=least) < least:
             accepted = f"chunks of at least {least} tokens after the first, for {geometry.model_type}"
             raise InputError("partition", plan.chunks, accepted)
+
+    @classmethod
+    def own_forward(cls, forward: ModelForward, plan: RunPlan, rank: int, size: int) -> ModelForward:
+        """The forward of a rank's part of the model, in memory of its own where it is not all of it."""
+        return forward
+
+    @classmethod
+    def check_family(cls, model_type: str) -> None:
+        """Raise InputError where the strategy cannot run any model of an architecture."""
 
     @property
     def gives_token(self) -> bool:
@@ -105,6 +119,10 @@ class Exchange:
         assert self.cache is not None
         start, end = self.bounds()
         return self.forward(input_ids[:, start:end], start, self.cache, is_last=self.gives_token)
+
+    def part_of(self, kept: KvPairs) -> KvPairs:
+        """Of what one process keeps, layer by layer, what this rank keeps."""
+        return kept
 
     def finish(self) -> None:
         """Wait until what was sent may be overwritten."""

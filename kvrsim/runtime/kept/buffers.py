@@ -168,6 +168,24 @@ def buffers_of(
     return list(made())
 
 
+def borrowed_room(geometry: Geometry, num_tokens: int, batch: int, room: list[Any] | None) -> list[Any]:
+    """As `kv_room`, in another geometry's `room` where its layers are as large; else memory of its own."""
+    if room is None:
+        return kv_room(geometry, num_tokens, batch)
+
+    def made() -> Iterator[Any]:
+        for kept, data in zip(geometry.kept, room, strict=True):
+            if not isinstance(kept, KeptTokens):
+                yield data
+            elif data.numel() >= num_tokens * batch * kept.elements:
+                yield data.view(-1)[: num_tokens * batch * kept.elements].view(num_tokens, batch * kept.elements)
+            else:
+                shape = (num_tokens, batch * kept.elements)
+                yield torch.zeros(shape, dtype=geometry.dtype, device=geometry.device)
+
+    return list(made())
+
+
 def kv_room(geometry: Geometry, num_tokens: int | list[int], batch: int) -> list[Any]:
     """Every layer's memory for so many tokens (by layer, or in each), for prefills that use it in turn.
 

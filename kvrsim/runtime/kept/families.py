@@ -15,6 +15,7 @@ class Family:
     """Where an architecture keeps its parts."""
 
     layers: str = "layers"  # the decoder layers, an attribute of the base model
+    norm: str = "norm"  # after the last layer, another
     # A layer's mixers, attributes of the layer, each with the attribute that projects its output. A layer has one.
     mixers: tuple[tuple[str, str], ...] = (("self_attn", "o_proj"),)
     is_latent: bool = False  # whether attention keeps a latent (kv_lora_rank, qk_rope_head_dim) in place of K and V
@@ -53,7 +54,7 @@ _LLAMA_LIKE = Family()
 _LATENT = Family(is_latent=True)
 _GATED_DELTA = Family(mixers=(("self_attn", "o_proj"), ("linear_attn", "out_proj")), state=_gated_delta_state)
 FAMILIES = {
-    "falcon": Family(layers="h", mixers=(("self_attention", "dense"),)),
+    "falcon": Family(layers="h", norm="ln_f", mixers=(("self_attention", "dense"),)),
     **dict.fromkeys(("gemma", "gemma3_text", "llama", "mistral", "qwen2", "qwen3"), _LLAMA_LIKE),
     "gemma2": Family(eager_only="it caps the scores of its attention"),
     # Mixtures of experts.
@@ -63,7 +64,7 @@ FAMILIES = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _LATENT),
     # Recurrent layers beside attention.
     "kimi_linear": Family(is_latent=True, state=_kimi_delta_state),
-    "nemotron_h": Family(mixers=(("mixer", "o_proj"), ("mixer", "out_proj")), state=_mamba2_state),
+    "nemotron_h": Family(norm="norm_f", mixers=(("mixer", "o_proj"), ("mixer", "out_proj")), state=_mamba2_state),
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), _GATED_DELTA),
 }
 # Why the runtime does not run what looks close to what it runs.

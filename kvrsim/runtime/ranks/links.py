@@ -59,6 +59,10 @@ class Links:
         gather = getattr(self.dist, "all_gather_single", None) or self.dist.all_gather_into_tensor
         gather(whole, piece, group=self._gathers[tuple(ranks)])
 
+    def all_reduce(self, ranks: Sequence[int], tensor: Any) -> None:
+        """The backend's collective: the sum over all of them, in place."""
+        self.dist.all_reduce(tensor, group=self._gathers[tuple(ranks)])
+
     def first_use(self) -> None:
         """Use every group once, one after another, both ends of an edge together, in the same order on every rank.
 

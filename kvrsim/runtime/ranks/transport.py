@@ -58,6 +58,9 @@ class Transport(Ring, Protocol):
     def all_gather(self, whole: Any, boundaries: Sequence[int]) -> None:
         """Fill `whole`, whose rows from boundaries[rank] to boundaries[rank + 1] are this rank's own."""
 
+    def all_reduce(self, tensor: Any) -> None:
+        """Replace a tensor by its sum over all ranks."""
+
     def exchange(self, value: Any, kind: Any = Any) -> list[Any]:
         """What each rank has handed in, by rank: small things that JSON can hold.
 
@@ -184,6 +187,16 @@ class DistributedTransport:
         for rank, (start, end) in enumerate(pairwise(boundaries)):
             if rank != self.rank:
                 whole[start:end].copy_(gathered[rank * longest : rank * longest + end - start])
+
+    def all_reduce(self, tensor: Any) -> None:
+        """The backend's collective."""
+        if self.size == 1:
+            return
+        here = tensor.to("cpu") if self.staged else tensor
+        with _linked(None, "the all-reduce did not end"):
+            self._links.all_reduce(range(self.size), here)
+        if self.staged:
+            tensor.copy_(here)
 
     def exchange(self, value: Any, kind: Any = Any) -> list[Any]:
         """What each rank has handed in, by rank. Raises LinkError naming the rank that sends something else."""

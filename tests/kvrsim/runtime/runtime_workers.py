@@ -29,6 +29,7 @@ from kvrsim.runtime.ranks import transport as transport_module
 from tests.kvrsim.runtime.runtime_models import CONFIGS, KINDS, kinds, variants
 
 CONTEXT_LEN = 23
+SPLIT, SPLIT_LAYERS = ("llama-mha", "llama-gqa", "llama-mqa", "falcon-mqa", "falcon-grouped"), 3
 UNEVEN = {1: (23,), 2: (15, 8), 3: (11, 1, 11), 4: (9, 7, 1, 6)}
 
 
@@ -87,8 +88,26 @@ def exactness(transport: Any) -> list[tuple[str, str, Difference]]:
     found = []
     for name, kernel in variants():
         model = model_of(name, kernel)
-        for difference in compare(transport, model, plans_of(transport.size, kernel)) or []:
+        for difference in compare(transport, model, plans_of_model(transport.size, name, kernel)) or []:
             found.append((name, kernel, difference))
+    return found
+
+
+def plans_of_model(size: int, name: str, kernel: str) -> list[RunPlan]:
+    """Those of ranks that have the whole model, and of some models parts."""
+    return plans_of(size, kernel) + (split_plans(size, name) if kernel == "sdpa" and name in SPLIT else [])
+
+
+def split_plans(size: int, name: str) -> list[RunPlan]:
+    """Pipelines with pieces of any length, and tensor parallelism where the heads divide."""
+    whole, found = Partition(chunk_lens=(CONTEXT_LEN,)), []
+    if size <= SPLIT_LAYERS:
+        found.append(RunPlan(strategy="pp", partition=Partition(chunk_lens=(9, 7, 1, 6)), batch=2))
+        found.append(
+            RunPlan(strategy="pp", partition=whole, stage_layers=(1,) * (size - 1) + (SPLIT_LAYERS + 1 - size,))
+        )
+    if size != 3 and name.startswith("llama"):
+        found += [RunPlan(strategy="tp", partition=whole, batch=2, gather=gather) for gather in ("ring", "collective")]
     return found
 
 
@@ -158,48 +177,40 @@ def staged(transport: Any) -> list[Difference] | None:
     return compare(transport, model_of("llama-gqa"), plans_of(transport.size, "sdpa"))
 
 
-class Trouble:
-    """A forward that goes wrong when the rank comes to a layer."""
-
-    def __init__(self, forward: Any, kind: str, layer: int) -> None:
-        self.forward, self.geometry, self.kind, self.layer = forward, forward.geometry, kind, layer
-        self.digest = forward.digest
-
-    def __call__(self, ids: Any, start: int, cache: Any, *, is_last: bool) -> Any:
-        exchange = cache.exchange
-
-        def troubled(layer: int) -> None:
-            if layer == self.layer:
-                self.strike()
-            exchange(layer)
-
-        cache.exchange = troubled
-        return self.forward(ids, start, cache, is_last=is_last)
-
-    def strike(self) -> None:
-        if self.kind == "dies":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif self.kind == "hangs":
-            time.sleep(1000)
-        elif self.kind == "late":
-            time.sleep(1.0)
-        elif self.kind == "memory":
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        elif self.kind == "error":
-            raise ValueError("a shape that does not fit")
+def trouble(kind: str) -> None:
+    """What may happen to a rank."""
+    if kind == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "hangs":
+        time.sleep(1000)
+    elif kind == "late":
+        time.sleep(1.0)
+    elif kind == "memory":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    elif kind == "error":
+        raise ValueError("a shape that does not fit")
 
 
 def troubled(
     transport: Any, kind: str, rank: int, layer: int, num_runs: int = 1, name: str = "llama-gqa", strategy: Any = "kvr"
 ) -> Any:
-    """A prefill on which one rank gets into trouble."""
-    forward: Any = ModelForward(model_of(name))
+    """A prefill on which one rank gets into trouble when it comes to a layer."""
+    note = transport.note
+
+    def troubled_note(reached: int) -> None:
+        note(reached)
+        if reached == layer:
+            trouble(kind)
+
     if transport.rank == rank:
-        forward = Trouble(forward, kind, layer)
-    plan = RunPlan(strategy=strategy, partition=Partition.even(CONTEXT_LEN, transport.size))
-    prefill = Prefill(forward, transport, plan)
+        transport.note = troubled_note
+    whole = strategy in ("single", "tp")
+    chunks = Partition(chunk_lens=(CONTEXT_LEN,)) if whole else Partition.even(CONTEXT_LEN, transport.size)
+    plan = RunPlan(strategy=strategy, partition=chunks)
+    prefill = Prefill(ModelForward(model_of(name)), transport, plan)
     for _ in range(num_runs):
         outcome = prefill.run(random_prompt(101, plan))
+    transport.barrier()  # which a rank that nobody waits for must come to, too
     return outcome.tokens
 
 

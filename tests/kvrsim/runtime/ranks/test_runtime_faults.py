@@ -39,6 +39,15 @@ def test_a_rank_that_dies_before_it_hands_on_a_state_is_named(strategy: str, lay
     assert (error.cause.rank, error.cause.kind, error.cause.layer) == (0, "died", layer)
 
 
+@pytest.mark.parametrize(("strategy", "kind", "rank", "layer"), [("tp", "dies", 0, 1), ("pp", "hangs", 1, 2)])
+def test_a_rank_that_fails_with_a_part_of_the_model_is_named_with_its_layer(
+    strategy: str, kind: str, rank: int, layer: int
+) -> None:
+    error = failing(workers.troubled, kind, rank, layer, 1, "llama-gqa", strategy)
+    assert (error.cause.rank, error.cause.layer) == (rank, layer)
+    assert error.cause.kind == {"dies": "died", "hangs": "silent"}[kind]
+
+
 @pytest.mark.parametrize(("rank", "num_ranks"), [(0, 2), (1, 2), (1, 3)])
 def test_a_rank_that_hangs_is_named_with_its_layer(rank: int, num_ranks: int) -> None:
     error = failing(workers.troubled, "hangs", rank, 1, num_ranks=num_ranks)
