@@ -27,7 +27,9 @@ def run(
     strategy: Annotated[
         str,
         typer.Option(
-            "--strategy", metavar="NAME", help="Strategy: single, tsp, kvr-e, kvr-s, or kvr-p with --partition."
+            "--strategy",
+            metavar="NAME",
+            help="Strategy: single, tsp, kvr-e, kvr-s, tp, pp, pp-s, or kvr-p with --partition.",
         ),
     ],
     partition: Annotated[
@@ -35,7 +37,7 @@ def run(
         typer.Option(
             "--partition",
             metavar="LEN,LEN,...",
-            help="New tokens of each rank. Default: the strategy's own; kvr-s searches with --profile.",
+            help="New tokens of each rank, or piece. Default: the strategy's own; kvr-s, pp and pp-s search with --profile.",
         ),
     ] = None,
     check: Annotated[
