@@ -104,7 +104,7 @@ def questions(folder: Path) -> Iterator[str]:
         "--percentile 90",
         "--mtbf 600s",
         "--order shortest-first",
-        "--batch-tokens 4k",
+        "--pack-tokens 4k",
     ):
         yield f"capacity {workload} --replications 2 {extra}"
     yield f"capacity {workload} --replications 2 --model llama-3-8b --cluster h100-nvlink"

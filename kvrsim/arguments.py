@@ -174,6 +174,11 @@ def named(*kinds: str) -> Check:
     return check
 
 
+def number_or_path(value: object, parameter: str) -> int | str:
+    """A whole number, or a text or path."""
+    return str(value) if hasattr(type(value), "__fspath__") else whole(value, parameter)
+
+
 def price(value: object, parameter: str) -> object:
     """One number, a text, or a mapping from group sizes to numbers."""
     if isinstance(value, Mapping):
@@ -223,8 +228,8 @@ def _refusal(parameter: str, value: object, accepted: str) -> InputError:
 
 
 CHECKS: dict[str, Check] = {
-    **dict.fromkeys(("ctx", "gpus", "batch", "cached_prefix", "batch_tokens"), whole),
-    **dict.fromkeys(("samples", "requests", "max_gpus", "replications", "top"), count(2**20)),
+    **dict.fromkeys(("ctx", "gpus", "batch", "cached_prefix", "pack_tokens"), whole),
+    **dict.fromkeys(("samples", "max_gpus", "replications", "top"), count(2**20)),
     "jobs": count(4096),
     **dict.fromkeys(("link_bandwidth", "link_latency", "memory_fraction", "slo_ttft", "percentile"), number),
     **dict.fromkeys(("rate_scale", "time_compression", "tpot", "mtbf", "repair", "expert_imbalance"), number),

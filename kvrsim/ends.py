@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from kvrsim.cost.kernels import CostModel
@@ -24,10 +26,14 @@ def embedding(scenario: Scenario, chunk: Array, cost: CostModel) -> tuple[Op, ..
     return read, all_reduce(scenario.group, summed, scenario.host.collective_s)
 
 
-def request(scenario: Scenario, chunk: Array) -> tuple[Op, ...]:
-    """What a request waits for before any rank begins; as long for every partition of the batch."""
+def request(scenario: Scenario, chunk: Array, contexts: Sequence[int] | None = None) -> tuple[Op, ...]:
+    """What a request waits for before any rank begins; as long for every partition of the batch.
+
+    contexts: of several prompts that begin together, tokens; None: the scenario's own.
+    """
     host, asked = scenario.host, scenario.request
-    seconds = host.request_s + host.token_s * asked.batch * asked.context_len
+    each = [asked.batch * asked.context_len] if contexts is None else contexts
+    seconds = sum(host.request_s + host.token_s * tokens for tokens in each)
     return (_held("request", chunk, seconds),) if seconds else ()
 
 
@@ -77,15 +83,15 @@ def has_prefill(scenario: Scenario) -> bool:
     return scenario.engine is None or not scenario.engine.decode_step or asked.context_len > asked.cached_prefix + 1
 
 
-def last(scenario: Scenario, chunk: Array, context: Array, cost: CostModel) -> tuple[Op, ...]:
-    """What the last rank does after its last layer."""
-    return (*decode_step(scenario, context, cost), *head(scenario, chunk, cost))
+def last(scenario: Scenario, chunk: Array, context: Array, cost: CostModel, *, prompts: int = 1) -> tuple[Op, ...]:
+    """What the last rank does after its last layer; `prompts`: that end with the chunk."""
+    return (*decode_step(scenario, context, cost), *head(scenario, chunk, cost, prompts))
 
 
-def head(scenario: Scenario, chunk: Array, cost: CostModel) -> tuple[Op, ...]:
-    """Final norm and logits, of the last token alone or, as the 2023 Hugging Face code did, of all."""
+def head(scenario: Scenario, chunk: Array, cost: CostModel, prompts: int = 1) -> tuple[Op, ...]:
+    """Final norm and logits, of each prompt's last token alone or, as the 2023 Hugging Face code did, of all."""
     head = scenario.share.lm_head
-    tokens = chunk if cost.head_on_all_tokens else np.ones_like(chunk)
+    tokens = chunk if cost.head_on_all_tokens else np.full_like(chunk, prompts)
     product = Product(head.in_features, head.out_features, compute=head.compute)
     logits = Compute(name="head", device_s=cost.head_s(tokens, product), kind="head")
     if scenario.group is None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Unpack
 
-from kvrsim.arguments import checked, named, wholes
+from kvrsim.arguments import checked, named, number_or_path, wholes
 from kvrsim.choices import MAP_STRATEGIES
 from kvrsim.setup import ScenarioArgs, make_scenario, make_scenarios
 
@@ -78,11 +78,11 @@ def plan(
     )
 
 
-@checked()
+@checked(requests=number_or_path)
 def simulate(
     *,
     strategy: str | Strategy,
-    ctx: int | str,
+    ctx: int | str | None = None,
     partition: Sequence[int] | None = None,
     table: str | PathLike[str] | PartitionTable | None = None,
     executor: str | None = None,
@@ -90,8 +90,9 @@ def simulate(
     breakdown: bool = False,
     noise: str | Noise | None = None,
     samples: int = 200,
-    requests: int | None = None,
-    every: str = "0s",
+    requests: int | str | PathLike[str] | None = None,
+    every: str | None = None,
+    pack_tokens: int | str | None = None,
     seed: int = 0,
     **scenario: Unpack[ScenarioArgs],
 ) -> SimResult:
@@ -103,22 +104,24 @@ def simulate(
         ("kvr-s" searches it first, "kvr-p" looks it up).
     table: where "kvr-p" looks it up: a file of build_table, or a PartitionTable.
     executor: "batch", "event" (simulates the queue of every link), or None: chosen automatically.
-    timeline: whether the result carries a timeline; needs the event executor.
-    breakdown: whether it carries the seconds of every operation on every rank, its share of the roofline, and
-        whether it was measured (result.breakdown.to_frame()); needs the event executor.
+    timeline, breakdown: whether the result carries a timeline, and the seconds of every operation, its share of the
+        roofline and whether it was measured (result.breakdown.to_frame()); both need the event executor.
     noise: a spec as after --noise, or a Noise; result.noisy is the distribution of TTFT over `samples` samples.
-    requests: number of equal prompts run one after another (result.stream); `every`: the time between them, such as
-        "500ms" or "poisson:500ms"; "0s": all arrive at once.
+    requests: prompts on the same GPUs (result.stream): a number of equal ones or, without `ctx`, contexts such as
+        "2k,8k" or a trace as in capacity. every: the time between them, such as "500ms" or "poisson:500ms".
+    pack_tokens: most new tokens of a step that prompts share; None: they run one after another.
     seed: of the noise and of Poisson gaps.
     scenario: the other arguments of make_scenario (gpus, model, profile, ...).
 
     Raises InputError naming the parameter.
     """
-    from kvrsim.results.stream import Arrivals
+    from kvrsim.units import parse_tokens
+    from planner.prompts import parse_prompts, scenario_of
     from planner.simulate import run_simulation
     from planner.uncertainty.disturbed import as_asked
 
-    asked, warnings = make_scenario(ctx=ctx, **scenario)
+    arrivals = None if requests is None else parse_prompts(str(requests), every, seed)
+    asked, warnings = scenario_of(arrivals, ctx=ctx, **scenario)
     return run_simulation(
         asked,
         strategy=strategy,
@@ -128,7 +131,8 @@ def simulate(
         timeline=timeline,
         with_breakdown=breakdown,
         disturbance=as_asked(noise, samples, seed),
-        arrivals=None if requests is None else Arrivals.parse(requests, every),
+        arrivals=arrivals,
+        pack_tokens=None if pack_tokens is None else parse_tokens(str(pack_tokens), "pack_tokens"),
         seed=seed,
         warnings=warnings,
     )

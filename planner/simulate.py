@@ -7,12 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvrsim.compile import for_strategy
+from kvrsim.errors import InputError
 from kvrsim.executors.run import check_executor, run_partition
 from kvrsim.memory import fits, memory_of
 from kvrsim.program.in_flight import sent_bytes
 from kvrsim.program.operations import Op, Program, work_s
 from kvrsim.results.question import Question
 from kvrsim.results.results import RankReport, SimResult
+from kvrsim.results.stream import Prompts
 from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy, label_of
@@ -25,7 +27,8 @@ from planner.uncertainty.interval import interval, measured_coverage
 # What only some simulations need is imported where they ask for it, for the sake of the start.
 if TYPE_CHECKING:
     from kvrsim.noise.draw import NoiseDraw
-    from kvrsim.results.stream import Arrivals, StreamResult
+    from kvrsim.results.stream import Arrivals
+    from planner.stream import Stream
     from planner.table.table import PartitionTable
     from planner.uncertainty.disturbed import Disturbance
 
@@ -42,7 +45,8 @@ def run_simulation(
     timeline: bool = False,
     with_breakdown: bool = False,
     disturbance: Disturbance | None = None,
-    arrivals: Arrivals | None = None,
+    arrivals: Arrivals | Prompts | None = None,
+    pack_tokens: int | None = None,
     seed: int = 0,
     warnings: Sequence[str] = (),
     on_progress: Progress | None = None,
@@ -54,7 +58,9 @@ def run_simulation(
     executor: "batch" or "event"; None takes the event executor where flows share a bus, or a timeline or
     breakdown is wanted. Raises InputError for an unknown strategy or executor, or a partition that does not fit.
     disturbance: noise; the answer is its first sample's run, beside the distribution over all.
-    arrivals: requests alike behind each other, Poisson gaps by the seed; the answer is the first one's.
+    arrivals: requests alike behind each other, Poisson gaps by the seed, or prompts of different lengths, of which the
+        scenario's request is the one with the longest context; the answer is that of the scenario's request alone.
+    pack_tokens: most new tokens of a step that prompts are packed into; None: they run behind each other.
     on_progress: called while a partition is searched.
     """
     chosen = get_strategy(strategy)
@@ -64,13 +70,13 @@ def run_simulation(
     }
     if disturbance is not None:
         about |= {"noise": disturbance.noise.name, "samples": disturbance.num_samples}
-    if arrivals is not None:
+    if isinstance(arrivals, Prompts):
+        about |= {"requests": arrivals.arrivals, "pack_tokens": pack_tokens}
+    elif arrivals is not None:
         about |= {"requests": arrivals.count, "every_s": arrivals.every_s, "poisson": arrivals.poisson}
+        about |= {"pack_tokens": pack_tokens}
     asked = Question.of(scenario, seed=seed, **about)
-    if arrivals is not None:
-        from planner.uncertainty.disturbed import check_strategy
-
-        check_strategy(chosen)
+    _check_stream(arrivals, pack_tokens, partition, disturbance)
     if disturbance is not None:
         disturbance.check(chosen)
         scenario = disturbance.fixed(scenario)
@@ -85,6 +91,7 @@ def run_simulation(
         disturbance.check_length(quiet_s, placed.cluster.num_gpus)
     run = run_partition(placed, chosen, cut, executor=kind, timeline=records, draw=draw)
     program, finish_s, spans = run.program, run.finish_s, run.timeline
+    stream = None if arrivals is None else _stream(scenario, placed, chosen, program, arrivals, pack_tokens, seed)
     sure = interval(placed, chosen, cut, finish_s[-1])
     own_s = computes_s(program)
     busy_s = own_s if draw is None or spans is None else [spans.computed_s(rank) for rank in range(len(finish_s))]
@@ -118,11 +125,11 @@ def run_simulation(
         interval_coverage=measured_coverage(scenario),
         interval_causes=sure.causes(),
         warnings=(*warnings, *(_table_notes(table, placed, chosen) if looks_up and table is not None else ())),
-        timeline=_shown(program, placed, arrivals, spans, seed=seed, noise=draw) if timeline else None,
+        timeline=_shown(stream, spans, noise=draw) if timeline else None,
         breakdown=breakdown(placed, chosen, cut, finish_s, spans) if with_breakdown and spans else None,
         noise=None if disturbance is None else disturbance.noise,
         noisy=None if disturbance is None else disturbance.distribution(placed, chosen, cut, quiet_s or finish_s[-1]),
-        stream=None if arrivals is None else _stream(program, placed, arrivals, busy_s=own_s, seed=seed, noise=draw),
+        stream=None if stream is None else stream.run(computes_s, draw),
     )
 
 
@@ -132,36 +139,53 @@ def _table_notes(table: PartitionTable, scenario: Scenario, strategy: Strategy) 
     return notes_on_table(table, scenario, strategy)
 
 
+def _check_stream(
+    arrivals: Arrivals | Prompts | None,
+    pack_tokens: int | None,
+    partition: Sequence[int] | None,
+    disturbance: Disturbance | None,
+) -> None:
+    """InputError where the options for several prompts do not go together."""
+    if isinstance(arrivals, Prompts) and partition is not None:
+        raise InputError("partition", ",".join(map(str, partition)), "equal prompts, where `requests` has lengths")
+    if pack_tokens is None:
+        return
+    if arrivals is None:
+        raise InputError("pack_tokens", pack_tokens, "with `requests`")
+    if disturbance is not None:
+        raise InputError("pack_tokens", pack_tokens, "no `noise` beside it")
+
+
 def _stream(
-    program: Program,
     scenario: Scenario,
-    arrivals: Arrivals,
-    *,
-    busy_s: Sequence[float],
-    seed: int,
-    noise: NoiseDraw | None,
-) -> StreamResult:
-    from planner.stream import run_stream
-
-    return run_stream(program, scenario.cluster, arrivals, busy_s=busy_s, seed=seed, noise=noise)
-
-
-def _shown(
+    placed: Scenario,
+    strategy: Strategy,
     program: Program,
-    scenario: Scenario,
-    arrivals: Arrivals | None,
-    first: Timeline | None,
-    *,
+    arrivals: Arrivals | Prompts,
+    pack_tokens: int | None,
     seed: int,
-    noise: NoiseDraw | None,
-) -> Timeline | None:
+) -> Stream:
+    """placed: as the strategy sees the scenario; `program`: of the scenario's request alone."""
+    from planner.stream import alike, of_lengths, packed
+
+    request = scenario.request
+    if isinstance(arrivals, Prompts):
+        prompts = arrivals
+    else:
+        prompts = Prompts.alike(arrivals, seed, request.context_len, request.cached_prefix)
+    if pack_tokens is not None:
+        return packed(placed, strategy, prompts, pack_tokens)
+    if prompts is arrivals:
+        return of_lengths(scenario, strategy, prompts)
+    return alike(program, placed.cluster, prompts)
+
+
+def _shown(stream: Stream | None, first: Timeline | None, *, noise: NoiseDraw | None) -> Timeline | None:
     """The first request's timeline or, of several, that of as many as a picture and a trace can hold."""
-    if arrivals is None or first is None:
+    if stream is None or first is None:
         return first
-    from planner.stream import timeline_of
-
-    times_s = arrivals.times_s(seed)[: max(1, MOST_SPANS // max(1, len(first.spans)))]
-    return replace(timeline_of(program, scenario.cluster, times_s, noise), gpus_per_rank=first.gpus_per_rank)
+    shown = stream.first(max(1, MOST_SPANS // max(1, len(first.spans))))
+    return replace(shown.timeline(noise), gpus_per_rank=first.gpus_per_rank)
 
 
 def compute_s(program: Program, rank: int) -> float:

@@ -1,121 +1,200 @@
-"""Requests behind each other on the same GPUs: a chain's early ranks begin the next prompt while its last is busy.
+"""Prompts on the same GPUs: behind each other, so that early ranks begin the next while the last is busy, or packed.
 
-Every rank runs the requests in order, as soon as it has done the one before and the next has come; host and
-device begin a request together, since a serving loop fetches the token of the one before. On links that
-nobody shares, when ranks and links are free after a request depends on when they were free before it by
-maxima and sums alone: x' = A (x) x in max-plus algebra. One evaluation from every unit vector gives A; requests
-then cost a matrix-vector product each, and the largest mean weight of a cycle of A is the time that a request
-takes in the long run (Karp, 1978; Baccelli et al., Synchronization and Linearity, 1992).
+Host and device begin a prompt together, since a serving loop fetches the token of the one before. On links that nobody
+shares the batch executor gives the recurrence of planner/packing/serve.py; under noise and on a bus the event executor
+runs prompts one behind the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from kvrsim.executors.batch import BatchEvaluator, Start
+from kvrsim.compile import build_program, columns, for_strategy
+from kvrsim.errors import InputError
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.noise.draw import NoiseDraw
-from kvrsim.program.operations import Array, Program
-from kvrsim.results.stream import Arrivals, StreamResult
+from kvrsim.program.operations import Program
+from kvrsim.results.stream import Packed, Prompts, StreamResult
 from kvrsim.results.timeline import Timeline
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import Strategy
+from planner.evaluate import Evaluator
+from planner.packing.memory import most_held
+from planner.packing.rule import PackingRule, check_packs
+from planner.packing.serve import Launch, Served, serve_packed, serve_whole, steady_s
+from planner.packing.steps import StepPrograms
+from planner.partitions import best_pieces, settled, with_dear_steps
 
-_MOST_STATES = 256  # ranks and links, up to which the long run is worked out
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stream:
+    """Prompts and how the ranks of a cluster run them; made by one of the functions below."""
+
+    cluster: Cluster  # as the strategy sees it
+    prompts: Prompts
+    serve: Callable[[Sequence[float]], Served]  # prompts that arrive at these times, on links that nobody shares
+    program_of: Callable[[int], Program] | None  # of a prompt by itself; None: prompts are packed
+    pack_tokens: int | None = None  # most new tokens of a step; None: prompts are not packed
+
+    def run(self, busy_of: Callable[[Program], Sequence[float]], noise: NoiseDraw | None = None) -> StreamResult:
+        """TTFT of every prompt, throughput and utilisation.
+
+        busy_of: device time of each rank's own operations in a program.
+        """
+        prompts, times_s = self.prompts, self.prompts.arrivals_s
+        served, steady = self._served(noise)
+        busy: dict[int, Sequence[float]] = {}
+        sums = [0.0] * len(busy_of(served.launches[0].program))
+        for launch in served.launches:
+            of_ranks = busy.setdefault(id(launch.program), busy_of(launch.program))
+            sums = [so_far + more for so_far, more in zip(sums, of_ranks, strict=True)]
+        count = len(times_s)
+        return StreamResult(
+            arrivals=prompts.arrivals,
+            arrivals_s=times_s,
+            context_lens=prompts.context_lens,
+            queue_s=_since(served.begin_s, times_s),
+            ttft_s=_since(served.first_token_s, times_s),
+            throughput_per_s=count / served.end_s,
+            steady_per_s=count / steady if steady else None,
+            busy_s=tuple(one / count for one in sums),
+            utilisation=tuple(one / served.end_s for one in sums),
+            packed=None if self.pack_tokens is None else _packed(served.launches, self.pack_tokens),
+        )
+
+    def timeline(self, noise: NoiseDraw | None = None) -> Timeline:
+        """What happens when, by the event executor."""
+        from kvrsim.executors.event import EventSimulation  # SimPy, only where it is needed
+
+        times_s, programs = self.prompts.arrivals_s, self._programs()
+        ends: Sequence[int] = range(len(times_s))
+        if self.program_of is None:
+            served = self.serve(times_s)
+            programs = [launch.program for launch in served.launches]
+            times_s = tuple(launch.release_s for launch in served.launches)
+            ends = [number for number, launch in enumerate(served.launches) for _ in launch.ends]
+        simulation = EventSimulation(programs[0], self.cluster, noise=noise, arrivals_s=times_s, programs=programs)
+        return replace(simulation.timeline, first_tokens_s=tuple(simulation.finishes_s[-1][end] for end in ends))
+
+    def first(self, count: int) -> Stream:
+        """The first prompts alone."""
+        return replace(self, prompts=self.prompts.first(count))
+
+    def _programs(self) -> list[Program]:
+        """One a prompt, the same for prompts that are alike; none where prompts are packed."""
+        if self.program_of is None:
+            return []
+        known: dict[Hashable, Program] = {}
+        keys = _keys(self.prompts)
+        return [
+            known[key] if key in known else known.setdefault(key, self.program_of(prompt))
+            for prompt, key in enumerate(keys)
+        ]
+
+    def _served(self, noise: NoiseDraw | None) -> tuple[Served, float | None]:
+        """What happened, and seconds of all prompts in the long run."""
+        times_s = self.prompts.arrivals_s
+        if noise is not None or self.cluster.shares_bandwidth:
+            return _simulated(self._programs(), self.cluster, times_s, noise), None
+        served = self.serve(times_s)
+        at_once = served if self.pack_tokens is None else self.serve((0.0,) * len(times_s))
+        return served, steady_s(at_once.launches)
 
 
-def run_stream(
-    program: Program,
-    cluster: Cluster,
-    arrivals: Arrivals,
-    *,
-    busy_s: Sequence[float],
-    seed: int = 0,
-    noise: NoiseDraw | None = None,
-) -> StreamResult:
-    """TTFT of every request, throughput and utilisation; the event executor runs what the recurrence cannot.
+def alike(program: Program, cluster: Cluster, prompts: Prompts) -> Stream:
+    """Equal prompts, each run by the same program."""
 
-    busy_s: device time of each rank's own operations in one request.
+    def serve(times_s: Sequence[float]) -> Served:
+        return serve_whole(cluster, times_s, [0] * len(times_s), lambda _: program)
+
+    return Stream(cluster=cluster, prompts=prompts, serve=serve, program_of=lambda _: program)
+
+
+def of_lengths(scenario: Scenario, strategy: Strategy, prompts: Prompts) -> Stream:
+    """Prompts of different lengths, each with the strategy's own partition of it.
+
+    scenario: with the GPUs that there are. strategy: of a pipeline with the layers of its stages, which all prompts
+    share.
     """
-    times_s = arrivals.times_s(seed)
-    steady_s: float | None = None
-    if noise is None and not cluster.shares_bandwidth:
-        recurrence = Recurrence.of(program, cluster)
-        first_token_s, end_s = recurrence.run(times_s)
-        if len(recurrence.matrix) <= _MOST_STATES:
-            steady_s = cycle_time_s(recurrence.matrix)
-    else:
-        first_token_s, end_s = simulated(program, cluster, times_s, noise)
-    return StreamResult(
-        arrivals=arrivals.describe(),
-        arrivals_s=times_s,
-        ttft_s=tuple(token_s - time_s for token_s, time_s in zip(first_token_s, times_s, strict=True)),
-        throughput_per_s=len(times_s) / end_s,
-        steady_per_s=1.0 / steady_s if steady_s else None,
-        busy_s=tuple(busy_s),
-        utilisation=tuple(len(times_s) * busy / end_s for busy in busy_s),
+
+    def program_of(prompt: int) -> Program:
+        asked = replace(
+            scenario.request, context_len=prompts.context_lens[prompt], cached_prefix=prompts.cached_prefix[prompt]
+        )
+        placed = for_strategy(replace(scenario, request=asked), strategy)
+        if strategy.pipeline is not None:
+            cut = best_pieces(Evaluator(with_dear_steps(placed), strategy, None))
+        else:
+            _, cut = settled(placed, strategy)
+        return build_program(placed, strategy, columns(cut.chunk_lens))
+
+    cluster = for_strategy(scenario, strategy).cluster
+
+    def serve(times_s: Sequence[float]) -> Served:
+        return serve_whole(cluster, times_s, _keys(prompts)[: len(times_s)], program_of)
+
+    return Stream(cluster=cluster, prompts=prompts, serve=serve, program_of=program_of)
+
+
+def packed(placed: Scenario, strategy: Strategy, prompts: Prompts, pack_tokens: int) -> Stream:
+    """Prompts in steps of at most `pack_tokens` new tokens.
+
+    placed: as the strategy sees it; the clock is that of its request. Raises InputError where prompts cannot share
+    steps.
+    """
+    check_packs(placed, strategy)
+    if placed.cluster.shares_bandwidth:
+        raise InputError("pack_tokens", pack_tokens, "links that flows do not share: `topology` switch or chain")
+    if placed.request.batch != 1:
+        raise InputError("batch", placed.request.batch, "1 with `pack_tokens`, which makes batches itself")
+    programs = StepPrograms(placed, strategy)
+    everything = sum(prompts.context_lens)
+    held = most_held(placed, strategy, pack_tokens, everything)
+    rule = PackingRule(prompts.new_tokens, prompts.cached_prefix, pack_tokens, held)
+
+    def serve(times_s: Sequence[float]) -> Served:
+        return serve_packed(programs, rule, times_s)
+
+    return Stream(cluster=placed.cluster, prompts=prompts, serve=serve, program_of=None, pack_tokens=pack_tokens)
+
+
+def _simulated(
+    programs: Sequence[Program], cluster: Cluster, arrivals_s: Sequence[float], noise: NoiseDraw | None
+) -> Served:
+    """By the event executor; `programs`: one a prompt."""
+    from kvrsim.executors.event import EventSimulation  # SimPy, only where it is needed
+
+    simulation = EventSimulation(
+        programs[0], cluster, record=False, noise=noise, arrivals_s=arrivals_s, programs=programs
+    )
+    free_s = (0.0, *simulation.finishes_s[0][:-1])
+    launches = [
+        Launch(release_s=time_s, program=program, recurrence=None, begins=(prompt,), ends=(prompt,), tokens=0)
+        for prompt, (time_s, program) in enumerate(zip(arrivals_s, programs, strict=True))
+    ]
+    return Served(
+        launches=tuple(launches),
+        begin_s=tuple(max(pair) for pair in zip(free_s, arrivals_s, strict=True)),
+        first_token_s=simulation.finishes_s[-1],
+        end_s=max(simulation.finish_s),
     )
 
 
-def simulated(
-    program: Program, cluster: Cluster, arrivals_s: Sequence[float], noise: NoiseDraw | None = None
-) -> tuple[tuple[float, ...], float]:
-    """When each request has its first token, and when all ranks are done, by the event executor."""
-    from kvrsim.executors.event import EventSimulation  # SimPy, only where it is needed
-
-    simulation = EventSimulation(program, cluster, record=False, noise=noise, arrivals_s=arrivals_s)
-    return simulation.finishes_s[-1], max(simulation.finish_s)
-
-
-def timeline_of(
-    program: Program, cluster: Cluster, arrivals_s: Sequence[float], noise: NoiseDraw | None = None
-) -> Timeline:
-    """What happens when, while these requests run behind each other."""
-    from kvrsim.executors.event import EventSimulation  # SimPy, only where it is needed
-
-    simulation = EventSimulation(program, cluster, noise=noise, arrivals_s=arrivals_s)
-    return replace(simulation.timeline, first_tokens_s=simulation.finishes_s[-1])
+def _packed(launches: Sequence[Launch], pack_tokens: int) -> Packed:
+    count = len(launches)
+    return Packed(
+        pack_tokens=pack_tokens,
+        steps=count,
+        mean_tokens=sum(launch.tokens for launch in launches) / count,
+        mean_prompts=sum(launch.prompts for launch in launches) / count,
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class Recurrence:
-    """One request as a max-plus matrix."""
-
-    matrix: Array  # [i, j]: when i is free again, if j alone were not free before 0; shape (states, states)
-    num_ranks: int  # the first states; the others are links
-
-    @classmethod
-    def of(cls, program: Program, cluster: Cluster) -> Recurrence:
-        """Evaluate the program once, with one column a state."""
-        num_ranks = program.num_ranks
-        edges = sorted(BatchEvaluator(program, cluster).links_s)
-        units = np.where(np.eye(num_ranks + len(edges), dtype=bool), 0.0, -np.inf)
-        start = Start(list(units[:num_ranks]), dict(zip(edges, units[num_ranks:], strict=True)))
-        end = BatchEvaluator(program, cluster, start=start)
-        return cls(np.stack([*end.finish_s, *(end.links_s[edge] for edge in edges)]), num_ranks)
-
-    def run(self, arrivals_s: Sequence[float]) -> tuple[tuple[float, ...], float]:
-        """When the last rank has finished each request, and when all ranks are done."""
-        free_s = np.full(len(self.matrix), -np.inf)
-        tokens = []
-        for arrival_s in arrivals_s:
-            free_s[: self.num_ranks] = np.maximum(free_s[: self.num_ranks], arrival_s)
-            free_s = (self.matrix + free_s).max(axis=1)
-            tokens.append(float(free_s[self.num_ranks - 1]))
-        return tuple(tokens), float(free_s[: self.num_ranks].max())
+def _keys(prompts: Prompts) -> list[Hashable]:
+    """The same for prompts that are alike."""
+    return list(zip(prompts.context_lens, prompts.cached_prefix, strict=True))
 
 
-def cycle_time_s(matrix: Array) -> float:
-    """The largest mean weight of a cycle (Karp, 1978): seconds a request in the long run."""
-    count = len(matrix)
-    longest = np.full((count + 1, count), -np.inf)
-    longest[0] = 0.0  # from a source beside the graph, which reaches every state
-    for step in range(count):
-        longest[step + 1] = (matrix + longest[step]).max(axis=1)
-    steps = np.arange(count)[:, None]
-    with np.errstate(invalid="ignore"):
-        means = (longest[count] - longest[:count]) / (count - steps)
-    means[~np.isfinite(longest[:count])] = np.inf
-    reached = np.isfinite(longest[count])
-    return float(means[:, reached].min(axis=0).max())
+def _since(times_s: Sequence[float], begin_s: Sequence[float]) -> tuple[float, ...]:
+    return tuple(time_s - begin for time_s, begin in zip(times_s, begin_s, strict=True))

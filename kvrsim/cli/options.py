@@ -13,6 +13,7 @@ import typer
 from kvrsim.choices import ATTENTIONS, DTYPES, OBJECTIVES
 
 if TYPE_CHECKING:
+    from kvrsim.results.stream import Arrivals, Prompts
     from kvrsim.scenario import Scenario
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
@@ -29,6 +30,14 @@ Plot = Annotated[
 Table = Annotated[
     str | None,
     typer.Option("--table", metavar="FILE", help="Partition table for kvr-p; kvrsim table build writes one."),
+]
+PackTokens = Annotated[
+    str | None,
+    typer.Option(
+        "--pack-tokens",
+        metavar="LEN",
+        help="Pack waiting prompts into steps of at most this number of new tokens, and cut longer prompts.",
+    ),
 ]
 NoiseSpec = Annotated[
     str | None,
@@ -181,6 +190,26 @@ class ManyOptions(ScenarioOptions):
         from kvrsim.setup import make_scenarios
 
         return make_scenarios(**self._given())
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamOptions(ScenarioOptions):
+    """The same where prompts may have lengths of their own."""
+
+    ctx: Annotated[
+        str,
+        typer.Option(
+            "--ctx",
+            metavar="LEN",
+            help="Context length in tokens: 16k is 16384. Required unless --requests has lengths.",
+        ),
+    ] = ""
+
+    def scenario_of(self, arrivals: Arrivals | Prompts | None) -> tuple[Scenario, tuple[str, ...]]:
+        """The scenario, of prompts with lengths that of the longest, and its notes; InputError names the option."""
+        from planner.prompts import scenario_of
+
+        return scenario_of(arrivals, **self._given() | {"ctx": self.ctx or None})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvrsim.errors import InputError
 
 if TYPE_CHECKING:
-    from kvrsim.results.stream import Arrivals
+    from kvrsim.results.stream import Arrivals, Prompts
     from planner.table.table import PartitionTable
     from planner.uncertainty.disturbed import Disturbance
 
@@ -88,16 +88,22 @@ def parse_objective(objective: str | None, disturbance: Disturbance | None) -> s
     return "mean" if objective is None else check_objective(objective)
 
 
-def parse_arrivals(requests: str | None, every: str | None) -> Arrivals | None:
-    """How many requests arrive, and when; None: one prefill alone."""
-    from kvrsim.results.stream import MAX_REQUESTS, Arrivals
-    from kvrsim.units import parse_count
-
+def parse_requests(requests: str | None, every: str | None, seed: int) -> Arrivals | Prompts | None:
+    """The prompts that arrive, and when; None: one prefill alone."""
     if requests is None:
         if every is not None:
             raise InputError("every", every, "with --requests N")
         return None
-    return Arrivals.parse(parse_count(requests, "requests", maximum=MAX_REQUESTS), every or "0s")
+    from planner.prompts import parse_prompts
+
+    return parse_prompts(requests, every, seed)
+
+
+def parse_pack_tokens(text: str | None) -> int | None:
+    """Most new tokens of a step; None: prompts are not packed."""
+    from kvrsim.units import parse_tokens
+
+    return None if text is None else parse_tokens(text, "pack_tokens")
 
 
 def read_table(path: str | None) -> PartitionTable | None:

@@ -32,8 +32,9 @@ from kvrsim.results.timeline import SpanOp, Timeline
 class EventSimulation:
     """One prefill, simulated. `finish_s` is when each rank ended; TTFT is the last rank's.
 
-    noise: one sample that disturbs it. arrivals_s: of several requests alike, ascending; each rank runs them one
-    after another, and `finishes_s` is when each rank ended each. on_link: called when a link is first used.
+    noise: one sample that disturbs it. arrivals_s: of several requests, ascending; each rank runs them one after
+    another, and `finishes_s` is when each rank ended each. programs: one a request; None: all are alike.
+    on_link: called when a link is first used.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class EventSimulation:
         record: bool = True,
         noise: NoiseDraw | None = None,
         arrivals_s: Sequence[float] = (0.0,),
+        programs: Sequence[Program] | None = None,
         on_link: OnLink | None = None,
     ) -> None:
         assert noise is None or noise.num_samples == 1, "one sample at a time"
@@ -51,7 +53,8 @@ class EventSimulation:
         env = simpy.Environment()
         self.network = Network(env, cluster, program.num_ranks, record=record, noise=noise, on_link=on_link)
         ranks = [RankProcess(program, rank, self.network) for rank in range(program.num_ranks)]
-        processes = [env.process(rank.run(arrivals_s)) for rank in ranks]
+        launches = list(zip(programs or [program] * len(arrivals_s), arrivals_s, strict=True))
+        processes = [env.process(rank.run(launches)) for rank in ranks]
         env.run(simpy.AllOf(env, processes))
         self.finishes_s = tuple(tuple(float(end) for end in process.value or ()) for process in processes)
         self.finish_s = tuple(ends[-1] for ends in self.finishes_s)
@@ -74,10 +77,10 @@ class RankProcess:
         self.num_computed = 0
         self.last_left: simpy.Event | None = None  # of the messages that leave in turn, the last one so far
 
-    def run(self, arrivals_s: Sequence[float]) -> Process:
-        """All requests in order; returns when the device has finished each."""
+    def run(self, launches: Sequence[tuple[Program, float]]) -> Process:
+        """All requests in order, each with its arrival; returns when the device has finished each."""
         ends_s = []
-        for arrival_s in arrivals_s:
+        for self.program, arrival_s in launches:
             # The token of the request before has been fetched: host and device begin the next one together.
             idle_s, begin_s = self.clock_s, max(self.clock_s, self.host_s, arrival_s)
             self.clock_s = self.host_s = begin_s

@@ -69,7 +69,6 @@ class Evaluations:
     conditions: Conditions
     target: Target
     decoding: Decoding = field(default_factory=Decoding)
-    pack_tokens: int = 0
     simulated: int = 0  # requests, over all simulations
     _services: dict[Kind, list[Service]] = field(default_factory=dict)
     _members: dict[tuple[object, ...], list[Indices]] = field(default_factory=dict)
@@ -89,8 +88,7 @@ class Evaluations:
         """Service times of each workload on such groups."""
         if kind not in self._services:
             self._services[kind] = [
-                self.times.service(kind.gpus, workload, self.decoding, self.pack_tokens, kind.weights)
-                for workload in self.workloads
+                self.times.service(kind.gpus, workload, self.decoding, kind.weights) for workload in self.workloads
             ]
         return self._services[kind]
 
@@ -126,8 +124,7 @@ class Evaluations:
         """Average number of busy groups of a bucket, if all work ends when the last request is due."""
         busy_s = 0.0
         for service, mine in zip(self.services(design[index].kind), self.members(design, index), strict=True):
-            share = np.array(service.overlap.busy)[service.length_class[mine]]
-            busy_s += float((service.ttft_s[mine] * share + service.hold_s[mine]).sum())
+            busy_s += float((service.busy_s[mine] + service.hold_s[mine]).sum())
         return busy_s / sum(workload.duration_s + self.target.slo_s for workload in self.workloads)
 
     def misses(self, design: Design, index: int, replicas: int) -> int:

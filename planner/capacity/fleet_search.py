@@ -253,9 +253,7 @@ class FleetSearch:
 
 def evaluations_of(request: CapacityRequest, workloads: Sequence[Workload], times: ServiceTimes) -> Evaluations:
     """Evaluations of a request on these workloads."""
-    return Evaluations(
-        workloads, times, request.conditions, request.target, request.decoding, pack_tokens=request.pack_tokens
-    )
+    return Evaluations(workloads, times, request.conditions, request.target, request.decoding)
 
 
 def _high_s(answer: FleetAnswer) -> float:

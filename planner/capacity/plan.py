@@ -20,6 +20,7 @@ from planner.capacity.decode_fleet import Decoded, DecodeFleet, decode_fleet
 from planner.capacity.designs import DesignSearch, Limits
 from planner.capacity.fleet.decoding import Decoding, Transfer
 from planner.capacity.fleet.layouts import WHOLE, Choice
+from planner.capacity.fleet.packed_times import PackedTimes
 from planner.capacity.fleet.times import ServiceTimes
 from planner.capacity.fleet_search import FleetSearch, evaluations_of
 from planner.capacity.request import CapacityRequest
@@ -55,15 +56,15 @@ def plan_capacity(
     """
     begin_s = time.perf_counter()
     named = None if strategies is None else tuple(strategies)
-    choice = Choice(asked=named, table=table, engines=tuple(map(deploy_engine, engines)))
+    packs = request.pack_tokens is not None
+    choice = Choice(asked=named, table=table, engines=tuple(map(deploy_engine, engines)), packs=packs)
     request = replace(request, limits=_limits(scenario, choice, request.limits))
     tell = on_progress or (lambda _: None)
     count = request.replications if request.source.is_random else 1
     workloads = [request.source.workload(request.seed, number) for number in range(count)]
     notes = [*_about_setting(warnings), *_about_table(scenario, choice, request.limits.sizes)]
     request = replace(request, decoding=_decoding(scenario, request))
-    least = max(1, request.pack_tokens)
-    times = ServiceTimes.for_workloads(scenario, workloads, at_least=least, choice=choice)
+    times = _times(scenario, request, workloads, choice)
     tell("times of groups")
     evaluations = evaluations_of(request, workloads, times)
     search = FleetSearch(request, evaluations, DesignSearch(evaluations, request.limits))
@@ -140,9 +141,18 @@ def _stretch(workloads: Sequence[Workload]) -> Workload | None:
 
 def _dispatch(request: CapacityRequest) -> str:
     rule = DISPATCH[request.conditions.order]
-    if request.pack_tokens:
-        rule += f"; prompts that follow each other run together up to {request.pack_tokens} new tokens"
+    if request.pack_tokens is not None:
+        rule += f"; waiting prompts share steps of up to {request.pack_tokens} new tokens, and longer ones are cut"
     return rule
+
+
+def _times(scenario: Scenario, request: CapacityRequest, workloads: Sequence[Workload], choice: Choice) -> ServiceTimes:
+    """What groups take, with prompts one by one or packed."""
+    if request.pack_tokens is None:
+        return ServiceTimes.for_workloads(scenario, workloads, choice=choice)
+    longest_new = max(int(workload.new_tokens.max()) for workload in workloads)
+    longest_prefix = max(int(workload.cached_prefix.max()) for workload in workloads)
+    return PackedTimes(scenario, longest_new, longest_prefix, choice, request.pack_tokens)
 
 
 def _about_setting(notes: Sequence[str]) -> list[str]:

@@ -17,6 +17,7 @@ from planner.capacity.workloads.source import Source
 
 DEFAULT_MAX_GPUS = 512
 _MOST_GPUS_A_GROUP = 64
+_MOST_PACKED = 2**17  # new tokens of a step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +31,7 @@ class CapacityRequest:
     decoding: Decoding = field(default_factory=Decoding)
     tpot_s: float | None = None  # target of the fleet that decodes; None: it is not sized
     kv_transfer_bytes_per_s: float | None = None  # of one GPU, to that fleet; None: not counted
-    pack_tokens: int = 0  # most new tokens of prompts that run together; 0: prompts run one by one
+    pack_tokens: int | None = None  # most new tokens of a step that prompts share; None: prompts run one by one
     replications: int = 5  # of synthetic requests
     seed: int = 0
     needs_confidence: bool = False  # the upper confidence bound has to meet the target, too
@@ -52,7 +53,7 @@ def make_request(
     decode: str = "separate",
     tpot: float | str | None = None,
     kv_transfer_bandwidth: float | str | None = None,
-    batch_tokens: int | str | None = None,
+    pack_tokens: int | str | None = None,
     order: str = "first-come",
     mtbf: float | str | None = None,
     repair: float | str = 600.0,
@@ -109,7 +110,7 @@ def make_request(
         decoding=decoding,
         tpot_s=tpot_s if decode == "separate" else None,
         kv_transfer_bytes_per_s=None if kv_transfer_bandwidth is None else _bandwidth(kv_transfer_bandwidth),
-        pack_tokens=0 if batch_tokens is None else _length(batch_tokens, "batch_tokens"),
+        pack_tokens=None if pack_tokens is None else _budget(pack_tokens),
         replications=_count(replications, "replications"),
         seed=seed,
         needs_confidence=sure,
@@ -186,5 +187,8 @@ def _count(value: int | str, argument: str) -> int:
     return parse_count(str(value), argument)
 
 
-def _length(value: int | str, argument: str) -> int:
-    return parse_tokens(str(value), argument)
+def _budget(value: int | str) -> int:
+    tokens = parse_tokens(str(value), "pack_tokens")
+    if tokens > _MOST_PACKED:
+        raise InputError("pack_tokens", value, f"at most {_MOST_PACKED} tokens a step")
+    return tokens

@@ -81,7 +81,12 @@ COMMANDS: tuple[tuple[tuple[str, ...], Options, Options, tuple[str, ...]], ...] 
         _PREFILL
         | _NOISE
         | {"--partition": ("512,512", "256,256", "1000,2000", "1"), "--executor": ("batch", "event")}
-        | {"--requests": ("3",), "--every": ("5ms", "poisson:5ms", "0s"), "--trace": ("t.json",)},
+        | {
+            "--requests": ("3", "1k,2k,300"),
+            "--every": ("5ms", "poisson:5ms", "0s"),
+            "--pack-tokens": ("1k",),
+            "--trace": ("t.json",),
+        },
         (*_FLAG, "--breakdown"),
     ),
     (
@@ -100,7 +105,7 @@ COMMANDS: tuple[tuple[tuple[str, ...], Options, Options, tuple[str, ...]], ...] 
         },
         _MACHINE
         | {"--percentile": ("50", "99", "100"), "--group-sizes": ("1", "1,2"), "--order": ("first-come",)}
-        | {"--rate-scale": ("2", "0.5"), "--time-compression": ("2",), "--batch-tokens": ("4k",), "--mtbf": ("100s",)}
+        | {"--rate-scale": ("2", "0.5"), "--time-compression": ("2",), "--pack-tokens": ("4k",), "--mtbf": ("100s",)}
         | {"--repair": ("10s",), "--slow-groups": ("10%:1.3",), "--decode": ("last-gpu",), "--tpot": ("30ms",)}
         | {"--price-per-gpu-hour": ("2", "1=2,2=3"), "--objective": ("cost", "gpus"), "--seed": ("3",)},
         (*_FLAG, "--sure", "--uniform-only"),

@@ -11,13 +11,15 @@ from kvrsim.compile import build_program
 from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
+from kvrsim.hardware.cluster import Cluster
 from kvrsim.program.operations import Program
-from kvrsim.results.stream import Arrivals
+from kvrsim.results.stream import Arrivals, Prompts, StreamResult
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
-from planner.simulate import compute_s, run_simulation
-from planner.stream import Recurrence, cycle_time_s, run_stream, simulated
+from planner.packing.serve import Recurrence, cycle_time_s
+from planner.simulate import compute_s, computes_s, run_simulation
+from planner.stream import alike
 from planner.uncertainty.disturbed import Disturbance
 from tests.building import Draws, any_partition, any_scenario, draws, examples
 
@@ -31,6 +33,10 @@ def program_of(rng: Draws, name: str) -> tuple[Scenario, Program]:
     return scenario, build_program(scenario, STRATEGIES[name], [np.array([float(chunk)]) for chunk in cut])
 
 
+def run_stream(program: Program, cluster: Cluster, arrivals: Arrivals) -> StreamResult:
+    return alike(program, cluster, Prompts.alike(arrivals, 0, 1, 0)).run(computes_s)
+
+
 @pytest.mark.parametrize("name", SHARED)
 @given(rng=draws(), seed=SEEDS, poisson=st.booleans())
 @examples(50)
@@ -40,9 +46,9 @@ def test_the_recurrence_is_the_replay(name: str, rng: Draws, seed: int, poisson:
     arrivals = Arrivals(count=6, every_s=ttft_s * rng.choice([0.0, rng.random(), 3.0]), poisson=poisson)
     times_s = arrivals.times_s(seed)
     tokens_s, end_s = Recurrence.of(program, scenario.cluster).run(times_s)
-    event_s, event_end_s = simulated(program, scenario.cluster, times_s)
-    assert tokens_s == pytest.approx(event_s, rel=1e-9)
-    assert end_s == pytest.approx(event_end_s, rel=1e-9)
+    event = EventSimulation(program, scenario.cluster, record=False, arrivals_s=times_s)
+    assert tokens_s == pytest.approx(event.finishes_s[-1], rel=1e-9)
+    assert end_s == pytest.approx(max(event.finish_s), rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["single", *SHARED])
@@ -56,7 +62,7 @@ def test_the_first_request_is_todays(name: str, rng: Draws) -> None:
         scenario, program = program_of(rng, name)
     ttft_s = run_batch(program, scenario.cluster)[-1, 0]
     for count in (1, 4):
-        stream = run_stream(program, scenario.cluster, Arrivals(count=count), busy_s=[1.0])
+        stream = run_stream(program, scenario.cluster, Arrivals(count=count))
         assert stream.ttft_s[0] == pytest.approx(ttft_s, rel=1e-12)
     if name == "single":
         assert stream.throughput_per_s == pytest.approx(1 / ttft_s, rel=1e-9)
@@ -68,7 +74,7 @@ def test_the_first_request_is_todays(name: str, rng: Draws) -> None:
 def test_nobody_serves_more_than_its_busiest_rank(name: str, rng: Draws) -> None:
     scenario, program = program_of(rng, name)
     busy_s = [compute_s(program, rank) for rank in range(program.num_ranks)]
-    stream = run_stream(program, scenario.cluster, Arrivals(count=20), busy_s=busy_s)
+    stream = run_stream(program, scenario.cluster, Arrivals(count=20))
     assert stream.steady_per_s is not None
     assert stream.steady_per_s <= 1 / max(busy_s) * (1 + 1e-9)
     assert stream.throughput_per_s <= 1 / max(busy_s) * (1 + 1e-9)
@@ -95,7 +101,7 @@ def test_the_long_run_is_what_many_requests_come_to(name: str, rng: Draws) -> No
 def test_far_apart_they_do_not_meet(rng: Draws) -> None:
     scenario, program = program_of(rng, "kvr-s")
     ttft_s = float(run_batch(program, scenario.cluster)[:, 0].max())
-    stream = run_stream(program, scenario.cluster, Arrivals(count=5, every_s=3 * ttft_s), busy_s=[1.0])
+    stream = run_stream(program, scenario.cluster, Arrivals(count=5, every_s=3 * ttft_s))
     assert stream.ttft_s == pytest.approx([stream.ttft_s[0]] * 5, rel=1e-9)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvrsim.choices import DECODES, DEPLOY_ENGINES, FLEET_OBJECTIVES, ORDERS
-from kvrsim.cli.options import Json, Seed, Table, WorkloadOptions, takes
+from kvrsim.cli.options import Json, PackTokens, Seed, Table, WorkloadOptions, takes
 from kvrsim.cli.outputs import print_json, write_beside
 from kvrsim.cli.parsing import check_output, check_plot, parse_choice, parse_seed, parse_strategies, read_table
 
@@ -79,10 +79,7 @@ def capacity(
             help="Count the KV-cache's way to the fleet that decodes; of each GPU, such as 50GB/s.",
         ),
     ] = None,
-    batch_tokens: Annotated[
-        str | None,
-        typer.Option("--batch-tokens", metavar="LEN", help="Batch prompts up to this number of new tokens."),
-    ] = None,
+    pack_tokens: PackTokens = None,
     order: Annotated[
         str,
         typer.Option("--order", metavar="|".join(ORDERS), help="Order of the queue: first come, or fewest new tokens."),
@@ -170,7 +167,7 @@ def capacity(
         decode=decode,
         tpot=tpot,
         kv_transfer_bandwidth=kv_transfer_bandwidth,
-        batch_tokens=batch_tokens,
+        pack_tokens=pack_tokens,
         order=order,
         mtbf=mtbf,
         repair=repair,

@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvrsim.choices import EXECUTORS
-from kvrsim.cli.options import Json, NoiseSpec, Plot, Samples, ScenarioOptions, Seed, Table, Trace, takes
+from kvrsim.cli.options import Json, NoiseSpec, PackTokens, Plot, Samples, Seed, StreamOptions, Table, Trace, takes
 from kvrsim.cli.outputs import print_json, write_beside
 from kvrsim.cli.parsing import (
     check_output,
     check_plot,
-    parse_arrivals,
     parse_choice,
     parse_chunks,
     parse_disturbance,
+    parse_pack_tokens,
+    parse_requests,
     parse_seed,
     parse_strategy,
     read_table,
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
     from kvrsim.results.timeline import Timeline
 
 
-@takes(ScenarioOptions)
+@takes(StreamOptions)
 def simulate(
-    options: ScenarioOptions,
+    options: StreamOptions,
     *,
     strategy: Annotated[
         str,
@@ -62,7 +63,11 @@ def simulate(
     samples: Samples = None,
     requests: Annotated[
         str | None,
-        typer.Option("--requests", metavar="N", help="Run N equal prompts one after another on the same GPUs."),
+        typer.Option(
+            "--requests",
+            metavar="N|LEN,LEN,...|FILE|synthetic:SPEC",
+            help="Run several prompts on the same GPUs: N equal ones, contexts such as 2k,8k, or those of a trace.",
+        ),
     ] = None,
     every: Annotated[
         str | None,
@@ -72,6 +77,7 @@ def simulate(
             help="Time between --requests: 500ms, or poisson:500ms. Default: all arrive at once.",
         ),
     ] = None,
+    pack_tokens: PackTokens = None,
     trace: Trace = None,
     plot: Plot = None,
     seed: Seed = "0",
@@ -91,11 +97,12 @@ def simulate(
         raise InputError("executor", executor, "event, where --trace, --plot or --breakdown is asked for")
     number = parse_seed(seed)
     disturbance = parse_disturbance(noise, samples, number)
-    arrivals = parse_arrivals(requests, every)
+    arrivals = parse_requests(requests, every, number)
+    budget = parse_pack_tokens(pack_tokens)
     check_output(trace, "trace")
     check_plot(plot)
     lookup = read_table(table)
-    scenario, warnings = options.scenario()
+    scenario, warnings = options.scenario_of(arrivals)
     from kvrsim.cli.progress import SearchProgress
     from planner.simulate import run_simulation
 
@@ -111,6 +118,7 @@ def simulate(
             with_breakdown=breakdown,
             disturbance=disturbance,
             arrivals=arrivals,
+            pack_tokens=budget,
             seed=number,
             warnings=warnings,
             on_progress=progress,

@@ -96,6 +96,12 @@ def _add_noise_and_requests(table: Table, result: SimResult) -> None:
         table.add_row("", f"each: {shown}{', ...' if len(stream.ttft_s) > 8 else ''}")
         steady = "" if stream.steady_per_s is None else f"; {stream.steady_per_s:.3g} without pauses between requests"
         table.add_row("", f"{stream.throughput_per_s:.3g} per second{steady}")
+        if (packed := stream.packed) is not None:
+            table.add_row(
+                "",
+                f"{packed.steps} packed steps of at most {packed.pack_tokens} tokens, on average"
+                f" {packed.mean_tokens:.0f} tokens of {packed.mean_prompts:.1f} prompts",
+            )
         used = ", ".join(f"{share:.0%}" for share in stream.utilisation[:16])
         table.add_row("", f"utilisation of each rank: {used}{', ...' if len(stream.utilisation) > 16 else ''}")
 

@@ -21,11 +21,11 @@ _LAST = EventPriority(2)  # after all events of an instant, which have SimPy's p
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A prompt, or a pack of prompts, that runs on a group."""
+    """A prompt that runs on a group."""
 
     begin_s: float
     end_s: float
-    members: list[int]
+    request: int
     busy: float  # mean time of the ranks over the last rank's
 
 
@@ -104,33 +104,18 @@ class PoolProcesses:
             self._begin(min(idle, key=lambda group: (group.free_since_s, group.number)))
 
     def _begin(self, group: _Group) -> None:
-        """Start the next prompt or pack as soon as the ranks of the previous one allow it."""
-        members, alone_s, kind = self._take()
-        overlap = self.service.overlap
-        took_s = alone_s * group.factor
+        """Start the next prompt as soon as the ranks of the previous one allow it."""
+        request = heappop(self.queue)[1]
+        overlap, kind = self.service.overlap, int(self.service.length_class[request])
+        took_s = float(self.service.ttft_s[request]) * group.factor
         begin_s = max(self.now_s, group.began_s + group.span_s * overlap.follow[group.last_kind][kind])
-        end_s = begin_s + took_s
-        hold_s = max(float(self.service.hold_s[member]) for member in members)
+        end_s, hold_s = begin_s + took_s, float(self.service.hold_s[request])
         free_s = end_s + hold_s if hold_s else begin_s + took_s * overlap.release[kind]
         group.began_s, group.span_s, group.last_kind, group.free_since_s = begin_s, took_s, kind, None
-        run = _Run(begin_s, end_s, members, overlap.busy[kind])
+        run = _Run(begin_s, end_s, request, overlap.busy[kind])
         group.running.append(run)
         self.env.process(self._at(end_s, lambda: self._end(group, run)))
         self.env.process(self._at(free_s, lambda life=group.life: self._free(group, life, free_s)))  # type: ignore[misc]
-
-    def _take(self) -> tuple[list[int], float, int]:
-        """The first of the queue and those after it that fit in a pack: requests, seconds alone, class."""
-        members, packing = [heappop(self.queue)[1]], self.service.packing
-        while packing and self.queue and packing.holds(*self._pack_of([*members, self.queue[0][1]])):
-            members.append(heappop(self.queue)[1])
-        if packing and len(members) > 1:
-            return members, *packing.of(*self._pack_of(members))
-        return members, float(self.service.ttft_s[members[0]]), int(self.service.length_class[members[0]])
-
-    def _pack_of(self, members: list[int]) -> tuple[int, int]:
-        """Sum of new tokens, and the longest cached prefix."""
-        tokens = sum(int(self.service.new_tokens[member]) for member in members)
-        return tokens, max(int(self.service.cached_prefix[member]) for member in members)
 
     def _end(self, group: _Group, run: _Run) -> None:
         """Record first tokens, unless the run was lost."""
@@ -138,12 +123,11 @@ class PoolProcesses:
             return
         group.running.remove(run)
         self.record.busy_s += run.busy * (run.end_s - run.begin_s)
-        hold_s = max(float(self.service.hold_s[member]) for member in run.members)
+        hold_s = float(self.service.hold_s[run.request])
         self.record.busy_s += hold_s * self.service.hold_gpus / self.service.num_gpus
-        for member in run.members:
-            self.record.begin_s[member], self.record.end_s[member] = run.begin_s, run.end_s
-            self.record.group[member] = group.number
-        self._close(len(run.members))
+        self.record.begin_s[run.request], self.record.end_s[run.request] = run.begin_s, run.end_s
+        self.record.group[run.request] = group.number
+        self._close(1)
 
     def _free(self, group: _Group, life: int, free_s: float) -> None:
         if group.life == life:
@@ -168,7 +152,7 @@ class PoolProcesses:
         """Running prompts are lost and queued again, unless their first token comes at this instant."""
         for run in [run for run in group.running if run.end_s <= self.now_s]:
             self._end(group, run)
-        lost = [member for run in group.running for member in run.members]
+        lost = [run.request for run in group.running]
         for run in group.running:
             spent_s = run.busy * max(0.0, self.now_s - run.begin_s)
             self.record.busy_s += spent_s

@@ -1,4 +1,4 @@
-"""Pools in tight loops: about a microsecond a request, a few microseconds with failures or packing.
+"""Pools in tight loops: about a microsecond a request, a few microseconds with failures.
 
 Groups wait in a heap by when they are free. Requests are taken in the order in which the queue gives them, so that
 each turn of the loop is one dispatch, at times that never fall. `event.py` is the reference that it agrees with.
@@ -10,6 +10,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
 
+from planner.capacity.fleet.packed import PackedPool
 from planner.capacity.fleet.pool import MOST_RETRIES, Pool, PoolRun, Record
 
 _NEVER = float("inf")
@@ -17,7 +18,9 @@ _NEVER = float("inf")
 
 def run_pool(pool: Pool) -> PoolRun:
     """Serve all requests."""
-    plain = pool.order == "first-come" and pool.outages is None and pool.service.packing is None
+    if pool.service.packing is not None:
+        return PackedPool(pool).run()
+    plain = pool.order == "first-come" and pool.outages is None
     return _first_come(pool) if plain else _Loop(pool).run()
 
 
@@ -56,7 +59,7 @@ def _first_come(pool: Pool) -> PoolRun:
 
 
 class _Loop:
-    """The general case: any order, failures, packing."""
+    """The general case: any order, failures."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool, self.service, self.overlap = pool, pool.service, pool.service.overlap
@@ -106,13 +109,14 @@ class _Loop:
         return back_s
 
     def _dispatch(self, now: float, group: int) -> None:
-        """Start the first of the queue, or a pack, on the group on top of the heap."""
-        members, alone, kind = self._taken()
-        took = alone * self.factors[group]
+        """Start the first of the queue on the group on top of the heap."""
+        request = self.at_place[heappop(self.queue)]
+        service, kind = self.service, int(self.service.length_class[request])
+        took = float(service.ttft_s[request]) * self.factors[group]
         follows = self.began[group] + self.span[group] * self.row[group][kind]
         begin = follows if follows > now else now
         end, fails = begin + took, self.fails_s[group]
-        hold = max(self.service.hold_s[member] for member in members)
+        hold = float(service.hold_s[request])
         free = end + hold if hold else begin + took * self.overlap.release[kind]
         self.began[group], self.span[group], self.row[group] = begin, took, self.overlap.follow[kind]
         busy = self.overlap.busy[kind]
@@ -121,32 +125,10 @@ class _Loop:
             spent = busy * max(0.0, fails - begin)
             record.busy_s += spent
             record.lost_s += spent
-            for member in members:
-                record.retries[member] += 1
-                if record.retries[member] <= MOST_RETRIES:
-                    heappush(self.lost, (fails, self.place[member]))
+            record.retries[request] += 1
+            if record.retries[request] <= MOST_RETRIES:
+                heappush(self.lost, (fails, self.place[request]))
         else:
-            record.busy_s += busy * took + hold * self.service.hold_gpus / self.service.num_gpus
-            for member in members:
-                record.begin_s[member], record.end_s[member], record.group[member] = begin, end, group
+            record.busy_s += busy * took + hold * service.hold_gpus / service.num_gpus
+            record.begin_s[request], record.end_s[request], record.group[request] = begin, end, group
         heapreplace(self.free, (self._repaired_s(group) if free >= fails else free, group))
-
-    def _taken(self) -> tuple[list[int], float, int]:
-        """The first of the queue and those after it that fit in a pack: requests, seconds alone, class."""
-        service, packing = self.service, self.service.packing
-        first = self.at_place[heappop(self.queue)]
-        members = [first]
-        if packing is not None:
-            tokens, prefix = int(service.new_tokens[first]), int(service.cached_prefix[first])
-            while self.queue:
-                other = self.at_place[self.queue[0]]
-                more_tokens = tokens + int(service.new_tokens[other])
-                longest_prefix = max(prefix, int(service.cached_prefix[other]))
-                if not packing.holds(more_tokens, longest_prefix):
-                    break
-                heappop(self.queue)
-                members.append(other)
-                tokens, prefix = more_tokens, longest_prefix
-            if len(members) > 1:
-                return members, *packing.of(tokens, prefix)
-        return members, float(service.ttft_s[first]), int(service.length_class[first])

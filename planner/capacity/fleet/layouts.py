@@ -15,6 +15,7 @@ from kvrsim.errors import InputError
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, get_strategy, hybrid_names
 from planner.deploy.engines import DeployEngine
+from planner.packing.rule import ACCEPTED, takes_steps
 from planner.strategies_for import all_for, distinct, group_sizes
 from planner.table.table import PartitionTable
 
@@ -40,6 +41,7 @@ class Choice:
     asked: tuple[str | Strategy, ...] | None = None
     table: PartitionTable | None = None
     engines: tuple[DeployEngine, ...] = ()
+    packs: bool = False  # whether groups pack prompts into steps, so that only strategies of whole steps can run
 
     def __post_init__(self) -> None:
         if self.asked is not None and not self.asked:
@@ -49,6 +51,8 @@ class Choice:
             if strategy is not None and strategy.approximate is not None:  # it would compete with exact ones
                 accepted = f"exact strategies; this one is approximate: {strategy.approximate}"
                 raise InputError("strategies", strategy.name, accepted)
+            if strategy is not None and self.packs and not takes_steps(strategy):
+                raise InputError("strategies", strategy.name, f"with `pack_tokens`, {ACCEPTED}")
             if strategy is not None and strategy.partition_rule == "table" and self.table is None:
                 raise InputError("table", "nothing", f"a file of kvrsim table build, for {strategy.name}")
 
@@ -76,10 +80,11 @@ class Choice:
         return tuple(one.name for one in exact if one.name not in usual)
 
     def _has(self, strategy: Strategy, scenario: Scenario) -> bool:
-        """Whether all engines run a strategy on all of the GPUs."""
+        """Whether all engines run a strategy on all of the GPUs, with packed prompts where they are packed."""
         num_gpus = scenario.num_gpus
-        idle = bool(self.engines) and strategy.name == "single" and num_gpus > 1
-        return not idle and all(engine.has(strategy, num_gpus) for engine in self.engines)
+        idle = (self.packs or bool(self.engines)) and strategy.name == "single" and num_gpus > 1
+        packs = not self.packs or takes_steps(strategy)
+        return packs and not idle and all(engine.has(strategy, num_gpus) for engine in self.engines)
 
     def _wanted(self, scenario: Scenario) -> tuple[Strategy, ...]:
         return tuple(one for one in self._asked_for(scenario) if self._has(one, scenario))

@@ -12,14 +12,17 @@ f_i / T and w_i are tabulated by class of new tokens and cached prefix; f is rou
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from kvrsim.program.operations import Array
 from planner.capacity.workloads.workload import Lengths
+
+if TYPE_CHECKING:
+    from planner.packing.prices import Packing
 
 Classes = npt.NDArray[np.int64]
 
@@ -39,25 +42,6 @@ class Overlap:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Packing:
-    """Times of several prompts run as one, by their new tokens and their longest cached prefix."""
-
-    tokens: int  # the most new tokens in a pack
-    prefixes: tuple[int, ...]  # cached prefixes of the rows, ascending
-    seconds: tuple[tuple[float, ...], ...]  # [row][new tokens, 0 to `tokens`]
-    classes: tuple[tuple[int, ...], ...]  # the same, the class
-
-    def holds(self, tokens: int, prefix: int) -> bool:
-        """Whether such a pack is within the limit and fits in the group's memory."""
-        return tokens <= self.tokens and self.of(tokens, prefix)[0] < float("inf")
-
-    def of(self, tokens: int, prefix: int) -> tuple[float, int]:
-        """Seconds alone and class of a pack; inf seconds where it does not fit in memory."""
-        row = bisect_left(self.prefixes, prefix)
-        return self.seconds[row][tokens], self.classes[row][tokens]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Service:
     """Service times of requests on groups of one size; arrays of shape (N,)."""
 
@@ -70,6 +54,7 @@ class Service:
     new_tokens: Lengths  # for order and packing
     cached_prefix: Lengths
     packing: Packing | None = None  # None: prompts run one by one
+    least_s: Array | None = None  # of packed prompts, about the least busy time of a group each; None: they are not
     hold_gpus: int = 1  # GPUs that are busy meanwhile
 
     @classmethod
@@ -99,5 +84,13 @@ class Service:
             new_tokens=self.new_tokens[chosen],
             cached_prefix=self.cached_prefix[chosen],
             packing=self.packing,
+            least_s=None if self.least_s is None else self.least_s[chosen],
             hold_gpus=self.hold_gpus,
         )
+
+    @property
+    def busy_s(self) -> Array:
+        """Busy time of a group, on the mean of its GPUs, that each prompt takes before its first token."""
+        if self.least_s is not None:
+            return self.least_s
+        return np.asarray(self.ttft_s * np.array(self.overlap.busy)[self.length_class])

@@ -15,7 +15,7 @@ from kvrsim.scenario import Scenario
 from planner.capacity.fleet.decoding import Decoding
 from planner.capacity.fleet.knots import ServiceTimeGrid, ServiceTimeGrids, knot_lengths
 from planner.capacity.fleet.layouts import WHOLE, Choice, Kind
-from planner.capacity.fleet.service import Overlap, Packing, Service
+from planner.capacity.fleet.service import Overlap, Service
 from planner.capacity.workloads.workload import Lengths, Workload
 
 OF_SINGLE_GPUS = Choice(asked=("single", "tsp", "kvr-s"))
@@ -84,10 +84,9 @@ class ServiceTimes:
         num_gpus: int,
         workload: Workload,
         decoding: Decoding | None = None,
-        pack_tokens: int = 0,
         weights: str = WHOLE,
     ) -> Service:
-        """Service times of a workload on such groups; up to `pack_tokens` new tokens run as one prompt."""
+        """Service times of a workload on such groups."""
         grids, decoding = self.grids(num_gpus, weights), decoding or Decoding()
         new, prefix = workload.new_tokens, workload.cached_prefix
         ttft_s, length_class = self.seconds(num_gpus, new, prefix, weights), self._classes(new, prefix)
@@ -106,7 +105,6 @@ class ServiceTimes:
             overlap=self._overlap(grids),
             new_tokens=new,
             cached_prefix=prefix,
-            packing=self._packing(num_gpus, pack_tokens, weights) if pack_tokens else None,
         )
 
     @property
@@ -149,19 +147,6 @@ class ServiceTimes:
             release=tuple(finish[:, 0].tolist()),
             follow=tuple(map(tuple, follow.tolist())),
             busy=tuple(finish.mean(axis=1).tolist()),
-        )
-
-    def _packing(self, num_gpus: int, pack_tokens: int, weights: str) -> Packing:
-        """A pack takes as long as one prompt of all its new tokens behind its longest prefix.
-
-        That is an upper bound: each prompt attends to its own tokens and prefix only.
-        """
-        lengths = np.arange(1, pack_tokens + 1)
-        rows = [np.full(pack_tokens, prefix) for prefix in self.prefixes]
-        seconds = [(0.0, *self.seconds(num_gpus, lengths, row, weights).tolist()) for row in rows]
-        classes = [(0, *self._classes(lengths, row).tolist()) for row in rows]
-        return Packing(
-            tokens=pack_tokens, prefixes=self.prefixes, seconds=tuple(seconds), classes=tuple(map(tuple, classes))
         )
 
 

@@ -159,9 +159,9 @@ def test_decoding_on_the_last_gpu_takes_more(capsys: pytest.CaptureFixture[str])
 def test_packs_of_short_prompts_take_no_more_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     short = "synthetic:poisson,rate=30,requests=800,context=lognormal:200:0.5,max=1k"
     asked = ("--requests", short, "--slo-ttft", "1s", "--uniform-only", *FEW)
-    alone, packed = answer(capsys, *asked), answer(capsys, *asked, "--batch-tokens", "1k")
+    alone, packed = answer(capsys, *asked), answer(capsys, *asked, "--pack-tokens", "1k")
     assert packed["answer"]["num_gpus"] < alone["answer"]["num_gpus"]
-    assert "run together up to 1024" in packed["dispatch"]
+    assert "share steps of up to 1024" in packed["dispatch"]
 
 
 def test_a_sure_answer_is_no_smaller_and_its_interval_meets_the_target(capsys: pytest.CaptureFixture[str]) -> None:
@@ -278,7 +278,7 @@ def test_losses_are_told_where_there_are_any(capsys: pytest.CaptureFixture[str],
 
 def test_packs_hold_no_more_than_the_memory_does(capsys: pytest.CaptureFixture[str]) -> None:
     busy = "synthetic:poisson,rate=40,requests=400,context=lognormal:4k:0.5,max=12k"
-    asked = ("--requests", busy, "--slo-ttft", "60s", "--max-gpus", "40", *FEW, "--batch-tokens")
+    asked = ("--requests", busy, "--slo-ttft", "60s", "--max-gpus", "40", *FEW, "--pack-tokens")
     for order in ("first-come", "shortest-first"):
         for failures in ((), ("--mtbf", "1000s")):
             found = answer(capsys, *asked, "64k", "--order", order, *failures)

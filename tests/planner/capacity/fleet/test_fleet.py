@@ -19,7 +19,7 @@ from planner.capacity.fleet.fast import run_pool
 from planner.capacity.fleet.fleet import Conditions, GroupPlan, percentile_of, route, run_fleet
 from planner.capacity.fleet.layouts import Kind
 from planner.capacity.fleet.pool import MOST_RETRIES, Outages, Pool
-from planner.capacity.fleet.service import Overlap, Packing, Service
+from planner.capacity.fleet.service import Overlap, Service
 from planner.capacity.workloads.workload import Workload
 from tests.building import examples
 
@@ -34,16 +34,6 @@ def handovers(draw: st.DrawFn) -> Overlap:
     release = [draw(eighths) for _ in range(KINDS)]
     follow = tuple(tuple(max(release[one], draw(eighths)) for _ in range(KINDS)) for one in range(KINDS))
     return Overlap(release=tuple(release), follow=follow, busy=tuple(draw(eighths) for _ in range(KINDS)))
-
-
-@st.composite
-def packings(draw: st.DrawFn) -> Packing:
-    """Longer packs take longer, or do not fit in memory."""
-    steps = st.lists(quarters, min_size=13, max_size=13)
-    most = [draw(st.integers(1, 13)) for _ in range(3)]
-    seconds = tuple(tuple(np.where(np.arange(13) < one, np.cumsum(draw(steps)), np.inf).tolist()) for one in most)
-    kinds = st.lists(st.integers(0, KINDS - 1), min_size=13, max_size=13)
-    return Packing(tokens=12, prefixes=(0, 2, 8), seconds=seconds, classes=tuple(tuple(draw(kinds)) for _ in range(3)))
 
 
 @st.composite
@@ -75,7 +65,6 @@ def pools(draw: st.DrawFn) -> Pool:
         overlap=draw(handovers()),
         new_tokens=np.array(column(st.integers(1, 10)), dtype=np.int64),
         cached_prefix=np.array(column(st.integers(0, 8)), dtype=np.int64),
-        packing=draw(st.none() | packings()),
     )
     return Pool(
         arrival_s=np.sort(np.array(column(st.integers(0, 80).map(lambda number: number / 4)))),
@@ -106,9 +95,8 @@ def test_every_request_is_served_or_given_up(pool: Pool) -> None:
     assert (run.retries[~served] > MOST_RETRIES).all()
     assert (run.retries[served] <= MOST_RETRIES).all()
     assert (run.begin_s[served] >= pool.arrival_s[served]).all()
-    if pool.service.packing is None:
-        factors = np.array(pool.factors())[run.group[served]]
-        assert np.array_equal(run.end_s[served] - run.begin_s[served], pool.service.ttft_s[served] * factors)
+    factors = np.array(pool.factors())[run.group[served]]
+    assert np.array_equal(run.end_s[served] - run.begin_s[served], pool.service.ttft_s[served] * factors)
     if pool.outages is None:
         assert served.all()
         assert run.lost_s == 0
@@ -137,7 +125,7 @@ def test_a_failure_ends_what_runs_and_nothing_begins_on_a_group_that_is_away(poo
 @given(pool=pools())
 def test_more_like_groups_are_never_worse_first_come(pool: Pool) -> None:
     # Begins only move earlier with more servers, where nothing depends on which server (Kiefer and Wolfowitz).
-    service = replace(pool.service, overlap=Overlap.whole(), length_class=0 * pool.service.length_class, packing=None)
+    service = replace(pool.service, overlap=Overlap.whole(), length_class=0 * pool.service.length_class)
     plain = replace(pool, service=service, order="first-come", slowness=(), outages=None)
     more = replace(plain, replicas=plain.replicas + 1)
     assert (run_pool(more).begin_s <= run_pool(plain).begin_s + 1e-12).all()

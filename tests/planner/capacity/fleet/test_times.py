@@ -134,15 +134,6 @@ def test_decoding_on_the_last_gpu_holds_the_group() -> None:
     assert "20 ms a token" in Decoding(seconds_per_token=0.02).describe()
 
 
-def test_a_pack_takes_no_less_than_its_longest_and_no_more_than_all_in_turn() -> None:
-    times = ServiceTimes(scenario("a100-eager"), 4096, 600)
-    packing = times.service(2, requests([100, 200], [0, 0]), pack_tokens=1024).packing
-    assert packing is not None
-    one, two, both = packing.of(300, 0)[0], packing.of(700, 0)[0], packing.of(1000, 0)[0]
-    assert max(one, two) <= both <= one + two
-    assert packing.of(300, 10)[0] >= packing.of(300, 0)[0]
-
-
 def test_groups_on_a_shared_bus_have_times_too() -> None:
     bus, _ = make_scenario(ctx=512, gpus=2, topology="bus", link_bandwidth=1e10)
     grid = ServiceTimeGrids(bus, [STRATEGIES["tsp"], KVR]).grid(0, np.array([256, 2048], dtype=np.int64))

@@ -1,0 +1,275 @@
+"""Packed steps: one prompt is today's, two are between the longer alone and both in turn, and executors agree."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrsim.compile import for_strategy
+from kvrsim.errors import InputError
+from kvrsim.executors.batch import run_batch
+from kvrsim.executors.event import EventSimulation
+from kvrsim.executors.run import run_partition
+from kvrsim.partition import Partition
+from kvrsim.results.stream import Arrivals, Prompts
+from kvrsim.scenario import Scenario
+from kvrsim.setup import make_scenario
+from kvrsim.strategies import Strategy, get_strategy
+from planner.capacity.fleet.fast import run_pool
+from planner.capacity.fleet.pool import MOST_RETRIES, Outages, Pool
+from planner.capacity.fleet.service import Overlap, Service
+from planner.packing.prices import Packing, StepPrices
+from planner.packing.rule import Begun, PackingRule, Piece
+from planner.packing.serve import serve_packed
+from planner.packing.steps import StepPrograms
+from planner.simulate import computes_s, run_simulation
+from planner.stream import packed
+from tests.building import examples
+
+PLACES = [("single", 1), ("tp", 2), ("pp", 3), ("tp2+pp", 4), ("pp-s", 2)]
+lengths = st.integers(1, 3000)
+
+
+def place(name: str, gpus: int, ctx: int = 4096, **more: str) -> tuple[Scenario, Strategy]:
+    scenario, _ = make_scenario(ctx=ctx, gpus=gpus, model="llama-3-8b", cluster="h100-nvlink", **more)
+    strategy = get_strategy(name)
+    return for_strategy(scenario, strategy), strategy
+
+
+def prompts_of(new: list[int], gaps_s: list[float], cached: int = 0) -> Prompts:
+    times_s = np.cumsum([0.0, *gaps_s])[: len(new)]
+    return Prompts(
+        arrivals="made",
+        arrivals_s=tuple(times_s.tolist()),
+        context_lens=tuple(one + cached for one in new),
+        cached_prefix=(cached,) * len(new),
+    )
+
+
+def alone_s(placed: Scenario, strategy: Strategy, *pieces: Piece) -> float:
+    return float(run_batch(StepPrograms(placed, strategy).of(pieces), placed.cluster)[-1, 0])
+
+
+@examples(100)
+@given(
+    new=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    cached=st.integers(0, 9),
+    budget=st.integers(1, 50),
+    held=st.integers(1, 120),
+)
+def test_steps_are_filled_in_order(new: list[int], cached: int, budget: int, held: int) -> None:
+    rule, queue, begun = PackingRule(new, [cached] * len(new), budget, held), deque(range(len(new))), None
+    steps: list[list[Piece]] = []
+    while queue or begun is not None:
+        pieces, begun = rule.step(begun, lambda: queue[0] if queue else None, queue.popleft)
+        steps.append(pieces)
+    done = [piece for step in steps for piece in step]
+    assert [piece.prompt for piece in done] == sorted(piece.prompt for piece in done)
+    for prompt, tokens in enumerate(new):
+        mine = [piece for piece in done if piece.prompt == prompt]
+        assert sum(piece.tokens for piece in mine) == tokens
+        assert [piece.prefix for piece in mine] == [
+            cached + sum(one.tokens for one in mine[:i]) for i in range(len(mine))
+        ]
+        assert [piece.is_first for piece in mine] == [index == 0 for index in range(len(mine))]
+        assert [piece.is_last for piece in mine] == [index == len(mine) - 1 for index in range(len(mine))]
+    for step in steps:
+        assert 0 < sum(piece.tokens for piece in step) <= budget
+        assert len(step) == 1 or sum(piece.context for piece in step) <= held
+
+
+@pytest.mark.parametrize(("name", "gpus"), PLACES[:4])
+@pytest.mark.parametrize("engine", ["none", "mooncake-vllm-0.11"])
+def test_one_prompt_in_one_step_takes_its_ttft(name: str, gpus: int, engine: str) -> None:
+    placed, strategy = place(name, gpus, ctx=3000, cached_prefix="500", engine=engine)
+    cut = Partition.even(2500, 1)
+    program = StepPrograms(placed, strategy).of([Piece(0, 2500, 500, 3000, True)])
+    finish_s = run_partition(placed, strategy, cut).finish_s
+    assert run_batch(program, placed.cluster)[:, 0] == pytest.approx(finish_s, rel=1e-12)
+    stream = packed(placed, strategy, prompts_of([2500], [], 500), 2500).run(computes_s)
+    assert stream.ttft_s == pytest.approx([finish_s[-1]], rel=1e-12)
+    assert stream.packed is not None
+    assert stream.packed.steps == 1
+
+
+def test_a_prompt_longer_than_the_budget_runs_as_pieces_of_a_pipeline() -> None:
+    placed, strategy = place("pp", 3)
+    stream = packed(placed, strategy, prompts_of([4096], []), 1000).run(computes_s)
+    cut = Partition(chunk_lens=(1000, 1000, 1000, 1000, 96))
+    assert stream.ttft_s[0] == pytest.approx(run_partition(placed, strategy, cut).ttft_s, rel=0.005)
+
+
+@pytest.mark.parametrize("engine", ["none", "serving"])
+@examples(40)
+@given(first=lengths, second=lengths, cached=st.sampled_from([0, 700]))
+def test_two_in_a_step_are_between_the_longer_alone_and_both_in_turn(
+    engine: str, first: int, second: int, cached: int
+) -> None:
+    placed, strategy = place("single", 1, engine=engine)
+    pieces = [Piece(number, new, cached, cached + new, True) for number, new in enumerate((first, second))]
+    one_s, two_s = (alone_s(placed, strategy, piece) for piece in pieces)
+    both_s = alone_s(placed, strategy, *pieces)
+    assert max(one_s, two_s) <= both_s * (1 + 1e-9)
+    assert both_s <= (one_s + two_s) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("name", "gpus"), PLACES)
+@examples(8)
+@given(
+    new=st.lists(lengths, min_size=1, max_size=8),
+    gaps_s=st.lists(st.floats(0, 0.1), min_size=8, max_size=8),
+    budget=st.integers(300, 5000),
+)
+def test_executors_agree(name: str, gpus: int, new: list[int], gaps_s: list[float], budget: int) -> None:
+    placed, strategy = place(name, gpus)
+    prompts = prompts_of(new, gaps_s, cached=100)
+    rule = PackingRule(prompts.new_tokens, prompts.cached_prefix, budget)
+    served = serve_packed(StepPrograms(placed, strategy), rule, prompts.arrivals_s)
+    programs = [launch.program for launch in served.launches]
+    releases_s = [launch.release_s for launch in served.launches]
+    event = EventSimulation(programs[0], placed.cluster, record=False, arrivals_s=releases_s, programs=programs)
+    ends_s = {prompt: event.finishes_s[-1][step] for step, one in enumerate(served.launches) for prompt in one.ends}
+    assert [ends_s[prompt] for prompt in range(len(new))] == pytest.approx(served.first_token_s, rel=1e-9)
+    assert max(event.finish_s) == pytest.approx(served.end_s, rel=1e-9)
+    begun = [prompt for launch in served.launches for prompt in launch.begins]
+    assert begun == list(range(len(new)))
+    assert sum(launch.tokens for launch in served.launches) == sum(new)
+    # A step begins when rank 0 is free, and not before its prompts have come.
+    assert (np.diff(releases_s) > 0).all()
+    assert all(prompts.arrivals_s[prompt] <= served.begin_s[prompt] for prompt in range(len(new)))
+
+
+@pytest.mark.parametrize("tokens", [None, 2048])
+def test_a_pipeline_serves_as_fast_as_its_slowest_stage(tokens: int | None) -> None:
+    scenario, _ = make_scenario(ctx=2048, gpus=3, model="llama-3-8b", cluster="h100-nvlink")
+    stream = run_simulation(scenario, strategy="pp", arrivals=Arrivals(count=30), pack_tokens=tokens).stream
+    assert stream is not None
+    assert stream.steady_per_s is not None
+    assert stream.steady_per_s == pytest.approx(1 / max(stream.busy_s), rel=0.005)
+    ends_s = np.array(stream.arrivals_s) + stream.ttft_s
+    assert np.diff(ends_s)[5:] == pytest.approx(1 / stream.steady_per_s, rel=1e-6)
+    assert stream.queue_s == pytest.approx(np.arange(30) / stream.steady_per_s, rel=0.2, abs=0.01)
+
+
+@pytest.mark.parametrize("name", ["single", "pp", "kvr-e"])
+def test_prompts_of_different_lengths_behind_each_other(name: str) -> None:
+    gpus = 1 if name == "single" else 2
+    scenario, _ = make_scenario(ctx=3000, gpus=gpus, model="llama-3-8b", cluster="h100-nvlink")
+    prompts = prompts_of([3000, 500, 3000, 2000], [0.01, 5.0, 5.0])
+    result = run_simulation(scenario, strategy=name, arrivals=prompts, timeline=True)
+    assert result.stream is not None
+    alone = [
+        run_simulation(make_scenario(ctx=ctx, gpus=gpus, model="llama-3-8b", cluster="h100-nvlink")[0], strategy=name)
+        for ctx in (3000, 500, 3000, 2000)
+    ]
+    assert result.stream.ttft_s[0] == pytest.approx(result.ttft_s, rel=1e-9)
+    assert result.stream.ttft_s[1] > alone[1].ttft_s  # behind the first
+    for prompt in (2, 3):  # long after those before
+        assert result.stream.ttft_s[prompt] == pytest.approx(alone[prompt].ttft_s, rel=1e-9)
+    assert result.timeline is not None
+    ends_s = np.array(result.stream.ttft_s) + prompts.arrivals_s
+    assert result.timeline.first_tokens_s == pytest.approx(tuple(ends_s), rel=1e-9)
+
+
+@pytest.mark.parametrize(("name", "gpus"), PLACES)
+def test_prices_are_the_programs(name: str, gpus: int) -> None:
+    """Within 1.5 %: hosts are added up for a whole step, and logits and prefixes come from tables."""
+    placed, strategy = place(name, gpus, ctx=16384)
+    prices, programs, rng = (
+        StepPrices(placed, strategy, 4096, 32768),
+        StepPrograms(placed, strategy),
+        np.random.default_rng(3),
+    )
+    for _ in range(12):
+        news = rng.choice([1, 30, 300, 900], size=rng.integers(1, 5)).tolist()
+        pieces = [
+            Piece(number, new, old := int(rng.choice([0, 7, 900, 9000])), old + new, True)
+            for number, new in enumerate(news)
+        ]
+        exact_s = float(run_batch(programs.of(pieces), placed.cluster)[-1, 0])
+        free_s = [0.0] * prices.num_stages
+        prices.run(free_s, 0.0, prices.step(pieces))
+        assert free_s[-1] == pytest.approx(exact_s, rel=0.015)
+
+
+def pool(placed: Scenario, strategy: Strategy, prompts: Prompts, budget: int, replicas: int, **more: object) -> Pool:
+    count = len(prompts.arrivals_s)
+    prices = StepPrices(placed, strategy, budget, max(prompts.context_lens))
+    service = Service(
+        num_gpus=placed.num_gpus,
+        ttft_s=np.ones(count),
+        hold_s=np.zeros(count),
+        length_class=np.zeros(count, dtype=np.int64),
+        strategies=(strategy.name,),
+        overlap=Overlap.whole(),
+        new_tokens=np.array(prompts.new_tokens),
+        cached_prefix=np.array(prompts.cached_prefix),
+        packing=Packing(prices=prices, most_held=1e9),
+    )
+    return Pool(arrival_s=np.array(prompts.arrivals_s), service=service, replicas=replicas, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "gpus"), [("single", 1), ("pp", 3)])
+def test_a_group_of_a_fleet_serves_as_the_simulated_ranks_do(name: str, gpus: int) -> None:
+    placed, strategy = place(name, gpus)
+    rng = np.random.default_rng(5)
+    prompts = prompts_of(rng.integers(20, 4000, 60).tolist(), rng.exponential(0.05, 60).tolist())
+    rule = PackingRule(prompts.new_tokens, prompts.cached_prefix, 2048)
+    served = serve_packed(StepPrograms(placed, strategy), rule, prompts.arrivals_s)
+    run = run_pool(pool(placed, strategy, prompts, 2048, 1))
+    waits_s = np.array(served.first_token_s) - prompts.arrivals_s
+    assert (run.end_s - prompts.arrivals_s).mean() == pytest.approx(waits_s.mean(), rel=0.03)
+    assert run.end_s.max() == pytest.approx(served.end_s, rel=0.02)
+
+
+@examples(15)
+@given(
+    replicas=st.integers(1, 3),
+    budget=st.integers(50, 3000),
+    order=st.sampled_from(["first-come", "shortest-first"]),
+    mtbf_s=st.sampled_from([None, 0.2, 2.0]),
+    seed=st.integers(0, 99),
+)
+def test_nothing_is_lost_in_a_fleet(replicas: int, budget: int, order: str, mtbf_s: float | None, seed: int) -> None:
+    placed, strategy = place("pp", 2)
+    rng = np.random.default_rng(seed)
+    prompts = prompts_of(rng.integers(1, 3000, 30).tolist(), rng.exponential(0.02, 30).tolist())
+    outages = None if mtbf_s is None else Outages.drawn(mtbf_s, 0.1, seed)
+    run = run_pool(pool(placed, strategy, prompts, budget, replicas, order=order, outages=outages))
+    served = np.isfinite(run.end_s)
+    assert np.array_equal(served, run.group >= 0)
+    assert (run.retries[~served] > MOST_RETRIES).all()
+    assert (run.begin_s[served] >= np.array(prompts.arrivals_s)[served]).all()
+    assert (run.end_s[served] > run.begin_s[served]).all()
+    assert 0 <= run.lost_s <= run.busy_s * (1 + 1e-9)
+    if outages is None:
+        assert served.all()
+        assert run.busy_s <= replicas * run.end_s.max() * (1 + 1e-9)
+
+
+def test_what_cannot_be_packed_is_refused() -> None:
+    scenario, _ = make_scenario(ctx=2048, gpus=2, model="llama-3-8b", cluster="h100-nvlink")
+    many = Arrivals(count=3)
+    for strategy, about, parameter in (
+        ("kvr-e", scenario, "strategy"),
+        ("tp", make_scenario(ctx=2048, gpus=2, model="llama-3-8b", batch=2)[0], "batch"),
+        ("tp", make_scenario(ctx=2048, gpus=2, model="llama-3-8b", engine="lmdeploy-0.1")[0], "engine"),
+        ("pp", make_scenario(ctx=2048, gpus=2, topology="bus", link_bandwidth=1e10)[0], "pack_tokens"),
+    ):
+        with pytest.raises(InputError) as caught:
+            run_simulation(about, strategy=strategy, arrivals=many, pack_tokens=512)
+        assert caught.value.parameter == parameter
+    with pytest.raises(InputError, match="requests"):
+        run_simulation(scenario, strategy="tp", pack_tokens=512)
+
+
+def test_a_begun_prompt_goes_first() -> None:
+    rule = PackingRule([500, 10], [0, 0], 100)
+    queue = deque([1])
+    pieces, begun = rule.step(Begun(0, 450), lambda: queue[0] if queue else None, queue.popleft)
+    assert [(piece.prompt, piece.tokens) for piece in pieces] == [(0, 50), (1, 10)]
+    assert begun is None
