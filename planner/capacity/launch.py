@@ -85,8 +85,11 @@ def _servers(
     for number, group in enumerate(groups, start=1):
         placed, strategy, pieces = _longest(scenario, group)
         degrees = degrees_on(engine, placed, strategy)
-        if degrees.pipeline == 1:
-            pieces = (placed.request.new_tokens,)
+        tokens, budget = placed.request.new_tokens, request.pack_tokens
+        if budget is not None:
+            pieces = (budget,) * (tokens // budget) + (tokens % budget,) * (tokens % budget > 0)
+        elif degrees.pipeline == 1:
+            pieces = (tokens,)
         yield _Servers(
             name="prefill" if len(groups) == 1 else f"prefill-{number}",
             server=Server(
@@ -95,7 +98,7 @@ def _servers(
                 degrees=degrees,
                 model=model,
                 max_len=max_len,
-                step_tokens=max(max(pieces), request.pack_tokens),
+                step_tokens=max(pieces) if budget is None else budget,
                 in_pieces=len(pieces) > 1,
                 role=None if decodes is None else "prefill",
             ),

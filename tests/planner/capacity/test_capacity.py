@@ -307,7 +307,7 @@ def test_packs_hold_no_more_than_the_memory_does(capsys: pytest.CaptureFixture[s
         ("--decode", "somewhere"),
         ("--decode", "last-gpu"),
         ("--tpot", "0s"),
-        ("--batch-tokens", "0"),
+        ("--pack-tokens", "0"),
         ("--order", "random"),
         ("--mtbf", "often"),
         ("--repair", "1"),
