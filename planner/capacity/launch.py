@@ -103,7 +103,7 @@ def _servers(
                 role=None if decodes is None else "prefill",
             ),
             what=_what(group, alone=len(groups) == 1),
-            notes=tuple(_about(group, pieces, about_pieces(degrees, pieces, strategy.stage_layers or ()))),
+            notes=tuple(_about(group, pieces, budget, about_pieces(degrees, pieces, strategy.stage_layers or ()))),
         )
     if decodes is not None:
         placed = scenario.on_gpus(decodes.gpus_per_group)
@@ -147,7 +147,9 @@ def _count(replicas: int, gpus: int, strategy: str) -> str:
     return f"{replicas} server{'s' * (replicas > 1)} of {gpus} GPU{'s' * (gpus > 1)} ({strategy})"
 
 
-def _about(group: GroupAnswer, pieces: Sequence[int], told: Iterator[str]) -> Iterator[str]:
-    if len(pieces) > 1:
+def _about(group: GroupAnswer, pieces: Sequence[int], budget: int | None, told: Iterator[str]) -> Iterator[str]:
+    if budget is not None:
+        yield f"prompts share steps of up to {budget} new tokens"
+    elif len(pieces) > 1:
         yield f"pieces are those of {group.context_range[1]} new tokens; shorter prompts were planned with their own"
     yield from told
