@@ -37,7 +37,7 @@ def run(
         typer.Option(
             "--partition",
             metavar="LEN,LEN,...",
-            help="New tokens of each rank, or piece. Default: the strategy's own; kvr-s, pp and pp-s search with --profile.",
+            help="New tokens of each rank or piece. Default: the strategy's own; kvr-s, pp, pp-s search by --profile.",
         ),
     ] = None,
     check: Annotated[

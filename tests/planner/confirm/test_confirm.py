@@ -235,10 +235,8 @@ def test_no_other_strategy_is_run_in_its_place() -> None:
         with pytest.raises(InputError, match="what the runtime runs"):
             run_plan(scenario, name, even, "ring")
     assert set(RUN_STRATEGIES) <= set(STRATEGIES)
-    assert {run_plan(scenario, name, even, "ring").strategy for name in RUN_STRATEGIES if name != "single"} == {
-        "tsp",
-        "kvr",
-    }
+    for name in set(RUN_STRATEGIES) - {"single"}:
+        assert run_plan(scenario, name, even, "ring").strategy == RUN_STRATEGIES[name]
 
 
 def test_without_a_profile_it_says_who_makes_one(folder: Path) -> None:
