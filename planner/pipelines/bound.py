@@ -23,6 +23,8 @@ the difference of mixing all tokens up to e and up to s, with attention at a tim
 Kinds that grow unlike each other leave part of their work out of D. Then the mean over the stages may be larger: each
 stage does its work on all pieces, and the others at least the first or the last piece, a token long.
 The number of pieces is the one for which the bound is least.
+
+Pieces with a least length have a second bound (planner.pipelines.floor), and the larger one counts.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from kvrsim.cost.tensor_parallel import all_reduce
 from kvrsim.ends import last, request, step
 from kvrsim.program.operations import Array, Collective, Compute, Op
 from kvrsim.scenario import Scenario
+from planner.pipelines.floor import LeastTimes, layers_s
 
 _SLOPES, _GRID, _NUMBERS = 48, 48, 400
 
@@ -46,26 +49,48 @@ class _Kind:
 
     count: int
     rows_s: Array  # of 1, 2, ... tokens: products, element-wise kernels, all-reduces
+    grid: Array  # new tokens, rising from 0 to all
     mixed_s: Array  # of the context up to each point of the grid, at least what pieces up to there take together
 
 
-def pipeline_bound_s(scenario: Scenario) -> float:
-    """A TTFT that no pipeline beats; scenario: as the strategy sees it, stages for ranks."""
+def pipeline_bound_s(scenario: Scenario, least_piece: int = 1) -> float:
+    """A TTFT that no pipeline beats whose pieces have so many tokens or more.
+
+    scenario: as the strategy sees it, stages for ranks.
+    """
     num_stages, tokens = scenario.cluster.num_gpus, scenario.request.new_tokens
-    kinds = _kinds(scenario)
+    least_piece = min(least_piece, tokens)
+    kinds = _kinds(scenario, least_piece)
     one, whole = np.ones(1), np.full(1, float(scenario.request.context_len))
     ends = (*request(scenario, one), *last(scenario, one, whole, scenario.cost))
     nbytes = scenario.layer_costs()[0].activation_bytes(one)
     paths = [scenario.cluster.path(rank, rank + 1) for rank in range(num_stages - 1)]
     fixed_s = _held_s(ends) + sum(float(path.busy_s(nbytes)[0]) + path.latency_s for path in paths)
     step_s = _held_s(tuple(op for op in step(scenario, one, one, scenario.cost) if op.host_s))
-    edges = np.unique(np.geomspace(1, tokens + 1, _NUMBERS).astype(np.int64))
+    edges = np.unique(np.geomspace(1, tokens // least_piece + 1, _NUMBERS).astype(np.int64))
     fewest, most = edges[:-1].astype(float), edges[1:] - 1.0  # numbers of pieces, in intervals
     crossed_s = _crossed_s(kinds, tokens, fewest) * (num_stages + most - 1) / (num_stages * most)
     least_s = sum(kind.count * kind.rows_s.min() for kind in kinds)
     mean_s = (_work_s(kinds, tokens, fewest) + (num_stages - 1) * least_s) / num_stages
     steps_s = (num_stages + fewest - 1) * step_s
-    return float(fixed_s + (steps_s + np.maximum(crossed_s, mean_s)).min())
+    bound_s = float((steps_s + np.maximum(crossed_s, mean_s)).min())
+    if least_piece > 1:
+        floors = [_with_floor(kind, least_piece) for kind in kinds]
+        bound_s = max(bound_s, num_stages * step_s + layers_s(floors, num_stages))
+    return fixed_s + bound_s
+
+
+def _with_floor(kind: _Kind, least_piece: int) -> LeastTimes:
+    """What a kind of layer takes at least for the first and the last piece, where each has so many tokens."""
+    tokens = len(kind.rows_s)
+    rows_s = float(kind.rows_s[least_piece - 1 :].min())
+    first_s, before_last_s = np.interp([least_piece, tokens - least_piece], kind.grid, kind.mixed_s)  # both on the grid
+    return LeastTimes(
+        count=kind.count,
+        all_s=float(_rows_s([(kind, 1.0)], tokens, np.ones(1))[0] + kind.mixed_s[-1]),
+        first_s=rows_s + float(first_s),
+        last_s=rows_s + float(kind.mixed_s[-1] - before_last_s),
+    )
 
 
 def _work_s(kinds: list[_Kind], tokens: int, numbers: Array) -> Array:
@@ -104,12 +129,15 @@ def _common_mixing_s(kinds: list[_Kind], weights: list[float]) -> float:
     return float(least[-1]) * min(1.0, *(float((np.diff(mixed_s) / grows).min()) for mixed_s in scaled))
 
 
-def _kinds(scenario: Scenario) -> list[_Kind]:
+def _kinds(scenario: Scenario, least_piece: int) -> list[_Kind]:
+    """Of all kinds of layers, with the ends of the least first and last piece on the grid."""
+    tokens = scenario.request.new_tokens
+    grid = np.unique(np.round([0, *np.geomspace(1.0, tokens, _GRID), least_piece, tokens - least_piece]))
     counts = np.bincount(scenario.share.layer_kind_index)
     least = scenario.layer_costs(scenario.least_cost)
-    lengths = np.arange(1.0, scenario.request.new_tokens + 1)
+    lengths = np.arange(1.0, tokens + 1)
     return [
-        _Kind(int(count), _layer_rows_s(costs, lengths), _mixed_s(costs, scenario))
+        _Kind(int(count), _layer_rows_s(costs, lengths), grid, _mixed_s(costs, scenario.request.cached_prefix + grid))
         for count, costs in zip(counts, least, strict=True)
     ]
 
@@ -125,13 +153,10 @@ def _layer_rows_s(costs: LayerCosts, lengths: Array) -> Array:
     return np.asarray(seconds)
 
 
-def _mixed_s(costs: LayerCosts, scenario: Scenario) -> Array:
-    """What pieces of any lengths up to the points of a grid take at least, shape (grid,); its last is the context."""
-    prefix, end = float(scenario.request.cached_prefix), float(scenario.request.context_len)
-    new = np.unique(np.round(np.geomspace(1.0, end - prefix, _GRID)))
+def _mixed_s(costs: LayerCosts, points: Array) -> Array:
+    """What pieces of any lengths up to each point of the context take at least; same shape as the points."""
     if costs.mixing is None:
-        return np.zeros(len(new) + 1)
-    points = prefix + np.concatenate([[0.0], new])
+        return np.zeros_like(points)
     none = np.zeros_like(points)
     whole_s = np.where(points > 0, _mix_s(costs, np.maximum(points, 1.0), none), 0.0)
     first, until = (index.ravel() for index in np.triu_indices(len(points), 1))
