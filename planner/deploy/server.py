@@ -79,7 +79,7 @@ class Server:
 
 def _vllm(server: Server) -> Iterator[str]:
     degrees, scenario = server.degrees, server.scenario
-    yield from ("--model", server.model, "--dtype", _DTYPES[scenario.request.dtype])
+    yield from (server.model, "--dtype", _DTYPES[scenario.request.dtype])
     if scenario.request.dtype == "fp8":
         yield from ("--quantization", "fp8")
     yield from ("--kv-cache-dtype", "fp8" if server.fp8_kv else "auto")

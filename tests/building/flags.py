@@ -18,7 +18,7 @@ def options(launch: Launch) -> dict[str, str | None]:
 def read_flags(engine: str, given: Sequence[str]) -> dict[str, str | None]:
     """The same of arguments after the launcher."""
     known, args = deploy_engine(engine).options, list(given)
-    if engine == "trtllm":
+    if engine != "sglang":
         assert not args.pop(0).startswith("-")  # the model
     found: dict[str, str | None] = {}
     while args:

@@ -1,0 +1,40 @@
+"""Launches are read by an engine's parser: what it refuses is told. A small parser stands for the engine's."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from kvrsim.errors import InputError
+from planner.deploy.engines import deploy_engine
+from validate import engine_flags
+from validate.engine_flags import of_options, page, parsed
+
+SMALL = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("model", nargs="?")
+for flag in {flags}:
+    parser.add_argument(flag)
+"""
+
+
+def test_what_a_parser_refuses_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm = deploy_engine("vllm")
+    flags = [flag for flag in vllm.options if flag not in ("--dtype", "--enable-chunked-prefill", "--nnodes")]
+    flags.remove("--enable-expert-parallel")
+    monkeypatch.setitem(engine_flags.PARSERS, "vllm", ("numpy", SMALL.format(flags=flags)))
+    monkeypatch.setattr(engine_flags, "launches", lambda _: [])
+    told = parsed(vllm, sys.executable)
+    assert told.options == len(list(of_options(vllm)))
+    refused = {text.split()[0] for text in told.refused_options}
+    assert refused == {"--dtype", "--enable-chunked-prefill", "--nnodes", "--enable-expert-parallel"}
+    assert "vllm refuses `--nnodes 2`" in page([told])
+
+
+def test_an_interpreter_without_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(engine_flags.PARSERS, "vllm", ("numpy", "import no_such_engine"))
+    monkeypatch.setattr(engine_flags, "launches", lambda _: [])
+    with pytest.raises(InputError, match=r"an interpreter with numpy installed \(ModuleNotFoundError"):
+        parsed(deploy_engine("vllm"), sys.executable)
