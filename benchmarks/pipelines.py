@@ -27,7 +27,10 @@ from planner.pipelines.search import PAGE, search_pipeline
 
 EVEN, SEARCHED = get_strategy("pp"), get_strategy("pp-s")
 MODELS = ("qwen3-8b", "qwen2.5-7b", "llama-3-8b", "llama-3-70b")
-FLOOR, SMOOTH, MARGIN = 4096, 0.75, 100  # tokens; SGLang's default; tokens that SGLang leaves at the context's end
+FLOORS = (4096, PAGE)  # tokens
+SMOOTH = 0.75  # SGLang's default
+FIXED = (4096, 8192, 16384)  # tokens of a piece, as engines are set: SGLang's chunked_prefill_size
+TARGET = 0.08  # by which searched pieces are to be faster
 _FITTED, _MOST = 24, 64  # whole prompts that are fitted; pieces
 
 
@@ -70,7 +73,7 @@ def rows(model: str, steps: Callable[[Scenario], Scenario], title: str) -> list[
     even, tokens = Evaluator(placed, EVEN), placed.request.new_tokens
     fit = fitted(placed, tokens // 4)
     lines = []
-    for floor in (FLOOR, PAGE):
+    for floor in FLOORS:
         begin_s = time.perf_counter()
         found = search_pipeline(placed, SEARCHED, least_piece=floor)
         took_s = time.perf_counter() - begin_s
@@ -82,7 +85,7 @@ def rows(model: str, steps: Callable[[Scenario], Scenario], title: str) -> list[
         tried = {one: dynamic(placed, *one, fit) for one in asked}
         tuned_s, (first, smooth) = min((even.one(pieces), one) for one, pieces in tried.items())
         default_s = even.one(dynamic(placed, 2 * base // PAGE * PAGE, SMOOTH, fit))
-        bound_s = pipeline_bound_s(placed)
+        bound_s = pipeline_bound_s(placed, floor)
         lines.append(
             f"| {model} | {title} | {floor} | {even_s:.3f} s ({number}) | {default_s:.3f} s | {tuned_s:.3f} s"
             f" ({first}, {smooth}) | {found.ttft_s:.3f} s ({len(found.partition.chunk_lens)}) |"
@@ -92,32 +95,70 @@ def rows(model: str, steps: Callable[[Scenario], Scenario], title: str) -> list[
     return lines
 
 
+def fixed_rows(model: str, steps: Callable[[Scenario], Scenario], title: str) -> list[str]:
+    """Pieces of a fixed length, as engines run them, beside searched ones of at least that length, and any."""
+    scenario, _ = make_scenario(ctx="128k", gpus=8, model=model, cluster="h100-nvlink")
+    placed = steps(for_strategy(scenario, SEARCHED))
+    even, tokens, lines = Evaluator(placed, EVEN), placed.request.new_tokens, []
+    free_s = search_pipeline(placed, SEARCHED).ttft_s
+    for length in FIXED:
+        even_s = even.one(Partition.even(tokens, tokens // length).chunk_lens)
+        found = search_pipeline(placed, SEARCHED, least_piece=length)
+        bound_s = pipeline_bound_s(placed, length)
+        most = even_s / bound_s - 1
+        met = even_s / found.ttft_s - 1 >= TARGET
+        verdict = "met" if met else "cannot be met" if most < TARGET else "not met"
+        layers = ",".join(map(str, found.strategy.stage_layers or ()))
+        shown = f"{found.ttft_s:.3f} s ({len(found.partition.chunk_lens)}; {layers})"
+        lines.append(
+            f"| {model} | {title} | {length} | {even_s:.3f} s | {shown} |"
+            f" {even_s / found.ttft_s - 1:+.1%} | {bound_s:.3f} s | {most:+.1%} | {verdict} |"
+            f" {even_s / free_s - 1:+.1%} |"
+        )
+    return lines
+
+
+_INTRODUCTION = """131,072 tokens on 8 H100 (`h100-nvlink`), TTFT in the simulator.
+
+## Pieces of a fixed length
+
+Even: pieces of this length, as an engine runs them (`--chunked-prefill-size`), and even layers. `pp-s`: searched pieces
+of at least this length (number of pieces; layers of the stages). Faster: by how much even pieces take longer. Bound: no
+pipeline with such pieces is faster, whatever its layers; the column after it is what the best one could gain at most.
+Target: 8 % faster, where "cannot be met" is proven by the bound. Any length: what searched pieces of 64 tokens and more
+gain over the even ones.
+
+The last piece attends to the whole context and then passes all other stages alone. A floor of the pieces keeps it as
+long as the last of the even ones, so that what is left to gain is fewer steps and layers that suit the stages better.
+Layers that the stages do not divide evenly leave much of it (36 and 28 layers on 8 stages), those that they do little
+(32 and 80 layers).
+
+| model | step of the engine | pieces | even | `pp-s` | faster | bound | at most | target | any length |
+|---|---|---|---|---|---|---|---|---|---|"""
+_DYNAMIC = """
+## The best of each kind
+
+Even: the best number of even pieces (it). Dynamic: SGLang's dynamic chunking, whose first piece is twice the best even
+one, smooth factor 0.75, and the best of first pieces twice and three times the best even one and of smooth factors
+0.65, 0.75, 0.85. Dynamic chunking has no floor but a quarter of the first piece. `pp-s`: searched (number of pieces);
+the columns after it are how much longer the others take, and how far it is at most from the best pipeline with such
+pieces.
+
+| model | step of the engine | pieces at least | even | dynamic | dynamic, tuned | `pp-s` | even | dynamic | tuned | \
+gap to the bound | search |
+|---|---|---|---|---|---|---|---|---|---|---|---|"""
+
+
 def main() -> None:
     """Measure, and write benchmarks/results/pipelines.md."""
-    lines = [
-        "131,072 tokens on 8 H100 (`h100-nvlink`), TTFT in the simulator. Even: the best number of even pieces (it)."
-    ]
-    lines += [
-        "Dynamic: SGLang's dynamic chunking, whose first piece is twice the best even one, smooth factor 0.75, and"
-    ]
-    lines += [
-        "the best of first pieces twice and three times the best even one and of smooth factors 0.65, 0.75, 0.85."
-    ]
-    lines += [
-        "Dynamic chunking has no floor but a quarter of the first piece. `pp-s`: searched (number of pieces); the"
-    ]
-    lines += [
-        "columns after it are how much longer the others take, and how far it is at most from the best pipeline.",
-        "",
-    ]
-    lines += [
-        "| model | step of the engine | pieces at least | even | dynamic | dynamic, tuned | `pp-s` | even | dynamic |"
-    ]
-    lines[-1] += " tuned | gap to the bound | search |"
-    lines += ["|---|---|---|---|---|---|---|---|---|---|---|---|"]
-    for model in MODELS:
-        lines += rows(model, lambda scenario: scenario, "central")
-        lines += rows(model, with_mean_steps, "mean")
+    kinds: tuple[tuple[Callable[[Scenario], Scenario], str], ...] = (
+        (lambda scenario: scenario, "central"),
+        (with_mean_steps, "mean"),
+    )
+    lines = [_INTRODUCTION]
+    lines += [line for model in MODELS for steps, title in kinds for line in fixed_rows(model, steps, title)]
+    lines.append(_DYNAMIC)
+    lines += [line for model in MODELS for steps, title in kinds for line in rows(model, steps, title)]
     write("pipelines", "python benchmarks/pipelines.py", lines)
 
 

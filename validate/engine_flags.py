@@ -19,7 +19,6 @@ from typing import Any
 
 from kvrsim.errors import InputError
 from kvrsim.io.files import write_atomically
-from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from planner.capacity.launch import launch_of_fleet
 from planner.capacity.plan import plan_capacity
@@ -64,6 +63,18 @@ print("\\n" + json.dumps({{"version": importlib.metadata.version("{package}"), "
 """
 
 
+_TITLE = """# Flags read by the engines
+
+`python -m validate.engine_flags {command}` on {date}. Launches are those that `kvrsim plan --emit`
+prints for every strategy that the engine has, for six models and machines, and those of two fleets of
+`kvrsim capacity --emit`. The engine's own argument parser, from the package of this version, reads each. It also reads
+each option that [kvrsim/data/deploy.json](../../kvrsim/data/deploy.json) lists, once with each listed value. Nothing is
+started: whether a model, the GPUs and the version support a combination is not checked.
+
+| engine | version of the parser | launches | refused | options and values | refused |
+|---|---|---|---|---|---|"""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parsed:
     """What an engine's parser says."""
@@ -79,7 +90,8 @@ class Parsed:
 def launches(engine: str) -> Iterator[Launch]:
     """Of every strategy that an engine has, on several machines and models; and of a fleet that decodes elsewhere."""
     for question in QUESTIONS:
-        scenario, _ = make_scenario(**{"ctx": "16k", "gpus": 8} | question)
+        about: dict[str, Any] = {"ctx": "16k", "gpus": 8} | question
+        scenario, _ = make_scenario(**about)
         tokens = scenario.request.new_tokens
         for name in names_for(scenario, engine, "emit"):
             pieces = (tokens // 2, tokens - tokens // 2) if "pp" in name else (tokens,)
@@ -140,18 +152,7 @@ def parsed(engine: DeployEngine, python: str) -> Parsed:
 def page(found: Sequence[Parsed]) -> str:
     """The page, Markdown."""
     command = " ".join(f"{one.engine.name}=PYTHON" for one in found)
-    lines = [
-        "# Flags read by the engines",
-        "",
-        f"`python -m validate.engine_flags {command}` on {datetime.now(UTC):%Y-%m-%d}. Launches are those that `kvrsim plan --emit`",
-        "prints for every strategy that the engine has, for six models and machines, and those of two fleets of `kvrsim capacity",
-        "--emit`. The engine's own argument parser, from the package of this version, reads each. It also reads each option that",
-        "[kvrsim/data/deploy.json](../../kvrsim/data/deploy.json) lists, once with each listed value. Nothing is started: whether a model, the GPUs",
-        "and the version support a combination is not checked.",
-        "",
-        "| engine | version of the parser | launches | refused | options and values | refused |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = [_TITLE.format(command=command, date=f"{datetime.now(UTC):%Y-%m-%d}")]
     for one in found:
         numbers = (one.launches, len(one.refused_launches), one.options, len(one.refused_options))
         lines.append(f"| {one.engine.name} | {one.version} | {' | '.join(map(str, numbers))} |")

@@ -4,7 +4,7 @@ Why it holds. For each stage s there is a path of the first piece through the st
 the last piece through the stages after s. No step of a path overlaps another one, so TTFT is at least the sum of each.
 A layer takes at least W for all pieces, F for a first piece and L for a last piece of that least length: the last one
 attends to the whole context, however short the others are. With x(s) layers on stage s, TTFT is at least
-    x(s) W + F (x(1) + ... + x(s - 1)) + L (x(s + 1) + ... + x(S))    for every s, each term summed over kinds of layers,
+    x(s) W + F (x(1) + ... + x(s - 1)) + L (x(s + 1) + ... + x(S))    for every s, summed over kinds of layers,
 and the whole numbers x(s) that add up to the layers of each kind and make the largest of these the least bound TTFT for
 all layouts. The order of the kinds is left out, which only lowers the bound.
 """
