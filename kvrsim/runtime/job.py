@@ -86,7 +86,7 @@ class JobReport:
 def run_job(transport: Transport, job: Job) -> JobReport:
     """Measure every plan, then compare logits with one process's; every rank returns the same report."""
     agree(transport, job.facts() | versions())
-    forward = ModelForward(job.model.load(_device_of(transport)))
+    forward = ModelForward(job.model.load(device_of(transport)))
     forward = _own_part(forward, job, transport)
     linked = linked_by(transport, job.link, job.traffic)
     vocab_size, seed = forward.model.config.vocab_size, job.model.seed
@@ -138,7 +138,7 @@ class Prefills:
 
     def __init__(self, transport: Transport, model: ModelChoice) -> None:
         self.transport, self.choice = transport, model
-        self.forward = ModelForward(model.load(_device_of(transport)))
+        self.forward = ModelForward(model.load(device_of(transport)))
         self.one_host = is_one_host(transport)
         self.room: list[Any] | None = None
 
@@ -158,7 +158,8 @@ class Prefills:
         return conditions_of(self.transport, self.forward)
 
 
-def _device_of(transport: Transport) -> Any:
+def device_of(transport: Transport) -> Any:
+    """Where this rank computes."""
     return getattr(transport, "device", "cpu")
 
 

@@ -1,0 +1,1 @@
+"""Prompts one behind the other on ranks, without a barrier between them."""
