@@ -71,8 +71,8 @@ def measure(
 
     drift_tokens: in every round, time a prefill of so many tokens on every rank at once, too.
 
-    TTFT is the last rank's first token minus the earliest start, all ranks leaving a barrier together; ranks on
-    several hosts share no clock, there it is the last rank's own start. Every rank returns the same report.
+    TTFT is the first token minus the earliest start, all ranks leaving a barrier together; ranks on several hosts
+    share no clock, there it is the start of the rank that gives the token. Every rank returns the same report.
     """
     if repeats < 1:
         raise InputError("repeats", repeats, "at least 1")
@@ -175,10 +175,10 @@ def is_one_host(transport: Transport) -> bool:
 
 
 def ttft_of(outcomes: Sequence[Outcome], *, one_host: bool) -> float:
-    """The last rank's first token minus the earliest start, or its own where ranks share no clock."""
-    last = outcomes[-1]
+    """The first token minus the earliest start, or that of its own rank where ranks share no clock."""
+    giver = next(outcome for outcome in outcomes if outcome.trace.gives_token)
     starts = [outcome.start_s for outcome in outcomes if outcome.trace.marks]
-    return last.end_s - (min(starts) if one_host else last.start_s)
+    return giver.end_s - (min(starts) if one_host else giver.start_s)
 
 
 def _timeline(prefill: Prefill, ids: Any) -> Timeline:

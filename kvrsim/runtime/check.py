@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvrsim.runtime.cache import PrefixCache
+from kvrsim.runtime.exchange import exchange_of
 from kvrsim.runtime.exchange.base import KvPairs
 from kvrsim.runtime.model import ModelForward
 from kvrsim.runtime.plan import RunPlan, random_prompt
@@ -23,45 +24,50 @@ class Difference:
     plan: str  # the plan's label
     logits: float  # largest difference of the last token's logits
     logits_scale: float  # largest logit, by magnitude: what `logits` is to be held against
-    kv_cache: float  # largest difference in the last rank's K and V, and states, all layers
+    kv_cache: float  # largest difference in K and V, and states, of the rank that gives the first token, all layers
     same_tokens: bool  # whether the greedy continuations are equal
     num_tokens: int  # of the continuation
 
 
 def compare(
     transport: Transport, model: Any, plans: Sequence[RunPlan], *, num_tokens: int = 8, seed: int = 0
-) -> list[Difference] | None:
-    """Run each plan and compare it, on the last rank, with transformers' own prefill there; None on the others.
+) -> list[Difference]:
+    """Run each plan and compare it, where its first token is, with transformers' own prefill there.
+
+    Every rank returns the same; a strategy after which no rank can go on is compared in its first token alone.
 
     The references come first, so that their KV cache and the plans' are not in the device's memory together.
     """
-    forward, found, references = ModelForward(model), [], _References(model, num_tokens)
+    forward, found, references = ModelForward(model), list[Difference](), _References(model, num_tokens)
     prompts = [random_prompt(model.config.vocab_size, plan, seed).to(model.device) for plan in plans]
-    if transport.rank == transport.size - 1:
-        for ids in prompts:
+    for plan, ids in zip(plans, prompts, strict=True):
+        if transport.rank == exchange_of(plan.strategy).giver_of(plan, transport.size):
             references.of(ids)
     room = shared_room(forward.geometry, transport, plans)
     for number, (plan, ids) in enumerate(zip(plans, prompts, strict=True)):
         prefill = Prefill(forward, transport, plan, room=room[plan.batch])
         outcome = prefill.run(ids)
-        if outcome.tokens is not None:
-            assert prefill.cache is not None
-            exchange, logits, cache, expected = prefill.exchange, *references.of(ids)
-            count = num_tokens if exchange.decodes else 1
-            continued = decode(model, prefill.cache, ids, outcome.tokens, count)
-            found.append(
-                Difference(
-                    plan=plan.label,
-                    logits=_distance(prefill.logits, logits),
-                    logits_scale=logits.abs().max().item(),
-                    kv_cache=cache_distance(prefill.cache, exchange.part_of(cache)),
-                    same_tokens=bool(torch.equal(continued, expected[:, :count])),
-                    num_tokens=count,
-                )
-            )
-        transport.barrier()
+        own = None if outcome.tokens is None else _difference(prefill, outcome.tokens, ids, references)
+        found += [one for one in transport.exchange(own, Difference | None) if one is not None]
         transport.report(number + 1, len(plans), "logits compared")
-    return found if transport.rank == transport.size - 1 else None
+    return found
+
+
+def _difference(prefill: Prefill, tokens: tuple[int, ...], ids: Any, references: _References) -> Difference:
+    """Of the rank that gives these first tokens, from the reference."""
+    exchange, cache = prefill.exchange, prefill.cache
+    assert cache is not None
+    num_tokens = references.num_tokens if exchange.decodes else 1
+    continued = decode(references.model, cache, ids, tokens, num_tokens)
+    logits, kept, expected = references.of(ids)
+    return Difference(
+        plan=prefill.plan.label,
+        logits=_distance(prefill.logits, logits),
+        logits_scale=logits.abs().max().item(),
+        kv_cache=cache_distance(cache, exchange.part_of(kept)),
+        same_tokens=bool(torch.equal(continued, expected[:, :num_tokens])),
+        num_tokens=num_tokens,
+    )
 
 
 class _References:

@@ -112,14 +112,26 @@ class EmulatedTransport:
         self.egress = Egress(link, traffic, (inner.rank, neighbour(inner, 1)), time.monotonic())
 
     def isend_next(self, tensor: Any) -> Pending:
-        """Send with the time at which it may be seen."""
-        stamp = torch.tensor([self.egress.arrival_s(tensor.nbytes, time.monotonic())], dtype=torch.float64)
-        return _Both(self.inner.isend_next(stamp), self.inner.isend_next(tensor))
+        """Send to rank + 1 with the time at which it may be seen."""
+        return self.isend(tensor, neighbour(self, 1))
 
     def irecv_prev(self, tensor: Any) -> Pending:
+        """Receive from rank - 1, to be seen at its time."""
+        return self.irecv(tensor, neighbour(self, -1))
+
+    def connect(self, edges: Sequence[tuple[int, int]]) -> None:
+        """As the transport beneath."""
+        self.inner.connect(edges)
+
+    def isend(self, tensor: Any, dst: int) -> Pending:
+        """Send with the time at which it may be seen: a rank's messages leave one after another."""
+        stamp = torch.tensor([self.egress.arrival_s(tensor.nbytes, time.monotonic())], dtype=torch.float64)
+        return _Both(self.inner.isend(stamp, dst), self.inner.isend(tensor, dst))
+
+    def irecv(self, tensor: Any, src: int) -> Pending:
         """Receive, to be seen at its time."""
         stamp = torch.empty(1, dtype=torch.float64)
-        return _Delayed(stamp, self.inner.irecv_prev(stamp), self.inner.irecv_prev(tensor))
+        return _Delayed(stamp, self.inner.irecv(stamp, src), self.inner.irecv(tensor, src))
 
     def all_gather(self, whole: Any, boundaries: Sequence[int]) -> None:
         """A ring over the emulated links."""

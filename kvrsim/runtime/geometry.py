@@ -29,6 +29,7 @@ class Geometry:
     kept: tuple[Kept, ...]  # by layer
     num_attention_heads: int  # query heads
     attention: Attention = "sdpa"  # kernel that the model was loaded with
+    alibi: bool = False  # whether attention adds biases that grow with the distance
     dtype: torch.dtype = torch.float32  # of K and V
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
@@ -47,6 +48,7 @@ class Geometry:
             kept=tuple(_kept_by_layer(config, attention)),
             num_attention_heads=config.num_attention_heads,
             attention=attention,
+            alibi=bool(getattr(config, "alibi", False)),
             dtype=parameter.dtype,
             device=parameter.device,
         )

@@ -9,6 +9,7 @@ Marks of a layer, in this order:
     send                own K and V are sent
     updated             the cache's update has ended; attention begins
     scan                instead, where a layer keeps a state: the state before the chunk is there
+    attending           where attention itself sends and waits: it computes, after what it has sent
     sent                the state after the chunk is on its way
     output              attention has ended; the output projection begins
     layer_end           it has ended

@@ -16,6 +16,7 @@ from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures import read_config
 from kvrsim.model.architectures.multimodal import read_text_part
 from kvrsim.model.load import config_path
+from kvrsim.runtime.attention import attending as attention_by
 from kvrsim.runtime.attention import use_flash
 from kvrsim.runtime.cache import PrefixCache
 from kvrsim.runtime.geometry import DTYPES, Geometry
@@ -93,14 +94,30 @@ def _build(
     return model.to(place).eval().requires_grad_(False)
 
 
+class Attending(Protocol):
+    """Tokens that need not follow each other, and their attention."""
+
+    @property
+    def positions(self) -> Any:
+        """Of the tokens, shape [c]."""
+
+    def attend(self, query: Any, scale: float | None) -> Any:
+        """The layer's attention, [B, H, c, D], of queries [B, H, c, D]."""
+
+
 class Forward(Protocol):
     """What a rank computes."""
 
     geometry: Geometry
     whole_geometry: Geometry  # of the model of which it may be a part
 
-    def __call__(self, ids: Any, start: int, cache: PrefixCache, *, is_last: bool) -> Any:
-        """Run the tokens [B, c] that stand at `start`; returns the last logits [B, vocabulary] on the last rank."""
+    def __call__(
+        self, ids: Any, start: int, cache: PrefixCache, *, is_last: bool, attending: Attending | None = None
+    ) -> Any:
+        """Run the tokens [B, c] that stand at `start`; returns the last one's logits [B, vocabulary] if `is_last`.
+
+        attending: where the tokens stand instead, and what attends to K and V in place of the model.
+        """
 
     def digest(self) -> str:
         """What tells this forward from others, the same on every rank."""
@@ -113,11 +130,18 @@ class ModelForward:
         """geometry: of a part of a model; None: the model's own."""
         self.model, self.geometry = model, geometry or Geometry.of(model)
         self.whole_geometry = self.geometry
-        self.alibi = bool(getattr(model.config, "alibi", False))
         self._digest: str | None = None  # once asked for: it reads all weights
 
-    def __call__(self, ids: Any, start: int, cache: PrefixCache, *, is_last: bool) -> Any:
-        inputs = self.inputs(ids, start, cache)
+    def __call__(
+        self, ids: Any, start: int, cache: PrefixCache, *, is_last: bool, attending: Attending | None = None
+    ) -> Any:
+        if attending is None:
+            return self._run(self.inputs(ids, start, cache), is_last=is_last)
+        inputs = dict(input_ids=ids, position_ids=attending.positions.unsqueeze(0), past_key_values=cache)
+        with attention_by(self.model, attending.attend):
+            return self._run(inputs | {"use_cache": True}, is_last=is_last)
+
+    def _run(self, inputs: dict[str, Any], *, is_last: bool) -> Any:
         with torch.inference_mode():
             if is_last:
                 return self.model(**inputs, logits_to_keep=1).logits[:, -1]
@@ -130,7 +154,7 @@ class ModelForward:
         name = "input_ids" if ids.dim() == 2 else "inputs_embeds"
         inputs: dict[str, Any] = {name: ids, "position_ids": positions, "past_key_values": cache, "use_cache": True}
         visible_len = cache.visible_len
-        if self.alibi or (start == 0 and visible_len > ids.shape[1]):
+        if self.geometry.alibi or (start == 0 and visible_len > ids.shape[1]):
             # ALiBi's biases are as long as the mask. And under TSP, transformers would let the first rank off: from
             # position 0 on, without a mask, it takes what follows the chunk for room that is not filled yet.
             inputs["attention_mask"] = torch.ones(ids.shape[0], visible_len, dtype=torch.long, device=ids.device)
@@ -161,7 +185,9 @@ class SleepForward:
         """`layer_s(chunk, prefix)`: seconds of one layer before its K and V are exchanged, and after."""
         self.geometry, self.whole_geometry, self.layer_s = geometry, geometry, layer_s
 
-    def __call__(self, ids: Any, start: int, cache: PrefixCache, *, is_last: bool) -> Any:
+    def __call__(
+        self, ids: Any, start: int, cache: PrefixCache, *, is_last: bool, attending: Attending | None = None
+    ) -> Any:
         before_s, after_s = self.layer_s(ids.shape[1], cache.visible_len - ids.shape[1])
         for layer in range(self.geometry.num_hidden_layers):
             time.sleep(before_s)

@@ -12,13 +12,13 @@ from kvrsim.profile.profile import Gather  # at run time, too: plans travel betw
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
-    """A strategy with its partition; the last chunk is the last rank's, which gives the first token."""
+    """A strategy with its partition."""
 
     strategy: str  # the file of kvrsim.runtime.exchange that runs it
     partition: Partition
     batch: int = 1  # prompts of equal length
     tsp_keys: Literal["dense", "truncated"] = "dense"  # whether a chunk is also scored against later tokens
-    gather: Gather = "ring"  # TSP's all-gather: between neighbours, or the backend's own
+    gather: Gather = "ring"  # an all-gather: between neighbours, or the backend's own
     stage_layers: tuple[int, ...] | None = None  # of a pipeline, each stage's; None: as even as they can be
     receives_ahead: int | None = 1  # layers for which KVR posts receives before it comes to them; None: all
 
@@ -41,11 +41,16 @@ class RunPlan:
         return ",".join(map(str, self.partition.chunk_lens))
 
     @property
+    def name(self) -> str:
+        """The strategy's, for people, such as "zigzag-ring"."""
+        return self.strategy.replace("_", "-")
+
+    @property
     def label(self) -> str:
         """For people, such as "kvr 28,42,26"."""
-        dense = f" {self.tsp_keys}, {self.gather}" if self.strategy == "tsp" else ""
+        told = {"tsp": f" {self.tsp_keys}, {self.gather}", "zigzag": f" {self.gather}"}.get(self.strategy, "")
         stages = "" if self.stage_layers is None else f", layers {','.join(map(str, self.stage_layers))}"
-        return f"{self.strategy}{dense} {self.chunks}{stages}"
+        return f"{self.name}{told} {self.chunks}{stages}"
 
 
 def random_prompt(vocab_size: int, plan: RunPlan, seed: int = 0) -> Any:

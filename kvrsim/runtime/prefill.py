@@ -52,6 +52,7 @@ class Prefill:
         with self._named_faults():
             agree(transport, self._facts())
             exchange_of(plan.strategy).check(plan, self.geometry)
+            transport.connect(exchange_of(plan.strategy).edges(plan, transport.size))
             self._exchange = exchange_of(plan.strategy)(forward, transport, plan, self.clock, room)
 
     @property
@@ -82,7 +83,14 @@ class Prefill:
             marks = tuple(self.clock.finish())
             exchange.finish()
         kept, start_s = marks if takes_part else (), self.clock.start_s
-        trace = RankTrace(rank=self.transport.rank, start_s=start_s, marks=kept, sends=tuple(exchange.sent))
+        trace = RankTrace(
+            rank=self.transport.rank,
+            start_s=start_s,
+            marks=kept,
+            sends=tuple(exchange.sent),
+            receipts=tuple(exchange.received),
+            gives_token=exchange.gives_token,
+        )
         end_s = start_s + marks[-1].device_s
         return Outcome(rank=trace.rank, start_s=start_s, end_s=end_s, tokens=tokens, trace=trace)
 

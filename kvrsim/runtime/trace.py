@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,6 +20,9 @@ COMPUTE = {
     ("received", "updated"): "append",
     ("received", "send"): "append",
     ("updated", "output"): "attention",
+    # Where attention itself sends and waits.
+    **dict.fromkeys((("updated", "send"), ("attending", "wait"), ("attending", "send")), "attention"),
+    **dict.fromkeys((("attending", "output"), ("received", "attending"), ("received", "output")), "attention"),
     **dict.fromkeys((("update", "scan"), ("received", "scan"), ("scan", "send"), ("scan", "output")), "scan"),
     ("sent", "output"): "scan",
     ("output", "layer_end"): "output+mlp",
@@ -34,10 +36,21 @@ COMPUTE = {
     ("layer_end", "token"): "head",
 }
 
+_SENDING = (("send", "updated"), ("send", "sent"), ("send", "send"), ("send", "wait"), ("send", "attending"))
+_ASSEMBLED = ("tsp", "zigzag")  # where what is gathered is then joined
 _KIND: dict[str, SpanOp] = {
     **{"qkv": "qkv", "append": "append", "assemble": "append", "attention": "attention", "output+mlp": "output+mlp"},
     **{"scan": "attention", "embedding": "embedding", "head": "head", "compute": "other"},
 }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sent:
+    """One message that left a rank."""
+
+    layer: int | None  # None: of no layer, as a piece of a pipeline is
+    nbytes: float
+    dst: int  # the rank that receives
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +60,9 @@ class RankTrace:
     rank: int
     start_s: float  # time.monotonic() of the first mark
     marks: tuple[Mark, ...]
-    sends: tuple[tuple[int | None, float], ...] = ()  # of each message to the next rank: layer, bytes
+    sends: tuple[Sent, ...] = ()  # one for each mark "send"
+    receipts: tuple[int | None, ...] = ()  # for each mark "received", the rank that sent; None: all ranks
+    gives_token: bool = False  # whether the rank gives the first token, so that it runs the head
 
 
 def timeline_of(strategy: str, traces: Sequence[RankTrace]) -> Timeline:
@@ -58,19 +73,24 @@ def timeline_of(strategy: str, traces: Sequence[RankTrace]) -> Timeline:
     """
     zero_s = min((trace.start_s for trace in traces if trace.marks), default=0.0)
     spans: list[Span] = []
-    last = max(trace.rank for trace in traces)
     for trace in traces:
-        spans += _own_spans(trace, strategy, trace.start_s - zero_s, is_last=trace.rank == last)
+        spans += _own_spans(trace, strategy, trace.start_s - zero_s)
         spans += _transfers(trace, traces, zero_s, strategy)
     spans.sort(key=lambda span: (span.start_s, span.rank, span.end_s))
-    return Timeline(strategy=strategy, num_ranks=1 + last, spans=tuple(spans))
+    return Timeline(strategy=strategy, num_ranks=1 + max(trace.rank for trace in traces), spans=tuple(spans))
 
 
-def _own_spans(trace: RankTrace, strategy: str, offset_s: float, *, is_last: bool) -> Iterator[Span]:
+def _own_spans(trace: RankTrace, strategy: str, offset_s: float) -> Iterator[Span]:
     states = _states_of(trace)
+    sources, sends = iter(trace.receipts), iter(trace.sends)
+    src, dst = None, trace.rank + 1
     for first, second in pairwise(trace.marks):
-        name, kind = _name_of(first.name, second.name, trace.rank, strategy, is_state=first.layer in states)
-        if name is None or second.device_s <= first.device_s or (name == "head" and not is_last):
+        if second.name == "received":
+            src = next(sources)
+        if first.name == "send":
+            dst = next(sends).dst
+        name, kind = _name_of(first.name, second.name, (src, dst), strategy, is_state=first.layer in states)
+        if name is None or second.device_s <= first.device_s or (name == "head" and not trace.gives_token):
             continue
         yield Span(
             rank=trace.rank,
@@ -95,51 +115,51 @@ def _states_of(trace: RankTrace) -> set[int | None]:
     return {mark.layer for mark in trace.marks if mark.name == "scan"}
 
 
-def _name_of(first: str, second: str, rank: int, strategy: str, *, is_state: bool) -> tuple[str | None, SpanKind]:
-    """What the simulator calls the time between two events."""
+def _name_of(
+    first: str, second: str, peers: tuple[int | None, int], strategy: str, *, is_state: bool
+) -> tuple[str | None, SpanKind]:
+    """What the simulator calls the time between two events; peers: who sent what came, and who gets what leaves."""
+    src, dst = peers
     if (first, second) == ("wait", "received"):
-        if strategy == "tp":
-            return "all-reduce", "wait"
-        gathered = strategy == "tsp" and not is_state
-        return "all-gather" if gathered else f"{_payload(strategy, is_state=is_state)} from rank {rank - 1}", "wait"
-    if (first, second) in (("send", "updated"), ("send", "sent")):  # gloo writes to the socket before it returns
-        return f"send to rank {rank + 1}", "wait"
+        if src is None:
+            return "all-reduce" if strategy == "tp" else "all-gather", "wait"
+        return f"{_payload(strategy, is_state=is_state)} from rank {src}", "wait"
+    # Gloo writes to the socket before it returns.
+    if (first, second) in _SENDING:
+        return f"send to rank {dst}", "wait"
     name = COMPUTE.get((first, second))
     if name == "append" and is_state:
         return "scan", "compute"
-    return "assemble" if name == "append" and strategy == "tsp" else name, "compute"
+    return "assemble" if name == "append" and strategy in _ASSEMBLED else name, "compute"
 
 
 def _transfers(trace: RankTrace, traces: Sequence[RankTrace], zero_s: float, strategy: str) -> Iterator[Span]:
-    peer = next((other for other in traces if other.rank == trace.rank + 1), None)
-    noticed = _times_of("received", peer, zero_s) if peer else {}
-    posted, states = _times_of("send", trace, zero_s), _states_of(trace)
-    sent: Counter[int | None] = Counter()  # of a layer; pieces of a pipeline belong to none
-    for layer, nbytes in trace.sends:
-        key = layer, sent[layer]
-        sent[layer] += 1
-        if key in noticed:
-            posted_s = posted[key]
-            payload = _payload(strategy, is_state=layer in states)
+    """The messages between two ranks arrive in the order in which they left."""
+    states = _states_of(trace)
+    arrived = {
+        other.rank: iter(
+            [at_s for at_s, src in zip(_times_of("received", other, zero_s), other.receipts, strict=True)
+             if src == trace.rank]
+        )
+        for other in traces
+    }  # fmt: skip
+    for posted_s, sent in zip(_times_of("send", trace, zero_s), trace.sends, strict=True):
+        noticed_s = next(arrived[sent.dst], None)
+        if noticed_s is not None:
+            payload = _payload(strategy, is_state=sent.layer in states)
             yield Span(
                 rank=trace.rank,
                 kind="transfer",
                 op=payload,
-                name=f"{payload} {trace.rank}→{trace.rank + 1}",
-                layer=layer,
+                name=f"{payload} {trace.rank}→{sent.dst}",
+                layer=sent.layer,
                 start_s=posted_s,
-                end_s=max(noticed[key], posted_s),
-                peer=trace.rank + 1,
-                nbytes=nbytes,
+                end_s=max(noticed_s, posted_s),
+                peer=sent.dst,
+                nbytes=sent.nbytes,
             )
 
 
-def _times_of(name: str, trace: RankTrace, zero_s: float) -> dict[tuple[int | None, int], float]:
-    """Seconds after `zero_s` of the marks of one name, by layer and how many of it there are before."""
-    found: dict[tuple[int | None, int], float] = {}
-    count: Counter[int | None] = Counter()
-    for mark in trace.marks:
-        if mark.name == name:
-            found[mark.layer, count[mark.layer]] = trace.start_s - zero_s + mark.device_s
-            count[mark.layer] += 1
-    return found
+def _times_of(name: str, trace: RankTrace, zero_s: float) -> list[float]:
+    """Seconds after `zero_s` of the marks of one name, in order."""
+    return [trace.start_s - zero_s + mark.device_s for mark in trace.marks if mark.name == name]

@@ -50,7 +50,9 @@ class RunResult:
     kv_cache_error: float | None
     generated: tuple[tuple[int, ...], ...]  # tokens by prompt; empty where none were requested
     conditions: Mapping[str, str]
-    all_gather: str | None  # TSP's: a ring between neighbours, or the backend's collective; None: there is none
+    all_gather: (
+        str | None
+    )  # of tsp and zigzag: a ring between neighbours, or the backend's collective; None: there is none
     warnings: tuple[str, ...]  # such as that other processes used the machine
     timeline: Timeline = field(repr=False, compare=False)  # of one more prefill
 
@@ -168,7 +170,7 @@ def run_here(
         kv_cache_error=None if difference is None else difference.kv_cache,
         generated=report.generated,
         conditions=report.bench.conditions,
-        all_gather=plan.gather if plan.strategy == "tsp" and ranks > 1 else None,
+        all_gather=plan.gather if plan.strategy in ("tsp", "zigzag") and ranks > 1 else None,
         warnings=(*notes, *_busy_notes(timing)),
         timeline=report.bench.timelines[0],
     )

@@ -9,6 +9,7 @@ from kvrsim.runtime.cache import PrefixCache, UpdateEvent
 from kvrsim.runtime.hooks import Clock
 from kvrsim.runtime.kept.buffers import KvBuffer, buffers_of
 from kvrsim.runtime.ranks.transport import Pending, Transport
+from kvrsim.runtime.trace import Sent
 
 if TYPE_CHECKING:
     from kvrsim.runtime.geometry import Geometry
@@ -38,7 +39,8 @@ class Exchange:
         self.geometry = forward.geometry
         self.place = self.place_of(plan, transport.rank, transport.size)
         self.layer: int | None = None  # to which the rank has come
-        self.sent: list[tuple[int | None, float]] = []  # of each message: layer, bytes
+        self.sent: list[Sent] = []
+        self.received: list[int | None] = []  # where each came from that is marked as received; None: from all
         self._receives: dict[int, Pending] = {}
         self._sends: list[Pending] = []
         self.cache = None if self.place is None else self.make_cache(room)
@@ -84,10 +86,20 @@ class Exchange:
     def check_family(cls, model_type: str) -> None:
         """Raise InputError where the strategy cannot run any model of an architecture."""
 
+    @classmethod
+    def edges(cls, plan: RunPlan, size: int) -> list[tuple[int, int]]:
+        """From a rank to another, besides those to the next rank: messages that the plan sends."""
+        return []
+
+    @classmethod
+    def giver_of(cls, plan: RunPlan, size: int) -> int:
+        """The rank that gives the first token: the last one."""
+        return size - 1
+
     @property
     def gives_token(self) -> bool:
-        """Whether this rank gives the first token: the last one."""
-        return self.transport.rank == self.transport.size - 1
+        """Whether this rank gives the first token."""
+        return self.transport.rank == self.giver_of(self.plan, self.transport.size)
 
     def bounds(self) -> tuple[int, int]:
         """The first token of the rank's chunk, and the one behind it."""
@@ -106,11 +118,16 @@ class Exchange:
         start, end = self.bounds()
         return dict(prefix_len=start, chunk_len=end - start, batch=self.plan.batch)
 
+    def scratch(self) -> list[Any]:
+        """Memory that one layer at a time needs besides what is kept, made once."""
+        return []
+
     def reset(self) -> None:
         """Forget the prefill before."""
         self.layer = None
         self._receives.clear()
         self.sent.clear()
+        self.received.clear()
 
     def run(self, input_ids: Any) -> Any:
         """The rank's part in the prefill of [B, C]; returns the last token's logits [B, vocabulary] where it has them.
@@ -157,20 +174,35 @@ class Exchange:
     def receive(self, layer: int) -> None:
         """Wait for what this layer keeps of the tokens before the chunk, where its receive is posted."""
         if layer in self._receives:
-            self.clock.mark("wait", layer)
-            self._receives.pop(layer).wait()
-            self.clock.mark("received", layer)
+            self.wait_for(self._receives.pop(layer), layer, self.transport.rank - 1)
+
+    def wait_for(self, message: Pending, layer: int | None, src: int) -> None:
+        """Wait for a message."""
+        self.clock.mark("wait", layer)
+        message.wait()
+        self.mark_received(layer, src)
+
+    def mark_received(self, layer: int | None, src: int | None) -> None:
+        """A message is there; src None: all ranks' are."""
+        self.clock.mark("received", layer)
+        self.received.append(src)
 
     def hand_on(self, layer: int) -> None:
         """Send what this layer keeps of the tokens up to the chunk's end to the next rank."""
         message = self.buffer(layer).outgoing()
         if self.transport.rank == self.transport.size - 1 or not message.nbytes:
             return
-        self.clock.mark("send", layer)
-        self.sent.append((layer, message.nbytes))
-        self._sends.append(self.transport.isend_next(message))
+        self.send(message, layer, self.transport.rank + 1)
         if not isinstance(self.buffer(layer), KvBuffer):
             self.clock.mark("sent", layer)
+
+    def send(self, message: Any, layer: int | None, dst: int, *, after_others: bool = False) -> None:
+        """Begin to send to another rank; after_others: once all that was sent before has left."""
+        self.clock.mark("send", layer)
+        if after_others:
+            self.finish()
+        self.sent.append(Sent(layer=layer, nbytes=message.nbytes, dst=dst))
+        self._sends.append(self.transport.isend(message, dst))
 
 
 def not_a_chunk_a_rank(plan: RunPlan, size: int) -> InputError:

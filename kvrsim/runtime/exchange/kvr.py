@@ -52,6 +52,10 @@ class Chain(Exchange):
         self.receive(layer)
         if isinstance(self.buffer(layer), KvBuffer):
             self.hand_on(layer)
+        self.expect_ahead(layer)
+
+    def expect_ahead(self, layer: int) -> None:
+        """Post the receives of the layer that is so many further on."""
         if self._ahead is not None:
             ahead = self.geometry.linked_layers.index(layer) + self._ahead
             self._post_receives(ahead, ahead + 1)

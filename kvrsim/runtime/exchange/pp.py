@@ -123,18 +123,13 @@ class Pipeline(Exchange):
 
     def _come(self, number: int) -> Any:
         """Wait for a piece."""
-        self.clock.mark("wait")
-        self._coming[number].wait()
-        self.clock.mark("received")
+        self.wait_for(self._coming[number], None, self.transport.rank - 1)
         return self._landing(number)
 
     def _go_on(self, hidden: Any) -> None:
         """Send a piece to the next stage, once the one before has left: no more are kept."""
         hidden = hidden.contiguous()
-        self.clock.mark("send")
-        self.finish()
-        self.sent.append((None, hidden.nbytes))
-        self._sends.append(self.transport.isend_next(hidden))
+        self.send(hidden, None, self.transport.rank + 1, after_others=True)
         self.clock.mark("sent")
 
 

@@ -96,7 +96,7 @@ class TensorParallel(Exchange):
             ring_all_reduce(self.transport, part.view(-1), self._scratch)
         else:
             self.transport.all_reduce(part)
-        self.clock.mark("received", layer)
+        self.mark_received(layer, None)
 
     def joined(self, whole: Any, boundaries: list[int]) -> None:
         """Gather rows from all ranks."""

@@ -60,7 +60,7 @@ class Gathered(Exchange):
             ring_all_gather(self.transport, buffer.data, boundaries)
         else:
             self.transport.all_gather(buffer.data, boundaries)
-        self.clock.mark("received", layer)
+        self.mark_received(layer, None)
 
     def after_scan(self, layer: int) -> None:
         """Hand the state on."""

@@ -54,11 +54,11 @@ class KvBuffer:
 
     def incoming(self) -> Any:
         """What the chunk sees of the tokens before it, contiguous rows: what is received."""
-        return self._rows(self.first_seen, self.prefix_len)
+        return self.rows(self.first_seen, self.prefix_len)
 
     def outgoing(self) -> Any:
         """What tokens after the chunk see of those up to its end, contiguous rows: what is sent."""
-        return self._rows(self.kept.first_seen(self.end), self.end)
+        return self.rows(self.kept.first_seen(self.end), self.end)
 
     def write(self, keys: Any, values: Any) -> None:
         """Put the chunk's K and V, as the model gives them, behind the prefix."""
@@ -81,13 +81,17 @@ class KvBuffer:
         """As if there were a prefix."""
         self.data.normal_(generator=generator)
 
-    def _rows(self, start: int, end: int) -> Any:
+    def rows(self, start: int, end: int) -> Any:
+        """What is kept of these tokens: contiguous."""
         return self.data[start - self.first : end - self.first]
 
     def _parts(self, start: int, end: int) -> tuple[Any, Any]:
         """K and V of these tokens, [B, Hkv, S, D]: views."""
-        rows, heads = self._rows(start, end), self.kept.num_key_value_heads
-        widths = (self.kept.head_dim, self.kept.v_head_dim)
+        return self.views(self.rows(start, end))
+
+    def views(self, rows: Any) -> tuple[Any, Any]:
+        """K and V in rows of this layout, this buffer's or another's: [B, Hkv, S, D]."""
+        heads, widths = self.kept.num_key_value_heads, (self.kept.head_dim, self.kept.v_head_dim)
         columns = rows.split([self.batch * heads * width for width in widths], dim=1)
         keys, values = (
             part.unflatten(1, (self.batch, heads, width)).permute(1, 2, 0, 3)

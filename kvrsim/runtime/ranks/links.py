@@ -45,6 +45,13 @@ class Links:
         self._edges = {edge: self._group(edge, is_edge=True) for edge in edges}
         self._gathers = {tuple(ranks): self._group(ranks, is_edge=False) for ranks in gathers}
 
+    def add(self, edges: Sequence[Edge]) -> None:
+        """Make the groups of edges that have none, each used once; every rank calls this with the same edges."""
+        for edge in edges:
+            if edge not in self._edges:
+                self._edges[edge] = self._group(edge, is_edge=True)
+                self._use(edge)
+
     def isend(self, edge: Edge, tensor: Any) -> Any:
         """Begin to send along an edge that begins at this rank; the work, whose tensor must stay alive."""
         return self.dist.isend(tensor, edge[1], group=self._edges[edge])
@@ -70,14 +77,17 @@ class Links:
         that begin with different edges would wait for each other in a circle.
         """
         for edge in self._edges:
-            if self.rank in edge:
-                token = self._token(1)
-                (self.isend if self.rank == edge[0] else self.irecv)(edge, token).wait()
-                self._synchronize()
+            self._use(edge)
         for ranks in self._gathers:
             if self.rank in ranks:
                 self.all_gather(ranks, self._token(len(ranks)), self._token(1))
                 self._synchronize()
+
+    def _use(self, edge: Edge) -> None:
+        if self.rank in edge:
+            token = self._token(1)
+            (self.isend if self.rank == edge[0] else self.irecv)(edge, token).wait()
+            self._synchronize()
 
     def _token(self, count: int) -> Any:
         return self.torch.full((count,), 0, dtype=self.torch.uint8, device=self.device)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from kvrsim.choices import RankBackend
 from kvrsim.runtime.ranks.faults import LinkError, meaning
-from kvrsim.runtime.ranks.links import Links, chosen_backend, device_id
+from kvrsim.runtime.ranks.links import Edge, Links, chosen_backend, device_id
 from kvrsim.runtime.ranks.wire import MAX_BYTES, WireError, decoded, encoded
 
 OnProgress = Callable[[int, int, str], object]  # steps done, steps in all, what they are
@@ -48,12 +48,21 @@ class Transport(Ring, Protocol):
     """All that a rank needs of the others.
 
     Messages on an edge arrive in the order in which they were posted. Tensors are contiguous, and stay alive
-    and untouched until `wait` returns.
+    and untouched until `wait` returns. The edges of the ring are there; others only after `connect`.
     """
 
     @property
     def name(self) -> str:
         """For people, such as "gloo"."""
+
+    def connect(self, edges: Sequence[Edge]) -> None:
+        """Make the edges that are not there yet: all ranks call it with the same ones."""
+
+    def isend(self, tensor: Any, dst: int) -> Pending:
+        """Send to another rank beside computation."""
+
+    def irecv(self, tensor: Any, src: int) -> Pending:
+        """Receive in place from another rank beside computation."""
 
     def all_gather(self, whole: Any, boundaries: Sequence[int]) -> None:
         """Fill `whole`, whose rows from boundaries[rank] to boundaries[rank + 1] are this rank's own."""
@@ -81,15 +90,17 @@ class Transport(Ring, Protocol):
 
 
 def ring_all_gather(ring: Ring, whole: Any, boundaries: Sequence[int]) -> None:
-    """An all-gather of p - 1 steps between neighbours: each passes on the piece that it received last.
+    """An all-gather of the rows between boundaries, of which boundaries[rank] to boundaries[rank + 1] are own."""
+    gather_pieces(ring, [whole[start:end] for start, end in pairwise(boundaries)])
 
-    Unlike gloo's own collective it takes pieces of any size, and uses both directions of a link.
-    """
+
+def gather_pieces(ring: Ring, pieces: Sequence[Any]) -> None:
+    """p - 1 steps between neighbours: each passes on the piece that it received last. pieces: by rank, of any size."""
     piece = ring.rank
     for _ in range(ring.size - 1):
         before = (piece - 1) % ring.size
-        coming = ring.irecv_prev(whole[boundaries[before] : boundaries[before + 1]])
-        leaving = ring.isend_next(whole[boundaries[piece] : boundaries[piece + 1]])
+        coming = ring.irecv_prev(pieces[before])
+        leaving = ring.isend_next(pieces[piece])
         coming.wait()
         leaving.wait()
         piece = before
@@ -158,20 +169,31 @@ class DistributedTransport:
 
     def isend_next(self, tensor: Any) -> Pending:
         """Send to rank + 1; the tensor is kept alive by what is returned."""
-        peer = neighbour(self, 1)
-        tensor = tensor.to("cpu") if self.staged else tensor
-        with _linked(peer, f"nothing can be sent to rank {peer}"):
-            work = self._links.isend((self.rank, peer), tensor)
-        return _Work(work, tensor, peer, "not taken by", None)
+        return self.isend(tensor, neighbour(self, 1))
 
     def irecv_prev(self, tensor: Any) -> Pending:
         """Receive from rank - 1, in place."""
-        peer = neighbour(self, -1)
+        return self.irecv(tensor, neighbour(self, -1))
+
+    def connect(self, edges: Sequence[Edge]) -> None:
+        """Make a process group for each edge without one, and use it once."""
+        with _linked(None, "the links between the ranks cannot be set up"):
+            self._links.add(edges)
+
+    def isend(self, tensor: Any, dst: int) -> Pending:
+        """Send to a rank; the tensor is kept alive by what is returned."""
+        tensor = tensor.to("cpu") if self.staged else tensor
+        with _linked(dst, f"nothing can be sent to rank {dst}"):
+            work = self._links.isend((self.rank, dst), tensor)
+        return _Work(work, tensor, dst, "not taken by", None)
+
+    def irecv(self, tensor: Any, src: int) -> Pending:
+        """Receive from a rank, in place."""
         landing = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda) if self.staged else tensor
-        with _linked(peer, f"nothing can be received from rank {peer}"):
-            work = self._links.irecv((peer, self.rank), landing)
+        with _linked(src, f"nothing can be received from rank {src}"):
+            work = self._links.irecv((src, self.rank), landing)
         after = (lambda: tensor.copy_(landing)) if self.staged else None
-        return _Work(work, landing, peer, "nothing came from", after)
+        return _Work(work, landing, src, "nothing came from", after)
 
     def all_gather(self, whole: Any, boundaries: Sequence[int]) -> None:
         """The backend's collective, on pieces padded to the longest where they differ."""

@@ -88,7 +88,7 @@ def exactness(transport: Any) -> list[tuple[str, str, Difference]]:
     found = []
     for name, kernel in variants():
         model = model_of(name, kernel)
-        for difference in compare(transport, model, plans_of_model(transport.size, name, kernel)) or []:
+        for difference in compare(transport, model, plans_of_model(transport.size, name, kernel)):
             found.append((name, kernel, difference))
     return found
 
@@ -130,7 +130,7 @@ def exactness_of_kinds(transport: Any, kernels: list[str]) -> list[tuple[str, st
     for name, kernel in kinds(*kernels):
         model = model_of(name, kernel)
         plans = plans_of_kinds(transport.size, kernel, Geometry.of(model).least_chunk)
-        for difference in compare(transport, model, plans, num_tokens=4) or []:
+        for difference in compare(transport, model, plans, num_tokens=4):
             found.append((name, kernel, difference))
     return found
 
@@ -145,7 +145,10 @@ class Spoiling:
         return getattr(self.inner, name)
 
     def irecv_prev(self, tensor: Any) -> Any:
-        message = self.inner.irecv_prev(tensor)
+        return self.irecv(tensor, (self.inner.rank - 1) % self.inner.size)
+
+    def irecv(self, tensor: Any, src: int) -> Any:
+        message = self.inner.irecv(tensor, src)
 
         class Zeroing:
             def wait(self) -> None:
@@ -162,7 +165,7 @@ def _shift(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[st
     return args, kwargs
 
 
-def spoilt(transport: Any, name: str, kernel: str, how: str) -> list[Difference] | None:
+def spoilt(transport: Any, name: str, kernel: str, how: str) -> list[Difference]:
     """A prefill whose prefix is zeroed, or whose later chunks stand in the wrong place."""
     model, plan = model_of(name, kernel), kvr(12, 11)
     if how == "prefix":
@@ -171,7 +174,7 @@ def spoilt(transport: Any, name: str, kernel: str, how: str) -> list[Difference]
     return compare(transport, model, [plan])
 
 
-def staged(transport: Any) -> list[Difference] | None:
+def staged(transport: Any) -> list[Difference]:
     """Messages by way of scratch in host memory, as for GPUs that gloo cannot reach."""
     transport.staged = True
     return compare(transport, model_of("llama-gqa"), plans_of(transport.size, "sdpa"))

@@ -16,7 +16,7 @@ from kvrsim.runtime.bench import BenchReport
 from kvrsim.runtime.hooks import Mark
 from kvrsim.runtime.host import HostLoad
 from kvrsim.runtime.ranks.launch import Launch, launch
-from kvrsim.runtime.trace import RankTrace, timeline_of
+from kvrsim.runtime.trace import RankTrace, Sent, timeline_of
 
 NUM_RANKS = 2
 
@@ -110,7 +110,7 @@ def test_marks_become_spans() -> None:
             ("start", None, 10.0), ("layer", 0, 11.0), ("update", 0, 12.0), ("send", 0, 13.0), ("updated", 0, 13.5),
             ("output", 0, 14.0), ("layer_end", 0, 15.0), ("token", None, 15.0),
         ),
-        sends=((0, 64.0),),
+        sends=(Sent(layer=0, nbytes=64.0, dst=1),),
     )  # fmt: skip
     second = RankTrace(
         rank=1,
@@ -119,6 +119,8 @@ def test_marks_become_spans() -> None:
             ("start", None, 10.5), ("layer", 0, 11.0), ("update", 0, 12.0), ("wait", 0, 12.5), ("received", 0, 14.0),
             ("updated", 0, 14.0), ("output", 0, 16.0), ("layer_end", 0, 17.0), ("token", None, 18.0),
         ),
+        receipts=(0,),
+        gives_token=True,
     )  # fmt: skip
     timeline = timeline_of("kvr", [first, second])
     found = {(span.rank, span.name): (span.layer, span.kind, span.start_s, span.end_s) for span in timeline.spans}
