@@ -248,6 +248,7 @@ CHECKS: dict[str, Check] = {
     "model": named("kvrsim.model.spec:ModelSpec"),
     "profile": named("kvrsim.profile.profile:CalibrationProfile"),
     "cluster": named("kvrsim.hardware.cluster:Cluster"),
+    "prefix_placement": named("kvrsim.cost.prefix:PrefixPlacement"),
     "engine": named("kvrsim.engine.engine:Engine"),
     "table": named("planner.table.table:PartitionTable"),
     "noise": named("kvrsim.noise.model:Noise"),

@@ -12,7 +12,7 @@ from kvrsim.errors import InputError, KvrsimError
 from kvrsim.program.operations import Array, Op, Program, beside_receives
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Step, Strategy
-from kvrsim.strategies.layers import layer_ops, refusal
+from kvrsim.strategies.layers import layer_ops, placement_refusal, refusal
 from kvrsim.strategies.load import where
 
 
@@ -23,6 +23,8 @@ def for_strategy(scenario: Scenario, strategy: Strategy) -> Scenario:
     """
     if strategy.partition_rule == "whole":
         return scenario.on_gpus(1)
+    if scenario.request.cached_prefix and (why := placement_refusal(strategy, scenario.prefix_placement)):
+        raise InputError("strategies", strategy.name, why)
     num_gpus = scenario.cluster.num_gpus
     _check_sizes(strategy, num_gpus, scenario.request.new_tokens)
     placed = scenario.in_groups(strategy.group_size or num_gpus)

@@ -21,7 +21,7 @@ from kvrsim.model.mixers import Attention, LatentAttention, Recurrence
 from kvrsim.model.spec import LayerSpec, ModelSpec
 from kvrsim.partition import Partition
 from kvrsim.program.in_flight import bytes_in_flight
-from kvrsim.program.operations import Compute, Program, RingPass
+from kvrsim.program.operations import Compute, Load, Program, RingPass
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.strategies.pipeline import context_ranks, stages
@@ -91,17 +91,26 @@ def _rank_memory(
     """`flights`: bytes in flight in a layer of each kind, a rank."""
     model, request = scenario.share, scenario.request
     width, batch, chunk = request.dtype_bytes, request.batch, partition.chunk_lens[rank]
-    kept, gathered = [], []
+    way = scenario.prefix_way
+    kept, gathered, dropped, prefix = [], [], [], []
     for kind, layer, in_flight in zip(program.layers, model.layer_kinds, flights, strict=True):
         whole = batch * _cache_bytes(model, layer, request.context_len, width)
-        own = batch * _cache_bytes(model, layer, request.cached_prefix + chunk, width)
+        shared = way.share and not isinstance(layer.mixer, Recurrence)  # each rank keeps its share of the prefix
+        prefix.append(batch * _cache_bytes(model, layer, request.cached_prefix, width))
+        others = prefix[-1] * (1.0 - way.share) if shared else 0.0
+        own = batch * _cache_bytes(model, layer, request.cached_prefix + chunk, width) - others
         said = [float(op.kv_bytes[0]) for op in kind[rank] if isinstance(op, Compute) and op.kv_bytes is not None]
-        held = max(said, default=whole)
-        kept.append(held if strategy.keeps_gathered else min(held, own))
+        # What it loads for this layer alone is in flight.
+        dropped.append(sum(op.nbytes.item() for op in kind[rank] if isinstance(op, Load) and not op.ahead))
+        held = max(said, default=whole) - dropped[-1]
+        gathers = strategy.gathers_kv and way.access == "pass-kv"
+        kept.append(held - others * gathers if strategy.keeps_gathered else min(held, own))
         gathered.append(in_flight[rank] + held - kept[-1])
+    in_order = [kind for kind in program.layer_kind_index if dropped[kind]]
+    lies_here = sum(prefix[kind] for number, kind in enumerate(in_order) if number in way.held_layers(rank))
     return RankMemory(
         weights=model.weight_bytes(width),
-        kv_cache=round(sum(kept[kind] for kind in program.layer_kind_index)),
+        kv_cache=round(sum(kept[kind] for kind in program.layer_kind_index) + lies_here),
         gathered=round(max(gathered)),
         activations=max(
             batch

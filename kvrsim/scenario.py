@@ -6,10 +6,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from kvrsim.choices import PrefixAccess
 from kvrsim.cost.experts import ONE_GPU, ExpertPlacement, check_experts, spread_experts
 from kvrsim.cost.kernels import CalibratedCost, CostModel
 from kvrsim.cost.layer import LayerCosts
 from kvrsim.cost.limits import RooflineCost
+from kvrsim.cost.prefix import ON_EVERY_RANK, PrefixPlacement, PrefixWay, way_of
 from kvrsim.cost.tensor_parallel import Group, group_of, grouped_cluster, share_of
 from kvrsim.engine.engine import NO_ENGINE, Engine
 from kvrsim.engine.host import NO_HOST, HostRates
@@ -42,6 +44,8 @@ class Scenario:
     engine: Engine | None = None  # what serves the model; None: the kernels, and the host that the profile has
     expert_parallel: bool = False  # whether routed experts are spread whole over all GPUs
     expert_imbalance: float | None = None  # then, rows of the busiest GPU over the mean; None: see mean_imbalance
+    prefix_placement: PrefixPlacement = ON_EVERY_RANK  # where the cached prefix's K and V lie
+    prefix_access: PrefixAccess | None = None  # how ranks attend to it; None: a strategy has not chosen yet
     _pace: float | None = field(default=None, init=False, repr=False, compare=False)  # once it was asked for
     _share: ModelSpec | None = field(default=None, init=False, repr=False, compare=False)  # likewise
 
@@ -129,9 +133,21 @@ class Scenario:
         """Whether ranks exchange tokens in layers with experts, so that all come to each of these together."""
         return self.expert_placement.num_gpus > self.gpus_per_rank
 
+    @property
+    def prefix_way(self) -> PrefixWay:
+        """How attention comes to the cached prefix."""
+        placement = self.prefix_placement if self.request.cached_prefix else ON_EVERY_RANK
+        return way_of(placement, self.prefix_access, self.cluster, self.model)
+
+    @property
+    def chain_is_proven(self) -> bool:
+        """Whether bounds of KVR's chain hold: its ranks exchange nothing that another rank computes with."""
+        return not self.experts_meet and self.prefix_way.access != "pass-q"
+
     def without_communication(self) -> Scenario:
-        """The same with links that cost nothing and nothing to resume from: the paper's TTFT(p)."""
+        """The same with free links, nothing to resume from and the prefix on all ranks: the paper's TTFT(p)."""
         quiet = self.with_own_links(1e30, latency_s=0.0)
+        quiet = replace(quiet, prefix_placement=ON_EVERY_RANK, prefix_access=None)
         if self.group is not None:
             quiet = replace(quiet, group=self.group.without_links())
         if quiet.profile is None:
@@ -277,6 +293,7 @@ class Scenario:
                 self.message_share,
                 self.cluster.gpu.hbm_bytes_per_s,
                 self.expert_placement,
+                self.prefix_way,
             )
             for layer in self.share.layer_kinds
         )

@@ -11,6 +11,7 @@ from kvrsim.choices import Topology
 from kvrsim.cost.coverage import coverage_notes, head_dims
 from kvrsim.cost.expert_notes import expert_notes
 from kvrsim.cost.precision import precision_notes
+from kvrsim.cost.prefix import PrefixPlacement, placement_notes
 from kvrsim.engine.engine import NO_ENGINE, Engine, load_engine
 from kvrsim.errors import InputError
 from kvrsim.hardware.cluster import DEFAULT_CLUSTER, MAX_GPUS, Cluster, load_cluster, load_link
@@ -52,6 +53,7 @@ class ScenarioArgs(TypedDict, total=False):
     engine: str | PathLike[str] | Engine | None
     expert_parallel: bool
     expert_imbalance: float | str | None
+    prefix_placement: str | PrefixPlacement
 
 
 @checked()
@@ -73,6 +75,7 @@ def make_scenario(
     engine: str | PathLike[str] | Engine | None = None,
     expert_parallel: bool = False,
     expert_imbalance: float | str | None = None,
+    prefix_placement: str | PrefixPlacement = "all",
 ) -> tuple[Scenario, tuple[str, ...]]:
     """What a prediction is about, and notes on it; numbers may be text, as on the command line.
 
@@ -87,8 +90,9 @@ def make_scenario(
     link_latency: seconds, or text such as "5us"; overrides the cluster's.
     topology: "switch", "bus" or "chain"; overrides the cluster's.
     attention: kernel, "eager", "sdpa" or "flash"; None: the profile's first.
-    batch: sequences prefilled together.
-    cached_prefix: leading tokens of the context whose KV every rank already holds.
+    batch, cached_prefix: sequences prefilled together; leading tokens of each whose K and V exist already.
+    prefix_placement: where: "all" ranks, "sharded" over them by tokens, "layers" (sharded by layers), "host" or
+        "remote", these two with a bandwidth a GPU if need be, such as "host:20GB/s"; or a PrefixPlacement.
     dtype: "fp16", "bf16" or "fp32", of weights, activations and KV cache, or "fp8", of the products of the layers, all
         else in half precision; None: fp16, or what the profile has.
     memory_fraction: share of each GPU's memory that the prefill may use, above 0 and at most 1; the rest is a reserve.
@@ -103,7 +107,7 @@ def make_scenario(
     spec = model if isinstance(model, ModelSpec) else load_model(str(model))
     given = cluster if isinstance(cluster, Cluster) or cluster is None else load_cluster(str(cluster))
     calibration = _profile_of(profile, given)
-    whole = given or _measured_cluster(calibration) or load_cluster(DEFAULT_CLUSTER)
+    whole = given or (calibration and calibration.cluster) or load_cluster(DEFAULT_CLUSTER)
     machine = whole if topology is None else whole.with_topology(cast("Topology", topology))  # checked by Cluster
     size_notes = () if num_gpus is None else _size_notes(machine, num_gpus, named=given is not None)
     machine = machine if num_gpus is None else machine.with_num_gpus(num_gpus)
@@ -125,6 +129,7 @@ def make_scenario(
         engine=_engine_of(engine, calibration),
         expert_parallel=expert_parallel,
         expert_imbalance=parsed(expert_imbalance, parse_number, "expert_imbalance"),
+        prefix_placement=parsed(prefix_placement, PrefixPlacement.parse, "prefix_placement"),
     )
     return scenario, (*size_notes, *notes_on(scenario), *link_notes)
 
@@ -188,11 +193,6 @@ def _engine_of(engine: str | PathLike[str] | Engine | None, profile: Calibration
     if asked is None or isinstance(asked, Engine):
         return asked
     return None if str(asked) == NO_ENGINE else load_engine(str(asked))
-
-
-def _measured_cluster(profile: CalibrationProfile | None) -> Cluster | None:
-    """The machine that the profile was measured on, where it says."""
-    return None if profile is None else profile.cluster
 
 
 def _dtype_of(profile: CalibrationProfile | None) -> str:
@@ -265,6 +265,7 @@ def _model_notes(scenario: Scenario) -> list[str]:
     notes.extend(f"{model.name}: {sentence}" for sentence in model.approximations)
     notes.extend(precision_notes(model, request.dtype, scenario.profile, scenario.cluster.gpu))
     notes.extend(expert_notes(model, scenario.profile, scenario.expert_placement))
+    notes.extend(placement_notes(scenario.prefix_placement, scenario.cluster, request.cached_prefix))
     return notes
 
 

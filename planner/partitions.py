@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
 from kvrsim.partition import Partition
 from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT
@@ -18,6 +17,7 @@ from kvrsim.results.results import SearchReport
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, Strategy
 from kvrsim.strategies.pipeline import context_ranks
+from planner.access import placed_for
 from planner.evaluate import Evaluator, Progress
 from planner.pipelines.search import MOST_A_STAGE, search_pipeline
 from planner.search.search import Found, search
@@ -148,7 +148,7 @@ class PlanPartitions:
     def settled(self, strategy: Strategy) -> tuple[Strategy, Partition]:
         """The strategy, of a pipeline with its stages, and its best partition: searched, looked up, or its only one."""
         begin_s = time.perf_counter()
-        placed = for_strategy(self.scenario, strategy)
+        placed = placed_for(self.scenario, strategy)
         if strategy.partition_rule == "search":
             found = self._searched(placed, strategy)
             cut, evaluations = found.partition, found.report.evaluations
@@ -179,7 +179,7 @@ class PlanPartitions:
         if KVR_S.name in self.found:
             return self.found[KVR_S.name]
         if self._analytical is None:
-            self._analytical = search(self.scenario, KVR_S, method="analytical")
+            self._analytical = search(placed_for(self.scenario, KVR_S), KVR_S, method="analytical")
         return self._analytical
 
     def report(self) -> SearchReport:

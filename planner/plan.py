@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvrsim.compile import for_strategy
 from kvrsim.executors.run import run_partition
 from kvrsim.memory import fits, memory_of
 from kvrsim.partition import Partition
@@ -16,6 +15,7 @@ from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, Strategy, label_of
 from kvrsim.strategies.pipeline import layers_of
+from planner.access import access_notes, placed_for, told_access
 from planner.deploy.engines import engines_with
 from planner.evaluate import Progress
 from planner.partitions import PlanPartitions
@@ -91,9 +91,9 @@ def make_plan(
             robust[strategy.name] = _robust(scenario, strategy, found, disturbance, objective)
             cut = robust[strategy.name].partition
             partitions.found[strategy.name] = replace(
-                found, partition=cut, ttft_s=run_partition(scenario, strategy, cut).ttft_s
+                found, partition=cut, ttft_s=run_partition(placed_for(scenario, strategy), strategy, cut).ttft_s
             )
-        moved[strategy.name] = moves(for_strategy(scenario, strategy), strategy, cut)
+        moved[strategy.name] = moves(placed_for(scenario, strategy), strategy, cut)
         results.append(_result(scenario, strategy, cut, moved[strategy.name]))
     results = _with_speedups(results)
     if disturbance is not None:
@@ -107,9 +107,10 @@ def make_plan(
         *choice.notes,
         *_table_notes(table, scenario, choice.strategies),
         *partitions.notes(),
+        *access_notes({result.strategy: result.prefix_access for result in results}),
         *approximate_notes(results, best),
         *even_chunks(results, moved),
-        *(fewer_gpus(scenario, KVR_S, partitions.kvr) if searched else ()),
+        *(fewer_gpus(placed_for(scenario, KVR_S), KVR_S, partitions.kvr) if searched else ()),
         *memory_notes(scenario, results),
     )
     return Plan(
@@ -179,7 +180,7 @@ def _robust(
     from planner.uncertainty.robust import robust_plan
 
     return robust_plan(
-        scenario,
+        placed_for(scenario, strategy),
         strategy,
         disturbance.noise,
         found.partition,
@@ -194,7 +195,7 @@ def _under_noise(
 ) -> StrategyResult:
     """The result with its TTFTs on samples that planning has not seen."""
     cut = Partition(chunk_lens=result.partition)
-    placed = for_strategy(scenario, strategy)
+    placed = placed_for(scenario, strategy)
     noisy = disturbance.judged(placed, strategy, cut, result.ttft_s)
     return replace(result, noisy=noisy)
 
@@ -223,8 +224,9 @@ def _noise_report(
     strategy, plan = chosen[name], robust[name]
     judged = {}
     for partition in (plan.quiet_partition, plan.partition):
-        noise_free_s = run_partition(scenario, strategy, partition).ttft_s
-        judged[partition] = disturbance.judged(scenario, strategy, partition, noise_free_s).objective_s(plan.objective)
+        placed = placed_for(scenario, strategy)
+        noise_free_s = run_partition(placed, strategy, partition).ttft_s
+        judged[partition] = disturbance.judged(placed, strategy, partition, noise_free_s).objective_s(plan.objective)
     return replace(
         report,
         quiet_partition=plan.quiet_partition.chunk_lens,
@@ -235,7 +237,7 @@ def _noise_report(
 
 
 def _result(scenario: Scenario, strategy: Strategy, cut: Partition, moved: Moves) -> StrategyResult:
-    placed = for_strategy(scenario, strategy)
+    placed = placed_for(scenario, strategy)
     run = run_partition(placed, strategy, cut)
     free_s = run_partition(placed.without_communication(), strategy, cut).ttft_s
     sure = interval_of(moved, run.ttft_s)
@@ -259,6 +261,7 @@ def _result(scenario: Scenario, strategy: Strategy, cut: Partition, moved: Moves
         fits=fits(placed, memory),
         approximate=strategy.approximate,
         layers=layers_of(placed, strategy),
+        prefix_access=told_access(placed, strategy),
         bound=bound_of_pipeline(placed, strategy, cut, run.ttft_s),
         engines=engines_with(strategy, scenario.num_gpus),
     )
@@ -282,7 +285,7 @@ def _with_speedups(results: list[StrategyResult]) -> list[StrategyResult]:
 
 def _replayed(scenario: Scenario, strategy: Strategy, best: StrategyResult) -> Timeline | None:
     """Simulate the winner by the event executor, which must agree with what was printed."""
-    placed = for_strategy(scenario, strategy)
+    placed = placed_for(scenario, strategy)
     cut = Partition(chunk_lens=best.partition)
     run = run_partition(placed, strategy, cut, timeline=True)
     assert abs(run.ttft_s - best.ttft_s) <= _AGREE * best.ttft_s, "the executors disagree"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from kvrsim.compile import for_strategy
 from kvrsim.executors.run import run_partition
 from kvrsim.partition import Partition
 from kvrsim.results.results import Bounds, ChainBound, PipelineBound, StrategyResult
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, STRATEGIES, Strategy
+from planner.access import placed_for
 from planner.partitions import with_mean_steps
 from planner.pipelines.bound import pipeline_bound_s
 from planner.search.bound import lower_bound_s
@@ -21,6 +21,7 @@ def bounds_of(scenario: Scenario, found: Found, strategy: Strategy, best: Strate
     found: a partition of KVR-S; searched: whether it was asked for, so that there is a gap to tell.
     strategy: the best one.
     """
+    scenario = placed_for(scenario, KVR_S)
     num_ranks = scenario.cluster.num_gpus
     whole = Partition(chunk_lens=(scenario.request.new_tokens,))
     single_s = run_partition(scenario.on_gpus(1), STRATEGIES["single"], whole).ttft_s
@@ -28,7 +29,8 @@ def bounds_of(scenario: Scenario, found: Found, strategy: Strategy, best: Strate
     quiet = scenario.without_communication()
     free_s = search(quiet, KVR_S, method="analytical").ttft_s
     same_s = run_partition(quiet, KVR_S, found.partition).ttft_s
-    lower_s = None if scenario.experts_meet else found.lower_bound_s or lower_bound_s(scenario, KVR_S, found.ttft_s)
+    proven = scenario.chain_is_proven
+    lower_s = (found.lower_bound_s or lower_bound_s(scenario, KVR_S, found.ttft_s)) if proven else None
     return Bounds(
         ttft_star_s=single_s / 2 * (1 / num_ranks + 1 / num_ranks**2),
         ttft_no_comm_s=min(free_s, same_s),
@@ -53,8 +55,8 @@ def _of_best(
     scenario: Scenario, strategy: Strategy, best: StrategyResult, kvr_lower_s: float | None
 ) -> ChainBound | None:
     """The bound that holds for the best strategy's partitions; None where none is known."""
-    placed = for_strategy(scenario, strategy)
-    if not strategy.chains or placed.experts_meet:
+    placed = placed_for(scenario, strategy)
+    if not strategy.chains or not placed.chain_is_proven:
         return None
     alike = strategy.group_size == 1 and strategy.layer is KVR_S.layer  # whatever its chunks
     lower_s = kvr_lower_s if alike and kvr_lower_s is not None else lower_bound_s(placed, strategy, best.ttft_s)

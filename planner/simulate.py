@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
 from kvrsim.executors.run import check_executor, run_partition
 from kvrsim.memory import fits, memory_of
-from kvrsim.program.in_flight import sent_bytes
+from kvrsim.program.in_flight import loaded_bytes, sent_bytes
 from kvrsim.program.operations import Op, Program, work_s
 from kvrsim.results.question import Question
 from kvrsim.results.results import RankReport, SimResult
@@ -19,6 +18,7 @@ from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy, label_of
 from kvrsim.strategies.pipeline import layers_of, tokens_of
+from planner.access import access_notes, placed_for, told_access
 from planner.evaluate import Progress
 from planner.partitions import settled
 from planner.uncertainty.breakdown import breakdown
@@ -80,7 +80,7 @@ def run_simulation(
     if disturbance is not None:
         disturbance.check(chosen)
         scenario = disturbance.fixed(scenario)
-    placed = for_strategy(scenario, chosen)
+    placed = placed_for(scenario, chosen)
     draw = None if disturbance is None else disturbance.draw(placed)
     records = timeline or with_breakdown or draw is not None
     kind = check_executor(placed.cluster, executor, records=records)
@@ -115,16 +115,22 @@ def run_simulation(
                 compute_s=busy_s[rank],
                 wait_s=waited_s(busy_s[rank], finish_s[rank]),
                 sent_bytes=sent_bytes(program, rank),
+                loaded_bytes=loaded_bytes(program, rank),
                 memory=memory[gpu],
             )
             for gpu, rank in ((gpu, gpu // placed.gpus_per_rank) for gpu in range(placed.num_gpus))
         ),
         layers=layers_of(placed, chosen),
+        prefix_access=told_access(placed, chosen),
         fits=fits(placed, memory),
         memory_limit=placed.memory_limit,
         interval_coverage=measured_coverage(scenario),
         interval_causes=sure.causes(),
-        warnings=(*warnings, *(_table_notes(table, placed, chosen) if looks_up and table is not None else ())),
+        warnings=(
+            *warnings,
+            *access_notes({chosen.name: told_access(placed, chosen)}),
+            *(_table_notes(table, placed, chosen) if looks_up and table is not None else ()),
+        ),
         timeline=_shown(stream, spans, noise=draw) if timeline else None,
         breakdown=breakdown(placed, chosen, cut, finish_s, spans) if with_breakdown and spans else None,
         noise=None if disturbance is None else disturbance.noise,

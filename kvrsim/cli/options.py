@@ -125,10 +125,17 @@ class ScenarioOptions:
     ] = "1"
     cached_prefix: Annotated[
         str,
-        typer.Option(
-            "--cached-prefix", metavar="LEN", help="Leading tokens whose K and V are already cached on every rank."
-        ),
+        typer.Option("--cached-prefix", metavar="LEN", help="Leading tokens whose K and V are already cached."),
     ] = "0"
+    prefix_placement: Annotated[
+        str,
+        typer.Option(
+            "--prefix-placement",
+            metavar="all|sharded|layers|host[:RATE]|remote[:RATE]",
+            help="Where the cached K and V lie: on every rank, over the ranks by tokens or by layers, in host memory,"
+            " or in a remote store; RATE is a GPU's bandwidth to it, such as 20GB/s.",
+        ),
+    ] = "all"
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -217,6 +224,7 @@ class MeasuredOptions(ScenarioOptions):
     """The same on as many GPUs as a small machine has ranks."""
 
     gpus: Annotated[str | None, _RANKS] = "2"
+    prefix_placement: str = field(init=False, default="all")
     expert_parallel: bool = field(init=False, default=False)
     expert_imbalance: str | None = field(init=False, default=None)
 
@@ -229,6 +237,7 @@ class WorkloadOptions(ScenarioOptions):
     gpus: str | None = field(init=False, default="1")
     batch: str = field(init=False, default="1")
     cached_prefix: str = field(init=False, default="0")
+    prefix_placement: str = field(init=False, default="all")
     expert_parallel: bool = field(init=False, default=False)
     expert_imbalance: str | None = field(init=False, default=None)
 
@@ -244,6 +253,7 @@ class PredictorOptions(ScenarioOptions):
         str, typer.Option("--batch", metavar="N", help="Largest number of sequences prefilled together.")
     ] = "1"
     cached_prefix: str = field(init=False, default="0")
+    prefix_placement: str = field(init=False, default="all")
 
 
 def takes(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -12,6 +12,7 @@ from kvrsim.cost.experts import ONE_GPU, ExpertPlacement, RoutedExperts
 from kvrsim.cost.kernels import CostModel
 from kvrsim.cost.mixing import Mixing, Setting, mixing_of
 from kvrsim.cost.mixing.base import BlockMixing, launches, products_of
+from kvrsim.cost.prefix import PREFIX_IS_THERE, PrefixWay
 from kvrsim.cost.tensor_parallel import Group
 from kvrsim.cost.traffic import LayerKernels, after_mixer, before_mixer
 from kvrsim.engine.host import HostRates
@@ -43,7 +44,7 @@ class LayerCosts:
     host: HostRates
     batch: int
     element_bytes: int
-    cached_prefix: int  # tokens whose K, V every rank holds already and nobody sends
+    cached_prefix: int  # tokens whose K, V nobody sends
     sends_overlap: bool
     resume_s: float  # device time lost after a layer's communication
     kernel: str
@@ -51,10 +52,12 @@ class LayerCosts:
     message_share: float = 0.0  # of the compute rate, lost while a ring's message is in flight
     hbm_bytes_per_s: float = math.inf  # of the GPU's datasheet
     placement: ExpertPlacement = ONE_GPU  # of routed experts
+    prefix: PrefixWay = PREFIX_IS_THERE  # how attention comes to the cached prefix
 
     # Prepared once: what depends on the chunk alone.
     mixing: Mixing | None = field(init=False, repr=False)  # costs of the layer's mixer; None: it has none
     experts: RoutedExperts | None = field(init=False, repr=False)  # costs of routed experts; None: it has none
+    new_alone: LayerCosts | None = field(init=False, repr=False)  # the same without the prefix; None: not asked apart
     _before: Callable[[Array], Array] = field(init=False, repr=False)
     _after: Callable[[Array], Array] = field(init=False, repr=False)
     kernels: LayerKernels = field(init=False, repr=False)  # that one layer launches
@@ -71,6 +74,9 @@ class LayerCosts:
         )
         mixing = None if self.layer.mixer is None else mixing_of(self.layer.mixer, setting)
         object.__setattr__(self, "mixing", mixing)
+        apart = self.prefix.access == "pass-q" and mixing is not None and not self.has_state
+        alone = replace(self, cached_prefix=0, prefix=PREFIX_IS_THERE) if apart else None
+        object.__setattr__(self, "new_alone", alone)
         routed = RoutedExperts(self.layer, self.cost, self.placement) if self.layer.num_experts else None
         object.__setattr__(self, "experts", routed)
         before, after = self._before_mixer(), self._after_mixer()
@@ -134,6 +140,15 @@ class LayerCosts:
         """The chunk's output to fp32, in which results are merged, or back."""
         return self._blocks.cast_s(chunk)
 
+    def share_s(self, chunk: Array, start: Array, *, again: bool = False) -> Array:
+        """The chunk's queries, which begin at `start`, against a rank's share of the cached prefix, not merged.
+
+        again: other queries have been there before.
+        """
+        prefix = np.full_like(chunk, self.cached_prefix)
+        seconds = self._blocks.share_s(chunk, start, prefix, self.prefix.share)
+        return seconds if again else seconds + self._blocks.prepare_share_s(self.prefix.share * prefix)
+
     @property
     def _blocks(self) -> BlockMixing:
         assert isinstance(self.mixing, BlockMixing), "a mixer whose blocks are not merged"
@@ -188,6 +203,16 @@ class LayerCosts:
         if self.mixing is None:
             return np.zeros_like(end)
         return self.mixing.needed_bytes(end - self.cached_prefix)
+
+    @property
+    def prefix_bytes(self) -> Array:
+        """What attention needs of the cached prefix, shape (1,): of a window, its tail; a state."""
+        return self.mixes.needed_bytes(np.array([float(self.cached_prefix)]))
+
+    @property
+    def share_bytes(self) -> Array:
+        """Of it, what a rank has that has not all, shape (1,); else 0."""
+        return self.prefix.share * self.prefix_bytes
 
     def activation_bytes(self, tokens: Array) -> Array:
         """The residual stream of that many tokens."""

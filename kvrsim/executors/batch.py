@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 
 from kvrsim.executors.collectives import AllGatherEvaluator, AllToAllEvaluator, Edges, RingPassEvaluator
-from kvrsim.executors.steps import Message, Segment, Step, Steps
+from kvrsim.executors.steps import Message, RankState, Segment, Steps
 from kvrsim.hardware.cluster import Cluster
-from kvrsim.program.operations import AllGather, AllToAll, Array, Program, Recv, RingPass
+from kvrsim.program.operations import AllGather, AllToAll, Array, Load, Program, Recv, RingPass
 
 if TYPE_CHECKING:  # noise costs the start of a plan that has none
     from kvrsim.noise.draw import NoiseDraw
@@ -41,26 +41,6 @@ def run_batch(program: Program, cluster: Cluster, draw: NoiseDraw | None = None)
     TTFT is the last rank's.
     """
     return BatchEvaluator(program, cluster, draw=draw).finish_s
-
-
-@dataclass(slots=True)
-class _Rank:
-    """Where one rank stands in its program."""
-
-    steps: list[Step]
-    begin_s: Array | float  # its host begins then, and runs ahead
-    clock: Array  # device time
-    host_s: float = 0.0  # host time issued since it began
-    lags: bool = False  # whether the device may be before the host: it never is once something was computed
-    step: int = 0
-    num_computed: int = 0
-
-    def issued(self, host_s: float) -> Array:
-        """When the device has come to an operation that the host takes that long to issue."""
-        if host_s:
-            self.host_s += host_s
-            self.lags = True
-        return np.maximum(self.clock, self.begin_s + self.host_s) if self.lags else self.clock
 
 
 class BatchEvaluator:
@@ -87,7 +67,7 @@ class BatchEvaluator:
         self.wide = prepared.wide
         begins: Sequence[Array | float] = [0.0] * program.num_ranks if start is None else start.ranks_s
         self.ranks = [
-            _Rank(steps, begin_s, np.array(np.broadcast_to(begin_s, self.shape)))
+            RankState(steps, begin_s, np.array(np.broadcast_to(begin_s, self.shape)))
             for steps, begin_s in zip(prepared.of(program), begins, strict=True)
         ]
         free = {} if start is None else start.links_s
@@ -106,13 +86,14 @@ class BatchEvaluator:
     def _run(self) -> None:
         """Take every rank to its end, together wherever all of a collective have come to it."""
         while True:
+            before = self._progress()
             states = [self._advance(index, rank) for index, rank in enumerate(self.ranks)]
             if all(state == "done" for state in states):
                 return
             groups = self._ready(states)
             for ranks in groups:
                 self._collective(ranks)
-            if not groups and "moved" not in states:
+            if not groups and self._progress() == before:
                 raise AssertionError(f"the program deadlocks: {states}")
 
     def _ready(self, states: Sequence[str]) -> list[range]:
@@ -128,26 +109,30 @@ class BatchEvaluator:
             first = ranks[-1] + 1
         return found
 
-    def _advance(self, index: int, rank: _Rank) -> str:
-        """Take one rank to its end ("done"), to a collective, or to where it lacks a message ("moved", "stuck")."""
-        moved = "stuck"
+    def _progress(self) -> tuple[int, int, int]:
+        """Another one wherever a rank has come further or has offered a message."""
+        return sum(rank.step for rank in self.ranks), len(self.offers), len(self.taken)
+
+    def _advance(self, index: int, rank: RankState) -> str:
+        """Take one rank to its end ("done"), to a collective, or to where it lacks a message ("waits")."""
         while rank.step < len(rank.steps):
             step = rank.steps[rank.step]
             if isinstance(step, Segment):
                 self._compute(index, rank, step)
             elif isinstance(step, Message):
                 if not self._send(index, rank, step):
-                    return moved
+                    return "waits"
             elif isinstance(step, Recv):
                 if not self._recv(index, rank, step):
-                    return moved
+                    return "waits"
+            elif isinstance(step, Load):
+                self._load(rank, step)
             else:
                 return "collective"
             rank.step += 1
-            moved = "moved"
         return "done"
 
-    def _compute(self, index: int, rank: _Rank, segment: Segment) -> None:
+    def _compute(self, index: int, rank: RankState, segment: Segment) -> None:
         if self.draw is not None:
             self._compute_under_noise(index, rank, segment)
         else:
@@ -158,14 +143,14 @@ class BatchEvaluator:
         rank.host_s += segment.host_s
         rank.lags = False
 
-    def _compute_under_noise(self, index: int, rank: _Rank, segment: Segment) -> None:
+    def _compute_under_noise(self, index: int, rank: RankState, segment: Segment) -> None:
         floor = segment.host_floor_s is not None
         begin_s = np.maximum(rank.clock, rank.host_s) if floor else rank.clock
         rank.clock = self._end_s(index, begin_s, segment.device_s) if segment.has_noise else begin_s + segment.device_s
         if floor:
             np.maximum(rank.clock, rank.host_s + segment.host_s, out=rank.clock)
 
-    def _send(self, index: int, rank: _Rank, message: Message) -> bool:
+    def _send(self, index: int, rank: RankState, message: Message) -> bool:
         """Put a message on its link; False where a rendezvous still waits for its receiver."""
         edge = (index, message.dst)
         if not message.rendezvous:
@@ -186,7 +171,7 @@ class BatchEvaluator:
             self.offers[edge] = message
         return False
 
-    def _recv(self, index: int, rank: _Rank, recv: Recv) -> bool:
+    def _recv(self, index: int, rank: RankState, recv: Recv) -> bool:
         """Wait for a message; False where it is not on its way yet."""
         edge = (recv.src, index)
         if offer := self.offers.pop(edge, None):
@@ -207,6 +192,15 @@ class BatchEvaluator:
             np.maximum(rank.clock, queue.popleft(), out=rank.clock)
             return True
         return False
+
+    def _load(self, rank: RankState, load: Load) -> None:
+        """Wait for a part of the cached prefix, which comes whatever the ranks do."""
+        number, rank.num_loads = rank.num_loads, rank.num_loads + 1
+        if number in load.held:
+            return
+        left_s = (rank.begin_s if rank.loaded_s is None else rank.loaded_s) + load.seconds
+        np.maximum(rank.clock, left_s + load.latency_s, out=rank.clock)
+        rank.loaded_s = left_s if load.ahead else rank.clock.copy()
 
     def _left_s(self, edge: Edge, start_s: Array, busy_s: Array) -> Array:
         """When a message that starts then has left, under noise."""

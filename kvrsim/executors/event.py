@@ -20,6 +20,8 @@ from kvrsim.program.operations import (
     Array,
     Collective,
     Compute,
+    Load,
+    Payload,
     Program,
     Recv,
     RingPass,
@@ -73,7 +75,8 @@ class RankProcess:
         self.program, self.rank, self.network, self.env = program, rank, network, network.env
         self.host_s = 0.0
         self.clock_s = 0.0
-        self.num_meetings = 0
+        self.num_meetings = self.num_loads = 0
+        self.loaded_s = 0.0  # when the loads so far have left their link
         self.num_computed = 0
         self.last_left: simpy.Event | None = None  # of the messages that leave in turn, the last one so far
 
@@ -83,7 +86,8 @@ class RankProcess:
         for self.program, arrival_s in launches:
             # The token of the request before has been fetched: host and device begin the next one together.
             idle_s, begin_s = self.clock_s, max(self.clock_s, self.host_s, arrival_s)
-            self.clock_s = self.host_s = begin_s
+            self.clock_s = self.host_s = self.loaded_s = begin_s
+            self.num_loads = 0
             self.network.note(self.rank, "wait", "request", "stall", None, idle_s, begin_s)
             yield from self._prefill()
             ends_s.append(self.clock_s)
@@ -107,6 +111,8 @@ class RankProcess:
                     yield from self._all_to_all(layer, op)
                 case Collective():
                     self._collective(layer, op)
+                case Load():
+                    self._load(layer, op)
         yield from self._until(self.clock_s)
 
     def _until(self, time_s: float) -> Process:
@@ -217,23 +223,24 @@ class RankProcess:
             self.host_s += host_s
             work_s = op.device_s[index]
             if index < last:
-                yield self.env.process(self._pass_on(layer, op.nbytes[index].item()))
+                yield self.env.process(self._pass_on(layer, op.nbytes[index].item(), op.payload))
                 if op.overlaps:
                     work_s = beside_message_s(work_s, np.array(self.env.now - begin_s), op.message_share)
                 else:
-                    self._waited("ring", layer, "KV")
+                    self._waited("ring", layer, op.payload)
                     begin_s = self.env.now
             self.clock_s = max(self._computed_s(begin_s, work_s), self.host_s)
             self.network.note(self.rank, "compute", op.name, op.kind, layer, begin_s, self.clock_s)
             if index < last and op.overlaps:
-                self._waited("ring", layer, "KV")
+                self._waited("ring", layer, op.payload)
 
-    def _pass_on(self, layer: int | None, nbytes: float) -> Process:
+    def _pass_on(self, layer: int | None, nbytes: float, payload: Payload) -> Process:
         """Hand the piece to the next rank once it has come to the round; ends when the next piece is there, too."""
         dst, meeting = self._after(self._all), self._join(self._all)
         yield meeting.joined[dst]
         left = self.env.event()
-        self.env.process(self.network.carry(self.rank, dst, nbytes, layer, left, meeting.pieces[dst]))
+        carried = self.network.carry(self.rank, dst, nbytes, layer, left, meeting.pieces[dst], payload=payload)
+        self.env.process(carried)
         yield left
         yield meeting.pieces[self.rank].get()
 
@@ -262,3 +269,13 @@ class RankProcess:
         self.host_s += op.host_s
         self.clock_s = max(start_s + op.seconds.item(), self.host_s)
         self.network.note(self.rank, "wait", op.name, "collective", layer, start_s, self.clock_s)
+
+    def _load(self, layer: int | None, op: Load) -> None:
+        """Nobody else sees it, as each rank loads over a link of its own: advance the clock alone."""
+        number, self.num_loads = self.num_loads, self.num_loads + 1
+        if number in op.held:
+            return
+        left_s = self.loaded_s + op.seconds.item()
+        start_s, self.clock_s = self.clock_s, max(self.clock_s, left_s + op.latency_s)
+        self.loaded_s = left_s if op.ahead else self.clock_s
+        self.network.note(self.rank, "wait", f"prefix from {op.name}", "KV", layer, start_s, self.clock_s)

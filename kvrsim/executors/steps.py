@@ -8,7 +8,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvrsim.hardware.cluster import Cluster
-from kvrsim.program.operations import AllGather, AllToAll, Array, Collective, Compute, Op, Program, Recv, RingPass, Send
+from kvrsim.program.operations import (
+    AllGather,
+    AllToAll,
+    Array,
+    Collective,
+    Compute,
+    Load,
+    Op,
+    Program,
+    Recv,
+    RingPass,
+    Send,
+)
 
 _MANY = 8  # computes in a row, from which on they are merged in one numpy call
 
@@ -43,7 +55,29 @@ class _Block:
     without_host: list[Step] | None  # the same with fewer host clocks; None: the host may be ahead when it ends
 
 
-Step = Segment | Message | Recv | AllGather | RingPass | AllToAll
+Step = Segment | Message | Recv | AllGather | RingPass | AllToAll | Load
+
+
+@dataclass(slots=True)
+class RankState:
+    """Where one rank stands in its program."""
+
+    steps: list[Step]
+    begin_s: Array | float  # its host begins then, and runs ahead
+    clock: Array  # device time
+    host_s: float = 0.0  # host time issued since it began
+    lags: bool = False  # whether the device may be before the host: it never is once something was computed
+    step: int = 0
+    num_computed: int = 0
+    num_loads: int = 0
+    loaded_s: Array | float | None = None  # when the loads so far have left their link; None: none has
+
+    def issued(self, host_s: float) -> Array:
+        """When the device has come to an operation that the host takes that long to issue."""
+        if host_s:
+            self.host_s += host_s
+            self.lags = True
+        return np.maximum(self.clock, self.begin_s + self.host_s) if self.lags else self.clock
 
 
 class Steps:
@@ -164,7 +198,7 @@ def _without_host(steps: list[Step]) -> list[Step] | None:
             device_s = device_s + step.device_s
             leads = leads and bool((host_s + step.host_floor_s <= device_s).all())
         host_s += issued_s
-        since_s = since_s + issued_s if isinstance(step, Message | Recv) else 0.0
+        since_s = since_s + issued_s if isinstance(step, Message | Recv | Load) else 0.0
     if since_s and not (leads and (host_s <= device_s).all()):
         return None
     if not leads:

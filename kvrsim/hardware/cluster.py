@@ -144,6 +144,17 @@ def load_link(name_or_path: str | pathlib.Path, argument: str = "link") -> LinkS
     return LinkSpec.read(shipped.get(str(name_or_path)) or _user_file(name_or_path, argument, shipped))
 
 
+def prefix_link(cluster: Cluster, place: Literal["host", "remote"]) -> LinkSpec:
+    """What a GPU loads a cached prefix over, nominally: its host link, or the network, a GPU's share of it."""
+    if place == "remote" and cluster.network is not None:
+        return cluster.network
+    links = JsonObject.read(_DATA / "prefix_links.json", "prefix_links")
+    if place == "remote":
+        return load_link(links.text("remote"))
+    host = links.child("host")
+    return load_link(host.text(cluster.gpu.name, host.text("other")))
+
+
 def load_cluster(
     name_or_path: str | pathlib.Path = DEFAULT_CLUSTER,
     num_gpus: int | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
-from kvrsim.program.operations import AllGather, AllToAll, Collective, Compute, Op, Program, Recv, RingPass, Send
+from kvrsim.program.operations import AllGather, AllToAll, Collective, Compute, Load, Op, Program, Recv, RingPass, Send
 
 
 def sent_bytes(program: Program, rank: int) -> float:
@@ -33,11 +33,18 @@ def _gathers(ops: Sequence[Op]) -> list[AllGather]:
     return [op for op in ops if isinstance(op, AllGather)]
 
 
+def loaded_bytes(program: Program, rank: int) -> float:
+    """Bytes of the cached prefix that a rank loads."""
+    loads = [op for _, op in program.ops(rank) if isinstance(op, Load)]
+    return float(sum(op.nbytes.item() for number, op in enumerate(loads) if number not in op.held))
+
+
 def bytes_in_flight(layer: Sequence[Sequence[Op]]) -> list[float]:
     """Peak bytes of each rank in one layer, for the first of a batch of partitions.
 
     A message and gathered pieces stay until the next operation that says what the rank holds: it has copied them. A
-    ring holds the piece that it works on and the one that comes; an all-to-all what leaves and what comes.
+    ring holds the piece that it works on and the one that comes; an all-to-all what leaves and what comes; a load of
+    what does not stay, itself and the next.
 
     layer: the operations of each rank.
     """
@@ -75,6 +82,8 @@ def _peak_of(
                 float(one.nbytes[(rank - src - 1) % len(exchanges), 0]) for src, one in zip(sources, comes, strict=True)
             )
             num_exchanges += 1
+        elif isinstance(op, Load) and not op.ahead:
+            now = 2.0 * op.nbytes.item()
         elif isinstance(op, RingPass):
             now = 2.0 * float(op.nbytes[:, 0].max(initial=0.0))
         peak = max(peak, waiting + now)

@@ -102,7 +102,8 @@ class RingPass:
     overlaps: bool = True  # the work runs beside the message; else after it
     message_share: float = 0.0  # of the work's rate, lost until the piece has left and the next is there
     score_elements: Array | None = None  # of the largest round, as of Compute
-    kind: WorkKind = "attention"  # of the work; the pieces are K and V
+    kind: WorkKind = "attention"  # of the work
+    payload: Payload = "KV"  # of the pieces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +129,25 @@ class Collective:
     host_s: float = 0.0
 
 
-Op = Compute | Send | Recv | AllGather | RingPass | AllToAll | Collective
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """Hold the compute stream until a part of the cached prefix has come from where it lies.
+
+    A rank's loads go first in, first out, beside computation and other messages, over a link of their own. They begin
+    with the request, each as soon as the one before has come; or, where `ahead` is False, each when the rank goes on
+    with the one before.
+    """
+
+    name: str  # where from, as a timeline calls it
+    nbytes: Array  # shape (1,): the same in all partitions
+    seconds: Array  # that it keeps the rank's link busy, shape (1,)
+    latency_s: float = 0.0  # until what has left the link is there
+    ahead: bool = True
+    held: range = range(0)  # of the rank's loads, counted from 0, those of what it has itself: they take no time
+    host_s: float = 0.0
+
+
+Op = Compute | Send | Recv | AllGather | RingPass | AllToAll | Collective | Load
 
 
 def work_s(op: Op) -> Array:

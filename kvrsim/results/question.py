@@ -26,6 +26,7 @@ class Question:
     context_len: int  # tokens, the cached prefix included
     batch: int
     cached_prefix: int  # tokens
+    prefix_placement: str  # where their K and V lie, as it is asked for
     dtype: str
     quantization: str | None  # how the model's weights are quantised, such as "awq, 4 bits"; None: they are not
     attention: str  # kernel
@@ -46,6 +47,7 @@ class Question:
             context_len=request.context_len,
             batch=request.batch,
             cached_prefix=request.cached_prefix,
+            prefix_placement=scenario.prefix_placement.describe(),
             dtype=request.dtype,
             quantization=None if quantization is None else quantization.describe(),
             attention=scenario.kernel,
@@ -80,7 +82,8 @@ class Question:
 
     def _about_request(self, length: Callable[[int], str]) -> Iterator[str]:
         if self.cached_prefix:
-            yield f"{length(self.cached_prefix)} of them cached"
+            place = "" if self.prefix_placement == "all" else f" ({self.prefix_placement})"
+            yield f"{length(self.cached_prefix)} of them cached{place}"
         if self.batch > 1:
             yield f"batch {self.batch}"
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kvrsim.choices import PrefixAccess
 from kvrsim.hardware.gpu import MemoryLimit
 from kvrsim.io.schema import fields_to_json
 from kvrsim.memory import RankMemory
@@ -39,6 +40,12 @@ def stages_to_json(result: Staged) -> dict[str, Any]:
     return {} if result.layers is None else {"pieces": list(result.partition), "layers": list(result.layers)}
 
 
+def _ways(result: SimResult | StrategyResult) -> dict[str, Any]:
+    """A pipeline's stages, and how ranks attend to a cached prefix that lies elsewhere."""
+    access = {} if result.prefix_access is None else {"prefix_access": result.prefix_access}
+    return stages_to_json(result) | access
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankReport:
     """One rank's share of a simulated prefill."""
@@ -48,6 +55,7 @@ class RankReport:
     compute_s: float  # device time of its own operations
     wait_s: float  # until it has finished, less compute_s: waiting for data, links or the host
     sent_bytes: float
+    loaded_bytes: float  # of the cached prefix, from outside or from other ranks
     memory: RankMemory
 
     def to_dict(self) -> dict[str, Any]:
@@ -84,6 +92,9 @@ class SimResult:
     noisy: Distribution | None = None  # TTFTs of all samples
     stream: StreamResult | None = None  # of requests behind each other; the rest is about the first
     layers: tuple[int, ...] | None = None  # of each stage of a pipeline, whose pieces `partition` holds
+    prefix_access: PrefixAccess | None = (
+        None  # how ranks attend to a cached prefix; None: each has it from the beginning
+    )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; the timeline is written apart."""
@@ -132,6 +143,7 @@ class StrategyResult:
     approximate: str | None = None  # how its result differs from the model's own prefill; None: it is the same
     noisy: Distribution | None = None  # TTFTs under the plan's noise; `ttft_s` is without its random part
     layers: tuple[int, ...] | None = None  # of each stage of a pipeline, whose pieces `partition` holds
+    prefix_access: PrefixAccess | None = None  # as of SimResult
     bound: PipelineBound | None = None  # where pieces and stages were searched
     engines: Mapping[str, str] = field(default_factory=dict)  # that have the strategy, each with the version looked at
 

@@ -48,6 +48,8 @@ class Strategy:
     refuses: Refusal | None = None  # what a model and number of ranks must fulfil, where they do not; None: nothing
     passes_state: bool = False  # its chunks follow each other from rank to rank, so that a state can be handed on
     sends_in_turn: bool = False  # a rank's messages leave one after another, whichever links they take
+    carries_prefix: bool = False  # its own messages carry shares of the cached prefix where ranks have no more
+    splits_heads: bool = False  # a rank attends to all keys with some heads, and needs these heads' K and V alone
     merges_blocks: bool = False  # it attends to blocks of keys one after another and merges the results
     approximate: str | None = None  # how its result differs from the model's own prefill; None: it is the same
     chains: bool = False  # it is KVR's chain, which planner.search.bound is about
@@ -172,8 +174,8 @@ class Step:
         return replace(self.recv_kv(rank), payload="state")
 
     def all_gather_kv(self, rank: int) -> AllGather:
-        """Exchange the chunks' K, V so that every rank holds all."""
-        nbytes = self.costs.kv_bytes(self.chunks[rank])
+        """Exchange the chunks' K, V, and shares of the cached prefix, so that every rank holds all."""
+        nbytes = self.costs.kv_bytes(self.chunks[rank]) + self.costs.share_bytes
         return AllGather(nbytes=nbytes, host_s=self.costs.host_all_gather_s(self.num_ranks))
 
     def assemble_kv(self, rank: int) -> Compute:
@@ -186,8 +188,13 @@ class Step:
 
     @property
     def cached(self) -> Array:
-        """Tokens that every rank holds the K and V of before it begins."""
+        """Tokens whose K and V were there before the request."""
         return self.starts[0]
+
+    @property
+    def held_prefix(self) -> Array:
+        """Of them, those that a rank has without the others."""
+        return self.cached * (self.costs.prefix.share or 1.0)
 
     @property
     def lengths(self) -> Array:

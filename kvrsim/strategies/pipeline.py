@@ -21,7 +21,7 @@ from kvrsim.model.spec import ModelSpec
 from kvrsim.program.operations import AllGather, Array, Collective, Compute, Op, Program, Recv, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies.base import Step, Strategy
-from kvrsim.strategies.layers import layer_ops
+from kvrsim.strategies.layers import layer_ops, prefix_load
 from kvrsim.strategies.single import SINGLE
 from kvrsim.strategies.zigzag import ZIGZAG
 
@@ -84,11 +84,16 @@ def program(scenario: Scenario, strategy: Strategy, pieces: Sequence[Array], cos
     starts = list(accumulate(chunks[:-1], initial=before))
     steps = [Step(costs, chunks, starts) for costs in scenario.layer_costs(cost)]
     layers = [[tuple(layer_ops(strategy, step, rank)) for step in steps] for rank in context]  # of all pieces at once
+    loads = [[tuple(filter(None, [prefix_load(strategy, step, rank)])) for step in steps] for rank in context]
     blocks, ways = _Blocks(), _Ways(scenario, cost, len(held), len(context))
     for number, piece in enumerate(lengths):
         parts = [chunk[number] for chunk in chunks]
         blocks.add(ways.into(parts, before[number] + piece), nowhere)
         of_kind = [[tuple(_of_piece(op, number, len(context)) for op in ops) for ops in kinds] for kinds in layers]
+        if number == 0:  # the cached prefix has come before the first piece's attention
+            of_kind = [
+                [load + ops for load, ops in zip(*both, strict=True)] for both in zip(loads, of_kind, strict=True)
+            ]
         of_rank = {
             (pattern, rank): tuple(op for kind in pattern for op in of_kind[rank][kind])
             for pattern, rank in set(patterns)

@@ -21,7 +21,7 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
         yield from alone(step, rank)
         return
     yield step.qkv(rank)
-    yield step.append_kv(rank, prefix=step.cached)
+    yield step.append_kv(rank, prefix=step.held_prefix)
     yield from pass_kv(step, rank, _blocks_s(step, rank), held(step, rank)[1:] < rank)
     yield step.output_mlp(rank)
 
@@ -31,16 +31,22 @@ def pass_kv(step: Step, rank: int, blocks_s: Array, calls: Flags) -> Iterator[Op
 
     blocks_s: attention to the other ranks' K, V in the order of `held`, with merging, shape (p - 1, B).
     calls: for which of them the host issues it, shape (p - 1,).
+    A rank's share of the cached prefix goes with its piece, for a call of all queries; both results merge at once.
     """
     held_lens = step.lengths[held(step, rank)]
     costs, chunk = step.costs, step.chunks[rank]
-    own_s = costs.attention_s(chunk, step.cached) + costs.cast_s(chunk)
+    own_s = costs.attention_s(chunk, step.held_prefix) + costs.cast_s(chunk)
+    if costs.prefix.share:
+        to_share_s = costs.share_s(chunk, step.starts[rank])
+        merged_s = np.where((to_share_s > 0) & ~calls[:, None], costs.merge_s(chunk), 0.0)
+        blocks_s = blocks_s + to_share_s + merged_s
+        calls = np.ones_like(calls)
     work_s = np.concatenate([np.broadcast_to(own_s, blocks_s[:1].shape), blocks_s])
-    most_keys = np.maximum(step.lengths.max(axis=0), step.cached + chunk)
+    most_keys = np.maximum(step.lengths.max(axis=0), step.held_prefix + chunk)
     yield RingPass(
         name="attention",
         device_s=work_s,
-        nbytes=costs.kv_bytes(held_lens[:-1]),
+        nbytes=costs.kv_bytes(held_lens[:-1]) + costs.share_bytes,
         host_s=(
             costs.host_attention_s,
             *(launched * (costs.host_attention_s + costs.host_merge_s) for launched in calls),
@@ -76,7 +82,7 @@ def striped_layer(step: Step, rank: int) -> Iterator[Op]:
         return
     chunk = step.chunks[rank]
     yield step.qkv(rank)
-    yield step.append_kv(rank, prefix=step.cached)
+    yield step.append_kv(rank, prefix=step.held_prefix)
     half_s = step.costs.attention_s(chunk, np.zeros_like(chunk))
     merges_s = [step.costs.merge_s(chunk, part=part) for part in held(step, rank)[1:] > rank]
     yield from pass_kv(step, rank, half_s + np.stack(merges_s), np.ones(step.num_ranks - 1, dtype=bool))
@@ -91,6 +97,7 @@ RING = Strategy(
     layer=layer,
     passes_state=True,
     gathers_kv=False,
+    carries_prefix=True,
     merges_blocks=True,
 )
 STRIPED = Strategy(
@@ -100,5 +107,6 @@ STRIPED = Strategy(
     partition_rule="even",
     layer=striped_layer,
     gathers_kv=False,
+    carries_prefix=True,
     merges_blocks=True,
 )

@@ -33,4 +33,5 @@ TSP = Strategy(
     layer=layer,
     passes_state=True,
     gathers_kv=True,
+    carries_prefix=True,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -29,7 +30,9 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
     others = (rank + np.arange(1, ranks)) % ranks
     total = lengths.sum(axis=0)
     yield step.qkv(rank)
-    yield _all_to_all(step, np.repeat(chunk[None], ranks - 1, axis=0), queries + keys_values)
+    there = _all_to_all(step, np.repeat(chunk[None], ranks - 1, axis=0), queries + keys_values)
+    shares = heads.kv_bytes(step.cached) * step.costs.prefix.share  # of the prefix, for the other rank's heads
+    yield replace(there, nbytes=there.nbytes + shares)
     held = step.cached + total
     yield Compute(
         name="append", device_s=heads.append_s(total, step.cached), kv_bytes=heads.kv_bytes(held), kind="append"
@@ -71,5 +74,7 @@ ULYSSES = Strategy(
     partition_rule="even",
     layer=layer,
     gathers_kv=False,
+    carries_prefix=True,
+    splits_heads=True,
     refuses=refuses,
 )

@@ -49,5 +49,6 @@ ZIGZAG = Strategy(
     partition_rule="even",
     layer=layer,
     gathers_kv=True,
+    carries_prefix=True,
     keeps_gathered=False,
 )

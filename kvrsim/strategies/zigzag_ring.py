@@ -22,7 +22,7 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
         yield from alone(step, rank)
         return
     yield step.qkv(rank)
-    yield step.append_kv(rank, prefix=step.cached)
+    yield step.append_kv(rank, prefix=step.held_prefix)
     yield from pass_kv(step, rank, _blocks_s(step, rank), np.ones(step.num_ranks - 1, dtype=bool))
     yield step.output_mlp(rank)
 
@@ -47,5 +47,6 @@ ZIGZAG_RING = Strategy(
     partition_rule="even",
     layer=layer,
     gathers_kv=False,
+    carries_prefix=True,
     merges_blocks=True,
 )

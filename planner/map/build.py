@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 
 from kvrsim.choices import MAP_STRATEGIES
-from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
 from kvrsim.memory import fits, memory_of
 from kvrsim.partition import Partition
@@ -16,6 +15,7 @@ from kvrsim.ranges import check_places
 from kvrsim.results.question import Question
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, label_of
+from planner.access import placed_for
 from planner.evaluate import Evaluator
 from planner.map.map import ALONE, MapPoint, StrategyMap
 from planner.partitions import settled
@@ -128,7 +128,7 @@ def _chosen(place: Scenario, strategies: Sequence[str | Strategy]) -> Sequence[S
 
 
 def _point(place: Scenario, strategy: Strategy) -> tuple[MapPoint, Strategy, Partition]:
-    placed = for_strategy(place, strategy)
+    placed = placed_for(place, strategy)
     ttft_s, strategy, partition = fastest(placed, strategy)
     point = MapPoint(
         context_len=place.request.context_len,
@@ -149,7 +149,7 @@ def _with_moves(
     least_s = {point.fits: min(one.ttft_s for one in exact if one.fits == point.fits) for point in exact}
     for point, strategy, partition in found:
         if strategy.approximate is None and point.ttft_s <= _FAR * least_s[point.fits]:
-            yield replace(point, moves=moves(for_strategy(place, strategy), strategy, partition))
+            yield replace(point, moves=moves(placed_for(place, strategy), strategy, partition))
         else:
             yield point
 

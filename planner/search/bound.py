@@ -9,7 +9,8 @@ Why it holds. Let a partition have chunk ends e_0 < ... < e_(p-1) = C and last c
    last layer and the head to do. All these come one after another.
 2. The link i -> i+1 carries the messages of all layers, of e_i tokens each, one after another: the first
    not before the fill, the last followed as in 1. A bus carries those of all links.
-3. The last rank spends the fill, all its work after it, and the head; its host issues all its launches.
+3. The last rank spends the fill, all its work after it, and the head; its host issues all its launches. Of a cached
+   prefix that lies elsewhere, it loads all layers' one after another.
 
 For a target T, 1 and 2 without fill limit e_i to some f_i(e_(i-1)). At a fixed end, a later start leaves
 fewer queries over the same keys, so f_i does not fall with e_(i-1). Hence, from the right, the earliest
@@ -32,7 +33,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvrsim.compile import build_program
-from kvrsim.program.operations import Array, Compute, Flags
+from kvrsim.program.operations import Array, Compute, Flags, Load
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from planner.search.work import Chain, largest_within
@@ -71,7 +72,7 @@ class _Bound:
         num_ranks, tokens = self.chain.num_ranks, self.scenario.request.new_tokens
         if num_ranks == 1:
             only = np.array([float(tokens)])
-            return max(self._host_s(), float(self._tails(only, only).whole_s[0]))
+            return max(self._issued_or_loaded_s(), float(self._tails(only, only).whole_s[0]))
         most = float(tokens - num_ranks + 1)
         share = tokens / num_ranks
         near = np.geomspace(max(1.0, share / 4), max(1.0, min(most, 4 * share)), _INTERVALS)
@@ -87,7 +88,7 @@ class _Bound:
             least = np.concatenate([least[~weak], new[0]])
             upper = np.concatenate([upper[~weak], new[1]])
             low = np.concatenate([low[~weak], solved])
-        return max(self._host_s(), float(low.min()))
+        return max(self._issued_or_loaded_s(), float(low.min()))
 
     def _solve(self, least: Array, most: Array, low: Array) -> Array:
         """For each interval of x, a target above `low` that no partition with such an x reaches, or `low`."""
@@ -206,7 +207,10 @@ class _Bound:
             link = link + fill
         return np.maximum(own, link) + self.chain.drain_s(rank, end)
 
-    def _host_s(self) -> float:
-        """Launches of the last rank, all layers."""
-        program = build_program(self.scenario, self.strategy, [np.ones(1)] * self.chain.num_ranks)
-        return float(sum(float(np.sum(op.host_s)) for _, op in program.ops(self.chain.num_ranks - 1)))
+    def _issued_or_loaded_s(self) -> float:
+        """Launches of the last rank, all layers; or what it loads of the cached prefix, one layer after another."""
+        last = self.chain.num_ranks - 1
+        ops = [op for _, op in build_program(self.scenario, self.strategy, [np.ones(1)] * (last + 1)).ops(last)]
+        loads = [op for op in ops if isinstance(op, Load)]
+        loaded_s = sum(op.seconds.item() for number, op in enumerate(loads) if number not in op.held)
+        return max(float(sum(float(np.sum(op.host_s)) for op in ops)), loaded_s)

@@ -179,7 +179,7 @@ class _Search:
         best, best_s = refine(seed, self.tokens, self.stride, self._evaluate, rounds=rounds)
         if self.num_ranks > _MOST_SCATTERED_RANKS:
             return best, best_s
-        if self.strategy.chains and not self.scenario.experts_meet:
+        if self.strategy.chains and self.scenario.chain_is_proven:
             self.lower_bound_s = lower_bound_s(self.scenario, self.strategy, best_s)
             if best_s <= self.lower_bound_s * _PROVEN:
                 return best, best_s

@@ -11,6 +11,7 @@ from kvrsim.ranges import check_places
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, Strategy, searched
 from kvrsim.version import __version__
+from planner.access import placed_for
 from planner.table.backends import Pool
 from planner.table.entry import Draft, draft_of, entry_of
 from planner.table.partial import Partial
@@ -40,7 +41,7 @@ def make_table(
     before, and keeps those searched now. Raises InputError for more GPUs than tokens.
     """
     pool, chosen = pool or Pool(), searched(strategy)
-    scenarios = _scenarios(scenario, gpu_counts, context_lens)
+    scenarios = _scenarios(scenario, chosen, gpu_counts, context_lens)
     setting = TableSetting.of(scenario, chosen.name)
     kept = partial or Partial(None, setting)
     drafts = {key: draft for key, draft in kept.drafts.items() if key in scenarios}
@@ -62,17 +63,20 @@ def make_table(
 
 
 def _scenarios(
-    scenario: Scenario, gpu_counts: Sequence[int], context_lens: Sequence[int]
+    scenario: Scenario, strategy: Strategy, gpu_counts: Sequence[int], context_lens: Sequence[int]
 ) -> dict[tuple[int, int], Scenario]:
     """One for each entry, by number of GPUs and context."""
     check_places("ctx", context_lens, gpu_counts)
     most, least = max(gpu_counts), min(context_lens) - scenario.request.cached_prefix
     if most > least:
         raise InputError("gpus", most, f"at most one GPU a new token, here {least}")
+
+    def at(gpus: int, length: int) -> Scenario:
+        asked = replace(scenario.on_gpus(gpus), request=replace(scenario.request, context_len=length))
+        return placed_for(asked, strategy)
+
     return {
-        (gpus, length): replace(scenario.on_gpus(gpus), request=replace(scenario.request, context_len=length))
-        for gpus in sorted(set(gpu_counts))
-        for length in sorted(set(context_lens))
+        (gpus, length): at(gpus, length) for gpus in sorted(set(gpu_counts)) for length in sorted(set(context_lens))
     }
 
 

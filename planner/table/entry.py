@@ -19,6 +19,7 @@ from kvrsim.partition import Partition
 from kvrsim.program.operations import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, chain_like
+from planner.access import placed_for
 from planner.evaluate import Evaluator
 from planner.search.balance import balanced_chunks
 from planner.search.bound import lower_bound_s
@@ -57,7 +58,7 @@ def draft_of(scenario: Scenario, strategy: Strategy) -> Draft:
     """Search one entry; it depends on nothing but its scenario and strategy."""
     found = search(scenario, strategy)
     lower_s = found.lower_bound_s
-    if lower_s is None and strategy.chains and not scenario.experts_meet:
+    if lower_s is None and strategy.chains and scenario.chain_is_proven:
         lower_s = lower_bound_s(scenario, strategy, found.ttft_s)
     draft = Draft(
         num_gpus=scenario.cluster.num_gpus,
@@ -172,4 +173,4 @@ def _whole(chunks: Array, tokens: int) -> tuple[int, ...]:
 def _even_ttft_s(scenario: Scenario, strategy: Strategy) -> float:
     """The strategy's TTFT with even chunks."""
     even = Partition.even(scenario.request.new_tokens, scenario.cluster.num_gpus)
-    return run_partition(scenario, strategy, even).ttft_s
+    return run_partition(placed_for(scenario, strategy), strategy, even).ttft_s

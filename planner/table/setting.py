@@ -36,6 +36,7 @@ class TableSetting:
     dtype: str
     batch: int
     cached_prefix: Whole  # tokens
+    prefix_placement: str = "all"  # where its K and V lie
     engine: str = NO_ENGINE  # its name, or "none"
     strategy: str = KVR_S.name  # whose partitions were searched
     expert_parallel: str = "off"  # or its imbalance
@@ -58,6 +59,7 @@ class TableSetting:
             dtype=request.dtype,
             batch=request.batch,
             cached_prefix=request.cached_prefix,
+            prefix_placement=scenario.prefix_placement.describe(),
             engine=scenario.engine_name,
             strategy=strategy,
             expert_parallel=_told(scenario),
@@ -88,6 +90,7 @@ class TableSetting:
             "dtype": self.dtype,
             "batch": str(self.batch),
             "cached prefix": str(self.cached_prefix),
+            "prefix placement": self.prefix_placement,
             "expert parallelism": self.expert_parallel,
             "strategy": self.strategy,
         }

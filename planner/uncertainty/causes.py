@@ -155,6 +155,16 @@ def links(scenario: Scenario) -> Change:
     return Change("links", log_sd, scenario.with_slower_links)
 
 
+def prefix_source(scenario: Scenario) -> Change:
+    """The bandwidth that a cached prefix is loaded at, which nobody measured; without any where it lies on the GPUs."""
+    placement = scenario.prefix_placement
+
+    def by(factor: float) -> Scenario:
+        return replace(scenario, prefix_placement=placement.slower(scenario.cluster, factor))
+
+    return Change("prefix link", 0.0 if scenario.prefix_way.source is None else _NOMINAL_LINKS, by)
+
+
 def run_to_run_log_sd(profile: CalibrationProfile) -> float:
     """As measured where the profile's layers were timed again and again; else as serving engines were seen to do."""
     measured = profile.run_to_run_log_sd

@@ -87,6 +87,9 @@ def moves(scenario: Scenario, strategy: Strategy, partition: Partition) -> Moves
     links, measured = causes.links(scenario), scenario.links_are_measured
     if links.log_sd and not (measured and residual is not None):
         (between if measured and whole is not None else found)["links"] = runs.moved(links)
+    source = causes.prefix_source(scenario)
+    if source.log_sd:
+        found[source.name] = runs.moved(source)
     if beyond := causes.beyond_log_sd(scenario, profile.valid):
         found["extrapolation"] = Move.even(beyond)
     return Moves(of=found, between=between, apart_log_sd=apart)

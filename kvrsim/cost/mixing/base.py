@@ -148,6 +148,17 @@ class BlockMixing(Mixing):
         """
 
     @abstractmethod
+    def share_s(self, chunk: Array, start: Array, prefix: Array, share: float) -> Array:
+        """The chunk's queries, which begin at `start`, against an even share of the first `prefix` tokens, not merged.
+
+        The share's tokens are spread over all, so a window leaves as many of each share.
+        """
+
+    def prepare_share_s(self, keys: Array) -> Array:
+        """What a share of so many keys needs once before any queries; nothing unless the mixer says so."""
+        return 0.0 * keys
+
+    @abstractmethod
     def merge_s(self, chunk: Array, *, part: bool = False) -> Array:
         """A block's result for these queries merged with that of the blocks before; `part`: as in block_s."""
 

@@ -83,6 +83,13 @@ class SoftmaxMixing(MergedMixing):
         attention_s = self._called_s(self._call(chunk, seen, chunk * seen, own=False))
         return np.asarray(np.where(seen > 0, attention_s + self.merge_s(chunk, part=part), 0.0))
 
+    def share_s(self, chunk: Array, start: Array, prefix: Array, share: float) -> Array:
+        """One call over all keys that the first query sees."""
+        reach = self.mixer.reach
+        seen = share * (prefix if reach is None else np.clip(reach - (start - prefix), 0.0, prefix))
+        attention_s = self._called_s(self._call(chunk, seen, chunk * seen, own=False))
+        return np.where(seen * chunk > 0, attention_s, 0.0)
+
     def _call(self, chunk: Array, prefix: Array, causal: Array, *, own: bool) -> AttentionCall:
         mixer = self.mixer
         return AttentionCall(

@@ -1,0 +1,176 @@
+"""Laws of cached prefixes that lie elsewhere, over random models, machines and partitions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from kvrsim.choices import PREFIX_PLACEMENTS, PrefixPlace
+from kvrsim.compile import build_program, columns
+from kvrsim.cost.prefix import PrefixPlacement
+from kvrsim.errors import InputError
+from kvrsim.executors.batch import run_batch
+from kvrsim.executors.event import EventSimulation
+from kvrsim.memory import memory_of
+from kvrsim.partition import Partition
+from kvrsim.program.in_flight import loaded_bytes
+from kvrsim.scenario import Scenario
+from kvrsim.setup import make_scenario
+from kvrsim.strategies import STRATEGIES, Strategy, get_strategy
+from kvrsim.strategies.layers import accesses, placement_refusal
+from planner.access import placed_for
+from planner.search.bound import lower_bound_s
+from tests.building import Draws, any_partition, any_placed, any_scenario, draws, examples
+
+ELSEWHERE: tuple[PrefixPlace, ...] = PREFIX_PLACEMENTS[1:]
+NAMES = tuple(name for name in STRATEGIES if name not in ("kvr-e", "kvr-p", "single", "pp-s"))
+
+
+def ttft_s(scenario: Scenario, strategy: Strategy, cut: tuple[int, ...]) -> float:
+    return float(run_batch(build_program(scenario, strategy, columns(cut)), scenario.cluster)[-1, 0])
+
+
+def placed_at(scenario: Scenario, strategy: Strategy, rng: Draws, place: PrefixPlace) -> Scenario | None:
+    """With a prefix there and any access to it; None where the strategy refuses."""
+    rate = 10.0 ** rng.uniform(6, 13) if place in ("host", "remote") and rng.random() < 0.8 else None
+    placement = PrefixPlacement(place=place, bytes_per_s=rate)
+    prefix = 1 + rng.randrange(5000)
+    request = replace(scenario.request, cached_prefix=prefix, context_len=scenario.request.new_tokens + prefix)
+    if placement_refusal(strategy, placement):
+        return None
+    ways = accesses(strategy, placement, scenario.share, scenario.cluster.num_gpus)
+    return replace(scenario, request=request, prefix_placement=placement, prefix_access=rng.choice(ways))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(rng=draws())
+@examples(12)
+def test_executors_agree_and_the_prefix_is_no_sooner_there(name: str, rng: Draws) -> None:
+    """Both executors to rounding; what has to be moved takes no less than what is there, unless work moves with it."""
+    strategy = STRATEGIES[name]
+    plain, cut = any_placed(rng, strategy)
+    scenario = placed_at(plain, strategy, rng, rng.choice(ELSEWHERE))
+    if scenario is None:
+        return
+    program = build_program(scenario, strategy, columns(cut))
+    batch = run_batch(program, scenario.cluster)[:, 0]
+    event = EventSimulation(program, scenario.cluster)
+    assert batch == pytest.approx(np.array(event.finish_s), rel=1e-9, abs=0)
+    if scenario.prefix_access == "whole":
+        there = replace(scenario, prefix_placement=PrefixPlacement(), prefix_access=None)
+        assert batch[-1] >= ttft_s(there, strategy, cut) * (1 - 1e-9)
+
+
+@given(rng=draws())
+@examples(30)
+def test_bounds_hold_wherever_the_prefix_lies(rng: Draws) -> None:
+    """No partition of the chain beats the proven bound, which is printed only where it is proven."""
+    strategy = STRATEGIES["kvr-s"]
+    scenario = placed_at(any_scenario(rng), strategy, rng, rng.choice(ELSEWHERE))
+    assert scenario is not None
+    if scenario.chain_is_proven:
+        cut = any_partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus)
+        found_s = ttft_s(scenario, strategy, cut)
+        assert lower_bound_s(scenario, strategy, 1.5 * found_s) <= found_s * (1 + 1e-9)
+
+
+@given(rng=draws())
+@examples(20)
+def test_limits(rng: Draws) -> None:
+    """Nothing cached, one GPU, or a host that loads in no time: as if the prefix were on every rank."""
+    strategy = STRATEGIES[rng.choice(NAMES)]
+    plain, cut = any_placed(rng, strategy)
+    base = replace(plain, group=None, cluster=plain.cluster)
+    for place in ELSEWHERE:
+        none = replace(plain.request, cached_prefix=0, context_len=plain.request.new_tokens)
+        nothing = replace(plain, request=none)
+        moved = replace(nothing, prefix_placement=PrefixPlacement(place=place))
+        assert ttft_s(moved, strategy, cut) == ttft_s(nothing, strategy, cut)
+    alone = base.on_gpus(1)
+    for place in ("sharded", "layers"):
+        whole = (alone.request.new_tokens,)
+        moved = replace(alone, prefix_placement=PrefixPlacement(place=place))
+        assert ttft_s(moved, STRATEGIES["single"], whole) == ttft_s(alone, STRATEGIES["single"], whole)
+    for place in ("host", "remote"):
+        cluster = replace(
+            plain.cluster, network=plain.cluster.network and replace(plain.cluster.network, latency_s=0.0)
+        )
+        fast = replace(plain, prefix_placement=PrefixPlacement(place=place, bytes_per_s=1e18), cluster=cluster)
+        all_there = ttft_s(replace(plain, cluster=cluster), strategy, cut)
+        latency_s = 1e-4 + 1e-9 * all_there
+        assert all_there <= ttft_s(replace(fast, prefix_access="whole"), strategy, cut) <= all_there + latency_s
+
+
+@given(rng=draws())
+@examples(20)
+def test_bytes_are_conserved(rng: Draws) -> None:
+    """What ranks lack they load: with what they hold, each has its part of the prefix once."""
+    strategy = STRATEGIES["kvr-s"]
+    scenario = placed_at(any_scenario(rng), strategy, rng, rng.choice(ELSEWHERE))
+    assert scenario is not None
+    ranks, way = scenario.cluster.num_gpus, scenario.prefix_way
+    layers = scenario.layer_costs()
+    prefix = sum(float(layers[kind].prefix_bytes[0]) for kind in scenario.share.layer_kind_index)
+    cut = any_partition(rng, scenario.request.new_tokens, ranks)
+    loaded = sum(loaded_bytes(build_program(scenario, strategy, columns(cut)), rank) for rank in range(ranks))
+    wanted = {
+        ("all", "whole"): (ranks - 1) * prefix,  # by layers: all but the holder
+        ("all", "pass-kv"): (ranks - 1) * prefix,
+        ("all", "pass-q"): 0.0,
+        ("loaded", "whole"): ranks * prefix,
+        ("loaded", "pass-kv"): ranks * prefix,  # from the source or from another rank that has it from there
+        ("loaded", "pass-q"): prefix,
+    }
+    source = "all" if way.source is None else "loaded"
+    assert loaded == pytest.approx(wanted[source, way.access], rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["tsp", "kvr-s", "ring", "zigzag"])
+def test_a_sharded_prefix_needs_less_memory(name: str) -> None:
+    """Each rank keeps its share; what it gathers is dropped after its layer."""
+    about = {"model": "llama-3-8b", "cluster": "h100-nvlink", "ctx": "132k", "cached_prefix": "128k"}
+    strategy, cut = STRATEGIES[name], Partition.even(4096, 8)
+    kept = {}
+    for place in ("all", "sharded", "layers"):
+        scenario = placed_for(make_scenario(**about, prefix_placement=place)[0], strategy)
+        for access in accesses(strategy, scenario.prefix_placement, scenario.share, 8):
+            rank = memory_of(replace(scenario, prefix_access=access), strategy, cut)[0]
+            kept[place, access] = rank.kv_cache
+            assert rank.total < memory_of(placed_for(make_scenario(**about)[0], strategy), strategy, cut)[0].total + 1
+    whole = kept["all", "whole"]
+    assert all(0.12 * whole < kept[key] < 0.17 * whole for key in kept if key[0] != "all"), kept
+
+
+def test_queries_go_round_where_the_papers_inequality_says() -> None:
+    """Passing K and V is hidden behind attention from N C (N_KV / N_H) e / (2 BW) new tokens on (arXiv:2411.01783)."""
+    strategy, ranks = STRATEGIES["ring"], 8
+    flops, bytes_per_s = 989.4e12, 100e9
+    hidden = ranks * flops * (8 / 32) * 2 / (2 * bytes_per_s)  # C of the datasheet, and no latencies: a roofline
+    for new_tokens, faster in ((int(hidden / 4), "pass-q"), (int(hidden * 2), "pass-kv")):
+        scenario, _ = make_scenario(
+            model="llama-3-8b",
+            cluster="h100-nvlink",
+            profile="roofline",
+            ctx=new_tokens + 2**17,
+            cached_prefix=2**17,
+            prefix_placement="sharded",
+            link_bandwidth=bytes_per_s,
+            link_latency="0us",
+        )
+        assert placed_for(scenario, strategy).prefix_access == faster
+
+
+@pytest.mark.parametrize("text", ["", "disk", "sharded:10GB/s", "host:", "host:10", "remote:-1GB/s", "all:"])
+def test_bad_placements(text: str) -> None:
+    with pytest.raises(InputError, match="prefix_placement"):
+        make_scenario(ctx="8k", cached_prefix="4k", prefix_placement=text)
+
+
+def test_strategies_say_where_a_prefix_must_lie() -> None:
+    scenario, _ = make_scenario(ctx="8k", gpus=4, cached_prefix="4k", prefix_placement="sharded")
+    for name in ("tp", "pp", "tp2+pp"):
+        with pytest.raises(InputError, match="a prefix"):
+            placed_for(scenario, get_strategy(name))
