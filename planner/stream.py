@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from kvrsim.compile import build_program, columns, for_strategy
+from kvrsim.compile import build_program, columns
 from kvrsim.errors import InputError
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.noise.draw import NoiseDraw
@@ -19,6 +19,7 @@ from kvrsim.results.stream import Packed, Prompts, StreamResult
 from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
+from planner.access import placed_for
 from planner.evaluate import Evaluator
 from planner.packing.memory import most_held
 from planner.packing.rule import PackingRule, check_packs
@@ -122,14 +123,14 @@ def of_lengths(scenario: Scenario, strategy: Strategy, prompts: Prompts) -> Stre
         asked = replace(
             scenario.request, context_len=prompts.context_lens[prompt], cached_prefix=prompts.cached_prefix[prompt]
         )
-        placed = for_strategy(replace(scenario, request=asked), strategy)
+        placed = placed_for(replace(scenario, request=asked), strategy)
         if strategy.pipeline is not None:
             cut = best_pieces(Evaluator(with_dear_steps(placed), strategy, None))
         else:
             _, cut = settled(placed, strategy)
         return build_program(placed, strategy, columns(cut.chunk_lens))
 
-    cluster = for_strategy(scenario, strategy).cluster
+    cluster = placed_for(scenario, strategy).cluster
 
     def serve(times_s: Sequence[float]) -> Served:
         return serve_whole(cluster, times_s, _keys(prompts)[: len(times_s)], program_of)
