@@ -67,7 +67,10 @@ def get_strategy(strategy: str | Strategy, parameter: str = "strategy") -> Strat
         return STRATEGIES[strategy]
     if (split := _by_sizes(strategy, parameter)) is not None:
         return split
-    if (hybrid := _HYBRID.fullmatch(strategy)) and hybrid[2]:
+    hybrid = _HYBRID.fullmatch(strategy)
+    if hybrid and hybrid[2] is None:
+        return replace(TENSOR_PARALLEL, name=strategy, group_size=int(hybrid[1]), context_size=1)
+    if hybrid:
         inner = get_strategy(hybrid[2], parameter)
         if inner.group_size == 1 and inner.partition_rule not in ("whole", "table"):
             return inner if hybrid[1] == "1" else in_groups(inner, int(hybrid[1]))

@@ -29,7 +29,9 @@ def test_one_stage_and_one_piece_are_zigzag(rng: Draws) -> None:
     assert one.finish_s == pytest.approx(zigzag.finish_s, rel=1e-12)
 
 
-@pytest.mark.parametrize(("name", "same"), [("tp2+cp4", "tp2+zigzag"), ("cp8", "zigzag"), ("tp2+pp4", "tp2+pp")])
+@pytest.mark.parametrize(
+    ("name", "same"), [("tp2+cp4", "tp2+zigzag"), ("cp8", "zigzag"), ("tp2+pp4", "tp2+pp"), ("tp8", "tp")]
+)
 def test_sizes_that_other_names_have(name: str, same: str) -> None:
     one, other = (kvrsim.simulate(gpus=8, ctx="16k", strategy=each) for each in (name, same))
     assert (one.strategy, one.ttft_s, one.per_rank, one.layers) == (name, other.ttft_s, other.per_rank, other.layers)

@@ -183,6 +183,7 @@ def test_hybrids(name: str) -> None:
         ("tp2+pp-s", "tp2+pp-s", (2, 8, 1)),
         ("tp2+zigzag", "tp2+zigzag", (2, 1, 8)),
         ("tp", "tp", (16, 1, 1)),
+        ("tp16", "tp16", (16, 1, 1)),
         ("single", "single", (1, 1, 1)),
     ],
 )
@@ -201,7 +202,6 @@ def test_sizes(name: str, called: str, sizes: tuple[int, int, int]) -> None:
         "tp2+kvr-p",
         "tp0+ring",
         "tp2+",
-        "tp2",
         "tp2+x",
         "cp2+pp2",
         "pp2+cp0",
