@@ -23,7 +23,7 @@ plan: $(VENV)/.core ## plan a prefill and print it (GPUS=8 CTX=16k)
 test: $(VENV)/.dev ## the tests of the edit loop, without the slow ones (WORKERS=logical: one process per core, at most 8)
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 -m "not slow"
 
-test-all: $(VENV)/.dev ## all tests, each law with all its examples (what CI runs)
+test-all: $(VENV)/.dev ## all tests, the slow ones too (what CI runs)
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --hypothesis-profile full --timeout 600
 
 nightly: $(VENV)/.dev ## all tests with new random examples, then the fuzzers for MINUTES=60 (SEED=N or a new one, printed)

@@ -1,15 +1,15 @@
-"""How many examples a law is tried with: few in the edit loop, all before a commit, more at night.
+"""How many examples a law is tried with: few in the edit loop, more before a commit, most at night.
 
-quick    `make test`: a third of each law's examples, always the same
-full     `make test-all` and CI: all of them, always the same
-nightly  `make nightly`: five times as many, drawn from a seed that is printed
+quick    `make test`: a fifth of the number that the law names, always the same
+full     `make test-all` and CI: half of it, always the same
+nightly  `make nightly`: five times the number, drawn from a seed that is printed
 """
 
 from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 
-_EFFORT = {"quick": 1 / 3, "full": 1.0, "nightly": 5.0}
+_EFFORT = {"quick": 1 / 5, "full": 1 / 2, "nightly": 5.0}
 _LEAST = 5
 
 
@@ -28,10 +28,10 @@ def register_profiles() -> None:
     settings.load_profile("quick")
 
 
-def examples(full: int) -> settings:
-    """So many examples of a law in CI; the profile in use says how many now."""
-    return settings(max_examples=_examples(full, settings.get_current_profile_name()))
+def examples(count: int) -> settings:
+    """So many examples of a law, times the effort of the profile in use."""
+    return settings(max_examples=_examples(count, settings.get_current_profile_name()))
 
 
-def _examples(full: int, profile: str) -> int:
-    return max(min(full, _LEAST), round(full * _EFFORT.get(profile, 1.0)))
+def _examples(count: int, profile: str) -> int:
+    return max(min(count, _LEAST), round(count * _EFFORT.get(profile, 1.0)))
