@@ -24,7 +24,7 @@ Kinds that grow unlike each other leave part of their work out of D. Then the me
 stage does its work on all pieces, and the others at least the first or the last piece, a token long.
 The number of pieces is the one for which the bound is least.
 
-Pieces with a least length have a second bound (planner.pipelines.floor), and the larger one counts.
+Pieces with a least length have a further bound, whatever their number (planner.pipelines.floor); the largest counts.
 """
 
 from __future__ import annotations
@@ -73,11 +73,9 @@ def pipeline_bound_s(scenario: Scenario, least_piece: int = 1) -> float:
     least_s = sum(kind.count * kind.rows_s.min() for kind in kinds)
     mean_s = (_work_s(kinds, tokens, fewest) + (num_stages - 1) * least_s) / num_stages
     steps_s = (num_stages + fewest - 1) * step_s
-    bound_s = float((steps_s + np.maximum(crossed_s, mean_s)).min())
     if least_piece > 1:
-        floors = [_with_floor(kind, least_piece) for kind in kinds]
-        bound_s = max(bound_s, num_stages * step_s + layers_s(floors, num_stages))
-    return fixed_s + bound_s
+        mean_s = np.maximum(mean_s, layers_s([_with_floor(kind, least_piece) for kind in kinds], num_stages))
+    return float(fixed_s + (steps_s + np.maximum(crossed_s, mean_s)).min())
 
 
 def _with_floor(kind: _Kind, least_piece: int) -> LeastTimes:
