@@ -263,7 +263,7 @@ def _result(scenario: Scenario, strategy: Strategy, cut: Partition, moved: Moves
         layers=layers_of(placed, strategy),
         prefix_access=told_access(placed, strategy),
         bound=bound_of_pipeline(placed, strategy, cut, run.ttft_s),
-        engines=engines_with(strategy, scenario.num_gpus),
+        engines=engines_with(strategy, scenario),
     )
 
 

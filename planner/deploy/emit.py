@@ -48,8 +48,8 @@ def only_deployable(
     names = names_for(scenario, engine_name, parameter)
     if asked is None or "all" in asked:
         return names
-    engine, num_gpus = deploy_engine(engine_name, parameter), scenario.num_gpus
-    kept = tuple(name for name in asked if engine.has(get_strategy(name, "strategies"), num_gpus))
+    engine = deploy_engine(engine_name, parameter)
+    kept = tuple(name for name in asked if engine.has(get_strategy(name, "strategies"), scenario))
     if not kept:
         raise InputError("strategies", ",".join(asked), f"what {engine.title} has here: {', '.join(names)}")
     return kept
@@ -58,10 +58,10 @@ def only_deployable(
 def degrees_on(engine: DeployEngine, scenario: Scenario, strategy: Strategy) -> Degrees:
     """How an engine splits a strategy's GPUs; InputError names what it has, where it has not got the strategy."""
     degrees = degrees_of(strategy.name, scenario.num_gpus)
-    if degrees is not None and engine.has(strategy, scenario.num_gpus):
+    if degrees is not None and engine.has(strategy, scenario):
         return degrees
     names = ", ".join(names_for(scenario, engine.name, "emit"))
-    others = " and ".join(deployed_by(strategy, scenario.num_gpus)) or "no engine that was looked at"
+    others = " and ".join(deployed_by(strategy, scenario)) or "no engine that was looked at"
     accepted = f"a best strategy that {engine.title} has, not {strategy.name}, which {others} has; here it has {names}"
     raise InputError("emit", engine.name, accepted)
 

@@ -39,6 +39,7 @@ class DeployEngine:
     sources: tuple[str, ...]
     launcher: tuple[str, ...]
     strategies: Mapping[str, bool]  # "tensor", "pipeline", "context", "uneven_pieces"
+    context_models: tuple[str, ...]  # model_type of those whose context it splits
     notes: Mapping[str, str]  # by the same
     options: Mapping[str, Kind]
 
@@ -47,10 +48,12 @@ class DeployEngine:
         """With its version: "sglang (0.5.23)"."""
         return f"{self.name} ({self.version})"
 
-    def has(self, strategy: Strategy, num_gpus: int) -> bool:
-        """Whether it runs a strategy on so many GPUs."""
-        found = degrees_of(strategy.name, num_gpus)
-        return found is not None and all(self.strategies[need] for need in needs_of(found))
+    def has(self, strategy: Strategy, scenario: Scenario) -> bool:
+        """Whether it runs a strategy on the scenario's GPUs, with its model."""
+        found = degrees_of(strategy.name, scenario.num_gpus)
+        if found is None or (found.context > 1 and scenario.model.model_type not in self.context_models):
+            return False
+        return all(self.strategies[need] for need in needs_of(found))
 
 
 def needs_of(degrees: Degrees) -> tuple[str, ...]:
@@ -91,21 +94,21 @@ def deploy_engine(name: str, parameter: str = "emit") -> DeployEngine:
     if name not in DEPLOY_ENGINES:
         raise InputError(parameter, name, f"one of {', '.join(DEPLOY_ENGINES)}")
     content: dict[str, Any] = json.loads(files("kvrsim").joinpath("data/deploy.json").read_text("utf-8"))[name]
-    content |= {key: tuple(content[key]) for key in ("sources", "launcher")}
+    content |= {key: tuple(content[key]) for key in ("sources", "launcher", "context_models")}
     return DeployEngine(name=name, **content)
 
 
 def deployable(scenario: Scenario, engine: DeployEngine, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
     """Those that the engine runs on the scenario's GPUs."""
-    return tuple(one for one in strategies if one.approximate is None and engine.has(one, scenario.num_gpus))
+    return tuple(one for one in strategies if one.approximate is None and engine.has(one, scenario))
 
 
-def engines_with(strategy: Strategy, num_gpus: int) -> dict[str, str]:
-    """Which engines have a strategy on so many GPUs, each with its version that was looked at."""
+def engines_with(strategy: Strategy, scenario: Scenario) -> dict[str, str]:
+    """Which engines have a strategy on the scenario's GPUs, each with its version that was looked at."""
     engines = (deploy_engine(name) for name in DEPLOY_ENGINES)
-    return {engine.name: engine.version for engine in engines if engine.has(strategy, num_gpus)}
+    return {engine.name: engine.version for engine in engines if engine.has(strategy, scenario)}
 
 
-def deployed_by(strategy: Strategy, num_gpus: int) -> tuple[str, ...]:
+def deployed_by(strategy: Strategy, scenario: Scenario) -> tuple[str, ...]:
     """The same in words: "sglang 0.5.23"."""
-    return tuple(f"{name} {version}" for name, version in engines_with(strategy, num_gpus).items())
+    return tuple(f"{name} {version}" for name, version in engines_with(strategy, scenario).items())

@@ -81,10 +81,9 @@ class Choice:
 
     def _has(self, strategy: Strategy, scenario: Scenario) -> bool:
         """Whether all engines run a strategy on all of the GPUs, with packed prompts where they are packed."""
-        num_gpus = scenario.num_gpus
-        idle = (self.packs or bool(self.engines)) and strategy.name == "single" and num_gpus > 1
+        idle = (self.packs or bool(self.engines)) and strategy.name == "single" and scenario.num_gpus > 1
         packs = not self.packs or takes_steps(strategy)
-        return packs and not idle and all(engine.has(strategy, num_gpus) for engine in self.engines)
+        return packs and not idle and all(engine.has(strategy, scenario) for engine in self.engines)
 
     def _wanted(self, scenario: Scenario) -> tuple[Strategy, ...]:
         return tuple(one for one in self._asked_for(scenario) if self._has(one, scenario))

@@ -72,12 +72,12 @@ def test_one_kind_of_group(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
 
 
 def test_a_group_of_an_engine_runs_one_strategy() -> None:
-    scenario, _ = make_scenario(ctx="8k", gpus=4, model="llama-3-8b", cluster="h100-nvlink")
+    scenario, _ = make_scenario(ctx="8k", gpus=4, model="deepseek-v3", cluster="b200-nvlink5")
     engine = deploy_engine("vllm")
     layouts = Choice(engines=(engine,)).layouts(scenario)
     assert {"tp", "pp", "tp2+pp", "zigzag", "tp2+zigzag"} <= set(layouts)
     assert all([one.name for one in strategies] == [name] for name, strategies in layouts.items())
-    assert all(engine.has(get_strategy(name), 4) for name in layouts)
+    assert all(engine.has(get_strategy(name), scenario) for name in layouts)
     assert "single" not in layouts
     assert "kvr-s" not in Choice(engines=(engine,)).left_out(scenario)
 

@@ -91,7 +91,7 @@ def test_types_and_experts() -> None:
     assert options(launched("sglang", "tp", **QUESTIONS[1]))["--dtype"] == "bfloat16"
     assert "--enable-expert-parallel" in options(launched("vllm", "tp", **QUESTIONS[3]))
     assert options(launched("sglang", "tp", **QUESTIONS[3]))["--ep-size"] == "8"
-    found = options(launched("sglang", "tp2+zigzag", **QUESTIONS[1]))
+    found = options(launched("sglang", "tp2+zigzag", **QUESTIONS[3]))
     assert (found["--tp-size"], found["--attn-cp-size"], found["--cp-strategy"]) == ("8", "4", "zigzag")
 
 
@@ -115,9 +115,12 @@ def test_degrees(name: str, degrees: Degrees | None) -> None:
 
 
 def test_what_no_engine_has() -> None:
-    assert {name for name, one in STRATEGIES.items() if deployed_by(one, 8)} >= {"single", "tp", "pp", "zigzag"}
-    assert deployed_by(get_strategy("kvr-s"), 8) == ()
-    assert [one.split()[0] for one in deployed_by(get_strategy("zigzag"), 8)] == ["vllm", "sglang"]
+    dense, _ = make_scenario(ctx="4k", gpus=8, model="llama-3-8b", cluster="h100-nvlink")
+    assert {name for name, one in STRATEGIES.items() if deployed_by(one, dense)} == {"single", "tp", "pp", "pp-s"}
+    latent, _ = make_scenario(ctx="4k", gpus=8, model="deepseek-v3", cluster="b200-nvlink5")
+    assert [one.split()[0] for one in deployed_by(get_strategy("zigzag"), latent)] == ["vllm", "sglang"]
+    mixture, _ = make_scenario(ctx="4k", gpus=8, model="qwen3-235b-a22b", cluster="h100-nvlink")
+    assert [one.split()[0] for one in deployed_by(get_strategy("tp2+pp2+cp2"), mixture)] == ["sglang"]
     with pytest.raises(InputError, match=r"^emit: got 'vllm'.*not kvr-s, which no engine .* has; here it has single"):
         launched("vllm", "kvr-s", model="llama-3-8b")
     scenario, _ = make_scenario(ctx="4k", gpus=4)
