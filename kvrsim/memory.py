@@ -68,7 +68,8 @@ def memory_of(scenario: Scenario, strategy: Strategy, partition: Partition) -> t
         ]
     else:
         chunks = columns(partition.chunk_lens)
-        program = build_program(scenario, strategy, chunks, NoTime())
+        counted = NoTime() if len(strategy.query_blocks) == 1 else scenario.cost  # times choose the calls of attention
+        program = build_program(scenario, strategy, chunks, counted)
         flights = [bytes_in_flight(kind) for kind in program.layers]
         ranks = [_rank_memory(scenario, strategy, partition, program, flights, rank) for rank in range(len(chunks))]
     return tuple(rank for rank in ranks for _ in range(scenario.gpus_per_rank))

@@ -262,6 +262,7 @@ def _result(scenario: Scenario, strategy: Strategy, cut: Partition, moved: Moves
         approximate=strategy.approximate,
         layers=layers_of(placed, strategy),
         prefix_access=told_access(placed, strategy),
+        query_blocks=run.program.most_query_blocks,
         bound=bound_of_pipeline(placed, strategy, cut, run.ttft_s),
         engines=engines_with(strategy, scenario),
     )

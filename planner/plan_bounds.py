@@ -58,6 +58,7 @@ def _of_best(
     placed = placed_for(scenario, strategy)
     if not strategy.chains or not placed.chain_is_proven:
         return None
-    alike = strategy.group_size == 1 and strategy.layer is KVR_S.layer  # whatever its chunks
+    own = strategy.group_size, strategy.layer, strategy.query_blocks
+    alike = own == (1, KVR_S.layer, KVR_S.query_blocks)  # whatever its chunks
     lower_s = kvr_lower_s if alike and kvr_lower_s is not None else lower_bound_s(placed, strategy, best.ttft_s)
     return ChainBound(strategy=best.strategy, lower_bound_s=lower_s, gap=best.ttft_s / lower_s - 1)

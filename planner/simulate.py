@@ -122,6 +122,7 @@ def run_simulation(
         ),
         layers=layers_of(placed, chosen),
         prefix_access=told_access(placed, chosen),
+        query_blocks=program.most_query_blocks,
         fits=fits(placed, memory),
         memory_limit=placed.memory_limit,
         interval_coverage=measured_coverage(scenario),

@@ -121,6 +121,18 @@ class LayerCosts:
         """The chunk's tokens see prefix and chunk."""
         return self.mixes.mix_s(chunk, prefix)
 
+    def attention_in_blocks(self, counts: Sequence[int], chunk: Array, prefix: Array) -> tuple[Array, Array]:
+        """The same in as many calls, each of a block of the chunk's queries, as are the fastest: seconds, and calls.
+
+        counts: of calls to choose from, the fewest first. Others are left out where the host launches them no faster
+        than the device computes them; not from the least time that proofs count on.
+        """
+        calls = np.array(counts, dtype=float).reshape(-1, *[1] * np.ndim(chunk + prefix))
+        times_s = np.stack(np.broadcast_arrays(*(self.mixes.in_blocks_s(chunk, prefix, count) for count in counts)))
+        launched = self.cost.least | (calls == counts[0]) | (calls * self.host_attention_s < times_s)
+        best = np.where(launched, times_s, np.inf).argmin(axis=0)
+        return np.take_along_axis(times_s, best[None], axis=0)[0], np.array(counts, dtype=float)[best]
+
     def decode_attention_s(self, keys: Array) -> Array:
         """One token sees `keys` tokens, itself included."""
         return np.zeros_like(keys) if self.mixing is None else self.mixing.decode_s(keys)

@@ -39,6 +39,7 @@ class Compute:
     host_s: float = 0.0  # seconds that the host needs to issue it
     kv_bytes: Array | None = None  # K, V of the layer that the rank holds from then on, shape (B,); None: as before
     score_elements: Array | None = None  # of the score matrix that an eager kernel makes, shape (B,); None: it has none
+    query_blocks: Array | None = None  # calls that a chunk's attention is issued in, shape (B,); None: one
     kind: WorkKind = "other"  # what a picture colours it as
 
 
@@ -185,6 +186,12 @@ def beside_receives(ops: tuple[Op, ...], share: float) -> tuple[Op, ...]:
     return tuple(replace(op, device_s=factor * op.device_s) if isinstance(op, Compute) else op for op in ops)
 
 
+def _query_blocks(ops: Sequence[Op]) -> int:
+    """Calls of attention in a layer where they are in blocks, of the first partition of a batch; 0: nothing is."""
+    found = (op.query_blocks[0] for op in ops if isinstance(op, Compute) and op.query_blocks is not None)
+    return int(max(found, default=0))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
     """All that every rank does from the prompt to the first token.
@@ -218,6 +225,20 @@ class Program:
     def layer_counts(self) -> npt.NDArray[np.intp]:
         """How often each kind of layer runs."""
         return np.bincount(np.array(self.layer_kind_index, dtype=int), minlength=len(self.layers))
+
+    @property
+    def query_blocks(self) -> tuple[tuple[int, ...], ...] | None:
+        """By rank, by layer: calls that attention is issued in; of one partition. None: nothing is in blocks."""
+        calls = [[_query_blocks(ops) for ops in kind] for kind in self.layers]
+        if not any(any(kind) for kind in calls):
+            return None
+        ranks = range(self.num_ranks)
+        return tuple(tuple(max(1, calls[kind][rank]) for kind in self.layer_kind_index) for rank in ranks)
+
+    @property
+    def most_query_blocks(self) -> tuple[int, ...] | None:
+        """By rank, of the layer that has the most."""
+        return None if self.query_blocks is None else tuple(map(max, self.query_blocks))
 
     @property
     def num_rows(self) -> int:

@@ -41,9 +41,10 @@ def stages_to_json(result: Staged) -> dict[str, Any]:
 
 
 def _ways(result: SimResult | StrategyResult) -> dict[str, Any]:
-    """A pipeline's stages, and how ranks attend to a cached prefix that lies elsewhere."""
+    """A pipeline's stages, query blocks by rank, and how ranks attend to a cached prefix that lies elsewhere."""
     access = {} if result.prefix_access is None else {"prefix_access": result.prefix_access}
-    return stages_to_json(result) | access
+    blocks = {} if result.query_blocks is None else {"query_blocks": list(result.query_blocks)}
+    return stages_to_json(result) | blocks | access
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +96,7 @@ class SimResult:
     prefix_access: PrefixAccess | None = (
         None  # how ranks attend to a cached prefix; None: each has it from the beginning
     )
+    query_blocks: tuple[int, ...] | None = None  # a rank, of the layer that has the most; None: attention is one call
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; the timeline is written apart."""
@@ -144,6 +146,7 @@ class StrategyResult:
     noisy: Distribution | None = None  # TTFTs under the plan's noise; `ttft_s` is without its random part
     layers: tuple[int, ...] | None = None  # of each stage of a pipeline, whose pieces `partition` holds
     prefix_access: PrefixAccess | None = None  # as of SimResult
+    query_blocks: tuple[int, ...] | None = None  # a rank, of the layer that has the most; None: attention is one call
     bound: PipelineBound | None = None  # where pieces and stages were searched
     engines: Mapping[str, str] = field(default_factory=dict)  # that have the strategy, each with the version looked at
 

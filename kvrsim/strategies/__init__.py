@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from kvrsim.errors import InputError
 from kvrsim.strategies.base import Step, Strategy
-from kvrsim.strategies.kv_runahead import KVR_E, KVR_P, KVR_S
+from kvrsim.strategies.kv_runahead import KVR_B, KVR_E, KVR_P, KVR_S
 from kvrsim.strategies.kv_runahead_direct import KVR_DIRECT
 from kvrsim.strategies.load import from_file, installed, installed_names, is_file
 from kvrsim.strategies.pipeline import PIPELINE, PIPELINE_SEARCHED, with_stages
@@ -38,7 +38,7 @@ STRATEGIES = {
     strategy.name: strategy
     for strategy in (
         *(SINGLE, TSP, KVR_E, KVR_S, KVR_P),
-        *(KVR_DIRECT, RING, STRIPED, ZIGZAG_RING, ZIGZAG, ULYSSES, TENSOR_PARALLEL, PIPELINE, PIPELINE_SEARCHED),
+        *(KVR_B, KVR_DIRECT, RING, STRIPED, ZIGZAG_RING, ZIGZAG, ULYSSES, TENSOR_PARALLEL, PIPELINE, PIPELINE_SEARCHED),
     )
 }
 _HYBRID = re.compile(r"tp([1-9]\d{0,4})(?:\+(.+))?")

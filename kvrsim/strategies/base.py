@@ -53,6 +53,7 @@ class Strategy:
     merges_blocks: bool = False  # it attends to blocks of keys one after another and merges the results
     approximate: str | None = None  # how its result differs from the model's own prefill; None: it is the same
     chains: bool = False  # it is KVR's chain, which planner.search.bound is about
+    query_blocks: tuple[int, ...] = (1,)  # calls of attention, one a block of the chunk's queries: the fastest of these
     looks_up: str = "kvr-s"  # with partition_rule "table": the searched strategy that its table is made for
 
     def __post_init__(self) -> None:
@@ -60,6 +61,8 @@ class Strategy:
             raise InputError("name", self.name, "a strategy's name without spaces, commas and colons")
         if self.partition_rule not in (rules := get_args(PartitionRule)):
             raise InputError("partition_rule", self.partition_rule, f"one of {', '.join(rules)}")
+        if not self.query_blocks or list(self.query_blocks) != sorted({*self.query_blocks} - {0}):
+            raise InputError("query_blocks", self.query_blocks, "rising numbers of calls, at least 1")
 
     def sizes(self, num_gpus: int) -> Sizes:
         """Tensor, pipeline and context sizes on so many GPUs; where their product is another, it cannot run there."""
@@ -77,12 +80,13 @@ class Step:
     """One kind of layer over a batch of partitions: the vocabulary of a strategy's program.
 
     `chunks` and `starts` hold one array of shape (B,) a rank: tokens of its chunk, and tokens of the
-    context before it (the cached prefix of the request counted in).
+    context before it (the cached prefix of the request counted in). `query_blocks`: as of the strategy.
     """
 
     costs: LayerCosts
     chunks: Sequence[Array]
     starts: Sequence[Array]
+    query_blocks: tuple[int, ...] = (1,)
 
     @property
     def num_ranks(self) -> int:
@@ -108,8 +112,19 @@ class Step:
         return Compute(name="append", device_s=self.costs.append_s(tokens, prefix), kv_bytes=held, kind="append")
 
     def attention(self, rank: int, prefix: Array) -> Compute:
-        """The chunk's queries against the prefix and the chunk itself."""
-        return self._attention("attention", self.chunks[rank], prefix)
+        """The chunk's queries against the prefix and the chunk itself; in blocks, where the strategy has them."""
+        chunk = self.chunks[rank]
+        if self.query_blocks == (1,):
+            return self._attention("attention", chunk, prefix)
+        device_s, calls = self.costs.attention_in_blocks(self.query_blocks, chunk, prefix)
+        return Compute(
+            name="attention",
+            device_s=device_s,
+            host_s=self.costs.host_attention_s * self.query_blocks[0],  # of those beyond, hidden: see LayerCosts
+            score_elements=self.costs.score_elements(chunk, prefix + chunk) / calls,
+            query_blocks=calls,
+            kind="attention",
+        )
 
     def scan(self, rank: int) -> Compute:
         """The chunk's tokens take the state of those before them on; the rank then has the state after them."""

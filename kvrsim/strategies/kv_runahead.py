@@ -1,10 +1,17 @@
-"""KV-Runahead: the KV-cache is handed down a chain of ranks."""
+"""KV-Runahead: the KV-cache is handed down a chain of ranks.
+
+KVR-B is not in the paper. Eager kernels and kernels with a mask compute what is masked, too: all of the chunk's square.
+Issued as n calls, each of an equal block of the queries against the keys up to the block's end, attention leaves out
+(1 - 1/n) / 2 of that square. Each rank takes the number of calls that is the fastest for its chunk and prefix.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
+from kvrsim.model.mixers import Attention, Recurrence
+from kvrsim.model.spec import ModelSpec
 from kvrsim.program.operations import Op
 from kvrsim.strategies.base import Step, Strategy
 
@@ -22,6 +29,13 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
     yield step.output_mlp(rank)
 
 
+def whole_queries(model: ModelSpec, ranks: int) -> str | None:
+    """What a model must have for its queries to be called in blocks; None: it has."""
+    mixers = [layer.mixer for layer in model.layer_kinds if layer.mixer is not None]
+    others = [one for one in mixers if not isinstance(one, Attention | Recurrence) or one.is_sparse]
+    return f"attention to K and V of heads; {model.name} has {others[0].title}" if others else None
+
+
 KVR_S = Strategy(
     name="kvr-s",
     title="KV-Runahead, searched chunks",
@@ -34,3 +48,11 @@ KVR_S = Strategy(
 )
 KVR_E = replace(KVR_S, name="kvr-e", title="KV-Runahead, even chunks", partition_rule="even")
 KVR_P = replace(KVR_S, name="kvr-p", title="KV-Runahead, chunks from a table", partition_rule="table")
+KVR_B = replace(
+    KVR_S,
+    name="kvr-b",
+    title="KV-Runahead, searched chunks in query blocks",
+    source="kvrsim (docs/explanation/query-blocks.md), after KV-Runahead, Fig. 5",
+    query_blocks=(1, 2, 4, 8, 16, 32),
+    refuses=whole_queries,
+)

@@ -75,9 +75,9 @@ class Chain:
     def work(self, rank: int, chunk: Array, start: Array) -> RankWork:
         """The work of `rank`, if its chunk and start were these (tokens, any one shape)."""
         compute = qkv = post = sent = received = last_sent = np.zeros(1)
-        slowness = self.scenario.cluster.slowness(rank)
+        slowness, blocks = self.scenario.cluster.slowness(rank), self.strategy.query_blocks
         for kind, costs in enumerate(self.costs):
-            step = Step(costs, _Same(chunk, self.num_ranks), _Same(start, self.num_ranks))
+            step = Step(costs, _Same(chunk, self.num_ranks), _Same(start, self.num_ranks), blocks)
             ops = list(layer_ops(self.strategy, step, rank))
             *times, nbytes = _split(ops)
             total, before, after = (slowness * time for time in times)

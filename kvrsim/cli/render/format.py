@@ -62,6 +62,11 @@ def format_partition(chunks: Sequence[int], room: int = 14) -> str:
     return full if len(full) <= room else f"{chunks[0]} … {chunks[-1]}"
 
 
+def blocks_text(query_blocks: Sequence[int]) -> str:
+    """Calls of attention by rank: "8, 8, 4, 4 calls of attention on ranks 0 to 3"."""
+    return f"{', '.join(map(str, query_blocks))} calls of attention on ranks 0 to {len(query_blocks) - 1}"
+
+
 def stages_text(pieces: Sequence[int], layers: Sequence[int]) -> str:
     """Pieces and stages of a pipeline: "12 pieces of 14784, 8448, ... tokens; stages of 8 × 4 layers"."""
     runs = [(piece, len(list(same))) for piece, same in groupby(pieces)]

@@ -11,6 +11,7 @@ from kvrsim.cli.render.format import (
     INTERVAL_TITLES,
     add_misfits,
     add_notes,
+    blocks_text,
     fits_text,
     format_interval,
     format_partition,
@@ -100,6 +101,8 @@ def _best(plan: Plan) -> Iterator[str]:
         yield f"ties (the difference is within its prediction interval): {', '.join(plan.ties)}"
     if len(set(best.partition)) > 1 and best.layers is None:
         yield f"partition {', '.join(map(str, best.partition))}"
+    if best.query_blocks is not None:
+        yield blocks_text(best.query_blocks)
     bound = plan.bounds.best
     if bound is not None and bound.strategy != "kvr-s":
         gap, lower = round_up_percent(bound.gap), format_seconds(bound.lower_bound_s)

@@ -10,6 +10,7 @@ from rich.table import Table
 from kvrsim.cli.render.format import (
     add_misfits,
     add_notes,
+    blocks_text,
     fits_text,
     format_interval,
     format_wait,
@@ -40,6 +41,8 @@ def show_simulation(result: SimResult, scenario: Scenario) -> None:
     table.add_row("TTFT:", _ttft(result))
     if result.layers is not None:
         table.add_row("pipeline:", stages_text(result.partition, result.layers))
+    if result.query_blocks is not None:
+        table.add_row("query blocks:", blocks_text(result.query_blocks))
     if said := _interval(result):
         table.add_row("interval:", said)
     table.add_row("executor:", result.executor)

@@ -123,6 +123,11 @@ class Mixing(ABC):
     def mix_s(self, chunk: Array, prefix: Array) -> Array:
         """The chunk's tokens see the prefix and the chunk."""
 
+    def in_blocks_s(self, chunk: Array, prefix: Array, blocks: int) -> Array:
+        """The same in so many calls, each of as many of the chunk's tokens, which see the keys up to their own end."""
+        assert blocks == 1, "a mixer whose queries are not called in blocks"
+        return self.mix_s(chunk, prefix)
+
     @abstractmethod
     def decode_s(self, keys: Array) -> Array:
         """One token sees `keys` tokens, itself included, in a decoding kernel."""

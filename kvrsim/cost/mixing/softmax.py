@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from kvrsim.cost.merges import PYTORCH_SHARE, cast, merge
@@ -69,6 +71,30 @@ class SoftmaxMixing(MergedMixing):
         """The chunk's queries against prefix and chunk; eager code repeats shared KV heads for all queries."""
         return self._called_s(self._call(chunk, self.seen(prefix), self._causal(chunk, prefix), own=True))
 
+    def in_blocks_s(self, chunk: Array, prefix: Array, blocks: int) -> Array:
+        """The calls, and one copy that joins their outputs; eager code repeats shared KV heads once for all of them.
+
+        Where the chunk begins the context, kernels that are told so skip the masked half in one call.
+        """
+        if blocks == 1:
+            return self.mix_s(chunk, prefix)
+        mixer, number = self.mixer, np.arange(float(blocks))
+        if self.cost.least and mixer.reach is None:  # then in proportion to the keys before the block: all as the mean
+            number = number.mean(keepdims=True)
+        number = number.reshape(-1, *[1] * np.ndim(chunk + prefix))
+        before = prefix + number * (chunk / blocks)
+        queries = np.broadcast_to(chunk / blocks, before.shape)
+        calls = self._call(queries, self.seen(before), self._causal(queries, before), own=True)
+        joined = Traffic("copy", 4.0 * mixer.num_attention_heads * mixer.v_head_dim, 1)
+        calls_s = np.asarray(blocks * self.cost.attention_s(replace(calls, part=True)).mean(axis=0))
+        seconds = calls_s + self.cost.traffic_s(chunk, (joined,)) + self._repeat_s(self.seen(prefix) + chunk)
+        if self.setting.kernel == "eager":
+            return seconds
+        if self.cost.least:
+            return np.asarray(np.minimum(seconds, self.mix_s(prefix + chunk, 0.0 * prefix)))
+        begins = (prefix == 0) & (chunk <= (np.inf if mixer.reach is None else mixer.reach))
+        return np.where(begins, self.mix_s(chunk, prefix), seconds)
+
     def decode_s(self, keys: Array) -> Array:
         """Decoding kernels split keys over the device and read K and V once."""
         keys = self.seen(keys)
@@ -106,14 +132,17 @@ class SoftmaxMixing(MergedMixing):
         )
 
     def _called_s(self, call: AttentionCall) -> Array:
+        return self.cost.attention_s(call) + self._repeat_s(call.keys)
+
+    def _repeat_s(self, keys: Array) -> Array | float:
+        """K and V of so many keys, with each head as often as query heads share it; 0 where none is repeated."""
         mixer = self.mixer
-        seconds = self.cost.attention_s(call)
-        if self._repeats and mixer.num_key_value_heads < mixer.num_attention_heads:
-            heads = mixer.num_key_value_heads + mixer.num_attention_heads
-            # K and V: read few heads, write all; two bytes an element.
-            nbytes = 2.0 * heads * (mixer.head_dim + mixer.v_head_dim)
-            seconds = seconds + self.cost.traffic_s(call.keys, (Traffic("copy", nbytes, 2),))
-        return seconds
+        if not self._repeats or mixer.num_key_value_heads == mixer.num_attention_heads:
+            return 0.0
+        heads = mixer.num_key_value_heads + mixer.num_attention_heads
+        # Read few heads, write all; two bytes an element.
+        nbytes = 2.0 * heads * (mixer.head_dim + mixer.v_head_dim)
+        return self.cost.traffic_s(keys, (Traffic("copy", nbytes, 2),))
 
     def _causal(self, chunk: Array, prefix: Array) -> Array:
         """Score elements of one head that are not masked."""

@@ -7,7 +7,7 @@ works through blocks small against the chunk, as on a CPU, or that does not skip
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import numpy as np
@@ -56,7 +56,14 @@ class EagerRates:
         return call.chunk * call.keys * (batch * call.num_attention_heads)
 
     def least_seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
-        """What it takes: at a fixed end of the chunk, it does not grow with the prefix."""
+        """What it takes: at a fixed end of the chunk, it does not grow with the prefix.
+
+        Of a block of a chunk with the least factor: an early block may shrink where the chunk grows to the left, and
+        all of them together have more elements.
+        """
+        if call.part and self.measured is not None:
+            least = replace(self, measured=None).seconds(call, batch, element_bytes) - self.start_s
+            return self.start_s + min(self.measured.factors) * least
         return self.seconds(call, batch, element_bytes)
 
 
@@ -98,7 +105,8 @@ class FlashRates:
     def least_seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
         """What no call beats, and what, at a fixed end of the chunk, does not grow with the prefix.
 
-        Slots are always busy, and no tile or block is there for part of its queries or keys.
+        Slots are always busy, and no tile or block is there for part of its queries or keys. Of blocks of a chunk this
+        adds up to what one call takes, and a launch more each; so it does with no regard to the datasheet.
         """
         keys = call.prefix + (0.5 if self.causal else 1.0) * call.chunk
         if self.causal and call.reach is not None:
@@ -107,7 +115,8 @@ class FlashRates:
         tile_s = 0.0 if self.splits_keys else self.tile_s
         slots_s = queries * (tile_s + keys * (self._step_s(call) / self.key_block))
         slots = max(self.concurrent_tiles, self.num_sms / self.alone_share)
-        return self._called_s(call, batch, element_bytes, slots_s / slots)
+        counted = replace(call, causal=0.0 * call.causal) if call.part else call
+        return self._called_s(counted, batch, element_bytes, slots_s / slots)
 
     def _step_s(self, call: AttentionCall) -> Array:
         """Of a tile of queries and a block of keys: the longer of its products and its softmax."""

@@ -29,6 +29,7 @@ class AttentionCall:
     reach: int | None = None  # keys that a query sees at most, itself included; None: all up to its own
     own: bool = True  # the chunk's own keys follow the prefix, and are masked and appended; False: the prefix alone
     latent: bool = False  # keys and values are made of one latent a token, or are the latents
+    part: bool = False  # the queries are one of several equal blocks of a chunk, each a call of its own
 
     @property
     def keys(self) -> Array:
@@ -74,6 +75,8 @@ class BlockedRates:
         what it covers is concave in the start, besides what falls; so none of an earlier start covers less than both
         it and the one that starts at 0. No earlier start has a lesser factor than the queries from there on.
         """
+        if call.part:
+            return self._least_of_part(call, batch)
         if not self.skips_masked:
             end = call.prefix + call.chunk
             from_0 = self._causal_cost * self._half(end) * self._factor(end)
@@ -84,6 +87,16 @@ class BlockedRates:
             return self._called_s(call, batch, np.minimum(here, from_0))
         here, from_0 = here * self.measured.least_factor(call.chunk), from_0 * min(self.measured.factors)
         return self._called_s(call, batch, np.minimum(here, from_0))
+
+    def _least_of_part(self, call: AttentionCall, batch: int) -> Array:
+        """What no block of a chunk beats; all its blocks together take no more where the chunk starts later.
+
+        Rectangles, or what is not masked, at the least factor of as many queries or more; not for a chunk that starts
+        at 0, which is no rectangle.
+        """
+        covered = call.causal * min(1.0, self._causal_cost) if self.skips_masked else call.chunk * call.keys
+        factor = 1.0 if self.measured is None else self.measured.least_factor(call.chunk)
+        return self._called_s(call, batch, covered * factor)
 
     def _factor(self, queries: Array) -> Array | float:
         return 1.0 if self.measured is None else self.measured.factor(queries)

@@ -150,7 +150,7 @@ def test_the_story_of_a_kvr_layer() -> None:
 
 
 def test_names() -> None:
-    more = ["kvr-direct", "ring", "striped", "zigzag-ring", "zigzag", "ulysses", "tp", "pp", "pp-s"]
+    more = ["kvr-b", "kvr-direct", "ring", "striped", "zigzag-ring", "zigzag", "ulysses", "tp", "pp", "pp-s"]
     assert list(STRATEGIES) == ["single", "tsp", "kvr-e", "kvr-s", "kvr-p", *more]
     for name, strategy in STRATEGIES.items():
         assert get_strategy(name) is strategy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvrsim.program.operations import Array
 from kvrsim.scenario import Scenario
-from kvrsim.strategies import STRATEGIES
+from kvrsim.strategies import STRATEGIES, Strategy
 from planner.evaluate import Evaluator
 from planner.search.bound import lower_bound_s
 from planner.search.search import search
@@ -28,6 +29,7 @@ from tests.building import (
 )
 
 KVR = STRATEGIES["kvr-s"]
+BLOCKS = replace(STRATEGIES["kvr-b"], query_blocks=(1, 3, 8), refuses=None)
 EXACT = 1 + 1e-9
 SEEDS = st.integers(0, 2**32)  # of the partitions tried
 CASES = Path(__file__).parent / "cases"
@@ -71,17 +73,17 @@ def in_whole_steps(scenario: Scenario, rows: Array) -> Array:
     return np.concatenate(found)
 
 
-def assert_nothing_beats_the_bound(scenario: Scenario, seed: int, count: int) -> None:
+def assert_nothing_beats_the_bound(scenario: Scenario, seed: int, count: int, strategy: Strategy = KVR) -> None:
     """The bound from an ordinary and a bad TTFT; from the best one it is below by construction."""
     cuts = partitions(scenario, seed, count)
-    ttft_s = Evaluator(scenario, KVR).ttft_s(cuts)
+    ttft_s = Evaluator(scenario, strategy).ttft_s(cuts)
     best_s, best = float(ttft_s.min()), cuts[ttft_s.argmin()]
     if scenario.cluster.topology != "bus":
-        found = search(scenario, KVR, stride=1)
+        found = search(scenario, strategy, stride=1)
         if found.ttft_s < best_s:
             best_s, best = found.ttft_s, np.array(found.partition.chunk_lens)
     for known_s in (float(ttft_s[0]), float(ttft_s.max())):
-        bound_s = lower_bound_s(scenario, KVR, max(known_s, best_s))
+        bound_s = lower_bound_s(scenario, strategy, max(known_s, best_s))
         assert 0 <= bound_s <= best_s * EXACT, f"{best.tolist()} takes {best_s:.6g} s, less than {bound_s:.6g} s"
 
 
@@ -131,6 +133,15 @@ def test_what_own_measurements_tell(rng: Draws, scenario: Scenario, seed: int) -
     """Kernels by what they cover, masked rectangles, sizes that were measured, copies in place."""
     scenario = as_measured(rng, scenario)
     assert_nothing_beats_the_bound(scenario, seed, 15 if scenario.cluster.topology == "bus" else 300)
+
+
+@given(rng=draws(), seed=SEEDS, measured=st.booleans())
+@examples(8)
+def test_query_blocks(rng: Draws, seed: int, measured: bool) -> None:
+    """Of any number a rank."""
+    scenario = any_scenario(rng, num_gpus=(2, 4))
+    scenario = as_measured(rng, scenario) if measured else scenario
+    assert_nothing_beats_the_bound(scenario, seed, 60, BLOCKS)
 
 
 @given(rng=draws(), seed=SEEDS)

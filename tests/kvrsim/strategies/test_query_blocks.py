@@ -1,0 +1,121 @@
+"""Attention in query blocks: what it covers, what it takes, and in how many calls."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+import kvrsim
+from kvrsim.executors.run import run_partition
+from kvrsim.memory import memory_of
+from kvrsim.partition import Partition
+from kvrsim.profile.rates.elementwise import Traffic
+from kvrsim.program.operations import Compute
+from kvrsim.scenario import Scenario
+from kvrsim.setup import make_scenario
+from kvrsim.strategies import KVR_S, STRATEGIES, Strategy
+from tests.building import Draws, any_scenario, draws, examples
+
+KVR_B = STRATEGIES["kvr-b"]
+
+
+def in_calls(*counts: int) -> Strategy:
+    """KVR-B with no choice but these."""
+    return replace(KVR_B, name="in-calls", query_blocks=counts)
+
+
+def eager(ctx: str = "16k", gpus: int = 4) -> Scenario:
+    return make_scenario(ctx=ctx, gpus=gpus, model="llama-7b")[0]
+
+
+@given(rng=draws())
+@examples(25)
+def test_one_block_is_kvr(rng: Draws) -> None:
+    scenario = any_scenario(rng, num_gpus=(1, 5))
+    even = Partition.even(scenario.request.new_tokens, scenario.cluster.num_gpus)
+    assert run_partition(scenario, in_calls(1), even).finish_s == run_partition(scenario, KVR_S, even).finish_s
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "flash"])
+@pytest.mark.parametrize("prefix", [0, 512, 8192])
+def test_blocks_take_what_calls_of_their_own_take(attention: str, prefix: int) -> None:
+    """And one copy of the output; but a causal kernel at the context's start leaves the masked half out by itself."""
+    profile = "a100-eager" if attention == "eager" else "roofline" if attention == "sdpa" else "a100-flash"
+    scenario = make_scenario(ctx="16k", gpus=2, model="llama-7b", profile=profile, attention=attention)[0]
+    costs, one = scenario.layer_costs()[0], np.ones(1)
+    found = costs.mixes.in_blocks_s(1024 * one, prefix * one, 4)
+    calls = sum(costs.attention_s(256 * one, (prefix + 256.0 * number) * one) for number in range(4))
+    if attention != "eager" and prefix == 0:
+        assert found == costs.attention_s(1024 * one, 0 * one)
+    else:
+        joined_s = costs.cost.traffic_s(1024 * one, (Traffic("copy", 4.0 * 4096, 1),))
+        assert found == pytest.approx(calls + joined_s, rel=1e-12)
+
+
+@given(rng=draws())
+@examples(25)
+def test_more_blocks_never_cover_more(rng: Draws) -> None:
+    """By the datasheet a call costs nothing but what it covers, and joining the outputs a copy of these."""
+    scenario = any_scenario(rng, num_gpus=(2, 5), roofline=True, kind=rng.choice(["llama", "mistral", "gemma2"]))
+    costs = scenario.layer_costs()[0]
+    chunk, prefix = np.meshgrid(np.geomspace(1, 5000, 12), [0.0, 10.0, 1000.0, 20000.0])
+    seconds = [costs.mixes.in_blocks_s(chunk, prefix, count) for count in (2, 4, 8, 16)]
+    for fewer, more in zip(seconds, seconds[1:], strict=False):
+        assert (more <= fewer * (1 + 1e-9)).all()
+
+
+def test_each_rank_takes_the_fastest_number() -> None:
+    """No number for all ranks, and no other number on one of them, is faster for the same chunks."""
+    scenario, cut = eager(), Partition(chunk_lens=(7168, 4096, 2816, 2304))
+    run = run_partition(scenario, KVR_B, cut)
+    alone = {count: run_partition(scenario, in_calls(count), cut) for count in KVR_B.query_blocks}
+    assert run.ttft_s <= min(one.ttft_s for one in alone.values())
+    assert run.program.most_query_blocks is not None
+    for rank, count in enumerate(run.program.most_query_blocks):
+        (own,) = (op for op in run.program.layers[0][rank] if isinstance(op, Compute) and op.kind == "attention")
+        assert own.query_blocks is not None
+        assert own.query_blocks[0] == count
+        for other in alone.values():
+            (op,) = (op for op in other.program.layers[0][rank] if isinstance(op, Compute) and op.kind == "attention")
+            assert own.device_s <= op.device_s or op.host_s > op.device_s  # which the host launches too slowly
+    assert KVR_S.query_blocks == (1,)
+    assert run_partition(scenario, KVR_S, cut).program.query_blocks is None
+
+
+def test_calls_that_the_host_launches_too_slowly_are_not_made() -> None:
+    scenario, cut = eager(), Partition.even(16384, 4)
+    slow = scenario.with_host(replace(scenario.host, layer_s=10.0))
+    assert run_partition(slow, KVR_B, cut).program.most_query_blocks == (1, 1, 1, 1)
+
+
+def test_the_score_matrix_is_a_block_s() -> None:
+    scenario, cut = eager(), Partition.even(16384, 4)
+    whole, blocks = (memory_of(scenario, one, cut) for one in (KVR_S, in_calls(8)))
+    assert [one.scores for one in blocks] == [one.scores // 8 for one in whole]
+    assert [one.total < other.total for one, other in zip(blocks, whole, strict=True)] == [True] * 4
+
+
+def test_a_plan_says_how_many() -> None:
+    plan = kvrsim.plan(model="llama-7b", ctx="8k", gpus=2, strategies=["kvr-s", "kvr-b"])
+    whole, blocks = (one.to_dict() for one in plan.strategies)
+    assert "query_blocks" not in whole
+    assert min(blocks["query_blocks"]) > 1
+    assert blocks["ttft_s"] < whole["ttft_s"]
+    assert plan.bounds.best is not None
+    assert plan.bounds.best.lower_bound_s <= plan.best.ttft_s
+    again = kvrsim.simulate(
+        model="llama-7b", ctx="8k", gpus=2, strategy="kvr-b", partition=list(plan.best.partition)
+    ).to_dict()
+    assert (again["ttft_s"], again["query_blocks"]) == (plan.best.ttft_s, blocks["query_blocks"])
+    flash = kvrsim.plan(model="llama-7b", ctx="8k", gpus=2, cluster="h100-nvlink", strategies=["kvr-s", "kvr-b"])
+    assert flash.strategies[1].query_blocks == (1, 1)
+    assert flash.strategies[1].ttft_s == flash.strategies[0].ttft_s
+
+
+@pytest.mark.parametrize("model", ["deepseek-v3", "deepseek-v3.2"])
+def test_latents_are_refused(model: str) -> None:
+    with pytest.raises(kvrsim.InputError, match="latent"):
+        kvrsim.simulate(model=model, ctx="8k", gpus=2, strategy="kvr-b")
