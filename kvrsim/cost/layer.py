@@ -124,13 +124,16 @@ class LayerCosts:
     def attention_in_blocks(self, counts: Sequence[int], chunk: Array, prefix: Array) -> tuple[Array, Array]:
         """The same in as many calls, each of a block of the chunk's queries, as are the fastest: seconds, and calls.
 
-        counts: of calls to choose from, the fewest first. Others are left out where the host launches them no faster
-        than the device computes them; not from the least time that proofs count on.
+        counts: of calls to choose from, the fewest first. Others are left out where the host does not launch the layer
+        faster than the device computes it; not from the least time that proofs count on.
         """
         calls = np.array(counts, dtype=float).reshape(-1, *[1] * np.ndim(chunk + prefix))
         times_s = np.stack(np.broadcast_arrays(*(self.mixes.in_blocks_s(chunk, prefix, count) for count in counts)))
-        launched = self.cost.least | (calls == counts[0]) | (calls * self.host_attention_s < times_s)
-        best = np.where(launched, times_s, np.inf).argmin(axis=0)
+        if not self.cost.least:
+            device_s = self.qkv_s(chunk) + times_s + self.output_mlp_s(chunk)
+            host_s = self.host_qkv_s + calls * self.host_attention_s + self.host_output_mlp_s
+            times_s = np.where((calls == counts[0]) | (host_s < device_s), times_s, np.inf)
+        best = times_s.argmin(axis=0)
         return np.take_along_axis(times_s, best[None], axis=0)[0], np.array(counts, dtype=float)[best]
 
     def decode_attention_s(self, keys: Array) -> Array:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as functional
 
 from kvrsim.errors import InputError
+from kvrsim.runtime.kept.query_blocks import KeysInBlocks
 
 # Without the word "flash", by which transformers knows its own kernels.
 INTERFACE_NAME = "kvrsim_chunk_attention"
@@ -80,6 +81,8 @@ def chunk_attention(query: Any, key: Any, value: Any, scale: float | None = None
     Shapes: query [B, H, c, D], key [B, G, S, D], value [B, G, S, E] with G a divisor of H, E <= D and S >= c; the
     result is [B, H, c, E]. Queries are the last c of the S tokens. window: tokens that a query sees, itself included.
     """
+    if isinstance(key, KeysInBlocks):
+        return key.each(lambda q, k, v, _: chunk_attention(q, k, v, scale, window), query, value)
     if value.shape[-1] != key.shape[-1]:  # latent attention, expanded: kernels take one width
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         padded = functional.pad(value, (0, key.shape[-1] - value.shape[-1]))

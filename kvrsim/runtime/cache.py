@@ -20,6 +20,7 @@ from transformers.cache_utils import (
 
 from kvrsim.runtime.geometry import Geometry
 from kvrsim.runtime.kept.buffers import Buffer, KvBuffer, StateBuffer, buffers_of
+from kvrsim.runtime.kept.query_blocks import in_query_blocks
 
 UpdateEvent = Literal["update", "updated", "scan"]
 OnUpdate = Callable[[UpdateEvent, int], None]
@@ -43,9 +44,10 @@ class _PrefixLayer(CacheLayerMixin):  # type: ignore[misc]
         self.buffer.write(key_states, value_states)
         if cache.exchange is not None:
             cache.exchange(self.index)
-        found = self.buffer.keys_values()
+        keys, values = self.buffer.keys_values()
         cache.tell(self.index, "updated")
-        return found
+        blocks = cache.query_blocks[self.index] if cache.query_blocks else 1
+        return in_query_blocks(keys, min(blocks, self.buffer.chunk_len)), values
 
     def get_seq_length(self) -> int:
         """Where the chunk begins, which masks and rotary embeddings go by."""
@@ -100,6 +102,7 @@ class PrefixCache(Cache):  # type: ignore[misc]
     In each layer's update `exchange(layer)` may fetch the prefix and send what is there: after the chunk's K and V are
     written, or before a recurrent layer's scan, after which `pass_on(layer)` may send its state. `on_update(event,
     layer)` is called with "update" when a layer enters and with "updated" when it leaves, or "scan" before its scan.
+    `query_blocks`: by layer, calls of attention, whose K must end with the chunk; empty: one.
     """
 
     def __init__(
@@ -109,7 +112,9 @@ class PrefixCache(Cache):  # type: ignore[misc]
         on_update: OnUpdate | None = None,
         exchange: Exchange | None = None,
         pass_on: Exchange | None = None,
+        query_blocks: Sequence[int] = (),
     ) -> None:
+        self.query_blocks = tuple(query_blocks)
         self.buffers, self.on_update, self.exchange, self.pass_on = tuple(buffers), on_update, exchange, pass_on
         super().__init__(layers=[self._layer(index, buffer) for index, buffer in enumerate(buffers)])
 

@@ -21,6 +21,7 @@ class RunPlan:
     gather: Gather = "ring"  # an all-gather: between neighbours, or the backend's own
     stage_layers: tuple[int, ...] | None = None  # of a pipeline, each stage's; None: as even as they can be
     receives_ahead: int | None = 1  # layers for which KVR posts receives before it comes to them; None: all
+    query_blocks: tuple[tuple[int, ...], ...] = ()  # by chunk, by layer: calls of KVR's attention; empty: one each
 
     def __post_init__(self) -> None:
         if self.strategy == "single" and len(self.partition.chunk_lens) != 1:
@@ -50,7 +51,8 @@ class RunPlan:
         """For people, such as "kvr 28,42,26"."""
         told = {"tsp": f" {self.tsp_keys}, {self.gather}", "zigzag": f" {self.gather}"}.get(self.strategy, "")
         stages = "" if self.stage_layers is None else f", layers {','.join(map(str, self.stage_layers))}"
-        return f"{self.name}{told} {self.chunks}{stages}"
+        blocks = f" in {','.join(str(max(one)) for one in self.query_blocks)} blocks" if self.query_blocks else ""
+        return f"{self.name}{told} {self.chunks}{stages}{blocks}"
 
 
 def random_prompt(vocab_size: int, plan: RunPlan, seed: int = 0) -> Any:

@@ -97,20 +97,21 @@ class _VirtualRanks:
         self.logits: Any = None
         self.ids = random_prompt(forward.model.config.vocab_size, plan, seed).to(geometry.device)
         self.room = room
-        self.caches = [self._cache(start, end) for start, end in pairwise(plan.partition.boundaries)]
+        self.caches = [self._cache(chunk, *bounds) for chunk, bounds in enumerate(pairwise(plan.partition.boundaries))]
 
     def run(self) -> tuple[Parts, ...]:
         """One prefill: seconds of every part, rank by rank."""
         return tuple(self._rank(rank) for rank in range(len(self.caches)))
 
-    def _cache(self, start: int, end: int) -> PrefixCache:
+    def _cache(self, chunk: int, start: int, end: int) -> PrefixCache:
         """A rank's view: TSP's dense attention covers what comes later too, as it does after a real all-gather."""
         plan = self.plan
         dense = plan.strategy == "tsp" and plan.tsp_keys == "dense" and end - start > 1
         sizes: dict[str, Any] = dict(prefix_len=start, chunk_len=end - start, batch=plan.batch)
         sizes |= dict(total_len=plan.context_len, visible_len=plan.context_len if dense else end)
         buffers = buffers_of(self.forward.geometry, **sizes, room=self.room)
-        return PrefixCache(buffers, on_update=self.clock.mark)
+        blocks = plan.query_blocks[chunk] if plan.query_blocks else ()
+        return PrefixCache(buffers, on_update=self.clock.mark, query_blocks=blocks)
 
     def _rank(self, rank: int) -> Parts:
         start, end = self.plan.partition.boundaries[rank : rank + 2]

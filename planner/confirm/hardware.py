@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvrsim.choices import RankBackend
+from kvrsim.compile import build_program, columns
 from kvrsim.errors import InputError
 from kvrsim.partition import Partition
 from kvrsim.profile.profile import CalibrationProfile, Gather
 from kvrsim.scenario import Scenario
-from kvrsim.strategies import Strategy
+from kvrsim.strategies import Strategy, get_strategy
 
 if TYPE_CHECKING:
     from kvrsim.runtime.emulated import EmulatedLink, MessageTraffic
@@ -159,8 +160,14 @@ def run_plan(
     from kvrsim.runtime.exchange import run_strategy
     from kvrsim.runtime.plan import RunPlan
 
+    run_as, chosen = run_strategy(strategy), get_strategy(strategy)
+    blocks = None
+    if chosen.query_blocks != (1,):
+        placed = scenario.on_gpus(len(partition.chunk_lens))
+        blocks = build_program(placed, chosen, columns(partition.chunk_lens)).query_blocks
     return RunPlan(
-        strategy=run_strategy(strategy),
+        strategy=run_as,
+        query_blocks=blocks or (),
         partition=partition,
         batch=scenario.request.batch,
         tsp_keys="truncated" if scenario.kernel == "flash" else "dense",

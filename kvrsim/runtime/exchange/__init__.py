@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # What the runtime runs: a registered strategy's name, and the file here that runs it. All others are refused.
 RUN_STRATEGIES: Mapping[str, str] = MappingProxyType(
     {
-        **{"single": "single", "tsp": "tsp", "kvr-e": "kvr", "kvr-s": "kvr", "kvr-p": "kvr"},
+        **{"single": "single", "tsp": "tsp", "kvr-e": "kvr", "kvr-s": "kvr", "kvr-p": "kvr", "kvr-b": "kvr"},
         **{"kvr-direct": "kvr_direct", "ring": "ring", "striped": "striped", "zigzag": "zigzag"},
         **{"zigzag-ring": "zigzag_ring", "ulysses": "ulysses", "tp": "tp", "pp": "pp", "pp-s": "pp"},
     }

@@ -76,6 +76,9 @@ class Exchange:
         if min(plan.partition.chunk_lens[1:], default=least) < least:
             accepted = f"chunks of at least {least} tokens after the first, for {geometry.model_type}"
             raise InputError("partition", plan.chunks, accepted)
+        if plan.query_blocks and not geometry.family.query_blocks:
+            accepted = f"attention in one call for {geometry.model_type}, whose scores are not softmaxed by themselves"
+            raise InputError("query_blocks", plan.label, accepted)
 
     @classmethod
     def own_forward(cls, forward: ModelForward, plan: RunPlan, rank: int, size: int) -> ModelForward:
@@ -111,7 +114,8 @@ class Exchange:
         """The memory of what each layer keeps, as transformers sees it."""
         buffers = buffers_of(self.geometry, **self.buffer_sizes(), room=room)
         hooks: dict[str, Any] = dict(exchange=self.before_attention, pass_on=self.after_scan)
-        return PrefixCache(buffers, on_update=self.on_update, **hooks)
+        blocks = self.plan.query_blocks[self.place] if self.plan.query_blocks and self.place is not None else ()
+        return PrefixCache(buffers, on_update=self.on_update, query_blocks=blocks, **hooks)
 
     def buffer_sizes(self) -> dict[str, int]:
         """What `buffers_of` takes."""

@@ -20,6 +20,7 @@ class Family:
     mixers: tuple[tuple[str, str], ...] = (("self_attn", "o_proj"),)
     is_latent: bool = False  # whether attention keeps a latent (kv_lora_rank, qk_rope_head_dim) in place of K and V
     state: Callable[[Any], KeptState] | None = None  # of recurrent layers, from the config; None: it has none
+    query_blocks: bool = True  # whether its attention may be called for some queries at a time
     eager_only: str | None = None  # why transformers computes its attention with "eager" alone
 
 
@@ -51,7 +52,7 @@ def _mamba2_state(config: Any) -> KeptState:
 
 
 _LLAMA_LIKE = Family()
-_LATENT = Family(is_latent=True)
+_LATENT = Family(is_latent=True, query_blocks=False)
 _GATED_DELTA = Family(mixers=(("self_attn", "o_proj"), ("linear_attn", "out_proj")), state=_gated_delta_state)
 FAMILIES = {
     "falcon": Family(layers="h", norm="ln_f", mixers=(("self_attention", "dense"),)),
@@ -59,11 +60,11 @@ FAMILIES = {
     "gemma2": Family(eager_only="it caps the scores of its attention"),
     # Mixtures of experts.
     **dict.fromkeys(("glm4_moe", "minimax_m2", "mixtral", "qwen2_moe", "qwen3_moe"), _LLAMA_LIKE),
-    "gpt_oss": Family(eager_only="each head's softmax has a sink"),
+    "gpt_oss": Family(query_blocks=False, eager_only="each head's softmax has a sink"),
     # Multi-head latent attention.
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _LATENT),
     # Recurrent layers beside attention.
-    "kimi_linear": Family(is_latent=True, state=_kimi_delta_state),
+    "kimi_linear": Family(is_latent=True, query_blocks=False, state=_kimi_delta_state),
     "nemotron_h": Family(norm="norm_f", mixers=(("mixer", "o_proj"), ("mixer", "out_proj")), state=_mamba2_state),
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), _GATED_DELTA),
 }

@@ -370,3 +370,25 @@ def benched_kind(transport: Any, name: str) -> BenchReport:
     """A model whose layers keep different things."""
     plans = [even_plans(CONTEXT_LEN, transport.size)[1], kvr(15, 8)]
     return measure(transport, ModelForward(model_of(name)), plans, vocab_size=101, repeats=1, warmups=0)
+
+
+def in_blocks(size: int, layers: int) -> list[RunPlan]:
+    """KVR in as many query blocks on each rank and layer, more than a chunk has tokens, one, and any number between."""
+    partition = Partition(chunk_lens=UNEVEN[size])
+    counts = [[1 + (3 * rank + layer) % 5 for layer in range(layers)] for rank in range(size)]
+    return [
+        RunPlan(strategy="kvr", partition=partition, batch=2, query_blocks=((4,) * layers,) * size),
+        RunPlan(strategy="kvr", partition=partition, query_blocks=tuple(map(tuple, counts))),
+        RunPlan(strategy="kvr", partition=partition, query_blocks=((64,) * layers,) * size),
+    ]
+
+
+def exactness_in_blocks(transport: Any, names: list[str], kernels: list[str]) -> list[tuple[str, str, Difference]]:
+    """These models with these kernels, in query blocks."""
+    found = []
+    for name in names:
+        for kernel in kernels:
+            model = model_of(name, kernel)
+            plans = in_blocks(transport.size, model.config.num_hidden_layers)
+            found += [(name, kernel, one) for one in compare(transport, model, plans, num_tokens=2) or []]
+    return found

@@ -44,6 +44,13 @@ def test_every_kind_of_layer_gives_what_one_rank_gives(num_ranks: int, kernel: s
     assert all(difference.logits_scale > 1 for _, _, difference in found)
 
 
+def test_query_blocks_give_what_one_rank_gives() -> None:
+    """Any number on each rank and layer, of prompts one and two."""
+    found = launch(workers.exactness_in_blocks, ["llama-gqa", "falcon-mqa"], ["eager", "sdpa"], how=on(3))[-1]
+    assert len(found) == 2 * 2 * 3
+    assert [one for one in found if not workers.exact(one[2])] == []
+
+
 @pytest.mark.parametrize("how", ["prefix", "positions"])
 @pytest.mark.parametrize(("name", "kernel"), [
     ("llama-gqa", "flash"), ("falcon-grouped", "sdpa"), ("qwen3", "eager"), ("gemma3", "sdpa"),
