@@ -62,7 +62,10 @@ def build_program(
     for chunk in chunks[:-1]:
         starts.append(starts[-1] + chunk)
     ranks = range(len(chunks))
-    steps = [Step(costs, tuple(chunks), tuple(starts), strategy.query_blocks) for costs in scenario.layer_costs(cost)]
+    steps = [
+        Step(costs, tuple(chunks), tuple(starts), query_blocks=strategy.query_blocks)
+        for costs in scenario.layer_costs(cost)
+    ]
     assert strategy.group_size in (None, scenario.gpus_per_rank), "see for_strategy"
     total = starts[-1] + chunks[-1]
     ends = [total] * len(chunks) if strategy.gathers_kv else [s + c for s, c in zip(starts, chunks, strict=True)]

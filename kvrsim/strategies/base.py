@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -86,7 +86,7 @@ class Step:
     costs: LayerCosts
     chunks: Sequence[Array]
     starts: Sequence[Array]
-    query_blocks: tuple[int, ...] = (1,)
+    query_blocks: tuple[int, ...] = field(default=(1,), kw_only=True)
 
     @property
     def num_ranks(self) -> int:

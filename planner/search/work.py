@@ -77,7 +77,7 @@ class Chain:
         compute = qkv = post = sent = received = last_sent = np.zeros(1)
         slowness, blocks = self.scenario.cluster.slowness(rank), self.strategy.query_blocks
         for kind, costs in enumerate(self.costs):
-            step = Step(costs, _Same(chunk, self.num_ranks), _Same(start, self.num_ranks), blocks)
+            step = Step(costs, _Same(chunk, self.num_ranks), _Same(start, self.num_ranks), query_blocks=blocks)
             ops = list(layer_ops(self.strategy, step, rank))
             *times, nbytes = _split(ops)
             total, before, after = (slowness * time for time in times)
