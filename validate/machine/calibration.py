@@ -66,11 +66,11 @@ def single(transport: Transport, config: str) -> BenchReport:
     return measure(transport, ModelForward(model), plans, vocab_size=size, repeats=REPEATS, warmups=1)
 
 
-def calibrate(config: Path, profile: Path, options: Sequence[str]) -> float:
+def calibrate(config: Path, profile: Path, options: Sequence[str], attention: str = KERNEL) -> float:
     """Seconds that `kvrsim calibrate all` took."""
     started_s = time.monotonic()
     command = [sys.executable, "-m", "kvrsim.cli.main", "calibrate", "all", "--model", str(config), "-o", str(profile)]
-    if code := subprocess.run([*command, "--attention", KERNEL, *options], check=False).returncode:
+    if code := subprocess.run([*command, "--attention", attention, *options], check=False).returncode:
         sys.exit(code)  # it has said why
     return time.monotonic() - started_s
 
