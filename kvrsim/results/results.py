@@ -103,7 +103,7 @@ class SimResult:
         about = ("strategy", "model", "profile", "cluster", "context_len", "partition", "executor")
         found = ("ttft_s", "ttft_low_s", "ttft_high_s", "interval_coverage", "interval_causes", "fits")
         content = self.question.header() | fields_to_json(self, *about, *found)
-        content |= stages_to_json(self) | self.memory_limit.to_dict() | fields_to_json(self, "per_rank", "warnings")
+        content |= _ways(self) | self.memory_limit.to_dict() | fields_to_json(self, "per_rank", "warnings")
         if self.breakdown is not None:
             content["breakdown"] = self.breakdown.to_dict()
         if self.noise is not None and self.noisy is not None:
@@ -154,7 +154,7 @@ class StrategyResult:
         """Plain JSON values."""
         times = ("ttft_s", "ttft_low_s", "ttft_high_s", "speedup_over_tsp", "speedup", "exposed_comm_s", "wait_s")
         content = {} if self.noisy is None else {"under_noise": self.noisy.to_dict()}
-        content |= fields_to_json(self, "strategy", "partition") | stages_to_json(self) | fields_to_json(self, *times)
+        content |= fields_to_json(self, "strategy", "partition") | _ways(self) | fields_to_json(self, *times)
         if self.bound is not None:
             content |= fields_to_json(self.bound)
         return (

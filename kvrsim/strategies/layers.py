@@ -61,7 +61,8 @@ def _with_prefix(strategy: Strategy, step: Step, rank: int) -> Iterator[Op]:
         return
     ranks = range(step.num_ranks)
     starts = tuple(step.starts[one] - step.cached for one in ranks)
-    alone = Step(costs.new_alone, tuple(step.chunks[one] for one in ranks), starts)
+    chunks = tuple(step.chunks[one] for one in ranks)
+    alone = Step(costs.new_alone, chunks, starts, query_blocks=step.query_blocks)
     held = costs.kv_bytes(step.cached) * costs.prefix.share
     ops = (
         replace(op, kv_bytes=op.kv_bytes + held) if isinstance(op, Compute) and op.kv_bytes is not None else op
