@@ -25,6 +25,7 @@ from planner.simulate import run_simulation
 
 if TYPE_CHECKING:
     from kvrsim.runtime.bench import Timing
+    from kvrsim.runtime.plan import RunPlan
     from kvrsim.runtime.ranks.transport import OnProgress
 
 _PATIENCE_S = 600.0  # without a profile the length of a prefill is unknown
@@ -114,27 +115,9 @@ def run_here(
     Raises InputError for a strategy that the runtime cannot run, where the machine cannot run it, or where kvr-s has
     neither partition nor profile; RankError where a rank fails.
     """
-    from kvrsim.runtime.exchange import run_strategy
-
-    run_strategy(strategy)
-    scenario, chosen = hardware.placed(scenario), get_strategy(strategy)
-    alone = chosen.partition_rule == "whole"
-    placed = scenario.on_gpus(1) if alone else scenario
-    if alone and scenario.cluster.num_gpus > 1 and partition is not None:
-        raise InputError("partition", ",".join(map(str, partition)), "nothing for single, which one rank runs")
-    if chosen.partition_rule == "table" and partition is None:
-        raise InputError("partition", "nothing", f"a partition: run does not read the table of {strategy}")
-    check(placed, hardware, needs_profile=False)
-    split = scenario if alone else for_strategy(scenario, chosen)
-    check_split(scenario, chosen, generate=generate)
-    if _searches(chosen, partition) and scenario.profile is None:
-        raise InputError(
-            "profile", "nothing", "a profile of this machine, or `partition`; kvrsim calibrate all makes one"
-        )
-    settled_as, cut = settled(placed if alone else split, chosen, partition)
-    layers = layers_of(split, settled_as)
-    plan = run_plan(placed, strategy, cut, gather_of(scenario.profile, emulated=hardware.emulated), layers)
-    predicted_s = None
+    scenario = hardware.placed(scenario)
+    placed, plan = planned(scenario, hardware, strategy, partition, generate=generate)
+    cut, predicted_s = plan.partition, None
     if scenario.profile is not None:
         predicted_s = run_simulation(scenario, strategy=strategy, partition=cut.chunk_lens).ttft_s
     from kvrsim.runtime.job import JobReport, run_job
@@ -161,7 +144,7 @@ def run_here(
         num_gpus=placed.cluster.num_gpus,
         context_len=scenario.request.context_len,
         partition=cut.chunk_lens,
-        layers=layers,
+        layers=plan.stage_layers,
         samples_s=timing.ttft_s,
         other_cores=timing.other_cores,
         predicted_s=predicted_s,
@@ -174,6 +157,35 @@ def run_here(
         warnings=(*notes, *_busy_notes(timing)),
         timeline=report.bench.timelines[0],
     )
+
+
+def planned(
+    scenario: Scenario, hardware: Hardware, strategy: str, partition: Sequence[int] | None, *, generate: int = 0
+) -> tuple[Scenario, RunPlan]:
+    """The scenario on the GPUs that the strategy uses, and what their ranks do; raises InputError as `run_here`.
+
+    scenario: as the hardware places it.
+    """
+    from kvrsim.runtime.exchange import run_strategy
+
+    run_strategy(strategy)
+    chosen = get_strategy(strategy)
+    alone = chosen.partition_rule == "whole"
+    placed = scenario.on_gpus(1) if alone else scenario
+    if alone and scenario.cluster.num_gpus > 1 and partition is not None:
+        raise InputError("partition", ",".join(map(str, partition)), "nothing for single, which one rank runs")
+    if chosen.partition_rule == "table" and partition is None:
+        raise InputError("partition", "nothing", f"a partition: run does not read the table of {strategy}")
+    check(placed, hardware, needs_profile=False)
+    split = for_strategy(scenario, chosen)
+    check_split(scenario, chosen, generate=generate)
+    if _searches(chosen, partition) and scenario.profile is None:
+        raise InputError(
+            "profile", "nothing", "a profile of this machine, or `partition`; kvrsim calibrate all makes one"
+        )
+    settled_as, cut = settled(split, chosen, partition)
+    gather = gather_of(scenario.profile, emulated=hardware.emulated)
+    return placed, run_plan(placed, strategy, cut, gather, layers_of(split, settled_as))
 
 
 def _searches(strategy: Strategy, partition: Sequence[int] | None) -> bool:

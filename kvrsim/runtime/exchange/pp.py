@@ -68,7 +68,9 @@ class Pipeline(Exchange):
     def make_cache(self, room: list[Any] | None) -> PrefixCache:
         """A view of the same memory for each piece; the last one's is the stage's."""
         total, batch, layers = self.plan.context_len, self.plan.batch, self.stage.layers
-        room = borrowed_room(self.geometry, total, batch, None if room is None else room[layers.start : layers.stop])
+        if room is not None and len(room) > len(layers):  # the whole model's
+            room = room[layers.start : layers.stop]
+        room = borrowed_room(self.geometry, total, batch, room)
 
         def view(start: int, end: int) -> PrefixCache:
             sizes: dict[str, int] = dict(prefix_len=start, chunk_len=end - start, batch=batch)

@@ -62,6 +62,12 @@ def test_what_is_spoilt_is_noticed(name: str, kernel: str, how: str) -> None:
     assert not workers.within(difference, TOLERANCE)
 
 
+def test_ranks_need_their_part_of_the_model_alone() -> None:
+    (tensor, layers), (pipeline, first) = launch(workers.parts_alone, how=on(2))[-1]
+    assert (tensor.strategy, layers - {None}) == ("tp", {0, 1, 2})
+    assert (pipeline.strategy, first - {None}) == ("pp", {0, 1})
+
+
 def test_messages_by_way_of_host_memory_are_the_same() -> None:
     found = launch(workers.staged, how=on(2))[-1]
     assert [difference for difference in found if not workers.within(difference, TOLERANCE)] == []
