@@ -64,7 +64,7 @@ def run(
     plot: Plot = None,
     json: Json = False,
 ) -> None:
-    """Measure one strategy's prefill on this machine, or several prompts behind each other.
+    """Measure one strategy's prefill on this machine.
 
     It starts the ranks itself, or runs as one rank of torchrun.
     """
