@@ -93,18 +93,6 @@ def exactness(transport: Any) -> list[tuple[str, str, Difference]]:
     return found
 
 
-def parts_alone(transport: Any) -> list[tuple[RunPlan, set[int | None]]]:
-    """Jobs of which each rank needs its part of the model alone; and the layers of which rank 0 has marks."""
-    found, whole = [], Partition(chunk_lens=(CONTEXT_LEN,))
-    for plan in (RunPlan(strategy="tp", partition=whole), RunPlan(strategy="pp", partition=Partition.even(23, 3))):
-        choice = ModelChoice(config=CONFIGS["llama-gqa"], dtype="fp32", attention="sdpa")
-        (timeline,) = run_job(
-            transport, Job(model=choice, plans=(plan,), repeats=1, check_logits=False)
-        ).bench.timelines
-        found.append((plan, {span.layer for span in timeline.of(0, "compute")}))
-    return found
-
-
 def plans_of_model(size: int, name: str, kernel: str) -> list[RunPlan]:
     """Those of ranks that have the whole model, and of some models parts."""
     return plans_of(size, kernel) + (split_plans(size, name) if kernel == "sdpa" and name in SPLIT else [])

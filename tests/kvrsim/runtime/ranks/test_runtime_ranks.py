@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import tests.kvrsim.runtime.ranks.part_workers as part_workers
 import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.errors import InputError
 from kvrsim.partition import Partition
@@ -63,7 +64,7 @@ def test_what_is_spoilt_is_noticed(name: str, kernel: str, how: str) -> None:
 
 
 def test_ranks_need_their_part_of_the_model_alone() -> None:
-    (tensor, layers), (pipeline, first) = launch(workers.parts_alone, how=on(2))[-1]
+    (tensor, layers), (pipeline, first) = launch(part_workers.parts_alone, how=on(2))[-1]
     assert (tensor.strategy, layers - {None}) == ("tp", {0, 1, 2})
     assert (pipeline.strategy, first - {None}) == ("pp", {0, 1})
 
