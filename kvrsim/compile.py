@@ -26,7 +26,7 @@ def for_strategy(scenario: Scenario, strategy: Strategy) -> Scenario:
     if scenario.request.cached_prefix and (why := placement_refusal(strategy, scenario.prefix_placement)):
         raise InputError("strategies", strategy.name, why)
     num_gpus = scenario.cluster.num_gpus
-    _check_sizes(strategy, num_gpus, scenario.request.new_tokens)
+    _check_sizes(strategy, num_gpus)
     placed = scenario.in_groups(strategy.group_size or num_gpus)
     if scenario.expert_parallel and strategy.pipeline is not None:
         raise InputError("strategies", strategy.name, "no expert parallelism, as its ranks hold different layers")
@@ -35,8 +35,8 @@ def for_strategy(scenario: Scenario, strategy: Strategy) -> Scenario:
     return placed
 
 
-def _check_sizes(strategy: Strategy, num_gpus: int, new_tokens: int) -> None:
-    """Where a strategy says its sizes, their product must be the GPUs, and each context rank needs a token."""
+def _check_sizes(strategy: Strategy, num_gpus: int) -> None:
+    """Where a strategy says its sizes, their product must be the GPUs."""
     if strategy.num_stages is None and strategy.context_size is None:
         return
     sizes = strategy.sizes(num_gpus)
@@ -44,8 +44,6 @@ def _check_sizes(strategy: Strategy, num_gpus: int, new_tokens: int) -> None:
         text = f"{sizes.tensor} x {sizes.pipeline} x {sizes.context} = {product}"
         accepted = f"tensor, pipeline and context sizes whose product is the number of GPUs, {num_gpus}, not {text}"
         raise InputError("strategies", strategy.name, accepted)
-    if sizes.context > new_tokens:
-        raise InputError("strategies", strategy.name, f"at most one context rank a token, here {new_tokens}")
 
 
 def build_program(

@@ -116,6 +116,8 @@ def best_pieces(evaluator: Evaluator) -> Partition:
     tokens = scenario.request.new_tokens
     best, best_s, number = Partition.even(tokens, 1), float("inf"), 1
     context = context_ranks(evaluator.strategy)
+    if context > tokens:
+        raise InputError("strategies", evaluator.strategy.name, f"at most one context rank a token, here {tokens}")
     while number <= min(tokens // context, MOST_A_STAGE * (scenario.cluster.num_gpus // context)):
         partition = Partition.even(tokens, number)
         ttft_s = float(evaluator.ttft_s(np.array([partition.chunk_lens], dtype=float))[0])

@@ -36,6 +36,12 @@ def test_strategies_that_need_the_same_weights_share_a_layout() -> None:
     assert {"single", "tsp", "kvr-s"} <= {one.name for one in layouts[WHOLE]}
     assert "tp4+kvr-s" in {one.name for one in layouts["tp4"]}
     assert list(Choice().layouts(large(1))) == [WHOLE]
+    sizes = Choice(asked=("tp2+pp2+cp2", "tp4+pp2", "tp4+cp2")).layouts(large(8, ctx=1))
+    assert {weights: [one.name for one in some] for weights, some in sizes.items()} == {
+        "tp2+pp2": ["tp2+pp2+cp2"],
+        "tp4+pp2": ["tp4+pp2"],
+        "tp4": ["tp4+cp2"],
+    }
 
 
 def test_what_is_asked_for_is_what_groups_run() -> None:
