@@ -219,7 +219,7 @@ def with_stages(num_stages: int | None, context: int | None, *, searched: bool =
     return replace(
         base,
         name=f"{base.name}{number}+cp{context}",
-        title=f"{base.title}, each piece split over {context} ranks that gather its K and V",
+        title=f"pipeline of layers, {context} context ranks a stage",
         source=f"{base.source}; inside a stage: {ZIGZAG.source}",
         layer=ZIGZAG.layer,
         num_stages=num_stages,
