@@ -267,6 +267,7 @@ def confirm(
     model: str | PathLike[str],
     profile: str | PathLike[str] | CalibrationProfile,
     gpus: int | str = 2,
+    strategies: Sequence[str] | None = None,
     top: int = 3,
     virtual: bool | None = None,
     hardware: dict[str, Any] | None = None,
@@ -275,13 +276,12 @@ def confirm(
     """Run a plan's candidates on this machine, interleaved, and report the errors of the predictions.
 
     profile: of this machine, as `kvrsim calibrate all` makes one.
-    top: partitions: the plan's, and the top - 1 best further ones.
+    strategies: names, or ["all"]; None: the paper's. top: partitions: the plan's, and the top - 1 best further ones.
     virtual: replay all ranks on one device, with modelled messages; None: only where there are too few devices.
     hardware: device, backend, threads, repeats and the other fields of planner.confirm.hardware.Hardware.
     scenario: the other arguments of make_scenario; links given here are emulated.
 
-    It starts processes: a script needs `if __name__ == "__main__"`. Raises InputError naming the
-    parameter, and RankError where a rank fails.
+    It starts processes: a script needs `if __name__ == "__main__"`. Raises InputError naming the parameter, RankError.
     """
     from planner.confirm.confirm import confirm as run
     from planner.confirm.hardware import Hardware
@@ -290,7 +290,7 @@ def confirm(
     emulated = scenario.get("link_bandwidth") is not None or scenario.get("link_latency") is not None
     about: dict[str, Any] = {"config": str(model), "emulated": emulated} | (hardware or {})
     here = Hardware(**about)
-    return run(asked, here, top=top, virtual=virtual, warnings=warnings)
+    return run(asked, here, strategies=strategies, top=top, virtual=virtual, warnings=warnings)
 
 
 def _table(value: str | PathLike[str] | PartitionTable | None) -> PartitionTable | None:

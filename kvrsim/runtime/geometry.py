@@ -39,18 +39,20 @@ class Geometry:
 
         Raises InputError naming `model` where the runtime does not support the architecture.
         """
-        config = model.config
-        attention = _attention_of(model)
-        _check_rope(config)
         parameter = next(model.parameters())
+        return cls.of_config(model.config, _attention_of(model), dtype=parameter.dtype, device=parameter.device)
+
+    @classmethod
+    def of_config(cls, config: Any, attention: Attention, **settings: Any) -> Geometry:
+        """Of a model that is not there yet, from its Hugging Face configuration; settings: dtype and device."""
+        _check_rope(config)
         return cls(
             model_type=config.model_type,
             kept=tuple(_kept_by_layer(config, attention)),
             num_attention_heads=config.num_attention_heads,
             attention=attention,
             alibi=bool(getattr(config, "alibi", False)),
-            dtype=parameter.dtype,
-            device=parameter.device,
+            **settings,
         )
 
     @property

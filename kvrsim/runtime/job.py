@@ -18,7 +18,7 @@ from kvrsim.runtime.exchange import exchange_of
 from kvrsim.runtime.geometry import DTYPES
 from kvrsim.runtime.host import versions
 from kvrsim.runtime.kept.buffers import kv_room
-from kvrsim.runtime.model import ModelForward, load_model
+from kvrsim.runtime.model import ModelForward, geometry_of, load_model
 from kvrsim.runtime.plan import RunPlan, random_prompt
 from kvrsim.runtime.prefill import Outcome, Prefill, agree, decode
 from kvrsim.runtime.ranks.transport import Transport
@@ -43,6 +43,10 @@ class ModelChoice:
         """The Hugging Face model, on the device of the rank."""
         place = self.device if device is None else device
         return load_model(self.config, self.dtype, place, self.attention, self.seed, self.init_std)
+
+    def check(self, plan: RunPlan) -> None:
+        """Raise InputError where the model cannot run a plan, before it is loaded."""
+        exchange_of(plan.strategy).check(plan, geometry_of(self.config, self.attention))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -55,6 +55,17 @@ def load_model(
     return model
 
 
+def geometry_of(config: str | Path | Mapping[str, object], attention: Attention) -> Geometry:
+    """What a model's layers keep, from its configuration alone, as `load_model` takes it."""
+    from transformers import AutoConfig
+
+    return Geometry.of_config(AutoConfig.for_model(**_known(_fields(config))), attention)
+
+
+def _known(fields: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key not in ("architectures", "torch_dtype", "dtype")}
+
+
 def _fields(config: str | Path | Mapping[str, object]) -> dict[str, Any]:
     """The keys of the config.json, of its text model where it has several, those that are comments left out.
 
@@ -81,7 +92,7 @@ def _build(
 ) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = {key: value for key, value in fields.items() if key not in ("architectures", "torch_dtype", "dtype")}
+    fields = _known(fields)
     if init_std is not None:
         fields["initializer_range"] = init_std
     config = AutoConfig.for_model(**fields)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
 from kvrsim.memory import RankMemory, memory_of
 from kvrsim.partition import Partition
@@ -15,13 +17,70 @@ from kvrsim.results.results import Plan
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, get_strategy
 from kvrsim.units import format_bytes
+from planner.confirm.hardware import run_plan
 from planner.confirm.result import Mode
 from planner.evaluate import Evaluator
 from planner.search.neighbours import around, chunk_lens, chunks_between
 
+if TYPE_CHECKING:
+    from kvrsim.runtime.job import ModelChoice
+
 NO_REFERENCE = "logits are not compared: a single process's prefill does not fit in memory"
 _SEARCHED = KVR_S.name  # the strategy whose partition is searched, and whose other partitions are candidates
 _APART = 1 / 16  # of the even chunk: partitions that differ by less have no significant difference in a measurement
+
+
+STRATEGIES = ("single", "tsp", "kvr-e", "kvr-s")  # compared where nobody says which
+# Of those that the runtime runs: each has a chunk a rank. One device can replay the first ones in turn.
+_REPLAYED = (*STRATEGIES, "kvr-p")
+_MEASURED = (*STRATEGIES, "kvr-direct", "ring", "striped", "zigzag", "zigzag-ring", "ulysses")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """The strategies whose candidates are measured."""
+
+    names: tuple[str, ...]
+    notes: tuple[str, ...] = ()  # on those that the machine or the model does not allow
+
+
+def compared(scenario: Scenario, asked: Sequence[str] | None, mode: Mode, choice: ModelChoice) -> Compared:
+    """Those asked for; "all" stands for every one that can be measured here, None for the paper's.
+
+    choice: the model as the ranks load it. Raises InputError for a strategy that cannot be measured here.
+    """
+    if scenario.cluster.num_gpus == 1:
+        return Compared(names=("single",))
+    names = list(dict.fromkeys(STRATEGIES if asked is None else asked))
+    allowed = [name for name in _MEASURED if mode == "ranks" or name in _REPLAYED]
+    notes: list[str] = []
+    for name in [one for one in names if one != "all"]:
+        if name not in allowed:
+            where = "what ranks with a chunk each run" if mode == "ranks" else "what one device can replay in turn"
+            raise InputError("strategies", name, f"{where}: {', '.join(allowed)}, or all")
+        _check_runs(scenario, name, choice)
+    if "all" in names:
+        at = names.index("all")
+        names[at : at + 1] = [name for name in allowed if _runs(scenario, name, choice, notes)]
+    return Compared(names=tuple(dict.fromkeys(names)), notes=tuple(notes))
+
+
+def _runs(scenario: Scenario, name: str, choice: ModelChoice, notes: list[str]) -> bool:
+    try:
+        _check_runs(scenario, name, choice)
+    except InputError as error:
+        notes.append(f"not measured: {name}: takes {error.accepted}")
+        return False
+    return True
+
+
+def _check_runs(scenario: Scenario, name: str, choice: ModelChoice) -> None:
+    """Raise InputError where the planner or the runtime cannot run the strategy on this model and so many ranks."""
+    strategy = get_strategy(name, "strategies")
+    for_strategy(scenario, strategy)
+    num_ranks = 1 if strategy.partition_rule == "whole" else scenario.cluster.num_gpus
+    even = Partition.even(scenario.request.new_tokens, num_ranks)
+    choice.check(run_plan(scenario, name, even, "ring"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
 from kvrsim.units import format_seconds
-from planner.confirm.candidates import Fitting, Named, Room, candidates_of, fitting
+from planner.confirm.candidates import Fitting, Named, Room, candidates_of, compared, fitting
 from planner.confirm.drift import ClockDrift, corrected_for, drift_of, drift_tokens
 from planner.confirm.hardware import Hardware, devices_of, gather_of, gpu_notes, other_device, run_plan
 from planner.confirm.result import Candidate, Confirmation, Mode, Targets
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from kvrsim.runtime.ranks.transport import OnProgress
     from kvrsim.runtime.virtual import VirtualTiming
 
-STRATEGIES = ("single", "tsp", "kvr-e", "kvr-s")
 _LEAST_IDLE = 3  # rounds; with fewer, all rounds count
 _LEAST_ACCOUNTED_S = 0.2  # of a prefill; for shorter ones the system's CPU accounting is too coarse
 
@@ -50,6 +49,7 @@ def confirm(
     scenario: Scenario,
     hardware: Hardware,
     *,
+    strategies: Sequence[str] | None = None,
     top: int = 3,
     virtual: bool | None = None,
     targets: Targets | None = None,
@@ -59,17 +59,19 @@ def confirm(
 ) -> Confirmation:
     """Make a plan, measure its strategies and its `top` best partitions, and compare them with the predictions.
 
+    strategies: names, "all" for every one that can be measured here, None for the paper's.
     virtual: replay all ranks on one device; None: where the machine has fewer devices than the scenario has GPUs.
     on_note: called with messages. on_progress: called with steps done, steps in all and what is being done.
-    Raises InputError without a profile, where the machine cannot run the scenario, or where no candidate fits in its
-    memory; RankError where a rank fails.
+    Raises InputError without a profile, where the machine cannot run the scenario or a strategy, or where no candidate
+    fits in its memory; RankError where a rank fails.
     """
     scenario = hardware.placed(scenario)
     check(scenario, hardware)
-    plan = make_plan(scenario, strategies=STRATEGIES if scenario.cluster.num_gpus > 1 else ("single",))
     mode, notes = _mode(scenario, hardware, virtual)
+    chosen = compared(scenario, strategies, mode, hardware.choice(scenario))
+    plan = make_plan(scenario, strategies=chosen.names)
     fit = _fitting(scenario, hardware, candidates_of(scenario, plan, top), mode)
-    named, notes = fit.candidates, (*notes, *fit.notes, *gpu_notes(hardware.device))
+    named, notes = fit.candidates, (*notes, *chosen.notes, *fit.notes, *gpu_notes(hardware.device))
     seconds = {result.strategy: result.ttft_s for result in plan.strategies}
     longest_s = max(seconds[one.run_as] for one in named)
     if on_note is not None:

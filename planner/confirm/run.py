@@ -185,7 +185,9 @@ def planned(
         )
     settled_as, cut = settled(split, chosen, partition)
     gather = gather_of(scenario.profile, emulated=hardware.emulated)
-    return placed, run_plan(placed, strategy, cut, gather, layers_of(split, settled_as))
+    plan = run_plan(placed, strategy, cut, gather, layers_of(split, settled_as))
+    hardware.choice(placed).check(plan)
+    return placed, plan
 
 
 def _searches(strategy: Strategy, partition: Sequence[int] | None) -> bool:

@@ -10,7 +10,7 @@ import typer
 from kvrsim.cli import machine_options as machine
 from kvrsim.cli.options import Json, MeasuredOptions, Plot, Trace, takes
 from kvrsim.cli.outputs import print_json, tell_once, write_beside
-from kvrsim.cli.parsing import check_output, check_plot
+from kvrsim.cli.parsing import check_output, check_plot, parse_strategies
 from kvrsim.cli.progress import RankProgress
 from kvrsim.errors import InputError, KvrsimError
 from kvrsim.io.files import is_first_rank
@@ -28,6 +28,15 @@ def confirm(
     options: MeasuredOptions,
     hardware: machine.HardwareOptions,
     *,
+    strategies: Annotated[
+        str | None,
+        typer.Option(
+            "--strategies",
+            metavar="NAMES|all",
+            help="Strategies to measure, such as ring,zigzag,kvr-s; all: every one that runs here. Default:"
+            " single,tsp,kvr-e,kvr-s.",
+        ),
+    ] = None,
     top: Annotated[
         str, typer.Option("--top", metavar="K", help="Number of KVR partitions: the plan's, and the K - 1 next best.")
     ] = "3",
@@ -83,6 +92,7 @@ def confirm(
     """
     from kvrsim.units import parse_count
 
+    names = None if strategies is None else parse_strategies(strategies)
     best = parse_count(top, "top", maximum=1000)
     targets = _targets(max_regret, max_error, max_logit_error)
     check_output(trace, "trace")
@@ -95,6 +105,8 @@ def confirm(
     scenario, warnings = options.scenario()
     chosen = hardware.hardware(options, scenario)
     if search:
+        if names is not None:
+            raise InputError("strategies", strategies, "nothing with --search, which measures partitions")
         _search(scenario, chosen, minutes, output, warnings, virtual=virtual, trace=trace, plot=plot, json=json)
         return
     from planner.confirm.confirm import confirm as run
@@ -102,7 +114,7 @@ def confirm(
     told: dict[str, Any] = dict(targets=targets, warnings=warnings, on_note=tell_once)
     try:
         with RankProgress() as progress:
-            found = run(scenario, chosen, top=best, virtual=virtual, on_progress=progress, **told)
+            found = run(scenario, chosen, strategies=names, top=best, virtual=virtual, on_progress=progress, **told)
     except KvrsimError as error:
         if json and error.exit_code == NOT_MET and is_first_rank():  # a rank that failed, say
             print_json({"candidates": [], "ok": False, "reasons": [str(error)]})

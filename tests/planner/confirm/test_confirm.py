@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,12 @@ from kvrsim.runtime.ranks.launch import Launch, launch
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from planner.confirm import run as confirm_run
+from planner.confirm.candidates import STRATEGIES as STRATEGIES_OF_THE_PAPER
+from planner.confirm.candidates import compared
 from planner.confirm.confirm import confirm
 from planner.confirm.hardware import Hardware, run_plan
 from planner.confirm.run import run_here
+from tests.kvrsim.runtime.runtime_models import KINDS
 from tests.planner.confirm.confirm_setup import BUSY, arguments, folder_with, said
 
 ROOT = Path(__file__).parents[3]
@@ -237,6 +241,65 @@ def test_no_other_strategy_is_run_in_its_place() -> None:
     assert set(RUN_STRATEGIES) <= set(STRATEGIES)
     for name in set(RUN_STRATEGIES) - {"single"}:
         assert run_plan(scenario, name, even, "ring").strategy == RUN_STRATEGIES[name]
+
+
+def test_named_strategies_are_measured_beside_their_predictions(folder: Path) -> None:
+    names = ["striped", "zigzag", "kvr-direct"]
+    few = ("--strategies", ",".join(names), "--repeats", "1", "--warmups", "0", "--no-virtual", *BUSY, "--json")
+    code, found, errors = said(arguments(folder, "confirm", *few))
+    assert code == 0, errors
+    assert [one["strategy"] for one in found["candidates"]] == names
+    assert all(one["predicted_ttft_s"] > 0 and one["measured_ttft_s"] > 0 for one in found["candidates"])
+    assert found["max_logit_error"] <= 1e-5
+
+
+def test_all_stands_for_what_the_machine_and_the_model_allow(folder: Path, tmp_path: Path) -> None:
+    scenario, _ = make_scenario(ctx=96, gpus=2, model=folder / "model.json", profile=folder / "profile.json")
+    choice = Hardware(config=str(folder / "model.json")).choice(scenario)
+    rings = {"kvr-direct", "ring", "striped", "zigzag", "zigzag-ring", "ulysses"}
+    assert set(compared(scenario, ["all"], "ranks", choice).names) == {*STRATEGIES_OF_THE_PAPER, *rings}
+    assert compared(scenario, ["all"], "virtual", choice).names == STRATEGIES_OF_THE_PAPER
+    assert compared(scenario, ["ring", "all"], "ranks", choice).names[0] == "ring"
+    (tmp_path / "states.json").write_text(json.dumps(KINDS["qwen3_next"]))
+    scenario, _ = make_scenario(ctx=96, gpus=2, model=tmp_path / "states.json", dtype="fp16")
+    choice = replace(choice, config=str(tmp_path / "states.json"))
+    found = compared(scenario, ["all"], "ranks", choice)
+    assert found.names == (*STRATEGIES_OF_THE_PAPER, "kvr-direct")
+    assert len(found.notes) == 5
+    assert any("ring" in note and "its layers keep states" in note for note in found.notes)
+
+
+def test_what_the_model_the_ranks_or_one_device_cannot_run_is_refused_before_anything_starts(
+    folder: Path, tmp_path: Path
+) -> None:
+    states = tmp_path / "states.json"
+    states.write_text(json.dumps(KINDS["qwen3_next"]))
+    run = ["run", "--ctx", "96", "--gpus", "2", "--model", str(states)]
+    for words, said_line in (
+        (
+            [*run, "--strategy", "ring"],
+            "--strategy: got 'ring', accepted: single, tsp, kvr or kvr-direct for qwen3_next",
+        ),
+        (
+            arguments(folder, "run", "--strategy", "zigzag", "--generate", "2"),
+            "--generate: got '2', accepted: nothing for zigzag",
+        ),
+        (
+            arguments(folder, "confirm", "--strategies", "ring,pp"),
+            "--strategies: got 'pp', accepted: what ranks with a",
+        ),
+        (
+            arguments(folder, "confirm", "--strategies", "ring", "--virtual"),
+            "what one device can replay in turn: single",
+        ),
+        (
+            arguments(folder, "confirm", "--strategies", "ulysses", "--no-virtual", gpus="3"),
+            "ranks that the 4 heads and 2 KV heads",
+        ),
+    ):
+        code, _, errors = said(words)
+        assert code == 2
+        assert said_line in errors.strip().splitlines()[-1]
 
 
 def test_without_a_profile_it_says_who_makes_one(folder: Path) -> None:
