@@ -26,7 +26,7 @@ class _Run:
     begin_s: float
     end_s: float
     request: int
-    busy: float  # mean time of the ranks over the last rank's
+    busy_s: float  # mean time of the ranks
 
 
 @dataclass(slots=True)
@@ -35,11 +35,9 @@ class _Group:
 
     number: int
     factor: float  # slowdown relative to other groups
+    ranks_s: list[float]  # when each rank is free
     free_since_s: float | None = -float("inf")  # None: rank 0 is busy, or the group is down
     up: bool = True
-    began_s: float = -float("inf")  # begin of the last prompt
-    span_s: float = 0.0
-    last_kind: int = 0
     life: int = 0  # failures so far; prompts begun before a failure are lost
     running: list[_Run] = field(default_factory=list)
 
@@ -65,8 +63,11 @@ class PoolProcesses:
         self.places = pool.ranks_in_queue().tolist()
         self.queue: list[tuple[int, int]] = []
         self.open = len(pool.arrival_s)
-        self.groups = [_Group(number, factor) for number, factor in enumerate(pool.factors())]
+        self.groups = [_Group(number, factor, self._free_ranks()) for number, factor in enumerate(pool.factors())]
         self.over = self.env.event()
+
+    def _free_ranks(self) -> list[float]:
+        return [-float("inf")] * self.service.overlap.num_ranks
 
     def run(self) -> PoolRun:
         """Serve all requests."""
@@ -104,15 +105,15 @@ class PoolProcesses:
             self._begin(min(idle, key=lambda group: (group.free_since_s, group.number)))
 
     def _begin(self, group: _Group) -> None:
-        """Start the next prompt as soon as the ranks of the previous one allow it."""
+        """Start the next prompt on rank 0."""
         request = heappop(self.queue)[1]
         overlap, kind = self.service.overlap, int(self.service.length_class[request])
         took_s = float(self.service.ttft_s[request]) * group.factor
-        begin_s = max(self.now_s, group.began_s + group.span_s * overlap.follow[group.last_kind][kind])
-        end_s, hold_s = begin_s + took_s, float(self.service.hold_s[request])
-        free_s = end_s + hold_s if hold_s else begin_s + took_s * overlap.release[kind]
-        group.began_s, group.span_s, group.last_kind, group.free_since_s = begin_s, took_s, kind, None
-        run = _Run(begin_s, end_s, request, overlap.busy[kind])
+        begin_s, ranks_s = overlap.run(kind, took_s, self.now_s, group.ranks_s)
+        end_s, hold_s = ranks_s[-1], float(self.service.hold_s[request])
+        group.ranks_s = [end_s + hold_s] * len(ranks_s) if hold_s else ranks_s
+        free_s, group.free_since_s = group.ranks_s[0], None
+        run = _Run(begin_s, end_s, request, overlap.busy[kind] * took_s)
         group.running.append(run)
         self.env.process(self._at(end_s, lambda: self._end(group, run)))
         self.env.process(self._at(free_s, lambda life=group.life: self._free(group, life, free_s)))  # type: ignore[misc]
@@ -122,7 +123,7 @@ class PoolProcesses:
         if run not in group.running:
             return
         group.running.remove(run)
-        self.record.busy_s += run.busy * (run.end_s - run.begin_s)
+        self.record.busy_s += run.busy_s
         hold_s = float(self.service.hold_s[run.request])
         self.record.busy_s += hold_s * self.service.hold_gpus / self.service.num_gpus
         self.record.begin_s[run.request], self.record.end_s[run.request] = run.begin_s, run.end_s
@@ -154,12 +155,12 @@ class PoolProcesses:
             self._end(group, run)
         lost = [run.request for run in group.running]
         for run in group.running:
-            spent_s = run.busy * max(0.0, self.now_s - run.begin_s)
+            spent_s = run.busy_s * max(0.0, self.now_s - run.begin_s) / (run.end_s - run.begin_s)
             self.record.busy_s += spent_s
             self.record.lost_s += spent_s
         group.life += 1
         group.up, group.free_since_s, group.running = False, None, []
-        group.began_s, group.span_s = -float("inf"), 0.0
+        group.ranks_s = self._free_ranks()
         for member in lost:
             self.record.retries[member] += 1
         given_up = [member for member in lost if self.record.retries[member] > MOST_RETRIES]

@@ -26,31 +26,33 @@ def run_pool(pool: Pool) -> PoolRun:
 
 def _first_come(pool: Pool) -> PoolRun:
     """First come, first served, without failures: one pass over the requests."""
-    service, overlap = pool.service, pool.service.overlap
-    release, follow, factors = overlap.release, overlap.follow, pool.factors()
+    service, overlap, factors = pool.service, pool.service.overlap, pool.factors()
+    run, num_ranks = overlap.run, overlap.num_ranks
     free = [(-_NEVER, group) for group in range(pool.replicas)]
-    began = [-_NEVER] * pool.replicas
-    span = [0.0] * pool.replicas
-    row = [follow[0]] * pool.replicas
-    begins, groups = [], []
+    ranks = [[-_NEVER] * num_ranks for _ in range(pool.replicas)]
+    begins, ends, groups = [], [], []
     rows = (pool.arrival_s, service.ttft_s, service.length_class, service.hold_s)
     for arrival, alone, kind, hold in zip(*(column.tolist() for column in rows), strict=True):
         ready, group = free[0]
         begin = ready if ready > arrival else arrival
-        follows = began[group] + span[group] * row[group][kind]
-        if follows > begin:
-            begin = follows
         took = alone * factors[group]
-        began[group], span[group], row[group] = begin, took, follow[kind]
-        heapreplace(free, (begin + took + hold if hold else begin + took * release[kind], group))
+        if num_ranks == 1:
+            end = begin + took
+            heapreplace(free, (end + hold, group))
+        else:
+            begin, free_s = run(kind, took, begin, ranks[group])
+            end = free_s[-1]
+            ranks[group] = free_s = [end + hold] * num_ranks if hold else free_s
+            heapreplace(free, (free_s[0], group))
         begins.append(begin)
+        ends.append(end)
         groups.append(group)
-    begin_s, group_of = np.array(begins), np.array(groups, dtype=np.int64)
+    group_of = np.array(groups, dtype=np.int64)
     took_s = service.ttft_s * np.array(factors)[group_of]
     busy = np.array(overlap.busy)[service.length_class]
     return PoolRun(
-        begin_s=begin_s,
-        end_s=begin_s + took_s,
+        begin_s=np.array(begins),
+        end_s=np.array(ends),
         group=group_of,
         retries=np.zeros(len(begins), dtype=np.int64),
         busy_s=float((took_s * busy + service.hold_s * (service.hold_gpus / service.num_gpus)).sum()),
@@ -69,9 +71,8 @@ class _Loop:
         self.factors = pool.factors()
         self.free = [(-_NEVER, group) for group in range(pool.replicas)]
         heapify(self.free)
-        self.began = [-_NEVER] * pool.replicas
-        self.span = [0.0] * pool.replicas
-        self.row = [self.overlap.follow[0]] * pool.replicas
+        self.ranks = [[-_NEVER] * self.overlap.num_ranks for _ in range(pool.replicas)]  # when each is free
+        self.busy = self.overlap.busy
         self.queue: list[int] = []  # positions of waiting requests
         self.lost: list[tuple[float, int]] = []  # requests to queue again: time, position
         self.uptimes = [pool.outages.uptimes_s(group) for group in range(pool.replicas)] if pool.outages else []
@@ -104,7 +105,7 @@ class _Loop:
     def _repaired_s(self, group: int) -> float:
         """When a failing group is free again; draws its next failure."""
         back_s = self.fails_s[group] + self.repair_s
-        self.began[group], self.span[group] = -_NEVER, 0.0
+        self.ranks[group] = [-_NEVER] * self.overlap.num_ranks
         self.fails_s[group] = back_s + next(self.uptimes[group])
         return back_s
 
@@ -113,22 +114,19 @@ class _Loop:
         request = self.at_place[heappop(self.queue)]
         service, kind = self.service, int(self.service.length_class[request])
         took = float(service.ttft_s[request]) * self.factors[group]
-        follows = self.began[group] + self.span[group] * self.row[group][kind]
-        begin = follows if follows > now else now
-        end, fails = begin + took, self.fails_s[group]
-        hold = float(service.hold_s[request])
-        free = end + hold if hold else begin + took * self.overlap.release[kind]
-        self.began[group], self.span[group], self.row[group] = begin, took, self.overlap.follow[kind]
-        busy = self.overlap.busy[kind]
+        begin, free_s = self.overlap.run(kind, took, now, self.ranks[group])
+        end, hold, fails = free_s[-1], float(service.hold_s[request]), self.fails_s[group]
+        self.ranks[group] = free_s = [end + hold] * len(free_s) if hold else free_s
+        busy_s = self.busy[kind] * took
         record = self.record
         if fails < end:
-            spent = busy * max(0.0, fails - begin)
+            spent = busy_s * max(0.0, fails - begin) / (end - begin)
             record.busy_s += spent
             record.lost_s += spent
             record.retries[request] += 1
             if record.retries[request] <= MOST_RETRIES:
                 heappush(self.lost, (fails, self.place[request]))
         else:
-            record.busy_s += busy * took + hold * service.hold_gpus / service.num_gpus
+            record.busy_s += busy_s + hold * service.hold_gpus / service.num_gpus
             record.begin_s[request], record.end_s[request], record.group[request] = begin, end, group
-        heapreplace(self.free, (self._repaired_s(group) if free >= fails else free, group))
+        heapreplace(self.free, (self._repaired_s(group) if free_s[0] >= fails else free_s[0], group))

@@ -1,17 +1,18 @@
-"""Service times of requests on a group of GPUs, and the pipelined overlap of consecutive prompts.
+"""Service times of requests on a group of GPUs, and how consecutive prompts overlap there.
 
-A prompt starts on a group at time S. Rank i is free at S + f_i, and the first token comes at S + T, where T is the
-last f_i. Rank i has slack w_i: it could start w_i later without delaying any rank, because it waits for the KV-cache
-of earlier tokens anyway. So the next prompt can start before the first is done, once no rank delays it beyond its
-slack: at S + max over ranks of (f_i - w'_i), with w' of the next prompt. Both then take exactly as long as alone,
-because finish times are maxima of sums of earlier times. Only the last prompt matters: each f_i is at least its own
-w_i, so the prompt before it has already left the rank.
+A prompt starts on rank 0 at time S. Alone, rank i is free at S + f_i, and the first token comes at S + T, where T is
+the last f_i. Rank i has slack w_i: it could start w_i later without delaying any rank, because it waits for the
+KV-cache or the activations of earlier ranks anyway. The next prompt starts as soon as rank 0 is free. A rank i that
+still works on the prompt before, later than S + w_i by d_i, delays itself and the ranks after it by at most d_i,
+because finish times are maxima of sums of earlier times. That holds for prompts of any lengths. Where a message holds
+its sender, a delay also reaches ranks before i, so the prompt starts on rank 0 that much later instead.
 
-f_i / T and w_i are tabulated by class of new tokens and cached prefix; f is rounded up, w down.
+f_i / T and w_i / T are tabulated by class of new tokens and cached prefix; f is rounded up, w down.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,16 +30,43 @@ Classes = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overlap:
-    """When a group can start the next prompt, by the classes of the current and the next prompt."""
+    """When the ranks of a group are free for the next prompt, by the class of a prompt."""
 
-    release: tuple[float, ...]  # when rank 0 is free, over T; one a class
-    follow: tuple[tuple[float, ...], ...]  # [current class][next class]: earliest start of the next prompt, over T
-    busy: tuple[float, ...]  # mean of the ranks' f_i over T; one a class
+    finish: tuple[tuple[float, ...], ...]  # [class][rank]: when the rank is free, over T
+    slack: tuple[tuple[float, ...], ...]  # [class][rank]: how much later it could start, over T
+    holds: bool = False  # whether a message holds its sender
 
     @classmethod
     def whole(cls) -> Overlap:
         """No overlap: all ranks are busy until the first token; one class."""
-        return cls(release=(1.0,), follow=((1.0,),), busy=(1.0,))
+        return cls(finish=((1.0,),), slack=((0.0,),))
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that are told apart."""
+        return len(self.finish[0])
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """Mean of the ranks' f_i over T; one a class."""
+        return tuple(sum(ranks) / len(ranks) for ranks in self.finish)
+
+    def run(self, kind: int, took_s: float, begin_s: float, free_s: Sequence[float]) -> tuple[float, list[float]]:
+        """A prompt of a class that takes `took_s` alone, on ranks that are free at `free_s`.
+
+        Returns when rank 0 starts it, and when each rank is free after it; its first token is the last rank's.
+        """
+        finish, delay_s = self.finish[kind], 0.0
+        ends_s = []
+        for end, slack, busy_s in zip(finish, self.slack[kind], free_s, strict=True):
+            late_s = busy_s - begin_s - slack * took_s
+            if late_s > delay_s:
+                delay_s = late_s
+            ends_s.append(begin_s + end * took_s + delay_s)
+        if self.holds and delay_s:
+            begin_s += delay_s
+            ends_s = [begin_s + end * took_s for end in finish]
+        return begin_s, ends_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

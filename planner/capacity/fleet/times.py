@@ -107,10 +107,6 @@ class ServiceTimes:
             cached_prefix=prefix,
         )
 
-    @property
-    def _num_octaves(self) -> int:
-        return int(self.knots[-1]).bit_length()
-
     def _between(self, cached_prefix: Lengths) -> tuple[npt.NDArray[np.int64], Array]:
         """Index of the simulated prefix below, and the weight of the next one, 0 to 1."""
         known = np.array(self.prefixes, dtype=float)
@@ -120,33 +116,34 @@ class ServiceTimes:
         return low, (cached_prefix - known[low]) / (known[low + 1] - known[low])
 
     def _classes(self, new_tokens: Lengths, cached_prefix: Lengths) -> npt.NDArray[np.int64]:
-        """Class of each request: a power of two of new tokens between two simulated prefixes."""
-        octave = np.frexp(new_tokens.astype(float))[1] - 1
-        return np.asarray(self._between(cached_prefix)[0] * self._num_octaves + octave)
+        """Class of each request: between two knots of new tokens and two simulated prefixes."""
+        below = np.searchsorted(self.knots, new_tokens, side="right") - 1
+        return np.asarray(self._between(cached_prefix)[0] * len(self.knots) + below)
 
-    def _of_class(self, grids: Sequence[ServiceTimeGrid]) -> list[tuple[list[ServiceTimeGrid], npt.NDArray[np.int64]]]:
+    def _of_class(self, grids: Sequence[ServiceTimeGrid]) -> list[tuple[list[ServiceTimeGrid], list[int]]]:
         """Grids and knot indices around each class."""
-        surroundings = []
-        for low in range(max(1, len(grids) - 1)):
-            for octave in range(self._num_octaves):
-                first = max(0, int(np.searchsorted(self.knots, 2**octave, side="right")) - 1)
-                last = min(len(self.knots) - 1, int(np.searchsorted(self.knots, 2 ** (octave + 1))))
-                surroundings.append((list(grids[low : low + 2]), np.arange(first, last + 1)))
-        return surroundings
+        last = len(self.knots) - 1
+        return [
+            (list(grids[low : low + 2]), [below, min(below + 1, last)])
+            for low in range(max(1, len(grids) - 1))
+            for below in range(last + 1)
+        ]
 
     def _strategies(self, grids: Sequence[ServiceTimeGrid]) -> tuple[str, ...]:
-        return tuple(near[0].strategy[knots[len(knots) // 2]] for near, knots in self._of_class(grids))
+        return tuple(near[0].strategy[knots[-1]] for near, knots in self._of_class(grids))
 
     def _overlap(self, grids: Sequence[ServiceTimeGrid]) -> Overlap:
         surroundings = self._of_class(grids)
         finish = np.array([np.max([grid.finish[knots].max(0) for grid in near], 0) for near, knots in surroundings])
-        slack = np.array([np.min([grid.slack_s[knots].min(0) for grid in near], 0) for near, knots in surroundings])
-        longest = np.array([max(grid.ttft_s[knots].max() for grid in near) for near, knots in surroundings])
-        follow = (finish[:, None, :] - slack[None, :, :] / longest[:, None, None]).max(axis=2)
+
+        def least_slack(grid: ServiceTimeGrid, knots: list[int]) -> Array:
+            return np.asarray((grid.slack_s[knots] / grid.ttft_s[knots, None]).min(0))
+
+        slack = np.array([np.min([least_slack(grid, knots) for grid in near], 0) for near, knots in surroundings])
         return Overlap(
-            release=tuple(finish[:, 0].tolist()),
-            follow=tuple(map(tuple, follow.tolist())),
-            busy=tuple(finish.mean(axis=1).tolist()),
+            finish=tuple(map(tuple, finish.tolist())),
+            slack=tuple(map(tuple, slack.tolist())),
+            holds=not self.scenario.sends_overlap,
         )
 
 

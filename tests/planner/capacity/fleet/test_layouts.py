@@ -13,13 +13,19 @@ from kvrsim.executors.event import EventSimulation
 from kvrsim.executors.run import run_partition
 from kvrsim.memory import fits, memory_of
 from kvrsim.program.operations import Compute
+from kvrsim.results.stream import Prompts
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import get_strategy
+from planner.capacity.fleet.fast import run_pool
 from planner.capacity.fleet.layouts import WHOLE, Choice, Kind, weights_of
+from planner.capacity.fleet.pool import Pool
 from planner.capacity.fleet.prefills import Prefills
 from planner.capacity.fleet.times import ServiceTimes
+from planner.capacity.workloads.workload import Workload
 from planner.partitions import partition_of
+from planner.simulate import computes_s
+from planner.stream import of_lengths
 
 
 def large(gpus: int, ctx: int = 1024) -> Scenario:
@@ -94,6 +100,32 @@ def test_prompts_behind_each_other_in_a_pipeline_take_as_long_as_alone() -> None
     late = replace(program, prologue=tuple((wait, *ops) for wait, ops in zip(waits, program.prologue, strict=True)))
     ends_s = EventSimulation(late, placed.cluster, record=False).finish_s
     assert ends_s[-1] == pytest.approx(times.ttft_s[0], rel=1e-6)
+
+
+def test_a_pipeline_of_a_fleet_serves_prompts_of_all_lengths_as_the_simulated_stages_do() -> None:
+    rng = np.random.default_rng(2)
+    lengths, arrival_s = rng.integers(300, 6000, 25), np.cumsum(rng.exponential(0.05, 25))
+    none = np.zeros(25, dtype=np.int64)
+    workload = Workload(
+        name="made",
+        kind="csv",
+        arrival_s=arrival_s - arrival_s[0],
+        context_len=lengths,
+        cached_prefix=none,
+        output_tokens=none,
+    )
+    scenario, _ = make_scenario(ctx=6000, gpus=3, model="llama-3-8b", cluster="h100-nvlink")
+    times = ServiceTimes.for_workloads(scenario, [workload], choice=Choice(asked=("pp",)))
+    run = run_pool(Pool(arrival_s=workload.arrival_s, service=times.service(3, workload, None, "pp3"), replicas=1))
+    prompts = Prompts(
+        arrivals="made",
+        arrivals_s=tuple(workload.arrival_s.tolist()),
+        context_lens=tuple(lengths.tolist()),
+        cached_prefix=tuple(none.tolist()),
+    )
+    ttft_s = of_lengths(scenario, get_strategy("pp"), prompts).run(computes_s).ttft_s
+    assert (run.end_s - workload.arrival_s).mean() == pytest.approx(np.mean(ttft_s), rel=0.1)
+    assert np.mean(ttft_s) > 1.5 * times.service(3, workload, None, "pp3").ttft_s.mean()  # they queue
 
 
 def test_only_layouts_that_fit_are_kinds_of_groups() -> None:
