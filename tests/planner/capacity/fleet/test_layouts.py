@@ -104,7 +104,7 @@ def test_prompts_behind_each_other_in_a_pipeline_take_as_long_as_alone() -> None
 
 def test_a_pipeline_of_a_fleet_serves_prompts_of_all_lengths_as_the_simulated_stages_do() -> None:
     rng = np.random.default_rng(2)
-    lengths, arrival_s = rng.integers(300, 6000, 25), np.cumsum(rng.exponential(0.05, 25))
+    lengths, arrival_s = rng.integers(300, 6000, 25), np.cumsum(rng.exponential(0.02, 25))
     none = np.zeros(25, dtype=np.int64)
     workload = Workload(
         name="made",
