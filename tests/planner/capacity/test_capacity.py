@@ -333,7 +333,7 @@ def test_mistakes_are_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str
 def test_partitions_may_come_from_a_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     table = kvrsim.build_table(ctx="512:4k:512", gpus="2")
     table.write(tmp_path / "table.json")
-    asked = ("--requests", SMALL, "--slo-ttft", "1s", "--uniform-only")
+    asked = ("--requests", SMALL, "--slo-ttft", "1s", "--uniform-only", "--strategies", "single,kvr-s")
     planned = answer(capsys, *asked, "--group-sizes", "2")
     looked_up = answer(capsys, *asked, "--group-sizes", "2", "--table", "table.json")
     assert planned["answer"]["groups"][0]["strategy"] == "kvr-s"
