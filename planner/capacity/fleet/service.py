@@ -48,8 +48,8 @@ class Overlap:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Mean of the ranks' f_i over T; one a class."""
-        return tuple(sum(ranks) / len(ranks) for ranks in self.finish)
+        """Mean of the ranks' f_i - w_i over T, from when they have something to do; one a class."""
+        return tuple((sum(ends) - sum(waits)) / len(ends) for ends, waits in zip(self.finish, self.slack, strict=True))
 
     def run(self, kind: int, took_s: float, begin_s: float, free_s: Sequence[float]) -> tuple[float, list[float]]:
         """A prompt of a class that takes `took_s` alone, on ranks that are free at `free_s`.

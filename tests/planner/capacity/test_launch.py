@@ -19,7 +19,7 @@ from tests.building.flags import read_flags
 
 # Short prompts fit groups of one GPU; the few long ones need groups of four.
 ASK = ("--model", "llama-3-8b", "--cluster", "h100-nvlink", "--slo-ttft", "2s", "--group-sizes", "1,4")
-CHEAP = ("--price-per-gpu-hour", "1=1,4=3", "--objective", "cost")
+CHEAP = ("--price-per-gpu-hour", "1=1,4=3", "--objective", "cost", "--strategies", "single,tp")
 ROWS = [(0.01 * number, 48_000 if number % 100 == 0 else 700, 20) for number in range(400)]
 
 
@@ -61,7 +61,7 @@ def test_a_server_for_each_kind_of_group(capsys: pytest.CaptureFixture[str], tmp
 
 
 def test_one_kind_of_group(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    out, err = run(capsys, tmp_path, 0, "--emit", "vllm", "--strategies", "tp2+pp", "--group-sizes", "4")
+    out, err = run(capsys, tmp_path, 0, "--emit", "vllm", "--strategies", "tp2+pp", "--group-sizes", "4", "--uniform-only")
     command = shlex.split(out.splitlines()[0])
     found = read_flags("vllm", command[2:])
     assert (found["--tensor-parallel-size"], found["--pipeline-parallel-size"]) == ("2", "2")

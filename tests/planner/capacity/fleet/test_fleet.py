@@ -106,6 +106,8 @@ def test_every_request_is_served_or_given_up(pool: Pool) -> None:
     if pool.outages is None:
         assert served.all()
         assert run.lost_s == 0
+        ends_s = run.end_s + pool.service.hold_s
+        assert run.busy_s <= pool.replicas * (ends_s.max() - run.begin_s.min()) * (1 + 1e-9)
         assert not run.retries.any()
 
 
