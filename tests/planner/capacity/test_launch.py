@@ -61,7 +61,9 @@ def test_a_server_for_each_kind_of_group(capsys: pytest.CaptureFixture[str], tmp
 
 
 def test_one_kind_of_group(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    out, err = run(capsys, tmp_path, 0, "--emit", "vllm", "--strategies", "tp2+pp", "--group-sizes", "4", "--uniform-only")
+    out, err = run(
+        capsys, tmp_path, 0, "--emit", "vllm", "--strategies", "tp2+pp", "--group-sizes", "4", "--uniform-only"
+    )
     command = shlex.split(out.splitlines()[0])
     found = read_flags("vllm", command[2:])
     assert (found["--tensor-parallel-size"], found["--pipeline-parallel-size"]) == ("2", "2")
