@@ -155,7 +155,7 @@ def run_plan(
 
     stage_layers: of a pipeline, each stage's.
 
-    Raises InputError for a strategy that the runtime cannot run.
+    Raises InputError for a strategy that the runtime cannot run, or for query blocks without a profile.
     """
     from kvrsim.runtime.exchange import run_strategy
     from kvrsim.runtime.plan import RunPlan
@@ -163,6 +163,11 @@ def run_plan(
     run_as, chosen = run_strategy(strategy), get_strategy(strategy)
     blocks = None
     if chosen.query_blocks != (1,):
+        if scenario.profile is None:
+            accepted = (
+                f"a profile of this machine, by which {strategy} chooses query blocks; kvrsim calibrate all makes one"
+            )
+            raise InputError("profile", "nothing", accepted)
         placed = scenario.on_gpus(len(partition.chunk_lens))
         blocks = build_program(placed, chosen, columns(partition.chunk_lens)).query_blocks
     return RunPlan(

@@ -32,8 +32,8 @@ def run(
         typer.Option(
             "--strategy",
             metavar="NAME",
-            help="Strategy: single, tsp, kvr-e, kvr-s, kvr-direct, ring, striped, zigzag, zigzag-ring, ulysses, tp, pp,"
-            " pp-s, or kvr-p with --partition.",
+            help="Strategy: single, tsp, kvr-e, kvr-s, kvr-b, kvr-direct, ring, striped, zigzag, zigzag-ring, ulysses,"
+            " tp, pp, pp-s, or kvr-p with --partition.",
         ),
     ],
     partition: Annotated[

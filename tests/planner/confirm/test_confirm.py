@@ -303,7 +303,8 @@ def test_what_the_model_the_ranks_or_one_device_cannot_run_is_refused_before_any
 
 
 def test_without_a_profile_it_says_who_makes_one(folder: Path) -> None:
-    for command, more in (("confirm", ()), ("run", ("--strategy", "kvr-s"))):
+    blocks = ("--strategy", "kvr-b", "--partition", "48,48")
+    for command, more in (("confirm", ()), ("run", ("--strategy", "kvr-s")), ("run", blocks)):
         words = [command, "--gpus", "2", "--ctx", "96", "--model", str(folder / "model.json"), *more]
         code, _, errors = said(words)
         assert code == 2
