@@ -43,6 +43,7 @@ class RunResult:
     context_len: int
     partition: tuple[int, ...]
     layers: tuple[int, ...] | None  # of each stage of a pipeline, whose pieces `partition` holds
+    query_blocks: tuple[int, ...] | None  # a rank, of the layer that has the most; None: attention is one call
     samples_s: tuple[float, ...]  # TTFT of each repetition
     other_cores: tuple[float | None, ...]  # cores that other processes kept busy in each; None: unknown
     predicted_s: float | None  # by the profile; None: there is none
@@ -77,6 +78,7 @@ class RunResult:
         return {
             **fields_to_json(self, "strategy", "model", "attention", "dtype", "num_gpus", "context_len", "partition"),
             **stages_to_json(self),
+            **({} if self.query_blocks is None else fields_to_json(self, "query_blocks")),
             "measured_ttft_s": self.ttft_s,
             "measured_iqr_s": self.iqr_s,
             **fields_to_json(self, "samples_s", "other_cores"),
@@ -145,6 +147,7 @@ def run_here(
         context_len=scenario.request.context_len,
         partition=cut.chunk_lens,
         layers=plan.stage_layers,
+        query_blocks=tuple(map(max, plan.query_blocks)) or None,
         samples_s=timing.ttft_s,
         other_cores=timing.other_cores,
         predicted_s=predicted_s,
