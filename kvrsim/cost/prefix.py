@@ -54,7 +54,7 @@ class PrefixPlacement:
 
     def describe(self) -> str:
         """As `parse` takes it."""
-        return self.place if self.bytes_per_s is None else f"{self.place}:{format_bandwidth(self.bytes_per_s)}"
+        return self.place if self.bytes_per_s is None else f"{self.place}:{self.bytes_per_s / 1e9:.12g}GB/s"
 
     @property
     def is_loaded(self) -> bool:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+import kvrsim
 from kvrsim.choices import PREFIX_PLACEMENTS, PrefixPlace
 from kvrsim.compile import build_program, columns
 from kvrsim.cost.prefix import PrefixPlacement
@@ -174,3 +175,17 @@ def test_strategies_say_where_a_prefix_must_lie() -> None:
     for name in ("tp", "pp", "tp2+pp"):
         with pytest.raises(InputError, match="a prefix"):
             placed_for(scenario, get_strategy(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "told"),
+    [("tp2+kvr-s", "host:1000GB/s", "whole"), ("kvr-s", "layers", "whole"), ("tsp", "all", None)],
+)
+def test_an_answer_says_how_ranks_attend(name: str, place: str, told: str | None) -> None:
+    """In the question where the prefix lies, in the answer how ranks come to it."""
+    about = {"gpus": 4, "ctx": 5000, "cached_prefix": 4096, "prefix_placement": place}
+    for answer in (kvrsim.simulate(strategy=name, **about), kvrsim.plan(strategies=[name], **about)):
+        content = answer.to_dict()
+        assert content["question"]["prefix_placement"] == place
+        rows = content.get("strategies", [content])
+        assert [row.get("prefix_access") for row in rows] == [told]
