@@ -14,8 +14,10 @@ import torch.distributed as dist
 
 from calibrate.measure.link_ranks import LinkRank
 from kvrsim.runtime.check import Difference, compare
+from kvrsim.runtime.geometry import Geometry
 from kvrsim.runtime.ranks.launch import LaunchedRank
 from kvrsim.runtime.ranks.links import Links
+from tests.kvrsim.runtime.ranks import exchange_workers
 from tests.kvrsim.runtime.runtime_workers import benched, exactness_of_kinds, model_of, plans_of
 
 _COLLECTIVE = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -76,9 +78,15 @@ class RuleLinkRank(LinkRank):
 
 def whole_runtime(transport: Any) -> list[Difference]:
     """KVR and TSP in every way, and the bench with its pace; the last rank's differences from one process."""
-    found = compare(transport, model_of("llama-gqa"), plans_of(transport.size, "sdpa")) or []
+    found = compare(transport, model_of("llama-gqa"), plans_of(transport.size, "sdpa"))
     assert len(benched(transport).timings) == 4
     return found
+
+
+def strategies(transport: Any) -> list[Difference]:
+    """Rings, zigzag, Ulysses and direct sends: edges that are made when a plan needs them."""
+    model = model_of("llama-gqa")
+    return compare(transport, model, exchange_workers.plans_of(transport.size, Geometry.of(model)))
 
 
 def kinds_of_layers(transport: Any, kernels: list[str]) -> list[Difference]:

@@ -36,6 +36,13 @@ def test_the_whole_runtime(num_ranks: int) -> None:
 
 
 @pytest.mark.usefixtures("_rule")
+def test_every_strategy_with_a_chunk_a_rank() -> None:
+    found = launch(nccl_rule.strategies, how=Launch(num_ranks=4, timeout_s=20, deadline_s=60))[-1]
+    assert len(found) >= 12
+    assert [difference for difference in found if not workers.within(difference, 1e-5)] == []
+
+
+@pytest.mark.usefixtures("_rule")
 def test_every_kind_of_layer() -> None:
     how = Launch(num_ranks=3, timeout_s=20, deadline_s=60)
     found = launch(nccl_rule.kinds_of_layers, ["sdpa"], how=how)[-1]
