@@ -32,8 +32,8 @@ _APART = 1 / 16  # of the even chunk: partitions that differ by less have no sig
 
 STRATEGIES = ("single", "tsp", "kvr-e", "kvr-s")  # compared where nobody says which
 # Of those that the runtime runs: each has a chunk a rank. One device can replay the first ones in turn.
-_REPLAYED = (*STRATEGIES, "kvr-p")
-_MEASURED = (*STRATEGIES, "kvr-direct", "ring", "striped", "zigzag", "zigzag-ring", "ulysses")
+_REPLAYED = (*STRATEGIES, "kvr-p", "kvr-b")
+_MEASURED = (*STRATEGIES, "kvr-b", "kvr-direct", "ring", "striped", "zigzag", "zigzag-ring", "ulysses")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
