@@ -72,7 +72,6 @@ def _written_out(query: Any, key: Any, value: Any, scale: float | None, *, causa
     if causal:
         hidden = torch.ones(chunk_len, length, dtype=torch.bool, device=query.device).triu_(length - chunk_len + 1)
         scores.masked_fill_(hidden, torch.finfo(scores.dtype).min)
-    scores = scores.float()
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse.unsqueeze(-1)).exp_().to(query.dtype)
-    return weights @ repeated(value, heads), lse
+    weights = scores.softmax(-1, dtype=torch.float32)
+    lse = scores.amax(-1).float() - weights.amax(-1).log()  # the largest weight is at least 1 / S
+    return weights.to(query.dtype) @ repeated(value, heads), lse
