@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from kvrsim.cost.prefix import ON_EVERY_RANK
 from kvrsim.errors import InputError
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
@@ -84,13 +85,17 @@ ACCEPTED = "single, tp, pipelines (pp, pp-s), or these in groups (tp4+pp): each 
 
 def takes_steps(strategy: Strategy) -> bool:
     """Whether each rank runs all tokens of a step through its layers, so that prompts can share steps."""
-    return strategy.pipeline is not None or strategy.partition_rule == "whole" or strategy.group_size is None
+    if strategy.pipeline is not None:
+        return (strategy.context_size or 1) == 1
+    return strategy.partition_rule == "whole" or strategy.group_size is None
 
 
 def check_packs(scenario: Scenario, strategy: Strategy, argument: str = "strategy") -> None:
-    """InputError where prompts cannot share a step of the strategy, or of the engine."""
+    """InputError where prompts cannot share a step of the strategy or engine, or with such prefixes."""
     if not takes_steps(strategy):
         raise InputError(argument, strategy.name, f"with `pack_tokens`, {ACCEPTED}")
+    if scenario.prefix_placement != ON_EVERY_RANK:
+        raise InputError("prefix_placement", scenario.prefix_placement.place, "all with `pack_tokens`")
     if scenario.engine is not None and scenario.engine.decode_step:
         accepted = "with `pack_tokens`, an engine whose TTFT holds no decode step"
         raise InputError("engine", scenario.engine.name, accepted)

@@ -258,6 +258,8 @@ def test_what_cannot_be_packed_is_refused() -> None:
         ("kvr-e", scenario, "strategy"),
         ("tp", make_scenario(ctx=2048, gpus=2, model="llama-3-8b", batch=2)[0], "batch"),
         ("tp", make_scenario(ctx=2048, gpus=2, model="llama-3-8b", engine="lmdeploy-0.1")[0], "engine"),
+        ("pp2+cp2", make_scenario(ctx=2048, gpus=4)[0], "strategy"),
+        ("tp", make_scenario(ctx=2048, gpus=2, cached_prefix=1024, prefix_placement="host")[0], "prefix_placement"),
         ("pp", make_scenario(ctx=2048, gpus=2, topology="bus", link_bandwidth=1e10)[0], "pack_tokens"),
     ):
         with pytest.raises(InputError) as caught:
