@@ -244,7 +244,7 @@ def test_no_other_strategy_is_run_in_its_place() -> None:
 
 
 def test_named_strategies_are_measured_beside_their_predictions(folder: Path) -> None:
-    names = ["striped", "zigzag", "kvr-direct"]
+    names = ["striped", "zigzag", "kvr-direct", "kvr-b"]
     few = ("--strategies", ",".join(names), "--repeats", "1", "--warmups", "0", "--no-virtual", *BUSY, "--json")
     code, found, errors = said(arguments(folder, "confirm", *few))
     assert code == 0, errors
@@ -256,15 +256,15 @@ def test_named_strategies_are_measured_beside_their_predictions(folder: Path) ->
 def test_all_stands_for_what_the_machine_and_the_model_allow(folder: Path, tmp_path: Path) -> None:
     scenario, _ = make_scenario(ctx=96, gpus=2, model=folder / "model.json", profile=folder / "profile.json")
     choice = Hardware(config=str(folder / "model.json")).choice(scenario)
-    rings = {"kvr-direct", "ring", "striped", "zigzag", "zigzag-ring", "ulysses"}
+    rings = {"kvr-b", "kvr-direct", "ring", "striped", "zigzag", "zigzag-ring", "ulysses"}
     assert set(compared(scenario, ["all"], "ranks", choice).names) == {*STRATEGIES_OF_THE_PAPER, *rings}
-    assert compared(scenario, ["all"], "virtual", choice).names == STRATEGIES_OF_THE_PAPER
+    assert compared(scenario, ["all"], "virtual", choice).names == (*STRATEGIES_OF_THE_PAPER, "kvr-b")
     assert compared(scenario, ["ring", "all"], "ranks", choice).names[0] == "ring"
     (tmp_path / "states.json").write_text(json.dumps(KINDS["qwen3_next"]))
     scenario, _ = make_scenario(ctx=96, gpus=2, model=tmp_path / "states.json", dtype="fp16")
     choice = replace(choice, config=str(tmp_path / "states.json"))
     found = compared(scenario, ["all"], "ranks", choice)
-    assert found.names == (*STRATEGIES_OF_THE_PAPER, "kvr-direct")
+    assert found.names == (*STRATEGIES_OF_THE_PAPER, "kvr-b", "kvr-direct")
     assert len(found.notes) == 5
     assert any("ring" in note and "its layers keep states" in note for note in found.notes)
 
