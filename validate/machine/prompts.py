@@ -120,7 +120,8 @@ def page(rows: Sequence[Row], command: str, count: int, repeats: int) -> str:
         "# Prompts behind each other on a chain",
         "",
         f"`{command}` on {date.today().isoformat()}. {count} equal prompts of {_CONTEXT_LEN} tokens",
-        "follow each other on a chain of KVR ranks, without a barrier: a rank begins the next prompt when it has ended its chunk. Ranks",
+        "follow each other on a chain of KVR ranks, without a barrier: a rank begins the next prompt when it has",
+        "ended its chunk. Ranks",
         f"sleep instead of computing; messages are real, over emulated links of {_LINK_BYTES_PER_S * 1e-6:g} MB/s. The",
         "simulated figures come from the event executor of `kvrsim simulate`, with the same times of layers and",
         f"links. Measured: the median of {repeats} repetitions. With a barrier between prompts, a chain would give",
@@ -136,7 +137,8 @@ def page(rows: Sequence[Row], command: str, count: int, repeats: int) -> str:
     for row in rows:
         cells = (
             str(row.num_ranks), row.name, row.arrivals, f"{row.throughput_per_s:.2f}",
-            f"{row.throughput_iqr_per_s:.2f}", f"{row.simulated_per_s:.2f}", f"{row.error:+.1%}", f"{row.mean_ttft_s:.3f}", f"{row.simulated_ttft_s:.3f}",
+            f"{row.throughput_iqr_per_s:.2f}", f"{row.simulated_per_s:.2f}", f"{row.error:+.1%}",
+            f"{row.mean_ttft_s:.3f}", f"{row.simulated_ttft_s:.3f}",
             f"{row.ttft_error:+.1%}", f"{row.alone_per_s:.2f}",
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
