@@ -176,7 +176,12 @@ def named(*kinds: str) -> Check:
 
 def number_or_path(value: object, parameter: str) -> int | str:
     """A whole number, or a text or path."""
-    return str(value) if hasattr(type(value), "__fspath__") else whole(value, parameter)
+    if isinstance(value, str) or hasattr(type(value), "__fspath__"):
+        return str(value)
+    found = _index(value)
+    if found is None:
+        raise _refusal(parameter, value, "a whole number, a text or a path")
+    return found
 
 
 def price(value: object, parameter: str) -> object:

@@ -71,5 +71,5 @@ def with_fixed(scenario: Scenario, noise: Noise) -> Scenario:
 def check_strategy(strategy: Strategy) -> None:
     """Refuse strategies in which a rank is not one GPU that runs all layers: noise is defined for each GPU."""
     if strategy.group_size != 1 or strategy.pipeline is not None:
-        accepted = "strategies whose ranks are single GPUs that run all layers, with `noise` or `requests`"
+        accepted = "strategies whose ranks are single GPUs that run all layers, with `noise`"
         raise InputError("strategy", strategy.name, accepted)
