@@ -14,13 +14,15 @@ from kvrsim.errors import InputError
 from kvrsim.memory import RankMemory, memory_of
 from kvrsim.partition import Partition
 from kvrsim.results.results import Plan
+from kvrsim.runtime.exchange import RUN_STRATEGIES
 from kvrsim.scenario import Scenario
-from kvrsim.strategies import KVR_S, get_strategy
+from kvrsim.strategies import KVR_S, Strategy, get_strategy
 from kvrsim.units import format_bytes
-from planner.confirm.hardware import run_plan
+from planner.confirm.hardware import check_split, run_plan
 from planner.confirm.result import Mode
 from planner.evaluate import Evaluator
 from planner.search.neighbours import around, chunk_lens, chunks_between
+from planner.strategies_for import all_for
 
 if TYPE_CHECKING:
     from kvrsim.runtime.job import ModelChoice
@@ -31,9 +33,8 @@ _APART = 1 / 16  # of the even chunk: partitions that differ by less have no sig
 
 
 STRATEGIES = ("single", "tsp", "kvr-e", "kvr-s")  # compared where nobody says which
-# Of those that the runtime runs: each has a chunk a rank. One device can replay the first ones in turn.
-_REPLAYED = (*STRATEGIES, "kvr-p", "kvr-b")
-_MEASURED = (*STRATEGIES, "kvr-b", "kvr-direct", "ring", "striped", "zigzag", "zigzag-ring", "ulysses")
+REPLAYED = (*STRATEGIES, "kvr-b")  # what one device can replay rank by rank
+_LOOKS_UP = "kvr-p"  # its partition in a table, which is not read here
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,41 +46,49 @@ class Compared:
 
 
 def compared(scenario: Scenario, asked: Sequence[str] | None, mode: Mode, choice: ModelChoice) -> Compared:
-    """Those asked for; "all" stands for every one that can be measured here, None for the paper's.
+    """Those asked for; "all" stands for every one that is planned and can be measured here, None for the paper's.
 
     choice: the model as the ranks load it. Raises InputError for a strategy that cannot be measured here.
     """
     if scenario.cluster.num_gpus == 1:
         return Compared(names=("single",))
     names = list(dict.fromkeys(STRATEGIES if asked is None else asked))
-    allowed = [name for name in _MEASURED if mode == "ranks" or name in _REPLAYED]
-    notes: list[str] = []
+    allowed = [name for name in RUN_STRATEGIES if name != _LOOKS_UP and (mode == "ranks" or name in REPLAYED)]
+    where = "what the runtime runs without a table" if mode == "ranks" else "what one device can replay in turn"
     for name in [one for one in names if one != "all"]:
         if name not in allowed:
-            where = "what ranks with a chunk each run" if mode == "ranks" else "what one device can replay in turn"
             raise InputError("strategies", name, f"{where}: {', '.join(allowed)}, or all")
         _check_runs(scenario, name, choice)
+    notes: list[str] = []
     if "all" in names:
+        planned, why = all_for(scenario)
+        found, reasons = [], dict[str, list[str]]()
+        for name in (one.name for one in planned):
+            if reason := _why_not(scenario, name, choice) if name in allowed else where:
+                reasons.setdefault(reason, []).append(name)
+            else:
+                found.append(name)
         at = names.index("all")
-        names[at : at + 1] = [name for name in allowed if _runs(scenario, name, choice, notes)]
+        names[at : at + 1] = found
+        notes = [*why, *(f"not measured: {', '.join(left)}: takes {reason}" for reason, left in reasons.items())]
     return Compared(names=tuple(dict.fromkeys(names)), notes=tuple(notes))
 
 
-def _runs(scenario: Scenario, name: str, choice: ModelChoice, notes: list[str]) -> bool:
+def _why_not(scenario: Scenario, name: str, choice: ModelChoice) -> str | None:
+    """What the strategy takes that is not here; None: it can be measured."""
     try:
         _check_runs(scenario, name, choice)
     except InputError as error:
-        notes.append(f"not measured: {name}: takes {error.accepted}")
-        return False
-    return True
+        return error.accepted
+    return None
 
 
 def _check_runs(scenario: Scenario, name: str, choice: ModelChoice) -> None:
     """Raise InputError where the planner or the runtime cannot run the strategy on this model and so many ranks."""
     strategy = get_strategy(name, "strategies")
-    for_strategy(scenario, strategy)
-    num_ranks = 1 if strategy.partition_rule == "whole" else scenario.cluster.num_gpus
-    even = Partition.even(scenario.request.new_tokens, num_ranks)
+    placed = for_strategy(scenario, strategy)
+    check_split(scenario, strategy)
+    even = Partition.even(scenario.request.new_tokens, placed.cluster.num_gpus)
     choice.check(run_plan(scenario, name, even, "ring"))
 
 
@@ -90,12 +99,27 @@ class Named:
     strategy: str  # the candidate's name, distinct: the strategy's, or "kvr-s #2" for the second best partition
     run_as: str  # the registered strategy
     partition: Partition
+    layers: tuple[int, ...] | None = None  # of each stage of a pipeline, whose pieces `partition` holds
+
+    @property
+    def as_run(self) -> Strategy:
+        """The strategy with all that was chosen for it but the partition; stages are part of its name."""
+        strategy = get_strategy(self.run_as)
+        if self.layers is None:
+            return strategy
+        name = f"{strategy.name}-of-{'-'.join(map(str, self.layers))}"
+        return replace(strategy, name=name, stage_layers=self.layers, partition_rule="pieces")
 
 
 def candidates_of(scenario: Scenario, plan: Plan, top: int) -> list[Named]:
     """The plan's strategies, then the top - 1 best partitions that differ from them and from each other."""
     named = [
-        Named(strategy=result.strategy, run_as=result.strategy, partition=Partition(chunk_lens=result.partition))
+        Named(
+            strategy=result.strategy,
+            run_as=result.strategy,
+            partition=Partition(chunk_lens=result.partition),
+            layers=result.layers,
+        )
         for result in plan.strategies
     ]
     searched = next((one.partition for one in named if one.run_as == _SEARCHED), None)
@@ -146,10 +170,12 @@ class Room:
         return cls(limit_bytes=scenario.memory_fraction * host_bytes, num_ranks=num_ranks, on_gpu=False)
 
     def needed_bytes(self, scenario: Scenario, named: Named, mode: Mode) -> int:
-        """Peak of a candidate's ranks that share the memory; all candidates use the same KV buffers."""
-        ranks = memory_of(
-            scenario.on_gpus(len(named.partition.chunk_lens)), get_strategy(named.run_as), named.partition
-        )
+        """Peak of a candidate's ranks that share the memory; all candidates use the same KV buffers and weights."""
+        strategy = named.as_run
+        in_parts = strategy.pipeline is not None or strategy.group_size is None  # of the model
+        placed = for_strategy(scenario, strategy) if in_parts else scenario.on_gpus(len(named.partition.chunk_lens))
+        whole = scenario.model.weight_bytes(scenario.request.dtype_bytes)  # parts are views of it
+        ranks = [replace(rank, weights=whole) for rank in memory_of(placed, strategy, named.partition)]
         if mode == "virtual":  # one device replays every rank, on the K and V of the whole context
             kv_cache = max(rank.kv_cache for rank in ranks)
             return max(self._peak(replace(rank, kv_cache=kv_cache, gathered=0)) for rank in ranks)

@@ -3,46 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvrsim.errors import InputError
 from kvrsim.profile.profile import Gather
 from kvrsim.results.question import Question
 from kvrsim.results.results import Plan
-from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario
-from kvrsim.strategies import get_strategy
 from kvrsim.units import format_seconds
 from planner.confirm.candidates import Fitting, Named, Room, candidates_of, compared, fitting
-from planner.confirm.drift import ClockDrift, corrected_for, drift_of, drift_tokens
+from planner.confirm.drift import ClockDrift, corrected_for, drift_of
 from planner.confirm.hardware import Hardware, devices_of, gather_of, gpu_notes, other_device, run_plan
+from planner.confirm.measured import Measured, run_ranks, run_virtual_ranks
 from planner.confirm.result import Candidate, Confirmation, Mode, Targets
-from planner.confirm.virtual import composed_s, composed_timeline
 from planner.plan import make_plan
 from planner.simulate import run_simulation
 
 if TYPE_CHECKING:
-    from kvrsim.runtime.job import Job
-    from kvrsim.runtime.plan import RunPlan
     from kvrsim.runtime.ranks.transport import OnProgress
-    from kvrsim.runtime.virtual import VirtualTiming
 
 _LEAST_IDLE = 3  # rounds; with fewer, all rounds count
 _LEAST_ACCOUNTED_S = 0.2  # of a prefill; for shorter ones the system's CPU accounting is too coarse
 
 OnNote = Callable[[str], object]  # takes a line of text while the work goes on
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Measured:
-    """One candidate's measurements."""
-
-    samples_s: tuple[float, ...]  # one a round
-    other_cores: tuple[float | None, ...]  # the same
-    logits_error: float | None
-    logits_scale: float | None
-    timeline: Timeline | None
 
 
 def confirm(
@@ -79,9 +62,9 @@ def confirm(
             on_note(note)
         on_note(_work_note(named, hardware, sum(seconds[one.run_as] for one in named)))
     gather = gather_of(scenario.profile, emulated=hardware.emulated)
-    plans = [run_plan(scenario, one.run_as, one.partition, gather) for one in named]
+    plans = [run_plan(scenario, one.run_as, one.partition, gather, one.layers) for one in named]
     job = hardware.job(scenario, tuple(dict.fromkeys(plans)), check=fit.reference)
-    run = _run_virtual if mode == "virtual" else _run_ranks
+    run = run_virtual_ranks if mode == "virtual" else run_ranks
     found, conditions, drift_s = run(scenario, hardware, named, plans, job, longest_s, on_progress)
     rounds, idle_notes = _idle_rounds(found)
     drift = drift_of(scenario, tuple(drift_s[number] for number in rounds)) if drift_s else None
@@ -164,81 +147,16 @@ def _work_note(named: Sequence[Named], hardware: Hardware, round_s: float) -> st
     return f"measuring {len(named)} candidates, {hardware.warmups} + {hardware.repeats} times each: {expected}"
 
 
-def _run_ranks(
-    scenario: Scenario,
-    hardware: Hardware,
-    named: Sequence[Named],
-    plans: Sequence[RunPlan],
-    job: Job,
-    longest_s: float,
-    on_progress: OnProgress | None,
-) -> tuple[list[_Measured], dict[str, str], tuple[float, ...]]:
-    """Measure every candidate on ranks in separate processes, each partition once."""
-    from kvrsim.runtime.job import JobReport, run_job
-    from kvrsim.runtime.ranks.launch import launch
-
-    count = len(job.plans) * (hardware.repeats + hardware.warmups + 3) + 2
-    how = hardware.launch(scenario.cluster.num_gpus, longest_s, count * longest_s)
-    job = replace(job, drift_tokens=drift_tokens(scenario))
-    report: JobReport = launch(run_job, job, how=how, on_progress=on_progress)[-1]
-    differences = report.differences or [None] * len(job.plans)  # of logits, where they were compared
-    found = {
-        plan: _Measured(
-            samples_s=timing.ttft_s,
-            other_cores=timing.other_cores,
-            logits_error=None if difference is None else difference.logits,
-            logits_scale=None if difference is None else difference.logits_scale,
-            timeline=timeline,
-        )
-        for plan, timing, timeline, difference in zip(
-            job.plans, report.bench.timings, report.bench.timelines, differences, strict=True
-        )
-    }
-    return [found[plan] for plan in plans], report.bench.conditions, report.bench.drift_s
-
-
-def _run_virtual(
-    scenario: Scenario,
-    hardware: Hardware,
-    named: Sequence[Named],
-    plans: Sequence[RunPlan],
-    job: Job,
-    longest_s: float,
-    on_progress: OnProgress | None,
-) -> tuple[list[_Measured], dict[str, str], tuple[float, ...]]:
-    """Measure every candidate's ranks one after another on one device."""
-    from kvrsim.runtime.ranks.launch import launch
-    from kvrsim.runtime.virtual import VirtualReport, run_virtual
-
-    count = len(job.plans) * (hardware.repeats + hardware.warmups) * 2 + 2
-    how = hardware.launch(1, longest_s, count * longest_s)
-    report: VirtualReport = launch(run_virtual, job, how=how, on_progress=on_progress)[-1]
-    timings = dict(zip(job.plans, report.timings, strict=True))
-    found = [_composed(scenario, one, timings[plan]) for one, plan in zip(named, plans, strict=True)]
-    return found, report.conditions | {"ranks": f"{scenario.cluster.num_gpus}, virtual, one after another"}, ()
-
-
-def _composed(scenario: Scenario, named: Named, timing: VirtualTiming) -> _Measured:
-    strategy = get_strategy(named.run_as)
-    placed = scenario.on_gpus(len(named.partition.chunk_lens))
-    return _Measured(
-        samples_s=composed_s(placed, strategy, named.partition, timing.repeats),
-        other_cores=timing.other_cores,
-        logits_error=timing.logits_error,
-        logits_scale=timing.logits_scale,
-        timeline=composed_timeline(placed, strategy, named.partition, timing.repeats),
-    )
-
-
 def _candidate(
-    scenario: Scenario, named: Named, measured: _Measured, rounds: Sequence[int], drift: ClockDrift | None
+    scenario: Scenario, named: Named, measured: Measured, rounds: Sequence[int], drift: ClockDrift | None
 ) -> Candidate:
-    asked: dict[str, Any] = dict(strategy=named.run_as, partition=named.partition.chunk_lens)
+    asked: dict[str, Any] = dict(strategy=named.as_run, partition=named.partition.chunk_lens)
     predicted = run_simulation(scenario, **asked, timeline=True)
     assert predicted.timeline is not None
     return Candidate(
         strategy=named.strategy,
         partition=named.partition.chunk_lens,
+        layers=named.layers,
         predicted_s=predicted.ttft_s,
         predicted_low_s=predicted.ttft_low_s,
         predicted_high_s=predicted.ttft_high_s,
@@ -251,7 +169,7 @@ def _candidate(
     )
 
 
-def _idle_rounds(found: Sequence[_Measured]) -> tuple[list[int], tuple[str, ...]]:
+def _idle_rounds(found: Sequence[Measured]) -> tuple[list[int], tuple[str, ...]]:
     """Rounds in which no other process used the machine, the same for all candidates, and notes on the others."""
     everyone = range(len(found[0].samples_s))
     idle = [

@@ -13,8 +13,10 @@ from kvrsim.hardware.cluster import Cluster
 from kvrsim.io.schema import fields_to_json
 from kvrsim.results.quartiles import interquartile_range, median_error
 from kvrsim.results.question import Question
+from kvrsim.results.results import stages_to_json
 from kvrsim.results.timeline import Timeline
 from planner.confirm.drift import ClockDrift
+from planner.confirm.orders import Orders, is_order, ranks_of
 
 if TYPE_CHECKING:
     import pandas
@@ -40,8 +42,9 @@ class Targets:
 class Candidate:
     """One way to run the prefill, predicted and measured."""
 
-    strategy: str  # "single", "tsp", "kvr-e", "kvr-s"; "kvr-s #2" for its second best partition
-    partition: tuple[int, ...]  # new tokens a rank
+    strategy: str  # its name; "kvr-s #2" for the second best partition of kvr-s
+    partition: tuple[int, ...]  # new tokens a rank, or a pipeline's pieces
+    layers: tuple[int, ...] | None = None  # of each stage of a pipeline
     predicted_s: float
     predicted_low_s: float
     predicted_high_s: float
@@ -77,6 +80,7 @@ class Candidate:
         return {
             "strategy": self.strategy,
             "partition": list(self.partition),
+            **stages_to_json(self),
             "predicted_ttft_s": self.predicted_s,
             "predicted_low_s": self.predicted_low_s,
             "predicted_high_s": self.predicted_high_s,
@@ -139,6 +143,26 @@ class Confirmation:
         return self.regret > _SIGNIFICANT * self.regret_spread
 
     @property
+    def orders(self) -> Orders:
+        """Which candidates were measured to differ, and whether predictions order them so."""
+        return Orders.of(self.candidates)
+
+    def places(self) -> list[dict[str, Any]]:
+        """Of each candidate: its places by prediction and by measurement, and those that it ties with."""
+        predicted = ranks_of([one.predicted_s for one in self.candidates])
+        measured = ranks_of([one.median_s for one in self.candidates])
+        return [
+            {
+                "predicted_rank": predicted[index],
+                "measured_rank": measured[index],
+                "tied_with": [
+                    other.strategy for other in self.candidates if other is not one and not is_order(one, other)
+                ],
+            }
+            for index, one in enumerate(self.candidates)
+        ]
+
+    @property
     def median_error(self) -> float:
         """Median absolute relative error of the predictions."""
         return median(abs(one.rel_error) for one in self.candidates)
@@ -197,7 +221,11 @@ class Confirmation:
             **self.question.header(),
             **fields_to_json(self, "model", "profile", "cluster", "attention", "dtype"),
             **fields_to_json(self, "num_gpus", "context_len", "mode"),
-            "candidates": [one.to_dict() | {"chosen": one is self.choice} for one in self.candidates],
+            "candidates": [
+                one.to_dict() | {"chosen": one is self.choice} | places
+                for one, places in zip(self.candidates, self.places(), strict=True)
+            ],
+            "orders": self.orders.to_dict(),
             "best_measured": {"strategy": self.best.strategy, "partition": list(self.best.partition)},
             **fields_to_json(self, "regret", "regret_spread", "regret_beyond_spread", "median_error"),
             "median_error_at_pace": self.median_error_after_drift,

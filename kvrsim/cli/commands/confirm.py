@@ -33,8 +33,8 @@ def confirm(
         typer.Option(
             "--strategies",
             metavar="NAMES|all",
-            help="Strategies to measure, such as ring,zigzag,kvr-s; all: every one that runs here. Default:"
-            " single,tsp,kvr-e,kvr-s.",
+            help="Strategies to measure, such as ring,tp,kvr-s; all: every one that the planner ranks and that runs"
+            " here. Default: single,tsp,kvr-e,kvr-s.",
         ),
     ] = None,
     top: Annotated[

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from kvrsim.cli.render.format import format_interval, format_partition
-from kvrsim.cli.render.layout import columns, facts, show
+from kvrsim.cli.render.layout import Shrinkable, columns, facts, show
 from kvrsim.units import format_bytes, format_seconds, format_tokens
 
 if TYPE_CHECKING:
@@ -15,14 +15,20 @@ if TYPE_CHECKING:
     from planner.confirm.run import RunResult
     from planner.confirm.search import Searched
 
+_SHOWN_WRONG = 3  # pairs that were measured in another order than predicted
+
 
 def show_confirmation(found: Confirmation) -> None:
-    """One row per candidate, then regret and errors."""
+    """One row per candidate, the one predicted to be the fastest first; then orders, regret and errors."""
     rows = columns("strategy\n", "partition\n(tokens)")
     columns(
-        "predicted\n", "prediction\ninterval", "measured\nmedian", "spread\n(IQR)", "error\n", numbers=True, into=rows
+        *("predicted\n", "prediction\ninterval", "measured\nmedian", "spread\n(IQR)", "error\n"),
+        *("place:\npredicted", "\nmeasured"),
+        numbers=True,
+        into=rows,
     )
-    for one in found.candidates:
+    pairs = zip(found.candidates, found.places(), strict=True)
+    for one, places in sorted(pairs, key=lambda pair: pair[0].predicted_s):
         rows.add_row(
             one.strategy,
             format_partition(one.partition),
@@ -31,10 +37,13 @@ def show_confirmation(found: Confirmation) -> None:
             format_seconds(one.median_s),
             format_seconds(one.iqr_s),
             f"{one.rel_error:+.1%}",
+            str(places["predicted_rank"]),
+            str(places["measured_rank"]),
             style="bold" if one is found.choice else None,
         )
     table = facts()
     table.add_row("regret:", _regret(found))
+    table.add_row("order:", _order(found))
     table.add_row("error:", f"{found.median_error:.1%}: |predicted / measured - 1|, median of the candidates")
     if found.drift is not None and found.median_error_after_drift is not None:
         tokens, error = format_tokens(found.drift.num_tokens), found.median_error_after_drift
@@ -54,7 +63,19 @@ def show_confirmation(found: Confirmation) -> None:
     length = format_tokens(found.context_len)
     title = Text(f"Prefill of {length} tokens by {found.model}, predicted and measured", style="bold")
     setting = f"{found.cluster.describe()} · {found.attention} attention · {found.dtype} · profile {found.profile}"
-    show(title, Text(setting, style="dim"), "", rows, "", table)
+    narrower = Shrinkable(rows, ("prediction", "spread", "partition"))
+    show(title, Text(setting, style="dim"), "", narrower, "", table)
+
+
+def _order(found: Confirmation) -> str:
+    """How many pairs are ordered by measurement, and how many of them by prediction as well."""
+    orders = found.orders
+    if orders.num_pairs and not orders.significant:
+        return f"none of {orders.num_pairs} pairs differ by more than their spreads"
+    wrong = "; ".join(f"{fast} is faster than {slow}" for fast, slow in orders.wrong[:_SHOWN_WRONG])
+    more = ", ..." if len(orders.wrong) > _SHOWN_WRONG else ""
+    text = f"{orders.right} of {len(orders.significant)} significant pairs predicted right, of {orders.num_pairs} pairs"
+    return f"{text}; not predicted: {wrong}{more}" if wrong else text
 
 
 def _regret(found: Confirmation) -> str:

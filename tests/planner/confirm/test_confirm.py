@@ -244,28 +244,34 @@ def test_no_other_strategy_is_run_in_its_place() -> None:
 
 
 def test_named_strategies_are_measured_beside_their_predictions(folder: Path) -> None:
-    names = ["striped", "zigzag", "kvr-direct", "kvr-b"]
+    names = ["striped", "kvr-b", "tp", "pp-s"]
     few = ("--strategies", ",".join(names), "--repeats", "1", "--warmups", "0", "--no-virtual", *BUSY, "--json")
     code, found, errors = said(arguments(folder, "confirm", *few))
     assert code == 0, errors
     assert [one["strategy"] for one in found["candidates"]] == names
     assert all(one["predicted_ttft_s"] > 0 and one["measured_ttft_s"] > 0 for one in found["candidates"])
     assert found["max_logit_error"] <= 1e-5
+    assert sum(found["candidates"][-1]["layers"]) == 3
+    assert found["orders"]["significant"] == 0  # one sample says nothing
+    for one, seconds in (("predicted_rank", "predicted_ttft_s"), ("measured_rank", "measured_ttft_s")):
+        ranked = sorted(found["candidates"], key=lambda candidate: candidate[one])
+        assert [row[seconds] for row in ranked] == sorted(row[seconds] for row in ranked)
 
 
 def test_all_stands_for_what_the_machine_and_the_model_allow(folder: Path, tmp_path: Path) -> None:
     scenario, _ = make_scenario(ctx=96, gpus=2, model=folder / "model.json", profile=folder / "profile.json")
     choice = Hardware(config=str(folder / "model.json")).choice(scenario)
-    rings = {"kvr-b", "kvr-direct", "ring", "striped", "zigzag", "zigzag-ring", "ulysses"}
-    assert set(compared(scenario, ["all"], "ranks", choice).names) == {*STRATEGIES_OF_THE_PAPER, *rings}
-    assert compared(scenario, ["all"], "virtual", choice).names == (*STRATEGIES_OF_THE_PAPER, "kvr-b")
+    assert set(compared(scenario, ["all"], "ranks", choice).names) == set(RUN_STRATEGIES) - {"kvr-p"}
+    replayed = compared(scenario, ["all"], "virtual", choice)
+    assert set(replayed.names) == {*STRATEGIES_OF_THE_PAPER, "kvr-b"}
+    assert any("tp, " in note and "can replay" in note for note in replayed.notes)
     assert compared(scenario, ["ring", "all"], "ranks", choice).names[0] == "ring"
     (tmp_path / "states.json").write_text(json.dumps(KINDS["qwen3_next"]))
     scenario, _ = make_scenario(ctx=96, gpus=2, model=tmp_path / "states.json", dtype="fp16")
     choice = replace(choice, config=str(tmp_path / "states.json"))
     found = compared(scenario, ["all"], "ranks", choice)
-    assert found.names == (*STRATEGIES_OF_THE_PAPER, "kvr-b", "kvr-direct")
-    assert len(found.notes) == 5
+    assert set(found.names) == {*STRATEGIES_OF_THE_PAPER, "kvr-b", "kvr-direct", "pp", "pp-s"}
+    assert any("not measured: tp: takes" in note for note in found.notes)
     assert any("ring" in note and "its layers keep states" in note for note in found.notes)
 
 
@@ -285,8 +291,8 @@ def test_what_the_model_the_ranks_or_one_device_cannot_run_is_refused_before_any
             "--generate: got '2', accepted: nothing for zigzag",
         ),
         (
-            arguments(folder, "confirm", "--strategies", "ring,pp"),
-            "--strategies: got 'pp', accepted: what ranks with a",
+            arguments(folder, "confirm", "--strategies", "ring,kvr-p"),
+            "--strategies: got 'kvr-p', accepted: what the runtime runs without a table: single",
         ),
         (
             arguments(folder, "confirm", "--strategies", "ring", "--virtual"),

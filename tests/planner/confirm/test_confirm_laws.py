@@ -104,6 +104,31 @@ def test_a_regret_counts_beyond_the_spread_only() -> None:
     assert not any("regret" in reason for reason in confirmation(*loose).reasons)
 
 
+@examples(30)
+@given(samples=st.lists(TIMES, min_size=2, max_size=6))
+def test_pairs_are_orders_or_ties_and_the_exact_prediction_orders_them_all(
+    samples: list[tuple[float, ...]],
+) -> None:
+    exact = confirmation(*(candidate(str(i), sorted(s)[1], s) for i, s in enumerate(samples)))
+    orders, places = exact.orders, exact.places()
+    assert orders.right == len(orders.significant)
+    assert [one["predicted_rank"] for one in places] == [one["measured_rank"] for one in places]
+    assert orders.num_pairs - len(orders.significant) == sum(len(one["tied_with"]) for one in places) / 2
+    reverse = confirmation(*(candidate(str(i), -sorted(s)[1], s) for i, s in enumerate(samples)))
+    assert set(reverse.orders.wrong) == set(orders.significant)
+    few = confirmation(*(candidate(str(i), 1.0, s[:2]) for i, s in enumerate(samples)))
+    assert few.orders.significant == ()
+
+
+def test_medians_beyond_both_spreads_are_an_order() -> None:
+    fast, near = candidate("a", 1.0, (1.0, 1.1, 1.2)), candidate("b", 3.0, (1.05, 1.25, 1.35))
+    slow = candidate("c", 2.0, (1.4, 1.5, 1.6))
+    found = confirmation(fast, near, slow)
+    assert found.orders.significant == (("a", "c"),)
+    assert found.orders.right == 1
+    assert [one["tied_with"] for one in found.places()] == [["b"], ["a", "c"], ["b"]]
+
+
 def test_what_a_slower_machine_explains_is_told() -> None:
     scenario, _ = make_scenario(ctx=8192, gpus=2, model="llama-7b", profile=made_up_profile())
     predicted_s = drift_of(scenario, (1.0,)).predicted_s
