@@ -29,7 +29,7 @@ class Evaluator:
 
     def ttft_s(self, chunks: Array) -> Array:
         """TTFT of each row of chunks (B, num_ranks), tokens; shape (B,)."""
-        block = rows_at_once(self.scenario.cluster)
+        block = rows_at_once(self.scenario, self.strategy)
         parts = []
         for first in range(0, len(chunks), block):
             parts.append(ttft_s(self.scenario, self.strategy, chunks[first : first + block]))

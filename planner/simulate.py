@@ -55,8 +55,8 @@ def run_simulation(
 
     strategy: a name, "FILE.py:NAME" or a Strategy.
 
-    executor: "batch" or "event"; None takes the event executor where flows share a bus, or a timeline or
-    breakdown is wanted. Raises InputError for an unknown strategy or executor, or a partition that does not fit.
+    executor: "batch" or "event"; None takes the event executor where a timeline or breakdown is wanted.
+    Raises InputError for an unknown strategy or executor, or a partition that does not fit.
     disturbance: noise; the answer is its first sample's run, beside the distribution over all.
     arrivals: requests alike behind each other, Poisson gaps by the seed, or prompts of different lengths, of which the
         scenario's request is the one with the longest context; the answer is that of the scenario's request alone.
@@ -83,7 +83,7 @@ def run_simulation(
     placed = placed_for(scenario, chosen)
     draw = None if disturbance is None else disturbance.draw(placed)
     records = timeline or with_breakdown or draw is not None
-    kind = check_executor(placed.cluster, executor, records=records)
+    kind = check_executor(executor, records=records)
     chosen, cut = settled(placed, chosen, partition, table, on_progress)
     looks_up = partition is None and chosen.partition_rule == "table"
     quiet_s = None if draw is None else run_partition(placed, chosen, cut).ttft_s

@@ -1,7 +1,7 @@
 """From a scenario, a strategy and chunks to seconds: picks the executor and runs it.
 
 The batch executor runs thousands of partitions at once. The event executor runs one partition at a time; it is needed
-where flows share a bandwidth and where spans are recorded. SimPy is imported only there.
+where spans are recorded, and under noise where flows share a bandwidth. SimPy is imported only there.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from kvrsim.choices import EXECUTORS, Executor
 from kvrsim.compile import build_program, columns
 from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
+from kvrsim.executors.shared import run_shared
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.partition import Partition
 from kvrsim.program.operations import Array, Program
@@ -28,6 +29,7 @@ if TYPE_CHECKING:  # noise costs the start of a plan that has none
 
 BLOCK = 8192  # partitions that are evaluated together: arrays of 64 KiB, which stay in a core's cache
 _CELLS = 2**14  # partitions times samples that are evaluated together
+_SHARED_CELLS, _SHARED_BLOCK = 2**20, 1024  # on a bus: partitions times messages, and partitions at most
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,12 +57,12 @@ def run_partition(
 ) -> Run:
     """Run one partition.
 
-    executor: None picks the batch executor where it can run, the event executor elsewhere.
+    executor: None picks the batch executor, and the event executor for a timeline or under noise.
     draw: one sample of noise, which the event executor runs.
     """
     program = build_program(scenario, strategy, columns(partition.chunk_lens))
-    if draw is None and not timeline and (executor or executor_of(scenario.cluster)) == "batch":
-        return Run(program=program, finish_s=tuple(map(float, run_batch(program, scenario.cluster)[:, 0])))
+    if draw is None and not timeline and executor != "event":
+        return Run(program=program, finish_s=tuple(map(float, run_program(program, scenario.cluster)[:, 0])))
     from kvrsim.executors.event import EventSimulation
 
     simulated = EventSimulation(program, scenario.cluster, record=timeline, noise=draw)
@@ -86,46 +88,43 @@ def finish_s(scenario: Scenario, strategy: Strategy, chunks: Array, *, draw: Noi
 
 def run_program(program: Program, cluster: Cluster, draw: NoiseDraw | None = None) -> Array:
     """When each rank has finished, seconds, shape (ranks, B), or (ranks, B, samples) under a draw of noise."""
-    if executor_of(cluster) == "batch":
+    if not cluster.shares_bandwidth:
         return run_batch(program, cluster, draw)
+    if draw is None:
+        return run_shared(program, cluster)
     from kvrsim.executors.event import EventSimulation
 
     rows = [program.row(index) for index in range(program.num_rows)]
-    if draw is None:
-        return np.array([EventSimulation(row, cluster, record=False).finish_s for row in rows]).T
     alone = [draw.only(sample) for sample in range(draw.num_samples)]
     runs = [[EventSimulation(row, cluster, record=False, noise=one).finish_s for one in alone] for row in rows]
     return np.moveaxis(np.array(runs), -1, 0)
 
 
-def executor_of(cluster: Cluster) -> Executor:
-    """The faster executor of those that can run on the cluster."""
-    return "event" if cluster.shares_bandwidth else "batch"
-
-
-def check_executor(cluster: Cluster, executor: str | None, *, records: bool) -> Executor:
+def check_executor(executor: str | None, *, records: bool) -> Executor:
     """The executor asked for, or the one to pick; InputError where it cannot run.
 
     records: whether a timeline, a breakdown or one sample of noise is wanted.
     """
     if executor is None:
-        return "event" if records else executor_of(cluster)
+        return "event" if records else "batch"
     if executor not in EXECUTORS:
         raise InputError("executor", executor, " or ".join(EXECUTORS))
-    if executor == "batch" and cluster.shares_bandwidth:
-        raise InputError("executor", executor, "event, because flows share a bus")
     if executor == "batch" and records:
         raise InputError("executor", executor, "event, because a timeline or noise is asked for")
     return executor
 
 
-def rows_at_once(cluster: Cluster, num_samples: int = 1) -> int:
+def rows_at_once(scenario: Scenario, strategy: Strategy, num_samples: int = 1) -> int:
     """Partitions that are evaluated together, each under that many samples of noise."""
-    return 1 if executor_of(cluster) == "event" else min(BLOCK, max(1, _CELLS // num_samples))
+    if not scenario.cluster.shares_bandwidth:
+        return min(BLOCK, max(1, _CELLS // num_samples))
+    ranks = scenario.cluster.num_gpus
+    messages = scenario.share.num_hidden_layers * ranks * (1 if strategy.chains else ranks)
+    return min(_SHARED_BLOCK, max(1, _SHARED_CELLS // messages))
 
 
 def _finishes(scenario: Scenario, strategy: Strategy, chunks: Array, draw: NoiseDraw | None) -> Iterator[Array]:
-    step = rows_at_once(scenario.cluster, 1 if draw is None else draw.num_samples)
+    step = rows_at_once(scenario, strategy, 1 if draw is None else draw.num_samples)
     for first in range(0, len(chunks), step):
         program = build_program(scenario, strategy, columns(chunks[first : first + step]))
         yield run_program(program, scenario.cluster, draw)

@@ -119,13 +119,14 @@ def any_divisible(rng: Draws, **options: Any) -> Scenario:
             return scenario
 
 
-def any_placed(rng: Draws, strategy: Strategy) -> tuple[Scenario, tuple[int, ...]]:
-    """A scenario as the strategy sees it, and chunks of any length for it."""
+def any_placed(rng: Draws, strategy: Strategy, **machine: Any) -> tuple[Scenario, tuple[int, ...]]:
+    """A scenario as the strategy sees it, and chunks of any length for it; `machine`: options of any_scenario."""
     for attempt in range(4):
         divides = attempt == 3 or rng.random() < 0.35  # what divides fits every strategy
         kind = rng.choice([None, None, "mixed"])
         options = {} if divides else {"num_gpus": (1, 8), "layers": (1, 8)}
-        scenario = (any_divisible if divides else any_scenario)(rng, kind=None if attempt == 3 else kind, **options)
+        kind = None if attempt == 3 else kind
+        scenario = (any_divisible if divides else any_scenario)(rng, kind=kind, **options, **machine)
         if rng.random() < 0.3:
             scenario = as_measured(rng, scenario)
         if rng.random() < 0.3 and scenario.profile and scenario.request.new_tokens > 1:

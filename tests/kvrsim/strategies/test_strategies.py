@@ -264,12 +264,12 @@ def plan_weights(model: str) -> int:
 
 @pytest.mark.parametrize("name", ["ring", "zigzag-ring", "zigzag", "tp", "pp", "tp2+kvr-s", "ulysses", "kvr-direct"])
 def test_a_shared_bus_and_a_breakdown(name: str) -> None:
-    """The event executor alone: flows share the bus; parts and waits sum to when each rank has finished."""
+    """Flows share the bus; parts and waits sum to when each rank has finished."""
     options: dict[str, Any] = {"strategy": name, "ctx": "1k", "gpus": 4}
     slow = options | {"profile": "roofline", "link_bandwidth": "10GB/s"}
     slow |= {"partition": [256] * 4} if name == "kvr-direct" else {}
     shared, own = (kvrsim.simulate(**slow, topology=topology) for topology in ("bus", "switch"))
-    assert shared.executor == ("batch" if name == "tp" else "event")  # one group has the bus for itself
+    assert shared.executor == "batch"
     assert shared.ttft_s >= own.ttft_s * (1 - 1e-9)
     run = kvrsim.simulate(**options, breakdown=True)
     assert run.breakdown is not None
