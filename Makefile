@@ -63,7 +63,7 @@ figures: $(VENV)/.core ## draw the paper's figures from the simulator and rewrit
 calibration: $(VENV)/.dev ## calibrate this machine and compare with whole prefills (20 minutes, nothing else running)
 	$(BIN)/python -m validate.machine.calibration
 
-confirmation: $(VENV)/.dev ## calibrate, plan and run it all for real (15 minutes, nothing else running)
+confirmation: $(VENV)/.dev ## calibrate, plan and run it all for real (25 minutes, nothing else running)
 	$(BIN)/python -m validate.machine.confirmation
 
 gpu: $(VENV)/.dev ## the first hour on a GPU node, with a report in gpu-report/ (on a CPU: whether it runs)

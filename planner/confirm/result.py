@@ -17,6 +17,7 @@ from kvrsim.results.results import stages_to_json
 from kvrsim.results.timeline import Timeline
 from planner.confirm.drift import ClockDrift
 from planner.confirm.orders import Orders, is_order, ranks_of
+from planner.confirm.parts import differences
 
 if TYPE_CHECKING:
     import pandas
@@ -89,6 +90,7 @@ class Candidate:
             "rel_error": self.rel_error,
             "rel_error_at_pace": self.rel_error_after_drift,
             "samples_s": list(self.samples_s),
+            "measured_minus_predicted_s": differences(self),
             "logit_error": self.logits_error,
         }
 

@@ -1,10 +1,11 @@
 """Plans against this machine, from a fresh calibration: docs/results/confirmation.md.
 
-    python -m validate.machine.confirmation [--quick] [--tc] [--profile FILE] [--keep FOLDER] [--even-if-busy]
+    python -m validate.machine.confirmation [--quick] [--contexts 2k,4k] [--repeats N] [--tc] [--profile FILE]
+        [--keep FOLDER] [--even-if-busy]
 
-It calibrates, then confirms plans for two ranks over loopback and over emulated links, then runs 4 and 8 sleeping
-ranks. --tc: also over links that the kernel throttles, where root allows. About 15 minutes (`make confirmation`);
---quick: 4.
+It calibrates, then measures every strategy on two ranks over loopback and the baselines over emulated links, then runs
+4 and 8 sleeping ranks. --tc: also over links that the kernel throttles, where root allows. About 25 minutes (`make
+confirmation`); --quick: one model, loopback alone, about 4 minutes at 2k and 6 at 4k.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ SLEEPERS = (
 def main() -> None:
     """Calibrate, confirm, write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one model, one context, few repetitions")
+    parser.add_argument("--quick", action="store_true", help="one model over loopback, few repetitions")
+    parser.add_argument("--contexts", help="of the prefills; default 2k,4k, with --quick 2k")
+    parser.add_argument("--repeats", type=int, help="of each strategy at the first context; default 6, with --quick 5")
     parser.add_argument("--tc", action="store_true", help="over throttled links too: needs root")
     parser.add_argument("--profile", type=Path, help="of small-llama, instead of a calibration")
     parser.add_argument("--keep", type=Path, help="folder for profiles, traces and pictures")
@@ -55,8 +58,10 @@ def main() -> None:
             sections += _falcon(folder, chosen)
         throttled, skipped = _throttled(profile, folder, chosen)
         sections += throttled
-    slept = _slept(2 if chosen.quick else 5)
+    slept = [] if chosen.quick else _slept(5)
     words: list[str] = [word for word in ("--quick", "--tc", "--even-if-busy") if word in sys.argv]
+    words += [f"--contexts {chosen.contexts}"] if chosen.contexts else []
+    words += [f"--repeats {chosen.repeats}"] if chosen.repeats else []
     if chosen.profile:
         words.append(f"--profile {chosen.profile.name}")
     command = " ".join(["python -m validate.machine.confirmation", *words])
@@ -74,21 +79,34 @@ def _calibrated(name: str, folder: Path, chosen: argparse.Namespace) -> Path:
 
 
 def _llama(profile: Path, folder: Path, chosen: argparse.Namespace) -> list[Section]:
-    found = []
-    for ctx, repeats in (("2k", 3),) if chosen.quick else (("2k", 6), ("4k", 4)):
-        for name, link in LINKS.items():
-            top = 2 if name == "loopback" else 1
-            found.append(_confirmed("small-llama", name, profile, folder, ctx=ctx, repeats=repeats, top=top, **link))
+    """Every strategy over loopback, the baselines over emulated links; longer contexts a third less often."""
+    found, repeats = [], chosen.repeats or (5 if chosen.quick else 6)
+    for number, ctx in enumerate((chosen.contexts or ("2k" if chosen.quick else "2k,4k")).split(",")):
+        rounds = max(3, repeats - repeats * number // 3)
+        for name, link in list(LINKS.items())[: 1 if chosen.quick else None]:
+            which = "all" if name == "loopback" else None
+            top = 2 if name == "loopback" and not chosen.quick else 1
+            told: dict[str, Any] = dict(ctx=ctx, repeats=rounds, top=top, strategies=which, **link)
+            found.append(_confirmed("small-llama", name, profile, folder, **told))
     return found
 
 
 def _falcon(folder: Path, chosen: argparse.Namespace) -> list[Section]:
     profile = _calibrated("small-falcon", folder, chosen)
-    return [_confirmed("small-falcon", "loopback", profile, folder, ctx="2k", repeats=4, top=1)]
+    return [_confirmed("small-falcon", "loopback", profile, folder, ctx="2k", repeats=4, top=1, strategies="all")]
 
 
 def _confirmed(
-    model: str, link: str, profile: Path, folder: Path, *, ctx: str, repeats: int, top: int, **scenario: Any
+    model: str,
+    link: str,
+    profile: Path,
+    folder: Path,
+    *,
+    ctx: str,
+    repeats: int,
+    top: int,
+    strategies: str | None,
+    **scenario: Any,
 ) -> Section:
     from planner.confirm.timelines import write_plot, write_traces
 
@@ -98,6 +116,7 @@ def _confirmed(
         model=MODELS / f"{model}.json",
         profile=profile,
         gpus=2,
+        strategies=None if strategies is None else strategies.split(","),
         top=top,
         virtual=False,
         hardware={"repeats": repeats},

@@ -27,9 +27,11 @@ from planner.confirm.candidates import STRATEGIES as STRATEGIES_OF_THE_PAPER
 from planner.confirm.candidates import compared
 from planner.confirm.confirm import confirm
 from planner.confirm.hardware import Hardware, run_plan
+from planner.confirm.parts import PARTS
 from planner.confirm.run import run_here
 from tests.kvrsim.runtime.runtime_models import KINDS
 from tests.planner.confirm.confirm_setup import BUSY, arguments, folder_with, said
+from validate.machine.confirmation_page import page
 
 ROOT = Path(__file__).parents[3]
 SHORT = ("--repeats", "2", "--warmups", "0", "--json")
@@ -65,6 +67,16 @@ def test_every_candidate_is_predicted_and_measured(confirmed: tuple[dict[str, An
     assert found["max_logit_error"] <= 1e-5
     assert found["ok"] is True
     assert found["reasons"] == []
+
+
+def test_parts_add_up_to_the_error_and_stand_on_the_page(confirmed: tuple[dict[str, Any], str]) -> None:
+    found, _ = confirmed
+    for one in found["candidates"]:
+        assert set(one["measured_minus_predicted_s"]) == set(PARTS)
+    text = page([("a model, loopback", found)], [], [], "a command")
+    assert all(f"\n| {one['strategy']} | " in text for one in found["candidates"])
+    assert "| predicted place | measured place |" in text
+    assert f"{len(found['candidates']) - 1};" in text.split("over all strategies:")[1]  # but for "kvr-s #2"
 
 
 def test_it_says_what_was_done(confirmed: tuple[dict[str, Any], str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrsim.errors import InputError
 from kvrsim.executors.run import run_partition
 from kvrsim.partition import Partition
 from kvrsim.profile.profile import Gather, load_profile
@@ -23,10 +24,12 @@ from kvrsim.strategies import STRATEGIES
 from planner.confirm.candidates import candidates_of
 from planner.confirm.drift import ClockDrift, corrected_for, drift_of
 from planner.confirm.hardware import gather_of, other_device
+from planner.confirm.parts import giver_of, seconds_by_part
 from planner.confirm.result import Candidate, Confirmation, Targets
 from planner.confirm.virtual import composed_s, composed_timeline
 from planner.partitions import partition_of
 from planner.plan import make_plan
+from planner.simulate import run_simulation
 from tests.building import Draws, any_scenario, draws, examples
 from tests.planner.confirm.confirm_setup import made_up_profile
 from validate.machine.confirmation_ranks import Sleepers, ring_traffic, sleep
@@ -127,6 +130,20 @@ def test_medians_beyond_both_spreads_are_an_order() -> None:
     assert found.orders.significant == (("a", "c"),)
     assert found.orders.right == 1
     assert [one["tied_with"] for one in found.places()] == [["b"], ["a", "c"], ["b"]]
+
+
+@examples(8)
+@given(rng=draws(), name=st.sampled_from(["single", "tsp", "kvr-e", "ring", "ulysses"]))
+def test_seconds_by_part_add_up_to_the_ttft(rng: Draws, name: str) -> None:
+    scenario = any_scenario(rng, topologies=("switch", "bus"))
+    try:
+        run = run_simulation(scenario, strategy=name, timeline=True)
+    except InputError:
+        return  # heads that the ranks do not divide
+    assert run.timeline is not None
+    parts = seconds_by_part(run.timeline, giver_of(run.timeline))
+    assert sum(parts.values()) == pytest.approx(run.ttft_s)
+    assert min(parts.values()) >= 0
 
 
 def test_what_a_slower_machine_explains_is_told() -> None:
