@@ -19,7 +19,6 @@ from kvrsim.strategies import KVR_S, Strategy
 from kvrsim.strategies.pipeline import context_ranks
 from planner.access import placed_for
 from planner.evaluate import Evaluator, Progress
-from planner.pipelines.search import MOST_A_STAGE, search_pipeline
 from planner.search.search import Found, search
 
 if TYPE_CHECKING:
@@ -48,6 +47,8 @@ def settled(
             shown = ",".join(map(str, partition))
             raise InputError("partition", shown, f"pieces of at least {context} tokens, one a context rank")
     if strategy.partition_rule == "searched-pieces":
+        from planner.pipelines.search import search_pipeline  # only where pieces are searched
+
         found = search_pipeline(with_mean_steps(scenario), strategy, pieces=given, on_progress=on_progress)
         return found.strategy, found.partition
     return strategy, given or _own(scenario, strategy, table, on_progress)
@@ -112,6 +113,8 @@ def best_pieces(evaluator: Evaluator) -> Partition:
     More pieces fill the stages sooner, fewer waste less on each. TTFT has one minimum: S stages take
     (S + M - 1) x (work / M + the fixed cost of a piece) for M pieces.
     """
+    from planner.pipelines.search import MOST_A_STAGE  # only where there are pieces
+
     scenario = evaluator.scenario
     tokens = scenario.request.new_tokens
     best, best_s, number = Partition.even(tokens, 1), float("inf"), 1
@@ -158,6 +161,8 @@ class PlanPartitions:
             evaluator = Evaluator(with_dear_steps(placed), strategy, self.on_progress)
             cut, evaluations = best_pieces(evaluator), evaluator.evaluations
         elif strategy.partition_rule == "searched-pieces":
+            from planner.pipelines.search import search_pipeline
+
             mean = with_mean_steps(placed)
             pipeline = search_pipeline(mean, strategy, stride=self.stride, on_progress=self.on_progress)
             strategy, cut, evaluations = pipeline.strategy, pipeline.partition, pipeline.evaluations

@@ -9,7 +9,6 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, STRATEGIES, Strategy
 from planner.access import placed_for
 from planner.partitions import with_mean_steps
-from planner.pipelines.bound import pipeline_bound_s
 from planner.search.bound import lower_bound_s
 from planner.search.search import Found, search
 
@@ -44,6 +43,8 @@ def bound_of_pipeline(scenario: Scenario, strategy: Strategy, cut: Partition, tt
     """The bound of all pipelines over these ranks, where pieces were searched; scenario: as the strategy sees it."""
     if strategy.partition_rule != "searched-pieces":
         return None
+    from planner.pipelines.bound import pipeline_bound_s  # only where pieces were searched
+
     lower_s, mean = pipeline_bound_s(scenario), with_mean_steps(scenario)
     gap = chosen_gap = ttft_s / lower_s - 1
     if mean is not scenario:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import stat
 from pathlib import Path
 
@@ -45,7 +44,7 @@ def write_atomically(path: str | Path, data: bytes, *, argument: str) -> None:
     `argument` where the folder is missing or not writable, or the path is a folder, a pipe or a device.
     """
     target, mode = _target(path, argument)
-    temporary = target.with_name(f".{target.name[:_NAME_CHARS]}.{secrets.token_hex(4)}")
+    temporary = target.with_name(f".{target.name[:_NAME_CHARS]}.{os.urandom(4).hex()}")
     try:
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else 0o600)
     except OSError as error:

@@ -7,14 +7,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+import kvrsim
 from kvrsim.choices import DEPLOY_ENGINES
 from kvrsim.errors import InputError
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 
+_DATA = Path(kvrsim.__file__).with_name("data") / "deploy.json"
 Kind = str | Sequence[str]  # "int", "float", "str", "flag", or the choices
 _PART = re.compile(r"(tp|pp|cp)(\d*)(-s)?")
 
@@ -93,7 +95,7 @@ def deploy_engine(name: str, parameter: str = "emit") -> DeployEngine:
     """An engine by its name; raises InputError where there is none."""
     if name not in DEPLOY_ENGINES:
         raise InputError(parameter, name, f"one of {', '.join(DEPLOY_ENGINES)}")
-    content: dict[str, Any] = json.loads(files("kvrsim").joinpath("data/deploy.json").read_text("utf-8"))[name]
+    content: dict[str, Any] = json.loads(_DATA.read_text("utf-8"))[name]
     content |= {key: tuple(content[key]) for key in ("sources", "launcher", "context_models")}
     return DeployEngine(name=name, **content)
 

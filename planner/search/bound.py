@@ -36,6 +36,7 @@ from kvrsim.compile import build_program
 from kvrsim.program.operations import Array, Compute, Flags, Load
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
+from planner.search.neighbours import unique_rows
 from planner.search.work import Chain, largest_within
 
 _INTERVALS, _TARGETS, _ZOOMS, _ROUNDS = 20, 20, 2, 3
@@ -76,7 +77,7 @@ class _Bound:
         most = float(tokens - num_ranks + 1)
         share = tokens / num_ranks
         near = np.geomspace(max(1.0, share / 4), max(1.0, min(most, 4 * share)), _INTERVALS)
-        ends = np.unique(np.concatenate([[1.0], near, [most]]).clip(1.0, most))
+        ends = unique_rows(np.concatenate([[1.0], near, [most]]).clip(1.0, most))
         least, upper = (ends[:-1], ends[1:]) if len(ends) > 1 else (ends, ends)
         low = self._solve(least, upper, np.zeros_like(least))
         for _ in range(_ROUNDS - 1):

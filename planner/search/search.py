@@ -19,7 +19,7 @@ from planner.evaluate import Evaluator, Progress
 from planner.search.balance import balanced_chunks
 from planner.search.bound import lower_bound_s
 from planner.search.grid import Floor, Grid
-from planner.search.neighbours import Boundaries, chunk_lens, chunks_between, rounded
+from planner.search.neighbours import Boundaries, chunk_lens, chunks_between, rounded, unique_rows
 from planner.search.refine import refine, refine_frugally
 from planner.search.work import Chain
 
@@ -199,7 +199,7 @@ class _Search:
         plans = [np.append(chunks[:-1], chunks[-1] * last) for chunks in shrinking for last in (0.001, 0.05, 0.3, 1, 3)]
         shares = np.array([*plans, *rng.dirichlet(np.ones(self.num_ranks), size=_SCATTERED)])
         shares *= self.tokens / shares.sum(axis=1, keepdims=True)
-        return np.unique([rounded(chunks, self.stride, self.tokens) for chunks in shares], axis=0)
+        return unique_rows([rounded(chunks, self.stride, self.tokens) for chunks in shares])
 
     def is_worth_polishing(self, boundaries: npt.NDArray[np.int64], ttft_s: float) -> bool:
         """Whether steps of single tokens may matter: on slow links a rank does best to take just one."""
@@ -232,7 +232,7 @@ class _Search:
             row = chunks.copy()
             row[:rank], row[rank] = 1, row[: rank + 1].sum() - rank
             rows.append(row)
-        return np.unique([np.cumsum(row)[:-1] for row in rows], axis=0)
+        return unique_rows([np.cumsum(row)[:-1] for row in rows])
 
     def _seeds(self) -> Boundaries:
         """Blends of the balanced and the even plan; on a bus, plans for slower links and for fewer GPUs too."""
@@ -242,7 +242,7 @@ class _Search:
         if self.scenario.cluster.shares_bandwidth:
             plans.extend(self._bus_plans())
         blends = [plan + share * (even - plan) for plan in plans for share in shares] + [even]
-        return np.unique([rounded(blend, self.stride, self.tokens) for blend in blends], axis=0)
+        return unique_rows([rounded(blend, self.stride, self.tokens) for blend in blends])
 
     def _bus_plans(self) -> list[Array]:
         """A flow gets between all and 1/(p-1) of the bus: plan for each as a link of its own, and for fewer ranks.

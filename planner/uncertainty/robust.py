@@ -15,7 +15,7 @@ from kvrsim.partition import Partition
 from kvrsim.program.operations import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
-from planner.search.neighbours import Boundaries, chunk_lens, chunks_between, rounded
+from planner.search.neighbours import Boundaries, chunk_lens, chunks_between, rounded, unique_rows
 from planner.search.refine import refine_frugally
 from planner.search.search import default_stride
 from planner.uncertainty.disturbed import FIRST_JUDGING_SAMPLE
@@ -103,4 +103,4 @@ def _seeds(quiet: Array, stride: int, tokens: int) -> npt.NDArray[np.int64]:
         plan = quiet.copy()
         plan[-1] *= share
         plans.append(plan * (tokens / plan.sum()))
-    return np.unique([rounded(plan, stride, tokens) for plan in plans], axis=0)
+    return unique_rows([rounded(plan, stride, tokens) for plan in plans])

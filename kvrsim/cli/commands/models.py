@@ -9,7 +9,6 @@ import typer
 
 from kvrsim.cli.options import Json
 from kvrsim.cli.outputs import print_json
-from kvrsim.model.mixers import Attention
 
 if TYPE_CHECKING:
     from kvrsim.model.spec import LayerSpec, ModelSpec
@@ -51,6 +50,7 @@ def show(
 def summary(model: ModelSpec) -> dict[str, Any]:
     """A model's numbers, its layers by kind."""
     from kvrsim.model.describe import mixers_of
+    from kvrsim.model.mixers import Attention
 
     skipped = ("layers", "layer_kinds", "layer_kind_index")
     own = {field.name: getattr(model, field.name) for field in fields(model) if field.name not in skipped}
@@ -80,6 +80,8 @@ def summary(model: ModelSpec) -> dict[str, Any]:
 
 def layer_kind(kind: LayerSpec) -> dict[str, Any]:
     """A kind of layer; of softmax attention its matrices and its window beside the mixer that has them."""
+    from kvrsim.model.mixers import Attention
+
     content, mixer = asdict(kind), kind.mixer
     attention = mixer if isinstance(mixer, Attention) else None
     content["mixer"] = (

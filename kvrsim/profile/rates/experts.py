@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from statistics import NormalDist
 from typing import Annotated
 
 import numpy as np
@@ -129,6 +128,8 @@ def mean_imbalance(
     """
     if num_gpus == 1:
         return 1.0
+    from statistics import NormalDist  # its imports cost the start of every command
+
     deviate = NormalDist().inv_cdf((num_gpus - 0.375) / (num_gpus + 0.25))
     imbalance = 1.0 + deviate * load_sd / np.sqrt(num_experts / num_gpus)
     most = min(num_gpus, num_experts / num_experts_per_tok)

@@ -30,7 +30,7 @@ from planner.capacity.workloads.workload import MAX_REQUESTS, Lengths, Workload
 ARRIVALS = ("poisson", "bursty", "diurnal")
 _KEYS = ("rate", "requests", "duration", "cv", "period", "peak", "context", "output", "cached", "max")
 _DEFAULT_MAX = "128k"
-_Draw = Callable[[int, np.random.Generator], Lengths]
+_Draw = Callable[[int, "np.random.Generator"], Lengths]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

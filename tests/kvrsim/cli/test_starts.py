@@ -1,0 +1,70 @@
+"""What a command loads: a budget for each, in modules, so that no command waits for what it does not use."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from kvrsim.cli import main as cli
+
+ROOT = Path(__file__).resolve().parents[3]
+ROOMS = ("kvrsim", "planner", "calibrate", "validate")
+# What no command below uses, beyond what `import numpy` itself loads.
+UNUSED = {
+    *("torch", "transformers", "pandas", "scipy", "matplotlib", "simpy", "joblib", "distributed"),
+    *("asyncio", "multiprocessing", "logging", "importlib.metadata", "secrets", "tempfile", "statistics"),
+    *("numpy.ma", "numpy.random", "numpy.fft"),
+}
+SETTING = ("--gpus", "2", "--ctx", "1k")
+# Of each command, how many modules of its own it may load, and whether numpy or rich, which draws its tables, are used.
+BUDGETS = [
+    (("--version",), 10, ""),
+    (("--help",), 38, ""),
+    (("plan", "--help"), 16, ""),
+    (("engines", "list", "--json"), 23, ""),
+    (("predictor", "lookup", "ttft.json", "--ctx", "1k", "--json"), 24, ""),
+    (("clusters", "list", "--json"), 28, "numpy"),
+    (("profiles", "list", "--json"), 45, "numpy"),
+    (("profiles", "list"), 60, "numpy rich"),
+    (("table", "lookup", "table.json", *SETTING, "--json"), 98, "numpy"),
+    (("simulate", "--strategy", "kvr-s", *SETTING, "--json"), 188, "numpy"),
+    (("plan", *SETTING, "--json"), 185, "numpy"),
+]
+
+
+def loaded_by(code: str, *arguments: str, folder: Path = ROOT) -> set[str]:
+    """The modules that are loaded when the code has run in a process of its own."""
+    whole = f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code}; print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run(
+        [sys.executable, "-c", whole, *arguments], cwd=folder, capture_output=True, text=True, check=True
+    )
+    return set(done.stderr.splitlines()[-1].split())
+
+
+@cache
+def numpys() -> set[str]:
+    return loaded_by("import numpy")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small table and a small predictor."""
+    path = tmp_path_factory.mktemp("starts")
+    table = ("table", "build", *SETTING, "--profile", "roofline", "--jobs", "1", "-o", str(path / "table.json"))
+    ttft = ("predictor", "build", *SETTING, "--strategy", "tp", "--jobs", "1", "-o", str(path / "ttft.json"))
+    assert [cli.main([*table]), cli.main([*ttft])] == [0, 0]
+    return path
+
+
+@pytest.mark.parametrize(("arguments", "most", "used"), BUDGETS, ids=str)
+def test_a_command_loads_what_it_uses(arguments: tuple[str, ...], most: int, used: str, folder: Path) -> None:
+    run = "from kvrsim.cli.main import main; code = main(sys.argv[1:]); assert code == 0, code"
+    loaded = loaded_by(run, *arguments, folder=folder)
+    unused = UNUSED | {"numpy", "rich"} - set(used.split()) - (numpys() if "numpy" in used.split() else set())
+    assert sorted(loaded & unused) == []
+    own = sorted(name for name in loaded if name.split(".")[0] in ROOMS)
+    assert 0.85 * most <= len(own) <= most, own  # at least: a budget far above what is used limits nothing
