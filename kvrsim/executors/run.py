@@ -16,7 +16,6 @@ from kvrsim.choices import EXECUTORS, Executor
 from kvrsim.compile import build_program, columns
 from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
-from kvrsim.executors.shared import run_shared
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.partition import Partition
 from kvrsim.program.operations import Array, Program
@@ -91,6 +90,8 @@ def run_program(program: Program, cluster: Cluster, draw: NoiseDraw | None = Non
     if not cluster.shares_bandwidth:
         return run_batch(program, cluster, draw)
     if draw is None:
+        from kvrsim.executors.shared import run_shared  # not at every start
+
         return run_shared(program, cluster)
     from kvrsim.executors.event import EventSimulation
 

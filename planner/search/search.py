@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from planner.search.balance import balanced_chunks
 from planner.search.bound import lower_bound_s
 from planner.search.grid import Floor, Grid
 from planner.search.neighbours import Boundaries, chunk_lens, chunks_between, rounded, unique_rows
-from planner.search.refine import refine, refine_frugally
+from planner.search.refine import refine
 from planner.search.work import Chain
 
 _SCATTERED, _SCATTERED_TRIED, _NEAR = 200, 3, 1.2
@@ -28,12 +28,6 @@ _MOST_SCATTERED_RANKS = 32
 _PROVEN = 1.015  # TTFT over its lower bound, within which no other seed is tried
 _POLISHING_ROUNDS = 60
 _COARSE = 64  # strides in the shortest chunk, below which the stride is coarse
-_BUS_SEEDS, _BUS_ROUNDS, _BUS_LAST_ROUNDS = 2, 16, 6
-_BUS_WORK, _BUS_LEAST = 6_400_000, 200  # ranks squared times layers that a search replays; partitions at least
-_BUS_POLISHING = 0.4  # of the partitions, kept for steps of single tokens
-_BUS_ROUNDS_LEFT = 4  # rounds that there is to be room for after each, where partitions run short
-_BUS_RESERVE = 24  # partitions that a round adds: its seed, and sums of moves that helped
-_BUS_PLANS = 8  # at most, of slower links, and of fewer GPUs
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +66,10 @@ def search(
     begin_s = time.perf_counter()
     evaluator = Evaluator(scenario, strategy, on_progress)
     if scenario.cluster.shares_bandwidth and method == "auto":
+        from planner.search.bus import most_on_a_bus  # not at every start
+
         evaluator.most = most_on_a_bus(scenario, strategy)
+        step = stride or 1  # its first steps are coarse
     run = _Search(scenario, strategy, evaluator, step)
     boundaries, ttft_s, name = run.run(method)
     if method == "auto" and stride is None and run.is_worth_polishing(boundaries, ttft_s):
@@ -89,31 +86,12 @@ def search(
     return Found(partition, ttft_s, report, run.lower_bound_s)
 
 
-def most_on_a_bus(scenario: Scenario, strategy: Strategy) -> int:
-    """Partitions that a search on a bus simulates at most: each is replayed event by event, ever longer with more GPUs.
-
-    The search is not cut short by it on up to 8 GPUs and 32 layers.
-    """
-    num_ranks = scenario.cluster.num_gpus
-    work = num_ranks**2 * scenario.share.num_hidden_layers
-    if not strategy.chains:  # every rank sends to many: more messages share the bus
-        work = work * max(8, num_ranks) // 8
-    return max(_BUS_LEAST, _BUS_WORK // work)
-
-
 def default_stride(num_tokens: int, num_ranks: int) -> int:
     """A 512th of the even share, as a power of two, at most 128 tokens.
 
     On fast links, finer moves no TTFT by 0.1 %; elsewhere the search polishes by single tokens.
     """
     return 1 << min(7, max(0, (num_tokens // num_ranks // 512).bit_length() - 1))
-
-
-def _spread_counts(most: int) -> list[int]:
-    """1, 2, ... up to `most`, or a few of them, closer where they are small."""
-    if most <= _BUS_PLANS:
-        return list(range(1, most + 1))
-    return sorted({round(float(one)) for one in np.geomspace(1, most, _BUS_PLANS)})
 
 
 class _Search:
@@ -136,41 +114,18 @@ class _Search:
         if method == "analytical":
             seed = rounded(balanced_chunks(self.scenario, self.chain), self.stride, self.tokens)
             return seed, float(self._evaluate(seed[None])[0]), "analytical"
-        return (*self._refined(), "auto")
+        if self.scenario.cluster.shares_bandwidth:
+            return (*self._on_a_bus(), "auto")
+        return (*self._refined_from(self._seeds()), "auto")
 
-    def _refined(self) -> tuple[npt.NDArray[np.int64], float]:
-        seeds = self._seeds()
-        if not self.scenario.cluster.shares_bandwidth:
-            return self._refined_from(seeds)
-        # Every evaluation replays processes: fewer seeds, fewer steps.
-        best = seeds[np.argsort(self._evaluate(seeds), kind="stable")[:_BUS_SEEDS]]
-        refined = [
-            self._refined_frugally(seed, self.stride, _BUS_ROUNDS, share=(1 - _BUS_POLISHING) * number / len(best))
-            for number, seed in enumerate(best, start=1)
-        ]
-        return min(refined, key=lambda found: found[1])
+    def _on_a_bus(self) -> tuple[npt.NDArray[np.int64], float]:
+        from planner.search.bus import BusSearch
 
-    def _refined_frugally(
-        self, seed: npt.NDArray[np.int64], stride: int, rounds: int, *, share: float, first_step: int | None = None
-    ) -> tuple[npt.NDArray[np.int64], float]:
-        """Refine on a bus, within this share of the partitions that the search may simulate."""
-
-        def thin(rows: Boundaries) -> Boundaries:
-            assert self.evaluator.most is not None
-            left = int(share * self.evaluator.most) - self.evaluator.evaluations - _BUS_RESERVE
-            return self._thinned(rows, left // _BUS_ROUNDS_LEFT)
-
-        return refine_frugally(
-            seed, self.tokens, stride, self._evaluate, rounds=rounds, first_step=first_step, thin=thin
-        )
-
-    def _thinned(self, rows: Boundaries, room: int) -> Boundaries:
-        """At most so many of the rows, spread over them."""
-        if len(rows) <= room:
-            return rows
-        self.was_limited = True
-        spread = np.unique(np.linspace(0, len(rows) - 1, max(0, room)).astype(np.intp))
-        return np.asarray(rows[spread])
+        assert self.evaluator.most is not None
+        bus = BusSearch(self.scenario, self.chain, self.stride, self._evaluate, self.evaluator.most)
+        found = bus.run()
+        self.was_limited = bus.was_limited
+        return found
 
     def _refined_from(self, seeds: Boundaries) -> tuple[npt.NDArray[np.int64], float]:
         """Refine the best seed, and scattered ones that come near it: with few layers, the best may lie far off."""
@@ -212,12 +167,7 @@ class _Search:
     def polished(self, boundaries: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], float]:
         """Refine by single tokens, from these boundaries or with some ranks' chunks left to a neighbour."""
         seeds = self._with_idle_ranks(boundaries)
-        if self.evaluator.most is not None:
-            kept = self._thinned(seeds, (self.evaluator.most - self.evaluator.evaluations - _BUS_RESERVE) // 2)
-            seeds = seeds if len(kept) == len(seeds) else np.concatenate([boundaries[None], kept])
         seed = seeds[int(self._evaluate(seeds).argmin())]
-        if self.scenario.cluster.shares_bandwidth:
-            return self._refined_frugally(seed, 1, _BUS_LAST_ROUNDS, share=1.0, first_step=4)
         return refine(seed, self.tokens, 1, self._evaluate, rounds=_POLISHING_ROUNDS)
 
     def _with_idle_ranks(self, boundaries: npt.NDArray[np.int64]) -> Boundaries:
@@ -235,33 +185,11 @@ class _Search:
         return unique_rows([np.cumsum(row)[:-1] for row in rows])
 
     def _seeds(self) -> Boundaries:
-        """Blends of the balanced and the even plan; on a bus, plans for slower links and for fewer GPUs too."""
+        """Blends of the balanced and the even plan."""
         even = np.full(self.num_ranks, self.tokens / self.num_ranks)
-        plans = [balanced_chunks(self.scenario, self.chain)]
-        shares = (0.0,) if self.scenario.cluster.shares_bandwidth else (0.0, 0.25, 0.5, 0.75)
-        if self.scenario.cluster.shares_bandwidth:
-            plans.extend(self._bus_plans())
-        blends = [plan + share * (even - plan) for plan in plans for share in shares] + [even]
+        plan = balanced_chunks(self.scenario, self.chain)
+        blends = [plan + share * (even - plan) for share in (0.0, 0.25, 0.5, 0.75)] + [even]
         return unique_rows([rounded(blend, self.stride, self.tokens) for blend in blends])
-
-    def _bus_plans(self) -> list[Array]:
-        """A flow gets between all and 1/(p-1) of the bus: plan for each as a link of its own, and for fewer ranks.
-
-        Fewer: the first ranks take a single token, the rest share the context.
-        """
-        bandwidth = self.scenario.cluster.link.bandwidth_bytes_per_s
-        plans = []
-        for flows in _spread_counts(self.num_ranks - 1):
-            self.evaluator.report()
-            own = self.scenario.with_own_links(bandwidth / flows)
-            plans.append(search(own, self.chain).partition.chunk_lens)
-        for used in _spread_counts(self.num_ranks - 1):
-            self.evaluator.report()
-            idle = self.num_ranks - used
-            own = self.scenario.on_gpus(used).with_own_links(bandwidth / max(1, used - 1))
-            request = replace(own.request, context_len=own.request.context_len - idle)
-            plans.append((1,) * idle + search(replace(own, request=request), self.chain).partition.chunk_lens)
-        return [np.array(plan, dtype=float) for plan in plans]
 
     def _evaluate(self, boundaries: Boundaries) -> Array:
         return self.evaluator.ttft_s(chunks_between(boundaries, self.tokens).astype(float))

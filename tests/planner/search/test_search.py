@@ -173,8 +173,8 @@ def test_on_a_bus(rng: Draws) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, 9])
 def test_a_search_on_a_bus_keeps_to_its_limit_and_says_so(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("planner.search.search._BUS_WORK", 0)
-    monkeypatch.setattr("planner.search.search._BUS_LEAST", 60)
+    monkeypatch.setattr("planner.search.bus._WORK", 0)
+    monkeypatch.setattr("planner.search.bus._LEAST", 60)
     told: list[int | None] = []
     plan = kvrsim.plan(
         ctx=512,
