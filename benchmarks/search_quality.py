@@ -166,7 +166,9 @@ def against_descent(name: str, topologies: tuple[str, ...], count: int) -> list[
             print(f"{number}: {gains[-1]:.3%} on {about}: {found.partition.chunk_lens}", file=sys.stderr, flush=True)
     above = [f"{sum(gain > most for gain in gains)} above {most:.1%}" for most in (0.001, 0.005, 0.05)]
     text = f"it gains {max(gains):.2%} at most, {np.median(gains):.3%} in the median; {', '.join(above)}"
-    return [f"| random descent of 2,000 evaluations, {count} settings {name} of 2 to 8 GPUs, 1 MB/s to 1 TB/s | {text} |"]
+    return [
+        f"| random descent of 2,000 evaluations, {count} settings {name} of 2 to 8 GPUs, 1 MB/s to 1 TB/s | {text} |"
+    ]
 
 
 def against_the_papers_grid() -> list[str]:
