@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 
 from kvrsim.executors.collectives import AllGatherEvaluator, AllToAllEvaluator, Edges, RingPassEvaluator
-from kvrsim.executors.steps import Message, RankState, Segment, Steps
+from kvrsim.executors.repeats import has_runs, repeat, runs
+from kvrsim.executors.steps import Message, RankState, Segment, Step, Steps
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.program.operations import AllGather, AllToAll, Array, Load, Program, Recv, RingPass
 
@@ -66,10 +67,7 @@ class BatchEvaluator:
         prepared = Steps(cluster, under_noise=draw is not None, jitters=draw is not None and draw.jitters_compute)
         self.wide = prepared.wide
         begins: Sequence[Array | float] = [0.0] * program.num_ranks if start is None else start.ranks_s
-        self.ranks = [
-            RankState(steps, begin_s, np.array(np.broadcast_to(begin_s, self.shape)))
-            for steps, begin_s in zip(prepared.of(program), begins, strict=True)
-        ]
+        self.ranks = [RankState(begin_s, np.array(np.broadcast_to(begin_s, self.shape))) for begin_s in begins]
         free = {} if start is None else start.links_s
         self.links_s: dict[Edge, Array] = {edge: np.broadcast_to(free_s, self.shape) for edge, free_s in free.items()}
         self.never = np.full(self.shape, _NEVER)
@@ -80,11 +78,18 @@ class BatchEvaluator:
         self.prepared: dict[tuple[int, int], Any] = {}  # collectives, by the first rank and its operation
         self.edges: dict[tuple[range, int], Edges] = {}  # of ranks, by how many ranks further on
         self.scratch = np.empty(self.shape)
-        self._run()
+        repeats = draw is None and has_runs(program)
+        for part in prepared.of(program, runs(program.layer_kind_index) if repeats else None):
+            if part.times == 1:
+                self.run_steps(part.steps)
+            else:
+                repeat(self, part.steps, part.times)
         self.finish_s = np.stack([rank.clock for rank in self.ranks])
 
-    def _run(self) -> None:
-        """Take every rank to its end, together wherever all of a collective have come to it."""
+    def run_steps(self, steps: Sequence[list[Step]]) -> None:
+        """Take every rank to the end of its steps, together wherever all of a collective have come to it."""
+        for rank, own in zip(self.ranks, steps, strict=True):
+            rank.steps, rank.step = own, 0
         while True:
             before = self._progress()
             states = [self._advance(index, rank) for index, rank in enumerate(self.ranks)]

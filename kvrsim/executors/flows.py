@@ -70,7 +70,7 @@ class FlowGraph:
     def of(cls, program: Program, cluster: Cluster) -> FlowGraph:
         """Of all ranks."""
         graph = cls(program.num_rows)
-        for rank, steps in enumerate(Steps(cluster).of(program)):
+        for rank, steps in enumerate(Steps(cluster).of(program)[0].steps):
             _Rank(graph, cluster, rank, program.num_ranks).take(steps)
         sent = {moment for key, moment in graph.moments.items() if key[0] != "come"}
         assert sent <= graph.flows.keys(), "the program deadlocks: a message is received that nobody sends"

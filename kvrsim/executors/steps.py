@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -58,13 +58,21 @@ class _Block:
 Step = Segment | Message | Recv | AllGather | RingPass | AllToAll | Load
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Steps of each rank, which it takes so many times before it comes to the next part."""
+
+    steps: list[list[Step]]
+    times: int
+
+
 @dataclass(slots=True)
 class RankState:
     """Where one rank stands in its program."""
 
-    steps: list[Step]
     begin_s: Array | float  # its host begins then, and runs ahead
     clock: Array  # device time
+    steps: list[Step] = field(default_factory=list)
     host_s: float = 0.0  # host time issued since it began
     lags: bool = False  # whether the device may be before the host: it never is once something was computed
     step: int = 0
@@ -92,18 +100,27 @@ class Steps:
         self.blocks: dict[int, _Block] = {}
         self.merged: dict[tuple[int, int], Segment] = {}
 
-    def of(self, program: Program) -> list[list[Step]]:
-        """All steps of every rank: prologue, layers, epilogue."""
+    def of(self, program: Program, runs: Iterable[tuple[tuple[int, ...], int]] | None = None) -> list[Part]:
+        """All steps of every rank in order: prologue, layers, epilogue.
+
+        runs: kinds of layers, and how often they follow each other, all of them in order; None: in one part.
+        """
         ranks = range(program.num_ranks)
         kinds = [[self._block(rank, kind[rank]) for rank in ranks] for kind in program.layers]
-        found = []
-        for rank in ranks:
-            layers = (kinds[kind][rank] for kind in program.layer_kind_index)
-            ends = self._block(rank, program.prologue[rank]), self._block(rank, program.epilogue[rank])
-            blocks = (ends[0], *layers, ends[1])
-            keeps_host = self.jitters or any(block.without_host is None for block in blocks)
-            found.append(self._joined(block.steps if keeps_host else block.without_host or [] for block in blocks))
-        return found
+        first, last = ([self._block(rank, ops[rank]) for rank in ranks] for ops in (program.prologue, program.epilogue))
+        used = [first, last, *(kinds[kind] for kind in set(program.layer_kind_index))]
+        keeps = [self.jitters or any(blocks[rank].without_host is None for blocks in used) for rank in ranks]
+
+        def steps(blocks: Sequence[list[_Block]]) -> list[list[Step]]:
+            return [
+                self._joined(of[rank].steps if keeps[rank] else of[rank].without_host or [] for of in blocks)
+                for rank in ranks
+            ]
+
+        if runs is None:
+            return [Part(steps([first, *(kinds[kind] for kind in program.layer_kind_index), last]), 1)]
+        layers = [Part(steps([kinds[kind] for kind in period]), times) for period, times in runs]
+        return [Part(steps([first]), 1), *layers, Part(steps([last]), 1)]
 
     def wide(self, values: Array) -> Array:
         """With an axis of samples, where there are some."""

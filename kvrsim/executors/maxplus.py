@@ -1,0 +1,153 @@
+"""Periods of max-plus arithmetic that are alike, without walking through every one.
+
+Two laws spare most periods, both exact; `x_k(l)` is a node in period l (see trace.py):
+
+- Convexity. Where no node depends on itself but by its own term of weight w, every x_k(l) is convex in l from some
+  period D on. The latest of `u(m) + (l - m) w` over m, u being what the other terms say, is then at an end, so that
+  `x_k(l) = max(x_k(D) + (l - D) w, u_k(l))`: the last period follows from the period D.
+- Homogeneity. Where all nodes of a partition advance by the same time from one period to the next, they do so for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrsim.executors.trace import Offset, Term, Terms
+from kvrsim.program.operations import Array
+
+_COLUMNS = 2048  # partitions that are walked together, whose arrays stay in a core's cache
+_MOST_LEFT = 0.75  # of the partitions: where more remain, none leaves
+_CHECKS = (4, 8, 16, 32)  # periods after which partitions that repeat leave the walk
+SAME = 1e-13  # of the time, by which two advances differ that are the same but for rounding
+
+
+def advanced(terms: Terms, x: dict[int, Array], ends: list[int], periods: int) -> dict[int, Array]:
+    """The nodes at the ends after so many periods, from all nodes."""
+    kept = {*ends, *(node for found in terms.values() for node, shift, _ in found if shift)}
+    x = {node: x[node] for node in terms if node in kept}
+    depth = _depth(terms)
+    if depth is not None and depth < periods:
+        return _Convex(terms, walked(terms, x, depth, checks=(), whole=True), depth).at(ends, periods)
+    size = next(iter(x.values())).size
+    found = {node: np.empty(size) for node in ends}
+    for first in range(0, size, _COLUMNS):
+        some = slice(first, first + _COLUMNS)
+        mine = {
+            node: [(other, shift, _part(offset, some)) for other, shift, offset in of] for node, of in terms.items()
+        }
+        ended = walked(mine, {node: values[some] for node, values in x.items()}, periods)
+        for node, values in found.items():
+            values[some] = ended[node]
+    return found
+
+
+def _part(offset: Offset, some: slice | npt.NDArray[np.bool_]) -> Offset:
+    return offset if isinstance(offset, float) or offset.size == 1 else offset[some]
+
+
+def _depth(terms: Terms) -> int | None:
+    """Periods from which on all nodes are convex; None: nodes depend on each other in a circle."""
+    depths: dict[int, int] = {}
+    waiting = dict(terms)
+    while waiting:
+        known = {
+            node
+            for node, found in waiting.items()
+            if all(other in depths or (other == node and shift == 1) for other, shift, _ in found)
+        }
+        if not known:
+            return None
+        for node in known:
+            others = [depths[other] + shift for other, shift, _ in waiting.pop(node) if other != node]
+            depths[node] = max(others, default=1)
+    return max(depths.values())
+
+
+def walked(
+    terms: Terms,
+    x: dict[int, Array],
+    periods: int,
+    *,
+    checks: Iterable[int] = _CHECKS,
+    whole: bool = False,
+) -> dict[int, Array]:
+    """The nodes that x has, after so many periods; all nodes, if `whole`. Each of shape (B,)."""
+    size = next(iter(x.values())).size
+    left = np.arange(size)  # partitions that have not left
+    ended = {node: np.empty(size) for node in x}
+    checks = {number for number in checks if number < periods}
+    lines = [node for node, found in terms.items() if all(other == node for other, _, _ in found)]
+    buffers = [{node: np.empty(size) for node in terms} for _ in range(2)]
+    scratch, new = np.empty(size), x
+    for number in range(1, periods + 1):
+        old, new = new, buffers[number % 2]
+        for node, found in terms.items():
+            _latest(found, old, new, new[node], scratch)
+        if number not in checks:
+            continue
+        with np.errstate(invalid="ignore"):  # a time that nothing has begun yet is -inf, and never leaves
+            advance = {node: new[node] - old[node] for node in x}
+            of_others = np.stack([advance[node] for node in x if node not in lines])
+            low = of_others.min(axis=0)
+            leaves = of_others.max(axis=0) - low <= SAME * new[next(iter(x))]
+        for node in lines:
+            leaves &= advance[node] <= low
+        stays = ~leaves
+        if stays.mean() > _MOST_LEFT:
+            continue
+        for node, end in ended.items():
+            end[left[leaves]] = (new[node] + (periods - number) * (advance[node] if node in lines else low))[leaves]
+        left = left[stays]
+        if not left.size:
+            return ended
+        terms = {
+            node: [(other, shift, _part(offset, stays)) for other, shift, offset in found]
+            for node, found in terms.items()
+        }
+        new = {node: values[stays] for node, values in new.items()}
+        buffers = [{node: np.empty(left.size) for node in terms} for _ in range(2)]
+        scratch = np.empty(left.size)
+    if whole:
+        return new
+    for node, end in ended.items():
+        end[left] = new[node]
+    return ended
+
+
+def _latest(terms: list[Term], old: dict[int, Array], new: dict[int, Array], out: Array, scratch: Array) -> None:
+    """The latest of the terms, into `out`."""
+    first, *others = terms
+    np.add((old if first[1] else new)[first[0]], first[2], out=out)
+    for node, shift, offset in others:
+        time = (old if shift else new)[node]
+        if not isinstance(offset, float) or offset:
+            time = np.add(time, offset, out=scratch)
+        np.maximum(out, time, out=out)
+
+
+class _Convex:
+    """Nodes far from a period D, all known there, from which on they are convex."""
+
+    def __init__(self, terms: Terms, x: dict[int, Array], base: int) -> None:
+        self.terms, self.base = terms, base
+        self.known = {(node, base): values for node, values in x.items()}
+
+    def at(self, nodes: list[int], period: int) -> dict[int, Array]:
+        """The nodes then."""
+        return {node: self._at(node, period) for node in nodes}
+
+    def _at(self, node: int, period: int) -> Array:
+        if (node, period) not in self.known:
+            value: Array | None = None
+            for other, shift, offset in self.terms[node]:
+                if other == node:
+                    time = self.known[node, self.base] + (period - self.base) * offset
+                else:
+                    time = self._at(other, period - shift) + offset
+                value = time if value is None else np.maximum(value, time, out=value)
+            assert value is not None
+            self.known[node, period] = value
+        return self.known[node, period]
