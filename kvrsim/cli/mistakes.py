@@ -12,6 +12,7 @@ from kvrsim.errors import InputError, KvrsimError
 
 _FIRST_NAME = re.compile(r"^[a-z][a-z0-9_]*(?=$|[: ])")
 _QUOTED_NAME = re.compile(r"`([a-z][a-z0-9_]*)`")
+_SAME = {"strategy": ("strategies",), "strategies": ("strategy",)}  # a command has one of the two
 # Click says these in its messages alone.
 _NO_SUCH_COMMAND = re.compile(r"No such command '([^']*)'")
 _EXTRA_ARGUMENT = re.compile(r"unexpected extra argument.*\(([^()]*)\)$")
@@ -25,8 +26,8 @@ def as_options(error: KvrsimError, command: Any) -> str:
     options = _long_options(command)
 
     def spelled(name: str) -> str | None:
-        option = "--" + name.replace("_", "-")
-        return option if option in options else None
+        names = (name, *_SAME.get(name, ()))
+        return next((option for one in names if (option := "--" + one.replace("_", "-")) in options), None)
 
     def first_name(text: str) -> str:
         return _FIRST_NAME.sub(lambda match: spelled(match[0]) or match[0], text, count=1)

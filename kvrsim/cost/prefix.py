@@ -49,8 +49,10 @@ class PrefixPlacement:
         place, colon, bandwidth = text.partition(":")
         if place not in PREFIX_PLACEMENTS or (colon and place not in _LOADED):
             raise InputError(argument, text, _ACCEPTED)
-        rate = parse_bandwidth(bandwidth, argument) if colon else None
-        return cls(place=place, bytes_per_s=rate)
+        try:
+            return cls(place=place, bytes_per_s=parse_bandwidth(bandwidth, argument) if colon else None)
+        except InputError as error:
+            raise InputError(argument, text, _ACCEPTED) from error
 
     def describe(self) -> str:
         """As `parse` takes it."""

@@ -71,7 +71,10 @@ def get_strategy(strategy: str | Strategy, parameter: str = "strategy") -> Strat
     if hybrid and hybrid[2] is None:
         return replace(TENSOR_PARALLEL, name=strategy, group_size=int(hybrid[1]), context_size=1)
     if hybrid:
-        inner = get_strategy(hybrid[2], parameter)
+        try:
+            inner = get_strategy(hybrid[2], parameter)
+        except InputError as error:
+            raise InputError(parameter, strategy, error.accepted) from error
         if inner.group_size == 1 and inner.partition_rule not in ("whole", "table"):
             return inner if hybrid[1] == "1" else in_groups(inner, int(hybrid[1]))
         raise InputError(parameter, strategy, "tpN+ before a strategy that splits the context or the layers")

@@ -24,6 +24,7 @@ from kvrsim.program.operations import Array, work_s
 from kvrsim.request import MAX_BATCH, Request
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
+from planner.bisection import largest
 from planner.capacity.designs import Limits
 from planner.capacity.workloads.workload import Lengths
 
@@ -157,10 +158,4 @@ def _room(placed: Scenario, context: int) -> int:
 
 def _largest(placed: Scenario, room: int, context: int, tpot_s: float) -> int:
     """The most sequences, at most `room`, whose step keeps the target; 0: not even one."""
-    if step_s(placed, room, context) <= tpot_s:
-        return room
-    low, high = 0, room
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if step_s(placed, middle, context) <= tpot_s else (low, middle)
-    return low
+    return largest(lambda sequences: step_s(placed, sequences, context) <= tpot_s, room)

@@ -103,8 +103,15 @@ def launch_of(
             *server.notes(),
             *about_pieces(degrees, pieces, layers or ()),
             "the longest sequence is the prompt and one token: add your output tokens",
+            *_about_prefix(scenario),
         ),
     )
+
+
+def _about_prefix(scenario: Scenario) -> Iterator[str]:
+    placement = scenario.prefix_placement
+    if scenario.request.cached_prefix and placement.place != "all":
+        yield f"no flag here places the cached prefix ({placement.describe()}): set it up in the engine"
 
 
 def about_pieces(degrees: Degrees, pieces: Sequence[int], layers: Sequence[int]) -> Iterator[str]:

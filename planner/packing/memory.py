@@ -9,6 +9,7 @@ from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Strategy
 from kvrsim.units import MAX_TOKENS
+from planner.bisection import largest
 
 
 def most_held(placed: Scenario, strategy: Strategy, pack_tokens: int, most: int = MAX_TOKENS) -> int:
@@ -24,10 +25,4 @@ def most_held(placed: Scenario, strategy: Strategy, pack_tokens: int, most: int 
         one = replace(placed, request=replace(placed.request, context_len=tokens, cached_prefix=0, batch=1))
         return fits(one, memory_of(one, in_pieces, cut))
 
-    if is_within(most):
-        return most
-    low, high = 0, most
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if is_within(middle) else (low, middle)
-    return low
+    return largest(is_within, most)

@@ -22,6 +22,7 @@ from kvrsim.request import Request
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, Strategy
 from kvrsim.strategies.pipeline import context_ranks
+from planner.bisection import largest
 from planner.capacity.workloads.workload import Lengths
 from planner.partitions import with_dear_steps
 from planner.search.neighbours import chunks_between, to_grid
@@ -192,13 +193,7 @@ class Prefills:
         def is_within(new_tokens: int) -> bool:
             return self._fits(cached_prefix, cut(max(new_tokens, self.num_ranks)))
 
-        if is_within(most):
-            return most
-        low, high = 0, most
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if is_within(middle) else (low, middle)
-        return low
+        return largest(is_within, most)
 
 
 def _alike(tokens: Array) -> Iterable[Lengths]:

@@ -27,6 +27,8 @@ ROOT = Path(kvrsim.__file__).parents[1]
         (["plan"], ("--gpus", 0, "1"), "--gpus: got '0', accepted: 1"),
         (["plan"], ("slo_ttft", 0, "1"), "slo_ttft: got '0', accepted: 1"),  # an option of another command
         (["plan"], ("model.csv: header", 0, "1"), "model.csv: header: got '0', accepted: 1"),
+        (["simulate"], ("strategies", 0, "1"), "--strategy: got '0', accepted: 1"),
+        (["plan"], ("strategy", 0, "1"), "--strategies: got '0', accepted: 1"),
         (["models", "show"], ("model", 0, "1"), "model: got '0', accepted: 1"),
         (["capacity"], ("objective", "cost", "with `price_per_gpu_hour`"), "with --price-per-gpu-hour"),
         (

@@ -19,15 +19,7 @@ from planner.deploy.emit import Launch, launch_of, names_for, only_deployable
 from planner.deploy.engines import Degrees, degrees_of, deployed_by
 from planner.partitions import partition_of
 from tests.building.flags import options
-
-QUESTIONS: tuple[dict[str, Any], ...] = (
-    {"model": "llama-3-70b", "cluster": "h100-nvlink"},
-    {"model": "llama-3-8b", "cluster": "h100-nvlink", "dtype": "bf16", "batch": 4, "cached_prefix": "4k"},
-    {"model": "llama-3-8b", "cluster": "h100-nvlink", "dtype": "fp8"},
-    {"model": "qwen3-235b-a22b", "cluster": "h100-nvlink", "expert_parallel": True},
-    {"model": "deepseek-v3", "cluster": "b200-nvlink5"},
-    {"model": "llama-3-70b", "cluster": "h100-2x8-ndr400", "gpus": 16},
-)
+from validate.engine_flags import QUESTIONS
 
 
 def launched(engine: str, strategy: str, **question: Any) -> Launch:
@@ -152,6 +144,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = run(capsys, 0, "--emit", "sglang")
     assert out.splitlines()[0] == told["command"]
     assert err.startswith("kvrsim: note: ")
+    assert "places the cached prefix" not in err
+    _, err = run(capsys, 0, "--emit", "sglang", "--cached-prefix", "2k", "--prefix-placement", "host:20GB/s")
+    assert "no flag here places the cached prefix (host:20GB/s)" in err
     out, _ = run(capsys, 0, "--only-deployable", "trtllm", "--json")
     assert {one["strategy"] for one in json.loads(out)["strategies"]} == {"single", "tp", "pp", "tp2+pp"}
 
