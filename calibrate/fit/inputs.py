@@ -157,6 +157,7 @@ class FilteredRows:
         eager = [row for row in calls if _is_eager(row, kernel)]
         sdpa = [row for row in calls if kernel != "eager" and row.kernel == "sdpa"]
         taken = set(map(id, (*eager, *sdpa)))
+        reduces = usable_link_rows(rows, "all_reduce")
         filtered = cls(
             gemm=usable_gemm(rows, dtypes, narrow=own),
             heads=[row for row in of_dtype if row.operation == "head"],
@@ -169,7 +170,7 @@ class FilteredRows:
             prepare=[row for row in of_dtype if row.operation == "prepare"],
             send_recv=usable_link_rows(rows, "send_recv"),
             all_gather=usable_link_rows(rows, "all_gather"),
-            all_reduce=usable_link_rows(rows, "all_reduce"),
+            all_reduce=[] if own and len(reduces) < LEAST_ROWS["all_reduce"] else reduces,
             gemm_types={kind: found for kind in GEMM_TYPES if _enough(found := usable_gemm(rows, (kind,)))},
             dtypes=dtypes,
         )

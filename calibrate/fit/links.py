@@ -25,6 +25,7 @@ from calibrate.fit.solver import (
 from kvrsim.hardware.all_reduce import AllReduceRates, MeasuredAllReduce
 from kvrsim.hardware.gather import GatherRates
 from kvrsim.hardware.links import LinkSpec
+from kvrsim.profile.profile import Gather
 from kvrsim.program.operations import Array
 
 OWN_SHARE = 0.44  # from the slopes at 2, 4 and 8 ranks: A100, H100 and H200 agree
@@ -120,17 +121,21 @@ def fit_all_gather(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[Gather
         cross_validated=promised[0],
         checks=(*own.by(nbytes, _CLASSES, "bytes"), *promised[1:]),
         seen=seen_of(found, ("bytes", "ranks")),
-        gather="ring" if found[0].kernel.endswith(RING) else "collective",
+        gather=_gather_of(found[0]),
     )
 
 
 def fit_all_reduce(rows: Sequence[Measurement]) -> Fitted[AllReduceRates]:
     """Tables of the all-reduces inside a node: at each size the fastest kernel, as engines choose.
 
+    Where a ring of sends is among the kernels, the one that is faster when large, as the runtime chooses.
     `cross_validated` holds sizes out, a tenth at a time.
     """
     fastest: dict[tuple[int, int], Measurement] = {}
-    for row in usable_link_rows(rows, "all_reduce"):
+    usable = usable_link_rows(rows, "all_reduce")
+    has_ring = any(row.kernel.endswith(RING) for row in usable)
+    usable, why = _fastest(usable) if has_ring else (usable, "")
+    for row in usable:
         key = (row.ranks or 0, row.bytes or 0)
         fastest[key] = min(fastest.get(key, row), row, key=lambda one: one.median_s)
     found = [fastest[key] for key in sorted(fastest)]
@@ -146,12 +151,17 @@ def fit_all_reduce(rows: Sequence[Measurement]) -> Fitted[AllReduceRates]:
     held_out = cross_validated_s(nbytes.tolist(), predicted)
     return Fitted(
         rates=_all_reduce_rates(nbytes, ranks, seconds),
-        source=sources_of(found),
+        source=sources_of(found) + why,
         own=own,
         cross_validated=Comparison(label="sizes left out", measured_s=seconds, predicted_s=held_out),
         checks=tuple(own.by(nbytes, _CLASSES, "bytes")),
         seen=seen_of(found, ("bytes", "ranks")),
+        gather=_gather_of(found[0]) if has_ring else None,
     )
+
+
+def _gather_of(row: Measurement) -> Gather:
+    return "ring" if row.kernel.endswith(RING) else "collective"
 
 
 def _all_reduce_rates(nbytes: Array, ranks: Array, seconds: Array) -> AllReduceRates:

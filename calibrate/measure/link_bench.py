@@ -1,4 +1,4 @@
-"""LinkBench: times of messages and all-gathers between the ranks of this machine."""
+"""LinkBench: times of messages and collectives between the ranks of this machine."""
 
 from __future__ import annotations
 
@@ -91,12 +91,12 @@ class LinkBench:
         return found.repeats(one_s) * (one_s + 2 * short_s)
 
     def sample(self, point: str) -> Mapping[str, float]:
-        """Seconds of each message ("0>1"), or of the all-gather; medians of repeats where they are short."""
+        """Seconds of each message ("0>1"), or of the collective; medians of repeats where they are short."""
         found = self._point(point)
         repeats = found.repeats(self._last_s.get(point, found.guess_s(self.backend)))
         if found.kind == "issue":
             return self._issue(found, repeats)
-        seconds = self._gather(found, repeats) if found.kind == "gather" else self._exchange(found, repeats)
+        seconds = self._collective(found, repeats) if found.collective else self._exchange(found, repeats)
         self._last_s[point] = max(seconds.values())
         return seconds
 
@@ -151,14 +151,15 @@ class LinkBench:
         took_s = self.pool.ask(point.ranks, ("issue", arguments), self.timeout_s)
         return {"send": float(np.median(took_s[flow[0]])), "receive": float(np.median(took_s[flow[1]]))}
 
-    def _gather(self, point: LinkPoint, repeats: int) -> dict[str, float]:
-        """Seconds between the ends of consecutive all-gathers on the last rank to finish."""
+    def _collective(self, point: LinkPoint, repeats: int) -> dict[str, float]:
+        """Seconds between the ends of consecutive collectives on the last rank to finish."""
+        assert point.collective is not None
         arguments = {
             "kernel": point.kernel,
             "num_ranks": point.num_ranks,
             "nbytes": point.nbytes,
             "repeats": repeats,
         }
-        ends_s = self.pool.ask(point.ranks, ("gather", arguments), self.timeout_s)
+        ends_s = self.pool.ask(point.ranks, (point.kind, arguments), self.timeout_s)
         last_s = np.max(list(ends_s.values()), axis=0)
-        return {"all_gather": float(np.median([after - before for before, after in pairwise(last_s)]))}
+        return {point.collective: float(np.median([after - before for before, after in pairwise(last_s)]))}

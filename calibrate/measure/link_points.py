@@ -14,11 +14,14 @@ from kvrsim.errors import InputError
 from kvrsim.results.quartiles import interquartile_range
 
 Flow = tuple[int, int]  # from a rank to another
-Kind = Literal["send", "pairs", "gather", "issue"]
+Kind = Literal["send", "pairs", "gather", "reduce", "issue"]
 
 SOURCE = "kvrsim calibrate links"
 SMALLEST_BYTES = 2**10
 STEP = 4  # from one size to the next
+_COLLECTIVES = {"gather": "all_gather", "reduce": "all_reduce"}  # what their rows are
+_LEAST_REDUCED = 2**16  # bytes of an all-reduce: hidden states of a few tokens
+_FP32_BYTES = 4  # of an element that is added up
 _LARGE_SIZES = 2  # of the largest, at which several messages are sent at once
 _LEAST_S = 2e-2  # of a sample: shorter ones depend on the state of the processor when they begin
 _LEAST_REPEATS = 3  # the median of which excludes one that another process disturbed
@@ -29,22 +32,27 @@ _GUESSES = {"gloo": (1.5e-4, 1.5e9), "nccl": (3e-5, 2e10)}  # seconds of a short
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkPoint:
-    """Messages along `flows` at the same time, or all-gathers of the first `num_ranks` ranks.
+    """Messages along `flows` at the same time, or collectives of the first `num_ranks` ranks.
 
     Of `issue`, what a message takes of its sender's and its receiver's host. Keys are send:0>1:1024, issue:0>1:1024,
-    pairs:0>1+1>0:1048576 and gather:gloo:4:1024.
+    pairs:0>1+1>0:1048576, gather:gloo:4:1024 and reduce:gloo:4:65536.
     """
 
     kind: Kind
-    nbytes: int  # of each message; of all pieces of an all-gather together
+    nbytes: int  # of each message; of all pieces of an all-gather together; of an all-reduce's tensor, in fp32
     flows: tuple[Flow, ...] = ()  # of send and pairs
-    kernel: str = ""  # of an all-gather
-    num_ranks: int = 0  # of an all-gather
+    kernel: str = ""  # of a collective
+    num_ranks: int = 0  # of a collective
+
+    @property
+    def collective(self) -> str | None:
+        """What a collective's rows are; None: the point is of messages."""
+        return _COLLECTIVES.get(self.kind)
 
     @property
     def key(self) -> str:
         """As journals have it."""
-        what = f"{self.kernel}:{self.num_ranks}" if self.kind == "gather" else "+".join(map(flow_text, self.flows))
+        what = f"{self.kernel}:{self.num_ranks}" if self.collective else "+".join(map(flow_text, self.flows))
         return f"{self.kind}:{what}:{self.nbytes}"
 
     @classmethod
@@ -52,9 +60,10 @@ class LinkPoint:
         """The point of a key; InputError for what is none."""
         try:
             kind, *what, nbytes = key.split(":")
-            if kind == "gather":
+            if kind in _COLLECTIVES:
                 kernel, ranks = what
-                return cls(kind="gather", kernel=kernel, num_ranks=int(ranks), nbytes=int(nbytes))
+                which: Kind = "gather" if kind == "gather" else "reduce"
+                return cls(kind=which, kernel=kernel, num_ranks=int(ranks), nbytes=int(nbytes))
             flows = tuple(_read_flow(text) for text in what[0].split("+"))
             if kind == "send" and len(flows) == 1:
                 return cls(kind="send", flows=flows, nbytes=int(nbytes))
@@ -65,21 +74,24 @@ class LinkPoint:
         except (ValueError, IndexError):
             pass
         raise InputError(
-            "point", key, "send:0>1:BYTES, issue:0>1:BYTES, pairs:0>1+1>0:BYTES or gather:KERNEL:RANKS:BYTES"
+            "point",
+            key,
+            "send:0>1:BYTES, issue:0>1:BYTES, pairs:0>1+1>0:BYTES, gather:KERNEL:RANKS:BYTES or"
+            " reduce:KERNEL:RANKS:BYTES",
         )
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """Those that take part, the first one first."""
-        if self.kind == "gather":
+        if self.collective:
             return tuple(range(self.num_ranks))
         return tuple(sorted({rank for flow in self.flows for rank in flow}))
 
     def guess_s(self, backend: str) -> float:
         """Seconds of one transfer, before anything is known."""
         latency_s, bytes_per_s = _GUESSES[backend]
-        if self.kind == "gather":
-            steps = self.num_ranks - 1
+        if self.collective:
+            steps = (self.num_ranks - 1) * (2 if self.kind == "reduce" else 1)
             return steps * (latency_s + self.nbytes / self.num_ranks / bytes_per_s)
         return latency_s + len(self.flows) * self.nbytes / bytes_per_s
 
@@ -91,18 +103,17 @@ class LinkPoint:
     def rows(
         self, samples: Sequence[Mapping[str, float]], *, backend: str, device: str, hosts: Sequence[str]
     ) -> list[Measurement]:
-        """One row a message, one an all-gather: medians and interquartile ranges; `hosts` by rank."""
+        """One row a message, one a collective: medians and interquartile ranges; `hosts` by rank."""
         if self.kind == "issue":
             return [_issue_row(samples, backend, device)]
-        is_gather = self.kind == "gather"
         transfers: tuple[tuple[Flow | None, str], ...] = tuple((flow, flow_text(flow)) for flow in self.flows)
-        if is_gather:
-            transfers = ((None, "all_gather"),)
+        if self.collective:
+            transfers = ((None, self.collective),)
         timed = [(flow, [sample[name] for sample in samples]) for flow, name in transfers]
         return [
             Measurement(
-                operation="all_gather" if is_gather else "send_recv",
-                kernel=self.kernel if is_gather else backend,
+                operation=self.collective or "send_recv",
+                kernel=self.kernel or backend,
                 device=device,
                 bytes=self.nbytes,
                 ranks=len(self.ranks),
@@ -146,7 +157,7 @@ def _read_flow(text: str) -> Flow:
 def link_points(num_ranks: int, backend: str, max_bytes: int) -> list[LinkPoint]:
     """All points of so many ranks, most informative first, and among equals the cheapest.
 
-    First one pair at all sizes and the all-gathers of all ranks; then the points that show the topology: long messages
+    First one pair at all sizes and the collectives of all ranks; then the points that show the topology: long messages
     of each pair, and several at once; then all-gathers of fewer ranks, and each pair at all sizes.
     """
     sizes = sizes_to(max_bytes)
@@ -163,6 +174,12 @@ def link_points(num_ranks: int, backend: str, max_bytes: int) -> list[LinkPoint]
         for kernel in (backend, backend + RING)
         for whole in sorted({size // count * count for size in sizes})
     ]
+    points += [
+        LinkPoint(kind="reduce", kernel=kernel, num_ranks=num_ranks, nbytes=size // _FP32_BYTES * _FP32_BYTES)
+        for kernel in (backend, backend + RING)
+        for size in sizes
+        if size >= _LEAST_REDUCED
+    ]
     large = sizes[-_LARGE_SIZES:]
     points.append(LinkPoint(kind="issue", flows=((0, 1),), nbytes=SMALLEST_BYTES))
     return sorted(points, key=lambda point: (_turn(point, num_ranks, large), point.guess_s(backend)))
@@ -172,7 +189,7 @@ def _turn(point: LinkPoint, num_ranks: int, large: Sequence[int]) -> int:
     """0: first; 1: shows the topology; 2: the rest."""
     if point.kind == "issue":
         return 0
-    if point.kind == "gather":
+    if point.collective:
         return 0 if point.num_ranks == num_ranks else 2
     if point.kind == "send" and set(point.flows[0]) == {0, 1}:
         return 0

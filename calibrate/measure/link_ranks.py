@@ -8,7 +8,7 @@ show which direction is slow, and would include the receiver's turnaround.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
@@ -18,6 +18,7 @@ from calibrate.data.measurement import RING
 from calibrate.measure.link_points import Flow, counts_to
 from kvrsim.runtime.ranks.links import Links
 from kvrsim.runtime.ranks.process import Seat
+from kvrsim.runtime.ranks.rings import ring_all_reduce
 from kvrsim.runtime.ranks.transport import ring_all_gather
 
 START_S = 120.0  # in which all ranks must have imported torch and synchronised
@@ -142,10 +143,23 @@ class LinkRank:
         """All-gathers one after another: when each had ended here, the first one, which waits for all, included."""
         piece = nbytes // num_ranks
         run = self._ring if kernel.endswith(RING) else self._collective
+        return self._ends_s(lambda: run(num_ranks, piece), num_ranks, repeats)
+
+    def reduce(self, *, kernel: str, num_ranks: int, nbytes: int, repeats: int) -> list[float]:
+        """All-reduces of zeros in fp32 one after another, as `gather`."""
+        ranks, flat = range(num_ranks), self.incoming[:nbytes].view(self.torch.float32)
+        flat.zero_()
+        ring = _FirstRanks(rank=self.rank, size=num_ranks, links=self.links)
+        scratch = self.torch.empty(-(-len(flat) // num_ranks), dtype=flat.dtype, device=self.device)
+        if kernel.endswith(RING):
+            return self._ends_s(lambda: ring_all_reduce(ring, flat, scratch), num_ranks, repeats)
+        return self._ends_s(lambda: self.links.all_reduce(ranks, flat), num_ranks, repeats)
+
+    def _ends_s(self, run: Callable[[], object], num_ranks: int, repeats: int) -> list[float]:
         self._meet(range(num_ranks))
         ends_s = []
         for _ in range(repeats + 1):
-            run(num_ranks, piece)
+            run()
             ends_s.append(self._synchronised_s())
         return ends_s
 

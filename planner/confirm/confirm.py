@@ -61,8 +61,11 @@ def confirm(
         for note in (*warnings, *notes):
             on_note(note)
         on_note(_work_note(named, hardware, sum(seconds[one.run_as] for one in named)))
-    gather = gather_of(scenario.profile, emulated=hardware.emulated)
-    plans = [run_plan(scenario, one.run_as, one.partition, gather, one.layers) for one in named]
+    gather = _gather(scenario, hardware, "tsp")
+    plans = [
+        run_plan(scenario, one.run_as, one.partition, _gather(scenario, hardware, one.run_as), one.layers)
+        for one in named
+    ]
     job = hardware.job(scenario, tuple(dict.fromkeys(plans)), check=fit.reference)
     run = run_virtual_ranks if mode == "virtual" else run_ranks
     found, conditions, drift_s = run(scenario, hardware, named, plans, job, longest_s, on_progress)
@@ -125,6 +128,10 @@ def _mode(scenario: Scenario, hardware: Hardware, virtual: bool | None) -> tuple
         return "virtual", ()
     notes = (f"{wanted} ranks on {there} devices: they slow each other down",) if wanted > there else ()
     return "ranks", notes
+
+
+def _gather(scenario: Scenario, hardware: Hardware, strategy: str) -> Gather:
+    return gather_of(scenario.profile, emulated=hardware.emulated, strategy=strategy)
 
 
 def _fitting(scenario: Scenario, hardware: Hardware, named: Sequence[Named], mode: Mode) -> Fitting:

@@ -181,9 +181,13 @@ def run_plan(
     )
 
 
-def gather_of(profile: CalibrationProfile | None, *, emulated: bool) -> Gather:
-    """The all-gather that the profile's links were fitted to; a ring over emulated links, or where it is unknown."""
-    fit = None if profile is None else profile.operations.get("all_gather")
+def gather_of(profile: CalibrationProfile | None, *, emulated: bool, strategy: str = "tsp") -> Gather:
+    """The collective that the profile's links were fitted to; a ring over emulated links, or where it is unknown.
+
+    An all-reduce for tp, else an all-gather.
+    """
+    kind = "all_reduce" if strategy == "tp" else "all_gather"
+    fit = None if profile is None else profile.operations.get(kind)
     return "ring" if fit is None or fit.gather is None or emulated else fit.gather
 
 

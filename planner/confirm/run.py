@@ -187,7 +187,7 @@ def planned(
             "profile", "nothing", "a profile of this machine, or `partition`; kvrsim calibrate all makes one"
         )
     settled_as, cut = settled(split, chosen, partition)
-    gather = gather_of(scenario.profile, emulated=hardware.emulated)
+    gather = gather_of(scenario.profile, emulated=hardware.emulated, strategy=strategy)
     plan = run_plan(placed, strategy, cut, gather, layers_of(split, settled_as))
     hardware.choice(placed).check(plan)
     return placed, plan

@@ -29,7 +29,9 @@ def timed(seconds_of: Callable[[LinkPoint], float], seed: int, num_ranks: int = 
     for point in link_points(num_ranks, "gloo", MAX_BYTES):
         seconds = seconds_of(point) * dice.uniform(1 - NOISE, 1 + NOISE)
         names = [f"{src}>{dst}" for src, dst in point.flows]
-        names = {"gather": ["all_gather"], "issue": ["send", "receive"]}.get(point.kind, names)
+        names = {"gather": ["all_gather"], "reduce": ["all_reduce"], "issue": ["send", "receive"]}.get(
+            point.kind, names
+        )
         sample = dict.fromkeys(names, seconds)
         rows += point.rows([sample], backend="gloo", device="CPU", hosts=["here"] * num_ranks)
     return rows
@@ -48,8 +50,9 @@ def made(sends: SendRates, ring: float = 0.7) -> Callable[[LinkPoint], float]:
 
     def seconds(point: LinkPoint) -> float:
         nbytes = np.array(float(point.nbytes))
-        if point.kind == "gather":
-            return float(gathers.seconds(nbytes, point.num_ranks)) * (ring if point.kernel.endswith("ring") else 1.0)
+        if point.collective:
+            passes = (2.0 if point.kind == "reduce" else 1.0) * (ring if point.kernel.endswith("ring") else 1.0)
+            return float(gathers.seconds(nbytes, point.num_ranks)) * passes
         return float(sends.seconds(nbytes)) * len(point.flows)
 
     return seconds
@@ -84,6 +87,19 @@ def test_the_faster_all_gather_is_fitted_and_named(ring: float, faster: str, slo
     assert fitted.operation.gather == ("ring" if faster == "gloo_p2p_ring" else "collective")
     assert fitted.operation.num_rows == _count(rows, faster)
     assert fitted.rates == fit_all_gather([row for row in rows if row.kernel == faster], measured_link(rows, "")).rates
+
+
+@pytest.mark.parametrize(("ring", "faster"), [(0.7, "ring"), (1.4, "collective")])
+def test_all_reduces_of_this_machine_are_those_of_one_kernel(ring: float, faster: str) -> None:
+    rows = timed(seconds_of := made(LOOPBACK, ring), 0)
+    fitted = fit_all_reduce(rows)
+    assert fitted.operation.gather == faster
+    kernel = "gloo_p2p_ring" if faster == "ring" else "gloo"
+    for nbytes in (2**16, 2**20, MAX_BYTES):
+        point = LinkPoint(kind="reduce", kernel=kernel, num_ranks=4, nbytes=nbytes)
+        assert float(fitted.rates.seconds(np.array(float(nbytes)), 4)) == pytest.approx(
+            seconds_of(point), rel=2 * NOISE
+        )
 
 
 def test_all_gathers_of_different_sizes_are_not_compared() -> None:

@@ -58,7 +58,9 @@ def test_sizes_and_counts() -> None:
     assert ((0, 2), (1, 3)) in patterns(4)
 
 
-@pytest.mark.parametrize("key", ["", "send", "send:0>0:8", "send:0>1+1>0:8", "pairs:0>1:8", "gather:gloo:8", "x:0>1:8"])
+@pytest.mark.parametrize(
+    "key", ["", "send", "send:0>0:8", "send:0>1+1>0:8", "pairs:0>1:8", "gather:gloo:8", "reduce:8", "x:0>1:8"]
+)
 def test_what_is_no_point_is_refused(key: str) -> None:
     with pytest.raises(InputError, match="point: got"):
         LinkPoint.parse(key)
@@ -134,6 +136,8 @@ def test_gloo_is_timed() -> None:
         ("send_recv", "gloo"),
         ("all_gather", "gloo"),
         ("all_gather", "gloo_p2p_ring"),
+        ("all_reduce", "gloo"),
+        ("all_reduce", "gloo_p2p_ring"),
         ("host_message", "gloo"),
     }
     assert all(1e-6 < row.median_s < 5.0 for row in rows)

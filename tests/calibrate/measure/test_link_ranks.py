@@ -30,6 +30,9 @@ class Tensor(np.ndarray[Any, Any]):
     def copy_(self, other: Any) -> None:
         self[...] = other
 
+    def zero_(self) -> None:
+        self[...] = 0
+
 
 class Work:
     """What isend and irecv give."""
@@ -57,7 +60,7 @@ class Wires:
 class Torch:
     """torch, torch.distributed and torch.cuda of one rank."""
 
-    uint8 = np.uint8
+    uint8, float32 = np.uint8, np.float32
 
     def __init__(self, wires: Wires, rank: int) -> None:
         self.wires, self.rank, self.pending = wires, rank, False
@@ -77,6 +80,9 @@ class Torch:
     def full(self, shape: tuple[int], value: int, dtype: Any, device: str) -> Tensor:
         self.devices.add(device)
         return np.full(shape, value, dtype).view(Tensor)
+
+    def empty(self, count: int, dtype: Any, device: str) -> Tensor:
+        return np.zeros(count, dtype).view(Tensor)
 
     def device_count(self) -> int:
         return self.wires.gpus
@@ -124,6 +130,11 @@ class Torch:
         self.pending = True
         output.copy_(np.concatenate(pieces))
 
+    def all_reduce(self, tensor: Tensor, group: Any) -> None:
+        pieces = np.empty((len(group) - 1, *tensor.shape), tensor.dtype)
+        self.all_gather_into_tensor(pieces.reshape(-1).view(Tensor), tensor, group)
+        tensor.copy_(pieces.sum(axis=0))
+
 
 class Threads:
     """Ranks in threads of this process, instead of a pool."""
@@ -169,6 +180,7 @@ def test_gpus_are_timed_until_they_have_what_they_receive() -> None:
     nodes = {(row.src, row.dst): row.nodes for row in rows if row.src is not None}
     assert (nodes[0, 1], nodes[1, 2], nodes[2, 3], nodes[0, 3]) == (1, 2, 1, 2)
     assert {row.ranks: row.nodes for row in rows if row.operation == "all_gather"} == {2: 1, 4: 2}
+    assert {row.kernel for row in rows if row.operation == "all_reduce"} == {"nccl", "nccl_p2p_ring"}
     for rank, torch in enumerate(ranks.torches):
         assert (torch.set_device_to, torch.devices) == (rank, {f"cuda:{rank}"})
         assert {group for group in torch.backends if group[-1] == "gloo"} == {(0, 1, 2, 3, "gloo")}
