@@ -24,7 +24,9 @@ Beyond these:
     attention                                       chunk queries of each of batch       dtype, chunk, prefix,
                                                     sequences over prefix + chunk keys,  num_attention_heads,
                                                     causal                               num_key_value_heads, head_dim
-    norm, rotary, activation, residual, embedding   an element-wise kernel               dtype, tokens, bytes
+    norm, rotary, activation, residual, embedding,  an element-wise kernel; merge: of    dtype, tokens, bytes
+    merge                                           attention's partial results
+    block                                           attention to prefix keys alone       as attention
     cache_append                                    K and V of a chunk written into      dtype, chunk, prefix, bytes
                                                     the cache
     prepare                                         what a prefill does once before its  dtype, chunk, prefix
@@ -36,8 +38,7 @@ Beyond these:
     layer_alone, layer_pending                      a whole layer on a rank that has no  dtype, chunk, prefix
                                                     receive posted, and on the same one
                                                     while one waits for its sender
-    all_gather                                      the collective                       bytes, ranks, nodes
-    all_reduce                                      the collective                       bytes, ranks, nodes
+    all_gather, all_reduce                          the collective                       bytes, ranks, nodes
     send_recv                                       one message                          bytes, ranks, nodes
     host_layer                                      the host issuing one decoder layer   -
     host_collective                                 the host issuing one collective      ranks
@@ -87,20 +88,18 @@ SEGMENTS = ("before_attention", "after_attention", "layer")  # sums of others
 # For each operation the columns that it needs beyond those of every row.
 NEEDED: dict[str, tuple[str, ...]] = {
     "gemm": ("dtype", "tokens", "in_features", "out_features"),
-    "attention": ("dtype", "chunk", "prefix", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    **dict.fromkeys(
+        ("attention", "block"), ("dtype", "chunk", "prefix", "num_attention_heads", "num_key_value_heads", "head_dim")
+    ),
     "head": ("dtype", "in_features", "out_features"),
-    **dict.fromkeys(ELEMENTWISE, ("dtype", "tokens", "bytes")),
+    **dict.fromkeys((*ELEMENTWISE, "merge"), ("dtype", "tokens", "bytes")),
     "cache_append": ("dtype", "chunk", "prefix", "bytes"),
     "prepare": ("dtype", "chunk", "prefix"),
     **dict.fromkeys(SEGMENTS, ("dtype", "chunk", "prefix")),
     **dict.fromkeys(("layer_alone", "layer_pending"), ("dtype", "chunk", "prefix")),
-    "all_gather": ("bytes", "ranks", "nodes"),
-    "all_reduce": ("bytes", "ranks", "nodes"),
-    "send_recv": ("bytes", "ranks", "nodes"),
-    "host_layer": (),
+    **dict.fromkeys(("all_gather", "all_reduce", "send_recv"), ("bytes", "ranks", "nodes")),
     "host_collective": ("ranks",),
-    "host_message": (),
-    "host_prepare": (),
+    **dict.fromkeys(("host_layer", "host_message", "host_prepare"), ()),
 }
 OPERATIONS = tuple(NEEDED)
 

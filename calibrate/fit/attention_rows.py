@@ -114,3 +114,18 @@ def _sizes(sizes: Array, factors: Array) -> MeasuredSizes:
         sizes=tuple(rounded_sizes.tolist()),
         factors=tuple((np.maximum.accumulate(np.exp(spent[kept])) / rounded_sizes).tolist()),
     )
+
+
+def with_blocks(rates: BlockedRates, rows: Sequence[Measurement]) -> BlockedRates:
+    """With the rate of attention to blocks that are not masked, in the geometric mean of the rows; none without rows.
+
+    Start and queries take what they do in other calls, but no more than half of a row's seconds.
+    """
+    if not rows:
+        return rates
+    heads, chunk, keys, head_dim, seconds = (
+        column(rows, name) for name in ("num_attention_heads", "chunk", "prefix", "head_dim", "expected_s")
+    )
+    left_s = np.maximum(seconds - rates.start_s - heads * chunk * rates.query_s, 0.5 * seconds)
+    flops_per_s = 4.0 * heads * head_dim * chunk * keys / left_s
+    return replace(rates, block_flops_per_s=rounded(float(np.exp(np.log(flops_per_s).mean()))))

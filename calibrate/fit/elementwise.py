@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from calibrate.fit.solver import (
     cross_validated_s,
     dtypes_of,
     has_waves,
+    rounded,
     seen_of,
     solve,
     sources_of,
@@ -71,6 +73,14 @@ def fit_elementwise(
         checks=tuple(one for one in by_kind if len(one.measured_s)),
         seen=seen_of(found, ("tokens", "bytes")),
     )
+
+
+def with_merges(rates: ElementwiseRates, rows: Sequence[Measurement]) -> ElementwiseRates:
+    """With the rate of merging partial results, the geometric mean of the rows; none without rows."""
+    if not rows:
+        return rates
+    logs = np.log(column(rows, "bytes") / column(rows, "expected_s"))
+    return replace(rates, merge_bytes_per_s=rounded(float(np.exp(logs.mean()))))
 
 
 def usable_elementwise(rows: Sequence[Measurement], dtypes: Sequence[str] | None = None) -> list[Measurement]:

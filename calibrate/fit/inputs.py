@@ -127,6 +127,8 @@ class FilteredRows:
     narrow: list[Measurement]  # calls of the flash kernel with narrower heads, beside those of the usual width
     elementwise: list[Measurement]  # with copies into the cache
     prepare: list[Measurement]
+    blocks: list[Measurement]  # of a ring
+    merges: list[Measurement]  # of their results
     send_recv: list[Measurement]
     all_gather: list[Measurement]
     all_reduce: list[Measurement]
@@ -168,6 +170,8 @@ class FilteredRows:
             narrow=_narrow(rows, dtypes, kernel) if wanted == HEAD_DIM else [],
             elementwise=usable_elementwise(rows, dtypes),
             prepare=[row for row in of_dtype if row.operation == "prepare"],
+            blocks=[row for row in of_dtype if row.operation == "block"],
+            merges=[row for row in of_dtype if row.operation == "merge"],
             send_recv=usable_link_rows(rows, "send_recv"),
             all_gather=usable_link_rows(rows, "all_gather"),
             all_reduce=[] if own and len(reduces) < LEAST_ROWS["all_reduce"] else reduces,

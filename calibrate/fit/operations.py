@@ -12,8 +12,9 @@ from calibrate.data.measurement import Measurement
 from calibrate.data.other_tables import systematic_log_sd
 from calibrate.data.provenance import Provenance
 from calibrate.fit.attention import fit_blocked, fit_eager, fit_flash, is_decoding
+from calibrate.fit.attention_rows import with_blocks
 from calibrate.fit.clock import at_burst, fit_clock
-from calibrate.fit.elementwise import fit_elementwise
+from calibrate.fit.elementwise import fit_elementwise, with_merges
 from calibrate.fit.gemm import check_full_waves, computes_in, fit_gemm, fit_gemm_type, head_bytes_per_s
 from calibrate.fit.gemm_rows import Shape, builtin_shapes
 from calibrate.fit.host import PrepareRates, fit_host, fit_pending_share, fit_prepare
@@ -116,13 +117,20 @@ class OperationFits:
             rates = {"eager": self._take("attention", eager, slow)}
         if sdpa:
             masked = fit_blocked(sdpa, self.gpu, name="sdpa", skips_masked=False, head_dim=head_dim)
-            rates = {"sdpa": self._take("attention", sdpa, masked)} | rates
+            rates = {"sdpa": with_blocks(self._take("attention", sdpa, masked), self._blocks("sdpa"))} | rates
         if flash:
             fused = self._flash(flash, head_dim)
             tiled = isinstance(fused.rates, FlashRates)
             taken = [*self.rows.narrow, *(row for row in flash if not is_decoding(row))] if tiled else flash
-            rates = {"flash": self._take("attention", taken, fused)} | rates
+            found = self._take("attention", taken, fused)
+            rates = {"flash": found if tiled else with_blocks(found, self._blocks("flash"))} | rates
         return rates
+
+    def _blocks(self, kernel: str) -> list[Measurement]:
+        """Blocks of a ring that a kernel has attended to."""
+        rows = [row for row in self.rows.blocks if row.kernel == kernel]
+        self.used += rows
+        return rows
 
     def _flash(self, rows: Sequence[Measurement], head_dim: int) -> Fitted[Any]:
         """Tiles over a GPU's multiprocessors; a CPU's blocks are small, and so are those of fp32 kernels."""
@@ -148,7 +156,7 @@ class OperationFits:
         counts = None if model is None else _kernels_of(model)
         fitted = fit_elementwise(usable, self.gpu, fused=fused, kernels=counts)
         rates: ElementwiseRates = self._take("elementwise", usable, fitted)
-        return rates
+        return with_merges(rates, self.rows.merges)
 
     def copies(self) -> CacheCopies:
         """Only the chunk is copied where cache_append was measured."""

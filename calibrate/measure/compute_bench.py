@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from calibrate.data.measurement import Measurement
-from calibrate.measure.compute_points import BARE_LAYER, HOST_PREFIX, PENDING_PREFIX, Point, compute_rows, grid
+from calibrate.measure.compute_points import (
+    BARE_LAYER,
+    BLOCK_PREFIX,
+    HOST_PREFIX,
+    PENDING_PREFIX,
+    Point,
+    block_points,
+    compute_rows,
+    grid,
+)
 from calibrate.measure.forward_timer import HEAT_S, LAYERS, ComputeSetup, ForwardTimer, mean, mean_layer_s
 from calibrate.measure.journal import Seconds
 from calibrate.measure.layer_times import ForwardTimes
@@ -39,11 +48,11 @@ class ComputeBench:
         return bench
 
     def points(self) -> Sequence[str]:
-        """The grid; where the host is not the device, the host's own time, and layers beside a pending receive."""
+        """The grid; on a CPU also blocks of a ring, elsewhere the host's time, and layers beside a pending receive."""
         points = grid(self.setup.max_context, self.setup.kernels)
         found = [point.key for point in points]
         if self.timer.clock.host_is_device:
-            return found
+            return [found[0], *(f"{BLOCK_PREFIX}{point.key}" for point in block_points(points)), *found[1:]]
         beside = (
             [f"{PENDING_PREFIX}{point.key}" for point in _pending_points(points)] if self.setup.num_gpus > 1 else []
         )
@@ -52,6 +61,9 @@ class ComputeBench:
     def expected_s(self, point: str) -> float:
         """FLOPs at the probe's rate, and the heating; eager kernels take longer than their FLOPs."""
         at = self._point(point)
+        if point.startswith(BLOCK_PREFIX):
+            model = self.setup.model
+            return 2 * 1.5 * 4.0 * model.num_attention_heads * model.head_dim * at.chunk * at.prefix / self._rate
         slower = 4.0 if at.kernel == "eager" else 1.5
         model, layer = self.setup.model, self.setup.model.layers[0]
         rows = 2.0 * layer.active_parameters * at.chunk
@@ -67,6 +79,8 @@ class ComputeBench:
         """
         if point.startswith(PENDING_PREFIX):
             return self._beside_pending(point.removeprefix(PENDING_PREFIX))
+        if point.startswith(BLOCK_PREFIX):
+            return self.timer.block(self._point(point))
         at, bare = self._point(point), point.startswith(HOST_PREFIX)
         if point not in self._warm:
             self.timer.check_memory(at)
@@ -113,7 +127,7 @@ class ComputeBench:
     def _point(self, key: str) -> Point:
         if key.startswith(HOST_PREFIX):
             return Point(kernel=key.removeprefix(HOST_PREFIX), chunk=_HOST_CHUNK, prefix=0)
-        return Point.parse(key.removeprefix(PENDING_PREFIX))
+        return Point.parse(key.removeprefix(PENDING_PREFIX).removeprefix(BLOCK_PREFIX))
 
     def _probe(self) -> None:
         """A short forward and a longer one: what any forward takes, and FLOPs a second."""

@@ -10,7 +10,9 @@ import numpy as np
 
 from calibrate.data.measurement import Measurement
 from calibrate.measure.journal import Seconds
+from kvrsim.cost.merges import measured_merge
 from kvrsim.cost.traffic import after_mixer, before_mixer
+from kvrsim.model.mixers import Attention
 from kvrsim.model.spec import ModelSpec
 from kvrsim.request import dtype_bytes
 from kvrsim.results.quartiles import quartiles
@@ -60,6 +62,17 @@ def grid(max_context: int, kernels: tuple[str, ...]) -> list[Point]:
     return sorted(ranked, key=lambda point: ranked[point])
 
 
+def block_points(points: Sequence[Point]) -> list[Point]:
+    """Blocks of a ring with as many keys as queries, of a half, a quarter and an eighth of the longest context.
+
+    Eager attention takes a block as any other rectangle.
+    """
+    longest = max(point.chunk + point.prefix for point in points)
+    kernels = sorted({point.kernel for point in points} - {"eager"})
+    sizes = [longest // part for part in (2, 4, 8) if longest // part >= _LEAST_CHUNK]
+    return [Point(kernel=kernel, chunk=size, prefix=size) for kernel in kernels for size in sizes]
+
+
 def _chunks(max_context: int) -> list[int]:
     """64, 96, 128, 192 ...: powers of two, and at odd indices the sizes half-way between them."""
     chunks, chunk = [], _LEAST_CHUNK
@@ -72,6 +85,7 @@ def _chunks(max_context: int) -> list[int]:
 SOURCE = "kvrsim calibrate compute"
 HOST_PREFIX = "host "  # of points that time the host, before the attention kernel
 PENDING_PREFIX = "pending "  # of points that time a layer beside a receive that waits, before the point
+BLOCK_PREFIX = "block "  # of points that time a ring's attention to another rank's block, before the point
 BARE_LAYER = "bare layer"  # of a sample: a whole layer without marks inside
 
 _BY_POINT = ("attention", "before_attention", "after_attention", "layer", "prepare")  # depend on prefix or kernel, too
@@ -97,6 +111,9 @@ def compute_rows(
         if key.startswith(PENDING_PREFIX):
             found += rows.pending(Point.parse(key.removeprefix(PENDING_PREFIX)), taken)
             continue
+        if key.startswith(BLOCK_PREFIX):
+            found += rows.block(Point.parse(key.removeprefix(BLOCK_PREFIX)), taken)
+            continue
         point, taken = Point.parse(key), _unmarked(taken)
         chunks.setdefault(point.chunk, []).extend(taken)
         found += rows.of_point(point, taken)
@@ -116,15 +133,8 @@ class _Rows:
 
     def of_point(self, point: Point, taken: Sequence[Seconds]) -> Iterator[Measurement]:
         """Attention, and sums over the layer."""
-        model = self.model
         for operation in _BY_POINT:
-            heads = {}
-            if operation == "attention":
-                heads = {
-                    "num_attention_heads": model.num_attention_heads,
-                    "num_key_value_heads": model.num_key_value_heads,
-                    "head_dim": model.head_dim,
-                }
+            heads = self._heads() if operation == "attention" else {}
             yield from self._row(
                 operation,
                 [seconds[operation] for seconds in taken],
@@ -133,6 +143,24 @@ class _Rows:
                 prefix=point.prefix,
                 **heads,
             )
+
+    def _heads(self) -> dict[str, int]:
+        model = self.model
+        return {
+            "num_attention_heads": model.num_attention_heads,
+            "num_key_value_heads": model.num_key_value_heads,
+            "head_dim": model.head_dim,
+        }
+
+    def block(self, point: Point, taken: Sequence[Seconds]) -> Iterator[Measurement]:
+        """A ring's attention to a block, and the merging of its result."""
+        sizes = {"chunk": point.chunk, "prefix": point.prefix}
+        yield from self._row("block", [one["block"] for one in taken], kernel=point.kernel, **sizes, **self._heads())
+        mixer = self.model.layers[0].mixer
+        assert isinstance(mixer, Attention)
+        nbytes = round(measured_merge(mixer).nbytes * point.chunk * self.element_bytes / 2)
+        seconds = [one["merge"] for one in taken]
+        yield from self._row("merge", seconds, kernel="torch", tokens=point.chunk, bytes=nbytes)
 
     def of_chunk(self, chunk: int, taken: Sequence[Seconds]) -> Iterator[Measurement]:
         """Products, element-wise kernels, the cache's update."""

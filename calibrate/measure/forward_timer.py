@@ -145,6 +145,25 @@ class ForwardTimer:
             model, input_ids=tokens, past_key_values=cache, position_ids=positions, use_cache=True, logits_to_keep=1
         )
 
+    def block(self, at: Point) -> dict[str, float]:
+        """Seconds of attention of a chunk to a block of `prefix` keys, none masked, and of merging it, as rings do."""
+        from kvrsim.runtime.exchange.kernels import Merged, block
+
+        model, dtype = self.setup.model, Geometry.of(self.models[at.kernel]).dtype
+        shapes = [(model.num_attention_heads, at.chunk), *[(model.num_key_value_heads, at.prefix)] * 2]
+        query, key, value = (torch.randn(1, *shape, model.head_dim, dtype=dtype) for shape in shapes)
+        with torch.inference_mode():
+            merged = Merged()
+            merged.add(*block(at.kernel, query, key, value, None, causal=False))  # type: ignore[arg-type]
+            self.clock.start()
+            self.clock.mark("start")
+            found = block(at.kernel, query, key, value, None, causal=False)  # type: ignore[arg-type]
+            self.clock.mark("block")
+            merged.add(*found)
+            self.clock.mark("merged")
+            start, attended, ended = self.clock.finish()
+        return {"block": attended.device_s - start.device_s, "merge": ended.device_s - attended.device_s}
+
     def close(self) -> None:
         """Release the memory."""
         self.models.clear()

@@ -37,6 +37,10 @@ class CostModel(Protocol):
         """Whether one kernel merges partial results of attention."""
 
     @property
+    def measures_merge(self) -> bool:
+        """Whether that was measured."""
+
+    @property
     def whole_attention(self) -> bool:
         """Whether attention's times hold the repeating of shared KV heads and the output's transposition."""
 
@@ -105,6 +109,11 @@ class CalibratedCost:
     def fused_merge(self) -> bool:
         """As the profile says."""
         return self.rates.elementwise.fused_merge
+
+    @property
+    def measures_merge(self) -> bool:
+        """As the profile says."""
+        return self.rates.elementwise.merge_bytes_per_s is not None
 
     @property
     def whole_attention(self) -> bool:

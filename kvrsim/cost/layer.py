@@ -116,6 +116,15 @@ class LayerCosts:
         """Copies that put gathered pieces into one cache; alone, a rank only keeps its own."""
         return self.mixes.assemble_s(chunk, others)
 
+    @property
+    def packs(self) -> bool:
+        """Whether what is packed for an exchange is counted: where the runtime's own copies were measured."""
+        return self.mixing is not None and self.mixing.cost.copies.own > 0
+
+    def pack_s(self, tokens: Array, features: int) -> Array:
+        """So many features of each token, read and written once, as a copy into the cache."""
+        return self.mixes.cost.traffic_s(tokens, (Traffic("copy", 4.0 * features, 1),))
+
     # -- tokens see each other
     def attention_s(self, chunk: Array, prefix: Array) -> Array:
         """The chunk's tokens see prefix and chunk."""

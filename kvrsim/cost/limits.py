@@ -30,6 +30,7 @@ class _Unmeasured:
 
     fused: bool = True
     fused_merge: bool = True
+    measures_merge: bool = False
     whole_attention: bool = False
     copies: CacheCopies = _NO_COPIES
     head_on_all_tokens: bool = False

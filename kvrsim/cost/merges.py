@@ -12,6 +12,9 @@ first and last                   the first block's output to fp32, r2w4; the mer
 TorchScript compiles that function and may fuse it; the times that the project publishes are those of separate kernels
 (docs/results/rings.md). One fused kernel moves r6w4 = 10 an element, and r8w4 = 12 a log-sum-exp.
 
+Where merging was measured on the machine itself (`kvrsim calibrate compute`), its rate is for the bytes that any code
+moves: of an element both results are read and one is written, in fp32, and so of a log-sum-exp.
+
 Separate kernels are PyTorch's, whatever kernels an engine has: they reach the share of the datasheet's memory bandwidth
 that the profile a100-eager has for PyTorch on A100, 1.584 of 2.039 TB/s, fitted to published prefills.
 """
@@ -25,6 +28,7 @@ _SEPARATE, _SEPARATE_LSE, _SEPARATE_KERNELS = 38.0, 52.0, 9
 _FUSED, _FUSED_LSE, _FUSED_KERNELS = 10.0, 12.0, 1
 _BACK, _BACK_KERNELS = 8.0, 2
 _CAST = 6.0
+_MEASURED = 6.0  # bytes of an element, and of a log-sum-exp, where elements have two bytes
 PYTORCH_SHARE = 0.777  # of the datasheet's memory bandwidth, as above
 
 
@@ -40,6 +44,11 @@ def merge(mixer: Attention | LatentAttention, *, fused: bool, part: bool) -> Tra
         nbytes, lse, kernels = nbytes + _BACK, lse + _BACK, kernels + _BACK_KERNELS
     heads = mixer.num_attention_heads
     return Traffic("residual", heads * (mixer.v_head_dim * nbytes + lse), kernels)
+
+
+def measured_merge(mixer: Attention | LatentAttention) -> Traffic:
+    """The same where it was measured; its kernels' starts are in the rate."""
+    return Traffic("merge", _MEASURED * mixer.num_attention_heads * (mixer.v_head_dim + 1), 0)
 
 
 def cast(mixer: Attention | LatentAttention) -> Traffic:

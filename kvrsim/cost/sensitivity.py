@@ -54,6 +54,11 @@ class WeightedCost:
         return self.cost.fused_merge
 
     @property
+    def measures_merge(self) -> bool:
+        """As in the cost model."""
+        return self.cost.measures_merge
+
+    @property
     def whole_attention(self) -> bool:
         """As in the cost model."""
         return self.cost.whole_attention

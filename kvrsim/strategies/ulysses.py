@@ -15,7 +15,10 @@ from kvrsim.strategies.single import layer as alone
 
 
 def layer(step: Step, rank: int) -> Iterator[Op]:
-    """Project the chunk; swap its tokens of all heads for all tokens of some; attend; swap back; MLP."""
+    """Project the chunk; swap its tokens of all heads for all tokens of some; attend; swap back; MLP.
+
+    What goes to each rank is packed, and what comes is unpacked; K and V are appended as they come.
+    """
     ranks = step.num_ranks
     if ranks == 1:
         yield from alone(step, rank)
@@ -30,10 +33,12 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
     others = (rank + np.arange(1, ranks)) % ranks
     total = lengths.sum(axis=0)
     yield step.qkv(rank)
+    yield from _packed(step, (chunk, ranks * (queries + keys_values)))
     there = _all_to_all(step, np.repeat(chunk[None], ranks - 1, axis=0), queries + keys_values)
     shares = heads.kv_bytes(step.cached) * step.costs.prefix.share  # of the prefix, for the other rank's heads
     yield replace(there, nbytes=there.nbytes + shares)
     held = step.cached + total
+    yield from _packed(step, (total, queries))
     yield Compute(
         name="append", device_s=heads.append_s(total, step.cached), kv_bytes=heads.kv_bytes(held), kind="append"
     )
@@ -44,8 +49,16 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
         host_s=heads.host_attention_s,
         score_elements=heads.score_elements(total, held),
     )
+    yield from _packed(step, (total, outputs))
     yield _all_to_all(step, lengths[others], outputs)
+    yield from _packed(step, (chunk, ranks * outputs))
     yield step.output_mlp(rank)
+
+
+def _packed(step: Step, what: tuple[Array, int]) -> Iterator[Compute]:
+    """So many tokens with so many features, on their way into or out of messages, where that is counted."""
+    if step.costs.packs:
+        yield Compute(name="pack", device_s=step.costs.pack_s(*what), kind="attention")
 
 
 def _all_to_all(step: Step, tokens: Array, features: int) -> AllToAll:

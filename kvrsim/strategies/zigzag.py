@@ -6,19 +6,26 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvrsim.program.operations import Array, Op
+from kvrsim.program.operations import Array, Compute, Op
 from kvrsim.strategies.base import Step, Strategy
 from kvrsim.strategies.single import layer as alone
 
 
 def layer(step: Step, rank: int) -> Iterator[Op]:
-    """Project both pieces, gather all K and V, attend from each piece to all before its end, MLP."""
+    """Project both pieces, gather all K and V, attend from each piece to all before its end, MLP.
+
+    Gathered pieces are joined in the order of the context, where such copies are counted.
+    """
     if step.num_ranks == 1:
         yield from alone(step, rank)
         return
     yield step.qkv(rank)
     yield step.all_gather_kv(rank)
     yield step.assemble_kv(rank)
+    mixer = step.costs.layer.mixer
+    if step.costs.packs and mixer is not None:
+        joined_s = step.costs.pack_s(step.lengths.sum(axis=0), round(mixer.token_bytes(1)))
+        yield Compute(name="join", device_s=joined_s, kind="append")
     early, late = pieces(step, rank)
     yield step.attention_to("early attention", *early)
     yield step.attention_to("late attention", *late)

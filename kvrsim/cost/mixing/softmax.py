@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvrsim.cost.merges import PYTORCH_SHARE, cast, merge
+from kvrsim.cost.merges import PYTORCH_SHARE, cast, measured_merge, merge
 from kvrsim.cost.mixing.base import BlockMixing, Setting
 from kvrsim.cost.traffic import attention_kernels
 from kvrsim.model.mixers import Attention, LatentAttention
 from kvrsim.profile.rates.attention import AttentionCall
 from kvrsim.profile.rates.elementwise import Traffic
 from kvrsim.program.operations import Array
+
+_FP32_BYTES = 4
 
 
 class MergedMixing(BlockMixing):
@@ -21,11 +23,15 @@ class MergedMixing(BlockMixing):
     mixer: Attention | LatentAttention
 
     def merge_s(self, chunk: Array, *, part: bool = False) -> Array:
-        """As kvrsim/cost/merges.py counts it."""
+        """As measured, or as kvrsim/cost/merges.py counts it."""
+        if self.cost.measures_merge:
+            return self.cost.traffic_s(chunk, (measured_merge(self.mixer),))
         return self._merging_s(chunk, merge(self.mixer, fused=self.cost.fused_merge, part=part))
 
     def cast_s(self, chunk: Array) -> Array:
-        """As kvrsim/cost/merges.py counts it."""
+        """As kvrsim/cost/merges.py counts it; measured results are in fp32 already where the request is."""
+        if self.cost.measures_merge and self.setting.element_bytes == _FP32_BYTES:
+            return 0.0 * chunk
         return self._merging_s(chunk, cast(self.mixer))
 
     @property

@@ -61,10 +61,13 @@ class BlockedRates:
     key_block: int  # keys of a block; one that the diagonal cuts is computed whole (if it is huge, all that is masked)
     skips_masked: bool = False  # whether what is masked is skipped behind a prefix, too
     join_s: NonNegative = 0.0  # of a query and head, more where two parts are joined
+    block_flops_per_s: float | None = None  # of another rank's block, none of it masked; None: as the rectangle
     measured: MeasuredSizes | None = None  # by queries, by which blocks are chosen; None: all as the rates have them
 
     def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
         """Start, queries and elements, whose size is in the rates; more queries or keys never take less."""
+        if self.block_flops_per_s is not None and not call.own:
+            return self._called_s(call, batch, self._covered(call))
         joined_s = self.join_s * batch * call.num_attention_heads * call.chunk * (call.prefix > 0)
         return self._called_s(call, batch, self._covered(call) * self._factor(call.chunk)) + joined_s
 
@@ -77,6 +80,8 @@ class BlockedRates:
         """
         if call.part:
             return self._least_of_part(call, batch)
+        if self.block_flops_per_s is not None and not call.own:
+            return self._called_s(call, batch, 0.0 * self._covered(call))
         if not self.skips_masked:
             end = call.prefix + call.chunk
             from_0 = self._causal_cost * self._half(end) * self._factor(end)
@@ -110,7 +115,8 @@ class BlockedRates:
     def _covered(self, call: AttentionCall) -> Array:
         """What one head covers, as so many elements of the rectangle."""
         if not call.own:
-            return call.chunk * call.prefix
+            whole = call.chunk * call.prefix
+            return whole if self.block_flops_per_s is None else whole / (self.block_flops_per_s * self._rectangle_s)
         cost, own = self._causal_cost, 0.5 * call.chunk * call.chunk
         if self.skips_masked:
             # Behind a window neither part is more than what is not masked.

@@ -15,7 +15,7 @@ _RATE = {"unit": "bytes_per_s"}  # of fields whose name has none
 class Traffic(NamedTuple):
     """What one step of a layer moves through device memory."""
 
-    op: ElementwiseOp
+    op: ElementwiseOp | Literal["merge"]
     nbytes: float  # read and written, a token
     kernels: int  # that do it
 
@@ -33,6 +33,7 @@ class ElementwiseRates:
     residual: float = field(metadata=_RATE)
     copy: float = field(metadata=_RATE)
     embedding: float = field(metadata=_RATE)
+    merge_bytes_per_s: float | None = None  # of merging partial results as measured; None: see kvrsim.cost.merges
     mask_element_s: NonNegative = 0.0  # of an element of the attention mask, once a prefill
 
     @classmethod
@@ -53,6 +54,8 @@ class ElementwiseRates:
             embedding=rate,
         )
 
-    def bytes_per_s(self, op: ElementwiseOp) -> float:
+    def bytes_per_s(self, op: ElementwiseOp | Literal["merge"]) -> float:
         """The rate of one operation."""
+        if op == "merge":
+            return self.residual if self.merge_bytes_per_s is None else self.merge_bytes_per_s
         return float(getattr(self, op))

@@ -16,7 +16,7 @@ import torch
 from calibrate.measure import compute_bench, forward_timer
 from calibrate.measure.campaign import Policy, Skipped, estimate
 from calibrate.measure.compute_bench import ComputeBench
-from calibrate.measure.compute_points import BARE_LAYER, PENDING_PREFIX, Point, compute_rows, grid
+from calibrate.measure.compute_points import BARE_LAYER, BLOCK_PREFIX, PENDING_PREFIX, Point, compute_rows, grid
 from calibrate.measure.device_watch import Reading
 from calibrate.measure.forward_timer import LAYERS, ComputeSetup, ForwardTimer
 from kvrsim.errors import InputError
@@ -108,8 +108,19 @@ def test_means_hold_what_is_often_late_and_draw_in_what_is_far_off() -> None:
 
 def test_points_take_their_kernels_and_share_their_weights() -> None:
     bench = ComputeBench.build(setup_of("llama", kernels=("sdpa", "eager", "flash")))
-    kernels = {Point.parse(point).kernel for point in bench.points()}
+    blocks = [point for point in bench.points() if point.startswith(BLOCK_PREFIX)]
+    kernels = {Point.parse(point).kernel for point in bench.points() if point not in blocks}
     assert kernels == {"sdpa", "eager", "flash"}
+    assert blocks == [f"block {kernel} {size}+{size}" for kernel in ("flash", "sdpa") for size in (128, 64)]
+    taken = {point: [bench.sample(point)] for point in blocks}
+    assert all(bench.expected_s(point) > 0 for point in blocks)
+    rows = bench.rows(taken)
+    assert [row.operation for row in rows] == ["block", "merge"] * len(blocks)
+    assert {(row.chunk, row.prefix, row.num_attention_heads) for row in rows if row.operation == "block"} == {
+        (128, 128, 4),
+        (64, 64, 4),
+    }
+    assert {row.bytes for row in rows if row.operation == "merge"} == {12 * 4 * 17 * 128, 12 * 4 * 17 * 64}
     first, second, third = (bench.timer.models[kernel] for kernel in ("sdpa", "eager", "flash"))
     assert len(bench.setup.config) == len(CONFIGS["llama"])
     weights = {model.base_model.layers[0].mlp.up_proj.weight.data_ptr() for model in (first, second, third)}

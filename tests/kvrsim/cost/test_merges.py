@@ -60,6 +60,24 @@ def test_work_beside_a_message(work: float, flight: float, longer: float, share:
     assert beside_message_s(np.array(work), np.array(flight), 0.0) == work
 
 
+@examples(10)
+@given(rng=draws(), rate=st.floats(1e6, 1e13))
+def test_a_measured_merge_moves_two_results_and_writes_one(rng: Draws, rate: float) -> None:
+    scenario, cut = measured(rng)
+    assert scenario.profile is not None
+    kernels = scenario.profile.kernels
+    elementwise = replace(kernels.elementwise, merge_bytes_per_s=rate)
+    own = replace(scenario, profile=replace(scenario.profile, kernels=replace(kernels, elementwise=elementwise)))
+    for costs in own.layer_costs():
+        mixer = costs.layer.mixer
+        if not isinstance(mixer, Attention) or mixer.is_sparse:
+            continue
+        heads, width = mixer.num_attention_heads, 3 * own.request.dtype_bytes
+        nbytes = own.request.batch * cut[0] * heads * width * (mixer.v_head_dim + 1)
+        seconds = float(costs.merge_s(np.array([float(cut[0])]))[0])
+        assert seconds == pytest.approx(own.cost.scale * nbytes / rate)  # type: ignore[attr-defined]
+
+
 def measured(rng: Draws) -> tuple[Scenario, tuple[int, ...]]:
     scenario = any_scenario(rng, num_gpus=(2, 6), roofline=False)
     return scenario, any_partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus)

@@ -169,6 +169,7 @@ def test_every_required_key_is_missed_by_its_path(fields: dict[str, Any]) -> Non
         "kernels.head_on_all_tokens",
         "kernels.elementwise.fused",
         "kernels.elementwise.fused_merge",
+        "kernels.elementwise.merge_bytes_per_s",
         "host.resume_s",
     }
     optional |= {"kernels.whole_attention", "kernels.elementwise.mask_element_s", "kernels.copies.own"}
@@ -179,7 +180,7 @@ def test_every_required_key_is_missed_by_its_path(fields: dict[str, Any]) -> Non
     optional |= {f"host.{key}" for key in ("token_s", "step_s", "collective_s")}
     optional |= {"links.message_sms", "kernels.repeats_rotary", "kernels.attention.eager.score_bytes"}
     optional |= {f"kernels.attention.{key}" for key in ("eager.measured", "sdpa", "sdpa.measured")}
-    optional |= {f"kernels.attention.sdpa.{key}" for key in ("skips_masked", "join_s")}
+    optional |= {f"kernels.attention.sdpa.{key}" for key in ("skips_masked", "join_s", "block_flops_per_s")}
     optional |= {f"cluster.{link}.{key}" for link in ("link", "network") for key in LINK_OPTIONAL}
     optional |= {
         "cluster.gpu.source",
