@@ -12,8 +12,8 @@ import pytest
 
 from calibrate.data.measurement import ELEMENTWISE, Measurement
 from calibrate.fit.attention import HeldOut, fit_eager, fit_flash
-from calibrate.fit.attention_rows import AttentionRows, with_blocks
-from calibrate.fit.elementwise import fit_elementwise, with_merges
+from calibrate.fit.attention_rows import AttentionRows
+from calibrate.fit.elementwise import fit_elementwise
 from calibrate.fit.flash_presets import PRESETS
 from calibrate.fit.gemm import fit_gemm
 from calibrate.fit.gemm_rows import GemmRows, with_tables
@@ -27,8 +27,6 @@ from kvrsim.hardware.cluster import load_gpu, load_link
 from kvrsim.hardware.gather import GatherRates
 from kvrsim.profile.profile import load_profile
 from kvrsim.profile.rates.attention import AttentionRates, EagerRates
-from kvrsim.profile.rates.blocked import BlockedRates
-from kvrsim.profile.rates.elementwise import ElementwiseRates
 from kvrsim.profile.rates.gemm import GemmRates, Product, Tile
 
 A100, NVLINK3 = load_gpu("a100-80gb"), load_link("nvlink3")
@@ -110,26 +108,6 @@ def elementwise_rows() -> list[Measurement]:
         for kind, rate in rates.items()
         for tokens in (128, 512, 1024, 4096, 16384)
     ]
-
-
-@pytest.mark.parametrize("rate", [2e9, 6e10])
-def test_blocks_and_merges_of_a_ring_come_back(rate: float) -> None:
-    plain = BlockedRates(causal_flops_per_s=4e10, rectangle_flops_per_s=3e10, start_s=1e-5, query_s=1e-9, key_block=64)
-    own = replace(plain, block_flops_per_s=rate)
-    sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
-    rows = [row("block", 1.0, kernel="sdpa", chunk=chunk, prefix=chunk, **sizes) for chunk in (512, 1024, 2048)]
-    call = replace(AttentionRows.of(rows).call, own=False)
-    seconds = own.seconds(call, 1, 4)
-    timed_rows = [replace(one, median_s=float(time)) for one, time in zip(rows, seconds, strict=True)]
-    assert with_blocks(plain, timed_rows).block_flops_per_s == pytest.approx(rate, rel=1e-4)
-    assert with_blocks(plain, []) == plain
-    assert (own.least_seconds(call, 1, 4) <= seconds).all()
-    whole = replace(call, own=True)
-    np.testing.assert_array_equal(own.seconds(whole, 1, 4), plain.seconds(whole, 1, 4))
-    rates = ElementwiseRates.uniform(1e10, fused=False)
-    merges = [row("merge", nbytes / rate, tokens=nbytes, bytes=nbytes) for nbytes in (2**20, 2**22)]
-    assert with_merges(rates, merges).merge_bytes_per_s == pytest.approx(rate, rel=1e-4)
-    assert with_merges(rates, []) == rates
 
 
 def link_rows() -> list[Measurement]:
