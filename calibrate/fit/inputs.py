@@ -35,10 +35,10 @@ _SIZE = {
     **dict.fromkeys(("send_recv", "all_gather", "all_reduce"), "bytes"),
 }
 _KINDS = {
-    **dict.fromkeys((*ELEMENTWISE, "cache_append"), "elementwise"),
+    **dict.fromkeys((*ELEMENTWISE, "cache_append", "merge"), "elementwise"),
     **dict.fromkeys(("host_layer", "host_collective", "host_message", "host_prepare", "prepare"), "host"),
     **dict.fromkeys(("layer_alone", "layer_pending"), "send_recv"),
-    "head": "gemm",
+    **{"head": "gemm", "block": "attention"},
 }
 MAX_MEDIAN_ERROR = 0.35  # of a fit; beyond, its form is not that of what was measured
 

@@ -156,6 +156,7 @@ class OperationFits:
         counts = None if model is None else _kernels_of(model)
         fitted = fit_elementwise(usable, self.gpu, fused=fused, kernels=counts)
         rates: ElementwiseRates = self._take("elementwise", usable, fitted)
+        self.used += self.rows.merges
         return with_merges(rates, self.rows.merges)
 
     def copies(self) -> CacheCopies:

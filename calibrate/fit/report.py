@@ -216,7 +216,8 @@ def _constants(profile: CalibrationProfile, kind: str) -> str:
             return str(section.describe())
         case "elementwise":
             rates = kernels.elementwise
-            rates_text = (f"{op} {format_bandwidth(rates.bytes_per_s(op))}" for op in ELEMENTWISE_OPS)
+            merge = () if rates.merge_bytes_per_s is None else ("merge",)
+            rates_text = (f"{op} {format_bandwidth(rates.bytes_per_s(op))}" for op in (*ELEMENTWISE_OPS, *merge))
             return f"Start {format_seconds(rates.start_s)}; " + ", ".join(rates_text) + "."
         case "send_recv":
             rate = format_bandwidth(links.bandwidth_bytes_per_s)
@@ -255,7 +256,7 @@ def _clock(clock: Clock | None) -> str:
 
 
 def _attention(name: str, rates: AttentionRates) -> str:
-    values = {key: getattr(rates, key) for key in rates.__slots__}
+    values = {key: value for key in rates.__slots__ if (value := getattr(rates, key)) is not None}
     sizes = values.pop("measured", None)
     values.pop("repeats_heads", None)
     values |= {f"score_bytes of {family}": value for family, value in values.pop("score_bytes", {}).items()}
