@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from kvrsim.errors import InputError
@@ -22,6 +23,8 @@ def parse_prompts(requests: str, every: str | None, seed: int) -> Arrivals | Pro
     parts = requests.split(",")
     if len(parts) > 1 and ":" not in requests:
         return _listed(requests, [parse_tokens(part, "requests") for part in parts], every or "0s", seed)
+    if ":" not in requests and not Path(requests).exists():
+        raise InputError("requests", requests, f"{REQUESTS}; there is no such file")
     if every is not None:
         raise InputError("every", every, "a number or a list of contexts as `requests`; a trace has its own times")
     workload = Source.of(requests).workload(seed)
