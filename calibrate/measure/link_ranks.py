@@ -18,8 +18,7 @@ from calibrate.data.measurement import RING
 from calibrate.measure.link_points import Flow, counts_to
 from kvrsim.runtime.ranks.links import Links
 from kvrsim.runtime.ranks.process import Seat
-from kvrsim.runtime.ranks.rings import ring_all_reduce
-from kvrsim.runtime.ranks.transport import ring_all_gather
+from kvrsim.runtime.ranks.rings import ring_all_gather, ring_all_reduce
 
 START_S = 120.0  # in which all ranks must have imported torch and synchronised
 _WARM_BYTES = 2**20

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from kvrsim.errors import InputError
-from kvrsim.runtime.ranks.rings import ring_all_reduce
-from kvrsim.runtime.ranks.transport import Pending, Transport, neighbour, ring_all_gather
+from kvrsim.runtime.ranks.rings import Pending, neighbour, ring_all_gather, ring_all_reduce
+from kvrsim.runtime.ranks.transport import Transport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

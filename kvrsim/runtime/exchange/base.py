@@ -8,7 +8,8 @@ from kvrsim.errors import InputError
 from kvrsim.runtime.cache import PrefixCache, UpdateEvent
 from kvrsim.runtime.hooks import Clock
 from kvrsim.runtime.kept.buffers import KvBuffer, buffers_of
-from kvrsim.runtime.ranks.transport import Pending, Transport
+from kvrsim.runtime.ranks.rings import Pending
+from kvrsim.runtime.ranks.transport import Transport
 from kvrsim.runtime.trace import Sent
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 from kvrsim.runtime.cache import UpdateEvent
 from kvrsim.runtime.exchange.base import Exchange
 from kvrsim.runtime.kept.buffers import KvBuffer
-from kvrsim.runtime.ranks.transport import Pending
+from kvrsim.runtime.ranks.rings import Pending
 
 
 class Chain(Exchange):

@@ -12,7 +12,7 @@ from kvrsim.runtime.cache import PrefixCache, UpdateEvent
 from kvrsim.runtime.exchange.base import Exchange, KvPairs
 from kvrsim.runtime.kept.buffers import borrowed_room, buffers_of
 from kvrsim.runtime.model import ModelForward
-from kvrsim.runtime.ranks.transport import Pending
+from kvrsim.runtime.ranks.rings import Pending
 from kvrsim.runtime.split.stage import StageForward
 
 if TYPE_CHECKING:

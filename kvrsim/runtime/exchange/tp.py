@@ -9,8 +9,7 @@ from kvrsim.runtime.cache import PrefixCache
 from kvrsim.runtime.exchange.base import Exchange, KvPairs
 from kvrsim.runtime.kept.buffers import borrowed_room, buffers_of
 from kvrsim.runtime.model import ModelForward
-from kvrsim.runtime.ranks.rings import ring_all_reduce
-from kvrsim.runtime.ranks.transport import ring_all_gather
+from kvrsim.runtime.ranks.rings import ring_all_gather, ring_all_reduce
 from kvrsim.runtime.split.shard import Place, ShardForward, check_plan
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvrsim.errors import InputError
 from kvrsim.runtime.exchange.base import Exchange, not_a_chunk_a_rank
 from kvrsim.runtime.kept.buffers import KvBuffer
-from kvrsim.runtime.ranks.transport import ring_all_gather
+from kvrsim.runtime.ranks.rings import ring_all_gather
 
 if TYPE_CHECKING:
     from kvrsim.runtime.geometry import Geometry

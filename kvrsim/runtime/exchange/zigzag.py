@@ -10,7 +10,7 @@ import torch
 
 from kvrsim.runtime.exchange.attending import AttendingExchange
 from kvrsim.runtime.exchange.kernels import lower_right
-from kvrsim.runtime.ranks.transport import gather_pieces
+from kvrsim.runtime.ranks.rings import gather_pieces
 
 if TYPE_CHECKING:
     from kvrsim.runtime.plan import RunPlan
