@@ -1,16 +1,20 @@
 """Periods of max-plus arithmetic that are alike, without walking through every one.
 
-Two laws spare most periods, both exact; `x_k(l)` is a node in period l (see trace.py):
+Three laws spare most periods, all exact; `x_k(l)` is a node in period l (see trace.py):
 
 - Convexity. Where no node depends on itself but by its own term of weight w, every x_k(l) is convex in l from some
   period D on. The latest of `u(m) + (l - m) w` over m, u being what the other terms say, is then at an end, so that
   `x_k(l) = max(x_k(D) + (l - D) w, u_k(l))`: the last period follows from the period D.
+- Chains. Where nodes depend on the one before and, of the period before, on the one behind and on themselves, ways back
+  to a node all take one period for each neighbour that they pass. The longest way of n periods goes to the slowest of
+  the loops that it meets, stays there, and goes on: no loop between them is passed more often than it must be.
 - Homogeneity. Where all nodes of a partition advance by the same time from one period to the next, they do so for ever.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -31,20 +35,21 @@ def advanced(terms: Terms, x: dict[int, Array], ends: list[int], periods: int) -
     depth = _depth(terms)
     if depth is not None and depth < periods:
         return _Convex(terms, walked(terms, x, depth, checks=(), whole=True), depth).at(ends, periods)
+    if (chain := _Chain.of(terms)) and x.keys() == terms.keys() and periods >= 2 * len(terms):
+        return dict(zip(terms, chain.after(list(x.values()), periods), strict=True))
     size = next(iter(x.values())).size
     found = {node: np.empty(size) for node in ends}
     for first in range(0, size, _COLUMNS):
         some = slice(first, first + _COLUMNS)
-        mine = {
-            node: [(other, shift, _part(offset, some)) for other, shift, offset in of] for node, of in terms.items()
-        }
+        mine = {node: [(other, shift, part(offset, some)) for other, shift, offset in of] for node, of in terms.items()}
         ended = walked(mine, {node: values[some] for node, values in x.items()}, periods)
         for node, values in found.items():
             values[some] = ended[node]
     return found
 
 
-def _part(offset: Offset, some: slice | npt.NDArray[np.bool_]) -> Offset:
+def part(offset: Offset, some: slice | npt.NDArray[np.bool_]) -> Offset:
+    """Of some partitions."""
     return offset if isinstance(offset, float) or offset.size == 1 else offset[some]
 
 
@@ -104,7 +109,7 @@ def walked(
         if not left.size:
             return ended
         terms = {
-            node: [(other, shift, _part(offset, stays)) for other, shift, offset in found]
+            node: [(other, shift, part(offset, stays)) for other, shift, offset in found]
             for node, found in terms.items()
         }
         new = {node: values[stays] for node, values in new.items()}
@@ -151,3 +156,58 @@ class _Convex:
             assert value is not None
             self.known[node, period] = value
         return self.known[node, period]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """Nodes in a row: `x_i(l) = max(x_(i-1)(l) + on_i, x_(i+1)(l-1) + back_i, x_i(l-1) + own_i)`."""
+
+    on: list[Offset]  # the first one is not used
+    back: list[Offset | None]  # None: the node does not wait for the one behind
+    loops: list[Offset | None]  # the slowest loop of a node: its own, or by way of the one behind; None: it has none
+
+    @classmethod
+    def of(cls, terms: Terms) -> _Chain | None:
+        """None: they are none."""
+        place = {node: index for index, node in enumerate(terms)}
+        kinds: list[dict[tuple[int, int], Offset]] = [
+            {(place[other] - index, shift): offset for other, shift, offset in found}
+            for index, found in enumerate(terms.values())
+        ]
+        if any(not of.keys() <= {(-1, 0), (1, 1), (0, 1)} or ((-1, 0) in of) != (i > 0) for i, of in enumerate(kinds)):
+            return None
+        on: list[Offset] = [of.get((-1, 0), 0.0) for of in kinds]
+        back = [of.get((1, 1)) for of in kinds]
+        round_trips = [None if way is None else way + then for way, then in zip(back, [*on[1:], 0.0], strict=True)]
+        own = [of.get((0, 1)) for of in kinds]
+        return cls(on, back, [_slower(*both) for both in zip(own, round_trips, strict=True)])
+
+    def after(self, x: list[Array], periods: int) -> list[Array]:
+        """The nodes after at least twice as many periods as there are nodes."""
+        found = [np.full(x[0].shape, -np.inf) for _ in x]
+        onward, gone = found[0], found[0]  # the latest before a node: of where ways begin, and of where they stayed
+        for index, (loop, on) in enumerate(zip(self.loops, self.on, strict=True)):
+            onward = np.maximum(onward + on, x[index])
+            gone = gone + on
+            if loop is not None:
+                stayed = np.maximum(onward, self._come_back(x, index, loop)) + periods * loop
+                gone = np.maximum(gone, stayed)
+                for before in reversed(range(index)):
+                    if (back := self.back[before]) is None:
+                        break
+                    stayed = stayed + (back - loop)
+                    np.maximum(found[before], stayed, out=found[before])
+            found[index] = np.maximum(found[index], gone)
+        return found
+
+    def _come_back(self, x: list[Array], index: int, loop: Offset) -> Array:
+        """The latest at a node of what begins there or behind, each period less the loop."""
+        latest = x[-1]
+        for node in reversed(range(index, len(x) - 1)):
+            back = self.back[node]
+            latest = x[node] if back is None else np.maximum(latest + (back - loop), x[node])
+        return latest
+
+
+def _slower(one: Offset | None, other: Offset | None) -> Offset | None:
+    return other if one is None else one if other is None else np.maximum(one, other)

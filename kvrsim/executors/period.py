@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterator
 
 import numpy as np
 
-from kvrsim.executors.maxplus import advanced, walked
+from kvrsim.executors.maxplus import advanced, part, walked
 from kvrsim.executors.trace import Graph, Offset, Term, Terms, Traced
-from kvrsim.program.operations import Array
+from kvrsim.program.operations import Array, Flags
 
 _LONGEST_LOOP = 4  # nodes
 
@@ -48,29 +48,55 @@ class Period:
             for state_s, (node, offset) in zip(states_s, self.ends, strict=True)
             if node in self.terms
         }
-        ends, terms = self.ends[: self.num_wanted], self.terms
-        x = walked(terms, x, 1, checks=(), whole=True)
-        if periods > 1:
-            terms, ends = _without_aliases(_without_slow_lines(terms), ends)
-            terms = _inlined(terms, [node for node, _ in ends])
-            x = advanced(terms, x, [node for node, _ in ends], periods - 1)
-        return [x[node] + offset for node, offset in ends]
+        x = walked(self.terms, x, 1, checks=(), whole=True)
+        ends = self.ends[: self.num_wanted]
+        if periods == 1:
+            return [x[node] + offset for node, offset in ends]
+        terms, is_fast = _without_slow_lines(self.terms, states_s[0].size)
+        if is_fast.all():
+            return _advanced(terms, x, ends, periods - 1)
+        found = [np.empty(states_s[0].shape) for _ in ends]
+        for some, own in ((is_fast, terms), (~is_fast, self.terms)):
+            if some.any():
+                mine = {
+                    node: [(other, shift, part(offset, some)) for other, shift, offset in of]
+                    for node, of in own.items()
+                }
+                x_mine = {node: values[some] for node, values in x.items()}
+                ends_mine = [(node, part(offset, some)) for node, offset in ends]
+                for array, values in zip(found, _advanced(mine, x_mine, ends_mine, periods - 1), strict=True):
+                    array[some] = values
+        return found
 
 
-def _without_slow_lines(terms: Terms) -> Terms:
-    """Leave out what advances by a constant, where the node itself advances at least as much in every period."""
+def _advanced(terms: Terms, x: dict[int, Array], ends: list[tuple[int, Offset]], periods: int) -> list[Array]:
+    """The times at the ends after so many periods, from all nodes."""
+    terms, ends = _without_aliases(terms, ends)
+    nodes = [node for node, _ in ends]
+    x = advanced(_inlined(terms, nodes), x, nodes, periods)
+    return [x[node] + offset for node, offset in ends]
+
+
+def _without_slow_lines(terms: Terms, size: int) -> tuple[Terms, Flags]:
+    """Leave out what advances by a constant, where the node itself advances at least as much in every period.
+
+    Also says in which of so many partitions it does, at all nodes where anything is left out.
+    """
     rates = {node: found[0][2] for node, found in terms.items() if all(other == node for other, _, _ in found)}
-    kept = {}
+    kept, is_fast = {}, np.ones(size, dtype=bool)
     for node, found in terms.items():
-        slow = {other for other, _, _ in found if other in rates and node not in rates}
-        for loop in _loops(terms, node, rates) if slow else ():
-            advance = sum(loop[1:], loop[0])
-            slow -= (passed := {other for other in slow if np.all(rates[other] <= advance)})
-            found = [term for term in found if term[0] not in passed]
-            if not slow:
-                break
         kept[node] = found
-    return kept
+        lines = {other: rates[other] for other, _, _ in found if other in rates and node not in rates}
+        advance: Offset = -np.inf
+        for loop in _loops(terms, node, rates) if lines else ():
+            advance = np.maximum(advance, sum(loop[1:], loop[0]))
+            if all(np.all(rate <= advance) for rate in lines.values()):
+                break
+        slow = {other for other, rate in lines.items() if np.any(rate <= advance)}
+        for other in slow:
+            is_fast &= rates[other] <= advance
+        kept[node] = [term for term in found if term[0] not in slow]
+    return kept, is_fast
 
 
 def _loops(

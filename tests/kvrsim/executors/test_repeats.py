@@ -9,6 +9,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from kvrsim.compile import build_program
 from kvrsim.executors import batch
@@ -89,6 +90,20 @@ def test_any_program_ends_as_if_all_layers_were_walked(rng: Draws) -> None:
     cluster = any_cluster(rng, rng.randint(2, 5), topologies=("switch", "chain", "nodes"))
     program = any_program(rng, cluster.num_gpus)
     assert run_batch(program, cluster) == pytest.approx(walked(program, cluster), rel=SAME, abs=0)
+
+
+@pytest.mark.parametrize("profile", ["a100-eager", "roofline"])
+@given(rng=draws(), seed=st.integers(0, 2**32))
+@examples(20)
+def test_many_partitions_end_as_if_all_layers_were_walked(profile: str, rng: Draws, seed: int) -> None:
+    """Also those of few tokens on some ranks, whose hosts hold the others up."""
+    gpus, bandwidth = rng.randint(2, 9), 10.0 ** rng.uniform(7, 12)
+    scenario, _ = make_scenario(ctx=4096, gpus=gpus, profile=profile, link_bandwidth=bandwidth)
+    shares = np.random.default_rng(seed).dirichlet(np.full(gpus, rng.choice([0.1, 1.0, 50.0])), size=40)
+    chunks = list(np.ascontiguousarray((1.0 + shares * (4096 - gpus)).T))
+    program = build_program(scenario, STRATEGIES["kvr-s"], chunks)
+    program = replace(program, layer_kind_index=(0,) * rng.randint(4, 90))
+    assert run_batch(program, scenario.cluster) == pytest.approx(walked(program, scenario.cluster), rel=SAME, abs=0)
 
 
 @given(rng=draws())
