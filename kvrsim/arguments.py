@@ -158,8 +158,11 @@ def listed(value: object, parameter: str) -> str:
     return found if isinstance(found, str) else ",".join(map(str, found))
 
 
-def named(*kinds: str) -> Check:
-    """A name or path as text, or an object of one of these classes ("module:Class"), imported where they are needed."""
+def named(*kinds: str, what: str = "a name or path") -> Check:
+    """Text, or an object of one of these classes ("module:Class"), imported where they are needed.
+
+    what: the text, in words for users.
+    """
 
     def check(value: object, parameter: str) -> object:
         if isinstance(value, str):
@@ -168,7 +171,7 @@ def named(*kinds: str) -> Check:
             return str(value)
         if not _is_one_of(value, kinds):
             classes = " or ".join(f"a {kind.partition(':')[2]}" for kind in kinds)
-            raise _refusal(parameter, value, f"a name or path{', or ' if classes else ''}{classes}")
+            raise _refusal(parameter, value, f"{what}{', or ' if classes else ''}{classes}")
         return value
 
     return check
@@ -253,7 +256,7 @@ CHECKS: dict[str, Check] = {
     "model": named("kvrsim.model.spec:ModelSpec"),
     "profile": named("kvrsim.profile.profile:CalibrationProfile"),
     "cluster": named("kvrsim.hardware.cluster:Cluster"),
-    "prefix_placement": named("kvrsim.cost.prefix:PrefixPlacement"),
+    "prefix_placement": named("kvrsim.cost.prefix:PrefixPlacement", what="a text"),
     "engine": named("kvrsim.engine.engine:Engine"),
     "table": named("planner.table.table:PartitionTable"),
     "noise": named("kvrsim.noise.model:Noise"),

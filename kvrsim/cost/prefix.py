@@ -58,11 +58,6 @@ class PrefixPlacement:
         """As `parse` takes it."""
         return self.place if self.bytes_per_s is None else f"{self.place}:{self.bytes_per_s / 1e9:.12g}GB/s"
 
-    @property
-    def is_loaded(self) -> bool:
-        """Whether it comes from outside of the GPUs' memory."""
-        return self.place in _LOADED
-
     def path(self, cluster: Cluster) -> Path | None:
         """What a GPU loads it over; None: it lies on the GPUs."""
         if self.place != "host" and self.place != "remote":
