@@ -64,7 +64,7 @@ class _Shared:
         num_flows = np.zeros(self.num_rows, dtype=np.intp)
         while True:
             share = np.maximum(num_flows, 1)
-            enter_s, leave_at = self.enters_s.min(axis=0), self.leaves_at.min(axis=0)
+            enter_s, leave_at = np.minimum.reduce(self.enters_s), np.minimum.reduce(self.leaves_at)
             leave_s = np.maximum(now_s, now_s + (leave_at - served_s) * share)
             next_s = np.minimum(enter_s, leave_s)
             done = np.isinf(next_s)
@@ -85,7 +85,7 @@ class _Shared:
                 self.enters_s[lanes, rows] = np.inf
                 sizes_s = self.sizes_s[self.row_of_flow[self.flow[lanes, rows]], rows]
                 self.leaves_at[lanes, rows] = served_s[rows] + sizes_s
-            num_flows = (self.leaves_at < np.inf).sum(axis=0)
+            num_flows = np.add.reduce(self.leaves_at < np.inf, dtype=np.intp)
         assert not self.missing.any(), "the program deadlocks"
         return np.asarray(self.time_s.reshape(-1, self.num_rows)[self.graph.ends])
 
@@ -101,6 +101,8 @@ class _Shared:
                 moments, rows = moments[~flows], rows[~flows]
             if self.graph.beside:
                 self._work_beside(moments, rows)
+            if not moments.size:
+                return
             moments, rows = self._told(moments, rows)
 
     def _follow(self, moments: Index, rows: Index) -> None:
@@ -110,11 +112,11 @@ class _Shared:
     def _told(self, moments: Index, rows: Index) -> tuple[Index, Index]:
         """Tell those after them when these have come; the ones that miss nothing any more."""
         degree = self.degree[moments]
-        ends = np.cumsum(degree)
-        edges = np.repeat(self.first[moments] - ends + degree, degree) + np.arange(ends[-1] if ends.size else 0)
-        cells, rows = np.repeat(moments * self.num_rows + rows, degree), np.repeat(rows, degree)
+        ends = degree.cumsum()
+        edges = (self.first[moments] - ends + degree).repeat(degree) + np.arange(ends[-1])
+        time_s, rows = self.time_s[moments * self.num_rows + rows].repeat(degree), rows.repeat(degree)
         after = self.successor[edges] + rows
-        np.maximum.at(self.time_s, after, self.time_s[cells] + self.delays_s[self.delay_of[edges] + rows])
+        np.maximum.at(self.time_s, after, time_s + self.delays_s[self.delay_of[edges] + rows])
         np.subtract.at(self.missing, after, 1)
         after = after[self.missing[after] == 0]
         number = np.arange(after.size)
