@@ -7,7 +7,7 @@ from datetime import date
 from statistics import median
 from typing import Any
 
-from kvrsim.units import format_tokens
+from kvrsim.units import format_bandwidth, format_seconds, format_tokens
 from validate.machine.confirmation_ranks import Slept
 
 Section = tuple[str, dict[str, Any]]  # of a setting: its name, and what `kvrsim confirm --json` prints
@@ -45,7 +45,7 @@ def _conditions(sections: Sequence[Section]) -> list[str]:
 
 
 def _summary(sections: Sequence[Section], slept: Sequence[Slept]) -> list[str]:
-    """What the issue asks for, and whether it is so."""
+    """The targets, and what was found."""
     if not sections:
         return []
     errors = [abs(one["rel_error"]) for _, found in sections for one in _first(found)]
@@ -88,7 +88,7 @@ def _section(name: str, found: dict[str, Any]) -> list[str]:
     return [
         f"## {name}, {format_tokens(found['context_len'])} tokens",
         "",
-        f"{found['cluster']}. The plan chose {chosen['strategy']}; regret {found['regret']:.1%} ±"
+        f"{_machine(found['cluster'])}. The plan chose {chosen['strategy']}; regret {found['regret']:.1%} ±"
         f" {found['regret_spread']:.1%} against {found['best_measured']['strategy']}, {words};"
         f" {found['tsp']}. {_pace(found['pace'])}"
         f" Of {orders['pairs']} pairs {orders['significant']} differ significantly, {orders['right']} of them were"
@@ -105,12 +105,21 @@ def _section(name: str, found: dict[str, Any]) -> list[str]:
     ]
 
 
+def _machine(cluster: dict[str, Any]) -> str:
+    """The ranks and the link between two of them."""
+    link = cluster["link"]
+    reached = f"{format_bandwidth(link['bandwidth_bytes_per_s'])}, {format_seconds(link['latency_s'])}"
+    ranks = f"{cluster['num_gpus']} x {cluster['gpu']['name']}"
+    return f"{cluster['name']}: {ranks}, {cluster['topology']} ({link['name']}, {reached})"
+
+
 def _chunks(one: dict[str, Any]) -> str:
     """Chunks, or pieces with the layers of the stages; many pieces by number and length."""
     tokens = one["partition"]
     text = ", ".join(map(str, tokens))
     if len(tokens) > _SHOWN:
-        text = f"{len(tokens)} pieces of {min(tokens)} to {max(tokens)}"
+        least, most = min(tokens), max(tokens)
+        text = f"{len(tokens)} pieces of {least}" + (f" to {most}" if most > least else "")
     return text + (f"; layers {', '.join(map(str, one['layers']))}" if "layers" in one else "")
 
 

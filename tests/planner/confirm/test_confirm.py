@@ -76,6 +76,7 @@ def test_parts_add_up_to_the_error_and_stand_on_the_page(confirmed: tuple[dict[s
     text = page([("a model, loopback", found)], [], [], "a command")
     assert all(f"\n| {one['strategy']} | " in text for one in found["candidates"])
     assert "| predicted place | measured place |" in text
+    assert "made-up: 2 x cpu-1-thread, switch (loopback" in text
     assert f"{len(found['candidates']) - 1};" in text.split("over all strategies:")[1]  # but for "kvr-s #2"
 
 
