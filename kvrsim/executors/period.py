@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 import numpy as np
 
 from kvrsim.executors.maxplus import advanced, part, walked
-from kvrsim.executors.trace import Graph, Offset, Term, Terms, Traced
+from kvrsim.executors.trace import Graph, Offset, Term, Terms, Traced, plus
 from kvrsim.program.operations import Array, Flags
 
 _LONGEST_LOOP = 4  # nodes
@@ -36,7 +36,7 @@ class Period:
             if node >= num_states:
                 return term
             end, ends_by = self.ends[node]
-            return end, shift + 1, ends_by + offset
+            return end, shift + 1, plus(ends_by, offset)
 
         nodes = [[before(term) for term in terms] for terms in nodes]
         self.terms = _inlined(dict(enumerate(nodes)), [node for node, _ in self.ends[:num_wanted]])
@@ -126,7 +126,7 @@ def _without_aliases(terms: Terms, ends: list[tuple[int, Offset]]) -> tuple[Term
     def origin(node: int, offset: Offset) -> tuple[int, Offset]:
         while node in same:
             node, later = same[node]
-            offset = offset + later
+            offset = plus(offset, later)
         return node, offset
 
     def asked(term: Term) -> Term:
@@ -153,7 +153,7 @@ def _inlined(nodes: Terms, ends: list[int]) -> Terms:
             alone = not shift and uses[other] == 1
             for inner, inner_shift, inner_offset in found[other] if alone else [(other, 0, 0.0)]:
                 key = inner, shift + inner_shift
-                total = offset + inner_offset
+                total = plus(offset, inner_offset)
                 terms[key] = np.maximum(terms[key], total) if key in terms else total
         found[node] = [(*key, offset) for key, offset in terms.items()]
     return {node: terms for node, terms in found.items() if uses[node] > 1}

@@ -19,6 +19,13 @@ Term = tuple[int, int, Offset]  # the node, how many periods before, how much la
 Terms = dict[int, list[Term]]  # of each node, in the order in which they become known
 
 
+def plus(one: Offset, other: Offset) -> Offset:
+    """Both, without a copy of an array to which nothing is added."""
+    if isinstance(one, float) and not one:
+        return other
+    return one if isinstance(other, float) and not other else one + other
+
+
 @dataclass(slots=True, eq=False)
 class Traced(NDArrayOperatorsMixin):
     """Stands for an array of times while a period is traced: a node and how much later."""
@@ -61,7 +68,7 @@ class Graph:
         """A time and a constant."""
         assert not (isinstance(one, Traced) and isinstance(other, Traced)), "a sum of two times is none"
         time, constant = (one, other) if isinstance(one, Traced) else (other, one)
-        return Traced(self, time.node, time.offset_s + constant)
+        return Traced(self, time.node, plus(time.offset_s, constant))
 
     def latest(self, one: Any, other: Any) -> Traced:
         """The later of two times, a new node where either may be."""
@@ -72,7 +79,7 @@ class Graph:
         if one.node == other.node:
             return Traced(self, one.node, np.maximum(one.offset_s, other.offset_s))
         for time, rival in ((one, other), (other, one)):
-            least = [time.offset_s + offset for node, _, offset in self.terms[time.node] if node == rival.node]
+            least = [plus(time.offset_s, offset) for node, _, offset in self.terms[time.node] if node == rival.node]
             if least and np.all(least[0] >= rival.offset_s):
                 return time.copy()
         self.terms.append([(one.node, 0, one.offset_s - other.offset_s), (other.node, 0, 0.0)])

@@ -126,10 +126,9 @@ class RowCost:
             return np.asarray(rows * self.row_s + self.table[0])
         steps = np.ceil(rows / self.rows_per_step)
         last = len(self.table) - 1
-        inside = np.minimum(steps, last)
-        seconds = self.table[inside.astype(np.intp)] + rows * self.row_s
+        seconds = self.table.take(np.asarray(steps).astype(np.intp), mode="clip") + rows * self.row_s
         if np.greater(steps, last).any():
-            seconds += (steps - inside) * (self.table[-1] / last)
+            seconds += np.maximum(steps - last, 0.0) * (self.table[-1] / last)
         return np.asarray(seconds)
 
 
