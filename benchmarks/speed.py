@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from _report import spread, write
@@ -55,8 +56,8 @@ def cold_starts(repeats: int = 15) -> list[str]:
     return lines
 
 
-def partitions_per_s(profile: str, repeats: int = 9) -> list[float]:
-    """Eight-rank, 32-layer KVR partitions a CPU second on one core, programs built anew for each block."""
+def partitions_per_s(profile: str, layers: int, repeats: int = 9) -> list[float]:
+    """Eight-rank KVR partitions of so many layers a CPU second on one core, programs built anew for each block."""
     scenario, _ = make_scenario(ctx=16384, gpus=8, profile=profile)
     rng = np.random.default_rng(0)
     chunks = rng.dirichlet(np.full(8, 50.0), size=4 * BLOCK) * 16384
@@ -65,7 +66,8 @@ def partitions_per_s(profile: str, repeats: int = 9) -> list[float]:
         begin_s = time.process_time()
         for first in range(0, len(chunks), BLOCK):
             block = list(np.ascontiguousarray(chunks[first : first + BLOCK].T))
-            run_batch(build_program(scenario, STRATEGIES["kvr-s"], block), scenario.cluster)
+            program = build_program(scenario, STRATEGIES["kvr-s"], block)
+            run_batch(replace(program, layer_kind_index=(0,) * layers), scenario.cluster)
         rates.append(len(chunks) / (time.process_time() - begin_s))
     return rates
 
@@ -94,7 +96,9 @@ def main() -> None:
     """Measure, and write benchmarks/results/speed.md."""
     lines = ["| what | median (smallest to largest) |", "|---|---|", *cold_starts()]
     for profile, what in (("a100-eager", "messages hold the streams"), ("roofline", "messages overlap")):
-        lines.append(f"| batch executor, {what}: partitions a second | {spread(partitions_per_s(profile))} |")
+        for layers in (32, 80):
+            rates = spread(partitions_per_s(profile, layers))
+            lines.append(f"| batch executor, {what}, {layers} layers: partitions a second | {rates} |")
     lines.append(f"| event executor: partitions a second | {spread(replays_per_s())} |")
     lines += [long_chain("64", "1m"), long_chain("1024", "10m")]
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
