@@ -77,15 +77,22 @@ class BusSearch:
             _Descent(seeds[index], float(seeds_s[index]), self._first_step(), np.zeros_like(even))
             for index in self._apart(seeds, seeds_s)
         ]
-        alive = list(descents)
+        best = self._descended(descents)
+        # The steps in between: tiles of kernels make valleys, which steps of some lengths alone do not cross.
+        again = _Descent(best.best, best.best_s, 2 * self._first_step(), np.zeros_like(even))
+        best = self._descended([again])
+        return best.best, best.best_s
+
+    def _descended(self, descents: list[_Descent]) -> _Descent:
+        """The best of these, taken as far as they get."""
+        alive = descents
         for number in range(_ROUNDS):
             best_s = min(one.best_s for one in descents)
             behind = next((factor for first, factor in _BEHIND if number >= first), np.inf)
             alive = [one for one in alive if one.step and one.best_s <= behind * best_s]
             if not alive or not self._round(alive):
                 break
-        best = min(descents, key=lambda one: one.best_s)
-        return best.best, best.best_s
+        return min(descents, key=lambda one: one.best_s)
 
     def _round(self, descents: list[_Descent]) -> bool:
         """One step of each; False where no partition may be tried any more."""
