@@ -20,9 +20,9 @@ from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
+from planner.backends.pool import Pool, cores
 from planner.evaluate import Evaluator
 from planner.search.search import search
-from planner.table.backends import Pool, cores
 from planner.table.build import make_table
 from planner.table.lookup import look_up
 from planner.table.table import PartitionTable

@@ -35,8 +35,8 @@ EXECUTORS: tuple[Executor, ...] = get_args(Executor)
 Objective = Literal["mean", "p50", "p95", "p99"]  # of TTFT under noise
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
-TableBackend = Literal["loky", "dask", "ray"]  # of joblib; "loky" is processes of this machine
-TABLE_BACKENDS: tuple[TableBackend, ...] = get_args(TableBackend)
+PoolBackend = Literal["loky", "dask", "ray"]  # of joblib; "loky" is processes of this machine
+POOL_BACKENDS: tuple[PoolBackend, ...] = get_args(PoolBackend)
 
 Decode = Literal["separate", "last-gpu"]  # who decodes in a capacity plan
 DECODES: tuple[Decode, ...] = get_args(Decode)

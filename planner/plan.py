@@ -10,7 +10,7 @@ from kvrsim.executors.run import run_partition
 from kvrsim.memory import fits, memory_of
 from kvrsim.partition import Partition
 from kvrsim.results.question import Question
-from kvrsim.results.results import NoiseReport, Plan, StrategyResult
+from kvrsim.results.results import Plan, StrategyResult
 from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, Strategy, label_of
@@ -21,7 +21,6 @@ from planner.evaluate import Progress
 from planner.partitions import PlanPartitions
 from planner.plan_bounds import bound_of_pipeline, bounds_of
 from planner.plan_notes import approximate_notes, even_chunks, fewer_gpus, memory_notes, rests_on
-from planner.search.search import Found
 from planner.simulate import computes_s, waited_s
 from planner.strategies_for import choose
 from planner.uncertainty.interval import interval_of, measured_coverage, tied
@@ -29,6 +28,7 @@ from planner.uncertainty.moves import Moves, moves
 
 # Noise and tables are imported where they are asked for: each costs the start of every plan some milliseconds.
 if TYPE_CHECKING:
+    from planner.backends.pool import Pool
     from planner.table.table import PartitionTable
     from planner.uncertainty.disturbed import Disturbance
     from planner.uncertainty.robust import RobustPlan
@@ -52,6 +52,7 @@ def make_plan(
     disturbance: Disturbance | None = None,
     objective: str = "mean",
     seed: int = 0,
+    pool: Pool | None = None,
 ) -> Plan:
     """Compare the strategies, each with its best partition; raises InputError for an unknown one.
 
@@ -63,6 +64,7 @@ def make_plan(
     disturbance: noise; searched partitions are those with the least objective under it ("mean", "p50", "p95" or
         "p99"), and the best strategy is chosen by that objective, on samples that planning has not seen.
     seed: as it was asked, for the answer; the noise has its own.
+    pool: who simulates noise; None: this process.
     """
     asked = _question(scenario, strategies, method, stride, disturbance, objective, seed)
     choice = choose(scenario, strategies, noisy=disturbance is not None)
@@ -80,6 +82,7 @@ def make_plan(
         on_progress=on_progress,
     )
     robust: dict[str, RobustPlan] = {}
+    cuts: dict[str, Partition] = {}
     results = []
     moved: dict[str, Moves] = {}
     for number, strategy in enumerate(choice.strategies, start=1):
@@ -87,17 +90,24 @@ def make_plan(
             on_stage(strategy.name, number, len(chosen))
         strategy, cut = partitions.settled(strategy)
         chosen[strategy.name] = strategy
-        if disturbance is not None and (found := partitions.found.get(strategy.name)):
-            robust[strategy.name] = _robust(scenario, strategy, found, disturbance, objective)
-            cut = robust[strategy.name].partition
-            partitions.found[strategy.name] = replace(
-                found, partition=cut, ttft_s=run_partition(placed_for(scenario, strategy), strategy, cut).ttft_s
-            )
-        moved[strategy.name] = moves(placed_for(scenario, strategy), strategy, cut)
-        results.append(_result(scenario, strategy, cut, moved[strategy.name]))
-    results = _with_speedups(results)
+        cuts[strategy.name] = cut
     if disturbance is not None:
-        results = [_under_noise(scenario, chosen[result.strategy], result, disturbance) for result in results]
+        from planner.uncertainty.planned import robust_plans
+
+        robust = robust_plans(scenario, chosen, partitions.found, disturbance, objective, pool)
+        for name, plan in robust.items():
+            cuts[name], placed = plan.partition, placed_for(scenario, chosen[name])
+            ttft_s = run_partition(placed, chosen[name], plan.partition).ttft_s
+            partitions.found[name] = replace(partitions.found[name], partition=plan.partition, ttft_s=ttft_s)
+    for name, cut in cuts.items():
+        moved[name] = moves(placed_for(scenario, chosen[name]), chosen[name], cut)
+        results.append(_result(scenario, chosen[name], cut, moved[name]))
+    results, report = _with_speedups(results), None
+    if disturbance is not None:
+        from planner.uncertainty.planned import all_under_noise, noise_report
+
+        results = all_under_noise(scenario, chosen, results, disturbance, pool)
+        report = noise_report(scenario, chosen, robust, disturbance, objective)
     ranked = sorted(
         results, key=lambda result: (not result.fits, result.approximate is not None, _judged_s(result, objective))
     )
@@ -133,7 +143,7 @@ def make_plan(
         warnings=(*warnings, *notes),
         interval_coverage=measured_coverage(scenario),
         timeline=_replayed(scenario, chosen[best.strategy], best) if timeline else None,
-        noise=None if disturbance is None else _noise_report(scenario, chosen, robust, disturbance, objective),
+        noise=report,
     )
 
 
@@ -174,66 +184,8 @@ def _table_notes(table: PartitionTable | None, scenario: Scenario, strategies: S
     return tuple(note for strategy in lookups for note in notes_on_table(table, scenario, strategy))
 
 
-def _robust(
-    scenario: Scenario, strategy: Strategy, found: Found, disturbance: Disturbance, objective: str
-) -> RobustPlan:
-    from planner.uncertainty.robust import robust_plan
-
-    return robust_plan(
-        placed_for(scenario, strategy),
-        strategy,
-        disturbance.noise,
-        found.partition,
-        objective=objective,
-        quiet_s=found.ttft_s,
-        seed=disturbance.seed,
-    )
-
-
-def _under_noise(
-    scenario: Scenario, strategy: Strategy, result: StrategyResult, disturbance: Disturbance
-) -> StrategyResult:
-    """The result with its TTFTs on samples that planning has not seen."""
-    cut = Partition(chunk_lens=result.partition)
-    placed = placed_for(scenario, strategy)
-    noisy = disturbance.judged(placed, strategy, cut, result.ttft_s)
-    return replace(result, noisy=noisy)
-
-
 def _judged_s(result: StrategyResult, objective: str) -> float:
     return result.ttft_s if result.noisy is None else result.noisy.objective_s(objective)
-
-
-def _noise_report(
-    scenario: Scenario,
-    chosen: Mapping[str, Strategy],
-    robust: Mapping[str, RobustPlan],
-    disturbance: Disturbance,
-    objective: str,
-) -> NoiseReport:
-    """The robust partition beside the noise-free one, of KVR-S or else of the first strategy that was searched.
-
-    Both are judged on samples that planning has not seen.
-    """
-    report = NoiseReport(
-        noise=disturbance.noise, objective=objective, num_samples=disturbance.num_samples, seed=disturbance.seed
-    )
-    if not robust:
-        return report
-    name = KVR_S.name if KVR_S.name in robust else next(iter(robust))
-    strategy, plan = chosen[name], robust[name]
-    judged = {}
-    for partition in (plan.quiet_partition, plan.partition):
-        placed = placed_for(scenario, strategy)
-        noise_free_s = run_partition(placed, strategy, partition).ttft_s
-        judged[partition] = disturbance.judged(placed, strategy, partition, noise_free_s).objective_s(plan.objective)
-    return replace(
-        report,
-        quiet_partition=plan.quiet_partition.chunk_lens,
-        quiet_s=judged[plan.quiet_partition],
-        robust_partition=plan.partition.chunk_lens,
-        robust_s=judged[plan.partition],
-    )
 
 
 def _result(scenario: Scenario, strategy: Strategy, cut: Partition, moved: Moves) -> StrategyResult:

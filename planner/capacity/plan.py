@@ -14,6 +14,7 @@ from kvrsim.results.question import Question
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, Strategy, label_of
 from kvrsim.text import without
+from planner.backends.pool import Pool
 from planner.capacity.answer import CapacityPlan, FleetAnswer, Infeasible, KvTransfer, groups_of
 from planner.capacity.confidence import MEANING_OF_DRAWN, MEANING_OF_TRACE
 from planner.capacity.decode_fleet import Decoded, DecodeFleet, decode_fleet
@@ -46,12 +47,14 @@ def plan_capacity(
     table: PartitionTable | None = None,
     engines: Sequence[str] = (),
     warnings: Sequence[str] = (),
+    pool: Pool | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> CapacityPlan:
     """Search the cheapest fleet that meets the target.
 
     strategies: what groups may run, as in make_plan; None: the usual ones. table: partitions of KVR-S, as KVR-P; None:
-        they are searched. engines: that must have the strategies. on_progress: called with the name of each stage.
+        they are searched. engines: that must have the strategies. pool: who simulates groups;
+        None: this process. on_progress: called with the name of each stage.
         Raises InputError where no group size has a strategy, or the table has no entries for a group size.
     """
     begin_s = time.perf_counter()
@@ -66,6 +69,8 @@ def plan_capacity(
     request = replace(request, decoding=_decoding(scenario, request))
     times = _times(scenario, request, workloads, choice)
     tell("times of groups")
+    if pool is not None and not pool.is_here:
+        times.fill(request.limits.sizes, pool)
     evaluations = evaluations_of(request, workloads, times)
     search = FleetSearch(request, evaluations, DesignSearch(evaluations, request.limits))
     tell("fleets")

@@ -16,6 +16,7 @@ from kvrsim.results.question import Question
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, label_of
 from planner.access import placed_for
+from planner.backends.pool import Pool
 from planner.evaluate import Evaluator
 from planner.map.map import ALONE, MapPoint, StrategyMap
 from planner.partitions import settled
@@ -36,6 +37,7 @@ def make_map(
     bandwidths: Sequence[float] | None = None,
     strategies: Sequence[str | Strategy] = MAP_STRATEGIES,
     warnings: Sequence[str] = (),
+    pool: Pool | None = None,
     on_place: OnPlace | None = None,
 ) -> StrategyMap:
     """TTFTs of the strategies, and of one GPU, for every context, bandwidth and number of GPUs.
@@ -44,7 +46,7 @@ def make_map(
 
     scenario: model, request and links. bandwidths: of links, bytes a second one way; None: the cluster's own.
     strategies: names, "FILE.py:NAME" or Strategies; "all" stands for every one that runs in a place.
-    Searched chunks are balanced, or, where links are slow, refined.
+    Searched chunks are balanced, or, where links are slow, refined. pool: who works; None: this process.
 
     Raises InputError for an unknown name.
     """
@@ -69,21 +71,11 @@ def make_map(
         shortest = min(place.request.new_tokens for place in wanted)
         raise InputError("gpus", min(gpu_counts), f"at most one GPU a token, here {shortest}")
     refused = dict.fromkeys(_left_out(place) for place in wanted if place.cluster.num_gpus > place.request.new_tokens)
-    for number, place in enumerate(places, start=1):
-        found: list[tuple[MapPoint, Strategy, Partition]] = []
-        for strategy in _chosen(place, strategies):
-            compared[strategy.name] = strategy
-            try:
-                found.append(_point(place, strategy))
-            except InputError as error:
-                if error.parameter != "strategies":
-                    raise
-                refused[
-                    f"{strategy.name} is not on the map for {place.cluster.num_gpus} GPUs: it takes {error.accepted}"
-                ] = None
-        points.extend(_with_moves(place, found, compared))
-        if on_place is not None:
-            on_place(number, len(places))
+    found = (pool or Pool()).ordered(_at_place, [(place, strategies) for place in places], on_place)
+    for here, chosen, reasons in found:
+        points.extend(here)
+        compared |= chosen
+        refused |= dict.fromkeys(reasons)
     return StrategyMap(
         question=Question.of(
             scenario,
@@ -101,6 +93,26 @@ def make_map(
         approximate=tuple(one.name for one in compared.values() if one.approximate is not None),
         warnings=(*warnings, *refused, *_approximate_notes(compared.values())),
     )
+
+
+def _at_place(
+    place: Scenario, strategies: Sequence[str | Strategy]
+) -> tuple[list[MapPoint], dict[str, Strategy], list[str]]:
+    """The points of a place, the strategies compared in it by name, and why others are not."""
+    found: list[tuple[MapPoint, Strategy, Partition]] = []
+    compared: dict[str, Strategy] = {}
+    refused = []
+    for strategy in _chosen(place, strategies):
+        compared[strategy.name] = strategy
+        try:
+            found.append(_point(place, strategy))
+        except InputError as error:
+            if error.parameter != "strategies":
+                raise
+            refused.append(
+                f"{strategy.name} is not on the map for {place.cluster.num_gpus} GPUs: it takes {error.accepted}"
+            )
+    return list(_with_moves(place, found, compared)), compared, refused
 
 
 def _left_out(place: Scenario) -> str:

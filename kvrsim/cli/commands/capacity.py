@@ -10,11 +10,13 @@ from kvrsim.choices import DECODES, DEPLOY_ENGINES, FLEET_OBJECTIVES, ORDERS
 from kvrsim.cli.options import Json, PackTokens, Seed, Table, WorkloadOptions, takes
 from kvrsim.cli.outputs import print_json, write_beside
 from kvrsim.cli.parsing import check_output, check_plot, parse_choice, parse_seed, parse_strategies, read_table
+from kvrsim.cli.pool_options import PoolOptions
 
 
-@takes(WorkloadOptions)
+@takes(WorkloadOptions, PoolOptions)
 def capacity(
     options: WorkloadOptions,
+    workers: PoolOptions,
     *,
     requests: Annotated[
         str,
@@ -149,6 +151,7 @@ def capacity(
     check_plot(plot)
     parse_choice(emit, "emit", DEPLOY_ENGINES)
     parse_choice(only_deployable, "only_deployable", DEPLOY_ENGINES)
+    pool = workers.pool()
     scenario, warnings = options.scenario()
     from planner.capacity.plan import plan_capacity
     from planner.capacity.request import make_request
@@ -183,7 +186,7 @@ def capacity(
         check_emit(request)
     from kvrsim.cli.progress import WorkProgress
 
-    with WorkProgress() as progress:
+    with pool, WorkProgress() as progress:
         result = plan_capacity(
             scenario,
             request,
@@ -191,6 +194,7 @@ def capacity(
             table=read_table(table),
             engines=[name for name in DEPLOY_ENGINES if name in (emit, only_deployable)],
             warnings=warnings,
+            pool=pool,
             on_progress=progress,
         )
     launch = None

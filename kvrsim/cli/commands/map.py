@@ -10,6 +10,7 @@ from kvrsim.choices import MAP_STRATEGIES
 from kvrsim.cli.options import Json, ManyOptions, takes
 from kvrsim.cli.outputs import print_json, write_beside
 from kvrsim.cli.parsing import check_plot, parse_list, parse_strategies
+from kvrsim.cli.pool_options import PoolOptions
 
 MapPlot = Annotated[
     str | None,
@@ -21,9 +22,10 @@ MapPlot = Annotated[
 ]
 
 
-@takes(ManyOptions)
+@takes(ManyOptions, PoolOptions)
 def strategy_map(
     options: ManyOptions,
+    workers: PoolOptions,
     *,
     link_bandwidths: Annotated[
         str | None,
@@ -52,11 +54,12 @@ def strategy_map(
         parts = parse_list(link_bandwidths, "link_bandwidths", "bandwidths with commas between, such as 10GB/s,100GB/s")
         bandwidths = sorted({parse_bandwidth(part, "link_bandwidths") for part in parts})
     check_plot(plot)
+    pool = workers.pool()
     scenario, notes, lengths, counts = options.scenarios()
     from kvrsim.cli.progress import EntryProgress
     from planner.map.build import make_map
 
-    with EntryProgress("points") as progress:
+    with pool, EntryProgress("points") as progress:
         found = make_map(
             scenario,
             lengths=lengths,
@@ -64,6 +67,7 @@ def strategy_map(
             bandwidths=bandwidths,
             strategies=names,
             warnings=notes,
+            pool=pool,
             on_place=progress,
         )
     if json:

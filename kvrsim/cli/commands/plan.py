@@ -20,6 +20,8 @@ from kvrsim.cli.parsing import (
     read_table,
     require_table,
 )
+from kvrsim.cli.pool_options import PoolOptions
+from kvrsim.errors import InputError
 
 if TYPE_CHECKING:
     from kvrsim.results.results import Plan
@@ -28,9 +30,10 @@ if TYPE_CHECKING:
     from planner.deploy.emit import Launch
 
 
-@takes(ScenarioOptions)
+@takes(ScenarioOptions, PoolOptions)
 def plan(
     options: ScenarioOptions,
+    workers: PoolOptions,
     *,
     strategies: Annotated[
         str | None,
@@ -94,6 +97,9 @@ def plan(
     number = parse_seed(seed)
     disturbance = parse_disturbance(noise, samples, number)
     figure = parse_objective(objective, disturbance)
+    if workers.is_given and disturbance is None:
+        raise InputError("jobs", workers.jobs or workers.backend, "with --noise: other processes simulate its samples")
+    pool = workers.pool()
     check_output(trace, "trace")
     check_plot(plot)
     lookup = read_table(table)
@@ -105,7 +111,7 @@ def plan(
         names = list(kept(scenario, within, names, "only_deployable" if only_deployable else "emit"))
     from planner.plan import make_plan
 
-    with SearchProgress() as progress:
+    with pool, SearchProgress() as progress:
         result = make_plan(
             scenario,
             strategies=names,
@@ -119,6 +125,7 @@ def plan(
             disturbance=disturbance,
             objective=figure,
             seed=number,
+            pool=pool,
         )
     launch = None if emit is None else _launch(scenario, result, emit, options.model)
     if json:

@@ -9,6 +9,7 @@ import typer
 from kvrsim.cli.options import Json, PredictorOptions, takes
 from kvrsim.cli.outputs import print_json, tell
 from kvrsim.cli.parsing import check_output
+from kvrsim.cli.pool_options import BuildOptions
 from kvrsim.text import printable
 
 if TYPE_CHECKING:
@@ -18,9 +19,10 @@ app = typer.Typer(help="A predictor of TTFT for routers: build, look up.", no_ar
 
 
 @app.command("build")
-@takes(PredictorOptions)
+@takes(PredictorOptions, BuildOptions)
 def build(
     options: PredictorOptions,
+    workers: BuildOptions,
     *,
     output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Write the predictor, as JSON.")],
     strategy: Annotated[
@@ -31,9 +33,6 @@ def build(
             help="What the GPUs run; best: the fastest that fits, of those that plan compares by default.",
         ),
     ] = "best",
-    jobs: Annotated[
-        str | None, typer.Option("--jobs", metavar="N", help="Number of processes. Default: one per core.")
-    ] = None,
     json: Json = False,
 ) -> None:
     """Simulate a grid of new tokens, cached prefixes and batches.
@@ -42,14 +41,11 @@ def build(
     """
     from kvrsim.strategies import get_strategy
     from planner.predictor.build import BEST, make_predictor
-    from planner.table.backends import Pool, cores
 
     if strategy != BEST:
         get_strategy(strategy)
     check_output(output, "output")
-    from kvrsim.units import parse_count
-
-    pool = Pool(jobs=cores() if jobs is None else parse_count(jobs, "jobs", maximum=4096))
+    pool = workers.pool()
     scenario, notes = options.scenario()
     from kvrsim.cli.progress import PartProgress
 

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvrsim.choices import TABLE_BACKENDS
 from kvrsim.cli.options import Json, ManyOptions, takes
 from kvrsim.cli.outputs import print_json, tell, write_beside
-from kvrsim.cli.parsing import check_output, check_plot, parse_choice
+from kvrsim.cli.parsing import check_output, check_plot
+from kvrsim.cli.pool_options import BuildOptions
 from kvrsim.text import printable
 
 if TYPE_CHECKING:
     from kvrsim.cli.progress import EntryProgress
     from kvrsim.scenario import Scenario
     from kvrsim.strategies import Strategy
-    from planner.table.backends import Pool
+    from planner.backends.pool import Pool
     from planner.table.table import PartitionTable
 
 app = typer.Typer(help="Partition lookup tables, for KVR-P: build, look up, show.", no_args_is_help=False)
@@ -27,9 +27,10 @@ File = Annotated[str, typer.Argument(metavar="TABLE", help="A file that kvrsim t
 
 
 @app.command("build")
-@takes(ManyOptions)
+@takes(ManyOptions, BuildOptions)
 def build(
     options: ManyOptions,
+    workers: BuildOptions,
     *,
     output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Write the table, as JSON.")],
     strategy: Annotated[
@@ -38,28 +39,13 @@ def build(
             "--strategy", metavar="NAME|FILE.py:NAME", help="A strategy over single GPUs whose chunks are searched."
         ),
     ] = "kvr-s",
-    jobs: Annotated[
-        str | None, typer.Option("--jobs", metavar="N", help="Number of processes. Default: one per core.")
-    ] = None,
-    backend: Annotated[
-        str,
-        typer.Option(
-            "--backend",
-            metavar="|".join(TABLE_BACKENDS),
-            help="Backend of joblib; loky runs processes of this machine.",
-        ),
-    ] = "loky",
-    dask_address: Annotated[
-        str | None,
-        typer.Option("--dask-address", metavar="ADDRESS", help="A Dask scheduler. Default: start a local cluster."),
-    ] = None,
     json: Json = False,
 ) -> None:
     """Search the best partition for each context and number of GPUs.
 
     The same command resumes an interrupted build: FILE.partial keeps the finished entries until the table is complete.
     """
-    parse_choice(backend, "backend", TABLE_BACKENDS)
+    pool = workers.pool()
     check_output(output, "output")
     from kvrsim.strategies import searched
 
@@ -68,7 +54,7 @@ def build(
     from kvrsim.cli.progress import EntryProgress
     from kvrsim.io.schema import to_json
 
-    with _pool(jobs, backend, dask_address) as pool, EntryProgress() as progress:
+    with pool, EntryProgress() as progress:
         table = _built(scenario, chosen, counts, lengths, Path(output), pool, progress)
     for note in notes:
         tell(f"note: {note}")
@@ -76,14 +62,6 @@ def build(
         print_json({"output": output, "entries": len(table.entries), "setting": to_json(table.setting)})
     else:
         typer.echo(f"{printable(output)}: {len(table.entries)} entries")
-
-
-def _pool(jobs: str | None, backend: str, dask_address: str | None) -> Pool:
-    from kvrsim.units import parse_count
-    from planner.table.backends import Pool, cores
-
-    number = cores() if jobs is None else parse_count(jobs, "jobs", maximum=4096)
-    return Pool(jobs=number, backend=backend, dask_address=dask_address)
 
 
 def _built(

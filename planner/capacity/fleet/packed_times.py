@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +11,7 @@ from kvrsim.compile import for_strategy
 from kvrsim.program.operations import Array
 from kvrsim.request import Request
 from kvrsim.scenario import Scenario
+from planner.backends.pool import Pool
 from planner.capacity.fleet.decoding import Decoding
 from planner.capacity.fleet.layouts import WHOLE, Choice, Kind
 from planner.capacity.fleet.service import Overlap, Service
@@ -36,6 +37,9 @@ class PackedTimes(ServiceTimes):
         """Groups of that size in whose memory some prompt fits or, where none does in any, the last kind."""
         kinds = [Kind(num_gpus, weights) for weights in self.choice.layouts(self.scenario.on_gpus(num_gpus))]
         return tuple(kind for kind in kinds if self.packing(kind)[1].most_held) or tuple(kinds[-1:])
+
+    def fill(self, sizes: Sequence[int], pool: Pool) -> None:
+        """Nothing: steps are priced as the queue forms them, each once, in this process."""
 
     def packing(self, kind: Kind) -> tuple[str, Packing]:
         """The strategy of such groups, and what its steps take."""

@@ -12,11 +12,14 @@ import numpy.typing as npt
 
 from kvrsim.program.operations import Array
 from kvrsim.scenario import Scenario
+from kvrsim.strategies import Strategy
+from planner.backends.pool import Pool
 from planner.capacity.fleet.decoding import Decoding
 from planner.capacity.fleet.knots import ServiceTimeGrid, ServiceTimeGrids, knot_lengths
 from planner.capacity.fleet.layouts import WHOLE, Choice, Kind
 from planner.capacity.fleet.service import Overlap, Service
 from planner.capacity.workloads.workload import Lengths, Workload
+from planner.table.table import PartitionTable
 
 OF_SINGLE_GPUS = Choice(asked=("single", "tsp", "kvr-s"))
 _FIRST_PREFIX, _PREFIX_STEP = 512, 4  # cached prefixes that are simulated: 0, 512, 2k, 8k, ...
@@ -49,13 +52,25 @@ class ServiceTimes:
         kinds = [Kind(num_gpus, weights) for weights in self.choice.layouts(self.scenario.on_gpus(num_gpus))]
         return tuple(kind for kind in kinds if self.grids(*kind)[0].most_new_tokens) or tuple(kinds[-1:])
 
+    def fill(self, sizes: Sequence[int], pool: Pool) -> None:
+        """Compute the grids of all kinds of groups of these sizes at once, by the pool's workers."""
+        work = {}
+        for num_gpus in sizes:
+            placed = self.scenario.on_gpus(num_gpus)
+            for weights, strategies in self.choice.layouts(placed).items():
+                for prefix in self.prefixes:
+                    work[Kind(num_gpus, weights), prefix] = placed, strategies, self.choice.table, prefix, self.knots
+        found = dict(zip(work, pool.ordered(_grid, list(work.values())), strict=True))
+        for kind in dict.fromkeys(kind for kind, _ in work):
+            self._grids[kind] = tuple(found[kind, prefix] for prefix in self.prefixes)
+
     def grids(self, num_gpus: int, weights: str = WHOLE) -> tuple[ServiceTimeGrid, ...]:
         """Grids of a kind of group, one a cached prefix."""
         kind = Kind(num_gpus, weights)
         if kind not in self._grids:
             placed = self.scenario.on_gpus(num_gpus)
-            maker = ServiceTimeGrids(placed, self.choice.layouts(placed)[weights], self.choice.table)
-            self._grids[kind] = tuple(maker.grid(prefix, self.knots) for prefix in self.prefixes)
+            about = placed, self.choice.layouts(placed)[weights], self.choice.table
+            self._grids[kind] = tuple(_grid(*about, prefix, self.knots) for prefix in self.prefixes)
         return self._grids[kind]
 
     def seconds(self, num_gpus: int, new_tokens: Lengths, cached_prefix: Lengths, weights: str = WHOLE) -> Array:
@@ -145,6 +160,12 @@ class ServiceTimes:
             slack=tuple(map(tuple, slack.tolist())),
             holds=not self.scenario.sends_overlap,
         )
+
+
+def _grid(
+    placed: Scenario, strategies: Sequence[Strategy], table: PartitionTable | None, prefix: int, knots: Lengths
+) -> ServiceTimeGrid:
+    return ServiceTimeGrids(placed, strategies, table).grid(prefix, knots)
 
 
 def _prefixes(longest: int) -> tuple[int, ...]:

@@ -24,7 +24,6 @@ from planner.plan import make_plan
 from planner.search.bound import lower_bound_s
 from planner.search.search import search
 from planner.table import build as table_build
-from planner.table.backends import Pool
 from planner.table.build import make_table
 from planner.table.entry import draft_of
 from planner.table.lookup import look_up, notes_on_table
@@ -116,25 +115,6 @@ def test_steps_are_where_times_jump(profile: str, flat: bool) -> None:
     steps = quantization_steps(replace(scenario_of(profile), request=scenario_of(profile).request))
     assert (len(steps.chunk_lens) == 0) == flat
     assert all(length % 16 == 0 for length in steps.chunk_lens)  # tiles
-
-
-@pytest.mark.slow
-def test_processes_change_no_byte() -> None:
-    scenario, lengths = scenario_of("a100-eager"), (512, 1024, 1536, 2048)
-    here = make_table(scenario, (2, 4), lengths).to_json()
-    with Pool(jobs=2) as pool:
-        assert make_table(scenario, (4, 2, 2), lengths[::-1], pool=pool).to_json() == here
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(60)
-@pytest.mark.filterwarnings("ignore")
-def test_a_dask_cluster_changes_no_byte() -> None:
-    pytest.importorskip("distributed")
-    scenario, lengths = scenario_of("a100-eager"), (512, 1024, 1536)
-    with Pool(jobs=2, backend="dask") as pool:
-        away = make_table(scenario, (2,), lengths, pool=pool).to_json()
-    assert away == make_table(scenario, (2,), lengths).to_json()
 
 
 def test_finished_entries_are_not_searched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,8 @@
-"""Pool: workers for table entries, from joblib: this process, local processes, or a Dask or Ray cluster."""
+"""Pool: workers for independent calls, from joblib: this process, local processes, or a Dask or Ray cluster."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import threading
@@ -15,7 +14,7 @@ from functools import cache, partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from kvrsim.choices import TABLE_BACKENDS
+from kvrsim.choices import POOL_BACKENDS
 from kvrsim.errors import InputError
 from kvrsim.version import __version__
 
@@ -41,13 +40,13 @@ class Pool:
     """
 
     jobs: int = 1  # processes; ignored on an existing cluster
-    backend: str = "loky"  # one of TABLE_BACKENDS; "loky" is processes of this machine
+    backend: str = "loky"  # one of POOL_BACKENDS; "loky" is processes of this machine
     dask_address: str | None = None  # of a Dask scheduler; None: a new cluster on this machine
     _open: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
 
     def __post_init__(self) -> None:
-        if self.backend not in TABLE_BACKENDS:
-            raise InputError("backend", self.backend, f"one of {', '.join(TABLE_BACKENDS)}")
+        if self.backend not in POOL_BACKENDS:
+            raise InputError("backend", self.backend, f"one of {', '.join(POOL_BACKENDS)}")
         if self.dask_address is not None and self.backend != "dask":
             raise InputError("dask_address", self.dask_address, "nothing, unless `backend` is dask")
 
@@ -98,12 +97,29 @@ class Pool:
             jobs = self.jobs if self.dask_address is None else -1
             yield from Parallel(n_jobs=jobs, return_as="generator_unordered", batch_size=1, pre_dispatch="all")(calls)
 
+    def ordered(
+        self,
+        call: Callable[..., _Result],
+        arguments: Sequence[tuple[Any, ...]],
+        on_done: Callable[[int, int], None] | None = None,
+    ) -> list[_Result]:
+        """Results in the order of the arguments, whoever works; on_done: called with calls done and calls in all."""
+        found: dict[int, _Result] = {}
+        work = [(number, call, each) for number, each in enumerate(arguments)]
+        for number, result in self.run(_numbered, work):
+            found[number] = result
+            if on_done is not None:
+                on_done(len(found), len(work))
+        return [found[number] for number in range(len(work))]
+
     def _enter_dask(self) -> None:
         try:
             from distributed import Client, LocalCluster
         except ImportError:
             raise _missing("dask", "kvrsim[cluster]") from None
         if self.dask_address is None:
+            import logging  # costs the start of commands that have no cluster
+
             one_each = dict(threads_per_worker=1, dashboard_address=None, silence_logs=logging.CRITICAL)
             with _interrupts_ignored():  # inherited by its processes
                 cluster = self._open.enter_context(LocalCluster(n_workers=self.jobs, **one_each))
@@ -126,6 +142,10 @@ class Pool:
             self._open.close()
             accepted = f"a cluster whose scheduler and workers have kvrsim {__version__} and take work within"
             raise InputError("dask_address", self.dask_address, f"{accepted} {_ANSWER_TIMEOUT}") from None
+
+
+def _numbered(number: int, call: Callable[..., _Result], arguments: tuple[Any, ...]) -> tuple[int, _Result]:
+    return number, call(*arguments)
 
 
 def _version() -> str:

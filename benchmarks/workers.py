@@ -1,0 +1,120 @@
+"""When several workers pay: tables, maps, fleets and plans under noise by two processes, and projected for more.
+
+A projection takes the CPU time of every call as measured in one process, gives each call to the worker that is free
+first, and adds what one process does before, between and after, and the start of the workers.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from _report import spread, write
+
+from kvrsim.setup import make_scenario
+from planner.backends.pool import Pool
+from planner.capacity.plan import plan_capacity
+from planner.capacity.request import make_request
+from planner.map.build import make_map
+from planner.plan import make_plan
+from planner.table.build import make_table
+from planner.uncertainty.disturbed import as_asked
+
+REPEATS = 3
+WORKERS = (2, 16, 64)
+REQUESTS = "synthetic:poisson,rate=4,requests=1000,context=lognormal:3000:0.8,max=12k,cached=20%"
+
+
+class Timed(Pool):
+    """Works in this process, and keeps the CPU seconds of every call, one list a round of calls."""
+
+    rounds: list[list[float]]
+
+    def run(self, call: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Iterator[Any]:
+        """As `Pool.run` in this process."""
+        self.rounds.append([])
+        for each in arguments:
+            begin_s = time.process_time()
+            found = call(*each)
+            self.rounds[-1].append(time.process_time() - begin_s)
+            yield found
+
+
+def makespan_s(calls_s: Sequence[float], workers: int) -> float:
+    """Seconds until all calls are done, each begun in order by the worker that is free first."""
+    free_s = [0.0] * workers
+    for one_s in calls_s:
+        heapq.heapreplace(free_s, free_s[0] + one_s)
+    return max(free_s)
+
+
+def tasks() -> dict[str, Callable[[Pool], object]]:
+    """What is measured, by its command."""
+    scenario, _ = make_scenario(ctx=32768, gpus=8)
+    noisy, _ = make_scenario(ctx=8192, gpus=4)
+    asked = make_request(requests=REQUESTS, slo_ttft="2s", gpus_per_node=None)
+    lengths = range(1024, 32769, 1024)
+    return {
+        "table build --gpus 2,4,8 --ctx 1k:32k:1k": lambda pool: make_table(scenario, (2, 4, 8), lengths, pool=pool),
+        "map --gpus 2,4,8 --ctx 1k:32k:1k": lambda pool: make_map(
+            scenario, lengths=lengths, gpu_counts=(2, 4, 8), pool=pool
+        ),
+        f"capacity --requests {REQUESTS} --slo-ttft 2s": lambda pool: plan_capacity(scenario, asked, pool=pool),
+        "plan --gpus 4 --ctx 8k --noise jitter:0.1": lambda pool: make_plan(
+            noisy, disturbance=as_asked("jitter:0.1", 200, 0), pool=pool
+        ),
+    }
+
+
+def start_s() -> float:
+    """Seconds from nothing to two processes that have imported a search and answered."""
+    begin_s = time.perf_counter()
+    scenario, _ = make_scenario(ctx=256, gpus=2, profile="roofline")
+    with Pool(jobs=2) as pool:
+        make_table(scenario, (2,), (128, 256), pool=pool)
+    return time.perf_counter() - begin_s
+
+
+def measured(work: Callable[[Pool], object]) -> list[float]:
+    """Wall time in this process over that of two, in turn, the processes running already."""
+    ratios = []
+    for _ in range(REPEATS):
+        begin_s = time.perf_counter()
+        work(Pool())
+        alone_s = time.perf_counter() - begin_s
+        with Pool(jobs=2) as pool:
+            begin_s = time.perf_counter()
+            work(pool)
+        ratios.append(alone_s / (time.perf_counter() - begin_s))
+    return ratios
+
+
+def main() -> None:
+    """Measure, and write benchmarks/results/workers.md."""
+    begins_s = start_s()
+    heads = ["command", "CPU s, one process", "calls", "longest call, s", "two processes measured, times as fast"]
+    heads += [f"{count} projected" for count in WORKERS]
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for name, work in tasks().items():
+        pool = Timed(jobs=2)
+        pool.rounds = []
+        begin_s = time.process_time()
+        work(pool)
+        total_s = time.process_time() - begin_s
+        calls = [one_s for calls_s in pool.rounds for one_s in calls_s]
+        rest_s = total_s - sum(calls)
+        projected = [
+            total_s / (begins_s + rest_s + sum(makespan_s(one, count) for one in pool.rounds)) for count in WORKERS
+        ]
+        cells = [f"`{name}`", f"{total_s:.2f}", str(len(calls)), f"{np.max(calls):.2f}", spread(measured(work))]
+        lines.append(f"| {' | '.join([*cells, *(f'{one:.1f}' for one in projected)])} |")
+    lines += ["", f"The workers' start, {begins_s:.1f} s here, counts in the projections but not in what was measured."]
+    lines += ["Projected are the measured CPU times of the calls, given in order to the worker that is free first."]
+    write("workers", "python benchmarks/workers.py", lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Tables, maps, plans under noise and fleets: byte for byte the same, whoever works and in whatever order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from kvrsim.errors import InputError
+from kvrsim.io.schema import to_json
+from kvrsim.setup import make_scenario
+from planner.backends.pool import Pool
+from planner.capacity.plan import plan_capacity
+from planner.capacity.request import make_request
+from planner.map.build import make_map
+from planner.plan import make_plan
+from planner.table.build import make_table
+from planner.uncertainty.disturbed import as_asked
+
+REQUESTS = "synthetic:poisson,rate=8,requests=60,context=lognormal:600:0.5,max=1k,cached=20%"
+
+
+class Backwards(Pool):
+    """Gives its results in the opposite order, as a cluster may."""
+
+    def run(self, call: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Iterator[Any]:
+        yield from [call(*each) for each in arguments][::-1]
+
+
+def answers(pool: Pool | None) -> dict[str, str]:
+    """What four commands answer, without the seconds that they took."""
+    scenario, _ = make_scenario(ctx=1024, gpus=2)
+    noise = as_asked("jitter:0.1", 4, 1)
+    asked = make_request(requests=REQUESTS, slo_ttft="1s", group_sizes="1,2", replications="1", gpus_per_node=None)
+    plan = make_plan(scenario, disturbance=noise, strategies=("kvr-e", "kvr-s"), pool=pool)
+    fleet = plan_capacity(scenario, asked, strategies=("single", "tsp", "kvr-s"), pool=pool)
+    found = {
+        "table": make_table(scenario, (2,), (512, 1024, 768), pool=pool).to_dict(),
+        "map": make_map(scenario, lengths=(512, 1024), gpu_counts=(1, 2), pool=pool).to_dict(),
+        "plan": to_json(replace(plan, search=replace(plan.search, seconds=0.0))),
+        "capacity": to_json(replace(fleet, seconds=0.0)),
+    }
+    return {name: json.dumps(one) for name, one in found.items()}
+
+
+@cache
+def in_this_process() -> dict[str, str]:
+    return answers(None)
+
+
+def test_no_order_of_results_changes_a_byte() -> None:
+    assert answers(Backwards(jobs=2)) == in_this_process()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("backend", "package"), [("loky", "joblib"), ("dask", "distributed"), ("ray", "ray")])
+def test_no_backend_changes_a_byte(backend: str, package: str) -> None:
+    pytest.importorskip(package)
+    with Pool(jobs=2, backend=backend) as pool:
+        assert answers(pool) == in_this_process()
+
+
+def test_progress_counts_up_to_all() -> None:
+    told: list[tuple[int, int]] = []
+    found = Backwards().ordered(pow, [(2, 3), (3, 2)], lambda *counts: told.append(counts))
+    assert (found, told) == ([8, 9], [(1, 2), (2, 2)])
+
+
+def test_a_backend_that_is_none_is_refused() -> None:
+    with pytest.raises(InputError, match="backend: got 'slurm', accepted: one of loky, dask, ray"):
+        Pool(backend="slurm")
