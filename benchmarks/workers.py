@@ -24,9 +24,9 @@ from planner.plan import make_plan
 from planner.table.build import make_table
 from planner.uncertainty.disturbed import as_asked
 
-REPEATS = 3
+REPEATS = 1
 WORKERS = (2, 16, 64)
-REQUESTS = "synthetic:poisson,rate=4,requests=300,context=lognormal:3000:0.8,max=12k,cached=20%"
+REQUESTS = "synthetic:poisson,rate=4,requests=100,context=lognormal:3000:0.8,max=4k,cached=20%"
 
 
 class Timed(Pool):
@@ -56,16 +56,18 @@ def tasks() -> dict[str, Callable[[Pool], object]]:
     """What is measured, by its command."""
     scenario, _ = make_scenario(ctx=32768, gpus=4)
     noisy, _ = make_scenario(ctx=8192, gpus=4)
-    asked = make_request(requests=REQUESTS, slo_ttft="2s", gpus_per_node=None)
-    lengths = range(4096, 32769, 4096)
+    asked = make_request(requests=REQUESTS, slo_ttft="2s", group_sizes="1,2,4", gpus_per_node=None)
+    lengths = range(8192, 32769, 8192)
     return {
-        "table build --gpus 2,4 --ctx 4k:32k:4k": lambda pool: make_table(scenario, (2, 4), lengths, pool=pool),
-        "map --gpus 2,4 --ctx 4k:32k:4k": lambda pool: make_map(
+        "table build --gpus 2,4 --ctx 8k:32k:8k": lambda pool: make_table(scenario, (2, 4), lengths, pool=pool),
+        "map --gpus 2,4 --ctx 8k:32k:8k": lambda pool: make_map(
             scenario, lengths=lengths, gpu_counts=(2, 4), pool=pool
         ),
-        f"capacity --requests {REQUESTS} --slo-ttft 2s": lambda pool: plan_capacity(scenario, asked, pool=pool),
-        "plan --gpus 4 --ctx 8k --noise jitter:0.1": lambda pool: make_plan(
-            noisy, disturbance=as_asked("jitter:0.1", 200, 0), pool=pool
+        f"capacity --requests {REQUESTS} --slo-ttft 2s --group-sizes 1,2,4": lambda pool: plan_capacity(
+            scenario, asked, pool=pool
+        ),
+        "plan --gpus 4 --ctx 8k --noise jitter:0.1 --samples 50": lambda pool: make_plan(
+            noisy, disturbance=as_asked("jitter:0.1", 50, 0), pool=pool
         ),
     }
 
