@@ -31,8 +31,8 @@ BUDGETS = [
     (("profiles", "list", "--json"), 45, "numpy"),
     (("profiles", "list"), 60, "numpy rich"),
     (("table", "lookup", "table.json", *SETTING, "--json"), 98, "numpy"),
-    (("simulate", "--strategy", "kvr-s", *SETTING, "--json"), 188, "numpy"),
-    (("plan", *SETTING, "--json"), 185, "numpy"),
+    (("simulate", "--strategy", "kvr-s", *SETTING, "--json"), 190, "numpy"),
+    (("plan", *SETTING, "--json"), 190, "numpy"),
 ]
 
 
