@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -205,7 +205,7 @@ def _without_host(steps: list[Step]) -> list[Step] | None:
     It holds for a block at whose beginning the device is not before the host, and None says that the block may end
     otherwise. Noise and messages only delay the device.
     """
-    device_s: Array = np.zeros(1)
+    device_s: Array | float = 0.0
     host_s = since_s = 0.0  # since_s: issued since the device was last at least where the host was
     leads = True
     for step in steps:
@@ -213,11 +213,14 @@ def _without_host(steps: list[Step]) -> list[Step] | None:
         if isinstance(step, Segment):
             assert step.host_floor_s is not None
             device_s = device_s + step.device_s
-            leads = leads and bool((host_s + step.host_floor_s <= device_s).all())
+            leads = leads and bool(np.all(host_s + step.host_floor_s <= device_s))
         host_s += issued_s
         since_s = since_s + issued_s if isinstance(step, Message | Recv | Load) else 0.0
-    if since_s and not (leads and (host_s <= device_s).all()):
+    if since_s and not (leads and np.all(host_s <= device_s)):
         return None
     if not leads:
         return steps
-    return [replace(step, host_floor_s=None) if isinstance(step, Segment) else step for step in steps]
+    return [
+        Segment(step.device_s, None, step.host_s, step.has_noise) if isinstance(step, Segment) else step
+        for step in steps
+    ]
