@@ -2,7 +2,7 @@
 
 The order in which messages match does not depend on durations, so a program is evaluated once, each rank as far as
 its messages allow, with arrays in place of numbers: of shape (B,), or (B, samples) under noise. It holds on networks
-where flows do not share bandwidth; where they do, the event executor is needed.
+where flows do not share bandwidth; where they do, see shared.py.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class BatchEvaluator:
     def __init__(
         self, program: Program, cluster: Cluster, *, draw: NoiseDraw | None = None, start: Start | None = None
     ) -> None:
-        assert not cluster.shares_bandwidth, "flows that share a bandwidth need the event executor"
+        assert not cluster.shares_bandwidth, "flows that share a bandwidth need run_shared"
         assert draw is None or start is None, "noise begins at 0"
         self.cluster, self.draw = cluster, draw
         self.shape: tuple[int, ...] = (program.num_rows,)
