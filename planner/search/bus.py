@@ -31,7 +31,7 @@ _SPLITS = (0.1, 0.25, 0.5, 0.75, 0.9)  # of the context between two ranks
 _SCATTERED = 40  # of each kind
 _TOGETHER = 32  # moves of all boundaries in a round
 _PLACES = 8  # ranks, or pairs of them squared, that seeds concentrate the context on
-_BETTER = 1e-7  # a move must gain this share of TTFT
+_BETTER = 1e-5  # a move must gain this share of TTFT
 
 
 def most_on_a_bus(scenario: Scenario, strategy: Strategy) -> int:
