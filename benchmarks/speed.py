@@ -17,9 +17,8 @@ import numpy as np
 from _report import spread, write
 
 from kvrsim.compile import build_program
-from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
-from kvrsim.executors.run import BLOCK
+from kvrsim.executors.run import BLOCK, run_program
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 
@@ -67,7 +66,7 @@ def partitions_per_s(profile: str, layers: int, repeats: int = 9) -> list[float]
         for first in range(0, len(chunks), BLOCK):
             block = list(np.ascontiguousarray(chunks[first : first + BLOCK].T))
             program = build_program(scenario, STRATEGIES["kvr-s"], block)
-            run_batch(replace(program, layer_kind_index=(0,) * layers), scenario.cluster)
+            run_program(replace(program, layer_kind_index=(0,) * layers), scenario.cluster)
         rates.append(len(chunks) / (time.process_time() - begin_s))
     return rates
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,6 +28,8 @@ if TYPE_CHECKING:  # noise costs the start of a plan that has none
     from kvrsim.noise.draw import NoiseDraw
 
 BLOCK = 8192  # partitions that are evaluated together: arrays of 64 KiB, which stay in a core's cache
+_MANY = 1024  # partitions, from which on their arrays are large
+_KEPT = 3 * 2**20  # numbers: 24 MiB, of which no page is touched
 _CELLS = 2**14  # partitions times samples that are evaluated together
 _SHARED_CELLS, _SHARED_BLOCK = 2**20, 1024  # on a bus: partitions times messages, and partitions at most
 
@@ -87,6 +90,8 @@ def finish_s(scenario: Scenario, strategy: Strategy, chunks: Array, *, draw: Noi
 
 def run_program(program: Program, cluster: Cluster, draw: NoiseDraw | None = None) -> Array:
     """When each rank has finished, seconds, shape (ranks, B), or (ranks, B, samples) under a draw of noise."""
+    if program.num_rows >= _MANY:
+        _keep_freed_memory()
     if not cluster.shares_bandwidth:
         return run_batch(program, cluster, draw)
     if draw is None:
@@ -122,6 +127,12 @@ def rows_at_once(scenario: Scenario, strategy: Strategy, num_samples: int = 1) -
     ranks = scenario.cluster.num_gpus
     messages = scenario.share.num_hidden_layers * ranks * (1 if strategy.chains else ranks)
     return min(_SHARED_BLOCK, max(1, _SHARED_CELLS // messages))
+
+
+@cache
+def _keep_freed_memory() -> None:
+    """Once a large array was freed, glibc keeps as much for the next ones, which then need no new pages."""
+    np.empty(_KEPT)
 
 
 def _finishes(scenario: Scenario, strategy: Strategy, chunks: Array, draw: NoiseDraw | None) -> Iterator[Array]:
