@@ -24,7 +24,7 @@ from planner.plan import make_plan
 from planner.table.build import make_table
 from planner.uncertainty.disturbed import as_asked
 
-REPEATS = 3
+REPEATS = 1
 WORKERS = (2, 16, 64)
 REQUESTS = "synthetic:poisson,rate=4,requests=100,context=lognormal:3000:0.8,max=4k,cached=20%"
 
@@ -54,14 +54,14 @@ def makespan_s(calls_s: Sequence[float], workers: int) -> float:
 
 def tasks() -> dict[str, Callable[[Pool], object]]:
     """What is measured, by its command."""
-    scenario, _ = make_scenario(ctx=32768, gpus=8)
+    scenario, _ = make_scenario(ctx=32768, gpus=4)
     noisy, _ = make_scenario(ctx=8192, gpus=4)
     asked = make_request(requests=REQUESTS, slo_ttft="2s", group_sizes="1,2,4", gpus_per_node=None)
-    lengths = range(2048, 32769, 2048)
+    lengths = range(8192, 32769, 8192)
     return {
-        "table build --gpus 2,4,8 --ctx 2k:32k:2k": lambda pool: make_table(scenario, (2, 4, 8), lengths, pool=pool),
-        "map --gpus 2,4,8 --ctx 2k:32k:2k": lambda pool: make_map(
-            scenario, lengths=lengths, gpu_counts=(2, 4, 8), pool=pool
+        "table build --gpus 2,4 --ctx 8k:32k:8k": lambda pool: make_table(scenario, (2, 4), lengths, pool=pool),
+        "map --gpus 2,4 --ctx 8k:32k:8k": lambda pool: make_map(
+            scenario, lengths=lengths, gpu_counts=(2, 4), pool=pool
         ),
         f"capacity --requests {REQUESTS} --slo-ttft 2s --group-sizes 1,2,4": lambda pool: plan_capacity(
             scenario, asked, pool=pool
