@@ -139,9 +139,9 @@ def main() -> None:
         " TTFT, memory and power, and without an interval. kvrsim computes each operation from a profile, simulates"
         " ranks and messages, adds an engine's host and steps, and gives an 80 % interval, memory and exposed"
         " communication. The peer has no partitions over the context to search, so none is searched here. Its tables"
-        " also cover decoding, which kvrsim does not predict. The peer is asked by its function cli_estimate; its sweeps"
-        ", which may keep more between questions, were not measured. No answer is compared with a measured TTFT, so it"
-        " says nothing about which is nearer to a server.",
+        " also cover decoding, which kvrsim does not predict. The peer is asked by its function cli_estimate;"
+        " its sweeps, which may keep more between questions, were not measured. No answer is compared with a"
+        " measured TTFT, so it says nothing about which is nearer to a server.",
     ]
     write("peers", "python benchmarks/peers.py", lines)
 
