@@ -10,13 +10,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import kvrsim
 from kvrsim.choices import DEPLOY_ENGINES
 from kvrsim.errors import InputError
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 
-_DATA = Path(kvrsim.__file__).with_name("data") / "deploy.json"
+_DATA = Path(__file__).parents[2] / "kvrsim" / "data" / "deploy.json"  # installed side by side
 Kind = str | Sequence[str]  # "int", "float", "str", "flag", or the choices
 _PART = re.compile(r"(tp|pp|cp)(\d*)(-s)?")
 

@@ -7,7 +7,7 @@ leave ranks out with a single token each. No bound tells how far off a partition
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -57,13 +57,21 @@ class _Descent:
 class BusSearch:
     """A search over boundaries that are multiples of the stride; `most`: partitions to simulate.
 
-    chain: the strategy whose balanced chunks are seeds.
+    chain: the strategy whose balanced chunks are seeds; plans: chunks that are seeds, too.
     """
 
-    def __init__(self, scenario: Scenario, chain: Strategy, stride: int, evaluate: Evaluate, most: int) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        chain: Strategy,
+        stride: int,
+        evaluate: Evaluate,
+        most: int,
+        plans: Sequence[Array],
+    ) -> None:
         self.scenario, self.chain, self.stride, self.evaluate = scenario, chain, stride, evaluate
         self.tokens, self.num_ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
-        self.left = most
+        self.left, self.plans = most, plans
         self.was_limited = False  # fewer partitions were tried than there were
         self.rng = np.random.default_rng(0)
 
@@ -144,6 +152,7 @@ class BusSearch:
 
     def _plans(self) -> Iterator[Array]:
         """Chunks to begin from; the ranks that are left out have no token here, and get one."""
+        yield from self.plans
         ranks = np.arange(self.num_ranks)
         for used in _spread(1, self.num_ranks):
             idle = np.zeros(self.num_ranks - used)

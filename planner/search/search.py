@@ -122,7 +122,12 @@ class _Search:
         from planner.search.bus import BusSearch
 
         assert self.evaluator.most is not None
-        bus = BusSearch(self.scenario, self.chain, self.stride, self._evaluate, self.evaluator.most)
+        # A flow gets between all of the bus and the share of one of p - 1: the plans for such links are seeds, too.
+        bandwidth_bytes_per_s, plans = self.scenario.cluster.link.bandwidth_bytes_per_s, []
+        for flows in sorted({1, self.num_ranks - 1}):
+            own = self.scenario.with_own_links(bandwidth_bytes_per_s / flows)
+            plans.append(np.array(search(own, self.chain, stride=self.stride).partition.chunk_lens, dtype=float))
+        bus = BusSearch(self.scenario, self.chain, self.stride, self._evaluate, self.evaluator.most, plans)
         found = bus.run()
         self.was_limited = bus.was_limited
         return found

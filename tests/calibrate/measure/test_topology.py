@@ -51,7 +51,7 @@ class World:
         dice = random.Random(seed)
         rows = []
         for point in link_points(self.num_ranks, "nccl", MAX_BYTES):
-            if point.kind not in ("gather", "issue"):
+            if point.flows and point.kind != "issue":
                 seconds = {
                     f"{src}>{dst}": self.seconds((src, dst), point.flows, point.nbytes)
                     * (1 + dice.uniform(-noise, noise))

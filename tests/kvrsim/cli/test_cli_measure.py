@@ -102,9 +102,10 @@ class MadeUpLinks(LinkBench):
 
     def sample(self, point: str) -> Mapping[str, float]:
         found = LinkPoint.parse(point)
-        if found.kind == "gather":
-            steps = (found.num_ranks or 2) - 1
-            return {"all_gather": steps * (LATENCY_S + found.nbytes / (steps + 1) / LINK_BYTES_PER_S)}
+        if found.collective:
+            others = (found.num_ranks or 2) - 1
+            step_s = LATENCY_S + found.nbytes / (others + 1) / LINK_BYTES_PER_S
+            return {found.collective: others * step_s * (2 if found.kind == "reduce" else 1)}
         if found.kind == "issue":
             return {"send": 1e-5, "receive": 1e-5}
         seconds = LATENCY_S + found.nbytes / LINK_BYTES_PER_S
