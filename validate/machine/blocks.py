@@ -85,7 +85,7 @@ def page(found: Confirmation, profile: Path, command: str) -> list[str]:
         "|---|---|---|---|---|---|---|---|",
         *(row(one, blocks_of(found, one, profile)) for one in found.candidates),
         "",
-        f"`kvr-s` takes {predicted:+.1%} longer than `kvr-b` by prediction, {measured:+.1%} measured.",
+        f"`kvr-s` takes {predicted:.1%} more time than `kvr-b` by prediction, {measured:.1%} measured.",
         *(f"Not shown: {miss}." for miss in misses(whole, blocks)),
         *(f"Note: {note}." for note in found.warnings),
         "",
