@@ -1,4 +1,4 @@
-"""Launches are read by an engine's parser: what it refuses is told. A small parser stands for the engine's."""
+"""The page lists what an engine's parser refuses. A small parser takes the place of the engine's."""
 
 from __future__ import annotations
 

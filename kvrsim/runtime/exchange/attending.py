@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from kvrsim.runtime.plan import RunPlan
 
 
-class AttendingExchange(Exchange):
+class AttendingExchange(Exchange, ABC):
     """Each rank keeps the K and V of its own tokens, in their order, and attends with `attend`."""
 
     decodes = False
@@ -69,9 +70,9 @@ class AttendingExchange(Exchange):
         ids = input_ids[:, self.positions]
         return self.forward(ids, 0, self.cache, is_last=self.gives_token, attending=self)
 
+    @abstractmethod
     def attend(self, query: Any, scale: float | None) -> Any:
         """The attention [B, H, c, E] of the layer to which the rank has come, of queries [B, H, c, D]."""
-        raise NotImplementedError
 
 
 def _not_plain(geometry: Geometry, context_len: int) -> str | None:

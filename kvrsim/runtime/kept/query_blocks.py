@@ -63,7 +63,7 @@ class KeysInBlocks(torch.Tensor):  # type: ignore[misc]
 def _attended(
     query: Any, key: KeysInBlocks, value: Any, attn_mask: Any = None, *, is_causal: bool = False, **kwargs: Any
 ) -> Any:
-    """As torch's; without a mask there is nothing to leave out: the kernel is told that it is causal."""
+    """The same arguments as torch's. Without a mask the kernel itself skips the masked half: one causal call."""
     call = functional.scaled_dot_product_attention
     if attn_mask is None:
         return call(query, key.as_subclass(torch.Tensor), value, is_causal=is_causal, **kwargs)

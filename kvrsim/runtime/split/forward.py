@@ -10,7 +10,7 @@ from kvrsim.runtime.model import ModelForward
 
 
 class SplitForward(ModelForward):
-    """The forward of a part of a model; it is told from others by the whole model's digest."""
+    """The forward of a part of a model. Its digest is that of the whole model."""
 
     def __init__(self, whole: ModelForward, part: Any, geometry: Geometry) -> None:
         """geometry: what the part's layers keep."""
