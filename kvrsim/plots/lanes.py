@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvrsim.plots.style import INK
+from kvrsim.plots.style import INK, OPERATIONS, WAITING_LINES, faded, operation_of
 from kvrsim.program.operations import Array
-from kvrsim.results.timeline import Span, SpanOp, Timeline
+from kvrsim.results.timeline import Span, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,26 +20,9 @@ MAX_DETAILED_RANKS = 32  # with more ranks, lanes only show the busy share
 _MOST_BARS = 700  # of a rank; with more, bars are thinner than a pixel
 _MOST_ARROWS = 14  # of a rank
 
-# Operations drawn as solid bars on the compute stream, in the order of a layer: label and colour.
-_WORK: dict[SpanOp, tuple[str, str]] = {
-    "request": ("request, step", "#9aa3ad"),
-    "embedding": ("embedding, head", "#c2517c"),
-    "head": ("embedding, head", "#c2517c"),
-    "qkv": ("Q, K, V projections", "#4c78a8"),
-    "append": ("appending KV", "#8a6fb0"),
-    "attention": ("attention", "#ee8434"),
-    "output+mlp": ("output projection, MLP", "#4f9d5d"),
-    "other": ("other computing", "#2f8f9d"),
-    "collective": ("all-reduce in a rank", "#7d5a3c"),
-}
-_LINKS: dict[SpanOp, tuple[str, str]] = {
-    "KV": ("KV on the link", "#3d4451"),
-    "activations": ("activations on the link", "#b8860b"),
-    "heads": ("heads on the link, all-to-all", "#a23b3b"),
-}
 _BUSY = "#22406b"  # of lanes that show the busy share
-_WAIT_COLOUR = "#f4f4f4"
-_WAIT: dict[str, Any] = dict(facecolor=_WAIT_COLOUR, edgecolor="#c4c4c4", hatch="/////")
+_WAIT_COLOUR = OPERATIONS["waiting"].colour.light
+_WAIT: dict[str, Any] = dict(facecolor=_WAIT_COLOUR, edgecolor=WAITING_LINES.light, hatch="/////")
 _BINS = 1200  # of lanes that show the busy share
 
 # A rank's lane reaches from -0.5 to 0.5 around its number; down is later in the context.
@@ -172,13 +155,8 @@ def _longest_attention(spans: Iterable[Span]) -> dict[tuple[int, int], tuple[flo
 
 def _colour(span: Span, *, alternates: bool) -> str:
     """The operation's colour; lighter in every second layer."""
-    colour = (_LINKS if span.kind == "transfer" else _WORK)[span.op][1]
-    return _lighter(colour) if alternates and span.layer is not None and span.layer % 2 else colour
-
-
-def _lighter(colour: str) -> str:
-    parts = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
-    return "#" + "".join(f"{round(part + 0.42 * (255 - part)):02x}" for part in parts)
+    colour = operation_of(span.kind, span.op).colour.light
+    return faded(colour) if alternates and span.layer is not None and span.layer % 2 else colour
 
 
 def share_entries(*, among_others: bool) -> dict[str, str | None]:
@@ -189,14 +167,10 @@ def share_entries(*, among_others: bool) -> dict[str, str | None]:
 
 
 def legend_entries(spans: Iterable[Span], *, alternates: bool = True) -> dict[str, str | None]:
-    """Labels of everything drawn, in the order of a layer, with colours; None: hatched, or a remark."""
-    drawn = {(span.kind, span.op) for span in spans}
-    work = {op for kind, op in drawn if kind == "compute" or op == "collective"}
-    found: dict[str, str | None] = {label: colour for op, (label, colour) in _WORK.items() if op in work}
-    if any(kind == "wait" and op != "collective" for kind, op in drawn):
-        found["waiting"] = None
-    found |= {label: colour for op, (label, colour) in _LINKS.items() if ("transfer", op) in drawn}
-    if alternates and work & {"qkv", "attention", "output+mlp"}:
+    """Labels of everything drawn, in the order of a layer, with colours; None: a remark."""
+    drawn = {operation_of(span.kind, span.op) for span in spans}
+    found: dict[str, str | None] = {one.label: one.colour.light for one in OPERATIONS.values() if one in drawn}
+    if alternates and drawn & {OPERATIONS[op] for op in ("qkv", "attention", "output+mlp")}:
         found["lighter: odd layers"] = None
     return found
 
@@ -207,10 +181,10 @@ def draw_legend(figure: Figure, height: float, entries: dict[str, str | None]) -
 
     patches = []
     for label, colour in entries.items():
-        if colour is not None:
-            patches.append(Patch(facecolor=colour))
-        elif label == "waiting":
+        if label == OPERATIONS["waiting"].label:
             patches.append(Patch(**_WAIT, linewidth=0))
+        elif colour is not None:
+            patches.append(Patch(facecolor=colour))
         else:
             patches.append(Patch(facecolor="none", edgecolor="none"))
     corner = (0.006, 1 - 0.62 / height)

@@ -1,15 +1,137 @@
-"""What all figures share: font, text colours, and names that are drawn literally."""
+"""What all figures and pages share: one colour a strategy and a kind of operation, font and text colours.
+
+The colours can be told apart with normal vision and with each of the three kinds of colour blindness, and stand out
+from the ground (tests/kvrsim/plots/test_style.py). This module does not need matplotlib.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from math import log2
+from typing import Any, Literal
+from zlib import crc32
 
-INK, DIM = "#2b2f36", "#5b616b"
+Ground = Literal["light", "dark"]
+
+
+@dataclass(frozen=True, slots=True)
+class Colour:
+    """One colour as #rrggbb: for a light ground and for a dark one."""
+
+    light: str
+    dark: str
+
+    def on(self, ground: Ground) -> str:
+        """For this ground."""
+        return self.light if ground == "light" else self.dark
+
+    def mixed(self, other: Colour, share: float) -> Colour:
+        """With `share` of another, from 0 to 1."""
+        return Colour(_mixed(self.light, other.light, share), _mixed(self.dark, other.dark, share))
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """How a kind of operation is shown: its label in a legend, and its colour."""
+
+    label: str
+    colour: Colour
+
+
+GROUND = Colour("#ffffff", "#16191d")
+TEXT, FAINT_TEXT = Colour("#2b2f36", "#e6e8eb"), Colour("#5b616b", "#a3a9b3")
+INK, DIM = TEXT.light, FAINT_TEXT.light
+
+STRATEGY_COLOURS = {
+    "single": Colour("#968393", "#a5ad99"),
+    "tsp": Colour("#d55e00", "#ec7430"),
+    "kvr-e": Colour("#22a35d", "#b5fba8"),
+    "kvr-s": Colour("#0072b2", "#4aa3e0"),
+    "kvr-p": Colour("#6585c8", "#817af2"),
+    "kvr-b": Colour("#253489", "#3f7cc0"),
+    "kvr-direct": Colour("#036964", "#73fbfe"),
+    "ring": Colour("#5d2956", "#b8578f"),
+    "striped": Colour("#ab3f8b", "#f9b5c7"),
+    "zigzag-ring": Colour("#41013d", "#b486ae"),
+    "zigzag": Colour("#9781f9", "#a7bafe"),
+    "ulysses": Colour("#755a2a", "#ffa823"),
+    "tp": Colour("#570903", "#cc5042"),
+    "pp": Colour("#454709", "#fddf48"),
+    "pp-s": Colour("#64845c", "#5ed97c"),
+}
+
+# By what a span is: of a transfer its payload, of computation its kind of work. In the order of a legend.
+OPERATIONS = {
+    "request": Operation("request, step", Colour("#747a76", "#cbecee")),
+    "embedding": Operation("embedding, head", Colour("#cc73b0", "#b65b7e")),
+    "qkv": Operation("Q, K, V projections", Colour("#3198f8", "#5aa9f5")),
+    "append": Operation("appending KV", Colour("#9b57c7", "#8d61d5")),
+    "attention": Operation("attention", Colour("#e07014", "#ef8a3a")),
+    "merge": Operation("merging parts of attention", Colour("#662302", "#d0501b")),
+    "output+mlp": Operation("output projection, MLP", Colour("#6ea069", "#7cc07a")),
+    "other": Operation("other computing", Colour("#166c94", "#90cefd")),
+    "collective": Operation("all-reduce in a rank", Colour("#401124", "#be8181")),
+    "waiting": Operation("waiting", Colour("#f4f4f4", "#2a2e34")),
+    "KV": Operation("KV on the link", Colour("#1a3e67", "#6c7fae")),
+    "all-gather": Operation("all-gather of KV on the link", Colour("#09077a", "#7787fc")),
+    "activations": Operation("activations on the link", Colour("#a16102", "#fed04e")),
+    "heads": Operation("heads on the link", Colour("#9b2f13", "#fba7b1")),
+    "state": Operation("state on the link", Colour("#005f4a", "#88fea6")),
+    "tokens": Operation("tokens to experts on the link", Colour("#6431a1", "#ac98c7")),
+}
+WAITING_LINES = Colour("#c4c4c4", "#565c66")  # of the hatching
+
+_TENSOR = re.compile(r"tp(\d+)(?:\+(.+))?")
+_STAGES = re.compile(r"pp(\d+)(-s)?(?:\+cp\d+)?")
 
 # Names of models, clusters and files are not formulas: a $ in one is a dollar sign.
 _RC: dict[Any, Any] = {"font.family": "DejaVu Sans", "hatch.linewidth": 0.6, "text.parse_math": False}
+
+
+def strategy_colour(name: str) -> Colour:
+    """The colour of a strategy, the same in every figure and page.
+
+    cp4 is zigzag, tp4 tp, pp4 pp. A hybrid has the colour of the strategy between its groups, mixed with that of tp or
+    pp, the more the larger the groups. A strategy of one's own has a mix of two colours, chosen by its name.
+    """
+    if name in STRATEGY_COLOURS:
+        return STRATEGY_COLOURS[name]
+    if name.startswith("cp") and name[2:].isdecimal():
+        return STRATEGY_COLOURS["zigzag"]
+    if tensor := _TENSOR.fullmatch(name):
+        whole = STRATEGY_COLOURS["tp"]
+        return whole if tensor[2] is None else strategy_colour(tensor[2]).mixed(whole, _share(int(tensor[1])))
+    if stages := _STAGES.fullmatch(name):
+        split = STRATEGY_COLOURS["pp-s" if stages[2] else "pp"]
+        return STRATEGY_COLOURS["zigzag"].mixed(split, _share(int(stages[1]))) if "+" in name else split
+    colours, number = list(STRATEGY_COLOURS.values()), crc32(name.encode())
+    first, further = number % len(colours), 1 + number // len(colours) % (len(colours) - 1)
+    return colours[first].mixed(colours[(first + further) % len(colours)], 0.5)
+
+
+def operation_of(kind: str, op: str) -> Operation:
+    """How a span is shown: `kind` and `op` as of kvrsim.results.timeline.Span."""
+    if kind == "wait" and op != "collective":
+        return OPERATIONS["waiting"]
+    return OPERATIONS["embedding" if op == "head" else op]
+
+
+def faded(colour: str, ground: Ground = "light") -> str:
+    """A colour of odd layers, beside the same of even ones."""
+    return _mixed(colour, GROUND.on(ground), 0.42)
+
+
+def _share(size: int) -> float:
+    """Of the outer strategy's colour in a hybrid with groups of this size."""
+    return min(0.8, 0.15 + 0.15 * log2(max(size, 1)))
+
+
+def _mixed(one: str, other: str, share: float) -> str:
+    pairs = ((int(one[at : at + 2], 16), int(other[at : at + 2], 16)) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(first + share * (second - first)):02x}" for first, second in pairs)
 
 
 @contextmanager
