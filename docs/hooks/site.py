@@ -15,6 +15,8 @@ from mkdocs.structure.files import File, Files
 from nbconvert import MarkdownExporter
 
 import kvrsim
+from kvrsim.cli.guide.help import sections_of
+from kvrsim.cli.lazy import GROUPS
 from kvrsim.cli.main import app
 
 ROOT = Path(__file__).parents[2]
@@ -79,8 +81,10 @@ def command_line() -> str:
     assert isinstance(program, click.Group) or hasattr(program, "commands")
     lines = ["# Command line", "", "Generated from the code. `kvrsim COMMAND --help` prints the same.", ""]
     context = click.Context(program, info_name="kvrsim")
-    for name in program.list_commands(context):  # type: ignore[attr-defined]
-        lines += _command(program.get_command(context, name), f"kvrsim {name}", context, 2)  # type: ignore[attr-defined]
+    for title, names in GROUPS.items():
+        lines += [f"## {title}", ""]
+        for name in names:
+            lines += _command(program.get_command(context, name), f"kvrsim {name}", context, 3)  # type: ignore[attr-defined]
     return "\n".join(lines) + "\n"
 
 
@@ -105,11 +109,14 @@ def _command(command: Any, path: str, parent: click.Context, level: int) -> list
             lines += _command(command.get_command(context, name), f"{path} {name}", context, level + 1)
         return lines
     lines += ["```", " ".join([path, *command.collect_usage_pieces(context)]), "```", ""]
-    options = [record for one in command.params if (record := one.get_help_record(context))]
-    for name, text in options:
-        lines += [f"`{name}`", f":   {' '.join(text.split()).replace('<', '&lt;')}", ""]
+    for title, records in sections_of(command, context).items():
+        lines += [f"**{title}**", ""]
+        for name, text in records:
+            if "--help" not in name:
+                lines += [f"`{name}`", f":   {' '.join(text.split()).replace('<', '&lt;')}", ""]
     return [*lines, ""]
 
 
 def _paragraphs(text: str) -> list[str]:
-    return text.strip().replace("\b\n", "").splitlines()
+    lines = text.strip().replace("\b\n", "").splitlines()
+    return [re.sub(r"^Example: (.*)", r"Example: `\1`", line) for line in lines]

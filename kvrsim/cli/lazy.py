@@ -6,25 +6,38 @@ from importlib import import_module
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
 
-# Of each command the module and what it calls it there: a function, or a typer.Typer with commands of its own.
-COMMANDS = {
-    "plan": ("kvrsim.cli.commands.plan", "plan"),
-    "simulate": ("kvrsim.cli.commands.simulate", "simulate"),
-    "confirm": ("kvrsim.cli.commands.confirm", "confirm"),
-    "run": ("kvrsim.cli.commands.run", "run"),
-    "map": ("kvrsim.cli.commands.map", "strategy_map"),
-    "capacity": ("kvrsim.cli.commands.capacity", "capacity"),
-    "table": ("kvrsim.cli.commands.table", "app"),
-    "predictor": ("kvrsim.cli.commands.predictor", "app"),
-    "calibrate": ("kvrsim.cli.commands.calibrate", "app"),
-    "profiles": ("kvrsim.cli.commands.profiles", "app"),
-    "models": ("kvrsim.cli.commands.models", "app"),
-    "clusters": ("kvrsim.cli.commands.clusters", "app"),
-    "engines": ("kvrsim.cli.commands.engines", "app"),
-    "validate": ("kvrsim.cli.commands.validate", "app"),
+from kvrsim.cli.guide.help import Command, Group, write_options
+
+_ROOM = "kvrsim.cli.commands"
+# Under the title that help shows them under: of each command its summary, its module and what it is called there: a
+# function, or a typer.Typer with commands of its own.
+GROUPS = {
+    "Plan": {
+        "plan": ("Compare strategies for one prefill, each at its best.", f"{_ROOM}.plan:plan"),
+        "simulate": ("Simulate one strategy's prefill, rank by rank.", f"{_ROOM}.simulate:simulate"),
+        "map": ("Find the fastest strategy over contexts and GPUs.", f"{_ROOM}.map:strategy_map"),
+        "capacity": ("Find the smallest or cheapest fleet for a TTFT target.", f"{_ROOM}.capacity:capacity"),
+        "table": ("Build and look up partition tables.", f"{_ROOM}.table:app"),
+        "predictor": ("Build and look up a TTFT predictor for routers.", f"{_ROOM}.predictor:app"),
+    },
+    "Your machine": {
+        "calibrate": ("Measure a machine, and fit a profile to it.", f"{_ROOM}.calibrate:app"),
+        "run": ("Measure one strategy's prefill on this machine.", f"{_ROOM}.run:run"),
+        "confirm": ("Measure a plan's candidates on this machine.", f"{_ROOM}.confirm:confirm"),
+    },
+    "Look up": {
+        "models": ("Built-in models, or any Hugging Face config.json.", f"{_ROOM}.models:app"),
+        "clusters": ("GPUs and the links between them.", f"{_ROOM}.clusters:app"),
+        "profiles": ("Calibration profiles: measured rates of machines.", f"{_ROOM}.profiles:app"),
+        "engines": ("Serving engines: the time that their software adds.", f"{_ROOM}.engines:app"),
+    },
+    "Check and set up": {
+        "validate": ("Compare the simulator with published measurements.", f"{_ROOM}.validate:app"),
+        "help": ("Print the help of a command.", "kvrsim.cli.guide.topics:show_help"),
+    },
 }
+COMMANDS = {name: found for commands in GROUPS.values() for name, found in commands.items()}
 
 
 class _Commands(dict[str, Any]):
@@ -50,14 +63,17 @@ class _Commands(dict[str, Any]):
 
 def _made(name: str) -> Any:
     """As Typer makes a command of a program."""
-    module, attribute = COMMANDS[name]
+    summary, where = COMMANDS[name]
+    module, _, attribute = where.partition(":")
     made = getattr(import_module(module), attribute)
     program = typer.Typer(add_completion=False, rich_markup_mode=None)
     program.callback()(_nothing)  # so that one command is one of a group
     if isinstance(made, typer.Typer):
-        program.add_typer(made, name=name)
+        for command in made.registered_commands:
+            command.cls = Command
+        program.add_typer(made, name=name, cls=Group, help=summary)
     else:
-        program.command(name)(made)
+        program.command(name, cls=Command)(made)
     return typer.main.get_group(program).commands[name]
 
 
@@ -65,7 +81,7 @@ def _nothing() -> None:
     """A program needs something to say."""
 
 
-class LazyGroup(TyperGroup):
+class LazyGroup(Group):
     """The program's commands."""
 
     def __init__(self, **options: Any) -> None:
@@ -75,3 +91,12 @@ class LazyGroup(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         """In the order of COMMANDS."""
         return list(COMMANDS)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Commands by what they are for, none of them imported; then options."""
+        for title, commands in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl(
+                    [(name.ljust(max(map(len, COMMANDS))), text) for name, (text, _) in commands.items()]
+                )
+        write_options(self, ctx, formatter)

@@ -23,7 +23,7 @@ def capacity(
         typer.Option(
             "--requests",
             metavar="FILE|azure:FILE|mooncake:FILE|synthetic:SPEC",
-            help="A trace, or random arrivals such as synthetic:poisson,rate=4,context=lognormal:2k:1.",
+            help="A trace, or random arrivals such as synthetic:poisson,rate=4.",
         ),
     ],
     slo_ttft: Annotated[str, typer.Option("--slo-ttft", metavar="TIME", help="Target TTFT, such as 2s.")],
@@ -77,7 +77,7 @@ def capacity(
         str | None,
         typer.Option(
             "--kv-transfer-bandwidth",
-            metavar="BANDWIDTH",
+            metavar="RATE",
             help="Count the KV-cache's way to the fleet that decodes; of each GPU, such as 50GB/s.",
         ),
     ] = None,
@@ -145,6 +145,8 @@ def capacity(
 
     The answer includes the rule that assigns prompts to groups. If no fleet meets the target, the exit code is 1, and
     the nearest miss and the reasons are printed.
+
+    Example: kvrsim capacity --requests synthetic:poisson,rate=4 --slo-ttft 2s --cluster h100-nvlink
     """
     number = parse_seed(seed)
     check_output(html, "html")

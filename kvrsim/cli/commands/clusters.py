@@ -9,12 +9,15 @@ import typer
 from kvrsim.cli.options import Json
 from kvrsim.cli.outputs import print_json
 
-app = typer.Typer(help="Clusters: GPUs and the links between them.")
+app = typer.Typer()
 
 
 @app.command("list")
 def list_clusters(json: Json = False) -> None:
-    """List the built-in clusters."""
+    """List the built-in clusters.
+
+    Example: kvrsim clusters list
+    """
     from kvrsim.hardware.cluster import builtin_clusters, load_cluster
     from kvrsim.io.schema import to_json
 
@@ -32,7 +35,10 @@ def show(
     name: Annotated[str, typer.Argument(metavar="NAME|PATH", help="A built-in cluster or a file.")],
     json: Json = False,
 ) -> None:
-    """Print one cluster: GPU, links and topology, with their datasheets."""
+    """Print one cluster: GPU, links and topology.
+
+    Example: kvrsim clusters show h100-nvlink
+    """
     from kvrsim.hardware.cluster import load_cluster
     from kvrsim.io.schema import to_json
 

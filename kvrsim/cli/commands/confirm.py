@@ -89,6 +89,8 @@ def confirm(
 
     The runs are interleaved. Prints the errors of the predictions. The exit code is 1 if a target is not met: the
     plan's choice, the predictions, or the logits.
+
+    Example: kvrsim confirm --ctx 1k --gpus 2 --profile here.json
     """
     from kvrsim.units import parse_count
 

@@ -9,12 +9,15 @@ import typer
 from kvrsim.cli.options import Json
 from kvrsim.cli.outputs import print_json
 
-app = typer.Typer(help="Serving engines: what their software adds to the kernels' time.")
+app = typer.Typer()
 
 
 @app.command("list")
 def list_engines(json: Json = False) -> None:
-    """List the built-in engines."""
+    """List the built-in engines.
+
+    Example: kvrsim engines list
+    """
     from kvrsim.engine.engine import builtin_engines, load_engine
 
     engines = [load_engine(name) for name in builtin_engines()]
@@ -31,7 +34,10 @@ def show(
     name: Annotated[str, typer.Argument(metavar="NAME|PATH", help="A built-in engine or a file.")],
     json: Json = False,
 ) -> None:
-    """Print one engine: its terms, how sure each is, its errors and sources."""
+    """Print one engine: its terms, errors and sources.
+
+    Example: kvrsim engines show vllm-2023
+    """
     from kvrsim.engine.engine import load_engine
 
     engine = load_engine(name, argument="NAME|PATH")

@@ -45,6 +45,8 @@ def strategy_map(
 
     Also prints the context from which each strategy is faster than one GPU. A gain below 2 % of TTFT is ignored: one
     GPU, or fewer GPUs, win.
+
+    Example: kvrsim map --ctx 1k:64k:x4 --gpus 2,4,8 --cluster h100-nvlink
     """
     from kvrsim.units import parse_bandwidth
 

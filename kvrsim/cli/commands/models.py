@@ -13,12 +13,15 @@ from kvrsim.cli.outputs import print_json
 if TYPE_CHECKING:
     from kvrsim.model.spec import LayerSpec, ModelSpec
 
-app = typer.Typer(help="Models: built in, or any Hugging Face config.json.")
+app = typer.Typer()
 
 
 @app.command("list")
 def list_models(json: Json = False) -> None:
-    """List the built-in models: family, parameters, kinds of layers, longest context."""
+    """List the built-in models.
+
+    Example: kvrsim models list
+    """
     from kvrsim.model.load import builtin_models, load_model
 
     models = [load_model(name) for name in builtin_models()]
@@ -35,7 +38,12 @@ def show(
     name: Annotated[str, typer.Argument(metavar="NAME|PATH", help="A built-in model, a config.json, or its folder.")],
     json: Json = False,
 ) -> None:
-    """Print one model: family, parameters, kinds of layers, cache, and what of it is approximated."""
+    """Print one model: parameters, kinds of layers, cache.
+
+    Also prints what of the model is approximated.
+
+    Example: kvrsim models show llama-3-8b
+    """
     from kvrsim.model.load import load_model
 
     model = load_model(name, argument="NAME|PATH")

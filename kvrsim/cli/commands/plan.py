@@ -84,6 +84,8 @@ def plan(
 
     KVR-S's partition comes with a proven bound. By default, plan compares KVR-S and the strategies that need no search;
     --strategies all adds the others. The exit code is 1 if no strategy fits in the GPUs' memory.
+
+    Example: kvrsim plan --ctx 16k --gpus 8 --model llama-3-8b --cluster h100-nvlink
     """
     from kvrsim.cli.progress import SearchProgress
     from kvrsim.units import parse_tokens

@@ -15,7 +15,7 @@ from kvrsim.text import printable
 if TYPE_CHECKING:
     from planner.predictor.grid import Prediction, TtftPredictor
 
-app = typer.Typer(help="A predictor of TTFT for routers: build, look up.", no_args_is_help=False)
+app = typer.Typer()
 
 
 @app.command("build")
@@ -38,6 +38,8 @@ def build(
     """Simulate a grid of new tokens, cached prefixes and batches.
 
     It takes seconds for a strategy such as tp, half a minute for best, and longer for large batches.
+
+    Example: kvrsim predictor build --ctx 32k --gpus 8 --strategy tp -o ttft.json
     """
     from kvrsim.strategies import get_strategy
     from planner.predictor.build import BEST, make_predictor
@@ -77,7 +79,12 @@ def lookup(
     ] = "1",
     json: Json = False,
 ) -> None:
-    """Print the TTFT of a prefill, interpolated between simulated ones, with its interval."""
+    """Print the TTFT of a prefill, with its interval.
+
+    It is interpolated between simulated prefills.
+
+    Example: kvrsim predictor lookup ttft.json --ctx 9000 --cached-prefix 512
+    """
     from kvrsim.units import parse_count, parse_tokens
     from planner.predictor.grid import load_predictor
 

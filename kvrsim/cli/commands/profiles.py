@@ -12,12 +12,15 @@ from kvrsim.cli.outputs import print_json
 if TYPE_CHECKING:
     from kvrsim.profile.rates.gemm import GemmRates
 
-app = typer.Typer(help="Calibration profiles: measured rates of machines.")
+app = typer.Typer()
 
 
 @app.command("list")
 def list_profiles(json: Json = False) -> None:
-    """List the built-in profiles."""
+    """List the built-in profiles.
+
+    Example: kvrsim profiles list
+    """
     from kvrsim.profile.profile import builtin_profiles, load_profile
 
     profiles = [load_profile(name) for name in builtin_profiles()]
@@ -44,7 +47,10 @@ def show(
     name: Annotated[str, typer.Argument(metavar="NAME|PATH", help="A built-in profile or a file.")],
     json: Json = False,
 ) -> None:
-    """Print one profile: rates, measured range, errors, sources."""
+    """Print one profile: rates, measured range, errors, sources.
+
+    Example: kvrsim profiles show h100-flash
+    """
     from kvrsim.profile.profile import load_profile
 
     profile = load_profile(name, argument="NAME|PATH")
@@ -78,7 +84,12 @@ def diff(
     ] = "llama-7b",
     json: Json = False,
 ) -> None:
-    """Compare two profiles: seconds of typical operations, and which differ significantly."""
+    """Compare the seconds of typical operations in two profiles.
+
+    Operations that differ significantly are marked.
+
+    Example: kvrsim profiles diff a100-eager a100-flash
+    """
     from calibrate.fit.diff import compare_profiles, dtypes_of
     from kvrsim.model.load import load_model
     from kvrsim.profile.profile import load_profile

@@ -67,6 +67,8 @@ def run(
     """Measure one strategy's prefill on this machine.
 
     It starts the ranks itself, or runs as one rank of torchrun.
+
+    Example: kvrsim run --strategy kvr-e --ctx 1k --gpus 2
     """
     from kvrsim.runtime.exchange import run_strategy
     from kvrsim.units import parse_count

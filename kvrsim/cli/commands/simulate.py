@@ -86,6 +86,8 @@ def simulate(
     """Simulate one strategy's prefill, rank by rank.
 
     Prints what each rank computes, waits for, sends and holds.
+
+    Example: kvrsim simulate --strategy kvr-s --ctx 8k --gpus 4
     """
     parse_strategy(strategy)
     if partition is None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from planner.backends.pool import Pool
     from planner.table.table import PartitionTable
 
-app = typer.Typer(help="Partition lookup tables, for KVR-P: build, look up, show.", no_args_is_help=False)
+app = typer.Typer()
 
 File = Annotated[str, typer.Argument(metavar="TABLE", help="A file that kvrsim table build has written.")]
 
@@ -44,6 +44,8 @@ def build(
     """Search the best partition for each context and number of GPUs.
 
     The same command resumes an interrupted build: FILE.partial keeps the finished entries until the table is complete.
+
+    Example: kvrsim table build --ctx 1k:32k:1k --gpus 2,4,8 -o table.json
     """
     pool = workers.pool()
     check_output(output, "output")
@@ -105,7 +107,12 @@ def lookup(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Print the partition for a context: an entry, or interpolated between the two nearest."""
+    """Print the partition for a context.
+
+    It is an entry of the table, or interpolated between the two nearest ones.
+
+    Example: kvrsim table lookup table.json --gpus 4 --ctx 10k
+    """
     from kvrsim.units import parse_count, parse_tokens
     from planner.table.lookup import look_up
     from planner.table.table import load_table
@@ -134,7 +141,10 @@ def show(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Print what a table was built for, and its entries."""
+    """Print what a table was built for, and its entries.
+
+    Example: kvrsim table show table.json --plot shares.png
+    """
     from planner.table.table import load_table
 
     check_plot(plot)

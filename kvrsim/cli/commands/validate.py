@@ -12,7 +12,7 @@ from kvrsim.cli.outputs import print_json
 from kvrsim.cli.parsing import check_output
 from kvrsim.errors import KvrsimError
 
-app = typer.Typer(help="Compare the simulator with measurements.", no_args_is_help=False)
+app = typer.Typer()
 
 
 class NotACheckoutError(KvrsimError):
@@ -23,7 +23,7 @@ class NotACheckoutError(KvrsimError):
 
 @app.callback()
 def _validate() -> None:
-    """Compare the simulator with measurements."""
+    """So that one command is one of a group."""
 
 
 @app.command("published")
@@ -36,6 +36,8 @@ def published(
     """Simulate every published case and print the errors.
 
     The exit code is 1 if the required accuracy is not met.
+
+    Example: kvrsim validate published --report accuracy.md
     """
     check_output(report, "report")
     try:

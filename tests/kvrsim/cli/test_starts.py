@@ -22,12 +22,12 @@ UNUSED = {
 SETTING = ("--gpus", "2", "--ctx", "1k")
 # Of each command, how many modules of its own it may load, and whether numpy or rich, which draws its tables, are used.
 BUDGETS = [
-    (("--version",), 10, ""),
-    (("--help",), 38, ""),
-    (("plan", "--help"), 16, ""),
-    (("engines", "list", "--json"), 23, ""),
-    (("predictor", "lookup", "ttft.json", "--ctx", "1k", "--json"), 24, ""),
-    (("clusters", "list", "--json"), 28, "numpy"),
+    (("--version",), 12, ""),
+    (("--help",), 13, ""),
+    (("plan", "--help"), 19, ""),
+    (("engines", "list", "--json"), 25, ""),
+    (("predictor", "lookup", "ttft.json", "--ctx", "1k", "--json"), 26, ""),
+    (("clusters", "list", "--json"), 31, "numpy"),
     (("profiles", "list", "--json"), 45, "numpy"),
     (("profiles", "list"), 60, "numpy rich"),
     (("table", "lookup", "table.json", *SETTING, "--json"), 98, "numpy"),

@@ -9,12 +9,7 @@ from kvrsim.cli.commands.calibrate.fit import fit, import_
 from kvrsim.cli.commands.calibrate.measure import compute, links
 from kvrsim.cli.commands.calibrate.prefills import prefills
 
-app = typer.Typer(help="Measure a machine, and fit a profile to measurements.", no_args_is_help=False)
-
-
-@app.callback()
-def _calibrate() -> None:
-    """Measure a machine, and fit a profile to measurements."""
+app = typer.Typer()
 
 
 app.command("compute")(compute)

@@ -59,6 +59,8 @@ def calibrate_all(
     """Measure layers and links of this machine and fit a profile.
 
     Reports how well the profile agrees with the measurements.
+
+    Example: kvrsim calibrate all --minutes 5 -o here.json
     """
     from calibrate.importers import read_source
     from kvrsim.units import parse_count, parse_seconds

@@ -67,6 +67,8 @@ def fit(
     """Fit a profile to measurements of one GPU and its links.
 
     Prints how well it agrees with them.
+
+    Example: kvrsim calibrate fit --compute compute.csv --links links.csv -o here.json
     """
     from calibrate.data.provenance import read_origins
     from calibrate.importers import read_source
@@ -105,7 +107,10 @@ def import_(
     plot: Picture = None,
     json: Json = False,
 ) -> None:
-    """Fit a profile to measurements that others have published."""
+    """Fit a profile to measurements that others have published.
+
+    Example: kvrsim calibrate import aiconfigurator:b200_sxm/vllm -o b200.json
+    """
     from calibrate.data.measurement import write_measurements
     from calibrate.data.provenance import read_origins
     from calibrate.importers import read_source

@@ -130,7 +130,12 @@ def compute(
     even_if_busy: EvenIfBusy = False,
     json: Json = False,
 ) -> None:
-    """Measure a model's decoder layers on this machine, part by part."""
+    """Measure a model's decoder layers on this machine.
+
+    Each part of a layer is measured alone.
+
+    Example: kvrsim calibrate compute --model llama-3-8b -o compute.csv
+    """
     check_output(output, "output")
     wanted = Wanted(model=model, device=device, dtype=dtype, attention=attention, ctx=ctx, threads=threads)
     setup = wanted.setup()
@@ -156,6 +161,8 @@ def links(
     """Measure messages and all-gathers between this machine's ranks.
 
     Also detects the topology of the links.
+
+    Example: kvrsim calibrate links --ranks 2 -o links.csv
     """
     check_output(output, "output")
     require_torch()

@@ -94,9 +94,11 @@ def prefills(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Fit a serving engine to whole prefills that were measured on it.
+    """Fit a serving engine to whole prefills measured on it.
 
     A handful of prefills is enough. Prints the engine's terms and the errors of rows that were left out of the fit.
+
+    Example: kvrsim calibrate prefills rows.csv --profile h100-flash -o mine.json
     """
     from calibrate.prefills.read import read_prefills
     from kvrsim.cli.progress import WorkProgress
