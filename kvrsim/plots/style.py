@@ -48,7 +48,7 @@ INK, DIM = TEXT.light, FAINT_TEXT.light
 STRATEGY_COLOURS = {
     "single": Colour("#968393", "#a5ad99"),
     "tsp": Colour("#d55e00", "#ec7430"),
-    "kvr-e": Colour("#22a35d", "#b5fba8"),
+    "kvr-e": Colour("#25a95f", "#b5fba8"),
     "kvr-s": Colour("#0072b2", "#4aa3e0"),
     "kvr-p": Colour("#6585c8", "#817af2"),
     "kvr-b": Colour("#253489", "#3f7cc0"),
