@@ -112,6 +112,21 @@ class Point:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TriedFleet:
+    """One fleet that was simulated around the answer, for the page; TTFTs at the plan's `percentiles`, inf: never."""
+
+    rate: float  # times the arrivals that were asked for: the same requests replayed faster or slower
+    num_gpus: int
+    cost_per_hour: float | None
+    fleet: str  # in words
+    ttft_s: tuple[float, ...]
+    low_s: tuple[float, ...] | None  # if all prefills take as long as at the low end of their 80 % interval
+    high_s: tuple[float, ...] | None  # the same at the high end; None: not simulated
+    utilisation: float
+    requests: int  # that were simulated
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Infeasible:
     """Groups that do not meet the target, and why."""
 
@@ -173,6 +188,8 @@ class CapacityPlan:
     seconds: float  # duration of the search
     rests_on: str
     warnings: tuple[str, ...]
+    percentiles: tuple[float, ...] = field(default=(), repr=False, compare=False)  # of the fleets tried
+    tried: tuple[TriedFleet, ...] = field(default=(), repr=False, compare=False)  # for the page
 
     @property
     def feasible(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -83,6 +83,22 @@ class Evaluations:
     def allowed(self) -> int:
         """Requests of all workloads together that may be late."""
         return self.target.allowed(self.requests)
+
+    def on(self, workloads: Sequence[Workload]) -> Evaluations:
+        """Of other workloads: nothing is simulated yet."""
+        return Evaluations(workloads, self.times, self.conditions, self.target, self.decoding)
+
+    def compressed(self, factor: float) -> Evaluations:
+        """Of the same requests in 1/`factor` of the time, which take as long to serve."""
+        other = self.on([workload.compressed(factor) for workload in self.workloads])
+        other._services = self._services
+        return other
+
+    def at_pace(self, factor: float) -> Evaluations:
+        """Of prefills that all take `factor` times as long."""
+        other = self.on(self.workloads)
+        other._services, other.conditions = self._services, replace(self.conditions, pace=factor)
+        return other
 
     def services(self, kind: Kind) -> list[Service]:
         """Service times of each workload on such groups."""

@@ -1,4 +1,4 @@
-"""FleetSearch: the fleets that meet the target, their simulations, the Pareto front, and why others do not meet it."""
+"""FleetSearch: the fleets that meet the target, their simulations, and why others do not meet it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvrsim.program.operations import Array
-from planner.capacity.answer import Cause, Curves, FleetAnswer, GroupAnswer, Infeasible, Point
+from planner.capacity.answer import Cause, Curves, FleetAnswer, GroupAnswer, Infeasible
 from planner.capacity.confidence import Interval, of_replications, of_trace
-from planner.capacity.designs import MANY, DesignSearch, Fit
+from planner.capacity.designs import DesignSearch, Fit
 from planner.capacity.evaluations import Design, Evaluations
 from planner.capacity.fleet.fleet import FleetRun, GroupPlan, percentile_of
-from planner.capacity.fleet.layouts import WHOLE
 from planner.capacity.fleet.times import ServiceTimes
 from planner.capacity.request import CapacityRequest
 from planner.capacity.workloads.workload import Workload
 
-_FINALISTS = 6  # designs that the front is made of
-_FINALISTS_OF_MANY = 2  # the same for long workloads; also the mixed designs that are tried on all requests
-_FRONT = (0.8, 0.9, 1.0, 1.15, 1.3, 1.6, 2.0, 3.0, 4.0)  # factors on the replicas that meet the target
-_BELOW = tuple(2.0**-step for step in range(10))  # factors on the most replicas, where no fleet meets it
-_GAP = 0.01  # relative; a more expensive fleet of the front is at least this much faster
+_FINALISTS_OF_MANY = 2  # mixed designs of a long workload that are tried on all requests
 
 
 @dataclass(slots=True)
@@ -121,13 +116,13 @@ class FleetSearch:
 
     def nearest_miss(self) -> FleetAnswer:
         """The fastest uniform fleet within the limits."""
-        return min((self.answer(plans) for plans in self._largest()), key=lambda answer: answer.target.value_s)
+        return min((self.answer(plans) for plans in self.largest()), key=lambda answer: answer.target.value_s)
 
     def infeasible(self, fits: Sequence[Fit]) -> list[Infeasible]:
         """Group sizes whose uniform fleets do not meet the target, and why; of each, the kind that serves most."""
         found = {fit.sizes[0] for fit in fits if len(fit.design) == 1}
         nearest: dict[int, tuple[int, GroupPlan]] = {}
-        for (plan,) in self._largest():
+        for (plan,) in self.largest():
             late = int((self.evaluations.ttft_alone_s(plan.kind) > self.request.target.slo_s).sum())
             if plan.gpus_per_group not in nearest or late < nearest[plan.gpus_per_group][0]:
                 nearest[plan.gpus_per_group] = late, plan
@@ -141,41 +136,6 @@ class FleetSearch:
             reason = "fleets of two or three sizes of group do not meet it either"
             reasons.append(Infeasible(gpus_per_group=None, code="mixed", reason=reason))
         return reasons
-
-    def front(self, fits: Sequence[Fit]) -> tuple[Point, ...]:
-        """The Pareto front of cost and TTFT, over the designs scaled down and up."""
-        points: dict[tuple[float, float], Point] = {}
-        count = _FINALISTS if self.evaluations.requests <= MANY else _FINALISTS_OF_MANY
-        candidates = [fit.plans for fit in fits[:count]] or list(self._largest())
-        for plans in candidates:
-            for scale in _FRONT if fits else _BELOW:
-                scaled = [replace(plan, replicas=max(1, math.ceil(plan.replicas * scale))) for plan in plans]
-                if sum(plan.num_gpus for plan in scaled) > self.search.limits.max_gpus:
-                    continue
-                runs = self.evaluations.runs(scaled)
-                ttft_s = percentile_of(np.concatenate([run.ttft_s for run in runs]), self.request.target.percentile)
-                cost = sum(self.search.limits.cost(plan.gpus_per_group) * plan.replicas for plan in scaled)
-                if math.isfinite(ttft_s):
-                    points[cost, ttft_s] = self._point(scaled, ttft_s)
-        front: list[Point] = []
-        for key in sorted(points):
-            if not front or points[key].ttft_s < front[-1].ttft_s * (1 - _GAP):
-                front.append(points[key])
-        return tuple(front)
-
-    def _point(self, plans: Sequence[GroupPlan], ttft_s: float) -> Point:
-        prices = self.search.limits.prices
-        words = []
-        for plan in plans:
-            sent = "" if len(plans) == 1 else f" for {plan.least_new} to {plan.most_new} tokens"
-            layout = "" if plan.weights == WHOLE else f" ({plan.weights})"
-            words.append(f"{plan.replicas} × {plan.gpus_per_group}{layout}{sent}")
-        return Point(
-            num_gpus=sum(plan.num_gpus for plan in plans),
-            cost_per_hour=sum(prices[plan.gpus_per_group] * plan.num_gpus for plan in plans) if prices else None,
-            ttft_s=ttft_s,
-            fleet=", ".join(words),
-        )
 
     def _interval(self, runs: Sequence[FleetRun], ttft_s: Array) -> Interval:
         percentile = self.request.target.percentile
@@ -216,7 +176,7 @@ class FleetSearch:
             requests=requests,
         )
 
-    def _largest(self) -> list[tuple[GroupPlan, ...]]:
+    def largest(self) -> list[tuple[GroupPlan, ...]]:
         """For each kind of group, a uniform fleet of as many groups as the limits allow."""
         most = self.search.limits.max_gpus
         return [(design[0].with_replicas(most // design[0].gpus_per_group),) for design in self.search.uniform()]

@@ -15,7 +15,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, Strategy, label_of
 from kvrsim.text import without
 from planner.backends.pool import Pool
-from planner.capacity.answer import CapacityPlan, FleetAnswer, Infeasible, KvTransfer, groups_of
+from planner.capacity.answer import CapacityPlan, FleetAnswer, Infeasible, KvTransfer, TriedFleet, groups_of
 from planner.capacity.confidence import MEANING_OF_DRAWN, MEANING_OF_TRACE
 from planner.capacity.decode_fleet import Decoded, DecodeFleet, decode_fleet
 from planner.capacity.designs import DesignSearch, Limits
@@ -24,6 +24,7 @@ from planner.capacity.fleet.layouts import WHOLE, Choice
 from planner.capacity.fleet.packed_times import PackedTimes
 from planner.capacity.fleet.times import ServiceTimes
 from planner.capacity.fleet_search import FleetSearch, evaluations_of
+from planner.capacity.front import Fleets
 from planner.capacity.request import CapacityRequest
 from planner.capacity.workloads.workload import Workload
 from planner.deploy.engines import deploy_engine
@@ -49,12 +50,14 @@ def plan_capacity(
     warnings: Sequence[str] = (),
     pool: Pool | None = None,
     on_progress: Callable[[str], None] | None = None,
+    explore: bool = False,
 ) -> CapacityPlan:
     """Search the cheapest fleet that meets the target.
 
     strategies: what groups may run, as in make_plan; None: the usual ones. table: partitions of KVR-S, as KVR-P; None:
         they are searched. engines: that must have the strategies. pool: who simulates groups;
-        None: this process. on_progress: called with the name of each stage.
+        None: this process. on_progress: called with the name of each stage. explore: simulate fleets at other rates and
+        with other prefill times, too, for the page.
         Raises InputError where no group size has a strategy, or the table has no entries for a group size.
     """
     begin_s = time.perf_counter()
@@ -80,6 +83,13 @@ def plan_capacity(
     met = [answer for answer in made if answer is not None and answer.meets]
     met.sort(key=lambda answer: (search.cost(answer), answer.target.value_s))
     tell("Pareto front")
+    fleets = Fleets.of(evaluations, request.limits, fits, search.largest())
+    tried = fleets.tried()
+    pareto = fleets.points(fleets.front(fleet for _, _, fleet in tried))
+    explored: list[TriedFleet] = []
+    if explore:
+        tell("other rates and prefill times")
+        explored = [*fleets.with_intervals(tried), *fleets.at_rates()]
     longest = max(int(workload.context_len.max()) for workload in workloads)
     asked = replace(scenario.request, context_len=longest, cached_prefix=0)
     largest = replace(scenario.on_gpus(max(request.limits.sizes)), request=asked)
@@ -114,7 +124,9 @@ def plan_capacity(
         nearest_miss=None if met else search.nearest_miss(),
         alternatives=tuple(replace(answer, curves=None) for answer in met[1 : 1 + _ALTERNATIVES]),
         infeasible=infeasible,
-        pareto=search.front(fits),
+        pareto=pareto,
+        percentiles=fleets.percentiles,
+        tried=tuple(explored) or tuple(fleet for _, _, fleet in tried),
         workload=workloads[0].summary(),
         kv_transfer=_transfer(request.decoding, workloads),
         decode_fleet=decodes if isinstance(decodes, DecodeFleet) else None,
@@ -135,13 +147,7 @@ def _stretch(workloads: Sequence[Workload]) -> Workload | None:
         return None
     if len(first) <= _STRETCH:
         return first
-    work = np.concatenate([[0.0], np.cumsum(first.new_tokens, dtype=float)])
-    spans_s = first.arrival_s[_STRETCH - 1 :] - first.arrival_s[: len(first) - _STRETCH + 1]
-    rate = (work[_STRETCH:] - work[:-_STRETCH]) / np.maximum(spans_s, 1e-9)
-    begin = int(rate.argmax())
-    chosen = np.zeros(len(first), dtype=bool)
-    chosen[begin : begin + _STRETCH] = True
-    return first.only(chosen)
+    return first.busiest(_STRETCH)
 
 
 def _dispatch(request: CapacityRequest) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,9 +22,9 @@ from planner.map.map import ALONE, MapPoint, StrategyMap
 from planner.partitions import settled
 from planner.search.search import search
 from planner.strategies_for import all_for, distinct
+from planner.uncertainty.interval import interval_of
 from planner.uncertainty.moves import moves
 
-_FAR = 2.0  # times the fastest, from where on no error is taken to make a tie
 _EXPOSED = 0.05  # of TTFT without communication; from there on balanced chunks may be far from the best
 OnPlace = Callable[[int, int], None]  # places done, places in all
 
@@ -99,7 +99,7 @@ def _at_place(
     place: Scenario, strategies: Sequence[str | Strategy]
 ) -> tuple[list[MapPoint], dict[str, Strategy], list[str]]:
     """The points of a place, the strategies compared in it by name, and why others are not."""
-    found: list[tuple[MapPoint, Strategy, Partition]] = []
+    found: list[MapPoint] = []
     compared: dict[str, Strategy] = {}
     refused = []
     for strategy in _chosen(place, strategies):
@@ -112,7 +112,7 @@ def _at_place(
             refused.append(
                 f"{strategy.name} is not on the map for {place.cluster.num_gpus} GPUs: it takes {error.accepted}"
             )
-    return list(_with_moves(place, found, compared)), compared, refused
+    return found, compared, refused
 
 
 def _left_out(place: Scenario) -> str:
@@ -139,31 +139,22 @@ def _chosen(place: Scenario, strategies: Sequence[str | Strategy]) -> Sequence[S
     return chosen
 
 
-def _point(place: Scenario, strategy: Strategy) -> tuple[MapPoint, Strategy, Partition]:
+def _point(place: Scenario, strategy: Strategy) -> MapPoint:
     placed = placed_for(place, strategy)
     ttft_s, strategy, partition = fastest(placed, strategy)
-    point = MapPoint(
+    moved = moves(placed, strategy, partition)
+    sure = interval_of(moved, ttft_s)
+    return MapPoint(
         context_len=place.request.context_len,
         link_bandwidth_bytes_per_s=place.cluster.link.bandwidth_bytes_per_s,
         num_gpus=place.cluster.num_gpus,
         strategy=strategy.name,
         ttft_s=ttft_s,
+        ttft_low_s=sure.low_s,
+        ttft_high_s=sure.high_s,
         fits=fits(placed, memory_of(placed, strategy, partition)),
+        moves=moved,
     )
-    return point, strategy, partition
-
-
-def _with_moves(
-    place: Scenario, found: Sequence[tuple[MapPoint, Strategy, Partition]], compared: Mapping[str, Strategy]
-) -> Iterator[MapPoint]:
-    """The points, with their moves where they may tie with the fastest exact ones that fit, or do not."""
-    exact = [point for point, _, _ in found if compared[point.strategy].approximate is None]
-    least_s = {point.fits: min(one.ttft_s for one in exact if one.fits == point.fits) for point in exact}
-    for point, strategy, partition in found:
-        if strategy.approximate is None and point.ttft_s <= _FAR * least_s[point.fits]:
-            yield replace(point, moves=moves(placed_for(place, strategy), strategy, partition))
-        else:
-            yield point
 
 
 def fastest(placed: Scenario, strategy: Strategy) -> tuple[float, Strategy, Partition]:

@@ -31,14 +31,15 @@ class MapPoint:
     num_gpus: int  # that the strategy may use; `single` uses one of them
     strategy: str
     ttft_s: float
+    ttft_low_s: float  # of the 80 % prediction interval
+    ttft_high_s: float
     fits: bool  # in every GPU's memory
     moves: Moves = field(default=UNKNOWN, repr=False, compare=False)  # of log TTFT with what it rests on
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return fields_to_json(
-            self, "context_len", "link_bandwidth_bytes_per_s", "num_gpus", "strategy", "ttft_s", "fits"
-        )
+        names = ("context_len", "link_bandwidth_bytes_per_s", "num_gpus", "strategy")
+        return fields_to_json(self, *names, "ttft_s", "ttft_low_s", "ttft_high_s", "fits")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

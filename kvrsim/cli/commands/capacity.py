@@ -198,6 +198,7 @@ def capacity(
             warnings=warnings,
             pool=pool,
             on_progress=progress,
+            explore=html is not None,
         )
     launch = None
     if emit is not None and result.answer is not None:

@@ -49,6 +49,7 @@ class Conditions:
     order: Order = "first-come"
     slow_share: float = 0.0  # share of slow groups in each pool
     slow_factor: float = 1.0  # their slowdown
+    pace: float = 1.0  # factor on every prefill
     mtbf_s: float | None = None  # mean time between failures of a group; None: no failures
     repair_s: float = 0.0
     seed: int = 0
@@ -64,7 +65,7 @@ class Conditions:
             service=service,
             replicas=replicas,
             order=self.order,
-            slowness=(self.slow_factor,) * slow,
+            slowness=(self.slow_factor * self.pace,) * slow + (self.pace,) * (replicas - slow),
             outages=outages,
         )
 

@@ -59,6 +59,16 @@ class Workload:
             output_tokens=self.output_tokens[chosen],
         )
 
+    def busiest(self, count: int) -> Workload:
+        """So many requests in a row, where most new tokens arrive in the shortest time."""
+        work = np.concatenate([[0.0], np.cumsum(self.new_tokens, dtype=float)])
+        spans_s = self.arrival_s[count - 1 :] - self.arrival_s[: len(self) - count + 1]
+        rate = (work[count:] - work[:-count]) / np.maximum(spans_s, 1e-9)
+        begin = int(rate.argmax())
+        chosen = np.zeros(len(self), dtype=bool)
+        chosen[begin : begin + count] = True
+        return self.only(chosen)
+
     def compressed(self, factor: float) -> Workload:
         """The same requests in 1/`factor` of the time."""
         if factor == 1:

@@ -32,6 +32,8 @@ def map_of(ttft_s: dict[str, list[float]], fits: dict[str, bool] | None = None) 
             num_gpus=2,
             strategy=name,
             ttft_s=one,
+            ttft_low_s=0.9 * one,
+            ttft_high_s=1.1 * one,
             fits=(fits or {}).get(name, True),
         )
         for name, times in ttft_s.items()
