@@ -49,6 +49,7 @@ def make_plan(
     on_progress: Progress | None = None,
     on_stage: OnStage | None = None,
     timeline: bool = False,
+    every_timeline: bool = False,
     disturbance: Disturbance | None = None,
     objective: str = "mean",
     seed: int = 0,
@@ -60,7 +61,7 @@ def make_plan(
         None for KVR-S and those that need no search. "all" and None are ranked.
     method, stride: of the search of chunks over single GPUs.
     table: where kvr-p looks its partition up; InputError where it is asked for without one.
-    timeline: also record every span of the best strategy.
+    timeline: also record every span of the best strategy. every_timeline: of all strategies.
     disturbance: noise; searched partitions are those with the least objective under it ("mean", "p50", "p95" or
         "p99"), and the best strategy is chosen by that objective, on samples that planning has not seen.
     seed: as it was asked, for the answer; the noise has its own.
@@ -113,6 +114,8 @@ def make_plan(
     )
     best = ranked[0]
     searched = KVR_S.name in partitions.found
+    replays = ranked if every_timeline else ranked[:1] if timeline else []
+    timelines = {one.strategy: _replayed(scenario, chosen[one.strategy], one) for one in replays}
     notes = (
         *choice.notes,
         *_table_notes(table, scenario, choice.strategies),
@@ -142,7 +145,8 @@ def make_plan(
         rests_on=rests_on(scenario),
         warnings=(*warnings, *notes),
         interval_coverage=measured_coverage(scenario),
-        timeline=_replayed(scenario, chosen[best.strategy], best) if timeline else None,
+        timeline=timelines.get(best.strategy),
+        timelines=timelines if every_timeline else {},
         noise=report,
     )
 
@@ -236,10 +240,10 @@ def _with_speedups(results: list[StrategyResult]) -> list[StrategyResult]:
     ]
 
 
-def _replayed(scenario: Scenario, strategy: Strategy, best: StrategyResult) -> Timeline | None:
-    """Simulate the winner by the event executor, which must agree with what was printed."""
+def _replayed(scenario: Scenario, strategy: Strategy, found: StrategyResult) -> Timeline:
+    """Simulate a result by the event executor, which must agree with what was printed."""
     placed = placed_for(scenario, strategy)
-    cut = Partition(chunk_lens=best.partition)
-    run = run_partition(placed, strategy, cut, timeline=True)
-    assert abs(run.ttft_s - best.ttft_s) <= _AGREE * best.ttft_s, "the executors disagree"
+    run = run_partition(placed, strategy, Partition(chunk_lens=found.partition), timeline=True)
+    assert abs(run.ttft_s - found.ttft_s) <= _AGREE * found.ttft_s, "the executors disagree"
+    assert run.timeline is not None, "a timeline was asked for"
     return run.timeline

@@ -25,7 +25,12 @@ Trace = Annotated[
     typer.Option("--trace", metavar="FILE", help="Write the timeline as JSON for Perfetto or chrome://tracing."),
 ]
 Plot = Annotated[
-    str | None, typer.Option("--plot", metavar="FILE", help="Draw a Gantt chart: FILE.png, FILE.svg or FILE.pdf.")
+    str | None,
+    typer.Option(
+        "--plot",
+        metavar="FILE",
+        help="Draw a Gantt chart: FILE.html is an interactive page, FILE.png, FILE.svg and FILE.pdf are pictures.",
+    ),
 ]
 Table = Annotated[
     str | None,

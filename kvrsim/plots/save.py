@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg", ".pdf")
+PAGE = ".html"  # of an interactive page, for results that have one
 
 # No dates, random ids or matplotlib version, so that the same figure gives the same bytes.
 _METADATA: dict[str, Any] = {
@@ -23,12 +24,20 @@ _METADATA: dict[str, Any] = {
 _RC: dict[Any, Any] = {"svg.hashsalt": "kvrsim"}
 
 
-def check_suffix(path: str | Path, argument: str = "plot") -> str:
-    """The path's suffix in lower case; InputError naming `argument` where it is not one of SUFFIXES."""
-    suffix = Path(path).suffix.lower()
-    if suffix not in SUFFIXES:
-        raise InputError(argument, path, f"a file name that ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
+def check_suffix(path: str | Path, argument: str = "plot", *, page: bool = False) -> str:
+    """The path's suffix in lower case; InputError naming `argument` where it is not one of SUFFIXES.
+
+    page: PAGE is accepted, too.
+    """
+    suffix, accepted = Path(path).suffix.lower(), (*SUFFIXES, PAGE) if page else SUFFIXES
+    if suffix not in accepted:
+        raise InputError(argument, path, f"a file name that ends in {', '.join(accepted[:-1])} or {accepted[-1]}")
     return suffix
+
+
+def is_page(path: str | Path | None) -> bool:
+    """Whether a path asks for an interactive page; None: nothing is asked for."""
+    return path is not None and Path(path).suffix.lower() == PAGE
 
 
 def save_figure(figure: Figure, path: str | Path, *, argument: str = "plot", dpi: int = 150) -> None:

@@ -254,6 +254,7 @@ class Plan:
     warnings: tuple[str, ...]
     interval_coverage: float | None  # share of held-out TTFTs that such intervals held; None: nobody checked it
     timeline: Timeline | None = field(default=None, repr=False, compare=False)  # of the best strategy
+    timelines: Mapping[str, Timeline] = field(default_factory=dict, repr=False, compare=False)  # of every one, if asked
     noise: NoiseReport | None = None  # where it was planned for a noise
 
     @property

@@ -88,6 +88,7 @@ def plan(
     Example: kvrsim plan --ctx 16k --gpus 8 --model llama-3-8b --cluster h100-nvlink
     """
     from kvrsim.cli.progress import SearchProgress
+    from kvrsim.plots.save import is_page
     from kvrsim.units import parse_tokens
 
     names = None if strategies is None else parse_strategies(strategies)
@@ -103,7 +104,7 @@ def plan(
         raise InputError("jobs", workers.jobs or workers.backend, "with --noise: other processes simulate its samples")
     pool = workers.pool()
     check_output(trace, "trace")
-    check_plot(plot)
+    check_plot(plot, page=True)
     lookup = read_table(table)
     scenario, warnings = options.scenario()
     within = only_deployable or (emit if names is None else None)
@@ -124,6 +125,7 @@ def plan(
             on_progress=progress,
             on_stage=progress.stage,
             timeline=trace is not None or plot is not None,
+            every_timeline=is_page(plot),
             disturbance=disturbance,
             objective=figure,
             seed=number,
@@ -155,7 +157,15 @@ def _launch(scenario: Scenario, result: Plan, engine: str, model: str) -> Launch
 
 
 def _draw(result: Plan, timeline: Timeline, path: str) -> None:
-    """What the best strategy does when."""
+    """What the best strategy does when; on a page, every strategy."""
+    from kvrsim.plots.save import is_page
+
+    if is_page(path):
+        from kvrsim.pages.page import write_page
+        from kvrsim.pages.prefill import plan_page
+
+        write_page(plan_page(result), path)
+        return
     from kvrsim.cli.render.format import question_line
     from kvrsim.plots.gantt import write_gantt
 

@@ -102,7 +102,7 @@ def simulate(
     arrivals = parse_requests(requests, every, number)
     budget = parse_pack_tokens(pack_tokens)
     check_output(trace, "trace")
-    check_plot(plot)
+    check_plot(plot, page=True)
     lookup = read_table(table)
     scenario, warnings = options.scenario_of(arrivals)
     from kvrsim.cli.progress import SearchProgress
@@ -139,6 +139,7 @@ def _draw(strategy: str, result: SimResult, timeline: Timeline, path: str) -> No
     """The timeline of each rank; of several requests, of the first ones."""
     from kvrsim.cli.render.format import question_line
     from kvrsim.plots.gantt import write_gantt
+    from kvrsim.plots.save import is_page
     from kvrsim.strategies import get_strategy
 
     line = question_line(result)
@@ -146,4 +147,10 @@ def _draw(strategy: str, result: SimResult, timeline: Timeline, path: str) -> No
     if result.stream is not None:
         shown, count = len(timeline.first_tokens_s), len(result.stream.ttft_s)
         title += f"; {count} requests" if shown == count else f"; the first {shown} of {count} requests"
+    if is_page(path):
+        from kvrsim.pages.page import write_page
+        from kvrsim.pages.prefill import simulation_page
+
+        write_page(simulation_page(result, title), path)
+        return
     write_gantt(timeline, path, title=title, subtitle=line)

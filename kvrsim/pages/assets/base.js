@@ -1,0 +1,192 @@
+"use strict";
+/* What scripts of pages use.
+ *
+ * kv.ready(draw)             calls draw(data) once the page's data are there
+ * kv.onTheme(draw)           calls draw() when the reader switches between light and dark, and before and after printing
+ * kv.colour(name)            the value of a CSS variable, such as "--ink"
+ * kv.slug(group, name)       the CSS variable of a strategy or operation: kv.slug("strategy", "kvr-s") is "--strategy-kvr-s"
+ * kv.el(tag, about, ...kids) an element; about: {class, text, dataset, on: {click: f}, any attribute}; kids: nodes or texts
+ * kv.chip(variable)          a small square in a colour
+ * kv.seconds(s), kv.bytes(b), kv.tokens(n), kv.percent(x)   in words, with the units of the command line
+ * kv.tip.at(x, y, title, rows)   shows the tooltip at a point of the window; rows: [[label, text], ...]
+ * kv.tip.hide()
+ * kv.say(text)               tells a screen reader
+ * kv.fit(host, draw)         calls draw(width) now and when the element's width changes
+ * kv.canvas(canvas, w, h)    sizes a canvas for the screen's density; returns its context, scaled to CSS pixels
+ * Tables of class "sortable" are sorted by their heads; rows keep their elements.
+ */
+const kv = (() => {
+  const root = document.documentElement;
+  const painters = [];
+
+  function el(name, about = {}, ...kids) {
+    const made = name === "svg" || about.svg
+      ? document.createElementNS("http://www.w3.org/2000/svg", name) : document.createElement(name);
+    for (const [key, value] of Object.entries(about)) {
+      if (value === undefined || value === null || value === false || key === "svg") continue;
+      if (key === "text") made.textContent = value;
+      else if (key === "on") for (const [event, heard] of Object.entries(value)) made.addEventListener(event, heard);
+      else if (key === "dataset") Object.assign(made.dataset, value);
+      else made.setAttribute(key, value === true ? "" : value);
+    }
+    made.append(...kids.filter((kid) => kid !== null && kid !== undefined));
+    return made;
+  }
+
+  // -- words
+
+  function rounded(value, digits = 3) {
+    if (value === 0) return "0";
+    const shown = Number(value.toPrecision(digits));
+    return Math.abs(shown) >= 1e6 ? shown.toExponential() : String(shown);
+  }
+  function scaled(value, units) {
+    const [size, unit] = units.find(([least]) => Math.abs(value) >= least * 0.9995) ?? units[units.length - 1];
+    return `${rounded(value / size)} ${unit}`;
+  }
+  const seconds = (value) => (value === 0 ? "0 s" : scaled(value, [[1, "s"], [1e-3, "ms"], [1e-6, "µs"], [1e-9, "ns"]]));
+  const bytes = (value) => (value === 0 ? "0 B"
+    : scaled(value, [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"], [1, "B"]]));
+  const tokens = (value) => {
+    const [size, unit] = [[2 ** 20, "m"], [2 ** 10, "k"]].find(([least]) => value >= least && value % least === 0) ?? [1, ""];
+    return `${value / size}${unit}`;
+  };
+  const percent = (share) => `${rounded(100 * share)} %`;
+
+  // -- colours
+
+  const dark = window.matchMedia("(prefers-color-scheme: dark)");
+  let theme = dark.matches ? "dark" : "light";
+  const colour = (name) => getComputedStyle(root).getPropertyValue(name).trim();
+  const slug = (group, name) => `--${group}-${name.toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "")}`;
+  function chip(variable) {
+    const made = el("span", { class: "chip", "aria-hidden": "true" });
+    made.style.backgroundColor = `var(${variable})`;
+    return made;
+  }
+  function paint(wanted) {
+    root.dataset.theme = wanted;
+    const button = document.getElementById("kv-theme");
+    if (button) {
+      button.setAttribute("aria-pressed", String(wanted === "dark"));
+      button.title = wanted === "dark" ? "Switch to light colours" : "Switch to dark colours";
+    }
+    for (const painter of painters) painter();
+  }
+  dark.addEventListener("change", () => paint(theme = dark.matches ? "dark" : "light"));
+  window.addEventListener("beforeprint", () => paint("light"));
+  window.addEventListener("afterprint", () => paint(theme));
+  root.dataset.theme = theme;
+
+  // -- the tooltip and what is said
+
+  const tip = {
+    at(x, y, title, rows) {
+      const box = document.getElementById("kv-tip");
+      const lines = rows.filter(([, value]) => value).map(([label, value]) =>
+        el("tr", {}, el("th", { scope: "row", text: label }), el("td", { text: value })));
+      box.replaceChildren(el("strong", { text: title }), el("table", {}, el("tbody", {}, ...lines)));
+      box.hidden = false;
+      const { width, height } = box.getBoundingClientRect();
+      const left = x + 14 + width > innerWidth - 8 ? Math.max(8, x - 14 - width) : x + 14;
+      const top = y + 16 + height > innerHeight - 8 ? Math.max(8, y - 12 - height) : y + 16;
+      box.style.transform = `translate(${Math.round(left)}px, ${Math.round(top)}px)`;
+    },
+    hide() { document.getElementById("kv-tip").hidden = true; },
+  };
+  const say = (words) => { document.getElementById("kv-said").textContent = words; };
+
+  // -- sizes
+
+  function fit(host, draw) {
+    let width = 0;
+    const look = () => {
+      const now = Math.floor(host.clientWidth);
+      if (now > 0 && now !== width) draw(width = now);
+    };
+    new ResizeObserver(() => requestAnimationFrame(look)).observe(host);
+    look();
+  }
+  function canvas(made, width, height) {
+    const density = Math.min(2, window.devicePixelRatio || 1);
+    made.width = Math.round(width * density);
+    made.height = Math.round(height * density);
+    made.style.width = `${width}px`;
+    made.style.height = `${height}px`;
+    const context = made.getContext("2d");
+    context.setTransform(density, 0, 0, density, 0, 0);
+    return context;
+  }
+
+  // -- tables
+
+  function key(row, column) {
+    const cell = row.cells[column];
+    const value = cell.dataset.value ?? cell.textContent;
+    const number = value.trim() === "" ? NaN : Number(value);
+    return { value, number, missing: value.trim() === "" };
+  }
+  function sort(table, column, ascending) {
+    const body = table.tBodies[0];
+    const rows = [...body.rows].map((row) => [key(row, column), row]);
+    const numbers = rows.every(([k]) => k.missing || !Number.isNaN(k.number));
+    rows.sort(([a], [b]) => {
+      if (a.missing || b.missing) return a.missing - b.missing;
+      const order = numbers ? a.number - b.number : a.value.localeCompare(b.value, "en", { numeric: true });
+      return ascending ? order : -order;
+    });
+    body.append(...rows.map(([, row]) => row));
+    [...table.tHead.rows[0].cells].forEach((head, index) => {
+      if (index === column) head.setAttribute("aria-sort", ascending ? "ascending" : "descending");
+      else head.removeAttribute("aria-sort");
+    });
+    say(`Sorted by ${table.tHead.rows[0].cells[column].textContent}, ${ascending ? "ascending" : "descending"}`);
+  }
+  function sortable(table) {
+    [...table.tHead.rows[0].cells].forEach((head, column) => {
+      const name = head.textContent;
+      if (!name.trim()) return;
+      const button = el("button", { type: "button", text: name, title: head.title || undefined });
+      button.addEventListener("click", () => sort(table, column, head.getAttribute("aria-sort") !== "ascending"));
+      head.replaceChildren(button);
+    });
+  }
+
+  // -- data
+
+  async function data() {
+    const held = atob(document.getElementById("kv-data").textContent);
+    const packed = Uint8Array.from(held, (character) => character.charCodeAt(0));
+    const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+    return JSON.parse(await new Response(stream).text());
+  }
+  let held;
+  function ready(draw) {
+    held ??= data();
+    held.then(draw).catch((error) => {
+      document.getElementById("content").prepend(
+        el("p", { class: "broken", role: "alert", text: `The pictures of this page cannot be drawn: ${error.message}` }));
+      throw error;
+    });
+  }
+
+  const button = document.getElementById("kv-theme");
+  button.addEventListener("click", () => paint(theme = theme === "dark" ? "light" : "dark"));
+  paint(theme);
+  document.querySelectorAll("table.sortable").forEach(sortable);
+  const command = document.getElementById("command");
+  if (command && navigator.clipboard) {
+    const copy = el("button", { type: "button", class: "only-screen", text: "Copy", title: "Copy the command" });
+    copy.addEventListener("click", async () => {
+      await navigator.clipboard.writeText(command.textContent);
+      say("Copied");
+      copy.textContent = "Copied";
+    });
+    command.after(copy);
+  }
+
+  return {
+    ready, el, chip, colour, slug, seconds, bytes, tokens, percent, tip, say, fit, canvas,
+    onTheme: (painter) => painters.push(painter),
+  };
+})();

@@ -1,0 +1,82 @@
+"""Timelines as the data of a page: columns of whole numbers, lane by lane.
+
+A lane is a rank's compute stream or its way out. Its spans stand in the order of their beginning. Times are in ticks of
+at least a nanosecond: each span has the ticks from the end of the one before to its beginning (`gap`; below 0 where
+messages move beside each other) and the ticks that it lasts. What spans have in common (operation, receiver, bytes) is
+in a table of kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvrsim.pages.colours import WAIT, label_of, variable_of
+from kvrsim.results.timeline import Span, Timeline
+
+_FINEST_S = 1e-9
+_MOST_TICKS = 2**32  # of a timeline, so that a long one is not written with needless digits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shown:
+    """A timeline that a page shows."""
+
+    name: str  # by which a reader chooses it
+    title: str  # above its lanes
+    timeline: Timeline
+
+
+def to_data(shown: Shown) -> dict[str, Any]:
+    """Plain JSON values, as assets/spans.js reads them."""
+    timeline = shown.timeline
+    tick_s = max(_FINEST_S, timeline.end_s / _MOST_TICKS)
+    kinds: dict[tuple[Any, ...], int] = {}
+    lanes: dict[tuple[int, bool], list[Span]] = {}
+    for span in timeline.spans:
+        lanes.setdefault((span.rank, span.kind == "transfer"), []).append(span)
+    return {
+        "name": shown.name,
+        "title": shown.title,
+        "ranks": timeline.num_ranks,
+        "rank_names": [timeline.rank_name(rank) for rank in range(timeline.num_ranks)],
+        "short_names": [str(rank) for rank in range(timeline.num_ranks)],
+        "end_s": timeline.end_s,
+        "tick_s": tick_s,
+        "first_tokens_s": _first_tokens_s(timeline),
+        "lanes": [
+            {"rank": rank, "link": link} | _columns(lanes[rank, link], tick_s, kinds) for rank, link in sorted(lanes)
+        ],
+        "kinds": [dict(zip(("what", "op", "name", "peer", "bytes"), kind, strict=True)) for kind in kinds],
+    }
+
+
+def legend(timelines: Iterable[Timeline]) -> list[tuple[str, str]]:
+    """Label and CSS variable of every colour in the timelines."""
+    found = {(span.kind, span.op) for timeline in timelines for span in timeline.spans}
+    return list(dict.fromkeys((label_of(kind, op), variable_of(kind, op) or WAIT) for kind, op in sorted(found)))
+
+
+def _columns(spans: Sequence[Span], tick_s: float, kinds: dict[tuple[Any, ...], int]) -> dict[str, list[int]]:
+    """Of one lane."""
+    found: dict[str, list[int]] = {"kind": [], "layer": [], "gap": [], "ticks": []}
+    clock = 0
+    for span in sorted(spans, key=lambda span: span.start_s):
+        kind = (span.kind, span.op, span.name, span.peer, span.nbytes)
+        start, ticks = round(span.start_s / tick_s), max(1, round(span.duration_s / tick_s))
+        found["kind"].append(kinds.setdefault(kind, len(kinds)))
+        found["layer"].append(-1 if span.layer is None else span.layer)
+        found["gap"].append(start - clock)
+        found["ticks"].append(ticks)
+        clock = start + ticks
+    return found
+
+
+def _first_tokens_s(timeline: Timeline) -> list[float]:
+    """Of each request; of one alone, when the last rank is done."""
+    if timeline.first_tokens_s:
+        return list(timeline.first_tokens_s)
+    last = timeline.num_ranks - 1
+    ends = (span.end_s for span in timeline.spans if span.rank == last and span.kind != "transfer")
+    return [max(ends, default=timeline.end_s)]
