@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
-from kvrsim.plots.lanes import _LINKS, _WORK
+from kvrsim.plots.style import (
+    FAINT_TEXT,
+    GROUND,
+    OPERATIONS,
+    STRATEGY_COLOURS,
+    TEXT,
+    WAITING_LINES,
+    Ground,
+    operation_of,
+    strategy_colour,
+)
 
-WAIT = "--wait"
+WAITING = "--op-waiting"
 
 
 def variable(group: str, name: str) -> str:
@@ -14,21 +25,22 @@ def variable(group: str, name: str) -> str:
     return f"--{group}-" + re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def variables() -> str:
-    """A rule with the variables of all strategies and kinds of operations."""
-    ops = {**_WORK, **_LINKS}
-    return ":root{" + "".join(f"{variable('op', op)}:{colour};" for op, (_, colour) in ops.items()) + "}"
+def variable_of(kind: str, op: str) -> str:
+    """Of a span: `kind` and `op` as of kvrsim.results.timeline.Span; WAITING: the rank waits."""
+    operation = operation_of(kind, op)
+    return next(variable("op", name) for name, one in OPERATIONS.items() if one is operation)
 
 
-def variable_of(kind: str, op: str) -> str | None:
-    """The variable of a span's colour; None: the rank waits."""
-    if kind == "wait" and op != "collective":
-        return None
-    return variable("op", op)
+def rules(strategies: Iterable[str]) -> str:
+    """The variables on a light and on a dark ground.
+
+    strategies: names beyond those that kvrsim has itself, such as hybrids.
+    """
+    return f":root{{{_values('light', strategies)}}}\n:root[data-theme=dark]{{{_values('dark', strategies)}}}\n"
 
 
-def label_of(kind: str, op: str) -> str:
-    """What the colour of a span means."""
-    if kind == "wait" and op != "collective":
-        return "waiting"
-    return {**_WORK, **_LINKS}[op][0]
+def _values(ground: Ground, strategies: Iterable[str]) -> str:
+    found = {"--ink": TEXT, "--dim": FAINT_TEXT, "--card": GROUND, "--hatch": WAITING_LINES}
+    found |= {variable("op", name): one.colour for name, one in OPERATIONS.items()}
+    found |= {variable("strategy", name): strategy_colour(name) for name in (*STRATEGY_COLOURS, *strategies)}
+    return ";".join(f"{name}:{colour.on(ground)}" for name, colour in found.items())

@@ -10,9 +10,10 @@ A page is made in three steps:
 3. In the browser, assets/base.js gives scripts the object `kv`; its head says what is in it. A script begins with
    `kv.ready((data) => { ... })`, gets `data`, and draws into elements of its sections.
 
-Colours are CSS variables (assets/base.css and kvrsim/pages/colours.py): `--ink`, `--dim`, `--paper`, `--card`, `--line`,
-`--accent`, and one of each strategy and kind of operation. `kv.colour("--ink")` reads one; a listener of `kv.onTheme`
-draws anew when the reader switches between light and dark.
+Colours are CSS variables (assets/base.css, kvrsim/pages/colours.py): `--ink`, `--dim`, `--paper`, `--card`, `--line`,
+`--accent`, and one of each strategy and kind of operation, such as `--strategy-kvr-s` and `--op-attention`, from
+kvrsim/plots/style.py. `kv.colour("--ink")` reads one; a listener of `kv.onTheme` draws anew when the reader switches
+between light and dark.
 
 Charts of lines and points: name the scripts `*CHARTS` and call `kv.chart` (assets/chart.js).
 """
@@ -33,11 +34,10 @@ from pathlib import Path
 from typing import Any
 
 from kvrsim.io.files import write_atomically
-from kvrsim.pages.colours import variables
-from kvrsim.pages.html import Html, items, join, tag, text
+from kvrsim.pages.colours import rules
+from kvrsim.pages.html import Html, items, tag
 from kvrsim.version import __version__
 
-SUFFIX = ".html"
 CHARTS = ("uPlot.iife.min.js", "chart.js")  # the chart library and what makes its charts those of a page
 _STYLES = {"uPlot.iife.min.js": "uPlot.min.css"}  # that a script needs
 _PROGRAMS = ("kvrsim", "kvrsim.exe", "__main__.py")
@@ -64,6 +64,7 @@ class Page:
     notes: Sequence[str] = ()  # what the answer rests on, and warnings
     data: Mapping[str, Any] = field(default_factory=dict)  # for the scripts: plain JSON values
     scripts: Sequence[str] = ()  # files of assets, in the order in which they run
+    strategies: Sequence[str] = ()  # whose colours the page needs beyond those of kvrsim's own, such as hybrids
 
 
 def write_page(page: Page, path: str | Path, *, argument: str = "plot") -> None:
@@ -74,7 +75,10 @@ def write_page(page: Page, path: str | Path, *, argument: str = "plot") -> None:
 def render(page: Page) -> str:
     """The whole file."""
     scripts = [asset(name) for name in ("base.js", *page.scripts)]
-    styles = [asset("base.css") + variables(), *(asset(_STYLES[name]) for name in page.scripts if name in _STYLES)]
+    styles = [
+        asset("base.css") + rules(page.strategies),
+        *(asset(_STYLES[name]) for name in page.scripts if name in _STYLES),
+    ]
     head = (
         tag("meta", charset="utf-8"),
         tag("meta", http_equiv="Content-Security-Policy", content=_policy(scripts, styles)),
@@ -157,6 +161,3 @@ def _notes(page: Page) -> tuple[Html, ...]:
     if not page.notes:
         return (needs,)
     return needs, tag("section", tag("h2", "What this rests on"), items(page.notes), class_="notes")
-
-
-__all__ = ["CHARTS", "SUFFIX", "Page", "Section", "command_line", "join", "packed", "render", "text", "unpacked", "write_page"]

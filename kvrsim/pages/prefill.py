@@ -16,7 +16,9 @@ SCRIPTS = ("spans.js", "gantt.js", "timeline.js")
 
 def plan_page(plan: Plan) -> Page:
     """Of a plan whose timelines are recorded."""
-    titles = {one.strategy: f"{one.strategy}: {one.title}, TTFT {format_seconds(one.ttft_s)}" for one in plan.strategies}
+    titles = {
+        one.strategy: f"{one.strategy}: {one.title}, TTFT {format_seconds(one.ttft_s)}" for one in plan.strategies
+    }
     shown = [Shown(name=name, title=titles[name], timeline=timeline) for name, timeline in plan.timelines.items()]
     return _page(f"Prefill of {plan.question.request()} by {plan.model}", plan.question, shown, plan.warnings)
 

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvrsim.pages.colours import WAIT, label_of, variable_of
+from kvrsim.pages.colours import variable, variable_of
+from kvrsim.plots.style import OPERATIONS, operation_of
 from kvrsim.results.timeline import Span, Timeline
 
 _FINEST_S = 1e-9
@@ -48,14 +49,16 @@ def to_data(shown: Shown) -> dict[str, Any]:
         "lanes": [
             {"rank": rank, "link": link} | _columns(lanes[rank, link], tick_s, kinds) for rank, link in sorted(lanes)
         ],
-        "kinds": [dict(zip(("what", "op", "name", "peer", "bytes"), kind, strict=True)) for kind in kinds],
+        "kinds": [dict(zip(("colour", "name", "peer", "bytes"), kind, strict=True)) for kind in kinds],
     }
 
 
 def legend(timelines: Iterable[Timeline]) -> list[tuple[str, str]]:
     """Label and CSS variable of every colour in the timelines."""
     found = {(span.kind, span.op) for timeline in timelines for span in timeline.spans}
-    return list(dict.fromkeys((label_of(kind, op), variable_of(kind, op) or WAIT) for kind, op in sorted(found)))
+    shown = {variable_of(kind, op): operation_of(kind, op).label for kind, op in found}
+    order = [variable("op", name) for name in OPERATIONS]
+    return [(shown[name], name) for name in order if name in shown]
 
 
 def _columns(spans: Sequence[Span], tick_s: float, kinds: dict[tuple[Any, ...], int]) -> dict[str, list[int]]:
@@ -63,7 +66,7 @@ def _columns(spans: Sequence[Span], tick_s: float, kinds: dict[tuple[Any, ...], 
     found: dict[str, list[int]] = {"kind": [], "layer": [], "gap": [], "ticks": []}
     clock = 0
     for span in sorted(spans, key=lambda span: span.start_s):
-        kind = (span.kind, span.op, span.name, span.peer, span.nbytes)
+        kind = (variable_of(span.kind, span.op), span.name, span.peer, span.nbytes)
         start, ticks = round(span.start_s / tick_s), max(1, round(span.duration_s / tick_s))
         found["kind"].append(kinds.setdefault(kind, len(kinds)))
         found["layer"].append(-1 if span.layer is None else span.layer)

@@ -1,7 +1,8 @@
 "use strict";
 /* What scripts of pages use.
  *
- * kv.ready(draw)             calls draw(data) once the page's data are there
+ * kv.ready(draw)             calls draw(data) once the page's data are there; when all such calls are over, the root element
+ *                            has data-drawn="true"
  * kv.onTheme(draw)           calls draw() when the reader switches between light and dark, and before and after printing
  * kv.colour(name)            the value of a CSS variable, such as "--ink"
  * kv.slug(group, name)       the CSS variable of a strategy or operation: kv.slug("strategy", "kvr-s") is "--strategy-kvr-s"
@@ -66,7 +67,8 @@ const kv = (() => {
   }
   function paint(wanted) {
     root.dataset.theme = wanted;
-    const button = document.getElementById("kv-theme");
+    root.dataset.drawn = true; // until a script asks for data
+  const button = document.getElementById("kv-theme");
     if (button) {
       button.setAttribute("aria-pressed", String(wanted === "dark"));
       button.title = wanted === "dark" ? "Switch to light colours" : "Switch to dark colours";
@@ -161,15 +163,22 @@ const kv = (() => {
     return JSON.parse(await new Response(stream).text());
   }
   let held;
+  let waiting = 0;
   function ready(draw) {
     held ??= data();
-    held.then(draw).catch((error) => {
+    waiting += 1;
+    root.dataset.drawn = false;
+    held.then(draw).then(() => {
+      waiting -= 1;
+      root.dataset.drawn = waiting === 0;
+    }).catch((error) => {
       document.getElementById("content").prepend(
         el("p", { class: "broken", role: "alert", text: `The pictures of this page cannot be drawn: ${error.message}` }));
       throw error;
     });
   }
 
+  root.dataset.drawn = true; // until a script asks for data
   const button = document.getElementById("kv-theme");
   button.addEventListener("click", () => paint(theme = theme === "dark" ? "light" : "dark"));
   paint(theme);

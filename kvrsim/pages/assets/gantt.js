@@ -3,11 +3,10 @@
  *
  * kvGantt(host, {label, describe, colourOf}) makes one in an element:
  *   describe(timeline, lane, index)    [title, [[label, text], ...]] of a span
- *   colourOf(kind)                     the CSS variable of a kind of span; null: the rank waits
  * It returns {show(timelines), zoom(factor), all(), view(), to(from, until), pointOf(panel, lane, index), drawn}.
  * Its canvas tells in data-from and data-to which seconds it shows.
  */
-function kvGantt(host, { label, describe, colourOf }) {
+function kvGantt(host, { label, describe }) {
   const canvas = kv.el("canvas", { tabindex: "0", role: "application", "aria-roledescription": "timeline", "aria-label": label });
   host.append(canvas);
   const AXIS = 30, HEAD = 24, GAP = 12, RIGHT = 10;
@@ -77,12 +76,12 @@ function kvGantt(host, { label, describe, colourOf }) {
       panel.colours = new Float32Array(panel.timeline.kinds.length * 6);
       panel.waits = [];
       panel.timeline.kinds.forEach((kind, index) => {
-        const variable = colourOf(kind);
-        const base = rgb(kv.colour(variable ?? "--wait"));
-        panel.waits.push(variable === null);
+        const waits = kind.colour === "--op-waiting";
+        const base = rgb(kv.colour(kind.colour));
+        panel.waits.push(waits);
         for (let part = 0; part < 3; part += 1) {
           panel.colours[6 * index + part] = base[part];
-          panel.colours[6 * index + 3 + part] = variable === null ? base[part] : base[part] + 0.34 * (back[part] - base[part]);
+          panel.colours[6 * index + 3 + part] = waits ? base[part] : base[part] + 0.42 * (back[part] - base[part]);
         }
       });
     }

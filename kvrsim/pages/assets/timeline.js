@@ -4,11 +4,10 @@ kv.ready((data) => {
   const host = document.getElementById("gantt");
   if (!host) return;
   const timelines = data.timelines.map(kvSpans.decode);
-  const waits = (kind) => kind.what === "wait" && kind.op !== "collective";
+  const waits = (kind) => kind.colour === "--op-waiting";
   const chart = kvGantt(host, {
     label: `Timelines of ${data.timelines.map((one) => one.name).join(" and ")}. Arrow keys go from operation to operation,`
       + " plus and minus zoom, 0 shows all. The tables on this page hold the same times.",
-    colourOf: (kind) => (waits(kind) ? null : kv.slug("op", kind.op)),
     describe(timeline, lane, index) {
       const kind = timeline.kinds[lane.kind[index]];
       const wait = waits(kind);

@@ -1,0 +1,197 @@
+"use strict";
+/* Charts of lines and points, drawn by uPlot, with the colours, words and keys of a page.
+ *
+ * kv.chart(host, about) draws into an element and returns {set(xs, series), all(), plot()}; about:
+ *   label    what it shows, for screen readers
+ *   height   CSS pixels, 300 by default
+ *   x, y     {title, format: value -> text, log: true, least, most}; `log`: a logarithmic axis
+ *   xs       ascending numbers that all series share
+ *   series   [{name, colour: "--strategy-tsp", values, low, high, points: true, line: false, dash: [4, 4]}]; values beside
+ *            xs, null where there is none; low, high: both ends of an interval, drawn as a band
+ *   marks    [{axis: "x" or "y", value, text, drag: value => ..}]: lines across; one with `drag` is moved by pointer or arrow
+ *            keys, and `drag` hears of it
+ *   hover    index => [title, [[label, text], ...]]; by default x and the values of all series
+ *
+ * The wheel zooms x about the pointer, a drag selects, a double click shows all. The legend switches series. With the
+ * focus on the chart, the arrow keys go from value to value, plus and minus zoom, and 0 shows all.
+ */
+kv.chart = (host, about) => {
+  let { xs, series } = about;
+  let plot = null;
+  let here = null;
+  const off = new Set();
+  const marks = about.marks ?? [];
+  const x = { format: String, ...about.x };
+  const y = { format: String, ...about.y };
+  const height = about.height ?? 300;
+  const box = kv.el("div", { class: "chart", tabindex: "0", role: "application", "aria-roledescription": "chart", "aria-label": about.label });
+  const legend = kv.el("div", { class: "legend", role: "group", "aria-label": "Series" });
+  host.append(box, legend);
+
+  const columns = () => [xs, ...series.flatMap((one) => (one.low ? [one.values, one.low, one.high] : [one.values]))];
+  const faint = (colour) => `color-mix(in srgb, ${colour} 22%, transparent)`;
+
+  function options(width) {
+    const lines = [{}];
+    const bands = [];
+    for (const one of series) {
+      const colour = kv.colour(one.colour);
+      const show = !off.has(one.name);
+      lines.push({
+        label: one.name, show, stroke: colour, width: one.line === false ? 0 : 2, dash: one.dash, spanGaps: false,
+        paths: one.line === false ? () => null : undefined,
+        points: { show: one.points ?? one.line === false, size: 7, fill: colour, stroke: colour },
+      });
+      if (!one.low) continue;
+      const edge = { show, stroke: "transparent", width: 0, points: { show: false } };
+      lines.push({ ...edge, label: `${one.name}, low` }, { ...edge, label: `${one.name}, high` });
+      bands.push({ series: [lines.length - 1, lines.length - 2], fill: faint(colour) });
+    }
+    const axis = (of) => ({
+      label: of.title, labelSize: of.title ? 22 : 0, labelGap: 2, font: "11.5px system-ui, sans-serif", labelFont: "12px system-ui, sans-serif",
+      stroke: kv.colour("--dim"), grid: { stroke: kv.colour("--line"), width: 0.7 }, ticks: { stroke: kv.colour("--line"), width: 0.7 },
+      values: (_, values) => values.map((value) => (value === null ? "" : of.format(value))),
+    });
+    const range = (of) => (of.least === undefined && of.most === undefined ? undefined
+      : (_, least, most) => [of.least ?? least, of.most ?? most]);
+    const scale = (of) => ({ time: false, distr: of.log ? 3 : 1, log: of.log === 2 ? 2 : 10, range: range(of) });
+    return {
+      width, height, legend: { show: false }, series: lines, bands, padding: [10, 14, 0, 0],
+      axes: [{ ...axis(x), size: 34 }, { ...axis(y), size: 64 }], scales: { x: { ...scale(x), auto: true }, y: scale(y) },
+      cursor: { drag: { x: true, y: false }, points: { size: 8 } },
+      hooks: { setCursor: [hovered], draw: [drawMarks] },
+    };
+  }
+
+  function draw(width) {
+    const zoomed = plot && [plot.scales.x.min, plot.scales.x.max];
+    plot?.destroy();
+    plot = new uPlot(options(width), columns(), box);
+    if (zoomed && zoomed[0] > xs[0]) plot.setScale("x", { min: zoomed[0], max: zoomed[1] });
+    plot.over.addEventListener("mouseleave", kv.tip.hide);
+    plot.over.addEventListener("wheel", wheel, { passive: false });
+    plot.over.addEventListener("pointerdown", grab);
+  }
+  function describe(index) {
+    if (about.hover) return about.hover(index);
+    const shown = series.filter((one) => !off.has(one.name) && one.values[index] !== null && one.values[index] !== undefined);
+    const words = (one) => y.format(one.values[index]) + (one.low ? ` (${y.format(one.low[index])} to ${y.format(one.high[index])})` : "");
+    return [`${x.title ?? ""} ${x.format(xs[index])}`.trim(), shown.map((one) => [one.name, words(one)])];
+  }
+  function hovered(chart) {
+    const { idx, left, top } = chart.cursor;
+    if (idx === null || idx === undefined || left < 0) return kv.tip.hide();
+    const place = chart.over.getBoundingClientRect();
+    return kv.tip.at(place.left + left, place.top + top, ...describe(idx));
+  }
+  function drawMarks(chart) {
+    const { ctx, bbox } = chart;
+    const density = window.devicePixelRatio || 1;
+    ctx.save();
+    ctx.font = `${11.5 * density}px system-ui, sans-serif`;
+    for (const mark of marks) {
+      const place = chart.valToPos(mark.value, mark.axis, true);
+      const level = mark.axis === "y";
+      ctx.strokeStyle = ctx.fillStyle = kv.colour(mark.drag ? "--accent" : "--ink");
+      ctx.lineWidth = (mark.drag ? 2 : 1.2) * density;
+      ctx.setLineDash(mark.drag ? [] : [5 * density, 3 * density]);
+      ctx.beginPath();
+      ctx.moveTo(level ? bbox.left : place, level ? place : bbox.top);
+      ctx.lineTo(level ? bbox.left + bbox.width : place, level ? place : bbox.top + bbox.height);
+      ctx.stroke();
+      ctx.textAlign = level ? "right" : "left";
+      ctx.textBaseline = level ? "bottom" : "top";
+      const words = typeof mark.text === "function" ? mark.text(mark.value) : mark.text ?? "";
+      ctx.fillText(words, level ? bbox.left + bbox.width - 4 * density : place + 5 * density, level ? place - 3 * density : bbox.top + 2 * density);
+    }
+    ctx.restore();
+  }
+
+  // -- zoom, marks, keys
+
+  const isLog = Boolean(x.log);
+  const there = (value) => (isLog ? Math.log(value) : value);
+  const back = (value) => (isLog ? Math.exp(value) : value);
+  function zoom(factor, around) {
+    const [least, most] = [there(xs[0]), there(xs[xs.length - 1])];
+    const [begin, end] = [there(plot.scales.x.min), there(plot.scales.x.max)];
+    const middle = around === undefined ? (begin + end) / 2 : there(around);
+    const low = Math.max(least, middle - (middle - begin) / factor);
+    const high = Math.min(most, middle + (end - middle) / factor);
+    if (high > low) plot.setScale("x", { min: back(low), max: back(high) });
+  }
+  const all = () => plot.setScale("x", { min: xs[0], max: xs[xs.length - 1] });
+  function wheel(event) {
+    const isWhole = plot.scales.x.min <= xs[0] && plot.scales.x.max >= xs[xs.length - 1];
+    if (isWhole && event.deltaY > 0) return;
+    event.preventDefault();
+    zoom(Math.exp(-event.deltaY * 0.002), plot.posToVal(event.clientX - plot.over.getBoundingClientRect().left, "x"));
+  }
+  function move(mark, value) {
+    mark.value = value;
+    plot.redraw(false);
+    mark.drag(value);
+  }
+  function grab(event) {
+    const box = plot.over.getBoundingClientRect();
+    const at = (one, axis) => (axis === "y" ? one.clientY - box.top : one.clientX - box.left);
+    const mark = marks.find((one) => one.drag && Math.abs(plot.valToPos(one.value, one.axis) - at(event, one.axis)) < 9);
+    if (!mark) return;
+    event.stopPropagation();
+    plot.over.setPointerCapture(event.pointerId);
+    const scale = () => plot.scales[mark.axis];
+    const follow = (one) => move(mark, Math.min(scale().max, Math.max(scale().min, plot.posToVal(at(one, mark.axis), mark.axis))));
+    const stop = () => {
+      plot.over.removeEventListener("pointermove", follow);
+      plot.cursor.drag.setScale = plot.cursor.drag.x = true;
+      plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+    };
+    plot.cursor.drag.setScale = plot.cursor.drag.x = false;
+    plot.over.addEventListener("pointermove", follow);
+    plot.over.addEventListener("pointerup", stop, { once: true });
+  }
+  box.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const mark = marks.find((one) => one.drag && one.axis === "y");
+    const nudge = (share) => mark && move(mark, mark.value + share * (plot.scales.y.max - plot.scales.y.min));
+    const go = (index) => {
+      here = Math.max(0, Math.min(xs.length - 1, index));
+      const [value] = series.filter((one) => !off.has(one.name)).map((one) => one.values[here]).filter((one) => one !== null && one !== undefined);
+      plot.setCursor({ left: plot.valToPos(xs[here], "x"), top: value === undefined ? 10 : plot.valToPos(value, "y") });
+      const [title, rows] = describe(here);
+      kv.say([title, ...rows.map((row) => row.join(" "))].join(", "));
+    };
+    const keys = {
+      ArrowLeft: () => go((here ?? xs.length) - 1), ArrowRight: () => go((here ?? -1) + 1), Home: () => go(0), End: () => go(xs.length - 1),
+      "+": () => zoom(1.6), "=": () => zoom(1.6), "-": () => zoom(1 / 1.6), 0: all, Escape: kv.tip.hide,
+      ...(mark ? { ArrowUp: () => nudge(0.02), ArrowDown: () => nudge(-0.02) } : {}),
+    };
+    if (!(event.key in keys)) return;
+    event.preventDefault();
+    keys[event.key]();
+  });
+  box.addEventListener("blur", kv.tip.hide);
+
+  function name() {
+    if (series.length < 2) return legend.replaceChildren();
+    const buttons = series.map((one) => kv.el("button", {
+      type: "button", "aria-pressed": String(!off.has(one.name)), class: "series",
+      on: { click: () => {
+        if (!off.delete(one.name)) off.add(one.name);
+        name();
+        draw(box.clientWidth);
+      } },
+    }, kv.chip(one.colour), one.name));
+    return legend.replaceChildren(...buttons);
+  }
+  function set(newXs, newSeries) {
+    [xs, series] = [newXs, newSeries];
+    here = null;
+    name();
+    if (plot) draw(box.clientWidth);
+  }
+  name();
+  kv.fit(box, draw);
+  kv.onTheme(() => plot && draw(box.clientWidth));
+  return { set, all, plot: () => plot };
+};

@@ -1,0 +1,43 @@
+"""A browser a session, and pages that are watched while a test drives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrsim.pages.page import Page, write_page
+from tests.building.browser import DESKTOP, PHONE, Opened, start
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """Chromium, started once."""
+    driver = start()
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def opened(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Opened]]:
+    """Opens a Page, or a file; afterwards it must have been quiet, and nothing may overflow, wide or narrow."""
+    pages: list[Opened] = []
+
+    def open_page(page: Page | Path, size: tuple[int, int] = DESKTOP) -> Opened:
+        path = page if isinstance(page, Path) else tmp_path / "page.html"
+        if isinstance(page, Page):
+            write_page(page, path)
+        pages.append(Opened.at(browser, path, size))
+        return pages[-1]
+
+    yield open_page
+    for page in pages[-1:]:
+        found = page.overflows()
+        page.resize(*(PHONE if page.script("return innerWidth") != PHONE[0] else DESKTOP))
+        page.settle()
+        assert found + page.overflows() == []
+        page.prefers("light")
+        assert page.errors() == []
+        assert page.requests() == []

@@ -1,0 +1,211 @@
+"""Chromium without a window, and a page that is open in it, which a test drives as a reader would.
+
+`browser` of tests/browser/conftest.py starts Chromium once a session; `opened` there opens a page and, when the test is
+over, fails where the page reported an error, asked for another file, or shows text that overflows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REQUIRED = "KVRSIM_BROWSER"  # 1: a browser that is missing is a failure
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+DRIVERS = ("chromedriver", "chromium-driver", "chromium.chromedriver")
+PHONE, DESKTOP = (390, 844), (1280, 900)
+_WAIT_S = 20.0
+
+# Elements with text of their own that reach beyond the window, or beyond a box that cuts them off.
+_OVERFLOWS = """
+const wide = document.documentElement.clientWidth;
+const unseen = ".hidden, .skip, script, style, #kv-tip, option, svg, [hidden]";
+const found = [];
+for (const element of document.body.querySelectorAll("*")) {
+  if (element.closest(unseen) || !element.getClientRects().length) continue;
+  if (![...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim())) continue;
+  const told = `${element.tagName} "${element.textContent.slice(0, 60)}"`;
+  if (!element.closest(".scrolls") && element.getBoundingClientRect().right > wide + 1) found.push(`beyond: ${told}`);
+  const cuts = getComputedStyle(element).overflowX !== "visible" && element.tagName !== "SELECT";
+  if (cuts && element.scrollWidth > element.clientWidth + 1) found.push(`cut off: ${told}`);
+}
+const width = document.documentElement.scrollWidth;
+if (width > wide + 1) found.push(`the page is ${width} px wide, the window ${wide}`);
+return found;
+"""
+
+
+def start() -> Any:
+    """A driver of Chromium; skips the test, or fails where one is required, if there is none."""
+    try:
+        from selenium import webdriver
+        from selenium.webdriver.chrome.options import Options
+        from selenium.webdriver.chrome.service import Service
+    except ImportError:
+        return _missing("selenium is not installed")
+    program = next(filter(None, map(shutil.which, NAMES)), None)
+    driver = next(filter(None, map(shutil.which, DRIVERS)), None)
+    if program is None or driver is None:
+        name = "Chromium" if program is None else "chromedriver"
+        return _missing(f"{name} is not installed; on Debian: apt install chromium chromium-driver")
+    options = Options()
+    options.binary_location = program
+    size = "--window-size={},{}".format(*DESKTOP)
+    for switch in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--hide-scrollbars",
+        size,
+    ):
+        options.add_argument(switch)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    return webdriver.Chrome(options=options, service=Service(driver))
+
+
+def _missing(why: str) -> None:
+    if os.environ.get(REQUIRED) == "1":
+        pytest.fail(f"{REQUIRED}=1, and {why}")
+    pytest.skip(why)
+
+
+@dataclass
+class Opened:
+    """A page that is open; selectors are those of CSS."""
+
+    driver: Any
+    address: str
+
+    @classmethod
+    def at(cls, driver: Any, path: Path, size: tuple[int, int] = DESKTOP) -> Opened:
+        """Open a file in a window of this size, with empty logs, and wait until its scripts have drawn."""
+        for kind in ("browser", "performance"):
+            driver.get_log(kind)
+        page = cls(driver, path.resolve().as_uri())
+        page.resize(*size)
+        driver.get(page.address)
+        page.until("return document.readyState === 'complete' && document.documentElement.dataset.drawn === 'true'")
+        return page
+
+    # -- what a reader does
+
+    def script(self, code: str, *arguments: Any) -> Any:
+        """Run JavaScript; what it returns."""
+        return self.driver.execute_script(code, *arguments)
+
+    def until(self, code: str, *arguments: Any) -> None:
+        """Wait until JavaScript returns something true."""
+        from selenium.webdriver.support.wait import WebDriverWait
+
+        WebDriverWait(self.driver, _WAIT_S, 0.02).until(lambda _: self.script(code, *arguments), code)
+
+    def settle(self) -> None:
+        """Wait until what was asked for is drawn."""
+        code = "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => done(true)))"
+        self.driver.execute_async_script(code)
+
+    def find(self, selector: str) -> Any:
+        """An element."""
+        return self.driver.find_element("css selector", selector)
+
+    def text(self, selector: str) -> str:
+        """What an element shows."""
+        return str(self.find(selector).text)
+
+    def click(self, selector: str) -> None:
+        """Click an element."""
+        element = self.find(selector)
+        self.script("arguments[0].scrollIntoView({block: 'center'})", element)
+        element.click()
+        self.settle()
+
+    def press(self, selector: str, *keys: str) -> None:
+        """Put the focus on an element and press keys."""
+        self.script("arguments[0].focus()", self.find(selector))
+        for key in keys:
+            self._act(lambda actions, key=key: actions.send_keys(key))
+
+    def hover(self, selector: str, x: float, y: float) -> None:
+        """Move the pointer to a point of an element, in CSS pixels from its top left corner."""
+        self._at(selector, x, y, lambda actions: actions)
+
+    def drag(self, selector: str, x: float, y: float, by: float, down: float = 0) -> None:
+        """Press the button at a point of an element, move the pointer `by` to the right, and let go."""
+        self._at(
+            selector,
+            x,
+            y,
+            lambda actions: (
+                actions.click_and_hold().move_by_offset(by / 2, down / 2).move_by_offset(by / 2, down / 2).release()
+            ),
+        )
+
+    def wheel(self, selector: str, x: float, y: float, delta: int) -> None:
+        """Turn the wheel at a point of an element; delta: below 0 is away from the reader."""
+        from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
+
+        left, top = self._offset(selector, x, y)
+        origin = ScrollOrigin.from_element(self.find(selector), left, top)
+        self._act(lambda actions: actions.scroll_from_origin(origin, 0, delta))
+
+    def resize(self, width: int, height: int) -> None:
+        """Give the window's content this size, as a phone or a screen has it."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+    def prefers(self, scheme: str) -> None:
+        """Make the reader's system "light" or "dark"."""
+        feature = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", feature)
+        self.settle()
+
+    # -- what a page must not do
+
+    def errors(self) -> list[str]:
+        """What it reported: errors of scripts, and what its policy refused."""
+        return [f"{entry['level']}: {entry['message']}" for entry in self.driver.get_log("browser")]
+
+    def requests(self) -> list[str]:
+        """Addresses that it asked for, but for its own and those that its policy refused."""
+        asked: dict[str, str] = {}
+        for entry in self.driver.get_log("performance"):
+            event = json.loads(entry["message"])["message"]
+            about = event["params"]
+            if event["method"] == "Network.requestWillBeSent":
+                asked[about["requestId"]] = about["request"]["url"].partition("#")[0]
+            elif event["method"] == "Network.loadingFailed" and about.get("blockedReason") == "csp":
+                asked.pop(about["requestId"], None)
+        return [url for url in asked.values() if url != self.address and not url.startswith("data:")]
+
+    def overflows(self) -> list[str]:
+        """Texts that reach beyond the window or are cut off."""
+        found: list[str] = self.script(_OVERFLOWS)
+        return found
+
+    def _act(self, what: Callable[[Any], Any]) -> None:
+        from selenium.webdriver.common.action_chains import ActionChains
+
+        what(ActionChains(self.driver, duration=0)).perform()
+        self.settle()
+
+    def _at(self, selector: str, x: float, y: float, then: Callable[[Any], Any]) -> None:
+        left, top = self._offset(selector, x, y)
+        element = self.find(selector)
+        self._act(lambda actions: then(actions.move_to_element_with_offset(element, left, top)))
+
+    def _offset(self, selector: str, x: float, y: float) -> tuple[int, int]:
+        """From the element's middle, from which Selenium counts."""
+        code = """
+            arguments[0].scrollIntoView({block: 'center'});
+            const {width, height} = arguments[0].getBoundingClientRect();
+            return [width, height];
+        """
+        width, height = self.script(code, self.find(selector))
+        return round(x - width / 2), round(y - height / 2)
