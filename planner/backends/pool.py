@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 import warnings
@@ -18,7 +19,7 @@ from kvrsim.choices import POOL_BACKENDS
 from kvrsim.errors import InputError
 from kvrsim.version import __version__
 
-_CONNECTION_TIMEOUT = "10s"
+_CONNECTION_TIMEOUT_S = 10.0
 _ANSWER_TIMEOUT = "20s"
 _WATCH_EVERY_S = 1.0
 _ROUND = 4  # calls a process in one batch for Ray, whose results come only when a batch is done
@@ -59,7 +60,7 @@ class Pool:
         if self.backend == "dask":
             self._enter_dask()
         elif self.backend == "ray":
-            _register_ray()
+            self._enter_ray()
         elif not self.is_here:  # joblib ends its workers before it passes on an interrupt
             hook = threading.excepthook
             threading.excepthook = partial(_without_lokys, hook)
@@ -126,11 +127,26 @@ class Pool:
             self._open.enter_context(Client(cluster))
             return
         try:
-            client = self._open.enter_context(Client(self.dask_address, timeout=_CONNECTION_TIMEOUT))
+            client = self._open.enter_context(Client(self.dask_address, timeout=_CONNECTION_TIMEOUT_S))
         except (OSError, ValueError, TypeError):
             accepted = "the address of a Dask scheduler that answers, such as tcp://host:8786"
             raise InputError("dask_address", self.dask_address, accepted) from None
         self._check(client)
+
+    def _enter_ray(self) -> None:
+        try:
+            import ray
+            from ray.util.joblib import register_ray
+        except ImportError:
+            raise _missing("ray", "kvrsim[cluster]") from None
+        if not ray.is_initialized():
+            _connect_ray(ray, self.jobs)
+            self._open.callback(ray.shutdown)
+        cpus = int(ray.cluster_resources().get("CPU", 0))
+        if self.jobs > cpus:
+            self._open.close()
+            raise InputError("jobs", self.jobs, f"at most the {cpus} CPUs of the Ray cluster")
+        register_ray()
 
     def _check(self, client: Any) -> None:
         """Raise InputError where the cluster lacks this kvrsim: its calls would never return."""
@@ -183,12 +199,28 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _register_ray() -> None:
+def _connect_ray(ray: Any, jobs: int) -> None:
+    """Connect to the cluster of RAY_ADDRESS, or one that runs here, or start one of `jobs` CPUs here."""
+    address = os.environ.get("RAY_ADDRESS")
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    if address is not None and not _listens(address):  # Ray itself would try for minutes
+        raise InputError("RAY_ADDRESS", address, "the address of a Ray cluster that answers, such as host:6379")
     try:
-        from ray.util.joblib import register_ray
-    except ImportError:
-        raise _missing("ray", "ray") from None
-    register_ray()
+        ray.init(address=address or "auto", **quiet)
+    except ConnectionError:
+        ray.init(address="local", num_cpus=jobs, include_dashboard=False, **quiet)
+
+
+def _listens(address: str) -> bool:
+    """Whether something accepts connections at host:port; True for the names that Ray resolves."""
+    host, colon, port = address.rpartition("://")[2].partition(":")
+    if not colon:
+        return address in ("auto", "local")
+    try:
+        with socket.create_connection((host, int(port)), timeout=_CONNECTION_TIMEOUT_S):
+            return True
+    except (OSError, ValueError, OverflowError):
+        return False
 
 
 def _missing(backend: str, package: str) -> InputError:

@@ -161,6 +161,7 @@ def test_a_backend_that_is_not_installed(
 ) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
     monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setitem(sys.modules, "ray.util.joblib", None)
     assert cli.main([*BUILD, "-o", "table.json", "--backend", backend]) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"kvrsim: error: --backend: got '{backend}'")
