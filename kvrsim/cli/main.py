@@ -79,8 +79,8 @@ def main(arguments: Sequence[str]) -> int:
             return _fail("interrupted", INTERRUPTED)
         return code if isinstance(code, int) else 0
     except KvrsimError as error:
-        command = command_of(arguments, typer.main.get_command(app))
-        return _fail(f"error: {as_options(error, command)}", error.exit_code)
+        command, path = command_of(arguments, typer.main.get_command(app))
+        return _fail(f"error: {as_options(error, command, path)}", error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", INTERRUPTED)
     except (BrokenPipeError, SystemExit) as error:  # Typer turns the one into the other
@@ -105,7 +105,8 @@ def _fail(message: str, code: int) -> int:
 def _fail_unexpectedly(error: Exception, arguments: Sequence[str]) -> int:
     """Wrong use of the command line, which Typer raises as Click's exceptions; or a bug."""
     if isinstance(error, click_exception()):
-        return _fail(f"error: {wrong_use(error, command_of(arguments, typer.main.get_command(app)))}", WRONG_USE)
+        program = typer.main.get_command(app)
+        return _fail(f"error: {wrong_use(error, command_of(arguments, program)[0], arguments, program)}", WRONG_USE)
     if os.environ.get("KVRSIM_TRACEBACK"):
         import traceback
 

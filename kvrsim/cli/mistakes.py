@@ -18,10 +18,11 @@ _NO_SUCH_COMMAND = re.compile(r"No such command '([^']*)'")
 _EXTRA_ARGUMENT = re.compile(r"unexpected extra argument.*\(([^()]*)\)$")
 
 
-def as_options(error: KvrsimError, command: Any) -> str:
+def as_options(error: KvrsimError, command: Any, path: str = "") -> str:
     """The error's line; a parameter that is an option of `command` (Click's) is spelled as that option.
 
-    Also that of an InputError which a rank has reported: the error's `faults` name it.
+    Also that of an InputError which a rank has reported: the error's `faults` name it. path: the command's, without
+    `kvrsim`. Where a value is near to one that is accepted, the line ends with that one.
     """
     options = _long_options(command)
 
@@ -34,22 +35,38 @@ def as_options(error: KvrsimError, command: Any) -> str:
 
     if isinstance(error, InputError):
         accepted = _QUOTED_NAME.sub(lambda match: spelled(match[1]) or match[0], error.accepted)
-        return str(InputError(first_name(error.parameter), error.value, accepted))
+        return _with_value(first_name(error.parameter), error.value, accepted, command, path)
     text = str(error)
     for name in {fault.parameter for fault in getattr(error, "faults", ()) if fault.parameter}:
         text = text.replace(f": {name}: got", f": {first_name(name)}: got")
     return text
 
 
-def command_of(arguments: Sequence[str], program: Any) -> Any:
-    """The innermost command that the first arguments name."""
-    command = program
+def _with_value(name: str, value: object, accepted: str, command: Any, path: str) -> str:
+    """The line of an InputError, with the value that was meant."""
+    param = next((param for param in command.params if name in (*param.opts, param.metavar)), None)
+    if param is None or not isinstance(value, str):
+        return str(InputError(name, value, accepted))
+    from kvrsim.cli.guide.suggest import meant_value, shortened
+
+    meant = meant_value(value, name, param, path, accepted)
+    return _hinted(str(InputError(name, value, accepted if meant is None else shortened(accepted, param, path))), meant)
+
+
+def _hinted(line: str, meant: str | None) -> str:
+    return line if meant is None else f"{line}; did you mean {meant}?"
+
+
+def command_of(arguments: Sequence[str], program: Any) -> tuple[Any, str]:
+    """The innermost command that the first arguments name, and these."""
+    command, words = program, []
     for word in arguments:
         inner = getattr(command, "commands", {}).get(word)
         if inner is None:
             break
         command = inner
-    return command
+        words.append(word)
+    return command, " ".join(words)
 
 
 def _long_options(command: Any) -> set[str]:
@@ -61,16 +78,25 @@ def click_exception() -> type[Exception]:
     return next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 
-def wrong_use(error: Any, command: Any) -> str:
-    """Click's error about a command in kvrsim's form: argument, value, what is accepted."""
+def wrong_use(error: Any, command: Any, arguments: Sequence[str], program: Any) -> str:
+    """Click's error about a command in kvrsim's form: argument, value, what is accepted, what was meant."""
+    from kvrsim.cli.guide import suggest
+
     context: Any = getattr(error, "ctx", None)
     message = error.format_message()
+    full = "" if context is None else context.command_path
+    path = full.partition(" ")[2]
     match type(error).__name__:
         case "NoSuchOption" if context is not None:
-            options = ", ".join(_options(context.command))
-            return f"{error.option_name}: no such option of {context.command_path}, accepted: {options}"
+            given = _as_typed(error.option_name, arguments)
+            meant = suggest.meant_option(given, context.command, path, program)
+            options = ", ".join(_options(context.command)) if meant is None else f"those of {full} --help"
+            return _hinted(f"{given}: no such option of {full}, accepted: {options}", meant)
         case "MissingParameter" if error.param is not None:
-            return f"{_spelling(error.param)}: got nothing, accepted: {_accepted(error.param)}"
+            line = f"{_spelling(error.param)}: got nothing, accepted: {_accepted(error.param)}"
+            words = _words_alone(context, arguments)
+            meant = suggest.meant_words(words, _before(words, arguments), context.command, path) if words else None
+            return _hinted(line, meant)
         case "BadOptionUsage":
             option = next((param for param in command.params if error.option_name in param.opts), None)
             if option is not None and option.is_flag:
@@ -80,10 +106,34 @@ def wrong_use(error: Any, command: Any) -> str:
     if commands:
         got = _NO_SUCH_COMMAND.search(message)
         shown = "nothing" if got is None else f"'{got[1]}'"
-        return f"command of {context.command_path}: got {shown}, accepted: {', '.join(commands)}"
+        words = (
+            [] if got is None else list(arguments[list(arguments).index(got[1]) :]) if got[1] in arguments else [got[1]]
+        )
+        meant = suggest.meant_command(words, context.command, full) if words else None
+        accepted = ", ".join(commands) if meant is None else f"those of {full} --help"
+        return _hinted(f"command of {full}: got {shown}, accepted: {accepted}", meant)
     if extra := _EXTRA_ARGUMENT.search(message):
-        return f"arguments: got '{extra[1]}', accepted: none but the options of {context.command_path}"
+        words = _words_alone(context, arguments) or extra[1].split()
+        meant = suggest.meant_words(words, _before(words, arguments), context.command, path)
+        return _hinted(f"arguments: got '{extra[1]}', accepted: none but the options of {full}", meant)
     return str(message)
+
+
+def _as_typed(option: str, arguments: Sequence[str]) -> str:
+    """An option of one dash and several letters (-gpus), of which Click names the first letter alone."""
+    return next((one for one in arguments if option[1:2] != "-" and one.startswith(option) and len(one) > 2), option)
+
+
+def _words_alone(context: Any, arguments: Sequence[str]) -> list[str]:
+    """Words that are neither options, nor their values, nor arguments that the command takes."""
+    rest = list(arguments[len(context.command_path.split()) - 1 :])
+    _, words, _ = context.command.make_parser(context).parse_args(rest)
+    return list(words)
+
+
+def _before(words: Sequence[str], arguments: Sequence[str]) -> Sequence[str]:
+    """All words before the first of some words."""
+    return arguments[: list(arguments).index(words[0])] if words and words[0] in arguments else ()
 
 
 def _options(command: Any) -> list[str]:

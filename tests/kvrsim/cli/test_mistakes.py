@@ -39,13 +39,13 @@ ROOT = Path(kvrsim.__file__).parents[1]
     ],
 )
 def test_parameters_are_shown_as_options(arguments: list[str], error: tuple[str, object, str], line: str) -> None:
-    command = command_of([*arguments, "--gpus", "2"], typer.main.get_command(app))
+    command, _ = command_of([*arguments, "--gpus", "2"], typer.main.get_command(app))
     assert as_options(InputError(*error), command).endswith(line)
 
 
 def test_a_mistake_that_a_rank_reports_is_shown_as_an_option() -> None:
     faults = faults_of(InputError("attention", "flash", "eager"), 1, None)
-    command = command_of(["run"], typer.main.get_command(app))
+    command, _ = command_of(["run"], typer.main.get_command(app))
     line = "rank 1: --attention: got 'flash', accepted: eager"
     assert as_options(RankError(faults), command) == line
     assert str(RankError(faults)) == line.replace("--", "")
