@@ -27,6 +27,7 @@ GROUPS = {
         "confirm": ("Measure a plan's candidates on this machine.", f"{_ROOM}.confirm:confirm"),
     },
     "Look up": {
+        "strategies": ("Ways to run one prefill on several GPUs.", f"{_ROOM}.strategies:app"),
         "models": ("Built-in models, or any Hugging Face config.json.", f"{_ROOM}.models:app"),
         "clusters": ("GPUs and the links between them.", f"{_ROOM}.clusters:app"),
         "profiles": ("Calibration profiles: measured rates of machines.", f"{_ROOM}.profiles:app"),

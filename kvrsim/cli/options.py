@@ -272,7 +272,8 @@ def takes(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]
 
         others = list(inspect.signature(command, eval_str=True).parameters.values())[len(groups) :]
         options = [parameter for group in groups for parameter in _parameters(group)]
-        spread.__signature__ = inspect.Signature([*options, *others])  # type: ignore[attr-defined]
+        named = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*options, *others)]
+        spread.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
         return spread
 
     return decorate

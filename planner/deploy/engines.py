@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -108,6 +109,15 @@ def engines_with(strategy: Strategy, scenario: Scenario) -> dict[str, str]:
     """Which engines have a strategy on the scenario's GPUs, each with its version that was looked at."""
     engines = (deploy_engine(name) for name in DEPLOY_ENGINES)
     return {engine.name: engine.version for engine in engines if engine.has(strategy, scenario)}
+
+
+def engines_for(strategy: Strategy) -> tuple[str, ...]:
+    """Names of the engines that have a strategy on some number of GPUs, with some model."""
+    found = degrees_of(strategy.name, math.prod(strategy.sizes(2**12)))
+    if found is None or strategy.approximate is not None:
+        return ()
+    engines = (deploy_engine(name) for name in DEPLOY_ENGINES)
+    return tuple(engine.name for engine in engines if all(engine.strategies[need] for need in needs_of(found)))
 
 
 def deployed_by(strategy: Strategy, scenario: Scenario) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Processes": ("--jobs", "--backend", "--dask-address"),
     "Output": (
         *("--output", "--name", "--measurements", "--emit", "--breakdown", "--trace", "--plot", "--html", "--report"),
-        *("--json", "--help"),
+        *("--format", "--json", "--help"),
     ),
 }
 _PLACES = {option: (title, number) for title, options in SECTIONS.items() for number, option in enumerate(options)}

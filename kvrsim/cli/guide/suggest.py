@@ -92,9 +92,9 @@ def meant_command(words: Sequence[str], group: Any, path: str) -> str | None:
     names, at_top, verb = list(group.commands), path == "kvrsim", _verb(words[0])
     if at_top and first in ("version", "v"):
         return "kvrsim --version"
-    if at_top and verb is not None and rest and rest[0] not in _shipped():  # list models
-        if inner := rest[0] if rest[0] in names else _command(rest[0], names):
-            return " ".join([path, inner, verb, *words[2:3]])
+    other = _command(rest[0], names) if at_top and verb and rest and rest[0] not in _shipped() else None
+    if other is not None:  # list models
+        return " ".join([path, other, str(verb), *words[2:3]])
     if (found := _command(first, names)) is not None and not (at_top and verb):
         inner = getattr(group.commands[found], "commands", {})
         second = next((word for word in rest if word in inner), _verb(rest[0]) if rest else None)
@@ -108,7 +108,9 @@ def meant_command(words: Sequence[str], group: Any, path: str) -> str | None:
 
 
 def _command(word: str, names: Sequence[str]) -> str | None:
-    """The command of a group that a word is another name of, or near to."""
+    """The command of a group that a word is, is another name of, or is near to."""
+    if word in names:
+        return word
     found = next((name for name, also in _ALSO_COMMANDS.items() if word in also.split() and name in names), None)
     return found or (nearest(word.lower(), names) if len(word) > 1 else None)
 
