@@ -89,11 +89,11 @@ def about(name: str) -> dict[str, Any]:
 
 def _words(strategy: Strategy) -> Mapping[str, Any]:
     """What data/strategies.json says; of a hybrid what it says of the strategy between its groups."""
-    shipped = JsonObject.read(_WORDS, "strategies").fields
+    shipped: Mapping[str, Any] = JsonObject.read(_WORDS, "strategies").fields
     own = shipped.get(strategy.name)
     if own is not None or strategy.group_size in (None, 1):
-        return own or {}
-    between = shipped.get(strategy.name.rpartition("+")[2], {})
+        return dict(own or {})
+    between: Mapping[str, Any] = shipped.get(strategy.name.rpartition("+")[2], {})
     rank, moves = f"a rank is {strategy.group_size} GPUs that split every matrix", "two all-reduces in each group"
     return {
         "each_rank": "; ".join(filter(None, (rank, between.get("each_rank")))),

@@ -98,7 +98,8 @@ def meant_command(words: Sequence[str], group: Any, path: str) -> str | None:
     if (found := _command(first, names)) is not None and not (at_top and verb):
         inner = getattr(group.commands[found], "commands", {})
         second = next((word for word in rest if word in inner), _verb(rest[0]) if rest else None)
-        return " ".join([path, found, *((second, *words[2:3]) if second in inner else ())])
+        more = [] if second is None or second not in inner else [second, *words[2:3]]
+        return " ".join([path, found, *more])
     for name in _LISTED if at_top else (path.partition(" ")[2],):
         for word in words[:2] if verb else words[:1]:
             if name in _LISTED and (known := word if word in shipped(name) else nearest(word, shipped(name))):
