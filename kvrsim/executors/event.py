@@ -185,7 +185,7 @@ class RankProcess:
         done = self.env.event()
         self.env.process(self._forward(self._join(ranks), ranks, layer, op.nbytes.item(), done))
         yield done
-        self._waited("all-gather", layer, "KV")
+        self._waited("all-gather", layer, "all-gather")
 
     @property
     def _all(self) -> range:

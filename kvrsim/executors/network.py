@@ -192,11 +192,12 @@ class Network:
         if left is not None:
             left.succeed()
         if self.record:
+            op: SpanOp = "all-gather" if gathered_by else payload
             span = Span(
                 rank=src,
                 kind="transfer",
-                op=payload,
-                name=f"{payload} {src}→{dst}",
+                op=op,
+                name=f"{op} {src}→{dst}",
                 layer=layer,
                 start_s=start_s,
                 end_s=end_s,

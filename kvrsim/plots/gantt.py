@@ -8,30 +8,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvrsim.plots.head import Head
 from kvrsim.plots.lanes import (
     MAX_DETAILED_RANKS,
+    PIXELS,
     draw_arrows,
-    draw_bars,
-    draw_legend,
-    draw_shares,
-    fits_bars,
+    draw_lanes,
     is_pipeline,
     is_solid,
     legend_entries,
     number_layers,
-    share_entries,
 )
 from kvrsim.plots.save import check_suffix, save_figure
-from kvrsim.plots.style import DIM, INK, styled
+from kvrsim.plots.style import INK, styled
 from kvrsim.results.timeline import Span, Timeline
-from kvrsim.text import printable
 from kvrsim.units import format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH = 13.0  # inches
+WIDTH = 10.0  # inches
 _LEAST_LAYERS = 8  # with fewer layers there are no close-ups of layers
 _LEAST_REQUESTS = 4  # with fewer requests there are no close-ups of requests
 _SHORT = 0.4  # the longest close-up, as a share of the timeline
@@ -64,21 +61,20 @@ def _draw(timeline: Timeline, title: str, subtitle: str) -> Figure:
     from matplotlib.figure import Figure
 
     ranks = timeline.num_ranks
-    detailed, in_bars = ranks <= MAX_DETAILED_RANKS, fits_bars(timeline)
+    detailed = ranks <= MAX_DETAILED_RANKS
     windows = _windows(timeline) if detailed else []
     alternates = not is_pipeline(timeline)
-    lanes = min(10.0, max(0.9, ranks * (0.34 if detailed else 0.15)))
-    rows, gap = (2, 0.74) if windows else (1, 0.0)
-    height = rows * lanes + gap + 1.7
+    entries = legend_entries(timeline.spans, alternates=alternates)
+    head = Head(title=title, subtitle=subtitle, width=WIDTH, entries=entries)
+    lanes = min(10.0, max(0.9, ranks * (0.34 if detailed else 0.11)))
+    rows, gap = (2, 0.8) if windows else (1, 0.0)
+    height = rows * lanes + gap + head.height + 0.85
     figure = Figure(figsize=(WIDTH, height))
-    left = 0.07 if timeline.gpus_per_rank == 1 else 0.09
-    edges: dict[str, Any] = dict(left=left, right=0.985, top=1 - 1.15 / height, bottom=0.55 / height)
+    left = 0.07 if timeline.gpus_per_rank == 1 else 0.115
+    edges: dict[str, Any] = dict(left=left, right=0.98, top=1 - (head.height + 0.3) / height, bottom=0.55 / height)
     grid = figure.add_gridspec(rows, max(1, len(windows)), hspace=gap / lanes, wspace=0.06, **edges)
     whole = figure.add_subplot(grid[0, :])
-    if in_bars:
-        draw_bars(whole, timeline.spans, alternates=alternates)
-    else:
-        draw_shares(whole, timeline)
+    draw_lanes(whole, timeline.spans, 0.0, timeline.end_s, alternates=alternates)
     lane_axes(whole, timeline, 0.0, timeline.end_s)
     mark_first_tokens(whole, timeline)
     for column, window in enumerate(windows):
@@ -86,16 +82,14 @@ def _draw(timeline: Timeline, title: str, subtitle: str) -> Figure:
         _close_up(axes, timeline, window, alternates=alternates)
         lane_axes(axes, timeline, window.start_s, window.end_s, title=window.title, named=column == 0)
         _frame(whole, window)
-    draw_head(figure, height, title, subtitle)
-    entries = legend_entries(timeline.spans, alternates=alternates) if in_bars or windows else {}
-    draw_legend(figure, height, entries | ({} if in_bars else share_entries(among_others=bool(windows))))
+    head.draw(figure)
     return figure
 
 
 def _close_up(axes: Axes, timeline: Timeline, window: _Window, *, alternates: bool) -> None:
     """Draw bars, arrows and layer numbers of one time window."""
     inside = [span for span in timeline.spans if span.end_s > window.start_s and span.start_s < window.end_s]
-    draw_bars(axes, inside, alternates=alternates)
+    draw_lanes(axes, inside, window.start_s, window.end_s, pixels=PIXELS // 2, alternates=alternates)
     draw_arrows(axes, [span for span in inside if span.kind == "transfer"], window.start_s, window.end_s)
     if alternates and not timeline.first_tokens_s:
         number_layers(axes, inside, window.start_s, window.end_s)
@@ -219,9 +213,3 @@ def _above(axes: Axes, x_s: float, text: str, **style: Any) -> None:
         color=INK,
         **style,
     )
-
-
-def draw_head(figure: Figure, height: float, title: str, subtitle: str) -> None:
-    """Draw title and subtitle of a figure that is `height` inches high."""
-    figure.text(0.012, 1 - 0.14 / height, printable(title), fontsize=14, fontweight="bold", color=INK, va="top")
-    figure.text(0.012, 1 - 0.43 / height, printable(subtitle), fontsize=9.5, color=DIM, va="top")

@@ -1,29 +1,24 @@
-"""Lanes: the operations of a rank over time as coloured bars, and their legend."""
+"""Lanes: the operations of a rank over time as coloured bars or pixels, and what their legend says."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from kvrsim.plots.style import INK, OPERATIONS, WAITING_LINES, faded, operation_of
-from kvrsim.program.operations import Array
+from kvrsim.plots.head import HATCHED, WAITING
+from kvrsim.plots.pixels import any_colour, covered_shares, draw_row, mean_colours, touched
+from kvrsim.plots.style import GROUND, INK, OPERATIONS, faded, operation_of
 from kvrsim.results.timeline import Span, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-MAX_DETAILED_RANKS = 32  # with more ranks, lanes only show the busy share
-_MOST_BARS = 700  # of a rank; with more, bars are thinner than a pixel
+MAX_DETAILED_RANKS = 32  # with more ranks, lanes are thin and there are no close-ups
 _MOST_ARROWS = 14  # of a rank
-
-_BUSY = "#22406b"  # of lanes that show the busy share
-_WAIT_COLOUR = OPERATIONS["waiting"].colour.light
-_WAIT: dict[str, Any] = dict(facecolor=_WAIT_COLOUR, edgecolor=WAITING_LINES.light, hatch="/////")
-_BINS = 1200  # of lanes that show the busy share
+PIXELS = 1400  # of a figure's width, about
+_THIN = 1.5  # pixels; thinner bars are drawn as pixels
+_HATCHED = 6  # pixels; a longer wait is hatched
+_LINK_ROWS = 100  # ranks; with more, lanes have no room for links
 
 # A rank's lane reaches from -0.5 to 0.5 around its number; down is later in the context.
 _BAR = (-0.36, 0.22)
@@ -46,22 +41,38 @@ def is_pipeline(timeline: Timeline) -> bool:
     return bool(ranks) and all(len(on) < timeline.num_ranks for on in ranks.values())
 
 
-def draw_bars(axes: Axes, spans: Iterable[Span], *, alternates: bool = True) -> None:
-    """Draw bars of all spans, one collection a colour, which is fast with thousands of bars.
+def draw_lanes(
+    axes: Axes, spans: Sequence[Span], start_s: float, end_s: float, *, pixels: int = PIXELS, alternates: bool = True
+) -> None:
+    """Draw spans from `start_s` to `end_s`: as bars, or as pixels where many bars are thinner than that.
 
-    alternates: draw odd layers in lighter colours.
+    A message is a pixel wide at least. pixels: of the axes, about. alternates: draw odd layers in lighter colours.
     """
+    shown = [span for span in spans if span.end_s > start_s and span.start_s < end_s]
+    pixel_s = (end_s - start_s) / pixels
+    stream = [span for span in shown if span.kind != "transfer"]
+    thin = sum(span.duration_s < _THIN * pixel_s for span in stream)
+    if thin < 0.02 * len(stream) or not stream:
+        _draw_bars(axes, shown, pixel_s, alternates=alternates)
+    else:
+        _draw_pixels(axes, shown, start_s, end_s, pixels, alternates=alternates)
+
+
+def _draw_bars(axes: Axes, spans: Iterable[Span], pixel_s: float, *, alternates: bool) -> None:
+    """One collection a colour, which is fast with thousands of bars."""
     boxes: dict[str, list[Box]] = {}
     waits: list[Box] = []
     for span in spans:
-        top, bottom = _LINK_BAR if span.kind == "transfer" else _BAR
-        box = (span.start_s, span.end_s, span.rank + top, span.rank + bottom)
+        moves = span.kind == "transfer"
+        top, bottom = _LINK_BAR if moves else _BAR
+        end_s = max(span.end_s, span.start_s + pixel_s) if moves else span.end_s
+        box = (span.start_s, end_s, span.rank + top, span.rank + bottom)
         if span.kind == "wait" and not is_solid(span):
             waits.append(box)
         else:
             boxes.setdefault(_colour(span, alternates=alternates), []).append(box)
     if waits:
-        _boxes(axes, waits, **_WAIT, linewidths=0)
+        _boxes(axes, waits, **HATCHED, linewidths=0)
     for colour, group in boxes.items():
         _boxes(axes, group, facecolor=colour, linewidths=0)
 
@@ -73,38 +84,26 @@ def _boxes(axes: Axes, boxes: list[Box], **style: Any) -> None:
     axes.add_collection(PolyCollection(corners, zorder=2, **style))
 
 
-def fits_bars(timeline: Timeline) -> bool:
-    """Whether all bars of a timeline are wider than a pixel."""
-    counts = Counter(span.rank for span in timeline.spans if is_solid(span))
-    return timeline.num_ranks <= MAX_DETAILED_RANKS and max(counts.values(), default=0) <= _MOST_BARS
-
-
-def draw_shares(axes: Axes, timeline: Timeline) -> None:
-    """Draw the busy share of every rank as shades, where bars would be thinner than a pixel."""
-    from matplotlib.colors import LinearSegmentedColormap
-
-    shades = LinearSegmentedColormap.from_list("busy", [_WAIT_COLOUR, _BUSY])
-    ranks, end_s = timeline.num_ranks, max(timeline.end_s, 1e-12)
-    extent = (0.0, end_s, ranks - 0.5, -0.5)
-    shares = busy_shares(timeline, _BINS)
-    axes.imshow(shares, extent=extent, aspect="auto", cmap=shades, vmin=0, vmax=1, interpolation="nearest", zorder=2)
-    for rank in range(1, ranks):
-        axes.axhline(rank - 0.5, color="white", linewidth=0.8, zorder=3)
-
-
-def busy_shares(timeline: Timeline, bins: int) -> Array:
-    """Busy share of each rank in `bins` equal time bins, shape (num_ranks, bins)."""
-    edges = np.linspace(0.0, max(timeline.end_s, 1e-12), bins + 1)
-    shares = np.zeros((timeline.num_ranks, bins))
-    solid: dict[int, list[Span]] = {}
-    for span in timeline.spans:
-        if span.kind != "transfer" and is_solid(span):
-            solid.setdefault(span.rank, []).append(span)
-    for rank, spans in solid.items():
-        times = np.array([moment for span in spans for moment in (span.start_s, span.end_s)])
-        steps = np.array([step for span in spans for step in (0.0, span.duration_s)])
-        shares[rank] = np.diff(np.interp(edges, times, np.cumsum(steps))) / np.diff(edges)
-    return np.clip(shares, 0.0, 1.0)
+def _draw_pixels(
+    axes: Axes, spans: Iterable[Span], start_s: float, end_s: float, pixels: int, *, alternates: bool
+) -> None:
+    """Each pixel has the mean colour of what it covers; long waits are hatched."""
+    stream: dict[int, dict[str, list[Span]]] = {}
+    links: dict[int, dict[str, list[Span]]] = {}
+    waits: list[Box] = []
+    for span in spans:
+        of = links if span.kind == "transfer" else stream
+        of.setdefault(span.rank, {}).setdefault(_colour(span, alternates=alternates), []).append(span)
+        if operation_of(span.kind, span.op) is WAITING and span.duration_s > _HATCHED * (end_s - start_s) / pixels:
+            waits.append((span.start_s, span.end_s, span.rank + _BAR[0], span.rank + _BAR[1]))
+    for rank, by_colour in stream.items():
+        shares = {colour: covered_shares(some, start_s, end_s, pixels) for colour, some in by_colour.items()}
+        draw_row(axes, mean_colours(shares, GROUND.light), (start_s, end_s, rank + _BAR[0], rank + _BAR[1]))
+    for rank, by_colour in links.items() if len(stream) <= _LINK_ROWS else ():
+        counts = {colour: touched(some, start_s, end_s, pixels) for colour, some in by_colour.items()}
+        draw_row(axes, any_colour(counts), (start_s, end_s, rank + _LINK_BAR[0], rank + _LINK_BAR[1]))
+    if waits:
+        _boxes(axes, waits, **HATCHED, linewidths=0)
 
 
 def draw_arrows(axes: Axes, transfers: Sequence[Span], start_s: float, end_s: float) -> None:
@@ -131,9 +130,7 @@ def number_layers(axes: Axes, spans: Iterable[Span], start_s: float, end_s: floa
         if until_s - begin_s < 0.013 * len(str(layer)) * (end_s - start_s):
             continue
         middle = rank + (_BAR[0] + _BAR[1]) / 2 + 0.02
-        style: dict[str, Any] = dict(
-            ha="center", va="center", fontsize=7, color=INK if layer % 2 else "white", zorder=5
-        )
+        style: dict[str, Any] = dict(ha="center", va="center", fontsize=8, color=INK, zorder=5)
         axes.text((begin_s + until_s) / 2, middle, str(layer), clip_on=True, **style)
 
 
@@ -159,35 +156,10 @@ def _colour(span: Span, *, alternates: bool) -> str:
     return faded(colour) if alternates and span.layer is not None and span.layer % 2 else colour
 
 
-def share_entries(*, among_others: bool) -> dict[str, str | None]:
-    """Labels and colours of lanes that show the busy share; among_others: shorter, beside those of bars."""
-    if among_others:
-        return {"above: computing": _BUSY}
-    return {"computing; a shade: part of the time": _BUSY, "not computing": _WAIT_COLOUR}
-
-
-def legend_entries(spans: Iterable[Span], *, alternates: bool = True) -> dict[str, str | None]:
-    """Labels of everything drawn, in the order of a layer, with colours; None: a remark."""
+def legend_entries(spans: Iterable[Span], *, alternates: bool = True) -> dict[str, str]:
+    """Labels of everything drawn, in the order of a layer, with colours."""
     drawn = {operation_of(span.kind, span.op) for span in spans}
-    found: dict[str, str | None] = {one.label: one.colour.light for one in OPERATIONS.values() if one in drawn}
+    found = {one.label: one.colour.light for one in OPERATIONS.values() if one in drawn}
     if alternates and drawn & {OPERATIONS[op] for op in ("qkv", "attention", "output+mlp")}:
-        found["lighter: odd layers"] = None
+        found["odd layers: lighter"] = faded(OPERATIONS["attention"].colour.light)
     return found
-
-
-def draw_legend(figure: Figure, height: float, entries: dict[str, str | None]) -> None:
-    """Draw the legend in one line below the subtitle of a figure that is `height` inches high."""
-    from matplotlib.patches import Patch
-
-    patches = []
-    for label, colour in entries.items():
-        if label == OPERATIONS["waiting"].label:
-            patches.append(Patch(**_WAIT, linewidth=0))
-        elif colour is not None:
-            patches.append(Patch(facecolor=colour))
-        else:
-            patches.append(Patch(facecolor="none", edgecolor="none"))
-    corner = (0.006, 1 - 0.62 / height)
-    place: dict[str, Any] = dict(loc="upper left", bbox_to_anchor=corner, ncols=len(entries))
-    style: dict[str, Any] = dict(frameon=False, fontsize=9, labelcolor=INK, handlelength=1.3, columnspacing=1.2)
-    figure.legend(patches, list(entries), **place, **style)

@@ -70,7 +70,7 @@ OPERATIONS = {
     "qkv": Operation("Q, K, V projections", Colour("#3198f8", "#5aa9f5")),
     "append": Operation("appending KV", Colour("#9b57c7", "#8d61d5")),
     "attention": Operation("attention", Colour("#e07014", "#ef8a3a")),
-    "merge": Operation("merging parts of attention", Colour("#662302", "#d0501b")),
+    "merge": Operation("merging, packing", Colour("#662302", "#d0501b")),
     "output+mlp": Operation("output projection, MLP", Colour("#6ea069", "#7cc07a")),
     "other": Operation("other computing", Colour("#166c94", "#90cefd")),
     "collective": Operation("all-reduce in a rank", Colour("#401124", "#be8181")),

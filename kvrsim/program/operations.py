@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
-WorkKind = Literal["request", "embedding", "qkv", "append", "attention", "output+mlp", "head", "other"]  # of a rank
+WorkKind = Literal["request", "embedding", "qkv", "append", "attention", "merge", "output+mlp", "head", "other"]
 # What a message holds; heads: some of a chunk's Q, K, V or outputs; state: of a recurrence.
 Payload = Literal["KV", "activations", "heads", "state", "tokens"]
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     import pandas
 
 SpanKind = Literal["compute", "wait", "transfer"]
-SpanOp = WorkKind | Payload | Literal["collective", "stall"]  # collective: among the GPUs that a rank stands for
+# all-gather: of the ranks' K and V; collective: among the GPUs that a rank stands for
+SpanOp = WorkKind | Payload | Literal["all-gather", "collective", "stall"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

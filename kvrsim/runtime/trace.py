@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
 
-from kvrsim.program.operations import Payload
 from kvrsim.results.timeline import Span, SpanKind, SpanOp, Timeline
 from kvrsim.runtime.hooks import Mark
 
@@ -103,10 +101,12 @@ def _own_spans(trace: RankTrace, strategy: str, offset_s: float) -> Iterator[Spa
         )
 
 
-def _payload(strategy: str, *, is_state: bool) -> Payload | Literal["collective"]:
+def _payload(strategy: str, *, is_state: bool) -> SpanOp:
     """What ranks wait for and send."""
     if strategy == "tp":
         return "collective"
+    if strategy in _ASSEMBLED and not is_state:
+        return "all-gather"
     return "activations" if strategy == "pp" else "state" if is_state else "KV"
 
 

@@ -69,7 +69,7 @@ def _with_prefix(strategy: Strategy, step: Step, rank: int) -> Iterator[Op]:
         for op in strategy.layer(alone, rank)
     )
     merged_s = step.num_ranks * costs.merge_s(chunk) + 2.0 * costs.cast_s(chunk)
-    merge = Compute(name="merge", device_s=merged_s, host_s=step.num_ranks * costs.host_merge_s, kind="attention")
+    merge = Compute(name="merge", device_s=merged_s, host_s=step.num_ranks * costs.host_merge_s, kind="merge")
     yield from _inserted(ops, (*(() if load is None else (load,)), *_pass_q(step, rank)), (merge,))
 
 

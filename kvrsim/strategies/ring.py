@@ -55,7 +55,7 @@ def pass_kv(step: Step, rank: int, blocks_s: Array, calls: Flags) -> Iterator[Op
         message_share=costs.message_share,
         score_elements=costs.score_elements(chunk, most_keys),
     )
-    yield Compute(name="cast", device_s=costs.cast_s(chunk), kind="attention")
+    yield Compute(name="cast", device_s=costs.cast_s(chunk), kind="merge")
 
 
 def held(step: Step, rank: int) -> npt.NDArray[np.intp]:

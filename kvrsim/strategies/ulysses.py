@@ -58,7 +58,7 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
 def _packed(step: Step, what: tuple[Array, int]) -> Iterator[Compute]:
     """So many tokens with so many features, on their way into or out of messages, where that is counted."""
     if step.costs.packs:
-        yield Compute(name="pack", device_s=step.costs.pack_s(*what), kind="attention")
+        yield Compute(name="pack", device_s=step.costs.pack_s(*what), kind="merge")
 
 
 def _all_to_all(step: Step, tokens: Array, features: int) -> AllToAll:

@@ -10,7 +10,7 @@ from kvrsim.results.timeline import Span, Timeline
 PARTS = ("products", "attention", "cache", "ends", "exchange", "waiting")
 _OF_OP = {
     **dict.fromkeys(("qkv", "output+mlp"), "products"),
-    "attention": "attention",
+    **dict.fromkeys(("attention", "merge"), "attention"),
     "append": "cache",
 }
 

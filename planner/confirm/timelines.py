@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kvrsim.io.files import write_atomically
-from kvrsim.plots.gantt import WIDTH, draw_head, lane_axes, mark_first_tokens
-from kvrsim.plots.lanes import draw_arrows, draw_bars, draw_legend, legend_entries, number_layers
+from kvrsim.plots.gantt import WIDTH, lane_axes, mark_first_tokens
+from kvrsim.plots.head import Head
+from kvrsim.plots.lanes import draw_arrows, draw_lanes, legend_entries, number_layers
 from kvrsim.plots.save import check_suffix, save_figure
 from kvrsim.plots.style import styled
 from kvrsim.results.timeline import Timeline
@@ -31,20 +32,6 @@ def _drawn(confirmation: Confirmation) -> Any:
 
     one = confirmation.choice
     timelines = _titled_timelines(one, confirmation.mode == "virtual")
-    lanes = min(10.0, max(0.9, one.predicted.num_ranks * 0.5))  # inches
-    gap = 0.8
-    height = len(timelines) * lanes + (len(timelines) - 1) * gap + 1.8
-    figure = Figure(figsize=(WIDTH, height))
-    edges: dict[str, Any] = dict(left=0.07, right=0.985, top=1 - 1.25 / height, bottom=0.55 / height)
-    grid = figure.add_gridspec(len(timelines), 1, hspace=gap / lanes, **edges)
-    end_s = max(timeline.end_s for _, timeline in timelines)
-    for row, (title, timeline) in enumerate(timelines):
-        axes = figure.add_subplot(grid[row, 0])
-        draw_bars(axes, timeline.spans)
-        draw_arrows(axes, [span for span in timeline.spans if span.kind == "transfer"], 0.0, end_s)
-        number_layers(axes, timeline.spans, 0.0, end_s)
-        lane_axes(axes, timeline, 0.0, end_s, title=title)
-        mark_first_tokens(axes, timeline)
     title = f"{one.strategy}: {', '.join(map(str, one.partition))} tokens, predicted {one.rel_error:+.1%}"
     setting = (
         confirmation.model,
@@ -53,8 +40,23 @@ def _drawn(confirmation: Confirmation) -> Any:
         f"{confirmation.attention} attention",
         f"profile {confirmation.profile}",
     )
-    draw_head(figure, height, title, " · ".join(setting))
-    draw_legend(figure, height, legend_entries([span for _, timeline in timelines for span in timeline.spans]))
+    entries = legend_entries([span for _, timeline in timelines for span in timeline.spans])
+    head = Head(title=title, subtitle=" · ".join(setting), width=WIDTH, entries=entries)
+    lanes = min(10.0, max(0.9, one.predicted.num_ranks * 0.5))  # inches
+    gap = 0.8
+    height = len(timelines) * lanes + (len(timelines) - 1) * gap + head.height + 1.0
+    figure = Figure(figsize=(WIDTH, height))
+    edges: dict[str, Any] = dict(left=0.07, right=0.985, top=1 - (head.height + 0.4) / height, bottom=0.55 / height)
+    grid = figure.add_gridspec(len(timelines), 1, hspace=gap / lanes, **edges)
+    end_s = max(timeline.end_s for _, timeline in timelines)
+    for row, (title, timeline) in enumerate(timelines):
+        axes = figure.add_subplot(grid[row, 0])
+        draw_lanes(axes, timeline.spans, 0.0, end_s)
+        draw_arrows(axes, [span for span in timeline.spans if span.kind == "transfer"], 0.0, end_s)
+        number_layers(axes, timeline.spans, 0.0, end_s)
+        lane_axes(axes, timeline, 0.0, end_s, title=title)
+        mark_first_tokens(axes, timeline)
+    head.draw(figure)
     return figure
 
 

@@ -16,14 +16,16 @@ import kvrsim
 from kvrsim.cli import main as cli
 from kvrsim.plots import gantt
 from kvrsim.plots.gantt import write_gantt
+from kvrsim.plots.head import Head
 from kvrsim.plots.lanes import (
     MAX_DETAILED_RANKS,
-    busy_shares,
     is_pipeline,
     is_solid,
     legend_entries,
     number_layers,
 )
+from kvrsim.plots.pixels import any_colour, covered_shares, mean_colours, touched
+from kvrsim.plots.style import OPERATIONS, operation_of
 from kvrsim.results.timeline import Span, Timeline
 from kvrsim.strategies import STRATEGIES
 
@@ -73,32 +75,39 @@ def test_a_pipeline_has_close_ups_of_pieces(tmp_path: Path) -> None:
     write_gantt(result.timeline, tmp_path / "pp.png", title="pp")
 
 
-# What the messages of each strategy carry.
-CARRIES: dict[str, set[str]] = {
-    **{"single": set(), "tsp": {"KV"}, "kvr-e": {"KV"}, "kvr-direct": {"KV"}, "zigzag": {"KV"}, "ring": {"KV"}},
-    **{"striped": {"KV"}, "ulysses": {"heads"}, "pp": {"activations"}, "tp": set(), "tp2+kvr-e": {"KV"}},
+# What each strategy's messages are, and what its ranks do besides projecting, appending, attending and the MLP.
+CHAIN, RING = ({"KV"}, set[str]()), ({"KV"}, {"merge"})
+DOES: dict[str, tuple[set[str], set[str]]] = {
+    **{"single": (set(), set()), "tsp": ({"all-gather"}, set()), "zigzag": ({"all-gather"}, set())},
+    **{"kvr-e": CHAIN, "kvr-s": CHAIN, "kvr-b": CHAIN, "kvr-direct": CHAIN, "tp2+kvr-e": ({"KV"}, {"collective"})},
+    **{"ring": RING, "striped": RING, "zigzag-ring": RING, "tp2+ring": ({"KV"}, {"merge", "collective"})},
+    **{"ulysses": ({"heads"}, set()), "tp": (set(), {"collective"}), "pp": ({"activations"}, set())},
+    **{"pp-s": ({"activations"}, set()), "pp2+cp2": ({"activations", "all-gather"}, set())},
+    **{"tp2+pp": ({"activations"}, {"collective"}), "cp4": ({"all-gather"}, set())},
 }
 
 
-@pytest.mark.parametrize("strategy", CARRIES)
+@pytest.mark.parametrize("strategy", DOES)
 def test_operations_are_drawn_as_what_they_are(strategy: str) -> None:
-    timeline = timeline_of(strategy, gpus=4, model="llama-3-8b")
-    assert {span.op for span in timeline.spans if span.kind == "transfer"} == CARRIES[strategy]
-    assert {"qkv", "attention", "output+mlp"} <= {span.op for span in timeline.spans if span.kind == "compute"}
-    assert "other" not in {span.op for span in timeline.spans}
-    collectives = [span for span in timeline.spans if span.op == "collective"]
-    assert bool(collectives) == strategy.startswith("tp")
-    assert all(is_solid(span) for span in collectives)
-    assert timeline.gpus_per_rank == {"tp": 4, "tp2+kvr-e": 2}.get(strategy, 1)
+    timeline, (carries, does) = timeline_of(strategy, gpus=4, model="llama-3-8b"), DOES[strategy]
+    drawn = [(span, operation_of(span.kind, span.op)) for span in timeline.spans]
+    assert {one for span, one in drawn if span.kind == "transfer"} == {OPERATIONS[op] for op in carries}
+    worked = {one for span, one in drawn if is_solid(span) and span.kind != "transfer"}
+    assert worked == {OPERATIONS[op] for op in {"embedding", "qkv", "append", "attention", "output+mlp"} | does}
+    assert all(one is OPERATIONS["attention"] for span, one in drawn if "attention" in span.name)
+    assert all(one is OPERATIONS["collective"] for span, one in drawn if span.name == "all-reduce")
+    assert timeline.gpus_per_rank == {"tp": 4}.get(strategy, 2 if strategy.startswith("tp2") else 1)
     entries = legend_entries(timeline.spans)
-    colours = [colour for colour in entries.values() if colour is not None]
-    assert len(set(colours)) == len(colours), "two things in one colour"
-    assert ("all-reduce in a rank" in entries) == bool(collectives)
-    assert ("KV on the link" in entries) == ("KV" in CARRIES[strategy])
+    assert len(set(entries.values())) == len(entries), "two things in one colour"
+    assert {one.label for _, one in drawn} == set(entries) - {"odd layers: lighter"}
     for span in timeline.spans:
         first_word = span.name.partition(" ")[0]
         if span.kind == "transfer" or first_word in ("KV", "activations", "heads"):
             assert first_word == span.op
+
+
+def test_every_strategy_is_tested() -> None:
+    assert set(STRATEGIES) - set(DOES) == {"kvr-p"}, "which is kvr-s with a table"
 
 
 def test_a_layer_is_numbered_once() -> None:
@@ -112,24 +121,27 @@ def test_a_layer_is_numbered_once() -> None:
     assert len(set(placed)) == len(placed), "a number twice in one lane"
 
 
-@given(seed=st.integers(0, 2**32 - 1), ranks=st.integers(1, 70))
-def test_shares_of_computing_add_up(seed: int, ranks: int) -> None:
-    """However thin the bars are: nothing is lost between two pixels."""
+@given(seed=st.integers(0, 2**32 - 1))
+def test_no_bar_is_lost_between_two_pixels(seed: int) -> None:
+    """However thin the bars are: the pixels of two colours hold their time, and every message has a pixel."""
     rng = np.random.default_rng(seed)
-    spans = []
-    for rank in range(ranks):
-        times = np.sort(rng.random(2 * rng.integers(1, 40)))
-        for start_s, end_s in zip(times[::2], times[1::2], strict=True):
-            at = (float(start_s), float(end_s))
-            span = Span(rank=rank, kind="compute", op="attention", name="x", layer=0, start_s=at[0], end_s=at[1])
-            spans.append(span)
-    timeline = Timeline(strategy="x", num_ranks=ranks, spans=tuple(spans))
-    bins = int(rng.integers(1, 300))
-    shares = busy_shares(timeline, bins)
-    assert shares.shape == (ranks, bins)
-    assert ((shares >= 0) & (shares <= 1)).all()
-    computed = [timeline.computed_s(rank) for rank in range(ranks)]
-    assert shares.sum(axis=1) * timeline.end_s / bins == pytest.approx(computed, rel=1e-9, abs=1e-9)
+    times = np.sort(rng.random(4 * rng.integers(1, 40)))
+    spans = [
+        Span(rank=0, kind="compute", op="attention", name="x", layer=0, start_s=float(start_s), end_s=float(end_s))
+        for start_s, end_s in zip(times[::2], times[1::2], strict=True)
+    ]
+    bins, end_s = int(rng.integers(1, 300)), spans[-1].end_s
+    by_colour = {"#ff0000": spans[::2], "#0000ff": spans[1::2]}
+    shares = {colour: covered_shares(some, 0.0, end_s, bins) for colour, some in by_colour.items()}
+    pixels = mean_colours(shares, "#000000")
+    assert pixels.shape == (bins, 3)
+    for channel, some in ((0, spans[::2]), (2, spans[1::2])):
+        covered_s = sum(span.duration_s for span in some)
+        assert pixels[:, channel].sum() * end_s / bins == pytest.approx(covered_s, rel=1e-9, abs=1e-9)
+    seen = any_colour({"#ff0000": touched(spans, 0.0, end_s, bins)})
+    for span in spans:
+        first, last = (int(min(bins - 1, moment_s / end_s * bins)) for moment_s in (span.start_s, span.end_s))
+        assert (seen[first : last + 1, 3] == 1).all()
 
 
 def test_requests_behind_each_other_are_all_in_the_timeline(tmp_path: Path) -> None:
@@ -148,7 +160,7 @@ def test_requests_behind_each_other_are_all_in_the_timeline(tmp_path: Path) -> N
 def test_of_many_requests_the_first_are_shown_and_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("planner.simulate.MOST_SPANS", 5000)
     titles = []
-    monkeypatch.setattr("kvrsim.plots.gantt.draw_head", lambda *arguments: titles.append(arguments[2]))
+    monkeypatch.setattr(Head, "draw", lambda head, figure: titles.append(head.title))
     asked = ["simulate", "--strategy", "kvr-e", "--ctx", "512", "--gpus", "4", "--requests", "50", "--plot"]
     assert cli.main([*asked, str(tmp_path / "x.png")]) == 0
     assert re.search(r"the first \d+ of 50 requests", titles[0])
@@ -158,7 +170,7 @@ def test_slow_links_and_a_bus(tmp_path: Path) -> None:
     write_gantt(timeline_of("kvr-e", 4, link_bandwidth="10MB/s", topology="bus"), tmp_path / "a.png", title="bus")
 
 
-def test_many_ranks_are_drawn_in_less_detail(tmp_path: Path) -> None:
+def test_many_ranks_are_drawn_without_close_ups(tmp_path: Path) -> None:
     many = timeline_of("kvr-e", MAX_DETAILED_RANKS + 1)
     write_gantt(many, tmp_path / "many.svg", title="many")
     few = timeline_of("kvr-e", MAX_DETAILED_RANKS)
