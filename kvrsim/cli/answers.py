@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -40,10 +40,10 @@ class AnswerOptions:
             if self.format is not None and value:
                 raise InputError("format", self.format, f"nothing with `{name}`, which prints something else")
 
-    def printed(self, content: Callable[[], Mapping[str, Any]], rows: str) -> bool:
+    def printed(self, content: Callable[[], Mapping[str, Any]], rows: str, *, without: Sequence[str] = ()) -> bool:
         """Print the content as JSON, or its list `rows` as a table; False: neither was asked for.
 
-        Beside a table, the content's warnings go to standard error.
+        without: fields of a row that a table leaves to JSON. Beside a table, warnings go to standard error.
         """
         if not self.json and self.format is None:
             return False
@@ -53,15 +53,15 @@ class AnswerOptions:
         else:
             for warning in answer.get("warnings", ()):
                 tell(f"warning: {warning}")
-            print_rows(answer[rows], str(self.format))
+            kept = [{key: value for key, value in row.items() if key not in without} for row in answer[rows]]
+            print_rows(kept, str(self.format))
         return True
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]], form: str) -> None:
-    """Rows on standard output in one of FORMATS; what is no plain value or list of them is left to --json."""
-    flat = [{key: _cell(value) for key, value in row.items()} for row in rows]
-    nested = {key for row in rows for key, value in row.items() if not _is_plain(value)}
-    names = [key for key in dict.fromkeys(key for row in flat for key in row) if key not in nested]
+    """Rows on standard output in one of FORMATS."""
+    flat = [dict(_flat(row)) for row in rows]
+    names = list(dict.fromkeys(key for row in flat for key in row))
     if form == "csv":
         import csv
 
@@ -74,10 +74,13 @@ def print_rows(rows: Sequence[Mapping[str, Any]], form: str) -> None:
             typer.echo(line)
 
 
-def _is_plain(value: object) -> bool:
-    if isinstance(value, list | tuple):
-        return all(_is_plain(one) for one in value)
-    return not isinstance(value, Mapping)
+def _flat(row: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, object]]:
+    """Cells by name, of what is in a mapping as "link.name"; a list of mappings is left out."""
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{key}.")
+        elif not (isinstance(value, list | tuple) and any(isinstance(one, Mapping) for one in value)):
+            yield before + key, _cell(value)
 
 
 def _cell(value: object) -> object:

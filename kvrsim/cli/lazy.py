@@ -35,6 +35,7 @@ GROUPS = {
     },
     "Check and set up": {
         "validate": ("Compare the simulator with published measurements.", f"{_ROOM}.validate:app"),
+        "completion": ("Print a script for a shell that completes kvrsim.", "kvrsim.cli.guide.completion:completion"),
         "help": ("Print the help of a command.", "kvrsim.cli.guide.topics:show_help"),
     },
 }

@@ -17,6 +17,7 @@ from kvrsim.errors import KvrsimError
 from kvrsim.text import printable
 from kvrsim.version import __version__
 
+ASKED = "__complete"  # the first word of a shell that completes a command line
 WRONG_USE = 2
 BUG = 70
 INTERRUPTED = 130
@@ -73,6 +74,8 @@ def _open_closed_streams() -> None:
 def main(arguments: Sequence[str]) -> int:
     """Run one command; returns the exit code and raises nothing."""
     try:
+        if arguments[:1] == [ASKED]:
+            return _complete(arguments[1:])
         code = app(args=list(arguments), prog_name="kvrsim", standalone_mode=False)
         sys.stdout.flush()
         if code == INTERRUPTED:  # Typer has caught the Ctrl-C
@@ -92,6 +95,15 @@ def main(arguments: Sequence[str]) -> int:
         return _fail(f"error: {error.strerror or error}: {error.filename or 'standard output'}", NOT_WRITTEN)
     except Exception as error:
         return _fail_unexpectedly(error, arguments)
+
+
+def _complete(words: Sequence[str]) -> int:
+    """Answer a shell."""
+    from kvrsim.cli.guide.completion import answer
+
+    for line in answer(words, typer.main.get_command(app)):
+        typer.echo(line)
+    return 0
 
 
 def _fail(message: str, code: int) -> int:

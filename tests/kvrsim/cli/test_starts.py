@@ -25,14 +25,16 @@ BUDGETS = [
     (("--version",), 12, ""),
     (("--help",), 13, ""),
     (("plan", "--help"), 19, ""),
+    (("__complete", "plan", "--model", "ll"), 19, ""),
+    (("completion", "bash"), 14, ""),
     (("engines", "list", "--json"), 25, ""),
     (("predictor", "lookup", "ttft.json", "--ctx", "1k", "--json"), 26, ""),
     (("clusters", "list", "--json"), 31, "numpy"),
     (("profiles", "list", "--json"), 45, "numpy"),
     (("profiles", "list"), 60, "numpy rich"),
     (("table", "lookup", "table.json", *SETTING, "--json"), 98, "numpy"),
-    (("simulate", "--strategy", "kvr-s", *SETTING, "--json"), 190, "numpy"),
-    (("plan", *SETTING, "--json"), 190, "numpy"),
+    (("simulate", "--strategy", "kvr-s", *SETTING, "--json"), 196, "numpy"),
+    (("plan", *SETTING, "--json"), 196, "numpy"),
 ]
 
 
