@@ -6,15 +6,16 @@ where spans are recorded, and under noise where flows share a bandwidth. SimPy i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvrsim.choices import EXECUTORS, Executor
 from kvrsim.compile import build_program, columns
+from kvrsim.cost.kernels import CostModel
 from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
 from kvrsim.hardware.cluster import Cluster
@@ -34,13 +35,20 @@ _CELLS = 2**14  # partitions times samples that are evaluated together
 _SHARED_CELLS, _SHARED_BLOCK = 2**20, 1024  # on a bus: partitions times messages, and partitions at most
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """One partition that was run."""
 
-    program: Program
+    scenario: Scenario
+    strategy: Strategy
+    partition: Partition
     finish_s: tuple[float, ...]  # when each rank has finished
     timeline: Timeline | None = None  # None: not recorded
+
+    @cached_property
+    def program(self) -> Program:
+        """What the ranks did."""
+        return build_program(self.scenario, self.strategy, columns(self.partition.chunk_lens))
 
     @property
     def ttft_s(self) -> float:
@@ -62,14 +70,17 @@ def run_partition(
     executor: None picks the batch executor, and the event executor for a timeline or under noise.
     draw: one sample of noise, which the event executor runs.
     """
-    program = build_program(scenario, strategy, columns(partition.chunk_lens))
+    chunks = columns(partition.chunk_lens)
     if draw is None and not timeline and executor != "event":
-        return Run(program=program, finish_s=tuple(map(float, run_program(program, scenario.cluster)[:, 0])))
+        finish = tuple(map(float, finish_of(scenario, strategy, chunks)[:, 0]))
+        return Run(scenario=scenario, strategy=strategy, partition=partition, finish_s=finish)
     from kvrsim.executors.event import EventSimulation
 
+    program = build_program(scenario, strategy, chunks)
     simulated = EventSimulation(program, scenario.cluster, record=timeline, noise=draw)
     spans = replace(simulated.timeline, gpus_per_rank=scenario.gpus_per_rank) if timeline else None
-    return Run(program=program, finish_s=simulated.finish_s, timeline=spans)
+    finish = simulated.finish_s
+    return Run(scenario=scenario, strategy=strategy, partition=partition, finish_s=finish, timeline=spans)
 
 
 def ttft_s(scenario: Scenario, strategy: Strategy, chunks: Array, *, draw: NoiseDraw | None = None) -> Array:
@@ -86,6 +97,29 @@ def finish_s(scenario: Scenario, strategy: Strategy, chunks: Array, *, draw: Noi
     chunks: tokens, shape (B, ranks). Returns shape (B, ranks), or (B, ranks, samples) under a draw of noise.
     """
     return np.concatenate([finish.swapaxes(0, 1) for finish in _finishes(scenario, strategy, chunks, draw)])
+
+
+def finish_of(
+    scenario: Scenario,
+    strategy: Strategy,
+    chunks: Sequence[Array],
+    *,
+    cost: CostModel | None = None,
+    cluster: Cluster | None = None,
+    draw: NoiseDraw | None = None,
+) -> Array:
+    """When each rank has finished, seconds, shape (ranks, B), or (ranks, B, samples) under a draw of noise.
+
+    chunks: one float array of shape (B,) a rank or piece, tokens. cost, cluster: instead of the scenario's own.
+    """
+    cluster = cluster or scenario.cluster
+    if strategy.pipeline is not None and draw is None:
+        from kvrsim.executors.stages import run_stages  # only where there are stages
+
+        found = run_stages(scenario, strategy, chunks, cluster, cost or scenario.cost)
+        if found is not None:
+            return found
+    return run_program(build_program(scenario, strategy, chunks, cost), cluster, draw)
 
 
 def run_program(program: Program, cluster: Cluster, draw: NoiseDraw | None = None) -> Array:
@@ -138,5 +172,4 @@ def _keep_freed_memory() -> None:
 def _finishes(scenario: Scenario, strategy: Strategy, chunks: Array, draw: NoiseDraw | None) -> Iterator[Array]:
     step = rows_at_once(scenario, strategy, 1 if draw is None else draw.num_samples)
     for first in range(0, len(chunks), step):
-        program = build_program(scenario, strategy, columns(chunks[first : first + step]))
-        yield run_program(program, scenario.cluster, draw)
+        yield finish_of(scenario, strategy, columns(chunks[first : first + step]), draw=draw)

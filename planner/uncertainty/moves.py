@@ -15,11 +15,12 @@ from typing import NamedTuple
 import numpy as np
 
 from kvrsim.compile import build_program, columns
+from kvrsim.cost.kernels import CostModel
 from kvrsim.cost.sensitivity import Part, WeightedCost, listing
-from kvrsim.executors.run import run_program
+from kvrsim.executors.run import finish_of
 from kvrsim.partition import Partition
 from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT
-from kvrsim.program.operations import Array, Program
+from kvrsim.program.operations import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from planner.uncertainty import causes
@@ -117,8 +118,7 @@ class _Runs:
             for part, log_sd in log_sds.items():
                 weights[part][2 * index + 1 : 2 * index + 3] = _end(-log_sd), _end(log_sd)
         wide = [np.repeat(chunk, 2 * len(every) + 1) for chunk in self.chunks]
-        program = build_program(scenario, self.strategy, wide, WeightedCost(cost=scenario.cost, weights=weights))
-        log_s = np.log(_ttft_s(scenario, program))
+        log_s = np.log(self._ttft_s(scenario, wide, WeightedCost(cost=scenario.cost, weights=weights)))
         self._log_s = float(log_s[0])
         pairs = (log_s[1:] - log_s[0]).reshape(-1, 2)
         found = {cause: Move(*map(float, pair)) for cause, pair in zip(every, pairs, strict=True)}
@@ -142,18 +142,17 @@ class _Runs:
         return self._log_s
 
     def _log_ttft(self, scenario: Scenario) -> float:
-        return math.log(_ttft_s(scenario, build_program(scenario, self.strategy, self.chunks))[0])
+        return math.log(self._ttft_s(scenario, self.chunks)[0])
+
+    def _ttft_s(self, scenario: Scenario, chunks: list[Array], cost: CostModel | None = None) -> Array:
+        """TTFT of each column. Flows that share a bus are taken to have a fair share each: only ratios count here."""
+        cluster = scenario.cluster
+        if cluster.shares_bandwidth:
+            flows = max(1, cluster.num_gpus - 1)
+            cluster = scenario.with_own_links(cluster.link.bandwidth_bytes_per_s / flows).cluster
+        return np.asarray(finish_of(scenario, self.strategy, chunks, cost=cost, cluster=cluster)[-1])
 
 
 def _end(log_sd: float) -> float:
     """At the end of its 80 % interval, over its central value."""
     return math.exp(DEVIATES_OF_80_PERCENT * log_sd)
-
-
-def _ttft_s(scenario: Scenario, program: Program) -> Array:
-    """TTFT of each column. Flows that share a bus are taken to have a fair share each: only ratios count here."""
-    cluster = scenario.cluster
-    if cluster.shares_bandwidth:
-        flows = max(1, cluster.num_gpus - 1)
-        cluster = scenario.with_own_links(cluster.link.bandwidth_bytes_per_s / flows).cluster
-    return np.asarray(run_program(program, cluster)[-1])
