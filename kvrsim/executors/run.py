@@ -114,7 +114,7 @@ def finish_of(
     """
     cluster = cluster or scenario.cluster
     if strategy.pipeline is not None and draw is None:
-        from kvrsim.executors.stages import run_stages  # only where there are stages
+        from kvrsim.executors.stages.waves import run_stages  # only where there are stages
 
         found = run_stages(scenario, strategy, chunks, cluster, cost or scenario.cost)
         if found is not None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from kvrsim.compile import build_program, columns
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.run import finish_of
-from kvrsim.executors.stages import run_stages
+from kvrsim.executors.stages.waves import run_stages
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import get_strategy

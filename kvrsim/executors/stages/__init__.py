@@ -1,0 +1,1 @@
+"""The batch executor of pipelines: waves of stages instead of a program."""
