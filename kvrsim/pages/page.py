@@ -39,7 +39,7 @@ from kvrsim.pages.html import Html, items, tag
 from kvrsim.version import __version__
 
 CHARTS = ("uPlot.iife.min.js", "chart.js")  # the chart library and what makes its charts those of a page
-_STYLES = {"uPlot.iife.min.js": "uPlot.min.css"}  # that a script needs
+_STYLES = {"uPlot.iife.min.js": "uPlot.min.css", "controls.js": "controls.css"}  # that a script needs
 _PROGRAMS = ("kvrsim", "kvrsim.exe", "__main__.py")
 
 

@@ -129,14 +129,14 @@ class StrategyMap:
                 usable = [one for one in here if one[0].fits] or here
                 if usable:
                     least, _ = min(usable, key=lambda one: one[0].ttft_s)
-                    yield next(self._winner(place) for point, place in usable if _tied(least, point))
+                    yield next(self._winner(place) for point, place in usable if is_tied(least, point))
 
     def _winning(self, points: dict[str, MapPoint]) -> tuple[MapPoint, list[MapPoint]]:
         """What wins in one place, and all that may be as fast: one GPU, where it is among them."""
         alone, exact = points[ALONE], self._exact(points)
         usable = [point for point in exact if point.fits] or exact
         fastest = min(usable, key=lambda point: point.ttft_s)
-        near = [point for point in usable if _tied(fastest, point)]
+        near = [point for point in usable if is_tied(fastest, point)]
         return alone if alone in near else fastest, near
 
     def _winner(self, points: dict[str, MapPoint]) -> Winner:
@@ -193,7 +193,8 @@ class StrategyMap:
         return pandas.DataFrame(to_json(self.points))
 
 
-def _tied(faster: MapPoint, slower: MapPoint) -> bool:
+def is_tied(faster: MapPoint, slower: MapPoint) -> bool:
+    """Whether a prediction cannot tell two points of the same requests apart."""
     return tied(faster.moves, slower.moves, faster.ttft_s, slower.ttft_s)
 
 

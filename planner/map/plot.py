@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from kvrsim.plots.save import check_suffix, save_figure
+from kvrsim.plots.save import check_suffix, is_page, save_figure
 from kvrsim.plots.style import styled
 from kvrsim.text import printable
 from kvrsim.units import format_bandwidth, format_tokens
@@ -21,8 +21,13 @@ _MOST_GAINS = 12  # contexts, up to which the gain over one GPU is written into 
 
 
 def write_map(found: StrategyMap, path: str) -> None:
-    """Draw to FILE.png, .svg or .pdf; raises InputError where it cannot be written."""
-    check_suffix(path)
+    """Draw to FILE.png, .svg or .pdf, or write the page FILE.html; raises InputError where it cannot be written."""
+    check_suffix(path, page=True)
+    if is_page(path):
+        from planner.map.page import write_map_page  # what a picture does not need
+
+        write_map_page(found, path)
+        return
     with styled():
         save_figure(_figure(found), path)
 

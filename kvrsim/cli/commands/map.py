@@ -17,7 +17,7 @@ MapPlot = Annotated[
     typer.Option(
         "--plot",
         metavar="FILE",
-        help="Draw the fastest strategies over contexts and GPUs: FILE.png, FILE.svg or FILE.pdf.",
+        help="Draw the fastest strategies over contexts and GPUs: FILE.png, FILE.svg, FILE.pdf, or a page FILE.html.",
     ),
 ]
 
@@ -55,7 +55,7 @@ def strategy_map(
     if link_bandwidths is not None:
         parts = parse_list(link_bandwidths, "link_bandwidths", "bandwidths with commas between, such as 10GB/s,100GB/s")
         bandwidths = sorted({parse_bandwidth(part, "link_bandwidths") for part in parts})
-    check_plot(plot)
+    check_plot(plot, page=True)
     pool = workers.pool()
     scenario, notes, lengths, counts = options.scenarios()
     from kvrsim.cli.progress import EntryProgress

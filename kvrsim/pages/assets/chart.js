@@ -7,9 +7,10 @@
  *   x, y     {title, format: value -> text, log: true, least, most}; `log`: a logarithmic axis
  *   xs       ascending numbers that all series share
  *   series   [{name, colour: "--strategy-tsp", values, low, high, points: true, line: false, dash: [4, 4]}]; values beside
- *            xs, null where there is none; low, high: both ends of an interval, drawn as a band
+ *            xs, null where there is none; off: true: switched off; low, high: both ends of an interval, drawn as a band
  *   marks    [{axis: "x" or "y", value, text, drag: value => ..}]: lines across; one with `drag` is moved by pointer or arrow
  *            keys, and `drag` hears of it
+ *   switched name => ...: the reader switches a series in the legend; by default the chart hides it
  *   hover    index => [title, [[label, text], ...]]; by default x and the values of all series
  *
  * The wheel zooms x about the pointer, a drag selects, a double click shows all. The legend switches series. With the
@@ -19,7 +20,9 @@ kv.chart = (host, about) => {
   let { xs, series } = about;
   let plot = null;
   let here = null;
+  let telling = false;
   const off = new Set();
+  const isOff = (one) => one.off ?? off.has(one.name);
   const marks = about.marks ?? [];
   const x = { format: String, ...about.x };
   const y = { format: String, ...about.y };
@@ -36,7 +39,7 @@ kv.chart = (host, about) => {
     const bands = [];
     for (const one of series) {
       const colour = kv.colour(one.colour);
-      const show = !off.has(one.name);
+      const show = !isOff(one);
       lines.push({
         label: one.name, show, stroke: colour, width: one.line === false ? 0 : 2, dash: one.dash, spanGaps: false,
         paths: one.line === false ? () => null : undefined,
@@ -68,21 +71,26 @@ kv.chart = (host, about) => {
     plot?.destroy();
     plot = new uPlot(options(width), columns(), box);
     if (zoomed && zoomed[0] > xs[0]) plot.setScale("x", { min: zoomed[0], max: zoomed[1] });
-    plot.over.addEventListener("mouseleave", kv.tip.hide);
+    plot.over.addEventListener("mouseleave", hide);
     plot.over.addEventListener("wheel", wheel, { passive: false });
     plot.over.addEventListener("pointerdown", grab);
   }
   function describe(index) {
     if (about.hover) return about.hover(index);
-    const shown = series.filter((one) => !off.has(one.name) && one.values[index] !== null && one.values[index] !== undefined);
+    const shown = series.filter((one) => !isOff(one) && one.values[index] !== null && one.values[index] !== undefined);
     const words = (one) => y.format(one.values[index]) + (one.low ? ` (${y.format(one.low[index])} to ${y.format(one.high[index])})` : "");
     return [`${x.title ?? ""} ${x.format(xs[index])}`.trim(), shown.map((one) => [one.name, words(one)])];
   }
   function hovered(chart) {
     const { idx, left, top } = chart.cursor;
-    if (idx === null || idx === undefined || left < 0) return kv.tip.hide();
+    if (idx === null || idx === undefined || left < 0) return hide();
     const place = chart.over.getBoundingClientRect();
+    telling = true;
     return kv.tip.at(place.left + left, place.top + top, ...describe(idx));
+  }
+  function hide() {  // another's tooltip stays
+    if (telling) kv.tip.hide();
+    telling = false;
   }
   function drawMarks(chart) {
     const { ctx, bbox } = chart;
@@ -99,10 +107,11 @@ kv.chart = (host, about) => {
       ctx.moveTo(level ? bbox.left : place, level ? place : bbox.top);
       ctx.lineTo(level ? bbox.left + bbox.width : place, level ? place : bbox.top + bbox.height);
       ctx.stroke();
-      ctx.textAlign = level ? "right" : "left";
-      ctx.textBaseline = level ? "bottom" : "top";
       const words = typeof mark.text === "function" ? mark.text(mark.value) : mark.text ?? "";
-      ctx.fillText(words, level ? bbox.left + bbox.width - 4 * density : place + 5 * density, level ? place - 3 * density : bbox.top + 2 * density);
+      const back = !level && place + 5 * density + ctx.measureText(words).width > bbox.left + bbox.width;
+      ctx.textAlign = level || back ? "right" : "left";
+      ctx.textBaseline = level ? "bottom" : "top";
+      ctx.fillText(words, level ? bbox.left + bbox.width - 4 * density : place + (back ? -5 : 5) * density, level ? place - 3 * density : bbox.top + 2 * density);
     }
     ctx.restore();
   }
@@ -156,27 +165,28 @@ kv.chart = (host, about) => {
     const nudge = (share) => mark && move(mark, mark.value + share * (plot.scales.y.max - plot.scales.y.min));
     const go = (index) => {
       here = Math.max(0, Math.min(xs.length - 1, index));
-      const [value] = series.filter((one) => !off.has(one.name)).map((one) => one.values[here]).filter((one) => one !== null && one !== undefined);
+      const [value] = series.filter((one) => !isOff(one)).map((one) => one.values[here]).filter((one) => one !== null && one !== undefined);
       plot.setCursor({ left: plot.valToPos(xs[here], "x"), top: value === undefined ? 10 : plot.valToPos(value, "y") });
       const [title, rows] = describe(here);
       kv.say([title, ...rows.map((row) => row.join(" "))].join(", "));
     };
     const keys = {
       ArrowLeft: () => go((here ?? xs.length) - 1), ArrowRight: () => go((here ?? -1) + 1), Home: () => go(0), End: () => go(xs.length - 1),
-      "+": () => zoom(1.6), "=": () => zoom(1.6), "-": () => zoom(1 / 1.6), 0: all, Escape: kv.tip.hide,
+      "+": () => zoom(1.6), "=": () => zoom(1.6), "-": () => zoom(1 / 1.6), 0: all, Escape: hide,
       ...(mark ? { ArrowUp: () => nudge(0.02), ArrowDown: () => nudge(-0.02) } : {}),
     };
     if (!(event.key in keys)) return;
     event.preventDefault();
     keys[event.key]();
   });
-  box.addEventListener("blur", kv.tip.hide);
+  box.addEventListener("blur", hide);
 
   function name() {
     if (series.length < 2) return legend.replaceChildren();
     const buttons = series.map((one) => kv.el("button", {
-      type: "button", "aria-pressed": String(!off.has(one.name)), class: "series",
+      type: "button", "aria-pressed": String(!isOff(one)), class: "series",
       on: { click: () => {
+        if (about.switched) return about.switched(one.name);
         if (!off.delete(one.name)) off.add(one.name);
         name();
         draw(box.clientWidth);

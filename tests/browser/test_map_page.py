@@ -1,0 +1,90 @@
+"""The page of a map: winners among the strategies that are on, colours, the pointer, sliders, keys, dark and narrow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+import kvrsim
+from planner.map.map import StrategyMap
+from planner.map.page import map_page
+from tests.building.browser import PHONE, Opened
+
+pytestmark = pytest.mark.browser
+GRID = "#by-gpus svg"
+NAMES = ("single", "tsp", "kvr-s", "zigzag", "tp")
+
+
+@pytest.fixture(scope="module")
+def found() -> StrategyMap:
+    return kvrsim.map_strategies(ctx="1k,4k,32k", gpus="2,8", link_bandwidths=["50GB/s", "200GB/s"], strategies=NAMES)
+
+
+def winners(page: Opened) -> list[tuple[str, list[str]]]:
+    """Name and ties of each place, as the page has them."""
+    code = """
+        const name = (index) => arguments[0][index];
+        return kvMap.winners().map((one) => one && [name(one.best), one.ties.map(name)]);
+    """
+    return [(best, ties) for best, ties in page.script(code, list(NAMES))]
+
+
+@pytest.mark.parametrize("off", [(), ("zigzag",), ("zigzag", "kvr-s")])
+def test_who_wins_among_those_that_are_on_is_what_a_map_of_them_says(
+    opened: Callable[..., Opened], found: StrategyMap, off: tuple[str, ...]
+) -> None:
+    page = opened(map_page(found))
+    for name in off:
+        page.click(f".switches [data-key='{NAMES.index(name)}']")
+    rest = replace(found, points=tuple(point for point in found.points if point.strategy not in off))
+    expected = [(winner.strategy, sorted(winner.ties)) for winner in rest.winners()]
+    assert [(best, sorted(ties)) for best, ties in winners(page)] == expected
+
+
+def test_the_pointer_and_a_click_show_a_place_in_full(opened: Callable[..., Opened], found: StrategyMap) -> None:
+    page = opened(map_page(found))
+    before = page.text("#said")
+    x, y = page.script("""
+        const cell = document.querySelector("#by-gpus .cell[data-x='0'][data-y='0']");
+        const box = cell.getBoundingClientRect(), svg = cell.ownerSVGElement.getBoundingClientRect();
+        return [box.x - svg.x + box.width / 2, box.y - svg.y + box.height / 2];
+    """)
+    page.hover(GRID, x, y)
+    assert "GPU-seconds" in page.text("#kv-tip")
+    assert page.text("#said").startswith("1k tokens, 2 GPUs")
+    page.hover("h1", 5, 5)
+    assert page.text("#said") == before
+    page.click("#by-gpus .cell[data-x='0'][data-y='0']")
+    page.hover("h1", 5, 5)
+    assert page.text("#said").startswith("1k tokens, 2 GPUs")
+    assert page.text("#ranking tr.best").split()[0] == "single"
+
+
+def test_sliders_and_arrow_keys_move_through_the_places(opened: Callable[..., Opened], found: StrategyMap) -> None:
+    page = opened(map_page(found))
+    page.press(".slider input[aria-label='Links']", "\ue012")  # left
+    assert "links of 50.0 GB/s" in page.text("#said")
+    assert "50.0 GB/s" in page.text("#by-context h3")
+    page.press(GRID, "\ue015", "\ue012")  # down, left
+    kept = page.script("return kvMap.kept")
+    assert (kept["g"], kept["b"]) == (0, 0)
+    context = page.script("return document.querySelector('.slider input').getAttribute('aria-valuetext')")
+    assert page.text("#said").startswith(f"{context} tokens, 2 GPUs")
+    assert page.script("return document.getElementById('kv-said').textContent") == page.text("#said")
+
+
+def test_colours_are_of_the_fastest_the_lead_or_the_cost(opened: Callable[..., Opened], found: StrategyMap) -> None:
+    page = opened(map_page(found), PHONE)
+    fills = "return [...document.querySelectorAll('#by-gpus .cell')].map((one) => one.getAttribute('fill'))"
+    seen = {}
+    for key in ("winner", "lead", "gpu_s"):
+        page.click(f"[data-key={key}]")
+        seen[key] = page.script(fills)
+        assert len(seen[key]) == 6
+    assert seen["winner"] != seen["lead"] != seen["gpu_s"]
+    page.click("[data-key=winner]")
+    page.prefers("dark")
+    assert page.script(fills) != seen["winner"]
+    assert page.script("return [...document.querySelectorAll('#ranking .chip')].length") == len(NAMES)

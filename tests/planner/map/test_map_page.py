@@ -1,0 +1,55 @@
+"""The page of a map, without a browser: its data, its text and its file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import kvrsim
+from kvrsim.cli import main as cli
+from kvrsim.pages.page import render, unpacked
+from planner.map.map import StrategyMap
+from planner.map.page import map_data, map_page
+
+
+@pytest.fixture(scope="module")
+def found() -> StrategyMap:
+    return kvrsim.map_strategies(
+        ctx="2,1k,4k", gpus="2,4", link_bandwidths=["1GB/s", "200GB/s"], strategies=["tsp", "tp"]
+    )
+
+
+def test_a_place_of_the_data_is_that_of_the_map(found: StrategyMap) -> None:
+    data = map_data(found)
+    places = [
+        (rate, length, count) for rate in found.bandwidths for length in found.lengths for count in found.gpu_counts
+    ]
+    for index, (rate, length, count) in enumerate(places):
+        here = found.at(length, rate, count)
+        for one in data["strategies"]:
+            if one["name"] in here:
+                point = here[one["name"]]
+                assert one["ttft_s"][index] == pytest.approx(point.ttft_s, rel=1e-3)
+                assert one["low_s"][index] <= one["ttft_s"][index] <= one["high_s"][index]
+                assert bool(one["fits"][index]) is point.fits
+            else:
+                assert one["ttft_s"][index] is None
+    assert any(not found.at(length, rate, count) for rate, length, count in places)  # 2 tokens on 4 GPUs
+
+
+def test_names_of_others_are_text_and_the_data_come_back(found: StrategyMap) -> None:
+    page = map_page(replace(found, model="</script><img src=x>", warnings=("<b>note</b>",)))
+    text = render(page)
+    assert "<img" not in text
+    assert "<b>note" not in text
+    assert unpacked(text) == page.data
+
+
+def test_the_command_writes_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "map.html"
+    assert cli.main(["map", "--ctx", "1k,2k", "--gpus", "2", "--strategies", "tsp", "--plot", str(path)]) == 0
+    assert "fastest" in capsys.readouterr().out.lower()
+    assert unpacked(path.read_text("utf-8"))["contexts"] == [1024, 2048]
+    assert path.stat().st_size < 250_000
