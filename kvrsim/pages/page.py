@@ -23,8 +23,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import shlex
-import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,11 +34,10 @@ from typing import Any
 from kvrsim.io.files import write_atomically
 from kvrsim.pages.colours import rules
 from kvrsim.pages.html import Html, items, tag
-from kvrsim.version import __version__
+from kvrsim.version import __version__, command_line
 
 CHARTS = ("uPlot.iife.min.js", "chart.js")  # the chart library and what makes its charts those of a page
 _STYLES = {"uPlot.iife.min.js": "uPlot.min.css", "controls.js": "controls.css"}  # that a script needs
-_PROGRAMS = ("kvrsim", "kvrsim.exe", "__main__.py")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,13 +109,6 @@ def unpacked(page: str) -> dict[str, Any]:
     held = page.split('id="kv-data">', 1)[1].split("<", 1)[0]
     found: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(held)))
     return found
-
-
-def command_line() -> str | None:
-    """The command that is running, as a shell takes it; None: kvrsim is used from Python."""
-    if not sys.argv or Path(sys.argv[0]).name not in _PROGRAMS:
-        return None
-    return shlex.join(["kvrsim", *sys.argv[1:]])
 
 
 @cache

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvrsim.io.files import write_atomically
 from kvrsim.plots.gantt import WIDTH, lane_axes, mark_first_tokens
 from kvrsim.plots.head import Head
 from kvrsim.plots.lanes import draw_arrows, draw_lanes, legend_entries, number_layers
 from kvrsim.plots.save import check_suffix, save_figure
 from kvrsim.plots.style import styled
 from kvrsim.results.timeline import Timeline
+from kvrsim.results.trace import write_trace
 from kvrsim.units import format_seconds, format_tokens
 from planner.confirm.result import Candidate, Confirmation
-
-_PIDS = 1000  # process numbers reserved for one timeline
 
 
 def write_plot(confirmation: Confirmation, path: str | Path) -> None:
@@ -71,15 +68,8 @@ def _titled_timelines(one: Candidate, virtual: bool) -> list[tuple[str, Timeline
 
 def write_traces(confirmation: Confirmation, path: str | Path) -> None:
     """Write trace events atomically: one timeline after another, the plan's choice first."""
-    events: list[dict[str, Any]] = []
-    for number, (name, timeline) in enumerate(_timelines(confirmation)):
-        for event in timeline.chrome_events():
-            shifted = event | {"pid": event["pid"] + number * _PIDS}
-            if event["ph"] == "M" and event["name"] == "process_name":
-                shifted["args"] = {"name": f"{name}, {event['args']['name']}"}
-            events.append(shifted)
-    content = {"traceEvents": events, "displayTimeUnit": "ms"}
-    write_atomically(path, json.dumps(content).encode(), argument="trace")
+    named = [(name, one.spans, one.rank_names) for name, one in _timelines(confirmation)]
+    write_trace(named, path, confirmation.question.to_dict())
 
 
 def _timelines(confirmation: Confirmation) -> Iterator[tuple[str, Timeline]]:

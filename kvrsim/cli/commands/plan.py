@@ -143,7 +143,10 @@ def plan(
 
         show_plan(result)
     if timeline := result.timeline:
-        write_beside((trace, timeline.write_chrome_trace), (plot, lambda path: _draw(result, timeline, path)))
+        write_beside(
+            (trace, lambda path: timeline.write_chrome_trace(path, result.question)),
+            (plot, lambda path: _draw(result, timeline, path)),
+        )
     if not result.feasible:
         raise typer.Exit(1)
 

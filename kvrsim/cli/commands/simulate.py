@@ -132,7 +132,10 @@ def simulate(
 
         show_simulation(result, scenario)
     if timeline := result.timeline:
-        write_beside((trace, timeline.write_chrome_trace), (plot, lambda path: _draw(strategy, result, timeline, path)))
+        write_beside(
+            (trace, lambda path: timeline.write_chrome_trace(path, result.question)),
+            (plot, lambda path: _draw(strategy, result, timeline, path)),
+        )
 
 
 def _draw(strategy: str, result: SimResult, timeline: Timeline, path: str) -> None:
