@@ -22,8 +22,11 @@ def told_access(placed: Scenario, strategy: Strategy) -> PrefixAccess | None:
     return None if there else way.access
 
 
-def access_notes(accesses: Mapping[str, PrefixAccess | None]) -> list[str]:
-    """How the ranks of each strategy attend to a cached prefix that does not lie on all of them."""
+def access_notes(accesses: Mapping[str, PrefixAccess | None], *, had_choice: bool) -> list[str]:
+    """How the ranks of each strategy attend to a cached prefix that does not lie on all of them.
+
+    had_choice: whether some strategy has more than one way.
+    """
     told = {
         "whole": "each rank loads all that it needs",
         "pass-kv": "its shares go to all ranks",
@@ -31,7 +34,8 @@ def access_notes(accesses: Mapping[str, PrefixAccess | None]) -> list[str]:
     }
     ways = {way: [name for name, one in accesses.items() if one == way] for way in told}
     parts = [f"{way} ({told[way]}) in {', '.join(names)}" for way, names in ways.items() if names]
-    return [f"cached prefix, the faster way of each by even chunks: {'; '.join(parts)}"] if parts else []
+    how = ", the faster way of each by even chunks" if had_choice else ""
+    return [f"cached prefix{how}: {'; '.join(parts)}"] if parts else []
 
 
 def placed_for(scenario: Scenario, strategy: Strategy) -> Scenario:
@@ -42,7 +46,7 @@ def placed_for(scenario: Scenario, strategy: Strategy) -> Scenario:
     placed = for_strategy(scenario, strategy)
     if not scenario.request.cached_prefix or scenario.prefix_placement.place == "all":
         return placed
-    ways = accesses(strategy, placed.prefix_placement, placed.share, placed.cluster.num_gpus)
+    ways = _ways(placed, strategy)
     if len(ways) == 1:
         return placed if placed.prefix_access == ways[0] else replace(placed, prefix_access=ways[0])
     ranks, cluster = placed.cluster.num_gpus, placed.cluster
@@ -54,3 +58,14 @@ def placed_for(scenario: Scenario, strategy: Strategy) -> Scenario:
     if ways[0] == "whole" and ttfts_s[0] <= ttfts_s[1]:
         return each[0]
     return each[int(np.argmin(ttfts_s))]
+
+
+def has_choice(scenario: Scenario, strategy: Strategy) -> bool:
+    """Whether the ranks of a strategy have several ways to a cached prefix that lies elsewhere than on all of them."""
+    placed = for_strategy(scenario, strategy)
+    elsewhere = scenario.request.cached_prefix and scenario.prefix_placement.place != "all"
+    return bool(elsewhere) and len(_ways(placed, strategy)) > 1
+
+
+def _ways(placed: Scenario, strategy: Strategy) -> tuple[PrefixAccess, ...]:
+    return accesses(strategy, placed.prefix_placement, placed.share, placed.cluster.num_gpus)

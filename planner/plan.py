@@ -15,7 +15,7 @@ from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, Strategy, label_of
 from kvrsim.strategies.pipeline import layers_of
-from planner.access import access_notes, placed_for, told_access
+from planner.access import access_notes, has_choice, placed_for, told_access
 from planner.deploy.engines import engines_with
 from planner.evaluate import Progress
 from planner.partitions import PlanPartitions
@@ -28,6 +28,7 @@ from planner.uncertainty.moves import Moves, moves
 
 # Noise and tables are imported where they are asked for: each costs the start of every plan some milliseconds.
 if TYPE_CHECKING:
+    from kvrsim.results.shortfall import Shortfall
     from planner.backends.pool import Pool
     from planner.table.table import PartitionTable
     from planner.uncertainty.disturbed import Disturbance
@@ -103,7 +104,7 @@ def make_plan(
     for name, cut in cuts.items():
         moved[name] = moves(placed_for(scenario, chosen[name]), chosen[name], cut)
         results.append(_result(scenario, chosen[name], cut, moved[name]))
-    results, report = _with_speedups(results), None
+    (results, yardstick), report = _with_speedups(results), None
     if disturbance is not None:
         from planner.uncertainty.planned import all_under_noise, noise_report
 
@@ -120,7 +121,10 @@ def make_plan(
         *choice.notes,
         *_table_notes(table, scenario, choice.strategies),
         *partitions.notes(),
-        *access_notes({result.strategy: result.prefix_access for result in results}),
+        *access_notes(
+            {result.strategy: result.prefix_access for result in results},
+            had_choice=any(has_choice(scenario, strategy) for strategy in chosen.values()),
+        ),
         *approximate_notes(results, best),
         *even_chunks(results, moved),
         *(fewer_gpus(placed_for(scenario, KVR_S), KVR_S, partitions.kvr) if searched else ()),
@@ -138,7 +142,7 @@ def make_plan(
         best=best,
         ties=_ties(ranked, moved, objective),
         strategies=tuple(ranked if choice.ranked else results),
-        yardstick=next((result.strategy for result in results if result.speedup == 1.0), None),
+        yardstick=yardstick,
         not_compared=choice.not_compared,
         bounds=bounds_of(scenario, partitions.kvr, chosen[best.strategy], best, searched=searched),
         search=partitions.report(),
@@ -148,7 +152,14 @@ def make_plan(
         timeline=timelines.get(best.strategy),
         timelines=timelines if every_timeline else {},
         noise=report,
+        shortfall=None if best.fits else _shortfall(scenario, results),
     )
+
+
+def _shortfall(scenario: Scenario, results: Sequence[StrategyResult]) -> Shortfall:
+    from planner.shortfall import shortfall_of  # only where nothing fits
+
+    return shortfall_of(scenario, results)
 
 
 def _question(
@@ -224,20 +235,21 @@ def _result(scenario: Scenario, strategy: Strategy, cut: Partition, moved: Moves
     )
 
 
-def _with_speedups(results: list[StrategyResult]) -> list[StrategyResult]:
-    """Over TSP, as the paper has it; and over the yardstick, which is something that can run."""
+def _with_speedups(results: list[StrategyResult]) -> tuple[list[StrategyResult], str | None]:
+    """Over TSP, as the paper has it; and over the yardstick, which is something that can run, and its name."""
     compared = {result.strategy: result for result in results}
     tsp = compared.get("tsp")
-    can_run = [name for name in _YARDSTICKS if name in compared and compared[name].fits]
-    yard = compared[can_run[0]] if can_run else None
+    can_run = [result for result in results if result.fits]
+    usual = [compared[name] for name in _YARDSTICKS if name in compared and compared[name].fits]
+    yard = next(iter((*usual, *sorted(can_run, key=lambda one: (one.approximate is not None, one.ttft_s)))), None)
     return [
         replace(
             result,
             speedup_over_tsp=None if tsp is None else tsp.ttft_s / result.ttft_s,
-            speedup=None if yard is None else 1.0 if result is yard else yard.ttft_s / result.ttft_s,
+            speedup=None if yard is None else yard.ttft_s / result.ttft_s,
         )
         for result in results
-    ]
+    ], None if yard is None else yard.strategy
 
 
 def _replayed(scenario: Scenario, strategy: Strategy, found: StrategyResult) -> Timeline:

@@ -18,6 +18,7 @@ from planner.uncertainty.interval import measured_coverage, tied
 from planner.uncertainty.moves import Moves
 
 _SURELY_SLOWER = 1.5  # compute alone over TTFT, beyond which fewer GPUs cannot be as fast
+_SHOWN = 0.0005  # gains below it would be shown as 0.0 %
 _AS_FAST = 0.01  # fewer GPUs within this share of TTFT are worth a note
 
 
@@ -59,6 +60,8 @@ def even_chunks(results: Sequence[StrategyResult], moved: Mapping[str, Moves]) -
     if not tied(moved["kvr-s"], moved["kvr-e"], ttft_s["kvr-s"], ttft_s["kvr-e"]):
         return []
     gain = ttft_s["kvr-e"] / ttft_s["kvr-s"] - 1
+    if gain < _SHOWN:
+        return ["even chunks are as fast as KVR-S's"]
     return [f"even chunks are {gain:.1%} slower than KVR-S's: less than a prediction can tell, so take either"]
 
 

@@ -18,7 +18,7 @@ from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy, label_of
 from kvrsim.strategies.pipeline import layers_of, tokens_of
-from planner.access import access_notes, placed_for, told_access
+from planner.access import access_notes, has_choice, placed_for, told_access
 from planner.evaluate import Progress
 from planner.partitions import settled
 from planner.uncertainty.breakdown import breakdown
@@ -129,7 +129,7 @@ def run_simulation(
         interval_causes=sure.causes(),
         warnings=(
             *warnings,
-            *access_notes({chosen.name: told_access(placed, chosen)}),
+            *access_notes({chosen.name: told_access(placed, chosen)}, had_choice=has_choice(scenario, chosen)),
             *(_table_notes(table, placed, chosen) if looks_up and table is not None else ()),
         ),
         timeline=_shown(stream, spans, noise=draw) if timeline else None,

@@ -12,6 +12,7 @@ from kvrsim.units import format_tokens
 from kvrsim.version import __version__
 
 if TYPE_CHECKING:
+    from kvrsim.hardware.cluster import Cluster
     from kvrsim.scenario import Scenario
 
 
@@ -21,7 +22,7 @@ class Question:
 
     model: str
     profile: str
-    cluster: str  # its name
+    cluster: Cluster  # with as many GPUs as take part
     num_gpus: int
     context_len: int  # tokens, the cached prefix included
     batch: int
@@ -42,7 +43,7 @@ class Question:
         return cls(
             model=scenario.model.name,
             profile=scenario.profile_name,
-            cluster=scenario.cluster.name,
+            cluster=scenario.cluster,
             num_gpus=scenario.num_gpus,
             context_len=request.context_len,
             batch=request.batch,
@@ -68,24 +69,37 @@ class Question:
         return {"question": self.to_dict(), "version": __version__}
 
     def request(self) -> str:
-        """The request in words: "16k (16384) tokens, 4k (4096) of them cached, batch 2"."""
-        return ", ".join((f"{_length(self.context_len)} tokens", *self._about_request(_length)))
+        """The request in words, but for the batch: "16k (16384) tokens, 4k (4096) of them cached"."""
+        return ", ".join((f"{_length(self.context_len)} tokens", *self.cached()))
+
+    def cached(self) -> tuple[str, ...]:
+        """The cached prefix in words, if there is one: "4k (4096) of them cached"."""
+        return tuple(self._cached(_length))
 
     def short(self) -> str:
         """The same for a chart: "16k tokens, 4k of them cached, batch 2"."""
-        return ", ".join((f"{format_tokens(self.context_len)} tokens", *self._about_request(format_tokens)))
+        batch = [f"batch {self.batch}"] * (self.batch > 1)
+        return ", ".join((f"{format_tokens(self.context_len)} tokens", *self._cached(format_tokens), *batch))
 
     def kernels(self) -> tuple[str, ...]:
-        """Element type and attention kernel, and the profile, in words."""
-        engine = () if self.engine == NO_ENGINE else (f"engine {self.engine}",)
-        return f"{self.dtype}, {self.attention} attention", f"profile {self.profile}", *engine
+        """Element type and attention kernel, the profile and the engine, in words."""
+        return self._computed(), f"profile {self.profile}", *self.served()
 
-    def _about_request(self, length: Callable[[int], str]) -> Iterator[str]:
+    def served(self) -> tuple[str, ...]:
+        """The engine, if there is one, in words."""
+        return () if self.engine == NO_ENGINE else (f"engine {self.engine}",)
+
+    def settings(self) -> tuple[str, ...]:
+        """How it is computed, the seed and the version, in words."""
+        return f"batch {self.batch}", self._computed(), f"seed {self.seed}", f"kvrsim {__version__}"
+
+    def _computed(self) -> str:
+        return f"{self.dtype}, {self.attention} attention"
+
+    def _cached(self, length: Callable[[int], str]) -> Iterator[str]:
         if self.cached_prefix:
             place = "" if self.prefix_placement == "all" else f" ({self.prefix_placement})"
             yield f"{length(self.cached_prefix)} of them cached{place}"
-        if self.batch > 1:
-            yield f"batch {self.batch}"
 
 
 def _length(tokens: int) -> str:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvrsim.noise.model import Noise
     from kvrsim.noise.statistics import Distribution
     from kvrsim.results.question import Question
+    from kvrsim.results.shortfall import Shortfall
     from kvrsim.results.stream import StreamResult
 
 
@@ -246,7 +247,7 @@ class Plan:
     best: StrategyResult  # the fastest exact one that fits; where none fits, the fastest
     ties: tuple[str, ...]  # strategies whose difference from the best is within its prediction interval
     strategies: tuple[StrategyResult, ...]
-    yardstick: str | None  # what speed-ups are over: TSP, or the first of TP, KVR-E and one GPU where TSP does not fit
+    yardstick: str | None  # what speed-ups are over: the first of TSP, TP, KVR-E, one GPU and the best that fits
     not_compared: tuple[str, ...]  # strategies that "all" adds
     bounds: Bounds
     search: SearchReport
@@ -256,6 +257,7 @@ class Plan:
     timeline: Timeline | None = field(default=None, repr=False, compare=False)  # of the best strategy
     timelines: Mapping[str, Timeline] = field(default_factory=dict, repr=False, compare=False)  # of every one, if asked
     noise: NoiseReport | None = None  # where it was planned for a noise
+    shortfall: Shortfall | None = None  # where nothing fits: how much is missing, and what would fit
 
     @property
     def feasible(self) -> bool:
@@ -270,7 +272,7 @@ class Plan:
         content |= self.memory_limit.to_dict() | {"context_len": self.context_len}
         content["best"] = {key: best[key] for key in chosen} | {"ties": list(self.ties)}
         content |= fields_to_json(self, "yardstick", "not_compared", "strategies", "bounds", "search", "rests_on")
-        content["interval_coverage"] = self.interval_coverage
+        content |= fields_to_json(self, "interval_coverage", "shortfall")
         content["warnings"] = list(self.warnings)
         return content | ({} if self.noise is None else {"noise": self.noise.to_dict()})
 

@@ -78,7 +78,7 @@ def confirm(
         _candidate(scenario, one, measured, rounds, drift) for one, measured in zip(named, found, strict=True)
     )
     return Confirmation(
-        question=Question.of(scenario, top=top, virtual=mode == "virtual"),
+        question=Question.of(scenario, seed=hardware.seed, top=top, virtual=mode == "virtual"),
         model=scenario.model.name,
         profile=scenario.profile_name,
         cluster=scenario.cluster,

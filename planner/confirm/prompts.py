@@ -9,8 +9,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from kvrsim.errors import InputError
-from kvrsim.io.schema import fields_to_json
+from kvrsim.io.schema import fields_to_json, to_json
 from kvrsim.results.quartiles import interquartile_range
+from kvrsim.results.question import Question
 from kvrsim.results.stream import Arrivals, Prompts, StreamResult
 from kvrsim.scenario import Scenario
 from planner.confirm.confirm import OnNote
@@ -30,6 +31,7 @@ _PATIENCE_S = 100.0  # without a profile the length of a prefill is unknown
 class MeasuredPrompts:
     """Equal prompts as they were run on ranks."""
 
+    question: Question
     strategy: str
     model: str
     attention: str
@@ -53,6 +55,8 @@ class MeasuredPrompts:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
+            **self.question.header(),
+            "cluster": to_json(self.question.cluster),
             **fields_to_json(self, "strategy", "model", "attention", "dtype", "num_gpus", "context_len", "partition"),
             "measured": self.measured.to_dict(),
             "throughputs_per_s": list(self.throughputs_per_s),
@@ -109,6 +113,7 @@ def run_prompts_here(
     throughputs = tuple(stream.throughput_per_s for stream in streams)
     middle = median(throughputs)
     return MeasuredPrompts(
+        question=Question.of(scenario, seed=hardware.seed, strategy=strategy, requests=arrivals.count),
         strategy=strategy,
         model=scenario.model.name,
         attention=scenario.kernel,

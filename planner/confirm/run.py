@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
-from kvrsim.io.schema import fields_to_json
+from kvrsim.io.schema import fields_to_json, to_json
 from kvrsim.partition import Partition
 from kvrsim.results.quartiles import interquartile_range
+from kvrsim.results.question import Question
 from kvrsim.results.results import stages_to_json
 from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario
@@ -35,6 +36,7 @@ _PATIENCE_S = 600.0  # without a profile the length of a prefill is unknown
 class RunResult:
     """Measured prefills of one strategy."""
 
+    question: Question
     strategy: str
     model: str
     attention: str
@@ -76,6 +78,8 @@ class RunResult:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
+            **self.question.header(),
+            "cluster": to_json(self.question.cluster),
             **fields_to_json(self, "strategy", "model", "attention", "dtype", "num_gpus", "context_len", "partition"),
             **stages_to_json(self),
             **({} if self.query_blocks is None else fields_to_json(self, "query_blocks")),
@@ -139,6 +143,7 @@ def run_here(
     report: JobReport = launch(run_job, job, how=how, on_progress=on_progress)[-1]
     timing, difference = report.bench.timings[0], next(iter(report.differences), None)
     return RunResult(
+        question=Question.of(scenario, seed=hardware.seed, strategy=strategy),
         strategy=strategy,
         model=scenario.model.name,
         attention=scenario.kernel,

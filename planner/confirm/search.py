@@ -12,6 +12,7 @@ from kvrsim.errors import InputError
 from kvrsim.io.files import is_first_rank, write_atomically
 from kvrsim.io.schema import to_json
 from kvrsim.partition import Partition
+from kvrsim.results.question import Question
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S
 from kvrsim.version import __version__
@@ -43,6 +44,7 @@ SUFFIX = ".search"  # of the journal, after the table's name
 class Searched:
     """The result of a search on the machine."""
 
+    question: Question
     best: MeasuredPartition
     seed: MeasuredPartition  # the plan's, measured beside the best in the last stage
     ended: str  # why: the finest stride is done, or the time is up
@@ -61,6 +63,8 @@ class Searched:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
+            **self.question.header(),
+            "cluster": to_json(self.question.cluster),
             "partition": list(self.best.partition),
             "measured_ttft_s": self.best.median_s,
             "samples_s": list(self.best.samples_s),
@@ -119,7 +123,7 @@ def search_here(
     left_s = max(0.0, task.budget_s - sum(sample.spent_s for sample in known))
     how = hardware.launch(scenario.cluster.num_gpus, longest_s, left_s + 4 * hardware.repeats * longest_s)
     done: HardwareSearch = launch(search_on_ranks, task, how=how, on_progress=on_progress)[0]
-    found = _searched(done, len(known), str(output))
+    found = _searched(Question.of(scenario, seed=hardware.seed), done, len(known), str(output))
     if is_first_rank():
         _write_table(scenario, found, output)
         journal.remove()
@@ -155,8 +159,9 @@ def _about(scenario: Scenario, hardware: Hardware) -> dict[str, Any]:
     }
 
 
-def _searched(done: HardwareSearch, resumed: int, output: str) -> Searched:
+def _searched(question: Question, done: HardwareSearch, resumed: int, output: str) -> Searched:
     return Searched(
+        question=question,
         best=done.best,
         seed=done.seed,
         ended=done.ended,

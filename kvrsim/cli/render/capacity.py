@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from kvrsim.cli.render.format import limit_text
-from kvrsim.cli.render.layout import columns, facts, show
+from kvrsim.cli.render.format import header, limit_text, rests_on_line
+from kvrsim.cli.render.format import headline as emphasised
+from kvrsim.cli.render.layout import Shrinkable, columns, facts, show
 from kvrsim.units import format_seconds, format_tokens
 
 if TYPE_CHECKING:
@@ -19,31 +20,37 @@ _BAR = 24  # characters of the longest bar of the histogram
 
 
 def show_capacity(plan: CapacityPlan) -> None:
-    """The requests, the fleets, and what the answer rests on."""
+    """The fleet, the requests, the alternatives, and what the answer rests on."""
     from planner.capacity.report import decodes, groups_of_fleet, headline, interval, losses, transfers, verdict
 
     best = plan.first
     nothing_served = best.unserved == best.requests
-    table = facts()
-    table.add_row("answer:" if plan.feasible else "no answer:", verdict(plan))
-    for tokens, groups, strategies, requests in () if nothing_served else groups_of_fleet(best):
-        table.add_row("", f"{tokens} new tokens: {groups}; time by strategy: {strategies}; {requests} requests")
-    told = (("interval:", interval(plan)), ("requests:", losses(best)), ("KV-cache:", transfers(plan)))
-    for label, text in (*told, ("decodes:", decodes(plan))):
-        if text is not None and not nothing_served:
-            table.add_row(label, text)
+    answer, table = facts(), facts()
+    answer.add_row("answer:" if plan.feasible else "no answer:", emphasised(verdict(plan)))
+    answer.add_row("target:", headline(plan))
+    if not nothing_served:
+        if (sure := interval(plan)) is not None:
+            answer.add_row("interval:", sure)
+        for tokens, groups, strategies, requests in groups_of_fleet(best):
+            answer.add_row(
+                "groups:", f"{tokens} new tokens: {groups}; time by strategy: {strategies}; {requests} requests"
+            )
+        told = (("requests:", losses(best)), ("KV-cache:", transfers(plan)), ("decodes:", decodes(plan)))
+        for label, text in told:
+            if text is not None:
+                table.add_row(label, text)
     for reason in plan.reasons():
         table.add_row("why not:", reason)
     table.add_row("memory:", limit_text(plan.memory_limit))
     table.add_row("decoding:", plan.decoding)
     table.add_row("dispatch:", plan.dispatch)
     table.add_row("search:", f"{plan.simulated_requests} requests simulated in {format_seconds(plan.seconds)}")
-    table.add_row("rests on:", plan.rests_on)
+    table.add_row("rests on:", rests_on_line(plan.question))
     for note in plan.warnings:
         table.add_row(Text("note:", style="yellow"), note)
-    setting = f"{plan.model} · {plan.cluster.describe()} · profile {plan.profile}"
-    header = (Text(headline(plan), style="bold"), Text(setting, style="dim"), "", _lengths(plan), "")
-    show(*header, *(() if nothing_served else (_fleets(plan), "")), table)
+    asked = header(plan.question, plan.cluster, f"Fleet for {plan.model}")
+    fleets = () if nothing_served else (Shrinkable(_fleets(plan), optional=("utilised", "max", "p50", "p95")), "")
+    show(answer, "", *asked, "", *fleets, _lengths(plan), "", table)
 
 
 def _lengths(plan: CapacityPlan) -> Table:

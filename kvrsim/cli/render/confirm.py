@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from kvrsim.cli.render.format import format_interval, format_partition
+from kvrsim.cli.render.format import format_interval, format_partition, header, headline
 from kvrsim.cli.render.layout import Shrinkable, columns, facts, show
 from kvrsim.units import format_bytes, format_seconds, format_tokens
 
@@ -23,7 +23,7 @@ def show_confirmation(found: Confirmation) -> None:
     rows = columns("strategy\n", "partition\n(tokens)")
     columns(
         *("predicted\n", "prediction\ninterval", "measured\nmedian", "spread\n(IQR)", "error\n"),
-        *("place:\npredicted", "\nmeasured"),
+        *("predicted\nplace", "measured\nplace"),
         numbers=True,
         into=rows,
     )
@@ -41,10 +41,13 @@ def show_confirmation(found: Confirmation) -> None:
             str(places["measured_rank"]),
             style="bold" if one is found.choice else None,
         )
-    table = facts()
-    table.add_row("regret:", _regret(found))
-    table.add_row("order:", _order(found))
-    table.add_row("error:", f"{found.median_error:.1%}: |predicted / measured - 1|, median of the candidates")
+    answer, table = facts(), facts()
+    answer.add_row("measured:", headline(_measured(found)))
+    answer.add_row("regret:", _regret(found))
+    answer.add_row("order:", _order(found))
+    answer.add_row("error:", f"{found.median_error:.1%}: |predicted / measured - 1|, median of the candidates")
+    for reason in found.reasons:
+        answer.add_row(Text("NOT MET:", style="red"), reason)
     if found.drift is not None and found.median_error_after_drift is not None:
         tokens, error = format_tokens(found.drift.num_tokens), found.median_error_after_drift
         fast = f"{found.drift.speed:.2f} times as fast as when calibrated ({tokens} tokens on every rank at once)"
@@ -58,13 +61,20 @@ def show_confirmation(found: Confirmation) -> None:
     table.add_row("machine:", "; ".join(f"{name} {value}" for name, value in found.conditions.items()))
     for warning in found.warnings:
         table.add_row(Text("note:", style="yellow"), warning)
-    for reason in found.reasons:
-        table.add_row(Text("NOT MET:", style="red"), reason)
-    length = format_tokens(found.context_len)
-    title = Text(f"Prefill of {length} tokens by {found.model}, predicted and measured", style="bold")
-    setting = f"{found.cluster.describe()} · {found.attention} attention · {found.dtype} · profile {found.profile}"
-    narrower = Shrinkable(rows, ("prediction", "spread", "partition"))
-    show(title, Text(setting, style="dim"), "", narrower, "", table)
+    narrower = Shrinkable(rows, ("spread", "predicted\nplace", "measured\nplace", "prediction", "partition"))
+    show(answer, "", *header(found.question, found.cluster), "", narrower, "", table)
+
+
+def _measured(found: Confirmation) -> str:
+    """The plan's choice: what was measured and predicted, and whether it meets the targets."""
+    choice, gpus = found.choice, f"{found.num_gpus} GPU{'s' * (found.num_gpus != 1)}"
+    measured = f"{format_seconds(choice.median_s)} ± {format_seconds(choice.iqr_s / 2)}"
+    low, high = choice.predicted_low_s, choice.predicted_high_s
+    predicted = (
+        f"predicted {format_seconds(choice.predicted_s)} ({format_interval(low, high)}), {choice.rel_error:+.1%}"
+    )
+    met = "all targets met" if found.ok else f"{len(found.reasons)} target{'s' * (len(found.reasons) != 1)} NOT met"
+    return f"{choice.strategy} on {gpus}, TTFT {measured}; {predicted}; {met}"
 
 
 def _order(found: Confirmation) -> str:
@@ -90,16 +100,15 @@ def _regret(found: Confirmation) -> str:
 
 def show_search(found: Searched) -> None:
     """The fastest measured partition, and the cost of the search."""
-    table = facts()
+    table, best, seed = facts(), found.best, found.seed
     table.add_row(
-        "best:", f"{', '.join(map(str, found.best.partition))}, {format_seconds(found.best.median_s)} measured"
+        "best:", headline(f"{', '.join(map(str, best.partition))}, TTFT {format_seconds(best.median_s)} measured")
     )
-    seed = f"{', '.join(map(str, found.seed.partition))}, {format_seconds(found.seed.median_s)} measured"
-    table.add_row("plan:", seed)
-    table.add_row("gain:", f"{found.gain:.1%}")
+    table.add_row("gain:", f"{found.gain:.1%} over the plan's partition")
+    table.add_row("plan:", f"{', '.join(map(str, seed.partition))}, {format_seconds(seed.median_s)} measured")
     table.add_row("search:", f"{found.num_partitions} partitions, {found.num_prefills} prefills, {found.ended}")
     table.add_row("written:", found.output)
-    show(table)
+    show(table, "", *header(found.question, found.question.cluster))
 
 
 def show_run(found: RunResult) -> None:
@@ -111,14 +120,15 @@ def show_run(found: RunResult) -> None:
     for row, chunk in zip(values, tokens, strict=True):
         times = (format_seconds(row["compute_s"]), format_seconds(row["wait_s"]))
         rows.add_row(str(row["rank"]), str(chunk), *times, format_bytes(row["sent_bytes"]))
-    table = facts()
-    count = len(found.samples_s)
-    table.add_row(
-        "TTFT:", f"{format_seconds(found.ttft_s)}, median of {count}; spread {format_seconds(found.iqr_s)} (IQR)"
-    )
+    answer, table, count = facts(), facts(), len(found.samples_s)
+    gpus = f"{found.num_gpus} GPU{'s' * (found.num_gpus != 1)}"
+    measured = f"{format_seconds(found.ttft_s)} measured, median of {count}; spread {format_seconds(found.iqr_s)} (IQR)"
+    answer.add_row("TTFT:", headline(f"{found.strategy} on {gpus}, {measured}"))
     if found.predicted_s is not None:
         error = found.predicted_s / found.ttft_s - 1
-        table.add_row("predicted:", f"{format_seconds(found.predicted_s)} ({error:+.1%})")
+        answer.add_row("predicted:", f"{format_seconds(found.predicted_s)} ({error:+.1%})")
+    if found.chunk_a_rank and len(found.partition) > 1:
+        answer.add_row("partition:", f"{format_partition(found.partition, room=10**6)} tokens")
     if found.logits_error is not None:
         shown = f"{found.logits_error:.2g} of {found.logits_scale:.2g}; KV cache by at most {found.kv_cache_error:.2g}"
         table.add_row("logits:", f"differ from one process's by at most {shown}")
@@ -127,5 +137,6 @@ def show_run(found: RunResult) -> None:
     table.add_row("machine:", "; ".join(f"{name} {value}" for name, value in found.conditions.items()))
     for warning in found.warnings:
         table.add_row(Text("note:", style="yellow"), warning)
-    title = f"Prefill of {format_tokens(found.context_len)} tokens by {found.model}, measured: {found.strategy}"
-    show(Text(title, style="bold"), "", rows, "", table)
+    show(
+        answer, "", *header(found.question, found.question.cluster), "", Shrinkable(rows, ("sent", "tokens")), "", table
+    )

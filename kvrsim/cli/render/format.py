@@ -10,17 +10,23 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
+from kvrsim.engine.engine import NO_ENGINE
+from kvrsim.profile.profile import builtin_profiles
+from kvrsim.scenario import ROOFLINE
 from kvrsim.units import format_bytes, format_seconds, format_tokens
 
 if TYPE_CHECKING:
+    from kvrsim.hardware.cluster import Cluster
     from kvrsim.hardware.gpu import MemoryLimit
     from kvrsim.memory import RankMemory
     from kvrsim.noise.statistics import Distribution
+    from kvrsim.results.question import Question
     from kvrsim.results.results import Plan, SimResult
 
 MAX_IN_FULL = 4  # lines with every part
 MAX_IN_SHORT = 12  # ranks with their total only
 INTERVAL_TITLES = ("80 %\ninterval", "prediction\ninterval")
+TIED = "≈"  # beside a strategy that no prediction can tell from the best
 _CLAIMED = 0.7, 0.9  # coverage, within which an interval is called an 80 % interval
 _ROUNDING_S = 1e-12  # less than this is rounding
 
@@ -90,11 +96,42 @@ def fits_text(fits: bool) -> Text:
     return Text("yes") if fits else Text("NO", style="red")
 
 
-def header(answer: Plan | SimResult) -> tuple[Text, Text]:
-    """What was asked, in two lines."""
-    question = answer.question
-    title = Text(f"Prefill of {question.request()} by {question.model}", style="bold")
-    return title, Text(" · ".join((answer.cluster.describe(), *question.kernels())), style="dim")
+def header(question: Question, cluster: Cluster, what: str | None = None) -> tuple[Text, Text]:
+    """What was asked, in two lines; cluster: as it was simulated; what: in the place of one prefill."""
+    request, cached = question.request(), question.cached()
+    one = f"Prefill of {request}{',' * bool(cached)} by {question.model}"
+    first = (one,) if what is None else (what, *cached)
+    first = (*first, *question.settings())
+    second = (cluster.describe(), f"profile {question.profile}", *question.served())
+    return Text(" · ".join(first)), Text(" · ".join(second), style="dim")
+
+
+def headline(text: str) -> Text:
+    """The answer itself, which stands out."""
+    return Text(text, style="bold")
+
+
+def likely(low_s: float, ttft_s: float, high_s: float, coverage: float | None) -> str:
+    """A TTFT and its interval: "602 ms (80 % interval 568–638 ms)"."""
+    if low_s == high_s:
+        return format_seconds(ttft_s)
+    return f"{format_seconds(ttft_s)} ({' '.join(interval_title(coverage).split())} {format_interval(low_s, high_s)})"
+
+
+def rests_on_line(question: Question, *more: str) -> str:
+    """What a prediction rests on, in one line, and where more is said."""
+    if question.profile == ROOFLINE:
+        return f"the datasheet of {question.cluster.gpu.name}, no measurement: TTFTs are lower limits"
+    engine = "" if question.engine == NO_ENGINE else f", engine {question.engine}"
+    shipped = question.profile in builtin_profiles()
+    details = f"kvrsim profiles show {question.profile}" if shipped else "details: --json"
+    return f"{'; '.join((f'profile {question.profile}{engine}', *more))} ({details})"
+
+
+def held_text(coverage: float | None) -> str:
+    """How far 80 % intervals were right; coverage: as of interval_title."""
+    held = "were not checked on whole prefills" if coverage is None else f"held {coverage:.0%} of held-out TTFTs"
+    return f"intervals made to hold 80 % {held}"
 
 
 def limit_text(limit: MemoryLimit) -> str:

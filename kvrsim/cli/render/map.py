@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 from rich.text import Text
 
-from kvrsim.cli.render.format import limit_text
-from kvrsim.cli.render.layout import columns, facts, show
+from kvrsim.cli.render.format import TIED, header, headline, limit_text
+from kvrsim.cli.render.layout import Part, columns, facts, show
 from kvrsim.units import format_bandwidth, format_seconds, format_tokens
 
 ALONE = "single"
@@ -19,27 +20,41 @@ if TYPE_CHECKING:
 
 
 def show_map(found: StrategyMap) -> None:
-    """For each bandwidth the fastest strategies and the break-even contexts."""
-    title = Text(f"Fastest strategy for {found.model}", style="bold")
-    setting = (found.cluster.describe(), *found.question.kernels())
-    parts: list[Text | Table | str] = [title, Text(" · ".join(setting), style="dim")]
-    winners, best, even = list(found.winners()), list(found.best()), list(found.break_evens())
+    """The best by context for each bandwidth; then the fastest strategies and the break-even contexts."""
+    answer, winners, best, even = facts(), list(found.winners()), list(found.best()), list(found.break_evens())
+    for bandwidth in found.bandwidths:
+        here = [one for one in best if one.link_bandwidth_bytes_per_s == bandwidth]
+        answer.add_row(f"best, {format_bandwidth(bandwidth)}:", headline("; ".join(_best_by_context(here))))
+    parts: list[Part] = [answer, "", *header(found.question, found.cluster, f"Fastest strategy for {found.model}")]
     for bandwidth in found.bandwidths:
         parts += ["", Text(f"links of {format_bandwidth(bandwidth)}", style="bold")]
         parts.append(
             _winners(found, bandwidth, [one for one in winners if one.link_bandwidth_bytes_per_s == bandwidth], best)
         )
-        here = [one for one in even if one.link_bandwidth_bytes_per_s == bandwidth]
-        if here:
-            parts += ["", _break_evens(found, here)]
+        here_even = [one for one in even if one.link_bandwidth_bytes_per_s == bandwidth]
+        if here_even:
+            parts += ["", _break_evens(found, here_even)]
     notes = facts()
     if any(winner.ties and winner.pays for winner in winners):
-        what = "(+N): N others tie, the difference is within its prediction interval (--json says which)"
+        what = f"{TIED}N: N others tie, the difference is within its prediction interval (--json says which)"
         notes.add_row("ties:", what)
     notes.add_row("memory:", limit_text(found.memory_limit))
     for note in (*_always_alone(found, best), *_too_long_alone(found), *found.warnings):
         notes.add_row(Text("note:", style="yellow"), note)
     show(*parts, "", notes)
+
+
+def _best_by_context(best: list[Winner]) -> Iterator[str]:
+    """Neighbouring contexts with one best together: "kvr-s on 8 GPUs from 4k to 8k, 104 ms to 228 ms"."""
+    for (strategy, count), group in groupby(best, key=lambda one: (one.strategy, one.num_gpus)):
+        first, *others = group
+        last = (first, *others)[-1]
+        on = f"{strategy} on {count} GPUs" if first.pays else "1 GPU"
+        span = f"at {format_tokens(first.context_len)}, {format_seconds(first.ttft_s)}"
+        if others:
+            span = f"from {format_tokens(first.context_len)} to {format_tokens(last.context_len)}"
+            span += f", {format_seconds(first.ttft_s)} to {format_seconds(last.ttft_s)}"
+        yield f"{on} {span}" + ("" if first.fits and last.fits else " (does not fit)")
 
 
 def _winners(found: StrategyMap, bandwidth: float, winners: list[Winner], best: list[Winner]) -> Table:
@@ -65,7 +80,7 @@ def _cell(winner: Winner) -> str:
     if not winner.pays:
         what = f"no gain ({format_seconds(winner.ttft_s)})"
     else:
-        ties = f" (+{len(winner.ties)})" if winner.ties else ""
+        ties = f" {TIED}{len(winner.ties)}" if winner.ties else ""
         what = f"{winner.strategy} {format_seconds(winner.ttft_s)} {winner.speedup_over_single:.2f}×{ties}"
     return what if winner.fits else f"{what} (does not fit)"
 

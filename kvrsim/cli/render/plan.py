@@ -9,6 +9,7 @@ from rich.table import Table
 
 from kvrsim.cli.render.format import (
     INTERVAL_TITLES,
+    TIED,
     add_misfits,
     add_notes,
     blocks_text,
@@ -17,9 +18,13 @@ from kvrsim.cli.render.format import (
     format_partition,
     format_wait,
     header,
+    headline,
+    held_text,
     interval_title,
+    likely,
     limit_text,
     mean_change,
+    rests_on_line,
     round_up_percent,
     stages_text,
 )
@@ -30,6 +35,7 @@ from kvrsim.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from kvrsim.noise.statistics import Distribution
     from kvrsim.results.results import Plan, StrategyResult
+    from kvrsim.results.shortfall import Shortfall
 
 # Columns that a narrow terminal does without, the least important first.
 _OPTIONAL = ("longest\nwait", "exposed\ncomm.", *INTERVAL_TITLES, "partition\n(tokens)", "peak\nmemory")
@@ -37,25 +43,78 @@ _MOST_EXPLAINED = 6  # strategies, up to which the memory of each one that does 
 
 
 def show_plan(plan: Plan) -> None:
-    """Header, one row per strategy, then the best one, bounds, search, memory and notes."""
-    table, best, search, limit = facts(), plan.best, plan.search, plan.memory_limit
-    for number, line in enumerate(_best(plan)):
-        table.add_row("" if number else "best:", line)
-    table.add_row("engines:", _engines(plan))
+    """The best strategy, the question, one row per strategy, then bounds, search, memory and notes."""
+    answer, table, search, limit = facts(), facts(), plan.search, plan.memory_limit
+    answer.add_row("best:", headline(_headline(plan)))
+    for label, line in (*_found(plan), *_engines(plan)):
+        answer.add_row(label, line)
     for label, line in (*_pipelines(plan), *_kvr(plan)):
         table.add_row(label, line)
     if search.evaluations:
         partitions = f"{search.evaluations} partition{'s' * (search.evaluations != 1)}"
         table.add_row("search:", f"{search.method}, {partitions} simulated in {format_seconds(search.seconds)}")
-    if plan.not_compared:
+    if plan.not_compared and plan.feasible:
         table.add_row("others:", f"not compared: {_listed(plan.not_compared)} (--strategies all)")
     _add_noise(table, plan)
     table.add_row("memory:", limit_text(limit))
-    for result in plan.strategies if len(plan.strategies) <= _MOST_EXPLAINED or not best.fits else ():
-        add_misfits(table, result.strategy, result.memory, limit.nbytes)
-    table.add_row("rests on:", plan.rests_on)
+    for result in plan.strategies:
+        nearest = plan.shortfall is not None and plan.shortfall.strategy == result.strategy
+        if nearest or (plan.feasible and len(plan.strategies) <= _MOST_EXPLAINED):
+            add_misfits(table, result.strategy, result.memory, limit.nbytes)
+    table.add_row("rests on:", rests_on_line(plan.question, held_text(plan.interval_coverage)))
     add_notes(table, without(plan.warnings, "memory"))  # the table and the lines above say what does not fit
-    show(*header(plan), "", _strategies(plan), "", table)
+    show(answer, "", *header(plan.question, plan.cluster), "", _strategies(plan), "", table)
+
+
+def _headline(plan: Plan) -> str:
+    """What to run and how fast it is; where nothing fits, how much is missing."""
+    best, limit = plan.best, plan.memory_limit
+    gpus = f"{plan.num_gpus} GPU{'s' * (plan.num_gpus != 1)}"
+    if (short := plan.shortfall) is not None:
+        needs = f"needs {format_bytes(short.peak_bytes)} of {format_bytes(limit.nbytes)}"
+        over = f"{format_bytes(short.over_bytes)} too much"
+        return f"nothing fits on {gpus}: the nearest, {short.strategy}, {needs} on a GPU, {over}"
+    text = f"{best.strategy} on {gpus}, TTFT "
+    text += likely(best.ttft_low_s, best.ttft_s, best.ttft_high_s, plan.interval_coverage)
+    if plan.yardstick is not None and best.speedup is not None and round(best.speedup, 2) != 1:
+        text += f", {best.speedup:.2f}× as fast as {_yardstick(plan.yardstick)}"
+    return text
+
+
+def _found(plan: Plan) -> Iterator[tuple[str, str]]:
+    """About the best strategy: its partition, ties and bound; where nothing fits, what would."""
+    best = plan.best
+    if plan.shortfall is not None:
+        yield from _would_fit(plan.shortfall, plan.not_compared)
+        return
+    yield "strategy:", best.title
+    if best.approximate is not None:
+        yield "approximate:", best.approximate
+    if best.layers is None and len(best.partition) > 1:
+        yield "partition:", f"{format_partition(best.partition, room=10**6)} tokens"
+    if best.query_blocks is not None:
+        yield "", blocks_text(best.query_blocks)
+    if plan.ties:
+        yield "ties:", f"{', '.join(plan.ties)} ({TIED}: the difference is within its prediction interval)"
+    bound = plan.bounds.best
+    if bound is not None and bound.strategy != "kvr-s":
+        gap, lower = round_up_percent(bound.gap), format_seconds(bound.lower_bound_s)
+        yield "bound:", f"at most {gap} % slower than the best of its partitions (proven lower bound {lower})"
+    if plan.yardstick not in (None, "tsp") and any(one.strategy == "tsp" and not one.fits for one in plan.strategies):
+        yield "speed-up:", f"over {_yardstick(str(plan.yardstick))}, because TSP does not fit"
+
+
+def _would_fit(short: Shortfall, not_compared: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """What fits after a change of the question."""
+    label = "would fit:"
+    for one in short.would_fit:
+        gpus = f"{one.num_gpus} GPU{'s' * (one.num_gpus != 1)}"
+        yield label, f"{one.strategy} on {gpus}, {one.dtype}, {format_bytes(one.peak_bytes)} a GPU: {one.change}"
+        label = ""
+    if not short.would_fit:
+        yield label, "no strategy without a long search, and none on up to 16 times the GPUs"
+    if not_compared:
+        yield "others:", f"not compared: {_listed(not_compared)} (--strategies all)"
 
 
 def _strategies(plan: Plan) -> Shrinkable:
@@ -67,13 +126,14 @@ def _strategies(plan: Plan) -> Shrinkable:
     columns("exposed\ncomm.", "longest\nwait", "peak\nmemory", numbers=True, into=table)
     columns("fits\n", into=table)
     for result in plan.strategies:
-        row = _strategy_row(result, has_interval=has_interval)
+        row = _strategy_row(result, has_interval=has_interval, tied=plan.feasible and result.strategy in plan.ties)
         table.add_row(*row, fits_text(result.fits), style="bold" if result is plan.best else None)
     return Shrinkable(table, optional=_OPTIONAL)
 
 
-def _strategy_row(result: StrategyResult, *, has_interval: bool) -> list[str]:
-    row = [result.strategy, format_partition(result.partition), format_seconds(result.ttft_s)]
+def _strategy_row(result: StrategyResult, *, has_interval: bool, tied: bool) -> list[str]:
+    name = f"{result.strategy} {TIED}" if tied else result.strategy
+    row = [name, format_partition(result.partition), format_seconds(result.ttft_s)]
     if has_interval:
         row.append(format_interval(result.ttft_low_s, result.ttft_high_s))
     if result.speedup is not None:
@@ -86,39 +146,18 @@ def _yardstick(strategy: str) -> str:
     return "1 GPU" if strategy == "single" else strategy.upper()
 
 
-def _best(plan: Plan) -> Iterator[str]:
-    """The fastest strategy, its ties, and its bound; where nothing fits, which strategies may fit."""
-    best = plan.best
-    text = f"{best.strategy} ({best.title}), TTFT {format_seconds(best.ttft_s)}"
-    if plan.yardstick is not None and best.speedup is not None and round(best.speedup, 2) != 1:
-        text += f", {best.speedup:.2f}× as fast as {_yardstick(plan.yardstick)}"
-    yield text if best.fits else f"{text}; none of the compared strategies fits in memory"
-    if not best.fits and plan.not_compared:
-        yield f"{_listed(plan.not_compared)} may fit: --strategies all"
-    if best.approximate is not None:
-        yield f"approximate: {best.approximate}"
-    if plan.ties:
-        yield f"ties (the difference is within its prediction interval): {', '.join(plan.ties)}"
-    if len(set(best.partition)) > 1 and best.layers is None:
-        yield f"partition {', '.join(map(str, best.partition))}"
-    if best.query_blocks is not None:
-        yield blocks_text(best.query_blocks)
-    bound = plan.bounds.best
-    if bound is not None and bound.strategy != "kvr-s":
-        gap, lower = round_up_percent(bound.gap), format_seconds(bound.lower_bound_s)
-        yield f"at most {gap} % slower than the best of its partitions (proven lower bound {lower})"
-
-
-def _engines(plan: Plan) -> str:
+def _engines(plan: Plan) -> Iterator[tuple[str, str]]:
     """Which engines have the best strategy; where none does, the fastest one that some have."""
     best = plan.best
-    if best.engines:
-        return f"{_named(best)}: --emit {'|'.join(best.engines)} prints the launch"
     can = [one for one in plan.strategies if one.engines and one.fits and one.approximate is None]
-    if not can:
-        return f"none that was looked at has {best.strategy}"
-    other = min(can, key=lambda one: one.ttft_s)
-    return f"none that was looked at has {best.strategy}; {_named(other)}, TTFT {format_seconds(other.ttft_s)}"
+    if best.fits and best.engines:
+        yield "engines:", f"{_named(best)}: --emit {'|'.join(best.engines)} prints the launch"
+    elif best.fits:
+        text = f"none that was looked at has {best.strategy}"
+        if can:
+            other = min(can, key=lambda one: one.ttft_s)
+            text += f"; {_named(other)}, TTFT {format_seconds(other.ttft_s)}"
+        yield "engines:", text
 
 
 def _named(result: StrategyResult) -> str:

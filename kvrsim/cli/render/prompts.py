@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from kvrsim.cli.render.layout import columns, facts, show
-from kvrsim.units import format_seconds, format_tokens
+from kvrsim.cli.render.format import header, headline
+from kvrsim.cli.render.layout import Shrinkable, columns, facts, show
+from kvrsim.units import format_seconds
 
 if TYPE_CHECKING:
     from planner.confirm.prompts import MeasuredPrompts
@@ -23,12 +24,14 @@ def show_prompts(found: MeasuredPrompts) -> None:
         said = "" if predicted is None else format_seconds(predicted.ttft_s[number])
         times = [format_seconds(one) for one in (time_s, time_s + queue_s, ttft_s)]
         rows.add_row(str(number), *times, said)
-    table = facts()
-    table.add_row("arrivals:", measured.arrivals)
-    rounds = len(found.throughputs_per_s)
-    table.add_row("throughput:", f"{measured.throughput_per_s:.3g} per second, median of {rounds}")
+    answer, table = facts(), facts()
+    rounds, count = len(found.throughputs_per_s), len(measured.ttft_s)
+    gpus = f"{found.num_gpus} GPU{'s' * (found.num_gpus != 1)}"
+    speed = f"{measured.throughput_per_s:.3g} prompts per second measured, median of {rounds}"
+    answer.add_row("throughput:", headline(f"{found.strategy} on {gpus}, {speed}"))
     if predicted is not None:
-        table.add_row("predicted:", f"{predicted.throughput_per_s:.3g} per second ({found.throughput_error:+.1%})")
+        answer.add_row("predicted:", f"{predicted.throughput_per_s:.3g} per second ({found.throughput_error:+.1%})")
+    answer.add_row("prompts:", f"{count}, {measured.arrivals}")
     table.add_row("utilisation:", ", ".join(f"{share:.0%}" for share in measured.utilisation))
     if found.logits_error is not None:
         shown = f"{found.logits_error:.2g} of {found.logits_scale:.2g}"
@@ -36,6 +39,4 @@ def show_prompts(found: MeasuredPrompts) -> None:
     table.add_row("machine:", "; ".join(f"{name} {value}" for name, value in found.conditions.items()))
     for warning in found.warnings:
         table.add_row(Text("note:", style="yellow"), warning)
-    length = format_tokens(found.context_len)
-    title = f"{len(measured.ttft_s)} prompts of {length} tokens by {found.model}, measured: {found.strategy}"
-    show(Text(title, style="bold"), "", rows, "", table)
+    show(answer, "", *header(found.question, found.question.cluster), "", Shrinkable(rows, ("begins",)), "", table)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.console import RenderableType
 from rich.table import Table
 
 from kvrsim.cli.render.format import (
@@ -12,14 +11,18 @@ from kvrsim.cli.render.format import (
     add_notes,
     blocks_text,
     fits_text,
-    format_interval,
+    format_partition,
     format_wait,
     header,
+    headline,
+    held_text,
+    likely,
     limit_text,
     mean_change,
+    rests_on_line,
     stages_text,
 )
-from kvrsim.cli.render.layout import Shrinkable, columns, facts, show
+from kvrsim.cli.render.layout import Part, Shrinkable, columns, facts, show
 from kvrsim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -35,24 +38,27 @@ _OPTIONAL = ("sent", "wait", "compute", "tokens")
 
 
 def show_simulation(result: SimResult, scenario: Scenario) -> None:
-    """Header, one row per rank, and TTFT."""
+    """TTFT, the question, one row per rank, and the rest."""
     limit = scenario.memory_limit.nbytes
-    table = facts()
-    table.add_row("TTFT:", _ttft(result))
+    answer, table = facts(), facts()
+    answer.add_row("TTFT:", headline(_ttft(result, limit)))
     if result.layers is not None:
-        table.add_row("pipeline:", stages_text(result.partition, result.layers))
+        answer.add_row("pipeline:", stages_text(result.partition, result.layers))
+    elif len(result.partition) > 1:
+        answer.add_row("partition:", f"{format_partition(result.partition, room=10**6)} tokens")
     if result.query_blocks is not None:
-        table.add_row("query blocks:", blocks_text(result.query_blocks))
+        answer.add_row("query blocks:", blocks_text(result.query_blocks))
+    _add_noise_and_requests(answer, result)
     if said := _interval(result):
         table.add_row("interval:", said)
     table.add_row("executor:", result.executor)
-    _add_noise_and_requests(table, result)
     table.add_row("memory:", limit_text(scenario.memory_limit))
     add_misfits(table, result.strategy, [rank.memory for rank in result.per_rank], limit)
+    table.add_row("rests on:", rests_on_line(result.question, held_text(result.interval_coverage)))
     add_notes(table, result.warnings)
-    parts: list[RenderableType | Shrinkable] = [*header(result), "", _ranks(result, limit), ""]
+    parts: list[Part] = [answer, "", *header(result.question, result.cluster), "", _ranks(result, limit), ""]
     if result.breakdown is not None:
-        parts += [_breakdown(result.breakdown), ""]
+        parts += [Shrinkable(_breakdown(result.breakdown), optional=("basis", "roofline")), ""]
     show(*parts, table)
 
 
@@ -67,22 +73,18 @@ def _ranks(result: SimResult, limit: int) -> Shrinkable:
     return Shrinkable(table, optional=_OPTIONAL)
 
 
-def _ttft(result: SimResult) -> str:
-    ttft = f"{result.strategy}, {format_seconds(result.ttft_s)}"
-    if result.ttft_low_s == result.ttft_high_s:
-        return ttft
-    return f"{ttft} ({format_interval(result.ttft_low_s, result.ttft_high_s)})"
+def _ttft(result: SimResult, limit: int) -> str:
+    num_gpus, peak = len(result.per_rank), max(rank.memory.total for rank in result.per_rank)
+    time = likely(result.ttft_low_s, result.ttft_s, result.ttft_high_s, result.interval_coverage)
+    text = f"{result.strategy} on {num_gpus} GPU{'s' * (num_gpus != 1)}, {time}"
+    return text if peak <= limit else f"{text}; does not fit in memory: {format_bytes(peak - limit)} too much"
 
 
 def _interval(result: SimResult) -> str:
-    """What makes the interval wide, and what such intervals held."""
+    """What makes the interval wide."""
     wide = {name: ends for name, ends in result.interval_causes.items() if max(map(abs, ends)) >= _WIDE}
     causes = ", ".join(f"{name} {low:+.1%} to {high:+.1%}" for name, (low, high) in list(wide.items())[:_MOST_CAUSES])
-    if not causes:
-        return ""
-    coverage = result.interval_coverage
-    held = "not checked on whole prefills" if coverage is None else f"it held {coverage:.0%} of held-out TTFTs"
-    return f"{causes}; made to hold 80 %, {held}"
+    return f"from {causes}" if causes else ""
 
 
 def _add_noise_and_requests(table: Table, result: SimResult) -> None:

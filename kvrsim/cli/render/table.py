@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from rich.table import Table
 from rich.text import Text
 
-from kvrsim.cli.render.format import format_partition, round_up_percent
-from kvrsim.cli.render.layout import columns, facts, show
+from kvrsim.cli.render.format import format_partition, headline, round_up_percent
+from kvrsim.cli.render.layout import Shrinkable, columns, facts, show
 from kvrsim.units import format_bandwidth, format_seconds, format_tokens
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 def show_lookup(found: LookedUp) -> None:
     """The partition and where it is from."""
     table = facts()
-    table.add_row("partition:", ", ".join(map(str, found.partition)))
+    table.add_row("partition:", headline(", ".join(map(str, found.partition))))
     table.add_row("shares:", " ".join(f"{share:.3f}" for share in found.fractions))
     between = " and ".join(map(format_tokens, found.between))
     told = {"exact": "an entry of the table", "interpolated": f"interpolated between {between}"}
@@ -27,7 +29,8 @@ def show_lookup(found: LookedUp) -> None:
     for warning in found.warnings:
         table.add_row(Text("warning:", style="yellow"), warning)
     gpus = f"{found.num_gpus} GPU{'s' * (found.num_gpus != 1)}"
-    show(Text(f"{format_tokens(found.context_len)} tokens on {gpus}", style="bold"), table)
+    table.add_row("question:", f"{format_tokens(found.context_len)} tokens on {gpus}")
+    show(table)
 
 
 def show_table(table: PartitionTable) -> None:
@@ -47,14 +50,36 @@ def show_table(table: PartitionTable) -> None:
             "" if entry.gap is None else f"{round_up_percent(entry.gap)} %",
             "yes" if entry.fits else Text("NO", style="red"),
         )
-    title = Text(f"{len(table.entries)} partitions for {table.setting.model}", style="bold")
     notes = facts()
     if any(entry.gap is not None for entry in table.entries):
         notes.add_row(
             "gap:", "at most how much slower than the best partition of KV-Runahead (from a proven lower bound)"
         )
     notes.add_row("built by:", f"kvrsim {table.kvrsim_version}; times are simulated")
-    show(title, Text(" · ".join(_setting(table.setting)), style="dim"), "", rows, "", notes)
+    asked = Text(" · ".join((table.setting.model, *_setting(table.setting))), style="dim")
+    show(summary_of(table), "", asked, "", Shrinkable(rows, ("vs even", "gap", "partition")), "", notes)
+
+
+def summary_of(table: PartitionTable) -> Table:
+    """What the table has and gains, in three lines."""
+    entries, found = table.entries, facts()
+    lengths, counts = [one.context_len for one in entries], sorted({one.num_gpus for one in entries})
+    contexts = _span([format_tokens(min(lengths)), format_tokens(max(lengths))])
+    count, gpus = f"{len(entries)} partition{'s' * (len(entries) != 1)}", ", ".join(map(str, counts))
+    found.add_row("table:", headline(f"{count} of {table.setting.strategy}: {contexts} tokens on {gpus} GPUs"))
+    over = {
+        "TSP": sorted(one.speedup_over_tsp for one in entries),
+        "even chunks": sorted(one.speedup_over_even for one in entries),
+    }
+    speed = (f"{_span([f'{all_of[0]:.2f}', f'{all_of[-1]:.2f}'])}× as fast as {name}" for name, all_of in over.items())
+    found.add_row("speed-up:", ", ".join(speed))
+    unfit = sum(not one.fits for one in entries)
+    found.add_row("memory:", f"{unfit} of them do not fit" if unfit else "all of them fit")
+    return found
+
+
+def _span(ends: Sequence[str]) -> str:
+    return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
 
 
 def _setting(setting: TableSetting) -> tuple[str, ...]:

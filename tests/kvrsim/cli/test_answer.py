@@ -13,13 +13,16 @@ import typer
 
 import kvrsim
 from kvrsim.cli import main as cli
+from kvrsim.cli.render.format import TIED
 from kvrsim.hardware.cluster import Cluster, load_cluster
 from kvrsim.io.schema import to_json
 from kvrsim.profile.profile import load_profile
 from kvrsim.strategies import STRATEGIES
 from planner import partitions as planning
+from planner.plan_notes import even_chunks
 from planner.search.bound import lower_bound_s
 from planner.strategies_for import QUICK
+from planner.uncertainty.moves import UNKNOWN
 
 CLUSTERS = ("switch", "bus", "chain")
 
@@ -123,10 +126,71 @@ def test_speed_ups_are_over_something_that_can_run(capsys: pytest.CaptureFixture
     assert "as fast as TSP" not in out
 
 
-def test_where_nothing_fits_it_says_what_may(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", "--gpus", "2", "--ctx", "64k", "--model", "llama-3-70b", "--cluster", "h100-nvlink"]
-    assert cli.main(arguments) == 1
-    assert "may fit: --strategies all" in capsys.readouterr().out
+NOTHING_FITS = ("plan", "--gpus", "2", "--ctx", "64k", "--model", "llama-3-70b", "--cluster", "h100-nvlink")
+
+
+def test_where_nothing_fits_it_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each remedy is a command, which is then run."""
+    assert cli.main([*NOTHING_FITS, "--json"]) == 1
+    plan = json.loads(capsys.readouterr().out)
+    peaks = {row["strategy"]: max(row["peak_bytes"]) for row in plan["strategies"]}
+    short = plan["shortfall"]
+    assert short["strategy"] == min(peaks, key=lambda name: peaks[name])
+    assert short["over_bytes"] == peaks[short["strategy"]] - plan["memory_limit_bytes"] > 0
+    assert {"--gpus 4", "--dtype fp8"} <= {" ".join(one["change"].split()[:2]) for one in short["would_fit"]}
+    for one in short["would_fit"]:
+        again = asked(capsys, *NOTHING_FITS, *one["change"].split())
+        row = next(row for row in again["strategies"] if row["strategy"] == one["strategy"])
+        assert (row["fits"], max(row["peak_bytes"])) == (True, one["peak_bytes"])
+    assert cli.main([*NOTHING_FITS]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"nothing fits on 2 GPUs: the nearest, {short['strategy']}, needs" in out
+    assert "would fit:" in out
+    assert TIED not in out
+
+
+def test_a_little_more_memory_is_a_remedy() -> None:
+    plan = kvrsim.plan(ctx="8k", gpus=1, memory_fraction=0.2, strategies=["single"])
+    assert plan.shortfall is not None
+    more = plan.shortfall.would_fit[-1]
+    assert kvrsim.plan(ctx="8k", gpus=1, memory_fraction=more.memory_fraction, strategies=["single"]).feasible
+    assert kvrsim.plan(ctx="8k", gpus=1, strategies=["single"]).shortfall is None
+
+
+@pytest.mark.parametrize("strategies", [["pp", "zigzag"], ["tsp", "kvr-e"]])
+def test_speed_ups_are_over_the_best_that_fits_where_no_usual_one_does(strategies: list[str]) -> None:
+    plan = kvrsim.plan(ctx="16k", gpus=8, model="llama-3-70b", cluster="h100-nvlink", strategies=strategies)
+    assert plan.yardstick == (plan.best.strategy if plan.feasible else None)
+    assert [one.speedup is None for one in plan.strategies] == [not plan.feasible] * 2
+
+
+def test_ties_are_marked_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = kvrsim.plan(ctx="16k", gpus=8)
+    assert cli.main(["plan", "--gpus", "8", "--ctx", "16k"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = lines[1 + next(number for number, line in enumerate(lines) if "(tokens)" in line) :][: len(plan.strategies)]
+    assert {row.split()[0] for row in rows if TIED in row} == set(plan.ties) != set()
+
+
+def test_even_chunks_that_are_as_fast_are_not_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = kvrsim.plan(ctx="1k", gpus=4, strategies=["kvr-e", "kvr-s"])
+    result = {one.strategy: one for one in plan.strategies}
+    same = [result["kvr-s"], replace(result["kvr-e"], ttft_s=result["kvr-s"].ttft_s)]
+    monkeypatch.setattr("planner.plan_notes.tied", lambda *_: True)
+    (note,) = even_chunks(same, dict.fromkeys(result, UNKNOWN))
+    assert note == "even chunks are as fast as KVR-S's"
+    (note,) = even_chunks([same[0], replace(same[1], ttft_s=2 * same[0].ttft_s)], dict.fromkeys(result, UNKNOWN))
+    assert "100.0% slower" in note
+
+
+@pytest.mark.parametrize(("strategy", "chooses"), [("tsp", True), ("pp", False)])
+def test_a_prefix_elsewhere_is_a_choice_only_where_there_are_ways(
+    strategy: str, chooses: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = ("--cached-prefix", "1k", "--prefix-placement", "host")
+    warnings = asked(capsys, "simulate", "--strategy", strategy, "--gpus", "2", "--ctx", "2k", *place)["warnings"]
+    (note,) = [note for note in warnings if note.startswith("cached prefix") and "loads all" in note]
+    assert ("the faster way of each" in note) == chooses
 
 
 @pytest.mark.parametrize("strategies", [None, ["all"], ["tsp", "kvr-e", "kvr-s"]])
@@ -160,6 +224,7 @@ def test_the_question_is_in_the_answer(command: str, capsys: pytest.CaptureFixtu
     assert content["version"] == kvrsim.__version__
     cluster = content["cluster"]
     assert (cluster["name"], cluster["num_gpus"], cluster["gpu"]["name"]) == ("a100-nvlink", 2, "a100-80gb")
+    assert question["cluster"] == cluster
 
 
 def test_its_cluster_is_a_cluster_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,9 +239,10 @@ def test_its_cluster_is_a_cluster_file(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_the_header_says_what_was_asked(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*QUESTIONS["plan"]]) == 0
-    title, setting = capsys.readouterr().out.splitlines()[:2]
-    assert title == "Prefill of 2k (2048) tokens, 512 of them cached, batch 2 by llama-7b"
-    assert "fp16, eager attention" in setting
+    title, setting = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    settings = f"batch 2 · fp16, eager attention · seed 7 · kvrsim {kvrsim.__version__}"
+    assert title == f"Prefill of 2k (2048) tokens, 512 of them cached, by llama-7b · {settings}"
+    assert "profile a100-eager" in setting
 
 
 def test_the_header_names_the_network_between_nodes() -> None:

@@ -135,7 +135,7 @@ def test_nothing_fits_exits_with_1_and_says_what_is_too_much(capsys: pytest.Capt
     assert json.loads(out)["best"]["fits"] is False
     assert cli.main(arguments) == 1
     screen = " ".join(capsys.readouterr().out.split())
-    assert "memory: limit 72.0 GiB a GPU, 0.9 of its 80.0 GiB (--memory-fraction) tsp, rank" in screen
+    assert "memory: limit 72.0 GiB a GPU, 0.9 of its 80.0 GiB (--memory-fraction) kvr-e, rank" in screen
     assert "scores" in screen
     assert "weights" in screen
 

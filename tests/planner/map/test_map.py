@@ -157,7 +157,7 @@ def test_text_and_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     text = capsys.readouterr().out
     assert "no gain" in text
     assert "kvr-s than single" in text
-    assert ("ties:" in text) == ("(+" in text.split("ties:")[0])
+    assert ("ties:" in text) == ("≈" in text.split("ties:")[0])
     assert picture.read_text("utf-8").startswith("<?xml")
 
 

@@ -1,0 +1,126 @@
+"""What would fit in memory where nothing that was compared does: a strategy, more GPUs, another type, more memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from kvrsim.errors import InputError
+from kvrsim.hardware.cluster import Cluster, builtin_clusters, load_cluster
+from kvrsim.memory import memory_of
+from kvrsim.partition import Partition
+from kvrsim.results.results import StrategyResult
+from kvrsim.results.shortfall import Remedy, Shortfall
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import Strategy
+from kvrsim.strategies.pipeline import context_ranks
+from planner.access import placed_for
+from planner.partitions import settled
+from planner.strategies_for import all_for, distinct
+
+_MOST_TIMES = 16  # the GPUs asked for, up to which more are tried
+_RULES = ("whole", "even", "pieces")  # partitions that take no long search
+_TRIED = 2  # strategies, the least rough peaks first
+_DTYPE = "fp8"  # the smallest of weights
+
+
+def shortfall_of(scenario: Scenario, results: Sequence[StrategyResult]) -> Shortfall:
+    """Of results none of which fits; what would fit is looked for among strategies without a long search.
+
+    The remedies: another strategy on the same GPUs, or, where there is none, the fewest GPUs in doublings, and weights
+    in FP8 where the profile has it; and the share of the memory that the nearest result needs.
+    """
+    nearest = min(results, key=_peak)
+    peak = _peak(nearest)
+    compared = {result.strategy for result in results}
+    found = _first_that_fits(scenario, compared, "")
+    if not found:
+        found = (*_more_gpus(scenario), *_smaller_weights(scenario))
+    return Shortfall(
+        strategy=nearest.strategy,
+        peak_bytes=peak,
+        over_bytes=peak - scenario.memory_limit.nbytes,
+        would_fit=(*found, *_more_memory(scenario, nearest.strategy, peak)),
+    )
+
+
+def _peak(result: StrategyResult) -> int:
+    return max(rank.total for rank in result.memory)
+
+
+def _more_gpus(scenario: Scenario) -> tuple[Remedy, ...]:
+    has, times = _ports(scenario.cluster), 2
+    while times <= _MOST_TIMES:
+        try:
+            larger = scenario.on_gpus(times * scenario.num_gpus)
+        except InputError:  # more than a cluster may have
+            return ()
+        num_gpus = larger.num_gpus
+        change = f"--gpus {num_gpus}" if num_gpus <= has else f"a cluster of {num_gpus} GPUs,"
+        if found := _first_that_fits(larger, (), change):
+            return found
+        times *= 2
+    return ()
+
+
+def _ports(cluster: Cluster) -> float:
+    """GPUs that --gpus may ask for: a switch has no more than its cluster."""
+    if cluster.topology != "switch":
+        return math.inf
+    return load_cluster(cluster.name).num_gpus if cluster.name in builtin_clusters() else cluster.num_gpus
+
+
+def _smaller_weights(scenario: Scenario) -> tuple[Remedy, ...]:
+    profile, model = scenario.profile, scenario.model
+    has = [dtype for dtype, _ in scenario.cluster.gpu.peak_flops] if profile is None else profile.dtypes
+    if _DTYPE not in has or scenario.request.dtype == _DTYPE or model.quantization is not None:
+        return ()
+    smaller = replace(scenario, request=replace(scenario.request, dtype=_DTYPE))
+    return _first_that_fits(smaller, (), f"--dtype {_DTYPE}")
+
+
+def _more_memory(scenario: Scenario, strategy: str, peak: int) -> Iterator[Remedy]:
+    fraction = math.ceil(100 * peak / scenario.cluster.gpu.memory_bytes) / 100
+    if fraction <= 1:
+        yield _remedy(replace(scenario, memory_fraction=fraction), strategy, peak, f"--memory-fraction {fraction:g}")
+
+
+def _first_that_fits(scenario: Scenario, compared: Iterable[str], change: str) -> tuple[Remedy, ...]:
+    """Of the strategies without a long search that were not compared, the one with the least peak, if it fits.
+
+    Pipelines are ordered by their peak with two pieces a GPU; whether one fits is judged with its own pieces.
+    """
+    candidates = []
+    for strategy in distinct(all_for(scenario)[0]):
+        if strategy.partition_rule in _RULES and strategy.name not in compared and strategy.approximate is None:
+            with suppress(InputError):  # fewer tokens than GPUs, say
+                candidates.append((_rough_peak(scenario, strategy), strategy.name, strategy))
+    for rough, name, strategy in sorted(candidates)[:_TRIED]:
+        placed = placed_for(scenario, strategy)
+        memory = rough
+        if strategy.partition_rule == "pieces":
+            memory = max(rank.total for rank in memory_of(placed, *settled(placed, strategy)))
+        if memory <= scenario.memory_limit.nbytes:
+            return (_remedy(scenario, name, memory, f"{change} --strategies {name}".strip()),)
+    return ()
+
+
+def _rough_peak(scenario: Scenario, strategy: Strategy) -> int:
+    placed = placed_for(scenario, strategy)
+    tokens, ranks = placed.request.new_tokens, placed.cluster.num_gpus
+    number = min(2 * ranks, tokens // context_ranks(strategy)) if strategy.pipeline is not None else ranks
+    cut = Partition.even(tokens, max(1, number))
+    return max(rank.total for rank in memory_of(placed, strategy, cut))
+
+
+def _remedy(scenario: Scenario, strategy: str, peak: int, change: str) -> Remedy:
+    return Remedy(
+        change=change,
+        strategy=strategy,
+        num_gpus=scenario.num_gpus,
+        dtype=scenario.request.dtype,
+        memory_fraction=scenario.memory_fraction,
+        peak_bytes=peak,
+    )
