@@ -176,8 +176,9 @@ class CalibratedCost:
         rates: AttentionRates | LatentRates = self.rates.attention[self.kernel]
         if call.latent and self.kernel == "flash" and self.rates.latent is not None:
             rates = self.rates.latent
-        seconds = rates.least_seconds if self.least else rates.seconds
-        return self.scale * self.pace * seconds(call, self.batch, self.element_bytes)
+        seconds = (rates.least_seconds if self.least else rates.seconds)(call, self.batch, self.element_bytes)
+        factor = self.scale * self.pace
+        return seconds if factor == 1.0 else factor * seconds
 
     def experts_s(self, call: ExpertsCall) -> Array:
         """By the profile's rates of grouped products; counted where it has none of such a type."""
@@ -203,7 +204,7 @@ class CalibratedCost:
     def traffic_s(self, tokens: Array, steps: tuple[Traffic, ...]) -> Array:
         """Bytes at the rate of each operation, and each kernel's start."""
         token_s, start_s = self._traffic(steps)
-        return tokens * token_s + start_s
+        return tokens * token_s + start_s if start_s else tokens * token_s
 
     def mask_s(self, mask_elements: Array) -> Array:
         """As the profile says."""

@@ -105,8 +105,12 @@ class LayerCosts:
     # -- before tokens see each other
     def qkv_s(self, chunk: Array) -> Array:
         """Input norm, projections, rotary embedding; the device idles after a wait of the host's."""
-        seconds = self._before(chunk) + self.host.resume_s * self._repeats_rotary
-        return seconds if self.mixing is None else seconds + self.mixing.own_s(chunk)
+        seconds = self._before(chunk)
+        if self._repeats_rotary:
+            seconds = seconds + self.host.resume_s
+        if self.mixing is not None and self.mixing.has_own:
+            seconds = seconds + self.mixing.own_s(chunk)
+        return seconds
 
     def append_s(self, chunk: Array, prefix: Array) -> Array:
         """Copies that put the cache of prefix and chunk into one: one more where there is a prefix."""
@@ -226,7 +230,7 @@ class LayerCosts:
         """What a rank hands on: the cache up to `end` but the cached prefix; of a window, its tail; a state."""
         if self.mixing is None:
             return np.zeros_like(end)
-        return self.mixing.needed_bytes(end - self.cached_prefix)
+        return self.mixing.needed_bytes(end - self.cached_prefix if self.cached_prefix else end)
 
     @property
     def prefix_bytes(self) -> Array:

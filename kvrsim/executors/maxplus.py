@@ -209,5 +209,50 @@ class _Chain:
         return latest
 
 
+def last_of_row(x: Array, on: Array, back: Array, periods: int) -> Array:
+    """The last of nodes in a row, after so many periods: `x_i(l) = max(x_(i-1)(l) + on_i, x_(i+1)(l-1) + back_i)`.
+
+    At the ends, `on_0` and the last `back` are the nodes' own loops.
+    x: the nodes after a period, so that none is before the one before it plus `on`. All have the shape (nodes, B).
+    """
+    if periods < 2 * len(x):
+        return _swept(x, on, back, periods)
+    loops = np.empty_like(back)
+    np.add(back[:-1], on[1:], out=loops[:-1])
+    loops[-1] = back[-1]
+    np.maximum(loops[0], on[0], out=loops[0])
+    begun = x
+    if (x[1:] > (1.0 + SAME) * (x[:-1] + on[1:])).any():  # else no node is better begun at than the one before it
+        to_first = np.zeros_like(x)  # from each node back to the first one
+        np.cumsum(back[:-1], axis=0, out=to_first[1:])
+        far, begun = x + to_first, np.full_like(x, -np.inf)
+        for further in reversed(range(len(x))):  # what begins so many nodes behind comes back, each period less a loop
+            count = len(x) - further
+            begun[:count] -= loops[:count]
+            np.maximum(begun[:count], far[further:], out=begun[:count])
+        begun -= to_first
+    stayed = begun + periods * loops
+    gone: Array = stayed[0]
+    for index in range(1, len(x)):
+        gone = np.maximum(gone + on[index], stayed[index])
+    return gone
+
+
+def _swept(x: Array, on: Array, back: Array, periods: int) -> Array:
+    """The same by anti-diagonals: step s has period l of every node i with s = i + 2 l, none of which needs another."""
+    nodes = len(x)
+    row = np.concatenate([x[:1], x, x[-1:]])  # beyond the ends stand copies of the ends
+    one, other = np.empty_like(x), np.empty_like(x)
+    for step in range(2, nodes + 2 * periods):
+        first = max(step - 2 * periods, step % 2)
+        now = slice(first, min(nodes, step - 1), 2)
+        size = len(range(nodes)[now])
+        np.add(row[:-2][now], on[now], out=one[:size])
+        np.add(row[2:][now], back[now], out=other[:size])
+        np.maximum(one[:size], other[:size], out=row[1:-1][now])
+        row[0], row[-1] = row[1], row[-2]
+    return np.asarray(row[-2])
+
+
 def _slower(one: Offset | None, other: Offset | None) -> Offset | None:
     return other if one is None else one if other is None else np.maximum(one, other)

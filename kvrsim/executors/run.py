@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvrsim.choices import EXECUTORS, Executor
-from kvrsim.compile import build_program, columns
+from kvrsim.compile import build_program, chain_program, columns, has_chain
 from kvrsim.cost.kernels import CostModel
 from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
+from kvrsim.executors.chain import chain_ttft_s
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.partition import Partition
 from kvrsim.program.operations import Array, Program
@@ -32,6 +33,7 @@ BLOCK = 8192  # partitions that are evaluated together: arrays of 64 KiB, which 
 _MANY = 1024  # partitions, from which on their arrays are large
 _KEPT = 3 * 2**20  # numbers: 24 MiB, of which no page is touched
 _CELLS = 2**14  # partitions times samples that are evaluated together
+_CHAIN_CELLS, _LEAST_ROWS = 2**16, 128  # of a chain: partitions times ranks that are evaluated together
 _SHARED_CELLS, _SHARED_BLOCK = 2**20, 1024  # on a bus: partitions times messages, and partitions at most
 
 
@@ -88,7 +90,26 @@ def ttft_s(scenario: Scenario, strategy: Strategy, chunks: Array, *, draw: Noise
 
     chunks: tokens, shape (B, ranks). Returns shape (B,), or (B, samples) under a draw of noise.
     """
+    if draw is None and has_chain(scenario, strategy):
+        return _chain_ttft_s(scenario, strategy, chunks)
     return np.concatenate([finish[-1] for finish in _finishes(scenario, strategy, chunks, draw)])
+
+
+def _chain_ttft_s(scenario: Scenario, strategy: Strategy, chunks: Array) -> Array:
+    """The same by the recurrence of chains, and by the program where a host delays its device for long."""
+    ttfts_s, known = np.empty(len(chunks)), np.empty(len(chunks), dtype=bool)
+    costs = scenario.layer_costs()[scenario.share.layer_kind_index[0]]
+    step = max(_LEAST_ROWS, _CHAIN_CELLS // scenario.cluster.num_gpus)
+    if len(chunks) >= _MANY:
+        _keep_freed_memory()
+    for first in range(0, len(chunks), step):
+        rows = slice(first, first + step)
+        program = chain_program(scenario, strategy, costs, np.array(chunks[rows].T, dtype=float, order="C"))
+        ttfts_s[rows], known[rows] = chain_ttft_s(program, scenario.cluster)
+    if not known.all():
+        finishes = _finishes(scenario, strategy, chunks[~known], None)
+        ttfts_s[~known] = np.concatenate([finish[-1] for finish in finishes])
+    return ttfts_s
 
 
 def finish_s(scenario: Scenario, strategy: Strategy, chunks: Array, *, draw: NoiseDraw | None = None) -> Array:

@@ -58,10 +58,10 @@ class Path:
         Where a short message is faster than the bandwidth, the time from end to end is
         max(latency + n / short, n / bandwidth).
         """
-        long_s = nbytes / self.bandwidth_bytes_per_s
+        long_s = nbytes * (1.0 / self.bandwidth_bytes_per_s)
         if self.short_bytes_per_s is None:
             return long_s
-        return np.maximum(nbytes / self.short_bytes_per_s, long_s - self.latency_s)
+        return np.maximum(nbytes * (1.0 / self.short_bytes_per_s), long_s - self.latency_s)
 
     def gather_step_s(self, nbytes: Array, num_ranks: int) -> Array:
         """How long one step of a ring all-gather keeps the path busy."""

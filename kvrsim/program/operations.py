@@ -173,17 +173,27 @@ def _row(op: Op, index: int) -> Op:
     return replace(op, **rows)  # type: ignore[arg-type]
 
 
-def beside_receives(ops: tuple[Op, ...], share: float) -> tuple[Op, ...]:
+def beside_receives(ops: tuple[Op, ...], share: float | Array) -> tuple[Op, ...]:
     """A rank's operations in a layer, whose computation loses `share` of its rate while a receive waits.
 
     A rank that receives posts the next layer's receive as soon as it has the last one's message, so one waits nearly
     all the time; where the rank before is far ahead, the message is there sooner, and the time is too long by the
     share. A rendezvous is not posted ahead.
     """
-    if not share or not any(isinstance(op, Recv) and not op.rendezvous for op in ops):
+    if not np.any(share) or not any(isinstance(op, Recv) and not op.rendezvous for op in ops):
         return ops
     factor = 1.0 / (1.0 - share)
     return tuple(replace(op, device_s=factor * op.device_s) if isinstance(op, Compute) else op for op in ops)
+
+
+def slower(ops: Sequence[Op], factor: float | Array) -> tuple[Op, ...]:
+    """The same on GPUs that compute so many times as long; hosts and links as they are."""
+    return tuple(
+        replace(op, device_s=factor * op.device_s)
+        if isinstance(op, Compute | RingPass) and op.kind != "request"
+        else op
+        for op in ops
+    )
 
 
 def _query_blocks(ops: Sequence[Op]) -> int:
@@ -268,15 +278,7 @@ class Program:
             return self
 
         def slow(ranks: Sequence[tuple[Op, ...]]) -> tuple[tuple[Op, ...], ...]:
-            return tuple(
-                tuple(
-                    replace(op, device_s=factor * op.device_s)
-                    if isinstance(op, Compute | RingPass) and op.kind != "request"
-                    else op
-                    for op in ops
-                )
-                for factor, ops in zip(factors, ranks, strict=True)
-            )
+            return tuple(slower(ops, factor) for factor, ops in zip(factors, ranks, strict=True))
 
         layers = tuple(slow(kind) for kind in self.layers)
         return replace(self, prologue=slow(self.prologue), layers=layers, epilogue=slow(self.epilogue))

@@ -81,12 +81,23 @@ class Step:
 
     `chunks` and `starts` hold one array of shape (B,) a rank: tokens of its chunk, and tokens of the
     context before it (the cached prefix of the request counted in). `query_blocks`: as of the strategy.
+    `times_only`: leave out what only memory asks for.
     """
 
     costs: LayerCosts
     chunks: Sequence[Array]
     starts: Sequence[Array]
     query_blocks: tuple[int, ...] = field(default=(1,), kw_only=True)
+    times_only: bool = field(default=False, kw_only=True)
+
+    @classmethod
+    def of_all_ranks(cls, costs: LayerCosts, chunks: Array, starts: Array, query_blocks: tuple[int, ...]) -> Step:
+        """Every rank's operations at once, times only: what any one rank is asked for is an array of all ranks.
+
+        For strategies whose ranks differ in nothing but whom they exchange messages with. chunks, starts: (ranks, B).
+        """
+        num_ranks = max(3, len(chunks))  # one in the middle has neighbours on both sides
+        return cls(costs, [chunks] * num_ranks, [starts] * num_ranks, query_blocks=query_blocks, times_only=True)
 
     @property
     def num_ranks(self) -> int:
@@ -108,7 +119,7 @@ class Step:
 
     def append_to(self, tokens: Array, prefix: Array) -> Compute:
         """Join the K, V of some tokens of the rank to those of the `prefix` tokens that it then holds besides."""
-        held = self.costs.kv_bytes(prefix + tokens)
+        held = None if self.times_only else self.costs.kv_bytes(prefix + tokens)
         return Compute(name="append", device_s=self.costs.append_s(tokens, prefix), kv_bytes=held, kind="append")
 
     def attention(self, rank: int, prefix: Array) -> Compute:
@@ -121,7 +132,7 @@ class Step:
             name="attention",
             device_s=device_s,
             host_s=self.costs.host_attention_s * self.query_blocks[0],  # of those beyond, hidden: see LayerCosts
-            score_elements=self.costs.score_elements(chunk, prefix + chunk) / calls,
+            score_elements=None if self.times_only else self.costs.score_elements(chunk, prefix + chunk) / calls,
             query_blocks=calls,
             kind="attention",
         )
@@ -133,7 +144,7 @@ class Step:
             name="scan",
             device_s=self.costs.attention_s(chunk, self.starts[rank]),
             host_s=self.costs.host_attention_s,
-            kv_bytes=self.costs.kv_bytes(chunk),
+            kv_bytes=None if self.times_only else self.costs.kv_bytes(chunk),
             kind="attention",
         )
 
@@ -144,7 +155,7 @@ class Step:
             name=name,
             device_s=device_s if some is None else np.where(some, device_s, 0.0),
             host_s=self.costs.host_attention_s,
-            score_elements=self.costs.score_elements(tokens, prefix + tokens),
+            score_elements=None if self.times_only else self.costs.score_elements(tokens, prefix + tokens),
             kind="attention",
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -59,6 +60,7 @@ class Mixing(ABC):
     """Seconds, bytes and kernels of a mixer's own operations; arguments and results are arrays of any one shape."""
 
     mixer: Mixer
+    has_own: ClassVar[bool] = False  # whether own_s is anything
 
     def __init__(self, setting: Setting, mixer: Mixer) -> None:
         self.setting, self.mixer, self.cost = setting, mixer, setting.cost
@@ -73,7 +75,7 @@ class Mixing(ABC):
         return self.mixer.projections
 
     def own_s(self, chunk: Array) -> Array:
-        """What else the mixer does to the chunk before tokens see each other; nothing unless it says so."""
+        """What else the mixer does to the chunk before tokens see each other; nothing unless `has_own`."""
         return 0.0 * chunk
 
     # -- the cache
@@ -83,13 +85,19 @@ class Mixing(ABC):
 
     def needed_bytes(self, tokens: Array) -> Array:
         """Of the cache of so many tokens, what the tokens after them need."""
-        return np.asarray(self.setting.batch * self.mixer.needed_bytes(tokens, self._width))
+        nbytes = np.asarray(self.mixer.needed_bytes(tokens, self._width))
+        return nbytes if self.setting.batch == 1 else self.setting.batch * nbytes
 
     def append_s(self, chunk: Array, prefix: Array) -> Array:
         """Copies that put the cache of prefix and chunk into one: one more where there is a prefix."""
         copies = self.cost.copies
-        tokens = self.seen(prefix) + chunk
-        seconds = self.setting.resume_s + self._copy_s(tokens * (copies.keep + copies.append * (prefix > 0)))
+        if not copies.keep and not copies.append:
+            seconds = np.full(np.broadcast(chunk, prefix).shape, self.setting.resume_s)
+        else:
+            tokens = self.seen(prefix) + chunk
+            copied = np.asarray(tokens * (copies.keep + copies.append))
+            np.multiply(tokens, copies.keep, out=copied, where=prefix <= 0)
+            seconds = self._copy_s(copied) + self.setting.resume_s
         return seconds + self._write_s(chunk) if copies.own else seconds
 
     def assemble_s(self, chunk: Array, others: Array) -> Array:

@@ -32,6 +32,7 @@ class LatentMixing(MergedMixing):
     """Latent attention to all keys."""
 
     mixer: LatentAttention
+    has_own = True
 
     def __init__(self, setting: Setting, mixer: LatentAttention) -> None:
         super().__init__(setting, mixer)

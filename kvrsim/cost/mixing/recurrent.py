@@ -15,6 +15,7 @@ class RecurrentMixing(Mixing):
     """A convolution of the chunk, then a scan that waits for the state before it."""
 
     mixer: Recurrence
+    has_own = True
 
     @property
     def kernels(self) -> int:

@@ -15,6 +15,7 @@ from kvrsim.profile.rates.elementwise import Traffic
 from kvrsim.program.operations import Array
 
 _FP32_BYTES = 4
+_NOT_COUNTED = np.full(1, np.nan)
 
 
 class MergedMixing(BlockMixing):
@@ -64,7 +65,9 @@ class SoftmaxMixing(MergedMixing):
 
     def __init__(self, setting: Setting, mixer: Attention) -> None:
         super().__init__(setting, mixer)
-        self._repeats = setting.kernel == "eager" and not self.cost.whole_attention
+        self._is_eager = setting.kernel == "eager"
+        shares = mixer.num_key_value_heads != mixer.num_attention_heads
+        self._repeats = self._is_eager and not self.cost.whole_attention and shares
 
     @property
     def kernels(self) -> int:
@@ -93,8 +96,10 @@ class SoftmaxMixing(MergedMixing):
         calls = self._call(queries, self.seen(before), self._causal(queries, before), own=True)
         joined = Traffic("copy", 4.0 * mixer.num_attention_heads * mixer.v_head_dim, 1)
         calls_s = np.asarray(blocks * self.cost.attention_s(replace(calls, part=True)).mean(axis=0))
-        seconds = calls_s + self.cost.traffic_s(chunk, (joined,)) + self._repeat_s(self.seen(prefix) + chunk)
-        if self.setting.kernel == "eager":
+        seconds = calls_s + self.cost.traffic_s(chunk, (joined,))
+        if self._repeats:
+            seconds = seconds + self._repeat_s(self.seen(prefix) + chunk)
+        if self._is_eager:
             return seconds
         if self.cost.least:
             return np.asarray(np.minimum(seconds, self.mix_s(prefix + chunk, 0.0 * prefix)))
@@ -138,21 +143,22 @@ class SoftmaxMixing(MergedMixing):
         )
 
     def _called_s(self, call: AttentionCall) -> Array:
-        return self.cost.attention_s(call) + self._repeat_s(call.keys)
+        seconds = self.cost.attention_s(call)
+        return seconds + self._repeat_s(call.keys) if self._repeats else seconds
 
-    def _repeat_s(self, keys: Array) -> Array | float:
-        """K and V of so many keys, with each head as often as query heads share it; 0 where none is repeated."""
+    def _repeat_s(self, keys: Array) -> Array:
+        """K and V of so many keys, with each head as often as query heads share it."""
         mixer = self.mixer
-        if not self._repeats or mixer.num_key_value_heads == mixer.num_attention_heads:
-            return 0.0
         heads = mixer.num_key_value_heads + mixer.num_attention_heads
         # Read few heads, write all; two bytes an element.
         nbytes = 2.0 * heads * (mixer.head_dim + mixer.v_head_dim)
         return self.cost.traffic_s(keys, (Traffic("copy", nbytes, 2),))
 
     def _causal(self, chunk: Array, prefix: Array) -> Array:
-        """Score elements of one head that are not masked."""
+        """Score elements of one head that are not masked; nobody counts them where the kernel is eager."""
         mixer = self.mixer
+        if self._is_eager:
+            return _NOT_COUNTED
         if mixer.attention_chunk is not None:
             return _in_chunks(prefix + chunk, mixer.attention_chunk) - _in_chunks(prefix, mixer.attention_chunk)
         if mixer.sliding_window is not None:

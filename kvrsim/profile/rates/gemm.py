@@ -7,6 +7,7 @@ Multiplication Background User's Guide). Of several tile sizes the library takes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -124,11 +125,14 @@ class RowCost:
     def __call__(self, rows: Array) -> Array:
         if self.rows_per_step is None:
             return np.asarray(rows * self.row_s + self.table[0])
-        steps = np.ceil(rows / self.rows_per_step)
+        step, power = self.rows_per_step, math.frexp(self.rows_per_step)[0] == 0.5  # then 1 / step is exact, and faster
+        steps = np.asarray(np.ceil(rows * (1.0 / step) if power else rows / step))
         last = len(self.table) - 1
-        seconds = self.table.take(np.asarray(steps).astype(np.intp), mode="clip") + rows * self.row_s
-        if np.greater(steps, last).any():
-            seconds += np.maximum(steps - last, 0.0) * (self.table[-1] / last)
+        seconds = self.table.take(steps.astype(np.intp), mode="clip")
+        if self.row_s:
+            seconds = seconds + rows * self.row_s
+        if steps.max(initial=0.0) > last:
+            seconds = seconds + np.maximum(steps - last, 0.0) * (self.table[-1] / last)
         return np.asarray(seconds)
 
 
