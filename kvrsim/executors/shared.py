@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrsim.executors.flows import FlowGraph
+from kvrsim.executors.lanes import run_lanes
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.program.operations import Array, Program, beside_message_s
 
@@ -21,7 +22,8 @@ def run_shared(program: Program, cluster: Cluster) -> Array:
 
     TTFT is the last rank's. Equal to the event executor's to rounding.
     """
-    return _Shared(FlowGraph.of(program, cluster)).run()
+    by_lanes = run_lanes(program, cluster)
+    return _Shared(FlowGraph.of(program, cluster)).run() if by_lanes is None else by_lanes
 
 
 class _Shared:
