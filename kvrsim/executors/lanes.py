@@ -166,7 +166,7 @@ class _Run:
                 self.leaves_at[places] = served_s.take(self.row_of.take(places)) + busy_s
                 self.enters_s[places] = np.inf
             share = np.maximum(np.add.reduce(leaves < np.inf), 1.0)
-        assert (self.current.reshape(shape).T == (self.tables.missing >= 0).sum(axis=0)).all(), "the program deadlocks"
+        assert ((self.tables.missing >= 0).sum(axis=0) == self.current.reshape(shape).T).all(), "the program deadlocks"
         return self.ready_s.reshape(shape)
 
     def _leave(self, places: Index, now_s: Array) -> None:
