@@ -23,6 +23,7 @@ from planner.plan_bounds import bound_of_pipeline, bounds_of
 from planner.plan_notes import approximate_notes, even_chunks, fewer_gpus, memory_notes, rests_on
 from planner.simulate import computes_s, waited_s
 from planner.strategies_for import choose
+from planner.uncertainty.bases import bases_of
 from planner.uncertainty.interval import interval_of, measured_coverage, tied
 from planner.uncertainty.moves import Moves, moves
 
@@ -255,7 +256,8 @@ def _with_speedups(results: list[StrategyResult]) -> tuple[list[StrategyResult],
 def _replayed(scenario: Scenario, strategy: Strategy, found: StrategyResult) -> Timeline:
     """Simulate a result by the event executor, which must agree with what was printed."""
     placed = placed_for(scenario, strategy)
-    run = run_partition(placed, strategy, Partition(chunk_lens=found.partition), timeline=True)
+    cut = Partition(chunk_lens=found.partition)
+    run = run_partition(placed, strategy, cut, timeline=True)
     assert abs(run.ttft_s - found.ttft_s) <= _AGREE * found.ttft_s, "the executors disagree"
     assert run.timeline is not None, "a timeline was asked for"
-    return run.timeline
+    return replace(run.timeline, bases=bases_of(placed, strategy, cut, run.timeline))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvrsim.errors import InputError
 from kvrsim.executors.run import check_executor, run_partition
 from kvrsim.memory import fits, memory_of
+from kvrsim.partition import Partition
 from kvrsim.program.in_flight import loaded_bytes, sent_bytes
 from kvrsim.program.operations import Op, Program, work_s
 from kvrsim.results.question import Question
@@ -21,6 +22,7 @@ from kvrsim.strategies.pipeline import layers_of, tokens_of
 from planner.access import access_notes, has_choice, placed_for, told_access
 from planner.evaluate import Progress
 from planner.partitions import settled
+from planner.uncertainty.bases import bases_of
 from planner.uncertainty.breakdown import breakdown
 from planner.uncertainty.interval import interval, measured_coverage
 
@@ -132,7 +134,7 @@ def run_simulation(
             *access_notes({chosen.name: told_access(placed, chosen)}, had_choice=has_choice(scenario, chosen)),
             *(_table_notes(table, placed, chosen) if looks_up and table is not None else ()),
         ),
-        timeline=_shown(stream, spans, noise=draw) if timeline else None,
+        timeline=_with_bases(placed, chosen, cut, _shown(stream, spans, noise=draw)) if timeline else None,
         breakdown=breakdown(placed, chosen, cut, finish_s, spans) if with_breakdown and spans else None,
         noise=None if disturbance is None else disturbance.noise,
         noisy=None if disturbance is None else disturbance.distribution(placed, chosen, cut, quiet_s or finish_s[-1]),
@@ -193,6 +195,11 @@ def _shown(stream: Stream | None, first: Timeline | None, *, noise: NoiseDraw | 
         return first
     shown = stream.first(max(1, MOST_SPANS // max(1, len(first.spans))))
     return replace(shown.timeline(noise), gpus_per_rank=first.gpus_per_rank)
+
+
+def _with_bases(placed: Scenario, strategy: Strategy, cut: Partition, shown: Timeline | None) -> Timeline | None:
+    """How each span's seconds are known; of prompts of different lengths, by the longest."""
+    return None if shown is None else replace(shown, bases=bases_of(placed, strategy, cut, shown))
 
 
 def compute_s(program: Program, rank: int) -> float:

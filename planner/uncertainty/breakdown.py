@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from kvrsim.compile import build_program, columns
 from kvrsim.cost.kernels import CostModel
 from kvrsim.cost.limits import RooflineCost
-from kvrsim.cost.sensitivity import Part, WeightedCost, listing
+from kvrsim.cost.sensitivity import Part
 from kvrsim.model.mixers import RECURRENCE_TITLES
 from kvrsim.partition import Partition
-from kvrsim.profile.profile import OperationFit
 from kvrsim.program.operations import Array, Compute, Program, work_s
-from kvrsim.results.breakdown import Basis, Breakdown, BreakdownRow
+from kvrsim.results.breakdown import Breakdown, BreakdownRow
 from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
-from kvrsim.strategies.pipeline import context_ranks
-from planner.uncertainty.causes import UNCOMPARED_KINDS
+from planner.uncertainty.bases import basis_of, chunk_of, weighted_program
 
 _RESUME, _ENGINE = Part("resume"), Part("engine")
 _ROUNDING = 1e-9
@@ -40,9 +37,7 @@ def breakdown(
     least = _part_seconds(scenario, strategy, partition, _roofline(scenario))
     rows = []
     for rank in range(len(finish_s)):
-        piece = len(partition.chunk_lens) - 1 if strategy.pipeline else rank  # of a pipeline, the last stands for all
-        chunk = partition.chunk_lens[piece] // context_ranks(strategy)
-        start = scenario.request.cached_prefix + sum(partition.chunk_lens[:piece])
+        chunk, start = chunk_of(scenario, strategy, partition, rank)
         for part in seconds:
             if (taken := float(seconds[part][rank])) > _ROUNDING * ttft_s:
                 roofline_s = None if part in (_RESUME, _ENGINE) else float(least[part][rank])
@@ -54,7 +49,7 @@ def breakdown(
                         seconds=taken,
                         share=taken / ttft_s,
                         roofline_share=None if roofline_s is None else roofline_s / taken,
-                        basis=_basis(scenario, part, chunk, start),
+                        basis=basis_of(scenario, part, chunk, start),
                     )
                 )
         busy_s = float(sum(part[rank] for part in seconds.values()))
@@ -63,16 +58,10 @@ def breakdown(
 
 
 def _part_seconds(scenario: Scenario, strategy: Strategy, partition: Partition, cost: CostModel) -> dict[Part, Array]:
-    """For each part, the device seconds of each rank: every column of weights lets one part take its time."""
-    chunks = columns(partition.chunk_lens)
-    noting, parts = listing(cost)
-    build_program(scenario, strategy, chunks, noting)
-    names = list(parts)
-    weights = np.eye(len(names), len(names) + 1)  # the last column: what no part accounts for
-    weighted = WeightedCost(cost=cost, weights=dict(zip(names, weights, strict=True)))
-    wide = [np.repeat(chunk, weights.shape[1]) for chunk in chunks]
-    program = build_program(scenario, strategy, wide, weighted)
-    totals = np.array([_device_s(program, rank, weights.shape[1]) for rank in range(program.num_ranks)])
+    """For each part, the device seconds of each rank."""
+    program, names = weighted_program(scenario, strategy, partition, cost)
+    width = len(names) + 1
+    totals = np.array([_device_s(program, rank, width) for rank in range(program.num_ranks)])
     found = {part: totals[:, index] - totals[:, -1] for index, part in enumerate(names)}
     engine_s = np.array([_engine_s(program, rank) for rank in range(program.num_ranks)])
     return found | {_RESUME: totals[:, -1] - engine_s, _ENGINE: engine_s}
@@ -144,47 +133,3 @@ def _waits(timeline: Timeline, rank: int, ttft_s: float, idle_s: float) -> list[
         )
         for name, seconds in waits.items()
     ]
-
-
-def _basis(scenario: Scenario, part: Part, chunk: int, start: int) -> Basis:
-    """How well a part is known: by its own measurement, between measurements, outside, or by whole TTFTs alone."""
-    profile = scenario.profile
-    if profile is None:
-        return "datasheet"
-    fit = profile.operations.get(part.kind)
-    if fit is None:
-        return "extrapolated" if part.kind in UNCOMPARED_KINDS else "fitted"
-    if part.variant is not None and (rates := profile.kernels.recurrence) and part.variant not in rates.kinds:
-        return "extrapolated"  # from another kind
-    sizes = _sizes(scenario, part, chunk, start)
-    if not _inside(fit, sizes):
-        return "extrapolated"
-    known = part.product is not None and profile.kernels.is_measured(part.product)
-    return "measured" if known else "interpolated"
-
-
-def _sizes(scenario: Scenario, part: Part, chunk: int, start: int) -> Mapping[str, float]:
-    """The sizes of one part, named as in OperationFit.seen."""
-    batch = scenario.request.batch
-    if part.product is not None:
-        product, head = part.product, scenario.share.lm_head
-        is_head = (product.in_features, product.out_features) == (head.in_features, head.out_features)
-        rows = batch * (1 if is_head and not scenario.cost.head_on_all_tokens else chunk * product.share)
-        return {"tokens": rows, "in_features": product.in_features, "out_features": product.out_features}
-    if part.kind == "attention":
-        model = scenario.share
-        return {
-            "chunk": chunk,
-            "prefix": start,
-            "num_attention_heads": model.num_attention_heads,
-            "head_dim": model.head_dim,
-            "batch": batch,
-        }
-    if part.kind in ("latent", "sparse"):
-        return {"chunk": chunk, "context": start + chunk, "num_attention_heads": scenario.share.num_attention_heads}
-    return {"tokens": chunk * batch}
-
-
-def _inside(fit: OperationFit, sizes: Mapping[str, float]) -> bool:
-    seen = fit.seen
-    return all(seen[key][0] <= size <= seen[key][1] for key, size in sizes.items() if key in seen and size)
