@@ -38,6 +38,7 @@ from kvrsim.version import __version__, command_line
 
 CHARTS = ("uPlot.iife.min.js", "chart.js")  # the chart library and what makes its charts those of a page
 _STYLES = {"uPlot.iife.min.js": "uPlot.min.css", "controls.js": "controls.css"}  # that a script needs
+_LONG = 28  # characters of a fact that takes two places
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,7 +134,11 @@ def _hashes(contents: Sequence[str]) -> str:
 def _header(page: Page) -> Html:
     command = command_line()
     facts = {**page.facts, "version": f"kvrsim {__version__}"}
-    listed = (tag("div", tag("dt", label), tag("dd", value)) for label, value in facts.items() if value)
+    listed = (
+        tag("div", tag("dt", label), tag("dd", value), class_="long" if len(value) > _LONG else None)
+        for label, value in facts.items()
+        if value
+    )
     shown = () if command is None else (tag("p", tag("code", command, id="command"), class_="command"),)
     title = tag("h1", page.title)
     switch = tag("button", "Dark", id="kv-theme", type="button", class_="switch", aria_pressed="false")

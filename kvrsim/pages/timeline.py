@@ -8,14 +8,22 @@ in a table of kinds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvrsim.pages.colours import variable, variable_of
+from kvrsim.pages.html import join, tag
+from kvrsim.pages.page import Section
 from kvrsim.plots.style import OPERATIONS, operation_of
 from kvrsim.results.timeline import Span, Timeline
 
+SCRIPTS = ("spans.js", "gantt-view.js", "gantt.js", "memory.js", "timeline.js")
+_KEYS = (
+    "[wheel] [+] [−] zoom; drag or [Page Up] [Page Down] move; [Shift] and drag select; [0] shows all;"
+    " [←] [→] [↑] [↓] go from operation to operation."
+)
 _FINEST_S = 1e-9
 _MOST_TICKS = 2**32  # of a timeline, so that a long one is not written with needless digits
 
@@ -27,6 +35,25 @@ class Shown:
     name: str  # by which a reader chooses it
     title: str  # above its lanes
     timeline: Timeline
+    basis: str | None = None  # how all its seconds are known; None: as the timeline has it
+    memory: str | None = None  # name under which a page has its memory; None: its own
+
+
+def gantt_section(*, several: bool) -> Section:
+    """The chart, its keys, and a table with the same times; several: a reader chooses two timelines."""
+    chart = tag("div", id="gantt", class_="chart")
+    times = tag("details", tag("summary", "The same times as a table"), tag("div", id="times"))
+    title = "Timelines" if several else "Timeline"
+    return Section(
+        title=title,
+        body=join([chart, tag("p", *_with_keys(_KEYS), class_="hint only-screen"), times]),
+        ident="timelines",
+    )
+
+
+def timelines_data(shown: Sequence[Shown]) -> dict[str, Any]:
+    """What SCRIPTS draw: the timelines, of which a reader sees two, and their legend."""
+    return {"timelines": [to_data(one) for one in shown], "legend": legend(one.timeline for one in shown)}
 
 
 def to_data(shown: Shown) -> dict[str, Any]:
@@ -34,22 +61,23 @@ def to_data(shown: Shown) -> dict[str, Any]:
     timeline = shown.timeline
     tick_s = max(_FINEST_S, timeline.end_s / _MOST_TICKS)
     kinds: dict[tuple[Any, ...], int] = {}
-    lanes: dict[tuple[int, bool], list[Span]] = {}
-    for span in timeline.spans:
-        lanes.setdefault((span.rank, span.kind == "transfer"), []).append(span)
+    lanes: dict[tuple[int, bool], list[tuple[Span, str]]] = {}
+    bases = timeline.bases if shown.basis is None and timeline.bases else (shown.basis or "",) * len(timeline.spans)
+    for span, basis in zip(timeline.spans, bases, strict=True):
+        lanes.setdefault((span.rank, span.kind == "transfer"), []).append((span, basis))
     return {
         "name": shown.name,
         "title": shown.title,
+        "memory": shown.memory or shown.name,
         "ranks": timeline.num_ranks,
         "rank_names": [timeline.rank_name(rank) for rank in range(timeline.num_ranks)],
-        "short_names": [str(rank) for rank in range(timeline.num_ranks)],
         "end_s": timeline.end_s,
         "tick_s": tick_s,
         "first_tokens_s": _first_tokens_s(timeline),
         "lanes": [
             {"rank": rank, "link": link} | _columns(lanes[rank, link], tick_s, kinds) for rank, link in sorted(lanes)
         ],
-        "kinds": [dict(zip(("colour", "name", "peer", "bytes"), kind, strict=True)) for kind in kinds],
+        "kinds": [dict(zip(("colour", "name", "peer", "bytes", "basis"), kind, strict=True)) for kind in kinds],
     }
 
 
@@ -61,12 +89,20 @@ def legend(timelines: Iterable[Timeline]) -> list[tuple[str, str]]:
     return [(shown[name], name) for name in order if name in shown]
 
 
-def _columns(spans: Sequence[Span], tick_s: float, kinds: dict[tuple[Any, ...], int]) -> dict[str, list[int]]:
+def _with_keys(words: str) -> Iterator[str]:
+    """Text in which names of keys stand in brackets."""
+    for number, part in enumerate(re.split(r"[][]", words)):
+        yield tag("kbd", part) if number % 2 else part
+
+
+def _columns(
+    spans: Sequence[tuple[Span, str]], tick_s: float, kinds: dict[tuple[Any, ...], int]
+) -> dict[str, list[int]]:
     """Of one lane."""
     found: dict[str, list[int]] = {"kind": [], "layer": [], "gap": [], "ticks": []}
     clock = 0
-    for span in sorted(spans, key=lambda span: span.start_s):
-        kind = (variable_of(span.kind, span.op), span.name, span.peer, span.nbytes)
+    for span, basis in sorted(spans, key=lambda pair: pair[0].start_s):
+        kind = (variable_of(span.kind, span.op), span.name, span.peer, span.nbytes, basis)
         start, ticks = round(span.start_s / tick_s), max(1, round(span.duration_s / tick_s))
         found["kind"].append(kinds.setdefault(kind, len(kinds)))
         found["layer"].append(-1 if span.layer is None else span.layer)

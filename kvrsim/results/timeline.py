@@ -27,9 +27,7 @@ class Timeline:
     spans: tuple[Span, ...]
     gpus_per_rank: int = 1  # GPUs that a rank stands for, which do everything alike
     first_tokens_s: tuple[float, ...] = ()  # of each request that is shown, where there are several
-    bases: tuple[
-        str, ...
-    ] = ()  # of each span, how its seconds are known, such as "interpolated"; empty: not worked out
+    bases: tuple[str, ...] = ()  # of each span: how its seconds are known, such as "interpolated"; empty: not told
 
     def rank_name(self, rank: int) -> str:
         """For people, with its GPUs where they are several."""

@@ -96,6 +96,7 @@ def confirm(
         drift=drift,
         targets=targets or Targets(),
         warnings=(*warnings, *notes, *idle_notes, *([other] if other else [])),
+        memory_limit=scenario.memory_limit,
     )
 
 
@@ -173,6 +174,7 @@ def _candidate(
         logits_scale=measured.logits_scale,
         predicted=predicted.timeline,
         measured=measured.timeline,
+        memory=tuple(rank.memory for rank in predicted.per_rank),
     )
 
 

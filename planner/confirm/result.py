@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from kvrsim.hardware.cluster import Cluster
+from kvrsim.hardware.gpu import MemoryLimit
 from kvrsim.io.schema import fields_to_json
+from kvrsim.memory import RankMemory
 from kvrsim.results.quartiles import interquartile_range, median_error
 from kvrsim.results.question import Question
 from kvrsim.results.results import stages_to_json
@@ -55,6 +57,7 @@ class Candidate:
     logits_scale: float | None  # largest logit, by magnitude
     predicted: Timeline = field(repr=False, compare=False)
     measured: Timeline | None = field(repr=False, compare=False)  # of one more prefill
+    memory: tuple[RankMemory, ...] = ()  # predicted, of each GPU; empty: not worked out
 
     @property
     def median_s(self) -> float:
@@ -117,6 +120,7 @@ class Confirmation:
     drift: ClockDrift | None  # of the ranks' clocks since the calibration; None: not measured
     targets: Targets
     warnings: tuple[str, ...]
+    memory_limit: MemoryLimit | None = None  # of each GPU, beside the candidates' memory
 
     @property
     def choice(self) -> Candidate:

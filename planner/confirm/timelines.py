@@ -9,7 +9,7 @@ from typing import Any
 from kvrsim.plots.gantt import WIDTH, lane_axes, mark_first_tokens
 from kvrsim.plots.head import Head
 from kvrsim.plots.lanes import draw_arrows, draw_lanes, legend_entries, number_layers
-from kvrsim.plots.save import check_suffix, save_figure
+from kvrsim.plots.save import check_suffix, is_page, save_figure
 from kvrsim.plots.style import styled
 from kvrsim.results.timeline import Timeline
 from kvrsim.results.trace import write_trace
@@ -18,7 +18,16 @@ from planner.confirm.result import Candidate, Confirmation
 
 
 def write_plot(confirmation: Confirmation, path: str | Path) -> None:
-    """Draw the choice's predicted timeline above the measured one, as PNG, SVG or PDF by the path's suffix."""
+    """Draw the choice's predicted timeline above the measured one, as PNG, SVG or PDF by the path's suffix.
+
+    As HTML: a page with the timelines of all candidates.
+    """
+    if is_page(path):
+        from kvrsim.pages.page import write_page
+        from planner.confirm.page import confirmation_page
+
+        write_page(confirmation_page(confirmation), path)
+        return
     check_suffix(path)
     with styled():
         save_figure(_drawn(confirmation), path)

@@ -92,6 +92,7 @@ class Opened:
         page.resize(*size)
         driver.get(page.address)
         page.until("return document.readyState === 'complete' && document.documentElement.dataset.drawn === 'true'")
+        page.settle()
         return page
 
     # -- what a reader does

@@ -98,7 +98,7 @@ def confirm(
     best = parse_count(top, "top", maximum=1000)
     targets = _targets(max_regret, max_error, max_logit_error)
     check_output(trace, "trace")
-    check_plot(plot)
+    check_plot(plot, page=True)
     check_output(output, "output")
     if output is not None and not search:
         raise InputError("output", output, "nothing without --search, which writes a partition table")

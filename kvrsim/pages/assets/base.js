@@ -14,6 +14,7 @@
  * kv.say(text)               tells a screen reader
  * kv.fit(host, draw)         calls draw(width) now and when the element's width changes
  * kv.canvas(canvas, w, h)    sizes a canvas for the screen's density; returns its context, scaled to CSS pixels
+ * kv.table(caption, columns, rows)   a table that can be sorted; columns: [[title, isNumber], ...]; cells: text or [text, value]
  * Tables of class "sortable" are sorted by their heads; rows keep their elements.
  */
 const kv = (() => {
@@ -45,7 +46,7 @@ const kv = (() => {
     const [size, unit] = units.find(([least]) => Math.abs(value) >= least * 0.9995) ?? units[units.length - 1];
     return `${rounded(value / size)} ${unit}`;
   }
-  const seconds = (value) => (value === 0 ? "0 s" : scaled(value, [[1, "s"], [1e-3, "ms"], [1e-6, "µs"], [1e-9, "ns"]]));
+  const seconds = (value) => (value === 0 ? "0 s" : scaled(value, [[1, "s"], [1e-3, "ms"], [1e-6, "us"], [1e-9, "ns"]]));
   const bytes = (value) => (value === 0 ? "0 B"
     : scaled(value, [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"], [1, "B"]]));
   const tokens = (value) => {
@@ -154,6 +155,18 @@ const kv = (() => {
     });
   }
 
+  function tableOf(caption, columns, rows) {
+    const look = (index) => (columns[index][1] ? "number" : undefined);
+    const heads = columns.map(([title], index) => el("th", { scope: "col", class: look(index), text: title }));
+    const cell = (content, index) => (Array.isArray(content)
+      ? el("td", { class: look(index), text: content[0], "data-value": String(content[1]) })
+      : el("td", { class: look(index), text: content }));
+    const made = el("table", { class: "sortable" }, el("caption", { class: "hidden", text: caption }),
+      el("thead", {}, el("tr", {}, ...heads)), el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map(cell)))));
+    sortable(made);
+    return el("div", { class: "scrolls", tabindex: "0", role: "region", "aria-label": caption }, made);
+  }
+
   // -- data
 
   async function data() {
@@ -195,7 +208,7 @@ const kv = (() => {
   }
 
   return {
-    ready, el, chip, colour, slug, seconds, bytes, tokens, percent, tip, say, fit, canvas,
+    ready, el, chip, colour, slug, seconds, bytes, tokens, percent, tip, say, fit, canvas, table: tableOf,
     onTheme: (painter) => painters.push(painter),
   };
 })();

@@ -43,6 +43,7 @@ function kvGanttView(host, label) {
       const link = Math.max(1.5, Math.round(row * 0.2));
       panel.top = top;
       panel.row = row;
+      panel.widest = String(Math.max(0, ...panel.timeline.lanes.map((lane) => lane.layer.reduce((most, layer) => Math.max(most, layer), 0))));
       panel.lanes = panel.timeline.lanes.map((lane) => {
         const base = top + HEAD + lane.rank * row;
         const bar = Math.max(2, row - link - (row > 12 ? 5 : 1.5));
@@ -129,7 +130,7 @@ function kvGanttView(host, label) {
   function axis() {
     const size = step(until - from, Math.max(2, plot() / 90));
     const bottom = height - AXIS;
-    const [scale, unit] = [[1, "s"], [1e-3, "ms"], [1e-6, "µs"], [1e-9, "ns"]].find(([least]) => until >= least * 0.999) ?? [1e-9, "ns"];
+    const [scale, unit] = [[1, "s"], [1e-3, "ms"], [1e-6, "us"], [1e-9, "ns"]].find(([least]) => until >= least * 0.999) ?? [1e-9, "ns"];
     const digits = Math.max(0, Math.ceil(-Math.log10((size / scale) * 1.0001)));
     context.textAlign = "center";
     for (let number = Math.ceil(from / size); number * size <= until; number += 1) {
@@ -173,7 +174,7 @@ function kvGanttView(host, label) {
     context.font = "11.5px system-ui, sans-serif";
     const every = Math.ceil(13 / row);
     for (let rank = 0; rank < timeline.ranks; rank += every) {
-      const name = width < 640 ? timeline.short_names[rank] : timeline.rank_names[rank];
+      const name = width < 640 ? String(rank) : timeline.rank_names[rank];
       context.fillStyle = dim;
       context.fillText(fitting(name, left - 6), 2, panel.top + HEAD + (rank + 0.42) * row);
     }
@@ -212,7 +213,8 @@ function kvGanttView(host, label) {
       context.fillRect(begin, y, 0.75, h);
       const layer = lane.layer[index] >= 0 ? String(lane.layer[index]) : "";
       const name = panel.timeline.kinds[kind].name;
-      const words = [layer ? `${name} ${layer}` : name, layer].find((text) => text && context.measureText(text).width + 8 < room);
+      const fits = [layer ? `${name} ${layer}` : name, layer && panel.widest].findIndex((text) => text && context.measureText(text).width + 7 < room);
+      const words = [layer ? `${name} ${layer}` : name, layer][fits];
       if (!words) continue;
       const shade = 6 * kind + (lane.layer[index] > 0 && lane.layer[index] & 1 ? 3 : 0);
       const [red, green, blue] = panel.colours.subarray(shade, shade + 3);

@@ -1,0 +1,45 @@
+"use strict";
+/* Memory of each rank against its limit, for the timelines that are shown. */
+kv.ready((data) => {
+  const host = document.getElementById("memory");
+  if (!host) return;
+  const { limit, limit_words: words, parts, of } = data.memory;
+  const shade = (part) => `color-mix(in oklab, var(--accent) ${[100, 72, 50, 32, 18][part]}%, var(--faint))`;
+  const names = data.timelines.map((timeline) => timeline.memory);
+  const most = 1.04 * Math.max(limit, ...Object.values(of).flat().map(([, , sizes]) => sizes.reduce((sum, size) => sum + size, 0)));
+
+  function row([first, last, sizes]) {
+    const total = sizes.reduce((sum, size) => sum + size, 0);
+    const bar = kv.el("div", { class: "bar", "aria-hidden": "true" });
+    let before = 0;
+    sizes.forEach((size, part) => {
+      const piece = kv.el("span", { class: "part", title: `${parts[part]}: ${kv.bytes(size)}` });
+      piece.style.left = `${(100 * before) / most}%`;
+      piece.style.width = `${(100 * size) / most}%`;
+      piece.style.background = shade(part);
+      before += size;
+      if (size) bar.append(piece);
+    });
+    const line = kv.el("span", { class: "limit", title: `limit ${words}` });
+    line.style.left = `${(100 * limit) / most}%`;
+    bar.append(line);
+    const told = parts.map((part, index) => (sizes[index] ? `${part} ${kv.bytes(sizes[index])}` : "")).filter(Boolean).join(", ");
+    return [
+      kv.el("span", { class: "name", text: first === last ? `rank ${first}` : `ranks ${first} to ${last}` }), bar,
+      kv.el("span", { class: total > limit ? "value bad" : "value" }, kv.bytes(total),
+        kv.el("span", { class: "hidden", text: ` of ${words}: ${told}` })),
+    ];
+  }
+  function show(chosen) {
+    const shown = [...new Set(chosen.map((index) => names[index]))].filter((name) => of[name]);
+    const groups = shown.map((name) => kv.el("div", {},
+      shown.length > 1 ? kv.el("h3", { text: name }) : null, kv.el("div", { class: "bars" }, ...of[name].flatMap(row))));
+    const legend = parts.map((part, index) => {
+      const square = kv.el("span", { class: "chip", "aria-hidden": "true" });
+      square.style.background = shade(index);
+      return kv.el("li", {}, square, part);
+    });
+    host.replaceChildren(kv.el("ul", { class: "legend" }, ...legend), kv.el("div", { class: shown.length > 1 ? "pair" : "" }, ...groups));
+  }
+  document.addEventListener("kv-shown", (event) => show(event.detail));
+});
