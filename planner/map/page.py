@@ -15,7 +15,7 @@ from typing import Any
 from kvrsim.errors import InputError
 from kvrsim.pages.html import Cell, Column, join, table, tag
 from kvrsim.pages.page import CHARTS, Page, Section, write_page
-from kvrsim.pages.prefill import facts_of
+from kvrsim.pages.words import facts_of
 from kvrsim.strategies import get_strategy
 from kvrsim.units import format_bandwidth, format_seconds, format_tokens
 from planner.map.map import ALONE, MapPoint, StrategyMap, Winner, is_tied
@@ -72,7 +72,7 @@ def headline(found: StrategyMap) -> str:
 def _facts(found: StrategyMap) -> dict[str, str]:
     """The question, with the axes of the map as they are written."""
     facts = facts_of(found.question)
-    for name in ("context len", "num gpus"):  # of the largest place alone
+    for name in ("context", "GPUs"):  # of the largest place alone
         del facts[name]
     facts |= {"cluster": found.cluster.describe(), "lengths": ", ".join(map(format_tokens, found.lengths))}
     return facts | {"link bandwidths": ", ".join(map(format_bandwidth, found.bandwidths))}

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+import kvrsim
 from kvrsim.pages.page import Page
-from kvrsim.pages.prefill import plan_page
+from kvrsim.pages.prefill import plan_page, simulation_page
 from kvrsim.setup import make_scenario
 from planner.plan import make_plan
 from tests.building.browser import PHONE, Opened
@@ -52,7 +53,7 @@ def test_hover_and_keys_say_what_an_operation_is(opened: Callable[..., Opened], 
     x, y = seen.script("return kvTimelineChart.pointOf(0, 0, 3)")
     seen.hover(CANVAS, x, y)
     told = seen.text("#kv-tip")
-    assert all(word in told for word in ("layer", "start", "duration")), told
+    assert all(word in told for word in ("operation", "rank", "layer", "start", "duration", "basis")), told
     seen.press(CANVAS, *("\ue014" * 4), "\ue015")  # right, down
     assert "duration" in seen.script("return document.getElementById('kv-said').textContent")
     seen.press(CANVAS, "\ue00c")  # Escape
@@ -75,7 +76,33 @@ def test_on_a_phone_any_two_timelines_are_stacked(opened: Callable[..., Opened],
     panels = "return kvTimelineChart.panels().map((panel) => panel.timeline.name)"
     first = seen.script(panels)
     assert len(first) == 2
-    seen.script(
-        "const s = document.querySelectorAll('.tools select')[1]; s.value = '3'; s.dispatchEvent(new Event('change'))"
-    )
+    seen.script("below.value = '3'; below.dispatchEvent(new Event('change'))")
     assert seen.script(panels) == [first[0], page.data["timelines"][3]["name"]]
+
+
+def test_the_table_of_strategies_sorts_and_memory_follows_the_timelines(
+    opened: Callable[..., Opened], page: Page
+) -> None:
+    seen = opened(page)
+    names = "return [...document.querySelectorAll('#strategies tbody tr')].map((row) => row.dataset.name)"
+    by_ttft = seen.script(names)
+    seen.click("#strategies th:nth-child(6) button")  # peak memory
+    assert sorted(seen.script(names)) == sorted(by_ttft)
+    peaks = seen.script(
+        "return [...document.querySelectorAll('#strategies tbody tr')].map((row) => Number(row.cells[5].dataset.value))"
+    )
+    assert peaks == sorted(peaks)
+    assert seen.script("return [...document.querySelectorAll('#memory h3')].map((name) => name.textContent)") == [
+        one["name"] for one in page.data["timelines"][:2]
+    ]
+    seen.click("#timelines summary")
+    assert seen.script("return document.querySelectorAll('#times tbody tr').length") == 8
+
+
+def test_requests_are_charted_and_listed(opened: Callable[..., Opened]) -> None:
+    run = kvrsim.simulate(strategy="kvr-s", gpus=2, ctx="2k", requests=8, every="50ms", timeline=True)
+    seen = opened(simulation_page(run, "eight prompts"))
+    seen.hover("#requests .u-over", 200, 100)
+    assert "TTFT" in seen.text("#kv-tip")
+    seen.script("document.querySelector('#requests').parentElement.querySelector('details').open = true")
+    assert seen.script("return document.querySelectorAll('#requests + details tbody tr').length") == 8

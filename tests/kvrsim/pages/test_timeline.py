@@ -1,0 +1,104 @@
+"""Timelines in pages: what the script reads back is what was simulated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvrsim
+from kvrsim.pages.page import render
+from kvrsim.pages.prefill import plan_page, simulation_page
+from kvrsim.pages.timeline import Shown, legend, to_data
+from kvrsim.results.timeline import Span, Timeline
+from kvrsim.setup import make_scenario
+from planner.plan import make_plan
+from tests.building import examples
+
+SPANS = st.builds(
+    lambda rank, kind, start, length, layer: Span(
+        rank=rank,
+        kind=kind,
+        op={"compute": "attention", "wait": "stall", "transfer": "KV"}[kind],  # type: ignore[arg-type]
+        name=kind,
+        layer=layer,
+        start_s=start,
+        end_s=start + length,
+        peer=rank + 1 if kind == "transfer" else None,
+        nbytes=1e6 if kind == "transfer" else None,
+    ),
+    st.integers(0, 3),
+    st.sampled_from(["compute", "wait", "transfer"]),
+    st.floats(0, 100),
+    st.floats(1e-6, 10),
+    st.none() | st.integers(0, 99),
+)
+
+
+def read_back(data: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """As assets/spans.js does."""
+    found = []
+    for lane in data["lanes"]:
+        clock = 0
+        for kind, layer, gap, ticks in zip(lane["kind"], lane["layer"], lane["gap"], lane["ticks"], strict=True):
+            start, clock = clock + gap, clock + gap + ticks
+            about = data["kinds"][kind]
+            times = start * data["tick_s"], clock * data["tick_s"]
+            found.append((lane["rank"], lane["link"], layer, about["name"], about["peer"], about["bytes"], *times))
+    return found
+
+
+@examples(40)
+@given(spans=st.lists(SPANS, max_size=40))
+def test_spans_come_back_to_within_a_tick(spans: list[Span]) -> None:
+    timeline = Timeline(strategy="tsp", num_ranks=4, spans=tuple(spans))
+    data = to_data(Shown(name="tsp", title="tsp", timeline=timeline))
+    tick_s = data["tick_s"]
+    assert tick_s <= max(1e-9, timeline.end_s / 2**31)
+    kept = sorted(read_back(data), key=lambda row: row[-2])
+    asked = sorted(spans, key=lambda span: (span.start_s, span.end_s))
+    assert len(kept) == len(asked)
+    lanes = sorted((span.rank, span.kind == "transfer", -1 if span.layer is None else span.layer) for span in spans)
+    assert sorted(row[:3] for row in kept) == lanes
+    for row, span in zip(kept, sorted(asked, key=lambda span: round(span.start_s / tick_s)), strict=True):
+        assert abs(row[-2] - span.start_s) <= tick_s
+    assert sum(row[-1] - row[-2] for row in kept) <= sum(span.duration_s for span in spans) + 2 * tick_s * len(spans)
+
+
+def test_a_plans_page_has_every_strategy_with_the_basis_of_each_span() -> None:
+    scenario, _ = make_scenario(model="llama-7b", gpus=2, ctx="2k")
+    plan = make_plan(scenario, strategies=["tsp", "kvr-s", "ulysses"], every_timeline=True)
+    assert plan.timeline is plan.timelines[plan.best.strategy]
+    data = plan_page(plan).data
+    assert [one["name"] for one in data["timelines"]] == [one.strategy for one in plan.strategies]
+    assert set(data["memory"]["of"]) == {one.strategy for one in plan.strategies}
+    bases = [kind["basis"] for one in data["timelines"] for kind in one["kinds"]]
+    assert all(bases)
+    words = {word for basis in bases for word in basis.replace(",", "").split() if word.isalpha()}
+    assert words <= {
+        "measured",
+        "interpolated",
+        "extrapolated",
+        "fitted",
+        "datasheet",
+        "simulated",
+        "set",
+        "by",
+        "hand",
+    }
+
+
+def test_colours_of_a_legend_are_those_that_are_drawn() -> None:
+    run = kvrsim.simulate(strategy="kvr-s", gpus=2, ctx="1k", timeline=True)
+    assert run.timeline is not None
+    data = to_data(Shown(name="kvr-s", title="", timeline=run.timeline))
+    assert {variable for _, variable in legend([run.timeline])} == {kind["colour"] for kind in data["kinds"]}
+
+
+def test_a_page_of_requests_holds_them_all() -> None:
+    run = kvrsim.simulate(strategy="kvr-s", gpus=2, requests="1k,2k,1k", every="1ms", timeline=True)
+    page = simulation_page(run, "three prompts")
+    assert page.data["requests"]["context_len"] == [1024, 2048, 1024]
+    assert len(page.data["timelines"][0]["first_tokens_s"]) == 3
+    assert 'id="requests"' in render(page)
