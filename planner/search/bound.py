@@ -12,15 +12,21 @@ Why it holds. Let a partition have chunk ends e_0 < ... < e_(p-1) = C and last c
 3. The last rank spends the fill, all its work after it, and the head; its host issues all its launches. Of a cached
    prefix that lies elsewhere, it loads all layers' one after another.
 
-For a target T, 1 and 2 without fill limit e_i to some f_i(e_(i-1)). At a fixed end, a later start leaves
-fewer queries over the same keys, so f_i does not fall with e_(i-1). Hence, from the right, the earliest
-ends that still let the last rank begin at C - x bound every e_i from below: with them the fill is bounded.
-From the left, with that fill, pushing every end as far as it goes reaches furthest. If even that does not
-reach C - x, or 3 exceeds T, no partition with that x reaches T. x is cut into intervals; in each, every
-condition takes the end of the interval that weakens it. Where messages hold the compute stream, those
-received grow with the start; they count as much as at the earliest start. Attention counts as much as a
-time that no call of its kernel beats and that, at a fixed end, does not grow with the start (tiles do not
-shrink as smoothly as the work in them: `AttentionRates.least_seconds`).
+A target T is refuted so, for any given walls w_0 <= ... <= w_(p-2) = C - x. At a fixed end, a later start leaves fewer
+queries over the same keys, so that what 1 and 2 need falls with the start, and it grows with the end. Suppose that T is
+less than they need of rank i with a chunk from w_(i-1) to w_i, for every rank but the first and the last. Then no rank
+that ends at w_i or later can have started before w_(i-1), so that from the right every e_i is at least w_i. With this
+the fill and the drain are bounded: their messages carry at least w_j tokens. If the first rank needs more than T from
+the start to w_0 as well, or 3 exceeds T, no partition with that x reaches T. So every choice of walls proves a bound,
+their least need; the best are those that make it the same for all ranks, as balanced chunks do for busy time. They are
+found without a fill first, and again with the fill that they prove. Walls may be no further to the left than the
+tokens of the ranks before; those that would be prove nothing, and need not. A chunk has at least one token, and is
+counted with as many.
+
+x is cut into intervals; in each, every condition takes the end of the interval that weakens it. Where messages hold the
+compute stream, those received grow with the start; they count as much as at the wall. Attention counts as much as a
+time that no call of its kernel beats and that, at a fixed end, does not grow with the start (tiles do not shrink as
+smoothly as the work in them: `AttentionRates.least_seconds`).
 In a layer with a state, the scan stands for the append, and its time for 0; a layer without a mixer hands nothing on:
 the first and the last layer are the first and the last that do.
 Other waiting, queueing and contention are left out, which only lowers the bound.
@@ -31,186 +37,164 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from kvrsim.compile import build_program
-from kvrsim.program.operations import Array, Compute, Flags, Load
+from kvrsim.program.operations import Array, Compute, Load
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
+from planner.search.balance import balanced_chunks
 from planner.search.neighbours import unique_rows
-from planner.search.work import Chain, largest_within
+from planner.search.walls import AGAIN, FIRST, PRECISION, WalledChain
+from planner.search.work import Chain
 
-_INTERVALS, _TARGETS, _ZOOMS, _ROUNDS = 20, 20, 2, 3
-_COARSE = 2.0**-7  # of a first look, which only has to be on the safe side
-_PRECISION = 2.0**-13  # of a chunk's length against what is left of the context
+_LENGTHS = 129  # of the last chunk, of which the longest that is not refuted outright is found
+_INTERVALS, _FEW_INTERVALS, _CELLS = 12, 5, 1280  # of x; for many ranks, fewer
+_CUTS, _STEPS = 2, 12  # times that weak intervals are cut; targets each time, at most
+_OPEN = 0.1  # of what is not proven, which may be left to be cut
+_CLOSE = 1e-3  # of the TTFT that is reached, within which a bound is not made better
+_HOST_BOUND = 0.95  # of what the host issues: a bound below that is not made better, either
 
 
-def lower_bound_s(scenario: Scenario, strategy: Strategy, ttft_s: float) -> float:
-    """A TTFT that no partition beats; `ttft_s` is one that some partition reaches."""
-    return _Bound(scenario, strategy, ttft_s).value_s()
+def lower_bound_s(scenario: Scenario, strategy: Strategy, ttft_s: float, near: Array | None = None) -> float:
+    """A TTFT that no partition beats; `ttft_s` is one that some partition reaches.
+
+    near: chunks from which the walls are sought, shape (num_ranks,), tokens; None: the balanced ones.
+    """
+    if near is None:
+        near = balanced_chunks(scenario, strategy)
+    return _Bound(scenario, strategy, ttft_s, near).value_s()
 
 
 @dataclass(frozen=True, slots=True)
 class _Tails:
     """The least that the last rank has to do, for each interval of its chunk x."""
 
-    least_chunk: Array
-    most_chunk: Array
     whole_s: Array  # all its layers and the head
     first_qkv_s: Array  # of it, what may run during the fill
     after_append_s: Array  # its last layer after the append, and the head
 
 
+class _Intervals:
+    """Intervals of x, and what is known of each; the last axis of every array is theirs."""
+
+    def __init__(self, bound: _Bound, least: Array, most: Array, chunks: Array, within: tuple[float, int]) -> None:
+        """What is proven of the waits without a fill; chunks: of all senders but the first, to begin with."""
+        self.bound, self.least, self.most = bound, least, most
+        self.tails, self.last_wall = bound.tails(least, most), bound.chain.total - most
+        self.goal = self.above = self.holds = np.full_like(least, bound.ttft_s)
+        # The latest target below which no partition is, the earliest that is not refuted, and what each lacks.
+        self.low = self.below = np.zeros_like(least)
+        self.below_by = self.above_by = np.full_like(least, np.nan)
+        after_s = self.tails.after_append_s
+        walls = bound.chain.built(self.last_wall, self.goal - after_s, chunks, None, within)
+        self.chunks, self.waits = walls.chunks, bound.chain.waits(walls.ends)
+        self.holds = np.minimum(self.holds, after_s + walls.others_s)  # of a TTFT below it, the waits are proven
+
+    def improve(self) -> None:
+        """One target more for each interval: what it proves, and the next one.
+
+        The target is sought for which the first rank needs as long with what is left to it. What is proven of the waits
+        for a target holds for all below it.
+        """
+        chain, goal, after_s = self.bound.chain, self.goal, self.tails.after_append_s
+        walls = chain.built(self.last_wall, goal - after_s, self.chunks, self.waits, AGAIN)
+        first_s, ends_s = after_s + walls.first_s, self._last_s()
+        if chain.chain.scenario.cluster.shares_bandwidth:
+            ends_s = np.maximum(ends_s, after_s + chain.bus_s(walls.ends))
+        holds = np.minimum(self.holds, after_s + walls.others_s)
+        needed_s = np.maximum(first_s, ends_s)
+        self.low = np.maximum(self.low, np.minimum(np.minimum(goal, holds), needed_s))
+        by, is_below = needed_s - goal, needed_s >= goal
+        self.below, self.below_by = np.where(is_below, (goal, by), (self.below, self.below_by))
+        self.above, self.above_by = np.where(is_below, (self.above, self.above_by), (goal, by))
+        self.chunks, self.holds = walls.chunks, np.where(is_below, self.holds, holds)
+        self.waits = self.waits.where(is_below, chain.waits(walls.ends))
+        # A later target makes the chunks of all others longer, and what is left to the first rank as much shorter.
+        alone = np.maximum(goal + 1.2 * (first_s - goal) / len(chain.senders), ends_s)
+        share = np.clip(self.below_by / (self.below_by - self.above_by), 0.05, 0.95)
+        between = self.below + share * (self.above - self.below)
+        self.goal = np.where(np.isnan(share), np.clip(alone, 0.5 * (self.below + goal), self.above), between)
+
+    def _last_s(self) -> Array:
+        """Condition 3, but for what the host issues and loads."""
+        waits_s = np.maximum(0.0, self.waits.fills_s[-1] - self.tails.first_qkv_s)
+        return np.asarray(self.tails.whole_s + waits_s)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the weakest interval has little left that is neither proven nor reached."""
+        weakest = int(self.low.argmin())
+        missing_s = self.bound.ttft_s - self.low[weakest]
+        return bool(self.above[weakest] - self.low[weakest] <= max(_OPEN * missing_s, PRECISION * self.bound.ttft_s))
+
+    def cut(self, weak: npt.NDArray[np.intp], pieces: int) -> _Intervals:
+        """The weak intervals in so many parts each, with what is proven of the whole."""
+        cuts, whole = np.linspace(self.least[weak], self.most[weak], pieces + 1), np.tile(weak, pieces)
+        least, most = cuts[:-1].ravel(), cuts[1:].ravel()
+        start = self.bound.chain.first_start
+        last_wall = self.bound.chain.total - most
+        chunks = self.chunks[:, whole] * ((last_wall - start) / (self.last_wall[whole] - start))
+        parts = _Intervals(self.bound, least, most, chunks, FIRST)
+        parts.low = parts.below = self.low[whole]
+        return parts
+
+
 class _Bound:
-    def __init__(self, scenario: Scenario, strategy: Strategy, ttft_s: float) -> None:
+    def __init__(self, scenario: Scenario, strategy: Strategy, ttft_s: float, near: Array) -> None:
         self.scenario, self.strategy, self.ttft_s = scenario, strategy, ttft_s
-        self.chain = Chain(scenario, strategy, least=True)
-        self.total = float(scenario.request.context_len)
-        self.first_start = float(scenario.request.cached_prefix)
-        self.holds = not scenario.sends_overlap
+        self.chain = WalledChain(Chain(scenario, strategy, least=True))
+        self.num_ranks = self.chain.chain.num_ranks
+        self.near = np.asarray(near, dtype=float)[:-1, None]
 
     def value_s(self) -> float:
-        """The bound: the weakest interval of x, after refining the weak ones; never below the host's time."""
-        num_ranks, tokens = self.chain.num_ranks, self.scenario.request.new_tokens
-        if num_ranks == 1:
-            only = np.array([float(tokens)])
-            return max(self._issued_or_loaded_s(), float(self._tails(only, only).whole_s[0]))
-        most = float(tokens - num_ranks + 1)
-        share = tokens / num_ranks
-        near = np.geomspace(max(1.0, share / 4), max(1.0, min(most, 4 * share)), _INTERVALS)
-        ends = unique_rows(np.concatenate([[1.0], near, [most]]).clip(1.0, most))
-        least, upper = (ends[:-1], ends[1:]) if len(ends) > 1 else (ends, ends)
-        low = self._solve(least, upper, np.zeros_like(least))
-        for _ in range(_ROUNDS - 1):
-            weak = low <= low.min() + 0.5 * (self.ttft_s - low.min())
-            pieces = max(2, 2 * _INTERVALS // int(weak.sum()))
-            cuts = np.linspace(least[weak], upper[weak], pieces + 1)
-            new = cuts[:-1].ravel(), cuts[1:].ravel(), np.repeat(low[weak][None], pieces, 0).ravel()
-            solved = self._solve(*new)
-            least = np.concatenate([least[~weak], new[0]])
-            upper = np.concatenate([upper[~weak], new[1]])
-            low = np.concatenate([low[~weak], solved])
-        return max(self._issued_or_loaded_s(), float(low.min()))
+        """The bound: the weakest interval of x, after cutting the weak ones; never below the host's time."""
+        issued_s, tokens = self._issued_or_loaded_s(), float(self.scenario.request.new_tokens)
+        if self.num_ranks == 1:
+            only = np.array([tokens])
+            return max(issued_s, float(self.tails(only, only).whole_s[0]))
+        number = max(_FEW_INTERVALS, min(_INTERVALS, _CELLS // self.num_ranks))
+        least, most = self._possible(tokens - self.num_ranks + 1.0, number)
+        if not len(least):
+            return self.ttft_s
+        chunks = self.near[1:] * ((self.chain.total - most - self.chain.first_start) / self.near.sum())
+        intervals, proven_s = _Intervals(self, least, most, chunks, FIRST), self.ttft_s
+        for cuts in range(_CUTS + 1):
+            for step in range(_STEPS):
+                intervals.improve()
+                if step > 1 and intervals.is_done:
+                    break
+            weak = intervals.low <= max(intervals.low.min(), intervals.above.min())  # no other can hold the bound
+            proven_s = min(proven_s, float(intervals.low.min(where=~weak, initial=np.inf)))
+            is_close = intervals.low.min() > (1.0 - _CLOSE) * self.ttft_s
+            if cuts == _CUTS or is_close or intervals.above.min() < _HOST_BOUND * issued_s:
+                break
+            intervals = intervals.cut(np.flatnonzero(weak), max(2, -(-number // int(weak.sum()))))
+        return max(issued_s, min(proven_s, float(intervals.low.min())))
 
-    def _solve(self, least: Array, most: Array, low: Array) -> Array:
-        """For each interval of x, a target above `low` that no partition with such an x reaches, or `low`."""
-        tails = self._tails(least, most)
-        high, columns = np.full_like(low, self.ttft_s), np.arange(len(low))
-        for _ in range(_ZOOMS):
-            steps = np.linspace(0.0, 1.0, _TARGETS + 2)
-            grid = low + steps[:, None] * (high - low)
-            reachable = self._reachable(grid[1:-1], tails)
-            first = np.where(reachable.any(axis=0), reachable.argmax(axis=0), _TARGETS)
-            low, high = grid[first, columns], grid[first + 1, columns]
-        return low
+    def _possible(self, most: float, number: int) -> tuple[Array, Array]:
+        """Intervals of x, closer near the longest that the last rank can compute in time: there they are weak."""
+        ends = np.geomspace(1.0, most, _LENGTHS)
+        possible = self.tails(ends[:-1], ends[1:]).whole_s < self.ttft_s
+        if not possible.any():
+            return ends[:0], ends[:0]
+        steps = np.linspace(0.0, 1.0, number + 1)
+        ends = unique_rows(1.0 + (ends[1:][possible].max() - 1.0) * steps * (2.0 - steps))
+        return (ends[:-1], ends[1:]) if len(ends) > 1 else (ends, ends)
 
-    def _tails(self, least: Array, most: Array) -> _Tails:
-        last = self.chain.num_ranks - 1
-        work = self.chain.work(last, least, self.total - least)
-        received = self.chain.work(last, least, self.total - most).recv_held_s
+    def tails(self, least: Array, most: Array) -> _Tails:
+        """Of the last rank with a chunk between these."""
+        last, total = range(self.num_ranks - 1, self.num_ranks), self.chain.total
+        work = self.chain.chain.work(last, least[None], (total - least)[None])
+        received = self.chain.chain.work(last, least[None], (total - most)[None]).recv_held_s
         epilogue = build_program(self.scenario, self.strategy, [least]).epilogue[-1]
         head = sum((op.device_s for op in epilogue if isinstance(op, Compute)), np.zeros(1))
-        return _Tails(
-            least,
-            most,
-            work.compute_s + received + head,
-            work.first_qkv_s + np.zeros_like(least),
-            work.last_post_s + head,
-        )
-
-    def _reachable(self, targets: Array, tails: _Tails) -> Flags:
-        """Whether each target survives all conditions; targets of shape (targets, intervals)."""
-        limit = targets - tails.after_append_s
-        furthest = self.total - np.broadcast_to(tails.least_chunk, targets.shape)
-        earliest = self.total - np.broadcast_to(tails.most_chunk, targets.shape)
-        ends = self._earliest_ends(earliest, limit, None, _COARSE if self.holds else _PRECISION)
-        if self.holds:
-            ends = self._earliest_ends(earliest, limit, self._received_s(ends), _PRECISION)
-        received, fills = self._received_s(ends), self._fills(ends)
-        possible = targets >= tails.whole_s + np.maximum(0.0, fills[-1] - tails.first_qkv_s)
-        if self.scenario.cluster.shares_bandwidth:
-            possible &= self._bus_s(ends) <= limit
-        end = np.full_like(targets, self.first_start)
-        for rank in range(self.chain.num_ranks - 1):
-            start, fill = end, fills[rank]
-            most = furthest - (self.chain.num_ranks - 2 - rank)  # a token at least for every rank between
-            end = largest_within(
-                lambda e, r=rank, s=start, f=fill: self._needed_s(r, s, e, f, received[r]),  # type: ignore[misc]
-                np.minimum(start + 1.0, most),
-                most,
-                limit,
-                _PRECISION,
-            )
-            if (none := np.isnan(end)).any():
-                end = np.where(none, self._last_single_token(rank, start, fill, received[rank], limit), end)
-                possible &= ~np.isnan(end)
-                end = np.where(np.isnan(end), start, end)
-        return possible & (end >= earliest)
-
-    def _last_single_token(self, rank: int, start: Array, fill: Array, received_s: Array, limit: Array) -> Array:
-        """How far a rank's end may lie where not even one token from `start` on is within the limit.
-
-        An earlier start, with an earlier end of the rank before, may allow it: at the furthest, one token.
-        """
-        least = np.full_like(start, self.first_start + rank + 1.0)
-        return largest_within(
-            lambda end: self._needed_s(rank, end - 1.0, end, fill, received_s), least, start + 1.0, limit, _PRECISION
-        )
-
-    def _received_s(self, ends: list[Array]) -> list[Array]:
-        """For each rank, the least that received messages hold its stream, if starts are no earlier than these."""
-        one = np.ones(1)
-        held = [self.chain.work(rank + 1, one, end).recv_held_s for rank, end in enumerate(ends)]
-        return [np.zeros(1), *held]
-
-    def _bus_s(self, ends: list[Array]) -> Array:
-        """All messages over the one bus, each at its least."""
-        one = np.ones(1)
-        return sum((self.chain.work(rank, one, end - 1.0).sends_s for rank, end in enumerate(ends)), np.zeros(1))
-
-    def _earliest_ends(
-        self, earliest: Array, limit: Array, received: list[Array] | None, precision: float
-    ) -> list[Array]:
-        """For each rank but the last, the earliest end from which the others can still reach the last chunk."""
-        ends = [earliest]
-        for rank in range(self.chain.num_ranks - 2, 0, -1):
-            end = ends[-1]
-            longest = np.maximum(end - (self.first_start + rank), 1.0)  # earlier ranks have a token each
-            held = np.zeros(1) if received is None else received[rank]
-            chunk = largest_within(
-                lambda c, r=rank, e=end, g=held: self._needed_s(r, e - c, e, None, g),  # type: ignore[misc]
-                np.ones_like(end),
-                longest,
-                limit,
-                precision,
-            )
-            ends.append(end - np.where(np.isnan(chunk), longest, chunk))
-        return ends[::-1]
-
-    def _fills(self, ends: list[Array]) -> list[Array]:
-        """For each rank, the least before its first append, if ends are no earlier than these."""
-        fill = self.chain.first_message_ready_s(ends[0] - self.first_start)
-        fills = [np.zeros_like(fill)]
-        for rank, end in enumerate(ends):
-            transfer = self.chain.first_message_s(rank, end)
-            # A received message that holds the stream is counted as the receiver's work already.
-            fills.append(fill if self.holds else fill + transfer)
-            fill = fill + transfer + self.chain.first_append_s(end)
-        return fills
-
-    def _needed_s(self, rank: int, start: Array, end: Array, fill: Array | None, received_s: Array) -> Array:
-        """Conditions 1 and 2 of a rank that ends there, up to the last rank's append."""
-        work = self.chain.work(rank, end - start, start)
-        own = work.compute_s - work.last_post_s + work.send_held_s - (work.last_send_s if self.holds else 0.0)
-        own = own + received_s
-        link = work.sends_s - work.last_send_s
-        if fill is not None:
-            own = own + np.maximum(0.0, fill - work.first_qkv_s)
-            link = link + fill
-        return np.maximum(own, link) + self.chain.drain_s(rank, end)
+        first_qkv_s = work.first_qkv_s[0] + np.zeros_like(least)
+        return _Tails((work.compute_s + received)[0] + head, first_qkv_s, work.last_post_s[0] + head)
 
     def _issued_or_loaded_s(self) -> float:
         """Launches of the last rank, all layers; or what it loads of the cached prefix, one layer after another."""
-        last = self.chain.num_ranks - 1
+        last = self.num_ranks - 1
         ops = [op for _, op in build_program(self.scenario, self.strategy, [np.ones(1)] * (last + 1)).ops(last)]
         loads = [op for op in ops if isinstance(op, Load)]
         loaded_s = sum(op.seconds.item() for number, op in enumerate(loads) if number not in op.held)

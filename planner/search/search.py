@@ -140,7 +140,8 @@ class _Search:
         if self.num_ranks > _MOST_SCATTERED_RANKS:
             return best, best_s
         if self.strategy.chains and self.scenario.chain_is_proven:
-            self.lower_bound_s = lower_bound_s(self.scenario, self.strategy, best_s)
+            chunks = np.array(chunk_lens(tuple(best), self.tokens), dtype=float)
+            self.lower_bound_s = lower_bound_s(self.scenario, self.strategy, best_s, chunks)
             if best_s <= self.lower_bound_s * _PROVEN:
                 return best, best_s
         scattered = self._scattered()
@@ -207,7 +208,7 @@ class _Search:
         cached = self.scenario.request.cached_prefix
 
         def floor(rank: int, start: Array, end: Array) -> Array:
-            work = chain.work(rank, end - start, start + cached)
-            return work.busy_s - work.last_post_s - work.last_send_s + np.zeros_like(end)
+            work = chain.work(range(rank, rank + 1), (end - start)[None], (start + cached)[None])
+            return np.asarray((work.busy_s - work.last_post_s - work.last_send_s)[0] + np.zeros_like(end))
 
         return floor

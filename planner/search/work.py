@@ -1,21 +1,22 @@
-"""What one rank of a KVR chain must do, whatever the others do: the pieces that plans and bounds are made of."""
+"""What the ranks of a KVR chain must do, whatever the others do: the pieces that plans and bounds are made of."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import overload
 
 import numpy as np
 
-from kvrsim.hardware.links import Path
 from kvrsim.program.operations import Array, Collective, Compute, Op, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Step, Strategy
 from kvrsim.strategies.layers import layer_ops
 
-_SECTIONS = 4
-_NEAR = np.array([2.0**-4, 2.0**-8])  # either side of a parabola's root
+_INSIDE = np.array([-0.2, 0.2, 0.4, 0.6, 0.8, 1.2])[:, None]  # of a bracket, and beside it: other chunks move it
+_NEAR = np.array([-0.02, 0.02])[:, None]  # of a bracket, either side of where a straight line crosses the limit
+_WIDER = 2.0  # widths of a bracket beyond one that holds no crossing
+_DAMPING = 0.8  # a longer chunk shortens those behind it: undamped, chunks swing
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class _Same(Sequence[Array]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankWork:
-    """Seconds of one rank with given chunk and start; every field of shape (B,)."""
+    """Seconds of some ranks with given chunks and starts; every field of their shape, ranks first."""
 
     compute_s: Array  # device time of all layers
     first_qkv_s: Array  # of it, what comes before the append of the first layer that hands anything on
@@ -55,7 +56,10 @@ class RankWork:
 
 
 class Chain:
-    """A KVR chain of a scenario, rank by rank; `least`: with attention at the least that proofs may count on."""
+    """A KVR chain of a scenario; `least`: with attention at the least that proofs may count on.
+
+    Ranks are asked for as a range, in one call; they differ in their links and how slow they are, not in their layers.
+    """
 
     def __init__(self, scenario: Scenario, strategy: Strategy, *, least: bool = False) -> None:
         self.scenario, self.strategy = scenario, strategy
@@ -68,46 +72,50 @@ class Chain:
         self._before = np.bincount(self.kinds[:first], minlength=len(self.costs))
         self._behind = np.bincount(self.kinds[last + 1 :], minlength=len(self.costs))
         self._first, self._last = self.kinds[first], self.kinds[last]
-        self.paths = [scenario.cluster.path(rank, rank + 1) for rank in range(self.num_ranks - 1)]
-        self._downstream = _counts_from_each(self.paths)
-        self._latency_s = np.cumsum([path.latency_s for path in self.paths[::-1]])[::-1]  # from each rank to the last
+        self._slowness = np.array([scenario.cluster.slowness(rank) for rank in range(self.num_ranks)])
+        paths = [scenario.cluster.path(rank, rank + 1) for rank in range(self.num_ranks - 1)]
+        self._paths = list(dict.fromkeys(paths))
+        # From each rank to the next; none from the last one, and, as number -1, none to the first one.
+        self._over = [np.array([path == one for path in paths] + [False], dtype=float) for one in self._paths]
+        self._latency_s = np.array([path.latency_s for path in paths])
 
-    def work(self, rank: int, chunk: Array, start: Array) -> RankWork:
-        """The work of `rank`, if its chunk and start were these (tokens, any one shape)."""
-        compute = qkv = post = sent = received = last_sent = np.zeros(1)
-        slowness, blocks = self.scenario.cluster.slowness(rank), self.strategy.query_blocks
+    def work(self, ranks: range, chunk: Array, start: Array) -> RankWork:
+        """The work of these ranks, if their chunks and starts were these (tokens, any one shape, ranks first)."""
+        compute = qkv = post = sent = received = last_sent = none = np.zeros((1,) * chunk.ndim)
+        slowness, blocks = _along(self._slowness[ranks.start : ranks.stop], chunk), self.strategy.query_blocks
+        inner = max(0, min(1, self.num_ranks - 2))  # a rank with one before it and one after it, where there is one
         for kind, costs in enumerate(self.costs):
             step = Step(costs, _Same(chunk, self.num_ranks), _Same(start, self.num_ranks), query_blocks=blocks)
-            ops = list(layer_ops(self.strategy, step, rank))
-            *times, nbytes = _split(ops)
-            total, before, after = (slowness * time for time in times)
-            inside = sum((op.seconds for op in ops if isinstance(op, Collective)), np.zeros(1))
-            total, after = total + inside, after + inside  # those of a rank's own group end a layer
+            total, before, after, inside, nbytes = _split(layer_ops(self.strategy, step, inner), none)
+            total, before, after = slowness * total + inside, slowness * before, slowness * after + inside
             compute = compute + self.counts[kind] * total
-            sent_s = self.paths[rank].busy_s(nbytes) if rank < self.num_ranks - 1 else np.zeros(1)
+            sent_s = self._busy_s(ranks, nbytes)
             sent = sent + self.counts[kind] * sent_s
-            if rank:
-                received = received + self.counts[kind] * self.paths[rank - 1].busy_s(costs.handed_kv_bytes(start))
-            qkv, post = qkv + self._before[kind] * total, post + self._behind[kind] * total
+            if not self.scenario.sends_overlap and ranks[-1]:
+                before_ranks = range(ranks.start - 1, ranks.stop - 1)
+                received = received + self.counts[kind] * self._busy_s(before_ranks, costs.handed_kv_bytes(start))
+            if self._before[kind]:
+                qkv = qkv + self._before[kind] * total
+            if self._behind[kind]:
+                post = post + self._behind[kind] * total
             if kind == self._first:
                 qkv = qkv + before
             if kind == self._last:
                 post, last_sent = post + after, sent_s
-        hold = 0.0 if self.scenario.sends_overlap else 1.0
         return RankWork(
             compute_s=compute,
             first_qkv_s=qkv,
             last_post_s=post,
             sends_s=sent,
             last_send_s=last_sent,
-            recv_held_s=hold * received,
-            send_held_s=hold * sent,
+            recv_held_s=received,
+            send_held_s=none if self.scenario.sends_overlap else sent,
         )
 
-    def first_message_s(self, rank: int, end: Array) -> Array:
-        """The first message, of `end` tokens, from `rank` to the next."""
-        path = self.paths[rank]
-        return path.busy_s(self.costs[self._first].handed_kv_bytes(end)) + path.latency_s
+    def first_message_s(self, ranks: range, end: Array) -> Array:
+        """The first message, of `end` tokens, from each of these ranks to the next."""
+        sent_s = self._busy_s(ranks, self.costs[self._first].handed_kv_bytes(end))
+        return sent_s + _along(self._latency_s[ranks.start : ranks.stop], end)
 
     def first_append_s(self, end: Array) -> Array:
         """The least that a rank takes to append to a prefix of `end` tokens, of the first message."""
@@ -118,34 +126,39 @@ class Chain:
         costs, none = self.costs[self._first], np.zeros_like(chunk)
         return costs.qkv_s(chunk) + (costs.attention_s(chunk, none) if costs.has_state else costs.append_s(chunk, none))
 
-    def drain_s(self, rank: int, end: Array) -> Array:
-        """The least from the append of `rank`, which ends there, to that of the last rank, of the last message."""
+    def last_hop_s(self, ranks: range, end: Array) -> Array:
+        """The last message, of `end` tokens, from each of these ranks to the next, and the least for its append."""
         costs = self.costs[self._last]
-        hops = self.num_ranks - 1 - rank
-        nbytes = costs.handed_kv_bytes(end)
-        transfer_s = sum((count * path.busy_s(nbytes) for path, count in self._downstream[rank].items()), np.zeros(1))
-        return np.asarray(transfer_s + self._latency_s[rank] + hops * costs.append_s(np.zeros_like(end), end))
+        sent_s = self._busy_s(ranks, costs.handed_kv_bytes(end)) + costs.append_s(np.zeros_like(end), end)
+        return np.asarray(sent_s + _along(self._latency_s[ranks.start : ranks.stop], end))
+
+    def _busy_s(self, ranks: range, nbytes: Array) -> Array:
+        """How long messages keep the paths from these ranks to the next busy; 0 from the last rank, or to the first."""
+        index = np.arange(ranks.start, ranks.stop)
+        return sum(
+            (
+                _along(over[index], nbytes) * path.busy_s(nbytes)
+                for over, path in zip(self._over, self._paths, strict=True)
+            ),
+            np.zeros(1),
+        )
 
 
-def _counts_from_each(paths: Sequence[Path]) -> list[dict[Path, int]]:
-    """For each rank, how many paths of each kind lead from it to the last rank."""
-    counts: list[dict[Path, int]] = [{}]
-    for path in reversed(paths):
-        counts.append(counts[-1] | {path: counts[-1].get(path, 0) + 1})
-    return counts[::-1]
+def _along(values: Array, shaped: Array) -> Array:
+    """Values of ranks, to be put together with an array whose first axis is the ranks."""
+    return values.reshape(-1, *[1] * (shaped.ndim - 1))
 
 
-def _split(ops: Sequence[Op]) -> tuple[Array, Array, Array, Array]:
-    """All compute, what of it comes before and after the append or the scan, and the bytes sent.
+def _split(ops: Iterable[Op], none: Array) -> tuple[Array, Array, Array, Array, Array]:
+    """All compute, what of it comes before and after the append or the scan, what a group takes, and the bytes sent.
 
-    The scan of a layer with a state stands for its append: what is sent waits for it.
+    The scan of a layer with a state stands for its append: what is sent waits for it. Collectives of a rank's own group
+    end a layer. none: zero, of as many dimensions.
     """
-    total = before = after = nbytes = np.zeros(1)
+    total = before = after = inside = nbytes = none
     appended = False
     for op in ops:
-        if isinstance(op, Send):
-            nbytes = op.nbytes
-        elif isinstance(op, Compute):
+        if isinstance(op, Compute):
             total = total + op.device_s
             if op.kind == "append" or op.name == "scan":
                 appended = True
@@ -153,44 +166,51 @@ def _split(ops: Sequence[Op]) -> tuple[Array, Array, Array, Array]:
                 after = after + op.device_s
             else:
                 before = before + op.device_s
-    return total, before, after, nbytes
+        elif isinstance(op, Send):
+            nbytes = op.nbytes
+        elif isinstance(op, Collective):
+            inside = inside + op.seconds
+    return total, before, after, inside, nbytes
 
 
-def largest_within(
-    needed_s: Callable[[Array], Array], least: Array, most: Array, limit_s: Array, precision: float
-) -> Array:
-    """The largest x in [least, most] whose `needed_s`, which does not fall with it, is within the limit.
+def settled(
+    needed_s: Callable[[Array, Array], Array],
+    limit_s: Array,
+    chunks: Array,
+    most: float,
+    precision: float,
+    spread: float,
+    rounds: int,
+) -> tuple[Array, Array]:
+    """For each rank the longest chunk that takes it within the limit, and one as little longer as the precision says.
 
-    Never below it, and above by at most that share of (most - least); nan where not even `least` is within.
-    Costs are quadratic in x but for kinks and steps, so the root of a parabola is tried first; then what is
-    left is cut into sections, several at once since a call costs little more for more numbers.
+    All ranks at once: `needed_s(chunks, tried)` says what chunks `tried`, shape (ranks, K, columns), take where the
+    others' are `chunks`, shape (ranks, columns); it does not fall with a rank's own. Brackets around the crossings
+    shrink while the chunks of the others settle, and move where these push the crossing out of them. What is found
+    depends on chunks that have settled only to the precision; who proves anything with it evaluates it once more.
+
+    limit_s: shape (columns,). chunks: to begin with, shape (ranks, columns); spread: the share of them that the first
+    brackets reach to either side. most: tokens of a chunk; each has at least 1.
     """
-    width = most - least
-
-    def over_s(shares: Array) -> Array:
-        return needed_s(least + shares * width) - limit_s
-
-    axes = (-1, *[1] * np.ndim(width))
-    at_least, middle, at_most = over_s(np.array([0.0, 0.5, 1.0]).reshape(axes))
-    root = _parabola_root(at_least, middle, at_most)
-    tried = np.clip(
-        root + np.concatenate([-_NEAR, [-precision / 2, precision / 2], _NEAR[::-1]]).reshape(axes), 0.0, 1.0
-    )
-    within = over_s(tried) <= 0
-    low, high = np.max(tried, axis=0, where=within, initial=0.0), np.min(tried, axis=0, where=~within, initial=1.0)
-    low, high = np.where(at_most <= 0, 1.0, low), np.where(at_least > 0, 0.0, high)
-    sections = (np.arange(1, _SECTIONS) / _SECTIONS).reshape(axes)
-    while (high - low > 1.01 * precision).any():
-        passed = (over_s(low + sections * (high - low)) <= 0).sum(axis=0)
-        low, high = low + passed * (high - low) / _SECTIONS, low + (passed + 1) * (high - low) / _SECTIONS
-    return np.where(at_least <= 0, least + high * width, np.nan)
-
-
-def _parabola_root(at_0: Array, at_half: Array, at_1: Array) -> Array:
-    """Where the parabola through three values, at most 0 at 0, crosses zero from below; in [0, 1]."""
-    square = 2.0 * (at_0 - 2.0 * at_half + at_1)
-    slope = at_1 - at_0 - square
-    root = np.sqrt(np.maximum(slope * slope - 4.0 * square * at_0, 0.0))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        share = -2.0 * at_0 / (slope + root)
-    return np.clip(np.nan_to_num(share, nan=0.5), 0.0, 1.0)
+    low, high = np.maximum(1.0, chunks * (1.0 - spread)), np.minimum(most, chunks * (1.0 + spread))
+    for _ in range(rounds):
+        width = np.maximum(high - low, precision * high)
+        around = np.concatenate(
+            [low[:, None] + _INSIDE * width[:, None], chunks[:, None] + _NEAR * width[:, None]], axis=1
+        )
+        tried = np.clip(around, 1.0, most)
+        over_s = needed_s(chunks, tried) - limit_s
+        within = over_s <= 0
+        low_s = np.maximum.reduce(over_s, axis=1, where=within, initial=-np.inf)
+        high_s = np.minimum.reduce(over_s, axis=1, where=~within, initial=np.inf)
+        low = np.maximum.reduce(tried, axis=1, where=within, initial=1.0)
+        high = np.minimum.reduce(tried, axis=1, where=~within, initial=most)
+        none, all_ = low_s == -np.inf, high_s == np.inf
+        low = np.where(none, np.maximum(1.0, high - _WIDER * width), low)
+        high = np.where(all_, np.minimum(most, low + _WIDER * width), high)
+        with np.errstate(invalid="ignore"):
+            share = np.where(none | all_, 0.5, low_s / (low_s - high_s))
+        chunks = chunks + _DAMPING * (low + share * (high - low) - chunks)
+        if (high - low <= precision * high).all():
+            break
+    return low, high

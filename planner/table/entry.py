@@ -107,25 +107,21 @@ def levels_of(
     not known, so no rank has time to spare.
     """
     chain = Chain(scenario, chain_like(strategy))
-    prefixes = scenario.request.cached_prefix + np.cumsum([0, *partition[:-1]])
-    busy_s = [_busy_s(chain, rank, chunk, prefixes[rank]) for rank, chunk in enumerate(partition)]
-    levels, costs = [], []
-    for rank, chunk in enumerate(partition):
-        prefix = float(prefixes[rank])
-        low, high = max(1, int((1 - _NEAR) * chunk)), int((1 + _NEAR) * chunk) + 1
-        rise_s = _busy_s(chain, rank, high, prefix) - _busy_s(chain, rank, low, prefix)
-        rise_s -= steps.extra_s(high, prefix) - steps.extra_s(low, prefix)
-        cost = max(rise_s / (high - low), 1e-3 * busy_s[rank] / chunk)
-        least = chunk + steps.extra_s(chunk, prefix) / cost
-        beyond = chunk + 1 + steps.extra_s(chunk + 1, prefix) / cost
-        spare_s = max(busy_s) - busy_s[rank] if strategy.chains else 0.0
-        levels.append(max(least, min(least + spare_s / cost, beyond - _INSIDE)))
-        costs.append(cost)
-    return tuple(levels), tuple(costs)
+    chunks = np.array(partition, dtype=float)
+    prefixes = scenario.request.cached_prefix + np.cumsum(chunks) - chunks
+    low, high = np.maximum(1.0, np.floor((1 - _NEAR) * chunks)), np.floor((1 + _NEAR) * chunks) + 1.0
+    tried = np.stack([chunks, low, high], axis=1)
+    busy_s, low_s, high_s = chain.work(range(chain.num_ranks), tried, prefixes[:, None]).busy_s.T
 
+    def extra_s(lengths: Array) -> Array:
+        return np.array([steps.extra_s(length, prefix) for length, prefix in zip(lengths, prefixes, strict=True)])
 
-def _busy_s(chain: Chain, rank: int, chunk: float, prefix: float) -> float:
-    return float(chain.work(rank, np.array([float(chunk)]), np.array([float(prefix)])).busy_s[0])
+    rise_s = high_s - low_s - (extra_s(high) - extra_s(low))
+    costs = np.maximum(rise_s / (high - low), 1e-3 * busy_s / chunks)
+    least, beyond = chunks + extra_s(chunks) / costs, chunks + 1 + extra_s(chunks + 1) / costs
+    spare_s = busy_s.max() - busy_s if strategy.chains else 0.0
+    levels = np.maximum(least, np.minimum(least + spare_s / costs, beyond - _INSIDE))
+    return tuple(levels.tolist()), tuple(costs.tolist())
 
 
 def _interpolated(
