@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -15,6 +15,7 @@ from kvrsim.cli.parsing import parse_choice
 from kvrsim.errors import InputError
 from kvrsim.text import printable
 
+Rows = Sequence[Mapping[str, Any]]
 FORMATS = ("csv", "md")
 _DIGITS = 6  # significant ones of a number in Markdown
 
@@ -40,8 +41,10 @@ class AnswerOptions:
             if self.format is not None and value:
                 raise InputError("format", self.format, f"nothing with `{name}`, which prints something else")
 
-    def printed(self, content: Callable[[], Mapping[str, Any]], rows: str, *, without: Sequence[str] = ()) -> bool:
-        """Print the content as JSON, or its list `rows` as a table; False: neither was asked for.
+    def printed(
+        self, content: Callable[[], Mapping[str, Any]], rows: str | Callable[[], Rows], *, without: Sequence[str] = ()
+    ) -> bool:
+        """Print the content as JSON, or rows, which may be a list in it, as a table; False: neither was asked for.
 
         without: fields of a row that a table leaves to JSON. Beside a table, warnings go to standard error.
         """
@@ -53,57 +56,52 @@ class AnswerOptions:
         else:
             for warning in answer.get("warnings", ()):
                 tell(f"warning: {warning}")
-            kept = [{key: value for key, value in row.items() if key not in without} for row in answer[rows]]
-            print_rows(kept, str(self.format))
+            print_rows(answer[rows] if isinstance(rows, str) else rows(), str(self.format), without=without)
         return True
 
 
-def print_rows(rows: Sequence[Mapping[str, Any]], form: str) -> None:
-    """Rows on standard output in one of FORMATS."""
+def print_rows(rows: Rows, form: str, *, without: Sequence[str] = ()) -> None:
+    """Rows on standard output in one of FORMATS, but for fields of these names."""
     flat = [dict(_flat(row)) for row in rows]
-    names = list(dict.fromkeys(key for row in flat for key in row))
+    names = [key for key in dict.fromkeys(key for row in flat for key in row) if not {*key.split(".")} & {*without}]
+    names = [
+        name for name in names if not any(other.startswith(f"{name}.") for other in names)
+    ]  # nothing, or a mapping
     if form == "csv":
         import csv
 
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerow(names)
-        writer.writerows([printable(str(row.get(name, ""))) for name in names] for row in flat)
+        writer.writerows([printable(_cell(row.get(name))) for name in names] for row in flat)
     else:
-        used = [name for name in names if any(row.get(name, "") != "" for row in flat)]
+        used = [name for name in names if any(row.get(name) is not None for row in flat)]
         for line in _markdown(used, flat):
             typer.echo(line)
 
 
 def _flat(row: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, object]]:
-    """Cells by name, of what is in a mapping as "link.name"; a list of mappings is left out."""
+    """Values by name, of what is in a mapping as "link.name"; a list of mappings is left out."""
     for key, value in row.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{before}{key}.")
         elif not (isinstance(value, list | tuple) and any(isinstance(one, Mapping) for one in value)):
-            yield before + key, _cell(value)
+            yield before + key, value
 
 
-def _cell(value: object) -> object:
-    """A list with commas between, as options take it; nothing as nothing."""
+def _cell(value: object, digits: int | None = None) -> str:
+    """A list with commas between, as options take it; nothing as nothing; a number with all digits, or so many."""
     if isinstance(value, list | tuple):
-        return ",".join(str(_cell(one)) for one in value)
-    return "" if value is None else str(value).lower() if isinstance(value, bool) else value
+        return ",".join(_cell(one, digits) for one in value)
+    if value is None or isinstance(value, bool):
+        return "" if value is None else str(value).lower()
+    return f"{value:.{digits}g}" if digits and isinstance(value, float) else str(value)
 
 
-def _markdown(names: Sequence[str], rows: Iterable[Mapping[str, object]]) -> Iterable[str]:
+def _markdown(names: Sequence[str], rows: Sequence[Mapping[str, object]]) -> Iterator[str]:
     """A table as GitHub renders it, numbers at the right."""
-    cells = [[row.get(name, "") for name in names] for row in rows]
-    numbers = [
-        any(isinstance(row[place], int | float) for row in cells)
-        and all(isinstance(row[place], int | float) or row[place] == "" for row in cells)
-        for place in range(len(names))
-    ]
+    numbers = [all(type(row.get(name)) in (int, float, type(None)) for row in rows) for name in names]
     yield f"| {' | '.join(names)} |"
     yield f"|{'|'.join('---:' if number else '---' for number in numbers)}|"
-    for row in cells:
-        yield f"| {' | '.join(map(_in_markdown, row))} |"
-
-
-def _in_markdown(value: object) -> str:
-    text = f"{value:.{_DIGITS}g}" if isinstance(value, float) else str(value)
-    return printable(" ".join(text.split())).replace("\\", "\\\\").replace("|", "\\|")
+    for row in rows:
+        cells = (" ".join(printable(_cell(row.get(name), _DIGITS)).split()) for name in names)
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

@@ -227,12 +227,16 @@ class CapacityPlan:
             sizes = [one.gpus_per_group for one in alike if one.gpus_per_group is not None]
             yield f"{groups_of(sizes)}: {reason}" if sizes else reason
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Plain JSON values of each fleet that meets the target, the answer first."""
+        fleets = [*([] if self.answer is None else [self.answer]), *self.alternatives]
+        return [{"fleet": one.describe()} | one.to_dict() for one in fleets]
+
     def to_frame(self) -> pandas.DataFrame:
         """One row a fleet, the answer first."""
         import pandas
 
-        fleets = [*([] if self.answer is None else [self.answer]), *self.alternatives]
-        return pandas.DataFrame([one.to_dict() | {"fleet": one.describe()} for one in fleets])
+        return pandas.DataFrame(self.rows())
 
 
 def _finite(seconds: float) -> float | None:

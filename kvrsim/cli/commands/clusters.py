@@ -6,28 +6,33 @@ from typing import Annotated
 
 import typer
 
-from kvrsim.cli.options import Json
+from kvrsim.cli.answers import AnswerOptions
+from kvrsim.cli.options import Json, takes
 from kvrsim.cli.outputs import print_json
 
 app = typer.Typer()
 
 
 @app.command("list")
-def list_clusters(json: Json = False) -> None:
+@takes(AnswerOptions)
+def list_clusters(answers: AnswerOptions) -> None:
     """List the built-in clusters.
 
     Example: kvrsim clusters list
     """
+    answers.check()
     from kvrsim.hardware.cluster import builtin_clusters, load_cluster
     from kvrsim.io.schema import to_json
 
     clusters = {name: load_cluster(name) for name in builtin_clusters()}
-    if json:
-        print_json({"clusters": [to_json(cluster) for cluster in clusters.values()]})
-        return
-    from kvrsim.cli.render.catalogue import show_clusters
+    if not answers.printed(
+        lambda: {"clusters": [to_json(cluster) for cluster in clusters.values()]},
+        "clusters",
+        without=("source", "memory_source"),
+    ):
+        from kvrsim.cli.render.catalogue import show_clusters
 
-    show_clusters(clusters)
+        show_clusters(clusters)
 
 
 @app.command("show")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvrsim.cli import machine_options as machine
-from kvrsim.cli.options import Json, MeasuredOptions, Plot, Trace, takes
+from kvrsim.cli.answers import AnswerOptions
+from kvrsim.cli.options import MeasuredOptions, Plot, Trace, takes
 from kvrsim.cli.outputs import print_json, tell_once, write_beside
 from kvrsim.cli.parsing import check_output, check_plot, parse_strategies
 from kvrsim.cli.progress import RankProgress
@@ -23,10 +24,11 @@ if TYPE_CHECKING:
 NOT_MET = 1  # exit code: a target, or a rank that failed
 
 
-@takes(MeasuredOptions, machine.HardwareOptions)
+@takes(MeasuredOptions, machine.HardwareOptions, AnswerOptions)
 def confirm(
     options: MeasuredOptions,
     hardware: machine.HardwareOptions,
+    answers: AnswerOptions,
     *,
     strategies: Annotated[
         str | None,
@@ -83,7 +85,6 @@ def confirm(
     ] = None,
     trace: Trace = None,
     plot: Plot = None,
-    json: Json = False,
 ) -> None:
     """Measure a plan's candidates on this machine.
 
@@ -94,6 +95,7 @@ def confirm(
     """
     from kvrsim.units import parse_count
 
+    answers.check(search=search)
     names = None if strategies is None else parse_strategies(strategies)
     best = parse_count(top, "top", maximum=1000)
     targets = _targets(max_regret, max_error, max_logit_error)
@@ -109,7 +111,7 @@ def confirm(
     if search:
         if names is not None:
             raise InputError("strategies", strategies, "nothing with --search, which measures partitions")
-        _search(scenario, chosen, minutes, output, warnings, virtual=virtual, trace=trace, plot=plot, json=json)
+        _search(scenario, chosen, minutes, output, warnings, virtual=virtual, trace=trace, plot=plot, json=answers.json)
         return
     from planner.confirm.confirm import confirm as run
 
@@ -118,11 +120,11 @@ def confirm(
         with RankProgress() as progress:
             found = run(scenario, chosen, strategies=names, top=best, virtual=virtual, on_progress=progress, **told)
     except KvrsimError as error:
-        if json and error.exit_code == NOT_MET and is_first_rank():  # a rank that failed, say
+        if answers.json and error.exit_code == NOT_MET and is_first_rank():  # a rank that failed, say
             print_json({"candidates": [], "ok": False, "reasons": [str(error)]})
         raise
     if is_first_rank():
-        _show(found, trace, plot, json=json)
+        _show(found, trace, plot, answers)
     if not found.ok:
         raise typer.Exit(NOT_MET)
 
@@ -138,10 +140,8 @@ def _targets(regret: str, error: str, logits: str | None) -> Targets:
     )
 
 
-def _show(found: Confirmation, trace: str | None, plot: str | None, *, json: bool) -> None:
-    if json:
-        print_json(found.to_dict())
-    else:
+def _show(found: Confirmation, trace: str | None, plot: str | None, answers: AnswerOptions) -> None:
+    if not answers.printed(found.to_dict, "candidates"):
         from kvrsim.cli.render.confirm import show_confirmation
 
         show_confirmation(found)

@@ -6,27 +6,32 @@ from typing import Annotated
 
 import typer
 
-from kvrsim.cli.options import Json
+from kvrsim.cli.answers import AnswerOptions
+from kvrsim.cli.options import Json, takes
 from kvrsim.cli.outputs import print_json
 
 app = typer.Typer()
 
 
 @app.command("list")
-def list_engines(json: Json = False) -> None:
+@takes(AnswerOptions)
+def list_engines(answers: AnswerOptions) -> None:
     """List the built-in engines.
 
     Example: kvrsim engines list
     """
+    answers.check()
     from kvrsim.engine.engine import builtin_engines, load_engine
 
     engines = [load_engine(name) for name in builtin_engines()]
-    if json:
-        print_json({"engines": [engine.to_dict() for engine in engines]})
-        return
-    from kvrsim.cli.render.engines import show_engines
+    if not answers.printed(
+        lambda: {"engines": [engine.to_dict() for engine in engines]},
+        "engines",
+        without=("provenance", "spread", "fit"),
+    ):
+        from kvrsim.cli.render.engines import show_engines
 
-    show_engines(engines)
+        show_engines(engines)
 
 
 @app.command("show")

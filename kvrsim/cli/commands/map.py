@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 
 from kvrsim.choices import MAP_STRATEGIES
-from kvrsim.cli.options import Json, ManyOptions, takes
-from kvrsim.cli.outputs import print_json, write_beside
+from kvrsim.cli.answers import AnswerOptions
+from kvrsim.cli.options import ManyOptions, takes
+from kvrsim.cli.outputs import write_beside
 from kvrsim.cli.parsing import check_plot, parse_list, parse_strategies
 from kvrsim.cli.pool_options import PoolOptions
 
@@ -22,10 +23,11 @@ MapPlot = Annotated[
 ]
 
 
-@takes(ManyOptions, PoolOptions)
+@takes(ManyOptions, PoolOptions, AnswerOptions)
 def strategy_map(
     options: ManyOptions,
     workers: PoolOptions,
+    answers: AnswerOptions,
     *,
     link_bandwidths: Annotated[
         str | None,
@@ -39,7 +41,6 @@ def strategy_map(
         str, typer.Option("--strategies", metavar="NAMES|all|FILE.py:NAME", help="Strategies to compare with one GPU.")
     ] = ",".join(MAP_STRATEGIES),
     plot: MapPlot = None,
-    json: Json = False,
 ) -> None:
     """Find the fastest strategy over contexts and GPUs.
 
@@ -50,6 +51,7 @@ def strategy_map(
     """
     from kvrsim.units import parse_bandwidth
 
+    answers.check()
     names = parse_strategies(strategies)
     bandwidths = None
     if link_bandwidths is not None:
@@ -72,9 +74,7 @@ def strategy_map(
             pool=pool,
             on_place=progress,
         )
-    if json:
-        print_json(found.to_dict())
-    else:
+    if not answers.printed(found.to_dict, "points"):
         from kvrsim.cli.render.map import show_map
 
         show_map(found)

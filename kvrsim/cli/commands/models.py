@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvrsim.cli.options import Json
+from kvrsim.cli.answers import AnswerOptions
+from kvrsim.cli.options import Json, takes
 from kvrsim.cli.outputs import print_json
 
 if TYPE_CHECKING:
@@ -17,20 +18,22 @@ app = typer.Typer()
 
 
 @app.command("list")
-def list_models(json: Json = False) -> None:
+@takes(AnswerOptions)
+def list_models(answers: AnswerOptions) -> None:
     """List the built-in models.
 
     Example: kvrsim models list
     """
+    answers.check()
     from kvrsim.model.load import builtin_models, load_model
 
     models = [load_model(name) for name in builtin_models()]
-    if json:
-        print_json({"models": [summary(model) for model in models]})
-        return
-    from kvrsim.cli.render.catalogue import show_models
+    if not answers.printed(
+        lambda: {"models": [summary(model) for model in models]}, "models", without=("layer_kind_index", "lm_head")
+    ):
+        from kvrsim.cli.render.catalogue import show_models
 
-    show_models(models)
+        show_models(models)
 
 
 @app.command("show")

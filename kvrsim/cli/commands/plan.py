@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvrsim.choices import DEPLOY_ENGINES, METHODS
-from kvrsim.cli.options import Json, NoiseSpec, Objective, Plot, Samples, ScenarioOptions, Seed, Table, Trace, takes
-from kvrsim.cli.outputs import print_json, write_beside
+from kvrsim.cli.answers import AnswerOptions
+from kvrsim.cli.options import NoiseSpec, Objective, Plot, Samples, ScenarioOptions, Seed, Table, Trace, takes
+from kvrsim.cli.outputs import write_beside
 from kvrsim.cli.parsing import (
     check_output,
     check_plot,
@@ -30,10 +31,11 @@ if TYPE_CHECKING:
     from planner.deploy.emit import Launch
 
 
-@takes(ScenarioOptions, PoolOptions)
+@takes(ScenarioOptions, PoolOptions, AnswerOptions)
 def plan(
     options: ScenarioOptions,
     workers: PoolOptions,
+    answers: AnswerOptions,
     *,
     strategies: Annotated[
         str | None,
@@ -78,7 +80,6 @@ def plan(
     trace: Trace = None,
     plot: Plot = None,
     seed: Seed = "0",
-    json: Json = False,
 ) -> None:
     """Compare strategies for one prefill, each at its best.
 
@@ -91,6 +92,7 @@ def plan(
     from kvrsim.plots.save import is_page
     from kvrsim.units import parse_tokens
 
+    answers.check(emit=emit)
     names = None if strategies is None else parse_strategies(strategies)
     require_table(names or [], table)
     parse_choice(method, "method", METHODS)
@@ -132,9 +134,7 @@ def plan(
             pool=pool,
         )
     launch = None if emit is None else _launch(scenario, result, emit, options.model)
-    if json:
-        print_json(result.to_dict() if launch is None else launch.to_dict())
-    else:
+    if not answers.printed((launch or result).to_dict, "strategies"):
         if launch is not None:
             from kvrsim.cli.render.launch import show_launch
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvrsim.cli.options import Json
+from kvrsim.cli.answers import AnswerOptions
+from kvrsim.cli.options import Json, takes
 from kvrsim.cli.outputs import print_json
 
 if TYPE_CHECKING:
@@ -16,11 +17,13 @@ app = typer.Typer()
 
 
 @app.command("list")
-def list_profiles(json: Json = False) -> None:
+@takes(AnswerOptions)
+def list_profiles(answers: AnswerOptions) -> None:
     """List the built-in profiles.
 
     Example: kvrsim profiles list
     """
+    answers.check()
     from kvrsim.profile.profile import builtin_profiles, load_profile
 
     profiles = [load_profile(name) for name in builtin_profiles()]
@@ -34,12 +37,10 @@ def list_profiles(json: Json = False) -> None:
         }
         for profile in profiles
     ]
-    if json:
-        print_json({"profiles": rows})
-        return
-    from kvrsim.cli.render.catalogue import show_profiles
+    if not answers.printed(lambda: {"profiles": rows}, "profiles"):
+        from kvrsim.cli.render.catalogue import show_profiles
 
-    show_profiles(profiles)
+        show_profiles(profiles)
 
 
 @app.command("show")
@@ -76,13 +77,14 @@ def _shapes(rates: GemmRates) -> list[str]:
 
 
 @app.command("diff")
+@takes(AnswerOptions)
 def diff(
+    answers: AnswerOptions,
     a: Annotated[str, typer.Argument(metavar="A", help="A built-in profile or a file.")],
     b: Annotated[str, typer.Argument(metavar="B", help="Another profile.")],
     model: Annotated[
         str, typer.Option("--model", metavar="NAME|PATH", help="Model whose layers are compared.")
     ] = "llama-7b",
-    json: Json = False,
 ) -> None:
     """Compare the seconds of typical operations in two profiles.
 
@@ -90,6 +92,7 @@ def diff(
 
     Example: kvrsim profiles diff a100-eager a100-flash
     """
+    answers.check()
     from calibrate.fit.diff import compare_profiles, dtypes_of
     from kvrsim.model.load import load_model
     from kvrsim.profile.profile import load_profile
@@ -98,25 +101,23 @@ def diff(
     spec = load_model(model)
     rows = compare_profiles(first, second, spec)
     dtypes = dtypes_of(first, second)
-    if json:
-        print_json(
+    content = {
+        "a": first.name,
+        "b": second.name,
+        "model": spec.name,
+        "dtypes": list(dtypes),
+        "operations": [
             {
-                "a": first.name,
-                "b": second.name,
-                "model": spec.name,
-                "dtypes": list(dtypes),
-                "operations": [
-                    {
-                        "operation": row.operation,
-                        "a_s": row.a_s,
-                        "b_s": row.b_s,
-                        "ratio": row.ratio,
-                        "differs": row.differs,
-                    }
-                    for row in rows
-                ],
+                "operation": row.operation,
+                "a_s": row.a_s,
+                "b_s": row.b_s,
+                "ratio": row.ratio,
+                "differs": row.differs,
             }
-        )
+            for row in rows
+        ],
+    }
+    if answers.printed(lambda: content, "operations"):
         return
     from kvrsim.cli.render.layout import columns, show
     from kvrsim.units import format_seconds

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvrsim.choices import EXECUTORS
-from kvrsim.cli.options import Json, NoiseSpec, PackTokens, Plot, Samples, Seed, StreamOptions, Table, Trace, takes
-from kvrsim.cli.outputs import print_json, write_beside
+from kvrsim.cli.answers import AnswerOptions
+from kvrsim.cli.options import NoiseSpec, PackTokens, Plot, Samples, Seed, StreamOptions, Table, Trace, takes
+from kvrsim.cli.outputs import write_beside
 from kvrsim.cli.parsing import (
     check_output,
     check_plot,
@@ -29,9 +30,10 @@ if TYPE_CHECKING:
     from kvrsim.results.timeline import Timeline
 
 
-@takes(StreamOptions)
+@takes(StreamOptions, AnswerOptions)
 def simulate(
     options: StreamOptions,
+    answers: AnswerOptions,
     *,
     strategy: Annotated[
         str,
@@ -81,7 +83,6 @@ def simulate(
     trace: Trace = None,
     plot: Plot = None,
     seed: Seed = "0",
-    json: Json = False,
 ) -> None:
     """Simulate one strategy's prefill, rank by rank.
 
@@ -89,6 +90,7 @@ def simulate(
 
     Example: kvrsim simulate --strategy kvr-s --ctx 8k --gpus 4
     """
+    answers.check()
     parse_strategy(strategy)
     if partition is None:
         require_table([strategy], table)
@@ -125,9 +127,7 @@ def simulate(
             warnings=warnings,
             on_progress=progress,
         )
-    if json:
-        print_json(result.to_dict())
-    else:
+    if not answers.printed(result.to_dict, "per_rank", without=("memory",)):
         from kvrsim.cli.render.simulation import show_simulation
 
         show_simulation(result, scenario)

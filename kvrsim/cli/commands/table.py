@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvrsim.cli.answers import AnswerOptions
 from kvrsim.cli.options import Json, ManyOptions, takes
 from kvrsim.cli.outputs import print_json, tell, write_beside
 from kvrsim.cli.parsing import check_output, check_plot
@@ -133,13 +134,14 @@ def lookup(
 
 
 @app.command("show")
+@takes(AnswerOptions)
 def show(
+    answers: AnswerOptions,
     file: File,
     plot: Annotated[
         str | None,
         typer.Option("--plot", metavar="FILE", help="Draw each rank's share over the context: FILE.png, .svg or .pdf."),
     ] = None,
-    json: Json = False,
 ) -> None:
     """Print what a table was built for, and its entries.
 
@@ -147,11 +149,10 @@ def show(
     """
     from planner.table.table import load_table
 
+    answers.check()
     check_plot(plot)
     table = load_table(file, "TABLE")
-    if json:
-        print_json(table.to_dict())
-    else:
+    if not answers.printed(table.to_dict, "entries"):
         from kvrsim.cli.render.table import show_table
 
         show_table(table)

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvrsim.cli.options import Json
-from kvrsim.cli.outputs import print_json
+from kvrsim.cli.answers import AnswerOptions
+from kvrsim.cli.options import takes
 from kvrsim.cli.parsing import check_output
 from kvrsim.errors import KvrsimError
 
@@ -27,11 +27,13 @@ def _validate() -> None:
 
 
 @app.command("published")
+@takes(AnswerOptions)
 def published(
+    answers: AnswerOptions,
+    *,
     report: Annotated[
         str | None, typer.Option("--report", metavar="FILE", help="Also write the report as Markdown.")
     ] = None,
-    json: Json = False,
 ) -> None:
     """Simulate every published case and print the errors.
 
@@ -39,6 +41,7 @@ def published(
 
     Example: kvrsim validate published --report accuracy.md
     """
+    answers.check()
     check_output(report, "report")
     try:
         cases = import_module("validate.published.compare")
@@ -50,9 +53,7 @@ def published(
     result: dict[str, Any] = cases.run()
     if report is not None:
         cases.write_report(result, report)
-    if json:
-        print_json(result)
-    else:
+    if not answers.printed(lambda: result, "rows"):
         from kvrsim.cli.render.catalogue import show_validation
 
         show_validation(result)

@@ -1,0 +1,92 @@
+"""--format: the table of an answer as CSV and as Markdown, with the names and values of --json."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from kvrsim.cli import main as cli
+from kvrsim.cli.answers import print_rows
+from tests.kvrsim.cli.test_flags import COMMANDS
+
+SETTING = ("--gpus", "2", "--profile", "roofline")
+TABLES = {  # a command's list in its JSON
+    ("plan", "--ctx", "1k", *SETTING): "strategies",
+    ("simulate", "--strategy", "kvr-e", "--ctx", "1k", *SETTING): "per_rank",
+    ("map", "--ctx", "1k,2k", *SETTING): "points",
+    ("table", "show", "table.json"): "entries",
+    ("models", "list"): "models",
+    ("clusters", "list"): "clusters",
+    ("profiles", "list"): "profiles",
+    ("profiles", "diff", "a100-eager", "a100-flash"): "operations",
+    ("engines", "list"): "engines",
+    ("strategies", "list"): "strategies",
+}
+
+
+@pytest.fixture(autouse=True)
+def _beside_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["table", "build", "--ctx", "1k", *SETTING, "--jobs", "1", "-o", "table.json"]) == 0
+    capsys.readouterr()
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(arguments) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", TABLES, ids=" ".join)
+def test_tables_hold_what_json_holds(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    content = json.loads(printed(capsys, *arguments, "--json"))
+    rows = list(csv.DictReader(io.StringIO(printed(capsys, *arguments, "--format", "csv"))))
+    assert len(rows) == len(content[TABLES[arguments]]) > 0
+    compared = 0
+    for row, whole in zip(rows, content[TABLES[arguments]], strict=True):
+        for name, value in whole.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                compared += 1
+                assert float(row[name]) == value
+            elif isinstance(value, str) and name in row:
+                assert row[name] == value
+    assert compared >= len(rows) or arguments[0] in ("profiles", "strategies")
+    head, rule, *lines = printed(capsys, *arguments, "--format", "md").splitlines()
+    titles = head.strip("| ").split(" | ")
+    assert set(titles) <= set(rows[0])
+    assert [rule.count("|"), len(lines)] == [len(titles) + 1, len(rows)]
+
+
+def test_every_table_has_formats() -> None:
+    formats = {path for path, command in COMMANDS.items() if any("--format" in param.opts for param in command.params)}
+    named = {path for path in COMMANDS if path and any(" ".join(words).startswith(path) for words in TABLES)}
+    assert formats == named | {"capacity", "confirm", "validate published"}
+
+
+@pytest.mark.parametrize(
+    "others", [("--json", "--format", "csv"), ("--format", "xml"), ("--format", "md", "--emit", "vllm")], ids=" ".join
+)
+def test_what_formats_do_not_go_with(others: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--ctx", "1k", *others]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("kvrsim: error: --format: got ")
+
+
+def test_cells(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {"name": "a|b\x1b", "x_s": 0.123456789, "parts": [1, 2], "link": {"x": None}, "no": None, "deep": [{"x": 1}]},
+        {"name": 'c, "d"', "x_s": None, "parts": [], "link": {"x": True}, "no": None, "deep": []},
+    ]
+    print_rows(rows, "csv", without=("deep",))
+    assert capsys.readouterr().out == ('name,x_s,parts,link.x,no\na|b\\x1b,0.123456789,"1,2",,\n"c, ""d""",,,true,\n')
+    print_rows(rows, "md", without=("deep",))
+    assert capsys.readouterr().out.splitlines() == [
+        "| name | x_s | parts | link.x |",
+        "|---|---:|---|---|",
+        "| a\\|b\\x1b | 0.123457 | 1,2 |  |",
+        '| c, "d" |  |  | true |',
+    ]
