@@ -305,7 +305,7 @@ def test_summaries_of_commands_are_whole_and_metavars_are_not_values(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert cli.main(["--help"]) == 0
-    assert "..." not in capsys.readouterr().out.split("Commands:")[1]
+    assert "..." not in capsys.readouterr().out.split("Plan:")[1]
     pending = [typer.main.get_command(cli.app)]
     while pending:
         command: Any = pending.pop()
