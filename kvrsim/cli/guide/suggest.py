@@ -166,7 +166,7 @@ def meant_value(text: str, option: str, param: Any, path: str, accepted: str) ->
     words = set(re.split(r"[,;:]? ", accepted))
     if kind_of(param, path) is None and words & set(known):  # not all of them, perhaps
         known = tuple(word for word in known if word in words)
-    if text in known:
+    if {*text.split(",")} & {*known}:
         return None
     found = nearest(text, known) or respelled(text, param.metavar or "", option)
     return None if found == text else found
@@ -179,4 +179,7 @@ def shortened(accepted: str, param: Any, path: str) -> str:
         return accepted
     name = f"(?:{'|'.join(map(re.escape, shipped(kind)))})(?![\\w.+-])"
     accepted = re.sub(f", such as {name}(?:, {name})*$", "", accepted)
-    return re.sub(f"{name}(?:, {name})+", f"those of kvrsim {kind} list", accepted, count=1)
+    found = re.search(f"{name}(?:, {name})+", accepted)
+    if found is None or len(found[0].split(", ")) < len(shipped(kind)):
+        return accepted
+    return f"{accepted[: found.start()]}those of kvrsim {kind} list{accepted[found.end() :]}"
