@@ -27,6 +27,8 @@ from planner.packing.serve import Launch, Served, serve_packed, serve_whole, ste
 from planner.packing.steps import StepPrograms
 from planner.partitions import best_pieces, settled, with_dear_steps
 
+MOST_STEPS = 2048  # that a prompt is cut into: each is simulated, in about 2 ms
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stream:
@@ -149,6 +151,10 @@ def packed(placed: Scenario, strategy: Strategy, prompts: Prompts, pack_tokens: 
         raise InputError("pack_tokens", pack_tokens, "links that flows do not share: `topology` switch or chain")
     if placed.request.batch != 1:
         raise InputError("batch", placed.request.batch, "1 with `pack_tokens`, which makes batches itself")
+    longest = max(prompts.new_tokens)
+    if longest > MOST_STEPS * pack_tokens:
+        least, accepted = -(-longest // MOST_STEPS), f"a prompt of {longest} new tokens in at most {MOST_STEPS} steps"
+        raise InputError("pack_tokens", pack_tokens, f"at least {least} tokens: {accepted}")
     programs = StepPrograms(placed, strategy)
     everything = sum(prompts.context_lens)
     held = most_held(placed, strategy, pack_tokens, everything)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 import typer
 
+from kvrsim.choices import DEPLOY_ENGINES
 from kvrsim.cli.options import Json
 from kvrsim.cli.outputs import print_json, tell
 from kvrsim.cli.parsing import parse_choice
@@ -58,6 +59,32 @@ class AnswerOptions:
                 tell(f"warning: {warning}")
             print_rows(answer[rows] if isinstance(rows, str) else rows(), str(self.format), without=without)
         return True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeployOptions:
+    """The serving engine that an answer is for; `check` before the work."""
+
+    emit: Annotated[
+        str | None,
+        typer.Option(
+            "--emit",
+            metavar="|".join(DEPLOY_ENGINES),
+            help="Print what launches the answer on this engine. Without --strategies, only strategies that it has are"
+            " compared.",
+        ),
+    ] = None
+    only_deployable: Annotated[
+        str | None,
+        typer.Option(
+            "--only-deployable", metavar="|".join(DEPLOY_ENGINES), help="Compare only strategies that this engine has."
+        ),
+    ] = None
+
+    def check(self) -> None:
+        """InputError for an engine that is none."""
+        for one in fields(self):
+            parse_choice(getattr(self, one.name), one.name, DEPLOY_ENGINES)
 
 
 def print_rows(rows: Rows, form: str, *, without: Sequence[str] = ()) -> None:

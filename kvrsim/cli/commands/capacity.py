@@ -7,19 +7,20 @@ from typing import Annotated
 import typer
 
 from kvrsim.choices import DEPLOY_ENGINES
-from kvrsim.cli.answers import AnswerOptions
+from kvrsim.cli.answers import AnswerOptions, DeployOptions
 from kvrsim.cli.fleet_options import FleetOptions
 from kvrsim.cli.options import Table, WorkloadOptions, takes
 from kvrsim.cli.outputs import write_beside
-from kvrsim.cli.parsing import check_output, check_plot, parse_choice, parse_strategies, read_table
+from kvrsim.cli.parsing import check_output, check_plot, parse_strategies, read_table
 from kvrsim.cli.pool_options import PoolOptions
 
 
-@takes(WorkloadOptions, FleetOptions, PoolOptions, AnswerOptions)
+@takes(WorkloadOptions, FleetOptions, PoolOptions, DeployOptions, AnswerOptions)
 def capacity(
     options: WorkloadOptions,
     fleet: FleetOptions,
     workers: PoolOptions,
+    deploy: DeployOptions,
     answers: AnswerOptions,
     *,
     strategies: Annotated[
@@ -28,20 +29,6 @@ def capacity(
             "--strategies",
             metavar="NAME,NAME,...|all",
             help="What groups may run, each with the fastest. Default: all without a long search.",
-        ),
-    ] = None,
-    emit: Annotated[
-        str | None,
-        typer.Option(
-            "--emit",
-            metavar="|".join(DEPLOY_ENGINES),
-            help="Print what launches the answer's groups on this engine. Only strategies that it has are tried.",
-        ),
-    ] = None,
-    only_deployable: Annotated[
-        str | None,
-        typer.Option(
-            "--only-deployable", metavar="|".join(DEPLOY_ENGINES), help="Try only strategies that this engine has."
         ),
     ] = None,
     table: Table = None,
@@ -59,17 +46,16 @@ def capacity(
 
     Example: kvrsim capacity --requests synthetic:poisson,rate=4 --slo-ttft 2s --cluster h100-nvlink
     """
-    answers.check(emit=emit)
+    answers.check(emit=deploy.emit)
+    deploy.check()
     check_output(html, "html")
     check_plot(plot)
-    parse_choice(emit, "emit", DEPLOY_ENGINES)
-    parse_choice(only_deployable, "only_deployable", DEPLOY_ENGINES)
     pool = workers.pool()
     scenario, warnings = options.scenario()
     from planner.capacity.plan import plan_capacity
 
     request = fleet.request(scenario)
-    if emit is not None:
+    if deploy.emit is not None:
         from planner.capacity.launch import check_emit
 
         check_emit(request)
@@ -81,17 +67,17 @@ def capacity(
             request,
             strategies=None if strategies is None else parse_strategies(strategies),
             table=read_table(table),
-            engines=[name for name in DEPLOY_ENGINES if name in (emit, only_deployable)],
+            engines=[name for name in DEPLOY_ENGINES if name in (deploy.emit, deploy.only_deployable)],
             warnings=warnings,
             pool=pool,
             on_progress=progress,
             explore=html is not None,
         )
     launch = None
-    if emit is not None and result.answer is not None:
+    if deploy.emit is not None and result.answer is not None:
         from planner.capacity.launch import launch_of_fleet
 
-        launch = launch_of_fleet(scenario, request, result, emit, model=options.model)
+        launch = launch_of_fleet(scenario, request, result, deploy.emit, model=options.model)
     if not answers.printed((launch or result).to_dict, result.rows):
         if launch is not None:
             from kvrsim.cli.render.launch import show_launch

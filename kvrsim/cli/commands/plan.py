@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvrsim.choices import DEPLOY_ENGINES, METHODS
-from kvrsim.cli.answers import AnswerOptions
+from kvrsim.choices import METHODS
+from kvrsim.cli.answers import AnswerOptions, DeployOptions
 from kvrsim.cli.options import NoiseSpec, Objective, Plot, Samples, ScenarioOptions, Seed, Table, Trace, takes
 from kvrsim.cli.outputs import write_beside
 from kvrsim.cli.parsing import (
@@ -31,10 +31,11 @@ if TYPE_CHECKING:
     from planner.deploy.emit import Launch
 
 
-@takes(ScenarioOptions, PoolOptions, AnswerOptions)
+@takes(ScenarioOptions, PoolOptions, DeployOptions, AnswerOptions)
 def plan(
     options: ScenarioOptions,
     workers: PoolOptions,
+    deploy: DeployOptions,
     answers: AnswerOptions,
     *,
     strategies: Annotated[
@@ -58,21 +59,6 @@ def plan(
         str | None,
         typer.Option("--stride", metavar="LEN", help="Search only chunk boundaries that are multiples of LEN."),
     ] = None,
-    emit: Annotated[
-        str | None,
-        typer.Option(
-            "--emit",
-            metavar="|".join(DEPLOY_ENGINES),
-            help="Print what launches the best strategy on this engine. Without --strategies, all that it has are"
-            " compared.",
-        ),
-    ] = None,
-    only_deployable: Annotated[
-        str | None,
-        typer.Option(
-            "--only-deployable", metavar="|".join(DEPLOY_ENGINES), help="Compare only strategies that this engine has."
-        ),
-    ] = None,
     table: Table = None,
     noise: NoiseSpec = None,
     objective: Objective = None,
@@ -92,13 +78,12 @@ def plan(
     from kvrsim.plots.save import is_page
     from kvrsim.units import parse_tokens
 
-    answers.check(emit=emit)
+    answers.check(emit=deploy.emit)
+    deploy.check()
     names = None if strategies is None else parse_strategies(strategies)
     require_table(names or [], table)
     parse_choice(method, "method", METHODS)
     step = None if stride is None else parse_tokens(stride, "stride")
-    parse_choice(emit, "emit", DEPLOY_ENGINES)
-    parse_choice(only_deployable, "only_deployable", DEPLOY_ENGINES)
     number = parse_seed(seed)
     disturbance = parse_disturbance(noise, samples, number)
     figure = parse_objective(objective, disturbance)
@@ -109,11 +94,11 @@ def plan(
     check_plot(plot, page=True)
     lookup = read_table(table)
     scenario, warnings = options.scenario()
-    within = only_deployable or (emit if names is None else None)
+    within = deploy.only_deployable or (deploy.emit if names is None else None)
     if within is not None:
-        from planner.deploy.emit import only_deployable as kept
+        from planner.deploy.emit import only_deployable
 
-        names = list(kept(scenario, within, names, "only_deployable" if only_deployable else "emit"))
+        names = list(only_deployable(scenario, within, names, "only_deployable" if deploy.only_deployable else "emit"))
     from planner.plan import make_plan
 
     with pool, SearchProgress() as progress:
@@ -133,7 +118,7 @@ def plan(
             seed=number,
             pool=pool,
         )
-    launch = None if emit is None else _launch(scenario, result, emit, options.model)
+    launch = None if deploy.emit is None else _launch(scenario, result, deploy.emit, options.model)
     if not answers.printed((launch or result).to_dict, "strategies"):
         if launch is not None:
             from kvrsim.cli.render.launch import show_launch

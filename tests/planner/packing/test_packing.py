@@ -267,6 +267,8 @@ def test_what_cannot_be_packed_is_refused() -> None:
         assert caught.value.parameter == parameter
     with pytest.raises(InputError, match="requests"):
         run_simulation(scenario, strategy="tp", pack_tokens=512)
+    with pytest.raises(InputError, match="at least 3 tokens"):
+        run_simulation(make_scenario(ctx=5120, gpus=2)[0], strategy="tp", arrivals=many, pack_tokens=2)
 
 
 def test_a_begun_prompt_goes_first() -> None:
