@@ -66,7 +66,7 @@ def ttft_by_length(axes: Axes, plan: CapacityPlan) -> None:
         curves.new_tokens[shown], curves.ttft_s[shown], ".", color=_BLUE, alpha=0.25, markersize=2, rasterized=True
     )
     for percentile, style in ((50.0, "--"), (plan.percentile, "-")):
-        lengths, values = _percentile_by_length(curves, served, percentile)
+        lengths, values = percentile_by_length(curves, served, percentile)
         axes.plot(lengths, values, style, color=INK, linewidth=1.2, label=f"{percentile:g}th percentile")
     axes.axhline(plan.slo_ttft_s, color=_ORANGE, linewidth=1.2, label=f"target {format_seconds(plan.slo_ttft_s)}")
     axes.set_xscale("log", base=2)
@@ -81,20 +81,31 @@ def ttft_by_length(axes: Axes, plan: CapacityPlan) -> None:
 def queue_over_time(axes: Axes, plan: CapacityPlan) -> None:
     """Waiting requests: the largest number in each time step."""
     axes.set_title("queue over time", loc="left", fontsize=11)
-    curves = _curves(plan)
+    times_s, most = waiting(_curves(plan), 0, _STEPS)
+    axes.fill_between(times_s, most, step="post", color=_BLUE, linewidth=0)
+    axes.set_xlim(times_s[0], times_s[-1])
+    axes.set_ylim(0, None)
+    axes.set_xlabel("time, s")
+    axes.set_ylabel("prompts waiting")
+
+
+def waiting(curves: Curves, most_changes: int, bins: int) -> tuple[Array, Array]:
+    """Times in seconds, and how many prompts wait from each on.
+
+    Of more changes than `most_changes`, the largest number in each of so many equal parts of the time.
+    """
     changes = np.concatenate([curves.arrival_s, curves.begin_s])
     signs = np.concatenate([np.ones(len(curves.arrival_s)), -np.ones(len(curves.begin_s))])
     order = np.lexsort((signs, changes))  # at one instant, requests leave before others arrive
     order = order[np.isfinite(changes[order])]
-    times, waiting = changes[order], np.cumsum(signs[order])
-    edges = np.linspace(times[0], max(times[-1], times[0] + 1e-9), _STEPS + 1)
-    first = np.searchsorted(times, edges[:-1])
-    most = np.array([waiting[a:b].max(initial=0.0) for a, b in zip(first, [*first[1:], len(waiting)], strict=True)])
-    axes.fill_between(edges[:-1], most, step="post", color=_BLUE, linewidth=0)
-    axes.set_xlim(edges[0], edges[-1])
-    axes.set_ylim(0, None)
-    axes.set_xlabel("time, s")
-    axes.set_ylabel("prompts waiting")
+    times_s, number = changes[order], np.cumsum(signs[order])
+    last = np.append(np.diff(times_s) > 0, True)  # of each instant
+    if last.sum() <= most_changes:
+        return times_s[last], number[last]
+    edges = np.linspace(times_s[0], max(times_s[-1], times_s[0] + 1e-9), bins + 1)
+    first = np.searchsorted(times_s, edges[:-1])
+    most = [number[max(0, a - 1) : b].max(initial=0.0) for a, b in zip(first, [*first[1:], len(number)], strict=True)]
+    return edges, np.array([*most, most[-1]])
 
 
 def cost_against_ttft(axes: Axes, plan: CapacityPlan) -> None:
@@ -154,7 +165,7 @@ def _message(axes: Axes, what: str) -> None:
     axes.text(0.5, 0.5, what, ha="center", va="center", color=INK, transform=axes.transAxes)
 
 
-def _percentile_by_length(curves: Curves, served: Any, percentile: float) -> tuple[Array, Array]:
+def percentile_by_length(curves: Curves, served: Any, percentile: float) -> tuple[Array, Array]:
     """Percentile of TTFT in half-octave bins with at least 20 requests: lengths and values."""
     step = np.floor(2 * np.log2(curves.new_tokens[served])).astype(np.int64)
     lengths, values = [], []

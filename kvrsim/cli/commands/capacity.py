@@ -33,7 +33,7 @@ def capacity(
     ] = None,
     table: Table = None,
     html: Annotated[
-        str | None, typer.Option("--html", metavar="FILE", help="Write an HTML report with plots in one file.")
+        str | None, typer.Option("--html", metavar="FILE", help="Write an interactive page in one HTML file.")
     ] = None,
     plot: Annotated[
         str | None, typer.Option("--plot", metavar="FILE", help="Draw the plots: FILE.png, FILE.svg or FILE.pdf.")
@@ -86,9 +86,9 @@ def capacity(
         from kvrsim.cli.render.capacity import show_capacity
 
         show_capacity(result)
+    from planner.capacity.page import write_capacity_page
     from planner.capacity.plots import write_plot
-    from planner.capacity.report import write_report
 
-    write_beside((html, lambda path: write_report(result, path)), (plot, lambda path: write_plot(result, path)))
+    write_beside((html, lambda path: write_capacity_page(result, path)), (plot, lambda path: write_plot(result, path)))
     if not result.feasible:
         raise typer.Exit(1)

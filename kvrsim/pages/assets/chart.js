@@ -1,16 +1,20 @@
 "use strict";
 /* Charts of lines and points, drawn by uPlot, with the colours, words and keys of a page.
  *
- * kv.chart(host, about) draws into an element and returns {set(xs, series), all(), plot()}; about:
+ * kv.chart(host, about) draws into an element and returns {set(xs, series), all(), to(least, most), plot()}; about:
  *   label    what it shows, for screen readers
  *   height   CSS pixels, 300 by default
- *   x, y     {title, format: value -> text, log: true, least, most}; `log`: a logarithmic axis
+ *   x, y     {title, format: value -> text, log: true, least, most, tight}; `log`: a logarithmic axis, by powers of 10,
+ *            or of 2 with `log: 2`; tight: from the least value to the most, not to round numbers
  *   xs       ascending numbers that all series share
  *   series   [{name, colour: "--strategy-tsp", values, low, high, points: true, line: false, dash: [4, 4]}]; values beside
  *            xs, null where there is none; off: true: switched off; low, high: both ends of an interval, drawn as a band
+ *            step: true: each value holds until the next; spans: true: lines go over gaps; size: of points, CSS pixels;
+ *            share: of the colour's strength in points, 0 to 1
  *   marks    [{axis: "x" or "y", value, text, drag: value => ..}]: lines across; one with `drag` is moved by pointer or arrow
  *            keys, and `drag` hears of it
  *   switched name => ...: the reader switches a series in the legend; by default the chart hides it
+ *   zoomed   (least, most) => ...: the reader has chosen another part of x
  *   hover    index => [title, [[label, text], ...]]; by default x and the values of all series
  *
  * The wheel zooms x about the pointer, a drag selects, a double click shows all. The legend switches series. With the
@@ -32,7 +36,8 @@ kv.chart = (host, about) => {
   host.append(box, legend);
 
   const columns = () => [xs, ...series.flatMap((one) => (one.low ? [one.values, one.low, one.high] : [one.values]))];
-  const faint = (colour) => `color-mix(in srgb, ${colour} 22%, transparent)`;
+  const faint = (colour, share) => (share === 1 ? colour : `color-mix(in srgb, ${colour} ${100 * share}%, transparent)`);
+  const paths = (one) => (one.step ? uPlot.paths.stepped({ align: 1 }) : undefined);
 
   function options(width) {
     const lines = [{}];
@@ -41,36 +46,36 @@ kv.chart = (host, about) => {
       const colour = kv.colour(one.colour);
       const show = !isOff(one);
       lines.push({
-        label: one.name, show, stroke: colour, width: one.line === false ? 0 : 2, dash: one.dash, spanGaps: false,
-        paths: one.line === false ? () => null : undefined,
-        points: { show: one.points ?? one.line === false, size: 7, fill: colour, stroke: colour },
+        label: one.name, show, stroke: colour, width: one.line === false ? 0 : 2, dash: one.dash, spanGaps: Boolean(one.spans),
+        paths: one.line === false ? () => null : paths(one),
+        points: { show: one.points ?? one.line === false, size: one.size ?? 7, width: one.share ? 0 : 1, fill: faint(colour, one.share ?? 1), stroke: colour },
       });
       if (!one.low) continue;
-      const edge = { show, stroke: "transparent", width: 0, points: { show: false } };
+      const edge = { show, stroke: "transparent", width: 0, points: { show: false }, paths: paths(one) };
       lines.push({ ...edge, label: `${one.name}, low` }, { ...edge, label: `${one.name}, high` });
-      bands.push({ series: [lines.length - 1, lines.length - 2], fill: faint(colour) });
+      bands.push({ series: [lines.length - 1, lines.length - 2], fill: faint(colour, 0.22) });
     }
     const axis = (of) => ({
       label: of.title, labelSize: of.title ? 22 : 0, labelGap: 2, font: "11.5px system-ui, sans-serif", labelFont: "12px system-ui, sans-serif",
       stroke: kv.colour("--dim"), grid: { stroke: kv.colour("--line"), width: 0.7 }, ticks: { stroke: kv.colour("--line"), width: 0.7 },
       values: (_, values) => values.map((value) => (value === null ? "" : of.format(value))),
     });
-    const range = (of) => (of.least === undefined && of.most === undefined ? undefined
+    const range = (of) => (of.least === undefined && of.most === undefined && !of.tight ? undefined
       : (_, least, most) => [of.least ?? least, of.most ?? most]);
     const scale = (of) => ({ time: false, distr: of.log ? 3 : 1, log: of.log === 2 ? 2 : 10, range: range(of) });
     return {
       width, height, legend: { show: false }, series: lines, bands, padding: [10, 14, 0, 0],
       axes: [{ ...axis(x), size: 34 }, { ...axis(y), size: 64 }], scales: { x: { ...scale(x), auto: true }, y: scale(y) },
       cursor: { drag: { x: true, y: false }, points: { size: 8 } },
-      hooks: { setCursor: [hovered], draw: [drawMarks] },
+      hooks: { setCursor: [hovered], draw: [drawMarks], setScale: [(chart, key) => key === "x" && about.zoomed?.(chart.scales.x.min, chart.scales.x.max)] },
     };
   }
 
-  function draw(width) {
-    const zoomed = plot && [plot.scales.x.min, plot.scales.x.max];
+  function draw(width, whole = false) {
+    const zoomed = plot && !whole && [plot.scales.x.min, plot.scales.x.max];
     plot?.destroy();
     plot = new uPlot(options(width), columns(), box);
-    if (zoomed && zoomed[0] > xs[0]) plot.setScale("x", { min: zoomed[0], max: zoomed[1] });
+    if (zoomed && (zoomed[0] > xs[0] || zoomed[1] < xs[xs.length - 1])) plot.setScale("x", { min: zoomed[0], max: zoomed[1] });
     plot.over.addEventListener("mouseleave", hide);
     plot.over.addEventListener("wheel", wheel, { passive: false });
     plot.over.addEventListener("pointerdown", grab);
@@ -198,10 +203,11 @@ kv.chart = (host, about) => {
     [xs, series] = [newXs, newSeries];
     here = null;
     name();
-    if (plot) draw(box.clientWidth);
+    if (plot) draw(box.clientWidth, true);
   }
   name();
   kv.fit(box, draw);
   kv.onTheme(() => plot && draw(box.clientWidth));
-  return { set, all, plot: () => plot };
+  const to = (min, max) => plot && (plot.scales.x.min !== min || plot.scales.x.max !== max) && plot.setScale("x", { min, max });
+  return { set, all, to, plot: () => plot };
 };

@@ -1,7 +1,8 @@
 "use strict";
 /* Controls that pages share: a slider over given values, a choice of one, switches of many, and what a chart says in words.
  *
- * kv.slider({label, values, format, at, moved})   a range over the indices of `values`; returns {box, at(), set(index)}
+ * kv.slider({label, values, format, at, moved})   a range over the indices of `values`; returns {box, at(), set(index),
+ *                                                 values(others, index)}
  * kv.choice({label, options, chosen, changed})    buttons of which one is pressed; options: [[key, text], ...]
  * kv.switches({label, options, switched})         buttons that are on or off; options: [{key, text, colour}]; returns
  *                                                 {box, note(key, text)}; `switched` hears the set of keys that are on
@@ -31,7 +32,12 @@ kv.slider = ({ label, values, format, at, moved }) => {
       input.value = index;
       told();
     },
-    told,
+    values(others, index) {
+      values = others;
+      input.max = others.length - 1;
+      input.value = index;
+      told();
+    },
   };
 };
 

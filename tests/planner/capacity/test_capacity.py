@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 
 import kvrsim
 from kvrsim.cli import main as cli
+from kvrsim.pages.page import unpacked
 from planner.capacity import plan as planning
 from planner.capacity.plots import picture, queue_over_time, ttft_by_length
 
@@ -216,9 +216,8 @@ def test_tables_pictures_and_the_report(capsys: pytest.CaptureFixture[str], tmp_
     assert "answer:" in out
     assert "contexts from" in out
     page = (tmp_path / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 4
-    assert not re.findall(r"(?:src|href)=\"(?!data:)", page)
-    assert "http" not in page.split("<body>")[0]
+    assert "1.00 s" in page.split("<h1>")[1].split("</h1>")[0]
+    assert {one["rate"] for one in unpacked(page)["tried"]} >= {0.5, 1.0, 4.0}
     assert (tmp_path / "plot.svg").read_text().lstrip().startswith("<?xml")
 
 

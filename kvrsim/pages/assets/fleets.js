@@ -1,0 +1,190 @@
+"use strict";
+/* The fleets of a capacity plan: a target and a price are dragged, rate and percentile chosen, and the fleet is read off. */
+kv.ready((data) => {
+  const host = document.getElementById("fleets");
+  if (!host || !data.tried) return;
+  const rates = [...new Set(data.tried.map((one) => one.rate))].sort((a, b) => a - b);
+  const percentiles = data.percentiles.filter((one) => one >= 50);
+  const state = {
+    rate: 1, percentile: data.percentile, target: data.slo_s, budget: null, price: data.price_per_gpu_hour,
+  };
+  const bySize = data.priced && data.price_per_gpu_hour === null;
+  const priced = () => bySize || state.price !== null;
+  const cost = (one) => (bySize ? one.cost : one.gpus * (state.price ?? 1));
+  const at = (values) => values?.[data.percentiles.indexOf(state.percentile)] ?? null;
+  const money = (value) => (priced() ? `$${Number(value.toPrecision(4))} an hour` : `${value} GPU${value === 1 ? "" : "s"}`);
+  const busy = (one) => `${Math.round(100 * one.utilisation)} %`;
+  const times = (rate) => `${rate}×`;
+
+  // -- the front
+
+  const known = (rate) => data.tried.filter((one) => one.rate === rate && at(one.ttft_s) !== null);
+  function front(rate) {
+    const found = [];
+    for (const one of known(rate).sort((a, b) => cost(a) - cost(b) || at(a.ttft_s) - at(b.ttft_s))) {
+      if (!found.length || at(one.ttft_s) < at(found[found.length - 1].ttft_s) * 0.99) found.push(one);
+    }
+    return found;
+  }
+  const cheapest = (rate, value = (one) => at(one.ttft_s)) => known(rate).filter((one) => value(one) !== null && value(one) <= state.target)
+    .sort((a, b) => cost(a) - cost(b) || at(a.ttft_s) - at(b.ttft_s))[0] ?? null;
+  const fastest = (rate) => known(rate).filter((one) => cost(one) <= state.budget * (1 + 1e-9))
+    .sort((a, b) => at(a.ttft_s) - at(b.ttft_s))[0] ?? null;
+
+  // -- what is moved
+
+  const all = data.tried.map((one) => one.ttft_s[data.percentiles.indexOf(data.percentile)]).filter((one) => one !== null);
+  const least = Math.min(data.slo_s, ...all) / 1.4;
+  const most = Math.max(data.slo_s * 4, Math.min(Math.max(...all), data.slo_s * 40)) * 1.2;
+  const steps = Array.from({ length: 141 }, (_, index) => least * 1.1 * (most / least / 1.21) ** (index / 140));
+  const targets = [...steps, data.slo_s].sort((a, b) => a - b);
+  const budgets = () => [...new Set(data.tried.map(cost))].sort((a, b) => a - b);
+  const nearest = (values, value) => values.reduce((best, one, index) => (Math.abs(Math.log(one / value)) < Math.abs(Math.log(values[best] / value)) ? index : best), 0);
+  const first = cheapest(1) ?? front(1).slice(-1)[0];
+  state.budget = first ? Math.max(cost(first), ...front(1).slice(0, 3).map(cost)) : budgets()[0];
+
+  const target = kv.slider({ label: "Target TTFT", values: targets, format: (value) => kv.seconds(Number(value.toPrecision(3))), at: targets.indexOf(data.slo_s), moved: (index) => {
+    state.target = targets[index];
+    update();
+  } });
+  let prices = budgets();
+  const budget = kv.slider({ label: "At most", values: prices, format: (value) => money(value), at: nearest(prices, state.budget), moved: (index) => {
+    state.budget = prices[index];
+    update();
+  } });
+  const rate = kv.slider({ label: "Requests", values: rates, format: (value) => times(value) + (data.rate_per_s ? `, ${Number((data.rate_per_s * value).toPrecision(3))} a second` : ""), at: rates.indexOf(1), moved: (index) => {
+    state.rate = rates[index];
+    redraw();
+  } });
+  const percentile = kv.el("select", { on: { change: (event) => {
+    state.percentile = Number(event.target.value);
+    redraw();
+  } } }, ...percentiles.map((one) => kv.el("option", { value: one, text: `${one} %`, selected: one === state.percentile })));
+  const price = kv.el("input", { type: "number", min: "0", step: "any", inputmode: "decimal", value: state.price ?? "", placeholder: "none", on: { input: (event) => {
+    const value = Number(event.target.value);
+    state.price = event.target.value.trim() && value > 0 ? value : null;
+    prices = budgets();
+    budget.values(prices, nearest(prices, state.budget = cost(first ?? data.tried[0])));
+    redraw();
+  } } });
+  const tools = kv.el("div", { class: "tools sliders" }, target.box, budget.box, rate.box,
+    kv.el("label", {}, "Of the requests", percentile), bySize ? null : kv.el("label", {}, "Price of a GPU-hour", price));
+  const chartHost = kv.el("div", {});
+  const said = kv.el("div", { id: "read-off", class: "cards" });
+  host.append(tools, said, chartHost);
+
+  // -- the chart
+
+  const targetMark = { axis: "y", value: state.target, text: (value) => `target ${kv.seconds(Number(value.toPrecision(3)))}`, drag: (value) => {
+    const index = nearest(targets, Math.max(least, value));
+    state.target = targetMark.value = targets[index];
+    target.set(index);
+    update();
+  } };
+  const budgetMark = { axis: "x", value: state.budget, text: (value) => `at most ${money(value)}`, drag: (value) => {
+    const index = nearest(prices, Math.max(prices[0] / 2, value));
+    state.budget = budgetMark.value = prices[index];
+    budget.set(index);
+    update();
+  } };
+  let shown = [];  // fleets beside xs
+  function series() {
+    const best = front(state.rate);
+    shown = known(state.rate).sort((a, b) => cost(a) - cost(b) || at(b.ttft_s) - at(a.ttft_s));
+    const held = (one, key) => {
+      const here = best.filter((other) => cost(other) <= cost(one)).slice(-1)[0];
+      return here ? at(here[key]) : null;
+    };
+    const sure = best.length && best.every((one) => at(one.low_s) !== null);
+    const line = { name: "the fastest at this price", colour: "--accent", step: true, points: false, values: shown.map((one) => held(one, "ttft_s")) };
+    if (sure) Object.assign(line, { low: shown.map((one) => held(one, "low_s")), high: shown.map((one) => held(one, "high_s")) });
+    const dots = { name: "fleets simulated", colour: "--ink", line: false, size: 7, values: shown.map((one) => at(one.ttft_s)) };
+    // A place of no fleet at each end, so that all rates have one axis.
+    for (const one of [line, dots]) for (const key of ["values", "low", "high"]) if (one[key]) one[key] = [null, ...one[key], null];
+    return [[prices[0] / 1.2, ...shown.map(cost), prices[prices.length - 1] * 1.2], [line, dots]];
+  }
+  function words(one) {
+    const sure = at(one.low_s) === null ? "" : `${kv.seconds(at(one.low_s))} to ${kv.seconds(at(one.high_s))}`;
+    return [["TTFT", `${kv.seconds(at(one.ttft_s))} (${state.percentile} %)`], ["80 % interval", sure], ["GPUs", String(one.gpus)],
+      ["cost", priced() ? money(cost(one)) : ""], ["utilisation", busy(one)]];
+  }
+  const [xs, lines] = series();
+  const chart = kv.chart(chartHost, {
+    label: "Fleets: cost and TTFT. The sliders above move the target and the price.", height: 360, xs, series: lines, marks: [targetMark, budgetMark],
+    x: { title: priced() ? "cost an hour" : "GPUs", format: (value) => String(Number(value.toPrecision(4))), log: 2, tight: true },
+    y: { title: "TTFT", format: kv.seconds, log: true, least, most },
+    hover: (index) => (shown[index - 1] ? [shown[index - 1].fleet, words(shown[index - 1])] : ["", []]),
+  });
+
+  // -- what is read off
+
+  function rests(one) {
+    if (one.rate === 1) return `${one.requests} requests simulated.`;
+    return `${one.requests} requests, replayed ${times(one.rate)} as fast as asked; the designs of the answer with other numbers of groups, not searched again.`;
+  }
+  function card(title, one, none) {
+    if (!one) return kv.el("div", { class: "card" }, kv.el("h3", { text: title }), kv.el("p", { class: "bad", text: none }));
+    const late = at(one.high_s) !== null && at(one.high_s) > state.target && at(one.ttft_s) <= state.target;
+    const sure = at(one.low_s) === null ? "" : `80 % prediction interval ${kv.seconds(at(one.low_s))} to ${kv.seconds(at(one.high_s))}${late ? ", which ends above the target" : ""}.`;
+    return kv.el("div", { class: "card" },
+      kv.el("h3", { text: title }),
+      kv.el("p", { class: "answer" }, kv.el("strong", { text: `${one.gpus} GPU${one.gpus === 1 ? "" : "s"}` }), `${priced() ? `, ${money(cost(one))}` : ""}: ${one.fleet}`),
+      kv.el("p", { text: `${state.percentile} % within ${kv.seconds(at(one.ttft_s))}. ${sure} Busy ${busy(one)} of the time.` }),
+      kv.el("p", { class: "lead", text: rests(one) }));
+  }
+  function update() {
+    const [within, paid] = [cheapest(state.rate), fastest(state.rate)];
+    const wanted = kv.seconds(Number(state.target.toPrecision(3)));
+    said.replaceChildren(
+      card(`Cheapest with ${state.percentile} % within ${wanted}`, within, "None of the fleets simulated at this rate meets the target."),
+      card(`Fastest for at most ${money(state.budget)}`, paid, "None of the fleets simulated at this rate is as cheap."));
+    targetMark.value = state.target;
+    budgetMark.value = state.budget;
+    chart.plot()?.redraw(false);
+    needs();
+  }
+  function redraw() {
+    chart.set(...series());
+    update();
+  }
+
+  // -- by rate
+
+  const rateHost = document.getElementById("rates");
+  let rateChart = null;
+  function needs() {
+    if (rates.length < 2) return rateHost.closest("section").setAttribute("hidden", "");
+    const of = (value) => rates.map((one) => {
+      const found = cheapest(one, value);
+      return found && cost(found);
+    });
+    const line = { name: "cheapest", colour: "--accent", points: true, values: of((one) => at(one.ttft_s)) };
+    const [low, high] = [of((one) => at(one.low_s)), of((one) => at(one.high_s))];
+    if (low.every((one) => one !== null) && high.every((one) => one !== null)) Object.assign(line, { low, high });
+    const about = {
+      label: "The cheapest fleet by the rate of the requests", height: 260, xs: rates, series: [line],
+      x: { title: data.rate_per_s ? `requests, times ${Number(data.rate_per_s.toPrecision(3))} a second` : "requests, times those asked for", format: (value) => times(value), log: 2 },
+      y: { title: priced() ? "cost an hour" : "GPUs", format: (value) => String(Number(value.toPrecision(4))), least: 0 },
+      hover: (index) => {
+        const one = cheapest(rates[index]);
+        return [`${times(rates[index])} the requests`, one ? [["cheapest", one.fleet], ...words(one)] : [["none", "meets the target"]]];
+      },
+    };
+    const rows = rates.map((one) => {
+      const found = cheapest(one);
+      return { class: one === state.rate ? "best" : undefined, cells: found
+        ? [times(one), money(cost(found)), found.fleet, kv.seconds(at(found.ttft_s)), busy(found)]
+        : [times(one), "none meets the target", "", "", ""] };
+    });
+    const table = kv.list([{ title: "requests" }, { title: priced() ? "cost" : "GPUs" }, { title: "fleet" }, { title: `${state.percentile} % within`, number: true }, { title: "busy", number: true, second: true }],
+      rows, { caption: "The cheapest fleet by rate", ident: "needs" });
+    if (rateChart) rateChart.set(about.xs, about.series);
+    else {
+      rateHost.append(kv.el("div", { class: "rate-chart" }), kv.el("div", { class: "rate-table" }));
+      rateChart = kv.chart(rateHost.firstElementChild, about);
+    }
+    return rateHost.querySelector(".rate-table").replaceChildren(table);
+  }
+  update();
+  window.kvFleets = { state, chart, rateChart: () => rateChart };
+});

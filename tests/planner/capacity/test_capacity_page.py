@@ -1,0 +1,62 @@
+"""The page of a capacity plan, without a browser: its data, its text and its file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import kvrsim
+from kvrsim.pages.page import render, unpacked
+from planner.capacity.answer import CapacityPlan, Curves
+from planner.capacity.page import capacity_data, capacity_page
+from planner.capacity.plots import waiting
+
+SMALL = "synthetic:poisson,rate=4,requests=600,context=lognormal:1k:0.8,max=4k"
+
+
+@pytest.fixture(scope="module")
+def plan() -> CapacityPlan:
+    return kvrsim.capacity(
+        requests=SMALL, slo_ttft="1s", group_sizes="1,2", replications=1, strategies=["single", "tp"]
+    )
+
+
+def test_every_fleet_is_in_the_data(plan: CapacityPlan) -> None:
+    data = capacity_data(plan)
+    assert [one["fleet"] for one in data["tried"]] == [one.fleet for one in plan.tried]
+    assert len(data["tried"][0]["ttft_s"]) == len(data["percentiles"])
+    assert len(data["requests"]["arrival_s"]) == data["requests"]["count"] == 600
+    assert data["price_per_gpu_hour"] is None
+    json.dumps(data, allow_nan=False)
+
+
+def test_names_of_others_are_text_and_the_data_come_back(plan: CapacityPlan) -> None:
+    named = replace(plan, workload={**plan.workload, "name": "</script><img src=x>"}, warnings=("<b>note</b>",))
+    page = capacity_page(named)
+    text = render(page)
+    assert "<img" not in text
+    assert "<b>note" not in text
+    assert unpacked(text) == page.data
+    assert len(text) < 300_000
+
+
+def curves(count: int) -> Curves:
+    rng = np.random.default_rng(0)
+    arrival_s = np.cumsum(rng.exponential(1.0, count))
+    begin_s = np.maximum.accumulate(arrival_s + rng.exponential(1.0, count))
+    return Curves(arrival_s=arrival_s, begin_s=begin_s, ttft_s=begin_s, new_tokens=np.ones(count, dtype=np.int64))
+
+
+def test_of_a_long_queue_the_longest_in_each_part_is_kept() -> None:
+    exact_s, exact = waiting(curves(2000), 10_000, 10)
+    assert exact.min() == 0
+    assert exact[-1] == 0
+    times_s, most = waiting(curves(2000), 100, 50)
+    assert len(times_s) == 51
+    assert most.max() == exact.max()
+    for begin, end, value in zip(times_s, times_s[1:], most, strict=False):
+        inside = exact[(exact_s >= begin) & (exact_s < end)]
+        assert value >= inside.max(initial=0.0)
