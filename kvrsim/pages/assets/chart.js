@@ -59,9 +59,17 @@ kv.chart = (host, about) => {
       label: of.title, labelSize: of.title ? 22 : 0, labelGap: 2, font: "11.5px system-ui, sans-serif", labelFont: "12px system-ui, sans-serif",
       stroke: kv.colour("--dim"), grid: { stroke: kv.colour("--line"), width: 0.7 }, ticks: { stroke: kv.colour("--line"), width: 0.7 },
       values: (_, values) => values.map((value) => (value === null ? "" : of.format(value))),
+      ...(of.log && of.tight ? { splits: round(of) } : {}),
     });
     const range = (of) => (of.least === undefined && of.most === undefined && !of.tight ? undefined
       : (_, least, most) => [of.least ?? least, of.most ?? most]);
+    // uPlot begins the marks of a logarithmic axis at its least value; those of a tight one are round.
+    const round = (of) => of.log && of.tight && ((_, __, low, high) => {
+      const [base, steps] = of.log === 2 ? [2, [1]] : [10, [1, 2, 5]];
+      const found = [];
+      for (let power = Math.floor(Math.log(low) / Math.log(base)); base ** power <= high; power += 1) found.push(...steps.map((step) => step * base ** power));
+      return found.filter((value) => value >= low && value <= high);
+    });
     const scale = (of) => ({ time: false, distr: of.log ? 3 : 1, log: of.log === 2 ? 2 : 10, range: range(of) });
     return {
       width, height, legend: { show: false }, series: lines, bands, padding: [10, 14, 0, 0],
