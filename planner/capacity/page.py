@@ -14,13 +14,13 @@ import numpy as np
 
 from kvrsim.pages.html import Cell, Column, Html, items, join, table, tag
 from kvrsim.pages.page import CHARTS, Page, Section, write_page
-from kvrsim.pages.prefill import facts_of
+from kvrsim.pages.words import facts_of, seconds_cell
 from kvrsim.units import format_seconds, format_tokens
 from planner.capacity.answer import CapacityPlan, Curves, FleetAnswer, TriedFleet
 from planner.capacity.plots import percentile_by_length, waiting
 from planner.capacity.report import (
+    UNSERVED,
     decodes,
-    format_time,
     groups_of_fleet,
     interval,
     losses,
@@ -145,12 +145,10 @@ def _shorts(values: Iterable[float]) -> list[float | None]:
 def _facts(plan: CapacityPlan) -> dict[str, str]:
     """The question; the context is that of the longest request, and the GPUs those of the largest group."""
     facts = facts_of(plan.question)
-    named = {"context len": "longest context", "num gpus": "largest group"}
-    for name in ("slo ttft s", "percentile"):
-        facts.pop(name, None)
+    facts |= {"longest context": facts.pop("context"), "largest group": facts.pop("GPUs")}
+    del facts["percentile"]
     target = f"{plan.percentile:g} % within {format_seconds(plan.slo_ttft_s)}"
-    first = {"requests": str(plan.workload["name"]), "target": target, "cluster": plan.cluster.describe()}
-    return first | {named.get(name, name): value for name, value in facts.items() if name != "cluster"}
+    return {"requests": str(plan.workload["name"])} | facts | {"target": target}
 
 
 def _fleets(plan: CapacityPlan) -> Iterable[str]:
@@ -184,7 +182,7 @@ def _fleet_row(fleet: FleetAnswer) -> list[str | Cell]:
     return [
         fleet.describe(),
         str(fleet.num_gpus),
-        *(Cell(shown=format_time(one), value=one if math.isfinite(one) else None) for one in times),
+        *(seconds_cell(one) if math.isfinite(one) else Cell(shown=UNSERVED) for one in times),
         Cell(shown=f"{fleet.in_time:.2%}", value=fleet.in_time),
         Cell(shown=f"{fleet.utilisation:.0%}", value=fleet.utilisation),
         "" if cost is None else Cell(shown=f"{cost:.2f}", value=cost),

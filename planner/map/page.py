@@ -15,9 +15,9 @@ from typing import Any
 from kvrsim.errors import InputError
 from kvrsim.pages.html import Cell, Column, join, table, tag
 from kvrsim.pages.page import CHARTS, Page, Section, write_page
-from kvrsim.pages.words import facts_of
+from kvrsim.pages.words import facts_of, interval, seconds_cell, strategy_name
 from kvrsim.strategies import get_strategy
-from kvrsim.units import format_bandwidth, format_seconds, format_tokens
+from kvrsim.units import format_bandwidth, format_tokens
 from planner.map.map import ALONE, MapPoint, StrategyMap, Winner, is_tied
 
 _FAR = 2.0  # times a TTFT, from where on another is no tie with it
@@ -152,14 +152,13 @@ def _best_row(found: StrategyMap, winner: Winner) -> list[str | Cell]:
         for one in found.at(*place, count).values()
         if one.strategy == winner.strategy and one.ttft_s == winner.ttft_s
     )
-    sure = f"{format_seconds(point.ttft_low_s)} to {format_seconds(point.ttft_high_s)}"
     return [
         Cell(shown=format_bandwidth(place[1]), value=place[1]),
         Cell(shown=format_tokens(place[0]), value=place[0]),
-        winner.strategy if winner.pays else "one GPU",
+        strategy_name(winner.strategy) if winner.pays else "one GPU",
         str(winner.num_gpus),
-        Cell(shown=format_seconds(winner.ttft_s), value=winner.ttft_s),
-        Cell(shown=sure, value=point.ttft_low_s),
+        seconds_cell(winner.ttft_s),
+        Cell(shown=interval(point.ttft_low_s, point.ttft_high_s), value=point.ttft_low_s),
         Cell(shown=f"{winner.speedup_over_single:.2f}×", value=winner.speedup_over_single),
         ", ".join(winner.ties),
         "yes" if winner.fits else tag("span", "NO", class_="bad"),
@@ -171,8 +170,8 @@ def _break_evens(found: StrategyMap) -> str:
         [
             Cell(shown=format_bandwidth(one.link_bandwidth_bytes_per_s), value=one.link_bandwidth_bytes_per_s),
             str(one.num_gpus),
-            one.strategy,
-            one.over,
+            strategy_name(one.strategy),
+            strategy_name(one.over),
             Cell(
                 shown="never here" if one.context_len is None else str(one.context_len),
                 value=one.context_len,

@@ -13,6 +13,7 @@
  *            share: of the colour's strength in points, 0 to 1
  *   marks    [{axis: "x" or "y", value, text, drag: value => ..}]: lines across; one with `drag` is moved by pointer or arrow
  *            keys, and `drag` hears of it
+ *   rings    [{x, y}]: points with a circle around them; read at every drawing
  *   switched name => ...: the reader switches a series in the legend; by default the chart hides it
  *   zoomed   (least, most) => ...: the reader has chosen another part of x
  *   hover    index => [title, [[label, text], ...]]; by default x and the values of all series
@@ -125,6 +126,14 @@ kv.chart = (host, about) => {
       ctx.textAlign = level || back ? "right" : "left";
       ctx.textBaseline = level ? "bottom" : "top";
       ctx.fillText(words, level ? bbox.left + bbox.width - 4 * density : place + (back ? -5 : 5) * density, level ? place - 3 * density : bbox.top + 2 * density);
+    }
+    ctx.setLineDash([]);
+    for (const ring of about.rings ?? []) {
+      ctx.strokeStyle = kv.colour("--accent");
+      ctx.lineWidth = 2 * density;
+      ctx.beginPath();
+      ctx.arc(chart.valToPos(ring.x, "x", true), chart.valToPos(ring.y, "y", true), 8 * density, 0, 2 * Math.PI);
+      ctx.stroke();
     }
     ctx.restore();
   }

@@ -87,6 +87,7 @@ kv.ready((data) => {
     budget.set(index);
     update();
   } };
+  const rings = [];
   let shown = [];  // fleets beside xs
   function series() {
     const best = front(state.rate);
@@ -110,7 +111,7 @@ kv.ready((data) => {
   }
   const [xs, lines] = series();
   const chart = kv.chart(chartHost, {
-    label: "Fleets: cost and TTFT. The sliders above move the target and the price.", height: 360, xs, series: lines, marks: [targetMark, budgetMark],
+    label: "Fleets: cost and TTFT. The sliders above move the target and the price.", height: 360, xs, series: lines, marks: [targetMark, budgetMark], rings,
     x: { title: priced() ? "cost an hour" : "GPUs", format: (value) => String(Number(value.toPrecision(4))), log: 2, tight: true },
     y: { title: "TTFT", format: kv.seconds, log: true, least, most },
     hover: (index) => (shown[index - 1] ? [shown[index - 1].fleet, words(shown[index - 1])] : ["", []]),
@@ -138,6 +139,7 @@ kv.ready((data) => {
     said.replaceChildren(
       card(`Cheapest with ${state.percentile} % within ${wanted}`, within, "None of the fleets simulated at this rate meets the target."),
       card(`Fastest for at most ${money(state.budget)}`, paid, "None of the fleets simulated at this rate is as cheap."));
+    rings.splice(0, 2, ...[within, paid].filter(Boolean).map((one) => ({ x: cost(one), y: at(one.ttft_s) })));
     targetMark.value = state.target;
     budgetMark.value = state.budget;
     chart.plot()?.redraw(false);
