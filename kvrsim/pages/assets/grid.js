@@ -23,12 +23,12 @@ function kvGrid(host, about) {
     width: wide() - 2, height: high() - 2, rx: 3, fill: "none" });
   // Names are written smaller where they are long. Where one of them would be too small, none is written.
   const LEAST = 8.5, USUAL = 11.5;
-  const size = (line) => Math.min(USUAL, (wide() - 5) / (0.66 * line.length));
-  function texts(one, x, y, named) {
-    const lines = named ? one.lines.filter((line) => size(line) >= LEAST).slice(0, high() >= 34 ? 2 : 1) : [one.mark ?? ""];
+  const size = (line) => Math.min(USUAL, (wide() - 5) / (0.66 * Math.max(1, line.length)));
+  function texts(one, x, y, sizes) {
+    const lines = sizes.length ? one.lines.slice(0, sizes.length) : [one.mark ?? ""];
     return lines.map((line, index) => part("text", {
       x: x + wide() / 2, y: y + high() / 2 + 4 + (lines.length > 1 ? (index - 0.5) * 14 : 0), "text-anchor": "middle", fill: kvInk(one.fill),
-      stroke: one.hatched ? one.fill : undefined, class: index ? "in" : "in strong", "font-size": size(line), text: line,
+      stroke: one.hatched ? one.fill : undefined, class: index ? "in" : "in strong", "font-size": sizes[index] ?? USUAL, text: line,
     }));
   }
   function draw() {
@@ -38,7 +38,12 @@ function kvGrid(host, about) {
     svg.setAttribute("height", height);
     const cells = [];
     const all = rows.flatMap((_, y) => columns.map((__, x) => about.cell(x, y))).filter(Boolean);
-    const named = all.every((one) => size(one.lines[0]) >= LEAST);
+    const sizes = [];  // of the first and second lines that there is room for
+    for (const index of high() >= 34 ? [0, 1] : [0]) {
+      const least = Math.min(...all.map((one) => size(one.lines[index] ?? "")));
+      if (sizes.length < index || least < LEAST) break;
+      sizes.push(least);
+    }
     for (let y = 0; y < rows.length; y += 1) for (let x = 0; x < columns.length; x += 1) {
       const one = about.cell(x, y);
       const at = { x: LEFT + x * wide(), y: TOP + (rows.length - 1 - y) * high(), width: wide(), height: high() };
@@ -48,7 +53,7 @@ function kvGrid(host, about) {
       }
       cells.push(part("rect", { ...at, fill: one.fill, class: "cell", "data-x": x, "data-y": y }));
       if (one.hatched) cells.push(part("rect", { ...at, fill: `url(#${hatch})` }));
-      cells.push(...texts(one, at.x, at.y, named));
+      cells.push(...texts(one, at.x, at.y, sizes));
     }
     const step = Math.ceil((7.4 * Math.max(...columns.map((text) => text.length)) + 8) / wide());
     const names = [

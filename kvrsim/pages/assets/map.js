@@ -60,7 +60,7 @@ kv.ready((data) => {
     const tie = one.ties.length ? " ≈" : "";
     const fill = by === "winner" ? kv.colour(variable(one.best)) : kvRamp(by === "lead" ? share(one) : 1 - share(one));
     const time = kv.seconds(ttft(one.best, place));
-    const lines = { winner: [name(one.best) + tie, time], lead: [lead(one), name(one.best)], gpu_s: [gpuSeconds(one.gpu_s), name(one.best) + tie] };
+    const lines = { winner: [name(one.best) + tie, time], lead: [lead(one), name(one.best)], gpu_s: [gpuSeconds(one.gpu_s).replace(" GPU-s", ""), name(one.best) + tie] };
     return { fill, hatched: !one.fits, lines: lines[by], mark: one.ties.length ? "≈" : "" };
   }
   const gpuSeconds = (value) => `${Number(value.toPrecision(3))} GPU-s`;
@@ -202,7 +202,7 @@ kv.ready((data) => {
     const values = found.filter(Boolean).map((one) => one[by]).filter((value) => value !== null);
     domain[by] = values.length ? [Math.min(...values), Math.max(...values)] : [0, 1];
     const [low, high] = domain[by];
-    const ends = by === "lead" ? ["0 %", `${share_of(high)} faster than the second; only: no other fits`] : [gpuSeconds(low), gpuSeconds(high)];
+    const ends = by === "lead" ? ["0 %", `${share_of(high)} faster than the second; only: no other fits`] : [gpuSeconds(low), `${gpuSeconds(high)} (GPU-seconds: TTFT times GPUs)`];
     const strip = kv.el("span", { class: "strip", "aria-hidden": "true" }, ...Array.from({ length: 24 }, (_, index) => {
       const block = kv.el("span", {});
       block.style.backgroundColor = kvRamp(by === "lead" ? index / 23 : 1 - index / 23);
