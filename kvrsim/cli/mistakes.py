@@ -49,7 +49,7 @@ def _with_value(name: str, value: object, accepted: str, command: Any, path: str
         return str(InputError(name, value, accepted))
     from kvrsim.cli.guide.suggest import meant_value, shortened
 
-    meant = meant_value(value, name, param, path, accepted)
+    meant = meant_value(value, name, param, command, path, accepted)
     return _hinted(str(InputError(name, value, accepted if meant is None else shortened(accepted, param, path))), meant)
 
 
@@ -113,6 +113,8 @@ def wrong_use(error: Any, command: Any, arguments: Sequence[str], program: Any) 
         accepted = ", ".join(commands) if meant is None else f"those of {full} --help"
         return _hinted(f"command of {full}: got {shown}, accepted: {accepted}", meant)
     if extra := _EXTRA_ARGUMENT.search(message):
+        if (option := _without_value(context.command, arguments)) is not None:
+            return f"{option.opts[0]}: got nothing, accepted: {_accepted(option)}"
         words = _words_alone(context, arguments) or extra[1].split()
         meant = suggest.meant_words(words, _before(words, arguments), context.command, path)
         return _hinted(f"arguments: got '{extra[1]}', accepted: none but the options of {full}", meant)
@@ -121,7 +123,15 @@ def wrong_use(error: Any, command: Any, arguments: Sequence[str], program: Any) 
 
 def _as_typed(option: str, arguments: Sequence[str]) -> str:
     """An option of one dash and several letters (-gpus), of which Click names the first letter alone."""
-    return next((one for one in arguments if option[1:2] != "-" and one.startswith(option) and len(one) > 2), option)
+    letter = option[1:2]
+    return next((one for one in arguments if re.fullmatch(r"-[a-z][\w-]+(=.*)?", one) and letter in one), option)
+
+
+def _without_value(command: Any, arguments: Sequence[str]) -> Any:
+    """The option that has taken the next option for its value; None: none has."""
+    options = {name: param for param in command.params for name in param.opts if name.startswith("-")}
+    pairs = ((options.get(one), after) for one, after in zip(arguments, arguments[1:], strict=False))
+    return next((param for param, after in pairs if param is not None and not param.is_flag and after in options), None)
 
 
 def _words_alone(context: Any, arguments: Sequence[str]) -> list[str]:

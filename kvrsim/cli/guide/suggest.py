@@ -69,6 +69,8 @@ def meant_option(given: str, command: Any, path: str, program: Any) -> str | Non
     """The option meant by one that a command has not got: its own, or another command's."""
     options = [name for name in options_of(command) if name.startswith("--")] + ["--help"]
     plain = re.sub(r"^[-–—]+", "", given).replace("_", "-")
+    if (form := {"csv": "csv", "md": "md", "markdown": "md"}.get(plain)) and "--format" in options:
+        return f"--format {form}"
     if f"--{plain}" in options:
         return f"--{plain}"
     found = next((name for name, words in _ALSO_OPTIONS.items() if plain in words.split() and name in options), None)
@@ -128,6 +130,8 @@ def meant_words(words: Sequence[str], before: Sequence[str], command: Any, path:
     """Options meant by words that stand alone; `before`: all words before the first of them."""
     if len(before) > 1 and re.search(r"\d[kKmM]?$", before[-1]) and _UNITS.fullmatch(words[0]):
         return f"{before[-2]} {before[-1]}{'' if words[0].startswith('token') else words[0]}"
+    if words[0] == "help":
+        return f"kvrsim help {path}"
     found: list[str] = []
     left = list(words)
     while left:
@@ -160,8 +164,14 @@ def _as_value(word: str, command: Any, path: str, used: str = "") -> str | None:
     return None
 
 
-def meant_value(text: str, option: str, param: Any, path: str, accepted: str) -> str | None:
+def meant_value(text: str, option: str, param: Any, command: Any, path: str, accepted: str) -> str | None:
     """The value meant by a text that an option refuses, where a line says what it accepts."""
+    if option == "--format" and text == "json":
+        return "--json"
+    if option == "--requests" and re.match(r"[a-z]+,(.*,)?rate=", text):
+        return f"synthetic:{text}"
+    if text not in shipped(kind_of(param, path) or "gpus") and (other := _of_another_kind(text, command, path)):
+        return other
     known = values_of(param, path)
     words = set(re.split(r"[,;:]? ", accepted))
     if kind_of(param, path) is None and words & set(known):  # not all of them, perhaps
@@ -170,6 +180,12 @@ def meant_value(text: str, option: str, param: Any, path: str, accepted: str) ->
         return None
     found = nearest(text, known) or respelled(text, param.metavar or "", option)
     return None if found == text else found
+
+
+def _of_another_kind(text: str, command: Any, path: str) -> str | None:
+    """The option that takes a name that ships."""
+    kinds = {name: kind_of(param, path) for name, param in options_of(command).items() if name.startswith("--")}
+    return next((f"{name} {text}" for name, kind in kinds.items() if kind in _LISTED and text in shipped(kind)), None)
 
 
 def shortened(accepted: str, param: Any, path: str) -> str:

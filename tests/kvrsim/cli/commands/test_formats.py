@@ -28,11 +28,13 @@ TABLES = {  # a command's list in its JSON
 }
 
 
-@pytest.fixture(autouse=True)
-def _beside_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["table", "build", "--ctx", "1k", *SETTING, "--jobs", "1", "-o", "table.json"]) == 0
-    capsys.readouterr()
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a table."""
+    path = tmp_path_factory.mktemp("formats")
+    table = ("table", "build", "--ctx", "1k", *SETTING, "--jobs", "1", "-o", str(path / "table.json"))
+    assert cli.main(table) == 0
+    return path
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -41,7 +43,10 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("arguments", TABLES, ids=" ".join)
-def test_tables_hold_what_json_holds(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_hold_what_json_holds(
+    arguments: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
     content = json.loads(printed(capsys, *arguments, "--json"))
     rows = list(csv.DictReader(io.StringIO(printed(capsys, *arguments, "--format", "csv"))))
     assert len(rows) == len(content[TABLES[arguments]]) > 0

@@ -60,6 +60,12 @@ MEANT = {
     "plan --ctx 8k --strategies KVR-S,tsp": "kvr-s",
     "simulate --ctx 8k --strategy kvrs": "kvr-s",
     "run --ctx 1k --strategy tensor-parallel": "tp",
+    "plan --ctx 8k --model h100-nvlink": "--cluster h100-nvlink",
+    "plan --ctx 8k --topology ring": "--strategies ring",
+    "plan help": "kvrsim help plan",
+    "plan --ctx 8k --csv": "--format csv",
+    "plan --ctx 8k --format json": "--json",
+    "capacity --requests poisson,rate=4 --slo-ttft 2s": "synthetic:poisson,rate=4",
     "plan --ctx 8k --dtype bfloat16": "bf16",
     "plan --ctx 8k --emit trt-llm": "trtllm",
     "plan --ctx 16,384": "16384",
@@ -112,6 +118,11 @@ def test_command_lines_that_were_meant_run(line: str, capsys: pytest.CaptureFixt
 def test_nothing_is_suggested_where_nothing_is_near(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(shlex.split(line)) == 2
     assert "did you mean" not in capsys.readouterr().err
+
+
+def test_an_option_that_took_the_next_one_for_its_value(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--ctx", "--gpus", "4"]) == 2
+    assert capsys.readouterr().err.startswith("kvrsim: error: --ctx: got nothing, accepted: LEN (")
 
 
 def test_names_that_ship() -> None:
