@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -130,7 +131,7 @@ def _as_typed(option: str, arguments: Sequence[str]) -> str:
 def _without_value(command: Any, arguments: Sequence[str]) -> Any:
     """The option that has taken the next option for its value; None: none has."""
     options = {name: param for param in command.params for name in param.opts if name.startswith("-")}
-    pairs = ((options.get(one), after) for one, after in zip(arguments, arguments[1:], strict=False))
+    pairs = ((options.get(one), after) for one, after in itertools.pairwise(arguments))
     return next((param for param, after in pairs if param is not None and not param.is_flag and after in options), None)
 
 
