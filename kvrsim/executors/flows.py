@@ -71,7 +71,7 @@ class FlowGraph:
         """Of all ranks."""
         graph = cls(program.num_rows)
         for rank, steps in enumerate(Steps(cluster).of(program)[0].steps):
-            _Rank(graph, cluster, rank, program.num_ranks).take(steps)
+            RankFlows(graph, cluster, rank, program.num_ranks).take(steps)
         sent = {moment for key, moment in graph.moments.items() if key[0] != "come"}
         assert sent <= graph.flows.keys(), "the program deadlocks: a message is received that nobody sends"
         return graph
@@ -116,7 +116,7 @@ class FlowGraph:
         return rows, self.rows(values)
 
 
-class _Rank:
+class RankFlows:
     """One rank's steps, added to the graph."""
 
     def __init__(self, graph: FlowGraph, cluster: Cluster, rank: int, num_ranks: int) -> None:

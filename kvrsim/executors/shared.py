@@ -22,11 +22,15 @@ def run_shared(program: Program, cluster: Cluster) -> Array:
 
     TTFT is the last rank's. Equal to the event executor's to rounding.
     """
-    by_lanes = run_lanes(program, cluster)
-    return _Shared(FlowGraph.of(program, cluster)).run() if by_lanes is None else by_lanes
+    if (by_lanes := run_lanes(program, cluster)) is not None:
+        return by_lanes
+    from kvrsim.executors.alike import run_alike  # which runs some layers as here
+
+    alike = run_alike(program, cluster)
+    return SharedRun(FlowGraph.of(program, cluster)).run() if alike is None else alike
 
 
-class _Shared:
+class SharedRun:
     """One evaluation; moments and partitions are numbered together, as moment times B plus partition."""
 
     def __init__(self, graph: FlowGraph) -> None:

@@ -24,8 +24,10 @@ Row = npt.NDArray[np.int64]
 
 _WORK, _LEAST = 4_000_000, 200  # messages of all partitions that a search simulates; partitions at least
 _DESCENTS, _APART = 3, 0.1  # descents, and the share of the tokens that lies elsewhere in the seed of each
-_BEHIND = ((6, 1.02), (3, 1.1))  # rounds from which on a descent ends that is so many times as slow as the best
-_ROUNDS = 60
+_BEHIND = ((5, 1.01), (3, 1.1))  # rounds from which on a descent ends that is so many times as slow as the best
+_ROUNDS, _IDLE_ROUNDS = 60, 2  # at most; and without a gain at the smallest steps, after which a descent ends
+_STEPS = 12  # powers of two that a round tries, of all descents together
+_HELPED = 8  # moves of a round whose sums the next one tries
 _RATIOS = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 3.0)  # of each chunk to the one before
 _SPLITS = (0.1, 0.25, 0.5, 0.75, 0.9)  # of the context between two ranks
 _SCATTERED = 40  # of each kind
@@ -50,8 +52,9 @@ class _Descent:
 
     best: Row  # boundaries
     best_s: float
-    step: int
-    moved: Row  # the last move that helped
+    step: int  # the largest that is tried
+    also: Boundaries  # what the moves suggest that helped the last time
+    idle: int = 0  # rounds at the smallest steps without a gain
 
 
 class BusSearch:
@@ -82,13 +85,10 @@ class BusSearch:
         seeds = np.concatenate([even[None], self._within(seeds, self.left // 2 - 1)])
         seeds_s = self._evaluated(seeds)
         descents = [
-            _Descent(seeds[index], float(seeds_s[index]), self._first_step(), np.zeros_like(even))
+            _Descent(seeds[index], float(seeds_s[index]), self._first_step(), seeds[:0])
             for index in self._apart(seeds, seeds_s)
         ]
         best = self._descended(descents)
-        # The steps in between: tiles of kernels make valleys, which steps of some lengths alone do not cross.
-        again = _Descent(best.best, best.best_s, 2 * self._first_step(), np.zeros_like(even))
-        best = self._descended([again])
         return best.best, best.best_s
 
     def _descended(self, descents: list[_Descent]) -> _Descent:
@@ -97,14 +97,15 @@ class BusSearch:
         for number in range(_ROUNDS):
             best_s = min(one.best_s for one in descents)
             behind = next((factor for first, factor in _BEHIND if number >= first), np.inf)
-            alive = [one for one in alive if one.step and one.best_s <= behind * best_s]
+            alive = [one for one in alive if one.idle < _IDLE_ROUNDS and one.best_s <= behind * best_s]
             if not alive or not self._round(alive):
                 break
         return min(descents, key=lambda one: one.best_s)
 
     def _round(self, descents: list[_Descent]) -> bool:
-        """One step of each; False where no partition may be tried any more."""
-        candidates = [self._around(one) for one in descents]
+        """Some steps of each; False where no partition may be tried any more."""
+        steps = [self._steps(one, _STEPS // len(descents)) for one in descents]
+        candidates = [self._around(one, own) for one, own in zip(descents, steps, strict=True)]
         room = self.left // len(descents)
         if room < 1:
             self.was_limited = True
@@ -112,29 +113,38 @@ class BusSearch:
         candidates = [self._within(rows, room) for rows in candidates]
         found_s = self._evaluated(np.concatenate(candidates))
         first = 0
-        for one, rows in zip(descents, candidates, strict=True):
-            self._take(one, rows, found_s[first : first + len(rows)])
+        for one, own, rows in zip(descents, steps, candidates, strict=True):
+            self._take(one, own, rows, found_s[first : first + len(rows)])
             first += len(rows)
         return True
 
-    def _take(self, one: _Descent, rows: Boundaries, found_s: Array) -> None:
-        """Go to the best of the candidates, and by what else helped the next time; or take smaller steps."""
-        index = int(found_s.argmin()) if len(rows) else -1
-        if index < 0 or not found_s[index] < one.best_s * (1.0 - _BETTER):
-            one.step = 0 if one.step == self.stride else max(self.stride, one.step // 4)
-            one.moved = np.zeros_like(one.best)
-            return
-        one.moved = rows[index] - one.best
-        one.best, one.best_s = rows[index], float(found_s[index])
+    def _steps(self, one: _Descent, most: int) -> list[int]:
+        """The steps of a round, from the largest that helps down."""
+        return [one.step >> power for power in range(most) if one.step >> power >= self.stride]
 
-    def _around(self, one: _Descent) -> Boundaries:
-        """Groups of boundaries moved by a step, all moved at random, the last move again, ranks left out."""
+    def _take(self, one: _Descent, steps: list[int], rows: Boundaries, found_s: Array) -> None:
+        """Go to the best of the candidates, and by what else helped the next time; or take smaller steps."""
+        order = np.argsort(found_s, kind="stable")[:_HELPED]
+        order = order[found_s[order] < one.best_s * (1.0 - _BETTER)]
+        one.also = rows[:0]
+        if not len(order):
+            smallest = steps[-1] == self.stride
+            one.step, one.idle = (steps[0], one.idle + 1) if smallest else (steps[-1] // 2, 0)
+            return
+        moves = rows[order] - one.best
+        one.also = one.best + np.concatenate([np.cumsum(moves, axis=0)[1:], moves[:1] * np.array([[2], [3], [5]])])
+        moved = int(np.abs(moves[0]).max()) // self.stride * self.stride
+        one.step = min(self._first_step(), max(steps[0], self.stride << max(1, moved // self.stride).bit_length()))
+        one.best, one.best_s, one.idle = rows[order[0]], float(found_s[order[0]]), 0
+
+    def _around(self, one: _Descent, steps: list[int]) -> Boundaries:
+        """Groups of boundaries moved by the steps, all moved at random, what the last moves suggest, ranks left out."""
         count = len(one.best)
-        moves = one.step * groups(count)
-        lengths = one.step * 4.0 ** self.rng.uniform(-1.0, 0.5, size=(_TOGETHER, 1))
+        moves = np.concatenate([step * groups(count) for step in steps])
+        lengths = steps[0] * 4.0 ** self.rng.uniform(-len(steps) / 2, 0.5, size=(_TOGETHER, 1))
         together = self.rng.normal(size=(_TOGETHER, count)) * lengths / self.stride
-        on = one.moved[None] * np.array([[1], [2], [4]]) if one.moved.any() else np.empty((0, count), dtype=np.int64)
-        rows = one.best + np.concatenate([moves, -moves, np.round(together).astype(np.int64) * self.stride, on])
+        rows = one.best + np.concatenate([moves, -moves, np.round(together).astype(np.int64) * self.stride])
+        rows = np.concatenate([rows, one.also])
         rows = np.concatenate([rows[valid(rows, self.tokens)], self._with_idle_ranks(one.best)])
         return unique_rows(rows) if len(rows) else rows
 
@@ -191,10 +201,10 @@ class BusSearch:
         return found
 
     def _first_step(self) -> int:
-        """A quarter of the even share, as the stride times a power of 4."""
+        """At most half of the even share, as the stride times a power of 2."""
         step = self.stride
-        while 4 * step <= self.tokens // self.num_ranks // 2:
-            step *= 4
+        while 2 * step <= self.tokens // self.num_ranks // 2:
+            step *= 2
         return step
 
     def _within(self, rows: Boundaries, room: int) -> Boundaries:

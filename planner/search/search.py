@@ -26,7 +26,7 @@ from planner.search.work import Chain
 _SCATTERED, _SCATTERED_TRIED, _NEAR = 200, 3, 1.2
 _MOST_SCATTERED_RANKS = 32
 _PROVEN = 1.015  # TTFT over its lower bound, within which no other seed is tried
-_POLISHING_ROUNDS = 60
+_POLISHING_ROUNDS, _ROUNDS_ON_OWN_LINKS = 60, 12
 _COARSE = 64  # strides in the shortest chunk, below which the stride is coarse
 
 
@@ -125,8 +125,13 @@ class _Search:
         # A flow gets between all of the bus and the share of one of p - 1: the plans for such links are seeds, too.
         bandwidth_bytes_per_s, plans = self.scenario.cluster.link.bandwidth_bytes_per_s, []
         for flows in sorted({1, self.num_ranks - 1}):
-            own = self.scenario.with_own_links(bandwidth_bytes_per_s / flows)
-            plans.append(np.array(search(own, self.chain, stride=self.stride).partition.chunk_lens, dtype=float))
+            own, step = (
+                self.scenario.with_own_links(bandwidth_bytes_per_s / flows),
+                default_stride(self.tokens, self.num_ranks),
+            )
+            run = _Search(own, self.chain, Evaluator(own, self.chain), max(step, self.stride))
+            boundaries, _ = run._refined(run._seeds(), _ROUNDS_ON_OWN_LINKS)
+            plans.append(chunks_between(boundaries, self.tokens).astype(float))
         bus = BusSearch(self.scenario, self.chain, self.stride, self._evaluate, self.evaluator.most, plans)
         found = bus.run()
         self.was_limited = bus.was_limited
@@ -135,8 +140,7 @@ class _Search:
     def _refined_from(self, seeds: Boundaries) -> tuple[npt.NDArray[np.int64], float]:
         """Refine the best seed, and scattered ones that come near it: with few layers, the best may lie far off."""
         rounds = max(4, 600 // self.num_ranks)
-        seed = seeds[int(self._evaluate(seeds).argmin())]
-        best, best_s = refine(seed, self.tokens, self.stride, self._evaluate, rounds=rounds)
+        best, best_s = self._refined(seeds, rounds)
         if self.num_ranks > _MOST_SCATTERED_RANKS:
             return best, best_s
         if self.strategy.chains and self.scenario.chain_is_proven:
@@ -151,6 +155,11 @@ class _Search:
                 other, other_s = refine(scattered[index], self.tokens, self.stride, self._evaluate, rounds=rounds)
                 best, best_s = (other, other_s) if other_s < best_s else (best, best_s)
         return best, best_s
+
+    def _refined(self, seeds: Boundaries, rounds: int) -> tuple[npt.NDArray[np.int64], float]:
+        """The best seed, improved."""
+        seed = seeds[int(self._evaluate(seeds).argmin())]
+        return refine(seed, self.tokens, self.stride, self._evaluate, rounds=rounds)
 
     def _scattered(self) -> Boundaries:
         """Chunks that shrink or grow from rank to rank, with any last chunk, and chunks at random."""

@@ -7,11 +7,16 @@ import pytest
 from hypothesis import given
 
 from kvrsim.compile import build_program, columns
+from kvrsim.executors.alike import run_alike
 from kvrsim.executors.event import EventSimulation
-from kvrsim.executors.shared import run_shared
+from kvrsim.executors.flows import FlowGraph
+from kvrsim.executors.lanes import run_lanes
+from kvrsim.executors.shared import SharedRun, run_shared
 from kvrsim.partition import Partition
 from kvrsim.program.operations import Program
+from kvrsim.setup import make_scenario
 from kvrsim.strategies import get_strategy
+from planner.access import placed_for
 from tests.building import Draws, any_partition, any_placed, draws, examples
 
 
@@ -36,3 +41,32 @@ def test_every_partition_as_replayed_alone(names: tuple[str, str], rng: Draws) -
         even = Partition.even(tokens, ranks).chunk_lens  # of which many messages move at the same time
         cuts = [cut, even, *(any_partition(rng, tokens, ranks) for _ in range(2))]
     assert_as_replayed(build_program(placed, strategy, columns(cuts)), placed.cluster)
+
+
+@pytest.mark.parametrize("name", ["kvr-s", "kvr-direct", "pp"])
+@given(rng=draws())
+@examples(12)
+def test_lanes_as_the_graph_of_moments(name: str, rng: Draws) -> None:
+    strategy = get_strategy(name)
+    placed, cut = any_placed(rng, strategy, topologies=("bus",))
+    cuts = [cut, *(any_partition(rng, placed.request.new_tokens, len(cut)) for _ in range(3))]
+    program = build_program(placed, strategy, columns(cuts))
+    by_lanes = run_lanes(program, placed.cluster)
+    if by_lanes is not None:  # messages hold no sender, and there are some
+        graph = SharedRun(FlowGraph.of(program, placed.cluster)).run()
+        assert by_lanes == pytest.approx(graph, rel=1e-12, abs=0)
+
+
+@pytest.mark.parametrize("name", ["tsp", "ring", "zigzag", "ulysses"])
+@pytest.mark.parametrize("bandwidth", [1e9, 1e11])
+def test_layers_alike_as_all_of_them(name: str, bandwidth: float) -> None:
+    scenario, _ = make_scenario(gpus=4, ctx=4096, topology="bus", link_bandwidth=bandwidth)
+    placed = placed_for(scenario, get_strategy(name))
+    for cuts in ([(1024,) * 4], [(1024,) * 4, (1000, 1100, 996, 1000)]):
+        program = build_program(placed, get_strategy(name), columns(cuts))
+        whole = SharedRun(FlowGraph.of(program, placed.cluster)).run()
+        found = run_alike(program, placed.cluster)
+        assert found is None or found == pytest.approx(whole, rel=1e-11, abs=0)
+        assert run_shared(program, placed.cluster) == pytest.approx(whole, rel=1e-11, abs=0)
+    even = build_program(placed, get_strategy("zigzag"), columns((1024,) * 4))
+    assert run_alike(even, placed.cluster) is not None
