@@ -2,7 +2,7 @@
 
 The order in which messages match does not depend on durations, so a program is evaluated once, each rank as far as
 its messages allow, with arrays in place of numbers: of shape (B,), or (B, samples) under noise. It holds on networks
-where flows do not share bandwidth; where they do, see shared.py.
+where flows do not share bandwidth; where they do, see kvrsim.executors.bus.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def run_program(program: Program, cluster: Cluster, draw: NoiseDraw | None = Non
     if not cluster.shares_bandwidth:
         return run_batch(program, cluster, draw)
     if draw is None:
-        from kvrsim.executors.shared import run_shared  # not at every start
+        from kvrsim.executors.bus.run import run_shared  # not at every start
 
         return run_shared(program, cluster)
     from kvrsim.executors.event import EventSimulation

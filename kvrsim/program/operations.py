@@ -10,7 +10,7 @@ begun to issue it, and ends it no earlier than the host has issued all of it:
 `end = max(max(device, host_begin) + device_s, host_begin + host_s)`.
 
 A new operation is added in four places: here; in the batch evaluator (kvrsim/executors/batch.py, with
-collectives.py where all ranks meet, and flows.py where flows share a bus); in the event simulation
+collectives.py where all ranks meet, and bus/flows.py where flows share a bus); in the event simulation
 (kvrsim/executors/event.py); and in kvrsim/program/in_flight.py, which says how many bytes it sends and holds.
 """
 

@@ -201,9 +201,9 @@ class BusSearch:
         return found
 
     def _first_step(self) -> int:
-        """At most half of the even share, as the stride times a power of 2."""
+        """At most an eighth of the context, as the stride times a power of 2."""
         step = self.stride
-        while 2 * step <= self.tokens // self.num_ranks // 2:
+        while 2 * step <= self.tokens // 8:
             step *= 2
         return step
 

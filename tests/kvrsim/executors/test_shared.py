@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 
 from kvrsim.compile import build_program, columns
-from kvrsim.executors.alike import run_alike
+from kvrsim.executors.bus.alike import run_alike
+from kvrsim.executors.bus.flows import FlowGraph
+from kvrsim.executors.bus.lanes import run_lanes
+from kvrsim.executors.bus.moments import SharedRun
+from kvrsim.executors.bus.run import run_shared
 from kvrsim.executors.event import EventSimulation
-from kvrsim.executors.flows import FlowGraph
-from kvrsim.executors.lanes import run_lanes
-from kvrsim.executors.shared import SharedRun, run_shared
 from kvrsim.partition import Partition
 from kvrsim.program.operations import Program
 from kvrsim.setup import make_scenario

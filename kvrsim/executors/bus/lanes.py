@@ -3,7 +3,7 @@
 A rank takes one wait after another, each for one message or several. What follows the n-th wait is known when it is
 over: `t' = max(t + delay_s, floor_s)`, for the next wait and for each message. So an event on the bus concerns a lane
 and a receiver, and a few array operations take all partitions of a batch through their next events. Programs that do
-more (collectives, messages that hold their sender) have the graph of kvrsim.executors.flows.
+more (collectives, messages that hold their sender) have the graph of kvrsim.executors.bus.flows.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvrsim.executors.flows import FlowGraph, RankFlows
+from kvrsim.executors.bus.flows import FlowGraph, RankFlows
+from kvrsim.executors.bus.moments import SharedRun
 from kvrsim.executors.maxplus import SAME
 from kvrsim.executors.repeats import has_runs, runs
-from kvrsim.executors.shared import SharedRun
 from kvrsim.executors.steps import Segment, Steps
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.program.operations import Array, Program

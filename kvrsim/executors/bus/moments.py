@@ -1,4 +1,4 @@
-"""The batch executor where flows share one bandwidth: many partitions at once, each at its own next event on the bus.
+"""A graph of moments on a bus, many partitions at once, each at its own next event.
 
 Between events, ranks are independent: see flows.py. The bus is kept in virtual time, as the event executor's: n flows
 at once get 1/n of the bandwidth each, and `served_s` is what each has been given, in seconds of the whole bandwidth.
@@ -9,25 +9,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvrsim.executors.flows import FlowGraph
-from kvrsim.executors.lanes import run_lanes
-from kvrsim.hardware.cluster import Cluster
-from kvrsim.program.operations import Array, Program, beside_message_s
+from kvrsim.executors.bus.flows import FlowGraph
+from kvrsim.program.operations import Array, beside_message_s
 
 Index = npt.NDArray[np.intp]
-
-
-def run_shared(program: Program, cluster: Cluster) -> Array:
-    """When each rank has finished, seconds, shape (num_ranks, B), on a cluster whose flows share a bus.
-
-    TTFT is the last rank's. Equal to the event executor's to rounding.
-    """
-    if (by_lanes := run_lanes(program, cluster)) is not None:
-        return by_lanes
-    from kvrsim.executors.alike import run_alike  # which runs some layers as here
-
-    alike = run_alike(program, cluster)
-    return SharedRun(FlowGraph.of(program, cluster)).run() if alike is None else alike
 
 
 class SharedRun:

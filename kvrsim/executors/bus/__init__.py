@@ -1,0 +1,1 @@
+"""The batch executor where flows share one bandwidth."""
