@@ -52,7 +52,7 @@ def plan(
     table: where "kvr-p" looks up its partition: a file of build_table, or a PartitionTable.
     on_progress: called with partitions simulated, the most there will be (None: unknown), best TTFT so far in seconds.
     on_stage: called before each strategy with its name, its number from 1 and the number of strategies.
-    timeline: whether the plan carries the timeline of the best strategy.
+    timeline: whether the plan carries the timelines of all strategies; without, `plot` compares their TTFTs.
     noise: a spec as after --noise, or a Noise. Partitions are then searched for the `objective` of TTFT ("mean",
         "p50", "p95" or "p99") and evaluated on `samples` other samples of the same `seed`.
     scenario: the other arguments of make_scenario (gpus, model, profile, ...).
@@ -72,7 +72,7 @@ def plan(
         warnings=warnings,
         on_progress=on_progress,
         on_stage=on_stage,
-        timeline=timeline,
+        every_timeline=timeline,
         disturbance=as_asked(noise, samples, seed),
         objective=objective,
         seed=seed,

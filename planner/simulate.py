@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from planner.table.table import PartitionTable
     from planner.uncertainty.disturbed import Disturbance
 
-MOST_SPANS = 60_000  # of a timeline of several requests; of more requests the first ones are shown
+MOST_SPANS = 200_000  # of a timeline of several requests; of more requests the first ones are shown
 
 
 def run_simulation(

@@ -47,18 +47,25 @@ class _Window:
 def write_gantt(timeline: Timeline, path: str | Path, *, title: str, subtitle: str = "") -> None:
     """Draw ranks x seconds as PNG, SVG or PDF by the path's suffix; written atomically.
 
-    Beneath the whole stand two close-ups, where they show more: of layers, of a pipeline's pieces or, of several
-    requests, of two behind each other. Raises InputError naming the argument plot where the suffix is another or
-    the file cannot be written.
+    Raises InputError naming the argument plot where the suffix is another or the file cannot be written.
     """
     check_suffix(path)
     with styled():
-        save_figure(_draw(timeline, title, subtitle), path)
+        save_figure(draw_gantt(timeline, title, subtitle), path)
+
+
+def draw_gantt(timeline: Timeline, title: str, subtitle: str) -> Figure:
+    """Ranks x seconds.
+
+    Beneath the whole stand two close-ups, where they show more: of layers, of a pipeline's pieces or, of several
+    requests, of two behind each other.
+    """
+    with styled():
+        return _draw(timeline, title, subtitle)
 
 
 def _draw(timeline: Timeline, title: str, subtitle: str) -> Figure:
-    """The figure."""
-    from matplotlib.figure import Figure
+    from kvrsim.plots.drawing import Drawing
 
     ranks = timeline.num_ranks
     detailed = ranks <= MAX_DETAILED_RANKS
@@ -69,7 +76,7 @@ def _draw(timeline: Timeline, title: str, subtitle: str) -> Figure:
     lanes = min(10.0, max(0.9, ranks * (0.34 if detailed else 0.11)))
     rows, gap = (2, 0.8) if windows else (1, 0.0)
     height = rows * lanes + gap + head.height + 0.85
-    figure = Figure(figsize=(WIDTH, height))
+    figure = Drawing(figsize=(WIDTH, height))
     left = 0.07 if timeline.gpus_per_rank == 1 else 0.115
     edges: dict[str, Any] = dict(left=left, right=0.98, top=1 - (head.height + 0.3) / height, bottom=0.55 / height)
     grid = figure.add_gridspec(rows, max(1, len(windows)), hspace=gap / lanes, wspace=0.06, **edges)

@@ -17,6 +17,7 @@ MAX_DETAILED_RANKS = 32  # with more ranks, lanes are thin and there are no clos
 _MOST_ARROWS = 14  # of a rank
 PIXELS = 1400  # of a figure's width, about
 _THIN = 1.5  # pixels; thinner bars are drawn as pixels
+_LAYER = 4  # pixels; thinner layers are all alike
 _HATCHED = 6  # pixels; a longer wait is hatched
 _LINK_ROWS = 100  # ranks; with more, lanes have no room for links
 
@@ -51,11 +52,23 @@ def draw_lanes(
     shown = [span for span in spans if span.end_s > start_s and span.start_s < end_s]
     pixel_s = (end_s - start_s) / pixels
     stream = [span for span in shown if span.kind != "transfer"]
+    alternates = alternates and _layers_of_a_rank(stream) < pixels / _LAYER
     thin = sum(span.duration_s < _THIN * pixel_s for span in stream)
     if thin < 0.02 * len(stream) or not stream:
         _draw_bars(axes, shown, pixel_s, alternates=alternates)
     else:
         _draw_pixels(axes, shown, start_s, end_s, pixels, alternates=alternates)
+
+
+def _layers_of_a_rank(spans: Iterable[Span]) -> int:
+    """How many layers the busiest rank passes."""
+    counts: dict[int, int] = {}
+    last: dict[int, int | None] = {}
+    for span in spans:
+        if span.layer is not None and last.get(span.rank) != span.layer:
+            counts[span.rank] = counts.get(span.rank, 0) + 1
+        last[span.rank] = span.layer
+    return max(counts.values(), default=0)
 
 
 def _draw_bars(axes: Axes, spans: Iterable[Span], pixel_s: float, *, alternates: bool) -> None:

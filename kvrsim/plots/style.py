@@ -119,6 +119,14 @@ def operation_of(kind: str, op: str) -> Operation:
     return OPERATIONS["embedding" if op == "head" else op]
 
 
+def text_on(colour: str) -> str:
+    """Black or white, whichever is easier to read on a colour (relative luminance of WCAG 2)."""
+    parts = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    luminance = sum(share * part for share, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    return "#000000" if luminance > 0.179 else "#ffffff"
+
+
 def faded(colour: str, ground: Ground = "light") -> str:
     """A colour of odd layers, beside the same of even ones."""
     return _mixed(colour, GROUND.on(ground), 0.42)

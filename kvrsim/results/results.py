@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from kvrsim.choices import PrefixAccess
 from kvrsim.hardware.gpu import MemoryLimit
 from kvrsim.io.schema import fields_to_json
 from kvrsim.memory import RankMemory
 from kvrsim.results.breakdown import Breakdown
+from kvrsim.results.displayed import Displayed
 from kvrsim.results.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -68,9 +69,10 @@ class RankReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SimResult:
+class SimResult(Displayed):
     """One strategy with one partition, simulated."""
 
+    view: ClassVar[str] = "kvrsim.views.simulation"
     question: Question
     strategy: str
     cluster: Cluster
@@ -233,9 +235,10 @@ class NoiseReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class Plan(Displayed):
     """The answer to `kvrsim plan`."""
 
+    view: ClassVar[str] = "kvrsim.views.plan"
     question: Question
     model: str
     profile: str

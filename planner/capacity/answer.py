@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.hardware.gpu import MemoryLimit
 from kvrsim.io.schema import fields_to_json
 from kvrsim.program.operations import Array
+from kvrsim.results.displayed import Displayed
 from kvrsim.results.question import Question
 from planner.capacity.confidence import Interval
 from planner.capacity.decode_fleet import DecodeFleet
@@ -162,9 +163,10 @@ class KvTransfer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CapacityPlan:
+class CapacityPlan(Displayed):
     """The answer to `kvrsim capacity`."""
 
+    view: ClassVar[str] = "planner.capacity.view"
     question: Question  # of the longest context on the largest group
     model: str
     profile: str

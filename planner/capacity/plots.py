@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvrsim.plots.head import Head
 from kvrsim.plots.save import check_suffix, encoded, save_figure
 from kvrsim.plots.style import INK, styled
 from kvrsim.program.operations import Array
@@ -33,6 +34,19 @@ def write_plot(plan: CapacityPlan, path: str | Path, argument: str = "plot") -> 
         save_figure(_figure(plan, tuple(PANELS.values())), path, argument=argument, dpi=_DPI)
 
 
+def draw_panels(plan: CapacityPlan, title: str, subtitle: str) -> Figure:
+    """All panels in one figure, below a title."""
+    with styled():
+        figure = _figure(plan, tuple(PANELS.values()))
+        width, height = figure.get_size_inches()
+        head = Head(title=title, subtitle=subtitle, width=width)
+        figure.set_size_inches(width, height + head.height)
+        if (layout := figure.get_layout_engine()) is not None:
+            layout.set(rect=(0, 0, 1, height / (height + head.height)))  # type: ignore[call-arg]
+        head.draw(figure)
+    return figure
+
+
 def picture(plan: CapacityPlan, panels: tuple[Panel, ...], suffix: str = ".png") -> bytes:
     """A figure of these panels as bytes; the same plan gives the same bytes."""
     with styled():
@@ -41,10 +55,10 @@ def picture(plan: CapacityPlan, panels: tuple[Panel, ...], suffix: str = ".png")
 
 def _figure(plan: CapacityPlan, panels: tuple[Panel, ...]) -> Figure:
     """Panels beside each other, two a row."""
-    from matplotlib.figure import Figure
+    from kvrsim.plots.drawing import Drawing
 
     rows, columns = (len(panels) + 1) // 2, min(2, len(panels))
-    figure = Figure(figsize=(6.2 * columns, 3.6 * rows), layout="constrained")
+    figure = Drawing(figsize=(6.2 * columns, 3.6 * rows), layout="constrained")
     for number, panel in enumerate(panels, start=1):
         axes = figure.add_subplot(rows, columns, number)
         axes.spines[["top", "right"]].set_visible(False)

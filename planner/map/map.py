@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.hardware.gpu import MemoryLimit
 from kvrsim.io.schema import fields_to_json, to_json
+from kvrsim.results.displayed import Displayed
 from kvrsim.results.question import Question
 from planner.uncertainty.interval import tied
 from planner.uncertainty.moves import UNKNOWN, Moves
@@ -70,9 +71,10 @@ class BreakEven:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StrategyMap:
+class StrategyMap(Displayed):
     """TTFTs of all strategies in all places, and what follows from them."""
 
+    view: ClassVar[str] = "planner.map.view"
     question: Question  # of the longest context on the most GPUs
     model: str
     profile: str

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvrsim.errors import InputError
 from kvrsim.pages.html import Cell, Column, join, table, tag
-from kvrsim.pages.page import CHARTS, Page, Section, write_page
+from kvrsim.pages.page import CHARTS, Page, Section
 from kvrsim.pages.words import facts_of, interval, seconds_cell, strategy_name
 from kvrsim.strategies import get_strategy
 from kvrsim.units import format_bandwidth, format_tokens
@@ -22,11 +22,6 @@ from planner.map.map import ALONE, MapPoint, StrategyMap, Winner, is_tied
 
 _FAR = 2.0  # times a TTFT, from where on another is no tie with it
 _DIGITS = 4
-
-
-def write_map_page(found: StrategyMap, path: str) -> None:
-    """Write the file; raises InputError where it cannot be written."""
-    write_page(map_page(found), path)
 
 
 def map_page(found: StrategyMap) -> Page:

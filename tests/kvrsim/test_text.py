@@ -117,9 +117,9 @@ def failing(*_: object, **__: object) -> None:
 @pytest.mark.parametrize(
     ("command", "drawing"),
     [
-        (["plan", "--ctx", "1k", "--gpus", "2"], "kvrsim.plots.gantt.write_gantt"),
-        (["simulate", "--strategy", "pp", "--ctx", "1k", "--gpus", "2"], "kvrsim.plots.gantt.write_gantt"),
-        (["map", "--ctx", "1k", "--gpus", "2"], "planner.map.plot.write_map"),
+        (["plan", "--ctx", "1k", "--gpus", "2"], "kvrsim.views.plan.draw_gantt"),
+        (["simulate", "--strategy", "pp", "--ctx", "1k", "--gpus", "2"], "kvrsim.views.simulation.draw_gantt"),
+        (["map", "--ctx", "1k", "--gpus", "2"], "planner.map.view.figure"),
     ],
 )
 def test_a_picture_that_fails_costs_the_picture_only(
@@ -145,7 +145,7 @@ def test_a_trace_is_written_where_the_picture_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kvrsim.plots.gantt.write_gantt", failing)
+    monkeypatch.setattr("kvrsim.views.plan.draw_gantt", failing)
     assert cli.main(["plan", "--ctx", "1k", "--gpus", "2", "--plot", "p.png", "--trace", "t.json"]) == 74
     assert "best:" in capsys.readouterr().out
     assert json.loads(Path("t.json").read_text())["traceEvents"]

@@ -78,6 +78,4 @@ def strategy_map(
         from kvrsim.cli.render.map import show_map
 
         show_map(found)
-    from planner.map.plot import write_map
-
-    write_beside((plot, lambda path: write_map(found, path)))
+    write_beside((plot, found.write_plot))

@@ -26,7 +26,6 @@ from kvrsim.errors import InputError
 
 if TYPE_CHECKING:
     from kvrsim.results.results import Plan
-    from kvrsim.results.timeline import Timeline
     from kvrsim.scenario import Scenario
     from planner.deploy.emit import Launch
 
@@ -130,7 +129,7 @@ def plan(
     if timeline := result.timeline:
         write_beside(
             (trace, lambda path: timeline.write_chrome_trace(path, result.question)),
-            (plot, lambda path: _draw(result, timeline, path)),
+            (plot, result.write_plot),
         )
     if not result.feasible:
         raise typer.Exit(1)
@@ -142,21 +141,3 @@ def _launch(scenario: Scenario, result: Plan, engine: str, model: str) -> Launch
 
     best = result.best
     return launch_of(scenario, engine, best.strategy, best.partition, model=model, layers=best.layers)
-
-
-def _draw(result: Plan, timeline: Timeline, path: str) -> None:
-    """What the best strategy does when; on a page, every strategy."""
-    from kvrsim.plots.save import is_page
-
-    if is_page(path):
-        from kvrsim.pages.page import write_page
-        from kvrsim.pages.prefill import plan_page
-
-        write_page(plan_page(result), path)
-        return
-    from kvrsim.cli.render.format import question_line
-    from kvrsim.plots.gantt import write_gantt
-
-    line = question_line(result)
-    title = f"{result.best.strategy}: {result.best.title}"
-    write_gantt(timeline, path, title=title, subtitle=line)

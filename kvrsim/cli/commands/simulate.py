@@ -26,8 +26,7 @@ from kvrsim.cli.parsing import (
 from kvrsim.errors import InputError
 
 if TYPE_CHECKING:
-    from kvrsim.results.results import SimResult
-    from kvrsim.results.timeline import Timeline
+    pass
 
 
 @takes(StreamOptions, AnswerOptions)
@@ -134,26 +133,5 @@ def simulate(
     if timeline := result.timeline:
         write_beside(
             (trace, lambda path: timeline.write_chrome_trace(path, result.question)),
-            (plot, lambda path: _draw(strategy, result, timeline, path)),
+            (plot, result.write_plot),
         )
-
-
-def _draw(strategy: str, result: SimResult, timeline: Timeline, path: str) -> None:
-    """The timeline of each rank; of several requests, of the first ones."""
-    from kvrsim.cli.render.format import question_line
-    from kvrsim.plots.gantt import write_gantt
-    from kvrsim.plots.save import is_page
-    from kvrsim.strategies import get_strategy
-
-    line = question_line(result)
-    title = f"{result.strategy}: {get_strategy(strategy).title}"
-    if result.stream is not None:
-        shown, count = len(timeline.first_tokens_s), len(result.stream.ttft_s)
-        title += f"; {count} requests" if shown == count else f"; the first {shown} of {count} requests"
-    if is_page(path):
-        from kvrsim.pages.page import write_page
-        from kvrsim.pages.prefill import simulation_page
-
-        write_page(simulation_page(result, title), path)
-        return
-    write_gantt(timeline, path, title=title, subtitle=line)

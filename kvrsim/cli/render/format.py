@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from kvrsim.memory import RankMemory
     from kvrsim.noise.statistics import Distribution
     from kvrsim.results.question import Question
-    from kvrsim.results.results import Plan, SimResult
 
 MAX_IN_FULL = 4  # lines with every part
 MAX_IN_SHORT = 12  # ranks with their total only
@@ -29,12 +28,6 @@ INTERVAL_TITLES = ("80 %\ninterval", "prediction\ninterval")
 TIED = "≈"  # beside a strategy that no prediction can tell from the best
 _CLAIMED = 0.7, 0.9  # coverage, within which an interval is called an 80 % interval
 _ROUNDING_S = 1e-12  # less than this is rounding
-
-
-def question_line(answer: Plan | SimResult) -> str:
-    """The question in one line, for a chart."""
-    question = answer.question
-    return " · ".join((question.model, question.short(), answer.cluster.describe(), *question.kernels()))
 
 
 def subtitle(model: str, context_len: int, setting: Iterable[str]) -> str:
