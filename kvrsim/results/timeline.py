@@ -63,4 +63,4 @@ class Timeline:
 
     def write_chrome_trace(self, path: str | Path, question: Question | None = None) -> None:
         """Write a JSON trace, with the question that the timeline answers; the file appears whole or not at all."""
-        write_trace([("", self.spans, self.rank_names)], path, {} if question is None else question.to_dict())
+        write_trace([("", self.spans, self.rank_names)], path, question)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrsim.io.files import write_atomically
+from kvrsim.results.question import Question
 from kvrsim.results.span import Span
 from kvrsim.version import __version__, command_line
 
@@ -24,14 +25,16 @@ _COMPUTE = 0  # thread number; links have those above
 
 
 def write_trace(
-    timelines: Sequence[tuple[str, Sequence[Span], Sequence[str]]], path: str | Path, about: Mapping[str, Any]
+    timelines: Sequence[tuple[str, Sequence[Span], Sequence[str]]], path: str | Path, question: Question | None
 ) -> None:
     """Write one JSON trace of several timelines, each with its name ("": none), spans and names of ranks; atomically.
 
-    about: what the trace is of, plain JSON values; its command, where there is one, and its version are added.
+    question: what the timelines answer; the trace has it with the version and, where there is one, the command.
     """
     command = command_line()
-    told = {"version": f"kvrsim {__version__}"} | ({} if command is None else {"command": command}) | dict(about)
+    told: dict[str, Any] = {"version": f"kvrsim {__version__}"} | ({} if command is None else {"command": command})
+    if question is not None:
+        told |= question.to_dict() | {"cluster": question.cluster.describe()}
     events = [event for number, one in enumerate(timelines) for event in trace_events(*one[1:], one[0], number)]
     label = ", ".join(str(told[key]) for key in ("model", "cluster", "profile", "version") if key in told)
     events.append({"ph": "M", "pid": 0, "name": "process_labels", "args": {"labels": label}})

@@ -78,7 +78,7 @@ def _titled_timelines(one: Candidate, virtual: bool) -> list[tuple[str, Timeline
 def write_traces(confirmation: Confirmation, path: str | Path) -> None:
     """Write trace events atomically: one timeline after another, the plan's choice first."""
     named = [(name, one.spans, one.rank_names) for name, one in _timelines(confirmation)]
-    write_trace(named, path, confirmation.question.to_dict())
+    write_trace(named, path, confirmation.question)
 
 
 def _timelines(confirmation: Confirmation) -> Iterator[tuple[str, Timeline]]:
