@@ -34,7 +34,7 @@ def plan_page(plan: Plan) -> Page:
     """Of a plan that has the timelines of all its strategies."""
     shown = [
         Shown(
-            name=one.strategy, title=f"{one.strategy}: {one.title}. TTFT {format_seconds(one.ttft_s)}", timeline=found
+            name=one.strategy, title=f"{one.strategy}, TTFT {format_seconds(one.ttft_s)}: {one.title}", timeline=found
         )
         for one in plan.strategies
         if (found := plan.timelines.get(one.strategy)) is not None

@@ -17,9 +17,15 @@ _LABELS = {"num_gpus": "GPUs", "context_len": "context", "dtype": "data type", "
 def facts_of(question: Question) -> dict[str, str]:
     """Every part of a question in words, by label."""
     asked = question.to_dict() | {"cluster": question.cluster.describe()}
-    return {
-        _LABELS.get(name, name.replace("_", " ")): in_words(value) for name, value in asked.items() if value is not None
-    }
+    return {_label(name): in_words(_seconds(name, value)) for name, value in asked.items() if value is not None}
+
+
+def _label(name: str) -> str:
+    return _LABELS.get(name, name.removesuffix("_s").replace("_", " "))
+
+
+def _seconds(name: str, value: object) -> object:
+    return format_seconds(value) if name.endswith("_s") and isinstance(value, int | float) else value
 
 
 def in_words(value: object) -> str:

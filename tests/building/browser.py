@@ -7,16 +7,12 @@ over, fails where the page reported an error, asked for another file, or shows t
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-REQUIRED = "KVRSIM_BROWSER"  # 1: a browser that is missing is a failure
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 DRIVERS = ("chromedriver", "chromium-driver", "chromium.chromedriver")
 PHONE, DESKTOP = (390, 844), (1280, 900)
@@ -41,19 +37,23 @@ return found;
 """
 
 
+class NoBrowserError(Exception):
+    """Chromium, its driver or selenium is missing."""
+
+
 def start() -> Any:
-    """A driver of Chromium; skips the test, or fails where one is required, if there is none."""
+    """A driver of Chromium; raises NoBrowserError where one is missing."""
     try:
         from selenium import webdriver
         from selenium.webdriver.chrome.options import Options
         from selenium.webdriver.chrome.service import Service
     except ImportError:
-        return _missing("selenium is not installed")
+        raise NoBrowserError("selenium is not installed") from None
     program = next(filter(None, map(shutil.which, NAMES)), None)
     driver = next(filter(None, map(shutil.which, DRIVERS)), None)
     if program is None or driver is None:
         name = "Chromium" if program is None else "chromedriver"
-        return _missing(f"{name} is not installed; on Debian: apt install chromium chromium-driver")
+        raise NoBrowserError(f"{name} is not installed; on Debian: apt install chromium chromium-driver")
     options = Options()
     options.binary_location = program
     size = "--window-size={},{}".format(*DESKTOP)
@@ -68,12 +68,6 @@ def start() -> Any:
         options.add_argument(switch)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     return webdriver.Chrome(options=options, service=Service(driver))
-
-
-def _missing(why: str) -> None:
-    if os.environ.get(REQUIRED) == "1":
-        pytest.fail(f"{REQUIRED}=1, and {why}")
-    pytest.skip(why)
 
 
 @dataclass

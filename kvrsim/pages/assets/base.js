@@ -37,21 +37,20 @@ const kv = (() => {
 
   // -- words
 
-  function rounded(value, digits = 3) {
-    if (value === 0) return "0";
-    const shown = Number(value.toPrecision(digits));
-    return Math.abs(shown) >= 1e6 ? shown.toExponential() : String(shown);
+  function rounded(value) { // three significant digits
+    const size = Math.abs(value);
+    return value.toFixed(size >= 99.95 ? 0 : size >= 9.995 ? 1 : 2);
   }
   function scaled(value, units) {
     const [size, unit] = units.find(([least]) => Math.abs(value) >= least * 0.9995) ?? units[units.length - 1];
     return `${rounded(value / size)} ${unit}`;
   }
   const seconds = (value) => (value === 0 ? "0 s" : scaled(value, [[1, "s"], [1e-3, "ms"], [1e-6, "us"], [1e-9, "ns"]]));
-  const bytes = (value) => (value === 0 ? "0 B"
-    : scaled(value, [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"], [1, "B"]]));
+  const bytes = (value) => (Math.abs(value) < 1024 ? `${value.toFixed(0)} B`
+    : scaled(value, [[2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]]));
   const tokens = (value) => {
-    const [size, unit] = [[2 ** 20, "m"], [2 ** 10, "k"]].find(([least]) => value >= least && value % least === 0) ?? [1, ""];
-    return `${value / size}${unit}`;
+    if (value && value % 2 ** 20 === 0) return `${value / 2 ** 20}M`;
+    return value >= 2 ** 10 && value % 2 ** 9 === 0 && value < 2 ** 20 ? `${value / 2 ** 10}k` : String(value);
   };
   const percent = (share) => `${rounded(100 * share)} %`;
 
@@ -184,6 +183,7 @@ const kv = (() => {
     held.then(draw).then(() => {
       waiting -= 1;
       root.dataset.drawn = waiting === 0;
+      performance.mark("kv-drawn");
     }).catch((error) => {
       document.getElementById("content").prepend(
         el("p", { class: "broken", role: "alert", text: `The pictures of this page cannot be drawn: ${error.message}` }));

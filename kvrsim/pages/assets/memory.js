@@ -6,10 +6,10 @@ kv.ready((data) => {
   const { limit, limit_words: words, parts, of } = data.memory;
   const shade = (part) => `color-mix(in oklab, var(--accent) ${[100, 72, 50, 32, 18][part]}%, var(--faint))`;
   const names = data.timelines.map((timeline) => timeline.memory);
-  const most = 1.04 * Math.max(limit, ...Object.values(of).flat().map(([, , sizes]) => sizes.reduce((sum, size) => sum + size, 0)));
+  const sum = (sizes) => sizes.reduce((before, size) => before + size, 0);
 
-  function row([first, last, sizes]) {
-    const total = sizes.reduce((sum, size) => sum + size, 0);
+  function row([first, last, sizes], most) {
+    const total = sum(sizes);
     const bar = kv.el("div", { class: "bar", "aria-hidden": "true" });
     let before = 0;
     sizes.forEach((size, part) => {
@@ -32,8 +32,9 @@ kv.ready((data) => {
   }
   function show(chosen) {
     const shown = [...new Set(chosen.map((index) => names[index]))].filter((name) => of[name]);
+    const most = 1.04 * Math.max(limit, ...shown.flatMap((name) => of[name].map(([, , sizes]) => sum(sizes))));
     const groups = shown.map((name) => kv.el("div", {},
-      shown.length > 1 ? kv.el("h3", { text: name }) : null, kv.el("div", { class: "bars" }, ...of[name].flatMap(row))));
+      shown.length > 1 ? kv.el("h3", { text: name }) : null, kv.el("div", { class: "bars" }, ...of[name].flatMap((ranks) => row(ranks, most)))));
     const legend = parts.map((part, index) => {
       const square = kv.el("span", { class: "chip", "aria-hidden": "true" });
       square.style.background = shade(index);

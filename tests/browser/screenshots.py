@@ -1,0 +1,148 @@
+"""Pictures of the pages for the documentation: docs/images/pages/*.png.
+
+    python -m tests.browser.screenshots [NAME ...] [--here PROFILE.json]      (make screenshots)
+
+Each page is made by its command, opened in Chromium and moved as a reader would. The page of `confirm` needs a profile
+of this machine, as `kvrsim calibrate all --model validate/models/small-llama.json` makes it; without --here its picture
+stays as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvrsim.io.files import write_atomically
+from tests.building.browser import PHONE, Opened, start
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docs" / "images" / "pages"
+MODEL = ROOT / "validate" / "models" / "small-llama.json"
+LARGEST_BYTES = 150_000
+PLAN = ("plan", "--gpus", "8", "--ctx", "16k", "--plot", "plan.html")
+REQUESTS = (
+    "simulate",
+    "--strategy",
+    "kvr-s",
+    "--gpus",
+    "4",
+    "--ctx",
+    "8k",
+    "--requests",
+    "24",
+    "--every",
+    "poisson:450ms",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Picture:
+    """One picture."""
+
+    command: Sequence[str]  # whose last word is the page
+    act: Callable[[Opened], object] = lambda _: None  # what a reader does first
+    size: tuple[int, int] = (1200, 860)  # CSS pixels
+    dark: bool = False
+
+
+def zoomed(page: Opened) -> None:
+    """The middle of both timelines, with the pointer at an operation."""
+    canvas = "#gantt canvas"
+    for _ in range(4):
+        page.wheel(canvas, 640, 100, -240)
+    page.script("window.scrollTo(0, document.querySelector('#timelines').offsetTop - 12)")
+    x, y = page.script(
+        "const [from, until] = kvTimelineChart.range(); const lane = kvTimelineChart.panels()[1].lanes[8].lane;"
+        "let index = kvSpans.at(lane, (from + until) / 2, 1);"
+        "while (!kvTimelineChart.panels()[1].timeline.kinds[lane.kind[index]].name.startsWith('attention')) index += 1;"
+        "return kvTimelineChart.pointOf(1, 8, index)"
+    )
+    page.hover(canvas, x, y)
+    page.script("window.scrollTo(0, document.querySelector('#timelines').offsetTop - 12)")
+
+
+def at(selector: str) -> Callable[[Opened], object]:
+    """Scrolled to an element."""
+    return lambda page: page.script(
+        f"window.scrollTo(0, document.querySelector('{selector}').closest('section').offsetTop - 12)"
+    )
+
+
+PICTURES = {
+    "plan": Picture(command=PLAN, size=(1200, 1010)),
+    "plan-zoomed": Picture(command=PLAN, act=zoomed, size=(1200, 800)),
+    "plan-strategies": Picture(command=PLAN, act=at("#strategies"), size=(1200, 890), dark=True),
+    "plan-phone": Picture(command=PLAN, act=at("#gantt"), size=PHONE),
+    "requests": Picture(command=(*REQUESTS, "--plot", "requests.html"), size=(1200, 1010)),
+}
+
+
+def main() -> None:
+    """Make the pictures that are named, or all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="of pictures")
+    parser.add_argument("--here", type=Path, help="profile of this machine")
+    chosen = parser.parse_args()
+    pictures = dict(PICTURES)
+    if chosen.here is not None:
+        asked = ("--gpus", "2", "--ctx", "2k", "--model", str(MODEL), "--profile", str(chosen.here.resolve()))
+        command = (
+            "confirm",
+            *asked,
+            "--attention",
+            "sdpa",
+            "--dtype",
+            "fp32",
+            "--no-virtual",
+            "--plot",
+            "confirm.html",
+        )
+        pictures["confirm"] = Picture(command=command, size=(1200, 800))
+    driver = start()
+    with tempfile.TemporaryDirectory() as folder:
+        for name in chosen.names or pictures:
+            content = picture(driver, pictures[name], Path(folder))
+            assert len(content) < LARGEST_BYTES, f"{name}: {len(content)} bytes"
+            FOLDER.mkdir(parents=True, exist_ok=True)
+            write_atomically(FOLDER / f"{name}.png", content, argument="picture")
+            print(f"{name}.png: {len(content)} bytes")
+    driver.quit()
+
+
+def picture(driver: Any, one: Picture, folder: Path) -> bytes:
+    """As PNG."""
+    page = folder / one.command[-1]
+    if not page.exists():
+        command = [sys.executable, "-m", "kvrsim", *one.command]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        assert page.exists(), done.stderr
+    opened = Opened.at(driver, page, one.size)
+    opened.prefers("dark" if one.dark else "light")
+    one.act(opened)
+    opened.settle()
+    return smaller(driver.get_screenshot_as_png())
+
+
+def smaller(content: bytes) -> bytes:
+    """The picture with 64 levels a channel, which the eye hardly sees and the format rewards."""
+    from PIL import Image
+
+    image = (
+        Image.open(io.BytesIO(content))
+        .convert("RGB")
+        .point([round(round(level * 63 / 255) * 255 / 63) for level in range(256)] * 3)
+    )
+    written = io.BytesIO()
+    image.save(written, format="PNG", optimize=True)
+    return written.getvalue()
+
+
+if __name__ == "__main__":
+    main()
