@@ -11,7 +11,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help plan test test-all test-browser nightly fuzz check docs format bench accuracy figures calibration confirmation gpu profiles fit clean
+.PHONY: help plan test test-all test-browser screenshots nightly fuzz check docs format bench accuracy figures calibration confirmation gpu profiles fit clean
 
 help: ## list these targets
 	@echo "make TARGET   (PYTHON=$(PYTHON); any Python >= 3.11 will do)"
@@ -28,6 +28,9 @@ test-all: $(VENV)/.dev ## all tests, the slow ones too (what CI runs)
 
 test-browser: $(VENV)/.dev ## drive every page in Chromium (apt install chromium chromium-driver); a missing browser fails
 	KVRSIM_BROWSER=1 $(BIN)/python -m pytest tests/browser --timeout 120
+
+screenshots: $(VENV)/.dev ## make the documentation's pictures of the pages again (HERE=PROFILE.json of this machine: that of confirm, too)
+	$(BIN)/python -m tests.browser.screenshots $(if $(HERE),--here $(HERE))
 
 nightly: $(VENV)/.dev ## all tests with new random examples, then the fuzzers for MINUTES=60 (SEED=N or a new one, printed)
 	@seed=$(or $(SEED),$$($(BIN)/python -c 'import random; print(random.SystemRandom().randrange(2**31))')); \

@@ -11,7 +11,6 @@ from kvrsim.memory import fits, memory_of
 from kvrsim.partition import Partition
 from kvrsim.results.question import Question
 from kvrsim.results.results import Plan, StrategyResult
-from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, Strategy, label_of
 from kvrsim.strategies.pipeline import layers_of
@@ -21,9 +20,9 @@ from planner.evaluate import Progress
 from planner.partitions import PlanPartitions
 from planner.plan_bounds import bound_of_pipeline, bounds_of
 from planner.plan_notes import approximate_notes, even_chunks, fewer_gpus, memory_notes, rests_on
+from planner.replays import replays
 from planner.simulate import computes_s, waited_s
 from planner.strategies_for import choose
-from planner.uncertainty.bases import bases_of
 from planner.uncertainty.interval import interval_of, measured_coverage, tied
 from planner.uncertainty.moves import Moves, moves
 
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from planner.uncertainty.robust import RobustPlan
 
 OnStage = Callable[[str, int, int], None]  # a strategy, its number from 1, and how many there are
-_AGREE = 1e-9  # relative; the executors agree to rounding
 _YARDSTICKS = ("tsp", "tp", "kvr-e", "single")  # the first that was compared and fits
 
 
@@ -63,7 +61,7 @@ def make_plan(
         None for KVR-S and those that need no search. "all" and None are ranked.
     method, stride: of the search of chunks over single GPUs.
     table: where kvr-p looks its partition up; InputError where it is asked for without one.
-    timeline: also record every span of the best strategy. every_timeline: of all strategies.
+    timeline: also record every span of the best strategy. every_timeline: of the others, too.
     disturbance: noise; searched partitions are those with the least objective under it ("mean", "p50", "p95" or
         "p99"), and the best strategy is chosen by that objective, on samples that planning has not seen.
     seed: as it was asked, for the answer; the noise has its own.
@@ -116,8 +114,8 @@ def make_plan(
     )
     best = ranked[0]
     searched = KVR_S.name in partitions.found
-    replays = ranked if every_timeline else ranked[:1] if timeline else []
-    timelines = {one.strategy: _replayed(scenario, chosen[one.strategy], one) for one in replays}
+    shown = ranked if every_timeline else ranked[:1] if timeline else []
+    timelines, untimed = replays(scenario, chosen, shown)
     notes = (
         *choice.notes,
         *_table_notes(table, scenario, choice.strategies),
@@ -130,6 +128,7 @@ def make_plan(
         *even_chunks(results, moved),
         *(fewer_gpus(placed_for(scenario, KVR_S), KVR_S, partitions.kvr) if searched else ()),
         *memory_notes(scenario, results),
+        *untimed,
     )
     return Plan(
         question=asked,
@@ -251,13 +250,3 @@ def _with_speedups(results: list[StrategyResult]) -> tuple[list[StrategyResult],
         )
         for result in results
     ], None if yard is None else yard.strategy
-
-
-def _replayed(scenario: Scenario, strategy: Strategy, found: StrategyResult) -> Timeline:
-    """Simulate a result by the event executor, which must agree with what was printed."""
-    placed = placed_for(scenario, strategy)
-    cut = Partition(chunk_lens=found.partition)
-    run = run_partition(placed, strategy, cut, timeline=True)
-    assert abs(run.ttft_s - found.ttft_s) <= _AGREE * found.ttft_s, "the executors disagree"
-    assert run.timeline is not None, "a timeline was asked for"
-    return replace(run.timeline, bases=bases_of(placed, strategy, cut, run.timeline))

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import kvrsim
+from kvrsim.executors.run import run_partition
 from kvrsim.pages.page import render
 from kvrsim.pages.prefill import plan_page, simulation_page
 from kvrsim.pages.timeline import Shown, legend, to_data
 from kvrsim.results.timeline import Span, Timeline
 from kvrsim.setup import make_scenario
+from kvrsim.strategies import STRATEGIES
+from planner.access import placed_for
+from planner.partitions import settled
 from planner.plan import make_plan
+from planner.replays import span_count
 from tests.building import examples
 
 SPANS = st.builds(
@@ -102,3 +108,23 @@ def test_a_page_of_requests_holds_them_all() -> None:
     assert page.data["requests"]["context_len"] == [1024, 2048, 1024]
     assert len(page.data["timelines"][0]["first_tokens_s"]) == 3
     assert 'id="requests"' in render(page)
+
+
+def test_the_count_of_spans_is_never_too_small() -> None:
+    for name, strategy in STRATEGIES.items():
+        if strategy.partition_rule == "table":
+            continue
+        run = kvrsim.simulate(strategy=name, gpus=1 if name == "single" else 4, ctx="1k", timeline=True)
+        scenario, _ = make_scenario(gpus=1 if name == "single" else 4, ctx="1k")
+        placed = placed_for(scenario, strategy)
+        chosen, cut = settled(placed, strategy, list(run.partition))
+        assert run.timeline is not None
+        assert len(run.timeline.spans) <= span_count(run_partition(placed, chosen, cut).program), name
+
+
+def test_timelines_beyond_the_room_are_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("planner.replays.MOST_SPANS", 1)
+    scenario, _ = make_scenario(gpus=2, ctx="1k")
+    plan = make_plan(scenario, strategies=["tsp", "kvr-s"], every_timeline=True)
+    assert list(plan.timelines) == [plan.best.strategy]
+    assert any("no timeline of" in note for note in plan.warnings)
