@@ -11,6 +11,7 @@ from kvrsim.cost.kernels import CostModel
 from kvrsim.cost.layer import LayerCosts
 from kvrsim.ends import embedding, has_prefill, last, request, step
 from kvrsim.errors import InputError, KvrsimError
+from kvrsim.hardware.cluster import Cluster
 from kvrsim.program.chain import ChainProgram
 from kvrsim.program.operations import Array, Op, Program, beside_receives
 from kvrsim.scenario import Scenario
@@ -90,13 +91,13 @@ def build_program(
     return even.slowed([scenario.cluster.slowness(rank) for rank in ranks]) if everyone else even
 
 
-def has_chain(scenario: Scenario, strategy: Strategy) -> bool:
-    """Whether its program is a chain of KV-Runahead of which chain_program holds; see for_strategy for the scenario."""
+def has_chain(scenario: Scenario, strategy: Strategy, cluster: Cluster) -> bool:
+    """Whether it is a chain of KV-Runahead on links that are not shared, as chain_program makes; see for_strategy."""
     return (
         strategy.layer is KVR_S.layer
         and strategy.pipeline is None
-        and scenario.cluster.num_gpus > 1
-        and not scenario.cluster.shares_bandwidth
+        and cluster.num_gpus > 1
+        and not cluster.shares_bandwidth
         and scenario.chain_is_proven
         and scenario.prefix_way.is_there
         and len({*scenario.share.layer_kind_index}) == 1

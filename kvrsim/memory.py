@@ -71,7 +71,10 @@ def memory_of(scenario: Scenario, strategy: Strategy, partition: Partition) -> t
         counted = NoTime() if len(strategy.query_blocks) == 1 else scenario.cost  # times choose the calls of attention
         program = build_program(scenario, strategy, chunks, counted)
         flights = [bytes_in_flight(kind) for kind in program.layers]
-        ranks = [_rank_memory(scenario, strategy, partition, program, flights, rank) for rank in range(len(chunks))]
+        weights = scenario.share.weight_bytes(scenario.request.dtype_bytes)
+        ranks = [
+            _rank_memory(scenario, strategy, partition, program, flights, rank, weights) for rank in range(len(chunks))
+        ]
     return tuple(rank for rank in ranks for _ in range(scenario.gpus_per_rank))
 
 
@@ -88,6 +91,7 @@ def _rank_memory(
     program: Program,
     flights: Sequence[Sequence[float]],
     rank: int,
+    weights: int,
 ) -> RankMemory:
     """`flights`: bytes in flight in a layer of each kind, a rank."""
     model, request = scenario.share, scenario.request
@@ -110,7 +114,7 @@ def _rank_memory(
     in_order = [kind for kind in program.layer_kind_index if dropped[kind]]
     lies_here = sum(prefix[kind] for number, kind in enumerate(in_order) if number in way.held_layers(rank))
     return RankMemory(
-        weights=model.weight_bytes(width),
+        weights=weights,
         kv_cache=round(sum(kept[kind] for kind in program.layer_kind_index) + lies_here),
         gathered=round(max(gathered)),
         activations=max(

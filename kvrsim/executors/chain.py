@@ -18,19 +18,20 @@ from itertools import groupby
 
 import numpy as np
 
-from kvrsim.executors.maxplus import last_of_row
+from kvrsim.executors.maxplus import last_of_row, row_after
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.hardware.links import Path
 from kvrsim.program.chain import ChainProgram
 from kvrsim.program.operations import Array, Collective, Compute, Flags, Op, Recv, Send
 
 
-def chain_ttft_s(program: ChainProgram, cluster: Cluster) -> tuple[Array, Flags]:
-    """TTFT of each partition, and whether it holds: it does not where a host delays its device after the first layer.
+def chain_finish_s(program: ChainProgram, cluster: Cluster, *, whole: bool = True) -> tuple[Array, Flags]:
+    """When each rank has finished, shape (ranks, B), and in which partitions that holds, shape (B,).
 
-    Both of shape (B,).
+    It does not hold where a host delays its device after the first layer. whole: False: of the last rank alone, whose
+    time is TTFT.
     """
-    return _Walk(program, cluster).ttft_s()
+    return _Walk(program, cluster).finish_s(whole=whole)
 
 
 class _Walk:
@@ -53,8 +54,8 @@ class _Walk:
         # When each message has begun to move; of those that overlap, when it has left.
         self.moved_s = np.full(self.link_s.shape, -np.inf)
 
-    def ttft_s(self) -> tuple[Array, Flags]:
-        """As of chain_ttft_s."""
+    def finish_s(self, *, whole: bool) -> tuple[Array, Flags]:
+        """As of chain_finish_s."""
         self._run(self.program.prologue)
         self._run(self.before)
         left, known = self.program.num_layers, self._device_leads(exact=False)  # layers, from their receive on
@@ -65,11 +66,12 @@ class _Walk:
             if left:
                 self._run(self.before)
             known = self._device_leads(exact=True) if left else np.ones(1, dtype=bool)
-        finish_s, host_s = self._after(left) if left else (self.clock[-1], self.host_s[-1])
+        finish_s = self._after(left, whole=whole) if left else self.clock[0 if whole else -1 :]
+        last_s, host_s = finish_s[-1], self.host_s[-1]
         for op in self.program.epilogue:
             host_s = host_s + op.host_s
-            finish_s = np.maximum(finish_s + _seconds(op), host_s)
-        return finish_s, np.broadcast_to(known, finish_s.shape)
+            np.maximum(last_s + _seconds(op), host_s, out=last_s)
+        return finish_s, np.broadcast_to(known, last_s.shape)
 
     def _run(self, ops: Sequence[Op]) -> None:
         """Take all ranks through operations that wait for nobody."""
@@ -136,29 +138,29 @@ class _Walk:
             leads = leads & (ahead_s >= 0).all(axis=0)
         return leads & (layer_s >= 0).all(axis=0)
 
-    def _after(self, layers: int) -> tuple[Array, Array]:
-        """When the last rank has finished so many layers from the receive on, and what its host has issued by then."""
+    def _after(self, layers: int, *, whole: bool) -> Array:
+        """When each rank, or the last one alone, has finished so many layers from the receive on."""
         self._pass_on(as_issued=False)
-        appended_s = self._overlapping(layers - 1) if self.overlaps else self._rendezvous(layers - 1)
-        layer_s = sum(map(_issue_s, self.program.layer)) - self.send.host_s
-        first_s = sum(map(_issue_s, self.before))
-        return appended_s + self.rest_s[-1], self.host_s[-1] + (layers * layer_s - first_s)
+        after = self._overlapping if self.overlaps else self._rendezvous
+        finish_s = after(layers - 1, whole=whole)
+        finish_s += self.rest_s[-len(finish_s) :]
+        of_last_s = sum(map(_issue_s, self.program.layer)) - self.send.host_s
+        self.host_s[-1] += layers * of_last_s - sum(map(_issue_s, self.before))
+        return finish_s
 
-    def _overlapping(self, more: int) -> Array:
-        """When the last rank has appended so many layers later; every time is convex in their number."""
+    def _overlapping(self, more: int, *, whole: bool) -> Array:
+        """When ranks have appended so many layers later; every time is convex in their number."""
         layer_s = self.before_s + self.append_s + self.rest_s
         alone_s, free_s = self.clock + more * layer_s, self.moved_s + more * self.link_s  # if nothing is waited for
         on_s = self.latency_s + self.append_s[1:]  # from the end of a message to that of its append
-        latest_s: Array = alone_s[0]
         for rank, link_s in enumerate(self.link_s):
-            latest_s = latest_s + link_s
-            np.maximum(latest_s, free_s[rank], out=latest_s)
-            latest_s += on_s[rank]
-            np.maximum(latest_s, alone_s[rank + 1], out=latest_s)
-        return latest_s
+            left_s = np.maximum(alone_s[rank] + link_s, free_s[rank])
+            left_s += on_s[rank]
+            np.maximum(alone_s[rank + 1], left_s, out=alone_s[rank + 1])
+        return alone_s if whole else alone_s[-1:]
 
-    def _rendezvous(self, more: int) -> Array:
-        """When the last rank has appended so many layers later; messages follow those before and behind them."""
+    def _rendezvous(self, more: int, *, whole: bool) -> Array:
+        """When ranks go on to the rest so many layers later; messages follow those before and behind them."""
         around_s, passed_s = self.before_s + self.rest_s, self.link_s + self.latency_s
         on, back = np.empty_like(passed_s), np.empty_like(passed_s)
         np.add(passed_s[:-1], self.append_s[1:-1], out=on[1:])
@@ -166,7 +168,10 @@ class _Walk:
         on[0] = self.link_s[0] + around_s[0] + self.append_s[0]  # the first rank alone, from layer to layer
         last_s = passed_s[-1] + self.append_s[-1]
         back[-1] = last_s + around_s[-1]  # the last one alone
-        return np.asarray(last_of_row(self.moved_s, on, back, more) + last_s)
+        if not whole:
+            return np.asarray(last_of_row(self.moved_s, on, back, more) + last_s)[None]
+        moved_s = row_after(self.moved_s, on, back, more)
+        return np.concatenate([moved_s + self.link_s, moved_s[-1:] + last_s])
 
 
 def _seconds(op: Op) -> Array:

@@ -210,13 +210,9 @@ class _Chain:
 
 
 def last_of_row(x: Array, on: Array, back: Array, periods: int) -> Array:
-    """The last of nodes in a row, after so many periods: `x_i(l) = max(x_(i-1)(l) + on_i, x_(i+1)(l-1) + back_i)`.
-
-    At the ends, `on_0` and the last `back` are the nodes' own loops.
-    x: the nodes after a period, so that none is before the one before it plus `on`. All have the shape (nodes, B).
-    """
+    """The last of the nodes of row_after; x: after a period, so that no node is before the one before it plus `on`."""
     if periods < 2 * len(x):
-        return _swept(x, on, back, periods)
+        return np.asarray(row_after(x, on, back, periods)[-1])
     loops = np.empty_like(back)
     np.add(back[:-1], on[1:], out=loops[:-1])
     loops[-1] = back[-1]
@@ -238,8 +234,12 @@ def last_of_row(x: Array, on: Array, back: Array, periods: int) -> Array:
     return gone
 
 
-def _swept(x: Array, on: Array, back: Array, periods: int) -> Array:
-    """The same by anti-diagonals: step s has period l of every node i with s = i + 2 l, none of which needs another."""
+def row_after(x: Array, on: Array, back: Array, periods: int) -> Array:
+    """Nodes in a row after so many periods: `x_i(l) = max(x_(i-1)(l) + on_i, x_(i+1)(l-1) + back_i)`.
+
+    At the ends, `on_0` and the last `back` are the nodes' own loops. All have the shape (nodes, B).
+    By anti-diagonals: step s has period l of every node i with s = i + 2 l, none of which needs another.
+    """
     nodes = len(x)
     row = np.concatenate([x[:1], x, x[-1:]])  # beyond the ends stand copies of the ends
     one, other = np.empty_like(x), np.empty_like(x)
@@ -251,7 +251,7 @@ def _swept(x: Array, on: Array, back: Array, periods: int) -> Array:
         np.add(row[2:][now], back[now], out=other[:size])
         np.maximum(one[:size], other[:size], out=row[1:-1][now])
         row[0], row[-1] = row[1], row[-2]
-    return np.asarray(row[-2])
+    return row[1:-1]
 
 
 def _slower(one: Offset | None, other: Offset | None) -> Offset | None:

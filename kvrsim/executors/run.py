@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from kvrsim.compile import build_program, chain_program, columns, has_chain
 from kvrsim.cost.kernels import CostModel
 from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
-from kvrsim.executors.chain import chain_ttft_s
+from kvrsim.executors.chain import chain_finish_s
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.partition import Partition
 from kvrsim.program.operations import Array, Program
@@ -90,26 +90,8 @@ def ttft_s(scenario: Scenario, strategy: Strategy, chunks: Array, *, draw: Noise
 
     chunks: tokens, shape (B, ranks). Returns shape (B,), or (B, samples) under a draw of noise.
     """
-    if draw is None and has_chain(scenario, strategy):
-        return _chain_ttft_s(scenario, strategy, chunks)
-    return np.concatenate([finish[-1] for finish in _finishes(scenario, strategy, chunks, draw)])
-
-
-def _chain_ttft_s(scenario: Scenario, strategy: Strategy, chunks: Array) -> Array:
-    """The same by the recurrence of chains, and by the program where a host delays its device for long."""
-    ttfts_s, known = np.empty(len(chunks)), np.empty(len(chunks), dtype=bool)
-    costs = scenario.layer_costs()[scenario.share.layer_kind_index[0]]
-    step = max(_LEAST_ROWS, _CHAIN_CELLS // scenario.cluster.num_gpus)
-    if len(chunks) >= _MANY:
-        _keep_freed_memory()
-    for first in range(0, len(chunks), step):
-        rows = slice(first, first + step)
-        program = chain_program(scenario, strategy, costs, np.array(chunks[rows].T, dtype=float, order="C"))
-        ttfts_s[rows], known[rows] = chain_ttft_s(program, scenario.cluster)
-    if not known.all():
-        finishes = _finishes(scenario, strategy, chunks[~known], None)
-        ttfts_s[~known] = np.concatenate([finish[-1] for finish in finishes])
-    return ttfts_s
+    finishes = _finishes(scenario, strategy, chunks, draw, whole=False)
+    return np.concatenate([finish[-1] for finish in finishes])
 
 
 def finish_s(scenario: Scenario, strategy: Strategy, chunks: Array, *, draw: NoiseDraw | None = None) -> Array:
@@ -128,12 +110,16 @@ def finish_of(
     cost: CostModel | None = None,
     cluster: Cluster | None = None,
     draw: NoiseDraw | None = None,
+    whole: bool = True,
 ) -> Array:
     """When each rank has finished, seconds, shape (ranks, B), or (ranks, B, samples) under a draw of noise.
 
     chunks: one float array of shape (B,) a rank or piece, tokens. cost, cluster: instead of the scenario's own.
+    whole: False: only the last rank's is asked for, and nothing before it has to be right.
     """
     cluster = cluster or scenario.cluster
+    if draw is None and has_chain(scenario, strategy, cluster):
+        return _chain_finish_s(scenario, strategy, np.asarray(chunks), cluster, cost, whole=whole)
     if strategy.pipeline is not None and draw is None:
         from kvrsim.executors.stages.waves import run_stages  # only where there are stages
 
@@ -141,6 +127,21 @@ def finish_of(
         if found is not None:
             return found
     return run_program(build_program(scenario, strategy, chunks, cost), cluster, draw)
+
+
+def _chain_finish_s(
+    scenario: Scenario, strategy: Strategy, chunks: Array, cluster: Cluster, cost: CostModel | None, *, whole: bool
+) -> Array:
+    """By the recurrence of chains; by the program where a host delays its device for long. chunks: (ranks, B)."""
+    if chunks.shape[1] >= _MANY:
+        _keep_freed_memory()
+    costs = scenario.layer_costs(cost)[scenario.share.layer_kind_index[0]]
+    program = chain_program(scenario, strategy, costs, chunks)
+    finish_s, known = chain_finish_s(program, cluster, whole=whole)
+    if not known.all():
+        others = run_program(build_program(scenario, strategy, list(chunks[:, ~known]), cost), cluster)
+        finish_s[:, ~known] = others if whole else others[-1:]
+    return finish_s
 
 
 def run_program(program: Program, cluster: Cluster, draw: NoiseDraw | None = None) -> Array:
@@ -177,6 +178,8 @@ def check_executor(executor: str | None, *, records: bool) -> Executor:
 
 def rows_at_once(scenario: Scenario, strategy: Strategy, num_samples: int = 1) -> int:
     """Partitions that are evaluated together, each under that many samples of noise."""
+    if num_samples == 1 and has_chain(scenario, strategy, scenario.cluster):
+        return max(_LEAST_ROWS, _CHAIN_CELLS // scenario.cluster.num_gpus)
     if not scenario.cluster.shares_bandwidth:
         return min(BLOCK, max(1, _CELLS // num_samples))
     ranks = scenario.cluster.num_gpus
@@ -190,7 +193,10 @@ def _keep_freed_memory() -> None:
     np.empty(_KEPT)
 
 
-def _finishes(scenario: Scenario, strategy: Strategy, chunks: Array, draw: NoiseDraw | None) -> Iterator[Array]:
+def _finishes(
+    scenario: Scenario, strategy: Strategy, chunks: Array, draw: NoiseDraw | None, *, whole: bool = True
+) -> Iterator[Array]:
     step = rows_at_once(scenario, strategy, 1 if draw is None else draw.num_samples)
     for first in range(0, len(chunks), step):
-        yield finish_of(scenario, strategy, columns(chunks[first : first + step]), draw=draw)
+        block = np.array(chunks[first : first + step].T, dtype=float, order="C")
+        yield finish_of(scenario, strategy, cast("Sequence[Array]", block), draw=draw, whole=whole)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 
 from kvrsim.program.operations import AllGather, AllToAll, Collective, Compute, Load, Op, Program, Recv, RingPass, Send
 
@@ -55,16 +56,22 @@ def bytes_in_flight(layer: Sequence[Sequence[Op]]) -> list[float]:
                 sent[src, op.dst].append(float(op.nbytes[0]))
     gathers = [_gathers(ops) for ops in layer]
     exchanges = [[op for op in ops if isinstance(op, AllToAll)] for ops in layer]
-    return [_peak_of(rank, ops, sent, gathers, exchanges) for rank, ops in enumerate(layer)]
+
+    @cache
+    def gathered(ranks: range, number: int) -> float:
+        return sum(float(gathers[rank][number].nbytes[0]) for rank in ranks)
+
+    return [_peak_of(rank, ops, sent, gathered, exchanges) for rank, ops in enumerate(layer)]
 
 
 def _peak_of(
     rank: int,
     ops: Sequence[Op],
     sent: dict[tuple[int, int], deque[float]],
-    gathers: Sequence[Sequence[AllGather]],
+    gathered: Callable[[range, int], float],
     exchanges: Sequence[Sequence[AllToAll]],
 ) -> float:
+    """`gathered`: bytes of all pieces of some ranks' gather."""
     peak = waiting = 0.0
     num_gathers = num_exchanges = 0
     for op in ops:
@@ -72,8 +79,7 @@ def _peak_of(
         if isinstance(op, Recv) and sent[op.src, rank]:
             waiting += sent[op.src, rank].popleft()
         elif isinstance(op, AllGather):
-            members = op.members(rank, len(gathers))
-            waiting += sum(float(gathers[other][num_gathers].nbytes[0]) for other in members)
+            waiting += gathered(op.members(rank, len(exchanges)), num_gathers)
             num_gathers += 1
         elif isinstance(op, AllToAll):
             comes = (others[num_exchanges] for src, others in enumerate(exchanges) if src != rank)

@@ -89,6 +89,8 @@ class Step:
     starts: Sequence[Array]
     query_blocks: tuple[int, ...] = field(default=(1,), kw_only=True)
     times_only: bool = field(default=False, kw_only=True)
+    _lengths: Array | None = field(default=None, init=False, repr=False, compare=False)  # once they were asked for
+    _begins: Array | None = field(default=None, init=False, repr=False, compare=False)  # likewise
 
     @classmethod
     def of_all_ranks(cls, costs: LayerCosts, chunks: Array, starts: Array, query_blocks: tuple[int, ...]) -> Step:
@@ -225,4 +227,16 @@ class Step:
     @property
     def lengths(self) -> Array:
         """All ranks' chunks, shape (p, B)."""
-        return np.stack(list(self.chunks))
+        return self._stacked("_lengths", self.chunks)
+
+    @property
+    def begins(self) -> Array:
+        """All ranks' starts, shape (p, B)."""
+        return self._stacked("_begins", self.starts)
+
+    def _stacked(self, name: str, arrays: Sequence[Array]) -> Array:
+        """Once for all ranks."""
+        if getattr(self, name) is None:
+            object.__setattr__(self, name, np.stack(list(arrays)))
+        stacked: Array = getattr(self, name)
+        return stacked

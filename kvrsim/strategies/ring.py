@@ -42,15 +42,13 @@ def pass_kv(step: Step, rank: int, blocks_s: Array, calls: Flags) -> Iterator[Op
         blocks_s = blocks_s + to_share_s + merged_s
         calls = np.ones_like(calls)
     work_s = np.concatenate([np.broadcast_to(own_s, blocks_s[:1].shape), blocks_s])
+    block_host_s = costs.host_attention_s + costs.host_merge_s
     most_keys = np.maximum(step.lengths.max(axis=0), step.held_prefix + chunk)
     yield RingPass(
         name="attention",
         device_s=work_s,
         nbytes=costs.kv_bytes(held_lens[:-1]) + costs.share_bytes,
-        host_s=(
-            costs.host_attention_s,
-            *(launched * (costs.host_attention_s + costs.host_merge_s) for launched in calls),
-        ),
+        host_s=(costs.host_attention_s, *(calls * block_host_s).tolist()),
         overlaps=costs.sends_overlap,
         message_share=costs.message_share,
         score_elements=costs.score_elements(chunk, most_keys),
@@ -68,7 +66,7 @@ def _blocks_s(step: Step, rank: int) -> Array:
     chunk, start, others = step.chunks[rank], step.starts[rank], held(step, rank)[1:]
     before = (others < rank)[:, None]
     keys = step.lengths[others] * before
-    ends = np.stack(list(step.starts))[others] + keys
+    ends = step.begins[others] + keys
     return step.costs.block_attention_s(chunk, start, keys, np.where(before, ends, start))
 
 
@@ -84,8 +82,9 @@ def striped_layer(step: Step, rank: int) -> Iterator[Op]:
     yield step.qkv(rank)
     yield step.append_kv(rank, prefix=step.held_prefix)
     half_s = step.costs.attention_s(chunk, np.zeros_like(chunk))
-    merges_s = [step.costs.merge_s(chunk, part=part) for part in held(step, rank)[1:] > rank]
-    yield from pass_kv(step, rank, half_s + np.stack(merges_s), np.ones(step.num_ranks - 1, dtype=bool))
+    later = (held(step, rank)[1:] > rank)[:, None]
+    merges_s = np.where(later, step.costs.merge_s(chunk, part=True), step.costs.merge_s(chunk))
+    yield from pass_kv(step, rank, half_s + merges_s, np.ones(step.num_ranks - 1, dtype=bool))
     yield step.output_mlp(rank)
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from kvrsim.compile import build_program, chain_program, columns, has_chain
 from kvrsim.executors.batch import run_batch
-from kvrsim.executors.chain import chain_ttft_s
-from kvrsim.executors.run import ttft_s
+from kvrsim.executors.chain import chain_finish_s
+from kvrsim.executors.run import finish_s, ttft_s
 from kvrsim.hardware.uneven import SlowGpu, SlowLink, UnevenCluster
 from kvrsim.program.operations import Array, Flags
 from kvrsim.scenario import Scenario
@@ -25,12 +25,16 @@ SAME = 1e-12
 
 def by_program(scenario: Scenario, strategy: Strategy, chunks: Array, layers: int) -> Array:
     program = build_program(scenario, strategy, columns(chunks))
-    return run_batch(replace(program, layer_kind_index=(0,) * layers), scenario.cluster)[-1]
+    return run_batch(replace(program, layer_kind_index=(0,) * layers), scenario.cluster)
 
 
 def by_recurrence(scenario: Scenario, strategy: Strategy, chunks: Array, layers: int) -> tuple[Array, Flags]:
+    """TTFT, which is the same if all ranks' times are asked for."""
     program = chain_program(scenario, strategy, scenario.layer_costs()[0], np.ascontiguousarray(chunks.T))
-    return chain_ttft_s(replace(program, num_layers=layers), scenario.cluster)
+    program = replace(program, num_layers=layers)
+    (last_s, known), (all_s, _) = (chain_finish_s(program, scenario.cluster, whole=whole) for whole in (False, True))
+    assert last_s[-1] == pytest.approx(all_s[-1], rel=SAME, abs=0)
+    return all_s, known
 
 
 def shares_of(seed: int, ranks: int, tokens: int, evenness: float) -> Array:
@@ -44,14 +48,13 @@ def shares_of(seed: int, ranks: int, tokens: int, evenness: float) -> Array:
 def test_as_the_program(name: str, rng: Draws, layers: int) -> None:
     strategy = get_strategy(name)
     placed, cut = any_placed(rng, strategy)
-    assume(has_chain(placed, strategy))
+    assume(has_chain(placed, strategy, placed.cluster))
     cuts = [cut, *(any_partition(rng, sum(cut), len(cut)) for _ in range(3))]
     chunks = np.array(cuts, dtype=float)
     found_s, known = by_recurrence(placed, strategy, chunks, layers)
-    assert found_s[known] == pytest.approx(by_program(placed, strategy, chunks, layers)[known], rel=SAME, abs=0)
-    assert ttft_s(placed, strategy, chunks) == pytest.approx(
-        by_program(placed, strategy, chunks, placed.share.num_hidden_layers), rel=SAME, abs=0
-    )
+    assert found_s[:, known] == pytest.approx(by_program(placed, strategy, chunks, layers)[:, known], rel=SAME, abs=0)
+    whole_s = by_program(placed, strategy, chunks, placed.share.num_hidden_layers)
+    assert pytest.approx(whole_s, rel=SAME, abs=0) == finish_s(placed, strategy, chunks).T
 
 
 @pytest.mark.parametrize("profile", ["a100-eager", "h100-flash", "roofline"])
@@ -68,7 +71,7 @@ def test_as_the_program_where_some_ranks_or_links_are_slow(profile: str, rng: Dr
     chunks, layers = shares_of(seed, gpus, 65536, rng.choice([0.3, 3.0, 50.0])), rng.randint(1, 90)
     found_s, known = by_recurrence(scenario, STRATEGIES["kvr-s"], chunks, layers)
     whole_s = by_program(scenario, STRATEGIES["kvr-s"], chunks, layers)
-    assert found_s[known] == pytest.approx(whole_s[known], rel=SAME, abs=0)
+    assert found_s[:, known] == pytest.approx(whole_s[:, known], rel=SAME, abs=0)
 
 
 def test_most_partitions_of_a_long_context_need_no_program() -> None:
@@ -83,10 +86,10 @@ def test_where_hosts_delay_devices_for_long_the_program_is_evaluated() -> None:
     chunks = shares_of(0, 8, 4096, 5.0)
     assert not by_recurrence(scenario, STRATEGIES["kvr-s"], chunks, 32)[1].any()
     whole_s = by_program(scenario, STRATEGIES["kvr-s"], chunks, scenario.share.num_hidden_layers)
-    assert ttft_s(scenario, STRATEGIES["kvr-s"], chunks) == pytest.approx(whole_s, rel=SAME, abs=0)
+    assert ttft_s(scenario, STRATEGIES["kvr-s"], chunks) == pytest.approx(whole_s[-1], rel=SAME, abs=0)
 
 
 @pytest.mark.parametrize(("name", "options"), [("kvr-s", {"topology": "bus"}), ("tsp", {}), ("kvr-direct", {})])
 def test_other_programs_are_no_chains(name: str, options: dict[str, str]) -> None:
     scenario, _ = make_scenario(ctx=4096, gpus=4, profile="roofline", **options)  # type: ignore[arg-type]
-    assert not has_chain(scenario, STRATEGIES[name])
+    assert not has_chain(scenario, STRATEGIES[name], scenario.cluster)
