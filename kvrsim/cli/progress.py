@@ -6,6 +6,7 @@ import math
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from calibrate.measure.campaign import Progress as Measured
 
 PATIENCE_S = 0.5  # shorter searches show nothing on a terminal
+Text = str | Callable[[], str]
 _SHOWN_DROPPED = 3  # of the points that do not fit into the time budget
 FIRST_LINE_S = 10.0  # until the first line where there is no terminal; the next come after twice as long each
 
@@ -37,7 +39,7 @@ class Shown:
         self._next_line_s = FIRST_LINE_S
         self._bar: Progress | None = None
         self._task: TaskID | None = None
-        self._last: tuple[str, float | None, float | None] | None = None
+        self._last: tuple[Text, float | None, float | None] | None = None
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -61,8 +63,8 @@ class Shown:
         """Since it was made."""
         return time.monotonic() - self._started_s
 
-    def show(self, text: str, done: float | None = None, total: float | None = None) -> None:
-        """What is being worked on; with a total, how much of it is done."""
+    def show(self, text: Text, done: float | None = None, total: float | None = None) -> None:
+        """What is being worked on, or what says so when it is drawn; with a total, how much of it is done."""
         with self._lock:
             self._last = text, done, total
             self._draw()
@@ -79,10 +81,12 @@ class Shown:
         if self._last is None:
             return
         text, done, total = self._last
+        if not isinstance(text, str):
+            text = text()
         if sys.stderr.isatty():
             if self._bar is None and self.elapsed_s < self._patience_s:
                 return
-            bar = self._bar or self._start()
+            bar = self._bar or self._start(text)
             assert self._task is not None
             bar.update(self._task, description=text, completed=done or 0, total=total)
         elif self.elapsed_s >= self._next_line_s:
@@ -90,7 +94,7 @@ class Shown:
                 self._next_line_s = 2 * max(self._next_line_s, 1.0)
             print(f"kvrsim: {text}, after {self.elapsed_s:.0f} s", file=sys.stderr, flush=True)
 
-    def _start(self) -> Progress:
+    def _start(self, text: str) -> Progress:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -101,7 +105,7 @@ class Shown:
             TimeElapsedColumn(),
         )
         self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-        self._task = self._bar.add_task("", total=None)
+        self._task = self._bar.add_task(text, total=None)
         self._bar.start()
         return self._bar
 
@@ -109,17 +113,17 @@ class Shown:
 class SearchProgress(Shown):
     """Called by a search as it goes: how many partitions it has simulated, and the most that it will.
 
-    The bar is of the strategies; while one is searched, of its partitions, where their largest number is known.
+    The bar is of the strategies, and of the partitions of the one that is searched, where their largest number is
+    known. There is no estimate: a search ends when it gains nothing more, mostly long before the largest number.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._stage = ("", 1, 1)
-        self._first: tuple[int, float] | None = None  # of a stage: partitions, and when they were simulated
 
     def stage(self, name: str, number: int, of: int) -> None:
         """A strategy begins: its number, from 1, and how many there are."""
-        self._stage, self._first = (name, number, of), None
+        self._stage = name, number, of
         self.show(self._named(), number - 1, of if of > 1 else None)
 
     def __call__(self, done: int, most: int | None, best_ttft_s: float) -> None:
@@ -127,16 +131,13 @@ class SearchProgress(Shown):
         text = f"{self._named()}: {done} partitions simulated"
         if most is not None:
             text += f" of at most {most}"
-            if self._first is None and done:
-                self._first = done, time.monotonic()
-            if self._first is not None and done > self._first[0]:
-                left_s = (time.monotonic() - self._first[1]) / (done - self._first[0]) * (most - done)
-                text += f", {left_s:.0f} s more at most"
         if math.isfinite(best_ttft_s):
             text += f", best TTFT {format_seconds(best_ttft_s)}"
         _, number, of = self._stage
-        whole = (number - 1, of) if of > 1 else (None, None)
-        self.show(text, *((done, most) if most is not None else whole))
+        if most is None:
+            self.show(text, *((number - 1, of) if of > 1 else (None, None)))
+        else:
+            self.show(text, number - 1 + done / most, of)
 
     def _named(self) -> str:
         name, number, of = self._stage
@@ -178,8 +179,8 @@ class EntryProgress(Shown):
 class WorkProgress(Shown):
     """What is being worked on, in words; where there is nothing to count."""
 
-    def __call__(self, text: str) -> None:
-        """What begins now."""
+    def __call__(self, text: Text) -> None:
+        """What begins now, or what says how far it is."""
         self.show(text)
 
 

@@ -49,14 +49,14 @@ def plan_capacity(
     engines: Sequence[str] = (),
     warnings: Sequence[str] = (),
     pool: Pool | None = None,
-    on_progress: Callable[[str], None] | None = None,
+    on_progress: Callable[[Callable[[], str]], None] | None = None,
     explore: bool = False,
 ) -> CapacityPlan:
     """Search the cheapest fleet that meets the target.
 
     strategies: what groups may run, as in make_plan; None: the usual ones. table: partitions of KVR-S, as KVR-P; None:
         they are searched. engines: that must have the strategies. pool: who simulates groups;
-        None: this process. on_progress: called with the name of each stage. explore: simulate fleets at other rates and
+        None: this process. on_progress: called at each stage with what says how far it is. explore: simulate fleets at other rates and
         with other prefill times, too, for the page.
         Raises InputError where no group size has a strategy, or the table has no entries for a group size.
     """
@@ -71,24 +71,24 @@ def plan_capacity(
     notes = [*_about_setting(warnings), *_about_table(scenario, choice, request.limits.sizes)]
     request = replace(request, decoding=_decoding(scenario, request))
     times = _times(scenario, request, workloads, choice)
-    tell("times of groups")
+    tell(lambda: f"prefill times of groups: {times.num_kinds} kinds of group done")
     if pool is not None and not pool.is_here:
         times.fill(request.limits.sizes, pool)
     evaluations = evaluations_of(request, workloads, times)
     search = FleetSearch(request, evaluations, DesignSearch(evaluations, request.limits))
-    tell("fleets")
+    tell(lambda: f"fleets: {evaluations.simulated} requests simulated")
     fits = search.fits(_stretch(workloads), times)
     answers = [(fit, search.answer(fit.plans)) for fit in fits]
     made = [search.with_confidence(fit, answer) if request.needs_confidence else answer for fit, answer in answers]
     met = [answer for answer in made if answer is not None and answer.meets]
     met.sort(key=lambda answer: (search.cost(answer), answer.target.value_s))
-    tell("Pareto front")
+    tell(lambda: f"Pareto front: {evaluations.simulated} requests simulated")
     fleets = Fleets.of(evaluations, request.limits, fits, search.largest())
     tried = fleets.tried()
     pareto = fleets.points(fleets.front(fleet for _, _, fleet in tried))
     explored: list[TriedFleet] = []
     if explore:
-        tell("other rates and prefill times")
+        tell(lambda: f"other rates and prefill times: {evaluations.simulated} requests simulated")
         explored = [*fleets.with_intervals(tried), *fleets.at_rates()]
     longest = max(int(workload.context_len.max()) for workload in workloads)
     asked = replace(scenario.request, context_len=longest, cached_prefix=0)

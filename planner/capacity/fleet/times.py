@@ -36,6 +36,11 @@ class ServiceTimes:
         self.prefixes = _prefixes(longest_prefix)
         self._grids: dict[Kind, tuple[ServiceTimeGrid, ...]] = {}
 
+    @property
+    def num_kinds(self) -> int:
+        """Kinds of groups whose times have been computed."""
+        return len(self._grids)
+
     @classmethod
     def for_workloads(
         cls, scenario: Scenario, workloads: Sequence[Workload], *, at_least: int = 1, choice: Choice = OF_SINGLE_GPUS
