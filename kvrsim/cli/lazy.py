@@ -50,7 +50,7 @@ class _Commands(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if super().__getitem__(name) is None:
-            self[name] = _made(name)
+            self[name] = made(name)
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -63,19 +63,19 @@ class _Commands(dict[str, Any]):
         return [(name, self[name]) for name in self]
 
 
-def _made(name: str) -> Any:
-    """As Typer makes a command of a program."""
+def made(name: str) -> Any:
+    """A command, as Typer makes one of a program."""
     summary, where = COMMANDS[name]
     module, _, attribute = where.partition(":")
-    made = getattr(import_module(module), attribute)
+    found = getattr(import_module(module), attribute)
     program = typer.Typer(add_completion=False, rich_markup_mode=None)
     program.callback()(_nothing)  # so that one command is one of a group
-    if isinstance(made, typer.Typer):
-        for command in made.registered_commands:
+    if isinstance(found, typer.Typer):
+        for command in found.registered_commands:
             command.cls = Command
-        program.add_typer(made, name=name, cls=Group, help=summary)
+        program.add_typer(found, name=name, cls=Group, help=summary)
     else:
-        program.command(name, cls=Command)(made)
+        program.command(name, cls=Command)(found)
     return typer.main.get_group(program).commands[name]
 
 

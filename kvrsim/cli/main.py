@@ -12,7 +12,7 @@ import typer
 
 from kvrsim.cli.lazy import LazyGroup
 from kvrsim.cli.mistakes import as_options, click_exception, command_of, wrong_use
-from kvrsim.cli.outputs import ADVICE, NOT_WRITTEN
+from kvrsim.cli.outputs import ADVICE, NOT_WRITTEN, interrupted, remember
 from kvrsim.errors import KvrsimError
 from kvrsim.text import printable
 from kvrsim.version import __version__
@@ -73,19 +73,20 @@ def _open_closed_streams() -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command; returns the exit code and raises nothing."""
+    remember(arguments)
     try:
         if arguments[:1] == [ASKED]:
             return _complete(arguments[1:])
         code = app(args=list(arguments), prog_name="kvrsim", standalone_mode=False)
         sys.stdout.flush()
         if code == INTERRUPTED:  # Typer has caught the Ctrl-C
-            return _fail("interrupted", INTERRUPTED)
+            return _fail(interrupted(), INTERRUPTED)
         return code if isinstance(code, int) else 0
     except KvrsimError as error:
         command, path = command_of(arguments, typer.main.get_command(app))
         return _fail(f"error: {as_options(error, command, path)}", error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
-        return _fail("interrupted", INTERRUPTED)
+        return _fail(interrupted(), INTERRUPTED)
     except (BrokenPipeError, SystemExit) as error:  # Typer turns the one into the other
         if isinstance(error, SystemExit) and error.code in ENDED:
             return int(error.code)  # a signal, while ranks were at work

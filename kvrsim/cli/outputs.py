@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -38,10 +40,39 @@ def tell(line: str) -> None:
     typer.echo(printable(f"kvrsim: {line}"), err=True)
 
 
+typed: list[str] = []  # the words of this command line
+_kept: list[str] = []  # journals of interrupted work
+
+
+def remember(words: Sequence[str]) -> None:
+    """The command line that runs now."""
+    typed[:] = words
+    _kept.clear()
+
+
+@contextmanager
+def resumable(journal: Path) -> Iterator[None]:
+    """Work that its journal resumes: an interruption is told with the journal's name, if it is there."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if journal.exists():
+            _kept.append(str(journal))
+        raise
+
+
+def interrupted() -> str:
+    """What an interruption has left, and how to go on, in one line."""
+    if not _kept:
+        return "interrupted: nothing is kept; the same command begins anew"
+    return f"interrupted: {', '.join(_kept)} keeps what was done; the same command resumes"
+
+
 def write_beside(*outputs: tuple[str | None, Callable[[str], object]]) -> None:
     """Write the files that were asked for, each by its own function of the path; None: not asked for.
 
-    One line on standard error for each that fails; then typer.Exit with NOT_WRITTEN, after all have been tried.
+    One line on standard error for each: where it is, or why it failed; then typer.Exit with NOT_WRITTEN if any failed,
+    after all have been tried.
     """
     sys.stdout.flush()
     failed = False
@@ -53,6 +84,8 @@ def write_beside(*outputs: tuple[str | None, Callable[[str], object]]) -> None:
         except Exception as error:
             failed = True
             tell(f"error: {path}: not written, the answer is complete: {_why(error)}")
+        else:
+            tell(f"written: {path}")
     if failed:
         raise typer.Exit(NOT_WRITTEN)
 

@@ -68,6 +68,13 @@ class Question:
         """What every answer begins with, as plain JSON values."""
         return {"question": self.to_dict(), "version": __version__}
 
+    def measured_header(self, *, predicted: bool) -> dict[str, Any]:
+        """The same of what was measured; without a prediction there is neither cluster nor profile, but a machine."""
+        content = self.to_dict()
+        if not predicted:
+            content |= dict.fromkeys(("cluster", "profile", "engine", "memory_fraction"))
+        return {"question": content, "version": __version__, "cluster": content["cluster"]}
+
     def request(self) -> str:
         """The request in words, but for the batch: "16k (16384) tokens, 4k (4096) of them cached"."""
         return ", ".join((f"{_length(self.context_len)} tokens", *self.cached()))

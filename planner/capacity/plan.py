@@ -49,15 +49,16 @@ def plan_capacity(
     engines: Sequence[str] = (),
     warnings: Sequence[str] = (),
     pool: Pool | None = None,
-    on_progress: Callable[[Callable[[], str]], None] | None = None,
+    on_progress: Callable[[str], None] | None = None,
+    on_stage: Callable[[Callable[[], str]], None] | None = None,
     explore: bool = False,
 ) -> CapacityPlan:
     """Search the cheapest fleet that meets the target.
 
     strategies: what groups may run, as in make_plan; None: the usual ones. table: partitions of KVR-S, as KVR-P; None:
         they are searched. engines: that must have the strategies. pool: who simulates groups;
-        None: this process. on_progress: called at each stage with what says how far it is. explore: simulate fleets at other rates and
-        with other prefill times, too, for the page.
+        None: this process. on_progress: called with each stage in words. on_stage: in its place, with what says how far
+        the stage is. explore: simulate fleets at other rates and with other prefill times, too, for the page.
         Raises InputError where no group size has a strategy, or the table has no entries for a group size.
     """
     begin_s = time.perf_counter()
@@ -65,7 +66,7 @@ def plan_capacity(
     packs = request.pack_tokens is not None
     choice = Choice(asked=named, table=table, engines=tuple(map(deploy_engine, engines)), packs=packs)
     request = replace(request, limits=_limits(scenario, choice, request.limits))
-    tell = on_progress or (lambda _: None)
+    tell = on_stage or (lambda stage: None if on_progress is None else on_progress(stage()))
     count = request.replications if request.source.is_random else 1
     workloads = [request.source.workload(request.seed, number) for number in range(count)]
     notes = [*_about_setting(warnings), *_about_table(scenario, choice, request.limits.sizes)]

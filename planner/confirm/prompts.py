@@ -9,7 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from kvrsim.errors import InputError
-from kvrsim.io.schema import fields_to_json, to_json
+from kvrsim.io.schema import fields_to_json
 from kvrsim.results.quartiles import interquartile_range
 from kvrsim.results.question import Question
 from kvrsim.results.stream import Arrivals, Prompts, StreamResult
@@ -55,8 +55,7 @@ class MeasuredPrompts:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
-            **self.question.header(),
-            "cluster": to_json(self.question.cluster),
+            **self.question.measured_header(predicted=self.predicted is not None),
             **fields_to_json(self, "strategy", "model", "attention", "dtype", "num_gpus", "context_len", "partition"),
             "measured": self.measured.to_dict(),
             "throughputs_per_s": list(self.throughputs_per_s),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
-from kvrsim.io.schema import fields_to_json, to_json
+from kvrsim.io.schema import fields_to_json
 from kvrsim.partition import Partition
 from kvrsim.results.quartiles import interquartile_range
 from kvrsim.results.question import Question
@@ -78,8 +78,7 @@ class RunResult:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
-            **self.question.header(),
-            "cluster": to_json(self.question.cluster),
+            **self.question.measured_header(predicted=self.predicted_s is not None),
             **fields_to_json(self, "strategy", "model", "attention", "dtype", "num_gpus", "context_len", "partition"),
             **stages_to_json(self),
             **({} if self.query_blocks is None else fields_to_json(self, "query_blocks")),

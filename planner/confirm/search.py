@@ -63,8 +63,7 @@ class Searched:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
-            **self.question.header(),
-            "cluster": to_json(self.question.cluster),
+            **self.question.measured_header(predicted=True),
             "partition": list(self.best.partition),
             "measured_ttft_s": self.best.median_s,
             "samples_s": list(self.best.samples_s),

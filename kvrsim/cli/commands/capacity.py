@@ -70,7 +70,7 @@ def capacity(
             engines=[name for name in DEPLOY_ENGINES if name in (deploy.emit, deploy.only_deployable)],
             warnings=warnings,
             pool=pool,
-            on_progress=progress,
+            on_stage=progress,
             explore=html is not None,
         )
     launch = None

@@ -10,7 +10,7 @@ import typer
 from kvrsim.cli import machine_options as machine
 from kvrsim.cli.answers import AnswerOptions
 from kvrsim.cli.options import MeasuredOptions, Plot, Trace, takes
-from kvrsim.cli.outputs import print_json, tell_once, write_beside
+from kvrsim.cli.outputs import print_json, resumable, tell_once, write_beside
 from kvrsim.cli.parsing import check_output, check_plot, parse_strategies
 from kvrsim.cli.progress import RankProgress
 from kvrsim.errors import InputError, KvrsimError
@@ -163,7 +163,7 @@ def _search(
     json: bool,
 ) -> None:
     """The search on the machine."""
-    from planner.confirm.search import search_here
+    from planner.confirm.search import SUFFIX, search_here
 
     for argument, value in (("virtual", virtual), ("trace", trace), ("plot", plot)):
         if value:
@@ -175,7 +175,7 @@ def _search(
     from kvrsim.units import parse_number
 
     wanted: dict[str, Any] = dict(minutes=parse_number(minutes, "minutes", above=0, most=24 * 60), output=Path(output))
-    with RankProgress() as progress:
+    with resumable(Path(output + SUFFIX)), RankProgress() as progress:
         found = search_here(scenario, hardware, **wanted, on_note=tell_once, on_progress=progress)
     if not is_first_rank():
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,7 +11,6 @@ from kvrsim.cli.options import Json, PredictorOptions, takes
 from kvrsim.cli.outputs import print_json, tell
 from kvrsim.cli.parsing import check_output
 from kvrsim.cli.pool_options import BuildOptions
-from kvrsim.text import printable
 
 if TYPE_CHECKING:
     from planner.predictor.grid import Prediction, TtftPredictor
@@ -60,10 +60,17 @@ def build(
     if json:
         print_json({"output": output, **found})
     else:
-        names = ", ".join(found["strategies"])
-        typer.echo(
-            f"{printable(output)}: {found['prefills']} prefills of {names}, up to {found['longest_context']} tokens"
-        )
+        _show_built(output, found)
+
+
+def _show_built(output: str, found: dict[str, Any]) -> None:
+    from kvrsim.cli.render.layout import Hint, facts, show
+
+    table = facts()
+    most = f"up to {found['longest_context']} tokens, batch {found['longest_batch']}"
+    table.add_row("predictor:", f"{found['prefills']} prefills of {', '.join(found['strategies'])}, {most}")
+    table.add_row("written:", output)
+    show(table, Hint(f"kvrsim predictor lookup {shlex.quote(output)} --ctx {found['longest_context'] // 2}"))
 
 
 @app.command("lookup")
@@ -109,7 +116,12 @@ def _about(predictor: TtftPredictor) -> dict[str, Any]:
 
 
 def _show(found: Prediction) -> None:
+    from kvrsim.cli.render.format import format_interval, headline
+    from kvrsim.cli.render.layout import facts, show
     from kvrsim.units import format_seconds
 
-    low, high = format_seconds(found.ttft_low_s), format_seconds(found.ttft_high_s)
-    typer.echo(f"{format_seconds(found.ttft_s)} ({low} to {high}), by {found.strategy}")
+    table, interval = facts(), format_interval(found.ttft_low_s, found.ttft_high_s)
+    table.add_row(
+        "TTFT:", headline(f"{found.strategy}, {format_seconds(found.ttft_s)} (prediction interval {interval})")
+    )
+    show(table)

@@ -10,10 +10,9 @@ import typer
 
 from kvrsim.cli.answers import AnswerOptions
 from kvrsim.cli.options import Json, ManyOptions, takes
-from kvrsim.cli.outputs import print_json, tell, write_beside
+from kvrsim.cli.outputs import print_json, resumable, tell, write_beside
 from kvrsim.cli.parsing import check_output, check_plot
 from kvrsim.cli.pool_options import BuildOptions
-from kvrsim.text import printable
 
 if TYPE_CHECKING:
     from kvrsim.cli.progress import EntryProgress
@@ -64,7 +63,9 @@ def build(
     if json:
         print_json({"output": output, "entries": len(table.entries), "setting": to_json(table.setting)})
     else:
-        typer.echo(f"{printable(output)}: {len(table.entries)} entries")
+        from kvrsim.cli.render.table import show_built
+
+        show_built(table, output)
 
 
 def _built(
@@ -82,7 +83,8 @@ def _built(
     from planner.table.setting import TableSetting
 
     setting = TableSetting.of(scenario, strategy.name)
-    with contextlib.closing(Partial(output.with_name(output.name + SUFFIX), setting)) as partial:
+    journal = output.with_name(output.name + SUFFIX)
+    with resumable(journal), contextlib.closing(Partial(journal, setting)) as partial:
         if partial.note:
             tell(f"note: {partial.note}")
         table = make_table(

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
+from kvrsim.cli.guide.next_step import again, was_typed
 from kvrsim.cli.render.format import header, limit_text, rests_on_line
 from kvrsim.cli.render.format import headline as emphasised
-from kvrsim.cli.render.layout import Shrinkable, columns, facts, show
+from kvrsim.cli.render.layout import Hint, Shrinkable, columns, facts, show
 from kvrsim.units import format_seconds, format_tokens
 
 if TYPE_CHECKING:
@@ -50,7 +51,12 @@ def show_capacity(plan: CapacityPlan) -> None:
         table.add_row(Text("note:", style="yellow"), note)
     asked = header(plan.question, plan.cluster, f"Fleet for {plan.model}")
     fleets = () if nothing_served else (Shrinkable(_fleets(plan), optional=("utilised", "max", "p50", "p95")), "")
-    show(answer, "", *asked, "", *fleets, _lengths(plan), "", table)
+    show(answer, "", *asked, "", *fleets, _lengths(plan), "", table, *_next())
+
+
+def _next() -> tuple[Hint, ...]:
+    """The page, unless it was asked for."""
+    return () if was_typed("--html") else (Hint(again("capacity", "--html", "fleet.html")),)
 
 
 def _lengths(plan: CapacityPlan) -> Table:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from kvrsim.cli.render.format import format_interval, format_partition, header, headline
-from kvrsim.cli.render.layout import Shrinkable, columns, facts, show
+from kvrsim.cli.guide.next_step import again, was_typed
+from kvrsim.cli.render.format import (
+    format_interval,
+    format_partition,
+    header,
+    headline,
+    measured_header,
+)
+from kvrsim.cli.render.layout import Hint, Shrinkable, columns, facts, show
+from kvrsim.scenario import ROOFLINE
 from kvrsim.units import format_bytes, format_seconds, format_tokens
 
 if TYPE_CHECKING:
+    from kvrsim.results.question import Question
     from planner.confirm.result import Confirmation
     from planner.confirm.run import RunResult
     from planner.confirm.search import Searched
@@ -62,7 +72,12 @@ def show_confirmation(found: Confirmation) -> None:
     for warning in found.warnings:
         table.add_row(Text("note:", style="yellow"), warning)
     narrower = Shrinkable(rows, ("spread", "predicted\nplace", "measured\nplace", "prediction", "partition"))
-    show(answer, "", *header(found.question, found.cluster), "", narrower, "", table)
+    show(answer, "", *header(found.question, found.cluster), "", narrower, "", table, *_next())
+
+
+def _next() -> tuple[Hint, ...]:
+    """Predicted and measured timelines, unless they were asked for."""
+    return () if was_typed("--plot") else (Hint(again("confirm", "--plot", "confirmed.png")),)
 
 
 def _measured(found: Confirmation) -> str:
@@ -108,7 +123,11 @@ def show_search(found: Searched) -> None:
     table.add_row("plan:", f"{', '.join(map(str, seed.partition))}, {format_seconds(seed.median_s)} measured")
     table.add_row("search:", f"{found.num_partitions} partitions, {found.num_prefills} prefills, {found.ended}")
     table.add_row("written:", found.output)
-    show(table, "", *header(found.question, found.question.cluster))
+    table_file = shlex.quote(found.output)
+    look_up = Hint(
+        f"kvrsim table lookup {table_file} --gpus {found.question.num_gpus} --ctx {found.question.context_len}"
+    )
+    show(table, "", *header(found.question, found.question.cluster), look_up)
 
 
 def show_run(found: RunResult) -> None:
@@ -137,6 +156,12 @@ def show_run(found: RunResult) -> None:
     table.add_row("machine:", "; ".join(f"{name} {value}" for name, value in found.conditions.items()))
     for warning in found.warnings:
         table.add_row(Text("note:", style="yellow"), warning)
-    show(
-        answer, "", *header(found.question, found.question.cluster), "", Shrinkable(rows, ("sent", "tokens")), "", table
-    )
+    asked = measured_header(found.question, found.conditions)
+    show(answer, "", *asked, "", Shrinkable(rows, ("sent", "tokens")), "", table, next_of_run(found.question))
+
+
+def next_of_run(question: Question) -> Hint:
+    """The same prefill in the plan's comparison; without a profile of the machine, one is made first."""
+    if question.profile == ROOFLINE:
+        return Hint("kvrsim calibrate all -o here.json")
+    return Hint(again("confirm"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -97,6 +97,13 @@ def header(question: Question, cluster: Cluster, what: str | None = None) -> tup
     first = (*first, *question.settings())
     second = (cluster.describe(), f"profile {question.profile}", *question.served())
     return Text(" · ".join(first)), Text(" · ".join(second), style="dim")
+
+
+def measured_header(question: Question, conditions: Mapping[str, str]) -> tuple[Text, Text]:
+    """What was measured on this machine, in two lines; the profile is of the prediction, if there is one."""
+    first, _ = header(question, question.cluster)
+    predicted = () if question.profile == ROOFLINE else (f"predicted by profile {question.profile}", *question.served())
+    return first, Text(" · ".join((f"measured on {conditions['device']}", *predicted)), style="dim")
 
 
 def headline(text: str) -> Text:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from rich.text import Text
 
 from kvrsim.text import printable
 
+_BLANKS_AT_END = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$")  # also before the end of a style
 _NO_TERMINAL = 118  # columns, where output goes to a file or a pipe
 _WIDE = 100  # columns; from here on there is room for two blanks between a table's columns
 _PROSE = 24  # columns of the screen that a cell of several words has at least
@@ -40,7 +42,14 @@ class Shrinkable:
         return table, tuple(gone)
 
 
-Part = RenderableType | Shrinkable
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """A command that makes sense next: for who reads a terminal, not for files and pipes."""
+
+    command: str
+
+
+Part = RenderableType | Shrinkable | Hint
 
 
 def show(*parts: Part) -> None:
@@ -64,7 +73,7 @@ def page(parts: Sequence[Part], width: int, *, terminal: bool) -> str:
             segments = console.render(part, console.options.update(width=wide))
             safe = [Segment(printable(segment.text), segment.style, segment.control) for segment in segments]
             console.print(Segments(safe), end="")
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+    return "\n".join(_BLANKS_AT_END.sub(r"\1", line) for line in captured.get().splitlines())
 
 
 def _width_of(part: RenderableType, width: int) -> int:
@@ -73,6 +82,10 @@ def _width_of(part: RenderableType, width: int) -> int:
 
 
 def _fitted(part: Part, width: int, *, terminal: bool) -> Iterator[RenderableType]:
+    if isinstance(part, Hint):
+        if terminal:
+            yield from ("", Text(f"next: {part.command}", style="dim"))
+        return
     shrinkable = part if isinstance(part, Shrinkable) else None
     if isinstance(part, Table) and part.show_header:
         shrinkable = Shrinkable(part)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
+from kvrsim.cli.guide.next_step import again
 from kvrsim.cli.render.format import TIED, header, headline, limit_text
-from kvrsim.cli.render.layout import Part, columns, facts, show
+from kvrsim.cli.render.layout import Hint, Part, columns, facts, show
 from kvrsim.units import format_bandwidth, format_seconds, format_tokens
 
 ALONE = "single"
@@ -41,7 +42,8 @@ def show_map(found: StrategyMap) -> None:
     notes.add_row("memory:", limit_text(found.memory_limit))
     for note in (*_always_alone(found, best), *_too_long_alone(found), *found.warnings):
         notes.add_row(Text("note:", style="yellow"), note)
-    show(*parts, "", notes)
+    most, longest = str(found.gpu_counts[-1]), format_tokens(found.lengths[-1])
+    show(*parts, "", notes, Hint(again("plan", "--gpus", most, "--ctx", longest)))
 
 
 def _best_by_context(best: list[Winner]) -> Iterator[str]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from kvrsim.cli.guide.next_step import again
 from kvrsim.cli.render.format import (
     INTERVAL_TITLES,
     TIED,
@@ -28,7 +29,7 @@ from kvrsim.cli.render.format import (
     round_up_percent,
     stages_text,
 )
-from kvrsim.cli.render.layout import Shrinkable, columns, facts, show
+from kvrsim.cli.render.layout import Hint, Shrinkable, columns, facts, show
 from kvrsim.text import without
 from kvrsim.units import format_bytes, format_seconds
 
@@ -63,7 +64,15 @@ def show_plan(plan: Plan) -> None:
             add_misfits(table, result.strategy, result.memory, limit.nbytes)
     table.add_row("rests on:", rests_on_line(plan.question, held_text(plan.interval_coverage)))
     add_notes(table, without(plan.warnings, "memory"))  # the table and the lines above say what does not fit
-    show(answer, "", *header(plan.question, plan.cluster), "", _strategies(plan), "", table)
+    show(answer, "", *header(plan.question, plan.cluster), "", _strategies(plan), "", table, _next(plan))
+
+
+def _next(plan: Plan) -> Hint:
+    """The best strategy rank by rank; where nothing fits, the first remedy."""
+    remedy = None if plan.shortfall is None else next(iter(plan.shortfall.would_fit), None)
+    if remedy is not None and remedy.change.startswith("--"):
+        return Hint(again("plan", *remedy.change.split()))
+    return Hint(again("simulate", "--strategy", plan.best.strategy, "--plot", "timeline.html"))
 
 
 def _headline(plan: Plan) -> str:

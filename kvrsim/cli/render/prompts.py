@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from kvrsim.cli.render.format import header, headline
+from kvrsim.cli.render.confirm import next_of_run
+from kvrsim.cli.render.format import headline, measured_header
 from kvrsim.cli.render.layout import Shrinkable, columns, facts, show
 from kvrsim.units import format_seconds
 
@@ -39,4 +40,13 @@ def show_prompts(found: MeasuredPrompts) -> None:
     table.add_row("machine:", "; ".join(f"{name} {value}" for name, value in found.conditions.items()))
     for warning in found.warnings:
         table.add_row(Text("note:", style="yellow"), warning)
-    show(answer, "", *header(found.question, found.question.cluster), "", Shrinkable(rows, ("begins",)), "", table)
+    show(
+        answer,
+        "",
+        *measured_header(found.question, found.conditions),
+        "",
+        Shrinkable(rows, ("begins",)),
+        "",
+        table,
+        next_of_run(found.question),
+    )

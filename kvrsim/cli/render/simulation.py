@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from kvrsim.cli.guide.next_step import again
 from kvrsim.cli.render.format import (
     add_misfits,
     add_notes,
@@ -22,7 +23,7 @@ from kvrsim.cli.render.format import (
     rests_on_line,
     stages_text,
 )
-from kvrsim.cli.render.layout import Part, Shrinkable, columns, facts, show
+from kvrsim.cli.render.layout import Hint, Part, Shrinkable, columns, facts, show
 from kvrsim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def show_simulation(result: SimResult, scenario: Scenario) -> None:
     parts: list[Part] = [answer, "", *header(result.question, result.cluster), "", _ranks(result, limit), ""]
     if result.breakdown is not None:
         parts += [Shrinkable(_breakdown(result.breakdown), optional=("basis", "roofline")), ""]
-    show(*parts, table)
+    show(*parts, table, Hint(again("plan")))
 
 
 def _ranks(result: SimResult, limit: int) -> Shrinkable:

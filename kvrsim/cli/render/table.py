@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrsim.cli.render.format import format_partition, headline, round_up_percent
-from kvrsim.cli.render.layout import Shrinkable, columns, facts, show
+from kvrsim.cli.render.layout import Hint, Shrinkable, columns, facts, show
 from kvrsim.units import format_bandwidth, format_seconds, format_tokens
 
 if TYPE_CHECKING:
@@ -58,6 +59,13 @@ def show_table(table: PartitionTable) -> None:
     notes.add_row("built by:", f"kvrsim {table.kvrsim_version}; times are simulated")
     asked = Text(" · ".join((table.setting.model, *_setting(table.setting))), style="dim")
     show(summary_of(table), "", asked, "", Shrinkable(rows, ("vs even", "gap", "partition")), "", notes)
+
+
+def show_built(table: PartitionTable, output: str) -> None:
+    """What a new table has and gains, and where it is."""
+    found, last = summary_of(table), table.entries[-1]
+    found.add_row("written:", output)
+    show(found, Hint(f"kvrsim table lookup {shlex.quote(output)} --gpus {last.num_gpus} --ctx {last.context_len}"))
 
 
 def summary_of(table: PartitionTable) -> Table:

@@ -142,7 +142,10 @@ def test_nothing_fits_exits_with_1_and_says_what_is_too_much(capsys: pytest.Capt
 
 def test_trace_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (PLAN, SIMULATE):
-        answer(capsys, *arguments, "--trace", "trace.json", "--plot", "gantt.svg")
+        assert cli.main([*arguments, "--trace", "trace.json", "--plot", "gantt.svg", "--json"]) == 0
+        out, err = capsys.readouterr()
+        assert json.loads(out)
+        assert err == "kvrsim: written: trace.json\nkvrsim: written: gantt.svg\n"
         assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
         assert "<svg" in (tmp_path / "gantt.svg").read_text()
         assert sorted(os.listdir(tmp_path)) == ["gantt.svg", "trace.json"]

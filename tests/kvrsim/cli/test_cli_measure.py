@@ -218,6 +218,7 @@ def test_an_interrupted_calibration_goes_on(
     code, _, err = run(capsys, "calibrate", "all", "-o", output, *options)
     assert code == 130
     assert "interrupted" in err
+    assert f"{journal_path(tmp_path / 'mine.compute.csv')} keeps what was done; the same command resumes" in err
     assert not output.exists()
     assert journal_path(tmp_path / "mine.compute.csv").exists()
     code, _, err = run(capsys, "calibrate", "all", "-o", output, *options)

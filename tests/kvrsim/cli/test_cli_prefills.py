@@ -146,6 +146,6 @@ def test_an_interrupted_fit_leaves_no_file(
     monkeypatch.setattr("calibrate.prefills.fit.solve", interrupted)
     (folder / "mine.json").write_text("what was there", encoding="utf-8")
     code, out, err = run(capsys, "rows.csv", "-o", "mine.json")
-    assert (code, out, err) == (130, "", "kvrsim: interrupted\n")
+    assert (code, out, err) == (130, "", "kvrsim: interrupted: nothing is kept; the same command begins anew\n")
     assert (folder / "mine.json").read_text("utf-8") == "what was there"
     assert {path.name for path in folder.iterdir()} == {"rows.csv", "engine.json", "mine.json"}

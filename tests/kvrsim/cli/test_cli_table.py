@@ -266,7 +266,7 @@ def test_interrupted_work_ends_with_one_line(jobs: str) -> None:
     wait_for_entries(process, 2)
     code, err = end(process, signal.SIGINT)
     assert code == 130
-    assert err == "kvrsim: interrupted\n"
+    assert err == "kvrsim: interrupted: table.json.partial keeps what was done; the same command resumes\n"
     assert len(Path("table.json.partial").read_text().splitlines()) > 2
     assert not Path("table.json").exists()
 

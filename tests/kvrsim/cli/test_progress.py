@@ -48,16 +48,15 @@ def test_without_a_terminal_it_speaks_after_10_seconds_then_ever_more_rarely(
     assert lines[0].startswith("kvrsim: kvr-s (1 of 2): 10 partitions simulated, best TTFT 1.00 s")
 
 
-def test_it_names_the_most_that_there_will_be_and_how_long_that_takes(
-    clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_names_the_most_that_there_will_be(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    """And guesses no time: a search ends when it gains nothing more."""
     progress = SearchProgress()
     progress.stage("kvr-s", 1, 1)
     clock.now_s += 9  # of preparation
     progress(10, 200, float("inf"))
     clock.now_s += 16
     progress(50, 200, float("inf"))
-    assert "50 partitions simulated of at most 200, 60 s more at most, after 25 s" in capsys.readouterr().err
+    assert "kvr-s: 50 partitions simulated of at most 200, after 25 s" in capsys.readouterr().err
 
 
 def test_the_bar_is_full_only_at_the_end(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +72,29 @@ def test_the_bar_is_full_only_at_the_end(clock: Clock, monkeypatch: pytest.Monke
                 (task,) = progress._bar.tasks
                 assert task.total == 9
                 assert task.completed == number - 1
+
+
+def test_the_bar_goes_on_within_a_strategy_and_never_back(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    seen = []
+    with SearchProgress() as progress:
+        clock.now_s += 5
+        for number in (1, 2):
+            progress.stage("kvr-s", number, 2)
+            for done in (1, 50, 100):
+                progress(done, 100, 1.0)
+                assert progress._bar is not None
+                seen.append(progress._bar.tasks[0].completed)
+    assert seen == [0.01, 0.5, 1.0, 1.01, 1.5, 2.0]
+
+
+def test_what_counts_itself_is_asked_when_it_is_drawn(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    progress, count = WorkProgress(), 0
+    progress(lambda: f"{count} requests simulated")
+    count = 7
+    clock.now_s += 10
+    progress._draw()
+    assert "kvrsim: 7 requests simulated, after 10 s" in capsys.readouterr().err
 
 
 def test_entries_have_an_estimate(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -187,7 +188,7 @@ def write_fit(
 def _show(found: FitReport, output: str) -> None:
     """One row per operation, then notes."""
     from calibrate.fit.report import TITLES
-    from kvrsim.cli.render.layout import columns, facts, show
+    from kvrsim.cli.render.layout import Hint, columns, facts, show
 
     table = columns("operation")
     columns("rows", "error", "held-out", numbers=True, into=table)
@@ -202,4 +203,5 @@ def _show(found: FitReport, output: str) -> None:
         notes.add_row("" if index else "notes:", note)
     notes.add_row("written:", f"{output}, profile {found.profile.name} of {found.profile.gpu}")
     meaning = "error: mean absolute relative error of the fitted rows; held-out: of rows that the fit has not seen"
-    show(table, "", meaning, "", notes)
+    plan = Hint(f"kvrsim plan --profile {shlex.quote(output)} --gpus 2 --ctx 4k")
+    show(table, "", meaning, "", notes, plan)

@@ -12,7 +12,7 @@ import typer
 from kvrsim.cli.machine_options import Device as Device
 from kvrsim.cli.machine_options import require_torch
 from kvrsim.cli.options import Json
-from kvrsim.cli.outputs import print_json
+from kvrsim.cli.outputs import print_json, resumable
 from kvrsim.cli.parsing import check_output, parse_choice, parse_list
 from kvrsim.errors import InputError
 
@@ -208,9 +208,10 @@ def policy_of(minutes: str, even_if_busy: bool, share: float = 1.0) -> Policy:
 def run(campaign: Campaign, policy: Policy, title: str) -> Measured:
     """Measure, with an estimate first and a progress bar, both on standard error."""
     from calibrate.measure.campaigns import measure
+    from calibrate.measure.journal import journal_path
     from kvrsim.cli.progress import CampaignProgress, tell_estimate
 
-    with CampaignProgress(title) as progress:
+    with resumable(journal_path(campaign.output)), CampaignProgress(title) as progress:
         return measure(
             campaign,
             policy,

@@ -1,0 +1,167 @@
+"""Every answer at 60, 80, 120 and 200 columns and piped: no figure is cut, no line is wider than the terminal.
+
+A command runs once; what it shows is then laid out at each width.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import typer
+
+import kvrsim
+from kvrsim.cli import main as cli
+from kvrsim.cli.render import layout
+from kvrsim.units import format_seconds
+
+WIDTHS = (60, 80, 120, 200)
+PIPED = 118
+STYLES = re.compile(r"\x1b\[[0-9;]*m")
+FIGURES = re.compile(r"\d[\d.,]*")
+TINY = ("--gpus", "2", "--ctx", "512")
+TOO_LARGE = ("--gpus", "2", "--ctx", "64k", "--model", "llama-3-70b", "--cluster", "h100-nvlink")
+REQUESTS = ("--requests", "synthetic:poisson,rate=1,requests=50,context=1k", "--replications", "2", "--max-gpus", "8")
+COMMANDS = [
+    ("plan", *TINY),
+    ("plan", *TINY, "--strategies", "all", "--cached-prefix", "128", "--prefix-placement", "host"),
+    (
+        "plan",
+        "--gpus",
+        "2",
+        "--ctx",
+        "4k",
+        "--cluster",
+        "h100-nvlink",
+        "--strategies",
+        "tsp,kvr-e,tp,pp",
+        "--batch",
+        "2",
+    ),
+    ("plan", *TOO_LARGE, "--strategies", "tsp,tp"),
+    ("plan", *TINY, "--strategies", "kvr-e,tsp", "--noise", "jitter:0.1", "--samples", "20"),
+    ("simulate", "--strategy", "kvr-e", *TINY, "--breakdown"),
+    ("simulate", "--strategy", "tp", *TINY, "--requests", "3"),
+    ("simulate", "--strategy", "pp", *TOO_LARGE),
+    ("map", "--ctx", "1k,2k", "--gpus", "2,4,8", "--strategies", "tsp,zigzag", "--link-bandwidths", "1GB/s,200GB/s"),
+    ("table", "build", "--gpus", "2", "--ctx", "512", "-o", "new.json"),
+    ("table", "show", "table.json"),
+    ("table", "lookup", "table.json", "--gpus", "2", "--ctx", "700"),
+    ("capacity", *REQUESTS, "--slo-ttft", "2s", "--strategies", "single,tp", "--price-per-gpu-hour", "2"),
+    ("capacity", *REQUESTS, "--slo-ttft", "1ms", "--strategies", "single,tp"),
+    ("strategies", "list"),
+    ("strategies", "show", "kvr-s"),
+    ("models", "list"),
+    ("models", "show", "qwen3-30b-a3b"),
+    ("clusters", "list"),
+    ("clusters", "show", "h100-2x8-ndr400"),
+    ("profiles", "list"),
+    ("engines", "list"),
+    ("engines", "show", "serving"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a table."""
+    made = tmp_path_factory.mktemp("widths")
+    kvrsim.build_table(gpus=[2], ctx=["512", "1k"]).write(made / "table.json")
+    return made
+
+
+def parts_of(command: Sequence[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[layout.Part]:
+    """What a command shows."""
+    shown: list[layout.Part] = []
+
+    def noted(parts: Sequence[layout.Part], width: int, *, terminal: bool) -> str:
+        shown.extend(parts)
+        return ""
+
+    monkeypatch.setattr(layout, "page", noted)
+    monkeypatch.chdir(folder)
+    assert cli.main(list(command)) in (0, 1)
+    monkeypatch.undo()
+    assert shown
+    return shown
+
+
+def check_that_it_parses(command: str) -> None:
+    """Options exist, and none that is needed is missing."""
+    program, *words = shlex.split(command)
+    assert program == "kvrsim"
+    at = typer.main.get_command(cli.app)
+    while hasattr(at, "commands"):
+        at = at.get_command(None, words.pop(0))
+    assert at is not None
+    with at.make_context(command, words):  # raises on what it does not know, and runs nothing
+        pass
+
+
+def figures(text: str) -> Counter[str]:
+    """All numbers of a text."""
+    return Counter(FIGURES.findall(text))
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_no_figure_is_cut(command: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = parts_of(command, folder, monkeypatch)
+    for hint in [part for part in shown if isinstance(part, layout.Hint)]:
+        check_that_it_parses(hint.command)
+    piped = layout.page(shown, PIPED, terminal=False)
+    assert "next:" not in piped
+    whole = figures(STYLES.sub("", layout.page(shown, 10**4, terminal=True)))
+    assert figures(piped) <= whole
+    for width in WIDTHS:
+        text = STYLES.sub("", layout.page(shown, width, terminal=True))
+        assert [line for line in text.splitlines() if len(line) > width] == []
+        assert [line for line in (piped + text).splitlines() if "…" in re.sub(r"\d …( \d|$)", "", line)] == []
+        assert set(figures(text)) <= set(whole)  # the rest of a figure that is cut would be another one
+        if "columns hidden" not in text:
+            assert whole <= figures(text)  # rows one below the other repeat the titles
+
+
+def test_the_least_important_columns_go_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a plan shows at 60 columns has the strategy, its TTFT and whether it fits."""
+    shown = parts_of(("plan", *TINY, "--strategies", "tsp,kvr-e"), folder, monkeypatch)
+    titles = ["strategy", "TTFT", "vs TSP", "fits"]
+    narrow = STYLES.sub("", layout.page(shown, 60, terminal=True))
+    (header,) = [line for line in narrow.splitlines() if line.startswith("strategy ")]
+    assert [title for title in titles if title not in header] == []
+    assert "columns hidden for lack of width: longest wait, exposed comm." in " ".join(narrow.split())
+
+
+def test_a_figure_that_is_cut_would_be_seen() -> None:
+    """What the test above looks for."""
+    assert not set(figures(f"{format_seconds(1.234)[:3]}")) <= set(figures(format_seconds(1.234)))
+
+
+def test_the_next_command_asks_the_same_question(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = (
+        *TINY,
+        "--cluster",
+        "h100-nvlink",
+        "--batch=2",
+        "--strategies",
+        "tsp,kvr-e",
+        "--seed",
+        "7",
+        "--plot",
+        "x.svg",
+    )
+    (hint,) = [part for part in parts_of(("plan", *asked), folder, monkeypatch) if isinstance(part, layout.Hint)]
+    words = shlex.split(hint.command)
+    assert words[:3] == ["kvrsim", "simulate", "--strategy"]
+    said = dict(zip(words[4::2], words[5::2], strict=True))
+    kept = {"--gpus": "2", "--ctx": "512", "--cluster": "h100-nvlink", "--batch": "2", "--seed": "7"}
+    assert said == {**kept, "--plot": "timeline.html"}
+
+
+def test_where_nothing_fits_the_next_command_is_a_remedy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ("plan", *TOO_LARGE, "--strategies", "tsp,tp")
+    (hint,) = [part for part in parts_of(command, folder, monkeypatch) if isinstance(part, layout.Hint)]
+    assert hint.command.startswith("kvrsim plan --gpus 4 --strategies tp2+pp ")
+    assert hint.command.count("--strategies") == 1
