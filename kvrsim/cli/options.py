@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from kvrsim.choices import ATTENTIONS, DTYPES, OBJECTIVES
+from kvrsim.choices import ATTENTIONS, DTYPES
 
 if TYPE_CHECKING:
     from kvrsim.results.stream import Arrivals, Prompts
@@ -19,18 +19,6 @@ if TYPE_CHECKING:
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Seed = Annotated[
     str, typer.Option("--seed", metavar="N", help="Seed of all random draws; the same seed gives the same answer.")
-]
-Trace = Annotated[
-    str | None,
-    typer.Option("--trace", metavar="FILE", help="Write the timeline as JSON for Perfetto or chrome://tracing."),
-]
-Plot = Annotated[
-    str | None,
-    typer.Option(
-        "--plot",
-        metavar="FILE",
-        help="Draw a Gantt chart: FILE.html is an interactive page, FILE.png, FILE.svg and FILE.pdf are pictures.",
-    ),
 ]
 Table = Annotated[
     str | None,
@@ -42,26 +30,6 @@ PackTokens = Annotated[
         "--pack-tokens",
         metavar="LEN",
         help="Pack waiting prompts into steps of at most this number of new tokens, and cut longer prompts.",
-    ),
-]
-NoiseSpec = Annotated[
-    str | None,
-    typer.Option(
-        "--noise",
-        metavar="SPEC",
-        help="Simulate under noise: side-traffic:duty=0.5,share=0.67,slowdown=0.03, jitter:0.05, slow-gpu:3x1.2,"
-        " slow-link:2-3x4, paper, several joined by +, or a JSON file.",
-    ),
-]
-Samples = Annotated[
-    str | None, typer.Option("--samples", metavar="N", help="Number of runs under --noise. Default: 200.")
-]
-Objective = Annotated[
-    str | None,
-    typer.Option(
-        "--objective",
-        metavar="|".join(OBJECTIVES),
-        help="Statistic of TTFT under --noise that the search for kvr-s minimises. Default: mean.",
     ),
 ]
 

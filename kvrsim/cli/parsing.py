@@ -10,7 +10,6 @@ from kvrsim.errors import InputError
 if TYPE_CHECKING:
     from kvrsim.results.stream import Arrivals, Prompts
     from planner.table.table import PartitionTable
-    from planner.uncertainty.disturbed import Disturbance
 
 
 def parse_list(text: str, parameter: str, accepted: str) -> list[str]:
@@ -62,30 +61,6 @@ def parse_choice(text: str | None, parameter: str, choices: Sequence[str]) -> No
     """Refuse what is not one of the choices; None: the option was not given."""
     if text is not None and text not in choices:
         raise InputError(parameter, text, f"one of {', '.join(choices)}")
-
-
-def parse_disturbance(noise: str | None, samples: str | None, seed: int) -> Disturbance | None:
-    """The noise asked for; InputError for samples without one."""
-    if noise is None:
-        if samples is not None:
-            raise InputError("samples", samples, "with --noise SPEC")
-        return None
-    from kvrsim.noise.parse import parse_noise
-    from kvrsim.units import parse_count
-    from planner.uncertainty.disturbed import DEFAULT_SAMPLES, Disturbance
-    from planner.uncertainty.noisy import MAX_SAMPLES
-
-    count = DEFAULT_SAMPLES if samples is None else parse_count(samples, "samples", maximum=MAX_SAMPLES)
-    return Disturbance(noise=parse_noise(noise), seed=seed, num_samples=count)
-
-
-def parse_objective(objective: str | None, disturbance: Disturbance | None) -> str:
-    """The statistic to plan for; InputError for one without a noise."""
-    from kvrsim.noise.statistics import check_objective
-
-    if objective is not None and disturbance is None:
-        raise InputError("objective", objective, "with --noise SPEC")
-    return "mean" if objective is None else check_objective(objective)
 
 
 def parse_requests(requests: str | None, every: str | None, seed: int) -> Arrivals | Prompts | None:

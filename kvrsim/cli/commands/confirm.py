@@ -9,10 +9,11 @@ import typer
 
 from kvrsim.cli import machine_options as machine
 from kvrsim.cli.answers import AnswerOptions
-from kvrsim.cli.options import MeasuredOptions, Plot, Trace, takes
+from kvrsim.cli.options import MeasuredOptions, takes
 from kvrsim.cli.outputs import print_json, resumable, tell_once, write_beside
-from kvrsim.cli.parsing import check_output, check_plot, parse_strategies
+from kvrsim.cli.parsing import check_output, parse_strategies
 from kvrsim.cli.progress import RankProgress
+from kvrsim.cli.run_options import TimelineOptions
 from kvrsim.errors import InputError, KvrsimError
 from kvrsim.io.files import is_first_rank
 
@@ -24,10 +25,11 @@ if TYPE_CHECKING:
 NOT_MET = 1  # exit code: a target, or a rank that failed
 
 
-@takes(MeasuredOptions, machine.HardwareOptions, AnswerOptions)
+@takes(MeasuredOptions, machine.HardwareOptions, TimelineOptions, AnswerOptions)
 def confirm(
     options: MeasuredOptions,
     hardware: machine.HardwareOptions,
+    files: TimelineOptions,
     answers: AnswerOptions,
     *,
     strategies: Annotated[
@@ -83,8 +85,6 @@ def confirm(
             "--output", "-o", metavar="FILE", help="Write the partition found by --search as a partition table."
         ),
     ] = None,
-    trace: Trace = None,
-    plot: Plot = None,
 ) -> None:
     """Measure a plan's candidates on this machine.
 
@@ -99,8 +99,7 @@ def confirm(
     names = None if strategies is None else parse_strategies(strategies)
     best = parse_count(top, "top", maximum=1000)
     targets = _targets(max_regret, max_error, max_logit_error)
-    check_output(trace, "trace")
-    check_plot(plot, page=True)
+    files.check(page=True)
     check_output(output, "output")
     if output is not None and not search:
         raise InputError("output", output, "nothing without --search, which writes a partition table")
@@ -111,7 +110,7 @@ def confirm(
     if search:
         if names is not None:
             raise InputError("strategies", strategies, "nothing with --search, which measures partitions")
-        _search(scenario, chosen, minutes, output, warnings, virtual=virtual, trace=trace, plot=plot, json=answers.json)
+        _search(scenario, chosen, minutes, output, warnings, virtual=virtual, files=files, json=answers.json)
         return
     from planner.confirm.confirm import confirm as run
 
@@ -124,7 +123,7 @@ def confirm(
             print_json({"candidates": [], "ok": False, "reasons": [str(error)]})
         raise
     if is_first_rank():
-        _show(found, trace, plot, answers)
+        _show(found, files, answers)
     if not found.ok:
         raise typer.Exit(NOT_MET)
 
@@ -140,14 +139,16 @@ def _targets(regret: str, error: str, logits: str | None) -> Targets:
     )
 
 
-def _show(found: Confirmation, trace: str | None, plot: str | None, answers: AnswerOptions) -> None:
+def _show(found: Confirmation, files: TimelineOptions, answers: AnswerOptions) -> None:
     if not answers.printed(found.to_dict, "candidates"):
         from kvrsim.cli.render.confirm import show_confirmation
 
         show_confirmation(found)
     from planner.confirm.timelines import write_plot, write_traces
 
-    write_beside((trace, lambda path: write_traces(found, path)), (plot, lambda path: write_plot(found, path)))
+    write_beside(
+        (files.trace, lambda path: write_traces(found, path)), (files.plot, lambda path: write_plot(found, path))
+    )
 
 
 def _search(
@@ -158,14 +159,13 @@ def _search(
     warnings: tuple[str, ...],
     *,
     virtual: bool | None,
-    trace: str | None,
-    plot: str | None,
+    files: TimelineOptions,
     json: bool,
 ) -> None:
     """The search on the machine."""
     from planner.confirm.search import SUFFIX, search_here
 
-    for argument, value in (("virtual", virtual), ("trace", trace), ("plot", plot)):
+    for argument, value in (("virtual", virtual), ("trace", files.trace), ("plot", files.plot)):
         if value:
             raise InputError(argument, value, "nothing with --search, which measures partitions")
     if output is None:

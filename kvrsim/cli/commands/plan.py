@@ -8,20 +8,16 @@ import typer
 
 from kvrsim.choices import METHODS
 from kvrsim.cli.answers import AnswerOptions, DeployOptions
-from kvrsim.cli.options import NoiseSpec, Objective, Plot, Samples, ScenarioOptions, Seed, Table, Trace, takes
+from kvrsim.cli.options import ScenarioOptions, Table, takes
 from kvrsim.cli.outputs import write_beside
 from kvrsim.cli.parsing import (
-    check_output,
-    check_plot,
     parse_choice,
-    parse_disturbance,
-    parse_objective,
-    parse_seed,
     parse_strategies,
     read_table,
     require_table,
 )
 from kvrsim.cli.pool_options import PoolOptions
+from kvrsim.cli.run_options import PlanNoiseOptions, TimelineOptions
 from kvrsim.errors import InputError
 
 if TYPE_CHECKING:
@@ -30,11 +26,13 @@ if TYPE_CHECKING:
     from planner.deploy.emit import Launch
 
 
-@takes(ScenarioOptions, PoolOptions, DeployOptions, AnswerOptions)
+@takes(ScenarioOptions, PlanNoiseOptions, PoolOptions, DeployOptions, TimelineOptions, AnswerOptions)
 def plan(
     options: ScenarioOptions,
+    random: PlanNoiseOptions,
     workers: PoolOptions,
     deploy: DeployOptions,
+    files: TimelineOptions,
     answers: AnswerOptions,
     *,
     strategies: Annotated[
@@ -59,12 +57,6 @@ def plan(
         typer.Option("--stride", metavar="LEN", help="Search only chunk boundaries that are multiples of LEN."),
     ] = None,
     table: Table = None,
-    noise: NoiseSpec = None,
-    objective: Objective = None,
-    samples: Samples = None,
-    trace: Trace = None,
-    plot: Plot = None,
-    seed: Seed = "0",
 ) -> None:
     """Compare strategies for one prefill, each at its best.
 
@@ -83,14 +75,11 @@ def plan(
     require_table(names or [], table)
     parse_choice(method, "method", METHODS)
     step = None if stride is None else parse_tokens(stride, "stride")
-    number = parse_seed(seed)
-    disturbance = parse_disturbance(noise, samples, number)
-    figure = parse_objective(objective, disturbance)
+    seed, disturbance, statistic = random.seed_number, random.disturbance(), random.statistic()
     if workers.is_given and disturbance is None:
         raise InputError("jobs", workers.jobs or workers.backend, "with --noise: other processes simulate its samples")
     pool = workers.pool()
-    check_output(trace, "trace")
-    check_plot(plot, page=True)
+    files.check(page=True)
     lookup = read_table(table)
     scenario, warnings = options.scenario()
     within = deploy.only_deployable or (deploy.emit if names is None else None)
@@ -110,11 +99,11 @@ def plan(
             warnings=warnings,
             on_progress=progress,
             on_stage=progress.stage,
-            timeline=trace is not None or plot is not None,
-            every_timeline=is_page(plot),
+            timeline=files.wanted,
+            every_timeline=is_page(files.plot),
             disturbance=disturbance,
-            objective=figure,
-            seed=number,
+            objective=statistic,
+            seed=seed,
             pool=pool,
         )
     launch = None if deploy.emit is None else _launch(scenario, result, deploy.emit, options.model)
@@ -128,8 +117,8 @@ def plan(
         show_plan(result)
     if timeline := result.timeline:
         write_beside(
-            (trace, lambda path: timeline.write_chrome_trace(path, result.question)),
-            (plot, result.write_plot),
+            (files.trace, lambda path: timeline.write_chrome_trace(path, result.question)),
+            (files.plot, result.write_plot),
         )
     if not result.feasible:
         raise typer.Exit(1)

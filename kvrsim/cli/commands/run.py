@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvrsim.cli import machine_options as machine
-from kvrsim.cli.options import Json, MeasuredOptions, Plot, Trace, takes
+from kvrsim.cli.options import Json, MeasuredOptions, takes
 from kvrsim.cli.outputs import print_json, tell_once, write_beside
-from kvrsim.cli.parsing import check_output, check_plot, parse_chunks, parse_requests
+from kvrsim.cli.parsing import parse_chunks, parse_requests
 from kvrsim.cli.progress import RankProgress
+from kvrsim.cli.run_options import TimelineOptions
 from kvrsim.errors import InputError
 from kvrsim.io.files import is_first_rank
 
@@ -22,10 +23,11 @@ if TYPE_CHECKING:
     from planner.confirm.run import RunResult
 
 
-@takes(MeasuredOptions, machine.HardwareOptions)
+@takes(MeasuredOptions, machine.HardwareOptions, TimelineOptions)
 def run(
     options: MeasuredOptions,
     hardware: machine.HardwareOptions,
+    files: TimelineOptions,
     *,
     strategy: Annotated[
         str,
@@ -60,8 +62,6 @@ def run(
             "--every", metavar="TIME", help="Time between --requests: 500ms, or poisson:500ms. Default: all at once."
         ),
     ] = None,
-    trace: Trace = None,
-    plot: Plot = None,
     json: Json = False,
 ) -> None:
     """Measure one strategy's prefill on this machine.
@@ -76,9 +76,8 @@ def run(
     run_strategy(strategy)
     tokens = 0 if generate is None else parse_count(generate, "generate", maximum=2**20)
     chunks = parse_chunks(partition)
-    check_output(trace, "trace")
-    check_plot(plot)
-    arrivals = _arrivals(requests, every, {"generate": generate, "trace": trace, "plot": plot})
+    files.check()
+    arrivals = _arrivals(requests, every, {"generate": generate, "trace": files.trace, "plot": files.plot})
     machine.require_torch()
     scenario, warnings = _scenario(options, hardware.device)
     chosen = hardware.hardware(options, scenario)
@@ -92,7 +91,7 @@ def run(
     with RankProgress() as progress:
         found = run_here(scenario, chosen, **wanted, warnings=warnings, on_note=tell_once, on_progress=progress)
     if is_first_rank():
-        _show(found, trace, plot, json=json)
+        _show(found, files, json=json)
 
 
 def _arrivals(requests: str | None, every: str | None, alone: dict[str, str | None]) -> Arrivals | None:
@@ -138,14 +137,14 @@ def _scenario(options: MeasuredOptions, device: str) -> tuple[Scenario, tuple[st
     return replace(options, profile="roofline", dtype=dtype, attention=kernel).scenario()[0], ()
 
 
-def _show(found: RunResult, trace: str | None, plot: str | None, *, json: bool) -> None:
+def _show(found: RunResult, files: TimelineOptions, *, json: bool) -> None:
     if json:
         print_json(found.to_dict())
     else:
         from kvrsim.cli.render.confirm import show_run
 
         show_run(found)
-    write_beside((trace, found.timeline.write_chrome_trace), (plot, lambda path: _draw(found, path)))
+    write_beside((files.trace, found.timeline.write_chrome_trace), (files.plot, lambda path: _draw(found, path)))
 
 
 def _draw(found: RunResult, path: str) -> None:

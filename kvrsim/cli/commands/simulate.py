@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from kvrsim.choices import EXECUTORS
 from kvrsim.cli.answers import AnswerOptions
-from kvrsim.cli.options import NoiseSpec, PackTokens, Plot, Samples, Seed, StreamOptions, Table, Trace, takes
+from kvrsim.cli.options import PackTokens, StreamOptions, Table, takes
 from kvrsim.cli.outputs import write_beside
 from kvrsim.cli.parsing import (
-    check_output,
-    check_plot,
     parse_choice,
     parse_chunks,
-    parse_disturbance,
     parse_pack_tokens,
     parse_requests,
-    parse_seed,
     parse_strategy,
     read_table,
     require_table,
 )
+from kvrsim.cli.run_options import NoiseOptions, TimelineOptions
 from kvrsim.errors import InputError
 
-if TYPE_CHECKING:
-    pass
 
-
-@takes(StreamOptions, AnswerOptions)
+@takes(StreamOptions, NoiseOptions, TimelineOptions, AnswerOptions)
 def simulate(
     options: StreamOptions,
+    random: NoiseOptions,
+    files: TimelineOptions,
     answers: AnswerOptions,
     *,
     strategy: Annotated[
@@ -60,8 +56,6 @@ def simulate(
     breakdown: Annotated[
         bool, typer.Option("--breakdown", help="Print the seconds of every operation, and whether they were measured.")
     ] = False,
-    noise: NoiseSpec = None,
-    samples: Samples = None,
     requests: Annotated[
         str | None,
         typer.Option(
@@ -79,9 +73,6 @@ def simulate(
         ),
     ] = None,
     pack_tokens: PackTokens = None,
-    trace: Trace = None,
-    plot: Plot = None,
-    seed: Seed = "0",
 ) -> None:
     """Simulate one strategy's prefill, rank by rank.
 
@@ -94,16 +85,13 @@ def simulate(
     if partition is None:
         require_table([strategy], table)
     chunks = parse_chunks(partition)
-    wants_timeline = trace is not None or plot is not None
     parse_choice(executor, "executor", EXECUTORS)
-    if executor == "batch" and (wants_timeline or breakdown):
+    if executor == "batch" and (files.wanted or breakdown):
         raise InputError("executor", executor, "event, where --trace, --plot or --breakdown is asked for")
-    number = parse_seed(seed)
-    disturbance = parse_disturbance(noise, samples, number)
-    arrivals = parse_requests(requests, every, number)
+    seed, disturbance = random.seed_number, random.disturbance()
+    arrivals = parse_requests(requests, every, seed)
     budget = parse_pack_tokens(pack_tokens)
-    check_output(trace, "trace")
-    check_plot(plot, page=True)
+    files.check(page=True)
     lookup = read_table(table)
     scenario, warnings = options.scenario_of(arrivals)
     from kvrsim.cli.progress import SearchProgress
@@ -117,12 +105,12 @@ def simulate(
             partition=chunks,
             table=lookup,
             executor=executor,
-            timeline=wants_timeline,
+            timeline=files.wanted,
             with_breakdown=breakdown,
             disturbance=disturbance,
             arrivals=arrivals,
             pack_tokens=budget,
-            seed=number,
+            seed=seed,
             warnings=warnings,
             on_progress=progress,
         )
@@ -132,6 +120,6 @@ def simulate(
         show_simulation(result, scenario)
     if timeline := result.timeline:
         write_beside(
-            (trace, lambda path: timeline.write_chrome_trace(path, result.question)),
-            (plot, result.write_plot),
+            (files.trace, lambda path: timeline.write_chrome_trace(path, result.question)),
+            (files.plot, result.write_plot),
         )
