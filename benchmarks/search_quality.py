@@ -169,6 +169,7 @@ def _whole(shares, tokens: int):  # type: ignore[no-untyped-def]
     """Rows of whole chunks of at least a token that sum to the tokens."""
     ranks = shares.shape[1]
     ends = np.floor(np.cumsum(shares, axis=1) / shares.sum(axis=1, keepdims=True) * (tokens - ranks)).astype(np.int64)
+    ends[:, -1] = tokens - ranks  # whatever the sum of the shares is rounded to
     return np.diff(ends, axis=1, prepend=0) + 1
 
 

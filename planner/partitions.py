@@ -15,7 +15,7 @@ from kvrsim.partition import Partition
 from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT
 from kvrsim.results.results import SearchReport
 from kvrsim.scenario import Scenario
-from kvrsim.strategies import KVR_S, Strategy
+from kvrsim.strategies import KVR_S, Strategy, chain_like
 from kvrsim.strategies.pipeline import context_ranks
 from planner.access import placed_for
 from planner.evaluate import Evaluator, Progress
@@ -173,10 +173,14 @@ class PlanPartitions:
         return strategy, cut
 
     def _searched(self, placed: Scenario, strategy: Strategy) -> Found:
+        chain = self.found.get(chain_like(strategy).name)
+        near = None if chain is None else chain.partition
         if strategy.group_size == 1:
-            found = search(placed, strategy, method=self.method, stride=self.stride, on_progress=self.on_progress)
+            found = search(
+                placed, strategy, method=self.method, stride=self.stride, near=near, on_progress=self.on_progress
+            )
         else:
-            found = search(placed, strategy, on_progress=self.on_progress)
+            found = search(placed, strategy, near=near, on_progress=self.on_progress)
         self.found[strategy.name] = found
         return found
 

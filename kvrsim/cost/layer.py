@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from kvrsim.cost.experts import ONE_GPU, ExpertPlacement, RoutedExperts
-from kvrsim.cost.kernels import CostModel
+from kvrsim.cost.kernels import CalibratedCost, CostModel
 from kvrsim.cost.mixing import Mixing, Setting, mixing_of
 from kvrsim.cost.mixing.base import BlockMixing, launches, products_of
 from kvrsim.cost.prefix import PREFIX_IS_THERE, PrefixWay
@@ -26,6 +26,7 @@ from kvrsim.program.operations import Array
 # Shares of HostRates.layer_s before, in and after attention. Eager Llama issues about 21 kernels up to
 # rotary, 10 in attention and 14 after it.
 _HOST_SHARES = (21 / 45, 10 / 45, 14 / 45)
+_MANY = 512  # chunks, from which on those that are the same are worth to be found
 
 
 def mlp_width(mlp: Sequence[Gemm]) -> int:
@@ -140,6 +141,15 @@ class LayerCosts:
         counts: of calls to choose from, the fewest first. Others are left out where the host does not launch the layer
         faster than the device computes it; not from the least time that proofs count on.
         """
+        if not (isinstance(self.cost, CalibratedCost) and np.size(chunk) >= _MANY):  # others have an axis of their own
+            return self._in_blocks(counts, chunk, prefix)
+        chunk, prefix = np.broadcast_arrays(chunk, prefix)
+        pairs, index = np.unique(chunk + 1j * prefix, return_inverse=True)  # searches move few boundaries at a time
+        seconds, calls = self._in_blocks(counts, pairs.real, pairs.imag)
+        index = index.reshape(chunk.shape)
+        return seconds[index], calls[index]
+
+    def _in_blocks(self, counts: Sequence[int], chunk: Array, prefix: Array) -> tuple[Array, Array]:
         calls = np.array(counts, dtype=float).reshape(-1, *[1] * np.ndim(chunk + prefix))
         times_s = np.stack(np.broadcast_arrays(*(self.mixes.in_blocks_s(chunk, prefix, count) for count in counts)))
         if not self.cost.least:

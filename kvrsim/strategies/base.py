@@ -54,6 +54,7 @@ class Strategy:
     approximate: str | None = None  # how its result differs from the model's own prefill; None: it is the same
     chains: bool = False  # it is KVR's chain, which planner.search.bound is about
     query_blocks: tuple[int, ...] = (1,)  # calls of attention, one a block of the chunk's queries: the fastest of these
+    near_chain: bool = False  # its best chunks are searched from those of KVR's chain, which it differs little from
     looks_up: str = "kvr-s"  # with partition_rule "table": the searched strategy that its table is made for
 
     def __post_init__(self) -> None:

@@ -54,5 +54,6 @@ KVR_B = replace(
     title="KV-Runahead, searched chunks in query blocks",
     source="kvrsim (docs/explanation/query-blocks.md), after KV-Runahead, Fig. 5",
     query_blocks=(1, 2, 4, 8, 16, 32),
+    near_chain=True,
     refuses=whole_queries,
 )

@@ -35,4 +35,5 @@ KVR_DIRECT = Strategy(
     passes_state=True,
     sends_in_turn=True,
     gathers_kv=False,
+    near_chain=True,
 )

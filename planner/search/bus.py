@@ -18,12 +18,12 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from planner.search.balance import balanced_chunks
 from planner.search.grid import Evaluate
-from planner.search.neighbours import Boundaries, chunks_between, groups, rounded, unique_rows, valid
+from planner.search.neighbours import Boundaries, apart, chunks_between, groups, rounded, unique_rows, valid
 
 Row = npt.NDArray[np.int64]
 
 _WORK, _LEAST = 4_000_000, 200  # messages of all partitions that a search simulates; partitions at least
-_DESCENTS, _APART = 3, 0.1  # descents, and the share of the tokens that lies elsewhere in the seed of each
+_DESCENTS = 3
 _BEHIND = ((5, 1.01), (3, 1.1))  # rounds from which on a descent ends that is so many times as slow as the best
 _ROUNDS, _IDLE_ROUNDS = 60, 2  # at most; and without a gain at the smallest steps, after which a descent ends
 _STEPS = 12  # powers of two that a round tries, of all descents together
@@ -86,7 +86,7 @@ class BusSearch:
         seeds_s = self._evaluated(seeds)
         descents = [
             _Descent(seeds[index], float(seeds_s[index]), self._first_step(), seeds[:0])
-            for index in self._apart(seeds, seeds_s)
+            for index in apart(seeds, seeds_s, self.tokens, _DESCENTS)
         ]
         best = self._descended(descents)
         return best.best, best.best_s
@@ -188,17 +188,6 @@ class BusSearch:
 
     def _scaled(self, shares: Array) -> Array:
         return np.asarray(shares * (self.tokens / shares.sum()))
-
-    def _apart(self, seeds: Boundaries, seeds_s: Array) -> list[int]:
-        """The best seeds that differ from each other."""
-        chunks, found = chunks_between(seeds, self.tokens), list[int]()
-        for index in np.argsort(seeds_s, kind="stable"):
-            moved = [np.abs(chunks[index] - chunks[other]).sum() / 2 for other in found]
-            if all(one > _APART * self.tokens for one in moved):
-                found.append(int(index))
-            if len(found) == _DESCENTS:
-                break
-        return found
 
     def _first_step(self) -> int:
         """At most an eighth of the context, as the stride times a power of 2."""

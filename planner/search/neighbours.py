@@ -15,6 +15,7 @@ Boundaries = npt.NDArray[np.int64]  # shape (B, num_ranks - 1): where chunks 1, 
 
 _SHIFTS = np.array([-2, -1, 0, 1, 2])  # in strides, as in the paper
 _MOST_AT_ONCE = 4  # boundaries whose shifts are all combined; with more, one at a time and all together
+_APART = 0.1  # of the tokens
 _MOST_GROUPS = 160  # groups of boundaries tried at a step, for up to that many boundaries
 
 
@@ -63,6 +64,18 @@ def unique_rows(rows: Sequence[npt.NDArray[Any]] | npt.NDArray[Any]) -> npt.NDAr
     ordered = ordered[np.lexsort(ordered.reshape(len(ordered), -1).T[::-1])]
     changes = (ordered[1:] != ordered[:-1]).any(axis=tuple(range(1, ordered.ndim)))
     return np.asarray(ordered[np.concatenate([[True], changes])])
+
+
+def apart(boundaries: Boundaries, times_s: Array, num_tokens: int, most: int) -> list[int]:
+    """The fastest rows, at most so many, of which each has a tenth of the tokens elsewhere than the others."""
+    chunks, found = chunks_between(boundaries, num_tokens), list[int]()
+    for index in np.argsort(times_s, kind="stable"):
+        moved = [np.abs(chunks[index] - chunks[other]).sum() / 2 for other in found]
+        if all(one > _APART * num_tokens for one in moved):
+            found.append(int(index))
+        if len(found) == most:
+            break
+    return found
 
 
 def combinations(count: int) -> int:

@@ -19,7 +19,7 @@ from planner.evaluate import Evaluator, Progress
 from planner.search.balance import balanced_chunks
 from planner.search.bound import lower_bound_s
 from planner.search.grid import Floor, Grid
-from planner.search.neighbours import Boundaries, chunk_lens, chunks_between, rounded, unique_rows
+from planner.search.neighbours import Boundaries, apart, chunk_lens, chunks_between, rounded, to_grid, unique_rows
 from planner.search.refine import refine
 from planner.search.work import Chain
 
@@ -46,12 +46,14 @@ def search(
     *,
     method: str = "auto",
     stride: int | None = None,
+    near: Partition | None = None,
     on_progress: Progress | None = None,
 ) -> Found:
     """The best partition found.
 
     auto: the analytical plan and other seeds, refined by pattern search; analytical: that plan as it is;
     grid: the paper's hierarchical grid search. `stride`: boundaries are multiples of it, in tokens.
+    near: the best partition of KVR's chain, for a strategy that is searched from it; None: it is searched first.
     Raises InputError for an unknown method or a stride that leaves no room.
     """
     if method not in METHODS:
@@ -71,6 +73,9 @@ def search(
         evaluator.most = most_on_a_bus(scenario, strategy)
         step = stride or 1  # its first steps are coarse
     run = _Search(scenario, strategy, evaluator, step)
+    if strategy.near_chain and method == "auto" and num_ranks > 1:
+        near = near or search(scenario, chain_like(strategy), stride=stride).partition
+        run.near = np.array(near.boundaries[1:-1], dtype=np.int64)
     boundaries, ttft_s, name = run.run(method)
     if method == "auto" and stride is None and run.is_worth_polishing(boundaries, ttft_s):
         run.stride = 1
@@ -98,6 +103,7 @@ class _Search:
     def __init__(self, scenario: Scenario, strategy: Strategy, evaluator: Evaluator, stride: int) -> None:
         self.scenario, self.strategy, self.evaluator, self.stride = scenario, strategy, evaluator, stride
         self.lower_bound_s: float | None = None
+        self.near: npt.NDArray[np.int64] | None = None  # boundaries that the best ones are near to
         self.was_limited = False  # on a bus: fewer partitions were tried than there were
         # Balanced chunks and bounds are those of KVR's chain; others begin from its chunks, and have no bound.
         self.chain = strategy if strategy.chains else chain_like(strategy)
@@ -141,7 +147,7 @@ class _Search:
         """Refine the best seed, and scattered ones that come near it: with few layers, the best may lie far off."""
         rounds = max(4, 600 // self.num_ranks)
         best, best_s = self._refined(seeds, rounds)
-        if self.num_ranks > _MOST_SCATTERED_RANKS:
+        if self.num_ranks > _MOST_SCATTERED_RANKS or self.near is not None:
             return best, best_s
         if self.strategy.chains and self.scenario.chain_is_proven:
             chunks = np.array(chunk_lens(tuple(best), self.tokens), dtype=float)
@@ -150,7 +156,7 @@ class _Search:
                 return best, best_s
         scattered = self._scattered()
         scattered_s = self._evaluate(scattered)
-        for index in np.argsort(scattered_s, kind="stable")[:_SCATTERED_TRIED]:
+        for index in apart(scattered, scattered_s, self.tokens, _SCATTERED_TRIED):
             if scattered_s[index] < _NEAR * best_s:
                 other, other_s = refine(scattered[index], self.tokens, self.stride, self._evaluate, rounds=rounds)
                 best, best_s = (other, other_s) if other_s < best_s else (best, best_s)
@@ -162,11 +168,12 @@ class _Search:
         return refine(seed, self.tokens, self.stride, self._evaluate, rounds=rounds)
 
     def _scattered(self) -> Boundaries:
-        """Chunks that shrink or grow from rank to rank, with any last chunk, and chunks at random."""
+        """Chunks that shrink or grow from rank to rank, with any last chunk or the first ranks idle; and at random."""
         rng = np.random.default_rng(0)
         ranks = np.arange(self.num_ranks)
         shrinking = [ratio**ranks for ratio in (0.6, 0.75, 0.9, 1.0, 1.1)]
         plans = [np.append(chunks[:-1], chunks[-1] * last) for chunks in shrinking for last in (0.001, 0.05, 0.3, 1, 3)]
+        plans += [np.append(0.0 * chunks[:idle], chunks[idle:]) for chunks in shrinking for idle in ranks[1:]]
         shares = np.array([*plans, *rng.dirichlet(np.ones(self.num_ranks), size=_SCATTERED)])
         shares *= self.tokens / shares.sum(axis=1, keepdims=True)
         return unique_rows([rounded(chunks, self.stride, self.tokens) for chunks in shares])
@@ -204,7 +211,8 @@ class _Search:
         even = np.full(self.num_ranks, self.tokens / self.num_ranks)
         plan = balanced_chunks(self.scenario, self.chain)
         blends = [plan + share * (even - plan) for share in (0.0, 0.25, 0.5, 0.75)] + [even]
-        return unique_rows([rounded(blend, self.stride, self.tokens) for blend in blends])
+        nearest = [] if self.near is None else [to_grid(self.near, self.stride, self.tokens)]
+        return unique_rows([*nearest, *(rounded(blend, self.stride, self.tokens) for blend in blends)])
 
     def _evaluate(self, boundaries: Boundaries) -> Array:
         return self.evaluator.ttft_s(chunks_between(boundaries, self.tokens).astype(float))

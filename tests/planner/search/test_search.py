@@ -16,6 +16,7 @@ from kvrsim.choices import METHODS
 from kvrsim.errors import InputError
 from kvrsim.program.operations import Array
 from kvrsim.scenario import Scenario
+from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from planner.evaluate import Evaluator
 from planner.search.search import default_stride, search
@@ -194,3 +195,14 @@ def test_a_search_on_a_bus_keeps_to_its_limit_and_says_so(ranks: int, monkeypatc
 def test_up_to_eight_gpus_no_search_on_a_bus_is_cut_short() -> None:
     plan = kvrsim.plan(ctx=256, gpus=3, topology="bus", strategies=["kvr-s"])
     assert plan.search.limit is None
+
+
+@pytest.mark.parametrize("name", ["kvr-b", "kvr-direct"])
+def test_a_search_near_the_chain_begins_from_its_best_partition(name: str) -> None:
+    """Given or searched first, it is the same; and the result is no slower than the chain's chunks."""
+    scenario, _ = make_scenario(gpus=4, ctx=4096)
+    chain, strategy = search(scenario, STRATEGIES["kvr-s"]), STRATEGIES[name]
+    found, given = search(scenario, strategy), search(scenario, strategy, near=chain.partition)
+    assert (found.partition, found.ttft_s) == (given.partition, given.ttft_s)
+    assert found.ttft_s <= Evaluator(scenario, strategy).one(chain.partition.chunk_lens)
+    assert given.report.evaluations < chain.report.evaluations
