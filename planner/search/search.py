@@ -211,7 +211,7 @@ class _Search:
         even = np.full(self.num_ranks, self.tokens / self.num_ranks)
         plan = balanced_chunks(self.scenario, self.chain)
         blends = [plan + share * (even - plan) for share in (0.0, 0.25, 0.5, 0.75)] + [even]
-        nearest = [] if self.near is None else [to_grid(self.near, self.stride, self.tokens)]
+        nearest = [] if self.near is None else [to_grid(self.near.astype(float), self.stride, self.tokens)]
         return unique_rows([*nearest, *(rounded(blend, self.stride, self.tokens) for blend in blends)])
 
     def _evaluate(self, boundaries: Boundaries) -> Array:
