@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from planner.uncertainty.disturbed import Disturbance
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class TimelineOptions:
     """Files of a timeline; `check` before the work."""
 
@@ -26,6 +26,26 @@ class TimelineOptions:
     ] = None
     plot: Annotated[
         str | None,
+        typer.Option("--plot", metavar="FILE", help="Draw a Gantt chart: FILE.png, FILE.svg or FILE.pdf."),
+    ] = None
+
+    def check(self) -> None:
+        """InputError where a file cannot be written."""
+        check_output(self.trace, "trace")
+        check_plot(self.plot)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether either file is."""
+        return self.trace is not None or self.plot is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageOptions(TimelineOptions):
+    """The same where the picture may be an interactive page."""
+
+    plot: Annotated[
+        str | None,
         typer.Option(
             "--plot",
             metavar="FILE",
@@ -33,15 +53,10 @@ class TimelineOptions:
         ),
     ] = None
 
-    def check(self, *, page: bool = False) -> None:
-        """InputError where a file cannot be written; page: --plot may be an interactive page."""
+    def check(self) -> None:
+        """InputError where a file cannot be written."""
         check_output(self.trace, "trace")
-        check_plot(self.plot, page=page)
-
-    @property
-    def wanted(self) -> bool:
-        """Whether either file is."""
-        return self.trace is not None or self.plot is not None
+        check_plot(self.plot, page=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from kvrsim.cli.options import MeasuredOptions, takes
 from kvrsim.cli.outputs import print_json, resumable, tell_once, write_beside
 from kvrsim.cli.parsing import check_output, parse_strategies
 from kvrsim.cli.progress import RankProgress
-from kvrsim.cli.run_options import TimelineOptions
+from kvrsim.cli.run_options import PageOptions
 from kvrsim.errors import InputError, KvrsimError
 from kvrsim.io.files import is_first_rank
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 NOT_MET = 1  # exit code: a target, or a rank that failed
 
 
-@takes(MeasuredOptions, machine.HardwareOptions, TimelineOptions, AnswerOptions)
+@takes(MeasuredOptions, machine.HardwareOptions, PageOptions, AnswerOptions)
 def confirm(
     options: MeasuredOptions,
     hardware: machine.HardwareOptions,
-    files: TimelineOptions,
+    files: PageOptions,
     answers: AnswerOptions,
     *,
     strategies: Annotated[
@@ -99,7 +99,7 @@ def confirm(
     names = None if strategies is None else parse_strategies(strategies)
     best = parse_count(top, "top", maximum=1000)
     targets = _targets(max_regret, max_error, max_logit_error)
-    files.check(page=True)
+    files.check()
     check_output(output, "output")
     if output is not None and not search:
         raise InputError("output", output, "nothing without --search, which writes a partition table")
@@ -139,7 +139,7 @@ def _targets(regret: str, error: str, logits: str | None) -> Targets:
     )
 
 
-def _show(found: Confirmation, files: TimelineOptions, answers: AnswerOptions) -> None:
+def _show(found: Confirmation, files: PageOptions, answers: AnswerOptions) -> None:
     if not answers.printed(found.to_dict, "candidates"):
         from kvrsim.cli.render.confirm import show_confirmation
 
@@ -159,7 +159,7 @@ def _search(
     warnings: tuple[str, ...],
     *,
     virtual: bool | None,
-    files: TimelineOptions,
+    files: PageOptions,
     json: bool,
 ) -> None:
     """The search on the machine."""

@@ -17,7 +17,7 @@ from kvrsim.cli.parsing import (
     require_table,
 )
 from kvrsim.cli.pool_options import PoolOptions
-from kvrsim.cli.run_options import PlanNoiseOptions, TimelineOptions
+from kvrsim.cli.run_options import PageOptions, PlanNoiseOptions
 from kvrsim.errors import InputError
 
 if TYPE_CHECKING:
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from planner.deploy.emit import Launch
 
 
-@takes(ScenarioOptions, PlanNoiseOptions, PoolOptions, DeployOptions, TimelineOptions, AnswerOptions)
+@takes(ScenarioOptions, PlanNoiseOptions, PoolOptions, DeployOptions, PageOptions, AnswerOptions)
 def plan(
     options: ScenarioOptions,
     random: PlanNoiseOptions,
     workers: PoolOptions,
     deploy: DeployOptions,
-    files: TimelineOptions,
+    files: PageOptions,
     answers: AnswerOptions,
     *,
     strategies: Annotated[
@@ -79,7 +79,7 @@ def plan(
     if workers.is_given and disturbance is None:
         raise InputError("jobs", workers.jobs or workers.backend, "with --noise: other processes simulate its samples")
     pool = workers.pool()
-    files.check(page=True)
+    files.check()
     lookup = read_table(table)
     scenario, warnings = options.scenario()
     within = deploy.only_deployable or (deploy.emit if names is None else None)

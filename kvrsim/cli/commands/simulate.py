@@ -19,15 +19,15 @@ from kvrsim.cli.parsing import (
     read_table,
     require_table,
 )
-from kvrsim.cli.run_options import NoiseOptions, TimelineOptions
+from kvrsim.cli.run_options import NoiseOptions, PageOptions
 from kvrsim.errors import InputError
 
 
-@takes(StreamOptions, NoiseOptions, TimelineOptions, AnswerOptions)
+@takes(StreamOptions, NoiseOptions, PageOptions, AnswerOptions)
 def simulate(
     options: StreamOptions,
     random: NoiseOptions,
-    files: TimelineOptions,
+    files: PageOptions,
     answers: AnswerOptions,
     *,
     strategy: Annotated[
@@ -91,7 +91,7 @@ def simulate(
     seed, disturbance = random.seed_number, random.disturbance()
     arrivals = parse_requests(requests, every, seed)
     budget = parse_pack_tokens(pack_tokens)
-    files.check(page=True)
+    files.check()
     lookup = read_table(table)
     scenario, warnings = options.scenario_of(arrivals)
     from kvrsim.cli.progress import SearchProgress
