@@ -25,6 +25,7 @@ from kvrsim.pages.words import (
 )
 from kvrsim.results.results import Plan, SimResult, StrategyResult
 from kvrsim.results.stream import StreamResult
+from kvrsim.text import without
 from kvrsim.units import format_bytes, format_seconds
 
 _PARTS = ("weights", "KV cache", "KV in flight", "activations, scores, logits", "runtime")
@@ -49,7 +50,7 @@ def plan_page(plan: Plan) -> Page:
             Section(title="Strategies", lead=_bounds(plan), body=_strategies(plan)),
             memory_section(plan.memory_limit),
         ],
-        notes=[f"Memory: {plan.memory_limit.describe()}.", plan.rests_on, *plan.warnings],
+        notes=[plan.rests_on, *without(plan.warnings, "memory")],  # the table says what does not fit
         data=timelines_data(shown) | {"memory": memory_data(memory, plan.memory_limit)},
         scripts=SCRIPTS,
         strategies=[one.strategy for one in plan.strategies],
@@ -74,7 +75,7 @@ def simulation_page(result: SimResult, title: str) -> Page:
             Section(title="Ranks", body=_ranks(result)),
             memory_section(result.memory_limit),
         ],
-        notes=[f"Memory: {result.memory_limit.describe()}.", *result.warnings],
+        notes=result.warnings,
         data=timelines_data(shown)
         | {"memory": memory_data(memory, result.memory_limit), "colour": variable("strategy", result.strategy)}
         | ({} if stream is None else {"requests": _requests(stream)}),
@@ -91,7 +92,7 @@ def interval_name(coverage: float | None) -> str:
 def _answer(plan: Plan) -> str:
     best = plan.best
     if not plan.feasible:
-        return f"No strategy fits in memory. The fastest that does not fit is {best.strategy}."
+        return _shortfall(plan)
     words = f"{best.strategy} is the fastest: TTFT {format_seconds(best.ttft_s)}"
     words += f" ({interval_name(plan.interval_coverage)} {interval(best.ttft_low_s, best.ttft_high_s)})"
     if plan.yardstick is not None and best.speedup is not None and plan.yardstick != best.strategy:
@@ -99,6 +100,19 @@ def _answer(plan: Plan) -> str:
     if plan.ties:
         words += f". The difference to {' and '.join(plan.ties)} is within the error of prediction"
     return f"{words}."
+
+
+def _shortfall(plan: Plan) -> str:
+    """How much is missing, and what would fit."""
+    short = plan.shortfall
+    if short is None:
+        return "No strategy fits in memory."
+    needs, limit = format_bytes(short.peak_bytes), format_bytes(plan.memory_limit.nbytes)
+    words = f"No strategy fits in memory. The nearest, {short.strategy}, needs {needs} of {limit} on a GPU."
+    if short.would_fit:
+        fits = "; ".join(f"{one.strategy} with {one.change}" for one in short.would_fit)
+        words += f" What would fit: {fits}."
+    return words
 
 
 def _bounds(plan: Plan) -> str:
@@ -112,17 +126,17 @@ def _bounds(plan: Plan) -> str:
 def _strategies(plan: Plan) -> Html:
     """The table, best first as the plan has it."""
     span = span_of([(one.ttft_low_s, one.ttft_high_s) for one in plan.strategies])
-    over = plan.yardstick or "the yardstick"
-    columns = (
+    over = plan.yardstick
+    columns = [
         Column(title="strategy"),
         Column(title="TTFT", number=True, hint="time to first token"),
         Column(title=interval_name(plan.interval_coverage), hint="of the TTFT; sorted by its upper end"),
-        Column(title=f"over {over}", number=True, hint=f"TTFT of {over} over this one's", rank=2),
+        *([] if over is None else [Column(title=f"over {over}", number=True, hint=f"TTFT of {over} over its", rank=2)]),
         Column(title="exposed comm.", number=True, hint="TTFT less that over links that cost nothing", rank=2),
         Column(title="peak memory", number=True, hint="of the rank that needs most"),
         Column(title="fits", hint=plan.memory_limit.describe()),
         Column(title="tokens a rank or piece", rank=2),
-    )
+    ]
     rows = [_row(plan, one, span) for one in plan.strategies]
     return table(
         columns,
@@ -143,7 +157,7 @@ def _row(plan: Plan, one: StrategyResult, span: tuple[float, float]) -> list[str
         Cell(shown=tag("span", named, title=one.title), value=one.strategy),
         seconds_cell(one.ttft_s),
         Cell(shown=tag("span", bar, interval(one.ttft_low_s, one.ttft_high_s), class_="range"), value=one.ttft_high_s),
-        Cell(shown="" if one.speedup is None else f"{one.speedup:.2f}x", value=one.speedup),
+        *([] if one.speedup is None else [Cell(shown=f"{one.speedup:.2f}×", value=one.speedup)]),
         seconds_cell(one.exposed_comm_s),
         bytes_cell(max(rank.total for rank in one.memory)),
         "yes" if one.fits else tag("span", "NO", class_="bad"),

@@ -13,6 +13,7 @@
  * kv.tip.hide()
  * kv.say(text)               tells a screen reader
  * kv.fit(host, draw)         calls draw(width) now and when the element's width changes
+ * kv.soon(draw)              a function that lets draw() run once before the next frame; at once where the page is printed
  * kv.canvas(canvas, w, h)    sizes a canvas for the screen's density; returns its context, scaled to CSS pixels
  * kv.table(caption, columns, rows)   a table that can be sorted; columns: [[title, isNumber], ...]; cells: text or [text, value]
  * Tables of class "sortable" are sorted by their heads; rows keep their elements.
@@ -76,8 +77,28 @@ const kv = (() => {
     for (const painter of painters) painter();
   }
   dark.addEventListener("change", () => paint(theme = dark.matches ? "dark" : "light"));
-  window.addEventListener("beforeprint", () => paint("light"));
-  window.addEventListener("afterprint", () => paint(theme));
+  let printing = false;
+  window.addEventListener("beforeprint", () => {
+    printing = true;
+    paint("light");
+  });
+  window.addEventListener("afterprint", () => {
+    printing = false;
+    paint(theme);
+  });
+  function soon(draw) {
+    let asked = false;
+    return () => {
+      if (printing) draw();
+      else if (!asked) {
+        asked = true;
+        requestAnimationFrame(() => {
+          asked = false;
+          draw();
+        });
+      }
+    };
+  }
   root.dataset.theme = theme;
 
   // -- the tooltip and what is said
@@ -208,7 +229,7 @@ const kv = (() => {
   }
 
   return {
-    ready, el, chip, colour, slug, seconds, bytes, tokens, percent, tip, say, fit, canvas, table: tableOf,
+    ready, el, chip, colour, slug, seconds, bytes, tokens, percent, tip, say, fit, canvas, soon, table: tableOf,
     onTheme: (painter) => painters.push(painter),
   };
 })();

@@ -22,7 +22,6 @@ function kvGanttView(host, label) {
   let whole = 1;
   let [from, until] = [0, 1];
   const marked = { hovered: null, focused: null, selecting: null };
-  let asked = false;
   const told = { drawn: 0 };
   const rows = document.createElement("canvas");
 
@@ -98,14 +97,7 @@ function kvGanttView(host, label) {
 
   // -- drawing
 
-  function redraw() {
-    if (asked) return;
-    asked = true;
-    requestAnimationFrame(() => {
-      asked = false;
-      if (context) draw();
-    });
-  }
+  const redraw = kv.soon(() => context && draw());
   function draw() {
     context.clearRect(0, 0, width, height);
     context.font = "12px system-ui, sans-serif";
