@@ -11,7 +11,7 @@ from kvrsim.plots.style import styled
 
 def write(result: object, view: ModuleType, path: str | Path) -> None:
     """Write a result as its view shows it; InputError naming the argument plot where that is not possible."""
-    check_suffix(path, page=hasattr(view, "page"))
+    check_suffix(path, page=True)
     if is_page(path):
         from kvrsim.pages.page import write_page
 

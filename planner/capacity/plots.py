@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvrsim.plots.head import Head
-from kvrsim.plots.save import check_suffix, encoded, save_figure
+from kvrsim.plots.save import encoded
 from kvrsim.plots.style import INK, styled
 from kvrsim.program.operations import Array
 from kvrsim.units import format_seconds, format_tokens
@@ -25,13 +24,6 @@ _DPI = 110
 _STEPS = 1000  # time steps of the queue's curve
 
 Panel = Callable[["Axes", CapacityPlan], None]
-
-
-def write_plot(plan: CapacityPlan, path: str | Path, argument: str = "plot") -> None:
-    """All panels in one figure, PNG, SVG or PDF by the path's suffix; InputError where it cannot be written."""
-    check_suffix(path, argument)
-    with styled():
-        save_figure(_figure(plan, tuple(PANELS.values())), path, argument=argument, dpi=_DPI)
 
 
 def draw_panels(plan: CapacityPlan, title: str, subtitle: str) -> Figure:

@@ -49,7 +49,7 @@ def capacity(
     answers.check(emit=deploy.emit)
     deploy.check()
     check_output(html, "html")
-    check_plot(plot)
+    check_plot(plot, page=True)
     pool = workers.pool()
     scenario, warnings = options.scenario()
     from planner.capacity.plan import plan_capacity
@@ -87,8 +87,7 @@ def capacity(
 
         show_capacity(result)
     from planner.capacity.page import write_capacity_page
-    from planner.capacity.plots import write_plot
 
-    write_beside((html, lambda path: write_capacity_page(result, path)), (plot, lambda path: write_plot(result, path)))
+    write_beside((html, lambda path: write_capacity_page(result, path)), (plot, result.write_plot))
     if not result.feasible:
         raise typer.Exit(1)

@@ -39,7 +39,7 @@ NAMES = [
     *("plan", "plan with timelines", "plan that does not fit", "simulation", "simulation with timeline", "requests"),
     *("map", "capacity"),
 ]
-PAGES = ("plan with timelines", "simulation with timeline", "requests", "map")
+PAGES = ("plan with timelines", "simulation with timeline", "requests", "map", "capacity")
 
 
 def boxes(figure: Figure) -> Iterator[tuple[str, Bbox]]:
@@ -109,6 +109,6 @@ def test_plot_writes_by_the_suffix(name: str, results: dict[str, Displayed], tmp
     if name in PAGES:
         results[name].write_plot(tmp_path / "it.html")
         assert (tmp_path / "it.html").read_text().startswith("<!DOCTYPE html>")
-    elif name != "capacity":
+    else:
         with pytest.raises(InputError, match="timeline"):
             results[name].plot(tmp_path / "it.html")
