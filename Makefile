@@ -11,7 +11,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help plan test test-all test-browser screenshots nightly fuzz check docs format bench accuracy figures calibration confirmation gpu profiles fit clean
+.PHONY: help plan test test-all test-browser screenshots nightly fuzz check docs format bench accuracy figures notebooks calibration confirmation gpu profiles fit clean
 
 help: ## list these targets
 	@echo "make TARGET   (PYTHON=$(PYTHON); any Python >= 3.11 will do)"
@@ -29,7 +29,9 @@ test-all: $(VENV)/.dev ## all tests, the slow ones too (what CI runs)
 test-browser: $(VENV)/.dev ## drive every page in Chromium (apt install chromium chromium-driver); a missing browser fails
 	KVRSIM_BROWSER=1 $(BIN)/python -m pytest tests/browser --timeout 120
 
-screenshots: $(VENV)/.dev ## make the documentation's pictures of the pages again (HERE=PROFILE.json of this machine: that of confirm, too)
+screenshots: $(VENV)/.dev ## make the documentation's pictures again, of pages and others (HERE=PROFILE.json of this machine: that of confirm, too)
+	$(BIN)/kvrsim simulate --strategy kvr-s --gpus 8 --ctx 16k --plot docs/images/plan.png >/dev/null
+	$(BIN)/kvrsim map --ctx 1k:32k:x2 --gpus 2,4,8 --link-bandwidths 10GB/s,300GB/s --plot docs/images/map.png >/dev/null
 	$(BIN)/python -m tests.browser.screenshots $(if $(HERE),--here $(HERE))
 
 nightly: $(VENV)/.dev ## all tests with new random examples, then the fuzzers for MINUTES=60 (SEED=N or a new one, printed)
@@ -65,6 +67,9 @@ accuracy: $(VENV)/.core ## simulate the published cases and rewrite the accuracy
 
 figures: $(VENV)/.core ## draw the paper's figures from the simulator and rewrite their page
 	$(BIN)/python -m validate.figures
+
+notebooks: $(VENV)/.dev ## run the notebooks and store what they show
+	$(BIN)/python -m nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False notebooks/*.ipynb
 
 calibration: $(VENV)/.dev ## calibrate this machine and compare with whole prefills (20 minutes, nothing else running)
 	$(BIN)/python -m validate.machine.calibration

@@ -15,6 +15,7 @@ SAYS = {
     "01-from-a-trace-to-a-fleet": "GPUs a group:",
     "02-the-papers-story": "no partition of KV-Runahead is below",
     "03-a-slower-network": "10 x slower:",
+    "04-my-engine-my-plan": "% before,",
 }
 
 
@@ -41,3 +42,6 @@ def test_a_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         output.get("text", "") for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs
     )
     assert SAYS[path.stem] in text
+    shown = [output.get("data", {}) for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert any("image/png" in data for data in shown)
+    assert any("<div><p><strong>" in data.get("text/html", "") for data in shown) or path.stem.startswith("03")

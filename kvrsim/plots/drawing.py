@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from io import BytesIO
+
 from matplotlib.figure import Figure
+from PIL import Image
 
 from kvrsim.plots.save import encoded
 from kvrsim.plots.style import styled
@@ -15,6 +18,9 @@ class Drawing(Figure):
     """A figure in kvrsim's style."""
 
     def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
-        """PNG, and how large to show it."""
+        """PNG of 256 colours, as notebooks are kept, and how large to show it."""
         with styled():
-            return encoded(self, dpi=_DPI), {"width": round(self.get_size_inches()[0] * _SHOWN)}
+            image = Image.open(BytesIO(encoded(self, dpi=_DPI))).convert("RGB").quantize(256)
+        content = BytesIO()
+        image.save(content, format="png", optimize=True)
+        return content.getvalue(), {"width": round(self.get_size_inches()[0] * _SHOWN)}
