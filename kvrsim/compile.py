@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
 import numpy as np
 
 from kvrsim.cost.kernels import CostModel
-from kvrsim.cost.layer import LayerCosts
 from kvrsim.ends import embedding, has_prefill, last, request, step
 from kvrsim.errors import InputError, KvrsimError
-from kvrsim.hardware.cluster import Cluster
-from kvrsim.program.chain import ChainProgram
 from kvrsim.program.operations import Array, Op, Program, beside_receives
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Step, Strategy
-from kvrsim.strategies.kv_runahead import KVR_S
 from kvrsim.strategies.layers import layer_ops, placement_refusal, refusal
 from kvrsim.strategies.load import where
 
@@ -89,41 +84,6 @@ def build_program(
     # A part of the ranks' chunks asks for a part of the program, of no rank in particular.
     everyone = len(chunks) == scenario.cluster.num_gpus
     return even.slowed([scenario.cluster.slowness(rank) for rank in ranks]) if everyone else even
-
-
-def has_chain(scenario: Scenario, strategy: Strategy, cluster: Cluster) -> bool:
-    """Whether it is a chain of KV-Runahead on links that are not shared, as chain_program makes; see for_strategy."""
-    return (
-        strategy.layer is KVR_S.layer
-        and strategy.pipeline is None
-        and cluster.num_gpus > 1
-        and not cluster.shares_bandwidth
-        and scenario.chain_is_proven
-        and scenario.prefix_way.is_there
-        and len({*scenario.share.layer_kind_index}) == 1
-        and scenario.share.layers[0].mixer is not None
-        and has_prefill(scenario)
-    )
-
-
-def chain_program(scenario: Scenario, strategy: Strategy, costs: LayerCosts, chunks: Array) -> ChainProgram:
-    """The program of a chain, with all ranks in one array; costs: of its layers; chunks: tokens, shape (ranks, B)."""
-    cost, cluster, ranks = costs.cost, scenario.cluster, range(len(chunks))
-    starts = np.full_like(chunks, scenario.request.cached_prefix)
-    for rank in ranks[1:]:
-        np.add(starts[rank - 1], chunks[rank - 1], out=starts[rank])
-    ends = starts + chunks
-    layer = tuple(layer_ops(strategy, Step.of_all_ranks(costs, chunks, starts, strategy.query_blocks), rank=1))
-    if scenario.pending_share:  # the first rank receives nothing
-        layer = beside_receives(layer, np.array([[scenario.pending_share if rank else 0.0] for rank in ranks]))
-    before = request(scenario, chunks), embedding(scenario, chunks, cost), step(scenario, chunks, ends, cost)
-    even = ChainProgram(
-        prologue=tuple(chain(*before)),
-        layer=layer,
-        num_layers=len(scenario.share.layer_kind_index),
-        epilogue=last(scenario, chunks[-1], ends[-1], cost),
-    )
-    return even.slowed([cluster.slowness(rank) for rank in ranks])
 
 
 def columns(chunks: Sequence[int] | Array) -> list[Array]:

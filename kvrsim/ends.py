@@ -83,6 +83,11 @@ def has_prefill(scenario: Scenario) -> bool:
     return scenario.engine is None or not scenario.engine.decode_step or asked.context_len > asked.cached_prefix + 1
 
 
+def last_is_alike(scenario: Scenario, cost: CostModel) -> bool:
+    """Whether what the last rank does after its last layer is the same for all partitions."""
+    return not cost.head_on_all_tokens and (scenario.engine is None or not scenario.engine.decode_step)
+
+
 def last(scenario: Scenario, chunk: Array, context: Array, cost: CostModel, *, prompts: int = 1) -> tuple[Op, ...]:
     """What the last rank does after its last layer; `prompts`: that end with the chunk."""
     return (*decode_step(scenario, context, cost), *head(scenario, chunk, cost, prompts))

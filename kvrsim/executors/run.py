@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvrsim.choices import EXECUTORS, Executor
-from kvrsim.compile import build_program, chain_program, columns, has_chain
+from kvrsim.compile import build_program, columns
 from kvrsim.cost.kernels import CostModel
 from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
-from kvrsim.executors.chain import chain_finish_s
+from kvrsim.executors.chain.program import Chain
+from kvrsim.executors.chain.walk import chain_finish_s
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.partition import Partition
 from kvrsim.program.operations import Array, Program
@@ -110,16 +111,14 @@ def finish_of(
     cost: CostModel | None = None,
     cluster: Cluster | None = None,
     draw: NoiseDraw | None = None,
-    whole: bool = True,
 ) -> Array:
     """When each rank has finished, seconds, shape (ranks, B), or (ranks, B, samples) under a draw of noise.
 
     chunks: one float array of shape (B,) a rank or piece, tokens. cost, cluster: instead of the scenario's own.
-    whole: False: only the last rank's is asked for, and nothing before it has to be right.
     """
     cluster = cluster or scenario.cluster
-    if draw is None and has_chain(scenario, strategy, cluster):
-        return _chain_finish_s(scenario, strategy, np.asarray(chunks), cluster, cost, whole=whole)
+    if draw is None and Chain.suits(scenario, strategy, cluster):
+        return _chain_finish_s(Chain(scenario, strategy, cluster, cost), np.asarray(chunks), whole=True)
     if strategy.pipeline is not None and draw is None:
         from kvrsim.executors.stages.waves import run_stages  # only where there are stages
 
@@ -129,18 +128,17 @@ def finish_of(
     return run_program(build_program(scenario, strategy, chunks, cost), cluster, draw)
 
 
-def _chain_finish_s(
-    scenario: Scenario, strategy: Strategy, chunks: Array, cluster: Cluster, cost: CostModel | None, *, whole: bool
-) -> Array:
-    """By the recurrence of chains; by the program where a host delays its device for long. chunks: (ranks, B)."""
+def _chain_finish_s(chain: Chain, chunks: Array, *, whole: bool) -> Array:
+    """By the recurrence of chains; by the program where a host delays its device for long.
+
+    chunks: (ranks, B). whole: False: of the last rank alone.
+    """
     if chunks.shape[1] >= _MANY:
         _keep_freed_memory()
-    costs = scenario.layer_costs(cost)[scenario.share.layer_kind_index[0]]
-    program = chain_program(scenario, strategy, costs, chunks)
-    finish_s, known = chain_finish_s(program, cluster, whole=whole)
+    finish_s, known = chain_finish_s(chain.program(chunks), whole=whole)
     if not known.all():
-        others = run_program(build_program(scenario, strategy, list(chunks[:, ~known]), cost), cluster)
-        finish_s[:, ~known] = others if whole else others[-1:]
+        program = build_program(chain.scenario, chain.strategy, list(chunks[:, ~known]), chain.costs.cost)
+        finish_s[:, ~known] = run_program(program, chain.cluster)[-len(finish_s) :]
     return finish_s
 
 
@@ -178,7 +176,7 @@ def check_executor(executor: str | None, *, records: bool) -> Executor:
 
 def rows_at_once(scenario: Scenario, strategy: Strategy, num_samples: int = 1) -> int:
     """Partitions that are evaluated together, each under that many samples of noise."""
-    if num_samples == 1 and has_chain(scenario, strategy, scenario.cluster):
+    if num_samples == 1 and Chain.suits(scenario, strategy, scenario.cluster):
         return max(_LEAST_ROWS, _CHAIN_CELLS // scenario.cluster.num_gpus)
     if not scenario.cluster.shares_bandwidth:
         return min(BLOCK, max(1, _CELLS // num_samples))
@@ -196,7 +194,13 @@ def _keep_freed_memory() -> None:
 def _finishes(
     scenario: Scenario, strategy: Strategy, chunks: Array, draw: NoiseDraw | None, *, whole: bool = True
 ) -> Iterator[Array]:
+    """Of blocks of rows, as finish_of; whole: False: only the last rank's is asked for."""
+    is_chain = draw is None and Chain.suits(scenario, strategy, scenario.cluster)
+    chain = Chain(scenario, strategy, scenario.cluster) if is_chain else None
     step = rows_at_once(scenario, strategy, 1 if draw is None else draw.num_samples)
     for first in range(0, len(chunks), step):
-        block = np.array(chunks[first : first + step].T, dtype=float, order="C")
-        yield finish_of(scenario, strategy, cast("Sequence[Array]", block), draw=draw, whole=whole)
+        block = chunks[first : first + step]
+        if chain is None:
+            yield finish_of(scenario, strategy, columns(block), draw=draw)
+        else:
+            yield _chain_finish_s(chain, np.array(block.T, dtype=float, order="C"), whole=whole)

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvrsim.compile import build_program, chain_program, columns, has_chain
+from kvrsim.compile import build_program, columns
 from kvrsim.executors.batch import run_batch
-from kvrsim.executors.chain import chain_finish_s
+from kvrsim.executors.chain.program import Chain
+from kvrsim.executors.chain.walk import chain_finish_s
 from kvrsim.executors.run import finish_s, ttft_s
 from kvrsim.hardware.uneven import SlowGpu, SlowLink, UnevenCluster
 from kvrsim.program.operations import Array, Flags
@@ -30,9 +31,9 @@ def by_program(scenario: Scenario, strategy: Strategy, chunks: Array, layers: in
 
 def by_recurrence(scenario: Scenario, strategy: Strategy, chunks: Array, layers: int) -> tuple[Array, Flags]:
     """TTFT, which is the same if all ranks' times are asked for."""
-    program = chain_program(scenario, strategy, scenario.layer_costs()[0], np.ascontiguousarray(chunks.T))
+    program = Chain(scenario, strategy, scenario.cluster).program(np.ascontiguousarray(chunks.T))
     program = replace(program, num_layers=layers)
-    (last_s, known), (all_s, _) = (chain_finish_s(program, scenario.cluster, whole=whole) for whole in (False, True))
+    (last_s, known), (all_s, _) = (chain_finish_s(program, whole=whole) for whole in (False, True))
     assert last_s[-1] == pytest.approx(all_s[-1], rel=SAME, abs=0)
     return all_s, known
 
@@ -48,7 +49,7 @@ def shares_of(seed: int, ranks: int, tokens: int, evenness: float) -> Array:
 def test_as_the_program(name: str, rng: Draws, layers: int) -> None:
     strategy = get_strategy(name)
     placed, cut = any_placed(rng, strategy)
-    assume(has_chain(placed, strategy, placed.cluster))
+    assume(Chain.suits(placed, strategy, placed.cluster))
     cuts = [cut, *(any_partition(rng, sum(cut), len(cut)) for _ in range(3))]
     chunks = np.array(cuts, dtype=float)
     found_s, known = by_recurrence(placed, strategy, chunks, layers)
@@ -92,4 +93,4 @@ def test_where_hosts_delay_devices_for_long_the_program_is_evaluated() -> None:
 @pytest.mark.parametrize(("name", "options"), [("kvr-s", {"topology": "bus"}), ("tsp", {}), ("kvr-direct", {})])
 def test_other_programs_are_no_chains(name: str, options: dict[str, str]) -> None:
     scenario, _ = make_scenario(ctx=4096, gpus=4, profile="roofline", **options)  # type: ignore[arg-type]
-    assert not has_chain(scenario, STRATEGIES[name], scenario.cluster)
+    assert not Chain.suits(scenario, STRATEGIES[name], scenario.cluster)

@@ -14,57 +14,47 @@ are in maxplus.py):
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import groupby
 
 import numpy as np
 
+from kvrsim.executors.chain.program import ChainProgram
 from kvrsim.executors.maxplus import last_of_row, row_after
-from kvrsim.hardware.cluster import Cluster
-from kvrsim.hardware.links import Path
-from kvrsim.program.chain import ChainProgram
-from kvrsim.program.operations import Array, Collective, Compute, Flags, Op, Recv, Send
+from kvrsim.program.operations import Array, Collective, Compute, Flags, Op
 
 
-def chain_finish_s(program: ChainProgram, cluster: Cluster, *, whole: bool = True) -> tuple[Array, Flags]:
+def chain_finish_s(program: ChainProgram, *, whole: bool = True) -> tuple[Array, Flags]:
     """When each rank has finished, shape (ranks, B), and in which partitions that holds, shape (B,).
 
     It does not hold where a host delays its device after the first layer. whole: False: of the last rank alone, whose
     time is TTFT.
     """
-    return _Walk(program, cluster).finish_s(whole=whole)
+    return _Walk(program).finish_s(whole=whole)
 
 
 class _Walk:
     """Where all ranks of a chain stand; seconds, with an axis of ranks and one of partitions."""
 
-    def __init__(self, program: ChainProgram, cluster: Cluster) -> None:
-        self.program, ops = program, program.layer
-        recv = next(index for index, op in enumerate(ops) if isinstance(op, Recv))
-        send = next(index for index, op in enumerate(ops) if isinstance(op, Send))
-        self.recv, sends = ops[recv], ops[send]
-        assert isinstance(sends, Send)
-        self.send, self.overlaps = sends, not sends.rendezvous
-        self.before, self.append, self.rest = ops[:recv], ops[recv + 1 : send], ops[send + 1 :]
-        self.before_s, self.append_s, self.rest_s = map(_total_s, (self.before, self.append, self.rest))
-        paths = [cluster.path(rank, rank + 1) for rank in range(len(self.append_s) - 1)]
-        self.link_s = _busy_s(paths, sends.nbytes)  # of each message
-        self.latency_s: Array = np.array([[path.latency_s] for path in paths])
+    def __init__(self, program: ChainProgram) -> None:
+        self.program = program
+        ops = (*program.before, *program.append, *program.rest)
+        self.layer_host_s = program.recv_host_s + program.send_host_s + sum(map(_host_s, ops))
+        self.before_s, self.append_s, self.rest_s = map(_total_s, (program.before, program.append, program.rest))
         self.clock = np.zeros(self.append_s.shape)  # of each rank's device
         self.host_s = np.zeros((len(self.clock), 1))  # issued so far by each rank's host
         # When each message has begun to move; of those that overlap, when it has left.
-        self.moved_s = np.full(self.link_s.shape, -np.inf)
+        self.moved_s = np.full(program.link_s.shape, -np.inf)
 
     def finish_s(self, *, whole: bool) -> tuple[Array, Flags]:
         """As of chain_finish_s."""
         self._run(self.program.prologue)
-        self._run(self.before)
+        self._run(self.program.before)
         left, known = self.program.num_layers, self._device_leads(exact=False)  # layers, from their receive on
         if not known.all():
             self._pass_on(as_issued=True)
-            self._run(self.rest)
+            self._run(self.program.rest)
             left -= 1
             if left:
-                self._run(self.before)
+                self._run(self.program.before)
             known = self._device_leads(exact=True) if left else np.ones(1, dtype=bool)
         finish_s = self._after(left, whole=whole) if left else self.clock[0 if whole else -1 :]
         last_s, host_s = finish_s[-1], self.host_s[-1]
@@ -86,14 +76,14 @@ class _Walk:
 
         as_issued: the hosts may delay them; else the devices lead.
         """
-        links = zip(self.moved_s, self.link_s, self.latency_s, strict=True)
-        for rank, (moved_s, link_s, latency_s) in enumerate(links):
-            own, behind = self.clock[rank], self.clock[rank + 1]
+        program, last = self.program, len(self.clock) - 1
+        for rank, (link_s, latency_s) in enumerate(zip(program.link_s, program.latency_s, strict=True)):
+            own, behind, moved_s = self.clock[rank], self.clock[rank + 1], self.moved_s[rank]
             self._append(rank, as_issued=as_issued)
             if as_issued:
-                self._issue(rank, self.send)
-                self._issue(rank + 1, self.recv)
-            if self.overlaps:
+                self._issue(rank, program.send_host_s)
+                self._issue(rank + 1, program.recv_host_s)
+            if program.overlaps:
                 np.maximum(moved_s, own, out=moved_s)
                 moved_s += link_s
                 np.maximum(behind, moved_s + latency_s, out=behind)
@@ -101,21 +91,21 @@ class _Walk:
                 np.maximum(own, behind, out=moved_s)
                 np.add(moved_s, link_s, out=own)
                 np.add(own, latency_s, out=behind)
-        self._append(len(self.clock) - 1, as_issued=as_issued)
+        self._append(last, as_issued=as_issued)
 
     def _append(self, rank: int, *, as_issued: bool) -> None:
         """Take one rank from its receive to its send."""
         if not as_issued:
             self.clock[rank] += self.append_s[rank]
             return
-        for op in self.append:
+        for op in self.program.append:
             self.clock[rank] += _seconds(op)[rank]
-            self._issue(rank, op)
+            self._issue(rank, _host_s(op))
 
-    def _issue(self, rank: int, op: Op) -> None:
+    def _issue(self, rank: int, host_s: float) -> None:
         """No earlier than the host has issued it."""
-        if op.host_s:
-            self.host_s[rank] += op.host_s
+        if host_s:
+            self.host_s[rank] += host_s
             np.maximum(self.clock[rank], self.host_s[rank], out=self.clock[rank])
 
     def _device_leads(self, *, exact: bool) -> Flags:
@@ -123,17 +113,22 @@ class _Walk:
 
         Messages only delay the device. exact: partition by partition, if the least of all partitions does not show it.
         """
+        if not self.layer_host_s:
+            return np.ones(1, dtype=bool)
         leads = self._keeps_ahead(lambda seconds: seconds.min(axis=1, keepdims=True))
         return self._keeps_ahead(lambda seconds: seconds) if exact and not leads.all() else leads
 
     def _keeps_ahead(self, least: Callable[[Array], Array]) -> Flags:
         """The same with the least of each rank's seconds; shape (1,) or (B,)."""
-        ops = (self.recv, *self.append, self.send, *self.rest, *self.before)
-        if not any(map(_issue_s, ops)):
-            return np.ones(1, dtype=bool)
+        program = self.program
+        gains_s: list[Array | float] = [
+            -program.recv_host_s,
+            *(least(_seconds(op)) - _host_s(op) for op in program.append),
+            -program.send_host_s,
+            *(least(_seconds(op)) - _host_s(op) for op in (*program.rest, *program.before)),
+        ]
         ahead_s, layer_s, leads = least(self.clock) - self.host_s, np.zeros(1), np.ones(1, dtype=bool)
-        for op in ops:
-            gain_s = -op.host_s if isinstance(op, Send | Recv) else least(_seconds(op)) - op.host_s
+        for gain_s in gains_s:
             ahead_s, layer_s = ahead_s + gain_s, layer_s + gain_s
             leads = leads & (ahead_s >= 0).all(axis=0)
         return leads & (layer_s >= 0).all(axis=0)
@@ -141,19 +136,19 @@ class _Walk:
     def _after(self, layers: int, *, whole: bool) -> Array:
         """When each rank, or the last one alone, has finished so many layers from the receive on."""
         self._pass_on(as_issued=False)
-        after = self._overlapping if self.overlaps else self._rendezvous
+        after = self._overlapping if self.program.overlaps else self._rendezvous
         finish_s = after(layers - 1, whole=whole)
         finish_s += self.rest_s[-len(finish_s) :]
-        of_last_s = sum(map(_issue_s, self.program.layer)) - self.send.host_s
-        self.host_s[-1] += layers * of_last_s - sum(map(_issue_s, self.before))
+        issued_s = layers * (self.layer_host_s - self.program.send_host_s) - sum(map(_host_s, self.program.before))
+        self.host_s[-1] += issued_s
         return finish_s
 
     def _overlapping(self, more: int, *, whole: bool) -> Array:
         """When ranks have appended so many layers later; every time is convex in their number."""
-        layer_s = self.before_s + self.append_s + self.rest_s
-        alone_s, free_s = self.clock + more * layer_s, self.moved_s + more * self.link_s  # if nothing is waited for
-        on_s = self.latency_s + self.append_s[1:]  # from the end of a message to that of its append
-        for rank, link_s in enumerate(self.link_s):
+        links_s, layer_s = self.program.link_s, self.before_s + self.append_s + self.rest_s
+        alone_s, free_s = self.clock + more * layer_s, self.moved_s + more * links_s  # if nothing is waited for
+        on_s = self.program.latency_s + self.append_s[1:]  # from the end of a message to that of its append
+        for rank, link_s in enumerate(links_s):
             left_s = np.maximum(alone_s[rank] + link_s, free_s[rank])
             left_s += on_s[rank]
             np.maximum(alone_s[rank + 1], left_s, out=alone_s[rank + 1])
@@ -161,17 +156,18 @@ class _Walk:
 
     def _rendezvous(self, more: int, *, whole: bool) -> Array:
         """When ranks go on to the rest so many layers later; messages follow those before and behind them."""
-        around_s, passed_s = self.before_s + self.rest_s, self.link_s + self.latency_s
+        links_s, around_s = self.program.link_s, self.before_s + self.rest_s
+        passed_s = links_s + self.program.latency_s
         on, back = np.empty_like(passed_s), np.empty_like(passed_s)
         np.add(passed_s[:-1], self.append_s[1:-1], out=on[1:])
-        np.add(self.link_s[1:], around_s[1:-1], out=back[:-1])
-        on[0] = self.link_s[0] + around_s[0] + self.append_s[0]  # the first rank alone, from layer to layer
+        np.add(links_s[1:], around_s[1:-1], out=back[:-1])
+        on[0] = links_s[0] + around_s[0] + self.append_s[0]  # the first rank alone, from layer to layer
         last_s = passed_s[-1] + self.append_s[-1]
         back[-1] = last_s + around_s[-1]  # the last one alone
         if not whole:
             return np.asarray(last_of_row(self.moved_s, on, back, more) + last_s)[None]
         moved_s = row_after(self.moved_s, on, back, more)
-        return np.concatenate([moved_s + self.link_s, moved_s[-1:] + last_s])
+        return np.concatenate([moved_s + links_s, moved_s[-1:] + last_s])
 
 
 def _seconds(op: Op) -> Array:
@@ -180,22 +176,12 @@ def _seconds(op: Op) -> Array:
     return op.device_s if isinstance(op, Compute) else op.seconds
 
 
-def _issue_s(op: Op) -> float:
+def _host_s(op: Op) -> float:
     """That its host needs to issue it."""
-    assert isinstance(op, Compute | Collective | Send | Recv)
+    assert isinstance(op, Compute | Collective)
     return op.host_s
 
 
 def _total_s(ops: Sequence[Op]) -> Array:
     first, *others = map(_seconds, ops)
     return np.asarray(sum(others, first))
-
-
-def _busy_s(paths: Sequence[Path], nbytes: Array) -> Array:
-    """How long each message keeps its path busy, shape (ranks - 1, B); nbytes: that each rank sends."""
-    parts, first = [], 0
-    for path, same in groupby(paths):
-        after = first + len(list(same))
-        parts.append(path.busy_s(nbytes[first:after]))
-        first = after
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
