@@ -10,15 +10,17 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 from _report import spread, write
 
-from kvrsim.compile import build_program
+from kvrsim.compile import build_program, columns
 from kvrsim.executors.event import EventSimulation
-from kvrsim.executors.run import BLOCK, run_program
+from kvrsim.executors.run import BLOCK, run_program, ttft_s
+from kvrsim.program.operations import Array
+from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 
@@ -55,18 +57,40 @@ def cold_starts(repeats: int = 15) -> list[str]:
     return lines
 
 
+def partitions(scenario: Scenario) -> Array:
+    """Uneven ones, of lengths that are no whole numbers; shape (B, ranks)."""
+    ranks = scenario.cluster.num_gpus
+    shares = np.random.default_rng(0).dirichlet(np.full(ranks, 50.0), size=4 * BLOCK)
+    return np.asarray(shares * scenario.request.context_len)
+
+
 def partitions_per_s(profile: str, layers: int, repeats: int = 9) -> list[float]:
-    """Eight-rank KVR partitions of so many layers a CPU second on one core, programs built anew for each block."""
+    """Eight-rank KVR partitions of so many layers a CPU second on one core, as a search asks for them."""
     scenario, _ = make_scenario(ctx=16384, gpus=8, profile=profile)
-    rng = np.random.default_rng(0)
-    chunks = rng.dirichlet(np.full(8, 50.0), size=4 * BLOCK) * 16384
-    rates = []
+    model = replace(scenario.model, num_hidden_layers=layers, layers=scenario.model.layers[:1] * layers)
+    return rates_of(
+        lambda chunks: ttft_s(replace(scenario, model=model), STRATEGIES["kvr-s"], chunks), scenario, repeats
+    )
+
+
+def programs_per_s(profile: str, repeats: int = 9) -> list[float]:
+    """The same by programs, which run any strategy."""
+    scenario, _ = make_scenario(ctx=16384, gpus=8, profile=profile)
+
+    def run(chunks: Array) -> None:
+        for first in range(0, len(chunks), BLOCK):
+            block = columns(chunks[first : first + BLOCK])
+            run_program(build_program(scenario, STRATEGIES["kvr-s"], block), scenario.cluster)
+
+    return rates_of(run, scenario, repeats)
+
+
+def rates_of(evaluate: Callable[[Array], object], scenario: Scenario, repeats: int) -> list[float]:
+    """Partitions a CPU second."""
+    chunks, rates = partitions(scenario), []
     for _ in range(repeats):
         begin_s = time.process_time()
-        for first in range(0, len(chunks), BLOCK):
-            block = list(np.ascontiguousarray(chunks[first : first + BLOCK].T))
-            program = build_program(scenario, STRATEGIES["kvr-s"], block)
-            run_program(replace(program, layer_kind_index=(0,) * layers), scenario.cluster)
+        evaluate(chunks)
         rates.append(len(chunks) / (time.process_time() - begin_s))
     return rates
 
@@ -98,6 +122,8 @@ def main() -> None:
         for layers in (32, 80):
             rates = spread(partitions_per_s(profile, layers))
             lines.append(f"| batch executor, {what}, {layers} layers: partitions a second | {rates} |")
+        rates = spread(programs_per_s(profile))
+        lines.append(f"| programs of any strategy, {what}, 32 layers: partitions a second | {rates} |")
     lines.append(f"| event executor: partitions a second | {spread(replays_per_s())} |")
     lines += [long_chain("64", "1m"), long_chain("1024", "10m")]
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
