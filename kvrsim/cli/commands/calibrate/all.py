@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvrsim.cli.commands.calibrate import measure
-from kvrsim.cli.commands.calibrate.fit import Name, Wanted, write_fit
-from kvrsim.cli.options import Json
+from kvrsim.cli.commands.calibrate.fit import FitOptions, Name, write_fit
+from kvrsim.cli.options import Json, takes
 from kvrsim.cli.outputs import print_json
 from kvrsim.cli.parsing import check_output
 from kvrsim.errors import InputError
@@ -33,14 +33,11 @@ Output = Annotated[
 ]
 
 
+@takes(measure.LayerOptions)
 def calibrate_all(
+    layers: measure.LayerOptions,
+    *,
     output: Output,
-    model: measure.Model = "llama-7b",
-    device: measure.Device = "auto",
-    dtype: measure.Dtype = None,
-    attention: measure.Attention = None,
-    ctx: measure.Context = None,
-    threads: measure.Threads = "1",
     ranks: measure.Ranks = None,
     links: Annotated[
         str | None,
@@ -63,7 +60,7 @@ def calibrate_all(
     Example: kvrsim calibrate all --minutes 5 -o here.json
     """
     from calibrate.importers import read_source
-    from kvrsim.units import parse_count, parse_seconds
+    from kvrsim.units import parse_seconds
 
     check_output(output, "output")
     if Path(output).suffix != _SUFFIX:
@@ -72,10 +69,8 @@ def calibrate_all(
         raise InputError("link", link, "nothing where --links is given")
     if links is not None:
         read_source(links, "links")  # complain before the work
-    setup = measure.Wanted(
-        model=model, device=device, dtype=dtype, attention=attention, ctx=ctx, threads=threads
-    ).setup()
-    count = measure.parse_ranks(ranks, setup.device, parse_count(threads, "threads", maximum=1024))
+    setup = layers.setup()
+    count = measure.parse_ranks(ranks, setup.device, setup.threads)
     files = _Files(output)
     steps = [("layers", files.compute_campaign(setup), _COMPUTE_SHARE)]
     if links is None and link is None and count > 1:
@@ -103,12 +98,10 @@ def _fitted(files: _Files, links: str | None, link: str | None, name: str | None
     from calibrate.importers import read_source
 
     sources = [str(files.compute), *([links] if links else [])]
-    wanted = Wanted(
+    wanted = FitOptions(
         output=files.output,
-        gpu=None,
         link=link or (None if links else _datasheet_link(files)),
         name=name,
-        kernel=None,
         report=str(files.report),
         plot=str(files.plot),
         json=json,

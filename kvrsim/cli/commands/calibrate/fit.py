@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvrsim.cli.options import Json
+from kvrsim.cli.options import Json, takes
 from kvrsim.cli.outputs import print_json
 from kvrsim.cli.parsing import check_output, check_plot
 from kvrsim.errors import InputError
@@ -22,48 +22,63 @@ if TYPE_CHECKING:
     from calibrate.fit.report import FitReport
 
 Output = Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Write the profile, as JSON.")]
-Gpu = Annotated[
-    str | None,
-    typer.Option("--gpu", metavar="NAME|PATH", help="The GPU measured. Default: the one named in the rows."),
-]
-Link = Annotated[
-    str | None,
-    typer.Option("--link", metavar="NAME|PATH", help="The link measured. Default: the one of the GPU's cluster."),
-]
 Name = Annotated[str | None, typer.Option("--name", metavar="NAME", help="Name of the profile. Default: its file's.")]
-Kernel = Annotated[
-    str | None,
-    typer.Option(
-        "--attention-kernel",
-        metavar="PRESET",
-        help="Form of the kernel: fa2, flashinfer, paged, fa3 or eager. Default: the best fit.",
-    ),
-]
-Report = Annotated[
-    str | None, typer.Option("--report", metavar="FILE", help="Also write the errors of the fit as Markdown.")
-]
-Picture = Annotated[
-    str | None,
-    typer.Option("--plot", metavar="FILE", help="Plot fitted against measured times: FILE.png, .svg or .pdf."),
-]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FitOptions:
+    """What to fit and where to write it; `check` before the work."""
+
+    output: Output
+    gpu: Annotated[
+        str | None,
+        typer.Option("--gpu", metavar="NAME|PATH", help="The GPU measured. Default: the one named in the rows."),
+    ] = None
+    link: Annotated[
+        str | None,
+        typer.Option("--link", metavar="NAME|PATH", help="The link measured. Default: the one of the GPU's cluster."),
+    ] = None
+    name: Name = None
+    attention_kernel: Annotated[
+        str | None,
+        typer.Option(
+            "--attention-kernel",
+            metavar="fa2|flashinfer|paged|fa3|eager",
+            help="Form of the kernel. Default: the best fit.",
+        ),
+    ] = None
+    report: Annotated[
+        str | None, typer.Option("--report", metavar="FILE", help="Also write the errors of the fit as Markdown.")
+    ] = None
+    plot: Annotated[
+        str | None,
+        typer.Option("--plot", metavar="FILE", help="Plot fitted against measured times: FILE.png, .svg or .pdf."),
+    ] = None
+    json: Json = False
+
+    def check(self) -> None:
+        """Complain before the work rather than after it."""
+        check_output(self.output, "output")
+        check_output(self.report, "report")
+        check_plot(self.plot)
+        if self.attention_kernel is not None:
+            from calibrate.fit.attention import KERNELS
+
+            if self.attention_kernel not in KERNELS:
+                raise InputError("attention_kernel", self.attention_kernel, ", ".join(KERNELS))
+
+
+@takes(FitOptions)
 def fit(
+    wanted: FitOptions,
+    *,
     compute: Annotated[
         str,
         typer.Option("--compute", metavar="SOURCE", help="Measured kernels: CSV, or another source (see import)."),
     ],
-    output: Output,
     links: Annotated[
         str | None, typer.Option("--links", metavar="SOURCE", help="Measured links. Default: the datasheet's.")
     ] = None,
-    gpu: Gpu = None,
-    link: Link = None,
-    name: Name = None,
-    attention_kernel: Kernel = None,
-    report: Report = None,
-    plot: Picture = None,
-    json: Json = False,
 ) -> None:
     """Fit a profile to measurements of one GPU and its links.
 
@@ -74,9 +89,6 @@ def fit(
     from calibrate.data.provenance import read_origins
     from calibrate.importers import read_source
 
-    wanted = Wanted(
-        output=output, gpu=gpu, link=link, name=name, kernel=attention_kernel, report=report, plot=plot, json=json
-    )
     wanted.check()
     rows = read_source(compute, "compute")
     origins = read_origins([compute], "compute")
@@ -84,11 +96,14 @@ def fit(
         rows += read_source(links, "links")
         origins += read_origins([links], "links")
     found = write_fit(rows, wanted, "compute", origins)
-    if json:
+    if wanted.json:
         print_json(found)
 
 
+@takes(FitOptions)
 def import_(
+    wanted: FitOptions,
+    *,
     sources: Annotated[
         list[str],
         typer.Argument(
@@ -96,17 +111,9 @@ def import_(
             help="aiconfigurator:SYSTEM, or a CSV file; append ?gpu=TEXT, ?kernel=TEXT or ?model=TEXT to filter.",
         ),
     ],
-    output: Output,
     measurements: Annotated[
         str | None, typer.Option("--measurements", metavar="FILE", help="Also write the rows as one CSV file.")
     ] = None,
-    gpu: Gpu = None,
-    link: Link = None,
-    name: Name = None,
-    attention_kernel: Kernel = None,
-    report: Report = None,
-    plot: Picture = None,
-    json: Json = False,
 ) -> None:
     """Fit a profile to measurements that others have published.
 
@@ -116,46 +123,18 @@ def import_(
     from calibrate.data.provenance import read_origins
     from calibrate.importers import read_source
 
-    wanted = Wanted(
-        output=output, gpu=gpu, link=link, name=name, kernel=attention_kernel, report=report, plot=plot, json=json
-    )
     wanted.check()
     check_output(measurements, "measurements")
     rows = [row for source in sources for row in read_source(source, "SOURCE...")]
     if measurements is not None:
         write_measurements(measurements, rows, "measurements")
     found = write_fit(rows, wanted, "SOURCE...", read_origins(sources, "SOURCE..."))
-    if json:
+    if wanted.json:
         print_json(found)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
-    """What to fit and where to write it."""
-
-    output: str
-    gpu: str | None
-    link: str | None
-    name: str | None
-    kernel: str | None
-    report: str | None
-    plot: str | None
-    json: bool
-
-    def check(self) -> None:
-        """Complain before the work rather than after it."""
-        check_output(self.output, "output")
-        check_output(self.report, "report")
-        check_plot(self.plot)
-        if self.kernel is not None:
-            from calibrate.fit.attention import KERNELS
-
-            if self.kernel not in KERNELS:
-                raise InputError("attention_kernel", self.kernel, ", ".join(KERNELS))
-
-
 def write_fit(
-    rows: list[Measurement], wanted: Wanted, argument: str, origins: Sequence[Mapping[str, Any]] = ()
+    rows: list[Measurement], wanted: FitOptions, argument: str, origins: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
     """Fit, write, and print how well the profile agrees; with --json nothing is printed, the caller does."""
     from calibrate.fit.inputs import FitChoices
@@ -171,7 +150,7 @@ def write_fit(
         ),
         gpu=spec,
         link=link_of(spec, wanted.link, origins),
-        choices=FitChoices(attention_kernel=wanted.kernel, fused=wanted.kernel != "eager"),
+        choices=FitChoices(attention_kernel=wanted.attention_kernel, fused=wanted.attention_kernel != "eager"),
         argument=argument,
         origins=origins,
     )

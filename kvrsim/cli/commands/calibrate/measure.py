@@ -11,7 +11,7 @@ import typer
 
 from kvrsim.cli.machine_options import Device as Device
 from kvrsim.cli.machine_options import require_torch
-from kvrsim.cli.options import Json
+from kvrsim.cli.options import Json, takes
 from kvrsim.cli.outputs import print_json, resumable
 from kvrsim.cli.parsing import check_output, parse_choice, parse_list
 from kvrsim.errors import InputError
@@ -21,28 +21,6 @@ if TYPE_CHECKING:
     from calibrate.measure.campaigns import Campaign, Measured
     from calibrate.measure.forward_timer import ComputeSetup
 
-Model = Annotated[
-    str,
-    typer.Option(
-        "--model",
-        metavar="NAME|PATH",
-        help="Model whose layers are measured: a built-in name, or a config.json's path.",
-    ),
-]
-Dtype = Annotated[
-    str | None, typer.Option("--dtype", metavar="fp16|bf16|fp32", help="Element type. Default: fp16; fp32 on a CPU.")
-]
-Attention = Annotated[
-    str | None,
-    typer.Option(
-        "--attention",
-        metavar="KERNEL,...",
-        help="Kernels out of eager, sdpa and flash; the first is the profile's default. Default: all; sdpa on a CPU.",
-    ),
-]
-Context = Annotated[
-    str | None, typer.Option("--ctx", metavar="LEN", help="Longest context. Default: 16k; 4k on a CPU.")
-]
 Threads = Annotated[str, typer.Option("--threads", metavar="N", help="CPU threads of each rank.")]
 Ranks = Annotated[
     str | None, typer.Option("--ranks", metavar="N", help="Number of ranks. Default: one per GPU, or cores / threads.")
@@ -68,15 +46,34 @@ CsvOutput = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
-    """What to measure, as the options say it; values are checked by `setup`."""
+class LayerOptions:
+    """What to measure, as text; `setup` checks it."""
 
-    model: str
-    device: str
-    dtype: str | None
-    attention: str | None
-    ctx: str | None
-    threads: str
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            metavar="NAME|PATH",
+            help="Model whose layers are measured: a built-in name, or a config.json's path.",
+        ),
+    ] = "llama-7b"
+    device: Device = "auto"
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", metavar="fp16|bf16|fp32", help="Element type. Default: fp16; fp32 on a CPU."),
+    ] = None
+    attention: Annotated[
+        str | None,
+        typer.Option(
+            "--attention",
+            metavar="KERNEL,...",
+            help="Kernels out of eager, sdpa, flash; the first is the profile's default. Default: all; sdpa on a CPU.",
+        ),
+    ] = None
+    ctx: Annotated[
+        str | None, typer.Option("--ctx", metavar="LEN", help="Longest context. Default: 16k; 4k on a CPU.")
+    ] = None
+    threads: Threads = "1"
 
     def setup(self) -> ComputeSetup:
         """Checked, with what torch finds on this machine; InputError names the option."""
@@ -118,14 +115,11 @@ class Wanted:
         return tuple(kernels)
 
 
+@takes(LayerOptions)
 def compute(
+    layers: LayerOptions,
+    *,
     output: CsvOutput,
-    model: Model = "llama-7b",
-    device: Device = "auto",
-    dtype: Dtype = None,
-    attention: Attention = None,
-    ctx: Context = None,
-    threads: Threads = "1",
     minutes: Minutes = "3",
     even_if_busy: EvenIfBusy = False,
     json: Json = False,
@@ -137,8 +131,7 @@ def compute(
     Example: kvrsim calibrate compute --model llama-3-8b -o compute.csv
     """
     check_output(output, "output")
-    wanted = Wanted(model=model, device=device, dtype=dtype, attention=attention, ctx=ctx, threads=threads)
-    setup = wanted.setup()
+    setup = layers.setup()
     from calibrate.measure.campaigns import compute_campaign
 
     campaign = compute_campaign(setup, Path(output), command())
