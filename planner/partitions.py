@@ -117,16 +117,24 @@ def best_pieces(evaluator: Evaluator) -> Partition:
 
     scenario = evaluator.scenario
     tokens = scenario.request.new_tokens
-    best, best_s, number = Partition.even(tokens, 1), float("inf"), 1
     context = context_ranks(evaluator.strategy)
     if context > tokens:
         raise InputError("strategies", evaluator.strategy.name, f"at most one context rank a token, here {tokens}")
-    while number <= min(tokens // context, MOST_A_STAGE * (scenario.cluster.num_gpus // context)):
+    most = min(tokens // context, MOST_A_STAGE * (scenario.cluster.num_gpus // context))
+    numbers = [2**power for power in range(most.bit_length())]
+    if scenario.cluster.shares_bandwidth and context > 1:
+        # All ranks gather at the same time: with links of their share of the bus, the number is found in little time.
+        share = scenario.cluster.link.bandwidth_bytes_per_s / scenario.cluster.num_gpus
+        quick = Evaluator(scenario.with_own_links(share), evaluator.strategy)
+        found = len(best_pieces(quick).chunk_lens)
+        numbers = [number for number in numbers if number in (found // 2, found)]
+    best, best_s = Partition.even(tokens, 1), float("inf")
+    for number in numbers:
         partition = Partition.even(tokens, number)
         ttft_s = float(evaluator.ttft_s(np.array([partition.chunk_lens], dtype=float))[0])
         if ttft_s > best_s * (1 - _GAIN):
             break
-        best, best_s, number = partition, ttft_s, 2 * number
+        best, best_s = partition, ttft_s
     return best
 
 

@@ -86,6 +86,8 @@ class _Search:
         """Ends of all pieces but the last, and TTFT."""
         if given is not None:
             return given, self._with_layers(given, float(self._evaluate(given[None])[0]))
+        if self.scenario.cluster.shares_bandwidth:
+            return self._on_a_bus()
         best, best_s, best_strategy = np.zeros(0, dtype=np.int64), float("inf"), self.strategy
         for ttft_s, seed, strategy in self._seeds()[:_REFINED]:
             self.strategy = strategy
@@ -101,6 +103,24 @@ class _Search:
                 best, best_s, best_strategy = found, found_s, self.strategy
         self.strategy = best_strategy
         return best, best_s
+
+    def _on_a_bus(self) -> tuple[npt.NDArray[np.int64], float]:
+        """The best for links of all of the bus and of a flow's least share, which takes little time; then refined."""
+        bandwidth_bytes_per_s = self.scenario.cluster.link.bandwidth_bytes_per_s
+        runs: list[tuple[float, int, npt.NDArray[np.int64], Strategy]] = []
+        for flows in sorted({1, self.num_stages - 1}):
+            own = self.scenario.with_own_links(bandwidth_bytes_per_s / flows)
+            run = _Search(own, self.strategy, self.stride, self.least, None)
+            ends, _ = run.run(None)
+            self.strategy, self.evaluations = run.strategy, self.evaluations + run.evaluations
+            runs.append((float(self._evaluate(ends[None])[0]), len(runs), ends, run.strategy))
+        ttft_s, _, best, self.strategy = min(runs, key=lambda one: one[:2])
+        before_s = math.inf
+        while ttft_s < before_s * (1 - _WORTH):
+            before_s = ttft_s
+            best, ttft_s = self._refined(best, ttft_s)
+            best, ttft_s = self._one_more_or_less(best, self._with_layers(best, ttft_s))
+        return best, ttft_s
 
     # -- pieces
     def _seeds(self) -> list[tuple[float, npt.NDArray[np.int64], Strategy]]:

@@ -22,7 +22,7 @@ from planner.search.neighbours import Boundaries, apart, chunks_between, groups,
 
 Row = npt.NDArray[np.int64]
 
-_WORK, _LEAST = 4_000_000, 200  # messages of all partitions that a search simulates; partitions at least
+_WORK, _LEAST = 8_000_000, 400  # messages of all partitions that a search simulates; partitions at least
 _DESCENTS = 3
 _BEHIND = ((5, 1.01), (3, 1.1))  # rounds from which on a descent ends that is so many times as slow as the best
 _ROUNDS, _IDLE_ROUNDS = 60, 2  # at most; and without a gain at the smallest steps, after which a descent ends
@@ -60,7 +60,7 @@ class _Descent:
 class BusSearch:
     """A search over boundaries that are multiples of the stride; `most`: partitions to simulate.
 
-    chain: the strategy whose balanced chunks are seeds; plans: chunks that are seeds, too.
+    chain: the strategy whose balanced chunks are seeds; plans: chunks that are seeds, too; wide: and many others.
     """
 
     def __init__(
@@ -71,10 +71,12 @@ class BusSearch:
         evaluate: Evaluate,
         most: int,
         plans: Sequence[Array],
+        *,
+        wide: bool,
     ) -> None:
         self.scenario, self.chain, self.stride, self.evaluate = scenario, chain, stride, evaluate
         self.tokens, self.num_ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
-        self.left, self.plans = most, plans
+        self.left, self.plans, self.wide = most, plans, wide
         self.was_limited = False  # fewer partitions were tried than there were
         self.rng = np.random.default_rng(0)
 
@@ -86,7 +88,7 @@ class BusSearch:
         seeds_s = self._evaluated(seeds)
         descents = [
             _Descent(seeds[index], float(seeds_s[index]), self._first_step(), seeds[:0])
-            for index in apart(seeds, seeds_s, self.tokens, _DESCENTS)
+            for index in apart(seeds, seeds_s, self.tokens, _DESCENTS if self.wide else 1)
         ]
         best = self._descended(descents)
         return best.best, best.best_s
@@ -104,7 +106,7 @@ class BusSearch:
 
     def _round(self, descents: list[_Descent]) -> bool:
         """Some steps of each; False where no partition may be tried any more."""
-        steps = [self._steps(one, _STEPS // len(descents)) for one in descents]
+        steps = [self._steps(one, _STEPS // len(descents) if self.wide else _STEPS // 2) for one in descents]
         candidates = [self._around(one, own) for one, own in zip(descents, steps, strict=True)]
         room = self.left // len(descents)
         if room < 1:
@@ -163,10 +165,13 @@ class BusSearch:
     def _plans(self) -> Iterator[Array]:
         """Chunks to begin from; the ranks that are left out have no token here, and get one."""
         yield from self.plans
-        ranks = np.arange(self.num_ranks)
-        for used in _spread(1, self.num_ranks):
+        ranks, counts = np.arange(self.num_ranks), _spread(1, self.num_ranks)
+        for used in counts:
+            yield np.append(np.zeros(self.num_ranks - used), self._balanced(used))
+        if not self.wide:
+            return
+        for used in counts:
             idle = np.zeros(self.num_ranks - used)
-            yield np.append(idle, self._balanced(used))
             for ratio in _RATIOS:
                 yield self._scaled(np.append(idle, ratio ** (ranks[:used] - used)))
         places = _spread(0, self.num_ranks - 1)

@@ -20,13 +20,14 @@ from planner.search.balance import balanced_chunks
 from planner.search.bound import lower_bound_s
 from planner.search.grid import Floor, Grid
 from planner.search.neighbours import Boundaries, apart, chunk_lens, chunks_between, rounded, to_grid, unique_rows
-from planner.search.refine import refine
+from planner.search.refine import refine, refine_frugally
 from planner.search.work import Chain
 
 _SCATTERED, _SCATTERED_TRIED, _NEAR = 200, 3, 1.2
 _MOST_SCATTERED_RANKS = 32
 _PROVEN = 1.015  # TTFT over its lower bound, within which no other seed is tried
 _POLISHING_ROUNDS, _ROUNDS_ON_OWN_LINKS = 60, 12
+_FINE_ROUNDS, _FINE_GAIN = 12, 5e-4  # rounds of steps below the stride; and what they must gain of TTFT
 _COARSE = 64  # strides in the shortest chunk, below which the stride is coarse
 
 
@@ -80,6 +81,8 @@ def search(
     if method == "auto" and stride is None and run.is_worth_polishing(boundaries, ttft_s):
         run.stride = 1
         boundaries, ttft_s = run.polished(boundaries)
+    elif method == "auto" and stride is None and run.stride > 1 and 2 <= num_ranks <= _MOST_SCATTERED_RANKS:
+        boundaries, ttft_s = run.fine(boundaries, ttft_s)
     partition = Partition(chunk_lens=chunk_lens(tuple(boundaries), tokens))
     seconds = time.perf_counter() - begin_s
     report = SearchReport(
@@ -130,15 +133,16 @@ class _Search:
         assert self.evaluator.most is not None
         # A flow gets between all of the bus and the share of one of p - 1: the plans for such links are seeds, too.
         bandwidth_bytes_per_s, plans = self.scenario.cluster.link.bandwidth_bytes_per_s, []
+        step = max(default_stride(self.tokens, self.num_ranks), self.stride)
         for flows in sorted({1, self.num_ranks - 1}):
-            own, step = (
-                self.scenario.with_own_links(bandwidth_bytes_per_s / flows),
-                default_stride(self.tokens, self.num_ranks),
-            )
-            run = _Search(own, self.chain, Evaluator(own, self.chain), max(step, self.stride))
+            own = self.scenario.with_own_links(bandwidth_bytes_per_s / flows)
+            run = _Search(own, self.chain, Evaluator(own, self.chain), step)
             boundaries, _ = run._refined(run._seeds(), _ROUNDS_ON_OWN_LINKS)
             plans.append(chunks_between(boundaries, self.tokens).astype(float))
-        bus = BusSearch(self.scenario, self.chain, self.stride, self._evaluate, self.evaluator.most, plans)
+        if self.near is not None:
+            plans.append(chunks_between(self.near, self.tokens).astype(float))
+        wide = self.near is None
+        bus = BusSearch(self.scenario, self.chain, self.stride, self._evaluate, self.evaluator.most, plans, wide=wide)
         found = bus.run()
         self.was_limited = bus.was_limited
         return found
@@ -191,6 +195,14 @@ class _Search:
         seeds = self._with_idle_ranks(boundaries)
         seed = seeds[int(self._evaluate(seeds).argmin())]
         return refine(seed, self.tokens, 1, self._evaluate, rounds=_POLISHING_ROUNDS)
+
+    def fine(self, boundaries: npt.NDArray[np.int64], ttft_s: float) -> tuple[npt.NDArray[np.int64], float]:
+        """Refine by steps below the stride, if that gains enough: a token more may be a further row of tiles."""
+        first_step = max(1, self.stride // 2)
+        fine, fine_s = refine_frugally(
+            boundaries, self.tokens, 1, self._evaluate, rounds=_FINE_ROUNDS, first_step=first_step
+        )
+        return (fine, fine_s) if fine_s < ttft_s * (1 - _FINE_GAIN) else (boundaries, ttft_s)
 
     def _with_idle_ranks(self, boundaries: npt.NDArray[np.int64]) -> Boundaries:
         """These boundaries; with one rank at a single token; with the first few ranks at single tokens."""
