@@ -198,11 +198,18 @@ class _Search:
 
     def fine(self, boundaries: npt.NDArray[np.int64], ttft_s: float) -> tuple[npt.NDArray[np.int64], float]:
         """Refine by steps below the stride, if that gains enough: a token more may be a further row of tiles."""
+        told, self.evaluator = self.evaluator, Evaluator(self.scenario, self.strategy)  # what is not taken is not told
         first_step = max(1, self.stride // 2)
         fine, fine_s = refine_frugally(
             boundaries, self.tokens, 1, self._evaluate, rounds=_FINE_ROUNDS, first_step=first_step
         )
-        return (fine, fine_s) if fine_s < ttft_s * (1 - _FINE_GAIN) else (boundaries, ttft_s)
+        told.evaluations += self.evaluator.evaluations
+        self.evaluator = told
+        if fine_s >= ttft_s * (1 - _FINE_GAIN):
+            return boundaries, ttft_s
+        told.best_s = fine_s
+        told.report()
+        return fine, fine_s
 
     def _with_idle_ranks(self, boundaries: npt.NDArray[np.int64]) -> Boundaries:
         """These boundaries; with one rank at a single token; with the first few ranks at single tokens."""
