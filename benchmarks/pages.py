@@ -22,6 +22,7 @@ from kvrsim.pages.timeline import SCRIPTS, Shown, gantt_section, timelines_data
 from kvrsim.results.timeline import Timeline
 from kvrsim.setup import make_scenario
 from planner.plan import make_plan
+from tests.browser.screenshots import PICTURES, page_of
 from tests.building.browser import NoBrowserError, Opened, start
 
 LOADS = 7
@@ -83,20 +84,24 @@ def painted_ms(page: Opened) -> tuple[float, float]:
     return float(first), float(drawn)
 
 
-def measured(driver: Any, page: Page, folder: Path) -> tuple[int, list[tuple[float, float]], list[float]]:
-    """Bytes, times of each load, and milliseconds between frames."""
-    path = folder / "page.html"
-    write_page(page, path)
+def row(driver: Any, name: str, path: Path, *, zooms: bool = False) -> str:
+    """Of one page: its size, when it was painted and drawn, and how fast it zooms."""
     loads = [painted_ms(Opened.at(driver, path)) for _ in range(LOADS)]
-    driver.set_script_timeout(120)
-    return path.stat().st_size, loads, driver.execute_async_script(_ZOOM, FRAMES)
+    paints = [f"{spread([load[which] for load in loads])}" for which in (0, 1)]
+    frames = driver.execute_async_script(_ZOOM, FRAMES) if zooms else []
+    each = [f"{1e3 / np.mean(frames):.1f}", f"{np.quantile(frames, 0.95):.1f}"] if zooms else ["", ""]
+    return f"| {' | '.join([name, f'{path.stat().st_size:,}', *paints, *each])} |"
+
+
+def written(page: Page, path: Path) -> Path:
+    """A page in a file."""
+    write_page(page, path)
+    return path
 
 
 def main() -> None:
     """Measure, and write the results."""
     load = os.getloadavg()[0]
-    plan, many = pages()
-    rows = {f"plan of {len(STRATEGIES)} strategies": plan, f"one timeline of {SPANS:,} spans": many}
     lines = [
         "| page | bytes | first paint, ms | drawn, ms | frames a second while zooming | slowest of 20 frames, ms |",
         "|---|---|---|---|---|---|",
@@ -105,22 +110,25 @@ def main() -> None:
         driver = start()
     except NoBrowserError as missing:
         sys.exit(f"benchmarks/pages.py: {missing}; nothing is measured")
-    with tempfile.TemporaryDirectory() as folder:
-        for name, page in rows.items():
-            size, loads, frames = measured(driver, page, Path(folder))
-            paints = [f"{spread([load[which] for load in loads])}" for which in (0, 1)]
-            each = f"{1e3 / np.mean(frames):.1f} | {np.quantile(frames, 0.95):.1f}"
-            lines.append(f"| {name} | {size:,} | {' | '.join(paints)} | {each} |")
-        version = driver.capabilities["browserVersion"]
-    driver.quit()
+    driver.set_script_timeout(120)
+    plan, many = pages()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        title = f"plan of {len(STRATEGIES)} strategies, 8 ranks x 80 layers"
+        lines.append(row(driver, title, written(plan, folder / "five.html"), zooms=True))
+        title = f"one timeline of {SPANS:,} spans"
+        lines.append(row(driver, title, written(many, folder / "many.html"), zooms=True))
+        for command in dict.fromkeys(picture.command for picture in PICTURES.values()):
+            lines.append(row(driver, f"`kvrsim {' '.join(command)}`", page_of(command, folder)))
     lines += [
         "",
-        f"Chromium {version}, without a window and without a GPU; median of {LOADS} loads, smallest and largest in"
-        f" brackets; {FRAMES} frames, at most 60 a second.",
-        "Both are of 8 ranks x 80 layers (llama-2-70b, 16k tokens, a100-flash); the plan's has tables and memory, too.",
+        f"Chromium {driver.capabilities['browserVersion']}, without a window and without a GPU; median of {LOADS}"
+        f" loads, smallest and largest in brackets; {FRAMES} frames, at most 60 a second.",
+        "The first two are of llama-2-70b, 16k tokens, a100-flash; the plan's has tables and memory, too.",
         "Aims: below 1,500,000 bytes, first paint below 1000 ms, at least 30 frames a second.",
         f"Load average of the machine when this began: {load:.1f}. Above 0, others slow what was measured.",
     ]
+    driver.quit()
     write("pages", "python benchmarks/pages.py", lines)
 
 

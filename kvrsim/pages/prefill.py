@@ -168,7 +168,7 @@ def _row(plan: Plan, one: StrategyResult, span: tuple[float, float]) -> list[str
 def _ranks(result: SimResult) -> Html:
     """What each rank computes, waits for, sends and holds."""
     columns = (
-        Column(title="rank", number=True),
+        Column(title="rank" if result.timeline is None or result.timeline.gpus_per_rank == 1 else "GPU", number=True),
         Column(title="tokens", number=True),
         Column(title="computes", number=True),
         Column(title="waits", number=True),
@@ -191,7 +191,7 @@ def _ranks(result: SimResult) -> Html:
 
 def memory_section(limit: MemoryLimit) -> Section:
     """Memory of the strategies whose timelines are shown."""
-    lead = f"Peak of each rank, by what it is for. The dashed line is the {limit.describe()}."
+    lead = f"Peak of each GPU, by what it is for. The dashed line is the {limit.describe()}."
     return Section(title="Memory", lead=lead, body=tag("div", id="memory"))
 
 

@@ -68,10 +68,13 @@ def strategy_name(name: str, *, colour_of: str | None = None) -> Html:
     return tag("span", square, f" {name}", class_="strategy")
 
 
-def interval_bar(low: float, value: float, high: float, span: tuple[float, float], colour: str) -> Html:
+def interval_bar(
+    low: float, value: float, high: float, span: tuple[float, float], colour: str, *, measured: float | None = None
+) -> Html:
     """An interval on an axis that several share.
 
     span: both ends of the axis; an interval beyond it has no bar. colour: a CSS variable, for the value.
+    measured: marked by a line across.
     """
 
     if high > span[1]:
@@ -84,6 +87,11 @@ def interval_bar(low: float, value: float, high: float, span: tuple[float, float
         tag("line", x1=place(low), x2=place(high), y1=8, y2=8, stroke_width=2),
         *(tag("line", x1=place(end), x2=place(end), y1=4, y2=12, stroke_width=1.5) for end in (low, high)),
         tag("circle", cx=place(value), cy=8, r=4, fill=f"var({colour})"),
+        *(
+            []
+            if measured is None
+            else [tag("line", x1=place(measured), x2=place(measured), y1=0, y2=16, class_="real")]
+        ),
     )
     return tag("svg", *lines, class_="interval", width=_BAR, height=16, aria_hidden="true")
 

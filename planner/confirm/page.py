@@ -75,7 +75,8 @@ def _answer(found: Confirmation, choice: Candidate, best: Candidate) -> str:
 
 
 def _errors(found: Confirmation) -> str:
-    return f"Median error of the predictions: {found.median_error:.1%}. The interval is that of the prediction."
+    error = f"Median error of the predictions: {found.median_error:.1%}."
+    return f"{error} Bars are the intervals of the predictions; a line across marks what was measured."
 
 
 def _parts(label: str, parts: tuple[str, ...]) -> list[str]:
@@ -88,7 +89,8 @@ def _family(one: Candidate) -> str:
 
 
 def _candidates(found: Confirmation) -> Html:
-    span = span_of([(one.predicted_low_s, one.predicted_high_s) for one in found.candidates])
+    ends = [(one.predicted_low_s, one.predicted_high_s, one.median_s) for one in found.candidates]
+    span = span_of([(min(three), max(three)) for three in ends])
     columns = (
         Column(title="candidate"),
         Column(title="predicted", number=True),
@@ -107,7 +109,9 @@ def _candidates(found: Confirmation) -> Html:
 
 def _row(one: Candidate, places: Mapping[str, Any], span: tuple[float, float]) -> list[str | Cell]:
     ends = one.predicted_low_s, one.predicted_high_s
-    bar = interval_bar(ends[0], one.predicted_s, ends[1], span, variable("strategy", _family(one)))
+    bar = interval_bar(
+        ends[0], one.predicted_s, ends[1], span, variable("strategy", _family(one)), measured=one.median_s
+    )
     return [
         Cell(shown=strategy_name(one.strategy, colour_of=_family(one)), value=one.strategy),
         seconds_cell(one.predicted_s),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -39,6 +40,11 @@ REQUESTS = (
     "24",
     "--every",
     "poisson:450ms",
+)
+
+CONFIRM = (
+    *("confirm", "--gpus", "2", "--ctx", "2k", "--model", "small-llama.json", "--profile", "here.json"),
+    *("--attention", "sdpa", "--dtype", "fp32", "--no-virtual", "--repeats", "3", "--plot", "confirm.html"),
 )
 
 
@@ -92,21 +98,12 @@ def main() -> None:
     chosen = parser.parse_args()
     pictures = dict(PICTURES)
     if chosen.here is not None:
-        asked = ("--gpus", "2", "--ctx", "2k", "--model", str(MODEL), "--profile", str(chosen.here.resolve()))
-        command = (
-            "confirm",
-            *asked,
-            "--attention",
-            "sdpa",
-            "--dtype",
-            "fp32",
-            "--no-virtual",
-            "--plot",
-            "confirm.html",
-        )
-        pictures["confirm"] = Picture(command=command, size=(1200, 800))
+        pictures["confirm"] = Picture(command=CONFIRM, size=(1200, 1010))
     driver = start()
     with tempfile.TemporaryDirectory() as folder:
+        if chosen.here is not None:
+            shutil.copy(chosen.here, Path(folder, "here.json"))
+            shutil.copy(MODEL, folder)
         for name in chosen.names or pictures:
             content = picture(driver, pictures[name], Path(folder))
             assert len(content) < LARGEST_BYTES, f"{name}: {len(content)} bytes"
@@ -118,16 +115,21 @@ def main() -> None:
 
 def picture(driver: Any, one: Picture, folder: Path) -> bytes:
     """As PNG."""
-    page = folder / one.command[-1]
-    if not page.exists():
-        command = [sys.executable, "-m", "kvrsim", *one.command]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-        assert page.exists(), done.stderr
-    opened = Opened.at(driver, page, one.size)
+    opened = Opened.at(driver, page_of(one.command, folder), one.size)
     opened.prefers("dark" if one.dark else "light")
     one.act(opened)
     opened.settle()
     return smaller(driver.get_screenshot_as_png())
+
+
+def page_of(command: Sequence[str], folder: Path) -> Path:
+    """The page that a command writes, its last word; made once."""
+    page = folder / command[-1]
+    if not page.exists():
+        words = [sys.executable, "-m", "kvrsim", *command]
+        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+        assert page.exists(), done.stderr
+    return page
 
 
 def smaller(content: bytes) -> bytes:

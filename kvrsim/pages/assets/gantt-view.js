@@ -14,6 +14,7 @@ function kvGanttView(host, label) {
   const HEAD = 24;
   const GAP = 12;
   const RIGHT = 10;
+  const SMALL = "11.5px system-ui, sans-serif";
   let width = 0;
   let height = 0;
   let left = 62;
@@ -52,8 +53,10 @@ function kvGanttView(host, label) {
       top = panel.bottom + GAP;
     }
     height = top - GAP + AXIS;
-    left = width < 640 ? 44 : 66;
     context = kv.canvas(canvas, width, height);
+    context.font = SMALL;
+    const names = panels.flatMap((panel) => panel.timeline.rank_names);
+    left = width < 640 ? 44 : Math.min(150, 14 + Math.max(...names.map((name) => context.measureText(name).width)));
     recolour();
   }
 
@@ -163,7 +166,7 @@ function kvGanttView(host, label) {
     context.font = "600 12.5px system-ui, sans-serif";
     const shown = fitting(timeline.title, width - 4);
     context.fillText(shown, 2, panel.top + HEAD / 2 - 2);
-    context.font = "11.5px system-ui, sans-serif";
+    context.font = SMALL;
     const every = Math.ceil(13 / row);
     for (let rank = 0; rank < timeline.ranks; rank += every) {
       const name = width < 640 ? String(rank) : timeline.rank_names[rank];

@@ -6,9 +6,13 @@ kv.ready((data) => {
   const { limit, limit_words: words, parts, of } = data.memory;
   const shade = (part) => `color-mix(in oklab, var(--accent) ${[100, 72, 50, 32, 18][part]}%, var(--faint))`;
   const names = data.timelines.map((timeline) => timeline.memory);
+  const whose = (name) => { // a rank may stand for several GPUs, and memory is that of each
+    const gpus = 1 + Math.max(...of[name].map(([, last]) => last));
+    return data.timelines.some((timeline) => timeline.memory === name && timeline.ranks < gpus) ? "GPU" : "rank";
+  };
   const sum = (sizes) => sizes.reduce((before, size) => before + size, 0);
 
-  function row([first, last, sizes], most) {
+  function row([first, last, sizes], most, what) {
     const total = sum(sizes);
     const bar = kv.el("div", { class: "bar", "aria-hidden": "true" });
     let before = 0;
@@ -25,7 +29,7 @@ kv.ready((data) => {
     bar.append(line);
     const told = parts.map((part, index) => (sizes[index] ? `${part} ${kv.bytes(sizes[index])}` : "")).filter(Boolean).join(", ");
     return [
-      kv.el("span", { class: "name", text: first === last ? `rank ${first}` : `ranks ${first} to ${last}` }), bar,
+      kv.el("span", { class: "name", text: first === last ? `${what} ${first}` : `${what}s ${first} to ${last}` }), bar,
       kv.el("span", { class: total > limit ? "value bad" : "value" }, kv.bytes(total),
         kv.el("span", { class: "hidden", text: ` of ${words}: ${told}` })),
     ];
@@ -34,7 +38,7 @@ kv.ready((data) => {
     const shown = [...new Set(chosen.map((index) => names[index]))].filter((name) => of[name]);
     const most = 1.04 * Math.max(limit, ...shown.flatMap((name) => of[name].map(([, , sizes]) => sum(sizes))));
     const groups = shown.map((name) => kv.el("div", {},
-      shown.length > 1 ? kv.el("h3", { text: name }) : null, kv.el("div", { class: "bars" }, ...of[name].flatMap((ranks) => row(ranks, most)))));
+      shown.length > 1 ? kv.el("h3", { text: name }) : null, kv.el("div", { class: "bars" }, ...of[name].flatMap((ranks) => row(ranks, most, whose(name))))));
     const legend = parts.map((part, index) => {
       const square = kv.el("span", { class: "chip", "aria-hidden": "true" });
       square.style.background = shade(index);
