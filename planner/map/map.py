@@ -84,6 +84,14 @@ class StrategyMap(Displayed):
     points: tuple[MapPoint, ...]
     warnings: tuple[str, ...]
     approximate: tuple[str, ...] = ()  # strategies that compute something else than the model's own prefill
+    _places: dict[tuple[int, float, int], dict[str, MapPoint]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        places: dict[tuple[int, float, int], dict[str, MapPoint]] = {}
+        for point in self.points:
+            place = point.context_len, point.link_bandwidth_bytes_per_s, point.num_gpus
+            places.setdefault(place, {})[point.strategy] = point
+        object.__setattr__(self, "_places", places)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -107,12 +115,7 @@ class StrategyMap(Displayed):
 
     def at(self, context_len: int, bandwidth: float, num_gpus: int) -> dict[str, MapPoint]:
         """The strategies that run in one place."""
-        place = context_len, bandwidth, num_gpus
-        return {
-            point.strategy: point
-            for point in self.points
-            if (point.context_len, point.link_bandwidth_bytes_per_s, point.num_gpus) == place
-        }
+        return self._places.get((context_len, bandwidth, num_gpus), {})
 
     def winners(self) -> Iterator[Winner]:
         """One for each context, bandwidth and number of GPUs that can be planned."""

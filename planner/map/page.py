@@ -22,6 +22,7 @@ from planner.map.map import ALONE, MapPoint, StrategyMap, Winner, is_tied
 
 _FAR = 2.0  # times a TTFT, from where on another is no tie with it
 _DIGITS = 4
+_MOST_ROWS = 300  # of the table of break-even contexts
 
 
 def map_page(found: StrategyMap) -> Page:
@@ -61,7 +62,7 @@ def headline(found: StrategyMap) -> str:
     listed = [f"{name} in {count}" for name, count in wins.most_common()]
     rest = len(winners) - sum(count for _, count in wins.most_common(5))
     words = ", ".join(listed[:5]) + (f", others in {rest}" if rest else "")
-    return f"Fastest of {len(found.strategies)} strategies in {len(winners)} places: {words}."
+    return f"Fastest of {len(found.strategies)} strategies in {len(winners)} place{'s' * (len(winners) > 1)}: {words}."
 
 
 def _facts(found: StrategyMap) -> dict[str, str]:
@@ -161,6 +162,7 @@ def _best_row(found: StrategyMap, winner: Winner) -> list[str | Cell]:
 
 
 def _break_evens(found: StrategyMap) -> str:
+    evens = list(found.break_evens())
     rows = [
         [
             Cell(shown=format_bandwidth(one.link_bandwidth_bytes_per_s), value=one.link_bandwidth_bytes_per_s),
@@ -173,7 +175,7 @@ def _break_evens(found: StrategyMap) -> str:
             ),
             one.known,
         ]
-        for one in found.break_evens()
+        for one in evens[:_MOST_ROWS]
     ]
     if not rows:
         return tag("p", "No strategy overtakes another here.", class_="lead")
@@ -186,4 +188,5 @@ def _break_evens(found: StrategyMap) -> str:
         Column(title="known", rank=2),
     )
     shown = table(columns, rows, caption="Break-even contexts")
-    return tag("details", tag("summary", f"From which context on one is faster than another ({len(rows)} rows)"), shown)
+    count = str(len(evens)) if len(rows) == len(evens) else f"{len(rows)} of {len(evens)}, all with --json"
+    return tag("details", tag("summary", f"From which context on one is faster than another ({count})"), shown)

@@ -35,13 +35,14 @@ kv.ready((data) => {
 
   const all = data.tried.map((one) => one.ttft_s[data.percentiles.indexOf(data.percentile)]).filter((one) => one !== null);
   const least = Math.min(data.slo_s, ...all) / 1.4;
-  const most = Math.max(data.slo_s * 4, Math.min(Math.max(...all), data.slo_s * 40)) * 1.2;
+  const most = Math.max(data.slo_s * 4, Math.min(Math.max(...all), 40 * Math.max(data.slo_s, Math.min(...all)))) * 1.2;
   const steps = Array.from({ length: 141 }, (_, index) => least * 1.1 * (most / least / 1.21) ** (index / 140));
   const targets = [...steps, data.slo_s].sort((a, b) => a - b);
   const budgets = () => [...new Set(data.tried.map(cost))].sort((a, b) => a - b);
   const nearest = (values, value) => values.reduce((best, one, index) => (Math.abs(Math.log(one / value)) < Math.abs(Math.log(values[best] / value)) ? index : best), 0);
   const first = cheapest(1) ?? front(1).slice(-1)[0];
-  state.budget = first ? Math.max(cost(first), ...front(1).slice(0, 3).map(cost)) : budgets()[0];
+  const dearer = first ? front(1).filter((one) => cost(one) > cost(first)) : [];
+  state.budget = first ? cost(dearer[1] ?? dearer[0] ?? first) : budgets()[0];
 
   const target = kv.slider({ label: "Target TTFT", values: targets, format: (value) => kv.seconds(Number(value.toPrecision(3))), at: targets.indexOf(data.slo_s), moved: (index) => {
     state.target = targets[index];
@@ -97,9 +98,9 @@ kv.ready((data) => {
       return here ? at(here[key]) : null;
     };
     const sure = best.length && best.every((one) => at(one.low_s) !== null);
-    const line = { name: "the fastest at this price", colour: "--accent", step: true, points: false, values: shown.map((one) => held(one, "ttft_s")) };
+    const line = { name: priced() ? "the fastest at this price" : "the fastest with so many GPUs", colour: "--accent", step: true, points: false, values: shown.map((one) => held(one, "ttft_s")) };
     if (sure) Object.assign(line, { low: shown.map((one) => held(one, "low_s")), high: shown.map((one) => held(one, "high_s")) });
-    const dots = { name: "fleets simulated", colour: "--ink", line: false, size: 7, values: shown.map((one) => at(one.ttft_s)) };
+    const dots = { name: "fleets simulated", colour: "--ink", line: false, size: 7, values: shown.map((one) => (at(one.ttft_s) > most ? null : at(one.ttft_s))) };
     // A place of no fleet at each end, so that all rates have one axis.
     for (const one of [line, dots]) for (const key of ["values", "low", "high"]) if (one[key]) one[key] = [null, ...one[key], null];
     return [[prices[0] / 1.2, ...shown.map(cost), prices[prices.length - 1] * 1.2], [line, dots]];
@@ -121,7 +122,10 @@ kv.ready((data) => {
 
   function rests(one) {
     if (one.rate === 1) return `${one.requests} requests simulated.`;
-    return `${one.requests} requests, replayed ${times(one.rate)} as fast as asked; the designs of the answer with other numbers of groups, not searched again.`;
+    const [whole] = known(1);
+    const some = whole.requests === one.requests ? `${one.requests} requests`
+      : `${one.requests} of ${whole.requests} requests (${one.requests % data.requests.count ? "the busiest stretch" : "not all draws"})`;
+    return `${some}, replayed ${times(one.rate)} as fast as asked; the designs of the answer with other numbers of groups, not searched again.`;
   }
   function card(title, one, none) {
     if (!one) return kv.el("div", { class: "card" }, kv.el("h3", { text: title }), kv.el("p", { class: "bad", text: none }));
@@ -180,6 +184,7 @@ kv.ready((data) => {
     });
     const table = kv.list([{ title: "requests" }, { title: priced() ? "cost" : "GPUs" }, { title: "fleet" }, { title: `${state.percentile} % within`, number: true }, { title: "busy", number: true, second: true }],
       rows, { caption: "The cheapest fleet by rate", ident: "needs" });
+    rateHost.classList.toggle("empty", line.values.every((one) => one === null));
     if (rateChart) rateChart.set(about.xs, about.series);
     else {
       rateHost.append(kv.el("div", { class: "rate-chart" }), kv.el("div", { class: "rate-table" }));

@@ -143,7 +143,7 @@ kv.ready((data) => {
     said.textContent = sentence(place);
     const most = one && Math.min(3 * ttft(one.best, number), Math.max(...one.ranked.map((index) => strategies[index].high_s[number])));
     const columns = [{ title: "strategy" }, { title: "TTFT", number: true }, { title: "80 % interval", number: true, second: true },
-      { title: most && `0 to ${kv.seconds(most)}`, second: true }, { title: "than the fastest", number: true }, { title: "GPU-seconds", number: true, second: true }, { title: "fits" }, { title: "" }];
+      { title: most && `0 to ${kv.seconds(most)}`, second: true }, { title: "against the fastest", number: true }, { title: "GPU-seconds", number: true, second: true }, { title: "fits" }, { title: "" }];
     const lines = (one?.ranked ?? []).map((index) => ({
       class: index === one.best ? "best" : undefined,
       cells: [
@@ -195,7 +195,7 @@ kv.ready((data) => {
   function legend() {
     if (by === "winner") {
       const hatched = found.some((one) => one && !one.fits);
-      const parts = ["≈: the fastest ties with another, the difference is within its prediction interval."];
+      const parts = found.some((one) => one?.ties.length) ? ["≈: the fastest ties with another, the difference is within its prediction interval."] : [];
       if (hatched) parts.push("Hatched: none of these fits in memory.");
       return scale.replaceChildren(kv.el("p", { class: "lead", text: parts.join(" ") }));
     }
