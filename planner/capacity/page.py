@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvrsim.pages.html import Cell, Column, Html, items, join, table, tag
-from kvrsim.pages.page import CHARTS, Page, Section, write_page
+from kvrsim.pages.page import CHARTS, Page, Section
 from kvrsim.pages.words import facts_of, seconds_cell
 from kvrsim.units import format_seconds, format_tokens
 from planner.capacity.answer import CapacityPlan, Curves, FleetAnswer, TriedFleet
@@ -32,11 +32,6 @@ _MOST_DOTS = 12_000  # requests of the charts; of more, every second, third, ...
 _MOST_STEPS = 20_000  # changes of the queue that are drawn as they are; of more, the longest queue in each of _BINS
 _BINS = 4000
 _DIGITS = 4
-
-
-def write_capacity_page(plan: CapacityPlan, path: str, argument: str = "html") -> None:
-    """Write the file; raises InputError naming the argument where it cannot be written."""
-    write_page(capacity_page(plan), path, argument=argument)
 
 
 def capacity_page(plan: CapacityPlan) -> Page:

@@ -41,6 +41,15 @@ REQUESTS = (
     "--every",
     "poisson:450ms",
 )
+MAP = (
+    *("map", "--ctx", "1k:64k:x2", "--gpus", "2,4,8", "--link-bandwidths", "5GB/s,25GB/s,100GB/s,300GB/s"),
+    *("--strategies", "tsp,kvr-s,ring,zigzag,ulysses,tp,tp2+kvr-s", "--plot", "map.html"),
+)
+CAPACITY = (
+    *("capacity", "--model", "llama-3-8b", "--cluster", "h100-nvlink", "--profile", "h100-flash"),
+    *("--requests", "synthetic:bursty,rate=6,requests=3000,context=lognormal:3000:0.9,max=24k"),
+    *("--slo-ttft", "2s", "--price-per-gpu-hour", "2.5", "--html", "capacity.html"),
+)
 
 CONFIRM = (
     *("confirm", "--gpus", "2", "--ctx", "2k", "--model", "small-llama.json", "--profile", "here.json"),
@@ -81,12 +90,55 @@ def at(selector: str) -> Callable[[Opened], object]:
     )
 
 
+def pointed(page: Opened) -> None:
+    """The pointer at a place of a map."""
+    section = "document.querySelector('#map').closest('section')"
+    page.script(f"window.scrollTo(0, {section}.offsetTop - 12)")
+    x, y = page.script("""
+        const box = document.querySelector("#by-links .cell[data-x='4'][data-y='1']").getBoundingClientRect();
+        const whole = document.querySelector("#by-links svg").getBoundingClientRect();
+        return [box.x - whole.x + box.width / 2, box.y - whole.y + box.height / 2];
+    """)
+    page.hover("#by-links svg", x, y)
+    page.script(f"window.scrollTo(0, {section}.offsetTop - 12)")
+
+
+def led(page: Opened) -> None:
+    """Colours of the lead, without zigzag."""
+    page.click("[data-key=lead]")
+    page.click(".switches [data-key='4']")
+    at("#map")(page)
+
+
+def doubled(page: Opened) -> None:
+    """Twice the requests, a shorter target, a higher price."""
+    page.press(".slider input[aria-label='Requests']", "\ue014", "\ue014")
+    y = page.script("return kvFleets.chart.plot().valToPos(kvFleets.state.target, 'y')")
+    page.drag("#fleets .u-over", 800, y, 0, 45)
+    x = page.script("return kvFleets.chart.plot().valToPos(kvFleets.state.budget, 'x')")
+    page.drag("#fleets .u-over", x, 30, 330)
+    at("#fleets")(page)
+
+
+def busiest(page: Opened) -> None:
+    """The longest queue."""
+    page.click("#queue .tools > button")
+    page.click("#queue .group button:nth-child(2)")
+    at("#queue")(page)
+
+
 PICTURES = {
     "plan": Picture(command=PLAN, size=(1200, 1010)),
     "plan-zoomed": Picture(command=PLAN, act=zoomed, size=(1200, 800)),
     "plan-strategies": Picture(command=PLAN, act=at("#strategies"), size=(1200, 890), dark=True),
     "plan-phone": Picture(command=PLAN, act=at("#gantt"), size=PHONE),
     "requests": Picture(command=(*REQUESTS, "--plot", "requests.html"), size=(1200, 1010)),
+    "map": Picture(command=MAP, act=pointed, size=(1200, 740)),
+    "map-lead": Picture(command=MAP, act=led, size=(1200, 470), dark=True),
+    "map-phone": Picture(command=MAP, act=at("#map"), size=PHONE),
+    "capacity": Picture(command=CAPACITY, act=doubled, size=(1200, 790)),
+    "capacity-queue": Picture(command=CAPACITY, act=busiest, size=(1200, 660), dark=True),
+    "capacity-phone": Picture(command=CAPACITY, act=at("#fleets"), size=PHONE),
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,9 @@ from kvrsim.cli.options import Table, WorkloadOptions, takes
 from kvrsim.cli.outputs import write_beside
 from kvrsim.cli.parsing import check_output, check_plot, parse_strategies, read_table
 from kvrsim.cli.pool_options import PoolOptions
+
+if TYPE_CHECKING:
+    from planner.capacity.answer import CapacityPlan
 
 
 @takes(WorkloadOptions, FleetOptions, PoolOptions, DeployOptions, AnswerOptions)
@@ -36,7 +39,10 @@ def capacity(
         str | None, typer.Option("--html", metavar="FILE", help="Write an interactive page in one HTML file.")
     ] = None,
     plot: Annotated[
-        str | None, typer.Option("--plot", metavar="FILE", help="Draw the plots: FILE.png, FILE.svg or FILE.pdf.")
+        str | None,
+        typer.Option(
+            "--plot", metavar="FILE", help="Draw plots: FILE.png, FILE.svg, FILE.pdf, or the page FILE.html."
+        ),
     ] = None,
 ) -> None:
     """Find the smallest or cheapest fleet for a TTFT target.
@@ -52,6 +58,7 @@ def capacity(
     check_plot(plot, page=True)
     pool = workers.pool()
     scenario, warnings = options.scenario()
+    from kvrsim.plots.save import is_page
     from planner.capacity.plan import plan_capacity
 
     request = fleet.request(scenario)
@@ -71,7 +78,7 @@ def capacity(
             warnings=warnings,
             pool=pool,
             on_stage=progress,
-            explore=html is not None,
+            explore=html is not None or is_page(plot),
         )
     launch = None
     if deploy.emit is not None and result.answer is not None:
@@ -86,8 +93,13 @@ def capacity(
         from kvrsim.cli.render.capacity import show_capacity
 
         show_capacity(result)
-    from planner.capacity.page import write_capacity_page
-
-    write_beside((html, lambda path: write_capacity_page(result, path)), (plot, result.write_plot))
+    write_beside((html, lambda path: _write_page(result, path)), (plot, result.write_plot))
     if not result.feasible:
         raise typer.Exit(1)
+
+
+def _write_page(result: CapacityPlan, path: str) -> None:
+    from kvrsim.pages.page import write_page
+    from planner.capacity.page import capacity_page
+
+    write_page(capacity_page(result), path, argument="html")

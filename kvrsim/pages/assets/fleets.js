@@ -124,7 +124,7 @@ kv.ready((data) => {
     if (one.rate === 1) return `${one.requests} requests simulated.`;
     const [whole] = known(1);
     const some = whole.requests === one.requests ? `${one.requests} requests`
-      : `${one.requests} of ${whole.requests} requests (${one.requests % data.requests.count ? "the busiest stretch" : "not all draws"})`;
+      : `${one.requests} of ${whole.requests} requests (${one.requests % data.requests.count ? "the busiest stretch" : `${one.requests / data.requests.count} of ${whole.requests / data.requests.count} draws`})`;
     return `${some}, replayed ${times(one.rate)} as fast as asked; the designs of the answer with other numbers of groups, not searched again.`;
   }
   function card(title, one, none) {

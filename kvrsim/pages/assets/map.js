@@ -60,7 +60,7 @@ kv.ready((data) => {
     const tie = one.ties.length ? " ≈" : "";
     const fill = by === "winner" ? kv.colour(variable(one.best)) : kvRamp(by === "lead" ? share(one) : 1 - share(one));
     const time = kv.seconds(ttft(one.best, place));
-    const lines = { winner: [name(one.best) + tie, time], lead: [lead(one), name(one.best)], gpu_s: [gpuSeconds(one.gpu_s).replace(" GPU-s", ""), name(one.best) + tie] };
+    const lines = { winner: [name(one.best), time + tie], lead: [lead(one), name(one.best)], gpu_s: [gpuSeconds(one.gpu_s).replace(" GPU-s", "") + tie, name(one.best)] };
     return { fill, hatched: !one.fits, lines: lines[by], mark: one.ties.length ? "≈" : "" };
   }
   const gpuSeconds = (value) => `${Number(value.toPrecision(3))} GPU-s`;
@@ -100,7 +100,7 @@ kv.ready((data) => {
     else {
       const number = numberOf(place);
       const one = found[number];
-      const lines = one.ranked.slice(0, 5).map((index) => [name(index), kv.seconds(ttft(index, number)) + (strategies[index].fits[number] ? "" : ", does not fit")]);
+      const lines = one.ranked.slice(0, 4).map((index) => [name(index), kv.seconds(ttft(index, number)) + (strategies[index].fits[number] ? "" : ", does not fit")]);
       kv.tip.at(event.clientX, event.clientY, where(place), [...lines, ["lead", lead(one)], ["GPU-seconds", gpuSeconds(one.gpu_s)]]);
     }
     if (!same) explain();
