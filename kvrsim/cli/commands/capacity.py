@@ -40,9 +40,7 @@ def capacity(
     ] = None,
     plot: Annotated[
         str | None,
-        typer.Option(
-            "--plot", metavar="FILE", help="Draw plots: FILE.png, FILE.svg, FILE.pdf, or the page FILE.html."
-        ),
+        typer.Option("--plot", metavar="FILE", help="Draw plots: FILE.png, FILE.svg, FILE.pdf, or the page FILE.html."),
     ] = None,
 ) -> None:
     """Find the smallest or cheapest fleet for a TTFT target.
