@@ -129,7 +129,7 @@ def busiest(page: Opened) -> None:
 
 PICTURES = {
     "plan": Picture(command=PLAN, size=(1200, 1010)),
-    "plan-zoomed": Picture(command=PLAN, act=zoomed, size=(1200, 800)),
+    "plan-zoomed": Picture(command=PLAN, act=zoomed, size=(1160, 770)),
     "plan-strategies": Picture(command=PLAN, act=at("#strategies"), size=(1200, 890), dark=True),
     "plan-phone": Picture(command=PLAN, act=at("#gantt"), size=PHONE),
     "requests": Picture(command=(*REQUESTS, "--plot", "requests.html"), size=(1200, 1010)),
@@ -150,7 +150,7 @@ def main() -> None:
     chosen = parser.parse_args()
     pictures = dict(PICTURES)
     if chosen.here is not None:
-        pictures["confirm"] = Picture(command=CONFIRM, size=(1200, 1010))
+        pictures["confirm"] = Picture(command=CONFIRM, size=(1200, 960))
     driver = start()
     with tempfile.TemporaryDirectory() as folder:
         if chosen.here is not None:
@@ -185,13 +185,11 @@ def page_of(command: Sequence[str], folder: Path) -> Path:
 
 
 def smaller(content: bytes) -> bytes:
-    """The picture with 64 levels a channel, which the eye hardly sees and the format rewards."""
+    """The picture with 128 levels a channel, which the eye does not see and the format rewards."""
     from PIL import Image
 
     image = (
-        Image.open(io.BytesIO(content))
-        .convert("RGB")
-        .point([round(round(level * 63 / 255) * 255 / 63) for level in range(256)] * 3)
+        Image.open(io.BytesIO(content)).convert("RGB").point([level & 0xFE | level >> 7 for level in range(256)] * 3)
     )
     written = io.BytesIO()
     image.save(written, format="PNG", optimize=True)
