@@ -107,6 +107,27 @@ def replays_per_s(repeats: int = 20) -> list[float]:
     return rates
 
 
+PLANS = {
+    "16 H100 on two nodes, Qwen3-235B, 32k, all strategies": (
+        "--model qwen3-235b-a22b --cluster h100-2x8-ndr400 --gpus 16 --ctx 32k --strategies all"
+    ),
+    "16 H100 on two nodes, Llama-3-70B, 128k, all strategies": (
+        "--model llama-3-70b --cluster h100-2x8-ndr400 --gpus 16 --ctx 128k --strategies all"
+    ),
+    "8 GPUs on a bus of 10 GB/s, 16k": "--gpus 8 --ctx 16k --topology bus --link-bandwidth 10GB/s",
+    "8 GPUs on a bus of 10 GB/s, 32k, all strategies": (
+        "--gpus 8 --ctx 32k --topology bus --link-bandwidth 10GB/s --strategies all"
+    ),
+}
+
+
+def plans(repeats: int = 7) -> list[str]:
+    """Whole plans in fresh processes, in turn."""
+    commands = {name: ["-m", "kvrsim.cli.main", "plan", "--json", *asked.split()] for name, asked in PLANS.items()}
+    rounds = [{name: cpu_s(arguments) for name, arguments in commands.items()} for _ in range(repeats)]
+    return [f"| `plan`, {name}: user CPU | {spread([one[name] for one in rounds])} s |" for name in commands]
+
+
 def long_chain(gpus: str, ctx: str) -> str:
     """A whole plan in a fresh process."""
     arguments = ["-m", "kvrsim.cli.main", "plan", "--gpus", gpus, "--ctx", ctx, "--json"]
@@ -125,6 +146,7 @@ def main() -> None:
         rates = spread(programs_per_s(profile))
         lines.append(f"| programs of any strategy, {what}, 32 layers: partitions a second | {rates} |")
     lines.append(f"| event executor: partitions a second | {spread(replays_per_s())} |")
+    lines += plans()
     lines += [long_chain("64", "1m"), long_chain("1024", "10m")]
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
     lines.append(f"| peak memory of the largest of these processes | {peak:.0f} MiB |")

@@ -51,7 +51,7 @@ def placed_for(scenario: Scenario, strategy: Strategy) -> Scenario:
         return placed if placed.prefix_access == ways[0] else replace(placed, prefix_access=ways[0])
     ranks, cluster = placed.cluster.num_gpus, placed.cluster
     chunks = [np.array([placed.request.new_tokens / ranks])] * ranks
-    if cluster.shares_bandwidth:  # which the batch executor does not simulate: a fair share each
+    if cluster.shares_bandwidth:  # a fair share each: this is asked for many times, and only tells which is faster
         cluster = placed.with_own_links(cluster.link.bandwidth_bytes_per_s / (ranks - 1)).cluster
     each = [replace(placed, prefix_access=way) for way in ways]
     ttfts_s = [float(run_batch(build_program(one, strategy, chunks), cluster)[-1, 0]) for one in each]

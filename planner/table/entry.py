@@ -33,7 +33,7 @@ from planner.uncertainty.interval import interval
 
 _AS_FAST, _AS_FAST_AS_CAN_BE_TOLD = 0.001, 0.015  # of TTFT, within which partitions count as equal
 _TELLABLE = 0.02  # of TTFT, by which even chunks must be slower for a partition to matter
-_BLENDS, _BLENDS_ON_A_BUS = 64, 8  # of two plans; on a bus each is replayed event by event
+_BLENDS = 64  # of two plans
 _NEAR = 0.25  # of a chunk, over which the cost of a token is averaged
 _INSIDE = 1e-3  # tokens before a jump: a level that leaves no room for it
 
@@ -145,7 +145,7 @@ def _settled(scenario: Scenario, strategy: Strategy, draft: Draft, plans: list[t
     """Of the plans and their blends with the balanced one, the nearest to that among those as fast as the best."""
     if draft.num_gpus == 1:
         return draft
-    shares = np.linspace(0.0, 1.0, (_BLENDS_ON_A_BUS if scenario.cluster.shares_bandwidth else _BLENDS) + 1)
+    shares = np.linspace(0.0, 1.0, _BLENDS + 1)
     balanced, tokens = np.array(draft.balanced, dtype=float), sum(draft.balanced)
     rows = np.array(
         [_whole(balanced + share * (np.array(plan) - balanced), tokens) for plan in plans for share in shares]

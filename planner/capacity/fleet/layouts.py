@@ -21,7 +21,7 @@ from planner.table.table import PartitionTable
 
 WHOLE = "whole"  # every GPU of a group holds all weights
 _USUAL = ("single", "tsp", "kvr-s", "ring", "striped", "zigzag-ring", "zigzag", "ulysses", "tp", "pp")
-_ON_A_BUS = ("single", "tsp", "kvr-s", "tp")  # every prefill is simulated by itself where flows share a bus
+_ON_A_BUS = ("single", "tsp", "kvr-s", "tp")  # all usual ones take four times as long where flows share a bus
 
 
 class Kind(NamedTuple):
