@@ -140,7 +140,7 @@ def number_layers(axes: Axes, spans: Iterable[Span], start_s: float, end_s: floa
     """Write each layer's number once a rank, in its longest attention bar, where there is room."""
     for (rank, layer), (begin_s, until_s) in _longest_attention(spans).items():
         begin_s, until_s = max(begin_s, start_s), min(until_s, end_s)
-        if until_s - begin_s < 0.013 * len(str(layer)) * (end_s - start_s):
+        if until_s - begin_s < (0.004 + 0.016 * len(str(layer))) * (end_s - start_s):
             continue
         middle = rank + (_BAR[0] + _BAR[1]) / 2 + 0.02
         style: dict[str, Any] = dict(ha="center", va="center", fontsize=8, color=INK, zorder=5)

@@ -58,14 +58,15 @@ def summary(result: SimResult) -> Summary:
             )
             for rank in result.per_rank
         ],
-        notes=[*([] if result.fits else ["It does not fit in memory."]), *result.warnings],
+        notes=result.warnings,
     )
 
 
 def answer(result: SimResult) -> str:
     """In one line."""
     if result.stream is None:
-        return f"{result.strategy}: first token after {format_seconds(result.ttft_s)}"
+        missed = "" if result.fits else ", but does not fit in memory"
+        return f"{result.strategy}: first token after {format_seconds(result.ttft_s)}{missed}"
     ttfts, shown = result.stream.ttft_s, len(result.stream.ttft_s)
     if result.timeline is not None:
         shown = len(result.timeline.first_tokens_s)

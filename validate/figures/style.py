@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvrsim.plots.save import encoded
-from kvrsim.plots.style import DIM, INK, styled
+from kvrsim.plots.style import DIM, INK, STRATEGY_COLOURS, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,7 +19,7 @@ _RC: dict[Any, Any] = {"font.size": 9.5, "text.color": INK, "axes.labelcolor": I
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Look:
-    """How a series is drawn; hues are Okabe and Ito's."""
+    """How a series is drawn; a strategy has its colour."""
 
     label: str
     colour: str
@@ -28,9 +28,9 @@ class Look:
 
 
 LOOKS = {
-    "tsp": Look(label="TSP", colour="#d55e00", marker="s"),
-    "kvr-e": Look(label="KVR-E", colour="#008f68", marker="^", dashes=(0, (4, 1.6))),
-    "kvr-s": Look(label="KVR-S", colour="#0072b2", marker="o"),
+    "tsp": Look(label="TSP", colour=STRATEGY_COLOURS["tsp"].light, marker="s"),
+    "kvr-e": Look(label="KVR-E", colour=STRATEGY_COLOURS["kvr-e"].light, marker="^", dashes=(0, (4, 1.6))),
+    "kvr-s": Look(label="KVR-S", colour=STRATEGY_COLOURS["kvr-s"].light, marker="o"),
 }
 NO_COMMUNICATION = Look(label="TTFT(p): KVR-S without communication", colour="#000000", marker="D", dashes=(0, (1, 1)))
 CLOSED_FORM = Look(label="TTFT*(p): closed form", colour="#8a8f98", marker="v", dashes=(0, (6, 2, 1, 2)))
