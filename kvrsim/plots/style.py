@@ -127,9 +127,9 @@ def text_on(colour: str) -> str:
     return "#000000" if luminance > 0.179 else "#ffffff"
 
 
-def faded(colour: str, ground: Ground = "light") -> str:
-    """A colour of odd layers, beside the same of even ones."""
-    return _mixed(colour, GROUND.on(ground), 0.42)
+def faded(colour: str, ground: Ground = "light", *, share: float = 0.42) -> str:
+    """A colour nearer to the ground: that of odd layers, beside the same of even ones."""
+    return _mixed(colour, GROUND.on(ground), share)
 
 
 def _share(size: int) -> float:
