@@ -37,11 +37,13 @@ _DIGITS = 4
 def capacity_page(plan: CapacityPlan) -> Page:
     """The page of a plan; with fleets at other rates where the plan was made with `explore`."""
     served = plan.first.unserved < plan.first.requests
+    sure = any(one.low_s is not None for one in plan.tried)
+    band = " The band is between prefills at both ends of their 80 % prediction interval." if sure else ""
     pictures = (
         Section(
             title="Fleets by cost and TTFT",
             lead="Drag the target and the price, or move the sliders. Every point is a fleet that was simulated,"
-            " groups × GPUs. The band is between prefills at both ends of their 80 % prediction interval.",
+            f" groups × GPUs.{band}",
             body=tag("div", id="fleets"),
         ),
         Section(

@@ -135,10 +135,8 @@ PICTURES = {
     "requests": Picture(command=(*REQUESTS, "--plot", "requests.html"), size=(1200, 1010)),
     "map": Picture(command=MAP, act=pointed, size=(1200, 740)),
     "map-lead": Picture(command=MAP, act=led, size=(1200, 470), dark=True),
-    "map-phone": Picture(command=MAP, act=at("#map"), size=PHONE),
     "capacity": Picture(command=CAPACITY, act=doubled, size=(1200, 790)),
     "capacity-queue": Picture(command=CAPACITY, act=busiest, size=(1200, 660), dark=True),
-    "capacity-phone": Picture(command=CAPACITY, act=at("#fleets"), size=PHONE),
 }
 
 
