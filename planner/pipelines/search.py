@@ -126,7 +126,8 @@ class _Search:
     def _seeds(self) -> list[tuple[float, npt.NDArray[np.int64], Strategy]]:
         """Pieces of equal time, and even ones, of the numbers that their flow finds best; each on its best stages."""
         scored: list[tuple[float, int, npt.NDArray[np.int64]]] = []
-        rows = [length for number in self._numbers() for length in (self._equal_times(number), self._even(number))]
+        numbers = self._numbers()
+        rows = [row for equal in self._equal_times(numbers) for row in (equal, self._even(len(equal)))]
         for row in rows:
             seed = rounded(row, self.stride, self.tokens)
             lengths = chunks_between(seed, self.tokens).astype(float)
@@ -153,16 +154,26 @@ class _Search:
             numbers.append(min(most, math.ceil(numbers[-1] * _RATIO)))
         return numbers
 
-    def _equal_times(self, number: int) -> Array:
-        """So many lengths, real-valued, that take all layers equally long, but for those at the least length."""
-        lengths = self._even(number)
-        floor = min(float(self.least), self.tokens / number)
-        for _ in range(_BALANCING if number > 1 else 0):
-            pieces_s = self.work.all_s(lengths, self.work.starts(lengths))
-            lengths = np.maximum(lengths * (pieces_s.mean() / pieces_s) ** 0.7, floor)
+    def _equal_times(self, numbers: list[int]) -> list[Array]:
+        """So many lengths each, real-valued, that take all layers equally long, but for those at the least length."""
+        counts = np.array(numbers)
+        firsts = np.cumsum(counts) - counts
+        number = np.repeat(counts, counts).astype(float)
+        lengths, floor = self.tokens / number, np.minimum(self.least, self.tokens / number)
+
+        def of_all(values: Array) -> Array:
+            """Sums over the pieces of each number, at each piece."""
+            return np.repeat(np.add.reduceat(values, firsts), counts)
+
+        for _ in range(_BALANCING):
+            ends = np.cumsum(lengths)
+            begins = ends - lengths
+            begins -= np.repeat(begins[firsts], counts)
+            pieces_s = self.work.all_s(lengths, self.scenario.request.cached_prefix + begins)
+            lengths = np.maximum(lengths * (of_all(pieces_s) / number / pieces_s) ** 0.7, floor)
             above = lengths - floor
-            lengths = floor + above * ((self.tokens - number * floor) / max(above.sum(), 1e-9))
-        return np.asarray(lengths)
+            lengths = floor + above * ((self.tokens - number * floor) / np.maximum(of_all(above), 1e-9))
+        return np.split(lengths, firsts[1:])
 
     def _refined(self, seed: npt.NDArray[np.int64], ttft_s: float) -> tuple[npt.NDArray[np.int64], float]:
         """Ends of pieces moved, alone and in groups, as long as TTFT falls."""

@@ -75,10 +75,8 @@ class Flow:
         done = np.zeros(stages_s.shape[:1] + stages_s.shape[2:])
         for stage in range(stages_s.shape[1]):
             there = done if stage == 0 else done + self._sent_s[stage - 1]
-            free, done = np.zeros(rows), np.empty_like(done)
-            for piece in range(done.shape[1]):
-                free = np.maximum(free, there[:, piece]) + stages_s[:, stage, piece]
-                done[:, piece] = free
+            alone = np.cumsum(stages_s[:, stage], axis=1)  # the latest piece that the stage waited for, and all since
+            done = alone + np.maximum.accumulate(there - (alone - stages_s[:, stage]), axis=1)
         return np.asarray(done[:, -1])
 
 

@@ -109,7 +109,8 @@ class _Runs:
         scenario = self.scenario
         assert scenario.profile is not None, "a roofline has no measured parts"
         cost, parts = listing(scenario.cost)
-        build_program(scenario, self.strategy, self.chunks, cost)
+        # One piece of a pipeline asks for the same parts as all.
+        build_program(scenario, self.strategy, self.chunks[: 1 if self.strategy.pipeline else None], cost)
         alone = causes.parts_alone(scenario.profile, parts)
         together = causes.parts_together(scenario, parts)
         every = {**alone, **together}
