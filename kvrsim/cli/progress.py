@@ -96,14 +96,18 @@ class Shown:
 
     def _start(self, text: str) -> Progress:
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+        from rich.text import Text as Words
 
-        columns = (
-            SpinnerColumn("line"),
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            TimeElapsedColumn(),
-        )
+        shown = self
+
+        class Clock(ProgressColumn):
+            """Rich's own begins with the bar, and stands still once it is full."""
+
+            def render(self, task: Task) -> Words:
+                return Words(f"{int(shown.elapsed_s // 60)}:{int(shown.elapsed_s % 60):02d}", style="progress.elapsed")
+
+        columns = (SpinnerColumn("line"), TextColumn("{task.description}", markup=False), BarColumn(), Clock())
         self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
         self._task = self._bar.add_task(text, total=None)
         self._bar.start()
@@ -191,7 +195,7 @@ class RankProgress(PartProgress):
         super().__init__(patience_s=0.0)  # ranks take seconds to start
 
     def __enter__(self) -> Self:
-        self.show("starting ranks")
+        self.show("planning and starting ranks")
         return self
 
 
@@ -203,12 +207,14 @@ class CampaignProgress(Shown):
         self._title = title
 
     def __enter__(self) -> Self:
+        self.show(f"{self._title}: preparing")
         return self  # without a thread, which would compute beside what is timed
 
     def __call__(self, progress: Measured) -> None:
         """Seconds used of the time budget, and what has been measured."""
         counts = f"{progress.samples} samples, {progress.steady} of {progress.points} steady; {progress.point}"
-        self.show(f"{self._title}: {counts}", progress.done_s, progress.budget_s)
+        late = " (time is up; the rest has too few samples)" if progress.done_s >= progress.budget_s else ""
+        self.show(f"{self._title}: {counts}{late}", progress.done_s, progress.budget_s)
 
 
 def tell_estimate(title: str, found: Estimate, policy: Policy, resumed: int) -> None:

@@ -50,7 +50,11 @@ def published(
             raise
         sentence = "kvrsim validate runs from a checkout of kvrsim's repository, which holds the published figures"
         raise NotACheckoutError(sentence) from None
-    result: dict[str, Any] = cases.run()
+    from kvrsim.cli.progress import WorkProgress
+
+    with WorkProgress() as progress:
+        progress("simulating the published cases")
+        result: dict[str, Any] = cases.run()
     if report is not None:
         cases.write_report(result, report)
     if not answers.printed(lambda: result, "rows"):

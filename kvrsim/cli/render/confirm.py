@@ -83,7 +83,7 @@ def _next() -> tuple[Hint, ...]:
 def _measured(found: Confirmation) -> str:
     """The plan's choice: what was measured and predicted, and whether it meets the targets."""
     choice, gpus = found.choice, f"{found.num_gpus} GPU{'s' * (found.num_gpus != 1)}"
-    measured = f"{format_seconds(choice.median_s)} ± {format_seconds(choice.iqr_s / 2)}"
+    measured = f"{format_seconds(choice.median_s)} measured (IQR {format_seconds(choice.iqr_s)})"
     low, high = choice.predicted_low_s, choice.predicted_high_s
     predicted = (
         f"predicted {format_seconds(choice.predicted_s)} ({format_interval(low, high)}), {choice.rel_error:+.1%}"

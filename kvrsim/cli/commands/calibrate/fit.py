@@ -14,7 +14,9 @@ import typer
 from kvrsim.cli.options import Json, takes
 from kvrsim.cli.outputs import print_json
 from kvrsim.cli.parsing import check_output, check_plot
+from kvrsim.cli.progress import WorkProgress
 from kvrsim.errors import InputError
+from kvrsim.text import printable
 from kvrsim.version import __version__
 
 if TYPE_CHECKING:
@@ -125,7 +127,11 @@ def import_(
 
     wanted.check()
     check_output(measurements, "measurements")
-    rows = [row for source in sources for row in read_source(source, "SOURCE...")]
+    with WorkProgress() as progress:
+        rows = []
+        for source in sources:
+            progress(f"reading {printable(source)}")
+            rows += read_source(source, "SOURCE...")
     if measurements is not None:
         write_measurements(measurements, rows, "measurements")
     found = write_fit(rows, wanted, "SOURCE...", read_origins(sources, "SOURCE..."))
@@ -142,29 +148,28 @@ def write_fit(
     from calibrate.measure.machine import gpu_of, link_of
 
     spec = gpu_of(rows, wanted.gpu, origins)
-    profile, found = fit_profile(
-        rows,
-        Label(
-            name=wanted.name or Path(wanted.output).stem,
-            provenance={"fitted": f"{date.today().isoformat()} by kvrsim {__version__}"},
-        ),
-        gpu=spec,
-        link=link_of(spec, wanted.link, origins),
-        choices=FitChoices(attention_kernel=wanted.attention_kernel, fused=wanted.attention_kernel != "eager"),
-        argument=argument,
-        origins=origins,
+    label = Label(
+        name=wanted.name or Path(wanted.output).stem,
+        provenance={"fitted": f"{date.today().isoformat()} by kvrsim {__version__}"},
     )
+    link = link_of(spec, wanted.link, origins)
+    choices = FitChoices(attention_kernel=wanted.attention_kernel, fused=wanted.attention_kernel != "eager")
+    with WorkProgress() as progress:
+        progress(f"fitting {len(rows)} rows")
+        profile, found = fit_profile(
+            rows, label, gpu=spec, link=link, choices=choices, argument=argument, origins=origins
+        )
     profile.write(wanted.output)
     if wanted.report is not None:
         found.write(wanted.report, picture=wanted.plot)
     if wanted.plot is not None:
         found.plot(wanted.plot)
     if not wanted.json:
-        _show(found, wanted.output)
+        _show(found, wanted)
     return found.to_dict()
 
 
-def _show(found: FitReport, output: str) -> None:
+def _show(found: FitReport, wanted: FitOptions) -> None:
     """One row per operation, then notes."""
     from calibrate.fit.report import TITLES
     from kvrsim.cli.render.layout import Hint, columns, facts, show
@@ -180,7 +185,10 @@ def _show(found: FitReport, output: str) -> None:
         notes.add_row("" if index else "from:", source)
     for index, note in enumerate((*found.layers_note, *found.notes)):
         notes.add_row("" if index else "notes:", note)
-    notes.add_row("written:", f"{output}, profile {found.profile.name} of {found.profile.gpu}")
+    notes.add_row("written:", f"{wanted.output}, profile {found.profile.name} of {found.profile.gpu}")
+    for path in (wanted.report, wanted.plot):
+        if path is not None:
+            notes.add_row("", path)
     meaning = "error: mean absolute relative error of the fitted rows; held-out: of rows that the fit has not seen"
-    plan = Hint(f"kvrsim plan --profile {shlex.quote(output)} --gpus 2 --ctx 4k")
+    plan = Hint(f"kvrsim plan --profile {shlex.quote(wanted.output)} --gpus 2 --ctx 4k")
     show(table, "", meaning, "", notes, plan)

@@ -8,15 +8,17 @@ from __future__ import annotations
 import re
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import typer
+from rich.table import Table
 
 import kvrsim
 from kvrsim.cli import main as cli
 from kvrsim.cli.render import layout
+from kvrsim.strategies import STRATEGIES
 from kvrsim.units import format_seconds
 
 WIDTHS = (60, 80, 120, 200)
@@ -65,6 +67,9 @@ COMMANDS = [
 ]
 
 
+_RUN: dict[tuple[Path, tuple[str, ...]], list[layout.Part]] = {}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a table."""
@@ -73,8 +78,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def parts_of(command: Sequence[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[layout.Part]:
-    """What a command shows."""
+def parts_of(command: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[layout.Part]:
+    """What a command shows; it runs once."""
+    if (folder, command) in _RUN:
+        return _RUN[folder, command]
     shown: list[layout.Part] = []
 
     def noted(parts: Sequence[layout.Part], width: int, *, terminal: bool) -> str:
@@ -86,6 +93,7 @@ def parts_of(command: Sequence[str], folder: Path, monkeypatch: pytest.MonkeyPat
     assert cli.main(list(command)) in (0, 1)
     monkeypatch.undo()
     assert shown
+    _RUN[folder, command] = shown
     return shown
 
 
@@ -165,3 +173,33 @@ def test_where_nothing_fits_the_next_command_is_a_remedy(folder: Path, monkeypat
     (hint,) = [part for part in parts_of(command, folder, monkeypatch) if isinstance(part, layout.Hint)]
     assert hint.command.startswith("kvrsim plan --gpus 4 --strategies tp2+pp ")
     assert hint.command.count("--strategies") == 1
+
+
+def labels_of(parts: Sequence[layout.Part]) -> Iterator[str]:
+    """Titles of columns and labels of lines, but for names of strategies."""
+    for part in parts:
+        table = part.table if isinstance(part, layout.Shrinkable) else part
+        if isinstance(table, Table):
+            cells = [column.header for column in table.columns] if table.show_header else table.columns[0].cells
+            for cell in map(str, cells):
+                label = re.sub(
+                    r"\(.*\)|, [\d.]+ [GMk]?B/s|\d+ (?=GPUs)|(?<=rank) \d+|:$", "", " ".join(cell.split())
+                ).strip()
+                if label and label not in STRATEGIES:
+                    yield label.lower()
+
+
+def defined_terms() -> set[str]:
+    """What the glossary explains: bold terms, and the first cells of its table."""
+    text = (Path(__file__).parents[4] / "docs/reference/glossary.md").read_text("utf-8")
+    terms = re.findall(r"^\*\*(.+?)\*\*(?: \(.*\))?$", text, re.M) + re.findall(r"^\| ([^|]+?) \|", text, re.M)
+    return {term.strip().lower() for shown in terms for term in shown.split(", ")} | {"gpus"}
+
+
+@pytest.mark.parametrize("command", COMMANDS[:14], ids=" ".join)
+def test_every_label_is_in_the_glossary(
+    command: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels = set(labels_of(parts_of(command, folder, monkeypatch)))
+    assert len(labels) >= 3
+    assert labels - defined_terms() == set()
