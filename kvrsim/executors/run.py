@@ -137,8 +137,12 @@ def _chain_finish_s(chain: Chain, chunks: Array, *, whole: bool) -> Array:
         _keep_freed_memory()
     finish_s, known = chain_finish_s(chain.program(chunks), whole=whole)
     if not known.all():
-        program = build_program(chain.scenario, chain.strategy, list(chunks[:, ~known]), chain.costs.cost)
-        finish_s[:, ~known] = run_program(program, chain.cluster)[-len(finish_s) :]
+        from kvrsim.cost.sensitivity import WeightedCost  # seldom
+
+        cost = chain.costs.cost
+        rows = np.ones_like(known) if isinstance(cost, WeightedCost) else ~known  # which has weights for all rows
+        program = build_program(chain.scenario, chain.strategy, list(chunks[:, rows]), cost)
+        finish_s[:, ~known] = run_program(program, chain.cluster)[-len(finish_s) :, ~known[rows]]
     return finish_s
 
 
