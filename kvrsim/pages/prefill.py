@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -119,7 +120,7 @@ def _bounds(plan: Plan) -> str:
     bounds = plan.bounds
     if bounds.lower_bound_s is None:
         return ""
-    gap = "" if bounds.gap is None else f"; KVR-S is {100 * bounds.gap:.2f} % above"
+    gap = "" if bounds.gap is None else f"; KVR-S is at most {math.ceil(1e4 * bounds.gap - 1e-9) / 100:.2f} % above"
     return f"No partition of KV-Runahead over these GPUs is faster than {format_seconds(bounds.lower_bound_s)}{gap}."
 
 
@@ -154,7 +155,7 @@ def _row(plan: Plan, one: StrategyResult, span: tuple[float, float]) -> list[str
         mark += " approximate"
     named = join([strategy_name(one.strategy), tag("em", mark, class_="mark", title=one.approximate)])
     return [
-        Cell(shown=tag("span", named, title=one.title), value=one.strategy),
+        Cell(shown=tag("span", named, title=one.title, class_="named"), value=one.strategy),
         seconds_cell(one.ttft_s),
         Cell(shown=tag("span", bar, interval(one.ttft_low_s, one.ttft_high_s), class_="range"), value=one.ttft_high_s),
         *([] if one.speedup is None else [Cell(shown=f"{one.speedup:.2f}×", value=one.speedup)]),

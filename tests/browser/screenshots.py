@@ -133,7 +133,7 @@ PICTURES = {
     "plan-strategies": Picture(command=PLAN, act=at("#strategies"), size=(1200, 890), dark=True),
     "plan-phone": Picture(command=PLAN, act=at("#gantt"), size=PHONE),
     "requests": Picture(command=(*REQUESTS, "--plot", "requests.html"), size=(1200, 1010)),
-    "map": Picture(command=MAP, act=pointed, size=(1200, 740)),
+    "map": Picture(command=MAP, act=pointed, size=(1120, 700)),
     "map-lead": Picture(command=MAP, act=led, size=(1200, 470), dark=True),
     "capacity": Picture(command=CAPACITY, act=doubled, size=(1200, 790)),
     "capacity-queue": Picture(command=CAPACITY, act=busiest, size=(1200, 660), dark=True),

@@ -4,7 +4,7 @@ kv.ready((data) => {
   const host = document.getElementById("memory");
   if (!host) return;
   const { limit, limit_words: words, parts, of } = data.memory;
-  const shade = (part) => `color-mix(in oklab, var(--accent) ${[100, 72, 50, 32, 18][part]}%, var(--faint))`;
+  const shade = (part) => `color-mix(in oklab, var(--accent) ${[100, 76, 56, 40, 28][part]}%, var(--faint))`;
   const names = data.timelines.map((timeline) => timeline.memory);
   const whose = (name) => { // a rank may stand for several GPUs, and memory is that of each
     const gpus = 1 + Math.max(...of[name].map(([, last]) => last));
