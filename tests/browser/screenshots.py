@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrsim.io.files import write_atomically
-from tests.building.browser import PHONE, Opened, start
+from tests.building.browser import Opened, start
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "images" / "pages"
@@ -131,7 +131,6 @@ PICTURES = {
     "plan": Picture(command=PLAN, size=(1200, 1010)),
     "plan-zoomed": Picture(command=PLAN, act=zoomed, size=(1160, 770)),
     "plan-strategies": Picture(command=PLAN, act=at("#strategies"), size=(1200, 890), dark=True),
-    "plan-phone": Picture(command=PLAN, act=at("#gantt"), size=PHONE),
     "requests": Picture(command=(*REQUESTS, "--plot", "requests.html"), size=(1200, 1010)),
     "map": Picture(command=MAP, act=pointed, size=(1120, 700)),
     "map-lead": Picture(command=MAP, act=led, size=(1200, 470), dark=True),
