@@ -61,6 +61,9 @@ class Timeline:
         """Trace events as chrome://tracing and Perfetto read them; see kvrsim/results/trace.py."""
         return trace_events(self.spans, self.rank_names)
 
-    def write_chrome_trace(self, path: str | Path, question: Question | None = None) -> None:
-        """Write a JSON trace, with the question that the timeline answers; the file appears whole or not at all."""
-        write_trace([("", self.spans, self.rank_names)], path, question)
+    def write_chrome_trace(self, path: str | Path, question: Question | None = None, **about: str | None) -> None:
+        """Write a JSON trace, with the question that the timeline answers; the file appears whole or not at all.
+
+        about: parts of the question that are otherwise; None: it has no such part.
+        """
+        write_trace([("", self.spans, self.rank_names)], path, question, about)

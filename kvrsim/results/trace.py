@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from kvrsim.io.files import write_atomically
@@ -25,16 +26,21 @@ _COMPUTE = 0  # thread number; links have those above
 
 
 def write_trace(
-    timelines: Sequence[tuple[str, Sequence[Span], Sequence[str]]], path: str | Path, question: Question | None
+    timelines: Sequence[tuple[str, Sequence[Span], Sequence[str]]],
+    path: str | Path,
+    question: Question | None,
+    about: Mapping[str, str | None] = MappingProxyType({}),
 ) -> None:
     """Write one JSON trace of several timelines, each with its name ("": none), spans and names of ranks; atomically.
 
     question: what the timelines answer; the trace has it with the version and, where there is one, the command.
+    about: parts of the question that are otherwise; None: it has no such part.
     """
     command = command_line()
     told: dict[str, Any] = {"version": f"kvrsim {__version__}"} | ({} if command is None else {"command": command})
     if question is not None:
         told |= question.to_dict() | {"cluster": question.cluster.describe()}
+    told = {key: value for key, value in (told | dict(about)).items() if key not in about or value is not None}
     events = [event for number, one in enumerate(timelines) for event in trace_events(*one[1:], one[0], number)]
     label = ", ".join(str(told[key]) for key in ("model", "cluster", "profile", "version") if key in told)
     events.append({"ph": "M", "pid": 0, "name": "process_labels", "args": {"labels": label}})

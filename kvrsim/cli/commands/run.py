@@ -144,13 +144,25 @@ def _show(found: RunResult, files: TimelineOptions, *, json: bool) -> None:
         from kvrsim.cli.render.confirm import show_run
 
         show_run(found)
-    write_beside((files.trace, found.timeline.write_chrome_trace), (files.plot, lambda path: _draw(found, path)))
+    about = {"cluster": f"{found.num_gpus} ranks, {found.conditions['device']}", "profile": None}  # it is measured
+    write_beside(
+        (files.trace, lambda path: found.timeline.write_chrome_trace(path, found.question, **about)),
+        (files.plot, lambda path: _draw(found, path)),
+    )
 
 
 def _draw(found: RunResult, path: str) -> None:
     from kvrsim.cli.render.format import subtitle
     from kvrsim.plots.gantt import write_gantt
+    from kvrsim.units import format_seconds
 
     device = f"measured on {found.num_gpus} ranks, {found.conditions['device']}"
-    line = subtitle(found.model, found.context_len, (device, f"{found.attention} attention", found.dtype))
-    write_gantt(found.timeline, path, title=f"{found.strategy}: measured", subtitle=line)
+    line = subtitle(
+        found.model, found.context_len, (device, f"{found.attention} attention", found.dtype, "shown: one more prefill")
+    )
+    write_gantt(
+        found.timeline,
+        path,
+        title=f"{found.strategy}: first token after {format_seconds(found.ttft_s)}, measured",
+        subtitle=line,
+    )

@@ -156,6 +156,9 @@ def test_a_trace_says_what_it_is_of(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert told.keys() == result.question.to_dict().keys() | {"command", "version"}
     assert told["cluster"] == result.cluster.describe()
     assert (told["seed"], told["context_len"], told["num_gpus"]) == (7, 1024, 2)
+    result.timeline.write_chrome_trace(tmp_path / "trace.json", result.question, cluster="two CPUs", profile=None)
+    measured = json.loads((tmp_path / "trace.json").read_text())["otherData"]
+    assert measured == {key: value for key, value in told.items() if key != "profile"} | {"cluster": "two CPUs"}
 
 
 def test_a_trace_appears_whole_or_not_at_all(
