@@ -107,8 +107,10 @@ class RooflineCost(_Unmeasured):
         """Of each product, the longer of FLOPs at peak and one reading of the weights; and bytes."""
 
         def seconds(tokens: Array) -> Array:
-            start = self.traffic_s(tokens, steps)
-            return sum((self._product_s(tokens, product) for product in products), start)
+            total_s = np.asarray(self.traffic_s(tokens, steps))
+            for product in products:
+                total_s += self._product_s(tokens, product)
+            return total_s
 
         return seconds
 
@@ -119,8 +121,8 @@ class RooflineCost(_Unmeasured):
     def _product_s(self, tokens: Array, product: Product) -> Array:
         weights = product.in_features * product.out_features * product.num_matrices
         width, flops_per_s = self._type_of(product.compute)
-        flops_s = tokens * (self.batch * product.flops_per_row / flops_per_s)
-        return np.maximum(flops_s, weights * width.weight / self.gpu.hbm_bytes_per_s)
+        seconds = np.asarray(tokens * (self.batch * product.flops_per_row / flops_per_s))
+        return np.maximum(seconds, weights * width.weight / self.gpu.hbm_bytes_per_s, out=seconds)
 
     def _type_of(self, compute: str | None) -> tuple[ElementBytes, float]:
         """Bytes of each operand of a type of product, and its FLOP/s."""

@@ -34,7 +34,7 @@ BLOCK = 8192  # partitions that are evaluated together: arrays of 64 KiB, which 
 _MANY = 1024  # partitions, from which on their arrays are large
 _KEPT = 3 * 2**20  # numbers: 24 MiB, of which no page is touched
 _CELLS = 2**14  # partitions times samples that are evaluated together
-_CHAIN_CELLS, _LEAST_ROWS = 2**16, 128  # of a chain: partitions times ranks that are evaluated together
+_CHAIN_CELLS, _LEAST_ROWS = 2**15, 128  # of a chain: partitions times ranks that are evaluated together
 _SHARED_CELLS, _SHARED_BLOCK = 2**20, 1024  # on a bus: partitions times messages, and partitions at most
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from kvrsim.io.json_text import JsonObject
 from kvrsim.io.schema import Limits, NonNegative, PositiveShare, Share, read
 from kvrsim.profile.rates.blocked import AttentionCall, BlockedRates
-from kvrsim.profile.rates.sizes import MeasuredSizes
+from kvrsim.profile.rates.sizes import MeasuredSizes, pieces
 from kvrsim.program.operations import Array
 
 __all__ = [
@@ -46,8 +46,7 @@ class EagerRates:
         element_s = 4.0 * call.mean_head_dim / self.flops_per_s
         element_s += call.score_bytes * element_bytes / 2 / self.bytes_per_s
         if self.measured is None:
-            rectangle = call.chunk * call.keys
-            return self.start_s + rectangle * (batch * call.num_attention_heads * element_s)
+            return call.chunk * call.keys * (batch * call.num_attention_heads * element_s) + self.start_s
         elements = self.elements(call, batch)
         return self.start_s + elements * element_s * self.measured.factor(elements)
 
@@ -118,30 +117,31 @@ class FlashRates:
         counted = replace(call, causal=0.0 * call.causal) if call.part else call
         return self._called_s(counted, batch, element_bytes, slots_s / slots)
 
-    def _step_s(self, call: AttentionCall) -> Array:
+    def _step_s(self, call: AttentionCall) -> float:
         """Of a tile of queries and a block of keys: the longer of its products and its softmax."""
-        return np.asarray(np.maximum(self.block_s * call.mean_head_dim / 128, self.softmax_s))
+        return max(self.block_s * call.mean_head_dim / 128, self.softmax_s)
 
     def _called_s(self, call: AttentionCall, batch: int, element_bytes: int, scheduled_s: Array) -> Array:
         """With launch and append; never less than the unmasked FLOPs at the datasheet's rate."""
         append_bytes = 4.0 * batch * call.num_key_value_heads * call.mean_head_dim * element_bytes / 2
         chunk_s = call.own * append_bytes / self.append_bytes_per_s + self.query_s * batch * call.num_attention_heads
         flops = 4.0 * batch * call.num_attention_heads * call.mean_head_dim
-        return np.maximum(self.launch_s + scheduled_s + call.chunk * chunk_s, call.causal * (flops / self.flops_per_s))
+        least_s = call.causal * (flops / self.flops_per_s)
+        return np.maximum(scheduled_s + self.launch_s + call.chunk * chunk_s, least_s)
 
     def _scheduled_s(self, call: AttentionCall, batch: int) -> Array:
         """All tiles over the slots."""
         heads = call.num_key_value_heads if self.packs_heads else call.num_attention_heads
         columns = batch * heads
         rows = self.tile_rows * heads / call.num_attention_heads
-        tiles_a_column = np.ceil(call.chunk / rows)
+        tiles_a_column = pieces(call.chunk, rows)
         tiles = columns * tiles_a_column
-        step_s = self._step_s(call)
-        most = np.ceil(call.keys / self.key_block)  # steps of the tile that sees most keys
-        first = most
+        step_s, slots = self._step_s(call), self.concurrent_tiles
+        most = first = pieces(call.keys, self.key_block)  # steps of the tile that sees most keys
         if self.causal and call.own:
-            first = np.minimum(np.ceil((call.prefix + np.minimum(rows, call.chunk)) / self.key_block), most)
-        dear = call.own * (self.diagonal_cost - 1.0) * call.chunk / self.key_block
+            first = pieces(call.prefix + np.minimum(rows, call.chunk), self.key_block)
+        dear: Array | float = call.own * (self.diagonal_cost - 1.0) / self.key_block
+        dear = dear * call.chunk if dear else 0.0
         mean = 0.5 * (first + most)
         if self.causal and call.reach is not None:  # blocks that no query of the tile sees are skipped
             within = np.ceil((call.reach + 2 * rows) / self.key_block)  # its edges cut blocks
@@ -149,20 +149,24 @@ class FlashRates:
             dear = np.minimum(dear, (self.diagonal_cost - 1.0) * within)
             seen = (call.causal / np.maximum(call.chunk, 1.0) + 2 * rows) / self.key_block + 1.0
             mean = np.minimum(mean, np.clip(seen, first, most))
-        mean = mean + dear * (0.5 if self.causal else 1.0)
-        longest_s = self.tile_s + (most + dear) * step_s
-        busy_s = tiles * (self.tile_s + mean * step_s) / self.concurrent_tiles
-        waves = np.ceil(tiles / self.concurrent_tiles)
-        # Longest tiles first: each further wave begins that much lower on the staircase under the diagonal.
-        fall = step_s * (most - first) / np.maximum(tiles_a_column - 1, 1) * (self.concurrent_tiles / columns)
-        waves_s = waves * longest_s - 0.5 * fall * waves * (waves - 1)
-        full_s = (1 - self.barrier_share) * busy_s + self.barrier_share * np.maximum(waves_s, busy_s)
+        if np.any(dear):
+            mean = mean + dear * (0.5 if self.causal else 1.0)
+        longest_s = (most + dear) * step_s + self.tile_s
+        full_s = busy_s = tiles * (mean * (step_s / slots) + self.tile_s / slots)
+        if self.barrier_share:
+            waves = np.ceil(tiles / slots)
+            # Longest tiles first: each further wave begins that much lower on the staircase under the diagonal.
+            half_fall = (most - first) / np.maximum(tiles_a_column - 1, 1) * (0.5 * step_s * slots / columns)
+            full_s = np.maximum(waves * (longest_s - half_fall * (waves - 1)), busy_s)
+            if self.barrier_share < 1:
+                full_s = (1 - self.barrier_share) * busy_s + self.barrier_share * full_s
         full_s = np.maximum(full_s, longest_s)
-        scheduled_s = np.where(tiles <= self.num_sms, self.alone_share * longest_s, full_s)
+        if (few := tiles <= self.num_sms).any():
+            full_s = np.where(few, self.alone_share * longest_s, full_s)
         if not self.splits_keys:
-            return scheduled_s
-        steps = np.maximum(self.alone_share, tiles * mean / (self.concurrent_tiles * self.split_share))
-        return np.minimum(scheduled_s, self.alone_share * self.tile_s + self.split_s + step_s * steps)
+            return np.asarray(full_s)
+        steps = np.maximum(self.alone_share, tiles * mean * (1.0 / (slots * self.split_share)))
+        return np.minimum(full_s, step_s * steps + (self.alone_share * self.tile_s + self.split_s))
 
 
 AttentionRates = EagerRates | BlockedRates | FlashRates

@@ -7,7 +7,6 @@ Multiplication Background User's Guide). Of several tile sizes the library takes
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +17,7 @@ import numpy as np
 from kvrsim.errors import InputError
 from kvrsim.io.json_text import JsonObject
 from kvrsim.io.schema import NonNegative, PositiveShare, read
+from kvrsim.profile.rates.sizes import pieces
 from kvrsim.program.operations import Array
 
 _LAST_STEP = 512  # steps of the time table; beyond them time is proportional to rows
@@ -125,15 +125,14 @@ class RowCost:
     def __call__(self, rows: Array) -> Array:
         if self.rows_per_step is None:
             return np.asarray(rows * self.row_s + self.table[0])
-        step, power = self.rows_per_step, math.frexp(self.rows_per_step)[0] == 0.5  # then 1 / step is exact, and faster
-        steps = np.asarray(np.ceil(rows * (1.0 / step) if power else rows / step))
+        steps = pieces(rows, self.rows_per_step)
         last = len(self.table) - 1
-        seconds = self.table.take(steps.astype(np.intp), mode="clip")
+        seconds = np.asarray(self.table.take(steps.astype(np.intp), mode="clip"))
         if self.row_s:
-            seconds = seconds + rows * self.row_s
+            seconds += rows * self.row_s
         if steps.max(initial=0.0) > last:
-            seconds = seconds + np.maximum(steps - last, 0.0) * (self.table[-1] / last)
-        return np.asarray(seconds)
+            seconds += np.maximum(steps - last, 0.0) * (self.table[-1] / last)
+        return seconds
 
 
 def summed(costs: Sequence[RowCost]) -> RowCost:
