@@ -120,18 +120,15 @@ class _Walk:
 
     def _keeps_ahead(self, least: Callable[[Array], Array]) -> Flags:
         """The same with the least of each rank's seconds; shape (1,) or (B,)."""
-        program = self.program
-        gains_s: list[Array | float] = [
-            -program.recv_host_s,
-            *(least(_seconds(op)) - _host_s(op) for op in program.append),
-            -program.send_host_s,
-            *(least(_seconds(op)) - _host_s(op) for op in (*program.rest, *program.before)),
+        program, begun_s = self.program, least(self.clock)
+        ops = (None, *program.append, None, *program.rest, *program.before)  # None: a message
+        issued_s = iter((program.recv_host_s, program.send_host_s))
+        gains_s = [
+            np.full_like(begun_s, -next(issued_s)) if op is None else least(_seconds(op)) - _host_s(op) for op in ops
         ]
-        ahead_s, layer_s, leads = least(self.clock) - self.host_s, np.zeros(1), np.ones(1, dtype=bool)
-        for gain_s in gains_s:
-            ahead_s, layer_s = ahead_s + gain_s, layer_s + gain_s
-            leads = leads & (ahead_s >= 0).all(axis=0)
-        return leads & (layer_s >= 0).all(axis=0)
+        ahead_s = np.cumsum(gains_s, axis=0)  # more than at the receive, after each operation
+        leads = (ahead_s.min(axis=0) >= self.host_s - begun_s) & (ahead_s[-1] >= 0)
+        return np.asarray(leads.all(axis=0))
 
     def _after(self, layers: int, *, whole: bool) -> Array:
         """When each rank, or the last one alone, has finished so many layers from the receive on."""
