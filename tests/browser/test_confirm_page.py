@@ -1,0 +1,101 @@
+"""The page of a confirmation: predicted above measured, any two candidates, and how far they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from kvrsim.pages.page import Page
+from kvrsim.results.question import Question
+from kvrsim.results.timeline import Timeline
+from kvrsim.setup import make_scenario
+from planner.confirm.page import confirmation_page
+from planner.confirm.result import Candidate, Confirmation, Targets
+from planner.simulate import run_simulation
+from tests.building.browser import Opened
+
+pytestmark = pytest.mark.browser
+SLOWER = 1.25  # what is measured, over what is predicted
+
+
+def stretched(timeline: Timeline) -> Timeline:
+    """The same, as a slower machine would run it."""
+    spans = (replace(span, start_s=SLOWER * span.start_s, end_s=SLOWER * span.end_s) for span in timeline.spans)
+    return replace(timeline, spans=tuple(spans), bases=())
+
+
+@pytest.fixture(scope="module")
+def page() -> Page:
+    """Two strategies on two GPUs, "measured" by a slower simulation."""
+    scenario, _ = make_scenario(gpus=2, ctx="2k")
+    candidates = []
+    for name in ("kvr-s", "tsp"):
+        run = run_simulation(scenario, strategy=name, timeline=True)
+        assert run.timeline is not None
+        candidate = Candidate(
+            strategy=name,
+            partition=run.partition,
+            predicted_s=run.ttft_s,
+            predicted_low_s=run.ttft_low_s,
+            predicted_high_s=run.ttft_high_s,
+            drift_corrected_s=None,
+            samples_s=(SLOWER * run.ttft_s,) * 3,
+            logits_error=None,
+            logits_scale=None,
+            predicted=run.timeline,
+            measured=stretched(run.timeline),
+            memory=tuple(rank.memory for rank in run.per_rank),
+        )
+        candidates.append(candidate)
+    found = Confirmation(
+        question=Question.of(scenario),
+        model=scenario.model.name,
+        profile=scenario.profile_name,
+        cluster=scenario.cluster,
+        attention=scenario.kernel,
+        dtype="fp16",
+        num_gpus=2,
+        context_len=2048,
+        mode="ranks",
+        candidates=tuple(candidates),
+        chosen=0,
+        tsp="",
+        measured=("TTFT of whole prefills",),
+        modelled=(),
+        conditions={"device": "<made up>"},
+        drift=None,
+        targets=Targets(error=1.0),
+        warnings=(),
+        memory_limit=scenario.memory_limit,
+    )
+    return confirmation_page(found)
+
+
+def test_predicted_is_above_measured_on_one_axis(opened: Callable[..., Opened], page: Page) -> None:
+    seen = opened(page)
+    ends = seen.script("return kvTimelineChart.panels().map(({ timeline }) => [timeline.name, timeline.end_s])")
+    (first, predicted_s), (second, measured_s) = ends
+    assert (first, second) == ("kvr-s, predicted", "kvr-s, measured")
+    assert measured_s == pytest.approx(SLOWER * predicted_s)
+    assert seen.script("return kvTimelineChart.range()") == [0, measured_s]
+    x, y = seen.script("return kvTimelineChart.pointOf(1, 0, 2)")
+    seen.hover("#gantt canvas", x, y)
+    assert "measured" in seen.text("#kv-tip")
+    seen.script("above.value = '3'; above.dispatchEvent(new Event('change'))")
+    names = seen.script("return kvTimelineChart.panels().map(({ timeline }) => timeline.name)")
+    assert names == ["tsp, measured", "kvr-s, measured"]
+    assert seen.script("return [...document.querySelectorAll('#memory h3')].map((one) => one.textContent)") == [
+        "tsp",
+        "kvr-s",
+    ]
+
+
+def test_candidates_have_their_errors(opened: Callable[..., Opened], page: Page) -> None:
+    seen = opened(page)
+    seen.click("#candidates th:nth-child(2) button")
+    rows = seen.script("return [...document.querySelectorAll('#candidates tbody tr')].map((row) => row.textContent)")
+    assert len(rows) == 2
+    assert all("-20.0%" in row for row in rows)
+    assert "<made up>" in seen.text(".notes")
