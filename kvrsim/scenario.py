@@ -23,7 +23,7 @@ from kvrsim.model.spec import ModelSpec
 from kvrsim.profile.profile import CalibrationProfile, SendStyle, profiles_with
 from kvrsim.profile.rates.attention import ATTENTION_KERNELS
 from kvrsim.request import Request
-from kvrsim.units import scale
+from kvrsim.units import scale_kept
 
 ROOFLINE = "roofline"
 KERNELS = ATTENTION_KERNELS
@@ -167,8 +167,8 @@ class Scenario:
 
     def with_slower_links(self, factor: float) -> Scenario:
         """The same with links so many times slower."""
-        link, network = scale(self.cluster.link, factor), scale(self.cluster.network, factor)
-        cluster, group = replace(self.cluster, link=link, network=network), scale(self.group, factor)
+        link, network = scale_kept(self.cluster.link, factor), scale_kept(self.cluster.network, factor)
+        cluster, group = replace(self.cluster, link=link, network=network), scale_kept(self.group, factor)
         return replace(self, cluster=cluster, group=group)
 
     @property

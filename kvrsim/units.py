@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from fractions import Fraction
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import Any, TypeVar, cast
 
 from kvrsim.errors import InputError
 
@@ -200,3 +201,13 @@ def scale(value: T, factor: float, *, only_rates: bool = False) -> T:
         elif not only_rates:
             changes[field.name] = tuple(s * factor for s in old) if isinstance(old, tuple) else old * factor
     return replace(value, **changes) if changes else value
+
+
+def scale_kept(value: T, factor: float) -> T:
+    """As `scale`, of what can be hashed, and kept: strategies ask for the same links one after another."""
+    return cast(T, _scaled(value, factor))
+
+
+@lru_cache(maxsize=64)
+def _scaled(value: Any, factor: float) -> Any:
+    return scale(value, factor)
