@@ -75,6 +75,15 @@ def test_sliders_and_arrow_keys_move_through_the_places(opened: Callable[..., Op
     assert page.script("return document.getElementById('kv-said').textContent") == page.text("#said")
 
 
+def test_where_no_strategy_is_on_the_page_says_so(opened: Callable[..., Opened], found: StrategyMap) -> None:
+    page = opened(map_page(found))
+    page.click(".switches .every:last-child")
+    assert "none of the strategies that are on can run" in page.text("#said")
+    assert not page.script("return kvMap.winners().some(Boolean)")
+    page.click(f".switches [data-key='{NAMES.index('tp')}']")
+    assert {best for best, _ in winners(page)} == {"tp"}
+
+
 def test_colours_are_of_the_fastest_the_lead_or_the_cost(opened: Callable[..., Opened], found: StrategyMap) -> None:
     page = opened(map_page(found), PHONE)
     fills = "return [...document.querySelectorAll('#by-gpus .cell')].map((one) => one.getAttribute('fill'))"

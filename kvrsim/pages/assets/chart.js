@@ -217,10 +217,13 @@ kv.chart = (host, about) => {
     return legend.replaceChildren(...buttons);
   }
   function set(newXs, newSeries) {
+    const same = (one, other) => one.name === other.name && isOff(one) === isOff(other) && Boolean(one.low) === Boolean(other.low);
+    const alike = plot && newSeries.length === series.length && newSeries.every((one, index) => same(one, series[index]));
     [xs, series] = [newXs, newSeries];
     here = null;
+    if (alike) return plot.setData(columns());
     name();
-    if (plot) draw(box.clientWidth, true);
+    return plot && draw(box.clientWidth, true);
   }
   name();
   kv.fit(box, draw);

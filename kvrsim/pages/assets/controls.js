@@ -66,7 +66,14 @@ kv.switches = ({ label, options, switched }) => {
     buttons.get(key).setAttribute("aria-pressed", String(on.has(key)));
     switched(on);
   }
-  const box = kv.el("div", { class: "switches", role: "group", "aria-label": label }, ...buttons.values());
+  const every = (text, wanted) => kv.el("button", { type: "button", class: "every", text, on: { click: () => {
+    for (const [key, button] of buttons) {
+      if (wanted) on.add(key); else on.delete(key);
+      button.setAttribute("aria-pressed", String(wanted));
+    }
+    switched(on);
+  } } });
+  const box = kv.el("div", { class: "switches", role: "group", "aria-label": label }, ...buttons.values(), every("All", true), every("None", false));
   return { box, turn, on, note: (key, text) => { notes.get(key).textContent = text; } };
 };
 
