@@ -20,15 +20,15 @@ from planner.evaluate import Progress
 from planner.partitions import PlanPartitions
 from planner.plan_bounds import bound_of_pipeline, bounds_of
 from planner.plan_notes import approximate_notes, even_chunks, fewer_gpus, memory_notes, rests_on
-from planner.replays import replays
-from planner.simulate import computes_s, waited_s
 from planner.strategies_for import choose
 from planner.uncertainty.interval import interval_of, measured_coverage, tied
 from planner.uncertainty.moves import Moves, moves
+from kvrsim.program.waits import computes_s, waited_s
 
 # Noise and tables are imported where they are asked for: each costs the start of every plan some milliseconds.
 if TYPE_CHECKING:
     from kvrsim.results.shortfall import Shortfall
+    from kvrsim.results.timeline import Timeline
     from planner.backends.pool import Pool
     from planner.table.table import PartitionTable
     from planner.uncertainty.disturbed import Disturbance
@@ -115,7 +115,11 @@ def make_plan(
     best = ranked[0]
     searched = KVR_S.name in partitions.found
     shown = ranked if every_timeline else ranked[:1] if timeline else []
-    timelines, untimed = replays(scenario, chosen, shown)
+    timelines, untimed = dict[str, "Timeline"](), list[str]()
+    if shown:
+        from planner.replays import replays
+
+        timelines, untimed = replays(scenario, chosen, shown)
     notes = (
         *choice.notes,
         *_table_notes(table, scenario, choice.strategies),

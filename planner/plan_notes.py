@@ -12,10 +12,10 @@ from kvrsim.strategies import Strategy
 from kvrsim.text import Note
 from kvrsim.units import format_bytes
 from planner.search.search import Found, search
-from planner.simulate import computes_s
 from planner.uncertainty.causes import compared_whole
 from planner.uncertainty.interval import measured_coverage, tied
 from planner.uncertainty.moves import Moves
+from kvrsim.program.waits import computes_s
 
 _SURELY_SLOWER = 1.5  # compute alone over TTFT, beyond which fewer GPUs cannot be as fast
 _SHOWN = 0.0005  # gains below it would be shown as 0.0 %

@@ -11,25 +11,25 @@ from kvrsim.executors.run import check_executor, run_partition
 from kvrsim.memory import fits, memory_of
 from kvrsim.partition import Partition
 from kvrsim.program.in_flight import loaded_bytes, sent_bytes
-from kvrsim.program.operations import Op, Program, work_s
+from kvrsim.program.operations import Program
 from kvrsim.results.question import Question
 from kvrsim.results.results import RankReport, SimResult
 from kvrsim.results.stream import Prompts
-from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy, label_of
 from kvrsim.strategies.pipeline import layers_of, tokens_of
 from planner.access import access_notes, has_choice, placed_for, told_access
 from planner.evaluate import Progress
 from planner.partitions import settled
-from planner.uncertainty.bases import bases_of
-from planner.uncertainty.breakdown import breakdown
 from planner.uncertainty.interval import interval, measured_coverage
+from kvrsim.program.waits import computes_s, waited_s
 
 # What only some simulations need is imported where they ask for it, for the sake of the start.
 if TYPE_CHECKING:
     from kvrsim.noise.draw import NoiseDraw
+    from kvrsim.results.breakdown import Breakdown
     from kvrsim.results.stream import Arrivals
+    from kvrsim.results.timeline import Timeline
     from planner.stream import Stream
     from planner.table.table import PartitionTable
     from planner.uncertainty.disturbed import Disturbance
@@ -135,7 +135,7 @@ def run_simulation(
             *(_table_notes(table, placed, chosen) if looks_up and table is not None else ()),
         ),
         timeline=_with_bases(placed, chosen, cut, _shown(stream, spans, noise=draw)) if timeline else None,
-        breakdown=breakdown(placed, chosen, cut, finish_s, spans) if with_breakdown and spans else None,
+        breakdown=_broken_down(placed, chosen, cut, finish_s, spans) if with_breakdown and spans else None,
         noise=None if disturbance is None else disturbance.noise,
         noisy=None if disturbance is None else disturbance.distribution(placed, chosen, cut, quiet_s or finish_s[-1]),
         stream=None if stream is None else stream.run(computes_s, draw),
@@ -197,36 +197,18 @@ def _shown(stream: Stream | None, first: Timeline | None, *, noise: NoiseDraw | 
     return replace(shown.timeline(noise), gpus_per_rank=first.gpus_per_rank)
 
 
+def _broken_down(
+    placed: Scenario, strategy: Strategy, cut: Partition, finish_s: Sequence[float], spans: Timeline
+) -> Breakdown:
+    from planner.uncertainty.breakdown import breakdown
+
+    return breakdown(placed, strategy, cut, finish_s, spans)
+
+
 def _with_bases(placed: Scenario, strategy: Strategy, cut: Partition, shown: Timeline | None) -> Timeline | None:
     """How each span's seconds are known; of prompts of different lengths, by the longest."""
-    return None if shown is None else replace(shown, bases=bases_of(placed, strategy, cut, shown))
+    if shown is None:
+        return None
+    from planner.uncertainty.bases import bases_of
 
-
-def compute_s(program: Program, rank: int) -> float:
-    """Device time of a rank's own operations."""
-    return computes_s(program, (rank,))[0]
-
-
-def computes_s(program: Program, ranks: Sequence[int] | None = None) -> list[float]:
-    """Device time of each rank's own operations; of these ranks, or of all."""
-    known: dict[int, float] = {}  # by block: ranks may share them
-
-    def block_s(ops: tuple[Op, ...]) -> float:
-        if id(ops) not in known:
-            known[id(ops)] = float(sum(work_s(op).item() for op in ops))
-        return known[id(ops)]
-
-    return [
-        block_s(program.prologue[rank])
-        + sum(
-            float(count) * block_s(kind[rank]) for count, kind in zip(program.layer_counts, program.layers, strict=True)
-        )
-        + block_s(program.epilogue[rank])
-        for rank in (range(program.num_ranks) if ranks is None else ranks)
-    ]
-
-
-def waited_s(busy_s: float, finish_s: float) -> float:
-    """Time that a rank was not computing until it finished; rounding alone counts as none."""
-    wait_s = finish_s - busy_s
-    return wait_s if wait_s > 1e-12 * finish_s else 0.0
+    return replace(shown, bases=bases_of(placed, strategy, cut, shown))

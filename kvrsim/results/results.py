@@ -10,9 +10,7 @@ from kvrsim.choices import PrefixAccess
 from kvrsim.hardware.gpu import MemoryLimit
 from kvrsim.io.schema import fields_to_json
 from kvrsim.memory import RankMemory
-from kvrsim.results.breakdown import Breakdown
 from kvrsim.results.displayed import Displayed
-from kvrsim.results.timeline import Timeline
 
 if TYPE_CHECKING:
     import pandas
@@ -20,9 +18,11 @@ if TYPE_CHECKING:
     from kvrsim.hardware.cluster import Cluster
     from kvrsim.noise.model import Noise
     from kvrsim.noise.statistics import Distribution
+    from kvrsim.results.breakdown import Breakdown
     from kvrsim.results.question import Question
     from kvrsim.results.shortfall import Shortfall
     from kvrsim.results.stream import StreamResult
+    from kvrsim.results.timeline import Timeline
 
 
 class Staged(Protocol):

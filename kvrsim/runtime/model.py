@@ -74,7 +74,7 @@ def _fields(config: str | Path | Mapping[str, object]) -> dict[str, Any]:
     source = JsonObject(fields=config, where="model") if isinstance(config, Mapping) else None
     if source is None:
         source = JsonObject.read(config_path(str(config), "model"), "model")
-    text, _ = read_text_part(source, set(FAMILIES))
+    text, _ = read_text_part(source, FAMILIES.__contains__)
     family_of(str(text.fields.get("model_type", "nothing")))
     if read_config(source, "model").quantization is not None:
         key = source.first_of("quantization_config", "compression_config")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import threading
 import time
 import warnings
@@ -216,6 +215,8 @@ def _listens(address: str) -> bool:
     host, colon, port = address.rpartition("://")[2].partition(":")
     if not colon:
         return address in ("auto", "local")
+    import socket  # only where there is a cluster
+
     try:
         with socket.create_connection((host, int(port)), timeout=_CONNECTION_TIMEOUT_S):
             return True

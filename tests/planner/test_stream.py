@@ -18,9 +18,10 @@ from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from planner.packing.serve import Recurrence, cycle_time_s
-from planner.simulate import compute_s, computes_s, run_simulation
+from planner.simulate import run_simulation
 from planner.stream import alike
 from planner.uncertainty.disturbed import Disturbance
+from kvrsim.program.waits import compute_s, computes_s
 from tests.building import Draws, any_partition, any_scenario, draws, examples
 
 SEEDS = st.integers(0, 2**32 - 1)

@@ -6,6 +6,7 @@ one by an entry point of the group "kvrsim.architectures", whose name is the mod
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from pkgutil import walk_packages
@@ -22,20 +23,22 @@ from kvrsim.model.spec import ModelSpec
 ENTRY_POINTS = "kvrsim.architectures"
 
 
-def _found() -> dict[str, Reader]:
-    """The readers of all modules, by model type."""
+def _readers(model_type: str = "") -> Iterator[tuple[str, Reader]]:
+    """Model types and their readers, module by module: first of those that a model type's name begins with."""
     names = [module.name for module in walk_packages(__path__, f"{__name__}.")]
-    found = (getattr(import_module(name), "READERS", {}).items() for name in names)
-    return {model_type: reader for readers in found for model_type, reader in readers}
+    for name in sorted(names, key=lambda name: not model_type.startswith(name.rpartition(".")[2])):
+        yield from getattr(import_module(name), "READERS", {}).items()
 
 
-_READERS = _found()
+def _own_reader(model_type: str) -> Reader | None:
+    """The reader of a model type in kvrsim; None: there is none."""
+    return next((reader for known, reader in _readers(model_type) if known == model_type), None)
 
 
 def _reader(model_type: str) -> Reader | None:
     """The reader of a model type, here or of another package; None: there is none."""
-    if model_type in _READERS:
-        return _READERS[model_type]
+    if own := _own_reader(model_type):
+        return own
     from importlib.metadata import entry_points  # only for types that kvrsim does not know
 
     entry = next(iter(entry_points(group=ENTRY_POINTS, name=model_type)), None)
@@ -53,19 +56,23 @@ def _reader(model_type: str) -> Reader | None:
 
 def read_config(config: JsonObject, name: str) -> ModelSpec:
     """The model that a config.json describes, of several the text model; InputError names the file and the key."""
-    config, left_out = read_text_part(config, set(_READERS))
-    supported = f"the model_type of a decoder-only model that kvrsim knows: {', '.join(sorted(_READERS))}"
+    config, left_out = read_text_part(config, lambda model_type: _own_reader(model_type) is not None)
     if not config.has("model_type"):
-        raise config.error("model_type", supported)
+        raise config.error("model_type", _supported())
     model_type = config.text("model_type")
     if config.flag("is_encoder_decoder", False):
-        raise InputError(f"{config.where}: model_type", f"{model_type}, an encoder-decoder", supported)
+        raise InputError(f"{config.where}: model_type", f"{model_type}, an encoder-decoder", _supported())
     reader = _reader(model_type)
     if reader is None:
-        raise config.error("model_type", supported)
+        raise config.error("model_type", _supported())
     model = reader(filled(config, model_type), name)
     if all(layer.mixer is None for layer in model.layers):
         raise InputError(config.where, "no layer with attention or a state", "a model whose tokens see each other")
     told = dict.fromkeys((*left_out, *further_tokens(config), *model.approximations))
     model = replace(model, approximations=tuple(told))
     return read_quantization(config, model)
+
+
+def _supported() -> str:
+    known = ", ".join(sorted(model_type for model_type, _ in _readers()))
+    return f"the model_type of a decoder-only model that kvrsim knows: {known}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from kvrsim.errors import InputError
@@ -13,10 +14,11 @@ _TOWERS = {"vision": ("vision_config", "visual_config"), "audio": ("audio_config
 _OUTER_KEYS = ("tie_word_embeddings", "quantization_config", "compression_config")
 
 
-def read_text_part(config: JsonObject, model_types: set[str]) -> tuple[JsonObject, tuple[str, ...]]:
+def read_text_part(config: JsonObject, knows: Callable[[str], bool]) -> tuple[JsonObject, tuple[str, ...]]:
     """The configuration of the text model, and what of the file it leaves out; the file itself if it has one model.
 
     A text_config without a model_type is that of the outer file's text model, such as "llama4_text" of "llama4".
+    knows: whether there is a model type of that name.
     """
     key = next((key for key in _TEXT if isinstance(config.fields.get(key), dict)), None)
     if key is None:
@@ -27,7 +29,7 @@ def read_text_part(config: JsonObject, model_types: set[str]) -> tuple[JsonObjec
     text = config.child(key)
     inherited = {name: config.fields[name] for name in _OUTER_KEYS if config.has(name)}
     outer_type = config.fields.get("model_type")
-    if not text.has("model_type") and f"{outer_type}_text" in model_types:
+    if not text.has("model_type") and knows(f"{outer_type}_text"):
         inherited["model_type"] = f"{outer_type}_text"
     towers = [tower for tower, keys in _TOWERS.items() if any(config.has(key) for key in keys)]
     left_out = tuple(f"the {tower} tower is left out" for tower in towers)

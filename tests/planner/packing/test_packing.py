@@ -26,8 +26,9 @@ from planner.packing.prices import Packing, StepPrices
 from planner.packing.rule import Begun, PackingRule, Piece
 from planner.packing.serve import serve_packed
 from planner.packing.steps import StepPrograms
-from planner.simulate import computes_s, run_simulation
+from planner.simulate import run_simulation
 from planner.stream import packed
+from kvrsim.program.waits import computes_s
 from tests.building import examples
 
 PLACES = [("single", 1), ("tp", 2), ("pp", 3), ("tp2+pp", 4), ("pp-s", 2)]

@@ -51,13 +51,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_a_file_in_the_folder_adds_its_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "olmoe.py").write_text(example(), "utf-8")
-    before = set(architectures._found())
+    before = dict(architectures._readers())
     monkeypatch.setattr(architectures, "__path__", [*architectures.__path__, str(tmp_path)])
-    found = architectures._found()
-    sys.modules.pop("kvrsim.model.architectures.olmoe")
-    assert set(found) - before == {"olmoe"}
-    monkeypatch.setattr(architectures, "_READERS", found)
+    assert set(dict(architectures._readers())) - set(before) == {"olmoe"}
     assert load(tmp_path, OLMOE).num_parameters == counted_parameters(OLMOE)
+    sys.modules.pop("kvrsim.model.architectures.olmoe")
 
 
 def test_another_package_adds_a_type(folder: Path, tmp_path: Path) -> None:
@@ -82,4 +80,4 @@ def test_each_type_has_one_reader() -> None:
         for one in walk_packages(architectures.__path__, "kvrsim.model.architectures.")
     ]
     types = [model_type for module in modules for model_type in getattr(module, "READERS", {})]
-    assert sorted(types) == sorted(architectures._READERS)
+    assert sorted(types) == sorted(dict(architectures._readers()))

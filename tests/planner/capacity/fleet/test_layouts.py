@@ -24,8 +24,8 @@ from planner.capacity.fleet.prefills import Prefills
 from planner.capacity.fleet.times import ServiceTimes
 from planner.capacity.workloads.workload import Workload
 from planner.partitions import partition_of
-from planner.simulate import computes_s
 from planner.stream import of_lengths
+from kvrsim.program.waits import computes_s
 
 
 def large(gpus: int, ctx: int = 1024) -> Scenario:
