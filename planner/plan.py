@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvrsim.executors.run import run_partition
 from kvrsim.memory import fits, memory_of
 from kvrsim.partition import Partition
+from kvrsim.program.waits import computes_s, waited_s
 from kvrsim.results.question import Question
 from kvrsim.results.results import Plan, StrategyResult
 from kvrsim.scenario import Scenario
@@ -23,7 +24,6 @@ from planner.plan_notes import approximate_notes, even_chunks, fewer_gpus, memor
 from planner.strategies_for import choose
 from planner.uncertainty.interval import interval_of, measured_coverage, tied
 from planner.uncertainty.moves import Moves, moves
-from kvrsim.program.waits import computes_s, waited_s
 
 # Noise and tables are imported where they are asked for: each costs the start of every plan some milliseconds.
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from kvrsim.engine.engine import Engine
 from kvrsim.executors.run import run_partition
+from kvrsim.program.waits import computes_s
 from kvrsim.results.results import StrategyResult
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
@@ -15,7 +16,6 @@ from planner.search.search import Found, search
 from planner.uncertainty.causes import compared_whole
 from planner.uncertainty.interval import measured_coverage, tied
 from planner.uncertainty.moves import Moves
-from kvrsim.program.waits import computes_s
 
 _SURELY_SLOWER = 1.5  # compute alone over TTFT, beyond which fewer GPUs cannot be as fast
 _SHOWN = 0.0005  # gains below it would be shown as 0.0 %

@@ -18,9 +18,9 @@ from kvrsim.strategies import Strategy
 from kvrsim.strategies.pipeline import context_ranks
 from planner.access import placed_for
 from planner.partitions import settled
-from planner.strategies_for import all_for, distinct
+from planner.strategies_for import MOST_IN_RINGS, RINGS, all_for, distinct
 
-_MOST_TIMES = 16  # the GPUs asked for, up to which more are tried
+_MOST_TIMES, _MOST_GPUS = 16, 512  # the GPUs asked for times so many, and GPUs at all, up to which more are tried
 _RULES = ("whole", "even", "pieces")  # partitions that take no long search
 _TRIED = 2  # strategies, the least rough peaks first
 _DTYPE = "fp8"  # the smallest of weights
@@ -52,7 +52,7 @@ def _peak(result: StrategyResult) -> int:
 
 def _more_gpus(scenario: Scenario) -> tuple[Remedy, ...]:
     has, times = _ports(scenario.cluster), 2
-    while times <= _MOST_TIMES:
+    while times <= min(_MOST_TIMES, _MOST_GPUS // scenario.num_gpus):
         try:
             larger = scenario.on_gpus(times * scenario.num_gpus)
         except InputError:  # more than a cluster may have
@@ -96,7 +96,8 @@ def _first_that_fits(scenario: Scenario, compared: Iterable[str], change: str) -
     for strategy in distinct(all_for(scenario)[0]):
         if strategy.partition_rule in _RULES and strategy.name not in compared and strategy.approximate is None:
             with suppress(InputError):  # fewer tokens than GPUs, say
-                candidates.append((_rough_peak(scenario, strategy), strategy.name, strategy))
+                if not _takes_long(scenario, strategy):
+                    candidates.append((_rough_peak(scenario, strategy), strategy.name, strategy))
     for rough, name, strategy in sorted(candidates)[:_TRIED]:
         placed = placed_for(scenario, strategy)
         memory = rough
@@ -105,6 +106,12 @@ def _first_that_fits(scenario: Scenario, compared: Iterable[str], change: str) -
         if memory <= scenario.memory_limit.nbytes:
             return (_remedy(scenario, name, memory, f"{change} --strategies {name}".strip()),)
     return ()
+
+
+def _takes_long(scenario: Scenario, strategy: Strategy) -> bool:
+    """Whether it is a ring of many ranks, which a plan does not compare either."""
+    ranks = placed_for(scenario, strategy).cluster.num_gpus
+    return ranks > MOST_IN_RINGS and strategy.name.rpartition("+")[2] in RINGS
 
 
 def _rough_peak(scenario: Scenario, strategy: Strategy) -> int:

@@ -12,6 +12,7 @@ from kvrsim.memory import fits, memory_of
 from kvrsim.partition import Partition
 from kvrsim.program.in_flight import loaded_bytes, sent_bytes
 from kvrsim.program.operations import Program
+from kvrsim.program.waits import computes_s, waited_s
 from kvrsim.results.question import Question
 from kvrsim.results.results import RankReport, SimResult
 from kvrsim.results.stream import Prompts
@@ -22,7 +23,6 @@ from planner.access import access_notes, has_choice, placed_for, told_access
 from planner.evaluate import Progress
 from planner.partitions import settled
 from planner.uncertainty.interval import interval, measured_coverage
-from kvrsim.program.waits import computes_s, waited_s
 
 # What only some simulations need is imported where they ask for it, for the sake of the start.
 if TYPE_CHECKING:

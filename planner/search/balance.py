@@ -73,6 +73,5 @@ def _longest(chain: Chain, targets: Array, chunks: Array, spread: float) -> Arra
         return _busy_s(chain, tried, _starts(chain, settling)[:, None])
 
     most = float(chain.scenario.request.context_len)
-    return settled(
-        needed_s, targets, np.broadcast_to(chunks, (len(chunks), len(targets))), most, _PRECISION, spread, _ROUNDS
-    )[0]
+    begin = np.broadcast_to(chunks, (len(chunks), len(targets)))
+    return settled(needed_s, targets, begin, lambda _: most, _PRECISION, spread, _ROUNDS)[0]

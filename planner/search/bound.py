@@ -51,8 +51,10 @@ from planner.search.work import Chain
 _LENGTHS = 129  # of the last chunk, of which the longest that is not refuted outright is found
 _INTERVALS, _FEW_INTERVALS, _CELLS = 12, 5, 1280  # of x; for many ranks, fewer
 _CUTS, _STEPS = 2, 12  # times that weak intervals are cut; targets each time, at most
+_WEAK = 0.5  # of what is not proven for the weakest interval: others that lack less are not cut
+_PLANS = 4  # of walls, that are told
 _OPEN = 0.1  # of what is not proven, which may be left to be cut
-_CLOSE = 1e-3  # of the TTFT that is reached, within which a bound is not made better
+_CLOSE = 2.5e-3  # of the TTFT that is reached, within which a bound is not made better
 _HOST_BOUND = 0.95  # of what the host issues: a bound below that is not made better, either
 
 
@@ -61,9 +63,16 @@ def lower_bound_s(scenario: Scenario, strategy: Strategy, ttft_s: float, near: A
 
     near: chunks from which the walls are sought, shape (num_ranks,), tokens; None: the balanced ones.
     """
-    if near is None:
-        near = balanced_chunks(scenario, strategy)
-    return _Bound(scenario, strategy, ttft_s, near).value_s()
+    return bounded(scenario, strategy, ttft_s, balanced_chunks(scenario, strategy) if near is None else near)[0]
+
+
+def bounded(scenario: Scenario, strategy: Strategy, ttft_s: float, near: Array) -> tuple[float, Array]:
+    """The same, and the chunks between the walls that come nearest to refuting it, shape (few, num_ranks), tokens.
+
+    With them all ranks need about as long, their waits for each other included.
+    """
+    bound = _Bound(scenario, strategy, ttft_s, near)
+    return bound.value_s(), bound.plans
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +120,8 @@ class _Intervals:
         self.chunks, self.holds = walls.chunks, np.where(is_below, self.holds, holds)
         self.waits = self.waits.where(is_below, chain.waits(walls.ends))
         # A later target makes the chunks of all others longer, and what is left to the first rank as much shorter.
-        alone = np.maximum(goal + 1.2 * (first_s - goal) / len(chain.senders), ends_s)
+        first = np.where(walls.free > 0, (1.0 - walls.free) * goal, goal + 1.2 * (first_s - goal) / len(chain.senders))
+        alone = np.maximum(first, ends_s)
         share = np.clip(self.below_by / (self.below_by - self.above_by), 0.05, 0.95)
         between = self.below + share * (self.above - self.below)
         self.goal = np.where(np.isnan(share), np.clip(alone, 0.5 * (self.below + goal), self.above), between)
@@ -127,6 +137,13 @@ class _Intervals:
         weakest = int(self.low.argmin())
         missing_s = self.bound.ttft_s - self.low[weakest]
         return bool(self.above[weakest] - self.low[weakest] <= max(_OPEN * missing_s, PRECISION * self.bound.ttft_s))
+
+    def plans(self) -> Array:
+        """Chunks between the walls of the weakest intervals."""
+        index = np.argsort(self.low, kind="stable")[:_PLANS]
+        chunks, last = self.chunks[:, index], self.most[index]
+        first = self.last_wall[index] - self.bound.chain.first_start - chunks.sum(axis=0)
+        return np.asarray(np.maximum(1.0, np.concatenate([first[None], chunks, last[None]])).T)
 
     def cut(self, weak: npt.NDArray[np.intp], pieces: int) -> _Intervals:
         """The weak intervals in so many parts each, with what is proven of the whole."""
@@ -146,6 +163,7 @@ class _Bound:
         self.chain = WalledChain(Chain(scenario, strategy, least=True))
         self.num_ranks = self.chain.chain.num_ranks
         self.near = np.asarray(near, dtype=float)[:-1, None]
+        self.plans = np.empty((0, self.num_ranks))
 
     def value_s(self) -> float:
         """The bound: the weakest interval of x, after cutting the weak ones; never below the host's time."""
@@ -164,12 +182,14 @@ class _Bound:
                 intervals.improve()
                 if step > 1 and intervals.is_done:
                     break
-            weak = intervals.low <= max(intervals.low.min(), intervals.above.min())  # no other can hold the bound
+            lowest_s = float(intervals.low.min())
+            weak = intervals.low <= max(intervals.above.min(), lowest_s + _WEAK * (self.ttft_s - lowest_s))
             proven_s = min(proven_s, float(intervals.low.min(where=~weak, initial=np.inf)))
-            is_close = intervals.low.min() > (1.0 - _CLOSE) * self.ttft_s
+            is_close = lowest_s > (1.0 - _CLOSE) * self.ttft_s
             if cuts == _CUTS or is_close or intervals.above.min() < _HOST_BOUND * issued_s:
                 break
             intervals = intervals.cut(np.flatnonzero(weak), max(2, -(-number // int(weak.sum()))))
+        self.plans = intervals.plans()
         return max(issued_s, min(proven_s, float(intervals.low.min())))
 
     def _possible(self, most: float, number: int) -> tuple[Array, Array]:

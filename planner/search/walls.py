@@ -10,6 +10,7 @@ from kvrsim.program.operations import Array, Flags
 from planner.search.work import Chain, settled
 
 PRECISION = 2.0**-12  # of a chunk
+_NEARLY, _ROUNDING = 0.999, 1e-9  # of a limit, which proves a wall nearly as well; of the context
 FIRST, AGAIN = (0.25, 32), (0.05, 12)  # of a chunk, to either side, in which the one for a limit is sought; rounds
 
 
@@ -32,8 +33,9 @@ class Walls:
 
     chunks: Array  # of all senders but the first, shape (senders - 1, columns)
     ends: Array  # shape (senders, columns)
-    first_s: Array  # needed by the first sender
-    others_s: Array  # the least that is needed by any other
+    first_s: Array  # needed by the first sender; 0 where nothing is proven of the walls before
+    others_s: Array  # the least that is needed by any other, of those that prove the walls
+    free: Array  # share of the walls that are as far to the left as they may be
 
 
 class WalledChain:
@@ -60,14 +62,21 @@ class WalledChain:
             starts = np.maximum(ends[1:, None] - tried, self.floors[:-1, None])
             return self._needed_s(1, starts, ends, waits)
 
+        def room(chunks: Array) -> Array:
+            return np.asarray(ends_of(chunks)[1:] - self.floors[:-1])
+
         if len(self.senders) > 1:
-            chunks = settled(needed_s, limit, chunks, self.total, PRECISION, *within)[1]
+            chunks = settled(needed_s, limit, chunks, room, PRECISION, *within)[1]
         ends = ends_of(chunks)
         starts = np.concatenate([np.full_like(ends[:1], self.first_start), ends[:-1]])
         each_s = self._needed_s(0, starts[:, None], ends, waits)[:, 0]
-        free = ends[:-1] <= self.floors[:-1]  # to begin so early proves nothing, and need not
-        others_s = np.where(free, np.inf, each_s[1:]).min(axis=0, initial=np.inf)
-        return Walls(chunks, ends, each_s[0], others_s)
+        free = ends[:-1] <= self.floors[:-1] + _ROUNDING * self.total  # to begin so early needs no proof
+        holds = np.logical_and.accumulate((free | (each_s[1:] >= limit * _NEARLY))[::-1], axis=0)[::-1]
+        others_s = np.where(holds & ~free, each_s[1:], np.inf).min(axis=0, initial=np.inf)
+        ends[:-1] = np.where(holds, ends[:-1], self.floors[:-1])
+        first_s = np.where(holds.all(axis=0), each_s[0], 0.0)
+        none = (ends[:-1] <= self.floors[:-1]).mean(axis=0) if len(free) else np.zeros(1)
+        return Walls(chunks, ends, first_s, others_s, none)
 
     def waits(self, ends: Array) -> Waits:
         """What is proven of the waits, if ends are no earlier than these."""

@@ -177,7 +177,7 @@ def settled(
     needed_s: Callable[[Array, Array], Array],
     limit_s: Array,
     chunks: Array,
-    most: float,
+    most: Callable[[Array], Array | float],
     precision: float,
     spread: float,
     rounds: int,
@@ -190,24 +190,25 @@ def settled(
     depends on chunks that have settled only to the precision; who proves anything with it evaluates it once more.
 
     limit_s: shape (columns,). chunks: to begin with, shape (ranks, columns); spread: the share of them that the first
-    brackets reach to either side. most: tokens of a chunk; each has at least 1.
+    brackets reach to either side. most: tokens that each may have, where the chunks are these; each has at least 1.
     """
-    low, high = np.maximum(1.0, chunks * (1.0 - spread)), np.minimum(most, chunks * (1.0 + spread))
+    low, high = np.maximum(1.0, chunks * (1.0 - spread)), chunks * (1.0 + spread)
     for _ in range(rounds):
         width = np.maximum(high - low, precision * high)
         around = np.concatenate(
             [low[:, None] + _INSIDE * width[:, None], chunks[:, None] + _NEAR * width[:, None]], axis=1
         )
-        tried = np.clip(around, 1.0, most)
+        room = np.maximum(1.0, most(chunks)) + np.zeros_like(chunks)
+        tried = np.clip(around, 1.0, room[:, None])
         over_s = needed_s(chunks, tried) - limit_s
         within = over_s <= 0
         low_s = np.maximum.reduce(over_s, axis=1, where=within, initial=-np.inf)
         high_s = np.minimum.reduce(over_s, axis=1, where=~within, initial=np.inf)
         low = np.maximum.reduce(tried, axis=1, where=within, initial=1.0)
-        high = np.minimum.reduce(tried, axis=1, where=~within, initial=most)
+        high = np.minimum(np.minimum.reduce(tried, axis=1, where=~within, initial=np.inf), room)
         none, all_ = low_s == -np.inf, high_s == np.inf
         low = np.where(none, np.maximum(1.0, high - _WIDER * width), low)
-        high = np.where(all_, np.minimum(most, low + _WIDER * width), high)
+        high = np.where(all_, np.minimum(room, low + _WIDER * width), high)
         with np.errstate(invalid="ignore"):
             share = np.where(none | all_, 0.5, low_s / (low_s - high_s))
         chunks = chunks + _DAMPING * (low + share * (high - low) - chunks)

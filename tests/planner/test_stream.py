@@ -13,6 +13,7 @@ from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.program.operations import Program
+from kvrsim.program.waits import compute_s, computes_s
 from kvrsim.results.stream import Arrivals, Prompts, StreamResult
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
@@ -21,7 +22,6 @@ from planner.packing.serve import Recurrence, cycle_time_s
 from planner.simulate import run_simulation
 from planner.stream import alike
 from planner.uncertainty.disturbed import Disturbance
-from kvrsim.program.waits import compute_s, computes_s
 from tests.building import Draws, any_partition, any_scenario, draws, examples
 
 SEEDS = st.integers(0, 2**32 - 1)

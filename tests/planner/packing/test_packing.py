@@ -15,6 +15,7 @@ from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
 from kvrsim.executors.run import run_partition
 from kvrsim.partition import Partition
+from kvrsim.program.waits import computes_s
 from kvrsim.results.stream import Arrivals, Prompts
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
@@ -28,7 +29,6 @@ from planner.packing.serve import serve_packed
 from planner.packing.steps import StepPrograms
 from planner.simulate import run_simulation
 from planner.stream import packed
-from kvrsim.program.waits import computes_s
 from tests.building import examples
 
 PLACES = [("single", 1), ("tp", 2), ("pp", 3), ("tp2+pp", 4), ("pp-s", 2)]

@@ -13,6 +13,7 @@ from kvrsim.executors.event import EventSimulation
 from kvrsim.executors.run import run_partition
 from kvrsim.memory import fits, memory_of
 from kvrsim.program.operations import Compute
+from kvrsim.program.waits import computes_s
 from kvrsim.results.stream import Prompts
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
@@ -25,7 +26,6 @@ from planner.capacity.fleet.times import ServiceTimes
 from planner.capacity.workloads.workload import Workload
 from planner.partitions import partition_of
 from planner.stream import of_lengths
-from kvrsim.program.waits import computes_s
 
 
 def large(gpus: int, ctx: int = 1024) -> Scenario:
