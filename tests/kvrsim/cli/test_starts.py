@@ -33,8 +33,8 @@ BUDGETS = [
     (("profiles", "list", "--json"), 48, "numpy"),
     (("profiles", "list"), 60, "numpy rich"),
     (("table", "lookup", "table.json", *SETTING, "--json"), 98, "numpy"),
-    (("simulate", "--strategy", "kvr-s", *SETTING, "--json"), 400, "numpy"),
-    (("plan", *SETTING, "--json"), 400, "numpy"),
+    (("simulate", "--strategy", "kvr-s", *SETTING, "--json"), 166, "numpy"),
+    (("plan", *SETTING, "--json"), 166, "numpy"),
 ]
 
 
