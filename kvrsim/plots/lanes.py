@@ -114,7 +114,8 @@ def _draw_pixels(
         draw_row(axes, mean_colours(shares, GROUND.light), (start_s, end_s, rank + _BAR[0], rank + _BAR[1]))
     for rank, by_colour in links.items() if len(stream) <= _LINK_ROWS else ():
         counts = {colour: touched(some, start_s, end_s, pixels) for colour, some in by_colour.items()}
-        draw_row(axes, any_colour(counts), (start_s, end_s, rank + _LINK_BAR[0], rank + _LINK_BAR[1]))
+        covered = covered_shares([span for some in by_colour.values() for span in some], start_s, end_s, pixels)
+        draw_row(axes, any_colour(counts, covered), (start_s, end_s, rank + _LINK_BAR[0], rank + _LINK_BAR[1]))
     if waits:
         _boxes(axes, waits, **HATCHED, linewidths=0)
 

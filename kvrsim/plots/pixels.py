@@ -13,16 +13,15 @@ from kvrsim.results.timeline import Span
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_CROWDED = 0.5  # share of the bins that have a message, above which bins are shaded
+_FAINTEST = 0.12
+
 
 def covered_shares(spans: Sequence[Span], start_s: float, end_s: float, bins: int) -> Array:
-    """How much of each of `bins` equal time bins some spans cover, shape (bins,).
-
-    spans: of one rank, ordered by start, none overlapping another.
-    """
+    """How much of each of `bins` equal time bins some spans cover, shape (bins,); at most 1 where they overlap."""
     edges = np.linspace(start_s, max(end_s, start_s + 1e-12), bins + 1)
-    times = np.array([moment for span in spans for moment in (span.start_s, span.end_s)])
-    covered_s = np.cumsum([step for span in spans for step in (0.0, span.duration_s)])
-    shares: Array = np.diff(np.interp(edges, times, covered_s)) / np.diff(edges)
+    covered_s = _since([span.start_s for span in spans], edges) - _since([span.end_s for span in spans], edges)
+    shares: Array = np.diff(covered_s) / np.diff(edges)
     return shares.clip(0.0, 1.0)
 
 
@@ -48,11 +47,16 @@ def mean_colours(shares: Mapping[str, Array], ground: str) -> Array:
     return mixed.clip(0.0, 1.0)
 
 
-def any_colour(counts: Mapping[str, Array]) -> Array:
-    """RGBA of each bin, shape (bins, 4): the colour with the most spans there; transparent where there are none."""
+def any_colour(counts: Mapping[str, Array], shares: Array) -> Array:
+    """RGBA of each bin, shape (bins, 4): the colour with the most spans there; transparent where there are none.
+
+    A bin with a span is opaque, so that it is seen; or, where most bins have one, as opaque as its share is covered.
+    """
     stacked = np.stack(list(counts.values()))
     colours = np.array([_rgb(colour) for colour in counts])[stacked.argmax(axis=0)]
-    return np.concatenate([colours, (stacked.max(axis=0) > 0)[:, None]], axis=1)
+    seen = stacked.max(axis=0) > 0
+    opacity = np.where(seen, np.maximum(shares, _FAINTEST) if seen.mean() > _CROWDED else 1.0, 0.0)
+    return np.concatenate([colours, opacity[:, None]], axis=1)
 
 
 def draw_row(axes: Axes, colours: Array, box: tuple[float, float, float, float], *, zorder: int = 2) -> None:
@@ -60,6 +64,14 @@ def draw_row(axes: Axes, colours: Array, box: tuple[float, float, float, float],
     start_s, end_s, top, bottom = box
     extent = (start_s, max(end_s, start_s + 1e-12), bottom, top)
     axes.imshow(colours[None], extent=extent, aspect="auto", interpolation="nearest", zorder=zorder)
+
+
+def _since(moments_s: Sequence[float], edges_s: Array) -> Array:
+    """Seconds since each of some moments, where they have passed, summed; at each edge."""
+    ordered = np.sort(moments_s)
+    passed = np.searchsorted(ordered, edges_s)
+    since: Array = passed * edges_s - np.concatenate([[0.0], np.cumsum(ordered)])[passed]
+    return since
 
 
 def _rgb(colour: str) -> Array:

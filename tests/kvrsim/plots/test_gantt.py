@@ -138,10 +138,10 @@ def test_no_bar_is_lost_between_two_pixels(seed: int) -> None:
     for channel, some in ((0, spans[::2]), (2, spans[1::2])):
         covered_s = sum(span.duration_s for span in some)
         assert pixels[:, channel].sum() * end_s / bins == pytest.approx(covered_s, rel=1e-9, abs=1e-9)
-    seen = any_colour({"#ff0000": touched(spans, 0.0, end_s, bins)})
+    seen = any_colour({"#ff0000": touched(spans, 0.0, end_s, bins)}, sum(shares.values(), np.zeros(bins)))
     for span in spans:
         first, last = (int(min(bins - 1, moment_s / end_s * bins)) for moment_s in (span.start_s, span.end_s))
-        assert (seen[first : last + 1, 3] == 1).all()
+        assert (seen[first : last + 1, 3] > 0.1).all()
 
 
 def test_requests_behind_each_other_are_all_in_the_timeline(tmp_path: Path) -> None:
