@@ -63,9 +63,11 @@ def memory_of(scenario: Scenario, strategy: Strategy, partition: Partition) -> t
     if strategy.pipeline is not None:
         held = stages(strategy, scenario.share.num_hidden_layers, scenario.cluster.num_gpus)
         context = context_ranks(strategy)
-        ranks = [
-            _stage_memory(scenario, partition, layers, rank, context) for layers in held for rank in range(context)
-        ]
+        ranks = []
+        for layers in held:
+            last = _stage_memory(scenario, partition, layers, context, is_last=True)
+            others = _stage_memory(scenario, partition, layers, context, is_last=False) if context > 1 else last
+            ranks += [*[others] * (context - 1), last]
     else:
         chunks = columns(partition.chunk_lens)
         counted = NoTime() if len(strategy.query_blocks) == 1 else scenario.cost  # times choose the calls of attention
@@ -141,10 +143,13 @@ def _score_bytes(program: Program, rank: int, width: int, *, whole: int) -> int:
     return round(elements) * EAGER_SCORE_PEAK_BYTES * width // 2
 
 
-def _stage_memory(scenario: Scenario, partition: Partition, layers: range, rank: int, context: int) -> RankMemory:
+def _stage_memory(
+    scenario: Scenario, partition: Partition, layers: range, context: int, *, is_last: bool
+) -> RankMemory:
     """A rank of a pipeline's stage: the stage's layers, K and V of all tokens in them, its share of a piece at a time.
 
-    context: ranks of the stage, of which it is one; they gather the K and V of a piece, and attend in two parts.
+    context: ranks of the stage, of which it is one, the last or another; they gather the K and V of a piece, and attend
+    in two parts.
     """
     model, request = scenario.share, scenario.request
     width, batch = request.dtype_bytes, request.batch
@@ -169,9 +174,7 @@ def _stage_memory(scenario: Scenario, partition: Partition, layers: range, rank:
         scores=_scores(scenario, piece if context == 1 else -(-piece // 2), request.context_len)
         if scenario.kernel == "eager"
         else 0,
-        logits=batch * _logits_bytes(scenario, partition.chunk_lens[-1] // context, width)
-        if ends and rank == context - 1
-        else 0,
+        logits=batch * _logits_bytes(scenario, partition.chunk_lens[-1] // context, width) if ends and is_last else 0,
         runtime=RUNTIME_BYTES,
     )
 
