@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvrsim.engine.engine import NO_ENGINE
-from kvrsim.io.schema import fields_to_json
+from kvrsim.io.schema import fields_to_json, to_json
 from kvrsim.units import format_tokens
 from kvrsim.version import __version__
 
 if TYPE_CHECKING:
     from kvrsim.hardware.cluster import Cluster
     from kvrsim.scenario import Scenario
+
+_LINK = ("name", "bandwidth_bytes_per_s", "latency_s")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +64,14 @@ class Question:
         """Plain JSON values."""
         content = fields_to_json(self)
         del content["options"]
-        return content | dict(self.options)
+        return content | {"cluster": self._cluster()} | dict(self.options)
+
+    def _cluster(self) -> dict[str, Any]:
+        """What decides of the cluster; answers have the whole beside the question."""
+        network = self.cluster.network
+        content = fields_to_json(self.cluster, "name", "num_gpus", "topology", "gpus_per_node")
+        content |= {"gpu": self.cluster.gpu.name, "link": fields_to_json(self.cluster.link, *_LINK)}
+        return content | {"network": None if network is None else fields_to_json(network, *_LINK)}
 
     def header(self) -> dict[str, Any]:
         """What every answer begins with, as plain JSON values."""
@@ -73,7 +82,8 @@ class Question:
         content = self.to_dict()
         if not predicted:
             content |= dict.fromkeys(("cluster", "profile", "engine", "memory_fraction"))
-        return {"question": content, "version": __version__, "cluster": content["cluster"]}
+        cluster = to_json(self.cluster) if predicted else None
+        return {"question": content, "version": __version__, "cluster": cluster}
 
     def request(self) -> str:
         """The request in words, but for the batch: "16k (16384) tokens, 4k (4096) of them cached"."""

@@ -11,6 +11,7 @@ from kvrsim.cli.options import Json, PredictorOptions, takes
 from kvrsim.cli.outputs import print_json, tell
 from kvrsim.cli.parsing import check_output
 from kvrsim.cli.pool_options import BuildOptions
+from kvrsim.version import __version__
 
 if TYPE_CHECKING:
     from planner.predictor.grid import Prediction, TtftPredictor
@@ -58,7 +59,10 @@ def build(
         tell(f"note: {note}")
     found = _about(predictor)
     if json:
-        print_json({"output": output, **found})
+        from kvrsim.io.schema import to_json
+
+        asked = {"question": predictor.question, "version": __version__, "cluster": to_json(scenario.cluster)}
+        print_json(asked | {"output": output, **found})
     else:
         _show_built(output, found)
 

@@ -61,7 +61,11 @@ def build(
     for note in notes:
         tell(f"note: {note}")
     if json:
-        print_json({"output": output, "entries": len(table.entries), "setting": to_json(table.setting)})
+        from kvrsim.results.question import Question
+
+        asked = Question.of(scenario, strategy=strategy, lengths=list(lengths), gpu_counts=list(counts))
+        built = {"output": output, "entries": len(table.entries), "setting": to_json(table.setting)}
+        print_json(asked.header() | {"cluster": to_json(scenario.cluster)} | built)
     else:
         from kvrsim.cli.render.table import show_built
 

@@ -61,9 +61,9 @@ def _next() -> tuple[Hint, ...]:
 
 def _lengths(plan: CapacityPlan) -> Table:
     """Requests by context."""
-    table = columns("contexts from")
-    columns("requests", "share of new tokens", numbers=True, into=table)
-    columns("", into=table)
+    table = columns("contexts\nfrom")
+    columns("requests\n", "share of\nnew tokens", numbers=True, into=table)
+    columns("\n", into=table)
     rows = plan.workload["histogram"]
     most = max(row["requests"] for row in rows)
     for row in rows:
