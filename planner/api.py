@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -237,14 +236,13 @@ def capacity(
     strategies: Sequence[str | Strategy] | None = None,
     table: str | PathLike[str] | PartitionTable | None = None,
     on_progress: Callable[[str], None] | None = None,
-    explore: bool = False,
     **options: Any,
 ) -> CapacityPlan:
     """Find the smallest or cheapest fleet whose TTFT is within the target for a percentile of the requests.
 
     requests: a trace, or "synthetic:...". slo_ttft: seconds, or text such as "2s".
     strategies: what groups may run, as in plan; None: all that take no long search.
-    on_progress: called with what is being worked on. explore: simulate fleets at other rates, too.
+    on_progress: called with what is being worked on.
     options: the other options of `kvrsim capacity`, with _ for -.
 
     Raises InputError naming the parameter; where nothing meets the target, the plan's `feasible` is False.
@@ -256,8 +254,9 @@ def capacity(
     scenario, warnings = make_scenario(ctx=1, gpus=1, **about)
     nodes = {"gpus_per_node": scenario.cluster.gpus_per_node}
     request = make_request(requests=str(requests), slo_ttft=slo_ttft, **nodes | options)
-    run = partial(plan_capacity, warnings=warnings, on_progress=on_progress, explore=explore)
-    return run(scenario, request, strategies=strategies, table=_table(table))
+    return plan_capacity(
+        scenario, request, strategies=strategies, table=_table(table), warnings=warnings, on_progress=on_progress
+    )
 
 
 @checked()

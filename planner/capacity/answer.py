@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -191,7 +191,12 @@ class CapacityPlan(Displayed):
     rests_on: str
     warnings: tuple[str, ...]
     percentiles: tuple[float, ...] = field(default=(), repr=False, compare=False)  # of the fleets tried
-    tried: tuple[TriedFleet, ...] = field(default=(), repr=False, compare=False)  # for the page
+    tried: tuple[TriedFleet, ...] = field(default=(), repr=False, compare=False)  # at the rate that was asked for
+    explore: Callable[[], tuple[TriedFleet, ...]] | None = field(default=None, repr=False, compare=False)
+
+    def explored(self) -> CapacityPlan:
+        """The same with fleets at other rates and with other prefill times, which the page needs, simulated now."""
+        return self if self.explore is None else replace(self, tried=self.explore(), explore=None)
 
     @property
     def feasible(self) -> bool:

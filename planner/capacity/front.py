@@ -114,13 +114,16 @@ class Fleets:
             else:
                 yield fleet
 
+    def explored(self, tried: Sequence[tuple[int, Plans, TriedFleet]]) -> tuple[TriedFleet, ...]:
+        """The same with intervals, and the fleets at other rates."""
+        return (*self.with_intervals(tried), *self.at_rates())
+
     def at_rates(self) -> Iterator[TriedFleet]:
         """Fleets at other rates, with intervals: the same requests replayed faster or slower."""
         part = self._part()
         for rate in RATES:
             evaluations = part.compressed(rate)
             yield from self.with_intervals(self.tried(rate, evaluations), evaluations)
-            self.evaluations.simulated += evaluations.simulated
 
     def _part(self) -> Evaluations:
         """As many of the workloads, or as long a stretch of the first, as there is time for."""

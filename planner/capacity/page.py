@@ -35,7 +35,7 @@ _DIGITS = 4
 
 
 def capacity_page(plan: CapacityPlan) -> Page:
-    """The page of a plan; with fleets at other rates where the plan was made with `explore`."""
+    """The page of a plan; with fleets at other rates if it is `explored`."""
     served = plan.first.unserved < plan.first.requests
     sure = any(one.low_s is not None for one in plan.tried)
     band = " The band is between prefills at both ends of their 80 % prediction interval." if sure else ""

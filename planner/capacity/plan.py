@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -15,7 +16,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, Strategy, label_of
 from kvrsim.text import without
 from planner.backends.pool import Pool
-from planner.capacity.answer import CapacityPlan, FleetAnswer, Infeasible, KvTransfer, TriedFleet, groups_of
+from planner.capacity.answer import CapacityPlan, FleetAnswer, Infeasible, KvTransfer, groups_of
 from planner.capacity.confidence import MEANING_OF_DRAWN, MEANING_OF_TRACE
 from planner.capacity.decode_fleet import Decoded, DecodeFleet, decode_fleet
 from planner.capacity.designs import DesignSearch, Limits
@@ -51,14 +52,13 @@ def plan_capacity(
     pool: Pool | None = None,
     on_progress: Callable[[str], None] | None = None,
     on_stage: Callable[[Callable[[], str]], None] | None = None,
-    explore: bool = False,
 ) -> CapacityPlan:
     """Search the cheapest fleet that meets the target.
 
     strategies: what groups may run, as in make_plan; None: the usual ones. table: partitions of KVR-S, as KVR-P; None:
         they are searched. engines: that must have the strategies. pool: who simulates groups;
         None: this process. on_progress: called with each stage in words. on_stage: in its place, with what says how far
-        the stage is. explore: simulate fleets at other rates and with other prefill times, too, for the page.
+        the stage is.
         Raises InputError where no group size has a strategy, or the table has no entries for a group size.
     """
     begin_s = time.perf_counter()
@@ -87,10 +87,6 @@ def plan_capacity(
     fleets = Fleets.of(evaluations, request.limits, fits, search.largest())
     tried = fleets.tried()
     pareto = fleets.points(fleets.front(fleet for _, _, fleet in tried))
-    explored: list[TriedFleet] = []
-    if explore:
-        tell(lambda: f"other rates and prefill times: {evaluations.simulated} requests simulated")
-        explored = [*fleets.with_intervals(tried), *fleets.at_rates()]
     longest = max(int(workload.context_len.max()) for workload in workloads)
     asked = replace(scenario.request, context_len=longest, cached_prefix=0)
     largest = replace(scenario.on_gpus(max(request.limits.sizes)), request=asked)
@@ -127,7 +123,8 @@ def plan_capacity(
         infeasible=infeasible,
         pareto=pareto,
         percentiles=fleets.percentiles,
-        tried=tuple(explored) or tuple(fleet for _, _, fleet in tried),
+        tried=tuple(fleet for _, _, fleet in tried),
+        explore=partial(fleets.explored, tried),
         workload=workloads[0].summary(),
         kv_transfer=_transfer(request.decoding, workloads),
         decode_fleet=decodes if isinstance(decodes, DecodeFleet) else None,

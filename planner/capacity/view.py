@@ -8,16 +8,23 @@ from kvrsim.pages.html import Column
 from kvrsim.units import format_seconds
 from kvrsim.views.summary import Summary
 from planner.capacity.answer import CapacityPlan, FleetAnswer
-from planner.capacity.page import capacity_page as page
+from planner.capacity.page import capacity_page
 from planner.capacity.plots import draw_panels
 from planner.capacity.report import headline, verdict
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from kvrsim.pages.page import Page
+
 __all__ = ["figure", "page", "summary"]
 
 _TITLES = ("fleet", "GPUs", "p50 TTFT", "p99 TTFT", "in time", "utilisation", "cost per hour")
+
+
+def page(plan: CapacityPlan) -> Page:
+    """Target, price and rate are moved, and the fleet is read off."""
+    return capacity_page(plan.explored())
 
 
 def figure(plan: CapacityPlan) -> Figure:

@@ -25,8 +25,7 @@ def plan() -> CapacityPlan:
         replications=2,
         price_per_gpu_hour=2,
         strategies=["single", "tsp", "tp"],
-        explore=True,
-    )
+    ).explored()
 
 
 def cheapest(plan: CapacityPlan, rate: float, target_s: float) -> TriedFleet:

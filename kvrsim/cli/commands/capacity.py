@@ -56,7 +56,6 @@ def capacity(
     check_plot(plot, page=True)
     pool = workers.pool()
     scenario, warnings = options.scenario()
-    from kvrsim.plots.save import is_page
     from planner.capacity.plan import plan_capacity
 
     request = fleet.request(scenario)
@@ -76,7 +75,6 @@ def capacity(
             warnings=warnings,
             pool=pool,
             on_stage=progress,
-            explore=html is not None or is_page(plot),
         )
     launch = None
     if deploy.emit is not None and result.answer is not None:
@@ -97,7 +95,12 @@ def capacity(
 
 
 def _write_page(result: CapacityPlan, path: str) -> None:
+    """With what the page alone needs, simulated now."""
+    from kvrsim.cli.progress import WorkProgress
     from kvrsim.pages.page import write_page
     from planner.capacity.page import capacity_page
 
-    write_page(capacity_page(result), path, argument="html")
+    with WorkProgress() as progress:
+        progress("fleets at other rates and with other prefill times")
+        explored = result.explored()
+    write_page(capacity_page(explored), path, argument="html")

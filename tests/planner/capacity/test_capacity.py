@@ -221,6 +221,20 @@ def test_tables_pictures_and_the_report(capsys: pytest.CaptureFixture[str], tmp_
     assert (tmp_path / "plot.svg").read_text().lstrip().startswith("<?xml")
 
 
+def test_a_page_that_fails_costs_the_page_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("no such fleet")
+
+    monkeypatch.setattr("planner.capacity.front.Fleets.explored", fail)
+    asked = ("--requests", SMALL, "--slo-ttft", "1s", "--strategies", "single", "--html", "r.html", "--json", *FEW)
+    code, out, err = run(capsys, *asked)
+    assert (code, err.count("\n")) == (74, 1)
+    assert "r.html" in err
+    assert json.loads(out)["answer"]
+
+
 def test_the_same_plan_gives_the_same_picture() -> None:
     plan = kvrsim.capacity(requests=SMALL, slo_ttft="1s", group_sizes="1", replications=1, uniform_only=True)
     first, again = (picture(plan, (ttft_by_length, queue_over_time), ".svg") for _ in range(2))

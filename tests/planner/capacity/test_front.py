@@ -18,7 +18,7 @@ FEW = {"slo_ttft": "1s", "group_sizes": "1,2", "replications": 2, "uniform_only"
 
 @pytest.fixture(scope="module")
 def explored() -> CapacityPlan:
-    return kvrsim.capacity(requests=SMALL, explore=True, price_per_gpu_hour=2, **FEW)
+    return kvrsim.capacity(requests=SMALL, price_per_gpu_hour=2, **FEW).explored()
 
 
 def at(plan: CapacityPlan, rate: float) -> dict[str, TriedFleet]:
@@ -64,7 +64,7 @@ def test_intervals_hold_the_prediction(explored: CapacityPlan) -> None:
 
 
 def test_where_nothing_meets_the_target_the_largest_fleets_are_shown() -> None:
-    plan = kvrsim.capacity(requests=SMALL, **FEW | {"slo_ttft": "1ms"}, max_gpus=4, explore=True)
+    plan = kvrsim.capacity(requests=SMALL, **FEW | {"slo_ttft": "1ms"}, max_gpus=4).explored()
     assert plan.answer is None
     assert max(one.num_gpus for one in plan.tried) == 4
     assert {one.rate for one in plan.tried} == {1.0, *front.RATES}
@@ -75,7 +75,7 @@ def test_long_traces_are_replayed_at_their_busiest_stretch(tmp_path: Path, monke
     rows = [f"{arrival},{300 + i % 500},5" for i, arrival in enumerate(arrival_s)]
     (tmp_path / "t.csv").write_text("\n".join(["arrival_s,context_tokens,output_tokens", *rows]) + "\n")
     monkeypatch.setattr(front, "_SIMULATED", 1)
-    plan = kvrsim.capacity(requests=tmp_path / "t.csv", explore=True, slo_ttft="1s", group_sizes="1")
+    plan = kvrsim.capacity(requests=tmp_path / "t.csv", slo_ttft="1s", group_sizes="1").explored()
     assert {one.requests for one in plan.tried if one.rate == 1} == {3000}
     others = [one for one in plan.tried if one.rate != 1]
     assert all(1000 <= one.requests < 3000 for one in others)
