@@ -13,6 +13,7 @@ from kvrsim.cli.render.format import (
     format_partition,
     header,
     headline,
+    likely,
     measured_header,
 )
 from kvrsim.cli.render.layout import Hint, Shrinkable, columns, facts, show
@@ -84,10 +85,8 @@ def _measured(found: Confirmation) -> str:
     """The plan's choice: what was measured and predicted, and whether it meets the targets."""
     choice, gpus = found.choice, f"{found.num_gpus} GPU{'s' * (found.num_gpus != 1)}"
     measured = f"{format_seconds(choice.median_s)} measured (IQR {format_seconds(choice.iqr_s)})"
-    low, high = choice.predicted_low_s, choice.predicted_high_s
-    predicted = (
-        f"predicted {format_seconds(choice.predicted_s)} ({format_interval(low, high)}), {choice.rel_error:+.1%}"
-    )
+    said = likely(choice.predicted_low_s, choice.predicted_s, choice.predicted_high_s, None)
+    predicted = f"predicted {said}, {choice.rel_error:+.1%}"
     met = "all targets met" if found.ok else f"{len(found.reasons)} target{'s' * (len(found.reasons) != 1)} NOT met"
     return f"{choice.strategy} on {gpus}, TTFT {measured}; {predicted}; {met}"
 

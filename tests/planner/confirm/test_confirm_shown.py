@@ -36,7 +36,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[layout.Part]:
 def test_the_answer_is_first(shown: list[layout.Part]) -> None:
     lines = layout.page(shown, 118, terminal=False).splitlines()
     assert re.match(r".*measured:.* kvr-s on 2 GPUs, TTFT 1.01 s measured \(IQR 10.0 ms\); predicted 2.00 s", lines[0])
-    answer = "\n".join(lines).split("\n\n")[0]
+    answer = " ".join("\n".join(lines).split("\n\n")[0].split())
     assert "1 target NOT met" in answer
     assert "none: the plan's choice, kvr-s, was the fastest" in answer
     assert "calibrate again" in answer
