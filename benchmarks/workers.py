@@ -24,9 +24,9 @@ from planner.plan import make_plan
 from planner.table.build import make_table
 from planner.uncertainty.disturbed import as_asked
 
-REPEATS = 1
+REPEATS = 3
 WORKERS = (2, 16, 64)
-REQUESTS = "synthetic:poisson,rate=4,requests=100,context=lognormal:3000:0.8,max=4k,cached=20%"
+REQUESTS = "synthetic:poisson,rate=4,requests=1000,context=lognormal:3000:0.8,max=4k,cached=20%"
 
 
 class Timed(Pool):
@@ -54,20 +54,20 @@ def makespan_s(calls_s: Sequence[float], workers: int) -> float:
 
 def tasks() -> dict[str, Callable[[Pool], object]]:
     """What is measured, by its command."""
-    scenario, _ = make_scenario(ctx=32768, gpus=4)
-    noisy, _ = make_scenario(ctx=8192, gpus=4)
+    scenario, _ = make_scenario(ctx=65536, gpus=8)
+    noisy, _ = make_scenario(ctx=16384, gpus=8)
     asked = make_request(requests=REQUESTS, slo_ttft="2s", group_sizes="1,2,4", gpus_per_node=None)
-    lengths = range(8192, 32769, 8192)
+    lengths, counts = range(1024, 65537, 1024), (2, 4, 8)
     return {
-        "table build --gpus 2,4 --ctx 8k:32k:8k": lambda pool: make_table(scenario, (2, 4), lengths, pool=pool),
-        "map --gpus 2,4 --ctx 8k:32k:8k": lambda pool: make_map(
-            scenario, lengths=lengths, gpu_counts=(2, 4), pool=pool
+        "table build --gpus 2,4,8 --ctx 1k:64k:1k": lambda pool: make_table(scenario, counts, lengths, pool=pool),
+        "map --gpus 2,4,8 --ctx 1k:64k:1k": lambda pool: make_map(
+            scenario, lengths=lengths, gpu_counts=counts, pool=pool
         ),
         f"capacity --requests {REQUESTS} --slo-ttft 2s --group-sizes 1,2,4": lambda pool: plan_capacity(
             scenario, asked, pool=pool
         ),
-        "plan --gpus 4 --ctx 8k --noise jitter:0.1 --samples 50": lambda pool: make_plan(
-            noisy, disturbance=as_asked("jitter:0.1", 50, 0), pool=pool
+        "plan --gpus 8 --ctx 16k --noise jitter:0.1 --samples 400": lambda pool: make_plan(
+            noisy, disturbance=as_asked("jitter:0.1", 400, 0), pool=pool
         ),
     }
 
