@@ -71,7 +71,7 @@ kv.ready((data) => {
   const tools = kv.el("div", { class: "tools sliders" }, target.box, budget.box, rate.box,
     kv.el("label", {}, "Of the requests", percentile), bySize ? null : kv.el("label", {}, "Price of a GPU-hour", price));
   const chartHost = kv.el("div", {});
-  const said = kv.el("div", { id: "read-off", class: "cards" });
+  const said = kv.el("div", { id: "read-off", class: "cards", role: "status" });
   host.append(tools, said, chartHost);
 
   // -- the chart

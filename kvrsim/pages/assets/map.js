@@ -41,7 +41,10 @@ kv.ready((data) => {
     b: slider("Links", bandwidths, (_, index) => links[index], "b"),
   };
   function slider(label, values, format, axis) {
-    return kv.slider({ label, values, format, at: kept[axis], moved: (index) => keep({ ...kept, [axis]: index }) });
+    return kv.slider({ label, values, format, at: kept[axis], moved: (index) => {
+      keep({ ...kept, [axis]: index });
+      kv.say(said.textContent);
+    } });
   }
   host.append(kv.el("div", { class: "tools sliders" }, ...Object.values(sliders).map((one) => one.box)));
   const said = kv.el("p", { class: "answer", id: "said" });
