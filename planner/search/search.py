@@ -40,6 +40,7 @@ class Found:
     ttft_s: float
     report: SearchReport
     lower_bound_s: float | None = None  # proven; None: the search had no use for it
+    balanced: Array | None = None  # the analytical plan of its chain, tokens; None: likewise
 
 
 def search(
@@ -92,7 +93,7 @@ def search(
         seconds=seconds,
         limit=evaluator.most if run.was_limited else None,
     )
-    return Found(partition, ttft_s, report, run.lower_bound_s)
+    return Found(partition, ttft_s, report, run.lower_bound_s, run.balanced)
 
 
 def default_stride(num_tokens: int, num_ranks: int) -> int:
@@ -107,6 +108,7 @@ class _Search:
     def __init__(self, scenario: Scenario, strategy: Strategy, evaluator: Evaluator, stride: int) -> None:
         self.scenario, self.strategy, self.evaluator, self.stride = scenario, strategy, evaluator, stride
         self.lower_bound_s: float | None = None
+        self.balanced: Array | None = None
         self.near: npt.NDArray[np.int64] | None = None  # boundaries that the best ones are near to
         self.was_limited = False  # on a bus: fewer partitions were tried than there were
         # Balanced chunks and bounds are those of KVR's chain; others begin from its chunks, and have no bound.
@@ -242,7 +244,7 @@ class _Search:
     def _seeds(self) -> Boundaries:
         """Blends of the balanced and the even plan."""
         even = np.full(self.num_ranks, self.tokens / self.num_ranks)
-        plan = balanced_chunks(self.scenario, self.chain)
+        plan = self.balanced = balanced_chunks(self.scenario, self.chain)
         blends = [plan + share * (even - plan) for share in (0.0, 0.25, 0.5, 0.75)] + [even]
         nearest = [] if self.near is None else [to_grid(self.near.astype(float), self.stride, self.tokens)]
         return unique_rows([*nearest, *(rounded(blend, self.stride, self.tokens) for blend in blends)])

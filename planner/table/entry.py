@@ -60,13 +60,16 @@ def draft_of(scenario: Scenario, strategy: Strategy) -> Draft:
     lower_s = found.lower_bound_s
     if lower_s is None and strategy.chains and scenario.chain_is_proven:
         lower_s = lower_bound_s(scenario, strategy, found.ttft_s)
+    chain = chain_like(strategy)
+    known = found.balanced if strategy == chain else None  # a search of its own chain has found it
+    balanced = balanced_chunks(scenario, chain) if known is None else known
     draft = Draft(
         num_gpus=scenario.cluster.num_gpus,
         context_len=scenario.request.context_len,
         partition=found.partition.chunk_lens,
         ttft_s=found.ttft_s,
         lower_bound_s=lower_s,
-        balanced=_whole(balanced_chunks(scenario, chain_like(strategy)), scenario.request.new_tokens),
+        balanced=_whole(balanced, scenario.request.new_tokens),
     )
     return _settled(scenario, strategy, draft, [draft.partition])
 
