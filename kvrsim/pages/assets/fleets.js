@@ -114,7 +114,7 @@ kv.ready((data) => {
   const chart = kv.chart(chartHost, {
     label: "Fleets: cost and TTFT. The sliders above move the target and the price.", height: 360, xs, series: lines, marks: [targetMark, budgetMark], rings,
     x: { title: priced() ? "cost an hour" : "GPUs", format: (value) => String(Number(value.toPrecision(4))), log: 2, tight: true },
-    y: { title: "TTFT", format: kv.seconds, log: true, least, most },
+    y: { title: "TTFT", format: kv.seconds, log: true, least, most, tight: true },
     hover: (index) => (shown[index - 1] ? [shown[index - 1].fleet, words(shown[index - 1])] : ["", []]),
   });
 
