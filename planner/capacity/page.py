@@ -85,10 +85,8 @@ def capacity_data(plan: CapacityPlan) -> dict[str, Any]:
         "percentile": plan.percentile,
         "percentiles": list(plan.percentiles),
         "priced": plan.first.cost_per_hour is not None,
-        "by_cost": plan.objective == "cost",
         "price_per_gpu_hour": _price(plan.tried),
         "rate_per_s": plan.workload["rate_per_s"],
-        "answer": {"gpus": plan.first.num_gpus, "fleet": plan.first.describe(), "meets": plan.answer is not None},
         "tried": [_tried(one) for one in plan.tried],
         "requests": _requests(plan, curves),
     }

@@ -101,7 +101,6 @@ def map_data(found: StrategyMap) -> dict[str, Any]:
             for name in names
         ],
         "ties": [[[names.index(one), names.index(other)] for one, other in _ties(place.values())] for place in places],
-        "asked": found.question.to_dict(),
     }
 
 

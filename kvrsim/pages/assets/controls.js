@@ -1,7 +1,7 @@
 "use strict";
 /* Controls that pages share: a slider over given values, a choice of one, switches of many, and what a chart says in words.
  *
- * kv.slider({label, values, format, at, moved})   a range over the indices of `values`; returns {box, at(), set(index),
+ * kv.slider({label, values, format, at, moved})   a range over the indices of `values`; returns {box, set(index),
  *                                                 values(others, index)}
  * kv.choice({label, options, chosen, changed})    buttons of which one is pressed; options: [[key, text], ...]
  * kv.switches({label, options, switched})         buttons that are on or off; options: [{key, text, colour}]; returns
@@ -26,7 +26,6 @@ kv.slider = ({ label, values, format, at, moved }) => {
   box.hidden = values.length < 2;
   return {
     box,
-    at: () => Number(input.value),
     set(index) {
       if (Number(input.value) === index) return;
       input.value = index;
