@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, cast
 
 import numpy as np
 
@@ -119,7 +119,10 @@ class FlashRates:
 
     def _step_s(self, call: AttentionCall) -> float:
         """Of a tile of queries and a block of keys: the longer of its products and its softmax."""
-        return max(self.block_s * call.mean_head_dim / 128, self.softmax_s)
+        products_s = self.block_s * call.mean_head_dim / 128
+        if isinstance(products_s, float):
+            return max(products_s, self.softmax_s)
+        return cast(float, np.maximum(products_s, self.softmax_s))  # a fit has heads for each of its rows
 
     def _called_s(self, call: AttentionCall, batch: int, element_bytes: int, scheduled_s: Array) -> Array:
         """With launch and append; never less than the unmasked FLOPs at the datasheet's rate."""

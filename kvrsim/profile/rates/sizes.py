@@ -43,8 +43,9 @@ class MeasuredSizes:
         return np.asarray(np.minimum(self.factor(size), larger[np.searchsorted(self.sizes, size)]))
 
 
-def pieces(amount: Array, size: float) -> Array:
-    """How many pieces of a size cover an amount."""
-    if math.frexp(size)[0] == 0.5:  # of a power of 2, which most are, the inverse is exact, and the product faster
+def pieces(amount: Array, size: float | Array) -> Array:
+    """How many pieces of a size cover an amount; a fit has a size for each of its rows."""
+    # Of a power of 2, which most are, the inverse is exact, and the product faster.
+    if isinstance(size, int | float) and math.frexp(size)[0] == 0.5:
         return np.asarray(np.ceil(amount * (1.0 / size)))
     return np.asarray(np.ceil(amount / size))
