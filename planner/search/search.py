@@ -17,7 +17,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, chain_like
 from planner.evaluate import Evaluator, Progress
 from planner.search.balance import balanced_chunks
-from planner.search.bound import bounded, lower_bound_s
+from planner.search.bound import bounded
 from planner.search.grid import Floor, Grid
 from planner.search.neighbours import Boundaries, apart, chunk_lens, chunks_between, rounded, to_grid, unique_rows
 from planner.search.refine import refine, refine_frugally
@@ -25,7 +25,7 @@ from planner.search.work import Chain
 
 _SCATTERED, _SCATTERED_TRIED, _NEAR = 200, 3, 1.2
 _MOST_SCATTERED_RANKS = 32
-_PROVEN = 1.015  # TTFT over its lower bound, within which no other seed is tried
+_PROVEN = 1.005
 _POLISHING_ROUNDS, _ROUNDS_ON_OWN_LINKS = 60, 12
 _FINE_ROUNDS, _FINE_GAIN = 12, 5e-4  # rounds of steps below the stride; and what they must gain of TTFT
 _MANY_ROUNDS = 4  # of many ranks
@@ -151,20 +151,24 @@ class _Search:
         return found
 
     def _refined_from(self, seeds: Boundaries) -> tuple[npt.NDArray[np.int64], float]:
-        """Refine the best seed, and scattered ones that come near it: with few layers, the best may lie far off."""
+        """Refine the best seed, then walls that nearly prove a bound and scattered ones, where they come near it.
+
+        With few layers, the best partition may lie far from the balanced one.
+        """
         rounds = max(4, 600 // self.num_ranks)
         is_proven = self.strategy.chains and self.scenario.chain_is_proven
         if self.num_ranks > _MOST_SCATTERED_RANKS and self.near is None and is_proven:
             return self._refined_with_walls(seeds)
         best, best_s = self._refined(seeds, rounds)
+        walls: list[npt.NDArray[np.int64]] = []
         if self.num_ranks > _MOST_SCATTERED_RANKS or self.near is not None:
             return best, best_s
         if is_proven:
-            chunks = np.array(chunk_lens(tuple(best), self.tokens), dtype=float)
-            self.lower_bound_s = lower_bound_s(self.scenario, self.strategy, best_s, chunks)
+            walls = self._walls(best, best_s)
+            assert self.lower_bound_s is not None
             if best_s <= self.lower_bound_s * _PROVEN:
                 return best, best_s
-        scattered = self._scattered()
+        scattered = unique_rows([*walls, *self._scattered()])
         scattered_s = self._evaluate(scattered)
         for index in apart(scattered, scattered_s, self.tokens, _SCATTERED_TRIED):
             if scattered_s[index] < _NEAR * best_s:
@@ -181,11 +185,14 @@ class _Search:
         """Of many ranks: from the best seed, or from the walls that prove the bound, where they are faster."""
         seeds_s = self._evaluate(seeds)
         best, best_s = seeds[int(seeds_s.argmin())], float(seeds_s.min())
+        return self._refined(np.array([best, *self._walls(best, best_s)]), _MANY_ROUNDS)
+
+    def _walls(self, best: npt.NDArray[np.int64], best_s: float) -> list[npt.NDArray[np.int64]]:
+        """Find the bound, and the boundaries at the walls that come nearest to refuting it."""
         near = np.array(chunk_lens(tuple(best), self.tokens), dtype=float)
         self.lower_bound_s, plans = bounded(self.scenario, self.strategy, best_s, near)
         scaled = plans * (self.tokens / plans.sum(axis=1, keepdims=True))
-        walls = [rounded(plan, self.stride, self.tokens) for plan in scaled]
-        return self._refined(np.array([best, *walls]), _MANY_ROUNDS)
+        return [rounded(plan, self.stride, self.tokens) for plan in scaled]
 
     def _scattered(self) -> Boundaries:
         """Chunks that shrink or grow from rank to rank, with any last chunk or the first ranks idle; and at random."""
