@@ -53,7 +53,7 @@ def _attention(scenario: Scenario, strategy: str, tokens: int) -> Layer:
     chunks = (np.array([float(tokens)]),) * GPUS
     step = Step(costs, chunks, tuple(rank * chunks[0] for rank in range(GPUS)))
     layers = (get_strategy(strategy).layer(step, rank) for rank in range(GPUS))
-    return tuple(tuple(op for op in layer if getattr(op, "kind", None) == "attention") for layer in layers)
+    return tuple(tuple(op for op in layer if getattr(op, "kind", None) in ("attention", "merge")) for layer in layers)
 
 
 def _together(ops: Sequence[Op]) -> Op:

@@ -53,7 +53,7 @@ def test_packed_sequences_share_messages_and_rounds() -> None:
         for (full, _), (passed, cast) in zip(whole, layer, strict=True):
             assert passed.nbytes == pytest.approx(full.nbytes)  # type: ignore[union-attr]
             assert passed.device_s.sum() < full.device_s.sum()  # type: ignore[union-attr]
-            assert cast.kind == "attention"  # type: ignore[union-attr]
+            assert cast.kind == "merge"  # type: ignore[union-attr]
     assert all(sum(packing) == TOKENS for packing in PACKED)
 
 
