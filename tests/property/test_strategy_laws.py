@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,7 +15,7 @@ from kvrsim.executors.event import EventSimulation
 from kvrsim.memory import memory_of
 from kvrsim.model.mixers import Attention, Mixer, Recurrence
 from kvrsim.partition import Partition
-from kvrsim.program.operations import AllGather, AllToAll, Program, Recv, RingPass, Send, work_s
+from kvrsim.program.operations import AllGather, AllToAll, Op, Program, Recv, RingPass, Send, work_s
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy
 from planner.simulate import run_simulation
@@ -143,6 +145,18 @@ def test_never_rises_with_bandwidth(name: str, rng: Draws, factor: float) -> Non
     assert run_batch(program_of(free, strategy, [cut]), free.cluster)[-1, 0] <= after * (1 + 1e-9)
 
 
+def meetings(ops: Sequence[Op]) -> list[type[Op]]:
+    return [type(op) for op in ops if isinstance(op, AllGather | RingPass | AllToAll)]
+
+
+def met_by(rank: int, sequences: Sequence[Sequence[Op]]) -> Iterable[int]:
+    """Ranks that a rank meets: all of them, those of its stage, or none, where its layers have no attention."""
+    kinds = meetings(sequences[rank])
+    if set(kinds) - {AllGather}:
+        return range(len(sequences))
+    return next((op.members(rank, len(sequences)) for op in sequences[rank] if isinstance(op, AllGather)), ())
+
+
 @pytest.mark.parametrize("name", PARALLEL)
 @given(rng=draws())
 @examples(15)
@@ -156,10 +170,8 @@ def test_what_is_sent_is_received(name: str, rng: Draws) -> None:
         for other in ranks:
             sends = [op.rendezvous for op in sequences[rank] if isinstance(op, Send) and op.dst == other]
             assert sends == [op.rendezvous for op in sequences[other] if isinstance(op, Recv) and op.src == rank]
-        gathers = (op.members(rank, len(ranks)) for op in sequences[rank] if isinstance(op, AllGather))
-        others = sequences[next(gathers, ranks)[0]]  # of those that rank meets, the first one's
-        meetings = [type(op) for op in sequences[rank] if isinstance(op, AllGather | RingPass | AllToAll)]
-        assert meetings == [type(op) for op in others if isinstance(op, AllGather | RingPass | AllToAll)]
+        for member in met_by(rank, sequences):
+            assert meetings(sequences[rank]) == meetings(sequences[member])
         for op in sequences[rank]:
             assert (work_s(op) >= 0).all()
             if isinstance(op, RingPass):

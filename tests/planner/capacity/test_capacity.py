@@ -214,7 +214,7 @@ def test_tables_pictures_and_the_report(capsys: pytest.CaptureFixture[str], tmp_
     code, out, _ = run(capsys, *asked, "--html", "report.html", "--plot", "plot.svg")
     assert code == 0
     assert "answer:" in out
-    assert "contexts from" in out
+    assert "contexts  requests" in out
     page = (tmp_path / "report.html").read_text()
     assert "1.00 s" in page.split("<h1>")[1].split("</h1>")[0]
     assert {one["rate"] for one in unpacked(page)["tried"]} >= {0.5, 1.0, 4.0}
