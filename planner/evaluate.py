@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,14 +26,18 @@ class Evaluator:
     on_progress: Progress | None = None
     evaluations: int = 0
     most: int | None = None  # evaluations that the search will not go beyond; None: unknown
-    best_s: float = float("inf")
+    best_s: float = math.inf
 
-    def ttft_s(self, chunks: Array) -> Array:
-        """TTFT of each row of chunks (B, num_ranks), tokens; shape (B,)."""
+    def ttft_s(self, chunks: Array, enough_s: float = math.inf) -> Array:
+        """TTFT of each row of chunks (B, num_ranks), tokens; shape (B,).
+
+        enough_s: rows above it may get a lower bound that is above it, too.
+        """
         block = rows_at_once(self.scenario, self.strategy)
         parts = []
         for first in range(0, len(chunks), block):
-            parts.append(ttft_s(self.scenario, self.strategy, chunks[first : first + block]))
+            rows = chunks[first : first + block]
+            parts.append(ttft_s(self.scenario, self.strategy, rows, enough_s=enough_s))
             self.evaluations += len(parts[-1])
             self.best_s = min(self.best_s, float(parts[-1].min()))
             self.report()

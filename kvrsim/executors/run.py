@@ -6,6 +6,7 @@ where spans are recorded, and under noise where flows share a bandwidth. SimPy i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -86,12 +87,20 @@ def run_partition(
     return Run(scenario=scenario, strategy=strategy, partition=partition, finish_s=finish, timeline=spans)
 
 
-def ttft_s(scenario: Scenario, strategy: Strategy, chunks: Array, *, draw: NoiseDraw | None = None) -> Array:
+def ttft_s(
+    scenario: Scenario,
+    strategy: Strategy,
+    chunks: Array,
+    *,
+    draw: NoiseDraw | None = None,
+    enough_s: float = math.inf,
+) -> Array:
     """TTFT of each row of chunks.
 
     chunks: tokens, shape (B, ranks). Returns shape (B,), or (B, samples) under a draw of noise.
+    enough_s: rows whose TTFT is above it may get a lower bound of it that is above it, too, which takes less time.
     """
-    finishes = _finishes(scenario, strategy, chunks, draw, whole=False)
+    finishes = _finishes(scenario, strategy, chunks, draw, whole=False, enough_s=enough_s)
     return np.concatenate([finish[-1] for finish in finishes])
 
 
@@ -128,14 +137,15 @@ def finish_of(
     return run_program(build_program(scenario, strategy, chunks, cost), cluster, draw)
 
 
-def _chain_finish_s(chain: Chain, chunks: Array, *, whole: bool) -> Array:
-    """By the recurrence of chains; by the program where a host delays its device for long.
+def _chain_finish_s(chain: Chain, chunks: Array, *, whole: bool, enough_s: float = math.inf) -> Array:
+    """By the recurrence of chains; by the program where a host delays its device for long, which only makes it later.
 
-    chunks: (ranks, B). whole: False: of the last rank alone.
+    chunks: (ranks, B). whole: False: of the last rank alone. enough_s: as of ttft_s.
     """
     if chunks.shape[1] >= _MANY:
         _keep_freed_memory()
     finish_s, known = chain_finish_s(chain.program(chunks), whole=whole)
+    known = known | (finish_s[-1] > enough_s)
     if not known.all():
         from kvrsim.cost.sensitivity import WeightedCost  # seldom
 
@@ -196,7 +206,13 @@ def _keep_freed_memory() -> None:
 
 
 def _finishes(
-    scenario: Scenario, strategy: Strategy, chunks: Array, draw: NoiseDraw | None, *, whole: bool = True
+    scenario: Scenario,
+    strategy: Strategy,
+    chunks: Array,
+    draw: NoiseDraw | None,
+    *,
+    whole: bool = True,
+    enough_s: float = math.inf,
 ) -> Iterator[Array]:
     """Of blocks of rows, as finish_of; whole: False: only the last rank's is asked for."""
     is_chain = draw is None and Chain.suits(scenario, strategy, scenario.cluster)
@@ -207,4 +223,4 @@ def _finishes(
         if chain is None:
             yield finish_of(scenario, strategy, columns(block), draw=draw)
         else:
-            yield _chain_finish_s(chain, np.array(block.T, dtype=float, order="C"), whole=whole)
+            yield _chain_finish_s(chain, np.array(block.T, dtype=float, order="C"), whole=whole, enough_s=enough_s)

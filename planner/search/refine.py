@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +17,14 @@ _MOVES_TOGETHER, _IDLE_ROUNDS = 120, 2
 _BETTER = 1e-7  # a move must gain this share of TTFT
 
 
+class EvaluateUpTo(Protocol):
+    """TTFT of each row; of rows above `enough_s` a lower bound that is above it, too."""
+
+    def __call__(self, boundaries: Boundaries, enough_s: float = ...) -> Array: ...
+
+
 def refine(
-    seed: npt.NDArray[np.int64], num_tokens: int, stride: int, evaluate: Evaluate, *, rounds: int
+    seed: npt.NDArray[np.int64], num_tokens: int, stride: int, evaluate: EvaluateUpTo, *, rounds: int
 ) -> tuple[npt.NDArray[np.int64], float]:
     """Improve boundaries of shape (num_ranks - 1,) by steps that are multiples of the stride.
 
@@ -38,7 +46,7 @@ def refine(
         if idle == 0:
             grouped = best + moves
             candidates = np.concatenate([grouped[valid(grouped, num_tokens)], candidates])
-        moved, moved_s = _best_of(candidates, best, best_s, num_tokens, evaluate)
+        moved, moved_s = _best_of(candidates, best, best_s, num_tokens, partial(evaluate, enough_s=best_s))
         idle = 0 if moved_s < best_s * (1.0 - _BETTER) else idle + 1
         best, best_s = (moved, moved_s) if idle == 0 else (best, best_s)
         if idle > _IDLE_ROUNDS:

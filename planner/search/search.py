@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -169,7 +170,7 @@ class _Search:
             if best_s <= self.lower_bound_s * _PROVEN:
                 return best, best_s
         scattered = unique_rows([*walls, *self._scattered()])
-        scattered_s = self._evaluate(scattered)
+        scattered_s = self._evaluate(scattered, _NEAR * best_s)
         for index in apart(scattered, scattered_s, self.tokens, _SCATTERED_TRIED):
             if scattered_s[index] < _NEAR * best_s:
                 other, other_s = refine(scattered[index], self.tokens, self.stride, self._evaluate, rounds=rounds)
@@ -256,8 +257,8 @@ class _Search:
         nearest = [] if self.near is None else [to_grid(self.near.astype(float), self.stride, self.tokens)]
         return unique_rows([*nearest, *(rounded(blend, self.stride, self.tokens) for blend in blends)])
 
-    def _evaluate(self, boundaries: Boundaries) -> Array:
-        return self.evaluator.ttft_s(chunks_between(boundaries, self.tokens).astype(float))
+    def _evaluate(self, boundaries: Boundaries, enough_s: float = math.inf) -> Array:
+        return self.evaluator.ttft_s(chunks_between(boundaries, self.tokens).astype(float), enough_s)
 
     def _floor(self) -> Floor:
         """What one rank alone needs: its work but the last layer after the append and its last message."""

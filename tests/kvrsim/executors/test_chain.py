@@ -56,6 +56,23 @@ def test_as_the_program(name: str, rng: Draws, layers: int) -> None:
     assert found_s[:, known] == pytest.approx(by_program(placed, strategy, chunks, layers)[:, known], rel=SAME, abs=0)
     whole_s = by_program(placed, strategy, chunks, placed.share.num_hidden_layers)
     assert pytest.approx(whole_s, rel=SAME, abs=0) == finish_s(placed, strategy, chunks).T
+    assert (found_s[-1] <= by_program(placed, strategy, chunks, layers)[-1] * (1 + SAME)).all()
+
+
+def test_above_what_is_enough_a_bound_will_do() -> None:
+    """Where hosts delay devices: what is exact is as it was, what is not lies between the limit and the TTFT."""
+    scenario, _ = make_scenario(ctx=2048, gpus=8)
+    chunks = shares_of(1, 8, 2048, 3.0)
+    exact_s = ttft_s(scenario, STRATEGIES["kvr-s"], chunks)
+    seen = set()
+    for limit_s in (0.5 * exact_s.min(), np.median(exact_s), np.inf):
+        found_s = ttft_s(scenario, STRATEGIES["kvr-s"], chunks, enough_s=limit_s)
+        as_it_was = np.isclose(found_s, exact_s, rtol=SAME, atol=0)
+        seen |= {*as_it_was.tolist()}
+        assert as_it_was[exact_s <= limit_s].all()
+        assert (found_s[~as_it_was] > limit_s).all()
+        assert (found_s <= exact_s * (1 + SAME)).all()
+    assert seen == {False, True}
 
 
 @pytest.mark.parametrize("profile", ["a100-eager", "h100-flash", "roofline"])
