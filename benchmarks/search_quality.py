@@ -23,6 +23,7 @@ from planner.search.search import search
 
 KVR = STRATEGIES["kvr-s"]
 _ELSEWHERE = 100_000  # the first number of a setting that is no bus
+_FRESH = 300_000  # and of one by which nothing of the search was chosen
 _TELL = 0.001  # gains above this are printed
 MODELS = ("llama-7b", "llama-7b-gqa8", "falcon-7b", "falcon-1b", "llama-30b", "qwen2.5-7b", "mistral-7b")
 
@@ -214,6 +215,7 @@ def main() -> None:
     lines += [*against_exhaustive(), *against_the_papers_grid(), *against_random()]
     lines += against_descent("on a bus", ("bus",), 0, on_a_bus)
     lines += against_descent("elsewhere", ("switch", "chain", "nodes"), _ELSEWHERE, elsewhere)
+    lines += against_descent("elsewhere, fresh,", ("switch", "chain", "nodes"), _FRESH, elsewhere // 3)
     write("search_quality", f"python benchmarks/search_quality.py {on_a_bus} {elsewhere}", lines)
 
 
