@@ -52,7 +52,7 @@ def remember(words: Sequence[str]) -> None:
 
 @contextmanager
 def resumable(journal: Path) -> Iterator[None]:
-    """Work that its journal resumes: an interruption is told with the journal's name, if it is there."""
+    """Work that can be resumed from its journal: if interrupted, the message names the journal, if there is one."""
     try:
         yield
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Walls: ends of chunks that prove how long a KVR chain takes; what they prove is told in planner/search/bound.py."""
+"""Walls: ends of chunks that prove how long a KVR chain takes. planner/search/bound.py explains the proof."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def _of_another_kind(text: str, command: Any, path: str) -> str | None:
 
 
 def shortened(accepted: str, param: Any, path: str) -> str:
-    """What is accepted, with a pointer in the place of a long list of names that ship."""
+    """What is accepted. A long list of built-in names is replaced by the command that prints it."""
     kind = kind_of(param, path)
     if kind not in _LISTED:
         return accepted

@@ -90,7 +90,7 @@ def fits_text(fits: bool) -> Text:
 
 
 def header(question: Question, cluster: Cluster, what: str | None = None) -> tuple[Text, Text]:
-    """What was asked, in two lines; cluster: as it was simulated; what: in the place of one prefill."""
+    """The question in two lines. cluster: the simulated one. what: names the task; default: one prefill."""
     request, cached = question.request(), question.cached()
     one = f"Prefill of {request}{',' * bool(cached)} by {question.model}"
     first = (one,) if what is None else (what, *cached)
