@@ -1,6 +1,6 @@
 """The JSON answers to a fixed grid of questions, recorded and compared: what a change of the code changes.
 
-python benchmarks/answers.py record FILE          ask every question, write the answers
+python benchmarks/answers.py record FILE          ask every question, write the answers (--only REGEX: some)
 python benchmarks/answers.py compare OLD NEW      list the differences; exit code 1 where there are any
 """
 
@@ -11,8 +11,10 @@ import contextlib
 import io
 import itertools
 import json
+import re
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,13 +84,13 @@ def questions(folder: Path) -> Iterator[str]:
         "--strategy kvr-e --gpus 4 --ctx 8k --noise paper --seed 1",
         "--strategy tsp --gpus 4 --ctx 8k --noise paper --seed 1",
         "--strategy ring --gpus 4 --ctx 4k --noise paper --seed 1",
-        "--strategy kvr-e --gpus 4 --ctx 8k --requests 5 --every 200ms",
         "--strategy kvr-s --gpus 4 --ctx 8k --topology bus --link-bandwidth 10GB/s",
         "--strategy tsp --gpus 4 --ctx 8k --topology bus --link-bandwidth 10GB/s",
         "--strategy tsp --gpus 4 --ctx 8k --breakdown",
         "--strategy kvr-s --gpus 4 --ctx 8k --breakdown",
     ):
         yield f"simulate {extra}"
+    yield from more_questions()
     table = folder / "table.json"
     yield f"table build --gpus 2,4 --ctx 2k:6k:2k --jobs 1 -o {table}"
     for gpus, ctx in itertools.product((2, 4), ("2k", "3000", "4k", "5k", "8k")):
@@ -102,31 +104,102 @@ def questions(folder: Path) -> Iterator[str]:
         "",
         "--uniform-only",
         "--percentile 90",
-        "--mtbf 600s",
         "--order shortest-first",
         "--pack-tokens 4k",
     ):
         yield f"capacity {workload} --replications 2 {extra}"
     yield f"capacity {workload} --replications 2 --model llama-3-8b --cluster h100-nvlink"
-    yield "profiles show a100-eager"
-    yield "models show qwen3-8b"
+    predictor = folder / "predictor.json"
+    yield f"predictor build --model llama-3-8b --cluster h100-nvlink --gpus 2 --ctx 1k:8k:x2 --jobs 1 -o {predictor}"
+    for ctx, cached in itertools.product(("1k", "3000", "6k"), (0, 512)):
+        yield f"predictor lookup {predictor} --ctx {ctx} --cached-prefix {cached}"
+    for kind in ("profiles", "models", "clusters", "engines"):
+        yield f"{kind} list"
+    for name in ("a100-eager", "h200-flash", "b200-flash"):
+        yield f"profiles show {name}"
+    for name in ("qwen3-8b", "deepseek-v3.2", "qwen3-next-80b-a3b", "gpt-oss-120b", "nemotron-h-56b"):
+        yield f"models show {name}"
     yield "clusters show h100-2x8-ndr400"
+    yield "engines show serving"
 
 
-def record(path: Path) -> None:
-    """Ask every question in this process and write `{question: {"code", "answer"}}`."""
+def more_questions() -> Iterator[str]:
+    """Every strategy, bus, nodes, noise, cached prefixes, quantised, mixtures, latent, sparse and hybrid models."""
+    dense = "--model llama-3-8b --cluster h100-nvlink"
+    for strategy, extra in itertools.product(
+        ("kvr-s", "kvr-b", "tsp", "zigzag", "zigzag-ring", "ring", "ulysses", "tp", "pp-s", "kvr-direct", "tp2+pp2"),
+        (
+            "--cached-prefix 4k",
+            "--topology bus --link-bandwidth 20GB/s",
+            "--batch 4",
+            "--engine serving",
+            "--topology chain --link-latency 20us",
+            "--noise jitter:0.05 --seed 7 --samples 8",
+        ),
+    ):
+        yield f"simulate --strategy {strategy} --gpus 4 --ctx 8k {dense} {extra}"
+    for strategy, placement in itertools.product(
+        ("kvr-s", "tsp", "zigzag", "ring", "pp-s", "kvr-e"), ("all", "sharded", "host", "remote:10GB/s")
+    ):
+        yield (
+            f"simulate --strategy {strategy} --gpus 4 --ctx 8k {dense} "
+            f"--cached-prefix 8k --prefix-placement {placement}"
+        )
+    for model, cluster, gpus, ctx in (
+        ("deepseek-v3", "h200-nvlink", 8, "16k"),
+        ("deepseek-v3.2", "b200-nvlink5", 8, "32k"),
+        ("glm-5", "b300-nvlink5", 8, "32k"),
+        ("kimi-k2", "b300-nvlink5", 8, "16k"),
+        ("gpt-oss-120b", "h100-nvlink", 4, "16k"),
+        ("gpt-oss-20b", "l40s-pcie", 2, "8k"),
+        ("qwen3-235b-a22b", "h200-nvlink", 8, "32k"),
+        ("qwen3-next-80b-a3b", "h200-nvlink", 4, "32k"),
+        ("qwen3.5-397b-a17b", "b300-nvlink5", 8, "32k"),
+        ("qwen3.5-27b", "h100-nvlink", 2, "8k"),
+        ("nemotron-h-56b", "h200-nvlink", 4, "16k"),
+        ("nemotron-3-super-120b-a12b", "h200-nvlink", 4, "16k"),
+        ("gemma-3-27b", "h100-nvlink", 4, "32k"),
+        ("llama-4-scout", "b200-nvlink5", 8, "64k"),
+        ("minimax-m2.5", "h200-nvlink", 4, "16k"),
+        ("llama-3.1-405b", "h100-2x8-ndr400", 16, "16k"),
+        ("bloom-176b", "a100-nvlink", 8, "2k"),
+    ):
+        question = f"plan --model {model} --cluster {cluster} --gpus {gpus} --ctx {ctx}"
+        yield question
+        for extra in ("--engine serving", "--strategies tp,pp,pp-s,tp2+pp,zigzag", "--cached-prefix 4k"):
+            yield f"{question} {extra}"
+        yield f"simulate --strategy tp --model {model} --cluster {cluster} --gpus {gpus} --ctx {ctx} --breakdown"
+    for extra in ("", "--expert-parallel", "--batch 3"):
+        yield f"plan --model qwen3-30b-a3b --cluster h200-nvlink --gpus 8 --ctx 24k --strategies all {extra}"
+    for engine in ("hf-2023", "vllm-2023", "tensorrt-llm-0.5", "lmdeploy-0.1", "loongserve-2024", "mooncake-vllm-0.11"):
+        yield f"plan --model llama-2-13b --cluster a100-nvlink --gpus 4 --ctx 4k --engine {engine}"
+    for dtype, cluster in itertools.product(("bf16", "fp8"), ("h100-nvlink", "b200-nvlink5", "l40s-pcie")):
+        yield f"plan --model llama-3.1-70b --cluster {cluster} --gpus 8 --ctx 8k --dtype {dtype}"
+    for gpus, link in itertools.product((2, 3, 8), ("1GB/s", "10GB/s")):
+        yield f"plan --gpus {gpus} --ctx 8k --link-bandwidth {link} --strategies tsp,kvr-e,kvr-s"
+        yield f"plan --gpus {gpus} --ctx 4k --topology bus --link-bandwidth {link} --strategies tsp,kvr-e,kvr-s,pp-s"
+    for emit in ("vllm", "sglang", "trtllm"):
+        yield f"plan --model llama-3.1-70b --cluster h100-nvlink --gpus 8 --ctx 32k --emit {emit}"
+        yield f"plan --model llama-3.1-70b --cluster h100-nvlink --gpus 8 --ctx 32k --only-deployable {emit}"
+
+
+def record(path: Path, only: str = "") -> None:
+    """Ask the questions that match a regular expression in this process; write `{question: {"code", "answer"}}`."""
     from kvrsim.cli import main as cli
 
     answers = {}
     with tempfile.TemporaryDirectory() as folder:
-        asked = list(questions(Path(folder)))
+        asked = [question for question in dict.fromkeys(questions(Path(folder))) if re.search(only, question)]
         for number, question in enumerate(asked, 1):
+            started = time.perf_counter()
             out, errors = io.StringIO(), io.StringIO()
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
                 code = cli.main([*question.split(), "--json"])
             text = out.getvalue() or errors.getvalue()
             answer = json.loads(text) if text.startswith("{") else text
             answers[question.replace(folder, "FOLDER")] = {"code": code, "answer": answer}
+            if (took := time.perf_counter() - started) > 5:
+                print(f"{took:.0f} s: {question}", file=sys.stderr, flush=True)
             if number % 20 == 0:
                 print(f"{number} of {len(asked)} questions", file=sys.stderr, flush=True)
     path.write_text(json.dumps(answers, indent=1))
@@ -155,6 +228,8 @@ def compare(old: Path, new: Path) -> int:
     """Print the differences of two recordings, question by question."""
     before, after = json.loads(old.read_text()), json.loads(new.read_text())
     differing = 0
+    if set(after) < set(before):  # recorded with --only
+        before = {question: before[question] for question in after}
     for question in dict.fromkeys((*before, *after)):
         found = list(differences(before.get(question), after.get(question)))
         if found:
@@ -168,13 +243,15 @@ def main() -> int:
     """Record or compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, dest="command")
-    commands.add_parser("record").add_argument("file", type=Path)
+    recorder = commands.add_parser("record")
+    recorder.add_argument("file", type=Path)
+    recorder.add_argument("--only", default="", help="a regular expression: only the questions that it matches")
     both = commands.add_parser("compare")
     both.add_argument("old", type=Path)
     both.add_argument("new", type=Path)
     asked = parser.parse_args()
     if asked.command == "record":
-        record(asked.file)
+        record(asked.file, asked.only)
         return 0
     return compare(asked.old, asked.new)
 
