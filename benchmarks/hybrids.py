@@ -16,7 +16,7 @@ from kvrsim.executors.run import run_program
 from kvrsim.model.load import builtin_models, load_model
 from kvrsim.model.mixers import LatentAttention, Mixer, Recurrence
 from kvrsim.partition import Partition
-from kvrsim.program.operations import Compute, Op, Program, Recv, Send
+from kvrsim.program import Compute, Op, Program, Recv, Send
 from kvrsim.results.results import Plan
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES

@@ -13,9 +13,7 @@ import numpy as np
 from _report import write
 
 from kvrsim.executors.run import ttft_s
-from kvrsim.noise.draw import NoiseDraw
-from kvrsim.noise.parse import parse_noise
-from kvrsim.noise.statistics import objective_of
+from kvrsim.noise import NoiseDraw, objective_of, parse_noise
 from kvrsim.partition import Partition
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES

@@ -10,7 +10,7 @@ from _report import write
 from kvrsim.executors.run import run_partition
 from kvrsim.memory import memory_of
 from kvrsim.partition import Partition
-from kvrsim.program.operations import Op
+from kvrsim.program import Op
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES, Step, Strategy

@@ -21,7 +21,7 @@ from _report import spread, write
 from kvrsim.compile import build_program, columns
 from kvrsim.executors.event import EventSimulation
 from kvrsim.executors.run import BLOCK, run_program, ttft_s
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES

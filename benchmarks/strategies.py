@@ -16,7 +16,7 @@ from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
 from kvrsim.executors.run import run_partition
 from kvrsim.partition import Partition
-from kvrsim.program.operations import AllGather, Compute
+from kvrsim.program import AllGather, Compute
 from kvrsim.results.results import Plan
 from kvrsim.strategies import STRATEGIES, get_strategy
 from kvrsim.units import format_tokens

@@ -259,5 +259,5 @@ CHECKS: dict[str, Check] = {
     "prefix_placement": named("kvrsim.cost.prefix:PrefixPlacement", what="a text"),
     "engine": named("kvrsim.engine.engine:Engine"),
     "table": named("planner.table.table:PartitionTable"),
-    "noise": named("kvrsim.noise.model:Noise"),
+    "noise": named("kvrsim.noise:Noise"),
 }

@@ -9,7 +9,7 @@ import numpy as np
 from kvrsim.cost.kernels import CostModel
 from kvrsim.ends import embedding, has_prefill, last, request, step
 from kvrsim.errors import InputError, KvrsimError
-from kvrsim.program.operations import Array, Op, Program, beside_receives
+from kvrsim.program import Array, Op, Program, beside_receives
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Step, Strategy
 from kvrsim.strategies.layers import layer_ops, placement_refusal, refusal

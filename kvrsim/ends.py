@@ -10,7 +10,7 @@ from kvrsim.cost.kernels import CostModel
 from kvrsim.cost.tensor_parallel import all_gather, all_reduce
 from kvrsim.profile.rates.elementwise import Traffic
 from kvrsim.profile.rates.gemm import Product
-from kvrsim.program.operations import Array, Collective, Compute, Op
+from kvrsim.program import Array, Collective, Compute, Op
 from kvrsim.scenario import Scenario
 
 

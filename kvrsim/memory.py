@@ -20,8 +20,7 @@ from kvrsim.io.schema import fields_to_json
 from kvrsim.model.mixers import Attention, LatentAttention, Recurrence
 from kvrsim.model.spec import LayerSpec, ModelSpec
 from kvrsim.partition import Partition
-from kvrsim.program.in_flight import bytes_in_flight
-from kvrsim.program.operations import Compute, Load, Program, RingPass
+from kvrsim.program import Compute, Load, Program, RingPass, bytes_in_flight
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.strategies.pipeline import context_ranks, stages

@@ -14,7 +14,7 @@ from kvrsim.choices import MAP_STRATEGIES
 from kvrsim.setup import ScenarioArgs, make_scenario, make_scenarios
 
 if TYPE_CHECKING:
-    from kvrsim.noise.model import Noise
+    from kvrsim.noise import Noise
     from kvrsim.profile.profile import CalibrationProfile
     from kvrsim.results.results import Plan, SimResult
     from kvrsim.strategies import Strategy

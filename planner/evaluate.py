@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvrsim.executors.run import rows_at_once, ttft_s
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 

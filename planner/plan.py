@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvrsim.executors.run import run_partition
 from kvrsim.memory import fits, memory_of
 from kvrsim.partition import Partition
-from kvrsim.program.waits import computes_s, waited_s
+from kvrsim.program import computes_s, waited_s
 from kvrsim.results.question import Question
 from kvrsim.results.results import Plan, StrategyResult
 from kvrsim.scenario import Scenario

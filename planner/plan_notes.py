@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from kvrsim.engine.engine import Engine
 from kvrsim.executors.run import run_partition
-from kvrsim.program.waits import computes_s
+from kvrsim.program import computes_s
 from kvrsim.results.results import StrategyResult
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy

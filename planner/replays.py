@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from kvrsim.executors.run import run_partition
 from kvrsim.partition import Partition
-from kvrsim.program.operations import AllGather, AllToAll, Op, Program, RingPass
+from kvrsim.program import AllGather, AllToAll, Op, Program, RingPass
 from kvrsim.results.results import StrategyResult
 from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario

@@ -10,9 +10,7 @@ from kvrsim.errors import InputError
 from kvrsim.executors.run import check_executor, run_partition
 from kvrsim.memory import fits, memory_of
 from kvrsim.partition import Partition
-from kvrsim.program.in_flight import loaded_bytes, sent_bytes
-from kvrsim.program.operations import Program
-from kvrsim.program.waits import computes_s, waited_s
+from kvrsim.program import Program, computes_s, loaded_bytes, sent_bytes, waited_s
 from kvrsim.results.question import Question
 from kvrsim.results.results import RankReport, SimResult
 from kvrsim.results.stream import Prompts
@@ -26,7 +24,7 @@ from planner.uncertainty.interval import interval, measured_coverage
 
 # What only some simulations need is imported where they ask for it, for the sake of the start.
 if TYPE_CHECKING:
-    from kvrsim.noise.draw import NoiseDraw
+    from kvrsim.noise import NoiseDraw
     from kvrsim.results.breakdown import Breakdown
     from kvrsim.results.stream import Arrivals
     from kvrsim.results.timeline import Timeline

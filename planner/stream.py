@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from kvrsim.compile import build_program, columns
 from kvrsim.errors import InputError
 from kvrsim.hardware.cluster import Cluster
-from kvrsim.noise.draw import NoiseDraw
-from kvrsim.program.operations import Program
+from kvrsim.noise import NoiseDraw
+from kvrsim.program import Program
 from kvrsim.results.stream import Packed, Prompts, StreamResult
 from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario

@@ -27,7 +27,7 @@ from calibrate.fit.solver import (
 from kvrsim.errors import InputError
 from kvrsim.hardware.gpu import GpuSpec
 from kvrsim.profile.rates.attention import AttentionRates, BlockedRates, EagerRates, FlashRates
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 HEAD_DIM = 128
 PROMISED_CHUNK = 128  # from here on, a prefill's chunks: what the profile's error is about

@@ -15,7 +15,7 @@ from calibrate.data.measurement import Measurement
 from calibrate.fit.solver import Some, column, element_bytes_of, rounded, thinned
 from kvrsim.profile.rates.attention import AttentionCall, AttentionRates, BlockedRates, EagerRates
 from kvrsim.profile.rates.sizes import MeasuredSizes
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 LLAMA_SCORE_BYTES = 28.0  # see kvrsim/cost/traffic.py
 _ARRAYS = ("chunk", "prefix", "num_attention_heads", "num_key_value_heads", "head_dim", "batch", "expected_s")

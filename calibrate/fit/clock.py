@@ -17,7 +17,7 @@ from calibrate.data.measurement import Measurement
 from calibrate.fit.solver import HALF, Parameter, Some, column, solve, sources_of
 from kvrsim.hardware.gpu import GpuSpec
 from kvrsim.profile.rates.clock import Clock
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 # Products that fill a GPU: of others the rate depends on their shape more than on the clock.
 _LEAST_TOKENS, _LEAST_FEATURES = 1024, 2048

@@ -13,7 +13,7 @@ from kvrsim.cost.sensitivity import Part, WeightedCost
 from kvrsim.model.spec import ModelSpec
 from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile, LinkRates
 from kvrsim.profile.rates.gemm import Product
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from kvrsim.units import format_bytes, format_tokens
 
 _MESSAGES = (2**16, 2**20, 2**26)  # bytes

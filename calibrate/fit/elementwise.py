@@ -24,7 +24,7 @@ from calibrate.fit.solver import (
 )
 from kvrsim.hardware.gpu import GpuSpec
 from kvrsim.profile.rates.elementwise import ELEMENTWISE_OPS, ElementwiseRates
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 PROMISED_TOKENS = 128  # from here on, a prefill's chunks: what the profile's error is about
 KINDS = (*ELEMENTWISE, "copy")  # copies are measured as cache_append

@@ -32,7 +32,7 @@ from calibrate.fit.solver import (
 from kvrsim.errors import InputError
 from kvrsim.hardware.gpu import GpuSpec
 from kvrsim.profile.rates.gemm import GemmRates, Product, Tile
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 TILES = ((256, 128), (128, 128), (128, 64), (64, 64))  # rows and columns of the output
 FINE_TILES = ((16, 64),)  # where work goes in no waves: a prediction hardly steps

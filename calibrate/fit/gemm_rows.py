@@ -16,7 +16,7 @@ from calibrate.fit.solver import Some, column, element_bytes_of, rounded, thinne
 from kvrsim.model.gemm import Gemm
 from kvrsim.model.load import builtin_models, load_model
 from kvrsim.profile.rates.gemm import GEMM_TYPES, GemmRates, MeasuredShape, Product, Width, merged
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 Shape = tuple[int, int]  # in_features, out_features
 

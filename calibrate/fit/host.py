@@ -11,7 +11,7 @@ from calibrate.data.measurement import Measurement
 from calibrate.fit.solver import Parameter, column, rounded, solve
 from kvrsim.engine.host import HostRates
 from kvrsim.profile.profile import OperationFit
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 _GATHERS = 2  # all-gathers of one layer: K and V
 _LEAST_LOG_SD = 0.05

@@ -26,7 +26,7 @@ from kvrsim.hardware.all_reduce import AllReduceRates, MeasuredAllReduce
 from kvrsim.hardware.gather import GatherRates
 from kvrsim.hardware.links import LinkSpec
 from kvrsim.profile.profile import Gather
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 OWN_SHARE = 0.44  # from the slopes at 2, 4 and 8 ranks: A100, H100 and H200 agree
 LARGE_BYTES = 2**21  # from here on, what the profile's error of all-gathers is about

@@ -14,7 +14,7 @@ from calibrate.data.measurement import Measurement
 from kvrsim.errors import InputError
 from kvrsim.hardware.gpu import GpuSpec
 from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT, Gather, OperationFit
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from kvrsim.request import dtype_bytes
 
 Rates = TypeVar("Rates")

@@ -25,7 +25,7 @@ from calibrate.importers.tables import read_table
 from kvrsim.errors import InputError
 from kvrsim.profile.rates.experts import ExpertsCall
 from kvrsim.profile.rates.gemm import GEMM_TYPES
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 HALF = "half"
 # What the tables call the types, and kvrsim's names; HALF is half precision.

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from calibrate.importers.tables import merge_rows, read_table
 from kvrsim.profile.rates.recurrence import RecurrenceCall
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 # By kind: table and file.
 TABLES: Mapping[str, tuple[str, str]] = MappingProxyType(

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from calibrate.importers.tables import read_table
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 _SHAPE = ["batch_size", "isl", "step", "num_heads"]
 _KERNELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(

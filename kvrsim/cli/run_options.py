@@ -97,7 +97,7 @@ class PlanNoiseOptions:
                 raise InputError(name, value, "with --noise SPEC")
         if self.noise is None:
             return None
-        from kvrsim.noise.parse import parse_noise
+        from kvrsim.noise import parse_noise
         from kvrsim.units import parse_count
         from planner.uncertainty.disturbed import DEFAULT_SAMPLES, Disturbance
         from planner.uncertainty.noisy import MAX_SAMPLES
@@ -107,7 +107,7 @@ class PlanNoiseOptions:
 
     def statistic(self) -> str:
         """What of TTFT under noise a search minimises; InputError for an unknown one."""
-        from kvrsim.noise.statistics import check_objective
+        from kvrsim.noise import check_objective
 
         return "mean" if self.objective is None else check_objective(self.objective)
 

@@ -11,7 +11,7 @@ from kvrsim.profile.rates.experts import ExpertsCall
 from kvrsim.profile.rates.gemm import Product
 from kvrsim.profile.rates.recurrence import SCAN_CHUNK, SCAN_KERNELS, RecurrenceCall, RecurrenceSeconds
 from kvrsim.profile.rates.sparse import SparseCall
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 _SCORE_BYTES = 4.0  # of a score, fp32
 _CHUNK_S = 1.5e-6  # a chunk's step took 1.2 to 1.8 us on all GPUs whose scans were measured

@@ -21,7 +21,7 @@ from kvrsim.errors import InputError
 from kvrsim.model.spec import LayerSpec, ModelSpec
 from kvrsim.profile.rates.experts import ExpertsCall, mean_imbalance
 from kvrsim.profile.rates.gemm import GEMM_TYPES
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 _MOST_IMBALANCE = 1000.0
 

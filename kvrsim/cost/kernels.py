@@ -22,7 +22,7 @@ from kvrsim.profile.rates.gemm import Product, RowCost, of_each, summed
 from kvrsim.profile.rates.latent import LatentRates
 from kvrsim.profile.rates.recurrence import RecurrenceCall, RecurrenceSeconds
 from kvrsim.profile.rates.sparse import SparseCall
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 
 class CostModel(Protocol):

@@ -21,7 +21,7 @@ from kvrsim.model.mixers import Recurrence
 from kvrsim.model.spec import LayerSpec, ModelSpec
 from kvrsim.profile.rates.elementwise import Traffic
 from kvrsim.profile.rates.gemm import Product
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 # Shares of HostRates.layer_s before, in and after attention. Eager Llama issues about 21 kernels up to
 # rotary, 10 in attention and 14 after it.

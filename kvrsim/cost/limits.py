@@ -19,7 +19,7 @@ from kvrsim.profile.rates.experts import ExpertsCall
 from kvrsim.profile.rates.gemm import GEMM_TYPES, ElementBytes, Product, of_each
 from kvrsim.profile.rates.recurrence import RecurrenceCall, RecurrenceSeconds
 from kvrsim.profile.rates.sparse import SparseCall
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 _NO_COPIES = CacheCopies(keep=0.0, append=0.0, gather=0.0)
 

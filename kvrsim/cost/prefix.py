@@ -19,7 +19,7 @@ from kvrsim.hardware.cluster import Cluster, prefix_link
 from kvrsim.hardware.links import Path
 from kvrsim.model.mixers import Recurrence
 from kvrsim.model.spec import ModelSpec
-from kvrsim.program.operations import Array, Load
+from kvrsim.program import Array, Load
 from kvrsim.units import MAX_BYTES_PER_S, format_bandwidth, parse_bandwidth
 
 _ACCEPTED = f"{', '.join(PREFIX_PLACEMENTS)}; host and remote may have a bandwidth a GPU, such as remote:10GB/s"

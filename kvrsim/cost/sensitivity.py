@@ -21,7 +21,7 @@ from kvrsim.profile.rates.experts import ExpertsCall
 from kvrsim.profile.rates.gemm import Product
 from kvrsim.profile.rates.recurrence import RecurrenceCall, RecurrenceSeconds
 from kvrsim.profile.rates.sparse import SparseCall
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 
 class Part(NamedTuple):

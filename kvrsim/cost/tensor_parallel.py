@@ -10,7 +10,7 @@ from kvrsim.hardware.cluster import Cluster
 from kvrsim.hardware.links import Path
 from kvrsim.model.mixers import Mixer, Recurrence
 from kvrsim.model.spec import LayerSpec, ModelSpec
-from kvrsim.program.operations import Array, Collective
+from kvrsim.program import Array, Collective
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,10 +18,10 @@ from kvrsim.executors.collectives import AllGatherEvaluator, AllToAllEvaluator, 
 from kvrsim.executors.repeats import has_runs, repeat, runs
 from kvrsim.executors.steps import Message, RankState, Segment, Step, Steps
 from kvrsim.hardware.cluster import Cluster
-from kvrsim.program.operations import AllGather, AllToAll, Array, Load, Program, Recv, RingPass
+from kvrsim.program import AllGather, AllToAll, Array, Load, Program, Recv, RingPass
 
 if TYPE_CHECKING:  # noise costs the start of a plan that has none
-    from kvrsim.noise.draw import NoiseDraw
+    from kvrsim.noise import NoiseDraw
 
 Edge = tuple[int, int]
 T = TypeVar("T")

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.hardware.links import Path
-from kvrsim.program.operations import AllGather, AllToAll, Array, RingPass, beside_message_s
+from kvrsim.program import AllGather, AllToAll, Array, RingPass, beside_message_s
 
 
 class Timing(Protocol):

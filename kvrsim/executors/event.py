@@ -13,8 +13,8 @@ import simpy
 
 from kvrsim.executors.network import Meeting, Network, OnLink, Process
 from kvrsim.hardware.cluster import Cluster
-from kvrsim.noise.draw import NoiseDraw
-from kvrsim.program.operations import (
+from kvrsim.noise import NoiseDraw
+from kvrsim.program import (
     AllGather,
     AllToAll,
     Array,

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrsim.executors.trace import Offset, Term, Terms
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 _COLUMNS = 2048  # partitions that are walked together, whose arrays stay in a core's cache
 _MOST_LEFT = 0.75  # of the partitions: where more remain, none leaves

@@ -12,8 +12,8 @@ import simpy
 
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.hardware.links import Path
-from kvrsim.noise.draw import NoiseDraw
-from kvrsim.program.operations import Payload
+from kvrsim.noise import NoiseDraw
+from kvrsim.program import Payload
 from kvrsim.results.timeline import Span, SpanKind, SpanOp
 
 Process = Generator[simpy.Event, Any, Any]

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvrsim.executors.maxplus import advanced, part, walked
 from kvrsim.executors.trace import Graph, Offset, Term, Terms, Traced, plus
-from kvrsim.program.operations import Array, Flags
+from kvrsim.program import Array, Flags
 
 _LONGEST_LOOP = 4  # nodes
 

@@ -12,7 +12,7 @@ from kvrsim.executors.maxplus import SAME
 from kvrsim.executors.period import Period
 from kvrsim.executors.steps import RankState, Step
 from kvrsim.executors.trace import Graph, Traced
-from kvrsim.program.operations import AllGather, AllToAll, Array, Load, Op, Program, Recv, RingPass, Send
+from kvrsim.program import AllGather, AllToAll, Array, Load, Op, Program, Recv, RingPass, Send
 
 _MOST_KINDS = 16  # layers of the longest period that is looked for
 _LEAST_SPARED = 4  # layers, below which a period is not worth a part of its own

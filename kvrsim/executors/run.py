@@ -23,12 +23,12 @@ from kvrsim.executors.chain.program import Chain
 from kvrsim.executors.chain.walk import chain_finish_s
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.partition import Partition
-from kvrsim.program.operations import Array, Program
+from kvrsim.program import Array, Program
 from kvrsim.scenario import Scenario
 from kvrsim.strategies.base import Strategy
 
 if TYPE_CHECKING:  # noise costs the start of a plan that has none
-    from kvrsim.noise.draw import NoiseDraw
+    from kvrsim.noise import NoiseDraw
     from kvrsim.results.timeline import Timeline
 
 BLOCK = 8192  # partitions that are evaluated together: arrays of 64 KiB, which stay in a core's cache

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvrsim.hardware.cluster import Cluster
-from kvrsim.program.operations import (
+from kvrsim.program import (
     AllGather,
     AllToAll,
     Array,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 Offset = Array | float
 Term = tuple[int, int, Offset]  # the node, how many periods before, how much later

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvrsim.errors import InputError
 from kvrsim.io.schema import Limits, NonNegative
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from kvrsim.units import MAX_BYTES
 
 Bytes = Annotated[int, Limits(least=1, most=MAX_BYTES)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvrsim.io.schema import NonNegative
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ from kvrsim.hardware.all_reduce import AllReduceRates
 from kvrsim.hardware.gather import GatherRates
 from kvrsim.io.json_text import JsonObject
 from kvrsim.io.schema import NonNegative, read
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

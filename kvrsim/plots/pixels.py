@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from kvrsim.results.timeline import Span
 
 if TYPE_CHECKING:

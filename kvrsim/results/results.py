@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     import pandas
 
     from kvrsim.hardware.cluster import Cluster
-    from kvrsim.noise.model import Noise
-    from kvrsim.noise.statistics import Distribution
+    from kvrsim.noise import Distribution, Noise
     from kvrsim.results.breakdown import Breakdown
     from kvrsim.results.question import Question
     from kvrsim.results.shortfall import Shortfall

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kvrsim.program.operations import Payload, WorkKind
+from kvrsim.program import Payload, WorkKind
 
 SpanKind = Literal["compute", "wait", "transfer"]
 # all-gather: of the ranks' K and V; collective: among the GPUs that a rank stands for

@@ -12,7 +12,7 @@ import numpy as np
 from kvrsim.cost.layer import LayerCosts
 from kvrsim.errors import InputError
 from kvrsim.model.spec import ModelSpec
-from kvrsim.program.operations import AllGather, Array, Compute, Flags, Op, Program, Recv, Send
+from kvrsim.program import AllGather, Array, Compute, Flags, Op, Program, Recv, Send
 
 PartitionRule = Literal["whole", "even", "search", "table", "pieces", "searched-pieces"]
 LayerProgram = Callable[["Step", int], Iterator[Op]]

@@ -16,7 +16,7 @@ from kvrsim.cost.prefix import PrefixPlacement
 from kvrsim.cost.tensor_parallel import all_reduce
 from kvrsim.model.mixers import Attention, LatentAttention, Recurrence
 from kvrsim.model.spec import ModelSpec
-from kvrsim.program.operations import AllToAll, Collective, Compute, Load, Op, RingPass
+from kvrsim.program import AllToAll, Collective, Compute, Load, Op, RingPass
 from kvrsim.strategies.base import Step, Strategy
 
 _LSE_BYTES = 4  # of a log-sum-exp, which is in fp32

@@ -18,7 +18,7 @@ from kvrsim.cost.kernels import CostModel
 from kvrsim.ends import embedding, last, request
 from kvrsim.ends import step as before_step
 from kvrsim.model.spec import ModelSpec
-from kvrsim.program.operations import AllGather, Array, Collective, Compute, Op, Program, Recv, Send
+from kvrsim.program import AllGather, Array, Collective, Compute, Op, Program, Recv, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies.base import Step, Strategy
 from kvrsim.strategies.layers import layer_ops, prefix_load

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from kvrsim.program.operations import Array, Compute, Flags, Op, RingPass
+from kvrsim.program import Array, Compute, Flags, Op, RingPass
 from kvrsim.strategies.base import Step, Strategy
 from kvrsim.strategies.single import layer as alone
 

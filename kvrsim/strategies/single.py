@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvrsim.program.operations import Op
+from kvrsim.program import Op
 from kvrsim.strategies.base import Step, Strategy
 
 

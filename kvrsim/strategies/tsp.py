@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvrsim.program.operations import Array, Op
+from kvrsim.program import Array, Op
 from kvrsim.strategies.base import Step, Strategy
 
 

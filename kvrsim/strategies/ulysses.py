@@ -9,7 +9,7 @@ import numpy as np
 
 from kvrsim.model.mixers import Attention
 from kvrsim.model.spec import ModelSpec
-from kvrsim.program.operations import AllToAll, Array, Compute, Op
+from kvrsim.program import AllToAll, Array, Compute, Op
 from kvrsim.strategies.base import Step, Strategy
 from kvrsim.strategies.single import layer as alone
 

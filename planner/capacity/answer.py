@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.hardware.gpu import MemoryLimit
 from kvrsim.io.schema import fields_to_json
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from kvrsim.results.displayed import Displayed
 from kvrsim.results.question import Question
 from planner.capacity.confidence import Interval

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from planner.capacity.fleet.fleet import percentile_of
 
 LEVEL = 0.95

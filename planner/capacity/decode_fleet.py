@@ -20,7 +20,7 @@ from kvrsim.ends import head
 from kvrsim.errors import InputError
 from kvrsim.io.schema import fields_to_json
 from kvrsim.memory import RUNTIME_BYTES
-from kvrsim.program.operations import Array, work_s
+from kvrsim.program import Array, work_s
 from kvrsim.request import MAX_BATCH, Request
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES

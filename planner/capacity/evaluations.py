@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from planner.capacity.fleet.decoding import Decoding
 from planner.capacity.fleet.fast import run_pool
 from planner.capacity.fleet.fleet import Conditions, FleetRun, GroupPlan, Indices, route, run_fleet

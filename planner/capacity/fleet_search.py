@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from planner.capacity.answer import Cause, Curves, FleetAnswer, GroupAnswer, Infeasible
 from planner.capacity.confidence import Interval, of_replications, of_trace
 from planner.capacity.designs import DesignSearch, Fit

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from kvrsim.request import Request
 from planner.access import placed_for
 from planner.capacity.answer import Point, TriedFleet

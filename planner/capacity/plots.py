@@ -10,7 +10,7 @@ import numpy as np
 from kvrsim.plots.head import Head
 from kvrsim.plots.save import encoded
 from kvrsim.plots.style import INK, styled
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from kvrsim.units import format_seconds, format_tokens
 from planner.capacity.answer import CapacityPlan, Curves, FleetAnswer, Point
 

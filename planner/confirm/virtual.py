@@ -10,7 +10,7 @@ import numpy as np
 from kvrsim.compile import build_program
 from kvrsim.executors.run import run_program
 from kvrsim.partition import Partition
-from kvrsim.program.operations import Compute, Op, Program
+from kvrsim.program import Compute, Op, Program
 from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvrsim.ends import embedding, last
 from kvrsim.ends import step as before_step
-from kvrsim.program.operations import Array, Collective, Compute, Op
+from kvrsim.program import Array, Collective, Compute, Op
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Step, Strategy
 from kvrsim.strategies.layers import layer_ops

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvrsim.executors.batch import BatchEvaluator, Start
 from kvrsim.hardware.cluster import Cluster
-from kvrsim.program.operations import Array, Program
+from kvrsim.program import Array, Program
 from planner.packing.rule import Begun, PackingRule, Piece
 from planner.packing.steps import StepPrograms
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvrsim.ends import embedding, last, request
 from kvrsim.ends import step as before_step
-from kvrsim.program.operations import Array, Compute, Op, Program, Recv, Send
+from kvrsim.program import Array, Compute, Op, Program, Recv, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Step, Strategy
 from kvrsim.strategies.layers import layer_ops

@@ -36,7 +36,7 @@ import numpy as np
 from kvrsim.cost.layer import LayerCosts
 from kvrsim.cost.tensor_parallel import all_reduce
 from kvrsim.ends import last, request, step
-from kvrsim.program.operations import Array, Collective, Compute, Op
+from kvrsim.program import Array, Collective, Compute, Op
 from kvrsim.scenario import Scenario
 from planner.pipelines.floor import LeastTimes, layers_s
 

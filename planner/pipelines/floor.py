@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 _TOLERANCE = 1e-5  # of the solver, with room
 

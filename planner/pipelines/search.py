@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvrsim.errors import InputError
 from kvrsim.partition import Partition
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.strategies.pipeline import even_layers

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrsim.ends import embedding, step
-from kvrsim.program.operations import Array, Collective, Compute, Op
+from kvrsim.program import Array, Collective, Compute, Op
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Step, Strategy
 from kvrsim.strategies.layers import layer_ops

@@ -11,7 +11,7 @@ import numpy as np
 from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
 from kvrsim.memory import fits, memory_of
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from kvrsim.results.question import Question
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from planner.search.work import Chain, settled

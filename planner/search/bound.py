@@ -40,7 +40,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrsim.compile import build_program
-from kvrsim.program.operations import Array, Compute, Load
+from kvrsim.program import Array, Compute, Load
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from planner.search.balance import balanced_chunks

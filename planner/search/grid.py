@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from planner.search.neighbours import Boundaries, combinations, shifts, valid
 
 Evaluate = Callable[[Boundaries], Array]  # TTFT of each row

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from planner.search.grid import Evaluate
 from planner.search.neighbours import Boundaries, distinct, groups, valid
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvrsim.choices import METHODS
 from kvrsim.errors import InputError
 from kvrsim.partition import Partition
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from kvrsim.results.results import SearchReport
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, chain_like

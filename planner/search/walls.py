@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvrsim.program.operations import Array, Flags
+from kvrsim.program import Array, Flags
 from planner.search.work import Chain, settled
 
 PRECISION = 2.0**-12  # of a chunk

@@ -16,7 +16,7 @@ from kvrsim.executors.run import run_partition
 from kvrsim.io.schema import NonNegative, Whole
 from kvrsim.memory import fits, memory_of
 from kvrsim.partition import Partition
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, chain_like
 from planner.access import placed_for

@@ -10,7 +10,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from kvrsim.errors import InputError
 from kvrsim.io.schema import NonNegative
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 
 _WINDOW = 41  # tokens, odd; a step is a rise above the median of those around it

@@ -11,7 +11,7 @@ from kvrsim.cost.kernels import CostModel
 from kvrsim.cost.sensitivity import Part, WeightedCost, listing
 from kvrsim.partition import Partition
 from kvrsim.profile.profile import OperationFit
-from kvrsim.program.operations import Array, Program, work_s
+from kvrsim.program import Array, Program, work_s
 from kvrsim.results.breakdown import Basis
 from kvrsim.results.timeline import Span, Timeline
 from kvrsim.scenario import Scenario

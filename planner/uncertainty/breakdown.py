@@ -13,7 +13,7 @@ from kvrsim.cost.limits import RooflineCost
 from kvrsim.cost.sensitivity import Part
 from kvrsim.model.mixers import RECURRENCE_TITLES
 from kvrsim.partition import Partition
-from kvrsim.program.operations import Array, Compute, Program, work_s
+from kvrsim.program import Array, Compute, Program, work_s
 from kvrsim.results.breakdown import Breakdown, BreakdownRow
 from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario

@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kvrsim.errors import InputError
-from kvrsim.noise.draw import NoiseDraw
-from kvrsim.noise.model import Noise
-from kvrsim.noise.parse import noise_of
-from kvrsim.noise.statistics import Distribution
+from kvrsim.noise import Distribution, Noise, NoiseDraw, noise_of
 from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy

@@ -20,7 +20,7 @@ from kvrsim.cost.sensitivity import Part, WeightedCost, listing
 from kvrsim.executors.run import finish_of
 from kvrsim.partition import Partition
 from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from planner.uncertainty import causes

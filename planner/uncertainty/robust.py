@@ -8,11 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrsim.executors.run import ttft_s
-from kvrsim.noise.draw import NoiseDraw
-from kvrsim.noise.model import Noise
-from kvrsim.noise.statistics import check_objective, objective_of
+from kvrsim.noise import Noise, NoiseDraw, check_objective, objective_of
 from kvrsim.partition import Partition
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from planner.search.neighbours import Boundaries, chunk_lens, chunks_between, rounded, unique_rows

@@ -21,7 +21,7 @@ from kvrsim.model.architectures import read_config
 from kvrsim.model.load import config_path
 from kvrsim.model.spec import ModelSpec
 from kvrsim.partition import Partition
-from kvrsim.program.operations import Compute, Op, Recv, Send
+from kvrsim.program import Compute, Op, Recv, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Step
 from kvrsim.strategies.zigzag import pieces

@@ -12,8 +12,7 @@ from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
 from kvrsim.hardware.cluster import Cluster
-from kvrsim.program.operations import Program
-from kvrsim.program.waits import compute_s, computes_s
+from kvrsim.program import Program, compute_s, computes_s
 from kvrsim.results.stream import Arrivals, Prompts, StreamResult
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
@@ -126,7 +125,7 @@ def test_under_noise_and_on_a_bus_the_event_executor_runs_it() -> None:
     assert quiet is not None
     assert quiet.steady_per_s is None
     assert quiet.ttft_s[0] == pytest.approx(run_simulation(scenario, strategy="kvr-e").ttft_s, rel=1e-9)
-    from kvrsim.noise.model import Noise
+    from kvrsim.noise import Noise
 
     disturbance = Disturbance(noise=Noise(compute_jitter=0.2), num_samples=2)
     noisy = run_simulation(scenario, strategy="kvr-e", arrivals=Arrivals(count=3), disturbance=disturbance)

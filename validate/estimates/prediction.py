@@ -20,7 +20,7 @@ from kvrsim.model.gemm import Gemm
 from kvrsim.model.mixers import LatentAttention, Recurrence
 from kvrsim.partition import Partition
 from kvrsim.profile.rates.elementwise import Traffic
-from kvrsim.program.operations import Array, Collective, Compute
+from kvrsim.program import Array, Collective, Compute
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import get_strategy

@@ -9,8 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvrsim.noise.parse import parse_noise
-from kvrsim.noise.statistics import Distribution
+from kvrsim.noise import Distribution, parse_noise
 from kvrsim.results.results import Plan, SimResult
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvrsim.noise.parse import parse_noise
+from kvrsim.noise import parse_noise
 from kvrsim.units import format_tokens
 from validate.figures.cases import Predictions, Printed, Scope
 from validate.figures.style import GREY, LOOKS, new_figure, png, tidy

@@ -32,7 +32,7 @@ from kvrsim.hardware.cluster import load_gpu
 from kvrsim.io.files import write_atomically
 from kvrsim.profile.profile import CalibrationProfile, load_profile
 from kvrsim.profile.rates.experts import ExpertRates, mean_imbalance
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "experts.md"
 LONG = 1024  # tokens from which several GPUs are compared

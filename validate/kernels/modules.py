@@ -17,7 +17,7 @@ from calibrate.fit.layers.modules import ModuleRows, read_modules
 from kvrsim.errors import KvrsimError
 from kvrsim.io.files import write_atomically
 from kvrsim.profile.profile import CalibrationProfile, load_profile
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "modules.md"
 SYSTEMS = {

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvrsim.cost.layer import LayerCosts
 from kvrsim.profile.rates.elementwise import Traffic
-from kvrsim.program.operations import AllGather, Array, Compute, Op, RingPass, beside_message_s
+from kvrsim.program import AllGather, Array, Compute, Op, RingPass, beside_message_s
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Step, get_strategy
 

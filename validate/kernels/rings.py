@@ -20,7 +20,7 @@ from kvrsim.io.files import write_atomically
 from kvrsim.profile.profile import CalibrationProfile, load_profile
 from kvrsim.profile.rates.attention import FlashRates
 from kvrsim.profile.rates.elementwise import ElementwiseRates
-from kvrsim.program.operations import Program
+from kvrsim.program import Program
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from kvrsim.units import scale

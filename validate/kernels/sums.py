@@ -28,7 +28,7 @@ from kvrsim.io.files import write_atomically
 from kvrsim.model.spec import ModelSpec
 from kvrsim.profile.profile import load_profile
 from kvrsim.profile.rates.elementwise import Traffic
-from kvrsim.program.operations import Compute, Op
+from kvrsim.program import Compute, Op
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import get_strategy

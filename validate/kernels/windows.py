@@ -18,7 +18,7 @@ from kvrsim.errors import KvrsimError
 from kvrsim.io.files import write_atomically
 from kvrsim.profile.profile import load_profile
 from kvrsim.profile.rates.attention import AttentionCall, FlashRates
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "windows.md"
 TABLES = {

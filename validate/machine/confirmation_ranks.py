@@ -15,7 +15,7 @@ import numpy as np
 from kvrsim.executors.run import run_program
 from kvrsim.hardware.cluster import Cluster, load_cluster
 from kvrsim.partition import Partition
-from kvrsim.program.operations import AllGather, Compute, Op, Program, Recv, Send
+from kvrsim.program import AllGather, Compute, Op, Program, Recv, Send
 from kvrsim.runtime.bench import BenchReport, measure
 from kvrsim.runtime.emulated import EmulatedLink, EmulatedTransport, MessageTraffic
 from kvrsim.runtime.geometry import Geometry

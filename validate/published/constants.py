@@ -21,7 +21,7 @@ from kvrsim.profile.profile import (
 )
 from kvrsim.profile.rates.attention import EagerRates
 from kvrsim.profile.rates.elementwise import ElementwiseRates
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import get_strategy

@@ -40,7 +40,7 @@ from scipy.optimize import least_squares
 from kvrsim.engine.engine import load_engine
 from kvrsim.io.files import write_atomically
 from kvrsim.profile.profile import CalibrationProfile, Residual
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from validate.published.constants import NAMES, START, Partitions, errors, partitions_for, profile_of
 from validate.published.reference import DATA, Row, read_rows
 

@@ -23,7 +23,7 @@ from calibrate.prefills.solve import Prior, Solution, solve
 from kvrsim.engine.engine import OTHER_GPU, SHORT_TOKENS, Engine, EngineFit, load_engine
 from kvrsim.engine.host import NO_HOST
 from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from validate.serving.errors import errors_of
 from validate.serving.rows import ServingRow, case_of, read_rows

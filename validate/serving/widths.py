@@ -13,7 +13,7 @@ import numpy as np
 from calibrate.prefills.fit import left_out_log_sd
 from kvrsim.engine.engine import Engine, EngineFit
 from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from validate.serving.errors import ServingError, errors_of
 from validate.serving.rows import ServingRow
 

@@ -11,7 +11,7 @@ from calibrate.fit.solver import Comparison, Fitted, Parameter, Some, cross_vali
 from kvrsim.hardware.gpu import GpuSpec
 from kvrsim.profile.profile import CalibrationProfile
 from kvrsim.profile.rates.sparse import AttendRates, ScoreRates, SparseKernels
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 MODEL = "MiniMaxAI/MiniMax-M3"
 _LEAST_HEADS = 16  # rows of the smallest matrix product; a KV head's queries are filled up to as many

@@ -23,7 +23,7 @@ from kvrsim.io.json_text import JsonObject
 from kvrsim.profile.profile import CalibrationProfile, KernelRates
 from kvrsim.profile.rates.experts import ExpertRates, ExpertsCall, GroupedRates
 from kvrsim.profile.rates.gemm import GEMM_TYPES, Width
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 _NOISE = 0.15  # see calibrate.fit.gemm
 _MOST_ROWS = 3000  # of a type

@@ -20,7 +20,7 @@ from kvrsim.profile.profile import CalibrationProfile
 from kvrsim.profile.rates.attention import AttentionCall
 from kvrsim.profile.rates.gemm import Product
 from kvrsim.profile.rates.sparse import SparseCall
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 _BUSY = 2.0  # times the shortest call of a table: below, the host's launches are what was timed
 _SHARED = "_skip_indexer"

@@ -15,7 +15,7 @@ from kvrsim.hardware.gpu import GpuSpec
 from kvrsim.io.json_text import JsonObject
 from kvrsim.profile.profile import CalibrationProfile
 from kvrsim.profile.rates.recurrence import SCAN_CHUNK, ConvolutionRates, KindRates, RecurrenceRates, ScanRates
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 _SHORT_TOKENS = 8192  # longer scans are predicted by a fit to these
 _LONG_TOKENS = 1024  # from here on, a prefill's chunks

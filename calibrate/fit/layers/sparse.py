@@ -16,7 +16,7 @@ from kvrsim.hardware.gpu import GpuSpec
 from kvrsim.io.json_text import JsonObject
 from kvrsim.profile.profile import CalibrationProfile
 from kvrsim.profile.rates.sparse import AttendRates, ScoreRates, SelectRates, SparseKernels, SparseRates
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 LEAST_CHUNK = 128  # fewer queries take next to nothing beside the rest of a layer
 _CLASSES = (LEAST_CHUNK, 1024, 4096, 16384, 65536)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvrsim.hardware.cluster import Cluster
     from kvrsim.hardware.gpu import MemoryLimit
     from kvrsim.memory import RankMemory
-    from kvrsim.noise.statistics import Distribution
+    from kvrsim.noise import Distribution
     from kvrsim.results.question import Question
 
 MAX_IN_FULL = 4  # lines with every part

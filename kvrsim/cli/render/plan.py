@@ -34,7 +34,7 @@ from kvrsim.text import without
 from kvrsim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from kvrsim.noise.statistics import Distribution
+    from kvrsim.noise import Distribution
     from kvrsim.results.results import Plan, StrategyResult
     from kvrsim.results.shortfall import Shortfall
 

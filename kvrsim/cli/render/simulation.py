@@ -27,7 +27,7 @@ from kvrsim.cli.render.layout import Hint, Part, Shrinkable, columns, facts, sho
 from kvrsim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from kvrsim.noise.statistics import Distribution, Estimate
+    from kvrsim.noise import Distribution, Estimate
     from kvrsim.results.breakdown import Breakdown, BreakdownRow
     from kvrsim.results.results import SimResult
     from kvrsim.scenario import Scenario

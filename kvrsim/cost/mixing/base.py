@@ -15,7 +15,7 @@ from kvrsim.model.mixers import Mixer
 from kvrsim.model.spec import ModelSpec
 from kvrsim.profile.rates.elementwise import Traffic
 from kvrsim.profile.rates.gemm import GEMM_TYPES, Product, merged
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvrsim.model.mixers import Attention, CompressedAttention, LatentAttention
 from kvrsim.profile.rates.sparse import SparseCall
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 SparseMixer = Attention | LatentAttention | CompressedAttention
 

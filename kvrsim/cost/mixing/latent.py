@@ -16,7 +16,7 @@ from kvrsim.model.mixers import LatentAttention
 from kvrsim.profile.rates.attention import AttentionCall
 from kvrsim.profile.rates.elementwise import Traffic
 from kvrsim.profile.rates.gemm import Product
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 
 def absorbing(mixer: LatentAttention) -> tuple[Product, ...]:

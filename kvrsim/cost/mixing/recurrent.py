@@ -8,7 +8,7 @@ from kvrsim.cost.mixing.base import Mixing
 from kvrsim.model.mixers import Recurrence
 from kvrsim.profile.rates.elementwise import Traffic
 from kvrsim.profile.rates.recurrence import SCAN_KERNELS, RecurrenceCall, RecurrenceSeconds
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 
 class RecurrentMixing(Mixing):

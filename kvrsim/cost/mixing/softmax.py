@@ -12,7 +12,7 @@ from kvrsim.cost.traffic import attention_kernels
 from kvrsim.model.mixers import Attention, LatentAttention
 from kvrsim.profile.rates.attention import AttentionCall
 from kvrsim.profile.rates.elementwise import Traffic
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 _FP32_BYTES = 4
 _NOT_COUNTED = np.full(1, np.nan)

@@ -11,7 +11,7 @@ from kvrsim.cost.mixing.chosen import SparseMixer, sparse_call
 from kvrsim.cost.mixing.latent import absorbing
 from kvrsim.model.gemm import Gemm
 from kvrsim.model.mixers import LatentAttention
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 
 class SparseMixing(Mixing):

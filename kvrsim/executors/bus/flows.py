@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvrsim.executors.steps import Message, Segment, Step, Steps
 from kvrsim.hardware.cluster import Cluster
-from kvrsim.program.operations import AllGather, AllToAll, Array, Load, Program, Recv, RingPass
+from kvrsim.program import AllGather, AllToAll, Array, Load, Program, Recv, RingPass
 
 Value = Array | float
 Key = tuple[str, int, int, int]

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvrsim.executors.steps import Message, Segment, Step, Steps
 from kvrsim.hardware.cluster import Cluster
-from kvrsim.program.operations import Array, Program, Recv
+from kvrsim.program import Array, Program, Recv
 
 Index = npt.NDArray[np.intp]
 Value = Array | float

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrsim.executors.bus.flows import FlowGraph
-from kvrsim.program.operations import Array, beside_message_s
+from kvrsim.program import Array, beside_message_s
 
 Index = npt.NDArray[np.intp]
 

@@ -7,7 +7,7 @@ from kvrsim.executors.bus.flows import FlowGraph
 from kvrsim.executors.bus.lanes import run_lanes
 from kvrsim.executors.bus.moments import SharedRun
 from kvrsim.hardware.cluster import Cluster
-from kvrsim.program.operations import Array, Program
+from kvrsim.program import Array, Program
 
 
 def run_shared(program: Program, cluster: Cluster) -> Array:

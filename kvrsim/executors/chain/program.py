@@ -12,7 +12,7 @@ from kvrsim.cost.kernels import CostModel
 from kvrsim.ends import embedding, has_prefill, last, last_is_alike, request, step
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.hardware.links import Path
-from kvrsim.program.operations import Array, Op, Recv, Send, beside_receives, slower
+from kvrsim.program import Array, Op, Recv, Send, beside_receives, slower
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.strategies.base import Step

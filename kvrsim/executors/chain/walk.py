@@ -19,7 +19,7 @@ import numpy as np
 
 from kvrsim.executors.chain.program import ChainProgram
 from kvrsim.executors.maxplus import last_of_row, row_after
-from kvrsim.program.operations import Array, Collective, Compute, Flags, Op
+from kvrsim.program import Array, Collective, Compute, Flags, Op
 
 
 def chain_finish_s(program: ChainProgram, *, whole: bool = True) -> tuple[Array, Flags]:

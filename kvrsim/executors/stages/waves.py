@@ -19,7 +19,7 @@ from kvrsim.executors.maxplus import SAME
 from kvrsim.executors.stages.work import StageWork, Stretches
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.hardware.links import Path
-from kvrsim.program.operations import AllGather, Array
+from kvrsim.program import AllGather, Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies.base import Strategy
 from kvrsim.strategies.pipeline import program

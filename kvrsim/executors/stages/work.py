@@ -11,7 +11,7 @@ import numpy as np
 from kvrsim.cost.kernels import CostModel
 from kvrsim.ends import embedding, last, request
 from kvrsim.ends import step as before_step
-from kvrsim.program.operations import AllGather, Array, Collective, Compute, Op
+from kvrsim.program import AllGather, Array, Collective, Compute, Op
 from kvrsim.scenario import Scenario
 from kvrsim.strategies.base import Step, Strategy
 from kvrsim.strategies.layers import layer_ops, prefix_load

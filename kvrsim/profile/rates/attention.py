@@ -16,7 +16,7 @@ from kvrsim.io.json_text import JsonObject
 from kvrsim.io.schema import Limits, NonNegative, PositiveShare, Share, read
 from kvrsim.profile.rates.blocked import AttentionCall, BlockedRates
 from kvrsim.profile.rates.sizes import MeasuredSizes, pieces
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 __all__ = [
     "ATTENTION_KERNELS",

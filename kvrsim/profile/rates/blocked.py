@@ -11,7 +11,7 @@ import numpy as np
 
 from kvrsim.io.schema import NonNegative
 from kvrsim.profile.rates.sizes import MeasuredSizes
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

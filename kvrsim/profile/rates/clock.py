@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvrsim.io.schema import PositiveShare
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 _STEPS = 60  # of Newton's method, which needs about five
 _ENOUGH = 1e-12  # relative change of a step, after which it ends

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvrsim.io.schema import Keys, NonNegative
 from kvrsim.profile.rates.gemm import GEMM_TYPES, Width, alike, of_each
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from kvrsim.units import format_bandwidth, format_seconds
 
 # Standard deviation of an expert's load over the mean under NVIDIA's power law of exponent 1.01, from 1 to 0.8 times

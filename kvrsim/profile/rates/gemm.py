@@ -18,7 +18,7 @@ from kvrsim.errors import InputError
 from kvrsim.io.json_text import JsonObject
 from kvrsim.io.schema import NonNegative, PositiveShare, read
 from kvrsim.profile.rates.sizes import pieces
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 _LAST_STEP = 512  # steps of the time table; beyond them time is proportional to rows
 

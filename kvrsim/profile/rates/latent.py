@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrsim.profile.rates.attention import AttentionCall, FlashRates
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from kvrsim.units import format_seconds
 
 _WIDEST_EXPANDED = 256  # of a head's key; wider ones are latents

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvrsim.errors import InputError
 from kvrsim.io.schema import Keys, NonNegative, RelativeError
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from kvrsim.units import format_bandwidth, format_seconds
 
 SCAN_CHUNK: Mapping[str, int] = {"gated_delta": 64, "kda": 64, "mamba2": 128}  # tokens; by kind of recurrence

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvrsim.errors import InputError
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 _ROUNDING = 1e-9  # relative
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvrsim.errors import InputError
 from kvrsim.io.schema import NonNegative, PositiveShare
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from kvrsim.units import format_seconds
 
 

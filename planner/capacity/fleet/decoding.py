@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrsim.model.spec import ModelSpec
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from kvrsim.units import format_bandwidth
 from planner.capacity.workloads.workload import Lengths
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrsim.choices import Order
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from planner.capacity.fleet.fast import run_pool
 from planner.capacity.fleet.layouts import WHOLE, Kind
 from planner.capacity.fleet.pool import Outages, Pool, PoolRun

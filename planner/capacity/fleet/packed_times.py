@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from kvrsim.compile import for_strategy
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from kvrsim.request import Request
 from kvrsim.scenario import Scenario
 from planner.backends.pool import Pool

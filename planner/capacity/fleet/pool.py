@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrsim.choices import Order
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from planner.capacity.fleet.service import Service
 
 MOST_RETRIES = 100  # of one request; after that it counts as unserved

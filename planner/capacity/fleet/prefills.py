@@ -17,7 +17,7 @@ from kvrsim.compile import build_program, columns, for_strategy
 from kvrsim.executors import run
 from kvrsim.memory import fits, memory_of
 from kvrsim.partition import Partition
-from kvrsim.program.operations import Array, Compute, Program
+from kvrsim.program import Array, Compute, Program
 from kvrsim.request import Request
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, Strategy

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from planner.capacity.workloads.workload import Lengths
 
 if TYPE_CHECKING:

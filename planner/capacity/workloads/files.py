@@ -25,7 +25,7 @@ import numpy as np
 
 from kvrsim.errors import InputError
 from kvrsim.io.json_text import parse_json
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from kvrsim.units import MAX_TOKENS
 from planner.capacity.workloads.workload import MAX_REQUESTS, Workload
 

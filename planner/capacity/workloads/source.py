@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvrsim.errors import InputError
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from kvrsim.units import MAX_TOKENS, parse_count, parse_number, parse_seconds, parse_share, parse_tokens
 from planner.capacity.workloads.files import AZURE, MOONCAKE, read_trace
 from planner.capacity.workloads.workload import MAX_REQUESTS, Lengths, Workload

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrsim.errors import InputError
-from kvrsim.program.operations import Array, Flags
+from kvrsim.program import Array, Flags
 from kvrsim.units import MAX_TOKENS, format_tokens
 
 Lengths = npt.NDArray[np.int64]

@@ -27,7 +27,7 @@ from kvrsim.io.json_text import JsonObject
 from kvrsim.model.architectures import read_config
 from kvrsim.partition import Partition
 from kvrsim.profile.profile import CalibrationProfile, load_profile
-from kvrsim.program.operations import Compute, Program
+from kvrsim.program import Compute, Program
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
 from tests.building import examples

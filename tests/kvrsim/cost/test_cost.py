@@ -21,7 +21,7 @@ from kvrsim.profile.profile import CacheCopies, CalibrationProfile
 from kvrsim.profile.rates.attention import BlockedRates, EagerRates, FlashRates
 from kvrsim.profile.rates.elementwise import ELEMENTWISE_OPS, ElementwiseRates, Traffic
 from kvrsim.profile.rates.gemm import GemmRates, Product, Tile
-from kvrsim.program.operations import Array, Compute
+from kvrsim.program import Array, Compute
 from kvrsim.request import Request
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES

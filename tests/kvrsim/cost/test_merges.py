@@ -16,7 +16,7 @@ from kvrsim.executors.event import EventSimulation
 from kvrsim.model.load import load_model
 from kvrsim.model.mixers import Attention
 from kvrsim.partition import Partition
-from kvrsim.program.operations import RingPass, beside_message_s
+from kvrsim.program import RingPass, beside_message_s
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
 from tests.building import Draws, any_partition, any_scenario, draws, examples

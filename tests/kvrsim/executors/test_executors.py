@@ -1,4 +1,4 @@
-"""Executors: a program runs the same each time and is not changed. tests/property states what all strategies share."""
+"""Executors: a program runs the same each time and is not changed. tests/laws states what all strategies share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvrsim.compile import build_program
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
 from kvrsim.hardware.cluster import load_cluster
-from kvrsim.program.operations import Array, Compute, Program, Recv, Send
+from kvrsim.program import Array, Compute, Program, Recv, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.evaluate import Evaluator

@@ -14,7 +14,7 @@ from kvrsim.executors.bus.moments import SharedRun
 from kvrsim.executors.bus.run import run_shared
 from kvrsim.executors.event import EventSimulation
 from kvrsim.partition import Partition
-from kvrsim.program.operations import Program
+from kvrsim.program import Program
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import get_strategy
 from planner.access import placed_for

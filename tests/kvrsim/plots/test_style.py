@@ -22,7 +22,7 @@ from kvrsim.plots.style import (
     operation_of,
     strategy_colour,
 )
-from kvrsim.program.operations import Payload, WorkKind
+from kvrsim.program import Payload, WorkKind
 from kvrsim.strategies import STRATEGIES
 
 # Machado, Oliveira and Fernandes 2009, severity 1: linear RGB as each kind of colour blindness sees it.

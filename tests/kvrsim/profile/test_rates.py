@@ -18,7 +18,7 @@ from kvrsim.io.schema import read as read_schema
 from kvrsim.profile.rates.attention import AttentionCall, BlockedRates, EagerRates, FlashRates, read_attention
 from kvrsim.profile.rates.gemm import GEMM_TYPES, GemmRates, MeasuredShape, Product, Tile, merged
 from kvrsim.profile.rates.sizes import MeasuredSizes
-from kvrsim.program.operations import AllGather, Array, Program
+from kvrsim.program import AllGather, Array, Program
 from tests.building import any_cluster
 
 

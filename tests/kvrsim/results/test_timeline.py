@@ -16,7 +16,7 @@ import kvrsim
 from kvrsim.compile import build_program
 from kvrsim.errors import InputError
 from kvrsim.executors.event import EventSimulation
-from kvrsim.program.operations import AllGather, Compute, Op, Program, RingPass, Send
+from kvrsim.program import AllGather, Compute, Op, Program, RingPass, Send
 from kvrsim.results.timeline import Span, Timeline
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES

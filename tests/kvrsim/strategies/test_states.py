@@ -12,7 +12,7 @@ from kvrsim.compile import build_program, columns
 from kvrsim.executors.run import run_program
 from kvrsim.model.load import load_model
 from kvrsim.model.mixers import Recurrence
-from kvrsim.program.operations import Compute
+from kvrsim.program import Compute
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
 

@@ -15,7 +15,7 @@ from kvrsim.errors import InputError
 from kvrsim.executors.run import run_partition
 from kvrsim.partition import Partition
 from kvrsim.profile.profile import Gather, load_profile
-from kvrsim.program.operations import Compute, Program
+from kvrsim.program import Compute, Program
 from kvrsim.results.question import Question
 from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario

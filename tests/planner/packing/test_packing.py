@@ -15,7 +15,7 @@ from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
 from kvrsim.executors.run import run_partition
 from kvrsim.partition import Partition
-from kvrsim.program.waits import computes_s
+from kvrsim.program import computes_s
 from kvrsim.results.stream import Arrivals, Prompts
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import kvrsim
 from kvrsim.choices import METHODS
 from kvrsim.errors import InputError
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES

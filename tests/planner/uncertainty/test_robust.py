@@ -8,8 +8,7 @@ from hypothesis import given
 
 from kvrsim.errors import InputError
 from kvrsim.executors.run import ttft_s
-from kvrsim.noise.draw import NoiseDraw
-from kvrsim.noise.parse import parse_noise
+from kvrsim.noise import NoiseDraw, parse_noise
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from planner.evaluate import Evaluator

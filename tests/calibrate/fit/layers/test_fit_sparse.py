@@ -20,7 +20,7 @@ from calibrate.importers.sparse import SparseRows, read_kernel
 from kvrsim.hardware.cluster import load_gpu
 from kvrsim.profile.profile import load_profile
 from kvrsim.profile.rates.sparse import AttendRates, ScoreRates, SelectRates, SparseKernels
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 
 pandas = pytest.importorskip("pandas")
 pytest.importorskip("pyarrow")

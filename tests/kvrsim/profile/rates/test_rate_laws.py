@@ -20,7 +20,7 @@ from kvrsim.io.schema import read
 from kvrsim.profile.rates.attention import AttentionCall, AttentionRates, EagerRates
 from kvrsim.profile.rates.elementwise import ELEMENTWISE_OPS
 from kvrsim.profile.rates.gemm import Product
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from kvrsim.units import scale
 from tests.building import (
     Draws,

@@ -23,7 +23,7 @@ from kvrsim.profile.rates.sparse import (
     SparseKernels,
     SparseRates,
 )
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from kvrsim.units import scale
 
 

@@ -14,7 +14,7 @@ from kvrsim.cost.limits import NoTime
 from kvrsim.errors import InputError
 from kvrsim.memory import memory_of
 from kvrsim.partition import Partition
-from kvrsim.program.in_flight import sent_bytes
+from kvrsim.program import sent_bytes
 from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.exchange import RUN_STRATEGIES, exchange_of, run_strategy
 from kvrsim.runtime.geometry import Geometry

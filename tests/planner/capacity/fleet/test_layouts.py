@@ -12,8 +12,7 @@ from kvrsim.errors import InputError
 from kvrsim.executors.event import EventSimulation
 from kvrsim.executors.run import run_partition
 from kvrsim.memory import fits, memory_of
-from kvrsim.program.operations import Compute
-from kvrsim.program.waits import computes_s
+from kvrsim.program import Compute, computes_s
 from kvrsim.results.stream import Prompts
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario

@@ -11,7 +11,7 @@ from kvrsim.compile import build_program
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
 from kvrsim.executors.run import run_partition
-from kvrsim.program.operations import Compute, Program
+from kvrsim.program import Compute, Program
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES

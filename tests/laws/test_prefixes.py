@@ -17,7 +17,7 @@ from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
 from kvrsim.memory import memory_of
 from kvrsim.partition import Partition
-from kvrsim.program.in_flight import loaded_bytes
+from kvrsim.program import loaded_bytes
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy

@@ -1,27 +1,30 @@
-"""The operations that a strategy is written in.
-
-A strategy is a program a rank and kind of layer: a list of these operations, run once a layer. Every
-number in an operation may be an array over a batch of partitions, shape (B,), so that one program
-describes thousands of candidates; the event executor takes B = 1.
-
-Two clocks run on a rank. The host issues operations one after another, `host_s` each, and never waits
-for the device. The device (the compute stream) starts an operation when it is free and the host has
-begun to issue it, and ends it no earlier than the host has issued all of it:
-`end = max(max(device, host_begin) + device_s, host_begin + host_s)`.
-
-A new operation is added in four places: here; in the batch evaluator (kvrsim/executors/batch.py, with
-collectives.py where all ranks meet, and bus/flows.py where flows share a bus); in the event simulation
-(kvrsim/executors/event.py); and in kvrsim/program/in_flight.py, which says how many bytes it sends and holds.
-"""
+"""The operations that strategies are written in, and what is sent and in flight."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+
+# -- The operations that a strategy is written in.
+#
+# A strategy is a program a rank and kind of layer: a list of these operations, run once a layer. Every
+# number in an operation may be an array over a batch of partitions, shape (B,), so that one program
+# describes thousands of candidates; the event executor takes B = 1.
+#
+# Two clocks run on a rank. The host issues operations one after another, `host_s` each, and never waits
+# for the device. The device (the compute stream) starts an operation when it is free and the host has
+# begun to issue it, and ends it no earlier than the host has issued all of it:
+# `end = max(max(device, host_begin) + device_s, host_begin + host_s)`.
+#
+# A new operation is added in four places: here; in the batch evaluator (kvrsim/executors/batch.py, with
+# collectives.py where all ranks meet, and bus/flows.py where flows share a bus); in the event simulation
+# (kvrsim/executors/event.py); and in kvrsim/program.py, which says how many bytes it sends and holds.
 
 Array = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -282,3 +285,128 @@ class Program:
 
         layers = tuple(slow(kind) for kind in self.layers)
         return replace(self, prologue=slow(self.prologue), layers=layers, epilogue=slow(self.epilogue))
+
+
+# -- Bytes of messages, read from a program: what a rank sends, and what it holds at a time.
+
+
+def sent_bytes(program: Program, rank: int) -> float:
+    """Bytes that a rank puts on its links; of a ring, its own piece and those it passes on."""
+    once = (*program.prologue[rank], *program.epilogue[rank])
+    sent = sum(op.nbytes.item() for op in once if isinstance(op, Collective))
+    for count, kind in zip(program.layer_counts, program.layers, strict=True):
+        own = [op for op in kind[rank] if isinstance(op, Send | Collective | RingPass | AllToAll)]
+        sent += count * sum(float(op.nbytes.sum()) for op in own)
+        sent += count * _gathered_bytes(kind, rank)
+    return float(sent)
+
+
+def _gathered_bytes(layer: Sequence[Sequence[Op]], rank: int) -> float:
+    """What a rank sends in a layer's all-gathers: all pieces but that of the rank that it sends to."""
+    total = 0.0
+    for number, op in enumerate(_gathers(layer[rank])):
+        ranks = op.members(rank, len(layer))
+        after = ranks[(rank - ranks[0] + 1) % len(ranks)]
+        total += sum(_gathers(layer[other])[number].nbytes.item() for other in ranks if other != after)
+    return total
+
+
+def _gathers(ops: Sequence[Op]) -> list[AllGather]:
+    return [op for op in ops if isinstance(op, AllGather)]
+
+
+def loaded_bytes(program: Program, rank: int) -> float:
+    """Bytes of the cached prefix that a rank loads."""
+    loads = [op for _, op in program.ops(rank) if isinstance(op, Load)]
+    return float(sum(op.nbytes.item() for number, op in enumerate(loads) if number not in op.held))
+
+
+def bytes_in_flight(layer: Sequence[Sequence[Op]]) -> list[float]:
+    """Peak bytes of each rank in one layer, for the first of a batch of partitions.
+
+    A message and gathered pieces stay until the next operation that says what the rank holds: it has copied them. A
+    ring holds the piece that it works on and the one that comes; an all-to-all what leaves and what comes; a load of
+    what does not stay, itself and the next.
+
+    layer: the operations of each rank.
+    """
+    sent: dict[tuple[int, int], deque[float]] = defaultdict(deque)
+    for src, ops in enumerate(layer):
+        for op in ops:
+            if isinstance(op, Send):
+                sent[src, op.dst].append(float(op.nbytes[0]))
+    gathers = [_gathers(ops) for ops in layer]
+    exchanges = [[op for op in ops if isinstance(op, AllToAll)] for ops in layer]
+
+    @cache
+    def gathered(ranks: range, number: int) -> float:
+        return sum(float(gathers[rank][number].nbytes[0]) for rank in ranks)
+
+    return [_peak_of(rank, ops, sent, gathered, exchanges) for rank, ops in enumerate(layer)]
+
+
+def _peak_of(
+    rank: int,
+    ops: Sequence[Op],
+    sent: dict[tuple[int, int], deque[float]],
+    gathered: Callable[[range, int], float],
+    exchanges: Sequence[Sequence[AllToAll]],
+) -> float:
+    """`gathered`: bytes of all pieces of some ranks' gather."""
+    peak = waiting = 0.0
+    num_gathers = num_exchanges = 0
+    for op in ops:
+        now = 0.0
+        if isinstance(op, Recv) and sent[op.src, rank]:
+            waiting += sent[op.src, rank].popleft()
+        elif isinstance(op, AllGather):
+            waiting += gathered(op.members(rank, len(exchanges)), num_gathers)
+            num_gathers += 1
+        elif isinstance(op, AllToAll):
+            comes = (others[num_exchanges] for src, others in enumerate(exchanges) if src != rank)
+            sources = (src for src in range(len(exchanges)) if src != rank)
+            now = float(op.nbytes[:, 0].sum()) + sum(
+                float(one.nbytes[(rank - src - 1) % len(exchanges), 0]) for src, one in zip(sources, comes, strict=True)
+            )
+            num_exchanges += 1
+        elif isinstance(op, Load) and not op.ahead:
+            now = 2.0 * op.nbytes.item()
+        elif isinstance(op, RingPass):
+            now = 2.0 * float(op.nbytes[:, 0].max(initial=0.0))
+        peak = max(peak, waiting + now)
+        if isinstance(op, Compute) and op.kv_bytes is not None:
+            waiting = 0.0
+    return peak
+
+
+# -- How long ranks compute, and how long they wait, in a program that has run.
+
+
+def compute_s(program: Program, rank: int) -> float:
+    """Device time of a rank's own operations."""
+    return computes_s(program, (rank,))[0]
+
+
+def computes_s(program: Program, ranks: Sequence[int] | None = None) -> list[float]:
+    """Device time of each rank's own operations; of these ranks, or of all."""
+    known: dict[int, float] = {}  # by block: ranks may share them
+
+    def block_s(ops: tuple[Op, ...]) -> float:
+        if id(ops) not in known:
+            known[id(ops)] = float(sum(work_s(op).item() for op in ops))
+        return known[id(ops)]
+
+    return [
+        block_s(program.prologue[rank])
+        + sum(
+            float(count) * block_s(kind[rank]) for count, kind in zip(program.layer_counts, program.layers, strict=True)
+        )
+        + block_s(program.epilogue[rank])
+        for rank in (range(program.num_ranks) if ranks is None else ranks)
+    ]
+
+
+def waited_s(busy_s: float, finish_s: float) -> float:
+    """Time that a rank was not computing until it finished; rounding alone counts as none."""
+    wait_s = finish_s - busy_s
+    return wait_s if wait_s > 1e-12 * finish_s else 0.0

@@ -14,10 +14,8 @@ from kvrsim.compile import build_program, columns
 from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
-from kvrsim.noise.draw import NoiseDraw
-from kvrsim.noise.model import Noise, SideTraffic
-from kvrsim.noise.parse import parse_noise
-from kvrsim.program.operations import Array, Program
+from kvrsim.noise import Noise, NoiseDraw, SideTraffic, parse_noise
+from kvrsim.program import Array, Program
 from kvrsim.scenario import Scenario
 from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES, get_strategy

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrsim.compile import build_program
-from kvrsim.program.operations import AllGather, Compute, Program, Recv, Send
+from kvrsim.program import AllGather, Compute, Program, Recv, Send
 from kvrsim.strategies import STRATEGIES
 from tests.building import Draws, any_partition, any_placed, draws, examples
 

@@ -13,7 +13,7 @@ from kvrsim.choices import Topology
 from kvrsim.compile import build_program
 from kvrsim.executors.event import EventSimulation
 from kvrsim.hardware.cluster import load_cluster
-from kvrsim.program.operations import Compute, Op, Program, Recv, Send
+from kvrsim.program import Compute, Op, Program, Recv, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
 from kvrsim.units import scale

@@ -16,9 +16,17 @@ from kvrsim.errors import InputError
 from kvrsim.hardware.cluster import load_cluster
 from kvrsim.hardware.uneven import SlowGpu, SlowLink, UnevenCluster
 from kvrsim.io.json_text import JsonObject
-from kvrsim.noise.model import Noise, SideTraffic, joined
-from kvrsim.noise.parse import ACCEPTED, parse_noise, read_noise, shipped_noise
-from kvrsim.noise.statistics import Distribution, objective_of
+from kvrsim.noise import (
+    ACCEPTED,
+    Distribution,
+    Noise,
+    SideTraffic,
+    joined,
+    objective_of,
+    parse_noise,
+    read_noise,
+    shipped_noise,
+)
 
 RATES = st.floats(0, 0.99)
 FACTORS = st.floats(1, 100)

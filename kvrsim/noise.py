@@ -1,0 +1,542 @@
+"""What disturbs a prefill: its model, its text form, random draws and statistics."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrsim.choices import OBJECTIVES
+from kvrsim.errors import InputError
+from kvrsim.hardware.cluster import Cluster
+from kvrsim.hardware.uneven import SlowGpu, SlowLink, UnevenCluster
+from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import Limits, Share, fields_to_json, read
+from kvrsim.program import Array
+from kvrsim.units import parse_seconds
+
+# -- Noise: what disturbs a prefill, as the user describes it: side traffic, jitter, slow GPUs and slow links.
+
+DWELL_S = 0.01
+MOST_SLOWER = 1000.0  # times; beyond it, a link or GPU is broken rather than slow
+LEAST_DWELL_S, MOST_DWELL_S = 1e-4, 1e6
+MOST_SHARE = 0.999  # of a link: the rest has to pass
+LinkShare = Annotated[float, Limits(least=0.0, most=MOST_SHARE)]
+Slowdown = Annotated[float, Limits(least=0.0, most=MOST_SLOWER)]
+Dwell = Annotated[float, Limits(least=LEAST_DWELL_S, most=MOST_DWELL_S)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SideTraffic:
+    """Others' traffic, both ways, between one pair of neighbouring GPUs at a time, drawn anew for every slot of time.
+
+    While a pair carries it, its link has `1 - share` of its bandwidth left and both GPUs compute slower: copies
+    take memory bandwidth, and a library's send and receive kernels take multiprocessors.
+    """
+
+    duty: Share = 1.0  # share of the slots in which there is any, 0 to 1
+    share: LinkShare = 0.5  # of the pair's bandwidth that it takes, 0 to less than 1
+    slowdown: Slowdown = 0.0  # of compute on both GPUs: operations take 1 + slowdown times as long
+    dwell_s: Dwell = DWELL_S  # seconds for which it stays with a pair
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether it changes nothing."""
+        return self.duty == 0 or (self.share == 0 and self.slowdown == 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Noise:
+    """All that disturbs a prefill; the fixed part is known to the planner, the random part is drawn."""
+
+    side_traffic: SideTraffic | None = None
+    compute_jitter: float = 0.0  # standard deviation of the logarithm of an operation's duration; the mean stays
+    message_jitter: float = 0.0  # the same of a message's time on its link
+    slow_gpus: tuple[SlowGpu, ...] = ()
+    slow_links: tuple[SlowLink, ...] = ()
+    name: str = field(default="", compare=False)  # as the user gave it
+
+    @property
+    def is_random(self) -> bool:
+        """Whether two runs may differ."""
+        traffic = self.side_traffic is not None and not self.side_traffic.is_quiet
+        return traffic or self.compute_jitter > 0 or self.message_jitter > 0
+
+    def placed_on(self, cluster: Cluster) -> Cluster:
+        """The cluster with its slow GPUs and links: the part of the noise that does not change from run to run.
+
+        Raises InputError for a GPU or a link that is not there, and for noise that a bus has no place for.
+        """
+        last = cluster.num_gpus - 1
+        for gpu in self.slow_gpus:
+            if gpu.rank > last:
+                raise InputError("noise", f"slow-gpu:{gpu.rank}", f"a GPU from 0 to {last}")
+        for link in self.slow_links:
+            if link.second > last:
+                raise InputError("noise", f"slow-link:{link.first}-{link.second}", f"GPUs from 0 to {last}")
+            if cluster.topology == "chain" and link.second != link.first + 1:
+                raise InputError("noise", f"slow-link:{link.first}-{link.second}", "neighbours, since it is a chain")
+        takes_a_share = self.side_traffic is not None and not self.side_traffic.is_quiet and self.side_traffic.share > 0
+        if cluster.shares_bandwidth and (self.slow_links or takes_a_share):
+            what = "slow-link" if self.slow_links else "side-traffic"
+            raise InputError("noise", what, "share=0, jitter or slow-gpu on a bus, which has no link of a pair")
+        return UnevenCluster.of(cluster, self.slow_gpus, self.slow_links)
+
+    def on_ranks(self, num_gpus: int) -> Noise:
+        """What is left of it on the first so many GPUs."""
+        return replace(
+            self,
+            slow_gpus=tuple(gpu for gpu in self.slow_gpus if gpu.rank < num_gpus),
+            slow_links=tuple(link for link in self.slow_links if link.second < num_gpus),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, as read_noise takes them."""
+        traffic = self.side_traffic
+        content: dict[str, Any] = {}
+        if traffic is not None:
+            content["side_traffic"] = fields_to_json(traffic)
+        if self.compute_jitter or self.message_jitter:
+            content["jitter"] = {"compute": self.compute_jitter, "messages": self.message_jitter}
+        if self.slow_gpus:
+            content["slow_gpus"] = [{"gpu": gpu.rank, "factor": gpu.factor} for gpu in self.slow_gpus]
+        if self.slow_links:
+            content["slow_links"] = [{"gpus": [one.first, one.second], "factor": one.factor} for one in self.slow_links]
+        return content
+
+    def describe(self) -> str:
+        """One line for people."""
+        return "; ".join(self._parts()) or "none"
+
+    def _parts(self) -> Iterator[str]:
+        if traffic := self.side_traffic:
+            yield (
+                f"side traffic {traffic.duty:.0%} of the time on {traffic.share:.0%} of a pair's link, compute there"
+                f" {traffic.slowdown:.1%} slower, a pair for {traffic.dwell_s * 1e3:g} ms"
+            )
+        if self.compute_jitter or self.message_jitter:
+            yield f"jitter {self.compute_jitter:.1%} of operations, {self.message_jitter:.1%} of messages"
+        for gpu in self.slow_gpus:
+            yield f"GPU {gpu.rank} {gpu.factor:g} times slower"
+        for link in self.slow_links:
+            yield f"link {link.first}-{link.second} {link.factor:g} times slower"
+
+
+def joined(parts: list[Noise], text: str) -> Noise:
+    """Several noises at once; raises InputError where two describe the same thing."""
+    traffic = [part.side_traffic for part in parts if part.side_traffic is not None]
+    jitters = [part for part in parts if part.compute_jitter or part.message_jitter]
+    gpus = list(itertools.chain.from_iterable(part.slow_gpus for part in parts))
+    links = list(itertools.chain.from_iterable(part.slow_links for part in parts))
+    places = [gpu.rank for gpu in gpus], [(link.first, link.second) for link in links]
+    if len(traffic) > 1 or len(jitters) > 1 or any(len(set(place)) < len(place) for place in places):
+        raise InputError("noise", text, "each kind of noise once, and each GPU and link once")
+    return Noise(
+        side_traffic=traffic[0] if traffic else None,
+        compute_jitter=jitters[0].compute_jitter if jitters else 0.0,
+        message_jitter=jitters[0].message_jitter if jitters else 0.0,
+        slow_gpus=tuple(gpus),
+        slow_links=tuple(links),
+        name=text,
+    )
+
+
+# -- NoiseDraw: the random part of a noise, drawn for one or many runs, as far as the runs go.
+#
+# Each run (a sample) has generators of its own, by kind of noise and by place: so the same sample of the same
+# seed meets every partition and every strategy (common random numbers), alone or among others, and the draw
+# does not depend on how far it is asked for.
+
+_BLOCK = 512  # slots or factors drawn at a time
+_TRAFFIC, _COMPUTE, _MESSAGES = range(3)  # the generators of a sample
+
+
+class NoiseDraw:
+    """Durations under noise; arrays end with an axis of one entry a sample."""
+
+    def __init__(self, noise: Noise, num_ranks: int, *, seed: int, samples: Sequence[int] = (0,)) -> None:
+        """`samples`: numbers of the runs; others of the same seed are independent of them."""
+        self.noise, self.seed, self.samples = noise, seed, tuple(samples)
+        self.num_samples, self.num_ranks = len(samples), num_ranks
+        roots = [(seed, sample) for sample in samples]
+        traffic = noise.side_traffic
+        quiet = traffic is None or traffic.is_quiet or num_ranks < 2
+        self.slots = None if quiet or traffic is None else _Slots(traffic, num_ranks, roots)
+        self.compute_jitter = _Jitter(noise.compute_jitter, (_COMPUTE,), roots) if noise.compute_jitter else None
+        self.message_jitter = _Jitter(noise.message_jitter, (_MESSAGES,), roots) if noise.message_jitter else None
+
+    def only(self, index: int) -> NoiseDraw:
+        """One of the samples alone."""
+        return NoiseDraw(self.noise, self.num_ranks, seed=self.seed, samples=(self.samples[index],))
+
+    @property
+    def jitters_compute(self) -> bool:
+        """Whether operations that follow one another are disturbed each on its own."""
+        return self.compute_jitter is not None
+
+    def compute_end_s(self, rank: int, index: int, start_s: Array, device_s: Array) -> Array:
+        """When the index-th operation that a rank computes ends, if it begins then."""
+        if self.compute_jitter is not None:
+            device_s = device_s * self.compute_jitter.factor((rank,), index)
+        if self.slots is None or (warp := self.slots.of_rank(rank)) is None:
+            return start_s + device_s
+        return warp.end_s(start_s, device_s)
+
+    def message_end_s(self, src: int, dst: int, index: int, start_s: Array, busy_s: Array) -> Array:
+        """When the index-th message from src to dst has left, if it begins then."""
+        if self.message_jitter is not None:
+            busy_s = busy_s * self.message_jitter.factor((src, dst), index)
+        if self.slots is None or (warp := self.slots.of_link(src, dst)) is None:
+            return start_s + busy_s
+        return warp.end_s(start_s, busy_s)
+
+
+@dataclass(slots=True)
+class _Jitter:
+    """Lognormal factors of mean 1, by place and number."""
+
+    log_sd: float
+    kind: tuple[int, ...]
+    roots: list[tuple[int, int]]
+    drawn: dict[tuple[int, ...], list[Array]] = field(default_factory=dict)  # place -> blocks of (_BLOCK, samples)
+    generators: dict[tuple[int, ...], list[np.random.Generator]] = field(default_factory=dict)
+
+    def factor(self, place: tuple[int, ...], index: int) -> Array:
+        """Of the index-th operation there, shape (samples,)."""
+        blocks = self.drawn.setdefault(place, [])
+        while len(blocks) <= index // _BLOCK:
+            if place not in self.generators:
+                self.generators[place] = [np.random.default_rng([*root, *self.kind, *place]) for root in self.roots]
+            normal = np.stack([rng.standard_normal(_BLOCK) for rng in self.generators[place]], axis=1)
+            blocks.append(np.exp(self.log_sd * normal - self.log_sd**2 / 2))
+        return np.asarray(blocks[index // _BLOCK][index % _BLOCK])
+
+
+class _Slots:
+    """Which pair of neighbours carries side traffic in which slot of time."""
+
+    def __init__(self, traffic: SideTraffic, num_ranks: int, roots: list[tuple[int, int]]) -> None:
+        self.traffic, self.num_pairs = traffic, num_ranks - 1
+        self.generators = [np.random.default_rng([*root, _TRAFFIC]) for root in roots]
+        self.phase_s = np.array([rng.random() for rng in self.generators]) * traffic.dwell_s
+        self.pairs: npt.NDArray[np.int64] = np.zeros((len(roots), 0), dtype=np.int64)  # -1: nobody
+        self.ranks: dict[int, Warp | None] = {}
+        self.links: dict[int, Warp | None] = {}
+
+    def of_rank(self, rank: int) -> Warp | None:
+        """The rank's speed of computing; None where it never changes."""
+        if rank not in self.ranks:
+            pairs = [pair for pair in (rank - 1, rank) if 0 <= pair < self.num_pairs]
+            slowdown = self.traffic.slowdown
+            self.ranks[rank] = Warp(self, pairs, 1.0 / (1.0 + slowdown)) if slowdown else None
+        return self.ranks[rank]
+
+    def of_link(self, src: int, dst: int) -> Warp | None:
+        """The speed of the link between two ranks, the same both ways; None where it never changes."""
+        if abs(src - dst) != 1 or not self.traffic.share:
+            return None
+        pair = min(src, dst)
+        if pair not in self.links:
+            self.links[pair] = Warp(self, [pair], 1.0 - self.traffic.share)
+        return self.links[pair]
+
+    def draw_to(self, num_slots: int) -> None:
+        """Have at least so many slots of every sample."""
+        while self.pairs.shape[1] < num_slots:
+            # The pair and whether there is traffic are drawn apart: more duty only adds to it.
+            block = [
+                np.where(rng.random(_BLOCK) < self.traffic.duty, rng.integers(0, self.num_pairs, _BLOCK), -1)
+                for rng in self.generators
+            ]
+            self.pairs = np.concatenate([self.pairs, np.stack(block)], axis=1)
+
+
+class Warp:
+    """A speed that is `slow` while one of some pairs carries side traffic, else 1; one row of slots a sample."""
+
+    def __init__(self, slots: _Slots, pairs: list[int], slow: float) -> None:
+        self.slots, self.pairs, self.slow = slots, pairs, slow
+        self.dwell_s = slots.traffic.dwell_s
+        self._extend(_BLOCK)
+
+    def _extend(self, num_slots: int) -> None:
+        """What is done by the start of each slot, in seconds at full speed."""
+        self.slots.draw_to(num_slots)
+        busy = np.isin(self.slots.pairs, self.pairs)
+        speed = np.where(busy, self.slow, 1.0)
+        done = np.cumsum(speed, axis=1) * self.dwell_s
+        done = np.concatenate([np.zeros((len(done), 1)), done], axis=1)
+        self.width = speed.shape[1]
+        self.least_done_s = float(done[:, -1].min())
+        # Rows laid end to end, each beyond the last, so that one search finds a place in all of them.
+        rows = np.arange(len(done))
+        self.apart_s = float(done[:, -1].max()) + self.dwell_s
+        self.edges = (done[:, 1:] + rows[:, None] * self.apart_s).ravel()
+        self.speed, self.done = speed.ravel(), done[:, :-1].ravel()
+        self.first, self.shift_s = rows * self.width, rows * self.apart_s
+
+    def end_s(self, start_s: Array, work_s: Array) -> Array:
+        """When work that takes so long at full speed ends; shapes (..., samples)."""
+        since = np.asarray(start_s + self.slots.phase_s)
+        latest = float(since.max()) if since.size else 0.0
+        while latest + self.dwell_s > self.width * self.dwell_s:
+            self._extend(2 * self.width)
+        slot = (since / self.dwell_s).astype(np.int64)
+        here = slot + self.first
+        target = self.done[here] + (since - slot * self.dwell_s) * self.speed[here] + work_s
+        while float(target.max()) >= self.least_done_s:
+            self._extend(2 * self.width)
+            return self.end_s(start_s, work_s)
+        there = np.searchsorted(self.edges, target + self.shift_s, side="left")
+        ended = (there - self.first) * self.dwell_s + (target - self.done[there]) / self.speed[there]
+        # Rounding never ends work before it would have on a quiet machine.
+        return np.asarray(np.maximum(ended - self.slots.phase_s, start_s + work_s))
+
+
+# -- From `--noise SPEC` to a Noise: terms joined by +, a shipped name, or a JSON file.
+
+ACCEPTED = (
+    "terms joined by +: side-traffic:duty=0.5,share=0.67,slowdown=0.03,dwell=10ms, jitter:0.05 or"
+    " jitter:compute=0.05,messages=0.1, slow-gpu:3x1.2, slow-link:2-3x4, paper; or a JSON file"
+)
+_SHIPPED = Path(__file__).parent / "data" / "noise.json"
+_SLOW_GPU = re.compile(r"([0-9]{1,6})x([0-9.]{1,12})", re.ASCII)
+_SLOW_LINK = re.compile(r"([0-9]{1,6})-([0-9]{1,6})x([0-9.]{1,12})", re.ASCII)
+_MOST_JITTER = 2.0
+_LIMITS = {"duty": (0.0, 1.0), "share": (0.0, MOST_SHARE), "slowdown": (0.0, MOST_SLOWER)}
+
+
+def parse_noise(text: str) -> Noise:
+    """A noise from a text such as that of --noise; InputError says in one line what is accepted."""
+    if text.endswith(".json"):
+        return read_noise(JsonObject.read(Path(text), "noise"), name=text)
+    return joined([_term(part.strip(), text) for part in text.split("+")], text)
+
+
+def shipped_noise() -> tuple[str, ...]:
+    """Names of the noises that ship."""
+    return tuple(name for name in JsonObject.read(_SHIPPED, "noise").fields if not name.startswith("_"))
+
+
+def _term(part: str, text: str) -> Noise:
+    kind, colon, settings = part.partition(":")
+    if not colon and kind in shipped_noise():
+        return read_noise(JsonObject.read(_SHIPPED, "noise").child(kind), name=kind)
+    items = [item.strip() for item in settings.split(",")] if settings.strip() else []
+    if kind == "side-traffic":
+        return Noise(side_traffic=_side_traffic(items, text))
+    if kind == "jitter" and items:
+        return _jitter(items, text)
+    if kind == "slow-gpu" and items:
+        return Noise(slow_gpus=tuple(_slow_gpu(item, text) for item in items))
+    if kind == "slow-link" and items:
+        return Noise(slow_links=tuple(_slow_link(item, text) for item in items))
+    raise _error(text)
+
+
+def _side_traffic(items: list[str], text: str) -> SideTraffic:
+    values: dict[str, float] = {}
+    for item in items:
+        key, _, value = item.partition("=")
+        if key in values or key not in (*_LIMITS, "dwell"):
+            raise _error(text)
+        values[key] = _dwell(value) if key == "dwell" else _within(value, *_LIMITS[key], text)
+    dwell_s = values.pop("dwell", DWELL_S)
+    return SideTraffic(**values, dwell_s=dwell_s)
+
+
+def _jitter(items: list[str], text: str) -> Noise:
+    if len(items) == 1 and "=" not in items[0]:
+        both = _within(items[0], 0.0, _MOST_JITTER, text)
+        return Noise(compute_jitter=both, message_jitter=both)
+    values = {key: value for key, _, value in (item.partition("=") for item in items)}
+    if len(values) < len(items) or not set(values) <= {"compute", "messages"}:
+        raise _error(text)
+    found = {key: _within(value, 0.0, _MOST_JITTER, text) for key, value in values.items()}
+    return Noise(compute_jitter=found.get("compute", 0.0), message_jitter=found.get("messages", 0.0))
+
+
+def _slow_gpu(item: str, text: str) -> SlowGpu:
+    match = _SLOW_GPU.fullmatch(item)
+    if match is None:
+        raise _error(text)
+    return SlowGpu(rank=int(match[1]), factor=_within(match[2], 1.0, MOST_SLOWER, text))
+
+
+def _slow_link(item: str, text: str) -> SlowLink:
+    match = _SLOW_LINK.fullmatch(item)
+    if match is None or match[1] == match[2]:
+        raise _error(text)
+    first, second = sorted((int(match[1]), int(match[2])))
+    return SlowLink(first=first, second=second, factor=_within(match[3], 1.0, MOST_SLOWER, text))
+
+
+def _dwell(value: str) -> float:
+    seconds = parse_seconds(value, "noise dwell")
+    if not LEAST_DWELL_S <= seconds <= MOST_DWELL_S:
+        raise InputError("noise dwell", value, f"a time from {LEAST_DWELL_S * 1e6:g}us to {MOST_DWELL_S:g}s")
+    return seconds
+
+
+def _within(value: str, low: float, high: float, text: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        raise _error(text) from None
+    if not low <= number <= high:
+        raise InputError("noise", value, f"here a number from {low:g} to {high:g}; in all: {ACCEPTED}")
+    return number
+
+
+def _error(text: str) -> InputError:
+    return InputError("noise", text, ACCEPTED)
+
+
+def read_noise(data: JsonObject, *, name: str = "") -> Noise:
+    """Check the keys of a noise, as Noise.to_dict writes them."""
+    data.only(("side_traffic", "jitter", "slow_gpus", "slow_links"))
+    jitter = data.child("jitter") if data.has("jitter") else None
+    if jitter is not None:
+        jitter.only(("compute", "messages"))
+    parts = [
+        Noise(
+            side_traffic=read(SideTraffic, data.child("side_traffic")) if data.has("side_traffic") else None,
+            compute_jitter=_number(jitter, "compute", 0.0, _MOST_JITTER) if jitter else 0.0,
+            message_jitter=_number(jitter, "messages", 0.0, _MOST_JITTER) if jitter else 0.0,
+            slow_gpus=tuple(_read_slow_gpu(one) for one in data.children("slow_gpus")),
+            slow_links=tuple(_read_slow_link(one) for one in data.children("slow_links")),
+        )
+    ]
+    return joined(parts, name)
+
+
+def _read_slow_gpu(data: JsonObject) -> SlowGpu:
+    data.only(("gpu", "factor"))
+    return SlowGpu(rank=data.integer("gpu", minimum=0), factor=_number(data, "factor", 1.0, MOST_SLOWER))
+
+
+def _read_slow_link(data: JsonObject) -> SlowLink:
+    data.only(("gpus", "factor"))
+    ends = data.sequence("gpus")
+    whole = [end for end in ends if isinstance(end, int) and not isinstance(end, bool) and end >= 0]
+    if len(ends) != 2 or len(set(whole)) != 2:
+        raise data.error("gpus", "the numbers of two GPUs, such as [2, 3]")
+    return SlowLink(first=min(whole), second=max(whole), factor=_number(data, "factor", 1.0, MOST_SLOWER))
+
+
+def _number(data: JsonObject, key: str, low: float, high: float) -> float:
+    if not data.has(key):
+        return low
+    number = data.number(key, allow_zero=True)
+    if not low <= number <= high:
+        raise data.error(key, f"a number from {low:g} to {high:g}")
+    return number
+
+
+def noise_of(value: str | Noise | None) -> Noise | None:
+    """A noise, parsed where it is text."""
+    return parse_noise(value) if isinstance(value, str) else value
+
+
+# -- Distribution: TTFTs of many runs under noise, summed up with what is not known of the summary.
+
+_SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
+_NORMAL = 1.959964  # standard deviations either side that hold 95 % of a normal distribution
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """A figure of the distribution, and 95 % confidence limits from the samples."""
+
+    value_s: float
+    low_s: float | None  # None: too few samples to say
+    high_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Distribution:
+    """TTFTs of runs that differ in nothing but the noise drawn."""
+
+    num_samples: int
+    seed: int
+    quiet_s: float  # TTFT without the random part of the noise
+    mean: Estimate
+    p50: Estimate
+    p95: Estimate
+    p99: Estimate
+    worst_s: float
+
+    @classmethod
+    def of(cls, ttft_s: Sequence[float], *, quiet_s: float, seed: int) -> Distribution:
+        """Sum the samples up."""
+        ordered = np.sort(np.asarray(ttft_s, dtype=float))
+        percentiles = {name: _percentile(ordered, share) for name, share in _SHARES.items()}
+        return cls(
+            num_samples=len(ordered),
+            seed=seed,
+            quiet_s=quiet_s,
+            mean=_mean(ordered),
+            worst_s=float(ordered[-1]),
+            **percentiles,
+        )
+
+    def objective_s(self, name: str) -> float:
+        """The figure of that name."""
+        estimate: Estimate = getattr(self, check_objective(name))
+        return estimate.value_s
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        content: dict[str, Any] = {"samples": self.num_samples, "seed": self.seed, "quiet_ttft_s": self.quiet_s}
+        for name in OBJECTIVES:
+            estimate: Estimate = getattr(self, name)
+            content[f"{name}_s"] = estimate.value_s
+            content[f"{name}_low_s"], content[f"{name}_high_s"] = estimate.low_s, estimate.high_s
+        return content | {"worst_s": self.worst_s, "mean_increase": self.mean.value_s / self.quiet_s - 1}
+
+
+def check_objective(name: str) -> str:
+    """The name, if it is one of OBJECTIVES; else InputError."""
+    if name not in OBJECTIVES:
+        raise InputError("objective", name, ", ".join(OBJECTIVES))
+    return name
+
+
+def objective_of(ttft_s: np.typing.NDArray[np.float64], name: str) -> np.typing.NDArray[np.float64]:
+    """The figure of that name of each row of samples; shape (..., samples) -> (...)."""
+    if name == "mean":
+        return np.asarray(ttft_s.mean(axis=-1))
+    return np.asarray(np.quantile(ttft_s, _SHARES[check_objective(name)], axis=-1))
+
+
+def _mean(ordered: np.typing.NDArray[np.float64]) -> Estimate:
+    mean, count = float(ordered.mean()), len(ordered)
+    if count < 2:
+        return Estimate(value_s=mean, low_s=None, high_s=None)
+    half = _NORMAL * float(ordered.std(ddof=1)) / math.sqrt(count)
+    return Estimate(value_s=mean, low_s=mean - half, high_s=mean + half)
+
+
+def _percentile(ordered: np.typing.NDArray[np.float64], share: float) -> Estimate:
+    """Limits by order statistics: how many samples lie below a percentile is binomial, whatever the distribution."""
+    count = len(ordered)
+    below = np.cumsum([_binomial(count, below, share) for below in range(count + 1)])
+    low, high = int(np.searchsorted(below, 0.025)), int(np.searchsorted(below, 0.975))
+    value_s = float(np.quantile(ordered, share))  # between two samples, which few samples leave far apart
+    return Estimate(
+        value_s=value_s,
+        low_s=min(value_s, float(ordered[low - 1])) if low >= 1 else None,
+        high_s=max(value_s, float(ordered[high])) if high < count else None,
+    )
+
+
+def _binomial(count: int, successes: int, share: float) -> float:
+    ways = math.lgamma(count + 1) - math.lgamma(successes + 1) - math.lgamma(count - successes + 1)
+    return math.exp(ways + successes * math.log(share) + (count - successes) * math.log1p(-share))

@@ -1,1 +1,0 @@
-"""What disturbs a prefill: its model, its text form, random draws and statistics."""
