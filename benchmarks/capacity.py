@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 from _report import spread, write
 
+from kvrsim.builder import make_scenario
 from kvrsim.executors.run import run_partition
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from planner.capacity.designs import DesignSearch, Fit, Limits
 from planner.capacity.evaluations import Evaluations, Target

@@ -12,10 +12,10 @@ import time
 import numpy as np
 from _report import write
 
+from kvrsim.builder import make_scenario
 from kvrsim.executors.run import ttft_s
 from kvrsim.noise import NoiseDraw, objective_of, parse_noise
 from kvrsim.partition import Partition
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from planner.search.search import search
 from planner.uncertainty.disturbed import FIRST_JUDGING_SAMPLE, with_fixed

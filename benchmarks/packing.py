@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from _report import write
 
+from kvrsim.builder import make_scenario
 from kvrsim.results.stream import Prompts
-from kvrsim.setup import make_scenario
 from planner.capacity.fleet.fast import run_pool
 from planner.capacity.fleet.fleet import percentile_of
 from planner.capacity.fleet.layouts import Choice

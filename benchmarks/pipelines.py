@@ -14,10 +14,10 @@ from collections.abc import Callable
 import numpy as np
 from _report import write
 
+from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
 from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import get_strategy
 from planner.evaluate import Evaluator
 from planner.partitions import with_mean_steps

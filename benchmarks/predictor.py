@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from _report import write
 
+from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
 from kvrsim.executors.run import run_partition
 from kvrsim.memory import fits, memory_of
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import get_strategy
 from planner.backends.pool import Pool, cores
 from planner.partitions import partition_of

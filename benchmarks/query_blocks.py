@@ -7,12 +7,12 @@ from itertools import product
 
 from _report import write
 
+from kvrsim.builder import make_scenario
 from kvrsim.executors.run import run_partition
 from kvrsim.memory import memory_of
 from kvrsim.partition import Partition
 from kvrsim.program import Op
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES, Step, Strategy
 from planner.search.bound import lower_bound_s
 from planner.search.search import Found, search

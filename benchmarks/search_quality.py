@@ -13,9 +13,9 @@ from dataclasses import replace
 import numpy as np
 from _report import write
 
+from kvrsim.builder import make_scenario
 from kvrsim.request import Request
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from planner.evaluate import Evaluator
 from planner.search.bound import lower_bound_s

@@ -10,11 +10,11 @@ from itertools import product
 from _report import write
 
 import kvrsim
+from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
 from kvrsim.executors.run import run_partition
 from kvrsim.memory import fits, memory_of
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import get_strategy
 from kvrsim.units import format_bytes, format_seconds
 from planner.partitions import settled

@@ -18,12 +18,12 @@ from dataclasses import replace
 import numpy as np
 from _report import spread, write
 
+from kvrsim.builder import make_scenario
 from kvrsim.compile import build_program, columns
 from kvrsim.executors.event import EventSimulation
 from kvrsim.executors.run import BLOCK, run_program, ttft_s
 from kvrsim.program import Array
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from planner.table.build import make_table
 

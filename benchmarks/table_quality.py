@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 from _report import write
 
+from kvrsim.builder import make_scenario
 from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from planner.backends.pool import Pool, cores
 from planner.evaluate import Evaluator

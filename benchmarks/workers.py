@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from _report import spread, write
 
-from kvrsim.setup import make_scenario
+from kvrsim.builder import make_scenario
 from planner.backends.pool import Pool
 from planner.capacity.plan import plan_capacity
 from planner.capacity.request import make_request

@@ -27,7 +27,7 @@ _HOMES = {  # of each lazy name
     "kvrsim.request": ("Request",),
     "kvrsim.results.results": ("Plan", "SimResult"),
     "kvrsim.scenario": ("Scenario",),
-    "kvrsim.setup": ("make_scenario",),
+    "kvrsim.builder": ("make_scenario",),
     "kvrsim.results.timeline": ("Span", "Timeline"),
     "planner.api": ("build_predictor", "build_table", "capacity", "confirm", "map_strategies", "plan", "simulate"),
     "planner.map.map": ("StrategyMap",),
@@ -38,6 +38,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = sorted(("__version__", *_HOME_OF))
 
 if TYPE_CHECKING:  # the same table for type checkers; a test compares them
+    from kvrsim.builder import make_scenario as make_scenario
     from kvrsim.engine.engine import Engine as Engine
     from kvrsim.engine.engine import load_engine as load_engine
     from kvrsim.errors import InputError as InputError
@@ -57,7 +58,6 @@ if TYPE_CHECKING:  # the same table for type checkers; a test compares them
     from kvrsim.results.timeline import Span as Span
     from kvrsim.results.timeline import Timeline as Timeline
     from kvrsim.scenario import Scenario as Scenario
-    from kvrsim.setup import make_scenario as make_scenario
     from planner.api import build_predictor as build_predictor
     from planner.api import build_table as build_table
     from planner.api import capacity as capacity

@@ -10,8 +10,8 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Unpack
 
 from kvrsim.arguments import checked, named, number_or_path, wholes
+from kvrsim.builder import ScenarioArgs, make_scenario, make_scenarios
 from kvrsim.choices import MAP_STRATEGIES
-from kvrsim.setup import ScenarioArgs, make_scenario, make_scenarios
 
 if TYPE_CHECKING:
     from kvrsim.noise import Noise

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
 from kvrsim.results.stream import MAX_REQUESTS, REQUESTS, Arrivals, Prompts
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
 from kvrsim.units import parse_count, parse_tokens
 from planner.capacity.workloads.source import Source
 

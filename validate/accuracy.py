@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvrsim.io.files import write_atomically
-from kvrsim.plots.style import styled
+from kvrsim.views.style import styled
 from validate.kernels import operations
 from validate.published import page as paper
 from validate.published.compare import run

@@ -17,9 +17,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
 from kvrsim.io.files import write_atomically
-from kvrsim.setup import make_scenario
 from planner.capacity.launch import launch_of_fleet
 from planner.capacity.plan import plan_capacity
 from planner.capacity.request import make_request

@@ -12,8 +12,6 @@ import numpy as np
 from calibrate.fit.solver import Comparison, Errors
 from kvrsim.io.files import write_atomically
 from kvrsim.io.schema import fields_to_json, to_json
-from kvrsim.plots.save import save_figure
-from kvrsim.plots.style import styled
 from kvrsim.profile.profile import CalibrationProfile
 from kvrsim.profile.rates.attention import AttentionRates
 from kvrsim.profile.rates.clock import Clock
@@ -21,6 +19,8 @@ from kvrsim.profile.rates.elementwise import ELEMENTWISE_OPS
 from kvrsim.profile.rates.gemm import GemmRates
 from kvrsim.text import in_markdown
 from kvrsim.units import format_bandwidth, format_seconds
+from kvrsim.views.figure import save_figure
+from kvrsim.views.style import styled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

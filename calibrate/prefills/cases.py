@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from calibrate.prefills.rows import PrefillRow
+from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
 from kvrsim.executors.run import ttft_s
@@ -18,7 +19,6 @@ from kvrsim.hardware.cluster import Cluster, builtin_clusters, builtin_gpus, loa
 from kvrsim.partition import Partition
 from kvrsim.profile.profile import CalibrationProfile
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import Strategy, get_strategy
 
 # The partition that a strategy runs with: planner.partitions.partition_of, which this package does not import.

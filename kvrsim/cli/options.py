@@ -150,7 +150,7 @@ class ScenarioOptions:
 
     def scenario(self) -> tuple[Scenario, tuple[str, ...]]:
         """The scenario and its notes; InputError names the option."""
-        from kvrsim.setup import make_scenario
+        from kvrsim.builder import make_scenario
 
         return make_scenario(**self._given())
 
@@ -167,7 +167,7 @@ class ManyOptions(ScenarioOptions):
 
     def scenarios(self) -> tuple[Scenario, tuple[str, ...], tuple[int, ...], tuple[int, ...]]:
         """The scenario of the longest context on the most GPUs, its notes, all contexts, and all numbers of GPUs."""
-        from kvrsim.setup import make_scenarios
+        from kvrsim.builder import make_scenarios
 
         return make_scenarios(**self._given())
 

@@ -113,7 +113,7 @@ def check_output(path: str | None, parameter: str) -> None:
 def check_plot(path: str | None, *, page: bool = False) -> None:
     """The same for --plot, whose suffix says what kind of picture it is; page: .html is one of them."""
     if path is not None:
-        from kvrsim.plots.save import check_suffix
+        from kvrsim.views.figure import check_suffix
 
         check_suffix(path, page=page)
         check_output(path, "plot")

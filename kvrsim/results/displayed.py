@@ -29,7 +29,7 @@ class Displayed:
 
     def write_plot(self, path: str | Path) -> None:
         """Write the file alone; see `plot`."""
-        import_module("kvrsim.views.write").write(self, import_module(self.view), path)
+        import_module("kvrsim.views.figure").write(self, import_module(self.view), path)
 
     def _repr_html_(self) -> str:
         """The answer, the question and a table, escaped; notebooks call it."""

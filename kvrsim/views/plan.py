@@ -5,16 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvrsim.errors import InputError
-from kvrsim.pages.html import Column
-from kvrsim.pages.page import Page
-from kvrsim.pages.prefill import plan_page
-from kvrsim.pages.words import interval
-from kvrsim.plots.bars import Bar, draw_ttfts
-from kvrsim.plots.gantt import draw_gantt
 from kvrsim.results.results import Plan, StrategyResult
 from kvrsim.units import format_bytes, format_seconds
-from kvrsim.views.summary import Summary
-from kvrsim.views.words import question_line
+from kvrsim.views.figure import Bar, draw_ttfts
+from kvrsim.views.gantt import draw_gantt
+from kvrsim.views.page import Column, Page, Summary, interval, question_line
+from kvrsim.views.timeline import plan_page
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

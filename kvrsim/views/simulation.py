@@ -5,17 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvrsim.errors import InputError
-from kvrsim.pages.html import Column
-from kvrsim.pages.page import Page
-from kvrsim.pages.prefill import simulation_page
-from kvrsim.pages.words import interval
-from kvrsim.plots.bars import Share, draw_ranks
-from kvrsim.plots.gantt import draw_gantt
 from kvrsim.results.results import SimResult
 from kvrsim.strategies import get_strategy
 from kvrsim.units import format_bytes, format_seconds
-from kvrsim.views.summary import Summary
-from kvrsim.views.words import question_line
+from kvrsim.views.figure import Share, draw_ranks
+from kvrsim.views.gantt import draw_gantt
+from kvrsim.views.page import Column, Page, Summary, interval, question_line
+from kvrsim.views.timeline import simulation_page
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

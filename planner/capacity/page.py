@@ -12,10 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from kvrsim.pages.html import Cell, Column, Html, items, join, table, tag
-from kvrsim.pages.page import CHARTS, Page, Section
-from kvrsim.pages.words import facts_of, seconds_cell
 from kvrsim.units import format_seconds, format_tokens
+from kvrsim.views.page import CHARTS, Cell, Column, Html, Page, Section, facts_of, items, join, seconds_cell, table, tag
 from planner.capacity.answer import CapacityPlan, Curves, FleetAnswer, TriedFleet
 from planner.capacity.plots import percentile_by_length, waiting
 from planner.capacity.report import (

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvrsim.plots.head import Head
-from kvrsim.plots.save import encoded
-from kvrsim.plots.style import INK, styled
 from kvrsim.program import Array
 from kvrsim.units import format_seconds, format_tokens
+from kvrsim.views.figure import Head, drawing, encoded
+from kvrsim.views.style import INK, styled
 from planner.capacity.answer import CapacityPlan, Curves, FleetAnswer, Point
 
 if TYPE_CHECKING:
@@ -47,10 +46,9 @@ def picture(plan: CapacityPlan, panels: tuple[Panel, ...], suffix: str = ".png")
 
 def _figure(plan: CapacityPlan, panels: tuple[Panel, ...]) -> Figure:
     """Panels beside each other, two a row."""
-    from kvrsim.plots.drawing import Drawing
 
     rows, columns = (len(panels) + 1) // 2, min(2, len(panels))
-    figure = Drawing(figsize=(6.2 * columns, 3.6 * rows), layout="constrained")
+    figure = drawing(6.2 * columns, 3.6 * rows, layout="constrained")
     for number, panel in enumerate(panels, start=1):
         axes = figure.add_subplot(rows, columns, number)
         axes.spines[["top", "right"]].set_visible(False)

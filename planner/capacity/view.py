@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvrsim.pages.html import Column
 from kvrsim.units import format_seconds
-from kvrsim.views.summary import Summary
+from kvrsim.views.page import Column, Summary
 from planner.capacity.answer import CapacityPlan, FleetAnswer
 from planner.capacity.page import capacity_page
 from planner.capacity.plots import draw_panels
@@ -15,7 +14,7 @@ from planner.capacity.report import headline, verdict
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from kvrsim.pages.page import Page
+    from kvrsim.views.page import Page
 
 __all__ = ["figure", "page", "summary"]
 

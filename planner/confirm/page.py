@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvrsim.pages.colours import variable
-from kvrsim.pages.html import Cell, Column, Html, table, tag
-from kvrsim.pages.page import Page, Section
-from kvrsim.pages.prefill import memory_data, memory_section
-from kvrsim.pages.timeline import SCRIPTS, Shown, gantt_section, timelines_data
-from kvrsim.pages.words import (
+from kvrsim.units import format_seconds
+from kvrsim.views.page import (
+    Cell,
+    Column,
+    Html,
+    Page,
+    Section,
     facts_of,
     in_words,
     interval,
@@ -19,8 +20,11 @@ from kvrsim.pages.words import (
     seconds_cell,
     span_of,
     strategy_name,
+    table,
+    tag,
 )
-from kvrsim.units import format_seconds
+from kvrsim.views.style import variable
+from kvrsim.views.timeline import SCRIPTS, Shown, gantt_section, memory_data, memory_section, timelines_data
 from planner.confirm.result import Candidate, Confirmation
 
 

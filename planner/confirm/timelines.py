@@ -6,14 +6,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvrsim.plots.gantt import WIDTH, lane_axes, mark_first_tokens
-from kvrsim.plots.head import Head
-from kvrsim.plots.lanes import draw_arrows, draw_lanes, legend_entries, number_layers
-from kvrsim.plots.save import check_suffix, is_page, save_figure
-from kvrsim.plots.style import styled
 from kvrsim.results.timeline import Timeline
 from kvrsim.results.trace import write_trace
 from kvrsim.units import format_seconds, format_tokens
+from kvrsim.views.figure import Head, check_suffix, is_page, save_figure
+from kvrsim.views.gantt import (
+    WIDTH,
+    draw_arrows,
+    draw_lanes,
+    lane_axes,
+    legend_entries,
+    mark_first_tokens,
+    number_layers,
+)
+from kvrsim.views.style import styled
 from planner.confirm.result import Candidate, Confirmation
 
 
@@ -23,7 +29,7 @@ def write_plot(confirmation: Confirmation, path: str | Path) -> None:
     As HTML: a page with the timelines of all candidates.
     """
     if is_page(path):
-        from kvrsim.pages.page import write_page
+        from kvrsim.views.page import write_page
         from planner.confirm.page import confirmation_page
 
         write_page(confirmation_page(confirmation), path)

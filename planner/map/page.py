@@ -13,11 +13,22 @@ from itertools import combinations
 from typing import Any
 
 from kvrsim.errors import InputError
-from kvrsim.pages.html import Cell, Column, join, table, tag
-from kvrsim.pages.page import CHARTS, Page, Section
-from kvrsim.pages.words import facts_of, interval, seconds_cell, strategy_name
 from kvrsim.strategies import get_strategy
 from kvrsim.units import format_bandwidth, format_tokens
+from kvrsim.views.page import (
+    CHARTS,
+    Cell,
+    Column,
+    Page,
+    Section,
+    facts_of,
+    interval,
+    join,
+    seconds_cell,
+    strategy_name,
+    table,
+    tag,
+)
 from planner.map.map import ALONE, MapPoint, StrategyMap, Winner, is_tied
 
 _FAR = 2.0  # times a TTFT, from where on another is no tie with it

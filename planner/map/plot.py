@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvrsim.plots.head import Head
-from kvrsim.plots.style import DIM, INK, strategy_colour, styled, text_on
 from kvrsim.units import format_bandwidth, format_tokens
+from kvrsim.views.figure import Head, drawing
+from kvrsim.views.style import DIM, INK, strategy_colour, styled, text_on
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,8 +28,6 @@ def draw_map(found: StrategyMap) -> Figure:
 
 
 def _draw_map(found: StrategyMap) -> Figure:
-    from kvrsim.plots.drawing import Drawing
-
     winners = list(found.winners())
     won = {winner.strategy for winner in winners}
     colours = {name: strategy_colour(name).light for name in found.strategies if name in won}
@@ -41,7 +39,7 @@ def _draw_map(found: StrategyMap) -> Figure:
     counts, panels = len(found.gpu_counts), len(found.bandwidths)
     each, gap = 0.34 * counts + 0.2, 0.42
     height = head.height + 0.35 + panels * each + (panels - 1) * gap + 0.62
-    figure = Drawing(figsize=(_WIDTH, height))
+    figure = drawing(_WIDTH, height)
     edges: dict[str, Any] = dict(left=0.07, right=0.985, top=1 - (head.height + 0.35) / height, bottom=0.62 / height)
     grid = figure.add_gridspec(panels, 1, hspace=gap / each, **edges)
     for row, bandwidth in enumerate(found.bandwidths):

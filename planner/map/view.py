@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from kvrsim.pages.html import Column
 from kvrsim.units import format_bandwidth, format_seconds, format_tokens
-from kvrsim.views.summary import Summary
+from kvrsim.views.page import Column, Summary
 from planner.map.map import StrategyMap
 from planner.map.page import headline
 from planner.map.page import map_page as page

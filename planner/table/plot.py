@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvrsim.plots.head import Head
-from kvrsim.plots.save import check_suffix, save_figure
-from kvrsim.plots.style import DIM, INK, faded, styled, text_on
 from kvrsim.units import format_tokens
+from kvrsim.views.figure import Head, check_suffix, drawing, save_figure
+from kvrsim.views.style import DIM, INK, faded, styled, text_on
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,14 +28,13 @@ def write_shares(table: PartitionTable, path: str) -> None:
 
 def draw_shares(table: PartitionTable) -> Figure:
     """Stacked areas, rank 0 at the bottom, over a logarithmic context."""
-    from kvrsim.plots.drawing import Drawing
 
     setting, counts = table.setting, table.gpu_counts
     line = f"{setting.model} · {setting.cluster} · profile {setting.profile} · dotted: equal chunks"
     head = Head(title=_title(table), subtitle=line, width=_WIDTH)
     columns, rows = min(_PANELS, len(counts)), -(-len(counts) // _PANELS)
     height = head.height + 2.9 * rows + 0.25
-    figure = Drawing(figsize=(_WIDTH, height), layout="constrained")
+    figure = drawing(_WIDTH, height, layout="constrained")
     if (layout := figure.get_layout_engine()) is not None:
         layout.set(rect=(0, 0, 1, 1 - head.height / height), w_pad=0.08, h_pad=0.06)  # type: ignore[call-arg]
     for number, num_gpus in enumerate(counts):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvrsim.pages.page import Page, write_page
+from kvrsim.views.page import Page, write_page
 from tests.building.browser import DESKTOP, PHONE, NoBrowserError, Opened, start
 
 REQUIRED = "KVRSIM_BROWSER"  # 1: a browser that is missing is a failure

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvrsim.pages.page import Page
+from kvrsim.builder import make_scenario
 from kvrsim.results.question import Question
 from kvrsim.results.timeline import Timeline
-from kvrsim.setup import make_scenario
+from kvrsim.views.page import Page
 from planner.confirm.page import confirmation_page
 from planner.confirm.result import Candidate, Confirmation, Targets
 from planner.simulate import run_simulation

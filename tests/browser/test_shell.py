@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvrsim.pages.html import Cell, Column, join, table, tag
-from kvrsim.pages.page import CHARTS, Page, Section
+from kvrsim.views.page import CHARTS, Cell, Column, Page, Section, join, table, tag
 from tests.building.browser import Opened
 
 pytestmark = pytest.mark.browser

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
 from kvrsim.engine.engine import OTHER_GPU, Engine
 from kvrsim.engine.host import HostRates
@@ -16,7 +17,6 @@ from kvrsim.errors import InputError
 from kvrsim.profile.profile import SendStyle
 from kvrsim.request import Request
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import Strategy
 from kvrsim.units import scale
 from tests.building.drawing import Draws, log, maybe, noted, strategy_of

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 
 import kvrsim
+from kvrsim.builder import make_scenario
 from kvrsim.compile import build_program, columns, for_strategy
 from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
@@ -19,7 +20,6 @@ from kvrsim.memory import memory_of
 from kvrsim.partition import Partition
 from kvrsim.program import AllToAll, Compute, Program
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import get_strategy
 from planner.plan import make_plan
 from planner.search.search import search

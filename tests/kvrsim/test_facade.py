@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import kvrsim
+from kvrsim.builder import ScenarioArgs
 from kvrsim.cli.options import ScenarioOptions
-from kvrsim.setup import ScenarioArgs
 from tests.building.snapshot import assert_recorded
 
 ROOT = Path(__file__).resolve().parents[2]

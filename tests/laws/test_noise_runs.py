@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrsim.builder import make_scenario
 from kvrsim.compile import build_program, columns
 from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
@@ -17,7 +18,6 @@ from kvrsim.executors.event import EventSimulation
 from kvrsim.noise import Noise, NoiseDraw, SideTraffic, parse_noise
 from kvrsim.program import Array, Program
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES, get_strategy
 from planner.plan import make_plan
 from planner.simulate import run_simulation

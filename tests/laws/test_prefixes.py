@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 
 import kvrsim
+from kvrsim.builder import make_scenario
 from kvrsim.choices import PREFIX_PLACEMENTS, PrefixPlace
 from kvrsim.compile import build_program, columns
 from kvrsim.cost.prefix import PrefixPlacement
@@ -19,7 +20,6 @@ from kvrsim.memory import memory_of
 from kvrsim.partition import Partition
 from kvrsim.program import loaded_bytes
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy
 from kvrsim.strategies.layers import accesses, placement_refusal
 from planner.access import placed_for

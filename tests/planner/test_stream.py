@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrsim.builder import make_scenario
 from kvrsim.compile import build_program
 from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
@@ -15,7 +16,6 @@ from kvrsim.hardware.cluster import Cluster
 from kvrsim.program import Program, compute_s, computes_s
 from kvrsim.results.stream import Arrivals, Prompts, StreamResult
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from planner.packing.serve import Recurrence, cycle_time_s
 from planner.simulate import run_simulation

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
 from kvrsim.cost.layer import LayerCosts
 from kvrsim.cost.mixing.base import products_of
@@ -22,7 +23,6 @@ from kvrsim.partition import Partition
 from kvrsim.profile.rates.elementwise import Traffic
 from kvrsim.program import Array, Collective, Compute
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import get_strategy
 from validate.estimates.cases import NUM_GPUS, OPERATIONS, Case
 

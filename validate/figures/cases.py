@@ -9,10 +9,10 @@ from typing import TypeVar
 
 import numpy as np
 
+from kvrsim.builder import make_scenario
 from kvrsim.noise import Distribution, parse_noise
 from kvrsim.results.results import Plan, SimResult
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
 from planner.plan import make_plan
 from planner.simulate import run_simulation
 from planner.uncertainty.disturbed import Disturbance

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from kvrsim.plots.style import INK
 from kvrsim.units import format_tokens
+from kvrsim.views.style import INK
 from validate.figures.cases import Predictions, Printed, PrintedPartition, Scope
 from validate.figures.style import GREY, LOOKS, new_figure, png, ticks, tidy
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvrsim.plots.save import encoded
-from kvrsim.plots.style import DIM, INK, STRATEGY_COLOURS, styled
+from kvrsim.views.figure import encoded
+from kvrsim.views.style import DIM, INK, STRATEGY_COLOURS, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvrsim.plots.style import INK
 from kvrsim.results.results import Plan
 from kvrsim.units import format_tokens
+from kvrsim.views.style import INK
 from validate.figures.cases import Predictions, Printed, Scope
 from validate.figures.style import CLOSED_FORM, GREY, LOOKS, NO_COMMUNICATION, Look, new_figure, png, ticks, tidy
 from validate.published.reference import Row

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvrsim.setup import make_scenario
+from kvrsim.builder import make_scenario
 from planner.simulate import run_simulation
 from validate.published.reference import table
 

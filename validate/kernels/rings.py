@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from kvrsim.builder import make_scenario
 from kvrsim.engine.host import NO_HOST
 from kvrsim.errors import KvrsimError
 from kvrsim.executors.batch import run_batch
@@ -22,7 +23,6 @@ from kvrsim.profile.rates.attention import FlashRates
 from kvrsim.profile.rates.elementwise import ElementwiseRates
 from kvrsim.program import Program
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
 from kvrsim.units import scale
 from validate.kernels.ring_calls import GPUS, TOKENS, VARIANTS, Variant, tokens
 from validate.kernels.ring_groups import batches, section

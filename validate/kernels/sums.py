@@ -19,6 +19,7 @@ from calibrate.data.measurement import ELEMENTWISE, Measurement
 from calibrate.fit.clock import at_burst
 from calibrate.fit.gemm_rows import model_shapes
 from calibrate.shipped.recipes import VIDUR_URL, Recipe
+from kvrsim.builder import make_scenario
 from kvrsim.compile import build_program
 from kvrsim.cost.traffic import after_mixer, before_mixer
 from kvrsim.engine.host import NO_HOST
@@ -30,7 +31,6 @@ from kvrsim.profile.profile import load_profile
 from kvrsim.profile.rates.elementwise import Traffic
 from kvrsim.program import Compute, Op
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import get_strategy
 from planner.simulate import run_simulation
 from validate.kernels.grid import Grid, Reading, attention_grid, gemm_grid

@@ -15,9 +15,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from kvrsim.builder import make_scenario
 from kvrsim.errors import KvrsimError
 from kvrsim.io.files import write_atomically
-from kvrsim.setup import make_scenario
 from planner.api import confirm
 from planner.confirm.result import Candidate, Confirmation
 from planner.simulate import run_simulation

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from kvrsim.builder import make_scenario
 from kvrsim.io.files import write_atomically
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
 from planner.simulate import run_simulation
 from validate.published.page import part
 from validate.published.reference import Row, read_rows

@@ -8,6 +8,7 @@ from functools import cache
 
 import numpy as np
 
+from kvrsim.builder import make_scenario
 from kvrsim.engine.host import HostRates
 from kvrsim.executors.run import run_partition
 from kvrsim.partition import Partition
@@ -23,7 +24,6 @@ from kvrsim.profile.rates.attention import EagerRates
 from kvrsim.profile.rates.elementwise import ElementwiseRates
 from kvrsim.program import Array
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import get_strategy
 from planner.search.search import search
 from validate.published.reference import Row

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from kvrsim.plots.save import save_figure
-from kvrsim.plots.style import styled
 from kvrsim.profile.profile import load_profile
+from kvrsim.views.figure import save_figure
+from kvrsim.views.style import styled
 from validate.published import falcon
 from validate.published.reference import DATA, read_rows, table
 

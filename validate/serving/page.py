@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvrsim.plots.save import save_figure
 from kvrsim.units import format_tokens
+from kvrsim.views.figure import save_figure
 from validate.serving.compare import Comparison, summary
 from validate.serving.errors import ServingError
 from validate.serving.fit import ENGINES

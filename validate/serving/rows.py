@@ -9,10 +9,10 @@ from pathlib import Path
 
 from calibrate.prefills.cases import PrefillCase
 from calibrate.prefills.rows import PrefillRow
+from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
 from kvrsim.engine.engine import Engine
 from kvrsim.profile.profile import CalibrationProfile, load_profile
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import get_strategy
 from planner.partitions import partition_of
 

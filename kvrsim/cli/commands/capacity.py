@@ -97,7 +97,7 @@ def capacity(
 def _write_page(result: CapacityPlan, path: str) -> None:
     """With what the page alone needs, simulated now."""
     from kvrsim.cli.progress import WorkProgress
-    from kvrsim.pages.page import write_page
+    from kvrsim.views.page import write_page
     from planner.capacity.page import capacity_page
 
     with WorkProgress() as progress:

@@ -66,8 +66,8 @@ def plan(
     Example: kvrsim plan --ctx 16k --gpus 8 --model llama-3-8b --cluster h100-nvlink
     """
     from kvrsim.cli.progress import SearchProgress
-    from kvrsim.plots.save import is_page
     from kvrsim.units import parse_tokens
+    from kvrsim.views.figure import is_page
 
     answers.check(emit=deploy.emit)
     deploy.check()

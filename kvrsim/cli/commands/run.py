@@ -153,8 +153,8 @@ def _show(found: RunResult, files: TimelineOptions, *, json: bool) -> None:
 
 def _draw(found: RunResult, path: str) -> None:
     from kvrsim.cli.render.format import subtitle
-    from kvrsim.plots.gantt import write_gantt
     from kvrsim.units import format_seconds
+    from kvrsim.views.gantt import write_gantt
 
     device = f"measured on {found.num_gpus} ranks, {found.conditions['device']}"
     line = subtitle(

@@ -10,11 +10,11 @@ import pytest
 
 from calibrate.fit.solver import Parameter, cross_validated_s, solve
 from calibrate.shipped.recipes import Recipe, recipe_names
+from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
 from kvrsim.hardware.cluster import builtin_clusters, load_gpu
 from kvrsim.io.json_text import JsonObject
 from kvrsim.profile.profile import builtin_profiles, load_profile
-from kvrsim.setup import make_scenario
 
 
 def test_left_out_rows_are_not_seen() -> None:

@@ -21,6 +21,7 @@ from calibrate.fit.inputs import FitChoices
 from calibrate.fit.profile import LAYERS, Label, fit_profile, layer_costs
 from calibrate.fit.solver import dtypes_of, element_bytes_of, has_waves
 from calibrate.measure.machine import gpu_of, link_of
+from kvrsim.builder import make_scenario
 from kvrsim.cost.traffic import after_mixer, before_mixer
 from kvrsim.errors import InputError
 from kvrsim.hardware.cluster import load_gpu
@@ -31,7 +32,6 @@ from kvrsim.profile.profile import CalibrationProfile, load_profile
 from kvrsim.profile.rates.attention import AttentionRates, BlockedRates, EagerRates, FlashRates
 from kvrsim.profile.rates.gemm import Product
 from kvrsim.profile.rates.sizes import MeasuredSizes
-from kvrsim.setup import make_scenario
 
 CONFIG = {
     "model_type": "llama",

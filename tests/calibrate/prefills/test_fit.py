@@ -12,6 +12,7 @@ from calibrate.prefills.check import check_prefills
 from calibrate.prefills.fit import PrefillFit, fit_prefills, left_out_log_sd
 from calibrate.prefills.rows import PrefillRow
 from calibrate.prefills.terms import EngineTerms, with_clock
+from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
 from kvrsim.engine.engine import Engine
 from kvrsim.engine.host import HostRates
@@ -21,7 +22,6 @@ from kvrsim.partition import Partition
 from kvrsim.profile.profile import CalibrationProfile, load_profile
 from kvrsim.profile.rates.clock import Clock
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import Strategy
 from planner.partitions import partition_of
 from planner.uncertainty.interval import Interval, interval

@@ -13,9 +13,9 @@ import typer.main
 
 from calibrate.data.measurement import read_measurements
 from calibrate.shipped.page import PAGE, page
+from kvrsim.builder import DEFAULT_PROFILES
 from kvrsim.cli.main import app
 from kvrsim.profile.profile import CalibrationProfile, builtin_profiles, load_profile
-from kvrsim.setup import DEFAULT_PROFILES
 
 TEXT = PAGE.read_text()
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kvrsim.builder import make_scenario
 from kvrsim.cost.layer import LayerCosts
 from kvrsim.cost.traffic import eager_score_bytes
 from kvrsim.engine.host import NO_HOST, HostRates
 from kvrsim.profile.rates.attention import EagerRates
-from kvrsim.setup import make_scenario
 
 
 def costs_of(model: str, profile: str, host: HostRates | None = None) -> LayerCosts:

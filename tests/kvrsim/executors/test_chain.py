@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from kvrsim.builder import make_scenario
 from kvrsim.compile import build_program, columns
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.chain.program import Chain
@@ -17,7 +18,6 @@ from kvrsim.executors.run import finish_s, ttft_s
 from kvrsim.hardware.uneven import SlowGpu, SlowLink, UnevenCluster
 from kvrsim.program import Array, Flags
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy
 from tests.building import Draws, any_partition, any_placed, draws, examples
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrsim.builder import make_scenario
 from kvrsim.compile import build_program
 from kvrsim.executors import batch
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.repeats import runs
 from kvrsim.hardware.cluster import Cluster
 from kvrsim.program import Array, Compute, Op, Program, Recv, Send
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from tests.building import Draws, any_cluster, any_partition, any_placed, draws, examples
 

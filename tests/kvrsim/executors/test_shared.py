@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from kvrsim.builder import make_scenario
 from kvrsim.compile import build_program, columns
 from kvrsim.executors.bus.alike import run_alike
 from kvrsim.executors.bus.flows import FlowGraph
@@ -15,7 +16,6 @@ from kvrsim.executors.bus.run import run_shared
 from kvrsim.executors.event import EventSimulation
 from kvrsim.partition import Partition
 from kvrsim.program import Program
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import get_strategy
 from planner.access import placed_for
 from tests.building import Draws, any_partition, any_placed, draws, examples

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
+from kvrsim.builder import make_scenario
 from kvrsim.compile import build_program, columns
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.run import finish_of
 from kvrsim.executors.stages.waves import run_stages
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import get_strategy
 from planner.access import placed_for
 from tests.building import Draws, any_partition, any_placed, draws, examples

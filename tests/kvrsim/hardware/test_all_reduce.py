@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvrsim.builder import make_scenario
 from kvrsim.cost.tensor_parallel import group_of
 from kvrsim.errors import InputError
 from kvrsim.hardware.all_reduce import AllReduceRates, MeasuredAllReduce
 from kvrsim.hardware.cluster import load_cluster
 from kvrsim.model.load import load_model
-from kvrsim.setup import make_scenario
 from kvrsim.units import scale
 
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import kvrsim
+from kvrsim.builder import make_scenario
 from kvrsim.cli import main as cli
 from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
 from kvrsim.memory import memory_of
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, get_strategy
 from planner.search.search import search
 

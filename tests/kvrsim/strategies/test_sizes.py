@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 
 import kvrsim
+from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
 from kvrsim.executors.run import run_partition
 from kvrsim.memory import memory_of
 from kvrsim.partition import Partition
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import get_strategy
 from planner.strategies_for import hybrids
 from tests.building import Draws, any_divisible, draws, examples

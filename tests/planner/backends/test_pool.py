@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
 from kvrsim.io.schema import to_json
-from kvrsim.setup import make_scenario
 from planner.backends.pool import Pool
 from planner.capacity.plan import plan_capacity
 from planner.capacity.request import make_request

@@ -11,7 +11,7 @@ import pytest
 
 import kvrsim
 from kvrsim.cli import main as cli
-from kvrsim.pages.page import unpacked
+from kvrsim.views.page import unpacked
 from planner.capacity import plan as planning
 from planner.capacity.plots import picture, queue_over_time, ttft_by_length
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvrsim
-from kvrsim.pages.page import render, unpacked
+from kvrsim.views.page import render, unpacked
 from planner.capacity.answer import CapacityPlan, Curves
 from planner.capacity.page import capacity_data, capacity_page
 from planner.capacity.plots import waiting

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import kvrsim
+from kvrsim.builder import make_scenario
 from kvrsim.cli import main as cli
 from kvrsim.memory import RUNTIME_BYTES
 from kvrsim.model.load import load_model
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
 from planner.capacity.decode_fleet import Decoded, DecodeFleet, _placed, decode_fleet, step_s
 from planner.capacity.designs import Limits
 from planner.capacity.fleet.decoding import Decoding, Transfer

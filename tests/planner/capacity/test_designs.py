@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvrsim.setup import make_scenario
+from kvrsim.builder import make_scenario
 from planner.capacity.confidence import of_replications, of_trace
 from planner.capacity.designs import DesignSearch, Fit, Limits
 from planner.capacity.evaluations import Design, Evaluations, LengthBucket, Target

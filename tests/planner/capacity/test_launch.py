@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from kvrsim.builder import make_scenario
 from kvrsim.choices import DEPLOY_ENGINES
 from kvrsim.cli import main as cli
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import get_strategy
 from planner.capacity.fleet.layouts import Choice
 from planner.deploy.engines import deploy_engine

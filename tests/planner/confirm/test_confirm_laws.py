@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
 from kvrsim.executors.run import run_partition
 from kvrsim.partition import Partition
@@ -19,7 +20,6 @@ from kvrsim.program import Compute, Program
 from kvrsim.results.question import Question
 from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from planner.confirm.candidates import candidates_of
 from planner.confirm.drift import ClockDrift, corrected_for, drift_of

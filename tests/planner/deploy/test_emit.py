@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from kvrsim.builder import make_scenario
 from kvrsim.choices import DEPLOY_ENGINES
 from kvrsim.cli import main as cli
 from kvrsim.errors import InputError
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES, get_strategy
 from planner.deploy.emit import Launch, launch_of, names_for, only_deployable
 from planner.deploy.engines import Degrees, degrees_of, deployed_by

@@ -9,7 +9,7 @@ import pytest
 
 import kvrsim
 from kvrsim.cli import main as cli
-from kvrsim.pages.page import render, unpacked
+from kvrsim.views.page import render, unpacked
 from planner.map.map import StrategyMap
 from planner.map.page import map_data, map_page
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
@@ -18,7 +19,6 @@ from kvrsim.partition import Partition
 from kvrsim.program import computes_s
 from kvrsim.results.stream import Arrivals, Prompts
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import Strategy, get_strategy
 from planner.capacity.fleet.fast import run_pool
 from planner.capacity.fleet.pool import MOST_RETRIES, Outages, Pool

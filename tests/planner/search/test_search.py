@@ -12,11 +12,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import kvrsim
+from kvrsim.builder import make_scenario
 from kvrsim.choices import METHODS
 from kvrsim.errors import InputError
 from kvrsim.program import Array
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from planner.evaluate import Evaluator
 from planner.search.search import default_stride, search

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import kvrsim
+from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
 from kvrsim.io.schema import to_json
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import KVR_S, STRATEGIES, Strategy
 from planner.evaluate import Evaluator
 from planner.plan import make_plan

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 
 import kvrsim
+from kvrsim.builder import make_scenario
 from kvrsim.partition import Partition
 from kvrsim.profile.profile import OperationFit, load_profile
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from planner.uncertainty.causes import doublings_beyond
 from planner.uncertainty.interval import Interval, interval

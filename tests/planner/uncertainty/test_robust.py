@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
 from kvrsim.executors.run import ttft_s
 from kvrsim.noise import NoiseDraw, parse_noise
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from planner.evaluate import Evaluator
 from planner.search.bound import lower_bound_s

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import kvrsim
+from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
 from kvrsim.engine.engine import Engine, EngineFit, builtin_engines
 from kvrsim.engine.host import NO_HOST
@@ -16,7 +17,6 @@ from kvrsim.executors.run import run_partition
 from kvrsim.partition import Partition
 from kvrsim.profile.profile import load_profile
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from planner.uncertainty.interval import Interval, interval, measured_coverage, tied
 from planner.uncertainty.moves import Moves, moves

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvrsim
+from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
 from kvrsim.cost.sensitivity import ATTENTION
 from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from planner.uncertainty.interval import interval_of, tied
 from planner.uncertainty.moves import UNKNOWN, Move, Moves, moves

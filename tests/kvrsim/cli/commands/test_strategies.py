@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from kvrsim.builder import make_scenario
 from kvrsim.cli import main as cli
 from kvrsim.cli.commands.strategies import about
 from kvrsim.runtime.exchange import RUN_STRATEGIES
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES, get_strategy
 from planner.deploy.engines import engines_with
 

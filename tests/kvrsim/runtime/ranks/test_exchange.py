@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import tests.kvrsim.runtime.ranks.exchange_workers as workers
+from kvrsim.builder import make_scenario
 from kvrsim.compile import build_program
 from kvrsim.cost.limits import NoTime
 from kvrsim.errors import InputError
@@ -22,7 +23,6 @@ from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.ranks.faults import RankError
 from kvrsim.runtime.ranks.launch import Launch, launch
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import get_strategy
 from tests.kvrsim.runtime.runtime_models import CONFIGS
 from tests.kvrsim.runtime.runtime_workers import exact, model_of, troubled

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kvrsim.builder import make_scenario
 from kvrsim.compile import build_program, columns, for_strategy
 from kvrsim.errors import InputError
 from kvrsim.executors.event import EventSimulation
@@ -15,7 +16,6 @@ from kvrsim.memory import fits, memory_of
 from kvrsim.program import Compute, computes_s
 from kvrsim.results.stream import Prompts
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import get_strategy
 from planner.capacity.fleet.fast import run_pool
 from planner.capacity.fleet.layouts import WHOLE, Choice, Kind, weights_of

@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kvrsim.builder import make_scenario
 from kvrsim.compile import build_program
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
 from kvrsim.executors.run import run_partition
 from kvrsim.program import Compute, Program
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
 from planner.capacity.fleet.decoding import Decoding
 from planner.capacity.fleet.knots import ServiceTimeGrids, knot_lengths

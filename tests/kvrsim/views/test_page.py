@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrsim.pages.html import Html, tag, text
-from kvrsim.pages.page import CHARTS, Page, Section, render, unpacked
-from kvrsim.pages.timeline import SCRIPTS
+from kvrsim.views.page import CHARTS, Html, Page, Section, render, tag, text, unpacked
+from kvrsim.views.timeline import SCRIPTS
 from tests.building import examples
 
 TEXTS = st.text() | st.sampled_from(

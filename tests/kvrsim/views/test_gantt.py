@@ -14,20 +14,23 @@ from hypothesis import strategies as st
 
 import kvrsim
 from kvrsim.cli import main as cli
-from kvrsim.plots import gantt
-from kvrsim.plots.gantt import write_gantt
-from kvrsim.plots.head import Head
-from kvrsim.plots.lanes import (
+from kvrsim.results.timeline import Span, Timeline
+from kvrsim.strategies import STRATEGIES
+from kvrsim.views import gantt
+from kvrsim.views.figure import Head
+from kvrsim.views.gantt import (
     MAX_DETAILED_RANKS,
+    any_colour,
+    covered_shares,
     is_pipeline,
     is_solid,
     legend_entries,
+    mean_colours,
     number_layers,
+    touched,
+    write_gantt,
 )
-from kvrsim.plots.pixels import any_colour, covered_shares, mean_colours, touched
-from kvrsim.plots.style import OPERATIONS, operation_of
-from kvrsim.results.timeline import Span, Timeline
-from kvrsim.strategies import STRATEGIES
+from kvrsim.views.style import OPERATIONS, operation_of
 
 MAGIC = {".png": b"\x89PNG\r\n", ".svg": b"<?xml", ".pdf": b"%PDF"}
 

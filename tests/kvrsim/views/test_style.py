@@ -11,7 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvrsim.plots.style import (
+from kvrsim.program import Payload, WorkKind
+from kvrsim.strategies import STRATEGIES
+from kvrsim.views.style import (
     FAINT_TEXT,
     GROUND,
     OPERATIONS,
@@ -22,8 +24,6 @@ from kvrsim.plots.style import (
     operation_of,
     strategy_colour,
 )
-from kvrsim.program import Payload, WorkKind
-from kvrsim.strategies import STRATEGIES
 
 # Machado, Oliveira and Fernandes 2009, severity 1: linear RGB as each kind of colour blindness sees it.
 SEEN = {
@@ -95,5 +95,5 @@ def test_every_span_has_an_operation() -> None:
 
 
 def test_pages_need_no_matplotlib() -> None:
-    asked = "import sys, kvrsim.plots.style; sys.exit('matplotlib' in sys.modules or 'numpy' in sys.modules)"
+    asked = "import sys, kvrsim.views.style; sys.exit('matplotlib' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", asked], check=False).returncode == 0

@@ -1,33 +1,152 @@
-"""Pages of prefills: timelines, memory, and the strategies of a plan or the requests of a simulation."""
+"""Timelines as the data of a page: columns of whole numbers, lane by lane.
+
+A lane is a rank's compute stream or its way out. Its spans stand in the order of their beginning. Times are in ticks of
+at least a nanosecond: each span has the ticks from the end of the one before to its beginning (`gap`; below 0 where
+messages move beside each other) and the ticks that it lasts. What spans have in common (operation, receiver, bytes) is
+in a table of kinds.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kvrsim.hardware.gpu import MemoryLimit
 from kvrsim.memory import RankMemory
-from kvrsim.pages.colours import variable
-from kvrsim.pages.html import Cell, Column, Html, join, table, tag
-from kvrsim.pages.page import CHARTS, Page, Section
-from kvrsim.pages.timeline import SCRIPTS, Shown, gantt_section, timelines_data
-from kvrsim.pages.words import (
+from kvrsim.results.results import Plan, SimResult, StrategyResult
+from kvrsim.results.stream import StreamResult
+from kvrsim.results.timeline import Span, Timeline
+from kvrsim.text import without
+from kvrsim.units import format_bytes, format_seconds
+from kvrsim.views.page import (
+    CHARTS,
+    Cell,
+    Column,
+    Html,
+    Page,
+    Section,
     bytes_cell,
     facts_of,
     interval,
     interval_bar,
+    join,
     partition,
     seconds_cell,
     span_of,
     strategy_name,
+    table,
+    tag,
 )
-from kvrsim.results.results import Plan, SimResult, StrategyResult
-from kvrsim.results.stream import StreamResult
-from kvrsim.text import without
-from kvrsim.units import format_bytes, format_seconds
+from kvrsim.views.style import OPERATIONS, operation_of, variable, variable_of
+
+SCRIPTS = ("spans.js", "gantt-view.js", "gantt.js", "memory.js", "timeline.js")
+_KEYS = (
+    "[wheel] [+] [−] zoom; drag or [Page Up] [Page Down] move; [Shift] and drag select; [0] shows all;"
+    " [←] [→] [↑] [↓] go from operation to operation."
+)
+_FINEST_S = 1e-9
+_MOST_TICKS = 2**32  # of a timeline, so that a long one is not written with needless digits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shown:
+    """A timeline that a page shows."""
+
+    name: str  # by which a reader chooses it
+    title: str  # above its lanes
+    timeline: Timeline
+    basis: str | None = None  # how all its seconds are known; None: as the timeline has it
+    memory: str | None = None  # name under which a page has its memory; None: its own
+
+
+def gantt_section(*, several: bool) -> Section:
+    """The chart, its keys, and a table with the same times; several: a reader chooses two timelines."""
+    chart = tag("div", id="gantt", class_="chart")
+    times = tag("details", tag("summary", "The same times as a table"), tag("div", id="times"))
+    title = "Timelines" if several else "Timeline"
+    return Section(
+        title=title,
+        body=join([chart, tag("p", *_with_keys(_KEYS), class_="hint only-screen"), times]),
+        ident="timelines",
+    )
+
+
+def timelines_data(shown: Sequence[Shown]) -> dict[str, Any]:
+    """What SCRIPTS draw: the timelines, of which a reader sees two, and their legend."""
+    return {"timelines": [to_data(one) for one in shown], "legend": legend(one.timeline for one in shown)}
+
+
+def to_data(shown: Shown) -> dict[str, Any]:
+    """Plain JSON values, as assets/spans.js reads them."""
+    timeline = shown.timeline
+    tick_s = max(_FINEST_S, timeline.end_s / _MOST_TICKS)
+    kinds: dict[tuple[Any, ...], int] = {}
+    lanes: dict[tuple[int, bool], list[tuple[Span, str]]] = {}
+    bases = timeline.bases if shown.basis is None and timeline.bases else (shown.basis or "",) * len(timeline.spans)
+    for span, basis in zip(timeline.spans, bases, strict=True):
+        lanes.setdefault((span.rank, span.kind == "transfer"), []).append((span, basis))
+    return {
+        "name": shown.name,
+        "title": shown.title,
+        "memory": shown.memory or shown.name,
+        "ranks": timeline.num_ranks,
+        "rank_names": [timeline.rank_name(rank) for rank in range(timeline.num_ranks)],
+        "end_s": timeline.end_s,
+        "tick_s": tick_s,
+        "first_tokens_s": _first_tokens_s(timeline),
+        "lanes": [
+            {"rank": rank, "link": link} | _columns(lanes[rank, link], tick_s, kinds) for rank, link in sorted(lanes)
+        ],
+        "kinds": [dict(zip(("colour", "name", "peer", "bytes", "basis"), kind, strict=True)) for kind in kinds],
+    }
+
+
+def legend(timelines: Iterable[Timeline]) -> list[tuple[str, str]]:
+    """Label and CSS variable of every colour in the timelines."""
+    found = {(span.kind, span.op) for timeline in timelines for span in timeline.spans}
+    shown = {variable_of(kind, op): operation_of(kind, op).label for kind, op in found}
+    order = [variable("op", name) for name in OPERATIONS]
+    return [(shown[name], name) for name in order if name in shown]
+
+
+def _with_keys(words: str) -> Iterator[str]:
+    """Text in which names of keys stand in brackets."""
+    for number, part in enumerate(re.split(r"[][]", words)):
+        yield tag("kbd", part) if number % 2 else part
+
+
+def _columns(
+    spans: Sequence[tuple[Span, str]], tick_s: float, kinds: dict[tuple[Any, ...], int]
+) -> dict[str, list[int]]:
+    """Of one lane."""
+    found: dict[str, list[int]] = {"kind": [], "layer": [], "gap": [], "ticks": []}
+    clock = 0
+    for span, basis in sorted(spans, key=lambda pair: pair[0].start_s):
+        kind = (variable_of(span.kind, span.op), span.name, span.peer, span.nbytes, basis)
+        start, ticks = round(span.start_s / tick_s), max(1, round(span.duration_s / tick_s))
+        found["kind"].append(kinds.setdefault(kind, len(kinds)))
+        found["layer"].append(-1 if span.layer is None else span.layer)
+        found["gap"].append(start - clock)
+        found["ticks"].append(ticks)
+        clock = start + ticks
+    return found
+
+
+def _first_tokens_s(timeline: Timeline) -> list[float]:
+    """Of each request; of one alone, when the last rank is done."""
+    if timeline.first_tokens_s:
+        return list(timeline.first_tokens_s)
+    last = timeline.num_ranks - 1
+    ends = (span.end_s for span in timeline.spans if span.rank == last and span.kind != "transfer")
+    return [max(ends, default=timeline.end_s)]
+
+
+# -- Pages of prefills: timelines, memory, and the strategies of a plan or the requests of a simulation.
 
 _PARTS = ("weights", "KV cache", "KV in flight", "activations, scores, logits", "runtime")
 

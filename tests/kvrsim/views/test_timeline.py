@@ -9,13 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvrsim
+from kvrsim.builder import make_scenario
 from kvrsim.executors.run import run_partition
-from kvrsim.pages.page import render
-from kvrsim.pages.prefill import plan_page, simulation_page
-from kvrsim.pages.timeline import Shown, legend, to_data
 from kvrsim.results.timeline import Span, Timeline
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import STRATEGIES
+from kvrsim.views.page import render
+from kvrsim.views.timeline import Shown, legend, plan_page, simulation_page, to_data
 from planner.access import placed_for
 from planner.partitions import settled
 from planner.plan import make_plan

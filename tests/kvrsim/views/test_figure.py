@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from kvrsim.errors import InputError
-from kvrsim.plots.save import SUFFIXES, check_suffix, encoded, save_figure
+from kvrsim.views.figure import SUFFIXES, check_suffix, encoded, save_figure
 
 MAGIC = {".png": b"\x89PNG\r\n", ".svg": b"<?xml", ".pdf": b"%PDF"}
 REPOSITORY = Path(__file__).parents[3]
@@ -60,4 +60,4 @@ def test_no_other_place_saves_figures() -> None:
         path for room in ("kvrsim", "calibrate", "planner", "validate") for path in (REPOSITORY / room).rglob("*.py")
     ]
     saving = [path.name for path in places if ".savefig(" in path.read_text()]
-    assert saving == ["save.py"]
+    assert saving == ["figure.py"]

@@ -1,1 +1,0 @@
-"""Interactive pages: one HTML file each, which holds its data, its scripts and its styles, and asks nobody for more."""

@@ -1,1 +1,0 @@
-"""Drawing: one place that saves a figure."""

@@ -1,0 +1,448 @@
+"""A Gantt chart of a timeline: what each rank computes, when it waits, and what the links carry."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvrsim.program import Array
+from kvrsim.results.timeline import Span, Timeline
+from kvrsim.units import format_seconds
+from kvrsim.views.figure import HATCHED, WAITING, Head, check_suffix, drawing, save_figure
+from kvrsim.views.style import GROUND, INK, OPERATIONS, faded, operation_of, styled
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH = 10.0  # inches
+_LEAST_LAYERS = 8  # with fewer layers there are no close-ups of layers
+_LEAST_REQUESTS = 4  # with fewer requests there are no close-ups of requests
+_SHORT = 0.4  # the longest close-up, as a share of the timeline
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """A time window with its own panel."""
+
+    name: str  # label in the whole timeline
+    title: str  # of its panel
+    start_s: float
+    end_s: float
+
+
+def write_gantt(timeline: Timeline, path: str | Path, *, title: str, subtitle: str = "") -> None:
+    """Draw ranks x seconds as PNG, SVG or PDF by the path's suffix; written atomically.
+
+    Raises InputError naming the argument plot where the suffix is another or the file cannot be written.
+    """
+    check_suffix(path)
+    with styled():
+        save_figure(draw_gantt(timeline, title, subtitle), path)
+
+
+def draw_gantt(timeline: Timeline, title: str, subtitle: str) -> Figure:
+    """Ranks x seconds.
+
+    Beneath the whole stand two close-ups, where they show more: of layers, of a pipeline's pieces or, of several
+    requests, of two behind each other.
+    """
+    with styled():
+        return _draw(timeline, title, subtitle)
+
+
+def _draw(timeline: Timeline, title: str, subtitle: str) -> Figure:
+
+    ranks = timeline.num_ranks
+    detailed = ranks <= MAX_DETAILED_RANKS
+    windows = _windows(timeline) if detailed else []
+    alternates = not is_pipeline(timeline)
+    entries = legend_entries(timeline.spans, alternates=alternates)
+    head = Head(title=title, subtitle=subtitle, width=WIDTH, entries=entries)
+    lanes = min(10.0, max(0.9, ranks * (0.34 if detailed else 0.11)))
+    rows, gap = (2, 0.8) if windows else (1, 0.0)
+    height = rows * lanes + gap + head.height + 0.85
+    figure = drawing(WIDTH, height)
+    left = 0.07 if timeline.gpus_per_rank == 1 else 0.115
+    edges: dict[str, Any] = dict(left=left, right=0.98, top=1 - (head.height + 0.3) / height, bottom=0.55 / height)
+    grid = figure.add_gridspec(rows, max(1, len(windows)), hspace=gap / lanes, wspace=0.06, **edges)
+    whole = figure.add_subplot(grid[0, :])
+    draw_lanes(whole, timeline.spans, 0.0, timeline.end_s, alternates=alternates)
+    lane_axes(whole, timeline, 0.0, timeline.end_s)
+    mark_first_tokens(whole, timeline)
+    for column, window in enumerate(windows):
+        axes = figure.add_subplot(grid[1, column])
+        _close_up(axes, timeline, window, alternates=alternates)
+        lane_axes(axes, timeline, window.start_s, window.end_s, title=window.title, named=column == 0)
+        _frame(whole, window)
+    head.draw(figure)
+    return figure
+
+
+def _close_up(axes: Axes, timeline: Timeline, window: _Window, *, alternates: bool) -> None:
+    """Draw bars, arrows and layer numbers of one time window."""
+    inside = [span for span in timeline.spans if span.end_s > window.start_s and span.start_s < window.end_s]
+    draw_lanes(axes, inside, window.start_s, window.end_s, pixels=PIXELS // 2, alternates=alternates)
+    draw_arrows(axes, [span for span in inside if span.kind == "transfer"], window.start_s, window.end_s)
+    if alternates and not timeline.first_tokens_s:
+        number_layers(axes, inside, window.start_s, window.end_s)
+
+
+def _windows(timeline: Timeline) -> list[_Window]:
+    """Close-ups; none where the whole timeline shows as much."""
+    if timeline.first_tokens_s:
+        return _of_requests(timeline.first_tokens_s)
+    if is_pipeline(timeline):
+        return _of_pieces(timeline)
+    layers = sorted({span.layer for span in timeline.spans if span.layer is not None})
+    if len(layers) < _LEAST_LAYERS:
+        return []
+    middle = len(layers) // 2
+    return [
+        _of_layers(timeline, "first layers", layers[:2]),
+        _of_layers(timeline, "midway", layers[middle : middle + 2]),
+    ]
+
+
+def _of_layers(timeline: Timeline, name: str, layers: Sequence[int]) -> _Window:
+    """From the first operation of some layers to their last; only on the last rank where ranks are far apart."""
+    spans = [span for span in timeline.spans if span.layer in layers and is_solid(span) and span.kind != "transfer"]
+    title = f"{name}: {layers[0]} and {layers[1]}"
+    last = [span for span in spans if span.rank == timeline.num_ranks - 1]
+    if layers[0] > 0 and last and _end_s(spans) - _start_s(spans) > timeline.end_s / 5:
+        spans = last
+        title += f" of rank {timeline.num_ranks - 1}"
+    if not spans:
+        return _Window(name, title, 0.0, timeline.end_s)
+    pad_s = 0.01 * (_end_s(spans) - _start_s(spans))
+    return _Window(name, title, max(0.0, _start_s(spans) - pad_s), _end_s(spans) + pad_s)
+
+
+def _of_pieces(timeline: Timeline) -> list[_Window]:
+    """Windows as long as a pipeline takes to fill, at the beginning and midway."""
+    last = timeline.num_ranks - 1
+    fills_s = 1.25 * min((span.start_s for span in timeline.of(last, "compute")), default=timeline.end_s)
+    if not 0 < fills_s <= _SHORT * timeline.end_s:
+        return []
+    middle_s = (timeline.end_s - fills_s) / 2
+    return [
+        _Window("fills", "while the pipeline fills", 0.0, fills_s),
+        _Window("midway", "midway, as long a stretch", middle_s, middle_s + fills_s),
+    ]
+
+
+def _of_requests(first_tokens_s: Sequence[float]) -> list[_Window]:
+    """Windows of two consecutive requests, at the beginning and midway."""
+    if len(first_tokens_s) < _LEAST_REQUESTS:
+        return []
+    middle = len(first_tokens_s) // 2
+    first, last = middle - 1, middle + 1
+    title = f"requests {middle + 1} and {middle + 2}: from the first token before to theirs"
+    return [
+        _Window("first two", "requests 1 and 2: to their first tokens", 0.0, first_tokens_s[1]),
+        _Window("midway", title, first_tokens_s[first], first_tokens_s[last]),
+    ]
+
+
+def _start_s(spans: Iterable[Span]) -> float:
+    return min(span.start_s for span in spans)
+
+
+def _end_s(spans: Iterable[Span]) -> float:
+    return max(span.end_s for span in spans)
+
+
+def lane_axes(
+    axes: Axes, timeline: Timeline, start_s: float, end_s: float, *, title: str = "", named: bool = True
+) -> None:
+    """Axes of one time window: one lane a rank, seconds below."""
+    ranks = timeline.num_ranks
+    axes.set_xlim(start_s, max(end_s, start_s + 1e-12))
+    axes.set_ylim(ranks - 0.45, -0.55)
+    every = math.ceil(ranks / 32)
+    axes.set_yticks(range(0, ranks, every))
+    axes.set_yticklabels([timeline.rank_name(rank) if named else "" for rank in range(0, ranks, every)])
+    axes.set_title(title, loc="left", fontsize=10, color=INK, pad=5)
+    axes.tick_params(axis="y", length=0, labelsize=9, colors=INK)
+    axes.tick_params(axis="x", labelsize=8.5, colors=INK)
+    axes.set_xlabel("seconds", fontsize=9, color=INK, labelpad=2)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.grid(axis="x", color="#e3e3e3", linewidth=0.6, zorder=0)
+    axes.set_axisbelow(True)
+
+
+def mark_first_tokens(axes: Axes, timeline: Timeline) -> None:
+    """Mark TTFT, when the last rank is done; with several requests, mark each one."""
+    if timeline.first_tokens_s:
+        for moment_s in timeline.first_tokens_s:
+            axes.axvline(moment_s, color=INK, linewidth=0.8, zorder=6)
+        count = len(timeline.first_tokens_s)
+        text = f"lines: first tokens of {count} requests"
+        _above(axes, timeline.first_tokens_s[-1], text, ha="right", fontsize=10, fontweight="bold")
+        return
+    last = [span for span in timeline.spans if span.rank == timeline.num_ranks - 1 and is_solid(span)]
+    ttft_s = max((span.end_s for span in last if span.kind != "transfer"), default=timeline.end_s)
+    axes.axvline(ttft_s, color=INK, linewidth=1.4, zorder=6, clip_on=False)
+    _above(axes, ttft_s, f"TTFT {format_seconds(ttft_s)}", ha="right", fontsize=10, fontweight="bold")
+
+
+def _frame(whole: Axes, window: _Window) -> None:
+    """Mark a close-up in the whole timeline."""
+    style: dict[str, Any] = dict(facecolor="none", edgecolor=INK, linewidth=0.9, linestyle=(0, (4, 2)), zorder=5)
+    whole.axvspan(window.start_s, window.end_s, **style)
+    _above(whole, window.start_s, window.name, ha="left", fontsize=8)
+
+
+def _above(axes: Axes, x_s: float, text: str, **style: Any) -> None:
+    """Write a label above the axes."""
+    axes.annotate(
+        text,
+        xy=(x_s, 1.0),
+        xycoords=("data", "axes fraction"),
+        xytext=(0, 4),
+        textcoords="offset points",
+        va="bottom",
+        color=INK,
+        **style,
+    )
+
+
+# -- Lanes: the operations of a rank over time as coloured bars or pixels, and what their legend says.
+
+MAX_DETAILED_RANKS = 32  # with more ranks, lanes are thin and there are no close-ups
+_MOST_ARROWS = 14  # of a rank
+PIXELS = 1400  # of a figure's width, about
+_THIN = 1.5  # pixels; thinner bars are drawn as pixels
+_LAYER = 4  # pixels; thinner layers are all alike
+_HATCHED = 6  # pixels; a longer wait is hatched
+_LINK_ROWS = 100  # ranks; with more, lanes have no room for links
+
+# A rank's lane reaches from -0.5 to 0.5 around its number; down is later in the context.
+_BAR = (-0.36, 0.22)
+_LINK_BAR = (0.27, 0.38)
+
+Box = tuple[float, float, float, float]  # start_s, end_s, top, bottom
+
+
+def is_solid(span: Span) -> bool:
+    """Whether a rank's stream is occupied by work or a collective of its own group, rather than waiting."""
+    return span.kind == "compute" or span.op == "collective"
+
+
+def is_pipeline(timeline: Timeline) -> bool:
+    """Whether every layer is on some of the ranks only."""
+    ranks: dict[int, set[int]] = {}
+    for span in timeline.spans:
+        if span.layer is not None and span.kind == "compute":
+            ranks.setdefault(span.layer, set()).add(span.rank)
+    return bool(ranks) and all(len(on) < timeline.num_ranks for on in ranks.values())
+
+
+def draw_lanes(
+    axes: Axes, spans: Sequence[Span], start_s: float, end_s: float, *, pixels: int = PIXELS, alternates: bool = True
+) -> None:
+    """Draw spans from `start_s` to `end_s`: as bars, or as pixels where many bars are thinner than that.
+
+    A message is a pixel wide at least. pixels: of the axes, about. alternates: draw odd layers in lighter colours.
+    """
+    shown = [span for span in spans if span.end_s > start_s and span.start_s < end_s]
+    pixel_s = (end_s - start_s) / pixels
+    stream = [span for span in shown if span.kind != "transfer"]
+    alternates = alternates and _layers_of_a_rank(stream) < pixels / _LAYER
+    thin = sum(span.duration_s < _THIN * pixel_s for span in stream)
+    if thin < 0.02 * len(stream) or not stream:
+        _draw_bars(axes, shown, pixel_s, alternates=alternates)
+    else:
+        _draw_pixels(axes, shown, start_s, end_s, pixels, alternates=alternates)
+
+
+def _layers_of_a_rank(spans: Iterable[Span]) -> int:
+    """How many layers the busiest rank passes."""
+    counts: dict[int, int] = {}
+    last: dict[int, int | None] = {}
+    for span in spans:
+        if span.layer is not None and last.get(span.rank) != span.layer:
+            counts[span.rank] = counts.get(span.rank, 0) + 1
+        last[span.rank] = span.layer
+    return max(counts.values(), default=0)
+
+
+def _draw_bars(axes: Axes, spans: Iterable[Span], pixel_s: float, *, alternates: bool) -> None:
+    """One collection a colour, which is fast with thousands of bars."""
+    boxes: dict[str, list[Box]] = {}
+    waits: list[Box] = []
+    for span in spans:
+        moves = span.kind == "transfer"
+        top, bottom = _LINK_BAR if moves else _BAR
+        end_s = max(span.end_s, span.start_s + pixel_s) if moves else span.end_s
+        box = (span.start_s, end_s, span.rank + top, span.rank + bottom)
+        if span.kind == "wait" and not is_solid(span):
+            waits.append(box)
+        else:
+            boxes.setdefault(_colour(span, alternates=alternates), []).append(box)
+    if waits:
+        _boxes(axes, waits, **HATCHED, linewidths=0)
+    for colour, group in boxes.items():
+        _boxes(axes, group, facecolor=colour, linewidths=0)
+
+
+def _boxes(axes: Axes, boxes: list[Box], **style: Any) -> None:
+    from matplotlib.collections import PolyCollection
+
+    corners = [((x0, y0), (x1, y0), (x1, y1), (x0, y1)) for x0, x1, y0, y1 in boxes]
+    axes.add_collection(PolyCollection(corners, zorder=2, **style))
+
+
+def _draw_pixels(
+    axes: Axes, spans: Iterable[Span], start_s: float, end_s: float, pixels: int, *, alternates: bool
+) -> None:
+    """Each pixel has the mean colour of what it covers; long waits are hatched."""
+    stream: dict[int, dict[str, list[Span]]] = {}
+    links: dict[int, dict[str, list[Span]]] = {}
+    waits: list[Box] = []
+    for span in spans:
+        of = links if span.kind == "transfer" else stream
+        of.setdefault(span.rank, {}).setdefault(_colour(span, alternates=alternates), []).append(span)
+        if operation_of(span.kind, span.op) is WAITING and span.duration_s > _HATCHED * (end_s - start_s) / pixels:
+            waits.append((span.start_s, span.end_s, span.rank + _BAR[0], span.rank + _BAR[1]))
+    for rank, by_colour in stream.items():
+        shares = {colour: covered_shares(some, start_s, end_s, pixels) for colour, some in by_colour.items()}
+        draw_row(axes, mean_colours(shares, GROUND.light), (start_s, end_s, rank + _BAR[0], rank + _BAR[1]))
+    for rank, by_colour in links.items() if len(stream) <= _LINK_ROWS else ():
+        counts = {colour: touched(some, start_s, end_s, pixels) for colour, some in by_colour.items()}
+        covered = covered_shares([span for some in by_colour.values() for span in some], start_s, end_s, pixels)
+        draw_row(axes, any_colour(counts, covered), (start_s, end_s, rank + _LINK_BAR[0], rank + _LINK_BAR[1]))
+    if waits:
+        _boxes(axes, waits, **HATCHED, linewidths=0)
+
+
+def draw_arrows(axes: Axes, transfers: Sequence[Span], start_s: float, end_s: float) -> None:
+    """Draw arrows from the sender's link to the receiver's lane; none for an all-gather or ring."""
+    if any(span.peer != span.rank + 1 for span in transfers):
+        return
+    if len(transfers) > _MOST_ARROWS * len({span.rank for span in transfers}):
+        return
+    for span in transfers:
+        if start_s <= span.start_s and span.end_s <= end_s:
+            axes.annotate(
+                "",
+                xy=(span.end_s, span.rank + 1 + _BAR[0]),
+                xytext=(span.start_s, span.rank + _LINK_BAR[1]),
+                arrowprops={"arrowstyle": "-|>", "color": INK, "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0},
+                zorder=4,
+            )
+
+
+def number_layers(axes: Axes, spans: Iterable[Span], start_s: float, end_s: float) -> None:
+    """Write each layer's number once a rank, in its longest attention bar, where there is room."""
+    for (rank, layer), (begin_s, until_s) in _longest_attention(spans).items():
+        begin_s, until_s = max(begin_s, start_s), min(until_s, end_s)
+        if until_s - begin_s < (0.004 + 0.016 * len(str(layer))) * (end_s - start_s):
+            continue
+        middle = rank + (_BAR[0] + _BAR[1]) / 2 + 0.02
+        style: dict[str, Any] = dict(ha="center", va="center", fontsize=8, color=INK, zorder=5)
+        axes.text((begin_s + until_s) / 2, middle, str(layer), clip_on=True, **style)
+
+
+def _longest_attention(spans: Iterable[Span]) -> dict[tuple[int, int], tuple[float, float]]:
+    """The longest attention bar without a gap, by rank and layer."""
+    runs: dict[tuple[int, int], tuple[float, float]] = {}
+    longest: dict[tuple[int, int], tuple[float, float]] = {}
+    for span in spans:
+        if span.op != "attention" or span.kind != "compute" or span.layer is None:
+            continue
+        key = (span.rank, span.layer)
+        begin_s, until_s = runs.get(key, (span.start_s, span.start_s))
+        touches = span.start_s <= until_s * (1 + 1e-9)
+        runs[key] = (begin_s if touches else span.start_s, span.end_s)
+        best = longest.get(key, runs[key])
+        longest[key] = max(best, runs[key], key=lambda run: run[1] - run[0])
+    return longest
+
+
+def _colour(span: Span, *, alternates: bool) -> str:
+    """The operation's colour; lighter in every second layer."""
+    colour = operation_of(span.kind, span.op).colour.light
+    return faded(colour) if alternates and span.layer is not None and span.layer % 2 else colour
+
+
+def legend_entries(spans: Iterable[Span], *, alternates: bool = True) -> dict[str, str]:
+    """Labels of everything drawn, in the order of a layer, with colours."""
+    drawn = {operation_of(span.kind, span.op) for span in spans}
+    found = {one.label: one.colour.light for one in OPERATIONS.values() if one in drawn}
+    if alternates and drawn & {OPERATIONS[op] for op in ("qkv", "attention", "output+mlp")}:
+        found["odd layers: lighter"] = faded(OPERATIONS["attention"].colour.light)
+    return found
+
+
+# -- Lanes as rows of pixels, for bars that are thinner: each pixel has the mean of the colours that it covers.
+
+_CROWDED = 0.5  # share of the bins that have a message, above which bins are shaded
+_FAINTEST = 0.12
+
+
+def covered_shares(spans: Sequence[Span], start_s: float, end_s: float, bins: int) -> Array:
+    """How much of each of `bins` equal time bins some spans cover, shape (bins,); at most 1 where they overlap."""
+    edges = np.linspace(start_s, max(end_s, start_s + 1e-12), bins + 1)
+    covered_s = _since([span.start_s for span in spans], edges) - _since([span.end_s for span in spans], edges)
+    shares: Array = np.diff(covered_s) / np.diff(edges)
+    return shares.clip(0.0, 1.0)
+
+
+def touched(spans: Iterable[Span], start_s: float, end_s: float, bins: int) -> Array:
+    """How many spans touch each of `bins` equal time bins, shape (bins,); they may overlap."""
+    length_s = max(end_s - start_s, 1e-12)
+    times = np.array([(span.start_s, span.end_s) for span in spans]).reshape(-1, 2)
+    places = np.floor((times - start_s) / length_s * bins).astype(np.intp)
+    inside = (places[:, 1] >= 0) & (places[:, 0] < bins)
+    first, last = places[inside].clip(0, bins - 1).T
+    changes = np.zeros(bins + 1)
+    np.add.at(changes, first, 1.0)
+    np.add.at(changes, last + 1, -1.0)
+    return np.asarray(np.cumsum(changes)[:-1])
+
+
+def mean_colours(shares: Mapping[str, Array], ground: str) -> Array:
+    """RGB of each bin, 0 to 1, shape (bins, 3): the colours by their shares, and the ground where nothing is."""
+    left: Array = 1.0 - np.sum(list(shares.values()), axis=0)
+    mixed: Array = left[:, None] * _rgb(ground)
+    for colour, share in shares.items():
+        mixed = mixed + share[:, None] * _rgb(colour)
+    return mixed.clip(0.0, 1.0)
+
+
+def any_colour(counts: Mapping[str, Array], shares: Array) -> Array:
+    """RGBA of each bin, shape (bins, 4): the colour with the most spans there; transparent where there are none.
+
+    A bin with a span is opaque, so that it is seen; or, where most bins have one, as opaque as its share is covered.
+    """
+    stacked = np.stack(list(counts.values()))
+    colours = np.array([_rgb(colour) for colour in counts])[stacked.argmax(axis=0)]
+    seen = stacked.max(axis=0) > 0
+    opacity = np.where(seen, np.maximum(shares, _FAINTEST) if seen.mean() > _CROWDED else 1.0, 0.0)
+    return np.concatenate([colours, opacity[:, None]], axis=1)
+
+
+def draw_row(axes: Axes, colours: Array, box: tuple[float, float, float, float], *, zorder: int = 2) -> None:
+    """Draw bins beside each other; box: start_s, end_s, top and bottom of the row."""
+    start_s, end_s, top, bottom = box
+    extent = (start_s, max(end_s, start_s + 1e-12), bottom, top)
+    axes.imshow(colours[None], extent=extent, aspect="auto", interpolation="nearest", zorder=zorder)
+
+
+def _since(moments_s: Sequence[float], edges_s: Array) -> Array:
+    """Seconds since each of some moments, where they have passed, summed; at each edge."""
+    ordered = np.sort(moments_s)
+    passed = np.searchsorted(ordered, edges_s)
+    since: Array = passed * edges_s - np.concatenate([[0.0], np.cumsum(ordered)])[passed]
+    return since
+
+
+def _rgb(colour: str) -> Array:
+    return np.array([int(colour[at : at + 2], 16) for at in (1, 3, 5)]) / 255

@@ -1,0 +1,401 @@
+"""The shell of every page: header, sections, data and scripts, put into one HTML file.
+
+A page is made in three steps:
+
+1. A module of the package whose result it shows makes a `Page`: text for people, sections of markup (`tag`, `table` of
+   kvrsim/views/page.py), `data` of plain JSON values, and the names of the scripts that draw them. A script is a file
+   of kvrsim/views/assets.
+2. `write_page` writes it, atomically. Styles and scripts are inside. The policy in its head names their hashes and
+   allows nothing else: no other script, no `style` attribute, no request.
+3. In the browser, assets/base.js gives scripts the object `kv`; its head says what is in it. A script begins with
+   `kv.ready((data) => { ... })`, gets `data`, and draws into elements of its sections.
+
+Colours are CSS variables (assets/base.css, kvrsim/views/style.py): `--ink`, `--dim`, `--paper`, `--card`, `--line`,
+`--accent`, and one of each strategy and kind of operation, such as `--strategy-kvr-s` and `--op-attention`, from
+kvrsim/views/style.py. `kv.colour("--ink")` reads one; a listener of `kv.onTheme` draws anew when the reader switches
+between light and dark.
+
+Charts of lines and points: name the scripts `*CHARTS` and call `kv.chart` (assets/chart.js).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from kvrsim.io.files import write_atomically
+from kvrsim.results.question import Question
+from kvrsim.results.results import Plan, SimResult
+from kvrsim.text import printable
+from kvrsim.units import format_bytes, format_seconds
+from kvrsim.version import __version__, command_line
+from kvrsim.views.style import rules, variable
+
+CHARTS = ("uPlot.iife.min.js", "chart.js")  # the chart library and what makes its charts those of a page
+_STYLES = {"uPlot.iife.min.js": "uPlot.min.css", "controls.js": "controls.css"}  # that a script needs
+_LONG = 28  # characters of a fact that takes two places
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Section:
+    """A part of a page with a heading of its own."""
+
+    title: str
+    body: Html
+    lead: str = ""  # a sentence below the heading
+    ident: str | None = None  # its id, by which a script and a link find it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Page:
+    """What a page shows."""
+
+    title: str  # in the window's title and at the top
+    answer: str = ""  # the answer in one line, below the title
+    facts: Mapping[str, str] = field(default_factory=dict)  # the question in full, each part with its label
+    sections: Sequence[Section] = ()
+    notes: Sequence[str] = ()  # what the answer rests on, and warnings
+    data: Mapping[str, Any] = field(default_factory=dict)  # for the scripts: plain JSON values
+    scripts: Sequence[str] = ()  # files of assets, in the order in which they run
+    strategies: Sequence[str] = ()  # whose colours the page needs beyond those of kvrsim's own, such as hybrids
+
+
+def write_page(page: Page, path: str | Path, *, argument: str = "plot") -> None:
+    """Write the file; InputError naming `argument` where it cannot be written."""
+    write_atomically(path, render(page).encode(), argument=argument)
+
+
+def render(page: Page) -> str:
+    """The whole file."""
+    scripts = [asset(name) for name in ("base.js", *page.scripts)]
+    styles = [
+        asset("base.css") + rules(page.strategies),
+        *(asset(_STYLES[name]) for name in page.scripts if name in _STYLES),
+    ]
+    head = (
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=_policy(scripts, styles)),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("meta", name="generator", content=f"kvrsim {__version__}"),
+        tag("title", page.title),
+        *(Html(f"<style>{style}</style>") for style in styles),
+    )
+    body = (
+        tag("a", "Skip to the content", href="#content", class_="skip"),
+        _header(page),
+        tag("main", *(_section(section) for section in page.sections), *_notes(page), id="content"),
+        tag("footer", f"kvrsim {__version__}. This file is complete in itself and loads nothing."),
+        tag("div", id="kv-tip", role="tooltip", hidden=True),
+        tag("div", id="kv-said", class_="hidden", aria_live="polite"),
+        Html(f'<script type="application/octet-stream" id="kv-data">{packed(page.data)}</script>'),
+        *(Html(f"<script>{script}</script>") for script in scripts),
+    )
+    return f'<!DOCTYPE html>\n<html lang="en">\n{tag("head", *head)}\n{tag("body", *body)}\n</html>\n'
+
+
+def packed(data: Mapping[str, Any]) -> str:
+    """Data as a page holds it: JSON, compressed (RFC 1950), in base64, which no text in it can leave."""
+    content = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    return base64.b64encode(zlib.compress(content.encode(), 9)).decode()
+
+
+def unpacked(page: str) -> dict[str, Any]:
+    """The data of a page that `render` made."""
+    held = page.split('id="kv-data">', 1)[1].split("<", 1)[0]
+    found: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(held)))
+    return found
+
+
+@cache
+def asset(name: str) -> str:
+    """A style or script that the package holds."""
+    content = files("kvrsim.views").joinpath("assets", name).read_text("utf-8")
+    assert "</s" not in content.lower(), f"{name} would end its element"
+    return content
+
+
+def _policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
+    """Nothing but these scripts and styles, and no request at all."""
+    parts = ("default-src 'none'", "base-uri 'none'", "form-action 'none'", "img-src data:")
+    return "; ".join((*parts, f"script-src {_hashes(scripts)}", f"style-src {_hashes(styles)}"))
+
+
+def _hashes(contents: Sequence[str]) -> str:
+    digests = (base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() for content in contents)
+    return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+
+def _header(page: Page) -> Html:
+    command = command_line()
+    facts = {**page.facts, "version": f"kvrsim {__version__}"}
+    listed = (
+        tag("div", tag("dt", label), tag("dd", value), class_="long" if len(value) > _LONG else None)
+        for label, value in facts.items()
+        if value
+    )
+    shown = () if command is None else (tag("p", tag("code", command, id="command"), class_="command"),)
+    title = tag("h1", page.title)
+    switch = tag("button", "Dark", id="kv-theme", type="button", class_="switch", aria_pressed="false")
+    answer = (tag("p", page.answer, class_="answer"),) if page.answer else ()
+    return tag("header", tag("div", title, switch, class_="top"), *answer, tag("dl", *listed, class_="facts"), *shown)
+
+
+def _section(section: Section) -> Html:
+    lead = (tag("p", section.lead, class_="lead"),) if section.lead else ()
+    return tag("section", tag("h2", section.title), *lead, section.body, id=section.ident)
+
+
+def _notes(page: Page) -> tuple[Html, ...]:
+    needs = tag("noscript", tag("p", "The pictures of this page need JavaScript; the tables do not.", class_="note"))
+    if not page.notes:
+        return (needs,)
+    return needs, tag("section", tag("h2", "What this rests on"), items(page.notes), class_="notes")
+
+
+# -- Markup for pages: every text is escaped, and tables can be sorted.
+
+_EMPTY = ("br", "hr", "input", "meta")
+
+
+class Html(str):
+    """Markup. Every string that is not one is text, and is escaped where it meets markup."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """A cell of a table that is sorted by something other than what it shows."""
+
+    shown: str | Html
+    value: float | str | None = None  # to sort by; None: after all others
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    """A column of a table."""
+
+    title: str
+    number: bool = False  # aligned to the right; sorted from the smallest
+    hint: str = ""  # what the column means, shown by the pointer
+    rank: int = 1  # 1: on every screen; 2: not on a phone
+
+
+def text(content: str) -> Html:
+    """Text as markup: escaped, with control characters spelled out."""
+    return content if isinstance(content, Html) else Html(escape(printable(content)))
+
+
+def join(parts: Iterable[str]) -> Html:
+    """Parts behind each other."""
+    return Html("".join(text(part) for part in parts))
+
+
+def tag(name: str, /, *children: str, **attributes: str | int | float | bool | None) -> Html:
+    """An element: `tag("p", "a < b", class_="dim")`.
+
+    attributes: class_ is class, data_value is data-value; True is an attribute without a value, None and False none.
+    A page's policy allows neither `style` nor handlers such as `onclick`, so neither is taken.
+    """
+    parts = [name]
+    for key, value in attributes.items():
+        written = key.rstrip("_").replace("_", "-")
+        assert not re.match("style$|on", written), f"a page's policy forbids {written}"
+        if value is True:
+            parts.append(written)
+        elif value is not None and value is not False:
+            parts.append(f'{written}="{text(str(value))}"')
+    opening = f"<{' '.join(parts)}>"
+    return Html(opening if name in _EMPTY else f"{opening}{join(children)}</{name}>")
+
+
+def table(
+    columns: Sequence[Column],
+    rows: Iterable[Sequence[str | Cell]],
+    *,
+    caption: str,
+    sortable: bool = True,
+    ident: str | None = None,
+    row_names: Sequence[str] | None = None,
+) -> Html:
+    """A table that a reader can sort by each column, and that scrolls by itself where it is too wide.
+
+    caption: what it holds, for screen readers. ident: its id. row_names: data-name of each row, for scripts.
+    """
+    heads = (
+        tag("th", column.title, scope="col", title=column.hint or None, class_=_class(column) or None)
+        for column in columns
+    )
+    held = list(rows)
+    names: Sequence[str | None] = row_names or [None] * len(held)
+    lines = (
+        tag("tr", *(_cell(column, cell) for column, cell in zip(columns, row, strict=True)), data_name=name)
+        for row, name in zip(held, names, strict=True)
+    )
+    whole = tag(
+        "table",
+        tag("caption", caption, class_="hidden"),
+        tag("thead", tag("tr", *heads)),
+        tag("tbody", *lines),
+        id=ident,
+        class_="sortable" if sortable else None,
+    )
+    return tag("div", whole, class_="scrolls", tabindex=0, role="region", aria_label=caption)
+
+
+def items(lines: Iterable[str]) -> Html:
+    """A list of lines."""
+    return tag("ul", *(tag("li", line) for line in lines))
+
+
+def _class(column: Column) -> str:
+    return " ".join((["number"] if column.number else []) + (["second"] if column.rank > 1 else []))
+
+
+def _cell(column: Column, cell: str | Cell) -> Html:
+    names = _class(column) or None
+    if isinstance(cell, Cell):
+        return tag("td", cell.shown, class_=names, data_value="" if cell.value is None else cell.value)
+    return tag("td", cell, class_=names)
+
+
+# -- Figures in words and small bars, as several pages show them.
+
+_BAR = 150  # pixels
+_FAR = 3.0  # times the lowest upper end, above which an interval has no bar
+_LABELS = {"num_gpus": "GPUs", "context_len": "context", "dtype": "data type", "slo_ttft_s": "target"}
+
+
+def facts_of(question: Question) -> dict[str, str]:
+    """Every part of a question in words, by label."""
+    asked = question.to_dict() | {"cluster": question.cluster.describe()}
+    return {_label(name): in_words(_seconds(name, value)) for name, value in asked.items() if value is not None}
+
+
+def _label(name: str) -> str:
+    return _LABELS.get(name, name.removesuffix("_s").replace("_", " "))
+
+
+def _seconds(name: str, value: object) -> object:
+    return format_seconds(value) if name.endswith("_s") and isinstance(value, int | float) else value
+
+
+def in_words(value: object) -> str:
+    """A plain JSON value as people write it."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {in_words(one)}" for key, one in value.items() if one is not None)
+    if isinstance(value, list | tuple):
+        return ", ".join(map(in_words, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def interval(low_s: float, high_s: float) -> str:
+    """Both ends: "612 ms to 771 ms"."""
+    return f"{format_seconds(low_s)} to {format_seconds(high_s)}"
+
+
+def partition(chunks: Sequence[int]) -> str:
+    """Tokens of each rank: "8 × 2048" where they are equal."""
+    if len(chunks) > 1 and len(set(chunks)) == 1:
+        return f"{len(chunks)} × {chunks[0]}"
+    return ", ".join(map(str, chunks))
+
+
+def seconds_cell(seconds: float | None) -> Cell:
+    """Seconds, sorted by their number."""
+    return Cell(shown="" if seconds is None else format_seconds(seconds), value=seconds)
+
+
+def bytes_cell(size: float) -> Cell:
+    """Bytes, sorted by their number."""
+    return Cell(shown=format_bytes(size), value=size)
+
+
+def strategy_name(name: str, *, colour_of: str | None = None) -> Html:
+    """A name with its colour; colour_of: the strategy whose colour it has, where it is not its own."""
+    dot = tag("rect", width=10, height=10, rx=2, fill=f"var({variable('strategy', colour_of or name)})")
+    square = tag("svg", dot, class_="dot", width=10, height=10, aria_hidden="true")
+    return tag("span", square, f" {name}", class_="strategy")
+
+
+def interval_bar(
+    low: float, value: float, high: float, span: tuple[float, float], colour: str, *, measured: float | None = None
+) -> Html:
+    """An interval on an axis that several share.
+
+    span: both ends of the axis; an interval beyond it has no bar. colour: a CSS variable, for the value.
+    measured: marked by a line across.
+    """
+
+    if high > span[1]:
+        return tag("svg", class_="interval", width=_BAR, height=16, aria_hidden="true")
+
+    def place(number: float) -> float:
+        return round(4 + (_BAR - 8) * (number - span[0]) / max(span[1] - span[0], 1e-300), 1)
+
+    lines = (
+        tag("line", x1=place(low), x2=place(high), y1=8, y2=8, stroke_width=2),
+        *(tag("line", x1=place(end), x2=place(end), y1=4, y2=12, stroke_width=1.5) for end in (low, high)),
+        tag("circle", cx=place(value), cy=8, r=4, fill=f"var({colour})"),
+        *(
+            []
+            if measured is None
+            else [tag("line", x1=place(measured), x2=place(measured), y1=0, y2=16, class_="real")]
+        ),
+    )
+    return tag("svg", *lines, class_="interval", width=_BAR, height=16, aria_hidden="true")
+
+
+def span_of(intervals: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The axis of bars: it holds all intervals but for those that are far above the lowest."""
+    least = min(low for low, _ in intervals)
+    most = _FAR * min(high for _, high in intervals)
+    return least, max(high for _, high in intervals if high <= most)
+
+
+# -- Summary: what a notebook shows of a result.
+
+_MOST_ROWS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """The answer, the question, a table and notes, all text."""
+
+    answer: str
+    question: str
+    caption: str  # what the table holds
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
+
+    def to_html(self) -> str:
+        """Markup, escaped and small: the answer first; of many rows the first ones."""
+        shown, left = self.rows[:_MOST_ROWS], len(self.rows) - _MOST_ROWS
+        more = [f"{left} more rows: to_frame() has all."] if left > 0 else []
+        listed = table(self.columns, shown, caption=self.caption, sortable=False)
+        notes = items([*more, *self.notes])
+        parts: tuple[Html, ...] = (tag("p", tag("strong", self.answer)), tag("p", self.question), listed)
+        return tag("div", *parts, *((notes,) if more or self.notes else ()))
+
+
+# -- Words that figures and notebooks share.
+
+
+def question_line(answer: Plan | SimResult) -> str:
+    """The question in one line."""
+    question = answer.question
+    return " · ".join((question.model, question.short(), answer.cluster.describe(), *question.kernels()))
