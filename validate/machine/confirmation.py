@@ -1,11 +1,11 @@
 """Plans against this machine, from a fresh calibration: docs/results/confirmation.md.
 
-    python -m validate.machine.confirmation [--quick] [--contexts 2k,4k] [--repeats N] [--tc] [--profile FILE]
+    python -m validate.machine.confirmation [--quick] [--contexts 2k,4k] [--repeats N] [--profile FILE]
         [--keep FOLDER] [--even-if-busy]
 
 It calibrates, then measures every strategy on two ranks over loopback and the baselines over emulated links, then runs
-4 and 8 sleeping ranks. --tc: also over links that the kernel throttles, where root allows. About 25 minutes (`make
-confirmation`); --quick: one model, loopback alone, about 4 minutes at 2k and 6 at 4k.
+4 and 8 sleeping ranks. About 25 minutes (`make confirmation`); --quick: one model, loopback alone, about 4 minutes at
+2k and 6 at 4k.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from planner.api import confirm
 from validate.machine.calibration import MODELS, calibrate
 from validate.machine.confirmation_page import Section, page
 from validate.machine.confirmation_ranks import Sleepers, Slept, ring_traffic, sleep
-from validate.machine.confirmation_tc import confirm_throttled, why_not
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "confirmation.md"
 LINKS: dict[str, dict[str, Any]] = {
@@ -30,7 +29,6 @@ LINKS: dict[str, dict[str, Any]] = {
     "emulated 1 Gb/s": {"link_bandwidth": 125e6, "link_latency": 2e-4},
     "emulated 250 Mb/s": {"link_bandwidth": 31.25e6, "link_latency": 2e-4},
 }
-THROTTLED = (1e9, 250e6)  # bit/s
 SLEEPERS = (
     Sleepers(num_ranks=4, context_len=2048, link_bytes_per_s=30e6),
     Sleepers(num_ranks=8, context_len=4096, link_bytes_per_s=30e6),
@@ -43,7 +41,6 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one model over loopback, few repetitions")
     parser.add_argument("--contexts", help="of the prefills; default 2k,4k, with --quick 2k")
     parser.add_argument("--repeats", type=int, help="of each strategy at the first context; default 6, with --quick 5")
-    parser.add_argument("--tc", action="store_true", help="over throttled links too: needs root")
     parser.add_argument("--profile", type=Path, help="of small-llama, instead of a calibration")
     parser.add_argument("--keep", type=Path, help="folder for profiles, traces and pictures")
     parser.add_argument("--page", type=Path, default=PAGE, help="where the page goes")
@@ -56,16 +53,14 @@ def main() -> None:
         sections = [*_llama(profile, folder, chosen)]
         if not chosen.quick:
             sections += _falcon(folder, chosen)
-        throttled, skipped = _throttled(profile, folder, chosen)
-        sections += throttled
     slept = [] if chosen.quick else _slept(5)
-    words: list[str] = [word for word in ("--quick", "--tc", "--even-if-busy") if word in sys.argv]
+    words: list[str] = [word for word in ("--quick", "--even-if-busy") if word in sys.argv]
     words += [f"--contexts {chosen.contexts}"] if chosen.contexts else []
     words += [f"--repeats {chosen.repeats}"] if chosen.repeats else []
     if chosen.profile:
         words.append(f"--profile {chosen.profile.name}")
     command = " ".join(["python -m validate.machine.confirmation", *words])
-    text = page(sections, slept, skipped, command)
+    text = page(sections, slept, command)
     write_atomically(chosen.page, text.encode(), argument="page")
     print(text)
 
@@ -128,21 +123,6 @@ def _confirmed(
     write_plot(found, folder / f"{stem}.png")
     write_traces(found, folder / f"{stem}.trace.json")
     return f"{model}, {link}", found.to_dict()
-
-
-def _throttled(profile: Path, folder: Path, chosen: argparse.Namespace) -> tuple[list[Section], list[str]]:
-    """Over links that the kernel throttles; or why not."""
-    if not chosen.tc:
-        return [], []
-    if reason := why_not():
-        return [], [f"Throttled links were not measured: {reason}."]
-    found: list[Section] = []
-    for bits_per_s in THROTTLED:
-        options = ["--repeats", "3" if chosen.quick else "5", "--top", "1", "--attention", "sdpa", "--dtype", "fp32"]
-        config = MODELS / "small-llama.json"
-        told = confirm_throttled(profile, config, folder, bits_per_s, "2k", options)
-        found.append((f"small-llama, tc tbf {bits_per_s / 1e6:.0f} Mb/s", told))
-    return found, []
 
 
 def _slept(repeats: int) -> list[Slept]:

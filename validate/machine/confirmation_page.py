@@ -16,7 +16,7 @@ _SHOWN = 4  # pieces of a pipeline
 SECOND = "#"  # in the name of a strategy's second best partition, which the summary leaves out
 
 
-def page(sections: Sequence[Section], slept: Sequence[Slept], skipped: Sequence[str], command: str) -> str:
+def page(sections: Sequence[Section], slept: Sequence[Slept], command: str) -> str:
     """The whole page."""
     made = "of this machine" if "--profile" in command else "of this machine, made just before"
     lines = [
@@ -29,8 +29,6 @@ def page(sections: Sequence[Section], slept: Sequence[Slept], skipped: Sequence[
         "",
         *_conditions(sections),
         *_summary(sections, slept),
-        *skipped,
-        *[""] * bool(skipped),
     ]
     for name, found in sections:
         lines += _section(name, found)

@@ -10,16 +10,13 @@ import typer
 from kvrsim.cli import machine_options as machine
 from kvrsim.cli.options import Json, MeasuredOptions, takes
 from kvrsim.cli.outputs import print_json, tell_once, write_beside
-from kvrsim.cli.parsing import parse_chunks, parse_requests
+from kvrsim.cli.parsing import parse_chunks
 from kvrsim.cli.progress import RankProgress
 from kvrsim.cli.run_options import TimelineOptions
-from kvrsim.errors import InputError
 from kvrsim.io.files import is_first_rank
 
 if TYPE_CHECKING:
-    from kvrsim.results.stream import Arrivals
     from kvrsim.scenario import Scenario
-    from planner.confirm.hardware import Hardware
     from planner.confirm.run import RunResult
 
 
@@ -52,16 +49,6 @@ def run(
     generate: Annotated[
         str | None, typer.Option("--generate", metavar="N", help="Decode N more tokens on the last rank, greedily.")
     ] = None,
-    requests: Annotated[
-        str | None,
-        typer.Option("--requests", metavar="N", help="Run N equal prompts behind each other on a chain: kvr-e, kvr-s."),
-    ] = None,
-    every: Annotated[
-        str | None,
-        typer.Option(
-            "--every", metavar="TIME", help="Time between --requests: 500ms, or poisson:500ms. Default: all at once."
-        ),
-    ] = None,
     json: Json = False,
 ) -> None:
     """Measure one strategy's prefill on this machine.
@@ -77,14 +64,9 @@ def run(
     tokens = 0 if generate is None else parse_count(generate, "generate", maximum=2**20)
     chunks = parse_chunks(partition)
     files.check()
-    arrivals = _arrivals(requests, every, {"generate": generate, "trace": files.trace, "plot": files.plot})
     machine.require_torch()
     scenario, warnings = _scenario(options, hardware.device)
     chosen = hardware.hardware(options, scenario)
-    if arrivals is not None:
-        told: dict[str, Any] = dict(strategy=strategy, partition=chunks, check_logits=check, warnings=warnings)
-        _run_prompts(scenario, chosen, arrivals, told, json=json)
-        return
     from planner.confirm.run import run_here
 
     wanted: dict[str, Any] = dict(strategy=strategy, partition=chunks, check_logits=check, generate=tokens)
@@ -92,38 +74,6 @@ def run(
         found = run_here(scenario, chosen, **wanted, warnings=warnings, on_note=tell_once, on_progress=progress)
     if is_first_rank():
         _show(found, files, json=json)
-
-
-def _arrivals(requests: str | None, every: str | None, alone: dict[str, str | None]) -> Arrivals | None:
-    """When prompts come; None: one prefill. alone: options of one prefill."""
-    from kvrsim.results.stream import Arrivals
-
-    found = parse_requests(requests, every, 0)
-    if found is None:
-        return None
-    if not isinstance(found, Arrivals):
-        raise InputError("requests", requests, "a number: run takes equal prompts")
-    for option, value in alone.items():
-        if value is not None:
-            raise InputError(option, value, "nothing with --requests")
-    return found
-
-
-def _run_prompts(
-    scenario: Scenario, hardware: Hardware, arrivals: Arrivals, told: dict[str, Any], *, json: bool
-) -> None:
-    from planner.confirm.prompts import run_prompts_here
-
-    with RankProgress() as progress:
-        found = run_prompts_here(scenario, hardware, arrivals=arrivals, **told, on_note=tell_once, on_progress=progress)
-    if not is_first_rank():
-        return
-    if json:
-        print_json(found.to_dict())
-    else:
-        from kvrsim.cli.render.prompts import show_prompts
-
-        show_prompts(found)
 
 
 def _scenario(options: MeasuredOptions, device: str) -> tuple[Scenario, tuple[str, ...]]:

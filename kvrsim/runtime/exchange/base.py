@@ -29,7 +29,6 @@ class Exchange:
     """
 
     decodes = True  # whether the rank that gives the token can go on from what it keeps
-    more = False  # whether another prompt follows without a barrier
     first_layer = 0  # the model's number of the first layer that this rank's forward has
 
     def __init__(

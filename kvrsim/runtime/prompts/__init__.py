@@ -1,1 +1,0 @@
-"""Prompts one behind the other on ranks, without a barrier between them."""
