@@ -1,1 +1,0 @@
-"""Prefills of large mixtures of experts beside the estimates of NVIDIA's package aiconfigurator-core."""
