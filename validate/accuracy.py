@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvrsim.io.files import write_atomically
-from kvrsim.views.style import styled
-from validate.kernels import operations
-from validate.published import page as paper
+from kvrsim.plots.style import styled
+from kvrsim.profile.profile import OPERATION_KINDS, builtin_profiles, load_profile
+from validate.published import compare as paper
 from validate.published.compare import run
-from validate.serving import page as serving
+from validate.serving import compare as serving
 from validate.serving.compare import compare, rows_left_out
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "accuracy.md"
@@ -35,7 +35,7 @@ def main() -> None:
     """Rewrite the page and the plot."""
     result = run()
     engines = compare()
-    parts = [paper.part(result, PAGE.with_suffix(".png")), serving.part(engines), operations.part()]
+    parts = [paper.part(result, PAGE.with_suffix(".png")), serving.part(engines), part()]
     write_atomically(PAGE, page(parts).encode(), argument="page")
     with styled():
         serving.plot(engines, ROWS.with_suffix(".png"))
@@ -47,3 +47,39 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# -- The accuracy page's part on operations: errors by kind of operation and profile.
+
+_TITLES = {
+    "gemm": "matrix products",
+    "attention": "attention",
+    "latent": "latent attention",
+    "sparse": "sparse attention",
+    "experts": "experts",
+    "recurrence": "recurrences",
+    "elementwise": "element-wise",
+    "send_recv": "messages",
+    "all_gather": "all-gather",
+    "all_reduce": "all-reduce",
+}
+_ABOUT_operations = """## 3. Operations
+
+Mean absolute error of each kind of operation on measured kernels that its fit had not seen, by profile; in brackets the
+number of measurements. [profiles.md](profiles.md) says where they come from, [kernel_sums.md](kernel_sums.md) compares
+sums of kernels with whole prefills, [rings.md](rings.md) rings of attention on 8 GPUs with published ones.
+`kvrsim profiles show NAME` prints everything in a profile. "-": not measured."""
+
+
+def part() -> list[str]:
+    """Markdown lines."""
+    profiles = [profile for profile in map(load_profile, builtin_profiles()) if profile.operations]
+    measured = {kind for profile in profiles for kind, fit in profile.operations.items() if fit.num_rows}
+    kinds = [kind for kind in OPERATION_KINDS if kind in measured]
+    lines = [*_ABOUT_operations.splitlines(), ""]
+    lines += [f"| profile | {' | '.join(_TITLES.get(kind, kind) for kind in kinds)} |", "|---" * (len(kinds) + 1) + "|"]
+    for profile in profiles:
+        fits = [profile.operations.get(kind) for kind in kinds]
+        cells = [f"{fit.cross_validated_mape:.1%} ({fit.num_rows})" if fit and fit.num_rows else "-" for fit in fits]
+        lines.append(f"| {profile.name} | {' | '.join(cells)} |")
+    return [*lines, ""]

@@ -25,7 +25,7 @@ from planner.uncertainty.disturbed import Disturbance, with_fixed
 from planner.uncertainty.noisy import check_length
 from tests.building import Draws, any_partition, any_placed, any_scenario, draws, examples
 from validate.figures.cases import Predictions, full_scope, read_printed
-from validate.figures.noise import increases, mean_increase
+from validate.figures.drawings import increases, mean_increase
 
 SEEDS = st.integers(0, 2**32 - 1)
 SHARED = ("tsp", "kvr-s")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from validate.published.reference import table
+from validate.published.rows import table
 
 ROWS = table("serving_prefills.csv")
 ENGINES = {

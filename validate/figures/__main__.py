@@ -8,10 +8,8 @@ from pathlib import Path
 
 from kvrsim.io.files import write_atomically
 from validate.figures.cases import Predictions, Scope, full_scope, read_printed
-from validate.figures.noise import draw_noise
+from validate.figures.drawings import draw_breakdown, draw_kvr_p, draw_noise, draw_scalability, draw_ttft
 from validate.figures.page import IMAGES, page
-from validate.figures.partitions import draw_breakdown, draw_kvr_p
-from validate.figures.timings import draw_scalability, draw_ttft
 
 DOCS = Path(__file__).parents[2] / "docs" / "results"
 Step = tuple[Path, Callable[[], bytes]]  # a file, and what it will hold

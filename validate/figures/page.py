@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from kvrsim.results.results import SimResult
 from kvrsim.units import format_tokens
 from validate.figures.cases import PROFILE, Predictions, Printed, Scope
-from validate.figures.noise import noise_section
-from validate.figures.partitions import Interpolated, breakdown_contexts, comparison, tables
-from validate.figures.tables import appendix, is_within, markdown_table, paragraph
-from validate.figures.timings import scalings
+from validate.figures.drawings import Interpolated, breakdown_contexts, comparison, noise_section, scalings, tables
+from validate.published.compare import summary
+from validate.published.rows import Row
+from validate.report import numbers_table, paragraph
 
 IMAGES = "figures"  # beside the page
 
@@ -66,7 +67,7 @@ def _ttft(scope: Scope, predictions: Predictions) -> list[str]:
         for num_gpus in scope.gpu_counts
         if scope.reported(model, num_gpus, "kvr-s")
     ]
-    return [*lines, *markdown_table(("", *map(format_tokens, contexts)), cells), ""]
+    return [*lines, *numbers_table(("", *map(format_tokens, contexts)), cells), ""]
 
 
 def _speedup(scope: Scope, predictions: Predictions, model: str, num_gpus: int, context_len: int) -> str:
@@ -110,8 +111,7 @@ def _scalability(scope: Scope, predictions: Predictions, printed: Printed) -> li
             "partition over the real links.",
             f"The paper has KVR-S up to {printed.kvr_s_above_no_communication:.0%} above TTFT(p).",
         ),
-        *markdown_table((*heads, "reported TSP / KVR-S"), cells),
-        "",
+        *numbers_table((*heads, "reported TSP / KVR-S"), cells),
     ]
 
 
@@ -134,7 +134,7 @@ def _partitions(scope: Scope, predictions: Predictions, printed: Printed) -> lis
             even = predictions.of(model, tokens, num_gpus, "kvr-e")
             shares = shares_text([chunk / tokens for chunk in own.partition])
             cells.append((f"{num_gpus} × {format_tokens(tokens)}", shares, f"{even.ttft_s / own.ttft_s - 1:.1%}"))
-    lines += [*markdown_table(("GPUs × context", "KVR-S", "KVR-E above KVR-S"), cells), ""]
+    lines += numbers_table(("GPUs × context", "KVR-S", "KVR-E above KVR-S"), cells)
     lines += ["Printed in the paper:", ""]
     for one in printed.partitions:
         case = f"{one.num_gpus} × {format_tokens(one.context_len)}"
@@ -186,7 +186,7 @@ def _middles(every: Sequence[Interpolated]) -> list[str]:
         "TSP above KVR-S",
     )
     middle = [one for one in every if one.context_len == sum(one.neighbours) // 2]
-    return [*markdown_table(heads, [_middle_cells(one) for one in middle]), ""]
+    return numbers_table(heads, [_middle_cells(one) for one in middle])
 
 
 def _worst(scope: Scope, predictions: Predictions, every: Sequence[Interpolated]) -> list[str]:
@@ -196,7 +196,7 @@ def _worst(scope: Scope, predictions: Predictions, every: Sequence[Interpolated]
         intervals.setdefault((one.num_gpus, one.neighbours), []).append(one)
     worst = [max(group, key=lambda one: one.above_searched) for group in intervals.values()]
     heads = ("GPUs, interval", "worst at", "KVR-P above KVR-S", "KVR-E above KVR-S at the lower entry")
-    return [*markdown_table(heads, [_worst_cells(scope, predictions, one) for one in worst]), ""]
+    return numbers_table(heads, [_worst_cells(scope, predictions, one) for one in worst])
 
 
 def _middle_cells(one: Interpolated) -> tuple[str, ...]:
@@ -240,3 +240,61 @@ def _tables(scope: Scope, predictions: Predictions) -> list[str]:
         ),
         *appendix(scope.rows, predictions),
     ]
+
+
+# -- The paper's appendix tables: every published row, predicted beside reported, as Markdown.
+
+_WORDS = {"none": "on one GPU"}
+
+
+
+
+def by_table(rows: Iterable[Row]) -> dict[tuple[str, str, str, str], list[Row]]:
+    """Rows by publication, table, model and link, in the order of the data."""
+    grouped: dict[tuple[str, str, str, str], list[Row]] = {}
+    for row in rows:
+        grouped.setdefault((row.source, row.table, row.model, row.link), []).append(row)
+    return grouped
+
+
+def appendix(rows: Iterable[Row], predictions: Predictions) -> list[str]:
+    """One section a table, model and link."""
+    lines: list[str] = []
+    for (source, table, model, link), group in by_table(rows).items():
+        results = [predictions.of_row(row) for row in group]
+        where = _WORDS.get(link, f"at {link}")
+        lines += [f"### {source}, table {table}: {model} {where}", "", _summary_line(group, results), ""]
+        heads = ("tokens", "GPUs", "strategy", "reported s", "predicted s", "low–high s", "error", "within", "used")
+        cells = [row_cells(row, result) for row, result in zip(group, results, strict=True)]
+        lines += numbers_table(heads, cells)
+    return lines
+
+
+def row_cells(row: Row, result: SimResult) -> tuple[str, ...]:
+    """One line: what is reported, what is predicted, and how far they are apart."""
+    return (
+        str(row.context_len),
+        str(row.num_gpus),
+        row.strategy,
+        f"{row.ttft_s:g}",
+        f"{result.ttft_s:.3f}",
+        f"{result.ttft_low_s:.3f}–{result.ttft_high_s:.3f}",
+        f"{result.ttft_s / row.ttft_s - 1:+.1%}",
+        "yes" if is_within(row, result) else "**no**",
+        "yes" if row.used_for_calibration else "no",
+    )
+
+
+def is_within(row: Row, result: SimResult) -> bool:
+    """Whether the reported TTFT lies in the predicted interval, give or take its rounding."""
+    return row.is_inside(result.ttft_low_s, result.ttft_high_s)
+
+
+def _summary_line(rows: Sequence[Row], results: Sequence[SimResult]) -> str:
+    pairs = list(zip(rows, results, strict=True))
+    errors = summary(
+        [{"rel_error": result.ttft_s / row.ttft_s - 1, "inside": is_within(row, result)} for row, result in pairs]
+    )
+    within = round(errors["coverage"] * errors["n"])
+    shares = f"mean absolute error {errors['mape']:.1%}, median {errors['median_ape']:.1%}"
+    return f"{errors['n']} rows, {shares}; {within} within the predicted interval."

@@ -20,9 +20,7 @@ from pathlib import Path
 
 from kvrsim.io.files import write_atomically
 from validate.gpu.report import Report, page
-from validate.gpu.scope import Scope
-from validate.gpu.step import Finding, Step
-from validate.gpu.steps import steps
+from validate.gpu.steps import Finding, Scope, Step, steps
 
 _SAID = 3  # last lines of a step that broke
 

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrsim.io.files import write_atomically
-from validate.gpu.scope import Scope
-from validate.gpu.step import Finding, Step
-from validate.gpu.steps import steps
+from validate.gpu.steps import Finding, Scope, Step, steps
 
 _NO_GPU = (
     "**No GPU was available.** The steps ran on a CPU with a tiny model, to show that they run. Nothing here says how"

@@ -23,7 +23,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
 from planner.search.search import search
 from planner.simulate import run_simulation
-from validate.published.reference import Row, read_rows
+from validate.published.rows import Row, read_rows
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "slow_links.md"
 Network = Literal["bus", "switch"]

@@ -19,9 +19,8 @@ from calibrate.prefills.fit import fit_prefills
 from kvrsim.engine.engine import SHORT_TOKENS, Engine, load_engine
 from kvrsim.io.files import write_atomically
 from planner.uncertainty.interval import interval
-from validate.serving.errors import ServingError
 from validate.serving.fit import ENGINES, left_out_engines
-from validate.serving.rows import ServingRow, case_of, read_rows
+from validate.serving.rows import ServingError, ServingRow, case_of, read_rows
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "own-engine.md"
 MOST_MEDIAN_APE = 0.05  # of all rows, each predicted by the fit to the half that it is not in

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -11,10 +12,11 @@ from calibrate.prefills.cases import PrefillCase
 from calibrate.prefills.rows import PrefillRow
 from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
-from kvrsim.engine.engine import Engine
+from kvrsim.engine.engine import SHORT_TOKENS, Engine
 from kvrsim.profile.profile import CalibrationProfile, load_profile
 from kvrsim.strategies import get_strategy
 from planner.partitions import partition_of
+from planner.uncertainty.interval import interval
 
 PATH = Path(__file__).parents[1] / "data" / "serving_prefills.csv"
 _PROFILES = {"a100": "a100-flash", "a800": "a100-flash", "h100": "h100-flash", "h800": "h100-flash"}
@@ -113,3 +115,42 @@ def case_of(row: ServingRow, engine: Engine) -> PrefillCase:
 @cache
 def _profile(name: str) -> CalibrationProfile:
     return load_profile(name)
+
+
+# -- How far predictions under an engine are from published prefills, with their intervals.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServingError:
+    """One prefill beside its prediction."""
+
+    row: ServingRow
+    predicted_s: float
+    low_s: float  # of the 80 % prediction interval
+    high_s: float
+
+    @property
+    def rel_error(self) -> float:
+        """predicted / measured - 1."""
+        return self.predicted_s / self.row.ttft_s - 1
+
+    @property
+    def inside(self) -> bool:
+        """Whether the interval holds the measurement."""
+        return self.low_s <= self.row.ttft_s <= self.high_s
+
+    @property
+    def is_short(self) -> bool:
+        """Whether most of the time may be what the engine adds."""
+        return self.row.tokens < SHORT_TOKENS
+
+
+def errors_of(rows: Sequence[ServingRow], engine: Engine) -> list[ServingError]:
+    """Every row predicted under one engine."""
+    found = []
+    for row in rows:
+        case = case_of(row, engine)
+        predicted_s = case.ttft_s()
+        sure = interval(case.scenario, case.strategy, case.partition, predicted_s)
+        found.append(ServingError(row=row, predicted_s=predicted_s, low_s=sure.low_s, high_s=sure.high_s))
+    return found

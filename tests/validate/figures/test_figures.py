@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 import kvrsim
 from validate.figures.__main__ import steps, write
 from validate.figures.cases import FAST, PROFILE, Predictions, Scope, full_scope, read_printed
-from validate.figures.page import page
-from validate.figures.partitions import between, draw_breakdown, interpolated, neighbours, whole_tokens
-from validate.figures.tables import appendix, by_table
-from validate.published.reference import Row, read_rows
+from validate.figures.drawings import between, draw_breakdown, interpolated, neighbours, whole_tokens
+from validate.figures.page import appendix, by_table, page
+from validate.published.rows import Row, read_rows
 
 DOCS = Path(__file__).parents[3] / "docs" / "results"
 MOST_BYTES = 150_000

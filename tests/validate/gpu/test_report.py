@@ -14,11 +14,9 @@ pytest.importorskip("transformers")
 
 from calibrate.measure import probes
 from validate.gpu import __main__ as command
-from validate.gpu import checks
+from validate.gpu import steps as checks
 from validate.gpu.report import Report, cell
-from validate.gpu.scope import TINY, Scope
-from validate.gpu.step import Finding, Step, finding_of
-from validate.gpu.steps import steps
+from validate.gpu.steps import TINY, Finding, Scope, Step, finding_of, steps
 
 pytestmark = pytest.mark.slow
 
@@ -276,7 +274,7 @@ def test_the_small_model_is_as_it_is_said_to_be(tmp_path: Path) -> None:
 
 
 def test_a_command_that_fails_says_why(tmp_path: Path) -> None:
-    from validate.gpu.step import kvrsim
+    from validate.gpu.steps import kvrsim
 
     with pytest.raises(RuntimeError, match=r"kvrsim plan ended with 2: .*ctx"):
         kvrsim("plan", "--ctx", "nothing")

@@ -16,8 +16,20 @@ from calibrate.data.measurement import Measurement
 from calibrate.importers import read_source
 from kvrsim.profile.profile import load_profile
 from planner.simulate import run_simulation
-from validate.kernels.grid import Grid, Reading, attention_grid, gemm_grid
-from validate.kernels.sums import PAGE, STUDIES, KernelSum, Ratios, Study, kernel_sums, page, scenario_of
+from validate.kernel_sums import (
+    PAGE,
+    STUDIES,
+    Grid,
+    KernelSum,
+    Ratios,
+    Reading,
+    Study,
+    attention_grid,
+    gemm_grid,
+    kernel_sums,
+    page,
+    scenario_of,
+)
 
 LAYERS = 32  # of Llama 2 7B
 TIMES = {

@@ -9,10 +9,20 @@ import pytest
 
 from kvrsim.engine.engine import load_engine
 from kvrsim.profile.profile import load_profile
-from validate.published.constants import NAMES, START, partitions_for, profile_of, ttft_s
-from validate.published.falcon import COUNTED
-from validate.published.fit import PRIORS, coverage, p80_ape, solve, speedup_errors
-from validate.published.reference import Row, read_rows
+from validate.published.compare import COUNTED
+from validate.published.fit import (
+    NAMES,
+    PRIORS,
+    START,
+    coverage,
+    p80_ape,
+    partitions_for,
+    profile_of,
+    solve,
+    speedup_errors,
+    ttft_s,
+)
+from validate.published.rows import Row, read_rows
 
 
 def rows_of(*models: str) -> list[Row]:

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from validate import accuracy
-from validate.kernels import operations
-from validate.published import gate
-from validate.published.compare import run, summary
-from validate.published.page import part
-from validate.published.reference import read_rows
+from validate import accuracy as operations
+from validate.published import compare as gate
+from validate.published.compare import part, run, summary
+from validate.published.rows import read_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # 161 cases, 78 of them searched
 

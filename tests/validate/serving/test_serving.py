@@ -11,11 +11,9 @@ import pytest
 
 from kvrsim.engine.engine import Engine, load_engine
 from kvrsim.engine.host import NO_HOST
-from validate.serving.compare import FIGURES, Comparison, compare, rows_left_out
-from validate.serving.errors import errors_of
+from validate.serving.compare import FIGURES, Comparison, compare, page, part, rows_left_out
 from validate.serving.fit import ENGINES, fit_engine, left_out_engines, prior_of
-from validate.serving.page import page, part
-from validate.serving.rows import case_of, read_rows
+from validate.serving.rows import case_of, errors_of, read_rows
 
 MOST_WORSE = 0.01  # of an error, against the figures that are recorded; more is a regression
 

@@ -1,1 +1,0 @@
-"""Whole prefills beside the sums of their kernels."""
