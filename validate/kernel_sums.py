@@ -31,6 +31,7 @@ from kvrsim.program import Compute, Op
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
 from planner.simulate import run_simulation
+from validate.report import RESULTS
 
 _LEAST_STEP = 2.0  # past the end of a grid, the slope is that between sizes at least so many times apart
 
@@ -166,7 +167,7 @@ def attention_grid(rows: Iterable[Measurement]) -> Grid:
 # `python -m validate.kernel_sums --vidur CLONE` rewrites docs/results/kernel_sums.md from the sources that
 # calibrate/shipped/recipes.json lists: the installed package aiconfigurator-core, and a git clone of vidur.
 
-PAGE = Path(__file__).parents[2] / "docs" / "results" / "kernel_sums.md"
+PAGE = RESULTS / "kernel_sums.md"
 _Kernel = tuple[str, int]  # an element-wise operation and the bytes that it moves in all
 _LONG = 1024  # tokens from which the two sources of matrix products are compared
 

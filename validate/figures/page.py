@@ -67,7 +67,7 @@ def _ttft(scope: Scope, predictions: Predictions) -> list[str]:
         for num_gpus in scope.gpu_counts
         if scope.reported(model, num_gpus, "kvr-s")
     ]
-    return [*lines, *numbers_table(("", *map(format_tokens, contexts)), cells), ""]
+    return [*lines, *numbers_table(("", *map(format_tokens, contexts)), cells)]
 
 
 def _speedup(scope: Scope, predictions: Predictions, model: str, num_gpus: int, context_len: int) -> str:

@@ -20,7 +20,7 @@ from planner.uncertainty.interval import interval
 
 PATH = Path(__file__).parents[1] / "data" / "serving_prefills.csv"
 _PROFILES = {"a100": "a100-flash", "a800": "a100-flash", "h100": "h100-flash", "h800": "h100-flash"}
-_OPERATORS = ("ring-flash-attention",)  # attention alone, not whole prefills: see validate/kernels/rings.py
+_OPERATORS = ("ring-flash-attention",)  # attention alone, not whole prefills
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
