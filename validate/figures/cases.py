@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from kvrsim.noise.parse import parse_noise
-from kvrsim.noise.statistics import Distribution
-from kvrsim.plots.save import encoded
-from kvrsim.plots.style import DIM, INK, STRATEGY_COLOURS, styled
+from kvrsim.builder import make_scenario
+from kvrsim.noise import Distribution, parse_noise
 from kvrsim.results.results import Plan, SimResult
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
+from kvrsim.views.figure import encoded
+from kvrsim.views.style import DIM, INK, STRATEGY_COLOURS, styled
 from planner.plan import make_plan
 from planner.simulate import run_simulation
 from planner.uncertainty.disturbed import Disturbance

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from kvrsim.noise.parse import parse_noise
-from kvrsim.plots.style import INK
+from kvrsim.noise import parse_noise
 from kvrsim.results.results import Plan
 from kvrsim.units import format_tokens
+from kvrsim.views.style import INK
 from validate.figures.cases import (
     CLOSED_FORM,
     GREY,

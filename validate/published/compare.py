@@ -14,11 +14,11 @@ from scipy.optimize import minimize_scalar
 
 from kvrsim.builder import make_scenario
 from kvrsim.io.files import write_atomically
-from kvrsim.plots.save import save_figure
-from kvrsim.plots.style import styled
 from kvrsim.profile.profile import CalibrationProfile, load_profile
 from kvrsim.profile.rates.attention import EagerRates
 from kvrsim.scenario import Scenario
+from kvrsim.views.figure import save_figure
+from kvrsim.views.style import styled
 from planner.simulate import run_simulation
 from validate.published.fit import Partitions, errors, full_bandwidth_scenario, partitions_for
 from validate.published.rows import DATA, Row, read_rows, table

@@ -38,6 +38,7 @@ import numpy as np
 from joblib import Parallel, delayed
 from scipy.optimize import least_squares
 
+from kvrsim.builder import make_scenario
 from kvrsim.engine.engine import load_engine
 from kvrsim.engine.host import HostRates
 from kvrsim.executors.run import run_partition
@@ -46,9 +47,8 @@ from kvrsim.partition import Partition
 from kvrsim.profile.profile import CacheCopies, CalibrationProfile, KernelRates, Residual, ValidRange, load_profile
 from kvrsim.profile.rates.attention import EagerRates
 from kvrsim.profile.rates.elementwise import ElementwiseRates
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from kvrsim.scenario import Scenario
-from kvrsim.setup import make_scenario
 from kvrsim.strategies import get_strategy
 from planner.search.search import search
 from validate.published.rows import DATA, Row, read_rows

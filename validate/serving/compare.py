@@ -12,8 +12,8 @@ import numpy as np
 
 from kvrsim.engine.engine import EngineFit, load_engine
 from kvrsim.io.files import write_atomically
-from kvrsim.plots.save import save_figure
 from kvrsim.units import format_tokens
+from kvrsim.views.figure import save_figure
 from validate.serving.fit import ENGINES, SERVING, each_side, left_out_engines, unexplained, without_width
 from validate.serving.rows import ServingError, errors_of, read_rows
 
