@@ -247,8 +247,6 @@ def _tables(scope: Scope, predictions: Predictions) -> list[str]:
 _WORDS = {"none": "on one GPU"}
 
 
-
-
 def by_table(rows: Iterable[Row]) -> dict[tuple[str, str, str, str], list[Row]]:
     """Rows by publication, table, model and link, in the order of the data."""
     grouped: dict[tuple[str, str, str, str], list[Row]] = {}
