@@ -27,7 +27,7 @@ from planner.capacity.evaluations import Evaluations, Target
 from planner.capacity.fleet.event import PoolProcesses
 from planner.capacity.fleet.fast import run_pool
 from planner.capacity.fleet.fleet import Conditions, percentile_of, run_fleet
-from planner.capacity.fleet.pool import Outages, Pool
+from planner.capacity.fleet.pool import Pool
 from planner.capacity.fleet.service import Overlap, Service
 from planner.capacity.fleet.times import ServiceTimes
 from planner.capacity.plan import plan_capacity
@@ -63,12 +63,9 @@ def a_million(repeats: int = 3) -> list[str]:
     arrival_s = poisson(MILLION, 1.0, seed=0)
     service = Service.plain(np.random.default_rng(1).exponential(12.0, MILLION))
     plain = Pool(arrival_s=arrival_s, service=service, replicas=14)
-    outages = Outages.drawn(5000.0, 100.0, seed=0)
     pools = {
         "first come": plain,
         "shortest first": replace(plain, order="shortest-first"),
-        "first come, groups fail": replace(plain, outages=outages),
-        "shortest first, groups fail": replace(plain, order="shortest-first", outages=outages),
     }
     lines = []
     for name, pool in pools.items():
@@ -233,7 +230,7 @@ def mixed_against_uniform(folder: Path) -> list[str]:
 
 
 def against_simpy(folder: Path) -> list[str]:
-    """Each trace's answer, replayed by SimPy request by request; also with failures and slow groups."""
+    """Each trace's answer, replayed by SimPy request by request; also with slow groups."""
     lines = [
         "| trace | conditions | requests | greatest difference of a TTFT | SimPy | fast |",
         "|---|---|---|---|---|---|",
@@ -245,7 +242,7 @@ def against_simpy(folder: Path) -> list[str]:
         services = {plan.kind: times.service(plan.gpus_per_group, workload) for plan in plans}
         for what, conditions in (
             ("quiet", Conditions()),
-            ("a failure an hour, a tenth slow", Conditions(mtbf_s=3600, repair_s=60, slow_share=0.1, slow_factor=1.5)),
+            ("a tenth slow", Conditions(slow_share=0.1, slow_factor=1.5)),
         ):
             begin_s = time.perf_counter()
             fast = run_fleet(workload, services, plans, conditions)

@@ -88,11 +88,6 @@ class FleetOptions:
         str,
         typer.Option("--order", metavar="|".join(ORDERS), help="Order of the queue: first come, or fewest new tokens."),
     ] = "first-come"
-    mtbf: Annotated[
-        str | None,
-        typer.Option("--mtbf", metavar="TIME", help="Mean time between failures of a group, such as 86400s."),
-    ] = None
-    repair: Annotated[str, typer.Option("--repair", metavar="TIME", help="Time to repair a failed group.")] = "600s"
     slow_groups: Annotated[
         str | None,
         typer.Option(

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     import pandas
 
 
-Cause = Literal[
-    "memory", "alone", "queue", "interval", "failures", "mixed", "decode"
-]  # why groups do not meet the target
+Cause = Literal["memory", "alone", "queue", "interval", "mixed", "decode"]  # why groups do not meet the target
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,9 +70,7 @@ class FleetAnswer:
     goodput_per_s: float  # requests a second that meet the target
     cost_per_hour: float | None  # None: no price was given
     requests: int  # of all replications
-    retried: int  # requests restarted after a failure
-    lost_gpu_s: float  # GPU time lost to failures
-    unserved: int  # requests that fit in no group's memory, or were given up; they count as late
+    unserved: int  # requests that fit in no group's memory; they count as late
     p50_kv_transfer_s: float | None  # from the first token until the cache has left; None: not counted
     p99_kv_transfer_s: float | None
     curves: Curves | None = field(default=None, repr=False, compare=False)
@@ -88,7 +84,7 @@ class FleetAnswer:
         content |= {"target_low_s": self.target.low_s, "target_high_s": self.target.high_s}
         return content | fields_to_json(
             self,
-            *("in_time", "goodput_per_s", "requests", "retried", "lost_gpu_s", "unserved"),
+            *("in_time", "goodput_per_s", "requests", "unserved"),
             *("p50_kv_transfer_s", "p99_kv_transfer_s"),
         )
 

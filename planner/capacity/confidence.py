@@ -3,7 +3,7 @@
 The estimate is the percentile of all requests. Synthetic requests have independent replications: the interval is
 Student's t over their percentiles, extended to hold the estimate. A trace was recorded once: its segments are
 resampled with replacement (a block bootstrap), so the interval says how much the percentile depends on the segments
-of this trace. It covers neither other days nor other failure times, and queues at the ends of a segment stay as they
+of this trace. It does not cover other days, and queues at the ends of a segment stay as they
 were simulated.
 """
 
@@ -20,7 +20,7 @@ from planner.capacity.fleet.fleet import percentile_of
 
 LEVEL = 0.95
 _BLOCKS, _LEAST_IN_BLOCK, _DRAWS, _THRESHOLDS = 40, 25, 400, 2000
-MEANING_OF_TRACE = "95 % CI by block bootstrap over segments of this trace; it covers no other days or failures"
+MEANING_OF_TRACE = "95 % CI by block bootstrap over segments of this trace; it covers no other days"
 MEANING_OF_DRAWN = "95 % CI by Student's t over the percentiles of independent replications"
 
 

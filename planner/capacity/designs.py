@@ -206,7 +206,6 @@ class DesignSearch:
                 weights=kind.weights,
                 least_new=ends[bucket] + 1,
                 most_new=ends[bucket + 1],
-                number=bucket,
             )
             for bucket, kind in enumerate(kinds)
         )

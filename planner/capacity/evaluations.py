@@ -37,7 +37,6 @@ class LengthBucket:
     gpus_per_group: int
     least_new: int
     most_new: int
-    number: int = 0  # index in its design
     weights: str = WHOLE  # how the weights lie on a group
 
     @property
@@ -52,7 +51,6 @@ class LengthBucket:
             replicas=replicas,
             least_new=self.least_new,
             most_new=self.most_new,
-            bucket=self.number,
             weights=self.weights,
         )
 
@@ -152,10 +150,7 @@ class Evaluations:
                 if len(mine):
                     arrival_s = self.workloads[number].arrival_s[mine]
                     service = self.services(design[index].kind)[number].of(mine)
-                    pool = self.conditions.pool(
-                        arrival_s, service, replicas, replication=number, bucket=design[index].number
-                    )
-                    run = run_pool(pool)
+                    run = run_pool(self.conditions.pool(arrival_s, service, replicas))
                     late += int((run.end_s - arrival_s > self.target.slo_s).sum())
                     self.simulated += len(mine)
             self._misses[key] = late
@@ -166,7 +161,7 @@ class Evaluations:
         found = []
         for number, workload in enumerate(self.workloads):
             services = {plan.kind: self.services(plan.kind)[number] for plan in plans}
-            found.append(run_fleet(workload, services, plans, self.conditions, replication=number))
+            found.append(run_fleet(workload, services, plans, self.conditions))
             self.simulated += len(workload)
         return found
 

@@ -83,8 +83,6 @@ class FleetSearch:
             else 0.0,
             cost_per_hour=cost,
             requests=len(ttft_s),
-            retried=sum(int((run.retries > 0).sum()) for run in runs),
-            lost_gpu_s=sum(run.lost_gpu_s for run in runs),
             unserved=sum(run.unserved for run in runs),
             p50_kv_transfer_s=self._transfer_s(plans, runs, 50),
             p99_kv_transfer_s=self._transfer_s(plans, runs, 99),
@@ -201,11 +199,6 @@ class FleetSearch:
         reached = answer.target.value_s
         if answer.meets or reached <= target.slo_s:
             return "interval", f"the upper confidence bound stays {above} with {plan.num_gpus} GPUs"
-        if math.isinf(reached):
-            return (
-                "failures",
-                f"with {plan.num_gpus} GPUs {answer.unserved} requests are never served: groups fail too often",
-            )
         load = self.evaluations.load(self.search.uniform()[self.search.kinds.index(plan.kind)], 0)
         busy = f"{load * size:.3g} GPUs would be busy all the time"
         return "queue", f"with {plan.num_gpus} GPUs {name} take up to {reached:.3g} s, {above} ({busy})"

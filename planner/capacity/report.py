@@ -43,13 +43,10 @@ def interval(plan: CapacityPlan) -> str | None:
 
 
 def losses(fleet: FleetAnswer) -> str | None:
-    """Restarted and unserved requests in one line; None: there are none."""
-    parts = []
-    if fleet.retried:
-        parts.append(f"{fleet.retried} restarted after a failure")
-    if fleet.unserved:
-        parts.append(f"{fleet.unserved} of {fleet.requests} never served; they count as late")
-    return ", ".join(parts) or None
+    """Unserved requests in one line; None: all are served."""
+    if not fleet.unserved:
+        return None
+    return f"{fleet.unserved} of {fleet.requests} never served; they count as late"
 
 
 def decodes(plan: CapacityPlan) -> str | None:

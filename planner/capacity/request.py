@@ -55,8 +55,6 @@ def make_request(
     kv_transfer_bandwidth: float | str | None = None,
     pack_tokens: int | str | None = None,
     order: str = "first-come",
-    mtbf: float | str | None = None,
-    repair: float | str = 600.0,
     slow_groups: str | None = None,
     replications: int | str = 5,
     sure: bool = False,
@@ -94,9 +92,6 @@ def make_request(
         order=cast("Order", order),
         slow_share=share,
         slow_factor=factor,
-        mtbf_s=None if mtbf is None else _seconds(mtbf, "mtbf"),
-        repair_s=_seconds(repair, "repair"),
-        seed=seed,
     )
     return CapacityRequest(
         source=Source.of(

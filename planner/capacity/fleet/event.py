@@ -1,4 +1,4 @@
-"""Pools as SimPy processes: arrivals, service and failures; the reference that `fast.py` is tested against.
+"""Pools as SimPy processes: arrivals and service; the reference that `fast.py` is tested against.
 
 At each instant the dispatcher runs after all other events of that instant.
 """
@@ -6,14 +6,14 @@ At each instant the dispatcher runs after all other events of that instant.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any
 
 import simpy
 from simpy.events import EventPriority
 
-from planner.capacity.fleet.pool import MOST_RETRIES, Pool, PoolRun, Record
+from planner.capacity.fleet.pool import Pool, PoolRun, Record
 
 Process = Generator[simpy.Event, Any, Any]
 _LAST = EventPriority(2)  # after all events of an instant, which have SimPy's priorities 0 and 1
@@ -36,10 +36,7 @@ class _Group:
     number: int
     factor: float  # slowdown relative to other groups
     ranks_s: list[float]  # when each rank is free
-    free_since_s: float | None = -float("inf")  # None: rank 0 is busy, or the group is down
-    up: bool = True
-    life: int = 0  # failures so far; prompts begun before a failure are lost
-    running: list[_Run] = field(default_factory=list)
+    free_since_s: float | None = -float("inf")  # None: rank 0 is busy
 
 
 class _Look(simpy.Event):
@@ -72,9 +69,6 @@ class PoolProcesses:
     def run(self) -> PoolRun:
         """Serve all requests."""
         self.env.process(self._arrivals())
-        if self.pool.outages is not None:
-            for group in self.groups:
-                self.env.process(self._outages(group))
         self.env.run(self.over)
         return self.record.done()
 
@@ -99,7 +93,7 @@ class PoolProcesses:
 
     def _dispatch(self) -> None:
         while self.queue:
-            idle = [group for group in self.groups if group.up and group.free_since_s is not None]
+            idle = [group for group in self.groups if group.free_since_s is not None]
             if not idle:
                 return
             self._begin(min(idle, key=lambda group: (group.free_since_s, group.number)))
@@ -114,60 +108,20 @@ class PoolProcesses:
         group.ranks_s = [end_s + hold_s] * len(ranks_s) if hold_s else ranks_s
         free_s, group.free_since_s = group.ranks_s[0], None
         run = _Run(begin_s, end_s, request, overlap.busy[kind] * took_s)
-        group.running.append(run)
         self.env.process(self._at(end_s, lambda: self._end(group, run)))
-        self.env.process(self._at(free_s, lambda life=group.life: self._free(group, life, free_s)))  # type: ignore[misc]
+        self.env.process(self._at(free_s, lambda: self._free(group, free_s)))
 
     def _end(self, group: _Group, run: _Run) -> None:
-        """Record first tokens, unless the run was lost."""
-        if run not in group.running:
-            return
-        group.running.remove(run)
+        """Record first tokens."""
         self.record.busy_s += run.busy_s
         hold_s = float(self.service.hold_s[run.request])
         self.record.busy_s += hold_s * self.service.hold_gpus / self.service.num_gpus
         self.record.begin_s[run.request], self.record.end_s[run.request] = run.begin_s, run.end_s
         self.record.group[run.request] = group.number
-        self._close(1)
-
-    def _free(self, group: _Group, life: int, free_s: float) -> None:
-        if group.life == life:
-            group.free_since_s = free_s
-            self._look()
-
-    def _close(self, count: int) -> None:
-        self.open -= count
+        self.open -= 1
         if not self.open:
             self.over.succeed()
 
-    def _outages(self, group: _Group) -> Process:
-        assert self.pool.outages is not None
-        back_s = 0.0
-        for uptime_s in self.pool.outages.uptimes_s(group.number):
-            fails_s = back_s + uptime_s
-            yield from self._at(fails_s, lambda: self._fail(group))
-            back_s = fails_s + self.pool.outages.repair_s
-            yield from self._at(back_s, lambda at_s=back_s: self._repaired(group, at_s))  # type: ignore[misc]
-
-    def _fail(self, group: _Group) -> None:
-        """Running prompts are lost and queued again, unless their first token comes at this instant."""
-        for run in [run for run in group.running if run.end_s <= self.now_s]:
-            self._end(group, run)
-        lost = [run.request for run in group.running]
-        for run in group.running:
-            spent_s = run.busy_s * max(0.0, self.now_s - run.begin_s) / (run.end_s - run.begin_s)
-            self.record.busy_s += spent_s
-            self.record.lost_s += spent_s
-        group.life += 1
-        group.up, group.free_since_s, group.running = False, None, []
-        group.ranks_s = self._free_ranks()
-        for member in lost:
-            self.record.retries[member] += 1
-        given_up = [member for member in lost if self.record.retries[member] > MOST_RETRIES]
-        self._queue([member for member in lost if member not in given_up])
-        if given_up:
-            self._close(len(given_up))
-
-    def _repaired(self, group: _Group, at_s: float) -> None:
-        group.up, group.free_since_s = True, at_s
+    def _free(self, group: _Group, free_s: float) -> None:
+        group.free_since_s = free_s
         self._look()

@@ -1,4 +1,4 @@
-"""Pools in tight loops: about a microsecond a request, a few microseconds with failures.
+"""Pools in tight loops: about a microsecond per request.
 
 Groups wait in a heap by when they are free. Requests are taken in the order in which the queue gives them, so that
 each turn of the loop is one dispatch, at times that never fall. `event.py` is the reference that it agrees with.
@@ -6,12 +6,12 @@ each turn of the loop is one dispatch, at times that never fall. `event.py` is t
 
 from __future__ import annotations
 
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heappop, heappush, heapreplace
 
 import numpy as np
 
 from planner.capacity.fleet.packed import PackedPool
-from planner.capacity.fleet.pool import MOST_RETRIES, Pool, PoolRun, Record
+from planner.capacity.fleet.pool import Pool, PoolRun, Record
 
 _NEVER = float("inf")
 
@@ -20,12 +20,11 @@ def run_pool(pool: Pool) -> PoolRun:
     """Serve all requests."""
     if pool.service.packing is not None:
         return PackedPool(pool).run()
-    plain = pool.order == "first-come" and pool.outages is None
-    return _first_come(pool) if plain else _Loop(pool).run()
+    return _first_come(pool) if pool.order == "first-come" else _Loop(pool).run()
 
 
 def _first_come(pool: Pool) -> PoolRun:
-    """First come, first served, without failures: one pass over the requests."""
+    """First come, first served: one pass over the requests."""
     service, overlap, factors = pool.service, pool.service.overlap, pool.factors()
     run, num_ranks = overlap.run, overlap.num_ranks
     free = [(-_NEVER, group) for group in range(pool.replicas)]
@@ -54,14 +53,12 @@ def _first_come(pool: Pool) -> PoolRun:
         begin_s=np.array(begins),
         end_s=np.array(ends),
         group=group_of,
-        retries=np.zeros(len(begins), dtype=np.int64),
         busy_s=float((took_s * busy + service.hold_s * (service.hold_gpus / service.num_gpus)).sum()),
-        lost_s=0.0,
     )
 
 
 class _Loop:
-    """The general case: any order, failures."""
+    """The general case: any order."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool, self.service, self.overlap = pool, pool.service, pool.service.overlap
@@ -70,44 +67,26 @@ class _Loop:
         self.place, self.at_place = places.tolist(), np.argsort(places).tolist()
         self.factors = pool.factors()
         self.free = [(-_NEVER, group) for group in range(pool.replicas)]
-        heapify(self.free)
         self.ranks = [[-_NEVER] * self.overlap.num_ranks for _ in range(pool.replicas)]  # when each is free
         self.busy = self.overlap.busy
         self.queue: list[int] = []  # positions of waiting requests
-        self.lost: list[tuple[float, int]] = []  # requests to queue again: time, position
-        self.uptimes = [pool.outages.uptimes_s(group) for group in range(pool.replicas)] if pool.outages else []
-        self.fails_s = [next(uptime) for uptime in self.uptimes] or [_NEVER] * pool.replicas
-        self.repair_s = pool.outages.repair_s if pool.outages else 0.0
 
     def run(self) -> PoolRun:
         """Dispatch until no request waits or is still to arrive."""
         arrivals = [*self.pool.arrival_s.tolist(), _NEVER]
         come, now = 0, -_NEVER
-        lost, queue, free, fails_s = self.lost, self.queue, self.free, self.fails_s
+        queue, free = self.queue, self.free
         while True:
             if not queue:
-                wake = lost[0][0] if lost and lost[0][0] < arrivals[come] else arrivals[come]
-                if wake == _NEVER:
+                if arrivals[come] == _NEVER:
                     return self.record.done()
-                now = wake if wake > now else now
+                now = max(now, arrivals[come])
             ready, group = free[0]
             now = ready if ready > now else now
-            if fails_s[group] <= now:
-                heapreplace(free, (self._repaired_s(group), group))
-                continue
             while arrivals[come] <= now:
                 heappush(queue, self.place[come])
                 come += 1
-            while lost and lost[0][0] <= now:
-                heappush(queue, heappop(lost)[1])
             self._dispatch(now, group)
-
-    def _repaired_s(self, group: int) -> float:
-        """When a failing group is free again; draws its next failure."""
-        back_s = self.fails_s[group] + self.repair_s
-        self.ranks[group] = [-_NEVER] * self.overlap.num_ranks
-        self.fails_s[group] = back_s + next(self.uptimes[group])
-        return back_s
 
     def _dispatch(self, now: float, group: int) -> None:
         """Start the first of the queue on the group on top of the heap."""
@@ -115,18 +94,9 @@ class _Loop:
         service, kind = self.service, int(self.service.length_class[request])
         took = float(service.ttft_s[request]) * self.factors[group]
         begin, free_s = self.overlap.run(kind, took, now, self.ranks[group])
-        end, hold, fails = free_s[-1], float(service.hold_s[request]), self.fails_s[group]
+        end, hold = free_s[-1], float(service.hold_s[request])
         self.ranks[group] = free_s = [end + hold] * len(free_s) if hold else free_s
-        busy_s = self.busy[kind] * took
         record = self.record
-        if fails < end:
-            spent = busy_s * max(0.0, fails - begin) / (end - begin)
-            record.busy_s += spent
-            record.lost_s += spent
-            record.retries[request] += 1
-            if record.retries[request] <= MOST_RETRIES:
-                heappush(self.lost, (fails, self.place[request]))
-        else:
-            record.busy_s += busy_s + hold * service.hold_gpus / service.num_gpus
-            record.begin_s[request], record.end_s[request], record.group[request] = begin, end, group
-        heapreplace(self.free, (self._repaired_s(group) if free_s[0] >= fails else free_s[0], group))
+        record.busy_s += self.busy[kind] * took + hold * service.hold_gpus / service.num_gpus
+        record.begin_s[request], record.end_s[request], record.group[request] = begin, end, group
+        heapreplace(self.free, (free_s[0], group))

@@ -13,7 +13,7 @@ from kvrsim.choices import Order
 from kvrsim.program import Array
 from planner.capacity.fleet.fast import run_pool
 from planner.capacity.fleet.layouts import WHOLE, Kind
-from planner.capacity.fleet.pool import Outages, Pool, PoolRun
+from planner.capacity.fleet.pool import Pool, PoolRun
 from planner.capacity.fleet.service import Service
 from planner.capacity.workloads.workload import Lengths, Workload
 
@@ -28,7 +28,6 @@ class GroupPlan:
     replicas: int
     least_new: int  # the fewest new tokens (context less cached prefix) of their prompts
     most_new: int  # the most new tokens
-    bucket: int = 0  # index among the fleet's length buckets; failures are independent between buckets
     weights: str = WHOLE  # how the weights lie on a group
 
     @property
@@ -44,29 +43,22 @@ class GroupPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conditions:
-    """How the fleet is operated: queue order, slow groups, failures."""
+    """How the fleet is operated: queue order, slow groups."""
 
     order: Order = "first-come"
     slow_share: float = 0.0  # share of slow groups in each pool
     slow_factor: float = 1.0  # their slowdown
     pace: float = 1.0  # factor on every prefill
-    mtbf_s: float | None = None  # mean time between failures of a group; None: no failures
-    repair_s: float = 0.0
-    seed: int = 0
 
-    def pool(self, arrival_s: Array, service: Service, replicas: int, *, replication: int = 0, bucket: int = 0) -> Pool:
-        """A pool under these conditions, in one replication of the arrivals."""
+    def pool(self, arrival_s: Array, service: Service, replicas: int) -> Pool:
+        """A pool under these conditions."""
         slow = math.ceil(self.slow_share * replicas) if self.slow_factor != 1 else 0
-        outages = None
-        if self.mtbf_s is not None:
-            outages = Outages.drawn(self.mtbf_s, self.repair_s, self.seed, replication=replication, bucket=bucket)
         return Pool(
             arrival_s=arrival_s,
             service=service,
             replicas=replicas,
             order=self.order,
             slowness=(self.slow_factor * self.pace,) * slow + (self.pace,) * (replicas - slow),
-            outages=outages,
         )
 
 
@@ -75,13 +67,11 @@ class FleetRun:
     """Results by request; arrays of shape (N,)."""
 
     arrival_s: Array
-    ttft_s: Array  # queueing and retries included; inf: never served
+    ttft_s: Array  # queueing included; inf: never served
     begin_s: Array
     pool: Indices  # index of the plan that served it; -1: it fits in no group's memory
-    retries: Indices
     num_gpus: int
     busy_gpu_s: float
-    lost_gpu_s: float  # part of it that failures made useless
 
     @property
     def horizon_s(self) -> float:
@@ -100,7 +90,7 @@ class FleetRun:
 
     @property
     def unserved(self) -> int:
-        """Requests that fit in no group's memory, or were given up after too many failures."""
+        """Requests that fit in no group's memory."""
         return int(np.isinf(self.ttft_s).sum())
 
 
@@ -130,35 +120,25 @@ def run_fleet(
     plans: Sequence[GroupPlan],
     conditions: Conditions,
     serve: Callable[[Pool], PoolRun] = run_pool,
-    *,
-    replication: int = 0,
 ) -> FleetRun:
-    """Serve a workload; `services` holds its service times by kind of group, `serve` simulates one pool.
-
-    replication: number of the workload among independent draws; each has its own failures.
-    """
+    """Serve a workload; `services` holds its service times by kind of group, `serve` simulates one pool."""
     pool_of = route(workload.new_tokens, services, plans)
     ttft_s, begin_s = np.full(len(workload), np.inf), np.full(len(workload), np.inf)
-    retries = np.zeros(len(workload), dtype=np.int64)
-    busy = lost = 0.0
+    busy = 0.0
     for index, plan in enumerate(plans):
         mine = np.flatnonzero(pool_of == index)
         if not len(mine):
             continue
         service = services[plan.kind].of(mine)
         arrival_s = workload.arrival_s[mine]
-        run = serve(conditions.pool(arrival_s, service, plan.replicas, replication=replication, bucket=plan.bucket))
+        run = serve(conditions.pool(arrival_s, service, plan.replicas))
         ttft_s[mine], begin_s[mine] = run.end_s - arrival_s, run.begin_s
-        retries[mine] = run.retries
         busy += run.busy_s * plan.gpus_per_group
-        lost += run.lost_s * plan.gpus_per_group
     return FleetRun(
         arrival_s=workload.arrival_s,
         ttft_s=ttft_s,
         begin_s=begin_s,
         pool=pool_of,
-        retries=retries,
         num_gpus=sum(plan.num_gpus for plan in plans),
         busy_gpu_s=busy,
-        lost_gpu_s=lost,
     )

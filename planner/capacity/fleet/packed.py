@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from planner.capacity.fleet.pool import MOST_RETRIES, Pool, PoolRun, Record
+from planner.capacity.fleet.pool import Pool, PoolRun, Record
 from planner.packing.rule import Begun, PackingRule
 
 _NEVER = float("inf")
@@ -24,7 +24,6 @@ class _Group:
     number: int
     factor: float  # slowdown relative to other groups
     free_s: list[float]  # when each stage is free
-    fails_s: float
     begun: Begun | None = None
     begun_s: dict[int, float] = field(default_factory=dict)  # when it began the prompts that have no first token yet
 
@@ -43,13 +42,8 @@ class PackedPool:
         self.place, self.at_place = places.tolist(), np.argsort(places).tolist()
         self.record = Record(len(pool.arrival_s))
         self.queue: list[int] = []  # places of waiting requests
-        self.lost: list[tuple[float, int]] = []  # requests to queue again: time, place
-        self.uptimes = [pool.outages.uptimes_s(group) for group in range(pool.replicas)] if pool.outages else []
         stages = self.prices.num_stages
-        self.groups = [
-            _Group(number, factor, [-_NEVER] * stages, next(self.uptimes[number]) if self.uptimes else _NEVER)
-            for number, factor in enumerate(pool.factors())
-        ]
+        self.groups = [_Group(number, factor, [-_NEVER] * stages) for number, factor in enumerate(pool.factors())]
         self.idle: list[tuple[float, int]] = [(-_NEVER, number) for number in range(pool.replicas)]
         self.busy: list[tuple[float, int]] = []  # when the first stage of each other group is free
 
@@ -58,15 +52,12 @@ class PackedPool:
         arrivals = [*self.pool.arrival_s.tolist(), _NEVER]
         come, now = 0, -_NEVER
         while True:
-            times = (arrivals[come], self.busy[0][0] if self.busy else _NEVER, self.lost[0][0] if self.lost else _NEVER)
-            now = max(now, min(times))
+            now = max(now, min(arrivals[come], self.busy[0][0] if self.busy else _NEVER))
             if now == _NEVER:
                 return self.record.done()
             while arrivals[come] <= now:
                 heappush(self.queue, self.place[come])
                 come += 1
-            while self.lost and self.lost[0][0] <= now:
-                heappush(self.queue, heappop(self.lost)[1])
             while self.busy and self.busy[0][0] <= now:
                 ready_s, number = heappop(self.busy)
                 if self.groups[number].begun is None:
@@ -84,10 +75,7 @@ class PackedPool:
         heappop(self.queue)
 
     def _step(self, group: _Group, now: float) -> None:
-        """Fill a step and run it, unless the group has failed while it was idle."""
-        if group.fails_s <= now:
-            self._repair(group)
-            return
+        """Fill a step and run it."""
         pieces, group.begun = self.rule.step(group.begun, self._peek, self._pop)
         for piece in pieces:
             if piece.is_first:
@@ -96,38 +84,10 @@ class PackedPool:
         end_s = group.free_s[-1]
         ended = [piece.prompt for piece in pieces if piece.is_last]
         hold_s = max((self.hold_s[prompt] for prompt in ended), default=0.0)
-        if group.fails_s < end_s:
-            spent_s *= max(0.0, group.fails_s - now) / (end_s - now)
-            self.record.lost_s += spent_s
-            for prompt in ended:
-                self._lose(group, prompt)
-        else:
-            spent_s += hold_s * self.hold_share
-            for prompt in ended:
-                self.record.begin_s[prompt], self.record.end_s[prompt] = group.begun_s.pop(prompt), end_s
-                self.record.group[prompt] = group.number
-        self.record.busy_s += spent_s
+        for prompt in ended:
+            self.record.begin_s[prompt], self.record.end_s[prompt] = group.begun_s.pop(prompt), end_s
+            self.record.group[prompt] = group.number
+        self.record.busy_s += spent_s + hold_s * self.hold_share
         if hold_s:
             group.free_s = [end_s + hold_s] * len(group.free_s)
-        if group.free_s[0] >= group.fails_s:
-            self._repair(group)
-        else:
-            heappush(self.busy, (group.free_s[0], group.number))
-
-    def _lose(self, group: _Group, prompt: int) -> None:
-        """A failure ends a prompt, which is queued again."""
-        group.begun_s.pop(prompt)
-        self.record.retries[prompt] += 1
-        if self.record.retries[prompt] <= MOST_RETRIES:
-            heappush(self.lost, (group.fails_s, self.place[prompt]))
-
-    def _repair(self, group: _Group) -> None:
-        """The group is away until it is repaired; what it had begun is lost."""
-        if group.begun is not None:
-            self._lose(group, group.begun.prompt)
-            group.begun = None
-        assert self.pool.outages is not None
-        back_s = group.fails_s + self.pool.outages.repair_s
-        group.free_s = [back_s] * len(group.free_s)
-        group.fails_s = back_s + next(self.uptimes[group.number])
-        heappush(self.busy, (back_s, group.number))
+        heappush(self.busy, (group.free_s[0], group.number))

@@ -1,8 +1,7 @@
-"""Pool: equal groups of GPUs behind one queue, their failures, and the results."""
+"""Pool: equal groups of GPUs behind one queue, and the results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,30 +10,6 @@ import numpy.typing as npt
 from kvrsim.choices import Order
 from kvrsim.program import Array
 from planner.capacity.fleet.service import Service
-
-MOST_RETRIES = 100  # of one request; after that it counts as unserved
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outages:
-    """When groups fail, and how long repairs take."""
-
-    uptimes_s: Callable[[int], Iterator[float]]  # uptimes of a group before each failure
-    repair_s: float
-
-    @classmethod
-    def drawn(cls, mtbf_s: float, repair_s: float, seed: int, *, replication: int = 0, bucket: int = 0) -> Outages:
-        """Exponential times between failures, independent between replications, buckets and groups.
-
-        A group has the same failures whatever the number of other groups is.
-        """
-
-        def uptimes_s(group: int) -> Iterator[float]:
-            rng = np.random.default_rng([seed, replication, 1 + bucket, 1 + group])  # arrivals: [seed, replication]
-            while True:
-                yield float(rng.exponential(mtbf_s))
-
-        return cls(uptimes_s=uptimes_s, repair_s=repair_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +25,6 @@ class Pool:
     replicas: int
     order: Order = "first-come"
     slowness: tuple[float, ...] = ()  # slowdown of the first groups; all others have 1
-    outages: Outages | None = None
 
     def __post_init__(self) -> None:
         assert np.isfinite(self.service.ttft_s).all()
@@ -74,12 +48,10 @@ class Pool:
 class PoolRun:
     """Results by request; arrays of shape (N,)."""
 
-    begin_s: Array  # last start on a group; inf: given up
-    end_s: Array  # first token; inf: given up
-    group: npt.NDArray[np.int64]  # group that served it; -1: none
-    retries: npt.NDArray[np.int64]  # restarts after failures
-    busy_s: float  # sum over groups of their GPUs' mean busy time: prefills, lost ones included, and decoding
-    lost_s: float  # part of it spent on prompts that a failure ended
+    begin_s: Array  # start on a group
+    end_s: Array  # first token
+    group: npt.NDArray[np.int64]  # group that served it
+    busy_s: float  # sum over groups of their GPUs' mean busy time: prefills and decoding
 
 
 @dataclass(slots=True)
@@ -90,13 +62,11 @@ class Record:
     begin_s: list[float] = field(init=False)
     end_s: list[float] = field(init=False)
     group: list[int] = field(init=False)
-    retries: list[int] = field(init=False)
     busy_s: float = 0.0
-    lost_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.begin_s, self.end_s = [np.inf] * self.count, [np.inf] * self.count
-        self.group, self.retries = [-1] * self.count, [0] * self.count
+        self.group = [-1] * self.count
 
     def done(self) -> PoolRun:
         """The results as arrays."""
@@ -104,7 +74,5 @@ class Record:
             begin_s=np.array(self.begin_s),
             end_s=np.array(self.end_s),
             group=np.array(self.group, dtype=np.int64),
-            retries=np.array(self.retries, dtype=np.int64),
             busy_s=self.busy_s,
-            lost_s=self.lost_s,
         )
