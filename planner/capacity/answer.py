@@ -117,8 +117,6 @@ class TriedFleet:
     cost_per_hour: float | None
     fleet: str  # in words
     ttft_s: tuple[float, ...]
-    low_s: tuple[float, ...] | None  # if all prefills take as long as at the low end of their 80 % interval
-    high_s: tuple[float, ...] | None  # the same at the high end; None: not simulated
     utilisation: float
     requests: int  # that were simulated
 
@@ -191,7 +189,7 @@ class CapacityPlan(Displayed):
     explore: Callable[[], tuple[TriedFleet, ...]] | None = field(default=None, repr=False, compare=False)
 
     def explored(self) -> CapacityPlan:
-        """The same with fleets at other rates and with other prefill times, which the page needs, simulated now."""
+        """The same with fleets at other rates, which the page needs, simulated now."""
         return self if self.explore is None else replace(self, tried=self.explore(), explore=None)
 
     @property

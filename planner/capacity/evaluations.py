@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -90,12 +90,6 @@ class Evaluations:
         """Of the same requests in 1/`factor` of the time, which take as long to serve."""
         other = self.on([workload.compressed(factor) for workload in self.workloads])
         other._services = self._services
-        return other
-
-    def at_pace(self, factor: float) -> Evaluations:
-        """Of prefills that all take `factor` times as long."""
-        other = self.on(self.workloads)
-        other._services, other.conditions = self._services, replace(self.conditions, pace=factor)
         return other
 
     def services(self, kind: Kind) -> list[Service]:

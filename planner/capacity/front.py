@@ -1,28 +1,23 @@
-"""Fleets around the best designs, with fewer and with more groups: the Pareto front, other rates, other prefill times.
+"""Fleets around the best designs, with fewer and with more groups: the Pareto front, other rates.
 
 At other rates the same requests are replayed faster or slower, and the designs keep their lengths: they are scaled,
-not searched again. If all prefills take as long as at the ends of the 80 % prediction interval of a typical one, the
-queues change too, so such fleets are simulated again.
+not searched again.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvrsim.program import Array
-from kvrsim.request import Request
-from planner.access import placed_for
+from kvrsim.program.operations import Array
 from planner.capacity.answer import Point, TriedFleet
 from planner.capacity.designs import MANY, Fit, Limits
 from planner.capacity.evaluations import Evaluations
-from planner.capacity.fleet.fleet import GroupPlan, route
+from planner.capacity.fleet.fleet import GroupPlan
 from planner.capacity.fleet.layouts import WHOLE
-from planner.map.build import fastest
-from planner.uncertainty.interval import interval
 
 RATES = (0.5, 0.7, 1.4, 2.0, 2.8, 4.0)  # times the arrivals that were asked for
 PERCENTILES = (1, 5, 10, 20, 30, 40, 50, 60, 70, 75, 80, 85, 90, 92.5, 95, 96, 97, 98, 98.5, 99, 99.5, 99.9, 100)
@@ -46,7 +41,6 @@ class Fleets:
     limits: Limits
     designs: Sequence[Plans]  # the fleets that meet the target at the rate asked for; else the largest
     meet: bool  # whether they meet it
-    paces: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, evaluations: Evaluations, limits: Limits, fits: Sequence[Fit], largest: Sequence[Plans]) -> Fleets:
@@ -60,18 +54,18 @@ class Fleets:
         """Those of a TriedFleet, rising."""
         return tuple(sorted({*map(float, PERCENTILES), self.evaluations.target.percentile}))
 
-    def tried(self, rate: float = 1.0, evaluations: Evaluations | None = None) -> list[tuple[int, Plans, TriedFleet]]:
-        """The designs scaled down and up, each with its number and its groups.
+    def tried(self, rate: float = 1.0, evaluations: Evaluations | None = None) -> list[TriedFleet]:
+        """The designs scaled down and up.
 
         evaluations: at that rate; None: those of the rate asked for.
         """
         scales = (_SCALES if rate == 1 else tuple(rate * one for one in _SCALES_AT_RATES)) if self.meet else _BELOW
-        found: dict[Plans, tuple[int, Plans, TriedFleet]] = {}
-        for number, design in enumerate(self.designs):
+        found: dict[Plans, TriedFleet] = {}
+        for design in self.designs:
             for scale in scales:
                 plans = tuple(replace(one, replicas=max(1, math.ceil(one.replicas * scale))) for one in design)
                 if plans not in found and sum(one.num_gpus for one in plans) <= self.limits.max_gpus:
-                    found[plans] = number, plans, self._fleet(plans, rate, evaluations or self.evaluations)
+                    found[plans] = self._fleet(plans, rate, evaluations or self.evaluations)
         return list(found.values())
 
     def front(self, tried: Iterable[TriedFleet]) -> tuple[TriedFleet, ...]:
@@ -99,35 +93,20 @@ class Fleets:
         assert fleet.cost_per_hour is not None
         return fleet.cost_per_hour
 
-    def with_intervals(
-        self, tried: Sequence[tuple[int, Plans, TriedFleet]], evaluations: Evaluations | None = None
-    ) -> Iterator[TriedFleet]:
-        """The same fleets, those of the front with their percentiles at both ends of the prediction interval."""
-        used = evaluations or self.evaluations
-        on_front = set(map(id, self.front(fleet for _, _, fleet in tried)))
-        for number, plans, fleet in tried:
-            if id(fleet) in on_front:
-                if number not in self.paces:
-                    self.paces[number] = pace(self.evaluations, self.designs[number])
-                low_s, high_s = (self._percentiles_s(plans, used.at_pace(one)) for one in self.paces[number])
-                yield replace(fleet, low_s=low_s, high_s=high_s)
-            else:
-                yield fleet
-
-    def explored(self, tried: Sequence[tuple[int, Plans, TriedFleet]]) -> tuple[TriedFleet, ...]:
-        """The same with intervals, and the fleets at other rates."""
-        return (*self.with_intervals(tried), *self.at_rates())
+    def explored(self, tried: Sequence[TriedFleet]) -> tuple[TriedFleet, ...]:
+        """The same, and the fleets at other rates."""
+        return (*tried, *self.at_rates())
 
     def at_rates(self) -> Iterator[TriedFleet]:
-        """Fleets at other rates, with intervals: the same requests replayed faster or slower."""
+        """Fleets at other rates: the same requests replayed faster or slower."""
         part = self._part()
         for rate in RATES:
             evaluations = part.compressed(rate)
-            yield from self.with_intervals(self.tried(rate, evaluations), evaluations)
+            yield from self.tried(rate, evaluations)
 
     def _part(self) -> Evaluations:
         """As many of the workloads, or as long a stretch of the first, as there is time for."""
-        each = len(RATES) * len(self.designs) * (len(_SCALES_AT_RATES) + 2)
+        each = len(RATES) * len(self.designs) * len(_SCALES_AT_RATES)
         most = max(_SIMULATED, self.evaluations.simulated // 2) // each
         first = self.evaluations.workloads[0]
         if len(first) > max(most, _LEAST):
@@ -144,52 +123,15 @@ class Fleets:
             cost_per_hour=sum(prices[one.gpus_per_group] * one.num_gpus for one in plans) if prices else None,
             fleet=_words(plans),
             ttft_s=self._quantiles([run.ttft_s for run in runs]),
-            low_s=None,
-            high_s=None,
             utilisation=sum(run.utilisation * run.horizon_s for run in runs) / horizon_s if horizon_s else 0.0,
             requests=evaluations.requests,
         )
-
-    def _percentiles_s(self, plans: Plans, evaluations: Evaluations) -> tuple[float, ...]:
-        return self._quantiles([run.ttft_s for run in evaluations.runs(plans)])
 
     def _quantiles(self, ttft_s: Sequence[Array]) -> tuple[float, ...]:
         """As percentile_of, at all percentiles."""
         ordered = np.sort(np.concatenate(ttft_s))
         ranks = [max(1, math.ceil(one / 100 * len(ordered) - 1e-9)) - 1 for one in self.percentiles]
         return tuple(map(float, ordered[ranks]))
-
-
-def pace(evaluations: Evaluations, plans: Plans) -> tuple[float, float]:
-    """Ends of the 80 % prediction interval over the predicted TTFT, of a typical prompt.
-
-    It is the one in the middle of the work of the groups that work most.
-    """
-    workload, times = evaluations.workloads[0], evaluations.times
-    services = {plan.kind: evaluations.services(plan.kind)[0] for plan in plans}
-    chosen = route(workload.new_tokens, services, plans)
-    each = [np.flatnonzero(chosen == index) for index in range(len(plans))]
-    work = [services[plan.kind].ttft_s[mine] * plan.gpus_per_group for plan, mine in zip(plans, each, strict=True)]
-    most = int(np.argmax([one.sum() for one in work]))
-    if not len(each[most]):
-        return 1.0, 1.0
-    order = np.argsort(workload.new_tokens[each[most]], kind="stable")
-    done = np.cumsum(work[most][order])
-    typical = each[most][order[np.searchsorted(done, done[-1] / 2)]]
-    plan, service = plans[most], services[plans[most].kind]
-    request = Request(
-        context_len=max(int(workload.context_len[typical]), plan.gpus_per_group),
-        cached_prefix=int(workload.cached_prefix[typical]),
-        dtype=times.scenario.request.dtype,
-    )
-    scenario = replace(times.scenario.on_gpus(plan.gpus_per_group), request=request)
-    name = service.strategies[service.length_class[typical]]
-    known = times.choice.layouts(scenario)[plan.weights]
-    strategy = next((one for one in known if one.name == name), known[0])  # kvr-p runs as kvr-s
-    placed = placed_for(scenario, strategy)
-    ttft_s, strategy, partition = fastest(placed, strategy)
-    found = interval(placed, strategy, partition, ttft_s)
-    return found.low_s / ttft_s, found.high_s / ttft_s
 
 
 def _words(plans: Plans) -> str:

@@ -35,13 +35,11 @@ _DIGITS = 4
 def capacity_page(plan: CapacityPlan) -> Page:
     """The page of a plan; with fleets at other rates if it is `explored`."""
     served = plan.first.unserved < plan.first.requests
-    sure = any(one.low_s is not None for one in plan.tried)
-    band = " The band is between prefills at both ends of their 80 % prediction interval." if sure else ""
     pictures = (
         Section(
             title="Fleets by cost and TTFT",
             lead="Drag the target and the price, or move the sliders. Every point is a fleet that was simulated,"
-            f" groups × GPUs.{band}",
+            " groups × GPUs.",
             body=tag("div", id="fleets"),
         ),
         Section(
@@ -97,8 +95,6 @@ def _tried(one: TriedFleet) -> dict[str, Any]:
         "cost": one.cost_per_hour,
         "fleet": one.fleet,
         "ttft_s": _shorts(one.ttft_s),
-        "low_s": None if one.low_s is None else _shorts(one.low_s),
-        "high_s": None if one.high_s is None else _shorts(one.high_s),
         "utilisation": round(one.utilisation, 3),
         "requests": one.requests,
     }

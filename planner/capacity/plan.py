@@ -86,7 +86,7 @@ def plan_capacity(
     tell(lambda: f"Pareto front: {evaluations.simulated} requests simulated")
     fleets = Fleets.of(evaluations, request.limits, fits, search.largest())
     tried = fleets.tried()
-    pareto = fleets.points(fleets.front(fleet for _, _, fleet in tried))
+    pareto = fleets.points(fleets.front(tried))
     longest = max(int(workload.context_len.max()) for workload in workloads)
     asked = replace(scenario.request, context_len=longest, cached_prefix=0)
     largest = replace(scenario.on_gpus(max(request.limits.sizes)), request=asked)
@@ -123,7 +123,7 @@ def plan_capacity(
         infeasible=infeasible,
         pareto=pareto,
         percentiles=fleets.percentiles,
-        tried=tuple(fleet for _, _, fleet in tried),
+        tried=tuple(tried),
         explore=partial(fleets.explored, tried),
         workload=workloads[0].summary(),
         kv_transfer=_transfer(request.decoding, workloads),

@@ -101,6 +101,6 @@ def _write_page(result: CapacityPlan, path: str) -> None:
     from planner.capacity.page import capacity_page
 
     with WorkProgress() as progress:
-        progress("fleets at other rates and with other prefill times")
+        progress("fleets at other rates")
         explored = result.explored()
     write_page(capacity_page(explored), path, argument="html")

@@ -26,7 +26,7 @@ kv.ready((data) => {
     }
     return found;
   }
-  const cheapest = (rate, value = (one) => at(one.ttft_s)) => known(rate).filter((one) => value(one) !== null && value(one) <= state.target)
+  const cheapest = (rate) => known(rate).filter((one) => at(one.ttft_s) <= state.target)
     .sort((a, b) => cost(a) - cost(b) || at(a.ttft_s) - at(b.ttft_s))[0] ?? null;
   const fastest = (rate) => known(rate).filter((one) => cost(one) <= state.budget * (1 + 1e-9))
     .sort((a, b) => at(a.ttft_s) - at(b.ttft_s))[0] ?? null;
@@ -93,21 +93,18 @@ kv.ready((data) => {
   function series() {
     const best = front(state.rate);
     shown = known(state.rate).sort((a, b) => cost(a) - cost(b) || at(b.ttft_s) - at(a.ttft_s));
-    const held = (one, key) => {
+    const held = (one) => {
       const here = best.filter((other) => cost(other) <= cost(one)).slice(-1)[0];
-      return here ? at(here[key]) : null;
+      return here ? at(here.ttft_s) : null;
     };
-    const sure = best.length && best.every((one) => at(one.low_s) !== null);
-    const line = { name: priced() ? "the fastest at this price" : "the fastest with so many GPUs", colour: "--accent", step: true, points: false, values: shown.map((one) => held(one, "ttft_s")) };
-    if (sure) Object.assign(line, { low: shown.map((one) => held(one, "low_s")), high: shown.map((one) => held(one, "high_s")) });
+    const line = { name: priced() ? "the fastest at this price" : "the fastest with so many GPUs", colour: "--accent", step: true, points: false, values: shown.map((one) => held(one)) };
     const dots = { name: "fleets simulated", colour: "--ink", line: false, size: 7, values: shown.map((one) => (at(one.ttft_s) > most ? null : at(one.ttft_s))) };
     // A place of no fleet at each end, so that all rates have one axis.
-    for (const one of [line, dots]) for (const key of ["values", "low", "high"]) if (one[key]) one[key] = [null, ...one[key], null];
+    for (const one of [line, dots]) one.values = [null, ...one.values, null];
     return [[prices[0] / 1.2, ...shown.map(cost), prices[prices.length - 1] * 1.2], [line, dots]];
   }
   function words(one) {
-    const sure = at(one.low_s) === null ? "" : `${kv.seconds(at(one.low_s))} to ${kv.seconds(at(one.high_s))}`;
-    return [["TTFT", `${kv.seconds(at(one.ttft_s))} (${state.percentile} %)`], ["80 % interval", sure], ["GPUs", String(one.gpus)],
+    return [["TTFT", `${kv.seconds(at(one.ttft_s))} (${state.percentile} %)`], ["GPUs", String(one.gpus)],
       ["cost", priced() ? money(cost(one)) : ""], ["utilisation", busy(one)]];
   }
   const [xs, lines] = series();
@@ -129,12 +126,10 @@ kv.ready((data) => {
   }
   function card(title, one, none) {
     if (!one) return kv.el("div", { class: "card" }, kv.el("h3", { text: title }), kv.el("p", { class: "bad", text: none }));
-    const late = at(one.high_s) !== null && at(one.high_s) > state.target && at(one.ttft_s) <= state.target;
-    const sure = at(one.low_s) === null ? "" : `80 % prediction interval ${kv.seconds(at(one.low_s))} to ${kv.seconds(at(one.high_s))}${late ? ", which ends above the target" : ""}.`;
     return kv.el("div", { class: "card" },
       kv.el("h3", { text: title }),
       kv.el("p", { class: "answer" }, kv.el("strong", { text: `${one.gpus} GPU${one.gpus === 1 ? "" : "s"}` }), `${priced() ? `, ${money(cost(one))}` : ""}: ${one.fleet}`),
-      kv.el("p", { text: `${state.percentile} % within ${kv.seconds(at(one.ttft_s))}. ${sure} Busy ${busy(one)} of the time.` }),
+      kv.el("p", { text: `${state.percentile} % within ${kv.seconds(at(one.ttft_s))}. Busy ${busy(one)} of the time.` }),
       kv.el("p", { class: "lead", text: rests(one) }));
   }
   function update() {
@@ -160,13 +155,11 @@ kv.ready((data) => {
   let rateChart = null;
   function needs() {
     if (rates.length < 2) return rateHost.closest("section").setAttribute("hidden", "");
-    const of = (value) => rates.map((one) => {
-      const found = cheapest(one, value);
+    const values = rates.map((one) => {
+      const found = cheapest(one);
       return found && cost(found);
     });
-    const line = { name: "cheapest", colour: "--accent", points: true, values: of((one) => at(one.ttft_s)) };
-    const [low, high] = [of((one) => at(one.low_s)), of((one) => at(one.high_s))];
-    if (low.every((one) => one !== null) && high.every((one) => one !== null)) Object.assign(line, { low, high });
+    const line = { name: "cheapest", colour: "--accent", points: true, values };
     const about = {
       label: "The cheapest fleet by the rate of the requests", height: 260, xs: rates, series: [line],
       x: { title: data.rate_per_s ? `requests, times ${Number(data.rate_per_s.toPrecision(3))} a second` : "requests, times those asked for", format: (value) => times(value), log: 2 },

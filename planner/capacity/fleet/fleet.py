@@ -48,7 +48,6 @@ class Conditions:
     order: Order = "first-come"
     slow_share: float = 0.0  # share of slow groups in each pool
     slow_factor: float = 1.0  # their slowdown
-    pace: float = 1.0  # factor on every prefill
 
     def pool(self, arrival_s: Array, service: Service, replicas: int) -> Pool:
         """A pool under these conditions."""
@@ -58,7 +57,7 @@ class Conditions:
             service=service,
             replicas=replicas,
             order=self.order,
-            slowness=(self.slow_factor * self.pace,) * slow + (self.pace,) * (replicas - slow),
+            slowness=(self.slow_factor,) * slow,
         )
 
 
