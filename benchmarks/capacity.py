@@ -230,28 +230,24 @@ def mixed_against_uniform(folder: Path) -> list[str]:
 
 
 def against_simpy(folder: Path) -> list[str]:
-    """Each trace's answer, replayed by SimPy request by request; also with slow groups."""
+    """Each trace's answer, replayed by SimPy request by request."""
     lines = [
-        "| trace | conditions | requests | greatest difference of a TTFT | SimPy | fast |",
-        "|---|---|---|---|---|---|",
+        "| trace | requests | greatest difference of a TTFT | SimPy | fast |",
+        "|---|---|---|---|---|",
     ]
     for name, (machine, slo_s) in TRACES.items():
         path = str(folder / name)
         plans = searched(machine, path, slo_s)[0].plans
         workload, times = read_trace(path), cached_times(machine, path)
         services = {plan.kind: times.service(plan.gpus_per_group, workload) for plan in plans}
-        for what, conditions in (
-            ("quiet", Conditions()),
-            ("a tenth slow", Conditions(slow_share=0.1, slow_factor=1.5)),
-        ):
-            begin_s = time.perf_counter()
-            fast = run_fleet(workload, services, plans, conditions)
-            middle_s = time.perf_counter()
-            reference = run_fleet(workload, services, plans, conditions, serve=lambda pool: PoolProcesses(pool).run())
-            ends_s = time.perf_counter()
-            apart = float(np.abs(fast.ttft_s - reference.ttft_s).max())
-            took = f"{ends_s - middle_s:.2f} s | {middle_s - begin_s:.3f} s"
-            lines.append(f"| {name} | {what} | {len(workload)} | {apart:.1e} s | {took} |")
+        begin_s = time.perf_counter()
+        fast = run_fleet(workload, services, plans, Conditions())
+        middle_s = time.perf_counter()
+        reference = run_fleet(workload, services, plans, Conditions(), serve=lambda pool: PoolProcesses(pool).run())
+        ends_s = time.perf_counter()
+        apart = float(np.abs(fast.ttft_s - reference.ttft_s).max())
+        took = f"{ends_s - middle_s:.2f} s | {middle_s - begin_s:.3f} s"
+        lines.append(f"| {name} | {len(workload)} | {apart:.1e} s | {took} |")
     return lines
 
 

@@ -242,7 +242,7 @@ CHECKS: dict[str, Check] = {
     **dict.fromkeys(("link_bandwidth", "link_latency", "memory_fraction", "slo_ttft", "percentile"), number),
     **dict.fromkeys(("rate_scale", "time_compression", "tpot", "expert_imbalance"), number),
     **dict.fromkeys(("topology", "attention", "dtype", "method", "executor", "objective", "every"), text),
-    **dict.fromkeys(("decode", "order", "slow_groups"), text),
+    **dict.fromkeys(("decode", "order"), text),
     **dict.fromkeys(("timeline", "breakdown", "sure", "uniform_only", "virtual", "expert_parallel"), flag),
     **dict.fromkeys(("on_progress", "on_stage", "on_place"), function),
     "strategies": strategies,

@@ -88,14 +88,6 @@ class FleetOptions:
         str,
         typer.Option("--order", metavar="|".join(ORDERS), help="Order of the queue: first come, or fewest new tokens."),
     ] = "first-come"
-    slow_groups: Annotated[
-        str | None,
-        typer.Option(
-            "--slow-groups",
-            metavar="SHARE:FACTOR",
-            help="Make this share of the groups FACTOR times slower, such as 10%:1.3.",
-        ),
-    ] = None
     replications: Annotated[
         str, typer.Option("--replications", metavar="N", help="Number of independent draws of a synthetic workload.")
     ] = "5"

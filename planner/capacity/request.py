@@ -55,7 +55,6 @@ def make_request(
     kv_transfer_bandwidth: float | str | None = None,
     pack_tokens: int | str | None = None,
     order: str = "first-come",
-    slow_groups: str | None = None,
     replications: int | str = 5,
     sure: bool = False,
     uniform_only: bool = False,
@@ -80,7 +79,6 @@ def make_request(
     prices = _prices(price_per_gpu_hour, sizes)
     if objective == "cost" and not prices:
         raise InputError("objective", objective, "with `price_per_gpu_hour`")
-    share, factor = _slow(slow_groups)
     target = Target(
         slo_s=_seconds(slo_ttft, "slo_ttft"), percentile=parse_number(percentile, "percentile", above=0, most=100)
     )
@@ -90,8 +88,6 @@ def make_request(
         raise InputError("kv_transfer_bandwidth", kv_transfer_bandwidth, "only with `decode` separate")
     conditions = Conditions(
         order=cast("Order", order),
-        slow_share=share,
-        slow_factor=factor,
     )
     return CapacityRequest(
         source=Source.of(
@@ -153,18 +149,6 @@ def _prices(given: float | str | Mapping[int, float] | None, sizes: tuple[int, .
     if missing := [size for size in sizes if size not in named]:
         raise InputError(argument, given, f"a price for groups of {missing[0]} too, or one price for all")
     return {size: named[size] for size in sizes}
-
-
-def _slow(text: str | None) -> tuple[float, float]:
-    """Share of slow groups and their slowdown, of text such as "10%:1.3"."""
-    if text is None:
-        return 0.0, 1.0
-    share, mark, factor = text.partition(":")
-    accepted = "a share of the groups and how many times as long they take, such as 10%:1.3"
-    if not mark or not share.strip().endswith("%"):
-        raise InputError("slow_groups", text, accepted)
-    percent = parse_number(share.strip()[:-1], "slow_groups", above=0, most=100)
-    return percent / 100, parse_number(factor, "slow_groups", above=0, most=1000)
 
 
 def _seconds(value: float | str, argument: str) -> float:

@@ -86,18 +86,18 @@ class StepPrices:
             head_s=self.head_s[min(sum(piece.is_last for piece in pieces), _MOST_HEADS)],
         )
 
-    def run(self, free_s: list[float], begin_s: float, step: StepPrice, slowdown: float = 1.0) -> float:
+    def run(self, free_s: list[float], begin_s: float, step: StepPrice) -> float:
         """Take a step through all stages: `free_s`, when each of them is free, becomes that after the step.
 
         Returns how long the stages are busy on average.
         """
         there_s, busy_s = begin_s, 0.0
         for stage, seconds in enumerate(step.stages_s):
-            issued_s = max(free_s[stage], begin_s) + slowdown * step.waits_s
+            issued_s = max(free_s[stage], begin_s) + step.waits_s
             begin = issued_s if issued_s > there_s else there_s
-            end = max(begin + slowdown * seconds, issued_s + slowdown * self.host_s[stage])
+            end = max(begin + seconds, issued_s + self.host_s[stage])
             if stage == self.num_stages - 1:
-                end += slowdown * step.head_s
+                end += step.head_s
             hop_s = self.hop_s[stage][step.tokens]
             there_s = end + hop_s + self.latency_s[stage]
             free_s[stage] = end + hop_s if self.holds else end

@@ -18,7 +18,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Target": ("--slo-ttft", "--percentile", "--sure", "--max-regret", "--max-error", "--max-logit-error"),
     "Fleet": (
         *("--max-gpus", "--group-sizes", "--uniform-only", "--price-per-gpu-hour", "capacity --objective", "--decode"),
-        *("--tpot", "--kv-transfer-bandwidth", "--slow-groups"),
+        *("--tpot", "--kv-transfer-bandwidth"),
     ),
     "Machine": (
         *("--cluster", "--profile", "--engine", "--attention", "--memory-fraction", "--link-bandwidth"),

@@ -34,7 +34,6 @@ class _Group:
     """One group of GPUs."""
 
     number: int
-    factor: float  # slowdown relative to other groups
     ranks_s: list[float]  # when each rank is free
     free_since_s: float | None = -float("inf")  # None: rank 0 is busy
 
@@ -60,7 +59,7 @@ class PoolProcesses:
         self.places = pool.ranks_in_queue().tolist()
         self.queue: list[tuple[int, int]] = []
         self.open = len(pool.arrival_s)
-        self.groups = [_Group(number, factor, self._free_ranks()) for number, factor in enumerate(pool.factors())]
+        self.groups = [_Group(number, self._free_ranks()) for number in range(pool.replicas)]
         self.over = self.env.event()
 
     def _free_ranks(self) -> list[float]:
@@ -102,7 +101,7 @@ class PoolProcesses:
         """Start the next prompt on rank 0."""
         request = heappop(self.queue)[1]
         overlap, kind = self.service.overlap, int(self.service.length_class[request])
-        took_s = float(self.service.ttft_s[request]) * group.factor
+        took_s = float(self.service.ttft_s[request])
         begin_s, ranks_s = overlap.run(kind, took_s, self.now_s, group.ranks_s)
         end_s, hold_s = ranks_s[-1], float(self.service.hold_s[request])
         group.ranks_s = [end_s + hold_s] * len(ranks_s) if hold_s else ranks_s

@@ -25,16 +25,15 @@ def run_pool(pool: Pool) -> PoolRun:
 
 def _first_come(pool: Pool) -> PoolRun:
     """First come, first served: one pass over the requests."""
-    service, overlap, factors = pool.service, pool.service.overlap, pool.factors()
+    service, overlap = pool.service, pool.service.overlap
     run, num_ranks = overlap.run, overlap.num_ranks
     free = [(-_NEVER, group) for group in range(pool.replicas)]
     ranks = [[-_NEVER] * num_ranks for _ in range(pool.replicas)]
     begins, ends, groups = [], [], []
     rows = (pool.arrival_s, service.ttft_s, service.length_class, service.hold_s)
-    for arrival, alone, kind, hold in zip(*(column.tolist() for column in rows), strict=True):
+    for arrival, took, kind, hold in zip(*(column.tolist() for column in rows), strict=True):
         ready, group = free[0]
         begin = ready if ready > arrival else arrival
-        took = alone * factors[group]
         if num_ranks == 1:
             end = begin + took
             heapreplace(free, (end + hold, group))
@@ -46,14 +45,12 @@ def _first_come(pool: Pool) -> PoolRun:
         begins.append(begin)
         ends.append(end)
         groups.append(group)
-    group_of = np.array(groups, dtype=np.int64)
-    took_s = service.ttft_s * np.array(factors)[group_of]
     busy = np.array(overlap.busy)[service.length_class]
     return PoolRun(
         begin_s=np.array(begins),
         end_s=np.array(ends),
-        group=group_of,
-        busy_s=float((took_s * busy + service.hold_s * (service.hold_gpus / service.num_gpus)).sum()),
+        group=np.array(groups, dtype=np.int64),
+        busy_s=float((service.ttft_s * busy + service.hold_s * (service.hold_gpus / service.num_gpus)).sum()),
     )
 
 
@@ -65,7 +62,6 @@ class _Loop:
         self.record = Record(len(pool.arrival_s))
         places = pool.ranks_in_queue()
         self.place, self.at_place = places.tolist(), np.argsort(places).tolist()
-        self.factors = pool.factors()
         self.free = [(-_NEVER, group) for group in range(pool.replicas)]
         self.ranks = [[-_NEVER] * self.overlap.num_ranks for _ in range(pool.replicas)]  # when each is free
         self.busy = self.overlap.busy
@@ -92,7 +88,7 @@ class _Loop:
         """Start the first of the queue on the group on top of the heap."""
         request = self.at_place[heappop(self.queue)]
         service, kind = self.service, int(self.service.length_class[request])
-        took = float(service.ttft_s[request]) * self.factors[group]
+        took = float(service.ttft_s[request])
         begin, free_s = self.overlap.run(kind, took, now, self.ranks[group])
         end, hold = free_s[-1], float(service.hold_s[request])
         self.ranks[group] = free_s = [end + hold] * len(free_s) if hold else free_s

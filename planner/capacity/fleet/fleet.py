@@ -43,21 +43,17 @@ class GroupPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conditions:
-    """How the fleet is operated: queue order, slow groups."""
+    """How the fleet is operated."""
 
     order: Order = "first-come"
-    slow_share: float = 0.0  # share of slow groups in each pool
-    slow_factor: float = 1.0  # their slowdown
 
     def pool(self, arrival_s: Array, service: Service, replicas: int) -> Pool:
         """A pool under these conditions."""
-        slow = math.ceil(self.slow_share * replicas) if self.slow_factor != 1 else 0
         return Pool(
             arrival_s=arrival_s,
             service=service,
             replicas=replicas,
             order=self.order,
-            slowness=(self.slow_factor,) * slow,
         )
 
 

@@ -22,7 +22,6 @@ class _Group:
     """One group of GPUs."""
 
     number: int
-    factor: float  # slowdown relative to other groups
     free_s: list[float]  # when each stage is free
     begun: Begun | None = None
     begun_s: dict[int, float] = field(default_factory=dict)  # when it began the prompts that have no first token yet
@@ -43,7 +42,7 @@ class PackedPool:
         self.record = Record(len(pool.arrival_s))
         self.queue: list[int] = []  # places of waiting requests
         stages = self.prices.num_stages
-        self.groups = [_Group(number, factor, [-_NEVER] * stages) for number, factor in enumerate(pool.factors())]
+        self.groups = [_Group(number, [-_NEVER] * stages) for number in range(pool.replicas)]
         self.idle: list[tuple[float, int]] = [(-_NEVER, number) for number in range(pool.replicas)]
         self.busy: list[tuple[float, int]] = []  # when the first stage of each other group is free
 
@@ -80,7 +79,7 @@ class PackedPool:
         for piece in pieces:
             if piece.is_first:
                 group.begun_s[piece.prompt] = now
-        spent_s = self.prices.run(group.free_s, now, self.prices.step(pieces), group.factor)
+        spent_s = self.prices.run(group.free_s, now, self.prices.step(pieces))
         end_s = group.free_s[-1]
         ended = [piece.prompt for piece in pieces if piece.is_last]
         hold_s = max((self.hold_s[prompt] for prompt in ended), default=0.0)

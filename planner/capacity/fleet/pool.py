@@ -24,15 +24,10 @@ class Pool:
     service: Service
     replicas: int
     order: Order = "first-come"
-    slowness: tuple[float, ...] = ()  # slowdown of the first groups; all others have 1
 
     def __post_init__(self) -> None:
         assert np.isfinite(self.service.ttft_s).all()
         assert self.replicas >= 1
-
-    def factors(self) -> list[float]:
-        """Slowdown of each group."""
-        return [*self.slowness[: self.replicas], *[1.0] * (self.replicas - len(self.slowness))]
 
     def ranks_in_queue(self) -> npt.NDArray[np.int64]:
         """Position of each request in a queue of all requests."""

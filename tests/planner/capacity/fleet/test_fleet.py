@@ -61,7 +61,6 @@ def pools(draw: st.DrawFn) -> Pool:
         service=service,
         replicas=draw(st.integers(1, 4)),
         order=draw(st.sampled_from(ORDERS)),
-        slowness=draw(st.sampled_from([(), (2.0,), (1.5, 2.0)])),
     )
 
 
@@ -79,7 +78,7 @@ def test_fast_loops_equal_simpy_request_by_request(pool: Pool) -> None:
 def test_every_request_is_served_and_takes_its_time(pool: Pool) -> None:
     run = run_pool(pool)
     assert (run.begin_s >= pool.arrival_s).all()
-    alone_s = pool.service.ttft_s * np.array(pool.factors())[run.group]
+    alone_s = pool.service.ttft_s
     assert (run.end_s - run.begin_s >= alone_s).all()
     if pool.service.overlap.holds or pool.replicas >= len(pool.arrival_s):
         assert np.array_equal(run.end_s - run.begin_s, alone_s)
@@ -92,7 +91,7 @@ def test_every_request_is_served_and_takes_its_time(pool: Pool) -> None:
 def test_more_like_groups_are_never_worse_first_come(pool: Pool) -> None:
     # Begins only move earlier with more servers, where nothing depends on which server (Kiefer and Wolfowitz).
     service = replace(pool.service, overlap=Overlap.whole(), length_class=0 * pool.service.length_class)
-    plain = replace(pool, service=service, order="first-come", slowness=())
+    plain = replace(pool, service=service, order="first-come")
     more = replace(plain, replicas=plain.replicas + 1)
     assert (run_pool(more).begin_s <= run_pool(plain).begin_s + 1e-12).all()
 
@@ -198,14 +197,6 @@ def test_a_fleet_adds_up_and_counts_what_fits_nowhere() -> None:
         workload, services(workload, fits=90), plans, Conditions(), serve=lambda pool: PoolProcesses(pool).run()
     )
     assert by_simpy.ttft_s == pytest.approx(run.ttft_s, rel=1e-12)
-
-
-def test_slow_groups_take_longer() -> None:
-    workload = fleet_workload(400)
-    plans = (GroupPlan(gpus_per_group=2, replicas=4, least_new=1, most_new=100),)
-    calm, slow = Conditions(), Conditions(slow_share=0.3, slow_factor=2.0)
-    calm_s, slow_s = (run_fleet(workload, services(workload, 100), plans, one).ttft_s for one in (calm, slow))
-    assert slow_s.mean() > calm_s.mean()
 
 
 @given(values=st.lists(st.integers(0, 50), min_size=1, max_size=60), percentile=st.floats(0.1, 100))
