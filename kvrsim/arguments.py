@@ -240,7 +240,7 @@ CHECKS: dict[str, Check] = {
     **dict.fromkeys(("samples", "max_gpus", "replications", "top"), count(2**20)),
     "jobs": count(4096),
     **dict.fromkeys(("link_bandwidth", "link_latency", "memory_fraction", "slo_ttft", "percentile"), number),
-    **dict.fromkeys(("rate_scale", "time_compression", "tpot", "expert_imbalance"), number),
+    **dict.fromkeys(("rate_scale", "tpot", "expert_imbalance"), number),
     **dict.fromkeys(("topology", "attention", "dtype", "method", "executor", "objective", "every"), text),
     **dict.fromkeys(("decode", "order"), text),
     **dict.fromkeys(("timeline", "breakdown", "sure", "uniform_only", "virtual", "expert_parallel"), flag),

@@ -47,9 +47,6 @@ class FleetOptions:
     rate_scale: Annotated[
         str, typer.Option("--rate-scale", metavar="X", help="Multiply the number of requests in the same time.")
     ] = "1"
-    time_compression: Annotated[
-        str, typer.Option("--time-compression", metavar="X", help="Replay the same requests X times as fast.")
-    ] = "1"
     price_per_gpu_hour: Annotated[
         str | None,
         typer.Option(

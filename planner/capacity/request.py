@@ -47,7 +47,6 @@ def make_request(
     group_sizes: str | None = None,
     gpus_per_node: int | None = None,
     rate_scale: float | str = 1,
-    time_compression: float | str = 1,
     price_per_gpu_hour: float | str | Mapping[int, float] | None = None,
     objective: str = "gpus",
     decode: str = "separate",
@@ -93,7 +92,6 @@ def make_request(
         source=Source.of(
             requests,
             rate_scale=parse_number(rate_scale, "rate_scale", above=0, most=1e6),
-            time_compression=parse_number(time_compression, "time_compression", above=0, most=1e6),
         ),
         target=target,
         limits=Limits(sizes=sizes, max_gpus=most, prices=prices, by_cost=objective == "cost"),

@@ -12,9 +12,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         *("--prefix-placement", "--dtype", "--expert-parallel", "--expert-imbalance", "--table", "--multiple"),
         "--link-bandwidths",
     ),
-    "Workload": (
-        *("--requests", "--every", "--rate-scale", "--time-compression", "--replications", "--pack-tokens", "--order"),
-    ),
+    "Workload": (*("--requests", "--every", "--rate-scale", "--replications", "--pack-tokens", "--order"),),
     "Target": ("--slo-ttft", "--percentile", "--sure", "--max-regret", "--max-error", "--max-logit-error"),
     "Fleet": (
         *("--max-gpus", "--group-sizes", "--uniform-only", "--price-per-gpu-hour", "capacity --objective", "--decode"),

@@ -133,18 +133,16 @@ class Source:
     trace: Workload | None  # None: synthetic
     synthetic: Synthetic | None
     rate_scale: float = 1.0  # factor on the requests in the same time
-    time_compression: float = 1.0  # factor by which the duration is divided
 
     @classmethod
-    def of(cls, text: str, *, rate_scale: float = 1.0, time_compression: float = 1.0) -> Source:
+    def of(cls, text: str, *, rate_scale: float = 1.0) -> Source:
         """Read FILE, azure:FILE, mooncake:FILE or synthetic:SPEC."""
         kind, mark, rest = text.partition(":")
-        scales = {"rate_scale": rate_scale, "time_compression": time_compression}
         if mark and kind == "synthetic":
-            return cls(trace=None, synthetic=Synthetic.parse(rest), **scales)
+            return cls(trace=None, synthetic=Synthetic.parse(rest), rate_scale=rate_scale)
         if mark and kind in (AZURE, MOONCAKE):
-            return cls(trace=read_trace(rest, kind), synthetic=None, **scales)
-        return cls(trace=read_trace(text), synthetic=None, **scales)
+            return cls(trace=read_trace(rest, kind), synthetic=None, rate_scale=rate_scale)
+        return cls(trace=read_trace(text), synthetic=None, rate_scale=rate_scale)
 
     @property
     def is_random(self) -> bool:
@@ -155,9 +153,9 @@ class Source:
         """The requests; synthetic ones are independent between replications."""
         rng = np.random.default_rng([seed, replication])
         if self.synthetic is not None:
-            return self.synthetic.scaled(self.rate_scale).draw(rng).compressed(self.time_compression)
+            return self.synthetic.scaled(self.rate_scale).draw(rng)
         assert self.trace is not None
-        return self.trace.compressed(self.time_compression).scaled(self.rate_scale, rng)
+        return self.trace.scaled(self.rate_scale, rng)
 
 
 def _lengths(text: str, argument: str) -> _Draw:

@@ -163,16 +163,14 @@ def test_long_traces_are_searched_on_a_stretch_and_judged_whole(
     assert found.answer.in_time >= 0.99
 
 
-def test_rates_and_times_scale(tmp_path: Path) -> None:
+def test_rates_scale(tmp_path: Path) -> None:
     path = trace(tmp_path / "trace.csv")
-    once, thrice, faster = (
-        kvrsim.capacity(requests=path, slo_ttft=2.0, group_sizes="1", uniform_only=True, **scales)
-        for scales in ({}, {"rate_scale": 3}, {"time_compression": 3})
+    once, thrice = (
+        kvrsim.capacity(requests=path, slo_ttft=2.0, group_sizes="1", uniform_only=True, rate_scale=scale)
+        for scale in (1, 3)
     )
     assert thrice.workload["requests"] == 3 * once.workload["requests"]
-    assert faster.workload["duration_s"] == pytest.approx(once.workload["duration_s"] / 3)
-    for more in (thrice, faster):
-        assert more.answer.num_gpus > once.answer.num_gpus  # type: ignore[union-attr]
+    assert thrice.answer.num_gpus > once.answer.num_gpus  # type: ignore[union-attr]
 
 
 def test_in_python(tmp_path: Path) -> None:
@@ -292,7 +290,7 @@ def test_packs_hold_no_more_than_the_memory_does(capsys: pytest.CaptureFixture[s
         ("--group-sizes", "1,,2"),
         ("--group-sizes", "0"),
         ("--rate-scale", "-1"),
-        ("--time-compression", "0"),
+        ("--time-compression", "2"),
         ("--price-per-gpu-hour", "free"),
         ("--price-per-gpu-hour", "1=2"),
         ("--objective", "cost"),

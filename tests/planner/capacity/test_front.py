@@ -37,12 +37,20 @@ def test_the_front_is_what_a_plan_without_other_rates_has(explored: CapacityPlan
     assert {one.rate for one in plain.tried} == {1.0}
 
 
-def test_another_rate_is_the_same_requests_replayed(explored: CapacityPlan) -> None:
-    replayed = at(kvrsim.capacity(requests=SMALL, time_compression=2, **FEW), 1.0)
-    both = replayed.keys() & at(explored, 2.0).keys()
+def test_another_rate_is_the_same_requests_replayed(tmp_path: Path) -> None:
+    def written(gap_s: float) -> Path:
+        rows = [f"{gap_s * i},{300 + 7 * i % 900},5" for i in range(600)]
+        path = tmp_path / f"{gap_s}.csv"
+        path.write_text("\n".join(["arrival_s,context_tokens,output_tokens", *rows]) + "\n")
+        return path
+
+    few = FEW | {"replications": 1}
+    slow, fast = (kvrsim.capacity(requests=written(gap_s), **few) for gap_s in (0.2, 0.1))
+    replayed, asked = at(slow.explored(), 2.0), at(fast, 1.0)
+    both = replayed.keys() & asked.keys()
     assert both
     for name in both:
-        assert at(explored, 2.0)[name].ttft_s == pytest.approx(replayed[name].ttft_s, rel=1e-9)
+        assert replayed[name].ttft_s == pytest.approx(asked[name].ttft_s, rel=1e-9)
 
 
 def test_more_requests_in_the_same_time_wait_longer(explored: CapacityPlan) -> None:

@@ -43,7 +43,6 @@ def test_scaling_by_one_changes_nothing() -> None:
     assert workload().scaled(1, np.random.default_rng(0)) is not None
     before = workload()
     assert before.scaled(1, np.random.default_rng(0)) is before
-    assert before.compressed(1) is before
 
 
 def test_scaling_has_its_limits() -> None:
