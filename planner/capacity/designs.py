@@ -5,8 +5,8 @@ their numbers of late requests add up, and each bucket is simulated once for eac
 combined with. Every bucket gets at least the groups it needs if no request of the others were late. From there on,
 every number of groups that lowers its late requests is an option, and the cheapest combination within the limit wins.
 
-Buckets are cut at quantiles of the requests and of the work. The best two-bucket designs are refined with finer cuts,
-and then cut into three buckets.
+There are one or two buckets, cut at quantiles of the requests and of the work. The best designs of two are refined with
+finer cuts.
 """
 
 from __future__ import annotations
@@ -108,14 +108,12 @@ class DesignSearch:
         return sorted(found, key=lambda fit: (fit.cost, fit.misses, len(fit.design), fit.sizes))
 
     def mixed(self, fits: Sequence[Fit]) -> list[Fit]:
-        """Known fits, two buckets at every cut, the best of them with finer cuts, then three buckets."""
+        """Known fits, two buckets at every cut, and the best of them with finer cuts."""
         kinds = self.best_kinds()
         pairs = [(short, long) for short, long in itertools.product(kinds, kinds) if short.gpus <= long.gpus]
         found = self.fits((self._cut(pair, (cut,)) for cut in self._cuts() for pair in pairs), fits)
         best = [fit for fit in found if len(fit.design) == 2][:_REFINED]
-        found = self.fits((design for fit in best for design in self._finer(fit.design)), found)
-        best = [fit for fit in found if len(fit.design) == 2][:_REFINED]
-        return self.fits((design for fit in best for design in self._in_three(fit.design, kinds)), found)
+        return self.fits((design for fit in best for design in self._finer(fit.design)), found)
 
     def fit(self, design: Design, at_most: float = math.inf) -> Fit | None:
         """The cheapest replicas with which a design meets the target; None: there are none."""
@@ -227,17 +225,6 @@ class DesignSearch:
         kinds = tuple(bucket.kind for bucket in design)
         for near in self._usable(_rounded(int(cut * 2.0**step)) for step in (-0.5, -0.25, -0.125, 0.125, 0.25, 0.5)):
             yield self._cut(kinds, (near,))
-
-    def _in_three(self, design: Design, kinds: Sequence[Kind]) -> Iterator[Design]:
-        """Designs that split either bucket in two."""
-        cut = design[0].most_new
-        short, long = (bucket.kind for bucket in design)
-        for other in self._cuts():
-            for kind in kinds:
-                if other < cut and kind.gpus <= short.gpus:
-                    yield self._cut((kind, short, long), (other, cut))
-                if other > cut and short.gpus <= kind.gpus <= long.gpus:
-                    yield self._cut((short, kind, long), (cut, other))
 
 
 def _product(a: float, b: float) -> float:

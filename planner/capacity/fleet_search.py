@@ -131,7 +131,7 @@ class FleetSearch:
                 reasons.append(Infeasible(gpus_per_group=size, code=code, reason=reason))
         tried_mixed = len(self.search.kinds) > 1 and self.request.mixed
         if not fits and tried_mixed and any(one.code != "memory" for one in reasons):
-            reason = "fleets of two or three sizes of group do not meet it either"
+            reason = "fleets of two sizes of group do not meet it either"
             reasons.append(Infeasible(gpus_per_group=None, code="mixed", reason=reason))
         return reasons
 
