@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from planner.capacity.answer import Point, TriedFleet
 from planner.capacity.designs import MANY, Fit, Limits
 from planner.capacity.evaluations import Evaluations
