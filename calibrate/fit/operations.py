@@ -28,15 +28,10 @@ from kvrsim.hardware.all_reduce import AllReduceRates
 from kvrsim.hardware.gpu import GpuSpec
 from kvrsim.hardware.links import LinkSpec
 from kvrsim.model.spec import ModelSpec
-from kvrsim.profile.profile import (
-    CacheCopies,
-    LinkRates,
-    OperationFit,
-    ValidRange,
-)
+from kvrsim.profile.profile import LinkRates, OperationFit, ValidRange
 from kvrsim.profile.rates.attention import AttentionRates, FlashRates
 from kvrsim.profile.rates.clock import Clock
-from kvrsim.profile.rates.elementwise import ElementwiseRates
+from kvrsim.profile.rates.elementwise import CacheCopies, ElementwiseRates
 from kvrsim.profile.rates.gemm import GemmRates
 
 # A serving engine launches a layer in about a dozen kernels of 5 us; tables of kernel times do not contain it.

@@ -11,17 +11,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvrsim.cost.counted import counted_experts
-from kvrsim.cost.kernels import CostModel
 from kvrsim.cost.mixing.base import launches
+from kvrsim.cost.traffic import activation
 from kvrsim.errors import InputError
 from kvrsim.model.spec import LayerSpec, ModelSpec
+from kvrsim.profile.rates.elementwise import Traffic
 from kvrsim.profile.rates.experts import ExpertsCall, mean_imbalance
-from kvrsim.profile.rates.gemm import GEMM_TYPES
+from kvrsim.profile.rates.gemm import GEMM_TYPES, Product
 from kvrsim.program import Array
+
+if TYPE_CHECKING:
+    from kvrsim.cost.kernels import CostModel
 
 _MOST_IMBALANCE = 1000.0
 
@@ -132,3 +136,16 @@ class RoutedExperts:
     def combined_bytes(self, element_bytes: int) -> float:
         """Bytes of a token's results on their way back."""
         return float(element_bytes * self.layer.mlp[-1].out_features)
+
+
+def counted_experts(call: ExpertsCall, *, fused: bool) -> tuple[tuple[Product, ...], tuple[Traffic, ...]]:
+    """Routed experts as one product after another, each of its share of the tokens, and their activation.
+
+    Nothing is counted for permuting the rows and summing them up.
+    """
+    share = call.num_experts_per_tok / call.num_experts
+    up = [call.up_features] if fused else [call.intermediate_size] * (2 if call.gated else 1)
+    into = (Product(call.hidden_size, features, call.num_experts, share, call.compute) for features in up)
+    back = Product(call.intermediate_size, call.hidden_size, call.num_experts, share, call.compute)
+    width = call.num_experts_per_tok * call.intermediate_size
+    return (*into, back), (activation(width, gated=call.gated, fused=fused),)

@@ -11,17 +11,17 @@ from typing import Protocol
 
 import numpy as np
 
-from kvrsim.cost.counted import counted_experts, counted_recurrence, counted_sparse
+from kvrsim.cost.experts import counted_experts
 from kvrsim.cost.traffic import eager_score_bytes
 from kvrsim.model.spec import ModelSpec
-from kvrsim.profile.profile import CacheCopies, KernelRates
+from kvrsim.profile.profile import KernelRates
 from kvrsim.profile.rates.attention import AttentionCall, AttentionRates, EagerRates
-from kvrsim.profile.rates.elementwise import Traffic
+from kvrsim.profile.rates.elementwise import CacheCopies, Traffic
 from kvrsim.profile.rates.experts import ExpertsCall
 from kvrsim.profile.rates.gemm import Product, RowCost, of_each, summed
 from kvrsim.profile.rates.latent import LatentRates
-from kvrsim.profile.rates.recurrence import RecurrenceCall, RecurrenceSeconds
-from kvrsim.profile.rates.sparse import SparseCall
+from kvrsim.profile.rates.recurrence import RecurrenceCall, RecurrenceSeconds, counted_recurrence
+from kvrsim.profile.rates.sparse import SparseCall, counted_sparse
 from kvrsim.program import Array
 
 

@@ -7,18 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvrsim.cost.counted import least_recurrence, least_sparse
 from kvrsim.cost.traffic import eager_score_bytes
 from kvrsim.errors import InputError
 from kvrsim.hardware.gpu import GpuSpec
 from kvrsim.model.spec import ModelSpec
-from kvrsim.profile.profile import CacheCopies
 from kvrsim.profile.rates.attention import AttentionCall
-from kvrsim.profile.rates.elementwise import Traffic
+from kvrsim.profile.rates.elementwise import CacheCopies, Traffic
 from kvrsim.profile.rates.experts import ExpertsCall
 from kvrsim.profile.rates.gemm import GEMM_TYPES, ElementBytes, Product, of_each
-from kvrsim.profile.rates.recurrence import RecurrenceCall, RecurrenceSeconds
-from kvrsim.profile.rates.sparse import SparseCall
+from kvrsim.profile.rates.recurrence import RecurrenceCall, RecurrenceSeconds, least_recurrence
+from kvrsim.profile.rates.sparse import SparseCall, least_sparse
 from kvrsim.program import Array
 
 _NO_COPIES = CacheCopies(keep=0.0, append=0.0, gather=0.0)

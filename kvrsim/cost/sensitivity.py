@@ -14,9 +14,8 @@ import numpy as np
 
 from kvrsim.cost.kernels import CostModel
 from kvrsim.model.spec import ModelSpec
-from kvrsim.profile.profile import CacheCopies
 from kvrsim.profile.rates.attention import AttentionCall
-from kvrsim.profile.rates.elementwise import Traffic
+from kvrsim.profile.rates.elementwise import CacheCopies, Traffic
 from kvrsim.profile.rates.experts import ExpertsCall
 from kvrsim.profile.rates.gemm import Product
 from kvrsim.profile.rates.recurrence import RecurrenceCall, RecurrenceSeconds

@@ -30,8 +30,7 @@ from typing import NamedTuple
 
 from kvrsim.model.mixers import Attention, CompressedAttention, LatentAttention, Mixer, Recurrence
 from kvrsim.model.spec import LayerSpec, ModelSpec
-from kvrsim.profile.profile import CacheCopies
-from kvrsim.profile.rates.elementwise import Traffic
+from kvrsim.profile.rates.elementwise import CacheCopies, Traffic
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,7 @@ from kvrsim.io.json_text import JsonObject
 from kvrsim.io.schema import Check, Keys, Limits, NonNegative, RelativeError, Whole, fields_to_json, read
 from kvrsim.profile.rates.attention import ATTENTION_KERNELS, AttentionRates, read_attention
 from kvrsim.profile.rates.clock import Clock
-from kvrsim.profile.rates.elementwise import ElementwiseRates
+from kvrsim.profile.rates.elementwise import CacheCopies, ElementwiseRates
 from kvrsim.profile.rates.experts import ExpertRates
 from kvrsim.profile.rates.gemm import GEMM_TYPES, GemmRates, Product, Width, alike
 from kvrsim.profile.rates.latent import LatentRates
@@ -51,16 +51,6 @@ Dtypes = Annotated[
     tuple[str, ...], Check(f"some of {', '.join(DTYPES)}", lambda found: found and set(found) <= set(DTYPES))
 ]
 GemmTypes = Annotated[Mapping[str, GemmRates], Keys(tuple(GEMM_TYPES))]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CacheCopies:
-    """How often K and V are copied, each time read and written, on their way into the cache."""
-
-    keep: NonNegative  # by every strategy, as where K and V are stacked into one tensor
-    append: NonNegative  # more where a chunk is appended to a prefix (torch.cat)
-    gather: NonNegative  # more where gathered pieces are put together (a list of outputs, then torch.cat)
-    own: NonNegative = 0.0  # of the chunk's alone, where it is written into a buffer that holds the rest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

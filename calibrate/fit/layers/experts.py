@@ -14,7 +14,7 @@ from calibrate.fit.clock import burst_seconds
 from calibrate.fit.gemm import peak_of
 from calibrate.fit.solver import Comparison, Fitted, Parameter, Some, cross_validated_s, rounded, solve
 from calibrate.importers.experts import HALF, ExpertRows, read_experts
-from kvrsim.cost.counted import counted_experts
+from kvrsim.cost.experts import counted_experts
 from kvrsim.cost.kernels import CalibratedCost
 from kvrsim.errors import InputError
 from kvrsim.hardware.cluster import load_gpu

@@ -5,17 +5,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from kvrsim.cost.kernels import CostModel
 from kvrsim.model.gemm import Gemm
 from kvrsim.model.mixers import Mixer
 from kvrsim.model.spec import ModelSpec
 from kvrsim.profile.rates.elementwise import Traffic
 from kvrsim.profile.rates.gemm import GEMM_TYPES, Product, merged
 from kvrsim.program import Array
+
+if TYPE_CHECKING:
+    from kvrsim.cost.kernels import CostModel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,18 +15,9 @@ import numpy as np
 from kvrsim.io.json_text import JsonObject
 from kvrsim.io.schema import Limits, NonNegative, PositiveShare, Share, read
 from kvrsim.profile.rates.blocked import AttentionCall, BlockedRates
-from kvrsim.profile.rates.sizes import MeasuredSizes, pieces
+from kvrsim.profile.rates.gemm import pieces
+from kvrsim.profile.rates.sizes import MeasuredSizes
 from kvrsim.program import Array
-
-__all__ = [
-    "ATTENTION_KERNELS",
-    "AttentionCall",
-    "AttentionRates",
-    "BlockedRates",
-    "EagerRates",
-    "FlashRates",
-    "read_attention",
-]
 
 ATTENTION_KERNELS = ("eager", "sdpa", "flash")
 

@@ -59,3 +59,13 @@ class ElementwiseRates:
         if op == "merge":
             return self.residual if self.merge_bytes_per_s is None else self.merge_bytes_per_s
         return float(getattr(self, op))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheCopies:
+    """How often K and V are copied, each time read and written, on their way into the cache."""
+
+    keep: NonNegative  # by every strategy, as where K and V are stacked into one tensor
+    append: NonNegative  # more where a chunk is appended to a prefix (torch.cat)
+    gather: NonNegative  # more where gathered pieces are put together (a list of outputs, then torch.cat)
+    own: NonNegative = 0.0  # of the chunk's alone, where it is written into a buffer that holds the rest

@@ -7,6 +7,7 @@ Multiplication Background User's Guide). Of several tile sizes the library takes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,7 +18,6 @@ import numpy as np
 from kvrsim.errors import InputError
 from kvrsim.io.json_text import JsonObject
 from kvrsim.io.schema import NonNegative, PositiveShare, read
-from kvrsim.profile.rates.sizes import pieces
 from kvrsim.program import Array
 
 _LAST_STEP = 512  # steps of the time table; beyond them time is proportional to rows
@@ -112,6 +112,14 @@ class MeasuredShape:
         rows = list(self.rows)
         if not rows or len(rows) != len(self.seconds) or sorted(set(rows)) != rows:
             raise InputError("rows", rows, "rising whole numbers from 1, as many as seconds")
+
+
+def pieces(amount: Array, size: float | Array) -> Array:
+    """How many pieces of a size cover an amount; a fit has a size for each of its rows."""
+    # Of a power of 2, which most are, the inverse is exact, and the product faster.
+    if isinstance(size, int | float) and math.frexp(size)[0] == 0.5:
+        return np.asarray(np.ceil(amount * (1.0 / size)))
+    return np.asarray(np.ceil(amount / size))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

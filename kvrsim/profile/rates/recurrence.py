@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import numpy as np
 
@@ -19,10 +19,14 @@ from kvrsim.io.schema import Keys, NonNegative, RelativeError
 from kvrsim.program import Array
 from kvrsim.units import format_bandwidth, format_seconds
 
+if TYPE_CHECKING:
+    from kvrsim.profile.profile import KernelRates
+
 SCAN_CHUNK: Mapping[str, int] = {"gated_delta": 64, "kda": 64, "mamba2": 128}  # tokens; by kind of recurrence
 SCAN_KERNELS = 6  # of one scan, as SGLang and mamba_ssm launch them
 RECURRENCES = tuple(SCAN_CHUNK)
 _ALIKE = {"gated_delta": "kda", "kda": "gated_delta", "mamba2": "gated_delta"}  # whose rates stand for one without
+_CHUNK_S = 1.5e-6  # a chunk's step took 1.2 to 1.8 us on all GPUs whose scans were measured
 _FP32 = 2  # elements of half precision in one of fp32
 
 
@@ -175,3 +179,25 @@ def _described(kind: str, rates: KindRates) -> str:
         f" {format_seconds(convolution.start_s)}, {format_bandwidth(convolution.cached_bytes_per_s)}, beyond"
         f" {convolution.cached_bytes / 1e6:.0f} MB {format_bandwidth(convolution.bytes_per_s)}."
     )
+
+
+def counted_recurrence(rates: KernelRates, call: RecurrenceCall, batch: int, element_bytes: int) -> RecurrenceSeconds:
+    """FLOPs at the rate of products, and bytes at that of copies, one after the other."""
+    elementwise = rates.elementwise
+    tokens = batch * call.tokens
+    byte_s = element_bytes / elementwise.copy
+    scan_s = tokens * (call.scan_flops / rates.gemm.flops_per_s + call.scan_elements * byte_s)
+    scan_s = scan_s + SCAN_KERNELS * elementwise.start_s + call.tokens * (_CHUNK_S / SCAN_CHUNK[call.kind])
+    start_s = elementwise.start_s * (call.conv_channels > 0)
+    return RecurrenceSeconds(convolution=start_s + tokens * (call.convolution_elements * byte_s), scan=scan_s)
+
+
+def least_recurrence(
+    call: RecurrenceCall, batch: int, element_bytes: int, *, flops_per_s: float, bytes_per_s: float
+) -> RecurrenceSeconds:
+    """The longer of FLOPs, and queries, keys, values and output that cross memory once."""
+    tokens = batch * call.tokens
+    elements = 2.0 * (call.num_key_heads * call.key_head_dim + call.num_value_heads * call.value_head_dim)
+    token_s = max(call.scan_flops / flops_per_s, elements * element_bytes / bytes_per_s)
+    convolution_s = call.convolution_elements * element_bytes / bytes_per_s
+    return RecurrenceSeconds(convolution=tokens * convolution_s, scan=np.asarray(tokens * token_s))

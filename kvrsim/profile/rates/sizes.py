@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,11 +40,3 @@ class MeasuredSizes:
         """The least of that size and all larger ones."""
         larger = np.append(np.minimum.accumulate(self.factors[::-1])[::-1], np.inf)
         return np.asarray(np.minimum(self.factor(size), larger[np.searchsorted(self.sizes, size)]))
-
-
-def pieces(amount: Array, size: float | Array) -> Array:
-    """How many pieces of a size cover an amount; a fit has a size for each of its rows."""
-    # Of a power of 2, which most are, the inverse is exact, and the product faster.
-    if isinstance(size, int | float) and math.frexp(size)[0] == 0.5:
-        return np.asarray(np.ceil(amount * (1.0 / size)))
-    return np.asarray(np.ceil(amount / size))

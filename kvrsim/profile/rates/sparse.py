@@ -11,6 +11,7 @@ Each step is a kernel whose time grows with its queries, once they fill the devi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,6 +19,11 @@ from kvrsim.errors import InputError
 from kvrsim.io.schema import NonNegative, PositiveShare
 from kvrsim.program import Array
 from kvrsim.units import format_seconds
+
+if TYPE_CHECKING:
+    from kvrsim.profile.profile import KernelRates
+
+_SCORE_BYTES = 4.0  # of a score, fp32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,3 +195,19 @@ class SparseRates:
         """What was found, in a sentence a kind."""
         kinds = {"Single keys": self.keys, "Blocks": self.blocks}
         return " ".join(kernels.describe(what) for what, kernels in kinds.items() if kernels is not None)
+
+
+def counted_sparse(rates: KernelRates, call: SparseCall, batch: int) -> Array:
+    """FLOPs at the rate of products, scores in FP8 where there is one; scores are written and read once."""
+    elementwise = rates.elementwise
+    score_rates, _ = rates.gemm_of("fp8" if call.block == 1 else None, 2)
+    flops_s = call.score_flops / score_rates.flops_per_s + call.attention_flops / rates.gemm.flops_per_s
+    scores = call.chunk * call.seen * call.chooses
+    start_s = elementwise.start_s * (1.0 + 2.0 * call.chooses)
+    return start_s + batch * (flops_s + scores * (2.0 * _SCORE_BYTES / elementwise.copy))
+
+
+def least_sparse(call: SparseCall, batch: int, *, score_flops_per_s: float, flops_per_s: float) -> Array:
+    """FLOPs alone: of scores, and of attention to the keys that queries do attend to."""
+    score_s, attention_s = call.score_flops / score_flops_per_s, call.least_attention_flops / flops_per_s
+    return np.asarray(batch * (score_s + attention_s))

@@ -17,9 +17,9 @@ from kvrsim.cost.traffic import after_mixer, before_mixer, eager_score_bytes
 from kvrsim.engine.host import HostRates
 from kvrsim.errors import InputError
 from kvrsim.model.spec import ModelSpec
-from kvrsim.profile.profile import CacheCopies, CalibrationProfile
+from kvrsim.profile.profile import CalibrationProfile
 from kvrsim.profile.rates.attention import BlockedRates, EagerRates, FlashRates
-from kvrsim.profile.rates.elementwise import ELEMENTWISE_OPS, ElementwiseRates, Traffic
+from kvrsim.profile.rates.elementwise import ELEMENTWISE_OPS, CacheCopies, ElementwiseRates, Traffic
 from kvrsim.profile.rates.gemm import GemmRates, Product, Tile
 from kvrsim.program import Array, Compute
 from kvrsim.request import Request

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrsim.cost.counted import least_recurrence
 from kvrsim.cost.kernels import CalibratedCost
 from kvrsim.cost.limits import NoTime, RooflineCost
 from kvrsim.errors import InputError
@@ -23,6 +22,7 @@ from kvrsim.profile.rates.recurrence import (
     RecurrenceCall,
     RecurrenceRates,
     ScanRates,
+    least_recurrence,
 )
 
 SCAN = ScanRates(start_s=4e-5, chunk_s=1.5e-6, flops_per_s=2e14, cached_bytes=50e6, bytes_per_s=2e12)
