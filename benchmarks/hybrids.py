@@ -11,8 +11,8 @@ from _report import write
 
 import kvrsim
 from kvrsim.compile import build_program, columns, for_strategy
-from kvrsim.cost.mixing.latent import LatentMixing
 from kvrsim.executors.run import run_program
+from kvrsim.kernels.attention import LatentMixing
 from kvrsim.model.load import builtin_models, load_model
 from kvrsim.model.mixers import LatentAttention, Mixer, Recurrence
 from kvrsim.partition import Partition

@@ -11,8 +11,8 @@ from _report import write
 
 import kvrsim
 from kvrsim.choices import PrefixAccess
-from kvrsim.cost.prefix import PrefixPlacement
 from kvrsim.executors.run import run_partition
+from kvrsim.kernels.prefix import PrefixPlacement
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, get_strategy
 from kvrsim.units import format_tokens

@@ -16,14 +16,12 @@ from kvrsim.version import __version__ as __version__
 
 _HOMES = {  # of each lazy name
     "kvrsim.errors": ("InputError", "KvrsimError"),
-    "kvrsim.hardware.cluster": ("Cluster", "load_cluster"),
-    "kvrsim.hardware.gpu": ("GpuSpec",),
-    "kvrsim.hardware.links": ("LinkSpec",),
-    "kvrsim.engine.engine": ("Engine", "load_engine"),
+    "kvrsim.hardware": ("Cluster", "GpuSpec", "LinkSpec", "load_cluster"),
+    "kvrsim.engine": ("Engine", "load_engine"),
     "kvrsim.model.load": ("load_model",),
     "kvrsim.model.spec": ("ModelSpec",),
     "kvrsim.partition": ("Partition",),
-    "kvrsim.profile.profile": ("CalibrationProfile", "load_profile"),
+    "kvrsim.kernels.profile": ("CalibrationProfile", "load_profile"),
     "kvrsim.request": ("Request",),
     "kvrsim.results.results": ("Plan", "SimResult"),
     "kvrsim.scenario": ("Scenario",),
@@ -39,19 +37,19 @@ __all__ = sorted(("__version__", *_HOME_OF))
 
 if TYPE_CHECKING:  # the same table for type checkers; a test compares them
     from kvrsim.builder import make_scenario as make_scenario
-    from kvrsim.engine.engine import Engine as Engine
-    from kvrsim.engine.engine import load_engine as load_engine
+    from kvrsim.engine import Engine as Engine
+    from kvrsim.engine import load_engine as load_engine
     from kvrsim.errors import InputError as InputError
     from kvrsim.errors import KvrsimError as KvrsimError
-    from kvrsim.hardware.cluster import Cluster as Cluster
-    from kvrsim.hardware.cluster import load_cluster as load_cluster
-    from kvrsim.hardware.gpu import GpuSpec as GpuSpec
-    from kvrsim.hardware.links import LinkSpec as LinkSpec
+    from kvrsim.hardware import Cluster as Cluster
+    from kvrsim.hardware import GpuSpec as GpuSpec
+    from kvrsim.hardware import LinkSpec as LinkSpec
+    from kvrsim.hardware import load_cluster as load_cluster
+    from kvrsim.kernels.profile import CalibrationProfile as CalibrationProfile
+    from kvrsim.kernels.profile import load_profile as load_profile
     from kvrsim.model.load import load_model as load_model
     from kvrsim.model.spec import ModelSpec as ModelSpec
     from kvrsim.partition import Partition as Partition
-    from kvrsim.profile.profile import CalibrationProfile as CalibrationProfile
-    from kvrsim.profile.profile import load_profile as load_profile
     from kvrsim.request import Request as Request
     from kvrsim.results.results import Plan as Plan
     from kvrsim.results.results import SimResult as SimResult

@@ -8,23 +8,37 @@ from typing import Any, TypedDict, cast
 
 from kvrsim.arguments import checked
 from kvrsim.choices import Topology
-from kvrsim.cost.coverage import coverage_notes, head_dims
-from kvrsim.cost.expert_notes import expert_notes
-from kvrsim.cost.precision import precision_notes
-from kvrsim.cost.prefix import PrefixPlacement, placement_notes
-from kvrsim.engine.engine import NO_ENGINE, Engine, load_engine
+from kvrsim.engine import NO_ENGINE, Engine, load_engine
 from kvrsim.errors import InputError
-from kvrsim.hardware.cluster import DEFAULT_CLUSTER, MAX_GPUS, Cluster, load_cluster, load_link
-from kvrsim.hardware.gpu import DEFAULT_MEMORY_FRACTION
-from kvrsim.hardware.links import LinkSpec
+from kvrsim.hardware import (
+    DEFAULT_CLUSTER,
+    DEFAULT_MEMORY_FRACTION,
+    MAX_GPUS,
+    Cluster,
+    LinkSpec,
+    load_cluster,
+    load_link,
+)
+from kvrsim.kernels.coverage import coverage_notes, expert_notes, head_dims, precision_notes
+from kvrsim.kernels.prefix import PrefixPlacement, placement_notes
+from kvrsim.kernels.profile import CalibrationProfile, load_profile
 from kvrsim.model.load import load_model
 from kvrsim.model.spec import ModelSpec
-from kvrsim.profile.profile import CalibrationProfile, load_profile
-from kvrsim.ranges import counts_of, counts_up_to, lengths_of
 from kvrsim.request import Request
 from kvrsim.scenario import ROOFLINE, Scenario
 from kvrsim.text import Note
-from kvrsim.units import parse_bandwidth, parse_count, parse_fraction, parse_number, parse_seconds, parse_tokens, scale
+from kvrsim.units import (
+    counts_of,
+    counts_up_to,
+    lengths_of,
+    parse_bandwidth,
+    parse_count,
+    parse_fraction,
+    parse_number,
+    parse_seconds,
+    parse_tokens,
+    scale,
+)
 
 DEFAULT_MODEL = "llama-7b"
 DEFAULT_DTYPE = "fp16"

@@ -15,7 +15,7 @@ DTYPES = tuple(DTYPE_BYTES)  # of weights, activations and KV cache alike; of a 
 
 PrefixPlace = Literal["all", "sharded", "layers", "host", "remote"]  # where a cached prefix's K and V lie
 PREFIX_PLACEMENTS: tuple[PrefixPlace, ...] = get_args(PrefixPlace)
-PrefixAccess = Literal["whole", "pass-kv", "pass-q"]  # how ranks attend to it: see kvrsim/cost/prefix.py
+PrefixAccess = Literal["whole", "pass-kv", "pass-q"]  # how ranks attend to it: see kvrsim/kernels/prefix.py
 
 Device = Literal["auto", "cpu", "cuda"]
 DEVICES: tuple[Device, ...] = get_args(Device)

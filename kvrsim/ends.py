@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvrsim.cost.kernels import CostModel
-from kvrsim.cost.tensor_parallel import all_gather, all_reduce
-from kvrsim.profile.rates.elementwise import Traffic
-from kvrsim.profile.rates.gemm import Product
+from kvrsim.kernels.calibrated import CostModel
+from kvrsim.kernels.elementwise import Traffic
+from kvrsim.kernels.gemm import Product
+from kvrsim.kernels.tensor_parallel import all_gather, all_reduce
 from kvrsim.program import Array, Collective, Compute, Op
 from kvrsim.scenario import Scenario
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvrsim.compile import build_program, columns
-from kvrsim.cost.limits import NoTime
 from kvrsim.io.schema import fields_to_json
+from kvrsim.kernels.roofline import NoTime
 from kvrsim.model.mixers import Attention, LatentAttention, Recurrence
 from kvrsim.model.spec import LayerSpec, ModelSpec
 from kvrsim.partition import Partition

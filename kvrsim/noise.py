@@ -15,10 +15,8 @@ import numpy.typing as npt
 
 from kvrsim.choices import OBJECTIVES
 from kvrsim.errors import InputError
-from kvrsim.hardware.cluster import Cluster
-from kvrsim.hardware.uneven import SlowGpu, SlowLink, UnevenCluster
-from kvrsim.io.json_text import JsonObject
-from kvrsim.io.schema import Limits, Share, fields_to_json, read
+from kvrsim.hardware import Cluster, SlowGpu, SlowLink, UnevenCluster
+from kvrsim.io.schema import JsonObject, Limits, Share, fields_to_json, read
 from kvrsim.program import Array
 from kvrsim.units import parse_seconds
 

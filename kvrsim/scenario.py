@@ -7,21 +7,19 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from kvrsim.choices import PrefixAccess
-from kvrsim.cost.experts import ONE_GPU, ExpertPlacement, check_experts, spread_experts
-from kvrsim.cost.kernels import CalibratedCost, CostModel
-from kvrsim.cost.layer import LayerCosts
-from kvrsim.cost.limits import RooflineCost
-from kvrsim.cost.prefix import ON_EVERY_RANK, PrefixPlacement, PrefixWay, way_of
-from kvrsim.cost.tensor_parallel import Group, group_of, grouped_cluster, share_of
-from kvrsim.engine.engine import NO_ENGINE, Engine
-from kvrsim.engine.host import NO_HOST, HostRates
+from kvrsim.engine import NO_ENGINE, NO_HOST, Engine, HostRates
 from kvrsim.errors import InputError
-from kvrsim.hardware.cluster import Cluster
-from kvrsim.hardware.gpu import DEFAULT_MEMORY_FRACTION, MemoryLimit
+from kvrsim.hardware import DEFAULT_MEMORY_FRACTION, Cluster, MemoryLimit
+from kvrsim.kernels.attention import ATTENTION_KERNELS
+from kvrsim.kernels.calibrated import CalibratedCost, CostModel
+from kvrsim.kernels.experts import ONE_GPU, ExpertPlacement, check_experts, spread_experts
+from kvrsim.kernels.layer import LayerCosts
+from kvrsim.kernels.prefix import ON_EVERY_RANK, PrefixPlacement, PrefixWay, way_of
+from kvrsim.kernels.profile import CalibrationProfile, SendStyle, profiles_with
+from kvrsim.kernels.roofline import RooflineCost
+from kvrsim.kernels.tensor_parallel import Group, group_of, grouped_cluster, share_of
 from kvrsim.model.quantized import in_fp8
 from kvrsim.model.spec import ModelSpec
-from kvrsim.profile.profile import CalibrationProfile, SendStyle, profiles_with
-from kvrsim.profile.rates.attention import ATTENTION_KERNELS
 from kvrsim.request import Request
 from kvrsim.units import scale_kept
 

@@ -14,8 +14,8 @@ from kvrsim.builder import ScenarioArgs, make_scenario, make_scenarios
 from kvrsim.choices import MAP_STRATEGIES
 
 if TYPE_CHECKING:
+    from kvrsim.kernels.profile import CalibrationProfile
     from kvrsim.noise import Noise
-    from kvrsim.profile.profile import CalibrationProfile
     from kvrsim.results.results import Plan, SimResult
     from kvrsim.strategies import Strategy
     from planner.capacity.answer import CapacityPlan

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvrsim.errors import InputError
+from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT
 from kvrsim.partition import Partition
-from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT
 from kvrsim.results.results import SearchReport
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, Strategy, chain_like

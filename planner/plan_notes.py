@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvrsim.engine.engine import Engine
+from kvrsim.engine import Engine
 from kvrsim.executors.run import run_partition
 from kvrsim.program import computes_s
 from kvrsim.results.results import StrategyResult

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from kvrsim.errors import InputError
-from kvrsim.hardware.cluster import Cluster, builtin_clusters, load_cluster
+from kvrsim.hardware import Cluster, builtin_clusters, load_cluster
 from kvrsim.memory import memory_of
 from kvrsim.partition import Partition
 from kvrsim.results.results import StrategyResult

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from kvrsim.compile import build_program, columns
 from kvrsim.errors import InputError
-from kvrsim.hardware.cluster import Cluster
+from kvrsim.hardware import Cluster
 from kvrsim.noise import NoiseDraw
 from kvrsim.program import Program
 from kvrsim.results.stream import Packed, Prompts, StreamResult

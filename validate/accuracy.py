@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvrsim.io.files import write_atomically
-from kvrsim.profile.profile import OPERATION_KINDS, builtin_profiles, load_profile
+from kvrsim.kernels.profile import OPERATION_KINDS, builtin_profiles, load_profile
 from kvrsim.views.style import styled
 from validate.published import compare as paper
 from validate.published.compare import run

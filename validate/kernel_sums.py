@@ -19,14 +19,13 @@ from calibrate.fit.gemm_rows import model_shapes
 from calibrate.shipped.recipes import VIDUR_URL, Recipe
 from kvrsim.builder import make_scenario
 from kvrsim.compile import build_program
-from kvrsim.cost.traffic import after_mixer, before_mixer
-from kvrsim.engine.host import NO_HOST
+from kvrsim.engine import NO_HOST
 from kvrsim.errors import KvrsimError
-from kvrsim.hardware.cluster import builtin_clusters, load_cluster
+from kvrsim.hardware import builtin_clusters, load_cluster
 from kvrsim.io.files import write_atomically
+from kvrsim.kernels.elementwise import Traffic, after_mixer, before_mixer
+from kvrsim.kernels.profile import load_profile
 from kvrsim.model.spec import ModelSpec
-from kvrsim.profile.profile import load_profile
-from kvrsim.profile.rates.elementwise import Traffic
 from kvrsim.program import Compute, Op
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy

@@ -12,7 +12,7 @@ column may be missing where no row needs it, and their order is free. Every row 
 and may have mean_s (seconds, mean of the repeats, outliers drawn in; empty: not known), spread_s (standard deviation
 or interquartile range of the repeats, seconds; empty: not known), batch (sequences at once; empty: 1) and dtype (fp16,
 bf16, fp8 or fp32: of the operands; of gemm also fp8_block, nvfp4, int8, int4_wo or int8_wo, see
-kvrsim.profile.rates.gemm; a time on the host has none). A prefill is a sum of many kernels, and means add up where
+kvrsim.kernels.gemm; a time on the host has none). A prefill is a sum of many kernels, and means add up where
 medians of lopsided times do not: a fit takes mean_s where there is one.
 Beyond these:
 
@@ -76,8 +76,8 @@ from calibrate.data.csv import MAX_WHOLE, CsvRow, CsvTable, leading_comments
 from kvrsim.choices import DTYPES
 from kvrsim.errors import InputError
 from kvrsim.io.files import write_atomically
-from kvrsim.io.json_text import parse_json
-from kvrsim.profile.rates.gemm import GEMM_TYPES
+from kvrsim.io.schema import parse_json
+from kvrsim.kernels.gemm import GEMM_TYPES
 from kvrsim.units import MAX_SECONDS
 
 MEASURED_DTYPES = (*DTYPES, *(kind for kind in GEMM_TYPES if kind not in DTYPES))

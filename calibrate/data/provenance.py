@@ -9,10 +9,8 @@ from typing import Any
 
 from calibrate.data.measurement import read_origin
 from kvrsim.choices import TOPOLOGIES, Topology
-from kvrsim.hardware.cluster import Cluster
-from kvrsim.hardware.gpu import GpuSpec
-from kvrsim.hardware.links import LinkSpec
-from kvrsim.io.json_text import JsonObject
+from kvrsim.hardware import Cluster, GpuSpec, LinkSpec
+from kvrsim.io.schema import JsonObject
 from kvrsim.model.architectures import read_config
 from kvrsim.model.spec import ModelSpec
 

@@ -25,8 +25,8 @@ from calibrate.fit.solver import (
     sources_of,
 )
 from kvrsim.errors import InputError
-from kvrsim.hardware.gpu import GpuSpec
-from kvrsim.profile.rates.attention import AttentionRates, BlockedRates, EagerRates, FlashRates
+from kvrsim.hardware import GpuSpec
+from kvrsim.kernels.attention import AttentionRates, BlockedRates, EagerRates, FlashRates
 from kvrsim.program import Array
 
 HEAD_DIM = 128

@@ -13,11 +13,10 @@ import numpy as np
 
 from calibrate.data.measurement import Measurement
 from calibrate.fit.solver import Some, column, element_bytes_of, rounded, thinned
-from kvrsim.profile.rates.attention import AttentionCall, AttentionRates, BlockedRates, EagerRates
-from kvrsim.profile.rates.sizes import MeasuredSizes
+from kvrsim.kernels.attention import AttentionCall, AttentionRates, BlockedRates, EagerRates, MeasuredSizes
 from kvrsim.program import Array
 
-LLAMA_SCORE_BYTES = 28.0  # see kvrsim/cost/traffic.py
+LLAMA_SCORE_BYTES = 28.0  # see kvrsim/kernels/elementwise.py
 _ARRAYS = ("chunk", "prefix", "num_attention_heads", "num_key_value_heads", "head_dim", "batch", "expected_s")
 
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from calibrate.data.measurement import Measurement
 from calibrate.fit.solver import HALF, Parameter, Some, column, solve, sources_of
-from kvrsim.hardware.gpu import GpuSpec
-from kvrsim.profile.rates.clock import Clock
+from kvrsim.hardware import GpuSpec
+from kvrsim.kernels.profile import Clock
 from kvrsim.program import Array
 
 # Products that fill a GPU: of others the rate depends on their shape more than on the clock.

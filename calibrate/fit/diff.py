@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from calibrate.fit.profile import layer_costs
-from kvrsim.cost.sensitivity import Part, WeightedCost
+from kvrsim.kernels.gemm import Product
+from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile, LinkRates
+from kvrsim.kernels.sensitivity import Part, WeightedCost
 from kvrsim.model.spec import ModelSpec
-from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile, LinkRates
-from kvrsim.profile.rates.gemm import Product
 from kvrsim.program import Array
 from kvrsim.units import format_bytes, format_tokens
 
@@ -125,7 +125,7 @@ def _messages(a: CalibrationProfile, b: CalibrationProfile) -> Iterator[DiffRow]
 
 
 def _message_s(links: LinkRates, nbytes: int) -> float:
-    """From send to arrival, as in kvrsim.hardware.cluster.Path."""
+    """From send to arrival, as in kvrsim.hardware.Path."""
     long_s = nbytes / links.bandwidth_bytes_per_s
     if links.short_bytes_per_s is None:
         return links.latency_s + long_s

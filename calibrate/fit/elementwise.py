@@ -22,8 +22,8 @@ from calibrate.fit.solver import (
     solve,
     sources_of,
 )
-from kvrsim.hardware.gpu import GpuSpec
-from kvrsim.profile.rates.elementwise import ELEMENTWISE_OPS, ElementwiseRates
+from kvrsim.hardware import GpuSpec
+from kvrsim.kernels.elementwise import ELEMENTWISE_OPS, ElementwiseRates
 from kvrsim.program import Array
 
 PROMISED_TOKENS = 128  # from here on, a prefill's chunks: what the profile's error is about

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from calibrate.fit.solver import Parameter, peak_flops
-from kvrsim.hardware.gpu import GpuSpec
-from kvrsim.profile.rates.attention import FlashRates
+from kvrsim.hardware import GpuSpec
+from kvrsim.kernels.attention import FlashRates
 
 # Bounds of what may be fitted, in seconds or as shares; append_bytes_per_s ends at the datasheet's HBM rate.
 _BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(

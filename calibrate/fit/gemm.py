@@ -30,8 +30,8 @@ from calibrate.fit.solver import (
     sources_of,
 )
 from kvrsim.errors import InputError
-from kvrsim.hardware.gpu import GpuSpec
-from kvrsim.profile.rates.gemm import GemmRates, Product, Tile
+from kvrsim.hardware import GpuSpec
+from kvrsim.kernels.gemm import GemmRates, Product, Tile
 from kvrsim.program import Array
 
 TILES = ((256, 128), (128, 128), (128, 64), (64, 64))  # rows and columns of the output

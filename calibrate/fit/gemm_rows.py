@@ -13,9 +13,9 @@ import numpy as np
 
 from calibrate.data.measurement import Measurement
 from calibrate.fit.solver import Some, column, element_bytes_of, rounded, thinned
+from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates, MeasuredShape, Product, Width, merged
 from kvrsim.model.gemm import Gemm
 from kvrsim.model.load import builtin_models, load_model
-from kvrsim.profile.rates.gemm import GEMM_TYPES, GemmRates, MeasuredShape, Product, Width, merged
 from kvrsim.program import Array
 
 Shape = tuple[int, int]  # in_features, out_features

@@ -9,8 +9,8 @@ import numpy as np
 
 from calibrate.data.measurement import Measurement
 from calibrate.fit.solver import Parameter, column, rounded, solve
-from kvrsim.engine.host import HostRates
-from kvrsim.profile.profile import OperationFit
+from kvrsim.engine import HostRates
+from kvrsim.kernels.profile import OperationFit
 from kvrsim.program import Array
 
 _GATHERS = 2  # all-gathers of one layer: K and V

@@ -17,8 +17,8 @@ from calibrate.fit.links import usable_link_rows
 from calibrate.fit.solver import dtypes_of
 from kvrsim.errors import InputError
 from kvrsim.io.schema import NonNegative, PositiveShare
-from kvrsim.profile.profile import SendStyle
-from kvrsim.profile.rates.gemm import GEMM_TYPES
+from kvrsim.kernels.gemm import GEMM_TYPES
+from kvrsim.kernels.profile import SendStyle
 
 MAX_SPREAD = 0.10  # median of spread_s / median_s, of published tables
 # Of own campaigns, which repeat until medians are precise: with ten repeats of this interquartile range the standard

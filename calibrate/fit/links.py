@@ -22,10 +22,9 @@ from calibrate.fit.solver import (
     sources_of,
     thinned,
 )
-from kvrsim.hardware.all_reduce import AllReduceRates, MeasuredAllReduce
-from kvrsim.hardware.gather import GatherRates
-from kvrsim.hardware.links import LinkSpec
-from kvrsim.profile.profile import Gather
+from kvrsim.hardware import LinkSpec
+from kvrsim.kernels.links import AllReduceRates, GatherRates, MeasuredAllReduce
+from kvrsim.kernels.profile import Gather
 from kvrsim.program import Array
 
 OWN_SHARE = 0.44  # from the slopes at 2, 4 and 8 ranks: A100, H100 and H200 agree

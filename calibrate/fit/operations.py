@@ -22,17 +22,19 @@ from calibrate.fit.inputs import FilteredRows, FitChoices, check_error
 from calibrate.fit.links import SendRates, fit_all_gather, fit_all_reduce, fit_send_recv
 from calibrate.fit.report import TITLES
 from calibrate.fit.solver import HALF, Errors, Fitted, column, has_waves, rounded
-from kvrsim.cost.traffic import after_mixer, before_mixer
-from kvrsim.engine.host import NO_HOST, HostRates
-from kvrsim.hardware.all_reduce import AllReduceRates
-from kvrsim.hardware.gpu import GpuSpec
-from kvrsim.hardware.links import LinkSpec
+from kvrsim.engine import NO_HOST, HostRates
+from kvrsim.hardware import GpuSpec, LinkSpec
+from kvrsim.kernels.attention import AttentionRates, FlashRates
+from kvrsim.kernels.elementwise import CacheCopies, ElementwiseRates, after_mixer, before_mixer
+from kvrsim.kernels.gemm import GemmRates
+from kvrsim.kernels.links import AllReduceRates
+from kvrsim.kernels.profile import (
+    Clock,
+    LinkRates,
+    OperationFit,
+    ValidRange,
+)
 from kvrsim.model.spec import ModelSpec
-from kvrsim.profile.profile import LinkRates, OperationFit, ValidRange
-from kvrsim.profile.rates.attention import AttentionRates, FlashRates
-from kvrsim.profile.rates.clock import Clock
-from kvrsim.profile.rates.elementwise import CacheCopies, ElementwiseRates
-from kvrsim.profile.rates.gemm import GemmRates
 
 # A serving engine launches a layer in about a dozen kernels of 5 us; tables of kernel times do not contain it.
 DEFAULT_HOST = HostRates(layer_s=60e-6, gather_piece_s=0.0, resume_s=0.0)

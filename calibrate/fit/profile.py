@@ -14,17 +14,15 @@ from calibrate.fit.inputs import FilteredRows, FitChoices, notes_on
 from calibrate.fit.operations import DEFAULT_HOST, OperationFits
 from calibrate.fit.report import TITLES, FitReport
 from calibrate.fit.solver import Comparison, column, rounded
-from kvrsim.cost.kernels import CalibratedCost
-from kvrsim.cost.layer import LayerCosts
-from kvrsim.engine.engine import PRIOR_ENGINE
-from kvrsim.engine.host import HostRates
-from kvrsim.hardware.gpu import GpuSpec
-from kvrsim.hardware.links import LinkSpec
-from kvrsim.model.spec import ModelSpec
-from kvrsim.profile.profile import (
+from kvrsim.engine import PRIOR_ENGINE, HostRates
+from kvrsim.hardware import GpuSpec, LinkSpec
+from kvrsim.kernels.calibrated import CalibratedCost
+from kvrsim.kernels.layer import LayerCosts
+from kvrsim.kernels.profile import (
     CalibrationProfile,
     KernelRates,
 )
+from kvrsim.model.spec import ModelSpec
 from kvrsim.request import dtype_bytes
 from kvrsim.results.quartiles import QUARTILE_RANGE_SD
 

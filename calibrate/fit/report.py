@@ -12,11 +12,10 @@ import numpy as np
 from calibrate.fit.solver import Comparison, Errors
 from kvrsim.io.files import write_atomically
 from kvrsim.io.schema import fields_to_json, to_json
-from kvrsim.profile.profile import CalibrationProfile
-from kvrsim.profile.rates.attention import AttentionRates
-from kvrsim.profile.rates.clock import Clock
-from kvrsim.profile.rates.elementwise import ELEMENTWISE_OPS
-from kvrsim.profile.rates.gemm import GemmRates
+from kvrsim.kernels.attention import AttentionRates
+from kvrsim.kernels.elementwise import ELEMENTWISE_OPS
+from kvrsim.kernels.gemm import GemmRates
+from kvrsim.kernels.profile import CalibrationProfile, Clock
 from kvrsim.text import in_markdown
 from kvrsim.units import format_bandwidth, format_seconds
 from kvrsim.views.figure import save_figure

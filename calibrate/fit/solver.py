@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from calibrate.data.measurement import Measurement
 from kvrsim.errors import InputError
-from kvrsim.hardware.gpu import GpuSpec
-from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT, Gather, OperationFit
+from kvrsim.hardware import GpuSpec
+from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT, Gather, OperationFit
 from kvrsim.program import Array
 from kvrsim.request import dtype_bytes
 

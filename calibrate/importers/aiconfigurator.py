@@ -6,7 +6,7 @@ has it; NCCL's is always the newest. `source` of a measurement names the system,
 Of the folder systems/data/SYSTEM are read
 
     gemm/FRAMEWORK/VERSION/gemm_perf.parquet                    m tokens, n out_features, k in_features; bfloat16 and
-                                                                kvrsim.profile.rates.gemm.GEMM_TYPES (sq is int8)
+                                                                kvrsim.kernels.gemm.GEMM_TYPES (sq is int8)
     attention/FRAMEWORK/VERSION/context_attention_perf.parquet  isl is the chunk, step the prefix; bfloat16 queries and
                                                                 cache, no window, no beams
     .../generation_attention_perf.parquet                       one query behind step keys (decoding), same kernels
@@ -41,7 +41,7 @@ from calibrate.importers.tables import (
     read_frame,
 )
 from kvrsim.errors import InputError
-from kvrsim.profile.rates.gemm import GEMM_TYPES
+from kvrsim.kernels.gemm import GEMM_TYPES
 
 _GEMM_FILE = "gemm_perf.parquet"
 _GEMM_SHAPE = ["gemm_dtype", "m", "n", "k"]

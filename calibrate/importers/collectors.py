@@ -14,7 +14,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from calibrate.data.measurement import Measurement
-from kvrsim.profile.rates.gemm import GEMM_TYPES
+from kvrsim.kernels.gemm import GEMM_TYPES
 
 # Runs of a graph before and during timing.
 _GEMM_RUNS = (3, 6)

@@ -23,8 +23,8 @@ import numpy as np
 
 from calibrate.importers.tables import read_table
 from kvrsim.errors import InputError
-from kvrsim.profile.rates.experts import ExpertsCall
-from kvrsim.profile.rates.gemm import GEMM_TYPES
+from kvrsim.kernels.experts import ExpertsCall
+from kvrsim.kernels.gemm import GEMM_TYPES
 from kvrsim.program import Array
 
 HALF = "half"

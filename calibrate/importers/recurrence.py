@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from calibrate.importers.tables import merge_rows, read_table
-from kvrsim.profile.rates.recurrence import RecurrenceCall
+from kvrsim.kernels.recurrence import RecurrenceCall
 from kvrsim.program import Array
 
 # By kind: table and file.

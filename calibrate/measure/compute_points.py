@@ -10,8 +10,7 @@ import numpy as np
 
 from calibrate.data.measurement import Measurement
 from calibrate.measure.journal import Seconds
-from kvrsim.cost.merges import measured_merge
-from kvrsim.cost.traffic import after_mixer, before_mixer
+from kvrsim.kernels.elementwise import after_mixer, before_mixer, measured_merge
 from kvrsim.model.mixers import Attention
 from kvrsim.model.spec import ModelSpec
 from kvrsim.request import dtype_bytes

@@ -9,8 +9,7 @@ from typing import Any
 
 from calibrate.measure.device_watch import Reading
 from kvrsim.io.journal import Journal
-from kvrsim.io.json_text import JsonObject
-from kvrsim.io.schema import fields_to_json, read
+from kvrsim.io.schema import JsonObject, fields_to_json, read
 
 SUFFIX = ".journal"
 _FORMAT = "kvrsim journal 1"

@@ -17,9 +17,7 @@ import torch
 from calibrate.data.measurement import Measurement
 from calibrate.data.provenance import Provenance
 from kvrsim.errors import InputError
-from kvrsim.hardware.cluster import builtin_clusters, builtin_gpus, load_cluster, load_gpu, load_link
-from kvrsim.hardware.gpu import GpuSpec
-from kvrsim.hardware.links import LinkSpec
+from kvrsim.hardware import GpuSpec, LinkSpec, builtin_clusters, builtin_gpus, load_cluster, load_gpu, load_link
 from kvrsim.runtime.geometry import DTYPES
 from kvrsim.runtime.host import cpu_name
 from kvrsim.runtime.host import versions as libraries

@@ -12,7 +12,7 @@ from calibrate.data.measurement import Measurement
 from calibrate.fit.solver import rounded, sources_of
 from kvrsim.choices import Topology
 from kvrsim.errors import InputError
-from kvrsim.hardware.links import LinkSpec
+from kvrsim.hardware import LinkSpec
 from kvrsim.units import format_bandwidth
 
 Flow = tuple[int, int]  # from a rank to another

@@ -15,9 +15,9 @@ from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
 from kvrsim.executors.run import ttft_s
-from kvrsim.hardware.cluster import Cluster, builtin_clusters, builtin_gpus, load_cluster
+from kvrsim.hardware import Cluster, builtin_clusters, builtin_gpus, load_cluster
+from kvrsim.kernels.profile import CalibrationProfile
 from kvrsim.partition import Partition
-from kvrsim.profile.profile import CalibrationProfile
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy
 

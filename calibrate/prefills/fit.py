@@ -14,9 +14,9 @@ from calibrate.prefills.cases import PrefillCase
 from calibrate.prefills.check import IntervalOf
 from calibrate.prefills.solve import Array, Prior, Solution, solve
 from calibrate.prefills.terms import MODEL, SUSTAINED_SHARE, EngineTerms, with_clock
-from kvrsim.engine.engine import TERMS, Engine, EngineFit
-from kvrsim.hardware.cluster import Cluster
-from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile
+from kvrsim.engine import TERMS, Engine, EngineFit
+from kvrsim.hardware import Cluster
+from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile
 from kvrsim.version import __version__
 
 _SPANNED = 4  # times as many tokens in the longest prompt as in the shortest: enough to tell a token's seconds

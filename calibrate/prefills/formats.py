@@ -16,7 +16,7 @@ import statistics
 
 from calibrate.prefills.outputs import Output, OutputFormat, add_requests, in_name, known_model, seconds_of
 from calibrate.prefills.rows import PrefillRow
-from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import JsonObject
 from kvrsim.units import MAX_TOKENS
 
 _BUSY = 0.1  # share of the time that prefills take of a server; above it requests queue noticeably

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from calibrate.prefills.rows import PrefillRow
-from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import JsonObject
 from kvrsim.units import MAX_TOKENS
 
 MOST_LENGTHS = 24  # prompt lengths of one run that are told apart; more are put into groups of as many requests

@@ -19,7 +19,7 @@ from calibrate.prefills.rows import COLUMNS, PrefillDefaults, PrefillRow
 from kvrsim.choices import DTYPES
 from kvrsim.errors import InputError
 from kvrsim.io.files import read_text
-from kvrsim.io.json_text import JsonObject, parse_json
+from kvrsim.io.schema import JsonObject, parse_json
 from kvrsim.strategies import get_strategy
 from kvrsim.strategies.load import is_file
 from kvrsim.units import parse_count, parse_tokens

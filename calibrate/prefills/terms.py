@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from calibrate.prefills.solve import Prior
-from kvrsim.engine.engine import PRIOR_ENGINE, TERMS, Engine, load_engine
-from kvrsim.engine.host import HostRates
+from kvrsim.engine import PRIOR_ENGINE, TERMS, Engine, HostRates, load_engine
 from kvrsim.errors import InputError
-from kvrsim.profile.profile import CalibrationProfile
+from kvrsim.kernels.profile import CalibrationProfile
 from kvrsim.scenario import Scenario
 
 KERNEL_SCALE = "kernel_scale"

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from calibrate.fit.report import TITLES
-from kvrsim.engine.engine import PRIOR_ENGINE
+from kvrsim.engine import PRIOR_ENGINE
 from kvrsim.io.files import write_atomically
-from kvrsim.profile.profile import CalibrationProfile, OperationFit, builtin_profiles, load_profile
+from kvrsim.kernels.profile import CalibrationProfile, OperationFit, builtin_profiles, load_profile
 from kvrsim.units import format_seconds, format_tokens
 
 _DOCS = Path(__file__).parents[2] / "docs" / "results"

@@ -16,8 +16,8 @@ from calibrate.fit.layers.recurrence import fit_recurrence_section
 from calibrate.fit.layers.sparse import fit_sparse_section
 from calibrate.fit.solver import Fitted
 from kvrsim.errors import InputError
-from kvrsim.io.json_text import JsonObject
-from kvrsim.profile.profile import OPERATION_KINDS, CalibrationProfile
+from kvrsim.io.schema import JsonObject
+from kvrsim.kernels.profile import OPERATION_KINDS, CalibrationProfile
 
 SectionFit = Callable[[JsonObject, CalibrationProfile], Fitted[Any]]
 

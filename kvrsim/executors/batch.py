@@ -17,7 +17,7 @@ import numpy as np
 from kvrsim.executors.collectives import AllGatherEvaluator, AllToAllEvaluator, Edges, RingPassEvaluator
 from kvrsim.executors.repeats import has_runs, repeat, runs
 from kvrsim.executors.steps import Message, RankState, Segment, Step, Steps
-from kvrsim.hardware.cluster import Cluster
+from kvrsim.hardware import Cluster
 from kvrsim.program import AllGather, AllToAll, Array, Load, Program, Recv, RingPass
 
 if TYPE_CHECKING:  # noise costs the start of a plan that has none

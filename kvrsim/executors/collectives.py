@@ -13,8 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvrsim.hardware.cluster import Cluster
-from kvrsim.hardware.links import Path
+from kvrsim.hardware import Cluster, Path
 from kvrsim.program import AllGather, AllToAll, Array, RingPass, beside_message_s
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import simpy
 
 from kvrsim.executors.network import Meeting, Network, OnLink, Process
-from kvrsim.hardware.cluster import Cluster
+from kvrsim.hardware import Cluster
 from kvrsim.noise import NoiseDraw
 from kvrsim.program import (
     AllGather,

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import simpy
 
-from kvrsim.hardware.cluster import Cluster
-from kvrsim.hardware.links import Path
+from kvrsim.hardware import Cluster, Path
 from kvrsim.noise import NoiseDraw
 from kvrsim.program import Payload
 from kvrsim.results.timeline import Span, SpanKind, SpanOp

@@ -16,12 +16,12 @@ import numpy as np
 
 from kvrsim.choices import EXECUTORS, Executor
 from kvrsim.compile import build_program, columns
-from kvrsim.cost.kernels import CostModel
 from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.chain.program import Chain
 from kvrsim.executors.chain.walk import chain_finish_s
-from kvrsim.hardware.cluster import Cluster
+from kvrsim.hardware import Cluster
+from kvrsim.kernels.calibrated import CostModel
 from kvrsim.partition import Partition
 from kvrsim.program import Array, Program
 from kvrsim.scenario import Scenario
@@ -147,7 +147,7 @@ def _chain_finish_s(chain: Chain, chunks: Array, *, whole: bool, enough_s: float
     finish_s, known = chain_finish_s(chain.program(chunks), whole=whole)
     known = known | (finish_s[-1] > enough_s)
     if not known.all():
-        from kvrsim.cost.sensitivity import WeightedCost  # seldom
+        from kvrsim.kernels.sensitivity import WeightedCost  # seldom
 
         cost = chain.costs.cost
         rows = np.ones_like(known) if isinstance(cost, WeightedCost) else ~known  # which has weights for all rows

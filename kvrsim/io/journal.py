@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from kvrsim.errors import InputError, NotWrittenError
 from kvrsim.io.files import sync_folder
-from kvrsim.io.json_text import JsonObject, parse_json
+from kvrsim.io.schema import JsonObject, parse_json
 
 if sys.platform != "win32":
     import fcntl

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from kvrsim.errors import InputError
-from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import JsonObject
 from kvrsim.model.spec import ModelSpec
 
 _BUILTIN_FOLDER = Path(__file__).parents[1] / "data" / "models"

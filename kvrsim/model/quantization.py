@@ -15,7 +15,7 @@ from dataclasses import dataclass
 class WeightFormat:
     """How the weights of a matrix are stored, and what its product is computed in."""
 
-    compute: str  # type of the product, a key of GEMM_TYPES in kvrsim/profile/rates/gemm.py
+    compute: str  # type of the product, a key of GEMM_TYPES in kvrsim/kernels/gemm.py
     bits: int  # of a weight
     scale_bits: int  # of what a group of weights shares: scale and zero point
     group_outputs: int | None = 1  # output features that share a scale; None: all

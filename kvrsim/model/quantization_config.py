@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import JsonObject
 from kvrsim.model.quantization import FP8, Quantization, WeightFormat
 from kvrsim.model.quantized import Modules, in_text_model, quantized
 from kvrsim.model.spec import ModelSpec

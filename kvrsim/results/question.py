@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvrsim.engine.engine import NO_ENGINE
+from kvrsim.engine import NO_ENGINE
 from kvrsim.io.schema import fields_to_json, to_json
 from kvrsim.units import format_tokens
 from kvrsim.version import __version__
 
 if TYPE_CHECKING:
-    from kvrsim.hardware.cluster import Cluster
+    from kvrsim.hardware import Cluster
     from kvrsim.scenario import Scenario
 
 _LINK = ("name", "bandwidth_bytes_per_s", "latency_s")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from kvrsim.choices import PrefixAccess
-from kvrsim.hardware.gpu import MemoryLimit
+from kvrsim.hardware import MemoryLimit
 from kvrsim.io.schema import fields_to_json
 from kvrsim.memory import RankMemory
 from kvrsim.results.displayed import Displayed
@@ -15,7 +15,7 @@ from kvrsim.results.displayed import Displayed
 if TYPE_CHECKING:
     import pandas
 
-    from kvrsim.hardware.cluster import Cluster
+    from kvrsim.hardware import Cluster
     from kvrsim.noise import Distribution, Noise
     from kvrsim.results.breakdown import Breakdown
     from kvrsim.results.question import Question

@@ -12,7 +12,7 @@ import torch
 
 from kvrsim.choices import ATTENTIONS, Attention
 from kvrsim.errors import InputError
-from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import JsonObject
 from kvrsim.model.architectures import read_config
 from kvrsim.model.architectures.multimodal import read_text_part
 from kvrsim.model.load import config_path

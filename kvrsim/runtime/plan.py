@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvrsim.errors import InputError
+from kvrsim.kernels.profile import Gather  # at run time, too: plans travel between ranks, read by their annotations
 from kvrsim.partition import Partition
-from kvrsim.profile.profile import Gather  # at run time, too: plans travel between ranks, read by their annotations
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

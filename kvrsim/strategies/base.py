@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from kvrsim.cost.layer import LayerCosts
 from kvrsim.errors import InputError
+from kvrsim.kernels.layer import LayerCosts
 from kvrsim.model.spec import ModelSpec
 from kvrsim.program import AllGather, Array, Compute, Flags, Op, Program, Recv, Send
 

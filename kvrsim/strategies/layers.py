@@ -12,8 +12,8 @@ from dataclasses import replace
 import numpy as np
 
 from kvrsim.choices import PrefixAccess
-from kvrsim.cost.prefix import PrefixPlacement
-from kvrsim.cost.tensor_parallel import all_reduce
+from kvrsim.kernels.prefix import PrefixPlacement
+from kvrsim.kernels.tensor_parallel import all_reduce
 from kvrsim.model.mixers import Attention, LatentAttention, Recurrence
 from kvrsim.model.spec import ModelSpec
 from kvrsim.program import AllToAll, Collective, Compute, Load, Op, RingPass

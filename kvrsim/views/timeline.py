@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvrsim.hardware.gpu import MemoryLimit
+from kvrsim.hardware import MemoryLimit
 from kvrsim.memory import RankMemory
 from kvrsim.results.results import Plan, SimResult, StrategyResult
 from kvrsim.results.stream import StreamResult

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from kvrsim.hardware.cluster import Cluster
-from kvrsim.hardware.gpu import MemoryLimit
+from kvrsim.hardware import Cluster, MemoryLimit
 from kvrsim.io.schema import fields_to_json
 from kvrsim.program import Array
 from kvrsim.results.displayed import Displayed

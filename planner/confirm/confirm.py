@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvrsim.errors import InputError
-from kvrsim.profile.profile import Gather
+from kvrsim.kernels.profile import Gather
 from kvrsim.results.question import Question
 from kvrsim.results.results import Plan
 from kvrsim.scenario import Scenario

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from kvrsim.choices import RankBackend
 from kvrsim.compile import build_program, columns
 from kvrsim.errors import InputError
+from kvrsim.kernels.profile import CalibrationProfile, Gather
 from kvrsim.partition import Partition
-from kvrsim.profile.profile import CalibrationProfile, Gather
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy
 

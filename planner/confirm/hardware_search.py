@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import numpy as np
 
 from kvrsim.io.journal import Journal
-from kvrsim.io.json_text import JsonObject
-from kvrsim.io.schema import Limits, NonNegative, read
+from kvrsim.io.schema import JsonObject, Limits, NonNegative, read
 from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S

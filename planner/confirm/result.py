@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from kvrsim.hardware.cluster import Cluster
-from kvrsim.hardware.gpu import MemoryLimit
+from kvrsim.hardware import Cluster, MemoryLimit
 from kvrsim.io.schema import fields_to_json
 from kvrsim.memory import RankMemory
 from kvrsim.results.quartiles import interquartile_range, median_error

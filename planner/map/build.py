@@ -11,10 +11,10 @@ from kvrsim.choices import MAP_STRATEGIES
 from kvrsim.errors import InputError
 from kvrsim.memory import fits, memory_of
 from kvrsim.partition import Partition
-from kvrsim.ranges import check_places
 from kvrsim.results.question import Question
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, label_of
+from kvrsim.units import check_places
 from planner.access import placed_for
 from planner.backends.pool import Pool
 from planner.evaluate import Evaluator

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from kvrsim.hardware.cluster import Cluster
-from kvrsim.hardware.gpu import MemoryLimit
+from kvrsim.hardware import Cluster, MemoryLimit
 from kvrsim.io.schema import fields_to_json, to_json
 from kvrsim.results.displayed import Displayed
 from kvrsim.results.question import Question

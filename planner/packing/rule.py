@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvrsim.cost.prefix import ON_EVERY_RANK
 from kvrsim.errors import InputError
+from kvrsim.kernels.prefix import ON_EVERY_RANK
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 

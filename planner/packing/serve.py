@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvrsim.executors.batch import BatchEvaluator, Start
-from kvrsim.hardware.cluster import Cluster
+from kvrsim.hardware import Cluster
 from kvrsim.program import Array, Program
 from planner.packing.rule import Begun, PackingRule, Piece
 from planner.packing.steps import StepPrograms

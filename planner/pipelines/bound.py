@@ -33,9 +33,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvrsim.cost.layer import LayerCosts
-from kvrsim.cost.tensor_parallel import all_reduce
 from kvrsim.ends import last, request, step
+from kvrsim.kernels.layer import LayerCosts
+from kvrsim.kernels.tensor_parallel import all_reduce
 from kvrsim.program import Array, Collective, Compute, Op
 from kvrsim.scenario import Scenario
 from planner.pipelines.floor import LeastTimes, layers_s

@@ -15,8 +15,7 @@ from typing import Any
 
 from kvrsim.errors import InputError
 from kvrsim.io.files import write_atomically
-from kvrsim.io.json_text import JsonObject
-from kvrsim.io.schema import Whole, fields_to_json, read, to_json
+from kvrsim.io.schema import JsonObject, Whole, fields_to_json, read, to_json
 
 SCHEMA_VERSION = 1
 FORMAT = "kvrsim ttft predictor"

@@ -7,9 +7,9 @@ from dataclasses import replace
 from itertools import groupby
 
 from kvrsim.errors import InputError
-from kvrsim.ranges import check_places
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, Strategy, searched
+from kvrsim.units import check_places
 from kvrsim.version import __version__
 from planner.access import placed_for
 from planner.backends.pool import Pool

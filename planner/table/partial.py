@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvrsim.io.journal import Journal
-from kvrsim.io.json_text import JsonObject
-from kvrsim.io.schema import read, to_json
+from kvrsim.io.schema import JsonObject, read, to_json
 from kvrsim.version import __version__
 from planner.table.entry import Draft
 from planner.table.setting import TableSetting

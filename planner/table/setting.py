@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvrsim.engine.engine import NO_ENGINE
+from kvrsim.engine import NO_ENGINE
 from kvrsim.io.schema import NonNegative, Whole
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvrsim.errors import InputError
 from kvrsim.io.files import write_atomically
-from kvrsim.io.json_text import JsonObject
-from kvrsim.io.schema import NonNegative, fields_to_json, read
+from kvrsim.io.schema import JsonObject, NonNegative, fields_to_json, read
 from planner.table.quantization import QuantizationSteps
 from planner.table.setting import TableSetting
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from kvrsim.compile import build_program, columns
-from kvrsim.cost.kernels import CostModel
-from kvrsim.cost.sensitivity import Part, WeightedCost, listing
+from kvrsim.kernels.calibrated import CostModel
+from kvrsim.kernels.profile import OperationFit
+from kvrsim.kernels.sensitivity import Part, WeightedCost, listing
 from kvrsim.partition import Partition
-from kvrsim.profile.profile import OperationFit
 from kvrsim.program import Array, Program, work_s
 from kvrsim.results.breakdown import Basis
 from kvrsim.results.timeline import Span, Timeline

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvrsim.cost.kernels import CostModel
-from kvrsim.cost.limits import RooflineCost
-from kvrsim.cost.sensitivity import Part
+from kvrsim.kernels.calibrated import CostModel
+from kvrsim.kernels.roofline import RooflineCost
+from kvrsim.kernels.sensitivity import Part
 from kvrsim.model.mixers import RECURRENCE_TITLES
 from kvrsim.partition import Partition
 from kvrsim.program import Array, Compute, Program, work_s

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from kvrsim.cost.coverage import head_dims
-from kvrsim.cost.sensitivity import Part
-from kvrsim.engine.engine import Engine
-from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile, Residual, ValidRange
+from kvrsim.engine import Engine
+from kvrsim.kernels.coverage import head_dims
+from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile, Residual, ValidRange
+from kvrsim.kernels.sensitivity import Part
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 

@@ -12,9 +12,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvrsim.engine.engine import SHORT_TOKENS
+from kvrsim.engine import SHORT_TOKENS
+from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT
 from kvrsim.partition import Partition
-from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from planner.uncertainty.causes import compared_whole

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import numpy as np
 
 from kvrsim.compile import build_program, columns
-from kvrsim.cost.kernels import CostModel
-from kvrsim.cost.sensitivity import Part, WeightedCost, listing
 from kvrsim.executors.run import finish_of
+from kvrsim.kernels.calibrated import CostModel
+from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT
+from kvrsim.kernels.sensitivity import Part, WeightedCost, listing
 from kvrsim.partition import Partition
-from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT
 from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy

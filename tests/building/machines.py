@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvrsim.choices import DTYPES
-from kvrsim.hardware.cluster import Cluster
-from kvrsim.hardware.gather import GatherRates
-from kvrsim.hardware.gpu import GpuSpec
-from kvrsim.hardware.links import LinkSpec
+from kvrsim.hardware import Cluster, GpuSpec, LinkSpec
+from kvrsim.kernels.links import GatherRates
 from tests.building.drawing import Draws, log, maybe, strategy_of
 
 

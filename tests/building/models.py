@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import JsonObject
+from kvrsim.kernels.gemm import Product, merged
 from kvrsim.model.architectures import read_config
 from kvrsim.model.architectures.parts import gemm
 from kvrsim.model.mixers import Attention, LatentAttention, Mixer, Recurrence
 from kvrsim.model.spec import LayerSpec, ModelSpec
-from kvrsim.profile.rates.gemm import Product, merged
 from tests.building.drawing import Draws, strategy_of
 
 ARCHITECTURES = ("llama", "gemma2", "mistral", "mixtral", "qwen3_moe", "falcon")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvrsim.choices import DTYPES
-from kvrsim.engine.host import HostRates
-from kvrsim.hardware.gpu import GpuSpec
-from kvrsim.profile.profile import (
+from kvrsim.engine import HostRates
+from kvrsim.hardware import GpuSpec
+from kvrsim.kernels.gemm import Product
+from kvrsim.kernels.profile import (
     OPERATION_KINDS,
     CalibrationProfile,
     LinkRates,
@@ -15,7 +16,6 @@ from kvrsim.profile.profile import (
     SendStyle,
     ValidRange,
 )
-from kvrsim.profile.rates.gemm import Product
 from tests.building.drawing import Draws, log, maybe
 from tests.building.machines import any_link
 from tests.building.rates import any_kernels

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from kvrsim.hardware.gpu import GpuSpec
-from kvrsim.profile.profile import KernelRates
-from kvrsim.profile.rates.attention import BlockedRates, EagerRates, FlashRates
-from kvrsim.profile.rates.elementwise import ELEMENTWISE_OPS, CacheCopies, ElementwiseRates
-from kvrsim.profile.rates.experts import ExpertRates, GroupedRates
-from kvrsim.profile.rates.gemm import GEMM_TYPES, GemmRates, MeasuredShape, Product, Tile
-from kvrsim.profile.rates.sizes import MeasuredSizes
+from kvrsim.hardware import GpuSpec
+from kvrsim.kernels.attention import BlockedRates, EagerRates, FlashRates, MeasuredSizes
+from kvrsim.kernels.elementwise import ELEMENTWISE_OPS, CacheCopies, ElementwiseRates
+from kvrsim.kernels.experts import ExpertRates, GroupedRates
+from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates, MeasuredShape, Product, Tile
+from kvrsim.kernels.profile import KernelRates
 from tests.building.drawing import Draws, log, maybe
 
 

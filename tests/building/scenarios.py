@@ -11,10 +11,9 @@ from typing import Any
 
 from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
-from kvrsim.engine.engine import OTHER_GPU, Engine
-from kvrsim.engine.host import HostRates
+from kvrsim.engine import OTHER_GPU, Engine, HostRates
 from kvrsim.errors import InputError
-from kvrsim.profile.profile import SendStyle
+from kvrsim.kernels.profile import SendStyle
 from kvrsim.request import Request
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy

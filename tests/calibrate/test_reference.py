@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import JsonObject
 from kvrsim.model.architectures import read_config
 from kvrsim.model.architectures.defaults import DEFAULTS, filled
 

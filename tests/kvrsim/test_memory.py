@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvrsim
-from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import JsonObject
 from kvrsim.memory import EAGER_SCORE_PEAK_BYTES, fits, memory_of
 from kvrsim.model.architectures import read_config
 from kvrsim.model.load import config_path

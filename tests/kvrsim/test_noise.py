@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from kvrsim.choices import OBJECTIVES
 from kvrsim.errors import InputError
-from kvrsim.hardware.cluster import load_cluster
-from kvrsim.hardware.uneven import SlowGpu, SlowLink, UnevenCluster
-from kvrsim.io.json_text import JsonObject
+from kvrsim.hardware import SlowGpu, SlowLink, UnevenCluster, load_cluster
+from kvrsim.io.schema import JsonObject
 from kvrsim.noise import (
     ACCEPTED,
     Distribution,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import kvrsim
 from calibrate.fit.report import FitReport
 from kvrsim.cli import main as cli
-from kvrsim.profile.profile import load_profile
+from kvrsim.kernels.profile import load_profile
 from kvrsim.text import in_markdown, printable
 
 EVIL = "x\x1b]0;PWNED\x07\x1b[31m\x9b31m\x9d0;t\x9c\u202ey"  # OSC, BEL, CSI, their C1 forms, and a turn of direction

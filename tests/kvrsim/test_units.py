@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrsim.errors import InputError
-from kvrsim.hardware.cluster import load_cluster
-from kvrsim.io.json_text import JsonObject
+from kvrsim.hardware import load_cluster
+from kvrsim.io.schema import JsonObject
+from kvrsim.kernels.profile import load_profile
 from kvrsim.model.load import load_model
-from kvrsim.profile.profile import load_profile
 from kvrsim.units import (
     MAX_TOKENS,
     format_bandwidth,
@@ -286,7 +286,7 @@ def test_json_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 
 
 def test_json_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrsim.io.json_text.MAX_FILE_BYTES", 10)
+    monkeypatch.setattr("kvrsim.io.schema.MAX_FILE_BYTES", 10)
     with pytest.raises(InputError, match="at most"):
         JsonObject.read(written(tmp_path / "a.json", '{"a": "0123456789"}'), "model")
 

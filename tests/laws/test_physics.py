@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvrsim.choices import Topology
 from kvrsim.compile import build_program
 from kvrsim.executors.event import EventSimulation
-from kvrsim.hardware.cluster import load_cluster
+from kvrsim.hardware import load_cluster
 from kvrsim.program import Compute, Op, Program, Recv, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES

@@ -12,10 +12,10 @@ import kvrsim
 from kvrsim.builder import make_scenario
 from kvrsim.choices import PREFIX_PLACEMENTS, PrefixPlace
 from kvrsim.compile import build_program, columns
-from kvrsim.cost.prefix import PrefixPlacement
 from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
+from kvrsim.kernels.prefix import PrefixPlacement
 from kvrsim.memory import memory_of
 from kvrsim.partition import Partition
 from kvrsim.program import loaded_bytes

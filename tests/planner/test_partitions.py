@@ -9,7 +9,7 @@ import pytest
 
 import kvrsim
 from kvrsim.compile import for_strategy
-from kvrsim.engine.engine import load_engine
+from kvrsim.engine import load_engine
 from kvrsim.strategies import get_strategy
 from planner.evaluate import Evaluator
 from planner.partitions import best_pieces, partition_of, with_dear_steps

@@ -12,7 +12,7 @@ from kvrsim.compile import build_program
 from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
-from kvrsim.hardware.cluster import Cluster
+from kvrsim.hardware import Cluster
 from kvrsim.program import Program, compute_s, computes_s
 from kvrsim.results.stream import Arrivals, Prompts, StreamResult
 from kvrsim.scenario import Scenario

@@ -14,7 +14,7 @@ import pytest
 
 from calibrate.data.measurement import Measurement
 from calibrate.importers import read_source
-from kvrsim.profile.profile import load_profile
+from kvrsim.kernels.profile import load_profile
 from planner.simulate import run_simulation
 from validate.kernel_sums import (
     PAGE,

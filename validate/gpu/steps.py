@@ -396,7 +396,7 @@ def _common(scope: Scope) -> Iterator[object]:
 
 def _setup(scope: Scope, ctx: str) -> ComputeSetup:
     from calibrate.measure.forward_timer import ComputeSetup
-    from kvrsim.io.json_text import JsonObject
+    from kvrsim.io.schema import JsonObject
     from kvrsim.model.load import config_path, load_model
 
     config = JsonObject.read(config_path(scope.model, "model"), "model").fields

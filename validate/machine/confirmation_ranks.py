@@ -13,7 +13,7 @@ from statistics import median
 import numpy as np
 
 from kvrsim.executors.run import run_program
-from kvrsim.hardware.cluster import Cluster, load_cluster
+from kvrsim.hardware import Cluster, load_cluster
 from kvrsim.partition import Partition
 from kvrsim.program import AllGather, Compute, Op, Program, Recv, Send
 from kvrsim.runtime.bench import BenchReport, measure

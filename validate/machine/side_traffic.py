@@ -8,7 +8,7 @@ from typing import Any
 
 from kvrsim.executors.event import EventSimulation
 from kvrsim.executors.network import Link
-from kvrsim.hardware.cluster import Cluster
+from kvrsim.hardware import Cluster
 from kvrsim.program import Program
 from kvrsim.runtime.emulated import MessageTraffic
 

@@ -14,8 +14,8 @@ from scipy.optimize import minimize_scalar
 
 from kvrsim.builder import make_scenario
 from kvrsim.io.files import write_atomically
-from kvrsim.profile.profile import CalibrationProfile, load_profile
-from kvrsim.profile.rates.attention import EagerRates
+from kvrsim.kernels.attention import EagerRates
+from kvrsim.kernels.profile import CalibrationProfile, load_profile
 from kvrsim.scenario import Scenario
 from kvrsim.views.figure import save_figure
 from kvrsim.views.style import styled

@@ -9,7 +9,7 @@ Six constants are fitted; everything else is counted or measured elsewhere.
 Host seconds a kernel come from Llama (40 kernels a layer; 42 with shared KV heads), Falcon 7B (38) and Falcon 1B (19)
 together. Rows of one family alone hardly tell them, or Falcon's bytes: priors say 10 us a kernel and Llama's bytes,
 within a factor of two.
-Counted: kernels, bytes of the element-wise kernels and of Llama's score matrix (kvrsim/cost/traffic.py), and copies of
+Counted: kernels, bytes of the element-wise kernels and of Llama's score matrix (kvrsim/kernels/elementwise.py), and copies of
 K and V in the paper's pseudo-code (stacked by all; concatenated where a prefix came before; twice where torch's list
 all-gather unpacks pieces that are then concatenated).
 Measured elsewhere: matrix products by tiles and waves (profile a100-vidur: vidur's A100, the same library of that
@@ -39,14 +39,13 @@ from joblib import Parallel, delayed
 from scipy.optimize import least_squares
 
 from kvrsim.builder import make_scenario
-from kvrsim.engine.engine import load_engine
-from kvrsim.engine.host import HostRates
+from kvrsim.engine import HostRates, load_engine
 from kvrsim.executors.run import run_partition
 from kvrsim.io.files import write_atomically
+from kvrsim.kernels.attention import EagerRates
+from kvrsim.kernels.elementwise import ElementwiseRates
+from kvrsim.kernels.profile import CacheCopies, CalibrationProfile, KernelRates, Residual, ValidRange, load_profile
 from kvrsim.partition import Partition
-from kvrsim.profile.profile import CacheCopies, CalibrationProfile, KernelRates, Residual, ValidRange, load_profile
-from kvrsim.profile.rates.attention import EagerRates
-from kvrsim.profile.rates.elementwise import ElementwiseRates
 from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy

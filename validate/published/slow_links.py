@@ -17,8 +17,8 @@ import numpy as np
 from kvrsim.builder import make_scenario
 from kvrsim.executors.run import run_partition
 from kvrsim.io.files import write_atomically
+from kvrsim.kernels.profile import CalibrationProfile, SendStyle, load_profile
 from kvrsim.partition import Partition
-from kvrsim.profile.profile import CalibrationProfile, SendStyle, load_profile
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
 from planner.search.search import search

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvrsim.engine.engine import EngineFit, load_engine
+from kvrsim.engine import EngineFit, load_engine
 from kvrsim.io.files import write_atomically
 from kvrsim.units import format_tokens
 from kvrsim.views.figure import save_figure

@@ -21,9 +21,8 @@ from scipy.stats import t
 
 from calibrate.prefills.fit import left_out_log_sd
 from calibrate.prefills.solve import Prior, Solution, solve
-from kvrsim.engine.engine import OTHER_GPU, SHORT_TOKENS, Engine, EngineFit, load_engine
-from kvrsim.engine.host import NO_HOST
-from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT
+from kvrsim.engine import NO_HOST, OTHER_GPU, SHORT_TOKENS, Engine, EngineFit, load_engine
+from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT
 from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from validate.serving.rows import ServingError, ServingRow, case_of, errors_of, read_rows

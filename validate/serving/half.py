@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from calibrate.prefills.fit import fit_prefills
-from kvrsim.engine.engine import SHORT_TOKENS, Engine, load_engine
+from kvrsim.engine import SHORT_TOKENS, Engine, load_engine
 from kvrsim.io.files import write_atomically
 from planner.uncertainty.interval import interval
 from validate.serving.fit import ENGINES, left_out_engines

@@ -12,8 +12,8 @@ from calibrate.prefills.cases import PrefillCase
 from calibrate.prefills.rows import PrefillRow
 from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
-from kvrsim.engine.engine import SHORT_TOKENS, Engine
-from kvrsim.profile.profile import CalibrationProfile, load_profile
+from kvrsim.engine import SHORT_TOKENS, Engine
+from kvrsim.kernels.profile import CalibrationProfile, load_profile
 from kvrsim.strategies import get_strategy
 from planner.partitions import partition_of
 from planner.uncertainty.interval import interval

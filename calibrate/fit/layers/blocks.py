@@ -8,9 +8,9 @@ import numpy as np
 
 from calibrate.fit.layers.modules import ModuleRows, read_modules
 from calibrate.fit.solver import Comparison, Fitted, Parameter, Some, cross_validated_s, peak_flops, solve
-from kvrsim.hardware.gpu import GpuSpec
-from kvrsim.profile.profile import CalibrationProfile
-from kvrsim.profile.rates.sparse import AttendRates, ScoreRates, SparseKernels
+from kvrsim.hardware import GpuSpec
+from kvrsim.kernels.profile import CalibrationProfile
+from kvrsim.kernels.sparse import AttendRates, ScoreRates, SparseKernels
 from kvrsim.program import Array
 
 MODEL = "MiniMaxAI/MiniMax-M3"

@@ -9,12 +9,10 @@ from calibrate.fit.attention import fit_flash
 from calibrate.fit.flash_presets import PRESETS
 from calibrate.fit.solver import Fitted
 from calibrate.importers.latent import LatentForm, mean_head_dim, read_latent
-from kvrsim.hardware.cluster import load_gpu
-from kvrsim.hardware.gpu import GpuSpec
-from kvrsim.io.json_text import JsonObject
-from kvrsim.profile.profile import CalibrationProfile
-from kvrsim.profile.rates.attention import FlashRates
-from kvrsim.profile.rates.latent import LatentRates
+from kvrsim.hardware import GpuSpec, load_gpu
+from kvrsim.io.schema import JsonObject
+from kvrsim.kernels.attention import FlashRates, LatentRates
+from kvrsim.kernels.profile import CalibrationProfile
 
 FORMS: tuple[LatentForm, ...] = ("expanded", "absorbed")
 # Kernels that skip what is masked: calls without a prefix do not tell the cost of masked blocks.

@@ -11,15 +11,14 @@ import numpy as np
 
 from calibrate.importers.sparse import SparseRows, read_module
 from calibrate.importers.tables import find_package
-from kvrsim.cost.kernels import CalibratedCost
-from kvrsim.cost.mixing.chosen import SparseMixer, sparse_call
+from kvrsim.kernels.attention import AttentionCall
+from kvrsim.kernels.calibrated import CalibratedCost
+from kvrsim.kernels.gemm import Product
+from kvrsim.kernels.profile import CalibrationProfile
+from kvrsim.kernels.sparse import SparseCall, SparseMixer, sparse_call
 from kvrsim.model.gemm import Gemm
 from kvrsim.model.load import load_model
 from kvrsim.model.mixers import LatentAttention
-from kvrsim.profile.profile import CalibrationProfile
-from kvrsim.profile.rates.attention import AttentionCall
-from kvrsim.profile.rates.gemm import Product
-from kvrsim.profile.rates.sparse import SparseCall
 from kvrsim.program import Array
 
 _BUSY = 2.0  # times the shortest call of a table: below, the host's launches are what was timed

@@ -8,7 +8,7 @@ from dataclasses import replace
 from calibrate.data.measurement import Measurement
 from calibrate.fit.attention_rows import AttentionRows
 from calibrate.fit.solver import Comparison, Fitted, Parameter, Some, cross_validated_s, solve
-from kvrsim.profile.rates.attention import FlashRates
+from kvrsim.kernels.attention import FlashRates
 from kvrsim.program import Array
 
 NARROW_HEAD_DIM = 64

@@ -11,11 +11,10 @@ import numpy as np
 from calibrate.fit.layers.blocks import fit_blocks
 from calibrate.fit.solver import Comparison, Fitted, Parameter, Some, cross_validated_s, peak_flops, solve
 from calibrate.importers.sparse import SparseRows, read_kernel
-from kvrsim.hardware.cluster import load_gpu
-from kvrsim.hardware.gpu import GpuSpec
-from kvrsim.io.json_text import JsonObject
-from kvrsim.profile.profile import CalibrationProfile
-from kvrsim.profile.rates.sparse import AttendRates, ScoreRates, SelectRates, SparseKernels, SparseRates
+from kvrsim.hardware import GpuSpec, load_gpu
+from kvrsim.io.schema import JsonObject
+from kvrsim.kernels.profile import CalibrationProfile
+from kvrsim.kernels.sparse import AttendRates, ScoreRates, SelectRates, SparseKernels, SparseRates
 from kvrsim.program import Array
 
 LEAST_CHUNK = 128  # fewer queries take next to nothing beside the rest of a layer

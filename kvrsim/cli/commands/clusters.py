@@ -21,7 +21,7 @@ def list_clusters(answers: AnswerOptions) -> None:
     Example: kvrsim clusters list
     """
     answers.check()
-    from kvrsim.hardware.cluster import builtin_clusters, load_cluster
+    from kvrsim.hardware import builtin_clusters, load_cluster
     from kvrsim.io.schema import to_json
 
     clusters = {name: load_cluster(name) for name in builtin_clusters()}
@@ -44,7 +44,7 @@ def show(
 
     Example: kvrsim clusters show h100-nvlink
     """
-    from kvrsim.hardware.cluster import load_cluster
+    from kvrsim.hardware import load_cluster
     from kvrsim.io.schema import to_json
 
     cluster = load_cluster(name, argument="NAME|PATH")

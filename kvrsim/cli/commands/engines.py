@@ -21,7 +21,7 @@ def list_engines(answers: AnswerOptions) -> None:
     Example: kvrsim engines list
     """
     answers.check()
-    from kvrsim.engine.engine import builtin_engines, load_engine
+    from kvrsim.engine import builtin_engines, load_engine
 
     engines = [load_engine(name) for name in builtin_engines()]
     if not answers.printed(
@@ -43,7 +43,7 @@ def show(
 
     Example: kvrsim engines show vllm-2023
     """
-    from kvrsim.engine.engine import load_engine
+    from kvrsim.engine import load_engine
 
     engine = load_engine(name, argument="NAME|PATH")
     if json:

@@ -11,7 +11,7 @@ from kvrsim.cli.options import Json, takes
 from kvrsim.cli.outputs import print_json
 
 if TYPE_CHECKING:
-    from kvrsim.profile.rates.gemm import GemmRates
+    from kvrsim.kernels.gemm import GemmRates
 
 app = typer.Typer()
 
@@ -24,7 +24,7 @@ def list_profiles(answers: AnswerOptions) -> None:
     Example: kvrsim profiles list
     """
     answers.check()
-    from kvrsim.profile.profile import builtin_profiles, load_profile
+    from kvrsim.kernels.profile import builtin_profiles, load_profile
 
     profiles = [load_profile(name) for name in builtin_profiles()]
     rows = [
@@ -52,7 +52,7 @@ def show(
 
     Example: kvrsim profiles show h100-flash
     """
-    from kvrsim.profile.profile import load_profile
+    from kvrsim.kernels.profile import load_profile
 
     profile = load_profile(name, argument="NAME|PATH")
     if json:
@@ -94,8 +94,8 @@ def diff(
     """
     answers.check()
     from calibrate.fit.diff import compare_profiles, dtypes_of
+    from kvrsim.kernels.profile import load_profile
     from kvrsim.model.load import load_model
-    from kvrsim.profile.profile import load_profile
 
     first, second = load_profile(a, argument="A"), load_profile(b, argument="B")
     spec = load_model(model)

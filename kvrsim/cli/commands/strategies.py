@@ -10,7 +10,7 @@ import typer
 from kvrsim.cli.answers import AnswerOptions
 from kvrsim.cli.options import Json, takes
 from kvrsim.cli.outputs import print_json
-from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import JsonObject
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -14,10 +14,10 @@ from kvrsim.model.mixers import Attention, LatentAttention, Mixer, Recurrence
 from kvrsim.units import format_bandwidth, format_bytes, format_seconds, format_tokens
 
 if TYPE_CHECKING:
-    from kvrsim.hardware.cluster import Cluster
+    from kvrsim.hardware import Cluster
+    from kvrsim.kernels.profile import CalibrationProfile
     from kvrsim.model.gemm import Gemm
     from kvrsim.model.spec import LayerSpec, ModelSpec
-    from kvrsim.profile.profile import CalibrationProfile
 
 
 def show_profiles(profiles: Sequence[CalibrationProfile]) -> None:

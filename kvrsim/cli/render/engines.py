@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 
 from kvrsim.cli.render.layout import columns, show
-from kvrsim.engine.engine import SHORT_TOKENS, Engine
-from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT
+from kvrsim.engine import SHORT_TOKENS, Engine
+from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT
 from kvrsim.units import format_seconds
 from planner.uncertainty.causes import engine_sides
 

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from kvrsim.engine.engine import NO_ENGINE
-from kvrsim.profile.profile import builtin_profiles
+from kvrsim.engine import NO_ENGINE
+from kvrsim.kernels.profile import builtin_profiles
 from kvrsim.scenario import ROOFLINE
 from kvrsim.units import format_bytes, format_seconds, format_tokens
 
 if TYPE_CHECKING:
-    from kvrsim.hardware.cluster import Cluster
-    from kvrsim.hardware.gpu import MemoryLimit
+    from kvrsim.hardware import Cluster, MemoryLimit
     from kvrsim.memory import RankMemory
     from kvrsim.noise import Distribution
     from kvrsim.results.question import Question

@@ -14,7 +14,7 @@ from kvrsim.executors.bus.moments import SharedRun
 from kvrsim.executors.maxplus import SAME
 from kvrsim.executors.repeats import has_runs, runs
 from kvrsim.executors.steps import Segment, Steps
-from kvrsim.hardware.cluster import Cluster
+from kvrsim.hardware import Cluster
 from kvrsim.program import Array, Program
 
 _WALKED, _LEAST = 4, 8  # periods that are run; and that there must be, so that it pays

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrsim.executors.steps import Message, Segment, Step, Steps
-from kvrsim.hardware.cluster import Cluster
+from kvrsim.hardware import Cluster
 from kvrsim.program import AllGather, AllToAll, Array, Load, Program, Recv, RingPass
 
 Value = Array | float

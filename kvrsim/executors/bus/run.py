@@ -6,7 +6,7 @@ from kvrsim.executors.bus.alike import run_alike
 from kvrsim.executors.bus.flows import FlowGraph
 from kvrsim.executors.bus.lanes import run_lanes
 from kvrsim.executors.bus.moments import SharedRun
-from kvrsim.hardware.cluster import Cluster
+from kvrsim.hardware import Cluster
 from kvrsim.program import Array, Program
 
 

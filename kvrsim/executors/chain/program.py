@@ -8,10 +8,9 @@ from itertools import chain, groupby
 
 import numpy as np
 
-from kvrsim.cost.kernels import CostModel
 from kvrsim.ends import embedding, has_prefill, last, last_is_alike, request, step
-from kvrsim.hardware.cluster import Cluster
-from kvrsim.hardware.links import Path
+from kvrsim.hardware import Cluster, Path
+from kvrsim.kernels.calibrated import CostModel
 from kvrsim.program import Array, Op, Recv, Send, beside_receives, slower
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvrsim.cost.kernels import CostModel
 from kvrsim.executors.maxplus import SAME
 from kvrsim.executors.stages.work import StageWork, Stretches
-from kvrsim.hardware.cluster import Cluster
-from kvrsim.hardware.links import Path
+from kvrsim.hardware import Cluster, Path
+from kvrsim.kernels.calibrated import CostModel
 from kvrsim.program import AllGather, Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies.base import Strategy

@@ -8,9 +8,9 @@ from itertools import accumulate, groupby
 
 import numpy as np
 
-from kvrsim.cost.kernels import CostModel
 from kvrsim.ends import embedding, last, request
 from kvrsim.ends import step as before_step
+from kvrsim.kernels.calibrated import CostModel
 from kvrsim.program import AllGather, Array, Collective, Compute, Op
 from kvrsim.scenario import Scenario
 from kvrsim.strategies.base import Step, Strategy

@@ -12,7 +12,7 @@ from importlib import import_module
 from pkgutil import walk_packages
 
 from kvrsim.errors import InputError
-from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import JsonObject
 from kvrsim.model.architectures.defaults import filled
 from kvrsim.model.architectures.multimodal import read_text_part
 from kvrsim.model.architectures.parts import Reader

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvrsim.io.json_text import JsonObject, parse_json
+from kvrsim.io.schema import JsonObject, parse_json
 
 DEFAULTS = Path(__file__).parents[2] / "data" / "config_defaults.json"
 

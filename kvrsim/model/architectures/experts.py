@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import JsonObject
 from kvrsim.model.architectures.dense.llama import Family, dense_layers
 from kvrsim.model.architectures.parts import (
     MAX_WIDTH,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kvrsim.errors import InputError
-from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import JsonObject
 
 _TEXT = ("text_config", "llm_config", "language_config")
 _TOWERS = {"vision": ("vision_config", "visual_config"), "audio": ("audio_config",)}

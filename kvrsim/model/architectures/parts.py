@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import JsonObject
 from kvrsim.model.gemm import Gemm, Split
 from kvrsim.model.mixers import Attention
 from kvrsim.model.spec import LayerSpec, ModelSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeVar
 
-from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import JsonObject
 from kvrsim.model.architectures.experts import Experts, read_experts
 from kvrsim.model.architectures.parts import MAX_WIDTH, gated_mlp, gemm, read_inner
 from kvrsim.model.gemm import Gemm

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvrsim.errors import InputError
-from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import JsonObject
 from kvrsim.model.architectures.parts import read_num_layers
 
 Windows = Sequence[int | None]  # for each layer its window in tokens; None: sees all

@@ -24,7 +24,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from kvrsim.errors import InputError
-from kvrsim.io.json_text import parse_json
+from kvrsim.io.schema import parse_json
 from kvrsim.program import Array
 from kvrsim.units import MAX_TOKENS
 from planner.capacity.workloads.workload import MAX_REQUESTS, Workload

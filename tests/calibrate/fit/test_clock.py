@@ -8,8 +8,8 @@ import pytest
 from calibrate.data.measurement import Measurement
 from calibrate.data.other_tables import systematic_log_sd
 from calibrate.fit.clock import at_burst, fit_clock
-from kvrsim.hardware.cluster import load_gpu
-from kvrsim.profile.rates.clock import Clock
+from kvrsim.hardware import load_gpu
+from kvrsim.kernels.profile import Clock
 
 GPU = load_gpu("h100")
 CLOCK = Clock(sustained_share=0.85, time_constant_s=0.1)

@@ -12,8 +12,8 @@ import pytest
 
 from calibrate.fit.diff import DiffRow, compare_profiles, dtypes_of
 from kvrsim.cli.main import main
+from kvrsim.kernels.profile import builtin_profiles, load_profile
 from kvrsim.model.load import load_model
-from kvrsim.profile.profile import builtin_profiles, load_profile
 from kvrsim.units import scale
 
 LLAMA = load_model("llama-7b")

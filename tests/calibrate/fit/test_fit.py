@@ -23,11 +23,11 @@ from calibrate.fit.operations import DEFAULT_HOST
 from calibrate.fit.profile import Label, fit_profile
 from calibrate.measure.machine import gpu_of, link_of
 from kvrsim.errors import InputError
-from kvrsim.hardware.cluster import load_gpu, load_link
-from kvrsim.hardware.gather import GatherRates
-from kvrsim.profile.profile import load_profile
-from kvrsim.profile.rates.attention import AttentionRates, EagerRates
-from kvrsim.profile.rates.gemm import GemmRates, Product, Tile
+from kvrsim.hardware import load_gpu, load_link
+from kvrsim.kernels.attention import AttentionRates, EagerRates
+from kvrsim.kernels.gemm import GemmRates, Product, Tile
+from kvrsim.kernels.links import GatherRates
+from kvrsim.kernels.profile import load_profile
 
 A100, NVLINK3 = load_gpu("a100-80gb"), load_link("nvlink3")
 H100 = load_gpu("h100")

@@ -12,7 +12,7 @@ from calibrate.data.measurement import Measurement
 from calibrate.fit.links import OWN_SHARE, SendRates, fit_all_gather, fit_all_reduce, fit_send_recv, usable_link_rows
 from calibrate.measure.link_points import LinkPoint, link_points
 from calibrate.measure.topology import measured_link
-from kvrsim.hardware.gather import GatherRates
+from kvrsim.kernels.links import GatherRates
 
 MAX_BYTES = 2**26
 NOISE = 0.05

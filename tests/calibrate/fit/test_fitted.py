@@ -12,9 +12,9 @@ from calibrate.fit.solver import Parameter, cross_validated_s, solve
 from calibrate.shipped.recipes import Recipe, recipe_names
 from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
-from kvrsim.hardware.cluster import builtin_clusters, load_gpu
-from kvrsim.io.json_text import JsonObject
-from kvrsim.profile.profile import builtin_profiles, load_profile
+from kvrsim.hardware import builtin_clusters, load_gpu
+from kvrsim.io.schema import JsonObject
+from kvrsim.kernels.profile import builtin_profiles, load_profile
 
 
 def test_left_out_rows_are_not_seen() -> None:

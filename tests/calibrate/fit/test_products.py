@@ -10,7 +10,7 @@ import pytest
 from calibrate.data.measurement import Measurement
 from calibrate.fit.attention import fit_flash
 from kvrsim.errors import InputError
-from kvrsim.profile.rates.gemm import GEMM_TYPES, Product
+from kvrsim.kernels.gemm import GEMM_TYPES, Product
 from tests.calibrate.fit.test_fit import A100, FLASH, GEMM, H100, fit, gemm_rows, timed
 
 

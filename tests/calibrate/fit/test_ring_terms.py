@@ -11,8 +11,8 @@ import pytest
 from calibrate.data.measurement import Measurement
 from calibrate.fit.attention_rows import AttentionRows, with_blocks
 from calibrate.fit.elementwise import with_merges
-from kvrsim.profile.rates.blocked import BlockedRates
-from kvrsim.profile.rates.elementwise import ElementwiseRates
+from kvrsim.kernels.attention import BlockedRates
+from kvrsim.kernels.elementwise import ElementwiseRates
 
 
 def row(operation: str, median_s: float, kernel: str = "torch", **fields: Any) -> Measurement:

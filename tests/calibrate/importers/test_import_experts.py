@@ -12,10 +12,10 @@ import pytest
 from calibrate.fit.layers.experts import fit_experts
 from calibrate.importers.experts import HALF, ExpertRows, read_experts
 from kvrsim.errors import InputError
-from kvrsim.hardware.cluster import load_gpu
-from kvrsim.profile.profile import load_profile
-from kvrsim.profile.rates.experts import GroupedRates
-from kvrsim.profile.rates.gemm import GEMM_TYPES
+from kvrsim.hardware import load_gpu
+from kvrsim.kernels.experts import GroupedRates
+from kvrsim.kernels.gemm import GEMM_TYPES
+from kvrsim.kernels.profile import load_profile
 
 ROW: dict[str, Any] = {
     **{"device": "NVIDIA T1", "kernel_source": "moe_torch_flow", "moe_dtype": "bfloat16", "num_tokens": 1024},

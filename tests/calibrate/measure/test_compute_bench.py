@@ -20,7 +20,7 @@ from calibrate.measure.compute_points import BARE_LAYER, BLOCK_PREFIX, PENDING_P
 from calibrate.measure.device_watch import Reading
 from calibrate.measure.forward_timer import LAYERS, ComputeSetup, ForwardTimer
 from kvrsim.errors import InputError
-from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import JsonObject
 from kvrsim.model.architectures import read_config
 from kvrsim.model.spec import ModelSpec
 from kvrsim.runtime.hooks import CudaClock

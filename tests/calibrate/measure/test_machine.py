@@ -9,7 +9,7 @@ import pytest
 from calibrate.data.measurement import Measurement
 from calibrate.measure.machine import gpu_named, gpu_of
 from kvrsim.errors import InputError
-from kvrsim.hardware.cluster import load_gpu
+from kvrsim.hardware import load_gpu
 
 GIB = 2**30
 

@@ -22,16 +22,14 @@ from calibrate.fit.profile import LAYERS, Label, fit_profile, layer_costs
 from calibrate.fit.solver import dtypes_of, element_bytes_of, has_waves
 from calibrate.measure.machine import gpu_of, link_of
 from kvrsim.builder import make_scenario
-from kvrsim.cost.traffic import after_mixer, before_mixer
 from kvrsim.errors import InputError
-from kvrsim.hardware.cluster import load_gpu
-from kvrsim.hardware.gpu import GpuSpec
-from kvrsim.io.json_text import JsonObject
+from kvrsim.hardware import GpuSpec, load_gpu
+from kvrsim.io.schema import JsonObject
+from kvrsim.kernels.attention import AttentionRates, BlockedRates, EagerRates, FlashRates, MeasuredSizes
+from kvrsim.kernels.elementwise import after_mixer, before_mixer
+from kvrsim.kernels.gemm import Product
+from kvrsim.kernels.profile import CalibrationProfile, load_profile
 from kvrsim.model.architectures import read_config
-from kvrsim.profile.profile import CalibrationProfile, load_profile
-from kvrsim.profile.rates.attention import AttentionRates, BlockedRates, EagerRates, FlashRates
-from kvrsim.profile.rates.gemm import Product
-from kvrsim.profile.rates.sizes import MeasuredSizes
 
 CONFIG = {
     "model_type": "llama",

@@ -23,10 +23,10 @@ from calibrate.measure.compute_points import compute_rows
 from calibrate.measure.forward_timer import ComputeSetup
 from calibrate.measure.pending import PendingRanks
 from kvrsim.executors.batch import run_batch
-from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import JsonObject
+from kvrsim.kernels.profile import CalibrationProfile, load_profile
 from kvrsim.model.architectures import read_config
 from kvrsim.partition import Partition
-from kvrsim.profile.profile import CalibrationProfile, load_profile
 from kvrsim.program import Compute, Program
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES

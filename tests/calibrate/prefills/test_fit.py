@@ -14,13 +14,11 @@ from calibrate.prefills.rows import PrefillRow
 from calibrate.prefills.terms import EngineTerms, with_clock
 from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
-from kvrsim.engine.engine import Engine
-from kvrsim.engine.host import HostRates
+from kvrsim.engine import Engine, HostRates
 from kvrsim.errors import InputError
-from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import JsonObject
+from kvrsim.kernels.profile import CalibrationProfile, Clock, load_profile
 from kvrsim.partition import Partition
-from kvrsim.profile.profile import CalibrationProfile, load_profile
-from kvrsim.profile.rates.clock import Clock
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from planner.partitions import partition_of

@@ -15,7 +15,7 @@ from calibrate.data.measurement import read_measurements
 from calibrate.shipped.page import PAGE, page
 from kvrsim.builder import DEFAULT_PROFILES
 from kvrsim.cli.main import app
-from kvrsim.profile.profile import CalibrationProfile, builtin_profiles, load_profile
+from kvrsim.kernels.profile import CalibrationProfile, builtin_profiles, load_profile
 
 TEXT = PAGE.read_text()
 

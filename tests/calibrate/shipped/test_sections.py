@@ -13,8 +13,8 @@ from calibrate.fit.solver import Comparison, Fitted
 from calibrate.shipped.page import PAGE
 from calibrate.shipped.sections import fit_sections
 from kvrsim.errors import InputError
-from kvrsim.io.json_text import JsonObject
-from kvrsim.profile.profile import CalibrationProfile, load_profile
+from kvrsim.io.schema import JsonObject
+from kvrsim.kernels.profile import CalibrationProfile, load_profile
 
 PROFILE = load_profile("h200-flash")
 

@@ -14,9 +14,9 @@ import typer
 import kvrsim
 from kvrsim.cli import main as cli
 from kvrsim.cli.render.format import TIED
-from kvrsim.hardware.cluster import Cluster, load_cluster
+from kvrsim.hardware import Cluster, load_cluster
 from kvrsim.io.schema import to_json
-from kvrsim.profile.profile import load_profile
+from kvrsim.kernels.profile import load_profile
 from kvrsim.strategies import STRATEGIES
 from planner import partitions as planning
 from planner.plan_notes import even_chunks

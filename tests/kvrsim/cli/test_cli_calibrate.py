@@ -15,9 +15,9 @@ from calibrate.fit.attention_rows import AttentionRows
 from calibrate.fit.flash_presets import PRESETS
 from calibrate.fit.links import SendRates
 from kvrsim.cli import main as cli
-from kvrsim.hardware.cluster import load_gpu
-from kvrsim.profile.profile import load_profile
-from kvrsim.profile.rates.gemm import GemmRates, Product, Tile
+from kvrsim.hardware import load_gpu
+from kvrsim.kernels.gemm import GemmRates, Product, Tile
+from kvrsim.kernels.profile import load_profile
 
 DEVICE = "NVIDIA A100-SXM4-80GB"
 

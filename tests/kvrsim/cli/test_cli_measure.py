@@ -21,9 +21,9 @@ from calibrate.measure.journal import Seconds, journal_path
 from calibrate.measure.link_bench import LinkBench
 from calibrate.measure.link_points import LinkPoint, link_points
 from kvrsim.cli import main as cli
-from kvrsim.hardware.gpu import GpuSpec
+from kvrsim.hardware import GpuSpec
+from kvrsim.kernels.profile import load_profile
 from kvrsim.model.gemm import Gemm
-from kvrsim.profile.profile import load_profile
 from kvrsim.runtime.hooks import CpuClock
 
 pytestmark = pytest.mark.slow

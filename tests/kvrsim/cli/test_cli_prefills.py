@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvrsim.cli import main as cli
-from kvrsim.engine.engine import Engine
-from kvrsim.engine.host import HostRates
+from kvrsim.engine import Engine, HostRates
 
 ROWS = """\
 model,gpu,num_gpus,strategy,context_len,batch,cached_prefix,dtype,ttft_s

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvrsim.compile import build_program
 from kvrsim.executors.event import EventSimulation
 from kvrsim.executors.network import FairBus
-from kvrsim.hardware.cluster import Cluster
+from kvrsim.hardware import Cluster
 from kvrsim.program import AllGather, Compute, Op, Program, Recv, Send
 from kvrsim.strategies import STRATEGIES
 from tests.building import Draws, any_cluster, any_partition, any_scenario, draws, examples, plain

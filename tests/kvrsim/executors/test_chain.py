@@ -15,7 +15,7 @@ from kvrsim.executors.batch import run_batch
 from kvrsim.executors.chain.program import Chain
 from kvrsim.executors.chain.walk import chain_finish_s
 from kvrsim.executors.run import finish_s, ttft_s
-from kvrsim.hardware.uneven import SlowGpu, SlowLink, UnevenCluster
+from kvrsim.hardware import SlowGpu, SlowLink, UnevenCluster
 from kvrsim.program import Array, Flags
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy

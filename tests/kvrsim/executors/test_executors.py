@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvrsim.compile import build_program
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
-from kvrsim.hardware.cluster import load_cluster
+from kvrsim.hardware import load_cluster
 from kvrsim.program import Array, Compute, Program, Recv, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES

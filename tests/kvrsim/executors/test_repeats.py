@@ -16,7 +16,7 @@ from kvrsim.compile import build_program
 from kvrsim.executors import batch
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.repeats import runs
-from kvrsim.hardware.cluster import Cluster
+from kvrsim.hardware import Cluster
 from kvrsim.program import Array, Compute, Op, Program, Recv, Send
 from kvrsim.strategies import STRATEGIES
 from tests.building import Draws, any_cluster, any_partition, any_placed, draws, examples

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from kvrsim.errors import InputError, NotWrittenError
 from kvrsim.io.journal import Journal
-from kvrsim.io.json_text import MAX_DEPTH, parse_json
+from kvrsim.io.schema import MAX_DEPTH, parse_json
 
 ROOT = Path(__file__).parents[3]
 ABOUT = {"model": {"hidden_size": 64}, "threads": 1}

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrsim.errors import InputError
-from kvrsim.io.json_text import JsonObject
-from kvrsim.io.schema import NonNegative, read, to_json
+from kvrsim.io.schema import JsonObject, NonNegative, read, to_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import kvrsim
-from kvrsim.cost.tensor_parallel import share_of
-from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import JsonObject
+from kvrsim.kernels.tensor_parallel import share_of
 from kvrsim.model.architectures import read_config
 from kvrsim.model.mixers import Attention, Recurrence
 

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from kvrsim.errors import InputError
-from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import JsonObject
 from kvrsim.model.architectures import read_config
 from kvrsim.partition import Partition
 from kvrsim.runtime.exchange import exchange_of

@@ -9,9 +9,9 @@ import pytest
 
 import kvrsim
 from kvrsim.compile import build_program
-from kvrsim.cost.tensor_parallel import group_of, share_of
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
+from kvrsim.kernels.tensor_parallel import group_of, share_of
 from kvrsim.program import AllGather, Array, Compute, Program
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy

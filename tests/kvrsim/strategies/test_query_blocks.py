@@ -11,9 +11,9 @@ from hypothesis import given
 import kvrsim
 from kvrsim.builder import make_scenario
 from kvrsim.executors.run import run_partition
+from kvrsim.kernels.elementwise import Traffic
 from kvrsim.memory import memory_of
 from kvrsim.partition import Partition
-from kvrsim.profile.rates.elementwise import Traffic
 from kvrsim.program import Compute
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, STRATEGIES, Strategy

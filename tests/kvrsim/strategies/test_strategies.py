@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import kvrsim
 from kvrsim.compile import build_program
-from kvrsim.profile.rates.attention import EagerRates
+from kvrsim.kernels.attention import EagerRates
 from kvrsim.program import AllGather, Compute, Program, Recv, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, get_strategy

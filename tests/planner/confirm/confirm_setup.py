@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from kvrsim.cli.main import main
-from kvrsim.engine.host import HostRates
-from kvrsim.hardware.cluster import Cluster
-from kvrsim.hardware.gpu import GpuSpec
-from kvrsim.hardware.links import LinkSpec
-from kvrsim.profile.profile import CalibrationProfile, OperationFit, load_profile
+from kvrsim.engine import HostRates
+from kvrsim.hardware import Cluster, GpuSpec, LinkSpec
+from kvrsim.kernels.profile import CalibrationProfile, OperationFit, load_profile
 from kvrsim.units import scale
 from tests.kvrsim.runtime.runtime_models import CONFIGS
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
 from kvrsim.executors.run import run_partition
+from kvrsim.kernels.profile import Gather, load_profile
 from kvrsim.partition import Partition
-from kvrsim.profile.profile import Gather, load_profile
 from kvrsim.program import Compute, Program
 from kvrsim.results.question import Question
 from kvrsim.results.timeline import Timeline

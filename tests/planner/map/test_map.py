@@ -12,11 +12,10 @@ import pytest
 import kvrsim
 from kvrsim.cli import main as cli
 from kvrsim.errors import InputError
-from kvrsim.hardware.cluster import load_cluster
-from kvrsim.hardware.gpu import MemoryLimit
+from kvrsim.hardware import MemoryLimit, load_cluster
 from kvrsim.io.schema import to_json
-from kvrsim.ranges import parse_lengths
 from kvrsim.results.question import Question
+from kvrsim.units import parse_lengths
 from planner.map.build import make_map
 from planner.map.map import MapPoint, StrategyMap
 

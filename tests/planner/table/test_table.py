@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrsim.errors import InputError
-from kvrsim.io.json_text import JsonObject
-from kvrsim.ranges import parse_counts, parse_lengths
+from kvrsim.io.schema import JsonObject
+from kvrsim.units import parse_counts, parse_lengths
 from planner.table.lookup import look_up, to_multiples, to_steps
 from planner.table.quantization import QuantizationSteps
 from planner.table.setting import TableSetting

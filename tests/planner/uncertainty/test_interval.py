@@ -11,8 +11,8 @@ from hypothesis import given
 
 import kvrsim
 from kvrsim.builder import make_scenario
+from kvrsim.kernels.profile import OperationFit, load_profile
 from kvrsim.partition import Partition
-from kvrsim.profile.profile import OperationFit, load_profile
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.uncertainty.causes import doublings_beyond

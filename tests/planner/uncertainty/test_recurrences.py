@@ -7,8 +7,8 @@ import math
 import pytest
 
 import kvrsim
-from kvrsim.cost.sensitivity import Part
-from kvrsim.profile.profile import load_profile
+from kvrsim.kernels.profile import load_profile
+from kvrsim.kernels.sensitivity import Part
 from planner.uncertainty.causes import parts_alone
 
 KINDS = {"qwen3.5-35b-a3b": "gated delta rule", "nemotron-3-nano-30b-a3b": "Mamba-2"}

@@ -11,11 +11,10 @@ import pytest
 import kvrsim
 from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
-from kvrsim.engine.engine import Engine, EngineFit, builtin_engines
-from kvrsim.engine.host import NO_HOST
+from kvrsim.engine import NO_HOST, Engine, EngineFit, builtin_engines
 from kvrsim.executors.run import run_partition
+from kvrsim.kernels.profile import load_profile
 from kvrsim.partition import Partition
-from kvrsim.profile.profile import load_profile
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.uncertainty.interval import Interval, interval, measured_coverage, tied

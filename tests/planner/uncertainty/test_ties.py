@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import kvrsim
 from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
-from kvrsim.cost.sensitivity import ATTENTION
+from kvrsim.kernels.sensitivity import ATTENTION
 from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvrsim.engine.engine import load_engine
-from kvrsim.profile.profile import load_profile
+from kvrsim.engine import load_engine
+from kvrsim.kernels.profile import load_profile
 from validate.published.compare import COUNTED
 from validate.published.fit import (
     NAMES,

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvrsim.engine.engine import Engine, load_engine
-from kvrsim.engine.host import NO_HOST
+from kvrsim.engine import NO_HOST, Engine, load_engine
 from validate.serving.compare import FIGURES, Comparison, compare, page, part, rows_left_out
 from validate.serving.fit import ENGINES, fit_engine, left_out_engines, prior_of
 from validate.serving.rows import case_of, errors_of, read_rows

@@ -159,7 +159,7 @@ class _Files:
 def _datasheet_link(files: _Files) -> str | None:
     """None where a built-in cluster has the device; else the link that such a device is likely to have."""
     from calibrate.data.provenance import read_origins
-    from kvrsim.hardware.cluster import builtin_clusters, load_cluster
+    from kvrsim.hardware import builtin_clusters, load_cluster
 
     gpu = next((origin["gpu"]["name"] for origin in read_origins([str(files.compute)], "compute")), None)
     known = {load_cluster(name).gpu.name for name in builtin_clusters()}

@@ -79,7 +79,7 @@ class LayerOptions:
         """Checked, with what torch finds on this machine; InputError names the option."""
         require_torch()
         from calibrate.measure.forward_timer import ComputeSetup
-        from kvrsim.io.json_text import JsonObject
+        from kvrsim.io.schema import JsonObject
         from kvrsim.model.load import config_path, load_model
         from kvrsim.runtime.geometry import DTYPES
         from kvrsim.runtime.host import chosen_device, num_gpus

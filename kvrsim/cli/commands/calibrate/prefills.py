@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from calibrate.prefills.cases import PrefillCases
     from calibrate.prefills.rows import PrefillDefaults
     from kvrsim.cli.progress import WorkProgress
-    from kvrsim.profile.profile import CalibrationProfile
+    from kvrsim.kernels.profile import CalibrationProfile
 
 _ARGUMENT = "prefills"
 _OF_ROWS = ("ctx", "gpus", "model", "profile", "batch", "cached_prefix", "dtype")  # the others hold for all rows
@@ -102,7 +102,7 @@ def prefills(
     """
     from calibrate.prefills.read import read_prefills
     from kvrsim.cli.progress import WorkProgress
-    from kvrsim.profile.profile import load_profile
+    from kvrsim.kernels.profile import load_profile
 
     _check_outputs(output, name, check)
     if strategy is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import JsonObject
 from kvrsim.model.architectures.dense.llama import Family, llama_like
 from kvrsim.model.architectures.parts import Norms, Reader, read_num_layers
 from kvrsim.model.architectures.windows import Windows, period_windows

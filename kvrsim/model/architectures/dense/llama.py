@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import JsonObject
 from kvrsim.model.architectures.parts import Norms, Reader, Shape, assemble, gated_mlp, gemm, read_inner, read_shape
 from kvrsim.model.architectures.windows import Windows, qwen_windows, same_window
 from kvrsim.model.spec import LayerSpec, ModelSpec

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import JsonObject
 from kvrsim.model.architectures.parts import Norms, Reader, assemble, plain_mlp, read_inner, read_shape
 from kvrsim.model.spec import ModelSpec
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import JsonObject
 from kvrsim.model.architectures.latent.parts import LatentShape, read_latent_shape
 from kvrsim.model.architectures.parts import MAX_WIDTH, Norms, Reader, assemble, gemm, read_inner, read_num_layers
 from kvrsim.model.architectures.routed import deepseek_mlps, read_kinds

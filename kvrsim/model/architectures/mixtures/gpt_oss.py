@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import JsonObject
 from kvrsim.model.architectures.dense.llama import Family
 from kvrsim.model.architectures.experts import mixture, read_experts
 from kvrsim.model.architectures.parts import Reader, read_inner, read_num_layers

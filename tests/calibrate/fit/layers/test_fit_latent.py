@@ -12,8 +12,8 @@ from calibrate.fit.flash_presets import PRESETS
 from calibrate.fit.layers import latent
 from calibrate.fit.layers.latent import fit_latent
 from calibrate.importers.latent import WIDTHS, LatentForm
-from kvrsim.hardware.cluster import load_gpu
-from kvrsim.profile.rates.attention import AttentionCall
+from kvrsim.hardware import load_gpu
+from kvrsim.kernels.attention import AttentionCall
 
 GPU = load_gpu("h200")
 SHARED: dict[LatentForm, int] = {"expanded": 0, "absorbed": 1}

@@ -9,10 +9,10 @@ import pytest
 from kvrsim.cli import main as cli
 from kvrsim.cli.guide.nearest import nearest, respelled
 from kvrsim.cli.guide.values import shipped
-from kvrsim.engine.engine import builtin_engines
-from kvrsim.hardware.cluster import builtin_clusters, builtin_gpus
+from kvrsim.engine import builtin_engines
+from kvrsim.hardware import builtin_clusters, builtin_gpus
+from kvrsim.kernels.profile import builtin_profiles
 from kvrsim.model.load import builtin_models
-from kvrsim.profile.profile import builtin_profiles
 from kvrsim.strategies import STRATEGIES
 
 FLEET = "capacity --requests synthetic:poisson,rate=4"

@@ -11,8 +11,8 @@ import pytest
 import tests.kvrsim.runtime.ranks.exchange_workers as workers
 from kvrsim.builder import make_scenario
 from kvrsim.compile import build_program
-from kvrsim.cost.limits import NoTime
 from kvrsim.errors import InputError
+from kvrsim.kernels.roofline import NoTime
 from kvrsim.memory import memory_of
 from kvrsim.partition import Partition
 from kvrsim.program import sent_bytes

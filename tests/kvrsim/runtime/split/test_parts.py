@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvrsim.cost.tensor_parallel import share_of
 from kvrsim.errors import InputError
-from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import JsonObject
+from kvrsim.kernels.tensor_parallel import share_of
 from kvrsim.model.architectures import read_config
 from kvrsim.runtime.cache import PrefixCache
 from kvrsim.runtime.geometry import Geometry

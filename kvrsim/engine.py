@@ -1,0 +1,139 @@
+"""Engine: what the software that serves a model adds to the kernels' own time.
+
+Engine records: what each serving engine adds to a profile's kernels, how sure that is, and what it rests on.
+
+HostRates: the seconds that software adds to a prefill beside its kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from kvrsim.errors import InputError
+from kvrsim.io.files import write_atomically
+from kvrsim.io.schema import JsonObject, Keys, NonNegative, RelativeError, Whole, fields_to_json, read
+
+PRIOR_ENGINE = "serving"  # what the engines that were measured have in common
+NO_ENGINE = "none"  # the kernels, and the host that the profile itself has
+OTHER_GPU = "other"  # key of kernel_scale for a GPU that has none of its own
+SHORT_TOKENS = 512  # of all prompts of a batch; below, most of the time may be what the engine adds
+_BUILTIN_FOLDER = Path(__file__).parent / "data" / "engines"
+
+# Quantities of an engine that have a spread, in the order in which they are shown.
+TERMS = ("request_s", "token_s", "step_s", "layer_s", "collective_s", "kernel_scale", "other_gpu", "model")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineFit:
+    """How far predictions with the engine are from prefills that were measured on it."""
+
+    source: str  # where the prefills were published, or who measured them
+    num_rows: Whole
+    mape: RelativeError  # mean absolute error of TTFT on the rows that it was fitted to
+    median_ape: RelativeError
+    left_out_mape: RelativeError  # the same on rows that were left out of the fit
+    left_out_median_ape: RelativeError
+    left_out: str  # what was left out at a time: "row", "setting" (model, strategy, GPUs) or "engine"
+    log_sd: RelativeError  # spread of log(predicted / measured) on rows that were left out
+    shorter_log: NonNegative | None = None  # log(predicted / measured) that a tenth of them exceeds; None: log_sd alone
+    longer_log: NonNegative | None = None  # log(measured / predicted), likewise
+    coverage: RelativeError  # share of the rows left out that their 80 % intervals hold
+    short_coverage: RelativeError | None = None  # below SHORT_TOKENS, and `coverage` above; None: all in one
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Engine:
+    """A serving engine of some version beside the kernels of a profile.
+
+    kernel_scale: seconds of this engine's kernels over the profile's, by the profile's GPU; the kernels of an older
+        library are slower.
+    spread: standard deviation of the logarithm of each of TERMS; "other_gpu" is what kernel_scale may be off by on a
+        GPU that it does not name, "model" what whole TTFTs are off by whatever the terms are. A term that is absent is
+        known exactly.
+    """
+
+    name: str
+    title: str  # engine and version in words
+    description: str  # one sentence: machines, models and rows that it rests on
+    not_covered: str  # one sentence: what it does not stand for
+    host: HostRates
+    kernel_scale: Mapping[str, float] = field(default_factory=dict)
+    decode_step: bool = False  # whether TTFT holds one decode step, in which the prompt's last token is computed
+    spread: Annotated[Mapping[str, RelativeError], Keys(TERMS)] = field(default_factory=dict)
+    fit: EngineFit | None = None
+    provenance: Mapping[str, str] = field(default_factory=dict)  # source, command, versions
+
+    @classmethod
+    def read(cls, data: JsonObject) -> Engine:
+        """Check every key; raises InputError naming the key path."""
+        return read(cls, data)
+
+    def scale_on(self, gpu: str) -> float:
+        """Of the kernels that a profile of that GPU has; without a measurement there, as on the GPUs that have one."""
+        known = self.kernel_scale
+        if gpu in known or OTHER_GPU in known or not known:
+            return known.get(gpu, known.get(OTHER_GPU, 1.0))
+        return math.prod(known.values()) ** (1 / len(known))
+
+    def scale_log_sd(self, gpu: str) -> float:
+        """Standard deviation of the logarithm of that scale; 0: known exactly."""
+        log_sd = self.spread.get("kernel_scale", 0.0)
+        return log_sd if self.knows(gpu) else math.hypot(log_sd, self.spread.get("other_gpu", 0.0))
+
+    def knows(self, gpu: str) -> bool:
+        """Whether the scale of its kernels on that GPU was measured, or stands for any."""
+        return not self.kernel_scale or not {gpu, OTHER_GPU}.isdisjoint(self.kernel_scale)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return fields_to_json(self)
+
+    def write(self, path: str | Path) -> None:
+        """Write the record as JSON; the file appears whole or not at all."""
+        write_atomically(path, (json.dumps(self.to_dict(), indent=2) + "\n").encode(), argument="output")
+
+
+def builtin_engines() -> tuple[str, ...]:
+    """Names of the engines that ship with kvrsim."""
+    return tuple(sorted(path.stem for path in _BUILTIN_FOLDER.glob("*.json")))
+
+
+def load_engine(name_or_path: str | Path, argument: str = "engine") -> Engine:
+    """A built-in name or a file; InputError names `argument`, the file and the key."""
+    name = str(name_or_path)
+    if name in builtin_engines():
+        return Engine.read(JsonObject.read(_BUILTIN_FOLDER / f"{name}.json", argument))
+    try:
+        exists = Path(name).is_file()
+    except (OSError, ValueError):
+        exists = False
+    if not exists:
+        known = ", ".join((*builtin_engines(), NO_ENGINE))
+        raise InputError(argument, name, f"a built-in engine ({known}) or a file that exists")
+    return Engine.read(JsonObject.read(Path(name), argument))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostRates:
+    """The launching thread and the requests' way to it: a property of the software, not of the device."""
+
+    layer_s: NonNegative  # seconds to issue one decoder layer
+    gather_piece_s: NonNegative  # more, per rank that takes part, for the all-gathers of one layer
+    resume_s: NonNegative = (
+        0.0  # that the device idles after communication that held it, until what follows has been issued
+    )
+    request_s: NonNegative = 0.0  # before the first layer, once a request; the device waits
+    token_s: NonNegative = 0.0  # more for each token of the request, as of a tokeniser; the device waits
+    step_s: NonNegative = 0.0  # before each pass through the layers: of a chunked prefill, each piece on each stage
+    prepare_s: NonNegative | None = None  # of the host, in each pass; None: not measured, as long as step_s
+    message_s: NonNegative = 0.0  # to issue one send or one receive
+    kernel_s: NonNegative = 0.0  # more than layer_s, for each kernel that the decoder layer launches
+    collective_s: NonNegative = 0.0  # that each collective of tensor parallelism takes more than its kernel
+
+
+NO_HOST = HostRates(layer_s=0.0, gather_piece_s=0.0, resume_s=0.0)

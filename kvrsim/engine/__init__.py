@@ -1,1 +1,0 @@
-"""Engine: what the software that serves a model adds to the kernels' own time."""

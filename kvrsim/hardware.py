@@ -1,0 +1,401 @@
+"""GPUs, links and clusters, from datasheets or a user's file.
+
+GpuSpec, a GPU as its datasheet has it, and MemoryLimit, what a prefill may use of its memory.
+
+LinkSpec, a link between two devices, and Path, what a message from one GPU to another goes over.
+
+Cluster: GPUs, links and their layout, from shipped datasheets or a user's file.
+
+UnevenCluster: a cluster some of whose GPUs or links are slower than the others.
+"""
+
+from __future__ import annotations
+
+import math
+import pathlib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, Literal, TypeVar
+
+import numpy as np
+
+from kvrsim.choices import DTYPES, TOPOLOGIES, Topology
+from kvrsim.errors import InputError
+from kvrsim.io.schema import JsonObject, Limits, NonNegative, fields_to_json, read
+from kvrsim.kernels.links import AllReduceRates, GatherRates
+from kvrsim.program import Array
+from kvrsim.units import MAX_BYTES, format_bandwidth, format_bytes, format_seconds, scale
+
+DEFAULT_MEMORY_FRACTION = 0.9  # as vLLM's gpu_memory_utilization
+_UNUSED = ("l2_bytes",)  # cluster files and profiles of kvrsim 0.1 have it
+Bytes = Annotated[int, Limits(least=1, most=MAX_BYTES)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuSpec:
+    """A GPU as its datasheet has it."""
+
+    name: str  # as in gpus.json
+    memory_bytes: Bytes  # device memory in all, as nvidia-smi reports it
+    hbm_bytes_per_s: float  # device memory bandwidth, peak
+    peak_flops: tuple[tuple[str, float], ...]  # for each dtype FLOP/s of the tensor cores, dense (no sparsity)
+    num_sms: Annotated[int, Limits(least=1, most=2**20)]  # streaming multiprocessors; of a CPU its threads
+    source: str  # citation
+    memory_source: str | None = None  # citation of memory_bytes; None: as `source`
+
+    @classmethod
+    def read(cls, data: JsonObject) -> GpuSpec:
+        """As gpus.json has one; one without a source has its file as its source."""
+        peaks = data.child("peak_flops")
+        peaks.only(DTYPES)
+        if not peaks.fields:
+            raise data.error("peak_flops", f"an object with a number for one or more of {', '.join(DTYPES)}")
+        return read(
+            cls,
+            data.without(*_UNUSED),
+            source=data.text("source", data.where),
+            peak_flops=tuple((dtype, peaks.number(dtype)) for dtype in DTYPES if dtype in peaks.fields),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, as `read` takes them."""
+        return fields_to_json(self) | {"peak_flops": dict(self.peak_flops)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryLimit:
+    """How much of a GPU's memory a prefill may use; the rest is a reserve.
+
+    The reserve is for what is not counted byte by byte: what the driver and ECC keep, gaps in the allocator's heap,
+    other processes on the GPU.
+    """
+
+    gpu_memory_bytes: int  # of one GPU in all
+    memory_fraction: float  # of it that may be used, above 0 and at most 1
+
+    def __post_init__(self) -> None:
+        fraction = self.memory_fraction
+        is_number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
+        if not is_number or not 0 < fraction <= 1:
+            raise InputError("memory_fraction", fraction, "a number above 0 and at most 1, such as 0.9")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that may be used."""
+        return int(self.gpu_memory_bytes * self.memory_fraction)
+
+    def describe(self) -> str:
+        """For people: "limit 72.0 GiB a GPU, 0.9 of its 80.0 GiB"."""
+        total = format_bytes(self.gpu_memory_bytes)
+        return f"limit {format_bytes(self.nbytes)} a GPU, {self.memory_fraction:g} of its {total}"
+
+    def to_dict(self) -> dict[str, int | float]:
+        """Plain JSON values."""
+        return fields_to_json(self) | {"memory_limit_bytes": self.nbytes}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkSpec:
+    """A link between two devices, one way; full duplex."""
+
+    name: str  # as in links.json
+    bandwidth_bytes_per_s: float  # payload in one direction
+    latency_s: NonNegative  # from the first byte sent to the first received, software included
+    source: str  # citation, or who said so
+    short_bytes_per_s: float | None = None  # at which messages short against the latency add time; None: as all
+    gather: GatherRates | None = None  # of all-gathers over such links; None: as single messages
+    all_reduce: AllReduceRates | None = None  # of all-reduces over such links; None: as two all-gathers
+    like: str | None = None  # a link of the same kind, whose measured latencies hold and whose rates hold in proportion
+    profile: str | None = None  # whose measurement these figures are; None: a datasheet's or a user's
+
+    def __post_init__(self) -> None:
+        if not 0 < self.bandwidth_bytes_per_s < math.inf:
+            raise InputError("link_bandwidth", self.bandwidth_bytes_per_s, "a finite bandwidth above 0")
+        if not 0 <= self.latency_s < math.inf:
+            raise InputError("link_latency", self.latency_s, "a finite time of at least 0")
+
+    @classmethod
+    def read(cls, data: JsonObject) -> LinkSpec:
+        """As links.json has one; one without a source has its file as its source."""
+        return read(cls, data, source=data.text("source", data.where))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Path:
+    """What a message from one GPU to another goes over."""
+
+    bandwidth_bytes_per_s: float  # of the slowest link on the way
+    latency_s: float  # of all links on the way together
+    shared_bus: bool  # whether all paths of the cluster share this one bandwidth
+    short_bytes_per_s: float | None = None  # as of LinkSpec
+    gather: GatherRates | None = None  # as of LinkSpec
+    all_reduce: AllReduceRates | None = None  # as of LinkSpec
+
+    def busy_s(self, nbytes: Array) -> Array:
+        """How long a message of that size keeps the path busy; it arrives `latency_s` later.
+
+        Where a short message is faster than the bandwidth, the time from end to end is
+        max(latency + n / short, n / bandwidth).
+        """
+        long_s = nbytes * (1.0 / self.bandwidth_bytes_per_s)
+        if self.short_bytes_per_s is None:
+            return long_s
+        return np.maximum(nbytes * (1.0 / self.short_bytes_per_s), long_s - self.latency_s)
+
+    def gather_step_s(self, nbytes: Array, num_ranks: int) -> Array:
+        """How long one step of a ring all-gather keeps the path busy."""
+        return self.busy_s(nbytes) if self.gather is None else self.gather.step_s(nbytes, num_ranks)
+
+    @property
+    def gather_latency_s(self) -> float:
+        """From a step's end on this path until the piece has come; measured steps hold it already."""
+        return self.latency_s if self.gather is None else 0.0
+
+    @property
+    def gather_launch_s(self) -> float:
+        """Before a rank's first step."""
+        return 0.0 if self.gather is None else self.gather.launch_s
+
+
+DEFAULT_CLUSTER = "a100-nvlink"
+MAX_GPUS = 2**16
+GpuCount = Annotated[int, Limits(least=1, most=MAX_GPUS)]
+
+_DATA = pathlib.Path(__file__).parent / "data"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """GPUs of one kind and the links between them.
+
+    switch: each ordered pair of GPUs has its own full-duplex path. chain: neighbours have one, others go
+    hop by hop. bus: all flows share one bandwidth. nodes: inside a node as a switch, between nodes over the
+    network.
+    """
+
+    name: str  # built-in name, or what the user's file says
+    gpu: GpuSpec  # every GPU
+    num_gpus: GpuCount  # GPUs in all
+    link: LinkSpec  # between GPUs; under nodes, inside a node
+    topology: Topology  # see above
+    gpus_per_node: GpuCount | None = None  # GPUs that `link` joins, under nodes; else None
+    network: LinkSpec | None = None  # between nodes, one GPU's share of it; else None
+
+    def __post_init__(self) -> None:
+        if self.topology not in TOPOLOGIES:
+            raise InputError("topology", self.topology, ", ".join(TOPOLOGIES))
+        if self.topology == "nodes" and (self.network is None or self.gpus_per_node is None):
+            accepted = "switch, bus or chain (nodes needs a cluster file with gpus_per_node and network)"
+            raise InputError("topology", self.topology, accepted)
+        if isinstance(self.num_gpus, bool) or not isinstance(self.num_gpus, int):
+            raise InputError("gpus", self.num_gpus, "a whole number of at least 1")
+        if not 1 <= self.num_gpus <= MAX_GPUS:
+            raise InputError("gpus", self.num_gpus, f"a whole number from 1 to {MAX_GPUS}")
+
+    @classmethod
+    def read(cls, data: JsonObject) -> Cluster:
+        """As a cluster file has it; a GPU or a link may be the name of a built-in one."""
+        for key in ("gpus_per_node", "network"):
+            if data.fields.get("topology") == "nodes" and not data.has(key):
+                raise data.error(key, "a value, which nodes need")
+        links = {key: LinkSpec.read(_part(data, key, "links")) for key in ("link", "network") if data.has(key)}
+        return read(cls, data, gpu=GpuSpec.read(_part(data, "gpu", "gpus")), **links)
+
+    @property
+    def shares_bandwidth(self) -> bool:
+        """Whether flows compete for one bandwidth, so that durations depend on what else is in flight."""
+        return self.topology == "bus" and self.num_gpus > 1
+
+    def slowness(self, rank: int) -> float:
+        """How many times as long as the others a rank computes; see UnevenCluster."""
+        assert 0 <= rank < self.num_gpus, rank
+        return 1.0
+
+    def path(self, src: int, dst: int) -> Path:
+        """The way from rank `src` to another rank `dst`."""
+        assert src != dst, src
+        assert 0 <= min(src, dst) <= max(src, dst) < self.num_gpus, (src, dst)
+        link, hops = self.link, 1
+        if self.topology == "chain":
+            hops = abs(dst - src)
+        elif self.topology == "nodes":
+            assert self.gpus_per_node is not None
+            assert self.network is not None
+            link = link if src // self.gpus_per_node == dst // self.gpus_per_node else self.network
+        return Path(
+            bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
+            latency_s=hops * link.latency_s,
+            shared_bus=self.topology == "bus",
+            short_bytes_per_s=link.short_bytes_per_s if self.topology in ("switch", "nodes") else None,
+            gather=link.gather if self.topology in ("switch", "nodes") else None,
+            all_reduce=link.all_reduce if self.topology in ("switch", "nodes") else None,
+        )
+
+    def with_link(
+        self, bandwidth_bytes_per_s: float | None = None, latency_s: float | None = None, name: str = "user"
+    ) -> Cluster:
+        """The same cluster with another link (under nodes, the one inside a node); None keeps what is.
+
+        What was measured of short messages and collectives does not hold for it.
+        """
+        if bandwidth_bytes_per_s is None and latency_s is None:
+            return self
+        bandwidth = self.link.bandwidth_bytes_per_s if bandwidth_bytes_per_s is None else bandwidth_bytes_per_s
+        latency = self.link.latency_s if latency_s is None else latency_s
+        source = f"{name}, instead of {self.link.name}"
+        link = LinkSpec(name=name, bandwidth_bytes_per_s=bandwidth, latency_s=latency, source=source)
+        return replace(self, link=link)
+
+    def with_measured(self, link: LinkSpec) -> Cluster:
+        """The same cluster with a link as it was measured (under nodes, the one inside a node)."""
+        return replace(self, link=link)
+
+    def with_num_gpus(self, num_gpus: int) -> Cluster:
+        return replace(self, num_gpus=num_gpus)
+
+    def with_topology(self, topology: Topology) -> Cluster:
+        return replace(self, topology=topology)
+
+    def describe(self) -> str:
+        """One line for people."""
+        bandwidth = format_bandwidth(self.link.bandwidth_bytes_per_s)
+        link = f"{self.link.name}, {bandwidth}, {format_seconds(self.link.latency_s)}"
+        if self.network is not None and self.topology == "nodes":
+            network = self.network
+            between = f"{format_bandwidth(network.bandwidth_bytes_per_s)} a GPU, {format_seconds(network.latency_s)}"
+            link = f"{link}; nodes of {self.gpus_per_node} over {network.name}, {between}"
+        return f"{self.name}: {self.num_gpus} x {self.gpu.name}, {self.topology} ({link})"
+
+
+def builtin_gpus() -> tuple[str, ...]:
+    return tuple(sorted(_shipped("gpus")))
+
+
+def builtin_clusters() -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in (_DATA / "clusters").glob("*.json")))
+
+
+def load_gpu(name_or_path: str | pathlib.Path, argument: str = "gpu") -> GpuSpec:
+    """A built-in GPU or a JSON file that describes one."""
+    shipped = _shipped("gpus")
+    return GpuSpec.read(shipped.get(str(name_or_path)) or _user_file(name_or_path, argument, shipped))
+
+
+def load_link(name_or_path: str | pathlib.Path, argument: str = "link") -> LinkSpec:
+    """A built-in link or a JSON file that describes one."""
+    shipped = _shipped("links")
+    return LinkSpec.read(shipped.get(str(name_or_path)) or _user_file(name_or_path, argument, shipped))
+
+
+def prefix_link(cluster: Cluster, place: Literal["host", "remote"]) -> LinkSpec:
+    """What a GPU loads a cached prefix over, nominally: its host link, or the network, a GPU's share of it."""
+    if place == "remote" and cluster.network is not None:
+        return cluster.network
+    links = JsonObject.read(_DATA / "prefix_links.json", "prefix_links")
+    if place == "remote":
+        return load_link(links.text("remote"))
+    host = links.child("host")
+    return load_link(host.text(cluster.gpu.name, host.text("other")))
+
+
+def load_cluster(
+    name_or_path: str | pathlib.Path = DEFAULT_CLUSTER,
+    num_gpus: int | None = None,
+    argument: str = "cluster",
+) -> Cluster:
+    """A built-in cluster or a JSON file; `num_gpus` takes the place of the file's."""
+    name = str(name_or_path)
+    if name in builtin_clusters():
+        cluster = Cluster.read(JsonObject.read(_DATA / "clusters" / f"{name}.json", argument))
+    else:
+        cluster = Cluster.read(_user_file(name, argument, builtin_clusters()))
+    return cluster if num_gpus is None else cluster.with_num_gpus(num_gpus)
+
+
+def _shipped(kind: Literal["gpus", "links"]) -> dict[str, JsonObject]:
+    """The shipped objects of a kind, by name."""
+    content = JsonObject.read(_DATA / f"{kind}.json", kind)
+    return {name: content.child(name) for name in content.fields if not name.startswith("_")}
+
+
+_Names = TypeVar("_Names", dict[str, JsonObject], tuple[str, ...])
+
+
+def _user_file(name_or_path: str | pathlib.Path, argument: str, builtin: _Names) -> JsonObject:
+    """A user's file; what is neither a built-in name nor a file is refused with the names."""
+    path = pathlib.Path(name_or_path)
+    try:
+        is_file = path.exists() and not path.is_dir()
+    except (OSError, ValueError):  # a path that is too long or forbidden
+        is_file = False
+    if not is_file:
+        raise InputError(argument, name_or_path, f"a JSON file, or one of {', '.join(sorted(builtin))}")
+    return JsonObject.read(path, argument)
+
+
+def _part(spec: JsonObject, key: str, kind: Literal["gpus", "links"]) -> JsonObject:
+    """The object under a key, or the shipped one that the key names."""
+    value = spec.fields.get(key)
+    if isinstance(value, dict):
+        return spec.child(key)
+    shipped = _shipped(kind)
+    if not isinstance(value, str) or value not in shipped:
+        raise spec.error(key, f"an object ({{...}}), or one of {', '.join(sorted(shipped))}")
+    return shipped[value]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlowGpu:
+    """A GPU that takes longer for everything."""
+
+    rank: int  # of the GPU, from 0
+    factor: float  # its times over the others', at least 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlowLink:
+    """A link between two GPUs that has less bandwidth than the others, both ways."""
+
+    first: int  # the lower rank
+    second: int  # the higher rank
+    factor: float  # the others' bandwidth over its own, at least 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnevenCluster(Cluster):
+    """The same GPUs and links but for these."""
+
+    slow_gpus: tuple[SlowGpu, ...] = ()
+    slow_links: tuple[SlowLink, ...] = ()
+
+    @classmethod
+    def of(cls, cluster: Cluster, slow_gpus: Sequence[SlowGpu], slow_links: Sequence[SlowLink]) -> Cluster:
+        """The cluster itself where nothing is slow."""
+        gpus = tuple(gpu for gpu in slow_gpus if gpu.factor != 1)
+        links = tuple(link for link in slow_links if link.factor != 1)
+        if not gpus and not links:
+            return cluster
+        same = {field.name: getattr(cluster, field.name) for field in fields(Cluster)}
+        return cls(**same, slow_gpus=gpus, slow_links=links)
+
+    def slowness(self, rank: int) -> float:
+        """How many times as long a rank computes."""
+        return next((gpu.factor for gpu in self.slow_gpus if gpu.rank == rank), 1.0)
+
+    def path(self, src: int, dst: int) -> Path:
+        """The way from rank `src` to `dst`; in a chain, as slow as the slowest link on it."""
+        path = Cluster.path(self, src, dst)
+        factor = max((link.factor for link in self.slow_links if self._passes(link, src, dst)), default=1.0)
+        return path if factor == 1.0 else scale(path, factor, only_rates=True)
+
+    def _passes(self, link: SlowLink, src: int, dst: int) -> bool:
+        low, high = min(src, dst), max(src, dst)
+        if self.topology == "chain":
+            return low <= link.first and link.second <= high
+        return (low, high) == (link.first, link.second)
+
+    def describe(self) -> str:
+        """One line for people."""
+        slow = [f"GPU {gpu.rank} {gpu.factor:g} times slower" for gpu in self.slow_gpus]
+        slow += [f"link {link.first}-{link.second} {link.factor:g} times slower" for link in self.slow_links]
+        return f"{Cluster.describe(self)}; {', '.join(slow)}"

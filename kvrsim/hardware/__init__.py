@@ -1,1 +1,0 @@
-"""GPUs, links and clusters, from datasheets or a user's file."""

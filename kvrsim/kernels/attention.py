@@ -1,0 +1,667 @@
+"""Seconds of attention: eager kernels, whose score matrix goes through memory, and fused kernels, whose does not.
+
+Of the fused ones, FlashRates know how a GPU's kernel is cut into tiles; BlockedRates (in blocked.py) are for any that
+works through blocks small against the chunk, as on a CPU, or that does not skip what is masked.
+
+MeasuredSizes: how far calls of some sizes were measured to be from a form, as MeasuredShape says it of products.
+
+AttentionCall: what one attention call covers, whatever kernel does it.
+
+BlockedRates: seconds of a fused attention kernel by what it covers, masked or not.
+
+LatentRates: seconds of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) between its products.
+
+Expanded, every head has keys and values of its own, of unlike width (192 and 128 in DeepSeek-V3). Absorbed, all heads
+attend to the latents themselves (576 and 512), and their products with the expansion are made before and after. Both
+are flash kernels whose work grows with the mean of the two widths.
+
+Costs of softmax attention over K and V of heads.
+
+Costs of multi-head latent attention.
+
+Engines expand in a prefill: keys and values of the chunk and of all tokens before it, then multi-head attention. In
+decoding they absorb the expansion into queries and outputs, and all heads attend to the latents themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, cast
+
+import numpy as np
+
+from kvrsim.errors import InputError
+from kvrsim.io.schema import JsonObject, Limits, NonNegative, PositiveShare, Share, read
+from kvrsim.kernels.elementwise import PYTORCH_SHARE, Traffic, attention_kernels, fp32_cast, measured_merge, merge
+from kvrsim.kernels.gemm import Product, pieces
+from kvrsim.kernels.mixer import BlockMixing, Setting, products_of
+from kvrsim.model.mixers import Attention, LatentAttention
+from kvrsim.program import Array
+from kvrsim.units import format_seconds
+
+ATTENTION_KERNELS = ("eager", "sdpa", "flash")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EagerRates:
+    """QK^T, scaling, masking, softmax and PV as kernels of their own over the whole, masked rectangle."""
+
+    flops_per_s: float  # of QK^T and PV
+    bytes_per_s: float  # at which the score matrix crosses device memory, again and again
+    start_s: NonNegative  # of all its kernels together, on the device
+    measured: MeasuredSizes | None = None  # by elements of all heads' scores; None: all are as the rates have them
+    score_bytes: Mapping[str, float] = field(default_factory=dict)  # fitted to TTFTs, a score element, by model type
+
+    def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
+        """All elements of all heads' score matrices, masked ones too."""
+        element_s = 4.0 * call.mean_head_dim / self.flops_per_s
+        element_s += call.score_bytes * element_bytes / 2 / self.bytes_per_s
+        if self.measured is None:
+            return call.chunk * call.keys * (batch * call.num_attention_heads * element_s) + self.start_s
+        elements = self.elements(call, batch)
+        return self.start_s + elements * element_s * self.measured.factor(elements)
+
+    def elements(self, call: AttentionCall, batch: int) -> Array:
+        """Of the score matrices of all heads."""
+        return call.chunk * call.keys * (batch * call.num_attention_heads)
+
+    def least_seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
+        """What it takes: at a fixed end of the chunk, it does not grow with the prefix.
+
+        Of a block of a chunk with the least factor: an early block may shrink where the chunk grows to the left, and
+        all of them together have more elements.
+        """
+        if call.part and self.measured is not None:
+            least = replace(self, measured=None).seconds(call, batch, element_bytes) - self.start_s
+            return self.start_s + min(self.measured.factors) * least
+        return self.seconds(call, batch, element_bytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlashRates:
+    """A fused kernel: tiles of queries step over blocks of keys, as many at a time as the device has slots.
+
+    The first group is how the kernel is written, the second what was fitted. Work and waves follow
+    FlashAttention-2 (Dao, 2023), splitting of the keys over idle slots FlashDecoding.
+    """
+
+    tile_rows: int  # queries of a tile
+    key_block: int  # keys of a step
+    concurrent_tiles: int  # slots: multiprocessors times tiles that each holds at once
+    num_sms: int  # multiprocessors; a tile that has one for itself steps faster
+    causal: bool = False  # blocks above the diagonal are skipped
+    packs_heads: bool = False  # query heads of one KV head share a tile
+    splits_keys: bool = False  # few tiles are split along the keys
+
+    flops_per_s: float  # datasheet: no call is faster than its unmasked FLOPs at this rate
+    launch_s: NonNegative  # of a call
+    tile_s: NonNegative  # before and after a tile's steps
+    block_s: float  # of a step with heads of 128
+    alone_share: PositiveShare  # of block_s where a tile has a multiprocessor for itself
+    barrier_share: Share  # 0: slots are always busy; 1: a wave waits for its longest tile
+    append_bytes_per_s: float  # at which the chunk's own K, V are read and written into the cache
+    query_s: NonNegative = 0.0  # of a query and head, whatever its keys
+    split_s: NonNegative = 0.0  # of joining what was split
+    split_share: PositiveShare = 1.0  # of the slots that a split call keeps busy
+    diagonal_cost: Annotated[float, Limits(least=1.0, most=1e30)] = (
+        1.0  # of a step in the chunk's own square, in steps elsewhere
+    )
+    softmax_s: NonNegative = 0.0  # of a step's softmax, which runs beside its products: narrow heads wait for it
+
+    def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
+        """Launch, tiles by waves, the append; more queries or keys never take less."""
+        return self._called_s(call, batch, element_bytes, self._scheduled_s(call, batch))
+
+    def least_seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
+        """What no call beats, and what, at a fixed end of the chunk, does not grow with the prefix.
+
+        Slots are always busy, and no tile or block is there for part of its queries or keys. Of blocks of a chunk this
+        adds up to what one call takes, and a launch more each; so it does with no regard to the datasheet.
+        """
+        keys = call.prefix + (0.5 if self.causal else 1.0) * call.chunk
+        if self.causal and call.reach is not None:
+            keys = np.minimum(keys, call.causal / np.maximum(call.chunk, 1.0))
+        queries = call.chunk * (batch * call.num_attention_heads / self.tile_rows)
+        tile_s = 0.0 if self.splits_keys else self.tile_s
+        slots_s = queries * (tile_s + keys * (self._step_s(call) / self.key_block))
+        slots = max(self.concurrent_tiles, self.num_sms / self.alone_share)
+        counted = replace(call, causal=0.0 * call.causal) if call.part else call
+        return self._called_s(counted, batch, element_bytes, slots_s / slots)
+
+    def _step_s(self, call: AttentionCall) -> float:
+        """Of a tile of queries and a block of keys: the longer of its products and its softmax."""
+        products_s = self.block_s * call.mean_head_dim / 128
+        if isinstance(products_s, float):
+            return max(products_s, self.softmax_s)
+        return cast(float, np.maximum(products_s, self.softmax_s))  # a fit has heads for each of its rows
+
+    def _called_s(self, call: AttentionCall, batch: int, element_bytes: int, scheduled_s: Array) -> Array:
+        """With launch and append; never less than the unmasked FLOPs at the datasheet's rate."""
+        append_bytes = 4.0 * batch * call.num_key_value_heads * call.mean_head_dim * element_bytes / 2
+        chunk_s = call.own * append_bytes / self.append_bytes_per_s + self.query_s * batch * call.num_attention_heads
+        flops = 4.0 * batch * call.num_attention_heads * call.mean_head_dim
+        least_s = call.causal * (flops / self.flops_per_s)
+        return np.maximum(scheduled_s + self.launch_s + call.chunk * chunk_s, least_s)
+
+    def _scheduled_s(self, call: AttentionCall, batch: int) -> Array:
+        """All tiles over the slots."""
+        heads = call.num_key_value_heads if self.packs_heads else call.num_attention_heads
+        columns = batch * heads
+        rows = self.tile_rows * heads / call.num_attention_heads
+        tiles_a_column = pieces(call.chunk, rows)
+        tiles = columns * tiles_a_column
+        step_s, slots = self._step_s(call), self.concurrent_tiles
+        most = first = pieces(call.keys, self.key_block)  # steps of the tile that sees most keys
+        if self.causal and call.own:
+            first = pieces(call.prefix + np.minimum(rows, call.chunk), self.key_block)
+        dear: Array | float = call.own * (self.diagonal_cost - 1.0) / self.key_block
+        dear = dear * call.chunk if dear else 0.0
+        mean = 0.5 * (first + most)
+        if self.causal and call.reach is not None:  # blocks that no query of the tile sees are skipped
+            within = np.ceil((call.reach + 2 * rows) / self.key_block)  # its edges cut blocks
+            first, most = np.minimum(first, within), np.minimum(most, within)
+            dear = np.minimum(dear, (self.diagonal_cost - 1.0) * within)
+            seen = (call.causal / np.maximum(call.chunk, 1.0) + 2 * rows) / self.key_block + 1.0
+            mean = np.minimum(mean, np.clip(seen, first, most))
+        if np.any(dear):
+            mean = mean + dear * (0.5 if self.causal else 1.0)
+        longest_s = (most + dear) * step_s + self.tile_s
+        full_s = busy_s = tiles * (mean * (step_s / slots) + self.tile_s / slots)
+        if self.barrier_share:
+            waves = np.ceil(tiles / slots)
+            # Longest tiles first: each further wave begins that much lower on the staircase under the diagonal.
+            half_fall = (most - first) / np.maximum(tiles_a_column - 1, 1) * (0.5 * step_s * slots / columns)
+            full_s = np.maximum(waves * (longest_s - half_fall * (waves - 1)), busy_s)
+            if self.barrier_share < 1:
+                full_s = (1 - self.barrier_share) * busy_s + self.barrier_share * full_s
+        full_s = np.maximum(full_s, longest_s)
+        if (few := tiles <= self.num_sms).any():
+            full_s = np.where(few, self.alone_share * longest_s, full_s)
+        if not self.splits_keys:
+            return np.asarray(full_s)
+        steps = np.maximum(self.alone_share, tiles * mean * (1.0 / (slots * self.split_share)))
+        return np.minimum(full_s, step_s * steps + (self.alone_share * self.tile_s + self.split_s))
+
+
+_ROUNDING = 1e-9  # relative
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredSizes:
+    """Measured over formula time by the size of a call; such as of score matrices that no longer fit a cache.
+
+    Between the sizes on log scales, beyond them as at the outermost. size * factor does not fall, so that a time that
+    rises at least in proportion to size does not fall either once it is multiplied by its factor.
+    """
+
+    sizes: tuple[float, ...]  # rising
+    factors: tuple[float, ...]  # measured over formula time
+
+    def __post_init__(self) -> None:
+        sizes = list(self.sizes)
+        if not sizes or len(sizes) != len(self.factors) or sorted(set(sizes)) != sizes:
+            raise InputError("sizes", sizes, "rising numbers above 0, as many as factors")
+        seconds = np.array(sizes) * np.array(self.factors)
+        if (np.diff(seconds) < -_ROUNDING * seconds[1:]).any():
+            raise InputError("factors", self.factors, "factors that fall no faster than sizes rise")
+
+    def factor(self, size: Array) -> Array:
+        """Of calls of that size."""
+        at = np.log(np.maximum(size, 1e-300))
+        return np.asarray(np.exp(np.interp(at, np.log(self.sizes), np.log(self.factors))))
+
+    def least_factor(self, size: Array) -> Array:
+        """The least of that size and all larger ones."""
+        larger = np.append(np.minimum.accumulate(self.factors[::-1])[::-1], np.inf)
+        return np.asarray(np.minimum(self.factor(size), larger[np.searchsorted(self.sizes, size)]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionCall:
+    """What one attention call covers."""
+
+    chunk: Array  # queries
+    prefix: Array  # keys before the first query's own, as far as the window lets any query see
+    causal: Array  # elements of one head's score matrix that are not masked
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int  # of queries and keys
+    v_head_dim: int | None = None  # of values; None: as of keys
+    score_bytes: float  # that an eager kernel moves per element of the score matrix
+    reach: int | None = None  # keys that a query sees at most, itself included; None: all up to its own
+    own: bool = True  # the chunk's own keys follow the prefix, and are masked and appended; False: the prefix alone
+    latent: bool = False  # keys and values are made of one latent a token, or are the latents
+    part: bool = False  # the queries are one of several equal blocks of a chunk, each a call of its own
+
+    @property
+    def keys(self) -> Array:
+        """Keys that the kernel is given."""
+        return self.prefix + self.chunk if self.own else self.prefix
+
+    @property
+    def mean_head_dim(self) -> float:
+        """Of keys and values: QK^T takes 2 FLOPs an element of a key, PV 2 an element of a value."""
+        return self.head_dim if self.v_head_dim is None else 0.5 * (self.head_dim + self.v_head_dim)
+
+
+_ROUNDING_blocked = 1e-9  # relative
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockedRates:
+    """A fused kernel by what it covers: the chunk's own causal half, and the rectangle that a prefix makes of it.
+
+    Without a prefix only what is not masked is computed. With one, either the rectangle of chunk x (prefix + chunk),
+    mask and all (scaled_dot_product_attention with a mask), or, where what is masked is skipped, the rectangle of
+    chunk x prefix and the causal half, joined by their log-sum-exp.
+    """
+
+    causal_flops_per_s: float  # of QK^T and PV in the chunk's own causal half
+    rectangle_flops_per_s: float  # of QK^T and PV in the rectangle; with a mask no more than without
+    start_s: NonNegative  # of a call
+    query_s: NonNegative  # of a query and head, whatever its keys
+    key_block: int  # keys of a block; one that the diagonal cuts is computed whole (if it is huge, all that is masked)
+    skips_masked: bool = False  # whether what is masked is skipped behind a prefix, too
+    join_s: NonNegative = 0.0  # of a query and head, more where two parts are joined
+    block_flops_per_s: float | None = None  # of another rank's block, none of it masked; None: as the rectangle
+    measured: MeasuredSizes | None = None  # by queries, by which blocks are chosen; None: all as the rates have them
+
+    def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
+        """Start, queries and elements, whose size is in the rates; more queries or keys never take less."""
+        if self.block_flops_per_s is not None and not call.own:
+            return self._called_s(call, batch, self._covered(call))
+        joined_s = self.join_s * batch * call.num_attention_heads * call.chunk * (call.prefix > 0)
+        return self._called_s(call, batch, self._covered(call) * self._factor(call.chunk)) + joined_s
+
+    def least_seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
+        """What no call beats, and what, at a fixed end of the chunk, does not grow with the prefix.
+
+        Masked: it falls with the start, but for the one that starts at 0 and covers its causal half alone. Skipping:
+        what it covers is concave in the start, besides what falls; so none of an earlier start covers less than both
+        it and the one that starts at 0. No earlier start has a lesser factor than the queries from there on.
+        """
+        if call.part:
+            return self._least_of_part(call, batch)
+        if self.block_flops_per_s is not None and not call.own:
+            return self._called_s(call, batch, 0.0 * self._covered(call))
+        if not self.skips_masked:
+            end = call.prefix + call.chunk
+            from_0 = self._causal_cost * self._half(end) * self._factor(end)
+            return self._called_s(call, batch, np.minimum(self._covered(call) * self._factor(call.chunk), from_0))
+        here, cut = self._covered(call), self._cut(call)
+        from_0 = self._causal_cost * (call.causal + 0.5 * call.prefix * call.prefix) + cut
+        if self.measured is None:
+            return self._called_s(call, batch, np.minimum(here, from_0))
+        here, from_0 = here * self.measured.least_factor(call.chunk), from_0 * min(self.measured.factors)
+        return self._called_s(call, batch, np.minimum(here, from_0))
+
+    def _least_of_part(self, call: AttentionCall, batch: int) -> Array:
+        """What no block of a chunk beats; all its blocks together take no more where the chunk starts later.
+
+        Rectangles, or what is not masked, at the least factor of as many queries or more; not for a chunk that starts
+        at 0, which is no rectangle.
+        """
+        covered = call.causal * min(1.0, self._causal_cost) if self.skips_masked else call.chunk * call.keys
+        factor = 1.0 if self.measured is None else self.measured.least_factor(call.chunk)
+        return self._called_s(call, batch, covered * factor)
+
+    def _factor(self, queries: Array) -> Array | float:
+        return 1.0 if self.measured is None else self.measured.factor(queries)
+
+    def _called_s(self, call: AttentionCall, batch: int, covered: Array) -> Array:
+        heads = batch * call.num_attention_heads
+        return self.start_s + heads * (
+            call.chunk * self.query_s + covered * (4.0 * call.mean_head_dim * self._rectangle_s)
+        )
+
+    def _covered(self, call: AttentionCall) -> Array:
+        """What one head covers, as so many elements of the rectangle."""
+        if not call.own:
+            whole = call.chunk * call.prefix
+            return whole if self.block_flops_per_s is None else whole / (self.block_flops_per_s * self._rectangle_s)
+        cost, own = self._causal_cost, 0.5 * call.chunk * call.chunk
+        if self.skips_masked:
+            # Behind a window neither part is more than what is not masked.
+            behind = np.minimum(call.chunk * call.prefix, call.causal) * max(0.0, 1.0 - cost)
+            dearer = np.minimum(own, call.causal) * max(0.0, cost - 1.0)
+            return call.causal * min(1.0, cost) + behind + dearer + self._cut(call)
+        # A window shorter than the chunk needs a mask, too.
+        masked = (call.prefix > 0) | (call.causal < own * (1 - _ROUNDING_blocked))
+        return np.where(masked, call.chunk * (call.prefix + call.chunk), cost * self._half(call.chunk))
+
+    def _half(self, queries: Array) -> Array:
+        """Elements of one head of a causal half, with the rest of the blocks that the diagonal cuts."""
+        return 0.5 * queries * (queries + np.minimum(queries, self.key_block - 1))
+
+    def _cut(self, call: AttentionCall) -> Array:
+        """That rest."""
+        return self._causal_cost * (self._half(call.chunk) - 0.5 * call.chunk * call.chunk)
+
+    @property
+    def _rectangle_s(self) -> float:
+        """A FLOP of the rectangle."""
+        own_s = 1.0 / self.rectangle_flops_per_s
+        return own_s if self.skips_masked else max(own_s, 1.0 / self.causal_flops_per_s)
+
+    @property
+    def _causal_cost(self) -> float:
+        """An element of the causal half, in elements of the rectangle."""
+        return 1.0 / (self.causal_flops_per_s * self._rectangle_s)
+
+
+AttentionRates = EagerRates | BlockedRates | FlashRates
+
+
+def read_attention(kernel: str, data: JsonObject) -> AttentionRates:
+    """The rates of one of ATTENTION_KERNELS; a flash section with FLOPs of a causal half holds BlockedRates."""
+    if kernel == "eager":
+        return read(EagerRates, data)
+    is_blocked = kernel == "sdpa" or data.has("causal_flops_per_s")
+    return read(BlockedRates, data) if is_blocked else read(FlashRates, data)
+
+
+_WIDEST_EXPANDED = 256  # of a head's key; wider ones are latents
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentRates:
+    """Flash kernels for expanded and, where they were measured, for absorbed latent attention."""
+
+    expanded: FlashRates
+    absorbed: FlashRates | None = None  # None: expanded stands for both
+
+    def of(self, call: AttentionCall) -> FlashRates:
+        """The rates that price a call."""
+        wide = call.head_dim > _WIDEST_EXPANDED
+        return self.absorbed if wide and self.absorbed is not None else self.expanded
+
+    def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
+        """As of FlashRates."""
+        return self.of(call).seconds(call, batch, element_bytes)
+
+    def least_seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
+        """As of FlashRates."""
+        return self.of(call).least_seconds(call, batch, element_bytes)
+
+    def describe(self) -> str:
+        """What was found, in a sentence a form."""
+        forms = {"Expanded": self.expanded, "Absorbed": self.absorbed}
+        return " ".join(_described(name, rates) for name, rates in forms.items() if rates is not None)
+
+
+def _described(name: str, rates: FlashRates) -> str:
+    flops = 4 * 128 * rates.tile_rows * rates.key_block
+    reached = flops * rates.concurrent_tiles / rates.block_s / 1e12
+    return (
+        f"{name}: launch {format_seconds(rates.launch_s)}, tiles of {rates.tile_rows} queries"
+        f" {format_seconds(rates.tile_s)} each, their steps over {rates.key_block} keys at {reached:.0f} TFLOP/s."
+    )
+
+
+_FP32_BYTES = 4
+_NOT_COUNTED = np.full(1, np.nan)
+
+
+class MergedMixing(BlockMixing):
+    """Blocks are merged in fp32, weighted by their log-sum-exp."""
+
+    mixer: Attention | LatentAttention
+
+    def merge_s(self, chunk: Array, *, part: bool = False) -> Array:
+        """As measured, or as kvrsim/kernels/elementwise.py counts it."""
+        if self.cost.measures_merge:
+            return self.cost.traffic_s(chunk, (measured_merge(self.mixer),))
+        return self._merging_s(chunk, merge(self.mixer, fused=self.cost.fused_merge, part=part))
+
+    def cast_s(self, chunk: Array) -> Array:
+        """As kvrsim/kernels/elementwise.py counts it; measured results are in fp32 already where the request is."""
+        if self.cost.measures_merge and self.setting.element_bytes == _FP32_BYTES:
+            return 0.0 * chunk
+        return self._merging_s(chunk, fp32_cast(self.mixer))
+
+    @property
+    def merge_kernels(self) -> int:
+        """As kvrsim/kernels/elementwise.py counts them."""
+        return merge(self.mixer, fused=self.cost.fused_merge, part=False).kernels
+
+    def score_elements(self, chunk: Array, keys: Array) -> Array:
+        """All heads, masked or not."""
+        return chunk * keys * float(self.setting.batch * self.mixer.num_attention_heads)
+
+    def gathered_prefix(self, chunk: Array, start: Array, total: Array) -> Array:
+        """An eager or masked kernel covers all, masked or not; a causal flash kernel stops at the chunk's end."""
+        return start if self.setting.kernel == "flash" else total - chunk
+
+    def _merging_s(self, chunk: Array, step: Traffic) -> Array:
+        """No faster than PyTorch's kernels, unless results are merged by one kernel of an engine's."""
+        seconds = self.cost.traffic_s(chunk, (step,))
+        if self.cost.fused_merge:
+            return seconds
+        nbytes = chunk * (step.nbytes * self.setting.batch * self.setting.element_bytes / 2)
+        start_s = self.cost.traffic_s(0.0 * chunk, (step,))
+        return np.maximum(seconds, start_s + nbytes / (PYTORCH_SHARE * self.setting.hbm_bytes_per_s))
+
+
+class SoftmaxMixing(MergedMixing):
+    """Multi-head, grouped-query or multi-query attention."""
+
+    mixer: Attention
+
+    def __init__(self, setting: Setting, mixer: Attention) -> None:
+        super().__init__(setting, mixer)
+        self._is_eager = setting.kernel == "eager"
+        shares = mixer.num_key_value_heads != mixer.num_attention_heads
+        self._repeats = self._is_eager and not self.cost.whole_attention and shares
+
+    @property
+    def kernels(self) -> int:
+        """As kvrsim/kernels/elementwise.py counts them."""
+        return attention_kernels(
+            self.setting.model, self.mixer, self.setting.kernel, repeats=self._repeats, copies=self.cost.copies
+        )
+
+    def mix_s(self, chunk: Array, prefix: Array) -> Array:
+        """The chunk's queries against prefix and chunk; eager code repeats shared KV heads for all queries."""
+        return self._called_s(self._call(chunk, self.seen(prefix), self._causal(chunk, prefix), own=True))
+
+    def in_blocks_s(self, chunk: Array, prefix: Array, blocks: int) -> Array:
+        """The calls, and one copy that joins their outputs; eager code repeats shared KV heads once for all of them.
+
+        Where the chunk begins the context, kernels that are told so skip the masked half in one call.
+        """
+        if blocks == 1:
+            return self.mix_s(chunk, prefix)
+        mixer, number = self.mixer, np.arange(float(blocks))
+        if self.cost.least and mixer.reach is None:  # then in proportion to the keys before the block: all as the mean
+            number = number.mean(keepdims=True)
+        number = number.reshape(-1, *[1] * np.ndim(chunk + prefix))
+        before = prefix + number * (chunk / blocks)
+        queries = np.broadcast_to(chunk / blocks, before.shape)
+        calls = self._call(queries, self.seen(before), self._causal(queries, before), own=True)
+        joined = Traffic("copy", 4.0 * mixer.num_attention_heads * mixer.v_head_dim, 1)
+        calls_s = np.asarray(blocks * self.cost.attention_s(replace(calls, part=True)).mean(axis=0))
+        seconds = calls_s + self.cost.traffic_s(chunk, (joined,))
+        if self._repeats:
+            seconds = seconds + self._repeat_s(self.seen(prefix) + chunk)
+        if self._is_eager:
+            return seconds
+        if self.cost.least:
+            return np.asarray(np.minimum(seconds, self.mix_s(prefix + chunk, 0.0 * prefix)))
+        begins = (prefix == 0) & (chunk <= (np.inf if mixer.reach is None else mixer.reach))
+        return np.where(begins, self.mix_s(chunk, prefix), seconds)
+
+    def decode_s(self, keys: Array) -> Array:
+        """Decoding kernels split keys over the device and read K and V once."""
+        keys = self.seen(keys)
+        bytes_s = self.cost.traffic_s(keys, (Traffic("copy", self._half_token_bytes, 1),))
+        one = np.ones_like(keys)
+        return np.minimum(bytes_s, self._called_s(self._call(one, keys - one, keys, own=True)))
+
+    def block_s(self, chunk: Array, start: Array, keys: Array, end: Array, *, part: bool = False) -> Array:
+        """A block outside of the window takes no time."""
+        reach = self.mixer.reach
+        seen = keys if reach is None else np.clip(reach - (start - end), 0.0, keys)
+        attention_s = self._called_s(self._call(chunk, seen, chunk * seen, own=False))
+        return np.asarray(np.where(seen > 0, attention_s + self.merge_s(chunk, part=part), 0.0))
+
+    def share_s(self, chunk: Array, start: Array, prefix: Array, share: float) -> Array:
+        """One call over all keys that the first query sees."""
+        reach = self.mixer.reach
+        seen = share * (prefix if reach is None else np.clip(reach - (start - prefix), 0.0, prefix))
+        attention_s = self._called_s(self._call(chunk, seen, chunk * seen, own=False))
+        return np.where(seen * chunk > 0, attention_s, 0.0)
+
+    def _call(self, chunk: Array, prefix: Array, causal: Array, *, own: bool) -> AttentionCall:
+        mixer = self.mixer
+        return AttentionCall(
+            chunk=chunk,
+            prefix=prefix,
+            causal=causal,
+            num_attention_heads=mixer.num_attention_heads,
+            num_key_value_heads=mixer.num_key_value_heads,
+            head_dim=mixer.head_dim,
+            v_head_dim=mixer.v_head_dim,
+            reach=mixer.reach,
+            score_bytes=self.cost.score_bytes(self.setting.model),
+            own=own,
+        )
+
+    def _called_s(self, call: AttentionCall) -> Array:
+        seconds = self.cost.attention_s(call)
+        return seconds + self._repeat_s(call.keys) if self._repeats else seconds
+
+    def _repeat_s(self, keys: Array) -> Array:
+        """K and V of so many keys, with each head as often as query heads share it."""
+        mixer = self.mixer
+        heads = mixer.num_key_value_heads + mixer.num_attention_heads
+        # Read few heads, write all; two bytes an element.
+        nbytes = 2.0 * heads * (mixer.head_dim + mixer.v_head_dim)
+        return self.cost.traffic_s(keys, (Traffic("copy", nbytes, 2),))
+
+    def _causal(self, chunk: Array, prefix: Array) -> Array:
+        """Score elements of one head that are not masked; nobody counts them where the kernel is eager."""
+        mixer = self.mixer
+        if self._is_eager:
+            return _NOT_COUNTED
+        if mixer.attention_chunk is not None:
+            return _in_chunks(prefix + chunk, mixer.attention_chunk) - _in_chunks(prefix, mixer.attention_chunk)
+        if mixer.sliding_window is not None:
+            return _in_window(prefix + chunk, mixer.sliding_window) - _in_window(prefix, mixer.sliding_window)
+        return chunk * (prefix + 0.5 * chunk)
+
+
+def _in_window(tokens: Array, window: int) -> Array:
+    """Score elements of the first `tokens` queries when each sees at most `window` keys."""
+    inside = np.minimum(tokens, window)
+    return 0.5 * inside * inside + (tokens - inside) * window
+
+
+def _in_chunks(tokens: Array, size: int) -> Array:
+    """Score elements of the first `tokens` queries when each sees only its own chunk of `size` tokens."""
+    whole = np.floor(tokens / size)
+    rest = tokens - whole * size
+    return np.asarray(0.5 * (whole * size * size + rest * rest))
+
+
+def absorbing(mixer: LatentAttention) -> tuple[Product, ...]:
+    """Of each head: the query into the latent's width, and the attended latent into the head's output."""
+    heads, compute = mixer.num_attention_heads, mixer.expand.compute
+    return (
+        Product(mixer.qk_nope_head_dim, mixer.kv_lora_rank, heads, 1.0, compute),
+        Product(mixer.kv_lora_rank, mixer.v_head_dim, heads, 1.0, compute),
+    )
+
+
+class LatentMixing(MergedMixing):
+    """Latent attention to all keys."""
+
+    mixer: LatentAttention
+    has_own = True
+
+    def __init__(self, setting: Setting, mixer: LatentAttention) -> None:
+        super().__init__(setting, mixer)
+        heads, nope = mixer.num_attention_heads, mixer.qk_nope_head_dim
+        # The one rotated key is written to every head's keys: reads expanded keys, writes whole ones.
+        joined = Traffic("copy", 2.0 * heads * (nope + mixer.head_dim), 1)
+        self._expand: Callable[[Array], Array] = self.cost.row_cost(products_of(self.cost, (mixer.expand,)), (joined,))
+        self._absorb: Callable[[Array], Array] = self.cost.row_cost(absorbing(mixer), ())
+
+    @property
+    def kernels(self) -> int:
+        """Expansion of what is cached, its joining with the rotated keys, twice, attention, and the cache's copy."""
+        return 4 + (self.cost.copies.own > 0)
+
+    def own_s(self, chunk: Array) -> Array:
+        """Keys and values of the chunk."""
+        return self.expand_s(chunk)
+
+    def expand_s(self, tokens: Array) -> Array:
+        """Keys and values of so many tokens from their latents."""
+        return np.where(tokens > 0, self._expand(tokens), 0.0)
+
+    def mix_s(self, chunk: Array, prefix: Array) -> Array:
+        """The prefix is expanded, then all heads attend."""
+        attention_s = self._expanded_s(chunk, prefix, chunk * (prefix + 0.5 * chunk), own=True)
+        return attention_s if self.cost.least else self.expand_s(prefix) + attention_s
+
+    def absorbed_s(self, chunk: Array, prefix: Array) -> Array:
+        """The same without expansion: all heads attend to the latents."""
+        return self._absorb(chunk) + self._to_latents_s(chunk, prefix)
+
+    def decode_s(self, keys: Array) -> Array:
+        """Absorbed; the latents are read once."""
+        bytes_s = self.cost.traffic_s(keys, (Traffic("copy", self._half_token_bytes, 1),))
+        one = np.ones_like(keys)
+        return self._absorb(one) + np.minimum(bytes_s, self._to_latents_s(one, keys - one))
+
+    def block_s(self, chunk: Array, start: Array, keys: Array, end: Array, *, part: bool = False) -> Array:
+        """The block's latents are expanded first."""
+        attention_s = self.expand_s(keys) + self._expanded_s(chunk, keys, chunk * keys, own=False)
+        return np.where(keys > 0, attention_s + self.merge_s(chunk, part=part), 0.0)
+
+    def share_s(self, chunk: Array, start: Array, prefix: Array, share: float) -> Array:
+        """The share's latents are expanded already."""
+        keys = share * prefix
+        return np.where(keys * chunk > 0, self._expanded_s(chunk, keys, chunk * keys, own=False), 0.0)
+
+    def prepare_share_s(self, keys: Array) -> Array:
+        """Its latents are expanded."""
+        return self.expand_s(keys)
+
+    def _expanded_s(self, chunk: Array, prefix: Array, causal: Array, *, own: bool) -> Array:
+        """Each head attends to keys and values of its own."""
+        mixer = self.mixer
+        widths = (mixer.head_dim, mixer.v_head_dim)
+        return self._attention_s(chunk, prefix, causal, mixer.num_attention_heads, widths, own=own)
+
+    def _to_latents_s(self, chunk: Array, prefix: Array) -> Array:
+        """All heads attend to the latents."""
+        width = self.mixer.kv_lora_rank
+        widths = (width + self.mixer.qk_rope_head_dim, width)
+        return self._attention_s(chunk, prefix, chunk * (prefix + 0.5 * chunk), 1, widths)
+
+    def _attention_s(
+        self,
+        chunk: Array,
+        prefix: Array,
+        causal: Array,
+        num_key_value_heads: int,
+        widths: tuple[int, int],
+        *,
+        own: bool = True,
+    ) -> Array:
+        """`widths`: of a key and of a value."""
+        call = AttentionCall(
+            chunk=chunk,
+            prefix=prefix,
+            causal=causal,
+            num_attention_heads=self.mixer.num_attention_heads,
+            num_key_value_heads=num_key_value_heads,
+            head_dim=widths[0],
+            v_head_dim=widths[1],
+            latent=True,
+            score_bytes=self.cost.score_bytes(self.setting.model),
+            own=own,
+        )
+        return self.cost.attention_s(call)

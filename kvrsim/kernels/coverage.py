@@ -1,0 +1,178 @@
+"""What kinds of layers a profile has rates for: what is priced by other kernels' rates, and what is counted.
+
+How routed experts are priced and spread, in words.
+
+What the products of a quantised model are computed in and priced as, in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from kvrsim.hardware import GpuSpec
+from kvrsim.kernels.experts import ExpertPlacement
+from kvrsim.kernels.gemm import GEMM_TYPES
+from kvrsim.kernels.profile import CalibrationProfile, KernelRates
+from kvrsim.kernels.sparse import sparse_call
+from kvrsim.model.gemm import Gemm
+from kvrsim.model.mixers import RECURRENCE_TITLES, Attention, LatentAttention, Mixer, Recurrence
+from kvrsim.model.spec import LayerSpec, ModelSpec
+
+_COUNTED = "counted from FLOPs and bytes at the rates of other operations"
+
+
+def head_dims(model: ModelSpec, rates: KernelRates) -> tuple[int, ...]:
+    """Widths of heads that the rates of softmax attention price: not of latents with rates of their own, nor states."""
+    found = {
+        layer.mixer.head_dim
+        for layer in model.layer_kinds
+        if isinstance(layer.mixer, Attention | LatentAttention)
+        and not layer.mixer.is_sparse
+        and (rates.latent is None or not isinstance(layer.mixer, LatentAttention))
+    }
+    return tuple(sorted(found))
+
+
+def coverage_notes(model: ModelSpec, profile: CalibrationProfile, element_bytes: int) -> Iterator[str]:
+    """A sentence for each kind of layer of the model that the profile has no rates for."""
+    rates, mixers = profile.kernels, [layer.mixer for layer in model.layer_kinds if layer.mixer is not None]
+    missing = f"profile {profile.name} has no rates of"
+    latents = [mixer for mixer in mixers if isinstance(mixer, LatentAttention) and not mixer.is_sparse]
+    if latents and rates.latent is None:
+        yield f"{missing} latent attention; priced as attention of heads as wide as its keys and values in the mean"
+    if any(_is_counted(mixer, rates) for mixer in mixers):
+        yield f"{missing} attention to chosen keys; {_COUNTED}"
+    kinds = dict.fromkeys(mixer.kind for mixer in mixers if isinstance(mixer, Recurrence))
+    for kind in kinds:
+        if rates.recurrence is None:
+            yield f"{missing} {RECURRENCE_TITLES[kind]}; {_COUNTED}"
+        elif kind not in rates.recurrence.kinds:
+            yield f"{missing} {RECURRENCE_TITLES[kind]}; priced as the most similar recurrence that it has"
+    types = {layer.mlp[0].compute for layer in model.layer_kinds if layer.num_experts}
+    if any(rates.experts is None or not rates.experts.covers(compute, element_bytes) for compute in types):
+        yield f"{missing} such experts as grouped products; counted as products one by one"
+
+
+def _is_counted(mixer: Mixer, rates: KernelRates) -> bool:
+    """Whether a mixer attends to chosen keys for which there are no rates."""
+    if isinstance(mixer, Recurrence) or not mixer.is_sparse:
+        return False
+    return rates.sparse is None or rates.sparse.of(sparse_call(mixer, np.ones(1), np.zeros(1))) is None
+
+
+def expert_notes(model: ModelSpec, profile: CalibrationProfile | None, placement: ExpertPlacement) -> Iterator[str]:
+    """Of a mixture of experts: which rates its experts have, and how unevenly tokens are spread over GPUs.
+
+    profile: None is the datasheet's roofline.
+    """
+    sparse = [layer for layer in model.layer_kinds if layer.num_experts]
+    if not sparse:
+        return
+    if profile is not None:
+        yield from _priced(list(dict.fromkeys(layer.mlp[0].compute for layer in sparse)), profile)
+    if placement.num_gpus > 1:
+        held = sorted({layer.num_experts // placement.num_gpus for layer in sparse})
+        each = " or ".join(map(str, held))
+        source = "as given"
+        if placement.imbalance is None:
+            source = "experts' loads vary by a power law of exponent 1.01, as aiconfigurator takes it for DeepSeek"
+        worst = max(placement.of_model(layer) for layer in sparse)
+        yield (
+            f"expert parallelism: {each} of each layer's experts on each of {placement.num_gpus} GPUs; the busiest has"
+            f" {worst:.2f} times the mean rows ({source}; --expert-imbalance)"
+        )
+
+
+def _priced(types: list[str | None], profile: CalibrationProfile) -> Iterator[str]:
+    """Nothing where experts are counted, which kvrsim.kernels.coverage says."""
+    rates, fit = profile.kernels.experts, profile.operations.get("experts")
+    covered = [kind for kind in types if rates is not None and rates.covers(kind, 2)]
+    if rates is None or not covered:
+        return
+    error = "" if fit is None else f", {fit.cross_validated_mape:.0%} off on average for models left out"
+    yield (
+        "mixture of experts: routed experts are priced as grouped products, whose rates stand for tokens spread evenly"
+        f" and by power laws alike{error}"
+    )
+    for kind in covered:
+        if kind is not None and (priced := rates.priced_as(kind)) is not None and priced != kind:
+            yield f"profile {profile.name} has no rates of experts in {EXPLAINED[kind]}; priced as {EXPLAINED[priced]}"
+
+
+EXPLAINED = {
+    "fp8": "FP8",
+    "fp8_block": "FP8 with scales by block",
+    "nvfp4": "NVFP4",
+    "int8": "INT8",
+    "int4_wo": "half precision from 4-bit weights",
+    "int8_wo": "half precision from 8-bit weights",
+    "mxfp4_wo": "half precision from MXFP4 weights",
+    "mxfp4_fp8": "FP8 from MXFP4 weights",
+}
+
+
+def precision_notes(model: ModelSpec, dtype: str, profile: CalibrationProfile | None, gpu: GpuSpec) -> Iterator[str]:
+    """Of a quantised model: what is computed in which type, and which rates stand for a type without its own.
+
+    profile: None is the datasheet's roofline.
+    """
+    if model.quantization is None:
+        return
+    half = "half precision" if dtype == "fp8" else dtype
+    begin = f"{model.name} has quantised weights ({model.quantization.describe()})"
+    if not model.quantization.formats:
+        yield (
+            f"{begin} by a method that is not modelled: weights and computation are taken in {half}; the checkpoint"
+            " needs less memory, and may need more or less time"
+        )
+        return
+    types = sorted({gemm.compute for kind in model.layer_kinds for gemm in _matrices(kind) if gemm.compute})
+    if not types:
+        yield f"{begin}, of none of its layers: all is taken in {half}"
+        return
+    computed = " and ".join(EXPLAINED[one] for one in types)
+    whole = all(gemm.compute for kind in model.layer_kinds for gemm in _matrices(kind) if gemm.out_features > 1)
+    which = "the layers' products" if whole else "some of the layers' products (the rest is not quantised)"
+    cache = "" if model.quantization.kv_cache_bits else " and KV cache"
+    head = ", head" if model.lm_head.compute is None else ""
+    yield f"{begin}: {which} in {computed}; attention, norms, embedding{head}{cache} in {half}"
+    for one in sorted(
+        {gemm.compute for kind in model.layer_kinds for gemm in _products(kind, profile) if gemm.compute}
+    ):
+        yield from _priced_precision(one, half, profile, gpu)
+
+
+def _matrices(layer: LayerSpec) -> tuple[Gemm, ...]:
+    """All but the router, which is never quantised."""
+    mixer = () if layer.mixer is None else layer.mixer.matrices
+    return (*mixer, *layer.mlp, *layer.shared_mlp)
+
+
+def _products(layer: LayerSpec, profile: CalibrationProfile | None) -> tuple[Gemm, ...]:
+    """Without routed experts that have rates of their own (see expert_notes)."""
+    rates = None if profile is None else profile.kernels.experts
+    if layer.num_experts and rates is not None and rates.covers(layer.mlp[0].compute, 2):
+        return tuple(gemm for gemm in _matrices(layer) if gemm not in layer.mlp)
+    return _matrices(layer)
+
+
+def _priced_precision(compute: str, half: str, profile: CalibrationProfile | None, gpu: GpuSpec) -> Iterator[str]:
+    """Nothing where the profile has the type's own rates."""
+    if profile is None:
+        return
+    priced = profile.kernels.priced_as(compute)
+    if priced == compute:
+        return
+    missing = f"profile {profile.name} has no rates of products in {EXPLAINED[compute]}"
+    if priced is not None:
+        yield f"{missing}; priced as {EXPLAINED[priced]}"
+    elif not GEMM_TYPES[compute].quantised:
+        yield f"{missing}; priced as {half}, which leaves out the dequantising: TTFT may be a little short"
+    elif compute == "nvfp4":
+        yield f"{missing}; priced as {half}, as engines compute them before Blackwell, where TTFT is shorter"
+    elif compute == "int8" or "fp8" in dict(gpu.peak_flops):
+        yield f"{missing}; priced as {half}, which takes longer: TTFT of a long prompt is too long"
+    else:
+        yield f"{missing}; priced as {half}, as engines compute them on a GPU without such arithmetic"

@@ -1,0 +1,308 @@
+"""ElementwiseRates: seconds of kernels that do little but move bytes.
+
+Bytes that element-wise kernels move for one token of one layer, and kernels that do it.
+
+Eager PyTorch runs each step of a norm, a rotary embedding or an activation as a kernel of its own, each
+reading and writing device memory. The counts below follow the 2023 Hugging Face Llama and Falcon code in
+half precision, operation by operation (r = bytes read, w = bytes written, per element):
+
+RMSNorm      to fp32 r2w4, pow r4w4, mean r4, times rsqrt r2w4, to half r4w2, times weight r2w2    = 34
+LayerNorm    one fused kernel r2w2                                                                 = 4
+             of queries and keys (Qwen3, Gemma 3): as a norm, over the heads' features instead of the hidden size
+rotary       x*cos r2w2, rotate_half r3w3, *sin r2w2, add r4w2, on Q and on K                      = 20 each
+attention    transpose and reshape of the output r2w2                                              = 4
+residual     r4w2                                                                                  = 6
+gated MLP    silu r2w2, times up r4w2                                                              = 10
+plain MLP    gelu r2w2                                                                             = 4
+
+Falcon's code of late 2023 (transformers 4.34) first repeats cos and sin for every head, by torch.repeat_interleave:
+6 kernels each (fill, copy, sum, its value read back, indices, selection), and cos and sin are written and read at the
+size of the queries, r2w2 each. Reading a value back makes the host wait for the device.
+
+Attention is 7 kernels in Llama's code (QK^T, scaling, mask, max, softmax, to half, PV), 6 in Falcon's (both inputs
+scaled, QK^T, mask, softmax, PV), 8 in Falcon's with ALiBi (QK^T, to fp32, biases, scaling, mask, to half, softmax, PV).
+
+Serving engines fuse: norm r2w2, residual r4w2, rotary in place r2w2, silu with product r4w2.
+
+Bytes that merging partial results of attention moves through memory, and kernels that do it.
+
+A ring attends to one block of keys after another. The result of each block is merged with that of the blocks before it,
+weighted by their log-sum-exp, in fp32. The counts follow update_out_and_lse of ring-flash-attention
+(ring_flash_attn/utils.py at 8996282), kernel by kernel (r = bytes read, w = bytes written):
+
+of an element of the output      to fp32 r2w4, difference r8w4, times its weight r4w4, subtraction r8w4      = 38
+of a log-sum-exp (token, head)   difference r8w4, sigmoid r4w4, difference r8w4, log-sigmoid r4w4, sum r8w4  = 52
+of a part of a rank's queries    the new values are copied back, r4w4                                        = 8 each
+first and last                   the first block's output to fp32, r2w4; the merged one back to half, r4w2   = 6 each
+
+TorchScript compiles that function and may fuse it; the times that the project publishes are those of separate kernels
+(docs/results/rings.md). One fused kernel moves r6w4 = 10 an element, and r8w4 = 12 a log-sum-exp.
+
+Where merging was measured on the machine itself (`kvrsim calibrate compute`), its rate is for the bytes that any code
+moves: of an element both results are read and one is written, in fp32, and so of a log-sum-exp.
+
+Separate kernels are PyTorch's, whatever kernels an engine has: they reach the share of the datasheet's memory bandwidth
+that the profile a100-eager has for PyTorch on A100, 1.584 of 2.039 TB/s, fitted to published prefills.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, get_args
+
+from kvrsim.io.schema import NonNegative
+from kvrsim.model.mixers import Attention, CompressedAttention, LatentAttention, Mixer, Recurrence
+from kvrsim.model.spec import LayerSpec, ModelSpec
+
+ElementwiseOp = Literal["norm", "rotary", "activation", "residual", "copy", "embedding"]
+ELEMENTWISE_OPS: tuple[ElementwiseOp, ...] = get_args(ElementwiseOp)
+_RATE = {"unit": "bytes_per_s"}  # of fields whose name has none
+
+
+class Traffic(NamedTuple):
+    """What one step of a layer moves through device memory."""
+
+    op: ElementwiseOp | Literal["merge"]
+    nbytes: float  # read and written, a token
+    kernels: int  # that do it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ElementwiseRates:
+    """Bytes a second by operation; a kernel that computes more a byte, or is written worse, has less."""
+
+    fused: bool = False  # norm, rotary embedding and activation are one kernel each, as in serving engines
+    fused_merge: bool = (
+        False  # one kernel merges partial results of a ring's attention; else see kvrsim.kernels.elementwise
+    )
+    start_s: NonNegative  # of every kernel, on the device
+    norm: float = field(metadata=_RATE)
+    rotary: float = field(metadata=_RATE)
+    activation: float = field(metadata=_RATE)
+    residual: float = field(metadata=_RATE)
+    copy: float = field(metadata=_RATE)
+    embedding: float = field(metadata=_RATE)
+    merge_bytes_per_s: float | None = (
+        None  # of merging partial results as measured; None: see kvrsim.kernels.elementwise
+    )
+    mask_element_s: NonNegative = 0.0  # of an element of the attention mask, once a prefill
+
+    @classmethod
+    def uniform(
+        cls, bytes_per_s: float, *, fused: bool, start_s: float = 0.0, fused_merge: bool = False
+    ) -> ElementwiseRates:
+        """The same rate for all."""
+        rate = bytes_per_s
+        return cls(
+            fused=fused,
+            fused_merge=fused_merge,
+            start_s=start_s,
+            norm=rate,
+            rotary=rate,
+            activation=rate,
+            residual=rate,
+            copy=rate,
+            embedding=rate,
+        )
+
+    def bytes_per_s(self, op: ElementwiseOp | Literal["merge"]) -> float:
+        """The rate of one operation."""
+        if op == "merge":
+            return self.residual if self.merge_bytes_per_s is None else self.merge_bytes_per_s
+        return float(getattr(self, op))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheCopies:
+    """How often K and V are copied, each time read and written, on their way into the cache."""
+
+    keep: NonNegative  # by every strategy, as where K and V are stacked into one tensor
+    append: NonNegative  # more where a chunk is appended to a prefix (torch.cat)
+    gather: NonNegative  # more where gathered pieces are put together (a list of outputs, then torch.cat)
+    own: NonNegative = 0.0  # of the chunk's alone, where it is written into a buffer that holds the rest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    """Bytes per element and kernels of one step, for elements of two bytes."""
+
+    nbytes: float
+    kernels: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Steps:
+    """One way to write a layer's element-wise steps: a column of the table above."""
+
+    rms_norm: _Step
+    layer_norm: _Step
+    rotary: _Step
+    reshape: _Step
+    residual: _Step
+    gated_mlp: _Step
+    plain_mlp: _Step
+
+
+_EAGER = _Steps(
+    rms_norm=_Step(nbytes=34, kernels=6),
+    layer_norm=_Step(nbytes=4, kernels=1),
+    rotary=_Step(nbytes=20, kernels=8),
+    reshape=_Step(nbytes=4, kernels=1),
+    residual=_Step(nbytes=6, kernels=1),
+    gated_mlp=_Step(nbytes=10, kernels=2),
+    plain_mlp=_Step(nbytes=4, kernels=1),
+)
+_FUSED = _Steps(
+    rms_norm=_Step(nbytes=4, kernels=1),
+    layer_norm=_Step(nbytes=4, kernels=1),
+    rotary=_Step(nbytes=4, kernels=1),
+    reshape=_Step(nbytes=0, kernels=0),
+    residual=_Step(nbytes=6, kernels=1),
+    gated_mlp=_Step(nbytes=6, kernels=1),
+    plain_mlp=_Step(nbytes=4, kernels=1),
+)
+
+# Bytes that eager attention moves per element of the score matrix in half precision, by Llama's code with its
+# softmax in fp32: QK^T w2, /sqrt(d) r2w2, +mask r2w2, max(finfo.min) r2w2, softmax in fp32 r2w4, back to half r4w2,
+# times V r2. It stands for all models whose bytes no profile has fitted; ALiBi adds its biases, r2w2.
+_SCORE_BYTES = 28.0
+_ALIBI_BYTES = 4.0
+_LLAMA_KERNELS, _FALCON_KERNELS, _FALCON_ALIBI_KERNELS = 7, 6, 8
+_ROTARY_REPEATS = _Step(nbytes=8, kernels=12)
+
+
+def eager_score_bytes(model: ModelSpec) -> float:
+    """Bytes that eager attention moves per element of the score matrix, for elements of two bytes."""
+    return _SCORE_BYTES + _ALIBI_BYTES * model.alibi
+
+
+class LayerKernels(NamedTuple):
+    """Kernels that one layer launches."""
+
+    before: int  # norms, projections, rotary embedding
+    mixer: int  # with the copies of K and V into the cache
+    after: int  # output projection, norms, MLP, residuals
+
+
+def attention_kernels(model: ModelSpec, mixer: Attention, kernel: str, *, repeats: bool, copies: CacheCopies) -> int:
+    """Kernels from rotary embedding to PV; `repeats`: shared KV heads are repeated for their queries, K and V each."""
+    cached = (copies.keep > 0) + (copies.own > 0)
+    if kernel != "eager":
+        return 1 + cached
+    shared = mixer.num_key_value_heads < mixer.num_attention_heads
+    falcon = _FALCON_ALIBI_KERNELS if model.alibi else _FALCON_KERNELS
+    return (falcon if model.model_type == "falcon" else _LLAMA_KERNELS) + 2 * (repeats and shared) + cached
+
+
+def _norm(model: ModelSpec, table: _Steps, features: int) -> Traffic:
+    """One norm over so many features; LayerNorm has weights and biases."""
+    step = table.layer_norm if model.final_norm_parameters == 2 * model.hidden_size else table.rms_norm
+    return Traffic("norm", step.nbytes * features, step.kernels)
+
+
+def before_mixer(
+    model: ModelSpec, layer: LayerSpec, *, fused: bool, repeats_rotary: bool = False
+) -> tuple[Traffic, ...]:
+    """Norms of the layer's input, norms inside the mixer, and rotary embedding of one token.
+
+    repeats_rotary: cos and sin are repeated for every head.
+    """
+    table = _FUSED if fused else _EAGER
+    steps = [_norm(model, table, model.hidden_size)] * layer.norms_before_mixer
+    if layer.mixer is not None:
+        steps += [_norm(model, table, features) for features in _normed(layer.mixer)]
+        rotated = _rotated(layer.mixer)
+        if rotated and model.rotary:
+            steps.append(Traffic("rotary", table.rotary.nbytes * sum(rotated), table.rotary.kernels))
+        if repeats_rotary:
+            repeated = [features for features in rotated if features > model.head_dim]
+            steps += [Traffic("rotary", _ROTARY_REPEATS.nbytes * each, _ROTARY_REPEATS.kernels) for each in repeated]
+    return tuple(steps)
+
+
+def _normed(mixer: Mixer) -> tuple[int, ...]:
+    """Features that a mixer normalises besides its input: queries and keys, or latents."""
+    if isinstance(mixer, Attention):
+        heads = (mixer.num_attention_heads, mixer.num_key_value_heads) if mixer.qk_norm else ()
+        return tuple(count * mixer.head_dim for count in heads)
+    if isinstance(mixer, LatentAttention):
+        whole = [gemm.out_features for gemm in mixer.projections if gemm.split == "whole"]
+        of_queries = [width for width in whole if width != mixer.kv_lora_rank + mixer.qk_rope_head_dim]
+        return (*of_queries, mixer.kv_lora_rank)
+    if isinstance(mixer, CompressedAttention):
+        return (mixer.num_attention_heads * mixer.head_dim, mixer.head_dim)
+    return (mixer.num_value_heads * mixer.value_head_dim,)
+
+
+def _rotated(mixer: Mixer) -> tuple[int, ...]:
+    """Features of queries and of keys that are rotated."""
+    if isinstance(mixer, Recurrence):
+        return ()
+    if isinstance(mixer, CompressedAttention):
+        return (mixer.num_attention_heads * mixer.rotary_dim, mixer.rotary_dim)
+    if not mixer.rotary:
+        return ()
+    if isinstance(mixer, LatentAttention):
+        return (mixer.num_attention_heads * mixer.qk_rope_head_dim, mixer.qk_rope_head_dim)
+    return (mixer.num_attention_heads * mixer.head_dim, mixer.num_key_value_heads * mixer.head_dim)
+
+
+def activation(intermediate: float, *, gated: bool, fused: bool) -> Traffic:
+    """The activation of one token between the matrices of an MLP of that width."""
+    table = _FUSED if fused else _EAGER
+    step = table.gated_mlp if gated else table.plain_mlp
+    return Traffic("activation", step.nbytes * intermediate, step.kernels)
+
+
+def after_mixer(
+    model: ModelSpec, layer: LayerSpec, *, fused: bool, intermediate: float, reshapes: bool = True
+) -> tuple[Traffic, ...]:
+    """Reshape, residuals, activation and the other norms of one token.
+
+    intermediate: the MLP's width; routed experts have activations of their own.
+    reshapes: False where the output's reshaping is part of attention.
+    """
+    table, hidden, mixer = _FUSED if fused else _EAGER, model.hidden_size, layer.mixer
+    blocks = layer.num_blocks
+    steps = []
+    if reshapes and mixer is not None:
+        steps.append(Traffic("copy", table.reshape.nbytes * hidden, table.reshape.kernels))
+    if isinstance(mixer, Attention | LatentAttention) and mixer.gate:
+        gated = mixer.num_attention_heads * mixer.v_head_dim
+        steps.append(Traffic("activation", table.gated_mlp.nbytes * gated, table.gated_mlp.kernels))
+    steps.append(Traffic("residual", blocks * table.residual.nbytes * hidden, blocks * table.residual.kernels))
+    if intermediate:
+        steps.append(activation(intermediate, gated=layer.gated_mlp, fused=fused))
+    return (*steps, *[_norm(model, table, hidden)] * layer.norms_after_mixer)
+
+
+_SEPARATE, _SEPARATE_LSE, _SEPARATE_KERNELS = 38.0, 52.0, 9
+_FUSED_merges, _FUSED_LSE, _FUSED_KERNELS = 10.0, 12.0, 1
+_BACK, _BACK_KERNELS = 8.0, 2
+_CAST = 6.0
+_MEASURED = 6.0  # bytes of an element, and of a log-sum-exp, where elements have two bytes
+PYTORCH_SHARE = 0.777  # of the datasheet's memory bandwidth, as above
+
+
+def merge(mixer: Attention | LatentAttention, *, fused: bool, part: bool) -> Traffic:
+    """One token's result of a block into that of the blocks before.
+
+    fused: one kernel does it. part: the block has results for a part of the rank's queries.
+    """
+    nbytes, lse, kernels = (
+        (_FUSED_merges, _FUSED_LSE, _FUSED_KERNELS) if fused else (_SEPARATE, _SEPARATE_LSE, _SEPARATE_KERNELS)
+    )
+    if part and not fused:
+        nbytes, lse, kernels = nbytes + _BACK, lse + _BACK, kernels + _BACK_KERNELS
+    heads = mixer.num_attention_heads
+    return Traffic("residual", heads * (mixer.v_head_dim * nbytes + lse), kernels)
+
+
+def measured_merge(mixer: Attention | LatentAttention) -> Traffic:
+    """The same where it was measured; its kernels' starts are in the rate."""
+    return Traffic("merge", _MEASURED * mixer.num_attention_heads * (mixer.v_head_dim + 1), 0)
+
+
+def fp32_cast(mixer: Attention | LatentAttention) -> Traffic:
+    """One token's output to fp32, or back."""
+    return Traffic("residual", _CAST * mixer.num_attention_heads * mixer.v_head_dim, 1)

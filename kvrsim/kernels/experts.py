@@ -1,0 +1,276 @@
+"""ExpertRates: seconds of a layer's routed experts, which engines compute as grouped products in one or two kernels.
+
+Rows are tokens as often as their experts are here. Each expert's rows are cut into tiles, of which the last is partly
+empty: half a tile of rows on average is computed for nothing, so few rows for each of many experts waste most. The
+weights of all experts that have a row are read once. Tiles start and end, which takes as long as some more features to
+sum over: narrow experts waste more. Reading and computing overlap in part, as the root of the sum of their squares.
+Permuting, quantising, activating and summing up move each row through memory.
+
+RoutedExperts: what the routed experts of one kind of layer cost, and where they lie.
+
+Without expert parallelism every rank holds all experts, or each GPU of its group a slice of each. With it, the experts
+are spread whole over all GPUs of the run. The GPUs of a group have the same tokens, so each computes those that its own
+experts see, and the group's all-reduce sums what they have. Ranks have tokens of their own: each token goes to the
+ranks that hold its experts and its results come back, so that all ranks meet twice in such a layer, and all have about
+as many rows, whatever their chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import TYPE_CHECKING, Annotated
+
+import numpy as np
+
+from kvrsim.errors import InputError
+from kvrsim.io.schema import Keys, NonNegative
+from kvrsim.kernels.elementwise import Traffic, activation
+from kvrsim.kernels.gemm import GEMM_TYPES, Product, Width, alike, of_each
+from kvrsim.kernels.mixer import launches
+from kvrsim.model.spec import LayerSpec, ModelSpec
+from kvrsim.program import Array
+from kvrsim.units import format_bandwidth, format_seconds
+
+if TYPE_CHECKING:
+    from kvrsim.kernels.calibrated import CostModel
+
+# Standard deviation of an expert's load over the mean under NVIDIA's power law of exponent 1.01, from 1 to 0.8 times
+# the tokens, for prefills of 8192. aiconfigurator-core 0.12.0 takes this law for DeepSeek's models by default
+# (sdk/models/deepseek.py; of its collector, helper.py, sample_power_law).
+POWER_LAW_LOAD_SD = 1.88
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsCall:
+    """The routed experts of one layer that lie on one GPU."""
+
+    tokens: Array  # of each sequence, that this GPU has before they are routed, any shape
+    hidden_size: int
+    intermediate_size: int  # of this GPU's share of an expert
+    gated: bool  # whether an activated gate is multiplied with a second projection
+    num_experts: int  # on this GPU
+    num_experts_per_tok: float  # of a token's experts, how many are here; on average
+    compute: str | None = None  # a key of GEMM_TYPES; None: the request's dtype
+    imbalance: float = 1.0  # rows of this GPU over what they are on average
+
+    @property
+    def up_features(self) -> int:
+        """Features that an expert's first product makes."""
+        return (1 + self.gated) * self.intermediate_size
+
+    @property
+    def expert_weights(self) -> int:
+        """Elements of the matrices of one expert."""
+        return self.hidden_size * (self.up_features + self.intermediate_size)
+
+    def rows(self, batch: int) -> Array:
+        """Tokens of the busiest GPU, each as often as its experts are here."""
+        return self.tokens * (batch * self.num_experts_per_tok * self.imbalance)
+
+    def active(self, rows: Array) -> Array:
+        """Experts that have at least one of so many rows, which are drawn independently."""
+        return np.asarray(self.num_experts * -np.expm1(-rows / self.num_experts))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupedRates:
+    """What grouped products reach in one type."""
+
+    flops_per_s: float  # of full tiles of endless sums
+    weight_bytes_per_s: float  # at which the experts' weights are read
+    row_bytes_per_s: float  # at which rows are moved: permuted, quantised, activated, summed up
+    tile_rows: NonNegative  # of a tile; half of it is empty, on average, for each expert
+    tile_features: NonNegative  # to sum over that take as long as the start and the end of a tile
+    start_s: NonNegative  # of all kernels
+
+    def seconds(self, call: ExpertsCall, batch: int, width: Width) -> Array:
+        """Of one call; `width`: bytes of an element of the operands."""
+        each, rows = of_each(width), call.rows(batch)
+        active = call.active(rows)
+        features = call.up_features * (call.hidden_size + self.tile_features)
+        features += call.hidden_size * (call.intermediate_size + self.tile_features)
+        compute_s = (rows + 0.5 * self.tile_rows * active) * (2.0 * features / self.flops_per_s)
+        weights_s = active * (call.expert_weights * each.weight / self.weight_bytes_per_s)
+        row_bytes = (call.hidden_size + call.intermediate_size) * (each.input + each.output)
+        moved_s = rows * (row_bytes / self.row_bytes_per_s)
+        return np.asarray((self.start_s + np.hypot(compute_s, weights_s) + moved_s) * (call.tokens > 0))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertRates:
+    """What grouped products reach, by type."""
+
+    half: GroupedRates  # fp16, bf16
+    types: Annotated[Mapping[str, GroupedRates], Keys(tuple(GEMM_TYPES))] = field(default_factory=dict)
+
+    def covers(self, compute: str | None, element_bytes: int) -> bool:
+        """Whether there are rates of a type or of one that stands for it; `element_bytes`: of the request's dtype."""
+        return element_bytes == 2 if compute is None else self.priced_as(compute) is not None
+
+    def seconds(self, call: ExpertsCall, batch: int, element_bytes: int) -> Array:
+        """Of a call whose type is covered."""
+        kind = None if call.compute is None else self.priced_as(call.compute)
+        rates = self.half if kind is None else self.types[kind]
+        return rates.seconds(call, batch, element_bytes if kind is None else GEMM_TYPES[kind])
+
+    def priced_as(self, compute: str) -> str | None:
+        """The quantised type whose rates stand for one; None: there is none."""
+        return next((one for one in alike(compute) if one in self.types), None)
+
+    def describe(self) -> str:
+        """The constants, in sentences."""
+        return " ".join(_described(name, rates) for name, rates in {"half precision": self.half, **self.types}.items())
+
+
+def _described(name: str, rates: GroupedRates) -> str:
+    title = name.capitalize() if " " in name else f"`{name}`"
+    return (
+        f"{title}: full tiles {rates.flops_per_s / 1e12:.0f} TFLOP/s, weights"
+        f" {format_bandwidth(rates.weight_bytes_per_s)}, rows {format_bandwidth(rates.row_bytes_per_s)},"
+        f" tiles of {rates.tile_rows:.0f} rows that start and end as {rates.tile_features:.0f} features, start"
+        f" {format_seconds(rates.start_s)}."
+    )
+
+
+def mean_imbalance(
+    num_experts: int, num_experts_per_tok: int, num_gpus: int, load_sd: float = POWER_LAW_LOAD_SD
+) -> float:
+    """Rows of the busiest of so many GPUs over the mean, where experts are spread over them as they come.
+
+    The loads of experts have a standard deviation of `load_sd` over their mean and add up on a GPU as independent ones;
+    the busiest is as far out as of so many normal deviates (Blom, 1958). No more than if all tokens went there.
+    """
+    if num_gpus == 1:
+        return 1.0
+    from statistics import NormalDist  # its imports cost the start of every command
+
+    deviate = NormalDist().inv_cdf((num_gpus - 0.375) / (num_gpus + 0.25))
+    imbalance = 1.0 + deviate * load_sd / np.sqrt(num_experts / num_gpus)
+    most = min(num_gpus, num_experts / num_experts_per_tok)
+    return float(min(imbalance, most))
+
+
+_MOST_IMBALANCE = 1000.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertPlacement:
+    """How routed experts lie on the GPUs of a run."""
+
+    num_gpus: int = 1  # that they are spread over
+    gpus_per_rank: int = 1  # of these, how many have the same tokens
+    tokens: int = 0  # of each sequence, that all ranks compute together
+    imbalance: float | None = None  # rows of the busiest GPU over the mean; None: see mean_imbalance
+
+    def of_model(self, layer: LayerSpec) -> float:
+        """Imbalance of a layer of the model, with all experts."""
+        if self.imbalance is not None and self.num_gpus > 1:
+            return self.imbalance
+        return mean_imbalance(layer.num_experts, layer.num_experts_per_tok, self.num_gpus)
+
+
+ONE_GPU = ExpertPlacement()
+
+
+def check_experts(model: ModelSpec, num_gpus: int | None, imbalance: float | None) -> None:
+    """InputError where experts cannot be spread over so many GPUs (None: they are not), or for an odd imbalance."""
+    if num_gpus is None and imbalance is not None:
+        raise InputError("expert_imbalance", imbalance, "nothing without expert_parallel, of which it is the imbalance")
+    if imbalance is not None and not 1.0 <= imbalance <= _MOST_IMBALANCE:
+        raise InputError("expert_imbalance", imbalance, f"a number from 1 to {_MOST_IMBALANCE:g}")
+    if num_gpus is None:
+        return
+    counts = [layer.num_experts for layer in model.layer_kinds if layer.num_experts]
+    if not counts:
+        raise InputError("expert_parallel", "yes", f"a mixture of experts, which {model.name} is not")
+    for count in counts:
+        if count % num_gpus:
+            accepted = f"a number of GPUs that the {count} experts of {model.name} divide over"
+            raise InputError("expert_parallel", f"{num_gpus} GPUs", accepted)
+
+
+def spread_experts(share: ModelSpec, model: ModelSpec, num_gpus: int) -> ModelSpec:
+    """A GPU's share of a model, but of its routed experts one in `num_gpus`, and these whole."""
+    pairs = {
+        (mine, whole): replace(mine, mlp=whole.mlp, num_experts=whole.num_experts // num_gpus)
+        if whole.num_experts
+        else mine
+        for mine, whole in zip(share.layers, model.layers, strict=True)
+    }
+    return replace(share, layers=tuple(pairs[pair] for pair in zip(share.layers, model.layers, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedExperts:
+    """Seconds, bytes and kernels of the routed experts that a GPU holds."""
+
+    layer: LayerSpec  # a GPU's share, with the experts that it holds
+    cost: CostModel
+    placement: ExpertPlacement
+
+    @property
+    def meets(self) -> bool:
+        """Whether ranks exchange tokens."""
+        return self.placement.num_gpus > self.placement.gpus_per_rank
+
+    @property
+    def kernels(self) -> int:
+        """That a call launches."""
+        products, steps = counted_experts(self.call(np.ones(1)), fused=self.cost.fused)
+        return launches(self.cost, products) + sum(step.kernels for step in steps)
+
+    def seconds(self, chunk: Array) -> Array:
+        """Of the busiest GPU, which the others wait for; `chunk`: of each sequence, tokens that the rank computes."""
+        return self.cost.experts_s(self.call(chunk))
+
+    def call(self, chunk: Array) -> ExpertsCall:
+        """What one GPU computes: where ranks exchange tokens, of all ranks' chunks."""
+        first, *_, back = self.layer.mlp
+        placement, per_tok = self.placement, self.layer.num_experts_per_tok
+        return ExpertsCall(
+            tokens=np.full(1, float(placement.tokens)) if self.meets else chunk,
+            hidden_size=first.in_features,
+            intermediate_size=back.in_features,
+            gated=self.layer.gated_mlp,
+            num_experts=self.layer.num_experts,
+            num_experts_per_tok=per_tok / placement.num_gpus,
+            compute=first.compute,
+            imbalance=placement.of_model(replace(self.layer, num_experts=self.layer.num_experts * placement.num_gpus)),
+        )
+
+    def rows(self, chunk: Array, batch: int) -> Array:
+        """Rows of the busiest GPU."""
+        return self.call(chunk).rows(batch)
+
+    @property
+    def reach(self) -> float:
+        """Share of the tokens that have an expert on a given GPU, where all experts are alike."""
+        held, per_tok = self.layer.num_experts, self.layer.num_experts_per_tok
+        every = held * self.placement.num_gpus
+        return 1.0 - prod(max(0.0, every - held - drawn) / (every - drawn) for drawn in range(per_tok))
+
+    def dispatched_bytes(self, element_bytes: int) -> float:
+        """Bytes of a token on its way to its experts, in the type that they compute in."""
+        first, *_ = self.layer.mlp
+        quantised = first.compute is not None and GEMM_TYPES[first.compute].quantised > 0
+        width = GEMM_TYPES[first.compute].input if quantised and first.compute else element_bytes
+        return width * first.in_features
+
+    def combined_bytes(self, element_bytes: int) -> float:
+        """Bytes of a token's results on their way back."""
+        return float(element_bytes * self.layer.mlp[-1].out_features)
+
+
+def counted_experts(call: ExpertsCall, *, fused: bool) -> tuple[tuple[Product, ...], tuple[Traffic, ...]]:
+    """Routed experts as one product after another, each of its share of the tokens, and their activation.
+
+    Nothing is counted for permuting the rows and summing them up.
+    """
+    share = call.num_experts_per_tok / call.num_experts
+    up = [call.up_features] if fused else [call.intermediate_size] * (2 if call.gated else 1)
+    into = (Product(call.hidden_size, features, call.num_experts, share, call.compute) for features in up)
+    back = Product(call.intermediate_size, call.hidden_size, call.num_experts, share, call.compute)
+    width = call.num_experts_per_tok * call.intermediate_size
+    return (*into, back), (activation(width, gated=call.gated, fused=fused),)

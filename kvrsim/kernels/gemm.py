@@ -1,0 +1,257 @@
+"""GemmRates: seconds of matrix products, from tiles that run in waves and from shapes that were measured.
+
+A product of `rows` tokens with a weight matrix is cut into tiles of the output; the device computes as many
+at a time as it has multiprocessors, so time rises in steps ("wave quantisation"; NVIDIA, Matrix
+Multiplication Background User's Guide). Of several tile sizes the library takes the fastest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from kvrsim.errors import InputError
+from kvrsim.io.schema import JsonObject, NonNegative, PositiveShare, read
+from kvrsim.program import Array
+
+_LAST_STEP = 512  # steps of the time table; beyond them time is proportional to rows
+
+
+class ElementBytes(NamedTuple):
+    """Bytes of one element of each operand of a product, scales of groups included."""
+
+    weight: float
+    input: float
+    output: float
+    quantised: float = 0.0  # of an input, moved by the kernel that quantises the inputs before the product
+
+
+Width = int | ElementBytes  # bytes of an element of all operands, or of each
+
+
+def of_each(width: Width) -> ElementBytes:
+    """Bytes of an element of each operand."""
+    return width if isinstance(width, ElementBytes) else ElementBytes(width, width, width)
+
+
+# Types of products besides half precision. "_wo": weight only, computed in half precision; the others quantise their
+# inputs first, which reads half precision and writes the type, and is part of the product's time as in public tables.
+# Scales: fp8_block fp32 for 128 x 128 weights and for 128 inputs; nvfp4 8 bits for 16; int4_wo 16 bits for 128; mxfp4
+# 8 bits for 32, with inputs in half precision or, mxfp4_fp8, in MXFP8.
+GEMM_TYPES: Mapping[str, ElementBytes] = {
+    "fp8": ElementBytes(weight=1.0, input=1.0, output=2.0, quantised=3.0),
+    "fp8_block": ElementBytes(weight=1.0, input=1.0 + 4 / 128, output=2.0, quantised=3.0 + 4 / 128),
+    "nvfp4": ElementBytes(weight=0.5 + 1 / 16, input=0.5 + 1 / 16, output=2.0, quantised=2.5 + 1 / 16),
+    "int8": ElementBytes(weight=1.0, input=1.0, output=2.0, quantised=3.0),
+    "int4_wo": ElementBytes(weight=0.5 + 2 / 128, input=2.0, output=2.0),
+    "int8_wo": ElementBytes(weight=1.0, input=2.0, output=2.0),
+    "mxfp4_wo": ElementBytes(weight=0.5 + 1 / 32, input=2.0, output=2.0),
+    "mxfp4_fp8": ElementBytes(weight=0.5 + 1 / 32, input=1.0 + 1 / 32, output=2.0, quantised=3.0 + 1 / 32),
+}
+
+# Types that stand for one without rates, most similar first. INT8 has FP8's peak on Hopper and Ada. A device without
+# the arithmetic computes in half precision from the same weights: FP8 before Ada, NVFP4 before Blackwell.
+_ALIKE = {
+    "fp8": ("fp8_block", "int8_wo"),
+    "fp8_block": ("fp8", "int8_wo"),
+    "int8": ("fp8",),
+    "nvfp4": ("int4_wo", "int8_wo"),
+    "int4_wo": ("int8_wo",),
+    "int8_wo": ("int4_wo",),
+    "mxfp4_wo": ("int4_wo", "int8_wo"),
+    "mxfp4_fp8": ("fp8_block", "fp8", "mxfp4_wo", "int4_wo", "int8_wo"),
+}
+
+
+def alike(compute: str | None) -> tuple[str, ...]:
+    """A type of product and those that stand for it where it has no rates, in this order; none of half precision."""
+    return () if compute is None else (compute, *_ALIKE[compute])
+
+
+class Product(NamedTuple):
+    """Matrix products of one shape that are issued together."""
+
+    in_features: int
+    out_features: int
+    num_matrices: int = 1  # weights of that shape, such as the experts of a mixture
+    share: float = 1.0  # of the tokens that each of them sees
+    compute: str | None = None  # a key of GEMM_TYPES; None: the request's dtype
+
+    @property
+    def flops_per_row(self) -> float:
+        """FLOPs a token."""
+        return 2.0 * self.in_features * self.out_features * self.num_matrices * self.share
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tile:
+    """One way to cut the output."""
+
+    rows: int
+    cols: int
+    flops_share: PositiveShare  # of GemmRates.flops_per_s that it reaches
+    start_s: NonNegative  # prologue and epilogue of a wave
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredShape:
+    """One weight matrix's times, as measured."""
+
+    in_features: int
+    out_features: int
+    rows: tuple[int, ...]  # rising
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        rows = list(self.rows)
+        if not rows or len(rows) != len(self.seconds) or sorted(set(rows)) != rows:
+            raise InputError("rows", rows, "rising whole numbers from 1, as many as seconds")
+
+
+def pieces(amount: Array, size: float | Array) -> Array:
+    """How many pieces of a size cover an amount; a fit has a size for each of its rows."""
+    # Of a power of 2, which most are, the inverse is exact, and the product faster.
+    if isinstance(size, int | float) and math.frexp(size)[0] == 0.5:
+        return np.asarray(np.ceil(amount * (1.0 / size)))
+    return np.asarray(np.ceil(amount / size))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowCost:
+    """Seconds as a function of rows: steps of a table, and a slope."""
+
+    rows_per_step: float | None  # None: no steps
+    table: Array  # seconds of 0, 1, ... steps; beyond the last in proportion
+    row_s: float  # seconds a row, added
+
+    def __call__(self, rows: Array) -> Array:
+        if self.rows_per_step is None:
+            return np.asarray(rows * self.row_s + self.table[0])
+        steps = pieces(rows, self.rows_per_step)
+        last = len(self.table) - 1
+        seconds = np.asarray(self.table.take(steps.astype(np.intp), mode="clip"))
+        if self.row_s:
+            seconds += rows * self.row_s
+        if steps.max(initial=0.0) > last:
+            seconds += np.maximum(steps - last, 0.0) * (self.table[-1] / last)
+        return seconds
+
+
+def summed(costs: Sequence[RowCost]) -> RowCost:
+    """Costs one after another as one; where steps differ, each at the end of the shortest."""
+    steps = [cost.rows_per_step for cost in costs if cost.rows_per_step is not None]
+    row_s = sum(cost.row_s for cost in costs)
+    if not steps:
+        return RowCost(rows_per_step=None, table=sum((cost.table for cost in costs), np.zeros(1)), row_s=row_s)
+    step = min(steps)
+    rows = step * np.arange(_LAST_STEP + 1, dtype=float)
+    tables = (cost.table if cost.rows_per_step == step else cost(rows) - rows * cost.row_s for cost in costs)
+    return RowCost(rows_per_step=step, table=sum(tables, np.zeros(_LAST_STEP + 1)), row_s=row_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GemmRates:
+    """What matrix products reach on one device with one library."""
+
+    flops_per_s: float  # of the whole device in full waves, at the burst clock
+    bytes_per_s: float  # at which weights and activations cross device memory
+    launch_s: NonNegative  # of every kernel, on the device
+    concurrent_tiles: int  # tiles that run at a time: multiprocessors
+    tiles: tuple[Tile, ...] = ()  # none: flops_per_s throughout, and nothing else counts
+    measured: tuple[MeasuredShape, ...] = ()
+    head_bytes_per_s: float | None = None  # at which one token's logits read their weights; None: as bytes_per_s
+
+    def __post_init__(self) -> None:
+        if self.measured and not self.tiles:
+            raise InputError("tiles", self.tiles, "at least one tile where shapes are measured")
+
+    @classmethod
+    def read(cls, data: JsonObject) -> GemmRates:
+        """As profiles have them; raises InputError for what a KernelRates.clock now says."""
+        for key in ("sustained_flops_per_s", "burst_flops"):
+            if data.fields.get(key):
+                raise data.error(key, "nothing: kernels.clock has replaced it; fit the profile again")
+        return read(cls, data.without("sustained_flops_per_s", "burst_flops"))
+
+    def seconds(self, rows: Array, products: tuple[Product, ...], element_bytes: Width) -> Array:
+        """All the products one after another; `rows` tokens, any shape, not necessarily whole."""
+        return self.row_cost(products, element_bytes)(rows)
+
+    def row_cost(self, products: tuple[Product, ...], element_bytes: Width) -> RowCost:
+        """Seconds of all the products as a function of rows, prepared once."""
+        if not self.tiles:
+            flops = sum(product.flops_per_row for product in products)
+            return RowCost(rows_per_step=None, table=np.zeros(1), row_s=flops / self.flops_per_s)
+        tables = [_time_table(self, product, element_bytes) for product in products]
+        return RowCost(rows_per_step=self.step, table=sum(tables, np.zeros(_LAST_STEP + 1)), row_s=0.0)
+
+    @property
+    def step(self) -> int:
+        """Rows between which time does not rise."""
+        return min(tile.rows for tile in self.tiles)
+
+    def form_s(self, rows: Array, product: Product, element_bytes: Width) -> Array:
+        """One product by the form alone: the fastest tile's waves, or bytes where they take longer.
+
+        Before it, one pass that quantises the inputs, where the type has it.
+        """
+        rows_each = rows * product.share
+        width = of_each(element_bytes)
+        token_bytes = product.in_features * width.input + product.out_features * width.output
+        weight_bytes = product.in_features * product.out_features * width.weight
+        nbytes = product.num_matrices * (weight_bytes + rows_each * token_bytes)
+        waves_s: Array = np.min([self._waves_s(tile, rows_each, product) for tile in self.tiles], axis=0)
+        inputs = product.num_matrices * rows_each * product.in_features
+        before_s = self.launch_s + inputs * (width.quantised / self.bytes_per_s)
+        return np.asarray(before_s + np.maximum(waves_s, nbytes / self.bytes_per_s))
+
+    def _waves_s(self, tile: Tile, rows: Array, product: Product) -> Array:
+        tiles = product.num_matrices * np.ceil(rows / tile.rows) * np.ceil(product.out_features / tile.cols)
+        flops = 2.0 * product.in_features * tile.rows * tile.cols * self.concurrent_tiles
+        wave_s = flops / (self.flops_per_s * tile.flops_share) + tile.start_s
+        return np.asarray(np.ceil(tiles / self.concurrent_tiles) * wave_s)
+
+    def is_measured(self, product: Product) -> bool:
+        """Whether the weight matrix is one that was timed."""
+        return self._shape_of(product) is not None
+
+    def _shape_of(self, product: Product) -> MeasuredShape | None:
+        wanted = product.in_features, product.out_features
+        same = (shape for shape in self.measured if (shape.in_features, shape.out_features) == wanted)
+        return next(same, None) if product.num_matrices == 1 else None
+
+    def product_s(self, rows: Array, product: Product, element_bytes: Width) -> Array:
+        """The form, or, for a shape that was measured, the form times measured over form between its rows."""
+        seconds = self.form_s(rows, product, element_bytes)
+        shape = self._shape_of(product)
+        if shape is None:
+            return seconds
+        knots = np.array(shape.rows, dtype=float)
+        ratio = np.log(np.array(shape.seconds) / self.form_s(knots, product, element_bytes))
+        return np.asarray(seconds * np.exp(np.interp(np.log(np.maximum(rows, 1.0)), np.log(knots), ratio)))
+
+
+@lru_cache(maxsize=256)
+def _time_table(rates: GemmRates, product: Product, element_bytes: Width) -> Array:
+    """Seconds of a product for 0, 1, ... steps of rows; more rows never take less.
+
+    Where measured times fall, the mean of the most so far and the least from there on.
+    """
+    rows = rates.step * np.arange(_LAST_STEP + 1, dtype=float)
+    seconds = rates.product_s(rows, product, element_bytes)
+    seconds[0] = 0.0
+    return 0.5 * (np.maximum.accumulate(seconds) + np.minimum.accumulate(seconds[::-1])[::-1])
+
+
+def merged(products: Sequence[Product]) -> tuple[Product, ...]:
+    """Products of the same input as one, as serving engines fuse Q, K, V, and gate and up."""
+    widths: dict[Product, int] = {}
+    for product in products:
+        key = product._replace(out_features=0)
+        widths[key] = widths.get(key, 0) + product.out_features
+    return tuple(key._replace(out_features=width) for key, width in widths.items())

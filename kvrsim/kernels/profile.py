@@ -1,0 +1,295 @@
+"""CalibrationProfile: what a machine and its software were measured to do; versioned JSON in and out.
+
+Clock: how a device's rate falls from its burst to its sustained clock while it is under load.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+
+from kvrsim.choices import DTYPES
+from kvrsim.engine import Engine, HostRates
+from kvrsim.errors import InputError
+from kvrsim.hardware import Cluster
+from kvrsim.io.files import write_atomically
+from kvrsim.io.schema import (
+    Check,
+    JsonObject,
+    Keys,
+    Limits,
+    NonNegative,
+    PositiveShare,
+    RelativeError,
+    Whole,
+    fields_to_json,
+    read,
+)
+from kvrsim.kernels.attention import ATTENTION_KERNELS, AttentionRates, LatentRates, read_attention
+from kvrsim.kernels.elementwise import CacheCopies, ElementwiseRates
+from kvrsim.kernels.experts import ExpertRates
+from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates, Product, Width, alike
+from kvrsim.kernels.links import AllReduceRates, GatherRates
+from kvrsim.kernels.recurrence import RecurrenceRates
+from kvrsim.kernels.sparse import SparseRates
+from kvrsim.program import Array
+
+SCHEMA_VERSION = 2
+_NUMBERS = re.compile(r"\[[-+.,0-9eE\s]+\]")  # arrays of numbers, which are written in one line
+_BUILTIN_FOLDER = Path(__file__).parents[1] / "data" / "profiles"
+
+# Standard deviations on either side of the mean that hold 80 % of a normal distribution.
+DEVIATES_OF_80_PERCENT = 1.2816
+PendingShare = Annotated[float, Limits(least=0.0, most=0.9)]  # a rank that loses more computes next to nothing
+OPERATION_KINDS = (
+    *("gemm", "attention", "latent", "sparse", "experts", "recurrence", "elementwise"),
+    *("send_recv", "all_gather", "all_reduce", "host"),
+)
+SendStyle = Literal["overlap", "rendezvous"]
+TokenSpan = Annotated[
+    tuple[int, int], Check("[smallest, largest], whole numbers above 0", lambda span: span[0] <= span[1])
+]
+SizeSpan = Annotated[
+    tuple[NonNegative, NonNegative],
+    Check("[smallest, largest], numbers of at least 0", lambda span: span[0] <= span[1]),
+]
+Dtypes = Annotated[
+    tuple[str, ...], Check(f"some of {', '.join(DTYPES)}", lambda found: found and set(found) <= set(DTYPES))
+]
+GemmTypes = Annotated[Mapping[str, GemmRates], Keys(tuple(GEMM_TYPES))]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelRates:
+    """What the device reaches; every rate at or below the datasheet's."""
+
+    gemm: GemmRates  # projections, MLP and head
+    attention: Mapping[str, AttentionRates]  # by kernel: "eager", "sdpa", "flash"
+    elementwise: ElementwiseRates
+    copies: CacheCopies
+    head_on_all_tokens: bool = False  # whether logits are computed for every token of the last chunk
+    repeats_rotary: bool = False  # whether Falcon runs the code of transformers 4.34, see kvrsim/kernels/elementwise.py
+    whole_attention: bool = False  # whether its rates hold the repeating of KV heads and the transposed output, too
+    clock: Clock | None = None  # of products and attention, whose rates are those at its burst; None: it stays
+    gemm_types: GemmTypes = field(default_factory=dict)  # products of quantised weights, by type; absent: not measured
+    experts: ExpertRates | None = None  # of mixtures, as grouped products; None: counted as products one by one
+    latent: LatentRates | None = None  # None: as attention of heads of the same width
+    sparse: SparseRates | None = None  # None: counted
+    recurrence: RecurrenceRates | None = None  # None: counted, see counted_recurrence
+
+    def priced_as(self, compute: str | None) -> str | None:
+        """The type whose rates stand for a type of product: its own, or the most similar; None: half precision's."""
+        return next((one for one in alike(compute) if one in self.gemm_types), None)
+
+    def gemm_of(self, compute: str | None, element_bytes: int) -> tuple[GemmRates, Width]:
+        """Rates of a type of product, and bytes of its operands; `element_bytes`: of the request's dtype."""
+        priced = self.priced_as(compute)
+        return (self.gemm, element_bytes) if priced is None else (self.gemm_types[priced], GEMM_TYPES[priced])
+
+    def is_measured(self, product: Product) -> bool:
+        """Whether the weight matrix was timed in the type that the product is priced in."""
+        priced = self.priced_as(product.compute)
+        return (self.gemm if priced is None else self.gemm_types[priced]).is_measured(product)
+
+    @classmethod
+    def read(cls, data: JsonObject) -> KernelRates:
+        """Check the keys of the profile's kernels section."""
+        attention = data.child("attention")
+        attention.only(ATTENTION_KERNELS)
+        rates = {kernel: read_attention(kernel, attention.child(kernel)) for kernel in attention.fields}
+        if not rates:
+            raise data.error("attention", f"rates for one or more of {', '.join(ATTENTION_KERNELS)}")
+        return read(cls, data, attention=rates)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkRates:
+    """What a point-to-point message reaches."""
+
+    link: str  # name of the LinkSpec that was measured
+    bandwidth_bytes_per_s: float  # one way
+    latency_s: NonNegative
+    short_bytes_per_s: float | None  # at which short messages add time, see LinkSpec; None: as long ones
+    gather: GatherRates | None  # of ring all-gathers; None: each step as a message
+    all_reduce: AllReduceRates | None = None  # inside one node; None: not measured, as two all-gathers
+    sends: SendStyle  # "rendezvous": send and receive hold both compute streams; "overlap": neither
+    sends_over_bus: SendStyle  # the same where transfers are staged through the host
+    pending_share: PendingShare = 0.0  # of a rank's compute rate, lost while a receive waits; 0: also if not measured
+    message_sms: Whole = 0  # multiprocessors that send and receive hold while messages are in flight
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValidRange:
+    """What the calibration has seen; outside it a prediction is an extrapolation."""
+
+    context_len: TokenSpan  # tokens, smallest and largest
+    num_gpus: TokenSpan
+    hidden_size: TokenSpan
+    head_dim: TokenSpan
+    dtypes: Dtypes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Residual:
+    """How far the profile's TTFTs are from those it was fitted to, as fractions of TTFT.
+
+    Cross-validated: each model's rows predicted by a fit without that model.
+    """
+
+    mape: RelativeError  # mean absolute error on the rows it was fitted to
+    median_ape: RelativeError
+    cross_validated_mape: RelativeError
+    cross_validated_median_ape: RelativeError
+    cross_validated_speedup_mape: RelativeError  # of KVR-S's speed-up over TSP
+    other_family_mape: RelativeError  # each family's rows (Llama, Falcon) predicted by a fit to the other families
+    p80_ape: (
+        RelativeError  # 80th percentile of the absolute error, models left out and counted alike: the interval's half
+    )
+    coverage: RelativeError  # share of a model's rows inside an interval made of the other models' errors, mean
+    longer_mape: RelativeError  # contexts above 4k predicted by a fit to those of at most 4k
+    more_gpus_mape: RelativeError  # 8 GPUs predicted by a fit to at most 4
+    num_rows: int
+
+
+Gather = Literal["ring", "collective"]  # an all-gather: sends between neighbours, or the backend's own
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OperationFit:
+    """How well one kind of operation is known."""
+
+    source: str  # where its numbers come from, in a few words
+    num_rows: Whole  # measurements; 0: counted or set by hand
+    mape: RelativeError  # mean absolute error, as a fraction
+    cross_validated_mape: RelativeError  # the same on rows left out of the fit
+    log_sd: RelativeError  # spread of log(predicted / measured) on held-out rows; the prediction intervals come from it
+    interpolated_log_sd: RelativeError | None = (
+        None  # the same for shapes that the profile has times of; None: it has none
+    )
+    systematic_log_sd: RelativeError | None = (
+        None  # of log(seconds in other tables of the GPU / seconds in this one's), common to all sizes; None: no other
+    )
+    seen: Mapping[str, SizeSpan]  # smallest and largest of each size that was measured, such as "chunk"
+    gather: Gather | None = None  # how the all-gathers that were fitted worked; None: not known, or none are
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CalibrationProfile:
+    """Coefficients, where they hold, how well, and where they come from."""
+
+    name: str
+    gpu: str  # name of the GpuSpec that it stands for
+    description: str  # one sentence: software, kernels, machine
+    not_covered: str  # one sentence: what it does not stand for
+    kernels: KernelRates
+    host: HostRates
+    links: LinkRates
+    valid: ValidRange
+    operations: Annotated[Mapping[str, OperationFit], Keys(OPERATION_KINDS)]
+    residual: Residual | None  # of whole TTFTs; None: none were compared
+    provenance: Mapping[str, str]  # source, command, date, versions
+    run_to_run_log_sd: RelativeError | None = None  # of log seconds of a layer, again and again; None: not measured
+    cluster: Cluster | None = None  # the machine that was measured, its links as named; None: that of --cluster
+    engine: Engine | str | None = None  # that a prediction takes if none is named; None: `host` has been measured
+
+    @property
+    def attention_kernels(self) -> tuple[str, ...]:
+        """Kernels that the profile has rates for; the first is the default."""
+        return tuple(self.kernels.attention)
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """What a request may be computed in: what was measured, and fp8 where there are rates of FP8 products."""
+        measured = self.kernels.priced_as("fp8") in ("fp8", "fp8_block")
+        return (*self.valid.dtypes, *(("fp8",) if measured and "fp8" not in self.valid.dtypes else ()))
+
+    @classmethod
+    def read(cls, data: JsonObject) -> CalibrationProfile:
+        """Check every key of a profile; raises InputError naming the key path."""
+        if data.integer("schema_version") != SCHEMA_VERSION:
+            raise data.error("schema_version", f"{SCHEMA_VERSION}, the version that this kvrsim reads")
+        engine: Engine | str | None = None
+        if data.has("engine"):
+            is_name = isinstance(data.fields["engine"], str)
+            engine = data.text("engine") if is_name else Engine.read(data.child("engine"))
+        return read(cls, data.without("schema_version"), engine=engine)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {"schema_version": SCHEMA_VERSION} | fields_to_json(self)
+
+    def write(self, path: str | Path) -> None:
+        """Write the profile as JSON; the file appears whole or not at all."""
+        text = _NUMBERS.sub(lambda found: " ".join(found[0].split()), json.dumps(self.to_dict(), indent=2))
+        write_atomically(path, f"{text}\n".encode(), argument="output")
+
+
+def builtin_profiles() -> tuple[str, ...]:
+    """Names of the profiles that ship with kvrsim."""
+    return tuple(sorted(path.stem for path in _BUILTIN_FOLDER.glob("*.json")))
+
+
+def profiles_with(kernel: str, gpu: str) -> tuple[str, ...]:
+    """Names of the built-in profiles of a GPU that have rates for an attention kernel."""
+    known = ((name, load_profile(name)) for name in builtin_profiles())
+    return tuple(name for name, profile in known if profile.gpu == gpu and kernel in profile.attention_kernels)
+
+
+def load_profile(name_or_path: str | Path, argument: str = "profile") -> CalibrationProfile:
+    """A built-in name or a file; InputError names `argument`, the file and the key."""
+    name = str(name_or_path)
+    if name in builtin_profiles():
+        return CalibrationProfile.read(JsonObject.read(_BUILTIN_FOLDER / f"{name}.json", argument))
+    if not _exists(name):
+        known = ", ".join((*builtin_profiles(), "roofline"))
+        raise InputError(argument, name, f"a built-in profile ({known}) or a file that exists")
+    return CalibrationProfile.read(JsonObject.read(Path(name), argument))
+
+
+def _exists(name: str) -> bool:
+    """False too for what cannot be a path."""
+    try:
+        return Path(name).exists()
+    except (OSError, ValueError):
+        return False
+
+
+_STEPS = 60  # of Newton's method, which needs about five
+_ENOUGH = 1e-12  # relative change of a step, after which it ends
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clock:
+    """After t seconds under load the rate is s + (1 - s) exp(-t / tau) of the burst clock's.
+
+    A device starts at its highest clock; within tens of milliseconds the power limit lowers it. The rates of a profile
+    that has a clock are those at the burst clock.
+    """
+
+    sustained_share: PositiveShare  # s: rate under long load over the rate of short bursts
+    time_constant_s: float  # tau
+
+    def stretched_s(self, busy_s: Array) -> Array:
+        """Seconds that work of `busy_s` seconds at the burst clock takes from the beginning of the load.
+
+        T with busy_s = s T + (1 - s) tau (1 - exp(-T / tau)). Any shape, values of at least 0; more work never takes
+        less, and none takes less than busy_s. Newton's method from below: the work done is concave in T, so that no
+        step goes too far.
+        """
+        share, tau = self.sustained_share, self.time_constant_s
+        busy = np.asarray(busy_s, dtype=float)
+        found = np.maximum(busy, (busy - (1 - share) * tau) / share)
+        for _ in range(_STEPS):
+            decay = np.exp(-found / tau)
+            done = share * found - (1 - share) * tau * np.expm1(-found / tau)
+            step = (busy - done) / (share + (1 - share) * decay)
+            found = found + np.maximum(step, 0.0)
+            if np.all(step <= _ENOUGH * found):
+                break
+        return np.asarray(found)

@@ -1,0 +1,291 @@
+"""SparseRates: seconds of attention to chosen keys, between its products.
+
+An indexer scores all keys before a query with a few small heads, the best are chosen, and all heads attend to these. A
+key is a token's latent (DeepSeek V3.2, GLM-5), an entry that stands for several tokens beside a window of tokens
+(DeepSeek V4), or one of a block of tokens that are chosen together (MiniMax M3). Scores grow with queries times keys,
+attention with queries alone once there are more keys than are chosen.
+
+Each step is a kernel whose time grows with its queries, once they fill the device; fewer take as long as that many.
+
+sparse_call: what attention to chosen keys covers, for mixers that have an indexer or compress their keys.
+
+Costs of attention to chosen keys: tokens' latents, keys of heads, or entries that stand for several tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvrsim.errors import InputError
+from kvrsim.io.schema import NonNegative, PositiveShare
+from kvrsim.kernels.attention import absorbing
+from kvrsim.kernels.mixer import Mixing, Setting
+from kvrsim.model.gemm import Gemm
+from kvrsim.model.mixers import Attention, CompressedAttention, LatentAttention
+from kvrsim.program import Array
+from kvrsim.units import format_seconds
+
+if TYPE_CHECKING:
+    from kvrsim.kernels.profile import KernelRates
+
+_SCORE_BYTES = 4.0  # of a score, fp32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SparseCall:
+    """Queries of a chunk, the keys that they see, and those that they attend to."""
+
+    chunk: Array  # queries
+    prefix: Array  # tokens before the first query
+    num_attention_heads: int
+    head_dim: int  # of queries and keys
+    v_head_dim: int  # of values
+    top_k: int | None = None  # keys that a query attends to, of those it sees; None: all
+    window: int = 0  # tokens that it attends to besides
+    compress_ratio: int = 1  # tokens for which one key stands
+    block: int = 1  # tokens that are chosen together
+    index_heads: int = 0  # of the indexer; 0: nothing is scored, as where another layer's choice is taken
+    index_head_dim: int = 0
+
+    @property
+    def seen(self) -> Array:
+        """Keys that a query sees, in the mean."""
+        return (self.prefix + 0.5 * self.chunk) / self.compress_ratio
+
+    @property
+    def keys(self) -> Array:
+        """Keys that the last query sees."""
+        return (self.prefix + self.chunk) / self.compress_ratio
+
+    @property
+    def attended(self) -> Array:
+        """Keys that the kernel takes for each query: those of queries that see fewer are filled up."""
+        window = np.minimum(self.window, self.prefix + self.chunk)
+        return window + (self.keys if self.top_k is None else np.minimum(self.top_k, self.keys))
+
+    @property
+    def chooses(self) -> Array:
+        """1 where any query sees more keys than it attends to, and scores them itself; else 0."""
+        if self.top_k is None or not self.index_heads:
+            return np.zeros_like(self.keys)
+        return np.where(self.keys > self.top_k, 1.0, 0.0)
+
+    @property
+    def score_flops(self) -> Array:
+        """Of the indexer's products, one sequence."""
+        return self.chunk * self.seen * (2.0 * self.index_heads * self.index_head_dim) * self.chooses
+
+    @property
+    def attention_flops(self) -> Array:
+        """Of QK^T and PV of all heads, one sequence."""
+        return self.chunk * self.attended * self._key_flops
+
+    @property
+    def least_attention_flops(self) -> Array:
+        """The same of no more keys than the chunk's queries see in the mean, and without the window."""
+        keys = self.seen if self.top_k is None else self._seen_of(self.top_k)
+        return self.chunk * keys * self._key_flops
+
+    def _seen_of(self, most: int) -> Array:
+        """Keys that a query sees, at most so many, in the mean of the chunk."""
+        start, end = self.prefix / self.compress_ratio, self.keys
+        inside_start, inside_end = np.minimum(start, most), np.minimum(end, most)
+        area = 0.5 * (inside_end * inside_end - inside_start * inside_start)
+        area = area + most * ((end - inside_end) - (start - inside_start))
+        return np.asarray(area / np.maximum(end - start, 1e-30))
+
+    @property
+    def _key_flops(self) -> float:
+        """Of a query and a key that it attends to."""
+        return 2.0 * self.num_attention_heads * (self.head_dim + self.v_head_dim)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoreRates:
+    """Products of index queries with all keys that they see."""
+
+    start_s: NonNegative
+    flops_per_s: float
+    full_heads: NonNegative  # queries times heads that fill the device
+    entries_share: PositiveShare = 1.0  # of the rate where a key stands for several tokens, by a kernel of its own
+
+    def seconds(
+        self, queries: Array, keys: Array, heads: Array, head_dim: int, *, entries: bool = False, least: bool = False
+    ) -> Array:
+        """`keys`: in the mean of the queries; `least`: as if few queries filled the device."""
+        rows = np.maximum(queries * heads, 0.0 if least else self.full_heads)
+        flops_per_s = self.flops_per_s * (self.entries_share if entries else 1.0)
+        return self.start_s + rows * keys * (2.0 * head_dim / flops_per_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelectRates:
+    """The best of all scores of each query."""
+
+    start_s: NonNegative
+    query_s: NonNegative  # of a query, whatever its keys
+    key_s: NonNegative  # of a query and key
+    full_queries: NonNegative  # that fill the device
+
+    def seconds(self, queries: Array, keys: Array, *, least: bool = False) -> Array:
+        """As of ScoreRates."""
+        rows = np.maximum(queries, 0.0 if least else self.full_queries)
+        return self.start_s + rows * (self.query_s + keys * self.key_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttendRates:
+    """Attention of each query to its own keys, all heads together."""
+
+    start_s: NonNegative
+    flops_per_s: float  # of QK^T and PV
+    query_keys: NonNegative  # what a query takes whatever its keys, as so many keys
+    full_queries: NonNegative  # that fill the device
+    least_heads: int  # fewer are filled up to as many
+
+    def seconds(self, queries: Array, keys: Array, heads: Array, width: int, *, least: bool = False) -> Array:
+        """`width`: of a key and its value together."""
+        rows = np.maximum(queries, 0.0 if least else self.full_queries) * np.maximum(heads, self.least_heads)
+        return self.start_s + rows * (keys + self.query_keys) * (2.0 * width / self.flops_per_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SparseKernels:
+    """The kernels of one kind of sparse attention."""
+
+    score: ScoreRates
+    select: SelectRates | None = None  # None: part of the others
+    attend: AttendRates
+
+    def seconds(self, call: SparseCall, batch: int, *, least: bool = False) -> Array:
+        """One after the other; nothing is scored and selected where there is no choice."""
+        queries = batch * call.chunk
+        index_heads, entries = np.asarray(call.index_heads), call.compress_ratio > 1
+        chosen_s = self.score.seconds(
+            queries, call.seen, index_heads, call.index_head_dim, entries=entries, least=least
+        )
+        if self.select is not None:
+            chosen_s = chosen_s + self.select.seconds(queries, call.seen, least=least)
+        heads, width = call.num_attention_heads, call.head_dim + call.v_head_dim
+        attend_s = self.attend.seconds(queries, call.attended, np.asarray(heads), width, least=least)
+        return call.chooses * chosen_s + attend_s
+
+    def describe(self, what: str) -> str:
+        """What was found, in a sentence."""
+        score, attend = self.score.flops_per_s / 1e12, self.attend.flops_per_s / 1e12
+        chosen = "" if self.select is None else f", a choice of one in 10000 {format_seconds(1e4 * self.select.key_s)}"
+        return (
+            f"{what}: scores at {score:.0f} TFLOP/s{chosen}, attention at {attend:.0f} TFLOP/s with at least"
+            f" {self.attend.least_heads} heads; starts {format_seconds(self.score.start_s)} and"
+            f" {format_seconds(self.attend.start_s)}."
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SparseRates:
+    """By what is chosen: single keys, or blocks of tokens."""
+
+    keys: SparseKernels | None = None  # None: not measured, counted
+    blocks: SparseKernels | None = None
+
+    def __post_init__(self) -> None:
+        if self.keys is None and self.blocks is None:
+            raise InputError("keys", "nothing", "rates of keys, of blocks or of both")
+
+    def of(self, call: SparseCall) -> SparseKernels | None:
+        """The kernels that price a call; None: there are none of its kind."""
+        return self.blocks if call.block > 1 else self.keys
+
+    def describe(self) -> str:
+        """What was found, in a sentence a kind."""
+        kinds = {"Single keys": self.keys, "Blocks": self.blocks}
+        return " ".join(kernels.describe(what) for what, kernels in kinds.items() if kernels is not None)
+
+
+def counted_sparse(rates: KernelRates, call: SparseCall, batch: int) -> Array:
+    """FLOPs at the rate of products, scores in FP8 where there is one; scores are written and read once."""
+    elementwise = rates.elementwise
+    score_rates, _ = rates.gemm_of("fp8" if call.block == 1 else None, 2)
+    flops_s = call.score_flops / score_rates.flops_per_s + call.attention_flops / rates.gemm.flops_per_s
+    scores = call.chunk * call.seen * call.chooses
+    start_s = elementwise.start_s * (1.0 + 2.0 * call.chooses)
+    return start_s + batch * (flops_s + scores * (2.0 * _SCORE_BYTES / elementwise.copy))
+
+
+def least_sparse(call: SparseCall, batch: int, *, score_flops_per_s: float, flops_per_s: float) -> Array:
+    """FLOPs alone: of scores, and of attention to the keys that queries do attend to."""
+    score_s, attention_s = call.score_flops / score_flops_per_s, call.least_attention_flops / flops_per_s
+    return np.asarray(batch * (score_s + attention_s))
+
+
+SparseMixer = Attention | LatentAttention | CompressedAttention
+
+
+def sparse_call(mixer: SparseMixer, chunk: Array, prefix: Array) -> SparseCall:
+    """The call between a mixer's products; heads attend to the latents themselves, where there are latents.
+
+    A layer that takes an earlier layer's choice scores nothing.
+    """
+    indexer = mixer.indexer
+    if isinstance(mixer, LatentAttention):
+        head_dim, v_head_dim = mixer.kv_lora_rank + mixer.qk_rope_head_dim, mixer.kv_lora_rank
+    else:
+        head_dim, v_head_dim = mixer.head_dim, mixer.v_head_dim
+    ratio = mixer.compress_ratio if isinstance(mixer, CompressedAttention) else 1
+    top_k = None if indexer is None else indexer.top_k
+    scores = indexer if indexer is not None and not indexer.shared else None
+    return SparseCall(
+        chunk=chunk,
+        prefix=prefix,
+        num_attention_heads=mixer.num_attention_heads,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        top_k=top_k if ratio else 0,  # nothing but the window
+        window=mixer.sliding_window if isinstance(mixer, CompressedAttention) else 0,
+        compress_ratio=ratio or 1,
+        block=1 if indexer is None else indexer.block,
+        index_heads=0 if scores is None else scores.num_heads,
+        index_head_dim=0 if scores is None else scores.head_dim,
+    )
+
+
+class SparseMixing(Mixing):
+    """An indexer scores all keys before a query, the best are chosen, all heads attend to these.
+
+    Where keys are latents, their expansion is absorbed into queries and outputs.
+    """
+
+    mixer: SparseMixer
+
+    def __init__(self, setting: Setting, mixer: SparseMixer) -> None:
+        super().__init__(setting, mixer)
+        self._absorb: Callable[[Array], Array] | None = None
+        if isinstance(mixer, LatentAttention):
+            self._absorb = self.cost.row_cost(absorbing(mixer), ())
+
+    @property
+    def projections(self) -> tuple[Gemm, ...]:
+        """Those of the indexer, too."""
+        indexer = self.mixer.indexer
+        return (*self.mixer.projections, *(() if indexer is None else indexer.projections))
+
+    @property
+    def kernels(self) -> int:
+        """Scores and choice, attention, the absorbed products, and the cache's copy."""
+        indexer = self.mixer.indexer
+        chosen = 0 if indexer is None or indexer.shared else 2
+        return chosen + 1 + 2 * (self._absorb is not None) + (self.cost.copies.own > 0)
+
+    def mix_s(self, chunk: Array, prefix: Array) -> Array:
+        """Scores, choice and attention of the chunk."""
+        seconds = self.cost.sparse_s(sparse_call(self.mixer, chunk, prefix))
+        return seconds if self._absorb is None else seconds + self._absorb(chunk)
+
+    def decode_s(self, keys: Array) -> Array:
+        """As a chunk of one token."""
+        one = np.ones_like(keys)
+        return self.mix_s(one, keys - one)

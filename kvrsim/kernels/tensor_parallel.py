@@ -1,0 +1,170 @@
+"""Group: GPUs that split every matrix of a model and act as one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kvrsim.errors import InputError
+from kvrsim.hardware import Cluster, Path
+from kvrsim.kernels.links import AllReduceRates
+from kvrsim.model.mixers import Mixer, Recurrence
+from kvrsim.model.spec import LayerSpec, ModelSpec
+from kvrsim.program import Array, Collective
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ring:
+    """A ring of GPUs, all of which come to a collective at the same time."""
+
+    size: int  # GPUs
+    path: Path  # between neighbours; the slowest, where they differ
+    flows: int = 1  # that share a bus while it runs; elsewhere 1
+
+    def gather_s(self, nbytes: Array) -> Array:
+        """An all-gather, or a reduce-scatter, of `nbytes` in all: p - 1 steps of a p-th each."""
+        if self.size == 1:
+            return nbytes * 0.0
+        step_s = self.path.gather_step_s(nbytes * (self.flows / self.size), self.size) + self.path.gather_latency_s
+        return (self.size - 1) * step_s
+
+    def gathered_bytes(self, nbytes: Array) -> Array:
+        """What each GPU sends meanwhile."""
+        return nbytes * ((self.size - 1) / self.size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """GPUs that split every matrix of a model and act as one rank; the links are those between them."""
+
+    size: int  # GPUs
+    model: ModelSpec  # one GPU's share of it
+    inside: Ring  # GPUs of one node
+    across: Ring  # one GPU of each node
+
+    def all_reduce_s(self, nbytes: Array) -> Array:
+        """As measured inside a node; else reduce-scatter, all-reduce of each GPU's share over nodes, all-gather.
+
+        On one node without measurements 2 (p - 1) steps of a p-th of the bytes (Patarasuk and Yuan, 2009).
+        """
+        if self.measured is not None:
+            return self.measured.seconds(nbytes, self.size)
+        once_s = self.inside.gather_s(nbytes) + self.across.gather_s(nbytes / self.inside.size)
+        return self._launch_s + 2.0 * once_s
+
+    def all_gather_s(self, nbytes: Array) -> Array:
+        """Of `nbytes` in all."""
+        return self._launch_s + self.across.gather_s(nbytes / self.inside.size) + self.inside.gather_s(nbytes)
+
+    def sent_bytes(self, nbytes: Array) -> Array:
+        """What each GPU sends during an all-gather of `nbytes` in all; twice that during an all-reduce."""
+        return self.inside.gathered_bytes(nbytes) + self.across.gathered_bytes(nbytes / self.inside.size)
+
+    @property
+    def measured(self) -> AllReduceRates | None:
+        """All-reduces of this many GPUs of one node as they were timed; None: they were not."""
+        rates = self.inside.path.all_reduce
+        return rates if rates is not None and self.across.size == 1 and rates.covers(self.size) else None
+
+    @property
+    def _launch_s(self) -> float:
+        return max(ring.path.gather_launch_s for ring in (self.inside, self.across))
+
+    def without_links(self) -> Group:
+        """The same over links that cost nothing."""
+        free = Path(bandwidth_bytes_per_s=1e30, latency_s=0.0, shared_bus=False)
+        return replace(self, inside=replace(self.inside, path=free), across=replace(self.across, path=free))
+
+
+def all_reduce(group: Group, nbytes: Array, more_s: float) -> Collective:
+    """Sum `nbytes` over the GPUs of a group; more_s: what it takes besides its kernel."""
+    seconds, sent = more_s + group.all_reduce_s(nbytes), 2.0 * group.sent_bytes(nbytes)
+    return Collective(name="all-reduce", seconds=seconds, nbytes=sent)
+
+
+def all_gather(group: Group, nbytes: Array) -> Collective:
+    """Join `nbytes` from the GPUs of a group."""
+    return Collective(name="all-gather", seconds=group.all_gather_s(nbytes), nbytes=group.sent_bytes(nbytes))
+
+
+def group_of(cluster: Cluster, size: int, share: ModelSpec) -> Group:
+    """Groups of `size` GPUs that follow each other; each holds `share` of a model."""
+    per_node = cluster.gpus_per_node if cluster.topology == "nodes" else None
+    inside, nodes = (size, 1) if per_node is None or size <= per_node else (per_node, size // per_node)
+    flows = cluster.num_gpus if cluster.shares_bandwidth else 1
+    near = _way_back(cluster, 0, inside - 1)
+    far = _way_back(cluster, 0, per_node) if nodes > 1 and per_node else near
+    return Group(
+        size=size,
+        model=share,
+        inside=Ring(size=inside, path=near, flows=flows),
+        across=Ring(size=nodes, path=far, flows=flows),
+    )
+
+
+def _way_back(cluster: Cluster, first: int, last: int) -> Path:
+    """The worst path of a ring of GPUs, that between its ends: in a chain the longest, elsewhere like the others."""
+    if first == last or last >= cluster.num_gpus:
+        return Path(bandwidth_bytes_per_s=1.0, latency_s=0.0, shared_bus=False)  # of a ring of one, which is never used
+    return cluster.path(first, last)
+
+
+def grouped_cluster(cluster: Cluster, size: int) -> Cluster:
+    """The cluster as groups of `size` equal GPUs see it: one GPU of each sends to its like in another.
+
+    Raises InputError where nodes cannot be cut into such groups, or groups into nodes.
+    """
+    count, per_node = cluster.num_gpus // size, cluster.gpus_per_node
+    grouped = replace(cluster, num_gpus=count)
+    link = cluster.link
+    if cluster.topology == "chain":
+        return replace(grouped, link=replace(link, latency_s=link.latency_s * size))
+    if cluster.topology == "bus":
+        return replace(grouped, link=replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / size))
+    if cluster.topology != "nodes" or per_node is None or cluster.network is None:
+        return grouped
+    if per_node % size == 0:
+        return replace(grouped, gpus_per_node=per_node // size)
+    if size % per_node == 0:
+        return replace(grouped, topology="switch", link=cluster.network, gpus_per_node=None, network=None)
+    raise InputError("strategies", f"tp{size}", f"groups that nodes of {per_node} GPUs divide into, or the reverse")
+
+
+def share_of(model: ModelSpec, size: int, argument: str = "strategies") -> ModelSpec:
+    """What one of `size` GPUs holds of a model (Shoeybi et al., 2019; GQA: a KV head lies on several GPUs).
+
+    Columns of Q, K, V, gate and up, rows of the projections back, rows of the embedding and the head; norms whole.
+    Raises InputError where the heads do not divide.
+    """
+    for layer in model.layer_kinds:
+        if layer.mixer is not None and not _divides(layer.mixer, size):
+            accepted = f"groups that {_heads(layer.mixer)} of {model.name} divide into"
+            raise InputError(argument, f"tp{size}", accepted)
+    shares = {layer: _layer_share(layer, size) for layer in model.layer_kinds}
+    return replace(
+        model,
+        intermediate_size=-(-model.intermediate_size // size),
+        vocab_size=-(-model.vocab_size // size),
+        lm_head=replace(model.lm_head, out_features=-(-model.lm_head.out_features // size)),
+        layers=tuple(shares[layer] for layer in model.layers),
+    )
+
+
+def _divides(mixer: Mixer, size: int) -> bool:
+    """Whether each GPU gets as many heads; a key head may lie on several."""
+    heads, kv_heads = mixer.num_attention_heads, mixer.num_key_value_heads
+    return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+
+
+def _heads(mixer: Mixer) -> str:
+    if isinstance(mixer, Recurrence):
+        return f"the {mixer.num_value_heads} value heads and {mixer.num_key_heads} key heads"
+    return f"the {mixer.num_attention_heads} heads and {mixer.num_key_value_heads} KV heads"
+
+
+def _layer_share(layer: LayerSpec, size: int) -> LayerSpec:
+    return replace(
+        layer,
+        mixer=None if layer.mixer is None else layer.mixer.share(size),
+        mlp=tuple(gemm.share(size) for gemm in layer.mlp),
+        shared_mlp=tuple(gemm.share(size) for gemm in layer.shared_mlp),
+    )

@@ -1,1 +1,0 @@
-"""CalibrationProfile: what a machine and its software were measured to reach."""

@@ -1,1 +1,0 @@
-"""What a device was measured to reach, one kind of operation a file: rates, and seconds from them."""

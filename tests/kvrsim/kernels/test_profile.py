@@ -1,0 +1,387 @@
+"""Profiles: what is written can be read, and a bad value is refused by its key path."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from kvrsim.choices import DTYPES
+from kvrsim.errors import InputError
+from kvrsim.io.schema import JsonObject
+from kvrsim.kernels.attention import MeasuredSizes
+from kvrsim.kernels.elementwise import ELEMENTWISE_OPS
+from kvrsim.kernels.gemm import MeasuredShape, Tile
+from kvrsim.kernels.links import AllReduceRates, MeasuredAllReduce
+from kvrsim.kernels.profile import (
+    OPERATION_KINDS,
+    SCHEMA_VERSION,
+    CalibrationProfile,
+    Clock,
+    Residual,
+    builtin_profiles,
+    load_profile,
+)
+from tests.building import (
+    Draws,
+    any_blocked,
+    any_cluster,
+    any_gather_rates,
+    any_gpu,
+    any_operation,
+    any_profile,
+    draws,
+    examples,
+)
+
+CLOCK = Clock(sustained_share=0.875, time_constant_s=0.1)
+ALL_REDUCE = AllReduceRates(
+    measured=(MeasuredAllReduce(num_gpus=2, latency_s=4e-6, nbytes=(512, 2**20), bytes_per_s=(1e9, 1e11)),)
+)
+
+
+@pytest.fixture(scope="module")
+def fields() -> dict[str, Any]:
+    """The JSON of a profile with every key."""
+    rng = random.Random(0)
+    gpu = any_gpu(rng)
+    profile = any_profile(rng, gpu)
+    tiles = tuple(Tile(rows=rows, cols=64, flops_share=0.5, start_s=1e-6) for rows in (64, 256))
+    shape = MeasuredShape(in_features=64, out_features=128, rows=(1, 50), seconds=(1e-5, 1e-3))
+    bandwidth = profile.links.bandwidth_bytes_per_s
+    gemm = dict(tiles=tiles, measured=(shape, shape))
+    gemm |= {"head_bytes_per_s": 1e9}
+    sizes = MeasuredSizes(sizes=(64.0, 512.0), factors=(2.0, 1.0))
+    attention = dict(profile.kernels.attention) | {"sdpa": replace(any_blocked(rng, gpu), measured=sizes)}
+    attention["eager"] = replace(attention["eager"], measured=sizes)
+    rates = replace(profile.kernels.gemm, **gemm)
+    full = replace(
+        profile,
+        not_covered="nothing was measured",
+        kernels=replace(profile.kernels, gemm=rates, gemm_types={"fp8": rates}, attention=attention, clock=CLOCK),
+        links=replace(
+            profile.links, short_bytes_per_s=bandwidth, gather=any_gather_rates(rng, bandwidth), all_reduce=ALL_REDUCE
+        ),
+        operations={
+            kind: replace(any_operation(rng), interpolated_log_sd=0.1, systematic_log_sd=0.1)
+            for kind in OPERATION_KINDS
+        },
+        residual=Residual(**{key: 3 if key == "num_rows" else 0.1 for key in Residual.__slots__}),
+        provenance={"source": "drawn at random"},
+        run_to_run_log_sd=0.1,
+        cluster=any_cluster(rng, 4, topologies=("nodes",)),
+    )
+    return json.loads(json.dumps(full.to_dict()))  # type: ignore[no-any-return]
+
+
+def read(fields: dict[str, Any]) -> CalibrationProfile:
+    return CalibrationProfile.read(JsonObject(fields=fields, where="profile test.json"))
+
+
+def changed(fields: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """The same with another value at a dotted path, as messages have it; ... takes the key away."""
+    new = copy.deepcopy(fields)
+    *outer, last = path.replace("[", ".").replace("]", "").split(".")
+    place: Any = new
+    for key in outer:
+        place = place[int(key) if isinstance(place, list) else key]
+    if value is ...:
+        del place[last]
+    else:
+        place[last] = value
+    return new
+
+
+def paths(fields: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in fields.items():
+        yield prefix + key
+        parts = enumerate(value) if isinstance(value, list) else ()
+        inner = {f"{prefix}{key}[{index}].": part for index, part in parts} | {f"{prefix}{key}.": value}
+        for place, part in inner.items():
+            if isinstance(part, dict):
+                yield from paths(part, place)
+
+
+SECTIONS = ("latent", "sparse", "experts", "recurrence")  # of kernels
+LINK_OPTIONAL = ("source", "short_bytes_per_s", "gather", "all_reduce", "like", "profile")
+
+
+@pytest.mark.parametrize("name", builtin_profiles())
+def test_shipped_profiles_come_back(name: str, tmp_path: Path) -> None:
+    profile = load_profile(name)
+    assert profile.name == name
+    profile.write(tmp_path / "copy.json")
+    assert load_profile(tmp_path / "copy.json") == profile
+    assert json.loads((tmp_path / "copy.json").read_text())["schema_version"] == SCHEMA_VERSION
+
+
+@given(rng=draws())
+@examples(50)
+def test_any_profile_comes_back(rng: Draws) -> None:
+    profile = any_profile(rng, any_gpu(rng))
+    fields = json.loads(json.dumps(profile.to_dict()))
+    fields["not_covered"] = "nothing was measured"
+    assert json.loads(json.dumps(read(fields).to_dict())) == fields
+
+
+def test_residual_may_be_absent(fields: dict[str, Any]) -> None:
+    for value in (None, ...):
+        assert read(changed(fields, "residual", value)).residual is None
+    assert isinstance(read(fields).residual, Residual)
+
+
+def test_a_profile_of_before_clocks_is_refused_by_its_key(fields: dict[str, Any]) -> None:
+    assert read(changed(fields, "kernels.gemm.sustained_flops_per_s", None)) == read(fields)
+    with pytest.raises(InputError, match=r"kernels\.gemm\.sustained_flops_per_s: got .*, accepted: nothing"):
+        read(changed(fields, "kernels.gemm.sustained_flops_per_s", 1e12))
+
+
+def test_arrays_of_numbers_are_written_in_one_line(fields: dict[str, Any], tmp_path: Path) -> None:
+    profile = read(fields)
+    profile.write(tmp_path / "profile.json")
+    text = (tmp_path / "profile.json").read_text()
+    assert '"nbytes": [ 512, 1048576 ]' in text
+    assert read(json.loads(text)) == profile
+
+
+def test_writing_names_the_argument(fields: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        read(fields).write(tmp_path / "missing" / "profile.json")
+    assert caught.value.parameter == "output"
+
+
+def test_comments_are_allowed(fields: dict[str, Any]) -> None:
+    commented = changed(changed(fields, "_about", "a comment"), "kernels._source", ["anything"])
+    assert read(commented) == read(fields)
+
+
+def test_every_required_key_is_missed_by_its_path(fields: dict[str, Any]) -> None:
+    optional = {"residual", "links.short_bytes_per_s", "links.gather", "kernels.gemm.tiles", "kernels.gemm.measured"}
+    optional |= {"kernels.clock", "links.all_reduce", *(f"kernels.{kind}" for kind in SECTIONS)}
+    optional |= {
+        "kernels.head_on_all_tokens",
+        "kernels.elementwise.fused",
+        "kernels.elementwise.fused_merge",
+        "kernels.elementwise.merge_bytes_per_s",
+        "host.resume_s",
+    }
+    optional |= {"kernels.whole_attention", "kernels.elementwise.mask_element_s", "kernels.copies.own"}
+    optional |= {"kernels.gemm.head_bytes_per_s", "host.request_s", "run_to_run_log_sd", "cluster"}
+    optional |= {path.replace(".gemm.", ".gemm_types.fp8.") for path in optional}
+    optional |= {"kernels.gemm_types", "kernels.gemm_types.fp8"}
+    optional |= {"host.prepare_s", "host.message_s", "host.kernel_s", "links.pending_share", "engine"}
+    optional |= {f"host.{key}" for key in ("token_s", "step_s", "collective_s")}
+    optional |= {"links.message_sms", "kernels.repeats_rotary", "kernels.attention.eager.score_bytes"}
+    optional |= {f"kernels.attention.{key}" for key in ("eager.measured", "sdpa", "sdpa.measured")}
+    optional |= {f"kernels.attention.sdpa.{key}" for key in ("skips_masked", "join_s", "block_flops_per_s")}
+    optional |= {f"cluster.{link}.{key}" for link in ("link", "network") for key in LINK_OPTIONAL}
+    optional |= {
+        "cluster.gpu.source",
+        "cluster.gpu.memory_source",
+        *(f"cluster.gpu.peak_flops.{dtype}" for dtype in DTYPES),
+    }
+    optional |= {"kernels.attention.eager", "kernels.attention.flash"}
+    flash_defaults = (
+        "causal",
+        "packs_heads",
+        "splits_keys",
+        "query_s",
+        "split_s",
+        "split_share",
+        "diagonal_cost",
+        "softmax_s",
+    )
+    optional |= {f"kernels.attention.flash.{key}" for key in flash_defaults}
+    optional |= {f"operations.{kind}" for kind in OPERATION_KINDS}
+    for path in paths(fields):
+        if path in optional or path.startswith("provenance.") or ".seen." in path:
+            continue
+        if path.endswith(("interpolated_log_sd", "systematic_log_sd", ".gather")):
+            continue
+        with pytest.raises(InputError) as caught:
+            read(changed(fields, path, ...))
+            pytest.fail(f"{path} is not missed")
+        assert caught.value.parameter == f"profile test.json: {path}"
+
+
+def test_optional_keys_may_be_absent(fields: dict[str, Any]) -> None:
+    for value in (None, ...):
+        bare = fields
+        gemm = tuple(f"kernels.gemm.{key}" for key in ("tiles", "measured"))
+        for path in ("links.short_bytes_per_s", "links.gather", "links.all_reduce", "kernels.clock", *gemm):
+            bare = changed(bare, path, value)
+        for path in ("cluster", "host.request_s", "kernels.copies.own", "kernels.gemm.head_bytes_per_s"):
+            bare = changed(bare, path, value)
+        for path in (
+            "kernels.gemm_types",
+            "kernels.whole_attention",
+            "kernels.elementwise.mask_element_s",
+            "kernels.attention.sdpa",
+        ):
+            bare = changed(bare, path, ...)
+        bare = changed(changed(bare, "operations", {}), "kernels.attention.eager", ...)
+        assert read(bare).cluster is None
+        assert (read(bare).kernels.copies.own, read(bare).host.request_s) == (0, 0)
+        profile = read(changed(bare, "host.resume_s", value))
+        assert (profile.host.resume_s, profile.kernels.clock, profile.links.all_reduce) == (0, None, None)
+        assert (profile.links.short_bytes_per_s, profile.links.gather) == (None, None)
+        assert (profile.kernels.gemm.tiles, profile.kernels.gemm.measured) == ((), ())
+        assert (profile.attention_kernels, profile.operations) == (("flash",), {})
+        assert profile.kernels.gemm_types == {}
+
+
+def test_no_value_may_be_of_another_type(fields: dict[str, Any]) -> None:
+    for path in paths(fields):
+        for value in ([["deep"]], {"x": []}):
+            with pytest.raises(InputError) as caught:
+                read(changed(fields, path, value))
+                pytest.fail(f"{path} may be {value}")
+            message = str(caught.value)
+            assert path in message or (path in message.replace("key in ", "") and "'x'" in message), message
+
+
+@pytest.mark.parametrize(
+    ("path", "values"),
+    [
+        ("schema_version", [0, 1, 3, "2", 2.0, True]),
+        ("name", ["", "  ", 7]),
+        ("gpu", [""]),
+        *(
+            (f"kernels.{key}", [0, -1, "fast", True, None, float("nan"), float("inf"), 1e31])
+            for key in (
+                *(f"gemm.{key}" for key in ("flops_per_s", "bytes_per_s")),
+                *(f"attention.eager.{key}" for key in ("flops_per_s", "bytes_per_s")),
+                *(f"attention.flash.{key}" for key in ("flops_per_s", "block_s", "append_bytes_per_s")),
+                *(f"elementwise.{op}" for op in ELEMENTWISE_OPS),
+            )
+        ),
+        *(
+            (f"kernels.{key}", [-1e-9, None, True, "5us", float("nan"), float("inf")])
+            for key in (
+                *("gemm.launch_s", "gemm.tiles[1].start_s", "attention.eager.start_s", "elementwise.start_s"),
+                *(f"attention.flash.{key}" for key in ("launch_s", "tile_s")),
+            )
+        ),
+        *((f"kernels.attention.flash.{key}", [-1e-9, True, "5us"]) for key in ("query_s", "split_s")),
+        *(
+            (f"kernels.{key}", [0, -1, 1.5, None, True, "64"])
+            for key in (
+                *("gemm.concurrent_tiles", "gemm.tiles[0].rows", "gemm.tiles[1].cols"),
+                *("gemm.measured[0].in_features", "gemm.measured[1].out_features"),
+                *(f"attention.flash.{key}" for key in ("tile_rows", "key_block", "concurrent_tiles", "num_sms")),
+            )
+        ),
+        *(
+            (f"kernels.{key}", [0, 1.01, -1, None])
+            for key in ("gemm.tiles[0].flops_share", "attention.flash.alone_share")
+        ),
+        ("kernels.attention.flash.split_share", [0, 1.01, -1]),
+        ("kernels.attention.flash.diagonal_cost", [0, 0.99, -1]),
+        ("kernels.attention.flash.barrier_share", [-0.1, 1.01, None]),
+        ("kernels.clock.sustained_share", [0, 1.01, None, "half"]),
+        ("kernels.clock.time_constant_s", [0, -1, None, "50ms"]),
+        ("links.all_reduce.measured", [[], None, 7]),
+        ("links.all_reduce.measured[0].num_gpus", [1, 2.5, None]),
+        ("links.all_reduce.measured[0].nbytes", [[], [1], [2, 1], [0, 1], None]),
+        ("links.all_reduce.measured[0].bytes_per_s", [[0, 1], ["1", 2], None]),
+        ("kernels.gemm.tiles", [7, [7], {}, [[]]]),
+        ("kernels.gemm.measured[0].rows", [[], [1], [2, 1], [1, 1], [0, 1], [1.5, 2], [1, "2"], None, 7]),
+        ("kernels.gemm.measured[1].seconds", [[0, 1], [1, -1], ["1", 2], [1, None], 7]),
+        ("kernels.attention", [{}, 7, None]),
+        *((f"kernels.attention.flash.{key}", [0, 1, "no"]) for key in ("causal", "packs_heads", "splits_keys")),
+        ("kernels.elementwise.fused", [0, 1, "no"]),
+        ("kernels.head_on_all_tokens", ["yes", 1]),
+        *((f"kernels.copies.{key}", [-1, None, True]) for key in ("keep", "append", "gather")),
+        *((f"host.{key}", [-1e-9, None, True, float("inf")]) for key in ("layer_s", "gather_piece_s")),
+        ("host.resume_s", [-1e-9, True, float("inf"), "5us"]),
+        ("links.link", ["", None]),
+        ("links.bandwidth_bytes_per_s", [0, -1, None, "10GB/s"]),
+        ("links.latency_s", [-1e-9, None, "5us"]),
+        ("links.short_bytes_per_s", [0, -1, "fast", True]),
+        *((f"links.gather.{key}", [0, -1, None]) for key in ("small_bytes_per_s", "large_bytes_per_s")),
+        *((f"links.gather.{key}", [-1e-9, None]) for key in ("launch_s", "hop_s", "setup_s", "own_share")),
+        *((f"links.{key}", ["async", "", None, 1]) for key in ("sends", "sends_over_bus")),
+        *(
+            (f"valid.{key}", [[], [1], [1, 2, 3], [2, 1], [0, 5], [-1, 5], [1.5, 2], ["1", "2"], None, [True, 2]])
+            for key in ("context_len", "num_gpus", "hidden_size", "head_dim")
+        ),
+        ("valid.dtypes", [[], None, "fp16", ["fp13"], [16]]),
+        *(
+            (f"residual.{key}", [-0.1, 11, None, "5 %"])
+            for key in ("mape", "median_ape", "cross_validated_mape", "p80_ape")
+        ),
+        *(
+            (f"operations.{kind}.{key}", [-0.1, 11, None, "5 %"])
+            for kind in OPERATION_KINDS
+            for key in ("mape", "cross_validated_mape", "log_sd")
+        ),
+        ("operations.gemm.interpolated_log_sd", [-0.1, 11, "5 %"]),
+        ("operations.gemm.systematic_log_sd", [-0.1, 11, "5 %"]),
+        ("operations.all_gather.gather", ["star", 1]),
+        ("operations.gemm.num_rows", [-1, 1.5, None]),
+        ("operations.gemm.source", ["", None, 7]),
+        ("operations.host.seen.chunk", [[], [1], [2, 1], [1, 2, 3], [-1, 1], [1, "2"], 7, None]),
+        *(
+            (f"kernels.attention.{kernel}.measured.{key}", [[], [1], [2, 1, 3], [0, 1], [1, "2"], None, 7])
+            for kernel in ("eager", "sdpa")
+            for key in ("sizes",)
+        ),
+        ("kernels.attention.eager.measured.factors", [[8.01, 1], [-1, 1], ["1", 1]]),
+        ("kernels.attention.sdpa.key_block", [0, 1.5, None]),
+        *((f"kernels.attention.sdpa.{key}", [0, -1, None]) for key in ("causal_flops_per_s", "rectangle_flops_per_s")),
+        ("kernels.gemm.head_bytes_per_s", [0, -1, "fast"]),
+        ("kernels.whole_attention", ["yes", 1]),
+        ("cluster.topology", ["ring", 7, None]),
+        ("cluster.num_gpus", [0, 1.5, None]),
+        ("residual.num_rows", [0, -1, 1.5, None]),
+        ("provenance", [None, 7, "paper"]),
+        ("provenance.source", [7, "", ["paper"]]),
+    ],
+)
+def test_bad_values_are_named(path: str, values: list[Any], fields: dict[str, Any]) -> None:
+    for value in values:
+        with pytest.raises(InputError) as caught:
+            read(changed(fields, path, value))
+            pytest.fail(f"{path} may be {value!r}")
+        assert caught.value.parameter.startswith(f"profile test.json: {path}")
+
+
+UNKNOWN = (
+    *("speed", "kernels.speed", "kernels.copies.x", "links.loss", "valid.x", "host.x", "links.gather.x"),
+    *("kernels.gemm.x", "kernels.gemm.tiles[1].x", "kernels.gemm.measured[0].x", "kernels.elementwise.x"),
+    *("kernels.gemm_types.fp7", "kernels.gemm_types.fp8.x"),
+    *("kernels.attention.sparse", "kernels.attention.eager.x", "kernels.attention.flash.x"),
+    *("operations.magic", "operations.gemm.x"),
+)
+
+
+@pytest.mark.parametrize("path", UNKNOWN)
+def test_unknown_keys_are_named(path: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(InputError) as caught:
+        read(changed(fields, path, 1))
+    assert caught.value.value == path.split(".")[-1]
+    if "." in path:
+        assert caught.value.parameter.endswith(path.rsplit(".", 1)[0])
+
+
+@pytest.mark.parametrize("content", ["", "[]", "7", "{", '{"schema_version": 1}', "null"])
+def test_other_files_are_refused(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(content)
+    with pytest.raises(InputError) as caught:
+        load_profile(path)
+    assert caught.value.parameter.startswith("profile")
+
+
+@pytest.mark.parametrize("name", ["", "a100", "missing.json", pytest.param("x" * 5000, id="long"), "."])
+def test_names_that_are_no_profile(name: str) -> None:
+    with pytest.raises(InputError) as caught:
+        load_profile(name)
+    assert caught.value.parameter.startswith("profile")

@@ -1,0 +1,122 @@
+"""Recurrences: what a scan is made of, counted and by rates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrsim.errors import InputError
+from kvrsim.hardware import load_gpu
+from kvrsim.kernels.calibrated import CalibratedCost
+from kvrsim.kernels.profile import load_profile
+from kvrsim.kernels.recurrence import (
+    RECURRENCES,
+    ConvolutionRates,
+    KindRates,
+    RecurrenceCall,
+    RecurrenceRates,
+    ScanRates,
+    least_recurrence,
+)
+from kvrsim.kernels.roofline import NoTime, RooflineCost
+from kvrsim.model.mixers import RECURRENCE_TITLES
+
+SCAN = ScanRates(start_s=4e-5, chunk_s=1.5e-6, flops_per_s=2e14, cached_bytes=50e6, bytes_per_s=2e12)
+CONVOLUTION = ConvolutionRates(start_s=4e-6, cached_bytes_per_s=5e12, cached_bytes=30e6, bytes_per_s=2.3e12)
+RATES = KindRates(scan=SCAN, convolution=CONVOLUTION)
+
+
+def call(tokens: object = 4096.0, kind: str = "gated_delta", **shape: int) -> RecurrenceCall:
+    dims = dict(num_key_heads=16, num_value_heads=32, key_head_dim=128, value_head_dim=128)
+    channels = dict(conv_channels=8192, conv_kernel=4)
+    return RecurrenceCall(tokens=np.asarray(tokens), kind=kind, **{**dims, **channels, **shape})
+
+
+def test_the_kinds_are_those_of_the_models() -> None:
+    assert set(RECURRENCES) == set(RECURRENCE_TITLES)
+
+
+def test_flops_of_a_delta_rule_are_those_of_its_products() -> None:
+    """One head, one chunk: the products of 64 keys, queries and values, one by one."""
+    chunk, keys, values = 64, 128, 96
+    inside = [(chunk, keys, chunk), (chunk, chunk, keys), (chunk, chunk, values), (chunk, keys, chunk)]
+    inside += [(chunk, chunk, values)]
+    with_state = [(chunk, keys, values), (chunk, keys, values), (keys, chunk, values)]
+    flops = sum(2.0 * rows * inner * columns for rows, inner, columns in inside + with_state)
+    one = call(num_key_heads=1, num_value_heads=1, key_head_dim=keys, value_head_dim=values)
+    assert one.scan_flops * chunk == pytest.approx(flops)
+
+
+def test_a_groups_scores_are_computed_once_for_its_heads() -> None:
+    shape = dict(num_value_heads=64, key_head_dim=128, value_head_dim=64)
+    grouped, alone = (call(kind="mamba2", num_key_heads=groups, **shape) for groups in (8, 64))
+    assert alone.scan_flops - grouped.scan_flops == 56 * 128 * 128
+    assert alone.scan_elements - grouped.scan_elements == 56 * 2 * 128
+
+
+@given(
+    tokens=st.lists(st.integers(1, 1 << 20), min_size=2, max_size=8),
+    kind=st.sampled_from(RECURRENCES),
+    heads=st.sampled_from((1, 8, 64)),
+    batch=st.integers(1, 8),
+)
+def test_more_tokens_or_heads_never_take_less(tokens: list[int], kind: str, heads: int, batch: int) -> None:
+    rates = RecurrenceRates(kinds={"gated_delta": RATES}, alike_log_sd=0.3)
+    few = call(sorted(map(float, tokens)), kind, num_value_heads=heads, num_key_heads=heads)
+    more = replace(few, num_value_heads=2 * heads)
+    found = rates.seconds(few, batch, 2)
+    assert (np.diff(found.scan) >= 0).all()
+    assert (np.diff(found.convolution) >= 0).all()
+    assert (rates.seconds(more, batch, 2).scan > found.scan).all()
+    assert (rates.seconds(few, batch + 1, 2).scan > found.scan).all()
+
+
+def test_what_the_cache_holds_does_not_cross_memory() -> None:
+    """Up to cached_bytes only FLOPs and steps count; a token beyond takes its bytes too."""
+    moved = call().scan_elements * 2
+    rates = replace(SCAN, cached_bytes=4096 * moved)
+    within = rates.seconds(call(4096.0), 1, 2)
+    flops_s = 4096 * call().scan_flops / SCAN.flops_per_s
+    assert within == pytest.approx(4e-5 + 64 * 1.5e-6 + flops_s)
+    beyond = rates.seconds(call(5096.0), 1, 2) - within
+    assert beyond == pytest.approx(1000 * (call().scan_flops / 2e14 + moved / 2e12 + 1.5e-6 / 64))
+
+
+def test_a_layer_without_a_convolution_starts_none() -> None:
+    assert CONVOLUTION.seconds(call(conv_channels=0, conv_kernel=0), 1, 2) == 0
+    assert CONVOLUTION.seconds(call(1.0), 1, 2) > CONVOLUTION.start_s
+
+
+def test_a_kind_without_rates_takes_those_of_one_alike() -> None:
+    slower = replace(RATES, scan=replace(SCAN, flops_per_s=1e14))
+    both = RecurrenceRates(kinds={"gated_delta": RATES, "kda": slower}, alike_log_sd=0.3)
+    assert [both.priced_as(kind) for kind in RECURRENCES] == ["gated_delta", "kda", "gated_delta"]
+    only = RecurrenceRates(kinds={"kda": slower}, alike_log_sd=0.3)
+    assert {only.priced_as(kind) for kind in RECURRENCES} == {"kda"}
+    with pytest.raises(InputError, match="kinds"):
+        RecurrenceRates(kinds={}, alike_log_sd=0.3)
+
+
+@pytest.mark.parametrize("kind", RECURRENCES)
+def test_counted_is_above_the_datasheets_limit(kind: str) -> None:
+    profile = load_profile("a100-flash")
+    assert profile.kernels.recurrence is None
+    gpu = load_gpu(profile.gpu)
+    asked = call([64.0, 4096.0, 65536.0], kind)
+    counted = CalibratedCost(rates=profile.kernels, kernel="flash", batch=2, element_bytes=2).recurrence_s(asked)
+    least = RooflineCost.of(gpu, kernel="flash", batch=2, dtype="bf16", element_bytes=2).recurrence_s(asked)
+    assert (counted.scan > least.scan).all()
+    assert (counted.convolution > least.convolution).all()
+    assert (NoTime().recurrence_s(asked).total == 0).all()
+
+
+def test_the_least_is_flops_or_bytes() -> None:
+    flops_bound = least_recurrence(call(1e6), 1, 2, flops_per_s=1e12, bytes_per_s=1e18)
+    assert flops_bound.scan == pytest.approx(1e6 * call().scan_flops / 1e12)
+    bytes_bound = least_recurrence(call(1e6), 1, 2, flops_per_s=1e18, bytes_per_s=1e12)
+    assert bytes_bound.scan == pytest.approx(1e6 * 2 * (16 + 32) * 128 * 2 / 1e12)
+    assert bytes_bound.convolution == pytest.approx(1e6 * 2 * 8192 * 2 / 1e12)

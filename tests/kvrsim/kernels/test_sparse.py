@@ -1,0 +1,160 @@
+"""Sparse attention: what a call covers, what its kernels take, and what holds of any rates."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+
+from kvrsim.errors import InputError
+from kvrsim.hardware import load_gpu
+from kvrsim.io.schema import JsonObject, read
+from kvrsim.kernels.calibrated import CalibratedCost
+from kvrsim.kernels.profile import builtin_profiles, load_profile
+from kvrsim.kernels.roofline import NoTime, RooflineCost
+from kvrsim.kernels.sparse import (
+    AttendRates,
+    ScoreRates,
+    SelectRates,
+    SparseCall,
+    SparseKernels,
+    SparseRates,
+)
+from kvrsim.program import Array
+from kvrsim.units import scale
+
+
+def tokens(*values: float) -> Array:
+    return np.array(values, dtype=float)
+
+
+CALL = SparseCall(
+    chunk=tokens(100.0),
+    prefix=tokens(300.0),
+    num_attention_heads=2,
+    head_dim=3,
+    v_head_dim=2,
+    top_k=50,
+    index_heads=4,
+    index_head_dim=8,
+)
+# A second a FLOP of scores and of attention, a second a query and key of the choice.
+KERNELS = SparseKernels(
+    score=ScoreRates(start_s=1.0, flops_per_s=1.0, full_heads=0.0),
+    select=SelectRates(start_s=10.0, query_s=2.0, key_s=1.0, full_queries=0.0),
+    attend=AttendRates(start_s=100.0, flops_per_s=1.0, query_keys=5.0, full_queries=0.0, least_heads=1),
+)
+
+
+def test_a_call_of_chosen_keys() -> None:
+    assert (CALL.seen, CALL.keys, CALL.attended) == (350.0, 400.0, 50.0)
+    assert CALL.score_flops == 100 * 350 * 2 * 4 * 8
+    assert CALL.attention_flops == 100 * 50 * 2 * 2 * (3 + 2)
+    few = replace(CALL, prefix=tokens(0.0), chunk=tokens(40.0))
+    assert (few.attended, few.chooses, few.score_flops) == (40.0, 0.0, 0.0)
+
+
+def test_entries_stand_for_several_tokens() -> None:
+    entries = replace(CALL, compress_ratio=4, window=16)
+    assert (entries.seen, entries.keys, entries.attended) == (87.5, 100.0, 66.0)
+    every = replace(entries, top_k=None, index_heads=0)
+    assert (every.attended, every.chooses) == (116.0, 0.0)
+
+
+def test_no_limit_counts_more_than_queries_see() -> None:
+    """The mean of min(keys, top_k) over the queries, as the sum over them has it."""
+    for prefix, chunk in ((0, 400), (20, 100), (300, 100)):
+        call = replace(CALL, prefix=tokens(prefix), chunk=tokens(chunk))
+        seen = np.minimum(prefix + np.arange(chunk) + 0.5, 50).sum()
+        assert call.least_attention_flops == pytest.approx(seen * 2 * 2 * 5, rel=0.01)
+        assert (call.least_attention_flops <= call.attention_flops).all()
+
+
+def test_kernels_come_one_after_another() -> None:
+    chosen = 1 + CALL.score_flops + 10 + 100 * (2 + 350)
+    attended = 100 + 100 * 2 * (50 + 5) * 2 * 5
+    assert KERNELS.seconds(CALL, 1) == pytest.approx(chosen + attended)
+    shared = replace(CALL, index_heads=0)
+    assert KERNELS.seconds(shared, 1) == pytest.approx([attended]), "another layer chose"
+    assert replace(KERNELS, select=None).seconds(CALL, 1) == pytest.approx(1 + CALL.score_flops + attended)
+    two = (KERNELS.seconds(CALL, 2) - 111) / (KERNELS.seconds(CALL, 1) - 111)
+    assert two == pytest.approx([2.0]), "twice the sequences"
+
+
+def test_few_queries_take_as_long_as_those_that_fill_the_device() -> None:
+    full = replace(
+        KERNELS,
+        score=replace(KERNELS.score, full_heads=800.0),
+        select=replace(KERNELS.select, full_queries=200.0),  # type: ignore[type-var]
+        attend=replace(KERNELS.attend, full_queries=200.0, least_heads=4),
+    )
+    chosen = 1 + 2 * CALL.score_flops + 10 + 200 * 352
+    assert full.seconds(CALL, 1) == pytest.approx(chosen + 100 + 200 * 4 * 55 * 10)
+    assert full.seconds(CALL, 1, least=True) == pytest.approx(
+        replace(KERNELS, attend=replace(KERNELS.attend, least_heads=4)).seconds(CALL, 1)
+    )
+
+
+def test_entries_are_scored_by_a_kernel_of_their_own() -> None:
+    half = replace(KERNELS.score, entries_share=0.5)
+    four = np.asarray(4)
+    whole = KERNELS.score.seconds(tokens(9.0), tokens(7.0), four, 8) - 1
+    assert half.seconds(tokens(9.0), tokens(7.0), four, 8) - 1 == pytest.approx(whole)
+    assert half.seconds(tokens(9.0), tokens(7.0), four, 8, entries=True) - 1 == pytest.approx(2 * whole)
+
+
+def test_kinds_have_kernels_of_their_own() -> None:
+    other = replace(KERNELS, select=None)
+    rates = SparseRates(keys=KERNELS, blocks=other)
+    assert rates.of(CALL) is KERNELS
+    assert rates.of(replace(CALL, block=128)) is other
+    assert SparseRates(keys=KERNELS).of(replace(CALL, block=128)) is None
+    assert rates.describe().count("TFLOP/s") == 4
+    with pytest.raises(InputError, match="keys"):
+        SparseRates()
+    fields = json.loads(json.dumps(asdict(rates)))
+    assert read(SparseRates, JsonObject(fields=fields, where="test")) == rates
+
+
+SHIPPED = [name for name in builtin_profiles() if load_profile(name).kernels.sparse is not None]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("block", [1, 128])
+def test_shipped_rates_rise_and_stay_below_the_datasheet(name: str, block: int) -> None:
+    profile = load_profile(name)
+    cost = CalibratedCost(rates=profile.kernels, kernel="flash", batch=1, element_bytes=2)
+    gpu = load_gpu(profile.gpu)
+    floor = RooflineCost.of(gpu, kernel="flash", batch=1, dtype="bf16", element_bytes=2)
+    real = replace(
+        CALL, num_attention_heads=64, head_dim=576, v_head_dim=512, top_k=2048, index_heads=32, index_head_dim=128
+    )
+    sizes = np.unique(np.round(np.geomspace(1, 262144, 60)))
+    for chunk, prefix in ((sizes, 0 * sizes), (sizes, 0 * sizes + 7000), (0 * sizes + 4096, sizes)):
+        call = replace(real, chunk=chunk, prefix=prefix, block=block)
+        seconds = cost.sparse_s(call)
+        assert (np.diff(seconds) >= -1e-12).all()
+        assert (seconds > floor.sparse_s(call)).all()
+        least = replace(cost, least=True).sparse_s(call)
+        assert (least <= seconds).all()
+    ends = replace(real, chunk=65536 - sizes[sizes < 65536], prefix=sizes[sizes < 65536], block=block)
+    least = replace(cost, least=True).sparse_s(ends)
+    assert (np.diff(least) <= 1e-12).all(), "at a fixed end, no more for a later start"
+
+
+@pytest.mark.parametrize("name", ["a100-flash", "l40s-flash", "a100-eager"])
+def test_without_rates_it_is_counted(name: str) -> None:
+    """Above the limit of the datasheet, and in proportion to the profile's rates."""
+    profile = load_profile(name)
+    assert profile.kernels.sparse is None
+    kernel = profile.attention_kernels[0]
+    cost = CalibratedCost(rates=profile.kernels, kernel=kernel, batch=2, element_bytes=2)
+    call = replace(CALL, chunk=tokens(4096.0), prefix=tokens(65536.0), top_k=2048, index_head_dim=128)
+    seconds = cost.sparse_s(call)
+    floor = RooflineCost.of(load_gpu(profile.gpu), kernel=kernel, batch=2, dtype="fp16", element_bytes=2)
+    assert (seconds > floor.sparse_s(call)).all()
+    assert replace(cost, rates=scale(profile.kernels, 0.5)).sparse_s(call) == pytest.approx(0.5 * seconds)
+    assert replace(cost, scale=3.0).sparse_s(call) == pytest.approx(3 * seconds)
+    assert (NoTime().sparse_s(call) == 0).all()

@@ -1,0 +1,162 @@
+"""Engine records: reading, refusing, and what each term adds to a prefill."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvrsim
+from kvrsim.engine import NO_ENGINE, NO_HOST, TERMS, Engine, HostRates, builtin_engines, load_engine
+from kvrsim.errors import InputError
+from kvrsim.kernels.profile import load_profile
+
+ALONE: dict[str, Any] = {"gpus": 1, "ctx": 4096, "model": "llama-2-7b", "cluster": "a100-nvlink", "strategy": "single"}
+NOTHING = Engine(name="nothing", title="t", description="d", not_covered="n", host=NO_HOST)
+
+
+def with_host(**seconds: float) -> Engine:
+    """An engine that adds only these terms."""
+    return replace(NOTHING, host=replace(NO_HOST, **seconds))
+
+
+def ttft_s(engine: Engine | str, **changes: Any) -> float:
+    return kvrsim.simulate(**(ALONE | {"profile": "a100-flash"} | changes), engine=engine).ttft_s
+
+
+@pytest.mark.parametrize("name", builtin_engines())
+def test_built_in_engines_are_read_and_written_whole(name: str, tmp_path: Path) -> None:
+    engine = load_engine(name)
+    assert engine.name == name
+    engine.write(tmp_path / "again.json")
+    assert load_engine(tmp_path / "again.json") == engine
+    assert set(engine.spread) <= set(TERMS)
+
+
+def test_the_engines_that_are_promised_ship() -> None:
+    promised = {"hf-2023", "vllm-2023", "tensorrt-llm-0.5", "lmdeploy-0.1", "loongserve-2024", "serving"}
+    assert promised <= set(builtin_engines())
+
+
+@pytest.mark.parametrize(
+    ("change", "parameter"),
+    [
+        ({"host": {"layer_s": -1, "gather_piece_s": 0}}, "host.layer_s"),
+        ({"kernel_scale": {"h100": 0}}, "kernel_scale.h100"),
+        ({"spread": {"patience": 0.1}}, "key in spread: got 'patience'"),
+        ({"decode_step": "yes"}, "decode_step"),
+        ({"surprise": 1}, "key: got 'surprise'"),
+    ],
+)
+def test_a_bad_engine_is_refused_by_key(change: dict[str, Any], parameter: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(NOTHING.to_dict() | change))
+    with pytest.raises(InputError, match=rf"^engine .*mine\.json: {parameter}"):
+        load_engine(path)
+
+
+def test_an_unknown_engine_is_refused_with_the_names() -> None:
+    with pytest.raises(InputError, match=r"^engine: got 'vllm-1999', accepted: a built-in engine \(hf-2023, "):
+        ttft_s("vllm-1999")
+    with pytest.raises(InputError, match=r"^engine: got 'serving', accepted: none beside the roofline"):
+        ttft_s("serving", profile="roofline")
+
+
+def test_terms_of_a_request_are_added() -> None:
+    alone = ttft_s(NOTHING)
+    assert ttft_s(with_host(request_s=0.25)) == pytest.approx(alone + 0.25)
+    assert ttft_s(with_host(token_s=1e-4)) == pytest.approx(alone + 4096 * 1e-4)
+    assert ttft_s(with_host(token_s=1e-4), batch=2) == pytest.approx(ttft_s(NOTHING, batch=2) + 2 * 4096 * 1e-4)
+    assert ttft_s(with_host(step_s=0.125)) == pytest.approx(alone + 0.125)
+
+
+def test_a_slow_host_is_a_floor() -> None:
+    num_layers = 32
+    assert ttft_s(with_host(layer_s=1.0)) >= num_layers
+    assert ttft_s(with_host(layer_s=1e-9)) == pytest.approx(ttft_s(NOTHING), rel=1e-3)
+
+
+def test_kernel_scale_is_of_kernels_alone() -> None:
+    """Three times the kernels, the same request."""
+    base = with_host(request_s=0.25)
+    tripled = replace(base, kernel_scale={"a100-80gb": 3.0})
+    assert ttft_s(tripled) - 0.25 == pytest.approx(3 * (ttft_s(base) - 0.25))
+    assert ttft_s(replace(base, kernel_scale={"other": 3.0})) == pytest.approx(ttft_s(tripled))
+    assert ttft_s(replace(base, kernel_scale={"h100": 2.0, "h200": 4.5})) == pytest.approx(ttft_s(tripled))
+
+
+def test_a_scale_of_other_gpus_is_less_sure_and_said() -> None:
+    engine = replace(NOTHING, kernel_scale={"h100": 1.2}, spread={"kernel_scale": 0.03, "other_gpu": 0.04})
+    assert (engine.scale_log_sd("h100"), engine.scale_log_sd("a100-80gb")) == (0.03, pytest.approx(0.05))
+    answer = kvrsim.simulate(**ALONE, profile="a100-flash", engine=engine)
+    assert any("was measured on h100" in warning and "1.20 times" in warning for warning in answer.warnings)
+    known = replace(engine, kernel_scale={"a100-80gb": 1.2})
+    sure = kvrsim.simulate(**ALONE, profile="a100-flash", engine=known)
+    assert sure.ttft_s == pytest.approx(answer.ttft_s)
+    assert answer.ttft_high_s > sure.ttft_high_s
+
+
+def test_pieces_of_a_pipeline_pay_a_step_each() -> None:
+    about = {"gpus": 2, "strategy": "pp", "ctx": 8192}
+    few, many = ([4096] * 2, [512] * 16)
+    added = [
+        ttft_s(with_host(step_s=0.5), **about, partition=pieces) - ttft_s(NOTHING, **about, partition=pieces)
+        for pieces in (few, many)
+    ]
+    assert added[0] == pytest.approx(3 * 0.5, rel=0.05)  # two pieces and the second stage
+    assert added[1] == pytest.approx(17 * 0.5, rel=0.05)
+
+
+def test_a_decode_step_reads_the_weights_once_more() -> None:
+    decodes = replace(NOTHING, decode_step=True)
+    step_s = ttft_s(decodes) - ttft_s(NOTHING)
+    weights_s = 13.5e9 / 2.039e12
+    assert weights_s < step_s < 3 * weights_s
+    assert ttft_s(decodes, ctx=1) < 1.05 * step_s, "a prompt of one token has no prefill"
+
+
+def test_collectives_take_more_where_there_are_some() -> None:
+    about, slow = {"gpus": 2, "strategy": "tp"}, with_host(collective_s=0.1)
+    assert ttft_s(slow, **about) - ttft_s(NOTHING, **about) == pytest.approx((2 * 32 + 1) * 0.1)
+    assert ttft_s(slow) == ttft_s(NOTHING)
+
+
+def test_a_profile_names_its_engine_and_none_stands_for_its_own_host() -> None:
+    profile = load_profile("a100-flash")
+    own = HostRates(layer_s=0.5, gather_piece_s=0.0)
+    named = replace(profile, engine="serving", host=own)
+    assert kvrsim.simulate(**ALONE, profile=named).question.engine == "serving"
+    assert kvrsim.simulate(**ALONE, profile=named, engine=NO_ENGINE).ttft_s >= 32 * own.layer_s
+    inline = replace(profile, engine=with_host(request_s=5.0))
+    assert kvrsim.simulate(**ALONE, profile=inline).ttft_s > 5.0
+
+
+@pytest.mark.parametrize("strategy", ["tsp", "kvr-e", "ring", "ulysses", "tp", "pp", "tp2+kvr-e"])
+def test_executors_agree_under_an_engine(strategy: str) -> None:
+    engine = replace(
+        with_host(request_s=1e-3, token_s=1e-7, step_s=2e-3, layer_s=3e-4, collective_s=2e-5),
+        kernel_scale={"other": 1.3},
+        decode_step=True,
+    )
+    about = ALONE | {"gpus": 4, "strategy": strategy, "profile": "a100-flash", "engine": engine}
+    both = [kvrsim.simulate(**about, executor=executor).ttft_s for executor in ("batch", "event")]
+    assert np.ptp(both) <= 1e-9 * both[0]
+
+
+def test_a_breakdown_names_what_the_engine_adds() -> None:
+    engine = with_host(request_s=0.25, step_s=0.125)
+    rows = kvrsim.simulate(**ALONE, profile="a100-flash", engine=engine, breakdown=True).breakdown.rows
+    assert {row.kind: row.seconds for row in rows if row.kind in ("engine", "resume")} == {
+        "engine": pytest.approx(0.375)
+    }
+
+
+def test_a_decode_step_behind_a_long_context_reads_its_keys_once() -> None:
+    """Llama 2 7B holds 0.5 MiB of K and V a token; an A100 reads 1.6 TB/s of them."""
+    decodes = replace(NOTHING, decode_step=True)
+    short_s, long_s = (ttft_s(decodes, ctx=ctx) - ttft_s(NOTHING, ctx=ctx) for ctx in (1024, 17408))
+    assert long_s - short_s == pytest.approx(16384 * 2**19 / 1.631e12, rel=0.05)
