@@ -9,9 +9,9 @@ Six constants are fitted; everything else is counted or measured elsewhere.
 Host seconds a kernel come from Llama (40 kernels a layer; 42 with shared KV heads), Falcon 7B (38) and Falcon 1B (19)
 together. Rows of one family alone hardly tell them, or Falcon's bytes: priors say 10 us a kernel and Llama's bytes,
 within a factor of two.
-Counted: kernels, bytes of the element-wise kernels and of Llama's score matrix (kvrsim/kernels/elementwise.py), and copies of
-K and V in the paper's pseudo-code (stacked by all; concatenated where a prefix came before; twice where torch's list
-all-gather unpacks pieces that are then concatenated).
+Counted: kernels, bytes of the element-wise kernels and of Llama's score matrix (kvrsim/kernels/elementwise.py), and
+copies of K and V in the paper's pseudo-code (stacked by all; concatenated where a prefix came before; twice where
+torch's list all-gather unpacks pieces that are then concatenated).
 Measured elsewhere: matrix products by tiles and waves (profile a100-vidur: vidur's A100, the same library of that
 time), the link (NCCL send/recv between two A100s of a DGX, vidur) and the all-gather (NCCL on A100, NVIDIA).
 QK^T and PV run at the rate of those products in full waves. Each kernel takes 2 us to start, as the smallest ones
