@@ -49,7 +49,7 @@ if __name__ == "__main__":
     main()
 
 
-# -- The accuracy page's part on operations: errors by kind of operation and profile.
+# -- the accuracy page's part on operations: errors by kind of operation and profile
 
 _TITLES = {
     "gemm": "matrix products",

@@ -161,7 +161,7 @@ def attention_grid(rows: Iterable[Measurement]) -> Grid:
     )
 
 
-# -- Each profile's prefill beside the sum of the kernels that it was fitted to.
+# -- each profile's prefill beside the sum of the kernels that it was fitted to
 #
 # `python -m validate.kernel_sums --vidur CLONE` rewrites docs/results/kernel_sums.md from the sources that
 # calibrate/shipped/recipes.json lists: the installed package aiconfigurator-core, and a git clone of vidur.

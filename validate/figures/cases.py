@@ -206,7 +206,7 @@ def _scenario(model: str, context_len: int, num_gpus: int) -> Scenario:
     return make_scenario(ctx=context_len, gpus=num_gpus, model=model, profile=PROFILE)[0]
 
 
-# -- The style of the paper's figures: colours that colour-blind readers can tell apart, and small PNGs.
+# -- the style of the paper's figures: colours that colour-blind readers can tell apart, and small PNGs
 
 GREY, FAINT = DIM, "#e3e3e3"
 _DPI = 110

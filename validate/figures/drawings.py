@@ -229,7 +229,7 @@ def _scaling_axes(left: Axes, right: Axes, found: tuple[Scaling, ...]) -> None:
     right.set_ylabel("per cent above TTFT(p)")
 
 
-# -- Partitions by context, and interpolated ones against searched ones: the paper's figure 10.
+# -- partitions by context, and interpolated ones against searched ones: the paper's figure 10
 
 _HEIGHT = 0.74  # of a bar
 _ROOM = 0.055  # share of the context in which a number can be read
@@ -435,7 +435,7 @@ def _excess_axes(axes: Axes, scope: Scope, num_gpus: int) -> None:
     axes.set_ylim(-0.12, _MOST_SHOWN)
 
 
-# -- A noisy network: the paper's figure 11 (c).
+# -- a noisy network: the paper's figure 11 (c)
 
 _WIDTH = 0.26  # of a bar
 

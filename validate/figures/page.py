@@ -242,7 +242,7 @@ def _tables(scope: Scope, predictions: Predictions) -> list[str]:
     ]
 
 
-# -- The paper's appendix tables: every published row, predicted beside reported, as Markdown.
+# -- the paper's appendix tables: every published row, predicted beside reported, as Markdown
 
 _WORDS = {"none": "on one GPU"}
 

@@ -102,7 +102,7 @@ class Scope:
         return asdict(self)
 
 
-# -- Step: one thing that is tried in a process of its own, what it must show, and what to do if it does not.
+# -- step: one thing that is tried in a process of its own, what it must show, and what to do if it does not
 
 Status = Literal["passed", "failed", "skipped", "timed out"]
 
@@ -155,7 +155,7 @@ def kvrsim(*words: object, accepted: Sequence[int] = (0,)) -> dict[str, Any]:
     return found
 
 
-# -- The checks that the steps of `make gpu` run: each measures something and returns a Finding.
+# -- the checks that the steps of `make gpu` run: each measures something and returns a Finding
 
 START_S = 60.0  # in which the ranks must have started, libraries imported, and used every link once
 _STRATEGIES = ("single", "tsp", "kvr-e", "kvr-s")  # that the runtime runs and that need no table
@@ -433,7 +433,7 @@ def _smi(*words: str) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-# -- The steps of the first hour on a GPU node, in their order: what each must show, and what to do otherwise.
+# -- the steps of the first hour on a GPU node, in their order: what each must show, and what to do otherwise
 
 
 def steps() -> tuple[Step, ...]:

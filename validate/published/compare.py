@@ -105,7 +105,7 @@ def write_report(result: Mapping[str, Any], path: str | Path) -> None:
     write_atomically(page, "\n".join(lines).encode(), argument="report")
 
 
-# -- The accuracy page's part on the paper: every printed TTFT beside its prediction.
+# -- the accuracy page's part on the paper: every printed TTFT beside its prediction
 
 _BLIND_UNTIL = "2026-11-21"
 _ABOUT = """## 1. The paper
@@ -235,7 +235,7 @@ def _plot(result: Mapping[str, Any], path: Path) -> None:
     save_figure(figure, path, argument="report", dpi=130)
 
 
-# -- What Falcon's code counts and what its rows say, side by side: a section of the accuracy page.
+# -- what Falcon's code counts and what its rows say, side by side: a section of the accuracy page
 
 # Bytes a score element that each model's code of 2023 moves, operation by operation, in half precision.
 COUNTED = {
@@ -313,7 +313,7 @@ def _with_host(profile: CalibrationProfile, layer_s: float) -> CalibrationProfil
     return replace(profile, host=replace(profile.host, layer_s=layer_s, kernel_s=0.0))
 
 
-# -- Accuracy on the paper that may not get worse: `python -m validate.published.compare` stores today's figures.
+# -- accuracy on the paper that may not get worse: `python -m validate.published.compare` stores today's figures
 #
 # Store them anew only with a change that is explained: a later figure may be MOST_WORSE above the stored one.
 

@@ -167,7 +167,7 @@ def plot(found: Comparison, path: Path) -> None:
     save_figure(figure, path, argument="report", dpi=130)
 
 
-# -- Predicted beside measured on serving engines: `python -m validate.serving.compare`.
+# -- predicted beside measured on serving engines: `python -m validate.serving.compare`
 #
 # Rewrites validate/data/serving_figures.json, which a test compares with.
 

@@ -229,7 +229,7 @@ if __name__ == "__main__":
     main()
 
 
-# -- How wide an interval has to be that rests on left-out prefills, beyond what the engine's terms explain.
+# -- how wide an interval has to be that rests on left-out prefills, beyond what the engine's terms explain
 #
 # Errors are those of rows of 512 tokens and more: below, the spread of the terms says more.
 

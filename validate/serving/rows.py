@@ -117,7 +117,7 @@ def _profile(name: str) -> CalibrationProfile:
     return load_profile(name)
 
 
-# -- How far predictions under an engine are from published prefills, with their intervals.
+# -- how far predictions under an engine are from published prefills, with their intervals
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

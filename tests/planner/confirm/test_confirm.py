@@ -31,7 +31,7 @@ from planner.confirm.parts import PARTS
 from planner.confirm.run import run_here
 from tests.kvrsim.runtime.runtime_models import KINDS
 from tests.planner.confirm.confirm_setup import BUSY, arguments, folder_with, said
-from validate.machine.confirmation_page import page
+from validate.machine.confirmation import page
 
 ROOT = Path(__file__).parents[3]
 SHORT = ("--repeats", "2", "--warmups", "0", "--json")

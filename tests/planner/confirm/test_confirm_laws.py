@@ -32,8 +32,7 @@ from planner.plan import make_plan
 from planner.simulate import run_simulation
 from tests.building import Draws, any_scenario, draws, examples
 from tests.planner.confirm.confirm_setup import made_up_profile
-from validate.machine.confirmation_ranks import Sleepers, ring_traffic, sleep
-from validate.machine.side_traffic import noisy_ttft_s
+from validate.machine.sleep_ranks import Sleepers, noisy_ttft_s, ring_traffic, sleep
 
 NOTHING = Timeline(strategy="kvr", num_ranks=1, spans=())
 
@@ -299,7 +298,7 @@ def test_eight_sleeping_ranks_too() -> None:
 
 
 def test_partitions_shrink() -> None:
-    from validate.machine.confirmation_ranks import shrinking_partition
+    from validate.machine.sleep_ranks import shrinking_partition
 
     chunks = shrinking_partition(1000, 5).chunk_lens
     assert sorted(chunks, reverse=True) == list(chunks)

@@ -6,12 +6,16 @@ side traffic.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 import numpy as np
 
+from kvrsim.executors.event import EventSimulation
+from kvrsim.executors.network import Link
 from kvrsim.executors.run import run_program
 from kvrsim.hardware import Cluster, load_cluster
 from kvrsim.partition import Partition
@@ -24,7 +28,6 @@ from kvrsim.runtime.model import SleepForward
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.ranks.launch import Launch, launch
 from kvrsim.runtime.ranks.transport import Transport
-from validate.machine.side_traffic import noisy_ttft_s
 
 # Few bytes a token and a slow link: on two cores, moving the bytes takes time from nobody.
 KEPT = KeptTokens(num_key_value_heads=1, head_dim=32, v_head_dim=32)
@@ -166,3 +169,29 @@ def ring_traffic(num_ranks: int, share: float, message_bytes: float) -> MessageT
     """On every link between neighbours, in the ring's direction."""
     pairs = tuple((rank, (rank + 1) % num_ranks) for rank in range(num_ranks))
     return MessageTraffic(pairs=pairs, share=share, message_bytes=message_bytes)
+
+
+# -- side traffic in the simulator: others' messages queue on some links with ours, as the runtime's emulated links do
+
+
+def noisy_ttft_s(
+    program: Program, cluster: Cluster, traffic: MessageTraffic, seeds: Sequence[int]
+) -> tuple[float, ...]:
+    """TTFT under each seed's traffic; the same seed gives the same times."""
+    assert not cluster.shares_bandwidth, "side traffic has links of its own to queue on"
+    return tuple(_ttft_s(program, cluster, traffic, seed) for seed in seeds)
+
+
+def _ttft_s(program: Program, cluster: Cluster, traffic: MessageTraffic, seed: int) -> float:
+    def on_link(src: int, dst: int, link: Link) -> None:
+        if traffic.share > 0 and (src, dst) in traffic.pairs:
+            link.env.process(_others(link, traffic, random.Random(f"{seed}:{src}:{dst}")))
+
+    return EventSimulation(program, cluster, record=False, on_link=on_link).finish_s[-1]
+
+
+def _others(link: Link, traffic: MessageTraffic, rng: random.Random) -> Generator[Any, Any, None]:
+    busy_s = traffic.message_bytes / link.path.bandwidth_bytes_per_s
+    while True:
+        yield link.env.timeout(rng.expovariate(traffic.share / busy_s))
+        link.env.process(link.transmit(traffic.message_bytes, busy_s))
