@@ -20,10 +20,10 @@ from kvrsim.executors.run import run_partition
 from kvrsim.memory import fits, memory_of
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
-from planner.backends.pool import Pool, cores
 from planner.partitions import partition_of
 from planner.predictor.build import make_predictor
 from planner.predictor.grid import TtftPredictor
+from planner.processes import Pool, cores
 
 SETTINGS: dict[str, tuple[str, str | None, int, str]] = {  # model, cluster, GPUs, strategy
     "llama-3-70b, 8 H100": ("llama-3-70b", "h100-nvlink", 8, "tp"),

@@ -20,8 +20,8 @@ from kvrsim.builder import make_scenario
 from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
-from planner.backends.pool import Pool, cores
 from planner.evaluate import Evaluator
+from planner.processes import Pool, cores
 from planner.search.search import search
 from planner.table.build import make_table
 from planner.table.lookup import look_up

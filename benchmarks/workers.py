@@ -16,11 +16,11 @@ import numpy as np
 from _report import spread, write
 
 from kvrsim.builder import make_scenario
-from planner.backends.pool import Pool
 from planner.capacity.plan import plan_capacity
 from planner.capacity.request import make_request
 from planner.map.build import make_map
 from planner.plan import make_plan
+from planner.processes import Pool
 from planner.table.build import make_table
 from planner.uncertainty.disturbed import as_asked
 

@@ -159,7 +159,7 @@ def build_table(
 
     Raises InputError naming the parameter.
     """
-    from planner.backends.pool import Pool
+    from planner.processes import Pool
     from planner.table.build import make_table
 
     base, _, lengths, counts = make_scenarios(ctx=ctx, gpus=gpus, **scenario)
@@ -186,8 +186,8 @@ def build_predictor(
 
     Raises InputError naming the parameter, also where no strategy fits in memory.
     """
-    from planner.backends.pool import Pool
     from planner.predictor.build import make_predictor
+    from planner.processes import Pool
 
     asked, _ = make_scenario(ctx=ctx, batch=batch, **scenario)
     with Pool(jobs=jobs) as pool:

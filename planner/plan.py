@@ -29,7 +29,7 @@ from planner.uncertainty.moves import Moves, moves
 if TYPE_CHECKING:
     from kvrsim.results.shortfall import Shortfall
     from kvrsim.results.timeline import Timeline
-    from planner.backends.pool import Pool
+    from planner.processes import Pool
     from planner.table.table import PartitionTable
     from planner.uncertainty.disturbed import Disturbance
     from planner.uncertainty.robust import RobustPlan

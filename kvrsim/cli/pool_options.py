@@ -11,7 +11,7 @@ from kvrsim.choices import POOL_BACKENDS
 from kvrsim.cli.parsing import parse_choice
 
 if TYPE_CHECKING:
-    from planner.backends.pool import Pool
+    from planner.processes import Pool
 
 _MOST_JOBS = 4096
 
@@ -49,7 +49,7 @@ class PoolOptions:
     def pool(self) -> Pool:
         """The workers; InputError names the option."""
         from kvrsim.units import parse_count
-        from planner.backends.pool import Pool, cores
+        from planner.processes import Pool, cores
 
         parse_choice(self.backend, "backend", POOL_BACKENDS)
         if self.jobs is not None:

@@ -15,7 +15,6 @@ from kvrsim.results.question import Question
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, Strategy, label_of
 from kvrsim.text import without
-from planner.backends.pool import Pool
 from planner.capacity.answer import CapacityPlan, FleetAnswer, Infeasible, KvTransfer, groups_of
 from planner.capacity.confidence import MEANING_OF_DRAWN, MEANING_OF_TRACE
 from planner.capacity.decode_fleet import Decoded, DecodeFleet, decode_fleet
@@ -30,6 +29,7 @@ from planner.capacity.request import CapacityRequest
 from planner.capacity.workloads.workload import Workload
 from planner.deploy.engines import deploy_engine
 from planner.plan_notes import rests_on
+from planner.processes import Pool
 from planner.table.table import PartitionTable
 
 LONG = 60_000  # requests, above which designs are searched on a stretch of the workload

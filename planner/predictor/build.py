@@ -16,9 +16,9 @@ from kvrsim.results.question import Question
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from kvrsim.version import __version__
-from planner.backends.pool import Pool
 from planner.predictor.grid import StrategyTimes, TtftPredictor
 from planner.predictor.points import Row, at, marked, refined, row_at, simulated
+from planner.processes import Pool
 from planner.strategies_for import choose
 
 OnPart = Callable[[int, int, str], None]  # parts done, parts in all, and what they are

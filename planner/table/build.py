@@ -12,7 +12,7 @@ from kvrsim.strategies import KVR_S, Strategy, searched
 from kvrsim.units import check_places
 from kvrsim.version import __version__
 from planner.access import placed_for
-from planner.backends.pool import Pool
+from planner.processes import Pool
 from planner.table.entry import Draft, draft_of, entry_of
 from planner.table.partial import Partial
 from planner.table.quantization import quantization_steps

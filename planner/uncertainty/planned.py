@@ -11,7 +11,7 @@ from kvrsim.results.results import NoiseReport, StrategyResult
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, Strategy
 from planner.access import placed_for
-from planner.backends.pool import Pool
+from planner.processes import Pool
 from planner.search.search import Found
 from planner.uncertainty.disturbed import Disturbance
 from planner.uncertainty.robust import RobustPlan, robust_plan

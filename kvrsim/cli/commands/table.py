@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvrsim.cli.progress import EntryProgress
     from kvrsim.scenario import Scenario
     from kvrsim.strategies import Strategy
-    from planner.backends.pool import Pool
+    from planner.processes import Pool
     from planner.table.table import PartitionTable
 
 app = typer.Typer()

@@ -11,7 +11,6 @@ from kvrsim.compile import for_strategy
 from kvrsim.program import Array
 from kvrsim.request import Request
 from kvrsim.scenario import Scenario
-from planner.backends.pool import Pool
 from planner.capacity.fleet.decoding import Decoding
 from planner.capacity.fleet.layouts import WHOLE, Choice, Kind
 from planner.capacity.fleet.service import Overlap, Service
@@ -20,6 +19,7 @@ from planner.capacity.workloads.workload import Lengths, Workload
 from planner.packing.memory import most_held
 from planner.packing.prices import Packing, StepPrices
 from planner.packing.rule import check_packs
+from planner.processes import Pool
 
 
 class PackedTimes(ServiceTimes):

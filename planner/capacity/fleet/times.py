@@ -13,12 +13,12 @@ import numpy.typing as npt
 from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
-from planner.backends.pool import Pool
 from planner.capacity.fleet.decoding import Decoding
 from planner.capacity.fleet.knots import ServiceTimeGrid, ServiceTimeGrids, knot_lengths
 from planner.capacity.fleet.layouts import WHOLE, Choice, Kind
 from planner.capacity.fleet.service import Overlap, Service
 from planner.capacity.workloads.workload import Lengths, Workload
+from planner.processes import Pool
 from planner.table.table import PartitionTable
 
 OF_SINGLE_GPUS = Choice(asked=("single", "tsp", "kvr-s"))

@@ -13,11 +13,11 @@ import pytest
 from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
 from kvrsim.io.schema import to_json
-from planner.backends.pool import Pool
 from planner.capacity.plan import plan_capacity
 from planner.capacity.request import make_request
 from planner.map.build import make_map
 from planner.plan import make_plan
+from planner.processes import Pool
 from planner.table.build import make_table
 from planner.uncertainty.disturbed import as_asked
 

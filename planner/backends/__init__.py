@@ -1,1 +1,0 @@
-"""Who does independent work: this process, others of this machine, or a cluster."""

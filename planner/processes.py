@@ -1,0 +1,181 @@
+"""Pool: workers for independent calls, by joblib: this process, local processes, or a Dask or Ray cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from kvrsim.choices import POOL_BACKENDS
+from kvrsim.errors import InputError
+from kvrsim.version import __version__
+
+_TIMEOUT_S = 20.0  # for a Dask scheduler's answer
+_ROUND = 4  # calls per process in one batch for Ray, whose results come only when a batch is done
+_Result = TypeVar("_Result")
+
+
+@dataclass(kw_only=True, slots=True)
+class Pool:
+    """Workers for independent calls; a context manager where it has more than this process.
+
+    Entering raises InputError where the backend's package is missing or its cluster does not answer.
+    """
+
+    jobs: int = 1  # processes; ignored on an existing cluster
+    backend: str = "loky"  # one of POOL_BACKENDS; "loky" is processes of this machine
+    dask_address: str | None = None  # of a Dask scheduler; None: a new cluster on this machine
+    _open: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.backend not in POOL_BACKENDS:
+            raise InputError("backend", self.backend, f"one of {', '.join(POOL_BACKENDS)}")
+        if self.dask_address is not None and self.backend != "dask":
+            raise InputError("dask_address", self.dask_address, "nothing, unless `backend` is dask")
+
+    @property
+    def is_here(self) -> bool:
+        """Whether all calls run in this process."""
+        return self.backend == "loky" and self.jobs == 1
+
+    def __enter__(self) -> Self:
+        try:
+            if self.backend == "dask":
+                self._enter_dask()
+            elif self.backend == "ray":
+                self._enter_ray()
+            elif not self.is_here:
+                _silence_loky(self._open)
+        except ImportError:
+            accepted = f"loky, or {self.backend} after pip install 'kvrsim[cluster]'"
+            raise InputError("backend", self.backend, accepted) from None
+        except BaseException:
+            self._open.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None and self.backend == "loky" and not self.is_here:
+            from joblib.externals.loky import get_reusable_executor
+
+            self._open.pop_all()  # stay quiet: loky's thread may fail until this process ends
+            # Without waiting, this process could end between a semaphore's removal and its deregistration.
+            get_reusable_executor().shutdown(wait=True, kill_workers=True)
+        self._open.close()
+
+    def run(self, call: Callable[..., _Result], arguments: Sequence[tuple[Any, ...]]) -> Iterator[_Result]:
+        """Results as they come, in any order."""
+        if self.is_here or not arguments:
+            yield from (call(*each) for each in arguments)
+            return
+        from joblib import Parallel, delayed, parallel_config
+
+        calls = [delayed(call)(*each) for each in arguments]
+        options = {"initializer": _begin_worker, "initargs": (os.getpid(),)} if self.backend == "loky" else {}
+        with parallel_config(backend=self.backend, **options):
+            if self.backend == "ray":  # whose joblib backend cannot return generators
+                for first in range(0, len(calls), _ROUND * self.jobs):
+                    yield from Parallel(n_jobs=self.jobs, batch_size=1)(calls[first : first + _ROUND * self.jobs])
+                return
+            jobs = self.jobs if self.dask_address is None else -1
+            yield from Parallel(n_jobs=jobs, return_as="generator_unordered", batch_size=1, pre_dispatch="all")(calls)
+
+    def ordered(
+        self,
+        call: Callable[..., _Result],
+        arguments: Sequence[tuple[Any, ...]],
+        on_done: Callable[[int, int], None] | None = None,
+    ) -> list[_Result]:
+        """Results in the order of the arguments; on_done: called with the calls done and the calls in all."""
+        results: dict[int, _Result] = {}
+        work = [(number, call, each) for number, each in enumerate(arguments)]
+        for number, result in self.run(_numbered, work):
+            results[number] = result
+            if on_done is not None:
+                on_done(len(results), len(work))
+        return [results[number] for number in range(len(work))]
+
+    def _enter_dask(self) -> None:
+        from distributed import Client, LocalCluster
+
+        address: Any = self.dask_address
+        if address is None:
+            options = {"threads_per_worker": 1, "dashboard_address": None, "silence_logs": "CRITICAL"}
+            address = self._open.enter_context(LocalCluster(n_workers=self.jobs, **options))
+        try:
+            client = self._open.enter_context(Client(address, timeout=_TIMEOUT_S))
+            version = client.submit(_version, pure=False).result(timeout=_TIMEOUT_S)
+        except Exception:  # any failure of a scheduler or worker
+            version = None
+        if version != __version__:  # calls to a cluster without this kvrsim would never return
+            accepted = (
+                f"the address of a Dask scheduler that answers, such as tcp://host:8786, with kvrsim {__version__}"
+            )
+            raise InputError("dask_address", self.dask_address, accepted)
+
+    def _enter_ray(self) -> None:
+        import ray
+        from ray.util.joblib import register_ray
+
+        try:  # the cluster of RAY_ADDRESS, one that runs on this machine, or a new one
+            ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level="ERROR")
+        except ConnectionError:
+            accepted = "the address of a Ray cluster that answers, such as host:6379"
+            raise InputError("RAY_ADDRESS", os.environ.get("RAY_ADDRESS"), accepted) from None
+        self._open.callback(ray.shutdown)
+        cpus = int(ray.cluster_resources().get("CPU", 0))
+        if self.jobs > cpus:
+            raise InputError("jobs", self.jobs, f"at most the {cpus} CPUs of the Ray cluster")
+        register_ray()
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _numbered(number: int, call: Callable[..., _Result], arguments: tuple[Any, ...]) -> tuple[int, _Result]:
+    return number, call(*arguments)
+
+
+def _version() -> str:
+    return __version__
+
+
+def _silence_loky(stack: contextlib.ExitStack) -> None:
+    """Suppress what joblib and loky print after an interrupt, so that the command prints one line."""
+    hook = threading.excepthook
+
+    def without_loky(trouble: Any) -> None:
+        if trouble.thread is None or trouble.thread.name != "ExecutorManagerThread":
+            hook(trouble)
+
+    threading.excepthook = without_loky
+    stack.callback(setattr, threading, "excepthook", hook)
+    stack.enter_context(warnings.catch_warnings())
+    warnings.filterwarnings("ignore", message=".* tasks which were still being processed", module="joblib")
+    # loky's resource tracker is a process; it warns of semaphores that are gone already.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
+
+
+@cache
+def _begin_worker(parent: int) -> None:
+    """Ignore Ctrl-C, which the first process handles, and end when the parent is gone: nothing else would say so."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
