@@ -27,11 +27,11 @@ GROUPS = {
         "confirm": ("Measure a plan's candidates on this machine.", f"{_ROOM}.confirm:confirm"),
     },
     "Look up": {
-        "strategies": ("Ways to run one prefill on several GPUs.", f"{_ROOM}.strategies:app"),
-        "models": ("Built-in models, or any Hugging Face config.json.", f"{_ROOM}.models:app"),
-        "clusters": ("GPUs and the links between them.", f"{_ROOM}.clusters:app"),
-        "profiles": ("Calibration profiles: measured rates of machines.", f"{_ROOM}.profiles:app"),
-        "engines": ("Serving engines: the time that their software adds.", f"{_ROOM}.engines:app"),
+        "strategies": ("Ways to run one prefill on several GPUs.", f"{_ROOM}.catalogue:strategies"),
+        "models": ("Built-in models, or any Hugging Face config.json.", f"{_ROOM}.catalogue:models"),
+        "clusters": ("GPUs and the links between them.", f"{_ROOM}.catalogue:clusters"),
+        "profiles": ("Calibration profiles: measured rates of machines.", f"{_ROOM}.catalogue:profiles"),
+        "engines": ("Serving engines: the time that their software adds.", f"{_ROOM}.catalogue:engines"),
     },
     "Check and set up": {
         "validate": ("Compare the simulator with published measurements.", f"{_ROOM}.validate:app"),

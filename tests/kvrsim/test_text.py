@@ -70,7 +70,7 @@ def test_the_colours_of_tables_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     printed: list[str] = []
-    monkeypatch.setattr("kvrsim.cli.render.layout.typer.echo", printed.append)
+    monkeypatch.setattr("kvrsim.cli.text.typer.echo", printed.append)
     assert cli.main(["plan", "--ctx", "1k", "--gpus", "2"]) == 0
     assert "\x1b[1m" in printed[0]
     assert r"\x1b" not in printed[0]

@@ -2,26 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvrsim.choices import METHODS
 from kvrsim.cli.answers import AnswerOptions, DeployOptions
-from kvrsim.cli.options import ScenarioOptions, Table, takes
-from kvrsim.cli.outputs import write_beside
-from kvrsim.cli.parsing import (
-    parse_choice,
-    parse_strategies,
-    read_table,
-    require_table,
-)
+from kvrsim.cli.options import ScenarioOptions, takes
+from kvrsim.cli.options import Table as TableFile
+from kvrsim.cli.outputs import tell, write_beside
+from kvrsim.cli.parsing import parse_choice, parse_strategies, read_table, require_table
 from kvrsim.cli.pool_options import PoolOptions
 from kvrsim.cli.run_options import PageOptions, PlanNoiseOptions
+from kvrsim.cli.text import (
+    INTERVAL_TITLES,
+    TIED,
+    Facts,
+    Table,
+    add_misfits,
+    add_notes,
+    blocks_text,
+    columns,
+    facts,
+    fits_text,
+    format_interval,
+    format_partition,
+    format_wait,
+    header,
+    headline,
+    held_text,
+    interval_title,
+    likely,
+    limit_text,
+    mean_change,
+    narrowing,
+    rests_on_line,
+    round_up_percent,
+    show,
+    stages_text,
+)
 from kvrsim.errors import InputError
+from kvrsim.text import printable, without
+from kvrsim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from kvrsim.results.results import Plan
+    from kvrsim.noise import Distribution
+    from kvrsim.results.results import Plan, StrategyResult
+    from kvrsim.results.shortfall import Shortfall
     from kvrsim.scenario import Scenario
     from planner.deploy.emit import Launch
 
@@ -56,7 +84,7 @@ def plan(
         str | None,
         typer.Option("--stride", metavar="LEN", help="Search only chunk boundaries that are multiples of LEN."),
     ] = None,
-    table: Table = None,
+    table: TableFile = None,
 ) -> None:
     """Compare strategies for one prefill, each at its best.
 
@@ -109,10 +137,10 @@ def plan(
     launch = None if deploy.emit is None else _launch(scenario, result, deploy.emit, options.model)
     if not answers.printed((launch or result).to_dict, "strategies"):
         if launch is not None:
-            from kvrsim.cli.render.launch import show_launch
+            from kvrsim.cli.commands.plan import show_launch
 
             show_launch(launch)
-        from kvrsim.cli.render.plan import show_plan
+        from kvrsim.cli.commands.plan import show_plan
 
         show_plan(result)
     if timeline := result.timeline:
@@ -130,3 +158,212 @@ def _launch(scenario: Scenario, result: Plan, engine: str, model: str) -> Launch
 
     best = result.best
     return launch_of(scenario, engine, best.strategy, best.partition, model=model, layers=best.layers)
+
+
+# -- A plan for people; imported only where no JSON is asked for.
+
+# Columns that a narrow terminal does without, the least important first.
+_OPTIONAL = ("longest\nwait", "exposed\ncomm.", *INTERVAL_TITLES, "partition\n(tokens)", "peak\nmemory")
+_MOST_EXPLAINED = 6  # strategies, up to which the memory of each one that does not fit is listed
+
+
+def show_plan(plan: Plan) -> None:
+    """The best strategy, the question, one row per strategy, then bounds, search, memory and notes."""
+    answer, table, search, limit = facts(), facts(), plan.search, plan.memory_limit
+    answer.add_row("best:", headline(_headline(plan)))
+    for label, line in (*_found(plan), *_engines(plan)):
+        answer.add_row(label, line)
+    for label, line in (*_pipelines(plan), *_kvr(plan)):
+        table.add_row(label, line)
+    if search.evaluations:
+        partitions = f"{search.evaluations} partition{'s' * (search.evaluations != 1)}"
+        table.add_row("search:", f"{search.method}, {partitions} simulated in {format_seconds(search.seconds)}")
+    if plan.not_compared and plan.feasible:
+        table.add_row("others:", f"not compared: {_listed(plan.not_compared)} (--strategies all)")
+    _add_noise(table, plan)
+    table.add_row("memory:", limit_text(limit))
+    for result in plan.strategies:
+        nearest = plan.shortfall is not None and plan.shortfall.strategy == result.strategy
+        if nearest or (plan.feasible and len(plan.strategies) <= _MOST_EXPLAINED):
+            add_misfits(table, result.strategy, result.memory, limit.nbytes)
+    table.add_row("rests on:", rests_on_line(plan.question, held_text(plan.interval_coverage)))
+    add_notes(table, without(plan.warnings, "memory"))  # the table and the lines above say what does not fit
+    show(answer, "", *header(plan.question, plan.cluster), "", _strategies(plan), "", table)
+
+
+def _headline(plan: Plan) -> str:
+    """What to run and how fast it is; where nothing fits, how much is missing."""
+    best, limit = plan.best, plan.memory_limit
+    gpus = f"{plan.num_gpus} GPU{'s' * (plan.num_gpus != 1)}"
+    if (short := plan.shortfall) is not None:
+        needs = f"needs {format_bytes(short.peak_bytes)} of {format_bytes(limit.nbytes)}"
+        over = f"{format_bytes(short.over_bytes)} too much"
+        return f"nothing fits on {gpus}: the nearest, {short.strategy}, {needs} on a GPU, {over}"
+    text = f"{best.strategy} on {gpus}, TTFT "
+    text += likely(best.ttft_low_s, best.ttft_s, best.ttft_high_s, plan.interval_coverage)
+    if plan.yardstick is not None and best.speedup is not None and round(best.speedup, 2) != 1:
+        text += f", {best.speedup:.2f}× as fast as {_yardstick(plan.yardstick)}"
+    return text
+
+
+def _found(plan: Plan) -> Iterator[tuple[str, str]]:
+    """About the best strategy: its partition, ties and bound; where nothing fits, what would."""
+    best = plan.best
+    if plan.shortfall is not None:
+        yield from _would_fit(plan.shortfall, plan.not_compared)
+        return
+    yield "strategy:", best.title
+    if best.approximate is not None:
+        yield "approximate:", best.approximate
+    if best.layers is None and len(best.partition) > 1:
+        yield "partition:", f"{format_partition(best.partition, room=10**6)} tokens"
+    if best.query_blocks is not None:
+        yield "", blocks_text(best.query_blocks)
+    if plan.ties:
+        yield "ties:", f"{', '.join(plan.ties)} ({TIED}: the difference is within its prediction interval)"
+    bound = plan.bounds.best
+    if bound is not None and bound.strategy != "kvr-s":
+        gap, lower = round_up_percent(bound.gap), format_seconds(bound.lower_bound_s)
+        yield "bound:", f"at most {gap} % slower than the best of its partitions (proven lower bound {lower})"
+    if plan.yardstick not in (None, "tsp") and any(one.strategy == "tsp" and not one.fits for one in plan.strategies):
+        yield "speed-up:", f"over {_yardstick(str(plan.yardstick))}, because TSP does not fit"
+
+
+def _would_fit(short: Shortfall, not_compared: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """What fits after a change of the question."""
+    label = "would fit:"
+    for one in short.would_fit:
+        gpus = f"{one.num_gpus} GPU{'s' * (one.num_gpus != 1)}"
+        yield label, f"{one.strategy} on {gpus}, {one.dtype}, {format_bytes(one.peak_bytes)} a GPU: {one.change}"
+        label = ""
+    if not short.would_fit:
+        yield label, "no strategy without a long search, and none on up to 16 times the GPUs"
+    if not_compared:
+        yield "others:", f"not compared: {_listed(not_compared)} (--strategies all)"
+
+
+def _strategies(plan: Plan) -> Table:
+    """One row per strategy, the best in bold."""
+    has_interval = any(result.ttft_low_s < result.ttft_high_s for result in plan.strategies)
+    speedup = [] if plan.yardstick is None else [f"vs {_yardstick(plan.yardstick)}\n"]
+    table = columns("strategy\n", "partition\n(tokens)")
+    columns("TTFT\n", *[interval_title(plan.interval_coverage)] * has_interval, *speedup, numbers=True, into=table)
+    columns("exposed\ncomm.", "longest\nwait", "peak\nmemory", numbers=True, into=table)
+    columns("fits\n", into=table)
+    for result in plan.strategies:
+        row = _strategy_row(result, has_interval=has_interval, tied=plan.feasible and result.strategy in plan.ties)
+        table.add_row(*row, fits_text(result.fits), style="bold" if result is plan.best else None)
+    return narrowing(table, *_OPTIONAL)
+
+
+def _strategy_row(result: StrategyResult, *, has_interval: bool, tied: bool) -> list[str]:
+    name = f"{result.strategy} {TIED}" if tied else result.strategy
+    row = [name, format_partition(result.partition), format_seconds(result.ttft_s)]
+    if has_interval:
+        row.append(format_interval(result.ttft_low_s, result.ttft_high_s))
+    if result.speedup is not None:
+        row.append(f"{result.speedup:.2f}×")
+    peak_bytes = max(rank.total for rank in result.memory)
+    return [*row, format_wait(result.exposed_comm_s), format_wait(max(result.wait_s)), format_bytes(peak_bytes)]
+
+
+def _yardstick(strategy: str) -> str:
+    return "1 GPU" if strategy == "single" else strategy.upper()
+
+
+def _engines(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Which engines have the best strategy; where none does, the fastest one that some have."""
+    best = plan.best
+    can = [one for one in plan.strategies if one.engines and one.fits and one.approximate is None]
+    if best.fits and best.engines:
+        yield "engines:", f"{_named(best)}: --emit {'|'.join(best.engines)} prints the launch"
+    elif best.fits:
+        text = f"none that was looked at has {best.strategy}"
+        if can:
+            other = min(can, key=lambda one: one.ttft_s)
+            text += f"; {_named(other)}, TTFT {format_seconds(other.ttft_s)}"
+        yield "engines:", text
+
+
+def _named(result: StrategyResult) -> str:
+    return f"{result.strategy} is in {', '.join(f'{name} ({version})' for name, version in result.engines.items())}"
+
+
+def _pipelines(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Pieces and stages of the searched pipelines and of the best strategy, and the bound of the searched ones."""
+    for result in plan.strategies:
+        if result.layers is None or (result.bound is None and result is not plan.best):
+            continue
+        yield f"{result.strategy}:", stages_text(result.partition, result.layers)
+        if (bound := result.bound) is not None:
+            gap, lower = round_up_percent(bound.gap), format_seconds(bound.lower_bound_s)
+            text = f"at most {gap} % slower than the best pieces and stages (proven lower bound {lower})"
+            if bound.gap_as_chosen != bound.gap:
+                text += f"; {round_up_percent(bound.gap_as_chosen)} % for the mean step, which it was searched for"
+            yield "", text
+
+
+def _kvr(plan: Plan) -> Iterator[tuple[str, str]]:
+    """The bound of KV-Runahead over single GPUs; other strategies may be faster than it."""
+    bounds, num_gpus = plan.bounds, plan.num_gpus
+    lower = None if bounds.lower_bound_s is None else f"proven lower bound {format_seconds(bounds.lower_bound_s)}"
+    label = "kvr-s:" if bounds.gap is not None else "bounds:"
+    chunks = next((result.partition for result in plan.strategies if result.strategy == "kvr-s"), ())
+    if plan.best.strategy != "kvr-s" and len(set(chunks)) > 1:
+        yield label, f"partition {', '.join(map(str, chunks))}"
+        label = ""
+    if bounds.gap is not None:
+        gap = round_up_percent(bounds.gap)
+        yield label, f"at most {gap} % slower than the best partition of KV-Runahead over single GPUs ({lower})"
+        label = ""
+    elif lower is not None:
+        yield label, f"{lower} of KV-Runahead over single GPUs"
+        label = ""
+    no_comm = f"TTFT({num_gpus}) without communication {format_seconds(bounds.ttft_no_comm_s)}"
+    yield label, f"{no_comm}; TTFT*({num_gpus}) by the paper's formula {format_seconds(bounds.ttft_star_s)}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Names, hybrids by their kind: "kvr-direct, pp and 8 hybrids such as tp2+kvr-s"."""
+    plain = [name for name in names if "+" not in name]
+    hybrids = [name for name in names if "+" in name]
+    if not hybrids:
+        return ", ".join(plain)
+    return f"{', '.join(plain)} and {len(hybrids)} hybrids such as {hybrids[0]}"
+
+
+def _add_noise(table: Facts, plan: Plan) -> None:
+    """The distributions of TTFT under noise, and what planning for it gains."""
+    if (report := plan.noise) is None:
+        return
+    table.add_row("noise:", report.noise.describe())
+    for result in plan.strategies:
+        if result.noisy is not None:
+            table.add_row("", f"{result.strategy}: {_summary(result.noisy)}")
+    if report.quiet_s is None or report.robust_s is None:
+        return
+    quiet, robust = format_seconds(report.quiet_s), format_seconds(report.robust_s)
+    same = report.quiet_partition == report.robust_partition
+    gained = (
+        f"{robust}; the partition planned without noise takes {quiet} ({1 - report.robust_s / report.quiet_s:+.2%})"
+    )
+    said = "the partition planned without random noise is the best" if same else gained
+    table.add_row("", f"kvr-s, {report.objective} over {report.num_samples} held-out samples: {said}")
+
+
+def _summary(noisy: Distribution) -> str:
+    parts = (f"{name} {format_seconds(getattr(noisy, name).value_s)}" for name in ("mean", "p50", "p95", "p99"))
+    return f"{', '.join(parts)}; {mean_change(noisy)}"
+
+
+# -- The launch of a plan on a serving engine, for people.
+
+
+def show_launch(launch: Launch) -> None:
+    """The command first, then its files; notes go to standard error."""
+    typer.echo(printable(launch.command))
+    for name, text in launch.files.items():
+        typer.echo(f"\n# {printable(name)}\n{text.rstrip()}")
+    typer.echo("")
+    for note in launch.notes:
+        tell(f"note: {note}")

@@ -68,7 +68,7 @@ def build(
 
 
 def _show_built(output: str, found: dict[str, Any]) -> None:
-    from kvrsim.cli.render.layout import Hint, facts, show
+    from kvrsim.cli.text import Hint, facts, show
 
     table = facts()
     most = f"up to {found['longest_context']} tokens, batch {found['longest_batch']}"
@@ -120,8 +120,7 @@ def _about(predictor: TtftPredictor) -> dict[str, Any]:
 
 
 def _show(found: Prediction) -> None:
-    from kvrsim.cli.render.format import format_interval, headline
-    from kvrsim.cli.render.layout import facts, show
+    from kvrsim.cli.text import facts, format_interval, headline, show
     from kvrsim.units import format_seconds
 
     table, interval = facts(), format_interval(found.ttft_low_s, found.ttft_high_s)

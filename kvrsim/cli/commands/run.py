@@ -13,7 +13,9 @@ from kvrsim.cli.outputs import print_json, tell_once, write_beside
 from kvrsim.cli.parsing import parse_chunks
 from kvrsim.cli.progress import RankProgress
 from kvrsim.cli.run_options import TimelineOptions
+from kvrsim.cli.text import Text, columns, facts, format_partition, headline, measured_header, narrowing, show
 from kvrsim.io.files import is_first_rank
+from kvrsim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from kvrsim.scenario import Scenario
@@ -91,8 +93,6 @@ def _show(found: RunResult, files: TimelineOptions, *, json: bool) -> None:
     if json:
         print_json(found.to_dict())
     else:
-        from kvrsim.cli.render.confirm import show_run
-
         show_run(found)
     about = {"cluster": f"{found.num_gpus} ranks, {found.conditions['device']}", "profile": None}  # it is measured
     write_beside(
@@ -102,7 +102,7 @@ def _show(found: RunResult, files: TimelineOptions, *, json: bool) -> None:
 
 
 def _draw(found: RunResult, path: str) -> None:
-    from kvrsim.cli.render.format import subtitle
+    from kvrsim.cli.text import subtitle
     from kvrsim.units import format_seconds
     from kvrsim.views.gantt import write_gantt
 
@@ -116,3 +116,33 @@ def _draw(found: RunResult, path: str) -> None:
         title=f"{found.strategy}: first token after {format_seconds(found.ttft_s)}, measured",
         subtitle=line,
     )
+
+
+def show_run(found: RunResult) -> None:
+    """One row per rank, then TTFT and its spread."""
+    rows = columns("rank", "tokens", "compute", "wait", "sent", numbers=True)
+    values = found.to_dict()["per_rank"]
+    chunks = found.partition if found.chunk_a_rank else (found.context_len,) * len(values)
+    tokens = [*[0] * (len(values) - len(chunks)), *chunks]
+    for row, chunk in zip(values, tokens, strict=True):
+        times = (format_seconds(row["compute_s"]), format_seconds(row["wait_s"]))
+        rows.add_row(str(row["rank"]), str(chunk), *times, format_bytes(row["sent_bytes"]))
+    answer, table, count = facts(), facts(), len(found.samples_s)
+    gpus = f"{found.num_gpus} GPU{'s' * (found.num_gpus != 1)}"
+    measured = f"{format_seconds(found.ttft_s)} measured, median of {count}; spread {format_seconds(found.iqr_s)} (IQR)"
+    answer.add_row("TTFT:", headline(f"{found.strategy} on {gpus}, {measured}"))
+    if found.predicted_s is not None:
+        error = found.predicted_s / found.ttft_s - 1
+        answer.add_row("predicted:", f"{format_seconds(found.predicted_s)} ({error:+.1%})")
+    if found.chunk_a_rank and len(found.partition) > 1:
+        answer.add_row("partition:", f"{format_partition(found.partition, room=10**6)} tokens")
+    if found.logits_error is not None:
+        shown = f"{found.logits_error:.2g} of {found.logits_scale:.2g}; KV cache by at most {found.kv_cache_error:.2g}"
+        table.add_row("logits:", f"differ from one process's by at most {shown}")
+    for row in found.generated:
+        table.add_row("tokens:", " ".join(map(str, row)))
+    table.add_row("machine:", "; ".join(f"{name} {value}" for name, value in found.conditions.items()))
+    for warning in found.warnings:
+        table.add_row(Text("note:", style="yellow"), warning)
+    asked = measured_header(found.question, found.conditions)
+    show(answer, "", *asked, "", narrowing(rows, "sent", "tokens"), "", table)

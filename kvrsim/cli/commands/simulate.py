@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvrsim.choices import EXECUTORS
 from kvrsim.cli.answers import AnswerOptions
-from kvrsim.cli.options import PackTokens, StreamOptions, Table, takes
+from kvrsim.cli.options import PackTokens, StreamOptions, takes
+from kvrsim.cli.options import Table as TableFile
 from kvrsim.cli.outputs import write_beside
 from kvrsim.cli.parsing import (
     parse_choice,
@@ -20,7 +21,37 @@ from kvrsim.cli.parsing import (
     require_table,
 )
 from kvrsim.cli.run_options import NoiseOptions, PageOptions
+from kvrsim.cli.text import (
+    Facts,
+    Part,
+    Table,
+    add_misfits,
+    add_notes,
+    blocks_text,
+    columns,
+    facts,
+    fits_text,
+    format_partition,
+    format_wait,
+    header,
+    headline,
+    held_text,
+    likely,
+    limit_text,
+    mean_change,
+    narrowing,
+    rests_on_line,
+    show,
+    stages_text,
+)
 from kvrsim.errors import InputError
+from kvrsim.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from kvrsim.noise import Distribution, Estimate
+    from kvrsim.results.breakdown import Breakdown, BreakdownRow
+    from kvrsim.results.results import SimResult
+    from kvrsim.scenario import Scenario
 
 
 @takes(StreamOptions, NoiseOptions, PageOptions, AnswerOptions)
@@ -44,7 +75,7 @@ def simulate(
             help="New tokens of each rank, such as 5000,3192. Default: the strategy's own; kvr-s searches it.",
         ),
     ] = None,
-    table: Table = None,
+    table: TableFile = None,
     executor: Annotated[
         str | None,
         typer.Option(
@@ -115,7 +146,7 @@ def simulate(
             on_progress=progress,
         )
     if not answers.printed(result.to_dict, "per_rank", without=("memory",)):
-        from kvrsim.cli.render.simulation import show_simulation
+        from kvrsim.cli.commands.simulate import show_simulation
 
         show_simulation(result, scenario)
     if timeline := result.timeline:
@@ -123,3 +154,133 @@ def simulate(
             (files.trace, lambda path: timeline.write_chrome_trace(path, result.question)),
             (files.plot, result.write_plot),
         )
+
+
+# -- A simulation for people; imported only where no JSON is asked for.
+
+_MOST_CAUSES = 4  # of the interval, that are listed
+_WIDE = 0.005  # of TTFT, from which on a cause is listed
+# Columns that a narrow terminal does without, the least important first.
+_OPTIONAL = ("sent", "wait", "compute", "tokens")
+
+
+def show_simulation(result: SimResult, scenario: Scenario) -> None:
+    """TTFT, the question, one row per rank, and the rest."""
+    limit = scenario.memory_limit.nbytes
+    answer, table = facts(), facts()
+    answer.add_row("TTFT:", headline(_ttft(result, limit)))
+    if result.layers is not None:
+        answer.add_row("pipeline:", stages_text(result.partition, result.layers))
+    elif len(result.partition) > 1:
+        answer.add_row("partition:", f"{format_partition(result.partition, room=10**6)} tokens")
+    if result.query_blocks is not None:
+        answer.add_row("query blocks:", blocks_text(result.query_blocks))
+    _add_noise_and_requests(answer, result)
+    if said := _interval(result):
+        table.add_row("interval:", said)
+    table.add_row("executor:", result.executor)
+    table.add_row("memory:", limit_text(scenario.memory_limit))
+    add_misfits(table, result.strategy, [rank.memory for rank in result.per_rank], limit)
+    table.add_row("rests on:", rests_on_line(result.question, held_text(result.interval_coverage)))
+    add_notes(table, result.warnings)
+    parts: list[Part] = [answer, "", *header(result.question, result.cluster), "", _ranks(result, limit), ""]
+    if result.breakdown is not None:
+        parts += [narrowing(_breakdown(result.breakdown), "basis", "roofline"), ""]
+    show(*parts, table)
+
+
+def _ranks(result: SimResult, limit: int) -> Table:
+    """One row per rank."""
+    table = columns("rank", "tokens", "compute", "wait", "sent", "peak memory", numbers=True)
+    columns("fits", into=table)
+    for rank in result.per_rank:
+        times = (format_wait(rank.compute_s), format_wait(rank.wait_s))
+        sizes = (format_bytes(rank.sent_bytes), format_bytes(rank.memory.total))
+        table.add_row(str(rank.rank), str(rank.chunk_len), *times, *sizes, fits_text(rank.memory.total <= limit))
+    return narrowing(table, *_OPTIONAL)
+
+
+def _ttft(result: SimResult, limit: int) -> str:
+    num_gpus, peak = len(result.per_rank), max(rank.memory.total for rank in result.per_rank)
+    time = likely(result.ttft_low_s, result.ttft_s, result.ttft_high_s, result.interval_coverage)
+    text = f"{result.strategy} on {num_gpus} GPU{'s' * (num_gpus != 1)}, {time}"
+    return text if peak <= limit else f"{text}; does not fit in memory: {format_bytes(peak - limit)} too much"
+
+
+def _interval(result: SimResult) -> str:
+    """What makes the interval wide."""
+    wide = {name: ends for name, ends in result.interval_causes.items() if max(map(abs, ends)) >= _WIDE}
+    causes = ", ".join(f"{name} {low:+.1%} to {high:+.1%}" for name, (low, high) in list(wide.items())[:_MOST_CAUSES])
+    return f"from {causes}" if causes else ""
+
+
+def _add_noise_and_requests(table: Facts, result: SimResult) -> None:
+    """The distribution of TTFT under noise, and the results of several requests."""
+    if result.noise is not None and result.noisy is not None:
+        table.add_row("noise:", result.noise.describe())
+        _add_distribution(table, result.noisy)
+    if (stream := result.stream) is not None:
+        figures = stream.to_dict()
+        table.add_row("requests:", f"{figures['count']}, {stream.arrivals}")
+        times = [format_seconds(figures[f"{name}_ttft_s"]) for name in ("mean", "p50", "p95", "p99")]
+        table.add_row("", "TTFT mean {}, median {}, p95 {}, p99 {}".format(*times))
+        shown = ", ".join(format_seconds(ttft_s) for ttft_s in stream.ttft_s[:8])
+        table.add_row("", f"each: {shown}{', ...' if len(stream.ttft_s) > 8 else ''}")
+        steady = "" if stream.steady_per_s is None else f"; {stream.steady_per_s:.3g} without pauses between requests"
+        table.add_row("", f"{stream.throughput_per_s:.3g} per second{steady}")
+        if (packed := stream.packed) is not None:
+            table.add_row(
+                "",
+                f"{packed.steps} packed steps of at most {packed.pack_tokens} tokens, on average"
+                f" {packed.mean_tokens:.0f} tokens of {packed.mean_prompts:.1f} prompts",
+            )
+        used = ", ".join(f"{share:.0%}" for share in stream.utilisation[:16])
+        table.add_row("", f"utilisation of each rank: {used}{', ...' if len(stream.utilisation) > 16 else ''}")
+
+
+def _add_distribution(table: Facts, noisy: Distribution) -> None:
+    table.add_row("", f"{noisy.num_samples} samples: mean {_limits(noisy.mean)}; {mean_change(noisy)}")
+    percentiles = ((name, getattr(noisy, name)) for name in ("p50", "p95", "p99"))
+    shown = ", ".join(f"{name} {_limits(estimate)}" for name, estimate in percentiles)
+    table.add_row("", f"{shown}, worst {format_seconds(noisy.worst_s)}")
+
+
+def _limits(estimate: Estimate) -> str:
+    """A figure and its confidence limits."""
+    ends = [None if end is None else format_seconds(end) for end in (estimate.low_s, estimate.high_s)]
+    if ends == [None, None]:
+        return format_seconds(estimate.value_s)
+    return f"{format_seconds(estimate.value_s)} ({ends[0] or '?'}–{ends[1] or '?'})"
+
+
+def _breakdown(breakdown: Breakdown) -> Table:
+    """One row per operation: seconds of the first and the last rank, and the share of all ranks' time."""
+    last = max(row.rank for row in breakdown.rows)
+    ranks = (0, last) if last else (0,)
+    table = columns("operation", "what")
+    columns(*(f"rank {rank}" for rank in ranks), "share", "roofline", numbers=True, into=table)
+    columns("basis", into=table)
+    kinds = list(dict.fromkeys(row.kind for row in breakdown.rows))
+    keys = dict.fromkeys((row.kind, row.what) for row in breakdown.rows)
+    for key in sorted(keys, key=lambda key: kinds.index(key[0])):
+        rows = {row.rank: row for row in breakdown.rows if (row.kind, row.what) == key}
+        seconds = [format_seconds(rows[rank].seconds) if rank in rows else "" for rank in ranks]
+        share = sum(row.share for row in rows.values()) / (last + 1)
+        table.add_row(*key, *seconds, f"{share:.1%}", _roofline(list(rows.values())), _known(list(rows.values())))
+    return table
+
+
+def _roofline(rows: list[BreakdownRow]) -> str:
+    """Least seconds over seconds, all ranks together."""
+    if any(row.roofline_share is None for row in rows):
+        return ""
+    least_s = sum((row.roofline_share or 0.0) * row.seconds for row in rows)
+    return f"{least_s / sum(row.seconds for row in rows):.0%}"
+
+
+def _known(rows: list[BreakdownRow]) -> str:
+    """How the seconds are known: one word, or one for each number of ranks."""
+    kinds = dict.fromkeys(row.basis for row in rows)
+    if len(kinds) == 1:
+        return next(iter(kinds))
+    return ", ".join(f"{kind} ({sum(row.basis == kind for row in rows)})" for kind in kinds)

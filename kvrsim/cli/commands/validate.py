@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -10,7 +11,9 @@ import typer
 from kvrsim.cli.answers import AnswerOptions
 from kvrsim.cli.options import takes
 from kvrsim.cli.parsing import check_output
+from kvrsim.cli.text import Table, columns, show
 from kvrsim.errors import KvrsimError
+from kvrsim.units import format_seconds
 
 app = typer.Typer()
 
@@ -58,8 +61,26 @@ def published(
     if report is not None:
         cases.write_report(result, report)
     if not answers.printed(lambda: result, "rows"):
-        from kvrsim.cli.render.catalogue import show_validation
-
         show_validation(result)
     if result.get("ok") is False:
         raise typer.Exit(1)
+
+
+def show_validation(result: Mapping[str, Any]) -> None:
+    """One row per published case, and the errors of the groups."""
+    table = Table()
+    for title in ("source", "case"):
+        table.add_column(title)
+    columns("reported", "simulated", "error", "calibration", numbers=True, into=table)
+    for row in result["rows"]:
+        times = (format_seconds(row["reported_s"]), format_seconds(row["simulated_s"]))
+        used = "used" if row["used_for_calibration"] else "held out"
+        table.add_row(row["source"], row["case"], *times, f"{row['rel_error']:+.1%}", used)
+    groups = ("calibration", "held_out", "all")
+    show(table, "", *(_errors(group, result[group]) for group in groups if group in result))
+
+
+def _errors(group: str, errors: Mapping[str, Any]) -> str:
+    """One line of a group's count and errors."""
+    shown = (f"{key} {value:.1%}" if isinstance(value, float) else f"{key} {value}" for key, value in errors.items())
+    return f"{group.replace('_', ' ')}: {', '.join(shown)}"

@@ -13,7 +13,7 @@ import typer
 
 import kvrsim
 from kvrsim.cli import main as cli
-from kvrsim.cli.render.format import TIED
+from kvrsim.cli.text import TIED
 from kvrsim.hardware import Cluster, load_cluster
 from kvrsim.io.schema import to_json
 from kvrsim.kernels.profile import load_profile

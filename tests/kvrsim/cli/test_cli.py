@@ -14,7 +14,7 @@ import pytest
 
 import kvrsim
 from kvrsim.cli import main as cli
-from kvrsim.cli.render.format import format_interval, format_partition, interval_title, over_memory, round_up_percent
+from kvrsim.cli.text import format_interval, format_partition, interval_title, over_memory, round_up_percent
 from kvrsim.memory import RankMemory
 from planner.strategies_for import QUICK
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvrsim.cli.render import layout
-from kvrsim.cli.render.confirm import show_confirmation
+from kvrsim.cli import text as layout
+from kvrsim.cli.commands.confirm import show_confirmation
 from planner.confirm.drift import ClockDrift
 from tests.planner.confirm.test_confirm_laws import candidate, confirmation
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvrsim.builder import make_scenario
 from kvrsim.cli import main as cli
-from kvrsim.cli.commands.strategies import about
+from kvrsim.cli.commands.catalogue import about
 from kvrsim.runtime.exchange import RUN_STRATEGIES
 from kvrsim.strategies import STRATEGIES, get_strategy
 from planner.deploy.engines import engines_with

@@ -5,19 +5,20 @@ A command runs once; what it shows is then laid out at each width.
 
 from __future__ import annotations
 
+import io
 import re
 import shlex
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import typer
-from rich.table import Table
 
 import kvrsim
 from kvrsim.cli import main as cli
-from kvrsim.cli.render import layout
+from kvrsim.cli import text as layout
 from kvrsim.strategies import STRATEGIES
 from kvrsim.units import format_seconds
 
@@ -139,7 +140,7 @@ def test_the_least_important_columns_go_first(folder: Path, monkeypatch: pytest.
     narrow = STYLES.sub("", layout.page(shown, 60, terminal=True))
     (header,) = [line for line in narrow.splitlines() if line.startswith("strategy ")]
     assert [title for title in titles if title not in header] == []
-    assert "columns hidden for lack of width: longest wait, exposed comm." in " ".join(narrow.split())
+    assert "columns hidden for lack of width: exposed comm., longest wait" in " ".join(narrow.split())
 
 
 def test_a_figure_that_is_cut_would_be_seen() -> None:
@@ -147,40 +148,12 @@ def test_a_figure_that_is_cut_would_be_seen() -> None:
     assert not set(figures(f"{format_seconds(1.234)[:3]}")) <= set(figures(format_seconds(1.234)))
 
 
-def test_the_next_command_asks_the_same_question(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = (
-        *TINY,
-        "--cluster",
-        "h100-nvlink",
-        "--batch=2",
-        "--strategies",
-        "tsp,kvr-e",
-        "--seed",
-        "7",
-        "--plot",
-        "x.svg",
-    )
-    (hint,) = [part for part in parts_of(("plan", *asked), folder, monkeypatch) if isinstance(part, layout.Hint)]
-    words = shlex.split(hint.command)
-    assert words[:3] == ["kvrsim", "simulate", "--strategy"]
-    said = dict(zip(words[4::2], words[5::2], strict=True))
-    kept = {"--gpus": "2", "--ctx": "512", "--cluster": "h100-nvlink", "--batch": "2", "--seed": "7"}
-    assert said == {**kept, "--plot": "timeline.html"}
-
-
-def test_where_nothing_fits_the_next_command_is_a_remedy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = ("plan", *TOO_LARGE, "--strategies", "tsp,tp")
-    (hint,) = [part for part in parts_of(command, folder, monkeypatch) if isinstance(part, layout.Hint)]
-    assert hint.command.startswith("kvrsim plan --gpus 4 --strategies tp2+pp ")
-    assert hint.command.count("--strategies") == 1
-
-
 def labels_of(parts: Sequence[layout.Part]) -> Iterator[str]:
     """Titles of columns and labels of lines, but for names of strategies."""
     for part in parts:
-        table = part.table if isinstance(part, layout.Shrinkable) else part
-        if isinstance(table, Table):
-            cells = [column.header for column in table.columns] if table.show_header else table.columns[0].cells
+        if isinstance(part, layout.Table | layout.Facts):
+            columns = part.columns if isinstance(part, layout.Table) else ()
+            cells = [column.title for column in columns] or [label for label, _ in part.rows]
             for cell in map(str, cells):
                 label = re.sub(
                     r"\(.*\)|, [\d.]+ [GMk]?B/s|\d+ (?=GPUs)|(?<=rank) \d+|:$", "", " ".join(cell.split())
@@ -191,7 +164,7 @@ def labels_of(parts: Sequence[layout.Part]) -> Iterator[str]:
 
 def defined_terms() -> set[str]:
     """What the glossary explains: bold terms, and the first cells of its table."""
-    text = (Path(__file__).parents[4] / "docs/reference/glossary.md").read_text("utf-8")
+    text = (Path(__file__).parents[3] / "docs/reference/glossary.md").read_text("utf-8")
     terms = re.findall(r"^\*\*(.+?)\*\*(?: \(.*\))?$", text, re.M) + re.findall(r"^\| ([^|]+?) \|", text, re.M)
     return {term.strip().lower() for shown in terms for term in shown.split(", ")} | {"gpus"}
 
@@ -203,3 +176,58 @@ def test_every_label_is_in_the_glossary(
     labels = set(labels_of(parts_of(command, folder, monkeypatch)))
     assert len(labels) >= 3
     assert labels - defined_terms() == set()
+
+
+CELLS = ("zigzag", "8 × 2048", "602 ms", "563–642 ms", "1.53×", "55.9 ms", "38.9 ms", "24.7 GiB", "yes")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def table_at(width: int, monkeypatch: pytest.MonkeyPatch, *, terminal: bool) -> list[str]:
+    """The lines of a plan's table at a width."""
+    stream = Terminal() if terminal else io.StringIO()
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    table = layout.columns("strategy", "partition")
+    layout.columns("TTFT", "low–high", "vs TSP", "exposed", "wait", "peak of", numbers=True, into=table)
+    layout.columns("fits", into=table)
+    table.add_row(*CELLS)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", stream)
+        layout.show(layout.narrowing(table, "wait", "exposed", "low–high", "partition"), "prose " * 40)
+    return re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue()).splitlines()
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 200])
+def test_a_pipe_gets_every_figure(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = table_at(width, monkeypatch, terminal=False)
+    assert [figure for figure in CELLS if figure not in lines[1]] == []
+    assert "…" not in "".join(lines)
+    assert max(map(len, lines[2:])) <= width
+
+
+@pytest.mark.parametrize("width", range(30, 100, 5))
+def test_a_terminal_gets_whole_figures(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = table_at(width, monkeypatch, terminal=True)
+    if width < 40:  # rows one below the other
+        assert [figure for figure in CELLS if not any(line.endswith(figure) for line in lines)] == []
+        return
+    words = [figure for figure in CELLS if figure in lines[1]]
+    assert lines[1].split() == " ".join(words).split()
+    assert "…" not in lines[1]
+    assert {"zigzag", "602 ms", "1.53×", "24.7 GiB", "yes"} <= set(words)
+    if len(words) < len(CELLS):
+        assert "columns hidden for lack of width" in " ".join(" ".join(lines[2:]).split())
+    if width >= 45:
+        assert len(lines[1]) <= width
+
+
+def test_fewer_columns_on_a_narrower_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = [sum(figure in table_at(width, monkeypatch, terminal=True)[1] for figure in CELLS) for width in (90, 65, 45)]
+    assert seen == sorted(seen, reverse=True)
+    assert "38.9 ms" not in table_at(68, monkeypatch, terminal=True)[1]
+    assert "55.9 ms" in table_at(68, monkeypatch, terminal=True)[1]

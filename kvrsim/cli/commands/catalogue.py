@@ -1,0 +1,688 @@
+"""`kvrsim strategies`: the ways to run a prefill on several GPUs, and what is known of one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvrsim.cli.answers import AnswerOptions
+from kvrsim.cli.options import Json, takes
+from kvrsim.cli.outputs import print_json
+from kvrsim.cli.text import Text, columns, facts, show
+from kvrsim.units import format_bandwidth, format_bytes, format_seconds, format_tokens
+
+if TYPE_CHECKING:
+    from kvrsim.engine import Engine
+    from kvrsim.hardware import Cluster
+    from kvrsim.kernels.gemm import GemmRates
+    from kvrsim.kernels.profile import CalibrationProfile
+    from kvrsim.model.gemm import Gemm
+    from kvrsim.model.mixers import Mixer
+    from kvrsim.model.spec import LayerSpec, ModelSpec
+    from kvrsim.strategies import Strategy
+
+_WORDS = Path(__file__).parents[2] / "data" / "strategies.json"
+
+strategies = typer.Typer()
+
+
+@strategies.command("list")
+@takes(AnswerOptions)
+def list_strategies(answers: AnswerOptions) -> None:
+    """List the strategies.
+
+    Also lists those that installed packages add.
+
+    Example: kvrsim strategies list
+    """
+    answers.check()
+    from kvrsim.strategies import strategy_names
+
+    found = [about(name) for name in strategy_names()]
+    if not answers.printed(lambda: {"strategies": found}, "strategies"):
+        show_strategies(found)
+
+
+@strategies.command("show")
+def strategies_show(
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME|FILE.py:NAME", help="A strategy or a hybrid, such as tp8+kvr-s."),
+    ],
+    json: Json = False,
+) -> None:
+    """Print one strategy: what ranks compute, send and hold.
+
+    Also prints which engines have it, and whether kvrsim run runs it.
+
+    Example: kvrsim strategies show zigzag
+    """
+    found = about(name)
+    if json:
+        print_json(found)
+        return
+    show_strategy(found)
+
+
+def about(name: str) -> dict[str, Any]:
+    """A strategy as JSON, the fields as docs/reference/json.md has them; raises InputError where there is none."""
+    from kvrsim.runtime.exchange import RUN_STRATEGIES
+    from kvrsim.strategies import get_strategy
+    from planner.deploy.engines import engines_for
+    from planner.strategies_for import QUICK
+
+    strategy = get_strategy(name, "NAME|FILE.py:NAME")
+    words = _words(strategy)
+    return {
+        "name": strategy.name,
+        "title": strategy.title,
+        "partition_rule": strategy.partition_rule,
+        **{key: words.get(key) for key in ("each_rank", "communication", "holds")},
+        "engines": list(engines_for(strategy)),
+        "runs_here": strategy.name in RUN_STRATEGIES,
+        "planned_by_default": strategy.name in QUICK,
+        "approximate": strategy.approximate,
+        "source": strategy.source,
+        "docs": words.get("docs"),
+    }
+
+
+def _words(strategy: Strategy) -> Mapping[str, Any]:
+    """What data/strategies.json says; of a hybrid what it says of the strategy between its groups."""
+    from kvrsim.io.schema import JsonObject
+
+    shipped: Mapping[str, Any] = JsonObject.read(_WORDS, "strategies").fields
+    own = shipped.get(strategy.name)
+    if own is not None or strategy.group_size in (None, 1):
+        return dict(own or {})
+    between: Mapping[str, Any] = shipped.get(strategy.name.rpartition("+")[2], {})
+    rank, moves = f"a rank is {strategy.group_size} GPUs that split every matrix", "two all-reduces in each group"
+    return {
+        "each_rank": "; ".join(filter(None, (rank, between.get("each_rank")))),
+        "communication": "; ".join(filter(None, (between.get("communication"), f"{moves} in each layer"))),
+        "holds": between.get("holds") and f"{between['holds']}; of them a GPU 1 / {strategy.group_size}",
+        "docs": between.get("docs", "docs/explanation/strategies.md"),
+    }
+
+
+# -- `kvrsim models`: the models that ship, and what is in one.
+
+models = typer.Typer()
+
+
+@models.command("list")
+@takes(AnswerOptions)
+def list_models(answers: AnswerOptions) -> None:
+    """List the built-in models.
+
+    Example: kvrsim models list
+    """
+    answers.check()
+    from kvrsim.model.load import builtin_models, load_model
+
+    models = [load_model(name) for name in builtin_models()]
+    if not answers.printed(
+        lambda: {"models": [summary(model) for model in models]}, "models", without=("layer_kind_index", "lm_head")
+    ):
+        show_models(models)
+
+
+@models.command("show")
+def models_show(
+    name: Annotated[str, typer.Argument(metavar="NAME|PATH", help="A built-in model, a config.json, or its folder.")],
+    json: Json = False,
+) -> None:
+    """Print one model: parameters, kinds of layers, cache.
+
+    Also prints what of the model is approximated.
+
+    Example: kvrsim models show llama-3-8b
+    """
+    from kvrsim.model.load import load_model
+
+    model = load_model(name, argument="NAME|PATH")
+    if json:
+        print_json(summary(model))
+        return
+    show_model(model)
+
+
+def summary(model: ModelSpec) -> dict[str, Any]:
+    """A model's numbers, its layers by kind."""
+    from kvrsim.model.describe import mixers_of
+    from kvrsim.model.mixers import Attention
+
+    skipped = ("layers", "layer_kinds", "layer_kind_index")
+    own = {field.name: getattr(model, field.name) for field in fields(model) if field.name not in skipped}
+    mixer = model.main_mixer
+    first = model.layers[0]
+    return {
+        **own,
+        "lm_head": asdict(model.lm_head),
+        "quantization": None if model.quantization is None else asdict(model.quantization),
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_key_value_heads,
+        "head_dim": model.head_dim,
+        "gated_mlp": any(layer.gated_mlp for layer in model.layers),
+        "qk_norm": isinstance(mixer, Attention) and mixer.qk_norm,
+        "norms_before_attention": first.norms_before_mixer,
+        "norms_after_attention": first.norms_after_mixer,
+        "num_parameters": model.num_parameters,
+        "active_parameters": model.active_parameters,
+        "weight_bytes": model.weight_bytes(2),
+        "kv_bytes_per_token": model.kv_bytes_per_token(2),
+        "state_bytes": model.cache_bytes(0, 2),
+        "mixers": [{"mixer": title, "num_layers": count} for title, count in mixers_of(model).items()],
+        "layer_kinds": [{"num_layers": model.layers.count(kind)} | layer_kind(kind) for kind in model.layer_kinds],
+        "layer_kind_index": model.layer_kind_index,
+    }
+
+
+def layer_kind(kind: LayerSpec) -> dict[str, Any]:
+    """A kind of layer; of softmax attention its matrices and its window beside the mixer that has them."""
+    from kvrsim.model.mixers import Attention
+
+    content, mixer = asdict(kind), kind.mixer
+    attention = mixer if isinstance(mixer, Attention) else None
+    content["mixer"] = (
+        None if mixer is None else {"kind": type(mixer).__name__, "title": mixer.title, **content["mixer"]}
+    )
+    return content | {
+        "qkv": [] if attention is None else [asdict(gemm) for gemm in attention.projections],
+        "output": None if attention is None else asdict(attention.output[0]),
+        "sliding_window": None if attention is None else attention.sliding_window,
+        "norm_parameters": kind.other_parameters,
+    }
+
+
+# -- `kvrsim clusters`: the clusters that ship, and what is in one.
+
+clusters = typer.Typer()
+
+
+@clusters.command("list")
+@takes(AnswerOptions)
+def list_clusters(answers: AnswerOptions) -> None:
+    """List the built-in clusters.
+
+    Example: kvrsim clusters list
+    """
+    answers.check()
+    from kvrsim.hardware import builtin_clusters, load_cluster
+    from kvrsim.io.schema import to_json
+
+    clusters = {name: load_cluster(name) for name in builtin_clusters()}
+    if not answers.printed(
+        lambda: {"clusters": [to_json(cluster) for cluster in clusters.values()]},
+        "clusters",
+        without=("source", "memory_source"),
+    ):
+        show_clusters(clusters)
+
+
+@clusters.command("show")
+def clusters_show(
+    name: Annotated[str, typer.Argument(metavar="NAME|PATH", help="A built-in cluster or a file.")],
+    json: Json = False,
+) -> None:
+    """Print one cluster: GPU, links and topology.
+
+    Example: kvrsim clusters show h100-nvlink
+    """
+    from kvrsim.hardware import load_cluster
+    from kvrsim.io.schema import to_json
+
+    cluster = load_cluster(name, argument="NAME|PATH")
+    if json:
+        print_json(to_json(cluster))
+        return
+    from kvrsim.cli.text import show_tree
+
+    show_tree(cluster.name, to_json(cluster))
+
+
+# -- `kvrsim profiles`: the calibration profiles that ship, and what is in one.
+
+profiles = typer.Typer()
+
+
+@profiles.command("list")
+@takes(AnswerOptions)
+def list_profiles(answers: AnswerOptions) -> None:
+    """List the built-in profiles.
+
+    Example: kvrsim profiles list
+    """
+    answers.check()
+    from kvrsim.kernels.profile import builtin_profiles, load_profile
+
+    profiles = [load_profile(name) for name in builtin_profiles()]
+    rows = [
+        {
+            "name": profile.name,
+            "gpu": profile.gpu,
+            "attention": list(profile.attention_kernels),
+            "mape": profile.residual.mape if profile.residual else None,
+            "description": profile.description,
+        }
+        for profile in profiles
+    ]
+    if not answers.printed(lambda: {"profiles": rows}, "profiles"):
+        show_profiles(profiles)
+
+
+@profiles.command("show")
+def profiles_show(
+    name: Annotated[str, typer.Argument(metavar="NAME|PATH", help="A built-in profile or a file.")],
+    json: Json = False,
+) -> None:
+    """Print one profile: rates, measured range, errors, sources.
+
+    Example: kvrsim profiles show h100-flash
+    """
+    from kvrsim.kernels.profile import load_profile
+
+    profile = load_profile(name, argument="NAME|PATH")
+    if json:
+        print_json(profile.to_dict())
+        return
+    from kvrsim.cli.text import show_tree
+
+    content = profile.to_dict()
+    kernels = content["kernels"]
+    kernels["gemm"]["measured"] = _shapes(profile.kernels.gemm)
+    for kind, rates in profile.kernels.gemm_types.items():
+        kernels["gemm_types"][kind]["measured"] = _shapes(rates)
+    show_tree(profile.name, content)
+
+
+def _shapes(rates: GemmRates) -> list[str]:
+    """The measured shapes of products, a line each instead of their tables."""
+    return [
+        f"{shape.in_features}→{shape.out_features}: {len(shape.rows)} row counts, {shape.rows[0]} to {shape.rows[-1]}"
+        for shape in rates.measured
+    ]
+
+
+@profiles.command("diff")
+@takes(AnswerOptions)
+def diff(
+    answers: AnswerOptions,
+    a: Annotated[str, typer.Argument(metavar="A", help="A built-in profile or a file.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another profile.")],
+    model: Annotated[
+        str, typer.Option("--model", metavar="NAME|PATH", help="Model whose layers are compared.")
+    ] = "llama-7b",
+) -> None:
+    """Compare the seconds of typical operations in two profiles.
+
+    Operations that differ significantly are marked.
+
+    Example: kvrsim profiles diff a100-eager a100-flash
+    """
+    answers.check()
+    from calibrate.fit.diff import compare_profiles, dtypes_of
+    from kvrsim.kernels.profile import load_profile
+    from kvrsim.model.load import load_model
+
+    first, second = load_profile(a, argument="A"), load_profile(b, argument="B")
+    spec = load_model(model)
+    rows = compare_profiles(first, second, spec)
+    dtypes = dtypes_of(first, second)
+    content = {
+        "a": first.name,
+        "b": second.name,
+        "model": spec.name,
+        "dtypes": list(dtypes),
+        "operations": [
+            {
+                "operation": row.operation,
+                "a_s": row.a_s,
+                "b_s": row.b_s,
+                "ratio": row.ratio,
+                "differs": row.differs,
+            }
+            for row in rows
+        ],
+    }
+    if answers.printed(lambda: content, "operations"):
+        return
+    from kvrsim.units import format_seconds
+
+    table = columns("operation")
+    columns("A", "B", "B / A", numbers=True, into=table)
+    columns("", into=table)
+    for row in rows:
+        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+        table.add_row(row.operation, format_seconds(row.a_s), format_seconds(row.b_s), ratio, "*" * row.differs)
+    names = f"A: {first.name}, {dtypes[0]}, on {first.gpu}; B: {second.name}, {dtypes[1]}, on {second.gpu}"
+    show(names, "", table, "", "*: the difference is larger than the 80 % interval of both profiles' errors")
+
+
+# -- `kvrsim engines`: the serving engines that ship, and what is in one.
+
+engines = typer.Typer()
+
+
+@engines.command("list")
+@takes(AnswerOptions)
+def list_engines(answers: AnswerOptions) -> None:
+    """List the built-in engines.
+
+    Example: kvrsim engines list
+    """
+    answers.check()
+    from kvrsim.engine import builtin_engines, load_engine
+
+    engines = [load_engine(name) for name in builtin_engines()]
+    if not answers.printed(
+        lambda: {"engines": [engine.to_dict() for engine in engines]},
+        "engines",
+        without=("provenance", "spread", "fit"),
+    ):
+        show_engines(engines)
+
+
+@engines.command("show")
+def engines_show(
+    name: Annotated[str, typer.Argument(metavar="NAME|PATH", help="A built-in engine or a file.")],
+    json: Json = False,
+) -> None:
+    """Print one engine: its terms, errors and sources.
+
+    Example: kvrsim engines show vllm-2023
+    """
+    from kvrsim.engine import load_engine
+
+    engine = load_engine(name, argument="NAME|PATH")
+    if json:
+        print_json(engine.to_dict())
+        return
+    show_engine(engine)
+
+
+# -- The profiles, models and clusters that ship, and the published cases, as tables.
+
+
+def show_profiles(profiles: Sequence[CalibrationProfile]) -> None:
+    """One row per profile."""
+    table = columns("profile", "GPU", "attention", "held-out error")
+    table.add_column("description")
+    for profile in profiles:
+        kernels = ", ".join(profile.attention_kernels)
+        table.add_row(profile.name, profile.gpu, kernels, _left_out_error(profile), profile.description)
+    show(table)
+
+
+def _left_out_error(profile: CalibrationProfile) -> str:
+    """Mean absolute held-out error: of whole TTFTs, or of matrix products and attention."""
+    if profile.residual is not None:
+        return f"TTFT {profile.residual.cross_validated_mape:.1%}"
+    kinds = [(kind, profile.operations[kind]) for kind in ("gemm", "attention") if kind in profile.operations]
+    return "\n".join(f"{kind} {fit.cross_validated_mape:.1%}" for kind, fit in kinds) or "unknown"
+
+
+def show_models(models: Sequence[ModelSpec]) -> None:
+    """One row per model; below, what of some is approximated."""
+    from kvrsim.model.describe import describe_mixers, describe_parameters
+
+    table = columns("model", "family")
+    columns("parameters", "active", "context", numbers=True, into=table)
+    table.add_column("layers")
+    approximated: dict[str, list[str]] = {}
+    for model in models:
+        active = model.active_parameters
+        table.add_row(
+            model.name,
+            model.model_type.removesuffix("_text"),
+            describe_parameters(model.num_parameters),
+            describe_parameters(active) if active < model.num_parameters else "",
+            _context(model),
+            describe_mixers(model),
+        )
+        for sentence in model.approximations:
+            approximated.setdefault(sentence, []).append(model.name)
+    notes = [f"{sentence}: {', '.join(names)}" for sentence, names in approximated.items()]
+    show(table, *(["", *notes] if notes else []))
+
+
+def show_model(model: ModelSpec) -> None:
+    """Its numbers in words, then each kind of layer with its matrices."""
+    from kvrsim.model.describe import describe_mixers, describe_parameters, mixer_title
+
+    table, active = facts(), model.active_parameters
+    some = "" if active == model.num_parameters else f", of which a token passes through {describe_parameters(active)}"
+    quantised = "" if model.quantization is None else f" ({model.quantization.describe()})"
+    rows = {
+        "family": model.model_type,
+        "parameters": f"{describe_parameters(model.num_parameters)} ({model.num_parameters:,}){some}",
+        "layers": f"{model.num_hidden_layers}: {describe_mixers(model)}",
+        "context": _context(model) or "not stated",
+        "hidden size": f"{model.hidden_size}",
+        "vocabulary": f"{model.vocab_size}{', head tied to the embedding' if model.tie_word_embeddings else ''}",
+        "weights": f"{format_bytes(model.weight_bytes(2))}{quantised}",
+        "cache": f"{format_bytes(model.kv_bytes_per_token(2))} a token{_state(model)}",
+        "approximated": "\n".join(model.approximations) or "nothing",
+    }
+    for label, text in rows.items():
+        table.add_row(label, text)
+    for kind in model.layer_kinds:
+        table.add_row("", "")
+        table.add_row(f"{model.layers.count(kind)} layers", mixer_title(kind))
+        for label, text in _layer_rows(kind):
+            table.add_row(f"  {label}", text)
+    show(Text(model.name, style="bold"), table)
+
+
+def _context(model: ModelSpec) -> str:
+    made_for = model.max_position_embeddings
+    return "" if made_for is None else format_tokens(made_for)
+
+
+def _state(model: ModelSpec) -> str:
+    """Of recurrences, which keep the same whatever the tokens."""
+    state = model.cache_bytes(0, 2)
+    return f", and {format_bytes(state)} whatever the tokens" if state else ""
+
+
+def _layer_rows(kind: LayerSpec) -> Iterator[tuple[str, str]]:
+    """Label and text of what a kind of layer consists of."""
+    if kind.mixer is not None:
+        yield "heads", _heads(kind.mixer)
+        yield "matrices", _matrices(kind.mixer.matrices)
+    if kind.num_experts:
+        yield "experts", f"{kind.num_experts}, of which a token passes through {kind.num_experts_per_tok}"
+        yield "an expert", _matrices(kind.mlp)
+    elif kind.mlp:
+        yield "MLP", _matrices(kind.mlp)
+    if kind.shared_mlp:
+        yield "all tokens", _matrices(kind.shared_mlp)
+    yield "parameters", f"{kind.num_parameters:,}"
+
+
+def _heads(mixer: Mixer) -> str:
+    from kvrsim.model.mixers import Attention, LatentAttention, Recurrence
+
+    if isinstance(mixer, Recurrence):
+        keys = f"{mixer.num_key_heads} of keys, {mixer.key_head_dim} wide"
+        return f"{keys}; {mixer.num_value_heads} of values, {mixer.value_head_dim} wide"
+    heads = f"{mixer.num_attention_heads} of queries, {mixer.head_dim} wide"
+    if isinstance(mixer, Attention):
+        wide = "" if mixer.v_head_dim == mixer.head_dim else f", values {mixer.v_head_dim} wide"
+        return f"{heads}; {mixer.num_key_value_heads} of keys and values{wide}"
+    if isinstance(mixer, LatentAttention):
+        return f"{heads}, values {mixer.v_head_dim} wide; a latent of {mixer.kv_lora_rank} a token"
+    return f"{heads}; one of keys that are values"
+
+
+def _matrices(gemms: Sequence[Gemm]) -> str:
+    """Names and widths, and the bits of quantised weights."""
+    return "\n".join(
+        f"{gemm.name} {gemm.in_features} to {gemm.out_features}"
+        + (" with bias" if gemm.bias else "")
+        + (f", {gemm.groups} groups" if gemm.groups > 1 else "")
+        + (f", {gemm.weights.bits} bits" if gemm.weights else "")
+        for gemm in gemms
+    )
+
+
+def show_clusters(clusters: Mapping[str, Cluster]) -> None:
+    """One row per cluster; bandwidth per direction."""
+    table = columns("cluster", "GPUs", "memory", "topology", "link", "bandwidth", "latency")
+    for name, cluster in clusters.items():
+        gpu, link = cluster.gpu, cluster.link
+        speed, latency = format_bandwidth(link.bandwidth_bytes_per_s), format_seconds(link.latency_s)
+        gpus, memory = f"{cluster.num_gpus} × {gpu.name}", format_bytes(gpu.memory_bytes)
+        table.add_row(name, gpus, memory, cluster.topology, link.name, speed, latency)
+    show(table)
+
+
+# -- Strategies as a table, and one of them in words.
+
+_RULES = {
+    "whole": "one rank computes the whole context",
+    "even": "even shares of the context",
+    "search": "searched shares of the context",
+    "table": "shares of the context, looked up in a partition table",
+    "pieces": "even pieces of the context, one after another",
+    "searched-pieces": "searched pieces of the context, one after another",
+}
+
+
+def show_strategies(found: Sequence[Mapping[str, Any]]) -> None:
+    """One row per strategy."""
+    table = columns("strategy", "runs here", "engines")
+    table.add_column("what it is")
+    for one in found:
+        table.add_row(one["name"], "yes" if one["runs_here"] else "", ", ".join(one["engines"]), one["title"])
+    show(
+        table,
+        "",
+        "runs here: kvrsim run and confirm run it on real ranks; engines: some model can be launched with it there",
+        "hybrids: tpN+NAME, and sizes such as tp4+pp2+cp2; kvrsim strategies show NAME says more",
+    )
+
+
+def show_strategy(one: Mapping[str, Any]) -> None:
+    """What each rank computes, sends and holds, and who can run it."""
+    rows = {
+        "partition": _RULES[one["partition_rule"]],
+        "each rank": one["each_rank"],
+        "communication": one["communication"],
+        "a rank holds": one["holds"],
+        "result": one["approximate"] or "the same as of one GPU",
+        "kvrsim plan": "compares it by default" if one["planned_by_default"] else "compares it by --strategies",
+        "kvrsim run": "runs it" if one["runs_here"] else "does not run it",
+        "engines": ", ".join(one["engines"]) or "none that was looked at",
+        "source": one["source"],
+        "more": one["docs"],
+    }
+    table = facts()
+    for label, text in rows.items():
+        if text:
+            table.add_row(label, text)
+    show(f"{one['name']}: {one['title']}", "", table)
+
+
+# -- Engine records as tables.
+
+_MEANINGS = {
+    "request_s": "before the first layer, once a request",
+    "token_s": "more for each token of the request",
+    "step_s": "before each pass through the layers",
+    "layer_s": "host, to issue one layer",
+    "kernel_s": "host, more for each kernel of the layer",
+    "gather_piece_s": "host, more for each rank of an all-gather",
+    "resume_s": "that the GPU waits after the communication of a layer",
+    "message_s": "host, to issue one send or receive",
+    "prepare_s": "host, in each step",
+    "collective_s": "each collective of tensor parallelism, beside its kernel",
+    "kernel_scale": "kernels' seconds over the profile's",
+}
+_BEYOND = "measured over predicted, beyond what the terms explain"
+
+
+def show_engines(engines: Sequence[Engine]) -> None:
+    """One row per engine."""
+    table = columns("engine")
+    columns("before", "layer", numbers=True, into=table)
+    columns("kernels", "held-out", into=table)
+    table.add_column("what it is")
+    for engine in engines:
+        host = engine.host
+        seconds = [format_seconds(value) for value in (host.request_s + host.step_s, host.layer_s)]
+        table.add_row(engine.name, *seconds, _scales(engine), _left_out_error_engines(engine), engine.title)
+    show(
+        table,
+        "",
+        "before: seconds before the first layer; layer: host seconds of one layer; kernels: times the profile's;"
+        " held-out: median error on prefills, rows or engines left out of the fit",
+    )
+
+
+def show_engine(engine: Engine) -> None:
+    """Every term with its range, and what the record rests on."""
+    from planner.uncertainty.causes import engine_sides
+
+    table = columns("term")
+    columns("value", "80 % range", numbers=True, into=table)
+    table.add_column("meaning")
+    for term, meaning in _MEANINGS.items():
+        for label, value in _values(engine, term):
+            if value:
+                table.add_row(label, _shown(term, value), _range(term, value, engine.spread.get(term)), meaning)
+    sides = engine_sides(engine)
+    if sides is not None:
+        table.add_row("TTFT", "1", f"{math.exp(-sides[0]):.3g} to {math.exp(sides[1]):.3g}", _BEYOND)
+    first_token = "the prefill and one decode step" if engine.decode_step else "the prefill"
+    lines = [f"{engine.name}: {engine.title}", engine.description, engine.not_covered]
+    rests = [f"{key}: {text}" for key, text in engine.provenance.items()]
+    errors = [f"errors: {_engine_errors(engine)}"] if engine.fit is not None else []
+    show(*lines, "", table, "", f"TTFT: {first_token}", *errors, *rests)
+
+
+def _values(engine: Engine, term: str) -> list[tuple[str, float]]:
+    if term == "kernel_scale":
+        return [(f"{term}, {gpu}", scale) for gpu, scale in engine.kernel_scale.items()]
+    return [(term, float(getattr(engine.host, term) or 0.0))]
+
+
+def _shown(term: str, value: float) -> str:
+    return format_seconds(value) if term.endswith("_s") else f"{value:.3g}"
+
+
+def _range(term: str, value: float, spread: float | None) -> str:
+    from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT
+
+    if spread is None or not value:
+        return ""
+    factor = math.exp(DEVIATES_OF_80_PERCENT * spread)
+    return f"{_shown(term, value / factor)} to {_shown(term, value * factor)}"
+
+
+def _scales(engine: Engine) -> str:
+    return "\n".join(f"{gpu} {scale:.2f}" for gpu, scale in engine.kernel_scale.items()) or "1.00"
+
+
+def _left_out_error_engines(engine: Engine) -> str:
+    fit = engine.fit
+    return "" if fit is None else f"{fit.left_out_median_ape:.1%}, {fit.left_out}s"
+
+
+def _engine_errors(engine: Engine) -> str:
+    from kvrsim.engine import SHORT_TOKENS
+
+    fit = engine.fit
+    assert fit is not None
+    short = "" if fit.short_coverage is None else f", {fit.short_coverage:.0%} below {SHORT_TOKENS} tokens"
+    left_out = f"median {fit.left_out_median_ape:.1%}, mean {fit.left_out_mape:.1%}"
+    inside = f"{fit.coverage:.0%} inside their 80 % intervals{short}; {fit.source}"
+    if fit.left_out == "engine":
+        return f"each engine left out, {SHORT_TOKENS} tokens and more: {left_out}; {inside}"
+    own = f"median {fit.median_ape:.1%}, mean {fit.mape:.1%} on {fit.num_rows} prefills"
+    return f"{own}; each {fit.left_out} left out: {left_out}; {inside}"

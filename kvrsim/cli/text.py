@@ -1,0 +1,448 @@
+"""Text for people: tables, labelled facts and trees on a terminal, and the phrases that several commands share.
+
+Rich draws them. It is imported when something is shown, so that --json does not wait for it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Self
+
+import typer
+
+from kvrsim.text import printable
+from kvrsim.units import format_bytes, format_seconds, format_tokens
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvrsim.hardware import Cluster, MemoryLimit
+    from kvrsim.memory import RankMemory
+    from kvrsim.noise import Distribution
+    from kvrsim.results.question import Question
+
+MAX_IN_FULL = 4  # lines with every part
+MAX_IN_SHORT = 12  # ranks with their total only
+INTERVAL_TITLES = ("80 %\ninterval", "prediction\ninterval")
+TIED = "≈"  # next to a strategy that the prediction cannot distinguish from the best
+_CLAIMED = 0.7, 0.9  # coverage, within which an interval is called an 80 % interval
+_ROUNDING_S = 1e-12  # less than this is rounding
+_BLANKS_AT_END = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$")  # also before the end of a style
+_NO_TERMINAL = 118  # columns, where output goes to a file or a pipe
+_WIDE = 100  # columns; from here on there is room for two blanks between a table's columns
+_PROSE = 24  # columns of the screen that a cell of several words has at least
+
+
+class Text(str):
+    """A text with a style of Rich, such as "bold" or "red"."""
+
+    __slots__ = ("style",)
+    style: str
+
+    def __new__(cls, text: str, style: str = "") -> Self:
+        self = super().__new__(cls, text)
+        self.style = style
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table; its title may have two lines."""
+
+    title: str
+    number: bool = False  # aligned to the right
+    wraps: bool = False  # prose, which may take several lines
+
+    @property
+    def label(self) -> str:
+        """The title on one line."""
+        return " ".join(self.title.split())
+
+
+@dataclass(slots=True)
+class Table:
+    """Rows of text under titles."""
+
+    columns: list[Column] = field(default_factory=list)
+    rows: list[tuple[tuple[str, ...], str]] = field(default_factory=list)  # cells, and the style of the row
+    optional: tuple[str, ...] = ()  # beginnings of titles that a narrow terminal leaves out, in this order
+
+    def add_column(self, title: str) -> None:
+        """Add a column of prose."""
+        self.columns.append(Column(title, wraps=True))
+
+    def add_row(self, *cells: str, style: str | None = None) -> None:
+        """Add a row: a cell for each column."""
+        self.rows.append((cells, style or ""))
+
+    def without(self, title: str) -> Table:
+        """The same without the columns whose titles begin so."""
+        kept = [place for place, column in enumerate(self.columns) if not column.title.startswith(title)]
+        rows = [(tuple(cells[place] for place in kept), style) for cells, style in self.rows]
+        return replace(self, columns=[self.columns[place] for place in kept], rows=rows)
+
+
+@dataclass(slots=True)
+class Facts:
+    """Labels, each with a text that wraps next to it."""
+
+    style: str = "bold"  # of the labels
+    rows: list[tuple[str, str]] = field(default_factory=list)
+
+    def add_row(self, label: str, text: str) -> None:
+        """Add a fact."""
+        self.rows.append((label, text))
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """A command that makes sense next; shown on a terminal alone."""
+
+    command: str
+
+
+Part = str | Table | Facts | Hint
+
+
+def columns(*titles: str, numbers: bool = False, into: Table | None = None) -> Table:
+    """A table with these columns, or one with them added; numbers are aligned to the right."""
+    table = into or Table()
+    table.columns += [Column(title, number=numbers) for title in titles]
+    return table
+
+
+def facts(*, style: str = "bold") -> Facts:
+    """An empty list of facts."""
+    return Facts(style=style)
+
+
+def narrowing(table: Table, *optional: str) -> Table:
+    """The table, with the columns that a narrow terminal leaves out: beginnings of titles, in this order."""
+    return replace(table, optional=optional)
+
+
+def show(*parts: Part) -> None:
+    """Print to standard output, without blanks at the ends of lines; no figure is ever cut.
+
+    Control characters, which names may hold, are spelled out.
+    Prose is wrapped at the terminal's width, or at COLUMNS. A table that is wider than a terminal loses its optional
+    columns; where that is not enough, its rows are shown one below the other. Elsewhere it stays whole.
+    """
+    typer.echo(page(parts, _console().width, terminal=sys.stdout.isatty()))
+
+
+def page(parts: Sequence[Part], width: int, *, terminal: bool) -> str:
+    """What `show` prints, at a width."""
+    from rich.segment import Segment, Segments
+
+    drawn = []
+    for line in (line for part in parts for line in _fitted(part, width, terminal=terminal)):
+        room, gap = width, 1
+        if isinstance(line, Table):
+            if width >= _WIDE and not (terminal and natural_width(line, prose=_PROSE, gap=2) > width):
+                gap = 2
+            room = max(width, natural_width(line, gap=gap))
+        drawn.append((_drawn(line, gap), room))
+    console = _console(max((room for _, room in drawn), default=width))
+    with console.capture() as captured:
+        for line, room in drawn:
+            segments = console.render(line, console.options.update(width=room))
+            safe = [Segment(printable(segment.text), segment.style, segment.control) for segment in segments]
+            console.print(Segments(safe), end="")
+    return "\n".join(_BLANKS_AT_END.sub(r"\1", line) for line in captured.get().splitlines())
+
+
+def _fitted(part: Part, width: int, *, terminal: bool) -> Iterator[str | Table | Facts]:
+    """What is shown of a part at a width."""
+    if isinstance(part, Hint):
+        if terminal:
+            yield from ("", Text(f"next: {part.command}", "dim"))
+    elif not isinstance(part, Table) or not terminal:
+        yield part
+    else:
+        table = part
+        for title in part.optional:
+            if natural_width(table, prose=_PROSE) > width:
+                table = table.without(title)
+        if natural_width(table, prose=_PROSE) > width:
+            yield from _stacked(part)
+            return
+        yield table
+        shown = {column.title for column in table.columns}
+        if gone := [column.label for column in part.columns if column.title not in shown]:
+            yield Text(f"columns hidden for lack of width: {', '.join(gone)}", "dim")
+
+
+def _stacked(table: Table) -> Iterator[str | Facts]:
+    """Rows one below the other, each cell next to its title: for a screen that is too narrow for the table."""
+    first, *others = table.columns
+    for cells, _ in table.rows:
+        yield Text(f"{first.label} {cells[0]}".strip(), "bold")
+        row = facts(style="")
+        for column, cell in zip(others, cells[1:], strict=True):
+            if cell:
+                row.add_row(f"  {column.label}", cell)
+        yield row
+
+
+def natural_width(table: Table, *, prose: int = 0, gap: int = 1) -> int:
+    """Columns of the screen below which figures would be cut; prose: the least for cells that may wrap at blanks."""
+    from rich.cells import cell_len
+
+    total = gap * (len(table.columns) - 1)
+    for place, column in enumerate(table.columns):
+        texts = (column.title, *(cells[place] for cells, _ in table.rows))
+        lines = [line for text in texts for line in text.split("\n")]
+        longest = max(map(cell_len, lines), default=0)
+        words = max((cell_len(word) for line in lines for word in line.split()), default=0)
+        total += max(words, min(longest, prose)) if column.wraps else longest
+    return total
+
+
+def _drawn(part: str | Table | Facts, gap: int) -> Any:
+    """What Rich draws."""
+    from rich.table import Table as Grid
+    from rich.text import Text as Styled
+
+    def styled(text: str, style: str = "") -> Styled:
+        return Styled(text, style=text.style if isinstance(text, Text) else style)
+
+    if isinstance(part, str):
+        return styled(part)
+    if isinstance(part, Facts):
+        grid = Grid.grid(padding=(0, 1, 0, 0))
+        grid.add_column(no_wrap=True, style=part.style)
+        grid.add_column(overflow="fold")
+        for label, text in part.rows:
+            grid.add_row(styled(label), styled(text))
+        return grid
+    grid = Grid(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
+    for column in part.columns:
+        grid.add_column(column.title, justify="right" if column.number else "left", no_wrap=not column.wraps)
+    for cells, style in part.rows:
+        grid.add_row(*map(styled, cells), style=style or None)
+    return grid
+
+
+def _console(width: int | None = None) -> Console:
+    """A given width, else COLUMNS, else the terminal's; without a terminal there is no limit."""
+    from rich.console import Console
+
+    if width is None and not sys.stdout.isatty() and not os.environ.get("COLUMNS", "").isdigit():
+        width = _NO_TERMINAL
+    return Console(markup=False, highlight=False, emoji=False, width=width)
+
+
+def show_tree(name: str, content: Mapping[str, Any]) -> None:
+    """Keys and values, nested ones indented."""
+    table = facts()
+    table.rows += _branch(content, indent="  ")
+    show(Text(name, "bold"), table)
+
+
+def _branch(content: Mapping[str, Any], indent: str) -> Iterator[tuple[str, str]]:
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            yield f"{indent}{key}", ""
+            yield from _branch(value, indent + "  ")
+        elif isinstance(value, list | tuple) and value and isinstance(value[0], Mapping):
+            for number, item in enumerate(value):
+                yield from _branch({f"{key} {number}": item}, indent)
+        elif value not in (None, (), []):
+            yield f"{indent}{key}", _plain(value)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_plain, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def subtitle(model: str, context_len: int, setting: Iterable[str]) -> str:
+    """What was measured, in one line, for a chart."""
+    return " · ".join((model, f"{format_tokens(context_len)} tokens", *setting))
+
+
+def interval_title(coverage: float | None) -> str:
+    """Of a column of prediction intervals; "80 %" where 70 to 90 % of held-out TTFTs were inside.
+
+    coverage: the share that was; None: nobody checked it.
+    """
+    claimed = coverage is not None and _CLAIMED[0] <= coverage <= _CLAIMED[1]
+    return INTERVAL_TITLES[0] if claimed else INTERVAL_TITLES[1]
+
+
+def format_interval(low_s: float, high_s: float) -> str:
+    """Both ends, in the unit of the upper: "612–771 ms", "0.819–1.05 s"."""
+    low, high = format_seconds(low_s), format_seconds(high_s)
+    number, unit = low.split(" ")
+    if not high.endswith(f" {unit}"):
+        number = f"{low_s / high_s * float(high.split(' ')[0]):.3g}"
+    return f"{number}–{high}"
+
+
+def format_partition(chunks: Sequence[int], room: int = 14) -> str:
+    """All chunks where there is room, "8 × 2048" where they are equal, else the first and the last."""
+    if len(chunks) > 1 and len(set(chunks)) == 1:
+        return f"{len(chunks)} × {chunks[0]}"
+    full = ", ".join(map(str, chunks))
+    return full if len(full) <= room else f"{chunks[0]} … {chunks[-1]}"
+
+
+def blocks_text(query_blocks: Sequence[int]) -> str:
+    """Calls of attention by rank: "8, 8, 4, 4 calls of attention on ranks 0 to 3"."""
+    return f"{', '.join(map(str, query_blocks))} calls of attention on ranks 0 to {len(query_blocks) - 1}"
+
+
+def stages_text(pieces: Sequence[int], layers: Sequence[int]) -> str:
+    """Pieces and stages of a pipeline: "12 pieces of 14784, 8448, ... tokens; stages of 8 × 4 layers"."""
+    runs = [(piece, len(list(same))) for piece, same in groupby(pieces)]
+    shown = ", ".join(f"{count} × {piece}" if count > 1 else str(piece) for piece, count in runs)
+    held = format_partition(layers, room=4 * len(layers))
+    return f"{len(pieces)} piece{'s' * (len(pieces) != 1)} of {shown} tokens; stages of {held} layers"
+
+
+def round_up_percent(share: float) -> str:
+    """A share in percent with two decimals, never less than it is: it is part of a proof."""
+    return f"{math.ceil(max(0.0, share) * 1e4 - 1e-9) / 100:.2f}"
+
+
+def format_wait(seconds: float) -> str:
+    """Seconds that are a difference of two times: what rounding leaves of nothing is nothing."""
+    return format_seconds(seconds if seconds > _ROUNDING_S else 0.0)
+
+
+def fits_text(fits: bool) -> Text:
+    """Whether it fits in memory."""
+    return Text("yes") if fits else Text("NO", style="red")
+
+
+def header(question: Question, cluster: Cluster, what: str | None = None) -> tuple[Text, Text]:
+    """The question in two lines. cluster: the simulated one. what: names the task; default: one prefill."""
+    request, cached = question.request(), question.cached()
+    one = f"Prefill of {request}{',' * bool(cached)} by {question.model}"
+    first = (one,) if what is None else (what, *cached)
+    first = (*first, *question.settings())
+    second = (cluster.describe(), f"profile {question.profile}", *question.served())
+    return Text(" · ".join(first)), Text(" · ".join(second), style="dim")
+
+
+def measured_header(question: Question, conditions: Mapping[str, str]) -> tuple[Text, Text]:
+    """What was measured on this machine, in two lines; the profile is of the prediction, if there is one."""
+    from kvrsim.scenario import ROOFLINE
+
+    first, _ = header(question, question.cluster)
+    predicted = () if question.profile == ROOFLINE else (f"predicted by profile {question.profile}", *question.served())
+    return first, Text(" · ".join((f"measured on {conditions['device']}", *predicted)), style="dim")
+
+
+def headline(text: str) -> Text:
+    """The answer itself, which stands out."""
+    return Text(text, style="bold")
+
+
+def likely(low_s: float, ttft_s: float, high_s: float, coverage: float | None) -> str:
+    """A TTFT and its interval: "602 ms (80 % interval 568–638 ms)"."""
+    if low_s == high_s:
+        return format_seconds(ttft_s)
+    return f"{format_seconds(ttft_s)} ({' '.join(interval_title(coverage).split())} {format_interval(low_s, high_s)})"
+
+
+def rests_on_line(question: Question, *more: str) -> str:
+    """What a prediction rests on, in one line, and where more is said."""
+    from kvrsim.engine import NO_ENGINE
+    from kvrsim.kernels.profile import builtin_profiles
+    from kvrsim.scenario import ROOFLINE
+
+    if question.profile == ROOFLINE:
+        return f"the datasheet of {question.cluster.gpu.name}, no measurement: TTFTs are lower limits"
+    engine = "" if question.engine == NO_ENGINE else f", engine {question.engine}"
+    shipped = question.profile in builtin_profiles()
+    details = f"kvrsim profiles show {question.profile}" if shipped else "details: --json"
+    return f"{'; '.join((f'profile {question.profile}{engine}', *more))} ({details})"
+
+
+def held_text(coverage: float | None) -> str:
+    """How far 80 % intervals were right; coverage: as of interval_title."""
+    held = "were not checked on whole prefills" if coverage is None else f"held {coverage:.0%} of held-out TTFTs"
+    return f"intervals made to hold 80 % {held}"
+
+
+def limit_text(limit: MemoryLimit) -> str:
+    """The memory limit, and the option that changes it."""
+    return f"{limit.describe()} (--memory-fraction)"
+
+
+def add_notes(table: Facts, notes: Iterable[str]) -> None:
+    """One row per note."""
+    for note in notes:
+        table.add_row(Text("note:", style="yellow"), note)
+
+
+def add_misfits(table: Facts, strategy: str, memory: Sequence[RankMemory], limit: int) -> None:
+    """What does not fit in memory."""
+    for line in over_memory(memory, limit):
+        table.add_row("", f"{strategy}, {line}")
+
+
+def over_memory(memory: Sequence[RankMemory], limit_bytes: int) -> Iterator[str]:
+    """Lines about the ranks whose peak is over the limit: largest parts first, like ranks together.
+
+    Where that takes too many lines: the worst rank in full, the others by their total.
+    """
+    groups = _groups(memory, limit_bytes)
+    if len(groups) <= MAX_IN_FULL:
+        for ranks, held in groups:
+            yield _in_full(ranks, held, limit_bytes)
+        return
+    worst = max(groups, key=lambda group: group[1].total)
+    yield _in_full(worst[0], worst[1], limit_bytes)
+    others = [group for group in groups if group is not worst]
+    shown = ", ".join(f"{_name(ranks)} {format_bytes(held.total)}" for ranks, held in others[:MAX_IN_SHORT])
+    left = sum(len(ranks) for ranks, _ in others[MAX_IN_SHORT:])
+    yield f"also {shown}" + (f", and {left} more" if left else "")
+
+
+def _groups(memory: Sequence[RankMemory], limit_bytes: int) -> list[tuple[list[int], RankMemory]]:
+    """Neighbouring ranks over the limit that hold the same."""
+    over = [rank for rank, held in enumerate(memory) if held.total > limit_bytes]
+    grouped = groupby(over, key=lambda rank: _parts(memory[rank]))
+    ranks = [list(group) for _, group in grouped]
+    return [(group, memory[group[0]]) for group in ranks]
+
+
+def _in_full(ranks: list[int], held: RankMemory, limit_bytes: int) -> str:
+    verb = "needs" if len(ranks) == 1 else "need"
+    need = f"{_name(ranks)} {verb} {format_bytes(held.total)} of {format_bytes(limit_bytes)}"
+    return f"{need}: {', '.join(_parts(held))}"
+
+
+def _name(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+
+
+def _parts(held: RankMemory) -> list[str]:
+    """What is alive at the peak; of scores, activations and logits only the largest is."""
+    moments = {"scores": held.scores, "activations": held.activations, "logits": held.logits}
+    largest = max(moments, key=lambda name: moments[name])
+    parts = {
+        "weights": held.weights,
+        "KV cache": held.kv_cache,
+        "KV in flight": held.gathered,
+        largest: moments[largest],
+        "runtime": held.runtime,
+    }
+    ranked = sorted(parts.items(), key=lambda part: -part[1])
+    return [f"{name} {format_bytes(size)}" for name, size in ranked if size]
+
+
+def mean_change(noisy: Distribution) -> str:
+    """How much longer the mean TTFT is under noise."""
+    more = round(noisy.mean.value_s / noisy.quiet_s - 1, 4) + 0.0  # no "-0.0%"
+    return f"mean {more:+.1%} over noise-free"
