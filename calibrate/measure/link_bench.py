@@ -16,7 +16,7 @@ from calibrate.measure.link_points import LinkPoint, flow_text, link_points
 from calibrate.measure.link_ranks import START_S, LinkRank
 from kvrsim.errors import InputError
 from kvrsim.io.schema import fields_to_json
-from kvrsim.runtime.ranks.pool import RankPool
+from kvrsim.runtime.ranks import RankPool
 
 BACKENDS = {"gloo": ("cpu",), "nccl": ("cuda",)}  # and the devices that they move
 MAX_BYTES = 2**26  # K and V of one layer of 4096 hidden elements in half precision, for 4096 tokens

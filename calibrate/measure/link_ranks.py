@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
 
 from calibrate.data.measurement import RING
 from calibrate.measure.link_points import Flow, counts_to
-from kvrsim.runtime.ranks.links import Links
-from kvrsim.runtime.ranks.process import Seat
-from kvrsim.runtime.ranks.rings import ring_all_gather, ring_all_reduce
+from kvrsim.runtime.ranks import RankSlot
+from kvrsim.runtime.transport import LinkGroups, Ring
 
 START_S = 120.0  # in which all ranks must have imported torch and synchronised
 _WARM_BYTES = 2**20
@@ -34,7 +32,7 @@ class LinkRank:
     def __init__(
         self,
         *,
-        seat: Seat,
+        slot: RankSlot,
         num_ranks: int,
         backend: str,
         device: str,
@@ -45,18 +43,18 @@ class LinkRank:
     ) -> None:
         self.torch = torch or import_module("torch")
         self.dist: Any = self.torch.distributed
-        self.rank, self.num_ranks, self.backend = seat.rank, num_ranks, backend
+        self.rank, self.num_ranks, self.backend = slot.rank, num_ranks, backend
         self.torch.set_num_threads(num_threads)
         self.device = self._device(device)
         patience = timedelta(seconds=START_S)
         self.dist.init_process_group(
-            "gloo", init_method=seat.store, rank=self.rank, world_size=num_ranks, timeout=patience
+            "gloo", init_method=slot.store, rank=self.rank, world_size=num_ranks, timeout=patience
         )
         notice_s = _NOTICE * timeout_s
         everyone = list(range(num_ranks))
         self.meeting = self.dist.new_group(everyone, backend="gloo", timeout=timedelta(seconds=notice_s))
         edges = [(src, dst) for src in everyone for dst in everyone if src != dst]
-        self.links = Links(
+        self.links = LinkGroups(
             rank=self.rank,
             backend=backend,
             device=self.device,
@@ -151,7 +149,7 @@ class LinkRank:
         ring = _FirstRanks(rank=self.rank, size=num_ranks, links=self.links)
         scratch = self.torch.empty(-(-len(flat) // num_ranks), dtype=flat.dtype, device=self.device)
         if kernel.endswith(RING):
-            return self._ends_s(lambda: ring_all_reduce(ring, flat, scratch), num_ranks, repeats)
+            return self._ends_s(lambda: ring.ring_all_reduce(flat, scratch), num_ranks, repeats)
         return self._ends_s(lambda: self.links.all_reduce(ranks, flat), num_ranks, repeats)
 
     def _ends_s(self, run: Callable[[], object], num_ranks: int, repeats: int) -> list[float]:
@@ -171,7 +169,7 @@ class LinkRank:
         whole = self.incoming[: piece * num_ranks]
         whole[piece * self.rank : piece * (self.rank + 1)].copy_(self.outgoing[:piece])
         ring = _FirstRanks(rank=self.rank, size=num_ranks, links=self.links)
-        ring_all_gather(ring, whole, range(0, piece * num_ranks + 1, piece))
+        ring.ring_all_gather(whole, range(0, piece * num_ranks + 1, piece))
 
     def _send(self, flow: Flow, buffer: Any) -> Any:
         return self.links.isend(flow, buffer)
@@ -202,18 +200,14 @@ class LinkRank:
             self.dist.recv(self.token, first, group=self.meeting)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _FirstRanks:
+class _FirstRanks(Ring):
     """The first ranks as a ring."""
 
-    rank: int
-    size: int
-    links: Links
+    def __init__(self, rank: int, size: int, links: LinkGroups) -> None:
+        self.rank, self.size, self.links = rank, size, links
 
-    def isend_next(self, tensor: Any) -> Any:
-        """To the rank after this one."""
-        return self.links.isend((self.rank, (self.rank + 1) % self.size), tensor)
+    def isend(self, tensor: Any, dst: int) -> Any:
+        return self.links.isend((self.rank, dst), tensor)
 
-    def irecv_prev(self, tensor: Any) -> Any:
-        """From the rank before this one."""
-        return self.links.irecv(((self.rank - 1) % self.size, self.rank), tensor)
+    def irecv(self, tensor: Any, src: int) -> Any:
+        return self.links.irecv((src, self.rank), tensor)

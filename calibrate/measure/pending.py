@@ -17,9 +17,8 @@ from calibrate.measure.compute_points import Point
 from calibrate.measure.forward_timer import ComputeSetup, ForwardTimer
 from calibrate.measure.link_ranks import START_S
 from kvrsim.request import dtype_bytes
-from kvrsim.runtime.ranks.pool import RankPool
-from kvrsim.runtime.ranks.process import Seat
-from kvrsim.runtime.ranks.transport import DistributedTransport
+from kvrsim.runtime.ranks import RankPool, RankSlot
+from kvrsim.runtime.transport import DistributedTransport
 
 ALONE, PENDING = "layer_alone", "layer_pending"
 _MOST_BYTES = 2**28  # of the message: as many blocks wait for it as for any longer one
@@ -56,15 +55,13 @@ class PendingRanks:
 class PendingRank:
     """One of the two."""
 
-    def __init__(self, *, seat: Seat, setup: ComputeSetup) -> None:
-        rank, on_cuda = seat.rank, setup.device == "cuda"
+    def __init__(self, *, slot: RankSlot, setup: ComputeSetup) -> None:
+        rank, on_cuda = slot.rank, setup.device == "cuda"
         device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
         if on_cuda:
             torch.cuda.set_device(device)
         timeout_s = START_S + _TIMEOUT_S
-        self.transport = DistributedTransport(
-            rank=rank, size=2, init_method=seat.store, device=device, timeout_s=timeout_s
-        )
+        self.transport = DistributedTransport(slot, size=2, device=device, timeout_s=timeout_s)
         self.transport.warmup()
         nbytes = setup.model.layer_cache_bytes(setup.max_context, dtype_bytes(setup.dtype))
         self.message = torch.zeros(min(nbytes, _MOST_BYTES), dtype=torch.uint8, device=device)

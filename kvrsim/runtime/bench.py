@@ -23,8 +23,8 @@ from kvrsim.runtime.kept.buffers import buffers_of
 from kvrsim.runtime.model import Forward, ModelForward
 from kvrsim.runtime.plan import RunPlan, random_prompt
 from kvrsim.runtime.prefill import Outcome, Prefill, shared_room
-from kvrsim.runtime.ranks.transport import Transport
 from kvrsim.runtime.trace import RankTrace, timeline_of
+from kvrsim.runtime.transport import Transport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,7 +151,7 @@ class _Rounds:
     def run(self, number: int, prefill: Prefill, ids: Any, *, keep: bool) -> None:
         """One prefill of a plan."""
         self._load()
-        outcomes: list[Outcome] = self.transport.exchange(prefill.run(ids), Outcome)
+        outcomes: list[Outcome] = self.transport.exchange(prefill.run(ids))
         cores = self._load()
         if keep:
             self.ttft_s[number].append(ttft_of(outcomes, one_host=self.one_host))
@@ -190,7 +190,7 @@ def _timeline(prefill: Prefill, ids: Any) -> Timeline:
             trace = prefill.run(ids).trace
     else:
         trace = prefill.run(ids).trace
-    everyone: list[RankTrace] = prefill.transport.exchange(trace, RankTrace)
+    everyone: list[RankTrace] = prefill.transport.exchange(trace)
     return timeline_of(prefill.plan.strategy, everyone)
 
 

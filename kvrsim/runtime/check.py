@@ -14,7 +14,7 @@ from kvrsim.runtime.exchange.base import KvPairs
 from kvrsim.runtime.model import ModelForward
 from kvrsim.runtime.plan import RunPlan, random_prompt
 from kvrsim.runtime.prefill import Prefill, decode, shared_room
-from kvrsim.runtime.ranks.transport import Transport
+from kvrsim.runtime.transport import Transport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ def compare(
         prefill = Prefill(forward, transport, plan, room=room[plan.batch])
         outcome = prefill.run(ids)
         own = None if outcome.tokens is None else _difference(prefill, outcome.tokens, ids, references)
-        found += [one for one in transport.exchange(own, Difference | None) if one is not None]
+        found += [one for one in transport.exchange(own) if one is not None]
         transport.report(number + 1, len(plans), "logits compared")
     return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,6 @@ from kvrsim.choices import Attention
 from kvrsim.errors import InputError
 from kvrsim.runtime.bench import BenchReport, conditions_of, is_one_host, measure, ttft_of
 from kvrsim.runtime.check import Difference, compare
-from kvrsim.runtime.emulated import EmulatedLink, EmulatedTransport, MessageTraffic
 from kvrsim.runtime.exchange import exchange_of
 from kvrsim.runtime.geometry import DTYPES
 from kvrsim.runtime.host import versions
@@ -21,7 +19,7 @@ from kvrsim.runtime.kept.buffers import kv_room
 from kvrsim.runtime.model import ModelForward, geometry_of, load_model
 from kvrsim.runtime.plan import RunPlan, random_prompt
 from kvrsim.runtime.prefill import Outcome, Prefill, agree, decode
-from kvrsim.runtime.ranks.transport import Transport
+from kvrsim.runtime.transport import EmulatedLink, EmulatedTransport, MessageTraffic, Transport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,15 +113,12 @@ def run_job(transport: Transport, job: Job) -> JobReport:
 def linked_by(transport: Transport, link: EmulatedLink | None, traffic: MessageTraffic | None) -> Transport:
     """The transport, over an emulated link where there is one.
 
-    Raises InputError for traffic on a real link, or an emulated link between hosts, which share no clock.
+    Raises InputError for traffic on a real link.
     """
     if link is None:
         if traffic is not None:
             raise InputError("side_traffic", traffic.share, "nothing without `link_bandwidth`: links are emulated")
         return transport
-    hosts = set(transport.exchange(platform.node()))
-    if len(hosts) > 1:
-        raise InputError("link_bandwidth", f"ranks on {len(hosts)} hosts", "ranks of one host, which share a clock")
     return EmulatedTransport(transport, link, traffic)
 
 
@@ -152,7 +147,7 @@ class Prefills:
         prefill = Prefill(self.forward, self.transport, plan, room=self.room)
         vocab_size = self.forward.model.config.vocab_size
         ids = random_prompt(vocab_size, plan, self.choice.seed).to(geometry.device)
-        outcomes: list[Outcome] = self.transport.exchange(prefill.run(ids), Outcome)
+        outcomes: list[Outcome] = self.transport.exchange(prefill.run(ids))
         return ttft_of(outcomes, one_host=self.one_host)
 
     def conditions(self) -> dict[str, str]:
@@ -176,5 +171,5 @@ def _generate(transport: Transport, forward: ModelForward, job: Job) -> tuple[tu
         assert prefill.cache is not None
         rows = decode(forward.model, prefill.cache, ids, outcome.tokens, job.generate)
         found = tuple(tuple(row) for row in rows.tolist())
-    every: list[tuple[tuple[int, ...], ...]] = transport.exchange(found, tuple[tuple[int, ...], ...])
+    every: list[tuple[tuple[int, ...], ...]] = transport.exchange(found)
     return max(every, key=len)

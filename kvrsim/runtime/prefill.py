@@ -12,6 +12,7 @@ import torch
 from kvrsim.runtime.cache import PrefixCache
 from kvrsim.runtime.exchange import exchange_of
 from kvrsim.runtime.exchange.base import Exchange
+from kvrsim.runtime.faults import Fault, FaultKind, LinkError, RankError, is_out_of_memory
 from kvrsim.runtime.geometry import Geometry
 from kvrsim.runtime.hooks import clock_of
 from kvrsim.runtime.host import versions
@@ -19,9 +20,8 @@ from kvrsim.runtime.kept.buffers import kv_room
 from kvrsim.runtime.kept.layers import KeptTokens
 from kvrsim.runtime.model import Forward
 from kvrsim.runtime.plan import RunPlan
-from kvrsim.runtime.ranks.faults import Fault, FaultKind, LinkError, RankError, is_out_of_memory
-from kvrsim.runtime.ranks.transport import Transport
 from kvrsim.runtime.trace import RankTrace
+from kvrsim.runtime.transport import Transport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +120,7 @@ class Prefill:
 
 def agree(transport: Transport, facts: Mapping[str, str]) -> None:
     """Compare facts with all ranks; raises RankError, on every rank, naming what differs from rank 0's."""
-    everyone: list[Mapping[str, str]] = transport.exchange(dict(facts), dict[str, str])
+    everyone: list[Mapping[str, str]] = transport.exchange(dict(facts))
     faults = []
     for rank, theirs in enumerate(everyone):
         for fact in sorted({*everyone[0], *theirs}):

@@ -23,8 +23,8 @@ from kvrsim.runtime.job import Job
 from kvrsim.runtime.kept.buffers import buffers_of, kv_room
 from kvrsim.runtime.model import ModelForward
 from kvrsim.runtime.plan import RunPlan, random_prompt
-from kvrsim.runtime.ranks.transport import Transport
 from kvrsim.runtime.trace import COMPUTE
+from kvrsim.runtime.transport import Transport
 
 Parts = Mapping[tuple[int | None, str], float]  # seconds by layer (None: outside) and the simulator's word
 

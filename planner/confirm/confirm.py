@@ -20,7 +20,7 @@ from planner.plan import make_plan
 from planner.simulate import run_simulation
 
 if TYPE_CHECKING:
-    from kvrsim.runtime.ranks.transport import OnProgress
+    from kvrsim.runtime.ranks import OnProgress
 
 _LEAST_IDLE = 3  # rounds; with fewer, all rounds count
 _LEAST_ACCOUNTED_S = 0.2  # of a prefill; for shorter ones the system's CPU accounting is too coarse
@@ -118,7 +118,7 @@ def check(scenario: Scenario, hardware: Hardware, *, needs_profile: bool = True)
 
 def _mode(scenario: Scenario, hardware: Hardware, virtual: bool | None) -> tuple[Mode, tuple[str, ...]]:
     """Separate processes or virtual ranks, and notes on the choice."""
-    from kvrsim.runtime.ranks.launch import started_by_torchrun
+    from kvrsim.runtime.ranks import started_by_torchrun
 
     wanted, there = scenario.cluster.num_gpus, devices_of(hardware)
     if virtual is None and wanted > there and not started_by_torchrun():

@@ -15,10 +15,10 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy
 
 if TYPE_CHECKING:
-    from kvrsim.runtime.emulated import EmulatedLink, MessageTraffic
     from kvrsim.runtime.job import Job, ModelChoice
     from kvrsim.runtime.plan import RunPlan
-    from kvrsim.runtime.ranks.launch import Launch
+    from kvrsim.runtime.ranks import Launch
+    from kvrsim.runtime.transport import EmulatedLink, MessageTraffic
 
 _PATIENCE_S = 60.0  # the least timeout of a message
 _SLOWER = 6.0  # timeouts are so many times the predicted duration
@@ -85,7 +85,7 @@ class Hardware:
 
     def link(self, scenario: Scenario) -> EmulatedLink | None:
         """The scenario's link; None where links are not emulated."""
-        from kvrsim.runtime.emulated import EmulatedLink
+        from kvrsim.runtime.transport import EmulatedLink
 
         if not self.emulated:
             return None
@@ -94,7 +94,7 @@ class Hardware:
 
     def traffic(self, num_ranks: int) -> MessageTraffic | None:
         """Other traffic on every link between neighbours; None where there is none."""
-        from kvrsim.runtime.emulated import MessageTraffic
+        from kvrsim.runtime.transport import MessageTraffic
 
         if not self.traffic_share:
             return None
@@ -103,7 +103,7 @@ class Hardware:
 
     def launch(self, num_ranks: int, longest_s: float, all_s: float) -> Launch:
         """How ranks are started; timeouts follow from the predicted longest prefill and their sum."""
-        from kvrsim.runtime.ranks.launch import Launch
+        from kvrsim.runtime.ranks import Launch
 
         patience_s = self.timeout_s or max(_PATIENCE_S, _SLOWER * longest_s)
         return Launch(

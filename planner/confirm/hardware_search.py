@@ -26,7 +26,7 @@ from planner.evaluate import Evaluator
 from planner.search.neighbours import around, chunks_between
 
 if TYPE_CHECKING:
-    from kvrsim.runtime.ranks.transport import Transport
+    from kvrsim.runtime.transport import Transport
 
 _FIRST, _LAST = 1 / 8, 1 / 64  # strides, as shares of the even chunk; smaller ones do not change TTFT measurably
 _MOST = 12  # partitions of a stage: those that are predicted to be the fastest

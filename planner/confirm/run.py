@@ -27,7 +27,7 @@ from planner.simulate import run_simulation
 if TYPE_CHECKING:
     from kvrsim.runtime.bench import Timing
     from kvrsim.runtime.plan import RunPlan
-    from kvrsim.runtime.ranks.transport import OnProgress
+    from kvrsim.runtime.ranks import OnProgress
 
 _PATIENCE_S = 600.0  # without a profile the length of a prefill is unknown
 
@@ -126,7 +126,7 @@ def run_here(
     if scenario.profile is not None:
         predicted_s = run_simulation(scenario, strategy=strategy, partition=cut.chunk_lens).ttft_s
     from kvrsim.runtime.job import JobReport, run_job
-    from kvrsim.runtime.ranks.launch import launch, started_by_torchrun
+    from kvrsim.runtime.ranks import launch, started_by_torchrun
 
     longest_s = _PATIENCE_S / 6 if predicted_s is None else predicted_s
     count = hardware.repeats + hardware.warmups + 8

@@ -22,7 +22,6 @@ from planner.confirm.hardware_search import (
     HardwareSearch,
     MeasuredPartition,
     RankStopwatch,
-    Sample,
     SearchTask,
     read_sample,
     search_journal,
@@ -35,7 +34,8 @@ from planner.table.setting import TableSetting
 from planner.table.table import PartitionTable
 
 if TYPE_CHECKING:
-    from kvrsim.runtime.ranks.transport import OnProgress, Transport
+    from kvrsim.runtime.ranks import OnProgress
+    from kvrsim.runtime.transport import Transport
 
 SUFFIX = ".search"  # of the journal, after the table's name
 
@@ -101,7 +101,7 @@ def search_here(
     check(scenario, hardware)
     if scenario.cluster.num_gpus < 2:
         raise InputError("gpus", scenario.cluster.num_gpus, "at least 2 for `search`: one GPU has no partition")
-    from kvrsim.runtime.ranks.launch import launch
+    from kvrsim.runtime.ranks import launch
 
     journal = search_journal(output.with_name(output.name + SUFFIX), _about(scenario, hardware))
     known = tuple(journal.resume(read_sample)) if is_first_rank() else ()
@@ -137,7 +137,7 @@ def search_on_ranks(transport: Transport, task: SearchTask) -> HardwareSearch:
     done = HardwareSearch()
     agree(transport, task.facts() | versions())
     # Under torchrun, only the first process has read the journal.
-    known = transport.exchange(task.known, tuple[Sample, ...])[0]
+    known = transport.exchange(task.known)[0]
     done.run(replace(task, known=known), RankStopwatch(transport, task))
     return done
 

@@ -27,8 +27,8 @@ from kvrsim.partition import Partition
 from kvrsim.runtime.bench import BenchReport, Timing, measure
 from kvrsim.runtime.model import ModelForward, load_model
 from kvrsim.runtime.plan import RunPlan
-from kvrsim.runtime.ranks.launch import Launch, launch
-from kvrsim.runtime.ranks.transport import Transport
+from kvrsim.runtime.ranks import Launch, launch
+from kvrsim.runtime.transport import Transport
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "calibration.md"
 MODELS = Path(__file__).parents[1] / "models"

@@ -8,9 +8,8 @@ from kvrsim.errors import InputError
 from kvrsim.runtime.cache import PrefixCache, UpdateEvent
 from kvrsim.runtime.hooks import Clock
 from kvrsim.runtime.kept.buffers import KvBuffer, buffers_of
-from kvrsim.runtime.ranks.rings import Pending
-from kvrsim.runtime.ranks.transport import Transport
 from kvrsim.runtime.trace import Sent
+from kvrsim.runtime.transport import Pending, Transport
 
 if TYPE_CHECKING:
     from kvrsim.runtime.geometry import Geometry

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvrsim.runtime.exchange.kvr import Chain
 from kvrsim.runtime.kept.buffers import KvBuffer
-from kvrsim.runtime.ranks.rings import Pending
+from kvrsim.runtime.transport import Pending
 
 if TYPE_CHECKING:
     from kvrsim.runtime.plan import RunPlan

@@ -12,8 +12,8 @@ from kvrsim.runtime.cache import PrefixCache, UpdateEvent
 from kvrsim.runtime.exchange.base import Exchange, KvPairs
 from kvrsim.runtime.kept.buffers import borrowed_room, buffers_of
 from kvrsim.runtime.model import ModelForward
-from kvrsim.runtime.ranks.rings import Pending
 from kvrsim.runtime.split.stage import StageForward
+from kvrsim.runtime.transport import Pending
 
 if TYPE_CHECKING:
     from kvrsim.runtime.geometry import Geometry
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvrsim.runtime.kept.layers import KeptTokens
     from kvrsim.runtime.model import Forward
     from kvrsim.runtime.plan import RunPlan
-    from kvrsim.runtime.ranks.transport import Transport
+    from kvrsim.runtime.transport import Transport
 
 _LANDINGS = 2  # pieces of activations that a stage has room for: one to run, one to come
 

@@ -9,7 +9,6 @@ from kvrsim.runtime.cache import PrefixCache
 from kvrsim.runtime.exchange.base import Exchange, KvPairs
 from kvrsim.runtime.kept.buffers import borrowed_room, buffers_of
 from kvrsim.runtime.model import ModelForward
-from kvrsim.runtime.ranks.rings import ring_all_gather, ring_all_reduce
 from kvrsim.runtime.split.shard import Place, ShardForward, check_plan
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from kvrsim.runtime.kept.layers import KeptTokens
     from kvrsim.runtime.model import Forward
     from kvrsim.runtime.plan import RunPlan
-    from kvrsim.runtime.ranks.transport import Transport
+    from kvrsim.runtime.transport import Transport
 
 
 class TensorParallel(Exchange):
@@ -92,7 +91,7 @@ class TensorParallel(Exchange):
             needed = -(-part.numel() // self.transport.size)
             if self._scratch is None or len(self._scratch) < needed:
                 self._scratch = part.new_empty(needed)
-            ring_all_reduce(self.transport, part.view(-1), self._scratch)
+            self.transport.ring_all_reduce(part.view(-1), self._scratch)
         else:
             self.transport.all_reduce(part)
         self.mark_received(layer, None)
@@ -100,7 +99,7 @@ class TensorParallel(Exchange):
     def joined(self, whole: Any, boundaries: list[int]) -> None:
         """Gather rows from all ranks."""
         if self.transport.size > 1:
-            ring_all_gather(self.transport, whole, boundaries)
+            self.transport.ring_all_gather(whole, boundaries)
 
 
 EXCHANGE = TensorParallel

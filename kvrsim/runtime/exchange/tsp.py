@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from kvrsim.errors import InputError
 from kvrsim.runtime.exchange.base import Exchange, not_a_chunk_a_rank
 from kvrsim.runtime.kept.buffers import KvBuffer
-from kvrsim.runtime.ranks.rings import ring_all_gather
 
 if TYPE_CHECKING:
     from kvrsim.runtime.geometry import Geometry
@@ -57,7 +56,7 @@ class Gathered(Exchange):
             return
         self.clock.mark("wait", layer)
         if self.plan.gather == "ring":
-            ring_all_gather(self.transport, buffer.data, boundaries)
+            self.transport.ring_all_gather(buffer.data, boundaries)
         else:
             self.transport.all_gather(buffer.data, boundaries)
         self.mark_received(layer, None)

@@ -10,7 +10,6 @@ import torch
 
 from kvrsim.runtime.exchange.attending import AttendingExchange
 from kvrsim.runtime.exchange.kernels import lower_right
-from kvrsim.runtime.ranks.rings import gather_pieces
 
 if TYPE_CHECKING:
     from kvrsim.runtime.plan import RunPlan
@@ -76,7 +75,7 @@ class Zigzag(AttendingExchange):
         if self.plan.gather == "ring":
             pieces = list(self._others.split([*lens[:rank], *lens[rank + 1 :]]))
             pieces.insert(rank, self._own(layer))
-            gather_pieces(self.transport, pieces)
+            self.transport.gather_pieces(pieces)
             return pieces
         boundaries = self.plan.partition.boundaries
         pieces = [self._others[start:end] for start, end in pairwise(boundaries)]

@@ -12,7 +12,7 @@ import kvrsim
 from kvrsim.cli.main import app, main
 from kvrsim.cli.mistakes import as_options, command_of
 from kvrsim.errors import InputError
-from kvrsim.runtime.ranks.faults import RankError, faults_of
+from kvrsim.runtime.faults import RankError, faults_of
 
 ROOT = Path(kvrsim.__file__).parents[1]
 

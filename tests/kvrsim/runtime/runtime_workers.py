@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from kvrsim.partition import Partition
 from kvrsim.runtime import bench
 from kvrsim.runtime.bench import BenchReport, measure
 from kvrsim.runtime.check import Difference, compare
-from kvrsim.runtime.emulated import EmulatedLink, EmulatedTransport, MessageTraffic
 from kvrsim.runtime.exchange import exchange_of
 from kvrsim.runtime.geometry import Geometry
 from kvrsim.runtime.job import Job, ModelChoice, run_job
@@ -25,7 +22,7 @@ from kvrsim.runtime.kept.layers import KeptTokens
 from kvrsim.runtime.model import ModelForward, SleepForward, load_model
 from kvrsim.runtime.plan import RunPlan, random_prompt
 from kvrsim.runtime.prefill import Prefill
-from kvrsim.runtime.ranks import transport as transport_module
+from kvrsim.runtime.transport import EmulatedLink, EmulatedTransport, MessageTraffic, WrappedTransport
 from tests.kvrsim.runtime.runtime_models import CONFIGS, KINDS, kinds, variants
 
 CONTEXT_LEN = 23
@@ -135,17 +132,8 @@ def exactness_of_kinds(transport: Any, kernels: list[str]) -> list[tuple[str, st
     return found
 
 
-class Spoiling:
+class Spoiling(WrappedTransport):
     """A transport whose messages arrive as zeros."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def irecv_prev(self, tensor: Any) -> Any:
-        return self.irecv(tensor, (self.inner.rank - 1) % self.inner.size)
 
     def irecv(self, tensor: Any, src: int) -> Any:
         message = self.inner.irecv(tensor, src)
@@ -342,7 +330,7 @@ class Evil:
 def sends_a_pickle(transport: Any, path: str) -> None:
     """The last rank speaks as a stranger would."""
     if transport.rank == transport.size - 1:
-        transport_module.encoded = lambda value: pickle.dumps(Evil(path))
+        transport.exchange(Evil(path))
     transport.exchange({"rank": transport.rank})
 
 
@@ -351,19 +339,6 @@ def jobs_that_differ(transport: Any, changed: dict[str, Any]) -> None:
     choice = ModelChoice(config=CONFIGS["llama-gqa"], dtype="fp32", attention="sdpa")
     job = Job(model=choice, plans=(kvr(11, 12),), repeats=2, warmups=1, check_logits=False)
     run_job(transport, replace(job, **changed) if transport.rank == transport.size - 1 else job)
-
-
-def reported(transport: Any) -> Forms:
-    """What has every form that values between ranks may have."""
-    return Forms(pairs={(None, "a"): 1.5, (transport.rank, "b"): 2.0}, plan=kvr(3, 4), maybe=None, names=("x", "y"))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Forms:
-    pairs: Mapping[tuple[int | None, str], float]
-    plan: RunPlan
-    maybe: float | None
-    names: tuple[str, ...]
 
 
 def benched_kind(transport: Any, name: str) -> BenchReport:

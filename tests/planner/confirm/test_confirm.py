@@ -19,8 +19,8 @@ from kvrsim.errors import InputError
 from kvrsim.partition import Partition
 from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.exchange import RUN_STRATEGIES
-from kvrsim.runtime.ranks.faults import Fault, RankError
-from kvrsim.runtime.ranks.launch import Launch, launch
+from kvrsim.runtime.faults import Fault, RankError
+from kvrsim.runtime.ranks import Launch, launch
 from kvrsim.strategies import STRATEGIES
 from planner.confirm import run as confirm_run
 from planner.confirm.candidates import STRATEGIES as STRATEGIES_OF_THE_PAPER

@@ -9,12 +9,12 @@ from kvrsim.partition import Partition
 from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.bench import measure
 from kvrsim.runtime.check import Difference, compare
-from kvrsim.runtime.emulated import EmulatedLink, EmulatedTransport
 from kvrsim.runtime.exchange import exchange_of
 from kvrsim.runtime.geometry import Geometry
 from kvrsim.runtime.model import ModelForward
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.prefill import Prefill
+from kvrsim.runtime.transport import EmulatedLink, EmulatedTransport
 from tests.kvrsim.runtime.runtime_workers import CONTEXT_LEN, UNEVEN, Spoiling, model_of
 
 STRATEGIES = ("kvr_direct", "zigzag", "ring", "striped", "zigzag_ring", "ulysses")
@@ -83,7 +83,7 @@ def held_bytes(transport: Any, name: str) -> dict[str, list[tuple[int, int]]]:
         assert prefill.cache is not None
         kept = sum(buffer.data.nbytes for buffer in prefill.cache.buffers if buffer is not None)
         own = kept, sum(part.nbytes for part in prefill.exchange.scratch())
-        found[strategy] = transport.exchange(own, tuple[int, int])
+        found[strategy] = transport.exchange(own)
     return found
 
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from calibrate.measure.link_ranks import LinkRank
 from kvrsim.runtime.check import Difference, compare
 from kvrsim.runtime.geometry import Geometry
-from kvrsim.runtime.ranks.launch import LaunchedRank
-from kvrsim.runtime.ranks.links import Links
+from kvrsim.runtime.ranks import LaunchedRank
+from kvrsim.runtime.transport import LinkGroups
 from tests.kvrsim.runtime.ranks import exchange_workers
 from tests.kvrsim.runtime.runtime_workers import benched, exactness_of_kinds, model_of, plans_of
 
@@ -112,5 +112,7 @@ def shares_a_group(transport: Any) -> None:
     coming.wait()
 
 
-def links_of(transport: Any, edges: list[tuple[int, int]]) -> Links:
-    return Links(rank=transport.rank, backend="gloo", device="cpu", edges=edges, gathers=[], timeout_s=3.0, torch=torch)
+def links_of(transport: Any, edges: list[tuple[int, int]]) -> LinkGroups:
+    return LinkGroups(
+        rank=transport.rank, backend="gloo", device="cpu", edges=edges, gathers=[], timeout_s=3.0, torch=torch
+    )

@@ -18,10 +18,10 @@ from kvrsim.partition import Partition
 from kvrsim.program import sent_bytes
 from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.exchange import RUN_STRATEGIES, exchange_of, run_strategy
+from kvrsim.runtime.faults import RankError
 from kvrsim.runtime.geometry import Geometry
 from kvrsim.runtime.plan import RunPlan
-from kvrsim.runtime.ranks.faults import RankError
-from kvrsim.runtime.ranks.launch import Launch, launch
+from kvrsim.runtime.ranks import Launch, launch
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
 from tests.kvrsim.runtime.runtime_models import CONFIGS

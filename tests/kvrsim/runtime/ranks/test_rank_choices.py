@@ -9,10 +9,10 @@ import torch
 
 import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.errors import InputError
+from kvrsim.runtime.faults import RankError, meaning
 from kvrsim.runtime.model import ModelForward
-from kvrsim.runtime.ranks.faults import RankError, meaning
-from kvrsim.runtime.ranks.launch import Launch, TorchrunPlace, launch
-from kvrsim.runtime.ranks.links import chosen_backend
+from kvrsim.runtime.ranks import Launch, TorchrunPlace, launch
+from kvrsim.runtime.transport import choose_backend
 
 
 @pytest.mark.parametrize(
@@ -27,13 +27,13 @@ from kvrsim.runtime.ranks.links import chosen_backend
     ],
 )
 def test_nccl_where_each_rank_has_a_gpu_of_its_own(devices: list[str | None], backend: str) -> None:
-    assert chosen_backend(devices, None) == backend
-    assert chosen_backend(devices, "gloo") == "gloo"
+    assert choose_backend(devices, None) == backend
+    assert choose_backend(devices, "gloo") == "gloo"
     if backend == "nccl":
-        assert chosen_backend(devices, "nccl") == "nccl"
+        assert choose_backend(devices, "nccl") == "nccl"
     else:
         with pytest.raises(InputError, match="accepted: gloo"):
-            chosen_backend(devices, "nccl")
+            choose_backend(devices, "nccl")
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 
 import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.errors import InputError, NotWrittenError
-from kvrsim.runtime.ranks.faults import Fault, RankError, faults_of, is_out_of_memory
-from kvrsim.runtime.ranks.launch import Launch, launch
+from kvrsim.runtime.faults import Fault, RankError, faults_of, is_out_of_memory
+from kvrsim.runtime.ranks import Launch, launch
 
 pytestmark = pytest.mark.slow
 

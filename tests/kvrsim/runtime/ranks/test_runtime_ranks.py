@@ -15,7 +15,7 @@ from kvrsim.errors import InputError
 from kvrsim.partition import Partition
 from kvrsim.runtime.exchange import exchange_of
 from kvrsim.runtime.plan import RunPlan
-from kvrsim.runtime.ranks.launch import Launch, launch
+from kvrsim.runtime.ranks import Launch, launch
 from tests.kvrsim.runtime.runtime_models import KINDS, variants
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -79,7 +79,7 @@ def test_under_torchrun_each_process_is_one_rank(tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(
         "import tests.kvrsim.runtime.runtime_workers as workers\n"
-        "from kvrsim.runtime.ranks.launch import Launch, launch\n"
+        "from kvrsim.runtime.ranks import Launch, launch\n"
         "found = launch(workers.rank_of, how=Launch(num_ranks=2, timeout_s=20))\n"
         "assert found == [(0, 2), (1, 2)], found\n"
         "print('agreed', flush=True)\n"

@@ -1,4 +1,4 @@
-"""What goes wrong on ranks: RankError for whoever started them, LinkError inside one."""
+"""Errors of ranks: RankError for the process that started them, LinkError inside one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FaultKind = Literal["died", "memory", "disk", "mismatch", "input", "error", "sto
 _KINDS: tuple[FaultKind, ...] = ("died", "memory", "disk", "mismatch", "input", "error", "stopped", "silent", "link")
 _EXIT_CODES: dict[FaultKind, int] = {"input": 2, "disk": NotWrittenError.exit_code}
 
-# What gloo, NCCL and torch's stores say, and what it means; the first pattern that is found counts.
+# Messages of gloo, NCCL and torch's stores, and their meaning; the first pattern that matches counts.
 _MEANINGS = (
     (r"[Cc]onnection (?:was )?(?:closed|reset)|Broken pipe|pair closure|GLHF", "the connection was closed"),
     (r"[Tt]im(?:ed out|eout)\D*?(\d+) ?ms", "no answer within {seconds:g} s"),
@@ -25,7 +25,7 @@ _MEANINGS = (
     (r"Address already in use|EADDRINUSE", "the port is in use"),
     (r"[Cc]onnection refused|failed to connect", "nobody listens there"),
 )
-_LONGEST = 200  # characters of a message that means nothing known
+_LONGEST = 200  # characters of an unknown message
 
 
 class LinkError(KvrsimError):
@@ -43,9 +43,9 @@ class Fault:
     rank: int
     kind: FaultKind
     message: str  # without the rank and layer
-    layer: int | None = None  # decoder layer that the rank had come to; None: outside of them
-    peer: int | None = None  # rank that it waited for; None: nobody, or all
-    parameter: str | None = None  # that an InputError on the rank names, at the beginning of the message
+    layer: int | None = None  # decoder layer that the rank had reached; None: outside the layers
+    peer: int | None = None  # rank that it waited for; None: none, or all
+    parameter: str | None = None  # of an InputError on the rank, at the beginning of the message
 
     def __str__(self) -> str:
         place = "" if self.layer is None else f", layer {self.layer}"
@@ -63,8 +63,8 @@ class RankError(KvrsimError):
         kind = self.faults[0].kind
         self.exit_code = _EXIT_CODES.get(kind, 1)
         # Where a file cannot be written, no rank is to blame: the others only lose their connection.
-        shown = [fault.message for fault in self.faults if fault.kind == kind] if kind == "disk" else self.faults
-        super().__init__("; ".join(map(str, shown)))
+        reasons = [fault.message for fault in self.faults if fault.kind == kind] if kind == "disk" else self.faults
+        super().__init__("; ".join(map(str, reasons)))
 
     @property
     def cause(self) -> Fault:
@@ -83,18 +83,18 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def meaning(error: BaseException) -> str:
-    """A message of gloo, NCCL or torch's stores in plain words; one that is not known, without its C++ places."""
+    """Return a message of gloo, NCCL or torch's stores in plain words; an unknown one without its C++ locations."""
     text = " ".join(str(error).split())
     for pattern, words in _MEANINGS:
-        if found := re.search(pattern, text):
-            return words.format(seconds=int(found[1]) / 1e3 if found.groups() else 0)
+        if match := re.search(pattern, text):
+            return words.format(seconds=int(match[1]) / 1e3 if match.groups() else 0)
     plain = re.sub(r"\[[^\]]*\]", "", text).encode("ascii", "ignore").decode()
     plain = " ".join(plain.split()).strip(" .:")
     return plain[:_LONGEST] or type(error).__name__
 
 
 def faults_of(error: BaseException, rank: int, layer: int | None) -> list[Fault]:
-    """What a rank reports of an error that ended its work."""
+    """Return the faults that a rank reports for an error that ended its work."""
     if isinstance(error, RankError):
         return list(error.faults)
     if isinstance(error, LinkError):

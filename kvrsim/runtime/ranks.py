@@ -1,0 +1,449 @@
+"""Ranks: processes that work together; how they are started, commanded, watched and ended, and never hang.
+
+`launch` runs one function on all ranks, which it starts on this host, or which torchrun has started. `RankPool` holds
+processes that take commands over pipes. Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import queue
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import connection, resource_tracker
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvrsim.choices import RankBackend
+from kvrsim.errors import InputError, KvrsimError
+from kvrsim.runtime.faults import Fault, FaultKind, LinkError, RankError, faults_of
+
+if TYPE_CHECKING:
+    from kvrsim.runtime.transport import DistributedTransport
+
+Command = tuple[str, dict[str, Any]]  # a method of the worker, and its arguments
+OnProgress = Callable[[int, int, str], object]  # steps done, steps in all, what they are
+RankFunction = Callable[..., Any]  # (transport, *arguments) -> data classes, or what JSON can hold
+Pipe = Any  # multiprocessing.connection.Connection, whose type differs between systems
+
+_PRELOADED = ["torch.distributed", "transformers.cache_utils", "transformers.modeling_utils"]
+_GRACE_S = 2.0  # after the first fault, for the other ranks to report theirs
+_JOIN_S = 2.0  # for a process to end by itself
+_LOOK_S = 1.0  # between two looks at processes
+_STOPPED_LOOKS = 30  # in a row, after which a rank that is stopped (as by a debugger) is given up
+_LATE_S = 10.0  # after its time limit, a command that was not cancelled ends the process
+_ENDING = (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))  # signals after which ranks and folder must go
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSlot:
+    """What a worker knows of its place."""
+
+    rank: int
+    store: str  # where ranks find each other, as torch.distributed takes it
+    note: Callable[[int], object] = lambda layer: None  # records the layer that the rank has reached
+    report: OnProgress = lambda done, total, what: None  # reports progress to the process that started the ranks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """How ranks are started."""
+
+    num_ranks: int
+    device: str = "cpu"  # "cpu", or "cuda": rank r takes GPU r modulo their number
+    backend: RankBackend | None = None  # None: NCCL where each rank has its own GPU, else gloo
+    timeout_s: float = 60.0  # for a message: longer than any rank computes between two messages
+    deadline_s: float = 600.0  # for the start, and again for all that follows
+    threads: int = 1  # of each rank's CPU computation
+    pin: bool = False  # whether each rank computes on its own cores, where there are enough
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1:
+            raise InputError("gpus", self.num_ranks, "at least 1 rank")
+        if self.device == "cuda":
+            import torch
+
+            if not torch.cuda.is_available():
+                raise InputError("device", "cuda", "cpu: torch sees no GPU here")
+
+    def open(self, slot: RankSlot, local: int) -> DistributedTransport:
+        """Connect a rank of this host, the `local`-th, to the others."""
+        import torch
+
+        from kvrsim.runtime.transport import DistributedTransport
+
+        device = torch.device("cpu")
+        if self.device == "cuda":
+            device = torch.device("cuda", local % torch.cuda.device_count())
+            torch.cuda.set_device(device)
+        torch.set_num_threads(self.threads)
+        transport = DistributedTransport(
+            slot, size=self.num_ranks, device=device, timeout_s=self.timeout_s, backend=self.backend
+        )
+        transport.warmup()
+        return transport
+
+    @contextlib.contextmanager
+    def cores(self, local: int, num_local: int) -> Iterator[None]:
+        """Keep this thread on its rank's cores: otherwise ranks may share one while other processes run.
+
+        Threads that carry messages were started before and run anywhere. Without enough cores nothing is pinned.
+        """
+        cores = available_cores()
+        if not self.pin or self.device != "cpu" or len(cores) < num_local * self.threads:
+            yield
+            return
+        os.sched_setaffinity(0, cores[local * self.threads : (local + 1) * self.threads])
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, cores)
+
+
+def launch(function: RankFunction, *arguments: Any, how: Launch, on_progress: OnProgress | None = None) -> list[Any]:
+    """Call `function(transport, *arguments)` on every rank; return the results by rank.
+
+    Function and arguments are pickled, the function by its name. If torchrun has started this process, it is one of
+    the ranks, and every rank returns all results. on_progress: called here with what rank 0 reports.
+    Raises RankError naming rank and layer where a rank fails.
+    """
+    if started_by_torchrun():
+        return _run_as_one_rank(function, arguments, how, on_progress)
+    with contextlib.closing(RankPool(how.num_ranks, partial(LaunchedRank, how=how), start_s=how.deadline_s)) as pool:
+        command = ("call", {"function": function, "arguments": arguments})
+        answers = pool.ask(range(how.num_ranks), command, how.deadline_s, on_progress)
+    return [answers[rank] for rank in range(how.num_ranks)]
+
+
+class LaunchedRank:
+    """A rank of this host that calls functions."""
+
+    def __init__(self, *, slot: RankSlot, how: Launch) -> None:
+        self.slot, self.how = slot, how
+        self.transport = how.open(slot, slot.rank)
+
+    def call(self, *, function: RankFunction, arguments: tuple[Any, ...]) -> Any:
+        """Return what the function returns."""
+        with self.how.cores(self.slot.rank, self.how.num_ranks):
+            return function(self.transport, *arguments)
+
+
+def _run_as_one_rank(
+    function: RankFunction, arguments: tuple[Any, ...], how: Launch, on_progress: OnProgress | None
+) -> list[Any]:
+    place = TorchrunPlace.of(os.environ)
+    if place.size != how.num_ranks:
+        raise InputError("gpus", how.num_ranks, f"{place.size}, the number of processes that torchrun has started")
+    slot = RankSlot(rank=place.rank, store="env://", report=on_progress or (lambda done, total, what: None))
+    try:
+        with contextlib.closing(how.open(slot, place.local)) as transport:
+            with how.cores(place.local, place.num_local):
+                result = function(transport, *arguments)
+            return transport.exchange(result)
+    except LinkError as error:
+        raise RankError(faults_of(error, place.rank, None)) from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TorchrunPlace:
+    """This process among torchrun's."""
+
+    rank: int
+    size: int
+    local: int  # rank among those of this host
+    num_local: int
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> TorchrunPlace:
+        """Read torchrun's variables; raise InputError naming one that is missing or wrong."""
+        size = _whole(environment, "WORLD_SIZE", 1, 2**20)
+        rank = _whole(environment, "RANK", 0, size - 1)
+        if size > 1:
+            _whole(environment, "MASTER_PORT", 0, 2**16 - 1)
+            if not environment.get("MASTER_ADDR"):
+                raise InputError("MASTER_ADDR", "nothing", "the host of rank 0, as torchrun sets it")
+        local = _whole(environment, "LOCAL_RANK", 0, size - 1, rank)
+        return cls(rank=rank, size=size, local=local, num_local=_whole(environment, "LOCAL_WORLD_SIZE", 1, size, size))
+
+
+def _whole(environment: Mapping[str, str], name: str, least: int, most: int, default: int | None = None) -> int:
+    text = environment.get(name, "nothing" if default is None else str(default))
+    if not text.isdecimal() or not least <= int(text) <= most:
+        raise InputError(name, text, f"a whole number from {least} to {most}, as torchrun sets it")
+    return int(text)
+
+
+def started_by_torchrun() -> bool:
+    """Whether this process is one rank of several that torchrun has started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def available_cores() -> list[int]:
+    """Return the cores that this process may run on; empty where the system does not tell."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+class RankPool:
+    """`num_ranks` processes of this host, each with a worker that `make(slot=)` makes there.
+
+    `make` is pickled by its name. The temporary folder goes with the processes. A process ends by itself when its
+    pipe closes, so none outlives this one, however this one ends. They listen on the loopback interface only.
+    """
+
+    def __init__(self, num_ranks: int, make: Callable[..., Any], *, start_s: float) -> None:
+        """Raise RankError where a rank fails, or is not ready in time."""
+        self._handled = _unwind_on_ending_signals()
+        self._folder = tempfile.mkdtemp(prefix="kvrsim-")
+        self._pipes: dict[int, Pipe] = {}
+        self._processes: dict[int, Any] = {}
+        self.hosts: list[str] = []
+        context = _context()
+        # Reached layers, -1 before the first. No lock: a rank that dies must not hold back the others.
+        self._layers = context.RawArray("i", [-1] * num_ranks)
+        try:
+            with _interrupts_blocked():
+                for rank in range(num_ranks):
+                    self._pipes[rank], theirs = context.Pipe()
+                    arguments = (theirs, make, rank, self._folder, self._layers)
+                    process = context.Process(target=_serve, args=arguments, name=f"kvrsim rank {rank}", daemon=True)
+                    process.start()
+                    self._processes[rank] = process
+                    theirs.close()
+            hosts = self._collect(range(num_ranks), start_s)
+        except BaseException:
+            self.close()
+            raise
+        self.hosts = [hosts[rank] for rank in range(num_ranks)]
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids by rank."""
+        return tuple(process.pid for process in self._processes.values())
+
+    def ask(
+        self, ranks: Collection[int], command: Command, timeout_s: float, on_progress: OnProgress | None = None
+    ) -> dict[int, Any]:
+        """Return each rank's answer to a command; what ranks report meanwhile goes to `on_progress`.
+
+        Raises RankError naming the rank that dies, fails or has not answered in time; the pool is closed then.
+        """
+        if not self._pipes:
+            raise KvrsimError("the ranks have ended")
+        content = pickle.dumps((*command, timeout_s))
+        try:
+            for rank in ranks:
+                with contextlib.suppress(BrokenPipeError):  # collecting says why
+                    self._pipes[rank].send_bytes(content)
+            return self._collect(ranks, timeout_s, on_progress)
+        except BaseException:  # an interrupt too: answers to this command must not be taken for the next one's
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the processes."""
+        for pipe in self._pipes.values():
+            pipe.close()
+        self._pipes = {}
+        end_s = time.monotonic() + _JOIN_S
+        for process in self._processes.values():
+            process.join(max(0.0, end_s - time.monotonic()))
+            if process.is_alive():
+                process.kill()  # also ends one that is stopped
+                process.join(_JOIN_S)
+        self._processes = {}
+        shutil.rmtree(self._folder, ignore_errors=True)
+        if threading.current_thread() is threading.main_thread():
+            for number in self._handled:
+                signal.signal(number, signal.SIG_DFL)
+
+    def _collect(
+        self, ranks: Collection[int], timeout_s: float, on_progress: OnProgress | None = None
+    ) -> dict[int, Any]:
+        """Wait for one answer of each rank."""
+        answers: dict[int, Any] = {}
+        faults: list[Fault] = []
+        waiting = {self._pipes[rank]: rank for rank in ranks}
+        stopped = dict.fromkeys(ranks, 0)  # looks in a row at which the rank was stopped
+        looked_s = time.monotonic()
+        end_s = looked_s + timeout_s
+        while waiting and (left_s := end_s - time.monotonic()) > 0:
+            ready: list[Pipe] = connection.wait(list(waiting), timeout=min(left_s, _LOOK_S))
+            for pipe in ready:
+                kind, answer = self._received(waiting[pipe], pipe)
+                if kind == "progress":
+                    if on_progress is not None:
+                        on_progress(*answer)
+                    continue
+                rank = waiting.pop(pipe)
+                if kind == "result":
+                    answers[rank] = answer
+                else:
+                    faults += answer
+            if time.monotonic() - looked_s >= _LOOK_S:
+                looked_s = time.monotonic()
+                for rank in list(waiting.values()):
+                    stopped[rank] = stopped[rank] + 1 if _is_stopped(self._processes[rank]) else 0
+                    if stopped[rank] > _STOPPED_LOOKS:
+                        del waiting[self._pipes[rank]]
+                        faults.append(self._fault(rank, "stopped", f"no answer for {_STOPPED_LOOKS * _LOOK_S:g} s"))
+            if faults:
+                end_s = min(end_s, time.monotonic() + _GRACE_S)
+        late = "no answer" if faults else f"no answer within {timeout_s:g} s"
+        faults += [self._fault(rank, "silent", late) for rank in waiting.values()]
+        if faults:
+            raise RankError(list(dict.fromkeys(faults)))
+        return answers
+
+    def _received(self, rank: int, pipe: Pipe) -> tuple[str, Any]:
+        """Return "result", "progress" or "faults", and the value."""
+        try:
+            kind, answer = pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            process = self._processes[rank]
+            process.join(_GRACE_S)
+            last_line = _last_line(_log_path(self._folder, rank))
+            return "faults", [self._fault(rank, "died", _death(process.exitcode, last_line))]
+        return kind, answer
+
+    def _fault(self, rank: int, kind: FaultKind, message: str) -> Fault:
+        if kind != "died" and _is_stopped(self._processes[rank]):
+            kind, message = "stopped", f"{message}; it is stopped"
+        return Fault(rank=rank, kind=kind, message=message, layer=_layer_of(self._layers, rank))
+
+
+def _serve(pipe: Pipe, make: Callable[..., Any], rank: int, folder: str, layers: Any) -> None:
+    """Run a rank's process: obey the commands that come over the pipe until it closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's to handle
+    log = _log_path(folder, rank).open("ab", buffering=0)  # output of libraries is not for the user
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    commands: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(pipe, commands, folder), daemon=True).start()
+    _bind_to_loopback()
+
+    def send(kind: str, value: Any) -> None:
+        pipe.send_bytes(pickle.dumps((kind, value)))
+
+    try:
+        slot = RankSlot(
+            rank=rank,
+            store=f"file://{Path(folder).absolute()}/store",
+            note=partial(layers.__setitem__, rank),
+            report=lambda *progress: send("progress", progress),
+        )
+        worker = make(slot=slot)
+        send("result", socket.gethostname())
+        while True:
+            method, arguments, timeout_s = pickle.loads(commands.get())
+            # Works without the interpreter's lock, which a library that hangs may hold.
+            faulthandler.dump_traceback_later(timeout_s + _LATE_S, exit=True, file=log)
+            send("result", getattr(worker, method)(**arguments))
+            faulthandler.cancel_dump_traceback_later()
+    except BaseException as error:  # whatever it is, the pool must learn of it
+        traceback.print_exc()
+        with contextlib.suppress(OSError):
+            send("faults", faults_of(error, rank, _layer_of(layers, rank)))
+    sys.stderr.flush()
+    threading.Event().wait()  # until the pipe closes: the pool reads the answer first
+
+
+def _listen(pipe: Pipe, commands: queue.SimpleQueue[bytes], folder: str) -> None:
+    """Queue commands; when the pipe closes, end the process at once, whatever it is doing."""
+    try:
+        while True:
+            commands.put(pipe.recv_bytes())
+    except (EOFError, OSError):
+        shutil.rmtree(folder, ignore_errors=True)  # a parent that was killed cannot
+        os._exit(0)
+
+
+def _bind_to_loopback() -> None:
+    """Make gloo and NCCL listen on the loopback interface alone; overrides the environment."""
+    names = {name for _, name in socket.if_nameindex()}
+    loopback = next((name for name in ("lo", "lo0") if name in names), None)
+    if loopback is not None:
+        os.environ |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback)
+
+
+def _unwind_on_ending_signals() -> list[int]:
+    """Let signals that end this process raise SystemExit, so that ranks and folder go; return the signals.
+
+    Signals with a handler of others keep it, and only the main thread may set one.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return []
+    ours: list[int] = [number for number in set(_ENDING) if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, _exit_by_signal)
+    return ours
+
+
+def _exit_by_signal(number: int, frame: Any) -> None:
+    raise SystemExit(128 + number)  # the code that a shell gives a process ended by the signal
+
+
+@contextlib.contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Start processes with a mask that they inherit: Ctrl-C is the pool's to handle, from their first moment."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # it would lift the block
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _context() -> Any:
+    """Return the context that forks processes from one with torch loaded, where the system can; else spawns them."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
+
+
+def _layer_of(layers: Any, rank: int) -> int | None:
+    return layers[rank] if layers[rank] >= 0 else None
+
+
+def _log_path(folder: str, rank: int) -> Path:
+    return Path(folder, f"rank{rank}.log")
+
+
+def _death(exitcode: int | None, last_line: str) -> str:
+    if exitcode is not None and exitcode < 0:
+        return f"killed by {signal.Signals(-exitcode).name}"
+    return f"ended without an answer (exit code {exitcode}){f', after saying: {last_line}' if last_line else ''}"
+
+
+def _is_stopped(process: Any) -> bool:
+    """Whether a process is stopped, as by SIGSTOP or a debugger, where the system tells."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    return False
+
+
+def _last_line(path: Path, most: int = 200) -> str:
+    """Return the last line of a log that is not empty, shortened."""
+    try:
+        lines = path.read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return ""
+    line = next((" ".join(line.split()) for line in reversed(lines) if line.strip()), "")
+    return line if len(line) <= most else line[: most - 3] + "..."
