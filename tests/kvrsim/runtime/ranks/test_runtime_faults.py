@@ -10,7 +10,8 @@ import pytest
 import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.errors import InputError, NotWrittenError
 from kvrsim.runtime.faults import Fault, RankError, faults_of, is_out_of_memory
-from kvrsim.runtime.ranks import Launch, launch
+from kvrsim.runtime.ranks import Launch
+from kvrsim.runtime import ranks as launch
 
 pytestmark = pytest.mark.slow
 
