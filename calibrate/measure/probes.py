@@ -19,8 +19,7 @@ from calibrate.measure.pending import ALONE, PENDING, PendingRanks
 from kvrsim.io.schema import to_json
 from kvrsim.runtime.geometry import DTYPES
 from kvrsim.runtime.hooks import Clock, clock_of
-from kvrsim.runtime.ranks import Launch
-from kvrsim.runtime import ranks as launch
+from kvrsim.runtime.ranks import Launch, launch
 from kvrsim.runtime.transport import Transport
 
 _READ_EVERY_S = 0.05  # of clock and power

@@ -42,7 +42,7 @@ def run_ranks(
 ) -> tuple[list[Measured], dict[str, str], tuple[float, ...]]:
     """Measure every candidate on ranks in separate processes, each partition once."""
     from kvrsim.runtime.job import JobReport, run_job
-    from kvrsim.runtime import ranks as launch
+    from kvrsim.runtime.ranks import launch
 
     count = len(job.plans) * (hardware.repeats + hardware.warmups + 3) + 2
     how = hardware.launch(scenario.cluster.num_gpus, longest_s, count * longest_s)
@@ -74,7 +74,7 @@ def run_virtual_ranks(
     on_progress: OnProgress | None,
 ) -> tuple[list[Measured], dict[str, str], tuple[float, ...]]:
     """Measure every candidate's ranks one after another on one device."""
-    from kvrsim.runtime import ranks as launch
+    from kvrsim.runtime.ranks import launch
     from kvrsim.runtime.virtual import VirtualReport, run_virtual
 
     count = len(job.plans) * (hardware.repeats + hardware.warmups) * 2 + 2

@@ -126,8 +126,7 @@ def run_here(
     if scenario.profile is not None:
         predicted_s = run_simulation(scenario, strategy=strategy, partition=cut.chunk_lens).ttft_s
     from kvrsim.runtime.job import JobReport, run_job
-    from kvrsim.runtime.ranks import started_by_torchrun
-    from kvrsim.runtime import ranks as launch
+    from kvrsim.runtime.ranks import launch, started_by_torchrun
 
     longest_s = _PATIENCE_S / 6 if predicted_s is None else predicted_s
     count = hardware.repeats + hardware.warmups + 8

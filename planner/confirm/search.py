@@ -101,7 +101,7 @@ def search_here(
     check(scenario, hardware)
     if scenario.cluster.num_gpus < 2:
         raise InputError("gpus", scenario.cluster.num_gpus, "at least 2 for `search`: one GPU has no partition")
-    from kvrsim.runtime import ranks as launch
+    from kvrsim.runtime.ranks import launch
 
     journal = search_journal(output.with_name(output.name + SUFFIX), _about(scenario, hardware))
     known = tuple(journal.resume(read_sample)) if is_first_rank() else ()

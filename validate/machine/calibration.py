@@ -27,8 +27,7 @@ from kvrsim.partition import Partition
 from kvrsim.runtime.bench import BenchReport, Timing, measure
 from kvrsim.runtime.model import ModelForward, load_model
 from kvrsim.runtime.plan import RunPlan
-from kvrsim.runtime.ranks import Launch
-from kvrsim.runtime import ranks as launch
+from kvrsim.runtime.ranks import Launch, launch
 from kvrsim.runtime.transport import Transport
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "calibration.md"

@@ -21,13 +21,12 @@ from kvrsim.hardware import Cluster, load_cluster
 from kvrsim.partition import Partition
 from kvrsim.program import AllGather, Compute, Op, Program, Recv, Send
 from kvrsim.runtime.bench import BenchReport, measure
-from kvrsim.runtime.transport import EmulatedLink, EmulatedTransport, MessageTraffic
 from kvrsim.runtime.geometry import Geometry
 from kvrsim.runtime.kept.layers import KeptTokens
 from kvrsim.runtime.model import SleepForward
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.ranks import Launch, launch
-from kvrsim.runtime.transport import Transport
+from kvrsim.runtime.transport import EmulatedLink, EmulatedTransport, MessageTraffic, Transport
 
 # Few bytes a token and a slow link: on two cores, moving the bytes takes time from nobody.
 KEPT = KeptTokens(num_key_value_heads=1, head_dim=32, v_head_dim=32)

@@ -15,8 +15,7 @@ from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.bench import BenchReport
 from kvrsim.runtime.hooks import Mark
 from kvrsim.runtime.host import HostLoad
-from kvrsim.runtime.ranks import Launch
-from kvrsim.runtime import ranks as launch
+from kvrsim.runtime.ranks import Launch, launch
 from kvrsim.runtime.trace import RankTrace, Sent, timeline_of
 
 NUM_RANKS = 2

@@ -12,8 +12,7 @@ import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.errors import InputError
 from kvrsim.partition import Partition
 from kvrsim.runtime.plan import RunPlan
-from kvrsim.runtime.ranks import Launch
-from kvrsim.runtime import ranks as launch
+from kvrsim.runtime.ranks import Launch, launch
 from kvrsim.runtime.transport import Egress, EmulatedLink, MessageTraffic
 
 pytestmark = pytest.mark.slow

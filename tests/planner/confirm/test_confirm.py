@@ -20,8 +20,7 @@ from kvrsim.partition import Partition
 from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.exchange import RUN_STRATEGIES
 from kvrsim.runtime.faults import Fault, RankError
-from kvrsim.runtime.ranks import Launch
-from kvrsim.runtime import ranks as launch
+from kvrsim.runtime.ranks import Launch, launch
 from kvrsim.strategies import STRATEGIES
 from planner.confirm import run as confirm_run
 from planner.confirm.candidates import STRATEGIES as STRATEGIES_OF_THE_PAPER

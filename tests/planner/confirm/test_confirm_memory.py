@@ -13,8 +13,7 @@ import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
 from kvrsim.memory import memory_of
-from kvrsim.runtime.ranks import Launch
-from kvrsim.runtime import ranks as launch
+from kvrsim.runtime.ranks import Launch, launch
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
 from planner.confirm import candidates as confirm_memory

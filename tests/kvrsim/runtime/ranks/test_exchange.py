@@ -21,8 +21,7 @@ from kvrsim.runtime.exchange import RUN_STRATEGIES, exchange_of, run_strategy
 from kvrsim.runtime.faults import RankError
 from kvrsim.runtime.geometry import Geometry
 from kvrsim.runtime.plan import RunPlan
-from kvrsim.runtime.ranks import Launch
-from kvrsim.runtime import ranks as launch
+from kvrsim.runtime.ranks import Launch, launch
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
 from tests.kvrsim.runtime.runtime_models import CONFIGS

@@ -13,8 +13,7 @@ import tests.kvrsim.runtime.runtime_workers as workers
 from calibrate.measure.link_bench import LinkBench
 from kvrsim.runtime import ranks as launching
 from kvrsim.runtime.faults import RankError
-from kvrsim.runtime.ranks import Launch
-from kvrsim.runtime import ranks as launch
+from kvrsim.runtime.ranks import Launch, launch
 from tests.kvrsim.runtime.ranks import nccl_rule
 from tests.kvrsim.runtime.runtime_models import KINDS
 from tests.planner.confirm.confirm_setup import BUSY, arguments, folder_with, said

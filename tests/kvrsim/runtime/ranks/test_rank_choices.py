@@ -11,8 +11,7 @@ import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.errors import InputError
 from kvrsim.runtime.faults import RankError, meaning
 from kvrsim.runtime.model import ModelForward
-from kvrsim.runtime.ranks import Launch, TorchrunPlace
-from kvrsim.runtime import ranks as launch
+from kvrsim.runtime.ranks import Launch, TorchrunPlace, launch
 from kvrsim.runtime.transport import choose_backend
 
 

@@ -16,8 +16,7 @@ import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.cli.main import ENDED
 from kvrsim.runtime import ranks as pools
 from kvrsim.runtime.faults import RankError
-from kvrsim.runtime.ranks import Launch
-from kvrsim.runtime import ranks as launch
+from kvrsim.runtime.ranks import Launch, launch
 
 pytestmark = pytest.mark.slow
 

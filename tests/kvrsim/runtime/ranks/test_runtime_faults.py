@@ -10,8 +10,7 @@ import pytest
 import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.errors import InputError, NotWrittenError
 from kvrsim.runtime.faults import Fault, RankError, faults_of, is_out_of_memory
-from kvrsim.runtime.ranks import Launch
-from kvrsim.runtime import ranks as launch
+from kvrsim.runtime.ranks import Launch, launch
 
 pytestmark = pytest.mark.slow
 

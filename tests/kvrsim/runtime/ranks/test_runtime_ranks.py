@@ -15,8 +15,7 @@ from kvrsim.errors import InputError
 from kvrsim.partition import Partition
 from kvrsim.runtime.exchange import exchange_of
 from kvrsim.runtime.plan import RunPlan
-from kvrsim.runtime.ranks import Launch
-from kvrsim.runtime import ranks as launch
+from kvrsim.runtime.ranks import Launch, launch
 from tests.kvrsim.runtime.runtime_models import KINDS, variants
 
 ROOT = Path(__file__).resolve().parents[4]

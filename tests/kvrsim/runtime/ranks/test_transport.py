@@ -12,8 +12,7 @@ import pytest
 import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.errors import InputError
 from kvrsim.runtime.faults import Fault, RankError
-from kvrsim.runtime.ranks import Launch
-from kvrsim.runtime import ranks as launch
+from kvrsim.runtime.ranks import Launch, launch
 from kvrsim.runtime.transport import _DataUnpickler
 
 PLAN = workers.kvr(3, 4)
