@@ -16,7 +16,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, Strategy, label_of
 from kvrsim.strategies.pipeline import layers_of
 from planner.access import access_notes, has_choice, placed_for, told_access
-from planner.deploy.engines import engines_with
+from planner.deploy import engines_with
 from planner.evaluate import Progress
 from planner.partitions import PlanPartitions
 from planner.plan_bounds import bound_of_pipeline, bounds_of

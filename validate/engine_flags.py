@@ -23,8 +23,7 @@ from kvrsim.io.files import write_atomically
 from planner.capacity.launch import launch_of_fleet
 from planner.capacity.plan import plan_capacity
 from planner.capacity.request import make_request
-from planner.deploy.emit import Launch, launch_of, names_for
-from planner.deploy.engines import DeployEngine, deploy_engine
+from planner.deploy import DeployEngine, Launch, deploy_engine, launch_of, names_for
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "engine_flags.md"
 QUESTIONS: tuple[dict[str, Any], ...] = (

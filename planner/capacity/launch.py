@@ -12,9 +12,7 @@ from kvrsim.strategies import Strategy, get_strategy
 from planner.capacity.answer import CapacityPlan, GroupAnswer
 from planner.capacity.fleet.layouts import WHOLE
 from planner.capacity.request import CapacityRequest
-from planner.deploy.emit import Launch, about_pieces, degrees_on
-from planner.deploy.engines import deploy_engine
-from planner.deploy.server import Server
+from planner.deploy import Launch, Server, about_pieces, degrees_on, deploy_engine
 from planner.partitions import settled
 
 _LAST_GPU = "separate, with `emit`: no engine decodes on one GPU of a group that prefills"

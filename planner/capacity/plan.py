@@ -27,7 +27,7 @@ from planner.capacity.fleet_search import FleetSearch, evaluations_of
 from planner.capacity.front import Fleets
 from planner.capacity.request import CapacityRequest
 from planner.capacity.workloads.workload import Workload
-from planner.deploy.engines import deploy_engine
+from planner.deploy import deploy_engine
 from planner.plan_notes import rests_on
 from planner.processes import Pool
 from planner.table.table import PartitionTable

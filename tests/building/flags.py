@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.deploy.emit import Launch
-from planner.deploy.engines import deploy_engine
+from planner.deploy import Launch, deploy_engine
 
 READERS = {"int": int, "float": float, "str": str}
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from kvrsim.errors import InputError
-from planner.deploy.engines import deploy_engine
+from planner.deploy import deploy_engine
 from validate import engine_flags
 from validate.engine_flags import of_options, page, parsed
 

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from kvrsim.results.results import Plan, StrategyResult
     from kvrsim.results.shortfall import Shortfall
     from kvrsim.scenario import Scenario
-    from planner.deploy.emit import Launch
+    from planner.deploy import Launch
 
 
 @takes(ScenarioOptions, PlanNoiseOptions, PoolOptions, DeployOptions, PageOptions, AnswerOptions)
@@ -112,7 +112,7 @@ def plan(
     scenario, warnings = options.scenario()
     within = deploy.only_deployable or (deploy.emit if names is None else None)
     if within is not None:
-        from planner.deploy.emit import only_deployable
+        from planner.deploy import only_deployable
 
         names = list(only_deployable(scenario, within, names, "only_deployable" if deploy.only_deployable else "emit"))
     from planner.plan import make_plan
@@ -154,7 +154,7 @@ def plan(
 
 def _launch(scenario: Scenario, result: Plan, engine: str, model: str) -> Launch:
     """Of the best strategy; InputError where the engine has not got it."""
-    from planner.deploy.emit import launch_of
+    from planner.deploy import launch_of
 
     best = result.best
     return launch_of(scenario, engine, best.strategy, best.partition, model=model, layers=best.layers)

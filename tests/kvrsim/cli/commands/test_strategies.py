@@ -15,7 +15,7 @@ from kvrsim.cli import main as cli
 from kvrsim.cli.commands.catalogue import about
 from kvrsim.runtime.exchange import RUN_STRATEGIES
 from kvrsim.strategies import STRATEGIES, get_strategy
-from planner.deploy.engines import engines_with
+from planner.deploy import engines_with
 
 ROOT = Path(__file__).parents[4]
 

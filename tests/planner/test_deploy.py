@@ -15,8 +15,7 @@ from kvrsim.choices import DEPLOY_ENGINES
 from kvrsim.cli import main as cli
 from kvrsim.errors import InputError
 from kvrsim.strategies import STRATEGIES, get_strategy
-from planner.deploy.emit import Launch, launch_of, names_for, only_deployable
-from planner.deploy.engines import Degrees, degrees_of, deployed_by
+from planner.deploy import Degrees, Launch, degrees_of, deployed_by, launch_of, names_for, only_deployable
 from planner.partitions import partition_of
 from tests.building.flags import options
 from validate.engine_flags import QUESTIONS

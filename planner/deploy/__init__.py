@@ -1,1 +1,0 @@
-"""Plans that a serving engine can run: which strategies it has, and the flags that launch one."""
