@@ -73,7 +73,7 @@ def about(name: str) -> dict[str, Any]:
     """A strategy as JSON, the fields as docs/reference/json.md has them; raises InputError where there is none."""
     from kvrsim.runtime.exchange import RUN_STRATEGIES
     from kvrsim.strategies import get_strategy
-    from planner.deploy.engines import engines_for
+    from planner.deploy import engines_for
     from planner.strategies_for import QUICK
 
     strategy = get_strategy(name, "NAME|FILE.py:NAME")
