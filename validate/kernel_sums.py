@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from calibrate.data.measurement import ELEMENTWISE, Measurement
-from calibrate.fit.clock import at_burst
-from calibrate.fit.gemm_rows import model_shapes
+from calibrate.data import ELEMENTWISE, Measurement
+from calibrate.fit.gemm import at_burst, model_shapes
 from calibrate.shipped.recipes import VIDUR_URL, Recipe
 from kvrsim.builder import make_scenario
 from kvrsim.compile import build_program

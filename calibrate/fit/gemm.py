@@ -1,24 +1,25 @@
 """fit_gemm: GemmRates from measured matrix products.
 
 The form has four tiles, each with its share of the device's rate and a start; a launch; and a rate of device memory.
-A CPU, whose few threads know no waves, has one small tile. Times are those at the burst clock (calibrate.fit.clock).
+A CPU, whose few threads know no waves, has one small tile. Times are those at the burst clock (calibrate.fit.gemm).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 
-from calibrate.data.measurement import Measurement
-from calibrate.fit.gemm_rows import HALF_BYTES, TYPE_KNOTS, GemmRows, Shape, with_tables
-from calibrate.fit.solver import (
+from calibrate.data import Measurement
+from calibrate.fit.fit import (
     HALF,
     Comparison,
     Fitted,
     Parameter,
     Some,
+    column,
     cross_validated_s,
     dtypes_of,
     element_bytes_of,
@@ -28,10 +29,14 @@ from calibrate.fit.solver import (
     seen_of,
     solve,
     sources_of,
+    thinned,
 )
 from kvrsim.errors import InputError
-from kvrsim.hardware import GpuSpec
-from kvrsim.kernels.gemm import GemmRates, Product, Tile
+from kvrsim.hardware.gpu import GpuSpec
+from kvrsim.model.gemm import Gemm
+from kvrsim.model.load import builtin_models, load_model
+from kvrsim.profile.rates.clock import Clock
+from kvrsim.profile.rates.gemm import GEMM_TYPES, GemmRates, MeasuredShape, Product, Tile, Width, merged
 from kvrsim.program import Array
 
 TILES = ((256, 128), (128, 128), (128, 64), (64, 64))  # rows and columns of the output
@@ -248,4 +253,259 @@ def _interpolated(rates: GemmRates, rows: GemmRows) -> Comparison | None:
         label=f"shapes with tables, row counts left out, rows >= {PROMISED_ROWS}",
         measured_s=data.seconds,
         predicted_s=cross_validated_s(labels, predict),
+    )
+
+
+# -- GemmRows: measured matrix products as arrays, and the tables that a profile keeps of some shapes.
+#
+# Weight matrices of the built-in models, as serving engines multiply with them: Q, K, V in one, gate and up in one.
+
+Shape = tuple[int, int]  # in_features, out_features
+
+MAX_KNOTS = 40  # of a shape's table
+TYPE_KNOTS = 10  # of one in a quantised type
+HALF_BYTES = 2
+_LEAST_KNOTS = 4
+_KNOT_ERROR = 0.003  # relative, below which a table gets no more knots
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class GemmRows:
+    """As many matrix products as the arrays are long."""
+
+    tokens: Array  # rows of the input
+    in_features: Array
+    out_features: Array
+    seconds: Array  # measured
+    element_bytes: Width = HALF_BYTES
+
+    @classmethod
+    def of(cls, rows: Sequence[Measurement]) -> GemmRows:
+        """The gemm measurements."""
+        names = ("tokens", "in_features", "out_features", "expected_s")
+        tokens, in_features, out_features, seconds = (column(rows, name) for name in names)
+        return cls(
+            tokens=tokens,
+            in_features=in_features,
+            out_features=out_features,
+            seconds=seconds,
+            element_bytes=_width_of(rows),
+        )
+
+    def take(self, indices: Some) -> GemmRows:
+        """Some of them, by index or mask."""
+        return GemmRows(
+            tokens=self.tokens[indices],
+            in_features=self.in_features[indices],
+            out_features=self.out_features[indices],
+            seconds=self.seconds[indices],
+            element_bytes=self.element_bytes,
+        )
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """One a row."""
+        pairs = zip(self.in_features.tolist(), self.out_features.tolist(), strict=True)
+        return [(int(fan_in), int(fan_out)) for fan_in, fan_out in pairs]
+
+    def by_shape(self) -> Iterator[tuple[Shape, Some]]:
+        """Each shape and the indices of its rows."""
+        places: dict[Shape, list[int]] = {}
+        for index, shape in enumerate(self.shapes):
+            places.setdefault(shape, []).append(index)
+        for shape in sorted(places):
+            yield shape, np.array(places[shape])
+
+    def form_s(self, rates: GemmRates) -> Array:
+        """By the form alone."""
+        # The formula takes arrays of shapes as well.
+        product = Product(cast(Any, self.in_features), cast(Any, self.out_features))
+        return rates.form_s(self.tokens, product, self.element_bytes)
+
+    def predicted_s(self, rates: GemmRates) -> Array:
+        """As the simulator takes them."""
+        seconds = np.empty(len(self.tokens))
+        for shape, indices in self.by_shape():
+            seconds[indices] = rates.seconds(self.tokens[indices], (Product(*shape),), self.element_bytes)
+        return seconds
+
+
+def with_tables(form: GemmRates, rows: GemmRows, shapes: Collection[Shape], most: int = MAX_KNOTS) -> GemmRates:
+    """The form, and tables of at most so many knots for those of the shapes that were measured often enough."""
+    wanted = set(shapes)
+    tables = [_table(form, shape, rows.take(indices), most) for shape, indices in rows.by_shape() if shape in wanted]
+    return replace(form, measured=tuple(table for table in tables if table is not None))
+
+
+def _table(form: GemmRates, shape: Shape, rows: GemmRows, most: int) -> MeasuredShape | None:
+    """The steps of rows that matter most; None where there are too few."""
+    ratios = _ratios(form, rows)
+    if len(ratios) < _LEAST_KNOTS:
+        return None
+    knots, logs = np.array(sorted(ratios)), np.array([ratios[knot] for knot in sorted(ratios)])
+    kept = thinned(np.log(knots), logs, most=most, error=_KNOT_ERROR)
+    seconds = form.form_s(knots[kept], Product(*shape), rows.element_bytes) * np.exp(logs[kept])
+    return MeasuredShape(
+        in_features=shape[0],
+        out_features=shape[1],
+        rows=tuple(int(knot) for knot in knots[kept]),
+        seconds=tuple(rounded(float(value)) for value in seconds),
+    )
+
+
+def _width_of(rows: Sequence[Measurement]) -> Width:
+    """Of the operands: the rows are all of one quantised type, or all in half precision or in fp32."""
+    types = {row.dtype for row in rows}
+    width = GEMM_TYPES.get(types.pop() or "") if len(types) == 1 else None
+    return element_bytes_of(rows) if width is None else width
+
+
+def _ratios(form: GemmRates, rows: GemmRows) -> dict[float, float]:
+    """By the end of each step: log of measured over form, at that end or else anywhere in the step."""
+    ends = np.ceil(rows.tokens / form.step) * form.step
+    logs = np.log(rows.seconds / rows.form_s(form))
+    found = {}
+    for end in sorted(set(ends.tolist())):
+        at_end, inside = rows.tokens == end, ends == end
+        found[end] = float(np.median(logs[at_end if at_end.any() else inside]))
+    return found
+
+
+def builtin_shapes() -> frozenset[Shape]:
+    """(in_features, out_features) of every layer of every model that ships; without the experts of mixtures."""
+    return frozenset(shape for name in builtin_models() for shape in model_shapes(name))
+
+
+def model_shapes(name: str) -> Iterator[Shape]:
+    """Those of one model, a built-in name or a path."""
+    for layer in load_model(name).layer_kinds:
+        dense: tuple[Sequence[Gemm], ...] = () if layer.num_experts else (layer.mlp,)
+        mixer = () if layer.mixer is None else (layer.mixer.projections, *((gemm,) for gemm in layer.mixer.output))
+        for gemms in (*mixer, *dense):
+            for product in merged([Product(gemm.in_features, gemm.out_features) for gemm in gemms]):
+                yield product.in_features, product.out_features
+
+
+# -- fit_clock: how far and how fast the clock falls under load, from products that were timed in loops.
+#
+# A collector runs a product again and again without a pause, so a row of L seconds was measured after `warmups` x L
+# seconds under load and during `repeats` x L more. Short products are timed at the burst clock, long ones at the
+# sustained one; where the change lies between them is the time constant. at_burst turns measured seconds into those of
+# the burst clock, as a profile's rates are.
+
+# Products that fill a GPU: of others the rate depends on their shape more than on the clock.
+_LEAST_TOKENS, _LEAST_FEATURES = 1024, 2048
+_LEAST_ROWS, _MOST_ROWS = 200, 3000
+_LONG_S, _SHORT_S = 0.3, 0.03  # under load; without rows on both sides nothing can be said
+_NO_FALL = 0.96  # share, from which on the fall is not told from the spread of shapes
+_LONGEST_S = 1.0  # time constant; a fall that seems slower is one over sizes
+_TURNS = 12  # of the iteration that inverts a loop's mean
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FittedClock:
+    """A clock, and what it was fitted to."""
+
+    clock: Clock
+    source: str
+    num_rows: int
+
+    def describe(self) -> str:
+        """One line for a profile's provenance."""
+        share, tau = self.clock.sustained_share, self.clock.time_constant_s
+        of = f"{self.num_rows} products of at least {_LEAST_TOKENS} tokens and {_LEAST_FEATURES} features"
+        return f"{share:.1%} of the burst rate after long load, time constant {1e3 * tau:.0f} ms; {of}: {self.source}"
+
+
+def fit_clock(rows: Sequence[Measurement], gpu: GpuSpec) -> FittedClock | None:
+    """From half-precision products whose loops are known; None without enough of them, or where no fall is seen.
+
+    Rows of several sources may have loops of different length, which tells a fall over time from one over sizes; each
+    source has a rate of its own.
+    """
+    found = [row for row in rows if _fills(row) and row.warmups is not None and row.repeats is not None]
+    loaded_s = np.array([(row.warmups + row.repeats) * row.expected_s for row in found])  # type: ignore[operator]
+    if len(found) < _LEAST_ROWS or loaded_s.max() < _LONG_S or loaded_s.min() > _SHORT_S:
+        return None
+    order = np.argsort(loaded_s)[:: max(1, len(found) // _MOST_ROWS)]
+    found = [found[index] for index in order]
+    flops = 2.0 * column(found, "tokens") * column(found, "in_features") * column(found, "out_features")
+    loops = _Loops.of(found)
+    peak = max(flops for _, flops in gpu.peak_flops)
+    sources = sorted({row.source for row in found})
+    names = np.array([f"rate_{sources.index(row.source)}" for row in found])
+
+    def predict(values: Mapping[str, float], some: Some) -> Array:
+        clock = Clock(sustained_share=values["sustained_share"], time_constant_s=values["time_constant_s"])
+        rates = np.array([values[name] for name in names[some]])
+        return loops.take(some).mean_s(clock, flops[some] / rates)
+
+    solved = solve(
+        (
+            Parameter(name="sustained_share", start=0.88, low=0.3, high=1.0),
+            Parameter(name="time_constant_s", start=0.1, low=2e-3, high=_LONGEST_S),
+            *(Parameter(name=name, start=0.4 * peak, low=1e-2 * peak, high=peak) for name in sorted(set(names))),
+        ),
+        predict,
+        column(found, "expected_s"),
+        starts=4,
+    )
+    if solved["sustained_share"] > _NO_FALL or solved["time_constant_s"] >= _LONGEST_S:
+        return None
+    clock = Clock(sustained_share=solved["sustained_share"], time_constant_s=solved["time_constant_s"])
+    return FittedClock(clock=clock, source=sources_of(found), num_rows=len(found))
+
+
+def at_burst(rows: Sequence[Measurement], clock: Clock | None) -> list[Measurement]:
+    """The rows with their seconds at the burst clock; those whose loop is not known stay."""
+    known = [index for index, row in enumerate(rows) if row.warmups is not None and row.repeats is not None]
+    if clock is None or not known:
+        return list(rows)
+    some = [rows[index] for index in known]
+    measured_s = column(some, "expected_s")
+    burst_s = burst_seconds(measured_s, column(some, "warmups"), column(some, "repeats"), clock)
+    found = list(rows)
+    for index, factor in zip(known, (burst_s / measured_s).tolist(), strict=True):
+        row = found[index]
+        mean_s = None if row.mean_s is None else row.mean_s * factor
+        found[index] = replace(row, median_s=row.median_s * factor, mean_s=mean_s)
+    return found
+
+
+def burst_seconds(measured_s: Array, warmups: Array, repeats: Array, clock: Clock | None) -> Array:
+    """Seconds at the burst clock of what loops took that ran so often before they were timed, and meanwhile."""
+    if clock is None:
+        return measured_s
+    loops, burst_s = _Loops(warmups=warmups, repeats=repeats), measured_s
+    for _ in range(_TURNS):
+        burst_s = burst_s * measured_s / loops.mean_s(clock, burst_s)
+    return burst_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Loops:
+    """How often operations ran before and while they were timed."""
+
+    warmups: Array
+    repeats: Array
+
+    @classmethod
+    def of(cls, rows: Sequence[Measurement]) -> _Loops:
+        return cls(warmups=column(rows, "warmups"), repeats=column(rows, "repeats"))
+
+    def take(self, some: Some) -> _Loops:
+        return _Loops(warmups=self.warmups[some], repeats=self.repeats[some])
+
+    def mean_s(self, clock: Clock, busy_s: Array) -> Array:
+        """What a loop says one operation takes that takes `busy_s` at the burst clock."""
+        before_s = clock.stretched_s(self.warmups * busy_s)
+        return (clock.stretched_s((self.warmups + self.repeats) * busy_s) - before_s) / self.repeats
+
+
+def _fills(row: Measurement) -> bool:
+    return (
+        row.operation == "gemm"
+        and row.dtype in HALF
+        and (row.tokens or 0) >= _LEAST_TOKENS
+        and min(row.in_features or 0, row.out_features or 0) >= _LEAST_FEATURES
     )

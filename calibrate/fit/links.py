@@ -8,8 +8,8 @@ from statistics import geometric_mean
 
 import numpy as np
 
-from calibrate.data.measurement import RING, Measurement
-from calibrate.fit.solver import (
+from calibrate.data import RING, Measurement
+from calibrate.fit.fit import (
     Comparison,
     Fitted,
     Parameter,

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from calibrate.data import measurement
-from calibrate.data.csv import CsvTable
-from calibrate.data.measurement import Layout, Measurement
-from calibrate.importers import aiconfigurator, tables, vidur
+from calibrate import data as measurement
+from calibrate.data import CsvTable, Layout, Measurement
+from calibrate.importers import aiconfigurator, vidur
+from calibrate.importers import aiconfigurator as tables
 from kvrsim.errors import InputError
 
 LAYOUTS: tuple[Layout, ...] = (measurement.LAYOUT, *vidur.LAYOUTS)

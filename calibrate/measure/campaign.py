@@ -8,17 +8,81 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
 import numpy as np
 
-from calibrate.data.measurement import Measurement
-from calibrate.measure.device_watch import CpuLoad, faults_of, summary
-from calibrate.measure.journal import CampaignJournal, Sample, Seconds, seconds_of
+from calibrate.data import Measurement, write_measurements
+from calibrate.measure.device import CpuLoad, Reading, faults_of, summary
+from calibrate.prefills.solve import Progress
 from kvrsim.errors import KvrsimError
+from kvrsim.io.journal import Journal
+from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import fields_to_json, read
 from kvrsim.results.quartiles import median_error
 from kvrsim.runtime.host import busy_cores
+
+OnProgress = Callable[[Progress], None]
+
+
+OriginOf = Callable[[list[Measurement]], Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Campaign:
+    """What is measured, and where the rows are written."""
+
+    build: Callable[[], Bench]
+    about: Mapping[str, Any]  # settings and machine; a journal of others is refused
+    origin: OriginOf  # what the CSV says of its rows, given them
+    output: Path  # the CSV
+
+    def journal(self, argument: str = "output") -> CampaignJournal:
+        """A new journal, or that of an interrupted run."""
+        return CampaignJournal.open(journal_path(self.output), self.about, argument)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """Result of a campaign, and its journal; the caller removes the journal when nothing has to be repeated."""
+
+    outcome: Outcome
+    journal: CampaignJournal
+
+
+def measure(
+    campaign: Campaign,
+    policy: Policy,
+    *,
+    on_estimate: Callable[[Estimate, int], None] | None = None,
+    on_progress: OnProgress | None = None,
+) -> Measured:
+    """Measure, and write the CSV.
+
+    `on_estimate` receives the plan, and how many samples an interrupted run has left. Raises
+    InputError for a journal of other settings, BusyError for a machine that other processes use.
+    """
+    journal = campaign.journal()
+    try:
+        bench = campaign.build()
+        try:
+            if on_estimate is not None:
+                on_estimate(estimate(bench, policy), journal.resumed)
+            outcome = run_campaign(bench, journal, policy, on_progress)
+        finally:
+            bench.close()
+        measured_on = {"device_state": dict(outcome.device)} if outcome.device else {}
+        write_measurements(campaign.output, outcome.rows, origin={**campaign.origin(outcome.rows), **measured_on})
+    except BaseException:
+        journal.close()
+        raise
+    finally:
+        if not journal.samples:
+            journal.remove()
+    return Measured(outcome=outcome, journal=journal)
+
 
 LEAST_SAMPLES = 3  # of a point
 _LONG_ENOUGH_S = 0.1  # of a visit: the kernel's CPU accounting is too coarse for shorter ones
@@ -244,3 +308,109 @@ class _Campaign:
                     point=point,
                 )
             )
+
+
+# -- CampaignJournal: every sample is written at once, so that a killed campaign resumes.
+
+SUFFIX = ".journal"
+_FORMAT = "kvrsim journal 1"
+
+Seconds = Mapping[str, float]  # of one repetition, by what was timed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One repetition of one point."""
+
+    point: str
+    seconds: Seconds
+    busy_cores: float | None  # cores that other processes used; None: not known
+    device: Mapping[str, Any] | None = None  # clock and power of the GPU, see DeviceWatch; None: not known
+
+
+@dataclass(kw_only=True, slots=True)
+class CampaignJournal:
+    """Points and samples of a campaign; each sample is on disk before the next is taken."""
+
+    lines: Journal
+    samples: list[Sample] = field(default_factory=list)
+    points: tuple[str, ...] | None = None  # of the campaign; None: not decided yet
+    finished: bool = False  # whether the campaign is complete
+    resumed: int = 0  # samples of an earlier run
+
+    @classmethod
+    def open(cls, path: Path, about: Mapping[str, Any], argument: str) -> CampaignJournal:
+        """A new journal, or that of an interrupted campaign, without an incomplete last line.
+
+        Raises InputError naming `argument` where the file holds something else or other settings, or another
+        process uses it.
+        """
+        journal = cls(lines=Journal(path=path, form=_FORMAT, about=about, work="calibration", argument=argument))
+        for found in journal.lines.resume(_decoded):
+            if isinstance(found, Sample):
+                journal.samples.append(found)
+            elif found is None:
+                journal.finished = True
+            else:
+                journal.points = found
+        journal.resumed = len(journal.samples)
+        return journal
+
+    def add(self, sample: Sample) -> None:
+        """Write a sample; it is on disk when this returns."""
+        self.samples.append(sample)
+        line = {"point": sample.point, "s": dict(sample.seconds), "busy": sample.busy_cores}
+        self.lines.append(line if sample.device is None else line | {"device": dict(sample.device)})
+
+    def plan(self, points: Sequence[str]) -> None:
+        """Write the points: a resumed campaign measures the same ones."""
+        self.points = tuple(points)
+        self.lines.append({"points": list(points)})
+
+    def finish(self) -> None:
+        """Mark the campaign as complete: the fit can be repeated without measuring again."""
+        self.finished = True
+        self.lines.append({"finished": True})
+
+    def of(self, point: str) -> list[Sample]:
+        """The samples of one point."""
+        return [sample for sample in self.samples if sample.point == point]
+
+    def remove(self) -> None:
+        """Delete the file, once its content is in the CSV."""
+        self.lines.remove()
+
+    def close(self) -> None:
+        """Close the file; another process may resume."""
+        self.lines.close()
+
+
+def _decoded(line: JsonObject) -> Sample | tuple[str, ...] | None:
+    """Content of a line: a sample, the planned points, or None for the end of the campaign."""
+    if line.has("points"):
+        points = line.sequence("points")
+        if not all(isinstance(point, str) for point in points):
+            raise line.error("points", "an array of texts")
+        return tuple(map(str, points))
+    if line.has("finished"):
+        return None
+    seconds = line.child("s")
+    return Sample(
+        point=line.text("point"),
+        seconds={name: seconds.number(name, allow_zero=True) for name in seconds.fields},
+        busy_cores=line.number("busy", allow_zero=True) if line.has("busy") else None,
+        device=fields_to_json(read(Reading, line.child("device"))) if line.has("device") else None,
+    )
+
+
+def journal_path(output: str | Path) -> Path:
+    """Beside the file that the campaign is for."""
+    return Path(f"{output}{SUFFIX}")
+
+
+def seconds_of(samples: Sequence[Sample]) -> dict[str, list[Seconds]]:
+    """By point, what the fit's rows are made of."""
+    found: dict[str, list[Seconds]] = {}
+    for sample in samples:
+        found.setdefault(sample.point, []).append(sample.seconds)
+    return found

@@ -11,11 +11,9 @@ from typing import Any
 
 import torch
 
-from calibrate.measure.compute_points import Point
-from calibrate.measure.device_watch import DeviceWatch
-from calibrate.measure.forward_timer import ComputeSetup, ForwardTimer
-from calibrate.measure.machine import device_name, versions
-from calibrate.measure.pending import ALONE, PENDING, PendingRanks
+from calibrate.measure.device import DeviceWatch, device_name, versions
+from calibrate.measure.forward import ComputeSetup, ForwardTimer, Point
+from calibrate.measure.ranks import ALONE, PENDING, PendingRanks
 from kvrsim.io.schema import to_json
 from kvrsim.runtime.geometry import DTYPES
 from kvrsim.runtime.hooks import Clock, clock_of

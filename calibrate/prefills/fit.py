@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from calibrate.prefills.cases import PrefillCase
-from calibrate.prefills.check import IntervalOf
+from calibrate.prefills.rows import PrefillRow
 from calibrate.prefills.solve import Array, Prior, Solution, solve
-from calibrate.prefills.terms import MODEL, SUSTAINED_SHARE, EngineTerms, with_clock
-from kvrsim.engine import TERMS, Engine, EngineFit
-from kvrsim.hardware import Cluster
-from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile
+from kvrsim.builder import make_scenario
+from kvrsim.compile import for_strategy
+from kvrsim.engine.engine import PRIOR_ENGINE, TERMS, Engine, EngineFit, load_engine
+from kvrsim.engine.host import HostRates
+from kvrsim.errors import InputError
+from kvrsim.executors.run import ttft_s
+from kvrsim.hardware.cluster import Cluster, builtin_clusters, builtin_gpus, load_cluster
+from kvrsim.partition import Partition
+from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import Strategy, get_strategy
 from kvrsim.version import __version__
 
 _SPANNED = 4  # times as many tokens in the longest prompt as in the shortest: enough to tell a token's seconds
@@ -254,3 +262,323 @@ def left_out_log_sd(left_out_s: Array, measured_s: Array) -> float:
 def source_of(paths: Sequence[str | Path]) -> str:
     """Names of the files, without their folders."""
     return ", ".join(dict.fromkeys(Path(path).name for path in paths))
+
+
+# -- PrefillCase: a measured prefill with the scenario, strategy and partition by which it is predicted.
+
+# The partition that a strategy runs with: planner.partitions.partition_of, which this package does not import.
+Cut = Callable[[Scenario, Strategy], Partition]
+Change = Callable[[Scenario], Scenario]
+
+_OF_A_ROW = ("model", "gpus", "ctx", "batch", "cached_prefix", "dtype", "strategy", "strategies", "attention")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillCase:
+    """One measured prefill, ready to be predicted."""
+
+    row: PrefillRow
+    scenario: Scenario  # as the strategy sees it (see for_strategy)
+    strategy: Strategy
+    partition: Partition
+
+    def ttft_s(self, change: Change | None = None) -> float:
+        """Predicted seconds, of the scenario or of a changed one."""
+        scenario = self.scenario if change is None else change(self.scenario)
+        return float(ttft_s(scenario, self.strategy, np.array([self.partition.chunk_lens], dtype=float))[0])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillCases:
+    """All cases, and what has to be said of them."""
+
+    cases: tuple[PrefillCase, ...]
+    notes: tuple[str, ...]
+    cluster: Cluster | None  # that all cases are on; None: the profile's own, or a default
+
+    @property
+    def measured_s(self) -> list[float]:
+        """Seconds of each case."""
+        return [case.row.ttft_s for case in self.cases]
+
+
+def make_cases(
+    rows: Sequence[PrefillRow],
+    profile: CalibrationProfile,
+    cut: Cut,
+    setting: Mapping[str, Any] | None = None,
+    on_progress: Callable[[str], None] | None = None,
+) -> PrefillCases:
+    """The rows as cases of one profile.
+
+    setting: further arguments of make_scenario, the same for all rows, such as cluster, engine or link_bandwidth.
+
+    Rows of another built-in GPU than the profile's are left out; those of a GPU that kvrsim does not know are taken to
+    be of the profile's; each with a note. Raises InputError where no row is left, and naming the file and line of a row
+    that cannot be simulated.
+    """
+    given = {key: value for key, value in (setting or {}).items() if value is not None}
+    cluster = given.pop("cluster", None)
+    if cluster is None:
+        cluster = _cluster_of(profile) if profile.cluster is None else None
+    elif not isinstance(cluster, Cluster):
+        cluster = load_cluster(str(cluster))
+    if cluster is not None:
+        given["cluster"] = cluster
+    cases, notes = [], dict[str, str]()
+    kept, gpu_notes = _of_gpu(rows, profile)
+    for number, row in enumerate(kept, start=1):
+        if on_progress is not None:
+            on_progress(f"preparing row {number} of {len(kept)}")
+        scenario, about = _scenario_of(row, profile, given)
+        for note in about:
+            notes.setdefault(getattr(note, "code", re.sub(r"[0-9]+", "", note)), note)  # rows differ in figures alone
+        cases.append(_case(row, scenario, cut))
+    return PrefillCases(cases=tuple(cases), notes=(*gpu_notes, *notes.values()), cluster=cluster)
+
+
+def _case(row: PrefillRow, scenario: Scenario, cut: Cut) -> PrefillCase:
+    try:
+        strategy = get_strategy(row.strategy_name)
+        placed = for_strategy(scenario, strategy)
+        partition = cut(placed, strategy)
+    except InputError as error:
+        raise _placed(error, row) from None
+    return PrefillCase(row=row, scenario=placed, strategy=strategy, partition=partition)
+
+
+def _scenario_of(
+    row: PrefillRow, profile: CalibrationProfile, given: Mapping[str, Any]
+) -> tuple[Scenario, tuple[str, ...]]:
+    try:
+        return make_scenario(
+            ctx=row.context_len or 0,
+            gpus=row.num_gpus,
+            model=row.model or "",
+            profile=profile,
+            batch=row.batch or 1,
+            cached_prefix=row.cached_prefix or 0,
+            dtype=row.dtype,
+            **given,
+        )
+    except InputError as error:
+        raise _placed(error, row) from None
+
+
+def _placed(error: InputError, row: PrefillRow) -> InputError:
+    """The same error, saying in which row, where it is the row's."""
+    if error.parameter.split(":")[0] not in _OF_A_ROW:
+        return error
+    return InputError(f"{row.where}: {error.parameter}", error.value, error.accepted)
+
+
+def _cluster_of(profile: CalibrationProfile) -> Cluster | None:
+    """The built-in cluster of the profile's GPU, one without a bus if there are both; None: there is none."""
+    known = [cluster for cluster in map(load_cluster, builtin_clusters()) if cluster.gpu.name == profile.gpu]
+    return min(known, key=lambda cluster: (cluster.topology != "switch", cluster.topology == "bus"), default=None)
+
+
+def _of_gpu(rows: Sequence[PrefillRow], profile: CalibrationProfile) -> tuple[list[PrefillRow], list[str]]:
+    """The rows of the profile's GPU, and what to say of the others."""
+    kept, others, unknown = [], Counter[str](), dict[str, None]()
+    for row in rows:
+        if row.gpu is None or _is_named(profile.gpu, row.gpu):
+            kept.append(row)
+        elif profile.gpu in (known := _chips(row.gpu)) or not known:
+            unknown[row.gpu] = None
+            kept.append(row)
+        else:
+            others[row.gpu] += 1
+    if not kept:
+        first = rows[0]
+        accepted = f"{profile.gpu}, the GPU of profile {profile.name}; other GPUs have profiles of their own"
+        raise InputError(f"{first.where}: gpu", first.gpu, accepted)
+    notes = [
+        f"{count} row{'s' * (count > 1)} of {gpu} left out: profile {profile.name} is of {profile.gpu}"
+        for gpu, count in others.items()
+    ]
+    notes += [f"GPU {gpu} is taken to be {profile.gpu}, the GPU of profile {profile.name}" for gpu in unknown]
+    return kept, notes
+
+
+def _chips(text: str) -> list[str]:
+    """The built-in GPUs that a name may mean; A800 and H800 are A100 and H100 with slower links."""
+    plain = re.sub("[ah]800", lambda found: f"{found[0][0]}100", text.lower())
+    return [gpu for gpu in builtin_gpus() if _is_named(gpu, plain)]
+
+
+def _is_named(gpu: str, text: str) -> bool:
+    """Whether a GPU's name and a text have the same parts, as far as the shorter goes: "A100-SXM-80GB", "H100"."""
+    ours, theirs = (set(re.findall(r"[a-z0-9]+", name.lower())) for name in (gpu, text))
+    return bool(ours) and bool(theirs) and (ours <= theirs or theirs <= ours)
+
+
+# -- PrefillCheck: how far a profile and its engine are from measured prefills, without fitting anything.
+
+
+class Span(Protocol):
+    """The two ends of a prediction interval, seconds."""
+
+    @property
+    def low_s(self) -> float: ...
+
+    @property
+    def high_s(self) -> float: ...
+
+
+# The 80 % interval of a TTFT: planner.uncertainty.interval.interval, which this package does not import.
+IntervalOf = Callable[[Scenario, Strategy, Partition, float], Span]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckedRow:
+    """One measured prefill beside its prediction."""
+
+    case: str  # in words
+    measured_s: float
+    predicted_s: float
+    low_s: float  # of the 80 % prediction interval
+    high_s: float
+
+    @property
+    def rel_error(self) -> float:
+        """predicted / measured - 1."""
+        return self.predicted_s / self.measured_s - 1
+
+    @property
+    def inside(self) -> bool:
+        """Whether the interval holds the measurement."""
+        return self.low_s <= self.measured_s <= self.high_s
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "case": self.case,
+            "measured_s": self.measured_s,
+            "predicted_s": self.predicted_s,
+            "low_s": self.low_s,
+            "high_s": self.high_s,
+            "rel_error": self.rel_error,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillCheck:
+    """All rows, and their errors together."""
+
+    rows: tuple[CheckedRow, ...]
+
+    @property
+    def median_ape(self) -> float:
+        """Median of the absolute relative errors, as a fraction."""
+        return float(np.median(np.abs([row.rel_error for row in self.rows])))
+
+    @property
+    def mape(self) -> float:
+        """Mean of the absolute relative errors."""
+        return float(np.mean(np.abs([row.rel_error for row in self.rows])))
+
+    @property
+    def coverage(self) -> float:
+        """Share of the measurements that their intervals hold."""
+        return float(np.mean([row.inside for row in self.rows]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "rows": [row.to_dict() for row in self.rows],
+            "n": len(self.rows),
+            "median_ape": self.median_ape,
+            "mape": self.mape,
+            "coverage": self.coverage,
+        }
+
+
+def check_prefills(
+    cases: Sequence[PrefillCase], interval_of: IntervalOf, on_progress: Callable[[str], None] | None = None
+) -> PrefillCheck:
+    """Predict each case, with its 80 % interval."""
+    rows = []
+    for number, case in enumerate(cases, start=1):
+        if on_progress is not None:
+            on_progress(f"predicting row {number} of {len(cases)}")
+        predicted_s = case.ttft_s()
+        span = interval_of(case.scenario, case.strategy, case.partition, predicted_s)
+        rows.append(
+            CheckedRow(
+                case=case.row.case,
+                measured_s=case.row.ttft_s,
+                predicted_s=predicted_s,
+                low_s=span.low_s,
+                high_s=span.high_s,
+            )
+        )
+    return PrefillCheck(rows=tuple(rows))
+
+
+# -- EngineTerms: the terms of an engine, and the clock, that are fitted to whole prefills, and their priors.
+
+KERNEL_SCALE = "kernel_scale"
+SUSTAINED_SHARE = "sustained_share"  # of the profile's clock: its rate after long load over that of bursts
+_CLOCK_LOG_SD = 0.03  # machines of one kind differ in cooling and power limit; more is left to kernel_scale
+_HOST = {one.name for one in fields(HostRates)} & set(TERMS)
+TOKEN_PRIOR = Prior(name="token_s", median=1e-6, log_sd=1.5)  # a tokeniser; a transfer of K and V takes some more
+MODEL = "model"  # the spread that no term explains: estimated from the rows, not a term
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineTerms:
+    """An engine whose terms are to be fitted: its values are the priors' medians, its spreads their widths."""
+
+    engine: Engine
+    gpu: str  # of the profile, whose kernels are scaled
+    priors: tuple[Prior, ...]
+
+    @classmethod
+    def of(cls, profile: CalibrationProfile, engine: Engine | None, *, lengths: bool = False) -> EngineTerms:
+        """The terms that have both a value and a spread; InputError where none has.
+
+        engine: the prior; None: PRIOR_ENGINE.
+        lengths: whether the rows span lengths, which may show seconds a token that the prior does not know of.
+        """
+        base = load_engine(PRIOR_ENGINE) if engine is None else engine
+        priors = []
+        for name in TERMS:
+            log_sd = base.spread.get(name, 0.0)
+            median = base.scale_on(profile.gpu) if name == KERNEL_SCALE else getattr(base.host, name, 0.0)
+            if name != MODEL and log_sd > 0 and median > 0:
+                priors.append(Prior(name=name, median=median, log_sd=log_sd))
+        if not priors:
+            raise InputError("engine", base.name, f"an engine with terms that have a spread, such as {PRIOR_ENGINE}")
+        if profile.kernels.clock is not None:
+            share = profile.kernels.clock.sustained_share
+            priors.append(Prior(name=SUSTAINED_SHARE, median=share, log_sd=_CLOCK_LOG_SD))
+        if lengths and base.host.token_s == 0:
+            priors.append(TOKEN_PRIOR)
+        priors.sort(key=lambda prior: (*TERMS, SUSTAINED_SHARE).index(prior.name))
+        return cls(engine=base, gpu=profile.gpu, priors=tuple(priors))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the terms, in the order of the priors."""
+        return tuple(prior.name for prior in self.priors)
+
+    def engine_with(self, values: Mapping[str, float]) -> Engine:
+        """The engine with these values of its terms."""
+        host = {name: value for name, value in values.items() if name in _HOST}
+        scale = {self.gpu: values[KERNEL_SCALE]} if KERNEL_SCALE in values else self.engine.kernel_scale
+        return replace(self.engine, host=replace(self.engine.host, **host), kernel_scale=scale)
+
+    def scenario_with(self, scenario: Scenario, values: Mapping[str, float]) -> Scenario:
+        """The scenario served by an engine, on a device with a clock, with these values."""
+        profile = scenario.profile and with_clock(scenario.profile, values)
+        return replace(scenario, engine=self.engine_with(values), profile=profile)
+
+
+def with_clock(profile: CalibrationProfile, values: Mapping[str, float]) -> CalibrationProfile:
+    """The profile with the clock's share from these values; at most 1."""
+    kernels = profile.kernels
+    if kernels.clock is None or SUSTAINED_SHARE not in values:
+        return profile
+    clock = replace(kernels.clock, sustained_share=min(1.0, values[SUSTAINED_SHARE]))
+    return replace(profile, kernels=replace(kernels, clock=clock))

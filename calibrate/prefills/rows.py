@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import json
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
+from calibrate.data import CsvRow, CsvTable
+from kvrsim.choices import DTYPES
 from kvrsim.errors import InputError
+from kvrsim.io.files import read_text
+from kvrsim.io.json_text import JsonObject, parse_json
+from kvrsim.strategies import get_strategy
+from kvrsim.strategies.load import is_file
+from kvrsim.units import MAX_TOKENS, parse_count, parse_tokens
 
 COLUMNS = ("model", "gpu", "num_gpus", "strategy", "context_len", "batch", "cached_prefix", "dtype", "ttft_s")
 
@@ -62,3 +75,387 @@ class PrefillDefaults:
     batch: int | None = 1
     cached_prefix: int | None = 0
     dtype: str | None = None
+
+
+# -- Output: what is read from one file that a benchmark wrote, and OutputFormat: how one tool's files are read.
+
+MOST_LENGTHS = 24  # prompt lengths of one run that are told apart; more are put into groups of as many requests
+
+# In the name of a file, such as latency_in2048_out1_bs1_tp4.json.
+_IN_NAME = {
+    "context_len": re.compile(r"(?<![a-z])(?:in|input|isl|ctx|prompt)(?:[-_]?len)?[-_]?([0-9]{1,8})(k?)(?![0-9])"),
+    "output_len": re.compile(r"(?<![a-z])(?:out|output|osl)(?:[-_]?len)?[-_]?([0-9]{1,8})(k?)(?![0-9])"),
+    "batch": re.compile(r"(?<![a-z])(?:bs|batch)(?:[-_]?size)?[-_]?([0-9]{1,6})()(?![0-9])"),
+    "num_gpus": re.compile(r"(?<![a-z])tp[-_]?([0-9]{1,4})()(?![0-9])"),
+}
+_ROW_SIZES = ("context_len", "batch", "num_gpus")
+_UNITS_S = {"s": 1.0, "sec": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_QUANTISED = re.compile(r"awq|gptq|gguf|bnb|fp8|fp4|int[48]|w[48]a")
+
+
+@dataclass(slots=True)
+class Output:
+    """What is being read from one file."""
+
+    path: Path
+    rows: list[PrefillRow] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    requests: list[tuple[int, float]] = field(default_factory=list)  # prompt tokens and seconds of single requests
+
+    def add(self, row: PrefillRow) -> None:
+        """One row; what it does not say is taken from the name of the file."""
+        named: dict[str, Any] = {key: value for key, value in in_name(self.path).items() if key in _ROW_SIZES}
+        self.rows.append(replace(row, **{key: value for key, value in named.items() if getattr(row, key) is None}))
+
+    def note(self, text: str) -> None:
+        """A line for people about this file."""
+        self.notes.append(f"{self.path.name}: {text}")
+
+
+def add_requests(output: Output, requests: Sequence[tuple[int, float]], where: str, model: str | None = None) -> None:
+    """One row a prompt length, the median of its requests; of very many lengths one a group of neighbours."""
+    ordered = sorted(requests)
+    lengths = sorted({length for length, _ in ordered})
+    if len(lengths) <= MOST_LENGTHS:
+        groups = [[pair for pair in ordered if pair[0] == length] for length in lengths]
+    else:
+        size = -(-len(ordered) // MOST_LENGTHS)
+        groups = [ordered[first : first + size] for first in range(0, len(ordered), size)]
+        output.note(f"{len(lengths)} prompt lengths, put into {len(groups)} groups of up to {size} requests")
+    for group in groups:
+        output.add(
+            PrefillRow(
+                ttft_s=statistics.median(seconds for _, seconds in group),
+                where=where,
+                context_len=round(statistics.median(length for length, _ in group)),
+                batch=1,
+                likely_model=model,
+            )
+        )
+
+
+def in_name(path: Path) -> dict[str, int]:
+    """What the name of a file says of its run: context_len, output_len, batch, num_gpus."""
+    found = {}
+    for key, pattern in _IN_NAME.items():
+        match = pattern.search(path.stem.lower())
+        if match and 1 <= int(match[1]) * (1024 if match[2] else 1) <= MAX_TOKENS:
+            found[key] = int(match[1]) * (1024 if match[2] else 1)
+    return found
+
+
+def seconds_of(metric: JsonObject, *statistics_: str) -> float:
+    """The first of these statistics that a metric with a unit has, in seconds."""
+    unit = metric.text("unit", "ms")
+    if unit not in _UNITS_S:
+        raise metric.error("unit", ", ".join(_UNITS_S))
+    return metric.number(metric.first_of(*statistics_)) * _UNITS_S[unit]
+
+
+def known_model(name: object) -> str | None:
+    """The built-in model that a Hugging Face name means, such as meta-llama/Llama-2-70b-chat-hf.
+
+    None where there is none, or where the name says that the weights are quantised.
+    """
+    from kvrsim.model.load import builtin_models
+
+    if not isinstance(name, str):
+        return None
+    if _QUANTISED.search(name.lower()):
+        return None
+    plain = re.sub(r"[^a-z0-9.]+", "-", name.rpartition("/")[2].lower())
+    plain = re.sub(r"^(?:meta-)?(llama-[0-9])(?:\.[0-9])?", r"\1", plain)  # 3, 3.1 and 3.3 have the same layers
+    shapes = [model for model in builtin_models() if plain == model or plain.startswith(f"{model}-")]
+    return max(shapes, key=len, default=None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputFormat:
+    """One kind of output, and how it is read."""
+
+    title: str  # the tool that writes it
+    keys: tuple[str, ...]  # that tell it from the others; each is there
+    read: Callable[[JsonObject, Output], None]
+
+
+# -- What each benchmark writes, and what of it is a time to first token.
+#
+# Sources, each as of the commit read:
+# - `vllm bench latency --output-json`: vllm-project/vllm vllm/benchmarks/latency.py at 00cae07;
+# - `vllm bench serve --save-result [--save-detailed]`: vllm-project/vllm vllm/benchmarks/serve.py at 009e6d4;
+# - `python -m sglang.bench_one_batch --result-filename`: sgl-project/sglang python/sglang/bench_one_batch.py at
+#   0094415;
+# - AIPerf profile_export_aiperf.json and profile_export.jsonl: ai-dynamo/aiperf
+#   aiperf/common/models/export_models.py and
+#   docs/tutorials/working-with-profile-exports.md at db4f639 (October 2025), and its page on the schema (0.13);
+# - GenAI-Perf profile_export_genai_perf.json: triton-inference-server/perf_analyzer
+#   genai-perf/genai_perf/export_data/json_exporter.py at 263c5f6 (0.0.16).
+
+_BUSY = 0.1  # share of the time that prefills take of a server; above it requests queue noticeably
+_MIXED = 0.05  # spread of prompt lengths, relative, above which one mean stands for unlike prompts
+
+
+def _vllm_latency(data: JsonObject, output: Output) -> None:
+    """Seconds of whole batches, of which only those with one output token are a TTFT.
+
+    Keys: avg_latency, std_latency, latencies (seconds, one a repetition), percentiles ("10" to "99"). The command's
+    --input-len, --output-len and --batch-size are not in the file: its name or the options say them.
+    """
+    latencies = data.numbers("latencies")
+    seconds = statistics.median(latencies) if latencies else data.number("avg_latency")
+    output_len = in_name(output.path).get("output_len")
+    if output_len is None:
+        output.note("taken as times to first token; that holds for `vllm bench latency --output-len 1` only")
+    elif output_len != 1:
+        accepted = "a run with --output-len 1, whose latency is the time to first token"
+        raise data.error("avg_latency", f"{accepted} (the name of the file says {output_len} output tokens)")
+    output.add(PrefillRow(ttft_s=seconds, where=data.where))
+
+
+def _vllm_serve(data: JsonObject, output: Output) -> None:
+    """TTFTs at the client, in seconds a request (ttfts, input_lens) or as statistics in milliseconds.
+
+    A failed request has a TTFT of 0. Without --save-detailed there is only the mean length of all prompts.
+    """
+    model = known_model(data.fields.get("model_id"))
+    if data.has("ttfts"):
+        pairs = _requests(data)
+        add_requests(output, pairs, data.where, model)
+        typical_s = statistics.median(seconds for _, seconds in pairs)
+    else:
+        key = data.first_of("median_ttft_ms", "mean_ttft_ms")
+        typical_s = data.number(key) * 1e-3
+        tokens = data.integer("total_input_tokens", maximum=MAX_TOKENS**2) / data.integer("completed")
+        output.note("saved without --save-detailed: all prompts are taken to have the mean length")
+        output.add(
+            PrefillRow(
+                ttft_s=typical_s, where=data.where, context_len=max(1, round(tokens)), batch=1, likely_model=model
+            )
+        )
+    _tell_of_queues(data.fields.get("request_rate"), data.fields.get("max_concurrency"), typical_s, output)
+
+
+def _requests(data: JsonObject) -> list[tuple[int, float]]:
+    """Prompt tokens and TTFT of each request that was answered."""
+    seconds = data.numbers("ttfts", allow_zero=True)
+    lengths = data.numbers("input_lens")
+    if len(seconds) != len(lengths):
+        raise data.error("input_lens", f"an array with a length for each of the {len(seconds)} ttfts")
+    pairs = [(round(length), one) for length, one in zip(lengths, seconds, strict=True) if one > 0]
+    if not pairs:
+        raise data.error("ttfts", "an array with a time above 0: that of a request that was answered")
+    return pairs
+
+
+def _tell_of_queues(rate: object, concurrency: object, typical_s: float, output: Output) -> None:
+    """A TTFT under load holds waiting, which no term of an engine stands for."""
+    if concurrency == 1:
+        return
+    if isinstance(rate, int | float) and not isinstance(rate, bool) and rate * typical_s <= _BUSY:
+        return
+    shown = f"{rate:g} requests/s" if isinstance(rate, int | float) else f"request rate {rate or 'unknown'}"
+    output.note(
+        f"{shown}: TTFTs hold waiting in queues, which is fitted as if it were the engine's;"
+        " measure with --max-concurrency 1"
+    )
+
+
+def _sglang(data: JsonObject, output: Output) -> None:
+    """prefill_latency, seconds of one batch inside the process: no server, tokeniser or HTTP is in it."""
+    output.add(
+        PrefillRow(
+            ttft_s=data.number("prefill_latency"),
+            where=data.where,
+            context_len=data.integer("input_len"),
+            batch=data.integer("batch_size"),
+        )
+    )
+    text = "times inside the engine: the time of a request that clients see is not in them"
+    if f"{output.path.name}: {text}" not in output.notes:
+        output.note(text)
+
+
+def _aiperf(data: JsonObject, output: Output) -> None:
+    """Statistics over all requests: {"unit": "ms", "avg", "p50", "std", ...} for each metric."""
+    ttft, length = data.child("time_to_first_token"), data.child("input_sequence_length")
+    tokens = length.number(length.first_of("p50", "avg"), maximum=MAX_TOKENS)
+    if length.has("std") and length.number("std", allow_zero=True) > _MIXED * tokens:
+        output.note("prompts of unlike lengths: one mean stands for them; give profile_export.jsonl of AIPerf instead")
+    seconds = seconds_of(ttft, "p50", "avg")
+    config = data.fields.get("input_config")
+    asked = config if isinstance(config, dict) else {}
+    names = asked.get("model_names") or _inner(asked, "endpoint").get("model_names")
+    output.add(
+        PrefillRow(
+            ttft_s=seconds,
+            where=data.where,
+            context_len=max(1, round(tokens)),
+            batch=1,
+            likely_model=known_model(_first(names)),
+        )
+    )
+    load = _inner(asked, "loadgen")  # AIPerf's; GenAI-Perf has perf_analyzer: {"stimulus": {"concurrency": 1}}
+    stimulus = _inner(_inner(asked, "perf_analyzer"), "stimulus")
+    rate, concurrency = (load.get(key, stimulus.get(key)) for key in ("request_rate", "concurrency"))
+    if rate is not None or concurrency is not None:  # both tools send one request at a time by default
+        _tell_of_queues(rate, concurrency, seconds, output)
+
+
+def _aiperf_request(data: JsonObject, output: Output) -> None:
+    """One request of profile_export.jsonl; one that failed has no TTFT, or an error."""
+    metrics = data.child("metrics")
+    if data.has("error") or not metrics.has("time_to_first_token"):
+        return
+    tokens = metrics.child("input_sequence_length").integer("value")
+    output.requests.append((tokens, seconds_of(metrics.child("time_to_first_token"), "value")))
+
+
+def _inner(outer: dict[str, object], key: str) -> dict[str, object]:
+    value = outer.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _first(names: object) -> object:
+    return names[0] if isinstance(names, list) and names else names
+
+
+FORMATS = (
+    OutputFormat(title="sglang.bench_one_batch", keys=("prefill_latency", "input_len"), read=_sglang),
+    OutputFormat(title="vllm bench serve, detailed", keys=("ttfts", "input_lens"), read=_vllm_serve),
+    OutputFormat(title="vllm bench serve", keys=("mean_ttft_ms", "completed"), read=_vllm_serve),
+    OutputFormat(title="vllm bench latency", keys=("avg_latency", "percentiles"), read=_vllm_latency),
+    OutputFormat(title="AIPerf or GenAI-Perf", keys=("time_to_first_token", "input_sequence_length"), read=_aiperf),
+    OutputFormat(title="AIPerf, one request a line", keys=("metrics", "metadata"), read=_aiperf_request),
+)
+
+
+# -- Measured prefills from files: CSV, and what benchmarks of engines write, recognised by their content.
+#
+# A CSV file has the columns model, gpu, num_gpus, strategy, context_len, batch, cached_prefix, dtype and ttft_s. Only
+# ttft_s is required; what a file does not say, PrefillDefaults say. An output holds one JSON object, or one a line; its
+# keys say which tool wrote it.
+
+MOST_ROWS = 500  # the fit takes minutes beyond
+MAX_OUTPUT_BYTES = 2**28  # a detailed result of some ten thousand requests, their texts included
+_JSON_STARTS = (b"{", b"[")
+_RAW = "perf_analyzer's raw records"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillRows:
+    """All rows of all files, and what has to be said of them."""
+
+    rows: tuple[PrefillRow, ...]
+    notes: tuple[str, ...]
+
+
+def read_prefills(paths: Sequence[str | Path], defaults: PrefillDefaults, argument: str = "prefills") -> PrefillRows:
+    """Rows of CSV files and of benchmark outputs, in their order, filled with the defaults.
+
+    Raises InputError naming `argument`, the file, and the line, column or key.
+    """
+    rows: list[PrefillRow] = []
+    notes: list[str] = []
+    for path in paths:
+        if _is_json(path):
+            found = _output(path, argument)
+            rows += found.rows
+            notes += found.notes
+        else:
+            table = CsvTable.read(path, argument)
+            table.need(["ttft_s"])
+            rows += map(_csv_row, table.rows)
+            unread = [name for name in table.columns if name and name not in COLUMNS]
+            if unread:
+                notes.append(f"{Path(path).name}: columns that are not read: {', '.join(unread)}")
+    if not rows:
+        raise InputError(argument, ", ".join(map(str, paths)) or "nothing", "files with one measured prefill or more")
+    if len(rows) > MOST_ROWS:
+        raise InputError(argument, f"{len(rows)} rows", f"at most {MOST_ROWS}")
+    guessed = {row.likely_model for row in rows if row.likely_model and not (row.model or defaults.model)}
+    notes += [f"the model is taken to be {model}, by its name in the file" for model in sorted(guessed)]
+    return PrefillRows(rows=tuple(row.filled(defaults) for row in rows), notes=tuple(dict.fromkeys(notes)))
+
+
+def _is_json(path: str | Path) -> bool:
+    """Whether a file begins as JSON does; a file that cannot be read is left to the reader of CSV files."""
+    try:
+        with Path(path).open("rb") as file:
+            return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(_JSON_STARTS)
+    except (OSError, ValueError):
+        return False
+
+
+def _csv_row(row: CsvRow) -> PrefillRow:
+    def text(column: str) -> str | None:
+        return row.text(column) if row.has(column) else None
+
+    def count(column: str) -> int | None:
+        return parse_count(row.text(column), f"{row.where}: {column}") if row.has(column) else None
+
+    def tokens(column: str) -> int | None:
+        return parse_tokens(row.text(column), f"{row.where}: {column}") if row.has(column) else None
+
+    dtype, strategy = text("dtype"), text("strategy")
+    if dtype is not None and dtype not in DTYPES:
+        raise row.error("dtype", ", ".join(DTYPES))
+    if strategy is not None:
+        if is_file(strategy):  # a table of measurements names no code to run
+            raise row.error("strategy", "a strategy's name; one of a file: `strategy`")
+        get_strategy(strategy, f"{row.where}: strategy")
+    uncached = row.values.get("cached_prefix") == "0"
+    return PrefillRow(
+        ttft_s=row.number("ttft_s"),
+        where=row.where,
+        model=text("model"),
+        gpu=text("gpu"),
+        num_gpus=count("num_gpus"),
+        strategy=strategy,
+        context_len=tokens("context_len"),
+        batch=count("batch"),
+        cached_prefix=0 if uncached else tokens("cached_prefix"),
+        dtype=dtype,
+    )
+
+
+def _output(path: str | Path, argument: str) -> Output:
+    """Rows and notes of one file; InputError naming `argument`, the file and the key."""
+    output = Output(path=Path(path))
+    where = f"{argument} {' '.join(str(path).split())}"
+    objects = _objects(Path(path), argument, where)
+    for one in objects:
+        if one.has("experiments"):
+            raise InputError(where, _RAW, "profile_export_genai_perf.json, which GenAI-Perf writes beside it")
+        reader = next((known.read for known in FORMATS if all(map(one.has, known.keys))), None)
+        if reader is None:
+            accepted = "; ".join(f"{known.title} ({', '.join(known.keys)})" for known in FORMATS)
+            raise InputError(f"{one.where}: keys", ", ".join(one.fields) or "nothing", accepted)
+        reader(one, output)
+    if output.requests:
+        add_requests(output, output.requests, where)
+    return output
+
+
+def _objects(path: Path, argument: str, where: str) -> list[JsonObject]:
+    """The object of a file, or that of each line."""
+    text = read_text(path, argument, what="a file", most_bytes=MAX_OUTPUT_BYTES)
+    try:
+        return [_object(parse_json(text), where)]
+    except ValueError as error:
+        if not text.lstrip().startswith("{"):
+            raise InputError(where, " ".join(str(error).split()), "valid JSON") from None
+    found = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            place = f"{where}, line {number}"
+            try:
+                found.append(_object(parse_json(line), place))
+            except ValueError as error:
+                raise InputError(place, " ".join(str(error).split()), "valid JSON: one object, or one a line") from None
+    return found
+
+
+def _object(value: object, where: str) -> JsonObject:
+    if not isinstance(value, dict):
+        raise InputError(where, json.dumps(value)[:60], "a JSON object ({...})")
+    return JsonObject(fields=value, where=where)

@@ -3,7 +3,7 @@
 recipes.json lists the sources of each profile and the operations taken from each. NVIDIA's tables come from the
 installed package aiconfigurator-core, vidur's files from the history of a git clone. The command writes, in the
 checkout, kvrsim/data/profiles/NAME.json, docs/results/profiles/NAME.md with its picture, and docs/results/profiles.md.
-With --only SECTION, which needs no clone, it fits some of calibrate.shipped.sections again and keeps all else.
+With --only SECTION, which needs no clone, it fits some of calibrate.shipped.recipes again and keeps all else.
 """
 
 from __future__ import annotations
@@ -12,26 +12,30 @@ import re
 import subprocess
 import sys
 from argparse import ArgumentParser
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
+from typing import Any
 
-from calibrate.data.measurement import OPERATIONS, Measurement
-from calibrate.fit.attention import HeldOut
-from calibrate.fit.gemm_rows import builtin_shapes
-from calibrate.fit.inputs import AssumedElementwise, FitChoices
-from calibrate.fit.operations import DEFAULT_HOST
-from calibrate.fit.profile import Label, fit_profile
+from calibrate.data import OPERATIONS, Measurement
+from calibrate.fit.attention import HeldOut, fit_latent_section
+from calibrate.fit.experts import fit_experts_section
+from calibrate.fit.fit import Fitted
+from calibrate.fit.gemm import builtin_shapes
+from calibrate.fit.profile import DEFAULT_HOST, AssumedElementwise, FitChoices, Label, fit_profile
+from calibrate.fit.recurrence import fit_recurrence_section
 from calibrate.fit.report import FitReport
+from calibrate.fit.sparse import fit_sparse_section
 from calibrate.importers import read_source
 from calibrate.shipped.page import write_page
-from calibrate.shipped.sections import SECTIONS, WithSections, fit_sections
-from kvrsim.engine import PRIOR_ENGINE
+from kvrsim.engine.engine import PRIOR_ENGINE
 from kvrsim.errors import InputError, KvrsimError
-from kvrsim.hardware import load_gpu, load_link
-from kvrsim.io.schema import JsonObject, read
-from kvrsim.kernels.profile import load_profile
+from kvrsim.hardware.cluster import load_gpu, load_link
+from kvrsim.io.json_text import JsonObject
+from kvrsim.io.schema import read
+from kvrsim.profile.profile import OPERATION_KINDS, CalibrationProfile, load_profile
 
 VIDUR_URL = "https://github.com/microsoft/vidur"
 _VIDUR_FILE = re.compile(r"vidur@([0-9a-f]{7,40}):([^?]+)((?:\?.*)?)")
@@ -209,3 +213,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+# -- Sections of a profile's kernels that have tables of their own: experts, recurrences, latent and sparse attention.
+#
+# Each is fitted by itself, from what recipes.json has under "sections", and leaves the rest of the profile as it is.
+
+SectionFit = Callable[[JsonObject, CalibrationProfile], Fitted[Any]]
+
+# By the name of the field of KernelRates, which is the kind of operation too; the rates have a method `describe()`.
+SECTIONS: Mapping[str, SectionFit] = MappingProxyType(
+    {
+        "experts": fit_experts_section,
+        "latent": fit_latent_section,
+        "sparse": fit_sparse_section,
+        "recurrence": fit_recurrence_section,
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class WithSections:
+    """A profile with sections, and how well each one fits."""
+
+    profile: CalibrationProfile
+    fitted: Mapping[str, Fitted[Any]] = field(default_factory=dict)
+
+
+def fit_sections(
+    profile: CalibrationProfile,
+    recipe: JsonObject,
+    only: Collection[str] | None = None,
+    fits: Mapping[str, SectionFit] = SECTIONS,
+) -> WithSections:
+    """The profile with the sections that the recipe lists, or only some of these; InputError for what is unknown."""
+    listed = recipe.child("sections") if recipe.has("sections") else JsonObject(fields={}, where=recipe.where)
+    listed.only(tuple(fits))
+    wanted = [name for name in fits if listed.has(name) and (only is None or name in only)]
+    for name in only or ():
+        if name not in fits:
+            raise InputError("only", name, ", ".join(fits))
+    fitted = {name: fits[name](listed.child(name), profile) for name in wanted}
+    found = dict(profile.operations) | {name: one.operation for name, one in fitted.items()}
+    return WithSections(
+        profile=replace(
+            profile,
+            kernels=replace(profile.kernels, **{name: one.rates for name, one in fitted.items()}),
+            operations={kind: found[kind] for kind in OPERATION_KINDS if kind in found},
+        ),
+        fitted=fitted,
+    )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from calibrate.data.measurement import Measurement
+from calibrate.data import Measurement
 from calibrate.importers import read_source
 
 SYSTEMS = (

@@ -1,6 +1,6 @@
 """Marks of a forward pass: clocks that record them, and hooks that set them on a Hugging Face model.
 
-The runtime turns marks into timelines (kvrsim.runtime.trace), a calibration into rows (calibrate.measure.layer_times).
+The runtime turns marks into timelines (kvrsim.runtime.trace), a calibration into rows (calibrate.measure.forward).
 Marks of a layer, in this order:
 
     layer               it begins

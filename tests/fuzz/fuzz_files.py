@@ -12,7 +12,7 @@ from typing import Any
 from fuzz_law import check_command
 
 import kvrsim
-from calibrate.data.measurement import Measurement, write_measurements
+from calibrate.data import Measurement, write_measurements
 from planner.table.build import make_table
 from planner.table.partial import Partial
 from planner.table.setting import TableSetting

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from calibrate.data.measurement import Measurement
+from calibrate.data import Measurement
 from calibrate.importers import read_source
 from kvrsim.kernels.profile import load_profile
 from planner.simulate import run_simulation

@@ -12,7 +12,7 @@ import json
 import time
 from pathlib import Path
 
-from calibrate.importers.tables import find_package, package_name
+from calibrate.importers.aiconfigurator import find_package, package_name
 from kvrsim.io.files import write_atomically
 from validate.models.page import page
 from validate.models.rows import COUNTS, configurations, count, read_counts, row

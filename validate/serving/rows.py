@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from calibrate.prefills.cases import PrefillCase
+from calibrate.prefills.fit import PrefillCase
 from calibrate.prefills.rows import PrefillRow
 from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from calibrate.data.measurement import (
+from calibrate.data import (
     COLUMNS,
     MEASURED_DTYPES,
     NEEDED,

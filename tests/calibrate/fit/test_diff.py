@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from calibrate.fit.diff import DiffRow, compare_profiles, dtypes_of
+from calibrate.fit.report import DiffRow, compare_profiles, dtypes_of
 from kvrsim.cli.main import main
 from kvrsim.kernels.profile import builtin_profiles, load_profile
 from kvrsim.model.load import load_model

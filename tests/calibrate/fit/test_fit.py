@@ -10,18 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from calibrate.data.measurement import ELEMENTWISE, Measurement
-from calibrate.fit.attention import HeldOut, fit_eager, fit_flash
-from calibrate.fit.attention_rows import AttentionRows
+from calibrate.data import ELEMENTWISE, Measurement
+from calibrate.fit.attention import PRESETS, AttentionRows, HeldOut, fit_eager, fit_flash
 from calibrate.fit.elementwise import fit_elementwise
-from calibrate.fit.flash_presets import PRESETS
-from calibrate.fit.gemm import fit_gemm
-from calibrate.fit.gemm_rows import GemmRows, with_tables
-from calibrate.fit.inputs import FitChoices
+from calibrate.fit.gemm import GemmRows, fit_gemm, with_tables
 from calibrate.fit.links import SendRates, fit_all_gather, fit_send_recv
-from calibrate.fit.operations import DEFAULT_HOST
-from calibrate.fit.profile import Label, fit_profile
-from calibrate.measure.machine import gpu_of, link_of
+from calibrate.fit.profile import DEFAULT_HOST, FitChoices, Label, fit_profile
+from calibrate.measure.device import gpu_of, link_of
 from kvrsim.errors import InputError
 from kvrsim.hardware import load_gpu, load_link
 from kvrsim.kernels.attention import AttentionRates, EagerRates

@@ -8,11 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from calibrate.data.measurement import Measurement
+from calibrate.data import Measurement
 from calibrate.fit.links import OWN_SHARE, SendRates, fit_all_gather, fit_all_reduce, fit_send_recv, usable_link_rows
-from calibrate.measure.link_points import LinkPoint, link_points
-from calibrate.measure.topology import measured_link
-from kvrsim.kernels.links import GatherRates
+from calibrate.measure.links import LinkPoint, link_points, measured_link
+from kvrsim.hardware.gather import GatherRates
 
 MAX_BYTES = 2**26
 NOISE = 0.05

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from calibrate.fit.solver import Parameter, cross_validated_s, solve
+from calibrate.fit.fit import Parameter, cross_validated_s, solve
 from calibrate.shipped.recipes import Recipe, recipe_names
 from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError

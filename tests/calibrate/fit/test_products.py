@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from calibrate.data.measurement import Measurement
+from calibrate.data import Measurement
 from calibrate.fit.attention import fit_flash
 from kvrsim.errors import InputError
 from kvrsim.kernels.gemm import GEMM_TYPES, Product

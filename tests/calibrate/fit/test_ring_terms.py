@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from calibrate.data.measurement import Measurement
-from calibrate.fit.attention_rows import AttentionRows, with_blocks
+from calibrate.data import Measurement
+from calibrate.fit.attention import AttentionRows, with_blocks
 from calibrate.fit.elementwise import with_merges
 from kvrsim.kernels.attention import BlockedRates
 from kvrsim.kernels.elementwise import ElementwiseRates

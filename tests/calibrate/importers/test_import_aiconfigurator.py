@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from calibrate.data.measurement import Measurement
+from calibrate.data import Measurement
 from calibrate.importers import read_source
-from calibrate.importers.collectors import with_loop
-from calibrate.importers.tables import version_key
+from calibrate.importers.aiconfigurator import version_key, with_loop
 from kvrsim.errors import InputError
 
 

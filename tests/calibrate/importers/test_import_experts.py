@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from calibrate.fit.layers.experts import fit_experts
-from calibrate.importers.experts import HALF, ExpertRows, read_experts
+from calibrate.fit.experts import fit_experts
+from calibrate.importers.aiconfigurator import HALF, ExpertRows, read_experts
 from kvrsim.errors import InputError
 from kvrsim.hardware import load_gpu
 from kvrsim.kernels.experts import GroupedRates

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from calibrate.importers.latent import read_latent
+from calibrate.importers.aiconfigurator import read_latent
 from kvrsim.errors import InputError
 
 ROW: dict[str, Any] = {

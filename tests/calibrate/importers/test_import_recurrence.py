@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from calibrate.importers.recurrence import read_recurrence
+from calibrate.importers.aiconfigurator import read_recurrence
 from kvrsim.errors import InputError
 
 ROW: dict[str, Any] = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from calibrate.importers.sparse import read_kernel, read_module
+from calibrate.importers.aiconfigurator import read_kernel, read_module
 from kvrsim.errors import InputError
 
 ROW: dict[str, Any] = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from calibrate.data.measurement import Measurement, write_measurements
+from calibrate.data import Measurement, write_measurements
 from calibrate.importers import LAYOUTS, read_source
 from kvrsim.errors import InputError
 

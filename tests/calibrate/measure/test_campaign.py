@@ -14,13 +14,24 @@ from typing import Any
 
 import pytest
 
-from calibrate.data.measurement import Measurement, read_measurements, read_origin
-from calibrate.data.provenance import Provenance
+from calibrate.data import Measurement, Provenance, read_measurements, read_origin
 from calibrate.measure import campaign as campaign_module
-from calibrate.measure.campaign import BusyError, Policy, Progress, Skipped, estimate, is_busy, run_campaign
-from calibrate.measure.campaigns import Campaign, measure
-from calibrate.measure.device_watch import CpuLoad
-from calibrate.measure.journal import CampaignJournal, Sample, Seconds, journal_path
+from calibrate.measure.campaign import (
+    BusyError,
+    Campaign,
+    CampaignJournal,
+    Policy,
+    Progress,
+    Sample,
+    Seconds,
+    Skipped,
+    estimate,
+    is_busy,
+    journal_path,
+    measure,
+    run_campaign,
+)
+from calibrate.measure.device import CpuLoad
 
 QUIET = Policy(budget_s=2.0, even_if_busy=True)
 

@@ -13,12 +13,12 @@ pytest.importorskip("transformers")
 
 import torch
 
-from calibrate.measure import compute_bench, forward_timer
+from calibrate.measure import compute as compute_bench
+from calibrate.measure import forward as forward_timer
 from calibrate.measure.campaign import Policy, Skipped, estimate
-from calibrate.measure.compute_bench import ComputeBench
-from calibrate.measure.compute_points import BARE_LAYER, BLOCK_PREFIX, PENDING_PREFIX, Point, compute_rows, grid
-from calibrate.measure.device_watch import Reading
-from calibrate.measure.forward_timer import LAYERS, ComputeSetup, ForwardTimer
+from calibrate.measure.compute import BARE_LAYER, BLOCK_PREFIX, PENDING_PREFIX, ComputeBench, Point, compute_rows, grid
+from calibrate.measure.device import Reading
+from calibrate.measure.forward import LAYERS, ComputeSetup, ForwardTimer
 from kvrsim.errors import InputError
 from kvrsim.io.schema import JsonObject
 from kvrsim.model.architectures import read_config

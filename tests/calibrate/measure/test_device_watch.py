@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from calibrate.measure import device_watch
-from calibrate.measure.device_watch import DeviceWatch, Nvml, faults_of, summary
+from calibrate.measure import device as device_watch
+from calibrate.measure.device import DeviceWatch, Nvml, faults_of, summary
 from kvrsim.io.schema import to_json
 
 

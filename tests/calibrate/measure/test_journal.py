@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from calibrate.measure.journal import CampaignJournal, Sample, journal_path, seconds_of
+from calibrate.measure.campaign import CampaignJournal, Sample, journal_path, seconds_of
 from kvrsim.errors import InputError
 
 ABOUT = {"model": {"hidden_size": 64}, "threads": 1}

@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from calibrate.measure.link_bench import LinkBench
-from calibrate.measure.link_points import LinkPoint, counts_to, link_points, patterns, sizes_to
+from calibrate.measure.links import LinkBench, LinkPoint, counts_to, link_points, patterns, sizes_to
 from kvrsim.errors import InputError, KvrsimError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -175,7 +174,7 @@ def test_a_rank_that_hangs_is_named_in_time() -> None:
 
 BENCH = """
 import signal, time
-from calibrate.measure.link_bench import LinkBench
+from calibrate.measure.links import LinkBench
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
 if __name__ == "__main__":

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from calibrate.measure.link_bench import LinkBench
-from calibrate.measure.link_ranks import LinkRank
-from kvrsim.runtime.ranks import Command, RankSlot
+from calibrate.measure.links import LinkBench
+from calibrate.measure.ranks import LinkRank
+from kvrsim.runtime.ranks.pool import Command
+from kvrsim.runtime.ranks.process import Seat
 
 SMALL = 2**16
 SYNCHRONISE_S = 0.003
@@ -151,7 +152,7 @@ class Threads:
 
     def _make(self, rank: int) -> LinkRank:
         return LinkRank(
-            slot=RankSlot(rank=rank, store="unused"),
+            seat=Seat(rank=rank, folder="unused"),
             num_ranks=self.num_ranks,
             backend="nccl",
             device="cuda",

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from calibrate.data.measurement import Measurement
-from calibrate.measure.machine import gpu_named, gpu_of
+from calibrate.data import Measurement
+from calibrate.measure.device import gpu_named, gpu_of
 from kvrsim.errors import InputError
 from kvrsim.hardware import load_gpu
 
@@ -61,7 +61,7 @@ def test_rows_of_another_form_of_a_gpu_need_its_name() -> None:
 
 def test_a_gpu_that_is_not_known_is_described_by_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    from calibrate.measure import machine as this_machine
+    from calibrate.measure import device as this_machine
 
     pcie = SimpleNamespace(multi_processor_count=114, total_memory=85 * 10**9, L2_cache_size=50 * 2**20)
     cuda = SimpleNamespace(

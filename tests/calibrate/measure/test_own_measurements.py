@@ -10,17 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from calibrate.data.measurement import Measurement
-from calibrate.data.provenance import Provenance
-from calibrate.fit.attention import fit_blocked, fit_eager
-from calibrate.fit.attention_rows import AttentionRows
-from calibrate.fit.gemm import fit_gemm, head_bytes_per_s
-from calibrate.fit.gemm_rows import GemmRows, with_tables
-from calibrate.fit.host import fit_prepare
-from calibrate.fit.inputs import FitChoices
-from calibrate.fit.profile import LAYERS, Label, fit_profile, layer_costs
-from calibrate.fit.solver import dtypes_of, element_bytes_of, has_waves
-from calibrate.measure.machine import gpu_of, link_of
+from calibrate.data import Measurement, Provenance
+from calibrate.fit.attention import AttentionRows, fit_blocked, fit_eager
+from calibrate.fit.elementwise import fit_prepare
+from calibrate.fit.fit import dtypes_of, element_bytes_of, has_waves
+from calibrate.fit.gemm import GemmRows, fit_gemm, head_bytes_per_s, with_tables
+from calibrate.fit.profile import FitChoices, Label, fit_profile
+from calibrate.fit.report import LAYERS, layer_costs
+from calibrate.measure.device import gpu_of, link_of
 from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
 from kvrsim.hardware import GpuSpec, load_gpu

@@ -17,11 +17,11 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import kvrsim
-from calibrate.data.measurement import Measurement
-from calibrate.fit.host import fit_host, fit_pending_share
-from calibrate.measure.compute_points import compute_rows
-from calibrate.measure.forward_timer import ComputeSetup
-from calibrate.measure.pending import PendingRanks
+from calibrate.data import Measurement
+from calibrate.fit.elementwise import fit_host, fit_pending_share
+from calibrate.measure.compute import compute_rows
+from calibrate.measure.forward import ComputeSetup
+from calibrate.measure.ranks import PendingRanks
 from kvrsim.executors.batch import run_batch
 from kvrsim.io.schema import JsonObject
 from kvrsim.kernels.profile import CalibrationProfile, load_profile

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from calibrate.data.measurement import Measurement
-from calibrate.measure.link_points import Flow, link_points
-from calibrate.measure.topology import find_layout, measured_link
+from calibrate.data import Measurement
+from calibrate.measure.links import Flow, find_layout, link_points, measured_link
 from kvrsim.errors import InputError
 
 MAX_BYTES = 2**24

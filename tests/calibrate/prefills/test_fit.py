@@ -7,11 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from calibrate.prefills.cases import PrefillCase, make_cases
-from calibrate.prefills.check import check_prefills
-from calibrate.prefills.fit import PrefillFit, fit_prefills, left_out_log_sd
+from calibrate.prefills.fit import (
+    EngineTerms,
+    PrefillCase,
+    PrefillFit,
+    check_prefills,
+    fit_prefills,
+    left_out_log_sd,
+    make_cases,
+    with_clock,
+)
 from calibrate.prefills.rows import PrefillRow
-from calibrate.prefills.terms import EngineTerms, with_clock
 from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
 from kvrsim.engine import Engine, HostRates

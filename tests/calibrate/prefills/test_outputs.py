@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from calibrate.prefills.outputs import MOST_LENGTHS, in_name, known_model
-from calibrate.prefills.read import read_prefills
-from calibrate.prefills.rows import PrefillDefaults, PrefillRow
+from calibrate.prefills.rows import MOST_LENGTHS, PrefillDefaults, PrefillRow, in_name, known_model, read_prefills
 from kvrsim.errors import InputError
 
 DEFAULTS = PrefillDefaults(model="llama-2-7b", num_gpus=1)

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from calibrate.prefills.read import read_prefills
-from calibrate.prefills.rows import PrefillDefaults
+from calibrate.prefills.rows import PrefillDefaults, read_prefills
 from kvrsim.errors import InputError
 
 FULL = """\

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from calibrate.data.measurement import read_measurements
+from calibrate.data import read_measurements
 from calibrate.shipped.page import PAGE, page
 from kvrsim.builder import DEFAULT_PROFILES
 from kvrsim.cli.main import app

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from calibrate.fit.fit import Comparison, Fitted
 from calibrate.fit.report import FitReport
-from calibrate.fit.solver import Comparison, Fitted
 from calibrate.shipped.page import PAGE
-from calibrate.shipped.sections import fit_sections
+from calibrate.shipped.recipes import fit_sections
 from kvrsim.errors import InputError
 from kvrsim.io.schema import JsonObject
 from kvrsim.kernels.profile import CalibrationProfile, load_profile

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from calibrate.data.measurement import Measurement
+from calibrate.data import Measurement
 from calibrate.shipped.slow_cells import slow_share
 
 

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 import kvrsim
-from calibrate.data.measurement import Measurement, read_measurements, write_measurements
-from calibrate.fit.attention_rows import AttentionRows
-from calibrate.fit.flash_presets import PRESETS
+from calibrate.data import Measurement, read_measurements, write_measurements
+from calibrate.fit.attention import PRESETS, AttentionRows
 from calibrate.fit.links import SendRates
 from kvrsim.cli import main as cli
 from kvrsim.hardware import load_gpu

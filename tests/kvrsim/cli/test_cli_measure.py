@@ -13,13 +13,11 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import kvrsim
-from calibrate.data.measurement import Measurement, read_measurements, read_origin
-from calibrate.measure.compute_bench import ComputeBench
-from calibrate.measure.compute_points import Point, compute_rows, grid, traffic_of
-from calibrate.measure.forward_timer import ComputeSetup, ForwardTimer
-from calibrate.measure.journal import Seconds, journal_path
-from calibrate.measure.link_bench import LinkBench
-from calibrate.measure.link_points import LinkPoint, link_points
+from calibrate.data import Measurement, read_measurements, read_origin
+from calibrate.measure.campaign import Seconds, journal_path
+from calibrate.measure.compute import ComputeBench, Point, compute_rows, grid, traffic_of
+from calibrate.measure.forward import ComputeSetup, ForwardTimer
+from calibrate.measure.links import LinkBench, LinkPoint, link_points
 from kvrsim.cli import main as cli
 from kvrsim.hardware import GpuSpec
 from kvrsim.kernels.profile import load_profile
@@ -130,9 +128,9 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(setup: ComputeSetup) -> MadeUpBench:
         return MadeUpBench(setup, ForwardTimer(setup, CpuClock()))
 
-    monkeypatch.setattr("calibrate.measure.campaigns.ComputeBench.build", build)
-    monkeypatch.setattr("calibrate.measure.campaigns.LinkBench", MadeUpLinks)
-    monkeypatch.setattr("calibrate.measure.campaigns.spec_of", lambda *_: DEVICE)
+    monkeypatch.setattr("calibrate.measure.compute.ComputeBench.build", build)
+    monkeypatch.setattr("calibrate.measure.links.LinkBench", MadeUpLinks)
+    monkeypatch.setattr("calibrate.measure.compute.spec_of", lambda *_: DEVICE)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:

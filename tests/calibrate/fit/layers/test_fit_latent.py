@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from calibrate.fit.flash_presets import PRESETS
-from calibrate.fit.layers import latent
-from calibrate.fit.layers.latent import fit_latent
-from calibrate.importers.latent import WIDTHS, LatentForm
-from kvrsim.hardware import load_gpu
-from kvrsim.kernels.attention import AttentionCall
+from calibrate.fit import attention as latent
+from calibrate.fit.attention import PRESETS, fit_latent
+from calibrate.importers.aiconfigurator import WIDTHS, LatentForm
+from kvrsim.hardware.cluster import load_gpu
+from kvrsim.profile.rates.attention import AttentionCall
 
 GPU = load_gpu("h200")
 SHARED: dict[LatentForm, int] = {"expanded": 0, "absorbed": 1}

@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from calibrate.fit.layers import blocks, sparse
-from calibrate.fit.layers.blocks import fit_blocks
-from calibrate.fit.layers.modules import read_modules
-from calibrate.fit.layers.sparse import fit_keys
-from calibrate.importers.sparse import SparseRows, read_kernel
-from kvrsim.hardware import load_gpu
-from kvrsim.kernels.profile import load_profile
-from kvrsim.kernels.sparse import AttendRates, ScoreRates, SelectRates, SparseKernels
+from calibrate.fit import sparse
+from calibrate.fit import sparse as blocks
+from calibrate.fit.sparse import fit_blocks, fit_keys, read_modules
+from calibrate.importers.aiconfigurator import SparseRows, read_kernel
+from kvrsim.hardware.cluster import load_gpu
+from kvrsim.profile.profile import load_profile
+from kvrsim.profile.rates.sparse import AttendRates, ScoreRates, SelectRates, SparseKernels
 from kvrsim.program import Array
 
 pandas = pytest.importorskip("pandas")

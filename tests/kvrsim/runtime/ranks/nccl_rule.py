@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from calibrate.measure.link_ranks import LinkRank
+from calibrate.measure.ranks import LinkRank
 from kvrsim.runtime.check import Difference, compare
 from kvrsim.runtime.geometry import Geometry
 from kvrsim.runtime.ranks import LaunchedRank

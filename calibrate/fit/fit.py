@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from calibrate.data.measurement import Measurement
+from calibrate.data import Measurement
 from kvrsim.errors import InputError
 from kvrsim.hardware import GpuSpec
 from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT, Gather, OperationFit

@@ -1,0 +1,537 @@
+"""Measurement rows, their CSV files, and where they come from."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from kvrsim.choices import DTYPES, TOPOLOGIES, Topology
+from kvrsim.errors import InputError
+from kvrsim.hardware.cluster import Cluster
+from kvrsim.hardware.gpu import GpuSpec
+from kvrsim.hardware.links import LinkSpec
+from kvrsim.io.files import read_text, write_atomically
+from kvrsim.io.json_text import JsonObject, parse_json
+from kvrsim.model.architectures import read_config
+from kvrsim.model.spec import ModelSpec
+from kvrsim.profile.rates.gemm import GEMM_TYPES
+from kvrsim.units import MAX_SECONDS
+
+# -- CsvTable: a CSV file whose values are checked as they are read.
+#
+# Comma-separated, UTF-8, one header line; lines that begin with # are comments. Every mistake raises InputError naming
+# the argument, the file, the line and the column.
+
+MAX_CSV_BYTES = 2**28  # some millions of rows; what is larger was given by mistake
+MAX_WHOLE = 10**18
+
+# Plain ASCII: float() and int() alone would read "1_000", "inf" and other alphabets' digits.
+_WHOLE = re.compile(r"([0-9]{1,18})(?:\.0*)?", re.ASCII)  # 4096.0 is how pandas writes a column with gaps
+_NUMBER = re.compile(r"[+-]?(?:[0-9]{1,40}\.?[0-9]{0,40}|\.[0-9]{1,40})(?:[eE][+-]?[0-9]{1,3})?", re.ASCII)
+_LFS_POINTER = "version https://git-lfs.github.com/spec/"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CsvRow:
+    """One line of a CSV file."""
+
+    values: Mapping[str, str]  # text by column, without blanks around it
+    where: str  # the argument, the file and the line, for messages
+
+    def error(self, column: str, accepted: str) -> InputError:
+        """The error to raise for a column whose value is not what is accepted."""
+        return InputError(f"{self.where}: {column}", self.values.get(column) or "nothing", accepted)
+
+    def placed(self, error: InputError) -> InputError:
+        """The same error, saying in which file and line."""
+        return InputError(f"{self.where}: {error.parameter}", error.value, error.accepted)
+
+    def has(self, column: str) -> bool:
+        return bool(self.values.get(column))
+
+    def text(self, column: str) -> str:
+        """What stands there, required."""
+        value = self.values.get(column)
+        if not value:
+            raise self.error(column, "a text")
+        return value
+
+    def whole(self, column: str, *, minimum: int = 1) -> int:
+        """A whole number, required."""
+        match = _WHOLE.fullmatch(self.values.get(column, ""))
+        if match is None or not minimum <= int(match[1]) <= MAX_WHOLE:
+            raise self.error(column, f"a whole number from {minimum} to {MAX_WHOLE:.0e}")
+        return int(match[1])
+
+    def number(self, column: str, *, allow_zero: bool = False) -> float:
+        """A finite number above 0 (or of at least 0), required."""
+        text = self.values.get(column, "")
+        value = float(text) if _NUMBER.fullmatch(text) else -1.0
+        if not (0 < value <= 1e30 or (allow_zero and value == 0)):
+            raise self.error(column, "a finite number " + ("of at least 0" if allow_zero else "above 0"))
+        return value
+
+    def flag(self, column: str) -> bool:
+        """True or False, as Python and JSON write them."""
+        value = self.values.get(column, "").lower()
+        if value not in ("true", "false"):
+            raise self.error(column, "True or False")
+        return value == "true"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CsvTable:
+    """A CSV file with one header line."""
+
+    path: Path  # the file
+    where: str  # the argument and the file, for messages
+    columns: tuple[str, ...]  # as the header has them; an unnamed column is ""
+    rows: tuple[CsvRow, ...]  # without comments and empty lines
+
+    @classmethod
+    def read(cls, path: str | Path, argument: str) -> CsvTable:
+        """Read a whole file; raises InputError where it cannot be read or is not a CSV with a header."""
+        where = f"{argument} {' '.join(str(path).split())}"
+        reader = csv.reader(_lines(_content(path, argument)), strict=True)
+        try:
+            columns = tuple(name.strip() for name in next((line for line in reader if line), []))
+            _check_header(columns, where)
+            rows = tuple(_row(line, columns, f"{where}, line {reader.line_num}") for line in reader if line)
+        except csv.Error as error:
+            raise InputError(f"{where}, line {reader.line_num}", error, "a line of comma-separated values") from None
+        return cls(path=Path(path), where=where, columns=columns, rows=rows)
+
+    def need(self, columns: Iterable[str]) -> None:
+        """Refuse a table that lacks one of these columns."""
+        for name in columns:
+            if name not in self.columns:
+                raise InputError(f"{self.where}: header", ", ".join(self.columns), f"a column {name} among the others")
+
+    def only(self, columns: Iterable[str]) -> None:
+        """Refuse a table that has any but these columns."""
+        known = list(columns)
+        for name in self.columns:
+            if name not in known:
+                raise InputError(f"{self.where}: column", name or "nothing", ", ".join(known))
+
+
+def one_line(text: str) -> str:
+    """A text that can stand in a CSV cell, from one that a path has."""
+    return "".join(letter if letter.isprintable() else " " for letter in text).strip() or "unknown"
+
+
+def leading_comments(path: str | Path, argument: str) -> Iterator[tuple[int, str]]:
+    """Number and text of each comment before the header."""
+    for number, line in enumerate(io.StringIO(_content(path, argument)), start=1):
+        if line.strip() and not line.startswith("#"):
+            return
+        if line.startswith("#"):
+            yield number, line.rstrip("\n")
+
+
+def _content(path: str | Path, argument: str) -> str:
+    """The text of a file, or the InputError that says why not."""
+    text = read_text(path, argument, what="a CSV file", most_bytes=MAX_CSV_BYTES)
+    if text.startswith(_LFS_POINTER):
+        raise InputError(argument, path, "the CSV itself; this is its Git LFS pointer (git lfs pull fetches the file)")
+    return text
+
+
+def _lines(text: str) -> Iterable[str]:
+    """The lines, comments blanked rather than left out, so that line numbers stay those of the file."""
+    return ("\n" if line.startswith("#") else line for line in io.StringIO(text, newline=""))
+
+
+def _check_header(columns: tuple[str, ...], where: str) -> None:
+    if not any(columns):
+        raise InputError(where, "an empty file", "a CSV file with a header line")
+    for name in columns:
+        if name and columns.count(name) > 1:
+            raise InputError(f"{where}: header", name, "each column once")
+
+
+def _row(values: list[str], columns: tuple[str, ...], where: str) -> CsvRow:
+    if len(values) != len(columns):
+        raise InputError(where, f"{len(values)} values", f"{len(columns)} values, one a column of the header")
+    return CsvRow(values=dict(zip(columns, map(str.strip, values), strict=True)), where=where)
+
+
+# -- Measurement: how long one operation took on one machine; read from and written to CSV.
+#
+# The file has one header line and one row a measured operation; lines that begin with # are comments. SI units. A
+# column may be missing where no row needs it, and their order is free. Every row has
+#
+#     operation    what was measured, one of those below
+#     kernel       what ran, such as vllm_flash_attn or nccl
+#     device       the GPU, such as NVIDIA H100 80GB HBM3; for host_* rows the machine whose host it is
+#     median_s     seconds, median of the repeats
+#     source       who measured it, with what, where it can be found
+#
+# and may have mean_s (seconds, mean of the repeats, outliers drawn in; empty: not known), spread_s (standard deviation
+# or interquartile range of the repeats, seconds; empty: not known), batch (sequences at once; empty: 1) and dtype
+# (fp16,
+# bf16, fp8 or fp32: of the operands; of gemm also fp8_block, nvfp4, int8, int4_wo or int8_wo, see
+# kvrsim.profile.rates.gemm; a time on the host has none). A prefill is a sum of many kernels, and means add up where
+# medians of lopsided times do not: a fit takes mean_s where there is one.
+# Beyond these:
+#
+#     operation                                       one time of                          also needs
+#     gemm                                            y = x W                              dtype, tokens (rows of x),
+#                                                                                          in_features, out_features
+#     head                                            logits of one token                  dtype, in_features,
+#                                                                                          out_features
+#     attention                                       chunk queries of each of batch       dtype, chunk, prefix,
+#                                                     sequences over prefix + chunk keys,  num_attention_heads,
+#                                                     causal                               num_key_value_heads, head_dim
+#     norm, rotary, activation, residual, embedding,  an element-wise kernel; merge: of    dtype, tokens, bytes
+#     merge                                           attention's partial results
+#     block                                           attention to prefix keys alone       as attention
+#     cache_append                                    K and V of a chunk written into      dtype, chunk, prefix, bytes
+#                                                     the cache
+#     prepare                                         what a prefill does once before its  dtype, chunk, prefix
+#                                                     first layer, but for the embedding:
+#                                                     mask and rotary tables
+#     before_attention, after_attention, layer        a layer up to attention, from it     dtype, chunk, prefix
+#                                                     on, and whole; to compare with, not
+#                                                     fitted
+#     layer_alone, layer_pending                      a whole layer on a rank that has no  dtype, chunk, prefix
+#                                                     receive posted, and on the same one
+#                                                     while one waits for its sender
+#     all_gather, all_reduce                          the collective                       bytes, ranks, nodes
+#     send_recv                                       one message                          bytes, ranks, nodes
+#     host_layer                                      the host issuing one decoder layer   -
+#     host_collective                                 the host issuing one collective      ranks
+#     host_message                                    the host issuing one send or one     -
+#                                                     receive
+#     host_prepare                                    the host, from a prefill's begin     -
+#                                                     until it issues the first layer
+#
+# tokens, chunk and prefix count tokens; heads are those of the device that was measured. bytes: of an element-wise
+# kernel and of cache_append what it must read and write, counted plainly (of a model's measured layers, as its kernels
+# move); of all_gather the gathered tensor, all ranks' pieces together; of all_reduce the tensor; of send_recv the
+# message. nodes: 1 within one node, 2 between nodes. A column that an operation does not need may be filled; it is kept
+# and checked, and read by nobody.
+#
+# A send_recv row may say which ranks it went between (src and dst, counted from 0) and how many transfers of that size
+# were in flight at once (messages; empty: 1). A row of gemm or attention may say how often the operation ran without a
+# pause while it was timed (repeats) and just before (warmups): from these a fit knows how long the device was under
+# load.
+#
+# A comment line before the header, `# origin {...}`, may hold a JSON object with what all rows have in common: the
+# machine, the model whose layers were timed, versions, command and date.
+
+MEASURED_DTYPES = (*DTYPES, *(kind for kind in GEMM_TYPES if kind not in DTYPES))
+ELEMENTWISE = ("norm", "rotary", "activation", "residual", "embedding")
+RING = "_p2p_ring"  # suffix of `kernel`: an all-gather made of messages between neighbours
+SEGMENTS = ("before_attention", "after_attention", "layer")  # sums of others
+
+# For each operation the columns that it needs beyond those of every row.
+NEEDED: dict[str, tuple[str, ...]] = {
+    "gemm": ("dtype", "tokens", "in_features", "out_features"),
+    **dict.fromkeys(
+        ("attention", "block"), ("dtype", "chunk", "prefix", "num_attention_heads", "num_key_value_heads", "head_dim")
+    ),
+    "head": ("dtype", "in_features", "out_features"),
+    **dict.fromkeys((*ELEMENTWISE, "merge"), ("dtype", "tokens", "bytes")),
+    "cache_append": ("dtype", "chunk", "prefix", "bytes"),
+    "prepare": ("dtype", "chunk", "prefix"),
+    **dict.fromkeys(SEGMENTS, ("dtype", "chunk", "prefix")),
+    **dict.fromkeys(("layer_alone", "layer_pending"), ("dtype", "chunk", "prefix")),
+    **dict.fromkeys(("all_gather", "all_reduce", "send_recv"), ("bytes", "ranks", "nodes")),
+    "host_collective": ("ranks",),
+    **dict.fromkeys(("host_layer", "host_message", "host_prepare"), ()),
+}
+OPERATIONS = tuple(NEEDED)
+
+_TEXTS = ("kernel", "device", "source")
+_ALWAYS = ("operation", "kernel", "device", "median_s", "source")
+# The whole numbers, each with its least and its largest value.
+_WHOLE_measurement = {
+    "chunk": (1, MAX_WHOLE),
+    "prefix": (0, MAX_WHOLE),
+    "num_attention_heads": (1, MAX_WHOLE),
+    "num_key_value_heads": (1, MAX_WHOLE),
+    "head_dim": (1, MAX_WHOLE),
+    "batch": (1, MAX_WHOLE),
+    "tokens": (1, MAX_WHOLE),
+    "in_features": (1, MAX_WHOLE),
+    "out_features": (1, MAX_WHOLE),
+    "bytes": (1, MAX_WHOLE),
+    "ranks": (1, MAX_WHOLE),
+    "nodes": (1, 2),
+    "src": (0, MAX_WHOLE),
+    "dst": (0, MAX_WHOLE),
+    "messages": (1, MAX_WHOLE),
+    "warmups": (0, MAX_WHOLE),
+    "repeats": (1, MAX_WHOLE),
+}
+_ONE = ("batch", "messages")  # that are 1 where nothing is said
+_ORIGIN = "# origin "
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement:
+    """One measured operation, checked when it is made: InputError names the field."""
+
+    operation: str  # one of OPERATIONS
+    kernel: str  # what ran
+    device: str  # the GPU, or the machine whose host was timed
+    dtype: str | None = None  # of the operands, one of MEASURED_DTYPES; None: does not apply or is not known
+    chunk: int | None = None  # tokens of each sequence; of attention, queries
+    prefix: int | None = None  # tokens before the chunk; of attention, keys
+    num_attention_heads: int | None = None  # attention: on the measured device
+    num_key_value_heads: int | None = None  # attention: on the measured device
+    head_dim: int | None = None  # attention: elements of one head
+    batch: int = 1  # sequences at once
+    tokens: int | None = None  # rows of a gemm or of an element-wise kernel
+    in_features: int | None = None  # gemm, head: the dimension that is summed over
+    out_features: int | None = None  # gemm, head: columns of the result
+    bytes: int | None = None  # kernel: read and written; all_gather: gathered in all; all_reduce, send_recv: the tensor
+    ranks: int | None = None  # GPUs that take part
+    nodes: int | None = None  # 1: all in one node; 2: across nodes
+    src: int | None = None  # send_recv: the rank that sends
+    dst: int | None = None  # send_recv: the rank that receives
+    messages: int = 1  # send_recv: transfers of that size in flight at once
+    warmups: int | None = None  # how often it ran just before it was timed; None: not known
+    repeats: int | None = None  # how often it ran without a pause while it was timed; None: not known
+    median_s: float  # seconds, median of the repeats
+    mean_s: float | None = None  # seconds, mean of the repeats, outliers drawn in; None: not known
+    spread_s: float | None = None  # seconds, standard deviation or interquartile range of the repeats; None: not known
+    source: str  # who measured it, and with what
+
+    @property
+    def expected_s(self) -> float:
+        """Seconds that one of many adds to their sum: the mean, as far as it is known."""
+        return self.median_s if self.mean_s is None else self.mean_s
+
+    def __post_init__(self) -> None:
+        needed = NEEDED.get(self.operation)
+        if needed is None:
+            raise InputError("operation", self.operation, ", ".join(OPERATIONS))
+        for name in needed:
+            if getattr(self, name) is None:
+                raise InputError(name, "nothing", f"a value ({self.operation} needs {', '.join(needed)})")
+        self._check_texts()
+        self._check_whole()
+        self._check_seconds()
+
+    def _check_texts(self) -> None:
+        for name in _TEXTS:
+            text = getattr(self, name)
+            if not isinstance(text, str) or not text or not text.isprintable() or text != text.strip():
+                raise InputError(name, text, "a text of one line")
+        dtypes = MEASURED_DTYPES if self.operation == "gemm" else DTYPES
+        if self.dtype is not None and self.dtype not in dtypes:
+            raise InputError("dtype", self.dtype, ", ".join(dtypes))
+
+    def _check_whole(self) -> None:
+        for name, (least, largest) in _WHOLE_measurement.items():
+            value = getattr(self, name)
+            if value is None and name not in _ONE:
+                continue
+            if type(value) is not int or not least <= value <= largest:
+                top = str(largest) if largest < MAX_WHOLE else f"{largest:.0e}"
+                raise InputError(name, value, f"a whole number from {least} to {top}")
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if heads is not None and kv_heads is not None and heads % kv_heads:
+            raise InputError("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})")
+
+    def _check_seconds(self) -> None:
+        for name in ("median_s", "mean_s"):
+            value = getattr(self, name)
+            if value is None and name != "median_s":
+                continue
+            if not isinstance(value, float) or not 0 < value <= MAX_SECONDS:
+                raise InputError(name, value, f"seconds above 0 and at most {MAX_SECONDS:.0e}")
+        if self.spread_s is None:
+            return
+        if not isinstance(self.spread_s, float) or not 0 <= self.spread_s <= MAX_SECONDS:
+            raise InputError("spread_s", self.spread_s, f"seconds from 0 to {MAX_SECONDS:.0e}, or nothing")
+
+
+COLUMNS = Measurement.__slots__
+
+
+def read_measurements(path: str | Path, argument: str = "measurements") -> list[Measurement]:
+    """The rows of a measurement CSV, in its order; InputError names file, line, column, value and what is accepted."""
+    return _read_table(CsvTable.read(path, argument))
+
+
+def read_origin(path: str | Path, argument: str = "measurements") -> dict[str, Any] | None:
+    """What a measurement CSV says of all its rows; None where it says nothing; InputError for what is not JSON."""
+    for number, line in leading_comments(path, argument):
+        if line.startswith(_ORIGIN):
+            return _parse_origin(line.removeprefix(_ORIGIN), f"{argument} {' '.join(str(path).split())}, line {number}")
+    return None
+
+
+def _parse_origin(text: str, where: str) -> dict[str, Any]:
+    try:
+        origin = parse_json(text)
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"{where}: origin", text.strip()[:80] or "nothing", f"valid JSON ({reason})") from None
+    if not isinstance(origin, dict):
+        raise InputError(f"{where}: origin", text.strip()[:80], "a JSON object ({...})")
+    return origin
+
+
+def write_measurements(
+    path: str | Path,
+    rows: Iterable[Measurement],
+    argument: str = "output",
+    *,
+    origin: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a measurement CSV that reads back as the same rows; the file appears whole or not at all.
+
+    `origin`: plain JSON values that hold for all rows, which read_origin gives back.
+    """
+    text = io.StringIO(newline="")
+    if origin is not None:
+        text.write(f"{_ORIGIN}{json.dumps(origin, allow_nan=False)}\n")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    writer.writerows(map(attrgetter(*COLUMNS), rows))
+    write_atomically(path, text.getvalue().encode(), argument=argument)
+
+
+def _read_table(table: CsvTable) -> list[Measurement]:
+    table.only(COLUMNS)
+    table.need(_ALWAYS)
+    return [_read_row(row) for row in table.rows]
+
+
+def _read_row(row: CsvRow) -> Measurement:
+    fields: dict[str, Any] = {name: row.text(name) for name in ("operation", *_TEXTS)}
+    fields["median_s"] = row.number("median_s")
+    for name, text in row.values.items():
+        if text and name not in fields:
+            fields[name] = _read_value(row, name)
+    return measured(row, **fields)
+
+
+def measured(row: CsvRow, **fields: Any) -> Measurement:
+    """The measurement that a line holds; a field that cannot be is the line's mistake."""
+    try:
+        return Measurement(**fields)
+    except InputError as error:
+        raise row.placed(error) from None
+
+
+def _read_value(row: CsvRow, name: str) -> str | int | float:
+    if name in _WHOLE_measurement:
+        return row.whole(name, minimum=_WHOLE_measurement[name][0])
+    if name in ("mean_s", "spread_s"):
+        return row.number(name, allow_zero=name == "spread_s")
+    return row.text(name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """A kind of CSV that measurements are read from."""
+
+    name: str  # for people
+    signature: tuple[str, ...]  # columns that only this kind has; a file that has them all is of this kind
+    read: Callable[[CsvTable], list[Measurement]]  # InputError names file, line and column
+
+
+LAYOUT = Layout(name="kvrsim measurements", signature=("operation", "median_s"), read=_read_table)
+
+
+# -- Provenance: the machine, model and software that all rows of measurement files have in common.
+
+_TABLES = "aiconfigurator:"  # what a source that is no file begins with
+_MAX_TEXT = 300  # of a line of provenance
+_TOLD = ("command", "date", "threads", "kvrsim", "model_name", "device_state")  # that provenance repeats
+
+
+def read_origins(sources: Iterable[str], argument: str) -> list[dict[str, Any]]:
+    """The origins that the files among some SOURCEs (see calibrate.importers) have."""
+    files = (source.partition("?")[0] for source in sources if not source.startswith(_TABLES))
+    return [origin for file in files if (origin := read_origin(file, argument)) is not None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Provenance:
+    """The origins of several files, merged: for each key the value of the first file that has it."""
+
+    data: JsonObject
+
+    @classmethod
+    def of(cls, origins: Sequence[Mapping[str, Any]], argument: str = "compute") -> Provenance:
+        """From the results of read_origin; may be empty."""
+        merged: dict[str, Any] = {}
+        for origin in origins:
+            merged |= {key: value for key, value in origin.items() if key not in merged}
+        return cls(data=JsonObject(fields=merged, where=f"{argument} origin"))
+
+    @property
+    def gpu(self) -> GpuSpec | None:
+        """The device, as gpus.json has one; InputError for what is not."""
+        return GpuSpec.read(self.data.child("gpu")) if self.data.has("gpu") else None
+
+    @property
+    def link(self) -> LinkSpec | None:
+        """The link, as links.json has one."""
+        return LinkSpec.read(self.data.child("link")) if self.data.has("link") else None
+
+    @property
+    def is_hugging_face(self) -> bool:
+        """Whether layers of a Hugging Face model were timed."""
+        return self.data.has("model")
+
+    @property
+    def model(self) -> ModelSpec | None:
+        """The model whose layers were timed."""
+        if not self.data.has("model"):
+            return None
+        name = self.data.text("model_name", "measured model")
+        return read_config(JsonObject(fields=self.data.child("model").fields, where=f"{self.data.where}: model"), name)
+
+    def cluster(self, name: str, gpu: GpuSpec, link: LinkSpec, ranks: int) -> Cluster | None:
+        """The measured machine, with at least so many ranks; None where the files do not describe it."""
+        if self.gpu is None or self.gpu.name != gpu.name:
+            return None
+        topology = self._topology()
+        return Cluster(
+            name=name,
+            gpu=gpu,
+            num_gpus=max(ranks, self.data.integer("num_gpus", 1)),
+            link=link,
+            topology=topology,
+            gpus_per_node=self.data.integer("gpus_per_node") if topology == "nodes" else None,
+            network=LinkSpec.read(self.data.child("network")) if topology == "nodes" else None,
+        )
+
+    def _topology(self) -> Topology:
+        if not self.data.has("topology"):
+            return "switch"
+        found = next((known for known in TOPOLOGIES if known == self.data.text("topology")), None)
+        if found is None:
+            raise self.data.error("topology", ", ".join(TOPOLOGIES))
+        return found
+
+    def provenance(self) -> dict[str, str]:
+        """Versions, threads, command and date, as text."""
+        return dict(self._told())
+
+    def _told(self) -> Iterator[tuple[str, str]]:
+        versions = self.data.fields.get("versions")
+        if isinstance(versions, Mapping) and versions:
+            yield "versions", _text(", ".join(f"{name} {value}" for name, value in versions.items()))
+        for key in _TOLD:
+            if self.data.has(key):
+                yield f"measured: {key}", _text(self.data.fields[key])
+
+
+def _text(value: object) -> str:
+    text = " ".join((value if isinstance(value, str) else json.dumps(value)).split())
+    return text[:_MAX_TEXT] or "nothing"

@@ -1,1 +1,0 @@
-"""Measurement rows, their CSV files, and where they come from."""

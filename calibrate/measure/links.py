@@ -1,0 +1,652 @@
+"""LinkPoint: one thing that can be timed about the links between ranks, and the rows that its samples make."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Any, Literal
+
+import numpy as np
+
+from calibrate.data import RING, Measurement
+from calibrate.fit.fit import rounded, sources_of
+from calibrate.measure.campaign import Campaign
+from calibrate.measure.device import DeviceWatch, device_name, origin, versions
+from calibrate.measure.ranks import START_S, Flow, LinkRank, counts_to
+from kvrsim.choices import Topology
+from kvrsim.errors import InputError
+from kvrsim.hardware.links import LinkSpec
+from kvrsim.io.schema import fields_to_json
+from kvrsim.results.quartiles import interquartile_range
+from kvrsim.runtime.ranks.pool import RankPool
+from kvrsim.units import format_bandwidth
+
+
+def link_campaign(
+    *, ranks: int, device: str, backend: str, threads: int, max_bytes: int, timeout_s: float, output: Path, command: str
+) -> Campaign:
+    """Times of messages and all-gathers between the ranks of this machine."""
+    name = device_name(device, threads)
+    about = {
+        "measurement": "links",
+        "device": name,
+        "ranks": ranks,
+        "backend": backend,
+        "largest message": max_bytes,
+        "versions": versions(device),
+    }
+
+    def build() -> LinkBench:
+        return LinkBench(
+            num_ranks=ranks,
+            device_name=name,
+            backend=backend,
+            device=device,
+            num_threads=threads,
+            max_bytes=max_bytes,
+            timeout_s=timeout_s,
+        )
+
+    def origin_of(rows: list[Measurement]) -> Mapping[str, Any]:
+        return origin(device, threads, command) | {"num_gpus": ranks, "backend": backend} | layout_json(rows)
+
+    return Campaign(build=build, about=about, origin=origin_of, output=output)
+
+
+def layout_json(rows: list[Measurement]) -> dict[str, Any]:
+    """Links and topology, with the keys of a cluster file, and the ratios they were derived from."""
+    layout = find_layout(rows)
+    found: dict[str, Any] = {"link": _present(asdict(layout.link)), "topology": layout.topology, "why": layout.why}
+    if layout.network is not None:
+        found |= {"gpus_per_node": layout.gpus_per_node, "network": _present(asdict(layout.network))}
+    return found
+
+
+def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+Kind = Literal["send", "pairs", "gather", "reduce", "issue"]
+
+SOURCE = "kvrsim calibrate links"
+SMALLEST_BYTES = 2**10
+STEP = 4  # from one size to the next
+_COLLECTIVES = {"gather": "all_gather", "reduce": "all_reduce"}  # what their rows are
+_LEAST_REDUCED = 2**16  # bytes of an all-reduce: hidden states of a few tokens
+_FP32_BYTES = 4  # of an element that is added up
+_LARGE_SIZES = 2  # of the largest, at which several messages are sent at once
+_LEAST_S = 2e-2  # of a sample: shorter ones depend on the state of the processor when they begin
+_LEAST_REPEATS = 3  # the median of which excludes one that another process disturbed
+_MOST_REPEATS = 200
+_LONG_S = 0.1  # of a transfer: longer ones are not repeated
+_GUESSES = {"gloo": (1.5e-4, 1.5e9), "nccl": (3e-5, 2e10)}  # seconds of a short message, bytes/s of a long one
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkPoint:
+    """Messages along `flows` at the same time, or collectives of the first `num_ranks` ranks.
+
+    Of `issue`, what a message takes of its sender's and its receiver's host. Keys are send:0>1:1024, issue:0>1:1024,
+    pairs:0>1+1>0:1048576, gather:gloo:4:1024 and reduce:gloo:4:65536.
+    """
+
+    kind: Kind
+    nbytes: int  # of each message; of all pieces of an all-gather together; of an all-reduce's tensor, in fp32
+    flows: tuple[Flow, ...] = ()  # of send and pairs
+    kernel: str = ""  # of a collective
+    num_ranks: int = 0  # of a collective
+
+    @property
+    def collective(self) -> str | None:
+        """What a collective's rows are; None: the point is of messages."""
+        return _COLLECTIVES.get(self.kind)
+
+    @property
+    def key(self) -> str:
+        """As journals have it."""
+        what = f"{self.kernel}:{self.num_ranks}" if self.collective else "+".join(map(flow_text, self.flows))
+        return f"{self.kind}:{what}:{self.nbytes}"
+
+    @classmethod
+    def parse(cls, key: str) -> LinkPoint:
+        """The point of a key; InputError for what is none."""
+        try:
+            kind, *what, nbytes = key.split(":")
+            if kind in _COLLECTIVES:
+                kernel, ranks = what
+                which: Kind = "gather" if kind == "gather" else "reduce"
+                return cls(kind=which, kernel=kernel, num_ranks=int(ranks), nbytes=int(nbytes))
+            flows = tuple(_read_flow(text) for text in what[0].split("+"))
+            if kind == "send" and len(flows) == 1:
+                return cls(kind="send", flows=flows, nbytes=int(nbytes))
+            if kind == "issue" and len(flows) == 1:
+                return cls(kind="issue", flows=flows, nbytes=int(nbytes))
+            if kind == "pairs" and len(flows) > 1:
+                return cls(kind="pairs", flows=flows, nbytes=int(nbytes))
+        except (ValueError, IndexError):
+            pass
+        raise InputError(
+            "point",
+            key,
+            "send:0>1:BYTES, issue:0>1:BYTES, pairs:0>1+1>0:BYTES, gather:KERNEL:RANKS:BYTES or"
+            " reduce:KERNEL:RANKS:BYTES",
+        )
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that take part, the first one first."""
+        if self.collective:
+            return tuple(range(self.num_ranks))
+        return tuple(sorted({rank for flow in self.flows for rank in flow}))
+
+    def guess_s(self, backend: str) -> float:
+        """Seconds of one transfer, before anything is known."""
+        latency_s, bytes_per_s = _GUESSES[backend]
+        if self.collective:
+            steps = (self.num_ranks - 1) * (2 if self.kind == "reduce" else 1)
+            return steps * (latency_s + self.nbytes / self.num_ranks / bytes_per_s)
+        return latency_s + len(self.flows) * self.nbytes / bytes_per_s
+
+    def repeats(self, one_s: float) -> int:
+        """Repeats in one sample, so that it is long compared with its start and end."""
+        least = 1 if one_s > _LONG_S else _LEAST_REPEATS
+        return max(least, min(_MOST_REPEATS, math.ceil(_LEAST_S / one_s)))
+
+    def rows(
+        self, samples: Sequence[Mapping[str, float]], *, backend: str, device: str, hosts: Sequence[str]
+    ) -> list[Measurement]:
+        """One row a message, one a collective: medians and interquartile ranges; `hosts` by rank."""
+        if self.kind == "issue":
+            return [_issue_row(samples, backend, device)]
+        transfers: tuple[tuple[Flow | None, str], ...] = tuple((flow, flow_text(flow)) for flow in self.flows)
+        if self.collective:
+            transfers = ((None, self.collective),)
+        timed = [(flow, [sample[name] for sample in samples]) for flow, name in transfers]
+        return [
+            Measurement(
+                operation=self.collective or "send_recv",
+                kernel=self.kernel or backend,
+                device=device,
+                bytes=self.nbytes,
+                ranks=len(self.ranks),
+                nodes=min(2, len({hosts[rank] for rank in (flow or self.ranks)})),
+                src=flow[0] if flow else None,
+                dst=flow[1] if flow else None,
+                messages=len(self.flows) or 1,
+                median_s=float(np.median(seconds)),
+                spread_s=interquartile_range(seconds) if len(seconds) > 1 else None,
+                source=SOURCE,
+            )
+            for flow, seconds in timed
+        ]
+
+
+def _issue_row(samples: Sequence[Mapping[str, float]], backend: str, device: str) -> Measurement:
+    """A send and a receive are counted alike: a rank of a chain has one of each in a layer."""
+    seconds = [(sample["send"] + sample["receive"]) / 2 for sample in samples]
+    return Measurement(
+        operation="host_message",
+        kernel=backend,
+        device=device,
+        median_s=float(np.median(seconds)),
+        spread_s=interquartile_range(seconds) if len(seconds) > 1 else None,
+        source=SOURCE,
+    )
+
+
+def flow_text(flow: Flow) -> str:
+    """0>1"""
+    return f"{flow[0]}>{flow[1]}"
+
+
+def _read_flow(text: str) -> Flow:
+    src, dst = map(int, text.split(">"))
+    if src == dst or min(src, dst) < 0:
+        raise ValueError(text)
+    return src, dst
+
+
+def link_points(num_ranks: int, backend: str, max_bytes: int) -> list[LinkPoint]:
+    """All points of so many ranks, most informative first, and among equals the cheapest.
+
+    First one pair at all sizes and the collectives of all ranks; then the points that show the topology: long messages
+    of each pair, and several at once; then all-gathers of fewer ranks, and each pair at all sizes.
+    """
+    sizes = sizes_to(max_bytes)
+    pairs = [(src, dst) for src in range(num_ranks) for dst in range(num_ranks) if src != dst]
+    points = [LinkPoint(kind="send", flows=(pair,), nbytes=size) for size in sizes for pair in pairs]
+    points += [
+        LinkPoint(kind="pairs", flows=flows, nbytes=size)
+        for size in sizes[-_LARGE_SIZES:]
+        for flows in patterns(num_ranks)
+    ]
+    points += [
+        LinkPoint(kind="gather", kernel=kernel, num_ranks=count, nbytes=whole)
+        for count in counts_to(num_ranks)
+        for kernel in (backend, backend + RING)
+        for whole in sorted({size // count * count for size in sizes})
+    ]
+    points += [
+        LinkPoint(kind="reduce", kernel=kernel, num_ranks=num_ranks, nbytes=size // _FP32_BYTES * _FP32_BYTES)
+        for kernel in (backend, backend + RING)
+        for size in sizes
+        if size >= _LEAST_REDUCED
+    ]
+    large = sizes[-_LARGE_SIZES:]
+    points.append(LinkPoint(kind="issue", flows=((0, 1),), nbytes=SMALLEST_BYTES))
+    return sorted(points, key=lambda point: (_turn(point, num_ranks, large), point.guess_s(backend)))
+
+
+def _turn(point: LinkPoint, num_ranks: int, large: Sequence[int]) -> int:
+    """0: first; 1: shows the topology; 2: the rest."""
+    if point.kind == "issue":
+        return 0
+    if point.collective:
+        return 0 if point.num_ranks == num_ranks else 2
+    if point.kind == "send" and set(point.flows[0]) == {0, 1}:
+        return 0
+    return 1 if point.nbytes in large else 2
+
+
+def sizes_to(max_bytes: int) -> list[int]:
+    """From 1 KiB in steps of four, and the largest itself."""
+    steps = math.ceil(math.log(max_bytes / SMALLEST_BYTES, STEP)) if max_bytes > SMALLEST_BYTES else 0
+    return [SMALLEST_BYTES * STEP**step for step in range(steps)] + [max_bytes]
+
+
+def patterns(num_ranks: int) -> list[tuple[Flow, ...]]:
+    """Simultaneous messages that distinguish a bus from a switch; no rank sends or receives two of them.
+
+    Both ways between neighbours; pairs that share no rank, of neighbours and of ranks half of all apart, which between
+    two nodes is every GPU's share of the network; the chain that a prefix takes; the ring of an all-gather.
+    """
+    half = num_ranks // 2
+    chain = tuple((rank, rank + 1) for rank in range(num_ranks - 1))
+    found: Iterable[tuple[Flow, ...]] = (
+        *(((rank, rank + 1), (rank + 1, rank)) for rank in range(num_ranks - 1)),
+        tuple((rank, rank + 1) for rank in range(0, num_ranks - 1, 2)),
+        tuple((rank, rank + half) for rank in range(half)),
+        chain,
+        (*chain, (num_ranks - 1, 0)),
+    )
+    return list(dict.fromkeys(flows for flows in found if len(flows) > 1))
+
+
+# -- LinkBench: times of messages and collectives between the ranks of this machine.
+
+BACKENDS = {"gloo": ("cpu",), "nccl": ("cuda",)}  # and the devices that they move
+MAX_BYTES = 2**26  # K and V of one layer of 4096 hidden elements in half precision, for 4096 tokens
+_LEAST_BYTES = 2**10
+_MOST_BYTES = 2**34
+_MOST_RANKS = 64
+
+
+class LinkBench:
+    """A bench of links: one process per rank, started on first use.
+
+    Raises InputError for invalid settings, and KvrsimError, naming the rank, where one dies or does not answer within
+    `timeout_s`.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_ranks: int,
+        device_name: str,
+        backend: str = "gloo",
+        device: str = "cpu",
+        num_threads: int = 1,
+        max_bytes: int = MAX_BYTES,
+        timeout_s: float = 60.0,
+    ) -> None:
+        if backend not in BACKENDS:
+            raise InputError("backend", backend, ", ".join(BACKENDS))
+        if device not in BACKENDS[backend]:
+            raise InputError("device", device, f"{', '.join(BACKENDS[backend])} with {backend}")
+        for name, value, low, high in (
+            ("num_ranks", num_ranks, 2, _MOST_RANKS),
+            ("num_threads", num_threads, 1, 2**16),
+            ("max_bytes", max_bytes, _LEAST_BYTES, _MOST_BYTES),
+        ):
+            if not low <= value <= high:
+                raise InputError(name, value, f"a whole number from {low} to {high}")
+        if not 0 < timeout_s <= 86400:
+            raise InputError("timeout_s", timeout_s, "seconds above 0 and at most a day")
+        self.backend, self.device_name, self.num_ranks, self.timeout_s = backend, device_name, num_ranks, timeout_s
+        self._device = device
+        self._watch: DeviceWatch | None = None  # made when it is first asked
+        self._points = {point.key: point for point in link_points(num_ranks, backend, max_bytes)}
+        self._last_s: dict[str, float] = {}  # seconds of one transfer, as last measured
+        self._pool: RankPool | None = None
+        self._make = partial(
+            LinkRank,
+            num_ranks=num_ranks,
+            backend=backend,
+            device=device,
+            num_threads=num_threads,
+            max_bytes=max_bytes,
+            timeout_s=timeout_s,
+        )
+
+    @property
+    def pool(self) -> RankPool:
+        """The ranks, which this starts."""
+        if self._pool is None:
+            self._pool = RankPool(self.num_ranks, self._make, start_s=START_S + self.timeout_s)
+        return self._pool
+
+    def points(self) -> Sequence[str]:
+        """Keys of the points, the cheapest first."""
+        return tuple(self._points)
+
+    def expected_s(self, point: str) -> float:
+        """Of one sample: its transfers, and the synchronisations before them."""
+        found = self._point(point)
+        one_s = found.guess_s(self.backend)
+        short_s = LinkPoint(kind="send", flows=((0, 1),), nbytes=1).guess_s(self.backend)
+        return found.repeats(one_s) * (one_s + 2 * short_s)
+
+    def sample(self, point: str) -> Mapping[str, float]:
+        """Seconds of each message ("0>1"), or of the collective; medians of repeats where they are short."""
+        found = self._point(point)
+        repeats = found.repeats(self._last_s.get(point, found.guess_s(self.backend)))
+        if found.kind == "issue":
+            return self._issue(found, repeats)
+        seconds = self._collective(found, repeats) if found.collective else self._exchange(found, repeats)
+        self._last_s[point] = max(seconds.values())
+        return seconds
+
+    def rows(self, samples: Mapping[str, Sequence[Mapping[str, float]]]) -> list[Measurement]:
+        """Medians and interquartile ranges, in the order of the points."""
+        hosts = self._pool.hosts if self._pool else ["here"] * self.num_ranks
+        rows = []
+        for key, point in self._points.items():
+            if samples.get(key):
+                rows += point.rows(samples[key], backend=self.backend, device=self.device_name, hosts=hosts)
+        return rows
+
+    def conditions(self) -> Mapping[str, Any] | None:
+        """The slowest clock and the most power of the ranks' GPUs; None on a CPU."""
+        if self._device != "cuda":
+            return None
+        if self._watch is None:
+            self._watch = DeviceWatch.of_visible(import_module("torch"), range(self.num_ranks))
+        reading = self._watch.read()
+        return None if reading is None else fields_to_json(reading)
+
+    def pids(self) -> Sequence[int]:
+        """Of the ranks, which this starts."""
+        return self.pool.pids
+
+    def close(self) -> None:
+        """End the ranks; they start again on the next use."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def _point(self, key: str) -> LinkPoint:
+        point = self._points.get(key)
+        if point is None:
+            LinkPoint.parse(key)  # says what is wrong with it, if anything
+            raise InputError("point", key, f"a point of {self.num_ranks} ranks over {self.backend}")
+        return point
+
+    def _exchange(self, point: LinkPoint, repeats: int) -> dict[str, float]:
+        """Seconds of each message, from the start of the first one after a synchronisation."""
+        arguments = {"flows": point.flows, "nbytes": point.nbytes, "repeats": repeats}
+        times = self.pool.ask(point.ranks, ("exchange", arguments), self.timeout_s)
+        senders = [src for src, _ in point.flows]
+        began_s = np.min([[began for began, _ in times[src]] for src in senders], axis=0)
+        arrived_s = {flow: np.array([arrived for _, arrived in times[flow[1]]]) for flow in point.flows}
+        return {flow_text(flow): float(np.median(ends - began_s)) for flow, ends in arrived_s.items()}
+
+    def _issue(self, point: LinkPoint, repeats: int) -> dict[str, float]:
+        """Of the host: the call that sends, and the one that receives."""
+        [flow] = point.flows
+        arguments = {"flow": flow, "nbytes": point.nbytes, "repeats": repeats}
+        took_s = self.pool.ask(point.ranks, ("issue", arguments), self.timeout_s)
+        return {"send": float(np.median(took_s[flow[0]])), "receive": float(np.median(took_s[flow[1]]))}
+
+    def _collective(self, point: LinkPoint, repeats: int) -> dict[str, float]:
+        """Seconds between the ends of consecutive collectives on the last rank to finish."""
+        assert point.collective is not None
+        arguments = {
+            "kernel": point.kernel,
+            "num_ranks": point.num_ranks,
+            "nbytes": point.nbytes,
+            "repeats": repeats,
+        }
+        ends_s = self.pool.ask(point.ranks, (point.kind, arguments), self.timeout_s)
+        last_s = np.max(list(ends_s.values()), axis=0)
+        return {point.collective: float(np.median([after - before for before, after in pairwise(last_s)]))}
+
+
+# -- LinkLayout: whether a switch, a bus or a network between nodes connects the ranks, derived from message times.
+
+Alone = Mapping[tuple[Flow, int], float]  # seconds of a message by flow and bytes, nothing else in flight
+
+_LARGE = 16  # sizes from the largest down to this part of it count as large
+_NODES_GAP = 1.4  # between the slowest pair inside a node and the fastest between nodes
+_SHARED = 0.5  # between 0, where messages at once keep their rates, and 1, where they share one
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkLayout:
+    """The links as a cluster file describes them."""
+
+    topology: Topology  # switch, bus or nodes
+    link: LinkSpec  # between ranks; under nodes, inside a node
+    gpus_per_node: int | None = None  # under nodes, else None
+    network: LinkSpec | None = None  # under nodes one rank's share of what joins them, else None
+    full_duplex: bool | None = None  # whether both directions of a pair keep their rates; None: not measured
+    why: str  # sentences, with ratios
+
+
+def find_layout(rows: Sequence[Measurement], name: str = "measured", argument: str = "measurements") -> LinkLayout:
+    """The layout that the send_recv rows with src and dst show; InputError naming `argument` where there are none.
+
+    Ranks form nodes where their pairs fall into a fast and a slow group, and the fast pairs connect consecutive groups
+    of equal size. Otherwise they share a bus where simultaneous messages slow each other down: messages of separate
+    pairs from four ranks on, else the two directions of a pair and the links of a chain.
+    """
+    found = [row for row in rows if row.operation == "send_recv" and None not in (row.src, row.dst)]
+    singles = [row for row in found if row.messages == 1]
+    if not singles:
+        raise InputError(argument, f"{len(found)} such rows", "send_recv rows with src, dst and one message at a time")
+    alone = {(_flow(row), row.bytes or 0): row.median_s for row in singles}
+    nodes = _Nodes.of(alone)
+    slow = _Slowdowns.of([row for row in found if row.messages > 1 and not nodes.apart(row)], alone)
+    link = measured_link([row for row in found if not nodes.apart(row)], name)
+    if nodes.size is None:
+        text = " ".join(part for part in (nodes.text, slow.text) if part)
+        topology: Topology = "bus" if slow.is_bus else "switch"
+        return LinkLayout(topology=topology, link=link, full_duplex=slow.full_duplex, why=text)
+    network, shared = _network([row for row in found if nodes.apart(row)], alone, f"{name}-network")
+    return LinkLayout(
+        topology="nodes",
+        link=link,
+        gpus_per_node=nodes.size,
+        network=network,
+        full_duplex=slow.full_duplex,
+        why=f"{nodes.text} {shared}",
+    )
+
+
+def measured_link(rows: Sequence[Measurement], name: str, argument: str = "measurements") -> LinkSpec:
+    """A link without a datasheet: the highest bandwidth of a message, and the time of the smallest one.
+
+    Of the median over the pairs, for each size. InputError naming `argument` where no row is a message by itself.
+    """
+    sizes: dict[int, list[float]] = {}
+    for row in rows:
+        if row.operation == "send_recv" and row.messages == 1 and row.bytes is not None:
+            sizes.setdefault(row.bytes, []).append(row.median_s)
+    if not sizes:
+        raise InputError(argument, "nothing", "send_recv rows, one message at a time")
+    seconds = {nbytes: median(found) for nbytes, found in sizes.items()}
+    return LinkSpec(
+        name=name,
+        bandwidth_bytes_per_s=rounded(max(nbytes / one_s for nbytes, one_s in seconds.items())),
+        latency_s=rounded(seconds[min(seconds)]),
+        source=sources_of(rows),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Slowdowns:
+    """Slowdown of simultaneous messages: time until the last one arrives, over the time of one alone."""
+
+    separate: Mapping[int, float]  # by count of messages, no two of which have a rank in common
+    both_ways: float | None  # the two directions of a pair
+    chain: Mapping[int, float]  # by count of messages along a chain or a ring
+
+    @classmethod
+    def of(cls, rows: Iterable[Measurement], alone: Alone) -> _Slowdowns:
+        patterns: dict[tuple[int, int, int, bool], list[Measurement]] = {}
+        for row in rows:
+            if (_flow(row), row.bytes or 0) in alone:
+                near = _near(row) or row.ranks != 2 * row.messages
+                patterns.setdefault((row.messages, row.ranks or 0, row.bytes or 0, near), []).append(row)
+        factors: dict[tuple[int, str], list[float]] = {}
+        for (messages, ranks, nbytes, _), members in patterns.items():
+            shape = "separate" if ranks == 2 * messages else "both" if ranks == 2 else "chain"
+            factor = _slowdown(members, alone, nbytes, joined=shape == "both")
+            factors.setdefault((messages, shape), []).append(factor)
+        medians = {key: median(values) for key, values in factors.items()}
+        return cls(
+            separate={messages: one for (messages, shape), one in medians.items() if shape == "separate"},
+            both_ways=medians.get((2, "both")),
+            chain={messages: one for (messages, shape), one in medians.items() if shape == "chain"},
+        )
+
+    @property
+    def telling(self) -> Mapping[int, float]:
+        """By count of messages, what decides between bus and switch."""
+        both = {} if self.both_ways is None else {2: self.both_ways}
+        return self.separate or {**both, **self.chain}
+
+    @property
+    def is_bus(self) -> bool:
+        """Whether simultaneous messages rather share one rate than keep their own."""
+        shares = [_share(factor, messages) for messages, factor in self.telling.items()]
+        return bool(shares) and median(shares) >= _SHARED
+
+    @property
+    def full_duplex(self) -> bool | None:
+        """Of a pair."""
+        return None if self.both_ways is None else _share(self.both_ways, 2) < _SHARED
+
+    @property
+    def text(self) -> str:
+        """Why."""
+        if not self.telling:
+            return "No simultaneous messages were measured: assumed to be a switch."
+        said = [_text(messages, "of separate pairs", one) for messages, one in sorted(self.separate.items())]
+        said += [_text(messages, "along a chain", one) for messages, one in sorted(self.chain.items())]
+        both = [] if self.both_ways is None else [_text(2, "in both directions of a pair", self.both_ways)]
+        verdict = "a bus" if self.is_bus else "a switch"
+        if not self.separate:
+            verdict += " (fewer than four ranks cannot show more)"
+        elif self.full_duplex is False and not self.is_bus:
+            verdict += ", though the directions of a pair share its rate, which kvrsim does not model"
+        return f"{'; '.join([*said, *both])}: {verdict}."
+
+
+def _text(messages: int, which: str, factor: float) -> str:
+    return f"{messages} messages {which} take {factor:.2f} times as long as alone (on a bus {messages}, a switch 1)"
+
+
+def _share(factor: float, messages: int) -> float:
+    """0 where messages keep their rates, 1 where all share one."""
+    return math.log(factor) / math.log(messages)
+
+
+def _slowdown(members: Sequence[Measurement], alone: Alone, nbytes: int, joined: bool) -> float:
+    """Until the last of them has come, against the mean of each alone; `joined`: several pairs, each on its own."""
+    if not joined:
+        return max(row.median_s for row in members) / geometric_mean(alone[_flow(row), nbytes] for row in members)
+    pairs: dict[tuple[int, ...], list[Measurement]] = {}
+    for row in members:
+        pairs.setdefault(tuple(sorted(_flow(row))), []).append(row)
+    return median(_slowdown(pair, alone, nbytes, joined=False) for pair in pairs.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Nodes:
+    """How pairs differ, and what follows."""
+
+    size: int | None = None  # ranks a node; None: no nodes
+    text: str = ""  # a sentence; empty: pairs are alike
+
+    @classmethod
+    def of(cls, alone: Alone) -> _Nodes:
+        rates = _pair_rates(alone)
+        ranks = sorted({rank for pair in rates for rank in pair})
+        ordered = sorted(rates.values())
+        gap, fast = max(((high / low, high) for low, high in pairwise(ordered)), default=(1.0, 0.0))
+        if gap < _NODES_GAP:
+            return cls()
+        near = {pair for pair, rate in rates.items() if rate >= fast}
+        groups = {frozenset({one, *(rank for pair in near if one in pair for rank in pair)}) for one in ranks}
+        slow, quick = (
+            format_bandwidth(geometric_mean(rate for rate in ordered if (rate >= fast) is wanted))
+            for wanted in (False, True)
+        )
+        text = f"Some pairs reach {quick}, others {slow}"
+        size = len(next(iter(groups)))
+        if sum(map(len, groups)) != len(ranks) or any(len(group) != size for group in groups):
+            return cls(text=f"{text}, but the fast ones do not join equal nodes.")
+        if any(max(group) - min(group) >= size for group in groups):
+            named = ", ".join("+".join(map(str, sorted(group))) for group in sorted(groups, key=min))
+            return cls(text=f"{text}: nodes of ranks {named}; number ranks node by node for kvrsim.")
+        return cls(size=size, text=f"{text}: nodes of {size} ranks.")
+
+    def apart(self, row: Measurement) -> bool:
+        """Whether a message goes from one node to another."""
+        src, dst = _flow(row)
+        return self.size is not None and src // self.size != dst // self.size
+
+
+def _pair_rates(alone: Alone) -> dict[Flow, float]:
+    """Bytes/s of each pair, of both directions and all large sizes together."""
+    flows = {flow for flow, _ in alone}
+    common = [nbytes for nbytes in {nbytes for _, nbytes in alone} if all((flow, nbytes) in alone for flow in flows)]
+    sizes = [nbytes for nbytes in common if nbytes * _LARGE >= max(common)]
+    rates: dict[Flow, list[float]] = {}
+    for flow in flows if sizes else ():
+        low, high = sorted(flow)
+        rates.setdefault((low, high), []).extend(nbytes / alone[flow, nbytes] for nbytes in sizes)
+    return {pair: geometric_mean(found) for pair, found in rates.items()}
+
+
+def _network(rows: Sequence[Measurement], alone: Alone, name: str) -> tuple[LinkSpec, str]:
+    """One rank's share of the network while all ranks of its node use it, where that was measured."""
+    link = measured_link(rows, name)
+    crowded = _Slowdowns.of([row for row in rows if row.messages > 1 and not _near(row)], alone).separate
+    if not crowded:
+        return (
+            link,
+            "Between nodes no simultaneous messages were measured: each rank is assumed to have that by itself.",
+        )
+    messages = max(crowded)
+    factor = max(1.0, crowded[messages])
+    said = f"Between nodes {messages} simultaneous messages take {factor:.2f} times as long as one: a rank's share."
+    return replace(link, bandwidth_bytes_per_s=rounded(link.bandwidth_bytes_per_s / factor)), said
+
+
+def _near(row: Measurement) -> bool:
+    """Whether it is a message between neighbours."""
+    src, dst = _flow(row)
+    return abs(dst - src) == 1
+
+
+def _flow(row: Measurement) -> Flow:
+    assert row.src is not None
+    assert row.dst is not None
+    return row.src, row.dst
