@@ -14,14 +14,12 @@ from typing import Any
 
 from kvrsim.choices import DTYPES, TOPOLOGIES, Topology
 from kvrsim.errors import InputError
-from kvrsim.hardware.cluster import Cluster
-from kvrsim.hardware.gpu import GpuSpec
-from kvrsim.hardware.links import LinkSpec
+from kvrsim.hardware import Cluster, GpuSpec, LinkSpec
 from kvrsim.io.files import read_text, write_atomically
-from kvrsim.io.json_text import JsonObject, parse_json
+from kvrsim.io.schema import JsonObject, parse_json
+from kvrsim.kernels.gemm import GEMM_TYPES
 from kvrsim.model.architectures import read_config
 from kvrsim.model.spec import ModelSpec
-from kvrsim.profile.rates.gemm import GEMM_TYPES
 from kvrsim.units import MAX_SECONDS
 
 # -- CsvTable: a CSV file whose values are checked as they are read.
@@ -178,7 +176,7 @@ def _row(values: list[str], columns: tuple[str, ...], where: str) -> CsvRow:
 # or interquartile range of the repeats, seconds; empty: not known), batch (sequences at once; empty: 1) and dtype
 # (fp16,
 # bf16, fp8 or fp32: of the operands; of gemm also fp8_block, nvfp4, int8, int4_wo or int8_wo, see
-# kvrsim.profile.rates.gemm; a time on the host has none). A prefill is a sum of many kernels, and means add up where
+# kvrsim.kernels.gemm; a time on the host has none). A prefill is a sum of many kernels, and means add up where
 # medians of lopsided times do not: a fit takes mean_s where there is one.
 # Beyond these:
 #

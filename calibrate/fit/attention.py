@@ -28,13 +28,18 @@ from calibrate.fit.fit import (
 )
 from calibrate.importers.aiconfigurator import LatentForm, mean_head_dim, read_latent
 from kvrsim.errors import InputError
-from kvrsim.hardware.cluster import load_gpu
-from kvrsim.hardware.gpu import GpuSpec
-from kvrsim.io.json_text import JsonObject
-from kvrsim.profile.profile import CalibrationProfile
-from kvrsim.profile.rates.attention import AttentionCall, AttentionRates, BlockedRates, EagerRates, FlashRates
-from kvrsim.profile.rates.latent import LatentRates
-from kvrsim.profile.rates.sizes import MeasuredSizes
+from kvrsim.hardware import GpuSpec, load_gpu
+from kvrsim.io.schema import JsonObject
+from kvrsim.kernels.attention import (
+    AttentionCall,
+    AttentionRates,
+    BlockedRates,
+    EagerRates,
+    FlashRates,
+    LatentRates,
+    MeasuredSizes,
+)
+from kvrsim.kernels.profile import CalibrationProfile
 from kvrsim.program import Array
 
 HEAD_DIM = 128
@@ -440,7 +445,7 @@ KERNELS = (*PRESETS, "eager")
 #
 # with_sizes: adds correction factors by size of the call to rates.
 
-LLAMA_SCORE_BYTES = 28.0  # see kvrsim/cost/traffic.py
+LLAMA_SCORE_BYTES = 28.0  # see kvrsim/kernels/elementwise.py
 _ARRAYS = ("chunk", "prefix", "num_attention_heads", "num_key_value_heads", "head_dim", "batch", "expected_s")
 
 

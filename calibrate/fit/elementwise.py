@@ -22,10 +22,10 @@ from calibrate.fit.fit import (
     solve,
     sources_of,
 )
-from kvrsim.engine.host import HostRates
-from kvrsim.hardware.gpu import GpuSpec
-from kvrsim.profile.profile import OperationFit
-from kvrsim.profile.rates.elementwise import ELEMENTWISE_OPS, ElementwiseRates
+from kvrsim.engine import HostRates
+from kvrsim.hardware import GpuSpec
+from kvrsim.kernels.elementwise import ELEMENTWISE_OPS, ElementwiseRates
+from kvrsim.kernels.profile import OperationFit
 from kvrsim.program import Array
 
 PROMISED_TOKENS = 128  # from here on, a prefill's chunks: what the profile's error is about

@@ -13,15 +13,14 @@ import numpy as np
 from calibrate.fit.fit import Comparison, Fitted, Parameter, Some, cross_validated_s, rounded, solve
 from calibrate.fit.gemm import burst_seconds, peak_of
 from calibrate.importers.aiconfigurator import HALF, ExpertRows, read_experts
-from kvrsim.cost.counted import counted_experts
-from kvrsim.cost.kernels import CalibratedCost
+from kvrsim.kernels.experts import counted_experts
 from kvrsim.errors import InputError
-from kvrsim.hardware.cluster import load_gpu
-from kvrsim.hardware.gpu import GpuSpec
-from kvrsim.io.json_text import JsonObject
-from kvrsim.profile.profile import CalibrationProfile, KernelRates
-from kvrsim.profile.rates.experts import ExpertRates, ExpertsCall, GroupedRates
-from kvrsim.profile.rates.gemm import GEMM_TYPES, Width
+from kvrsim.hardware import GpuSpec, load_gpu
+from kvrsim.io.schema import JsonObject
+from kvrsim.kernels.calibrated import CalibratedCost
+from kvrsim.kernels.experts import ExpertRates, ExpertsCall, GroupedRates
+from kvrsim.kernels.gemm import GEMM_TYPES, Width
+from kvrsim.kernels.profile import CalibrationProfile, KernelRates
 from kvrsim.program import Array
 
 _NOISE = 0.15  # see calibrate.fit.gemm

@@ -32,11 +32,11 @@ from calibrate.fit.fit import (
     thinned,
 )
 from kvrsim.errors import InputError
-from kvrsim.hardware.gpu import GpuSpec
+from kvrsim.hardware import GpuSpec
+from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates, MeasuredShape, Product, Tile, Width, merged
+from kvrsim.kernels.profile import Clock
 from kvrsim.model.gemm import Gemm
 from kvrsim.model.load import builtin_models, load_model
-from kvrsim.profile.rates.clock import Clock
-from kvrsim.profile.rates.gemm import GEMM_TYPES, GemmRates, MeasuredShape, Product, Tile, Width, merged
 from kvrsim.program import Array
 
 TILES = ((256, 128), (128, 128), (128, 64), (64, 64))  # rows and columns of the output

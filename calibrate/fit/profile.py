@@ -47,28 +47,25 @@ from calibrate.fit.gemm import (
 )
 from calibrate.fit.links import SendRates, fit_all_gather, fit_all_reduce, fit_send_recv, usable_link_rows
 from calibrate.fit.report import TITLES, FitReport, compare_layers
-from kvrsim.cost.traffic import after_mixer, before_mixer
-from kvrsim.engine.engine import PRIOR_ENGINE
-from kvrsim.engine.host import NO_HOST, HostRates
+from kvrsim.engine import NO_HOST, PRIOR_ENGINE, HostRates
 from kvrsim.errors import InputError
-from kvrsim.hardware.all_reduce import AllReduceRates
-from kvrsim.hardware.gpu import GpuSpec
-from kvrsim.hardware.links import LinkSpec
+from kvrsim.hardware import GpuSpec, LinkSpec
 from kvrsim.io.schema import NonNegative, PositiveShare
-from kvrsim.model.spec import ModelSpec
-from kvrsim.profile.profile import (
+from kvrsim.kernels.attention import AttentionRates, FlashRates
+from kvrsim.kernels.elementwise import ElementwiseRates, after_mixer, before_mixer
+from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates
+from kvrsim.kernels.links import AllReduceRates
+from kvrsim.kernels.profile import (
     CacheCopies,
     CalibrationProfile,
+    Clock,
     KernelRates,
     LinkRates,
     OperationFit,
     SendStyle,
     ValidRange,
 )
-from kvrsim.profile.rates.attention import AttentionRates, FlashRates
-from kvrsim.profile.rates.clock import Clock
-from kvrsim.profile.rates.elementwise import ElementwiseRates
-from kvrsim.profile.rates.gemm import GEMM_TYPES, GemmRates
+from kvrsim.model.spec import ModelSpec
 from kvrsim.results.quartiles import QUARTILE_RANGE_SD
 
 

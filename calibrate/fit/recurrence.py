@@ -10,11 +10,10 @@ import numpy as np
 
 from calibrate.fit.fit import Comparison, Fitted, Parameter, Some, cross_validated_s, peak_flops, rounded, solve
 from calibrate.importers.aiconfigurator import TABLES, RecurrenceRows, read_recurrence
-from kvrsim.hardware.cluster import load_gpu
-from kvrsim.hardware.gpu import GpuSpec
-from kvrsim.io.json_text import JsonObject
-from kvrsim.profile.profile import CalibrationProfile
-from kvrsim.profile.rates.recurrence import SCAN_CHUNK, ConvolutionRates, KindRates, RecurrenceRates, ScanRates
+from kvrsim.hardware import GpuSpec, load_gpu
+from kvrsim.io.schema import JsonObject
+from kvrsim.kernels.profile import CalibrationProfile
+from kvrsim.kernels.recurrence import SCAN_CHUNK, ConvolutionRates, KindRates, RecurrenceRates, ScanRates
 from kvrsim.program import Array
 
 _SHORT_TOKENS = 8192  # longer scans are predicted by a fit to these

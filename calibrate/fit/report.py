@@ -12,17 +12,16 @@ import numpy as np
 
 from calibrate.data import Measurement
 from calibrate.fit.fit import Comparison, Errors, column
-from kvrsim.cost.kernels import CalibratedCost
-from kvrsim.cost.layer import LayerCosts
-from kvrsim.cost.sensitivity import Part, WeightedCost
 from kvrsim.io.files import write_atomically
 from kvrsim.io.schema import fields_to_json, to_json
+from kvrsim.kernels.attention import AttentionRates
+from kvrsim.kernels.calibrated import CalibratedCost
+from kvrsim.kernels.elementwise import ELEMENTWISE_OPS
+from kvrsim.kernels.gemm import GemmRates, Product
+from kvrsim.kernels.layer import LayerCosts
+from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile, Clock, LinkRates
+from kvrsim.kernels.sensitivity import Part, WeightedCost
 from kvrsim.model.spec import ModelSpec
-from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile, LinkRates
-from kvrsim.profile.rates.attention import AttentionRates
-from kvrsim.profile.rates.clock import Clock
-from kvrsim.profile.rates.elementwise import ELEMENTWISE_OPS
-from kvrsim.profile.rates.gemm import GemmRates, Product
 from kvrsim.program import Array
 from kvrsim.request import dtype_bytes
 from kvrsim.text import in_markdown
@@ -432,7 +431,7 @@ def _messages(a: CalibrationProfile, b: CalibrationProfile) -> Iterator[DiffRow]
 
 
 def _message_s(links: LinkRates, nbytes: int) -> float:
-    """From send to arrival, as in kvrsim.hardware.cluster.Path."""
+    """From send to arrival, as in kvrsim.hardware.Path."""
     long_s = nbytes / links.bandwidth_bytes_per_s
     if links.short_bytes_per_s is None:
         return links.latency_s + long_s

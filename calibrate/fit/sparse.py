@@ -11,18 +11,25 @@ import numpy as np
 
 from calibrate.fit.fit import Comparison, Fitted, Parameter, Some, cross_validated_s, peak_flops, solve
 from calibrate.importers.aiconfigurator import SparseRows, find_package, read_kernel, read_module
-from kvrsim.cost.kernels import CalibratedCost
-from kvrsim.cost.mixing.chosen import SparseMixer, sparse_call
-from kvrsim.hardware.cluster import load_gpu
-from kvrsim.hardware.gpu import GpuSpec
-from kvrsim.io.json_text import JsonObject
+from kvrsim.hardware import GpuSpec, load_gpu
+from kvrsim.io.schema import JsonObject
+from kvrsim.kernels.attention import AttentionCall
+from kvrsim.kernels.calibrated import CalibratedCost
+from kvrsim.kernels.gemm import Product
+from kvrsim.kernels.profile import CalibrationProfile
+from kvrsim.kernels.sparse import (
+    AttendRates,
+    ScoreRates,
+    SelectRates,
+    SparseCall,
+    SparseKernels,
+    SparseMixer,
+    SparseRates,
+    sparse_call,
+)
 from kvrsim.model.gemm import Gemm
 from kvrsim.model.load import load_model
 from kvrsim.model.mixers import LatentAttention
-from kvrsim.profile.profile import CalibrationProfile
-from kvrsim.profile.rates.attention import AttentionCall
-from kvrsim.profile.rates.gemm import Product
-from kvrsim.profile.rates.sparse import AttendRates, ScoreRates, SelectRates, SparseCall, SparseKernels, SparseRates
 from kvrsim.program import Array
 
 LEAST_CHUNK = 128  # fewer queries take next to nothing beside the rest of a layer

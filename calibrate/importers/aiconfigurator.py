@@ -6,7 +6,7 @@ has it; NCCL's is always the newest. `source` of a measurement names the system,
 Of the folder systems/data/SYSTEM are read
 
     gemm/FRAMEWORK/VERSION/gemm_perf.parquet                    m tokens, n out_features, k in_features; bfloat16 and
-                                                                kvrsim.profile.rates.gemm.GEMM_TYPES (sq is int8)
+                                                                kvrsim.kernels.gemm.GEMM_TYPES (sq is int8)
     attention/FRAMEWORK/VERSION/context_attention_perf.parquet  isl is the chunk, step the prefix; bfloat16 queries and
                                                                 cache, no window, no beams
     .../generation_attention_perf.parquet                       one query behind step keys (decoding), same kernels
@@ -39,9 +39,9 @@ import numpy.typing as npt
 
 from calibrate.data import Measurement
 from kvrsim.errors import InputError
-from kvrsim.profile.rates.experts import ExpertsCall
-from kvrsim.profile.rates.gemm import GEMM_TYPES
-from kvrsim.profile.rates.recurrence import RecurrenceCall
+from kvrsim.kernels.experts import ExpertsCall
+from kvrsim.kernels.gemm import GEMM_TYPES
+from kvrsim.kernels.recurrence import RecurrenceCall
 from kvrsim.program import Array
 
 _GEMM_FILE = "gemm_perf.parquet"
@@ -345,7 +345,8 @@ def merge_rows(frame: Any, shape: list[str]) -> Iterable[tuple[tuple[Any, ...], 
 
 # -- How often NVIDIA's collectors of kernel tables run an operation in a row: github.com/ai-dynamo/aiconfigurator.
 #
-# collector/helper.py, benchmark_with_power: warm-up runs of a CUDA graph, then timed runs of it, without a pause. A graph
+# collector/helper.py, benchmark_with_power: warm-up runs of a CUDA graph, then timed runs of it, without a pause. A
+# graph
 # of collect_gemm.py holds the product several times, each with its own matrices: up to 6 times for SGLang and for vLLM
 # (once for vLLM's fp8_block and nvfp4), and for TensorRT-LLM as often as the weights fit into the L2 cache, at most 5
 # times. One of collect_attn.py holds one call.
@@ -395,14 +396,17 @@ def _copies(row: Measurement, framework: str, system: str) -> int | None:
 
 # -- The tables of routed experts in aiconfigurator-core: systems/data/SYSTEM/moe/FRAMEWORK/VERSION/moe_perf.parquet.
 #
-# A row is one call of a framework's experts on one GPU of moe_tp_size x moe_ep_size: num_tokens tokens, of whose experts
+# A row is one call of a framework's experts on one GPU of moe_tp_size x moe_ep_size: num_tokens tokens, of whose
+# experts
 # those are computed that this GPU holds, num_experts / moe_ep_size of them, inter_size / moe_tp_size wide. Routing,
 # top-k, permuting and summing up are in the times. `distribution` says how tokens were spread over experts: evenly
-# (balanced), or by a power law with its exponent (collector/helper.py of github.com/ai-dynamo/aiconfigurator); of several
+# (balanced), or by a power law with its exponent (collector/helper.py of github.com/ai-dynamo/aiconfigurator); of
+# several
 # GPUs the one that was timed is then the busiest. SGLang's rows of several GPUs are of no use: its collector gives what
 # belongs to other GPUs to expert 0 (collector/sglang/collect_moe.py).
 #
-# Of each type the kernel that has most rows is read: the others stand in where it does not run. Rows that take over half
+# Of each type the kernel that has most rows is read: the others stand in where it does not run. Rows that take over
+# half
 # as long again as some row of the same shape with more tokens are dropped; their kernels were chosen badly.
 
 HALF = "half"

@@ -19,8 +19,7 @@ from calibrate.measure.device import CpuLoad, Reading, faults_of, summary
 from calibrate.prefills.solve import Progress
 from kvrsim.errors import KvrsimError
 from kvrsim.io.journal import Journal
-from kvrsim.io.json_text import JsonObject
-from kvrsim.io.schema import fields_to_json, read
+from kvrsim.io.schema import JsonObject, fields_to_json, read
 from kvrsim.results.quartiles import median_error
 from kvrsim.runtime.host import busy_cores
 

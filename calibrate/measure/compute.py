@@ -23,9 +23,8 @@ from calibrate.measure.forward import (
     mean_layer_s,
 )
 from calibrate.measure.ranks import PendingRanks
-from kvrsim.cost.merges import measured_merge
-from kvrsim.cost.traffic import after_mixer, before_mixer
 from kvrsim.io.schema import fields_to_json
+from kvrsim.kernels.elementwise import after_mixer, before_mixer, measured_merge
 from kvrsim.model.mixers import Attention
 from kvrsim.model.spec import ModelSpec
 from kvrsim.request import dtype_bytes

@@ -25,9 +25,7 @@ import torch
 
 from calibrate.data import Measurement, Provenance
 from kvrsim.errors import InputError
-from kvrsim.hardware.cluster import builtin_clusters, builtin_gpus, load_cluster, load_gpu, load_link
-from kvrsim.hardware.gpu import GpuSpec
-from kvrsim.hardware.links import LinkSpec
+from kvrsim.hardware import GpuSpec, LinkSpec, builtin_clusters, builtin_gpus, load_cluster, load_gpu, load_link
 from kvrsim.io.schema import NonNegative
 from kvrsim.runtime.geometry import DTYPES
 from kvrsim.runtime.host import HostLoad, cpu_name

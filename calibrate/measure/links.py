@@ -21,7 +21,7 @@ from calibrate.measure.device import DeviceWatch, device_name, origin, versions
 from calibrate.measure.ranks import START_S, Flow, LinkRank, counts_to
 from kvrsim.choices import Topology
 from kvrsim.errors import InputError
-from kvrsim.hardware.links import LinkSpec
+from kvrsim.hardware import LinkSpec
 from kvrsim.io.schema import fields_to_json
 from kvrsim.results.quartiles import interquartile_range
 from kvrsim.runtime.ranks.pool import RankPool

@@ -16,13 +16,12 @@ from calibrate.prefills.rows import PrefillRow
 from calibrate.prefills.solve import Array, Prior, Solution, solve
 from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
-from kvrsim.engine.engine import PRIOR_ENGINE, TERMS, Engine, EngineFit, load_engine
-from kvrsim.engine.host import HostRates
+from kvrsim.engine import PRIOR_ENGINE, TERMS, Engine, EngineFit, HostRates, load_engine
 from kvrsim.errors import InputError
 from kvrsim.executors.run import ttft_s
-from kvrsim.hardware.cluster import Cluster, builtin_clusters, builtin_gpus, load_cluster
+from kvrsim.hardware import Cluster, builtin_clusters, builtin_gpus, load_cluster
+from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile
 from kvrsim.partition import Partition
-from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from kvrsim.version import __version__

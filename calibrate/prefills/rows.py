@@ -14,7 +14,7 @@ from calibrate.data import CsvRow, CsvTable
 from kvrsim.choices import DTYPES
 from kvrsim.errors import InputError
 from kvrsim.io.files import read_text
-from kvrsim.io.json_text import JsonObject, parse_json
+from kvrsim.io.schema import JsonObject, parse_json
 from kvrsim.strategies import get_strategy
 from kvrsim.strategies.load import is_file
 from kvrsim.units import MAX_TOKENS, parse_count, parse_tokens

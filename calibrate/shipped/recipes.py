@@ -30,12 +30,11 @@ from calibrate.fit.report import FitReport
 from calibrate.fit.sparse import fit_sparse_section
 from calibrate.importers import read_source
 from calibrate.shipped.page import write_page
-from kvrsim.engine.engine import PRIOR_ENGINE
+from kvrsim.engine import PRIOR_ENGINE
 from kvrsim.errors import InputError, KvrsimError
-from kvrsim.hardware.cluster import load_gpu, load_link
-from kvrsim.io.json_text import JsonObject
-from kvrsim.io.schema import read
-from kvrsim.profile.profile import OPERATION_KINDS, CalibrationProfile, load_profile
+from kvrsim.hardware import load_gpu, load_link
+from kvrsim.io.schema import JsonObject, read
+from kvrsim.kernels.profile import OPERATION_KINDS, CalibrationProfile, load_profile
 
 VIDUR_URL = "https://github.com/microsoft/vidur"
 _VIDUR_FILE = re.compile(r"vidur@([0-9a-f]{7,40}):([^?]+)((?:\?.*)?)")

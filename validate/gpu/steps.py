@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvrsim.units import parse_tokens
 
 if TYPE_CHECKING:
-    from calibrate.measure.forward_timer import ComputeSetup
+    from calibrate.measure.forward import ComputeSetup
 
 # Small enough for two busy cores, large enough that its products take longer than what disturbs them.
 TINY = {
@@ -301,7 +301,7 @@ def links(scope: Scope) -> Finding:
     if scope.quick or not scope.on_gpu:
         words += ["--max-bytes", "1MiB"]
     found = kvrsim("calibrate", "links", "-o", output, "--even-if-busy", *words)
-    from calibrate.data.measurement import read_measurements
+    from calibrate.data import read_measurements
 
     rows = [
         row for row in read_measurements(output) if row.operation == "send_recv" and row.bytes and row.messages == 1
@@ -395,7 +395,7 @@ def _common(scope: Scope) -> Iterator[object]:
 
 
 def _setup(scope: Scope, ctx: str) -> ComputeSetup:
-    from calibrate.measure.forward_timer import ComputeSetup
+    from calibrate.measure.forward import ComputeSetup
     from kvrsim.io.schema import JsonObject
     from kvrsim.model.load import config_path, load_model
 

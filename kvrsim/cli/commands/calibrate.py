@@ -25,14 +25,11 @@ from kvrsim.units import format_seconds
 from kvrsim.version import __version__
 
 if TYPE_CHECKING:
-    from calibrate.data.measurement import Measurement
+    from calibrate.data import Measurement
     from calibrate.fit.report import FitReport
-    from calibrate.measure.campaign import Outcome, Policy
-    from calibrate.measure.campaigns import Campaign, Measured
-    from calibrate.measure.forward_timer import ComputeSetup
-    from calibrate.prefills.cases import PrefillCases
-    from calibrate.prefills.check import PrefillCheck
-    from calibrate.prefills.fit import Errors, FittedTerm, PrefillFit
+    from calibrate.measure.campaign import Campaign, Measured, Outcome, Policy
+    from calibrate.measure.forward import ComputeSetup
+    from calibrate.prefills.fit import Errors, FittedTerm, PrefillCases, PrefillCheck, PrefillFit
     from calibrate.prefills.rows import PrefillDefaults
     from kvrsim.kernels.profile import CalibrationProfile
     from kvrsim.scenario import Scenario
@@ -96,7 +93,7 @@ class LayerOptions:
     def setup(self) -> ComputeSetup:
         """Checked, with what torch finds on this machine; InputError names the option."""
         require_torch()
-        from calibrate.measure.forward_timer import ComputeSetup
+        from calibrate.measure.forward import ComputeSetup
         from kvrsim.io.schema import JsonObject
         from kvrsim.model.load import config_path, load_model
         from kvrsim.runtime.geometry import DTYPES
@@ -150,7 +147,7 @@ def compute(
     """
     check_output(output, "output")
     setup = layers.setup()
-    from calibrate.measure.campaigns import compute_campaign
+    from calibrate.measure.compute import compute_campaign
 
     campaign = compute_campaign(setup, Path(output), command())
     _measure_one(campaign, policy_of(minutes, even_if_busy), "layers", json=json)
@@ -177,7 +174,7 @@ def links(
     """
     check_output(output, "output")
     require_torch()
-    from calibrate.measure.campaigns import link_campaign
+    from calibrate.measure.links import link_campaign
     from kvrsim.runtime.host import chosen_device
     from kvrsim.units import parse_bytes, parse_count, parse_seconds
 
@@ -218,8 +215,7 @@ def policy_of(minutes: str, even_if_busy: bool, share: float = 1.0) -> Policy:
 
 def run(campaign: Campaign, policy: Policy, title: str) -> Measured:
     """Measure, with an estimate first and a progress bar, both on standard error."""
-    from calibrate.measure.campaigns import measure
-    from calibrate.measure.journal import journal_path
+    from calibrate.measure.campaign import journal_path, measure
     from kvrsim.cli.progress import CampaignProgress, tell_estimate
 
     with resumable(journal_path(campaign.output)), CampaignProgress(title) as progress:
@@ -351,7 +347,7 @@ def fit(
 
     Example: kvrsim calibrate fit --compute compute.csv --links links.csv -o here.json
     """
-    from calibrate.data.provenance import read_origins
+    from calibrate.data import read_origins
     from calibrate.importers import read_source
 
     wanted.check()
@@ -384,8 +380,7 @@ def import_(
 
     Example: kvrsim calibrate import aiconfigurator:b200_sxm/vllm -o b200.json
     """
-    from calibrate.data.measurement import write_measurements
-    from calibrate.data.provenance import read_origins
+    from calibrate.data import read_origins, write_measurements
     from calibrate.importers import read_source
 
     wanted.check()
@@ -406,9 +401,8 @@ def write_fit(
     rows: list[Measurement], wanted: FitOptions, argument: str, origins: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
     """Fit, write, and print how well the profile agrees; with --json nothing is printed, the caller does."""
-    from calibrate.fit.inputs import FitChoices
-    from calibrate.fit.profile import Label, fit_profile
-    from calibrate.measure.machine import gpu_of, link_of
+    from calibrate.fit.profile import FitChoices, Label, fit_profile
+    from calibrate.measure.device import gpu_of, link_of
 
     spec = gpu_of(rows, wanted.gpu, origins)
     label = Label(
@@ -535,7 +529,7 @@ def calibrate_all(
 
 def _fitted(files: _Files, links: str | None, link: str | None, name: str | None, json: bool) -> dict[str, Any]:
     """The profile, its report and plot, from the CSV files."""
-    from calibrate.data.provenance import read_origins
+    from calibrate.data import read_origins
     from calibrate.importers import read_source
 
     sources = [str(files.compute), *([links] if links else [])]
@@ -567,13 +561,14 @@ class _Files:
 
     def compute_campaign(self, setup: ComputeSetup) -> Campaign:
         """Layers."""
-        from calibrate.measure.campaigns import compute_campaign
+        from calibrate.measure.compute import compute_campaign
 
         return compute_campaign(setup, self.compute, command())
 
     def link_campaign(self, setup: ComputeSetup, ranks: int, timeout_s: float) -> Campaign:
         """Messages up to K and V of a layer for the longest context."""
-        from calibrate.measure.campaigns import layer_kv_bytes, link_campaign
+        from calibrate.measure.compute import layer_kv_bytes
+        from calibrate.measure.links import link_campaign
 
         return link_campaign(
             ranks=ranks,
@@ -599,7 +594,7 @@ class _Files:
 
 def _datasheet_link(files: _Files) -> str | None:
     """None where a built-in cluster has the device; else the link that such a device is likely to have."""
-    from calibrate.data.provenance import read_origins
+    from calibrate.data import read_origins
     from kvrsim.hardware import builtin_clusters, load_cluster
 
     gpu = next((origin["gpu"]["name"] for origin in read_origins([str(files.compute)], "compute")), None)
@@ -690,7 +685,7 @@ def prefills(
 
     Example: kvrsim calibrate prefills rows.csv --profile h100-flash -o mine.json
     """
-    from calibrate.prefills.read import read_prefills
+    from calibrate.prefills.rows import read_prefills
     from kvrsim.cli.progress import WorkProgress
     from kvrsim.kernels.profile import load_profile
 
@@ -727,14 +722,14 @@ def _check_outputs(output: str | None, name: str | None, check: bool) -> None:
 
 
 def _cases(options: PrefillOptions, profile: CalibrationProfile, rows: Any, progress: WorkProgress) -> PrefillCases:
-    from calibrate.prefills.cases import make_cases
+    from calibrate.prefills.fit import make_cases
     from planner.partitions import partition_of
 
     return make_cases(rows, profile, partition_of, options.setting(), progress)
 
 
 def _checked(cases: PrefillCases, progress: WorkProgress, json: bool) -> dict[str, Any]:
-    from calibrate.prefills.check import check_prefills
+    from calibrate.prefills.fit import check_prefills
     from planner.uncertainty.interval import interval
 
     checked = check_prefills(cases.cases, interval, progress)

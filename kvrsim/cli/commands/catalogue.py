@@ -326,7 +326,7 @@ def diff(
     Example: kvrsim profiles diff a100-eager a100-flash
     """
     answers.check()
-    from calibrate.fit.diff import compare_profiles, dtypes_of
+    from calibrate.fit.report import compare_profiles, dtypes_of
     from kvrsim.kernels.profile import load_profile
     from kvrsim.model.load import load_model
 

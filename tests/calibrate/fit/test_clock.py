@@ -8,8 +8,8 @@ import pytest
 from calibrate.data import Measurement
 from calibrate.fit.gemm import at_burst, fit_clock
 from calibrate.fit.profile import systematic_log_sd
-from kvrsim.hardware.cluster import load_gpu
-from kvrsim.profile.rates.clock import Clock
+from kvrsim.hardware import load_gpu
+from kvrsim.kernels.profile import Clock
 
 GPU = load_gpu("h100")
 CLOCK = Clock(sustained_share=0.85, time_constant_s=0.1)

@@ -11,8 +11,8 @@ import pytest
 from calibrate.fit import attention as latent
 from calibrate.fit.attention import PRESETS, fit_latent
 from calibrate.importers.aiconfigurator import WIDTHS, LatentForm
-from kvrsim.hardware.cluster import load_gpu
-from kvrsim.profile.rates.attention import AttentionCall
+from kvrsim.hardware import load_gpu
+from kvrsim.kernels.attention import AttentionCall
 
 GPU = load_gpu("h200")
 SHARED: dict[LatentForm, int] = {"expanded": 0, "absorbed": 1}

@@ -10,9 +10,9 @@ import pytest
 
 from calibrate.fit.recurrence import fit_recurrence
 from calibrate.importers.aiconfigurator import RecurrenceRows
-from kvrsim.hardware.cluster import load_gpu
-from kvrsim.profile.profile import load_profile
-from kvrsim.profile.rates.recurrence import ConvolutionRates, KindRates, ScanRates
+from kvrsim.hardware import load_gpu
+from kvrsim.kernels.profile import load_profile
+from kvrsim.kernels.recurrence import ConvolutionRates, KindRates, ScanRates
 
 RATES = KindRates(
     scan=ScanRates(start_s=4e-5, chunk_s=1.4e-6, flops_per_s=2.5e14, cached_bytes=5e7, bytes_per_s=2.1e12),

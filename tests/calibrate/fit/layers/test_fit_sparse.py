@@ -16,9 +16,9 @@ from calibrate.fit import sparse
 from calibrate.fit import sparse as blocks
 from calibrate.fit.sparse import fit_blocks, fit_keys, read_modules
 from calibrate.importers.aiconfigurator import SparseRows, read_kernel
-from kvrsim.hardware.cluster import load_gpu
-from kvrsim.profile.profile import load_profile
-from kvrsim.profile.rates.sparse import AttendRates, ScoreRates, SelectRates, SparseKernels
+from kvrsim.hardware import load_gpu
+from kvrsim.kernels.profile import load_profile
+from kvrsim.kernels.sparse import AttendRates, ScoreRates, SelectRates, SparseKernels
 from kvrsim.program import Array
 
 pandas = pytest.importorskip("pandas")

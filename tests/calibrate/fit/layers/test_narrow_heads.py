@@ -10,9 +10,9 @@ import pytest
 from calibrate.data import Measurement
 from calibrate.fit.attention import NARROW_HEAD_DIM, PRESETS, AttentionRows, fit_flash
 from calibrate.fit.profile import FilteredRows
-from kvrsim.hardware.cluster import load_gpu
-from kvrsim.profile.profile import load_profile
-from kvrsim.profile.rates.attention import FlashRates
+from kvrsim.hardware import load_gpu
+from kvrsim.kernels.attention import FlashRates
+from kvrsim.kernels.profile import load_profile
 
 H100 = load_gpu("h100")
 TRUE = replace(PRESETS["fa3"].rates(H100, {}), softmax_s=0.7 * PRESETS["fa3"].start["block_s"])
