@@ -13,12 +13,11 @@ import numpy as np
 from calibrate.fit.fit import Comparison, Fitted, Parameter, Some, cross_validated_s, rounded, solve
 from calibrate.fit.gemm import burst_seconds, peak_of
 from calibrate.importers.aiconfigurator import HALF, ExpertRows, read_experts
-from kvrsim.kernels.experts import counted_experts
 from kvrsim.errors import InputError
 from kvrsim.hardware import GpuSpec, load_gpu
 from kvrsim.io.schema import JsonObject
 from kvrsim.kernels.calibrated import CalibratedCost
-from kvrsim.kernels.experts import ExpertRates, ExpertsCall, GroupedRates
+from kvrsim.kernels.experts import ExpertRates, ExpertsCall, GroupedRates, counted_experts
 from kvrsim.kernels.gemm import GEMM_TYPES, Width
 from kvrsim.kernels.profile import CalibrationProfile, KernelRates
 from kvrsim.program import Array
