@@ -24,7 +24,7 @@ from kvrsim.errors import InputError
 from kvrsim.hardware import LinkSpec
 from kvrsim.io.schema import fields_to_json
 from kvrsim.results.quartiles import interquartile_range
-from kvrsim.runtime.ranks.pool import RankPool
+from kvrsim.runtime.ranks import RankPool
 from kvrsim.units import format_bandwidth
 
 

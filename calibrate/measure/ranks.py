@@ -8,24 +8,19 @@ show which direction is slow, and would include the receiver's turnaround.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from importlib import import_module
-from typing import Any
-
-from calibrate.data import RING
-from kvrsim.runtime.ranks import RankSlot
-from kvrsim.runtime.transport import LinkGroups, Ring
-
-from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 
+from calibrate.data import RING
+from calibrate.measure.forward import ComputeSetup, ForwardTimer, Point
 from kvrsim.request import dtype_bytes
 from kvrsim.runtime.ranks import RankPool, RankSlot
-from kvrsim.runtime.transport import DistributedTransport
+from kvrsim.runtime.transport import DistributedTransport, LinkGroups, Ring
 
 Flow = tuple[int, int]  # from a rank to another
 
@@ -34,6 +29,7 @@ def counts_to(num_ranks: int) -> list[int]:
     """Two, four, eight and so on, and all of them."""
     powers = [2**power for power in range(1, num_ranks.bit_length()) if 2**power < num_ranks]
     return [*powers, num_ranks]
+
 
 START_S = 120.0  # in which all ranks must have imported torch and synchronised
 _WARM_BYTES = 2**20

@@ -16,8 +16,7 @@ import pytest
 
 from calibrate.measure.links import LinkBench
 from calibrate.measure.ranks import LinkRank
-from kvrsim.runtime.ranks.pool import Command
-from kvrsim.runtime.ranks.process import Seat
+from kvrsim.runtime.ranks import Command, RankSlot
 
 SMALL = 2**16
 SYNCHRONISE_S = 0.003
@@ -152,7 +151,7 @@ class Threads:
 
     def _make(self, rank: int) -> LinkRank:
         return LinkRank(
-            seat=Seat(rank=rank, folder="unused"),
+            slot=RankSlot(rank=rank, store="unused"),
             num_ranks=self.num_ranks,
             backend="nccl",
             device="cuda",

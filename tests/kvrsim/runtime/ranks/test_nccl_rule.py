@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import tests.kvrsim.runtime.runtime_workers as workers
-from calibrate.measure.link_bench import LinkBench
+from calibrate.measure.links import LinkBench
 from kvrsim.runtime import ranks as launching
 from kvrsim.runtime.faults import RankError
 from kvrsim.runtime.ranks import Launch, launch
