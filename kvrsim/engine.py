@@ -7,16 +7,14 @@ HostRates: the seconds that software adds to a prefill beside its kernels.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from kvrsim.errors import InputError
-from kvrsim.io.files import write_atomically
-from kvrsim.io.schema import JsonObject, Keys, NonNegative, RelativeError, Whole, fields_to_json, read
+from kvrsim.io.schema import JsonObject, Keys, NonNegative, RelativeError, Whole, read, write_json
 
 PRIOR_ENGINE = "serving"  # what the engines that were measured have in common
 NO_ENGINE = "none"  # the kernels, and the host that the profile itself has
@@ -68,11 +66,6 @@ class Engine:
     fit: EngineFit | None = None
     provenance: Mapping[str, str] = field(default_factory=dict)  # source, command, versions
 
-    @classmethod
-    def read(cls, data: JsonObject) -> Engine:
-        """Check every key; raises InputError naming the key path."""
-        return read(cls, data)
-
     def scale_on(self, gpu: str) -> float:
         """Of the kernels that a profile of that GPU has; without a measurement there, as on the GPUs that have one."""
         known = self.kernel_scale
@@ -89,13 +82,9 @@ class Engine:
         """Whether the scale of its kernels on that GPU was measured, or stands for any."""
         return not self.kernel_scale or not {gpu, OTHER_GPU}.isdisjoint(self.kernel_scale)
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return fields_to_json(self)
-
     def write(self, path: str | Path) -> None:
         """Write the record as JSON; the file appears whole or not at all."""
-        write_atomically(path, (json.dumps(self.to_dict(), indent=2) + "\n").encode(), argument="output")
+        write_json(path, self)
 
 
 def builtin_engines() -> tuple[str, ...]:
@@ -107,7 +96,7 @@ def load_engine(name_or_path: str | Path, argument: str = "engine") -> Engine:
     """A built-in name or a file; InputError names `argument`, the file and the key."""
     name = str(name_or_path)
     if name in builtin_engines():
-        return Engine.read(JsonObject.read(_BUILTIN_FOLDER / f"{name}.json", argument))
+        return read(Engine, JsonObject.read(_BUILTIN_FOLDER / f"{name}.json", argument))
     try:
         exists = Path(name).is_file()
     except (OSError, ValueError):
@@ -115,7 +104,7 @@ def load_engine(name_or_path: str | Path, argument: str = "engine") -> Engine:
     if not exists:
         known = ", ".join((*builtin_engines(), NO_ENGINE))
         raise InputError(argument, name, f"a built-in engine ({known}) or a file that exists")
-    return Engine.read(JsonObject.read(Path(name), argument))
+    return read(Engine, JsonObject.read(Path(name), argument))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,14 +21,19 @@ import numpy as np
 
 from kvrsim.choices import DTYPES, TOPOLOGIES, Topology
 from kvrsim.errors import InputError
-from kvrsim.io.schema import JsonObject, Limits, NonNegative, fields_to_json, read
+from kvrsim.io.schema import Check, JsonObject, Keys, NonNegative, Range, fields_to_json, read
 from kvrsim.kernels.links import AllReduceRates, GatherRates
 from kvrsim.program import Array
 from kvrsim.units import MAX_BYTES, format_bandwidth, format_bytes, format_seconds, scale
 
 DEFAULT_MEMORY_FRACTION = 0.9  # as vLLM's gpu_memory_utilization
 _UNUSED = ("l2_bytes",)  # cluster files and profiles of kvrsim 0.1 have it
-Bytes = Annotated[int, Limits(least=1, most=MAX_BYTES)]
+PeakFlops = Annotated[
+    tuple[tuple[str, float], ...],
+    Keys(DTYPES),
+    Check(f"an object with a number for one or more of {', '.join(DTYPES)}", bool),
+]
+Bytes = Annotated[int, Range(least=1, most=MAX_BYTES)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,24 +43,15 @@ class GpuSpec:
     name: str  # as in gpus.json
     memory_bytes: Bytes  # device memory in all, as nvidia-smi reports it
     hbm_bytes_per_s: float  # device memory bandwidth, peak
-    peak_flops: tuple[tuple[str, float], ...]  # for each dtype FLOP/s of the tensor cores, dense (no sparsity)
-    num_sms: Annotated[int, Limits(least=1, most=2**20)]  # streaming multiprocessors; of a CPU its threads
+    peak_flops: PeakFlops  # for each dtype FLOP/s of the tensor cores, dense (no sparsity)
+    num_sms: Annotated[int, Range(least=1, most=2**20)]  # streaming multiprocessors; of a CPU its threads
     source: str  # citation
     memory_source: str | None = None  # citation of memory_bytes; None: as `source`
 
     @classmethod
     def read(cls, data: JsonObject) -> GpuSpec:
         """As gpus.json has one; one without a source has its file as its source."""
-        peaks = data.child("peak_flops")
-        peaks.only(DTYPES)
-        if not peaks.fields:
-            raise data.error("peak_flops", f"an object with a number for one or more of {', '.join(DTYPES)}")
-        return read(
-            cls,
-            data.without(*_UNUSED),
-            source=data.text("source", data.where),
-            peak_flops=tuple((dtype, peaks.number(dtype)) for dtype in DTYPES if dtype in peaks.fields),
-        )
+        return read(cls, data.without(*_UNUSED), source=data.text("source", data.where))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, as `read` takes them."""
@@ -159,7 +155,7 @@ class Path:
 
 DEFAULT_CLUSTER = "a100-nvlink"
 MAX_GPUS = 2**16
-GpuCount = Annotated[int, Limits(least=1, most=MAX_GPUS)]
+GpuCount = Annotated[int, Range(least=1, most=MAX_GPUS)]
 
 _DATA = pathlib.Path(__file__).parent / "data"
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvrsim.choices import OBJECTIVES
 from kvrsim.errors import InputError
 from kvrsim.hardware import Cluster, SlowGpu, SlowLink, UnevenCluster
-from kvrsim.io.schema import JsonObject, Limits, Share, fields_to_json, read
+from kvrsim.io.schema import JsonObject, Range, Share, fields_to_json, read
 from kvrsim.program import Array
 from kvrsim.units import parse_seconds
 
@@ -26,9 +26,9 @@ DWELL_S = 0.01
 MOST_SLOWER = 1000.0  # times; beyond it, a link or GPU is broken rather than slow
 LEAST_DWELL_S, MOST_DWELL_S = 1e-4, 1e6
 MOST_SHARE = 0.999  # of a link: the rest has to pass
-LinkShare = Annotated[float, Limits(least=0.0, most=MOST_SHARE)]
-Slowdown = Annotated[float, Limits(least=0.0, most=MOST_SLOWER)]
-Dwell = Annotated[float, Limits(least=LEAST_DWELL_S, most=MOST_DWELL_S)]
+LinkShare = Annotated[float, Range(least=0.0, most=MOST_SHARE)]
+Slowdown = Annotated[float, Range(least=0.0, most=MOST_SLOWER)]
+Dwell = Annotated[float, Range(least=LEAST_DWELL_S, most=MOST_DWELL_S)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -50,6 +50,7 @@ from calibrate.fit.report import TITLES, FitReport, compare_layers
 from kvrsim.engine import NO_HOST, PRIOR_ENGINE, HostRates
 from kvrsim.errors import InputError
 from kvrsim.hardware import GpuSpec, LinkSpec
+from kvrsim.interp import QUARTILE_RANGE_SD
 from kvrsim.io.schema import NonNegative, PositiveShare
 from kvrsim.kernels.attention import AttentionRates, FlashRates
 from kvrsim.kernels.elementwise import ElementwiseRates, after_mixer, before_mixer
@@ -66,7 +67,6 @@ from kvrsim.kernels.profile import (
     ValidRange,
 )
 from kvrsim.model.spec import ModelSpec
-from kvrsim.results.quartiles import QUARTILE_RANGE_SD
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,9 +18,9 @@ from calibrate.data import Measurement, write_measurements
 from calibrate.measure.device import CpuLoad, Reading, faults_of, summary
 from calibrate.prefills.solve import Progress
 from kvrsim.errors import KvrsimError
+from kvrsim.interp import median_error
 from kvrsim.io.journal import Journal
 from kvrsim.io.schema import JsonObject, fields_to_json, read
-from kvrsim.results.quartiles import median_error
 from kvrsim.runtime.host import busy_cores
 
 OnProgress = Callable[[Progress], None]

@@ -23,12 +23,12 @@ from calibrate.measure.forward import (
     mean_layer_s,
 )
 from calibrate.measure.ranks import PendingRanks
+from kvrsim.interp import quartiles
 from kvrsim.io.schema import fields_to_json
 from kvrsim.kernels.elementwise import after_mixer, before_mixer, measured_merge
 from kvrsim.model.mixers import Attention
 from kvrsim.model.spec import ModelSpec
 from kvrsim.request import dtype_bytes
-from kvrsim.results.quartiles import quartiles
 
 
 def compute_campaign(setup: ComputeSetup, output: Path, command: str) -> Campaign:

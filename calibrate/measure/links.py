@@ -22,8 +22,8 @@ from calibrate.measure.ranks import START_S, Flow, LinkRank, counts_to
 from kvrsim.choices import Topology
 from kvrsim.errors import InputError
 from kvrsim.hardware import LinkSpec
+from kvrsim.interp import interquartile_range
 from kvrsim.io.schema import fields_to_json
-from kvrsim.results.quartiles import interquartile_range
 from kvrsim.runtime.ranks import RankPool
 from kvrsim.units import format_bandwidth
 

@@ -1,20 +1,24 @@
-"""Frozen dataclasses to JSON and back, driven by their annotations: `read` and `to_json`.
+"""JSON to frozen dataclasses and back, driven by their annotations.
 
-A field's annotation says what is accepted:
+`read` and `read_as` check JSON that anybody may have written, `to_json` and `write_json` write it. An annotation says
+what is accepted:
 
     float                    a finite number above 0
     NonNegative              a finite number of at least 0
-    Annotated[float, Limits(...)]
-    int                      a whole number from 1 to MAX_TOKENS; Annotated[int, Limits(...)] for others
+    Annotated[float, Range(...)]
+    int                      a whole number from 1 to MAX_TOKENS; Annotated[int, Range(...)] for others
     bool, str, Literal[...]  as JSON has them; texts are not empty, and runs of white space become one space
     X | None                 absent or null is None
-    tuple[X, ...]            an array; tuple[X, Y] an array of two
+    X | Y                    the first that fits; of several dataclasses the one that has most of the object's keys
+    tuple[X, ...]            an array, as list[X] and Sequence[X]; tuple[X, Y] an array of two
     Mapping[str, X]          an object with any keys; Annotated[Mapping[str, X], Keys(...)] with these, in their order
-    Annotated[X, Check(...)] an X of which something more holds
+    Annotated[tuple[tuple[str, X], ...], Keys(...)]   read from the same object
+    Annotated[X, Check(...)] an X for which a condition holds
     a frozen dataclass       an object with its fields as keys; a class method `read(data)` of its own comes first
+    Any                      any JSON value
 
 A field with a default may be absent. What one field alone cannot tell, `__post_init__` checks; it raises
-InputError with the field's name or a key path from it, to which `read` adds the file and the path before it.
+InputError with the field's name or a key path from it, to which the reader adds the file and the path before it.
 Keys that begin with _ are comments.
 """
 
@@ -23,178 +27,33 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from functools import cache, cached_property
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from kvrsim.errors import InputError
-from kvrsim.io.files import read_text
+from kvrsim.io.files import read_text, write_atomically
 from kvrsim.units import MAX_TOKENS
 
+T = TypeVar("T")
 MAX_FILE_BYTES = 2**24  # a configuration is never larger; weights given by mistake are not read whole
 MAX_DEPTH = 50  # arrays and objects inside each other; nothing that kvrsim reads comes near
-
-
-def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text; ValueError where it is none, or is more than MAX_DEPTH levels deep.
-
-    The json module gives up at Python's recursion limit, and what it has read just below of that limit cannot be
-    compared or written again.
-    """
-    too_deep = f"more than {MAX_DEPTH} levels deep"
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise ValueError(too_deep) from None
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, list | dict)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
-            return value
-    raise ValueError(too_deep)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JsonObject:
-    """A JSON object whose values are checked as they are read; null counts as absent."""
-
-    fields: Mapping[str, object]  # the object as the json module gives it
-    where: str  # the argument and the file, for messages
-    key_path: str = ""  # of this object inside the file, with a final dot; empty at the top
-
-    @classmethod
-    def read(cls, path: Path, argument: str) -> JsonObject:
-        """Read a file that holds one JSON object; InputError names `argument` and the file."""
-        shown = " ".join(str(path).split())
-        text = read_text(path, argument, what="a JSON file", most_bytes=MAX_FILE_BYTES)
-        try:
-            fields = parse_json(text)
-        except ValueError as error:
-            reason = " ".join(str(error).split())
-            raise InputError(argument, shown, f"a file of valid JSON ({reason})") from None
-        if not isinstance(fields, dict):
-            raise InputError(argument, shown, "a file that holds a JSON object ({...})")
-        return cls(fields=fields, where=f"{argument} {shown}")
-
-    def error(self, key: str, accepted: str) -> InputError:
-        """The error to raise for a key whose value is not what is accepted."""
-        value = self.fields.get(key, "nothing")
-        shown = value if isinstance(value, str) else json.dumps(value)
-        return InputError(f"{self.where}: {self.key_path}{key}", shown, accepted)
-
-    def has(self, key: str) -> bool:
-        return self.fields.get(key) is not None
-
-    def first_of(self, *keys: str) -> str:
-        """The first of several spellings of a key that is present, else the first."""
-        return next((key for key in keys if self.has(key)), keys[0])
-
-    def only(self, keys: Iterable[str]) -> None:
-        """Refuse a key that is not among `keys`; keys that begin with _ are comments."""
-        known = list(keys)
-        for key in self.fields:
-            if key not in known and not key.startswith("_"):
-                place = f"{self.where}: key in {self.key_path[:-1]}" if self.key_path else f"{self.where}: key"
-                raise InputError(place, key, ", ".join(known))
-
-    def without(self, *keys: str) -> JsonObject:
-        """The same object less some of its keys."""
-        return replace(self, fields={key: value for key, value in self.fields.items() if key not in keys})
-
-    def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = MAX_TOKENS) -> int:
-        """A whole number; without a default the key is required."""
-        value = self.fields.get(key)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
-            raise self.error(key, f"a whole number from {minimum} to {maximum}")
-        return value
-
-    def number(self, key: str, *, allow_zero: bool = False, maximum: float = 1e30) -> float:
-        """A finite positive number, required."""
-        value = self.fields.get(key)
-        usable = isinstance(value, int | float) and not isinstance(value, bool)
-        if not usable or not (0 < value <= maximum or (allow_zero and value == 0)):  # type: ignore[operator]
-            least = "of at least 0" if allow_zero else "above 0"
-            raise self.error(key, f"a finite number {least} and at most {maximum:g}")
-        return float(value)  # type: ignore[arg-type]
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.fields.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.error(key, "true or false")
-        return value
-
-    def text(self, key: str, default: str | None = None) -> str:
-        value = self.fields.get(key)
-        if value is None and default is not None:
-            return default
-        if not isinstance(value, str) or not value.strip():
-            raise self.error(key, "a text")
-        return " ".join(value.split())
-
-    def sequence(self, key: str) -> list[object]:
-        """A JSON array; empty where the key is absent."""
-        value = self.fields.get(key)
-        if value is None:
-            return []
-        if not isinstance(value, list):
-            raise self.error(key, "an array ([...])")
-        return value
-
-    def numbers(self, key: str, *, allow_zero: bool = False) -> list[float]:
-        """An array of finite positive numbers; empty where the key is absent."""
-        values = self.sequence(key)
-        for value in values:
-            usable = isinstance(value, int | float) and not isinstance(value, bool)
-            if not usable or not (0 < value <= 1e30 or (allow_zero and value == 0)):  # type: ignore[operator]
-                raise self.error(key, f"an array of finite numbers {'of at least 0' if allow_zero else 'above 0'}")
-        return [float(value) for value in values]  # type: ignore[arg-type]
-
-    def children(self, key: str) -> list[JsonObject]:
-        """The objects of an array; empty where the key is absent."""
-        values = self.sequence(key)
-        for value in values:
-            if not isinstance(value, dict):
-                raise self.error(key, "an array of objects ([{...}])")
-        return [
-            JsonObject(fields=value, where=self.where, key_path=f"{self.key_path}{key}[{index}].")  # type: ignore[arg-type]
-            for index, value in enumerate(values)
-        ]
-
-    def child(self, key: str) -> JsonObject:
-        """The object under a key, required."""
-        value = self.fields.get(key)
-        if not isinstance(value, dict):
-            raise self.error(key, "an object ({...})")
-        return JsonObject(fields=value, where=self.where, key_path=f"{self.key_path}{key}.")
-
-
-T = TypeVar("T")
 _FIELD = re.compile(r"[.\[]")  # what ends the field in a key path
-_Reader = Callable[[Any, str, JsonObject], Any]  # of a value, its place in an object, and the object
+_NUMBERS = re.compile(r"\[[-+.,0-9eE\s]+\]")  # arrays of numbers, which are written in one line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class Range:
     """What a number may be; `above` excludes its own value."""
 
     least: float | None = None
     above: float | None = None
     most: float | None = None
 
-    def hold(self, value: float) -> bool:
-        """Whether a value lies within."""
+    def __contains__(self, value: float) -> bool:
         return (
             (self.least is None or value >= self.least)
             and (self.above is None or value > self.above)
@@ -210,7 +69,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What holds of a value besides its type."""
+    """A condition on a value besides its type."""
 
     accepted: str  # for messages
     holds: Callable[[Any], bool]
@@ -223,13 +82,13 @@ class Keys:
     names: tuple[str, ...]
 
 
-_FLOAT = Limits(above=0.0, most=1e30)
-_INT = Limits(least=1, most=MAX_TOKENS)
-NonNegative = Annotated[float, Limits(least=0.0, most=1e30)]
-Share = Annotated[float, Limits(least=0.0, most=1.0)]
-PositiveShare = Annotated[float, Limits(above=0.0, most=1.0)]
-RelativeError = Annotated[float, Limits(least=0.0, most=10.0)]  # also a standard deviation of a logarithm
-Whole = Annotated[int, Limits(least=0, most=MAX_TOKENS)]
+NonNegative = Annotated[float, Range(least=0.0, most=1e30)]
+Share = Annotated[float, Range(least=0.0, most=1.0)]
+PositiveShare = Annotated[float, Range(above=0.0, most=1.0)]
+RelativeError = Annotated[float, Range(least=0.0, most=10.0)]  # also a standard deviation of a logarithm
+Whole = Annotated[int, Range(least=0, most=MAX_TOKENS)]
+_RANGES = {float: Range(above=0.0, most=1e30), int: Range(least=1, most=MAX_TOKENS)}
+_REQUIRED = object()
 
 
 def to_json(value: Any) -> Any:
@@ -251,8 +110,134 @@ def to_json(value: Any) -> Any:
 
 def fields_to_json(value: Any, *names: str) -> dict[str, Any]:
     """The fields of a dataclass as plain JSON values: all, or these in this order."""
-    chosen = names or tuple(field.name for field in fields(value))
-    return {name: to_json(getattr(value, name)) for name in chosen}
+    return {name: to_json(getattr(value, name)) for name in names or [field.name for field in fields(value)]}
+
+
+def write_json(path: str | Path, value: Any, *, argument: str = "output") -> None:
+    """Write a dataclass or plain values as indented JSON; the file appears whole or not at all."""
+    text = json.dumps(to_json(value), indent=2)
+    text = _NUMBERS.sub(lambda numbers: " ".join(numbers[0].split()), text)
+    write_atomically(path, f"{text}\n".encode(), argument=argument)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text; ValueError where it is none, or is more than MAX_DEPTH levels deep.
+
+    The json module gives up at Python's recursion limit, and what it has read just below that limit cannot be
+    compared or written again.
+    """
+    too_deep = f"more than {MAX_DEPTH} levels deep"
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(too_deep) from None
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, list | dict)]
+        level = [item for items in inner for item in items]
+        if not level:
+            return value
+    raise ValueError(too_deep)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JsonObject:
+    """A JSON object whose values are checked as they are read; null counts as absent."""
+
+    fields: Mapping[str, Any]  # the object as the json module gives it
+    where: str  # the argument and the file, for messages
+    key_path: str = ""  # of this object inside the file, with a final dot; empty at the top
+
+    @classmethod
+    def read(cls, path: Path, argument: str) -> JsonObject:
+        """Read a file that holds one JSON object; InputError names `argument` and the file."""
+        name = " ".join(str(path).split())
+        text = read_text(path, argument, what="a JSON file", most_bytes=MAX_FILE_BYTES)
+        try:
+            content = parse_json(text)
+        except ValueError as error:
+            reason = " ".join(str(error).split())
+            raise InputError(argument, name, f"a file of valid JSON ({reason})") from None
+        if not isinstance(content, dict):
+            raise InputError(argument, name, "a file that holds a JSON object ({...})")
+        return cls(fields=content, where=f"{argument} {name}")
+
+    def error(self, key: str, accepted: str, value: object = _REQUIRED) -> InputError:
+        """The error to raise for a key whose value, or the given one inside it, is not what is accepted."""
+        value = self.fields.get(key, "nothing") if value is _REQUIRED else value
+        text = value if isinstance(value, str) else json.dumps(value)
+        return InputError(f"{self.where}: {self.key_path}{key}", text, accepted)
+
+    def has(self, key: str) -> bool:
+        return self.fields.get(key) is not None
+
+    def first_of(self, *keys: str) -> str:
+        """The first of several spellings of a key that is present, else the first."""
+        return next((key for key in keys if self.has(key)), keys[0])
+
+    def only(self, keys: Iterable[str]) -> None:
+        """Refuse a key that is not among `keys`; keys that begin with _ are comments."""
+        known = list(keys)
+        for key, value in self.fields.items():
+            if key not in known and value is not None and not key.startswith("_"):
+                place = f"{self.where}: key in {self.key_path[:-1]}" if self.key_path else f"{self.where}: key"
+                raise InputError(place, key, ", ".join(known))
+
+    def without(self, *keys: str) -> JsonObject:
+        """The same object less some of its keys."""
+        return replace(self, fields={key: value for key, value in self.fields.items() if key not in keys})
+
+    def get(self, key: str, annotation: Any, default: Any = _REQUIRED) -> Any:
+        """The value of a key as its annotation says; without a default the key is required."""
+        value = self.fields.get(key)
+        if value is None and default is not _REQUIRED:
+            return default
+        kind = _kind(annotation, False)
+        if value is None:
+            raise self.error(key, kind.accepted)
+        return kind.read(value, key, self)
+
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = MAX_TOKENS) -> int:
+        """A whole number; without a default the key is required."""
+        required = _REQUIRED if default is None else default
+        return int(self.get(key, Annotated[int, Range(least=minimum, most=maximum)], required))
+
+    def number(self, key: str, *, allow_zero: bool = False, maximum: float = 1e30) -> float:
+        """A finite positive number, required."""
+        limits = Range(least=0.0, most=maximum) if allow_zero else Range(above=0.0, most=maximum)
+        return float(self.get(key, Annotated[float, limits]))
+
+    def flag(self, key: str, default: bool) -> bool:
+        return bool(self.get(key, bool, default))
+
+    def text(self, key: str, default: str | None = None) -> str:
+        return str(self.get(key, str, _REQUIRED if default is None else default))
+
+    def sequence(self, key: str) -> list[Any]:
+        """A JSON array; empty where the key is absent."""
+        return list(self.get(key, tuple[Any, ...], ()))
+
+    def numbers(self, key: str, *, allow_zero: bool = False) -> list[float]:
+        """An array of finite positive numbers; empty where the key is absent."""
+        return list(self.get(key, tuple[NonNegative, ...] if allow_zero else tuple[float, ...], ()))
+
+    def children(self, key: str) -> list[JsonObject]:
+        """The objects of an array; empty where the key is absent."""
+        values = self.sequence(key)
+        if not all(isinstance(value, dict) for value in values):
+            raise self.error(key, "an array of objects ([{...}])")
+        return [self.inner(value, f"{key}[{index}]") for index, value in enumerate(values)]
+
+    def child(self, key: str) -> JsonObject:
+        """The object under a key, required."""
+        value = self.fields.get(key)
+        if not isinstance(value, dict):
+            raise self.error(key, "an object ({...})")
+        return self.inner(value, key)
+
+    def inner(self, value: Mapping[str, Any], path: str) -> JsonObject:
+        """An object at a path inside this one."""
+        return JsonObject(fields=value, where=self.where, key_path=f"{self.key_path}{path}.")
 
 
 def read(cls: type[T], data: JsonObject, **given: Any) -> T:
@@ -260,188 +245,186 @@ def read(cls: type[T], data: JsonObject, **given: Any) -> T:
 
     Raises InputError that names the file and the key path, the value and what is accepted.
     """
-    known = _fields(cls)  # type: ignore[arg-type]
+    return _read_object(cls, data, given, plain=False)
+
+
+def read_as(annotation: Any, value: Any, where: str) -> Any:
+    """The value of an annotation from plain JSON that kvrsim itself has written; InputError names `where`.
+
+    Numbers and texts are taken as they are: an annotation without a Range accepts any number.
+    """
+    return _kind(annotation, True).read(value, "value", JsonObject(fields={"value": value}, where=where))
+
+
+def _read_object(cls: type[T], data: JsonObject, given: dict[str, Any], *, plain: bool) -> T:
+    known = _fields(cls, plain)
     data.only(known)
-    values = given
-    for name, (annotation, required) in known.items():
+    values = dict(given)
+    for name, (kind, required) in known.items():
         if name in given:
             continue
         if data.has(name):
-            values[name] = _reader(annotation)(data.fields[name], name, data)
+            values[name] = kind.read(data.fields[name], name, data)
         elif required:
-            if not _is_optional(annotation):
-                raise data.error(name, describe(annotation))
+            if not kind.optional:
+                raise data.error(name, kind.accepted)
             values[name] = None
     try:
         return cls(**values)
     except InputError as error:
         if _FIELD.split(error.parameter, maxsplit=1)[0] not in known:
             raise
-        raise _error(data, error.parameter, error.value, error.accepted) from None
+        raise data.error(error.parameter, error.accepted, error.value) from None
 
 
 @cache
-def _fields(cls: type) -> dict[str, tuple[Any, bool]]:
-    """Annotation of each field, and whether it must be given."""
+def _fields(cls: type, plain: bool) -> dict[str, tuple[_Kind, bool]]:
+    """The kind of each field, and whether it must be given."""
     hints = get_type_hints(cls, include_extras=True)
-    return {field.name: (hints[field.name], not _has_default(field)) for field in fields(cls) if field.init}
-
-
-def _has_default(field: Field[Any]) -> bool:
-    return field.default is not MISSING or field.default_factory is not MISSING
-
-
-def _is_optional(annotation: Any) -> bool:
-    return get_origin(annotation) in (Union, UnionType) and NoneType in get_args(annotation)
-
-
-def _without_none(annotation: Any) -> Any:
-    (kept,) = (one for one in get_args(annotation) if one is not NoneType)
-    return kept
-
-
-def describe(annotation: Any) -> str:
-    """What an annotation accepts, for messages."""
-    if _is_optional(annotation):
-        return f"{describe(_without_none(annotation))}, or null"
-    base, extras = _unwrapped(annotation)
-    for extra in extras:
-        if isinstance(extra, Check):
-            return extra.accepted
-    limits = _limits(base, extras)
-    if base is float:
-        return f"a finite number{limits}"
-    if base is int:
-        return f"a whole number from {int(limits.least or 0)} to {int(limits.most or 0)}"
-    origin = get_origin(base)
-    if origin is Literal:
-        *others, last = map(str, get_args(base))
-        return f"{', '.join(others)} or {last}" if others else last
-    if origin is tuple:
-        inner = get_args(base)
-        if inner[-1] is Ellipsis:
-            return f"an array, each {describe(inner[0])}"
-        return f"an array of {len(inner)}, each {describe(inner[0])}"
-    return {str: "a text", bool: "true or false"}.get(base, "an object ({...})")
-
-
-def _unwrapped(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The type under an annotation, and what Annotated adds to it."""
-    if get_origin(annotation) is not Annotated:
-        return annotation, ()
-    base, *extras = get_args(annotation)
-    return base, tuple(extras)
-
-
-def _limits(base: Any, extras: tuple[Any, ...]) -> Limits:
-    limits = (extra for extra in extras if isinstance(extra, Limits))
-    return next(limits, _INT if base is int else _FLOAT)
+    return {
+        field.name: (_kind(hints[field.name], plain), field.default is MISSING and field.default_factory is MISSING)
+        for field in fields(cls)  # type: ignore[arg-type]
+        if field.init
+    }
 
 
 @cache
-def _reader(annotation: Any) -> _Reader:
-    """What reads a value of an annotation, worked out once."""
-    if _is_optional(annotation):
-        inner = _reader(_without_none(annotation))
-        return lambda value, path, data: None if value is None else inner(value, path, data)
-    base, extras = _unwrapped(annotation)
-    convert = _converter(base, extras)
-    checks = [extra.holds for extra in extras if isinstance(extra, Check)]
-
-    def checked(value: Any, path: str, data: JsonObject) -> Any:
-        found = convert(value, path, data)
-        if found is None or not all(holds(found) for holds in checks):
-            raise _error(data, path, value, describe(annotation))
-        return found
-
-    return checked
+def _kind(annotation: Any, plain: bool) -> _Kind:
+    return _Kind(annotation, plain)
 
 
-def _converter(base: Any, extras: tuple[Any, ...]) -> _Reader:
-    """What reads a value of a type; None from it: the value is not of that type."""
-    origin = get_origin(base)
-    if base is float or base is int:
-        limits = _limits(base, extras)
-        return lambda value, path, data: _number(value, base, limits)
-    if origin is tuple:
-        return _tuple_reader(get_args(base))
-    if origin in (dict, Mapping):
-        keys = next((extra.names for extra in extras if isinstance(extra, Keys)), None)
-        return _mapping_reader(get_args(base)[1], keys)
-    if isinstance(base, type) and is_dataclass(base):
-        return _object_reader(base)
-    if base is str:
-        return lambda value, path, data: " ".join(value.split()) or None if isinstance(value, str) else None
-    kinds = {type(one) for one in get_args(base)} if origin is Literal else {base}
-    accepted = get_args(base) if origin is Literal else (True, False)
-    return lambda value, path, data: value if type(value) in kinds and value in accepted else None
+class _Kind:
+    """An annotation taken apart; `plain`: numbers and texts are taken as they are."""
 
+    def __init__(self, annotation: Any, plain: bool) -> None:
+        extras: tuple[Any, ...] = ()
+        self.options = [annotation]
+        if get_origin(annotation) is Annotated:
+            annotation, *rest = get_args(annotation)
+            extras = tuple(rest)
+        if get_origin(annotation) in (Union, UnionType):
+            self.options = [one for one in get_args(annotation) if one is not NoneType]
+        self.optional = len(self.options) < len(get_args(annotation)) and get_origin(annotation) in (Union, UnionType)
+        self.base = annotation
+        if self.optional and len(self.options) == 1:
+            inner = _kind(self.options[0], plain)
+            self.base, extras = inner.base, inner.extras
+        self.extras, self.plain = extras, plain
+        self.origin, self.args = get_origin(self.base), get_args(self.base)
+        self.checks = [extra for extra in extras if isinstance(extra, Check)]
+        self.keys = next((extra.names for extra in extras if isinstance(extra, Keys)), None)
+        default = None if plain else _RANGES.get(self.base)
+        self.range = next((extra for extra in extras if isinstance(extra, Range)), default)
+        self.as_pairs = self.origin is tuple and self.keys is not None
 
-def _number(value: Any, base: type, limits: Limits) -> float | int | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not limits.hold(value):
-        return None
-    if not math.isfinite(value) or (base is int and value != int(value)):
-        return None
-    return int(value) if base is int else float(value)
+    @cached_property
+    def inner(self) -> list[_Kind]:
+        """Kinds of the items, or of a mapping's keys and values."""
+        args = get_args(self.args[0]) if self.as_pairs else self.args
+        return [_kind(one, self.plain) for one in args if one is not Ellipsis]
 
+    @property
+    def accepted(self) -> str:
+        """For messages."""
+        return self._described + (", or null" if self.optional else "")
 
-def _numbers(values: list[Any], base: type, limits: Limits) -> tuple[float | int, ...] | None:
-    """All of them at once, as long tables need; None where one of them needs a closer look."""
-    if {type(value) for value in values} - {base} or not (base is int or all(map(math.isfinite, values))):
-        return None
-    return tuple(values) if not values or (limits.hold(min(values)) and limits.hold(max(values))) else None
+    @property
+    def _described(self) -> str:
+        if self.checks:
+            return self.checks[0].accepted
+        if len(self.options) > 1:
+            return " or ".join(_kind(option, self.plain).accepted for option in self.options)
+        if self.base is int and self.range is not None:
+            return f"a whole number from {int(self.range.least or 0)} to {int(self.range.most or 0)}"
+        if self.origin is Literal:
+            *others, last = map(str, self.args)
+            return f"{', '.join(others)} or {last}" if others else last
+        if self.origin in (tuple, list, Sequence) and not self.as_pairs:
+            item = self.inner[0]
+            count = f" of {len(self.args)}" if self.origin is tuple and self.args[-1] is not Ellipsis else ""
+            return f"an array{count}" if item.base is Any else f"an array{count}, each {item.accepted}"
+        names = {str: "a text", bool: "true or false", float: "a finite number", int: "a whole number"}
+        return names.get(self.base, "an object ({...})") + (str(self.range) if self.base is float else "")
 
-
-def _tuple_reader(kinds: tuple[Any, ...]) -> _Reader:
-    many = kinds[-1] is Ellipsis
-    readers = [_reader(kind) for kind in kinds if kind is not Ellipsis]
-    base, extras = _unwrapped(kinds[0])
-    limits = _limits(base, extras) if many and base in (int, float) else None
-
-    def read_tuple(value: Any, path: str, data: JsonObject) -> tuple[Any, ...] | None:
-        if not isinstance(value, list) or (not many and len(readers) != len(value)):
+    def read(self, value: Any, path: str, data: JsonObject) -> Any:
+        """The checked value at a path of an object."""
+        if value is None and (self.optional or self.base is NoneType):
             return None
-        if limits is not None and (found := _numbers(value, base, limits)) is not None:
-            return found
-        each = readers * len(value) if many else readers
-        return tuple(
-            reader(item, f"{path}[{index}]", data) for index, (reader, item) in enumerate(zip(each, value, strict=True))
-        )
+        if len(self.options) > 1:
+            return self._read_union(value, path, data)
+        result = self._converted(value, path, data)
+        if result is None or not all(check.holds(result) for check in self.checks):
+            raise data.error(path, self.accepted, value)
+        return result
 
-    return read_tuple
+    def _converted(self, value: Any, path: str, data: JsonObject) -> Any:
+        """None: the value is not of this kind."""
+        base, origin = self.base, self.origin
+        if base is float or base is int:
+            return self._number(value)
+        if base is str:
+            text = value if self.plain or not isinstance(value, str) else " ".join(value.split()) or None
+            return text if isinstance(text, str) else None
+        if self.as_pairs or origin in (dict, Mapping):
+            return self._mapping(value, path, data) if isinstance(value, dict) else None
+        if origin in (tuple, list, Sequence):
+            return self._array(value, path, data) if isinstance(value, list) else None
+        if isinstance(base, type) and is_dataclass(base):
+            if not isinstance(value, dict):
+                return None
+            own = None if self.plain else getattr(base, "read", None)
+            child = data.inner(value, path)
+            return _read_object(base, child, {}, plain=self.plain) if own is None else own(child)
+        if base is Any:
+            return value
+        accepted = self.args if origin is Literal else (True, False)
+        return value if type(value) in {type(one) for one in accepted} and value in accepted else None
 
-
-def _mapping_reader(value_type: Any, keys: tuple[str, ...] | None) -> _Reader:
-    reader = _reader(value_type)
-
-    def read_mapping(value: Any, path: str, data: JsonObject) -> dict[str, Any] | None:
-        if not isinstance(value, dict):
+    def _number(self, value: Any) -> float | int | None:
+        if isinstance(value, bool) or not isinstance(value, int | float):
             return None
-        child = _child(value, path, data)
-        if keys is None:
-            return {key: reader(item, key, child) for key, item in value.items()}
-        child.only(keys)
-        return {key: reader(value[key], key, child) for key in keys if child.has(key)}
-
-    return read_mapping
-
-
-def _object_reader(cls: type) -> _Reader:
-    own = getattr(cls, "read", None)
-
-    def read_object(value: Any, path: str, data: JsonObject) -> Any:
-        if not isinstance(value, dict):
+        if self.range is not None and not (math.isfinite(value) and value in self.range):
             return None
-        child = _child(value, path, data)
-        return read(cls, child) if own is None else own(child)
+        if self.base is int and (not math.isfinite(value) or value != int(value)):
+            return None
+        number: float | int = self.base(value)
+        return number
 
-    return read_object
+    def _array(self, values: list[Any], path: str, data: JsonObject) -> tuple[Any, ...] | list[Any] | None:
+        many = self.origin is not tuple or self.args[-1] is Ellipsis
+        if not many and len(self.inner) != len(values):
+            return None
+        sequence = tuple if self.origin is tuple else list
+        first = self.inner[0]
+        if many and not first.checks and {type(value) for value in values} == {first.base}:  # long tables of numbers
+            limits = first.range
+            if (
+                limits is not None
+                and all(map(math.isfinite, values))
+                and min(values) in limits
+                and max(values) in limits
+            ):
+                return sequence(values)
+        kinds = [first] * len(values) if many else self.inner
+        items = enumerate(zip(kinds, values, strict=True))
+        return sequence(kind.read(value, f"{path}[{index}]", data) for index, (kind, value) in items)
 
+    def _mapping(self, value: dict[str, Any], path: str, data: JsonObject) -> Any:
+        child = data.inner(value, path)
+        if self.keys is not None:
+            child.only(self.keys)
+        key_kind, value_kind = self.inner
+        names = value if self.keys is None else [key for key in self.keys if child.has(key)]
+        pairs = [(int(key) if key_kind.base is int else key, value_kind.read(value[key], key, child)) for key in names]
+        return tuple(pairs) if self.as_pairs else dict(pairs)
 
-def _child(value: dict[str, Any], path: str, data: JsonObject) -> JsonObject:
-    return JsonObject(fields=value, where=data.where, key_path=f"{data.key_path}{path}.")
-
-
-def _error(data: JsonObject, path: str, value: object, accepted: str) -> InputError:
-    """As JsonObject.error, for a place deeper than a key of it."""
-    return JsonObject(fields={path: value}, where=data.where, key_path=data.key_path).error(path, accepted)
+    def _read_union(self, value: Any, path: str, data: JsonObject) -> Any:
+        kinds = [_kind(option, self.plain) for option in self.options]
+        objects = [kind for kind in kinds if isinstance(kind.base, type) and is_dataclass(kind.base)]
+        if isinstance(value, dict) and objects:
+            best = max(objects, key=lambda kind: len(_fields(kind.base, self.plain).keys() & value.keys()))
+            return best.read(value, path, data)
+        for kind in kinds:
+            if (result := kind._converted(value, path, data)) is not None:
+                return result
+        raise data.error(path, self.accepted, value)

@@ -32,7 +32,8 @@ from typing import Annotated, cast
 import numpy as np
 
 from kvrsim.errors import InputError
-from kvrsim.io.schema import JsonObject, Limits, NonNegative, PositiveShare, Share, read
+from kvrsim.interp import log_interp
+from kvrsim.io.schema import NonNegative, PositiveShare, Range, Share
 from kvrsim.kernels.elementwise import PYTORCH_SHARE, Traffic, attention_kernels, fp32_cast, measured_merge, merge
 from kvrsim.kernels.gemm import Product, pieces
 from kvrsim.kernels.mixer import BlockMixing, Setting, products_of
@@ -104,7 +105,7 @@ class FlashRates:
     query_s: NonNegative = 0.0  # of a query and head, whatever its keys
     split_s: NonNegative = 0.0  # of joining what was split
     split_share: PositiveShare = 1.0  # of the slots that a split call keeps busy
-    diagonal_cost: Annotated[float, Limits(least=1.0, most=1e30)] = (
+    diagonal_cost: Annotated[float, Range(least=1.0, most=1e30)] = (
         1.0  # of a step in the chunk's own square, in steps elsewhere
     )
     softmax_s: NonNegative = 0.0  # of a step's softmax, which runs beside its products: narrow heads wait for it
@@ -208,8 +209,7 @@ class MeasuredSizes:
 
     def factor(self, size: Array) -> Array:
         """Of calls of that size."""
-        at = np.log(np.maximum(size, 1e-300))
-        return np.asarray(np.exp(np.interp(at, np.log(self.sizes), np.log(self.factors))))
+        return log_interp(np.maximum(size, 1e-300), self.sizes, self.factors)
 
     def least_factor(self, size: Array) -> Array:
         """The least of that size and all larger ones."""
@@ -351,16 +351,6 @@ class BlockedRates:
 
 
 AttentionRates = EagerRates | BlockedRates | FlashRates
-
-
-def read_attention(kernel: str, data: JsonObject) -> AttentionRates:
-    """The rates of one of ATTENTION_KERNELS; a flash section with FLOPs of a causal half holds BlockedRates."""
-    if kernel == "eager":
-        return read(EagerRates, data)
-    is_blocked = kernel == "sdpa" or data.has("causal_flops_per_s")
-    return read(BlockedRates, data) if is_blocked else read(FlashRates, data)
-
-
 _WIDEST_EXPANDED = 256  # of a head's key; wider ones are latents
 
 

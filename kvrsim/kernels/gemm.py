@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kvrsim.errors import InputError
-from kvrsim.io.schema import JsonObject, NonNegative, PositiveShare, read
+from kvrsim.interp import log_interp
+from kvrsim.io.schema import NonNegative, PositiveShare
 from kvrsim.program import Array
 
 _LAST_STEP = 512  # steps of the time table; beyond them time is proportional to rows
@@ -170,14 +171,6 @@ class GemmRates:
         if self.measured and not self.tiles:
             raise InputError("tiles", self.tiles, "at least one tile where shapes are measured")
 
-    @classmethod
-    def read(cls, data: JsonObject) -> GemmRates:
-        """As profiles have them; raises InputError for what a KernelRates.clock now says."""
-        for key in ("sustained_flops_per_s", "burst_flops"):
-            if data.fields.get(key):
-                raise data.error(key, "nothing: kernels.clock has replaced it; fit the profile again")
-        return read(cls, data.without("sustained_flops_per_s", "burst_flops"))
-
     def seconds(self, rows: Array, products: tuple[Product, ...], element_bytes: Width) -> Array:
         """All the products one after another; `rows` tokens, any shape, not necessarily whole."""
         return self.row_cost(products, element_bytes)(rows)
@@ -231,9 +224,9 @@ class GemmRates:
         shape = self._shape_of(product)
         if shape is None:
             return seconds
-        knots = np.array(shape.rows, dtype=float)
-        ratio = np.log(np.array(shape.seconds) / self.form_s(knots, product, element_bytes))
-        return np.asarray(seconds * np.exp(np.interp(np.log(np.maximum(rows, 1.0)), np.log(knots), ratio)))
+        grid = np.array(shape.rows, dtype=float)
+        ratios = np.array(shape.seconds) / self.form_s(grid, product, element_bytes)
+        return np.asarray(seconds * log_interp(np.maximum(rows, 1.0), grid, ratios))
 
 
 @lru_cache(maxsize=256)

@@ -11,7 +11,8 @@ from typing import Annotated
 import numpy as np
 
 from kvrsim.errors import InputError
-from kvrsim.io.schema import Limits, NonNegative
+from kvrsim.interp import cell, log_interp
+from kvrsim.io.schema import NonNegative, Range
 from kvrsim.program import Array
 from kvrsim.units import MAX_BYTES
 
@@ -43,7 +44,7 @@ class GatherRates:
         return self.launch_s + (num_ranks - 1) * self.step_s(total_bytes / num_ranks, num_ranks)
 
 
-Bytes = Annotated[int, Limits(least=1, most=MAX_BYTES)]
+Bytes = Annotated[int, Range(least=1, most=MAX_BYTES)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +54,7 @@ class MeasuredAllReduce:
     Below the smallest size and beyond the largest the rate stays.
     """
 
-    num_gpus: Annotated[int, Limits(least=2, most=2**16)]
+    num_gpus: Annotated[int, Range(least=2, most=2**16)]
     latency_s: NonNegative  # of the smallest
     nbytes: tuple[Bytes, ...]  # of the tensor, rising
     bytes_per_s: tuple[float, ...]  # of the fastest method at that size, latency apart
@@ -65,9 +66,7 @@ class MeasuredAllReduce:
 
     def seconds(self, nbytes: Array) -> Array:
         """Of tensors of that size, any shape."""
-        sizes, rates = np.log(np.array(self.nbytes, dtype=float)), np.log(np.array(self.bytes_per_s))
-        rate = np.exp(np.interp(np.log(np.maximum(nbytes, 1.0)), sizes, rates))
-        return np.asarray(self.latency_s + nbytes / rate)
+        return self.latency_s + nbytes / log_interp(np.maximum(nbytes, 1.0), self.nbytes, self.bytes_per_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +86,6 @@ class AllReduceRates:
 
     def seconds(self, nbytes: Array, num_gpus: int) -> Array:
         """Of a tensor of `nbytes`, any shape; between two measured numbers of GPUs, between their times."""
-        counts = [float(table.num_gpus) for table in self.measured]
-        shares = [float(np.interp(num_gpus, counts, row)) for row in np.eye(len(counts))]
-        parts = [share * table.seconds(nbytes) for share, table in zip(shares, self.measured, strict=True) if share]
-        return np.asarray(sum(parts))
+        low, share = cell(num_gpus, [table.num_gpus for table in self.measured])
+        below_s = self.measured[int(low)].seconds(nbytes)
+        return below_s if not share else (1 - share) * below_s + share * self.measured[int(low) + 1].seconds(nbytes)

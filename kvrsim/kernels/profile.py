@@ -5,8 +5,6 @@ Clock: how a device's rate falls from its burst to its sustained clock while it 
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,20 +16,20 @@ from kvrsim.choices import DTYPES
 from kvrsim.engine import Engine, HostRates
 from kvrsim.errors import InputError
 from kvrsim.hardware import Cluster
-from kvrsim.io.files import write_atomically
 from kvrsim.io.schema import (
     Check,
     JsonObject,
     Keys,
-    Limits,
     NonNegative,
     PositiveShare,
+    Range,
     RelativeError,
     Whole,
     fields_to_json,
     read,
+    write_json,
 )
-from kvrsim.kernels.attention import ATTENTION_KERNELS, AttentionRates, LatentRates, read_attention
+from kvrsim.kernels.attention import ATTENTION_KERNELS, AttentionRates, LatentRates
 from kvrsim.kernels.elementwise import CacheCopies, ElementwiseRates
 from kvrsim.kernels.experts import ExpertRates
 from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates, Product, Width, alike
@@ -41,12 +39,11 @@ from kvrsim.kernels.sparse import SparseRates
 from kvrsim.program import Array
 
 SCHEMA_VERSION = 2
-_NUMBERS = re.compile(r"\[[-+.,0-9eE\s]+\]")  # arrays of numbers, which are written in one line
 _BUILTIN_FOLDER = Path(__file__).parents[1] / "data" / "profiles"
 
 # Standard deviations on either side of the mean that hold 80 % of a normal distribution.
 DEVIATES_OF_80_PERCENT = 1.2816
-PendingShare = Annotated[float, Limits(least=0.0, most=0.9)]  # a rank that loses more computes next to nothing
+PendingShare = Annotated[float, Range(least=0.0, most=0.9)]  # a rank that loses more computes next to nothing
 OPERATION_KINDS = (
     *("gemm", "attention", "latent", "sparse", "experts", "recurrence", "elementwise"),
     *("send_recv", "all_gather", "all_reduce", "host"),
@@ -62,6 +59,11 @@ SizeSpan = Annotated[
 Dtypes = Annotated[
     tuple[str, ...], Check(f"some of {', '.join(DTYPES)}", lambda found: found and set(found) <= set(DTYPES))
 ]
+AttentionByKernel = Annotated[
+    Mapping[str, AttentionRates],
+    Keys(ATTENTION_KERNELS),
+    Check(f"rates for one or more of {', '.join(ATTENTION_KERNELS)}", bool),
+]
 GemmTypes = Annotated[Mapping[str, GemmRates], Keys(tuple(GEMM_TYPES))]
 
 
@@ -70,7 +72,7 @@ class KernelRates:
     """What the device reaches; every rate at or below the datasheet's."""
 
     gemm: GemmRates  # projections, MLP and head
-    attention: Mapping[str, AttentionRates]  # by kernel: "eager", "sdpa", "flash"
+    attention: AttentionByKernel
     elementwise: ElementwiseRates
     copies: CacheCopies
     head_on_all_tokens: bool = False  # whether logits are computed for every token of the last chunk
@@ -96,16 +98,6 @@ class KernelRates:
         """Whether the weight matrix was timed in the type that the product is priced in."""
         priced = self.priced_as(product.compute)
         return (self.gemm if priced is None else self.gemm_types[priced]).is_measured(product)
-
-    @classmethod
-    def read(cls, data: JsonObject) -> KernelRates:
-        """Check the keys of the profile's kernels section."""
-        attention = data.child("attention")
-        attention.only(ATTENTION_KERNELS)
-        rates = {kernel: read_attention(kernel, attention.child(kernel)) for kernel in attention.fields}
-        if not rates:
-            raise data.error("attention", f"rates for one or more of {', '.join(ATTENTION_KERNELS)}")
-        return read(cls, data, attention=rates)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,11 +206,7 @@ class CalibrationProfile:
         """Check every key of a profile; raises InputError naming the key path."""
         if data.integer("schema_version") != SCHEMA_VERSION:
             raise data.error("schema_version", f"{SCHEMA_VERSION}, the version that this kvrsim reads")
-        engine: Engine | str | None = None
-        if data.has("engine"):
-            is_name = isinstance(data.fields["engine"], str)
-            engine = data.text("engine") if is_name else Engine.read(data.child("engine"))
-        return read(cls, data.without("schema_version"), engine=engine)
+        return read(cls, data.without("schema_version"))
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -226,8 +214,7 @@ class CalibrationProfile:
 
     def write(self, path: str | Path) -> None:
         """Write the profile as JSON; the file appears whole or not at all."""
-        text = _NUMBERS.sub(lambda found: " ".join(found[0].split()), json.dumps(self.to_dict(), indent=2))
-        write_atomically(path, f"{text}\n".encode(), argument="output")
+        write_json(path, self)
 
 
 def builtin_profiles() -> tuple[str, ...]:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from kvrsim.errors import InputError
+from kvrsim.interp import interquartile_range
 from kvrsim.partition import Partition
-from kvrsim.results.quartiles import interquartile_range
 from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.cache import PrefixCache
 from kvrsim.runtime.hooks import hooked

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import numpy as np
 
 from kvrsim.io.journal import Journal
-from kvrsim.io.schema import JsonObject, Limits, NonNegative, read
+from kvrsim.io.schema import JsonObject, Range, NonNegative, read
 from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S
@@ -42,7 +42,7 @@ Chunks = tuple[int, ...]
 class Sample:
     """One measured prefill."""
 
-    stage: Annotated[int, Limits(least=_FINAL, most=MAX_TOKENS)]  # of the search
+    stage: Annotated[int, Range(least=_FINAL, most=MAX_TOKENS)]  # of the search
     chunks: Chunks  # tokens a rank
     ttft_s: float
     spent_s: NonNegative  # of the search's time, warm-up included

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from kvrsim.hardware import Cluster, MemoryLimit
+from kvrsim.interp import interquartile_range, median_error
 from kvrsim.io.schema import fields_to_json
 from kvrsim.memory import RankMemory
-from kvrsim.results.quartiles import interquartile_range, median_error
 from kvrsim.results.question import Question
 from kvrsim.results.results import stages_to_json
 from kvrsim.results.timeline import Timeline

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
+from kvrsim.interp import interquartile_range
 from kvrsim.io.schema import fields_to_json
 from kvrsim.partition import Partition
-from kvrsim.results.quartiles import interquartile_range
 from kvrsim.results.question import Question
 from kvrsim.results.results import stages_to_json
 from kvrsim.results.timeline import Timeline

@@ -13,6 +13,7 @@ import pytest
 import kvrsim
 from kvrsim.engine import NO_ENGINE, NO_HOST, TERMS, Engine, HostRates, builtin_engines, load_engine
 from kvrsim.errors import InputError
+from kvrsim.io.schema import to_json
 from kvrsim.kernels.profile import load_profile
 
 ALONE: dict[str, Any] = {"gpus": 1, "ctx": 4096, "model": "llama-2-7b", "cluster": "a100-nvlink", "strategy": "single"}
@@ -54,7 +55,7 @@ def test_the_engines_that_are_promised_ship() -> None:
 )
 def test_a_bad_engine_is_refused_by_key(change: dict[str, Any], parameter: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
-    path.write_text(json.dumps(NOTHING.to_dict() | change))
+    path.write_text(json.dumps(to_json(NOTHING) | change))
     with pytest.raises(InputError, match=rf"^engine .*mine\.json: {parameter}"):
         load_engine(path)
 

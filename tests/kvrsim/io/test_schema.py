@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrsim.errors import InputError
-from kvrsim.io.schema import JsonObject, NonNegative, read, to_json
+from kvrsim.io.schema import JsonObject, Keys, NonNegative, read, read_as, to_json, write_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +28,15 @@ class Inner:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Other:
+    depth: int
+    kind: str = "x"
+
+
+Pairs = Annotated[tuple[tuple[str, float], ...], Keys(("p", "q"))]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Outer:
     name: str
     seconds: NonNegative
@@ -33,6 +44,8 @@ class Outer:
     by_name: dict[str, Inner] = field(default_factory=dict)
     rate: float | None = None
     flag: bool = False
+    either: Inner | Other | str | None = None
+    by_count: Mapping[int, float] = field(default_factory=dict)
 
 
 inners = st.builds(
@@ -49,6 +62,8 @@ outers = st.builds(
     by_name=st.dictionaries(st.text("xyz", min_size=1), inners, max_size=2),
     rate=st.none() | st.floats(1e-9, 1e9),
     flag=st.booleans(),
+    either=st.none() | st.text("abc", min_size=1) | inners | st.builds(Other, depth=st.integers(1, 9)),
+    by_count=st.dictionaries(st.integers(0, 9), st.floats(1e-9, 1e9), max_size=2),
 )
 WHOLE: dict[str, Any] = {"name": "x", "seconds": 0, "inner": [{"rows": [1, 2], "span": [1, 2.5]}]}
 
@@ -59,7 +74,30 @@ def parse(data: dict[str, Any]) -> Outer:
 
 @given(outers)
 def test_what_is_written_is_read_back(value: Outer) -> None:
-    assert parse(json.loads(json.dumps(to_json(value)))) == value
+    content = json.loads(json.dumps(to_json(value)))
+    assert parse(content) == value
+    assert read_as(Outer, content, "wire") == value
+    assert read_as(tuple[Outer, ...], [content] * 2, "wire") == (value, value)
+
+
+def test_pairs_are_read_from_an_object() -> None:
+    data = JsonObject(fields={"rates": {"q": 2, "p": 1}}, where="a.json")
+    assert data.get("rates", Pairs) == (("p", 1.0), ("q", 2.0))
+    with pytest.raises(InputError, match="key in rates: got 'r', accepted: p, q"):
+        JsonObject(fields={"rates": {"r": 1}}, where="a.json").get("rates", Pairs)
+
+
+@given(st.floats(allow_nan=False) | st.text(), st.integers())
+def test_plain_values_are_taken_as_they_are(value: float | str, number: int) -> None:
+    assert read_as(float | str, value, "wire") == value
+    assert read_as(Mapping[int, int | None], {str(number): number}, "wire") == {number: number}
+    with pytest.raises(InputError, match="wire"):
+        read_as(int, str(value), "wire")
+
+
+def test_arrays_of_numbers_are_written_in_one_line(tmp_path: Path) -> None:
+    write_json(tmp_path / "x.json", {"rows": (1, 2), "names": ["a"]})
+    assert (tmp_path / "x.json").read_text() == '{\n  "rows": [ 1, 2 ],\n  "names": [\n    "a"\n  ]\n}\n'
 
 
 def test_defaults_comments_and_white_space() -> None:
@@ -85,6 +123,8 @@ def test_defaults_comments_and_white_space() -> None:
         ({"inner": [{"rows": []}]}, "inner[0].span: got 'nothing', accepted: an array of 2"),
         ({"inner": [{"rows": [], "span": [1, 2], "kind": "c"}]}, "inner[0].kind: got 'c', accepted: a or b"),
         ({"by_name": {"k": {"rows": [], "span": [1, 2], "no": 1}}}, "key in by_name.k: got 'no', accepted: rows, span"),
+        ({"either": {"depth": 0, "kind": "x"}}, "either.depth: got '0'"),
+        ({"either": 7}, "accepted: an object ({...}) or an object ({...}) or a text, or null"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:

@@ -137,9 +137,9 @@ def test_residual_may_be_absent(fields: dict[str, Any]) -> None:
     assert isinstance(read(fields).residual, Residual)
 
 
-def test_a_profile_of_before_clocks_is_refused_by_its_key(fields: dict[str, Any]) -> None:
+def test_a_key_of_an_older_version_is_refused_unless_it_is_null(fields: dict[str, Any]) -> None:
     assert read(changed(fields, "kernels.gemm.sustained_flops_per_s", None)) == read(fields)
-    with pytest.raises(InputError, match=r"kernels\.gemm\.sustained_flops_per_s: got .*, accepted: nothing"):
+    with pytest.raises(InputError, match=r"key in kernels\.gemm: got 'sustained_flops_per_s'"):
         read(changed(fields, "kernels.gemm.sustained_flops_per_s", 1e12))
 
 
@@ -250,7 +250,7 @@ def test_no_value_may_be_of_another_type(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("path", "values"),
     [
-        ("schema_version", [0, 1, 3, "2", 2.0, True]),
+        ("schema_version", [0, 1, 3, "2", 2.5, True]),
         ("name", ["", "  ", 7]),
         ("gpu", [""]),
         *(

@@ -14,7 +14,7 @@ from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
 from kvrsim.io.schema import JsonObject
 from kvrsim.io.schema import read as read_schema
-from kvrsim.kernels.attention import AttentionCall, BlockedRates, EagerRates, FlashRates, MeasuredSizes, read_attention
+from kvrsim.kernels.attention import AttentionCall, AttentionRates, BlockedRates, EagerRates, FlashRates, MeasuredSizes
 from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates, MeasuredShape, Product, Tile, merged
 from kvrsim.kernels.links import GatherRates
 from kvrsim.program import AllGather, Array, Program
@@ -322,10 +322,8 @@ def test_scores_that_leave_the_cache_take_longer() -> None:
 
 def test_a_flash_section_may_be_of_either_kind() -> None:
     for rates in (STEPS, replace(BLOCKED, skips_masked=True, measured=MeasuredSizes(sizes=(2.0,), factors=(1.5,)))):
-        fields = json.loads(json.dumps(asdict(rates)))
-        assert read_attention("flash", JsonObject(fields=fields, where="test")) == rates
-    with pytest.raises(InputError, match="causal_flops_per_s"):
-        read_attention("sdpa", JsonObject(fields={}, where="test"))
+        fields = {"flash": json.loads(json.dumps(asdict(rates)))}
+        assert JsonObject(fields=fields, where="test").get("flash", AttentionRates) == rates
 
 
 # -- all-gathers

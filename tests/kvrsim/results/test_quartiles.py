@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvrsim.results.quartiles import interquartile_range, median_error, quartiles
+from kvrsim.interp import interquartile_range, median_error, quartiles
 
 
 def test_quartiles_interpolate() -> None:
