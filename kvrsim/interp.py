@@ -36,7 +36,6 @@ def percentile(values: ArrayLike, percent: float) -> float:
     return float(np.partition(array, rank)[rank])
 
 
-
 QUARTILE_RANGE_SD = 1.349  # interquartile range of a normal distribution, in standard deviations
 _MEDIAN_SD = 1.25  # standard error of the median of n normal values, in standard deviations / sqrt(n)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import numpy as np
 
 from kvrsim.io.journal import Journal
-from kvrsim.io.schema import JsonObject, Range, NonNegative, read
+from kvrsim.io.schema import JsonObject, NonNegative, Range, read
 from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S
