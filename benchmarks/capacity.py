@@ -20,13 +20,14 @@ from _report import spread, write
 
 from kvrsim.builder import make_scenario
 from kvrsim.executors.run import run_partition
+from kvrsim.interp import percentile_of
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.capacity.designs import DesignSearch, Fit, Limits
 from planner.capacity.evaluations import Evaluations, Target
 from planner.capacity.fleet.event import PoolProcesses
 from planner.capacity.fleet.fast import run_pool
-from planner.capacity.fleet.fleet import Conditions, percentile_of, run_fleet
+from planner.capacity.fleet.fleet import Conditions, run_fleet
 from planner.capacity.fleet.pool import Pool
 from planner.capacity.fleet.service import Overlap, Service
 from planner.capacity.fleet.times import ServiceTimes

@@ -15,9 +15,9 @@ import numpy as np
 from _report import write
 
 from kvrsim.builder import make_scenario
+from kvrsim.interp import percentile_of
 from kvrsim.results.stream import Prompts
 from planner.capacity.fleet.fast import run_pool
-from planner.capacity.fleet.fleet import percentile_of
 from planner.capacity.fleet.layouts import Choice
 from planner.capacity.fleet.packed_times import PackedTimes
 from planner.capacity.fleet.pool import Pool

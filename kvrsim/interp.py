@@ -29,7 +29,7 @@ def cell(x: ArrayLike, grid: ArrayLike) -> tuple[NDArray[np.intp], Floats]:
     return low, (at - points[low]) / (points[low + 1] - points[low])
 
 
-def percentile(values: ArrayLike, percent: float) -> float:
+def percentile_of(values: ArrayLike, percent: float) -> float:
     """The least value that `percent` percent of all values do not exceed: one of them, so values may be infinite."""
     array = np.asarray(values, dtype=float)
     rank = max(1, math.ceil(percent / 100 * array.size - 1e-9)) - 1

@@ -257,7 +257,7 @@ def read_as(annotation: Any, value: Any, where: str) -> Any:
 
 
 def _read_object(cls: type[T], data: JsonObject, given: dict[str, Any], *, plain: bool) -> T:
-    known = _fields(cls, plain)
+    known = _fields(cls, plain)  # type: ignore[arg-type]
     data.only(known)
     values = dict(given)
     for name, (kind, required) in known.items():
@@ -283,7 +283,7 @@ def _fields(cls: type, plain: bool) -> dict[str, tuple[_Kind, bool]]:
     hints = get_type_hints(cls, include_extras=True)
     return {
         field.name: (_kind(hints[field.name], plain), field.default is MISSING and field.default_factory is MISSING)
-        for field in fields(cls)  # type: ignore[arg-type]
+        for field in fields(cls)
         if field.init
     }
 
@@ -297,24 +297,24 @@ class _Kind:
     """An annotation taken apart; `plain`: numbers and texts are taken as they are."""
 
     def __init__(self, annotation: Any, plain: bool) -> None:
-        extras: tuple[Any, ...] = ()
-        self.options = [annotation]
+        self.extras: tuple[Any, ...] = ()
+        self.plain = plain
         if get_origin(annotation) is Annotated:
-            annotation, *rest = get_args(annotation)
-            extras = tuple(rest)
-        if get_origin(annotation) in (Union, UnionType):
-            self.options = [one for one in get_args(annotation) if one is not NoneType]
-        self.optional = len(self.options) < len(get_args(annotation)) and get_origin(annotation) in (Union, UnionType)
+            annotation, *extras = get_args(annotation)
+            self.extras = tuple(extras)
+        is_union = get_origin(annotation) in (Union, UnionType)
+        self.options = [one for one in get_args(annotation) if one is not NoneType] if is_union else [annotation]
+        self.optional = is_union and NoneType in get_args(annotation)
         self.base = annotation
-        if self.optional and len(self.options) == 1:
+        if is_union and len(self.options) == 1:
             inner = _kind(self.options[0], plain)
-            self.base, extras = inner.base, inner.extras
-        self.extras, self.plain = extras, plain
+            self.base = inner.base
+            self.extras = inner.extras
         self.origin, self.args = get_origin(self.base), get_args(self.base)
-        self.checks = [extra for extra in extras if isinstance(extra, Check)]
-        self.keys = next((extra.names for extra in extras if isinstance(extra, Keys)), None)
+        self.checks = [extra for extra in self.extras if isinstance(extra, Check)]
+        self.keys = next((extra.names for extra in self.extras if isinstance(extra, Keys)), None)
         default = None if plain else _RANGES.get(self.base)
-        self.range = next((extra for extra in extras if isinstance(extra, Range)), default)
+        self.range = next((extra for extra in self.extras if isinstance(extra, Range)), default)
         self.as_pairs = self.origin is tuple and self.keys is not None
 
     @cached_property

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvrsim.interp import percentile_of
 from kvrsim.program import Array
-from planner.capacity.fleet.fleet import percentile_of
 
 LEVEL = 0.95
 _BLOCKS, _LEAST_IN_BLOCK, _DRAWS, _THRESHOLDS = 40, 25, 400, 2000

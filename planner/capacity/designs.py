@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvrsim.interp import percentile_of
 from planner.capacity.evaluations import Design, Evaluations, LengthBucket
-from planner.capacity.fleet.fleet import GroupPlan, percentile_of
+from planner.capacity.fleet.fleet import GroupPlan
 from planner.capacity.fleet.layouts import Kind
 
 _REQUEST_QUANTILES = (0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99)

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from kvrsim.interp import percentile_of
 from kvrsim.program import Array
 from planner.capacity.answer import Cause, Curves, FleetAnswer, GroupAnswer, Infeasible
 from planner.capacity.confidence import Interval, of_replications, of_trace
 from planner.capacity.designs import DesignSearch, Fit
 from planner.capacity.evaluations import Design, Evaluations
-from planner.capacity.fleet.fleet import FleetRun, GroupPlan, percentile_of
+from planner.capacity.fleet.fleet import FleetRun, GroupPlan
 from planner.capacity.fleet.times import ServiceTimes
 from planner.capacity.request import CapacityRequest
 from planner.capacity.workloads.workload import Workload

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from kvrsim.interp import percentile_of
 from kvrsim.program import Array
 from planner.capacity.answer import Point, TriedFleet
 from planner.capacity.designs import MANY, Fit, Limits
@@ -128,10 +129,8 @@ class Fleets:
         )
 
     def _quantiles(self, ttft_s: Sequence[Array]) -> tuple[float, ...]:
-        """As percentile_of, at all percentiles."""
-        ordered = np.sort(np.concatenate(ttft_s))
-        ranks = [max(1, math.ceil(one / 100 * len(ordered) - 1e-9)) - 1 for one in self.percentiles]
-        return tuple(map(float, ordered[ranks]))
+        values = np.concatenate(ttft_s)
+        return tuple(percentile_of(values, percent) for percent in self.percentiles)
 
 
 def _words(plans: Plans) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvrsim.interp import percentile_of
 from kvrsim.program import Array
 from kvrsim.units import format_seconds, format_tokens
 from kvrsim.views.figure import Head, drawing, encoded
@@ -177,7 +178,7 @@ def percentile_by_length(curves: Curves, served: Any, percentile: float) -> tupl
         here = served[step == number]
         if len(here) >= 20:
             lengths.append(2.0 ** ((number + 0.5) / 2))
-            values.append(float(np.percentile(curves.ttft_s[here], percentile, method="inverted_cdf")))
+            values.append(percentile_of(curves.ttft_s[here], percentile))
     return np.array(lengths), np.array(values)
 
 

@@ -6,7 +6,6 @@ docs/how-to/predictor.md describes the file for programs that read it.
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrsim.errors import InputError
+from kvrsim.interp import cell
 from kvrsim.io.files import write_atomically
 from kvrsim.io.schema import JsonObject, Whole, fields_to_json, read, to_json
 
@@ -142,11 +142,8 @@ def load_predictor(path: str | Path, argument: str = "predictor") -> TtftPredict
 
 def _around(knots: Sequence[int], value: int) -> Around:
     """The knots around a value and their weights; those that weigh nothing are left out."""
-    low = min(max(0, bisect_right(knots, value) - 1), max(0, len(knots) - 2))
-    if knots[low] == value or len(knots) == 1:
-        return [(low, 1.0)]
-    weight = (value - knots[low]) / (knots[low + 1] - knots[low])
-    return [(index, share) for index, share in ((low, 1 - weight), (low + 1, weight)) if share > 0]
+    low, share = cell(value, knots)
+    return [(int(index), float(part)) for index, part in ((low, 1 - share), (low + 1, share)) if part > 0]
 
 
 def _mean(seconds: Seconds, places: Sequence[tuple[tuple[int, float], tuple[int, float], Around]]) -> float:

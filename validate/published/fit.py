@@ -43,8 +43,8 @@ from kvrsim.engine import HostRates, load_engine
 from kvrsim.executors.run import run_partition
 from kvrsim.io.files import write_atomically
 from kvrsim.kernels.attention import EagerRates
-from kvrsim.kernels.elementwise import ElementwiseRates
-from kvrsim.kernels.profile import CacheCopies, CalibrationProfile, KernelRates, Residual, ValidRange, load_profile
+from kvrsim.kernels.elementwise import CacheCopies, ElementwiseRates
+from kvrsim.kernels.profile import CalibrationProfile, KernelRates, Residual, ValidRange, load_profile
 from kvrsim.partition import Partition
 from kvrsim.program import Array
 from kvrsim.scenario import Scenario

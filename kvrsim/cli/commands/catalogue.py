@@ -378,10 +378,11 @@ def list_engines(answers: AnswerOptions) -> None:
     """
     answers.check()
     from kvrsim.engine import builtin_engines, load_engine
+    from kvrsim.io.schema import to_json
 
     engines = [load_engine(name) for name in builtin_engines()]
     if not answers.printed(
-        lambda: {"engines": [engine.to_dict() for engine in engines]},
+        lambda: {"engines": [to_json(engine) for engine in engines]},
         "engines",
         without=("provenance", "spread", "fit"),
     ):
@@ -398,10 +399,11 @@ def engines_show(
     Example: kvrsim engines show vllm-2023
     """
     from kvrsim.engine import load_engine
+    from kvrsim.io.schema import to_json
 
     engine = load_engine(name, argument="NAME|PATH")
     if json:
-        print_json(engine.to_dict())
+        print_json(to_json(engine))
         return
     show_engine(engine)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -87,12 +86,6 @@ class FleetRun:
     def unserved(self) -> int:
         """Requests that fit in no group's memory."""
         return int(np.isinf(self.ttft_s).sum())
-
-
-def percentile_of(values: Array, percentile: float) -> float:
-    """The least value that `percentile` percent do not exceed; not interpolated, since values may be inf."""
-    rank = max(1, math.ceil(percentile / 100 * len(values) - 1e-9)) - 1
-    return float(np.partition(values, rank)[rank])
 
 
 def route(new_tokens: Lengths, services: Mapping[Kind, Service], plans: Sequence[GroupPlan]) -> Indices:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvrsim.interp import cell, log_interp
 from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
@@ -81,15 +82,13 @@ class ServiceTimes:
     def seconds(self, num_gpus: int, new_tokens: Lengths, cached_prefix: Lengths, weights: str = WHOLE) -> Array:
         """TTFT alone on a group; inf where the context does not fit in its memory."""
         grids = self.grids(num_gpus, weights)
-        log_new, log_knots = np.log(new_tokens), np.log(self.knots)
-        low, weight = self._between(cached_prefix)
+        low, weight = cell(cached_prefix, self.prefixes)
         seconds, most = np.zeros(len(new_tokens)), np.zeros(len(new_tokens))
         for index, grid in enumerate(grids):
             share = np.where(low == index, 1 - weight, np.where(low == index - 1, weight, 0.0))
             here = share > 0
             if here.any():
-                log_s = np.interp(log_new[here], log_knots, np.log(grid.ttft_s))
-                seconds[here] += share[here] * np.exp(log_s)
+                seconds[here] += share[here] * log_interp(new_tokens[here], self.knots, grid.ttft_s)
                 most[here] += share[here] * grid.most_new_tokens
         return np.where(new_tokens <= most, seconds, np.inf)
 
@@ -127,18 +126,10 @@ class ServiceTimes:
             cached_prefix=prefix,
         )
 
-    def _between(self, cached_prefix: Lengths) -> tuple[npt.NDArray[np.int64], Array]:
-        """Index of the simulated prefix below, and the weight of the next one, 0 to 1."""
-        known = np.array(self.prefixes, dtype=float)
-        low = np.clip(np.searchsorted(known, cached_prefix, side="right") - 1, 0, max(0, len(known) - 2))
-        if len(known) == 1:
-            return low, np.zeros(len(cached_prefix))
-        return low, (cached_prefix - known[low]) / (known[low + 1] - known[low])
-
     def _classes(self, new_tokens: Lengths, cached_prefix: Lengths) -> npt.NDArray[np.int64]:
         """Class of each request: between two knots of new tokens and two simulated prefixes."""
         below = np.searchsorted(self.knots, new_tokens, side="right") - 1
-        return np.asarray(self._between(cached_prefix)[0] * len(self.knots) + below)
+        return np.asarray(cell(cached_prefix, self.prefixes)[0] * len(self.knots) + below)
 
     def _of_class(self, grids: Sequence[ServiceTimeGrid]) -> list[tuple[list[ServiceTimeGrid], list[int]]]:
         """Grids and knot indices around each class."""

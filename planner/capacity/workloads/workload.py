@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrsim.errors import InputError
+from kvrsim.interp import percentile_of
 from kvrsim.program import Array, Flags
 from kvrsim.units import MAX_TOKENS, format_tokens
 
@@ -155,6 +156,5 @@ class Workload:
 
 
 def _percentiles(lengths: Lengths) -> dict[str, float]:
-    values = np.percentile(lengths, _SHARES, method="inverted_cdf")
-    named = {f"p{share}" if share < 100 else "max": int(value) for share, value in zip(_SHARES, values, strict=True)}
+    named = {f"p{share}" if share < 100 else "max": int(percentile_of(lengths, share)) for share in _SHARES}
     return {"mean": float(lengths.mean()), **named}

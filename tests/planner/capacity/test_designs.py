@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from kvrsim.builder import make_scenario
+from kvrsim.interp import percentile_of
 from planner.capacity.confidence import of_replications, of_trace
 from planner.capacity.designs import DesignSearch, Fit, Limits
 from planner.capacity.evaluations import Design, Evaluations, LengthBucket, Target
-from planner.capacity.fleet.fleet import Conditions, percentile_of
+from planner.capacity.fleet.fleet import Conditions
 from planner.capacity.fleet.times import ServiceTimes
 from planner.capacity.workloads.source import Source
 from planner.capacity.workloads.workload import Workload

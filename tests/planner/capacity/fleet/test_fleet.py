@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrsim.choices import ORDERS
+from kvrsim.interp import percentile_of
 from planner.capacity.fleet.event import PoolProcesses
 from planner.capacity.fleet.fast import run_pool
-from planner.capacity.fleet.fleet import Conditions, GroupPlan, percentile_of, route, run_fleet
+from planner.capacity.fleet.fleet import Conditions, GroupPlan, route, run_fleet
 from planner.capacity.fleet.layouts import Kind
 from planner.capacity.fleet.pool import Pool
 from planner.capacity.fleet.service import Overlap, Service
