@@ -1,16 +1,30 @@
-"""Lines of code (no blanks, comments, docstrings) and modules of the four packages: `python benchmarks/size.py`."""
+"""The size of the house: `python benchmarks/size.py`.
+
+Lines of code count no blanks, comments and docstrings; modules count `__init__`. It also lists functions with more
+than eight parameters, and counts the project modules that the default plan imports.
+"""
 
 from __future__ import annotations
 
 import ast
 import io
 import statistics
+import subprocess
+import sys
 import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("kvrsim", "calibrate", "planner", "validate")
+MOST_PARAMETERS = 8
 NOT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+_PLAN = """
+import contextlib, io, sys
+from kvrsim.cli import main
+with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    main.main(["plan", "--gpus", "8", "--ctx", "16k"])
+print(sum(name.split(".")[0] in {packages} for name in sys.modules))
+"""
 
 
 def code_lines(text: str) -> int:
@@ -29,19 +43,42 @@ def code_lines(text: str) -> int:
     return len(lines - docstrings)
 
 
+def wide_functions() -> list[str]:
+    """Functions of the packages with more than MOST_PARAMETERS parameters; `self` and `cls` are not counted."""
+    wide = []
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                    count = sum(argument.arg not in ("self", "cls") for argument in arguments)
+                    if count > MOST_PARAMETERS:
+                        wide.append(f"{path.relative_to(ROOT)}:{node.name} ({count})")
+    return wide
+
+
+def modules_of_the_default_plan() -> int:
+    """Project modules that `kvrsim plan --gpus 8 --ctx 16k` imports."""
+    code = _PLAN.format(packages=PACKAGES)
+    return int(subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+
+
 def main() -> None:
-    """One row a package, and the sum."""
+    """One row per package, the sums, and the other measures."""
     print(f"{'package':10} {'code lines':>10} {'modules':>8} {'median lines of a module':>25}")
     sizes: list[int] = []
     total = 0
-    for package in PACKAGES:
-        paths = [path for path in (ROOT / package).rglob("*.py") if path.name != "__init__.py"]
+    for package in (*PACKAGES, "tests"):
+        if package == "tests":
+            print(f"{'packages':10} {total:10} {len(sizes):8} {statistics.median(sizes):25.0f}")
         texts = [path.read_text("utf-8") for path in sorted((ROOT / package).rglob("*.py"))]
-        lengths = [len(path.read_text("utf-8").splitlines()) for path in paths]
+        lengths = [len(text.splitlines()) for text in texts]
         code = sum(map(code_lines, texts))
-        print(f"{package:10} {code:10} {len(paths):8} {statistics.median(lengths):25.0f}")
+        print(f"{package:10} {code:10} {len(texts):8} {statistics.median(lengths):25.0f}")
         total, sizes = total + code, sizes + lengths
-    print(f"{'all':10} {total:10} {len(sizes):8} {statistics.median(sizes):25.0f}")
+    wide = wide_functions()
+    print(f"functions with more than {MOST_PARAMETERS} parameters: {len(wide)}", *wide, sep="\n  ")
+    print(f"project modules that the default plan imports: {modules_of_the_default_plan()}")
 
 
 if __name__ == "__main__":
