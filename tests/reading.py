@@ -1,13 +1,17 @@
-"""Sentences of README, docs and help texts, drawn at random: `python tests/reading.py [--seed N] [--count 40]`.
+"""Sentences drawn at random, to be read without context: `python tests/reading.py [--code] [--seed N] [--count 40]`.
 
-Read each as a new user would, without its context. Rewrite those that need a second reading, then draw others.
+They come from README, docs and help texts, or with --code from docstrings and comments. Rewrite those that need a second
+reading, then draw others.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import io
 import random
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,15 +52,32 @@ def helps() -> Iterator[tuple[str, str]]:
                 todo.append((f"{path} {name}", inner))
 
 
+def code() -> Iterator[tuple[str, str]]:
+    """Docstrings and comments of the packages."""
+    for package in ("kvrsim", "planner", "calibrate", "validate"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            text, where = path.read_text("utf-8"), path.relative_to(ROOT).as_posix()
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                    docstring = ast.get_docstring(node)
+                    if docstring:
+                        yield f"{where}:{getattr(node, 'lineno', 1)}", " ".join(docstring.split())
+            for token in tokenize.generate_tokens(io.StringIO(text).readline):
+                if token.type == tokenize.COMMENT and len(token.string.split()) > 4:
+                    yield f"{where}:{token.start[0]}", token.string
+
+
 def main() -> None:
     """Print the seed and the sentences."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--count", type=int, default=40)
-    wanted = parser.parse_args()
-    found = sorted({(text, where) for where, text in [*pages(), *helps()] if text})
-    print(f"seed {wanted.seed}: {wanted.count} of {len(found)} sentences")
-    for number, (text, where) in enumerate(random.Random(wanted.seed).sample(found, wanted.count), 1):
+    parser.add_argument("--code", action="store_true", help="docstrings and comments instead of pages and help texts")
+    options = parser.parse_args()
+    sources = code() if options.code else [*pages(), *helps()]
+    sentences = sorted({(text, where) for where, text in sources if text})
+    print(f"seed {options.seed}: {options.count} of {len(sentences)} sentences")
+    for number, (text, where) in enumerate(random.Random(options.seed).sample(sentences, options.count), 1):
         print(f"{number:3} {text}   [{where}]")
 
 
