@@ -1,7 +1,7 @@
 """Sentences drawn at random, to be read without context: `python tests/reading.py [--code] [--seed N] [--count 40]`.
 
-They come from README, docs and help texts, or with --code from docstrings and comments. Rewrite those that need a second
-reading, then draw others.
+They come from README, docs and help texts, or with --code from docstrings and comments. Rewrite those that need a
+second reading, then draw others.
 """
 
 from __future__ import annotations
