@@ -45,10 +45,6 @@ def main() -> None:
     print(f"docs/results/accuracy.md: {used['n']} rows used, {shares}")
 
 
-if __name__ == "__main__":
-    main()
-
-
 # -- the accuracy page's part on operations: errors by kind of operation and profile
 
 _TITLES = {
@@ -83,3 +79,7 @@ def part() -> list[str]:
         cells = [f"{fit.cross_validated_mape:.1%} ({fit.num_rows})" if fit and fit.num_rows else "-" for fit in fits]
         lines.append(f"| {profile.name} | {' | '.join(cells)} |")
     return [*lines, ""]
+
+
+if __name__ == "__main__":
+    main()

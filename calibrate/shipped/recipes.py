@@ -210,10 +210,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 # -- Sections of a profile's kernels that have tables of their own: experts, recurrences, latent and sparse attention.
 #
 # Each is fitted by itself, from what recipes.json has under "sections", and leaves the rest of the profile as it is.
@@ -262,3 +258,7 @@ def fit_sections(
         ),
         fitted=fitted,
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

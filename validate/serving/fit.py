@@ -225,10 +225,6 @@ def main() -> None:
         )
 
 
-if __name__ == "__main__":
-    main()
-
-
 # -- how wide an interval has to be that rests on left-out prefills, beyond what the engine's terms explain
 #
 # Errors are those of rows of 512 tokens and more: below, the spread of the terms says more.
@@ -279,3 +275,7 @@ def inside(rows: Sequence[ServingRow], engine: Engine, predicted_s: Sequence[flo
         low, high = error.low_s / error.predicted_s, error.high_s / error.predicted_s
         found.append(low * then_s <= error.row.ttft_s <= high * then_s)
     return found
+
+
+if __name__ == "__main__":
+    main()
