@@ -105,8 +105,8 @@ def make_scenario(
     topology: "switch", "bus" or "chain"; overrides the cluster's.
     attention: kernel, "eager", "sdpa" or "flash"; None: the profile's first.
     batch, cached_prefix: sequences prefilled together; leading tokens of each whose K and V exist already.
-    prefix_placement: where: "all" ranks, "sharded" over them by tokens, "layers" (sharded by layers), "host" or
-        "remote", these two with a bandwidth a GPU if need be, such as "host:20GB/s"; or a PrefixPlacement.
+    prefix_placement: where: "all" ranks, "sharded" over them by tokens, "host" or "remote", these two with a bandwidth
+        per GPU if need be, such as "host:20GB/s"; or a PrefixPlacement.
     dtype: "fp16", "bf16" or "fp32", of weights, activations and KV cache, or "fp8", of the products of the layers, all
         else in half precision; None: fp16, or what the profile has.
     memory_fraction: share of each GPU's memory that the prefill may use, above 0 and at most 1; the rest is a reserve.

@@ -13,9 +13,9 @@ ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 DTYPE_BYTES = {"fp16": 2, "bf16": 2, "fp8": 1, "fp32": 4}  # of one element
 DTYPES = tuple(DTYPE_BYTES)  # of weights, activations and KV cache alike; of a request fp8: the products of layers
 
-PrefixPlace = Literal["all", "sharded", "layers", "host", "remote"]  # where a cached prefix's K and V lie
+PrefixPlace = Literal["all", "sharded", "host", "remote"]  # where a cached prefix's K and V lie
 PREFIX_PLACEMENTS: tuple[PrefixPlace, ...] = get_args(PrefixPlace)
-PrefixAccess = Literal["whole", "pass-kv", "pass-q"]  # how ranks attend to it: see kvrsim/kernels/prefix.py
+PrefixAccess = Literal["whole", "pass-kv"]  # how ranks attend to it: see kvrsim/kernels/prefix.py
 
 Device = Literal["auto", "cpu", "cuda"]
 DEVICES: tuple[Device, ...] = get_args(Device)

@@ -97,26 +97,24 @@ def _rank_memory(
     """`flights`: bytes in flight in a layer of each kind, a rank."""
     model, request = scenario.share, scenario.request
     width, batch, chunk = request.dtype_bytes, request.batch, partition.chunk_lens[rank]
-    way = scenario.prefix_way
-    kept, gathered, dropped, prefix = [], [], [], []
+    way = scenario.prefix_access_plan
+    kept, gathered = [], []
     for kind, layer, in_flight in zip(program.layers, model.layer_kinds, flights, strict=True):
         whole = batch * _cache_bytes(model, layer, request.context_len, width)
         shared = way.share and not isinstance(layer.mixer, Recurrence)  # each rank keeps its share of the prefix
-        prefix.append(batch * _cache_bytes(model, layer, request.cached_prefix, width))
-        others = prefix[-1] * (1.0 - way.share) if shared else 0.0
+        prefix = batch * _cache_bytes(model, layer, request.cached_prefix, width)
+        others = prefix * (1.0 - way.share) if shared else 0.0
         own = batch * _cache_bytes(model, layer, request.cached_prefix + chunk, width) - others
         said = [float(op.kv_bytes[0]) for op in kind[rank] if isinstance(op, Compute) and op.kv_bytes is not None]
         # What it loads for this layer alone is in flight.
-        dropped.append(sum(op.nbytes.item() for op in kind[rank] if isinstance(op, Load) and not op.ahead))
-        held = max(said, default=whole) - dropped[-1]
+        dropped = sum(op.nbytes.item() for op in kind[rank] if isinstance(op, Load) and not op.ahead)
+        held = max(said, default=whole) - dropped
         gathers = strategy.gathers_kv and way.access == "pass-kv"
         kept.append(held - others * gathers if strategy.keeps_gathered else min(held, own))
         gathered.append(in_flight[rank] + held - kept[-1])
-    in_order = [kind for kind in program.layer_kind_index if dropped[kind]]
-    lies_here = sum(prefix[kind] for number, kind in enumerate(in_order) if number in way.held_layers(rank))
     return RankMemory(
         weights=weights,
-        kv_cache=round(sum(kept[kind] for kind in program.layer_kind_index) + lies_here),
+        kv_cache=round(sum(kept[kind] for kind in program.layer_kind_index)),
         gathered=round(max(gathered)),
         activations=max(
             batch

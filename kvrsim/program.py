@@ -147,7 +147,6 @@ class Load:
     seconds: Array  # that it keeps the rank's link busy, shape (1,)
     latency_s: float = 0.0  # until what has left the link is there
     ahead: bool = True
-    held: range = range(0)  # of the rank's loads, counted from 0, those of what it has itself: they take no time
     host_s: float = 0.0
 
 
@@ -317,8 +316,7 @@ def _gathers(ops: Sequence[Op]) -> list[AllGather]:
 
 def loaded_bytes(program: Program, rank: int) -> float:
     """Bytes of the cached prefix that a rank loads."""
-    loads = [op for _, op in program.ops(rank) if isinstance(op, Load)]
-    return float(sum(op.nbytes.item() for number, op in enumerate(loads) if number not in op.held))
+    return float(sum(op.nbytes.item() for _, op in program.ops(rank) if isinstance(op, Load)))
 
 
 def bytes_in_flight(layer: Sequence[Sequence[Op]]) -> list[float]:

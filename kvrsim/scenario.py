@@ -14,7 +14,7 @@ from kvrsim.kernels.attention import ATTENTION_KERNELS
 from kvrsim.kernels.calibrated import CalibratedCost, CostModel
 from kvrsim.kernels.experts import ONE_GPU, ExpertPlacement, check_experts, spread_experts
 from kvrsim.kernels.layer import LayerCosts
-from kvrsim.kernels.prefix import ON_EVERY_RANK, PrefixPlacement, PrefixWay, way_of
+from kvrsim.kernels.prefix import ON_EVERY_RANK, PrefixAccessPlan, PrefixPlacement, plan_prefix_access
 from kvrsim.kernels.profile import CalibrationProfile, SendStyle, profiles_with
 from kvrsim.kernels.roofline import RooflineCost
 from kvrsim.kernels.tensor_parallel import Group, group_of, grouped_cluster, share_of
@@ -132,15 +132,15 @@ class Scenario:
         return self.expert_placement.num_gpus > self.gpus_per_rank
 
     @property
-    def prefix_way(self) -> PrefixWay:
+    def prefix_access_plan(self) -> PrefixAccessPlan:
         """How attention comes to the cached prefix."""
         placement = self.prefix_placement if self.request.cached_prefix else ON_EVERY_RANK
-        return way_of(placement, self.prefix_access, self.cluster, self.model)
+        return plan_prefix_access(placement, self.prefix_access, self.cluster)
 
     @property
     def chain_is_proven(self) -> bool:
         """Whether bounds of KVR's chain hold: its ranks exchange nothing that another rank computes with."""
-        return not self.experts_meet and self.prefix_way.access != "pass-q"
+        return not self.experts_meet
 
     def without_communication(self) -> Scenario:
         """The same with free links, nothing to resume from and the prefix on all ranks: the paper's TTFT(p)."""
@@ -291,7 +291,7 @@ class Scenario:
                 self.message_share,
                 self.cluster.gpu.hbm_bytes_per_s,
                 self.expert_placement,
-                self.prefix_way,
+                self.prefix_access_plan,
             )
             for layer in self.share.layer_kinds
         )

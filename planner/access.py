@@ -12,13 +12,13 @@ from kvrsim.compile import build_program, for_strategy
 from kvrsim.executors.batch import run_batch
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
-from kvrsim.strategies.layers import accesses
+from kvrsim.strategies.layers import supported_prefix_access
 
 
 def told_access(placed: Scenario, strategy: Strategy) -> PrefixAccess | None:
     """How ranks attend to a cached prefix that does not lie where it is used; None: it does."""
-    way = placed.prefix_way
-    there = way.is_there or (strategy.pipeline is not None and way.source is None)  # by layers, as its stages are
+    way = placed.prefix_access_plan
+    there = way.is_local or (strategy.pipeline is not None and way.source is None)  # each stage has its own layers'
     return None if there else way.access
 
 
@@ -30,7 +30,6 @@ def access_notes(accesses: Mapping[str, PrefixAccess | None], *, had_choice: boo
     told = {
         "whole": "each rank loads all that it needs",
         "pass-kv": "its shares go to all ranks",
-        "pass-q": "the queries go to its shares",
     }
     ways = {way: [name for name, one in accesses.items() if one == way] for way in told}
     parts = [f"{way} ({told[way]}) in {', '.join(names)}" for way, names in ways.items() if names]
@@ -68,4 +67,4 @@ def has_choice(scenario: Scenario, strategy: Strategy) -> bool:
 
 
 def _ways(placed: Scenario, strategy: Strategy) -> tuple[PrefixAccess, ...]:
-    return accesses(strategy, placed.prefix_placement, placed.share, placed.cluster.num_gpus)
+    return supported_prefix_access(strategy, placed.prefix_placement, placed.cluster.num_gpus)

@@ -104,8 +104,8 @@ class ScenarioOptions:
         str,
         typer.Option(
             "--prefix-placement",
-            metavar="all|sharded|layers|host[:RATE]|remote[:RATE]",
-            help="Where the cached K and V lie: on every rank, over the ranks by tokens or by layers, in host memory,"
+            metavar="all|sharded|host[:RATE]|remote[:RATE]",
+            help="Where the cached K and V lie: on every rank, over the ranks by tokens, in host memory,"
             " or in a remote store; RATE is a GPU's bandwidth to it, such as 20GB/s.",
         ),
     ] = "all"

@@ -200,9 +200,6 @@ class BatchEvaluator:
 
     def _load(self, rank: RankState, load: Load) -> None:
         """Wait for a part of the cached prefix, which comes whatever the ranks do."""
-        number, rank.num_loads = rank.num_loads, rank.num_loads + 1
-        if number in load.held:
-            return
         left_s = (rank.begin_s if rank.loaded_s is None else rank.loaded_s) + load.seconds
         np.maximum(rank.clock, left_s + load.latency_s, out=rank.clock)
         rank.loaded_s = left_s if load.ahead else rank.clock.copy()

@@ -75,7 +75,7 @@ class RankProcess:
         self.program, self.rank, self.network, self.env = program, rank, network, network.env
         self.host_s = 0.0
         self.clock_s = 0.0
-        self.num_meetings = self.num_loads = 0
+        self.num_meetings = 0
         self.loaded_s = 0.0  # when the loads so far have left their link
         self.num_computed = 0
         self.last_left: simpy.Event | None = None  # of the messages that leave in turn, the last one so far
@@ -87,7 +87,6 @@ class RankProcess:
             # The token of the request before has been fetched: host and device begin the next one together.
             idle_s, begin_s = self.clock_s, max(self.clock_s, self.host_s, arrival_s)
             self.clock_s = self.host_s = self.loaded_s = begin_s
-            self.num_loads = 0
             self.network.note(self.rank, "wait", "request", "stall", None, idle_s, begin_s)
             yield from self._prefill()
             ends_s.append(self.clock_s)
@@ -272,9 +271,6 @@ class RankProcess:
 
     def _load(self, layer: int | None, op: Load) -> None:
         """Nobody else sees it, as each rank loads over a link of its own: advance the clock alone."""
-        number, self.num_loads = self.num_loads, self.num_loads + 1
-        if number in op.held:
-            return
         left_s = self.loaded_s + op.seconds.item()
         start_s, self.clock_s = self.clock_s, max(self.clock_s, left_s + op.latency_s)
         self.loaded_s = left_s if op.ahead else self.clock_s

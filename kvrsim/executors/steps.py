@@ -77,7 +77,6 @@ class RankState:
     lags: bool = False  # whether the device may be before the host: it never is once something was computed
     step: int = 0
     num_computed: int = 0
-    num_loads: int = 0
     loaded_s: Array | float | None = None  # when the loads so far have left their link; None: none has
 
     def issued(self, host_s: float) -> Array:

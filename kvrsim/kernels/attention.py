@@ -611,13 +611,10 @@ class LatentMixing(MergedMixing):
         return np.where(keys > 0, attention_s + self.merge_s(chunk, part=part), 0.0)
 
     def share_s(self, chunk: Array, start: Array, prefix: Array, share: float) -> Array:
-        """The share's latents are expanded already."""
+        """The share's latents are expanded first."""
         keys = share * prefix
-        return np.where(keys * chunk > 0, self._expanded_s(chunk, keys, chunk * keys, own=False), 0.0)
-
-    def prepare_share_s(self, keys: Array) -> Array:
-        """Its latents are expanded."""
-        return self.expand_s(keys)
+        attention_s = self._expanded_s(chunk, keys, chunk * keys, own=False)
+        return np.where(keys * chunk > 0, attention_s, 0.0) + self.expand_s(keys)
 
     def _expanded_s(self, chunk: Array, prefix: Array, causal: Array, *, own: bool) -> Array:
         """Each head attends to keys and values of its own."""

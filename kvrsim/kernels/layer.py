@@ -18,7 +18,7 @@ from kvrsim.kernels.elementwise import LayerKernels, Traffic, after_mixer, befor
 from kvrsim.kernels.experts import ONE_GPU, ExpertPlacement, RoutedExperts
 from kvrsim.kernels.gemm import Product
 from kvrsim.kernels.mixer import BlockMixing, Mixing, Setting, launches, products_of
-from kvrsim.kernels.prefix import PREFIX_IS_THERE, PrefixWay
+from kvrsim.kernels.prefix import LOCAL_PREFIX, PrefixAccessPlan
 from kvrsim.kernels.recurrence import RecurrentMixing
 from kvrsim.kernels.sparse import SparseMixing
 from kvrsim.kernels.tensor_parallel import Group
@@ -57,12 +57,11 @@ class LayerCosts:
     message_share: float = 0.0  # of the compute rate, lost while a ring's message is in flight
     hbm_bytes_per_s: float = math.inf  # of the GPU's datasheet
     placement: ExpertPlacement = ONE_GPU  # of routed experts
-    prefix: PrefixWay = PREFIX_IS_THERE  # how attention comes to the cached prefix
+    prefix: PrefixAccessPlan = LOCAL_PREFIX  # how attention comes to the cached prefix
 
     # Prepared once: what depends on the chunk alone.
     mixing: Mixing | None = field(init=False, repr=False)  # costs of the layer's mixer; None: it has none
     experts: RoutedExperts | None = field(init=False, repr=False)  # costs of routed experts; None: it has none
-    new_alone: LayerCosts | None = field(init=False, repr=False)  # the same without the prefix; None: not asked apart
     _before: Callable[[Array], Array] = field(init=False, repr=False)
     _after: Callable[[Array], Array] = field(init=False, repr=False)
     kernels: LayerKernels = field(init=False, repr=False)  # that one layer launches
@@ -79,9 +78,6 @@ class LayerCosts:
         )
         mixing = None if self.layer.mixer is None else mixing_of(self.layer.mixer, setting)
         object.__setattr__(self, "mixing", mixing)
-        apart = self.prefix.access == "pass-q" and mixing is not None and not self.has_state
-        alone = replace(self, cached_prefix=0, prefix=PREFIX_IS_THERE) if apart else None
-        object.__setattr__(self, "new_alone", alone)
         routed = RoutedExperts(self.layer, self.cost, self.placement) if self.layer.num_experts else None
         object.__setattr__(self, "experts", routed)
         before, after = self._before_mixer(), self._after_mixer()
@@ -182,14 +178,9 @@ class LayerCosts:
         """The chunk's output to fp32, in which results are merged, or back."""
         return self._blocks.cast_s(chunk)
 
-    def share_s(self, chunk: Array, start: Array, *, again: bool = False) -> Array:
-        """The chunk's queries, which begin at `start`, against a rank's share of the cached prefix, not merged.
-
-        again: other queries have been there before.
-        """
-        prefix = np.full_like(chunk, self.cached_prefix)
-        seconds = self._blocks.share_s(chunk, start, prefix, self.prefix.share)
-        return seconds if again else seconds + self._blocks.prepare_share_s(self.prefix.share * prefix)
+    def share_s(self, chunk: Array, start: Array) -> Array:
+        """The chunk's queries, which begin at `start`, against a rank's share of the cached prefix, not merged."""
+        return self._blocks.share_s(chunk, start, np.full_like(chunk, self.cached_prefix), self.prefix.share)
 
     @property
     def _blocks(self) -> BlockMixing:

@@ -169,10 +169,6 @@ class BlockMixing(Mixing):
         The share's tokens are spread over all, so a window leaves as many of each share.
         """
 
-    def prepare_share_s(self, keys: Array) -> Array:
-        """What a share of so many keys needs once before any queries; nothing unless the mixer says so."""
-        return 0.0 * keys
-
     @abstractmethod
     def merge_s(self, chunk: Array, *, part: bool = False) -> Array:
         """A block's result for these queries merged with that of the blocks before; `part`: as in block_s."""

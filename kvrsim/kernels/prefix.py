@@ -1,9 +1,7 @@
-"""Where the K and V of a cached prefix lie, and how the ranks' attention comes to them.
+"""Where the K and V of a cached prefix lie, and how the ranks' attention reaches them.
 
-A rank attends to the prefix in one of three ways. whole: it has all of it. pass-kv: each rank has a share of the
-tokens, and the shares go to the others once a layer. pass-q: the shares stay; the queries of the new tokens, which are
-few, go to them, and partial results come back and are merged (Yang et al., Context Parallelism for Scalable
-Million-Token Inference, 2024, arXiv:2411.01783). Shares are even and interleaved, so a window cuts all alike.
+whole: every rank has, or loads, the whole prefix. pass-kv: each rank has a share of the tokens, and in every layer the
+shares go to the other ranks. Shares are even and interleaved, so a window cuts all alike.
 """
 
 from __future__ import annotations
@@ -16,12 +14,10 @@ import numpy as np
 from kvrsim.choices import PREFIX_PLACEMENTS, PrefixAccess, PrefixPlace
 from kvrsim.errors import InputError
 from kvrsim.hardware import Cluster, Path, prefix_link
-from kvrsim.model.mixers import Recurrence
-from kvrsim.model.spec import ModelSpec
 from kvrsim.program import Array, Load
 from kvrsim.units import MAX_BYTES_PER_S, format_bandwidth, parse_bandwidth
 
-_ACCEPTED = f"{', '.join(PREFIX_PLACEMENTS)}; host and remote may have a bandwidth a GPU, such as remote:10GB/s"
+_ACCEPTED = f"{', '.join(PREFIX_PLACEMENTS)}; host and remote may have a bandwidth per GPU, such as remote:10GB/s"
 _LOADED: tuple[PrefixPlace, ...] = ("host", "remote")
 
 
@@ -29,8 +25,8 @@ _LOADED: tuple[PrefixPlace, ...] = ("host", "remote")
 class PrefixPlacement:
     """Where the K and V of the cached prefix lie when the prefill begins."""
 
-    place: PrefixPlace = "all"  # on every rank, sharded over ranks by tokens, by layers, in host memory, in a store
-    bytes_per_s: float | None = None  # of host and remote, one GPU's; None: of the GPU's host link, of the network
+    place: PrefixPlace = "all"  # on every rank, sharded over ranks by tokens, in host memory, in a store
+    bytes_per_s: float | None = None  # of host and remote, per GPU; None: of the GPU's host link, of the network
 
     def __post_init__(self) -> None:
         if self.place not in get_args(PrefixPlace):
@@ -66,7 +62,7 @@ class PrefixPlacement:
         return Path(bandwidth_bytes_per_s=rate, latency_s=link.latency_s, shared_bus=False)
 
     def slower(self, cluster: Cluster, factor: float) -> PrefixPlacement:
-        """The same over a link so many times slower."""
+        """The same with the link's bandwidth divided by a factor."""
         path = self.path(cluster)
         return self if path is None else replace(self, bytes_per_s=path.bandwidth_bytes_per_s / factor)
 
@@ -75,99 +71,83 @@ ON_EVERY_RANK = PrefixPlacement()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PrefixWay:
-    """How a rank's attention comes to the cached prefix, in every layer with K and V."""
+class PrefixAccessPlan:
+    """How a rank's attention reaches the cached prefix, in every layer with K and V."""
 
     access: PrefixAccess = "whole"
     num_ranks: int = 1  # that the prefix is shared by
     source: Path | None = None  # that each rank loads over, from outside; None: it lies on the GPUs
     source_name: PrefixPlace = "all"
-    peers: Path | None = None  # that a rank reads the others' parts over; None: it has no need to
-    layers: int = 0  # with K and V, whose prefix lies on one rank each; 0: it does not lie by layers
+    peers: Path | None = None  # that a rank reads the others' shares over; None: it has no need to
 
     @property
-    def is_there(self) -> bool:
+    def is_local(self) -> bool:
         """Whether every rank has the whole prefix from the beginning."""
-        return self.access == "whole" and self.source is None and not self.layers
+        return self.access == "whole" and self.source is None
 
     @property
     def share(self) -> float:
-        """Of the prefix's tokens, what a rank has that is not whole; else 0."""
+        """Of the prefix's tokens, what each rank has where none has all; else 0."""
         return 0.0 if self.access == "whole" else 1.0 / self.num_ranks
 
-    def held_layers(self, rank: int) -> range:
-        """Of the layers with K and V, those whose prefix lies on the rank."""
-        each, more = divmod(self.layers, self.num_ranks)
-        first = rank * each + min(rank, more)
-        return range(first, first + each + (rank < more))
-
-    def load(self, rank: int, prefix_bytes: Array, *, reads_peers: bool) -> Load | None:
-        """What a rank loads for a layer whose prefix has so many bytes; None: nothing.
+    def load(self, prefix_bytes: Array, *, reads_peers: bool) -> Load | None:
+        """What a rank loads for a layer whose prefix has that many bytes; None: nothing.
 
         What comes from outside stays, so all layers are loaded in a row from the beginning. What comes from the other
         ranks is dropped after its layer: two layers are there at most, the one in use and the next.
         reads_peers: it reads the other shares, as its strategy's own messages do not carry them.
         """
         own = prefix_bytes if self.access == "whole" else prefix_bytes / self.num_ranks
-        if self.layers:
-            assert self.peers is not None
-            held, seconds = self.held_layers(rank), self.peers.busy_s(prefix_bytes)
-            latency_s = self.peers.latency_s
-            return _load("other ranks", prefix_bytes, seconds, latency_s, ahead=False, held=held)
-        if reads_peers and self.peers is not None:
-            others, seconds = prefix_bytes - own, self.peers.busy_s(prefix_bytes - own)
-            if self.source is None:
-                return _load("other ranks", others, seconds, self.peers.latency_s, ahead=False)
-            # The own share comes in pieces, which are passed on as they come: the slower link sets the pace.
-            latency_s = self.source.latency_s + self.peers.latency_s
-            seconds = np.maximum(self.source.busy_s(own), seconds)
-            return _load(self.source_name, prefix_bytes, seconds, latency_s, ahead=True)
+        if not (reads_peers and self.peers is not None):
+            return self._from_source(own)
+        others = prefix_bytes - own
+        seconds, latency_s = self.peers.busy_s(others), self.peers.latency_s
         if self.source is None:
-            return None
-        return _load(self.source_name, own, self.source.busy_s(own), self.source.latency_s, ahead=True)
+            return Load(name="other ranks", nbytes=others, seconds=seconds, latency_s=latency_s, ahead=False)
+        # The own share comes in pieces, which are passed on as they come: the slower link sets the pace.
+        return Load(
+            name=self.source_name,
+            nbytes=prefix_bytes,
+            seconds=np.maximum(self.source.busy_s(own), seconds),
+            latency_s=self.source.latency_s + latency_s,
+        )
 
     def load_state(self, state_bytes: Array) -> Load | None:
         """What the first rank loads for a layer whose prefix is a state; None: it has it."""
+        return self._from_source(state_bytes)
+
+    def _from_source(self, nbytes: Array) -> Load | None:
         if self.source is None:
             return None
-        seconds, latency_s = self.source.busy_s(state_bytes), self.source.latency_s
-        return _load(self.source_name, state_bytes, seconds, latency_s, ahead=True)
+        seconds = self.source.busy_s(nbytes)
+        return Load(name=self.source_name, nbytes=nbytes, seconds=seconds, latency_s=self.source.latency_s)
 
 
-PREFIX_IS_THERE = PrefixWay()
+LOCAL_PREFIX = PrefixAccessPlan()
 
 
-def _load(name: str, nbytes: Array, seconds: Array, latency_s: float, *, ahead: bool, held: range = range(0)) -> Load:
-    return Load(name=name, nbytes=nbytes, seconds=seconds, latency_s=latency_s, ahead=ahead, held=held)
-
-
-def way_of(placement: PrefixPlacement, access: PrefixAccess | None, cluster: Cluster, model: ModelSpec) -> PrefixWay:
-    """The way on a cluster whose GPUs, or groups of them, are the ranks; access: None: the first that there is."""
+def plan_prefix_access(placement: PrefixPlacement, access: PrefixAccess | None, cluster: Cluster) -> PrefixAccessPlan:
+    """The plan on a cluster whose GPUs, or groups of them, are the ranks; access: None: the first that is supported."""
     if placement.place == "all":
-        return PREFIX_IS_THERE
-    ranks = cluster.num_gpus
+        return LOCAL_PREFIX
     path = placement.path(cluster)
-    if ranks == 1:
-        return PrefixWay(source=path, source_name=placement.place)
+    if cluster.num_gpus == 1:
+        return PrefixAccessPlan(source=path, source_name=placement.place)
     access = access or ("pass-kv" if placement.place == "sharded" else "whole")
-    by_layers = placement.place == "layers"
-    attending = sum(one.mixer is not None and not isinstance(one.mixer, Recurrence) for one in model.layers)
-    return PrefixWay(
+    return PrefixAccessPlan(
         access=access,
-        num_ranks=ranks,
+        num_ranks=cluster.num_gpus,
         source=path,
         source_name=placement.place,
-        peers=_between(cluster) if by_layers or access == "pass-kv" else None,
-        layers=attending if by_layers else 0,
+        peers=_between(cluster) if access == "pass-kv" else None,
     )
 
 
 def _between(cluster: Cluster) -> Path:
-    """The slowest path to a neighbour; of a bus, which all ranks read over at once, a rank's share."""
+    """The slowest path to a neighbour; of a bus, which all ranks read over at once, one rank's share."""
     ranks = cluster.num_gpus
-    path = max(
-        (cluster.path(rank, (rank + 1) % ranks) for rank in range(ranks)),
-        key=lambda one: 1.0 / one.bandwidth_bytes_per_s,
+    path = min(
+        (cluster.path(rank, (rank + 1) % ranks) for rank in range(ranks)), key=lambda one: one.bandwidth_bytes_per_s
     )
     return replace(path, bandwidth_bytes_per_s=path.bandwidth_bytes_per_s / ranks) if path.shared_bus else path
 

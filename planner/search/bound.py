@@ -216,6 +216,5 @@ class _Bound:
         """Launches of the last rank, all layers; or what it loads of the cached prefix, one layer after another."""
         last = self.num_ranks - 1
         ops = [op for _, op in build_program(self.scenario, self.strategy, [np.ones(1)] * (last + 1)).ops(last)]
-        loads = [op for op in ops if isinstance(op, Load)]
-        loaded_s = sum(op.seconds.item() for number, op in enumerate(loads) if number not in op.held)
+        loaded_s = sum(op.seconds.item() for op in ops if isinstance(op, Load))
         return max(float(sum(float(np.sum(op.host_s)) for op in ops)), loaded_s)

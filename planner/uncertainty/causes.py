@@ -162,7 +162,7 @@ def prefix_source(scenario: Scenario) -> Change:
     def by(factor: float) -> Scenario:
         return replace(scenario, prefix_placement=placement.slower(scenario.cluster, factor))
 
-    return Change("prefix link", 0.0 if scenario.prefix_way.source is None else _NOMINAL_LINKS, by)
+    return Change("prefix link", 0.0 if scenario.prefix_access_plan.source is None else _NOMINAL_LINKS, by)
 
 
 def run_to_run_log_sd(profile: CalibrationProfile) -> float:

@@ -21,7 +21,7 @@ from kvrsim.partition import Partition
 from kvrsim.program import loaded_bytes
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy
-from kvrsim.strategies.layers import accesses, placement_refusal
+from kvrsim.strategies.layers import placement_refusal, supported_prefix_access
 from planner.access import placed_for
 from planner.search.bound import lower_bound_s
 from tests.building import Draws, any_partition, any_placed, any_scenario, draws, examples
@@ -42,7 +42,7 @@ def placed_at(scenario: Scenario, strategy: Strategy, rng: Draws, place: PrefixP
     request = replace(scenario.request, cached_prefix=prefix, context_len=scenario.request.new_tokens + prefix)
     if placement_refusal(strategy, placement):
         return None
-    ways = accesses(strategy, placement, scenario.share, scenario.cluster.num_gpus)
+    ways = supported_prefix_access(strategy, placement, scenario.cluster.num_gpus)
     return replace(scenario, request=request, prefix_placement=placement, prefix_access=rng.choice(ways))
 
 
@@ -90,10 +90,9 @@ def test_limits(rng: Draws) -> None:
         moved = replace(nothing, prefix_placement=PrefixPlacement(place=place))
         assert ttft_s(moved, strategy, cut) == ttft_s(nothing, strategy, cut)
     alone = base.on_gpus(1)
-    for place in ("sharded", "layers"):
-        whole = (alone.request.new_tokens,)
-        moved = replace(alone, prefix_placement=PrefixPlacement(place=place))
-        assert ttft_s(moved, STRATEGIES["single"], whole) == ttft_s(alone, STRATEGIES["single"], whole)
+    whole = (alone.request.new_tokens,)
+    moved = replace(alone, prefix_placement=PrefixPlacement(place="sharded"))
+    assert ttft_s(moved, STRATEGIES["single"], whole) == ttft_s(alone, STRATEGIES["single"], whole)
     for place in ("host", "remote"):
         cluster = replace(
             plain.cluster, network=plain.cluster.network and replace(plain.cluster.network, latency_s=0.0)
@@ -112,18 +111,15 @@ def test_bytes_are_conserved(rng: Draws) -> None:
     strategy = STRATEGIES["kvr-s"]
     scenario = placed_at(any_scenario(rng), strategy, rng, rng.choice(ELSEWHERE))
     assert scenario is not None
-    ranks, way = scenario.cluster.num_gpus, scenario.prefix_way
+    ranks, way = scenario.cluster.num_gpus, scenario.prefix_access_plan
     layers = scenario.layer_costs()
     prefix = sum(float(layers[kind].prefix_bytes[0]) for kind in scenario.share.layer_kind_index)
     cut = any_partition(rng, scenario.request.new_tokens, ranks)
     loaded = sum(loaded_bytes(build_program(scenario, strategy, columns(cut)), rank) for rank in range(ranks))
     wanted = {
-        ("all", "whole"): (ranks - 1) * prefix,  # by layers: all but the holder
         ("all", "pass-kv"): (ranks - 1) * prefix,
-        ("all", "pass-q"): 0.0,
         ("loaded", "whole"): ranks * prefix,
         ("loaded", "pass-kv"): ranks * prefix,  # from the source or from another rank that has it from there
-        ("loaded", "pass-q"): prefix,
     }
     source = "all" if way.source is None else "loaded"
     assert loaded == pytest.approx(wanted[source, way.access], rel=1e-9)
@@ -135,9 +131,9 @@ def test_a_sharded_prefix_needs_less_memory(name: str) -> None:
     about = {"model": "llama-3-8b", "cluster": "h100-nvlink", "ctx": "132k", "cached_prefix": "128k"}
     strategy, cut = STRATEGIES[name], Partition.even(4096, 8)
     kept = {}
-    for place in ("all", "sharded", "layers"):
+    for place in ("all", "sharded"):
         scenario = placed_for(make_scenario(**about, prefix_placement=place)[0], strategy)
-        for access in accesses(strategy, scenario.prefix_placement, scenario.share, 8):
+        for access in supported_prefix_access(strategy, scenario.prefix_placement, 8):
             rank = memory_of(replace(scenario, prefix_access=access), strategy, cut)[0]
             kept[place, access] = rank.kv_cache
             assert rank.total < memory_of(placed_for(make_scenario(**about)[0], strategy), strategy, cut)[0].total + 1
@@ -145,26 +141,7 @@ def test_a_sharded_prefix_needs_less_memory(name: str) -> None:
     assert all(0.12 * whole < kept[key] < 0.17 * whole for key in kept if key[0] != "all"), kept
 
 
-def test_queries_go_round_where_the_papers_inequality_says() -> None:
-    """Passing K and V is hidden behind attention from N C (N_KV / N_H) e / (2 BW) new tokens on (arXiv:2411.01783)."""
-    strategy, ranks = STRATEGIES["ring"], 8
-    flops, bytes_per_s = 989.4e12, 100e9
-    hidden = ranks * flops * (8 / 32) * 2 / (2 * bytes_per_s)  # C of the datasheet, and no latencies: a roofline
-    for new_tokens, faster in ((int(hidden / 4), "pass-q"), (int(hidden * 2), "pass-kv")):
-        scenario, _ = make_scenario(
-            model="llama-3-8b",
-            cluster="h100-nvlink",
-            profile="roofline",
-            ctx=new_tokens + 2**17,
-            cached_prefix=2**17,
-            prefix_placement="sharded",
-            link_bandwidth=bytes_per_s,
-            link_latency="0us",
-        )
-        assert placed_for(scenario, strategy).prefix_access == faster
-
-
-@pytest.mark.parametrize("text", ["", "disk", "sharded:10GB/s", "host:", "host:10", "remote:-1GB/s", "all:"])
+@pytest.mark.parametrize("text", ["", "disk", "layers", "sharded:10GB/s", "host:", "host:10", "remote:-1GB/s", "all:"])
 def test_bad_placements(text: str) -> None:
     with pytest.raises(InputError, match="prefix_placement"):
         make_scenario(ctx="8k", cached_prefix="4k", prefix_placement=text)
@@ -179,7 +156,7 @@ def test_strategies_say_where_a_prefix_must_lie() -> None:
 
 @pytest.mark.parametrize(
     ("name", "place", "told"),
-    [("tp2+kvr-s", "host:1000GB/s", "whole"), ("kvr-s", "layers", "whole"), ("tsp", "all", None)],
+    [("tp2+kvr-s", "host:1000GB/s", "whole"), ("kvr-s", "sharded", "pass-kv"), ("tsp", "all", None)],
 )
 def test_an_answer_says_how_ranks_attend(name: str, place: str, told: str | None) -> None:
     """In the question where the prefix lies, in the answer how ranks come to it."""

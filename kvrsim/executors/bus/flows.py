@@ -124,7 +124,7 @@ class RankFlows:
         self.clock, self.loaded = Clock(), Clock()
         self.host_s = 0.0
         self.lags = False  # as of RankState
-        self.num_loads = self.num_meetings = 0
+        self.num_meetings = 0
         self.sent: dict[int, int] = {}  # messages so far, by receiver
         self.received: dict[int, int] = {}  # by sender
         self.last: dict[Key, int] = {}  # the last flow so far of each link or way out
@@ -280,9 +280,6 @@ class RankFlows:
 
     def _load(self, load: Load) -> None:
         """Wait for a part of the cached prefix, which comes over a link of the rank's own."""
-        number, self.num_loads = self.num_loads, self.num_loads + 1
-        if number in load.held:
-            return
         left = self.loaded.plus(load.seconds)
         self.clock = self.clock.after(left.plus(load.latency_s))
         self.loaded = left if load.ahead else self.clock

@@ -67,7 +67,7 @@ class Chain:
             and cluster.num_gpus > 1
             and not cluster.shares_bandwidth
             and scenario.chain_is_proven
-            and scenario.prefix_way.is_there
+            and scenario.prefix_access_plan.is_local
             and len(scenario.share.layer_kinds) == 1
             and scenario.share.layers[0].mixer is not None
             and has_prefill(scenario)
