@@ -19,10 +19,10 @@ from kvrsim.compile import for_strategy
 from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
-from planner.evaluate import Evaluator
 from planner.partitions import with_mean_steps
-from planner.pipelines.bound import pipeline_bound_s
-from planner.pipelines.search import PAGE, FoundPipeline, search_pipeline
+from planner.search.minimise import Evaluator
+from planner.search.pipeline import PAGE, FoundPipeline, search_pipeline
+from planner.search.pipeline_bound import pipeline_bound_s
 
 EVEN, SEARCHED = get_strategy("pp"), get_strategy("pp-s")
 MODELS = ("qwen3-8b", "qwen2.5-7b", "llama-3-8b", "llama-3-70b")

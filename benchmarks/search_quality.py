@@ -17,8 +17,8 @@ from kvrsim.builder import make_scenario
 from kvrsim.request import Request
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
-from planner.evaluate import Evaluator
 from planner.search.bound import lower_bound_s
+from planner.search.minimise import Evaluator
 from planner.search.search import search
 
 KVR = STRATEGIES["kvr-s"]

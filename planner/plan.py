@@ -1,141 +1,86 @@
-"""The plan: every strategy at its best, how fast it could be at all, and what that rests on."""
+"""The plan: every strategy with its best partition, ranked, and a bound on what is possible."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
 
-from kvrsim.executors.run import run_partition
-from kvrsim.memory import fits, memory_of
+from kvrsim.notes import note
 from kvrsim.partition import Partition
-from kvrsim.program import computes_s, waited_s
+from kvrsim.program.operations import AllGather, AllToAll, Op, Program, RingPass
 from kvrsim.results.question import Question
-from kvrsim.results.results import Plan, StrategyResult
+from kvrsim.results.results import (
+    Bounds,
+    ChainBound,
+    NoiseReport,
+    PipelineBound,
+    Plan,
+    SearchReport,
+    StrategyResult,
+)
 from kvrsim.scenario import Scenario
-from kvrsim.strategies import KVR_S, Strategy, label_of
+from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, chain_like, label_of
 from kvrsim.strategies.pipeline import layers_of
-from planner.access import access_notes, has_choice, placed_for, told_access
-from planner.deploy import engines_with
-from planner.evaluate import Progress
-from planner.partitions import PlanPartitions
-from planner.plan_bounds import bound_of_pipeline, bounds_of
-from planner.plan_notes import approximate_notes, even_chunks, fewer_gpus, memory_notes, rests_on
-from planner.strategies_for import choose
-from planner.uncertainty.interval import interval_of, measured_coverage, tied
-from planner.uncertainty.moves import Moves, moves
+from kvrsim.units import format_bytes
+from planner.candidates import (
+    Candidate,
+    Comparison,
+    Search,
+    prefix_access_notes,
+    strategies_to_compare,
+    ttft_of,
+)
+from planner.deploy.engines import engines_with
+from planner.search.bound import lower_bound_s
+from planner.search.search import SearchResult, search
+from planner.uncertainty.intervals import is_indistinguishable, measured_coverage, provenance
 
-# Noise and tables are imported where they are asked for: each costs the start of every plan some milliseconds.
+# Noise, tables and what is only for plans that do not fit are imported where needed: each costs every start time.
 if TYPE_CHECKING:
+    from kvrsim.noise.statistics import Distribution
     from kvrsim.results.shortfall import Shortfall
     from kvrsim.results.timeline import Timeline
-    from planner.processes import Pool
-    from planner.table.table import PartitionTable
-    from planner.uncertainty.disturbed import Disturbance
-    from planner.uncertainty.robust import RobustPlan
+    from planner.uncertainty.noise import Disturbance
 
 OnStage = Callable[[str, int, int], None]  # a strategy, its number from 1, and how many there are
-_YARDSTICKS = ("tsp", "tp", "kvr-e", "single")  # the first that was compared and fits
+MOST_SPANS = 200_000  # of all timelines together but the first: what a page holds and a browser moves
+_BASELINES = ("tsp", "tp", "kvr-e", "single")  # the first of them that fits is the baseline of speed-ups
+_SURELY_SLOWER = 1.5  # compute alone over TTFT, from which fewer GPUs cannot be as fast
+_LEAST_GAIN = 0.0005  # smaller gains would be printed as 0.0 %
+_AS_FAST = 0.01  # fewer GPUs within this share of TTFT are worth a note
 
 
 def make_plan(
     scenario: Scenario,
     *,
     strategies: Sequence[str | Strategy] | None = None,
-    method: str = "auto",
-    stride: int | None = None,
-    table: PartitionTable | None = None,
-    warnings: Sequence[str] = (),
-    on_progress: Progress | None = None,
-    on_stage: OnStage | None = None,
-    timeline: bool = False,
-    every_timeline: bool = False,
+    search: Search | None = None,
     disturbance: Disturbance | None = None,
-    objective: str = "mean",
+    timelines: Literal["best", "all"] | None = None,
+    warnings: Sequence[str] = (),
     seed: int = 0,
-    pool: Pool | None = None,
+    on_stage: OnStage | None = None,
 ) -> Plan:
     """Compare the strategies, each with its best partition; raises InputError for an unknown one.
 
     strategies: names, "FILE.py:NAME" or Strategies; "all" stands for every one that the machine and the model allow,
         None for KVR-S and those that need no search. "all" and None are ranked.
-    method, stride: of the search of chunks over single GPUs.
-    table: where kvr-p looks its partition up; InputError where it is asked for without one.
-    timeline: also record every span of the best strategy. every_timeline: of the others, too.
-    disturbance: noise; searched partitions are those with the least objective under it ("mean", "p50", "p95" or
-        "p99"), and the best strategy is chosen by that objective, on samples that planning has not seen.
-    seed: as it was asked, for the answer; the noise has its own.
-    pool: who simulates noise; None: this process.
+    disturbance: noise; strategies are then ranked by their mean TTFT under it.
+    timelines: whose spans the plan carries.
+    seed: for the record of the question; a disturbance has its own.
     """
-    asked = _question(scenario, strategies, method, stride, disturbance, objective, seed)
-    choice = choose(scenario, strategies, noisy=disturbance is not None)
-    chosen = {strategy.name: strategy for strategy in choice.strategies}
+    search = search or Search()
+    question = _question(scenario, strategies, search, disturbance, seed)
+    comparison = strategies_to_compare(scenario, strategies, noisy=disturbance is not None)
     if disturbance is not None:
-        for strategy in choice.strategies:
-            disturbance.check(strategy)
         scenario = disturbance.fixed(scenario)
-    partitions = PlanPartitions(
-        scenario=scenario,
-        chosen=choice.strategies,
-        method=method,
-        stride=stride,
-        table=table,
-        on_progress=on_progress,
-    )
-    robust: dict[str, RobustPlan] = {}
-    cuts: dict[str, Partition] = {}
-    results = []
-    moved: dict[str, Moves] = {}
-    for number, strategy in enumerate(choice.strategies, start=1):
-        if on_stage is not None:
-            on_stage(strategy.name, number, len(chosen))
-        strategy, cut = partitions.settled(strategy)
-        chosen[strategy.name] = strategy
-        cuts[strategy.name] = cut
-    if disturbance is not None:
-        from planner.uncertainty.planned import robust_plans
-
-        robust = robust_plans(scenario, chosen, partitions.found, disturbance, objective, pool)
-        for name, plan in robust.items():
-            cuts[name], placed = plan.partition, placed_for(scenario, chosen[name])
-            ttft_s = run_partition(placed, chosen[name], plan.partition).ttft_s
-            partitions.found[name] = replace(partitions.found[name], partition=plan.partition, ttft_s=ttft_s)
-    for name, cut in cuts.items():
-        moved[name] = moves(placed_for(scenario, chosen[name]), chosen[name], cut)
-        results.append(_result(scenario, chosen[name], cut, moved[name]))
-    (results, yardstick), report = _with_speedups(results), None
-    if disturbance is not None:
-        from planner.uncertainty.planned import all_under_noise, noise_report
-
-        results = all_under_noise(scenario, chosen, results, disturbance, pool)
-        report = noise_report(scenario, chosen, robust, disturbance, objective)
-    ranked = sorted(
-        results, key=lambda result: (not result.fits, result.approximate is not None, _judged_s(result, objective))
-    )
-    best = ranked[0]
-    searched = KVR_S.name in partitions.found
-    shown = ranked if every_timeline else ranked[:1] if timeline else []
-    timelines, untimed = dict[str, "Timeline"](), list[str]()
-    if shown:
-        from planner.replays import replays
-
-        timelines, untimed = replays(scenario, chosen, shown)
-    notes = (
-        *choice.notes,
-        *_table_notes(table, scenario, choice.strategies),
-        *partitions.notes(),
-        *access_notes(
-            {result.strategy: result.prefix_access for result in results},
-            had_choice=any(has_choice(scenario, strategy) for strategy in chosen.values()),
-        ),
-        *approximate_notes(results, best),
-        *even_chunks(results, moved),
-        *(fewer_gpus(placed_for(scenario, KVR_S), KVR_S, partitions.kvr) if searched else ()),
-        *memory_notes(scenario, results),
-        *untimed,
-    )
+    contest = Contest.of(scenario, comparison, search, disturbance, on_stage)
+    best, bounds = contest.ranked[0], contest.bounds()
+    spans, untimed = contest.timelines(timelines)
     return Plan(
-        question=asked,
+        question=question,
         model=scenario.model.name,
         profile=scenario.profile_name,
         cluster=scenario.cluster,
@@ -143,114 +88,360 @@ def make_plan(
         num_gpus=scenario.cluster.num_gpus,
         memory_limit=scenario.memory_limit,
         context_len=scenario.request.context_len,
-        best=best,
-        ties=_ties(ranked, moved, objective),
-        strategies=tuple(ranked if choice.ranked else results),
-        yardstick=yardstick,
-        not_compared=choice.not_compared,
-        bounds=bounds_of(scenario, partitions.kvr, chosen[best.strategy], best, searched=searched),
-        search=partitions.report(),
-        rests_on=rests_on(scenario),
-        warnings=(*warnings, *notes),
+        best=contest.result(best),
+        ties=contest.ties(),
+        strategies=tuple(map(contest.result, contest.ranked if comparison.ranked else contest.candidates)),
+        yardstick=contest.baseline.strategy.name if contest.baseline else None,
+        not_compared=comparison.not_compared,
+        bounds=bounds,
+        search=contest.search_report(),
+        rests_on=provenance(scenario),
+        warnings=(*warnings, *comparison.notes, *contest.notes(search), *untimed),
         interval_coverage=measured_coverage(scenario),
-        timeline=timelines.get(best.strategy),
-        timelines=timelines if every_timeline else {},
-        noise=report,
-        shortfall=None if best.fits else _shortfall(scenario, results),
+        timeline=spans.get(best.strategy.name),
+        timelines=spans if timelines == "all" else {},
+        noise=_noise_report(disturbance),
+        shortfall=_shortfall(contest),
     )
 
 
-def _shortfall(scenario: Scenario, results: Sequence[StrategyResult]) -> Shortfall:
-    from planner.shortfall import shortfall_of  # only where nothing fits
+@dataclass(frozen=True, kw_only=True)
+class Contest:
+    """The candidates of a plan, in the order asked for, and what follows from comparing them."""
 
-    return shortfall_of(scenario, results)
+    scenario: Scenario
+    candidates: tuple[Candidate, ...]
+    noisy: Mapping[str, Distribution]  # TTFT under the plan's noise by strategy; empty: no noise
+
+    @classmethod
+    def of(
+        cls,
+        scenario: Scenario,
+        comparison: Comparison,
+        search: Search,
+        disturbance: Disturbance | None,
+        on_stage: OnStage | None,
+    ) -> Contest:
+        """Search the partition of every strategy; one that is near KVR's chain starts from the chain's partition."""
+        for strategy in comparison.strategies:  # fail early: before the first search
+            if disturbance is not None:
+                disturbance.check(strategy)
+            if strategy.partition_rule == "table":
+                search.candidate(scenario, strategy)
+        by_name: dict[str, Candidate] = {}
+        for number, strategy in enumerate(comparison.strategies, start=1):
+            if on_stage is not None:
+                on_stage(strategy.name, number, len(comparison.strategies))
+            chain = by_name.get(chain_like(strategy).name)
+            warm_start = None if chain is None or chain.search is None else chain.partition
+            by_name[strategy.name] = search.candidate(scenario, strategy, warm_start)
+        candidates = tuple(by_name.values())
+        return cls(scenario=scenario, candidates=candidates, noisy=_under_noise(candidates, disturbance))
+
+    @cached_property
+    def ranked(self) -> tuple[Candidate, ...]:
+        """What fits and is exact first, then by TTFT."""
+        return tuple(
+            sorted(
+                self.candidates,
+                key=lambda one: (not one.fits, one.strategy.approximate is not None, self._ranking_s(one)),
+            )
+        )
+
+    def _ranking_s(self, one: Candidate) -> float:
+        return self.noisy[one.strategy.name].mean.value_s if self.noisy else one.ttft_s
+
+    @cached_property
+    def baseline(self) -> Candidate | None:
+        """What speed-ups are relative to: the first of the usual baselines that fits, else the fastest that fits."""
+        feasible = {one.strategy.name: one for one in self.candidates if one.fits}
+        for name in _BASELINES:
+            if name in feasible:
+                return feasible[name]
+        fastest = sorted(feasible.values(), key=lambda one: (one.strategy.approximate is not None, one.ttft_s))
+        return fastest[0] if fastest else None
+
+    def ties(self) -> tuple[str, ...]:
+        """Strategies as exact and feasible as the best whose TTFT is statistically indistinguishable from its."""
+        best, *others = self.ranked
+        return tuple(
+            other.strategy.name
+            for other in others
+            if (other.fits, other.strategy.approximate is None) == (best.fits, best.strategy.approximate is None)
+            and is_indistinguishable(
+                best.sensitivities, other.sensitivities, self._ranking_s(best), self._ranking_s(other)
+            )
+        )
+
+    def result(self, one: Candidate) -> StrategyResult:
+        """The part of the plan about one strategy."""
+        tsp = next((other for other in self.candidates if other.strategy.name == "tsp"), None)
+        return StrategyResult(
+            strategy=one.strategy.name,
+            title=one.strategy.title,
+            partition=one.partition.chunk_lens,
+            ttft_s=one.ttft_s,
+            ttft_low_s=one.interval.low_s,
+            ttft_high_s=one.interval.high_s,
+            memory=one.memory,
+            fits=one.fits,
+            speedup_over_tsp=None if tsp is None else tsp.ttft_s / one.ttft_s,
+            speedup=None if self.baseline is None else self.baseline.ttft_s / one.ttft_s,
+            exposed_comm_s=max(0.0, one.ttft_s - one.ttft_without_communication_s),
+            wait_s=one.waits,
+            approximate=one.strategy.approximate,
+            noisy=self.noisy.get(one.strategy.name),
+            layers=layers_of(one.per_rank, one.strategy),
+            prefix_access=one.prefix_access,
+            query_blocks=one.program.most_query_blocks,
+            bound=_pipeline_bound(one),
+            engines=engines_with(one.strategy, self.scenario),
+        )
+
+    # -- bounds
+
+    @cached_property
+    def _kvr(self) -> Candidate:
+        """KVR-S; where it is not compared, with the analytical partition, which one evaluation gives."""
+        compared = {one.strategy.name: one for one in self.candidates}
+        return compared.get(KVR_S.name) or Search(method="analytical").candidate(self.scenario, KVR_S)
+
+    @property
+    def _compares_kvr(self) -> bool:
+        return any(one is self._kvr for one in self.candidates)
+
+    def bounds(self) -> Bounds:
+        """The bound of KV-Runahead chains over single GPUs, and that of the best strategy if it is such a chain.
+
+        Nothing is proven of ranks that exchange tokens for their experts.
+        """
+        kvr, per_rank = self._kvr, self._kvr.per_rank
+        num_ranks = per_rank.cluster.num_gpus
+        whole = Partition(chunk_lens=(per_rank.request.new_tokens,))
+        single_s = ttft_of(per_rank.on_gpus(1), STRATEGIES["single"], whole)
+        # Without communication the balanced plan is the best but for the first layer's fill.
+        balanced_s = search(per_rank.without_communication(), KVR_S, method="analytical").ttft_s
+        lower_s = None
+        if per_rank.chain_is_proven:
+            found_s = None if kvr.search is None else kvr.search.lower_bound_s
+            lower_s = found_s or lower_bound_s(per_rank, KVR_S, kvr.ttft_s)
+        return Bounds(
+            ttft_star_s=single_s / 2 * (1 / num_ranks + 1 / num_ranks**2),
+            ttft_no_comm_s=min(balanced_s, kvr.ttft_without_communication_s),
+            lower_bound_s=lower_s,
+            gap=kvr.ttft_s / lower_s - 1 if self._compares_kvr and lower_s is not None else None,
+            best=_chain_bound(self.ranked[0], lower_s),
+        )
+
+    def search_report(self) -> SearchReport:
+        """The method of KVR-S's search, or else the first, and the effort of all searches together."""
+        searches = {one.strategy.name: one.search for one in self.candidates if one.search is not None}
+        over_ranks = [one for one in searches.values() if one.strategy.partition_rule == "search"]
+        first = searches.get(KVR_S.name) or (over_ranks[0] if over_ranks else self._kvr.search)
+        assert first is not None
+        return SearchReport(
+            method=first.report.method,
+            evaluations=sum(one.report.evaluations for one in searches.values()),
+            seconds=sum(one.report.seconds for one in searches.values()),
+            limit=max((one.report.limit for one in searches.values() if one.report.limit is not None), default=None),
+        )
+
+    def timelines(self, wanted: Literal["best", "all"] | None) -> tuple[dict[str, Timeline], list[str]]:
+        """The timelines by strategy, ranked, and a note on those that have too many spans."""
+        if wanted is None:
+            return {}, []
+        spans: dict[str, Timeline] = {}
+        missing, room = [], MOST_SPANS
+        for one in self.ranked if wanted == "all" else self.ranked[:1]:
+            count = span_count(one.program)
+            if spans and count > room:
+                missing.append(one.strategy.name)
+            else:
+                room -= count
+                spans[one.strategy.name] = one.timeline
+        return spans, [note("timelines", strategies=", ".join(missing), most=MOST_SPANS)] if missing else []
+
+    # -- notes
+
+    def notes(self, search: Search) -> list[str]:
+        """Warnings: searches that were limited, near-ties, and strategies that exceed memory."""
+        return [
+            *self._table_notes(search),
+            *(
+                note("bus search", strategy=one.strategy.name, limit=one.search.report.limit)
+                for one in self.candidates
+                if one.search is not None and one.search.report.limit is not None
+            ),
+            *prefix_access_notes(self.candidates),
+            *self._approximate_notes(),
+            *self._even_chunks_note(),
+            *(self._fewer_gpus_note() if self._compares_kvr else ()),
+            *(_memory_note(one) for one in self.candidates if not one.fits),
+        ]
+
+    def _table_notes(self, search: Search) -> list[str]:
+        lookups = [one.strategy for one in self.candidates if one.strategy.partition_rule == "table"]
+        if search.table is None or not lookups:
+            return []
+        from planner.table.lookup import notes_on_table
+
+        return [text for strategy in lookups for text in notes_on_table(search.table, self.scenario, strategy)]
+
+    def _approximate_notes(self) -> list[str]:
+        best, notes = self.ranked[0], []
+        for one in self.candidates:
+            if (reason := one.strategy.approximate) is not None:
+                code = "approximate, faster" if one.ttft_s < best.ttft_s else "approximate"
+                values = {"strategy": one.strategy.name, "best": best.strategy.name}
+                notes.append(note(code, **values, ttft_s=one.ttft_s, reason=reason))
+        return notes
+
+    def _even_chunks_note(self) -> list[str]:
+        """Whether KVR-S's search has gained too little to be sure of, as where the host is the bottleneck."""
+        several = {one.strategy.name: one for one in self.candidates if len(one.partition.chunk_lens) > 1}
+        if not {"kvr-e", "kvr-s"} <= set(several):
+            return []
+        even, best = several["kvr-e"], several["kvr-s"]
+        if not is_indistinguishable(best.sensitivities, even.sensitivities, best.ttft_s, even.ttft_s):
+            return []
+        gain = even.ttft_s / best.ttft_s - 1
+        return [note("even chunks" if gain < _LEAST_GAIN else "even chunks, tied", gain=gain)]
+
+    def _fewer_gpus_note(self) -> list[str]:
+        """Whether half of the GPUs, a quarter, ... would be as fast with KVR-S.
+
+        Numbers of GPUs that would have to do all compute in too little time are not tried.
+        """
+        scenario, ttft_s = self._kvr.per_rank, self._kvr.ttft_s
+        if scenario.expert_parallel:  # fewer GPUs would hold more experts each
+            return []
+        quiet = Candidate(
+            scenario=scenario.without_communication(), strategy=KVR_S, partition=self._kvr.partition
+        )
+        method = "auto" if scenario.cluster.shares_bandwidth else "analytical"
+        as_fast: dict[int, float] = {}
+        num_gpus = scenario.cluster.num_gpus // 2
+        while num_gpus >= 1 and sum(quiet.compute_s) / num_gpus < _SURELY_SLOWER * ttft_s:
+            fewer_s = search(scenario.on_gpus(num_gpus), KVR_S, method=method).ttft_s
+            if fewer_s <= ttft_s * (1 + _AS_FAST):
+                as_fast[num_gpus] = fewer_s
+            num_gpus //= 2
+        if not as_fast:
+            return []
+        fewest = min(as_fast)
+        return [
+            note(
+                "fewer GPUs",
+                fewer=f"{fewest} GPUs are" if fewest > 1 else "1 GPU is",
+                how="as fast as" if as_fast[fewest] > ttft_s * (1 - _AS_FAST) else "faster than",
+                num_gpus=scenario.cluster.num_gpus,
+                fewer_s=as_fast[fewest],
+                ttft_s=ttft_s,
+            )
+        ]
 
 
 def _question(
     scenario: Scenario,
     strategies: Sequence[str | Strategy] | None,
-    method: str,
-    stride: int | None,
+    search: Search,
     disturbance: Disturbance | None,
-    objective: str,
     seed: int,
 ) -> Question:
     names = None if strategies is None else [label_of(strategy) for strategy in strategies]
-    about = {"strategies": names, "method": method, "stride": stride}
+    options = {"strategies": names, "method": search.method, "stride": search.stride}
     if disturbance is None:
-        return Question.of(scenario, seed=seed, **about)
-    noise = {"noise": disturbance.noise.name, "objective": objective, "samples": disturbance.num_samples}
-    return Question.of(scenario, seed=disturbance.seed, **about, **noise)
+        return Question.of(scenario, seed=seed, **options)
+    noise = {"noise": disturbance.noise.name, "samples": disturbance.num_samples}
+    return Question.of(scenario, seed=disturbance.seed, **options, **noise)
 
 
-def _ties(ranked: Sequence[StrategyResult], moved: Mapping[str, Moves], objective: str) -> tuple[str, ...]:
-    """Which others a prediction cannot tell from the best, of those as exact and feasible as it."""
-    best = ranked[0]
-    return tuple(
-        other.strategy
-        for other in ranked[1:]
-        if (other.fits, other.approximate is None) == (best.fits, best.approximate is None)
-        and tied(moved[best.strategy], moved[other.strategy], _judged_s(best, objective), _judged_s(other, objective))
+def _under_noise(candidates: Sequence[Candidate], disturbance: Disturbance | None) -> dict[str, Distribution]:
+    if disturbance is None:
+        return {}
+    from planner.backends.pool import Pool
+
+    pool = disturbance.pool or Pool()
+    work = [(one, replace(disturbance, pool=None)) for one in candidates]
+    return {one.strategy.name: noisy for one, noisy in zip(candidates, pool.ordered(_distribution, work), strict=True)}
+
+
+def _distribution(one: Candidate, disturbance: Disturbance) -> Distribution:
+    from planner.uncertainty.noise import FIRST_PLAN_SAMPLE
+
+    first = FIRST_PLAN_SAMPLE
+    return disturbance.distribution(one.per_rank, one.strategy, one.partition, one.ttft_s, first=first)
+
+
+def _noise_report(disturbance: Disturbance | None) -> NoiseReport | None:
+    if disturbance is None:
+        return None
+    return NoiseReport(noise=disturbance.noise, num_samples=disturbance.num_samples, seed=disturbance.seed)
+
+
+def _shortfall(contest: Contest) -> Shortfall | None:
+    if contest.ranked[0].fits:
+        return None
+    from planner.shortfall import shortfall_of  # only where nothing fits
+
+    return shortfall_of(contest.scenario, contest.candidates)
+
+
+def _pipeline_bound(one: Candidate) -> PipelineBound | None:
+    """The bound of all pipelines over these ranks; None where pieces were not searched."""
+    if one.strategy.partition_rule != "searched-pieces":
+        return None
+    from planner.search.pipeline import with_step_time
+    from planner.search.pipeline_bound import pipeline_bound_s
+
+    lower_s, mean = pipeline_bound_s(one.per_rank), with_step_time(one.per_rank, "mean")
+    gap = gap_as_chosen = one.ttft_s / lower_s - 1
+    if mean is not one.per_rank:
+        assert one.search is not None
+        gap_as_chosen = one.search.ttft_s / pipeline_bound_s(mean) - 1
+    return PipelineBound(lower_bound_s=lower_s, gap=gap, gap_as_chosen=gap_as_chosen)
+
+
+def _chain_bound(best: Candidate, kvr_lower_s: float | None) -> ChainBound | None:
+    """The bound of the best strategy's partitions; None where nothing is proven."""
+    strategy = best.strategy
+    if not strategy.chains or not best.per_rank.chain_is_proven:
+        return None
+    is_kvr = (strategy.group_size, strategy.layer, strategy.query_blocks) == (1, KVR_S.layer, KVR_S.query_blocks)
+    lower_s = kvr_lower_s if is_kvr else None
+    lower_s = lower_s or lower_bound_s(best.per_rank, strategy, best.ttft_s)
+    return ChainBound(strategy=strategy.name, lower_bound_s=lower_s, gap=best.ttft_s / lower_s - 1)
+
+
+def _memory_note(one: Candidate) -> str:
+    limit = one.per_rank.memory_limit.nbytes
+    over = [rank for rank, memory in enumerate(one.memory) if memory.total > limit]
+    ranks = ", ".join(map(str, over[:8])) + (", ..." if len(over) > 8 else "")
+    worst = format_bytes(max(memory.total for memory in one.memory))
+    return note("memory", strategy=one.strategy.name, ranks=ranks, limit=format_bytes(limit), worst=worst)
+
+
+def span_count(program: Program) -> int:
+    """An upper bound on the spans that the event executor records of a program."""
+
+    def block(ops: Sequence[Op]) -> int:
+        return sum(_spans_of(op, program.num_ranks) for op in ops)
+
+    counts = program.layer_counts
+    return sum(
+        block(program.prologue[rank])
+        + sum(int(count) * block(kind[rank]) for count, kind in zip(counts, program.layers, strict=True))
+        + block(program.epilogue[rank])
+        for rank in range(program.num_ranks)
     )
 
 
-def _table_notes(table: PartitionTable | None, scenario: Scenario, strategies: Sequence[Strategy]) -> tuple[str, ...]:
-    lookups = [strategy for strategy in strategies if strategy.partition_rule == "table"]
-    if table is None or not lookups:
-        return ()
-    from planner.table.lookup import notes_on_table
-
-    return tuple(note for strategy in lookups for note in notes_on_table(table, scenario, strategy))
-
-
-def _judged_s(result: StrategyResult, objective: str) -> float:
-    return result.ttft_s if result.noisy is None else result.noisy.objective_s(objective)
-
-
-def _result(scenario: Scenario, strategy: Strategy, cut: Partition, moved: Moves) -> StrategyResult:
-    placed = placed_for(scenario, strategy)
-    run = run_partition(placed, strategy, cut)
-    free_s = run_partition(placed.without_communication(), strategy, cut).ttft_s
-    sure = interval_of(moved, run.ttft_s)
-    memory = memory_of(placed, strategy, cut)
-    return StrategyResult(
-        strategy=strategy.name,
-        title=strategy.title,
-        partition=cut.chunk_lens,
-        ttft_s=run.ttft_s,
-        ttft_low_s=sure.low_s,
-        ttft_high_s=sure.high_s,
-        speedup_over_tsp=None,
-        speedup=None,
-        exposed_comm_s=max(0.0, run.ttft_s - free_s),
-        wait_s=tuple(
-            waited_s(computed, finish)
-            for computed, finish in zip(computes_s(run.program), run.finish_s, strict=True)
-            for _ in range(placed.gpus_per_rank)
-        ),
-        memory=memory,
-        fits=fits(placed, memory),
-        approximate=strategy.approximate,
-        layers=layers_of(placed, strategy),
-        prefix_access=told_access(placed, strategy),
-        query_blocks=run.program.most_query_blocks,
-        bound=bound_of_pipeline(placed, strategy, cut, run.ttft_s),
-        engines=engines_with(strategy, scenario),
-    )
-
-
-def _with_speedups(results: list[StrategyResult]) -> tuple[list[StrategyResult], str | None]:
-    """Over TSP, as the paper has it; and over the yardstick, which is something that can run, and its name."""
-    compared = {result.strategy: result for result in results}
-    tsp = compared.get("tsp")
-    can_run = [result for result in results if result.fits]
-    usual = [compared[name] for name in _YARDSTICKS if name in compared and compared[name].fits]
-    yard = next(iter((*usual, *sorted(can_run, key=lambda one: (one.approximate is not None, one.ttft_s)))), None)
-    return [
-        replace(
-            result,
-            speedup_over_tsp=None if tsp is None else tsp.ttft_s / result.ttft_s,
-            speedup=None if yard is None else yard.ttft_s / result.ttft_s,
-        )
-        for result in results
-    ], None if yard is None else yard.strategy
+def _spans_of(op: Op, num_ranks: int) -> int:
+    """The spans of one operation on one rank: its work, its waiting and its messages."""
+    if isinstance(op, AllGather):
+        return 1 + (op.among or num_ranks) - 1
+    if isinstance(op, RingPass):
+        return 4 * len(op.host_s)
+    if isinstance(op, AllToAll):
+        return 1 + len(op.nbytes)
+    return 2

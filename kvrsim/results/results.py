@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvrsim.choices import PrefixAccess
 from kvrsim.hardware import MemoryLimit
@@ -24,28 +24,37 @@ if TYPE_CHECKING:
     from kvrsim.results.timeline import Timeline
 
 
-class Staged(Protocol):
-    """A result that a pipeline may have."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """A predicted TTFT with its interval, and whether the prefill fits: the part that all results share."""
 
-    @property
-    def layers(self) -> tuple[int, ...] | None:
-        """Of each stage; None: it is no pipeline."""
-
-    @property
-    def partition(self) -> tuple[int, ...]:
-        """Tokens of each piece or chunk."""
-
-
-def stages_to_json(result: Staged) -> dict[str, Any]:
-    """Of a pipeline: tokens of each piece, and layers of each stage."""
-    return {} if result.layers is None else {"pieces": list(result.partition), "layers": list(result.layers)}
+    ttft_s: float
+    ttft_low_s: float  # of the 80 % prediction interval
+    ttft_high_s: float
+    fits: bool  # in the memory of every GPU
+    memory: tuple[RankMemory, ...] = ()  # peak of each GPU; empty: not part of the result
 
 
-def _ways(result: SimResult | StrategyResult) -> dict[str, Any]:
-    """A pipeline's stages, query blocks by rank, and how ranks attend to a cached prefix that lies elsewhere."""
-    access = {} if result.prefix_access is None else {"prefix_access": result.prefix_access}
-    blocks = {} if result.query_blocks is None else {"query_blocks": list(result.query_blocks)}
-    return stages_to_json(result) | blocks | access
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrategyPrediction(Prediction):
+    """A prediction for one strategy with one partition."""
+
+    strategy: str
+    partition: tuple[int, ...]  # new tokens per rank; a pipeline's pieces
+    layers: tuple[int, ...] | None = None  # per stage of a pipeline; None: it is no pipeline
+    prefix_access: PrefixAccess | None = None  # how ranks attend to a cached prefix; None: it lies where it is used
+    query_blocks: tuple[int, ...] | None = None  # per rank, of the layer that has the most; None: one attention call
+
+    def layout_to_dict(self) -> dict[str, Any]:
+        """A pipeline's stages, query blocks, and the access to a cached prefix that lies elsewhere, as JSON values."""
+        access = {} if self.prefix_access is None else {"prefix_access": self.prefix_access}
+        blocks = {} if self.query_blocks is None else {"query_blocks": list(self.query_blocks)}
+        return stages_to_json(self.partition, self.layers) | blocks | access
+
+
+def stages_to_json(partition: tuple[int, ...], layers: tuple[int, ...] | None) -> dict[str, Any]:
+    """A pipeline's tokens per piece and layers per stage, as JSON values; empty for other strategies."""
+    return {} if layers is None else {"pieces": list(partition), "layers": list(layers)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,23 +77,17 @@ class RankReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SimResult(Displayed):
+class SimResult(StrategyPrediction, Displayed):
     """One strategy with one partition, simulated."""
 
     view: ClassVar[str] = "kvrsim.views.simulation"
     question: Question
-    strategy: str
     cluster: Cluster
     model: str
     profile: str
     context_len: int  # tokens, cached prefix included
-    partition: tuple[int, ...]  # new tokens a rank
     executor: str  # "batch" or "event"
-    ttft_s: float
-    ttft_low_s: float
-    ttft_high_s: float
     per_rank: tuple[RankReport, ...]
-    fits: bool  # in the memory of every GPU
     memory_limit: MemoryLimit  # that `fits` compares with
     warnings: tuple[str, ...]
     interval_coverage: float | None  # share of held-out TTFTs that such intervals held; None: nobody checked it
@@ -94,18 +97,13 @@ class SimResult(Displayed):
     noise: Noise | None = None  # that `ttft_s` and `per_rank` are under: one sample of it
     noisy: Distribution | None = None  # TTFTs of all samples
     stream: StreamResult | None = None  # of requests behind each other; the rest is about the first
-    layers: tuple[int, ...] | None = None  # of each stage of a pipeline, whose pieces `partition` holds
-    prefix_access: PrefixAccess | None = (
-        None  # how ranks attend to a cached prefix; None: each has it from the beginning
-    )
-    query_blocks: tuple[int, ...] | None = None  # a rank, of the layer that has the most; None: attention is one call
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; the timeline is written apart."""
         about = ("strategy", "model", "profile", "cluster", "context_len", "partition", "executor")
         found = ("ttft_s", "ttft_low_s", "ttft_high_s", "interval_coverage", "interval_causes", "fits")
         content = self.question.header() | fields_to_json(self, *about, *found)
-        content |= _ways(self) | self.memory_limit.to_dict() | fields_to_json(self, "per_rank", "warnings")
+        content |= self.layout_to_dict() | self.memory_limit.to_dict() | fields_to_json(self, "per_rank", "warnings")
         if self.breakdown is not None:
             content["breakdown"] = self.breakdown.to_dict()
         if self.noise is not None and self.noisy is not None:
@@ -129,26 +127,16 @@ class PipelineBound:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StrategyResult:
+class StrategyResult(StrategyPrediction):
     """One strategy in a plan, with its best partition."""
 
-    strategy: str
     title: str  # one line for people
-    partition: tuple[int, ...]  # new tokens a rank
-    ttft_s: float
-    ttft_low_s: float
-    ttft_high_s: float
     speedup_over_tsp: float | None  # TSP's TTFT over this one's; None: TSP was not asked for
     speedup: float | None  # the plan's yardstick's TTFT over this one's; None: it has none
     exposed_comm_s: float  # TTFT less that of the same partition over links that cost nothing
     wait_s: tuple[float, ...]  # a rank; see RankReport
-    memory: tuple[RankMemory, ...]  # a rank
-    fits: bool
     approximate: str | None = None  # how its result differs from the model's own prefill; None: it is the same
     noisy: Distribution | None = None  # TTFTs under the plan's noise; `ttft_s` is without its random part
-    layers: tuple[int, ...] | None = None  # of each stage of a pipeline, whose pieces `partition` holds
-    prefix_access: PrefixAccess | None = None  # as of SimResult
-    query_blocks: tuple[int, ...] | None = None  # a rank, of the layer that has the most; None: attention is one call
     bound: PipelineBound | None = None  # where pieces and stages were searched
     engines: Mapping[str, str] = field(default_factory=dict)  # that have the strategy, each with the version looked at
 
@@ -156,7 +144,7 @@ class StrategyResult:
         """Plain JSON values."""
         times = ("ttft_s", "ttft_low_s", "ttft_high_s", "speedup_over_tsp", "speedup", "exposed_comm_s", "wait_s")
         content = {} if self.noisy is None else {"under_noise": self.noisy.to_dict()}
-        content |= fields_to_json(self, "strategy", "partition") | _ways(self) | fields_to_json(self, *times)
+        content |= fields_to_json(self, "strategy", "partition") | self.layout_to_dict() | fields_to_json(self, *times)
         if self.bound is not None:
             content |= fields_to_json(self.bound)
         return (
@@ -199,38 +187,16 @@ class SearchReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoiseReport:
-    """What planning for a noise has gained, on samples of it that planning has not seen."""
+    """The noise that a plan's strategies are ranked under."""
 
     noise: Noise
-    objective: str  # "mean", "p50", "p95" or "p99" of TTFT
-    num_samples: int  # that judge
+    num_samples: int
     seed: int
-    quiet_partition: tuple[int, ...] = ()  # KVR-S's, without the random part of the noise; empty: not asked for
-    quiet_s: float | None = None  # its objective
-    robust_partition: tuple[int, ...] = ()
-    robust_s: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {
-            "spec": self.noise.name,
-            **self.noise.to_dict(),
-            "objective": self.objective,
-            "samples": self.num_samples,
-            "seed": self.seed,
-        } | self._gained()
-
-    def _gained(self) -> dict[str, Any]:
-        """KVR-S's part, where it was planned."""
-        if self.quiet_s is None or self.robust_s is None:
-            return {}
-        return {
-            "quiet_partition": list(self.quiet_partition),
-            "quiet_objective_s": self.quiet_s,
-            "robust_partition": list(self.robust_partition),
-            "robust_objective_s": self.robust_s,
-            "gain": 1 - self.robust_s / self.quiet_s,
-        }
+        samples = {"samples": self.num_samples, "seed": self.seed}
+        return {"spec": self.noise.name, **self.noise.to_dict(), **samples}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

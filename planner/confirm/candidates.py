@@ -20,8 +20,7 @@ from kvrsim.strategies import KVR_S, Strategy, get_strategy
 from kvrsim.units import format_bytes
 from planner.confirm.hardware import check_split, run_plan
 from planner.confirm.result import Mode
-from planner.evaluate import Evaluator
-from planner.search.neighbours import around, chunk_lens, chunks_between
+from planner.search.minimise import Evaluator, around, chunk_lens, chunks_between
 from planner.strategies_for import all_for
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S
 from kvrsim.units import MAX_TOKENS
 from planner.confirm.hardware import Hardware, run_plan
-from planner.evaluate import Evaluator
-from planner.search.neighbours import around, chunks_between
+from planner.search.minimise import Evaluator, around, chunks_between
 
 if TYPE_CHECKING:
     from kvrsim.runtime.transport import Transport

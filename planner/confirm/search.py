@@ -26,7 +26,7 @@ from planner.confirm.hardware_search import (
     read_sample,
     search_journal,
 )
-from planner.evaluate import Evaluator
+from planner.search.minimise import Evaluator
 from planner.search.search import search
 from planner.table.entry import draft_of, entry_of
 from planner.table.quantization import quantization_steps

@@ -16,10 +16,10 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, label_of
 from kvrsim.units import check_places
 from planner.access import placed_for
-from planner.evaluate import Evaluator
+from planner.backends.pool import Pool
 from planner.map.map import ALONE, MapPoint, StrategyMap
 from planner.partitions import settled
-from planner.processes import Pool
+from planner.search.minimise import Evaluator
 from planner.search.search import search
 from planner.strategies_for import all_for, distinct
 from planner.uncertainty.interval import interval_of

@@ -13,9 +13,8 @@ from kvrsim.memory import fits, memory_of
 from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
-from planner.evaluate import Evaluator
 from planner.map.build import fastest
-from planner.search.neighbours import chunks_between, to_grid
+from planner.search.minimise import Evaluator, chunks_between, to_grid
 from planner.search.search import search
 from planner.uncertainty.interval import interval_of
 from planner.uncertainty.moves import moves

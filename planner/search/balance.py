@@ -1,13 +1,223 @@
-"""The analytical planner: on a quiet, fast network the best partition makes all ranks equally long."""
+"""What the ranks of a KVR chain must do, whatever the others do: the pieces that plans and bounds are made of."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import overload
+
 import numpy as np
 
-from kvrsim.program import Array
+from kvrsim.program.operations import Array, Collective, Compute, Op, Send
 from kvrsim.scenario import Scenario
-from kvrsim.strategies import Strategy
-from planner.search.work import Chain, settled
+from kvrsim.strategies import Step, Strategy
+from kvrsim.strategies.layers import layer_ops
+
+_INSIDE = np.array([-0.2, 0.2, 0.4, 0.6, 0.8, 1.2])[:, None]  # of a bracket, and beside it: other chunks move it
+_NEAR = np.array([-0.02, 0.02])[:, None]  # of a bracket, either side of where a straight line crosses the limit
+_WIDER = 2.0  # widths of a bracket beyond one that holds no crossing
+_DAMPING = 0.8  # a longer chunk shortens those behind it: undamped, chunks swing
+
+
+@dataclass(frozen=True, slots=True)
+class _Same(Sequence[Array]):
+    """The same array for every rank, so that one rank's program can be asked for alone."""
+
+    array: Array
+    num_ranks: int
+
+    @overload
+    def __getitem__(self, index: int) -> Array: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Array]: ...
+    def __getitem__(self, index: int | slice) -> Array | Sequence[Array]:
+        return self.array if isinstance(index, int) else [self.array]
+
+    def __len__(self) -> int:
+        return self.num_ranks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankWork:
+    """Seconds of some ranks with given chunks and starts; every field of their shape, ranks first."""
+
+    compute_s: Array  # device time of all layers
+    first_qkv_s: Array  # of it, what comes before the append of the first layer that hands anything on
+    last_post_s: Array  # of it, what comes after that of the last such layer: attention, output, MLP, layers behind
+    sends_s: Array  # messages of all layers on the link to the next rank
+    last_send_s: Array  # of it, the last one
+    recv_held_s: Array  # messages of all layers from the rank before, where they hold the compute stream
+    send_held_s: Array  # `sends_s`, where they hold the compute stream
+
+    @property
+    def busy_s(self) -> Array:
+        """Everything that occupies the compute stream."""
+        return self.compute_s + self.recv_held_s + self.send_held_s
+
+
+class Chain:
+    """A KVR chain of a scenario; `least`: with attention at the least that proofs may count on.
+
+    Ranks are asked for as a range, in one call; they differ in their links and how slow they are, not in their layers.
+    """
+
+    def __init__(self, scenario: Scenario, strategy: Strategy, *, least: bool = False) -> None:
+        self.scenario, self.strategy = scenario, strategy
+        self.num_ranks = scenario.cluster.num_gpus
+        self.costs = scenario.layer_costs(scenario.least_cost if least else None)
+        self.kinds = scenario.share.layer_kind_index
+        self.counts = np.bincount(self.kinds)
+        mixed = [index for index, kind in enumerate(self.kinds) if self.costs[kind].mixing is not None]
+        first, last = mixed[0], mixed[-1]  # layers that hand anything on; those besides are an MLP alone
+        self._before = np.bincount(self.kinds[:first], minlength=len(self.costs))
+        self._behind = np.bincount(self.kinds[last + 1 :], minlength=len(self.costs))
+        self._first, self._last = self.kinds[first], self.kinds[last]
+        self._slowness = np.array([scenario.cluster.slowness(rank) for rank in range(self.num_ranks)])
+        paths = [scenario.cluster.path(rank, rank + 1) for rank in range(self.num_ranks - 1)]
+        self._paths = list(dict.fromkeys(paths))
+        # From each rank to the next; none from the last one, and, as number -1, none to the first one.
+        self._over = [np.array([path == one for path in paths] + [False], dtype=float) for one in self._paths]
+        self._latency_s = np.array([path.latency_s for path in paths])
+
+    def work(self, ranks: range, chunk: Array, start: Array) -> RankWork:
+        """The work of these ranks, if their chunks and starts were these (tokens, any one shape, ranks first)."""
+        compute = qkv = post = sent = received = last_sent = none = np.zeros((1,) * chunk.ndim)
+        slowness, blocks = _along(self._slowness[ranks.start : ranks.stop], chunk), self.strategy.query_blocks
+        inner = max(0, min(1, self.num_ranks - 2))  # a rank with one before it and one after it, where there is one
+        for kind, costs in enumerate(self.costs):
+            step = Step(costs, _Same(chunk, self.num_ranks), _Same(start, self.num_ranks), query_blocks=blocks)
+            total, before, after, inside, nbytes = _split(layer_ops(self.strategy, step, inner), none)
+            total, before, after = slowness * total + inside, slowness * before, slowness * after + inside
+            compute = compute + self.counts[kind] * total
+            sent_s = self._busy_s(ranks, nbytes)
+            sent = sent + self.counts[kind] * sent_s
+            if not self.scenario.sends_overlap and ranks[-1]:
+                before_ranks = range(ranks.start - 1, ranks.stop - 1)
+                received = received + self.counts[kind] * self._busy_s(before_ranks, costs.handed_kv_bytes(start))
+            if self._before[kind]:
+                qkv = qkv + self._before[kind] * total
+            if self._behind[kind]:
+                post = post + self._behind[kind] * total
+            if kind == self._first:
+                qkv = qkv + before
+            if kind == self._last:
+                post, last_sent = post + after, sent_s
+        return RankWork(
+            compute_s=compute,
+            first_qkv_s=qkv,
+            last_post_s=post,
+            sends_s=sent,
+            last_send_s=last_sent,
+            recv_held_s=received,
+            send_held_s=none if self.scenario.sends_overlap else sent,
+        )
+
+    def first_message_s(self, ranks: range, end: Array) -> Array:
+        """The first message, of `end` tokens, from each of these ranks to the next."""
+        sent_s = self._busy_s(ranks, self.costs[self._first].handed_kv_bytes(end))
+        return sent_s + _along(self._latency_s[ranks.start : ranks.stop], end)
+
+    def first_append_s(self, end: Array) -> Array:
+        """The least that a rank takes to append to a prefix of `end` tokens, of the first message."""
+        return self.costs[self._first].append_s(np.zeros_like(end), end)
+
+    def first_message_ready_s(self, chunk: Array) -> Array:
+        """The least that rank 0 takes to have its first message ready: project the chunk, keep its K, V or scan it."""
+        costs, none = self.costs[self._first], np.zeros_like(chunk)
+        return costs.qkv_s(chunk) + (costs.attention_s(chunk, none) if costs.has_state else costs.append_s(chunk, none))
+
+    def last_hop_s(self, ranks: range, end: Array) -> Array:
+        """The last message, of `end` tokens, from each of these ranks to the next, and the least for its append."""
+        costs = self.costs[self._last]
+        sent_s = self._busy_s(ranks, costs.handed_kv_bytes(end)) + costs.append_s(np.zeros_like(end), end)
+        return np.asarray(sent_s + _along(self._latency_s[ranks.start : ranks.stop], end))
+
+    def _busy_s(self, ranks: range, nbytes: Array) -> Array:
+        """How long messages keep the paths from these ranks to the next busy; 0 from the last rank, or to the first."""
+        index = np.arange(ranks.start, ranks.stop)
+        return sum(
+            (
+                _along(over[index], nbytes) * path.busy_s(nbytes)
+                for over, path in zip(self._over, self._paths, strict=True)
+            ),
+            np.zeros(1),
+        )
+
+
+def _along(values: Array, shaped: Array) -> Array:
+    """Values of ranks, to be put together with an array whose first axis is the ranks."""
+    return values.reshape(-1, *[1] * (shaped.ndim - 1))
+
+
+def _split(ops: Iterable[Op], none: Array) -> tuple[Array, Array, Array, Array, Array]:
+    """All compute, what of it comes before and after the append or the scan, what a group takes, and the bytes sent.
+
+    The scan of a layer with a state stands for its append: what is sent waits for it. Collectives of a rank's own group
+    end a layer. none: zero, of as many dimensions.
+    """
+    total = before = after = inside = nbytes = none
+    appended = False
+    for op in ops:
+        if isinstance(op, Compute):
+            total = total + op.device_s
+            if op.kind == "append" or op.name == "scan":
+                appended = True
+            elif appended:
+                after = after + op.device_s
+            else:
+                before = before + op.device_s
+        elif isinstance(op, Send):
+            nbytes = op.nbytes
+        elif isinstance(op, Collective):
+            inside = inside + op.seconds
+    return total, before, after, inside, nbytes
+
+
+def settled(
+    needed_s: Callable[[Array, Array], Array],
+    limit_s: Array,
+    chunks: Array,
+    most: Callable[[Array], Array | float],
+    precision: float,
+    spread: float,
+    rounds: int,
+) -> tuple[Array, Array]:
+    """For each rank the longest chunk that takes it within the limit, and one as little longer as the precision says.
+
+    All ranks at once: `needed_s(chunks, tried)` says what chunks `tried`, shape (ranks, K, columns), take where the
+    others' are `chunks`, shape (ranks, columns); it does not fall with a rank's own. Brackets around the crossings
+    shrink while the chunks of the others settle, and move where these push the crossing out of them. What is found
+    depends on chunks that have settled only to the precision; who proves anything with it evaluates it once more.
+
+    limit_s: shape (columns,). chunks: to begin with, shape (ranks, columns); spread: the share of them that the first
+    brackets reach to either side. most: tokens that each may have, where the chunks are these; each has at least 1.
+    """
+    low, high = np.maximum(1.0, chunks * (1.0 - spread)), chunks * (1.0 + spread)
+    for _ in range(rounds):
+        width = np.maximum(high - low, precision * high)
+        around = np.concatenate(
+            [low[:, None] + _INSIDE * width[:, None], chunks[:, None] + _NEAR * width[:, None]], axis=1
+        )
+        room = np.maximum(1.0, most(chunks)) + np.zeros_like(chunks)
+        tried = np.clip(around, 1.0, room[:, None])
+        over_s = needed_s(chunks, tried) - limit_s
+        within = over_s <= 0
+        low_s = np.maximum.reduce(over_s, axis=1, where=within, initial=-np.inf)
+        high_s = np.minimum.reduce(over_s, axis=1, where=~within, initial=np.inf)
+        low = np.maximum.reduce(tried, axis=1, where=within, initial=1.0)
+        high = np.minimum(np.minimum.reduce(tried, axis=1, where=~within, initial=np.inf), room)
+        none, all_ = low_s == -np.inf, high_s == np.inf
+        low = np.where(none, np.maximum(1.0, high - _WIDER * width), low)
+        high = np.where(all_, np.minimum(room, low + _WIDER * width), high)
+        with np.errstate(invalid="ignore"):
+            share = np.where(none | all_, 0.5, low_s / (low_s - high_s))
+        chunks = chunks + _DAMPING * (low + share * (high - low) - chunks)
+        if (high - low <= precision * high).all():
+            break
+    return low, high
+
+
+# -- The analytical planner: on a quiet, fast network the best partition makes all ranks equally long.
 
 _TARGETS, _ZOOMS, _AROUND = 12, 2, 0.08
 _SPREAD, _AGAIN = 0.25, 0.05  # of a chunk, to either side of it, in which the longest is sought

@@ -1,36 +1,4 @@
-"""A proven lower bound on the TTFT of every KVR partition over the given GPUs.
-
-Why it holds. Let a partition have chunk ends e_0 < ... < e_(p-1) = C and last chunk x, and reach T.
-1. Rank i cannot append in the first layer before a message has come down the chain to it (the fill,
-   Fill_i), whatever it has projected meanwhile. From there it works through its layers in order, so that
-   before its message of the last layer can go it has spent all its work but the first projection and the
-   last layer's part after the append. That message, and each that follows it to the last rank, carries at
-   least e_i tokens and is appended there (the drain); then the last rank has its attention and MLP of the
-   last layer and the head to do. All these come one after another.
-2. The link i -> i+1 carries the messages of all layers, of e_i tokens each, one after another: the first
-   not before the fill, the last followed as in 1. A bus carries those of all links.
-3. The last rank spends the fill, all its work after it, and the head; its host issues all its launches. Of a cached
-   prefix that lies elsewhere, it loads all layers' one after another.
-
-A target T is refuted so, for any given walls w_0 <= ... <= w_(p-2) = C - x. At a fixed end, a later start leaves fewer
-queries over the same keys, so that what 1 and 2 need falls with the start, and it grows with the end. Suppose that T is
-less than they need of rank i with a chunk from w_(i-1) to w_i, for every rank but the first and the last. Then no rank
-that ends at w_i or later can have started before w_(i-1), so that from the right every e_i is at least w_i. With this
-the fill and the drain are bounded: their messages carry at least w_j tokens. If the first rank needs more than T from
-the start to w_0 as well, or 3 exceeds T, no partition with that x reaches T. So every choice of walls proves a bound,
-their least need; the best are those that make it the same for all ranks, as balanced chunks do for busy time. They are
-found without a fill first, and again with the fill that they prove. Walls may be no further to the left than the
-tokens of the ranks before; those that would be prove nothing, and need not. A chunk has at least one token, and is
-counted with as many.
-
-x is cut into intervals; in each, every condition takes the end of the interval that weakens it. Where messages hold the
-compute stream, those received grow with the start; they count as much as at the wall. Attention counts as much as a
-time that no call of its kernel beats and that, at a fixed end, does not grow with the start (tiles do not shrink as
-smoothly as the work in them: `AttentionRates.least_seconds`).
-In a layer with a state, the scan stands for the append, and its time for 0; a layer without a mixer hands nothing on:
-the first and the last layer are the first and the last that do.
-Other waiting, queueing and contention are left out, which only lowers the bound.
-"""
+"""Walls: ends of chunks that prove how long a KVR chain takes. planner/search/bound.py explains the proof."""
 
 from __future__ import annotations
 
@@ -40,13 +8,153 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrsim.compile import build_program
-from kvrsim.program import Array, Compute, Load
+from kvrsim.program.operations import Array, Compute, Flags, Load
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
-from planner.search.balance import balanced_chunks
-from planner.search.neighbours import unique_rows
-from planner.search.walls import AGAIN, FIRST, PRECISION, WalledChain
-from planner.search.work import Chain
+from planner.search.balance import Chain, balanced_chunks, settled
+from planner.search.minimise import unique_rows
+
+PRECISION = 2.0**-12  # of a chunk
+_NEARLY, _ROUNDING = 0.999, 1e-9  # of a limit, which proves a wall nearly as well; of the context
+FIRST, AGAIN = (0.25, 32), (0.05, 12)  # of a chunk, to either side, in which the one for a limit is sought; rounds
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """What walls prove of the waits for other ranks."""
+
+    fills_s: Array  # the least before each rank's first append, shape (ranks, columns)
+    received_s: Array  # the least that received messages hold each sender's stream, shape (senders, columns)
+
+    def where(self, kept: Flags, others: Waits) -> Waits:
+        """These in the columns that are kept, the others' elsewhere."""
+        fills_s = np.where(kept, self.fills_s, others.fills_s)
+        return Waits(fills_s, np.where(kept, self.received_s, others.received_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Walls:
+    """Walls for a limit, several columns of them, and what they need up to the last rank's append."""
+
+    chunks: Array  # of all senders but the first, shape (senders - 1, columns)
+    ends: Array  # shape (senders, columns)
+    first_s: Array  # needed by the first sender; 0 where nothing is proven of the walls before
+    others_s: Array  # the least that is needed by any other, of those that prove the walls
+    free: Array  # share of the walls that are as far to the left as they may be
+
+
+class WalledChain:
+    """The senders of a chain, all ranks but the last, between walls."""
+
+    def __init__(self, chain: Chain) -> None:
+        self.chain, self.senders = chain, range(chain.num_ranks - 1)
+        self.holds = not chain.scenario.sends_overlap
+        self.first_start = float(chain.scenario.request.cached_prefix)
+        self.total = float(chain.scenario.request.context_len)
+        self.floors = self.first_start + np.arange(1.0, chain.num_ranks)[:, None]  # a token for every rank
+
+    def built(
+        self, last_end: Array, limit: Array, chunks: Array, waits: Waits | None, within: tuple[float, int]
+    ) -> Walls:
+        """Walls from chunks of all senders but the first that take these just beyond the limit; what they need."""
+
+        def ends_of(chunks: Array) -> Array:
+            behind = np.cumsum(chunks[::-1], axis=0)[::-1]
+            return np.asarray(np.maximum(np.concatenate([last_end - behind, last_end[None]]), self.floors))
+
+        def needed_s(settling: Array, tried: Array) -> Array:
+            ends = ends_of(settling)
+            starts = np.maximum(ends[1:, None] - tried, self.floors[:-1, None])
+            return self._needed_s(1, starts, ends, waits)
+
+        def room(chunks: Array) -> Array:
+            return np.asarray(ends_of(chunks)[1:] - self.floors[:-1])
+
+        if len(self.senders) > 1:
+            chunks = settled(needed_s, limit, chunks, room, PRECISION, *within)[1]
+        ends = ends_of(chunks)
+        starts = np.concatenate([np.full_like(ends[:1], self.first_start), ends[:-1]])
+        each_s = self._needed_s(0, starts[:, None], ends, waits)[:, 0]
+        free = ends[:-1] <= self.floors[:-1] + _ROUNDING * self.total  # to begin so early needs no proof
+        holds = np.logical_and.accumulate((free | (each_s[1:] >= limit * _NEARLY))[::-1], axis=0)[::-1]
+        others_s = np.where(holds & ~free, each_s[1:], np.inf).min(axis=0, initial=np.inf)
+        ends[:-1] = np.where(holds, ends[:-1], self.floors[:-1])
+        first_s = np.where(holds.all(axis=0), each_s[0], 0.0)
+        none = (ends[:-1] <= self.floors[:-1]).mean(axis=0) if len(free) else np.zeros(1)
+        return Walls(chunks, ends, first_s, others_s, none)
+
+    def waits(self, ends: Array) -> Waits:
+        """What is proven of the waits, if ends are no earlier than these."""
+        return Waits(self._fills(ends), self._received_s(ends))
+
+    def bus_s(self, ends: Array) -> Array:
+        """All messages over the one bus, each at its least."""
+        return np.asarray(self.chain.work(self.senders, np.ones_like(ends), ends - 1.0).sends_s.sum(axis=0))
+
+    def _received_s(self, ends: Array) -> Array:
+        """The least that received messages hold each sender's stream, if starts are no earlier than these ends."""
+        starts = np.concatenate([np.full_like(ends[:1], self.first_start), ends[:-1]])
+        return self.chain.work(self.senders, np.ones_like(starts), starts).recv_held_s + np.zeros_like(ends)
+
+    def _fills(self, ends: Array) -> Array:
+        """For each rank, the least before its first append, if ends are no earlier than these."""
+        message_s = self.chain.first_message_s(self.senders, ends)
+        hops_s = message_s + self.chain.first_append_s(ends)
+        reached_s = self.chain.first_message_ready_s(ends[0] - self.first_start) + np.cumsum(hops_s, axis=0) - hops_s
+        # A received message that holds the stream is counted as the receiver's work already.
+        fills = reached_s if self.holds else reached_s + message_s
+        return np.concatenate([np.zeros_like(fills[:1]), fills])
+
+    def _needed_s(self, first: int, starts: Array, walls: Array, waits: Waits | None) -> Array:
+        """Conditions 1 and 2 of the senders from `first` on, up to the last rank's append.
+
+        starts: shape (senders, K, columns); the others: (senders, columns), of all senders.
+        """
+        ranks, ends = self.senders[first:], walls[first:, None]
+        chunks = np.maximum(ends - starts, 1.0)
+        work = self.chain.work(ranks, chunks, ends - chunks)
+        own = work.compute_s - work.last_post_s + work.send_held_s - (work.last_send_s if self.holds else 0.0)
+        link = work.sends_s - work.last_send_s
+        if waits is not None:
+            fill = waits.fills_s[first:-1, None]
+            own = own + waits.received_s[first:, None] + np.maximum(0.0, fill - work.first_qkv_s)
+            link = link + fill
+        drain_s = np.cumsum(self.chain.last_hop_s(self.senders, walls)[::-1], axis=0)[::-1]
+        return np.maximum(own, link) + drain_s[first:, None]
+
+
+# -- A proven lower bound on the TTFT of every KVR partition over the given GPUs.
+#
+# Why it holds. Let a partition have chunk ends e_0 < ... < e_(p-1) = C and last chunk x, and reach T.
+# 1. Rank i cannot append in the first layer before a message has come down the chain to it (the fill,
+#    Fill_i), whatever it has projected meanwhile. From there it works through its layers in order, so that
+#    before its message of the last layer can go it has spent all its work but the first projection and the
+#    last layer's part after the append. That message, and each that follows it to the last rank, carries at
+#    least e_i tokens and is appended there (the drain); then the last rank has its attention and MLP of the
+#    last layer and the head to do. All these come one after another.
+# 2. The link i -> i+1 carries the messages of all layers, of e_i tokens each, one after another: the first
+#    not before the fill, the last followed as in 1. A bus carries those of all links.
+# 3. The last rank spends the fill, all its work after it, and the head; its host issues all its launches. Of a cached
+#    prefix that lies elsewhere, it loads all layers' one after another.
+#
+# A target T is refuted so, for any given walls w_0 <= ... <= w_(p-2) = C - x. At a fixed end, a later start leaves fewer
+# queries over the same keys, so that what 1 and 2 need falls with the start, and it grows with the end. Suppose that T is
+# less than they need of rank i with a chunk from w_(i-1) to w_i, for every rank but the first and the last. Then no rank
+# that ends at w_i or later can have started before w_(i-1), so that from the right every e_i is at least w_i. With this
+# the fill and the drain are bounded: their messages carry at least w_j tokens. If the first rank needs more than T from
+# the start to w_0 as well, or 3 exceeds T, no partition with that x reaches T. So every choice of walls proves a bound,
+# their least need; the best are those that make it the same for all ranks, as balanced chunks do for busy time. They are
+# found without a fill first, and again with the fill that they prove. Walls may be no further to the left than the
+# tokens of the ranks before; those that would be prove nothing, and need not. A chunk has at least one token, and is
+# counted with as many.
+#
+# x is cut into intervals; in each, every condition takes the end of the interval that weakens it. Where messages hold the
+# compute stream, those received grow with the start; they count as much as at the wall. Attention counts as much as a
+# time that no call of its kernel beats and that, at a fixed end, does not grow with the start (tiles do not shrink as
+# smoothly as the work in them: `AttentionRates.least_seconds`).
+# In a layer with a state, the scan stands for the append, and its time for 0; a layer without a mixer hands nothing on:
+# the first and the last layer are the first and the last that do.
+# Other waiting, queueing and contention are left out, which only lowers the bound.
 
 _LENGTHS = 129  # of the last chunk, of which the longest that is not refuted outright is found
 _INTERVALS, _FEW_INTERVALS, _CELLS = 12, 5, 1280  # of x; for many ranks, fewer

@@ -16,13 +16,22 @@ from kvrsim.program import Array
 from kvrsim.results.results import SearchReport
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, chain_like
-from planner.evaluate import Evaluator, Progress
-from planner.search.balance import balanced_chunks
+from planner.search.balance import Chain, balanced_chunks
 from planner.search.bound import bounded
 from planner.search.grid import Floor, Grid
-from planner.search.neighbours import Boundaries, apart, chunk_lens, chunks_between, rounded, to_grid, unique_rows
-from planner.search.refine import refine, refine_frugally
-from planner.search.work import Chain
+from planner.search.minimise import (
+    Boundaries,
+    Evaluator,
+    Progress,
+    apart,
+    chunk_lens,
+    chunks_between,
+    refine,
+    refine_frugally,
+    rounded,
+    to_grid,
+    unique_rows,
+)
 
 _SCATTERED, _SCATTERED_TRIED, _NEAR = 200, 3, 1.2
 _MOST_SCATTERED_RANKS = 32
@@ -33,14 +42,15 @@ _MANY_ROUNDS = 4  # of many ranks
 _COARSE = 64  # strides in the shortest chunk, below which the stride is coarse
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A partition, its TTFT, and what it took to find."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchResult:
+    """A partition and the effort of its search."""
 
+    strategy: Strategy  # a pipeline has the layers of its stages
     partition: Partition
     ttft_s: float
     report: SearchReport
-    lower_bound_s: float | None = None  # proven; None: the search had no use for it
+    lower_bound_s: float | None = None  # proven; None: the search did not compute it
     balanced: Array | None = None  # the analytical plan of its chain, tokens; None: likewise
 
 
@@ -50,14 +60,14 @@ def search(
     *,
     method: str = "auto",
     stride: int | None = None,
-    near: Partition | None = None,
+    warm_start: Partition | None = None,
     on_progress: Progress | None = None,
-) -> Found:
+) -> SearchResult:
     """The best partition found.
 
     auto: the analytical plan and other seeds, refined by pattern search; analytical: that plan as it is;
     grid: the paper's hierarchical grid search. `stride`: boundaries are multiples of it, in tokens.
-    near: the best partition of KVR's chain, for a strategy that is searched from it; None: it is searched first.
+    warm_start: the best partition of KVR's chain, for a strategy that is searched from it; None: it is searched first.
     Raises InputError for an unknown method or a stride that leaves no room.
     """
     if method not in METHODS:
@@ -78,8 +88,8 @@ def search(
         step = stride or 1  # its first steps are coarse
     run = _Search(scenario, strategy, evaluator, step)
     if strategy.near_chain and method == "auto" and num_ranks > 1:
-        near = near or search(scenario, chain_like(strategy), stride=stride).partition
-        run.near = np.array(near.boundaries[1:-1], dtype=np.int64)
+        warm_start = warm_start or search(scenario, chain_like(strategy), stride=stride).partition
+        run.near = np.array(warm_start.boundaries[1:-1], dtype=np.int64)
     boundaries, ttft_s, name = run.run(method)
     if method == "auto" and stride is None and run.is_worth_polishing(boundaries, ttft_s):
         run.stride = 1
@@ -94,7 +104,14 @@ def search(
         seconds=seconds,
         limit=evaluator.most if run.was_limited else None,
     )
-    return Found(partition, ttft_s, report, run.lower_bound_s, run.balanced)
+    return SearchResult(
+        strategy=strategy,
+        partition=partition,
+        ttft_s=ttft_s,
+        report=report,
+        lower_bound_s=run.lower_bound_s,
+        balanced=run.balanced,
+    )
 
 
 def default_stride(num_tokens: int, num_ranks: int) -> int:

@@ -20,12 +20,10 @@ from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, chain_like
 from planner.access import placed_for
-from planner.evaluate import Evaluator
-from planner.search.balance import balanced_chunks
+from planner.search.balance import Chain, balanced_chunks
 from planner.search.bound import lower_bound_s
-from planner.search.neighbours import chunk_lens, rounded
+from planner.search.minimise import Evaluator, chunk_lens, rounded
 from planner.search.search import search
-from planner.search.work import Chain
 from planner.table.lookup import to_steps
 from planner.table.quantization import QuantizationSteps
 from planner.table.table import TableEntry

@@ -17,7 +17,7 @@ from kvrsim.program import Compute, Op, Program, Recv, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
 from kvrsim.units import scale
-from planner.evaluate import Evaluator
+from planner.search.minimise import Evaluator
 from planner.search.search import search
 from planner.simulate import run_simulation
 from tests.building import (

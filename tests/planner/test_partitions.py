@@ -11,8 +11,8 @@ import kvrsim
 from kvrsim.compile import for_strategy
 from kvrsim.engine import load_engine
 from kvrsim.strategies import get_strategy
-from planner.evaluate import Evaluator
 from planner.partitions import best_pieces, partition_of, with_dear_steps
+from planner.search.minimise import Evaluator
 
 
 def pipeline(**asked: object) -> tuple[kvrsim.Scenario, list[int]]:

@@ -25,7 +25,7 @@ from kvrsim.strategies.pipeline import context_ranks
 from planner.bisection import largest
 from planner.capacity.workloads.workload import Lengths
 from planner.partitions import with_dear_steps
-from planner.search.neighbours import chunks_between, to_grid
+from planner.search.minimise import chunks_between, to_grid
 from planner.search.search import search
 from planner.table.lookup import partition_from
 from planner.table.table import PartitionTable

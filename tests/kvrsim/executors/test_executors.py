@@ -14,7 +14,7 @@ from kvrsim.hardware import load_cluster
 from kvrsim.program import Array, Compute, Program, Recv, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
-from planner.evaluate import Evaluator
+from planner.search.minimise import Evaluator
 from tests.building import Draws, any_partition, any_scenario, draws, examples
 
 SEEDS = st.integers(0, 2**32)

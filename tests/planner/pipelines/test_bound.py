@@ -15,9 +15,9 @@ import kvrsim
 from kvrsim.compile import for_strategy
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
-from planner.evaluate import Evaluator
-from planner.pipelines.bound import pipeline_bound_s
-from planner.pipelines.search import search_pipeline
+from planner.search.minimise import Evaluator
+from planner.search.pipeline import search_pipeline
+from planner.search.pipeline_bound import pipeline_bound_s
 from tests.building import Draws, any_placed, any_scenario, as_measured, draws, examples
 
 SEARCHED = get_strategy("pp-s")

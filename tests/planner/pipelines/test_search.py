@@ -18,10 +18,9 @@ from kvrsim.memory import memory_of
 from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
-from planner.evaluate import Evaluator
 from planner.partitions import best_pieces, partition_of, settled, with_mean_steps
-from planner.pipelines.search import search_pipeline
-from planner.pipelines.work import Flow, PieceWork
+from planner.search.minimise import Evaluator
+from planner.search.pipeline import Flow, PieceWork, search_pipeline
 
 SEARCHED = get_strategy("pp-s")
 

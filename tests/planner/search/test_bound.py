@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Strategy
-from planner.evaluate import Evaluator
 from planner.search.bound import lower_bound_s
+from planner.search.minimise import Evaluator
 from planner.search.search import search
 from tests.building import (
     Draws,

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
-from planner.evaluate import Evaluator
 from planner.search.grid import Grid
-from planner.search.neighbours import Boundaries, chunk_lens
+from planner.search.minimise import Boundaries, Evaluator, chunk_lens
 from planner.search.search import search
 from tests.building import Draws, draws, examples, scenarios
 

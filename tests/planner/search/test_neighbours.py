@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.search.neighbours import (
+from planner.search.minimise import (
     around,
     chunks_between,
     combinations,

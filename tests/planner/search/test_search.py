@@ -18,7 +18,7 @@ from kvrsim.errors import InputError
 from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
-from planner.evaluate import Evaluator
+from planner.search.minimise import Evaluator
 from planner.search.search import default_stride, search
 from tests.building import Draws, any_partition, any_scenario, draws, examples, scenario_in, scenarios
 

@@ -19,9 +19,9 @@ from kvrsim.errors import InputError
 from kvrsim.io.schema import to_json
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, STRATEGIES, Strategy
-from planner.evaluate import Evaluator
 from planner.plan import make_plan
 from planner.search.bound import lower_bound_s
+from planner.search.minimise import Evaluator
 from planner.search.search import search
 from planner.table import build as table_build
 from planner.table.build import make_table

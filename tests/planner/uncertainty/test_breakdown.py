@@ -10,7 +10,7 @@ from kvrsim.cli import main as cli
 from kvrsim.executors.run import run_partition
 from kvrsim.partition import Partition
 from kvrsim.strategies import STRATEGIES
-from planner.uncertainty.breakdown import breakdown
+from planner.uncertainty.basis import breakdown
 from tests.building import Draws, any_partition, any_scenario, draws, examples
 
 

@@ -11,8 +11,8 @@ from kvrsim.errors import InputError
 from kvrsim.executors.run import ttft_s
 from kvrsim.noise import NoiseDraw, parse_noise
 from kvrsim.strategies import STRATEGIES
-from planner.evaluate import Evaluator
 from planner.search.bound import lower_bound_s
+from planner.search.minimise import Evaluator
 from planner.search.search import search
 from planner.uncertainty.disturbed import FIRST_JUDGING_SAMPLE, with_fixed
 from planner.uncertainty.robust import robust_plan

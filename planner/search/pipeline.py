@@ -1,29 +1,121 @@
-"""The best pipeline: pieces of equal time for each number of pieces, layers of equal time on the stages, then moves.
+"""Seconds of pieces of the context in layers, and of a whole pipeline with any stages: what seeds and layouts rest on.
 
-With stages alike, TTFT is the work of all pieces on one stage and that of the longest piece on each other stage. So
-pieces of equal time are the best that so many pieces can be; later ones are shorter, since they see more keys. What is
-left to find is their number, and what tiles of matrices, the embedding, the head and uneven stages change.
+The flow here leaves the host's clock out but for a layer's own launches; the executors have the last word.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from kvrsim.ends import embedding, step
 from kvrsim.errors import InputError
 from kvrsim.partition import Partition
-from kvrsim.program import Array
+from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT
+from kvrsim.program.operations import Array, Collective, Compute, Op
+from kvrsim.results.results import SearchReport
 from kvrsim.scenario import Scenario
-from kvrsim.strategies import Strategy
-from kvrsim.strategies.pipeline import even_layers
-from planner.evaluate import Evaluator, Progress
-from planner.pipelines.work import Flow, PieceWork
-from planner.search.neighbours import Boundaries, chunk_lens, chunks_between, groups, rounded, valid
-from planner.search.refine import refine_frugally
+from kvrsim.strategies import Step, Strategy
+from kvrsim.strategies.layers import layer_ops
+from kvrsim.strategies.pipeline import context_ranks, even_layers
+from planner.search.minimise import (
+    Boundaries,
+    Evaluator,
+    Progress,
+    chunk_lens,
+    chunks_between,
+    groups,
+    refine_frugally,
+    rounded,
+    valid,
+)
+from planner.search.search import SearchResult
+
+_GAIN = 0.002  # of TTFT, which twice the pieces must gain at least
+_ONE_STAGE = 0  # layers of a pipeline are the same on every rank
+
+
+class PieceWork:
+    """What pieces take in the layers of a scenario; `strategy`: a pipeline."""
+
+    def __init__(self, scenario: Scenario, strategy: Strategy) -> None:
+        self.scenario, self.strategy = scenario, strategy
+        self.num_stages = scenario.cluster.num_gpus
+        self.costs = scenario.layer_costs()
+        self.kinds = np.array(scenario.share.layer_kind_index)
+        self.counts = np.bincount(self.kinds, minlength=len(self.costs))
+
+    def kinds_s(self, lengths: Array, starts: Array) -> Array:
+        """Seconds of a layer of each kind, shape (kinds, pieces); tokens of each piece, and before it."""
+        return np.stack([self._layer_s(Step(costs, (lengths,), (starts,))) for costs in self.costs])
+
+    def all_s(self, lengths: Array, starts: Array) -> Array:
+        """Seconds of each piece in all layers, and of its step on every stage; shape (pieces,)."""
+        return np.asarray(self.counts @ self.kinds_s(lengths, starts) + self.num_stages * self.step_s(lengths, starts))
+
+    def step_s(self, lengths: Array, starts: Array) -> Array:
+        """What each piece costs on each stage before its first layer."""
+        return _held_s(step(self.scenario, lengths, starts + lengths, self.scenario.cost), lengths)
+
+    def _layer_s(self, one: Step) -> Array:
+        ops = tuple(layer_ops(self.strategy, one, _ONE_STAGE))
+        return np.maximum(_held_s(ops, one.chunks[0]), sum(op.host_s for op in ops if isinstance(op, Compute)))
+
+    def starts(self, lengths: Array) -> Array:
+        """Tokens before each piece, the cached prefix included."""
+        return np.asarray(self.scenario.request.cached_prefix + np.cumsum(lengths) - lengths)
+
+
+class Flow:
+    """TTFT of given pieces with any layers on the stages, many layouts at once."""
+
+    def __init__(self, work: PieceWork, lengths: Array) -> None:
+        scenario, starts = work.scenario, work.starts(lengths)
+        layers_s = work.kinds_s(lengths, starts)[work.kinds]
+        self._before_s = np.concatenate([np.zeros((1, len(lengths))), np.cumsum(layers_s, axis=0)])
+        self._step_s = work.step_s(lengths, starts)
+        self._embedding_s = _held_s(embedding(scenario, lengths, scenario.cost), lengths)
+        nbytes = work.costs[0].activation_bytes(lengths)
+        paths = [scenario.cluster.path(rank, rank + 1) for rank in range(work.num_stages - 1)]
+        self._sent_s = np.array([path.busy_s(nbytes) + path.latency_s for path in paths])
+
+    @property
+    def layers_s(self) -> Array:
+        """Seconds of all pieces in the layers before each layer, and in all; shape (layers + 1,)."""
+        return np.asarray(self._before_s.sum(axis=1))
+
+    def seconds(self, boundaries: npt.NDArray[np.int64]) -> Array:
+        """When the last stage has finished the last piece; boundaries: first layers of stages 1, 2, ..., (B, S - 1)."""
+        rows, last = len(boundaries), len(self._before_s) - 1
+        edges = np.concatenate([np.zeros((rows, 1), dtype=np.int64), boundaries, np.full((rows, 1), last)], axis=1)
+        stages_s = np.diff(self._before_s[edges], axis=1) + self._step_s  # (B, stages, pieces)
+        stages_s[:, 0] += self._embedding_s
+        done = np.zeros(stages_s.shape[:1] + stages_s.shape[2:])
+        for stage in range(stages_s.shape[1]):
+            there = done if stage == 0 else done + self._sent_s[stage - 1]
+            alone = np.cumsum(stages_s[:, stage], axis=1)  # the latest piece that the stage waited for, and all since
+            done = alone + np.maximum.accumulate(there - (alone - stages_s[:, stage]), axis=1)
+        return np.asarray(done[:, -1])
+
+
+def _held_s(ops: tuple[Op, ...], like: Array) -> Array:
+    """Device seconds of operations one after another."""
+    parts = (
+        op.device_s if isinstance(op, Compute) else op.seconds for op in ops if isinstance(op, Compute | Collective)
+    )
+    return sum(parts, np.zeros_like(like))
+
+
+# -- The best pipeline: pieces of equal time for each number of pieces, layers of equal time on the stages, then moves.
+#
+# With stages alike, TTFT is the work of all pieces on one stage and that of the longest piece on each other stage. So
+# pieces of equal time are the best that so many pieces can be; later ones are shorter, since they see more keys. What is
+# left to find is their number, and what tiles of matrices, the embedding, the head and uneven stages change.
 
 PAGE = 64  # tokens; pieces are multiples of it, as engines' pages divide it
 MOST_A_STAGE = 64  # pieces; with so many, filling and emptying the stages takes less than 1.6 % of TTFT
@@ -35,17 +127,6 @@ _BALANCING, _LAYOUT_ROUNDS = 24, 40
 _WORTH = 1e-4  # of TTFT, that other layers on the stages must gain
 
 
-@dataclass(frozen=True, slots=True)
-class FoundPipeline:
-    """The pieces, the strategy with the layers of its stages, and what it took to find them."""
-
-    strategy: Strategy
-    partition: Partition
-    ttft_s: float
-    evaluations: int
-    seconds: float
-
-
 def search_pipeline(
     scenario: Scenario,
     strategy: Strategy,
@@ -54,7 +135,7 @@ def search_pipeline(
     stride: int | None = None,
     least_piece: int | None = None,
     on_progress: Progress | None = None,
-) -> FoundPipeline:
+) -> SearchResult:
     """The best pieces and stages found; of given `pieces`, the best stages.
 
     scenario: as the strategy sees it. stride: tokens that pieces are multiples of, but for what the last one has more;
@@ -67,9 +148,59 @@ def search_pipeline(
         raise InputError("stride", step, "a whole number of at least 1")
     least = max(step, least_piece or step)
     run = _Search(scenario, strategy, min(step, tokens), min(least, tokens), on_progress)
-    found, ttft_s = run.run(None if pieces is None else np.array(pieces.boundaries[1:-1], dtype=np.int64))
-    partition = Partition(chunk_lens=chunk_lens(tuple(found), tokens))
-    return FoundPipeline(run.strategy, partition, ttft_s, run.evaluations, time.perf_counter() - begin_s)
+    ends, ttft_s = run.run(None if pieces is None else np.array(pieces.boundaries[1:-1], dtype=np.int64))
+    report = SearchReport(method="pipeline", evaluations=run.evaluations, seconds=time.perf_counter() - begin_s)
+    partition = Partition(chunk_lens=chunk_lens(tuple(ends), tokens))
+    return SearchResult(strategy=run.strategy, partition=partition, ttft_s=ttft_s, report=report)
+
+
+def search_even_pieces(scenario: Scenario, strategy: Strategy, on_progress: Progress | None = None) -> SearchResult:
+    """Even pieces: 1, 2, 4, ... of them, as long as TTFT falls.
+
+    More pieces fill the stages sooner, fewer waste less on each. TTFT has one minimum: S stages take
+    (S + M - 1) x (work / M + the fixed cost of a piece) for M pieces. The steps of the engine are taken as long as the
+    upper end of their 80 % interval: longer pieces lose little where steps are shorter, and shorter ones much where
+    they are not.
+    """
+    begin_s = time.perf_counter()
+    evaluator = Evaluator(with_step_time(scenario, "p90"), strategy, on_progress)
+    partition, ttft_s = _best_even_pieces(evaluator)
+    seconds = time.perf_counter() - begin_s
+    report = SearchReport(method="pieces", evaluations=evaluator.evaluations, seconds=seconds)
+    return SearchResult(strategy=strategy, partition=partition, ttft_s=ttft_s, report=report)
+
+
+def with_step_time(scenario: Scenario, statistic: Literal["mean", "p90"]) -> Scenario:
+    """The scenario with this statistic of the engine's step time, whose spread is log-normal, if the engine has one.
+
+    TTFT is linear in the seconds of a step, so the best pieces for the mean are those of the least expected TTFT.
+    """
+    if scenario.engine is None or not (log_sd := scenario.engine.spread.get("step_s")):
+        return scenario
+    factor = math.exp(0.5 * log_sd * log_sd if statistic == "mean" else DEVIATES_OF_80_PERCENT * log_sd)
+    return scenario.with_host(replace(scenario.host, step_s=scenario.host.step_s * factor))
+
+
+def _best_even_pieces(evaluator: Evaluator) -> tuple[Partition, float]:
+    scenario, strategy = evaluator.scenario, evaluator.strategy
+    tokens, context = scenario.request.new_tokens, context_ranks(strategy)
+    if context > tokens:
+        raise InputError("strategies", strategy.name, f"at most one context rank per token, here {tokens}")
+    most = min(tokens // context, MOST_A_STAGE * (scenario.cluster.num_gpus // context))
+    numbers = [2**power for power in range(most.bit_length())]
+    if scenario.cluster.shares_bandwidth and context > 1:
+        # All ranks gather at the same time: links of their share of the bus give the number in little time.
+        share = scenario.cluster.link.bandwidth_bytes_per_s / scenario.cluster.num_gpus
+        number = len(_best_even_pieces(Evaluator(scenario.with_own_links(share), strategy))[0].chunk_lens)
+        numbers = [one for one in numbers if one in (number // 2, number)]
+    best, best_s = Partition.even(tokens, 1), float("inf")
+    for number in numbers:
+        partition = Partition.even(tokens, number)
+        ttft_s = evaluator.one(partition.chunk_lens)
+        if ttft_s > best_s * (1 - _GAIN):
+            break
+        best, best_s = partition, ttft_s
+    return best, best_s
 
 
 class _Search:

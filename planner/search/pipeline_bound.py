@@ -1,30 +1,12 @@
-"""A proven lower bound on the TTFT of every pipeline over the given GPUs: any pieces, any layers on the stages.
+"""A proven lower bound on the TTFT of every pipeline whose pieces have a least length: any such pieces, any layers.
 
-Why it holds. Stage s takes d(s, m) for piece m of M. It begins a piece when it has done the one before, and when the
-stage before has done that piece; so TTFT is at least the sum of d along every path that goes from (1, 1) to (S, M) by
-one stage or one piece at a time, S + M - 1 steps of the engine among them.
-
-Theorem. If d(s, m) = f(s) D(m) with f, D >= 0, some path is at least (S + M - 1) / (S M) of the sum of all d.
-Proof, with sum f = sum D = 1, by induction on S; one stage is clear. Let x = f(1) and let the longest path be T. Paths
-that leave stage 1 at piece k have x (D(1) + ... + D(k)) and, by induction, of what D(k) + ... + D(M) takes on the other
-stages, (1 - x) of all, at least (S + M - k - 1) / ((S - 1)(M - k + 1)). With y(k) = D(k + 1) + ... + D(M), so that
-y(0) = 1 and y(M) = 0, this reads, for r = (1 - x) / (x (S - 1)) and N = M - k + 1,
-    y(k) >= 1 - T / x + r (N + S - 2) / N y(k - 1).
-Unrolled, T >= x P(M) / P(M - 1), where P(M) is the sum of c(n) r^n, c(n) = binomial(n + S - 2, n), n = 0 ... M. Now
-Q(r) = S M P(M) - (M + S - 1)(1 + (S - 1) r) P(M - 1) has a coefficient of r^n that is c(n) times a factor which falls
-with n from (S - 1)(M - 1) to below 0 at n = M - 1, and a positive one at n = M: two changes of sign, so at most two
-positive roots (Descartes). r = 1 is a double root, as Q(1) = Q'(1) = 0. So Q >= 0 for all r > 0, that is,
-T >= (S + M - 1) / (S M), since x = 1 / (1 + (S - 1) r).
-
-Layers. f(s) is what a stage has of the layers, each weighted by its kind, and D(m) what a layer of weight 1 takes at
-least for the piece: an amount a piece, an amount a token (a line below the times of all lengths, for each slope), and
-its share of the mixing of the whole context. Mixing of a piece from s to e takes at least a share, found on a grid, of
-the difference of mixing all tokens up to e and up to s, with attention at a time that no call of its kernel beats.
-Kinds that grow unlike each other leave part of their work out of D. Then the mean over the stages may be larger: each
-stage does its work on all pieces, and the others at least the first or the last piece, a token long.
-The number of pieces is the one for which the bound is least.
-
-Pieces with a least length have a further bound, whatever their number (planner.pipelines.floor); the largest counts.
+Why it holds. For each stage s there is a path of the first piece through the stages before s, all pieces through s, and
+the last piece through the stages after s. No step of a path overlaps another one, so TTFT is at least the sum of each.
+A layer takes at least W for all pieces, F for a first piece and L for a last piece of that least length: the last one
+attends to the whole context, however short the others are. With x(s) layers on stage s, TTFT is at least
+    x(s) W + F (x(1) + ... + x(s - 1)) + L (x(s + 1) + ... + x(S))    for every s, summed over kinds of layers,
+and the whole numbers x(s) that add up to the layers of each kind and make the largest of these the least bound TTFT for
+all layouts. The order of the kinds is left out, which only lowers the bound.
 """
 
 from __future__ import annotations
@@ -38,7 +20,78 @@ from kvrsim.kernels.layer import LayerCosts
 from kvrsim.kernels.tensor_parallel import all_reduce
 from kvrsim.program import Array, Collective, Compute, Op
 from kvrsim.scenario import Scenario
-from planner.pipelines.floor import LeastTimes, layers_s
+
+_TOLERANCE = 1e-5  # of the solver, with room
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeastTimes:
+    """The least seconds of a kind of layer."""
+
+    count: int
+    all_s: float  # of all pieces
+    first_s: float  # of the first piece
+    last_s: float
+
+
+def layers_s(kinds: list[LeastTimes], num_stages: int) -> float:
+    """What the layers take at least along some path, whatever layers the stages have."""
+    from scipy.optimize import Bounds, LinearConstraint, milp  # a tenth of a second, which most plans do without
+
+    width, scale_s = len(kinds), sum(kind.count * kind.all_s for kind in kinds) / num_stages
+    paths = np.empty((num_stages, num_stages * width + 1))
+    paths[:, -1] = -1.0  # times TTFT
+    for stage in range(num_stages):
+        rows = [_row(kinds, other - stage) / scale_s for other in range(num_stages)]
+        paths[stage, :-1] = np.concatenate(rows)
+    totals = np.hstack([np.tile(np.eye(width), num_stages), np.zeros((width, 1))])
+    counts = [kind.count for kind in kinds]
+    objective = np.zeros(num_stages * width + 1)
+    objective[-1] = 1.0
+    found = milp(
+        objective,
+        constraints=[LinearConstraint(paths, -np.inf, 0.0), LinearConstraint(totals, counts, counts)],
+        integrality=np.append(np.ones(num_stages * width), 0.0),
+        bounds=Bounds(0.0, np.inf),
+    )
+    # The dual bound is proven even where the solver stopped before the least one.
+    return max(0.0, float(found.mip_dual_bound) - _TOLERANCE) * scale_s
+
+
+def _row(kinds: list[LeastTimes], place: int) -> Array:
+    """What a layer of each kind adds to a path whose stage of all pieces is so many stages before its own."""
+    if place == 0:
+        return np.array([kind.all_s for kind in kinds])
+    return np.array([kind.last_s if place > 0 else kind.first_s for kind in kinds])
+
+
+# -- A proven lower bound on the TTFT of every pipeline over the given GPUs: any pieces, any layers on the stages.
+#
+# Why it holds. Stage s takes d(s, m) for piece m of M. It begins a piece when it has done the one before, and when the
+# stage before has done that piece; so TTFT is at least the sum of d along every path that goes from (1, 1) to (S, M) by
+# one stage or one piece at a time, S + M - 1 steps of the engine among them.
+#
+# Theorem. If d(s, m) = f(s) D(m) with f, D >= 0, some path is at least (S + M - 1) / (S M) of the sum of all d.
+# Proof, with sum f = sum D = 1, by induction on S; one stage is clear. Let x = f(1) and let the longest path be T. Paths
+# that leave stage 1 at piece k have x (D(1) + ... + D(k)) and, by induction, of what D(k) + ... + D(M) takes on the other
+# stages, (1 - x) of all, at least (S + M - k - 1) / ((S - 1)(M - k + 1)). With y(k) = D(k + 1) + ... + D(M), so that
+# y(0) = 1 and y(M) = 0, this reads, for r = (1 - x) / (x (S - 1)) and N = M - k + 1,
+#     y(k) >= 1 - T / x + r (N + S - 2) / N y(k - 1).
+# Unrolled, T >= x P(M) / P(M - 1), where P(M) is the sum of c(n) r^n, c(n) = binomial(n + S - 2, n), n = 0 ... M. Now
+# Q(r) = S M P(M) - (M + S - 1)(1 + (S - 1) r) P(M - 1) has a coefficient of r^n that is c(n) times a factor which falls
+# with n from (S - 1)(M - 1) to below 0 at n = M - 1, and a positive one at n = M: two changes of sign, so at most two
+# positive roots (Descartes). r = 1 is a double root, as Q(1) = Q'(1) = 0. So Q >= 0 for all r > 0, that is,
+# T >= (S + M - 1) / (S M), since x = 1 / (1 + (S - 1) r).
+#
+# Layers. f(s) is what a stage has of the layers, each weighted by its kind, and D(m) what a layer of weight 1 takes at
+# least for the piece: an amount a piece, an amount a token (a line below the times of all lengths, for each slope), and
+# its share of the mixing of the whole context. Mixing of a piece from s to e takes at least a share, found on a grid, of
+# the difference of mixing all tokens up to e and up to s, with attention at a time that no call of its kernel beats.
+# Kinds that grow unlike each other leave part of their work out of D. Then the mean over the stages may be larger: each
+# stage does its work on all pieces, and the others at least the first or the last piece, a token long.
+# The number of pieces is the one for which the bound is least.
+#
+# Pieces with a least length have a further bound, whatever their number (planner.search.pipeline_bound); the largest counts.
 
 _SLOPES, _GRID, _NUMBERS = 48, 48, 400
 

@@ -1,0 +1,356 @@
+"""Candidate: a strategy with a partition for a scenario, and everything that is predicted of it.
+
+A plan compares candidates; a simulation is about one. What a candidate predicts is computed on first use, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvrsim.choices import PrefixAccess
+from kvrsim.compile import build_program, columns, for_strategy
+from kvrsim.errors import InputError
+from kvrsim.executors.run import finish_of, run_partition
+from kvrsim.memory import RankMemory, fits, memory_of
+from kvrsim.notes import note
+from kvrsim.partition import Partition
+from kvrsim.program.operations import Program
+from kvrsim.program.waits import computes_s, waited_s
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import STRATEGIES, Strategy, get_strategy, hybrid_names, sizes_names, strategy_names
+from kvrsim.strategies.layers import accesses
+from kvrsim.strategies.pipeline import context_ranks
+from planner.search.minimise import Progress
+from planner.search.search import SearchResult, search
+from planner.uncertainty.intervals import Interval, interval_of
+from planner.uncertainty.sensitivities import Sensitivities, sensitivities
+
+if TYPE_CHECKING:
+    from kvrsim.results.breakdown import Breakdown
+    from kvrsim.results.timeline import Timeline
+    from planner.table.table import PartitionTable
+
+# Compared by default: the paper's own strategies, and those whose only partition takes one evaluation.
+QUICK = ("single", "tsp", "kvr-e", "kvr-s", "ring", "striped", "zigzag-ring", "zigzag", "ulysses", "tp")
+ON_ONE_GPU = ("single", "tsp", "kvr-e", "kvr-s")  # on one GPU every other strategy degenerates to `single`
+RINGS, MOST_IN_RINGS = ("ring", "striped", "zigzag-ring", "zigzag"), 128  # their cost grows with the square of the GPUs
+UNDER_NOISE = tuple(name for name in QUICK if name != "tp")  # noise is of single GPUs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A strategy with a partition for a scenario."""
+
+    scenario: Scenario  # on all GPUs that take part
+    strategy: Strategy  # a searched pipeline has the layers of its stages
+    partition: Partition
+    search: SearchResult | None = field(default=None, compare=False)  # None: the partition was not searched
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the fields alone, without what was computed from them."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+    @cached_property
+    def per_rank(self) -> Scenario:
+        """The scenario as one rank of the strategy sees it."""
+        return per_rank_scenario(self.scenario, self.strategy)
+
+    @cached_property
+    def program(self) -> Program:
+        """The operations of all ranks."""
+        return build_program(self.per_rank, self.strategy, columns(self.partition.chunk_lens))
+
+    @cached_property
+    def finish_s(self) -> tuple[float, ...]:
+        """When each rank has finished."""
+        return _finish_s(self.per_rank, self.strategy, self.partition)
+
+    @property
+    def ttft_s(self) -> float:
+        """When the last rank has finished."""
+        return self.finish_s[-1]
+
+    @cached_property
+    def ttft_without_communication_s(self) -> float:
+        """TTFT of the same partition over links that cost nothing."""
+        return ttft_of(self.per_rank.without_communication(), self.strategy, self.partition)
+
+    @cached_property
+    def compute_s(self) -> tuple[float, ...]:
+        """Device time of each rank's own operations."""
+        return tuple(computes_s(self.program))
+
+    @property
+    def waits(self) -> tuple[float, ...]:
+        """Seconds until each GPU has finished in which it does not compute."""
+        pairs = zip(self.compute_s, self.finish_s, strict=True)
+        return tuple(waited_s(*pair) for pair in pairs for _ in range(self.per_rank.gpus_per_rank))
+
+    @cached_property
+    def memory(self) -> tuple[RankMemory, ...]:
+        """Peak memory of every GPU."""
+        return memory_of(self.per_rank, self.strategy, self.partition)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every GPU's peak is within the memory limit."""
+        return fits(self.per_rank, self.memory)
+
+    @cached_property
+    def sensitivities(self) -> Sensitivities:
+        """Changes of log TTFT by error source."""
+        return sensitivities(self.per_rank, self.strategy, self.partition)
+
+    @cached_property
+    def interval(self) -> Interval:
+        """The 80 % prediction interval of TTFT."""
+        return interval_of(self.sensitivities, self.ttft_s)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """All spans, by the event executor, with the basis of each span's seconds."""
+        from planner.uncertainty.basis import bases_of
+
+        run = run_partition(self.per_rank, self.strategy, self.partition, timeline=True)
+        assert run.timeline is not None and abs(run.ttft_s - self.ttft_s) <= 1e-9 * self.ttft_s, "executors disagree"
+        return replace(run.timeline, bases=bases_of(self.per_rank, self.strategy, self.partition, run.timeline))
+
+    @property
+    def breakdown(self) -> Breakdown:
+        """Seconds by rank and operation."""
+        from planner.uncertainty.basis import breakdown
+
+        return breakdown(self.per_rank, self.strategy, self.partition, self.finish_s, self.timeline)
+
+    @property
+    def prefix_access(self) -> PrefixAccess | None:
+        """How ranks attend to a cached prefix that lies elsewhere; None: it lies where it is used."""
+        way = self.per_rank.prefix_way
+        there = way.is_there or (self.strategy.pipeline is not None and way.source is None)  # by layers, as its stages
+        return None if there else way.access
+
+
+def ttft_of(per_rank: Scenario, strategy: Strategy, partition: Partition) -> float:
+    """TTFT of one partition, for a scenario as the strategy sees it per rank."""
+    return _finish_s(per_rank, strategy, partition)[-1]
+
+
+def _finish_s(per_rank: Scenario, strategy: Strategy, partition: Partition) -> tuple[float, ...]:
+    return tuple(map(float, finish_of(per_rank, strategy, columns(partition.chunk_lens))[:, 0]))
+
+
+def per_rank_scenario(scenario: Scenario, strategy: Strategy) -> Scenario:
+    """The scenario with one rank per GPU or group of GPUs, and the fastest access to a cached prefix by even chunks.
+
+    Where a rank can load the whole prefix no later than its shares go round, it does. Raises InputError where the
+    strategy cannot run.
+    """
+    per_rank = for_strategy(scenario, strategy)
+    if not scenario.request.cached_prefix or scenario.prefix_placement.place == "all":
+        return per_rank
+    ways = _accesses(per_rank, strategy)
+    each = [replace(per_rank, prefix_access=way) for way in ways]
+    if len(ways) == 1:
+        return each[0]
+    ranks, cluster = per_rank.cluster.num_gpus, per_rank.cluster
+    chunks = [np.array([per_rank.request.new_tokens / ranks])] * ranks
+    if cluster.shares_bandwidth:  # a fair share for each flow is exact enough to tell which access is faster
+        cluster = per_rank.with_own_links(cluster.link.bandwidth_bytes_per_s / (ranks - 1)).cluster
+    ttfts_s = [float(finish_of(one, strategy, chunks, cluster=cluster)[-1, 0]) for one in each]
+    if ways[0] == "whole" and ttfts_s[0] <= ttfts_s[1]:
+        return each[0]
+    return each[int(np.argmin(ttfts_s))]
+
+
+def _accesses(per_rank: Scenario, strategy: Strategy) -> tuple[PrefixAccess, ...]:
+    return accesses(strategy, per_rank.prefix_placement, per_rank.share, per_rank.cluster.num_gpus)
+
+
+def prefix_access_notes(candidates: Sequence[Candidate]) -> list[str]:
+    """How the ranks of each strategy attend to a cached prefix that lies on some of them, or on none."""
+    meanings = {
+        "whole": "each rank loads all that it needs",
+        "pass-kv": "its shares go to all ranks",
+        "pass-q": "the queries go to its shares",
+    }
+    names = {way: [one.strategy.name for one in candidates if one.prefix_access == way] for way in meanings}
+    listed = "; ".join(f"{way} ({meaning}) in {', '.join(names[way])}" for way, meaning in meanings.items() if names[way])
+    had_choice = any(len(_accesses(one.per_rank, one.strategy)) > 1 for one in candidates)
+    return [note("prefix access, chosen" if had_choice else "prefix access", ways=listed)] if listed else []
+
+
+# -- the partition of a strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """How the partition of a strategy is chosen."""
+
+    partition: Sequence[int] | None = None  # tokens of each chunk or piece; None: the strategy's own
+    method: str = "auto"  # of searches over single GPUs, one of METHODS
+    stride: int | None = None  # tokens; searched boundaries are multiples of it; None: chosen for the context
+    table: PartitionTable | None = None  # where kvr-p looks its partition up
+    on_progress: Progress | None = None
+
+    def candidate(self, scenario: Scenario, strategy: Strategy, warm_start: Partition | None = None) -> Candidate:
+        """The strategy with its best partition. warm_start: the best partition of KVR's chain over the same ranks."""
+        per_rank = per_rank_scenario(scenario, strategy)
+        found = self.choose_partition(per_rank, strategy, warm_start)
+        if isinstance(found, Partition):
+            return Candidate(scenario=scenario, strategy=strategy, partition=found)
+        return Candidate(scenario=scenario, strategy=found.strategy, partition=found.partition, search=found)
+
+    def choose_partition(
+        self, per_rank: Scenario, strategy: Strategy, warm_start: Partition | None = None
+    ) -> Partition | SearchResult:
+        """The partition given, checked; else even, looked up, or the result of a search.
+
+        Raises InputError for a strategy without its table, and for a partition that does not fit.
+        """
+        given = None if self.partition is None else _checked(self.partition, per_rank, strategy)
+        if strategy.partition_rule == "searched-pieces":
+            from planner.search.pipeline import search_pipeline, with_step_time
+
+            mean = with_step_time(per_rank, "mean")
+            return search_pipeline(
+                mean, strategy, pieces=given, stride=self.stride, on_progress=self.on_progress
+            )
+        if given is not None:
+            return given
+        match strategy.partition_rule:
+            case "pieces":
+                from planner.search.pipeline import search_even_pieces
+
+                return search_even_pieces(per_rank, strategy, self.on_progress)
+            case "search" if strategy.group_size == 1:
+                return search(
+                    per_rank,
+                    strategy,
+                    method=self.method,
+                    stride=self.stride,
+                    warm_start=warm_start,
+                    on_progress=self.on_progress,
+                )
+            case "search":
+                return search(per_rank, strategy, warm_start=warm_start, on_progress=self.on_progress)
+            case "table":
+                return self._look_up(per_rank, strategy)
+        return Partition.even(per_rank.request.new_tokens, per_rank.cluster.num_gpus)
+
+    def _look_up(self, per_rank: Scenario, strategy: Strategy) -> Partition:
+        if self.table is None:
+            raise InputError("table", "nothing", f"a file of kvrsim table build, where {strategy.name} looks its chunks up")
+        from planner.table.lookup import partition_from
+
+        return partition_from(self.table, per_rank)
+
+
+def choose_partition(
+    per_rank: Scenario, strategy: Strategy, partition: Sequence[int] | None = None
+) -> tuple[Strategy, Partition]:
+    """The strategy, a searched pipeline with the layers of its stages, and its partition: the one given, or its own."""
+    found = Search(partition=partition).choose_partition(per_rank, strategy)
+    return (strategy, found) if isinstance(found, Partition) else (found.strategy, found.partition)
+
+
+def _checked(partition: Sequence[int], per_rank: Scenario, strategy: Strategy) -> Partition:
+    tokens, ranks = per_rank.request.new_tokens, per_rank.cluster.num_gpus
+    if strategy.pipeline is None:
+        return Partition.of(partition, num_tokens=tokens, num_ranks=ranks)
+    given = Partition.of(partition, num_tokens=tokens, num_ranks=len(partition))
+    if min(partition) < (context := context_ranks(strategy)):
+        text = ",".join(map(str, partition))
+        raise InputError("partition", text, f"pieces of at least {context} tokens, one per context rank")
+    return given
+
+
+# -- the strategies that are compared
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """The strategies that a plan compares."""
+
+    strategies: tuple[Strategy, ...]
+    ranked: bool  # by TTFT; else in the order asked for
+    notes: tuple[str, ...] = ()  # on those that the machine or the model does not allow
+    not_compared: tuple[str, ...] = ()  # left to "all", because each takes a search of its own, or long
+
+
+def strategies_to_compare(
+    scenario: Scenario, names: Sequence[str | Strategy] | None, *, noisy: bool = False
+) -> Comparison:
+    """The strategies of these names; "all" stands for every one that runs here, None for the quick ones.
+
+    Raises InputError for an empty list, or where two have one name.
+    """
+    if names is None:
+        return _quick(scenario, noisy=noisy)
+    if not names:
+        raise InputError("strategies", "", "at least one of " + ", ".join(STRATEGIES))
+    if "all" not in names:
+        return Comparison(strategies=distinct(names), ranked=False)
+    allowed, notes = all_for(scenario)
+    named = [one for one in names if one != "all"]
+    return Comparison(strategies=distinct((*allowed, *named)), ranked=True, notes=notes)
+
+
+def distinct(names: Iterable[str | Strategy]) -> tuple[Strategy, ...]:
+    """Each strategy once, in the order given; raises InputError where two have one name."""
+    by_name: dict[str, Strategy] = {}
+    for one in names:
+        strategy = get_strategy(one, "strategies")
+        if by_name.setdefault(strategy.name, strategy) != strategy and strategy.group_size == 1:
+            raise InputError("strategies", strategy.name, "strategies with a name each")
+    return tuple(by_name.values())
+
+
+def _quick(scenario: Scenario, *, noisy: bool) -> Comparison:
+    cluster = scenario.cluster
+    if cluster.num_gpus == 1:
+        return Comparison(strategies=distinct(ON_ONE_GPU), ranked=True)
+    quick = UNDER_NOISE if noisy else QUICK
+    slow = RINGS if cluster.num_gpus > MOST_IN_RINGS else ()
+    strategies, notes = _allowed(scenario, [name for name in quick if name not in slow])
+    later = slow if noisy else (*slow, "kvr-b", "kvr-direct", "pp", "pp-s", *hybrids(scenario))
+    return Comparison(strategies=strategies, ranked=True, notes=notes, not_compared=later)
+
+
+def all_for(scenario: Scenario) -> tuple[tuple[Strategy, ...], tuple[str, ...]]:
+    """Every strategy that runs here without a table, hybrids included; and a note on those that do not run."""
+    return _allowed(scenario, (*strategy_names(), *hybrids(scenario)))
+
+
+def hybrids(scenario: Scenario) -> tuple[str, ...]:
+    """The hybrids that `all` stands for; no group of GPUs and no stage with context ranks spans nodes."""
+    num_gpus, per_node = scenario.cluster.num_gpus, scenario.cluster.gpus_per_node
+    return (*hybrid_names(group_sizes(num_gpus, per_node)), *sizes_names(num_gpus, min(num_gpus, per_node or num_gpus)))
+
+
+def _allowed(scenario: Scenario, names: Sequence[str]) -> tuple[tuple[Strategy, ...], tuple[str, ...]]:
+    """Those that need no table and that the machine and the model allow; and a note on the others."""
+    allowed, reasons = [], dict[str, list[str]]()
+    for name in names:
+        strategy = get_strategy(name, "strategies")
+        if strategy.partition_rule == "table":
+            continue
+        try:
+            for_strategy(scenario, strategy)
+        except InputError as error:
+            reasons.setdefault(error.accepted, []).append(name)
+        else:
+            allowed.append(strategy)
+    notes = (note("not compared", names=", ".join(names), accepted=accepted) for accepted, names in reasons.items())
+    return tuple(allowed), tuple(notes)
+
+
+def group_sizes(num_gpus: int, per_node: int | None) -> tuple[int, ...]:
+    """Powers of two that divide the GPUs into groups, none of which spans nodes."""
+    most = min(num_gpus // 2, per_node or num_gpus)
+    powers = (2**exponent for exponent in range(1, 17))
+    return tuple(size for size in powers if size <= most and num_gpus % size == 0)

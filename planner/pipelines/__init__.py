@@ -1,1 +1,0 @@
-"""Pipelines: how many pieces, how long each, which layers on which stage, and how fast any of them could be."""

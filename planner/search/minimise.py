@@ -1,0 +1,282 @@
+"""TTFT of many partitions of one scenario, with their count and progress, for the searches."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrsim.executors.run import rows_at_once, ttft_s
+from kvrsim.program.operations import Array
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import Strategy
+from planner.search.grid import Evaluate
+
+# Evaluations done, the most that there will be (None: unknown), and the best TTFT so far in seconds.
+Progress = Callable[[int, int | None, float], None]
+
+
+@dataclass(slots=True)
+class Evaluator:
+    """Evaluates partitions of one scenario, counts them and reports progress."""
+
+    scenario: Scenario
+    strategy: Strategy
+    on_progress: Progress | None = None
+    evaluations: int = 0
+    most: int | None = None  # evaluations that the search will not go beyond; None: unknown
+    best_s: float = math.inf
+
+    def ttft_s(self, chunks: Array, enough_s: float = math.inf) -> Array:
+        """TTFT of each row of chunks (B, num_ranks), tokens; shape (B,).
+
+        enough_s: rows above it may get a lower bound that is above it, too.
+        """
+        block = rows_at_once(self.scenario, self.strategy)
+        parts = []
+        for first in range(0, len(chunks), block):
+            rows = chunks[first : first + block]
+            parts.append(ttft_s(self.scenario, self.strategy, rows, enough_s=enough_s))
+            self.evaluations += len(parts[-1])
+            self.best_s = min(self.best_s, float(parts[-1].min()))
+            self.report()
+        return np.concatenate(parts)
+
+    def report(self) -> None:
+        """Report how many evaluations are done."""
+        if self.on_progress is not None:
+            self.on_progress(self.evaluations, self.most, self.best_s)
+
+    def one(self, chunks: tuple[int, ...]) -> float:
+        """TTFT of one partition."""
+        return float(self.ttft_s(np.array([chunks], dtype=float))[0])
+
+
+# -- Chunk boundaries: as chunks, on a grid of multiples, and candidates around a centre.
+
+Boundaries = npt.NDArray[np.int64]  # shape (B, num_ranks - 1): where chunks 1, 2, ... start
+
+_SHIFTS = np.array([-2, -1, 0, 1, 2])  # in strides, as in the paper
+_MOST_AT_ONCE = 4  # boundaries whose shifts are all combined; with more, one at a time and all together
+_APART = 0.1  # of the tokens
+_MOST_GROUPS = 160  # groups of boundaries tried at a step, for up to that many boundaries
+
+
+def chunks_between(boundaries: npt.NDArray[np.int64], num_tokens: int) -> npt.NDArray[np.int64]:
+    """Chunk lengths, shape (..., num_ranks), between boundaries of shape (..., num_ranks - 1)."""
+    first = np.zeros((*boundaries.shape[:-1], 1), dtype=np.int64)
+    ends = np.concatenate([first, boundaries, first + num_tokens], axis=-1)
+    return np.diff(ends, axis=-1)
+
+
+def chunk_lens(boundaries: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+    """Chunk lengths between the boundaries of one partition."""
+    ends = (0, *boundaries, num_tokens)
+    return tuple(int(end - start) for start, end in itertools.pairwise(ends))
+
+
+def valid(boundaries: npt.NDArray[np.int64], num_tokens: int) -> npt.NDArray[np.bool_]:
+    """Whether every chunk of each row has a token."""
+    return np.asarray((chunks_between(boundaries, num_tokens) >= 1).all(axis=-1))
+
+
+def rounded(chunks: Array, stride: int, num_tokens: int) -> npt.NDArray[np.int64]:
+    """Boundaries at multiples of the stride, nearest to those of real-valued chunks."""
+    return to_grid(np.cumsum(chunks)[:-1], stride, num_tokens)
+
+
+def to_grid(ends: Array, stride: int, num_tokens: int) -> npt.NDArray[np.int64]:
+    """Boundaries at multiples of the stride, nearest to real-valued ones of shape (..., num_ranks - 1)."""
+    return distinct((np.round(ends / stride) * stride).astype(np.int64), stride, num_tokens)
+
+
+def distinct(boundaries: npt.NDArray[np.int64], stride: int, num_tokens: int) -> npt.NDArray[np.int64]:
+    """The same boundaries, multiples of the stride, moved only as far as needed to be distinct and inside.
+
+    Shape (..., num_ranks - 1).
+    """
+    count = boundaries.shape[-1]
+    ranks = np.arange(1, count + 1)
+    least = np.maximum.accumulate(np.maximum(boundaries // stride, ranks) - ranks, axis=-1) + ranks
+    return np.asarray(np.minimum(least, (num_tokens - 1) // stride - count + ranks) * stride)
+
+
+def unique_rows(rows: Sequence[npt.NDArray[Any]] | npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Rows (B, ...) in ascending order, each once: np.unique without its import of masked arrays at every start."""
+    ordered = np.asarray(rows)
+    ordered = ordered[np.lexsort(ordered.reshape(len(ordered), -1).T[::-1])]
+    changes = (ordered[1:] != ordered[:-1]).any(axis=tuple(range(1, ordered.ndim)))
+    return np.asarray(ordered[np.concatenate([[True], changes])])
+
+
+def apart(boundaries: Boundaries, times_s: Array, num_tokens: int, most: int) -> list[int]:
+    """The fastest rows, at most so many, of which each has a tenth of the tokens elsewhere than the others."""
+    chunks, found = chunks_between(boundaries, num_tokens), list[int]()
+    for index in np.argsort(times_s, kind="stable"):
+        moved = [np.abs(chunks[index] - chunks[other]).sum() / 2 for other in found]
+        if all(one > _APART * num_tokens for one in moved):
+            found.append(int(index))
+        if len(found) == most:
+            break
+    return found
+
+
+def combinations(count: int) -> int:
+    """How many rows `shifts` has in all."""
+    return int(len(_SHIFTS) ** count)
+
+
+def shifts(count: int, first: int = 0, end: int | None = None) -> npt.NDArray[np.int64]:
+    """All combinations of -2 to 2 strides for so many boundaries, in order; or those from `first` to before `end`."""
+    index = np.arange(first, combinations(count) if end is None else min(end, combinations(count)))
+    return np.asarray(_SHIFTS[index[:, None] // len(_SHIFTS) ** np.arange(count)[::-1] % len(_SHIFTS)])
+
+
+def around(center: npt.NDArray[np.int64], stride: int, num_tokens: int) -> Boundaries:
+    """Boundaries shifted by up to two strides that leave every chunk at least one token."""
+    count = len(center)
+    if count <= _MOST_AT_ONCE:
+        moves = shifts(count)
+    else:
+        alone = [np.eye(count, dtype=np.int64) * shift for shift in _SHIFTS if shift]
+        moves = np.concatenate([*alone, *(np.full((1, count), shift) for shift in _SHIFTS)])
+    rows = center + stride * moves
+    return np.asarray(rows[valid(rows, num_tokens)])
+
+
+def groups(count: int) -> npt.NDArray[np.int64]:
+    """Rows of zeros and ones, one a group of neighbouring boundaries: moving a group resizes two chunks.
+
+    All of them where they are few; else blocks of lengths 1, 2, 4, ... spread over the chain.
+    """
+    spans = [(first, last) for first in range(count) for last in range(first, count)]
+    if len(spans) > _MOST_GROUPS:
+        lengths = [2**power for power in range(count.bit_length())]
+        places = max(2, min(_MOST_GROUPS, _MOST_GROUPS**2 // (2 * count)) // len(lengths))
+        spans = sorted(
+            {
+                (int(first), min(count - 1, int(first) + length - 1))
+                for length in lengths
+                for first in np.linspace(0, count - 1, places)
+            }
+        )
+    rows = np.zeros((len(spans), count), dtype=np.int64)
+    for row, (first, last) in zip(rows, spans, strict=True):
+        row[first : last + 1] = 1
+    return rows
+
+
+# -- Pattern search from a seed: move groups of neighbouring boundaries together, in ever smaller steps.
+
+_MOVES_TOGETHER, _IDLE_ROUNDS = 120, 2
+_BETTER = 1e-7  # a move must gain this share of TTFT
+
+
+class EvaluateUpTo(Protocol):
+    """TTFT of each row; of rows above `enough_s` a lower bound that is above it, too."""
+
+    def __call__(self, boundaries: Boundaries, enough_s: float = ...) -> Array: ...
+
+
+def refine(
+    seed: npt.NDArray[np.int64], num_tokens: int, stride: int, evaluate: EvaluateUpTo, *, rounds: int
+) -> tuple[npt.NDArray[np.int64], float]:
+    """Improve boundaries of shape (num_ranks - 1,) by steps that are multiples of the stride.
+
+    Each round tries every group both ways by every step, the stride times 1, 2, 4, ... up to half the even
+    share, and the sum of the moves that helped; and moves of all boundaries together, since TTFT is a maximum
+    and has edges that no group follows. Ends where nothing has helped for a few rounds.
+    """
+    best, best_s = seed, float(evaluate(seed[None])[0])
+    directions = np.concatenate([groups(len(seed)), -groups(len(seed))])
+    most = max(stride, num_tokens // (len(seed) + 1) // 2)
+    steps = [stride << power for power in range(64) if stride << power <= most]
+    moves = np.concatenate([step * directions for step in steps])
+    idle = 0
+    for round_ in range(rounds):
+        spread = _spread(_MOVES_TOGETHER, len(seed) + 1, round_ * _MOVES_TOGETHER)
+        lengths = stride * 2.0 ** (len(steps) * spread[:, :1])
+        together = np.round(2.0 * lengths * (2.0 * spread[:, 1:] - 1.0) / stride).astype(np.int64) * stride
+        candidates = distinct(best + together, stride, num_tokens)
+        if idle == 0:
+            grouped = best + moves
+            candidates = np.concatenate([grouped[valid(grouped, num_tokens)], candidates])
+        moved, moved_s = _best_of(candidates, best, best_s, num_tokens, partial(evaluate, enough_s=best_s))
+        idle = 0 if moved_s < best_s * (1.0 - _BETTER) else idle + 1
+        best, best_s = (moved, moved_s) if idle == 0 else (best, best_s)
+        if idle > _IDLE_ROUNDS:
+            break
+    return best, best_s
+
+
+def refine_frugally(
+    seed: npt.NDArray[np.int64],
+    num_tokens: int,
+    stride: int,
+    evaluate: Evaluate,
+    *,
+    rounds: int,
+    first_step: int | None = None,
+    thin: Callable[[Boundaries], Boundaries] = lambda rows: rows,
+) -> tuple[npt.NDArray[np.int64], float]:
+    """The same where an evaluation takes long: one step a round, which halves when it no longer helps.
+
+    thin: which of a round's candidates are tried.
+    """
+    best, best_s = seed, float(evaluate(seed[None])[0])
+    directions = np.concatenate([groups(len(seed)), -groups(len(seed))])
+    step = first_step or _first_step(num_tokens, len(seed) + 1, stride)
+    for _ in range(rounds):
+        candidates = best + step * directions
+        candidates = thin(candidates[valid(candidates, num_tokens)])
+        moved, moved_s = _best_of(candidates, best, best_s, num_tokens, evaluate)
+        if moved_s < best_s * (1.0 - _BETTER):
+            best, best_s = moved, moved_s
+        elif step <= stride:
+            break
+        else:
+            step = max(stride, step // 2)
+    return best, best_s
+
+
+def _spread(count: int, dimensions: int, first: int) -> Array:
+    """Points that fill the unit cube evenly: the R sequence (Roberts, 2018), from its `first` element on."""
+    root = 2.0
+    for _ in range(32):
+        root = (1.0 + root) ** (1.0 / (dimensions + 1))
+    steps = root ** -np.arange(1.0, dimensions + 1)
+    return np.asarray((0.5 + np.arange(first + 1, first + count + 1)[:, None] * steps) % 1.0)
+
+
+def _first_step(num_tokens: int, num_ranks: int, stride: int) -> int:
+    """An eighth of the even share, as stride times a power of two."""
+    step = stride
+    while 2 * step <= num_tokens // num_ranks // 8:
+        step *= 2
+    return step
+
+
+def _best_of(
+    candidates: Boundaries, center: npt.NDArray[np.int64], center_s: float, num_tokens: int, evaluate: Evaluate
+) -> tuple[npt.NDArray[np.int64], float]:
+    """The best candidate, or the best sum of the moves that gained on their own."""
+    if not len(candidates):
+        return center, center_s
+    ttft_s = evaluate(candidates)
+    order = np.argsort(ttft_s, kind="stable")
+    helped = order[ttft_s[order] < center_s][:8]
+    best, best_s = candidates[order[0]], float(ttft_s[order[0]])
+    if len(helped) > 1:
+        sums = center + np.cumsum(candidates[helped] - center, axis=0)[1:]
+        sums = sums[valid(sums, num_tokens)]
+        if len(sums):
+            sums_s = evaluate(sums)
+            if sums_s.min() < best_s:
+                best, best_s = sums[sums_s.argmin()], float(sums_s.min())
+    return best, best_s

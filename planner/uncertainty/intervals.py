@@ -1,0 +1,112 @@
+"""The 80 % prediction interval of a TTFT, and whether one TTFT is distinguishable from another.
+
+Where a profile was fitted to whole TTFTs, the interval is that of its errors on models left out of the fit. Where it
+was fitted operation by operation, each operation's errors on rows left out are carried through the simulation
+(sensitivities.py). Sources are independent, so their sensitivities are added in squares, separately on each side of the
+prediction: some sources can only make a prefill longer. What changes all products and attention together is a source
+of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvrsim.engine.engine import SHORT_TOKENS, Engine
+from kvrsim.partition import Partition
+from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import Strategy
+from planner.uncertainty.sensitivities import Sensitivities, Sensitivity, end_to_end_residual, sensitivities
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """Low and high of a TTFT, and what makes it wide."""
+
+    low_s: float
+    high_s: float
+    by_source: Mapping[str, Sensitivity]  # of log TTFT, at the ends of the 80 % interval of that source alone
+
+    def causes(self) -> dict[str, tuple[float, float]]:
+        """The relative changes of TTFT by source, the widest first."""
+        ranked = sorted(self.by_source.items(), key=lambda item: item[1].low - item[1].high)
+        return {name: (math.expm1(one.low), math.expm1(one.high)) for name, one in ranked}
+
+
+def interval(scenario: Scenario, strategy: Strategy, partition: Partition, ttft_s: float) -> Interval:
+    """The 80 % interval of a predicted TTFT; scenario: per rank."""
+    return interval_of(sensitivities(scenario, strategy, partition), ttft_s)
+
+
+def interval_of(one: Sensitivities, ttft_s: float) -> Interval:
+    """The 80 % interval of a predicted TTFT with these sensitivities."""
+    squares: dict[str, tuple[float, float]] = {}
+    for source, sensitivity in one.by_source.items():
+        name = source if isinstance(source, str) else source.kind
+        below, above = squares.get(name, (0.0, 0.0))
+        squares[name] = below + min(0.0, *sensitivity) ** 2, above + max(0.0, *sensitivity) ** 2
+    below, above = (math.sqrt(sum(side)) for side in zip(*squares.values(), strict=True)) if squares else (0.0, 0.0)
+    return Interval(
+        low_s=ttft_s * math.exp(-below),
+        high_s=ttft_s * math.exp(above),
+        by_source={name: Sensitivity(0.0 - math.sqrt(low), math.sqrt(high)) for name, (low, high) in squares.items()},
+    )
+
+
+def is_indistinguishable(faster: Sensitivities, slower: Sensitivities, faster_s: float, slower_s: float) -> bool:
+    """Whether the 80 % interval of log(slower / faster) contains 0; errors that both share cancel.
+
+    faster_s, slower_s: seconds, predicted, or another measure that changes as their TTFT does.
+    """
+    squares = (DEVIATES_OF_80_PERCENT * max(faster.ratio_log_sd, slower.ratio_log_sd)) ** 2
+    none = Sensitivity(0.0, 0.0)
+    ours_by, theirs_by = ({**one.by_source, **one.in_differences} for one in (faster, slower))
+    for source in {**ours_by, **theirs_by}:
+        ours, theirs = ours_by.get(source, none), theirs_by.get(source, none)
+        squares += min(0.0, theirs.low - ours.low, theirs.high - ours.high) ** 2
+    return math.log(slower_s / faster_s) <= math.sqrt(squares)
+
+
+def measured_coverage(scenario: Scenario) -> float | None:
+    """Share of held-out TTFTs inside such intervals; None: nobody measured it."""
+    residual, request = end_to_end_residual(scenario), scenario.request
+    if residual is not None:
+        return residual.coverage
+    fit = None if scenario.engine is None else scenario.engine.fit
+    if fit is None:
+        return None
+    is_short = request.batch * request.new_tokens < SHORT_TOKENS
+    return fit.short_coverage if is_short and fit.short_coverage is not None else fit.coverage
+
+
+def provenance(scenario: Scenario) -> str:
+    """What the profile and the engine were measured on, what the profile does not cover, and their errors."""
+    profile = scenario.profile
+    if profile is None:
+        return f"the datasheet of {scenario.cluster.gpu.name}: no measurement"
+    parts = [f"{profile.name}: {profile.description}"]
+    if end_to_end_residual(scenario) is not None and profile.residual is not None:
+        parts.append(
+            f"Off by {profile.residual.cross_validated_mape:.1%} on average on models left out of the fit, 80 % of"
+            f" their errors below {profile.residual.p80_ape:.1%}; by {profile.residual.other_family_mape:.1%} on"
+            " average on other families."
+        )
+    elif scenario.engine is not None:
+        parts.append(_engine_provenance(scenario.engine))
+    coverage = measured_coverage(scenario)
+    held = "were not checked on whole prefills" if coverage is None else f"held {coverage:.0%} of the held-out ones"
+    parts += [f"Intervals made to hold 80 % of TTFTs {held}.", profile.not_covered]
+    return " ".join(parts)
+
+
+def _engine_provenance(engine: Engine) -> str:
+    text = f"Engine {engine.name}: {engine.title}"
+    fit = engine.fit
+    if fit is None:
+        return f"{text}, never compared with whole prefills."
+    return (
+        f"{text}, from {fit.num_rows} prefills; half of those of a further {fit.left_out} are off by less than"
+        f" {fit.left_out_median_ape:.1%}."
+    )

@@ -1,0 +1,97 @@
+"""TTFTs under a noise: samples of one partition, and the limits of what is simulated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvrsim.errors import InputError
+from kvrsim.executors.run import ttft_s
+from kvrsim.noise.draw import NoiseDraw
+from kvrsim.noise.model import Noise, SideTraffic
+from kvrsim.noise.parse import noise_of
+from kvrsim.noise.statistics import Distribution
+from kvrsim.partition import Partition
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import Strategy
+
+if TYPE_CHECKING:
+    from planner.backends.pool import Pool
+
+DEFAULT_SAMPLES, MAX_SAMPLES = 200, 100_000
+FIRST_PLAN_SAMPLE = 10_000  # a plan's samples begin here, apart from those of `simulate`
+_MOST_SLOTS = 2.0**24  # of time, all samples, GPUs and links together: 24 bytes each
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Disturbance:
+    """A noise, the seed of its samples, and their number. Sample 0 is the run that a simulation shows."""
+
+    noise: Noise
+    seed: int = 0
+    num_samples: int = DEFAULT_SAMPLES
+    pool: Pool | None = field(default=None, compare=False, repr=False)  # simulates a plan's samples; None: this process
+
+    @classmethod
+    def of(cls, noise: str | Noise | None, num_samples: int, seed: int) -> Disturbance | None:
+        """The disturbance of a noise as a user wrote it; None without a noise."""
+        parsed = noise_of(noise)
+        return None if parsed is None else cls(noise=parsed, seed=seed, num_samples=num_samples)
+
+    def check(self, strategy: Strategy) -> None:
+        """Refuse a number of samples out of range, and a strategy whose ranks are not single GPUs with all layers.
+
+        Noise is defined per GPU.
+        """
+        if isinstance(self.num_samples, bool) or not 1 <= self.num_samples <= MAX_SAMPLES:
+            raise InputError("samples", self.num_samples, f"a whole number from 1 to {MAX_SAMPLES}")
+        if strategy.group_size != 1 or strategy.pipeline is not None:
+            accepted = "strategies whose ranks are single GPUs that run all layers, with `noise`"
+            raise InputError("strategy", strategy.name, accepted)
+
+    def fixed(self, scenario: Scenario) -> Scenario:
+        """The scenario on a cluster with the noise's slow GPUs and links, which every search and bound then sees."""
+        return replace(scenario, cluster=self.noise.placed_on(scenario.cluster))
+
+    def draw(self, scenario: Scenario) -> NoiseDraw | None:
+        """Sample 0; None where nothing is random."""
+        return NoiseDraw(self.noise, scenario.cluster.num_gpus, seed=self.seed) if self.noise.is_random else None
+
+    def distribution(
+        self, scenario: Scenario, strategy: Strategy, partition: Partition, quiet_s: float, *, first: int = 0
+    ) -> Distribution:
+        """TTFTs of all samples, numbered from `first`; `quiet_s`: without the random part. scenario: per rank."""
+        if not self.noise.is_random:
+            return Distribution.of([quiet_s], quiet_s=quiet_s, seed=self.seed)
+        num_gpus = scenario.cluster.num_gpus
+        self.check_length(quiet_s, num_gpus)
+        draw = NoiseDraw(self.noise, num_gpus, seed=self.seed, samples=range(first, first + self.num_samples))
+        samples_s = ttft_s(scenario, strategy, np.array([partition.chunk_lens]), draw=draw)[0]
+        return Distribution.of(samples_s, quiet_s=quiet_s, seed=self.seed)
+
+    def check_length(self, quiet_s: float, num_gpus: int) -> None:
+        """Refuse side traffic whose slots would not fit into memory; quiet_s: the prefill without noise, seconds.
+
+        Every GPU and every link between neighbours keeps each slot of each sample until the end of the disturbed
+        prefill.
+        """
+        traffic = self.noise.side_traffic
+        if traffic is None or traffic.is_quiet or num_gpus < 2:
+            return
+        places = self.num_samples * (2 * num_gpus - 1)
+        longest_s = quiet_s * _expected_slowdown(traffic, num_gpus)
+        if longest_s / traffic.dwell_s * places > _MOST_SLOTS:
+            least_s = 1.005 * longest_s * places / _MOST_SLOTS
+            raise InputError("noise dwell", f"{traffic.dwell_s:g}s", f"at least {least_s:.3g}s, or fewer `samples`")
+
+
+def _expected_slowdown(traffic: SideTraffic, num_gpus: int) -> float:
+    """How many times as long the slowest GPU or link takes, in the mean over slots."""
+    pairs = num_gpus - 1
+    of_link = traffic.duty / pairs
+    of_gpu = traffic.duty * min(2, pairs) / pairs
+    link = 1 - of_link * traffic.share
+    gpu = 1 - of_gpu * (1 - 1 / (1 + traffic.slowdown))
+    return 1 / min(link, gpu)

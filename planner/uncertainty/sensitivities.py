@@ -1,0 +1,334 @@
+"""How TTFT changes when something that a prediction rests on is off, error source by error source.
+
+There are four kinds of error sources: parts of the device's time, alone or all together; delays before the whole
+prefill; perturbations of the scenario, such as a slower host; and end-to-end errors of TTFT, where a profile or an
+engine was compared with whole prefills. The strategy is simulated again with each source at the low and at the high end
+of its 80 % interval, DEVIATES_OF_80_PERCENT standard deviations from its central value. A source that the strategies of
+a plan share (a table, a link, the host) is the same error for all of them, so the sensitivities of two strategies may
+be subtracted. Errors are standard deviations of a logarithm (log_sd).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from kvrsim.compile import build_program, columns
+from kvrsim.cost.coverage import head_dims
+from kvrsim.cost.kernels import CostModel
+from kvrsim.cost.sensitivity import Part, WeightedCost, listing
+from kvrsim.engine.engine import Engine
+from kvrsim.executors.run import finish_of
+from kvrsim.partition import Partition
+from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile, Residual, ValidRange
+from kvrsim.program.operations import Array
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import Strategy
+
+RUN_TO_RUN = 0.014 / 0.6745  # log_sd: medians of repeated serving runs differ by 1.4 %
+_PER_DOUBLING = 0.02  # log_sd added for each doubling outside the measured range
+_NOMINAL_LINKS = 0.2  # log_sd of a bandwidth that nobody measured: NVLink 3 reaches 78 % of its own
+# Operation kinds that no end-to-end measurement of an engine covers; unmeasured, they are estimated from FLOPs and bytes.
+UNCOMPARED_KINDS = ("latent", "sparse", "experts", "recurrence")
+_ESTIMATED = 0.5  # their log_sd then
+_ISSUED = ("layer_s", "kernel_s", "gather_piece_s")  # host rates that scale with the host's speed
+_SOURCES = {  # error sources by the engine's terms
+    "request_s": "request",
+    "token_s": "tokens",
+    "step_s": "step",
+    "layer_s": "host",
+    "collective_s": "collectives",
+}
+_SECONDS = {"layer_s": _ISSUED, "step_s": ("step_s",), "collective_s": ("collective_s",)}  # host rates by term
+_ROOFLINE_FACTOR = 3.0  # a real TTFT may lie this far above the datasheet's limits
+_SD_OF_MEAN_ERROR = math.sqrt(math.pi / 2)  # standard deviation over mean absolute error of a normal distribution
+_NOTHING = 1e-9  # of log TTFT
+
+ErrorSource = Part | str  # a part of the device's time, or the name of a source that concerns several parts
+PartErrors = Mapping[Part, float]  # log_sd of the parts that one source changes
+
+
+class Sensitivity(NamedTuple):
+    """What is added to log TTFT when a source is at the low, and at the high end of its 80 % interval."""
+
+    low: float
+    high: float
+
+    @classmethod
+    def proportional(cls, log_sd: float) -> Sensitivity:
+        """The sensitivity to a source that all of TTFT is proportional to."""
+        half_width = DEVIATES_OF_80_PERCENT * log_sd
+        return cls(-half_width, half_width)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sensitivities:
+    """The sensitivities of one strategy's TTFT, and the spread between two strategies that share every source."""
+
+    by_source: Mapping[ErrorSource, Sensitivity]
+    # Sources that count only in a difference of two strategies: end-to-end errors contain them.
+    in_differences: Mapping[ErrorSource, Sensitivity] = field(default_factory=dict)
+    ratio_log_sd: float  # of the ratio of two TTFTs, besides the sources
+
+
+UNKNOWN = Sensitivities(by_source={}, ratio_log_sd=RUN_TO_RUN)  # only the variation between runs is known
+_ROOFLINE = Sensitivities(
+    by_source={"datasheet": Sensitivity(0.0, math.log(_ROOFLINE_FACTOR))}, ratio_log_sd=RUN_TO_RUN
+)
+
+
+class StartupDelay(NamedTuple):
+    """Seconds that the whole prefill waits before it begins."""
+
+    name: str
+    seconds: float
+    log_sd: float
+
+
+class Perturbation(NamedTuple):
+    """A change of the scenario; `by(factor)` is the scenario in which the source takes that many times as long."""
+
+    name: str
+    log_sd: float
+    by: Callable[[float], Scenario]
+
+
+def sensitivities(scenario: Scenario, strategy: Strategy, partition: Partition) -> Sensitivities:
+    """The sensitivities of log TTFT by source; scenario: per rank."""
+    profile = scenario.profile
+    if profile is None:
+        return _ROOFLINE
+    by_source: dict[ErrorSource, Sensitivity] = {}
+    in_differences: dict[ErrorSource, Sensitivity] = {}
+    runs = _Runs(scenario, strategy, partition)
+    residual, sides = end_to_end_residual(scenario), engine_sides(scenario.engine)
+    if residual is not None:
+        half_width = math.log1p(residual.p80_ape)
+        by_source["published TTFTs"] = Sensitivity(-half_width, half_width)
+        ratio_log_sd = residual.cross_validated_speedup_mape * _SD_OF_MEAN_ERROR
+    else:
+        ratio_log_sd = run_to_run_log_sd(profile)
+        alone, together = runs.device()
+        by_source |= together
+        if sides is None:
+            by_source |= {**alone, "run to run": Sensitivity.proportional(ratio_log_sd)}
+        else:
+            for source, one in alone.items():
+                uncompared = isinstance(source, Part) and source.kind in UNCOMPARED_KINDS
+                (by_source if uncompared else in_differences)[source] = one
+            by_source["model"] = Sensitivity(-sides[0], sides[1])
+        by_source |= {one.name: runs.to(one) for one in _software(scenario, strategy)}
+    links, measured = _links(scenario), scenario.links_are_measured
+    if links.log_sd and not (measured and residual is not None):
+        (in_differences if measured and sides is not None else by_source)["links"] = runs.to(links)
+    prefix = _prefix_link(scenario)
+    if prefix.log_sd:
+        by_source[prefix.name] = runs.to(prefix)
+    if beyond := _PER_DOUBLING * doublings_beyond(scenario, profile.valid):
+        by_source["extrapolation"] = Sensitivity.proportional(beyond)
+    return Sensitivities(by_source=by_source, in_differences=in_differences, ratio_log_sd=ratio_log_sd)
+
+
+class _Runs:
+    """Simulations of one strategy with one partition under changed sources."""
+
+    def __init__(self, scenario: Scenario, strategy: Strategy, partition: Partition) -> None:
+        self.scenario, self.strategy = scenario, strategy
+        self.chunks = columns(partition.chunk_lens)
+        self._log_s: float | None = None  # of the scenario as it is
+
+    def device(self) -> tuple[dict[ErrorSource, Sensitivity], dict[ErrorSource, Sensitivity]]:
+        """Sensitivities to each part of the device's time alone, and to all together: two columns per source."""
+        scenario = self.scenario
+        assert scenario.profile is not None, "a roofline has no measured parts"
+        cost, parts = listing(scenario.cost)
+        # One piece of a pipeline has the same parts as all.
+        build_program(scenario, self.strategy, self.chunks[: 1 if self.strategy.pipeline else None], cost)
+        alone = part_errors(scenario.profile, parts)
+        together = common_errors(scenario, parts)
+        every = {**alone, **together}
+        weights = {part: np.ones(2 * len(every) + 1) for part in parts}
+        for index, log_sds in enumerate(every.values()):
+            for part, log_sd in log_sds.items():
+                weights[part][2 * index + 1 : 2 * index + 3] = _end(-log_sd), _end(log_sd)
+        wide = [np.repeat(chunk, 2 * len(every) + 1) for chunk in self.chunks]
+        log_s = np.log(self._ttft_s(scenario, wide, WeightedCost(cost=scenario.cost, weights=weights)))
+        self._log_s = float(log_s[0])
+        pairs = (log_s[1:] - log_s[0]).reshape(-1, 2)
+        by_source = {source: Sensitivity(*map(float, pair)) for source, pair in zip(every, pairs, strict=True)}
+        return {source: by_source[source] for source in alone}, {source: by_source[source] for source in together}
+
+    def to(self, source: StartupDelay | Perturbation) -> Sensitivity:
+        """The sensitivity to a source. If slowing it does not change TTFT, speeding it up does not either."""
+        if isinstance(source, StartupDelay):
+            added_s = (source.seconds * (_end(sign * source.log_sd) - 1) for sign in (-1, 1))
+            ttft_s = math.exp(self.log_s)
+            return Sensitivity(*(math.log1p(one / ttft_s) for one in added_s))
+        high = self._log_ttft(source.by(_end(source.log_sd))) - self.log_s
+        low = self._log_ttft(source.by(_end(-source.log_sd))) - self.log_s if abs(high) > _NOTHING else 0.0
+        return Sensitivity(low, high)
+
+    @property
+    def log_s(self) -> float:
+        """Log TTFT of the scenario as it is."""
+        if self._log_s is None:
+            self._log_s = self._log_ttft(self.scenario)
+        return self._log_s
+
+    def _log_ttft(self, scenario: Scenario) -> float:
+        return math.log(self._ttft_s(scenario, self.chunks)[0])
+
+    def _ttft_s(self, scenario: Scenario, chunks: list[Array], cost: CostModel | None = None) -> Array:
+        """TTFT of each column. Flows on a bus are taken to have a fair share each: only ratios count here."""
+        cluster = scenario.cluster
+        if cluster.shares_bandwidth:
+            flows = max(1, cluster.num_gpus - 1)
+            cluster = scenario.with_own_links(cluster.link.bandwidth_bytes_per_s / flows).cluster
+        return np.asarray(finish_of(scenario, self.strategy, chunks, cost=cost, cluster=cluster)[-1])
+
+
+def _end(log_sd: float) -> float:
+    """The end of an 80 % interval over its central value."""
+    return math.exp(DEVIATES_OF_80_PERCENT * log_sd)
+
+
+# -- the error sources
+
+
+def end_to_end_residual(scenario: Scenario) -> Residual | None:
+    """Errors of the profile's whole TTFTs; None: not compared with whole prefills of this software."""
+    profile = scenario.profile
+    if profile is None or scenario.host != profile.host or scenario.kernel_scale != 1:
+        return None
+    return profile.residual
+
+
+def engine_sides(engine: Engine | None) -> tuple[float, float] | None:
+    """How far log TTFT may lie below and above the prediction, at the ends of an 80 % interval.
+
+    From rows that were left out of the engine's fit, else from the rows around it; None without such rows.
+    """
+    if engine is None:
+        return None
+    fit = engine.fit
+    if fit is not None and fit.shorter_log is not None and fit.longer_log is not None:
+        return fit.shorter_log, fit.longer_log
+    log_sd = engine.spread.get("model") if fit is None else fit.log_sd
+    return None if log_sd is None else (DEVIATES_OF_80_PERCENT * log_sd,) * 2
+
+
+def part_errors(profile: CalibrationProfile, parts: Iterable[Part]) -> dict[ErrorSource, PartErrors]:
+    """Errors of the parts of the device's time, each independent of the others."""
+    return {part: {part: log_sd} for part in parts if (log_sd := _part_log_sd(profile, part))}
+
+
+def common_errors(scenario: Scenario, parts: Iterable[Part]) -> dict[ErrorSource, PartErrors]:
+    """The error that all parts have in common: of an engine's kernels over the profile's, or of the profile's tables.
+
+    An engine's own rows contain the tables' error; other engines may have run other kernels. No rows had any of
+    UNCOMPARED_KINDS.
+    """
+    engine, operations = scenario.engine, {} if scenario.profile is None else scenario.profile.operations
+    whole = engine is not None and engine.fit is not None and engine.fit.longer_log is not None
+    if whole:  # other engines left out have had other kernels, too
+        parts = [part for part in parts if part.kind in UNCOMPARED_KINDS]
+    of_table = {part: operations[part.kind].systematic_log_sd or 0.0 for part in parts if part.kind in operations}
+    if engine is not None and not whole and scenario.profile and (log_sd := engine.scale_log_sd(scenario.profile.gpu)):
+        own = engine.fit is not None and engine.fit.left_out != "engine"
+        return {"kernels": {part: log_sd if own else max(log_sd, of_table.get(part, 0.0)) for part in parts}}
+    uncertain = {part: log_sd for part, log_sd in of_table.items() if log_sd}
+    return {"table and clock": uncertain} if uncertain else {}
+
+
+def _part_log_sd(profile: CalibrationProfile, part: Part) -> float:
+    """The error of one part of the device's time; measured shapes of products have smaller errors."""
+    fit = profile.operations.get(part.kind)
+    if fit is None:
+        return _ESTIMATED if part.kind in UNCOMPARED_KINDS else 0.0
+    if part.variant is not None and (rates := profile.kernels.recurrence) and part.variant not in rates.kinds:
+        return math.hypot(fit.log_sd, rates.alike_log_sd)
+    measured = part.product is not None and profile.kernels.is_measured(part.product)
+    return fit.interpolated_log_sd if measured and fit.interpolated_log_sd is not None else fit.log_sd
+
+
+def _software(scenario: Scenario, strategy: Strategy) -> Iterator[StartupDelay | Perturbation]:
+    """The terms of the engine, or of the profile's host, that are not known exactly."""
+    host, request = scenario.host, scenario.request
+    for term, log_sd in _term_errors(scenario).items():
+        if not log_sd:
+            continue
+        if term == "request_s":
+            yield StartupDelay(_SOURCES[term], host.request_s, log_sd)
+        elif term == "token_s":
+            yield StartupDelay(_SOURCES[term], host.token_s * request.batch * request.context_len, log_sd)
+        elif term == "step_s" and strategy.pipeline is None and host.prepare_s is None:
+            yield StartupDelay(_SOURCES[term], host.step_s, log_sd)  # one pass through the layers
+        elif term in _SECONDS and (term != "collective_s" or scenario.group is not None):
+            seconds = {name: getattr(host, name) for name in _SECONDS[term]}
+            if any(seconds.values()):
+                yield Perturbation(_SOURCES[term], log_sd, _slower_host(scenario, seconds))
+
+
+def _term_errors(scenario: Scenario) -> Mapping[str, float]:
+    if scenario.engine is not None:
+        return scenario.engine.spread
+    fit = None if scenario.profile is None else scenario.profile.operations.get("host")
+    return {} if fit is None else {"layer_s": fit.log_sd}
+
+
+def _slower_host(scenario: Scenario, seconds: Mapping[str, float]) -> Callable[[float], Scenario]:
+    def by(factor: float) -> Scenario:
+        longer = {name: value * factor for name, value in seconds.items()}
+        return scenario.with_host(replace(scenario.host, **longer))
+
+    return by
+
+
+def _links(scenario: Scenario) -> Perturbation:
+    """Latency and bandwidth of all links; one GPU has none."""
+    if scenario.num_gpus == 1:
+        log_sd = 0.0
+    elif not scenario.links_are_measured or scenario.profile is None:
+        log_sd = _NOMINAL_LINKS
+    else:
+        fits = scenario.profile.operations
+        log_sd = max((fits[kind].log_sd for kind in ("send_recv", "all_gather") if kind in fits), default=0.0)
+    return Perturbation("links", log_sd, scenario.with_slower_links)
+
+
+def _prefix_link(scenario: Scenario) -> Perturbation:
+    """The bandwidth at which a cached prefix is loaded, which nobody measured; no error where it lies on the GPUs."""
+
+    def by(factor: float) -> Scenario:
+        return replace(scenario, prefix_placement=scenario.prefix_placement.slower(scenario.cluster, factor))
+
+    return Perturbation("prefix link", 0.0 if scenario.prefix_way.source is None else _NOMINAL_LINKS, by)
+
+
+def run_to_run_log_sd(profile: CalibrationProfile) -> float:
+    """The spread of repeated runs: as measured with the profile's layers, and at least that of serving engines."""
+    measured = profile.run_to_run_log_sd
+    return RUN_TO_RUN if measured is None else max(measured, RUN_TO_RUN)
+
+
+def doublings_beyond(scenario: Scenario, valid: ValidRange) -> float:
+    """By how many doublings in all the scenario lies outside the profile's measured range."""
+    sizes = {
+        "context_len": scenario.request.context_len,
+        "num_gpus": scenario.num_gpus,
+        "hidden_size": scenario.model.hidden_size,
+    }
+    spans = [(size, getattr(valid, key)) for key, size in sizes.items()]
+    if scenario.profile is not None:
+        widths = [(width, valid.head_dim) for width in head_dims(scenario.model, scenario.profile.kernels)]
+        spans += sorted(widths, key=lambda one: _doublings(*one))[-1:]  # the width that is furthest outside
+    return sum(_doublings(size, span) for size, span in spans)
+
+
+def _doublings(size: float, span: tuple[int, int]) -> float:
+    low, high = span
+    return max(0.0, math.log2(low / size), math.log2(size / high))
