@@ -23,6 +23,7 @@ from kvrsim.executors.run import run_partition
 from kvrsim.interp import percentile_of
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
+from planner.candidates import partition_of
 from planner.capacity.designs import DesignSearch, Fit, Limits
 from planner.capacity.evaluations import Evaluations, Target
 from planner.capacity.fleet.event import PoolProcesses
@@ -36,7 +37,6 @@ from planner.capacity.request import CapacityRequest, make_request
 from planner.capacity.workloads.files import read_trace
 from planner.capacity.workloads.source import Source
 from planner.capacity.workloads.workload import Workload
-from planner.partitions import partition_of
 from planner.search.search import search
 
 MILLION = 1_000_000

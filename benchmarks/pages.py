@@ -52,7 +52,7 @@ requestAnimationFrame(frame);
 def pages() -> tuple[Page, Page]:
     """A plan of five strategies, and a timeline of at least SPANS spans."""
     scenario, _ = make_scenario(model="llama-2-70b", gpus=8, ctx="16k", profile="a100-flash")
-    plan = make_plan(scenario, strategies=STRATEGIES, every_timeline=True)
+    plan = make_plan(scenario, strategies=STRATEGIES, timelines="all")
     return plan_page(plan), timeline_page(repeated(plan.timelines["ring"]))
 
 

@@ -14,8 +14,7 @@ from kvrsim.executors.run import run_partition
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
 from kvrsim.units import format_tokens
-from planner.access import placed_for
-from planner.partitions import partition_of
+from planner.candidates import partition_of, per_rank_scenario
 
 ABOUT: dict[str, Any] = {"model": "llama-3-8b", "cluster": "h100-nvlink", "gpus": 8}
 PREFIX = 2**17
@@ -32,7 +31,7 @@ def scenario_of(new_tokens: int, **about: Any) -> Scenario:
 def ttft_ms(scenario: Scenario, name: str) -> tuple[float, PrefixAccess | None]:
     """With the strategy's own partition, and how its ranks attend to the prefix."""
     strategy = get_strategy(name)
-    placed = placed_for(scenario, strategy)
+    placed = per_rank_scenario(scenario, strategy)
     cut = partition_of(placed, strategy)
     return 1e3 * run_partition(placed, strategy, cut).ttft_s, placed.prefix_access
 

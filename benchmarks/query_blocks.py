@@ -15,7 +15,7 @@ from kvrsim.program import Op
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Step, Strategy
 from planner.search.bound import lower_bound_s
-from planner.search.search import Found, search
+from planner.search.search import SearchResult, search
 
 KVR_B, ZIGZAG = STRATEGIES["kvr-b"], STRATEGIES["zigzag"]
 FIXED = (1, 2, 4, 8)
@@ -27,7 +27,7 @@ def in_blocks(*counts: int) -> Strategy:
     return replace(KVR_B, name="in-blocks", query_blocks=counts)
 
 
-def found_in(scenario: Scenario, strategy: Strategy) -> tuple[Found, str]:
+def found_in(scenario: Scenario, strategy: Strategy) -> tuple[SearchResult, str]:
     """The best partition, and the number of blocks of each rank."""
     found = search(scenario, strategy)
     blocks = run_partition(scenario, strategy, found.partition).program.most_query_blocks or ()

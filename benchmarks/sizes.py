@@ -17,7 +17,7 @@ from kvrsim.executors.run import run_partition
 from kvrsim.memory import fits, memory_of
 from kvrsim.strategies import get_strategy
 from kvrsim.units import format_bytes, format_seconds
-from planner.partitions import settled
+from planner.candidates import choose_partition
 
 CLUSTERS = {8: "h100-nvlink", 16: "h100-2x8-ndr400"}
 MODELS = {"llama-3-70b": "bf16", "qwen3-235b-a22b": "fp8"}
@@ -59,7 +59,7 @@ def run(name: str, model: str, num_gpus: int, context: str) -> Outcome | None:
     whole = kvrsim.Partition.even(placed.request.new_tokens, 1 if strategy.pipeline is not None else ranks)
     if max(part.weights for part in memory_of(placed, strategy, whole)) > placed.memory_limit.nbytes:
         return None
-    strategy, cut = settled(placed, strategy)
+    strategy, cut = choose_partition(placed, strategy)
     memory = memory_of(placed, strategy, cut)
     return Outcome(
         ttft_s=run_partition(placed, strategy, cut).ttft_s,

@@ -241,7 +241,7 @@ CHECKS: dict[str, Check] = {
     "jobs": count(4096),
     **dict.fromkeys(("link_bandwidth", "link_latency", "memory_fraction", "slo_ttft", "percentile"), number),
     **dict.fromkeys(("rate_scale", "tpot", "expert_imbalance"), number),
-    **dict.fromkeys(("topology", "attention", "dtype", "method", "executor", "objective", "every"), text),
+    **dict.fromkeys(("topology", "attention", "dtype", "method", "executor", "objective"), text),
     **dict.fromkeys(("decode", "order"), text),
     **dict.fromkeys(("timeline", "breakdown", "sure", "uniform_only", "virtual", "expert_parallel"), flag),
     **dict.fromkeys(("on_progress", "on_stage", "on_place"), function),

@@ -203,7 +203,7 @@ class Scenario:
         if self.profile is None or self.profile.kernels.clock is None:
             return 1.0
         tokens, prefix = np.array([[self.request.new_tokens], [self.request.cached_prefix]], dtype=float)
-        costs = self.layer_costs(self._cost_of(self.profile, pace=1.0))
+        costs = self._layer_costs_by(self._cost_of(self.profile, pace=1.0))
         layers_s = [
             one.qkv_s(tokens)
             + (0.0 if one.mixing is None else one.append_s(tokens, prefix) + one.attention_s(tokens, prefix))

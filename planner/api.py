@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Unpack
 
-from kvrsim.arguments import checked, named, number_or_path, wholes
+from kvrsim.arguments import checked, named, wholes
 from kvrsim.builder import ScenarioArgs, make_scenario, make_scenarios
 from kvrsim.choices import MAP_STRATEGIES
 
@@ -37,7 +37,6 @@ def plan(
     on_stage: Callable[[str, int, int], None] | None = None,
     timeline: bool = False,
     noise: str | Noise | None = None,
-    objective: str = "mean",
     samples: int = 200,
     seed: int = 0,
     **scenario: Unpack[ScenarioArgs],
@@ -52,37 +51,39 @@ def plan(
     on_progress: called with partitions simulated, the most there will be (None: unknown), best TTFT so far in seconds.
     on_stage: called before each strategy with its name, its number from 1 and the number of strategies.
     timeline: whether the plan carries the timelines of all strategies; without, `plot` compares their TTFTs.
-    noise: a spec as after --noise, or a Noise. Partitions are then searched for the `objective` of TTFT ("mean",
-        "p50", "p95" or "p99") and evaluated on `samples` other samples of the same `seed`.
+    noise: a spec as after --noise, or a Noise. Strategies are then ranked by their mean TTFT over `samples` samples of
+        this `seed`.
     scenario: the other arguments of make_scenario (gpus, model, profile, ...).
 
     Raises InputError naming the parameter. Where nothing fits in memory, the plan's `feasible` is False.
     """
+    from planner.candidates import Search
     from planner.plan import make_plan
-    from planner.uncertainty.disturbed import as_asked
+    from planner.uncertainty.noise import Disturbance
 
     asked, warnings = make_scenario(ctx=ctx, **scenario)
     return make_plan(
         asked,
         strategies=strategies,
-        method=method,
-        stride=stride,  # type: ignore[arg-type]  # parsed by `checked`
-        table=_table(table),
+        search=Search(
+            method=method,
+            stride=stride,  # type: ignore[arg-type]  # parsed by `checked`
+            table=_table(table),
+            on_progress=on_progress,
+        ),
+        disturbance=Disturbance.of(noise, samples, seed),
+        timelines="all" if timeline else None,
         warnings=warnings,
-        on_progress=on_progress,
-        on_stage=on_stage,
-        every_timeline=timeline,
-        disturbance=as_asked(noise, samples, seed),
-        objective=objective,
         seed=seed,
+        on_stage=on_stage,
     )
 
 
-@checked(requests=number_or_path)
+@checked()
 def simulate(
     *,
     strategy: str | Strategy,
-    ctx: int | str | None = None,
+    ctx: int | str,
     partition: Sequence[int] | None = None,
     table: str | PathLike[str] | PartitionTable | None = None,
     executor: str | None = None,
@@ -90,9 +91,6 @@ def simulate(
     breakdown: bool = False,
     noise: str | Noise | None = None,
     samples: int = 200,
-    requests: int | str | PathLike[str] | None = None,
-    every: str | None = None,
-    pack_tokens: int | str | None = None,
     seed: int = 0,
     **scenario: Unpack[ScenarioArgs],
 ) -> SimResult:
@@ -107,34 +105,25 @@ def simulate(
     timeline, breakdown: whether the result carries a timeline, and the seconds of every operation, its share of the
         roofline and whether it was measured (result.breakdown.to_frame()); both need the event executor.
     noise: a spec as after --noise, or a Noise; result.noisy is the distribution of TTFT over `samples` samples.
-    requests: prompts on the same GPUs (result.stream): a number of equal ones or, without `ctx`, contexts such as
-        "2k,8k" or a trace as in capacity. every: the time between them, such as "500ms" or "poisson:500ms".
-    pack_tokens: most new tokens of a step that prompts share; None: they run one after another.
-    seed: of the noise and of Poisson gaps.
+    seed: of the noise.
     scenario: the other arguments of make_scenario (gpus, model, profile, ...).
 
     Raises InputError naming the parameter.
     """
-    from kvrsim.units import parse_tokens
-    from planner.prompts import parse_prompts, scenario_of
+    from planner.candidates import Search
     from planner.simulate import run_simulation
-    from planner.uncertainty.disturbed import as_asked
+    from planner.uncertainty.noise import Disturbance
 
-    arrivals = None if requests is None else parse_prompts(str(requests), every, seed)
-    asked, warnings = scenario_of(arrivals, ctx=ctx, **scenario)
+    asked, warnings = make_scenario(ctx=ctx, **scenario)
     return run_simulation(
         asked,
         strategy=strategy,
-        partition=partition,
-        table=_table(table),
+        search=Search(partition=partition, table=_table(table)),
         executor=executor,
-        timeline=timeline,
-        with_breakdown=breakdown,
-        disturbance=as_asked(noise, samples, seed),
-        arrivals=arrivals,
-        pack_tokens=None if pack_tokens is None else parse_tokens(str(pack_tokens), "pack_tokens"),
-        seed=seed,
+        record=[*["timeline"] * timeline, *["breakdown"] * breakdown],
+        disturbance=Disturbance.of(noise, samples, seed),
         warnings=warnings,
+        seed=seed,
     )
 
 

@@ -19,8 +19,7 @@ from kvrsim.executors.run import finish_of, run_partition
 from kvrsim.memory import RankMemory, fits, memory_of
 from kvrsim.notes import note
 from kvrsim.partition import Partition
-from kvrsim.program.operations import Program
-from kvrsim.program.waits import computes_s, waited_s
+from kvrsim.program import Program, computes_s, waited_s
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy, hybrid_names, sizes_names, strategy_names
 from kvrsim.strategies.layers import accesses
@@ -31,7 +30,6 @@ from planner.uncertainty.intervals import Interval, interval_of
 from planner.uncertainty.sensitivities import Sensitivities, sensitivities
 
 if TYPE_CHECKING:
-    from kvrsim.results.breakdown import Breakdown
     from kvrsim.results.timeline import Timeline
     from planner.table.table import PartitionTable
 
@@ -117,15 +115,9 @@ class Candidate:
         from planner.uncertainty.basis import bases_of
 
         run = run_partition(self.per_rank, self.strategy, self.partition, timeline=True)
-        assert run.timeline is not None and abs(run.ttft_s - self.ttft_s) <= 1e-9 * self.ttft_s, "executors disagree"
+        assert run.timeline is not None
+        assert abs(run.ttft_s - self.ttft_s) <= 1e-9 * self.ttft_s, "the executors disagree"
         return replace(run.timeline, bases=bases_of(self.per_rank, self.strategy, self.partition, run.timeline))
-
-    @property
-    def breakdown(self) -> Breakdown:
-        """Seconds by rank and operation."""
-        from planner.uncertainty.basis import breakdown
-
-        return breakdown(self.per_rank, self.strategy, self.partition, self.finish_s, self.timeline)
 
     @property
     def prefix_access(self) -> PrefixAccess | None:
@@ -179,9 +171,9 @@ def prefix_access_notes(candidates: Sequence[Candidate]) -> list[str]:
         "pass-q": "the queries go to its shares",
     }
     names = {way: [one.strategy.name for one in candidates if one.prefix_access == way] for way in meanings}
-    listed = "; ".join(f"{way} ({meaning}) in {', '.join(names[way])}" for way, meaning in meanings.items() if names[way])
+    ways = [f"{way} ({meaning}) in {', '.join(names[way])}" for way, meaning in meanings.items() if names[way]]
     had_choice = any(len(_accesses(one.per_rank, one.strategy)) > 1 for one in candidates)
-    return [note("prefix access, chosen" if had_choice else "prefix access", ways=listed)] if listed else []
+    return [note("prefix access, chosen" if had_choice else "prefix access", ways="; ".join(ways))] if ways else []
 
 
 # -- the partition of a strategy
@@ -217,9 +209,7 @@ class Search:
             from planner.search.pipeline import search_pipeline, with_step_time
 
             mean = with_step_time(per_rank, "mean")
-            return search_pipeline(
-                mean, strategy, pieces=given, stride=self.stride, on_progress=self.on_progress
-            )
+            return search_pipeline(mean, strategy, pieces=given, stride=self.stride, on_progress=self.on_progress)
         if given is not None:
             return given
         match strategy.partition_rule:
@@ -244,7 +234,8 @@ class Search:
 
     def _look_up(self, per_rank: Scenario, strategy: Strategy) -> Partition:
         if self.table is None:
-            raise InputError("table", "nothing", f"a file of kvrsim table build, where {strategy.name} looks its chunks up")
+            accepted = f"a file of kvrsim table build, where {strategy.name} looks its chunks up"
+            raise InputError("table", "nothing", accepted)
         from planner.table.lookup import partition_from
 
         return partition_from(self.table, per_rank)
@@ -256,6 +247,11 @@ def choose_partition(
     """The strategy, a searched pipeline with the layers of its stages, and its partition: the one given, or its own."""
     found = Search(partition=partition).choose_partition(per_rank, strategy)
     return (strategy, found) if isinstance(found, Partition) else (found.strategy, found.partition)
+
+
+def partition_of(per_rank: Scenario, strategy: Strategy, partition: Sequence[int] | None = None) -> Partition:
+    """The partition of `choose_partition` alone."""
+    return choose_partition(per_rank, strategy, partition)[1]
 
 
 def _checked(partition: Sequence[int], per_rank: Scenario, strategy: Strategy) -> Partition:

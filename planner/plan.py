@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from kvrsim.notes import note
 from kvrsim.partition import Partition
-from kvrsim.program.operations import AllGather, AllToAll, Op, Program, RingPass
+from kvrsim.program import AllGather, AllToAll, Op, Program, RingPass
 from kvrsim.results.question import Question
 from kvrsim.results.results import (
     Bounds,
@@ -34,12 +34,12 @@ from planner.candidates import (
 )
 from planner.deploy.engines import engines_with
 from planner.search.bound import lower_bound_s
-from planner.search.search import SearchResult, search
+from planner.search.search import search
 from planner.uncertainty.intervals import is_indistinguishable, measured_coverage, provenance
 
 # Noise, tables and what is only for plans that do not fit are imported where needed: each costs every start time.
 if TYPE_CHECKING:
-    from kvrsim.noise.statistics import Distribution
+    from kvrsim.noise import Distribution
     from kvrsim.results.shortfall import Shortfall
     from kvrsim.results.timeline import Timeline
     from planner.uncertainty.noise import Disturbance
@@ -315,9 +315,7 @@ class Contest:
         scenario, ttft_s = self._kvr.per_rank, self._kvr.ttft_s
         if scenario.expert_parallel:  # fewer GPUs would hold more experts each
             return []
-        quiet = Candidate(
-            scenario=scenario.without_communication(), strategy=KVR_S, partition=self._kvr.partition
-        )
+        quiet = Candidate(scenario=scenario.without_communication(), strategy=KVR_S, partition=self._kvr.partition)
         method = "auto" if scenario.cluster.shares_bandwidth else "analytical"
         as_fast: dict[int, float] = {}
         num_gpus = scenario.cluster.num_gpus // 2

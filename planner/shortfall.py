@@ -11,14 +11,19 @@ from kvrsim.errors import InputError
 from kvrsim.hardware import Cluster, builtin_clusters, load_cluster
 from kvrsim.memory import memory_of
 from kvrsim.partition import Partition
-from kvrsim.results.results import StrategyResult
 from kvrsim.results.shortfall import Remedy, Shortfall
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.strategies.pipeline import context_ranks
-from planner.access import placed_for
-from planner.partitions import settled
-from planner.strategies_for import MOST_IN_RINGS, RINGS, all_for, distinct
+from planner.candidates import (
+    MOST_IN_RINGS,
+    RINGS,
+    Candidate,
+    all_for,
+    choose_partition,
+    distinct,
+    per_rank_scenario,
+)
 
 _MOST_TIMES, _MOST_GPUS = 16, 512  # the GPUs asked for times so many, and GPUs at all, up to which more are tried
 _RULES = ("whole", "even", "pieces")  # partitions that take no long search
@@ -26,28 +31,30 @@ _TRIED = 2  # strategies, the least rough peaks first
 _DTYPE = "fp8"  # the smallest of weights
 
 
-def shortfall_of(scenario: Scenario, results: Sequence[StrategyResult]) -> Shortfall:
-    """Of results none of which fits; what would fit is looked for among strategies without a long search.
+def shortfall_of(scenario: Scenario, candidates: Sequence[Candidate]) -> Shortfall:
+    """How much memory the nearest of these candidates lacks, none of which fits, and what would fit.
+
+    What would fit is looked for among strategies without a long search.
 
     The remedies: another strategy on the same GPUs, or, where there is none, the fewest GPUs in doublings, and weights
     in FP8 where the profile has it; and the share of the memory that the nearest result needs.
     """
-    nearest = min(results, key=_peak)
+    nearest = min(candidates, key=_peak)
     peak = _peak(nearest)
-    compared = {result.strategy for result in results}
+    compared = {one.strategy.name for one in candidates}
     found = _first_that_fits(scenario, compared, "")
     if not found:
         found = (*_more_gpus(scenario), *_smaller_weights(scenario))
     return Shortfall(
-        strategy=nearest.strategy,
+        strategy=nearest.strategy.name,
         peak_bytes=peak,
         over_bytes=peak - scenario.memory_limit.nbytes,
-        would_fit=(*found, *_more_memory(scenario, nearest.strategy, peak)),
+        would_fit=(*found, *_more_memory(scenario, nearest.strategy.name, peak)),
     )
 
 
-def _peak(result: StrategyResult) -> int:
-    return max(rank.total for rank in result.memory)
+def _peak(one: Candidate) -> int:
+    return max(rank.total for rank in one.memory)
 
 
 def _more_gpus(scenario: Scenario) -> tuple[Remedy, ...]:
@@ -99,10 +106,10 @@ def _first_that_fits(scenario: Scenario, compared: Iterable[str], change: str) -
                 if not _takes_long(scenario, strategy):
                     candidates.append((_rough_peak(scenario, strategy), strategy.name, strategy))
     for rough, name, strategy in sorted(candidates)[:_TRIED]:
-        placed = placed_for(scenario, strategy)
+        placed = per_rank_scenario(scenario, strategy)
         memory = rough
         if strategy.partition_rule == "pieces":
-            memory = max(rank.total for rank in memory_of(placed, *settled(placed, strategy)))
+            memory = max(rank.total for rank in memory_of(placed, *choose_partition(placed, strategy)))
         if memory <= scenario.memory_limit.nbytes:
             return (_remedy(scenario, name, memory, f"{change} --strategies {name}".strip()),)
     return ()
@@ -110,12 +117,12 @@ def _first_that_fits(scenario: Scenario, compared: Iterable[str], change: str) -
 
 def _takes_long(scenario: Scenario, strategy: Strategy) -> bool:
     """Whether it is a ring of many ranks, which a plan does not compare either."""
-    ranks = placed_for(scenario, strategy).cluster.num_gpus
+    ranks = per_rank_scenario(scenario, strategy).cluster.num_gpus
     return ranks > MOST_IN_RINGS and strategy.name.rpartition("+")[2] in RINGS
 
 
 def _rough_peak(scenario: Scenario, strategy: Strategy) -> int:
-    placed = placed_for(scenario, strategy)
+    placed = per_rank_scenario(scenario, strategy)
     tokens, ranks = placed.request.new_tokens, placed.cluster.num_gpus
     number = min(2 * ranks, tokens // context_ranks(strategy)) if strategy.pipeline is not None else ranks
     cut = Partition.even(tokens, max(1, number))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvrsim.executors.run import check_executor, run_partition
-from kvrsim.program.in_flight import loaded_bytes, sent_bytes
-from kvrsim.program.waits import waited_s
+from kvrsim.program import loaded_bytes, sent_bytes, waited_s
 from kvrsim.results.question import Question
 from kvrsim.results.results import RankReport, SimResult
 from kvrsim.scenario import Scenario
@@ -53,7 +53,7 @@ def run_simulation(
     draw = None if disturbance is None else disturbance.draw(per_rank)
     records = bool(record) or draw is not None
     kind = check_executor(executor, records=records)
-    finish_s, spans, noisy = candidate.finish_s, None, None
+    finish_s, spans, noisy, table = candidate.finish_s, None, None, None
     if disturbance is not None:
         disturbance.check_length(candidate.ttft_s, per_rank.cluster.num_gpus)
         noisy = disturbance.distribution(per_rank, chosen, partition, candidate.ttft_s)
@@ -64,11 +64,11 @@ def run_simulation(
     if draw is not None and spans is not None:
         compute_s = tuple(spans.computed_s(rank) for rank in range(len(finish_s)))
     interval = interval_of(candidate.sensitivities, finish_s[-1])
-    breakdown = None
     if spans is not None and record:
-        from planner.uncertainty.basis import with_bases
+        from planner.uncertainty.basis import bases_of, breakdown
 
-        spans, breakdown = with_bases(per_rank, chosen, partition, finish_s, spans)
+        table = breakdown(per_rank, chosen, partition, finish_s, spans) if "breakdown" in record else None
+        spans = replace(spans, bases=bases_of(per_rank, chosen, partition, spans)) if "timeline" in record else None
     table_notes: tuple[str, ...] = ()
     if search.partition is None and chosen.partition_rule == "table" and search.table is not None:
         from planner.table.lookup import notes_on_table
@@ -108,7 +108,7 @@ def run_simulation(
         interval_causes=interval.causes(),
         warnings=(*warnings, *prefix_access_notes([candidate]), *table_notes),
         timeline=spans if "timeline" in record else None,
-        breakdown=breakdown if "breakdown" in record else None,
+        breakdown=table,
         noise=None if disturbance is None else disturbance.noise,
         noisy=noisy,
     )

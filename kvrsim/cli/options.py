@@ -13,7 +13,6 @@ import typer
 from kvrsim.choices import ATTENTIONS, DTYPES
 
 if TYPE_CHECKING:
-    from kvrsim.results.stream import Arrivals, Prompts
     from kvrsim.scenario import Scenario
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
@@ -170,26 +169,6 @@ class ManyOptions(ScenarioOptions):
         from kvrsim.builder import make_scenarios
 
         return make_scenarios(**self._given())
-
-
-@dataclass(frozen=True, kw_only=True)
-class StreamOptions(ScenarioOptions):
-    """The same where prompts may have lengths of their own."""
-
-    ctx: Annotated[
-        str,
-        typer.Option(
-            "--ctx",
-            metavar="LEN",
-            help="Context length in tokens: 16k is 16384. Required unless --requests has lengths.",
-        ),
-    ] = ""
-
-    def scenario_of(self, arrivals: Arrivals | Prompts | None) -> tuple[Scenario, tuple[str, ...]]:
-        """The scenario, of prompts with lengths that of the longest, and its notes; InputError names the option."""
-        from planner.prompts import scenario_of
-
-        return scenario_of(arrivals, **self._given() | {"ctx": self.ctx or None})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from kvrsim.errors import InputError
 
 if TYPE_CHECKING:
-    from kvrsim.results.stream import Arrivals, Prompts
     from planner.table.table import PartitionTable
 
 
@@ -61,24 +60,6 @@ def parse_choice(text: str | None, parameter: str, choices: Sequence[str]) -> No
     """Refuse what is not one of the choices; None: the option was not given."""
     if text is not None and text not in choices:
         raise InputError(parameter, text, f"one of {', '.join(choices)}")
-
-
-def parse_requests(requests: str | None, every: str | None, seed: int) -> Arrivals | Prompts | None:
-    """The prompts that arrive, and when; None: one prefill alone."""
-    if requests is None:
-        if every is not None:
-            raise InputError("every", every, "with --requests N")
-        return None
-    from planner.prompts import parse_prompts
-
-    return parse_prompts(requests, every, seed)
-
-
-def parse_pack_tokens(text: str | None) -> int | None:
-    """Most new tokens of a step; None: prompts are not packed."""
-    from kvrsim.units import parse_tokens
-
-    return None if text is None else parse_tokens(text, "pack_tokens")
 
 
 def read_table(path: str | None) -> PartitionTable | None:

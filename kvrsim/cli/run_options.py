@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvrsim.choices import OBJECTIVES
 from kvrsim.cli.options import Seed
 from kvrsim.cli.parsing import check_output, check_plot, parse_seed
 from kvrsim.errors import InputError
 
 if TYPE_CHECKING:
-    from planner.uncertainty.disturbed import Disturbance
+    from planner.uncertainty.noise import Disturbance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +59,8 @@ class PageOptions(TimelineOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanNoiseOptions:
-    """A noise to plan for, as text, and the seed of all random draws."""
+class NoiseOptions:
+    """A noise, as text, and the seed of all random draws."""
 
     noise: Annotated[
         str | None,
@@ -70,14 +69,6 @@ class PlanNoiseOptions:
             metavar="SPEC",
             help="Simulate under noise: side-traffic:duty=0.5,share=0.67,slowdown=0.03, jitter:0.05, slow-gpu:3x1.2,"
             " slow-link:2-3x4, paper, several joined by +, or a JSON file.",
-        ),
-    ] = None
-    objective: Annotated[
-        str | None,
-        typer.Option(
-            "--objective",
-            metavar="|".join(OBJECTIVES),
-            help="Statistic of TTFT under --noise that the search for kvr-s minimises. Default: mean.",
         ),
     ] = None
     samples: Annotated[
@@ -92,28 +83,13 @@ class PlanNoiseOptions:
 
     def disturbance(self) -> Disturbance | None:
         """The noise asked for; InputError for what needs one without one."""
-        for name, value in (("samples", self.samples), ("objective", self.objective)):
-            if value is not None and self.noise is None:
-                raise InputError(name, value, "with --noise SPEC")
         if self.noise is None:
+            if self.samples is not None:
+                raise InputError("samples", self.samples, "with --noise SPEC")
             return None
         from kvrsim.noise import parse_noise
         from kvrsim.units import parse_count
-        from planner.uncertainty.disturbed import DEFAULT_SAMPLES, Disturbance
-        from planner.uncertainty.noisy import MAX_SAMPLES
+        from planner.uncertainty.noise import DEFAULT_SAMPLES, MAX_SAMPLES, Disturbance
 
         count = DEFAULT_SAMPLES if self.samples is None else parse_count(self.samples, "samples", maximum=MAX_SAMPLES)
         return Disturbance(noise=parse_noise(self.noise), seed=self.seed_number, num_samples=count)
-
-    def statistic(self) -> str:
-        """What of TTFT under noise a search minimises; InputError for an unknown one."""
-        from kvrsim.noise import check_objective
-
-        return "mean" if self.objective is None else check_objective(self.objective)
-
-
-@dataclass(frozen=True, kw_only=True)
-class NoiseOptions(PlanNoiseOptions):
-    """The same without a search."""
-
-    objective: str | None = field(init=False, default=None)

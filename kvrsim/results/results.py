@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from kvrsim.results.breakdown import Breakdown
     from kvrsim.results.question import Question
     from kvrsim.results.shortfall import Shortfall
-    from kvrsim.results.stream import StreamResult
     from kvrsim.results.timeline import Timeline
 
 
@@ -96,7 +95,6 @@ class SimResult(StrategyPrediction, Displayed):
     breakdown: Breakdown | None = field(default=None, repr=False)  # where it was asked for
     noise: Noise | None = None  # that `ttft_s` and `per_rank` are under: one sample of it
     noisy: Distribution | None = None  # TTFTs of all samples
-    stream: StreamResult | None = None  # of requests behind each other; the rest is about the first
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; the timeline is written apart."""
@@ -108,7 +106,7 @@ class SimResult(StrategyPrediction, Displayed):
             content["breakdown"] = self.breakdown.to_dict()
         if self.noise is not None and self.noisy is not None:
             content["noise"] = {"spec": self.noise.name, **self.noise.to_dict()} | self.noisy.to_dict()
-        return content | ({} if self.stream is None else {"requests": self.stream.to_dict()})
+        return content
 
     def to_frame(self) -> pandas.DataFrame:
         """One row a rank."""

@@ -37,9 +37,7 @@ def summary(result: SimResult) -> Summary:
     """Ranks, in order."""
     titles = ("rank", "new tokens", "computes", "waits", "sends", "memory")
     return Summary(
-        answer=f"{answer(result)} ({interval(result.ttft_low_s, result.ttft_high_s)})"
-        if result.stream is None
-        else answer(result),
+        answer=f"{answer(result)} ({interval(result.ttft_low_s, result.ttft_high_s)})",
         question=question_line(result),
         caption="ranks",
         columns=[Column(title=title, number=True) for title in titles],
@@ -60,14 +58,8 @@ def summary(result: SimResult) -> Summary:
 
 def answer(result: SimResult) -> str:
     """In one line."""
-    if result.stream is None:
-        missed = "" if result.fits else ", but does not fit in memory"
-        return f"{result.strategy}: first token after {format_seconds(result.ttft_s)}{missed}"
-    ttfts, shown = result.stream.ttft_s, len(result.stream.ttft_s)
-    if result.timeline is not None:
-        shown = len(result.timeline.first_tokens_s)
-    requests = f"{len(ttfts)} requests" if shown == len(ttfts) else f"the first {shown} of {len(ttfts)} requests"
-    return f"{result.strategy}: {requests}, TTFT {interval(min(ttfts), max(ttfts))}"
+    missed = "" if result.fits else ", but does not fit in memory"
+    return f"{result.strategy}: first token after {format_seconds(result.ttft_s)}{missed}"
 
 
 def _title(result: SimResult) -> str:

@@ -14,17 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from kvrsim.hardware import MemoryLimit
 from kvrsim.memory import RankMemory
 from kvrsim.results.results import Plan, SimResult, StrategyResult
-from kvrsim.results.stream import StreamResult
 from kvrsim.results.timeline import Span, Timeline
 from kvrsim.text import without
 from kvrsim.units import format_bytes, format_seconds
 from kvrsim.views.page import (
-    CHARTS,
     Cell,
     Column,
     Html,
@@ -182,24 +178,21 @@ def simulation_page(result: SimResult, title: str) -> Page:
     assert result.timeline is not None, "the page shows a timeline"
     shown = [Shown(name=result.strategy, title=title, timeline=result.timeline)]
     memory = {result.strategy: [rank.memory for rank in result.per_rank]}
-    stream = result.stream
     likely = f"{interval_name(result.interval_coverage)} {interval(result.ttft_low_s, result.ttft_high_s)}"
     answer = f"{result.strategy}: TTFT {format_seconds(result.ttft_s)} ({likely})."
     return Page(
         title=f"Prefill of {result.question.request()} by {result.model} on {result.cluster.num_gpus} GPUs",
-        answer=answer if stream is None else _served(result.strategy, stream),
+        answer=answer,
         facts=facts_of(result.question),
         sections=[
             gantt_section(several=False),
-            *([] if stream is None else [Section(title="Requests", body=tag("div", id="requests", class_="chart"))]),
             Section(title="Ranks", body=_ranks(result)),
             memory_section(result.memory_limit),
         ],
         notes=result.warnings,
         data=timelines_data(shown)
-        | {"memory": memory_data(memory, result.memory_limit), "colour": variable("strategy", result.strategy)}
-        | ({} if stream is None else {"requests": _requests(stream)}),
-        scripts=SCRIPTS if stream is None else (*CHARTS, "requests.js", *SCRIPTS),
+        | {"memory": memory_data(memory, result.memory_limit), "colour": variable("strategy", result.strategy)},
+        scripts=SCRIPTS,
         strategies=[result.strategy],
     )
 
@@ -337,22 +330,3 @@ def _parts(held: RankMemory) -> list[int]:
     """In the order of _PARTS; of what is not alive together, the largest."""
     moment = max(held.scores, held.activations, held.logits)
     return [held.weights, held.kv_cache, held.gathered, moment, held.runtime]
-
-
-def _served(strategy: str, stream: StreamResult) -> str:
-    p50_s, p99_s = (float(value) for value in np.quantile(stream.ttft_s, (0.5, 0.99)))
-    count = f"{len(stream.ttft_s)} requests, {stream.arrivals}"
-    return (
-        f"{strategy} serves {count}: {stream.throughput_per_s:.3g} requests a second,"
-        f" TTFT {format_seconds(p50_s)} (median), {format_seconds(p99_s)} (99th percentile), each from its arrival."
-    )
-
-
-def _requests(stream: StreamResult) -> dict[str, Any]:
-    """Of each request, in the order of arrival."""
-    return {
-        "arrival_s": list(stream.arrivals_s),
-        "ttft_s": list(stream.ttft_s),
-        "queue_s": list(stream.queue_s),
-        "context_len": list(stream.context_lens),
-    }

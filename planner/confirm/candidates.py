@@ -18,10 +18,10 @@ from kvrsim.runtime.exchange import RUN_STRATEGIES
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, Strategy, get_strategy
 from kvrsim.units import format_bytes
+from planner.candidates import all_for
 from planner.confirm.hardware import check_split, run_plan
 from planner.confirm.result import Mode
 from planner.search.minimise import Evaluator, around, chunk_lens, chunks_between
-from planner.strategies_for import all_for
 
 if TYPE_CHECKING:
     from kvrsim.runtime.job import ModelChoice

@@ -11,6 +11,7 @@ from kvrsim.results.question import Question
 from kvrsim.results.results import Plan
 from kvrsim.scenario import Scenario
 from kvrsim.units import format_seconds
+from planner.candidates import Search
 from planner.confirm.candidates import Fitting, Named, Room, candidates_of, compared, fitting
 from planner.confirm.drift import ClockDrift, corrected_for, drift_of
 from planner.confirm.hardware import Hardware, devices_of, gather_of, gpu_notes, other_device, run_plan
@@ -158,8 +159,8 @@ def _work_note(named: Sequence[Named], hardware: Hardware, round_s: float) -> st
 def _candidate(
     scenario: Scenario, named: Named, measured: Measured, rounds: Sequence[int], drift: ClockDrift | None
 ) -> Candidate:
-    asked: dict[str, Any] = dict(strategy=named.as_run, partition=named.partition.chunk_lens)
-    predicted = run_simulation(scenario, **asked, timeline=True)
+    asked: dict[str, Any] = dict(strategy=named.as_run, search=Search(partition=named.partition.chunk_lens))
+    predicted = run_simulation(scenario, **asked, record=["timeline"])
     assert predicted.timeline is not None
     return Candidate(
         strategy=named.strategy,

@@ -83,7 +83,7 @@ class Candidate:
         return {
             "strategy": self.strategy,
             "partition": list(self.partition),
-            **stages_to_json(self),
+            **stages_to_json(self.partition, self.layers),
             "predicted_ttft_s": self.predicted_s,
             "predicted_low_s": self.predicted_low_s,
             "predicted_high_s": self.predicted_high_s,

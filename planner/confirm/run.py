@@ -18,10 +18,10 @@ from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from kvrsim.strategies.pipeline import layers_of
+from planner.candidates import Search, choose_partition
 from planner.confirm.candidates import NO_REFERENCE, Named, Room
 from planner.confirm.confirm import OnNote, check, is_busy
 from planner.confirm.hardware import Hardware, check_split, devices_of, gather_of, gpu_notes, run_plan
-from planner.partitions import settled
 from planner.simulate import run_simulation
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class RunResult:
         return {
             **self.question.measured_header(predicted=self.predicted_s is not None),
             **fields_to_json(self, "strategy", "model", "attention", "dtype", "num_gpus", "context_len", "partition"),
-            **stages_to_json(self),
+            **stages_to_json(self.partition, self.layers),
             **({} if self.query_blocks is None else fields_to_json(self, "query_blocks")),
             "measured_ttft_s": self.ttft_s,
             "measured_iqr_s": self.iqr_s,
@@ -124,7 +124,7 @@ def run_here(
     placed, plan = planned(scenario, hardware, strategy, partition, generate=generate)
     cut, predicted_s = plan.partition, None
     if scenario.profile is not None:
-        predicted_s = run_simulation(scenario, strategy=strategy, partition=cut.chunk_lens).ttft_s
+        predicted_s = run_simulation(scenario, strategy=strategy, search=Search(partition=cut.chunk_lens)).ttft_s
     from kvrsim.runtime.job import JobReport, run_job
     from kvrsim.runtime.ranks import launch, started_by_torchrun
 
@@ -190,7 +190,7 @@ def planned(
         raise InputError(
             "profile", "nothing", "a profile of this machine, or `partition`; kvrsim calibrate all makes one"
         )
-    settled_as, cut = settled(split, chosen, partition)
+    settled_as, cut = choose_partition(split, chosen, partition)
     gather = gather_of(scenario.profile, emulated=hardware.emulated, strategy=strategy)
     plan = run_plan(placed, strategy, cut, gather, layers_of(split, settled_as))
     hardware.choice(placed).check(plan)

@@ -5,27 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from kvrsim.choices import MAP_STRATEGIES
 from kvrsim.errors import InputError
-from kvrsim.memory import fits, memory_of
-from kvrsim.partition import Partition
 from kvrsim.results.question import Question
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, label_of
 from kvrsim.units import check_places
-from planner.access import placed_for
 from planner.backends.pool import Pool
+from planner.candidates import all_for, distinct
+from planner.grid import quick_candidate
 from planner.map.map import ALONE, MapPoint, StrategyMap
-from planner.partitions import settled
-from planner.search.minimise import Evaluator
-from planner.search.search import search
-from planner.strategies_for import all_for, distinct
-from planner.uncertainty.interval import interval_of
-from planner.uncertainty.moves import moves
 
-_EXPOSED = 0.05  # of TTFT without communication; from there on balanced chunks may be far from the best
 OnPlace = Callable[[int, int], None]  # places done, places in all
 
 
@@ -140,34 +130,15 @@ def _chosen(place: Scenario, strategies: Sequence[str | Strategy]) -> Sequence[S
 
 
 def _point(place: Scenario, strategy: Strategy) -> MapPoint:
-    placed = placed_for(place, strategy)
-    ttft_s, strategy, partition = fastest(placed, strategy)
-    moved = moves(placed, strategy, partition)
-    sure = interval_of(moved, ttft_s)
+    one = quick_candidate(place, strategy)
     return MapPoint(
         context_len=place.request.context_len,
         link_bandwidth_bytes_per_s=place.cluster.link.bandwidth_bytes_per_s,
         num_gpus=place.cluster.num_gpus,
-        strategy=strategy.name,
-        ttft_s=ttft_s,
-        ttft_low_s=sure.low_s,
-        ttft_high_s=sure.high_s,
-        fits=fits(placed, memory_of(placed, strategy, partition)),
-        moves=moved,
+        strategy=one.strategy.name,
+        ttft_s=one.ttft_s,
+        ttft_low_s=one.interval.low_s,
+        ttft_high_s=one.interval.high_s,
+        fits=one.fits,
+        sensitivities=one.sensitivities,
     )
-
-
-def fastest(placed: Scenario, strategy: Strategy) -> tuple[float, Strategy, Partition]:
-    """With the strategy's own chunks; those that it searches, balanced or even, or searched where links are slow."""
-    if strategy.partition_rule != "search":
-        strategy, partition = settled(placed, strategy)
-        return Evaluator(placed, strategy).one(partition.chunk_lens), strategy, partition
-    even = Partition.even(placed.request.new_tokens, placed.cluster.num_gpus)
-    cuts = [search(placed, strategy, method="analytical").partition, even]
-    ttft_s = Evaluator(placed, strategy).ttft_s(np.array([cut.chunk_lens for cut in cuts], dtype=float))
-    best = int(ttft_s.argmin())
-    free_s = Evaluator(placed.without_communication(), strategy).one(cuts[0].chunk_lens)
-    if ttft_s[best] <= free_s * (1 + _EXPOSED):
-        return float(ttft_s[best]), strategy, cuts[best]
-    found = search(placed, strategy)
-    return found.ttft_s, strategy, found.partition

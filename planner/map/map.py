@@ -12,8 +12,9 @@ from kvrsim.hardware import Cluster, MemoryLimit
 from kvrsim.io.schema import fields_to_json, to_json
 from kvrsim.results.displayed import Displayed
 from kvrsim.results.question import Question
-from planner.uncertainty.interval import tied
-from planner.uncertainty.moves import UNKNOWN, Moves
+from kvrsim.results.results import Prediction
+from planner.uncertainty.intervals import is_indistinguishable
+from planner.uncertainty.sensitivities import UNKNOWN, Sensitivities
 
 if TYPE_CHECKING:
     import pandas
@@ -23,18 +24,14 @@ Known = Literal["interpolated", "at or below the first length", "beyond the last
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MapPoint:
+class MapPoint(Prediction):
     """One strategy in one place."""
 
     context_len: int  # tokens
     link_bandwidth_bytes_per_s: float  # one way
     num_gpus: int  # that the strategy may use; `single` uses one of them
     strategy: str
-    ttft_s: float
-    ttft_low_s: float  # of the 80 % prediction interval
-    ttft_high_s: float
-    fits: bool  # in every GPU's memory
-    moves: Moves = field(default=UNKNOWN, repr=False, compare=False)  # of log TTFT with what it rests on
+    sensitivities: Sensitivities = field(default=UNKNOWN, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -199,7 +196,7 @@ class StrategyMap(Displayed):
 
 def is_tied(faster: MapPoint, slower: MapPoint) -> bool:
     """Whether a prediction cannot tell two points of the same requests apart."""
-    return tied(faster.moves, slower.moves, faster.ttft_s, slower.ttft_s)
+    return is_indistinguishable(faster.sensitivities, slower.sensitivities, faster.ttft_s, slower.ttft_s)
 
 
 def _break_even(places: Sequence[dict[str, MapPoint]], name: str, over: str) -> BreakEven:

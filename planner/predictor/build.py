@@ -16,10 +16,10 @@ from kvrsim.results.question import Question
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from kvrsim.version import __version__
+from planner.backends.pool import Pool
+from planner.candidates import strategies_to_compare
 from planner.predictor.grid import StrategyTimes, TtftPredictor
 from planner.predictor.points import Row, at, marked, refined, row_at, simulated
-from planner.processes import Pool
-from planner.strategies_for import choose
 
 OnPart = Callable[[int, int, str], None]  # parts done, parts in all, and what they are
 BEST = "best"
@@ -106,7 +106,7 @@ def _kept(
             raise InputError("strategy", one.name, "a strategy that needs no table")
         for_strategy(scenario, one)  # refuses what the machine or the model does not allow
         return (one,)
-    contending = tuple(one for one in choose(scenario, None).strategies if one.approximate is None)
+    contending = tuple(one for one in strategies_to_compare(scenario, None).strategies if one.approximate is None)
     longest = scenario.request.context_len
     lengths = sorted({int(length) for length in np.geomspace(least, longest, 5)})
     samples = list(product(lengths, (0, longest // 2), (batches[0], batches[-1])))

@@ -13,11 +13,11 @@ from kvrsim.memory import fits, memory_of
 from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
-from planner.map.build import fastest
+from planner.grid import quick_candidate
 from planner.search.minimise import Evaluator, chunks_between, to_grid
 from planner.search.search import search
-from planner.uncertainty.interval import interval_of
-from planner.uncertainty.moves import moves
+from planner.uncertainty.intervals import interval_of
+from planner.uncertainty.sensitivities import sensitivities
 
 _MISS, _NEAREST = 0.01, 1.03  # of TTFT; knots are not set nearer than by this factor
 _EVERY = 6  # knots between which an interval's relative ends, and searched shares, are interpolated
@@ -41,9 +41,8 @@ def at(scenario: Scenario, new_tokens: int, cached_prefix: int, batch: int) -> S
 
 def simulated(scenario: Scenario, strategy: Strategy) -> tuple[float, Partition, Scenario]:
     """TTFT as the simulator has it, with its partition and the scenario as the strategy sees it."""
-    placed = for_strategy(scenario, strategy)
-    ttft_s, _, partition = fastest(placed, strategy)
-    return ttft_s, partition, placed
+    one = quick_candidate(scenario, strategy)
+    return one.ttft_s, one.partition, one.per_rank
 
 
 def refined(strategy: Strategy, scenario: Scenario, start: Sequence[int], batch: int) -> tuple[int, ...]:
@@ -82,7 +81,7 @@ def row_at(
     found = _searched(scenario, strategy, knots, cached_prefix, batch)
     for index, (ttft_s, partition, placed) in enumerate(found):
         if with_intervals and index in chosen:
-            sure = interval_of(moves(placed, strategy, partition), ttft_s)
+            sure = interval_of(sensitivities(placed, strategy, partition), ttft_s)
             ends.append((sure.low_s / ttft_s, sure.high_s / ttft_s))
     seconds, cuts = [one[0] for one in found], [one[1] for one in found]
     most = _most_that_fit(scenario, strategy, knots, cuts, cached_prefix, batch)

@@ -8,7 +8,7 @@ from typing import overload
 
 import numpy as np
 
-from kvrsim.program.operations import Array, Collective, Compute, Op, Send
+from kvrsim.program import Array, Collective, Compute, Op, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Step, Strategy
 from kvrsim.strategies.layers import layer_ops

@@ -1,4 +1,36 @@
-"""Walls: ends of chunks that prove how long a KVR chain takes. planner/search/bound.py explains the proof."""
+"""A proven lower bound on the TTFT of every KVR partition over the given GPUs.
+
+Why it holds. Let a partition have chunk ends e_0 < ... < e_(p-1) = C and last chunk x, and reach T.
+1. Rank i cannot append in the first layer before a message has come down the chain to it (the fill,
+   Fill_i), whatever it has projected meanwhile. From there it works through its layers in order, so that
+   before its message of the last layer can go it has spent all its work but the first projection and the
+   last layer's part after the append. That message, and each that follows it to the last rank, carries at
+   least e_i tokens and is appended there (the drain); then the last rank has its attention and MLP of the
+   last layer and the head to do. All these come one after another.
+2. The link i -> i+1 carries the messages of all layers, of e_i tokens each, one after another: the first
+   not before the fill, the last followed as in 1. A bus carries those of all links.
+3. The last rank spends the fill, all its work after it, and the head; its host issues all its launches. Of a cached
+   prefix that lies elsewhere, it loads all layers' one after another.
+
+A target T is refuted so, for any given walls w_0 <= ... <= w_(p-2) = C - x. At a fixed end, a later start leaves fewer
+queries over the same keys, so that what 1 and 2 need falls with the start, and it grows with the end. Suppose that T is
+less than they need of rank i with a chunk from w_(i-1) to w_i, for every rank but the first and the last. Then no rank
+that ends at w_i or later can have started before w_(i-1), so that from the right every e_i is at least w_i. With this
+the fill and the drain are bounded: their messages carry at least w_j tokens. If the first rank needs more than T from
+the start to w_0 as well, or 3 exceeds T, no partition with that x reaches T. So every choice of walls proves a bound,
+their least need; the best are those that make it the same for all ranks, as balanced chunks do for busy time. They are
+found without a fill first, and again with the fill that they prove. Walls may be no further to the left than the
+tokens of the ranks before; those that would be prove nothing, and need not. A chunk has at least one token, and is
+counted with as many.
+
+x is cut into intervals; in each, every condition takes the end of the interval that weakens it. Where messages hold the
+compute stream, those received grow with the start; they count as much as at the wall. Attention counts as much as a
+time that no call of its kernel beats and that, at a fixed end, does not grow with the start (tiles do not shrink as
+smoothly as the work in them: `AttentionRates.least_seconds`).
+In a layer with a state, the scan stands for the append, and its time for 0; a layer without a mixer hands nothing on:
+the first and the last layer are the first and the last that do.
+Other waiting, queueing and contention are left out, which only lowers the bound.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +40,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrsim.compile import build_program
-from kvrsim.program.operations import Array, Compute, Flags, Load
+from kvrsim.program import Array, Compute, Flags, Load
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from planner.search.balance import Chain, balanced_chunks, settled
@@ -122,39 +154,6 @@ class WalledChain:
         drain_s = np.cumsum(self.chain.last_hop_s(self.senders, walls)[::-1], axis=0)[::-1]
         return np.maximum(own, link) + drain_s[first:, None]
 
-
-# -- A proven lower bound on the TTFT of every KVR partition over the given GPUs.
-#
-# Why it holds. Let a partition have chunk ends e_0 < ... < e_(p-1) = C and last chunk x, and reach T.
-# 1. Rank i cannot append in the first layer before a message has come down the chain to it (the fill,
-#    Fill_i), whatever it has projected meanwhile. From there it works through its layers in order, so that
-#    before its message of the last layer can go it has spent all its work but the first projection and the
-#    last layer's part after the append. That message, and each that follows it to the last rank, carries at
-#    least e_i tokens and is appended there (the drain); then the last rank has its attention and MLP of the
-#    last layer and the head to do. All these come one after another.
-# 2. The link i -> i+1 carries the messages of all layers, of e_i tokens each, one after another: the first
-#    not before the fill, the last followed as in 1. A bus carries those of all links.
-# 3. The last rank spends the fill, all its work after it, and the head; its host issues all its launches. Of a cached
-#    prefix that lies elsewhere, it loads all layers' one after another.
-#
-# A target T is refuted so, for any given walls w_0 <= ... <= w_(p-2) = C - x. At a fixed end, a later start leaves fewer
-# queries over the same keys, so that what 1 and 2 need falls with the start, and it grows with the end. Suppose that T is
-# less than they need of rank i with a chunk from w_(i-1) to w_i, for every rank but the first and the last. Then no rank
-# that ends at w_i or later can have started before w_(i-1), so that from the right every e_i is at least w_i. With this
-# the fill and the drain are bounded: their messages carry at least w_j tokens. If the first rank needs more than T from
-# the start to w_0 as well, or 3 exceeds T, no partition with that x reaches T. So every choice of walls proves a bound,
-# their least need; the best are those that make it the same for all ranks, as balanced chunks do for busy time. They are
-# found without a fill first, and again with the fill that they prove. Walls may be no further to the left than the
-# tokens of the ranks before; those that would be prove nothing, and need not. A chunk has at least one token, and is
-# counted with as many.
-#
-# x is cut into intervals; in each, every condition takes the end of the interval that weakens it. Where messages hold the
-# compute stream, those received grow with the start; they count as much as at the wall. Attention counts as much as a
-# time that no call of its kernel beats and that, at a fixed end, does not grow with the start (tiles do not shrink as
-# smoothly as the work in them: `AttentionRates.least_seconds`).
-# In a layer with a state, the scan stands for the append, and its time for 0; a layer without a mixer hands nothing on:
-# the first and the last layer are the first and the last that do.
-# Other waiting, queueing and contention are left out, which only lowers the bound.
 
 _LENGTHS = 129  # of the last chunk, of which the longest that is not refuted outright is found
 _INTERVALS, _FEW_INTERVALS, _CELLS = 12, 5, 1280  # of x; for many ranks, fewer

@@ -17,8 +17,7 @@ from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from planner.search.balance import balanced_chunks
-from planner.search.grid import Evaluate
-from planner.search.minimise import Boundaries, apart, chunks_between, groups, rounded, unique_rows, valid
+from planner.search.minimise import Boundaries, Evaluate, apart, chunks_between, groups, rounded, unique_rows, valid
 
 Row = npt.NDArray[np.int64]
 

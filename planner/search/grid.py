@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvrsim.program.operations import Array
-from planner.search.minimise import Boundaries, combinations, shifts, valid
+from kvrsim.program import Array
+from planner.search.minimise import Boundaries, Evaluate, combinations, shifts, valid
 
-Evaluate = Callable[[Boundaries], Array]  # TTFT of each row
 Floor = Callable[[int, Array, Array], Array]  # the least TTFT if this rank has this start and end
 
 _BLOCK = 5**6  # candidates held at once

@@ -13,10 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrsim.executors.run import rows_at_once, ttft_s
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
-from planner.search.grid import Evaluate
 
 # Evaluations done, the most that there will be (None: unknown), and the best TTFT so far in seconds.
 Progress = Callable[[int, int | None, float], None]
@@ -61,6 +60,7 @@ class Evaluator:
 # -- Chunk boundaries: as chunks, on a grid of multiples, and candidates around a centre.
 
 Boundaries = npt.NDArray[np.int64]  # shape (B, num_ranks - 1): where chunks 1, 2, ... start
+Evaluate = Callable[[Boundaries], Array]  # TTFT of each row
 
 _SHIFTS = np.array([-2, -1, 0, 1, 2])  # in strides, as in the paper
 _MOST_AT_ONCE = 4  # boundaries whose shifts are all combined; with more, one at a time and all together

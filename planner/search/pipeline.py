@@ -1,4 +1,10 @@
-"""Seconds of pieces of the context in layers, and of a whole pipeline with any stages: what seeds and layouts rest on.
+"""The best pipeline: pieces of equal time for each number of pieces, layers of equal time on the stages, then moves.
+
+With stages alike, TTFT is the work of all pieces on one stage and that of the longest piece on each other stage. So
+pieces of equal time are the best that so many pieces can be; later ones are shorter, since they see more keys. What is
+left to find is their number, and what tiles of matrices, the embedding, the head and uneven stages change.
+
+Seconds of pieces of the context in layers, and of a whole pipeline with any stages: what seeds and layouts rest on.
 
 The flow here leaves the host's clock out but for a layer's own launches; the executors have the last word.
 """
@@ -15,9 +21,9 @@ import numpy.typing as npt
 
 from kvrsim.ends import embedding, step
 from kvrsim.errors import InputError
+from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT
 from kvrsim.partition import Partition
-from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT
-from kvrsim.program.operations import Array, Collective, Compute, Op
+from kvrsim.program import Array, Collective, Compute, Op
 from kvrsim.results.results import SearchReport
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Step, Strategy
@@ -110,12 +116,6 @@ def _held_s(ops: tuple[Op, ...], like: Array) -> Array:
     )
     return sum(parts, np.zeros_like(like))
 
-
-# -- The best pipeline: pieces of equal time for each number of pieces, layers of equal time on the stages, then moves.
-#
-# With stages alike, TTFT is the work of all pieces on one stage and that of the longest piece on each other stage. So
-# pieces of equal time are the best that so many pieces can be; later ones are shorter, since they see more keys. What is
-# left to find is their number, and what tiles of matrices, the embedding, the head and uneven stages change.
 
 PAGE = 64  # tokens; pieces are multiples of it, as engines' pages divide it
 MOST_A_STAGE = 64  # pieces; with so many, filling and emptying the stages takes less than 1.6 % of TTFT

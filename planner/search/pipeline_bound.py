@@ -1,9 +1,34 @@
-"""A proven lower bound on the TTFT of every pipeline whose pieces have a least length: any such pieces, any layers.
+"""A proven lower bound on the TTFT of every pipeline over the given GPUs: any pieces, any layers on the stages.
 
-Why it holds. For each stage s there is a path of the first piece through the stages before s, all pieces through s, and
-the last piece through the stages after s. No step of a path overlaps another one, so TTFT is at least the sum of each.
-A layer takes at least W for all pieces, F for a first piece and L for a last piece of that least length: the last one
-attends to the whole context, however short the others are. With x(s) layers on stage s, TTFT is at least
+Why it holds. Stage s takes d(s, m) for piece m of M. It begins a piece when it has done the one before, and when the
+stage before has done that piece; so TTFT is at least the sum of d along every path that goes from (1, 1) to (S, M) by
+one stage or one piece at a time, S + M - 1 steps of the engine among them.
+
+Theorem. If d(s, m) = f(s) D(m) with f, D >= 0, some path is at least (S + M - 1) / (S M) of the sum of all d.
+Proof, with sum f = sum D = 1, by induction on S; one stage is clear. Let x = f(1) and let the longest path be T. Paths
+that leave stage 1 at piece k have x (D(1) + ... + D(k)) and, by induction, of what D(k) + ... + D(M) takes on the other
+stages, (1 - x) of all, at least (S + M - k - 1) / ((S - 1)(M - k + 1)). With y(k) = D(k + 1) + ... + D(M), so that
+y(0) = 1 and y(M) = 0, this reads, for r = (1 - x) / (x (S - 1)) and N = M - k + 1,
+    y(k) >= 1 - T / x + r (N + S - 2) / N y(k - 1).
+Unrolled, T >= x P(M) / P(M - 1), where P(M) is the sum of c(n) r^n, c(n) = binomial(n + S - 2, n), n = 0 ... M. Now
+Q(r) = S M P(M) - (M + S - 1)(1 + (S - 1) r) P(M - 1) has a coefficient of r^n that is c(n) times a factor which falls
+with n from (S - 1)(M - 1) to below 0 at n = M - 1, and a positive one at n = M: two changes of sign, so at most two
+positive roots (Descartes). r = 1 is a double root, as Q(1) = Q'(1) = 0. So Q >= 0 for all r > 0, that is,
+T >= (S + M - 1) / (S M), since x = 1 / (1 + (S - 1) r).
+
+Layers. f(s) is what a stage has of the layers, each weighted by its kind, and D(m) what a layer of weight 1 takes at
+least for the piece: an amount a piece, an amount a token (a line below the times of all lengths, for each slope), and
+its share of the mixing of the whole context. Mixing of a piece from s to e takes at least a share, found on a grid, of
+the difference of mixing all tokens up to e and up to s, with attention at a time that no call of its kernel beats.
+Kinds that grow unlike each other leave part of their work out of D. Then the mean over the stages may be larger: each
+stage does its work on all pieces, and the others at least the first or the last piece, a token long.
+The number of pieces is the one for which the bound is least.
+
+Pieces with a least length have a further bound, whatever their number; the largest counts. For each stage s there is a
+path of the first piece through the stages before s, all pieces through s, and the last piece through the stages after
+s. No step of a path overlaps another one, so TTFT is at least the sum of each. A layer takes at least W for all pieces,
+F for a first piece and L for a last piece of that least length: the last one attends to the whole context, however
+short the others are. With x(s) layers on stage s, TTFT is at least
     x(s) W + F (x(1) + ... + x(s - 1)) + L (x(s + 1) + ... + x(S))    for every s, summed over kinds of layers,
 and the whole numbers x(s) that add up to the layers of each kind and make the largest of these the least bound TTFT for
 all layouts. The order of the kinds is left out, which only lowers the bound.
@@ -64,34 +89,6 @@ def _row(kinds: list[LeastTimes], place: int) -> Array:
         return np.array([kind.all_s for kind in kinds])
     return np.array([kind.last_s if place > 0 else kind.first_s for kind in kinds])
 
-
-# -- A proven lower bound on the TTFT of every pipeline over the given GPUs: any pieces, any layers on the stages.
-#
-# Why it holds. Stage s takes d(s, m) for piece m of M. It begins a piece when it has done the one before, and when the
-# stage before has done that piece; so TTFT is at least the sum of d along every path that goes from (1, 1) to (S, M) by
-# one stage or one piece at a time, S + M - 1 steps of the engine among them.
-#
-# Theorem. If d(s, m) = f(s) D(m) with f, D >= 0, some path is at least (S + M - 1) / (S M) of the sum of all d.
-# Proof, with sum f = sum D = 1, by induction on S; one stage is clear. Let x = f(1) and let the longest path be T. Paths
-# that leave stage 1 at piece k have x (D(1) + ... + D(k)) and, by induction, of what D(k) + ... + D(M) takes on the other
-# stages, (1 - x) of all, at least (S + M - k - 1) / ((S - 1)(M - k + 1)). With y(k) = D(k + 1) + ... + D(M), so that
-# y(0) = 1 and y(M) = 0, this reads, for r = (1 - x) / (x (S - 1)) and N = M - k + 1,
-#     y(k) >= 1 - T / x + r (N + S - 2) / N y(k - 1).
-# Unrolled, T >= x P(M) / P(M - 1), where P(M) is the sum of c(n) r^n, c(n) = binomial(n + S - 2, n), n = 0 ... M. Now
-# Q(r) = S M P(M) - (M + S - 1)(1 + (S - 1) r) P(M - 1) has a coefficient of r^n that is c(n) times a factor which falls
-# with n from (S - 1)(M - 1) to below 0 at n = M - 1, and a positive one at n = M: two changes of sign, so at most two
-# positive roots (Descartes). r = 1 is a double root, as Q(1) = Q'(1) = 0. So Q >= 0 for all r > 0, that is,
-# T >= (S + M - 1) / (S M), since x = 1 / (1 + (S - 1) r).
-#
-# Layers. f(s) is what a stage has of the layers, each weighted by its kind, and D(m) what a layer of weight 1 takes at
-# least for the piece: an amount a piece, an amount a token (a line below the times of all lengths, for each slope), and
-# its share of the mixing of the whole context. Mixing of a piece from s to e takes at least a share, found on a grid, of
-# the difference of mixing all tokens up to e and up to s, with attention at a time that no call of its kernel beats.
-# Kinds that grow unlike each other leave part of their work out of D. Then the mean over the stages may be larger: each
-# stage does its work on all pieces, and the others at least the first or the last piece, a token long.
-# The number of pieces is the one for which the bound is least.
-#
-# Pieces with a least length have a further bound, whatever their number (planner.search.pipeline_bound); the largest counts.
 
 _SLOPES, _GRID, _NUMBERS = 48, 48, 400
 

@@ -11,8 +11,8 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, Strategy, searched
 from kvrsim.units import check_places
 from kvrsim.version import __version__
-from planner.access import placed_for
-from planner.processes import Pool
+from planner.backends.pool import Pool
+from planner.candidates import per_rank_scenario
 from planner.table.entry import Draft, draft_of, entry_of
 from planner.table.partial import Partial
 from planner.table.quantization import quantization_steps
@@ -73,7 +73,7 @@ def _scenarios(
 
     def at(gpus: int, length: int) -> Scenario:
         asked = replace(scenario.on_gpus(gpus), request=replace(scenario.request, context_len=length))
-        return placed_for(asked, strategy)
+        return per_rank_scenario(asked, strategy)
 
     return {
         (gpus, length): at(gpus, length) for gpus in sorted(set(gpu_counts)) for length in sorted(set(context_lens))

@@ -19,7 +19,7 @@ from kvrsim.partition import Partition
 from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, chain_like
-from planner.access import placed_for
+from planner.candidates import per_rank_scenario
 from planner.search.balance import Chain, balanced_chunks
 from planner.search.bound import lower_bound_s
 from planner.search.minimise import Evaluator, chunk_lens, rounded
@@ -27,7 +27,7 @@ from planner.search.search import search
 from planner.table.lookup import to_steps
 from planner.table.quantization import QuantizationSteps
 from planner.table.table import TableEntry
-from planner.uncertainty.interval import interval
+from planner.uncertainty.intervals import interval
 
 _AS_FAST, _AS_FAST_AS_CAN_BE_TOLD = 0.001, 0.015  # of TTFT, within which partitions count as equal
 _TELLABLE = 0.02  # of TTFT, by which even chunks must be slower for a partition to matter
@@ -170,4 +170,4 @@ def _whole(chunks: Array, tokens: int) -> tuple[int, ...]:
 def _even_ttft_s(scenario: Scenario, strategy: Strategy) -> float:
     """The strategy's TTFT with even chunks."""
     even = Partition.even(scenario.request.new_tokens, scenario.cluster.num_gpus)
-    return run_partition(placed_for(scenario, strategy), strategy, even).ttft_s
+    return run_partition(per_rank_scenario(scenario, strategy), strategy, even).ttft_s

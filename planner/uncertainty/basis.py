@@ -9,19 +9,19 @@ from dataclasses import replace
 import numpy as np
 
 from kvrsim.compile import build_program, columns
-from kvrsim.cost.kernels import CostModel
-from kvrsim.cost.limits import RooflineCost
-from kvrsim.cost.sensitivity import Part, WeightedCost, listing
+from kvrsim.kernels.calibrated import CostModel
+from kvrsim.kernels.profile import OperationFit
+from kvrsim.kernels.roofline import RooflineCost
+from kvrsim.kernels.sensitivity import Part, WeightedCost, listing
 from kvrsim.model.mixers import RECURRENCE_TITLES
 from kvrsim.partition import Partition
-from kvrsim.profile.profile import OperationFit
-from kvrsim.program.operations import Array, Compute, Program, work_s
+from kvrsim.program import Array, Compute, Program, work_s
 from kvrsim.results.breakdown import Basis, Breakdown, BreakdownRow
 from kvrsim.results.timeline import Span, Timeline
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.strategies.pipeline import context_ranks
-from planner.uncertainty.causes import UNCOMPARED_KINDS
+from planner.uncertainty.sensitivities import UNCOMPARED_KINDS
 
 _ALL = 0.995  # of an operation's seconds, from which on they are said to be known in one way
 _WorkKey = tuple[int, int | None, str]  # rank, layer, name

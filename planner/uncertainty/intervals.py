@@ -13,9 +13,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvrsim.engine.engine import SHORT_TOKENS, Engine
+from kvrsim.engine import SHORT_TOKENS, Engine
+from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT
 from kvrsim.partition import Partition
-from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from planner.uncertainty.sensitivities import Sensitivities, Sensitivity, end_to_end_residual, sensitivities

@@ -9,10 +9,7 @@ import numpy as np
 
 from kvrsim.errors import InputError
 from kvrsim.executors.run import ttft_s
-from kvrsim.noise.draw import NoiseDraw
-from kvrsim.noise.model import Noise, SideTraffic
-from kvrsim.noise.parse import noise_of
-from kvrsim.noise.statistics import Distribution
+from kvrsim.noise import Distribution, Noise, NoiseDraw, SideTraffic, noise_of
 from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy

@@ -18,21 +18,21 @@ from typing import NamedTuple
 import numpy as np
 
 from kvrsim.compile import build_program, columns
-from kvrsim.cost.coverage import head_dims
-from kvrsim.cost.kernels import CostModel
-from kvrsim.cost.sensitivity import Part, WeightedCost, listing
-from kvrsim.engine.engine import Engine
+from kvrsim.engine import Engine
 from kvrsim.executors.run import finish_of
+from kvrsim.kernels.calibrated import CostModel
+from kvrsim.kernels.coverage import head_dims
+from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile, Residual, ValidRange
+from kvrsim.kernels.sensitivity import Part, WeightedCost, listing
 from kvrsim.partition import Partition
-from kvrsim.profile.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile, Residual, ValidRange
-from kvrsim.program.operations import Array
+from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 
 RUN_TO_RUN = 0.014 / 0.6745  # log_sd: medians of repeated serving runs differ by 1.4 %
 _PER_DOUBLING = 0.02  # log_sd added for each doubling outside the measured range
 _NOMINAL_LINKS = 0.2  # log_sd of a bandwidth that nobody measured: NVLink 3 reaches 78 % of its own
-# Operation kinds that no end-to-end measurement of an engine covers; unmeasured, they are estimated from FLOPs and bytes.
+# Kinds that no end-to-end measurement of an engine covers; unmeasured, they are estimated from FLOPs and bytes.
 UNCOMPARED_KINDS = ("latent", "sparse", "experts", "recurrence")
 _ESTIMATED = 0.5  # their log_sd then
 _ISSUED = ("layer_s", "kernel_s", "gather_piece_s")  # host rates that scale with the host's speed

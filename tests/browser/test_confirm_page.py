@@ -32,7 +32,7 @@ def page() -> Page:
     scenario, _ = make_scenario(gpus=2, ctx="2k")
     candidates = []
     for name in ("kvr-s", "tsp"):
-        run = run_simulation(scenario, strategy=name, timeline=True)
+        run = run_simulation(scenario, strategy=name, record=["timeline"])
         assert run.timeline is not None
         candidate = Candidate(
             strategy=name,

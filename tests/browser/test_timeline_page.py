@@ -21,7 +21,7 @@ CANVAS = "#gantt canvas"
 def page() -> Page:
     """Four strategies on four GPUs."""
     scenario, _ = make_scenario(model="llama-7b", gpus=4, ctx="8k")
-    plan = make_plan(scenario, strategies=["tsp", "kvr-s", "ring", "ulysses"], every_timeline=True)
+    plan = make_plan(scenario, strategies=["tsp", "kvr-s", "ring", "ulysses"], timelines="all")
     return plan_page(plan)
 
 

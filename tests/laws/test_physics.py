@@ -17,6 +17,7 @@ from kvrsim.program import Compute, Op, Program, Recv, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
 from kvrsim.units import scale
+from planner.candidates import Search
 from planner.search.minimise import Evaluator
 from planner.search.search import search
 from planner.simulate import run_simulation
@@ -126,7 +127,7 @@ def test_a_rank_takes_at_least_its_own_work(rng: Draws) -> None:
     scenario = any_scenario(rng, num_gpus=(1, 5), topologies=("switch", "chain", "nodes", "bus"))
     cut = any_partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus)
     for name in ("tsp", "kvr-e"):
-        result = run_simulation(scenario, strategy=name, partition=cut)
+        result = run_simulation(scenario, strategy=name, search=Search(partition=cut))
         program = build_program(scenario, STRATEGIES[name], [np.array([float(chunk)]) for chunk in cut])
         for rank in result.per_rank:
             ops = [op for _, op in program.ops(rank.rank)]

@@ -18,6 +18,7 @@ from kvrsim.partition import Partition
 from kvrsim.program import AllGather, AllToAll, Op, Program, Recv, RingPass, Send, work_s
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy
+from planner.candidates import Search
 from planner.simulate import run_simulation
 from tests.building import (
     Draws,
@@ -96,7 +97,7 @@ def test_one_gpu_makes_all_strategies_equal(scenario: Scenario) -> None:
     whole = [scenario.request.new_tokens]
     for name in STRATEGIES:
         given_chunks = whole if name == "kvr-p" or STRATEGIES[name].pipeline else None
-        ttft_s = run_simulation(scenario, strategy=name, partition=given_chunks).ttft_s
+        ttft_s = run_simulation(scenario, strategy=name, search=Search(partition=given_chunks)).ttft_s
         if name == "kvr-b":  # in blocks, attention may take less on one GPU, too
             assert ttft_s <= alone_s * (1 + 1e-12)
         else:

@@ -11,8 +11,9 @@ import kvrsim
 from kvrsim.compile import for_strategy
 from kvrsim.engine import load_engine
 from kvrsim.strategies import get_strategy
-from planner.partitions import best_pieces, partition_of, with_dear_steps
+from planner.candidates import partition_of
 from planner.search.minimise import Evaluator
+from planner.search.pipeline import search_even_pieces, with_step_time
 
 
 def pipeline(**asked: object) -> tuple[kvrsim.Scenario, list[int]]:
@@ -40,11 +41,11 @@ def test_pieces_are_the_best_for_a_dear_step() -> None:
     """No power of two is better at the upper end of the step's interval, but for what the search calls equal."""
     engine = load_engine("serving")
     scenario, pieces = pipeline(engine=engine)
-    dear = with_dear_steps(scenario)
+    dear = with_step_time(scenario, "p90")
     assert dear.host.step_s > 2 * scenario.host.step_s
     strategy = get_strategy("pp")
     evaluator = Evaluator(dear, strategy, None)
-    assert best_pieces(evaluator).chunk_lens == tuple(pieces)
+    assert search_even_pieces(scenario, strategy).partition.chunk_lens == tuple(pieces)
     best_s = evaluator.ttft_s(np.array([pieces], dtype=float))[0]
     for number in (8, 16, 32, 64, 128, 256):
         other_s = evaluator.ttft_s(np.full((1, number), 131072 / number))[0]
@@ -54,5 +55,5 @@ def test_pieces_are_the_best_for_a_dear_step() -> None:
 def test_a_known_step_is_not_made_dearer() -> None:
     engine = replace(load_engine("serving"), spread={})
     scenario, _ = pipeline(engine=engine)
-    assert with_dear_steps(scenario) is scenario
-    assert with_dear_steps(scenario).host.step_s == pytest.approx(engine.host.step_s)
+    assert with_step_time(scenario, "p90") is scenario
+    assert with_step_time(scenario, "p90").host.step_s == pytest.approx(engine.host.step_s)

@@ -15,9 +15,10 @@ from kvrsim.results.results import Plan, SimResult
 from kvrsim.scenario import Scenario
 from kvrsim.views.figure import encoded
 from kvrsim.views.style import DIM, INK, STRATEGY_COLOURS, styled
+from planner.candidates import Search
 from planner.plan import make_plan
 from planner.simulate import run_simulation
-from planner.uncertainty.disturbed import Disturbance
+from planner.uncertainty.noise import Disturbance
 from validate.published.compare import scenario_of
 from validate.published.rows import DATA, Row, read_rows
 
@@ -168,7 +169,7 @@ class Predictions:
     def with_partition(self, model: str, context_len: int, chunk_lens: Sequence[int]) -> SimResult:
         """KVR with that partition."""
         scenario = _scenario(model, context_len, len(chunk_lens))
-        return self._new(run_simulation(scenario, strategy="kvr-s", partition=chunk_lens))
+        return self._new(run_simulation(scenario, strategy="kvr-s", search=Search(partition=chunk_lens)))
 
     def noisy(
         self, model: str, context_len: int, num_gpus: int, strategy: str, *, noise: str, samples: int
@@ -179,7 +180,7 @@ class Predictions:
             result = run_simulation(
                 _scenario(model, context_len, num_gpus),
                 strategy=strategy,
-                partition=self.of(model, context_len, num_gpus, strategy).partition,
+                search=Search(partition=self.of(model, context_len, num_gpus, strategy).partition),
                 disturbance=Disturbance(noise=parse_noise(noise), num_samples=samples),
             )
             assert result.noisy is not None

@@ -18,7 +18,7 @@ import numpy as np
 from calibrate.prefills.fit import fit_prefills
 from kvrsim.engine import SHORT_TOKENS, Engine, load_engine
 from kvrsim.io.files import write_atomically
-from planner.uncertainty.interval import interval
+from planner.uncertainty.intervals import interval
 from validate.serving.fit import ENGINES, left_out_engines
 from validate.serving.rows import ServingError, ServingRow, case_of, read_rows
 

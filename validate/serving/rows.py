@@ -15,8 +15,8 @@ from kvrsim.compile import for_strategy
 from kvrsim.engine import SHORT_TOKENS, Engine
 from kvrsim.kernels.profile import CalibrationProfile, load_profile
 from kvrsim.strategies import get_strategy
-from planner.partitions import partition_of
-from planner.uncertainty.interval import interval
+from planner.candidates import partition_of
+from planner.uncertainty.intervals import interval
 
 PATH = Path(__file__).parents[1] / "data" / "serving_prefills.csv"
 _PROFILES = {"a100": "a100-flash", "a800": "a100-flash", "h100": "h100-flash", "h800": "h100-flash"}

@@ -12,7 +12,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         *("--prefix-placement", "--dtype", "--expert-parallel", "--expert-imbalance", "--table", "--multiple"),
         "--link-bandwidths",
     ),
-    "Workload": (*("--requests", "--every", "--rate-scale", "--replications", "--pack-tokens", "--order"),),
+    "Workload": (*("--requests", "--rate-scale", "--replications", "--pack-tokens", "--order"),),
     "Target": ("--slo-ttft", "--percentile", "--sure", "--max-regret", "--max-error", "--max-logit-error"),
     "Fleet": (
         *("--max-gpus", "--group-sizes", "--uniform-only", "--price-per-gpu-hour", "capacity --objective", "--decode"),
@@ -23,7 +23,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         *("--link-latency", "--topology", "--gpu", "--link", "--links", "--attention-kernel", "--compute"),
     ),
     "Search": ("--method", "--stride", "--only-deployable", "--executor", "--top", "--search", "confirm --minutes"),
-    "Randomness": ("--noise", "--objective", "--samples", "--seed"),
+    "Randomness": ("--noise", "--samples", "--seed"),
     "Measurement": (
         *("--device", "confirm --backend", "run --backend", "--ranks", "--threads", "--repeats", "--warmups"),
         *("--virtual", "--check", "--generate", "--side-traffic", "--timeout", "--minutes", "--max-bytes"),

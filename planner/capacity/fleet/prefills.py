@@ -24,8 +24,8 @@ from kvrsim.strategies import KVR_S, Strategy
 from kvrsim.strategies.pipeline import context_ranks
 from planner.bisection import largest
 from planner.capacity.workloads.workload import Lengths
-from planner.partitions import with_dear_steps
 from planner.search.minimise import chunks_between, to_grid
+from planner.search.pipeline import with_step_time
 from planner.search.search import search
 from planner.table.lookup import partition_from
 from planner.table.table import PartitionTable
@@ -127,7 +127,7 @@ class Prefills:
         finish_s = np.empty((len(chunks), self.num_ranks))
         for rows in _alike(chunks.sum(axis=1)):
             scenario = self.at(cached_prefix, int(chunks[rows[-1]].sum()))
-            used = with_dear_steps(scenario) if dear else scenario
+            used = with_step_time(scenario, "p90") if dear else scenario
             finish_s[rows] = run.finish_s(used, strategy, chunks[rows]) + self._host_s(chunks[rows], scenario)
         return finish_s
 

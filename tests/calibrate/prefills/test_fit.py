@@ -27,8 +27,8 @@ from kvrsim.kernels.profile import CalibrationProfile, Clock, load_profile
 from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
-from planner.partitions import partition_of
-from planner.uncertainty.interval import Interval, interval
+from planner.candidates import partition_of
+from planner.uncertainty.intervals import Interval, interval
 
 PROFILE = load_profile("h100-flash")
 PRIOR = Engine(
@@ -223,10 +223,10 @@ def test_coverage_is_that_of_intervals_around_predictions_without_the_row() -> N
     cases = measured(TRUTH, (1024, 4096))
 
     def wide(scenario: Scenario, strategy: Strategy, partition: Partition, ttft_s: float) -> Interval:
-        return Interval(low_s=ttft_s / 10, high_s=ttft_s * 10, moves={})
+        return Interval(low_s=ttft_s / 10, high_s=ttft_s * 10, by_source={})
 
     def narrow(scenario: Scenario, strategy: Strategy, partition: Partition, ttft_s: float) -> Interval:
-        return Interval(low_s=ttft_s, high_s=ttft_s, moves={})
+        return Interval(low_s=ttft_s, high_s=ttft_s, by_source={})
 
     for interval_of, coverage in ((wide, 1.0), (narrow, 0.0)):
         found = fit_prefills(cases, PROFILE, PRIOR, name="mine", source="rows", interval_of=interval_of)

@@ -18,11 +18,9 @@ from kvrsim.hardware import Cluster, load_cluster
 from kvrsim.io.schema import to_json
 from kvrsim.kernels.profile import load_profile
 from kvrsim.strategies import STRATEGIES
-from planner import partitions as planning
-from planner.plan_notes import even_chunks
+from planner import candidates
+from planner.candidates import QUICK
 from planner.search.bound import lower_bound_s
-from planner.strategies_for import QUICK
-from planner.uncertainty.moves import UNKNOWN
 
 CLUSTERS = ("switch", "bus", "chain")
 
@@ -79,13 +77,13 @@ def test_there_is_no_bound_of_what_is_no_chain() -> None:
 def test_kvr_s_is_searched_only_where_it_is_asked_for(topology: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a search the bound comes from the analytical plan."""
     methods: list[str] = []
-    search = planning.search
+    search = candidates.search
 
     def spied(*arguments: Any, **options: Any) -> Any:
         methods.append(options.get("method", "auto"))
         return search(*arguments, **options)
 
-    monkeypatch.setattr(planning, "search", spied)
+    monkeypatch.setattr(candidates, "search", spied)
     plan = kvrsim.plan(ctx="1k", gpus=3, strategies=["tsp"], topology=topology)
     assert methods == ["analytical"]
     assert (plan.search.evaluations, plan.bounds.gap) == (0, None)
@@ -170,17 +168,6 @@ def test_ties_are_marked_in_the_table(capsys: pytest.CaptureFixture[str]) -> Non
     lines = capsys.readouterr().out.splitlines()
     rows = lines[1 + next(number for number, line in enumerate(lines) if "(tokens)" in line) :][: len(plan.strategies)]
     assert {row.split()[0] for row in rows if TIED in row} == set(plan.ties) != set()
-
-
-def test_even_chunks_that_are_as_fast_are_not_slower(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = kvrsim.plan(ctx="1k", gpus=4, strategies=["kvr-e", "kvr-s"])
-    result = {one.strategy: one for one in plan.strategies}
-    same = [result["kvr-s"], replace(result["kvr-e"], ttft_s=result["kvr-s"].ttft_s)]
-    monkeypatch.setattr("planner.plan_notes.tied", lambda *_: True)
-    (note,) = even_chunks(same, dict.fromkeys(result, UNKNOWN))
-    assert note == "even chunks are as fast as KVR-S's"
-    (note,) = even_chunks([same[0], replace(same[1], ttft_s=2 * same[0].ttft_s)], dict.fromkeys(result, UNKNOWN))
-    assert "100.0% slower" in note
 
 
 @pytest.mark.parametrize(("strategy", "chooses"), [("tsp", True), ("pp", False)])

@@ -16,7 +16,7 @@ import kvrsim
 from kvrsim.cli import main as cli
 from kvrsim.cli.text import format_interval, format_partition, interval_title, over_memory, round_up_percent
 from kvrsim.memory import RankMemory
-from planner.strategies_for import QUICK
+from planner.candidates import QUICK
 
 ROOT = Path(__file__).resolve().parents[3]
 PLAN = ("plan", "--gpus", "2", "--ctx", "512")

@@ -17,7 +17,7 @@ from kvrsim.executors.event import EventSimulation
 from kvrsim.partition import Partition
 from kvrsim.program import Program
 from kvrsim.strategies import get_strategy
-from planner.access import placed_for
+from planner.candidates import per_rank_scenario
 from tests.building import Draws, any_partition, any_placed, draws, examples
 
 
@@ -62,7 +62,7 @@ def test_lanes_as_the_graph_of_moments(name: str, rng: Draws) -> None:
 @pytest.mark.parametrize("bandwidth", [1e9, 1e11])
 def test_layers_alike_as_all_of_them(name: str, bandwidth: float) -> None:
     scenario, _ = make_scenario(gpus=4, ctx=4096, topology="bus", link_bandwidth=bandwidth)
-    placed = placed_for(scenario, get_strategy(name))
+    placed = per_rank_scenario(scenario, get_strategy(name))
     for cuts in ([(1024,) * 4], [(1024,) * 4, (1000, 1100, 996, 1000)]):
         program = build_program(placed, get_strategy(name), columns(cuts))
         whole = SharedRun(FlowGraph.of(program, placed.cluster)).run()

@@ -12,7 +12,7 @@ from kvrsim.executors.run import finish_of
 from kvrsim.executors.stages.waves import run_stages
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
-from planner.access import placed_for
+from planner.candidates import per_rank_scenario
 from tests.building import Draws, any_partition, any_placed, draws, examples
 
 
@@ -45,7 +45,7 @@ def test_many_layers_on_two_machines(name: str, profile: str) -> None:
     scenario, _ = make_scenario(
         model="llama-3-70b", cluster="h100-2x8-ndr400", gpus=16, ctx=4096, profile=profile, dtype="bf16"
     )
-    placed = placed_for(scenario, get_strategy(name))
+    placed = per_rank_scenario(scenario, get_strategy(name))
     assert_as_programs(placed, name, [(1024, 1024, 2048), (4000, 90, 6), (7, 2000, 2089)])
 
 
@@ -55,6 +55,6 @@ def test_what_waits_for_more_takes_the_program() -> None:
         model="llama-3-8b", cluster="h100-nvlink", gpus=2, ctx=4096, cached_prefix=1024, prefix_placement="host"
     )
     strategy = get_strategy("pp")
-    placed = placed_for(scenario, strategy)
+    placed = per_rank_scenario(scenario, strategy)
     assert run_stages(placed, strategy, columns((1000, 2072)), placed.cluster, placed.cost) is None
     assert finish_of(placed, strategy, columns((1000, 2072)))[-1, 0] > 0

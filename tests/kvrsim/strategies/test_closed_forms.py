@@ -15,6 +15,7 @@ from kvrsim.kernels.tensor_parallel import group_of, share_of
 from kvrsim.program import AllGather, Array, Compute, Program
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
+from planner.candidates import Search
 from planner.simulate import run_simulation
 
 SHAPES = [("llama-2-7b", 2, 4096), ("llama-2-7b", 8, 16384), ("llama-3-8b", 4, 8192), ("mistral-7b", 8, 2048)]
@@ -222,7 +223,9 @@ def test_ulysses() -> None:
 def test_kvr_direct_sends_as_much_as_the_chain_receives() -> None:
     """Each rank's K, V once to every later rank: p (p - 1) / 2 chunks, as many as go down the chain."""
     scenario = scenario_of("llama-2-7b", 4, 8192, "300GB/s")
-    chain, direct = (run_simulation(scenario, strategy=name, partition=[2048] * 4) for name in ("kvr-s", "kvr-direct"))
+    chain, direct = (
+        run_simulation(scenario, strategy=name, search=Search(partition=[2048] * 4)) for name in ("kvr-s", "kvr-direct")
+    )
     sent = [sum(rank.sent_bytes for rank in result.per_rank) for result in (chain, direct)]
     assert sent[0] == sent[1] == 6 * 2048 * scenario.model.kv_bytes_per_token(2)
     assert direct.ttft_s <= chain.ttft_s
@@ -247,7 +250,7 @@ def test_pipeline(stages: int, context: int, pieces: int) -> None:
     embedding = ctx / context * 4 * scenario.model.hidden_size / scenario.cluster.gpu.hbm_bytes_per_s
     head = around(scenario, chunk) - embedding / pieces
     expected = embedding + sum(each) + (stages - 1) * (each[-1] + sent) + head
-    result = run_simulation(scenario, strategy=name, partition=[piece] * pieces)
+    result = run_simulation(scenario, strategy=name, search=Search(partition=[piece] * pieces))
     assert result.ttft_s == pytest.approx(expected, rel=1e-9)
     assert [rank.chunk_len for rank in result.per_rank] == [ctx // context] * stages * context
     kv_bytes = 2 * pieces * layers * layer.kv_bytes * (context - 1)

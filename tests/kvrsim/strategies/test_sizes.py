@@ -12,7 +12,7 @@ from kvrsim.executors.run import run_partition
 from kvrsim.memory import memory_of
 from kvrsim.partition import Partition
 from kvrsim.strategies import get_strategy
-from planner.strategies_for import hybrids
+from planner.candidates import hybrids
 from tests.building import Draws, any_divisible, draws, examples
 
 

@@ -17,6 +17,7 @@ from kvrsim.kernels.attention import EagerRates
 from kvrsim.program import AllGather, Compute, Program, Recv, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, get_strategy
+from planner.candidates import Search
 from planner.simulate import run_simulation
 from tests.building import examples
 
@@ -89,7 +90,7 @@ def test_traffic_with_even_chunks(share: int, ranks: int) -> None:
 def test_reports_count_the_same_bytes(name: str, gpus: int) -> None:
     tokens = 60
     scenario = scenario_of(tokens, gpus)
-    result = run_simulation(scenario, strategy=name, partition=[tokens // gpus] * gpus)
+    result = run_simulation(scenario, strategy=name, search=Search(partition=[tokens // gpus] * gpus))
     per_token = scenario.model.kv_bytes_per_token(scenario.request.dtype_bytes)
     factor = 1.0 if name == "tsp" else 0.5
     assert sum(rank.sent_bytes for rank in result.per_rank) == (gpus - 1) * tokens * factor * per_token

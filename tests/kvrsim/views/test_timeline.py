@@ -15,10 +15,8 @@ from kvrsim.results.timeline import Span, Timeline
 from kvrsim.strategies import STRATEGIES
 from kvrsim.views.page import render
 from kvrsim.views.timeline import Shown, legend, plan_page, simulation_page, to_data
-from planner.access import placed_for
-from planner.partitions import settled
-from planner.plan import make_plan
-from planner.replays import span_count
+from planner.candidates import choose_partition, per_rank_scenario
+from planner.plan import make_plan, span_count
 from tests.building import examples
 
 SPANS = st.builds(
@@ -73,7 +71,7 @@ def test_spans_come_back_to_within_a_tick(spans: list[Span]) -> None:
 
 def test_a_plans_page_has_every_strategy_with_the_basis_of_each_span() -> None:
     scenario, _ = make_scenario(model="llama-7b", gpus=2, ctx="2k")
-    plan = make_plan(scenario, strategies=["tsp", "kvr-s", "ulysses"], every_timeline=True)
+    plan = make_plan(scenario, strategies=["tsp", "kvr-s", "ulysses"], timelines="all")
     assert plan.timeline is plan.timelines[plan.best.strategy]
     data = plan_page(plan).data
     assert [one["name"] for one in data["timelines"]] == [one.strategy for one in plan.strategies]
@@ -112,16 +110,16 @@ def test_a_page_of_requests_holds_them_all() -> None:
 @pytest.mark.parametrize("name", ["tsp", "kvr-e", "kvr-direct", "ring", "zigzag", "ulysses", "tp", "pp"])
 def test_the_count_of_spans_is_never_too_small(name: str) -> None:
     scenario, _ = make_scenario(gpus=2, ctx="512")
-    placed = placed_for(scenario, STRATEGIES[name])
-    chosen, cut = settled(placed, STRATEGIES[name])
+    placed = per_rank_scenario(scenario, STRATEGIES[name])
+    chosen, cut = choose_partition(placed, STRATEGIES[name])
     run = run_partition(placed, chosen, cut, timeline=True)
     assert run.timeline is not None
     assert len(run.timeline.spans) <= span_count(run.program)
 
 
 def test_timelines_beyond_the_room_are_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("planner.replays.MOST_SPANS", 1)
+    monkeypatch.setattr("planner.plan.MOST_SPANS", 1)
     scenario, _ = make_scenario(gpus=2, ctx="1k")
-    plan = make_plan(scenario, strategies=["tsp", "kvr-s"], every_timeline=True)
+    plan = make_plan(scenario, strategies=["tsp", "kvr-s"], timelines="all")
     assert list(plan.timelines) == [plan.best.strategy]
     assert any("no timeline of" in note for note in plan.warnings)

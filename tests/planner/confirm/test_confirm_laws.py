@@ -21,13 +21,13 @@ from kvrsim.results.question import Question
 from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
+from planner.candidates import partition_of
 from planner.confirm.candidates import candidates_of
 from planner.confirm.drift import ClockDrift, corrected_for, drift_of
 from planner.confirm.hardware import gather_of, other_device
 from planner.confirm.parts import giver_of, seconds_by_part
 from planner.confirm.result import Candidate, Confirmation, Targets
 from planner.confirm.virtual import composed_s, composed_timeline
-from planner.partitions import partition_of
 from planner.plan import make_plan
 from planner.simulate import run_simulation
 from tests.building import Draws, any_scenario, draws, examples
@@ -136,7 +136,7 @@ def test_medians_beyond_both_spreads_are_an_order() -> None:
 def test_seconds_by_part_add_up_to_the_ttft(rng: Draws, name: str) -> None:
     scenario = any_scenario(rng, topologies=("switch", "bus"))
     try:
-        run = run_simulation(scenario, strategy=name, timeline=True)
+        run = run_simulation(scenario, strategy=name, record=["timeline"])
     except InputError:
         return  # heads that the ranks do not divide
     assert run.timeline is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -11,13 +12,10 @@ from hypothesis import strategies as st
 
 from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
-from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
 from kvrsim.executors.run import run_partition
 from kvrsim.partition import Partition
-from kvrsim.program import computes_s
-from kvrsim.results.stream import Arrivals, Prompts
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from planner.capacity.fleet.fast import run_pool
@@ -27,12 +25,22 @@ from planner.packing.prices import Packing, StepPrices
 from planner.packing.rule import Begun, PackingRule, Piece
 from planner.packing.serve import serve_packed
 from planner.packing.steps import StepPrograms
-from planner.simulate import run_simulation
-from planner.stream import packed
 from tests.building import examples
 
 PLACES = [("single", 1), ("tp", 2), ("pp", 3), ("tp2+pp", 4), ("pp-s", 2)]
 lengths = st.integers(1, 3000)
+
+
+class Prompts(NamedTuple):
+    """Prompts in the order of their arrival."""
+
+    arrivals_s: tuple[float, ...]
+    context_lens: tuple[int, ...]
+    cached_prefix: tuple[int, ...]
+
+    @property
+    def new_tokens(self) -> tuple[int, ...]:
+        return tuple(context - cached for context, cached in zip(self.context_lens, self.cached_prefix, strict=True))
 
 
 def place(name: str, gpus: int, ctx: int = 4096, **more: str) -> tuple[Scenario, Strategy]:
@@ -44,7 +52,6 @@ def place(name: str, gpus: int, ctx: int = 4096, **more: str) -> tuple[Scenario,
 def prompts_of(new: list[int], gaps_s: list[float], cached: int = 0) -> Prompts:
     times_s = np.cumsum([0.0, *gaps_s])[: len(new)]
     return Prompts(
-        arrivals="made",
         arrivals_s=tuple(times_s.tolist()),
         context_lens=tuple(one + cached for one in new),
         cached_prefix=(cached,) * len(new),
@@ -91,17 +98,6 @@ def test_one_prompt_in_one_step_takes_its_ttft(name: str, gpus: int, engine: str
     program = StepPrograms(placed, strategy).of([Piece(0, 2500, 500, 3000, True)])
     finish_s = run_partition(placed, strategy, cut).finish_s
     assert run_batch(program, placed.cluster)[:, 0] == pytest.approx(finish_s, rel=1e-12)
-    stream = packed(placed, strategy, prompts_of([2500], [], 500), 2500).run(computes_s)
-    assert stream.ttft_s == pytest.approx([finish_s[-1]], rel=1e-12)
-    assert stream.packed is not None
-    assert stream.packed.steps == 1
-
-
-def test_a_prompt_longer_than_the_budget_runs_as_pieces_of_a_pipeline() -> None:
-    placed, strategy = place("pp", 3)
-    stream = packed(placed, strategy, prompts_of([4096], []), 1000).run(computes_s)
-    cut = Partition(chunk_lens=(1000, 1000, 1000, 1000, 96))
-    assert stream.ttft_s[0] == pytest.approx(run_partition(placed, strategy, cut).ttft_s, rel=0.005)
 
 
 @pytest.mark.parametrize("engine", ["none", "serving"])
@@ -142,38 +138,6 @@ def test_executors_agree(name: str, gpus: int, new: list[int], gaps_s: list[floa
     # A step begins when rank 0 is free, and not before its prompts have come.
     assert (np.diff(releases_s) > 0).all()
     assert all(prompts.arrivals_s[prompt] <= served.begin_s[prompt] for prompt in range(len(new)))
-
-
-@pytest.mark.parametrize("tokens", [None, 2048])
-def test_a_pipeline_serves_as_fast_as_its_slowest_stage(tokens: int | None) -> None:
-    scenario, _ = make_scenario(ctx=2048, gpus=3, model="llama-3-8b", cluster="h100-nvlink")
-    stream = run_simulation(scenario, strategy="pp", arrivals=Arrivals(count=30), pack_tokens=tokens).stream
-    assert stream is not None
-    assert stream.steady_per_s is not None
-    assert stream.steady_per_s == pytest.approx(1 / max(stream.busy_s), rel=0.005)
-    ends_s = np.array(stream.arrivals_s) + stream.ttft_s
-    assert np.diff(ends_s)[5:] == pytest.approx(1 / stream.steady_per_s, rel=1e-6)
-    assert stream.queue_s == pytest.approx(np.arange(30) / stream.steady_per_s, rel=0.2, abs=0.01)
-
-
-@pytest.mark.parametrize("name", ["single", "pp", "kvr-e"])
-def test_prompts_of_different_lengths_behind_each_other(name: str) -> None:
-    gpus = 1 if name == "single" else 2
-    scenario, _ = make_scenario(ctx=3000, gpus=gpus, model="llama-3-8b", cluster="h100-nvlink")
-    prompts = prompts_of([3000, 500, 3000, 2000], [0.01, 5.0, 5.0])
-    result = run_simulation(scenario, strategy=name, arrivals=prompts, timeline=True)
-    assert result.stream is not None
-    alone = [
-        run_simulation(make_scenario(ctx=ctx, gpus=gpus, model="llama-3-8b", cluster="h100-nvlink")[0], strategy=name)
-        for ctx in (3000, 500, 3000, 2000)
-    ]
-    assert result.stream.ttft_s[0] == pytest.approx(result.ttft_s, rel=1e-9)
-    assert result.stream.ttft_s[1] > alone[1].ttft_s  # behind the first
-    for prompt in (2, 3):  # long after those before
-        assert result.stream.ttft_s[prompt] == pytest.approx(alone[prompt].ttft_s, rel=1e-9)
-    assert result.timeline is not None
-    ends_s = np.array(result.stream.ttft_s) + prompts.arrivals_s
-    assert result.timeline.first_tokens_s == pytest.approx(tuple(ends_s), rel=1e-9)
 
 
 @pytest.mark.parametrize(("name", "gpus"), PLACES)
@@ -242,26 +206,6 @@ def test_nothing_is_lost_in_a_fleet(replicas: int, budget: int, order: str, seed
     assert (run.begin_s >= np.array(prompts.arrivals_s)).all()
     assert (run.end_s > run.begin_s).all()
     assert run.busy_s <= replicas * run.end_s.max() * (1 + 1e-9)
-
-
-def test_what_cannot_be_packed_is_refused() -> None:
-    scenario, _ = make_scenario(ctx=2048, gpus=2, model="llama-3-8b", cluster="h100-nvlink")
-    many = Arrivals(count=3)
-    for strategy, about, parameter in (
-        ("kvr-e", scenario, "strategy"),
-        ("tp", make_scenario(ctx=2048, gpus=2, model="llama-3-8b", batch=2)[0], "batch"),
-        ("tp", make_scenario(ctx=2048, gpus=2, model="llama-3-8b", engine="lmdeploy-0.1")[0], "engine"),
-        ("pp2+cp2", make_scenario(ctx=2048, gpus=4)[0], "strategy"),
-        ("tp", make_scenario(ctx=2048, gpus=2, cached_prefix=1024, prefix_placement="host")[0], "prefix_placement"),
-        ("pp", make_scenario(ctx=2048, gpus=2, topology="bus", link_bandwidth=1e10)[0], "pack_tokens"),
-    ):
-        with pytest.raises(InputError) as caught:
-            run_simulation(about, strategy=strategy, arrivals=many, pack_tokens=512)
-        assert caught.value.parameter == parameter
-    with pytest.raises(InputError, match="requests"):
-        run_simulation(scenario, strategy="tp", pack_tokens=512)
-    with pytest.raises(InputError, match="at least 3 tokens"):
-        run_simulation(make_scenario(ctx=5120, gpus=2)[0], strategy="tp", arrivals=many, pack_tokens=2)
 
 
 def test_a_begun_prompt_goes_first() -> None:

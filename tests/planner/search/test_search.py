@@ -202,6 +202,6 @@ def test_a_search_near_the_chain_begins_from_its_best_partition(name: str) -> No
     """Given or searched first, it is the same; and the result is no slower than the chain's chunks."""
     scenario, _ = make_scenario(gpus=4, ctx=4096)
     chain, strategy = search(scenario, STRATEGIES["kvr-s"]), STRATEGIES[name]
-    found, given = search(scenario, strategy), search(scenario, strategy, near=chain.partition)
+    found, given = search(scenario, strategy), search(scenario, strategy, warm_start=chain.partition)
     assert (found.partition, found.ttft_s) == (given.partition, given.ttft_s)
     assert found.ttft_s <= Evaluator(scenario, strategy).one(chain.partition.chunk_lens)

@@ -19,6 +19,7 @@ from kvrsim.errors import InputError
 from kvrsim.io.schema import to_json
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, STRATEGIES, Strategy
+from planner.candidates import Search
 from planner.plan import make_plan
 from planner.search.bound import lower_bound_s
 from planner.search.minimise import Evaluator
@@ -263,7 +264,7 @@ def test_a_table_of_another_setting_is_said(
     notes = notes_on_table(table, scenario, STRATEGIES["kvr-p"])
     assert len(notes) == 1
     assert named in notes[0]
-    plan = make_plan(scenario, strategies=("kvr-p",), table=table)
+    plan = make_plan(scenario, strategies=("kvr-p",), search=Search(table=table))
     assert notes[0] in plan.warnings
     assert sum(plan.best.partition) == scenario.request.new_tokens
 

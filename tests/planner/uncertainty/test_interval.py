@@ -15,8 +15,8 @@ from kvrsim.kernels.profile import OperationFit, load_profile
 from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
-from planner.uncertainty.causes import doublings_beyond
-from planner.uncertainty.interval import Interval, interval
+from planner.uncertainty.intervals import Interval, interval
+from planner.uncertainty.sensitivities import doublings_beyond
 from tests.building import Draws, any_scenario, draws, examples
 
 KVR = STRATEGIES["kvr-e"]
@@ -35,7 +35,7 @@ def width(scenario: Scenario) -> float:
 
 def above(scenario: Scenario) -> dict[str, float]:
     """Log standard deviations above the prediction, by cause."""
-    return {name: move.high / 1.2816 for name, move in of(scenario).moves.items()}
+    return {name: move.high / 1.2816 for name, move in of(scenario).by_source.items()}
 
 
 def flash(**asked: Any) -> Scenario:
@@ -81,8 +81,8 @@ def with_systematic(scenario: Scenario, log_sd: float | None) -> Scenario:
 def test_an_error_of_the_table_moves_all_products_and_attention_together() -> None:
     """It is not averaged away over shapes: nearly all of TTFT moves by it."""
     scenario = flash(gpus=1)
-    assert "table and clock" not in of(with_systematic(scenario, None)).moves
-    move = of(with_systematic(scenario, 0.05)).moves["table and clock"]
+    assert "table and clock" not in of(with_systematic(scenario, None)).by_source
+    move = of(with_systematic(scenario, 0.05)).by_source["table and clock"]
     most = 1.2816 * 0.05
     assert 0.9 * most < move.high < most
     assert -most < move.low < -0.9 * most
@@ -95,7 +95,7 @@ def test_an_error_of_the_table_moves_all_products_and_attention_together() -> No
 
 def test_links_that_hold_nothing_up_can_only_make_it_longer() -> None:
     """Faster links help little where messages are hidden behind computation."""
-    move = of(flash(ctx=16384, link_bandwidth="30GB/s")).moves["links"]
+    move = of(flash(ctx=16384, link_bandwidth="30GB/s")).by_source["links"]
     assert move.high > -move.low >= 0
 
 
@@ -141,7 +141,7 @@ def test_any_profile_has_one(rng: Draws) -> None:
     }
     sure = of(replace(scenario, profile=replace(profile, operations=known)))
     kinds = "gemm", "attention", "elementwise", "host", "table and clock"
-    assert not set(kinds) & set(sure.moves)
+    assert not set(kinds) & set(sure.by_source)
 
 
 def test_answers_carry_it() -> None:

@@ -9,7 +9,7 @@ import pytest
 import kvrsim
 from kvrsim.kernels.profile import load_profile
 from kvrsim.kernels.sensitivity import Part
-from planner.uncertainty.causes import parts_alone
+from planner.uncertainty.sensitivities import part_errors
 
 KINDS = {"qwen3.5-35b-a3b": "gated delta rule", "nemotron-3-nano-30b-a3b": "Mamba-2"}
 
@@ -40,10 +40,10 @@ def test_a_kind_that_another_stands_for_is_known_less_well() -> None:
     fit, rates = profile.operations["recurrence"], profile.kernels.recurrence
     assert rates is not None
     parts = [Part("recurrence", variant=kind) for kind in ("gated_delta", "mamba2")]
-    (measured, other) = (log_sd for of in parts_alone(profile, parts).values() for log_sd in of.values())
+    (measured, other) = (log_sd for of in part_errors(profile, parts).values() for log_sd in of.values())
     assert measured == fit.log_sd
     assert other == pytest.approx(math.hypot(fit.log_sd, rates.alike_log_sd))
-    counted = parts_alone(load_profile("a100-flash"), parts)
+    counted = part_errors(load_profile("a100-flash"), parts)
     assert all(log_sd == 0.5 for of in counted.values() for log_sd in of.values())
 
 

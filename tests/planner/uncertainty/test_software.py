@@ -17,8 +17,8 @@ from kvrsim.kernels.profile import load_profile
 from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
-from planner.uncertainty.interval import Interval, interval, measured_coverage, tied
-from planner.uncertainty.moves import Moves, moves
+from planner.uncertainty.intervals import Interval, interval, is_indistinguishable, measured_coverage
+from planner.uncertainty.sensitivities import Sensitivities, sensitivities
 
 TERMS = ("request_s", "token_s", "step_s", "layer_s", "collective_s")
 NOTHING = Engine(name="nothing", title="t", description="d", not_covered="n", host=NO_HOST)
@@ -53,9 +53,9 @@ def around(engine: Engine | str, strategy: str = "kvr-e", **asked: Any) -> tuple
     return seconds, interval(scenario, STRATEGIES[strategy], even, seconds)
 
 
-def moved(engine: Engine | str, strategy: str, **asked: Any) -> Moves:
+def moved(engine: Engine | str, strategy: str, **asked: Any) -> Sensitivities:
     scenario, even = with_engine(engine, strategy, **asked)
-    return moves(scenario, STRATEGIES[strategy], even)
+    return sensitivities(scenario, STRATEGIES[strategy], even)
 
 
 @pytest.mark.parametrize("name", builtin_engines())
@@ -72,7 +72,7 @@ def test_a_move_is_what_a_simulation_with_that_term_says(term: str, strategy: st
     host = replace(NO_HOST, layer_s=1e-4, request_s=0.003, token_s=1e-6, step_s=0.002, collective_s=1e-5)
     engine = replace(NOTHING, host=host, spread={term: 0.5})
     scenario, even = with_engine(engine, strategy)
-    found = interval(scenario, STRATEGIES[strategy], even, 1.0).moves
+    found = interval(scenario, STRATEGIES[strategy], even, 1.0).by_source
     names = {"request_s": "request", "token_s": "tokens", "step_s": "step", "layer_s": "host"}
     name = names.get(term, "collectives")
     central = ttft_s(scenario, strategy, even)
@@ -101,17 +101,17 @@ def test_what_was_fitted_to_whole_prefills_has_the_kernels_errors_in_it() -> Non
     """They count between strategies alone."""
     compared = replace(NOTHING, spread={"kernel_scale": 0.04, "model": 0.03}, fit=replace(COMPARED, log_sd=0.03))
     _, sure = around(compared)
-    assert set(sure.moves) == {"kernels", "model"}
-    assert sure.moves["model"].high == pytest.approx(1.2816 * 0.03)
-    assert 0.9 * 1.2816 * 0.04 < sure.moves["kernels"].high <= 1.2816 * 0.04
-    between = moved(compared, "kvr-e").between
+    assert set(sure.by_source) == {"kernels", "model"}
+    assert sure.by_source["model"].high == pytest.approx(1.2816 * 0.03)
+    assert 0.9 * 1.2816 * 0.04 < sure.by_source["kernels"].high <= 1.2816 * 0.04
+    between = moved(compared, "kvr-e").in_differences
     assert {"attention", "elementwise", "gemm"} <= {getattr(cause, "kind", cause) for cause in between}
     _, unsure = around(NOTHING)
-    assert {"gemm", "attention", "elementwise", "run to run"} <= set(unsure.moves)
+    assert {"gemm", "attention", "elementwise", "run to run"} <= set(unsure.by_source)
     assert measured_coverage(with_engine(NOTHING)[0]) is None
     assert measured_coverage(with_engine(replace(NOTHING, fit=COMPARED))[0]) == 0.8
     _, from_fit = around(replace(NOTHING, fit=COMPARED))
-    assert from_fit.moves["model"].high == pytest.approx(1.2816 * 0.04)
+    assert from_fit.by_source["model"].high == pytest.approx(1.2816 * 0.04)
 
 
 def test_an_engine_that_nobody_measured_may_run_other_kernels_than_the_table_has() -> None:
@@ -121,8 +121,8 @@ def test_an_engine_that_nobody_measured_may_run_other_kernels_than_the_table_has
     own = replace(NOTHING, spread={"kernel_scale": 0.04}, fit=COMPARED)
     prior = replace(own, fit=replace(COMPARED, left_out="engine"))
     (_, of_own), (_, of_prior) = (around(engine, profile=other) for engine in (own, prior))
-    assert of_own.moves["kernels"].high <= 1.2816 * 0.04
-    assert 0.9 * 1.2816 * 0.2 < of_prior.moves["kernels"].high <= 1.2816 * 0.2
+    assert of_own.by_source["kernels"].high <= 1.2816 * 0.04
+    assert 0.9 * 1.2816 * 0.2 < of_prior.by_source["kernels"].high <= 1.2816 * 0.2
 
 
 def test_whole_prefills_of_engines_left_out_may_be_off_to_one_side() -> None:
@@ -130,7 +130,7 @@ def test_whole_prefills_of_engines_left_out_may_be_off_to_one_side() -> None:
     fit = replace(COMPARED, left_out="engine", shorter_log=0.05, longer_log=0.3, coverage=0.75, short_coverage=0.5)
     prior = replace(NOTHING, spread={"kernel_scale": 0.1}, fit=fit)
     seconds, sure = around(prior)
-    assert set(sure.moves) == {"model"}
+    assert set(sure.by_source) == {"model"}
     assert sure.low_s == pytest.approx(seconds * math.exp(-0.05))
     assert sure.high_s == pytest.approx(seconds * math.exp(0.3))
     covered = {ctx: measured_coverage(with_engine(prior, ctx=ctx)[0]) for ctx in (511, 512)}
@@ -141,8 +141,8 @@ def test_kernels_that_are_off_as_a_whole_make_no_ties() -> None:
     unsure, sure = (replace(NOTHING, spread={"kernel_scale": spread}) for spread in (0.3, 0.001))
     for engine in (unsure, sure):
         one, other = moved(engine, "kvr-e", ctx=16384), moved(engine, "tsp", ctx=16384)
-        assert tied(one, other, 1.0, 1.02)
-        assert not tied(one, other, 1.0, 1.08)
+        assert is_indistinguishable(one, other, 1.0, 1.02)
+        assert not is_indistinguishable(one, other, 1.0, 1.08)
 
 
 def test_collectives_are_of_tensor_parallelism() -> None:

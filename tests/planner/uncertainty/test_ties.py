@@ -16,72 +16,77 @@ from kvrsim.kernels.sensitivity import ATTENTION
 from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
-from planner.uncertainty.interval import interval_of, tied
-from planner.uncertainty.moves import UNKNOWN, Move, Moves, moves
+from planner.uncertainty.intervals import interval_of
+from planner.uncertainty.intervals import is_indistinguishable as tied
+from planner.uncertainty.sensitivities import UNKNOWN, Sensitivities, Sensitivity, sensitivities
 from tests.building import Draws, any_scenario, draws, examples
 
-sides = st.tuples(st.floats(-0.5, 0.0), st.floats(0.0, 0.5)).map(lambda pair: Move(*pair))
+sides = st.tuples(st.floats(-0.5, 0.0), st.floats(0.0, 0.5)).map(lambda pair: Sensitivity(*pair))
 apart = st.floats(0.0, 0.3)
 any_moves = st.builds(
-    lambda of, apart_log_sd: Moves(of=of, apart_log_sd=apart_log_sd),
+    lambda of, ratio_log_sd: Sensitivities(by_source=of, ratio_log_sd=ratio_log_sd),
     st.dictionaries(st.sampled_from(["host", "links", "table and clock", ATTENTION]), sides),
     apart,
 )
 ttft_s = st.floats(1e-4, 1e3)
 
 
-def moved(strategy: str, scenario: Scenario) -> Moves:
+def moved(strategy: str, scenario: Scenario) -> Sensitivities:
     """With even chunks."""
     placed = for_strategy(scenario, STRATEGIES[strategy])
     even = Partition.even(scenario.request.new_tokens, placed.cluster.num_gpus)
-    return moves(placed, STRATEGIES[strategy], even)
+    return sensitivities(placed, STRATEGIES[strategy], even)
 
 
 @given(found=any_moves, seconds=ttft_s)
-def test_an_interval_holds_its_prediction(found: Moves, seconds: float) -> None:
+def test_an_interval_holds_its_prediction(found: Sensitivities, seconds: float) -> None:
     sure = interval_of(found, seconds)
     assert sure.low_s <= seconds <= sure.high_s
 
 
 @given(found=any_moves, seconds=ttft_s, cause=sides)
-def test_one_more_cause_never_narrows_it(found: Moves, seconds: float, cause: Move) -> None:
-    one, more = (interval_of(each, seconds) for each in (found, replace(found, of={**found.of, "new": cause})))
+def test_one_more_cause_never_narrows_it(found: Sensitivities, seconds: float, cause: Sensitivity) -> None:
+    one, more = (
+        interval_of(each, seconds) for each in (found, replace(found, by_source={**found.by_source, "new": cause}))
+    )
     assert more.low_s <= one.low_s
     assert one.high_s <= more.high_s
 
 
 @given(found=any_moves, seconds=ttft_s)
-def test_what_can_only_add_widens_one_side(found: Moves, seconds: float) -> None:
+def test_what_can_only_add_widens_one_side(found: Sensitivities, seconds: float) -> None:
     one = interval_of(found, seconds)
-    more = interval_of(replace(found, of={**found.of, "new": Move(0.0, 0.5)}), seconds)
+    more = interval_of(replace(found, by_source={**found.by_source, "new": Sensitivity(0.0, 0.5)}), seconds)
     assert more.low_s == one.low_s
     assert more.high_s > one.high_s
 
 
 @given(found=any_moves, seconds=ttft_s)
-def test_a_strategy_ties_with_itself(found: Moves, seconds: float) -> None:
+def test_a_strategy_ties_with_itself(found: Sensitivities, seconds: float) -> None:
     assert tied(found, found, seconds, seconds)
 
 
 @given(found=any_moves, seconds=ttft_s)
-def test_what_is_slower_by_a_third_is_no_tie_where_all_errors_are_shared(found: Moves, seconds: float) -> None:
-    shared = replace(found, apart_log_sd=UNKNOWN.apart_log_sd)
+def test_what_is_slower_by_a_third_is_no_tie_where_all_errors_are_shared(found: Sensitivities, seconds: float) -> None:
+    shared = replace(found, ratio_log_sd=UNKNOWN.ratio_log_sd)
     assert not tied(shared, shared, seconds, 1.3 * seconds)
 
 
 @given(one=any_moves, other=any_moves, seconds=ttft_s, near=st.floats(1.0, 2.0), far=st.floats(1.0, 2.0))
-def test_what_is_slower_ties_less(one: Moves, other: Moves, seconds: float, near: float, far: float) -> None:
+def test_what_is_slower_ties_less(
+    one: Sensitivities, other: Sensitivities, seconds: float, near: float, far: float
+) -> None:
     near, far = sorted((near, far))
     assert tied(one, other, seconds, near * seconds) or not tied(one, other, seconds, far * seconds)
 
 
 def test_what_only_the_slower_one_has_makes_a_tie() -> None:
     """Links may be better than thought, and only the slower strategy waits for them."""
-    alone = Moves(of={"host": Move(-0.5, 0.5)}, apart_log_sd=0.0)
-    waits = Moves(of={"host": Move(-0.5, 0.5), "links": Move(-0.1, 0.1)}, apart_log_sd=0.0)
+    alone = Sensitivities(by_source={"host": Sensitivity(-0.5, 0.5)}, ratio_log_sd=0.0)
+    waits = Sensitivities(by_source={"host": Sensitivity(-0.5, 0.5), "links": Sensitivity(-0.1, 0.1)}, ratio_log_sd=0.0)
     assert tied(alone, waits, 1.0, math.exp(0.09))
     assert not tied(alone, waits, 1.0, math.exp(0.11))
-    hidden = replace(waits, of={**waits.of, "links": Move(0.0, 0.1)})
+    hidden = replace(waits, by_source={**waits.by_source, "links": Sensitivity(0.0, 0.1)})
     assert not tied(alone, hidden, 1.0, math.exp(0.01)), "links can only make the slower one slower still"
     assert tied(hidden, alone, 1.0, math.exp(0.09)), "they may make the faster one slower"
 
@@ -102,7 +107,7 @@ def test_a_table_that_is_off_as_a_whole_makes_no_ties() -> None:
     off = {kind: replace(fits[kind], systematic_log_sd=0.3) for kind in ("gemm", "attention", "elementwise")}
     unsure = replace(scenario, profile=replace(profile, operations={**fits, **off}))
     tsp, kvr = moved("tsp", unsure), moved("kvr-e", unsure)
-    assert tsp.of["table and clock"].high > 0.25
+    assert tsp.by_source["table and clock"].high > 0.25
     assert not tied(kvr, tsp, 1.0, 1.1)
 
 

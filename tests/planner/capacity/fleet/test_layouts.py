@@ -13,18 +13,17 @@ from kvrsim.errors import InputError
 from kvrsim.executors.event import EventSimulation
 from kvrsim.executors.run import run_partition
 from kvrsim.memory import fits, memory_of
-from kvrsim.program import Compute, computes_s
-from kvrsim.results.stream import Prompts
+from kvrsim.program import Compute, Program
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
+from planner.candidates import partition_of
 from planner.capacity.fleet.fast import run_pool
 from planner.capacity.fleet.layouts import WHOLE, Choice, Kind, weights_of
 from planner.capacity.fleet.pool import Pool
 from planner.capacity.fleet.prefills import Prefills
 from planner.capacity.fleet.times import ServiceTimes
 from planner.capacity.workloads.workload import Workload
-from planner.partitions import partition_of
-from planner.stream import of_lengths
+from planner.packing.serve import serve_whole
 
 
 def large(gpus: int, ctx: int = 1024) -> Scenario:
@@ -116,13 +115,14 @@ def test_a_pipeline_of_a_fleet_serves_prompts_of_all_lengths_as_the_simulated_st
     scenario, _ = make_scenario(ctx=6000, gpus=3, model="llama-3-8b", cluster="h100-nvlink")
     times = ServiceTimes.for_workloads(scenario, [workload], choice=Choice(asked=("pp",)))
     run = run_pool(Pool(arrival_s=workload.arrival_s, service=times.service(3, workload, None, "pp3"), replicas=1))
-    prompts = Prompts(
-        arrivals="made",
-        arrivals_s=tuple(workload.arrival_s.tolist()),
-        context_lens=tuple(lengths.tolist()),
-        cached_prefix=tuple(none.tolist()),
-    )
-    ttft_s = of_lengths(scenario, get_strategy("pp"), prompts).run(computes_s).ttft_s
+    strategy, asked = get_strategy("pp"), scenario.request
+
+    def program_of(prompt: int) -> Program:
+        placed = for_strategy(replace(scenario, request=replace(asked, context_len=int(lengths[prompt]))), strategy)
+        return build_program(placed, strategy, columns(partition_of(placed, strategy).chunk_lens))
+
+    served = serve_whole(for_strategy(scenario, strategy).cluster, workload.arrival_s, lengths.tolist(), program_of)
+    ttft_s = np.array(served.first_token_s) - workload.arrival_s
     assert (run.end_s - workload.arrival_s).mean() == pytest.approx(np.mean(ttft_s), rel=0.1)
     assert np.mean(ttft_s) > 1.5 * times.service(3, workload, None, "pp3").ttft_s.mean()  # they queue
 

@@ -15,12 +15,12 @@ from kvrsim.executors.run import run_partition
 from kvrsim.program import Compute, Program
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
+from planner.candidates import partition_of
 from planner.capacity.fleet.decoding import Decoding
 from planner.capacity.fleet.knots import ServiceTimeGrids, knot_lengths
 from planner.capacity.fleet.prefills import Prefills
 from planner.capacity.fleet.times import ServiceTimes
 from planner.capacity.workloads.workload import Workload
-from planner.partitions import partition_of
 from planner.search.search import search
 
 KVR = STRATEGIES["kvr-s"]

@@ -18,9 +18,9 @@ from kvrsim.memory import memory_of
 from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
-from planner.partitions import best_pieces, partition_of, settled, with_mean_steps
+from planner.candidates import choose_partition, partition_of
 from planner.search.minimise import Evaluator
-from planner.search.pipeline import Flow, PieceWork, search_pipeline
+from planner.search.pipeline import Flow, PieceWork, search_even_pieces, search_pipeline, with_step_time
 
 SEARCHED = get_strategy("pp-s")
 
@@ -65,14 +65,14 @@ def test_within_half_a_percent_of_the_best(model: str, gpus: int, layers: int, c
 @pytest.mark.parametrize("model", ["llama-3-8b", "mistral-7b", "llama-3-70b"])
 def test_no_slower_than_even_pieces(model: str) -> None:
     """In the mean over what a step may take."""
-    scenario = with_mean_steps(placed(model=model, ctx="128k"))
-    even = best_pieces(Evaluator(scenario, get_strategy("pp")))
+    scenario = with_step_time(placed(model=model, ctx="128k"), "mean")
+    even = search_even_pieces(scenario, get_strategy("pp")).partition
     even_s = Evaluator(scenario, get_strategy("pp")).one(even.chunk_lens)
     assert search_pipeline(scenario, SEARCHED).ttft_s <= even_s
 
 
 @pytest.mark.parametrize("model", ["qwen2.5-7b", "qwen3-8b"])
-@pytest.mark.parametrize("steps", [lambda scenario: scenario, with_mean_steps])
+@pytest.mark.parametrize("steps", [lambda scenario: scenario, lambda scenario: with_step_time(scenario, "mean")])
 def test_eight_percent_faster_with_pieces_of_4k(model: str, steps: Callable[[Scenario], Scenario]) -> None:
     """At 128k on eight GPUs, where even pieces may be any number of 4096 tokens and more."""
     scenario = steps(placed(model=model, ctx="128k"))
@@ -139,7 +139,7 @@ def test_the_flow_is_what_the_executor_finds(model: str) -> None:
 
 def test_given_pieces_keep_and_stages_follow() -> None:
     scenario = placed(gpus=3, ctx="8k")
-    strategy, cut = settled(scenario, SEARCHED, [3000, 3000, 2192])
+    strategy, cut = choose_partition(scenario, SEARCHED, [3000, 3000, 2192])
     assert cut.chunk_lens == (3000, 3000, 2192)
     assert strategy.stage_layers is not None
     assert sum(strategy.stage_layers) == 32

@@ -1,0 +1,46 @@
+"""Noise of a plan: slow GPUs and links are known to the search and to the bound."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from kvrsim.builder import make_scenario
+from kvrsim.noise import parse_noise
+from kvrsim.strategies import STRATEGIES
+from planner.search.bound import lower_bound_s
+from planner.search.minimise import Evaluator
+from planner.search.search import search
+from planner.uncertainty.noise import Disturbance
+from tests.building import Draws, any_partition, any_scenario, draws, examples
+
+KVR = STRATEGIES["kvr-s"]
+
+
+@pytest.mark.parametrize("slow", range(4))
+def test_a_slow_gpu_gets_less_and_costs_less(slow: int) -> None:
+    scenario, _ = make_scenario(ctx=8192, gpus=4)
+    uneven = Disturbance(noise=parse_noise(f"slow-gpu:{slow}x1.5")).fixed(scenario)
+    clean, aware = search(scenario, KVR), search(uneven, KVR)
+    assert aware.partition.chunk_lens[slow] < clean.partition.chunk_lens[slow]
+    unaware_s = Evaluator(uneven, KVR).one(clean.partition.chunk_lens)
+    assert aware.ttft_s < 0.9 * unaware_s
+    # A quarter of the GPUs' speed less a third of one: no plan can be as fast as on even GPUs.
+    assert clean.ttft_s < aware.ttft_s
+
+
+@pytest.mark.slow
+@given(rng=draws())
+@examples(25)
+def test_the_bound_holds_on_uneven_clusters(rng: Draws) -> None:
+    scenario = any_scenario(rng, num_gpus=(2, 5), topologies=("switch", "nodes"))
+    ranks, tokens = scenario.cluster.num_gpus, scenario.request.new_tokens
+    gpu, link = rng.randrange(ranks), rng.randrange(ranks - 1)
+    noise = parse_noise(f"slow-gpu:{gpu}x{rng.uniform(1, 9):.3f}+slow-link:{link}-{link + 1}x{rng.uniform(1, 9):.3f}")
+    uneven = Disturbance(noise=noise).fixed(scenario)
+    found = search(uneven, KVR)
+    cuts = np.array([any_partition(rng, tokens, ranks) for _ in range(50)], dtype=float)
+    ttft_s = Evaluator(uneven, KVR).ttft_s(cuts)
+    bound_s = lower_bound_s(uneven, KVR, found.ttft_s)
+    assert bound_s <= min(found.ttft_s, ttft_s.min()) * (1 + 1e-9)
