@@ -147,8 +147,8 @@ def test_kernels_that_are_off_as_a_whole_make_no_ties() -> None:
 
 def test_collectives_are_of_tensor_parallelism() -> None:
     engine = replace(NOTHING, host=replace(NO_HOST, collective_s=1e-3), spread={"collective_s": 1.0})
-    assert "collectives" not in moved(engine, "kvr-e").of
-    assert moved(engine, "tp").of["collectives"].high > 0.01
+    assert "collectives" not in moved(engine, "kvr-e").by_source
+    assert moved(engine, "tp").by_source["collectives"].high > 0.01
 
 
 def test_another_engine_than_the_profiles_has_none_of_its_whole_prefills_errors() -> None:
