@@ -24,8 +24,7 @@ from planner.evaluate import Evaluator
 from planner.processes import Pool, cores
 from planner.search.search import search
 from planner.table.build import make_table
-from planner.table.lookup import look_up
-from planner.table.table import PartitionTable
+from planner.table.table import PartitionTable, look_up
 
 KVR = STRATEGIES["kvr-s"]
 GPU_COUNTS = (2, 4, 8)

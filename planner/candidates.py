@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -31,7 +31,6 @@ from planner.uncertainty.sensitivities import Sensitivities, sensitivities
 
 if TYPE_CHECKING:
     from kvrsim.results.timeline import Timeline
-    from planner.table.table import PartitionTable
 
 # Compared by default: the paper's own strategies, and those whose only partition takes one evaluation.
 QUICK = ("single", "tsp", "kvr-e", "kvr-s", "ring", "striped", "zigzag-ring", "zigzag", "ulysses", "tp")
@@ -179,6 +178,16 @@ def prefix_access_notes(candidates: Sequence[Candidate]) -> list[str]:
 # -- the partition of a strategy
 
 
+class PartitionLookup(Protocol):
+    """A table of partitions, such as planner.table.table.PartitionTable."""
+
+    def partition_for(self, per_rank: Scenario, /) -> Partition:
+        """The partition of a scenario."""
+
+    def notes_for(self, per_rank: Scenario, strategy: Strategy, /) -> tuple[str, ...]:
+        """How the table suits the scenario and the strategy that looks it up."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Search:
     """How the partition of a strategy is chosen."""
@@ -186,7 +195,7 @@ class Search:
     partition: Sequence[int] | None = None  # tokens of each chunk or piece; None: the strategy's own
     method: str = "auto"  # of searches over single GPUs, one of METHODS
     stride: int | None = None  # tokens; searched boundaries are multiples of it; None: chosen for the context
-    table: PartitionTable | None = None  # where kvr-p looks its partition up
+    table: PartitionLookup | None = None  # where kvr-p looks its partition up
     on_progress: Progress | None = None
 
     def candidate(self, scenario: Scenario, strategy: Strategy, warm_start: Partition | None = None) -> Candidate:
@@ -236,9 +245,7 @@ class Search:
         if self.table is None:
             accepted = f"a file of kvrsim table build, where {strategy.name} looks its chunks up"
             raise InputError("table", "nothing", accepted)
-        from planner.table.lookup import partition_from
-
-        return partition_from(self.table, per_rank)
+        return self.table.partition_for(per_rank)
 
 
 def choose_partition(

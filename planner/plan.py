@@ -283,9 +283,7 @@ class Contest:
         lookups = [one.strategy for one in self.candidates if one.strategy.partition_rule == "table"]
         if search.table is None or not lookups:
             return []
-        from planner.table.lookup import notes_on_table
-
-        return [text for strategy in lookups for text in notes_on_table(search.table, self.scenario, strategy)]
+        return [text for strategy in lookups for text in search.table.notes_for(self.scenario, strategy)]
 
     def _approximate_notes(self) -> list[str]:
         best, notes = self.ranked[0], []

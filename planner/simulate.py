@@ -71,9 +71,7 @@ def run_simulation(
         spans = replace(spans, bases=bases_of(per_rank, chosen, partition, spans)) if "timeline" in record else None
     table_notes: tuple[str, ...] = ()
     if search.partition is None and chosen.partition_rule == "table" and search.table is not None:
-        from planner.table.lookup import notes_on_table
-
-        table_notes = notes_on_table(search.table, per_rank, chosen)
+        table_notes = search.table.notes_for(per_rank, chosen)
     return SimResult(
         question=question,
         strategy=chosen.name,

@@ -28,10 +28,8 @@ from planner.confirm.hardware_search import (
 )
 from planner.search.minimise import Evaluator
 from planner.search.search import search
-from planner.table.entry import draft_of, entry_of
-from planner.table.quantization import quantization_steps
-from planner.table.setting import TableSetting
-from planner.table.table import PartitionTable
+from planner.table.build import draft_of, entry_of
+from planner.table.table import PartitionTable, TableSetting, quantization_steps
 
 if TYPE_CHECKING:
     from kvrsim.runtime.ranks import OnProgress

@@ -1,23 +1,244 @@
-"""Building a PartitionTable: every entry searched on its own, on as many processes as there are."""
+"""Build a PartitionTable: every entry searched on its own, on several processes, then compared with its neighbours.
+
+Where many partitions are as fast, a search ends at any of them. Of those within a thousandth of the best, an entry
+takes the one nearest to the balanced plan, so that interpolation makes sense. Where even chunks come within 2 % of the
+best, as where the host is the bottleneck, no profile tells partitions apart, and what the search gains does not hold at
+the next length: there it takes the nearest within 1.5 %. A journal next to the table's file lets an interrupted build
+resume.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
+from pathlib import Path
+
+import numpy as np
 
 from kvrsim.errors import InputError
+from kvrsim.executors.run import run_partition
+from kvrsim.io.journal import Journal
+from kvrsim.io.schema import JsonObject, NonNegative, Whole, read, to_json
+from kvrsim.memory import fits, memory_of
+from kvrsim.partition import Partition
+from kvrsim.program import Array
 from kvrsim.scenario import Scenario
-from kvrsim.strategies import KVR_S, Strategy, searched
+from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, chain_like, searched
 from kvrsim.units import check_places
 from kvrsim.version import __version__
 from planner.backends.pool import Pool
 from planner.candidates import per_rank_scenario
-from planner.table.entry import Draft, draft_of, entry_of
-from planner.table.partial import Partial
-from planner.table.quantization import quantization_steps
-from planner.table.setting import TableSetting
-from planner.table.table import PartitionTable
+from planner.search.balance import Chain, balanced_chunks
+from planner.search.bound import lower_bound_s
+from planner.search.minimise import Evaluator, chunk_lens, rounded
+from planner.search.search import search
+from planner.table.table import (
+    PartitionTable,
+    QuantizationSteps,
+    TableEntry,
+    TableSetting,
+    quantization_steps,
+    to_steps,
+)
+from planner.uncertainty.intervals import interval
+
+SUFFIX = ".partial"
+_FORMAT = "kvrsim partition table, unfinished 2"
+
+
+@dataclass(slots=True)
+class Partial:
+    """A journal of entries, locked while it is open; with a path of None nothing is written.
+
+    The file is removed when the table is done, and kept when the build is interrupted. Raises InputError naming
+    `output` where it has other settings or another version, is not a journal, or is in use by another process.
+    """
+
+    path: Path | None
+    setting: TableSetting
+    drafts: dict[tuple[int, int], Draft] = field(init=False, default_factory=dict)
+    _lines: Journal | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.path is None:
+            return
+        about = {"kvrsim": __version__} | to_json(self.setting)
+        self._lines = Journal(path=self.path, form=_FORMAT, about=about, work="table build", argument="output")
+        self.drafts = {draft.key: draft for draft in self._lines.resume(self._decoded)}
+
+    @property
+    def note(self) -> str:
+        """How many entries were found; empty where there are none."""
+        return f"{self.path}: {len(self.drafts)} entries searched before" if self.drafts else ""
+
+    def add(self, draft: Draft) -> None:
+        """Append an entry durably; raises NotWrittenError where the disk is full."""
+        if self._lines is not None:
+            self._lines.append(to_json(draft))
+
+    def remove(self) -> None:
+        """Remove the journal after the table was written."""
+        if self._lines is not None:
+            self._lines.remove()
+
+    def close(self) -> None:
+        """Release the lock and keep the entries."""
+        if self._lines is not None:
+            self._lines.close()
+
+    def _decoded(self, line: JsonObject) -> Draft:
+        draft = read(Draft, line)
+        new_tokens = draft.context_len - self.setting.cached_prefix
+        for key, chunks in (("partition", draft.partition), ("balanced", draft.balanced)):
+            if len(chunks) != draft.num_gpus or sum(chunks) != new_tokens:
+                raise line.error(key, f"{draft.num_gpus} chunks of {new_tokens} tokens in all")
+        return draft
+
+
+_AS_FAST, _AS_FAST_AS_CAN_BE_TOLD = 0.001, 0.015  # of TTFT, within which partitions count as equal
+_TELLABLE = 0.02  # of TTFT, by which even chunks must be slower for a partition to matter
+_BLENDS = 64  # of two plans
+_NEAR = 0.25  # of a chunk, over which the cost of a token is averaged
+_INSIDE = 1e-3  # tokens before a jump: a level that leaves no room for it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draft:
+    """What the search of one entry has found."""
+
+    num_gpus: int
+    context_len: int
+    partition: tuple[int, ...]
+    ttft_s: float
+    lower_bound_s: NonNegative | None  # None: none is known, the strategy is no chain of KV-Runahead
+    balanced: tuple[Whole, ...]  # the analytical plan
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.num_gpus, self.context_len
+
+
+def draft_of(scenario: Scenario, strategy: Strategy) -> Draft:
+    """Search one entry; it depends on nothing but its scenario and strategy."""
+    found = search(scenario, strategy)
+    lower_s = found.lower_bound_s
+    if lower_s is None and strategy.chains and scenario.chain_is_proven:
+        lower_s = lower_bound_s(scenario, strategy, found.ttft_s)
+    chain = chain_like(strategy)
+    known = found.balanced if strategy == chain else None  # a search of its own chain has found it
+    balanced = balanced_chunks(scenario, chain) if known is None else known
+    draft = Draft(
+        num_gpus=scenario.cluster.num_gpus,
+        context_len=scenario.request.context_len,
+        partition=found.partition.chunk_lens,
+        ttft_s=found.ttft_s,
+        lower_bound_s=lower_s,
+        balanced=_whole(balanced, scenario.request.new_tokens),
+    )
+    return _settled(scenario, strategy, draft, [draft.partition])
+
+
+def entry_of(
+    scenario: Scenario, strategy: Strategy, draft: Draft, around: tuple[Draft, Draft] | None, steps: QuantizationSteps
+) -> TableEntry:
+    """The entry, or what its neighbours, interpolated, do better."""
+    if around is not None and draft.num_gpus > 1:
+        interpolated = _interpolated(scenario, strategy, around, steps)
+        draft = _settled(scenario, strategy, draft, [draft.partition, interpolated])
+    cut = Partition(chunk_lens=draft.partition)
+    sure = interval(scenario, strategy, cut, draft.ttft_s)
+    levels, token_s = levels_of(scenario, strategy, draft.partition, steps)
+    return TableEntry(
+        num_gpus=draft.num_gpus,
+        context_len=draft.context_len,
+        partition=draft.partition,
+        ttft_s=draft.ttft_s,
+        ttft_low_s=sure.low_s,
+        ttft_high_s=sure.high_s,
+        speedup_over_tsp=_even_ttft_s(scenario, STRATEGIES["tsp"]) / draft.ttft_s,
+        speedup_over_even=_even_ttft_s(scenario, strategy) / draft.ttft_s,
+        gap=None if draft.lower_bound_s is None else max(0.0, draft.ttft_s / draft.lower_bound_s - 1),
+        fits=fits(scenario, memory_of(scenario, strategy, cut)),
+        levels=tuple(float(f"{level / sum(draft.partition):.12g}") for level in levels),
+        token_s=tuple(float(f"{seconds:.9g}") for seconds in token_s),
+    )
+
+
+def levels_of(
+    scenario: Scenario, strategy: Strategy, partition: tuple[int, ...], steps: QuantizationSteps
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Levels (tokens) and the cost of a token (seconds) of each rank; see planner/table/table.py.
+
+    A rank that stops at a jump has time to spare until the busiest is done: its level lies between its chunk and
+    what the next token would have taken. Other strategies take the costs of KVR's chain; who waits for whom there is
+    not known, so no rank has time to spare.
+    """
+    chain = Chain(scenario, chain_like(strategy))
+    chunks = np.array(partition, dtype=float)
+    prefixes = scenario.request.cached_prefix + np.cumsum(chunks) - chunks
+    low, high = np.maximum(1.0, np.floor((1 - _NEAR) * chunks)), np.floor((1 + _NEAR) * chunks) + 1.0
+    tried = np.stack([chunks, low, high], axis=1)
+    busy_s, low_s, high_s = chain.work(range(chain.num_ranks), tried, prefixes[:, None]).busy_s.T
+
+    def extra_s(lengths: Array) -> Array:
+        return np.array([steps.extra_s(length, prefix) for length, prefix in zip(lengths, prefixes, strict=True)])
+
+    rise_s = high_s - low_s - (extra_s(high) - extra_s(low))
+    costs = np.maximum(rise_s / (high - low), 1e-3 * busy_s / chunks)
+    least, beyond = chunks + extra_s(chunks) / costs, chunks + 1 + extra_s(chunks + 1) / costs
+    spare_s = busy_s.max() - busy_s if strategy.chains else 0.0
+    levels = np.maximum(least, np.minimum(least + spare_s / costs, beyond - _INSIDE))
+    return tuple(levels.tolist()), tuple(costs.tolist())
+
+
+def _interpolated(
+    scenario: Scenario, strategy: Strategy, around: tuple[Draft, Draft], steps: QuantizationSteps
+) -> tuple[int, ...]:
+    """The partition that a lookup gives from two other lengths."""
+    low, high = around
+    tokens, cached = scenario.request.new_tokens, scenario.request.cached_prefix
+    weight = (scenario.request.context_len - low.context_len) / (high.context_len - low.context_len)
+    rows = []
+    for draft in around:
+        request = replace(scenario.request, context_len=draft.context_len)
+        levels, token_s = levels_of(replace(scenario, request=request), strategy, draft.partition, steps)
+        total = sum(draft.partition)
+        rows.append(np.array([[chunk / total for chunk in draft.partition], np.array(levels) / total, token_s]))
+    fractions, shares, token_s = (1 - weight) * rows[0] + weight * rows[1]
+    return to_steps(fractions.tolist(), (shares * tokens).tolist(), token_s.tolist(), steps, tokens, cached)
+
+
+def _settled(scenario: Scenario, strategy: Strategy, draft: Draft, plans: list[tuple[int, ...]]) -> Draft:
+    """Of the plans and their blends with the balanced one, the nearest to that among those as fast as the best."""
+    if draft.num_gpus == 1:
+        return draft
+    shares = np.linspace(0.0, 1.0, _BLENDS + 1)
+    balanced, tokens = np.array(draft.balanced, dtype=float), sum(draft.balanced)
+    rows = np.array(
+        [_whole(balanced + share * (np.array(plan) - balanced), tokens) for plan in plans for share in shares]
+    )
+    rows = np.unique(rows, axis=0)
+    ttft_s = Evaluator(scenario, strategy).ttft_s(rows.astype(float))
+    away = np.abs(rows - balanced).max(axis=1)
+    best_s = min(draft.ttft_s, float(ttft_s.min()))
+    even_s = _even_ttft_s(scenario, strategy)
+    tolerance = _AS_FAST if even_s > (1 + _TELLABLE) * best_s else _AS_FAST_AS_CAN_BE_TOLD
+    near = np.nonzero(ttft_s <= (1 + tolerance) * best_s)[0]
+    best = near[np.lexsort((ttft_s[near], away[near]))[0]]
+    return replace(draft, partition=tuple(int(chunk) for chunk in rows[best]), ttft_s=float(ttft_s[best]))
+
+
+def _whole(chunks: Array, tokens: int) -> tuple[int, ...]:
+    """Whole chunks of at least 1 token that sum to the tokens."""
+    return chunk_lens(rounded(chunks, 1, tokens).tolist(), tokens)
+
+
+def _even_ttft_s(scenario: Scenario, strategy: Strategy) -> float:
+    """The strategy's TTFT with even chunks."""
+    even = Partition.even(scenario.request.new_tokens, scenario.cluster.num_gpus)
+    return run_partition(per_rank_scenario(scenario, strategy), strategy, even).ttft_s
+
 
 TableProgress = Callable[[int, int], None]  # entries done, entries in all
 Around = tuple[Draft, Draft] | None

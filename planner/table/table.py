@@ -1,23 +1,260 @@
-"""PartitionTable: the best partitions of many lengths and numbers of GPUs; versioned JSON in and out.
+"""PartitionTable: the best partitions of many contexts and numbers of GPUs; versioned JSON in and out, and KVR-P's lookup.
 
 docs/how-to/partition-table.md describes the file for programs that read it.
+
+KVR-P interpolates between the entries of the two nearest contexts. The paper interpolates each rank's share of the
+context (section 5). Shares are not smooth in length, because a chunk's time rises in steps of a tile or a wave of tiles
+(QuantizationSteps). An entry therefore holds for each rank its level, the chunk length that the rank could afford if
+quantization were smoothed out, and the cost of a token. Both are smooth in length. Interpolated, they give the longest
+chunk that each rank can afford, and a common shift in time makes the chunks sum to the context. Chunks then end at
+steps, as searched ones do.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from dataclasses import dataclass
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from kvrsim.engine import NO_ENGINE
 from kvrsim.errors import InputError
 from kvrsim.io.files import write_atomically
-from kvrsim.io.schema import JsonObject, NonNegative, fields_to_json, read
-from planner.table.quantization import QuantizationSteps
-from planner.table.setting import TableSetting
+from kvrsim.io.schema import JsonObject, NonNegative, Whole, fields_to_json, read
+from kvrsim.notes import note
+from kvrsim.partition import Partition
+from kvrsim.program import Array
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import KVR_S, Strategy
+from kvrsim.units import format_bandwidth, format_seconds
 
 if TYPE_CHECKING:
     import pandas
+
+_WINDOW = 41  # tokens, odd; a step is a rise above the median of those around it
+_LEAST_SHARE = 0.001  # of the chunk's time; smaller steps count as part of the slope
+_MOST_CHUNK = 2**17  # tokens; steps of longer chunks are too small to matter
+_BLOCK = 2**12  # chunk lengths timed at once
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizationSteps:
+    """Step function of extra time by chunk length, from tile and wave quantization, over all layers."""
+
+    chunk_lens: tuple[int, ...]  # ascending; the longest chunk before each step
+    seconds: tuple[NonNegative, ...]  # extra time after each step, cumulative, without a prefix
+    seconds_per_prefix_token: tuple[NonNegative, ...]  # what every token of prefix adds to it
+
+    def __post_init__(self) -> None:
+        lengths = list(self.chunk_lens)
+        if sorted(set(lengths)) != lengths:
+            raise InputError("chunk_lens", lengths, "rising whole numbers from 1")
+        for key in ("seconds", "seconds_per_prefix_token"):
+            values = list(getattr(self, key))
+            if len(values) != len(lengths) or sorted(values) != values:
+                raise InputError(key, values, "numbers that do not fall, as many as chunk_lens")
+
+    def extra_s(self, chunk_len: int, prefix: float) -> float:
+        """Extra time of a chunk, the sum of all steps below its length."""
+        passed = bisect_left(self.chunk_lens, chunk_len)
+        return self._after(passed, prefix)
+
+    def longest(self, level: float, token_s: float, prefix: float) -> int:
+        """The longest chunk c with c + extra_s(c) / token_s <= level; at least 1."""
+        starts = range(1, len(self.chunk_lens) + 1)  # 1 + number of steps passed
+
+        def level_after(number: int) -> float:
+            return self.chunk_lens[number - 1] + 1 + self._after(number, prefix) / token_s
+
+        passed = bisect_left(starts, True, key=lambda number: level_after(number) > level)
+        most = int(level - self._after(passed, prefix) / token_s)
+        return max(1, min(most, self.chunk_lens[passed]) if passed < len(self.chunk_lens) else most)
+
+    def _after(self, passed: int, prefix: float) -> float:
+        if passed == 0:
+            return 0.0
+        return self.seconds[passed - 1] + prefix * self.seconds_per_prefix_token[passed - 1]
+
+
+def quantization_steps(scenario: Scenario) -> QuantizationSteps:
+    """The steps of a chunk's device time on this scenario's GPU, up to the scenario's context.
+
+    Attention's steps (tiles of queries) grow with the prefix; they are modelled as proportional to it.
+    """
+    context_len = scenario.request.context_len
+    most = min(scenario.request.new_tokens, _MOST_CHUNK)
+    alone, after = (_times_s(scenario, most, prefix) for prefix in (0.0, float(context_len)))
+    steps, steps_after = _steps(alone), _steps(after)
+    per_token = np.maximum(steps_after - steps, 0.0) / context_len
+    large = steps + per_token * context_len / 2 > _LEAST_SHARE * (alone + after)[:-1] / 2
+    at = np.nonzero(large)[0]
+    return QuantizationSteps(
+        chunk_lens=tuple(int(index) + 1 for index in at),
+        seconds=_short(np.cumsum(steps[at])),
+        seconds_per_prefix_token=_short(np.cumsum(per_token[at])),
+    )
+
+
+def _times_s(scenario: Scenario, most: int, prefix: float) -> Array:
+    """Device seconds of all layers for chunks of 1, 2, ... `most` tokens behind a prefix."""
+    lengths = np.arange(1.0, most + 1.0)
+    counts = np.bincount(scenario.model.layer_kind_index)
+    parts = []
+    for first in range(0, most, _BLOCK):
+        chunk = lengths[first : first + _BLOCK]
+        start, total = np.full_like(chunk, prefix), np.zeros_like(chunk)
+        for count, costs in zip(counts, scenario.layer_costs(), strict=True):
+            layer = costs.qkv_s(chunk) + costs.append_s(chunk, start)
+            total += count * (layer + costs.attention_s(chunk, start) + costs.output_mlp_s(chunk))
+        parts.append(total)
+    return np.concatenate(parts)
+
+
+def _steps(times_s: Array) -> Array:
+    """Rise from each token to the next, above the median rise around it."""
+    rises = np.diff(times_s)
+    if not len(rises):
+        return rises
+    around = sliding_window_view(np.pad(rises, _WINDOW // 2, mode="edge"), _WINDOW)
+    return np.maximum(rises - np.median(around, axis=1), 0.0)
+
+
+def _short(values: Array) -> tuple[float, ...]:
+    """Nine digits, so that tables do not depend on the processor's rounding."""
+    return tuple(float(f"{value:.9g}") for value in values)
+
+
+_NO_FIGURES = {
+    *("name", "model_type", "max_position_embeddings", "method"),  # of a model
+    *("source", "profile", "memory_source", "memory_bytes"),  # of GPUs and links
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableSetting:
+    """Everything that the entries of a table share."""
+
+    model: str
+    profile: str  # its name, or "roofline"
+    cluster: str  # its name
+    gpu: str
+    topology: str
+    link: str  # between GPUs; under nodes, inside a node
+    link_bandwidth_bytes_per_s: float
+    link_latency_s: NonNegative
+    attention: str  # kernel
+    dtype: str
+    batch: int
+    cached_prefix: Whole  # tokens
+    prefix_placement: str = "all"  # where its K and V lie
+    engine: str = NO_ENGINE  # its name, or "none"
+    strategy: str = KVR_S.name  # whose partitions were searched
+    expert_parallel: str = "off"  # or its imbalance
+    fingerprint: str  # of the model's shapes, the profile's rates, the cluster: two that differ predict other times
+
+    @classmethod
+    def of(cls, scenario: Scenario, strategy: str = KVR_S.name) -> TableSetting:
+        """A scenario's, whatever its number of GPUs and its context; `strategy`: the name of the searched one."""
+        cluster, request = scenario.cluster, scenario.request
+        return cls(
+            model=scenario.model.name,
+            profile=scenario.profile_name,
+            cluster=cluster.name,
+            gpu=cluster.gpu.name,
+            topology=cluster.topology,
+            link=cluster.link.name,
+            link_bandwidth_bytes_per_s=cluster.link.bandwidth_bytes_per_s,
+            link_latency_s=cluster.link.latency_s,
+            attention=scenario.kernel,
+            dtype=request.dtype,
+            batch=request.batch,
+            cached_prefix=request.cached_prefix,
+            prefix_placement=scenario.prefix_placement.describe(),
+            engine=scenario.engine_name,
+            strategy=strategy,
+            expert_parallel=_told(scenario),
+            fingerprint=_fingerprint(scenario),
+        )
+
+    def differences(self, scenario: Scenario, strategy: str = KVR_S.name) -> list[str]:
+        """What the scenario and the strategy have other than the table, in a few words each; empty where all agree."""
+        asked, told = TableSetting.of(scenario, strategy)._shown(), []
+        for what, made in self._shown().items():
+            if made != asked[what]:
+                told.append(f"{what} {made}, not {asked[what]}")
+        if not told and self.fingerprint != TableSetting.of(scenario).fingerprint:
+            told.append("files of the same names with other figures in them, or another version of kvrsim")
+        return told
+
+    def _shown(self) -> dict[str, str]:
+        link = f"{format_bandwidth(self.link_bandwidth_bytes_per_s)}, {format_seconds(self.link_latency_s)}"
+        return {
+            "model": self.model,
+            "profile": self.profile,
+            "cluster": self.cluster,
+            "GPU": self.gpu,
+            "topology": self.topology,
+            "link": f"{self.link} ({link})",
+            "engine": self.engine,
+            "attention": self.attention,
+            "dtype": self.dtype,
+            "batch": str(self.batch),
+            "cached prefix": str(self.cached_prefix),
+            "prefix placement": self.prefix_placement,
+            "expert parallelism": self.expert_parallel,
+            "strategy": self.strategy,
+        }
+
+
+def _told(scenario: Scenario) -> str:
+    """Whether experts are spread, and how unevenly tokens are."""
+    if not scenario.expert_parallel:
+        return "off"
+    imbalance = scenario.expert_imbalance
+    return "on, imbalance of a power law" if imbalance is None else f"on, imbalance {imbalance:g}"
+
+
+def _fingerprint(scenario: Scenario) -> str:
+    """A hash of all figures that times depend on, and of nothing else: not of names, dates or citations."""
+    return hashlib.sha256(json.dumps(_figures(scenario), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _figures(scenario: Scenario) -> dict[str, Any]:
+    """Shapes of the model, rates of the profile and of the links, the layout, and the request but for its length."""
+    profile, request = scenario.profile, scenario.request
+    calibrated = profile and {
+        "kernels": _numbers(asdict(profile.kernels)),
+        "host": _numbers(asdict(scenario.host)),
+        "scale": scenario.kernel_scale,
+        "sends": [profile.links.sends, profile.links.sends_over_bus],
+    }
+    cluster = _numbers(asdict(scenario.cluster.with_num_gpus(1)))
+    datasheet = cluster.pop("gpu")
+    return {
+        "model": _numbers(asdict(scenario.model)),
+        "rates": calibrated or datasheet,
+        "cluster": cluster,
+        "kernel": scenario.kernel,
+        **({"experts": _told(scenario)} if scenario.expert_parallel else {}),
+        "request": [request.batch, request.cached_prefix, request.dtype],
+    }
+
+
+def _numbers(value: Any) -> Any:
+    """The same without what no time depends on; whole numbers and others alike."""
+    if isinstance(value, Mapping):
+        return {str(key): _numbers(one) for key, one in value.items() if key not in _NO_FIGURES}
+    if isinstance(value, list | tuple):
+        return [_numbers(one) for one in value]
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
 
 SCHEMA_VERSION = 1
 FORMAT = "kvrsim partition table"
@@ -38,7 +275,7 @@ class TableEntry:
     speedup_over_even: float  # the same strategy's TTFT with even chunks over this one's
     gap: NonNegative | None  # ttft_s over a TTFT that no partition beats, less one; None: no bound is known
     fits: bool  # in the memory of every GPU
-    # A rank's share, were jumps of its chunk's time spread evenly: see planner/table/lookup.py.
+    # A rank's share, were jumps of its chunk's time spread evenly: see planner/table/table.py.
     levels: tuple[float, ...]
     token_s: tuple[float, ...]  # seconds that one more token costs a rank, between jumps
 
@@ -100,6 +337,20 @@ class PartitionTable:
             raise InputError("gpus", num_gpus, f"a number of GPUs that the table has: {has}")
         return found
 
+    def partition_for(self, per_rank: Scenario) -> Partition:
+        """KVR-P's partition of a scenario; raises InputError as look_up does."""
+        request = per_rank.request
+        found = look_up(self, per_rank.cluster.num_gpus, request.context_len, cached_prefix=request.cached_prefix)
+        return Partition(chunk_lens=found.partition)
+
+    def notes_for(self, per_rank: Scenario, strategy: Strategy) -> tuple[str, ...]:
+        """Notes if the table has another setting than the strategy's scenario, or does not reach its context."""
+        others = self.setting.differences(per_rank, strategy.looks_up)
+        notes = [note("table setting", strategy=strategy.name, differences="; ".join(others))] if others else []
+        request = per_rank.request
+        found = look_up(self, per_rank.cluster.num_gpus, request.context_len, cached_prefix=request.cached_prefix)
+        return (*notes, *(f"{strategy.name}: {warning}" for warning in found.warnings))
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
@@ -138,3 +389,157 @@ class PartitionTable:
 def load_table(path: str | Path, argument: str = "table") -> PartitionTable:
     """Read a file that `kvrsim table build` has written; InputError names the argument, file and key."""
     return PartitionTable.read(JsonObject.read(Path(path), argument))
+
+
+Source = Literal["exact", "interpolated", "extrapolated"]
+_HALVINGS = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LookedUp:
+    """A looked-up partition."""
+
+    num_gpus: int
+    context_len: int  # tokens, cached prefix included
+    fractions: tuple[float, ...]  # each rank's share of the new tokens, before rounding
+    partition: tuple[int, ...]  # new tokens a rank
+    source: Source
+    between: tuple[int, ...]  # contexts of the entries used, one or two
+    warnings: tuple[str, ...]
+
+
+def look_up(
+    table: PartitionTable,
+    num_gpus: int,
+    context_len: int,
+    *,
+    multiple: int | None = None,
+    cached_prefix: int | None = None,
+) -> LookedUp:
+    """The partition for a context; at an entry's context, the entry's own.
+
+    multiple: all chunks but the last are multiples of it, in tokens. cached_prefix: overrides the table's.
+    Beyond the last entry, shares are extrapolated linearly in 1 / context, as the share of attention in a layer's time;
+    below the first entry, its shares are used. Raises InputError for a number of GPUs that is not in the table, a
+    context with fewer new tokens than GPUs, or a multiple that is too large.
+    """
+    entries = table.of(num_gpus)
+    cached = table.setting.cached_prefix if cached_prefix is None else cached_prefix
+    tokens = context_len - cached
+    if tokens < num_gpus:
+        least = num_gpus + cached
+        raise InputError("ctx", context_len, f"a context of at least {least} tokens, one new token a GPU")
+    low, high = _neighbours(entries, context_len)
+    source: Source = "exact" if low is high else "interpolated"
+    if not low.context_len <= context_len <= high.context_len:
+        source = "extrapolated"
+    lengths = (low.context_len, high.context_len)
+    weight = _weight(*lengths, context_len)
+    fractions = _between(low.fractions, high.fractions, weight)
+    if source == "exact" and cached == table.setting.cached_prefix:
+        partition = low.partition
+    else:
+        levels = [share * tokens for share in _between(low.levels, high.levels, weight)]
+        token_s = _between(low.token_s, high.token_s, _linear_weight(*lengths, context_len))
+        partition = to_steps(fractions, levels, token_s, table.steps, tokens, cached)
+    if multiple is not None:
+        partition = to_multiples(partition, multiple)
+    return LookedUp(
+        num_gpus=num_gpus,
+        context_len=context_len,
+        fractions=fractions if weight <= 1 else tuple(share / math.fsum(fractions) for share in fractions),
+        partition=partition,
+        source=source,
+        between=tuple(sorted({low.context_len, high.context_len})),
+        warnings=_warnings(entries, context_len, source),
+    )
+
+
+def _warnings(entries: Sequence[TableEntry], context_len: int, source: Source) -> tuple[str, ...]:
+    if source != "extrapolated":
+        return ()
+    least, most = entries[0].context_len, entries[-1].context_len
+    gpus = entries[0].num_gpus
+    return (f"extrapolated: the table's contexts for {gpus} GPUs are {least} to {most}, not {context_len}",)
+
+
+def _neighbours(entries: Sequence[TableEntry], context_len: int) -> tuple[TableEntry, TableEntry]:
+    """The entries around a context; twice the same at an entry and before the first.
+
+    Beyond the last, it and the last one of at most half its length: closer ones differ by quantization only.
+    """
+    lengths = [entry.context_len for entry in entries]
+    upper = bisect_left(lengths, context_len)
+    if upper == len(entries):
+        half = bisect_right(lengths, lengths[-1] // 2)
+        return entries[half - 1 if half else -1], entries[-1]
+    if upper == 0 or lengths[upper] == context_len:
+        return entries[upper], entries[upper]
+    return entries[upper - 1], entries[upper]
+
+
+def _weight(low: int, high: int, context_len: int) -> float:
+    """Weight of the upper entry; beyond it, linear in 1 / context and at most 2."""
+    if low < high < context_len:
+        return (1 / low - 1 / context_len) / (1 / low - 1 / high)
+    return _linear_weight(low, high, context_len)
+
+
+def _linear_weight(low: int, high: int, context_len: int) -> float:
+    return (context_len - low) / (high - low) if low < high else 0.0
+
+
+def _between(low: Sequence[float], high: Sequence[float], weight: float) -> tuple[float, ...]:
+    """Linear interpolation, clamped to the two; extrapolated, at least half of the upper."""
+    pairs = zip(low, high, strict=True)
+    if weight > 1:
+        return tuple(max(b / 2, a + weight * (b - a)) for a, b in pairs)
+    return tuple(min(max(a, b), max(min(a, b), a + weight * (b - a))) for a, b in pairs)
+
+
+def to_steps(
+    fractions: Sequence[float],
+    levels: Sequence[float],
+    token_s: Sequence[float],
+    steps: QuantizationSteps,
+    num_tokens: int,
+    cached_prefix: int = 0,
+) -> tuple[int, ...]:
+    """Chunks that sum to the tokens: the longest that each rank's level allows, after a common shift in time.
+
+    levels: in tokens. token_s: seconds of a token. fractions: shares of the tokens, which give each chunk's prefix.
+    """
+    prefixes = [cached_prefix + math.fsum(fractions[:rank]) * num_tokens for rank in range(len(fractions))]
+
+    def chunks(shift_s: float) -> list[int]:
+        ranks = zip(levels, token_s, prefixes, strict=True)
+        return [steps.longest(level + shift_s / cost, cost, prefix) for level, cost, prefix in ranks]
+
+    most = max(cost * (level + num_tokens) for level, cost in zip(levels, token_s, strict=True))
+    low, high = -most, most
+    while sum(chunks(high)) < num_tokens:
+        high *= 2
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if sum(chunks(middle)) >= num_tokens else (middle, high)
+    found, least = chunks(high), chunks(low)
+    for rank in range(len(found)):  # several ranks may reach a step at the same shift
+        found[rank] -= max(0, min(sum(found) - num_tokens, found[rank] - least[rank]))
+    return tuple(found)
+
+
+def to_multiples(chunk_lens: Sequence[int], multiple: int) -> tuple[int, ...]:
+    """The nearest chunks that are multiples of a number of tokens, all but the last; none is empty."""
+    others, total = len(chunk_lens) - 1, sum(chunk_lens)
+    most = max(1, (total - 1) // max(1, others))
+    if not 1 <= multiple <= most:
+        raise InputError("multiple", multiple, f"a whole number from 1 to {most}")
+    exact = [chunk / multiple for chunk in chunk_lens[:-1]]
+    units = min(round(sum(exact)), (total - 1) // multiple)
+    found = [max(1, math.floor(share)) for share in exact]
+    order = sorted(range(others), key=lambda rank: (found[rank] - exact[rank], rank))
+    for rank in order[: max(0, units - sum(found))]:
+        found[rank] += 1
+    while sum(found) > units and max(found) > 1:
+        found[found.index(max(found))] -= 1
+    return (*(unit * multiple for unit in found), total - multiple * sum(found))

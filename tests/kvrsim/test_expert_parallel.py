@@ -23,7 +23,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
 from planner.plan import make_plan
 from planner.search.search import search
-from planner.table.setting import TableSetting
+from planner.table.table import TableSetting
 from tests.building import Draws, any_divisible, any_partition, draws, examples
 
 NAMES = ("kvr-s", "tsp", "zigzag", "ring", "ulysses", "tp", "tp2+kvr-s")

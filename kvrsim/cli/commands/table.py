@@ -99,9 +99,8 @@ def _built(
     progress: EntryProgress,
 ) -> PartitionTable:
     """Build and write; reuse the entries of a killed build, and remove them once the table is written."""
-    from planner.table.build import make_table
-    from planner.table.partial import SUFFIX, Partial
-    from planner.table.setting import TableSetting
+    from planner.table.build import SUFFIX, Partial, make_table
+    from planner.table.table import TableSetting
 
     setting = TableSetting.of(scenario, strategy.name)
     journal = output.with_name(output.name + SUFFIX)
@@ -138,8 +137,7 @@ def lookup(
     Example: kvrsim table lookup table.json --gpus 4 --ctx 10k
     """
     from kvrsim.units import parse_count, parse_tokens
-    from planner.table.lookup import look_up
-    from planner.table.table import load_table
+    from planner.table.table import load_table, look_up
 
     counts, tokens = parse_count(gpus, "gpus"), parse_tokens(ctx, "ctx")
     step = None if multiple is None else parse_tokens(multiple, "multiple")

@@ -27,8 +27,7 @@ from planner.capacity.workloads.workload import Lengths
 from planner.search.minimise import chunks_between, to_grid
 from planner.search.pipeline import with_step_time
 from planner.search.search import search
-from planner.table.lookup import partition_from
-from planner.table.table import PartitionTable
+from planner.table.table import PartitionTable, partition_from
 
 _TILE = 128  # tokens, rows of an attention kernel's tile
 _BLENDS = (0.0, 0.5, 1.0)  # weights between the searched shares below and above

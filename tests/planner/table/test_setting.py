@@ -13,7 +13,7 @@ from hypothesis import assume, given
 import kvrsim
 from kvrsim.scenario import Scenario
 from kvrsim.units import scale
-from planner.table.setting import TableSetting
+from planner.table.table import TableSetting
 from tests.building import Draws, any_scenario, draws, examples
 from tests.building.models import with_mixers
 

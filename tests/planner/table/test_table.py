@@ -16,10 +16,16 @@ from hypothesis import strategies as st
 from kvrsim.errors import InputError
 from kvrsim.io.schema import JsonObject
 from kvrsim.units import parse_counts, parse_lengths
-from planner.table.lookup import look_up, to_multiples, to_steps
-from planner.table.quantization import QuantizationSteps
-from planner.table.setting import TableSetting
-from planner.table.table import PartitionTable, TableEntry, load_table
+from planner.table.table import (
+    PartitionTable,
+    QuantizationSteps,
+    TableEntry,
+    TableSetting,
+    load_table,
+    look_up,
+    to_multiples,
+    to_steps,
+)
 from tests.building import Draws, draws
 
 READER = runpy.run_path(str(Path(__file__).parents[3] / "examples" / "read_table.py"))["partition"]

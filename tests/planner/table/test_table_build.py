@@ -25,13 +25,8 @@ from planner.search.bound import lower_bound_s
 from planner.search.minimise import Evaluator
 from planner.search.search import search
 from planner.table import build as table_build
-from planner.table.build import make_table
-from planner.table.entry import draft_of
-from planner.table.lookup import look_up, notes_on_table
-from planner.table.partial import Partial
-from planner.table.quantization import quantization_steps
-from planner.table.setting import TableSetting
-from planner.table.table import PartitionTable
+from planner.table.build import Partial, draft_of, make_table
+from planner.table.table import PartitionTable, TableSetting, look_up, notes_on_table, quantization_steps
 
 KVR = STRATEGIES["kvr-s"]
 READER = runpy.run_path(str(Path(__file__).parents[3] / "examples" / "read_table.py"))["partition"]
