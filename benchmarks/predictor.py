@@ -20,7 +20,7 @@ from kvrsim.executors.run import run_partition
 from kvrsim.memory import fits, memory_of
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
-from planner.partitions import partition_of
+from planner.candidates import partition_of
 from planner.predictor.build import make_predictor
 from planner.predictor.grid import TtftPredictor
 from planner.processes import Pool, cores

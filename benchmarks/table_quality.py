@@ -20,8 +20,8 @@ from kvrsim.builder import make_scenario
 from kvrsim.partition import Partition
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
-from planner.evaluate import Evaluator
 from planner.processes import Pool, cores
+from planner.search.minimise import Evaluator
 from planner.search.search import search
 from planner.table.build import make_table
 from planner.table.table import PartitionTable, look_up

@@ -16,13 +16,14 @@ import numpy as np
 from _report import spread, write
 
 from kvrsim.builder import make_scenario
+from kvrsim.noise import parse_noise
 from planner.capacity.plan import plan_capacity
 from planner.capacity.request import make_request
 from planner.map.build import make_map
 from planner.plan import make_plan
 from planner.processes import Pool
 from planner.table.build import make_table
-from planner.uncertainty.disturbed import as_asked
+from planner.uncertainty.noise import Disturbance
 
 REPEATS = 3
 WORKERS = (2, 16, 64)
@@ -67,7 +68,7 @@ def tasks() -> dict[str, Callable[[Pool], object]]:
             scenario, asked, pool=pool
         ),
         "plan --gpus 8 --ctx 16k --noise jitter:0.1 --samples 400": lambda pool: make_plan(
-            noisy, disturbance=as_asked("jitter:0.1", 400, 0), pool=pool
+            noisy, disturbance=Disturbance(noise=parse_noise("jitter:0.1"), num_samples=400, pool=pool)
         ),
     }
 

@@ -20,7 +20,7 @@ from kvrsim.errors import InputError
 from kvrsim.io.schema import fields_to_json
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy
-from planner.strategies_for import all_for
+from planner.candidates import all_for
 
 _DATA = Path(__file__).parents[1] / "kvrsim" / "data" / "deploy.json"  # both packages are installed in one folder
 OptionKind = str | Sequence[str]  # "int", "float", "str", "flag", or the choices

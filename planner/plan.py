@@ -32,7 +32,7 @@ from planner.candidates import (
     strategies_to_compare,
     ttft_of,
 )
-from planner.deploy.engines import engines_with
+from planner.deploy import engines_with
 from planner.search.bound import lower_bound_s
 from planner.search.search import search
 from planner.uncertainty.intervals import is_indistinguishable, measured_coverage, provenance
@@ -355,7 +355,7 @@ def _question(
 def _under_noise(candidates: Sequence[Candidate], disturbance: Disturbance | None) -> dict[str, Distribution]:
     if disturbance is None:
         return {}
-    from planner.backends.pool import Pool
+    from planner.processes import Pool
 
     pool = disturbance.pool or Pool()
     work = [(one, replace(disturbance, pool=None)) for one in candidates]

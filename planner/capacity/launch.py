@@ -9,11 +9,11 @@ from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy
+from planner.candidates import choose_partition
 from planner.capacity.answer import CapacityPlan, GroupAnswer
 from planner.capacity.fleet.layouts import WHOLE
 from planner.capacity.request import CapacityRequest
 from planner.deploy import Launch, Server, about_pieces, degrees_on, deploy_engine
-from planner.partitions import settled
 
 _LAST_GPU = "separate, with `emit`: no engine decodes on one GPU of a group that prefills"
 
@@ -126,7 +126,7 @@ def _longest(scenario: Scenario, group: GroupAnswer) -> tuple[Scenario, Strategy
     asked = replace(scenario.request, context_len=group.context_range[1], cached_prefix=0, batch=1)
     placed = replace(scenario.on_gpus(group.gpus_per_group), request=asked)
     strategy = get_strategy(_strategy(group))
-    strategy, cut = settled(for_strategy(placed, strategy), strategy)
+    strategy, cut = choose_partition(for_strategy(placed, strategy), strategy)
     return placed, strategy, cut.chunk_lens
 
 

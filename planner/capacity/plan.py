@@ -28,9 +28,9 @@ from planner.capacity.front import Fleets
 from planner.capacity.request import CapacityRequest
 from planner.capacity.workloads.workload import Workload
 from planner.deploy import deploy_engine
-from planner.plan_notes import rests_on
 from planner.processes import Pool
 from planner.table.table import PartitionTable
+from planner.uncertainty.intervals import provenance
 
 LONG = 60_000  # requests, above which designs are searched on a stretch of the workload
 _STRETCH = 40_000  # requests of that stretch
@@ -133,7 +133,7 @@ def plan_capacity(
         interval_meaning=MEANING_OF_DRAWN if request.source.is_random else MEANING_OF_TRACE,
         simulated_requests=evaluations.simulated,
         seconds=time.perf_counter() - begin_s,
-        rests_on=rests_on(scenario),
+        rests_on=provenance(scenario),
         warnings=tuple(notes),
     )
 

@@ -11,10 +11,10 @@ from kvrsim.results.question import Question
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, label_of
 from kvrsim.units import check_places
-from planner.backends.pool import Pool
 from planner.candidates import all_for, distinct
 from planner.grid import quick_candidate
 from planner.map.map import ALONE, MapPoint, StrategyMap
+from planner.processes import Pool
 
 OnPlace = Callable[[int, int], None]  # places done, places in all
 

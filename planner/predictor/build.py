@@ -16,10 +16,10 @@ from kvrsim.results.question import Question
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from kvrsim.version import __version__
-from planner.backends.pool import Pool
 from planner.candidates import strategies_to_compare
 from planner.predictor.grid import StrategyTimes, TtftPredictor
 from planner.predictor.points import Row, at, marked, refined, row_at, simulated
+from planner.processes import Pool
 
 OnPart = Callable[[int, int, str], None]  # parts done, parts in all, and what they are
 BEST = "best"

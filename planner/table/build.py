@@ -27,8 +27,8 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, chain_like, searched
 from kvrsim.units import check_places
 from kvrsim.version import __version__
-from planner.backends.pool import Pool
 from planner.candidates import per_rank_scenario
+from planner.processes import Pool
 from planner.search.balance import Chain, balanced_chunks
 from planner.search.bound import lower_bound_s
 from planner.search.minimise import Evaluator, chunk_lens, rounded

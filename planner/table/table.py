@@ -1,4 +1,4 @@
-"""PartitionTable: the best partitions of many contexts and numbers of GPUs; versioned JSON in and out, and KVR-P's lookup.
+"""PartitionTable: the best partitions of many contexts and numbers of GPUs, as versioned JSON; and KVR-P's lookup.
 
 docs/how-to/partition-table.md describes the file for programs that read it.
 

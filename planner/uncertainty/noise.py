@@ -15,7 +15,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 
 if TYPE_CHECKING:
-    from planner.backends.pool import Pool
+    from planner.processes import Pool
 
 DEFAULT_SAMPLES, MAX_SAMPLES = 200, 100_000
 FIRST_PLAN_SAMPLE = 10_000  # a plan's samples begin here, apart from those of `simulate`

@@ -72,7 +72,7 @@ COMMANDS: tuple[tuple[tuple[str, ...], Options, Options, tuple[str, ...]], ...] 
         _PREFILL
         | _NOISE
         | {"--strategies": ("tsp", "single,kvr-e", "tsp,ring,tp2+ring"), "--method": ("grid", "analytical", "auto")}
-        | {"--stride": ("64", "1"), "--objective": ("mean", "p99"), "--trace": ("t.json",), "--plot": ("p.svg",)},
+        | {"--stride": ("64", "1"), "--trace": ("t.json",), "--plot": ("p.svg",)},
         _FLAG,
     ),
     (

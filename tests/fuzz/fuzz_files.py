@@ -13,9 +13,8 @@ from fuzz_law import check_command
 
 import kvrsim
 from calibrate.data import Measurement, write_measurements
-from planner.table.build import make_table
-from planner.table.partial import Partial
-from planner.table.setting import TableSetting
+from planner.table.build import Partial, make_table
+from planner.table.table import TableSetting
 
 _DATA = Path(kvrsim.__file__).parent / "data"
 _VALUES: tuple[Any, ...] = (

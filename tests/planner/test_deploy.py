@@ -15,8 +15,8 @@ from kvrsim.choices import DEPLOY_ENGINES
 from kvrsim.cli import main as cli
 from kvrsim.errors import InputError
 from kvrsim.strategies import STRATEGIES, get_strategy
+from planner.candidates import partition_of
 from planner.deploy import Degrees, Launch, degrees_of, deployed_by, launch_of, names_for, only_deployable
-from planner.partitions import partition_of
 from tests.building.flags import options
 from validate.engine_flags import QUESTIONS
 

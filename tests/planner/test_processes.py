@@ -13,13 +13,14 @@ import pytest
 from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
 from kvrsim.io.schema import to_json
+from kvrsim.noise import parse_noise
 from planner.capacity.plan import plan_capacity
 from planner.capacity.request import make_request
 from planner.map.build import make_map
 from planner.plan import make_plan
 from planner.processes import Pool
 from planner.table.build import make_table
-from planner.uncertainty.disturbed import as_asked
+from planner.uncertainty.noise import Disturbance
 
 REQUESTS = "synthetic:poisson,rate=8,requests=60,context=lognormal:600:0.5,max=1k,cached=20%"
 
@@ -34,9 +35,9 @@ class Backwards(Pool):
 def answers(pool: Pool | None) -> dict[str, str]:
     """What four commands answer, without the seconds that they took."""
     scenario, _ = make_scenario(ctx=1024, gpus=2)
-    noise = as_asked("jitter:0.1", 4, 1)
+    noise = Disturbance(noise=parse_noise("jitter:0.1"), num_samples=4, seed=1, pool=pool)
     asked = make_request(requests=REQUESTS, slo_ttft="1s", group_sizes="1,2", replications="1", gpus_per_node=None)
-    plan = make_plan(scenario, disturbance=noise, strategies=("kvr-e", "kvr-s"), pool=pool)
+    plan = make_plan(scenario, disturbance=noise, strategies=("kvr-e", "kvr-s"))
     fleet = plan_capacity(scenario, asked, strategies=("single", "tsp", "kvr-s"), pool=pool)
     found = {
         "table": make_table(scenario, (2,), (512, 1024, 768), pool=pool).to_dict(),

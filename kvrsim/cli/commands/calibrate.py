@@ -723,14 +723,14 @@ def _check_outputs(output: str | None, name: str | None, check: bool) -> None:
 
 def _cases(options: PrefillOptions, profile: CalibrationProfile, rows: Any, progress: WorkProgress) -> PrefillCases:
     from calibrate.prefills.fit import make_cases
-    from planner.partitions import partition_of
+    from planner.candidates import partition_of
 
     return make_cases(rows, profile, partition_of, options.setting(), progress)
 
 
 def _checked(cases: PrefillCases, progress: WorkProgress, json: bool) -> dict[str, Any]:
     from calibrate.prefills.fit import check_prefills
-    from planner.uncertainty.interval import interval
+    from planner.uncertainty.intervals import interval
 
     checked = check_prefills(cases.cases, interval, progress)
     if not json:
@@ -748,7 +748,7 @@ def _fitted_prefills(
     json: bool,
 ) -> dict[str, Any]:
     from calibrate.prefills.fit import fit_prefills, source_of
-    from planner.uncertainty.interval import interval
+    from planner.uncertainty.intervals import interval
 
     fit = fit_prefills(
         cases.cases,

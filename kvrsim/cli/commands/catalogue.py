@@ -73,8 +73,8 @@ def about(name: str) -> dict[str, Any]:
     """A strategy as JSON, the fields as docs/reference/json.md has them; raises InputError where there is none."""
     from kvrsim.runtime.exchange import RUN_STRATEGIES
     from kvrsim.strategies import get_strategy
+    from planner.candidates import QUICK
     from planner.deploy import engines_for
-    from planner.strategies_for import QUICK
 
     strategy = get_strategy(name, "NAME|FILE.py:NAME")
     words = _words(strategy)
@@ -629,7 +629,7 @@ def show_engines(engines: Sequence[Engine]) -> None:
 
 def show_engine(engine: Engine) -> None:
     """Every term with its range, and what the record rests on."""
-    from planner.uncertainty.causes import engine_sides
+    from planner.uncertainty.sensitivities import engine_sides
 
     table = columns("term")
     columns("value", "80 % range", numbers=True, into=table)

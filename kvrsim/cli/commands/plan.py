@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,7 +15,7 @@ from kvrsim.cli.options import Table as TableFile
 from kvrsim.cli.outputs import tell, write_beside
 from kvrsim.cli.parsing import parse_choice, parse_strategies, read_table, require_table
 from kvrsim.cli.pool_options import PoolOptions
-from kvrsim.cli.run_options import PageOptions, PlanNoiseOptions
+from kvrsim.cli.run_options import NoiseOptions, PageOptions
 from kvrsim.cli.text import (
     INTERVAL_TITLES,
     TIED,
@@ -54,10 +55,10 @@ if TYPE_CHECKING:
     from planner.deploy import Launch
 
 
-@takes(ScenarioOptions, PlanNoiseOptions, PoolOptions, DeployOptions, PageOptions, AnswerOptions)
+@takes(ScenarioOptions, NoiseOptions, PoolOptions, DeployOptions, PageOptions, AnswerOptions)
 def plan(
     options: ScenarioOptions,
-    random: PlanNoiseOptions,
+    random: NoiseOptions,
     workers: PoolOptions,
     deploy: DeployOptions,
     files: PageOptions,
@@ -103,7 +104,7 @@ def plan(
     require_table(names or [], table)
     parse_choice(method, "method", METHODS)
     step = None if stride is None else parse_tokens(stride, "stride")
-    seed, disturbance, statistic = random.seed_number, random.disturbance(), random.statistic()
+    seed, disturbance = random.seed_number, random.disturbance()
     if workers.is_given and disturbance is None:
         raise InputError("jobs", workers.jobs or workers.backend, "with --noise: other processes simulate its samples")
     pool = workers.pool()
@@ -115,24 +116,19 @@ def plan(
         from planner.deploy import only_deployable
 
         names = list(only_deployable(scenario, within, names, "only_deployable" if deploy.only_deployable else "emit"))
+    from planner.candidates import Search
     from planner.plan import make_plan
 
     with pool, SearchProgress() as progress:
         result = make_plan(
             scenario,
             strategies=names,
-            method=method,
-            stride=step,
-            table=lookup,
+            search=Search(method=method, stride=step, table=lookup, on_progress=progress),
+            disturbance=None if disturbance is None else replace(disturbance, pool=pool),
+            timelines=("all" if is_page(files.plot) else "best") if files.wanted else None,
             warnings=warnings,
-            on_progress=progress,
-            on_stage=progress.stage,
-            timeline=files.wanted,
-            every_timeline=is_page(files.plot),
-            disturbance=disturbance,
-            objective=statistic,
             seed=seed,
-            pool=pool,
+            on_stage=progress.stage,
         )
     launch = None if deploy.emit is None else _launch(scenario, result, deploy.emit, options.model)
     if not answers.printed((launch or result).to_dict, "strategies"):
@@ -333,22 +329,13 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _add_noise(table: Facts, plan: Plan) -> None:
-    """The distributions of TTFT under noise, and what planning for it gains."""
-    if (report := plan.noise) is None:
+    """The distributions of TTFT under noise."""
+    if plan.noise is None:
         return
-    table.add_row("noise:", report.noise.describe())
+    table.add_row("noise:", plan.noise.noise.describe())
     for result in plan.strategies:
         if result.noisy is not None:
             table.add_row("", f"{result.strategy}: {_summary(result.noisy)}")
-    if report.quiet_s is None or report.robust_s is None:
-        return
-    quiet, robust = format_seconds(report.quiet_s), format_seconds(report.robust_s)
-    same = report.quiet_partition == report.robust_partition
-    gained = (
-        f"{robust}; the partition planned without noise takes {quiet} ({1 - report.robust_s / report.quiet_s:+.2%})"
-    )
-    said = "the partition planned without random noise is the best" if same else gained
-    table.add_row("", f"kvr-s, {report.objective} over {report.num_samples} held-out samples: {said}")
 
 
 def _summary(noisy: Distribution) -> str:

@@ -8,14 +8,12 @@ import typer
 
 from kvrsim.choices import EXECUTORS
 from kvrsim.cli.answers import AnswerOptions
-from kvrsim.cli.options import PackTokens, StreamOptions, takes
+from kvrsim.cli.options import ScenarioOptions, takes
 from kvrsim.cli.options import Table as TableFile
 from kvrsim.cli.outputs import write_beside
 from kvrsim.cli.parsing import (
     parse_choice,
     parse_chunks,
-    parse_pack_tokens,
-    parse_requests,
     parse_strategy,
     read_table,
     require_table,
@@ -54,9 +52,9 @@ if TYPE_CHECKING:
     from kvrsim.scenario import Scenario
 
 
-@takes(StreamOptions, NoiseOptions, PageOptions, AnswerOptions)
+@takes(ScenarioOptions, NoiseOptions, PageOptions, AnswerOptions)
 def simulate(
-    options: StreamOptions,
+    options: ScenarioOptions,
     random: NoiseOptions,
     files: PageOptions,
     answers: AnswerOptions,
@@ -87,23 +85,6 @@ def simulate(
     breakdown: Annotated[
         bool, typer.Option("--breakdown", help="Print the seconds of every operation, and whether they were measured.")
     ] = False,
-    requests: Annotated[
-        str | None,
-        typer.Option(
-            "--requests",
-            metavar="N|LEN,LEN,...|FILE|synthetic:SPEC",
-            help="Run several prompts on the same GPUs: N equal ones, contexts such as 2k,8k, or those of a trace.",
-        ),
-    ] = None,
-    every: Annotated[
-        str | None,
-        typer.Option(
-            "--every",
-            metavar="TIME",
-            help="Time between --requests: 500ms, or poisson:500ms. Default: all arrive at once.",
-        ),
-    ] = None,
-    pack_tokens: PackTokens = None,
 ) -> None:
     """Simulate one strategy's prefill, rank by rank.
 
@@ -120,12 +101,11 @@ def simulate(
     if executor == "batch" and (files.wanted or breakdown):
         raise InputError("executor", executor, "event, where --trace, --plot or --breakdown is asked for")
     seed, disturbance = random.seed_number, random.disturbance()
-    arrivals = parse_requests(requests, every, seed)
-    budget = parse_pack_tokens(pack_tokens)
     files.check()
     lookup = read_table(table)
-    scenario, warnings = options.scenario_of(arrivals)
+    scenario, warnings = options.scenario()
     from kvrsim.cli.progress import SearchProgress
+    from planner.candidates import Search
     from planner.simulate import run_simulation
 
     with SearchProgress() as progress:
@@ -133,17 +113,12 @@ def simulate(
         result = run_simulation(
             scenario,
             strategy=strategy,
-            partition=chunks,
-            table=lookup,
+            search=Search(partition=chunks, table=lookup, on_progress=progress),
             executor=executor,
-            timeline=files.wanted,
-            with_breakdown=breakdown,
+            record=[*["timeline"] * files.wanted, *["breakdown"] * breakdown],
             disturbance=disturbance,
-            arrivals=arrivals,
-            pack_tokens=budget,
-            seed=seed,
             warnings=warnings,
-            on_progress=progress,
+            seed=seed,
         )
     if not answers.printed(result.to_dict, "per_rank", without=("memory",)):
         from kvrsim.cli.commands.simulate import show_simulation
@@ -219,23 +194,6 @@ def _add_noise_and_requests(table: Facts, result: SimResult) -> None:
     if result.noise is not None and result.noisy is not None:
         table.add_row("noise:", result.noise.describe())
         _add_distribution(table, result.noisy)
-    if (stream := result.stream) is not None:
-        figures = stream.to_dict()
-        table.add_row("requests:", f"{figures['count']}, {stream.arrivals}")
-        times = [format_seconds(figures[f"{name}_ttft_s"]) for name in ("mean", "p50", "p95", "p99")]
-        table.add_row("", "TTFT mean {}, median {}, p95 {}, p99 {}".format(*times))
-        shown = ", ".join(format_seconds(ttft_s) for ttft_s in stream.ttft_s[:8])
-        table.add_row("", f"each: {shown}{', ...' if len(stream.ttft_s) > 8 else ''}")
-        steady = "" if stream.steady_per_s is None else f"; {stream.steady_per_s:.3g} without pauses between requests"
-        table.add_row("", f"{stream.throughput_per_s:.3g} per second{steady}")
-        if (packed := stream.packed) is not None:
-            table.add_row(
-                "",
-                f"{packed.steps} packed steps of at most {packed.pack_tokens} tokens, on average"
-                f" {packed.mean_tokens:.0f} tokens of {packed.mean_prompts:.1f} prompts",
-            )
-        used = ", ".join(f"{share:.0%}" for share in stream.utilisation[:16])
-        table.add_row("", f"utilisation of each rank: {used}{', ...' if len(stream.utilisation) > 16 else ''}")
 
 
 def _add_distribution(table: Facts, noisy: Distribution) -> None:

@@ -34,9 +34,7 @@ if TYPE_CHECKING:
     from kvrsim.scenario import Scenario
     from kvrsim.strategies import Strategy
     from planner.processes import Pool
-    from planner.table.lookup import LookedUp
-    from planner.table.setting import TableSetting
-    from planner.table.table import PartitionTable
+    from planner.table.table import LookedUp, PartitionTable, TableSetting
 
 app = typer.Typer()
 

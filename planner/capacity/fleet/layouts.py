@@ -14,9 +14,9 @@ from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, get_strategy, hybrid_names
+from planner.candidates import all_for, distinct, group_sizes
 from planner.deploy import DeployEngine
 from planner.packing.rule import ACCEPTED, takes_steps
-from planner.strategies_for import all_for, distinct, group_sizes
 from planner.table.table import PartitionTable
 
 WHOLE = "whole"  # every GPU of a group holds all weights

@@ -27,7 +27,7 @@ from planner.capacity.workloads.workload import Lengths
 from planner.search.minimise import chunks_between, to_grid
 from planner.search.pipeline import with_step_time
 from planner.search.search import search
-from planner.table.table import PartitionTable, partition_from
+from planner.table.table import PartitionTable
 
 _TILE = 128  # tokens, rows of an attention kernel's tile
 _BLENDS = (0.0, 0.5, 1.0)  # weights between the searched shares below and above
@@ -137,7 +137,7 @@ class Prefills:
     def _candidates(self, knots: Lengths, cached_prefix: int) -> list[Array]:
         """Candidate chunks of each knot, each of shape (B, ranks); a table's partition is the only candidate."""
         if self.table is not None:
-            cuts = [partition_from(self.table, self.at(cached_prefix, int(knot))).chunk_lens for knot in knots]
+            cuts = [self.table.partition_for(self.at(cached_prefix, int(knot))).chunk_lens for knot in knots]
             return [np.array([cut], dtype=float) for cut in cuts]
         step = 2 if cached_prefix else 1  # with a long prefix, shares change less with length
         planned = {length: self._planned(cached_prefix, length) for length in _powers(knots, step)}
@@ -146,7 +146,7 @@ class Prefills:
     def _planned(self, cached_prefix: int, new_tokens: int) -> Array:
         """Share of the new tokens of each rank."""
         if self.table is not None:
-            return np.array(partition_from(self.table, self.at(cached_prefix, new_tokens)).fractions)
+            return np.array(self.table.partition_for(self.at(cached_prefix, new_tokens)).fractions)
         found = search(self.at(cached_prefix, new_tokens), self.strategy, method="analytical")
         return np.array(found.partition.fractions)
 

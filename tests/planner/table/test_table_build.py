@@ -26,7 +26,7 @@ from planner.search.minimise import Evaluator
 from planner.search.search import search
 from planner.table import build as table_build
 from planner.table.build import Partial, draft_of, make_table
-from planner.table.table import PartitionTable, TableSetting, look_up, notes_on_table, quantization_steps
+from planner.table.table import PartitionTable, TableSetting, look_up, quantization_steps
 
 KVR = STRATEGIES["kvr-s"]
 READER = runpy.run_path(str(Path(__file__).parents[3] / "examples" / "read_table.py"))["partition"]
@@ -256,7 +256,7 @@ def test_a_table_of_another_setting_is_said(
 ) -> None:
     table = tables["a100-eager"]
     scenario, _ = make_scenario(ctx=8192, gpus=4, **options)  # type: ignore[arg-type]
-    notes = notes_on_table(table, scenario, STRATEGIES["kvr-p"])
+    notes = table.notes_for(scenario, STRATEGIES["kvr-p"])
     assert len(notes) == 1
     assert named in notes[0]
     plan = make_plan(scenario, strategies=("kvr-p",), search=Search(table=table))
@@ -269,8 +269,8 @@ def test_figures_that_have_changed_under_the_same_names_are_said(tables: dict[st
     assert scenario.profile is not None
     host = replace(scenario.profile.host, layer_s=2 * scenario.profile.host.layer_s)
     changed = replace(scenario, profile=replace(scenario.profile, host=host))
-    assert notes_on_table(tables["a100-eager"], scenario, STRATEGIES["kvr-p"]) == ()
-    assert "same names" in notes_on_table(tables["a100-eager"], changed, STRATEGIES["kvr-p"])[0]
+    assert tables["a100-eager"].notes_for(scenario, STRATEGIES["kvr-p"]) == ()
+    assert "same names" in tables["a100-eager"].notes_for(changed, STRATEGIES["kvr-p"])[0]
 
 
 def test_a_table_with_a_cached_prefix() -> None:
