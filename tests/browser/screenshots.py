@@ -28,19 +28,6 @@ FOLDER = ROOT / "docs" / "images" / "pages"
 MODEL = ROOT / "validate" / "models" / "small-llama.json"
 LARGEST_BYTES = 150_000
 PLAN = ("plan", "--gpus", "8", "--ctx", "16k", "--plot", "plan.html")
-REQUESTS = (
-    "simulate",
-    "--strategy",
-    "kvr-s",
-    "--gpus",
-    "4",
-    "--ctx",
-    "8k",
-    "--requests",
-    "24",
-    "--every",
-    "poisson:450ms",
-)
 MAP = (
     *("map", "--ctx", "1k:64k:x2", "--gpus", "2,4,8", "--link-bandwidths", "5GB/s,25GB/s,100GB/s,300GB/s"),
     *("--strategies", "tsp,kvr-s,ring,zigzag,ulysses,tp,tp2+kvr-s", "--plot", "map.html"),
@@ -131,7 +118,6 @@ PICTURES = {
     "plan": Picture(command=PLAN, size=(1200, 1010)),
     "plan-zoomed": Picture(command=PLAN, act=zoomed, size=(1160, 770)),
     "plan-strategies": Picture(command=PLAN, act=at("#strategies"), size=(1200, 890), dark=True),
-    "requests": Picture(command=(*REQUESTS, "--plot", "requests.html"), size=(1200, 1010)),
     "map": Picture(command=MAP, act=pointed, size=(1120, 700)),
     "map-lead": Picture(command=MAP, act=led, size=(1200, 470), dark=True),
     "capacity": Picture(command=CAPACITY, act=doubled, size=(1200, 790)),

@@ -99,15 +99,6 @@ def test_the_table_of_strategies_sorts_and_memory_follows_the_timelines(
     assert seen.script("return document.querySelectorAll('#times tbody tr').length") == 8
 
 
-def test_requests_are_charted_and_listed(opened: Callable[..., Opened]) -> None:
-    run = kvrsim.simulate(strategy="kvr-s", gpus=2, ctx="2k", requests=8, every="50ms", timeline=True)
-    seen = opened(simulation_page(run, "eight prompts"))
-    seen.hover("#requests .u-over", 200, 100)
-    assert "TTFT" in seen.text("#kv-tip")
-    seen.script("document.querySelector('#requests').parentElement.querySelector('details').open = true")
-    assert seen.script("return document.querySelectorAll('#requests + details tbody tr').length") == 8
-
-
 def test_it_prints_in_light_colours_without_tools(opened: Callable[..., Opened], page: Page) -> None:
     seen = opened(page)
     seen.prefers("dark")

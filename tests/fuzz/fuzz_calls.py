@@ -45,7 +45,6 @@ _FUNCTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
         "strategies": ("tsp", ["tsp", "kvr-e"], ("single",), "single,tsp"),
         "method": ("auto", "analytical"),
         "stride": (None, 64, "64"),
-        "objective": ("mean", "p99"),
         "timeline": (False, True),
     },
     "simulate": _SHARED
@@ -56,8 +55,6 @@ _FUNCTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
         "executor": (None, "batch", "event"),
         "timeline": (False, True),
         "breakdown": (False, True),
-        "requests": (None, 3),
-        "every": ("0s", "poisson:5ms"),
     },
     "build_table": _SHARED | {"ctx": ("512", [256, 512]), "gpus": ("2", [2]), "jobs": (1,)},
     "map_strategies": _SHARED

@@ -82,9 +82,6 @@ COMMANDS: tuple[tuple[tuple[str, ...], Options, Options, tuple[str, ...]], ...] 
         | _NOISE
         | {"--partition": ("512,512", "256,256", "1000,2000", "1"), "--executor": ("batch", "event")}
         | {
-            "--requests": ("3", "1k,2k,300"),
-            "--every": ("5ms", "poisson:5ms", "0s"),
-            "--pack-tokens": ("1k",),
             "--trace": ("t.json",),
         },
         (*_FLAG, "--breakdown"),

@@ -95,7 +95,6 @@ MISTAKES = [
     ((*SIMULATE, "--partition", "512,0"), "--partition"),
     ((*SIMULATE, "--partition", "500,a"), "--partition"),
     ((*SIMULATE, "--partition", "500,,12"), "--partition"),
-    (("simulate", "--strategy", "tp", "--requests", "2k"), "a number of equal prompts, contexts such as 2k,8k,2k"),
     ((*SIMULATE, "--executor", "threads"), "--executor"),
     ((*SIMULATE, "--executor", "batch", "--trace", "trace.json"), "--executor"),
     (("profiles", "show"), "NAME|PATH"),

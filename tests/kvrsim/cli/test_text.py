@@ -48,7 +48,6 @@ COMMANDS = [
     ("plan", *TOO_LARGE, "--strategies", "tsp,tp"),
     ("plan", *TINY, "--strategies", "kvr-e,tsp", "--noise", "jitter:0.1", "--samples", "20"),
     ("simulate", "--strategy", "kvr-e", *TINY, "--breakdown"),
-    ("simulate", "--strategy", "tp", *TINY, "--requests", "3"),
     ("simulate", "--strategy", "pp", *TOO_LARGE),
     ("map", "--ctx", "1k,2k", "--gpus", "2,4,8", "--strategies", "tsp,zigzag", "--link-bandwidths", "1GB/s,200GB/s"),
     ("table", "build", "--gpus", "2", "--ctx", "512", "-o", "new.json"),

@@ -147,28 +147,6 @@ def test_no_bar_is_lost_between_two_pixels(seed: int) -> None:
         assert (seen[first : last + 1, 3] > 0.1).all()
 
 
-def test_requests_behind_each_other_are_all_in_the_timeline(tmp_path: Path) -> None:
-    options: dict[str, Any] = dict(strategy="kvr-e", ctx=512, gpus=4, timeline=True)
-    alone = kvrsim.simulate(**options).timeline
-    result = kvrsim.simulate(**options, requests=5)
-    assert alone is not None
-    assert result.timeline is not None
-    assert result.stream is not None
-    assert result.timeline.first_tokens_s == pytest.approx(result.stream.ttft_s)
-    moved = [sum(span.kind == "transfer" for span in one.spans) for one in (alone, result.timeline)]
-    assert moved[1] == 5 * moved[0]
-    write_gantt(result.timeline, tmp_path / "five.png", title="five")
-
-
-def test_of_many_requests_the_first_are_shown_and_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("planner.simulate.MOST_SPANS", 5000)
-    titles = []
-    monkeypatch.setattr(Head, "draw", lambda head, figure: titles.append(head.title))
-    asked = ["simulate", "--strategy", "kvr-e", "--ctx", "512", "--gpus", "4", "--requests", "50", "--plot"]
-    assert cli.main([*asked, str(tmp_path / "x.png")]) == 0
-    assert re.search(r"the first \d+ of 50 requests", titles[0])
-
-
 def test_slow_links_and_a_bus(tmp_path: Path) -> None:
     write_gantt(timeline_of("kvr-e", 4, link_bandwidth="10MB/s", topology="bus"), tmp_path / "a.png", title="bus")
 

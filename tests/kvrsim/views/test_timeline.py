@@ -99,14 +99,6 @@ def test_colours_of_a_legend_are_those_that_are_drawn() -> None:
     assert {variable for _, variable in legend([run.timeline])} == {kind["colour"] for kind in data["kinds"]}
 
 
-def test_a_page_of_requests_holds_them_all() -> None:
-    run = kvrsim.simulate(strategy="kvr-s", gpus=2, requests="1k,2k,1k", every="1ms", timeline=True)
-    page = simulation_page(run, "three prompts")
-    assert page.data["requests"]["context_len"] == [1024, 2048, 1024]
-    assert len(page.data["timelines"][0]["first_tokens_s"]) == 3
-    assert 'id="requests"' in render(page)
-
-
 @pytest.mark.parametrize("name", ["tsp", "kvr-e", "kvr-direct", "ring", "zigzag", "ulysses", "tp", "pp"])
 def test_the_count_of_spans_is_never_too_small(name: str) -> None:
     scenario, _ = make_scenario(gpus=2, ctx="512")

@@ -29,17 +29,16 @@ def results() -> dict[str, Displayed]:
         "plan that does not fit": kvrsim.plan(ctx="256k", gpus=2, strategies=["single", "tsp"]),
         "simulation": kvrsim.simulate(strategy="kvr-e", ctx="4k", gpus=40),
         "simulation with timeline": kvrsim.simulate(strategy="pp", ctx="4k", gpus=4, timeline=True),
-        "requests": kvrsim.simulate(strategy="tsp", ctx="1k", gpus=4, timeline=True, requests=30),
         "map": kvrsim.map_strategies(ctx=["1k", "4k"], gpus=[2, 8], link_bandwidths=["1GB/s", "100GB/s"]),
         "capacity": kvrsim.capacity(requests=REQUESTS, slo_ttft="2s", max_gpus=4),
     }
 
 
 NAMES = [
-    *("plan", "plan with timelines", "plan that does not fit", "simulation", "simulation with timeline", "requests"),
+    *("plan", "plan with timelines", "plan that does not fit", "simulation", "simulation with timeline"),
     *("map", "capacity"),
 ]
-PAGES = ("plan with timelines", "simulation with timeline", "requests", "map", "capacity")
+PAGES = ("plan with timelines", "simulation with timeline", "map", "capacity")
 
 
 def boxes(figure: Figure) -> Iterator[tuple[str, Bbox]]:
