@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -28,9 +30,12 @@ KERNELS = ATTENTION_KERNELS
 _MOST_HELD = 0.9  # a GPU whose multiprocessors are all held would compute nothing
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """One request, on one cluster, by one model, predicted from one profile (None: the datasheet's roofline)."""
+    """One request, on one cluster, by one model, predicted from one profile (None: the datasheet's roofline).
+
+    A strategy sees it per rank: on one GPU, or with groups of GPUs as ranks (planner.candidates.per_rank_scenario).
+    """
 
     model: ModelSpec
     cluster: Cluster
@@ -44,8 +49,6 @@ class Scenario:
     expert_imbalance: float | None = None  # then, rows of the busiest GPU over the mean; None: see mean_imbalance
     prefix_placement: PrefixPlacement = ON_EVERY_RANK  # where the cached prefix's K and V lie
     prefix_access: PrefixAccess | None = None  # how ranks attend to it; None: a strategy has not chosen yet
-    _pace: float | None = field(default=None, init=False, repr=False, compare=False)  # once it was asked for
-    _share: ModelSpec | None = field(default=None, init=False, repr=False, compare=False)  # likewise
 
     def __post_init__(self) -> None:
         self.memory_limit  # noqa: B018  # checks the fraction
@@ -64,6 +67,10 @@ class Scenario:
             raise InputError("dtype", self.request.dtype, f"what profile {self.profile.name} has: {has}")
         if self.request.dtype == "fp8" and self.model.quantization is None:
             object.__setattr__(self, "model", in_fp8(self.model))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the fields alone, without what was computed from them."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @property
     def profile_name(self) -> str:
@@ -104,17 +111,14 @@ class Scenario:
         """GPUs that a rank stands for."""
         return 1 if self.group is None else self.group.size
 
-    @property
+    @cached_property
     def share(self) -> ModelSpec:
         """What one GPU of a rank holds of every layer."""
-        if self._share is None:
-            share = self.model if self.group is None else self.group.model
-            num_gpus = self.expert_placement.num_gpus
-            object.__setattr__(self, "_share", spread_experts(share, self.model, num_gpus) if num_gpus > 1 else share)
-        assert self._share is not None
-        return self._share
+        share = self.model if self.group is None else self.group.model
+        num_gpus = self.expert_placement.num_gpus
+        return spread_experts(share, self.model, num_gpus) if num_gpus > 1 else share
 
-    @property
+    @cached_property
     def expert_placement(self) -> ExpertPlacement:
         """How routed experts lie on the GPUs."""
         if not self.expert_parallel or self.num_gpus == 1:
@@ -131,7 +135,7 @@ class Scenario:
         """Whether ranks exchange tokens in layers with experts, so that all come to each of these together."""
         return self.expert_placement.num_gpus > self.gpus_per_rank
 
-    @property
+    @cached_property
     def prefix_access_plan(self) -> PrefixAccessPlan:
         """How attention comes to the cached prefix."""
         placement = self.prefix_placement if self.request.cached_prefix else ON_EVERY_RANK
@@ -187,19 +191,13 @@ class Scenario:
         """Seconds of the engine's kernels over the profile's."""
         return 1.0 if self.engine is None or self.profile is None else self.engine.scale_on(self.profile.gpu)
 
-    @property
+    @cached_property
     def pace(self) -> float:
         """Seconds of products and attention at the clock that they run at, over those at the burst clock.
 
         The clock falls with the time under load since the prefill began. One factor stands for the whole prefill, of a
         GPU that has an even share of its work: ranks that are well balanced work about as long.
         """
-        if self._pace is None:
-            object.__setattr__(self, "_pace", self._found_pace())
-        assert self._pace is not None
-        return self._pace
-
-    def _found_pace(self) -> float:
         if self.profile is None or self.profile.kernels.clock is None:
             return 1.0
         tokens, prefix = np.array([[self.request.new_tokens], [self.request.cached_prefix]], dtype=float)
@@ -214,7 +212,7 @@ class Scenario:
         busy_s = np.sum([layers_s[kind] for kind in self.share.layer_kind_index], axis=0) / self.cluster.num_gpus
         return float((self.profile.kernels.clock.stretched_s(busy_s) / busy_s)[0])
 
-    @property
+    @cached_property
     def cost(self) -> CalibratedCost | RooflineCost:
         """Seconds of an operation on this scenario's GPU."""
         if self.profile is not None:
@@ -271,9 +269,15 @@ class Scenario:
         return replace(cost, least=True)
 
     def layer_costs(self, cost: CostModel | None = None) -> tuple[LayerCosts, ...]:
-        """One for each kind of layer of the model; `cost` instead of the scenario's own."""
+        """Costs of each kind of layer of the model, with `cost` instead of the scenario's own."""
+        return self._layer_costs if cost is None or cost is self.cost else self._layer_costs_by(cost)
+
+    @cached_property
+    def _layer_costs(self) -> tuple[LayerCosts, ...]:
+        return self._layer_costs_by(self.cost)
+
+    def _layer_costs_by(self, cost: CostModel) -> tuple[LayerCosts, ...]:
         host = self.host
-        cost = cost or self.cost
         communicates = self.num_gpus > 1
         return tuple(
             LayerCosts(

@@ -22,7 +22,7 @@ from kvrsim.partition import Partition
 from kvrsim.program import Program, computes_s, waited_s
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy, hybrid_names, sizes_names, strategy_names
-from kvrsim.strategies.layers import accesses
+from kvrsim.strategies.layers import supported_prefix_access
 from kvrsim.strategies.pipeline import context_ranks
 from planner.search.minimise import Progress
 from planner.search.search import SearchResult, search
@@ -121,9 +121,9 @@ class Candidate:
     @property
     def prefix_access(self) -> PrefixAccess | None:
         """How ranks attend to a cached prefix that lies elsewhere; None: it lies where it is used."""
-        way = self.per_rank.prefix_way
-        there = way.is_there or (self.strategy.pipeline is not None and way.source is None)  # by layers, as its stages
-        return None if there else way.access
+        plan = self.per_rank.prefix_access_plan
+        each_stage_has_its_layers = self.strategy.pipeline is not None and plan.source is None
+        return None if plan.is_local or each_stage_has_its_layers else plan.access
 
 
 def ttft_of(per_rank: Scenario, strategy: Strategy, partition: Partition) -> float:
@@ -138,28 +138,23 @@ def _finish_s(per_rank: Scenario, strategy: Strategy, partition: Partition) -> t
 def per_rank_scenario(scenario: Scenario, strategy: Strategy) -> Scenario:
     """The scenario with one rank per GPU or group of GPUs, and the fastest access to a cached prefix by even chunks.
 
-    Where a rank can load the whole prefix no later than its shares go round, it does. Raises InputError where the
-    strategy cannot run.
+    Raises InputError where the strategy cannot run.
     """
     per_rank = for_strategy(scenario, strategy)
     if not scenario.request.cached_prefix or scenario.prefix_placement.place == "all":
         return per_rank
-    ways = _accesses(per_rank, strategy)
-    each = [replace(per_rank, prefix_access=way) for way in ways]
-    if len(ways) == 1:
+    each = [replace(per_rank, prefix_access=access) for access in _accesses(per_rank, strategy)]
+    if len(each) == 1:
         return each[0]
     ranks, cluster = per_rank.cluster.num_gpus, per_rank.cluster
     chunks = [np.array([per_rank.request.new_tokens / ranks])] * ranks
     if cluster.shares_bandwidth:  # a fair share for each flow is exact enough to tell which access is faster
         cluster = per_rank.with_own_links(cluster.link.bandwidth_bytes_per_s / (ranks - 1)).cluster
-    ttfts_s = [float(finish_of(one, strategy, chunks, cluster=cluster)[-1, 0]) for one in each]
-    if ways[0] == "whole" and ttfts_s[0] <= ttfts_s[1]:
-        return each[0]
-    return each[int(np.argmin(ttfts_s))]
+    return min(each, key=lambda one: float(finish_of(one, strategy, chunks, cluster=cluster)[-1, 0]))
 
 
 def _accesses(per_rank: Scenario, strategy: Strategy) -> tuple[PrefixAccess, ...]:
-    return accesses(strategy, per_rank.prefix_placement, per_rank.share, per_rank.cluster.num_gpus)
+    return supported_prefix_access(strategy, per_rank.prefix_placement, per_rank.cluster.num_gpus)
 
 
 def prefix_access_notes(candidates: Sequence[Candidate]) -> list[str]:
@@ -167,7 +162,6 @@ def prefix_access_notes(candidates: Sequence[Candidate]) -> list[str]:
     meanings = {
         "whole": "each rank loads all that it needs",
         "pass-kv": "its shares go to all ranks",
-        "pass-q": "the queries go to its shares",
     }
     names = {way: [one.strategy.name for one in candidates if one.prefix_access == way] for way in meanings}
     ways = [f"{way} ({meaning}) in {', '.join(names[way])}" for way, meaning in meanings.items() if names[way]]

@@ -306,7 +306,7 @@ def _prefix_link(scenario: Scenario) -> Perturbation:
     def by(factor: float) -> Scenario:
         return replace(scenario, prefix_placement=scenario.prefix_placement.slower(scenario.cluster, factor))
 
-    return Perturbation("prefix link", 0.0 if scenario.prefix_way.source is None else _NOMINAL_LINKS, by)
+    return Perturbation("prefix link", 0.0 if scenario.prefix_access_plan.source is None else _NOMINAL_LINKS, by)
 
 
 def run_to_run_log_sd(profile: CalibrationProfile) -> float:

@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-import kvrsim
 from kvrsim.builder import make_scenario
 from kvrsim.views.page import Page
-from kvrsim.views.timeline import plan_page, simulation_page
+from kvrsim.views.timeline import plan_page
 from planner.plan import make_plan
 from tests.building.browser import PHONE, Opened
 

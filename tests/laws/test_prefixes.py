@@ -22,7 +22,7 @@ from kvrsim.program import loaded_bytes
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy
 from kvrsim.strategies.layers import placement_refusal, supported_prefix_access
-from planner.access import placed_for
+from planner.candidates import per_rank_scenario
 from planner.search.bound import lower_bound_s
 from tests.building import Draws, any_partition, any_placed, any_scenario, draws, examples
 
@@ -132,11 +132,14 @@ def test_a_sharded_prefix_needs_less_memory(name: str) -> None:
     strategy, cut = STRATEGIES[name], Partition.even(4096, 8)
     kept = {}
     for place in ("all", "sharded"):
-        scenario = placed_for(make_scenario(**about, prefix_placement=place)[0], strategy)
+        scenario = per_rank_scenario(make_scenario(**about, prefix_placement=place)[0], strategy)
         for access in supported_prefix_access(strategy, scenario.prefix_placement, 8):
             rank = memory_of(replace(scenario, prefix_access=access), strategy, cut)[0]
             kept[place, access] = rank.kv_cache
-            assert rank.total < memory_of(placed_for(make_scenario(**about)[0], strategy), strategy, cut)[0].total + 1
+            assert (
+                rank.total
+                < memory_of(per_rank_scenario(make_scenario(**about)[0], strategy), strategy, cut)[0].total + 1
+            )
     whole = kept["all", "whole"]
     assert all(0.12 * whole < kept[key] < 0.17 * whole for key in kept if key[0] != "all"), kept
 
@@ -151,7 +154,7 @@ def test_strategies_say_where_a_prefix_must_lie() -> None:
     scenario, _ = make_scenario(ctx="8k", gpus=4, cached_prefix="4k", prefix_placement="sharded")
     for name in ("tp", "pp", "tp2+pp"):
         with pytest.raises(InputError, match="a prefix"):
-            placed_for(scenario, get_strategy(name))
+            per_rank_scenario(scenario, get_strategy(name))
 
 
 @pytest.mark.parametrize(

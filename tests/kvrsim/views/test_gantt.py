@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvrsim
-from kvrsim.cli import main as cli
 from kvrsim.results.timeline import Span, Timeline
 from kvrsim.strategies import STRATEGIES
 from kvrsim.views import gantt
-from kvrsim.views.figure import Head
 from kvrsim.views.gantt import (
     MAX_DETAILED_RANKS,
     any_colour,
