@@ -40,7 +40,7 @@ from planner.uncertainty.intervals import is_indistinguishable, measured_coverag
 # Noise, tables and what is only for plans that do not fit are imported where needed: each costs every start time.
 if TYPE_CHECKING:
     from kvrsim.noise import Distribution
-    from kvrsim.results.shortfall import Shortfall
+    from kvrsim.results.results import Shortfall
     from kvrsim.results.timeline import Timeline
     from planner.uncertainty.noise import Disturbance
 

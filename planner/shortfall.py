@@ -11,7 +11,7 @@ from kvrsim.errors import InputError
 from kvrsim.hardware import Cluster, builtin_clusters, load_cluster
 from kvrsim.memory import memory_of
 from kvrsim.partition import Partition
-from kvrsim.results.shortfall import Remedy, Shortfall
+from kvrsim.results.results import Remedy, Shortfall
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.strategies.pipeline import context_ranks

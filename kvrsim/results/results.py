@@ -1,26 +1,78 @@
-"""What kvrsim answers with: typed results that turn into JSON and data frames."""
+"""The answers of kvrsim: typed results that turn into JSON, data frames, figures and notebook tables."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvrsim.choices import PrefixAccess
 from kvrsim.hardware import MemoryLimit
 from kvrsim.io.schema import fields_to_json
 from kvrsim.memory import RankMemory
-from kvrsim.results.displayed import Displayed
 
 if TYPE_CHECKING:
     import pandas
+    from matplotlib.figure import Figure
 
     from kvrsim.hardware import Cluster
     from kvrsim.noise import Distribution, Noise
-    from kvrsim.results.breakdown import Breakdown
     from kvrsim.results.question import Question
-    from kvrsim.results.shortfall import Shortfall
-    from kvrsim.results.timeline import Timeline
+    from kvrsim.results.timeline import Breakdown, Timeline
+
+
+class Displayed:
+    """A result with a view: a module that has `figure`, `page` and `summary` of it, loaded when it is needed."""
+
+    __slots__ = ()
+    view: ClassVar[str]
+
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """The result as a figure, which notebooks show.
+
+        path: where to write it, too, as .png, .svg or .pdf, or as .html: an interactive page in one file.
+        Raises InputError naming the argument plot where the suffix is another or the file cannot be written.
+        """
+        if path is not None:
+            self.write_plot(path)
+        figure: Figure = self._in_view("figure")
+        return figure
+
+    def write_plot(self, path: str | Path) -> None:
+        """Write the file alone; see `plot`."""
+        import_module("kvrsim.views.figure").write(self, import_module(self.view), path)
+
+    def _repr_html_(self) -> str:
+        """The answer, the question and a table, escaped; notebooks call it."""
+        shown: str = self._in_view("summary").to_html()
+        return shown
+
+    def _in_view(self, name: str) -> Any:
+        return getattr(import_module(self.view), name)(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remedy:
+    """A change of the question after which a strategy fits."""
+
+    change: str  # by options of the command line, such as "--gpus 16 --strategies pp"
+    strategy: str
+    num_gpus: int
+    dtype: str
+    memory_fraction: float
+    peak_bytes: int  # of the GPU that needs the most
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shortfall:
+    """What the strategy that is the nearest to fitting lacks, and remedies."""
+
+    strategy: str  # the nearest of those that were compared
+    peak_bytes: int  # of its GPU that needs the most
+    over_bytes: int  # more than the memory limit
+    would_fit: tuple[Remedy, ...]  # nothing that was tried, if empty
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,36 +1,101 @@
-"""What happened when, on which rank and link: spans, as a table and as a trace for Perfetto."""
+"""What happened when, on which rank and link, and where the time of a prefill goes.
+
+A timeline is a table of spans, or a trace for Perfetto and chrome://tracing, with an arrow for every message and the
+question that it answers. Source: "Trace Event Format" of the Chromium project: complete events, flow events and
+metadata events. A breakdown sums the seconds by rank and operation, compared with the roofline.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
 
-from kvrsim.results.span import Span as Span
-from kvrsim.results.span import SpanKind as SpanKind
-from kvrsim.results.span import SpanOp as SpanOp
-from kvrsim.results.trace import trace_events, write_trace
+from kvrsim.io.files import write_atomically
+from kvrsim.io.schema import fields_to_json
+from kvrsim.program import Payload, WorkKind
+from kvrsim.results.question import Question
+from kvrsim.version import __version__, command_line
 
 if TYPE_CHECKING:
     import pandas
 
-    from kvrsim.results.question import Question
+SpanKind = Literal["compute", "wait", "transfer"]
+# all-gather: of the ranks' K and V; collective: among the GPUs that a rank stands for
+SpanOp = WorkKind | Payload | Literal["all-gather", "collective", "stall"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """One stretch of time on a rank's compute stream (compute, wait) or on a link (transfer)."""
+
+    rank: int  # rank that computes or waits; of a transfer, the sender
+    kind: SpanKind
+    op: SpanOp  # what a compute span works on, what a transfer carries, what a wait is for
+    name: str  # the operation, such as "attention" or "kv to rank 3"
+    layer: int | None  # decoder layer, None for embedding and head
+    start_s: float
+    end_s: float
+    peer: int | None = None  # of a transfer, the receiver
+    nbytes: float | None = None  # of a transfer
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from start to end."""
+        return self.end_s - self.start_s
+
+
+Basis = Literal["measured", "interpolated", "extrapolated", "fitted", "datasheet", "simulated"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BreakdownRow:
+    """One kind of work, or of waiting, on one rank, all layers together."""
+
+    rank: int
+    kind: str  # an operation, such as "gemm" or "recurrence", "resume" (after communication) or "wait"
+    what: str  # which matrix product or kind of recurrence, or what is waited for
+    seconds: float
+    share: float  # of TTFT
+    roofline_share: float | None  # least seconds by the datasheet over seconds; None: no work of the device
+    basis: Basis  # how the seconds are known
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Breakdown:
+    """All rows of all ranks; a rank's rows sum to when it has finished."""
+
+    ttft_s: float
+    rows: tuple[BreakdownRow, ...]
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """Plain JSON values."""
+        return [fields_to_json(row) for row in self.rows]
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row a rank and operation."""
+        import pandas
+
+        return pandas.DataFrame(self.to_dict())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """All spans of one prefill, or of several behind each other, ordered by start."""
+    """All spans of one prefill, ordered by start."""
 
     strategy: str
     num_ranks: int
     spans: tuple[Span, ...]
     gpus_per_rank: int = 1  # GPUs that a rank stands for, which do everything alike
-    first_tokens_s: tuple[float, ...] = ()  # of each request that is shown, where there are several
-    bases: tuple[str, ...] = ()  # of each span: how its seconds are known, such as "interpolated"; empty: not told
+    bases: tuple[str, ...] = ()  # how each span's seconds are known, such as "interpolated"; empty: not determined
 
     def rank_name(self, rank: int) -> str:
-        """For people, with its GPUs where they are several."""
         return f"rank {rank}" if self.gpus_per_rank == 1 else f"rank {rank}, {self.gpus_per_rank} GPUs"
 
     @property
@@ -58,7 +123,7 @@ class Timeline:
         return pandas.DataFrame([asdict(span) for span in self.spans])
 
     def chrome_events(self) -> list[dict[str, Any]]:
-        """Trace events as chrome://tracing and Perfetto read them; see kvrsim/results/trace.py."""
+        """Trace events as chrome://tracing and Perfetto read them."""
         return trace_events(self.spans, self.rank_names)
 
     def write_chrome_trace(self, path: str | Path, question: Question | None = None, **about: str | None) -> None:
@@ -67,3 +132,124 @@ class Timeline:
         about: parts of the question that are otherwise; None: it has no such part.
         """
         write_trace([("", self.spans, self.rank_names)], path, question, about)
+
+
+Event = dict[str, Any]
+
+_PIDS = 10_000  # process numbers reserved for one timeline
+_COMPUTE = 0  # thread number; links have those above
+
+
+def write_trace(
+    timelines: Sequence[tuple[str, Sequence[Span], Sequence[str]]],
+    path: str | Path,
+    question: Question | None,
+    about: Mapping[str, str | None] = MappingProxyType({}),
+) -> None:
+    """Write one JSON trace of several timelines, each with its name ("": none), spans and names of ranks; atomically.
+
+    question: what the timelines answer; the trace has it with the version and, where there is one, the command.
+    about: parts of the question that are otherwise; None: it has no such part.
+    """
+    command = command_line()
+    told: dict[str, Any] = {"version": f"kvrsim {__version__}"} | ({} if command is None else {"command": command})
+    if question is not None:
+        told |= question.to_dict() | {"cluster": question.cluster.describe()}
+    told = {key: value for key, value in (told | dict(about)).items() if key not in about or value is not None}
+    events = [event for number, one in enumerate(timelines) for event in trace_events(*one[1:], one[0], number)]
+    label = ", ".join(str(told[key]) for key in ("model", "cluster", "profile", "version") if key in told)
+    events.append({"ph": "M", "pid": 0, "name": "process_labels", "args": {"labels": label}})
+    content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": told}
+    write_atomically(path, json.dumps(content).encode(), argument="trace")
+
+
+def trace_events(spans: Sequence[Span], ranks: Sequence[str], name: str = "", number: int = 0) -> list[Event]:
+    """Trace events of one timeline: a process a rank, with a thread for its compute stream and one for each link.
+
+    Times are microseconds, whole nanoseconds. A flow goes from each message to what its receiver then does.
+    ranks: their names. name: before them. number: of the timeline, where a trace has several.
+    """
+    first = number * _PIDS
+    tracks = _tracks(spans)
+    events = list(_names(ranks, spans, tracks, first, name))
+    by_rank: dict[int, list[tuple[int, int]]] = {}
+    for span in spans:
+        if span.kind != "transfer":
+            by_rank.setdefault(span.rank, []).append(_ns(span))
+    streams = {rank: _Stream(moments) for rank, moments in by_rank.items()}
+    for index, span in enumerate(spans):
+        moves = span.kind == "transfer"
+        pid, tid = first + span.rank, tracks[index][1] if moves else _COMPUTE
+        begin, end = _ns(span, moves=moves)
+        args: Event = {"layer": span.layer, "kind": span.kind, "op": span.op}
+        if span.nbytes is not None:
+            args |= {"bytes": span.nbytes, "to": span.peer}
+        event = {"ph": "X", "pid": pid, "tid": tid, "cat": span.kind, "name": span.name, "args": args}
+        events.append(event | {"ts": begin / 1e3, "dur": (end - begin) / 1e3})
+        if moves and span.peer in streams and (then := streams[span.peer].from_(end)) is not None:
+            flow = {"cat": "message", "name": span.op, "id": first * 1_000_000 + index}
+            events.append(flow | {"ph": "s", "pid": pid, "tid": tid, "ts": begin / 1e3})
+            events.append(flow | {"ph": "f", "bp": "e", "pid": first + span.peer, "tid": _COMPUTE, "ts": then / 1e3})
+    return events
+
+
+class _Stream:
+    """What a rank's compute stream does, where a message may arrive."""
+
+    def __init__(self, spans: Iterable[tuple[int, int]]) -> None:
+        self.spans = sorted(span for span in spans if span[1] > span[0])
+        self.ends = [end for _, end in self.spans]
+
+    def from_(self, moment_ns: int) -> int | None:
+        """The first moment from then on that is inside a span; None: the rank has finished."""
+        place = bisect_right(self.ends, moment_ns)
+        return None if place == len(self.spans) else max(moment_ns, self.spans[place][0])
+
+
+def _ns(span: Span, *, moves: bool = False) -> tuple[int, int]:
+    """Begin and end; of a message a nanosecond apart at least."""
+    begin, end = round(span.start_s * 1e9), round(span.end_s * 1e9)
+    return begin, max(end, begin + 1) if moves else end
+
+
+def _tracks(spans: Sequence[Span]) -> dict[int, tuple[str, int]]:
+    """Of each transfer, by its place among the spans: its track's name and thread number.
+
+    There is a track for each receiver, and others beside it for messages that overlap.
+    """
+    ends: dict[tuple[int, int], list[int]] = {}
+    lanes: dict[int, tuple[int, int, int]] = {}
+    for index, span in enumerate(spans):
+        if span.kind != "transfer" or span.peer is None:
+            continue
+        begin, end = _ns(span, moves=True)
+        busy = ends.setdefault((span.rank, span.peer), [])
+        lane = next((lane for lane, until in enumerate(busy) if until <= begin), len(busy))
+        busy[lane : lane + 1] = [end]
+        lanes[index] = (span.rank, span.peer, lane)
+    ordered = groupby(sorted(set(lanes.values())), key=itemgetter(0))
+    numbers = {track: number for _, tracks in ordered for number, track in enumerate(tracks, start=1)}
+    return {
+        index: (f"link to rank {peer}" + (f", {lane + 1}" if lane else ""), numbers[rank, peer, lane])
+        for index, (rank, peer, lane) in lanes.items()
+    }
+
+
+def _names(
+    ranks: Sequence[str], spans: Sequence[Span], tracks: Mapping[int, tuple[str, int]], first: int, name: str
+) -> Iterator[Event]:
+    """Names and order of processes and threads."""
+    links: dict[int, set[tuple[str, int]]] = {}
+    for index, track in tracks.items():
+        links.setdefault(spans[index].rank, set()).add(track)
+    for rank, named in enumerate(ranks):
+        pid, of = first + rank, f"{name}, " if name else ""
+        yield from _named("process", pid, None, of + named)
+        for label, tid in sorted({("compute", _COMPUTE), *links.get(rank, ())}, key=lambda track: track[1]):
+            yield from _named("thread", pid, tid, label)
+
+
+def _named(what: str, pid: int, tid: int | None, name: str) -> Iterable[Event]:
+    place = {"ph": "M", "pid": pid} | ({} if tid is None else {"tid": tid})
+    yield place | {"name": f"{what}_name", "args": {"name": name}}
+    yield place | {"name": f"{what}_sort_index", "args": {"sort_index": pid if tid is None else tid}}

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 WIDTH = 10.0  # inches
 _LEAST_LAYERS = 8  # with fewer layers there are no close-ups of layers
-_LEAST_REQUESTS = 4  # with fewer requests there are no close-ups of requests
 _SHORT = 0.4  # the longest close-up, as a share of the timeline
 
 
@@ -74,7 +73,7 @@ def _draw(timeline: Timeline, title: str, subtitle: str) -> Figure:
     whole = figure.add_subplot(grid[0, :])
     draw_lanes(whole, timeline.spans, 0.0, timeline.end_s, alternates=alternates)
     lane_axes(whole, timeline, 0.0, timeline.end_s)
-    mark_first_tokens(whole, timeline)
+    mark_first_token(whole, timeline)
     for column, window in enumerate(windows):
         axes = figure.add_subplot(grid[1, column])
         _close_up(axes, timeline, window, alternates=alternates)
@@ -89,14 +88,12 @@ def _close_up(axes: Axes, timeline: Timeline, window: _Window, *, alternates: bo
     inside = [span for span in timeline.spans if span.end_s > window.start_s and span.start_s < window.end_s]
     draw_lanes(axes, inside, window.start_s, window.end_s, pixels=PIXELS // 2, alternates=alternates)
     draw_arrows(axes, [span for span in inside if span.kind == "transfer"], window.start_s, window.end_s)
-    if alternates and not timeline.first_tokens_s:
+    if alternates:
         number_layers(axes, inside, window.start_s, window.end_s)
 
 
 def _windows(timeline: Timeline) -> list[_Window]:
     """Close-ups; none where the whole timeline shows as much."""
-    if timeline.first_tokens_s:
-        return _of_requests(timeline.first_tokens_s)
     if is_pipeline(timeline):
         return _of_pieces(timeline)
     layers = sorted({span.layer for span in timeline.spans if span.layer is not None})
@@ -136,19 +133,6 @@ def _of_pieces(timeline: Timeline) -> list[_Window]:
     ]
 
 
-def _of_requests(first_tokens_s: Sequence[float]) -> list[_Window]:
-    """Windows of two consecutive requests, at the beginning and midway."""
-    if len(first_tokens_s) < _LEAST_REQUESTS:
-        return []
-    middle = len(first_tokens_s) // 2
-    first, last = middle - 1, middle + 1
-    title = f"requests {middle + 1} and {middle + 2}: from the first token before to theirs"
-    return [
-        _Window("first two", "requests 1 and 2: to their first tokens", 0.0, first_tokens_s[1]),
-        _Window("midway", title, first_tokens_s[first], first_tokens_s[last]),
-    ]
-
-
 def _start_s(spans: Iterable[Span]) -> float:
     return min(span.start_s for span in spans)
 
@@ -177,15 +161,8 @@ def lane_axes(
     axes.set_axisbelow(True)
 
 
-def mark_first_tokens(axes: Axes, timeline: Timeline) -> None:
-    """Mark TTFT, when the last rank is done; with several requests, mark each one."""
-    if timeline.first_tokens_s:
-        for moment_s in timeline.first_tokens_s:
-            axes.axvline(moment_s, color=INK, linewidth=0.8, zorder=6)
-        count = len(timeline.first_tokens_s)
-        text = f"lines: first tokens of {count} requests"
-        _above(axes, timeline.first_tokens_s[-1], text, ha="right", fontsize=10, fontweight="bold")
-        return
+def mark_first_token(axes: Axes, timeline: Timeline) -> None:
+    """Mark TTFT, when the last rank is done."""
     last = [span for span in timeline.spans if span.rank == timeline.num_ranks - 1 and is_solid(span)]
     ttft_s = max((span.end_s for span in last if span.kind != "transfer"), default=timeline.end_s)
     axes.axvline(ttft_s, color=INK, linewidth=1.4, zorder=6, clip_on=False)

@@ -135,8 +135,6 @@ def _columns(
 
 def _first_tokens_s(timeline: Timeline) -> list[float]:
     """Of each request; of one alone, when the last rank is done."""
-    if timeline.first_tokens_s:
-        return list(timeline.first_tokens_s)
     last = timeline.num_ranks - 1
     ends = (span.end_s for span in timeline.spans if span.rank == last and span.kind != "transfer")
     return [max(ends, default=timeline.end_s)]

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from kvrsim.hardware import Cluster, MemoryLimit
 from kvrsim.io.schema import fields_to_json
 from kvrsim.program import Array
-from kvrsim.results.displayed import Displayed
 from kvrsim.results.question import Question
+from kvrsim.results.results import Displayed
 from planner.capacity.confidence import Interval
 from planner.capacity.decode_fleet import DecodeFleet
 from planner.capacity.fleet.layouts import WHOLE

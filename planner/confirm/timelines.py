@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvrsim.results.timeline import Timeline
-from kvrsim.results.trace import write_trace
+from kvrsim.results.timeline import Timeline, write_trace
 from kvrsim.units import format_seconds, format_tokens
 from kvrsim.views.figure import Head, check_suffix, is_page, save_figure
 from kvrsim.views.gantt import (

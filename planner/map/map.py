@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from kvrsim.hardware import Cluster, MemoryLimit
 from kvrsim.io.schema import fields_to_json, to_json
-from kvrsim.results.displayed import Displayed
 from kvrsim.results.question import Question
-from kvrsim.results.results import Prediction
+from kvrsim.results.results import Displayed, Prediction
 from planner.uncertainty.intervals import is_indistinguishable
 from planner.uncertainty.sensitivities import UNKNOWN, Sensitivities
 

@@ -16,8 +16,7 @@ from kvrsim.kernels.sensitivity import Part, WeightedCost, listing
 from kvrsim.model.mixers import RECURRENCE_TITLES
 from kvrsim.partition import Partition
 from kvrsim.program import Array, Compute, Program, work_s
-from kvrsim.results.breakdown import Basis, Breakdown, BreakdownRow
-from kvrsim.results.timeline import Span, Timeline
+from kvrsim.results.timeline import Basis, Breakdown, BreakdownRow, Span, Timeline
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.strategies.pipeline import context_ranks

@@ -49,8 +49,7 @@ from kvrsim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from kvrsim.noise import Distribution
-    from kvrsim.results.results import Plan, StrategyResult
-    from kvrsim.results.shortfall import Shortfall
+    from kvrsim.results.results import Plan, Shortfall, StrategyResult
     from kvrsim.scenario import Scenario
     from planner.deploy import Launch
 

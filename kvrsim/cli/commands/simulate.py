@@ -47,8 +47,8 @@ from kvrsim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from kvrsim.noise import Distribution, Estimate
-    from kvrsim.results.breakdown import Breakdown, BreakdownRow
     from kvrsim.results.results import SimResult
+    from kvrsim.results.timeline import Breakdown, BreakdownRow
     from kvrsim.scenario import Scenario
 
 

@@ -15,7 +15,7 @@ from matplotlib.transforms import Bbox
 
 import kvrsim
 from kvrsim.errors import InputError
-from kvrsim.results.displayed import Displayed
+from kvrsim.results.results import Displayed
 from kvrsim.units import format_seconds
 
 REQUESTS = "synthetic:poisson,rate=2,requests=60,context=lognormal:1k:0.5,max=4k"
