@@ -53,7 +53,9 @@ class RankMemory:
         return fields_to_json(self) | {"total": self.total}
 
 
-def memory_of(scenario: Scenario, strategy: Strategy, partition: Partition) -> tuple[RankMemory, ...]:
+def memory_of(
+    scenario: Scenario, strategy: Strategy, partition: Partition, program: Program | None = None
+) -> tuple[RankMemory, ...]:
     """Peak memory of every GPU, rank by rank; those of a group have equal shares.
 
     What a rank holds is read from its program: K, V after each operation, messages and gathered pieces until they are
@@ -70,7 +72,7 @@ def memory_of(scenario: Scenario, strategy: Strategy, partition: Partition) -> t
     else:
         chunks = columns(partition.chunk_lens)
         counted = NoTime() if len(strategy.query_blocks) == 1 else scenario.cost  # times choose the calls of attention
-        program = build_program(scenario, strategy, chunks, counted)
+        program = program or build_program(scenario, strategy, chunks, counted)
         flights = [bytes_in_flight(kind) for kind in program.layers]
         weights = scenario.share.weight_bytes(scenario.request.dtype_bytes)
         ranks = [

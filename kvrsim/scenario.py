@@ -72,6 +72,11 @@ class Scenario:
         """Pickle the fields alone, without what was computed from them."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
+    @cached_property
+    def by_strategy(self) -> dict[Any, Scenario]:
+        """The scenario per rank of each strategy that has seen it; planner.candidates.per_rank_scenario fills it."""
+        return {}
+
     @property
     def profile_name(self) -> str:
         """The profile's name, or "roofline"."""

@@ -91,7 +91,7 @@ class Candidate:
     @cached_property
     def memory(self) -> tuple[RankMemory, ...]:
         """Peak memory of every GPU."""
-        return memory_of(self.per_rank, self.strategy, self.partition)
+        return memory_of(self.per_rank, self.strategy, self.partition, self.program)
 
     @property
     def fits(self) -> bool:
@@ -140,8 +140,15 @@ def per_rank_scenario(scenario: Scenario, strategy: Strategy) -> Scenario:
 
     Raises InputError where the strategy cannot run.
     """
-    per_rank = for_strategy(scenario, strategy)
-    if not scenario.request.cached_prefix or scenario.prefix_placement.place == "all":
+    memo = scenario.by_strategy
+    key = replace(strategy, stage_layers=None)
+    if key not in memo:
+        memo[key] = _with_prefix_access(for_strategy(scenario, strategy), strategy)
+    return memo[key]
+
+
+def _with_prefix_access(per_rank: Scenario, strategy: Strategy) -> Scenario:
+    if not per_rank.request.cached_prefix or per_rank.prefix_placement.place == "all":
         return per_rank
     each = [replace(per_rank, prefix_access=access) for access in _accesses(per_rank, strategy)]
     if len(each) == 1:
@@ -337,7 +344,7 @@ def _allowed(scenario: Scenario, names: Sequence[str]) -> tuple[tuple[Strategy, 
         if strategy.partition_rule == "table":
             continue
         try:
-            for_strategy(scenario, strategy)
+            per_rank_scenario(scenario, strategy)
         except InputError as error:
             reasons.setdefault(error.accepted, []).append(name)
         else:

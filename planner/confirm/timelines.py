@@ -15,7 +15,7 @@ from kvrsim.views.gantt import (
     draw_lanes,
     lane_axes,
     legend_entries,
-    mark_first_tokens,
+    mark_first_token,
     number_layers,
 )
 from kvrsim.views.style import styled
@@ -66,7 +66,7 @@ def _drawn(confirmation: Confirmation) -> Any:
         draw_arrows(axes, [span for span in timeline.spans if span.kind == "transfer"], 0.0, end_s)
         number_layers(axes, timeline.spans, 0.0, end_s)
         lane_axes(axes, timeline, 0.0, end_s, title=title)
-        mark_first_tokens(axes, timeline)
+        mark_first_token(axes, timeline)
     head.draw(figure)
     return figure
 
