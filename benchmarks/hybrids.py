@@ -15,10 +15,9 @@ from kvrsim.executors.run import run_program
 from kvrsim.kernels.attention import LatentMixing
 from kvrsim.model.load import builtin_models, load_model
 from kvrsim.model.mixers import LatentAttention, Mixer, Recurrence
-from kvrsim.partition import Partition
 from kvrsim.program import Compute, Op, Program, Recv, Send
 from kvrsim.results.results import Plan
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES
 from kvrsim.units import format_bytes, format_seconds, format_tokens
 

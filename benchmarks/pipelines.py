@@ -16,8 +16,7 @@ from _report import write
 
 from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
-from kvrsim.partition import Partition
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import get_strategy
 from planner.search.minimise import Evaluator
 from planner.search.pipeline import PAGE, search_pipeline, with_step_time

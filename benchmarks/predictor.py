@@ -22,7 +22,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
 from planner.candidates import partition_of
 from planner.predictor.build import make_predictor
-from planner.predictor.grid import TtftPredictor
+from planner.predictor.predictor import TtftPredictor
 from planner.processes import Pool, cores
 
 SETTINGS: dict[str, tuple[str, str | None, int, str]] = {  # model, cluster, GPUs, strategy

@@ -10,9 +10,8 @@ from _report import write
 from kvrsim.builder import make_scenario
 from kvrsim.executors.run import run_partition
 from kvrsim.memory import memory_of
-from kvrsim.partition import Partition
 from kvrsim.program import Op
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES, Step, Strategy
 from planner.search.bound import lower_bound_s
 from planner.search.search import SearchResult, search

@@ -14,8 +14,7 @@ import numpy as np
 from _report import write
 
 from kvrsim.builder import make_scenario
-from kvrsim.request import Request
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Request, Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.search.bound import lower_bound_s
 from planner.search.minimise import Evaluator

@@ -15,9 +15,9 @@ from kvrsim.compile import build_program, for_strategy
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
 from kvrsim.executors.run import run_partition
-from kvrsim.partition import Partition
 from kvrsim.program import AllGather, Compute
 from kvrsim.results.results import Plan
+from kvrsim.scenario import Partition
 from kvrsim.strategies import STRATEGIES, get_strategy
 from kvrsim.units import format_tokens
 

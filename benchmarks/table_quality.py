@@ -17,8 +17,7 @@ import numpy as np
 from _report import write
 
 from kvrsim.builder import make_scenario
-from kvrsim.partition import Partition
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.processes import Pool, cores
 from planner.search.minimise import Evaluator

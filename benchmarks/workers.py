@@ -19,7 +19,7 @@ from kvrsim.builder import make_scenario
 from kvrsim.noise import parse_noise
 from planner.capacity.plan import plan_capacity
 from planner.capacity.request import make_request
-from planner.map.build import make_map
+from planner.map.map import make_map
 from planner.plan import make_plan
 from planner.processes import Pool
 from planner.table.build import make_table

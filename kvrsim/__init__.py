@@ -20,16 +20,14 @@ _HOMES = {  # of each lazy name
     "kvrsim.engine": ("Engine", "load_engine"),
     "kvrsim.model.load": ("load_model",),
     "kvrsim.model.spec": ("ModelSpec",),
-    "kvrsim.partition": ("Partition",),
     "kvrsim.kernels.profile": ("CalibrationProfile", "load_profile"),
-    "kvrsim.request": ("Request",),
     "kvrsim.results.results": ("Plan", "SimResult"),
-    "kvrsim.scenario": ("Scenario",),
+    "kvrsim.scenario": ("Partition", "Request", "Scenario"),
     "kvrsim.builder": ("make_scenario",),
     "kvrsim.results.timeline": ("Span", "Timeline"),
     "planner.api": ("build_predictor", "build_table", "capacity", "confirm", "map_strategies", "plan", "simulate"),
     "planner.map.map": ("StrategyMap",),
-    "planner.predictor.grid": ("TtftPredictor", "load_predictor"),
+    "planner.predictor.predictor": ("TtftPredictor", "load_predictor"),
     "planner.table.table": ("PartitionTable", "load_table"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -49,12 +47,12 @@ if TYPE_CHECKING:  # the same table for type checkers; a test compares them
     from kvrsim.kernels.profile import load_profile as load_profile
     from kvrsim.model.load import load_model as load_model
     from kvrsim.model.spec import ModelSpec as ModelSpec
-    from kvrsim.partition import Partition as Partition
-    from kvrsim.request import Request as Request
     from kvrsim.results.results import Plan as Plan
     from kvrsim.results.results import SimResult as SimResult
     from kvrsim.results.timeline import Span as Span
     from kvrsim.results.timeline import Timeline as Timeline
+    from kvrsim.scenario import Partition as Partition
+    from kvrsim.scenario import Request as Request
     from kvrsim.scenario import Scenario as Scenario
     from planner.api import build_predictor as build_predictor
     from planner.api import build_table as build_table
@@ -64,8 +62,8 @@ if TYPE_CHECKING:  # the same table for type checkers; a test compares them
     from planner.api import plan as plan
     from planner.api import simulate as simulate
     from planner.map.map import StrategyMap as StrategyMap
-    from planner.predictor.grid import TtftPredictor as TtftPredictor
-    from planner.predictor.grid import load_predictor as load_predictor
+    from planner.predictor.predictor import TtftPredictor as TtftPredictor
+    from planner.predictor.predictor import load_predictor as load_predictor
     from planner.table.table import PartitionTable as PartitionTable
     from planner.table.table import load_table as load_table
 else:

@@ -24,8 +24,7 @@ from kvrsim.kernels.prefix import PrefixPlacement, placement_notes
 from kvrsim.kernels.profile import CalibrationProfile, load_profile
 from kvrsim.model.load import load_model
 from kvrsim.model.spec import ModelSpec
-from kvrsim.request import Request
-from kvrsim.scenario import ROOFLINE, Scenario
+from kvrsim.scenario import ROOFLINE, Request, Scenario
 from kvrsim.text import Note
 from kvrsim.units import (
     counts_of,

@@ -19,9 +19,8 @@ from kvrsim.io.schema import fields_to_json
 from kvrsim.kernels.roofline import NoTime
 from kvrsim.model.mixers import Attention, LatentAttention, Recurrence
 from kvrsim.model.spec import LayerSpec, ModelSpec
-from kvrsim.partition import Partition
 from kvrsim.program import Compute, Load, Program, RingPass, bytes_in_flight
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.strategies.pipeline import context_ranks, stages
 

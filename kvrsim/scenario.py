@@ -1,14 +1,18 @@
-"""Scenario: everything that a prediction is about, and the programs that it leads to."""
+"""Scenario: everything that a prediction is about: a request on a cluster, by a model, predicted from a profile.
+
+A partition says how the request's context is split over ranks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from kvrsim.choices import PrefixAccess
+from kvrsim.choices import DTYPE_BYTES, DTYPES, PrefixAccess
 from kvrsim.engine import NO_ENGINE, NO_HOST, Engine, HostRates
 from kvrsim.errors import InputError
 from kvrsim.hardware import DEFAULT_MEMORY_FRACTION, Cluster, MemoryLimit
@@ -22,8 +26,108 @@ from kvrsim.kernels.roofline import RooflineCost
 from kvrsim.kernels.tensor_parallel import Group, group_of, grouped_cluster, share_of
 from kvrsim.model.quantized import in_fp8
 from kvrsim.model.spec import ModelSpec
-from kvrsim.request import Request
-from kvrsim.units import scale_kept
+from kvrsim.units import MAX_TOKENS, scale_kept
+
+MAX_BATCH = 2**20
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes of one element; InputError where the dtype is not one of DTYPES."""
+    if dtype not in DTYPE_BYTES:
+        raise InputError("dtype", dtype, ", ".join(DTYPES))
+    return DTYPE_BYTES[dtype]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One prefill, checked when it is made: InputError names the parameter."""
+
+    context_len: int  # tokens of the whole context, the cached prefix included
+    batch: int = 1  # sequences prefilled together, each of context_len tokens
+    cached_prefix: int = 0  # leading tokens of the context whose KV every rank already holds
+    dtype: str = "fp16"  # one of DTYPES; fp8: the products of the layers, all else in half precision
+
+    def __post_init__(self) -> None:
+        _check_whole("ctx", self.context_len, 1, MAX_TOKENS)
+        _check_whole("batch", self.batch, 1, MAX_BATCH)
+        _check_whole("cached_prefix", self.cached_prefix, 0, self.context_len - 1)
+        dtype_bytes(self.dtype)
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens of one sequence that are to be computed."""
+        return self.context_len - self.cached_prefix
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes of one element of activations and KV cache; under fp8, where products alone are, half precision's."""
+        return dtype_bytes("fp16" if self.dtype == "fp8" else self.dtype)
+
+
+def _check_whole(argument: str, value: object, least: int, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        unit = " (less than the context)" if argument == "cached_prefix" else ""
+        raise InputError(argument, value, f"a whole number from {least} to {most}{unit}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Partition:
+    """Chunk lengths, one a rank, in the order of the context.
+
+    >>> Partition.even(10, 4).chunk_lens
+    (3, 3, 2, 2)
+    >>> Partition(chunk_lens=(28, 42, 26)).boundaries
+    (0, 28, 70, 96)
+    """
+
+    chunk_lens: tuple[int, ...]  # tokens that each rank takes, every one at least 1
+
+    def __post_init__(self) -> None:
+        if not self.chunk_lens or any(not isinstance(chunk, int) or chunk < 1 for chunk in self.chunk_lens):
+            accepted = "a chunk of at least 1 token a rank, a whole number"
+            raise InputError("partition", ",".join(map(str, self.chunk_lens)), accepted)
+
+    @classmethod
+    def even(cls, num_tokens: int, num_ranks: int) -> Partition:
+        """Equal chunks; the first ranks take the remainder, as the paper's example does (3, 3, 3, 2)."""
+        if num_tokens < num_ranks:
+            raise InputError("gpus", num_ranks, f"at most one GPU a token, here {num_tokens}")
+        share, rest = divmod(num_tokens, num_ranks)
+        return cls(chunk_lens=tuple(share + (rank < rest) for rank in range(num_ranks)))
+
+    @classmethod
+    def of(cls, chunk_lens: Sequence[int], *, num_tokens: int, num_ranks: int) -> Partition:
+        """A partition that a user wrote, checked against the request.
+
+        Raises InputError where the number of chunks or their sum is wrong.
+        """
+        shown = ",".join(map(str, chunk_lens))
+        if len(chunk_lens) != num_ranks:
+            raise InputError("partition", shown, f"{num_ranks} chunk lengths, one a GPU")
+        if sum(chunk_lens) != num_tokens:
+            raise InputError(
+                "partition", shown, f"chunk lengths that sum to {num_tokens} tokens, not {sum(chunk_lens)}"
+            )
+        return cls(chunk_lens=tuple(chunk_lens))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all chunks together."""
+        return sum(self.chunk_lens)
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """The paper's C[0, ..., C]: where each chunk starts, and the end."""
+        ends = [0]
+        for chunk in self.chunk_lens:
+            ends.append(ends[-1] + chunk)
+        return tuple(ends)
+
+    @property
+    def fractions(self) -> tuple[float, ...]:
+        """Each rank's share of the tokens."""
+        return tuple(chunk / self.num_tokens for chunk in self.chunk_lens)
+
 
 ROOFLINE = "roofline"
 KERNELS = ATTENTION_KERNELS

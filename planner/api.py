@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from planner.capacity.answer import CapacityPlan
     from planner.confirm.result import Confirmation
     from planner.map.map import StrategyMap
-    from planner.predictor.grid import TtftPredictor
+    from planner.predictor.predictor import TtftPredictor
     from planner.table.table import PartitionTable
 
 
@@ -203,7 +203,7 @@ def map_strategies(
 
     Raises InputError naming the parameter.
     """
-    from planner.map.build import make_map
+    from planner.map.map import make_map
 
     base, warnings, lengths, counts = make_scenarios(ctx=ctx, gpus=gpus, **scenario)
     return make_map(

@@ -18,9 +18,8 @@ from kvrsim.errors import InputError
 from kvrsim.executors.run import finish_of, run_partition
 from kvrsim.memory import RankMemory, fits, memory_of
 from kvrsim.notes import note
-from kvrsim.partition import Partition
 from kvrsim.program import Program, computes_s, waited_s
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy, hybrid_names, sizes_names, strategy_names
 from kvrsim.strategies.layers import supported_prefix_access
 from kvrsim.strategies.pipeline import context_ranks

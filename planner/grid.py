@@ -1,20 +1,31 @@
-"""Candidates over a grid of scenarios: what tables, maps and predictors share."""
+"""Candidates over a grid of scenarios: and the file of a grid: what tables, maps and predictors share."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from kvrsim.partition import Partition
-from kvrsim.scenario import Scenario
-from kvrsim.strategies import Strategy
-from planner.candidates import Candidate, Search, per_rank_scenario
-from planner.search.search import search
+from kvrsim.io.files import write_atomically
+from kvrsim.io.schema import JsonObject, fields_to_json, read
 
+if TYPE_CHECKING:  # files are looked up without the planner
+    from kvrsim.scenario import Scenario
+    from kvrsim.strategies import Strategy
+    from planner.candidates import Candidate
+
+SCHEMA_VERSION = 1
 _EXPOSED = 0.05  # of TTFT without communication; from there on balanced chunks may be far from the best
 
 
 def quick_candidate(scenario: Scenario, strategy: Strategy) -> Candidate:
     """The strategy with its own partition; a searched one is balanced or even, unless links are slow."""
+    from kvrsim.scenario import Partition
+    from planner.candidates import Candidate, Search, per_rank_scenario
+    from planner.search.search import search
+
     if strategy.partition_rule != "search":
         return Search().candidate(scenario, strategy)
     per_rank = per_rank_scenario(scenario, strategy)
@@ -25,3 +36,58 @@ def quick_candidate(scenario: Scenario, strategy: Strategy) -> Candidate:
     if best.ttft_s <= balanced.ttft_without_communication_s * (1 + _EXPOSED):
         return best
     return Search().candidate(scenario, strategy)
+
+
+def largest(holds: Callable[[int], bool], most: int) -> int:
+    """The largest of 1 to `most` for which a condition holds that also holds for all smaller ones; 0: for none."""
+    if holds(most):
+        return most
+    low, high = 0, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+class GridFile:
+    """A frozen dataclass that is written as versioned JSON, one line per row of its grid."""
+
+    __slots__ = ()
+    file_format: ClassVar[str]  # what the file is
+    command: ClassVar[str]  # that writes it
+    rows: ClassVar[str]  # the field with the rows
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {"format": self.file_format, "schema_version": SCHEMA_VERSION, **fields_to_json(self)}
+
+    def to_json(self) -> str:
+        """The file's text: a line for each key, and for each row."""
+        content = self.to_dict()
+        rows = ",\n".join("    " + json.dumps(row, allow_nan=False) for row in content.pop(self.rows))
+        head = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
+        return f'{{\n{head},\n  "{self.rows}": [\n{rows}\n  ]\n}}\n'
+
+    def write(self, path: str | Path, argument: str = "output") -> None:
+        """Write the JSON, whole or not at all."""
+        write_atomically(path, self.to_json().encode(), argument=argument)
+
+    @classmethod
+    def read(cls, data: JsonObject) -> Self:
+        """Check the content of a file; InputError names the key."""
+        if data.fields.get("format") != cls.file_format:
+            raise data.error("format", f"{cls.file_format}, as {cls.command} writes it")
+        if data.fields.get("schema_version") != SCHEMA_VERSION:
+            raise data.error("schema_version", str(SCHEMA_VERSION))
+        given = cls.plain_fields(data)
+        return read(cls, data.without("format", "schema_version", *given), **given)
+
+    @classmethod
+    def plain_fields(cls, data: JsonObject) -> dict[str, Any]:
+        """Fields whose values are taken as they are."""
+        return {}
+
+    @classmethod
+    def load(cls, path: str | Path, argument: str) -> Self:
+        """Read a file; InputError names the argument, file and key."""
+        return cls.read(JsonObject.read(Path(path), argument))

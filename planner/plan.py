@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from kvrsim.notes import note
-from kvrsim.partition import Partition
 from kvrsim.program import AllGather, AllToAll, Op, Program, RingPass
 from kvrsim.results.question import Question
 from kvrsim.results.results import (
@@ -20,7 +19,7 @@ from kvrsim.results.results import (
     SearchReport,
     StrategyResult,
 )
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, chain_like, label_of
 from kvrsim.strategies.pipeline import layers_of
 from kvrsim.units import format_bytes

@@ -10,9 +10,8 @@ from dataclasses import replace
 from kvrsim.errors import InputError
 from kvrsim.hardware import Cluster, builtin_clusters, load_cluster
 from kvrsim.memory import memory_of
-from kvrsim.partition import Partition
 from kvrsim.results.results import Remedy, Shortfall
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.strategies.pipeline import context_ranks
 from planner.candidates import (

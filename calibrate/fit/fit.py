@@ -15,7 +15,7 @@ from kvrsim.errors import InputError
 from kvrsim.hardware import GpuSpec
 from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT, Gather, OperationFit
 from kvrsim.program import Array
-from kvrsim.request import dtype_bytes
+from kvrsim.scenario import dtype_bytes
 
 Rates = TypeVar("Rates")
 Some = npt.NDArray[Any]  # indices of rows, or a mask of them

@@ -23,7 +23,7 @@ from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile, C
 from kvrsim.kernels.sensitivity import Part, WeightedCost
 from kvrsim.model.spec import ModelSpec
 from kvrsim.program import Array
-from kvrsim.request import dtype_bytes
+from kvrsim.scenario import dtype_bytes
 from kvrsim.text import in_markdown
 from kvrsim.units import format_bandwidth, format_bytes, format_seconds, format_tokens
 from kvrsim.views.figure import save_figure

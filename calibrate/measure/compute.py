@@ -28,7 +28,7 @@ from kvrsim.io.schema import fields_to_json
 from kvrsim.kernels.elementwise import after_mixer, before_mixer, measured_merge
 from kvrsim.model.mixers import Attention
 from kvrsim.model.spec import ModelSpec
-from kvrsim.request import dtype_bytes
+from kvrsim.scenario import dtype_bytes
 
 
 def compute_campaign(setup: ComputeSetup, output: Path, command: str) -> Campaign:

@@ -104,7 +104,7 @@ class ForwardTimer:
         """Raise Skipped for what a CPU's memory would not hold; a GPU reports that itself."""
         if self.setup.device != "cpu":
             return
-        from kvrsim.request import dtype_bytes
+        from kvrsim.scenario import dtype_bytes
 
         scores = at.chunk * (at.prefix + at.chunk)
         heads = self.setup.model.num_attention_heads * _EAGER_COPIES if at.kernel == "eager" else 4

@@ -18,9 +18,9 @@ import torch
 
 from calibrate.data import RING
 from calibrate.measure.forward import ComputeSetup, ForwardTimer, Point
-from kvrsim.request import dtype_bytes
 from kvrsim.runtime.ranks import RankPool, RankSlot
 from kvrsim.runtime.transport import DistributedTransport, LinkGroups, Ring
+from kvrsim.scenario import dtype_bytes
 
 Flow = tuple[int, int]  # from a rank to another
 

@@ -21,8 +21,7 @@ from kvrsim.errors import InputError
 from kvrsim.executors.run import ttft_s
 from kvrsim.hardware import Cluster, builtin_clusters, builtin_gpus, load_cluster
 from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile
-from kvrsim.partition import Partition
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from kvrsim.version import __version__
 

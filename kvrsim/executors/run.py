@@ -22,9 +22,8 @@ from kvrsim.executors.chain.program import Chain
 from kvrsim.executors.chain.walk import chain_finish_s
 from kvrsim.hardware import Cluster
 from kvrsim.kernels.calibrated import CostModel
-from kvrsim.partition import Partition
 from kvrsim.program import Array, Program
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies.base import Strategy
 
 if TYPE_CHECKING:  # noise costs the start of a plan that has none

@@ -14,7 +14,6 @@ import torch
 
 from kvrsim.errors import InputError
 from kvrsim.interp import interquartile_range
-from kvrsim.partition import Partition
 from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.cache import PrefixCache
 from kvrsim.runtime.hooks import hooked
@@ -25,6 +24,7 @@ from kvrsim.runtime.plan import RunPlan, random_prompt
 from kvrsim.runtime.prefill import Outcome, Prefill, shared_room
 from kvrsim.runtime.trace import RankTrace, timeline_of
 from kvrsim.runtime.transport import Transport
+from kvrsim.scenario import Partition
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from kvrsim.errors import InputError
 from kvrsim.kernels.profile import Gather  # at run time, too: plans travel between ranks, read by their annotations
-from kvrsim.partition import Partition
+from kvrsim.scenario import Partition
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -379,7 +379,7 @@ class Summary:
     question: str
     caption: str  # what the table holds
     columns: Sequence[Column]
-    rows: Sequence[Sequence[str]]
+    rows: Sequence[Sequence[str | Cell]]
     notes: Sequence[str] = ()
 
     def to_html(self) -> str:

@@ -21,12 +21,11 @@ from kvrsim.errors import InputError
 from kvrsim.io.schema import fields_to_json
 from kvrsim.memory import RUNTIME_BYTES
 from kvrsim.program import Array, work_s
-from kvrsim.request import MAX_BATCH, Request
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import MAX_BATCH, Request, Scenario
 from kvrsim.strategies import STRATEGIES
-from planner.bisection import largest
 from planner.capacity.designs import Limits
 from planner.capacity.workloads.workload import Lengths
+from planner.grid import largest
 
 MEANING = (
     "a group of tensor parallelism decodes the largest batch whose caches fit beside the weights and whose step keeps"

@@ -10,8 +10,7 @@ from kvrsim.choices import RankBackend
 from kvrsim.compile import build_program, columns
 from kvrsim.errors import InputError
 from kvrsim.kernels.profile import CalibrationProfile, Gather
-from kvrsim.partition import Partition
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy, get_strategy
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ import numpy as np
 
 from kvrsim.io.journal import Journal
 from kvrsim.io.schema import JsonObject, NonNegative, Range, read
-from kvrsim.partition import Partition
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import KVR_S
 from kvrsim.units import MAX_TOKENS
 from planner.confirm.hardware import Hardware, run_plan

@@ -11,11 +11,10 @@ from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
 from kvrsim.interp import interquartile_range
 from kvrsim.io.schema import fields_to_json
-from kvrsim.partition import Partition
 from kvrsim.results.question import Question
 from kvrsim.results.results import stages_to_json
 from kvrsim.results.timeline import Timeline
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from kvrsim.strategies.pipeline import layers_of
 from planner.candidates import Search, choose_partition

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from kvrsim.errors import InputError
 from kvrsim.io.files import is_first_rank, write_atomically
 from kvrsim.io.schema import to_json
-from kvrsim.partition import Partition
 from kvrsim.results.question import Question
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import KVR_S
 from kvrsim.version import __version__
 from planner.confirm.confirm import check

@@ -9,10 +9,9 @@ import numpy as np
 
 from kvrsim.compile import build_program
 from kvrsim.executors.run import run_program
-from kvrsim.partition import Partition
 from kvrsim.program import Compute, Op, Program
 from kvrsim.results.timeline import Timeline
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy
 
 Parts = Mapping[tuple[int | None, str], float]  # seconds by layer (None: outside) and the simulator's word

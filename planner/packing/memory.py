@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvrsim.memory import fits, memory_of
-from kvrsim.partition import Partition
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES, Strategy
 from kvrsim.units import MAX_TOKENS
-from planner.bisection import largest
+from planner.grid import largest
 
 
 def most_held(placed: Scenario, strategy: Strategy, pack_tokens: int, most: int = MAX_TOKENS) -> int:

@@ -1,32 +1,35 @@
-"""Build a predictor: choose strategies and knots, simulate all of them, and find what fits in memory."""
+"""Build a predictor: choose strategies and grid points, simulate all of them, and find what fits in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
 from typing import Any, TypeVar
 
 import numpy as np
 
-from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
-from kvrsim.memory import fits, memory_of
 from kvrsim.program import Array
 from kvrsim.results.question import Question
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from kvrsim.version import __version__
-from planner.candidates import strategies_to_compare
-from planner.predictor.grid import StrategyTimes, TtftPredictor
-from planner.predictor.points import Row, at, marked, refined, row_at, simulated
+from planner.candidates import Candidate, per_rank_scenario, strategies_to_compare
+from planner.grid import quick_candidate
+from planner.predictor.predictor import StrategyTimes, TtftPredictor
 from planner.processes import Pool
+from planner.search.minimise import chunks_between, to_grid
+from planner.search.search import search
 
 OnPart = Callable[[int, int, str], None]  # parts done, parts in all, and what they are
 BEST = "best"
 _Result = TypeVar("_Result")
-_PER_DOUBLING = 4  # knots of new tokens; more where a straight line between them misses
-_CONTENDS = 1.01  # a strategy is kept that is somewhere this near to the fastest
-_PREFIX_SHARES = (0, 64, 16, 4, 2, 1)  # knots of the prefix: none, and these parts of the longest
+_PER_DOUBLING = 4  # grid points of new tokens; more where linear interpolation is off
+_CONTENDS = 1.01  # strategies within this factor of the fastest in some sample are simulated
+_PREFIX_SHARES = (0, 64, 16, 4, 2, 1)  # grid points of the prefix: none, and these parts of the longest
+_ERROR, _NEAREST = 0.01, 1.03  # of interpolation, relative, that asks for a further point; ratio of two points at least
+_EVERY = 6  # grid points; between these, the relative ends of intervals and searched shares are interpolated
 
 
 def make_predictor(
@@ -41,139 +44,214 @@ def make_predictor(
     strategy: "best", the fastest of those that `plan` compares by default and that fit, or one by name.
     pool: who works; None: this process. Raises InputError where no strategy fits in memory.
     """
-    pool = pool or Pool()
-    longest, batches = scenario.request.context_len, _batches(scenario.request.batch)
-    prefixes = tuple(sorted({longest // share if share else 0 for share in _PREFIX_SHARES}))
-    least = 2 * scenario.num_gpus
-    if longest < 2 * least:
-        raise InputError("ctx", longest, f"at least {2 * least} tokens, four a GPU")
-    kept = _kept(scenario, strategy, least, batches, pool, on_part)
-    knots = _knots(scenario, kept, least, pool, on_part)
-    places = [(number, row, column) for number in range(len(kept)) for row, column in _places(batches, prefixes)]
-    ends = {(row, column) for row in (0, len(batches) - 1) for column in (0, len(prefixes) - 1)}
-    work = [
-        ((number, row, column), kept[number], scenario, knots, prefixes[column], batches[row], (row, column) in ends)
-        for number, row, column in places
-    ]
-    rows = dict(_told(pool, row_at, work, on_part, "rows"))
+    build = _Build(scenario, pool or Pool(), on_part)
+    strategies = build.strategies(strategy)
+    points = build.points(strategies)
     return TtftPredictor(
         kvrsim_version=__version__,
-        longest_context=longest,
-        new_tokens=knots,
-        cached_prefix=prefixes,
-        batch=batches,
-        strategies=tuple(
-            _times(one, {key[1:]: row for key, row in rows.items() if key[0] == number}, knots, prefixes, batches)
-            for number, one in enumerate(kept)
-        ),
+        longest_context=scenario.request.context_len,
+        new_tokens=points,
+        cached_prefix=build.prefixes,
+        batch=build.batches,
+        strategies=build.times(strategies, points),
         question=Question.of(scenario, strategy=strategy if isinstance(strategy, str) else strategy.name).to_dict(),
     )
 
 
-def _batches(most: int) -> tuple[int, ...]:
-    """1, 2, 4, ... and the largest."""
-    return tuple(sorted({*(1 << power for power in range(most.bit_length())), most}))
+class _Build:
+    def __init__(self, scenario: Scenario, pool: Pool, on_part: OnPart | None) -> None:
+        self.scenario, self.pool, self.on_part = scenario, pool, on_part
+        self.longest, most = scenario.request.context_len, scenario.request.batch
+        self.fewest = 2 * scenario.num_gpus  # new tokens
+        if self.longest < 2 * self.fewest:
+            raise InputError("ctx", self.longest, f"at least {2 * self.fewest} tokens, four per GPU")
+        self.batches = tuple(sorted({*(1 << power for power in range(most.bit_length())), most}))
+        self.prefixes = tuple(sorted({self.longest // share if share else 0 for share in _PREFIX_SHARES}))
+
+    def strategies(self, strategy: str | Strategy) -> tuple[Strategy, ...]:
+        """The strategy of that name, or all that are about the fastest in some of a few places."""
+        scenario = self.scenario
+        if strategy != BEST:
+            one = get_strategy(strategy)
+            if one.partition_rule == "table":
+                raise InputError("strategy", one.name, "a strategy that needs no table")
+            per_rank_scenario(scenario, one)  # refuses what the machine or the model does not allow
+            return (one,)
+        contending = tuple(one for one in strategies_to_compare(scenario, None).strategies if one.approximate is None)
+        lengths = sorted({int(length) for length in np.geomspace(self.fewest, self.longest, 5)})
+        samples = product(lengths, (0, self.longest // 2), (self.batches[0], self.batches[-1]))
+        work = [(_at(scenario, *sample), contending) for sample in samples]
+        fast = {name for names in self._results(_near_the_best, work, "samples") for name in names}
+        if not fast:
+            accepted = f"a model that fits in the memory of {scenario.num_gpus} GPUs"
+            raise InputError("model", scenario.model.name, accepted)
+        return tuple(one for one in contending if one.name in fast)
+
+    def points(self, strategies: Sequence[Strategy]) -> tuple[int, ...]:
+        """New tokens, from the fewest to the longest context, so dense that TTFT between them is about linear."""
+        first, last = np.log2([self.fewest, self.longest])
+        even = np.rint(2.0 ** np.linspace(first, last, int(np.ceil((last - first) * _PER_DOUBLING)) + 1))
+        start = tuple(sorted({int(length) for length in even}))
+        work = [(one, self.scenario, start, batch) for one in strategies for batch in {1, self.batches[-1]}]
+        return tuple(sorted({point for points in self._results(_refined, work, "refinements") for point in points}))
+
+    def times(self, strategies: Sequence[Strategy], points: Sequence[int]) -> tuple[StrategyTimes, ...]:
+        """TTFTs and intervals of each strategy at all grid points; intervals are simulated at the corners."""
+        shape = (len(self.batches), len(self.prefixes))
+        corners = set(product({0, shape[0] - 1}, {0, shape[1] - 1}))
+        work = [
+            (one, self.scenario, points, self.prefixes[column], self.batches[row], (row, column) in corners)
+            for one in strategies
+            for row, column in np.ndindex(shape)
+        ]
+        rows = iter(self._results(_row, work, "rows"))
+        return tuple(self._times(one, {place: next(rows) for place in np.ndindex(shape)}, points) for one in strategies)
+
+    def _times(self, strategy: Strategy, rows: dict[tuple[int, ...], _Row], points: Sequence[int]) -> StrategyTimes:
+        batches, prefixes = self.batches, self.prefixes
+        sampled = np.log([points[index] for index in _sampled(len(points))])
+
+        def interval(row: int, column: int) -> Array:
+            """Low and high over TTFT at every point, shape (2, points), between those of the corners."""
+            across = 0.0 if len(batches) == 1 else np.log(batches[row]) / np.log(batches[-1])
+            along = prefixes[column] / prefixes[-1]
+            mixed = np.zeros((len(sampled), 2))
+            for corner in product({0, len(batches) - 1}, {0, len(prefixes) - 1}):
+                weight = (across if corner[0] else 1 - across) * (along if corner[1] else 1 - along)
+                mixed += weight * np.log(rows[corner].ends)
+            return np.exp([np.interp(np.log(points), sampled, side) for side in mixed.T])
+
+        def by_place(values: Callable[[int, int], Any]) -> tuple[tuple[Any, ...], ...]:
+            columns = range(len(prefixes))
+            return tuple(tuple(values(row, column) for column in columns) for row in range(len(batches)))
+
+        def ttft_s(factors: Callable[[int, int], Array | float]) -> tuple[tuple[Any, ...], ...]:
+            def rounded(*place: int) -> tuple[float, ...]:
+                return tuple(float(f"{value:.6g}") for value in np.array(rows[place].ttft_s) * factors(*place))
+
+            return by_place(rounded)
+
+        return StrategyTimes(
+            strategy=strategy.name,
+            most_new_tokens=by_place(lambda *place: rows[place].most_new_tokens),
+            ttft_s=ttft_s(lambda *_: 1.0),
+            ttft_low_s=ttft_s(lambda *place: interval(*place)[0]),
+            ttft_high_s=ttft_s(lambda *place: interval(*place)[1]),
+        )
+
+    def _results(self, call: Callable[..., _Result], work: Sequence[tuple[Any, ...]], what: str) -> Iterator[_Result]:
+        """Results in the order of the work."""
+        if self.on_part is not None:
+            self.on_part(0, len(work), what)
+        on_part = self.on_part
+        yield from self.pool.ordered(
+            call, work, None if on_part is None else lambda done, total: on_part(done, total, what)
+        )
 
 
-def _places(batches: Sequence[int], prefixes: Sequence[int]) -> list[tuple[int, int]]:
-    return list(product(range(len(batches)), range(len(prefixes))))
+# -- in a worker
 
 
-def _told(
-    pool: Pool, call: Callable[..., _Result], work: Sequence[tuple[Any, ...]], on_part: OnPart | None, what: str
-) -> Iterator[_Result]:
-    """Results as they come, counted."""
-    if on_part is not None:
-        on_part(0, len(work), what)
-    for done, result in enumerate(pool.run(call, work), start=1):
-        if on_part is not None:
-            on_part(done, len(work), what)
-        yield result
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Row:
+    """A strategy's TTFTs for one batch and cached prefix."""
+
+    ttft_s: tuple[float, ...]  # at each grid point
+    most_new_tokens: int  # that fit in memory
+    ends: tuple[tuple[float, float], ...]  # of the interval over TTFT, at the sampled points; empty: not simulated
 
 
-def _kept(
-    scenario: Scenario,
-    strategy: str | Strategy,
-    least: int,
-    batches: Sequence[int],
-    pool: Pool,
-    on_part: OnPart | None,
-) -> tuple[Strategy, ...]:
-    """The strategy asked for, or all that are about the fastest in some of a few places."""
-    if strategy != BEST:
-        one = get_strategy(strategy)
-        if one.partition_rule == "table":
-            raise InputError("strategy", one.name, "a strategy that needs no table")
-        for_strategy(scenario, one)  # refuses what the machine or the model does not allow
-        return (one,)
-    contending = tuple(one for one in strategies_to_compare(scenario, None).strategies if one.approximate is None)
-    longest = scenario.request.context_len
-    lengths = sorted({int(length) for length in np.geomspace(least, longest, 5)})
-    samples = list(product(lengths, (0, longest // 2), (batches[0], batches[-1])))
-    work = [(at(scenario, *sample), contending) for sample in samples]
-    wanted = {name for names in _told(pool, _near_the_best, work, on_part, "samples") for name in names}
-    if not wanted:
-        raise InputError("model", scenario.model.name, f"a model that fits in the memory of {scenario.num_gpus} GPUs")
-    return tuple(one for one in contending if one.name in wanted)
+def _at(scenario: Scenario, new_tokens: int, cached_prefix: int, batch: int) -> Scenario:
+    lengths = {"context_len": new_tokens + cached_prefix, "cached_prefix": cached_prefix}
+    return replace(scenario, request=replace(scenario.request, batch=batch, **lengths))
+
+
+def _sampled(count: int) -> list[int]:
+    """Indices of the grid points whose chunks are searched and whose intervals are simulated."""
+    return sorted({*range(0, count, _EVERY), count - 1})
 
 
 def _near_the_best(scenario: Scenario, contending: Sequence[Strategy]) -> list[str]:
     """Names of the strategies that fit and are about as fast as the fastest of them; none may fit."""
-    found = {}
-    for one in contending:
-        ttft_s, partition, placed = simulated(scenario, one)
-        if fits(placed, memory_of(placed, one, partition)):
-            found[one.name] = ttft_s
-    return [name for name, ttft_s in found.items() if ttft_s <= _CONTENDS * min(found.values())]
+    feasible = [one for one in (quick_candidate(scenario, strategy) for strategy in contending) if one.fits]
+    return [one.strategy.name for one in feasible if one.ttft_s <= _CONTENDS * min(other.ttft_s for other in feasible)]
 
 
-def _knots(
-    scenario: Scenario, kept: Sequence[Strategy], least: int, pool: Pool, on_part: OnPart | None
-) -> tuple[int, ...]:
-    """New tokens, from the least to the longest context, so dense that TTFT between them is about linear."""
-    first, last = np.log2([least, scenario.request.context_len])
-    even = np.rint(2.0 ** np.linspace(first, last, int(np.ceil((last - first) * _PER_DOUBLING)) + 1))
-    start = tuple(sorted({int(length) for length in even}))
-    batches = (1, scenario.request.batch) if scenario.request.batch > 1 else (1,)
-    work = [(one, scenario, start, batch) for one in kept for batch in batches]
-    found = {knot for knots in _told(pool, refined, work, on_part, "refinements") for knot in knots}
-    return tuple(sorted(found))
+def _refined(strategy: Strategy, scenario: Scenario, start: Sequence[int], batch: int) -> tuple[int, ...]:
+    """Halve the intervals in whose middle linear interpolation is off, again and again.
+
+    Searched chunks avoid the jumps of a kernel's time, so that their TTFT needs no more points.
+    """
+    if strategy.partition_rule == "search":
+        return tuple(start)
+    ttft_s = {point: quick_candidate(_at(scenario, point, 0, batch), strategy).ttft_s for point in start}
+    wanted, intervals = set(start), list(pairwise(start))
+    while intervals:
+        low, high = intervals.pop()
+        middle = round((low * high) ** 0.5)
+        if not low < middle < high or high < _NEAREST * low:
+            continue
+        ttft_s[middle] = quick_candidate(_at(scenario, middle, 0, batch), strategy).ttft_s
+        line_s = float(np.interp(middle, (low, high), (ttft_s[low], ttft_s[high])))
+        if abs(line_s / ttft_s[middle] - 1) > _ERROR:
+            wanted.add(middle)
+            intervals += [(low, middle), (middle, high)]
+    return tuple(sorted(wanted))
 
 
-def _times(
-    strategy: Strategy,
-    rows: dict[tuple[int, int], Row],
-    knots: Sequence[int],
-    prefixes: Sequence[int],
-    batches: Sequence[int],
-) -> StrategyTimes:
-    places = _places(batches, prefixes)
-    known = np.log([knots[index] for index in marked(len(knots))])
-    corners = {place: np.log(row.ends) for place, row in rows.items() if row.ends}
-
-    def ends(row: int, column: int) -> Array:
-        """Logarithms of low and high over TTFT at every knot, shape (2, knots)."""
-        across = 0.0 if len(batches) == 1 else np.log(batches[row]) / np.log(batches[-1])
-        along = prefixes[column] / prefixes[-1]
-        last = (len(batches) - 1, len(prefixes) - 1)
-        mixed = sum(
-            (across if at_row else 1 - across) * (along if at_column else 1 - along) * corners[at_row, at_column]
-            for at_row, at_column in product(*({0, end} for end in last))
-        )
-        return np.array([np.interp(np.log(knots), known, side) for side in np.asarray(mixed).T])
-
-    found = {place: (np.array(rows[place].ttft_s), np.exp(ends(*place))) for place in places}
-
-    def by_place(values: Callable[[tuple[int, int]], Array]) -> tuple[tuple[tuple[float, ...], ...], ...]:
-        shown = {place: tuple(float(f"{value:.6g}") for value in values(place)) for place in places}
-        return tuple(tuple(shown[row, column] for column in range(len(prefixes))) for row in range(len(batches)))
-
-    return StrategyTimes(
-        strategy=strategy.name,
-        most_new_tokens=tuple(
-            tuple(rows[row, column].most_new_tokens for column in range(len(prefixes))) for row in range(len(batches))
+def _row(
+    strategy: Strategy, scenario: Scenario, points: Sequence[int], cached_prefix: int, batch: int, with_intervals: bool
+) -> _Row:
+    places = [_at(scenario, point, cached_prefix, batch) for point in points]
+    candidates = _candidates(strategy, places, points)
+    sampled = _sampled(len(points)) if with_intervals else []
+    return _Row(
+        ttft_s=tuple(one.ttft_s for one in candidates),
+        most_new_tokens=_most_that_fit(scenario, candidates, cached_prefix, batch),
+        ends=tuple(
+            (one.interval.low_s / one.ttft_s, one.interval.high_s / one.ttft_s)
+            for one in (candidates[index] for index in sampled)
         ),
-        ttft_s=by_place(lambda place: found[place][0]),
-        ttft_low_s=by_place(lambda place: found[place][0] * found[place][1][0]),
-        ttft_high_s=by_place(lambda place: found[place][0] * found[place][1][1]),
     )
+
+
+def _candidates(strategy: Strategy, places: Sequence[Scenario], points: Sequence[int]) -> list[Candidate]:
+    """The candidate at each point; a searched one has shares between those of the points that are searched."""
+    if strategy.partition_rule != "search":
+        return [quick_candidate(place, strategy) for place in places]
+    searched = {index: quick_candidate(places[index], strategy) for index in _sampled(len(points))}
+    sampled = np.log([points[index] for index in searched])
+    shares = np.array([one.partition.fractions for one in searched.values()])
+    candidates = []
+    for index, (point, place) in enumerate(zip(points, places, strict=True)):
+        if index not in searched:
+            mixed = [float(np.interp(np.log(point), sampled, share)) for share in shares.T]
+            near = chunks_between(to_grid(np.cumsum(mixed)[:-1] * point, 1, point), point)
+            balanced = search(per_rank_scenario(place, strategy), strategy, method="analytical").partition
+            partitions = (Partition(chunk_lens=tuple(near.tolist())), balanced)
+            both = [Candidate(scenario=place, strategy=strategy, partition=partition) for partition in partitions]
+            searched[index] = min(both, key=lambda one: one.ttft_s)
+        candidates.append(searched[index])
+    return candidates
+
+
+def _most_that_fit(scenario: Scenario, candidates: Sequence[Candidate], cached_prefix: int, batch: int) -> int:
+    """The most new tokens up to the last point that fit, by bisection; 0: not even those of the first point."""
+    points = [one.partition.num_tokens for one in candidates]
+
+    def fit(new_tokens: int) -> bool:
+        near = candidates[int(np.searchsorted(points, new_tokens, side="right")) - 1]
+        ends = np.rint(np.array(near.partition.boundaries) / near.partition.num_tokens * new_tokens)
+        partition = Partition(chunk_lens=tuple(map(int, np.diff(ends))))
+        place = _at(scenario, new_tokens, cached_prefix, batch)
+        return Candidate(scenario=place, strategy=near.strategy, partition=partition).fits
+
+    if fit(points[-1]):
+        return points[-1]
+    if not fit(points[0]):
+        return 0
+    low, high = points[0], points[-1]
+    while high - low > max(1, low // 500):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fit(middle) else (low, middle)
+    return low

@@ -22,10 +22,9 @@ import numpy.typing as npt
 from kvrsim.ends import embedding, step
 from kvrsim.errors import InputError
 from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT
-from kvrsim.partition import Partition
 from kvrsim.program import Array, Collective, Compute, Op
 from kvrsim.results.results import SearchReport
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Step, Strategy
 from kvrsim.strategies.layers import layer_ops
 from kvrsim.strategies.pipeline import context_ranks, even_layers

@@ -11,10 +11,9 @@ import numpy.typing as npt
 
 from kvrsim.choices import METHODS
 from kvrsim.errors import InputError
-from kvrsim.partition import Partition
 from kvrsim.program import Array
 from kvrsim.results.results import SearchReport
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy, chain_like
 from planner.search.balance import Chain, balanced_chunks
 from planner.search.bound import bounded

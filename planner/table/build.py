@@ -21,9 +21,8 @@ from kvrsim.executors.run import run_partition
 from kvrsim.io.journal import Journal
 from kvrsim.io.schema import JsonObject, NonNegative, Whole, read, to_json
 from kvrsim.memory import fits, memory_of
-from kvrsim.partition import Partition
 from kvrsim.program import Array
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, chain_like, searched
 from kvrsim.units import check_places
 from kvrsim.version import __version__

@@ -19,21 +19,20 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from kvrsim.engine import NO_ENGINE
 from kvrsim.errors import InputError
-from kvrsim.io.files import write_atomically
 from kvrsim.io.schema import JsonObject, NonNegative, Whole, fields_to_json, read
 from kvrsim.notes import note
-from kvrsim.partition import Partition
 from kvrsim.program import Array
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import KVR_S, Strategy
 from kvrsim.units import format_bandwidth, format_seconds
+from planner.grid import GridFile
 
 if TYPE_CHECKING:
     import pandas
@@ -256,8 +255,6 @@ def _numbers(value: Any) -> Any:
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-SCHEMA_VERSION = 1
-FORMAT = "kvrsim partition table"
 _CLOSE = 1e-6  # by how much shares that sum to 1 may miss it
 
 
@@ -306,11 +303,14 @@ class TableEntry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PartitionTable:
+class PartitionTable(GridFile):
     """Entries by number of GPUs and context, and what they were made for."""
 
-    setting: TableSetting
+    file_format: ClassVar[str] = "kvrsim partition table"
+    command: ClassVar[str] = "kvrsim table build"
+    rows: ClassVar[str] = "entries"
     kvrsim_version: str  # that built it
+    setting: TableSetting
     steps: QuantizationSteps
     entries: tuple[TableEntry, ...]  # rising in num_gpus, then context_len; none twice
 
@@ -351,44 +351,16 @@ class PartitionTable:
         found = look_up(self, per_rank.cluster.num_gpus, request.context_len, cached_prefix=request.cached_prefix)
         return (*notes, *(f"{strategy.name}: {warning}" for warning in found.warnings))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {
-            "format": FORMAT,
-            "schema_version": SCHEMA_VERSION,
-            **fields_to_json(self, "kvrsim_version", "setting", "steps", "entries"),
-        }
-
-    def to_json(self) -> str:
-        """The file's text: one line an entry."""
-        content = self.to_dict()
-        entries = ",\n".join("    " + json.dumps(entry, allow_nan=False) for entry in content.pop("entries"))
-        head = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
-        return f'{{\n{head},\n  "entries": [\n{entries}\n  ]\n}}\n'
-
     def to_frame(self) -> pandas.DataFrame:
         """One row an entry."""
         import pandas
 
         return pandas.DataFrame([entry.to_dict() for entry in self.entries])
 
-    def write(self, path: str | Path, argument: str = "output") -> None:
-        """Write the JSON, whole or not at all."""
-        write_atomically(path, self.to_json().encode(), argument=argument)
-
-    @classmethod
-    def read(cls, data: JsonObject) -> PartitionTable:
-        """Check a table; InputError names the key."""
-        if data.fields.get("format") != FORMAT:
-            raise data.error("format", f"{FORMAT}, as kvrsim table build writes it")
-        if data.fields.get("schema_version") != SCHEMA_VERSION:
-            raise data.error("schema_version", str(SCHEMA_VERSION))
-        return read(cls, data.without("format", "schema_version"))
-
 
 def load_table(path: str | Path, argument: str = "table") -> PartitionTable:
     """Read a file that `kvrsim table build` has written; InputError names the argument, file and key."""
-    return PartitionTable.read(JsonObject.read(Path(path), argument))
+    return PartitionTable.load(path, argument)
 
 
 Source = Literal["exact", "interpolated", "extrapolated"]

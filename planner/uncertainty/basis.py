@@ -14,10 +14,9 @@ from kvrsim.kernels.profile import OperationFit
 from kvrsim.kernels.roofline import RooflineCost
 from kvrsim.kernels.sensitivity import Part, WeightedCost, listing
 from kvrsim.model.mixers import RECURRENCE_TITLES
-from kvrsim.partition import Partition
 from kvrsim.program import Array, Compute, Program, work_s
 from kvrsim.results.timeline import Basis, Breakdown, BreakdownRow, Span, Timeline
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.strategies.pipeline import context_ranks
 from planner.uncertainty.sensitivities import UNCOMPARED_KINDS

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from kvrsim.engine import SHORT_TOKENS, Engine
 from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT
-from kvrsim.partition import Partition
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy
 from planner.uncertainty.sensitivities import Sensitivities, Sensitivity, end_to_end_residual, sensitivities
 

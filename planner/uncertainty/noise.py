@@ -10,8 +10,7 @@ import numpy as np
 from kvrsim.errors import InputError
 from kvrsim.executors.run import ttft_s
 from kvrsim.noise import Distribution, Noise, NoiseDraw, SideTraffic, noise_of
-from kvrsim.partition import Partition
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy
 
 if TYPE_CHECKING:

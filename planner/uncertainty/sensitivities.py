@@ -24,9 +24,8 @@ from kvrsim.kernels.calibrated import CostModel
 from kvrsim.kernels.coverage import head_dims
 from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile, Residual, ValidRange
 from kvrsim.kernels.sensitivity import Part, WeightedCost, listing
-from kvrsim.partition import Partition
 from kvrsim.program import Array
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy
 
 RUN_TO_RUN = 0.014 / 0.6745  # log_sd: medians of repeated serving runs differ by 1.4 %

@@ -9,7 +9,7 @@ import pytest
 
 import kvrsim
 from planner.map.map import StrategyMap
-from planner.map.page import map_page
+from planner.map.view import page as map_page
 from tests.building.browser import PHONE, Opened
 
 pytestmark = pytest.mark.browser

@@ -14,8 +14,7 @@ from kvrsim.compile import for_strategy
 from kvrsim.engine import OTHER_GPU, Engine, HostRates
 from kvrsim.errors import InputError
 from kvrsim.kernels.profile import SendStyle
-from kvrsim.request import Request
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Request, Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.units import scale
 from tests.building.drawing import Draws, log, maybe, noted, strategy_of

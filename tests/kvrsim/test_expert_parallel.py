@@ -17,9 +17,8 @@ from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
 from kvrsim.memory import memory_of
-from kvrsim.partition import Partition
 from kvrsim.program import AllToAll, Compute, Program
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import get_strategy
 from planner.plan import make_plan
 from planner.search.search import search

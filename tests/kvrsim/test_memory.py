@@ -20,9 +20,8 @@ from kvrsim.memory import EAGER_SCORE_PEAK_BYTES, fits, memory_of
 from kvrsim.model.architectures import read_config
 from kvrsim.model.load import config_path
 from kvrsim.model.spec import ModelSpec
-from kvrsim.partition import Partition
 from kvrsim.program import Compute, Op, Recv, Send
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES, Step
 from kvrsim.strategies.zigzag import pieces
 from tests.building import Draws, any_partition, any_scenario, draws, examples

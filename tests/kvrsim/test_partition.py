@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvrsim.errors import InputError
-from kvrsim.partition import Partition
+from kvrsim.scenario import Partition
 
 lens = st.lists(st.integers(1, 10_000), min_size=1, max_size=40).map(tuple)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvrsim.choices import DTYPES
 from kvrsim.errors import InputError
-from kvrsim.request import Request, dtype_bytes
+from kvrsim.scenario import Request, dtype_bytes
 
 
 def test_defaults() -> None:

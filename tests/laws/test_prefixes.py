@@ -17,9 +17,8 @@ from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
 from kvrsim.kernels.prefix import PrefixPlacement
 from kvrsim.memory import memory_of
-from kvrsim.partition import Partition
 from kvrsim.program import loaded_bytes
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy
 from kvrsim.strategies.layers import placement_refusal, supported_prefix_access
 from planner.candidates import per_rank_scenario

@@ -14,9 +14,8 @@ from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
 from kvrsim.memory import memory_of
 from kvrsim.model.mixers import Attention, Mixer, Recurrence
-from kvrsim.partition import Partition
 from kvrsim.program import AllGather, AllToAll, Op, Program, Recv, RingPass, Send, work_s
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy
 from planner.candidates import Search
 from planner.simulate import run_simulation

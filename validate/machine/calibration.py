@@ -23,12 +23,12 @@ import numpy as np
 
 import kvrsim
 from kvrsim.io.files import write_atomically
-from kvrsim.partition import Partition
 from kvrsim.runtime.bench import BenchReport, Timing, measure
 from kvrsim.runtime.model import ModelForward, load_model
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.ranks import Launch, launch
 from kvrsim.runtime.transport import Transport
+from kvrsim.scenario import Partition
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "calibration.md"
 MODELS = Path(__file__).parents[1] / "models"

@@ -18,7 +18,6 @@ from kvrsim.executors.event import EventSimulation
 from kvrsim.executors.network import Link
 from kvrsim.executors.run import run_program
 from kvrsim.hardware import Cluster, load_cluster
-from kvrsim.partition import Partition
 from kvrsim.program import AllGather, Compute, Op, Program, Recv, Send
 from kvrsim.runtime.bench import BenchReport, measure
 from kvrsim.runtime.geometry import Geometry
@@ -27,6 +26,7 @@ from kvrsim.runtime.model import SleepForward
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.ranks import Launch, launch
 from kvrsim.runtime.transport import EmulatedLink, EmulatedTransport, MessageTraffic, Transport
+from kvrsim.scenario import Partition
 
 # Few bytes a token and a slow link: on two cores, moving the bytes takes time from nobody.
 KEPT = KeptTokens(num_key_value_heads=1, head_dim=32, v_head_dim=32)

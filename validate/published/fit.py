@@ -45,9 +45,8 @@ from kvrsim.io.files import write_atomically
 from kvrsim.kernels.attention import EagerRates
 from kvrsim.kernels.elementwise import CacheCopies, ElementwiseRates
 from kvrsim.kernels.profile import CalibrationProfile, KernelRates, Residual, ValidRange, load_profile
-from kvrsim.partition import Partition
 from kvrsim.program import Array
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import get_strategy
 from planner.search.search import search
 from validate.published.rows import DATA, Row, read_rows

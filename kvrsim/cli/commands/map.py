@@ -68,7 +68,7 @@ def strategy_map(
     pool = workers.pool()
     scenario, notes, lengths, counts = options.scenarios()
     from kvrsim.cli.progress import EntryProgress
-    from planner.map.build import make_map
+    from planner.map.map import make_map
 
     with pool, EntryProgress("points") as progress:
         found = make_map(

@@ -14,7 +14,7 @@ from kvrsim.cli.pool_options import BuildOptions
 from kvrsim.version import __version__
 
 if TYPE_CHECKING:
-    from planner.predictor.grid import Prediction, TtftPredictor
+    from planner.predictor.predictor import TtftEstimate, TtftPredictor
 
 app = typer.Typer()
 
@@ -97,7 +97,7 @@ def lookup(
     Example: kvrsim predictor lookup ttft.json --ctx 9000 --cached-prefix 512
     """
     from kvrsim.units import parse_count, parse_tokens
-    from planner.predictor.grid import load_predictor
+    from planner.predictor.predictor import load_predictor
 
     context_len, together = parse_tokens(ctx, "ctx"), parse_count(batch, "batch")
     cached = 0 if cached_prefix == "0" else parse_tokens(cached_prefix, "cached_prefix")
@@ -119,7 +119,7 @@ def _about(predictor: TtftPredictor) -> dict[str, Any]:
     }
 
 
-def _show(found: Prediction) -> None:
+def _show(found: TtftEstimate) -> None:
     from kvrsim.cli.text import facts, format_interval, headline, show
     from kvrsim.units import format_seconds
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvrsim.errors import InputError
-from kvrsim.partition import Partition
 from kvrsim.runtime.exchange.kernels import Merged
 from kvrsim.runtime.exchange.ring import Ring
+from kvrsim.scenario import Partition
 
 if TYPE_CHECKING:
     from kvrsim.runtime.geometry import Geometry

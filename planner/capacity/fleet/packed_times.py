@@ -9,8 +9,7 @@ import numpy as np
 
 from kvrsim.compile import for_strategy
 from kvrsim.program import Array
-from kvrsim.request import Request
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Request, Scenario
 from planner.capacity.fleet.decoding import Decoding
 from planner.capacity.fleet.layouts import WHOLE, Choice, Kind
 from planner.capacity.fleet.service import Overlap, Service

@@ -16,14 +16,12 @@ import numpy as np
 from kvrsim.compile import build_program, columns, for_strategy
 from kvrsim.executors import run
 from kvrsim.memory import fits, memory_of
-from kvrsim.partition import Partition
 from kvrsim.program import Array, Compute, Program
-from kvrsim.request import Request
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Request, Scenario
 from kvrsim.strategies import KVR_S, Strategy
 from kvrsim.strategies.pipeline import context_ranks
-from planner.bisection import largest
 from planner.capacity.workloads.workload import Lengths
+from planner.grid import largest
 from planner.search.minimise import chunks_between, to_grid
 from planner.search.pipeline import with_step_time
 from planner.search.search import search

@@ -26,9 +26,8 @@ from kvrsim.executors.batch import run_batch
 from kvrsim.io.schema import JsonObject
 from kvrsim.kernels.profile import CalibrationProfile, load_profile
 from kvrsim.model.architectures import read_config
-from kvrsim.partition import Partition
 from kvrsim.program import Compute, Program
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES
 from tests.building import examples
 

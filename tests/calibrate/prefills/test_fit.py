@@ -24,8 +24,7 @@ from kvrsim.engine import Engine, HostRates
 from kvrsim.errors import InputError
 from kvrsim.io.schema import JsonObject
 from kvrsim.kernels.profile import CalibrationProfile, Clock, load_profile
-from kvrsim.partition import Partition
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy
 from planner.candidates import partition_of
 from planner.uncertainty.intervals import Interval, interval

@@ -14,8 +14,8 @@ from kvrsim.executors.bus.lanes import run_lanes
 from kvrsim.executors.bus.moments import SharedRun
 from kvrsim.executors.bus.run import run_shared
 from kvrsim.executors.event import EventSimulation
-from kvrsim.partition import Partition
 from kvrsim.program import Program
+from kvrsim.scenario import Partition
 from kvrsim.strategies import get_strategy
 from planner.candidates import per_rank_scenario
 from tests.building import Draws, any_partition, any_placed, draws, examples

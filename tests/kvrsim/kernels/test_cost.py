@@ -29,8 +29,7 @@ from kvrsim.kernels.layer import LayerCosts
 from kvrsim.kernels.profile import CalibrationProfile
 from kvrsim.model.spec import ModelSpec
 from kvrsim.program import Array, Compute
-from kvrsim.request import Request
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Request, Scenario
 from kvrsim.strategies import STRATEGIES
 from tests.building import Draws, any_cluster, any_profile, any_scenario, draws, examples
 

@@ -15,9 +15,8 @@ from kvrsim.executors.event import EventSimulation
 from kvrsim.kernels.elementwise import PYTORCH_SHARE, fp32_cast, merge
 from kvrsim.model.load import load_model
 from kvrsim.model.mixers import Attention
-from kvrsim.partition import Partition
 from kvrsim.program import RingPass, beside_message_s
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import get_strategy
 from tests.building import Draws, any_partition, any_scenario, draws, examples
 

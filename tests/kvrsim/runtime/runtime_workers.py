@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from kvrsim.partition import Partition
 from kvrsim.runtime import bench
 from kvrsim.runtime.bench import BenchReport, measure
 from kvrsim.runtime.check import Difference, compare
@@ -23,6 +22,7 @@ from kvrsim.runtime.model import ModelForward, SleepForward, load_model
 from kvrsim.runtime.plan import RunPlan, random_prompt
 from kvrsim.runtime.prefill import Prefill
 from kvrsim.runtime.transport import EmulatedLink, EmulatedTransport, MessageTraffic, WrappedTransport
+from kvrsim.scenario import Partition
 from tests.kvrsim.runtime.runtime_models import CONFIGS, KINDS, kinds, variants
 
 CONTEXT_LEN = 23

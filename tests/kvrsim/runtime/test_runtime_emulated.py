@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.errors import InputError
-from kvrsim.partition import Partition
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.ranks import Launch, launch
 from kvrsim.runtime.transport import Egress, EmulatedLink, MessageTraffic
+from kvrsim.scenario import Partition
 
 pytestmark = pytest.mark.slow
 

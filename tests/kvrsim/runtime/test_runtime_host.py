@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvrsim.partition import Partition
 from kvrsim.runtime import host
 from kvrsim.runtime.bench import Timing
 from kvrsim.runtime.plan import RunPlan
+from kvrsim.scenario import Partition
 from planner.confirm import hardware as confirm_hardware
 from planner.confirm.confirm import is_busy
 from planner.confirm.run import _busy_notes

@@ -12,7 +12,6 @@ from transformers import DynamicCache
 from kvrsim.errors import InputError
 from kvrsim.io.schema import JsonObject
 from kvrsim.model.architectures import read_config
-from kvrsim.partition import Partition
 from kvrsim.runtime.exchange import exchange_of
 from kvrsim.runtime.geometry import Geometry
 from kvrsim.runtime.kept.buffers import KvBuffer, StateBuffer, buffers_of, kv_room
@@ -20,6 +19,7 @@ from kvrsim.runtime.kept.layers import KeptState, KeptTokens
 from kvrsim.runtime.model import load_model
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.prefill import shared_room
+from kvrsim.scenario import Partition
 from tests.kvrsim.runtime.chunked import forward, in_chunks, prompt
 from tests.kvrsim.runtime.runtime_models import KINDS, kinds
 from tests.kvrsim.runtime.runtime_workers import model_of

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvrsim.partition import Partition
 from kvrsim.runtime.job import Job, ModelChoice
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.virtual import VirtualReport, run_virtual
+from kvrsim.scenario import Partition
 from tests.kvrsim.runtime.runtime_models import CONFIGS, KINDS
 
 CONTEXT_LEN = 23

@@ -13,9 +13,8 @@ from kvrsim.builder import make_scenario
 from kvrsim.executors.run import run_partition
 from kvrsim.kernels.elementwise import Traffic
 from kvrsim.memory import memory_of
-from kvrsim.partition import Partition
 from kvrsim.program import Compute
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import KVR_S, STRATEGIES, Strategy
 from tests.building import Draws, any_scenario, draws, examples
 

@@ -10,7 +10,7 @@ from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
 from kvrsim.executors.run import run_partition
 from kvrsim.memory import memory_of
-from kvrsim.partition import Partition
+from kvrsim.scenario import Partition
 from kvrsim.strategies import get_strategy
 from planner.candidates import hybrids
 from tests.building import Draws, any_divisible, draws, examples

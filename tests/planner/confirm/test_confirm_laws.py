@@ -15,11 +15,10 @@ from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
 from kvrsim.executors.run import run_partition
 from kvrsim.kernels.profile import Gather, load_profile
-from kvrsim.partition import Partition
 from kvrsim.program import Compute, Program
 from kvrsim.results.question import Question
 from kvrsim.results.timeline import Timeline
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.candidates import partition_of
 from planner.confirm.candidates import candidates_of

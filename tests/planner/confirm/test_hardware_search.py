@@ -20,8 +20,7 @@ from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError, NotWrittenError
 from kvrsim.io.journal import Journal
 from kvrsim.model.load import load_model
-from kvrsim.partition import Partition
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from planner.confirm.hardware import Hardware
 from planner.confirm.hardware_search import (
     Chunks,

@@ -16,8 +16,7 @@ from kvrsim.hardware import MemoryLimit, load_cluster
 from kvrsim.io.schema import to_json
 from kvrsim.results.question import Question
 from kvrsim.units import parse_lengths
-from planner.map.build import make_map
-from planner.map.map import MapPoint, StrategyMap
+from planner.map.map import MapPoint, StrategyMap, make_map
 
 ARGUMENTS = ("map", "--ctx", "1k:8k:x2", "--gpus", "2,4", "--link-bandwidths", "300GB/s,1GB/s")
 

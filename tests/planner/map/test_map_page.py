@@ -11,7 +11,8 @@ import kvrsim
 from kvrsim.cli import main as cli
 from kvrsim.views.page import render, unpacked
 from planner.map.map import StrategyMap
-from planner.map.page import map_data, map_page
+from planner.map.view import map_data
+from planner.map.view import page as map_page
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,7 @@ from kvrsim.compile import for_strategy
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
 from kvrsim.executors.run import run_partition
-from kvrsim.partition import Partition
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from planner.capacity.fleet.fast import run_pool
 from planner.capacity.fleet.pool import Pool

@@ -11,7 +11,7 @@ import pytest
 
 import kvrsim
 from kvrsim.errors import InputError
-from planner.predictor.grid import TtftPredictor
+from planner.predictor.predictor import TtftPredictor
 
 READER = runpy.run_path(str(Path(__file__).parents[3] / "examples" / "read_predictor.py"))["predict"]
 ASKED = {"ctx": "8k", "gpus": 4, "batch": 3, "model": "llama-3-8b", "cluster": "h100-nvlink"}

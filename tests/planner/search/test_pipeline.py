@@ -15,8 +15,7 @@ import kvrsim
 from kvrsim.cli import main as cli
 from kvrsim.compile import for_strategy
 from kvrsim.memory import memory_of
-from kvrsim.partition import Partition
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import get_strategy
 from planner.candidates import choose_partition, partition_of
 from planner.search.minimise import Evaluator

@@ -8,7 +8,7 @@ from hypothesis import given
 import kvrsim
 from kvrsim.cli import main as cli
 from kvrsim.executors.run import run_partition
-from kvrsim.partition import Partition
+from kvrsim.scenario import Partition
 from kvrsim.strategies import STRATEGIES
 from planner.uncertainty.basis import breakdown
 from tests.building import Draws, any_partition, any_scenario, draws, examples

@@ -12,8 +12,7 @@ from hypothesis import given
 import kvrsim
 from kvrsim.builder import make_scenario
 from kvrsim.kernels.profile import OperationFit, load_profile
-from kvrsim.partition import Partition
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.uncertainty.intervals import Interval, interval
 from planner.uncertainty.sensitivities import doublings_beyond

@@ -14,8 +14,7 @@ from kvrsim.compile import for_strategy
 from kvrsim.engine import NO_HOST, Engine, EngineFit, builtin_engines
 from kvrsim.executors.run import run_partition
 from kvrsim.kernels.profile import load_profile
-from kvrsim.partition import Partition
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.uncertainty.intervals import Interval, interval, is_indistinguishable, measured_coverage
 from planner.uncertainty.sensitivities import Sensitivities, sensitivities

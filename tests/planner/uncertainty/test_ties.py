@@ -13,8 +13,7 @@ import kvrsim
 from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
 from kvrsim.kernels.sensitivity import ATTENTION
-from kvrsim.partition import Partition
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.uncertainty.intervals import interval_of
 from planner.uncertainty.intervals import is_indistinguishable as tied

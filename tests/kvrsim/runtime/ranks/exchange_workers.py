@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from kvrsim.errors import InputError
-from kvrsim.partition import Partition
 from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.bench import measure
 from kvrsim.runtime.check import Difference, compare
@@ -15,6 +14,7 @@ from kvrsim.runtime.model import ModelForward
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.prefill import Prefill
 from kvrsim.runtime.transport import EmulatedLink, EmulatedTransport
+from kvrsim.scenario import Partition
 from tests.kvrsim.runtime.runtime_workers import CONTEXT_LEN, UNEVEN, Spoiling, model_of
 
 STRATEGIES = ("kvr_direct", "zigzag", "ring", "striped", "zigzag_ring", "ulysses")

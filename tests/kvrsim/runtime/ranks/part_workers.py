@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvrsim.partition import Partition
 from kvrsim.runtime.job import Job, ModelChoice, run_job
 from kvrsim.runtime.plan import RunPlan
+from kvrsim.scenario import Partition
 from tests.kvrsim.runtime.runtime_models import CONFIGS
 from tests.kvrsim.runtime.runtime_workers import CONTEXT_LEN
 

@@ -14,7 +14,6 @@ from kvrsim.compile import build_program
 from kvrsim.errors import InputError
 from kvrsim.kernels.roofline import NoTime
 from kvrsim.memory import memory_of
-from kvrsim.partition import Partition
 from kvrsim.program import sent_bytes
 from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.exchange import RUN_STRATEGIES, exchange_of, run_strategy
@@ -22,7 +21,7 @@ from kvrsim.runtime.faults import RankError
 from kvrsim.runtime.geometry import Geometry
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.ranks import Launch, launch
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import get_strategy
 from tests.kvrsim.runtime.runtime_models import CONFIGS
 from tests.kvrsim.runtime.runtime_workers import exact, model_of, troubled

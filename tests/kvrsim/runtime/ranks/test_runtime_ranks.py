@@ -12,10 +12,10 @@ import pytest
 import tests.kvrsim.runtime.ranks.part_workers as part_workers
 import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.errors import InputError
-from kvrsim.partition import Partition
 from kvrsim.runtime.exchange import exchange_of
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.ranks import Launch, launch
+from kvrsim.scenario import Partition
 from tests.kvrsim.runtime.runtime_models import KINDS, variants
 
 ROOT = Path(__file__).resolve().parents[4]

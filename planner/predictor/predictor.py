@@ -5,26 +5,23 @@ docs/how-to/predictor.md describes the file for programs that read it.
 
 from __future__ import annotations
 
-import json
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from kvrsim.errors import InputError
-from kvrsim.interp import cell
-from kvrsim.io.files import write_atomically
-from kvrsim.io.schema import JsonObject, Whole, fields_to_json, read, to_json
+from kvrsim.io.schema import JsonObject, Whole, fields_to_json, to_json
+from planner.grid import GridFile
 
-SCHEMA_VERSION = 1
-FORMAT = "kvrsim ttft predictor"
 Seconds = tuple[tuple[tuple[float, ...], ...], ...]  # by batch, cached prefix and new tokens
-Around = list[tuple[int, float]]  # indices of knots and their weights
+Around = list[tuple[int, float]]  # indices of points and their weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prediction:
+class TtftEstimate:
     """A TTFT that was looked up."""
 
     ttft_s: float
@@ -39,7 +36,7 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategyTimes:
-    """One strategy's TTFTs at every knot."""
+    """One strategy's TTFTs at every point."""
 
     strategy: str
     most_new_tokens: tuple[tuple[Whole, ...], ...]  # that fit in memory, by batch and cached prefix; 0: none
@@ -49,12 +46,16 @@ class StrategyTimes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TtftPredictor:
+class TtftPredictor(GridFile):
     """A grid of simulated prefills, and the question that it answers."""
+
+    file_format: ClassVar[str] = "kvrsim ttft predictor"
+    command: ClassVar[str] = "kvrsim predictor build"
+    rows: ClassVar[str] = "strategies"
 
     kvrsim_version: str  # that built it
     longest_context: int  # tokens, cached prefix and new ones together
-    new_tokens: tuple[int, ...]  # knots, rising, as are those below
+    new_tokens: tuple[int, ...]  # points, rising, as are those below
     cached_prefix: tuple[Whole, ...]
     batch: tuple[int, ...]
     strategies: tuple[StrategyTimes, ...]
@@ -62,9 +63,9 @@ class TtftPredictor:
 
     def __post_init__(self) -> None:
         for key in ("new_tokens", "cached_prefix", "batch"):
-            knots = list(getattr(self, key))
-            if not knots or sorted(set(knots)) != knots:
-                raise InputError(key, knots, "rising whole numbers, at least one")
+            points = list(getattr(self, key))
+            if not points or sorted(set(points)) != points:
+                raise InputError(key, points, "rising whole numbers, at least one")
         if not self.strategies:
             raise InputError("strategies", "none", "at least one strategy")
         sizes = (len(self.batch), len(self.cached_prefix), len(self.new_tokens))
@@ -75,8 +76,8 @@ class TtftPredictor:
                     shape = " x ".join(map(str, least))
                     raise InputError(f"strategies[{index}].{key}", "another shape", f"an array of {shape} numbers")
 
-    def predict(self, *, ctx: int, cached_prefix: int = 0, batch: int = 1) -> Prediction:
-        """TTFT of the fastest strategy that fits, interpolated linearly between the eight knots around a prefill.
+    def predict(self, *, ctx: int, cached_prefix: int = 0, batch: int = 1) -> TtftEstimate:
+        """TTFT of the fastest strategy that fits, interpolated linearly between the eight points around a prefill.
 
         ctx: tokens of the whole context. cached_prefix: leading tokens whose K and V are cached. batch: sequences.
         Raises InputError naming the parameter outside the grid, or where no strategy fits in memory.
@@ -94,7 +95,7 @@ class TtftPredictor:
             most = int(max(self._most(one, rows, columns, batch) for one in self.strategies))
             raise InputError("ctx", ctx, f"at most {cached_prefix + most} tokens: more do not fit in the GPUs' memory")
         best = min(fitting, key=lambda one: _mean(one.ttft_s, places))
-        return Prediction(
+        return TtftEstimate(
             ttft_s=_mean(best.ttft_s, places),
             ttft_low_s=_mean(best.ttft_low_s, places),
             ttft_high_s=_mean(best.ttft_high_s, places),
@@ -109,48 +110,31 @@ class TtftPredictor:
         )
         return sum(together) / batch
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {"format": FORMAT, "schema_version": SCHEMA_VERSION, **fields_to_json(self)}
-
-    def to_json(self) -> str:
-        """The file's text: a line for each key, and for each strategy."""
-        content = self.to_dict()
-        strategies = ",\n".join("    " + json.dumps(one, allow_nan=False) for one in content.pop("strategies"))
-        head = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
-        return f'{{\n{head},\n  "strategies": [\n{strategies}\n  ]\n}}\n'
-
-    def write(self, path: str | Path, argument: str = "output") -> None:
-        """Write the JSON, whole or not at all."""
-        write_atomically(path, self.to_json().encode(), argument=argument)
-
     @classmethod
-    def read(cls, data: JsonObject) -> TtftPredictor:
-        """Check a predictor; InputError names the key."""
-        if data.fields.get("format") != FORMAT:
-            raise data.error("format", f"{FORMAT}, as kvrsim predictor build writes it")
-        if data.fields.get("schema_version") != SCHEMA_VERSION:
-            raise data.error("schema_version", str(SCHEMA_VERSION))
-        question = to_json(data.child("question").fields)
-        return read(cls, data.without("format", "schema_version", "question"), question=question)
+    def plain_fields(cls, data: JsonObject) -> dict[str, Any]:
+        """The question, of any keys."""
+        return {"question": to_json(data.child("question").fields)}
 
 
 def load_predictor(path: str | Path, argument: str = "predictor") -> TtftPredictor:
     """Read a file that `kvrsim predictor build` has written; InputError names the argument, file and key."""
-    return TtftPredictor.read(JsonObject.read(Path(path), argument))
+    return TtftPredictor.load(path, argument)
 
 
-def _around(knots: Sequence[int], value: int) -> Around:
-    """The knots around a value and their weights; those that weigh nothing are left out."""
-    low, share = cell(value, knots)
-    return [(int(index), float(part)) for index, part in ((low, 1 - share), (low + 1, share)) if part > 0]
+def _around(points: Sequence[int], value: int) -> Around:
+    """The points around a value and their weights, without numpy, whose import takes longer than a lookup."""
+    low = bisect_right(points, value) - 1
+    if points[low] == value:
+        return [(low, 1.0)]
+    share = (value - points[low]) / (points[low + 1] - points[low])
+    return [(low, 1 - share), (low + 1, share)]
 
 
 def _mean(seconds: Seconds, places: Sequence[tuple[tuple[int, float], tuple[int, float], Around]]) -> float:
     return sum(
-        weight * share * part * seconds[row][column][knot]
-        for (row, weight), (column, share), knots in places
-        for knot, part in knots
+        weight * share * part * seconds[row][column][point]
+        for (row, weight), (column, share), points in places
+        for point, part in points
     )
 
 
