@@ -1,4 +1,66 @@
-"""Measurement rows, their CSV files, and where they come from."""
+"""Measurement: how long one operation took on one machine; read from and written to CSV.
+
+The file has one header line and one row per measured operation; lines that begin with # are comments. SI units. A
+column may be missing where no row needs it, and their order is free. Every row has
+
+    operation    what was measured, one of those below
+    kernel       what ran, such as vllm_flash_attn or nccl
+    device       the GPU, such as NVIDIA H100 80GB HBM3; for host_* rows the machine whose host it is
+    median_s     seconds, median of the repeats
+    source       who measured it, with what, where it can be found
+
+and may have mean_s (seconds, mean of the repeats, outliers drawn in; empty: not known), spread_s (standard deviation
+or interquartile range of the repeats, seconds; empty: not known), batch (sequences at once; empty: 1) and
+dtype (fp16, bf16, fp8 or fp32: of the operands; of gemm also fp8_block, nvfp4, int8, int4_wo or int8_wo, see
+kvrsim.kernels.gemm; a time on the host has none). A prefill is a sum of many kernels, and means add up where medians
+of lopsided times do not: a fit takes mean_s where there is one.
+Beyond these:
+
+    operation                                       one time of                          also needs
+    gemm                                            y = x W                              dtype, tokens (rows of x),
+                                                                                         in_features, out_features
+    head                                            logits of one token                  dtype, in_features,
+                                                                                         out_features
+    attention                                       chunk queries of each of batch       dtype, chunk, prefix,
+                                                    sequences over prefix + chunk keys,  num_attention_heads,
+                                                    causal                               num_key_value_heads, head_dim
+    norm, rotary, activation, residual, embedding,  an element-wise kernel; merge: of    dtype, tokens, bytes
+    merge                                           attention's partial results
+    block                                           attention to prefix keys alone       as attention
+    cache_append                                    K and V of a chunk written into      dtype, chunk, prefix, bytes
+                                                    the cache
+    prepare                                         what a prefill does once before its  dtype, chunk, prefix
+                                                    first layer, but for the embedding:
+                                                    mask and rotary tables
+    before_attention, after_attention, layer        a layer up to attention, from it     dtype, chunk, prefix
+                                                    on, and whole; to compare with, not
+                                                    fitted
+    layer_alone, layer_pending                      a whole layer on a rank that has no  dtype, chunk, prefix
+                                                    receive posted, and on the same one
+                                                    while one waits for its sender
+    all_gather, all_reduce                          the collective                       bytes, ranks, nodes
+    send_recv                                       one message                          bytes, ranks, nodes
+    host_layer                                      the host issuing one decoder layer   -
+    host_collective                                 the host issuing one collective      ranks
+    host_message                                    the host issuing one send or one     -
+                                                    receive
+    host_prepare                                    the host, from a prefill's begin     -
+                                                    until it issues the first layer
+
+tokens, chunk and prefix count tokens; heads are those of the device that was measured. bytes: of an element-wise
+kernel and of cache_append what it must read and write, counted plainly (of a model's measured layers, as its kernels
+move); of all_gather the gathered tensor, all ranks' pieces together; of all_reduce the tensor; of send_recv the
+message. nodes: 1 within one node, 2 between nodes. A column that an operation does not need may be filled; it is kept
+and checked, and read by nobody.
+
+A send_recv row may say which ranks it went between (src and dst, counted from 0) and how many transfers of that size
+were in flight at once (messages; empty: 1). A row of gemm or attention may say how often the operation ran without a
+pause while it was timed (repeats) and just before (warmups): from these a fit knows how long the device was under
+load.
+
+A comment line before the header, `# origin {...}`, may hold a JSON object with what all rows have in common: the
+machine, the model whose layers were timed, versions, command and date.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +68,14 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
 
 from kvrsim.choices import DTYPES, TOPOLOGIES, Topology
 from kvrsim.errors import InputError
@@ -22,16 +87,11 @@ from kvrsim.model.architectures import read_config
 from kvrsim.model.spec import ModelSpec
 from kvrsim.units import MAX_SECONDS
 
-# -- CsvTable: a CSV file whose values are checked as they are read.
-#
-# Comma-separated, UTF-8, one header line; lines that begin with # are comments. Every mistake raises InputError naming
-# the argument, the file, the line and the column.
-
 MAX_CSV_BYTES = 2**28  # some millions of rows; what is larger was given by mistake
 MAX_WHOLE = 10**18
 
 # Plain ASCII: float() and int() alone would read "1_000", "inf" and other alphabets' digits.
-_WHOLE = re.compile(r"([0-9]{1,18})(?:\.0*)?", re.ASCII)  # 4096.0 is how pandas writes a column with gaps
+_WHOLE_TEXT = re.compile(r"([0-9]{1,18})(?:\.0*)?", re.ASCII)  # 4096.0 is how pandas writes a column with gaps
 _NUMBER = re.compile(r"[+-]?(?:[0-9]{1,40}\.?[0-9]{0,40}|\.[0-9]{1,40})(?:[eE][+-]?[0-9]{1,3})?", re.ASCII)
 _LFS_POINTER = "version https://git-lfs.github.com/spec/"
 
@@ -47,15 +107,11 @@ class CsvRow:
         """The error to raise for a column whose value is not what is accepted."""
         return InputError(f"{self.where}: {column}", self.values.get(column) or "nothing", accepted)
 
-    def placed(self, error: InputError) -> InputError:
-        """The same error, saying in which file and line."""
-        return InputError(f"{self.where}: {error.parameter}", error.value, error.accepted)
-
     def has(self, column: str) -> bool:
         return bool(self.values.get(column))
 
     def text(self, column: str) -> str:
-        """What stands there, required."""
+        """Required."""
         value = self.values.get(column)
         if not value:
             raise self.error(column, "a text")
@@ -63,7 +119,7 @@ class CsvRow:
 
     def whole(self, column: str, *, minimum: int = 1) -> int:
         """A whole number, required."""
-        match = _WHOLE.fullmatch(self.values.get(column, ""))
+        match = _WHOLE_TEXT.fullmatch(self.values.get(column, ""))
         if match is None or not minimum <= int(match[1]) <= MAX_WHOLE:
             raise self.error(column, f"a whole number from {minimum} to {MAX_WHOLE:.0e}")
         return int(match[1])
@@ -83,12 +139,19 @@ class CsvRow:
             raise self.error(column, "True or False")
         return value == "true"
 
+    def measured(self, **values: Any) -> Measurement:
+        """The measurement that the line holds; a value that cannot be is the line's mistake."""
+        return measured_at(self.where, **values)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CsvTable:
-    """A CSV file with one header line."""
+    """A CSV file with one header line: comma-separated, UTF-8; lines that begin with # are comments.
 
-    path: Path  # the file
+    Every mistake raises InputError naming the argument, the file, the line and the column.
+    """
+
+    path: Path
     where: str  # the argument and the file, for messages
     columns: tuple[str, ...]  # as the header has them; an unnamed column is ""
     rows: tuple[CsvRow, ...]  # without comments and empty lines
@@ -97,7 +160,9 @@ class CsvTable:
     def read(cls, path: str | Path, argument: str) -> CsvTable:
         """Read a whole file; raises InputError where it cannot be read or is not a CSV with a header."""
         where = f"{argument} {' '.join(str(path).split())}"
-        reader = csv.reader(_lines(_content(path, argument)), strict=True)
+        # Comments are blanked rather than left out, so that line numbers stay those of the file.
+        text = io.StringIO(_content(path, argument), newline="")
+        reader = csv.reader(("\n" if line.startswith("#") else line for line in text), strict=True)
         try:
             columns = tuple(name.strip() for name in next((line for line in reader if line), []))
             _check_header(columns, where)
@@ -112,39 +177,18 @@ class CsvTable:
             if name not in self.columns:
                 raise InputError(f"{self.where}: header", ", ".join(self.columns), f"a column {name} among the others")
 
-    def only(self, columns: Iterable[str]) -> None:
+    def only(self, columns: Sequence[str]) -> None:
         """Refuse a table that has any but these columns."""
-        known = list(columns)
         for name in self.columns:
-            if name not in known:
-                raise InputError(f"{self.where}: column", name or "nothing", ", ".join(known))
-
-
-def one_line(text: str) -> str:
-    """A text that can stand in a CSV cell, from one that a path has."""
-    return "".join(letter if letter.isprintable() else " " for letter in text).strip() or "unknown"
-
-
-def leading_comments(path: str | Path, argument: str) -> Iterator[tuple[int, str]]:
-    """Number and text of each comment before the header."""
-    for number, line in enumerate(io.StringIO(_content(path, argument)), start=1):
-        if line.strip() and not line.startswith("#"):
-            return
-        if line.startswith("#"):
-            yield number, line.rstrip("\n")
+            if name not in columns:
+                raise InputError(f"{self.where}: column", name or "nothing", ", ".join(columns))
 
 
 def _content(path: str | Path, argument: str) -> str:
-    """The text of a file, or the InputError that says why not."""
     text = read_text(path, argument, what="a CSV file", most_bytes=MAX_CSV_BYTES)
     if text.startswith(_LFS_POINTER):
         raise InputError(argument, path, "the CSV itself; this is its Git LFS pointer (git lfs pull fetches the file)")
     return text
-
-
-def _lines(text: str) -> Iterable[str]:
-    """The lines, comments blanked rather than left out, so that line numbers stay those of the file."""
-    return ("\n" if line.startswith("#") else line for line in io.StringIO(text, newline=""))
 
 
 def _check_header(columns: tuple[str, ...], where: str) -> None:
@@ -161,70 +205,6 @@ def _row(values: list[str], columns: tuple[str, ...], where: str) -> CsvRow:
     return CsvRow(values=dict(zip(columns, map(str.strip, values), strict=True)), where=where)
 
 
-# -- Measurement: how long one operation took on one machine; read from and written to CSV.
-#
-# The file has one header line and one row a measured operation; lines that begin with # are comments. SI units. A
-# column may be missing where no row needs it, and their order is free. Every row has
-#
-#     operation    what was measured, one of those below
-#     kernel       what ran, such as vllm_flash_attn or nccl
-#     device       the GPU, such as NVIDIA H100 80GB HBM3; for host_* rows the machine whose host it is
-#     median_s     seconds, median of the repeats
-#     source       who measured it, with what, where it can be found
-#
-# and may have mean_s (seconds, mean of the repeats, outliers drawn in; empty: not known), spread_s (standard deviation
-# or interquartile range of the repeats, seconds; empty: not known), batch (sequences at once; empty: 1) and dtype
-# (fp16,
-# bf16, fp8 or fp32: of the operands; of gemm also fp8_block, nvfp4, int8, int4_wo or int8_wo, see
-# kvrsim.kernels.gemm; a time on the host has none). A prefill is a sum of many kernels, and means add up where
-# medians of lopsided times do not: a fit takes mean_s where there is one.
-# Beyond these:
-#
-#     operation                                       one time of                          also needs
-#     gemm                                            y = x W                              dtype, tokens (rows of x),
-#                                                                                          in_features, out_features
-#     head                                            logits of one token                  dtype, in_features,
-#                                                                                          out_features
-#     attention                                       chunk queries of each of batch       dtype, chunk, prefix,
-#                                                     sequences over prefix + chunk keys,  num_attention_heads,
-#                                                     causal                               num_key_value_heads, head_dim
-#     norm, rotary, activation, residual, embedding,  an element-wise kernel; merge: of    dtype, tokens, bytes
-#     merge                                           attention's partial results
-#     block                                           attention to prefix keys alone       as attention
-#     cache_append                                    K and V of a chunk written into      dtype, chunk, prefix, bytes
-#                                                     the cache
-#     prepare                                         what a prefill does once before its  dtype, chunk, prefix
-#                                                     first layer, but for the embedding:
-#                                                     mask and rotary tables
-#     before_attention, after_attention, layer        a layer up to attention, from it     dtype, chunk, prefix
-#                                                     on, and whole; to compare with, not
-#                                                     fitted
-#     layer_alone, layer_pending                      a whole layer on a rank that has no  dtype, chunk, prefix
-#                                                     receive posted, and on the same one
-#                                                     while one waits for its sender
-#     all_gather, all_reduce                          the collective                       bytes, ranks, nodes
-#     send_recv                                       one message                          bytes, ranks, nodes
-#     host_layer                                      the host issuing one decoder layer   -
-#     host_collective                                 the host issuing one collective      ranks
-#     host_message                                    the host issuing one send or one     -
-#                                                     receive
-#     host_prepare                                    the host, from a prefill's begin     -
-#                                                     until it issues the first layer
-#
-# tokens, chunk and prefix count tokens; heads are those of the device that was measured. bytes: of an element-wise
-# kernel and of cache_append what it must read and write, counted plainly (of a model's measured layers, as its kernels
-# move); of all_gather the gathered tensor, all ranks' pieces together; of all_reduce the tensor; of send_recv the
-# message. nodes: 1 within one node, 2 between nodes. A column that an operation does not need may be filled; it is kept
-# and checked, and read by nobody.
-#
-# A send_recv row may say which ranks it went between (src and dst, counted from 0) and how many transfers of that size
-# were in flight at once (messages; empty: 1). A row of gemm or attention may say how often the operation ran without a
-# pause while it was timed (repeats) and just before (warmups): from these a fit knows how long the device was under
-# load.
-#
-# A comment line before the header, `# origin {...}`, may hold a JSON object with what all rows have in common: the
-# machine, the model whose layers were timed, versions, command and date.
-
 MEASURED_DTYPES = (*DTYPES, *(kind for kind in GEMM_TYPES if kind not in DTYPES))
 ELEMENTWISE = ("norm", "rotary", "activation", "residual", "embedding")
 RING = "_p2p_ring"  # suffix of `kernel`: an all-gather made of messages between neighbours
@@ -239,9 +219,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "head": ("dtype", "in_features", "out_features"),
     **dict.fromkeys((*ELEMENTWISE, "merge"), ("dtype", "tokens", "bytes")),
     "cache_append": ("dtype", "chunk", "prefix", "bytes"),
-    "prepare": ("dtype", "chunk", "prefix"),
-    **dict.fromkeys(SEGMENTS, ("dtype", "chunk", "prefix")),
-    **dict.fromkeys(("layer_alone", "layer_pending"), ("dtype", "chunk", "prefix")),
+    **dict.fromkeys(("prepare", *SEGMENTS, "layer_alone", "layer_pending"), ("dtype", "chunk", "prefix")),
     **dict.fromkeys(("all_gather", "all_reduce", "send_recv"), ("bytes", "ranks", "nodes")),
     "host_collective": ("ranks",),
     **dict.fromkeys(("host_layer", "host_message", "host_prepare"), ()),
@@ -251,24 +229,12 @@ OPERATIONS = tuple(NEEDED)
 _TEXTS = ("kernel", "device", "source")
 _ALWAYS = ("operation", "kernel", "device", "median_s", "source")
 # The whole numbers, each with its least and its largest value.
-_WHOLE_measurement = {
-    "chunk": (1, MAX_WHOLE),
-    "prefix": (0, MAX_WHOLE),
-    "num_attention_heads": (1, MAX_WHOLE),
-    "num_key_value_heads": (1, MAX_WHOLE),
-    "head_dim": (1, MAX_WHOLE),
-    "batch": (1, MAX_WHOLE),
-    "tokens": (1, MAX_WHOLE),
-    "in_features": (1, MAX_WHOLE),
-    "out_features": (1, MAX_WHOLE),
-    "bytes": (1, MAX_WHOLE),
-    "ranks": (1, MAX_WHOLE),
+_WHOLE = {
+    **dict.fromkeys(("chunk", "num_attention_heads", "num_key_value_heads", "head_dim"), (1, MAX_WHOLE)),
+    **dict.fromkeys(("batch", "tokens", "in_features", "out_features", "bytes", "ranks"), (1, MAX_WHOLE)),
+    **dict.fromkeys(("messages", "repeats"), (1, MAX_WHOLE)),
+    **dict.fromkeys(("prefix", "src", "dst", "warmups"), (0, MAX_WHOLE)),
     "nodes": (1, 2),
-    "src": (0, MAX_WHOLE),
-    "dst": (0, MAX_WHOLE),
-    "messages": (1, MAX_WHOLE),
-    "warmups": (0, MAX_WHOLE),
-    "repeats": (1, MAX_WHOLE),
 }
 _ONE = ("batch", "messages")  # that are 1 where nothing is said
 _ORIGIN = "# origin "
@@ -309,6 +275,16 @@ class Measurement:
         """Seconds that one of many adds to their sum: the mean, as far as it is known."""
         return self.median_s if self.mean_s is None else self.mean_s
 
+    @property
+    def has_loop(self) -> bool:
+        """Whether it is known how often the operation ran in a row."""
+        return self.warmups is not None and self.repeats is not None
+
+    def scaled(self, factor: float) -> Measurement:
+        """The same with times multiplied."""
+        mean_s = None if self.mean_s is None else self.mean_s * factor
+        return replace(self, median_s=self.median_s * factor, mean_s=mean_s)
+
     def __post_init__(self) -> None:
         needed = NEEDED.get(self.operation)
         if needed is None:
@@ -316,11 +292,6 @@ class Measurement:
         for name in needed:
             if getattr(self, name) is None:
                 raise InputError(name, "nothing", f"a value ({self.operation} needs {', '.join(needed)})")
-        self._check_texts()
-        self._check_whole()
-        self._check_seconds()
-
-    def _check_texts(self) -> None:
         for name in _TEXTS:
             text = getattr(self, name)
             if not isinstance(text, str) or not text or not text.isprintable() or text != text.strip():
@@ -328,9 +299,16 @@ class Measurement:
         dtypes = MEASURED_DTYPES if self.operation == "gemm" else DTYPES
         if self.dtype is not None and self.dtype not in dtypes:
             raise InputError("dtype", self.dtype, ", ".join(dtypes))
+        self._check_whole()
+        self._check_seconds("median_s", self.median_s)
+        if self.mean_s is not None:
+            self._check_seconds("mean_s", self.mean_s)
+        spread_s = self.spread_s
+        if spread_s is not None and not (isinstance(spread_s, float) and 0 <= spread_s <= MAX_SECONDS):
+            raise InputError("spread_s", spread_s, f"seconds from 0 to {MAX_SECONDS:.0e}, or nothing")
 
     def _check_whole(self) -> None:
-        for name, (least, largest) in _WHOLE_measurement.items():
+        for name, (least, largest) in _WHOLE.items():
             value = getattr(self, name)
             if value is None and name not in _ONE:
                 continue
@@ -341,20 +319,37 @@ class Measurement:
         if heads is not None and kv_heads is not None and heads % kv_heads:
             raise InputError("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})")
 
-    def _check_seconds(self) -> None:
-        for name in ("median_s", "mean_s"):
-            value = getattr(self, name)
-            if value is None and name != "median_s":
-                continue
-            if not isinstance(value, float) or not 0 < value <= MAX_SECONDS:
-                raise InputError(name, value, f"seconds above 0 and at most {MAX_SECONDS:.0e}")
-        if self.spread_s is None:
-            return
-        if not isinstance(self.spread_s, float) or not 0 <= self.spread_s <= MAX_SECONDS:
-            raise InputError("spread_s", self.spread_s, f"seconds from 0 to {MAX_SECONDS:.0e}, or nothing")
+    def _check_seconds(self, name: str, value: float) -> None:
+        if not isinstance(value, float) or not 0 < value <= MAX_SECONDS:
+            raise InputError(name, value, f"seconds above 0 and at most {MAX_SECONDS:.0e}")
 
 
 COLUMNS = Measurement.__slots__
+Some = npt.NDArray[Any]  # indices of rows, or a mask of them
+
+
+def measured_at(where: str, **values: Any) -> Measurement:
+    """A measurement; InputError for a value that cannot be says where it stands."""
+    try:
+        return Measurement(**values)
+    except InputError as error:
+        raise InputError(f"{where}: {error.parameter}", error.value, error.accepted) from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Columns:
+    """Measured rows as arrays of one length (or mappings of such), for the formulas of the rates."""
+
+    def take(self, some: Some) -> Self:
+        """Some of the rows, by index or mask."""
+        taken: dict[str, Any] = {}
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if isinstance(value, np.ndarray):
+                taken[one.name] = value[some]
+            elif isinstance(value, dict):
+                taken[one.name] = {name: array[some] for name, array in value.items()}
+        return replace(self, **taken)
 
 
 def read_measurements(path: str | Path, argument: str = "measurements") -> list[Measurement]:
@@ -362,23 +357,37 @@ def read_measurements(path: str | Path, argument: str = "measurements") -> list[
     return _read_table(CsvTable.read(path, argument))
 
 
-def read_origin(path: str | Path, argument: str = "measurements") -> dict[str, Any] | None:
-    """What a measurement CSV says of all its rows; None where it says nothing; InputError for what is not JSON."""
-    for number, line in leading_comments(path, argument):
-        if line.startswith(_ORIGIN):
-            return _parse_origin(line.removeprefix(_ORIGIN), f"{argument} {' '.join(str(path).split())}, line {number}")
-    return None
+def _read_table(table: CsvTable) -> list[Measurement]:
+    table.only(COLUMNS)
+    table.need(_ALWAYS)
+    return [_read_row(row) for row in table.rows]
 
 
-def _parse_origin(text: str, where: str) -> dict[str, Any]:
-    try:
-        origin = parse_json(text)
-    except ValueError as error:
-        reason = " ".join(str(error).split())
-        raise InputError(f"{where}: origin", text.strip()[:80] or "nothing", f"valid JSON ({reason})") from None
-    if not isinstance(origin, dict):
-        raise InputError(f"{where}: origin", text.strip()[:80], "a JSON object ({...})")
-    return origin
+def _read_row(row: CsvRow) -> Measurement:
+    values: dict[str, Any] = {name: row.text(name) for name in ("operation", *_TEXTS)}
+    values["median_s"] = row.number("median_s")
+    for name, text in row.values.items():
+        if not text or name in values:
+            continue
+        if name in _WHOLE:
+            values[name] = row.whole(name, minimum=_WHOLE[name][0])
+        elif name in ("mean_s", "spread_s"):
+            values[name] = row.number(name, allow_zero=name == "spread_s")
+        else:
+            values[name] = row.text(name)
+    return row.measured(**values)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """A kind of CSV that measurements are read from."""
+
+    name: str  # for people
+    signature: tuple[str, ...]  # columns that only this kind has; a file that has them all is of this kind
+    read: Callable[[CsvTable], list[Measurement]]  # InputError names file, line and column
+
+
+LAYOUT = Layout(name="kvrsim measurements", signature=("operation", "median_s"), read=_read_table)
 
 
 def write_measurements(
@@ -401,54 +410,31 @@ def write_measurements(
     write_atomically(path, text.getvalue().encode(), argument=argument)
 
 
-def _read_table(table: CsvTable) -> list[Measurement]:
-    table.only(COLUMNS)
-    table.need(_ALWAYS)
-    return [_read_row(row) for row in table.rows]
+def read_origin(path: str | Path, argument: str = "measurements") -> dict[str, Any] | None:
+    """What a measurement CSV says of all its rows; None where it says nothing; InputError for what is not JSON."""
+    for number, line in enumerate(io.StringIO(_content(path, argument)), start=1):
+        if line.strip() and not line.startswith("#"):
+            return None
+        if line.startswith(_ORIGIN):
+            where = f"{argument} {' '.join(str(path).split())}, line {number}: origin"
+            return _parse_origin(line.removeprefix(_ORIGIN).strip(), where)
+    return None
 
 
-def _read_row(row: CsvRow) -> Measurement:
-    fields: dict[str, Any] = {name: row.text(name) for name in ("operation", *_TEXTS)}
-    fields["median_s"] = row.number("median_s")
-    for name, text in row.values.items():
-        if text and name not in fields:
-            fields[name] = _read_value(row, name)
-    return measured(row, **fields)
-
-
-def measured(row: CsvRow, **fields: Any) -> Measurement:
-    """The measurement that a line holds; a field that cannot be is the line's mistake."""
+def _parse_origin(text: str, where: str) -> dict[str, Any]:
     try:
-        return Measurement(**fields)
-    except InputError as error:
-        raise row.placed(error) from None
+        origin = parse_json(text)
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise InputError(where, text[:80] or "nothing", f"valid JSON ({reason})") from None
+    if not isinstance(origin, dict):
+        raise InputError(where, text[:80], "a JSON object ({...})")
+    return origin
 
-
-def _read_value(row: CsvRow, name: str) -> str | int | float:
-    if name in _WHOLE_measurement:
-        return row.whole(name, minimum=_WHOLE_measurement[name][0])
-    if name in ("mean_s", "spread_s"):
-        return row.number(name, allow_zero=name == "spread_s")
-    return row.text(name)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
-    """A kind of CSV that measurements are read from."""
-
-    name: str  # for people
-    signature: tuple[str, ...]  # columns that only this kind has; a file that has them all is of this kind
-    read: Callable[[CsvTable], list[Measurement]]  # InputError names file, line and column
-
-
-LAYOUT = Layout(name="kvrsim measurements", signature=("operation", "median_s"), read=_read_table)
-
-
-# -- Provenance: the machine, model and software that all rows of measurement files have in common.
 
 _TABLES = "aiconfigurator:"  # what a source that is no file begins with
 _MAX_TEXT = 300  # of a line of provenance
-_TOLD = ("command", "date", "threads", "kvrsim", "model_name", "device_state")  # that provenance repeats
+_REPEATED = ("command", "date", "threads", "kvrsim", "model_name", "device_state")  # in the provenance of a profile
 
 
 def read_origins(sources: Iterable[str], argument: str) -> list[dict[str, Any]]:
@@ -459,7 +445,7 @@ def read_origins(sources: Iterable[str], argument: str) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Provenance:
-    """The origins of several files, merged: for each key the value of the first file that has it."""
+    """The machine, model and software of measurement files: for each key the value of the first file that has it."""
 
     data: JsonObject
 
@@ -467,8 +453,8 @@ class Provenance:
     def of(cls, origins: Sequence[Mapping[str, Any]], argument: str = "compute") -> Provenance:
         """From the results of read_origin; may be empty."""
         merged: dict[str, Any] = {}
-        for origin in origins:
-            merged |= {key: value for key, value in origin.items() if key not in merged}
+        for origin in reversed(origins):
+            merged |= origin
         return cls(data=JsonObject(fields=merged, where=f"{argument} origin"))
 
     @property
@@ -498,7 +484,10 @@ class Provenance:
         """The measured machine, with at least so many ranks; None where the files do not describe it."""
         if self.gpu is None or self.gpu.name != gpu.name:
             return None
-        topology = self._topology()
+        named = self.data.text("topology", "switch")
+        topology: Topology | None = next((known for known in TOPOLOGIES if known == named), None)
+        if topology is None:
+            raise self.data.error("topology", ", ".join(TOPOLOGIES))
         return Cluster(
             name=name,
             gpu=gpu,
@@ -509,25 +498,14 @@ class Provenance:
             network=LinkSpec.read(self.data.child("network")) if topology == "nodes" else None,
         )
 
-    def _topology(self) -> Topology:
-        if not self.data.has("topology"):
-            return "switch"
-        found = next((known for known in TOPOLOGIES if known == self.data.text("topology")), None)
-        if found is None:
-            raise self.data.error("topology", ", ".join(TOPOLOGIES))
-        return found
-
     def provenance(self) -> dict[str, str]:
         """Versions, threads, command and date, as text."""
-        return dict(self._told())
-
-    def _told(self) -> Iterator[tuple[str, str]]:
         versions = self.data.fields.get("versions")
+        values: dict[str, object] = {}
         if isinstance(versions, Mapping) and versions:
-            yield "versions", _text(", ".join(f"{name} {value}" for name, value in versions.items()))
-        for key in _TOLD:
-            if self.data.has(key):
-                yield f"measured: {key}", _text(self.data.fields[key])
+            values["versions"] = ", ".join(f"{name} {value}" for name, value in versions.items())
+        values |= {f"measured: {key}": self.data.fields[key] for key in _REPEATED if self.data.has(key)}
+        return {key: _text(value) for key, value in values.items()}
 
 
 def _text(value: object) -> str:

@@ -1,4 +1,5 @@
-"""fit_elementwise: bytes per second of each kind of element-wise kernel, and the start time of a kernel."""
+"""fit_elementwise: bytes per second of element-wise kernels; fit_host and fit_prepare: the CPU's launch overhead and
+the time of a prefill before its first layer."""
 
 from __future__ import annotations
 
@@ -7,16 +8,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from calibrate.data import ELEMENTWISE, Measurement
+from calibrate.data import ELEMENTWISE, Measurement, Some
 from calibrate.fit.fit import (
-    Comparison,
+    Constants,
+    Fit,
     Fitted,
     Parameter,
-    Some,
     column,
-    cross_validated_s,
     dtypes_of,
     has_waves,
+    mean_rate,
     rounded,
     seen_of,
     solve,
@@ -33,6 +34,9 @@ KINDS = (*ELEMENTWISE, "copy")  # copies are measured as cache_append
 _LIKE = {"copy": "residual"}  # a kind that is rarely measured, and one with the same access pattern
 _ENOUGH = 3  # rows of a kind
 _CPU_CACHES = 20.0  # times the memory's rate: on a CPU, the output of a kernel may still be in a cache for the next one
+_GATHERS = 2  # all-gathers of one layer: K and V
+_LEAST_LOG_SD = 0.05
+_UNMASKED = "flash"  # a kernel that takes no mask
 
 
 def fit_elementwise(
@@ -44,34 +48,37 @@ def fit_elementwise(
     datasheet's. `kernels`: kernels of one row of each kind; default 1. `cross_validated` holds sizes out, a tenth at a
     time.
     """
-    found = usable_elementwise(rows)
+    found, hbm = usable_elementwise(rows), gpu.hbm_bytes_per_s
     kinds = np.array([KINDS.index(_kind(row)) for row in found])
-    nbytes, seconds = (column(found, name) for name in ("bytes", "expected_s"))
+    nbytes = column(found, "bytes")
     tokens = np.array([row.chunk if row.tokens is None else row.tokens for row in found], dtype=float)
     starts = np.array([(kernels or {}).get(kind, 1) for kind in KINDS], dtype=float)[kinds]
     measured = [kind for index, kind in enumerate(KINDS) if (kinds == index).sum() >= _ENOUGH]
+    high = hbm if has_waves(gpu) else _CPU_CACHES * hbm
 
-    def fit(some: Some) -> Mapping[str, float]:
-        def predict(values: Mapping[str, float], inside: Some) -> Array:
-            return _seconds(values, gpu, kinds[some][inside], nbytes[some][inside], starts[some][inside])
+    def seconds(values: Constants, some: Some) -> Array:
+        rates = np.array([values.get(kind, hbm) for kind in KINDS])
+        return np.asarray(starts[some] * values["start_s"] + nbytes[some] / rates[kinds[some]])
 
-        return solve(_parameters(measured, gpu), predict, seconds[some], weights=np.sqrt(seconds[some]))
-
-    constants = fit(np.arange(len(found)))
-    predicted = cross_validated_s(
-        nbytes.tolist(), lambda train, test: _seconds(fit(train), gpu, kinds[test], nbytes[test], starts[test])
+    fit: Fit[Constants] = Fit(
+        label="",
+        measured_s=column(found, "expected_s"),
+        parameters=[
+            Parameter(name="start_s", start=2e-6, low=0.0, high=1e-4),
+            *(Parameter(name=kind, start=0.5 * hbm, low=1e-4 * hbm, high=high) for kind in measured),
+        ],
+        make=dict,
+        seconds=seconds,
+        weighted=True,
     )
-    own = Comparison(label="fitted", measured_s=seconds, predicted_s=_seconds(constants, gpu, kinds, nbytes, starts))
-    held_out = Comparison(label="sizes left out", measured_s=seconds, predicted_s=predicted)
     promised = tokens >= PROMISED_TOKENS
-    by_kind = [own.where((kinds == KINDS.index(kind)) & promised, f"{kind}, fitted") for kind in measured]
+    by_kind = [fit.own.where((kinds == KINDS.index(kind)) & promised, f"{kind}, fitted") for kind in measured]
+    rates = {op: fit.constants.get(op, fit.constants.get(_LIKE.get(op, op), hbm)) for op in ELEMENTWISE_OPS}
     return Fitted(
-        rates=_rates(constants, gpu, fused=fused),
+        rates=ElementwiseRates(fused=fused, fused_merge=False, start_s=fit.constants["start_s"], **rates),
         source=sources_of(found),
-        own=own,
-        cross_validated=held_out.where(promised, f"{held_out.label}, tokens >= {PROMISED_TOKENS}")
-        if promised.any()
-        else held_out,
+        own=fit.own,
+        cross_validated=fit.left_out("sizes", nbytes.tolist()).from_size(tokens, PROMISED_TOKENS, "tokens"),
         checks=tuple(one for one in by_kind if len(one.measured_s)),
         seen=seen_of(found, ("tokens", "bytes")),
     )
@@ -81,8 +88,7 @@ def with_merges(rates: ElementwiseRates, rows: Sequence[Measurement]) -> Element
     """With the rate of merging partial results, the geometric mean of the rows; none without rows."""
     if not rows:
         return rates
-    logs = np.log(column(rows, "bytes") / column(rows, "expected_s"))
-    return replace(rates, merge_bytes_per_s=rounded(float(np.exp(logs.mean()))))
+    return replace(rates, merge_bytes_per_s=mean_rate(column(rows, "bytes") / column(rows, "expected_s")))
 
 
 def usable_elementwise(rows: Sequence[Measurement], dtypes: Sequence[str] | None = None) -> list[Measurement]:
@@ -95,36 +101,10 @@ def _kind(row: Measurement) -> str:
     return "copy" if row.operation == "cache_append" else row.operation
 
 
-def _parameters(kinds: Sequence[str], gpu: GpuSpec) -> list[Parameter]:
-    hbm = gpu.hbm_bytes_per_s
-    high = hbm if has_waves(gpu) else _CPU_CACHES * hbm
-    rates = [Parameter(name=kind, start=0.5 * hbm, low=1e-4 * hbm, high=high) for kind in kinds]
-    return [Parameter(name="start_s", start=2e-6, low=0.0, high=1e-4), *rates]
-
-
-def _seconds(values: Mapping[str, float], gpu: GpuSpec, kinds: Some, nbytes: Array, starts: Array) -> Array:
-    rates = np.array([values.get(kind, gpu.hbm_bytes_per_s) for kind in KINDS])
-    return np.asarray(starts * values["start_s"] + nbytes / rates[kinds])
-
-
-def _rates(values: Mapping[str, float], gpu: GpuSpec, *, fused: bool) -> ElementwiseRates:
-    rates: dict[str, float] = {
-        op: values.get(op, values.get(_LIKE.get(op, op), gpu.hbm_bytes_per_s)) for op in ELEMENTWISE_OPS
-    }
-    return ElementwiseRates(fused=fused, fused_merge=False, start_s=values["start_s"], **rates)
-
-
-# -- fit_host and fit_prepare: CPU launch overhead, and the time of a prefill before its first layer.
-
-_GATHERS = 2  # all-gathers of one layer: K and V
-_LEAST_LOG_SD = 0.05
-_UNMASKED = "flash"  # a kernel that takes no mask
-
-
 def fit_host(
     layers: Sequence[Measurement], gathers: Sequence[Measurement], messages: Sequence[Measurement] = ()
 ) -> tuple[HostRates, OperationFit]:
-    """Medians of host_layer rows, at least one, of host_collective rows a rank, and of host_message rows.
+    """Medians of host_layer rows, at least one, of host_collective rows per rank, and of host_message rows.
 
     Without timed collectives, a rank's part in one is a send and a receive, as in the runtime's ring.
     """
@@ -156,41 +136,40 @@ def fit_pending_share(rows: Sequence[Measurement]) -> float:
 
     From layer_pending rows and the layer_alone row of the same shape and ranks.
     """
-    alone = {_shape(row): row.expected_s for row in rows if row.operation == "layer_alone"}
-    lost = [
-        1.0 - alone[_shape(row)] / row.expected_s
-        for row in rows
-        if row.operation == "layer_pending" and _shape(row) in alone
-    ]
+
+    def shape(row: Measurement) -> tuple[object, ...]:
+        return row.kernel, row.device, row.dtype, row.chunk, row.prefix
+
+    alone = {shape(row): row.expected_s for row in rows if row.operation == "layer_alone"}
+    pending = [row for row in rows if row.operation == "layer_pending" and shape(row) in alone]
+    lost = [1.0 - alone[shape(row)] / row.expected_s for row in pending]
     return rounded(float(np.clip(np.median(lost), 0.0, 0.9))) if lost else 0.0
-
-
-def _shape(row: Measurement) -> tuple[object, ...]:
-    return row.kernel, row.device, row.dtype, row.chunk, row.prefix
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrepareRates:
     """Seconds before the first layer: a constant, and a rate per element of the mask."""
 
-    step_s: float
-    mask_element_s: float
+    step_s: float = 0.0
+    mask_element_s: float = 0.0
 
 
 def fit_prepare(rows: Sequence[Measurement]) -> PrepareRates:
-    """From at least one prepare row; rows of kernels without a mask determine only the constant."""
-    seconds = column(rows, "expected_s")
+    """From prepare rows; rows of kernels without a mask determine only the constant. Zeros without rows."""
+    if not rows:
+        return PrepareRates()
+    seconds, chunk = column(rows, "expected_s"), column(rows, "chunk")
     masked = np.array([row.kernel != _UNMASKED for row in rows])
-    elements = np.where(masked, column(rows, "chunk") * (column(rows, "chunk") + column(rows, "prefix")), 0.0)
+    elements = np.where(masked, chunk * (chunk + column(rows, "prefix")), 0.0)
     if len(set(elements.tolist())) == 1:
-        return PrepareRates(step_s=rounded(float(np.median(seconds))), mask_element_s=0.0)
-    longest = float(elements.max())
+        return PrepareRates(step_s=rounded(float(np.median(seconds))))
+    longest_s = float(seconds.max())
     parameters = (
-        Parameter(name="step_s", start=float(seconds.min()), low=0.0, high=float(seconds.max())),
-        Parameter(name="mask_element_s", start=float(seconds.max()) / longest, low=0.0, high=1.0),
+        Parameter(name="step_s", start=float(seconds.min()), low=0.0, high=longest_s),
+        Parameter(name="mask_element_s", start=longest_s / float(elements.max()), low=0.0, high=1.0),
     )
 
-    def predict(values: Mapping[str, float], some: Array) -> Array:
+    def predict(values: Constants, some: Some) -> Array:
         return np.asarray(values["step_s"] + elements[some] * values["mask_element_s"] + 1e-12)
 
     return PrepareRates(**solve(parameters, predict, seconds))

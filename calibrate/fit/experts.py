@@ -1,7 +1,7 @@
 """fit_experts: ExpertRates from tables of routed experts, type by type.
 
-Six constants a type are fitted to the rows of one GPU, of all routings alike: what evenly spread and skewed tokens have
-in common. Held out are the shapes of models. The same rows priced as one dense product an expert are compared.
+Six constants per type are fitted to the rows of one GPU, of all routings alike: what evenly spread and skewed tokens
+have in common. Held out are the shapes of models. The same rows priced as one dense product per expert are compared.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from calibrate.fit.fit import Comparison, Fitted, Parameter, Some, cross_validated_s, rounded, solve
+from calibrate.fit.fit import Comparison, Constants, Fit, Fitted, Parameter, root_mean_square, rounded, span_of
 from calibrate.fit.gemm import burst_seconds, peak_of
 from calibrate.importers.aiconfigurator import HALF, ExpertRows, read_experts
 from kvrsim.errors import InputError
@@ -18,7 +18,7 @@ from kvrsim.hardware import GpuSpec, load_gpu
 from kvrsim.io.schema import JsonObject
 from kvrsim.kernels.calibrated import CalibratedCost
 from kvrsim.kernels.experts import ExpertRates, ExpertsCall, GroupedRates, counted_experts
-from kvrsim.kernels.gemm import GEMM_TYPES, Width
+from kvrsim.kernels.gemm import GEMM_TYPES
 from kvrsim.kernels.profile import CalibrationProfile, KernelRates
 from kvrsim.program import Array
 
@@ -53,120 +53,79 @@ def fit_experts(
     names = [rows.kind for rows in found]
     if HALF not in names or len(set(names)) != len(names):
         raise InputError("types", ", ".join(names), f"each type once, {HALF} among them")
-    gpu, kernels = load_gpu(profile.gpu), profile.kernels
-    data = [one_gpu(rows, profile) for rows in found]
-    fits = [fit_type(rows, gpu) for rows in data]
-    dense = [dense_s(rows, kernels) for rows in data]
+    gpu = load_gpu(profile.gpu)
+    data = [_of_one_gpu(rows, profile) for rows in found]
+    fits = [_fit(rows, gpu) for rows in data]
+    held_out = []
     checks: list[Comparison] = []
-    for rows, (_, own_s, held_out_s), dense_of in zip(data, fits, dense, strict=True):
-        held_out = Comparison(label=rows.kind, measured_s=rows.seconds, predicted_s=held_out_s)
-        label = f"{rows.kind}, {rows.kernel}, {len(set(rows.shapes))} models, {left_out(rows)} left out"
-        checks += [
-            Comparison(label=f"{rows.kind}, as shipped", measured_s=rows.seconds, predicted_s=own_s),
-            Comparison(label=label, measured_s=rows.seconds, predicted_s=held_out_s),
-            *held_out.by(rows.tokens, _TOKENS, "tokens"),
-            *(held_out.where(rows.exponent == one, f"{rows.kind}, {routing(one)}") for one in np.unique(rows.exponent)),
-            Comparison(label=f"{rows.kind}, as dense products", measured_s=rows.seconds, predicted_s=dense_of),
-        ]
-    rates = {rows.kind: one for rows, (one, _, _) in zip(data, fits, strict=True)}
+    for rows, fit in zip(data, fits, strict=True):
+        by_model = len(set(rows.shapes)) >= _FEW_MODELS
+        what = "models" if by_model else "shares of experts"
+        labels = rows.shapes if by_model else list(zip(rows.shapes, rows.tp_size.tolist(), strict=True))
+        held_out.append(fit.left_out(what, labels))
+        left_out_s = held_out[-1].predicted_s
+        own, alone, of_kind, dense = (
+            fit.compare(label, predicted)
+            for label, predicted in (
+                (", as shipped", fit.own.predicted_s),
+                (f", {rows.kernel}, {len(set(rows.shapes))} models, {what} left out", left_out_s),
+                ("", left_out_s),
+                (", as dense products", _dense_s(rows, profile.kernels)),
+            )
+        )
+        routings = {one: f"power law of exponent {one:g}" if one else "balanced" for one in np.unique(rows.exponent)}
+        by_routing = (of_kind.where(rows.exponent == one, f"{rows.kind}, {text}") for one, text in routings.items())
+        checks += [own, alone, *of_kind.by(rows.tokens, _TOKENS, "tokens"), *by_routing, dense]
+    rates = {rows.kind: fit.rates for rows, fit in zip(data, fits, strict=True)}
     return Fitted(
         rates=ExpertRates(half=rates.pop(HALF), types={kind: rates[kind] for kind in GEMM_TYPES if kind in rates}),
         source="; ".join(sorted({rows.source for rows in data})),
-        own=_joined("as shipped", data, [own_s for _, own_s, _ in fits]),
-        cross_validated=_joined("models left out", data, [held_out_s for _, _, held_out_s in fits]),
-        systematic_log_sd=_systematic_log_sd(data, [one_gpu(rows, profile) for rows in others]),
+        own=Comparison.joined("as shipped", [fit.own for fit in fits]),
+        cross_validated=Comparison.joined("models left out", held_out),
+        systematic_log_sd=_systematic_log_sd(data, [_of_one_gpu(rows, profile) for rows in others]),
         checks=tuple(checks),
-        seen={name: _span([getattr(rows, name) for rows in data]) for name in _SEEN},
+        seen={name: span_of([getattr(rows, name) for rows in data]) for name in _SEEN},
     )
 
 
-def one_gpu(rows: ExpertRows, profile: CalibrationProfile) -> ExpertRows:
-    """Rows whose experts are all on one GPU, at the burst clock; thinned evenly by time."""
-    return at_burst(thinned(rows.take(rows.ep_size == 1)), profile)
+def _of_one_gpu(rows: ExpertRows, profile: CalibrationProfile) -> ExpertRows:
+    """Rows whose experts are all on one GPU, at the burst clock of the profile; thinned evenly by time."""
+    alone = rows.take(rows.ep_size == 1)
+    order = np.argsort(alone.seconds, kind="stable")
+    some = alone.take(order[:: max(1, -(-len(order) // _MOST_ROWS))])
+    return some.with_seconds(burst_seconds(some.seconds, some.warmups, some.repeats, profile.kernels.clock))
 
 
-def thinned(rows: ExpertRows, most: int = _MOST_ROWS) -> ExpertRows:
-    """At most so many, evenly by time."""
-    order = np.argsort(rows.seconds, kind="stable")
-    return rows.take(order[:: max(1, -(-len(order) // most))])
+def _fit(rows: ExpertRows, gpu: GpuSpec) -> Fit[GroupedRates]:
+    hbm, peak = gpu.hbm_bytes_per_s, peak_of(gpu, None if rows.kind == HALF else rows.kind)
+    width = 2 if rows.kind == HALF else GEMM_TYPES[rows.kind]
 
+    def rates(values: Constants) -> GroupedRates:
+        constants = {name: value for name, value in values.items() if name != "share"}
+        return GroupedRates(flops_per_s=rounded(values["share"] * peak), **constants)
 
-def at_burst(rows: ExpertRows, profile: CalibrationProfile) -> ExpertRows:
-    """The same at the burst clock of the profile."""
-    seconds = burst_seconds(rows.seconds, rows.warmups, rows.repeats, profile.kernels.clock)
-    return rows.with_seconds(seconds)
-
-
-def routing(exponent: float) -> str:
-    """How tokens are spread, in words."""
-    return f"power law of exponent {exponent:g}" if exponent else "balanced"
-
-
-def left_out(rows: ExpertRows) -> str:
-    """What is held out of a fit at a time."""
-    return "models" if len(set(rows.shapes)) >= _FEW_MODELS else "shares of experts"
-
-
-def fit_type(rows: ExpertRows, gpu: GpuSpec) -> tuple[GroupedRates, Array, Array]:
-    """Rates, and seconds of the rows by these and by fits without each model."""
-    width = width_of(rows.kind)
-    constants = _fit_form(rows, gpu, width)
-    rates = _rates(constants, gpu, rows.kind)
-    shares = list(zip(rows.shapes, rows.tp_size.tolist(), strict=True))
-    labels = rows.shapes if left_out(rows) == "models" else shares
-
-    def predict(train: Some, test: Some) -> Array:
-        return form_s(_rates(_fit_form(rows.take(train), gpu, width, constants), gpu, rows.kind), rows.take(test))
-
-    return rates, form_s(rates, rows), cross_validated_s(labels, predict)
-
-
-def form_s(rates: GroupedRates, rows: ExpertRows, imbalance: Array | float = 1.0) -> Array:
-    """Seconds of all rows by the form."""
-    return rates.seconds(rows.call(imbalance), 1, width_of(rows.kind))
-
-
-def width_of(kind: str) -> Width:
-    """Bytes of an element of each operand."""
-    return 2 if kind == HALF else GEMM_TYPES[kind]
-
-
-def _parameters(gpu: GpuSpec, near: Mapping[str, float]) -> list[Parameter]:
-    hbm = gpu.hbm_bytes_per_s
-    listed = (
-        Parameter(name="share", start=0.5, low=0.02, high=1.0),  # of the datasheet's FLOP/s
-        Parameter(name="weight_bytes_per_s", start=0.6 * hbm, low=0.05 * hbm, high=hbm),
-        Parameter(name="row_bytes_per_s", start=0.5 * hbm, low=0.02 * hbm, high=hbm),
-        Parameter(name="tile_rows", start=64.0, low=1.0, high=512.0),
-        Parameter(name="tile_features", start=200.0, low=1.0, high=4096.0),
-        Parameter(name="start_s", start=3e-5, low=1e-6, high=3e-4),
-    )
-    return [Parameter(name=one.name, start=near.get(one.name, one.start), low=one.low, high=one.high) for one in listed]
-
-
-def _rates(values: Mapping[str, float], gpu: GpuSpec, kind: str) -> GroupedRates:
-    constants = {name: value for name, value in values.items() if name != "share"}
-    return GroupedRates(
-        flops_per_s=rounded(values["share"] * peak_of(gpu, None if kind == HALF else kind)), **constants
-    )
-
-
-def _fit_form(
-    rows: ExpertRows, gpu: GpuSpec, width: Width, near: Mapping[str, float] | None = None
-) -> dict[str, float]:
-    """Rows weigh by the square root of their time: long calls make a prefill. `near`: where to start."""
-    return solve(
-        _parameters(gpu, near or {}),
-        lambda values, some: form_s(_rates(values, gpu, rows.kind), rows.take(some)),
-        rows.seconds,
-        weights=np.sqrt(rows.seconds),
-        starts=_STARTS if near is None else 1,
+    return Fit(
+        label=rows.kind,
+        measured_s=rows.seconds,
+        parameters=(
+            Parameter(name="share", start=0.5, low=0.02, high=1.0),  # of the datasheet's FLOP/s
+            Parameter(name="weight_bytes_per_s", start=0.6 * hbm, low=0.05 * hbm, high=hbm),
+            Parameter(name="row_bytes_per_s", start=0.5 * hbm, low=0.02 * hbm, high=hbm),
+            Parameter(name="tile_rows", start=64.0, low=1.0, high=512.0),
+            Parameter(name="tile_features", start=200.0, low=1.0, high=4096.0),
+            Parameter(name="start_s", start=3e-5, low=1e-6, high=3e-4),
+        ),
+        make=rates,
+        seconds=lambda one, some: one.seconds(rows.take(some).call(), 1, width),
+        weighted=True,
+        starts=_STARTS,
         noise=_NOISE,
+        warm=True,
     )
 
 
-def dense_s(rows: ExpertRows, kernels: KernelRates) -> Array:
-    """Seconds of the rows as one dense product an expert, by the profile's rates of such products."""
+def _dense_s(rows: ExpertRows, kernels: KernelRates) -> Array:
+    """Seconds of the rows as one dense product per expert, by the profile's rates of such products."""
     cost = CalibratedCost(rates=kernels, kernel=next(iter(kernels.attention)), batch=1, element_bytes=2)
     seconds = np.empty(len(rows.tokens))
     keys = np.stack(
@@ -188,15 +147,6 @@ def dense_s(rows: ExpertRows, kernels: KernelRates) -> Array:
     return seconds
 
 
-def _joined(label: str, data: Sequence[ExpertRows], predicted: Sequence[Array]) -> Comparison:
-    measured_s = np.concatenate([rows.seconds for rows in data])
-    return Comparison(label=label, measured_s=measured_s, predicted_s=np.concatenate(predicted))
-
-
-def _span(values: Sequence[Array]) -> tuple[float, float]:
-    return float(min(one.min() for one in values)), float(max(one.max() for one in values))
-
-
 def _systematic_log_sd(data: Sequence[ExpertRows], others: Sequence[ExpertRows]) -> float | None:
     """How far other engines are: of a type the root mean square of their medians of log(their seconds / these).
 
@@ -204,20 +154,20 @@ def _systematic_log_sd(data: Sequence[ExpertRows], others: Sequence[ExpertRows])
     """
     of_types = []
     for rows in data:
-        own, medians = by_call(rows), []
+        own, medians = _by_call(rows), []
         for other in others:
             if other.kind == rows.kind and other.source != rows.source:
-                theirs = by_call(other)
+                theirs = _by_call(other)
                 common = own.keys() & theirs.keys()
                 if len(common) >= _ENOUGH:
                     medians.append(float(np.median([np.log(theirs[call] / own[call]) for call in common])))
-        if medians:
-            of_types.append(float(np.sqrt(np.mean(np.square(medians)))))
-    return rounded(float(np.median(of_types))) if of_types else None
+        of_types.append(root_mean_square(medians))
+    known = [one for one in of_types if one is not None]
+    return rounded(float(np.median(known))) if known else None
 
 
-def by_call(rows: ExpertRows, least_tokens: int = _LONG) -> dict[tuple[object, ...], float]:
-    """Seconds by shape, share, tokens and routing, of at least so many tokens."""
-    long = rows.take(rows.tokens >= least_tokens)
+def _by_call(rows: ExpertRows) -> Mapping[tuple[object, ...], float]:
+    """Seconds by shape, share, tokens and routing, of at least _LONG tokens."""
+    long = rows.take(rows.tokens >= _LONG)
     calls = zip(long.shapes, long.tp_size.tolist(), long.tokens.tolist(), long.exponent.tolist(), strict=True)
     return dict(zip(calls, long.seconds.tolist(), strict=True))

@@ -1,16 +1,16 @@
-"""Fitted: parameters found by least squares, with their errors on fitted rows and on held-out rows."""
+"""Fit: rates from measured rows by least squares, with their errors on fitted rows and on held-out rows."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from calibrate.data import Measurement
+from calibrate.data import Measurement, Some
 from kvrsim.errors import InputError
 from kvrsim.hardware import GpuSpec
 from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT, Gather, OperationFit
@@ -18,7 +18,8 @@ from kvrsim.program import Array
 from kvrsim.scenario import dtype_bytes
 
 Rates = TypeVar("Rates")
-Some = npt.NDArray[Any]  # indices of rows, or a mask of them
+Constants = Mapping[str, float]  # by name
+Span = tuple[float, float]  # smallest and largest
 
 HALF = ("fp16", "bf16")
 FULL = ("fp32",)
@@ -28,6 +29,7 @@ _MAX_STEPS = 300
 _TRIAL_ROWS = 1000
 _GOING_ON = 3  # starts
 _TRIAL_STEPS = 50
+_FOLDS = 10
 _SEED = 0  # of starts and folds: the same rows give the same fit
 
 
@@ -51,7 +53,7 @@ class Parameter:
 
 def solve(
     parameters: Sequence[Parameter],
-    predict: Callable[[Mapping[str, float], Some], Array],
+    predict: Callable[[Constants, Some], Array],
     measured_s: Array,
     *,
     weights: Array | None = None,
@@ -64,64 +66,239 @@ def solve(
     above which a row has less weight. With several starts, the given one and others drawn between the bounds with a
     fixed seed are each tried on some of the rows; the best few continue with all rows.
     """
-    problem = _Problem(
-        parameters=parameters, predict=predict, log_measured=np.log(measured_s), weights=weights, noise=noise
+    from scipy.optimize import least_squares
+
+    low, given, high = (
+        np.array([one.encode(getattr(one, end)) for one in parameters]) for end in ("low", "start", "high")
     )
-    best = [problem.given]
-    if starts > 1:
-        random = np.random.default_rng(_SEED)
-        rows = np.sort(random.permutation(len(measured_s))[:_TRIAL_ROWS])
-        others = [random.uniform(*problem.bounds) for _ in range(starts - 1)]
-        tried = [problem.solve(one, rows, _TRIAL_STEPS) for one in (*best, *others)]
-        best = [values for values, _ in sorted(tried, key=lambda solved: solved[1])[:_GOING_ON]]
-    every = np.arange(len(measured_s))
-    found = problem.named(min((problem.solve(one, every, _MAX_STEPS) for one in best), key=lambda solved: solved[1])[0])
-    return {parameter.name: min(rounded(found[parameter.name]), parameter.high) for parameter in parameters}
+    margin = 1e-6 * (high - low)
+    log_measured = np.log(measured_s)
 
+    def named(values: Array) -> dict[str, float]:
+        return {one.name: one.decode(value) for one, value in zip(parameters, values.tolist(), strict=True)}
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Problem:
-    """The objective of `solve`."""
-
-    parameters: Sequence[Parameter]
-    predict: Callable[[Mapping[str, float], Some], Array]
-    log_measured: Array
-    weights: Array | None
-    noise: float
-
-    @property
-    def given(self) -> Array:
-        """The start values of the caller."""
-        return np.array([parameter.encode(parameter.start) for parameter in self.parameters])
-
-    @property
-    def bounds(self) -> tuple[Array, Array]:
-        """Lowest and highest values."""
-        low = np.array([parameter.encode(parameter.low) for parameter in self.parameters])
-        return low, np.array([parameter.encode(parameter.high) for parameter in self.parameters])
-
-    def named(self, values: Array) -> dict[str, float]:
-        """Constants by name."""
-        pairs = zip(self.parameters, values.tolist(), strict=True)
-        return {parameter.name: parameter.decode(value) for parameter, value in pairs}
-
-    def solve(self, start: Array, rows: Some, max_steps: int) -> tuple[Array, float]:
-        """Values and their cost, looking at these rows."""
-        from scipy.optimize import least_squares
-
-        low, high = self.bounds
-        margin = 1e-6 * (high - low)
-        scale = 1.0 if self.weights is None else np.sqrt(self.weights[rows] / np.mean(self.weights))
-        solved = least_squares(
-            lambda values: scale * (np.log(self.predict(self.named(values), rows)) - self.log_measured[rows]),
+    def solved(start: Array, rows: Some, max_steps: int) -> Any:
+        scale = 1.0 if weights is None else np.sqrt(weights[rows] / np.mean(weights))
+        return least_squares(
+            lambda values: scale * (np.log(predict(named(values), rows)) - log_measured[rows]),
             np.clip(start, low + margin, high - margin),
             bounds=(low, high),
             loss="soft_l1",
-            f_scale=self.noise,
+            f_scale=noise,
             diff_step=1e-3,
             max_nfev=max_steps,
         )
-        return np.asarray(solved.x), float(solved.cost)
+
+    def best(starting: Sequence[Array], rows: Some, max_steps: int, count: int) -> list[Array]:
+        found = [solved(start, rows, max_steps) for start in starting]
+        return [np.asarray(one.x) for one in sorted(found, key=lambda one: float(one.cost))[:count]]
+
+    starting = [given]
+    if starts > 1:
+        random = np.random.default_rng(_SEED)
+        rows = np.sort(random.permutation(len(measured_s))[:_TRIAL_ROWS])
+        others = [random.uniform(low, high) for _ in range(starts - 1)]
+        starting = best([given, *others], rows, _TRIAL_STEPS, _GOING_ON)
+    [values] = best(starting, np.arange(len(measured_s)), _MAX_STEPS, 1)
+    found = named(values)
+    return {one.name: min(rounded(found[one.name]), one.high) for one in parameters}
+
+
+def cross_validated_s(labels: Iterable[Hashable], predict: Callable[[Some, Some], Array], count: int = _FOLDS) -> Array:
+    """Cross-validated predictions: every row is predicted by a fit without the rows of its label.
+
+    `predict(train, test)` gets indices of rows and returns seconds for `test`. Labels are assigned to `count` folds
+    with a fixed seed.
+    """
+    listed = list(labels)
+    names = sorted(set(listed), key=repr)
+    fold = dict(zip(names, np.random.default_rng(_SEED).permutation(len(names)) % count, strict=True))
+    folds = np.array([fold[label] for label in listed])
+    seconds = np.empty(len(listed))
+    for one in np.unique(folds):
+        test = np.flatnonzero(folds == one)
+        seconds[test] = predict(np.flatnonzero(folds != one), test)
+    return seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit(Generic[Rates]):
+    """Rates from measured rows, and predictions of rows that a fit has not used.
+
+    `seconds(rates, some)` predicts some of the rows, which are given by index.
+    """
+
+    label: str  # begins the lines of a report
+    measured_s: Array
+    parameters: Sequence[Parameter]
+    make: Callable[[Constants], Rates]
+    seconds: Callable[[Rates, Some], Array]
+    weighted: bool = False  # by the square root of the seconds: long operations make a prefill
+    starts: int = 1
+    noise: float = 0.03  # as of `solve`
+    warm: bool = False  # whether fits to some of the rows start at the constants of the fit to all rows
+
+    @property
+    def every(self) -> Some:
+        return np.arange(len(self.measured_s))
+
+    @cached_property
+    def constants(self) -> dict[str, float]:
+        """Of the fit to all rows."""
+        return self.solved(self.every, self.measured_s)
+
+    @cached_property
+    def rates(self) -> Rates:
+        """Fitted to all rows."""
+        return self.make(self.constants)
+
+    def fitted(self, some: Some) -> Rates:
+        """Rates fitted to some of the rows."""
+        return self.make(self.solved(some, self.measured_s[some], warm=self.warm))
+
+    def solved(self, some: Some, seconds: Array, *, warm: bool = False) -> dict[str, float]:
+        """Constants with which some of the rows take these seconds."""
+        parameters = self.parameters
+        if warm:
+            parameters = [replace(one, start=self.constants[one.name] or one.start) for one in parameters]
+        return solve(
+            parameters,
+            lambda values, inside: self.seconds(self.make(values), some[inside]),
+            seconds,
+            weights=np.sqrt(seconds) if self.weighted else None,
+            starts=1 if warm else self.starts,
+            noise=self.noise,
+        )
+
+    def compare(self, label: str, predicted_s: Array) -> Comparison:
+        """All rows beside a prediction."""
+        return Comparison(label=f"{self.label}{label}", measured_s=self.measured_s, predicted_s=predicted_s)
+
+    @cached_property
+    def own(self) -> Comparison:
+        """All rows by the rates fitted to them."""
+        return self.compare("fitted", self.seconds(self.rates, self.every))
+
+    def left_out(self, what: str, labels: Iterable[Hashable]) -> Comparison:
+        """Each row by a fit without the rows of its label."""
+        predicted = cross_validated_s(labels, lambda train, test: self.seconds(self.fitted(train), test))
+        return self.compare(f"{what} left out", predicted)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Errors:
+    """A line of a fit's report: relative errors of predicted seconds."""
+
+    label: str  # which rows, predicted by what
+    num_rows: int
+    mape: float  # mean absolute error, as a fraction
+    median_ape: float
+    p90_ape: float
+    bias: float  # mean error: above 0 predicted too long
+    log_sd: float  # of log(predicted / measured): the 80th percentile of its size, over that of a normal deviate
+    inside: float  # coverage: share of rows inside an 80 % prediction interval made from the other half of the rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Comparison:
+    """Predicted and measured seconds of some rows."""
+
+    label: str
+    measured_s: Array
+    predicted_s: Array
+
+    @classmethod
+    def joined(cls, label: str, parts: Sequence[Comparison]) -> Comparison:
+        """The rows of all parts."""
+        return cls(
+            label=label,
+            measured_s=np.concatenate([one.measured_s for one in parts]),
+            predicted_s=np.concatenate([one.predicted_s for one in parts]),
+        )
+
+    def where(self, mask: Some, label: str) -> Comparison:
+        """Some of the rows, under another name."""
+        return replace(self, label=label, measured_s=self.measured_s[mask], predicted_s=self.predicted_s[mask])
+
+    def from_size(self, sizes: Array, least: float, what: str) -> Comparison:
+        """The rows of at least this size; all rows where none is as large."""
+        large = sizes >= least
+        return self.where(large, f"{self.label}, {what} >= {least}") if large.any() else self
+
+    def errors(self) -> Errors:
+        """Of at least one row."""
+        error = self.predicted_s / self.measured_s - 1.0
+        return Errors(
+            label=self.label,
+            num_rows=len(error),
+            mape=rounded(float(np.mean(np.abs(error)))),
+            median_ape=rounded(float(np.median(np.abs(error)))),
+            p90_ape=rounded(float(np.percentile(np.abs(error), 90))),
+            bias=rounded(float(np.mean(error))),
+            log_sd=rounded(float(np.percentile(np.abs(np.log1p(error)), 80)) / DEVIATES_OF_80_PERCENT),
+            inside=rounded(_inside(np.abs(np.log1p(error)))),
+        )
+
+    def by(self, size: Array, edges: Sequence[float], what: str) -> list[Comparison]:
+        """One comparison per class of sizes, from each edge to below the next; empty classes are dropped."""
+        classes = []
+        for low, high in zip(edges, [*edges[1:], np.inf], strict=True):
+            mask = (size >= low) & (size < high)
+            if mask.any():
+                name = f"{low:.0f} <= {what} < {high:.0f}" if high < np.inf else f"{what} >= {low:.0f}"
+                classes.append(self.where(mask, f"{self.label}, {name}"))
+        return classes
+
+
+def _inside(size: Array) -> float:
+    """Share of errors below the 80th percentile of the other half; halves are drawn with a fixed seed."""
+    shuffled = np.random.default_rng(_SEED).permutation(size)
+    halves = shuffled[::2], shuffled[1::2]
+    if not halves[1].size:
+        return 1.0
+    covered = [np.mean(one <= np.percentile(other, 80)) * one.size for one, other in (halves, halves[::-1])]
+    return float(sum(covered) / size.size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Fitted(Generic[Rates]):
+    """Rates of one kind of operation, and how well they are known."""
+
+    rates: Rates
+    source: str  # who measured, in a few words
+    own: Comparison  # on the rows of the fit
+    cross_validated: Comparison  # on held-out rows: the error that a profile states
+    interpolated: Comparison | None = None  # the same for shapes whose times the profile has as tables
+    checks: tuple[Comparison, ...] = ()  # more lines of the report: classes of size, other ways to hold rows out
+    seen: Mapping[str, Span]  # smallest and largest of each size
+    gather: Gather | None = None  # of all-gathers: how they worked
+    systematic_log_sd: float | None = None  # as OperationFit has it
+
+    @property
+    def operation(self) -> OperationFit:
+        """The errors as a profile has them."""
+        own, held_out = self.own.errors(), self.cross_validated.errors()
+        return OperationFit(
+            source=self.source,
+            num_rows=own.num_rows,
+            mape=own.mape,
+            cross_validated_mape=held_out.mape,
+            log_sd=held_out.log_sd,
+            interpolated_log_sd=self.interpolated.errors().log_sd if self.interpolated else None,
+            systematic_log_sd=self.systematic_log_sd,
+            seen=self.seen,
+            gather=self.gather,
+        )
+
+    def lines(self) -> list[Errors]:
+        """All lines of a report."""
+        interpolated = (self.interpolated,) if self.interpolated else ()
+        return [one.errors() for one in (self.own, self.cross_validated, *interpolated, *self.checks)]
+
+
+def column(rows: Iterable[Measurement], name: str) -> Array:
+    """One field of the rows, as floats."""
+    return np.array([getattr(row, name) for row in rows], dtype=float)
 
 
 def dtypes_of(rows: Iterable[Measurement]) -> tuple[str, ...]:
@@ -150,14 +327,14 @@ def has_waves(gpu: GpuSpec) -> bool:
 
 def thinned(places: Array, values: Array, *, most: int, error: float) -> list[int]:
     """Indices of at most `most` knots whose linear interpolation is within `error`; the worst point is added first."""
-    kept = sorted({0, len(places) - 1})
-    while len(kept) < min(most, len(places)):
-        off = np.abs(np.interp(places, places[kept], values[kept]) - values)
+    knots = sorted({0, len(places) - 1})
+    while len(knots) < min(most, len(places)):
+        off = np.abs(np.interp(places, places[knots], values[knots]) - values)
         worst = int(np.argmax(off))
         if off[worst] < error:
             break
-        kept = sorted([*kept, worst])
-    return kept
+        knots = sorted([*knots, worst])
+    return knots
 
 
 def rounded(value: float, digits: int = 4) -> float:
@@ -165,129 +342,25 @@ def rounded(value: float, digits: int = 4) -> float:
     return float(f"{value:.{digits}g}")
 
 
-def cross_validated_s(labels: Sequence[Hashable], predict: Callable[[Some, Some], Array], count: int = 10) -> Array:
-    """Cross-validated predictions: every row is predicted by a fit without the rows of its label.
-
-    `predict(train, test)` gets indices of rows and returns seconds for `test`. Labels are assigned to `count` folds
-    with a fixed seed.
-    """
-    names = sorted(set(labels), key=repr)
-    fold = dict(zip(names, np.random.default_rng(_SEED).permutation(len(names)) % count, strict=True))
-    folds = np.array([fold[label] for label in labels])
-    seconds = np.empty(len(labels))
-    for one in np.unique(folds):
-        test = np.flatnonzero(folds == one)
-        seconds[test] = predict(np.flatnonzero(folds != one), test)
-    return seconds
+def mean_rate(rates: Array) -> float:
+    """The geometric mean."""
+    return rounded(float(np.exp(np.log(rates).mean())))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Errors:
-    """A line of a fit's report: relative errors of predicted seconds."""
-
-    label: str  # which rows, predicted by what
-    num_rows: int
-    mape: float  # mean absolute error, as a fraction
-    median_ape: float
-    p90_ape: float
-    bias: float  # mean error: above 0 predicted too long
-    log_sd: float  # of log(predicted / measured): the 80th percentile of its size, over that of a normal deviate
-    inside: float  # coverage: share of rows inside an 80 % prediction interval made from the other half of the rows
+def root_mean_square(values: Sequence[float]) -> float | None:
+    """None without values."""
+    return float(np.sqrt(np.mean(np.square(values)))) if values else None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Comparison:
-    """Predicted and measured seconds of some rows."""
-
-    label: str
-    measured_s: Array
-    predicted_s: Array
-
-    def where(self, mask: Some, label: str) -> Comparison:
-        """Some of the rows, under another name."""
-        return replace(self, label=label, measured_s=self.measured_s[mask], predicted_s=self.predicted_s[mask])
-
-    def errors(self) -> Errors:
-        """Of at least one row."""
-        error = self.predicted_s / self.measured_s - 1.0
-        return Errors(
-            label=self.label,
-            num_rows=len(error),
-            mape=rounded(float(np.mean(np.abs(error)))),
-            median_ape=rounded(float(np.median(np.abs(error)))),
-            p90_ape=rounded(float(np.percentile(np.abs(error), 90))),
-            bias=rounded(float(np.mean(error))),
-            log_sd=rounded(float(np.percentile(np.abs(np.log1p(error)), 80)) / DEVIATES_OF_80_PERCENT),
-            inside=rounded(_inside(np.abs(np.log1p(error)))),
-        )
-
-    def by(self, size: Array, edges: Sequence[float], what: str) -> list[Comparison]:
-        """One comparison per class of sizes, from each edge to below the next; empty classes are dropped."""
-        classes = []
-        for low, high in zip(edges, [*edges[1:], np.inf], strict=True):
-            mask = (size >= low) & (size < high)
-            if mask.any():
-                name = f"{low:.0f} <= {what} < {high:.0f}" if high < np.inf else f"{what} >= {low:.0f}"
-                classes.append(self.where(mask, f"{self.label}, {name}"))
-        return classes
+def span_of(arrays: Sequence[Array]) -> Span:
+    """Over all arrays."""
+    return float(min(one.min() for one in arrays)), float(max(one.max() for one in arrays))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Fitted(Generic[Rates]):
-    """Rates of one kind of operation, and how well they are known."""
-
-    rates: Rates
-    source: str  # who measured, in a few words
-    own: Comparison  # on the rows of the fit
-    cross_validated: Comparison  # on held-out rows: the error that a profile states
-    interpolated: Comparison | None = None  # the same for shapes whose times the profile has as tables
-    checks: tuple[Comparison, ...] = ()  # more lines of the report: classes of size, other ways to hold rows out
-    seen: Mapping[str, tuple[float, float]]  # smallest and largest of each size
-    gather: Gather | None = None  # of all-gathers: how they worked
-    systematic_log_sd: float | None = None  # as OperationFit has it
-
-    @property
-    def operation(self) -> OperationFit:
-        """The errors as a profile has them."""
-        own, held_out = self.own.errors(), self.cross_validated.errors()
-        return OperationFit(
-            source=self.source,
-            num_rows=own.num_rows,
-            mape=own.mape,
-            cross_validated_mape=held_out.mape,
-            log_sd=held_out.log_sd,
-            interpolated_log_sd=self.interpolated.errors().log_sd if self.interpolated else None,
-            systematic_log_sd=self.systematic_log_sd,
-            seen=self.seen,
-            gather=self.gather,
-        )
-
-    def lines(self) -> list[Errors]:
-        """All lines of a report."""
-        interpolated = (self.interpolated,) if self.interpolated else ()
-        return [one.errors() for one in (self.own, self.cross_validated, *interpolated, *self.checks)]
-
-
-def _inside(size: Array) -> float:
-    """Share of errors below the 80th percentile of the other half; halves are drawn with a fixed seed."""
-    shuffled = np.random.default_rng(_SEED).permutation(size)
-    halves = shuffled[::2], shuffled[1::2]
-    if not halves[1].size:
-        return 1.0
-    covered = [np.mean(one <= np.percentile(other, 80)) * one.size for one, other in (halves, halves[::-1])]
-    return float(sum(covered) / size.size)
-
-
-def column(rows: Iterable[Measurement], name: str) -> Array:
-    """One field of the rows, as floats."""
-    return np.array([getattr(row, name) for row in rows], dtype=float)
-
-
-def seen_of(rows: Sequence[Measurement], names: Iterable[str]) -> dict[str, tuple[float, float]]:
+def seen_of(rows: Sequence[Measurement], names: Iterable[str]) -> dict[str, Span]:
     """Smallest and largest of each field, of those above 0; a field that is 0 in all rows is dropped."""
-    values = {name: column(rows, name) for name in names}
-    above = {name: value[value > 0] for name, value in values.items() if (value > 0).any()}
-    return {name: (float(value.min()), float(value.max())) for name, value in above.items()}
+    above = {name: value[value > 0] for name in names if ((value := column(rows, name)) > 0).any()}
+    return {name: span_of([value]) for name, value in above.items()}
 
 
 def sources_of(rows: Iterable[Measurement], most: int = 3) -> str:

@@ -1,7 +1,12 @@
-"""fit_gemm: GemmRates from measured matrix products.
+"""fit_gemm: GemmRates from measured matrix products; fit_clock: how far and how fast the clock falls under load.
 
 The form has four tiles, each with its share of the device's rate and a start; a launch; and a rate of device memory.
-A CPU, whose few threads know no waves, has one small tile. Times are those at the burst clock (calibrate.fit.gemm).
+A CPU, whose few threads know no waves, has one small tile. Times are those at the burst clock.
+
+A collector runs a product again and again without a pause, so a row of L seconds was measured after `warmups` x L
+seconds under load and during `repeats` x L more. Short products are timed at the burst clock, long ones at the
+sustained one; where the change lies between them is the time constant. at_burst turns measured seconds into those of
+the burst clock, as a profile's rates are.
 """
 
 from __future__ import annotations
@@ -12,13 +17,14 @@ from typing import Any, cast
 
 import numpy as np
 
-from calibrate.data import Measurement
+from calibrate.data import Columns, Measurement, Some
 from calibrate.fit.fit import (
     HALF,
     Comparison,
+    Constants,
+    Fit,
     Fitted,
     Parameter,
-    Some,
     column,
     cross_validated_s,
     dtypes_of,
@@ -43,19 +49,20 @@ TILES = ((256, 128), (128, 128), (128, 64), (64, 64))  # rows and columns of the
 FINE_TILES = ((16, 64),)  # where work goes in no waves: a prediction hardly steps
 STEP = 64  # rows between which a prediction does not rise
 PROMISED_ROWS = 128  # from here on, a prefill's chunks: what the profile's error is about
+HALF_BYTES = 2
 
 _ENOUGH = 20  # rows
 _LEAST_WIDTH = 1024  # features of the narrowest matrix in the fit, where enough are wider
 _STARTS = 24
-_NOISE = (
-    0.15  # libraries choose faster and slower kernels for similar shapes: the fit is to their mean, not to their mode
-)
+# Libraries choose faster and slower kernels for similar shapes: the fit is to their mean, not to their mode.
+_NOISE = 0.15
 _USED_SHARE = 0.005  # of the rows that a tile is the fastest for; a tile with fewer is dropped
 _CLASSES = (64, 128, 512, 2048, 8192)
 _MOST_TYPE_ROWS = 4000  # of a quantised type
 _TYPE_STARTS = 8
 _MOST_SHARE = 0.92  # of the datasheet's rate in full waves; no product of random data on a GPU reaches more
 _LONG_SUM = 16384  # features that are summed over in a product whose waves are full
+_SEEN = ("tokens", "in_features", "out_features")
 
 # Datasheets' rates of quantised types, as multiples of the rate of a type that GpuSpec has.
 _PEAKS: Mapping[str, tuple[float, tuple[str, ...]]] = {
@@ -66,7 +73,21 @@ _PEAKS: Mapping[str, tuple[float, tuple[str, ...]]] = {
     **dict.fromkeys(("int4_wo", "int8_wo", "mxfp4_wo"), (1.0, HALF)),
 }
 
-Constants = Mapping[str, float]
+# -- tables of measured shapes
+MAX_KNOTS = 40  # of a shape's table
+TYPE_KNOTS = 10  # of one in a quantised type
+_LEAST_KNOTS = 4
+_KNOT_ERROR = 0.003  # relative, below which a table gets no more knots
+
+# -- the clock; of products that do not fill a GPU the rate depends on their shape more than on the clock
+_LEAST_TOKENS, _LEAST_FEATURES = 1024, 2048
+_LEAST_ROWS, _MOST_ROWS = 200, 3000
+_LONG_S, _SHORT_S = 0.3, 0.03  # under load; without rows on both sides nothing can be said
+_NO_FALL = 0.96  # share, from which on the fall is not told from the spread of shapes
+_LONGEST_S = 1.0  # time constant; a fall that seems slower is one over sizes
+_TURNS = 12  # of the iteration that inverts a loop's mean
+
+Shape = tuple[int, int]  # in_features, out_features
 
 
 def fit_gemm(
@@ -80,26 +101,19 @@ def fit_gemm(
     """
     found = usable_gemm(rows, narrow=narrow)
     data = GemmRows.of(found)
-    device = _Device(gpu=gpu, peak_flops=peak_flops(gpu, dtypes_of(found)))
-    constants = _fit_form(data, device)
-    form = _pruned(device.rates(constants), data)
-    rates = with_tables(form, data, keep_shapes)
+    fit = data.fit(gpu, peak_flops(gpu, dtypes_of(found)), "form alone, ", _STARTS)
+    rates = with_tables(_pruned(fit.rates, data), data, keep_shapes)
     sources = [row.source for row in found]
-    labels, what = (sources, "models") if len(set(sources)) > 2 else (data.shapes, "shapes")
-
-    def predict(train: Some, test: Some) -> Array:
-        return data.take(test).form_s(device.rates(_fit_form(data.take(train), device, constants)))
-
-    name = f"form alone, {what} left out"
-    held_out = Comparison(label=name, measured_s=data.seconds, predicted_s=cross_validated_s(labels, predict))
+    by_model = len(set(sources)) > 2
+    held_out = fit.left_out("models", sources) if by_model else fit.left_out("shapes", data.shapes)
     return Fitted(
         rates=rates,
         source=sources_of(found),
         own=Comparison(label="as shipped", measured_s=data.seconds, predicted_s=data.predicted_s(rates)),
-        cross_validated=held_out.where(data.tokens >= PROMISED_ROWS, f"{name}, rows >= {PROMISED_ROWS}"),
+        cross_validated=held_out.from_size(data.tokens, PROMISED_ROWS, "rows"),
         interpolated=_interpolated(rates, data),
         checks=tuple(held_out.by(data.tokens, _CLASSES, "rows")),
-        seen=seen_of(found, ("tokens", "in_features", "out_features")),
+        seen=seen_of(found, _SEEN),
     )
 
 
@@ -108,20 +122,18 @@ def fit_gemm_type(
 ) -> Fitted[GemmRates]:
     """Rates of one of GEMM_TYPES; tables of the `keep_shapes` with few knots. Rows are thinned evenly by time."""
     found = sorted(usable_gemm(rows, (kind,)), key=lambda row: row.expected_s)
-    data, some = GemmRows.of(found), np.arange(0, len(found), max(1, len(found) // _MOST_TYPE_ROWS))
-    device = _Device(gpu=gpu, peak_flops=peak_of(gpu, kind))
-    constants = _fit_form(data.take(some), device, starts=_TYPE_STARTS)
-    form = _pruned(device.rates(constants), data)
+    data = GemmRows.of(found)
+    some = data.take(np.arange(0, len(found), max(1, len(found) // _MOST_TYPE_ROWS)))
+    form = _pruned(some.fit(gpu, peak_of(gpu, kind), "", _TYPE_STARTS).rates, data)
     rates = with_tables(form, data, keep_shapes, TYPE_KNOTS)
-    promised = data.tokens >= PROMISED_ROWS
     own = Comparison(label=f"{kind}, as shipped", measured_s=data.seconds, predicted_s=data.predicted_s(rates))
     alone = Comparison(label=f"{kind}, form alone", measured_s=data.seconds, predicted_s=data.form_s(form))
     return Fitted(
         rates=rates,
         source=sources_of(found),
         own=own,
-        cross_validated=alone.where(promised, f"{alone.label}, rows >= {PROMISED_ROWS}"),
-        seen=seen_of(found, ("tokens", "in_features", "out_features")),
+        cross_validated=alone.from_size(data.tokens, PROMISED_ROWS, "rows"),
+        seen=seen_of(found, _SEEN),
     )
 
 
@@ -137,7 +149,7 @@ def computes_in(gpu: GpuSpec, kind: str) -> bool:
 
 
 def check_full_waves(rates: GemmRates, gpu: GpuSpec, argument: str) -> None:
-    """Raises InputError where products on a GPU come nearer to its datasheet than random data allow."""
+    """Raise InputError where products on a GPU come nearer to its datasheet than random data allow."""
     if not has_waves(gpu) or not rates.tiles:
         return
     product = Product(_LONG_SUM, _LONG_SUM)
@@ -164,60 +176,100 @@ def usable_gemm(
 
 def head_bytes_per_s(rows: Sequence[Measurement], gpu: GpuSpec) -> float | None:
     """At which one token's logits read their weights, at most the datasheet's; None where they were not measured."""
-    width = element_bytes_of(rows)
-    rates = [(row.in_features or 0) * (row.out_features or 0) * width / row.expected_s for row in rows]
-    return min(rounded(float(np.median(rates))), gpu.hbm_bytes_per_s) if rates else None
+    if not rows:
+        return None
+    nbytes = column(rows, "in_features") * column(rows, "out_features") * element_bytes_of(rows)
+    return min(rounded(float(np.median(nbytes / column(rows, "expected_s")))), gpu.hbm_bytes_per_s)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Device:
-    """What constants are bounded by, and made into rates with."""
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class GemmRows(Columns):
+    """Measured matrix products."""
 
-    gpu: GpuSpec
-    peak_flops: float  # in the dtypes of the rows
+    tokens: Array  # rows of the input
+    in_features: Array
+    out_features: Array
+    seconds: Array  # measured
+    element_bytes: Width = HALF_BYTES
+
+    @classmethod
+    def of(cls, rows: Sequence[Measurement]) -> GemmRows:
+        """The gemm measurements: all of one quantised type, or all in half precision or in fp32."""
+        types = {row.dtype for row in rows}
+        width = GEMM_TYPES.get(types.pop() or "") if len(types) == 1 else None
+        return cls(
+            **{name: column(rows, name) for name in _SEEN},
+            seconds=column(rows, "expected_s"),
+            element_bytes=element_bytes_of(rows) if width is None else width,
+        )
 
     @property
-    def tiles(self) -> tuple[tuple[int, int], ...]:
-        return TILES if has_waves(self.gpu) else FINE_TILES
+    def shapes(self) -> list[Shape]:
+        """Of each row."""
+        pairs = zip(self.in_features.tolist(), self.out_features.tolist(), strict=True)
+        return [(int(fan_in), int(fan_out)) for fan_in, fan_out in pairs]
 
-    def parameters(self, near: Constants) -> list[Parameter]:
-        hbm, waves = self.gpu.hbm_bytes_per_s, has_waves(self.gpu)
-        listed = [
-            Parameter(name="bytes_per_s", start=0.65 * hbm, low=0.1 * hbm, high=hbm),
-            Parameter(name="launch_s", start=3e-6, low=0.0, high=2e-5 if waves else 1e-3),
-        ]
-        for index, (height, width) in enumerate(self.tiles):
-            share = 0.85 * (height * width / (self.tiles[0][0] * self.tiles[0][1])) ** 0.1
-            listed.append(Parameter(name=f"share_{index}", start=share, low=0.3 if waves else 0.01, high=1.0))
-            listed.append(Parameter(name=f"start_{index}", start=3e-6, low=0.0, high=2e-5))
-        return [replace(parameter, start=near.get(parameter.name) or parameter.start) for parameter in listed]
+    def by_shape(self) -> Iterator[tuple[Shape, Some]]:
+        """Each shape and the indices of its rows."""
+        places: dict[Shape, list[int]] = {}
+        for index, shape in enumerate(self.shapes):
+            places.setdefault(shape, []).append(index)
+        for shape in sorted(places):
+            yield shape, np.array(places[shape])
 
-    def rates(self, values: Constants) -> GemmRates:
-        """Shares are of the datasheet's rate here, and of the best tile's in a profile."""
-        shares = [values[f"share_{index}"] for index in range(len(self.tiles))]
-        return GemmRates(
-            flops_per_s=rounded(max(shares) * self.peak_flops),
-            bytes_per_s=values["bytes_per_s"],
-            launch_s=values["launch_s"],
-            concurrent_tiles=self.gpu.num_sms,
-            tiles=tuple(
-                Tile(
-                    rows=height, cols=width, flops_share=rounded(share / max(shares)), start_s=values[f"start_{index}"]
-                )
-                for index, ((height, width), share) in enumerate(zip(self.tiles, shares, strict=True))
-            ),
+    def form_s(self, rates: GemmRates) -> Array:
+        """By the form alone, whose formula takes arrays of shapes as well."""
+        product = Product(cast(Any, self.in_features), cast(Any, self.out_features))
+        return rates.form_s(self.tokens, product, self.element_bytes)
+
+    def predicted_s(self, rates: GemmRates) -> Array:
+        """As the simulator takes them."""
+        seconds = np.empty(len(self.tokens))
+        for shape, indices in self.by_shape():
+            seconds[indices] = rates.seconds(self.tokens[indices], (Product(*shape),), self.element_bytes)
+        return seconds
+
+    def fit(self, gpu: GpuSpec, peak: float, label: str, starts: int) -> Fit[GemmRates]:
+        """Of the form, whose full waves reach at most `peak` FLOP/s."""
+        tiles = TILES if has_waves(gpu) else FINE_TILES
+        return Fit(
+            label=label,
+            measured_s=self.seconds,
+            parameters=_parameters(gpu, tiles),
+            make=lambda values: _rates(values, gpu, tiles, peak),
+            seconds=lambda rates, some: self.take(some).form_s(rates),
+            weighted=True,
+            starts=starts,
+            noise=_NOISE,
+            warm=True,
         )
 
 
-def _fit_form(rows: GemmRows, device: _Device, near: Constants | None = None, starts: int = _STARTS) -> Constants:
-    """Rows weigh by the square root of their time: long products make a prefill. `near`: where to start."""
-    return solve(
-        device.parameters(near or {}),
-        lambda values, some: rows.take(some).form_s(device.rates(values)),
-        rows.seconds,
-        weights=np.sqrt(rows.seconds),
-        starts=starts if near is None else 1,
-        noise=_NOISE,
+def _parameters(gpu: GpuSpec, tiles: Sequence[tuple[int, int]]) -> list[Parameter]:
+    hbm, waves = gpu.hbm_bytes_per_s, has_waves(gpu)
+    listed = [
+        Parameter(name="bytes_per_s", start=0.65 * hbm, low=0.1 * hbm, high=hbm),
+        Parameter(name="launch_s", start=3e-6, low=0.0, high=2e-5 if waves else 1e-3),
+    ]
+    for index, (height, width) in enumerate(tiles):
+        share = 0.85 * (height * width / (tiles[0][0] * tiles[0][1])) ** 0.1
+        listed.append(Parameter(name=f"share_{index}", start=share, low=0.3 if waves else 0.01, high=1.0))
+        listed.append(Parameter(name=f"start_{index}", start=3e-6, low=0.0, high=2e-5))
+    return listed
+
+
+def _rates(values: Constants, gpu: GpuSpec, tiles: Sequence[tuple[int, int]], peak: float) -> GemmRates:
+    """Shares are of the datasheet's rate here, and of the best tile's in a profile."""
+    shares = [values[f"share_{index}"] for index in range(len(tiles))]
+    return GemmRates(
+        flops_per_s=rounded(max(shares) * peak),
+        bytes_per_s=values["bytes_per_s"],
+        launch_s=values["launch_s"],
+        concurrent_tiles=gpu.num_sms,
+        tiles=tuple(
+            Tile(rows=height, cols=width, flops_share=rounded(share / max(shares)), start_s=values[f"start_{index}"])
+            for index, ((height, width), share) in enumerate(zip(tiles, shares, strict=True))
+        ),
     )
 
 
@@ -225,14 +277,14 @@ def _pruned(rates: GemmRates, rows: GemmRows) -> GemmRates:
     """Without the tiles that hardly any row depends on; the smallest tile stays, for its step."""
     alone = [rows.form_s(replace(rates, tiles=(tile,))) for tile in rates.tiles]
     wins = np.bincount(np.argmin(alone, axis=0), minlength=len(rates.tiles)) / len(rows.tokens)
-    kept = [tile for tile, share in zip(rates.tiles, wins, strict=True) if share >= _USED_SHARE]
-    if rates.tiles[-1] not in kept:
-        kept.append(rates.tiles[-1])
-    best = max(tile.flops_share for tile in kept)
+    tiles = [tile for tile, share in zip(rates.tiles, wins, strict=True) if share >= _USED_SHARE]
+    if rates.tiles[-1] not in tiles:
+        tiles.append(rates.tiles[-1])
+    best = max(tile.flops_share for tile in tiles)
     return replace(
         rates,
         flops_per_s=rounded(rates.flops_per_s * best),
-        tiles=tuple(replace(tile, flops_share=rounded(tile.flops_share / best)) for tile in kept),
+        tiles=tuple(replace(tile, flops_share=rounded(tile.flops_share / best)) for tile in tiles),
     )
 
 
@@ -248,86 +300,11 @@ def _interpolated(rates: GemmRates, rows: GemmRows) -> Comparison | None:
     def predict(train: Some, test: Some) -> Array:
         return data.take(test).predicted_s(with_tables(replace(rates, measured=()), data.take(train), shapes))
 
-    labels = list(zip(data.tokens.tolist(), data.shapes, strict=True))
     return Comparison(
         label=f"shapes with tables, row counts left out, rows >= {PROMISED_ROWS}",
         measured_s=data.seconds,
-        predicted_s=cross_validated_s(labels, predict),
+        predicted_s=cross_validated_s(zip(data.tokens.tolist(), data.shapes, strict=True), predict),
     )
-
-
-# -- GemmRows: measured matrix products as arrays, and the tables that a profile keeps of some shapes.
-#
-# Weight matrices of the built-in models, as serving engines multiply with them: Q, K, V in one, gate and up in one.
-
-Shape = tuple[int, int]  # in_features, out_features
-
-MAX_KNOTS = 40  # of a shape's table
-TYPE_KNOTS = 10  # of one in a quantised type
-HALF_BYTES = 2
-_LEAST_KNOTS = 4
-_KNOT_ERROR = 0.003  # relative, below which a table gets no more knots
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class GemmRows:
-    """As many matrix products as the arrays are long."""
-
-    tokens: Array  # rows of the input
-    in_features: Array
-    out_features: Array
-    seconds: Array  # measured
-    element_bytes: Width = HALF_BYTES
-
-    @classmethod
-    def of(cls, rows: Sequence[Measurement]) -> GemmRows:
-        """The gemm measurements."""
-        names = ("tokens", "in_features", "out_features", "expected_s")
-        tokens, in_features, out_features, seconds = (column(rows, name) for name in names)
-        return cls(
-            tokens=tokens,
-            in_features=in_features,
-            out_features=out_features,
-            seconds=seconds,
-            element_bytes=_width_of(rows),
-        )
-
-    def take(self, indices: Some) -> GemmRows:
-        """Some of them, by index or mask."""
-        return GemmRows(
-            tokens=self.tokens[indices],
-            in_features=self.in_features[indices],
-            out_features=self.out_features[indices],
-            seconds=self.seconds[indices],
-            element_bytes=self.element_bytes,
-        )
-
-    @property
-    def shapes(self) -> list[Shape]:
-        """One a row."""
-        pairs = zip(self.in_features.tolist(), self.out_features.tolist(), strict=True)
-        return [(int(fan_in), int(fan_out)) for fan_in, fan_out in pairs]
-
-    def by_shape(self) -> Iterator[tuple[Shape, Some]]:
-        """Each shape and the indices of its rows."""
-        places: dict[Shape, list[int]] = {}
-        for index, shape in enumerate(self.shapes):
-            places.setdefault(shape, []).append(index)
-        for shape in sorted(places):
-            yield shape, np.array(places[shape])
-
-    def form_s(self, rates: GemmRates) -> Array:
-        """By the form alone."""
-        # The formula takes arrays of shapes as well.
-        product = Product(cast(Any, self.in_features), cast(Any, self.out_features))
-        return rates.form_s(self.tokens, product, self.element_bytes)
-
-    def predicted_s(self, rates: GemmRates) -> Array:
-        """As the simulator takes them."""
-        seconds = np.empty(len(self.tokens))
-        for shape, indices in self.by_shape():
-            seconds[indices] = rates.seconds(self.tokens[indices], (Product(*shape),), self.element_bytes)
-        return seconds
 
 
 def with_tables(form: GemmRates, rows: GemmRows, shapes: Collection[Shape], most: int = MAX_KNOTS) -> GemmRates:
@@ -338,37 +315,25 @@ def with_tables(form: GemmRates, rows: GemmRows, shapes: Collection[Shape], most
 
 
 def _table(form: GemmRates, shape: Shape, rows: GemmRows, most: int) -> MeasuredShape | None:
-    """The steps of rows that matter most; None where there are too few."""
-    ratios = _ratios(form, rows)
-    if len(ratios) < _LEAST_KNOTS:
+    """The steps of rows that matter most; None where there are too few.
+
+    The ratio of measured to form of a step is that at its end, or else the median anywhere in it.
+    """
+    ends = np.ceil(rows.tokens / form.step) * form.step
+    errors = np.log(rows.seconds / rows.form_s(form))
+    knots = np.unique(ends)
+    if len(knots) < _LEAST_KNOTS:
         return None
-    knots, logs = np.array(sorted(ratios)), np.array([ratios[knot] for knot in sorted(ratios)])
-    kept = thinned(np.log(knots), logs, most=most, error=_KNOT_ERROR)
-    seconds = form.form_s(knots[kept], Product(*shape), rows.element_bytes) * np.exp(logs[kept])
+    at_end = {end: rows.tokens == end for end in knots}
+    logs = np.array([np.median(errors[mask if mask.any() else ends == end]) for end, mask in at_end.items()])
+    chosen = thinned(np.log(knots), logs, most=most, error=_KNOT_ERROR)
+    seconds = form.form_s(knots[chosen], Product(*shape), rows.element_bytes) * np.exp(logs[chosen])
     return MeasuredShape(
         in_features=shape[0],
         out_features=shape[1],
-        rows=tuple(int(knot) for knot in knots[kept]),
+        rows=tuple(int(knot) for knot in knots[chosen]),
         seconds=tuple(rounded(float(value)) for value in seconds),
     )
-
-
-def _width_of(rows: Sequence[Measurement]) -> Width:
-    """Of the operands: the rows are all of one quantised type, or all in half precision or in fp32."""
-    types = {row.dtype for row in rows}
-    width = GEMM_TYPES.get(types.pop() or "") if len(types) == 1 else None
-    return element_bytes_of(rows) if width is None else width
-
-
-def _ratios(form: GemmRates, rows: GemmRows) -> dict[float, float]:
-    """By the end of each step: log of measured over form, at that end or else anywhere in the step."""
-    ends = np.ceil(rows.tokens / form.step) * form.step
-    logs = np.log(rows.seconds / rows.form_s(form))
-    found = {}
-    for end in sorted(set(ends.tolist())):
-        at_end, inside = rows.tokens == end, ends == end
-        found[end] = float(np.median(logs[at_end if at_end.any() else inside]))
-    return found
 
 
 def builtin_shapes() -> frozenset[Shape]:
@@ -377,29 +342,13 @@ def builtin_shapes() -> frozenset[Shape]:
 
 
 def model_shapes(name: str) -> Iterator[Shape]:
-    """Those of one model, a built-in name or a path."""
+    """Weight matrices of one model, as serving engines multiply with them: Q, K, V in one, gate and up in one."""
     for layer in load_model(name).layer_kinds:
         dense: tuple[Sequence[Gemm], ...] = () if layer.num_experts else (layer.mlp,)
         mixer = () if layer.mixer is None else (layer.mixer.projections, *((gemm,) for gemm in layer.mixer.output))
         for gemms in (*mixer, *dense):
             for product in merged([Product(gemm.in_features, gemm.out_features) for gemm in gemms]):
                 yield product.in_features, product.out_features
-
-
-# -- fit_clock: how far and how fast the clock falls under load, from products that were timed in loops.
-#
-# A collector runs a product again and again without a pause, so a row of L seconds was measured after `warmups` x L
-# seconds under load and during `repeats` x L more. Short products are timed at the burst clock, long ones at the
-# sustained one; where the change lies between them is the time constant. at_burst turns measured seconds into those of
-# the burst clock, as a profile's rates are.
-
-# Products that fill a GPU: of others the rate depends on their shape more than on the clock.
-_LEAST_TOKENS, _LEAST_FEATURES = 1024, 2048
-_LEAST_ROWS, _MOST_ROWS = 200, 3000
-_LONG_S, _SHORT_S = 0.3, 0.03  # under load; without rows on both sides nothing can be said
-_NO_FALL = 0.96  # share, from which on the fall is not told from the spread of shapes
-_LONGEST_S = 1.0  # time constant; a fall that seems slower is one over sizes
-_TURNS = 12  # of the iteration that inverts a loop's mean
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -423,22 +372,20 @@ def fit_clock(rows: Sequence[Measurement], gpu: GpuSpec) -> FittedClock | None:
     Rows of several sources may have loops of different length, which tells a fall over time from one over sizes; each
     source has a rate of its own.
     """
-    found = [row for row in rows if _fills(row) and row.warmups is not None and row.repeats is not None]
-    loaded_s = np.array([(row.warmups + row.repeats) * row.expected_s for row in found])  # type: ignore[operator]
+    found = [row for row in rows if _fills(row) and row.has_loop]
+    loaded_s = (column(found, "warmups") + column(found, "repeats")) * column(found, "expected_s")
     if len(found) < _LEAST_ROWS or loaded_s.max() < _LONG_S or loaded_s.min() > _SHORT_S:
         return None
-    order = np.argsort(loaded_s)[:: max(1, len(found) // _MOST_ROWS)]
-    found = [found[index] for index in order]
+    found = [found[index] for index in np.argsort(loaded_s)[:: max(1, len(found) // _MOST_ROWS)]]
     flops = 2.0 * column(found, "tokens") * column(found, "in_features") * column(found, "out_features")
-    loops = _Loops.of(found)
+    loops = _Loops(warmups=column(found, "warmups"), repeats=column(found, "repeats"))
     peak = max(flops for _, flops in gpu.peak_flops)
     sources = sorted({row.source for row in found})
     names = np.array([f"rate_{sources.index(row.source)}" for row in found])
 
-    def predict(values: Mapping[str, float], some: Some) -> Array:
-        clock = Clock(sustained_share=values["sustained_share"], time_constant_s=values["time_constant_s"])
+    def predict(values: Constants, some: Some) -> Array:
         rates = np.array([values[name] for name in names[some]])
-        return loops.take(some).mean_s(clock, flops[some] / rates)
+        return loops.take(some).mean_s(_clock(values), flops[some] / rates)
 
     solved = solve(
         (
@@ -452,24 +399,32 @@ def fit_clock(rows: Sequence[Measurement], gpu: GpuSpec) -> FittedClock | None:
     )
     if solved["sustained_share"] > _NO_FALL or solved["time_constant_s"] >= _LONGEST_S:
         return None
-    clock = Clock(sustained_share=solved["sustained_share"], time_constant_s=solved["time_constant_s"])
-    return FittedClock(clock=clock, source=sources_of(found), num_rows=len(found))
+    return FittedClock(clock=_clock(solved), source=sources_of(found), num_rows=len(found))
+
+
+def _clock(values: Constants) -> Clock:
+    return Clock(sustained_share=values["sustained_share"], time_constant_s=values["time_constant_s"])
+
+
+def _fills(row: Measurement) -> bool:
+    """Whether it is a product that fills a GPU."""
+    return (
+        row.operation == "gemm"
+        and row.dtype in HALF
+        and (row.tokens or 0) >= _LEAST_TOKENS
+        and min(row.in_features or 0, row.out_features or 0) >= _LEAST_FEATURES
+    )
 
 
 def at_burst(rows: Sequence[Measurement], clock: Clock | None) -> list[Measurement]:
     """The rows with their seconds at the burst clock; those whose loop is not known stay."""
-    known = [index for index, row in enumerate(rows) if row.warmups is not None and row.repeats is not None]
-    if clock is None or not known:
+    timed = [row for row in rows if row.has_loop]
+    if clock is None or not timed:
         return list(rows)
-    some = [rows[index] for index in known]
-    measured_s = column(some, "expected_s")
-    burst_s = burst_seconds(measured_s, column(some, "warmups"), column(some, "repeats"), clock)
-    found = list(rows)
-    for index, factor in zip(known, (burst_s / measured_s).tolist(), strict=True):
-        row = found[index]
-        mean_s = None if row.mean_s is None else row.mean_s * factor
-        found[index] = replace(row, median_s=row.median_s * factor, mean_s=mean_s)
-    return found
+    measured_s = column(timed, "expected_s")
+    burst_s = burst_seconds(measured_s, column(timed, "warmups"), column(timed, "repeats"), clock)
+    factors = iter((burst_s / measured_s).tolist())
+    return [row.scaled(next(factors)) if row.has_loop else row for row in rows]
 
 
 def burst_seconds(measured_s: Array, warmups: Array, repeats: Array, clock: Clock | None) -> Array:
@@ -483,29 +438,13 @@ def burst_seconds(measured_s: Array, warmups: Array, repeats: Array, clock: Cloc
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Loops:
+class _Loops(Columns):
     """How often operations ran before and while they were timed."""
 
     warmups: Array
     repeats: Array
 
-    @classmethod
-    def of(cls, rows: Sequence[Measurement]) -> _Loops:
-        return cls(warmups=column(rows, "warmups"), repeats=column(rows, "repeats"))
-
-    def take(self, some: Some) -> _Loops:
-        return _Loops(warmups=self.warmups[some], repeats=self.repeats[some])
-
     def mean_s(self, clock: Clock, busy_s: Array) -> Array:
         """What a loop says one operation takes that takes `busy_s` at the burst clock."""
         before_s = clock.stretched_s(self.warmups * busy_s)
         return (clock.stretched_s((self.warmups + self.repeats) * busy_s) - before_s) / self.repeats
-
-
-def _fills(row: Measurement) -> bool:
-    return (
-        row.operation == "gemm"
-        and row.dtype in HALF
-        and (row.tokens or 0) >= _LEAST_TOKENS
-        and min(row.in_features or 0, row.out_features or 0) >= _LEAST_FEATURES
-    )

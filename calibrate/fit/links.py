@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean
 
 import numpy as np
 
-from calibrate.data import RING, Measurement
+from calibrate.data import RING, Measurement, Some
 from calibrate.fit.fit import (
     Comparison,
+    Fit,
     Fitted,
     Parameter,
-    Some,
+    Rates,
     column,
     cross_validated_s,
     rounded,
     seen_of,
-    solve,
     sources_of,
     thinned,
 )
 from kvrsim.hardware import LinkSpec
 from kvrsim.kernels.links import AllReduceRates, GatherRates, MeasuredAllReduce
-from kvrsim.kernels.profile import Gather
 from kvrsim.program import Array
 
 OWN_SHARE = 0.44  # from the slopes at 2, 4 and 8 ranks: A100, H100 and H200 agree
@@ -53,31 +52,20 @@ def fit_send_recv(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[SendRat
     `cross_validated` holds sizes out, a tenth at a time.
     """
     found = usable_link_rows(rows, "send_recv")
-    nbytes, seconds = column(found, "bytes"), column(found, "median_s")
-    peak = link.bandwidth_bytes_per_s
-    parameters = (
-        Parameter(name="latency_s", start=1.5e-5, low=0.0, high=max(1e-2, 2 * link.latency_s)),
-        Parameter(name="short_bytes_per_s", start=peak, low=1e-3 * peak, high=4 * peak),
-        Parameter(name="bandwidth_bytes_per_s", start=0.75 * peak, low=1e-3 * peak, high=peak),
+    nbytes, peak = column(found, "bytes"), link.bandwidth_bytes_per_s
+    fit = Fit(
+        label="",
+        measured_s=column(found, "median_s"),
+        parameters=(
+            Parameter(name="latency_s", start=1.5e-5, low=0.0, high=max(1e-2, 2 * link.latency_s)),
+            Parameter(name="short_bytes_per_s", start=peak, low=1e-3 * peak, high=4 * peak),
+            Parameter(name="bandwidth_bytes_per_s", start=0.75 * peak, low=1e-3 * peak, high=peak),
+        ),
+        make=lambda values: SendRates(**values),
+        seconds=lambda rates, some: rates.seconds(nbytes[some]),
+        starts=4,
     )
-
-    def fit(some: Some) -> SendRates:
-        def predict(values: Mapping[str, float], inside: Some) -> Array:
-            return SendRates(**values).seconds(nbytes[some][inside])
-
-        return SendRates(**solve(parameters, predict, seconds[some], starts=4))
-
-    rates = fit(np.arange(len(found)))
-    held_out = cross_validated_s(nbytes.tolist(), lambda train, test: fit(train).seconds(nbytes[test]))
-    own = Comparison(label="fitted", measured_s=seconds, predicted_s=rates.seconds(nbytes))
-    return Fitted(
-        rates=rates,
-        source=sources_of(found),
-        own=own,
-        cross_validated=Comparison(label="sizes left out", measured_s=seconds, predicted_s=held_out),
-        checks=tuple(own.by(nbytes, _CLASSES, "bytes")),
-        seen=seen_of(found, ("bytes", "ranks")),
-    )
+    return _fitted(found, fit.rates, fit.own, fit.left_out("sizes", nbytes.tolist()))
 
 
 def fit_all_gather(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[GatherRates]:
@@ -86,42 +74,33 @@ def fit_all_gather(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[Gather
     `cross_validated` holds sizes out, a tenth at a time; a check holds counts of ranks out.
     """
     found, why = _fastest(usable_link_rows(rows, "all_gather"))
-    nbytes, ranks, seconds = (column(found, name) for name in ("bytes", "ranks", "median_s"))
+    nbytes, ranks = column(found, "bytes"), column(found, "ranks")
     peak, latency_s = link.bandwidth_bytes_per_s, link.latency_s
     longest_s = max(1e-3, 10 * latency_s)
-    parameters = (
-        Parameter(name="launch_s", start=max(6e-6, 0.5 * latency_s), low=1e-9, high=longest_s),
-        Parameter(name="hop_s", start=max(1.3e-6, 0.1 * latency_s), low=1e-10, high=longest_s),
-        Parameter(name="small_bytes_per_s", start=0.25 * peak, low=1e-4 * peak, high=peak),
-        Parameter(name="large_bytes_per_s", start=0.85 * peak, low=1e-3 * peak, high=peak),
-        Parameter(name="setup_s", start=max(8e-6, 0.5 * latency_s), low=1e-9, high=longest_s),
+
+    def seconds(rates: GatherRates, some: Some) -> Array:
+        sizes, counts, result = nbytes[some], ranks[some], np.empty(len(some))
+        for count in np.unique(counts):
+            same = counts == count
+            result[same] = rates.seconds(sizes[same], int(count))
+        return result
+
+    fit = Fit(
+        label="",
+        measured_s=column(found, "median_s"),
+        parameters=(
+            Parameter(name="launch_s", start=max(6e-6, 0.5 * latency_s), low=1e-9, high=longest_s),
+            Parameter(name="hop_s", start=max(1.3e-6, 0.1 * latency_s), low=1e-10, high=longest_s),
+            Parameter(name="small_bytes_per_s", start=0.25 * peak, low=1e-4 * peak, high=peak),
+            Parameter(name="large_bytes_per_s", start=0.85 * peak, low=1e-3 * peak, high=peak),
+            Parameter(name="setup_s", start=max(8e-6, 0.5 * latency_s), low=1e-9, high=longest_s),
+        ),
+        make=lambda values: GatherRates(**values, own_share=OWN_SHARE),
+        seconds=seconds,
     )
-
-    def predicted(values: Mapping[str, float], some: Some) -> Array:
-        return _gather_s(GatherRates(**values, own_share=OWN_SHARE), nbytes[some], ranks[some])
-
-    def fit(some: Some) -> GatherRates:
-        found = solve(parameters, lambda values, inside: predicted(values, some[inside]), seconds[some])
-        return GatherRates(**found, own_share=OWN_SHARE)
-
-    def held_out(labels: Array, what: str) -> Comparison:
-        left = cross_validated_s(labels.tolist(), lambda train, test: _gather_s(fit(train), nbytes[test], ranks[test]))
-        return Comparison(label=f"{what} left out", measured_s=seconds, predicted_s=left)
-
-    rates = fit(np.arange(len(found)))
-    own = Comparison(label="fitted", measured_s=seconds, predicted_s=_gather_s(rates, nbytes, ranks))
-    large = nbytes >= LARGE_BYTES
-    others = [held_out(ranks, "counts of ranks")] if len(set(ranks.tolist())) > 1 else []
-    promised = [_large(one, large) for one in (held_out(nbytes, "sizes"), *others)]
-    return Fitted(
-        rates=rates,
-        source=sources_of(found) + why,
-        own=own,
-        cross_validated=promised[0],
-        checks=(*own.by(nbytes, _CLASSES, "bytes"), *promised[1:]),
-        seen=seen_of(found, ("bytes", "ranks")),
-        gather=_gather_of(found[0]),
-    )
+    labels = {"sizes": nbytes} | ({"counts of ranks": ranks} if len(set(ranks.tolist())) > 1 else {})
+    held_out = [fit.left_out(what, of.tolist()).from_size(nbytes, LARGE_BYTES, "bytes") for what, of in labels.items()]
+    return _fitted(found, fit.rates, fit.own, *held_out, why=why, gathers=True)
 
 
 def fit_all_reduce(rows: Sequence[Measurement]) -> Fitted[AllReduceRates]:
@@ -130,55 +109,64 @@ def fit_all_reduce(rows: Sequence[Measurement]) -> Fitted[AllReduceRates]:
     Where a ring of sends is among the kernels, the one that is faster when large, as the runtime chooses.
     `cross_validated` holds sizes out, a tenth at a time.
     """
-    fastest: dict[tuple[int, int], Measurement] = {}
     usable = usable_link_rows(rows, "all_reduce")
     has_ring = any(row.kernel.endswith(RING) for row in usable)
     usable, why = _fastest(usable) if has_ring else (usable, "")
+    fastest: dict[tuple[int, int], Measurement] = {}
     for row in usable:
-        key = (row.ranks or 0, row.bytes or 0)
+        key = row.ranks or 0, row.bytes or 0
         fastest[key] = min(fastest.get(key, row), row, key=lambda one: one.median_s)
     found = [fastest[key] for key in sorted(fastest)]
     nbytes, ranks, seconds = (column(found, name) for name in ("bytes", "ranks", "median_s"))
 
+    def rates_of(some: Some) -> AllReduceRates:
+        counts = sorted(set(ranks[some].tolist()))
+        same = [some[ranks[some] == count] for count in counts]
+        tables = (_table(int(count), nbytes[of], seconds[of]) for count, of in zip(counts, same, strict=True))
+        return AllReduceRates(measured=tuple(tables))
+
     def predicted(train: Some, test: Some) -> Array:
-        rates = _all_reduce_rates(nbytes[train], ranks[train], seconds[train])
-        times = [float(rates.seconds(nbytes[index], int(ranks[index]))) for index in test]
-        return np.array(times)
+        rates = rates_of(train)
+        return np.array([float(rates.seconds(nbytes[index], int(ranks[index]))) for index in test])
 
     every = np.arange(len(found))
     own = Comparison(label="fitted", measured_s=seconds, predicted_s=predicted(every, every))
-    held_out = cross_validated_s(nbytes.tolist(), predicted)
-    return Fitted(
-        rates=_all_reduce_rates(nbytes, ranks, seconds),
-        source=sources_of(found) + why,
-        own=own,
-        cross_validated=Comparison(label="sizes left out", measured_s=seconds, predicted_s=held_out),
-        checks=tuple(own.by(nbytes, _CLASSES, "bytes")),
-        seen=seen_of(found, ("bytes", "ranks")),
-        gather=_gather_of(found[0]) if has_ring else None,
+    left_out_s = cross_validated_s(nbytes.tolist(), predicted)
+    held_out = Comparison(label="sizes left out", measured_s=seconds, predicted_s=left_out_s)
+    return _fitted(found, rates_of(every), own, held_out, why=why, gathers=has_ring)
+
+
+def _table(num_gpus: int, sizes: Array, seconds: Array) -> MeasuredAllReduce:
+    times = np.minimum.accumulate(seconds[::-1])[::-1]  # no larger one takes less
+    latency_s = rounded(_LATENCY_SHARE * float(times[0]))
+    knots = thinned(np.log(sizes), np.log(times - latency_s), most=len(times), error=_KNOT_ERROR)
+    return MeasuredAllReduce(
+        num_gpus=num_gpus,
+        latency_s=latency_s,
+        nbytes=tuple(int(size) for size in sizes[knots]),
+        bytes_per_s=tuple(rounded(float(rate)) for rate in sizes[knots] / (times[knots] - latency_s)),
     )
 
 
-def _gather_of(row: Measurement) -> Gather:
-    return "ring" if row.kernel.endswith(RING) else "collective"
-
-
-def _all_reduce_rates(nbytes: Array, ranks: Array, seconds: Array) -> AllReduceRates:
-    tables = []
-    for count in sorted(set(ranks.tolist())):
-        same = np.flatnonzero(ranks == count)
-        sizes, times = nbytes[same], np.minimum.accumulate(seconds[same][::-1])[::-1]  # no larger one takes less
-        latency_s = rounded(_LATENCY_SHARE * float(times[0]))
-        kept = thinned(np.log(sizes), np.log(times - latency_s), most=len(times), error=_KNOT_ERROR)
-        tables.append(
-            MeasuredAllReduce(
-                num_gpus=int(count),
-                latency_s=latency_s,
-                nbytes=tuple(int(size) for size in sizes[kept]),
-                bytes_per_s=tuple(rounded(float(rate)) for rate in sizes[kept] / (times[kept] - latency_s)),
-            )
-        )
-    return AllReduceRates(measured=tuple(tables))
+def _fitted(
+    rows: Sequence[Measurement],
+    rates: Rates,
+    own: Comparison,
+    held_out: Comparison,
+    *more: Comparison,
+    why: str = "",
+    gathers: bool = False,
+) -> Fitted[Rates]:
+    """`why`: a note on the kernel; `gathers`: whether the kernel says how all-gathers work."""
+    return Fitted(
+        rates=rates,
+        source=sources_of(rows) + why,
+        own=own,
+        cross_validated=held_out,
+        checks=(*own.by(column(rows, "bytes"), _CLASSES, "bytes"), *more),
+        seen=seen_of(rows, ("bytes", "ranks")),
+        gather=("ring" if rows[0].kernel.endswith(RING) else "collective") if gathers else None,
+    )
 
 
 def usable_link_rows(rows: Sequence[Measurement], operation: str) -> list[Measurement]:
@@ -206,18 +194,3 @@ def _fastest(rows: Sequence[Measurement]) -> tuple[list[Measurement], str]:
     others = ", ".join(sorted(set(seconds) - {kernel}))
     why = "faster when large than" if largest else "measured more often than"
     return [row for row in rows if row.kernel == kernel], f" ({kernel}, {why} {others})"
-
-
-def _gather_s(rates: GatherRates, nbytes: Array, ranks: Array) -> Array:
-    """GatherRates.seconds for each row's count of ranks."""
-    seconds = np.empty(len(nbytes))
-    for count in set(ranks.tolist()):
-        same = ranks == count
-        seconds[same] = rates.seconds(nbytes[same], int(count))
-    return seconds
-
-
-def _large(comparison: Comparison, large: Some) -> Comparison:
-    if not large.any():
-        return comparison
-    return comparison.where(large, f"{comparison.label}, bytes >= {LARGE_BYTES}")

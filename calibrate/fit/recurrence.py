@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
 
-from calibrate.fit.fit import Comparison, Fitted, Parameter, Some, cross_validated_s, peak_flops, rounded, solve
+from calibrate.fit.fit import Comparison, Fit, Fitted, Parameter, peak_flops, root_mean_square, rounded, span_of
 from calibrate.importers.aiconfigurator import TABLES, RecurrenceRows, read_recurrence
 from kvrsim.hardware import GpuSpec, load_gpu
 from kvrsim.io.schema import JsonObject
 from kvrsim.kernels.profile import CalibrationProfile
 from kvrsim.kernels.recurrence import SCAN_CHUNK, ConvolutionRates, KindRates, RecurrenceRates, ScanRates
-from kvrsim.program import Array
 
 _SHORT_TOKENS = 8192  # longer scans are predicted by a fit to these
 _LONG_TOKENS = 1024  # from here on, a prefill's chunks
@@ -22,6 +20,7 @@ _NO_OTHER_LOG_SD = 0.5  # of one kind by another's rates, where one alone was me
 _STARTS = 8
 _NOISE = 0.1  # kernels are tuned to some head counts better than to others
 _COMPARED = "compare"
+_SEEN = ("tokens", "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
 Rates = TypeVar("Rates", ScanRates, ConvolutionRates)
 
 
@@ -43,118 +42,86 @@ def fit_recurrence(
 
     `cross_validated` holds head counts out. `compared`: other tables of the same GPU, which are not fitted.
     """
-    kinds = {kind: _Kind.of(found, gpu) for kind, found in rows.items()}
-    rates = {kind: one.rates() for kind, one in kinds.items()}
+    usable = {kind: found.take(found.tokens >= SCAN_CHUNK[kind]) for kind, found in rows.items()}
+    scans = {kind: found.take((found.batch == 1) & found.is_scan) for kind, found in usable.items()}
+    fits = {kind: _fit(found, ScanRates, _scan_parameters(gpu)) for kind, found in scans.items()}
     swapped = [
-        one.long(f"{kind}, scans by the rates of {other}", one.scan_s(found.scan))
-        for kind, one in kinds.items()
-        for other, found in rates.items()
+        _long(scans[kind], f"{kind}, scans by the rates of {other}", found.rates)
+        for kind in fits
+        for other, found in fits.items()
         if other != kind
     ]
-    alike_log_sd = _joined("", swapped).errors().log_sd if swapped else _NO_OTHER_LOG_SD
-    others = [one for found in compared for one in kinds[found.kind].against(found)]
-    seen = {
-        name: np.concatenate([getattr(one.scans, name) for one in kinds.values()])
-        for name in ("tokens", "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
-    }
+    held_out = []
+    rates, checks = {}, []
+    for kind, fit in fits.items():
+        heads = zip(scans[kind].num_key_heads, scans[kind].num_value_heads, strict=True)
+        held_out.append(fit.left_out("head counts", [f"{keys:.0f} {values:.0f}" for keys, values in heads]))
+        alone = usable[kind].take((usable[kind].batch == 1) & ~usable[kind].is_scan)
+        convolution = _fit(alone, ConvolutionRates, _convolution_parameters(gpu))
+        rates[kind] = KindRates(scan=fit.rates, convolution=convolution.rates)
+        batched = usable[kind].take((usable[kind].batch != 1) & usable[kind].is_scan)
+        longer = scans[kind].tokens > _SHORT_TOKENS
+        of_short = fit.fitted(np.flatnonzero(~longer))
+        checks += [
+            _long(scans[kind], f"{kind}, scans of {_LONG_TOKENS} tokens and more, fitted", fit.rates),
+            _compare(
+                f"{kind}, scans above {_SHORT_TOKENS} tokens by a fit to shorter ones",
+                scans[kind].take(longer),
+                of_short,
+            ),
+            _compare(f"{kind}, scans of several sequences, not fitted", batched, fit.rates),
+            _compare(f"{kind}, convolutions, fitted", alone, convolution.rates),
+        ]
+    others = [one for table in compared for one in _against(scans[table.kind], table)]
+    # Of long(seconds there / seconds here), as of products.
+    medians = [float(np.median(np.log(one.measured_s / one.predicted_s))) for one in others]
+    systematic = root_mean_square(medians)
     return Fitted(
-        rates=RecurrenceRates(kinds=rates, alike_log_sd=alike_log_sd),
-        source="; ".join(found.source for found in rows.values()),
-        own=_joined(
-            "scans, fitted",
-            [one.compare("", one.scan_s(rates[kind].scan)) for kind, one in kinds.items()],
+        rates=RecurrenceRates(
+            kinds=rates,
+            alike_log_sd=Comparison.joined("", swapped).errors().log_sd if swapped else _NO_OTHER_LOG_SD,
         ),
-        cross_validated=_joined("scans, head counts left out", [one.heads_left_out() for one in kinds.values()]),
-        systematic_log_sd=_systematic_log_sd(others),
-        checks=(*(check for kind, one in kinds.items() for check in one.checks(rates[kind])), *swapped, *others),
-        seen={name: (float(sizes.min()), float(sizes.max())) for name, sizes in seen.items()},
+        source="; ".join(found.source for found in rows.values()),
+        own=Comparison.joined("scans, fitted", [fit.own for fit in fits.values()]),
+        cross_validated=Comparison.joined("scans, head counts left out", held_out),
+        systematic_log_sd=None if systematic is None else rounded(systematic),
+        checks=(*(check for check in checks if len(check.measured_s)), *swapped, *others),
+        seen={name: span_of([getattr(found, name) for found in scans.values()]) for name in _SEEN},
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Kind:
-    """The rows of one kind."""
+def _fit(rows: RecurrenceRows, make: type[Rates], parameters: Sequence[Parameter]) -> Fit[Rates]:
+    return Fit(
+        label="",
+        measured_s=rows.seconds,
+        parameters=parameters,
+        make=lambda values: make(**values),
+        seconds=lambda rates, some: rates.seconds(*rows.take(some).arguments),
+        starts=_STARTS,
+        noise=_NOISE,
+    )
 
-    name: str
-    scans: RecurrenceRows  # of one sequence
-    convolutions: RecurrenceRows  # of one sequence
-    batched: RecurrenceRows  # scans of several sequences
-    gpu: GpuSpec
 
-    @classmethod
-    def of(cls, rows: RecurrenceRows, gpu: GpuSpec) -> _Kind:
-        usable = rows.take(rows.tokens >= SCAN_CHUNK[rows.kind])
-        alone, is_scan = usable.batch == 1, usable.is_scan
-        return cls(
-            name=rows.kind,
-            scans=usable.take(alone & is_scan),
-            convolutions=usable.take(alone & ~is_scan),
-            batched=usable.take(~alone & is_scan),
-            gpu=gpu,
-        )
+def _long(rows: RecurrenceRows, label: str, rates: ScanRates) -> Comparison:
+    """Scans as long as a prefill's chunks."""
+    return _compare(label, rows.take(rows.tokens >= _LONG_TOKENS), rates)
 
-    def rates(self) -> KindRates:
-        """Fitted to all rows."""
-        convolution = _solve(ConvolutionRates, _convolution_parameters(self.gpu), self.convolutions)
-        return KindRates(scan=self.scan_rates(self.scans), convolution=convolution)
 
-    def scan_rates(self, scans: RecurrenceRows) -> ScanRates:
-        """Fitted to some scans."""
-        return _solve(ScanRates, _scan_parameters(self.gpu), scans)
+def _compare(label: str, rows: RecurrenceRows, rates: ScanRates | ConvolutionRates) -> Comparison:
+    return Comparison(label=label, measured_s=rows.seconds, predicted_s=rates.seconds(*rows.arguments))
 
-    def scan_s(self, rates: ScanRates) -> Array:
-        """All scans by these rates."""
-        return rates.seconds(*self.scans.arguments)
 
-    def compare(self, label: str, predicted_s: Array) -> Comparison:
-        """All scans."""
-        return Comparison(label=label, measured_s=self.scans.seconds, predicted_s=predicted_s)
-
-    def long(self, label: str, predicted_s: Array) -> Comparison:
-        """Scans as long as a prefill's chunks."""
-        return self.compare(label, predicted_s).where(self.scans.tokens >= _LONG_TOKENS, label)
-
-    def heads_left_out(self) -> Comparison:
-        """Each scan by a fit without those of its head counts."""
-        heads = [f"{keys:.0f} {values:.0f}" for keys, values in zip(*self._heads, strict=True)]
-
-        def predict(train: Some, test: Some) -> Array:
-            return self.scan_rates(self.scans.take(train)).seconds(*self.scans.take(test).arguments)
-
-        return self.compare("", cross_validated_s(heads, predict))
-
-    @property
-    def _heads(self) -> tuple[Array, Array]:
-        return self.scans.num_key_heads, self.scans.num_value_heads
-
-    def checks(self, rates: KindRates) -> list[Comparison]:
-        """More lines of the report."""
-        long = self.long(f"{self.name}, scans of {_LONG_TOKENS} tokens and more, fitted", self.scan_s(rates.scan))
-        of_short = self.scan_rates(self.scans.take(self.scans.tokens <= _SHORT_TOKENS))
-        label = f"{self.name}, scans above {_SHORT_TOKENS} tokens by a fit to shorter ones"
-        longer = self.compare("", self.scan_s(of_short)).where(self.scans.tokens > _SHORT_TOKENS, label)
-        batched = Comparison(
-            label=f"{self.name}, scans of several sequences, not fitted",
-            measured_s=self.batched.seconds,
-            predicted_s=rates.scan.seconds(*self.batched.arguments),
-        )
-        convolutions = Comparison(
-            label=f"{self.name}, convolutions, fitted",
-            measured_s=self.convolutions.seconds,
-            predicted_s=rates.convolution.seconds(*self.convolutions.arguments),
-        )
-        return [one for one in (long, longer, batched, convolutions) if len(one.measured_s)]
-
-    def against(self, other: RecurrenceRows) -> list[Comparison]:
-        """The same long scans in another table: measured there, and in place of predicted measured here."""
-        theirs = _by_shape(_Kind.of(other, self.gpu).scans)
-        both = [(seconds, theirs[shape]) for shape, seconds in _by_shape(self.scans).items() if shape in theirs]
-        if not both:
-            return []
-        ours_s, theirs_s = np.array(both).T
-        kernel = ", ".join(sorted({str(name) for name in other.kernel[other.is_scan]}))
-        label = f"{self.name}, the fitted table against {other.source} ({kernel})"
-        return [Comparison(label=label, measured_s=theirs_s, predicted_s=ours_s)]
+def _against(scans: RecurrenceRows, other: RecurrenceRows) -> list[Comparison]:
+    """The same long scans in another table: measured there, and in place of predicted measured here."""
+    usable = (other.tokens >= SCAN_CHUNK[other.kind]) & (other.batch == 1) & other.is_scan
+    theirs = _by_shape(other.take(usable))
+    both = [(seconds, theirs[shape]) for shape, seconds in _by_shape(scans).items() if shape in theirs]
+    if not both:
+        return []
+    ours_s, theirs_s = np.array(both).T
+    kernel = ", ".join(sorted({str(name) for name in other.kernel[other.is_scan]}))
+    label = f"{other.kind}, the fitted table against {other.source} ({kernel})"
+    return [Comparison(label=label, measured_s=theirs_s, predicted_s=ours_s)]
 
 
 def _by_shape(rows: RecurrenceRows) -> dict[tuple[float, ...], float]:
@@ -182,24 +149,3 @@ def _convolution_parameters(gpu: GpuSpec) -> list[Parameter]:
         Parameter(name="cached_bytes", start=3e7, low=1e6, high=1e9),
         Parameter(name="bytes_per_s", start=0.7 * hbm, low=1e-2 * hbm, high=hbm),
     ]
-
-
-def _solve(make: Callable[..., Rates], parameters: list[Parameter], rows: RecurrenceRows) -> Rates:
-    def predict(values: Mapping[str, float], some: Some) -> Array:
-        return make(**values).seconds(*rows.take(some).arguments)
-
-    return make(**solve(parameters, predict, rows.seconds, starts=_STARTS, noise=_NOISE))
-
-
-def _systematic_log_sd(others: Sequence[Comparison]) -> float | None:
-    """Root mean square over other tables of the median of log(seconds there / seconds here), as of products."""
-    medians = [float(np.median(np.log(one.measured_s / one.predicted_s))) for one in others]
-    return rounded(float(np.sqrt(np.mean(np.square(medians))))) if medians else None
-
-
-def _joined(label: str, parts: Sequence[Comparison]) -> Comparison:
-    return Comparison(
-        label=label,
-        measured_s=np.concatenate([one.measured_s for one in parts]),
-        predicted_s=np.concatenate([one.predicted_s for one in parts]),
-    )

@@ -17,13 +17,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from calibrate import data as measurement
-from calibrate.data import CsvTable, Layout, Measurement
+from calibrate.data import LAYOUT, OPERATIONS, CsvTable, Layout, Measurement
 from calibrate.importers import aiconfigurator, vidur
-from calibrate.importers import aiconfigurator as tables
 from kvrsim.errors import InputError
 
-LAYOUTS: tuple[Layout, ...] = (measurement.LAYOUT, *vidur.LAYOUTS)
+LAYOUTS: tuple[Layout, ...] = (LAYOUT, *vidur.LAYOUTS)
 
 # What a filter's key looks at.
 _FILTERS = {"gpu": "device", "kernel": "kernel", "model": "source"}
@@ -40,13 +38,13 @@ def read_source(
     """
     place, _, query = text.partition("?")
     wanted = _parse_filter(query, text, argument) if query or text.endswith("?") else {}
-    if place.startswith(tables.PREFIX):
+    if place.startswith(aiconfigurator.PREFIX):
         found = aiconfigurator.read_aiconfigurator(place, argument, aiconfigurator_root)
     else:
         table = CsvTable.read(place, argument)
         found = layout_of(table).read(table)
     if not found:
-        raise InputError(argument, text, f"a source with rows of {', '.join(measurement.OPERATIONS)}")
+        raise InputError(argument, text, f"a source with rows of {', '.join(OPERATIONS)}")
     return _filtered(found, wanted, text, argument)
 
 
@@ -66,14 +64,12 @@ def layout_of(table: CsvTable) -> Layout:
 
 def _parse_filter(query: str, text: str, argument: str) -> dict[str, str]:
     """Lower-case text by field of Measurement."""
-    wanted = {}
+    wanted: dict[str, str] = {}
     for part in query.split("&"):
         key, _, value = part.partition("=")
         if key not in _FILTERS or not value or _FILTERS[key] in wanted:
-            accepted = (
-                f"after the ? each of {', '.join(f'{known}=TEXT' for known in _FILTERS)} at most once, joined by &"
-            )
-            raise InputError(argument, text, accepted)
+            keys = ", ".join(f"{known}=TEXT" for known in _FILTERS)
+            raise InputError(argument, text, f"after the ? each of {keys} at most once, joined by &")
         wanted[_FILTERS[key]] = value.lower()
     return wanted
 
@@ -81,10 +77,10 @@ def _parse_filter(query: str, text: str, argument: str) -> dict[str, str]:
 def _filtered(found: list[Measurement], wanted: dict[str, str], text: str, argument: str) -> list[Measurement]:
     """The rows that contain every wanted text; InputError where a filter leaves none, with what there is."""
     for field, value in wanted.items():
-        kept = [row for row in found if value in getattr(row, field).lower()]
-        if not kept:
+        rows = [row for row in found if value in getattr(row, field).lower()]
+        if not rows:
             there = sorted({getattr(row, field) for row in found})
             shown = "; ".join(there[:_MAX_SHOWN]) + ("; ..." if len(there) > _MAX_SHOWN else "")
             raise InputError(argument, text, f"a filter that keeps some rows; what there is: {shown}")
-        found = kept
+        found = rows
     return found

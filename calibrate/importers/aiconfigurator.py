@@ -14,9 +14,11 @@ Of the folder systems/data/SYSTEM are read
                                                                 all elements gathered: 2**28 took 2.1 ms on four A100s,
                                                                 a third of what each sending as many would take
     comm/FRAMEWORK/VERSION/custom_allreduce_perf.parquet        the framework's all_reduce, in a CUDA graph if it was
+    moe, mla, linear_attention, kda, sparse_attention, msa      see read_experts, read_latent, read_recurrence,
+                                                                read_kernel and read_module
 
-For how often an operation ran in a row see _LOOPS below. SGLang's and TensorRT-LLM's collectors fill
-matrices with random data; vLLM's leaves weights of BF16 products as torch.empty made them, which takes less time.
+SGLang's and TensorRT-LLM's collectors (github.com/ai-dynamo/aiconfigurator) fill matrices with random data; vLLM's
+leaves weights of BF16 products as torch.empty made them, which takes less time.
 
 Rows of the same shape become one: their median, and their standard deviation as spread. Where several attention
 kernels were measured, each head_dim takes one of those that it was measured with: fa3 before other flash kernels,
@@ -29,7 +31,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, cast
@@ -37,12 +39,19 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from calibrate.data import Measurement
+from calibrate.data import Columns, Measurement, measured_at
 from kvrsim.errors import InputError
 from kvrsim.kernels.experts import ExpertsCall
 from kvrsim.kernels.gemm import GEMM_TYPES
 from kvrsim.kernels.recurrence import RecurrenceCall
 from kvrsim.program import Array
+
+PREFIX = "aiconfigurator:"
+DEFAULT_FRAMEWORK = "vllm"
+_PACKAGE = "aiconfigurator_core"
+_INSTALL = "a machine that has it (pip install aiconfigurator-core pyarrow, which are the extra kvrsim[import])"
+_PRE_RELEASES = {"dev": -4, "a": -3, "b": -2, "rc": -1, "post": 1}
+_HALF_BYTES = 2
 
 _GEMM_FILE = "gemm_perf.parquet"
 _GEMM_SHAPE = ["gemm_dtype", "m", "n", "k"]
@@ -53,11 +62,23 @@ _ATTENTION_SHAPE = ["batch_size", "isl", "step", "num_heads", "num_key_value_hea
 _NCCL_FILE = "nccl_perf.parquet"
 _CUSTOM_FILE = "custom_allreduce_perf.parquet"
 _COMM_SHAPE = ["num_gpus", "message_size"]
-_COMM_OPERATIONS = ("all_gather", "all_reduce")
-_HALF_BYTES = 2
 
 # The first that a kernel's name contains is its place in the order of preference.
 _KERNEL_ORDER = ("decode", "fa3", "flash_att", "fa4", "trtllm", "flashinfer", "triton")
+
+# How often collectors run an operation in a row (collector/helper.py, benchmark_with_power): warm-up runs of a CUDA
+# graph, then timed runs of it, without a pause. A graph of collect_gemm.py holds the product several times, each with
+# its own matrices: up to 6 times for SGLang and for vLLM (once for vLLM's fp8_block and nvfp4), and for TensorRT-LLM
+# as often as the weights fit into the L2 cache, at most 5 times. One of collect_attn.py holds one call.
+_GEMM_RUNS = (3, 6)  # before and during timing
+_ATTENTION_RUNS = {"sglang": (3, 20), "trtllm": (10, 6), "vllm": (3, 6)}
+_MOST_COPIES = 5  # of TensorRT-LLM's weights
+_COPIES = 6  # of SGLang's and vLLM's
+# Of the L2 cache, from NVIDIA's architecture whitepapers and datasheets.
+_L2_MIB = {
+    **{"a100_sxm": 40, "h100_sxm": 50, "h200_sxm": 50, "l40s": 96, "rtx_pro_6000_server": 128},
+    **{"b200_sxm": 126, "gb200": 126, "b300_sxm": 126, "gb300": 126},
+}
 
 
 def read_aiconfigurator(text: str, argument: str = "measurements", root: Path | None = None) -> list[Measurement]:
@@ -67,16 +88,13 @@ def read_aiconfigurator(text: str, argument: str = "measurements", root: Path | 
     installed package. Raises InputError where the package, the system, the framework or the version is missing.
     """
     folder = root if root is not None else find_package(text, argument)
-    package = package_name(folder)
     data = folder / "systems" / "data"
     system, framework, version = parse_source(text, argument)
-    check_one_of(text, argument, "system", system, folder_names(data, "*/gemm"))
-    check_one_of(text, argument, "framework", framework, folder_names(data / system, "gemm/*", "attention/*"))
+    _check_one_of(text, argument, "system", system, _folder_names(data, "*/gemm"))
+    _check_one_of(text, argument, "framework", framework, _folder_names(data / system, "gemm/*", "attention/*"))
     if version is not None:
-        found = folder_names(
-            data / system, f"gemm/{framework}/*/{_GEMM_FILE}", f"attention/{framework}/*/{_ATTENTION_FILE}"
-        )
-        check_one_of(text, argument, "version", version, found)
+        files = (f"gemm/{framework}/*/{_GEMM_FILE}", f"attention/{framework}/*/{_ATTENTION_FILE}")
+        _check_one_of(text, argument, "version", version, _folder_names(data / system, *files))
     measured: list[Measurement] = []
     for table, file, read in (
         (f"gemm/{framework}", _GEMM_FILE, _read_gemm),
@@ -85,9 +103,9 @@ def read_aiconfigurator(text: str, argument: str = "measurements", root: Path | 
         ("comm/nccl", _NCCL_FILE, _read_nccl),
         (f"comm/{framework}", _CUSTOM_FILE, _read_custom),
     ):
-        path = newest_table(data / system / table, file, version if file != _NCCL_FILE else None)
+        path = _newest_table(data / system / table, file, version if file != _NCCL_FILE else None)
         if path is not None:
-            rows = read(path, f"{argument} {path}", f"{package} {system}/{table}/{path.parent.name}")
+            rows = read(path, f"{argument} {path}", f"{package_name(folder)} {system}/{table}/{path.parent.name}")
             if file == _DECODE_FILE:  # as the kernels of a prefill, if they do both
                 kernels = {row.kernel for row in measured}
                 rows = [row for row in rows if row.kernel in kernels]
@@ -96,10 +114,9 @@ def read_aiconfigurator(text: str, argument: str = "measurements", root: Path | 
 
 
 def _read_gemm(path: Path, where: str, source: str) -> list[Measurement]:
-    frame = read_frame(path, where, [*_GEMM_SHAPE[1:], "latency"], ["device", "kernel_source", "gemm_dtype"])
-    merged = merge_rows(frame[frame["gemm_dtype"].isin(_DTYPES)], _GEMM_SHAPE)
+    frame = _read_frame(path, where, [*_GEMM_SHAPE[1:], "latency"], ["device", "kernel_source", "gemm_dtype"])
     return [
-        _made(
+        measured_at(
             where,
             operation="gemm",
             kernel=kernel,
@@ -111,13 +128,13 @@ def _read_gemm(path: Path, where: str, source: str) -> list[Measurement]:
             source=source,
             **times,
         )
-        for (device, kernel, dtype, m, n, k), times in merged
+        for (device, kernel, dtype, m, n, k), times in _merged(frame[frame["gemm_dtype"].isin(_DTYPES)], _GEMM_SHAPE)
     ]
 
 
 def _read_attention(path: Path, where: str, source: str) -> list[Measurement]:
     texts = ["device", "kernel_source", "attn_dtype", "kv_cache_dtype"]
-    frame = read_frame(path, where, [*_ATTENTION_SHAPE, "beam_width", "latency"], texts)
+    frame = _read_frame(path, where, [*_ATTENTION_SHAPE, "beam_width", "latency"], texts)
     plain = (frame["attn_dtype"] == "bfloat16") & (frame["kv_cache_dtype"] == "bfloat16") & (frame["beam_width"] == 1)
     if path.name == _DECODE_FILE:  # of several sequences no prefill is made
         plain &= frame["batch_size"] == 1
@@ -125,9 +142,9 @@ def _read_attention(path: Path, where: str, source: str) -> list[Measurement]:
         plain &= frame["window_size"].isna() | (frame["window_size"] == 0)
     frame = frame[plain]
     chosen = frame.groupby("head_dim")["kernel_source"].agg(lambda kernels: min(kernels.unique(), key=_preference))
-    merged = merge_rows(frame[frame["kernel_source"] == frame["head_dim"].map(chosen)], _ATTENTION_SHAPE)
+    frame = frame[frame["kernel_source"] == frame["head_dim"].map(chosen)]
     return [
-        _made(
+        measured_at(
             where,
             operation="attention",
             kernel=kernel,
@@ -142,24 +159,28 @@ def _read_attention(path: Path, where: str, source: str) -> list[Measurement]:
             source=source,
             **times,
         )
-        for (device, kernel, batch, chunk, prefix, heads, kv_heads, head_dim), times in merged
+        for (device, kernel, batch, chunk, prefix, heads, kv_heads, head_dim), times in _merged(frame, _ATTENTION_SHAPE)
     ]
+
+
+def _preference(kernel: str) -> tuple[int, str]:
+    """Smallest for the kernel to prefer; the name settles ties."""
+    name = kernel.lower()
+    place = next((place for place, part in enumerate(_KERNEL_ORDER) if part in name), len(_KERNEL_ORDER) - 2)
+    return (len(_KERNEL_ORDER) if place == 0 else place), name
 
 
 def _read_nccl(path: Path, where: str, source: str) -> list[Measurement]:
-    frame = read_frame(path, where, [*_COMM_SHAPE, "latency"], ["kernel_source", "op_name", "nccl_dtype"])
+    frame = _read_frame(path, where, [*_COMM_SHAPE, "latency"], ["kernel_source", "op_name", "nccl_dtype"])
     if "device" not in frame:  # the oldest tables do not say
         frame = frame.assign(device=path.parents[3].name)
     frame = frame[frame["nccl_dtype"] == "half"]
-    return [
-        row
-        for operation in _COMM_OPERATIONS
-        for row in _collectives(frame[frame["op_name"] == operation], operation, where, source)
-    ]
+    names = ("all_gather", "all_reduce")
+    return [row for name in names for row in _collectives(frame[frame["op_name"] == name], name, where, source)]
 
 
 def _read_custom(path: Path, where: str, source: str) -> list[Measurement]:
-    frame = read_frame(path, where, [*_COMM_SHAPE, "latency"], ["kernel_source", "op_name", "device"])
+    frame = _read_frame(path, where, [*_COMM_SHAPE, "latency"], ["kernel_source", "op_name", "device"])
     in_graph = frame["kernel_source"].str.endswith("_graph")
     frame = frame[(frame["op_name"] == "all_reduce") & (in_graph if in_graph.any() else ~in_graph)]
     return _collectives(frame, "all_reduce", where, source)
@@ -167,7 +188,7 @@ def _read_custom(path: Path, where: str, source: str) -> list[Measurement]:
 
 def _collectives(frame: Any, operation: str, where: str, source: str) -> list[Measurement]:
     return [
-        _made(
+        measured_at(
             where,
             operation=operation,
             kernel=kernel.lower(),
@@ -179,31 +200,372 @@ def _collectives(frame: Any, operation: str, where: str, source: str) -> list[Me
             source=source,
             **times,
         )
-        for (device, kernel, ranks, elements), times in merge_rows(frame[frame["num_gpus"] > 1], _COMM_SHAPE)
+        for (device, kernel, ranks, elements), times in _merged(frame[frame["num_gpus"] > 1], _COMM_SHAPE)
     ]
 
 
-def _preference(kernel: str) -> tuple[int, str]:
-    """Smallest for the kernel to prefer; the name settles ties."""
-    name = kernel.lower()
-    place = next((place for place, part in enumerate(_KERNEL_ORDER) if part in name), len(_KERNEL_ORDER) - 2)
-    return (len(_KERNEL_ORDER) if place == 0 else place), name
+def with_loop(row: Measurement, framework: str, system: str) -> Measurement:
+    """The row with its warm-ups and repeats, as far as they are known."""
+    if row.operation == "attention" and framework in _ATTENTION_RUNS:
+        warmups, repeats = _ATTENTION_RUNS[framework]
+        return replace(row, warmups=warmups, repeats=repeats)
+    copies = _copies(row, framework, system) if row.operation == "gemm" else None
+    return row if copies is None else replace(row, warmups=_GEMM_RUNS[0] * copies, repeats=_GEMM_RUNS[1] * copies)
 
 
-def _made(where: str, **fields: Any) -> Measurement:
-    try:
-        return Measurement(**fields)
-    except InputError as error:
-        raise InputError(f"{where}: {error.parameter}", error.value, error.accepted) from None
+def _copies(row: Measurement, framework: str, system: str) -> int | None:
+    """Products in one graph; None where that is not known."""
+    if framework in ("sglang", "vllm"):
+        return 1 if framework == "vllm" and row.dtype in ("fp8_block", "nvfp4") else _COPIES
+    if framework != "trtllm" or system not in _L2_MIB:
+        return None
+    width = GEMM_TYPES.get(row.dtype or "")
+    element_bytes = _HALF_BYTES if width is None else math.floor(2 * width.weight) / 2  # without scales
+    nbytes = (row.in_features or 1) * (row.out_features or 1) * element_bytes
+    return min(_MOST_COPIES, math.ceil(_L2_MIB[system] * 2**20 / nbytes))
 
 
-# -- The parquet tables of NVIDIA's PyPI package aiconfigurator-core, found and checked: systems/data/SYSTEM/TABLE.
+# -- experts
 
-PREFIX = "aiconfigurator:"
-DEFAULT_FRAMEWORK = "vllm"
-_PACKAGE = "aiconfigurator_core"
-_INSTALL = "a machine that has it (pip install aiconfigurator-core pyarrow, which are the extra kvrsim[import])"
-_PRE_RELEASES = {"dev": -4, "a": -3, "b": -2, "rc": -1, "post": 1}
+HALF = "half"
+# What the tables call the types, and kvrsim's names; HALF is half precision.
+TYPES = MappingProxyType(
+    {"bfloat16": HALF, "w4a16_mxfp4": "mxfp4_wo", "w4a8_mxfp4_mxfp8": "mxfp4_fp8"}
+    | {kind: kind for kind in GEMM_TYPES if not kind.startswith("mxfp4")}
+)
+_MOE_SHAPE = ["hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size"]
+_MOE_TEXTS = ["moe_dtype", "kernel_source", "distribution"]
+LEAST_TOKENS = 64
+_SLOW = 1.5
+_NOT_READ = ("min_latency", "as_silu")  # in a kernel's name: for decoding; of another activation than the model's
+# Experts without a gate, as Nemotron-H has them: inter_size, topk, num_experts. No column says so.
+_PLAIN = ((1856, 6, 128), (2688, 22, 512), (5120, 22, 512))
+# How often collectors run a call before they time it, and while they do; the second pair is of power laws.
+_LOOPS = {"sglang": ((25, 50), (25, 50)), "trtllm": ((3, 6), (5, 5)), "vllm": ((3, 6), (5, 5))}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ExpertRows(Columns):
+    """Calls of routed experts, all of one type."""
+
+    kind: str  # a key of GEMM_TYPES, or HALF
+    source: str
+    kernel: str
+    dropped: int  # rows that were left out as slow
+    tokens: Array
+    hidden_size: Array
+    intermediate_size: Array  # of a whole expert
+    num_experts: Array  # of the model
+    num_experts_per_tok: Array
+    tp_size: Array
+    ep_size: Array
+    gated: Array
+    exponent: Array  # of the power law; 0: balanced
+    seconds: Array
+    warmups: Array
+    repeats: Array
+
+    def with_seconds(self, seconds: Array) -> ExpertRows:
+        """The same rows with other times."""
+        return replace(self, seconds=seconds)
+
+    def call(self) -> ExpertsCall:
+        """All of them as one call, whose sizes are arrays."""
+        one: Any = self  # sizes of a call are numbers; the form takes arrays as well
+        return ExpertsCall(
+            tokens=self.tokens,
+            hidden_size=one.hidden_size,
+            intermediate_size=one.intermediate_size / one.tp_size,
+            gated=one.gated > 0,
+            num_experts=one.num_experts / one.ep_size,
+            num_experts_per_tok=one.num_experts_per_tok / one.ep_size,
+            compute=None if self.kind == HALF else self.kind,
+        )
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of each row the model's: hidden_size, intermediate_size, num_experts_per_tok, num_experts."""
+        columns = (self.hidden_size, self.intermediate_size, self.num_experts_per_tok, self.num_experts)
+        return [tuple(map(int, shape)) for shape in zip(*columns, strict=True)]
+
+
+def read_experts(
+    text: str, kinds: Sequence[str] | None = None, argument: str = "experts", root: Path | None = None
+) -> list[ExpertRows]:
+    """The rows of moe/FRAMEWORK/VERSION/moe_perf.parquet, one ExpertRows per type; `kinds` None: all types.
+
+    A row is one call of a framework's experts on one GPU of moe_tp_size x moe_ep_size: num_tokens tokens, of whose
+    experts those are computed that this GPU holds, num_experts / moe_ep_size of them, inter_size / moe_tp_size wide.
+    Routing, top-k, permuting and summing up are in the times. `distribution` says how tokens were spread over experts:
+    evenly (balanced), or by a power law with its exponent (collector/helper.py); of several GPUs the one that was timed
+    is then the busiest. SGLang's rows of several GPUs are of no use: its collector gives what belongs to other GPUs to
+    expert 0 (collector/sglang/collect_moe.py).
+
+    Of each type the kernel that has most rows is read: the others stand in where it does not run. Rows that take over
+    half as long again as some row of the same shape with more tokens are dropped; their kernels were chosen badly.
+    `text`, `root` and errors: see read_table; InputError too for a type without rows.
+    """
+    numbers = ["num_tokens", *_MOE_SHAPE]
+    frame, source = read_table(text, "moe", "moe_perf.parquet", numbers, _MOE_TEXTS, argument=argument, root=root)
+    framework = source.split("/")[-2]
+    kind = frame["moe_dtype"].map(TYPES.get)
+    there = [one for one in (HALF, *GEMM_TYPES) if (kind == one).any()]
+    for one in kinds or ():
+        if one not in there:
+            raise InputError(argument, one, f"a type of {text}: {', '.join(there)}")
+    usable = (frame["num_tokens"] >= LEAST_TOKENS) & frame["distribution"].str.match(r"balanced$|power_law_[0-9.]+$")
+    for part in _NOT_READ:
+        usable &= ~frame["kernel_source"].str.contains(part)
+    return [_expert_rows(frame[usable & (kind == one)], one, source, framework) for one in (kinds or there)]
+
+
+def _expert_rows(frame: Any, kind: str, source: str, framework: str) -> ExpertRows:
+    name = frame["kernel_source"].str.removesuffix("_nongated")
+    frame = frame[name == name.mode()[0]]
+    frame = frame.groupby([*_MOE_SHAPE, "distribution", "num_tokens"], as_index=False)["latency"].median()
+    frame = frame.sort_values("num_tokens", ascending=False, kind="stable")
+    least = frame.groupby([*_MOE_SHAPE, "distribution"])["latency"].cummin()
+    rows = frame[frame["latency"] <= _SLOW * least].sort_values([*_MOE_SHAPE, "distribution", "num_tokens"])
+    exponent = rows["distribution"].str.extract(r"([0-9.]+)$")[0].astype(float).fillna(0.0).to_numpy()
+    plain = [shape in _PLAIN for shape in zip(rows["inter_size"], rows["topk"], rows["num_experts"], strict=True)]
+    even, skewed = _LOOPS.get(framework, ((0, 1), (0, 1)))
+    loops = np.where(exponent[:, None] > 0, skewed, even).astype(float)
+    numbers = {column: rows[column].to_numpy(dtype=float) for column in ("num_tokens", *_MOE_SHAPE, "latency")}
+    return ExpertRows(
+        kind=kind,
+        source=source,
+        kernel=str(name.mode()[0]),
+        dropped=len(frame) - len(rows),
+        tokens=numbers["num_tokens"],
+        hidden_size=numbers["hidden_size"],
+        intermediate_size=numbers["inter_size"],
+        num_experts=numbers["num_experts"],
+        num_experts_per_tok=numbers["topk"],
+        tp_size=numbers["moe_tp_size"],
+        ep_size=numbers["moe_ep_size"],
+        gated=1.0 - np.array(plain, dtype=float),
+        exponent=exponent,
+        seconds=numbers["latency"] / 1000,
+        warmups=loops[:, 0],
+        repeats=loops[:, 1],
+    )
+
+
+# -- latent attention
+
+LatentForm = Literal["expanded", "absorbed"]
+# Width of keys and of values of DeepSeek-V3, in either form.
+WIDTHS: dict[LatentForm, tuple[int, int]] = {"expanded": (192, 128), "absorbed": (576, 512)}
+_CALL_SHAPE = ["batch_size", "isl", "step", "num_heads"]
+
+
+def mean_head_dim(form: LatentForm) -> int:
+    """Of keys and values, as AttentionCall has it."""
+    return sum(WIDTHS[form]) // 2
+
+
+def read_latent(
+    text: str, form: LatentForm, argument: str = "measurements", root: Path | None = None
+) -> list[Measurement]:
+    """Calls of mla/FRAMEWORK/VERSION/context_mla_perf.parquet with a BF16 cache, as attention with heads of the mean
+    width.
+
+    One row is one call of a prefill without a prefix, between its products: isl tokens of each of batch_size sequences,
+    num_heads heads on the GPU, BF16. `form`: what the collector ran (collector/*/collect_mla.py): TensorRT-LLM expanded
+    heads, and SGLang on Blackwell; SGLang elsewhere latents, to which all heads attend. Raises InputError as read_table
+    does.
+    """
+    file, texts = "context_mla_perf.parquet", ["kernel_source", "mla_dtype", "kv_cache_dtype"]
+    frame, source = read_table(text, "mla", file, _CALL_SHAPE, texts, argument=argument, root=root)
+    frame = frame[(frame["mla_dtype"] == "bfloat16") & (frame["kv_cache_dtype"] == "bfloat16")]
+    return [
+        measured_at(
+            argument,
+            operation="attention",
+            kernel=f"{form} {kernel}",
+            device=device,
+            dtype="bf16",
+            chunk=chunk,
+            prefix=prefix,
+            num_attention_heads=heads,
+            num_key_value_heads=heads if form == "expanded" else 1,
+            head_dim=mean_head_dim(form),
+            batch=batch,
+            source=source,
+            **times,
+        )
+        for (device, kernel, batch, chunk, prefix, heads), times in _merged(frame, _CALL_SHAPE)
+    ]
+
+
+# -- recurrences
+
+# By kind: table and file.
+TABLES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {"gated_delta": ("linear_attention", "gdn_perf.parquet"), "kda": ("kda", "kda_perf.parquet")}
+)
+_SCAN_COLUMNS = {
+    **{"batch": "batch_size", "tokens": "seq_len", "num_key_heads": "num_k_heads", "key_head_dim": "head_k_dim"},
+    **{"num_value_heads": "num_v_heads", "value_head_dim": "head_v_dim", "conv_kernel": "d_conv"},
+}
+_CONVOLUTION = "causal_conv1d"  # kernels whose name begins so; all others of a prefill are scans
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RecurrenceRows(Columns):
+    """Measured kernels of one kind of recurrence."""
+
+    kind: str
+    source: str
+    kernel: npt.NDArray[Any]  # what ran
+    batch: Array
+    tokens: Array  # of each sequence
+    num_key_heads: Array
+    key_head_dim: Array
+    num_value_heads: Array
+    value_head_dim: Array
+    conv_kernel: Array
+    seconds: Array
+
+    @property
+    def is_scan(self) -> npt.NDArray[np.bool_]:
+        """Of each row; the others are convolutions."""
+        return np.array([not str(name).startswith(_CONVOLUTION) for name in self.kernel], dtype=bool)
+
+    @property
+    def arguments(self) -> tuple[RecurrenceCall, Array, int]:
+        """What the rates' formulas take, with arrays of shapes: calls, sequences at once, bytes of an element."""
+        queries_keys = 2 * self.num_key_heads * self.key_head_dim
+        call = RecurrenceCall(
+            tokens=self.tokens,
+            kind=self.kind,
+            num_key_heads=cast(Any, self.num_key_heads),
+            num_value_heads=cast(Any, self.num_value_heads),
+            key_head_dim=cast(Any, self.key_head_dim),
+            value_head_dim=cast(Any, self.value_head_dim),
+            conv_channels=cast(Any, queries_keys + self.num_value_heads * self.value_head_dim),
+            conv_kernel=cast(Any, self.conv_kernel),
+        )
+        return call, self.batch, _HALF_BYTES
+
+
+def read_recurrence(text: str, kind: str, argument: str = "measurements", root: Path | None = None) -> RecurrenceRows:
+    """The prefill rows of one kind, a key of TABLES; rows of the same shape become one, their median.
+
+    gdn_perf is the gated delta rule of Qwen3.5 (convolution and chunked scan), kda_perf Kimi delta attention (three
+    convolutions, of Q, K and V, and chunked scan). Rows of phase `context` are a prefill's: seq_len tokens of each of
+    batch_size sequences, BF16, without a state before them; heads are those of the GPU. mamba2_perf.parquet holds
+    convolutions and no scan; it is not read. Raises InputError as read_table does.
+    """
+    table, file = TABLES[kind]
+    shape = list(_SCAN_COLUMNS.values())
+    frame, source = read_table(text, table, file, shape, ["kernel_source", "phase"], argument=argument, root=root)
+    rows = [(key, times["median_s"]) for key, times in _merged(frame[frame["phase"] == "context"], shape)]
+    sizes = np.array([key[2:] for key, _ in rows], dtype=float).reshape(-1, len(shape))
+    return RecurrenceRows(
+        kind=kind,
+        source=source,
+        kernel=np.array([key[1] for key, _ in rows], dtype=object),
+        seconds=np.array([seconds for _, seconds in rows], dtype=float),
+        **dict(zip(_SCAN_COLUMNS, sizes.T, strict=True)),
+    )
+
+
+# -- sparse attention
+
+# Kernels alone, of GLM-5 and DeepSeek V4 (collector/sglang/*_sparse_modules.py):
+_KERNELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        # Index scores, 32 heads of 128, FP8, causal.
+        "glm5_mqa_logits_module": {"heads": 32, "width": 128, "seen": True},
+        # The same with 64 heads, of entries that stand for 4 tokens.
+        "dsv4_paged_mqa_logits_module": {"heads": 64, "width": 128, "seen": True, "compress_ratio": 4},
+        # The best 2048 of step + isl scores for each query; score_mode top_last has clear winners.
+        "glm5_topk_module": {"top_k": 2048},
+        # All 64 heads attend to 2048 latents (576 and 512 wide), BF16.
+        "glm5_dsa_attn_module": {"width": 576 + 512, "top_k": 2048, "filled": True},
+        # All 64 heads attend to a window of 128 tokens and to an entry for each 128 tokens (512).
+        "dsv4_hca_attn_module": {"width": 512 + 512, "compress_ratio": 128, "window": 128},
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SparseRows(Columns):
+    """Calls of one kernel or module of sparse attention."""
+
+    chunk: Array  # queries of a sequence
+    prefix: Array  # tokens before them
+    heads: Array  # on the GPU; of index scores the indexer's
+    keys: Array  # that a query sees or attends to, in the mean
+    seconds: Array  # median of the rows of a shape
+    width: int  # elements of a key, and of its value where there is one; 0: does not apply
+    compress_ratio: int = 1  # tokens for which one key stands
+    source: str
+    texts: dict[str, Array]  # further columns
+
+    @property
+    def context(self) -> Array:
+        return self.prefix + self.chunk
+
+    def text(self, column: str) -> Array:
+        """One of the further columns."""
+        return self.texts[column]
+
+
+def read_kernel(text: str, kernel: str, argument: str = "measurements", root: Path | None = None) -> SparseRows:
+    """One of the tables of kernels alone, one sequence per call. Raises InputError as read_table does."""
+    about, is_choice = _KERNELS[kernel], kernel == "glm5_topk_module"
+    rows = _read_sparse(text, "sparse_attention", kernel, ("score_mode",) if is_choice else (), argument, root)
+    ratio, window, top_k = about.get("compress_ratio", 1), about.get("window", 0), about.get("top_k")
+    all_keys = rows.context / ratio
+    keys = (rows.prefix + 0.5 * rows.chunk) / ratio if about.get("seen") else all_keys
+    if about.get("filled"):
+        keys = np.full_like(keys, float(top_k or 0))
+    rows = replace(
+        rows,
+        keys=window + keys,
+        heads=np.full_like(keys, float(about["heads"])) if "heads" in about else rows.heads,
+        width=about.get("width", 0),
+        compress_ratio=ratio,
+    )
+    if is_choice:
+        return rows.take((all_keys > top_k) & (rows.text("score_mode") == "top_last"))
+    return rows if top_k is None else rows.take(all_keys >= top_k)
+
+
+def read_module(text: str, module: str, argument: str = "measurements", root: Path | None = None) -> SparseRows:
+    """A table of whole modules with their projections, one sequence per call: isl tokens behind step tokens.
+
+    msa_context_module is MiniMax M3's; `keys` are tokens that a query sees, in the mean.
+    """
+    table = module.partition("_")[0]
+    return _read_sparse(text, table, module, ("op_name", "model", "kv_cache_dtype", "gemm_type"), argument, root)
+
+
+def _read_sparse(
+    text: str, table: str, name: str, more: tuple[str, ...], argument: str, root: Path | None
+) -> SparseRows:
+    """Rows of one sequence, those of the same shape and texts as one; what selects nothing took no time."""
+    file, texts = f"{name}_perf.parquet", ["kernel_source", *more]
+    frame, source = read_table(text, table, file, _CALL_SHAPE, texts, allow_zero=True, argument=argument, root=root)
+    frame = frame[(frame["batch_size"] == 1) & (frame["latency"] > 0)]
+    merged = frame.groupby([*_CALL_SHAPE, *texts], sort=True)["latency"].median().reset_index()
+    columns = {column: merged[column].to_numpy(dtype=float) for column in _CALL_SHAPE}
+    chunk, prefix = columns["isl"], columns["step"]
+    return SparseRows(
+        chunk=chunk,
+        prefix=prefix,
+        heads=columns["num_heads"],
+        keys=prefix + 0.5 * chunk,
+        seconds=merged["latency"].to_numpy(dtype=float) / 1000,
+        width=0,
+        source=source,
+        texts={column: merged[column].to_numpy(dtype=object) for column in texts},
+    )
+
+
+# -- tables of the package, found and checked
 
 
 def read_table(
@@ -226,11 +588,10 @@ def read_table(
     """
     folder = root if root is not None else find_package(text, argument)
     system, framework, version = parse_source(text, argument)
-    tables = folder / "systems" / "data" / system / table / framework
-    path = newest_table(tables, file, version)
+    path = _newest_table(folder / "systems" / "data" / system / table / framework, file, version)
     if path is None or (version is not None and path.parent.name != version):
         raise InputError(argument, text, f"a system, framework and version with {table}/.../{file}")
-    frame = read_frame(path, f"{argument} {path}", [*numbers, "latency"], ["device", *texts], allow_zero=allow_zero)
+    frame = _read_frame(path, f"{argument} {path}", [*numbers, "latency"], ["device", *texts], allow_zero=allow_zero)
     return frame, f"{package_name(folder)} {system}/{table}/{framework}/{path.parent.name}"
 
 
@@ -243,9 +604,9 @@ def find_package(text: str, argument: str) -> Path:
 
 
 def package_name(folder: Path) -> str:
-    """The package and, where pip or an unpacked wheel left its name beside it, its version."""
-    beside = sorted(folder.parent.glob(f"{_PACKAGE}-*.dist-info"))
-    version = beside[-1].name.removesuffix(".dist-info").partition("-")[2] if beside else ""
+    """The package and, where pip or an unpacked wheel left its name next to it, its version."""
+    installed = sorted(folder.parent.glob(f"{_PACKAGE}-*.dist-info"))
+    version = installed[-1].name.removesuffix(".dist-info").partition("-")[2] if installed else ""
     return f"aiconfigurator-core {version}".strip()
 
 
@@ -261,7 +622,7 @@ def parse_source(text: str, argument: str) -> tuple[str, str, str | None]:
     raise InputError(argument, text, f"{PREFIX}SYSTEM[/FRAMEWORK[/VERSION]], such as {PREFIX}h100_sxm/vllm")
 
 
-def folder_names(folder: Path, *patterns: str) -> list[str]:
+def _folder_names(folder: Path, *patterns: str) -> list[str]:
     """What stands instead of the first * of patterns, wherever one matches."""
     found = set()
     for pattern in patterns:
@@ -270,12 +631,12 @@ def folder_names(folder: Path, *patterns: str) -> list[str]:
     return sorted(found)
 
 
-def check_one_of(text: str, argument: str, what: str, name: str, known: Sequence[str]) -> None:
+def _check_one_of(text: str, argument: str, what: str, name: str, known: Sequence[str]) -> None:
     if name not in known:
         raise InputError(argument, text, f"a {what} among {', '.join(known) or 'none (no tables here)'}")
 
 
-def newest_table(folder: Path, file: str, version: str | None) -> Path | None:
+def _newest_table(folder: Path, file: str, version: str | None) -> Path | None:
     """The table of this version, else of the newest version that has it; None where there is none."""
     tables = {path.parent.name: path for path in folder.glob(f"*/{file}")}
     if not tables:
@@ -291,7 +652,7 @@ def version_key(version: str) -> tuple[tuple[int, ...], tuple[int, int]]:
     return numbers, (_PRE_RELEASES.get(tag[1], 0), int(tag[2] or 0)) if tag else (0, 0)
 
 
-def read_frame(
+def _read_frame(
     path: Path, where: str, numbers: Sequence[str], texts: Sequence[str], *, allow_zero: bool = False
 ) -> Any:
     """A DataFrame of a parquet table, its columns checked; InputError names the file and the column."""
@@ -327,13 +688,13 @@ def _numbers(written: Any, where: str, *, allow_zero: bool) -> Any:
 
 
 def _refuse(faulty: Any, written: Any, where: str, accepted: str) -> None:
-    """InputError for the first row that is faulty, if there is one."""
+    """Raise InputError for the first row that is faulty, if there is one."""
     if faulty.any():
         row = faulty.to_numpy().argmax()
         raise InputError(f"{where}, row {row}", written.iloc[row], accepted)
 
 
-def merge_rows(frame: Any, shape: list[str]) -> Iterable[tuple[tuple[Any, ...], dict[str, float | None]]]:
+def _merged(frame: Any, shape: list[str]) -> Iterable[tuple[tuple[Any, ...], dict[str, float | None]]]:
     """For each device, kernel and shape: these, and the median and spread of its rows in seconds."""
     keys = ["device", "kernel_source", *shape]
     times = frame.groupby(keys, sort=False)["latency"].agg(["median", "std"]).reset_index()
@@ -341,446 +702,3 @@ def merge_rows(frame: Any, shape: list[str]) -> Iterable[tuple[tuple[Any, ...], 
     for *key, median, deviation in zip(*columns, strict=True):
         spread = deviation / 1000 if deviation == deviation else None  # one row has no deviation: nan
         yield tuple(key), {"median_s": median / 1000, "spread_s": spread}
-
-
-# -- How often NVIDIA's collectors of kernel tables run an operation in a row: github.com/ai-dynamo/aiconfigurator.
-#
-# collector/helper.py, benchmark_with_power: warm-up runs of a CUDA graph, then timed runs of it, without a pause. A
-# graph
-# of collect_gemm.py holds the product several times, each with its own matrices: up to 6 times for SGLang and for vLLM
-# (once for vLLM's fp8_block and nvfp4), and for TensorRT-LLM as often as the weights fit into the L2 cache, at most 5
-# times. One of collect_attn.py holds one call.
-
-# Runs of a graph before and during timing.
-_GEMM_RUNS = (3, 6)
-_ATTENTION_RUNS: Mapping[str, tuple[int, int]] = MappingProxyType(
-    {"sglang": (3, 20), "trtllm": (10, 6), "vllm": (3, 6)}
-)
-_MOST_COPIES = 5  # of TensorRT-LLM's weights
-_COPIES = 6  # of SGLang's and vLLM's
-_HALF_BYTES_collectors = 2
-
-# Of the L2 cache, from NVIDIA's architecture whitepapers and datasheets.
-_L2_MIB: Mapping[str, int] = MappingProxyType(
-    {
-        **{"a100_sxm": 40, "h100_sxm": 50, "h200_sxm": 50, "l40s": 96, "rtx_pro_6000_server": 128},
-        **{"b200_sxm": 126, "gb200": 126, "b300_sxm": 126, "gb300": 126},
-    }
-)
-
-
-def with_loop(row: Measurement, framework: str, system: str) -> Measurement:
-    """The row with its warm-ups and repeats, as far as they are known."""
-    if row.operation == "gemm":
-        copies = _copies(row, framework, system)
-        return row if copies is None else replace(row, warmups=_GEMM_RUNS[0] * copies, repeats=_GEMM_RUNS[1] * copies)
-    if row.operation == "attention" and framework in _ATTENTION_RUNS:
-        warmups, repeats = _ATTENTION_RUNS[framework]
-        return replace(row, warmups=warmups, repeats=repeats)
-    return row
-
-
-def _copies(row: Measurement, framework: str, system: str) -> int | None:
-    """Products in one graph; None where that is not known."""
-    if framework == "sglang":
-        return _COPIES
-    if framework == "vllm":
-        return 1 if row.dtype in ("fp8_block", "nvfp4") else _COPIES
-    if framework != "trtllm" or system not in _L2_MIB:
-        return None
-    width = GEMM_TYPES.get(row.dtype or "")
-    element_bytes = _HALF_BYTES_collectors if width is None else math.floor(2 * width.weight) / 2  # without scales
-    nbytes = (row.in_features or 1) * (row.out_features or 1) * element_bytes
-    return min(_MOST_COPIES, math.ceil(_L2_MIB[system] * 2**20 / nbytes))
-
-
-# -- The tables of routed experts in aiconfigurator-core: systems/data/SYSTEM/moe/FRAMEWORK/VERSION/moe_perf.parquet.
-#
-# A row is one call of a framework's experts on one GPU of moe_tp_size x moe_ep_size: num_tokens tokens, of whose
-# experts
-# those are computed that this GPU holds, num_experts / moe_ep_size of them, inter_size / moe_tp_size wide. Routing,
-# top-k, permuting and summing up are in the times. `distribution` says how tokens were spread over experts: evenly
-# (balanced), or by a power law with its exponent (collector/helper.py of github.com/ai-dynamo/aiconfigurator); of
-# several
-# GPUs the one that was timed is then the busiest. SGLang's rows of several GPUs are of no use: its collector gives what
-# belongs to other GPUs to expert 0 (collector/sglang/collect_moe.py).
-#
-# Of each type the kernel that has most rows is read: the others stand in where it does not run. Rows that take over
-# half
-# as long again as some row of the same shape with more tokens are dropped; their kernels were chosen badly.
-
-HALF = "half"
-# What the tables call the types, and kvrsim's names; HALF is half precision.
-TYPES = MappingProxyType(
-    {"bfloat16": HALF, "w4a16_mxfp4": "mxfp4_wo", "w4a8_mxfp4_mxfp8": "mxfp4_fp8"}
-    | {kind: kind for kind in GEMM_TYPES if not kind.startswith("mxfp4")}
-)
-_SHAPE = ["hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size"]
-_TEXTS = ["moe_dtype", "kernel_source", "distribution"]
-LEAST_TOKENS = 64
-_SLOW = 1.5
-_NOT_READ = ("min_latency", "as_silu")  # in a kernel's name: for decoding; of another activation than the model's
-# Experts without a gate, as Nemotron-H has them: inter_size, topk, num_experts. No column says so.
-_PLAIN = ((1856, 6, 128), (2688, 22, 512), (5120, 22, 512))
-# How often collectors run a call before they time it, and while they do; the second pair is of power laws.
-_LOOPS = MappingProxyType({"sglang": ((25, 50), (25, 50)), "trtllm": ((3, 6), (5, 5)), "vllm": ((3, 6), (5, 5))})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ExpertRows:
-    """As many calls of one type as the arrays are long."""
-
-    kind: str  # a key of GEMM_TYPES, or HALF
-    source: str
-    kernel: str
-    dropped: int  # rows that were left out as slow
-    tokens: Array
-    hidden_size: Array
-    intermediate_size: Array  # of a whole expert
-    num_experts: Array  # of the model
-    num_experts_per_tok: Array
-    tp_size: Array
-    ep_size: Array
-    gated: Array
-    exponent: Array  # of the power law; 0: balanced
-    seconds: Array
-    warmups: Array
-    repeats: Array
-
-    def take(self, some: Any) -> ExpertRows:
-        """Some of them, by index or mask."""
-        arrays = {one.name: getattr(self, one.name) for one in fields(self)}
-        return replace(self, **{name: array[some] for name, array in arrays.items() if isinstance(array, np.ndarray)})
-
-    def with_seconds(self, seconds: Array) -> ExpertRows:
-        """The same rows with other times."""
-        return replace(self, seconds=seconds)
-
-    def call(self, imbalance: Array | float = 1.0) -> ExpertsCall:
-        """All of them as one call, whose sizes are arrays."""
-        one: Any = self  # sizes of a call are numbers; the form takes arrays as well
-        return ExpertsCall(
-            tokens=self.tokens,
-            hidden_size=one.hidden_size,
-            intermediate_size=one.intermediate_size / one.tp_size,
-            gated=one.gated > 0,
-            num_experts=one.num_experts / one.ep_size,
-            num_experts_per_tok=one.num_experts_per_tok / one.ep_size,
-            compute=None if self.kind == HALF else self.kind,
-            imbalance=imbalance,  # type: ignore[arg-type]
-        )
-
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Of each row the model's: hidden_size, intermediate_size, num_experts_per_tok, num_experts."""
-        columns = (self.hidden_size, self.intermediate_size, self.num_experts_per_tok, self.num_experts)
-        return [tuple(map(int, shape)) for shape in zip(*columns, strict=True)]
-
-
-def read_experts(
-    text: str, kinds: Sequence[str] | None = None, argument: str = "experts", root: Path | None = None
-) -> list[ExpertRows]:
-    """The rows of a source, one ExpertRows a type; `kinds`: those wanted, None: all that the table has.
-
-    `text`, `root` and errors: see read_table; InputError too for a type without rows.
-    """
-    frame, source = read_table(
-        text, "moe", "moe_perf.parquet", ["num_tokens", *_SHAPE], _TEXTS, argument=argument, root=root
-    )
-    framework = source.split("/")[-2]
-    kind = frame["moe_dtype"].map(TYPES.get)
-    there = [one for one in (HALF, *GEMM_TYPES) if (kind == one).any()]
-    for one in kinds or ():
-        if one not in there:
-            raise InputError(argument, one, f"a type of {text}: {', '.join(there)}")
-    usable = (frame["num_tokens"] >= LEAST_TOKENS) & frame["distribution"].str.match(r"balanced$|power_law_[0-9.]+$")
-    for part in _NOT_READ:
-        usable &= ~frame["kernel_source"].str.contains(part)
-    return [_rows(frame[usable & (kind == one)], one, source, framework) for one in (kinds or there)]
-
-
-def _rows(frame: Any, kind: str, source: str, framework: str) -> ExpertRows:
-    name = frame["kernel_source"].str.removesuffix("_nongated")
-    frame = frame[name == name.mode()[0]]
-    frame = frame.groupby([*_SHAPE, "distribution", "num_tokens"], as_index=False)["latency"].median()
-    frame = frame.sort_values("num_tokens", ascending=False, kind="stable")
-    least = frame.groupby([*_SHAPE, "distribution"])["latency"].cummin()
-    kept = frame[frame["latency"] <= _SLOW * least].sort_values([*_SHAPE, "distribution", "num_tokens"])
-    exponent = kept["distribution"].str.extract(r"([0-9.]+)$")[0].astype(float).fillna(0.0).to_numpy()
-    plain = [shape in _PLAIN for shape in zip(kept["inter_size"], kept["topk"], kept["num_experts"], strict=True)]
-    even, skewed = _LOOPS.get(framework, ((0, 1), (0, 1)))
-    loops = np.where(exponent[:, None] > 0, skewed, even).astype(float)
-    numbers = {column: kept[column].to_numpy(dtype=float) for column in ("num_tokens", *_SHAPE, "latency")}
-    return ExpertRows(
-        kind=kind,
-        source=source,
-        kernel=str(name.mode()[0]),
-        dropped=len(frame) - len(kept),
-        tokens=numbers["num_tokens"],
-        hidden_size=numbers["hidden_size"],
-        intermediate_size=numbers["inter_size"],
-        num_experts=numbers["num_experts"],
-        num_experts_per_tok=numbers["topk"],
-        tp_size=numbers["moe_tp_size"],
-        ep_size=numbers["moe_ep_size"],
-        gated=1.0 - np.array(plain, dtype=float),
-        exponent=exponent,
-        seconds=numbers["latency"] / 1000,
-        warmups=loops[:, 0],
-        repeats=loops[:, 1],
-    )
-
-
-# -- Latent attention in NVIDIA's tables: systems/data/SYSTEM/mla/FRAMEWORK/VERSION/context_mla_perf.parquet.
-#
-# One call of a prefill without a prefix, between its products: isl tokens of each of batch_size sequences, num_heads
-# heads on the GPU, BF16. Collectors differ in what they run (github.com/ai-dynamo/aiconfigurator,
-# collector/*/collect_mla.py): TensorRT-LLM expanded heads, and SGLang on Blackwell; SGLang elsewhere latents, to which
-# all heads attend.
-
-LatentForm = Literal["expanded", "absorbed"]
-# Width of keys and of values of DeepSeek-V3, in either form.
-WIDTHS: dict[LatentForm, tuple[int, int]] = {"expanded": (192, 128), "absorbed": (576, 512)}
-_SHAPE_latent = ["batch_size", "isl", "step", "num_heads"]
-
-
-def mean_head_dim(form: LatentForm) -> int:
-    """Of keys and values, as AttentionCall has it."""
-    return sum(WIDTHS[form]) // 2
-
-
-def read_latent(
-    text: str, form: LatentForm, argument: str = "measurements", root: Path | None = None
-) -> list[Measurement]:
-    """Calls with a BF16 cache, as attention with heads of the mean width.
-
-    `text`: aiconfigurator:SYSTEM/FRAMEWORK[/VERSION]; `form`: what its collector ran; `root` as of read_aiconfigurator.
-    Raises InputError as read_table does.
-    """
-    texts = ["kernel_source", "mla_dtype", "kv_cache_dtype"]
-    frame, source = read_table(
-        text, "mla", "context_mla_perf.parquet", _SHAPE_latent, texts, argument=argument, root=root
-    )
-    frame = frame[(frame["mla_dtype"] == "bfloat16") & (frame["kv_cache_dtype"] == "bfloat16")]
-    return [
-        Measurement(
-            operation="attention",
-            kernel=f"{form} {kernel}",
-            device=device,
-            dtype="bf16",
-            chunk=chunk,
-            prefix=prefix,
-            num_attention_heads=heads,
-            num_key_value_heads=heads if form == "expanded" else 1,
-            head_dim=mean_head_dim(form),
-            batch=batch,
-            source=source,
-            median_s=times["median_s"] or 0.0,
-            spread_s=times["spread_s"],
-        )
-        for (device, kernel, batch, chunk, prefix, heads), times in merge_rows(frame, _SHAPE_latent)
-    ]
-
-
-# -- Recurrences in NVIDIA's tables: systems/data/SYSTEM/TABLE/FRAMEWORK/VERSION.
-#
-#     linear_attention/.../gdn_perf.parquet   the gated delta rule of Qwen3.5: convolution and chunked scan
-#     kda/.../kda_perf.parquet                Kimi delta attention: three convolutions (of Q, K and V) and chunked scan
-#
-# Rows of phase `context` are a prefill's: seq_len tokens of each of batch_size sequences, BF16, without a state before
-# them; heads are those of the GPU. mamba2_perf.parquet holds convolutions and no scan; it is not read.
-
-# By kind: table and file.
-TABLES: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {"gated_delta": ("linear_attention", "gdn_perf.parquet"), "kda": ("kda", "kda_perf.parquet")}
-)
-_COLUMNS = {
-    "batch": "batch_size",
-    "tokens": "seq_len",
-    "num_key_heads": "num_k_heads",
-    "key_head_dim": "head_k_dim",
-    "num_value_heads": "num_v_heads",
-    "value_head_dim": "head_v_dim",
-    "conv_kernel": "d_conv",
-}
-_ELEMENT_BYTES = 2  # BF16
-_CONVOLUTION = "causal_conv1d"  # kernels whose name begins so; all others of a prefill are scans
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class RecurrenceRows:
-    """As many measured kernels of one kind of recurrence as the arrays are long."""
-
-    kind: str
-    source: str
-    kernel: npt.NDArray[Any]  # what ran
-    batch: Array
-    tokens: Array  # of each sequence
-    num_key_heads: Array
-    key_head_dim: Array
-    num_value_heads: Array
-    value_head_dim: Array
-    conv_kernel: Array
-    seconds: Array
-
-    def __len__(self) -> int:
-        return len(self.seconds)
-
-    def take(self, some: npt.NDArray[Any]) -> RecurrenceRows:
-        """Some of them, by index or mask."""
-        names = ("kernel", *_COLUMNS, "seconds")
-        return replace(self, **{name: getattr(self, name)[some] for name in names})
-
-    @property
-    def is_scan(self) -> npt.NDArray[np.bool_]:
-        """Of each row; the others are convolutions."""
-        return np.array([not str(name).startswith(_CONVOLUTION) for name in self.kernel], dtype=bool)
-
-    @property
-    def arguments(self) -> tuple[RecurrenceCall, Array, int]:
-        """What the rates' formulas take: calls, sequences at once, bytes of an element."""
-        return self.call, self.batch, _ELEMENT_BYTES
-
-    @property
-    def call(self) -> RecurrenceCall:
-        """As the rates' formulas take it, which take arrays of shapes as well."""
-        queries_keys = 2 * self.num_key_heads * self.key_head_dim
-        return RecurrenceCall(
-            tokens=self.tokens,
-            kind=self.kind,
-            num_key_heads=cast(Any, self.num_key_heads),
-            num_value_heads=cast(Any, self.num_value_heads),
-            key_head_dim=cast(Any, self.key_head_dim),
-            value_head_dim=cast(Any, self.value_head_dim),
-            conv_channels=cast(Any, queries_keys + self.num_value_heads * self.value_head_dim),
-            conv_kernel=cast(Any, self.conv_kernel),
-        )
-
-
-def read_recurrence(text: str, kind: str, argument: str = "measurements", root: Path | None = None) -> RecurrenceRows:
-    """The prefill rows of one kind, a key of TABLES; rows of the same shape become one, their median.
-
-    `text`: aiconfigurator:SYSTEM/FRAMEWORK[/VERSION]; `root` as of read_aiconfigurator. Raises InputError as read_table
-    does.
-    """
-    table, file = TABLES[kind]
-    shape = list(_COLUMNS.values())
-    frame, source = read_table(text, table, file, shape, ["kernel_source", "phase"], argument=argument, root=root)
-    rows = [(key, times["median_s"]) for key, times in merge_rows(frame[frame["phase"] == "context"], shape)]
-    sizes = np.array([key[2:] for key, _ in rows], dtype=float).reshape(-1, len(shape))
-    return RecurrenceRows(
-        kind=kind,
-        source=source,
-        kernel=np.array([key[1] for key, _ in rows], dtype=object),
-        seconds=np.array([seconds for _, seconds in rows], dtype=float),
-        **dict(zip(_COLUMNS, sizes.T, strict=True)),
-    )
-
-
-# -- Sparse attention in NVIDIA's tables: systems/data/SYSTEM/{sparse_attention,msa,mla}/FRAMEWORK/VERSION.
-#
-# Kernels alone, of GLM-5 and DeepSeek V4 (github.com/ai-dynamo/aiconfigurator, collector/sglang/*_sparse_modules.py):
-#
-#     glm5_mqa_logits_module    index scores, 32 heads of 128, FP8, causal
-#     dsv4_paged_mqa_logits_module   the same with 64 heads, of entries that stand for 4 tokens
-#     glm5_topk_module          the best 2048 of step + isl scores for each query; score_mode top_last has clear winners
-#     glm5_dsa_attn_module      all 64 heads attend to 2048 latents (576 and 512 wide), BF16
-#     dsv4_hca_attn_module      all 64 heads attend to a window of 128 tokens and to an entry for each 128 tokens (512)
-#
-# Whole modules, with their projections: isl tokens behind step tokens, num_heads heads on the GPU.
-#
-#     dsa_context_module        DeepSeek V3.2 and GLM-5; kernel_source tells dense attention, which short contexts get
-#     dsv4_csa_context_module   DeepSeek V4, entries of 4 tokens
-#     dsv4_hca_context_module   DeepSeek V4, entries of 128 tokens
-#     msa_context_module        MiniMax M3
-#     mla_context_module        DeepSeek V3, whose queries attend to all keys
-
-_SHAPE_sparse = ["batch_size", "isl", "step", "num_heads"]
-_KERNELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "glm5_mqa_logits_module": {"heads": 32, "width": 128, "seen": True},
-        "dsv4_paged_mqa_logits_module": {"heads": 64, "width": 128, "seen": True, "compress_ratio": 4},
-        "glm5_topk_module": {"top_k": 2048},
-        "glm5_dsa_attn_module": {"width": 576 + 512, "top_k": 2048, "filled": True},
-        "dsv4_hca_attn_module": {"width": 512 + 512, "compress_ratio": 128, "window": 128},
-    }
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SparseRows:
-    """Calls of one kernel or module; all arrays of one length."""
-
-    chunk: Array  # queries of a sequence
-    prefix: Array  # tokens before them
-    heads: Array  # on the GPU; of index scores the indexer's
-    keys: Array  # that a query sees or attends to, in the mean
-    seconds: Array  # median of the rows of a shape
-    width: int  # elements of a key, and of its value where there is one; 0: does not apply
-    compress_ratio: int = 1  # tokens for which one key stands
-    source: str
-    texts: Mapping[str, Array]  # further columns
-
-    def where(self, mask: Any) -> SparseRows:
-        """Some of them, by index or mask."""
-        arrays = {name: getattr(self, name)[mask] for name in ("chunk", "prefix", "heads", "keys", "seconds")}
-        return replace(self, **arrays, texts={name: values[mask] for name, values in self.texts.items()})
-
-
-def read_kernel(text: str, kernel: str, argument: str = "measurements", root: Path | None = None) -> SparseRows:
-    """One of the tables of kernels alone, one sequence a call.
-
-    `text`: aiconfigurator:SYSTEM/FRAMEWORK[/VERSION]; `root` as of read_aiconfigurator. Raises InputError as
-    read_table does.
-    """
-    about = _KERNELS[kernel]
-    rows = _read(
-        text, "sparse_attention", kernel, ("score_mode",) if kernel == "glm5_topk_module" else (), argument, root
-    )
-    ratio, window, top_k = about.get("compress_ratio", 1), about.get("window", 0), about.get("top_k")
-    all_keys = (rows.prefix + rows.chunk) / ratio
-    keys = (rows.prefix + 0.5 * rows.chunk) / ratio if about.get("seen") else all_keys
-    if about.get("filled"):
-        keys = np.full_like(keys, float(top_k or 0))
-    rows = replace(
-        rows,
-        keys=window + keys,
-        heads=np.full_like(keys, float(about["heads"])) if "heads" in about else rows.heads,
-        width=about.get("width", 0),
-        compress_ratio=ratio,
-    )
-    kept = np.ones_like(keys, dtype=bool)
-    if top_k is not None:
-        kept &= all_keys > top_k if kernel == "glm5_topk_module" else all_keys >= top_k
-    if kernel == "glm5_topk_module":
-        kept &= rows.texts["score_mode"] == "top_last"
-    return rows.where(kept)
-
-
-def read_module(text: str, module: str, argument: str = "measurements", root: Path | None = None) -> SparseRows:
-    """One of the tables of whole modules, one sequence a call; `keys` are tokens that a query sees, in the mean."""
-    table = next((name for name in ("msa", "mla") if module.startswith(name)), "sparse_attention")
-    return _read(text, table, module, ("op_name", "model", "kv_cache_dtype", "gemm_type"), argument, root)
-
-
-def _read(text: str, table: str, name: str, more: tuple[str, ...], argument: str, root: Path | None) -> SparseRows:
-    """Rows of one sequence, those of the same shape and texts as one."""
-    texts = ["kernel_source", *more]
-    # What selects nothing took no time.
-    frame, source = read_table(
-        text, table, f"{name}_perf.parquet", _SHAPE_sparse, texts, allow_zero=True, argument=argument, root=root
-    )
-    frame = frame[(frame["batch_size"] == 1) & (frame["latency"] > 0)]
-    merged = frame.groupby([*_SHAPE_sparse, *texts], sort=True)["latency"].median().reset_index()
-    columns = {column: merged[column].to_numpy(dtype=float) for column in _SHAPE_sparse}
-    chunk, prefix = columns["isl"], columns["step"]
-    return SparseRows(
-        chunk=chunk,
-        prefix=prefix,
-        heads=columns["num_heads"],
-        keys=prefix + 0.5 * chunk,
-        seconds=merged["latency"].to_numpy(dtype=float) / 1000,
-        width=0,
-        source=source,
-        texts={column: merged[column].to_numpy(dtype=object) for column in texts},
-    )
