@@ -39,7 +39,7 @@ def test_scans_and_convolutions_of_a_prefill(tmp_path: Path) -> None:
     assert call.tokens.tolist() == [512, 512]
     assert call.conv_channels == pytest.approx(2 * 4 * 128 + 8 * 64)
     assert rows.source == "aiconfigurator-core t1_sxm/linear_attention/sglang/1.0"
-    assert len(rows.take(rows.is_scan)) == 1
+    assert len(rows.take(rows.is_scan).seconds) == 1
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:

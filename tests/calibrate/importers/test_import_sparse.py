@@ -63,7 +63,7 @@ def test_modules_keep_what_tells_them_apart(tmp_path: Path) -> None:
     root = write(tmp_path, "msa_context_module", ROW | about, ROW | about | {"model": "n"}, table="msa")
     rows = read_module(SOURCE, "msa_context_module", root=root)
     assert rows.texts["model"].tolist() == ["m", "n"]
-    assert rows.where(rows.texts["model"] == "n").seconds == pytest.approx([2e-3])
+    assert rows.take(rows.text("model") == "n").seconds == pytest.approx([2e-3])
 
 
 def test_a_faulty_table_is_named(tmp_path: Path) -> None:

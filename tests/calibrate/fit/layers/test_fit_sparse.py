@@ -113,7 +113,7 @@ def test_modules_are_products_and_what_is_between(tmp_path: Path, monkeypatch: p
     rows = [row | about | {"num_heads": heads} for row in rows_of() for heads in (8, 16, 64)]
     write(root, "msa_context_module", [row | {"latency": 1e3 * (1 + row["isl"])} for row in rows], table="msa")
     timed: dict[tuple[int, int, int], float] = {}
-    for one in read_modules(SOURCE, "msa_context_module", [MODEL], root=root):
+    for one in read_modules(SOURCE, root=root):
         heads = one.mixer.num_attention_heads
         assert one.call.index_heads == max(1, 4 * heads // 64), "SGLang gives a KV head its own index heads"
         seconds = one.products_s(PROFILE) + BLOCKS.seconds(one.call, 1)
@@ -128,7 +128,7 @@ def test_modules_are_products_and_what_is_between(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(
         blocks,
         "read_modules",
-        lambda text, module, models, argument: read_modules(text, module, models, argument, root),
+        lambda text, argument: read_modules(text, argument, root),
     )
     fitted = fit_blocks(SOURCE, PROFILE, GPU)
     assert fitted.own.errors().mape < 0.01
@@ -139,17 +139,3 @@ def test_modules_are_products_and_what_is_between(tmp_path: Path, monkeypatch: p
     with_start = fit_blocks(SOURCE, slower, GPU).rates.attend
     assert with_start.start_s < fitted.rates.attend.start_s, "what products take is not counted twice"
     assert np.isfinite(with_start.flops_per_s)
-
-
-def test_modules_that_take_another_layer_s_choice_score_nothing(tmp_path: Path) -> None:
-    root = tmp_path / "aiconfigurator_core"
-    (root / "model_configs").mkdir(parents=True)
-    (root / "model_configs" / "MiniMaxAI--MiniMax-M3_config.json").write_text(json.dumps(CONFIG))
-    about = {"model": MODEL, "kv_cache_dtype": "bfloat16", "gemm_type": "bfloat16"}
-    operations = ("msa_context_module", "msa_context_module_skip_indexer")
-    rows = [row | about | {"op_name": one, "latency": 1.0 + row["isl"]} for row in rows_of() for one in operations]
-    write(root, "msa_context_module", rows, table="msa")
-    (own,), (shared,) = (read_modules(SOURCE, one, [MODEL], root=root) for one in operations)
-    assert (own.call.index_heads, shared.call.index_heads) == (4, 0)
-    assert (shared.call.attended == own.call.attended).all()
-    assert (shared.products_s(PROFILE) < own.products_s(PROFILE)).all(), "nor does it project index queries"
