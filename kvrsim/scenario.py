@@ -24,7 +24,7 @@ from kvrsim.kernels.prefix import ON_EVERY_RANK, PrefixAccessPlan, PrefixPlaceme
 from kvrsim.kernels.profile import CalibrationProfile, SendStyle, profiles_with
 from kvrsim.kernels.roofline import RooflineCost
 from kvrsim.kernels.tensor_parallel import Group, group_of, grouped_cluster, share_of
-from kvrsim.model.quantized import in_fp8
+from kvrsim.model.quantization import in_fp8
 from kvrsim.model.spec import ModelSpec
 from kvrsim.units import MAX_TOKENS, scale_kept
 

@@ -1,4 +1,4 @@
-"""Quantization: how a model's weights are stored, and what its products are computed in.
+"""Quantised models: the `quantization_config` of a config.json, and which matrix has which format.
 
 A method stores some matrices in fewer bits, with a scale for each group of weights. Either the inputs of a product
 are quantised, too, and the product is computed in that type (FP8, INT8, NVFP4); or the weights alone are, and the
@@ -8,43 +8,378 @@ residual stream stay in half precision.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from kvrsim.io.schema import JsonObject
+from kvrsim.model.gemm import FP8, FP8_ON_REQUEST, Gemm, Quantization, WeightFormat
+from kvrsim.model.mixers import with_matrices
+from kvrsim.model.spec import ModelSpec
+
+# Where a Hugging Face checkpoint has its layers, and in a layer its attention and its MLP.
+_LLAMA = ("model.layers", "self_attn", "mlp")
+_PLACES = {
+    "bloom": ("transformer.h", "self_attention", "mlp"),
+    "falcon": ("transformer.h", "self_attention", "mlp"),
+    "RefinedWeb": ("transformer.h", "self_attention", "mlp"),
+    "RefinedWebModel": ("transformer.h", "self_attention", "mlp"),
+    "gptj": ("transformer.h", "attn", "mlp"),
+    "gpt_neox": ("gpt_neox.layers", "attention", "mlp"),
+    "opt": ("model.decoder.layers", "self_attn", ""),
+    "internlm2": ("model.layers", "attention", "feed_forward"),
+    "mixtral": ("model.layers", "self_attn", "block_sparse_moe"),
+}
+_HEAD = "lm_head"
+_BEFORE_LAYERS = re.compile(r"^(?:(?:model|language_model|backbone)\.)+(?=layers\.|lm_head$)")
+_REPEATED_GROUP = re.compile(r"\)[*+{]")  # what makes a search take exponentially long; names of modules need none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WeightFormat:
-    """How the weights of a matrix are stored, and what its product is computed in."""
+class Modules:
+    """Names of modules, as lists in a quantization_config have them."""
 
-    compute: str  # type of the product, a key of GEMM_TYPES in kvrsim/kernels/gemm.py
-    bits: int  # of a weight
-    scale_bits: int  # of what a group of weights shares: scale and zero point
-    group_outputs: int | None = 1  # output features that share a scale; None: all
-    group_inputs: int | None = None  # input features that share a scale; None: all
+    names: frozenset[str]  # parts of dotted names
+    patterns: tuple[re.Pattern[str], ...]
 
-    def nbytes(self, in_features: int, out_features: int) -> int:
-        """Bytes of a matrix and its scales."""
-        groups = _groups(in_features, self.group_inputs) * _groups(out_features, self.group_outputs)
-        return -(-(in_features * out_features * self.bits + groups * self.scale_bits) // 8)
+    @classmethod
+    def named(cls, names: Sequence[str]) -> Modules:
+        """Parts of dotted names, with * for anything; after "re:" a regular expression of the whole name's beginning.
+
+        Raises re.error for one that is none, or that repeats a group.
+        """
+        plain = [name for name in names if not name.startswith("re:") and "*" not in name]
+        others = [name for name in names if name.startswith("re:") or "*" in name]
+        return cls(
+            names=frozenset(in_text_model(name.strip(".")) for name in plain),
+            patterns=tuple(map(_pattern, others)),
+        )
+
+    def hold(self, path: str) -> bool:
+        """Whether a module's dotted name is among them, or inside of one of them."""
+        parts = path.split(".")
+        runs = ((first, last) for first in range(len(parts)) for last in range(first + 1, len(parts) + 1))
+        if any(".".join(parts[first:last]) in self.names for first, last in runs):
+            return True
+        return any(pattern.match(path) for pattern in self.patterns)
 
 
-def _groups(features: int, size: int | None) -> int:
-    return 1 if size is None else -(-features // size)
+def in_text_model(name: str) -> str:
+    """A module's name without what a checkpoint puts before its layers, such as "model.language_model."."""
+    return _BEFORE_LAYERS.sub("", name)
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    if name.startswith("re:"):
+        if _REPEATED_GROUP.search(name):
+            raise re.error("a repeated group")
+        return re.compile(name[3:])
+    some = ".*".join(re.escape(part) for part in re.split(r"\*+", in_text_model(name.strip("."))))
+    return re.compile(rf"(?:.*\.)?{some}(?:\..*)?$")
+
+
+# In half precision in published weights and in engines, though no list of a file leaves them out: weights of an
+# indexer's heads, DeepSeek-V4's compressors, Kimi K3's projections to the latent of its experts and back.
+_KEPT = Modules.named(["weights_proj", "compressor", "routed_expert_down_proj", "routed_expert_up_proj"])
+
+
+def quantized(
+    model: ModelSpec, quantization: Quantization, format_of: Callable[[str], WeightFormat | None]
+) -> ModelSpec:
+    """The same with quantised weights.
+
+    format_of: of a matrix, by its name in the checkpoint, such as "model.layers.0.mlp.up_proj"; one expert stands for
+    all of a layer. None: it stays as it is. Routers, gates of one feature, a head that is the embedding and _KEPT
+    always do.
+    """
+    prefix, attention, mlp = _PLACES.get(model.model_type, _LLAMA)
+
+    def stored(place: str) -> Callable[[Gemm], Gemm]:
+        """A name with a dot is a path in the layer; any other one is in the layer's part that `place` names."""
+
+        def of(gemm: Gemm) -> Gemm:
+            if gemm.out_features == 1 or _KEPT.hold(gemm.name):
+                return gemm
+            path = f"{here}.{gemm.name}" if "." in gemm.name else f"{here}.{place}{gemm.name}"
+            return replace(gemm, weights=format_of(path))
+
+        return of
+
+    layers = []
+    for number, layer in enumerate(model.layers):
+        here = f"{prefix}.{number}"
+        inside = f"{mlp}." if mlp else ""
+        mixer = layer.mixer
+        layers.append(
+            replace(
+                layer,
+                mixer=None if mixer is None else with_matrices(mixer, stored(f"{attention}.")),
+                mlp=tuple(map(stored(f"{inside}experts.0." if layer.num_experts else inside), layer.mlp)),
+                shared_mlp=tuple(map(stored(f"{inside}shared_expert."), layer.shared_mlp)),
+            )
+        )
+    head = None if model.tie_word_embeddings else format_of(_HEAD)
+    lm_head = replace(model.lm_head, weights=head)
+    return replace(model, layers=tuple(layers), lm_head=lm_head, quantization=quantization)
+
+
+def in_fp8(model: ModelSpec) -> ModelSpec:
+    """The same with all products of its layers in FP8, as engines quantise a model while they load it."""
+    return quantized(model, FP8_ON_REQUEST, lambda path: None if path == _HEAD else FP8)
+
+
+_SKIPPED = ("ignore", "modules_to_not_convert", "exclude_modules", "llm_int8_skip_modules")
+_HEADS = Modules.named(["lm_head"])
+_EXPERTS = Modules.named(["experts"])
+_MIXED = "MIXED_PRECISION"
+_EXPERT = re.compile(r"(?<=\.experts)\.\d+\..*$")  # after a folder of experts: one of them, and its matrix
+_MOST_NAMES, _LONGEST_NAME = 100_000, 500
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Quantization:
-    """What a file, or a request for FP8, says about a model's weights and KV cache."""
+class _Rule:
+    """Which matrices have a format."""
 
-    method: str  # as the file names it, such as "awq"
-    formats: tuple[WeightFormat, ...]  # of the matrices; none: a method that kvrsim does not know
-    kv_cache_bits: int | None = None  # of an element of the KV cache; None: as the request's dtype
-
-    def describe(self) -> str:
-        """For people: "awq, 4 bits"."""
-        bits = " and ".join(str(bits) for bits in sorted({one.bits for one in self.formats}))
-        cache = "" if self.kv_cache_bits is None else f", {self.kv_cache_bits} bits a KV-cache element"
-        return f"{self.method}, {bits} bits{cache}" if bits else f"{self.method}{cache}"
+    weights: WeightFormat
+    only: Modules | None = None  # None: all linear layers
+    head: bool = False  # the head among them
 
 
-FP8 = WeightFormat(compute="fp8", bits=8, scale_bits=32)
-FP8_ON_REQUEST = Quantization(method="fp8, quantised on loading", formats=(FP8,))
+def read_quantization(config: JsonObject, model: ModelSpec) -> ModelSpec:
+    """The model with the weights that its file says; as it is without a quantization_config.
+
+    A method that kvrsim does not know leaves all matrices as they are. InputError names the key.
+    """
+    key = config.first_of("quantization_config", "compression_config")  # the latter is compressed-tensors' old name
+    if not config.has(key):
+        return model
+    outer = config.child(key)
+    data = outer.child("quantization") if isinstance(outer.fields.get("quantization"), dict) else outer
+    method = _method(outer, data)
+    reader = _READERS.get(method.lower().replace("-", "_").split("/")[-1].removesuffix("_marlin"))
+    rules = () if reader is None else (*_narrow_experts(config), *reader(data))
+    named = _named_layers(data)
+    # A model in FP8 whose experts are quantised further leaves all but these out of that second step.
+    lists = _SKIPPED[1:] if named and reader is _fp8 else _SKIPPED
+    skipped = [_modules(data, name) for name in lists]
+
+    def format_of(path: str) -> WeightFormat | None:
+        if any(modules.hold(path) for modules in skipped):
+            return None
+        own = _nearest(named, path)
+        if own is not None:
+            return own
+        fitting = (rule for rule in rules if (rule.only is None or rule.only.hold(path)))
+        return next((rule.weights for rule in fitting if rule.head or not _HEADS.hold(path)), None)
+
+    formats = tuple(dict.fromkeys((*(rule.weights for rule in rules), *named.values())))
+    return quantized(model, Quantization(method=method, formats=formats, kv_cache_bits=_kv_cache_bits(data)), format_of)
+
+
+def _method(outer: JsonObject, data: JsonObject) -> str:
+    """Its name, printable and short; a file without one that names an algorithm is of NVIDIA's ModelOpt."""
+    method = outer.fields.get("quant_method")
+    if isinstance(method, str) and method.isprintable() and method.strip():
+        return method.strip()[:40]
+    return "modelopt" if data.has("quant_algo") else "method not named"
+
+
+def _modules(data: JsonObject, key: str) -> Modules:
+    names = data.sequence(key)
+    usable = len(names) <= _MOST_NAMES and all(isinstance(name, str) and len(name) <= _LONGEST_NAME for name in names)
+    try:
+        return Modules.named([str(name) for name in names]) if usable else _refused(data, key)
+    except re.error:
+        return _refused(data, key)
+
+
+def _refused(data: JsonObject, key: str) -> Modules:
+    raise data.error(key, "an array of names of modules; after re: a regular expression")
+
+
+def _kv_cache_bits(data: JsonObject) -> int | None:
+    """Of a quantised KV cache; None: it is not."""
+    if isinstance(data.fields.get("kv_cache_scheme"), dict):
+        return data.child("kv_cache_scheme").integer("num_bits", 8, minimum=2, maximum=16)
+    algorithm = data.text(data.first_of("kv_cache_quant_algo", "kv_cache_scheme"), "none").upper()
+    return {"FP8": 8, "INT8": 8, "NVFP4": 4}.get(algorithm)
+
+
+def _bits(data: JsonObject, default: int | None, *keys: str) -> int:
+    return data.integer(data.first_of(*keys), default, minimum=2, maximum=8)
+
+
+def _group(data: JsonObject, default: int, *keys: str) -> int | None:
+    """Input features that share a scale; -1 in a file: all of an output feature."""
+    size = data.integer(data.first_of(*keys), default, minimum=-1)
+    return size if size > 0 else None
+
+
+def _weight_only(bits: int) -> str:
+    return "int4_wo" if bits <= 4 else "int8_wo"
+
+
+def _fp8(data: JsonObject) -> list[_Rule]:
+    """Hugging Face's and DeepSeek's: one scale a matrix, or one for each block."""
+    block = data.sequence("weight_block_size")
+    if not block:
+        return [_Rule(weights=WeightFormat(compute="fp8", bits=8, scale_bits=32, group_outputs=None))]
+    return [_Rule(weights=_blocked(data, "weight_block_size"))]
+
+
+def _narrow_experts(config: JsonObject) -> list[_Rule]:
+    """DeepSeek-V4's experts in FP4 inside of a model in FP8: an 8-bit exponent for 32 weights, computed in FP8."""
+    if config.text("expert_dtype", "").lower() != "fp4":
+        return []
+    return [_Rule(weights=WeightFormat(compute="fp8_block", bits=4, scale_bits=8, group_inputs=32), only=_EXPERTS)]
+
+
+def _blocked(data: JsonObject, key: str) -> WeightFormat:
+    sizes = data.sequence(key)
+    if len(sizes) != 2 or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
+        raise data.error(key, "an array of two whole numbers above 0")
+    outputs, inputs = (int(str(size)) for size in sizes)
+    return WeightFormat(compute="fp8_block", bits=8, scale_bits=32, group_outputs=outputs, group_inputs=inputs)
+
+
+def _fp8_rows(data: JsonObject) -> list[_Rule]:
+    """One scale for each output feature."""
+    return [_Rule(weights=FP8)]
+
+
+def _integers(data: JsonObject) -> list[_Rule]:
+    """AWQ, GPTQ and relatives: a scale and a zero point for each group, computed in half precision."""
+    bits = _bits(data, 4, "bits", "w_bit")
+    group = _group(data, 128, "group_size", "q_group_size")
+    weights = WeightFormat(compute=_weight_only(bits), bits=bits, scale_bits=16 + bits, group_inputs=group)
+    return [_Rule(weights=weights, head=data.flag("lm_head", False))]
+
+
+def _eetq(data: JsonObject) -> list[_Rule]:
+    return [_Rule(weights=WeightFormat(compute="int8_wo", bits=8, scale_bits=16))]
+
+
+def _mxfp4(data: JsonObject) -> list[_Rule]:
+    """Experts alone, as gpt-oss has it; an 8-bit exponent for 32 weights."""
+    return [_Rule(weights=WeightFormat(compute="mxfp4_wo", bits=4, scale_bits=8, group_inputs=32), only=_EXPERTS)]
+
+
+def _bitsandbytes(data: JsonObject) -> list[_Rule]:
+    """4 bits: a scale for 64 weights, of 32 bits, or 8 where scales are quantised, too; 8 bits: LLM.int8()."""
+    if data.flag(data.first_of("load_in_4bit", "_load_in_4bit"), False):
+        scale = 8 if data.flag("bnb_4bit_use_double_quant", False) else 32
+        return [_Rule(weights=WeightFormat(compute="int4_wo", bits=4, scale_bits=scale, group_inputs=64))]
+    return [_Rule(weights=WeightFormat(compute="int8", bits=8, scale_bits=32))]
+
+
+def _modelopt(data: JsonObject) -> list[_Rule]:
+    """NVIDIA's: an algorithm by name, or groups as compressed-tensors has them; or each layer's (_named_layers)."""
+    algorithm = data.text("quant_algo", "none").upper()
+    weights = _algorithm(data, algorithm)
+    if weights is not None:
+        return [_Rule(weights=weights)]
+    return _compressed_tensors(data) if data.has("config_groups") and algorithm != _MIXED else []
+
+
+def _algorithm(data: JsonObject, name: str) -> WeightFormat | None:
+    """The format of one of NVIDIA's algorithms; None: not known."""
+    group = _group(data, 16, "group_size")
+    wide = _group(data, 128, "group_size")
+    known = {
+        "FP8": WeightFormat(compute="fp8", bits=8, scale_bits=32, group_outputs=None),
+        "FP8_PER_CHANNEL_PER_TOKEN": FP8,
+        "FP8_PB_WO": WeightFormat(compute="fp8_block", bits=8, scale_bits=32, group_outputs=128, group_inputs=128),
+        "MXFP8": WeightFormat(compute="fp8_block", bits=8, scale_bits=8, group_inputs=32),
+        "NVFP4": WeightFormat(compute="nvfp4", bits=4, scale_bits=8, group_inputs=group),
+        "W4A16_NVFP4": WeightFormat(compute="int4_wo", bits=4, scale_bits=8, group_inputs=group),
+        "W4A16_AWQ": WeightFormat(compute="int4_wo", bits=4, scale_bits=16, group_inputs=wide),
+        "W4A8_AWQ": WeightFormat(compute="fp8", bits=4, scale_bits=16, group_inputs=wide),
+        "W8A16": WeightFormat(compute="int8_wo", bits=8, scale_bits=16),
+        "W8A8_SQ_PER_CHANNEL": WeightFormat(compute="int8", bits=8, scale_bits=32),
+        "INT8_SQ": WeightFormat(compute="int8", bits=8, scale_bits=32),
+    }
+    return known.get(name)
+
+
+def _named_layers(data: JsonObject) -> dict[str, WeightFormat]:
+    """Of mixed precision the format of each module that quantized_layers names; of experts that of their folder."""
+    if data.text("quant_algo", "none").upper() != _MIXED or not data.has("quantized_layers"):
+        return {}
+    layers, named = data.child("quantized_layers"), {}
+    formats: dict[str, WeightFormat | None] = {}  # by what a module's entry says: there are few different ones
+    for name, value in layers.fields.items():
+        entry = repr(value)
+        if entry not in formats:
+            one = layers.child(name)
+            formats[entry] = _algorithm(one, one.text("quant_algo", "none").upper())
+        weights = formats[entry]
+        if weights is not None:
+            named[_EXPERT.sub("", in_text_model(name))] = weights
+    return named
+
+
+def _nearest(named: dict[str, WeightFormat], path: str) -> WeightFormat | None:
+    """The format of a module or of the nearest one around it."""
+    place = in_text_model(path)
+    while named and place:
+        if place in named:
+            return named[place]
+        place = place.rpartition(".")[0]
+    return None
+
+
+def _compressed_tensors(data: JsonObject) -> list[_Rule]:
+    """A format for each group of modules; "Linear" is all, the head included."""
+    if not data.has("config_groups"):
+        return []
+    rules, groups = [], data.child("config_groups")
+    for name in groups.fields:
+        group = groups.child(name)
+        if not group.has("weights"):
+            continue
+        targets = group.sequence("targets") or ["Linear"]
+        only = None if "Linear" in targets else _modules(group, "targets")
+        rules.append(_Rule(weights=_of_group(group), only=only, head=True))
+    return rules
+
+
+def _of_group(group: JsonObject) -> WeightFormat:
+    data = group.child("weights")
+    bits, floats, strategy = _bits(data, 8, "num_bits"), data.text("type", "int") == "float", data.text("strategy", "")
+    inputs = _input_type(group)
+    if strategy == "block" and floats and bits == 8:
+        return _blocked(data, "block_structure")
+    size = _group(data, -1, "group_size")
+    if floats and bits == 4:
+        compute = "nvfp4" if inputs == (4, True) else "fp8" if inputs == (8, True) else "int4_wo"
+        return WeightFormat(compute=compute, bits=4, scale_bits=8, group_inputs=size or 16)
+    compute = {(8, True): "fp8", (8, False): "int8"}.get(inputs, _weight_only(bits))
+    zero_point = 0 if data.flag("symmetric", True) else bits
+    outputs = None if strategy == "tensor" else 1
+    return WeightFormat(
+        compute=compute, bits=bits, scale_bits=16 + zero_point, group_outputs=outputs, group_inputs=size
+    )
+
+
+def _input_type(group: JsonObject) -> tuple[int, bool]:
+    """Bits of a product's inputs, and whether they are floating-point numbers."""
+    if not group.has("input_activations"):
+        return 16, True
+    data = group.child("input_activations")
+    return data.integer("num_bits", 8, minimum=2, maximum=16), data.text("type", "int") == "float"
+
+
+_READERS: dict[str, Callable[[JsonObject], list[_Rule]]] = {
+    "fp8": _fp8,
+    "fbgemm_fp8": _fp8_rows,
+    "ptpc_fp8": _fp8_rows,
+    "awq": _integers,
+    "gptq": _integers,
+    "auto_round": _integers,
+    "eetq": _eetq,
+    "mxfp4": _mxfp4,
+    "bitsandbytes": _bitsandbytes,
+    "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt,
+    "compressed_tensors": _compressed_tensors,
+}

@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvrsim.model.gemm import Gemm
+from kvrsim.model.gemm import Gemm, Quantization
 from kvrsim.model.mixers import Mixer, Recurrence
-from kvrsim.model.quantization import Quantization
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,3 +176,27 @@ class ModelSpec:
         """Bytes that one more token adds to a long cache, all layers."""
         width = self.cached_element_bytes(bytes_per_element)
         return sum(layer.mixer.token_bytes(width) for layer in self.layers if layer.mixer is not None)
+
+
+def mixers_of(model: ModelSpec) -> dict[str, int]:
+    """The kinds of mixers in words, in order of their first layers, and how many layers have each."""
+    return dict(Counter(map(mixer_title, model.layers)))
+
+
+def mixer_title(layer: LayerSpec) -> str:
+    """How a layer sees earlier tokens; of one that does not, what it is."""
+    if layer.mixer is not None:
+        return layer.mixer.title
+    return "experts alone" if layer.num_experts else "MLP alone"
+
+
+def describe_mixers(model: ModelSpec) -> str:
+    """For people: "36 × attention in chunks of 8192; 12 × full attention"."""
+    return "; ".join(f"{count} × {title}" for title, count in mixers_of(model).items())
+
+
+def describe_parameters(parameters: int) -> str:
+    """For people: "8.0 B"; small models with a digit more, trillions as T."""
+    if parameters >= 1e12:
+        return f"{parameters / 1e12:.2f} T"
+    return f"{parameters / 1e9:.1f} B" if parameters >= 1e9 else f"{parameters / 1e9:.2f} B"

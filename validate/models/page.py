@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from kvrsim.model.describe import describe_mixers, describe_parameters
+from kvrsim.model.spec import describe_mixers, describe_parameters
 from kvrsim.units import format_seconds
 from validate.models.rows import Row
 

@@ -154,8 +154,8 @@ def models_show(
 
 def summary(model: ModelSpec) -> dict[str, Any]:
     """A model's numbers, its layers by kind."""
-    from kvrsim.model.describe import mixers_of
     from kvrsim.model.mixers import Attention
+    from kvrsim.model.spec import mixers_of
 
     skipped = ("layers", "layer_kinds", "layer_kind_index")
     own = {field.name: getattr(model, field.name) for field in fields(model) if field.name not in skipped}
@@ -431,7 +431,7 @@ def _left_out_error(profile: CalibrationProfile) -> str:
 
 def show_models(models: Sequence[ModelSpec]) -> None:
     """One row per model; below, what of some is approximated."""
-    from kvrsim.model.describe import describe_mixers, describe_parameters
+    from kvrsim.model.spec import describe_mixers, describe_parameters
 
     table = columns("model", "family")
     columns("parameters", "active", "context", numbers=True, into=table)
@@ -455,7 +455,7 @@ def show_models(models: Sequence[ModelSpec]) -> None:
 
 def show_model(model: ModelSpec) -> None:
     """Its numbers in words, then each kind of layer with its matrices."""
-    from kvrsim.model.describe import describe_mixers, describe_parameters, mixer_title
+    from kvrsim.model.spec import describe_mixers, describe_parameters, mixer_title
 
     table, active = facts(), model.active_parameters
     some = "" if active == model.num_parameters else f", of which a token passes through {describe_parameters(active)}"

@@ -17,7 +17,7 @@ from kvrsim.model.architectures.defaults import filled
 from kvrsim.model.architectures.multimodal import read_text_part
 from kvrsim.model.architectures.parts import Reader
 from kvrsim.model.architectures.routed import left_out as further_tokens
-from kvrsim.model.quantization_config import read_quantization
+from kvrsim.model.quantization import read_quantization
 from kvrsim.model.spec import ModelSpec
 
 ENTRY_POINTS = "kvrsim.architectures"

@@ -12,9 +12,8 @@ import kvrsim
 from kvrsim.cli import main as cli
 from kvrsim.errors import InputError
 from kvrsim.kernels.gemm import GEMM_TYPES
-from kvrsim.model.gemm import Gemm
+from kvrsim.model.gemm import Gemm, WeightFormat
 from kvrsim.model.load import config_path
-from kvrsim.model.quantization import WeightFormat
 from kvrsim.model.spec import LayerSpec, ModelSpec
 from tests.kvrsim.model.architectures.test_hybrids import K3
 from tests.kvrsim.model.architectures.test_latent import GLM, V4

@@ -1,0 +1,346 @@
+"""Mixers: the part of a layer in which tokens see each other, by kind. Shapes only.
+
+A mixer gives the bytes that later tokens need per token (its cache), of how many tokens, and the bytes that do not
+grow with them (a state). Token counts may be numbers or arrays; results have their shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
+
+import numpy as np
+
+from kvrsim.model.gemm import Gemm
+
+Tokens = Any  # a number or an array of tokens
+RecurrenceKind = Literal["gated_delta", "kda", "mamba2"]
+RECURRENCE_TITLES: dict[RecurrenceKind, str] = {
+    "gated_delta": "gated delta rule",
+    "kda": "Kimi delta attention",
+    "mamba2": "Mamba-2",
+}
+_STATE_ELEMENT_BYTES = 4  # recurrent states are kept in fp32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Indexer:
+    """Scores all earlier keys with a few small heads and keeps the best for attention."""
+
+    num_heads: int  # of the queries; all share one key
+    head_dim: int  # of queries and keys
+    top_k: int  # keys that a query then attends to
+    block: int = 1  # tokens that are chosen together
+    projections: tuple[Gemm, ...] = ()  # from the layer's input or its latent to index queries, keys and weights
+    key_bytes: int = 0  # of one stored index key, scales included, whatever the request's dtype
+    shared: bool = False  # takes the choice of an earlier layer: scores nothing and stores nothing
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of one token's index key; 0 where the choice is an earlier layer's."""
+        return 0 if self.shared else self.key_bytes
+
+    @property
+    def matrices(self) -> tuple[Gemm, ...]:
+        """All weight matrices."""
+        return self.projections
+
+
+class _Mixer:
+    """What most mixers have in common: a cache that grows with all tokens, heads that are split over GPUs."""
+
+    __slots__ = ()
+    projections: tuple[Gemm, ...]
+    output: tuple[Gemm, ...]
+    num_attention_heads: int
+    indexer: Indexer | None = None
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether a query attends to chosen keys."""
+        return self.indexer is not None
+
+    @property
+    def matrices(self) -> tuple[Gemm, ...]:
+        """All weight matrices."""
+        return (*self.projections, *(self.indexer.projections if self.indexer else ()), *self.output)
+
+    @property
+    def reach(self) -> int | None:
+        """Tokens, itself included, that a query can see at most; None: no limit."""
+        return None
+
+    @property
+    def index_key_bytes(self) -> int:
+        """Bytes of one token's index key; 0 without an indexer."""
+        return 0 if self.indexer is None else self.indexer.cached_bytes
+
+    def token_bytes(self, element_bytes: float) -> float:
+        """Bytes that one more token adds to a long cache; element_bytes: of a cached element."""
+        return 0.0
+
+    def state_bytes(self, element_bytes: float) -> float:
+        """Bytes besides the cache that do not grow with tokens."""
+        return 0.0
+
+    def cache_bytes(self, tokens: Tokens, element_bytes: float) -> Tokens:
+        """Bytes of the cache and the state after these tokens."""
+        return tokens * self.token_bytes(element_bytes) + self.state_bytes(element_bytes)
+
+    def needed_bytes(self, tokens: Tokens, element_bytes: float) -> Tokens:
+        """Bytes of the cache of these tokens that the tokens after them need."""
+        return self.cache_bytes(tokens, element_bytes)
+
+    def share(self, size: int) -> Self:
+        """What one of `size` GPUs holds: its heads; latents, shared keys and what makes them are on every GPU."""
+        return replace(  # type: ignore[type-var]  # every subclass is a dataclass
+            self,
+            projections=tuple(gemm.share(size) for gemm in self.projections),
+            output=tuple(gemm.share(size) for gemm in self.output),
+            num_attention_heads=self.num_attention_heads // size,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attention(_Mixer):
+    """Softmax attention over K and V: multi-head, grouped-query or multi-query."""
+
+    projections: tuple[Gemm, ...]  # the layer's input to Q, K, V (and an output gate): separate matrices or one fused
+    output: tuple[Gemm, ...]  # of the attention's output
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int  # of queries and keys
+    v_head_dim: int  # of values
+    sliding_window: int | None = None  # tokens that a query sees, itself included; None: all before it
+    attention_chunk: int | None = None  # a query sees only tokens of its own chunk of this length; None: of all
+    qk_norm: bool = False  # whether queries and keys are normalised
+    rotary: bool = True  # whether they are rotated by their positions
+    gate: bool = False  # whether a projection of the input scales the output
+    indexer: Indexer | None = None  # None: a query attends to all keys that it sees
+
+    @property
+    def title(self) -> str:
+        """In a few words, for tables."""
+        if self.indexer is not None:
+            return f"sparse attention, {self.indexer.top_k} keys"
+        if self.attention_chunk is not None:
+            return f"attention in chunks of {self.attention_chunk}"
+        return "full attention" if self.sliding_window is None else f"window of {self.sliding_window}"
+
+    @property
+    def reach(self) -> int | None:
+        return self.sliding_window if self.attention_chunk is None else self.attention_chunk
+
+    def token_bytes(self, element_bytes: float) -> float:
+        elements = self.num_key_value_heads * (self.head_dim + self.v_head_dim)
+        return elements * element_bytes + self.index_key_bytes
+
+    def needed_bytes(self, tokens: Tokens, element_bytes: float) -> Tokens:
+        """Of a window, the bytes of its tail."""
+        reach = self.reach
+        return self.cache_bytes(tokens if reach is None else np.minimum(tokens, reach), element_bytes)
+
+    def share(self, size: int) -> Attention:
+        """What one of `size` GPUs holds: its heads, where a KV head may lie on several (Shoeybi et al., 2019).
+
+        Index heads that choose for one KV head each lie where their KV head lies; others are on every GPU.
+        """
+        kv_heads = max(1, self.num_key_value_heads // size)
+        indexer = self.indexer
+        if indexer is not None and indexer.num_heads == self.num_key_value_heads:
+            projections = tuple(self._share_of(gemm, size, kv_heads) for gemm in indexer.projections)
+            indexer = replace(indexer, num_heads=kv_heads, projections=projections)
+        return replace(
+            self,
+            projections=tuple(self._share_of(gemm, size, kv_heads) for gemm in self.projections),
+            output=tuple(gemm.share(size) for gemm in self.output),
+            num_attention_heads=self.num_attention_heads // size,
+            num_key_value_heads=kv_heads,
+            indexer=indexer,
+        )
+
+    def _share_of(self, gemm: Gemm, size: int, kv_heads: int) -> Gemm:
+        if gemm.split == "kv_heads":
+            return replace(gemm, out_features=gemm.out_features // self.num_key_value_heads * kv_heads)
+        if gemm.split == "qkv_heads":
+            kv_width = self.num_key_value_heads * (self.head_dim + self.v_head_dim)
+            width = (gemm.out_features - kv_width) // size + kv_heads * (self.head_dim + self.v_head_dim)
+            return replace(gemm, out_features=width)
+        return gemm.share(size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentAttention(_Mixer):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): K and V of all heads from one latent per token."""
+
+    projections: tuple[
+        Gemm, ...
+    ]  # to queries (through their own latent, or not) and to the latent with its rotated key
+    expand: Gemm  # from the latent to each head's key and value (kv_b_proj)
+    output: tuple[Gemm, ...]
+    num_attention_heads: int
+    kv_lora_rank: int  # width of the latent
+    qk_nope_head_dim: int  # of a head's query and key, not rotated
+    qk_rope_head_dim: int  # rotated; one key for all heads
+    v_head_dim: int
+    indexer: Indexer | None = None  # None: a query attends to all keys
+    rotary: bool = True
+    gate: bool = False  # whether a projection of the input scales the output
+
+    @property
+    def title(self) -> str:
+        """In a few words, for tables."""
+        return "latent attention" if self.indexer is None else f"sparse latent attention, {self.indexer.top_k} keys"
+
+    @property
+    def head_dim(self) -> int:
+        """Of a head's query and key."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Heads that are cached: one for all query heads."""
+        return 1
+
+    @property
+    def matrices(self) -> tuple[Gemm, ...]:
+        return (*self.projections, *(self.indexer.projections if self.indexer else ()), self.expand, *self.output)
+
+    def token_bytes(self, element_bytes: float) -> float:
+        """The latent and the rotated key, and the index key."""
+        return (self.kv_lora_rank + self.qk_rope_head_dim) * element_bytes + self.index_key_bytes
+
+    def share(self, size: int) -> LatentAttention:
+        return replace(_Mixer.share(self, size), expand=self.expand.share(size))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompressedAttention(_Mixer):
+    """Attention to a window of tokens and to compressed entries before them (DeepSeek-V4).
+
+    One vector of head_dim per token is key and value of all heads; every compress_ratio tokens make one entry.
+    """
+
+    projections: tuple[Gemm, ...]  # to queries, to the shared key, and to what is compressed
+    output: tuple[Gemm, ...]  # of the attention's output, in two steps
+    num_attention_heads: int
+    head_dim: int
+    rotary_dim: int  # of head_dim, rotated
+    sliding_window: int
+    compress_ratio: int  # tokens per entry; 0: the layer has the window alone
+    indexer: Indexer | None = None  # chooses entries; None: a query attends to all of them
+
+    @property
+    def title(self) -> str:
+        """In a few words, for tables."""
+        if not self.compress_ratio:
+            return f"window of {self.sliding_window}"
+        chosen = "" if self.indexer is None else f", best {self.indexer.top_k}"
+        return f"entries of {self.compress_ratio} tokens{chosen}, window of {self.sliding_window}"
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Heads that are cached: one for all query heads."""
+        return 1
+
+    @property
+    def v_head_dim(self) -> int:
+        """As wide as keys, which they are."""
+        return self.head_dim
+
+    @property
+    def reach(self) -> int | None:
+        """The window, where there is nothing else."""
+        return None if self.compress_ratio else self.sliding_window
+
+    @property
+    def is_sparse(self) -> bool:
+        """A query attends to a window and to entries, all or chosen."""
+        return True
+
+    def entries(self, tokens: Tokens) -> Tokens:
+        """Compressed entries of these tokens."""
+        return tokens / self.compress_ratio if self.compress_ratio else 0.0 * tokens
+
+    def token_bytes(self, element_bytes: float) -> float:
+        entry_bytes = self.head_dim * element_bytes + self.index_key_bytes
+        return entry_bytes / self.compress_ratio if self.compress_ratio else 0.0
+
+    def cache_bytes(self, tokens: Tokens, element_bytes: float) -> Tokens:
+        """Bytes of entries and of the window's tokens."""
+        window = np.minimum(tokens, self.sliding_window) * (self.head_dim * element_bytes)
+        return tokens * self.token_bytes(element_bytes) + window
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recurrence(_Mixer):
+    """Linear attention or a state-space layer: a state of fixed size in place of a cache."""
+
+    kind: RecurrenceKind
+    projections: tuple[Gemm, ...]  # the layer's input to queries, keys, values, gates and decays
+    output: tuple[Gemm, ...]
+    num_key_heads: int  # of queries and keys; of Mamba-2 its groups
+    num_value_heads: int  # each with a state of its own
+    key_head_dim: int  # of Mamba-2 ssm_state_size
+    value_head_dim: int
+    conv_channels: int  # that pass through a short convolution along the tokens; 0: none
+    conv_kernel: int  # tokens of the convolution
+
+    @property
+    def title(self) -> str:
+        """In a few words, for tables."""
+        return RECURRENCE_TITLES[self.kind]
+
+    @property
+    def num_attention_heads(self) -> int:  # type: ignore[override]
+        """Heads with a state of their own."""
+        return self.num_value_heads
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Heads of keys, or groups."""
+        return self.num_key_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Of queries and keys."""
+        return self.key_head_dim
+
+    def state_bytes(self, element_bytes: float) -> float:
+        """The state, in fp32, and the last inputs of the convolution."""
+        state = self.num_value_heads * self.key_head_dim * self.value_head_dim * _STATE_ELEMENT_BYTES
+        return state + max(0, self.conv_kernel - 1) * self.conv_channels * element_bytes
+
+    def needed_bytes(self, tokens: Tokens, element_bytes: float) -> Tokens:
+        """The state, where there is a token."""
+        return np.where(np.asarray(tokens) > 0, self.state_bytes(element_bytes), 0.0)
+
+    def share(self, size: int) -> Recurrence:
+        """What one of `size` GPUs holds: its heads; a key head or group that does not divide lies on several."""
+        keys = max(1, self.num_key_heads // size)
+        values = self.num_value_heads * self.value_head_dim
+        queries_keys = self.conv_channels - values  # channels of queries and keys
+        channels = values // size + queries_keys // self.num_key_heads * keys if self.conv_channels else 0
+        return replace(
+            self,
+            projections=tuple(gemm.share(size) for gemm in self.projections),
+            output=tuple(gemm.share(size) for gemm in self.output),
+            num_key_heads=keys,
+            num_value_heads=self.num_value_heads // size,
+            conv_channels=channels,
+        )
+
+
+Mixer = Attention | LatentAttention | CompressedAttention | Recurrence
+
+
+def with_matrices(mixer: Mixer, of: Callable[[Gemm], Gemm]) -> Mixer:
+    """The mixer with `of` applied to each weight matrix."""
+    changed = replace(mixer, projections=tuple(map(of, mixer.projections)), output=tuple(map(of, mixer.output)))
+    if isinstance(changed, LatentAttention):
+        changed = replace(changed, expand=of(changed.expand))
+    if not isinstance(changed, Recurrence) and changed.indexer is not None:
+        indexer = replace(changed.indexer, projections=tuple(map(of, changed.indexer.projections)))
+        changed = replace(changed, indexer=indexer)
+    return changed
