@@ -71,7 +71,6 @@ def make_plan(
     seed: for the record of the question; a disturbance has its own.
     """
     search = search or Search()
-    question = _question(scenario, strategies, search, disturbance, seed)
     comparison = strategies_to_compare(scenario, strategies, noisy=disturbance is not None)
     if disturbance is not None:
         scenario = disturbance.fixed(scenario)
@@ -79,14 +78,7 @@ def make_plan(
     best, bounds = contest.ranked[0], contest.bounds()
     spans, untimed = contest.timelines(timelines)
     return Plan(
-        question=question,
-        model=scenario.model.name,
-        profile=scenario.profile_name,
-        cluster=scenario.cluster,
-        attention=scenario.kernel,
-        num_gpus=scenario.cluster.num_gpus,
-        memory_limit=scenario.memory_limit,
-        context_len=scenario.request.context_len,
+        question=_question(scenario, strategies, search, disturbance, seed),
         best=contest.result(best),
         ties=contest.ties(),
         strategies=tuple(map(contest.result, contest.ranked if comparison.ranked else contest.candidates)),

@@ -44,7 +44,6 @@ def run_simulation(
     Raises InputError for an unknown strategy or executor, or a partition that does not fit.
     """
     search, chosen = search or Search(), get_strategy(strategy)
-    question = Question.of(scenario, seed=seed, **_options(strategy, search, disturbance))
     if disturbance is not None:
         disturbance.check(chosen)
         scenario = disturbance.fixed(scenario)
@@ -73,12 +72,8 @@ def run_simulation(
     if search.partition is None and chosen.partition_rule == "table" and search.table is not None:
         table_notes = search.table.notes_for(per_rank, chosen)
     return SimResult(
-        question=question,
+        question=Question.of(scenario, seed=seed, **_options(strategy, search, disturbance)),
         strategy=chosen.name,
-        cluster=scenario.cluster,
-        model=scenario.model.name,
-        profile=scenario.profile_name,
-        context_len=scenario.request.context_len,
         partition=partition.chunk_lens,
         executor=kind,
         ttft_s=finish_s[-1],
@@ -101,7 +96,6 @@ def run_simulation(
         layers=layers_of(per_rank, chosen),
         prefix_access=candidate.prefix_access,
         query_blocks=program.most_query_blocks,
-        memory_limit=per_rank.memory_limit,
         interval_coverage=measured_coverage(scenario),
         interval_causes=interval.causes(),
         warnings=(*warnings, *prefix_access_notes([candidate]), *table_notes),

@@ -53,6 +53,49 @@ class Displayed:
         return getattr(import_module(self.view), name)(self)
 
 
+class Answer(Displayed):
+    """A result about one scenario, which its question describes."""
+
+    __slots__ = ()
+    question: Question
+
+    @property
+    def model(self) -> str:
+        """Name of the model."""
+        return self.question.model
+
+    @property
+    def profile(self) -> str:
+        """Name of the profile, or "roofline"."""
+        return self.question.profile
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster, with as many GPUs as take part."""
+        return self.question.cluster
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that take part."""
+        return self.question.num_gpus
+
+    @property
+    def context_len(self) -> int:
+        """Tokens, the cached prefix included."""
+        return self.question.context_len
+
+    @property
+    def attention(self) -> str:
+        """The attention kernel."""
+        return self.question.attention
+
+    @property
+    def memory_limit(self) -> MemoryLimit:
+        """The limit that `fits` compares with."""
+        memory_bytes, fraction = self.cluster.gpu.memory_bytes, self.question.memory_fraction
+        return MemoryLimit(gpu_memory_bytes=memory_bytes, memory_fraction=fraction)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remedy:
     """A change of the question after which a strategy fits."""
@@ -128,18 +171,13 @@ class RankReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SimResult(StrategyPrediction, Displayed):
+class SimResult(StrategyPrediction, Answer):
     """One strategy with one partition, simulated."""
 
     view: ClassVar[str] = "kvrsim.views.simulation"
     question: Question
-    cluster: Cluster
-    model: str
-    profile: str
-    context_len: int  # tokens, cached prefix included
     executor: str  # "batch" or "event"
     per_rank: tuple[RankReport, ...]
-    memory_limit: MemoryLimit  # that `fits` compares with
     warnings: tuple[str, ...]
     interval_coverage: float | None  # share of held-out TTFTs that such intervals held; None: nobody checked it
     interval_causes: Mapping[str, tuple[float, float]]  # change of TTFT at the ends of the 80 % interval of each cause
@@ -250,18 +288,11 @@ class NoiseReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan(Displayed):
+class Plan(Answer):
     """The answer to `kvrsim plan`."""
 
     view: ClassVar[str] = "kvrsim.views.plan"
     question: Question
-    model: str
-    profile: str
-    cluster: Cluster
-    attention: str  # kernel
-    num_gpus: int
-    memory_limit: MemoryLimit  # that `fits` compares with
-    context_len: int
     best: StrategyResult  # the fastest exact one that fits; where none fits, the fastest
     ties: tuple[str, ...]  # strategies whose difference from the best is within its prediction interval
     strategies: tuple[StrategyResult, ...]

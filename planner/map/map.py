@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from kvrsim.choices import MAP_STRATEGIES
 from kvrsim.errors import InputError
-from kvrsim.hardware import Cluster, MemoryLimit
 from kvrsim.io.schema import fields_to_json, to_json
 from kvrsim.results.question import Question
-from kvrsim.results.results import Displayed, Prediction
+from kvrsim.results.results import Answer, Prediction
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, label_of
 from kvrsim.units import check_places
@@ -74,16 +73,11 @@ class BreakEven:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StrategyMap(Displayed):
+class StrategyMap(Answer):
     """TTFTs of all strategies in all places, and what follows from them."""
 
     view: ClassVar[str] = "planner.map.view"
     question: Question  # of the longest context on the most GPUs
-    model: str
-    profile: str
-    cluster: Cluster  # with the most GPUs, and its own links
-    attention: str  # kernel
-    memory_limit: MemoryLimit  # that `fits` compares with
     points: tuple[MapPoint, ...]
     warnings: tuple[str, ...]
     approximate: tuple[str, ...] = ()  # strategies that compute something else than the model's own prefill
@@ -290,11 +284,6 @@ def make_map(
             link_bandwidths=None if bandwidths is None else list(bandwidths),
             strategies=[label_of(strategy) for strategy in strategies],
         ),
-        model=scenario.model.name,
-        profile=scenario.profile_name,
-        cluster=scenario.cluster,
-        attention=scenario.kernel,
-        memory_limit=scenario.memory_limit,
         points=tuple(points),
         approximate=tuple(one.name for one in compared.values() if one.approximate is not None),
         warnings=(*warnings, *refused, *_approximate_notes(compared.values())),

@@ -12,7 +12,7 @@ import pytest
 import kvrsim
 from kvrsim.cli import main as cli
 from kvrsim.errors import InputError
-from kvrsim.hardware import MemoryLimit, load_cluster
+from kvrsim.hardware import load_cluster
 from kvrsim.io.schema import to_json
 from kvrsim.results.question import Question
 from kvrsim.units import parse_lengths
@@ -40,11 +40,6 @@ def map_of(ttft_s: dict[str, list[float]], fits: dict[str, bool] | None = None) 
     scenario, _ = kvrsim.make_scenario(ctx="1k", gpus=2)
     return StrategyMap(
         question=Question.of(scenario),
-        model="m",
-        profile="p",
-        cluster=scenario.cluster,
-        attention="flash",
-        memory_limit=MemoryLimit(gpu_memory_bytes=2**36, memory_fraction=0.9),
         points=tuple(points),
         warnings=(),
     )

@@ -41,7 +41,8 @@ def test_a_place_of_the_data_is_that_of_the_map(found: StrategyMap) -> None:
 
 
 def test_names_of_others_are_text_and_the_data_come_back(found: StrategyMap) -> None:
-    page = map_page(replace(found, model="</script><img src=x>", warnings=("<b>note</b>",)))
+    evil = replace(found.question, model="</script><img src=x>")
+    page = map_page(replace(found, question=evil, warnings=("<b>note</b>",)))
     text = render(page)
     assert "<img" not in text
     assert "<b>note" not in text
