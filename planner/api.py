@@ -120,7 +120,7 @@ def simulate(
         strategy=strategy,
         search=Search(partition=partition, table=_table(table)),
         executor=executor,
-        record=[*["timeline"] * timeline, *["breakdown"] * breakdown],
+        record=[name for name, wanted in (("timeline", timeline), ("breakdown", breakdown)) if wanted],
         disturbance=Disturbance.of(noise, samples, seed),
         warnings=warnings,
         seed=seed,

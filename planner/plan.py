@@ -277,7 +277,7 @@ class Contest:
         return [text for strategy in lookups for text in search.table.notes_for(self.scenario, strategy)]
 
     def _approximate_notes(self) -> list[str]:
-        best, notes = self.ranked[0], []
+        best, notes = self.ranked[0], list[str]()
         for one in self.candidates:
             if (reason := one.strategy.approximate) is not None:
                 code = "approximate, faster" if one.ttft_s < best.ttft_s else "approximate"

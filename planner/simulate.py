@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from kvrsim.executors.run import check_executor, run_partition
 from kvrsim.program import loaded_bytes, sent_bytes, waited_s
@@ -19,7 +19,7 @@ from planner.uncertainty.intervals import interval_of, measured_coverage
 if TYPE_CHECKING:
     from planner.uncertainty.noise import Disturbance
 
-Record = Literal["timeline", "breakdown"]
+RECORDS = ("timeline", "breakdown")
 
 
 def run_simulation(
@@ -28,7 +28,7 @@ def run_simulation(
     strategy: str | Strategy,
     search: Search | None = None,
     executor: str | None = None,
-    record: Collection[Record] = (),
+    record: Collection[str] = (),
     disturbance: Disturbance | None = None,
     warnings: Collection[str] = (),
     seed: int = 0,
@@ -37,7 +37,7 @@ def run_simulation(
 
     strategy: a name, "FILE.py:NAME" or a Strategy.
     executor: "batch" or "event"; None takes the event executor where spans or a sample of noise are recorded.
-    record: what the result carries besides the answer.
+    record: what the result carries besides the answer, of RECORDS.
     disturbance: noise; the answer is its first sample's run, next to the distribution over all.
     seed: for the record of the question; a disturbance has its own.
 

@@ -162,8 +162,9 @@ class _Row:
 
 
 def _at(scenario: Scenario, new_tokens: int, cached_prefix: int, batch: int) -> Scenario:
-    lengths = {"context_len": new_tokens + cached_prefix, "cached_prefix": cached_prefix}
-    return replace(scenario, request=replace(scenario.request, batch=batch, **lengths))
+    context_len = new_tokens + cached_prefix
+    request = replace(scenario.request, batch=batch, context_len=context_len, cached_prefix=cached_prefix)
+    return replace(scenario, request=request)
 
 
 def _sampled(count: int) -> list[int]:

@@ -115,7 +115,7 @@ def simulate(
             strategy=strategy,
             search=Search(partition=chunks, table=lookup, on_progress=progress),
             executor=executor,
-            record=[*["timeline"] * files.wanted, *["breakdown"] * breakdown],
+            record=[name for name, wanted in (("timeline", files.wanted), ("breakdown", breakdown)) if wanted],
             disturbance=disturbance,
             warnings=warnings,
             seed=seed,
