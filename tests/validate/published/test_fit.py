@@ -9,7 +9,6 @@ import pytest
 
 from kvrsim.engine import load_engine
 from kvrsim.kernels.profile import load_profile
-from validate.published.compare import COUNTED
 from validate.published.fit import (
     NAMES,
     PRIORS,
@@ -69,14 +68,3 @@ def test_each_model_counts_the_same_in_the_interval() -> None:
 
 def test_the_engine_of_2023_has_the_host_of_the_profile() -> None:
     assert load_engine("hf-2023").host == load_profile("a100-eager").host
-
-
-def test_counts_of_the_page_add_up() -> None:
-    """Each count is the sum of the reads and writes that it lists."""
-    for text in COUNTED.values():
-        total, listed = text.split(": ", 1)
-        steps = [
-            word for word in listed.split(";")[0].replace(",", " ").split() if word[0] in "rw" and word[1:2].isdigit()
-        ]
-        moved = sum(int(digit) for step in steps for digit in step if digit.isdigit())
-        assert moved == int(total)
