@@ -109,8 +109,8 @@ TTFTs that KV-Runahead (ICML 2024, arXiv:2405.05329) prints in its appendix, all
 `a100-eager`: Hugging Face models of 2023 on 8 x A100, eager attention, FP16. An error is predicted / reported - 1. The
 profile's six constants are fitted to the 141 rows over NVLink and on one GPU (*used*). No constant is fitted to the 20
 rows at 10 and 1 GB/s; the form of the model for that network was chosen with those at 10 GB/s in view, see
-[slow_links.md](slow_links.md). [falcon.md](falcon.md) has what Falcon's code counts. No form that was tried explains the rows at 1 GB/s. [figures.md](figures.md) shows the
-paper's figures. *Inside* is the share of rows whose printed value, within its rounding, lies in the 80 % prediction
+[slow_links.md](slow_links.md). No form that was tried explains the rows at 1 GB/s. [falcon.md](falcon.md) compares the
+bytes that Falcon's code counts with its rows. [figures.md](figures.md) shows the paper's figures. *Inside* is the share of rows whose printed value, within its rounding, lies in the 80 % prediction
 interval."""
 
 
