@@ -110,7 +110,8 @@ TTFTs that KV-Runahead (ICML 2024, arXiv:2405.05329) prints in its appendix, all
 profile's six constants are fitted to the 141 rows over NVLink and on one GPU (*used*). No constant is fitted to the 20
 rows at 10 and 1 GB/s; the form of the model for that network was chosen with those at 10 GB/s in view, see
 [slow_links.md](slow_links.md). No form that was tried explains the rows at 1 GB/s. [falcon.md](falcon.md) compares the
-bytes that Falcon's code counts with its rows. [figures.md](figures.md) shows the paper's figures. *Inside* is the share of rows whose printed value, within its rounding, lies in the 80 % prediction
+bytes that Falcon's code counts with its rows. [figures.md](figures.md) shows the paper's figures.
+*Inside* is the share of rows whose printed value, within its rounding, lies in the 80 % prediction
 interval."""
 
 
