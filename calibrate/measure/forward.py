@@ -18,7 +18,7 @@ from calibrate.measure.device import DeviceWatch, Reading
 from kvrsim.errors import InputError
 from kvrsim.model.mixers import Attention
 from kvrsim.model.spec import ModelSpec
-from kvrsim.runtime.cache import OnUpdate, PrefixCache
+from kvrsim.runtime.kv_cache import CacheListener, Chunk, PrefixCache, UpdateEvent
 from kvrsim.runtime.geometry import Geometry
 from kvrsim.runtime.hooks import Clock, Mark, clock_of, hooked, mark_empty, without_marks
 from kvrsim.runtime.model import load_model
@@ -72,6 +72,17 @@ class ComputeSetup:
             raise InputError("model", self.model.name, "a model whose layers are all alike")
         if not isinstance(kinds[0].mixer, Attention):
             raise InputError("model", self.model.name, "attention to K and V: latents and states are not timed")
+
+
+class _Marks(CacheListener):
+    """Marks the cache's updates on a clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def on_update(self, event: UpdateEvent, layer: int) -> None:
+        self.clock.mark(event, layer)
+
 
 
 @dataclass(slots=True)
@@ -131,14 +142,14 @@ class ForwardTimer:
 
     def _heat(self, model: Any, geometry: Geometry, at: Point) -> None:
         """The point's own forwards for HEAT_S, the last one just before it is timed."""
-        forward = self._prepared(model, geometry, at, on_update=None)
+        forward = self._prepared(model, geometry, at, None)
         until_s = time.monotonic() + HEAT_S
         while time.monotonic() < until_s:
             forward()
             self.clock.wait()
 
     def _timed(self, model: Any, geometry: Geometry, parts: LayerParts, at: Point) -> tuple[ForwardTimes, float]:
-        forward = self._prepared(model, geometry, at, on_update=self.clock.mark)
+        forward = self._prepared(model, geometry, at, _Marks(self.clock))
         hold_s = 0.0
         for _ in range(1 if self.clock.host_is_device else 2):  # the first shows how long the host takes
             self.clock.start(hold_s)
@@ -156,11 +167,11 @@ class ForwardTimer:
         return times, sum(layer.host for layer in times.layers) / len(times.layers)
 
     def _prepared(
-        self, model: Any, geometry: Geometry, at: Point, *, on_update: OnUpdate | None
+        self, model: Any, geometry: Geometry, at: Point, listener: CacheListener | None
     ) -> Callable[[], object]:
         """A forward of the point, to be run again and again."""
         device = geometry.device
-        cache = PrefixCache.stub(geometry, prefix_len=at.prefix, chunk_len=at.chunk, on_update=on_update)
+        cache = PrefixCache.stub(geometry, Chunk(start=at.prefix, length=at.chunk), listener)
         tokens = torch.randint(0, self.setup.model.vocab_size, (1, at.chunk), device=device)
         positions = torch.arange(at.prefix, at.prefix + at.chunk, device=device)[None]
         return partial(
@@ -169,17 +180,17 @@ class ForwardTimer:
 
     def block(self, at: Point) -> dict[str, float]:
         """Seconds of attention of a chunk to a block of `prefix` keys, none masked, and of merging it, as rings do."""
-        from kvrsim.runtime.exchange.kernels import Merged, block
+        from kvrsim.runtime.attention import Merged, block_attention
 
         model, dtype = self.setup.model, Geometry.of(self.models[at.kernel]).dtype
         shapes = [(model.num_attention_heads, at.chunk), *[(model.num_key_value_heads, at.prefix)] * 2]
         query, key, value = (torch.randn(1, *shape, model.head_dim, dtype=dtype) for shape in shapes)
         with torch.inference_mode():
             merged = Merged()
-            merged.add(*block(at.kernel, query, key, value, None, causal=False))  # type: ignore[arg-type]
+            merged.add(*block_attention(at.kernel, query, key, value, None, causal=False))  # type: ignore[arg-type]
             self.clock.start()
             self.clock.mark("start")
-            found = block(at.kernel, query, key, value, None, causal=False)  # type: ignore[arg-type]
+            found = block_attention(at.kernel, query, key, value, None, causal=False)  # type: ignore[arg-type]
             self.clock.mark("block")
             merged.add(*found)
             self.clock.mark("merged")

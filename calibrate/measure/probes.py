@@ -16,7 +16,7 @@ from calibrate.measure.forward import ComputeSetup, ForwardTimer, Point
 from calibrate.measure.ranks import ALONE, PENDING, PendingRanks
 from kvrsim.io.schema import to_json
 from kvrsim.runtime.geometry import DTYPES
-from kvrsim.runtime.hooks import Clock, clock_of
+from kvrsim.runtime.marks import Clock, clock_of
 from kvrsim.runtime.ranks import Launch, launch
 from kvrsim.runtime.transport import Transport
 

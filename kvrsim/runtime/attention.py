@@ -1,33 +1,39 @@
-"""Attention of a chunk to its prefix and itself that leaves out the masked half.
+"""Attention of a chunk to its prefix and itself, without the masked half, and to blocks of keys.
 
-Models mask: they compute all chunk × (prefix + chunk) scores, then hide those to the right of the diagonal.
-Here the prefix is attended to in full, the chunk causally. On the CPU these are two calls, joined by the
-log of their softmax sums; on CUDA it is one kernel whose causal mask is aligned to the lower right corner.
-In a window, blocks of queries attend to the keys that they can see.
+Models mask: they compute all chunk x (prefix + chunk) scores, then hide those to the right of the diagonal.
+`chunk_attention` computes attention to the prefix in full and to the chunk causally. On the CPU these are two calls,
+merged by the logarithms of their softmax sums; on CUDA it is one kernel whose causal mask is aligned to the lower right
+corner. In a window, blocks of queries attend to the keys that they can see.
+
+Shapes: query [B, H, c, D], key [B, G, S, D], value [B, G, S, E] with G a divisor of H and E <= D; the result is
+[B, H, c, E]. Queries are the last c of S tokens, unless stated otherwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as functional
 
+from kvrsim.choices import Attention
 from kvrsim.errors import InputError
-from kvrsim.runtime.kept.query_blocks import KeysInBlocks
 
 # Without the word "flash", by which transformers knows its own kernels.
 INTERFACE_NAME = "kvrsim_chunk_attention"
-_ATTENDING_NAME = "kvrsim_attending"
+_OWN_NAME = "kvrsim_own_attention"
 _LEAST_BLOCK = 128  # queries in a block of attention in a window: kernels for fewer are no faster
-_FLASH_WIDTH = 8  # of which a head's width must be a multiple
+_FLASH_WIDTH = 8  # a head's width must be a multiple
 _CAUSAL_FROM_BOTTOM_RIGHT = 2  # CustomMaskType of torch's memory-efficient kernel
+
+Attend = Callable[[Any, float | None], Any]  # attention of queries at a scale; K and V are in the cache
 
 
 def use_flash(model: Any) -> None:
-    """Let a model, loaded with "sdpa", run `chunk_attention`.
+    """Make a model, loaded with "sdpa", run `chunk_attention`.
 
     Raises InputError naming `attention` for ALiBi, whose biases these kernels do not take.
     """
@@ -36,7 +42,7 @@ def use_flash(model: Any) -> None:
     if getattr(model.config, "alibi", False):
         raise InputError("attention", "flash", "eager or sdpa for a model with ALiBi")
     if model.config.model_type == "falcon":
-        model.base_model.register_forward_pre_hook(_hand_in_mask, with_kwargs=True)
+        model.base_model.register_forward_pre_hook(_pass_flash_mask, with_kwargs=True)
     else:
         AttentionInterface.register(INTERFACE_NAME, _interface)
         AttentionMaskInterface.register(INTERFACE_NAME, _no_mask)
@@ -45,44 +51,39 @@ def use_flash(model: Any) -> None:
 
 
 @contextmanager
-def attending(model: Any, attend: Callable[[Any, float | None], Any]) -> Iterator[None]:
-    """While the context lasts, the model's attention is `attend(query, scale)`, without a mask.
+def attending(model: Any, attend: Attend) -> Iterator[None]:
+    """Replace the model's attention by `attend(query, scale)`, without a mask, while the context lasts.
 
-    query: [B, H, c, D], as is the result, whose width is that of V. K and V have gone to the cache.
+    The result of `attend` has the width of V. K and V have gone to the cache.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     def interface(module: Any, query: Any, *args: Any, **kwargs: Any) -> tuple[Any, None]:
         return attend(query, kwargs.get("scaling")).transpose(1, 2).contiguous(), None
 
-    is_falcon = model.config.model_type == "falcon"
     before = model.config._attn_implementation
-    if is_falcon:
+    handles = []
+    if model.config.model_type == "falcon":
         model.config._attn_implementation = "sdpa"
-        mask = _mask_that_computes(model, lambda query, key, value, scale: attend(query, scale))
+        mask = _computing_mask(model, lambda query, key, value, scale: attend(query, scale))
         hook = model.base_model.register_forward_pre_hook(
             lambda module, args, kwargs: (args, kwargs | {"attention_mask": mask}), with_kwargs=True
         )
+        handles.append(hook)
     else:
-        AttentionInterface.register(_ATTENDING_NAME, interface)
-        AttentionMaskInterface.register(_ATTENDING_NAME, _no_mask)
-        model.config._attn_implementation = _ATTENDING_NAME
+        AttentionInterface.register(_OWN_NAME, interface)
+        AttentionMaskInterface.register(_OWN_NAME, _no_mask)
+        model.config._attn_implementation = _OWN_NAME
     try:
         yield
     finally:
         model.config._attn_implementation = before
-        if is_falcon:
-            hook.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def chunk_attention(query: Any, key: Any, value: Any, scale: float | None = None, window: int | None = None) -> Any:
-    """Attention of the last tokens of a context to all of it, or to a window, causally.
-
-    Shapes: query [B, H, c, D], key [B, G, S, D], value [B, G, S, E] with G a divisor of H, E <= D and S >= c; the
-    result is [B, H, c, E]. Queries are the last c of the S tokens. window: tokens that a query sees, itself included.
-    """
-    if isinstance(key, KeysInBlocks):
-        return key.each(lambda q, k, v, _: chunk_attention(q, k, v, scale, window), query, value)
+    """Return causal attention of the chunk to all tokens, or to a window. window: tokens seen, the own included."""
     if value.shape[-1] != key.shape[-1]:  # latent attention, expanded: kernels take one width
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         padded = functional.pad(value, (0, key.shape[-1] - value.shape[-1]))
@@ -91,95 +92,176 @@ def chunk_attention(query: Any, key: Any, value: Any, scale: float | None = None
         return _in_window(query, key, value, scale, window)
     if query.is_cuda:
         return _on_cuda(query, key, value, scale)
-    chunk_len, prefix_len = query.shape[2], key.shape[2] - query.shape[2]
-    own_key, own_value = (repeated(part[:, :, prefix_len:], query.shape[1]) for part in (key, value))
-    own, own_lse = flash_cpu(query, own_key, own_value, scale, causal=chunk_len > 1)
-    if prefix_len == 0:
-        return own
-    seen, seen_lse = of_prefix(query, key[:, :, :prefix_len], value[:, :, :prefix_len], scale)
-    share = torch.sigmoid(own_lse - seen_lse).unsqueeze(-1)
-    # The sums are float32 whatever the model's dtype; the model wants its own back.
-    return torch.lerp(seen.float(), own.float(), share).to(query.dtype)
+    prefix_len = key.shape[2] - query.shape[2]
+    merged = Merged()
+    own_key, own_value = key[:, :, prefix_len:], value[:, :, prefix_len:]
+    merged.add(*_flash_cpu(query, own_key, own_value, scale, causal=query.shape[2] > 1))
+    if prefix_len:
+        merged.add(*_of_prefix(query, key[:, :, :prefix_len], value[:, :, :prefix_len], scale))
+    return merged.out.to(query.dtype)
+
+
+def lower_right(
+    kernel: Attention, query: Any, key: Any, value: Any, scale: float | None, window: int | None = None
+) -> Any:
+    """Return causal attention of the last c of S tokens with the kernel that the model was loaded with."""
+    if kernel == "flash":
+        return chunk_attention(query, key, value, scale, window)
+    chunk_len, length, heads = query.shape[2], key.shape[2], query.shape[1]
+    in_window = window is not None and window < length
+    if kernel == "eager":
+        mask = _mask(query, length, window) if in_window or chunk_len > 1 else None
+        return _eager(query, key, value, scale, mask)[0]
+    mask = _mask(query, length, window) if in_window or 1 < chunk_len < length else None
+    options: dict[str, Any] = dict(attn_mask=mask, is_causal=mask is None and chunk_len > 1, scale=scale)
+    return functional.scaled_dot_product_attention(query, _repeated(key, heads), _repeated(value, heads), **options)
+
+
+def in_query_blocks(
+    kernel: Attention, query: Any, key: Any, value: Any, scale: float | None, window: int | None, blocks: int
+) -> Any:
+    """Return `lower_right` in several calls, each of some queries to the keys up to their end.
+
+    A chunk without a prefix takes one call of SDPA, which leaves out the masked half by itself.
+    """
+    num_queries, prefix_len = query.shape[2], key.shape[2] - query.shape[2]
+    if prefix_len == 0 and kernel != "eager":
+        blocks = 1
+    ends = sorted({num_queries * number // blocks for number in range(blocks + 1)})
+    parts = []
+    for start, end in pairwise(ends):
+        stop = prefix_len + end
+        parts.append(lower_right(kernel, query[:, :, start:end], key[:, :, :stop], value[:, :, :stop], scale, window))
+    return torch.cat(parts, dim=2)
+
+
+def block_attention(
+    kernel: Attention, query: Any, key: Any, value: Any, scale: float | None, *, causal: bool
+) -> tuple[Any, Any]:
+    """Return attention to one block of keys, and the logarithm of the sums of exponentials, [B, H, c], in fp32.
+
+    causal: the first query sees the first key, the second two, and so on; S is c then. Otherwise all see all.
+    """
+    causal = causal and query.shape[2] > 1
+    if query.is_cuda and kernel != "eager":
+        result = _block_on_cuda(query, key, value, scale, causal=causal)
+        if result is not None:
+            return result[0], result[1][:, :, : query.shape[2]]  # which the memory-efficient kernel pads
+    if kernel == "eager" or query.is_cuda:
+        return _eager(query, key, value, scale, _mask(query, key.shape[2]) if causal else None)
+    return (_flash_cpu if causal else _of_prefix)(query, key, value, scale, causal=causal)
+
+
+class Merged:
+    """Attention of queries to several blocks of keys: its value and the logarithm of its sum of exponentials.
+
+    Both are in fp32, [B, H, c, E] and [B, H, c], whatever the model's dtype. The first block is for all queries.
+    """
+
+    def __init__(self) -> None:
+        self.out: Any = None
+        self.lse: Any = None
+
+    def add(self, out: Any, lse: Any, first: int = 0) -> None:
+        """Merge a block's result for the queries from `first` on."""
+        if self.out is None:
+            self.out, self.lse = out.float(), lse
+            return
+        known, known_lse = self.out[:, :, first:], self.lse[:, :, first:]
+        share = torch.sigmoid(lse - known_lse).unsqueeze(-1)
+        known.copy_(torch.lerp(known, out.float(), share))
+        known_lse.copy_(torch.logaddexp(known_lse, lse))
+
+
+def _mask(query: Any, length: int, window: int | None = None) -> Any:
+    """Return True where a query sees a key, [c, S]: queries are the last tokens."""
+    prefix_len = length - query.shape[2]
+    mask = torch.ones(query.shape[2], length, dtype=torch.bool, device=query.device).tril_(prefix_len)
+    return mask if window is None else mask.triu_(prefix_len - window + 1)
 
 
 def _in_window(query: Any, key: Any, value: Any, scale: float | None, window: int) -> Any:
-    """Blocks of as many queries as the window has tokens, each against the keys that one of them sees, masked."""
-    prefix_len, found = key.shape[2] - query.shape[2], []
+    """Attend in blocks of as many queries as the window has tokens, each to the keys that one of them sees."""
+    prefix_len, parts = key.shape[2] - query.shape[2], []
     block_len = max(window, _LEAST_BLOCK)
     for start in range(0, query.shape[2], block_len):
         block = query[:, :, start : start + block_len]
         end = prefix_len + start + block.shape[2]
         first = max(0, prefix_len + start - window + 1)
-        mask = torch.ones(block.shape[2], end - first, dtype=torch.bool, device=query.device)
-        behind = prefix_len + start - first  # the diagonal: keys before the first query
-        mask.tril_(behind).triu_(behind - window + 1)
-        keys, values = (repeated(part[:, :, first:end], query.shape[1]) for part in (key, value))
-        found.append(functional.scaled_dot_product_attention(block, keys, values, attn_mask=mask, scale=scale))
-    return torch.cat(found, dim=2)
+        keys, values = (_repeated(part[:, :, first:end], query.shape[1]) for part in (key, value))
+        mask = _mask(block, end - first, window)
+        parts.append(functional.scaled_dot_product_attention(block, keys, values, attn_mask=mask, scale=scale))
+    return torch.cat(parts, dim=2)
 
 
-def of_prefix(query: Any, key: Any, value: Any, scale: float | None) -> tuple[Any, Any]:
-    """Attention to the prefix alone, and the log of the sums of exponentials, shape [B, H, c].
+def _eager(query: Any, key: Any, value: Any, scale: float | None, mask: Any) -> tuple[Any, Any]:
+    """Attend with the score matrix in memory; softmax in fp32, as transformers."""
+    heads = query.shape[1]
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = (query @ _repeated(key, heads).transpose(-1, -2)).mul_(scale)
+    if mask is not None:
+        scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
+    weights = scores.softmax(-1, dtype=torch.float32)
+    lse = scores.amax(-1).float() - weights.amax(-1).log()  # the largest weight is at least 1 / S
+    return weights.to(query.dtype) @ _repeated(value, heads), lse
+
+
+def _flash_cpu(query: Any, key: Any, value: Any, scale: float | None, *, causal: bool) -> tuple[Any, Any]:
+    """Run torch's flash kernel for the CPU; also return the logarithm of the sums of exponentials, [B, H, c]."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    key, value = _repeated(key, query.shape[1]), _repeated(value, query.shape[1])
+    out, lse = kernel(query, key, value, dropout_p=0.0, is_causal=causal, attn_mask=None, scale=scale)
+    return out, lse
+
+
+def _of_prefix(query: Any, key: Any, value: Any, scale: float | None, *, causal: bool = False) -> tuple[Any, Any]:
+    """Attend to all keys without a mask.
 
     The query heads of a KV head are laid one after another as if they were tokens, which spares repeating K and V.
     """
     batch, heads, chunk_len, dim = query.shape
     groups = key.shape[1]
     folded = query.reshape(batch, groups, heads // groups * chunk_len, dim)
-    out, lse = flash_cpu(folded, key, value, scale, causal=False)
+    out, lse = _flash_cpu(folded, key, value, scale, causal=causal)
     return out.reshape(batch, heads, chunk_len, dim), lse.reshape(batch, heads, chunk_len)
 
 
-def flash_cpu(query: Any, key: Any, value: Any, scale: float | None, *, causal: bool) -> tuple[Any, Any]:
-    """torch's flash kernel for the CPU: the result, and the log of the sums of exponentials, [B, H, c]."""
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = kernel(query, key, value, dropout_p=0.0, is_causal=causal, attn_mask=None, scale=scale)
-    return out, lse
-
-
 def _on_cuda(query: Any, key: Any, value: Any, scale: float | None) -> Any:
-    """One of torch's kernels whose causal mask is aligned to the lower right corner.
+    """Run one of torch's kernels whose causal mask is aligned to the lower right corner.
 
     The kernels are called directly: torch.nn.attention.bias.CausalBias, which calls the same ones, allocates 2 c S
     floats of host memory in each call.
     """
-    kernel = _cuda_kernel(query, key, value)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if kernel == "flash":
-        return _flash_cuda(query, key, value, scale)[0]
-    if kernel == "efficient":
-        return _efficient_cuda(query, key, value, scale)[0]
-    seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
-    mask = seen.tril_(key.shape[2] - query.shape[2])
+    result = _block_on_cuda(query, key, value, scale, causal=True)
+    if result is not None:
+        return result[0]
+    mask = _mask(query, key.shape[2])
     return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
 
 
+def _block_on_cuda(query: Any, key: Any, value: Any, scale: float | None, *, causal: bool) -> tuple[Any, Any] | None:
+    """Return attention and the logarithm of the sums of exponentials; None where no fused kernel takes the tensors."""
+    kernel = _cuda_kernel(query, key, value)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if kernel == "flash":
+        return _flash_cuda(query, key, value, scale, causal=causal)
+    return None if kernel == "dense" else _efficient_cuda(query, key, value, scale, causal=causal)
+
+
 def _cuda_kernel(query: Any, key: Any, value: Any) -> Literal["flash", "efficient", "dense"]:
-    """What the device, the dtype and the head's width allow; dense: with the mask written out, on the device."""
+    """Choose what the device, the dtype and the head's width allow; dense: with the mask written out."""
     from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 
     if can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True)):
         return "flash"
-    key, value = (repeated(part[:, :, :1], query.shape[1]) for part in (key, value))
+    key, value = (_repeated(part[:, :, :1], query.shape[1]) for part in (key, value))
     if can_use_efficient_attention(SDPAParams(query, key, value, None, 0.0, False, False)):
         return "efficient"
     return "dense"
 
 
-def cuda_block(query: Any, key: Any, value: Any, scale: float | None, *, causal: bool) -> tuple[Any, Any] | None:
-    """Attention to a block, [B, H, c, E], and the log of the sums of exponentials, [B, H, c]; None: with no kernel."""
-    kernel = _cuda_kernel(query, key, value)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if kernel == "flash":
-        return _flash_cuda(query, key, value, scale, causal=causal)
-    if kernel != "efficient":
-        return None
-    out, lse = _efficient_cuda(query, key, value, scale, causal=causal)
-    return out, lse[:, :, : query.shape[2]]  # which the kernel pads
-
-
-def _flash_cuda(query: Any, key: Any, value: Any, scale: float, *, causal: bool = True) -> tuple[Any, Any]:
-    """FlashAttention, which takes K and V of fewer heads as they are; its causal mask is aligned to the lower right."""
+def _flash_cuda(query: Any, key: Any, value: Any, scale: float, *, causal: bool) -> tuple[Any, Any]:
+    """Run FlashAttention, which takes K and V of fewer heads as they are."""
     dim = query.shape[-1]
     if dim % _FLASH_WIDTH:
         padding = (0, -dim % _FLASH_WIDTH)
@@ -190,10 +272,10 @@ def _flash_cuda(query: Any, key: Any, value: Any, scale: float, *, causal: bool 
     return out[..., :dim] if dim % _FLASH_WIDTH else out, lse
 
 
-def _efficient_cuda(query: Any, key: Any, value: Any, scale: float, *, causal: bool = True) -> tuple[Any, Any]:
-    """The memory-efficient kernel, for fp32: [B, S, H, D], as many heads of K and V as of queries."""
+def _efficient_cuda(query: Any, key: Any, value: Any, scale: float, *, causal: bool) -> tuple[Any, Any]:
+    """Run the memory-efficient kernel, for fp32: [B, S, H, D], as many heads of K and V as of queries."""
     heads = query.shape[1]
-    parts = (part.transpose(1, 2) for part in (query, repeated(key, heads), repeated(value, heads)))
+    parts = (part.transpose(1, 2) for part in (query, _repeated(key, heads), _repeated(value, heads)))
     out, lse, *_ = torch.ops.aten._efficient_attention_forward(
         *parts,
         bias=None,
@@ -209,29 +291,25 @@ def _efficient_cuda(query: Any, key: Any, value: Any, scale: float, *, causal: b
     return out.transpose(1, 2), lse
 
 
-def repeated(kv: Any, heads: int) -> Any:
-    """K or V with each head repeated for the query heads that share it."""
+def _repeated(kv: Any, heads: int) -> Any:
+    """Repeat each head of K or V for the query heads that share it."""
     return kv if kv.shape[1] == heads else kv.repeat_interleave(heads // kv.shape[1], dim=1)
 
 
 def _interface(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> tuple[Any, None]:
     """As transformers' AttentionInterface calls it; the result has shape [B, c, H, D]."""
     assert attention_mask is None
-    found = chunk_attention(query, key, value, kwargs.get("scaling"), kwargs.get("sliding_window"))
-    return found.transpose(1, 2).contiguous(), None
+    out = chunk_attention(query, key, value, kwargs.get("scaling"), kwargs.get("sliding_window"))
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _no_mask(*args: Any, attention_mask: Any = None, **kwargs: Any) -> None:
     """As transformers' AttentionMaskInterface calls it: `chunk_attention` needs no mask, and takes no padding."""
-    _refuse_padding(attention_mask)
-
-
-def _refuse_padding(attention_mask: Any) -> None:
     if attention_mask is not None and not bool(attention_mask.all()):
         raise InputError("attention_mask", "padding", "prompts of equal length, without padding, under flash attention")
 
 
-class _FlashMask(torch.Tensor):  # type: ignore[misc]
+class _ComputingMask(torch.Tensor):  # type: ignore[misc]
     """A mask that computes: as the mask of scaled_dot_product_attention it runs `compute` instead.
 
     Falcon does not use the AttentionInterface, but it hands a mask of four dimensions on to
@@ -249,13 +327,13 @@ class _FlashMask(torch.Tensor):  # type: ignore[misc]
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def _hand_in_mask(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Before Falcon's forward: put the mask that computes instead of none, or of one without padding."""
-    _refuse_padding(kwargs.get("attention_mask"))
-    return args, kwargs | {"attention_mask": _mask_that_computes(module, chunk_attention)}
+def _pass_flash_mask(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Before Falcon's forward: pass the mask that computes in place of none, or of one without padding."""
+    _no_mask(attention_mask=kwargs.get("attention_mask"))
+    return args, kwargs | {"attention_mask": _computing_mask(module, chunk_attention)}
 
 
-def _mask_that_computes(module: Any, compute: Callable[[Any, Any, Any, float | None], Any]) -> _FlashMask:
-    mask: _FlashMask = torch.ones(1, 1, 1, 1, device=next(module.parameters()).device).as_subclass(_FlashMask)
+def _computing_mask(module: Any, compute: Callable[[Any, Any, Any, float | None], Any]) -> _ComputingMask:
+    mask: _ComputingMask = torch.ones(1, 1, 1, 1, device=next(module.parameters()).device).as_subclass(_ComputingMask)
     mask.compute = compute
     return mask

@@ -1,32 +1,167 @@
-"""Geometry: what the runtime must know of a Hugging Face model: what its layers keep, and where its parts are."""
+"""Geometry: what the layers of a Hugging Face model keep of tokens, and where the model has its parts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from math import prod
 from typing import Any
 
 import torch
 
 from kvrsim.choices import ATTENTIONS, Attention
 from kvrsim.errors import InputError
-from kvrsim.runtime.kept.families import FAMILIES, Family, family_of
-from kvrsim.runtime.kept.layers import Kept, KeptState, KeptTokens
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+RECURRENT_BYTES = 4  # per element of a recurrent state, which is kept in fp32
 
 # How rotary frequencies may be scaled. The others ("dynamic", "longrope") depend on the longest position
-# in a forward, so that a chunk would be rotated otherwise than the whole context.
+# in a forward, so that a chunk would be rotated differently from the whole context.
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KvLayout:
+    """K and V of each token in one layer. Latent attention keeps one head: the latent as K, the rotary key as V."""
+
+    num_key_value_heads: int  # stored and sent
+    head_dim: int  # width of a head of K
+    v_head_dim: int  # width of a head of V
+    sliding_window: int | None = None  # tokens that a query sees, itself included; None: all before it
+    model_heads_per_kv_head: int = 1  # heads in which the model hands over each KV head: Falcon 40B repeats it
+    returned_heads_per_kv_head: int = 1  # heads in which attention receives each KV head
+    is_latent: bool = False
+
+    @property
+    def elements(self) -> int:
+        """Elements per token and prompt."""
+        return self.num_key_value_heads * (self.head_dim + self.v_head_dim)
+
+    def first_seen(self, start: int) -> int:
+        """Return the first token that a query at `start` sees; tokens before it are not needed from there on."""
+        return 0 if self.sliding_window is None else max(0, start - self.sliding_window + 1)
+
+    def share(self, size: int) -> KvLayout:
+        """Return the layout of one of `size` ranks that share the KV heads: one head at least."""
+        return replace(self, num_key_value_heads=max(1, self.num_key_value_heads // size))
+
+    @property
+    def title(self) -> str:
+        """The layout as text, such as "K and V of a window of 4096 tokens"."""
+        what = "latents" if self.is_latent else "K and V"
+        return f"{what} of {'all' if self.sliding_window is None else f'a window of {self.sliding_window}'} tokens"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateLayout:
+    """A recurrent state of fixed size, in fp32, and the last inputs of the convolution before it."""
+
+    recurrent: tuple[int, ...]  # shape for one prompt
+    conv_channels: int  # of the convolution
+    conv_tokens: int  # inputs that the next token's convolution needs: the size of its kernel less one
+    least_chunk: int = 1  # tokens of a chunk behind a state, for the same result as in one go
+
+    title = "a state"
+
+    def nbytes(self, batch: int, element_bytes: int) -> int:
+        """Return the bytes for `batch` prompts; element_bytes: of an input of the convolution."""
+        conv = self.conv_channels * self.conv_tokens * element_bytes
+        return batch * (prod(self.recurrent) * RECURRENT_BYTES + conv)
+
+
+Layout = KvLayout | StateLayout | None  # None: the layer keeps nothing, such as an MLP alone
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """Where an architecture has its parts, and what it keeps besides K and V."""
+
+    layers: str = "layers"  # the decoder layers, an attribute of the base model
+    norm: str = "norm"  # after the last layer, another attribute
+    # Attributes of a layer that may be its mixer, each with the attribute that projects the mixer's output.
+    mixers: tuple[tuple[str, str], ...] = (("self_attn", "o_proj"),)
+    is_latent: bool = False  # whether attention keeps a latent (kv_lora_rank, qk_rope_head_dim) in place of K and V
+    state: Callable[[Any], StateLayout] | None = None  # of recurrent layers, from the config; None: no such layers
+    eager_only: str | None = None  # why transformers computes its attention with "eager" alone
+
+
+def _gated_delta_state(config: Any) -> StateLayout:
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    return StateLayout(
+        recurrent=(config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim),
+        conv_channels=2 * keys + values,
+        conv_tokens=config.linear_conv_kernel_dim - 1,
+    )
+
+
+def _kimi_delta_state(config: Any) -> StateLayout:
+    heads, dim = config.linear_num_heads, config.linear_head_dim
+    return StateLayout(
+        recurrent=(heads, dim, dim), conv_channels=3 * heads * dim, conv_tokens=config.linear_conv_kernel_dim - 1
+    )
+
+
+def _mamba2_state(config: Any) -> StateLayout:
+    heads, dim, states = config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size
+    return StateLayout(
+        recurrent=(heads, dim, states),
+        conv_channels=heads * dim + 2 * config.n_groups * states,
+        conv_tokens=config.conv_kernel - 1,
+        least_chunk=2,  # transformers computes a single token behind a state without time_step_min
+    )
+
+
+_LLAMA_LIKE = Family()
+_LATENT = Family(is_latent=True)
+_GATED_DELTA = Family(mixers=(("self_attn", "o_proj"), ("linear_attn", "out_proj")), state=_gated_delta_state)
+FAMILIES = {
+    "falcon": Family(layers="h", norm="ln_f", mixers=(("self_attention", "dense"),)),
+    **dict.fromkeys(("gemma", "gemma3_text", "llama", "mistral", "qwen2", "qwen3"), _LLAMA_LIKE),
+    "gemma2": Family(eager_only="it caps the scores of its attention"),
+    # Mixtures of experts.
+    **dict.fromkeys(("glm4_moe", "minimax_m2", "mixtral", "qwen2_moe", "qwen3_moe"), _LLAMA_LIKE),
+    "gpt_oss": Family(eager_only="each head's softmax has a sink"),
+    # Multi-head latent attention.
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _LATENT),
+    # Recurrent layers next to attention.
+    "kimi_linear": Family(is_latent=True, state=_kimi_delta_state),
+    "nemotron_h": Family(norm="norm_f", mixers=(("mixer", "o_proj"), ("mixer", "out_proj")), state=_mamba2_state),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), _GATED_DELTA),
+}
+# Why the runtime does not run what looks close to what it runs.
+_REFUSED = {
+    "deepseek_v32": "its layers also keep keys of an indexer",
+    "deepseek_v4": "its layers keep compressed entries in place of tokens",
+    "glm_moe_dsa": "its layers also keep keys of an indexer",
+    "llama4_text": "its attention begins anew with each chunk of tokens",
+}
+
+
+def family_of(model_type: str, argument: str = "model") -> Family:
+    """Return the family of an architecture; raise InputError where the runtime does not know it."""
+    if model_type not in FAMILIES:
+        accepted = f"an architecture that the runtime supports: {', '.join(sorted(FAMILIES))}"
+        if model_type in _REFUSED:
+            accepted += f". {model_type} is not one of them: {_REFUSED[model_type]}"
+        raise InputError(f"{argument}: model_type", model_type, accepted)
+    return FAMILIES[model_type]
+
+
+def check_kernel(model_type: str, attention: str) -> None:
+    """Raise InputError where the runtime does not run the architecture, or not with this attention kernel."""
+    reason = family_of(model_type).eager_only
+    if reason is not None and attention != "eager":
+        raise InputError("attention", attention, f"eager for {model_type}: {reason}, which other kernels leave out")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Geometry:
-    """What the layers keep of tokens, as it is stored and sent, and where the model keeps its parts."""
+    """What the layers keep of tokens, as it is stored and sent, and where the model has its parts."""
 
     model_type: str  # Hugging Face architecture
-    kept: tuple[Kept, ...]  # by layer
+    layouts: tuple[Layout, ...]  # by layer
     num_attention_heads: int  # query heads
     attention: Attention = "sdpa"  # kernel that the model was loaded with
     alibi: bool = False  # whether attention adds biases that grow with the distance
@@ -35,20 +170,23 @@ class Geometry:
 
     @classmethod
     def of(cls, model: Any) -> Geometry:
-        """The geometry of a Hugging Face model for causal language modelling.
+        """Read a Hugging Face model for causal language modelling.
 
         Raises InputError naming `model` where the runtime does not support the architecture.
         """
+        attention = getattr(model, "kvrsim_attention", None) or model.config._attn_implementation
+        if attention not in ATTENTIONS:
+            raise InputError("attention", attention, "one of " + ", ".join(ATTENTIONS))
         parameter = next(model.parameters())
-        return cls.of_config(model.config, _attention_of(model), dtype=parameter.dtype, device=parameter.device)
+        return cls.of_config(model.config, attention, dtype=parameter.dtype, device=parameter.device)
 
     @classmethod
     def of_config(cls, config: Any, attention: Attention, **settings: Any) -> Geometry:
-        """Of a model that is not there yet, from its Hugging Face configuration; settings: dtype and device."""
+        """Read a Hugging Face configuration; settings: dtype and device."""
         _check_rope(config)
         return cls(
             model_type=config.model_type,
-            kept=tuple(_kept_by_layer(config, attention)),
+            layouts=tuple(_layouts(config, attention)),
             num_attention_heads=config.num_attention_heads,
             attention=attention,
             alibi=bool(getattr(config, "alibi", False)),
@@ -57,56 +195,63 @@ class Geometry:
 
     @property
     def num_hidden_layers(self) -> int:
-        """Decoder layers."""
-        return len(self.kept)
+        """Number of decoder layers."""
+        return len(self.layouts)
 
     @property
     def family(self) -> Family:
-        """Where the architecture keeps its parts."""
+        """The architecture's family."""
         return FAMILIES[self.model_type]
 
     @property
     def linked_layers(self) -> tuple[int, ...]:
-        """The layers of which ranks hand something on."""
-        return tuple(layer for layer, kept in enumerate(self.kept) if kept is not None)
+        """Layers whose K and V or states travel between ranks."""
+        return tuple(layer for layer, layout in enumerate(self.layouts) if layout is not None)
 
     @property
     def title(self) -> str:
-        """What the layers keep, such as "3 layers: a state; 1 layer: K and V of all tokens"."""
-        titles = sorted((kept.title for kept in self.kept if kept is not None), key=str)
+        """The layouts as text, such as "1 layer: K and V of all tokens; 3 layers: a state"."""
+        titles = sorted(layout.title for layout in self.layouts if layout is not None)
         counts = [(title, len(list(group))) for title, group in groupby(titles)]
         return "; ".join(f"{count} layer{'s' * (count > 1)}: {title}" for title, count in counts)
 
     def token_bytes(self, layer: int) -> int:
-        """Bytes of one prompt's token in one layer, as stored and sent; of a state 0."""
-        kept = self.kept[layer]
-        return kept.elements * int(self.dtype.itemsize) if isinstance(kept, KeptTokens) else 0
+        """Bytes per token and prompt in one layer, as stored and sent; 0 for a state."""
+        layout = self.layouts[layer]
+        return layout.elements * int(self.dtype.itemsize) if isinstance(layout, KvLayout) else 0
 
     @property
     def least_chunk(self) -> int:
-        """Tokens that a chunk behind a prefix has at least, for the same result as in one go."""
-        return max((kept.least_chunk for kept in self.kept if isinstance(kept, KeptState)), default=1)
+        """Least tokens of a chunk behind a prefix, for the same result as in one go."""
+        return max((layout.least_chunk for layout in self.layouts if isinstance(layout, StateLayout)), default=1)
+
+    def why_no_own_attention(self) -> str | None:
+        """Return why the runtime cannot compute attention to K and V itself, in place of the model; None: it can."""
+        if self.alibi:
+            return "its attention adds biases (ALiBi)"
+        if any(isinstance(layout, KvLayout) and layout.is_latent for layout in self.layouts):
+            return "its layers keep latents"
+        return self.family.eager_only
 
     def layers(self, model: Any) -> Sequence[Any]:
-        """The decoder layers, first layer first."""
+        """Return the decoder layers, first layer first."""
         return list(getattr(model.base_model, self.family.layers))
 
     def attention_of(self, layer: Any) -> Any:
-        """The module of a decoder layer by which tokens see each other; None: it has none."""
+        """Return the module of a decoder layer that mixes tokens; None where the layer has none."""
         return next((module for module, _ in self._mixers(layer)), None)
 
     def output_projection_of(self, layer: Any) -> Any:
-        """The module that projects the attention's output, where attention ends; None: there is no attention."""
+        """Return the module that projects the mixer's output, where attention ends; None without a mixer."""
         return next((output for _, output in self._mixers(layer)), None)
 
     def _mixers(self, layer: Any) -> list[tuple[Any, Any]]:
-        """The one mixer of the layer and its output projection, or nothing."""
         named = [(getattr(layer, mixer, None), output) for mixer, output in self.family.mixers]
         return [(module, getattr(module, output)) for module, output in named if hasattr(module, output)]
 
 
-def _kept_by_layer(config: Any, attention: Attention) -> list[Kept]:
-    """What transformers' own cache for this model keeps, layer by layer."""
+def _layouts(config: Any, attention: Attention) -> list[Layout]:
+    """Read by layer what transformers' own cache keeps for this model."""
     from transformers.cache_utils import (
         DummyLayer,
         DynamicCache,
@@ -116,57 +261,49 @@ def _kept_by_layer(config: Any, attention: Attention) -> list[Kept]:
     )
 
     family = family_of(config.model_type)
-    tokens = _kept_tokens(config, attention)
-    found: list[Kept] = []
+    tokens = _kv_layout(config, attention)
+    layouts: list[Layout] = []
     for layer in DynamicCache(config=config).layers or [DynamicLayer()] * config.num_hidden_layers:
         if type(layer) is DynamicLayer:
-            found.append(tokens)
+            layouts.append(tokens)
         elif type(layer) is DynamicSlidingWindowLayer:
-            found.append(replace(tokens, sliding_window=layer.sliding_window))
+            layouts.append(replace(tokens, sliding_window=layer.sliding_window))
         elif type(layer) is LinearAttentionLayer and family.state is not None and layer.number_of_states == 1:
-            found.append(family.state(config))
+            layouts.append(family.state(config))
         elif type(layer) is DummyLayer:
-            found.append(None)
+            layouts.append(None)
         else:
-            accepted = "K and V of all tokens or of a window, or one state: what the runtime hands on"
+            accepted = "K and V of all tokens or of a window, or one state: what the runtime sends"
             raise InputError("model: cache of a layer", type(layer).__name__, accepted)
-    if not any(isinstance(kept, KeptTokens) for kept in found):
+    if not any(isinstance(layout, KvLayout) for layout in layouts):
         raise InputError("model: layer_types", "no attention", "a layer with attention, which counts the tokens")
-    return found
+    return layouts
 
 
-def _kept_tokens(config: Any, attention: Attention) -> KeptTokens:
-    """What a layer with attention to all tokens keeps."""
+def _kv_layout(config: Any, attention: Attention) -> KvLayout:
+    """Return the layout of a layer with attention to all tokens."""
     heads = config.num_attention_heads
     if family_of(config.model_type).is_latent:
         widths = dict(head_dim=config.kv_lora_rank, v_head_dim=config.qk_rope_head_dim)
-        return KeptTokens(num_key_value_heads=1, **widths, is_latent=True)
-    kv_heads, handed, returned = heads, 1, 1
+        return KvLayout(num_key_value_heads=1, **widths, is_latent=True)
+    kv_heads, repeats, returned = heads, 1, 1
     if config.model_type != "falcon":
         kv_heads = config.num_key_value_heads
     elif config.new_decoder_architecture:
-        # Falcon 40B hands over (and wants back) each KV head as often as query heads share it.
+        # Falcon 40B hands over (and expects back) each KV head as often as query heads share it.
         kv_heads = config.num_kv_heads
-        handed = returned = heads // kv_heads
+        repeats = returned = heads // kv_heads
     elif config.multi_query:
         # With one KV head for many query heads SDPA falls back to its slowest kernel; a view of as many is free.
         kv_heads, returned = 1, 1 if attention == "eager" else heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return KeptTokens(
+    return KvLayout(
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         v_head_dim=head_dim,
-        model_heads_per_kv_head=handed,
+        model_heads_per_kv_head=repeats,
         returned_heads_per_kv_head=returned,
     )
-
-
-def _attention_of(model: Any) -> Attention:
-    """The kernel that `load_model` was asked for."""
-    chosen = getattr(model, "kvrsim_attention", None) or model.config._attn_implementation
-    if chosen not in ATTENTIONS:
-        raise InputError("attention", chosen, "one of " + ", ".join(ATTENTIONS))
-    return chosen  # type: ignore[no-any-return]
 
 
 def _check_rope(config: Any) -> None:
@@ -175,5 +312,5 @@ def _check_rope(config: Any) -> None:
     for one in by_layer_type or [rope]:
         kind = one.get("rope_type", "default")
         if kind not in _STATIC_ROPE and not getattr(config, "alibi", False):
-            accepted = f"one of {', '.join(_STATIC_ROPE)}: others rotate a chunk otherwise than the whole context"
+            accepted = f"one of {', '.join(_STATIC_ROPE)}: others rotate a chunk differently from the whole context"
             raise InputError("model: rope_type", kind, accepted)

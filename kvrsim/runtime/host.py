@@ -13,6 +13,7 @@ import torch
 
 from kvrsim.choices import DEVICES
 from kvrsim.errors import InputError
+from kvrsim.runtime.ranks import available_cores
 from kvrsim.version import __version__
 
 # Cores that other processes may keep busy without disturbing a measurement: a part of one, or a share of a large host.
@@ -20,20 +21,19 @@ _BUSY_CORES, _BUSY_SHARE = 0.25, 1 / 16
 
 
 def num_gpus() -> int:
-    """GPUs that torch sees here."""
+    """Return the number of GPUs that torch sees here."""
     return int(torch.cuda.device_count())
 
 
 def devices(device: str, threads: int) -> int:
-    """How many ranks can compute at once: GPUs, or cores over threads."""
+    """Return how many ranks can compute at once: GPUs, or cores over threads."""
     if device == "cuda":
         return num_gpus()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // threads)
+    return max(1, (len(available_cores()) or os.cpu_count() or 1) // threads)
 
 
 def chosen_device(device: str) -> str:
-    """The device, auto: cuda where there is one; InputError where it is none or not there."""
+    """Resolve a device, "auto" to cuda where there is one; raise InputError where it is unknown or absent."""
     if device not in DEVICES:
         raise InputError("device", device, ", ".join(DEVICES))
     there = num_gpus() > 0
@@ -43,7 +43,7 @@ def chosen_device(device: str) -> str:
 
 
 def cpu_name() -> str:
-    """As the maker calls it."""
+    """Return the name of the CPU by its maker."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
     except OSError:
@@ -53,7 +53,7 @@ def cpu_name() -> str:
 
 
 def versions() -> dict[str, str]:
-    """What measured times and messages depend on: Python and the libraries, CUDA where there is one."""
+    """Return the versions that measured times and messages depend on."""
     import transformers  # slow to import, and only its version is needed
 
     return {
@@ -66,14 +66,14 @@ def versions() -> dict[str, str]:
 
 
 def busy_cores() -> float:
-    """Cores above which the load of other processes on this host disturbs a measurement."""
+    """Return the cores above which the load of other processes on this host disturbs a measurement."""
     return max(_BUSY_CORES, _BUSY_SHARE * (os.cpu_count() or 1))
 
 
 def others_on_gpus(nvidia_smi: str | None = None) -> tuple[str, ...]:
-    """Processes that compute on this machine's GPUs, such as "python (pid 7, 4096 MiB)"; () where nvidia-smi is not.
+    """Return the processes on this machine's GPUs, such as "python (pid 7, 4096 MiB)"; () without nvidia-smi.
 
-    For before the ranks have started: other processes of the same torchrun are left out. Of several GPUs, those that
+    Call it before the ranks start: other processes of the same torchrun are left out. Of several GPUs, those that
     CUDA_VISIBLE_DEVICES names.
     """
     tool = nvidia_smi or shutil.which("nvidia-smi")
@@ -93,7 +93,7 @@ def others_on_gpus(nvidia_smi: str | None = None) -> tuple[str, ...]:
 
 
 def _is_own(pid: int) -> bool:
-    """Whether a process is this one, or one that the same torchrun has started."""
+    """Whether a process is this one, or was started by the same torchrun."""
     if pid == os.getpid():
         return True
     try:
@@ -107,14 +107,14 @@ class HostLoad:
     """Counts, on Linux, the cores that processes other than the ranks keep busy between two readings."""
 
     def __init__(self, stat: str | Path = "/proc/stat") -> None:
-        """`stat`: the kernel's account, see proc_stat(5); where there is none, the load is not known."""
+        """stat: the kernel's account, see proc_stat(5); where it is absent, the load is unknown."""
         self._stat = stat
         self._before = self._reading(0.0)
 
     def other_cores(self, own_cpu_s: float) -> float | None:
-        """Cores busy with others' work since the last call; None where the system does not tell.
+        """Return the cores busy with others' work since the last call; None where the system does not tell.
 
-        own_cpu_s: processor time that all ranks of this host have used since they began.
+        own_cpu_s: processor time that all ranks of this host have used since they started.
         """
         before, now = self._before, self._reading(own_cpu_s)
         self._before = now
@@ -123,7 +123,7 @@ class HostLoad:
         return max(0.0, (now[1] - before[1]) / (now[0] - before[0]))
 
     def _reading(self, own_cpu_s: float) -> tuple[float, float] | None:
-        """The clock, and the processor time of others, in seconds."""
+        """Return the clock and the processor time of others, in seconds."""
         try:
             with open(self._stat, encoding="utf-8") as file:
                 user, nice, system, _, _, _, _, steal, *_ = map(int, file.readline().split()[1:])

@@ -1,26 +1,44 @@
-"""RunPlan: what all ranks do in one prefill."""
+"""RunPlan: what all ranks do in one prefill. Importing this module does not import torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 from kvrsim.errors import InputError
-from kvrsim.kernels.profile import Gather  # at run time, too: plans travel between ranks, read by their annotations
-from kvrsim.scenario import Partition
+from kvrsim.kernels.profile import Gather
+from kvrsim.partition import Partition
+
+# Registered strategies that ranks can run, and the name of the exchange that runs each.
+RUN_STRATEGIES: Mapping[str, str] = MappingProxyType(
+    {
+        **{"single": "single", "tsp": "tsp", "kvr-e": "kvr", "kvr-s": "kvr", "kvr-p": "kvr", "kvr-b": "kvr"},
+        **{"kvr-direct": "kvr_direct", "ring": "ring", "striped": "striped", "zigzag": "zigzag"},
+        **{"zigzag-ring": "zigzag_ring", "ulysses": "ulysses", "tp": "tp", "pp": "pp", "pp-s": "pp"},
+    }
+)
+
+
+def run_strategy(name: str) -> str:
+    """Return the exchange that runs a registered strategy; raise InputError where the runtime has none."""
+    if name not in RUN_STRATEGIES:
+        raise InputError("strategy", name, f"what the runtime runs: {', '.join(RUN_STRATEGIES)}")
+    return RUN_STRATEGIES[name]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
-    """A strategy with its partition."""
+    """An exchange with its partition."""
 
-    strategy: str  # the file of kvrsim.runtime.exchange that runs it
+    strategy: str  # one of the values of RUN_STRATEGIES
     partition: Partition
     batch: int = 1  # prompts of equal length
     tsp_keys: Literal["dense", "truncated"] = "dense"  # whether a chunk is also scored against later tokens
     gather: Gather = "ring"  # an all-gather: between neighbours, or the backend's own
-    stage_layers: tuple[int, ...] | None = None  # of a pipeline, each stage's; None: as even as they can be
-    receives_ahead: int | None = 1  # layers for which KVR posts receives before it comes to them; None: all
+    stage_layers: tuple[int, ...] | None = None  # of each pipeline stage; None: as even as possible
+    receives_ahead: int | None = 1  # layers by which KVR posts receives early; None: all at the start
     query_blocks: tuple[tuple[int, ...], ...] = ()  # by chunk, by layer: calls of KVR's attention; empty: one each
 
     def __post_init__(self) -> None:
@@ -38,25 +56,25 @@ class RunPlan:
 
     @property
     def chunks(self) -> str:
-        """For people, such as "28,42,26"."""
+        """The partition as text, such as "28,42,26"."""
         return ",".join(map(str, self.partition.chunk_lens))
 
     @property
     def name(self) -> str:
-        """The strategy's, for people, such as "zigzag-ring"."""
+        """The exchange as text, such as "zigzag-ring"."""
         return self.strategy.replace("_", "-")
 
     @property
     def label(self) -> str:
-        """For people, such as "kvr 28,42,26"."""
-        told = {"tsp": f" {self.tsp_keys}, {self.gather}", "zigzag": f" {self.gather}"}.get(self.strategy, "")
+        """The plan as text, such as "kvr 28,42,26"."""
+        gather = {"tsp": f" {self.tsp_keys}, {self.gather}", "zigzag": f" {self.gather}"}.get(self.strategy, "")
         stages = "" if self.stage_layers is None else f", layers {','.join(map(str, self.stage_layers))}"
         blocks = f" in {','.join(str(max(one)) for one in self.query_blocks)} blocks" if self.query_blocks else ""
-        return f"{self.name}{told} {self.chunks}{stages}{blocks}"
+        return f"{self.name}{gather} {self.chunks}{stages}{blocks}"
 
 
 def random_prompt(vocab_size: int, plan: RunPlan, seed: int = 0) -> Any:
-    """Token ids [B, C], the same on every rank."""
+    """Return token ids [B, C], the same on every rank."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)

@@ -433,20 +433,6 @@ def _link_errors(peer: int | None, what: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EmulatedLink:
-    """A link in one direction, whose messages go one after another."""
-
-    bandwidth_bytes_per_s: float
-    latency_s: float = 0.0  # from the departure of the last byte to its arrival
-
-    def __post_init__(self) -> None:
-        if not self.bandwidth_bytes_per_s > 0:
-            raise InputError("link_bandwidth", self.bandwidth_bytes_per_s, "more than 0 bytes/s")
-        if not self.latency_s >= 0:
-            raise InputError("link_latency", self.latency_s, "at least 0 seconds")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class MessageTraffic:
     """Messages of others on some links, at random times; later messages of ours queue behind them."""
 
@@ -462,11 +448,26 @@ class MessageTraffic:
             raise InputError("side traffic", self.message_bytes, "messages of more than 0 bytes")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmulatedLink:
+    """A link in one direction, whose messages go one after another."""
+
+    bandwidth_bytes_per_s: float
+    latency_s: float = 0.0  # from the departure of the last byte to its arrival
+    traffic: MessageTraffic | None = None  # of others
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth_bytes_per_s > 0:
+            raise InputError("link_bandwidth", self.bandwidth_bytes_per_s, "more than 0 bytes/s")
+        if not self.latency_s >= 0:
+            raise InputError("link_latency", self.latency_s, "at least 0 seconds")
+
+
 class Egress:
     """The queue of messages that leave over a link."""
 
-    def __init__(self, link: EmulatedLink, traffic: MessageTraffic | None, pair: Edge, now_s: float) -> None:
-        self.link, self.free_s = link, now_s
+    def __init__(self, link: EmulatedLink, pair: Edge, now_s: float) -> None:
+        self.link, self.free_s, traffic = link, now_s, link.traffic
         self.traffic = traffic if traffic and pair in traffic.pairs and traffic.share > 0 else None
         self._rng = random.Random(f"{traffic.seed if traffic else 0}:{pair}")
         self._other_s = now_s + self._gap_s()
@@ -509,7 +510,7 @@ class EmulatedTransport(WrappedTransport):
     processes, so all ranks run on one host. All-gathers and all-reduces are rings.
     """
 
-    def __init__(self, inner: Transport, link: EmulatedLink, traffic: MessageTraffic | None = None) -> None:
+    def __init__(self, inner: Transport, link: EmulatedLink) -> None:
         """Raise InputError over NCCL, and where ranks run on several hosts."""
         if inner.name == "nccl":
             raise InputError("backend", "nccl", "gloo under an emulated link: the host waits for messages")
@@ -518,7 +519,7 @@ class EmulatedTransport(WrappedTransport):
             raise InputError("link_bandwidth", f"ranks on {len(hosts)} hosts", "ranks of one host, which share a clock")
         super().__init__(inner)
         self.name = f"emulated {link.bandwidth_bytes_per_s * 8e-9:g} Gbit/s, {link.latency_s * 1e6:g} us"
-        self.egress = Egress(link, traffic, (self.rank, (self.rank + 1) % self.size), time.monotonic())
+        self.egress = Egress(link, (self.rank, (self.rank + 1) % self.size), time.monotonic())
 
     def isend(self, tensor: Any, dst: int) -> Pending:
         """Send the arrival time, then the message: a rank's messages leave one after another."""

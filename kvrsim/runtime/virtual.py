@@ -1,7 +1,7 @@
 """Virtual ranks: each rank's real chunk behind its real prefix, one after another on ONE device.
 
-What is measured is the time of every part of every layer on every rank; messages are not sent. The logits are exact:
-a rank finds the K and V that the ranks before it have computed.
+The time of every part of every layer on every rank is measured; messages are not sent. The logits are exact: a rank
+reads the K and V that the ranks before it have computed.
 """
 
 from __future__ import annotations
@@ -14,29 +14,26 @@ from typing import Any
 
 import torch
 
-from kvrsim.runtime.bench import conditions_of
-from kvrsim.runtime.cache import PrefixCache
-from kvrsim.runtime.exchange import exchange_of
-from kvrsim.runtime.hooks import Clock, Mark, clock_of, hooked
+from kvrsim.runtime.exchange import attend_to_buffer, exchange_of
 from kvrsim.runtime.host import HostLoad
-from kvrsim.runtime.job import Job
-from kvrsim.runtime.kept.buffers import buffers_of, kv_room
+from kvrsim.runtime.kv_cache import CacheListener, Chunk, Memory, PrefixCache, UpdateEvent, allocate_chunk, make_buffers
+from kvrsim.runtime.marks import COMPUTE, Clock, Mark, clock_of, hooked
+from kvrsim.runtime.measure import Job, conditions_of, prompt_of
 from kvrsim.runtime.model import ModelForward
-from kvrsim.runtime.plan import RunPlan, random_prompt
-from kvrsim.runtime.trace import COMPUTE
+from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.transport import Transport
 
-Parts = Mapping[tuple[int | None, str], float]  # seconds by layer (None: outside) and the simulator's word
+Parts = Mapping[tuple[int | None, str], float]  # seconds by layer (None: outside the layers) and the simulator's name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VirtualTiming:
-    """One plan, replayed again and again."""
+    """One plan, replayed repeatedly."""
 
     plan: RunPlan
     repeats: tuple[tuple[Parts, ...], ...]  # by repetition, by rank
-    other_cores: tuple[float | None, ...]  # by repetition: cores that others kept busy; None: unknown
-    logits_error: float | None  # largest difference from one process's logits; None: not asked for
+    other_cores: tuple[float | None, ...]  # by repetition: cores that other processes kept busy; None: unknown
+    logits_error: float | None  # largest difference from one process's logits; None: not compared
     logits_scale: float | None  # largest logit, by magnitude
 
 
@@ -49,16 +46,15 @@ class VirtualReport:
 
 
 def run_virtual(transport: Transport, job: Job) -> VirtualReport:
-    """Replay the ranks of every plan on this one process's device, plans interleaved."""
-    forward = ModelForward(job.model.load(getattr(transport, "device", "cpu")))
+    """Replay the ranks of every plan on this process's device, plans interleaved."""
+    forward = job.model.load(transport)
     clock = clock_of(forward.geometry.device, all_streams=True)
     first = job.plans[0]
-    alone = None
-    if job.check_logits:  # before the ranks' KV buffers are made
-        ids = random_prompt(forward.model.config.vocab_size, first, job.model.seed).to(forward.geometry.device)
-        alone = _logits_alone(forward.model, ids)
-    room = kv_room(forward.geometry, first.context_len, first.batch)
-    plans = [_VirtualRanks(forward, plan, clock, job.model.seed, room) for plan in job.plans]
+    ids = prompt_of(forward, first, job.model.seed)
+    reference = _reference_logits(forward.model, ids) if job.check_logits else None  # before buffers are made
+    whole = Chunk(start=0, length=first.context_len, batch=first.batch)
+    memory = allocate_chunk(forward.geometry, whole)
+    plans = [_VirtualPlan(forward, plan, clock, ids, memory) for plan in job.plans]
     repeats: list[list[tuple[Parts, ...]]] = [[] for _ in plans]
     cores: list[list[float | None]] = [[] for _ in plans]
     load, total = HostLoad(), (job.warmups + job.repeats) * len(plans)
@@ -67,10 +63,10 @@ def run_virtual(transport: Transport, job: Job) -> VirtualReport:
             for number, plan in enumerate(plans):
                 transport.report(repetition * len(plans) + number, total, "prefills")
                 load.other_cores(time.process_time())
-                found = plan.run()
+                parts = tuple(plan.run(rank) for rank in range(len(plan.ranks)))
                 others = load.other_cores(time.process_time())
                 if repetition >= job.warmups:
-                    repeats[number].append(found)
+                    repeats[number].append(parts)
                     cores[number].append(others)
     transport.report(total, total, "prefills")
     timings = tuple(
@@ -78,67 +74,78 @@ def run_virtual(transport: Transport, job: Job) -> VirtualReport:
             plan=plan.plan,
             repeats=tuple(repeats[number]),
             other_cores=tuple(cores[number]),
-            logits_error=None if alone is None else float((plan.logits.float() - alone).abs().max()),
-            logits_scale=None if alone is None else float(alone.abs().max()),
+            logits_error=None if reference is None else float((plan.logits.float() - reference).abs().max()),
+            logits_scale=None if reference is None else float(reference.abs().max()),
         )
         for number, plan in enumerate(plans)
     )
-    told = {"repetitions": f"{job.repeats} after {job.warmups} warm-ups, plans interleaved"}
-    return VirtualReport(timings=timings, conditions=conditions_of(transport, forward) | told)
+    repetitions = {"repetitions": f"{job.repeats} after {job.warmups} warm-ups, plans interleaved"}
+    return VirtualReport(timings=timings, conditions=conditions_of(transport, forward) | repetitions)
 
 
-class _VirtualRanks:
+class _VirtualRank(CacheListener):
+    """One rank's view of the K and V of the whole context."""
+
+    def __init__(self, forward: ModelForward, plan: RunPlan, rank: int, clock: Clock, memory: Memory) -> None:
+        self.geometry, self.clock, self.layer = forward.geometry, clock, 0
+        start, end = plan.partition.boundaries[rank : rank + 2]
+        # TSP's dense attention covers what comes later too, as it does after a real all-gather.
+        dense = plan.strategy == "tsp" and plan.tsp_keys == "dense" and end - start > 1
+        total = plan.context_len
+        visible = total if dense else end
+        self.chunk = Chunk(start=start, length=end - start, batch=plan.batch, total_len=total, visible_len=visible)
+        self.cache = PrefixCache(make_buffers(forward.geometry, self.chunk, memory), self)
+        self.query_blocks = plan.query_blocks[rank] if plan.query_blocks else ()
+        self.positions = torch.arange(start, end, device=forward.geometry.device)
+
+    def on_update(self, event: UpdateEvent, layer: int) -> None:
+        self.layer = layer
+        self.clock.mark(event, layer)
+
+    def attend(self, query: Any, scale: float | None) -> Any:
+        """Attend in query blocks."""
+        buffer: Any = self.cache.buffers[self.layer]
+        return attend_to_buffer(self.geometry, buffer, query, scale, self.query_blocks[self.layer])
+
+
+class _VirtualPlan:
     """The ranks of one plan, which share the K and V of the whole context, with each other and with other plans."""
 
-    def __init__(self, forward: ModelForward, plan: RunPlan, clock: Clock, seed: int, room: list[Any]) -> None:
-        geometry = forward.geometry
-        exchange_of(plan.strategy).check(plan, geometry)
-        self.forward, self.plan, self.clock = forward, plan, clock
+    def __init__(self, forward: ModelForward, plan: RunPlan, clock: Clock, ids: Any, memory: Memory) -> None:
+        exchange_of(plan.strategy).check(plan, forward.geometry)
+        self.forward, self.plan, self.clock, self.ids = forward, plan, clock, ids
         self.logits: Any = None
-        self.ids = random_prompt(forward.model.config.vocab_size, plan, seed).to(geometry.device)
-        self.room = room
-        self.caches = [self._cache(chunk, *bounds) for chunk, bounds in enumerate(pairwise(plan.partition.boundaries))]
+        count = len(plan.partition.chunk_lens)
+        self.ranks = [_VirtualRank(forward, plan, rank, clock, memory) for rank in range(count)]
 
-    def run(self) -> tuple[Parts, ...]:
-        """One prefill: seconds of every part, rank by rank."""
-        return tuple(self._rank(rank) for rank in range(len(self.caches)))
-
-    def _cache(self, chunk: int, start: int, end: int) -> PrefixCache:
-        """A rank's view: TSP's dense attention covers what comes later too, as it does after a real all-gather."""
-        plan = self.plan
-        dense = plan.strategy == "tsp" and plan.tsp_keys == "dense" and end - start > 1
-        sizes: dict[str, Any] = dict(prefix_len=start, chunk_len=end - start, batch=plan.batch)
-        sizes |= dict(total_len=plan.context_len, visible_len=plan.context_len if dense else end)
-        buffers = buffers_of(self.forward.geometry, **sizes, room=self.room)
-        blocks = plan.query_blocks[chunk] if plan.query_blocks else ()
-        return PrefixCache(buffers, on_update=self.clock.mark, query_blocks=blocks)
-
-    def _rank(self, rank: int) -> Parts:
-        start, end = self.plan.partition.boundaries[rank : rank + 2]
-        is_last = end == self.plan.context_len
+    def run(self, number: int) -> Parts:
+        """Run one rank's part in a prefill; return the seconds of its parts."""
+        rank = self.ranks[number]
+        chunk, is_last = rank.chunk, rank.chunk.end == self.plan.context_len
         self.clock.start()
         self.clock.mark("start")
-        logits = self.forward(self.ids[:, start:end], start, self.caches[rank], is_last=is_last)
+        ids, own = self.ids[:, chunk.start : chunk.end], rank if rank.query_blocks else None
+        logits = self.forward(ids, chunk.start, rank.cache, is_last=is_last, own=own)
         if is_last:
             self.logits = logits
-            logits.argmax(-1).tolist()  # the first token, which a user waits for
+            logits.argmax(-1).tolist()  # the first token, for which a user waits
         self.clock.mark("token")
         return _parts(self.clock.finish(), is_last=is_last)
 
 
 def _parts(marks: Sequence[Mark], *, is_last: bool) -> Parts:
-    """Seconds between marks by the simulator's words; only the last rank has a head."""
-    found: dict[tuple[int | None, str], float] = {}
+    """Sum the seconds between marks by the simulator's names; only the last rank has a head."""
+    parts: dict[tuple[int | None, str], float] = {}
     for first, second in pairwise(marks):
         name = COMPUTE.get((first.name, second.name))
         if name is None or (name == "head" and not is_last):
             continue
         key = (None if name in ("embedding", "head") else first.layer, name)
-        found[key] = found.get(key, 0.0) + second.device_s - first.device_s
-    return found
+        parts[key] = parts.get(key, 0.0) + second.device_s - first.device_s
+    return parts
 
 
-def _logits_alone(model: Any, ids: Any) -> Any:
-    """What transformers computes by itself, of the last token."""
+def _reference_logits(model: Any, ids: Any) -> Any:
+    """Return the last token's logits as transformers computes them."""
     with torch.inference_mode():
         return model(input_ids=ids, logits_to_keep=1, use_cache=False).logits[:, -1].float()

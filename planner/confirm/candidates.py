@@ -13,7 +13,7 @@ from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
 from kvrsim.memory import RankMemory, memory_of
 from kvrsim.results.results import Plan
-from kvrsim.runtime.exchange import RUN_STRATEGIES
+from kvrsim.runtime.plan import RUN_STRATEGIES
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import KVR_S, Strategy, get_strategy
 from kvrsim.units import format_bytes

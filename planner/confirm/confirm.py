@@ -111,7 +111,7 @@ def check(scenario: Scenario, hardware: Hardware, *, needs_profile: bool = True)
         raise InputError(
             "gpus", scenario.cluster.num_gpus, f"at most one GPU a token, here {scenario.request.new_tokens}"
         )
-    from kvrsim.runtime.kept.families import check_kernel
+    from kvrsim.runtime.geometry import check_kernel
 
     check_kernel(scenario.model.model_type, scenario.kernel)
     hardware.choice(scenario)

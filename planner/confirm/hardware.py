@@ -14,10 +14,10 @@ from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy, get_strategy
 
 if TYPE_CHECKING:
-    from kvrsim.runtime.job import Job, ModelChoice
+    from kvrsim.runtime.measure import Job, ModelChoice
     from kvrsim.runtime.plan import RunPlan
     from kvrsim.runtime.ranks import Launch
-    from kvrsim.runtime.transport import EmulatedLink, MessageTraffic
+    from kvrsim.runtime.transport import EmulatedLink
 
 _PATIENCE_S = 60.0  # the least timeout of a message
 _SLOWER = 6.0  # timeouts are so many times the predicted duration
@@ -56,7 +56,7 @@ class Hardware:
 
     def choice(self, scenario: Scenario) -> ModelChoice:
         """The model as the ranks load it; InputError for a dtype that the runtime has not got."""
-        from kvrsim.runtime.job import ModelChoice
+        from kvrsim.runtime.measure import ModelChoice
 
         return ModelChoice(
             config=self.config,
@@ -69,7 +69,7 @@ class Hardware:
 
     def job(self, scenario: Scenario, plans: tuple[RunPlan, ...], *, generate: int = 0, check: bool = True) -> Job:
         """The job that the ranks receive."""
-        from kvrsim.runtime.job import Job
+        from kvrsim.runtime.measure import Job
 
         return Job(
             model=self.choice(scenario),
@@ -77,28 +77,26 @@ class Hardware:
             repeats=self.repeats,
             warmups=self.warmups,
             link=self.link(scenario),
-            traffic=self.traffic(scenario.cluster.num_gpus),
             check_logits=check,
             generate=generate,
         )
 
     def link(self, scenario: Scenario) -> EmulatedLink | None:
-        """The scenario's link; None where links are not emulated."""
-        from kvrsim.runtime.transport import EmulatedLink
+        """Return the scenario's link with other traffic between neighbours; None where links are not emulated."""
+        from kvrsim.runtime.transport import EmulatedLink, MessageTraffic
 
         if not self.emulated:
             return None
+        num_ranks, traffic = scenario.cluster.num_gpus, None
+        if self.traffic_share:
+            traffic = MessageTraffic(
+                pairs=tuple((rank, (rank + 1) % num_ranks) for rank in range(num_ranks)),
+                share=self.traffic_share,
+                message_bytes=self.traffic_bytes,
+                seed=self.seed,
+            )
         link = scenario.cluster.link
-        return EmulatedLink(bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s)
-
-    def traffic(self, num_ranks: int) -> MessageTraffic | None:
-        """Other traffic on every link between neighbours; None where there is none."""
-        from kvrsim.runtime.transport import MessageTraffic
-
-        if not self.traffic_share:
-            return None
-        pairs = tuple((rank, (rank + 1) % num_ranks) for rank in range(num_ranks))
-        return MessageTraffic(pairs=pairs, share=self.traffic_share, message_bytes=self.traffic_bytes, seed=self.seed)
+        return EmulatedLink(bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s, traffic=traffic)
 
     def launch(self, num_ranks: int, longest_s: float, all_s: float) -> Launch:
         """How ranks are started; timeouts follow from the predicted longest prefill and their sum."""
@@ -134,7 +132,8 @@ def gpu_notes(device: str) -> tuple[str, ...]:
 
 def check_split(scenario: Scenario, strategy: Strategy, *, generate: int = 0) -> None:
     """Raise InputError where no rank could run its part of the model, or decode."""
-    from kvrsim.runtime.exchange import exchange_of, run_strategy
+    from kvrsim.runtime.exchange import exchange_of
+    from kvrsim.runtime.plan import run_strategy
 
     exchange = exchange_of(run_strategy(strategy.name))
     exchange.check_family(scenario.model.model_type)
@@ -156,8 +155,7 @@ def run_plan(
 
     Raises InputError for a strategy that the runtime cannot run, or for query blocks without a profile.
     """
-    from kvrsim.runtime.exchange import run_strategy
-    from kvrsim.runtime.plan import RunPlan
+    from kvrsim.runtime.plan import RunPlan, run_strategy
 
     run_as, chosen = run_strategy(strategy), get_strategy(strategy)
     blocks = None

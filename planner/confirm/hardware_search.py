@@ -167,12 +167,14 @@ class RankStopwatch:
     """One rank's part in the prefills of a search: all ranks learn the same times; the first one keeps the journal."""
 
     def __init__(self, transport: Transport, task: SearchTask) -> None:
-        from kvrsim.runtime.job import Prefills, linked_by
+        from kvrsim.runtime.measure import Stopwatch as PrefillStopwatch
+        from kvrsim.runtime.transport import EmulatedTransport
 
         hardware, scenario = task.hardware, task.scenario
-        traffic = hardware.traffic(scenario.cluster.num_gpus)
         self.task, self.transport = task, transport
-        self.prefills = Prefills(linked_by(transport, hardware.link(scenario), traffic), hardware.choice(scenario))
+        link = hardware.link(scenario)
+        linked = transport if link is None else EmulatedTransport(transport, link)
+        self.prefills = PrefillStopwatch(linked, hardware.choice(scenario))
         self.warm: set[Chunks] = set()
         self._since_s = time.monotonic()
         self._spent_s = sum(sample.spent_s for sample in task.known)  # the interrupted search's time included

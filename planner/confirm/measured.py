@@ -14,7 +14,7 @@ from planner.confirm.hardware import Hardware
 from planner.confirm.virtual import composed_s, composed_timeline
 
 if TYPE_CHECKING:
-    from kvrsim.runtime.job import Job
+    from kvrsim.runtime.measure import Job
     from kvrsim.runtime.plan import RunPlan
     from kvrsim.runtime.ranks import OnProgress
     from kvrsim.runtime.virtual import VirtualTiming
@@ -41,7 +41,7 @@ def run_ranks(
     on_progress: OnProgress | None,
 ) -> tuple[list[Measured], dict[str, str], tuple[float, ...]]:
     """Measure every candidate on ranks in separate processes, each partition once."""
-    from kvrsim.runtime.job import JobReport, run_job
+    from kvrsim.runtime.measure import JobReport, run_job
     from kvrsim.runtime.ranks import launch
 
     count = len(job.plans) * (hardware.repeats + hardware.warmups + 3) + 2

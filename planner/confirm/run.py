@@ -172,7 +172,7 @@ def planned(
 
     scenario: as the hardware places it.
     """
-    from kvrsim.runtime.exchange import run_strategy
+    from kvrsim.runtime.plan import run_strategy
 
     run_strategy(strategy)
     chosen = get_strategy(strategy)

@@ -129,7 +129,7 @@ def search_here(
 def search_on_ranks(transport: Transport, task: SearchTask) -> HardwareSearch:
     """What every rank runs: the same search in lock step, on TTFTs that all ranks share."""
     from kvrsim.runtime.host import versions
-    from kvrsim.runtime.prefill import agree
+    from kvrsim.runtime.measure import agree
 
     done = HardwareSearch()
     agree(transport, task.facts() | versions())

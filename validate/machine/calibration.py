@@ -62,8 +62,7 @@ def single(transport: Transport, config: str) -> BenchReport:
     """Run by one rank: TTFTs of whole prefills."""
     model = load_model(config)
     plans = [RunPlan(strategy="single", partition=Partition(chunk_lens=(length,))) for length in CONTEXTS]
-    size = model.config.vocab_size
-    return measure(transport, ModelForward(model), plans, vocab_size=size, repeats=REPEATS, warmups=1)
+    return measure(transport, ModelForward(model), plans, repeats=REPEATS, warmups=1)
 
 
 def calibrate(config: Path, profile: Path, options: Sequence[str], attention: str = KERNEL) -> float:

@@ -19,9 +19,8 @@ from kvrsim.executors.network import Link
 from kvrsim.executors.run import run_program
 from kvrsim.hardware import Cluster, load_cluster
 from kvrsim.program import AllGather, Compute, Op, Program, Recv, Send
-from kvrsim.runtime.bench import BenchReport, measure
-from kvrsim.runtime.geometry import Geometry
-from kvrsim.runtime.kept.layers import KeptTokens
+from kvrsim.runtime.geometry import Geometry, KvLayout
+from kvrsim.runtime.measure import BenchReport, measure
 from kvrsim.runtime.model import SleepForward
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.ranks import Launch, launch
@@ -29,8 +28,8 @@ from kvrsim.runtime.transport import EmulatedLink, EmulatedTransport, MessageTra
 from kvrsim.scenario import Partition
 
 # Few bytes a token and a slow link: on two cores, moving the bytes takes time from nobody.
-KEPT = KeptTokens(num_key_value_heads=1, head_dim=32, v_head_dim=32)
-GEOMETRY = Geometry(model_type="llama", num_attention_heads=8, kept=(KEPT,) * 8)
+KEPT = KvLayout(num_key_value_heads=1, head_dim=32, v_head_dim=32)
+GEOMETRY = Geometry(model_type="llama", num_attention_heads=8, layouts=(KEPT,) * 8)
 TOKEN_BYTES = GEOMETRY.token_bytes(0)
 LATENCY_S = 1e-3
 
@@ -132,8 +131,8 @@ def sleep_on_rank(
     found = []
     for traffic in traffics:
         transport.barrier()
-        emulated, warmups = EmulatedTransport(transport, sleepers.link, traffic), 0 if traffic else 1
-        found.append(measure(emulated, forward, plans, vocab_size=10, repeats=repeats, warmups=warmups))
+        emulated, warmups = EmulatedTransport(transport, replace(sleepers.link, traffic=traffic)), 0 if traffic else 1
+        found.append(measure(emulated, forward, plans, repeats=repeats, warmups=warmups))
     return found
 
 

@@ -96,9 +96,8 @@ class LayerOptions:
         from calibrate.measure.forward import ComputeSetup
         from kvrsim.io.schema import JsonObject
         from kvrsim.model.load import config_path, load_model
-        from kvrsim.runtime.geometry import DTYPES
+        from kvrsim.runtime.geometry import DTYPES, family_of
         from kvrsim.runtime.host import chosen_device, num_gpus
-        from kvrsim.runtime.kept.families import family_of
         from kvrsim.units import parse_count, parse_tokens
 
         model = load_model(self.model)

@@ -71,7 +71,7 @@ def strategies_show(
 
 def about(name: str) -> dict[str, Any]:
     """A strategy as JSON, the fields as docs/reference/json.md has them; raises InputError where there is none."""
-    from kvrsim.runtime.exchange import RUN_STRATEGIES
+    from kvrsim.runtime.plan import RUN_STRATEGIES
     from kvrsim.strategies import get_strategy
     from planner.candidates import QUICK
     from planner.deploy import engines_for

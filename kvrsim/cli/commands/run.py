@@ -59,7 +59,7 @@ def run(
 
     Example: kvrsim run --strategy kvr-e --ctx 1k --gpus 2
     """
-    from kvrsim.runtime.exchange import run_strategy
+    from kvrsim.runtime.plan import run_strategy
     from kvrsim.units import parse_count
 
     run_strategy(strategy)

@@ -1,40 +1,279 @@
-"""Exchanges: how the ranks of each strategy run a prefill; one file for each, which `RUN_STRATEGIES` names.
+"""Exchanges: how the ranks of each strategy run a prefill.
 
-A file defines a subclass of `base.Exchange` as EXCHANGE. Here nothing needs torch.
+`Exchange` holds what all have in common: a chunk per rank, messages of K and V or states, and their marks. Each module
+of this package defines the exchanges of one kind of communication.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import cached_property
 from importlib import import_module
-from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from kvrsim.errors import InputError
+from kvrsim.runtime.attention import in_query_blocks
+from kvrsim.runtime.geometry import Layout, StateLayout
+from kvrsim.runtime.kv_cache import (
+    CacheListener,
+    Chunk,
+    KvBuffer,
+    KvPairs,
+    Memory,
+    PrefixCache,
+    UpdateEvent,
+    make_buffers,
+)
+from kvrsim.runtime.marks import Clock
+from kvrsim.runtime.transport import Edge, Pending, Transport
 
 if TYPE_CHECKING:
-    from kvrsim.runtime.exchange.base import Exchange
+    from kvrsim.runtime.geometry import Geometry
+    from kvrsim.runtime.model import Forward, ModelForward
+    from kvrsim.runtime.plan import RunPlan
 
-# What the runtime runs: a registered strategy's name, and the file here that runs it. All others are refused.
-RUN_STRATEGIES: Mapping[str, str] = MappingProxyType(
-    {
-        **{"single": "single", "tsp": "tsp", "kvr-e": "kvr", "kvr-s": "kvr", "kvr-p": "kvr", "kvr-b": "kvr"},
-        **{"kvr-direct": "kvr_direct", "ring": "ring", "striped": "striped", "zigzag": "zigzag"},
-        **{"zigzag-ring": "zigzag_ring", "ulysses": "ulysses", "tp": "tp", "pp": "pp", "pp-s": "pp"},
-    }
-)
-
-
-def run_strategy(name: str, argument: str = "strategy") -> str:
-    """How ranks run a strategy; raises InputError, naming `argument`, for one that the runtime cannot run."""
-    if name not in RUN_STRATEGIES:
-        raise InputError(argument, name, f"what the runtime runs: {', '.join(RUN_STRATEGIES)}")
-    return RUN_STRATEGIES[name]
+# By the value of RUN_STRATEGIES: the module of this package and the class in it.
+_CLASSES = {
+    **{"single": "chain.Single", "kvr": "chain.Chain", "kvr_direct": "chain.DirectChain"},
+    **{"tsp": "gather.Gathered", "zigzag": "gather.Zigzag"},
+    **{"ring": "ring.RingAttention", "striped": "ring.StripedRing", "zigzag_ring": "ring.ZigzagRing"},
+    **{"ulysses": "ulysses.Ulysses", "pp": "pipeline.Pipeline", "tp": "tensor.TensorParallel"},
+}
 
 
 def exchange_of(strategy: str) -> type[Exchange]:
-    """The class of a plan's strategy, one of the values of `RUN_STRATEGIES`."""
-    if strategy not in RUN_STRATEGIES.values():
-        raise InputError("strategy", strategy, f"one of {', '.join(dict.fromkeys(RUN_STRATEGIES.values()))}")
-    found: type[Exchange] = import_module(f"{__name__}.{strategy}").EXCHANGE
-    return found
+    """Return the class that runs a plan's strategy."""
+    if strategy not in _CLASSES:
+        raise InputError("strategy", strategy, f"one of {', '.join(_CLASSES)}")
+    module, name = _CLASSES[strategy].split(".")
+    exchange: type[Exchange] = getattr(import_module(f"{__name__}.{module}"), name)
+    return exchange
+
+
+class Exchange(CacheListener):
+    """One rank's part in the prefills of one plan: the tokens that it runs, and what it sends and receives."""
+
+    decodes = True  # whether the rank that emits the first token can continue from its cache
+    first_layer = 0  # the model's number of the first layer that this rank has
+
+    def __init__(
+        self, forward: Forward, transport: Transport, plan: RunPlan, clock: Clock, memory: Memory | None = None
+    ) -> None:
+        """memory: of each layer, used by other prefills in turn; None: its own. Raises InputError as `chunk_of`."""
+        self.forward, self.transport, self.plan, self.clock = forward, transport, plan, clock
+        self.geometry, self.rank = forward.geometry, transport.rank
+        self.layer: int | None = None  # that the rank has reached
+        self._receives: dict[int, list[tuple[int, Pending]]] = {}  # by layer: source and message
+        self._sends: list[Pending] = []
+        self.chunk = self.chunk_of(plan, transport.rank, transport.size)
+        self.cache = None if self.chunk is None else self.make_cache(self.chunk, memory)
+
+    # What the strategy decides before any rank runs.
+
+    @classmethod
+    def chunk_of(cls, plan: RunPlan, rank: int, size: int) -> Chunk | None:
+        """Return the tokens of a rank; None: it takes no part. Raises InputError where chunks are not one per rank."""
+        if len(plan.partition.chunk_lens) != size:
+            raise InputError("partition", plan.chunks, f"one chunk per rank, of which there are {size}")
+        start, end = plan.partition.boundaries[rank : rank + 2]
+        return Chunk(start=start, length=end - start, batch=plan.batch)
+
+    @classmethod
+    def elements(cls, plan: RunPlan, rank: int, size: int, layout: Layout) -> int:
+        """Return the elements of K and V that a rank keeps in a layer of the whole model."""
+        chunk = cls.chunk_of(plan, rank, size)
+        return 0 if chunk is None else chunk.elements(layout)
+
+    @classmethod
+    def check(cls, plan: RunPlan, geometry: Geometry) -> None:
+        """Raise InputError where the model cannot run the plan."""
+        least = geometry.least_chunk
+        if min(plan.partition.chunk_lens[1:], default=least) < least:
+            accepted = f"chunks of at least {least} tokens after the first, for {geometry.model_type}"
+            raise InputError("partition", plan.chunks, accepted)
+        if plan.query_blocks and (reason := geometry.why_no_own_attention()):
+            raise InputError("query_blocks", plan.label, f"one call of attention for {geometry.model_type}: {reason}")
+
+    @classmethod
+    def check_family(cls, model_type: str) -> None:
+        """Raise InputError where the strategy cannot run any model of an architecture."""
+
+    @classmethod
+    def own_forward(cls, forward: ModelForward, plan: RunPlan, rank: int, size: int) -> ModelForward:
+        """Return the forward of a rank's part of the model, in its own memory where it is not all of it."""
+        return forward
+
+    @classmethod
+    def edges(cls, plan: RunPlan, size: int) -> list[Edge]:
+        """Return the links that the plan uses besides those to the next rank."""
+        return []
+
+    @classmethod
+    def first_token_rank(cls, plan: RunPlan, size: int) -> int:
+        """Return the rank that emits the first token: the last one."""
+        return size - 1
+
+    @property
+    def emits_token(self) -> bool:
+        """Whether this rank emits the first token."""
+        return self.rank == self.first_token_rank(self.plan, self.transport.size)
+
+    # One rank's prefill.
+
+    def make_cache(self, chunk: Chunk, memory: Memory | None) -> PrefixCache:
+        """Return the rank's cache."""
+        return PrefixCache(make_buffers(self.geometry, chunk, memory), self)
+
+    def scratch(self) -> list[Any]:
+        """Return the memory that one layer at a time needs besides the cache, made once."""
+        return []
+
+    def own_part(self, kept: KvPairs) -> KvPairs:
+        """Return this rank's part of what one process keeps, by layer."""
+        return kept
+
+    @cached_property
+    def positions(self) -> Any:
+        """Positions of the rank's tokens, shape [c]."""
+        assert self.chunk is not None
+        return torch.arange(self.chunk.start, self.chunk.end, device=self.geometry.device)
+
+    def reset(self) -> None:
+        """Forget the prefill before."""
+        self.layer = None
+        self._receives.clear()
+
+    def run(self, input_ids: Any) -> Any:
+        """Run the rank's part in the prefill of [B, C]; return the last token's logits [B, vocabulary] if it has them.
+
+        Ranks that take no part do not come here.
+        """
+        assert self.cache is not None
+        assert self.chunk is not None
+        ids = input_ids[:, self.chunk.start : self.chunk.end]
+        own = self if self.plan.query_blocks else None
+        return self.forward(ids, self.chunk.start, self.cache, is_last=self.emits_token, own=own)
+
+    def attend(self, query: Any, scale: float | None) -> Any:
+        """Attend in the plan's query blocks."""
+        assert self.layer is not None
+        buffer = self.buffer(self.layer)
+        return attend_to_buffer(self.geometry, buffer, query, scale, self.plan.query_blocks[self.rank][self.layer])
+
+    def finish(self) -> None:
+        """Wait until what was sent may be overwritten."""
+        for message in self._sends:
+            message.wait()
+        self._sends.clear()
+
+    def on_update(self, event: UpdateEvent, layer: int) -> None:
+        if event == "update":
+            self.layer = layer
+            self.transport.note(layer)
+        self.clock.mark(event, layer)
+
+    def buffer(self, layer: int) -> Any:
+        """Return the buffer of a layer."""
+        assert self.cache is not None
+        return self.cache.buffers[layer]
+
+    # Messages of K and V, or of states.
+
+    def incoming(self, layer: int) -> list[tuple[int, Any]]:
+        """Return the source and memory of each message that the layer needs; none is empty."""
+        message = self.buffer(layer).incoming()
+        return [(self.rank - 1, message)] if self.rank and message.nbytes else []
+
+    def outgoing(self, layer: int) -> list[tuple[int, Any]]:
+        """Return the destination and memory of each message that later ranks need of the layer; none is empty."""
+        message = self.buffer(layer).outgoing()
+        return [(self.rank + 1, message)] if self.rank < self.transport.size - 1 and message.nbytes else []
+
+    def post(self, layer: int) -> None:
+        """Post the receives of a layer: a message moves once its receive is posted."""
+        self._receives[layer] = [(src, self.transport.irecv(message, src)) for src, message in self.incoming(layer)]
+
+    def receive(self, layer: int) -> None:
+        """Wait for what the layer needs of the tokens before the chunk."""
+        for src, message in self._receives.pop(layer, []):
+            self.wait_for(message, layer, src)
+
+    def forward_kv(self, layer: int) -> None:
+        """Send what later ranks need of the layer."""
+        for dst, message in self.outgoing(layer):
+            self.send(message, layer, dst)
+
+    def forward_state(self, layer: int) -> None:
+        """Send the state after the chunk, and mark the end of the send."""
+        self.forward_kv(layer)
+        if self.outgoing(layer):
+            self.clock.mark("sent", layer)
+
+    def wait_for(self, message: Pending, layer: int | None, src: int) -> None:
+        """Wait for a message."""
+        self.clock.mark("wait", layer)
+        message.wait()
+        self.clock.mark("received", layer, peer=src)
+
+    def send(self, message: Any, layer: int | None, dst: int) -> None:
+        """Start to send to another rank."""
+        self.clock.mark("send", layer, peer=dst, nbytes=message.nbytes)
+        self._sends.append(self.transport.isend(message, dst))
+
+
+class OwnAttentionExchange(Exchange):
+    """Each rank keeps the K and V of its own tokens, in their order, and computes attention itself."""
+
+    decodes = False
+
+    @classmethod
+    def chunk_of(cls, plan: RunPlan, rank: int, size: int) -> Chunk:
+        """Return the rank's tokens, which need not be consecutive."""
+        chunk = super().chunk_of(plan, rank, size)
+        assert chunk is not None
+        return Chunk(start=0, length=chunk.length, batch=plan.batch)
+
+    @classmethod
+    def check(cls, plan: RunPlan, geometry: Geometry) -> None:
+        """Raise InputError where attention is not plain, to all tokens' K and V of heads, in every layer."""
+        super().check(plan, geometry)
+        reason = geometry.why_no_own_attention()
+        for layout in geometry.layouts:
+            if isinstance(layout, StateLayout):
+                reason = "its layers keep states"
+            elif layout is not None and (layout.sliding_window or plan.context_len) < plan.context_len:
+                reason = reason or f"its layers see a window of {layout.sliding_window} tokens"
+        if reason is not None:
+            accepted = f"single, tsp, kvr or kvr-direct for {geometry.model_type}: {reason}"
+            raise InputError("strategy", plan.name, accepted)
+
+    @classmethod
+    def positions_of(cls, plan: RunPlan, rank: int) -> list[range]:
+        """Return the positions of the rank's tokens, one range per run of tokens."""
+        start, end = plan.partition.boundaries[rank : rank + 2]
+        return [range(start, end)]
+
+    @cached_property
+    def positions(self) -> Any:
+        """Positions of the rank's tokens, shape [c]."""
+        runs = self.positions_of(self.plan, self.rank)
+        return torch.tensor([position for run in runs for position in run], device=self.geometry.device)
+
+    def own_part(self, kept: KvPairs) -> KvPairs:
+        return [None if pair is None else (self.own_share(pair[0]), self.own_share(pair[1])) for pair in kept]
+
+    def own_share(self, whole: Any) -> Any:
+        """Return the rank's share of a layer's K or V, [B, H, C, D]."""
+        return whole[:, :, self.positions.to(whole.device)]
+
+    def run(self, input_ids: Any) -> Any:
+        assert self.cache is not None
+        return self.forward(input_ids[:, self.positions], 0, self.cache, is_last=self.emits_token, own=self)
+
+
+def attend_to_buffer(geometry: Geometry, buffer: KvBuffer, query: Any, scale: float | None, blocks: int) -> Any:
+    """Attend to what the chunk sees of a buffer in some query blocks, at most one per query."""
+    keys, values = buffer.views(buffer.rows(buffer.first_seen, buffer.chunk.end))
+    window = buffer.layout.sliding_window
+    return in_query_blocks(geometry.attention, query, keys, values, scale, window, min(blocks, query.shape[2]))

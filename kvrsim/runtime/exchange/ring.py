@@ -1,26 +1,32 @@
-"""Ring attention: the ranks' K and V go round while each attends to those that it holds."""
+"""Ring attention: the ranks' K and V go round while each rank attends to those that it holds."""
 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvrsim.runtime.exchange.attending import AttendingExchange
-from kvrsim.runtime.exchange.kernels import Merged, block
+from kvrsim.errors import InputError
+from kvrsim.partition import Partition
+from kvrsim.runtime.attention import Merged, block_attention
+from kvrsim.runtime.exchange import OwnAttentionExchange
+from kvrsim.runtime.exchange.gather import zigzag_pieces
+
+if TYPE_CHECKING:
+    from kvrsim.runtime.geometry import Geometry
+    from kvrsim.runtime.plan import RunPlan
 
 
-class Ring(AttendingExchange):
-    """Chunks follow each other: a rank passes on the blocks of later ranks without attending to them."""
+class RingAttention(OwnAttentionExchange):
+    """Chunks are consecutive: a rank passes on the blocks of later ranks without attending to them."""
 
     @cached_property
     def _blocks(self) -> list[Any]:
-        """Where others' blocks arrive in turn: one is worked on while the next one comes."""
+        """Where others' blocks arrive in turn: one is attended to while the next one arrives."""
         own, size = self.buffer(self.geometry.linked_layers[0]).data, self.transport.size
         longest = max(self.plan.partition.chunk_lens)
         return [own.new_empty(longest, own.shape[1]) for _ in range(min(2, size - 1))]
 
     def scratch(self) -> list[Any]:
-        """What one layer at a time needs besides what is kept."""
         return self._blocks
 
     def attend(self, query: Any, scale: float | None) -> Any:
@@ -28,31 +34,69 @@ class Ring(AttendingExchange):
         layer, transport, lens = self.layer, self.transport, self.plan.partition.chunk_lens
         assert layer is not None
         buffer, merged = self.buffer(layer), Merged()
-        held, owner = buffer.data, transport.rank
+        block, owner = buffer.data, self.rank
         for turn in range(transport.size):
-            coming, after = None, (owner - 1) % transport.size
+            receive, previous = None, (owner - 1) % transport.size
             if turn < transport.size - 1:
-                room = self._blocks[turn % 2][: lens[after]]
-                coming = transport.irecv_prev(room)
-                self.send(held, layer, (transport.rank + 1) % transport.size)
+                landing = self._blocks[turn % 2][: lens[previous]]
+                receive = transport.irecv_prev(landing)
+                self.send(block, layer, (self.rank + 1) % transport.size)
             self.clock.mark("attending", layer)
-            keys, values = buffer.views(held)
-            self.add(merged, owner, query, keys, values, scale)
-            if coming is not None:
-                self.wait_for(coming, layer, (transport.rank - 1) % transport.size)
+            queries, seen, causal = self.visible(owner)
+            if seen:
+                keys, values = (part[:, :, :seen] for part in buffer.views(block))
+                part = block_attention(
+                    self.geometry.attention, query[:, :, queries:], keys, values, scale, causal=causal
+                )
+                merged.add(*part, first=queries)
+            if receive is not None:
+                self.wait_for(receive, layer, (self.rank - 1) % transport.size)
                 self.finish()
-                held, owner = room, after
+                block, owner = landing, previous
         return merged.out.to(query.dtype)
 
-    def add(self, merged: Merged, owner: int, query: Any, key: Any, value: Any, scale: float | None) -> None:
-        """Attend to a rank's block: to the own one causally, to those before in full."""
-        if owner <= self.transport.rank:
-            causal = owner == self.transport.rank
-            merged.add(*self.block(query, key, value, scale, causal=causal))
-
-    def block(self, query: Any, key: Any, value: Any, scale: float | None, *, causal: bool) -> tuple[Any, Any]:
-        """Attention to a block with the model's kernel, and the log of its sums of exponentials."""
-        return block(self.geometry.attention, query, key, value, scale, causal=causal)
+    def visible(self, owner: int) -> tuple[int, int, bool]:
+        """Return which part of a rank's block is seen: from which query on, how many of its keys, and if causally."""
+        return 0, self.plan.partition.chunk_lens[owner] if owner <= self.rank else 0, owner == self.rank
 
 
-EXCHANGE = Ring
+class StripedRing(RingAttention):
+    """Each rank has every p-th token. Every block is causal; a query sees one key less of a later rank's."""
+
+    @classmethod
+    def check(cls, plan: RunPlan, geometry: Geometry) -> None:
+        """Raise InputError where the model cannot run the plan, or its chunks are not stripes."""
+        super().check(plan, geometry)
+        ranks = len(plan.partition.chunk_lens)
+        even = Partition.even(plan.context_len, ranks)
+        if plan.partition != even:
+            accepted = f"{','.join(map(str, even.chunk_lens))}: every rank has one token in {ranks}"
+            raise InputError("partition", plan.chunks, accepted)
+
+    @classmethod
+    def positions_of(cls, plan: RunPlan, rank: int) -> list[range]:
+        """Return every p-th position."""
+        return [range(rank, plan.context_len, len(plan.partition.chunk_lens))]
+
+    @classmethod
+    def first_token_rank(cls, plan: RunPlan, size: int) -> int:
+        """Return the rank that has the last token."""
+        return (plan.context_len - 1) % size
+
+    def visible(self, owner: int) -> tuple[int, int, bool]:
+        """Leave out the first query for a later rank's stripe, of which it sees nothing."""
+        skipped = int(owner > self.rank)
+        return skipped, self.plan.partition.chunk_lens[self.rank] - skipped, True
+
+
+class ZigzagRing(RingAttention):
+    """Each rank has an early and a late piece: a block is seen by all queries in its early piece, or by late ones."""
+
+    positions_of = staticmethod(zigzag_pieces)
+
+    def visible(self, owner: int) -> tuple[int, int, bool]:
+        """Early pieces follow each other from the last rank, late ones from the first."""
+        lens = self.plan.partition.chunk_lens
+        if owner > self.rank:
+            return 0, lens[owner] // 2, False
+        return lens[self.rank] // 2 if owner < self.rank else 0, lens[owner], owner == self.rank

@@ -1,72 +1,72 @@
-"""Ulysses: tokens are split outside of attention, heads inside, with an all-to-all at either end."""
+"""Ulysses: tokens are split outside attention, heads inside, with an all-to-all at either end."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvrsim.errors import InputError
-from kvrsim.runtime.cache import PrefixCache
-from kvrsim.runtime.exchange.attending import AttendingExchange
-from kvrsim.runtime.exchange.kernels import lower_right
-from kvrsim.runtime.kept.buffers import KvBuffer
-from kvrsim.runtime.kept.layers import KeptTokens
+from kvrsim.runtime.attention import lower_right
+from kvrsim.runtime.exchange import OwnAttentionExchange
+from kvrsim.runtime.geometry import KvLayout, Layout
+from kvrsim.runtime.kv_cache import Chunk, KvBuffer, Memory, PrefixCache
 
 if TYPE_CHECKING:
     from kvrsim.runtime.geometry import Geometry
     from kvrsim.runtime.plan import RunPlan
+    from kvrsim.runtime.transport import Edge
 
 
-class Ulysses(AttendingExchange):
+class Ulysses(OwnAttentionExchange):
     """Each rank keeps the K and V of all tokens, of its own heads; a KV head may lie on several ranks."""
 
     @classmethod
-    def edges(cls, plan: RunPlan, size: int) -> list[tuple[int, int]]:
-        """Between all ranks."""
+    def edges(cls, plan: RunPlan, size: int) -> list[Edge]:
+        """Return the edges between all ranks."""
         return [(src, dst) for src in range(size) for dst in range(size) if src != dst]
 
     @classmethod
-    def tokens_held(cls, plan: RunPlan, rank: int, size: int, kept: KeptTokens) -> int:
-        """Tokens of all heads that take as much memory."""
-        cls.place_of(plan, rank, size)
-        return -(-plan.context_len * _own_kv_heads(kept, size) // kept.num_key_value_heads)
+    def elements(cls, plan: RunPlan, rank: int, size: int, layout: Layout) -> int:
+        """Return the elements of all tokens, of the rank's heads."""
+        cls.chunk_of(plan, rank, size)
+        return _all_tokens(plan).elements(layout.share(size) if isinstance(layout, KvLayout) else layout)
 
     @classmethod
     def check(cls, plan: RunPlan, geometry: Geometry) -> None:
         """Raise InputError where the model cannot run the plan, or its heads do not divide into the ranks."""
         super().check(plan, geometry)
         heads, ranks = geometry.num_attention_heads, len(plan.partition.chunk_lens)
-        for kept in geometry.kept:
-            kv_heads = kept.num_key_value_heads if isinstance(kept, KeptTokens) else ranks
+        for layout in geometry.layouts:
+            kv_heads = layout.num_key_value_heads if isinstance(layout, KvLayout) else ranks
             if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
                 raise InputError("gpus", ranks, f"ranks that {heads} heads and {kv_heads} KV heads divide into")
 
-    def own_part(self, whole: Any) -> Any:
-        """The rank's own heads."""
-        buffer = self.buffer(self.geometry.linked_layers[0])
-        own = buffer.kept.num_key_value_heads * buffer.kept.model_heads_per_kv_head
-        first = self.transport.rank * whole.shape[1] // self.transport.size
-        first -= first % buffer.kept.model_heads_per_kv_head
-        return whole[:, first : first + own]
+    def own_share(self, whole: Any) -> Any:
+        """Return the rank's heads."""
+        layout = self.buffer(self.geometry.linked_layers[0]).layout
+        times = layout.model_heads_per_kv_head
+        first = self.rank * whole.shape[1] // self.transport.size
+        first -= first % times
+        return whole[:, first : first + layout.num_key_value_heads * times]
 
-    def make_cache(self, room: list[Any] | None) -> PrefixCache:
-        """Of all tokens, of the rank's heads."""
-        size = self.transport.size
+    def make_cache(self, chunk: Chunk, memory: Memory | None) -> PrefixCache:
+        """Return a cache of all tokens, of the rank's heads."""
+        whole, size = _all_tokens(self.plan), self.transport.size
+        each = memory or [None] * self.geometry.num_hidden_layers
         buffers = [
-            None if not isinstance(kept, KeptTokens)
-            else _HeadsBuffer(self.geometry, kept, size, self.plan, None if room is None else room[layer])
-            for layer, kept in enumerate(self.geometry.kept)
-        ]  # fmt: skip
-        return PrefixCache(buffers, on_update=self.on_update)
+            _HeadsBuffer(self.geometry, layout.share(size), whole, one) if isinstance(layout, KvLayout) else None
+            for layout, one in zip(self.geometry.layouts, each, strict=True)
+        ]
+        return PrefixCache(buffers, self)
 
     def attend(self, query: Any, scale: float | None) -> Any:
         """Swap the chunk's tokens of all heads for all tokens of the own heads; attend; swap back."""
-        buffer, size, boundaries = self.buffer(self._layer), self.transport.size, self.plan.partition.boundaries
-        own_heads, kv_heads, batch = query.shape[1] // size, buffer.kept.num_key_value_heads, query.shape[0]
-        keys, values = buffer.given
+        assert self.layer is not None
+        buffer, size, boundaries = self.buffer(self.layer), self.transport.size, self.plan.partition.boundaries
+        own_heads, kv_heads, batch = query.shape[1] // size, buffer.layout.num_key_value_heads, query.shape[0]
+        keys, values = buffer.chunk_kv
         leaving = []
         for rank in range(size):
             first = rank * keys.shape[1] // size
@@ -74,66 +74,53 @@ class Ulysses(AttendingExchange):
             leaving.append(_rows(query[:, rank * own_heads : (rank + 1) * own_heads], *shares))
         width = batch * own_heads * query.shape[-1]
         queries = query.new_empty(self.plan.context_len, width)
-        coming = self._all_to_all(leaving, [end - start for start, end in pairwise(boundaries)])
-        for (start, end), rows in zip(pairwise(boundaries), coming, strict=True):
+        arrived = self._all_to_all(leaving, list(self.plan.partition.chunk_lens))
+        for (start, end), rows in zip(pairwise(boundaries), arrived, strict=True):
             queries[start:end].copy_(rows[:, :width])
             buffer.data[start:end].copy_(rows[:, width:])
-        del leaving, coming
-        self.clock.mark("attending", self._layer)
+        del leaving, arrived
+        self.clock.mark("attending", self.layer)
         queries = queries.unflatten(1, (batch, own_heads, -1)).permute(1, 2, 0, 3)
         whole_keys, whole_values = buffer.views(buffer.data)
         out = _rows(lower_right(self.geometry.attention, queries, whole_keys, whole_values, scale))
         parts = self._all_to_all([out[start:end] for start, end in pairwise(boundaries)], [query.shape[2]] * size)
         return torch.cat([part.unflatten(1, (batch, own_heads, -1)) for part in parts], dim=2).permute(1, 2, 0, 3)
 
-    @property
-    def _layer(self) -> int:
-        assert self.layer is not None
-        return self.layer
-
     def _all_to_all(self, leaving: list[Any], rows: list[int]) -> list[Any]:
-        """To each rank its part, the next rank's first; from each so many rows, the own ones as they are."""
-        rank, size = self.transport.rank, self.transport.size
-        found, pending = list(leaving), []
+        """Send each rank its part, the next rank first; return every rank's part, `rows` long, the own one as it is."""
+        rank, size = self.rank, self.transport.size
+        parts, receives = list(leaving), []
         for shift in range(1, size):
             src = (rank - shift) % size
-            found[src] = leaving[rank].new_empty(rows[src], leaving[rank].shape[1])
-            pending.append((src, self.transport.irecv(found[src], src)))
+            parts[src] = leaving[rank].new_empty(rows[src], leaving[rank].shape[1])
+            receives.append((src, self.transport.irecv(parts[src], src)))
         for shift in range(1, size):
-            self.send(leaving[(rank + shift) % size], self._layer, (rank + shift) % size)
-        for src, message in pending:
-            self.wait_for(message, self._layer, src)
+            self.send(leaving[(rank + shift) % size], self.layer, (rank + shift) % size)
+        for src, message in receives:
+            self.wait_for(message, self.layer, src)
         self.finish()
-        return found
+        return parts
 
 
 class _HeadsBuffer(KvBuffer):
-    """All tokens' K and V of a share of the heads; what the model hands over, the chunk's of all heads, is `given`."""
+    """All tokens' K and V of a share of the heads; attention gets the chunk's of all heads, and exchanges them."""
 
-    def __init__(self, geometry: Geometry, kept: KeptTokens, size: int, plan: RunPlan, data: Any) -> None:
-        share = replace(kept, num_key_value_heads=_own_kv_heads(kept, size))
-        width = plan.batch * share.elements
-        room = None if data is None else data.flatten()[: plan.context_len * width].view(plan.context_len, width)
-        super().__init__(geometry, share, prefix_len=0, chunk_len=plan.context_len, batch=plan.batch, data=room)
-        self.given: tuple[Any, Any] = (None, None)
+    chunk_kv: tuple[Any, Any]
 
     def write(self, keys: Any, values: Any) -> None:
-        """Wait for attention, which exchanges them."""
-        step = self.kept.model_heads_per_kv_head
-        self.given = keys[:, ::step], values[:, ::step]
+        """Hold the chunk's K and V of all heads for attention."""
+        step = self.layout.model_heads_per_kv_head
+        self.chunk_kv = keys[:, ::step], values[:, ::step]
 
     def keys_values(self) -> tuple[Any, Any]:
-        """The chunk's."""
-        return self.given
+        """Return the chunk's K and V of all heads."""
+        return self.chunk_kv
 
 
-def _own_kv_heads(kept: KeptTokens, size: int) -> int:
-    return max(1, kept.num_key_value_heads // size)
+def _all_tokens(plan: RunPlan) -> Chunk:
+    return Chunk(start=0, length=plan.context_len, batch=plan.batch)
 
 
 def _rows(*parts: Any) -> Any:
-    """[B, H, c, D] of several kinds as rows of tokens, contiguous: [c, B H D + ...]."""
+    """Return [B, H, c, D] of several kinds as contiguous rows of tokens: [c, B H D + ...]."""
     return torch.cat([part.permute(2, 0, 1, 3).flatten(1) for part in parts], dim=1)
-
-
-EXCHANGE = Ulysses

@@ -23,7 +23,7 @@ from kvrsim.errors import InputError
 from kvrsim.io.schema import JsonObject
 from kvrsim.model.architectures import read_config
 from kvrsim.model.spec import ModelSpec
-from kvrsim.runtime.hooks import CudaClock
+from kvrsim.runtime.marks import CudaClock
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3, "vocab_size": 128}
 CONFIGS: dict[str, dict[str, Any]] = {

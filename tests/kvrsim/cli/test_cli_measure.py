@@ -22,7 +22,7 @@ from kvrsim.cli import main as cli
 from kvrsim.hardware import GpuSpec
 from kvrsim.kernels.profile import load_profile
 from kvrsim.model.gemm import Gemm
-from kvrsim.runtime.hooks import CpuClock
+from kvrsim.runtime.marks import Clock
 
 pytestmark = pytest.mark.slow
 
@@ -126,7 +126,7 @@ def config(tmp_path: Path) -> Path:
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(setup: ComputeSetup) -> MadeUpBench:
-        return MadeUpBench(setup, ForwardTimer(setup, CpuClock()))
+        return MadeUpBench(setup, ForwardTimer(setup, Clock()))
 
     monkeypatch.setattr("calibrate.measure.compute.ComputeBench.build", build)
     monkeypatch.setattr("calibrate.measure.links.LinkBench", MadeUpLinks)

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from kvrsim.runtime.cache import PrefixCache
 from kvrsim.runtime.geometry import Geometry
-from kvrsim.runtime.kept.buffers import buffers_of
+from kvrsim.runtime.kv_cache import Chunk, PrefixCache, make_buffers
 
 CHUNKS = (7, 1, 12, 5)
 
@@ -29,7 +28,7 @@ def in_chunks(
     """Last logits and last cache of a prefill in chunks, each behind the one before; `spoil` breaks the last."""
     geometry, start, logits, cache = Geometry.of(model), 0, None, None
     for chunk in chunks:
-        buffers = buffers_of(geometry, prefix_len=start, chunk_len=chunk, batch=ids.shape[0])
+        buffers = make_buffers(geometry, Chunk(start=start, length=chunk, batch=ids.shape[0]))
         for buffer, before in zip(buffers, cache.buffers if cache else buffers, strict=True):
             if buffer is None:
                 continue

@@ -13,14 +13,12 @@ from typing import Any
 import pytest
 
 import kvrsim
-import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
+from kvrsim.partition import Partition
 from kvrsim.results.timeline import Timeline
-from kvrsim.runtime.exchange import RUN_STRATEGIES
 from kvrsim.runtime.faults import Fault, RankError
-from kvrsim.runtime.ranks import Launch, launch
-from kvrsim.scenario import Partition
+from kvrsim.runtime.plan import RUN_STRATEGIES
 from kvrsim.strategies import STRATEGIES
 from planner.confirm import run as confirm_run
 from planner.confirm.candidates import STRATEGIES as STRATEGIES_OF_THE_PAPER
@@ -356,12 +354,3 @@ def test_what_only_the_ranks_can_tell_is_still_the_users_mistake() -> None:
     fault = Fault(rank=0, kind="input", message="model: rope_type: got 'dynamic'")
     assert RankError([fault]).exit_code == 2
     assert RankError([Fault(rank=1, kind="died", message="killed"), fault]).exit_code == 1
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores cannot be chosen here")
-def test_ranks_compute_on_cores_of_their_own_where_there_are_enough() -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    pinned = launch(workers.cores_of, how=Launch(num_ranks=1, deadline_s=50, pin=True))
-    assert pinned == [[cores[0]]]
-    too_many = Launch(num_ranks=1, threads=len(cores) + 1, deadline_s=50, pin=True)
-    assert launch(workers.cores_of, how=too_many) == [cores]

@@ -9,11 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
 from kvrsim.memory import memory_of
-from kvrsim.runtime.ranks import Launch, launch
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
 from planner.confirm import candidates as confirm_memory
@@ -123,9 +121,3 @@ def test_the_reference_of_a_run_is_one_process() -> None:
     hardware = Hardware(config="llama-7b", device="cuda")
     assert confirm_run._reference_fits(question(4096)[0], hardware)
     assert not confirm_run._reference_fits(question(16384)[0], hardware)
-
-
-def test_plans_share_their_buffers_and_compute_what_they_did_alone() -> None:
-    for held, needed, same in launch(workers.sharing, how=Launch(num_ranks=2, timeout_s=30, deadline_s=55)):
-        assert held == needed
-        assert same

@@ -13,7 +13,7 @@ import pytest
 from kvrsim.builder import make_scenario
 from kvrsim.cli import main as cli
 from kvrsim.cli.commands.catalogue import about
-from kvrsim.runtime.exchange import RUN_STRATEGIES
+from kvrsim.runtime.plan import RUN_STRATEGIES
 from kvrsim.strategies import STRATEGIES, get_strategy
 from planner.deploy import engines_with
 

@@ -1,0 +1,85 @@
+"""KV-Runahead: each rank waits for the K and V of the tokens before its chunk, and sends them on with its own."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from kvrsim.runtime.exchange import Exchange
+from kvrsim.runtime.kv_cache import Chunk, KvBuffer
+from kvrsim.runtime.plan import RunPlan
+from kvrsim.runtime.transport import Edge
+
+
+class Single(Exchange):
+    """The last rank runs the whole context; the others take no part."""
+
+    @classmethod
+    def chunk_of(cls, plan: RunPlan, rank: int, size: int) -> Chunk | None:
+        return Chunk(start=0, length=plan.context_len, batch=plan.batch) if rank == size - 1 else None
+
+
+class Chain(Exchange):
+    """Receives are posted ahead: a message moves once its receive is posted."""
+
+    def run(self, input_ids: Any) -> Any:
+        """Post the first layers' receives, then run the chunk."""
+        for layer in self.geometry.linked_layers[: self._ahead]:
+            self.post(layer)
+        return super().run(input_ids)
+
+    def before_attention(self, layer: int) -> None:
+        """Wait for the prefix, send it on with the chunk (a state: after the scan), post a later layer's receives."""
+        self.receive(layer)
+        if isinstance(self.buffer(layer), KvBuffer):
+            self.forward_kv(layer)
+        self.post_ahead(layer)
+
+    def after_scan(self, layer: int) -> None:
+        self.forward_state(layer)
+
+    def post_ahead(self, layer: int) -> None:
+        """Post the receives of the layer that is `receives_ahead` layers later."""
+        linked = self.geometry.linked_layers
+        ahead = linked.index(layer) + self._ahead
+        if ahead < len(linked):
+            self.post(linked[ahead])
+
+    @property
+    def _ahead(self) -> int:
+        return self.plan.receives_ahead or len(self.geometry.linked_layers)
+
+
+class DirectChain(Chain):
+    """Without forwarding: every rank sends its own K and V to all later ranks. A state goes down the chain."""
+
+    @classmethod
+    def edges(cls, plan: RunPlan, size: int) -> list[Edge]:
+        """Return the edges from each rank to all later ones."""
+        return [(src, dst) for src in range(size) for dst in range(src + 1, size)]
+
+    def incoming(self, layer: int) -> list[tuple[int, Any]]:
+        """Return each earlier rank's piece, as far as the chunk sees it; pieces arrive in place."""
+        buffer = self.buffer(layer)
+        if not isinstance(buffer, KvBuffer):
+            return super().incoming(layer)
+        pieces = enumerate(pairwise(self.plan.partition.boundaries[: self.rank + 1]))
+        seen = [(src, max(start, buffer.first_seen), end) for src, (start, end) in pieces]
+        return [(src, buffer.rows(start, end)) for src, start, end in seen if start < end]
+
+    def outgoing(self, layer: int) -> list[tuple[int, Any]]:
+        """Return the chunk's K and V for each later rank, as far as that rank sees them."""
+        buffer = self.buffer(layer)
+        if not isinstance(buffer, KvBuffer):
+            return super().outgoing(layer)
+        starts = enumerate(self.plan.partition.boundaries[self.rank + 1 : -1], start=self.rank + 1)
+        seen = [(dst, max(buffer.chunk.start, buffer.layout.first_seen(start))) for dst, start in starts]
+        end = buffer.chunk.end
+        return [(dst, buffer.rows(start, end)) for dst, start in seen if start < end]
+
+    def before_attention(self, layer: int) -> None:
+        """Send the chunk's K and V to all later ranks, then wait for those of the earlier ones."""
+        if isinstance(self.buffer(layer), KvBuffer):
+            self.forward_kv(layer)
+        self.receive(layer)
+        self.post_ahead(layer)

@@ -1,0 +1,134 @@
+"""TSP and zigzag: all ranks' K and V go to all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvrsim.errors import InputError
+from kvrsim.runtime.attention import lower_right
+from kvrsim.runtime.exchange import Exchange, OwnAttentionExchange
+from kvrsim.runtime.kv_cache import Chunk, KvBuffer
+
+if TYPE_CHECKING:
+    from kvrsim.runtime.geometry import Geometry
+    from kvrsim.runtime.plan import RunPlan
+
+
+class Gathered(Exchange):
+    """TSP: each rank has the K and V of all tokens in place. A state goes from rank to rank."""
+
+    @classmethod
+    def chunk_of(cls, plan: RunPlan, rank: int, size: int) -> Chunk:
+        """Return the rank's chunk, with memory for all tokens, of which attention sees all or those up to its end."""
+        chunk = super().chunk_of(plan, rank, size)
+        assert chunk is not None
+        # To a single query transformers passes no mask, so that it would see the tokens after it.
+        dense = plan.tsp_keys == "dense" and chunk.length > 1
+        total = plan.context_len
+        return replace(chunk, total_len=total, visible_len=total if dense else chunk.end)
+
+    @classmethod
+    def check(cls, plan: RunPlan, geometry: Geometry) -> None:
+        """Raise InputError where the model cannot run the plan, or the kernel leaves out what dense TSP computes."""
+        super().check(plan, geometry)
+        if plan.tsp_keys == "dense" and geometry.attention == "flash":
+            raise InputError("attention", "flash", "eager or sdpa for dense TSP: flash leaves out what dense computes")
+
+    def before_attention(self, layer: int) -> None:
+        """Gather K and V; wait for a state."""
+        if self.transport.size == 1:
+            return
+        buffer, boundaries = self.buffer(layer), self.plan.partition.boundaries
+        if not isinstance(buffer, KvBuffer):
+            self.post(layer)
+            self.receive(layer)
+            return
+        self.clock.mark("wait", layer)
+        if self.plan.gather == "ring":
+            self.transport.ring_all_gather(buffer.data, boundaries)
+        else:
+            self.transport.all_gather(buffer.data, boundaries)
+        self.clock.mark("received", layer)
+
+    def after_scan(self, layer: int) -> None:
+        self.forward_state(layer)
+
+
+def zigzag_pieces(plan: RunPlan, rank: int) -> list[range]:
+    """Return the positions of a rank's early and late piece: ranks take turns backwards, then forwards.
+
+    The last rank has the first piece and the last one. A piece may be empty.
+    """
+    lens = plan.partition.chunk_lens
+    early = [length // 2 for length in lens]
+    late = [length - half for length, half in zip(lens, early, strict=True)]
+    first = sum(early[rank + 1 :])
+    second = sum(early) + sum(late[:rank])
+    return [range(first, first + early[rank]), range(second, second + late[rank])]
+
+
+class Zigzag(OwnAttentionExchange):
+    """Zigzag: pieces are gathered and joined in the order of the context, in memory that all layers use."""
+
+    positions_of = staticmethod(zigzag_pieces)
+
+    @cached_property
+    def _whole(self) -> Any:
+        """K and V of all tokens, in the order of the context."""
+        own = self.buffer(self.geometry.linked_layers[0]).data
+        return own.new_zeros(self.plan.context_len, own.shape[1])
+
+    @cached_property
+    def _others(self) -> Any:
+        """Where the other ranks' pieces arrive; all ranks' in the backend's own all-gather."""
+        own = self.buffer(self.geometry.linked_layers[0]).data
+        rows = self.plan.context_len - (len(own) if self.plan.gather == "ring" else 0)
+        return own.new_zeros(rows, own.shape[1])
+
+    def scratch(self) -> list[Any]:
+        return [self._whole, self._others]
+
+    def before_attention(self, layer: int) -> None:
+        """Gather and join."""
+        own = self.buffer(layer).data
+        if self.transport.size == 1:
+            self._whole.copy_(own)
+            return
+        self.clock.mark("wait", layer)
+        pieces = self._gather(own)
+        self.clock.mark("received", layer)
+        for rank, piece in enumerate(pieces):
+            runs = zigzag_pieces(self.plan, rank)
+            for run, part in zip(runs, piece.split([len(run) for run in runs]), strict=True):
+                self._whole[run.start : run.stop].copy_(part)
+
+    def _gather(self, own: Any) -> list[Any]:
+        """Return every rank's piece."""
+        lens, rank = self.plan.partition.chunk_lens, self.rank
+        if self.plan.gather == "ring":
+            pieces = list(self._others.split([*lens[:rank], *lens[rank + 1 :]]))
+            pieces.insert(rank, own)
+            self.transport.gather_pieces(pieces)
+            return pieces
+        boundaries = self.plan.partition.boundaries
+        pieces = [self._others[start:end] for start, end in pairwise(boundaries)]
+        pieces[rank].copy_(own)
+        self.transport.all_gather(self._others, boundaries)
+        return pieces
+
+    def attend(self, query: Any, scale: float | None) -> Any:
+        """Attend with each piece to all tokens up to its end."""
+        assert self.layer is not None
+        buffer = self.buffer(self.layer)
+        runs = zigzag_pieces(self.plan, self.rank)
+        parts = []
+        for run, part in zip(runs, query.split([len(run) for run in runs], dim=2), strict=True):
+            if run:
+                keys, values = buffer.views(self._whole[: run.stop])
+                parts.append(lower_right(self.geometry.attention, part, keys, values, scale))
+        return torch.cat(parts, dim=2)

@@ -1,0 +1,200 @@
+"""Pipelines: each rank is a stage with some of the layers, through which the context goes piece by piece."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvrsim.errors import InputError
+from kvrsim.runtime.exchange import Exchange
+from kvrsim.runtime.geometry import KvLayout, Layout
+from kvrsim.runtime.kv_cache import Chunk, KvPairs, Memory, PrefixCache, UpdateEvent, allocate_chunk, make_buffers
+from kvrsim.runtime.model import ModelForward, light_copy
+
+if TYPE_CHECKING:
+    from kvrsim.runtime.geometry import Geometry
+    from kvrsim.runtime.marks import Clock
+    from kvrsim.runtime.model import Forward
+    from kvrsim.runtime.plan import RunPlan
+    from kvrsim.runtime.transport import Pending, Transport
+
+_LANDINGS = 2  # pieces of activations for which a stage has memory: one to run, one to arrive
+
+
+class StageForward(ModelForward):
+    """The layers of one stage; only the first has the embedding, only the last the final norm and the head.
+
+    Its layers count from 0, in the model, its geometry and its cache.
+    """
+
+    def __init__(self, whole: ModelForward, layers: range) -> None:
+        """layers: those of the whole model that the stage has; the others' weights go when the whole model goes.
+
+        Raises InputError for a stage without a layer that keeps K and V, by which transformers counts the tokens.
+        """
+        self.layers = layers
+        self.is_first, self.is_final = layers.start == 0, layers.stop == whole.geometry.num_hidden_layers
+        model = light_copy(whole.model)
+        self._cut(model, whole.geometry)
+        layouts = whole.geometry.layouts[layers.start : layers.stop]
+        if not any(isinstance(layout, KvLayout) for layout in layouts):
+            text = f"layers {layers.start} to {layers.stop - 1}"
+            raise InputError("layers", text, "a layer with attention in every stage, which counts the tokens")
+        super().__init__(model, replace(whole.geometry, layouts=layouts), whole)
+
+    def _cut(self, model: Any, geometry: Geometry) -> None:
+        """Leave only the stage's layers in a copy of the model and in its configuration."""
+        base, config, first, stop = model.base_model, model.config, self.layers.start, self.layers.stop
+        own = getattr(base, geometry.family.layers)[first:stop]
+        setattr(base, geometry.family.layers, own)
+        for module in own.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx -= first
+        config.num_hidden_layers = len(self.layers)
+        for key, value in list(vars(config).items()):
+            if "layer" in key and isinstance(value, list) and len(value) == geometry.num_hidden_layers:
+                setattr(config, key, value[first:stop])
+        if not self.is_final:
+            setattr(base, geometry.family.norm, torch.nn.Identity())
+            model.set_output_embeddings(torch.nn.Identity())
+        if not self.is_first:
+            model.set_input_embeddings(torch.nn.Identity())
+
+    def piece(self, inputs: Any, start: int, cache: PrefixCache, *, is_last: bool) -> Any:
+        """Run a piece of the context from `start` on: its token ids [B, c] or hidden states [B, c, hidden_size].
+
+        Returns hidden states for the next stage; in the final stage the last logits [B, vocabulary] of the last piece,
+        else None.
+        """
+        arguments = self.inputs(inputs, start, cache)
+        with torch.inference_mode():
+            if self.is_final and is_last:
+                return self.model(**arguments, logits_to_keep=1).logits[:, -1]
+            hidden = self.model.base_model(**arguments).last_hidden_state
+        return None if self.is_final else hidden
+
+
+class Pipeline(Exchange):
+    """A piece attends to its stage's K and V of the pieces before; its hidden states go on to the next stage.
+
+    The next piece's receive is posted before a piece runs: a message moves once its receive is posted.
+    """
+
+    decodes = False
+    forward: StageForward
+
+    def __init__(
+        self, forward: Forward, transport: Transport, plan: RunPlan, clock: Clock, memory: Memory | None = None
+    ) -> None:
+        """forward: of the whole model, or of this rank's stage."""
+        if not isinstance(forward, StageForward):
+            assert isinstance(forward, ModelForward)
+            forward = StageForward(forward, stage_of(plan, forward.geometry, transport.rank, transport.size))
+        self.stage, self.caches = forward, tuple[PrefixCache, ...]()
+        super().__init__(forward, transport, plan, clock, memory)
+        self.first_layer = forward.layers.start
+        self._landings = [] if forward.is_first else self._make_landings()
+        self._arriving: list[Pending] = []
+
+    @classmethod
+    def chunk_of(cls, plan: RunPlan, rank: int, size: int) -> Chunk:
+        """Return the whole context, of which every stage holds all tokens."""
+        if plan.stage_layers is not None and len(plan.stage_layers) != size:
+            raise InputError("partition", plan.label, f"one stage per rank, of which there are {size}")
+        return Chunk(start=0, length=plan.context_len, batch=plan.batch)
+
+    @classmethod
+    def elements(cls, plan: RunPlan, rank: int, size: int, layout: Layout) -> int:
+        """Return 0: a stage does not keep all layers of the model."""
+        return 0
+
+    @classmethod
+    def own_forward(cls, forward: ModelForward, plan: RunPlan, rank: int, size: int) -> ModelForward:
+        """Return the forward of the rank's stage."""
+        return StageForward(forward, stage_of(plan, forward.geometry, rank, size))
+
+    def make_cache(self, chunk: Chunk, memory: Memory | None) -> PrefixCache:
+        """Make a view of the same memory for each piece; return the last one's, which is the stage's."""
+        layers = self.stage.layers
+        if memory is not None and len(memory) > len(layers):  # the whole model's
+            memory = memory[layers.start : layers.stop]
+        if memory is None or any(
+            one is not None and one.numel() < chunk.elements(layout)
+            for one, layout in zip(memory, self.geometry.layouts, strict=True)
+        ):
+            memory = allocate_chunk(self.geometry, chunk)
+        pieces = [
+            replace(chunk, start=start, length=end - start, total_len=chunk.length, visible_len=end)
+            for start, end in pairwise(self.plan.partition.boundaries)
+        ]
+        self.caches = tuple(PrefixCache(make_buffers(self.geometry, piece, memory), self) for piece in pieces)
+        return self.caches[-1]
+
+    def reset(self) -> None:
+        super().reset()
+        self._arriving.clear()
+
+    def run(self, input_ids: Any) -> Any:
+        """Run every piece through this stage; the final stage returns the last token's logits."""
+        pieces, result = list(pairwise(self.plan.partition.boundaries)), None
+        self._post_piece(0)
+        for number, (start, end) in enumerate(pieces):
+            inputs = input_ids[:, start:end] if self.stage.is_first else self._receive_piece(number)
+            self._post_piece(number + 1)
+            result = self.stage.piece(inputs, start, self.caches[number], is_last=number == len(pieces) - 1)
+            if not self.stage.is_final:
+                self.send(result.contiguous(), None, self.rank + 1)
+                self.clock.mark("sent")
+        return result if self.stage.is_final else None
+
+    def on_update(self, event: UpdateEvent, layer: int) -> None:
+        """Mark the model's number of a layer, in place of the stage's."""
+        super().on_update(event, layer + self.stage.layers.start)
+
+    def own_part(self, kept: KvPairs) -> KvPairs:
+        """Return the stage's layers."""
+        return kept[self.stage.layers.start : self.stage.layers.stop]
+
+    def send(self, message: Any, layer: int | None, dst: int) -> None:
+        """Send a piece once the one before has left: no more are kept."""
+        self.clock.mark("send", layer, peer=dst, nbytes=message.nbytes)
+        self.finish()
+        self._sends.append(self.transport.isend(message, dst))
+
+    def _make_landings(self) -> list[Any]:
+        """Return flat memory in which pieces arrive in turn."""
+        lengths, geometry = self.plan.partition.chunk_lens, self.geometry
+        size = self.plan.batch * max(lengths) * self.stage.model.config.hidden_size
+        count = min(_LANDINGS, len(lengths))
+        return [torch.empty(size, dtype=geometry.dtype, device=geometry.device) for _ in range(count)]
+
+    def _landing(self, number: int) -> Any:
+        """Return where a piece arrives, [B, c, hidden_size]."""
+        shape = self.plan.batch, self.plan.partition.chunk_lens[number], self.stage.model.config.hidden_size
+        flat = self._landings[number % len(self._landings)]
+        return flat[: shape[0] * shape[1] * shape[2]].view(shape)
+
+    def _post_piece(self, number: int) -> None:
+        if not self.stage.is_first and number < len(self.plan.partition.chunk_lens):
+            self._arriving.append(self.transport.irecv_prev(self._landing(number)))
+
+    def _receive_piece(self, number: int) -> Any:
+        self.wait_for(self._arriving[number], None, self.rank - 1)
+        return self._landing(number)
+
+
+def stage_of(plan: RunPlan, geometry: Geometry, rank: int, size: int) -> range:
+    """Return the layers of a rank; where the plan does not say, as even as they can be.
+
+    Raises InputError where the stages are not those of the model.
+    """
+    count = geometry.num_hidden_layers
+    share, rest = divmod(count, size)
+    layers = plan.stage_layers or tuple(share + (stage < rest) for stage in range(size))
+    if len(layers) != size or sum(layers) != count or min(layers) < 1:
+        text = ",".join(map(str, layers))
+        raise InputError("stage_layers", text, f"{size} stages with the model's {count} layers, at least one each")
+    return [range(*pair) for pair in pairwise(accumulate(layers, initial=0))][rank]

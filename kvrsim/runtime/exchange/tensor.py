@@ -1,0 +1,268 @@
+"""Tensor parallelism: every rank runs all tokens through its share of every matrix; the results are summed.
+
+The model's own tensor-parallel plan in transformers names a style for each matrix: "colwise" splits its outputs,
+"rowwise" its inputs, so that the ranks' results must be summed. The embedding is split by rows of the vocabulary, the
+head likewise (Shoeybi et al., 2019).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from kvrsim.errors import InputError
+from kvrsim.runtime.exchange import Exchange
+from kvrsim.runtime.geometry import KvLayout, Layout, family_of
+from kvrsim.runtime.kv_cache import Chunk, KvPairs, Memory
+from kvrsim.runtime.model import ModelForward, light_copy
+
+if TYPE_CHECKING:
+    from kvrsim.runtime.marks import Clock
+    from kvrsim.runtime.model import Forward
+    from kvrsim.runtime.plan import RunPlan
+    from kvrsim.runtime.transport import Transport
+
+# transformers' names of the styles: what is split, and what has to follow.
+_COLUMNS, _ROWS, _HEAD, _EMBEDDING = "colwise", "rowwise", "colwise_gather_output", "embedding_rowwise"
+_EXPERT_COLUMNS, _EXPERTS = "packed_colwise", "moe_tp_experts"
+_WHOLE = ("replicated_with_grad_allreduce", "replicate")
+_STYLES = (_COLUMNS, _ROWS, _HEAD, _EMBEDDING, _EXPERT_COLUMNS, _EXPERTS, *_WHOLE)
+_KV_PROJECTIONS = ("k_proj", "v_proj")
+
+
+class Sums(Protocol):
+    """Collectives with which ranks join their results."""
+
+    def sum_up(self, part: Any, layer: int | None) -> None:
+        """Replace `part`, contiguous, by the sum over ranks; layer: to which it belongs, None: to the embedding."""
+
+    def gather_rows(self, whole: Any, boundaries: list[int]) -> None:
+        """Fill `whole`, whose rows from boundaries[rank] to boundaries[rank + 1] are this rank's own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """One rank's share of a model."""
+
+    rank: int
+    size: int  # number of shares
+
+    def bounds(self, count: int) -> tuple[int, int]:
+        """Return the first of `count` equal things in the share, and the one after the last; shares differ by one."""
+        return count * self.rank // self.size, count * (self.rank + 1) // self.size
+
+
+class ShardForward(ModelForward):
+    """The forward over one rank's share of a model; set `sums` before it is called, which all ranks do together."""
+
+    sums: Sums
+
+    def __init__(self, whole: ModelForward, share: Share, *, own: bool = False) -> None:
+        """own: the share has its own memory, so that the whole model may go.
+
+        Raises InputError where the model has no tensor-parallel plan, or its heads do not divide.
+        """
+        check_plan(whole.geometry.model_type)
+        config, size = whole.model.config, share.size
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        if heads % size or (kv_heads % size and size % kv_heads):
+            raise InputError("gpus", size, f"a number that divides {heads} heads and {kv_heads} KV heads under tp")
+        self.share, self.own, self.kv_heads = share, own, kv_heads
+        model = light_copy(whole.model)
+        self._cut(model)
+        geometry = replace(
+            whole.geometry,
+            layouts=tuple(layout.share(size) for layout in whole.geometry.layouts if isinstance(layout, KvLayout)),
+            num_attention_heads=heads // size,
+        )
+        super().__init__(model, geometry, whole)
+
+    def _cut(self, model: Any) -> None:
+        """Cut every module and bare weight that the plan names down to the share."""
+        plan: Mapping[str, str] = model.tp_plan
+        for name, module in list(model.named_modules()):
+            style = plan.get(_generic(name))
+            if style is not None:
+                self._cut_module(name, module, style)
+            for parameter, _ in list(module.named_parameters(recurse=False)):
+                if (style := plan.get(_generic(f"{name}.{parameter}"))) is not None:
+                    self._cut_experts(module, parameter, style)
+            if hasattr(module, "num_key_value_groups"):
+                kv_heads = max(1, self.kv_heads // self.share.size)
+                module.num_key_value_groups = model.config.num_attention_heads // self.share.size // kv_heads
+
+    def _cut_module(self, name: str, module: Any, style: str) -> None:
+        number = re.search(r"\.(\d+)\.", name)
+        layer = int(number.group(1)) if number else None
+        if style == _COLUMNS:
+            self._cut_columns(module, self._columns_of(name, module))
+        elif style == _ROWS:
+            start, end = self.share.bounds(module.in_features)
+            module.weight = self._part(module.weight, 1, (start, end))
+            module.in_features = end - start
+            if module.bias is not None and self.share.rank > 0:
+                module.bias = None  # once in the sum
+            module.register_forward_hook(lambda _, __, part: self._sum(part, layer))
+        elif style == _HEAD:
+            count = module.out_features
+            self._cut_columns(module, self.share.bounds(count))
+            module.register_forward_hook(lambda _, __, part: self._gather_logits(part, count))
+        elif style == _EMBEDDING:
+            self._cut_embedding(module)
+        elif style == _EXPERTS:
+            module.register_forward_hook(lambda _, __, part: self._sum(part, layer))
+
+    def _columns_of(self, name: str, module: Any) -> tuple[int, int]:
+        """Return the rank's outputs. A KV head lies on several ranks where there are more ranks than KV heads."""
+        size = self.share.size
+        if name.rsplit(".", 1)[-1] not in _KV_PROJECTIONS or self.kv_heads >= size:
+            return self.share.bounds(module.out_features)
+        head, width = self.share.rank * self.kv_heads // size, module.out_features // self.kv_heads
+        return head * width, (head + 1) * width
+
+    def _cut_columns(self, module: Any, bounds: tuple[int, int]) -> None:
+        module.weight = self._part(module.weight, 0, bounds)
+        module.out_features = bounds[1] - bounds[0]
+        if module.bias is not None:
+            module.bias = self._part(module.bias, 0, bounds)
+
+    def _cut_embedding(self, module: Any) -> None:
+        start, end = self.share.bounds(module.num_embeddings)
+        module.weight = self._part(module.weight, 0, (start, end))
+        module.num_embeddings, module.padding_idx = end - start, None
+        known: list[Any] = []
+
+        def before(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            ids = args[0] - start
+            known[:] = [(ids >= 0) & (ids < end - start)]
+            return (ids.clamp(0, end - start - 1),)
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(lambda _, __, rows: self._sum(rows * known.pop().unsqueeze(-1), None))
+
+    def _cut_experts(self, module: Any, name: str, style: str) -> None:
+        """Cut all experts' matrices in one weight, [E, out, in]; gate and up lie one after another."""
+        weight = getattr(module, name)
+        if style == _ROWS:
+            setattr(module, name, self._part(weight, weight.dim() - 1, self.share.bounds(weight.shape[-1])))
+        elif style == _EXPERT_COLUMNS:
+            half = weight.shape[-2] // 2
+            start, end = self.share.bounds(half)
+            parts = [weight.detach().narrow(-2, first + start, end - start) for first in (0, half)]
+            setattr(module, name, torch.nn.Parameter(torch.cat(parts, dim=-2), requires_grad=False))
+
+    def _part(self, weight: Any, dim: int, bounds: tuple[int, int]) -> Any:
+        part = weight.detach().narrow(dim, bounds[0], bounds[1] - bounds[0])
+        return torch.nn.Parameter(part.clone() if self.own else part, requires_grad=False)
+
+    def _sum(self, part: Any, layer: int | None) -> Any:
+        part = part.contiguous()
+        self.sums.sum_up(part, layer)
+        return part
+
+    def _gather_logits(self, part: Any, count: int) -> Any:
+        """Return the logits of all ranks' rows of the vocabulary."""
+        boundaries = [count * rank // self.share.size for rank in range(self.share.size + 1)]
+        start, end = self.share.bounds(count)
+        flat = part.reshape(-1, part.shape[-1])
+        whole = flat.new_empty(count, flat.shape[0])
+        whole[start:end] = flat.t()
+        self.sums.gather_rows(whole, boundaries)
+        return whole.t().reshape(*part.shape[:-1], count)
+
+
+def _generic(name: str) -> str:
+    """Return a module's name as the plan has it: numbers of layers as stars."""
+    return re.sub(r"\d+", "*", name)
+
+
+def check_plan(model_type: str) -> None:
+    """Raise InputError where transformers has no tensor-parallel plan for the architecture that can be followed."""
+    from transformers import AutoConfig
+
+    plan, family = AutoConfig.for_model(model_type).base_model_tp_plan or {}, family_of(model_type)
+    accepted = "a model whose attention and MLPs are split by a tensor-parallel plan of transformers"
+    if family.is_latent or family.state is not None:
+        raise InputError("strategy", "tp", f"{accepted}; {model_type} does not keep K and V alone")
+    if plan.get("layers.*.self_attn.k_proj") != _COLUMNS:
+        raise InputError("strategy", "tp", f"{accepted}; transformers has none for {model_type}")
+    if unknown := sorted(set(plan.values()) - set(_STYLES)):
+        raise InputError("strategy", "tp", f"{accepted}; that of {model_type} has {', '.join(unknown)}")
+
+
+class TensorParallel(Exchange):
+    """All ranks have the first token; the last one emits it."""
+
+    decodes = False
+    forward: ShardForward
+
+    def __init__(
+        self, forward: Forward, transport: Transport, plan: RunPlan, clock: Clock, memory: Memory | None = None
+    ) -> None:
+        """forward: of the whole model, or this rank's share of it."""
+        if not isinstance(forward, ShardForward):
+            assert isinstance(forward, ModelForward)
+            forward = ShardForward(forward, Share(rank=transport.rank, size=transport.size))
+        super().__init__(forward, transport, plan, clock, memory)
+        self._scratch: Any = None  # of a sum, made once
+
+    @classmethod
+    def chunk_of(cls, plan: RunPlan, rank: int, size: int) -> Chunk:
+        """Return the whole context."""
+        if len(plan.partition.chunk_lens) != 1:
+            raise InputError("partition", plan.chunks, "one chunk: under tp every rank takes all tokens")
+        return Chunk(start=0, length=plan.context_len, batch=plan.batch)
+
+    @classmethod
+    def own_forward(cls, forward: ModelForward, plan: RunPlan, rank: int, size: int) -> ModelForward:
+        """Return the forward of a share of every matrix."""
+        return ShardForward(forward, Share(rank=rank, size=size), own=True)
+
+    @classmethod
+    def check_family(cls, model_type: str) -> None:
+        """Raise InputError where transformers has no tensor-parallel plan that the runtime can follow."""
+        check_plan(model_type)
+
+    @classmethod
+    def elements(cls, plan: RunPlan, rank: int, size: int, layout: Layout) -> int:
+        """Return 0: a share is not kept as the whole model keeps it."""
+        return 0
+
+    def run(self, input_ids: Any) -> Any:
+        """Run all tokens through this rank's share of the layers."""
+        assert self.cache is not None
+        self.forward.sums = self
+        return self.forward(input_ids, 0, self.cache, is_last=True)
+
+    def own_part(self, kept: KvPairs) -> KvPairs:
+        """Return this rank's KV heads."""
+        parts: KvPairs = []
+        for layer, pair in enumerate(kept):
+            assert pair is not None
+            count = self.buffer(layer).layout.num_key_value_heads
+            first = self.rank * pair[0].shape[1] // self.transport.size
+            parts.append((pair[0][:, first : first + count], pair[1][:, first : first + count]))
+        return parts
+
+    def sum_up(self, part: Any, layer: int | None) -> None:
+        """Sum a tensor over all ranks, in place."""
+        if self.transport.size == 1:
+            return
+        self.clock.mark("wait", layer)
+        if self.plan.gather == "ring":
+            needed = -(-part.numel() // self.transport.size)
+            if self._scratch is None or len(self._scratch) < needed:
+                self._scratch = part.new_empty(needed)
+            self.transport.ring_all_reduce(part.view(-1), self._scratch)
+        else:
+            self.transport.all_reduce(part)
+        self.clock.mark("received", layer)
+
+    def gather_rows(self, whole: Any, boundaries: list[int]) -> None:
+        """Gather rows from all ranks."""
+        if self.transport.size > 1:
+            self.transport.ring_all_gather(whole, boundaries)

@@ -1,0 +1,321 @@
+"""Marks of a forward pass: clocks that record them, hooks that set them on a model, and the timeline that they give.
+
+A calibration turns marks into rows (calibrate.measure.layer_times). Marks of a layer, in this order:
+
+    layer               it begins
+    update              its K and V are computed; the cache's update begins
+    wait, received      waiting for other ranks' K and V begins and ends
+    send                own K and V are sent
+    updated             the cache's update has ended; attention begins
+    scan                instead, where a layer keeps a state: the state before the chunk has arrived
+    attending           where attention itself sends and waits: it computes, after what it has sent
+    sent                the state after the chunk is on its way
+    output              attention has ended; the output projection begins
+    layer_end           it has ended
+
+`>NAME` and `<NAME` enclose one module. Around the layers: "start", "embedding" and "head" modules, and "token".
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from kvrsim.results.timeline import Span, SpanKind, SpanOp, Timeline
+from kvrsim.runtime.geometry import Geometry
+
+# Cycles per second for which a device is kept busy before a forward. It is above the clock of nearly all GPUs, so that
+# the delay is at least as long as requested.
+_CYCLES_PER_S = 2.0e9
+_EMPTY_MARKS = 8  # intervals before a forward that contain nothing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mark:
+    """One moment of a forward pass."""
+
+    name: str
+    layer: int | None = None  # decoder layer; None: outside the layers
+    device_s: float  # when the device finished all that was issued before; seconds since the first mark
+    host_s: float  # when the host issued it; seconds since the first mark
+    peer: int | None = None  # of "send" and "received": the other rank; None: all ranks
+    nbytes: float = 0.0  # of "send"
+
+
+class Clock:
+    """Records the marks of one forward pass at a time, by the monotonic clock: for a CPU."""
+
+    host_is_device = True  # the host computes itself, so that device_s and host_s are equal
+
+    def __init__(self) -> None:
+        self.start_s = 0.0  # time.monotonic() of the first mark; the processes of one host share this clock
+        self.moments: list[tuple[dict[str, Any], Any, float]] = []  # of each mark: fields, event, host's time
+
+    def start(self, hold_s: float = 0.0) -> None:
+        """Remove all marks and wait for the device; then keep it busy for `hold_s`, so that the host runs ahead."""
+        self.moments = []
+
+    def mark(self, name: str, layer: int | None = None, **message: Any) -> None:
+        """Record this moment; message: peer and nbytes."""
+        self._record(dict(name=name, layer=layer, **message), None)
+
+    def wait(self) -> None:
+        """Return when the device has finished all that was issued."""
+
+    def finish(self) -> Sequence[Mark]:
+        """Wait for the device; return all marks since start, in order."""
+        times = ((fields, now_s - self.start_s) for fields, _, now_s in self.moments)
+        return [Mark(**fields, device_s=at_s, host_s=at_s) for fields, at_s in times]
+
+    def _record(self, fields: dict[str, Any], event: Any) -> None:
+        now_s = time.monotonic()
+        if not self.moments:
+            self.start_s = now_s
+        self.moments.append((fields, event, now_s))
+
+
+class CudaClock(Clock):
+    """CUDA events on the current stream; `cuda` is torch.cuda or a stand-in.
+
+    all_streams False: wait for the current stream only. A pending receive on another stream would block a wait for the
+    whole device for ever.
+    """
+
+    host_is_device = False
+
+    def __init__(self, cuda: Any, all_streams: bool = False) -> None:
+        super().__init__()
+        self.cuda, self.all_streams = cuda, all_streams
+
+    def start(self, hold_s: float = 0.0) -> None:
+        super().start()
+        self.wait()
+        if hold_s > 0:
+            self.cuda._sleep(round(hold_s * _CYCLES_PER_S))
+
+    def mark(self, name: str, layer: int | None = None, **message: Any) -> None:
+        """Record an event behind all that was issued so far."""
+        event = self.cuda.Event(enable_timing=True)
+        event.record()
+        self._record(dict(name=name, layer=layer, **message), event)
+
+    def wait(self) -> None:
+        (self.cuda if self.all_streams else self.cuda.current_stream()).synchronize()
+
+    def finish(self) -> Sequence[Mark]:
+        self.wait()
+        first: Any = self.moments[0][1] if self.moments else None
+        return [
+            Mark(**fields, device_s=first.elapsed_time(event) / 1e3, host_s=now_s - self.start_s)  # from milliseconds
+            for fields, event, now_s in self.moments
+        ]
+
+
+def clock_of(device: Any, *, all_streams: bool = False) -> Clock:
+    """Return the clock of a torch device, or of its type ("cpu" or "cuda")."""
+    if getattr(device, "type", device) != "cuda":
+        return Clock()
+    import torch
+
+    return CudaClock(torch.cuda, all_streams)
+
+
+def mark_empty(clock: Clock) -> None:
+    """Set marks with nothing between them: they show how long a mark takes on the device."""
+    for _ in range(_EMPTY_MARKS + 1):
+        clock.mark("empty")
+
+
+def without_marks(marks: Sequence[Mark]) -> list[Mark]:
+    """Return the marks after the empty ones, each reduced by the device time of the marks before it.
+
+    Host times are unchanged: the runtime marks its layers too.
+    """
+    empty, rest = marks[: _EMPTY_MARKS + 1], marks[_EMPTY_MARKS + 1 :]
+    gaps = [after.device_s - before.device_s for before, after in pairwise(empty)]
+    one_s = float(np.median(gaps)) if gaps else 0.0
+    reduced: list[Mark] = []
+    for passed, mark in enumerate(rest):
+        device_s = mark.device_s - passed * one_s
+        reduced.append(replace(mark, device_s=max(device_s, reduced[-1].device_s) if reduced else device_s))
+    return reduced
+
+
+@contextmanager
+def hooked(
+    model: Any, geometry: Geometry, clock: Clock, *, parts: Sequence[str] = (), ends: bool = False, first_layer: int = 0
+) -> Iterator[None]:
+    """Make the model's layers mark "layer", "output" and "layer_end" while the context lasts.
+
+    parts: names of modules of every layer that are marked too. ends: also mark the embedding and the head.
+    first_layer: the number of the first layer.
+    """
+    handles = []
+
+    def before(module: Any, name: str, layer: int | None = None) -> None:
+        handles.append(module.register_forward_pre_hook(lambda *_: clock.mark(name, layer)))
+
+    def after(module: Any, name: str, layer: int | None = None) -> None:
+        handles.append(module.register_forward_hook(lambda *_: clock.mark(name, layer)))
+
+    for index, layer in enumerate(geometry.layers(model), start=first_layer):
+        before(layer, "layer", index)
+        after(layer, "layer_end", index)
+        for part in parts:
+            before(layer.get_submodule(part), f">{part}", index)
+            after(layer.get_submodule(part), f"<{part}", index)
+        if (output := geometry.output_projection_of(layer)) is not None:
+            before(output, "output", index)
+    if ends:
+        for name, module in (("embedding", model.get_input_embeddings()), ("head", model.get_output_embeddings())):
+            before(module, f">{name}")
+            after(module, f"<{name}")
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# The simulator's name of the time between two marks.
+COMPUTE = {
+    ("layer", "update"): "qkv",
+    ("update", "updated"): "append",
+    ("update", "wait"): "append",
+    ("update", "send"): "append",
+    ("received", "updated"): "append",
+    ("received", "send"): "append",
+    ("updated", "output"): "attention",
+    # Where attention itself sends and waits.
+    **dict.fromkeys((("updated", "send"), ("attending", "wait"), ("attending", "send")), "attention"),
+    **dict.fromkeys((("attending", "output"), ("received", "attending"), ("received", "output")), "attention"),
+    **dict.fromkeys((("update", "scan"), ("received", "scan"), ("scan", "send"), ("scan", "output")), "scan"),
+    ("sent", "output"): "scan",
+    ("output", "layer_end"): "output+mlp",
+    ("layer", "layer_end"): "output+mlp",  # of a layer without attention
+    ("updated", "token"): "compute",  # where there is no model to hook: all that follows the exchange
+    ("updated", "update"): "compute",
+    ("start", "layer"): "embedding",
+    **dict.fromkeys((("start", "wait"), ("received", "layer"), ("sent", "layer")), "embedding"),  # of split models
+    **dict.fromkeys((("output", "wait"), ("received", "wait"), ("received", "layer_end")), "output+mlp"),
+    ("start", "update"): "compute",
+    ("layer_end", "token"): "head",
+}
+_AFTER_SEND = ("updated", "sent", "send", "wait", "attending")
+_ASSEMBLED = ("tsp", "zigzag")  # strategies that join what they gather
+_OPS: dict[str, SpanOp] = {
+    **{"qkv": "qkv", "append": "append", "assemble": "append", "attention": "attention", "output+mlp": "output+mlp"},
+    **{"scan": "attention", "embedding": "embedding", "head": "head", "compute": "other"},
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankTrace:
+    """One rank's prefill."""
+
+    rank: int
+    start_s: float  # time.monotonic() of the first mark; processes of one host share this clock
+    marks: tuple[Mark, ...]  # empty where the rank took no part
+    emits_token: bool = False  # whether the rank has the first token, so that it runs the head
+    tokens: tuple[int, ...] | None = None  # first token of each prompt; None on other ranks
+
+    @property
+    def end_s(self) -> float:
+        """When the rank's part was done, the first token included."""
+        return self.start_s + self.marks[-1].device_s
+
+    def of(self, name: str) -> list[Mark]:
+        """Return the marks of a name, in order."""
+        return [mark for mark in self.marks if mark.name == name]
+
+
+def timeline_of(strategy: str, traces: Sequence[RankTrace]) -> Timeline:
+    """Return the simulator's timeline of a real prefill, which starts at 0 with the earliest rank.
+
+    A transfer lasts from the "send" mark, when its K and V are there, until the receiver notices it. Both are times of
+    the ranks' devices, so that no transfer begins before what it carries.
+    """
+    zero_s = min((trace.start_s for trace in traces if trace.marks), default=0.0)
+    spans: list[Span] = []
+    for trace in traces:
+        spans += _own_spans(trace, strategy, trace.start_s - zero_s)
+        spans += _transfers(trace, traces, strategy, zero_s)
+    spans.sort(key=lambda span: (span.start_s, span.rank, span.end_s))
+    return Timeline(strategy=strategy, num_ranks=1 + max(trace.rank for trace in traces), spans=tuple(spans))
+
+
+def _own_spans(trace: RankTrace, strategy: str, offset_s: float) -> Iterator[Span]:
+    states = {mark.layer for mark in trace.of("scan")}
+    for first, second in pairwise(trace.marks):
+        name, kind = _span_name(first, second, strategy, is_state=first.layer in states)
+        if name is None or second.device_s <= first.device_s or (name == "head" and not trace.emits_token):
+            continue
+        yield Span(
+            rank=trace.rank,
+            kind=kind,
+            op=_OPS[name] if kind == "compute" else _payload(strategy, is_state=first.layer in states),
+            name=name,
+            layer=None if name == "head" else first.layer,
+            start_s=first.device_s + offset_s,
+            end_s=second.device_s + offset_s,
+        )
+
+
+def _payload(strategy: str, *, is_state: bool) -> SpanOp:
+    """Return what ranks wait for and send."""
+    if strategy == "tp":
+        return "collective"
+    if strategy == "pp":
+        return "activations"
+    if is_state:
+        return "state"
+    return "all-gather" if strategy in _ASSEMBLED else "KV"
+
+
+def _span_name(first: Mark, second: Mark, strategy: str, *, is_state: bool) -> tuple[str | None, SpanKind]:
+    """Return the simulator's name of the time between two marks; None where it has none."""
+    if (first.name, second.name) == ("wait", "received"):
+        if second.peer is None:
+            return "all-reduce" if strategy == "tp" else "all-gather", "wait"
+        return f"{_payload(strategy, is_state=is_state)} from rank {second.peer}", "wait"
+    # Gloo writes to the socket before it returns.
+    if first.name == "send" and second.name in _AFTER_SEND:
+        return f"send to rank {first.peer}", "wait"
+    name = COMPUTE.get((first.name, second.name))
+    if name == "append" and is_state:
+        return "scan", "compute"
+    return "assemble" if name == "append" and strategy in _ASSEMBLED else name, "compute"
+
+
+def _transfers(trace: RankTrace, traces: Sequence[RankTrace], strategy: str, zero_s: float) -> Iterator[Span]:
+    """Match messages between two ranks, which arrive in the order in which they left."""
+    arrivals_s = {
+        other.rank: iter(
+            [other.start_s - zero_s + mark.device_s for mark in other.of("received") if mark.peer == trace.rank]
+        )
+        for other in traces
+    }
+    states = {mark.layer for mark in trace.of("scan")}
+    for send in trace.of("send"):
+        assert send.peer is not None
+        start_s = trace.start_s - zero_s + send.device_s
+        end_s = next(arrivals_s[send.peer], None)
+        if end_s is not None:
+            payload = _payload(strategy, is_state=send.layer in states)
+            yield Span(
+                rank=trace.rank,
+                kind="transfer",
+                op=payload,
+                name=f"{payload} {trace.rank}→{send.peer}",
+                layer=send.layer,
+                start_s=start_s,
+                end_s=max(end_s, start_s),
+                peer=send.peer,
+                nbytes=send.nbytes,
+            )

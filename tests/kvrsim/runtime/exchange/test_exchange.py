@@ -1,0 +1,170 @@
+"""Every strategy on real ranks: one process's logits, and the memory and messages that are planned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tests.kvrsim.runtime.runtime_workers as workers
+from kvrsim.builder import make_scenario
+from kvrsim.compile import build_program
+from kvrsim.errors import InputError
+from kvrsim.kernels.roofline import NoTime
+from kvrsim.memory import memory_of
+from kvrsim.partition import Partition
+from kvrsim.program import sent_bytes
+from kvrsim.results.timeline import Timeline
+from kvrsim.runtime.exchange import exchange_of
+from kvrsim.runtime.geometry import Geometry
+from kvrsim.runtime.plan import RUN_STRATEGIES, RunPlan, run_strategy
+from kvrsim.runtime.ranks import Launch, launch
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import get_strategy
+from tests.kvrsim.runtime.runtime_models import CONFIGS, kinds, variants
+from tests.kvrsim.runtime.runtime_workers import Result, exact, model_of, run_plan
+
+NAMES = {run: name for name, run in reversed(RUN_STRATEGIES.items())}
+
+
+def strategies_of(results: list[Result]) -> set[str]:
+    return {difference.plan.split()[0] for _, _, difference in results}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "models", "without"),
+    [
+        (2, [("llama-gqa", "sdpa"), ("gemma3", "eager")], set()),
+        (3, [("llama-mqa", "flash"), ("qwen3_next", "sdpa")], {"ulysses", "tp"}),  # four heads
+    ],
+)
+def test_ranks_give_one_processs_logits(num_ranks: int, models: list[tuple[str, str]], without: set[str]) -> None:
+    *others, results = launch(workers.exactness, models, how=Launch(num_ranks=num_ranks))
+    assert others == [results] * (num_ranks - 1)
+    assert [one for one in results if not exact(one[2])] == []
+    assert all(difference.logits_scale > 1 for _, _, difference in results)  # so that the tolerance means something
+    assert strategies_of(results) == {run.replace("_", "-") for run in RUN_STRATEGIES.values()} - without
+    assert any(" blocks" in difference.plan for _, _, difference in results)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_every_model_and_kernel_gives_one_processs_logits(num_ranks: int) -> None:
+    models = [*variants(), *kinds("sdpa" if num_ranks == 3 else "eager", "flash")]
+    results = launch(workers.exactness, models, how=Launch(num_ranks=num_ranks))[-1]
+    assert {(name, kernel) for name, kernel, _ in results} == set(models)
+    assert [one for one in results if not exact(one[2])] == []
+    assert all(difference.logits_scale > 1 for _, _, difference in results)
+
+
+def test_what_is_spoilt_is_noticed() -> None:
+    models = [("llama-gqa", "sdpa"), ("gemma3", "sdpa"), ("deepseek_v3", "flash"), ("qwen3_next", "sdpa")]
+    results = launch(workers.spoilt, models, how=Launch(num_ranks=2))[-1]
+    assert strategies_of(results) >= {run.replace("_", "-") for run in workers.PLAIN}
+    assert [one for one in results if exact(one[2]) or one[2].logits < 0.05] == []
+
+
+def test_messages_over_other_transports_are_the_same() -> None:
+    results = launch(workers.over_other_transports, how=Launch(num_ranks=2))[-1]
+    assert [one for one in results if not exact(one)] == []
+
+
+def test_ranks_need_their_part_of_the_model_alone() -> None:
+    (tensor, layers), (pipeline, first) = launch(workers.parts_alone, how=Launch(num_ranks=2))[-1]
+    assert (tensor.strategy, layers - {None}) == ("tp", {0, 1, 2})
+    assert (pipeline.strategy, first - {None}) == ("pp", {0, 1})
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_memory_and_messages_are_as_planned(num_ranks: int, tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(CONFIGS["llama-gqa"]))
+    # Numbers of two bytes, twice as many: the ranks compute in fp32.
+    scenario, _ = make_scenario(ctx=workers.EVEN_LEN, gpus=num_ranks, model=path, profile="roofline", batch=2)
+    even = Partition.even(workers.EVEN_LEN, num_ranks)
+    sizes, timelines = launch(workers.memory_and_messages, "llama-gqa", how=Launch(num_ranks=num_ranks))[0]
+    for run in set(workers.PLAIN) - {"kvr", "tsp"}:
+        planned = memory_of(scenario, get_strategy(NAMES[run]), even)
+        assert [kept for kept, _ in sizes[run]] == [rank.kv_cache for rank in planned], run
+        _check_scratch(run, [scratch for _, scratch in sizes[run]], [rank.gathered for rank in planned], num_ranks)
+        _check_messages(scenario, run, even, timelines[run])
+
+
+def _check_scratch(run: str, actual: list[int], planned: list[int], num_ranks: int) -> None:
+    """Pieces of direct sends arrive in place; Ulysses makes its messages anew in each layer."""
+    if run in ("kvr_direct", "ulysses"):
+        assert actual == [0] * num_ranks
+    elif run == "zigzag" or num_ranks > 2:
+        assert actual == planned
+    else:  # of two ranks, none passes on what it has received
+        assert [2 * one for one in actual] == planned
+
+
+def _check_messages(scenario: Scenario, run: str, even: Partition, timeline: Timeline) -> None:
+    """Every message of the program is in the timeline, and ends where the receiver waits for it."""
+    if run == "zigzag":  # all-gathers are shown as waiting
+        assert all(any(span.name == "all-gather" for span in timeline.of(rank, "wait")) for rank in range(2))
+        return
+    chunks = [np.array([float(length)]) for length in even.chunk_lens]
+    program = build_program(scenario, get_strategy(NAMES[run]), chunks, NoTime())
+    for rank in range(program.num_ranks):
+        transfers = timeline.of(rank, "transfer")
+        assert sum(span.nbytes or 0 for span in transfers) == sent_bytes(program, rank), run
+        assert {span.name for span in transfers} <= {f"KV {rank}→{peer}" for peer in range(program.num_ranks)}
+        assert any(span.name == "attention" for span in timeline.of(rank, "compute"))
+
+
+@pytest.mark.parametrize(("name", "kernel", "why"), [
+    ("falcon-alibi", "eager", "ALiBi"), ("qwen3_next", "sdpa", "states"), ("deepseek_v3", "flash", "latents"),
+    ("mistral-window", "sdpa", "a window of 6 tokens"), ("gpt_oss", "eager", "a sink"),
+])  # fmt: skip
+def test_what_blocks_of_keys_cannot_do_is_refused_by_name(name: str, kernel: str, why: str) -> None:
+    geometry = Geometry.of(model_of(name, kernel))
+    for run in ("ring", "striped", "zigzag", "zigzag_ring", "ulysses"):
+        message = workers.refused(run_plan(run, 12, 12), geometry)
+        assert message.startswith(f"strategy: got '{run.replace('_', '-')}'")
+        assert why in message
+    assert workers.refused(run_plan("kvr_direct", 12, 12), geometry) == ""
+    blocks = run_plan("kvr", 12, 12, query_blocks=((2, 2, 2),) * 2)
+    assert ("query_blocks" in workers.refused(blocks, geometry)) == (name not in ("qwen3_next", "mistral-window"))
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "message"),
+    [
+        ("llama-gqa", run_plan("ulysses", 8, 8, 8), "4 heads and 2 KV heads"),
+        ("llama-gqa", run_plan("striped", 11, 12), "12,11"),
+        ("nemotron_h", run_plan("kvr", 5, 1, 4), "chunks of at least 2 tokens after the first, for nemotron_h"),
+        ("nemotron_h", run_plan("tsp", 5, 1, 4), "chunks of at least 2 tokens after the first, for nemotron_h"),
+    ],
+)
+def test_partitions_that_do_not_suit_the_model_are_refused(name: str, plan: RunPlan, message: str) -> None:
+    assert message in workers.refused(plan, Geometry.of(model_of(name)))
+
+
+def test_a_plan_must_fit_the_ranks_and_the_kernel() -> None:
+    for name in workers.PLAIN:
+        with pytest.raises(InputError, match="one chunk per rank"):
+            exchange_of(name).chunk_of(run_plan(name, 12, 12), 0, 3)
+    flash = Geometry.of(model_of("llama-gqa", "flash"))
+    assert "dense TSP" in workers.refused(run_plan("tsp", 4, 4), flash)
+    with pytest.raises(InputError, match="strategy: got 'pp-x', accepted: what the runtime runs: single"):
+        run_strategy("pp-x")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "chunk_lens", "settings", "message"),
+    [
+        ("single", (4, 4), {}, "one chunk"),
+        ("kvr", (4, 4), {"receives_ahead": 0}, "at least 1 layer"),
+        ("kvr", (4, 4), {"batch": 0}, "at least 1 prompt"),
+    ],
+)
+def test_a_plan_that_makes_no_sense_is_refused(
+    strategy: str, chunk_lens: tuple[int, ...], settings: dict[str, int], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        run_plan(strategy, *chunk_lens, **settings)

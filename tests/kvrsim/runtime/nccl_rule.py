@@ -1,0 +1,103 @@
+"""NCCL's rule on top of gloo, for tests without a GPU; started processes import this file by its name.
+
+A group's first use blocks the host until all of its ranks have come, as NCCL makes a communicator then. Operations of a
+group, which are not batched, run one after another in the order in which they were posted.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from calibrate.measure.link_ranks import LinkRank
+from kvrsim.runtime.ranks import LaunchedRank
+from kvrsim.runtime.transport import LinkGroups
+from tests.kvrsim.runtime.runtime_workers import Result, benched, exactness
+
+_COLLECTIVE = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+
+
+class Work:
+    """An operation in its group's queue."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self.future = future
+
+    def wait(self) -> None:
+        self.future.result()
+
+
+class NcclRule:
+    """Replaces torch.distributed's operations."""
+
+    def __init__(self) -> None:
+        self.queues: dict[Any, ThreadPoolExecutor] = {}
+        self.isend, self.irecv, self.collective = dist.isend, dist.irecv, getattr(dist, _COLLECTIVE)
+
+    def install(self) -> None:
+        dist.isend = lambda tensor, dst, group: self._posted(group, lambda: self.isend(tensor, dst, group=group).wait())
+        dist.irecv = lambda tensor, src, group: self._posted(group, lambda: self.irecv(tensor, src, group=group).wait())
+        setattr(dist, _COLLECTIVE, self._gather)
+
+    def _gather(self, whole: Any, piece: Any, group: Any) -> None:
+        self._posted(group, lambda: self.collective(whole, piece, group=group)).wait()
+
+    def _posted(self, group: Any, operation: Any) -> Work:
+        if group not in self.queues:
+            dist.barrier(group=group)
+            self.queues[group] = ThreadPoolExecutor(1)
+        return Work(self.queues[group].submit(_run, operation))
+
+
+def _run(operation: Any) -> None:
+    with torch.inference_mode():  # which is a thread's own: whose tensors these are does not matter
+        operation()
+
+
+class RuleRank(LaunchedRank):
+    """The runtime's rank."""
+
+    def __init__(self, **settings: Any) -> None:
+        NcclRule().install()
+        super().__init__(**settings)
+
+
+class RuleLinkRank(LinkRank):
+    """The link bench's rank."""
+
+    def __init__(self, **settings: Any) -> None:
+        NcclRule().install()
+        super().__init__(**settings)
+
+
+def whole_runtime(transport: Any, models: list[tuple[str, str]]) -> list[Result]:
+    """Every strategy, then the bench with its clock drift; edges are made when a plan needs them."""
+    results = exactness(transport, models)
+    if transport.size == 2:
+        assert len(benched(transport).timings) == 4
+    return results
+
+
+def receives_first(transport: Any) -> None:
+    """The first use of the edges in a circle: every rank waits for the one before it."""
+    size, rank = transport.size, transport.rank
+    links = groups_of(transport, [(one, (one + 1) % size) for one in range(size)])
+    coming = links.irecv(((rank - 1) % size, rank), torch.zeros(1))
+    links.isend((rank, (rank + 1) % size), torch.ones(1)).wait()
+    coming.wait()
+
+
+def shares_a_group(transport: Any) -> None:
+    """Both directions in one group: each rank's send waits behind its receive."""
+    links = groups_of(transport, [(0, 1)])
+    group, other = links._edges[0, 1], 1 - transport.rank
+    coming = dist.irecv(torch.zeros(1), other, group=group)
+    dist.isend(torch.ones(1), other, group=group).wait()
+    coming.wait()
+
+
+def groups_of(transport: Any, edges: list[tuple[int, int]]) -> LinkGroups:
+    return LinkGroups(rank=transport.rank, backend="gloo", device="cpu", edges=edges, gathers=[], timeout_s=5.0)

@@ -1,0 +1,258 @@
+"""Attention that leaves out the masked half is attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvrsim.runtime import attention
+from kvrsim.runtime.model import load_model
+from tests.kvrsim.runtime.runtime_models import CONFIGS
+
+
+def masked(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, window: int | None = None
+) -> torch.Tensor:
+    """By the definition: all scores, those to the right of the diagonal and left of the window hidden."""
+    times = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(key.shape[2] - query.shape[2])
+    if window is not None:
+        seen = seen.triu(key.shape[2] - query.shape[2] - window + 1)
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value
+
+
+def tensors(chunk: int, prefix: int, groups: int, times: int, seed: int, spread: float = 1.0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(2, groups * times, chunk, 16), (2, groups, prefix + chunk, 16), (2, groups, prefix + chunk, 16)]
+    return [torch.randn(shape, generator=generator) * spread for shape in shapes]
+
+
+SHAPES = dict(
+    chunk=st.integers(1, 40), prefix=st.integers(0, 40), groups=st.integers(1, 3), times=st.integers(1, 3),
+    seed=st.integers(0, 99), spread=st.sampled_from([0.1, 1.0, 10.0]), scale=st.sampled_from([None, 0.1, 0.5]),
+)  # fmt: skip
+
+
+@settings(deadline=None)
+@given(**SHAPES)
+def test_prefix_and_chunk_joined_are_the_whole(
+    chunk: int, prefix: int, groups: int, times: int, seed: int, spread: float, scale: float | None
+) -> None:
+    query, key, value = tensors(chunk, prefix, groups, times, seed, spread)
+    found = attention.chunk_attention(query, key, value, scale)
+    torch.testing.assert_close(found, masked(query, key, value, scale), atol=1e-5 * spread**2, rtol=1e-4)
+
+
+@settings(deadline=None)
+@given(window=st.integers(1, 90), **SHAPES)
+def test_attention_in_a_window_in_blocks_is_masked_attention(
+    window: int, chunk: int, prefix: int, groups: int, times: int, seed: int, spread: float, scale: float | None
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_LEAST_BLOCK", 7)  # several blocks in a short chunk
+        query, key, value = tensors(chunk, prefix, groups, times, seed, spread)
+        found = attention.chunk_attention(query, key, value, scale, window)
+    torch.testing.assert_close(found, masked(query, key, value, scale, window), atol=1e-5 * spread**2, rtol=1e-4)
+
+
+@settings(deadline=None)
+@given(
+    window=st.none() | st.integers(1, 90),
+    kernel=st.sampled_from(["eager", "sdpa", "flash"]),
+    blocks=st.integers(1, 9),
+    **SHAPES,
+)
+def test_attention_in_query_blocks_is_masked_attention(
+    window: int | None, kernel: Any, blocks: int, chunk: int, prefix: int, groups: int, times: int, seed: int,
+    spread: float, scale: float | None,
+) -> None:  # fmt: skip
+    query, key, value = tensors(chunk, prefix, groups, times, seed, spread)
+    out = attention.in_query_blocks(kernel, query, key, value, scale, window, min(blocks, chunk))
+    torch.testing.assert_close(out, masked(query, key, value, scale, window), atol=1e-5 * spread**2, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("kernel", "prefix", "pairs"), [("eager", 0, 78), ("sdpa", 0, 144), ("sdpa", 12, 222)])
+def test_query_blocks_compute_fewer_scores(
+    kernel: Any, prefix: int, pairs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk without a prefix is one causal call of SDPA, which leaves out the masked half by itself."""
+    counted: list[int] = []
+    real = attention.lower_right
+
+    def count(kernel: Any, query: Any, key: Any, *rest: Any) -> Any:
+        counted.append(query.shape[2] * key.shape[2])
+        return real(kernel, query, key, *rest)
+
+    monkeypatch.setattr(attention, "lower_right", count)
+    query, key, value = tensors(12, prefix, 1, 1, 0)
+    attention.in_query_blocks(kernel, query, key, value, None, None, 12)
+    assert sum(counted) == pairs
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("prefix", [0, 9])
+def test_values_may_be_narrower_than_keys(prefix: int, window: int | None) -> None:
+    query, key, value = tensors(7, prefix, 2, 2, 1)
+    found = attention.chunk_attention(query, key, value[..., :10], None, window)
+    torch.testing.assert_close(found, masked(query, key, value[..., :10], None, window), atol=1e-5, rtol=1e-4)
+
+
+FLASH = "aten::_scaled_dot_product_flash_attention"
+EFFICIENT = "aten::_efficient_attention_forward"
+
+
+def seen_by(mask: str, chunk: int, whole: int) -> torch.Tensor:
+    """True where a query sees a key, by the alignment of a causal mask."""
+    return torch.ones(chunk, whole, dtype=torch.bool).tril(whole - chunk if mask == "bottom-right" else 0)
+
+
+class CudaKernels(TorchDispatchMode):
+    """CUDA's kernels as their documentation has them, on any tensors; keeps every call and what it returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func._schema.name
+        result = self._result(name, func, args, kwargs)
+        self.calls.append((name, args, kwargs, result))
+        return result
+
+    def _result(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        # FlashAttention 2.1 aligns its causal mask to the lower right. CustomMaskType: 1 upper left, 2 lower right.
+        if name not in (FLASH, EFFICIENT) or args[0].device.type != "cpu":
+            return func(*args, **kwargs)
+        given = {one.name: one.default_value for one in func._schema.arguments}
+        given |= dict(zip(given, args, strict=False)) | kwargs
+        parts, mask = args[:3], "bottom-right" if given.get("is_causal") else "none"
+        if name == EFFICIENT:
+            parts = [part.transpose(1, 2) for part in parts]
+            assert parts[0].shape[1] == parts[1].shape[1], "this kernel has no grouped heads"
+            mask = {0: "none", 1: "top-left", 2: "bottom-right"}[given["custom_mask_type"]]
+        found = self._attention(*parts, mask, given["scale"])
+        beside = func(*(part.to("meta") for part in args[:3]), *args[3:], **kwargs)[1:]  # sums and seeds, not read
+        return (found if name == FLASH else found.transpose(1, 2), *beside)
+
+    def _attention(self, query: Any, key: Any, value: Any, mask: str, scale: float) -> torch.Tensor:
+        times = query.shape[1] // key.shape[1]
+        key, value = (part.repeat_interleave(times, dim=1) for part in (key, value))
+        scores = query @ key.transpose(-1, -2) * scale
+        if mask != "none":
+            scores = scores.masked_fill(~seen_by(mask, query.shape[2], key.shape[2]), -torch.inf)
+        return scores.softmax(-1) @ value
+
+    def of(self, name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        return [(args, kwargs) for called, args, kwargs, _ in self.calls if called == name]
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("dim", [16, 20])
+@pytest.mark.parametrize(("chunk", "prefix"), [(7, 5), (7, 0), (1, 9)])
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "dense"])
+def test_what_runs_on_cuda_is_the_same(
+    kernel: str, chunk: int, prefix: int, dim: int, scale: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_cuda_kernel", lambda *_: kernel)
+    query, key, value = (part.repeat(1, 1, 1, 2)[..., :dim] for part in tensors(chunk, prefix, 2, 2, 1))
+    with CudaKernels() as kernels:
+        found = attention._on_cuda(query, key, value, scale)
+    torch.testing.assert_close(found, masked(query, key, value, scale), atol=1e-5, rtol=1e-5)
+    called = {"flash": kernels.of(FLASH), "efficient": kernels.of(EFFICIENT)}
+    assert {name for name, calls in called.items() if calls} == {kernel} - {"dense"}
+
+
+def on_fake_cuda(dtype: torch.dtype, chunk: int, prefix: int) -> list[Any]:
+    """Q, K and V of llama-3-8b on a device that is not there; they hold no memory."""
+    shapes = [(1, 32, chunk, 128), (1, 8, prefix + chunk, 128), (1, 8, prefix + chunk, 128)]
+    return [torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes]
+
+
+@pytest.mark.parametrize(("chunk", "prefix"), [(16384, 114688), (131072, 0)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_flash_takes_kv_heads_as_they_are_and_nothing_is_made_beside_the_result(
+    dtype: torch.dtype, chunk: int, prefix: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_cuda_kernel", lambda *_: "flash")
+    with FakeTensorMode():
+        query, key, value = on_fake_cuda(dtype, chunk, prefix)
+        with CudaKernels() as kernels:
+            found = attention.chunk_attention(query, key, value)
+    assert (found.shape, found.dtype, found.device.type) == (query.shape, dtype, "cuda")
+    ((args, _),) = kernels.of(FLASH)
+    assert [tuple(part.shape) for part in args[:3]] == [tuple(part.shape) for part in (query, key, value)]
+    assert all(kept is given for kept, given in zip(args, (query, key, value), strict=False))
+    assert [name for name, *_ in kernels.calls if name.startswith("aten::")] == [FLASH]
+
+
+def test_fp32_takes_the_memory_efficient_kernel_and_no_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_cuda_kernel", lambda *_: "efficient")
+    with FakeTensorMode():
+        query, key, value = on_fake_cuda(torch.float32, 4096, 12288)
+        with CudaKernels() as kernels:
+            found = attention.chunk_attention(query, key, value)
+    assert (found.shape, found.device.type) == (query.shape, "cuda")
+    ((args, _),) = kernels.of(EFFICIENT)
+    assert [part.shape[2] for part in args[:3]] == [32, 32, 32]
+    results = [part for *_, result in kernels.calls for part in (result if isinstance(result, tuple) else (result,))]
+    large = [part for part in results if isinstance(part, torch.Tensor) and part.numel() > 2]
+    assert {part.device.type for part in large} == {"cuda"}
+    assert max(part.numel() for part in large) == 32 * 16384 * 128  # K and V repeated, no mask
+
+
+@pytest.mark.parametrize(
+    ("flash", "efficient", "kernel"), [(True, True, "flash"), (False, True, "efficient"), (False, False, "dense")]
+)
+def test_the_fastest_kernel_that_torch_allows_is_taken(
+    flash: bool, efficient: bool, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda one: asked.append(one) or flash)
+    monkeypatch.setattr(torch.backends.cuda, "can_use_efficient_attention", lambda one: efficient)
+    assert attention._cuda_kernel(*tensors(4, 4, 2, 3, 1)) == kernel
+    assert asked[0].enable_gqa
+    assert asked[0].key.shape[1] == 2
+
+
+def test_tensors_on_cuda_take_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnCuda:
+        is_cuda = True
+
+    monkeypatch.setattr(attention, "_on_cuda", lambda *arguments: arguments)
+    query, key, value = OnCuda(), torch.zeros(1, 1, 3, 8), torch.ones(1, 1, 3, 8)
+    assert attention.chunk_attention(query, key, value, 0.5) == (query, key, value, 0.5)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "falcon-mqa", "falcon-grouped"])
+def test_every_layer_of_a_flash_model_runs_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, ...]] = []
+    real = attention.chunk_attention
+
+    def counted(query: Any, *rest: Any) -> Any:
+        calls.append(tuple(query.shape))
+        return real(query, *rest)
+
+    monkeypatch.setattr(attention, "chunk_attention", counted)
+    ids = torch.zeros(1, 9, dtype=torch.long)
+    load_model(CONFIGS[name], attention="flash")(input_ids=ids)
+    assert [shape[2] for shape in calls] == [9, 9, 9]
+    calls.clear()
+    load_model(CONFIGS[name], attention="sdpa")(input_ids=ids)
+    assert calls == []
+
+
+def test_bfloat16_comes_back_as_bfloat16() -> None:
+    query, key, value = (one.bfloat16() for one in tensors(6, 10, 2, 2, 1))
+    found = attention.chunk_attention(query, key, value)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(
+        found.float(), masked(query.float(), key.float(), value.float(), None), atol=2e-2, rtol=2e-2
+    )

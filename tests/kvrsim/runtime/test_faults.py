@@ -1,0 +1,63 @@
+"""Faults: the likeliest cause first, in plain words."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrsim.errors import NotWrittenError
+from kvrsim.runtime.faults import Fault, RankError, faults_of, is_out_of_memory, meaning
+
+
+def test_the_likeliest_cause_comes_first() -> None:
+    lost = Fault(rank=0, kind="link", message="connection closed", layer=3)
+    dead = Fault(rank=2, kind="died", message="killed by SIGKILL", layer=2)
+    error = RankError([lost, dead])
+    assert error.cause == dead
+    assert str(error) == "rank 2, layer 2: killed by SIGKILL; rank 0, layer 3: connection closed"
+
+
+def test_a_full_disk_is_no_ranks_fault() -> None:
+    full = NotWrittenError("t.json.search", OSError(28, "No space left on device"))
+    lost = Fault(rank=1, kind="link", message="the connection was closed", layer=1)
+    error = RankError([lost, *faults_of(full, 0, 1)])
+    assert str(error) == "t.json.search: cannot be written (No space left on device)"
+    assert error.exit_code == 74
+
+
+def test_of_the_silent_the_one_that_was_waited_for_comes_first() -> None:
+    silent = [Fault(rank=rank, kind="silent", message="no answer") for rank in range(3)]
+    lost = Fault(rank=3, kind="link", message="nothing came from rank 2", peer=2)
+    assert RankError([*silent, lost]).cause.rank == 2
+
+
+def test_the_hosts_lack_of_memory_is_known_too() -> None:
+    assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"))
+    assert is_out_of_memory(MemoryError())
+    assert not is_out_of_memory(RuntimeError("shapes do not match"))
+    assert not is_out_of_memory(ValueError("out of memory"))
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        (
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:42915",
+            "the connection was closed",
+        ),
+        ("[...unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation to complete", "no answer within 5 s"),
+        ("Application timeout caused pair closure", "the connection was closed"),
+        (
+            "Gloo connectFullMesh failed with [...pair.cc:144] no error. Look elsewhere. GLHF! \U0001f91e",
+            "the connection was closed",
+        ),
+        ("wait timeout after 20000ms, keys: /default_pg/0//cpu//0/1", "no answer within 20 s"),
+        (
+            "[enforce fail at ../gloo/device.cc:99] rv != -1. Unable to find interface for: [0.0.0.0]",
+            "no network interface that can be used; is the loopback interface up?",
+        ),
+        ("[a.cc:1] something new: \U0001f91e\n at frame 1", "something new: at frame 1"),
+        ("", "RuntimeError"),
+    ],
+)
+def test_messages_are_in_plain_words(said: str, meant: str) -> None:
+    assert meaning(RuntimeError(said)) == meant

@@ -1,0 +1,121 @@
+"""Geometry: what each architecture keeps of tokens, and where its parts are; models that cannot run are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvrsim.errors import InputError
+from kvrsim.runtime import geometry as module
+from kvrsim.runtime.geometry import Geometry, KvLayout, StateLayout
+from kvrsim.runtime.model import ModelForward, load_model
+from tests.kvrsim.runtime.chunked import prompt
+from tests.kvrsim.runtime.runtime_models import CONFIGS, KINDS
+from tests.kvrsim.runtime.runtime_workers import model_of
+
+ELEMENT_BYTES = 4
+
+
+def test_falcon_stores_and_sends_each_kv_head_once() -> None:
+    for name, heads in (("falcon-grouped", 2), ("falcon-mqa", 1)):
+        layouts = Geometry.of(model_of(name)).layouts
+        assert [one.num_key_value_heads for one in layouts if isinstance(one, KvLayout)] == [heads] * 3
+
+
+def test_the_same_seed_gives_the_same_weights_and_leaves_the_callers_generator_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    first, second = model_of("qwen3"), model_of("qwen3")
+    assert torch.equal(torch.rand(3), expected)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def test_a_model_is_built_from_a_file_or_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["falcon-grouped"] | {"_source": "a comment"}))
+    for path in (tmp_path, tmp_path / "config.json"):
+        geometry = Geometry.of(load_model(path, "bf16", attention="eager"))
+        heads = dict(model_heads_per_kv_head=2, returned_heads_per_kv_head=2)
+        assert geometry.layouts == (KvLayout(num_key_value_heads=2, head_dim=16, v_head_dim=16, **heads),) * 3
+        assert (geometry.dtype, geometry.attention) == (torch.bfloat16, "eager")
+
+
+def test_a_latent_is_kept_as_it_is_and_not_expanded() -> None:
+    geometry = Geometry.of(model_of("deepseek_v3"))
+    assert [geometry.token_bytes(layer) for layer in range(3)] == [(32 + 8) * ELEMENT_BYTES] * 3
+    assert geometry.title == "3 layers: latents of all tokens"
+
+
+def test_modules_are_where_the_architecture_has_them() -> None:
+    for name in CONFIGS | KINDS:
+        model = model_of(name, "eager")
+        geometry = Geometry.of(model)
+        for layer, layout in zip(geometry.layers(model), geometry.layouts, strict=True):
+            output = geometry.output_projection_of(layer)
+            assert (output is None) == (geometry.attention_of(layer) is None) == (layout is None)
+            assert output is None or output.weight.shape[0] == model.config.hidden_size
+
+
+@pytest.mark.parametrize(
+    ("keys", "kernel", "named"),
+    [
+        ({"model_type": "gpt2"}, "sdpa", "gpt2"),
+        ({"model_type": "deepseek_v4"}, "sdpa", "deepseek_v4 is not one of them: its layers keep compressed entries"),
+        (KINDS["gpt_oss"], "sdpa", "eager for gpt_oss: each head's softmax has a sink"),
+        (KINDS["gemma2"], "flash", "eager for gemma2: it caps the scores"),
+        (CONFIGS["llama-mha"] | {"hidden_size": "wide"}, "sdpa", "hidden_size"),
+        (CONFIGS["falcon-alibi"], "flash", "flash"),
+        (CONFIGS["llama-mha"] | {"quantization_config": {"quant_method": "fp8"}}, "sdpa", "not quantised"),
+        (CONFIGS["llama-mha"], "flash_attention_2", "flash_attention_2"),
+        (CONFIGS["llama-mha"] | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+         "sdpa", "dynamic"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_run_is_refused_by_name(keys: dict[str, Any], kernel: str, named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        load_model(keys, "fp32", "cpu", kernel)  # type: ignore[arg-type]
+
+
+def test_padding_is_refused_where_the_kernel_takes_no_mask() -> None:
+    for name in ("llama-mha", "falcon-mqa"):
+        mask = torch.ones(2, 6, dtype=torch.long)
+        mask[0, 0] = 0
+        with pytest.raises(InputError, match="padding"):
+            model_of(name, "flash")(input_ids=prompt(length=6), attention_mask=mask)
+
+
+def test_a_layer_whose_cache_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("qwen3_next")
+    monkeypatch.setitem(module.FAMILIES, "qwen3_next", module.FAMILIES["llama"])
+    with pytest.raises(InputError, match="LinearAttentionLayer"):
+        Geometry.of(model)
+
+
+def test_of_a_file_with_several_models_the_text_model_is_run() -> None:
+    outer: dict[str, Any] = {"model_type": "qwen3_5", "text_config": KINDS["qwen3_5"], "vision_config": {"depth": 2}}
+    model = load_model(outer)
+    assert model.config.model_type == "qwen3_5_text"
+    assert [type(kept) for kept in Geometry.of(model).layouts] == [StateLayout, KvLayout, StateLayout]
+
+
+def test_rotations_that_depend_on_the_context_are_refused_in_any_kind_of_layer() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    keys = {
+        "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": rope}
+    }
+    with pytest.raises(InputError, match="dynamic"):
+        load_model(KINDS["gemma3"] | keys)
+
+
+def test_the_digest_is_of_every_weight() -> None:
+    model, digests = model_of("llama-gqa"), {ModelForward(model_of("llama-gqa")).digest()}
+    assert ModelForward(model).digest() in digests
+    for parameter in model.parameters():
+        with torch.no_grad():
+            parameter.view(-1)[-1] += 0.5
+        digests.add(ModelForward(model).digest())
+    assert len(digests) == 1 + len(list(model.parameters()))

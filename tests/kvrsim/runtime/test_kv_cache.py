@@ -1,0 +1,210 @@
+"""A context in chunks through PrefixCache is the same as in one go, and layers keep and send enough, and no more."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kvrsim.io.schema import JsonObject
+from kvrsim.model.architectures import read_config
+from kvrsim.partition import Partition
+from kvrsim.runtime.geometry import Geometry, KvLayout, StateLayout
+from kvrsim.runtime.kv_cache import (
+    CacheListener,
+    Chunk,
+    KvBuffer,
+    PrefixCache,
+    StateBuffer,
+    UpdateEvent,
+    allocate_chunk,
+    make_buffers,
+)
+from kvrsim.runtime.measure import shared_memory
+from kvrsim.runtime.model import ModelForward, load_model
+from kvrsim.runtime.plan import RunPlan
+from tests.kvrsim.runtime.chunked import forward, in_chunks, prompt
+from tests.kvrsim.runtime.runtime_models import CONFIGS, KINDS, kinds, variants
+from tests.kvrsim.runtime.runtime_workers import model_of
+
+BATCH, ELEMENT_BYTES = 2, 4
+QUICK = [("llama-gqa", "flash"), ("falcon-grouped", "sdpa"), ("gemma3", "eager"), ("qwen3_next", "sdpa")]
+
+
+def chunk_of(start: int, length: int, batch: int = 1, **sizes: int) -> Chunk:
+    return Chunk(start=start, length=length, batch=batch, **sizes)
+
+
+def all_models() -> list[Any]:
+    """Every model and kernel; but for a few, only in the slow tests."""
+    cases = [*variants(), *kinds("eager", "sdpa", "flash")]
+    return [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in cases]
+
+
+def plain(name: str, kernel: str) -> Any:
+    """The model to compare with. (The eager kernel counts ALiBi twice in transformers: it compares with itself.)"""
+    return model_of(name, kernel if "alibi" in name else "eager")
+
+
+@pytest.mark.parametrize(("name", "kernel"), all_models())
+def test_chunks_behind_a_prefix_equal_one_go(name: str, kernel: str) -> None:
+    model, ids = model_of(name, kernel), prompt()
+    expected = forward(plain(name, kernel), ids, DynamicCache(config=model.config), 0)[:, -1]
+    least = Geometry.of(model).least_chunk
+    for chunks in ((7, least, 12, 6 - least), (1, least, 24 - least)):
+        logits, _ = in_chunks(model, ids, chunks=chunks)
+        torch.testing.assert_close(logits, expected, atol=1e-4 * float(expected.abs().max()), rtol=0)
+    spoilt, _ = in_chunks(model, ids, "prefix", chunks=(14, 11))
+    assert (spoilt - expected).abs().max() > 0.05
+
+
+@pytest.mark.parametrize(("name", "kernel"), all_models())
+def test_decoding_continues_from_the_cache(name: str, kernel: str) -> None:
+    model, ids = model_of(name, kernel), prompt()
+    whole = DynamicCache(config=model.config)
+    after = forward(model, ids, whole, 0)[:, -1].argmax(-1, keepdim=True)
+    expected = forward(model, after, whole, ids.shape[1])
+    _, cache = in_chunks(model, ids, chunks=(14, 11))
+    logits = forward(model, after, cache.to_dynamic_cache(), ids.shape[1])
+    torch.testing.assert_close(logits, expected, atol=1e-4 * float(expected.abs().max()), rtol=0)
+
+
+def test_prefix_and_whole_are_one_stretch_of_memory() -> None:
+    geometry = Geometry.of(model_of("llama-gqa"))
+    (buffer, *_) = make_buffers(geometry, chunk_of(5, 3, batch=2))
+    assert isinstance(buffer, KvBuffer)
+    assert buffer.incoming().is_contiguous()
+    assert buffer.outgoing().is_contiguous()
+    assert buffer.incoming().nbytes == 5 * 2 * geometry.token_bytes(0)
+    assert buffer.incoming().data_ptr() == buffer.outgoing().data_ptr() == buffer.data.data_ptr()
+    assert buffer.keys_values()[0].data_ptr() == buffer.data.data_ptr()
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "falcon-mqa"])
+def test_the_first_rank_of_dense_tsp_computes_the_masked_half_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, masks = torch.nn.functional.scaled_dot_product_attention, []
+
+    def attend(*tensors: Any, attn_mask: Any = None, **keys: Any) -> Any:
+        masks.append(attn_mask)
+        return real(*tensors, attn_mask=attn_mask, **keys)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    model, ids = model_of(name), prompt(length=12)
+    geometry = Geometry.of(model)
+    buffers = make_buffers(geometry, chunk_of(0, 5, batch=2, total_len=12))
+    ModelForward(model)(ids[:, :5], 0, PrefixCache(buffers), is_last=False)
+    assert len(masks) == geometry.num_hidden_layers
+    assert all(tuple(mask.shape[-2:]) == (5, 12) and not mask[..., 5:].any() for mask in masks)
+
+
+def test_half_precision_keeps_its_dtype() -> None:
+    for kernel in ("sdpa", "flash"):
+        model = load_model(CONFIGS["llama-gqa"], "bf16", "cpu", kernel, seed=1)  # type: ignore[arg-type]
+        logits, cache = in_chunks(model, prompt())
+        assert logits.dtype == cache.buffers[0].data.dtype == torch.bfloat16
+        assert torch.isfinite(logits).all()
+
+
+def test_a_stub_does_not_grow_and_reports_every_update() -> None:
+    events: list[tuple[int, str]] = []
+
+    class Listener(CacheListener):
+        def on_update(self, event: UpdateEvent, layer: int) -> None:
+            events.append((layer, event))
+
+    model, listener = model_of("llama-gqa"), Listener()
+    stub = PrefixCache.stub(Geometry.of(model), chunk_of(9, 4, batch=2), listener)
+    before = stub.buffers[0].incoming().clone()
+    first = forward(model, prompt(length=4), stub, 9)
+    second = forward(model, prompt(length=4), stub, 9)
+    assert torch.equal(first, second)
+    assert events == [(layer, event) for layer in range(3) for event in ("update", "updated")] * 2
+    assert torch.equal(stub.buffers[0].incoming(), before)
+    assert before.std() > 0.5
+    assert stub.get_seq_length() == 9
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_layer_hands_on_what_the_model_says_that_later_tokens_need(name: str) -> None:
+    geometry = Geometry.of(model_of(name, "eager"))
+    spec = read_config(JsonObject(fields=KINDS[name], where="model"), "model")
+    assert len(spec.layers) == geometry.num_hidden_layers
+    for prefix_len, chunk_len in ((0, 3), (4, 3), (11, 2), (9, 16)):
+        buffers = make_buffers(geometry, chunk_of(prefix_len, chunk_len, batch=BATCH))
+        for buffer, layer, kept in zip(buffers, spec.layers, geometry.layouts, strict=True):
+            if layer.mixer is None:
+                assert buffer is None
+                continue
+            assert buffer is not None
+            end = prefix_len + chunk_len
+            if isinstance(kept, KvLayout) and kept.sliding_window is not None:
+                assert kept.sliding_window == layer.mixer.reach
+                end = min(end, kept.sliding_window - 1)  # the token that sees the window is one of it
+            needed = BATCH * float(layer.mixer.needed_bytes(end, ELEMENT_BYTES))
+            assert buffer.outgoing().nbytes == needed
+
+
+def test_a_layer_with_a_window_holds_its_chunk_and_the_windows_tail() -> None:
+    geometry = Geometry.of(model_of("gemma3", "eager"))
+    window, full, _ = make_buffers(geometry, chunk_of(20, 4))
+    assert isinstance(window, KvBuffer)
+    assert isinstance(full, KvBuffer)
+    assert (len(window.data), len(full.data)) == (5 + 4, 24)
+    assert (len(window.incoming()), len(window.outgoing())) == (5, 5)
+    assert window.incoming().is_contiguous()
+    assert window.outgoing().is_contiguous()
+    keys, _ = window.keys_values()
+    assert tuple(keys.shape) == (1, 2, 9, 16)
+
+
+@pytest.mark.parametrize(("window", "seen"), [(39, (0, 10)), (40, (0, 40)), (4096, (0, 40)), (6, (0, 10))])
+def test_under_dense_tsp_only_a_window_of_the_whole_context_looks_behind_the_chunk(
+    window: int, seen: tuple[int, int]
+) -> None:
+    geometry = Geometry.of(load_model(KINDS["mistral-window"] | {"sliding_window": window}))
+    buffer = make_buffers(geometry, chunk_of(0, 10, total_len=40, visible_len=40))[0]
+    assert isinstance(buffer, KvBuffer)
+    assert (buffer.first_seen, buffer.visible_len) == seen
+
+
+def test_memory_that_plans_share_has_the_rows_that_each_layer_needs() -> None:
+    class LastOfTwo:
+        rank, size = 1, 2
+
+    geometry = Geometry.of(model_of("gemma3", "eager"))
+    halves = Partition(chunk_lens=(30, 10))
+    (elements,) = {layout.elements for layout in geometry.layouts if isinstance(layout, KvLayout)}
+    kvr = [RunPlan(strategy="kvr", partition=halves)]
+    room = shared_memory(geometry, LastOfTwo(), kvr)[1]  # type: ignore[arg-type]
+    assert [len(data) // elements for data in room] == [10 + 5, 40, 10 + 5]
+    room = shared_memory(geometry, LastOfTwo(), [*kvr, RunPlan(strategy="tsp", partition=halves)])[1]  # type: ignore[arg-type]
+    assert [len(data) // elements for data in room] == [40, 40, 40]
+
+
+def test_a_state_is_one_message_of_its_own_size_and_mlp_layers_have_none() -> None:
+    geometry = Geometry.of(model_of("nemotron_h"))
+    assert [type(kept) for kept in geometry.layouts] == [StateLayout, KvLayout, type(None), StateLayout, type(None)]
+    assert geometry.linked_layers == (0, 1, 3)
+    chunk = chunk_of(3, 6, batch=BATCH)
+    room = allocate_chunk(geometry, chunk)
+    state, _, nothing, *_ = make_buffers(geometry, chunk, room)
+    assert nothing is None
+    assert isinstance(state, StateBuffer)
+    assert state.data.data_ptr() == state.incoming().data_ptr() == state.outgoing().data_ptr() == room[0].data_ptr()
+    assert state.recurrent.dtype == torch.float32
+    assert state.data.nbytes == state.recurrent.nbytes + state.conv.nbytes == BATCH * (4 * 8 * 16 + 96 * 3) * 4
+    assert geometry.title == "1 layer: K and V of all tokens; 2 layers: a state"
+
+
+def test_a_windows_tail_is_the_same_for_its_sender_and_its_receiver() -> None:
+    geometry = Geometry.of(model_of("gemma3", "eager"))
+    bounds = pairwise(accumulate((4, 1, 2, 9, 3), initial=0))
+    ranks = [make_buffers(geometry, chunk_of(start, end - start)) for start, end in bounds]
+    for before, after in pairwise(ranks):
+        for sender, receiver in zip(before, after, strict=True):
+            assert sender is not None
+            assert receiver is not None
+            assert sender.outgoing().shape == receiver.incoming().shape

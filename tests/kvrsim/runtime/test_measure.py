@@ -1,0 +1,100 @@
+"""Measured TTFT, and the timeline of a real prefill in the simulator's words."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+import kvrsim
+import tests.kvrsim.runtime.runtime_workers as workers
+from kvrsim.results.timeline import Timeline
+from kvrsim.runtime.measure import BenchReport
+from kvrsim.runtime.ranks import Launch, launch
+
+NUM_RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def report() -> BenchReport:
+    reports = launch(workers.benched, how=Launch(num_ranks=NUM_RANKS))
+    assert reports[0] == reports[-1]
+    return reports[-1]
+
+
+def test_every_plan_is_measured_and_its_conditions_are_told(report: BenchReport) -> None:
+    assert [timing.plan.strategy for timing in report.timings] == ["single", "tsp", "kvr", "kvr"]
+    assert all(len(timing.ttft_s) == 4 and min(timing.ttft_s) > 0 for timing in report.timings)
+    assert all(len(timing.other_cores) == 4 for timing in report.timings)
+    told = {"kvrsim", "python", "torch", "transformers", "device", "transport", "dtype", "attention", "repetitions"}
+    assert told <= set(report.conditions)
+    assert report.conditions["transport"] == "gloo"
+
+
+def test_every_round_times_the_ranks_side_by_side(report: BenchReport) -> None:
+    assert len(report.drift_s) == 4
+    assert all(seconds > 0 for seconds in report.drift_s)
+
+
+def names(timeline: Timeline, rank: int) -> set[str]:
+    return {span.name for kind in ("compute", "wait") for span in timeline.of(rank, kind)}  # type: ignore[arg-type]
+
+
+def test_real_and_simulated_timelines_use_the_same_words(report: BenchReport) -> None:
+    for number, strategy in ((1, "tsp"), (2, "kvr-e")):
+        simulated = kvrsim.simulate(ctx="1k", gpus=NUM_RANKS, strategy=strategy, timeline=True).timeline
+        assert simulated is not None
+        real = report.timelines[number]
+        for rank in range(NUM_RANKS):
+            only_under_rendezvous = {"host", f"send to rank {rank + 1}"}
+            assert names(real, rank) - only_under_rendezvous == names(simulated, rank) - only_under_rendezvous
+
+
+def test_a_ranks_spans_follow_one_another_and_cover_its_prefill(report: BenchReport) -> None:
+    for timeline in report.timelines:
+        for rank in range(NUM_RANKS):
+            kinds = ("compute", "wait")
+            spans = sorted((span for kind in kinds for span in timeline.of(rank, kind)), key=lambda span: span.start_s)
+            assert all(second.start_s >= first.end_s for first, second in pairwise(spans))
+            if spans:
+                assert sum(span.duration_s for span in spans) > 0.5 * (spans[-1].end_s - spans[0].start_s)
+        assert min(span.start_s for span in timeline.spans) == 0
+        layers = [span.layer for span in timeline.of(NUM_RANKS - 1, "compute") if span.name == "attention"]
+        assert layers == [0, 1, 2]
+
+
+def test_messages_are_as_long_as_the_prefix_they_carry(report: BenchReport) -> None:
+    transfers = list(report.timelines[3].of(0, "transfer"))
+    assert [(span.layer, span.peer, span.nbytes) for span in transfers] == [
+        (layer, 1, 15 * 2 * 2 * 16 * 4) for layer in range(3)
+    ]
+    assert all(span.end_s >= span.start_s for span in transfers)
+    # By the clock of the marks, which on CUDA is the device's: a transfer begins when its K and V are there.
+    written = {span.layer: span.end_s for span in report.timelines[3].of(0, "compute") if span.name == "append"}
+    assert [span.start_s for span in transfers] == [written[span.layer] for span in transfers]
+
+
+def test_layers_with_a_state_and_without_attention_are_told_in_the_simulators_words() -> None:
+    report = launch(workers.benched, "nemotron_h", how=Launch(num_ranks=2))[-1]
+    assert report.conditions["handed on"] == "1 layer: K and V of all tokens; 2 layers: a state"
+    _, tsp, _, kvr = report.timelines
+    inside = {0: {"qkv", "scan", "output+mlp"}, 1: {"qkv", "append", "attention", "output+mlp"}, 2: {"output+mlp"}}
+    inside |= {3: inside[0], 4: inside[2]}
+    for timeline, gathered in ((tsp, "assemble"), (kvr, "append")):
+        for rank in range(2):
+            spans = list(timeline.of(rank, "compute"))
+            found = {layer: {span.name for span in spans if span.layer == layer} for layer in inside}
+            named = {layer: {gathered if name == "append" else name for name in inside[layer]} for layer in inside}
+            assert found == named
+        assert {(span.layer, span.op) for span in timeline.of(1, "wait") if span.name != "all-gather"} >= {(0, "state")}
+    state_bytes = (4 * 8 * 16 + 96 * 3) * 4
+    sent = {(span.layer, span.name, span.nbytes) for span in kvr.of(0, "transfer")}
+    kv = (1, "KV 0→1", 15 * 2 * 2 * 16 * 4)
+    assert sent == {(0, "state 0→1", state_bytes), kv, (3, "state 0→1", state_bytes)}
+    assert {span.name for span in tsp.of(0, "transfer")} == {"state 0→1"}
+
+
+def test_plans_share_their_buffers_and_compute_what_they_did_alone() -> None:
+    for held, needed, same in launch(workers.sharing, how=Launch(num_ranks=2)):
+        assert held == needed
+        assert same

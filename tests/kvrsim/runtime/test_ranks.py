@@ -1,0 +1,274 @@
+"""Ranks: they answer, end with whoever started them, and one in trouble is named soon."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tests.kvrsim.runtime.runtime_workers as workers
+from kvrsim.cli.main import ENDED
+from kvrsim.errors import InputError
+from kvrsim.runtime import ranks
+from kvrsim.runtime.faults import RankError
+from kvrsim.runtime.ranks import Launch, TorchrunPlace, launch
+
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPT = """
+import signal, sys
+from idlers import working
+from kvrsim.runtime import ranks
+from kvrsim.runtime.ranks import Launch, launch
+
+ranks._PRELOADED = ["torch.distributed"]  # all that is needed here
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
+if __name__ == "__main__":
+    launch(working, sys.argv[1], how=Launch(num_ranks=2, timeout_s=600))
+"""
+IDLERS = """
+import os, pathlib
+
+def working(transport, folder):
+    pathlib.Path(folder, f"{os.getpid()}.pid").touch()
+    while True:
+        sum(range(10000))
+"""
+linux = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are found in /proc")
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that starts two ranks, whose temporary files all stand in tmp_path / tmp."""
+    script = tmp_path / "start.py"
+    script.write_text(SCRIPT)
+    (tmp_path / "idlers.py").write_text(IDLERS)  # which the ranks import, and nothing with it
+    (tmp_path / "tmp").mkdir()
+    environment = os.environ | {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}",
+        "TMPDIR": str(tmp_path / "tmp"),
+        "OMP_NUM_THREADS": "1",
+    }
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path)], env=environment, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        for pid in processes_of(tmp_path):
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def processes_of(folder: Path) -> list[int]:
+    """All that run with its temporary folder, whoever their parent is now."""
+    word, found = f"TMPDIR={folder / 'tmp'}".encode(), []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if word in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_for(what: object, within_s: float) -> bool:
+    until_s = time.monotonic() + within_s
+    while not what():  # type: ignore[operator]
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def left_in(folder: Path) -> list[str]:
+    return [path.name for path in (folder / "tmp").iterdir() if path.name.startswith(("kvrsim-", "pymp-"))]
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_ranks_at_work_end_with_their_parent(
+    started: subprocess.Popen[bytes], tmp_path: Path, number: signal.Signals
+) -> None:
+    assert wait_for(lambda: len(list(tmp_path.glob("*.pid"))) == 2, 120)
+    os.kill(started.pid, number)
+    assert wait_for(lambda: started.poll() is not None, 60)
+    assert wait_for(lambda: processes_of(tmp_path) == [], 60)
+    left = left_in(tmp_path)
+    assert [name for name in left if number != signal.SIGKILL or name.startswith("kvrsim-")] == []
+    if number in (signal.SIGTERM, signal.SIGHUP):
+        assert started.returncode == 128 + number
+        assert started.returncode in ENDED
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_ranks_that_start_end_with_their_parent(
+    started: subprocess.Popen[bytes], tmp_path: Path, number: signal.Signals
+) -> None:
+    assert wait_for(lambda: any(name.startswith("kvrsim-") for name in left_in(tmp_path)), 60)
+    time.sleep(0.3)
+    os.kill(started.pid, number)
+    assert wait_for(lambda: processes_of(tmp_path) == [], 90)  # torch may have to be imported first
+    assert number == signal.SIGKILL or left_in(tmp_path) == []
+
+
+@linux
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_STOPPED_LOOKS", 2)
+    with pytest.raises(RankError, match="rank 1, layer 1: no answer for 2 s; it is stopped") as caught:
+        launch(workers.troubled, "stops", 1, 1, how=Launch(num_ranks=2, timeout_s=600))
+    assert caught.value.cause.rank == 1
+
+
+@linux
+def test_ranks_listen_on_loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    results = launch(workers.listening, how=Launch(num_ranks=2))
+    assert all(addresses for addresses, *_ in results)
+    assert {one for addresses, *_ in results for one in addresses} <= {"0100007F", "00000000000000000000000001000000"}
+    assert {interface for _, interface, _ in results} <= {"lo", "lo0"}
+    [(_, _, is_connected)] = launch(workers.listening, how=Launch(num_ranks=1))
+    assert not is_connected, "one rank alone needs no network"
+
+
+def failing(function: Any, *arguments: Any, num_ranks: int = 2, **how: Any) -> RankError:
+    """The error that a launch ends in."""
+    with pytest.raises(RankError) as caught:
+        launch(function, *arguments, how=Launch(num_ranks=num_ranks, **how))
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rank", "layer", "name"),
+    [("kvr", 0, 1, "llama-gqa"), ("kvr", 2, 1, "llama-gqa"), ("ring", 1, 1, "llama-gqa"), ("tp", 0, 1, "llama-mqa"),
+     ("kvr", 0, 2, "qwen3_next"), ("tsp", 0, 0, "qwen3_next")],
+)  # fmt: skip
+def test_a_rank_that_dies_is_named_with_its_layer(strategy: str, rank: int, layer: int, name: str) -> None:
+    """Closed connections and pipes tell, long before any time-out."""
+    num_ranks = 2 if strategy == "tp" else 3
+    error = failing(workers.troubled, "dies", rank, layer, strategy, name, num_ranks=num_ranks, timeout_s=600)
+    assert (error.cause.rank, error.cause.kind, error.cause.layer) == (rank, "died", layer)
+    assert f"rank {rank}, layer {layer}: killed by SIGKILL" in str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "rank", "layer", "num_ranks"), [("kvr", 0, 1, 2), ("kvr", 1, 1, 3), ("pp", 1, 2, 2)]
+)
+def test_a_rank_that_hangs_is_named_with_its_layer(strategy: str, rank: int, layer: int, num_ranks: int) -> None:
+    """The others wait for its messages in vain."""
+    error = failing(workers.troubled, "hangs", rank, layer, strategy, num_ranks=num_ranks, timeout_s=10.0)
+    assert (error.cause.rank, error.cause.kind, error.cause.layer) == (rank, "silent", layer)
+    assert any(fault.kind == "link" and f"rank {rank}" in fault.message for fault in error.faults)
+
+
+def test_a_rank_that_is_late_but_not_too_late_holds_up_nothing() -> None:
+    late = launch(workers.troubled, "late", 0, 1, how=Launch(num_ranks=2))
+    assert late == launch(workers.troubled, "not at all", 0, 1, how=Launch(num_ranks=2))
+
+
+def test_out_of_memory_comes_before_the_others_lost_connections() -> None:
+    error = failing(workers.troubled, "memory", 1, 2)
+    assert (error.cause.rank, error.cause.kind, error.cause.layer) == (1, "memory", 2)
+    assert "out of memory" in str(error)
+
+
+def test_a_mistake_in_the_code_is_named_with_its_place() -> None:
+    error = failing(workers.troubled, "error", 0, 0)
+    assert (error.cause.rank, error.cause.kind, error.cause.layer) == (0, "error", 0)
+    assert "ValueError: a shape that does not fit (runtime_workers.py" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"weights": 2}, "model is "),
+        ({"repeats": 3}, "repeats is 3, but 2 on rank 0"),
+        ({"check_logits": True}, "check of the logits is on, but off on rank 0"),
+        ({"plans": (workers.kvr(12, 11),)}, "partitions is kvr 12,11, but kvr 11,12 on rank 0"),
+    ],
+)
+def test_ranks_with_different_arguments_do_not_start(changed: dict[str, Any], message: str) -> None:
+    error = failing(workers.mismatched, changed)
+    assert {fault.kind for fault in error.faults} == {"mismatch"}
+    assert error.cause.rank == 1
+    assert error.cause.message.startswith(message)
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_answers_is_waited_for_until_the_deadline_only() -> None:
+    launch(workers.rank_of, how=Launch(num_ranks=2))  # which loads torch, once for all
+    assert "rank 1: no answer within" in str(failing(workers.silent, 1, deadline_s=8))
+
+
+def test_the_first_ranks_progress_is_heard_before_the_result() -> None:
+    heard: list[tuple[int, int, str]] = []
+    how = Launch(num_ranks=2)
+    results = launch(workers.reporting, 3, how=how, on_progress=lambda *progress: heard.append(progress))
+    assert heard == [(1, 3, "steps"), (2, 3, "steps"), (3, 3, "steps")]
+    assert results == [0, 1]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores cannot be chosen here")
+def test_ranks_compute_on_cores_of_their_own_where_there_are_enough() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    assert launch(workers.cores_of, how=Launch(num_ranks=1, pin=True)) == [[cores[0]]]
+    assert launch(workers.cores_of, how=Launch(num_ranks=1, threads=len(cores) + 1, pin=True)) == [cores]
+
+
+def test_a_launch_of_nothing_is_refused() -> None:
+    with pytest.raises(InputError, match="at least 1 rank"):
+        Launch(num_ranks=0)
+
+
+@pytest.mark.slow
+def test_under_torchrun_each_process_is_one_rank(tmp_path: Path) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        "import tests.kvrsim.runtime.runtime_workers as workers\n"
+        "from kvrsim.runtime.ranks import Launch, launch\n"
+        "results = launch(workers.rank_of, how=Launch(num_ranks=2))\n"
+        "assert results == [(0, 2), (1, 2)], results\n"
+        "print('agreed', flush=True)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("agreed") == 2
+
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+TORCHRUN |= {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+
+
+def test_torchruns_place() -> None:
+    assert TorchrunPlace.of(TORCHRUN) == TorchrunPlace(rank=1, size=4, local=1, num_local=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("RANK", "x"),
+        ("RANK", "4"),
+        ("WORLD_SIZE", "0"),
+        ("MASTER_ADDR", ""),
+        ("MASTER_PORT", None),
+        ("MASTER_PORT", "a"),
+    ],
+)
+def test_what_torchrun_would_not_say_is_named(name: str, value: str | None) -> None:
+    environment = {key: one for key, one in (TORCHRUN | {name: value}).items() if one is not None}
+    with pytest.raises(InputError, match=name):
+        TorchrunPlace.of(environment)

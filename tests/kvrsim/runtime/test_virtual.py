@@ -1,0 +1,101 @@
+"""Virtual ranks compute what real ones do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvrsim.partition import Partition
+from kvrsim.runtime import virtual as module
+from kvrsim.runtime.measure import Job, ModelChoice
+from kvrsim.runtime.plan import RunPlan
+from kvrsim.runtime.transport import Transport
+from kvrsim.runtime.virtual import VirtualReport, run_virtual
+from tests.kvrsim.runtime.runtime_models import CONFIGS, KINDS
+
+CONTEXT_LEN = 23
+
+
+class Alone(Transport):
+    """A transport of one rank."""
+
+    rank, size, name = 0, 1, "none"
+
+
+def plans_of(kernel: str, batch: int, *, special: bool) -> tuple[RunPlan, ...]:
+    def plan(strategy: Any, *chunks: int, **settings: Any) -> RunPlan:
+        return RunPlan(strategy=strategy, partition=Partition(chunk_lens=chunks), batch=batch, **settings)
+
+    keys = "truncated" if kernel == "flash" else "dense"
+    return (
+        plan("single", CONTEXT_LEN),
+        plan("kvr", 12, 11),
+        plan("kvr", 9, 7, 1, 6),
+        plan("tsp", 12, 11, tsp_keys=keys),
+        plan("tsp", 11, 1, 11, tsp_keys=keys),
+        *([] if special else [plan("kvr", 9, 14, query_blocks=((2, 3, 1), (3, 64, 2)))]),
+    )
+
+
+def virtual(name: str, kernel: str, batch: int = 1) -> VirtualReport:
+    model = ModelChoice(config=(CONFIGS | KINDS)[name], dtype="fp32", attention=kernel, init_std=0.2, seed=1)  # type: ignore[arg-type]
+    job = Job(
+        model=model,
+        plans=plans_of(kernel, batch, special=name in ("falcon-alibi", "gpt_oss", "deepseek_v3")),
+        repeats=2,
+        warmups=1,
+    )
+    return run_virtual(Alone(), job)
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "batch"),
+    [
+        ("llama-gqa", "eager", 1), ("llama-mqa", "sdpa", 2), ("llama-mha", "flash", 1), ("qwen3", "sdpa", 1),
+        ("falcon-grouped", "sdpa", 1), ("falcon-mqa", "eager", 2), ("falcon-alibi", "sdpa", 1),
+        ("gemma3", "sdpa", 2), ("gpt_oss", "eager", 1), ("deepseek_v3", "flash", 1), ("qwen3_next", "sdpa", 2),
+    ],
+)  # fmt: skip
+def test_logits_are_one_processs(name: str, kernel: str, batch: int) -> None:
+    for timing in virtual(name, kernel, batch).timings:
+        assert timing.logits_error is not None
+        assert timing.logits_scale is not None
+        assert timing.logits_error <= 1e-5 * max(1.0, timing.logits_scale), timing.plan.label
+        assert timing.logits_scale > 1  # so that the tolerance means something
+
+
+def test_every_part_of_every_layer_is_measured_on_every_rank() -> None:
+    report = virtual("llama-gqa", "sdpa")
+    for timing in report.timings:
+        assert len(timing.repeats) == len(timing.other_cores) == 2
+        for ranks in timing.repeats:
+            assert len(ranks) == len(timing.plan.partition.chunk_lens)
+            for rank, parts in enumerate(ranks):
+                inside = {(layer, part) for layer in range(3) for part in ("qkv", "append", "attention", "output+mlp")}
+                ends = {(None, "embedding")} | ({(None, "head")} if rank == len(ranks) - 1 else set())
+                assert set(parts) == inside | ends
+                assert all(seconds >= 0 for seconds in parts.values())
+    assert report.conditions["attention"] == "sdpa"
+
+
+def test_a_recurrent_layer_is_measured_in_the_simulators_words() -> None:
+    for timing in virtual("qwen3_next", "sdpa").timings:
+        for rank in timing.repeats[0]:
+            assert {part for layer, part in rank if layer == 0} == {"qkv", "scan", "output+mlp"}
+            assert {part for layer, part in rank if layer == 1} == {"qkv", "append", "attention", "output+mlp"}
+
+
+def test_a_rank_that_had_no_prefix_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = module._VirtualPlan.run
+
+    def spoilt(self: Any, number: int) -> Any:
+        if number > 0:
+            for buffer in self.ranks[number].cache.buffers:
+                buffer.data.zero_()
+        return real(self, number)
+
+    monkeypatch.setattr(module._VirtualPlan, "run", spoilt)
+    kvr = virtual("llama-gqa", "sdpa").timings[1]
+    assert kvr.logits_error is not None
+    assert kvr.logits_error > 0.1
