@@ -18,9 +18,9 @@ from calibrate.measure.device import DeviceWatch, Reading
 from kvrsim.errors import InputError
 from kvrsim.model.mixers import Attention
 from kvrsim.model.spec import ModelSpec
-from kvrsim.runtime.kv_cache import CacheListener, Chunk, PrefixCache, UpdateEvent
 from kvrsim.runtime.geometry import Geometry
-from kvrsim.runtime.hooks import Clock, Mark, clock_of, hooked, mark_empty, without_marks
+from kvrsim.runtime.kv_cache import CacheListener, Chunk, PrefixCache, UpdateEvent
+from kvrsim.runtime.marks import Clock, Mark, clock_of, hooked, mark_empty, without_marks
 from kvrsim.runtime.model import load_model
 
 
@@ -82,7 +82,6 @@ class _Marks(CacheListener):
 
     def on_update(self, event: UpdateEvent, layer: int) -> None:
         self.clock.mark(event, layer)
-
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """Marks of a forward pass: clocks that record them, hooks that set them on a model, and the timeline that they give.
 
-A calibration turns marks into rows (calibrate.measure.layer_times). Marks of a layer, in this order:
+A calibration turns marks into rows (calibrate.measure.forward). Marks of a layer, in this order:
 
     layer               it begins
     update              its K and V are computed; the cache's update begins

@@ -15,7 +15,7 @@ import torch
 
 from kvrsim.choices import Attention
 from kvrsim.errors import InputError
-from kvrsim.results.quartiles import interquartile_range
+from kvrsim.interp import interquartile_range
 from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.exchange import Exchange, exchange_of
 from kvrsim.runtime.faults import Fault, FaultKind, LinkError, RankError, is_out_of_memory

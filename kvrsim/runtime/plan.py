@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from kvrsim.errors import InputError
 from kvrsim.kernels.profile import Gather
-from kvrsim.partition import Partition
+from kvrsim.scenario import Partition
 
 # Registered strategies that ranks can run, and the name of the exchange that runs each.
 RUN_STRATEGIES: Mapping[str, str] = MappingProxyType(

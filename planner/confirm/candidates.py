@@ -23,7 +23,7 @@ from planner.confirm.result import Mode
 from planner.search.minimise import Evaluator, around, chunk_lens, chunks_between
 
 if TYPE_CHECKING:
-    from kvrsim.runtime.job import ModelChoice
+    from kvrsim.runtime.measure import ModelChoice
 
 NO_REFERENCE = "logits are not compared: a single process's prefill does not fit in memory"
 _SEARCHED = KVR_S.name  # the strategy whose partition is searched, and whose other partitions are candidates

@@ -24,7 +24,7 @@ from planner.confirm.hardware import Hardware, check_split, devices_of, gather_o
 from planner.simulate import run_simulation
 
 if TYPE_CHECKING:
-    from kvrsim.runtime.bench import Timing
+    from kvrsim.runtime.measure import Timing
     from kvrsim.runtime.plan import RunPlan
     from kvrsim.runtime.ranks import OnProgress
 
@@ -124,7 +124,7 @@ def run_here(
     cut, predicted_s = plan.partition, None
     if scenario.profile is not None:
         predicted_s = run_simulation(scenario, strategy=strategy, search=Search(partition=cut.chunk_lens)).ttft_s
-    from kvrsim.runtime.job import JobReport, run_job
+    from kvrsim.runtime.measure import JobReport, run_job
     from kvrsim.runtime.ranks import launch, started_by_torchrun
 
     longest_s = _PATIENCE_S / 6 if predicted_s is None else predicted_s

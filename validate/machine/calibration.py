@@ -23,7 +23,7 @@ import numpy as np
 
 import kvrsim
 from kvrsim.io.files import write_atomically
-from kvrsim.runtime.bench import BenchReport, Timing, measure
+from kvrsim.runtime.measure import BenchReport, Timing, measure
 from kvrsim.runtime.model import ModelForward, load_model
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.ranks import Launch, launch

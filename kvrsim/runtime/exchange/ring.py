@@ -6,10 +6,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from kvrsim.errors import InputError
-from kvrsim.partition import Partition
 from kvrsim.runtime.attention import Merged, block_attention
 from kvrsim.runtime.exchange import OwnAttentionExchange
 from kvrsim.runtime.exchange.gather import zigzag_pieces
+from kvrsim.scenario import Partition
 
 if TYPE_CHECKING:
     from kvrsim.runtime.geometry import Geometry

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from calibrate.measure.link_ranks import LinkRank
+from calibrate.measure.ranks import LinkRank
 from kvrsim.runtime.ranks import LaunchedRank
 from kvrsim.runtime.transport import LinkGroups
 from tests.kvrsim.runtime.runtime_workers import Result, benched, exactness

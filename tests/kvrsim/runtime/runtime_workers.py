@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from kvrsim.errors import InputError
-from kvrsim.partition import Partition
 from kvrsim.results.timeline import Timeline
 from kvrsim.runtime import measure as measuring
 from kvrsim.runtime.exchange import exchange_of
@@ -21,6 +20,7 @@ from kvrsim.runtime.measure import BenchReport, Difference, Job, ModelChoice, Pr
 from kvrsim.runtime.model import ModelForward, SleepForward, load_model
 from kvrsim.runtime.plan import RunPlan, random_prompt
 from kvrsim.runtime.transport import EmulatedLink, EmulatedTransport, WrappedTransport
+from kvrsim.scenario import Partition
 from tests.kvrsim.runtime.runtime_models import CONFIGS, KINDS
 
 CONTEXT_LEN = 23

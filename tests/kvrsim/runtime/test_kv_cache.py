@@ -11,7 +11,6 @@ from transformers import DynamicCache
 
 from kvrsim.io.schema import JsonObject
 from kvrsim.model.architectures import read_config
-from kvrsim.partition import Partition
 from kvrsim.runtime.geometry import Geometry, KvLayout, StateLayout
 from kvrsim.runtime.kv_cache import (
     CacheListener,
@@ -26,6 +25,7 @@ from kvrsim.runtime.kv_cache import (
 from kvrsim.runtime.measure import shared_memory
 from kvrsim.runtime.model import ModelForward, load_model
 from kvrsim.runtime.plan import RunPlan
+from kvrsim.scenario import Partition
 from tests.kvrsim.runtime.chunked import forward, in_chunks, prompt
 from tests.kvrsim.runtime.runtime_models import CONFIGS, KINDS, kinds, variants
 from tests.kvrsim.runtime.runtime_workers import model_of

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from calibrate.measure.link_bench import LinkBench
+from calibrate.measure.links import LinkBench
 from kvrsim.runtime import ranks
 from kvrsim.runtime.faults import RankError
 from kvrsim.runtime.ranks import Launch, launch

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.errors import InputError
-from kvrsim.partition import Partition
 from kvrsim.runtime.faults import Fault, RankError
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.ranks import Launch, launch
 from kvrsim.runtime.transport import Egress, EmulatedLink, MessageTraffic, _DataUnpickler, choose_backend
+from kvrsim.scenario import Partition
 
 PLAN = workers.kvr(3, 4)
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from kvrsim.partition import Partition
 from kvrsim.runtime import virtual as module
 from kvrsim.runtime.measure import Job, ModelChoice
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.transport import Transport
 from kvrsim.runtime.virtual import VirtualReport, run_virtual
+from kvrsim.scenario import Partition
 from tests.kvrsim.runtime.runtime_models import CONFIGS, KINDS
 
 CONTEXT_LEN = 23

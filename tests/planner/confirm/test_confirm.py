@@ -15,10 +15,10 @@ import pytest
 import kvrsim
 from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
-from kvrsim.partition import Partition
 from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.faults import Fault, RankError
 from kvrsim.runtime.plan import RUN_STRATEGIES
+from kvrsim.scenario import Partition
 from kvrsim.strategies import STRATEGIES
 from planner.confirm import run as confirm_run
 from planner.confirm.candidates import STRATEGIES as STRATEGIES_OF_THE_PAPER

@@ -14,14 +14,13 @@ from kvrsim.compile import build_program
 from kvrsim.errors import InputError
 from kvrsim.kernels.roofline import NoTime
 from kvrsim.memory import memory_of
-from kvrsim.partition import Partition
 from kvrsim.program import sent_bytes
 from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.exchange import exchange_of
 from kvrsim.runtime.geometry import Geometry
 from kvrsim.runtime.plan import RUN_STRATEGIES, RunPlan, run_strategy
 from kvrsim.runtime.ranks import Launch, launch
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import get_strategy
 from tests.kvrsim.runtime.runtime_models import CONFIGS, kinds, variants
 from tests.kvrsim.runtime.runtime_workers import Result, exact, model_of, run_plan
