@@ -24,19 +24,13 @@ from kvrsim.interp import percentile_of
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.candidates import partition_of
-from planner.capacity.designs import DesignSearch, Fit, Limits
-from planner.capacity.evaluations import Evaluations, Target
-from planner.capacity.fleet.event import PoolProcesses
-from planner.capacity.fleet.fast import run_pool
-from planner.capacity.fleet.fleet import Conditions, run_fleet
-from planner.capacity.fleet.pool import Pool
-from planner.capacity.fleet.service import Overlap, Service
-from planner.capacity.fleet.times import ServiceTimes
+from planner.capacity.fleet import FleetLimits, GroupType, Overlap, Pool, Service, run_pool
 from planner.capacity.plan import plan_capacity
-from planner.capacity.request import CapacityRequest, make_request
-from planner.capacity.workloads.files import read_trace
-from planner.capacity.workloads.source import Source
-from planner.capacity.workloads.workload import Workload
+from planner.capacity.request import CapacityRequest, Target, make_request
+from planner.capacity.search import Fit, FleetSearch, FleetSimulator
+from planner.capacity.times import ServiceTimes, service_times
+from planner.capacity.traces import read_trace
+from planner.capacity.workload import Source, Workload
 from planner.search.search import search
 
 MILLION = 1_000_000
@@ -140,7 +134,7 @@ def times_against_search(count: int = 40) -> list[str]:
             errors = []
             for number in range(count):
                 new, cached = int(2 ** rng.uniform(5, 16)), int(2 ** rng.uniform(5, 16)) if number % 2 else 0
-                seconds = times.seconds(gpus, np.array([new]), np.array([cached]))[0]
+                seconds = times.seconds(GroupType(gpus), np.array([new]), np.array([cached]))[0]
                 if math.isfinite(seconds):
                     errors.append(seconds / best_s(machine, gpus, new, cached) - 1)
             shown = f"median {np.median(np.abs(errors)):.2%}, mean {np.mean(np.abs(errors)):.2%}"
@@ -178,8 +172,7 @@ def searched(machine: dict[str, str], requests: str, slo_s: float) -> list[Fit]:
     request: CapacityRequest = make_request(requests=requests, slo_ttft=slo_s)
     workload = request.source.workload(0)
     times = cached_times(machine, requests)
-    evaluations = Evaluations([workload], times, request.conditions, request.target)
-    finder = DesignSearch(evaluations, request.limits)
+    finder = FleetSearch(FleetSimulator(request, [workload], times))
     return finder.mixed(finder.fits(finder.uniform()))
 
 
@@ -189,15 +182,15 @@ _TIMES: dict[str, ServiceTimes] = {}
 def cached_times(machine: dict[str, str], requests: str) -> ServiceTimes:
     """Computed once a trace."""
     if requests not in _TIMES:
-        _TIMES[requests] = ServiceTimes.for_workloads(scenario(machine), [read_trace(requests)])
+        _TIMES[requests] = service_times(scenario(machine), [read_trace(requests)])
     return _TIMES[requests]
 
 
 def described(fit: Fit) -> str:
     """GPUs and groups."""
     groups = " + ".join(
-        f"{plan.replicas} × {plan.gpus_per_group}" + ("" if len(fit.plans) == 1 else f" (to {plan.most_new})")
-        for plan in fit.plans
+        f"{group.replicas} × {group.type.gpus}" + ("" if len(fit.fleet) == 1 else f" (to {group.most_new})")
+        for group in fit.fleet
     )
     return f"{fit.cost:.0f}: {groups}"
 
@@ -230,46 +223,22 @@ def mixed_against_uniform(folder: Path) -> list[str]:
     return lines
 
 
-def against_simpy(folder: Path) -> list[str]:
-    """Each trace's answer, replayed by SimPy request by request."""
-    lines = [
-        "| trace | requests | greatest difference of a TTFT | SimPy | fast |",
-        "|---|---|---|---|---|",
-    ]
-    for name, (machine, slo_s) in TRACES.items():
-        path = str(folder / name)
-        plans = searched(machine, path, slo_s)[0].plans
-        workload, times = read_trace(path), cached_times(machine, path)
-        services = {plan.kind: times.service(plan.gpus_per_group, workload) for plan in plans}
-        begin_s = time.perf_counter()
-        fast = run_fleet(workload, services, plans, Conditions())
-        middle_s = time.perf_counter()
-        reference = run_fleet(workload, services, plans, Conditions(), serve=lambda pool: PoolProcesses(pool).run())
-        ends_s = time.perf_counter()
-        apart = float(np.abs(fast.ttft_s - reference.ttft_s).max())
-        took = f"{ends_s - middle_s:.2f} s | {middle_s - begin_s:.3f} s"
-        lines.append(f"| {name} | {len(workload)} | {apart:.1e} s | {took} |")
-    return lines
-
-
 def early_ranks(folder: Path) -> list[str]:
     """What it is worth that early ranks of a chain begin the next prompt: uniform fleets at the least GPUs."""
     path = str(folder / "mooncake_conversation.csv")
-    workload = Source.of(path, rate_scale=20.0).workload(0)
+    source = Source.of(path, rate_scale=20.0)
+    workload = source.workload(0)
     times = cached_times(FLASH, path)
     lines = [
         "| groups | 99th percentile, early ranks free early | 99th percentile, group held whole |",
         "|---|---|---|",
     ]
-    target = Target(slo_s=2.0, percentile=99.0)
-    finder = DesignSearch(Evaluations([workload], times, Conditions(), target), Limits())
-    for fit in finder.fits(design for design in finder.uniform() if design[0].gpus_per_group > 1):
-        shown = []
-        for whole in (False, True):
-            service = times.service(fit.sizes[0], workload)
-            shown.append(
-                held(service, workload, fit.replicas[0]) if whole else early(service, workload, fit.replicas[0])
-            )
+    request = CapacityRequest(source=source, target=Target(slo_s=2.0, percentile=99.0), limits=FleetLimits())
+    finder = FleetSearch(FleetSimulator(request, [workload], times))
+    for fit in finder.fits(design for design in finder.uniform() if design[0].type.gpus > 1):
+        (group,) = fit.design
+        service = times.service(group.type, workload)
+        shown = early(service, workload, group.replicas), held(service, workload, group.replicas)
         lines.append(f"| {described(fit)} | {shown[0]:.3f} s | {shown[1]:.3f} s |")
     return lines
 
@@ -308,8 +277,13 @@ def main() -> None:
         write("capacity", "python benchmarks/capacity.py", lines)
         return
     lines = [*answers(folder), "", "Mixed against uniform fleets, Mooncake trace, llama-3-8b on H100s, GPUs:", ""]
-    lines += [*mixed_against_uniform(folder), "", "The fast path against SimPy:", "", *against_simpy(folder)]
-    lines += ["", "Early ranks (Mooncake trace, 20 times the requests, 99 % in 2 s):", "", *early_ranks(folder)]
+    lines += [
+        *mixed_against_uniform(folder),
+        "",
+        "Early ranks (Mooncake trace, 20 times the requests, 99 % in 2 s):",
+        "",
+        *early_ranks(folder),
+    ]
     write("capacity_traces", "python benchmarks/capacity.py --traces FOLDER", lines)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvrsim.noise import Noise
     from kvrsim.results.results import Plan, SimResult
     from kvrsim.strategies import Strategy
-    from planner.capacity.answer import CapacityPlan
+    from planner.capacity.result import CapacityPlan
     from planner.confirm.result import Confirmation
     from planner.map.map import StrategyMap
     from planner.predictor.predictor import TtftPredictor
@@ -238,14 +238,15 @@ def capacity(
     """
     from planner.capacity.plan import plan_capacity
     from planner.capacity.request import make_request
+    from planner.capacity.times import StrategyPolicy
 
     about = {name: options.pop(name) for name in ScenarioArgs.__annotations__.keys() & options}
     scenario, warnings = make_scenario(ctx=1, gpus=1, **about)
     nodes = {"gpus_per_node": scenario.cluster.gpus_per_node}
     request = make_request(requests=str(requests), slo_ttft=slo_ttft, **nodes | options)
-    return plan_capacity(
-        scenario, request, strategies=strategies, table=_table(table), warnings=warnings, on_progress=on_progress
-    )
+    policy = StrategyPolicy(names=None if strategies is None else tuple(strategies), table=_table(table))
+    on_stage = None if on_progress is None else lambda stage: on_progress(stage())
+    return plan_capacity(scenario, request, policy, warnings=warnings, on_stage=on_stage)
 
 
 @checked()

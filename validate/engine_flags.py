@@ -23,6 +23,7 @@ from kvrsim.io.files import write_atomically
 from planner.capacity.launch import launch_of_fleet
 from planner.capacity.plan import plan_capacity
 from planner.capacity.request import make_request
+from planner.capacity.times import StrategyPolicy
 from planner.deploy import DeployEngine, Launch, deploy_engine, launch_of, names_for
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "engine_flags.md"
@@ -101,7 +102,7 @@ def launches(engine: str) -> Iterator[Launch]:
 def _fleet(engine: str, model: str) -> Launch:
     scenario, _ = make_scenario(ctx=1, gpus=1, model=model, cluster="h100-nvlink")
     request = make_request(requests=TRAFFIC, slo_ttft="2s", tpot="50ms", replications=1)
-    plan = plan_capacity(scenario, request, engines=(engine,))
+    plan = plan_capacity(scenario, request, StrategyPolicy(engines=(deploy_engine(engine),)))
     return launch_of_fleet(scenario, request, plan, engine, model="org/model")
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
 from kvrsim.scenario import Scenario
-from kvrsim.strategies import Strategy, get_strategy
-from planner.candidates import choose_partition
-from planner.capacity.answer import CapacityPlan, GroupAnswer
-from planner.capacity.fleet.layouts import WHOLE
+from kvrsim.strategies import get_strategy
+from planner.candidates import Candidate, Search
+from planner.capacity.fleet import WHOLE
 from planner.capacity.request import CapacityRequest
+from planner.capacity.result import CapacityPlan, GroupAnswer
 from planner.deploy import Launch, Server, about_pieces, degrees_on, deploy_engine
 
 _LAST_GPU = "separate, with `emit`: no engine decodes on one GPU of a group that prefills"
@@ -20,7 +19,7 @@ _LAST_GPU = "separate, with `emit`: no engine decodes on one GPU of a group that
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Servers:
-    """Servers that are alike."""
+    """Equal servers."""
 
     name: str  # of their script
     server: Server
@@ -47,21 +46,21 @@ def launch_of_fleet(
     check_emit(request)
     if plan.answer is None:
         raise InputError("emit", engine_name, "a fleet that meets the target; none does")
-    made = tuple(_servers(scenario, request, plan, engine_name, model))
-    several = len(made) > 1
+    servers = tuple(_servers(scenario, request, plan, engine_name, model))
+    several = len(servers) > 1
     if several:
-        made = tuple(replace(one, server=replace(one.server, config=f"{one.name}.yaml")) for one in made)
-    files = {name: text for one in made for name, text in one.server.files.items()}
-    scripts = {f"{one.name}.sh": one.script() for one in made} if several else {}
-    notes = [f"{one.name}.sh: {one.what}" if several else one.what for one in made]
+        servers = tuple(replace(one, server=replace(one.server, config=f"{one.name}.yaml")) for one in servers)
+    files = {name: text for one in servers for name, text in one.server.files.items()}
+    scripts = {f"{one.name}.sh": one.script() for one in servers} if several else {}
+    notes = [f"{one.name}.sh: {one.what}" if several else one.what for one in servers]
     if several:
         notes.append("the arguments are those of the first script; --host and --port are for you to add")
     if len(plan.answer.groups) > 1:
-        notes.append(f"a router sends each prompt to the servers of its length: {plan.dispatch}")
-    notes += [note for one in made for note in (*one.notes, *one.server.notes())]
+        notes.append(f"a router sends each prompt to the servers of its length: {plan.request.dispatch}")
+    notes += [note for one in servers for note in (*one.notes, *one.server.notes())]
     if plan.decode_fleet is None:
         notes.append("these servers were planned to prefill only; --tpot plans the ones that decode")
-    first = made[0].server
+    first = servers[0].server
     return Launch(
         engine=first.engine.name,
         version=first.engine.version,
@@ -81,9 +80,9 @@ def _servers(
     engine = deploy_engine(engine_name)
     max_len = plan.question.context_len + int(plan.workload["output_tokens"]["max"])
     for number, group in enumerate(groups, start=1):
-        placed, strategy, pieces = _longest(scenario, group)
-        degrees = degrees_on(engine, placed, strategy)
-        tokens, budget = placed.request.new_tokens, request.pack_tokens
+        longest = _longest(scenario, group)
+        degrees, pieces = degrees_on(engine, longest.scenario, longest.strategy), longest.partition.chunk_lens
+        tokens, budget = longest.scenario.request.new_tokens, request.pack_tokens
         if budget is not None:
             pieces = (budget,) * (tokens // budget) + (tokens % budget,) * (tokens % budget > 0)
         elif degrees.pipeline == 1:
@@ -92,7 +91,7 @@ def _servers(
             name="prefill" if len(groups) == 1 else f"prefill-{number}",
             server=Server(
                 engine=engine,
-                scenario=placed,
+                scenario=longest.scenario,
                 degrees=degrees,
                 model=model,
                 max_len=max_len,
@@ -101,16 +100,18 @@ def _servers(
                 role=None if decodes is None else "prefill",
             ),
             what=_what(group, alone=len(groups) == 1),
-            notes=tuple(_about(group, pieces, budget, about_pieces(degrees, pieces, strategy.stage_layers or ()))),
+            notes=tuple(
+                _group_notes(group, pieces, budget, about_pieces(degrees, pieces, longest.strategy.stage_layers or ()))
+            ),
         )
     if decodes is not None:
-        placed = scenario.on_gpus(decodes.gpus_per_group)
+        here = scenario.on_gpus(decodes.gpus_per_group)
         yield _Servers(
             name="decode",
             server=Server(
                 engine=engine,
-                scenario=placed,
-                degrees=degrees_on(engine, placed, get_strategy(decodes.strategy)),
+                scenario=here,
+                degrees=degrees_on(engine, here, get_strategy(decodes.strategy)),
                 model=model,
                 max_len=max_len,
                 role="decode",
@@ -121,13 +122,11 @@ def _servers(
         )
 
 
-def _longest(scenario: Scenario, group: GroupAnswer) -> tuple[Scenario, Strategy, tuple[int, ...]]:
-    """The longest prompt that is sent to a group, its strategy, of a pipeline with its layers, and its partition."""
-    asked = replace(scenario.request, context_len=group.context_range[1], cached_prefix=0, batch=1)
-    placed = replace(scenario.on_gpus(group.gpus_per_group), request=asked)
-    strategy = get_strategy(_strategy(group))
-    strategy, cut = choose_partition(for_strategy(placed, strategy), strategy)
-    return placed, strategy, cut.chunk_lens
+def _longest(scenario: Scenario, group: GroupAnswer) -> Candidate:
+    """The longest prompt that is sent to a group, with its partition."""
+    request = replace(scenario.request, context_len=group.context_range[1], cached_prefix=0, batch=1)
+    here = replace(scenario.on_gpus(group.gpus_per_group), request=request)
+    return Search().candidate(here, get_strategy(_strategy(group)))
 
 
 def _strategy(group: GroupAnswer) -> str:
@@ -145,9 +144,9 @@ def _count(replicas: int, gpus: int, strategy: str) -> str:
     return f"{replicas} server{'s' * (replicas > 1)} of {gpus} GPU{'s' * (gpus > 1)} ({strategy})"
 
 
-def _about(group: GroupAnswer, pieces: Sequence[int], budget: int | None, told: Iterator[str]) -> Iterator[str]:
+def _group_notes(group: GroupAnswer, pieces: Sequence[int], budget: int | None, others: Iterator[str]) -> Iterator[str]:
     if budget is not None:
         yield f"prompts share steps of up to {budget} new tokens"
     elif len(pieces) > 1:
         yield f"pieces are those of {group.context_range[1]} new tokens; shorter prompts were planned with their own"
-    yield from told
+    yield from others

@@ -1,40 +1,178 @@
-"""A capacity plan as an interactive page: target, price and rate are moved, and the fleet is read off.
+"""A capacity plan for people: its lines and tables, which every format prints, and its interactive page.
 
-The data hold every fleet that was simulated around the answer (planner/capacity/front.py) and the requests of the
-answer. The page interpolates nothing: at another target, percentile, price or rate it shows one of these fleets.
+The data of the page hold every fleet that was simulated around the answer and the requests of the answer. The page
+interpolates nothing: at another target, percentile, price or rate it shows one of these fleets.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvrsim.units import format_seconds, format_tokens
-from kvrsim.views.page import CHARTS, Cell, Column, Html, Page, Section, facts_of, items, join, seconds_cell, table, tag
-from planner.capacity.answer import CapacityPlan, Curves, FleetAnswer, TriedFleet
-from planner.capacity.plots import percentile_by_length, waiting
-from planner.capacity.report import (
-    UNSERVED,
-    decodes,
-    groups_of_fleet,
-    interval,
-    losses,
-    transfers,
-    verdict,
+from kvrsim.units import format_bandwidth, format_bytes, format_seconds, format_tokens
+from kvrsim.views.page import (
+    CHARTS,
+    Cell,
+    Column,
+    Html,
+    Page,
+    Section,
+    Summary,
+    facts_of,
+    items,
+    join,
+    seconds_cell,
+    table,
+    tag,
 )
+from planner.capacity.plot import draw_panels, percentile_by_length, waiting
+from planner.capacity.result import CapacityPlan, FleetAnswer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _MOST_DOTS = 12_000  # requests of the charts; of more, every second, third, ...
 _MOST_STEPS = 20_000  # changes of the queue that are drawn as they are; of more, the longest queue in each of _BINS
 _BINS = 4000
 _DIGITS = 4
+_LIMITS = {"memory": "memory limits it", "tpot": "the TPOT limits it", "requests": "all at once"}
+Rows = list[list[str | Cell]]
+
+
+def headline(plan: CapacityPlan) -> str:
+    """The target in one line."""
+    name, target = plan.workload["name"], format_seconds(plan.slo_ttft_s)
+    return f"{plan.percentile:g} % of {name} with a TTFT of at most {target}"
+
+
+def verdict(plan: CapacityPlan) -> str:
+    """The answer in one line."""
+    fleet = plan.first
+    reached = format_time(fleet.target.value_s)
+    if plan.answer is not None:
+        gpus = f"{fleet.num_gpus} GPU{'s' * (fleet.num_gpus > 1)}"
+        return f"{gpus}: {fleet.describe()}. {plan.percentile:g}th percentile {reached}."
+    if fleet.unserved == fleet.requests:
+        return f"No fleet meets the target. None serves any of the {fleet.requests} requests."
+    result = f"has a {plan.percentile:g}th percentile of {reached}"
+    if math.isinf(fleet.target.value_s):
+        result = f"never serves {fleet.unserved} of {fleet.requests} requests"
+    return f"No fleet meets the target. The nearest miss, {fleet.describe()}, {result}."
+
+
+def details(plan: CapacityPlan) -> Iterator[tuple[str, str]]:
+    """Labels and lines about the answer: its interval, lost requests, transfers, the fleet that decodes."""
+    fleet, sent, decoders = plan.first, plan.kv_transfer, plan.decode_fleet
+    if fleet.target.low_s is not None and fleet.target.high_s is not None:
+        ends = f"{format_time(fleet.target.low_s)} to {format_time(fleet.target.high_s)}"
+        if plan.answer is not None and fleet.target.high_s > plan.slo_ttft_s:
+            target = format_seconds(plan.slo_ttft_s)
+            ends += f", which ends ABOVE the target of {target} (--sure requires it below)"
+        yield "interval", f"{ends}. {plan.assumptions()['interval_meaning']}"
+    if fleet.unserved:
+        yield "requests", f"{fleet.unserved} of {fleet.requests} never served; they count as late"
+    if sent is not None and fleet.p50_kv_transfer_s is not None and fleet.p99_kv_transfer_s is not None:
+        rate = "" if sent.mean_bytes_per_s is None else f", {format_bandwidth(sent.mean_bytes_per_s)} in all"
+        after = f"{format_seconds(fleet.p50_kv_transfer_s)} (p50) and {format_seconds(fleet.p99_kv_transfer_s)} (p99)"
+        yield "KV-cache", f"{format_bytes(sent.mean_bytes)} a request{rate}; gone {after} after the first token"
+    if decoders is not None:
+        gpus = f"{decoders.num_gpus} GPU{'s' * (decoders.num_gpus > 1)}"
+        yield (
+            "decodes",
+            f"{gpus}: {decoders.replicas} × {decoders.gpus_per_group} ({decoders.strategy}), batches of"
+            f" {decoders.batch} ({_LIMITS[decoders.limited_by]}), {format_seconds(decoders.step_s)} a step at"
+            f" {decoders.context_tokens} tokens; at most {decoders.sequences_at_once} sequences at once, TPOT at most"
+            f" {format_seconds(decoders.tpot_s)}",
+        )
+
+
+def group_rows(fleet: FleetAnswer) -> Iterator[tuple[str, str, str, str]]:
+    """One row per length bucket: new tokens, groups, strategies by share of time, requests."""
+    for group in fleet.groups:
+        low, high = group.context_range
+        strategies = ", ".join(f"{name} {share:.0%}" for name, share in group.strategies.items()) or "none"
+        yield f"{low} to {high}", group.groups(), strategies, str(group.requests)
+
+
+def fleet_table(plan: CapacityPlan) -> tuple[list[Column], Rows]:
+    """The answer or the nearest miss, and the alternatives."""
+    fleets = [plan.first, *plan.alternatives]
+    priced = any(fleet.cost_per_hour is not None for fleet in fleets)
+    columns = [
+        Column(title="fleet"),
+        Column(title="GPUs", number=True),
+        Column(title="p50", number=True, rank=2),
+        Column(title="p95", number=True, rank=2),
+        Column(title="p99", number=True),
+        Column(title="max", number=True, rank=2),
+        Column(title="in time", number=True),
+        Column(title="utilised", number=True, rank=2, hint="Busy share of all GPU time"),
+        *([Column(title="cost per hour", number=True)] if priced else []),
+    ]
+    rows: Rows = []
+    for fleet in fleets:
+        times = (fleet.p50_ttft_s, fleet.p95_ttft_s, fleet.p99_ttft_s, fleet.max_ttft_s)
+        cost = fleet.cost_per_hour
+        rows.append(
+            [
+                fleet.describe(),
+                str(fleet.num_gpus),
+                *(seconds_cell(one) if math.isfinite(one) else Cell(shown=format_time(one)) for one in times),
+                Cell(shown=f"{fleet.in_time:.2%}", value=fleet.in_time),
+                Cell(shown=f"{fleet.utilisation:.0%}", value=fleet.utilisation),
+                *([] if cost is None else [Cell(shown=f"{cost:.2f}", value=cost)]),
+            ]
+        )
+    return columns, rows
+
+
+def as_text(rows: Rows) -> list[list[str]]:
+    """Rows as they are shown."""
+    return [[cell.shown if isinstance(cell, Cell) else cell for cell in row] for row in rows]
+
+
+def format_time(seconds: float) -> str:
+    """Formatted seconds; "unserved" for a percentile that falls among unserved requests."""
+    return format_seconds(seconds) if math.isfinite(seconds) else "unserved"
+
+
+def figure(plan: CapacityPlan) -> Figure:
+    """TTFT by length, the queue over time, the Pareto front and the lengths."""
+    return draw_panels(plan, verdict(plan), _question(plan))
+
+
+def summary(plan: CapacityPlan) -> Summary:
+    """Fleets that meet the target, the answer first; where none does, the nearest miss."""
+    columns, rows = fleet_table(plan)
+    meanings = plan.assumptions()
+    notes = [*plan.reasons(), meanings["interval_meaning"], meanings["rests_on"], *plan.warnings]
+    return Summary(
+        answer=verdict(plan),
+        question=_question(plan),
+        caption="fleets",
+        columns=columns,
+        rows=as_text(rows),
+        notes=notes,
+    )
+
+
+def _question(plan: CapacityPlan) -> str:
+    model = plan.scenario.model.name
+    return " · ".join((headline(plan), model, plan.cluster.describe(), *plan.question.kernels()))
+
+
+def page(plan: CapacityPlan) -> Page:
+    """Target, price and rate are moved, and the fleet is read off; fleets at other rates are simulated first."""
+    return capacity_page(plan.explored())
 
 
 def capacity_page(plan: CapacityPlan) -> Page:
     """The page of a plan; with fleets at other rates if it is `explored`."""
     served = plan.first.unserved < plan.first.requests
+    miss = "" if plan.answer else ", the nearest miss"
     pictures = (
         Section(
             title="Fleets by cost and TTFT",
@@ -49,12 +187,12 @@ def capacity_page(plan: CapacityPlan) -> Page:
         ),
         Section(
             title="Queue over time",
-            lead=f"{plan.first.describe()}{'' if plan.answer else ', the nearest miss'}. Drag over a stretch of time to"
-            " zoom in, double-click to see all.",
+            lead=f"{plan.first.describe()}{miss}. Drag over a stretch of time to zoom in, double-click to see all.",
             body=tag("div", id="queue"),
         ),
         Section(title="TTFT by length", lead="The same requests, by their new tokens.", body=tag("div", id="lengths")),
     )
+    reasons = Section(title="What does not meet the target", body=items(plan.reasons()))
     return Page(
         title=f"{plan.percentile:g} % of the requests with a TTFT of at most {format_seconds(plan.slo_ttft_s)}",
         answer=verdict(plan),
@@ -62,10 +200,10 @@ def capacity_page(plan: CapacityPlan) -> Page:
         sections=[
             *(pictures if served else ()),
             Section(title="Fleets", body=join(_fleets(plan))),
-            *_reasons(plan),
+            *([reasons] if plan.infeasible else []),
             Section(title="What was read", body=join(_workload(plan))),
         ],
-        notes=[plan.decoding, plan.dispatch, plan.interval_meaning, plan.rests_on, *plan.warnings],
+        notes=[*plan.assumptions().values(), *plan.warnings],
         data=capacity_data(plan) if served else {},
         scripts=(*CHARTS, "controls.js", "fleets.js", "queue.js") if served else (),
         strategies=[name for group in plan.first.groups for name in group.strategies],
@@ -73,61 +211,56 @@ def capacity_page(plan: CapacityPlan) -> Page:
 
 
 def capacity_data(plan: CapacityPlan) -> dict[str, Any]:
-    """Plain JSON values; null: never served, or not simulated."""
-    curves = plan.first.curves
-    assert curves is not None
+    """Plain JSON values; null: never served."""
+    tried = plan.front.tried
+    prices = {round(one.cost_per_hour / one.num_gpus, 9) for one in tried if one.cost_per_hour is not None}
     return {
         "slo_s": plan.slo_ttft_s,
         "percentile": plan.percentile,
-        "percentiles": list(plan.percentiles),
+        "percentiles": list(plan.front.percentiles),
         "priced": plan.first.cost_per_hour is not None,
-        "price_per_gpu_hour": _price(plan.tried),
+        "price_per_gpu_hour": prices.pop() if len(prices) == 1 else None,  # the one price of all GPUs
         "rate_per_s": plan.workload["rate_per_s"],
-        "tried": [_tried(one) for one in plan.tried],
-        "requests": _requests(plan, curves),
+        "tried": [
+            {
+                "rate": one.rate,
+                "gpus": one.num_gpus,
+                "cost": one.cost_per_hour,
+                "fleet": one.fleet,
+                "ttft_s": _short(one.ttft_s),
+                "utilisation": round(one.utilisation, 3),
+                "requests": one.requests,
+            }
+            for one in tried
+        ],
+        "requests": _requests(plan),
     }
 
 
-def _tried(one: TriedFleet) -> dict[str, Any]:
-    return {
-        "rate": one.rate,
-        "gpus": one.num_gpus,
-        "cost": one.cost_per_hour,
-        "fleet": one.fleet,
-        "ttft_s": _shorts(one.ttft_s),
-        "utilisation": round(one.utilisation, 3),
-        "requests": one.requests,
-    }
-
-
-def _price(tried: Iterable[TriedFleet]) -> float | None:
-    """The one price of all GPUs; None: there is none, or several."""
-    prices = {round(one.cost_per_hour / one.num_gpus, 9) for one in tried if one.cost_per_hour is not None}
-    return prices.pop() if len(prices) == 1 else None
-
-
-def _requests(plan: CapacityPlan, curves: Curves) -> dict[str, Any]:
+def _requests(plan: CapacityPlan) -> dict[str, Any]:
     """TTFTs over time and length, percentiles by length, and the queue."""
+    curves = plan.first.curves
+    assert curves is not None
     served = np.flatnonzero(np.isfinite(curves.ttft_s))
     step = -(-len(served) // _MOST_DOTS)
-    shown = served[::step]
+    some = served[::step]
     times_s, prompts = waiting(curves, _MOST_STEPS, _BINS)
-    lines = []
-    for percentile in dict.fromkeys((50.0, plan.percentile)):
-        lengths, values = percentile_by_length(curves, served, percentile)
-        lines.append({"percentile": percentile, "new_tokens": _shorts(lengths), "ttft_s": _shorts(values)})
+    by_length = {one: percentile_by_length(curves, served, one) for one in (50.0, plan.percentile)}
     return {
         "count": len(curves.arrival_s),
         "every": step,
-        "arrival_s": [round(float(one), 3) for one in curves.arrival_s[shown]],
-        "ttft_s": _shorts(curves.ttft_s[shown]),
-        "new_tokens": curves.new_tokens[shown].tolist(),
-        "by_length": lines,
-        "queue": {"time_s": [round(float(one), 3) for one in times_s], "waiting": [int(one) for one in prompts]},
+        "arrival_s": np.round(curves.arrival_s[some], 3).tolist(),
+        "ttft_s": _short(curves.ttft_s[some]),
+        "new_tokens": curves.new_tokens[some].tolist(),
+        "by_length": [
+            {"percentile": percentile, "new_tokens": _short(lengths), "ttft_s": _short(values)}
+            for percentile, (lengths, values) in by_length.items()
+        ],
+        "queue": {"time_s": np.round(times_s, 3).tolist(), "waiting": prompts.astype(int).tolist()},
     }
 
 
-def _shorts(values: Iterable[float]) -> list[float | None]:
+def _short(values: Iterable[float]) -> list[float | None]:
     return [float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None for value in values]
 
 
@@ -144,44 +277,13 @@ def _fleets(plan: CapacityPlan) -> Iterable[str]:
     if plan.first.unserved == plan.first.requests:
         yield tag("p", verdict(plan))
         return
-    columns = (
-        Column(title="fleet"),
-        Column(title="GPUs", number=True),
-        *(Column(title=name, number=True, rank=2) for name in ("p50", "p95")),
-        Column(title="p99", number=True),
-        Column(title="longest", number=True, rank=2),
-        Column(title="in time", number=True),
-        Column(title="utilisation", number=True, rank=2, hint="Busy share of all GPU time"),
-        Column(title="cost per hour", number=True),
-    )
-    rows = [_fleet_row(fleet) for fleet in (plan.first, *plan.alternatives)]
+    columns, rows = fleet_table(plan)
     yield table(columns, rows, caption="Fleets: the answer first, then others that meet the target")
-    told = {"Interval": interval(plan), "Requests": losses(plan.first)}
-    told |= {"KV-cache": transfers(plan), "Fleet that decodes": decodes(plan)}
-    yield from (tag("p", f"{label}: {words}.", class_="lead") for label, words in told.items() if words is not None)
+    yield from (tag("p", f"{label}: {line}.", class_="lead") for label, line in details(plan))
     yield tag("h3", "Where prompts go")
     titles = ("new tokens", "groups × GPUs", "strategy, share of time", "requests")
-    columns = tuple(Column(title=title, number=title == "requests") for title in titles)
-    yield table(columns, groups_of_fleet(plan.first), caption="Where prompts go", sortable=False)
-
-
-def _fleet_row(fleet: FleetAnswer) -> list[str | Cell]:
-    times = (fleet.p50_ttft_s, fleet.p95_ttft_s, fleet.p99_ttft_s, fleet.max_ttft_s)
-    cost = fleet.cost_per_hour
-    return [
-        fleet.describe(),
-        str(fleet.num_gpus),
-        *(seconds_cell(one) if math.isfinite(one) else Cell(shown=UNSERVED) for one in times),
-        Cell(shown=f"{fleet.in_time:.2%}", value=fleet.in_time),
-        Cell(shown=f"{fleet.utilisation:.0%}", value=fleet.utilisation),
-        "" if cost is None else Cell(shown=f"{cost:.2f}", value=cost),
-    ]
-
-
-def _reasons(plan: CapacityPlan) -> Sequence[Section]:
-    if not plan.infeasible:
-        return ()
-    return (Section(title="What does not meet the target", body=items(plan.reasons())),)
+    columns = [Column(title=title, number=title == "requests") for title in titles]
+    yield table(columns, group_rows(plan.first), caption="Where prompts go", sortable=False)
 
 
 def _workload(plan: CapacityPlan) -> Iterable[Html]:
@@ -190,22 +292,16 @@ def _workload(plan: CapacityPlan) -> Iterable[Html]:
     words = f"{read['requests']} requests in {read['duration_s']:.6g} s{rate}; {read['cached_share']:.0%} cached"
     yield tag("p", f"{read['name']}: {words}")
     shares = ("mean", "p50", "p90", "p99", "max")
-    rows: list[list[str | Cell]] = [
+    rows: Rows = [
         [name.replace("_", " "), *(Cell(shown=f"{read[name][key]:.0f}", value=read[name][key]) for key in shares)]
         for name in ("context_tokens", "new_tokens", "output_tokens")
     ]
-    columns = (Column(title=""), *(Column(title=name, number=True) for name in shares))
+    columns = [Column(title=""), *(Column(title=name, number=True) for name in shares)]
     yield table(columns, rows, caption="Tokens of the requests", sortable=False)
     yield tag("h3", "Contexts")
-    columns = (
-        Column(title="from", number=True),
-        Column(title="requests", number=True),
-        Column(title=""),
-        Column(title="share of new tokens", number=True),
-        Column(title=""),
-    )
+    titles = ("from", "requests", "", "share of new tokens", "")
     most = max(row["requests"] for row in read["histogram"])
-    bars: list[list[str | Cell]] = [
+    bars: Rows = [
         [
             format_tokens(row["from_tokens"]),
             str(row["requests"]),
@@ -215,6 +311,7 @@ def _workload(plan: CapacityPlan) -> Iterable[Html]:
         ]
         for row in read["histogram"]
     ]
+    columns = [Column(title=title, number=bool(title)) for title in titles]
     yield table(columns, bars, caption="Requests by context, in powers of two", sortable=False)
 
 

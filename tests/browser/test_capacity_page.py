@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 import kvrsim
-from planner.capacity.answer import CapacityPlan, TriedFleet
 from planner.capacity.page import capacity_page
+from planner.capacity.result import CapacityPlan, TriedFleet
 from tests.building.browser import PHONE, Opened
 
 pytestmark = pytest.mark.browser
@@ -29,8 +29,8 @@ def plan() -> CapacityPlan:
 
 
 def cheapest(plan: CapacityPlan, rate: float, target_s: float) -> TriedFleet:
-    index = plan.percentiles.index(plan.percentile)
-    met = [one for one in plan.tried if one.rate == rate and one.ttft_s[index] <= target_s]
+    index = plan.front.percentiles.index(plan.percentile)
+    met = [one for one in plan.front.tried if one.rate == rate and one.ttft_s[index] <= target_s]
     return min(met, key=lambda one: (one.num_gpus, one.ttft_s[index]))
 
 

@@ -16,7 +16,8 @@ from kvrsim.io.schema import to_json
 from kvrsim.noise import parse_noise
 from planner.capacity.plan import plan_capacity
 from planner.capacity.request import make_request
-from planner.map.map import make_map
+from planner.capacity.times import StrategyPolicy
+from planner.map.build import make_map
 from planner.plan import make_plan
 from planner.processes import Pool
 from planner.table.build import make_table
@@ -38,7 +39,7 @@ def answers(pool: Pool | None) -> dict[str, str]:
     noise = Disturbance(noise=parse_noise("jitter:0.1"), num_samples=4, seed=1, pool=pool)
     asked = make_request(requests=REQUESTS, slo_ttft="1s", group_sizes="1,2", replications="1", gpus_per_node=None)
     plan = make_plan(scenario, disturbance=noise, strategies=("kvr-e", "kvr-s"))
-    fleet = plan_capacity(scenario, asked, strategies=("single", "tsp", "kvr-s"), pool=pool)
+    fleet = plan_capacity(scenario, asked, StrategyPolicy(names=("single", "tsp", "kvr-s")), pool=pool)
     found = {
         "table": make_table(scenario, (2,), (512, 1024, 768), pool=pool).to_dict(),
         "map": make_map(scenario, lengths=(512, 1024), gpu_counts=(1, 2), pool=pool).to_dict(),

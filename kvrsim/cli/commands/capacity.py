@@ -19,7 +19,7 @@ from kvrsim.cli.text import headline as emphasised
 from kvrsim.units import format_seconds, format_tokens
 
 if TYPE_CHECKING:
-    from planner.capacity.answer import CapacityPlan, FleetAnswer
+    from planner.capacity.result import CapacityPlan
 
 
 @takes(WorkloadOptions, FleetOptions, PoolOptions, DeployOptions, AnswerOptions)
@@ -61,6 +61,8 @@ def capacity(
     pool = workers.pool()
     scenario, warnings = options.scenario()
     from planner.capacity.plan import plan_capacity
+    from planner.capacity.times import StrategyPolicy
+    from planner.deploy import deploy_engine
 
     request = fleet.request(scenario)
     if deploy.emit is not None:
@@ -69,17 +71,14 @@ def capacity(
         check_emit(request)
     from kvrsim.cli.progress import WorkProgress
 
+    asked_engines = (deploy.emit, deploy.only_deployable)
     with pool, WorkProgress() as progress:
-        result = plan_capacity(
-            scenario,
-            request,
-            strategies=None if strategies is None else parse_strategies(strategies),
+        policy = StrategyPolicy(
+            names=None if strategies is None else tuple(parse_strategies(strategies)),
             table=read_table(table),
-            engines=[name for name in DEPLOY_ENGINES if name in (deploy.emit, deploy.only_deployable)],
-            warnings=warnings,
-            pool=pool,
-            on_stage=progress,
+            engines=tuple(deploy_engine(name) for name in DEPLOY_ENGINES if name in asked_engines),
         )
+        result = plan_capacity(scenario, request, policy, warnings=warnings, pool=pool, on_stage=progress)
     launch = None
     if deploy.emit is not None and result.answer is not None:
         from planner.capacity.launch import launch_of_fleet
@@ -118,7 +117,7 @@ _BAR = 24  # characters of the longest bar of the histogram
 
 def show_capacity(plan: CapacityPlan) -> None:
     """The fleet, the requests, the alternatives, and what the answer rests on."""
-    from planner.capacity.report import decodes, groups_of_fleet, headline, interval, losses, transfers, verdict
+    from planner.capacity.page import details, group_rows, headline, verdict
 
     best = plan.first
     nothing_served = best.unserved == best.requests
@@ -126,26 +125,22 @@ def show_capacity(plan: CapacityPlan) -> None:
     answer.add_row("answer:" if plan.feasible else "no answer:", emphasised(verdict(plan)))
     answer.add_row("target:", headline(plan))
     if not nothing_served:
-        if (sure := interval(plan)) is not None:
-            answer.add_row("interval:", sure)
-        for tokens, groups, strategies, requests in groups_of_fleet(best):
+        for tokens, groups, strategies, requests in group_rows(best):
             answer.add_row(
                 "groups:", f"{tokens} new tokens: {groups}; time by strategy: {strategies}; {requests} requests"
             )
-        told = (("requests:", losses(best)), ("KV-cache:", transfers(plan)), ("decodes:", decodes(plan)))
-        for label, text in told:
-            if text is not None:
-                table.add_row(label, text)
+        for label, line in details(plan):
+            (answer if label == "interval" else table).add_row(f"{label}:", line)
     for reason in plan.reasons():
         table.add_row("why not:", reason)
-    table.add_row("memory:", limit_text(plan.memory_limit))
-    table.add_row("decoding:", plan.decoding)
-    table.add_row("dispatch:", plan.dispatch)
+    table.add_row("memory:", limit_text(plan.scenario.memory_limit))
+    for label in ("decoding", "dispatch"):
+        table.add_row(f"{label}:", plan.assumptions()[label])
     table.add_row("search:", f"{plan.simulated_requests} requests simulated in {format_seconds(plan.seconds)}")
     table.add_row("rests on:", rests_on_line(plan.question))
     for note in plan.warnings:
         table.add_row(Text("note:", style="yellow"), note)
-    asked = header(plan.question, plan.cluster, f"Fleet for {plan.model}")
+    asked = header(plan.question, plan.cluster, f"Fleet for {plan.scenario.model.name}")
     fleets = () if nothing_served else (narrowing(_fleets(plan), "utilised", "max", "p50", "p95"), "")
     show(answer, "", *asked, "", *fleets, _lengths(plan), "", table)
 
@@ -166,22 +161,11 @@ def _lengths(plan: CapacityPlan) -> Table:
 
 def _fleets(plan: CapacityPlan) -> Table:
     """The answer, or the nearest miss, and alternatives."""
-    table = columns("GPUs", numbers=True)
-    table.add_column("fleet")
-    columns("p50", "p95", "p99", "max", "in target", "utilised", numbers=True, into=table)
-    fleets = [plan.first, *plan.alternatives[:_SHOWN]]
-    priced = any(one.cost_per_hour is not None for one in fleets)
-    columns(*["cost/hour"] * priced, numbers=True, into=table)
-    for one in fleets:
-        table.add_row(*_row(one, priced=priced), style="bold" if one is plan.answer else None)
+    from planner.capacity.page import as_text, fleet_table
+
+    titles, rows = fleet_table(plan)
+    table = columns(titles[0].title)
+    columns(*(one.title for one in titles[1:]), numbers=True, into=table)
+    for number, row in enumerate(as_text(rows[: 1 + _SHOWN])):
+        table.add_row(*row, style="bold" if number == 0 and plan.answer is not None else None)
     return table
-
-
-def _row(fleet: FleetAnswer, *, priced: bool) -> list[str]:
-    from planner.capacity.report import format_time
-
-    times = (fleet.p50_ttft_s, fleet.p95_ttft_s, fleet.p99_ttft_s, fleet.max_ttft_s)
-    shown = map(format_time, times)
-    shares = [f"{fleet.in_time:.2%}", f"{fleet.utilisation:.0%}"]
-    cost = [f"{fleet.cost_per_hour:.2f}"] if priced and fleet.cost_per_hour is not None else []
-    return [str(fleet.num_gpus), fleet.describe(), *shown, *shares, *cost]

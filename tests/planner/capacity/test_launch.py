@@ -13,7 +13,7 @@ from kvrsim.builder import make_scenario
 from kvrsim.choices import DEPLOY_ENGINES
 from kvrsim.cli import main as cli
 from kvrsim.strategies import get_strategy
-from planner.capacity.fleet.layouts import Choice
+from planner.capacity.times import StrategyPolicy
 from planner.deploy import deploy_engine
 from tests.building.flags import read_flags
 
@@ -76,12 +76,12 @@ def test_one_kind_of_group(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
 def test_a_group_of_an_engine_runs_one_strategy() -> None:
     scenario, _ = make_scenario(ctx="8k", gpus=4, model="deepseek-v3", cluster="b200-nvlink5")
     engine = deploy_engine("vllm")
-    layouts = Choice(engines=(engine,)).layouts(scenario)
+    layouts = StrategyPolicy(engines=(engine,)).layouts(scenario)
     assert {"tp", "pp", "tp2+pp", "zigzag", "tp2+zigzag"} <= set(layouts)
     assert all([one.name for one in strategies] == [name] for name, strategies in layouts.items())
     assert all(engine.has(get_strategy(name), scenario) for name in layouts)
     assert "single" not in layouts
-    assert "kvr-s" not in Choice(engines=(engine,)).left_out(scenario)
+    assert "kvr-s" not in StrategyPolicy(engines=(engine,)).left_out(scenario)
 
 
 @pytest.mark.parametrize(

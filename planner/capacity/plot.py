@@ -12,7 +12,7 @@ from kvrsim.program import Array
 from kvrsim.units import format_seconds, format_tokens
 from kvrsim.views.figure import Head, drawing, encoded
 from kvrsim.views.style import INK, styled
-from planner.capacity.answer import CapacityPlan, Curves, FleetAnswer, Point
+from planner.capacity.result import CapacityPlan, Curves, FleetAnswer, Point
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

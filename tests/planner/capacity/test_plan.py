@@ -13,7 +13,6 @@ import kvrsim
 from kvrsim.cli import main as cli
 from kvrsim.views.page import unpacked
 from planner.capacity import plan as planning
-from planner.capacity.plots import picture, queue_over_time, ttft_by_length
 
 SMALL = "synthetic:poisson,rate=4,requests=600,context=lognormal:1k:0.8,max=4k,output=40"
 FEW = ("--group-sizes", "1,2", "--replications", "2")
@@ -121,8 +120,7 @@ def test_the_same_seed_gives_the_same_answer(capsys: pytest.CaptureFixture[str])
     asked = ("--requests", SMALL, "--slo-ttft", "1s", *FEW)
 
     def found(seed: str) -> Any:
-        told = answer(capsys, *asked, "--seed", seed)
-        return {key: value for key, value in told.items() if key != "seconds"}
+        return answer(capsys, *asked, "--seed", seed) | {"seconds": None}
 
     assert found("5") == found("5")
     assert found("5")["answer"]["p50_ttft_s"] != found("6")["answer"]["p50_ttft_s"]
@@ -174,12 +172,12 @@ def test_rates_scale(tmp_path: Path) -> None:
 
 
 def test_in_python(tmp_path: Path) -> None:
-    told: list[str] = []
+    stages: list[str] = []
     found = kvrsim.capacity(
-        requests=SMALL, slo_ttft="1s", group_sizes="1,2", replications=2, model="llama-7b", on_progress=told.append
+        requests=SMALL, slo_ttft="1s", group_sizes="1,2", replications=2, model="llama-7b", on_progress=stages.append
     )
     assert found.feasible
-    assert told
+    assert stages
     frame = found.to_frame()
     assert len(frame) == 1 + len(found.alternatives)
     assert frame["num_gpus"][0] == found.answer.num_gpus  # type: ignore[union-attr]
@@ -205,7 +203,7 @@ def test_a_page_that_fails_costs_the_page_alone(
     def fail(*_: object) -> None:
         raise ValueError("no such fleet")
 
-    monkeypatch.setattr("planner.capacity.front.Fleets.explored", fail)
+    monkeypatch.setattr("planner.capacity.search.FrontSearch._at_rates", fail)
     asked = ("--requests", SMALL, "--slo-ttft", "1s", "--strategies", "single", "--html", "r.html", "--json", *FEW)
     code, out, err = run(capsys, *asked)
     assert (code, err.count("\n")) == (74, 1)
@@ -213,19 +211,7 @@ def test_a_page_that_fails_costs_the_page_alone(
     assert json.loads(out)["answer"]
 
 
-def test_the_same_plan_gives_the_same_picture() -> None:
-    plan = kvrsim.capacity(requests=SMALL, slo_ttft="1s", group_sizes="1", replications=1, uniform_only=True)
-    first, again = (picture(plan, (ttft_by_length, queue_over_time), ".svg") for _ in range(2))
-    assert first == again
-
-
-def test_a_report_of_a_miss(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, _, _ = run(capsys, "--requests", SMALL, "--slo-ttft", "1ms", "--max-gpus", "2", "--html", "r.html", *FEW)
-    assert code == 1
-    assert "No fleet meets the target" in (tmp_path / "r.html").read_text()
-
-
-def test_where_nothing_fits_in_memory_it_is_said_once_and_drawn(
+def test_where_nothing_fits_in_memory_there_are_still_texts_pages_and_plots(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "t.csv").write_text(
@@ -236,36 +222,10 @@ def test_where_nothing_fits_in_memory_it_is_said_once_and_drawn(
     assert code == 1
     assert err.splitlines() == ["kvrsim: written: r.html", "kvrsim: written: p.png"]
     assert out.count("do not fit in") == 1
-    assert "groups of 1, 2, 4 and 8 GPUs: 9 of 9 contexts do not fit in memory" in " ".join(out.split())
-    assert "None serves any of the 9 requests" in out
-    for garbled in ("reaches never", "GPU,  of", ", of their time", "None)", "nan", "inf"):
+    for garbled in ("None)", "nan", "inf"):
         assert garbled not in out
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     assert "None serves any of the 9 requests" in (tmp_path / "r.html").read_text()
-
-
-def test_the_percentile_of_the_answer_is_that_of_the_table_and_its_interval_is_judged(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    found = answer(capsys, "--requests", SMALL, "--slo-ttft", "1s", *FEW)["answer"]
-    assert found["target_ttft_s"] == found["p99_ttft_s"]
-    assert found["target_low_s"] <= found["target_ttft_s"] <= found["target_high_s"]
-    target_s = (found["target_ttft_s"] + found["target_high_s"]) / 2
-    code, out, _ = run(capsys, "--requests", SMALL, "--slo-ttft", f"{target_s:.6f}s", *FEW, "--html", "r.html")
-    assert code == 0
-    assert "ends ABOVE the target" in " ".join(out.split())
-    assert "ends ABOVE the target" in (tmp_path / "r.html").read_text()
-    assert "ABOVE" not in run(capsys, "--requests", SMALL, "--slo-ttft", "100s", *FEW)[1]
-
-
-def test_losses_are_told_where_there_are_any(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    rows = [f"{index},{60000 if index == 0 else 500},5" for index in range(300)]
-    (tmp_path / "t.csv").write_text("\n".join(["arrival_s,context_tokens,output_tokens", *rows]) + "\n")
-    code, out, _ = run(capsys, "--requests", "t.csv", "--slo-ttft", "9s", "--group-sizes", "1")
-    assert code == 0
-    assert "1 of 300 never served" in out
-    assert "begun anew" not in out
-    assert "unserved" in out
 
 
 def test_packs_hold_no_more_than_the_memory_does(capsys: pytest.CaptureFixture[str]) -> None:
@@ -297,6 +257,8 @@ def test_packs_hold_no_more_than_the_memory_does(capsys: pytest.CaptureFixture[s
         ("--objective", "speed"),
         ("--decode", "somewhere"),
         ("--decode", "last-gpu"),
+        ("--kv-transfer-bandwidth", "fast"),
+        ("--strategies", "tq8"),
         ("--tpot", "0s"),
         ("--pack-tokens", "0"),
         ("--order", "random"),

@@ -10,9 +10,9 @@ import pytest
 
 import kvrsim
 from kvrsim.views.page import render, unpacked
-from planner.capacity.answer import CapacityPlan, Curves
 from planner.capacity.page import capacity_data, capacity_page
-from planner.capacity.plots import waiting
+from planner.capacity.plot import picture, queue_over_time, ttft_by_length, waiting
+from planner.capacity.result import CapacityPlan, Curves
 
 SMALL = "synthetic:poisson,rate=4,requests=600,context=lognormal:1k:0.8,max=4k"
 
@@ -26,7 +26,7 @@ def plan() -> CapacityPlan:
 
 def test_every_fleet_is_in_the_data(plan: CapacityPlan) -> None:
     data = capacity_data(plan)
-    assert [one["fleet"] for one in data["tried"]] == [one.fleet for one in plan.tried]
+    assert [one["fleet"] for one in data["tried"]] == [one.fleet for one in plan.front.tried]
     assert len(data["tried"][0]["ttft_s"]) == len(data["percentiles"])
     assert len(data["requests"]["arrival_s"]) == data["requests"]["count"] == 600
     assert data["price_per_gpu_hour"] is None
@@ -41,6 +41,11 @@ def test_names_of_others_are_text_and_the_data_come_back(plan: CapacityPlan) -> 
     assert "<b>note" not in text
     assert unpacked(text) == page.data
     assert len(text) < 300_000
+
+
+def test_the_same_plan_gives_the_same_picture(plan: CapacityPlan) -> None:
+    first, again = (picture(plan, (ttft_by_length, queue_over_time), ".svg") for _ in range(2))
+    assert first == again
 
 
 def curves(count: int) -> Curves:

@@ -16,7 +16,7 @@ import csv
 import itertools
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -27,16 +27,16 @@ from kvrsim.errors import InputError
 from kvrsim.io.schema import parse_json
 from kvrsim.program import Array
 from kvrsim.units import MAX_TOKENS
-from planner.capacity.workloads.workload import MAX_REQUESTS, Workload
+from planner.capacity.workload import MAX_REQUESTS, Workload
 
 BLOCK_TOKENS = 512  # of Mooncake's hash_ids
 MAX_LINE = 2**17  # characters; also the limit of a field in Python's csv
 MAX_BLOCKS = 5_000_000  # distinct hash_ids in all
 _MAX_HASH = 64  # characters of a hash that is text
+_MAX_ARRIVAL_S = 1e10
 OWN, AZURE, MOONCAKE = "csv", "azure", "mooncake"
-_OWN_COLUMNS = ("arrival_s", "context_tokens", "output_tokens")
 _COLUMNS = {  # format -> its columns: arrival, context, output
-    OWN: _OWN_COLUMNS,
+    OWN: ("arrival_s", "context_tokens", "output_tokens"),
     AZURE: ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
     MOONCAKE: ("timestamp", "input_length", "output_length"),
 }
@@ -44,7 +44,7 @@ _ACCEPTED = (
     "CSV with a header line arrival_s,context_tokens,output_tokens[,cached_tokens] or"
     " TIMESTAMP,ContextTokens,GeneratedTokens, or Mooncake's JSON lines"
 )
-_MAX_ARRIVAL_S = 1e10
+_Row = tuple[float, float, float, float, float]  # line number, arrival in seconds, tokens of context, output, prefix
 
 
 def read_trace(path: str, kind: str | None = None, argument: str = "requests") -> Workload:
@@ -55,116 +55,108 @@ def read_trace(path: str, kind: str | None = None, argument: str = "requests") -
     the argument, the file and the line.
     """
     shown = f"{argument} {' '.join(path.split())}"
+    values = array("d")
+    count = 0
     try:
         with open(path, encoding="utf-8-sig", newline=None) as file:
             lines = _bounded(file, shown)
             first = next(lines, "")
             lines = itertools.chain((first,), lines)
-            read = _json_columns if first.lstrip().startswith("{") else _csv_columns
-            found, columns = read(lines, shown)
+            if first.lstrip().startswith("{"):
+                file_kind, rows = MOONCAKE, _json_rows(lines, shown)
+            else:
+                file_kind, rows = _csv_rows(lines, shown)
+            for count, row in enumerate(rows, start=1):
+                if count > MAX_REQUESTS:
+                    break
+                values.extend(row)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text, or not a path"
         raise InputError(argument, path, f"a trace that can be read ({reason})") from None
-    if kind is not None and found not in (kind, OWN):
+    if not 1 <= count <= MAX_REQUESTS:
+        number = f"{count} requests" if not count else f"more than {MAX_REQUESTS} requests"
+        raise InputError(shown, number, f"1 to {MAX_REQUESTS} requests")
+    if kind is not None and file_kind not in (kind, OWN):
         raise InputError(shown, first, f"the columns of {kind}: {', '.join(_COLUMNS[kind])}")
-    return _workload(path, kind or found, columns, shown)
+    return _workload(Path(path).name, kind or file_kind, np.array(values).reshape(-1, 5), shown)
 
 
 def _bounded(file: TextIO, shown: str) -> Iterator[str]:
     """The lines of a file, none of them longer than MAX_LINE characters."""
-    number = 0
-    while line := file.readline(MAX_LINE + 1):
-        number += 1
+    for number in itertools.count(1):
+        line = file.readline(MAX_LINE + 1)
+        if not line:
+            return
         if len(line) > MAX_LINE:
             raise InputError(f"{shown}: line {number}", line[:40], f"lines of at most {MAX_LINE} characters")
         yield line.rstrip("\n")
 
 
-class _Columns:
-    """Columns of a trace, with the line number of each row."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = names
-        self.lines = array("q")
-        self.values = [array("d") for _ in names]
-
-    def add(self, line: int, values: Sequence[float]) -> None:
-        """One row."""
-        self.lines.append(line)
-        for column, value in zip(self.values, values, strict=True):
-            column.append(value)
-
-    def column(self, name: str) -> Array:
-        """One column, shape (rows,)."""
-        return np.array(self.values[self.names.index(name)])
-
-
-def _csv_columns(lines: Iterator[str], shown: str) -> tuple[str, _Columns]:
-    rows = csv.reader(lines)
-    header = [name.strip() for name in _row(rows, 1, shown) or ()]
+def _csv_rows(lines: Iterator[str], shown: str) -> tuple[str, Iterator[_Row]]:
+    """The format of the header line, and the rows after it."""
+    reader = csv.reader(lines)
+    header = [name.strip() for name in _csv_row(reader, shown) or ()]
     kind = next((kind for kind, columns in _COLUMNS.items() if set(columns) <= set(header)), None)
     if kind is None or len(set(header)) < len(header):
         raise InputError(f"{shown}: line 1", ",".join(header), _ACCEPTED)
-    when, context, output = _COLUMNS[kind]
-    scale = {OWN: 1.0, AZURE: 1.0, MOONCAKE: 1e-3}[kind]
+    arrival, *lengths = _COLUMNS[kind]
+    scale = 1e-3 if kind == MOONCAKE else 1.0
     read_time = _date_s if kind == AZURE else _seconds
-    wanted = {"context": context, "output": output}
-    if "cached_tokens" in header:
-        wanted["cached"] = "cached_tokens"
-    places = {key: header.index(name) for key, name in wanted.items()}
-    found = _Columns(("arrival", *wanted))
-    while (row := _row(rows, rows.line_num + 1, shown)) is not None:
-        if not row:
-            continue
-        where = f"{shown}: line {rows.line_num}"
-        if len(row) != len(header):
-            raise InputError(where, ",".join(row), f"{len(header)} values, as in the header")
-        lengths = [_tokens(row[places[key]], f"{where}: {name}") for key, name in wanted.items()]
-        _check_count(len(found.lines) + 1, shown)
-        found.add(rows.line_num, [scale * read_time(row[header.index(when)], f"{where}: {when}"), *lengths])
-    _check_count(len(found.lines), shown)
-    return kind, found
+    if has_prefix := "cached_tokens" in header:
+        lengths.append("cached_tokens")
+
+    def rows() -> Iterator[_Row]:
+        while (row := _csv_row(reader, shown)) is not None:
+            if not row:
+                continue
+            where = f"{shown}: line {reader.line_num}"
+            if len(row) != len(header):
+                raise InputError(where, ",".join(row), f"{len(header)} values, as in the header")
+            context, output, *prefix = (_tokens(row[header.index(name)], f"{where}: {name}") for name in lengths)
+            arrival_s = scale * read_time(row[header.index(arrival)], f"{where}: {arrival}")
+            yield reader.line_num, arrival_s, context, output, prefix[0] if has_prefix else 0.0
+
+    return kind, rows()
 
 
-def _row(rows: Any, number: int, shown: str) -> list[str] | None:
+def _csv_row(reader: Any, shown: str) -> list[str] | None:
     """The next row; None at the end."""
     try:
-        return next(rows, None)
+        return next(reader, None)
     except csv.Error as error:
-        raise InputError(f"{shown}: line {number}", str(error), "a line of comma-separated values") from None
+        where = f"{shown}: line {reader.line_num + 1}"
+        raise InputError(where, str(error), "a line of comma-separated values") from None
 
 
-def _json_columns(lines: Iterator[str], shown: str) -> tuple[str, _Columns]:
-    found = _Columns(("arrival", "context", "output", "cached"))
+def _json_rows(lines: Iterator[str], shown: str) -> Iterator[_Row]:
     seen: set[int | str] = set()
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        row, where = _json_row(line, number, shown), f"{shown}: line {number}"
+        where = f"{shown}: line {number}"
+        row = _json_row(line, where)
         hashes = row.get("hash_ids") or []
         context = _tokens(row["input_length"], f"{where}: input_length")
-        cached = min(float(BLOCK_TOKENS * _leading(hashes, seen)), context)
+        leading = next((index for index, one in enumerate(hashes) if one not in seen), len(hashes))
         seen.update(hashes)
         if len(seen) > MAX_BLOCKS:
             raise InputError(f"{where}: hash_ids", f"{len(seen)} blocks", f"at most {MAX_BLOCKS} blocks in all")
-        _check_count(len(found.lines) + 1, shown)
         arrival_s = 1e-3 * _seconds(row["timestamp"], f"{where}: timestamp")
-        found.add(number, [arrival_s, context, _tokens(row["output_length"], f"{where}: output_length"), cached])
-    _check_count(len(found.lines), shown)
-    return MOONCAKE, found
+        output = _tokens(row["output_length"], f"{where}: output_length")
+        yield number, arrival_s, context, output, min(float(BLOCK_TOKENS * leading), context)
 
 
-def _json_row(line: str, number: int, shown: str) -> dict[str, Any]:
+def _json_row(line: str, where: str) -> dict[str, Any]:
     try:
         row = parse_json(line)
     except ValueError:
         row = None
     if not isinstance(row, dict) or not set(_COLUMNS[MOONCAKE]) <= set(row):
-        raise InputError(f"{shown}: line {number}", line, f"a JSON object with {', '.join(_COLUMNS[MOONCAKE])}")
+        raise InputError(where, line, f"a JSON object with {', '.join(_COLUMNS[MOONCAKE])}")
     hashes = row.get("hash_ids") or []
     if not isinstance(hashes, list) or not all(_is_hash(one) for one in hashes):
         accepted = f"a list of numbers of 64 bits or texts of at most {_MAX_HASH} characters"
-        raise InputError(f"{shown}: line {number}: hash_ids", hashes, accepted)
+        raise InputError(f"{where}: hash_ids", hashes, accepted)
     return row
 
 
@@ -172,24 +164,12 @@ def _is_hash(value: object) -> bool:
     return abs(value) < 2**64 if isinstance(value, int) else isinstance(value, str) and len(value) <= _MAX_HASH
 
 
-def _leading(hashes: Sequence[Any], seen: set[Any]) -> int:
-    """Number of leading blocks that occurred before."""
-    return next((index for index, one in enumerate(hashes) if one not in seen), len(hashes))
-
-
-def _check_count(count: int, shown: str) -> None:
-    if not 1 <= count <= MAX_REQUESTS:
-        had = f"{count} requests" if count <= MAX_REQUESTS else f"more than {MAX_REQUESTS} requests"
-        raise InputError(shown, had, f"1 to {MAX_REQUESTS} requests")
-
-
 def _number(value: Any) -> float:
-    if isinstance(value, bool):
-        return float("nan")
+    """The value as a number; nan if it is none."""
     try:
-        return float(value)
+        return math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
-        return float("nan")
+        return math.nan
 
 
 def _seconds(value: Any, where: str) -> float:
@@ -216,34 +196,33 @@ def _tokens(value: Any, where: str) -> float:
     return number
 
 
-def _workload(path: str, kind: str, columns: _Columns, shown: str) -> Workload:
-    arrival_s, context_len, notes = columns.column("arrival"), columns.column("context"), []
-    out_of_range = (arrival_s < 0) | (arrival_s > _MAX_ARRIVAL_S)
+def _workload(name: str, kind: str, rows: Array, shown: str) -> Workload:
+    """The requests of rows as in _Row, repaired, with notes on the repairs."""
+    notes = []
+    out_of_range = (rows[:, 1] < 0) | (rows[:, 1] > _MAX_ARRIVAL_S)
     if out_of_range.any():
-        first = int(out_of_range.argmax())
-        where = f"{shown}: line {columns.lines[first]}"
-        raise InputError(where, f"arrival {arrival_s[first]:g} s", f"seconds from 0 to {_MAX_ARRIVAL_S:g}")
-    kept = context_len >= 1
-    if not kept.any():
+        line, arrival_s = rows[int(out_of_range.argmax()), :2]
+        where = f"{shown}: line {line:.0f}"
+        raise InputError(where, f"arrival {arrival_s:g} s", f"seconds from 0 to {_MAX_ARRIVAL_S:g}")
+    empty = rows[:, 2] < 1
+    if empty.all():
         raise InputError(shown, "no context of at least 1 token", "requests with a context")
-    if not kept.all():
-        line = columns.lines[int(np.argmin(kept))]
-        notes.append(f"{int((~kept).sum())} requests with a context of 0 tokens left out (the first in line {line})")
-    order = np.flatnonzero(kept)
-    if (np.diff(arrival_s[order]) < 0).any():
-        order = order[np.argsort(arrival_s[order], kind="stable")]
+    if empty.any():
+        line = rows[int(empty.argmax()), 0]
+        notes.append(f"{int(empty.sum())} requests with a context of 0 tokens left out (the first in line {line:.0f})")
+    rows = rows[~empty]
+    if (np.diff(rows[:, 1]) < 0).any():
+        rows = rows[np.argsort(rows[:, 1], kind="stable")]
         notes.append("arrivals were not in order and have been sorted")
-    context = context_len[order].astype(np.int64)
-    held = columns.column("cached") if "cached" in columns.names else np.zeros(len(kept))
-    cached = held[order].astype(np.int64)
-    if (whole := cached >= context).any():
-        notes.append(f"{int(whole.sum())} fully cached contexts: their last token is computed anyway")
+    context, output, prefix = rows[:, 2:].T.astype(np.int64)
+    if whole := int((prefix >= context).sum()):
+        notes.append(f"{whole} fully cached contexts: their last token is computed anyway")
     return Workload(
-        name=Path(path).name,
+        name=name,
         kind=kind,
-        arrival_s=arrival_s[order] - arrival_s[order[0]],
+        arrival_s=rows[:, 1] - rows[0, 1],
         context_len=context,
-        cached_prefix=np.minimum(cached, context - 1),
-        output_tokens=columns.column("output")[order].astype(np.int64),
+        cached_prefix=np.minimum(prefix, context - 1),
+        output_tokens=output,
         notes=tuple(notes),
     )

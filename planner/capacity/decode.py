@@ -1,0 +1,238 @@
+"""Decoding: how it, or a cache on its way to another fleet, occupies the groups; and the fleet that decodes.
+
+The fleet that decodes has groups of tensor parallelism that run one batch each. A step takes one token of every
+sequence of a batch through all layers: it reads the weights once, and the cache of every sequence. The batch of a group
+is the largest whose step keeps the time per output token, and whose caches fit next to the weights. A sequence is
+decoded from its first token on, for the time per output token each further one; the fleet holds the most sequences
+that are decoded at once. The host issues a step at once, as a CUDA graph. Left out: what a step gains where fewer
+sequences run, and tokens that speculation adds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from kvrsim.compile import for_strategy
+from kvrsim.ends import head
+from kvrsim.errors import InputError
+from kvrsim.io.schema import fields_to_json
+from kvrsim.memory import RUNTIME_BYTES
+from kvrsim.model.spec import ModelSpec
+from kvrsim.program import Array, work_s
+from kvrsim.request import MAX_BATCH, Request
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import STRATEGIES
+from kvrsim.units import format_bandwidth
+from planner.bisection import largest
+from planner.capacity.fleet import FleetLimits
+from planner.capacity.workload import Lengths, Workload
+
+MEANING = (
+    "a group of tensor parallelism decodes the largest batch whose caches fit beside the weights and whose step keeps"
+    " the TPOT, at the mean context of decoding; the fleet holds the most sequences that are decoded at once"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KvTransfer:
+    """What goes from the fleet that prefills to the one that decodes."""
+
+    bytes_per_s_a_gpu: float  # as given
+    mean_bytes: float  # of a request's cache
+    max_bytes: float
+    mean_bytes_per_s: float | None  # of all requests together; None: they all arrive at once
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transfer:
+    """The cache leaves layer by layer while later layers are computed, over all GPUs that hold parts of it."""
+
+    model: ModelSpec
+    bytes_per_s: float  # of one GPU
+    element_bytes: int  # of activations; a model may cache fewer
+
+    def nbytes(self, context_len: Lengths) -> Array:
+        """Bytes of the cache of each context."""
+        width = self.model.cached_element_bytes(self.element_bytes)
+        mixers = (layer.mixer for layer in self.model.layers)
+        each = (mixer.cache_bytes(context_len.astype(float), width) for mixer in mixers if mixer is not None)
+        return sum(each, np.zeros(len(context_len)))
+
+    def after_s(self, context_len: Lengths, ttft_s: Array, gpus: Lengths) -> Array:
+        """From the first token until all of the cache has left.
+
+        The first layer's leaves at the earliest when it is computed, the last one's after the first token.
+        """
+        whole_s = self.nbytes(context_len) / (self.bytes_per_s * gpus)
+        prefill_s = np.where(np.isfinite(ttft_s), ttft_s, 0.0)
+        one_layer_s = np.minimum(whole_s, prefill_s) / self.model.num_hidden_layers
+        return np.asarray(np.maximum(whole_s, prefill_s) + one_layer_s - prefill_s)
+
+    def summary(self, workloads: Sequence[Workload]) -> KvTransfer:
+        """Sizes and rates over all requests."""
+        nbytes = np.concatenate([self.nbytes(workload.context_len) for workload in workloads])
+        duration_s = sum(workload.duration_s for workload in workloads)
+        return KvTransfer(
+            bytes_per_s_a_gpu=self.bytes_per_s,
+            mean_bytes=float(nbytes.mean()),
+            max_bytes=float(nbytes.max()),
+            mean_bytes_per_s=float(nbytes.sum()) / duration_s if duration_s else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decoding:
+    """How decoding occupies the group that computed the first token."""
+
+    seconds_per_token: float | None = None  # of the group's last GPU, which decodes; None: another fleet decodes
+    transfer: Transfer | None = None  # to that fleet; None: not counted
+
+    def hold_s(self, workload: Workload, ttft_s: Array, gpus: Lengths) -> Array:
+        """How long each request occupies its group after the first token; gpus: that hold its cache."""
+        if self.transfer is not None:
+            return self.transfer.after_s(workload.context_len, ttft_s, gpus)
+        if self.seconds_per_token is None:
+            return np.zeros(len(workload))
+        return self.seconds_per_token * np.maximum(0, workload.output_tokens - 1)  # the first token is the prefill's
+
+    def hold_share(self, num_gpus: int) -> float:
+        """Share of a group's GPUs that are busy meanwhile."""
+        return 0.0 if self.seconds_per_token is None else 1 / num_gpus
+
+    def describe(self) -> str:
+        """In words, for every answer."""
+        if self.seconds_per_token is not None:
+            ms = 1e3 * self.seconds_per_token
+            return f"the last GPU of a group decodes, {ms:g} ms a token, and holds the group until its last token"
+        if self.transfer is None:
+            return (
+                "another fleet decodes: a group is free after the first token; moving the KV-cache there is not counted"
+            )
+        bandwidth = format_bandwidth(self.transfer.bytes_per_s)
+        return (
+            f"another fleet decodes: the KV-cache leaves layer by layer, {bandwidth} a GPU, and a group is free after"
+            " the first token and when the cache has left"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sequences:
+    """The sequences that are decoded; arrays of shape (N,)."""
+
+    first_token_s: Array  # inf: never
+    context_len: Lengths
+    output_tokens: Lengths
+
+    @property
+    def steps(self) -> Array:
+        """Steps of each sequence: the first token is the prefill's."""
+        return np.where(np.isfinite(self.first_token_s), np.maximum(0.0, self.output_tokens - 1.0), 0.0)
+
+    @property
+    def mean_context(self) -> int:
+        """Tokens that a step attends to, of an average step."""
+        tokens = self.context_len + self.output_tokens / 2
+        return math.ceil(float((self.steps * tokens).sum() / self.steps.sum()))
+
+    def most_at_once(self, tpot_s: float) -> int:
+        """The most sequences that are decoded at one time."""
+        some = self.steps > 0
+        begin_s = np.sort(self.first_token_s[some])
+        end_s = np.sort((self.first_token_s + self.steps * tpot_s)[some])
+        return int((np.arange(1, len(begin_s) + 1) - np.searchsorted(end_s, begin_s, side="right")).max())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeFleet:
+    """Equal groups that decode."""
+
+    num_gpus: int
+    gpus_per_group: int
+    replicas: int
+    strategy: str
+    batch: int  # sequences of a group
+    limited_by: Literal["memory", "tpot", "requests"]  # what keeps the batch from being larger
+    step_s: float  # of a full batch
+    tpot_s: float  # the target
+    context_tokens: int  # mean, that the batch and its step are for
+    sequences_at_once: int  # at most
+    tokens_per_s: float  # of the whole fleet with full batches
+    cost_per_hour: float | None  # None: no price was given
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return fields_to_json(self) | {"meaning": MEANING}
+
+
+def decode_fleet(scenario: Scenario, limits: FleetLimits, sequences: Sequences, tpot_s: float) -> DecodeFleet | str:
+    """The smallest or cheapest such fleet, or why there is none."""
+    context, at_once = sequences.mean_context, sequences.most_at_once(tpot_s)
+    fleets: list[DecodeFleet] = []
+    fastest_s = math.inf
+    for size in limits.sizes:
+        try:
+            per_rank = decoding_rank(scenario, size)
+        except InputError:  # heads that do not divide, or a group over several nodes
+            continue
+        width = per_rank.request.dtype_bytes
+        free = per_rank.memory_limit.nbytes - RUNTIME_BYTES - per_rank.share.weight_bytes(width)
+        room = min(MAX_BATCH, math.floor(free / per_rank.share.cache_bytes(context, width)))
+        if room < 1:
+            continue
+        fastest_s = min(fastest_s, step_s(per_rank, 1, context))
+
+        def is_in_time(batch: int, per_rank: Scenario = per_rank) -> bool:
+            return step_s(per_rank, batch, context) <= tpot_s
+
+        batch = largest(is_in_time, min(room, at_once))
+        if batch:
+            replicas, taken_s = math.ceil(at_once / batch), step_s(per_rank, batch, context)
+            fleets.append(
+                DecodeFleet(
+                    num_gpus=size * replicas,
+                    gpus_per_group=size,
+                    replicas=replicas,
+                    strategy="single" if size == 1 else "tp",
+                    batch=batch,
+                    limited_by="memory" if batch == room else "requests" if batch == at_once else "tpot",
+                    step_s=taken_s,
+                    tpot_s=tpot_s,
+                    context_tokens=context,
+                    sequences_at_once=at_once,
+                    tokens_per_s=replicas * batch / taken_s,
+                    cost_per_hour=limits.prices[size] * size * replicas if limits.prices else None,
+                )
+            )
+    if fleets:
+        return min(fleets, key=lambda one: (limits.cost(one.gpus_per_group) * one.replicas, one.gpus_per_group))
+    reason = "its cache does not fit beside the weights"
+    if math.isfinite(fastest_s):
+        reason = f"a step of one sequence takes at least {1e3 * fastest_s:.3g} ms"
+    return f"no group decodes at {1e3 * tpot_s:g} ms a token: {reason}"
+
+
+def step_s(per_rank: Scenario, batch: int, context: int) -> float:
+    """Seconds of one step: a token of each of `batch` sequences behind `context` tokens each."""
+    request = replace(per_rank.request, context_len=context, cached_prefix=context - 1, batch=batch)
+    scenario = replace(per_rank, request=request)
+    one, keys, cost = np.ones(1), np.full(1, float(context)), scenario.cost
+    layers, group, host = scenario.layer_costs(cost), scenario.group, scenario.host
+    device_s = 0.0
+    for kind in scenario.share.layer_kind_index:
+        costs = layers[kind]
+        device_s += float((costs.qkv_s(one) + costs.decode_attention_s(keys) + costs.output_mlp_s(one))[0])
+        if group is not None:
+            nbytes = one * float(batch * scenario.share.hidden_size * request.dtype_bytes)
+            device_s += costs.num_sums * float((host.collective_s + group.all_reduce_s(nbytes))[0])
+    return host.step_s + device_s + sum(float(work_s(op)[0]) for op in head(scenario, one, cost))
+
+
+def decoding_rank(scenario: Scenario, size: int) -> Scenario:
+    """The scenario of one rank of a group that decodes."""
+    request = Request(context_len=1, dtype=scenario.request.dtype)
+    return for_strategy(replace(scenario.on_gpus(size), request=request), STRATEGIES["single" if size == 1 else "tp"])

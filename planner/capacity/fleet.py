@@ -1,0 +1,361 @@
+"""A fleet: pools of equal groups, the routing of prompts to pools, and the simulation of their queues.
+
+A prompt starts on rank 0 of a group at time S. Alone, rank i is free at S + f_i, and the first token comes at S + T,
+where T is the last f_i. Rank i has slack w_i: it could start w_i later without delaying any rank, because it waits for
+the KV-cache or the activations of earlier ranks anyway. The next prompt starts as soon as rank 0 is free. A rank i that
+still works on the prompt before, later than S + w_i by d_i, delays itself and the ranks after it by at most d_i,
+because finish times are maxima of sums of earlier times. That holds for prompts of any lengths. Where a message holds
+its sender, a delay also reaches ranks before i, so the prompt starts on rank 0 that much later instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush, heapreplace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrsim.choices import Order
+from kvrsim.program import Array
+from planner.capacity.workload import Lengths, Workload
+
+if TYPE_CHECKING:
+    from planner.capacity.packing import Begun, Packing
+
+WHOLE = "whole"  # every GPU of a group holds all weights
+_NEVER = float("inf")
+Indices = npt.NDArray[np.int64]
+
+
+class GroupType(NamedTuple):
+    """The GPUs of a group, and how the weights lie on them."""
+
+    gpus: int
+    weights: str = WHOLE  # WHOLE, or as engines name it: tp4, tp2+pp4; the rest of the GPUs split the context
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Equal groups behind one queue, and the prompts that they serve."""
+
+    type: GroupType
+    least_new: int  # the fewest new tokens (context less cached prefix) of their prompts
+    most_new: int  # the most new tokens
+    replicas: int = 1
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all replicas."""
+        return self.type.gpus * self.replicas
+
+    def of(self, replicas: int) -> Group:
+        """The same with another number of groups."""
+        return replace(self, replicas=replicas)
+
+
+Fleet = tuple[Group, ...]  # by rising length; together they cover all lengths
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FleetLimits:
+    """The fleets that are allowed, and what they cost."""
+
+    sizes: tuple[int, ...] = (1, 2, 4, 8)  # GPUs per group
+    max_gpus: int = 512
+    prices: Mapping[int, float] = field(default_factory=dict)  # of a GPU per hour, by group size; empty: unknown
+    by_cost: bool = False  # minimise cost rather than the number of GPUs
+
+    def cost(self, gpus_per_group: int) -> float:
+        """What one group adds to the objective."""
+        return gpus_per_group * (self.prices[gpus_per_group] if self.by_cost else 1.0)
+
+    def cost_per_hour(self, fleet: Fleet) -> float | None:
+        """The price of a fleet; None: unknown."""
+        if not self.prices:
+            return None
+        return sum(self.prices[group.type.gpus] * group.num_gpus for group in fleet)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overlap:
+    """When the ranks of a group are free for the next prompt, by the class of a prompt."""
+
+    finish: tuple[tuple[float, ...], ...]  # [class][rank]: when the rank is free (f_i), over T; rounded up
+    slack: tuple[tuple[float, ...], ...]  # [class][rank]: how much later it could start (w_i), over T; rounded down
+    holds: bool = False  # whether a message holds its sender
+
+    @classmethod
+    def whole(cls) -> Overlap:
+        """No overlap: all ranks are busy until the first token; one class."""
+        return cls(finish=((1.0,),), slack=((0.0,),))
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks with times of their own."""
+        return len(self.finish[0])
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """Mean of the ranks' f_i - w_i over T, from when they have something to do; one per class."""
+        return tuple((sum(ends) - sum(waits)) / len(ends) for ends, waits in zip(self.finish, self.slack, strict=True))
+
+    def run(
+        self, length_class: int, alone_s: float, begin_s: float, free_s: Sequence[float]
+    ) -> tuple[float, list[float]]:
+        """A prompt of a class that takes `alone_s` alone, on ranks that are free at `free_s`.
+
+        Returns when rank 0 starts it, and when each rank is free after it; its first token is the last rank's.
+        """
+        finish, delay_s = self.finish[length_class], 0.0
+        ends_s = []
+        for end, slack, busy_s in zip(finish, self.slack[length_class], free_s, strict=True):
+            late_s = busy_s - begin_s - slack * alone_s
+            if late_s > delay_s:
+                delay_s = late_s
+            ends_s.append(begin_s + end * alone_s + delay_s)
+        if self.holds and delay_s:
+            begin_s += delay_s
+            ends_s = [begin_s + end * alone_s for end in finish]
+        return begin_s, ends_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Service:
+    """Service times of requests on groups of one type; arrays of shape (N,)."""
+
+    ttft_s: Array  # from start to first token, alone; inf where it does not fit in memory
+    busy_s: Array  # time of a group, on the mean of its GPUs, that each prompt takes before its first token
+    hold_s: Array  # how long decoding, or a cache that leaves, occupies the group after the first token
+    length_class: Indices  # row of `overlap`
+    strategies: tuple[str, ...]  # of each class
+    overlap: Overlap
+    new_tokens: Lengths  # for order and packing
+    cached_prefix: Lengths
+    hold_share: float = 1.0  # share of the GPUs that are busy during hold_s
+    packing: Packing | None = None  # None: prompts run one by one
+
+    @classmethod
+    def plain(cls, ttft_s: Array, hold_s: Array | None = None) -> Service:
+        """Given times without overlap; prompts with shorter times count as shorter."""
+        none = np.zeros(len(ttft_s), dtype=np.int64)
+        return cls(
+            ttft_s=ttft_s,
+            busy_s=ttft_s,
+            hold_s=np.zeros(len(ttft_s)) if hold_s is None else hold_s,
+            length_class=none,
+            strategies=("single",),
+            overlap=Overlap.whole(),
+            new_tokens=1 + np.argsort(np.argsort(ttft_s, kind="stable"), kind="stable"),
+            cached_prefix=none,
+        )
+
+    def select(self, index: Indices) -> Service:
+        """The requests of these indices."""
+        names = ("ttft_s", "busy_s", "hold_s", "length_class", "new_tokens", "cached_prefix")
+        return replace(self, **{name: getattr(self, name)[index] for name in names})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pool:
+    """Requests and the groups that serve them. All requests fit on a group.
+
+    A free group takes the first prompt of the queue; of several, the one that has been free longest, then the
+    lowest number. A prompt may be taken while later ranks of the group still work on the one before.
+    """
+
+    arrival_s: Array  # shape (N,), ascending
+    service: Service
+    replicas: int
+    order: Order = "first-come"
+
+    def __post_init__(self) -> None:
+        assert np.isfinite(self.service.ttft_s).all()
+        assert self.replicas >= 1
+
+    def positions(self) -> Indices:
+        """Position of each request in a queue of all requests."""
+        if self.order == "first-come":
+            return np.arange(len(self.arrival_s))
+        return np.argsort(np.argsort(self.service.new_tokens, kind="stable"), kind="stable")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolRun:
+    """Results by request; arrays of shape (N,)."""
+
+    begin_s: Array  # start on a group
+    end_s: Array  # first token
+    group: Indices  # that served it
+    busy_s: float  # sum over groups of their GPUs' mean busy time: prefills and decoding
+
+
+def run_pool(pool: Pool) -> PoolRun:
+    """Serve all requests: about a microsecond per request in the order of arrival, a few in other orders."""
+    if pool.order == "first-come" and pool.service.packing is None:
+        return _run_in_order(pool)
+    return _Dispatcher(pool).run()
+
+
+def _run_in_order(pool: Pool) -> PoolRun:
+    """First come, first served: one pass over the requests."""
+    service, overlap = pool.service, pool.service.overlap
+    run, num_ranks = overlap.run, overlap.num_ranks
+    free = [(-_NEVER, group) for group in range(pool.replicas)]
+    ranks = [[-_NEVER] * num_ranks for _ in range(pool.replicas)]
+    begins, ends, groups = [], [], []
+    rows = (pool.arrival_s, service.ttft_s, service.length_class, service.hold_s)
+    for arrival, alone, length_class, hold in zip(*(column.tolist() for column in rows), strict=True):
+        ready, group = free[0]
+        begin = ready if ready > arrival else arrival
+        if num_ranks == 1:
+            end = begin + alone
+            heapreplace(free, (end + hold, group))
+        else:
+            begin, free_s = run(length_class, alone, begin, ranks[group])
+            end = free_s[-1]
+            ranks[group] = free_s = [end + hold] * num_ranks if hold else free_s
+            heapreplace(free, (free_s[0], group))
+        begins.append(begin)
+        ends.append(end)
+        groups.append(group)
+    return PoolRun(
+        begin_s=np.array(begins),
+        end_s=np.array(ends),
+        group=np.array(groups, dtype=np.int64),
+        busy_s=float((service.busy_s + service.hold_s * service.hold_share).sum()),
+    )
+
+
+class _Dispatcher:
+    """The general case: any order of the queue, whole prompts or packed steps, one event after the other.
+
+    A step is filled when the first stage of a group is free: with the prompt that the group has begun, then from the
+    queue. Groups that have begun a prompt go on by themselves; idle ones wait for the queue.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        service, packing, positions = pool.service, pool.service.packing, pool.positions()
+        self.pool, self.service, self.packing = pool, service, packing
+        self.position, self.at_position = positions.tolist(), np.argsort(positions).tolist()
+        self.queue: list[int] = []  # positions of waiting requests
+        self.begin_s, self.end_s = np.full(len(positions), np.inf), np.full(len(positions), np.inf)
+        self.group, self.busy_s = np.zeros(len(positions), dtype=np.int64), 0.0
+        num_ranks = service.overlap.num_ranks
+        if packing is not None:
+            from planner.capacity.packing import PackingRule
+
+            num_ranks = packing.costs.num_stages
+            lengths = service.new_tokens.tolist(), service.cached_prefix.tolist()
+            self.rule = PackingRule(*lengths, packing.costs.budget, packing.most_tokens)
+        self.free_s = [[-_NEVER] * num_ranks for _ in range(pool.replicas)]  # when each rank or stage is free
+        self.begun: list[Begun | None] = [None] * pool.replicas
+
+    def run(self) -> PoolRun:
+        """Dispatch until no request waits or is still to arrive."""
+        arrivals = [*self.pool.arrival_s.tolist(), _NEVER]
+        serve = self._prompt if self.packing is None else self._step
+        idle = [(-_NEVER, group) for group in range(self.pool.replicas)]
+        busy: list[tuple[float, int]] = []  # when the first rank of each other group is free
+        queue, arrived, now = self.queue, 0, -_NEVER
+        while True:
+            now = max(now, min(arrivals[arrived], busy[0][0] if busy else _NEVER))
+            if now == _NEVER:
+                return PoolRun(begin_s=self.begin_s, end_s=self.end_s, group=self.group, busy_s=self.busy_s)
+            while arrivals[arrived] <= now:
+                heappush(queue, self.position[arrived])
+                arrived += 1
+            while busy and busy[0][0] <= now:
+                ready_s, group = heappop(busy)
+                if self.begun[group] is None:
+                    heappush(idle, (ready_s, group))
+                else:
+                    heappush(busy, (serve(group, now), group))
+            while queue and idle:
+                group = heappop(idle)[1]
+                heappush(busy, (serve(group, now), group))
+
+    def _prompt(self, group: int, now: float) -> float:
+        """Start the first of the queue on a group; returns when its first rank is free."""
+        request, service = self.at_position[heappop(self.queue)], self.service
+        alone_s, hold_s = float(service.ttft_s[request]), float(service.hold_s[request])
+        begin_s, free_s = service.overlap.run(int(service.length_class[request]), alone_s, now, self.free_s[group])
+        self.begin_s[request] = begin_s
+        return self._end(group, [request], free_s, float(service.busy_s[request]), hold_s)
+
+    def _step(self, group: int, now: float) -> float:
+        """Fill a step and run it; returns when the first stage is free."""
+        assert self.packing is not None
+        pieces, self.begun[group] = self.rule.step(self.begun[group], self._peek, lambda: heappop(self.queue))
+        for piece in pieces:
+            if piece.is_first:
+                self.begin_s[piece.prompt] = now
+        free_s, costs = self.free_s[group], self.packing.costs
+        busy_s = costs.run(free_s, now, costs.step(pieces))
+        requests = [piece.prompt for piece in pieces if piece.is_last]
+        hold_s = max((float(self.service.hold_s[request]) for request in requests), default=0.0)
+        return self._end(group, requests, free_s, busy_s, hold_s)
+
+    def _peek(self) -> int | None:
+        return self.at_position[self.queue[0]] if self.queue else None
+
+    def _end(self, group: int, requests: list[int], free_s: list[float], busy_s: float, hold_s: float) -> float:
+        """Record the first tokens of requests, and hold the group after them."""
+        end_s = free_s[-1]
+        for request in requests:
+            self.end_s[request], self.group[request] = end_s, group
+        self.busy_s += busy_s + hold_s * self.service.hold_share
+        self.free_s[group] = [end_s + hold_s] * len(free_s) if hold_s else free_s
+        return self.free_s[group][0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FleetRun:
+    """Results of a workload by request; arrays of shape (N,)."""
+
+    arrival_s: Array
+    ttft_s: Array  # queueing included; inf: never served
+    begin_s: Array
+    pool: Indices  # index of the group that served it; -1: it fits in no group's memory
+    busy_gpu_s: float  # decoding on a group counts, waiting inside it does not
+
+    @property
+    def horizon_s(self) -> float:
+        """From the first arrival to the last first token."""
+        ends = self.arrival_s + self.ttft_s
+        return float(max(ends[np.isfinite(ends)].max(initial=0.0), self.arrival_s[-1]) - self.arrival_s[0])
+
+
+def route(new_tokens: Lengths, services: Mapping[GroupType, Service], fleet: Fleet) -> Indices:
+    """Index of the group that serves each prompt: that of its length or, if it does not fit there, the next one.
+
+    -1: it fits nowhere.
+    """
+    target = np.searchsorted(np.array([group.most_new for group in fleet[:-1]]), new_tokens)
+    chosen = np.full(len(new_tokens), -1, dtype=np.int64)
+    for index, group in enumerate(fleet):
+        chosen[(target <= index) & (chosen < 0) & np.isfinite(services[group.type].ttft_s)] = index
+    return chosen
+
+
+def run_fleet(
+    workload: Workload,
+    services: Mapping[GroupType, Service],
+    fleet: Fleet,
+    order: Order = "first-come",
+    serve: Callable[[Pool], PoolRun] = run_pool,
+) -> FleetRun:
+    """Serve a workload; `services` has its service times by type of group, `serve` simulates one pool."""
+    pool_of = route(workload.new_tokens, services, fleet)
+    ttft_s, begin_s = np.full(len(workload), np.inf), np.full(len(workload), np.inf)
+    busy_gpu_s = 0.0
+    for index, group in enumerate(fleet):
+        mine = np.flatnonzero(pool_of == index)
+        if len(mine):
+            arrival_s, service = workload.arrival_s[mine], services[group.type].select(mine)
+            run = serve(Pool(arrival_s=arrival_s, service=service, replicas=group.replicas, order=order))
+            ttft_s[mine], begin_s[mine] = run.end_s - arrival_s, run.begin_s
+            busy_gpu_s += run.busy_s * group.type.gpus
+    return FleetRun(arrival_s=workload.arrival_s, ttft_s=ttft_s, begin_s=begin_s, pool=pool_of, busy_gpu_s=busy_gpu_s)

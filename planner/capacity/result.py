@@ -1,0 +1,311 @@
+"""CapacityPlan: the result of `kvrsim capacity`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+
+from kvrsim.hardware import Cluster
+from kvrsim.interp import percentile_of
+from kvrsim.io.schema import fields_to_json
+from kvrsim.program import Array
+from kvrsim.results.question import Question
+from kvrsim.results.results import Displayed
+from kvrsim.scenario import Scenario
+from planner.capacity.decode import DecodeFleet, KvTransfer
+from planner.capacity.fleet import WHOLE
+from planner.capacity.request import CapacityRequest
+from planner.capacity.workload import Lengths
+from planner.uncertainty.intervals import provenance
+
+if TYPE_CHECKING:
+    import pandas
+
+Cause = Literal["memory", "alone", "queue", "interval", "mixed", "decode"]  # why groups do not meet the target
+LEVEL = 0.95  # of confidence intervals
+MEANING_OF_TRACE = "95 % CI by block bootstrap over segments of this trace; it covers no other days"
+MEANING_OF_DRAWN = "95 % CI by Student's t over the percentiles of independent replications"
+_BLOCKS, _LEAST_IN_BLOCK, _DRAWS, _THRESHOLDS = 40, 25, 400, 2000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PercentileInterval:
+    """A percentile of TTFT of all requests, and its confidence interval."""
+
+    value_s: float
+    low_s: float | None = None  # None: unknown, for a short trace or where requests are never served
+    high_s: float | None = None
+
+    @classmethod
+    def of_trace(cls, ttft_s: Array, percentile: float, seed: int) -> PercentileInterval:
+        """Block bootstrap of requests in order of arrival: a trace was recorded once.
+
+        The interval says how much the percentile depends on the segments of this trace. It does not cover other days,
+        and queues at the ends of a segment stay as they were simulated.
+        """
+        value_s = percentile_of(ttft_s, percentile)
+        blocks = min(_BLOCKS, len(ttft_s) // _LEAST_IN_BLOCK)
+        if blocks < 8 or not math.isfinite(value_s):
+            return cls(value_s=value_s)
+        ordered = np.sort(ttft_s)
+        spaced = np.linspace(0, len(ordered) - 1, _THRESHOLDS).astype(np.int64)
+        thresholds = np.unique(np.concatenate([ordered[spaced], ordered[-_THRESHOLDS:]]))
+        parts = np.array_split(ttft_s, blocks)
+        counts = [np.searchsorted(np.sort(part), thresholds, side="right") for part in parts]
+        drawn = np.random.default_rng(seed).multinomial(blocks, np.full(blocks, 1 / blocks), size=_DRAWS)
+        within = drawn @ np.array(counts, dtype=float)
+        sizes = drawn @ np.array([len(part) for part in parts], dtype=float)
+        reached = (within >= np.ceil(percentile / 100 * sizes - 1e-9)[:, None]).argmax(axis=1)
+        low, high = np.quantile(thresholds[reached], [(1 - LEVEL) / 2, (1 + LEVEL) / 2], method="inverted_cdf")
+        high_s = float(high) if math.isfinite(high) else None
+        return cls(value_s=value_s, low_s=min(float(low), value_s), high_s=high_s)
+
+    @classmethod
+    def of_replications(cls, ttft_s: Sequence[Array], percentile: float) -> PercentileInterval:
+        """Student's t over independent replications, one array each, extended to hold the percentile of all."""
+        values = np.array([percentile_of(one, percentile) for one in ttft_s])
+        value_s = percentile_of(np.concatenate(ttft_s), percentile)
+        if len(values) < 2 or not np.isfinite(values).all():
+            return cls(value_s=value_s)
+        from scipy.stats import t as student
+
+        half_s = float(student.ppf((1 + LEVEL) / 2, len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values)))
+        mean_s = float(values.mean())
+        low_s, high_s = max(0.0, min(mean_s - half_s, value_s)), max(mean_s + half_s, value_s)
+        return cls(value_s=value_s, low_s=low_s, high_s=high_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupAnswer:
+    """Groups of a fleet that have the same size and serve the same lengths."""
+
+    gpus_per_group: int
+    replicas: int
+    weights: str  # how the weights lie on a group: whole, or as engines name it, such as tp4 or tp2+pp4
+    strategy: str  # the one that takes most of their time
+    strategies: Mapping[str, float]  # share of their time, by strategy
+    context_range: tuple[int, int]  # new tokens (context less cached prefix), both ends included
+    requests: int  # served by them
+
+    def groups(self) -> str:
+        """In words: "3 × 8 GPUs (tp4+kvr-s)"."""
+        named = "" if self.weights == WHOLE else f" ({self.strategy})"
+        return f"{self.replicas} × {self.gpus_per_group} GPU{'s' * (self.gpus_per_group > 1)}{named}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Curves:
+    """Data for plots; arrays of shape (N,), one entry per request."""
+
+    arrival_s: Array
+    begin_s: Array  # inf: never
+    ttft_s: Array
+    new_tokens: Lengths
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FleetAnswer:
+    """One simulated fleet."""
+
+    num_gpus: int
+    groups: tuple[GroupAnswer, ...]
+    meets: bool  # whether it meets the target
+    p50_ttft_s: float  # inf: never served
+    p95_ttft_s: float
+    p99_ttft_s: float
+    max_ttft_s: float
+    target: PercentileInterval  # the requested percentile
+    in_time: float  # share of all requests that meet the target
+    utilisation: float  # of all GPUs, from the first arrival to the last first token
+    goodput_per_s: float  # requests per second that meet the target
+    cost_per_hour: float | None  # None: no price was given
+    requests: int  # of all replications
+    unserved: int  # requests that fit in no group's memory; they count as late
+    p50_kv_transfer_s: float | None  # from the first token until the cache has left; None: not counted
+    p99_kv_transfer_s: float | None
+    curves: Curves | None = field(default=None, repr=False, compare=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; null for requests that are never served."""
+        times = {name: getattr(self, name) for name in ("p50_ttft_s", "p95_ttft_s", "p99_ttft_s", "max_ttft_s")}
+        times["target_ttft_s"] = self.target.value_s
+        return (
+            fields_to_json(self, "num_gpus", "groups", "utilisation", "cost_per_hour", "meets")
+            | {name: seconds if math.isfinite(seconds) else None for name, seconds in times.items()}
+            | {"target_low_s": self.target.low_s, "target_high_s": self.target.high_s}
+            | fields_to_json(self, "in_time", "goodput_per_s", "requests", "unserved")
+            | fields_to_json(self, "p50_kv_transfer_s", "p99_kv_transfer_s")
+        )
+
+    def describe(self) -> str:
+        """Groups in words: "3 × 2 GPUs for 1 to 4096 tokens, 1 × 8 GPUs for 4097 to 9000 tokens"."""
+        if len(self.groups) == 1:
+            return self.groups[0].groups()
+        ends = (group.context_range for group in self.groups)
+        return ", ".join(
+            f"{group.groups()} for {low} to {high} tokens" for group, (low, high) in zip(self.groups, ends, strict=True)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """One fleet of the Pareto front: no cheaper fleet is as fast."""
+
+    num_gpus: int
+    cost_per_hour: float | None
+    ttft_s: float  # at the requested percentile
+    fleet: str  # in words
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TriedFleet:
+    """One fleet that was simulated around the answer, for the page; TTFTs at the front's `percentiles`, inf: never."""
+
+    rate: float  # times the arrivals that were asked for: the same requests replayed faster or slower
+    num_gpus: int
+    cost_per_hour: float | None
+    fleet: str  # in words
+    ttft_s: tuple[float, ...]
+    utilisation: float
+    requests: int  # that were simulated
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Front:
+    """Fleets around the answer, with fewer and with more groups."""
+
+    pareto: tuple[Point, ...]  # cheapest first
+    percentiles: tuple[float, ...]  # of `tried`
+    tried: tuple[TriedFleet, ...]
+    explore: Callable[[], tuple[TriedFleet, ...]] | None = None  # simulates fleets at other rates
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Infeasible:
+    """Groups that do not meet the target, and why."""
+
+    gpus_per_group: int | None  # None: mixed fleets, or the fleet that decodes
+    code: Cause
+    reason: str  # without naming the groups
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        named = self.gpus_per_group is not None
+        why = f"{groups_of([self.gpus_per_group])}: {self.reason}" if named else self.reason  # type: ignore[list-item]
+        return {"gpus_per_group": self.gpus_per_group, "code": self.code, "why": why}
+
+
+def groups_of(sizes: Sequence[int]) -> str:
+    """In words: "groups of 1, 2 and 4 GPUs"."""
+    *first, last = map(str, sizes)
+    listed = f"{', '.join(first)} and {last}" if first else last
+    return f"groups of {listed} GPU{'' if listed == '1' else 's'}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CapacityPlan(Displayed):
+    """The answer to `kvrsim capacity`."""
+
+    view: ClassVar[str] = "planner.capacity.page"
+    question: Question
+    scenario: Scenario  # of the longest context on the largest group
+    request: CapacityRequest
+    answer: FleetAnswer | None  # None: no fleet meets the target
+    nearest_miss: FleetAnswer | None  # None: there is an answer
+    alternatives: tuple[FleetAnswer, ...]  # other fleets that meet the target, best first
+    infeasible: tuple[Infeasible, ...]
+    workload: Mapping[str, Any]  # summary and histogram of the requests
+    kv_transfer: KvTransfer | None  # None: not counted
+    decode_fleet: DecodeFleet | None  # None: not asked for, or none meets its target
+    simulated_requests: int  # over the whole search
+    seconds: float  # duration of the search
+    warnings: tuple[str, ...]
+    front: Front = field(repr=False, compare=False)
+
+    @property
+    def cluster(self) -> Cluster:
+        """The GPUs of the largest group."""
+        return self.scenario.cluster
+
+    @property
+    def slo_ttft_s(self) -> float:
+        """The target."""
+        return self.request.target.slo_s
+
+    @property
+    def percentile(self) -> float:
+        """Percent of the requests that must meet it."""
+        return self.request.target.percentile
+
+    @property
+    def pareto(self) -> tuple[Point, ...]:
+        """Fleets for which no cheaper fleet is as fast, cheapest first."""
+        return self.front.pareto
+
+    @property
+    def first(self) -> FleetAnswer:
+        """The answer or, where nothing meets the target, the nearest miss."""
+        fleet = self.answer or self.nearest_miss
+        assert fleet is not None
+        return fleet
+
+    @property
+    def feasible(self) -> bool:
+        """Whether some fleet meets the target and, where its TPOT was given, some fleet decodes."""
+        return self.answer is not None and all(one.code != "decode" for one in self.infeasible)
+
+    def assumptions(self) -> dict[str, str]:
+        """What the answer rests on, in sentences."""
+        return {
+            "decoding": self.request.decoding.describe(),
+            "dispatch": self.request.dispatch,
+            "interval_meaning": MEANING_OF_DRAWN if self.request.source.is_random else MEANING_OF_TRACE,
+            "rests_on": provenance(self.scenario),
+        }
+
+    def explored(self) -> CapacityPlan:
+        """The same with fleets at other rates, which the page needs, simulated now."""
+        if self.front.explore is None:
+            return self
+        return replace(self, front=replace(self.front, tried=self.front.explore(), explore=None))
+
+    def reasons(self) -> Iterator[str]:
+        """Why groups do not meet the target, one line per reason."""
+        for (_, reason), alike in groupby(self.infeasible, key=lambda one: (one.code, one.reason)):
+            sizes = [one.gpus_per_group for one in alike if one.gpus_per_group is not None]
+            yield f"{groups_of(sizes)}: {reason}" if sizes else reason
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        about = {
+            "model": self.scenario.model.name,
+            "profile": self.scenario.profile_name,
+            "slo_ttft_s": self.slo_ttft_s,
+            "percentile": self.percentile,
+            "objective": self.request.objective,
+        }
+        return (
+            self.question.header()
+            | fields_to_json(self, "answer", "alternatives", "infeasible", "nearest_miss", "pareto", "cluster")
+            | about
+            | self.scenario.memory_limit.to_dict()
+            | fields_to_json(self, "workload", "kv_transfer", "decode_fleet", "simulated_requests", "seconds")
+            | self.assumptions()
+            | fields_to_json(self, "warnings")
+        )
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Plain JSON values of each fleet that meets the target, the answer first."""
+        fleets = [*([] if self.answer is None else [self.answer]), *self.alternatives]
+        return [{"fleet": one.describe()} | one.to_dict() for one in fleets]
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row per fleet, the answer first."""
+        import pandas
+
+        return pandas.DataFrame(self.rows())

@@ -1,0 +1,583 @@
+"""FleetSearch: the cheapest fleet, uniform ones of every type of group, then ones with two ranges of prompt length.
+
+A percentile target is met if at most a certain number of requests is late. Length buckets have separate queues, so
+their numbers of late requests add up, and each bucket is simulated once for each number of groups, whatever it is
+combined with. Every bucket gets at least the groups it needs if no request of the others were late. From there on,
+every number of groups that lowers its late requests is an option, and the cheapest combination within the limit wins.
+
+There are one or two buckets, cut at quantiles of the requests and of the work. The best designs of two are refined with
+finer cuts. At other rates the same requests are replayed faster or slower, and the designs keep their lengths: they are
+scaled, not searched again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kvrsim.interp import percentile_of
+from kvrsim.program import Array
+from planner.capacity.fleet import (
+    WHOLE,
+    Fleet,
+    FleetRun,
+    Group,
+    GroupType,
+    Indices,
+    Pool,
+    Service,
+    route,
+    run_fleet,
+    run_pool,
+)
+from planner.capacity.request import CapacityRequest
+from planner.capacity.result import (
+    Cause,
+    Curves,
+    FleetAnswer,
+    Front,
+    GroupAnswer,
+    Infeasible,
+    PercentileInterval,
+    Point,
+    TriedFleet,
+)
+from planner.capacity.times import ServiceTimes
+from planner.capacity.workload import Workload
+
+MANY = 250_000  # requests of all workloads, above which fewer designs are tried
+RATES = (0.5, 0.7, 1.4, 2.0, 2.8, 4.0)  # times the arrivals that were asked for
+PERCENTILES = (1, 5, 10, 20, 30, 40, 50, 60, 70, 75, 80, 85, 90, 92.5, 95, 96, 97, 98, 98.5, 99, 99.5, 99.9, 100)
+_REQUEST_QUANTILES = (0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99)
+_WORK_QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
+_OPTIONS, _OPTIONS_OF_MANY = 10, 3  # numbers of groups that are tried above the least one of a bucket
+_SAFE_LOAD = 0.9  # the average number of busy groups, times this, is a lower bound: a trace may end with a backlog
+_REFINED = 3  # two-bucket designs that are refined
+_FINER = (-0.5, -0.25, -0.125, 0.125, 0.25, 0.5)  # exponents of 2, from a cut to its neighbours
+_FINALISTS, _FINALISTS_OF_MANY = 6, 2  # designs that the front is made of
+_SCALES = (0.8, 0.9, 1.0, 1.15, 1.3, 1.6, 2.0, 3.0, 4.0)  # factors on the replicas that meet the target
+_SCALES_AT_RATES = (0.8, 1.0, 1.15, 1.3, 1.6, 2.0, 3.0)  # the same at another rate
+_BELOW = tuple(2.0**-step for step in range(10))  # factors on the most replicas, where no fleet meets it
+_GAP = 0.01  # relative; a more expensive fleet of the front is at least this much faster
+_SIMULATED = 1_000_000  # requests, over all fleets at other rates, or half of those that the search has simulated
+_LEAST = 1000  # requests of a stretch of the workload
+
+
+class FleetSimulator:
+    """Simulations of pools and fleets on given workloads (one, or replications), each run once and remembered."""
+
+    def __init__(self, request: CapacityRequest, workloads: Sequence[Workload], times: ServiceTimes) -> None:
+        self.request, self.workloads, self.times = request, workloads, times
+        self.target, self.limits = request.target, request.limits
+        self.requests = sum(map(len, workloads))
+        self.allowed = self.target.allowed(self.requests)  # requests of all workloads together that may be late
+        self.simulated = 0  # requests, over all simulations
+        self._services: dict[GroupType, list[Service]] = {}
+        self._members: dict[tuple[object, ...], list[Indices]] = {}
+        self._late: dict[tuple[object, ...], int] = {}
+
+    def on(self, workloads: Sequence[Workload]) -> FleetSimulator:
+        """The same on other workloads, of which nothing is simulated yet."""
+        return FleetSimulator(self.request, workloads, self.times)
+
+    def faster(self, factor: float) -> FleetSimulator:
+        """The same requests in 1/`factor` of the time, which take as long to serve."""
+        other = self.on([workload.faster(factor) for workload in self.workloads])
+        other._services = self._services
+        return other
+
+    def services(self, group: GroupType) -> list[Service]:
+        """Service times of each workload on such groups."""
+        if group not in self._services:
+            decoding = self.request.decoding
+            self._services[group] = [self.times.service(group, workload, decoding) for workload in self.workloads]
+        return self._services[group]
+
+    def members(self, design: Fleet, index: int) -> list[Indices]:
+        """Indices of the requests that one bucket of a design serves, one array per workload."""
+        key = self._key(design, index)
+        if key not in self._members:
+            self._members[key] = [
+                np.flatnonzero(route(workload.new_tokens, self._services_on(design, number), design) == index)
+                for number, workload in enumerate(self.workloads)
+            ]
+        return self._members[key]
+
+    def _services_on(self, fleet: Fleet, number: int) -> dict[GroupType, Service]:
+        return {group.type: self.services(group.type)[number] for group in fleet}
+
+    def _key(self, design: Fleet, index: int) -> tuple[object, ...]:
+        """A cache key; where all requests fit in memory everywhere, it is the same for equal buckets of all designs."""
+        services = [service for group in design for service in self.services(group.type)]
+        return (design[index],) if all(np.isfinite(one.ttft_s).all() for one in services) else (*design, index)
+
+    def never_served(self, design: Fleet) -> int:
+        """Requests that do not fit in the memory of any group of the design."""
+        return self.requests - sum(len(one) for index in range(len(design)) for one in self.members(design, index))
+
+    def late_alone(self, design: Fleet, index: int) -> int:
+        """Requests of a bucket that are late even without a queue."""
+        pairs = zip(self.services(design[index].type), self.members(design, index), strict=True)
+        return sum(int((service.ttft_s[mine] > self.target.slo_s).sum()) for service, mine in pairs)
+
+    def load(self, design: Fleet, index: int) -> float:
+        """Average number of busy groups of a bucket, if all work ends when the last request is due."""
+        pairs = zip(self.services(design[index].type), self.members(design, index), strict=True)
+        busy_s = sum(float((service.busy_s[mine] + service.hold_s[mine]).sum()) for service, mine in pairs)
+        return busy_s / sum(workload.duration_s + self.target.slo_s for workload in self.workloads)
+
+    def late(self, design: Fleet, index: int, replicas: int) -> int:
+        """Late requests of a bucket with that many groups."""
+        key = (*self._key(design, index), replicas)
+        if key not in self._late:
+            self._late[key] = 0
+            for number, mine in enumerate(self.members(design, index)):
+                if len(mine):
+                    arrival_s = self.workloads[number].arrival_s[mine]
+                    service = self.services(design[index].type)[number].select(mine)
+                    pool = Pool(arrival_s=arrival_s, service=service, replicas=replicas, order=self.request.order)
+                    self._late[key] += int((run_pool(pool).end_s - arrival_s > self.target.slo_s).sum())
+                    self.simulated += len(mine)
+        return self._late[key]
+
+    def ttft_alone_s(self, group: GroupType) -> Array:
+        """TTFTs without queueing, of all workloads."""
+        return np.concatenate([service.ttft_s for service in self.services(group)])
+
+    def runs(self, fleet: Fleet) -> list[FleetRun]:
+        """Simulations of a whole fleet, one per workload."""
+        self.simulated += self.requests
+        return [
+            run_fleet(workload, self._services_on(fleet, number), fleet, self.request.order)
+            for number, workload in enumerate(self.workloads)
+        ]
+
+    def tried(self, fleet: Fleet, rate: float, percentiles: Sequence[float]) -> TriedFleet:
+        """Simulate a fleet on every workload, which has `rate` times the arrivals that were asked for."""
+        runs = self.runs(fleet)
+        ttft_s = np.concatenate([run.ttft_s for run in runs])
+        words = []
+        for group in fleet:
+            layout = "" if group.type.weights == WHOLE else f" ({group.type.weights})"
+            lengths = "" if len(fleet) == 1 else f" for {group.least_new} to {group.most_new} tokens"
+            words.append(f"{group.replicas} × {group.type.gpus}{layout}{lengths}")
+        return TriedFleet(
+            rate=rate,
+            num_gpus=_num_gpus(fleet),
+            cost_per_hour=self.limits.cost_per_hour(fleet),
+            fleet=", ".join(words),
+            ttft_s=tuple(percentile_of(ttft_s, percent) for percent in percentiles),
+            utilisation=_utilisation(fleet, runs),
+            requests=self.requests,
+        )
+
+    def answer(self, fleet: Fleet) -> FleetAnswer:
+        """Simulate a fleet on every workload."""
+        runs, target = self.runs(fleet), self.target
+        ttft_s = np.concatenate([run.ttft_s for run in runs])
+        if self.request.source.is_random:
+            interval = PercentileInterval.of_replications([run.ttft_s for run in runs], target.percentile)
+        else:
+            interval = PercentileInterval.of_trace(ttft_s, target.percentile, self.request.seed)
+        in_time = int((ttft_s <= target.slo_s).sum())
+        meets = len(ttft_s) - in_time <= self.allowed
+        if self.request.needs_confidence:
+            meets = meets and interval.high_s is not None and interval.high_s <= target.slo_s
+        horizon_s = sum(run.horizon_s for run in runs)
+        p50_s, p95_s, p99_s, max_s = (percentile_of(ttft_s, percent) for percent in (50, 95, 99, 100))
+        return FleetAnswer(
+            num_gpus=_num_gpus(fleet),
+            groups=tuple(self._group(group, index, runs) for index, group in enumerate(fleet)),
+            meets=meets,
+            p50_ttft_s=p50_s,
+            p95_ttft_s=p95_s,
+            p99_ttft_s=p99_s,
+            max_ttft_s=max_s,
+            target=interval,
+            in_time=in_time / len(ttft_s),
+            utilisation=_utilisation(fleet, runs),
+            goodput_per_s=in_time / horizon_s if horizon_s else 0.0,
+            cost_per_hour=self.limits.cost_per_hour(fleet),
+            requests=len(ttft_s),
+            unserved=int(np.isinf(ttft_s).sum()),
+            p50_kv_transfer_s=self._transfer_s(fleet, runs, 50),
+            p99_kv_transfer_s=self._transfer_s(fleet, runs, 99),
+            curves=Curves(
+                arrival_s=runs[0].arrival_s,
+                begin_s=runs[0].begin_s,
+                ttft_s=runs[0].ttft_s,
+                new_tokens=self.workloads[0].new_tokens,
+            ),
+        )
+
+    def _transfer_s(self, fleet: Fleet, runs: Sequence[FleetRun], percentile: float) -> float | None:
+        """That percentile of the time from the first token until the cache has left, of requests that are served."""
+        if self.request.decoding.transfer is None:
+            return None
+        each = [
+            service.hold_s[run.pool == index]
+            for index, group in enumerate(fleet)
+            for service, run in zip(self.services(group.type), runs, strict=True)
+        ]
+        served = np.concatenate(each)
+        return percentile_of(served, percentile) if len(served) else None
+
+    def _group(self, group: Group, index: int, runs: Sequence[FleetRun]) -> GroupAnswer:
+        seconds: dict[str, float] = {}
+        requests = 0
+        for service, run in zip(self.services(group.type), runs, strict=True):
+            mine = run.pool == index
+            requests += int(mine.sum())
+            spent = np.bincount(service.length_class[mine], service.ttft_s[mine], minlength=len(service.strategies))
+            for name, spent_s in zip(service.strategies, spent.tolist(), strict=True):
+                if spent_s:
+                    seconds[name] = seconds.get(name, 0.0) + spent_s
+        total = sum(seconds.values()) or 1.0
+        shares = {name: seconds[name] / total for name in sorted(seconds, key=lambda name: -seconds[name])}
+        return GroupAnswer(
+            gpus_per_group=group.type.gpus,
+            replicas=group.replicas,
+            weights=group.type.weights,
+            strategy=next(iter(shares), "none"),
+            strategies=shares,
+            context_range=(group.least_new, group.most_new),
+            requests=requests,
+        )
+
+
+def _num_gpus(fleet: Fleet) -> int:
+    return sum(group.num_gpus for group in fleet)
+
+
+def _utilisation(fleet: Fleet, runs: Sequence[FleetRun]) -> float:
+    """Busy share of all GPU time."""
+    horizon_s = sum(run.horizon_s for run in runs)
+    return sum(run.busy_gpu_s for run in runs) / (_num_gpus(fleet) * horizon_s) if horizon_s else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """A design with the fewest replicas that meet the target."""
+
+    design: Fleet  # one group per bucket, with its replicas; 0 in an empty bucket
+    cost: float  # the objective: GPUs, or cost per hour
+    late: int  # requests
+
+    @property
+    def fleet(self) -> Fleet:
+        """Its groups; empty buckets have none."""
+        return tuple(group for group in self.design if group.replicas)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """GPUs per group, one per bucket."""
+        return tuple(group.type.gpus for group in self.design)
+
+
+class FleetSearch:
+    """A search over designs within the limits of a request."""
+
+    def __init__(self, simulator: FleetSimulator) -> None:
+        self.simulator, self.limits = simulator, simulator.limits
+        self.longest = max(int(workload.new_tokens.max()) for workload in simulator.workloads)
+        self.types = [one for size in self.limits.sizes for one in simulator.times.types(size)]
+
+    def all_fits(self, stretch: Workload | None = None) -> list[Fit]:
+        """All uniform fleets that meet the target, and the best cut of each combination of group sizes, best first.
+
+        stretch: part of the requests, on which mixed designs are searched first; None: search on all requests.
+        """
+        fits = self.fits(self.uniform())
+        if not self.simulator.request.mixed:
+            return fits
+        if stretch is None:
+            return _best_of_sizes(self.mixed(fits))
+        part = FleetSearch(self.simulator.on([stretch]))
+        finalists = [fit.design for fit in _best_of_sizes(part.mixed(part.fits(part.uniform())))]
+        self.simulator.simulated += part.simulator.simulated
+        mixed = [tuple(group.of(1) for group in design) for design in finalists if len(design) > 1]
+        designs = [
+            (*design[:-1], replace(design[-1], most_new=max(design[-1].most_new, self.longest)))
+            for design in mixed[:_FINALISTS_OF_MANY]
+        ]
+        return _best_of_sizes(self.fits(designs, fits))
+
+    def uniform(self) -> list[Fleet]:
+        """Designs of a single bucket, one per type of group."""
+        return [self._design((one,), ()) for one in self.types]
+
+    def largest(self) -> list[Fleet]:
+        """For each type of group, a uniform fleet of as many groups as the limits allow."""
+        return [(group.of(self.limits.max_gpus // group.type.gpus),) for (group,) in self.uniform()]
+
+    def fits(self, designs: Iterable[Fleet], known: Sequence[Fit] = ()) -> list[Fit]:
+        """Known fits and those of the designs that meet the target at no higher cost, best first."""
+        fits = list(known)
+        for design in designs:
+            best = min((fit.cost for fit in fits), default=math.inf)
+            if (fit := self.fit(design, at_most=best if len(design) > 1 else math.inf)) is not None:
+                fits.append(fit)
+        return sorted(fits, key=lambda fit: (fit.cost, fit.late, len(fit.design), fit.sizes))
+
+    def mixed(self, known: Sequence[Fit]) -> list[Fit]:
+        """Known fits, two buckets at every cut, and the best of them with finer cuts."""
+        types = self._best_types()
+        pairs = [(short, long) for short, long in itertools.product(types, types) if short.gpus <= long.gpus]
+        fits = self.fits((self._design(pair, (cut,)) for cut in self._cuts() for pair in pairs), known)
+        best = [fit for fit in fits if len(fit.design) == 2][:_REFINED]
+        return self.fits((design for fit in best for design in self._finer(fit.design)), fits)
+
+    def fit(self, design: Fleet, at_most: float = math.inf) -> Fit | None:
+        """The cheapest replicas with which a design meets the target; None: there are none."""
+        simulator, buckets = self.simulator, range(len(design))
+        floors = [simulator.late_alone(design, bucket) for bucket in buckets]
+        room = simulator.allowed - simulator.never_served(design) - sum(floors)
+        cost = [self.limits.cost(bucket.type.gpus) for bucket in design]
+        load = [simulator.load(design, bucket) for bucket in buckets]
+        least = [math.ceil(_SAFE_LOAD * one) for one in load]
+        if room < 0 or sum(map(_product, cost, least)) > at_most:
+            return None
+        options: list[list[tuple[int, int]]] = []
+        for bucket in buckets:
+            others = [options[one][0][0] if one < bucket else least[one] for one in buckets if one != bucket]
+            spare = at_most - sum(map(_product, [*cost[:bucket], *cost[bucket + 1 :]], others))
+            most = self.limits.max_gpus // design[bucket].type.gpus
+            if math.isfinite(spare):
+                most = min(most, int(spare / cost[bucket] + 1e-9))
+            options.append(self._options(design, bucket, floors[bucket], room, most))
+            if not options[-1]:
+                return None
+        return self._cheapest(design, options, cost, room + sum(floors))
+
+    def least_replicas(self, design: Fleet, index: int, allowed: int, most: int) -> int | None:
+        """The fewest groups of a bucket with at most `allowed` late requests; None: `most` groups are not enough."""
+        if not any(len(mine) for mine in self.simulator.members(design, index)):
+            return 0
+        if most < 1:
+            return None
+        low, high = 0, min(most, max(1, math.ceil(self.simulator.load(design, index))))
+        while self.simulator.late(design, index, high) > allowed:
+            if high == most:
+                return None
+            low, high = high, min(most, max(high + 1, math.ceil(high * 1.25)))
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.simulator.late(design, index, middle) <= allowed:
+                high = middle
+            else:
+                low = middle
+        return high
+
+    def more_groups(self, fit: Fit, answer: FleetAnswer) -> FleetAnswer | None:
+        """Add groups where they help most, until the upper confidence bound meets the target; None: it never does."""
+        fleet = fit.fleet
+        while not answer.meets:
+            larger = [
+                (*fleet[:index], group.of(group.replicas + 1), *fleet[index + 1 :]) for index, group in enumerate(fleet)
+            ]
+            tried = [(self.simulator.answer(one), one) for one in larger if _num_gpus(one) <= self.limits.max_gpus]
+            if not tried:
+                return None
+            before = answer
+            answer, fleet = min(tried, key=lambda pair: (not pair[0].meets, _high_s(pair[0])))
+            if not answer.meets and _high_s(answer) >= _high_s(before):
+                return None
+        return answer
+
+    def nearest_miss(self) -> FleetAnswer:
+        """The fastest uniform fleet within the limits."""
+        return min(map(self.simulator.answer, self.largest()), key=lambda answer: answer.target.value_s)
+
+    def infeasible(self, fits: Sequence[Fit]) -> list[Infeasible]:
+        """Group sizes whose uniform fleets do not meet the target, and why; of each, the type that serves most."""
+        nearest: dict[int, tuple[int, Group]] = {}
+        for (group,) in self.largest():
+            late = int((self.simulator.ttft_alone_s(group.type) > self.simulator.target.slo_s).sum())
+            if group.type.gpus not in nearest or late < nearest[group.type.gpus][0]:
+                nearest[group.type.gpus] = late, group
+        feasible = {fit.sizes[0] for fit in fits if len(fit.design) == 1}
+        reasons = []
+        for size, (_, group) in nearest.items():
+            if size not in feasible:
+                code, reason = self._reason(group)
+                reasons.append(Infeasible(gpus_per_group=size, code=code, reason=reason))
+        tried_mixed = len(self.types) > 1 and self.simulator.request.mixed
+        if not fits and tried_mixed and any(one.code != "memory" for one in reasons):
+            reason = "fleets of two sizes of group do not meet it either"
+            reasons.append(Infeasible(gpus_per_group=None, code="mixed", reason=reason))
+        return reasons
+
+    def _reason(self, group: Group) -> tuple[Cause, str]:
+        """Why the largest uniform fleet of that type does not meet the target."""
+        simulator, target = self.simulator, self.simulator.target
+        percent, above = f"{target.percentile:g} % of the TTFTs", f"above {target.slo_s:g} s"
+        alone_s = simulator.ttft_alone_s(group.type)
+        never, late = int(np.isinf(alone_s).sum()), int((alone_s > target.slo_s).sum())
+        if never > simulator.allowed:
+            fitting = f"{never} of {len(alone_s)} contexts do not fit in memory; at most {simulator.allowed} may"
+            return "memory", fitting
+        if late > simulator.allowed:
+            reached_s = percentile_of(alone_s, target.percentile)
+            return "alone", f"even with no queue {percent} take up to {reached_s:.3g} s, {above}"
+        answer = simulator.answer((group,))
+        reached_s = answer.target.value_s
+        if answer.meets or reached_s <= target.slo_s:
+            return "interval", f"the upper confidence bound stays {above} with {group.num_gpus} GPUs"
+        busy = simulator.load((group.of(1),), 0) * group.type.gpus
+        reason = f"with {group.num_gpus} GPUs {percent} take up to {reached_s:.3g} s, {above}"
+        return "queue", f"{reason} ({busy:.3g} GPUs would be busy all the time)"
+
+    def _best_types(self) -> list[GroupType]:
+        """Of each group size, the type with the least load and the one with the fastest prompts."""
+        alone_s = {one: self.simulator.ttft_alone_s(one) for one in self.types}
+        served = {one: int(np.isfinite(alone_s[one]).sum()) for one in self.types}
+
+        def load(one: GroupType) -> tuple[float, float]:
+            return -served[one], self.simulator.load(self._design((one,), ()), 0)
+
+        def slowest_s(one: GroupType) -> tuple[float, float]:
+            return -served[one], percentile_of(alone_s[one], self.simulator.target.percentile)
+
+        best = set()
+        for size in self.limits.sizes:
+            if alike := [one for one in self.types if one.gpus == size and served[one]]:
+                best |= {min(alike, key=load), min(alike, key=slowest_s)}
+        return [one for one in self.types if one in best]
+
+    def _options(self, design: Fleet, index: int, floor: int, room: int, most: int) -> list[tuple[int, int]]:
+        """Numbers of groups to consider, each with its late requests, which fall."""
+        first = self.least_replicas(design, index, floor + room, most)
+        if not first:
+            return [] if first is None else [(0, 0)]
+        options = [(first, self.simulator.late(design, index, first))]
+        if len(design) > 1:
+            beyond = _OPTIONS if self.simulator.requests <= MANY else _OPTIONS_OF_MANY
+            for replicas in range(first + 1, min(most, first + beyond) + 1):
+                if options[-1][1] <= floor:
+                    break
+                late = self.simulator.late(design, index, replicas)
+                if late < options[-1][1]:
+                    options.append((replicas, late))
+        return options
+
+    def _cheapest(
+        self, design: Fleet, options: list[list[tuple[int, int]]], cost: list[float], allowed: int
+    ) -> Fit | None:
+        best: tuple[float, int, tuple[int, ...]] | None = None
+        for combination in itertools.product(*options):
+            replicas, late = tuple(one[0] for one in combination), sum(one[1] for one in combination)
+            gpus = sum(bucket.type.gpus * count for bucket, count in zip(design, replicas, strict=True))
+            if late <= allowed and gpus <= self.limits.max_gpus:
+                candidate = sum(map(_product, cost, replicas)), late, replicas
+                best = candidate if best is None else min(best, candidate)
+        if best is None or (len(design) > 1 and 0 in best[2]):  # the latter is a design of fewer buckets
+            return None
+        groups = tuple(bucket.of(count) for bucket, count in zip(design, best[2], strict=True))
+        return Fit(design=groups, cost=best[0], late=best[1])
+
+    def _design(self, types: Sequence[GroupType], cuts: Sequence[int]) -> Fleet:
+        """Buckets of these types of groups, cut at these lengths."""
+        ends = (0, *cuts, self.longest)
+        return tuple(
+            Group(type=one, least_new=ends[bucket] + 1, most_new=ends[bucket + 1]) for bucket, one in enumerate(types)
+        )
+
+    def _cuts(self) -> list[int]:
+        """Candidate cuts: lengths at quantiles of the requests and of the work."""
+        new = np.sort(np.concatenate([workload.new_tokens for workload in self.simulator.workloads]))
+        work = np.cumsum(new.astype(float))
+        by_work = [new[np.searchsorted(work, share * work[-1])] for share in _WORK_QUANTILES]
+        by_count = [new[int(share * (len(new) - 1))] for share in _REQUEST_QUANTILES]
+        return self._usable(int(cut) for cut in (*by_work, *by_count))
+
+    def _finer(self, design: Fleet) -> Iterator[Fleet]:
+        """The same types of groups with nearby cuts."""
+        cut = design[0].most_new
+        for near in self._usable(int(cut * 2.0**step) for step in _FINER):
+            yield self._design([group.type for group in design], (near,))
+
+    def _usable(self, cuts: Iterable[int]) -> list[int]:
+        """Lengths rounded to a sixteenth of the power of two below, so that they are easy to read."""
+        rounded = set()
+        for cut in cuts:
+            step = max(1, 1 << max(0, cut.bit_length() - 5))
+            rounded.add(max(1, round(cut / step) * step))
+        return sorted(cut for cut in rounded if 1 <= cut < self.longest)
+
+
+def _product(a: float, b: float) -> float:
+    return a * b
+
+
+def _high_s(answer: FleetAnswer) -> float:
+    return math.inf if answer.target.high_s is None else answer.target.high_s
+
+
+def _best_of_sizes(fits: Sequence[Fit]) -> list[Fit]:
+    """The first, so the best, fit of each combination of group sizes."""
+    best: dict[tuple[int, ...], Fit] = {}
+    for fit in fits:
+        best.setdefault(fit.sizes, fit)
+    return list(best.values())
+
+
+class FrontSearch:
+    """Fleets around the best designs, with fewer and with more groups; where none meets the target, the largest."""
+
+    def __init__(self, simulator: FleetSimulator, fits: Sequence[Fit], largest: Sequence[Fleet]) -> None:
+        self.simulator, self.limits = simulator, simulator.limits
+        count = _FINALISTS if simulator.requests <= MANY else _FINALISTS_OF_MANY
+        self.designs: Sequence[Fleet] = [fit.fleet for fit in fits[:count]] or largest
+        self.meets = bool(fits)  # whether they meet the target at the rate asked for
+        self.percentiles = tuple(sorted({*map(float, PERCENTILES), simulator.target.percentile}))
+
+    def front(self) -> Front:
+        """The fleets at the rate that was asked for, and those that no cheaper fleet is as fast as."""
+        tried = self._tried(1.0, self.simulator)
+        index = self.percentiles.index(self.simulator.target.percentile)
+        finite = [one for one in tried if math.isfinite(one.ttft_s[index])]
+        pareto: list[Point] = []
+        for (_, ttft_s), one in sorted({(self._cost(one), one.ttft_s[index]): one for one in finite}.items()):
+            if not pareto or ttft_s < pareto[-1].ttft_s * (1 - _GAP):
+                pareto.append(
+                    Point(num_gpus=one.num_gpus, cost_per_hour=one.cost_per_hour, ttft_s=ttft_s, fleet=one.fleet)
+                )
+        return Front(
+            pareto=tuple(pareto),
+            percentiles=self.percentiles,
+            tried=tuple(tried),
+            explore=lambda: (*tried, *self._at_rates()),
+        )
+
+    def _cost(self, fleet: TriedFleet) -> float:
+        return fleet.cost_per_hour if self.limits.by_cost and fleet.cost_per_hour is not None else fleet.num_gpus
+
+    def _at_rates(self) -> Iterator[TriedFleet]:
+        """Fleets at other rates: the same requests replayed faster or slower.
+
+        As many of the workloads, or as long a stretch of the first, as there is time for.
+        """
+        fleets = len(RATES) * len(self.designs) * len(_SCALES_AT_RATES)
+        most = max(_SIMULATED, self.simulator.simulated // 2) // fleets
+        first = self.simulator.workloads[0]
+        workloads = self.simulator.workloads[: max(1, most // len(first))]
+        if len(first) > max(most, _LEAST):
+            workloads = [first.busiest(max(most, _LEAST))]
+        part = self.simulator.on(workloads)
+        for rate in RATES:
+            yield from self._tried(rate, part.faster(rate))
+
+    def _tried(self, rate: float, simulator: FleetSimulator) -> list[TriedFleet]:
+        """The designs scaled down and up."""
+        scales = _SCALES if rate == 1 else tuple(rate * one for one in _SCALES_AT_RATES)
+        tried: dict[Fleet, TriedFleet] = {}
+        for design in self.designs:
+            for scale in scales if self.meets else _BELOW:
+                fleet = tuple(group.of(max(1, math.ceil(group.replicas * scale))) for group in design)
+                if fleet not in tried and _num_gpus(fleet) <= self.limits.max_gpus:
+                    tried[fleet] = simulator.tried(fleet, rate, self.percentiles)
+        return list(tried.values())

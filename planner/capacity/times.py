@@ -1,0 +1,588 @@
+"""Service times of every request of a workload on groups of every type.
+
+StrategyPolicy says what groups may run, Prefills simulates one strategy at some lengths, TimeGrid holds the fastest of
+the strategies at each, and ServiceTimes interpolates: log time linearly in log new tokens, time linearly in the cached
+prefix.
+
+A group loads its weights once. Strategies that need the same weights on every GPU share a layout, and a group uses the
+fastest of them for each prompt; strategies of different layouts need different groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from kvrsim.compile import build_program, columns, for_strategy
+from kvrsim.errors import InputError
+from kvrsim.executors import run
+from kvrsim.interp import cell, log_interp
+from kvrsim.memory import fits, memory_of
+from kvrsim.partition import Partition
+from kvrsim.program import Array, Compute, Program
+from kvrsim.request import Request
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, get_strategy, hybrid_names
+from kvrsim.strategies.pipeline import context_ranks
+from planner.bisection import largest
+from planner.candidates import all_for, distinct, group_sizes
+from planner.capacity.decode import Decoding
+from planner.capacity.fleet import WHOLE, GroupType, Overlap, Service
+from planner.capacity.packing import ACCEPTED, Packing, StepCosts, check_packs, most_tokens_in_memory, takes_steps
+from planner.capacity.workload import Lengths, Workload
+from planner.deploy import DeployEngine
+from planner.processes import Pool
+from planner.search.minimise import chunks_between, to_grid
+from planner.search.pipeline import with_step_time
+from planner.search.search import search
+from planner.table.table import PartitionTable
+
+_USUAL = ("single", "tsp", "kvr-s", "ring", "striped", "zigzag-ring", "zigzag", "ulysses", "tp", "pp")
+_ON_A_BUS = ("single", "tsp", "kvr-s", "tp")  # all usual ones take four times as long where flows share a bus
+_LENGTHS_PER_DOUBLING = 8  # that are simulated; times between them are interpolated
+_FIRST_PREFIX, _PREFIX_STEP = 512, 4  # cached prefixes that are simulated: 0, 512, 2k, 8k, ...
+_TILE = 128  # tokens, rows of an attention kernel's tile
+_BLENDS = (0.0, 0.5, 1.0)  # weights between the searched shares below and above
+_FAR = 8.0  # one rank is delayed by this many times the longest prefill to find its slack
+_GAIN = 0.002  # of TTFT; twice the pieces of a pipeline must gain more
+_PIECES_PER_STAGE = 16  # at most; filling the stages then takes less than 7 % of the time
+_SHORT = 256  # new tokens, up to which the clock of a GPU does not fall
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrategyPolicy:
+    """The strategies that groups may run.
+
+    engines: that must have them. A server of an engine runs one strategy, so that each has groups of its own.
+    """
+
+    names: tuple[str | Strategy, ...] | None = None  # None: the usual ones
+    table: PartitionTable | None = None
+    engines: tuple[DeployEngine, ...] = ()
+    packs: bool = False  # whether groups pack prompts into steps, so that only strategies of whole steps can run
+
+    def __post_init__(self) -> None:
+        if self.names is not None and not self.names:
+            raise InputError("strategies", "", "at least one of " + ", ".join(STRATEGIES))
+        for name in self.names or ():
+            if name == "all":
+                continue
+            strategy = get_strategy(name, "strategies")
+            if strategy.approximate is not None:  # it would compete with exact ones
+                accepted = f"exact strategies; this one is approximate: {strategy.approximate}"
+                raise InputError("strategies", strategy.name, accepted)
+            if self.packs and not takes_steps(strategy):
+                raise InputError("strategies", strategy.name, f"with `pack_tokens`, {ACCEPTED}")
+            if strategy.partition_rule == "table" and self.table is None:
+                raise InputError("table", "nothing", f"a file of kvrsim table build, for {strategy.name}")
+
+    def layouts(self, scenario: Scenario) -> dict[str, tuple[Strategy, ...]]:
+        """Strategies that the scenario's GPUs and model allow, by layout of the weights."""
+        layouts: dict[str, list[Strategy]] = {}
+        for strategy in self._candidates(scenario):
+            try:
+                for_strategy(scenario, strategy)
+            except InputError:
+                continue
+            if strategy.approximate is None:
+                by_name = self.engines and scenario.num_gpus > 1
+                weights = strategy.name if by_name else weights_of(strategy, scenario.num_gpus)
+                layouts.setdefault(weights, []).append(strategy)
+        return {weights: tuple(strategies) for weights, strategies in layouts.items()}
+
+    def left_out(self, scenario: Scenario) -> tuple[str, ...]:
+        """Exact strategies that run on these GPUs and that only `all` or their own names bring in."""
+        if self.names is not None or scenario.num_gpus == 1:
+            return ()
+        usual = {strategy.name for strategy in self._candidates(scenario)} | {"kvr-e"}  # KVR-S has even chunks too
+        exact = [one for one in all_for(scenario)[0] if one.approximate is None and self._allows(one, scenario)]
+        return tuple(one.name for one in exact if one.name not in usual)
+
+    def _allows(self, strategy: Strategy, scenario: Scenario) -> bool:
+        """Whether all engines run a strategy on all of the GPUs, with packed prompts where they are packed."""
+        if self.packs and not takes_steps(strategy):
+            return False
+        if (self.packs or self.engines) and strategy.name == "single" and scenario.num_gpus > 1:
+            return False  # GPUs would be idle
+        return all(engine.has(strategy, scenario) for engine in self.engines)
+
+    def _candidates(self, scenario: Scenario) -> tuple[Strategy, ...]:
+        named = [KVR_S if one == "kvr-p" else one for one in self.names or () if one != "all"]
+        every = "all" in (self.names or ())
+        if scenario.num_gpus == 1:  # where all strategies of single GPUs are `single`
+            alone = not named or every or any(get_strategy(one).group_size in (1, None) for one in named)
+            candidates = (STRATEGIES["single"],) if alone else ()
+        elif every:
+            candidates = distinct((*all_for(scenario)[0], *named))
+        else:
+            candidates = distinct(named or _usual(scenario))
+        return tuple(one for one in candidates if self._allows(one, scenario))
+
+
+def weights_of(strategy: Strategy, num_gpus: int) -> str:
+    """How the weights lie under a strategy."""
+    tensor, stages, _ = strategy.sizes(num_gpus)
+    parts = [f"tp{tensor}"] * (tensor > 1) + [f"pp{stages}"] * (stages > 1)
+    return "+".join(parts) or WHOLE
+
+
+def _usual(scenario: Scenario) -> Sequence[str]:
+    cluster = scenario.cluster
+    if cluster.shares_bandwidth:
+        return _ON_A_BUS
+    return (*_USUAL, *hybrid_names(group_sizes(cluster.num_gpus, cluster.gpus_per_node)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimeGrid:
+    """Prefill times of one type of group behind one cached prefix; arrays of shape (lengths,) or (lengths, ranks).
+
+    There is one rank where prompts do not overlap.
+    """
+
+    strategy: tuple[str, ...]  # the fastest at each length
+    ttft_s: Array
+    finish: Array  # finish time of each rank over ttft_s
+    slack_s: Array  # how much later each rank could begin without delaying any rank
+    most_new_tokens: int  # the most that fit in memory; 0: none
+
+    @classmethod
+    def fastest(
+        cls,
+        scenario: Scenario,
+        strategies: Sequence[Strategy],
+        table: PartitionTable | None,
+        cached_prefix: int,
+        lengths: Lengths,
+    ) -> TimeGrid:
+        """Times of the strategies on all GPUs of a scenario, all with the same weights.
+
+        Where no strategy fits, the time is that of the one that fits the longest prompts.
+        """
+        prefills = [Prefills(scenario, strategy, table) for strategy in strategies]
+        shape = (len(lengths), max(one.num_ranks for one in prefills))
+        grids = [grid for one in prefills if (grid := one.times(cached_prefix, lengths)) is not None]
+        ttft_s, strategy = np.full(len(lengths), np.inf), np.full(len(lengths), "none", dtype=object)
+        finish, slack_s = np.ones(shape), np.zeros(shape)
+        most = max((grid.most_new_tokens for grid in grids), default=0)
+        for grid in grids:
+            fitting = (lengths <= grid.most_new_tokens) | (grid.most_new_tokens == most)
+            better = fitting & (grid.ttft_s < ttft_s)
+            ttft_s[better], strategy[better] = grid.ttft_s[better], grid.strategy[0]
+            finish[better], slack_s[better] = grid.finish[better], grid.slack_s[better]
+        return cls(
+            strategy=tuple(strategy),
+            ttft_s=ttft_s if grids else np.ones(len(lengths)),
+            finish=finish,
+            slack_s=slack_s,
+            most_new_tokens=most,
+        )
+
+
+class Prefills:
+    """Simulates one strategy on the GPUs of a scenario; raises InputError where they or the model do not allow it.
+
+    Searched partitions are planned at doublings of the new tokens (analytically: within 0.1 to 1 % of a full search).
+    In between, the shares of both neighbours, shares between theirs, and even ones are tried, as they are and with
+    chunks of whole tiles, all in one batch, and the best is taken. A pipeline takes 1, 2, 4, ... even pieces.
+    """
+
+    def __init__(self, scenario: Scenario, strategy: Strategy, table: PartitionTable | None = None) -> None:
+        self.scenario, self.strategy = for_strategy(scenario, strategy), strategy
+        self.num_ranks = self.scenario.cluster.num_gpus
+        self.searches = strategy.partition_rule == "search"
+        self.table = table if self.searches and strategy.group_size == 1 else None
+        # KVR-S with chunks from a table is KVR-P.
+        self.label = "kvr-p" if strategy is KVR_S and table is not None else strategy.name
+        self.shared = self.scenario.cluster.shares_bandwidth
+
+    def times(self, cached_prefix: int, lengths: Lengths) -> TimeGrid | None:
+        """Times at all lengths behind one cached prefix; None: not even one token fits in memory."""
+        if not self._fits(cached_prefix, Partition.even(self.num_ranks, self.num_ranks)):
+            return None
+        padded = np.maximum(lengths, self.num_ranks)  # a rank has at least one token
+        slack_s = np.zeros((len(lengths), 1))
+        partition_at: Callable[[int], Partition]
+        if self.strategy.pipeline is not None:
+            pieces = self.pieces(padded, cached_prefix)
+            finish_s, slack_s = self._of_pieces(padded, pieces, cached_prefix)
+            partition_at = partial(_even_pieces, padded, pieces)
+        elif self.searches:
+            chunks, finish_s = self.chains(padded, cached_prefix)
+            slack_s = self.slack_s(chunks, finish_s, cached_prefix)
+            partition_at = partial(self._searched, {}, cached_prefix)
+        else:
+            finish_s = self._prefill(_even(padded, self.num_ranks), cached_prefix)[:, -1:]
+            partition_at = partial(Partition.even, num_ranks=self.num_ranks)
+        ttft_s = finish_s[:, -1]
+
+        def is_within(new_tokens: int) -> bool:
+            return self._fits(cached_prefix, partition_at(max(new_tokens, self.num_ranks)))
+
+        return TimeGrid(
+            strategy=(self.label,) * len(lengths),
+            ttft_s=ttft_s,
+            finish=finish_s / ttft_s[:, None],
+            slack_s=slack_s,
+            most_new_tokens=largest(is_within, int(lengths[-1])),
+        )
+
+    def at(self, cached_prefix: int, new_tokens: int) -> Scenario:
+        """The scenario of one prompt."""
+        request = Request(
+            context_len=cached_prefix + new_tokens, cached_prefix=cached_prefix, dtype=self.scenario.request.dtype
+        )
+        return replace(self.scenario, request=request)
+
+    def chains(self, lengths: Lengths, cached_prefix: int) -> tuple[Array, Array]:
+        """The best candidate chunks of each length, and when each rank finishes; both (lengths, ranks)."""
+        candidates = self._candidates(lengths, cached_prefix)
+        finish_s = self._prefill(np.concatenate(candidates), cached_prefix)
+        best = []
+        first = 0
+        for rows in candidates:
+            best.append(first + int(finish_s[first : first + len(rows), -1].argmin()))
+            first += len(rows)
+        return np.concatenate(candidates)[best], finish_s[best]
+
+    def slack_s(self, chunks: Array, finish_s: Array, cached_prefix: int) -> Array:
+        """How much later each rank alone could begin; 0 on a shared bus, where it is unknown."""
+        slack_s = np.zeros_like(finish_s)
+        if self.shared:
+            return slack_s
+        for rows in _alike(chunks.sum(axis=1)):
+            scenario = self.at(cached_prefix, int(chunks[rows[-1]].sum()))
+            late_s = self._host_s(chunks[rows], scenario)
+            program = build_program(scenario, self.strategy, columns(chunks[rows]))
+            delay_s = _FAR * float(finish_s[rows].max())
+            for rank in range(1, self.num_ranks):
+                ends_s = run.run_program(_delayed(program, rank, delay_s), scenario.cluster).T + late_s
+                slack_s[rows, rank] = (delay_s - (ends_s - finish_s[rows])).min(axis=1) - 1e-9 * delay_s
+        return np.maximum(0.0, slack_s)
+
+    def pieces(self, lengths: Lengths, cached_prefix: int) -> Lengths:
+        """Pieces of a pipeline at each length: twice as many as long as that is worth it, as in a plan."""
+        pieces, best_s = np.zeros(len(lengths), dtype=np.int64), np.full(len(lengths), np.inf)
+        growing, number, context = np.ones(len(lengths), dtype=bool), 1, context_ranks(self.strategy)
+        while growing.any() and number <= _PIECES_PER_STAGE * self.num_ranks:
+            growing &= lengths >= number * context
+            rows = np.flatnonzero(growing)
+            if len(rows):
+                ttft_s = self._prefill(_even(lengths[rows], number), cached_prefix, long_steps=True)[:, -1]
+                better = ttft_s <= best_s[rows] * (1 - _GAIN)
+                growing[rows[~better]] = False
+                pieces[rows[better]], best_s[rows[better]] = number, ttft_s[better]
+            number *= 2
+        return pieces
+
+    def _prefill(self, chunks: Array, cached_prefix: int, *, long_steps: bool = False) -> Array:
+        """Finish time of each rank for chunks of shape (B, ranks or pieces); shape (B, ranks).
+
+        Prompts of about the same length run at one clock, that of the longest. long_steps: of the engine.
+        """
+        finish_s = np.empty((len(chunks), self.num_ranks))
+        for rows in _alike(chunks.sum(axis=1)):
+            scenario = self.at(cached_prefix, int(chunks[rows[-1]].sum()))
+            used = with_step_time(scenario, "p90") if long_steps else scenario
+            finish_s[rows] = run.finish_s(used, self.strategy, chunks[rows]) + self._host_s(chunks[rows], scenario)
+        return finish_s
+
+    def _host_s(self, chunks: Array, scenario: Scenario) -> Array:
+        """What the engine takes for these prompts' tokens, less what it takes for the scenario's; shape (B, 1)."""
+        return np.asarray(scenario.host.token_s * (chunks.sum(axis=1, keepdims=True) - scenario.request.new_tokens))
+
+    def _candidates(self, lengths: Lengths, cached_prefix: int) -> list[Array]:
+        """Candidate chunks of each length, each of shape (B, ranks); a table's partition is the only candidate."""
+        if self.table is not None:
+            partitions = [self.table.partition_for(self.at(cached_prefix, int(length))) for length in lengths]
+            return [np.array([one.chunk_lens], dtype=float) for one in partitions]
+        step = 2 if cached_prefix else 1  # with a long prefix, shares change less with length
+        planned = {length: self._shares(cached_prefix, length) for length in _powers(lengths, step)}
+        return [_candidates(int(length), planned, self.num_ranks, few=self.shared) for length in lengths]
+
+    def _shares(self, cached_prefix: int, new_tokens: int) -> Array:
+        """Share of the new tokens of each rank."""
+        scenario = self.at(cached_prefix, new_tokens)
+        if self.table is not None:
+            return np.array(self.table.partition_for(scenario).fractions)
+        return np.array(search(scenario, self.strategy, method="analytical").partition.fractions)
+
+    def _of_pieces(self, lengths: Lengths, pieces: Lengths, cached_prefix: int) -> tuple[Array, Array]:
+        """When each stage finishes, and its slack; both (lengths, ranks)."""
+        finish_s, slack_s = np.empty((2, len(lengths), self.num_ranks))
+        for number in np.unique(pieces):
+            rows = np.flatnonzero(pieces == number)
+            chunks = _even(lengths[rows], int(number))
+            finish_s[rows] = self._prefill(chunks, cached_prefix)
+            slack_s[rows] = self.slack_s(chunks, finish_s[rows], cached_prefix)
+        return finish_s, slack_s
+
+    def _searched(self, shares: dict[int, Array], cached_prefix: int, new_tokens: int) -> Partition:
+        """Chunks as searched at the power of two below; `shares`: those that are known."""
+        near = 1 << max(int(new_tokens).bit_length() - 1, (self.num_ranks - 1).bit_length())
+        if near not in shares:
+            shares[near] = self._shares(cached_prefix, near) if self.num_ranks > 1 else np.ones(1)
+        return Partition(chunk_lens=tuple(map(int, _whole(shares[near], new_tokens, 1))))
+
+    def _fits(self, cached_prefix: int, partition: Partition) -> bool:
+        scenario = self.at(cached_prefix, partition.num_tokens)
+        return fits(scenario, memory_of(scenario, self.strategy, partition))
+
+
+def _alike(tokens: Array) -> Iterable[Lengths]:
+    """Indices of prompts of about the same length: between two powers of two, ascending in each."""
+    octave = np.ceil(np.log2(np.maximum(tokens, _SHORT)))
+    for one in np.unique(octave):
+        rows = np.flatnonzero(octave == one)
+        yield rows[np.argsort(tokens[rows], kind="stable")]
+
+
+def _even_pieces(lengths: Lengths, pieces: Lengths, new_tokens: int) -> Partition:
+    """As many pieces as at the simulated length above."""
+    near = min(int(np.searchsorted(lengths, new_tokens)), len(lengths) - 1)
+    return Partition.even(new_tokens, min(new_tokens, int(pieces[near])))
+
+
+def _powers(lengths: Lengths, step: int) -> list[int]:
+    """The first and last length, and every `step`-th power of two between them."""
+    least, most = int(lengths[0]), int(lengths[-1])
+    return sorted({least, most, *(1 << power for power in range(least.bit_length(), most.bit_length(), step))})
+
+
+def _even(lengths: Lengths, parts: int) -> Array:
+    return np.array([Partition.even(int(length), parts).chunk_lens for length in lengths], dtype=float)
+
+
+def _candidates(tokens: int, planned: dict[int, Array], num_ranks: int, *, few: bool) -> Array:
+    """Candidate chunks for a length, shape (B, ranks), in whole tokens."""
+    lengths = np.array(list(planned))
+    low, high = int(lengths[lengths <= tokens].max()), int(lengths[lengths >= tokens].min())
+    weight = 0.0 if low == high else float(np.log(tokens / low) / np.log(high / low))
+    if few:
+        return _whole(planned[low] + weight * (planned[high] - planned[low]), tokens, 1)[None]
+    blends = [planned[low] + share * (planned[high] - planned[low]) for share in (*_BLENDS, weight)]
+    even = np.full(num_ranks, 1 / num_ranks)
+    blends += [(blends[-1] + even) / 2, even]
+    steps = (1, _TILE) if tokens >= 2 * num_ranks * _TILE else (1,)
+    return np.unique([_whole(shares, tokens, step) for shares in blends for step in steps], axis=0)
+
+
+def _whole(shares: Array, tokens: int, step: int) -> Array:
+    """Chunks with boundaries at multiples of a step; all but the last have at least one step."""
+    return chunks_between(to_grid(np.cumsum(shares)[:-1] * tokens, step, tokens), tokens).astype(float)
+
+
+def _delayed(program: Program, rank: int, delay_s: float) -> Program:
+    """The same program with one rank that begins later, on host and device."""
+    wait = Compute(name="before", device_s=np.array([delay_s]), host_s=delay_s)
+    prologue = [((wait, *ops) if index == rank else ops) for index, ops in enumerate(program.prologue)]
+    return replace(program, prologue=tuple(prologue))
+
+
+class ServiceTimes:
+    """Times of one scenario's groups, for lengths up to those of a workload; computed on first use."""
+
+    def __init__(
+        self, scenario: Scenario, longest_new: int, longest_prefix: int, policy: StrategyPolicy | None = None
+    ) -> None:
+        self.scenario, self.policy = scenario, policy or StrategyPolicy(names=("single", "tsp", "kvr-s"))
+        self.longest_new, self.longest = longest_new, longest_new + longest_prefix
+        self.lengths = simulated_lengths(1, max(2, longest_new))
+        self.prefixes = _simulated_prefixes(longest_prefix)
+        self._grids: dict[GroupType, tuple[TimeGrid, ...]] = {}
+
+    @property
+    def num_types(self) -> int:
+        """Types of groups whose times have been computed."""
+        return len(self._grids)
+
+    def types(self, num_gpus: int) -> tuple[GroupType, ...]:
+        """Groups of that size in whose memory some prompt fits or, where none does in any, the last type.
+
+        () without a strategy that runs on that number of GPUs.
+        """
+        types = [GroupType(num_gpus, weights) for weights in self.policy.layouts(self.scenario.on_gpus(num_gpus))]
+        return tuple(one for one in types if self.most_tokens(one)) or tuple(types[-1:])
+
+    def most_tokens(self, group: GroupType) -> float:
+        """The most new tokens that fit in the memory of such a group without a cached prefix; 0: none."""
+        return self.grids(group)[0].most_new_tokens
+
+    def fill(self, sizes: Sequence[int], pool: Pool) -> None:
+        """Compute the grids of all types of groups of these sizes at once, by the pool's workers."""
+        work = {}
+        for num_gpus in sizes:
+            for weights in self.policy.layouts(self.scenario.on_gpus(num_gpus)):
+                for prefix in self.prefixes:
+                    work[GroupType(num_gpus, weights), prefix] = self._arguments(GroupType(num_gpus, weights), prefix)
+        grids = dict(zip(work, pool.ordered(TimeGrid.fastest, list(work.values())), strict=True))
+        for group in dict.fromkeys(group for group, _ in work):
+            self._grids[group] = tuple(grids[group, prefix] for prefix in self.prefixes)
+
+    def grids(self, group: GroupType) -> tuple[TimeGrid, ...]:
+        """Grids of a type of group, one per cached prefix."""
+        if group not in self._grids:
+            self._grids[group] = tuple(TimeGrid.fastest(*self._arguments(group, prefix)) for prefix in self.prefixes)
+        return self._grids[group]
+
+    def _arguments(
+        self, group: GroupType, prefix: int
+    ) -> tuple[Scenario, Sequence[Strategy], PartitionTable | None, int, Lengths]:
+        scenario = self.scenario.on_gpus(group.gpus)
+        return scenario, self.policy.layouts(scenario)[group.weights], self.policy.table, prefix, self.lengths
+
+    def seconds(self, group: GroupType, new_tokens: Lengths, cached_prefix: Lengths) -> Array:
+        """TTFT alone on a group; inf where the context does not fit in its memory."""
+        low, weight = cell(cached_prefix, self.prefixes)
+        seconds, most = np.zeros((2, len(new_tokens)))
+        for index, grid in enumerate(self.grids(group)):
+            share = np.where(low == index, 1 - weight, np.where(low == index - 1, weight, 0.0))
+            here = share > 0
+            if here.any():
+                seconds[here] += share[here] * log_interp(new_tokens[here], self.lengths, grid.ttft_s)
+                most[here] += share[here] * grid.most_new_tokens
+        return np.where(new_tokens <= most, seconds, np.inf)
+
+    def least_s(self, num_gpus: int, new_tokens: Lengths, cached_prefix: Lengths) -> Array:
+        """The least of these over the layouts of the weights."""
+        each = [self.seconds(group, new_tokens, cached_prefix) for group in self.types(num_gpus)]
+        return np.asarray(np.min(each, axis=0))
+
+    def service(self, group: GroupType, workload: Workload, decoding: Decoding | None = None) -> Service:
+        """Service times of a workload on such groups."""
+        new, prefix, decoding = workload.new_tokens, workload.cached_prefix, decoding or Decoding()
+        ttft_s = self.seconds(group, new, prefix)
+        around = self._classes(self.grids(group))
+        strategies = tuple(grids[0].strategy[rows[-1]] for grids, rows in around)
+        overlap = self._overlap(around)
+        below = np.searchsorted(self.lengths, new, side="right") - 1
+        length_class = np.asarray(cell(prefix, self.prefixes)[0] * len(self.lengths) + below)
+        gpus = np.array([1 if name == "single" else group.gpus for name in strategies])[length_class]
+        return Service(
+            ttft_s=ttft_s,
+            busy_s=np.asarray(ttft_s * np.array(overlap.busy)[length_class]),
+            hold_s=decoding.hold_s(workload, ttft_s, gpus),
+            hold_share=decoding.hold_share(group.gpus),
+            length_class=length_class,
+            strategies=strategies,
+            overlap=overlap,
+            new_tokens=new,
+            cached_prefix=prefix,
+        )
+
+    def _classes(self, grids: Sequence[TimeGrid]) -> list[tuple[Sequence[TimeGrid], list[int]]]:
+        """The grids and their rows around each class: between two simulated lengths and two simulated prefixes."""
+        last = len(self.lengths) - 1
+        return [
+            (grids[low : low + 2], [below, min(below + 1, last)])
+            for low in range(max(1, len(grids) - 1))
+            for below in range(last + 1)
+        ]
+
+    def _overlap(self, classes: Sequence[tuple[Sequence[TimeGrid], list[int]]]) -> Overlap:
+        """The latest finish and the least slack around each class."""
+
+        def slack(grid: TimeGrid, rows: list[int]) -> Array:
+            return np.asarray((grid.slack_s[rows] / grid.ttft_s[rows, None]).min(axis=0))
+
+        finish = [np.max([grid.finish[rows].max(axis=0) for grid in grids], axis=0) for grids, rows in classes]
+        least = [np.min([slack(grid, rows) for grid in grids], axis=0) for grids, rows in classes]
+        return Overlap(
+            finish=tuple(tuple(row.tolist()) for row in finish),
+            slack=tuple(tuple(row.tolist()) for row in least),
+            holds=not self.scenario.sends_overlap,
+        )
+
+
+class PackedTimes(ServiceTimes):
+    """Times of packed steps of at most `pack_tokens` new tokens, at the clock of the longest prompt."""
+
+    def __init__(
+        self, scenario: Scenario, longest_new: int, longest_prefix: int, policy: StrategyPolicy, pack_tokens: int
+    ) -> None:
+        super().__init__(scenario, longest_new, longest_prefix, policy)
+        self.pack_tokens = pack_tokens
+        self._packings: dict[GroupType, tuple[str, Packing]] = {}
+
+    def most_tokens(self, group: GroupType) -> float:
+        """The most tokens that all prompts of a step may have in memory; 0: none."""
+        return self.packing(group)[1].most_tokens
+
+    def fill(self, sizes: Sequence[int], pool: Pool) -> None:
+        """Do nothing: costs of steps are tabulated on first use, in this process."""
+
+    def packing(self, group: GroupType) -> tuple[str, Packing]:
+        """The strategy of such groups, and what its steps take."""
+        if group not in self._packings:
+            request = Request(context_len=self.longest_new, dtype=self.scenario.request.dtype)
+            scenario = replace(self.scenario.on_gpus(group.gpus), request=request)
+            strategy = self.policy.layouts(scenario)[group.weights][0]
+            per_rank = for_strategy(scenario, strategy)
+            check_packs(per_rank, strategy)
+            budget, longest = self.pack_tokens, max(self.longest, self.pack_tokens)
+            packing = Packing(
+                costs=StepCosts(per_rank, strategy, budget, self.longest),
+                most_tokens=most_tokens_in_memory(per_rank, strategy, budget, longest),
+            )
+            self._packings[group] = strategy.name, packing
+        return self._packings[group]
+
+    def seconds(self, group: GroupType, new_tokens: Lengths, cached_prefix: Lengths) -> Array:
+        """TTFT alone on a group; inf where the context does not fit in its memory."""
+        packing = self.packing(group)[1]
+        seconds = _per_prompt(packing.costs.alone_s, new_tokens, cached_prefix)
+        return np.where(new_tokens + cached_prefix <= packing.most_tokens, seconds, np.inf)
+
+    def service(self, group: GroupType, workload: Workload, decoding: Decoding | None = None) -> Service:
+        """Service times of a workload on such groups."""
+        name, packing = self.packing(group)
+        new, prefix, decoding = workload.new_tokens, workload.cached_prefix, decoding or Decoding()
+        ttft_s = self.seconds(group, new, prefix)
+        return Service(
+            ttft_s=ttft_s,
+            busy_s=_per_prompt(packing.costs.least_s, new, prefix),
+            hold_s=decoding.hold_s(workload, ttft_s, np.full(len(new), group.gpus)),
+            hold_share=decoding.hold_share(group.gpus),
+            length_class=np.zeros(len(new), dtype=np.int64),
+            strategies=(name,),
+            overlap=Overlap.whole(),
+            new_tokens=new,
+            cached_prefix=prefix,
+            packing=packing,
+        )
+
+
+def service_times(
+    scenario: Scenario, workloads: Sequence[Workload], policy: StrategyPolicy | None = None, pack: int | None = None
+) -> ServiceTimes:
+    """Times that cover all workloads; pack: most new tokens of a packed step; None: prompts run one by one."""
+    longest_new = max(int(workload.new_tokens.max()) for workload in workloads)
+    longest_prefix = max(int(workload.cached_prefix.max()) for workload in workloads)
+    if pack is None:
+        return ServiceTimes(scenario, longest_new, longest_prefix, policy)
+    return PackedTimes(scenario, longest_new, longest_prefix, policy or StrategyPolicy(packs=True), pack)
+
+
+def simulated_lengths(least: int, most: int) -> Lengths:
+    """Both ends, powers of two, and seven lengths between any two of these."""
+    ends = np.floor(np.log2(least)) * _LENGTHS_PER_DOUBLING, np.ceil(np.log2(most)) * _LENGTHS_PER_DOUBLING
+    inner = np.rint(2.0 ** (np.arange(ends[0], ends[1] + 1) / _LENGTHS_PER_DOUBLING)).astype(np.int64)
+    return np.unique(np.concatenate([[least, most], inner[(inner > least) & (inner < most)]]))
+
+
+def _simulated_prefixes(longest: int) -> tuple[int, ...]:
+    prefixes = [0]
+    while prefixes[-1] < longest:
+        step = _FIRST_PREFIX if prefixes == [0] else prefixes[-1] * _PREFIX_STEP
+        prefixes.append(min(step, max(longest, 1)))
+    return tuple(prefixes)
+
+
+def _per_prompt(seconds: Callable[[int, int], float], new_tokens: Lengths, cached_prefix: Lengths) -> Array:
+    """Seconds of each prompt; those alike are computed once."""
+    pairs, places = np.unique(np.stack([new_tokens, cached_prefix]), axis=1, return_inverse=True)
+    each = [seconds(new, prefix) for new, prefix in zip(*pairs.tolist(), strict=True)]
+    return np.array(each)[places.reshape(-1)]

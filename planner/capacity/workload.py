@@ -1,0 +1,331 @@
+"""Workload: arrival time, context length and output length of each request; and Source, where requests come from.
+
+A source is a trace (planner/capacity/traces.py) or synthetic requests as specified here:
+
+    synthetic:poisson,rate=4,requests=20000,context=lognormal:2k:1.1,output=200
+
+First the arrivals: poisson, bursty or diurnal. Then:
+
+rate      requests per second, on average
+requests  how many; or duration=3600s
+cv        bursty: standard deviation of the gaps between arrivals over their mean (gamma-distributed gaps)
+period    diurnal: seconds from peak to peak;  peak  the highest rate over the lowest (a sine between)
+context   LEN, lognormal:MEDIAN:SIGMA, or file:TRACE (drawn from the contexts of a trace)
+output    LEN, lognormal:MEDIAN:SIGMA, or file:TRACE
+cached    share of every context that is in a prefix cache;  max  the longest context
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrsim.errors import InputError
+from kvrsim.interp import percentile_of
+from kvrsim.program import Array
+from kvrsim.units import MAX_TOKENS, format_tokens, parse_count, parse_number, parse_seconds, parse_share, parse_tokens
+
+Lengths = npt.NDArray[np.int64]
+MAX_REQUESTS = 5_000_000  # about 1 GiB with all derived arrays
+ARRIVALS = ("poisson", "bursty", "diurnal")
+_DEFAULTS = {  # keys of a specification
+    "rate": "",
+    "requests": "20000",
+    "duration": "",
+    "cv": "3",
+    "period": "86400s",
+    "peak": "3",
+    "context": "lognormal:1k:1",
+    "output": "200",
+    "cached": "0",
+    "max": "128k",
+}
+_PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}  # of a summary
+_Draw = Callable[[int, "np.random.Generator"], Lengths]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """Requests in the order of their arrival; all arrays of shape (N,)."""
+
+    name: str  # file or specification
+    kind: str  # format of the trace, or "synthetic"
+    arrival_s: Array  # since the first
+    context_len: Lengths  # tokens, cached prefix included; each at least 1
+    cached_prefix: Lengths  # leading tokens whose KV a prefix cache holds; each less than the context
+    output_tokens: Lengths
+    notes: tuple[str, ...] = ()  # repairs and omissions, as text
+
+    def __post_init__(self) -> None:
+        assert len(self.arrival_s)
+        assert (np.diff(self.arrival_s) >= 0).all()
+        assert (self.context_len >= 1).all()
+        assert (self.context_len <= MAX_TOKENS).all()
+        assert ((self.cached_prefix >= 0) & (self.cached_prefix < self.context_len)).all()
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+    @property
+    def new_tokens(self) -> Lengths:
+        """Tokens that the prefill of each request computes."""
+        return self.context_len - self.cached_prefix
+
+    @property
+    def duration_s(self) -> float:
+        """From the first arrival to the last."""
+        return float(self.arrival_s[-1] - self.arrival_s[0])
+
+    @property
+    def rate_per_s(self) -> float | None:
+        """Mean rate of the arrivals; None: all at once."""
+        return (len(self) - 1) / self.duration_s if self.duration_s else None
+
+    def select(self, index: npt.NDArray[Any] | slice, arrival_s: Array | None = None) -> Workload:
+        """The requests of an index, at their own times or at others."""
+        return replace(
+            self,
+            arrival_s=self.arrival_s[index] if arrival_s is None else arrival_s,
+            context_len=self.context_len[index],
+            cached_prefix=self.cached_prefix[index],
+            output_tokens=self.output_tokens[index],
+        )
+
+    def busiest(self, count: int) -> Workload:
+        """`count` requests in a row, where most new tokens arrive in the shortest time."""
+        work = np.concatenate([[0.0], np.cumsum(self.new_tokens, dtype=float)])
+        spans_s = self.arrival_s[count - 1 :] - self.arrival_s[: len(self) - count + 1]
+        begin = int(((work[count:] - work[:-count]) / np.maximum(spans_s, 1e-9)).argmax())
+        return self.select(slice(begin, begin + count))
+
+    def faster(self, factor: float) -> Workload:
+        """The same requests in 1/`factor` of the time."""
+        return replace(self, arrival_s=self.arrival_s / factor)
+
+    def scaled(self, factor: float, rng: np.random.Generator) -> Workload:
+        """`factor` times as many requests in the same time.
+
+        Whole copies are shifted cyclically in time by a random offset, so that bursts keep their shape but do not
+        coincide; the fractional part of the factor is a random sample of one more copy.
+        """
+        if factor == 1:
+            return self
+        if len(self) * factor > MAX_REQUESTS:
+            raise InputError("rate_scale", f"{factor:g}", f"at most {MAX_REQUESTS} requests in all")
+        copies, rest = int(factor), factor - int(factor)
+        period_s = self.duration_s * (1 + 1 / max(1, len(self) - 1))  # a mean gap between the last and the first
+        times: list[Array] = []
+        picks: list[Lengths] = []
+        for copy in range(copies + (rest > 0)):
+            pick = np.arange(len(self))
+            if copy == copies:
+                pick = pick[rng.random(len(self)) < rest]
+            offset_s = rng.uniform(0, period_s) if copy and period_s else 0.0
+            times.append((self.arrival_s[pick] + offset_s) % period_s if offset_s else self.arrival_s[pick])
+            picks.append(pick)
+        arrival_s, pick = np.concatenate(times), np.concatenate(picks)
+        if not len(pick):
+            raise InputError("rate_scale", f"{factor:g}", "a factor that leaves at least one request")
+        order = np.argsort(arrival_s, kind="stable")
+        how = "copies shifted in time by random offsets" if copies > 1 or (copies and rest) else "a random sample"
+        note = f"{factor:g} times the requests in the same time: {how}"
+        made = self.select(pick[order], arrival_s[order] - arrival_s[order[0]])
+        return replace(made, notes=(*self.notes, note))
+
+    def summary(self) -> dict[str, Any]:
+        """Summary statistics as plain JSON values."""
+        gaps = np.diff(self.arrival_s)
+        mean_gap = float(gaps.mean()) if len(gaps) else 0.0
+        lengths = {
+            name: {"mean": float(tokens.mean())}
+            | {key: int(percentile_of(tokens, percent)) for key, percent in _PERCENTILES.items()}
+            for name, tokens in (
+                ("context_tokens", self.context_len),
+                ("new_tokens", self.new_tokens),
+                ("output_tokens", self.output_tokens),
+            )
+        }
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "requests": len(self),
+            "duration_s": self.duration_s,
+            "rate_per_s": self.rate_per_s,
+            "gap_variation": float(gaps.std() / mean_gap) if mean_gap else None,  # 1 for a Poisson process
+            **lengths,
+            "cached_share": float(self.cached_prefix.sum() / self.context_len.sum()),
+            "histogram": self.histogram(),
+            "notes": list(self.notes),
+        }
+
+    def histogram(self) -> list[dict[str, Any]]:
+        """Requests by context, in powers of two: from (inclusive), to (exclusive), count, share of new tokens."""
+        octave = np.frexp(self.context_len.astype(float))[1] - 1  # exact, where a logarithm would round
+        new = self.new_tokens
+        return [
+            {
+                "from_tokens": 2**power,
+                "to_tokens": 2 ** (power + 1),
+                "requests": int((octave == power).sum()),
+                "share_of_new_tokens": float(new[octave == power].sum() / new.sum()),
+            }
+            for power in range(int(octave.min()), int(octave.max()) + 1)
+        ]
+
+    def describe(self) -> str:
+        """Summary in one line."""
+        rate = f", {self.rate_per_s:.3g} a second" if self.rate_per_s is not None else ""
+        low, high = (format_tokens(int(length)) for length in (self.context_len.min(), self.context_len.max()))
+        share = self.cached_prefix.sum() / self.context_len.sum()
+        cached = f", {share:.0%} of them cached" if share else ""
+        return f"{len(self)} requests in {self.duration_s:.4g} s{rate}, contexts of {low} to {high} tokens{cached}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Synthetic:
+    """A checked specification of synthetic requests."""
+
+    text: str
+    arrivals: str  # one of ARRIVALS
+    rate_per_s: float
+    requests: int
+    cv: float
+    period_s: float
+    peak: float  # highest rate over lowest
+    context: _Draw
+    output: _Draw
+    cached_share: float  # of every context
+    max_context: int  # tokens
+
+    @classmethod
+    def parse(cls, text: str, argument: str = "requests") -> Synthetic:
+        """Read a specification such as "poisson,rate=4,requests=20000,context=lognormal:2k:1.1"."""
+        arrivals, *pairs = [part.strip() for part in text.split(",")]
+        if arrivals not in ARRIVALS:
+            raise InputError(argument, arrivals, f"synthetic: and one of {', '.join(ARRIVALS)}, then key=value")
+        given: dict[str, str] = {}
+        for pair in pairs:
+            key, mark, value = pair.partition("=")
+            if not mark or key not in _DEFAULTS or key in given:
+                raise InputError(argument, pair, f"key=value with commas between, once each: {', '.join(_DEFAULTS)}")
+            given[key] = value
+        values = _DEFAULTS | given
+        rate = parse_number(values["rate"], f"{argument}: rate", above=0, most=1e6)
+        if "duration" not in given:
+            requests = parse_count(values["requests"], f"{argument}: requests", maximum=MAX_REQUESTS)
+        else:
+            if "requests" in given:
+                raise InputError(f"{argument}: duration", values["duration"], "requests or duration, not both")
+            expected = rate * parse_seconds(values["duration"], f"{argument}: duration")
+            if not 1 <= expected <= MAX_REQUESTS:
+                raise InputError(f"{argument}: duration", values["duration"], f"1 to {MAX_REQUESTS} requests in all")
+            requests = round(expected)
+        return cls(
+            text=text,
+            arrivals=arrivals,
+            rate_per_s=rate,
+            requests=requests,
+            cv=parse_number(values["cv"], f"{argument}: cv", above=0, most=100),
+            period_s=parse_seconds(values["period"], f"{argument}: period"),
+            peak=parse_number(values["peak"], f"{argument}: peak", least=1, most=1e6),
+            context=_lengths(values["context"], f"{argument}: context"),
+            output=_lengths(values["output"], f"{argument}: output"),
+            cached_share=parse_share(values["cached"], f"{argument}: cached", below=1),
+            max_context=parse_tokens(values["max"], f"{argument}: max"),
+        )
+
+    def scaled(self, factor: float) -> Synthetic:
+        """`factor` times as many requests in the same time."""
+        requests = round(self.requests * factor)
+        if not 1 <= requests <= MAX_REQUESTS:
+            raise InputError("rate_scale", f"{factor:g}", f"a factor that makes it 1 to {MAX_REQUESTS} requests")
+        return replace(self, rate_per_s=self.rate_per_s * factor, requests=requests)
+
+    def draw(self, rng: np.random.Generator) -> Workload:
+        """Draw one realisation."""
+        context = np.minimum(self.context(self.requests, rng), self.max_context)
+        cached = np.floor(self.cached_share * context).astype(np.int64)
+        return Workload(
+            name=f"synthetic:{self.text}",
+            kind="synthetic",
+            arrival_s=self._arrivals_s(rng),
+            context_len=context,
+            cached_prefix=np.minimum(cached, context - 1),
+            output_tokens=self.output(self.requests, rng),
+        )
+
+    def _arrivals_s(self, rng: np.random.Generator) -> Array:
+        """Unit-rate arrivals, stretched; diurnal ones by the inverse of the integrated rate."""
+        shape = 1.0 / self.cv**2 if self.arrivals == "bursty" else 1.0
+        times = np.cumsum(rng.gamma(shape, 1.0 / shape, size=self.requests)) / self.rate_per_s
+        if self.arrivals == "diurnal":
+            # When the integral of 1 - a cos(2 pi t / period) reaches each number; a from peak = (1 + a) / (1 - a).
+            swing = (self.peak - 1) / (self.peak + 1)
+            grid = np.linspace(0.0, 1.0, 4097)
+            integral = grid - swing * np.sin(2 * math.pi * grid) / (2 * math.pi)
+            cycles, phase = np.divmod(times / self.period_s, 1.0)
+            times = self.period_s * (cycles + np.interp(phase, integral, grid))
+        return np.asarray(times - times[0])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """A trace or a specification, and how its arrivals are scaled."""
+
+    trace: Workload | None  # None: synthetic
+    synthetic: Synthetic | None
+    rate_scale: float = 1.0  # factor on the requests in the same time
+
+    @classmethod
+    def of(cls, text: str, *, rate_scale: float = 1.0) -> Source:
+        """Read FILE, azure:FILE, mooncake:FILE or synthetic:SPEC."""
+        from planner.capacity.traces import AZURE, MOONCAKE, read_trace
+
+        kind, mark, rest = text.partition(":")
+        if mark and kind == "synthetic":
+            return cls(trace=None, synthetic=Synthetic.parse(rest), rate_scale=rate_scale)
+        trace = read_trace(rest, kind) if mark and kind in (AZURE, MOONCAKE) else read_trace(text)
+        return cls(trace=trace, synthetic=None, rate_scale=rate_scale)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether requests depend on the seed."""
+        return self.synthetic is not None
+
+    def workload(self, seed: int, replication: int = 0) -> Workload:
+        """The requests; synthetic ones are independent between replications."""
+        rng = np.random.default_rng([seed, replication])
+        if self.synthetic is not None:
+            return self.synthetic.scaled(self.rate_scale).draw(rng)
+        assert self.trace is not None
+        return self.trace.scaled(self.rate_scale, rng)
+
+
+def _lengths(text: str, argument: str) -> _Draw:
+    """A function that draws lengths."""
+    kind, _, rest = text.partition(":")
+    if kind == "lognormal":
+        parts = rest.split(":")
+        if len(parts) != 2:
+            raise InputError(argument, text, "lognormal:MEDIAN:SIGMA, such as lognormal:2k:1.1")
+        median = parse_tokens(parts[0], argument)
+        sigma = parse_number(parts[1], argument, above=0, most=10)
+
+        def lognormal(count: int, rng: np.random.Generator) -> Lengths:
+            drawn = np.exp(math.log(median) + sigma * rng.standard_normal(count))
+            return np.clip(np.rint(np.minimum(drawn, MAX_TOKENS)), 1, MAX_TOKENS).astype(np.int64)
+
+        return lognormal
+    if kind == "file":
+        from planner.capacity.traces import read_trace
+
+        trace = read_trace(rest, argument=argument)
+        values = trace.output_tokens if argument.endswith("output") else trace.context_len
+        return lambda count, rng: np.asarray(rng.choice(values, size=count))
+    length = parse_tokens(text, argument)
+    return lambda count, rng: np.full(count, length, dtype=np.int64)

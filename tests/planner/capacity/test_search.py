@@ -1,0 +1,191 @@
+"""The search: its fleets meet the target, nothing cheaper of the same design does; and the fleets around the best."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvrsim
+from kvrsim.builder import make_scenario
+from kvrsim.interp import percentile_of
+from planner.capacity import search as searching
+from planner.capacity.fleet import Fleet, FleetLimits, Group, GroupType
+from planner.capacity.request import CapacityRequest, Target
+from planner.capacity.result import CapacityPlan, TriedFleet
+from planner.capacity.search import RATES, Fit, FleetSearch, FleetSimulator
+from planner.capacity.times import ServiceTimes, service_times
+from planner.capacity.workload import Source, Workload
+
+SOURCE = Source.of("synthetic:bursty,rate=6,requests=1500,cv=2,context=lognormal:1k:1,max=8k")
+LIMITS = FleetLimits(sizes=(1, 2, 4), max_gpus=40)
+
+
+@pytest.fixture(scope="module")
+def workload() -> Workload:
+    return SOURCE.workload(3)
+
+
+@pytest.fixture(scope="module")
+def times(workload: Workload) -> ServiceTimes:
+    return service_times(make_scenario(ctx=1024, gpus=1)[0], [workload])
+
+
+def simulator(workloads: list[Workload], times: ServiceTimes, slo_s: float, **more: Any) -> FleetSimulator:
+    target = Target(slo_s=slo_s, percentile=99.0)
+    return FleetSimulator(
+        CapacityRequest(source=SOURCE, target=target, **({"limits": LIMITS} | more)), workloads, times
+    )
+
+
+def bucket(gpus: int, least_new: int, most_new: int) -> Group:
+    return Group(type=GroupType(gpus), least_new=least_new, most_new=most_new)
+
+
+def meets(simulated: FleetSimulator, fit: Fit) -> bool:
+    ttft_s = simulated.runs(fit.fleet)[0].ttft_s
+    return percentile_of(ttft_s, simulated.target.percentile) <= simulated.target.slo_s
+
+
+@pytest.mark.parametrize("slo_s", [0.6, 1.0, 2.0, 5.0])
+def test_uniform_fleets_are_the_smallest(workload: Workload, times: ServiceTimes, slo_s: float) -> None:
+    simulated = simulator([workload], times, slo_s)
+    search = FleetSearch(simulated)
+    fits = {fit.sizes[0]: fit for fit in search.fits(search.uniform())}
+    for design in search.uniform():
+        size = design[0].type.gpus
+        numbers = range(1, 1 + LIMITS.max_gpus // size)
+        first = next((n for n in numbers if simulated.late(design, 0, n) <= simulated.allowed), None)
+        assert (fits[size].design[0].replicas if size in fits else None) == first
+    assert fits or slo_s < 1
+    assert all(meets(simulated, fit) for fit in fits.values())
+
+
+@pytest.mark.parametrize("order", ["first-come", "shortest-first"])
+def test_mixed_fleets_meet_the_target_and_are_no_dearer(workload: Workload, times: ServiceTimes, order: str) -> None:
+    simulated = simulator([workload], times, 1.0, order=order)
+    search = FleetSearch(simulated)
+    uniform = search.fits(search.uniform())
+    fits = search.mixed(uniform)
+    assert fits[0].cost <= uniform[0].cost
+    assert [fit.cost for fit in fits] == sorted(fit.cost for fit in fits)
+    for fit in fits[:6]:
+        assert meets(simulated, fit)
+        assert (simulated.runs(fit.fleet)[0].ttft_s > 1.0).sum() == fit.late
+        ends = [group.most_new for group in fit.design]
+        assert ends == sorted(set(ends))
+        assert [group.least_new for group in fit.design] == [1, *(end + 1 for end in ends[:-1])]
+        assert ends[-1] == workload.new_tokens.max()
+
+
+def test_no_cheaper_split_of_the_same_design(workload: Workload, times: ServiceTimes) -> None:
+    simulated = simulator([workload], times, 1.0)
+    search = FleetSearch(simulated)
+    longest = int(workload.new_tokens.max())
+    for sizes in ((1, 2), (2, 4), (1, 1)):
+        design: Fleet = (bucket(sizes[0], 1, 2048), bucket(sizes[1], 2049, longest))
+        fit = search.fit(design)
+        feasible = [
+            sizes[0] * a + sizes[1] * b
+            for a, b in itertools.product(range(1, 9), range(1, 9))
+            if simulated.late(design, 0, a) + simulated.late(design, 1, b) <= simulated.allowed
+        ]
+        assert (fit.cost if fit else None) == (min(feasible) if feasible else None)
+
+
+def test_prices_decide_where_they_differ(workload: Workload, times: ServiceTimes) -> None:
+    limits = replace(LIMITS, prices={1: 10.0, 2: 1.0, 4: 1.0}, by_cost=True)
+    search = FleetSearch(simulator([workload], times, 2.0, limits=limits))
+    best = search.mixed(search.fits(search.uniform()))[0]
+    assert 1 not in best.sizes
+    assert best.cost == limits.cost_per_hour(best.fleet)
+
+
+def test_several_workloads_are_judged_together(workload: Workload, times: ServiceTimes) -> None:
+    half = workload.select(slice(0, len(workload) // 2))
+    both = simulator([workload, half], times, 1.0)
+    search = FleetSearch(both)
+    fit = search.fits(search.uniform())[0]
+    late = np.concatenate([run.ttft_s for run in both.runs(fit.fleet)]) > 1.0
+    assert late.sum() <= both.allowed
+    assert both.requests == len(workload) + len(half)
+
+
+def test_a_fleet_of_two_buckets_is_late_as_often_as_its_buckets(workload: Workload, times: ServiceTimes) -> None:
+    simulated = simulator([workload, workload], times, 1.0)
+    design = (bucket(1, 1, 1500), bucket(1, 1501, 8192))
+    late = sum(int((run.ttft_s > 1.0).sum()) for run in simulated.runs(tuple(group.of(4) for group in design)))
+    assert late == sum(simulated.late(design, index, 4) for index in range(2))
+
+
+SMALL = "synthetic:poisson,rate=4,requests=600,context=lognormal:1k:0.8,max=4k"
+FEW: dict[str, Any] = {"slo_ttft": "1s", "group_sizes": "1,2", "replications": 2, "uniform_only": True}
+
+
+@pytest.fixture(scope="module")
+def explored() -> CapacityPlan:
+    return kvrsim.capacity(requests=SMALL, price_per_gpu_hour=2, **FEW).explored()
+
+
+def at(plan: CapacityPlan, rate: float) -> dict[str, TriedFleet]:
+    return {one.fleet: one for one in plan.front.tried if one.rate == rate}
+
+
+def test_the_answer_is_among_the_fleets_tried(explored: CapacityPlan) -> None:
+    assert explored.answer is not None
+    index = explored.front.percentiles.index(explored.percentile)
+    values = [one.ttft_s[index] for one in at(explored, 1.0).values() if one.num_gpus == explored.answer.num_gpus]
+    assert explored.answer.target.value_s in values
+
+
+def test_the_front_is_what_a_plan_without_other_rates_has(explored: CapacityPlan) -> None:
+    plain = kvrsim.capacity(requests=SMALL, price_per_gpu_hour=2, **FEW)
+    assert plain.pareto == explored.pareto
+    assert {one.rate for one in plain.front.tried} == {1.0}
+
+
+def written(path: Path, rows: list[str]) -> Path:
+    path.write_text("\n".join(["arrival_s,context_tokens,output_tokens", *rows]) + "\n")
+    return path
+
+
+def test_another_rate_is_the_same_requests_replayed(tmp_path: Path) -> None:
+    plans = []
+    for gap_s in (0.2, 0.1):
+        path = written(tmp_path / f"{gap_s}.csv", [f"{gap_s * i},{300 + 7 * i % 900},5" for i in range(600)])
+        plans.append(kvrsim.capacity(requests=path, **FEW | {"replications": 1}))
+    replayed, asked = at(plans[0].explored(), 2.0), at(plans[1], 1.0)
+    both = replayed.keys() & asked.keys()
+    assert both
+    for name in both:
+        assert replayed[name].ttft_s == pytest.approx(asked[name].ttft_s, rel=1e-9)
+
+
+def test_more_requests_in_the_same_time_wait_longer(explored: CapacityPlan) -> None:
+    for name in {one.fleet for one in explored.front.tried}:
+        rising = sorted((one.rate, one.ttft_s) for one in explored.front.tried if one.fleet == name)
+        for (_, slow), (_, fast) in itertools.pairwise(rising):
+            assert all(a <= b * (1 + 1e-9) for a, b in zip(slow, fast, strict=True))
+
+
+def test_where_nothing_meets_the_target_the_largest_fleets_are_tried() -> None:
+    plan = kvrsim.capacity(requests=SMALL, **FEW | {"slo_ttft": "1ms"}, max_gpus=4).explored()
+    assert plan.answer is None
+    assert max(one.num_gpus for one in plan.front.tried) == 4
+    assert {one.rate for one in plan.front.tried} == {1.0, *RATES}
+
+
+def test_long_traces_are_replayed_at_their_busiest_stretch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrival_s = [*(0.5 * i for i in range(1500)), *(750 + 0.1 * i for i in range(1500))]
+    path = written(tmp_path / "t.csv", [f"{arrival},{300 + i % 500},5" for i, arrival in enumerate(arrival_s)])
+    monkeypatch.setattr(searching, "_SIMULATED", 1)
+    plan = kvrsim.capacity(requests=path, slo_ttft="1s", group_sizes="1").explored()
+    assert {one.requests for one in plan.front.tried if one.rate == 1} == {3000}
+    others = [one for one in plan.front.tried if one.rate != 1]
+    assert all(1000 <= one.requests < 3000 for one in others)
+    assert all(math.isfinite(one.ttft_s[0]) for one in others)

@@ -1,0 +1,243 @@
+"""Service times: what groups may run, times near a full search, a hand-over that changes no finish time, memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvrsim.builder import make_scenario
+from kvrsim.compile import build_program, columns, for_strategy
+from kvrsim.errors import InputError
+from kvrsim.executors.batch import run_batch
+from kvrsim.executors.event import EventSimulation
+from kvrsim.executors.run import run_partition
+from kvrsim.memory import fits, memory_of
+from kvrsim.program import Compute, Program
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import STRATEGIES, get_strategy
+from planner.candidates import partition_of
+from planner.capacity.fleet import WHOLE, GroupType
+from planner.capacity.times import Prefills, ServiceTimes, StrategyPolicy, TimeGrid, simulated_lengths, weights_of
+from planner.capacity.workload import Workload
+from planner.search.search import search
+
+KVR = STRATEGIES["kvr-s"]
+
+
+def scenario(profile: str, gpus: int = 1, ctx: int = 1024, cached: int = 0) -> Scenario:
+    model = "llama-3-8b" if profile == "h100-flash" else "llama-7b"
+    cluster = "h100-nvlink" if profile == "h100-flash" else None
+    made, _ = make_scenario(ctx=ctx, gpus=gpus, model=model, profile=profile, cluster=cluster, cached_prefix=cached)
+    return made
+
+
+def best_s(profile: str, gpus: int, new: int, cached: int) -> float:
+    """TTFT of the best strategy with its best partition."""
+    asked = scenario(profile, gpus, new + cached, cached)
+    found = [search(asked, KVR).ttft_s] if gpus > 1 else []
+    for name, count in (("single", 1), ("tsp", gpus)):
+        placed, strategy = asked.on_gpus(count), STRATEGIES[name]
+        found.append(run_partition(placed, strategy, partition_of(placed, strategy, None)).ttft_s)
+    return min(found)
+
+
+@pytest.mark.parametrize("profile", ["a100-eager", "h100-flash", "roofline"])
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_times_are_near_those_of_a_full_search(profile: str, gpus: int) -> None:
+    times = ServiceTimes(scenario(profile), 8192, 4096)
+    rng = np.random.default_rng(3)
+    new = np.exp2(rng.uniform(5, 12.9, 12)).astype(np.int64)
+    cached = np.where(rng.random(12) < 0.5, 0, rng.integers(1, 4096, 12))
+    errors = times.seconds(GroupType(gpus), new, cached) / [
+        best_s(profile, gpus, n, c) for n, c in zip(new.tolist(), cached.tolist(), strict=True)
+    ]
+    assert np.median(np.abs(errors - 1)) < 0.01
+    assert np.abs(errors - 1).max() < 0.15
+
+
+def delayed(program: Program, delays_s: np.ndarray) -> Program:
+    """Each rank begins so much later, host and device."""
+    waits = [Compute(name="before", device_s=np.array([delay]), host_s=float(delay)) for delay in delays_s]
+    prologue = tuple((wait, *ops) for wait, ops in zip(waits, program.prologue, strict=True))
+    return replace(program, prologue=prologue)
+
+
+@pytest.mark.parametrize("profile", ["a100-eager", "h100-flash", "roofline"])
+@pytest.mark.parametrize(("new", "cached"), [(600, 0), (5000, 0), (3000, 8192)])
+def test_ranks_that_begin_within_their_slack_end_no_later(profile: str, new: int, cached: int) -> None:
+    prefills = Prefills(scenario(profile, 4), KVR)
+    knots = np.array([new], dtype=np.int64)
+    chunks, finish_s = prefills.chains(knots, cached)
+    slack_s = prefills.slack_s(chunks, finish_s, cached)[0]
+    assert slack_s[0] == 0
+    assert (slack_s[1:] > 0).any()
+    asked = prefills.at(cached, new)
+    program = build_program(asked, KVR, [np.array([chunk]) for chunk in chunks[0]])
+    late = delayed(program, slack_s)
+    assert run_batch(late, asked.cluster)[:, 0] == pytest.approx(finish_s[0], rel=1e-6)
+    assert EventSimulation(late, asked.cluster, record=False).finish_s == pytest.approx(finish_s[0].tolist(), rel=1e-6)
+    too_late = delayed(program, slack_s + 0.05 * finish_s[0, -1])
+    assert run_batch(too_late, asked.cluster)[-1, 0] > finish_s[0, -1] * 1.01
+
+
+def test_the_next_prompt_begins_between_rank_0_and_the_first_token() -> None:
+    times = ServiceTimes(scenario("h100-flash"), 4096, 600)
+    service = times.service(GroupType(4), requests([10, 300, 3000, 3000], [0, 0, 0, 600]))
+    overlap = service.overlap
+    finish, slack = np.array(overlap.finish), np.array(overlap.slack)
+    assert finish[:, -1] == pytest.approx(1.0)
+    assert (slack[:, 0] == 0).all()
+    assert (slack <= finish + 1e-9).all()
+    assert finish.min() < 0.99  # something is gained
+    assert service.length_class.max() < len(service.strategies)
+    kind, free = int(service.length_class[2]), [-np.inf] * 4
+    begin_s, first_s = overlap.run(kind, 2.0, 1.0, free)
+    assert begin_s == 1.0
+    assert first_s == pytest.approx((1.0 + 2.0 * finish[kind]).tolist())
+    _, second_s = overlap.run(kind, 2.0, first_s[0], first_s)
+    assert 0 <= second_s[-1] - (first_s[0] + 2.0) <= first_s[-1] - first_s[0]
+    assert second_s[-1] < first_s[-1] + 2.0
+
+
+def requests(new: list[int], cached: list[int], output: int = 5) -> Workload:
+    count = len(new)
+    return Workload(
+        name="made",
+        kind="csv",
+        arrival_s=np.arange(count, dtype=float),
+        context_len=np.array(new) + np.array(cached),
+        cached_prefix=np.array(cached, dtype=np.int64),
+        output_tokens=np.full(count, output, dtype=np.int64),
+    )
+
+
+def test_more_tokens_take_longer_and_a_cached_prefix_shortens_the_rest() -> None:
+    times = ServiceTimes(scenario("a100-eager"), 8192, 8191)
+    new, cached = np.array([256, 1024, 2048, 4096, 6144]), np.full(5, 2048)
+    for gpus in (1, 2):
+        alone = times.seconds(GroupType(gpus), new, 0 * cached)
+        behind = times.seconds(GroupType(gpus), new, cached)
+        whole = times.seconds(GroupType(gpus), new + cached, 0 * cached)
+        assert (np.diff(alone) > 0).all()
+        assert (behind >= alone).all()  # the same new tokens attend to more
+        assert (behind < whole).all()  # the same context, less of it to compute
+
+
+def test_contexts_that_do_not_fit_in_memory_take_forever() -> None:
+    times = ServiceTimes(scenario("a100-eager"), 32768, 0)
+    new = np.array(
+        [1000, times.grids(GroupType(1))[0].most_new_tokens, times.grids(GroupType(1))[0].most_new_tokens + 1, 32768]
+    )
+    seconds = times.seconds(GroupType(1), new, np.zeros(4, dtype=np.int64))
+    assert np.isfinite(seconds).tolist() == [True, True, False, False]
+    assert times.grids(GroupType(4))[0].most_new_tokens > times.grids(GroupType(1))[0].most_new_tokens
+
+
+def test_groups_on_a_shared_bus_have_times_too() -> None:
+    bus, _ = make_scenario(ctx=512, gpus=2, topology="bus", link_bandwidth=1e10)
+    grid = TimeGrid.fastest(bus, [STRATEGIES["tsp"], KVR], None, 0, np.array([256, 2048], dtype=np.int64))
+    assert np.isfinite(grid.ttft_s).all()
+    assert not grid.slack_s.any()
+
+
+def test_nodes_hold_both_ends_and_the_powers_of_two() -> None:
+    knots = simulated_lengths(3, 5000)
+    assert knots[0] == 3
+    assert knots[-1] == 5000
+    assert {4, 8, 1024, 4096} <= set(knots.tolist())
+    assert (np.diff(knots) > 0).all()
+
+
+def large(gpus: int, ctx: int = 1024) -> Scenario:
+    made, _ = make_scenario(ctx=ctx, gpus=gpus, model="llama-3.1-70b", cluster="h100-nvlink", profile="h100-flash")
+    return made
+
+
+def test_strategies_that_need_the_same_weights_share_a_layout() -> None:
+    layouts = StrategyPolicy().layouts(large(8))
+    assert {weights: {weights_of(one, 8) for one in strategies} for weights, strategies in layouts.items()} == {
+        weights: {weights} for weights in layouts
+    }
+    assert {"whole", "tp8", "pp8", "tp2", "tp4", "tp2+pp4", "tp4+pp2"} <= set(layouts)
+    assert {"single", "tsp", "kvr-s"} <= {one.name for one in layouts[WHOLE]}
+    assert "tp4+kvr-s" in {one.name for one in layouts["tp4"]}
+    assert list(StrategyPolicy().layouts(large(1))) == [WHOLE]
+    sizes = StrategyPolicy(names=("tp2+pp2+cp2", "tp4+pp2", "tp4+cp2")).layouts(large(8, ctx=1))
+    assert {weights: [one.name for one in some] for weights, some in sizes.items()} == {
+        "tp2+pp2": ["tp2+pp2+cp2"],
+        "tp4+pp2": ["tp4+pp2"],
+        "tp4": ["tp4+cp2"],
+    }
+
+
+def test_what_is_asked_for_is_what_groups_run() -> None:
+    policy = StrategyPolicy(names=("tp4+kvr-s",))
+    assert {weights: [one.name for one in some] for weights, some in policy.layouts(large(8)).items()} == {
+        "tp4": ["tp4+kvr-s"]
+    }
+    assert policy.layouts(large(1)) == policy.layouts(large(2)) == {}
+    assert [one.name for one in StrategyPolicy(names=("kvr-s",)).layouts(large(1))[WHOLE]] == ["single"]
+    assert "kvr-direct" in StrategyPolicy().left_out(large(4))
+    assert "kvr-direct" in {one.name for one in StrategyPolicy(names=("all",)).layouts(large(4))[WHOLE]}
+    assert StrategyPolicy(names=("all",)).left_out(large(4)) == ()
+
+
+@pytest.mark.parametrize(("names", "parameter"), [((), "strategies"), (("tq",), "strategies"), (("kvr-p",), "table")])
+def test_what_cannot_be_run_is_refused(names: tuple[str, ...], parameter: str) -> None:
+    with pytest.raises(InputError) as caught:
+        StrategyPolicy(names=names)
+    assert caught.value.parameter == parameter
+
+
+@pytest.mark.parametrize("name", ["tp", "pp", "tp2+pp", "tp2+kvr-s", "tp4+kvr-s"])
+def test_times_at_a_power_of_two_are_those_of_a_plan(name: str) -> None:
+    strategy = get_strategy(name)
+    knots = np.array([300, 512, 2048, 4096], dtype=np.int64)
+    times = Prefills(large(8), strategy).times(0, knots)
+    assert times is not None
+    for knot, ttft_s in zip(knots.tolist(), times.ttft_s.tolist(), strict=True):
+        placed = for_strategy(large(8, knot), strategy)
+        planned_s = run_partition(placed, strategy, partition_of(placed, strategy)).ttft_s
+        if knot.bit_count() == 1:  # at others, the clock and the partition are a neighbour's
+            assert ttft_s == pytest.approx(planned_s, rel=0.015)
+        assert ttft_s == pytest.approx(planned_s, rel=0.05)
+
+
+def test_prompts_behind_each_other_in_a_pipeline_take_as_long_as_alone() -> None:
+    """Stages that begin within their slack end no later, by the event executor, so that prompts can overlap."""
+    strategy = get_strategy("pp")
+    prefills = Prefills(large(4), strategy)
+    times = prefills.times(0, np.array([4096], dtype=np.int64))
+    assert times is not None
+    assert times.finish[0, 0] < 0.8
+    pieces = prefills.pieces(np.array([4096]), 0)[0]
+    assert pieces > 1
+    placed = prefills.at(0, 4096)
+    program = build_program(placed, strategy, columns(np.full(pieces, 4096 / pieces)))
+    slack_s = times.slack_s[0]
+    assert (np.diff(slack_s) > 0).all()
+    ends_s = EventSimulation(delayed(program, slack_s), placed.cluster, record=False).finish_s
+    assert ends_s[-1] == pytest.approx(times.ttft_s[0], rel=1e-6)
+
+
+def test_only_layouts_that_fit_are_kinds_of_groups() -> None:
+    times = ServiceTimes(large(1), 4096, 0, StrategyPolicy(names=("single", "kvr-s", "tp", "pp")))
+    assert times.types(1) == (GroupType(1),)
+    assert times.grids(GroupType(1))[0].most_new_tokens == 0
+    assert times.types(4) == (GroupType(4, "tp4"), GroupType(4, "pp4"))
+    new, none = np.array([100, 4096]), np.zeros(2, dtype=np.int64)
+    assert np.isinf(times.seconds(GroupType(4), new, none)).all()
+    assert np.isfinite(times.seconds(GroupType(4, "tp4"), new, none)).all()
+    assert (times.least_s(4, new, none) <= times.seconds(GroupType(4, "pp4"), new, none)).all()
+
+
+def test_the_longest_prompt_that_fits_is_the_plans() -> None:
+    times = Prefills(large(2), strategy := get_strategy("tp")).times(0, np.array([1, 65536], dtype=np.int64))
+    assert times is not None
+    most = times.most_new_tokens
+    assert 1 < most < 65536
+    for tokens, fit in ((most, True), (most + 1, False)):
+        placed = for_strategy(large(2, tokens), strategy)
+        assert fits(placed, memory_of(placed, strategy, partition_of(placed, strategy))) is fit
