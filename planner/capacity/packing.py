@@ -276,9 +276,9 @@ class _Tables:
 
     def host_s(self, counts: npt.NDArray[np.intp], num_stages: int) -> float:
         """What the host needs to issue a step on a stage."""
-        per_kind = [sum(op.host_s for op in layer) for layer in self.without_prefix]  # type: ignore[union-attr]
+        per_kind = [sum(map(_host_s, layer)) for layer in self.without_prefix]
         layers_s = sum(count * seconds for count, seconds in zip(counts.tolist(), per_kind, strict=True))
-        before_s = sum(op.host_s for op in self.before)  # type: ignore[union-attr]
+        before_s = sum(map(_host_s, self.before))
         return float(layers_s) + before_s + 2 * (num_stages > 1) * self.per_rank.host.message_s
 
     def head_s(self) -> list[float]:
@@ -318,3 +318,8 @@ def _device_s(op: Op) -> Array:
     """How long an operation holds the stream of its rank."""
     assert isinstance(op, Compute | Collective)
     return op.device_s if isinstance(op, Compute) else op.seconds
+
+
+def _host_s(op: Op) -> float:
+    assert isinstance(op, Compute | Collective)
+    return op.host_s

@@ -112,6 +112,7 @@ class StrategyPolicy:
     def _candidates(self, scenario: Scenario) -> tuple[Strategy, ...]:
         named = [KVR_S if one == "kvr-p" else one for one in self.names or () if one != "all"]
         every = "all" in (self.names or ())
+        candidates: tuple[Strategy, ...]
         if scenario.num_gpus == 1:  # where all strategies of single GPUs are `single`
             alone = not named or every or any(get_strategy(one).group_size in (1, None) for one in named)
             candidates = (STRATEGIES["single"],) if alone else ()
