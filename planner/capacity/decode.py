@@ -24,13 +24,12 @@ from kvrsim.io.schema import fields_to_json
 from kvrsim.memory import RUNTIME_BYTES
 from kvrsim.model.spec import ModelSpec
 from kvrsim.program import Array, work_s
-from kvrsim.request import MAX_BATCH, Request
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import MAX_BATCH, Request, Scenario
 from kvrsim.strategies import STRATEGIES
 from kvrsim.units import format_bandwidth
-from planner.bisection import largest
 from planner.capacity.fleet import FleetLimits
 from planner.capacity.workload import Lengths, Workload
+from planner.grid import largest
 
 MEANING = (
     "a group of tensor parallelism decodes the largest batch whose caches fit beside the weights and whose step keeps"

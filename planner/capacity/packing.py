@@ -24,13 +24,12 @@ from kvrsim.ends import embedding, last
 from kvrsim.ends import step as before_step
 from kvrsim.errors import InputError
 from kvrsim.memory import fits, memory_of
-from kvrsim.partition import Partition
 from kvrsim.program import Array, Collective, Compute, Op
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES, Step, Strategy
 from kvrsim.strategies.layers import layer_ops
 from kvrsim.strategies.pipeline import stages
-from planner.bisection import largest
+from planner.grid import largest
 
 ACCEPTED = "single, tp, pipelines (pp, pp-s), or these in groups (tp4+pp): each rank takes whole steps"
 _PER_PIECE = ("append", "attention")  # kinds of operations that a step runs once per piece

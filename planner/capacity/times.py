@@ -21,19 +21,17 @@ from kvrsim.errors import InputError
 from kvrsim.executors import run
 from kvrsim.interp import cell, log_interp
 from kvrsim.memory import fits, memory_of
-from kvrsim.partition import Partition
 from kvrsim.program import Array, Compute, Program
-from kvrsim.request import Request
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Request, Scenario
 from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, get_strategy, hybrid_names
 from kvrsim.strategies.pipeline import context_ranks
-from planner.bisection import largest
 from planner.candidates import all_for, distinct, group_sizes
 from planner.capacity.decode import Decoding
 from planner.capacity.fleet import WHOLE, GroupType, Overlap, Service
 from planner.capacity.packing import ACCEPTED, Packing, StepCosts, check_packs, most_tokens_in_memory, takes_steps
 from planner.capacity.workload import Lengths, Workload
 from planner.deploy import DeployEngine
+from planner.grid import largest
 from planner.processes import Pool
 from planner.search.minimise import chunks_between, to_grid
 from planner.search.pipeline import with_step_time

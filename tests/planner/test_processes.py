@@ -17,7 +17,7 @@ from kvrsim.noise import parse_noise
 from planner.capacity.plan import plan_capacity
 from planner.capacity.request import make_request
 from planner.capacity.times import StrategyPolicy
-from planner.map.build import make_map
+from planner.map.map import make_map
 from planner.plan import make_plan
 from planner.processes import Pool
 from planner.table.build import make_table

@@ -14,8 +14,7 @@ from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
 from kvrsim.executors.run import run_partition
-from kvrsim.partition import Partition
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from planner.capacity.fleet import Overlap, Pool, PoolRun, Service, run_pool
 from planner.capacity.packing import Begun, Packing, PackingRule, Piece, StepCosts, check_packs
