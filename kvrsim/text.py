@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 # C0 and C1 control characters but for tab and newline, DEL, and what turns the direction of writing.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
@@ -45,3 +45,9 @@ def in_markdown(text: str) -> str:
     words = " ".join(printable(text).split())
     escaped = _MARKDOWN.sub(r"\\\1", words)
     return escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[object]], rule: str = "---:") -> str:
+    """A Markdown table; `rule` is that of the columns after the first ("---:": right)."""
+    rules = ("---", *[rule] * (len(heads) - 1))
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in (heads, rules, *rows))

@@ -1,4 +1,4 @@
-"""FitReport: what a fit found and how far off it is, as JSON, Markdown and a picture."""
+"""FitReport: errors of a fit as JSON, Markdown and a picture; compare_profiles: operations by two profiles."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kvrsim.io.schema import fields_to_json, to_json
 from kvrsim.kernels.attention import AttentionRates
 from kvrsim.kernels.calibrated import CalibratedCost
 from kvrsim.kernels.elementwise import ELEMENTWISE_OPS
-from kvrsim.kernels.gemm import GemmRates, Product
+from kvrsim.kernels.gemm import Product
 from kvrsim.kernels.layer import LayerCosts
-from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile, Clock, LinkRates
+from kvrsim.kernels.profile import DEVIATES_OF_80_PERCENT, CalibrationProfile, KernelRates, LinkRates
 from kvrsim.kernels.sensitivity import Part, WeightedCost
 from kvrsim.model.spec import ModelSpec
 from kvrsim.program import Array
 from kvrsim.scenario import dtype_bytes
-from kvrsim.text import in_markdown
+from kvrsim.text import in_markdown, markdown_table
 from kvrsim.units import format_bandwidth, format_bytes, format_seconds, format_tokens
 from kvrsim.views.figure import save_figure
 from kvrsim.views.style import styled
@@ -32,47 +32,7 @@ from kvrsim.views.style import styled
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-
 LAYERS = "layers, sum of parts"
-
-
-def layer_costs(profile: CalibrationProfile, model: ModelSpec, kernel: str, dtype: str) -> LayerCosts:
-    """Costs of the model's first kind of layer by a profile: one sequence, on one device."""
-    element_bytes = dtype_bytes(dtype)
-    cost = CalibratedCost(rates=profile.kernels, kernel=kernel, batch=1, element_bytes=element_bytes)
-    first = model.layer_kinds[0]
-    return LayerCosts(model, first, cost, profile.host, 1, element_bytes, 0, True, 0.0, kernel)
-
-
-def compare_layers(profile: CalibrationProfile, model: ModelSpec, rows: Sequence[Measurement]) -> Comparison | None:
-    """The `layer` rows of one sequence whose dtype and kernel the profile has; None without any.
-
-    A row whose kernel is not an attention kernel is assumed to be of the profile's only one, if it has just one.
-    """
-    used = [(row, kernel) for row in rows if (kernel := _kernel(profile, row)) is not None]
-    if not used:
-        return None
-    predicted = np.array([_layer_s(profile, model, row, kernel) for row, kernel in used])
-    return Comparison(label=LAYERS, measured_s=column([row for row, _ in used], "expected_s"), predicted_s=predicted)
-
-
-def _kernel(profile: CalibrationProfile, row: Measurement) -> str | None:
-    if row.operation != "layer" or row.batch != 1 or row.dtype not in profile.valid.dtypes:
-        return None
-    kernels = profile.attention_kernels
-    if row.kernel in kernels:
-        return row.kernel
-    return kernels[0] if len(kernels) == 1 else None
-
-
-def _layer_s(profile: CalibrationProfile, model: ModelSpec, row: Measurement, kernel: str) -> float:
-    assert row.dtype is not None
-    costs = layer_costs(profile, model, kernel, row.dtype)
-    chunk, prefix = np.array([float(row.chunk or 0)]), np.array([float(row.prefix or 0)])
-    parts = (costs.qkv_s(chunk), costs.append_s(chunk, prefix), costs.attention_s(chunk, prefix))
-    return float((sum(parts, np.zeros(1)) + costs.output_mlp_s(chunk))[0])
-
-
 _MAX_POINTS = 3000  # of one operation in the picture
 
 TITLES = {
@@ -88,6 +48,13 @@ TITLES = {
     "all_reduce": "all-reduce",
     "host": "host",
 }
+
+_ABOUT = (
+    "Times are those of the operations alone, not of whole prefills. *Left out* rows are held out: the fit that"
+    " predicts them did not use them. *error* is the mean of the absolute relative errors. *bias* is the mean"
+    " error with its sign; above 0 the prediction is too long. *inside* is the share of rows inside an 80 %"
+    " interval that is derived from the other half of the rows."
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -127,34 +94,31 @@ class FitReport:
         }
 
     def to_markdown(self, picture: str | None = None, earlier: str = "") -> str:
-        """A page: what was measured by whom, the constants, a table of errors an operation; `picture` is its file.
+        """A page: what was measured by whom, the constants, a table of errors per operation; `picture` is its file.
 
         `earlier`: a page of the same profile, from which operations without lines here, and notes, are taken.
         """
-        kept = _sections_of(earlier)
-        profile = self.profile
+        profile, before = self.profile, _sections_of(earlier)
         description = profile.description[:1].upper() + profile.description[1:]
-        about = [
+        parts = [
             f"# Profile {in_markdown(profile.name)}",
             f"{in_markdown(description)} Not covered: {in_markdown(profile.not_covered)}",
-            "Times are those of the operations alone, not of whole prefills. *Left out* rows are held out: the fit that"
-            " predicts them did not use them. *error* is the mean of the absolute relative errors. *bias* is the mean"
-            " error with its sign; above 0 the prediction is too long. *inside* is the share of rows inside an 80 %"
-            " interval that is derived from the other half of the rows.",
+            _ABOUT,
         ]
         if picture is not None:
-            about.append(f"![Measured against fitted times of each operation]({picture})")
-        sections = [
-            text
-            for kind in profile.operations
-            for text in ([] if kind in self.lines else kept.get(TITLES[kind].capitalize(), [])) or self._section(kind)
-        ]
+            parts.append(f"![Measured against fitted times of each operation]({picture})")
+        for kind in profile.operations:
+            same = None if kind in self.lines else before.get(TITLES[kind].capitalize())
+            parts += [same] if same else self._section(kind)
         if self.layers is not None:
-            sections += ["## Whole layers", f"{in_markdown(self.layers_note[0])}.", _table([self.layers.errors()])]
-        notes = ["## Notes", "\n".join(f"- {in_markdown(note)}" for note in self.notes)] if self.notes else []
-        notes = notes or kept.get("Notes", [])
-        origin = ["## Provenance", "\n".join(_told(key, value) for key, value in profile.provenance.items())]
-        return "\n\n".join((*about, *sections, *notes, *origin)) + "\n"
+            note = f"{in_markdown(self.layers_note[0])}."
+            parts += ["## Whole layers", note, _table([self.layers.errors()])]
+        if self.notes:
+            parts += ["## Notes", "\n".join(f"- {in_markdown(note)}" for note in self.notes)]
+        elif "Notes" in before:
+            parts.append(before["Notes"])
+        origin = (f"- {in_markdown(key)}: {in_markdown(value)}" for key, value in profile.provenance.items())
+        return "\n\n".join((*parts, "## Provenance", "\n".join(origin))) + "\n"
 
     def _section(self, kind: str) -> list[str]:
         fit = self.profile.operations[kind]
@@ -175,70 +139,55 @@ class FitReport:
         write_atomically(path, self.to_markdown(picture, earlier).encode(), argument=argument)
 
     def plot(self, path: str | Path, argument: str = "plot") -> None:
-        """Measured against fitted time, and their ratio, a column an operation."""
+        """Measured against fitted time, and their ratio, a column per operation."""
         with styled():
             save_figure(_figure(self.fits), path, argument=argument, dpi=90)
 
 
-def _sections_of(page: str) -> dict[str, list[str]]:
-    """The paragraphs of each section of a page, by its title."""
+def _sections_of(page: str) -> dict[str, str]:
+    """The text of each section of a page, by its title."""
     _, *sections = page.rstrip("\n").split("\n\n## ")
-    return {section.partition("\n")[0]: [f"## {section}"] for section in sections}
+    return {section.partition("\n")[0]: f"## {section}" for section in sections}
 
 
 def _figure(fits: Mapping[str, Comparison]) -> Figure:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, NullFormatter
 
     figure = Figure(figsize=(3.2 * len(fits), 5.2), layout="constrained")
     grid = figure.subplots(2, len(fits), squeeze=False, height_ratios=(2, 1), sharex="col")
+    style = dict(marker=".", markersize=3, linestyle="none", alpha=0.35, color="tab:blue", rasterized=True)
     for (kind, fit), (over, under) in zip(fits.items(), grid.T, strict=True):
-        _draw(over, under, kind, fit)
+        every = max(1, len(fit.measured_s) // _MAX_POINTS)
+        measured, predicted = fit.measured_s[::every], fit.predicted_s[::every]
+        span = float(measured.min()), float(measured.max())
+        over.loglog(measured, predicted, **style)
+        over.loglog(span, span, color="black", linewidth=0.8)
+        over.set_title(f"{TITLES[kind]}\n{len(fit.measured_s)} rows, error {fit.errors().mape:.1%}", fontsize=9)
+        under.semilogx(measured, predicted / measured, **style)
+        under.axhline(1.0, color="black", linewidth=0.8)
+        under.set_ylim(0.5, 1.5)
+        under.set_xlabel("measured")
+        for axis in (over.xaxis, over.yaxis, under.xaxis):
+            axis.set_major_formatter(EngFormatter(unit="s", sep=" "))
+            axis.set_minor_formatter(NullFormatter())
     grid[0][0].set_ylabel("fitted")
     grid[1][0].set_ylabel("fitted over measured")
     return figure
 
 
-def _draw(over: Any, under: Any, kind: str, fit: Comparison) -> None:
-    from matplotlib.ticker import EngFormatter, NullFormatter
-
-    every = max(1, len(fit.measured_s) // _MAX_POINTS)
-    measured, predicted = fit.measured_s[::every], fit.predicted_s[::every]
-    style = dict(marker=".", markersize=3, linestyle="none", alpha=0.35, color="tab:blue", rasterized=True)
-    span = float(measured.min()), float(measured.max())
-    over.loglog(measured, predicted, **style)
-    over.loglog(span, span, color="black", linewidth=0.8)
-    over.set_title(f"{TITLES[kind]}\n{len(fit.measured_s)} rows, error {fit.errors().mape:.1%}", fontsize=9)
-    under.semilogx(measured, predicted / measured, **style)
-    under.axhline(1.0, color="black", linewidth=0.8)
-    under.set_ylim(0.5, 1.5)
-    under.set_xlabel("measured")
-    for axis in (over.xaxis, over.yaxis, under.xaxis):
-        axis.set_major_formatter(EngFormatter(unit="s", sep=" "))
-        axis.set_minor_formatter(NullFormatter())
-
-
 def _table(lines: Sequence[Errors]) -> str:
-    head = ("rows", "number", "error", "median", "nine in ten below", "bias", "inside")
-    body = [
+    rows = (
         (
             in_markdown(line.label),
-            str(line.num_rows),
-            *_percent(line.mape, line.median_ape, line.p90_ape),
+            line.num_rows,
+            *(f"{value:.1%}" for value in (line.mape, line.median_ape, line.p90_ape)),
             f"{line.bias:+.1%}",
             f"{line.inside:.0%}",
         )
         for line in lines
-    ]
-    rule = ("---", *("---:",) * (len(head) - 1))
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *body))
-
-
-def _told(key: str, value: str) -> str:
-    return f"- {in_markdown(key)}: {in_markdown(value)}"
-
-
-def _percent(*values: float) -> tuple[str, ...]:
-    return tuple(f"{value:.1%}" for value in values)
+    )
+    return markdown_table(("rows", "number", "error", "median", "nine in ten below", "bias", "inside"), rows)
 
 
 def _plain(value: float) -> str:
@@ -250,13 +199,7 @@ def _constants(profile: CalibrationProfile, kind: str) -> str:
     kernels, links, host = profile.kernels, profile.links, profile.host
     match kind:
         case "gemm":
-            gemm = kernels.gemm
-            tiles = ", ".join(f"{tile.rows}x{tile.cols} {tile.flops_share:.0%}" for tile in gemm.tiles)
-            return (
-                f"Full waves reach {_flops(gemm.flops_per_s)} (share of it by tile: {tiles}), device memory"
-                f" {format_bandwidth(gemm.bytes_per_s)}; {len(gemm.measured)} shapes have tables of their own."
-                f"{_types(kernels.gemm_types)}{_clock(kernels.clock)}"
-            )
+            return _gemm(kernels)
         case "attention":
             return " ".join(_attention(name, rates) for name, rates in kernels.attention.items())
         case "latent" | "sparse" | "experts" | "recurrence":
@@ -265,14 +208,13 @@ def _constants(profile: CalibrationProfile, kind: str) -> str:
         case "elementwise":
             rates = kernels.elementwise
             merge = () if rates.merge_bytes_per_s is None else ("merge",)
-            rates_text = (f"{op} {format_bandwidth(rates.bytes_per_s(op))}" for op in (*ELEMENTWISE_OPS, *merge))
-            return f"Start {format_seconds(rates.start_s)}; " + ", ".join(rates_text) + "."
+            listed = (f"{op} {format_bandwidth(rates.bytes_per_s(op))}" for op in (*ELEMENTWISE_OPS, *merge))
+            return f"Start {format_seconds(rates.start_s)}; {', '.join(listed)}."
         case "send_recv":
             rate = format_bandwidth(links.bandwidth_bytes_per_s)
-            share = f" A receive that waits takes {links.pending_share:.1%} of the compute rate." * (
-                links.pending_share > 0
-            )
-            return f"Latency {format_seconds(links.latency_s)}, bandwidth {rate} one way.{share}"
+            text = f"Latency {format_seconds(links.latency_s)}, bandwidth {rate} one way."
+            waits = f" A receive that waits takes {links.pending_share:.1%} of the compute rate."
+            return text + waits * (links.pending_share > 0)
         case "all_gather" if links.gather is not None:
             gather = links.gather
             small, large = format_bandwidth(gather.small_bytes_per_s), format_bandwidth(gather.large_bytes_per_s)
@@ -284,23 +226,27 @@ def _constants(profile: CalibrationProfile, kind: str) -> str:
                 for table in links.all_reduce.measured
             )
         case "host":
-            message = f", {format_seconds(host.message_s)} a message" if host.message_s else ""
-            kernel = f", {format_seconds(host.kernel_s)} a kernel" if host.kernel_s else ""
-            piece = f", {format_seconds(host.gather_piece_s)} a gathered piece"
-            return f"{format_seconds(host.layer_s)} a layer{kernel}{piece}{message}."
+            parts = {"layer": host.layer_s, "kernel": host.kernel_s, "gathered piece": host.gather_piece_s}
+            always = ("layer", "gathered piece")
+            named = [(what, one) for what, one in {**parts, "message": host.message_s}.items() if one or what in always]
+            return f"{', '.join(f'{format_seconds(one)} a {what}' for what, one in named)}."
     return ""
 
 
-def _types(types: Mapping[str, GemmRates]) -> str:
-    listed = (f"{in_markdown(kind)} {_flops(rates.flops_per_s)}" for kind, rates in types.items())
-    return f" Full waves of other types: {', '.join(listed)}." if types else ""
-
-
-def _clock(clock: Clock | None) -> str:
-    if clock is None:
-        return ""
-    share, tau = clock.sustained_share, format_seconds(clock.time_constant_s)
-    return f" Under load the rates fall to {share:.1%} of these, with a time constant of {tau}."
+def _gemm(kernels: KernelRates) -> str:
+    gemm, clock = kernels.gemm, kernels.clock
+    tiles = ", ".join(f"{tile.rows}x{tile.cols} {tile.flops_share:.0%}" for tile in gemm.tiles)
+    text = (
+        f"Full waves reach {_flops(gemm.flops_per_s)} (share of it by tile: {tiles}), device memory"
+        f" {format_bandwidth(gemm.bytes_per_s)}; {len(gemm.measured)} shapes have tables of their own."
+    )
+    if kernels.gemm_types:
+        listed = (f"{in_markdown(kind)} {_flops(rates.flops_per_s)}" for kind, rates in kernels.gemm_types.items())
+        text += f" Full waves of other types: {', '.join(listed)}."
+    if clock is not None:
+        tau = format_seconds(clock.time_constant_s)
+        text += f" Under load the rates fall to {clock.sustained_share:.1%} of these, with a time constant of {tau}."
+    return text
 
 
 def _attention(name: str, rates: AttentionRates) -> str:
@@ -320,13 +266,60 @@ def _short(value: float | bool) -> str:
     return str(value).lower() if isinstance(value, bool) else f"{value:.4g}"
 
 
-# -- compare_profiles: typical operations by two profiles, and whether they differ significantly.
+# -- whole layers by the sum of their parts
+
+
+def layer_costs(profile: CalibrationProfile, model: ModelSpec, kernel: str, dtype: str) -> LayerCosts:
+    """Costs of the model's first kind of layer by a profile: one sequence, on one device."""
+    element_bytes = dtype_bytes(dtype)
+    cost = CalibratedCost(rates=profile.kernels, kernel=kernel, batch=1, element_bytes=element_bytes)
+    first = model.layer_kinds[0]
+    return LayerCosts(model, first, cost, profile.host, 1, element_bytes, 0, True, 0.0, kernel)
+
+
+def compare_layers(profile: CalibrationProfile, model: ModelSpec, rows: Sequence[Measurement]) -> Comparison | None:
+    """The `layer` rows of one sequence whose dtype and kernel the profile has; None without any.
+
+    A row whose kernel is not an attention kernel is assumed to be of the profile's only one, if it has just one.
+    """
+    used = [(row, kernel) for row in rows if (kernel := _kernel(profile, row)) is not None]
+    if not used:
+        return None
+    predicted = np.array([_layer_s(profile, model, row, kernel) for row, kernel in used])
+    return Comparison(label=LAYERS, measured_s=column([row for row, _ in used], "expected_s"), predicted_s=predicted)
+
+
+def _kernel(profile: CalibrationProfile, row: Measurement) -> str | None:
+    if row.operation != "layer" or row.batch != 1 or row.dtype not in profile.valid.dtypes:
+        return None
+    kernels = profile.attention_kernels
+    if row.kernel in kernels:
+        return row.kernel
+    return kernels[0] if len(kernels) == 1 else None
+
+
+def _layer_s(profile: CalibrationProfile, model: ModelSpec, row: Measurement, kernel: str) -> float:
+    costs = layer_costs(profile, model, kernel, row.dtype or "")
+    chunk, prefix = np.array([float(row.chunk or 0)]), np.array([float(row.prefix or 0)])
+    parts = (costs.qkv_s(chunk), costs.append_s(chunk, prefix), costs.attention_s(chunk, prefix))
+    return float((sum(parts, np.zeros(1)) + costs.output_mlp_s(chunk))[0])
+
+
+# -- two profiles
 
 _MESSAGES = (2**16, 2**20, 2**26)  # bytes
 _GATHER_RANKS = 2
 _LEAST_CHUNK = 64
+_ONCE = {
+    "layer_s": "host issuing a layer",
+    "kernel_s": "host issuing a kernel",
+    "message_s": "host issuing a message",
+    "prepare_s": "host before the layers",
+    "step_s": "before the layers, in each step",
+    "request_s": "before the layers, once a request",
+}
 
-Kind = str  # of an operation in a profile
+Seconds = Mapping[str, float]  # by kind of operation in a profile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -357,7 +350,23 @@ def compare_profiles(a: CalibrationProfile, b: CalibrationProfile, model: ModelS
     Chunks are a quarter of the longest context in both valid ranges, at its beginning and at its end; the dtype is the
     first that both have, or else the first of each profile.
     """
-    return (*_layers(a, b, model), *_messages(a, b), *_constants_diff(a, b))
+    pair, dtypes = (a, b), dtypes_of(a, b)
+    rows = list(_layer_rows(pair, model, dtypes))
+    heads = [_head_s(profile, model, dtype) for profile, dtype in zip(pair, dtypes, strict=True)]
+    rows.append(_row("logits of one token", pair, [{"gemm": seconds} for seconds in heads]))
+    for nbytes in _MESSAGES:
+        sends = [{"send_recv": _message_s(profile.links, nbytes)} for profile in pair]
+        rows.append(_row(f"message of {format_bytes(nbytes)}", pair, sends))
+    gathers = [profile.links.gather for profile in pair if profile.links.gather is not None]
+    for nbytes in _MESSAGES if len(gathers) == 2 else ():
+        size = np.array([float(nbytes)])
+        times = [{"all_gather": _float(one.seconds(size, _GATHER_RANKS))} for one in gathers]
+        rows.append(_row(f"all-gather of {format_bytes(nbytes)}, {_GATHER_RANKS} ranks", pair, times))
+    for key, what in _ONCE.items():
+        values = [float(getattr(profile.host, key) or 0.0) for profile in pair]
+        if any(values):
+            rows.append(_row(what, pair, [{"host": value} for value in values]))
+    return tuple(rows)
 
 
 def dtypes_of(a: CalibrationProfile, b: CalibrationProfile) -> tuple[str, str]:
@@ -366,31 +375,24 @@ def dtypes_of(a: CalibrationProfile, b: CalibrationProfile) -> tuple[str, str]:
     return (common[0], common[0]) if common else (a.valid.dtypes[0], b.valid.dtypes[0])
 
 
-Parts = list[tuple[Kind, float]]  # seconds of each part
-
-
-def _layers(a: CalibrationProfile, b: CalibrationProfile, model: ModelSpec) -> Iterator[DiffRow]:
-    longest = min(a.valid.context_len[1], b.valid.context_len[1])
+def _layer_rows(
+    pair: tuple[CalibrationProfile, CalibrationProfile], model: ModelSpec, dtypes: tuple[str, str]
+) -> Iterator[DiffRow]:
+    a, b = pair
+    longest = min(profile.valid.context_len[1] for profile in pair)
     chunk = max(_LEAST_CHUNK, longest // 4)
-    kernels = [kernel for kernel in a.attention_kernels if kernel in b.attention_kernels]
-    pairs: list[tuple[str | None, str | None]] = [(kernel, kernel) for kernel in kernels] or [(None, None)]
-    dtypes = dtypes_of(a, b)
-    for kernel_a, kernel_b in pairs:
-        names = kernel_a or a.attention_kernels[0], kernel_b or b.attention_kernels[0]
-        shown = names[0] if names[0] == names[1] else f"{names[0]} and {names[1]}"
+    both = [(kernel, kernel) for kernel in a.attention_kernels if kernel in b.attention_kernels]
+    for kernels in both or [(a.attention_kernels[0], b.attention_kernels[0])]:
         for prefix in dict.fromkeys((0, max(0, longest - chunk))):
-            one, other = (
-                _parts(profile, model, name, dtype, chunk, prefix)
-                for profile, name, dtype in zip((a, b), names, dtypes, strict=True)
-            )
+            parts = [
+                _parts(profile, model, kernel, dtype, chunk, prefix)
+                for profile, kernel, dtype in zip(pair, kernels, dtypes, strict=True)
+            ]
             where = f"{format_tokens(chunk)} tokens behind {format_tokens(prefix)}"
-            yield _row(f"layer of {model.name}, {shown}, {where}", (a, one), (b, other))
+            yield _row(f"layer of {model.name}, {' and '.join(dict.fromkeys(kernels))}, {where}", pair, parts)
             for kind, what in (("gemm", "products"), ("attention", "attention"), ("elementwise", "the rest")):
-                picked = [[part for part in parts if part[0] == kind] for parts in (one, other)]
                 if kind == "attention" or prefix == 0:
-                    yield _row(f"- of it {what}", (a, picked[0]), (b, picked[1]))
-    heads = [_head_s(profile, model, dtype) for profile, dtype in zip((a, b), dtypes, strict=True)]
-    yield _row("logits of one token", (a, [("gemm", heads[0])]), (b, [("gemm", heads[1])]))
+                    yield _row(f"- of it {what}", pair, [{kind: one[kind]} for one in parts])
 
 
 class _Products(dict[Part, Array]):
@@ -400,34 +402,20 @@ class _Products(dict[Part, Array]):
         return np.ones(1) if part.kind == "gemm" else np.zeros(1)
 
 
-def _parts(profile: CalibrationProfile, model: ModelSpec, kernel: str, dtype: str, chunk: int, prefix: int) -> Parts:
+def _parts(profile: CalibrationProfile, model: ModelSpec, kernel: str, dtype: str, chunk: int, prefix: int) -> Seconds:
     """Of a layer: its products, attention, and all else."""
     costs = layer_costs(profile, model, kernel, dtype)
     products = replace(costs, cost=WeightedCost(cost=costs.cost, weights=_Products()))
     tokens, before = np.array([float(chunk)]), np.array([float(prefix)])
     gemm_s, around_s = (_float(one.qkv_s(tokens) + one.output_mlp_s(tokens)) for one in (products, costs))
-    attention_s = _float(costs.attention_s(tokens, before))
     rest_s = max(0.0, around_s - gemm_s) + _float(costs.append_s(tokens, before))
-    return [("gemm", gemm_s), ("attention", attention_s), ("elementwise", rest_s)]
+    return {"gemm": gemm_s, "attention": _float(costs.attention_s(tokens, before)), "elementwise": rest_s}
 
 
 def _head_s(profile: CalibrationProfile, model: ModelSpec, dtype: str) -> float:
     head = model.lm_head
     costs = layer_costs(profile, model, profile.attention_kernels[0], dtype)
     return _float(costs.cost.head_s(np.ones(1), Product(head.in_features, head.out_features)))
-
-
-def _messages(a: CalibrationProfile, b: CalibrationProfile) -> Iterator[DiffRow]:
-    for nbytes in _MESSAGES:
-        times = [[("send_recv", _message_s(profile.links, nbytes))] for profile in (a, b)]
-        yield _row(f"message of {format_bytes(nbytes)}", (a, times[0]), (b, times[1]))
-    gathers = a.links.gather, b.links.gather
-    if gathers[0] is None or gathers[1] is None:
-        return
-    for nbytes in _MESSAGES:
-        size = np.array([float(nbytes)])
-        times = [[("all_gather", _float(one.seconds(size, _GATHER_RANKS)))] for one in gathers if one is not None]
-        yield _row(f"all-gather of {format_bytes(nbytes)}, {_GATHER_RANKS} ranks", (a, times[0]), (b, times[1]))
 
 
 def _message_s(links: LinkRates, nbytes: int) -> float:
@@ -438,31 +426,16 @@ def _message_s(links: LinkRates, nbytes: int) -> float:
     return max(links.latency_s + nbytes / links.short_bytes_per_s, long_s)
 
 
-def _constants_diff(a: CalibrationProfile, b: CalibrationProfile) -> Iterator[DiffRow]:
-    named = {
-        "layer_s": "host issuing a layer",
-        "kernel_s": "host issuing a kernel",
-        "message_s": "host issuing a message",
-        "prepare_s": "host before the layers",
-        "step_s": "before the layers, in each step",
-        "request_s": "before the layers, once a request",
-    }
-    for key, what in named.items():
-        values = [float(getattr(profile.host, key) or 0.0) for profile in (a, b)]
-        if any(values):
-            yield _row(what, (a, [("host", values[0])]), (b, [("host", values[1])]))
-
-
-def _row(operation: str, a: tuple[CalibrationProfile, Parts], b: tuple[CalibrationProfile, Parts]) -> DiffRow:
-    (a_s, a_sd), (b_s, b_sd) = (_summed(*one) for one in (a, b))
+def _row(operation: str, pair: tuple[CalibrationProfile, CalibrationProfile], parts: Sequence[Seconds]) -> DiffRow:
+    (a_s, a_sd), (b_s, b_sd) = (_summed(profile, one) for profile, one in zip(pair, parts, strict=True))
     return DiffRow(operation=operation, a_s=a_s, b_s=b_s, log_sd=math.hypot(a_sd, b_sd))
 
 
-def _summed(profile: CalibrationProfile, parts: Parts) -> tuple[float, float]:
+def _summed(profile: CalibrationProfile, parts: Seconds) -> tuple[float, float]:
     """Seconds, and the standard deviation of their logarithm if parts err independently."""
-    total = sum(seconds for _, seconds in parts)
+    total = sum(parts.values())
     fits = profile.operations
-    known = [(seconds, fits[kind].log_sd) for kind, seconds in parts if kind in fits]
+    known = [(seconds, fits[kind].log_sd) for kind, seconds in parts.items() if kind in fits]
     return total, math.hypot(*(seconds / total * log_sd for seconds, log_sd in known)) if total else 0.0
 
 

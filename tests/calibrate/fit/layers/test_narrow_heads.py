@@ -9,7 +9,7 @@ import pytest
 
 from calibrate.data import Measurement
 from calibrate.fit.attention import NARROW_HEAD_DIM, PRESETS, AttentionRows, fit_flash
-from calibrate.fit.profile import FilteredRows
+from calibrate.fit.profile import FitChoices, UsableRows
 from kvrsim.hardware import load_gpu
 from kvrsim.kernels.attention import FlashRates
 from kvrsim.kernels.profile import load_profile
@@ -56,9 +56,9 @@ def test_without_narrow_calls_nothing_changes() -> None:
 @pytest.mark.parametrize("narrow", [(), timed(NARROW_HEAD_DIM)[:5]])
 def test_few_narrow_calls_are_left_out(narrow: Any) -> None:
     rows = [*products(), *timed(128), *narrow]
-    assert FilteredRows.of(rows, head_dim=None, kernel="fa3", argument="rows").narrow == []
+    assert UsableRows.of(rows, FitChoices(attention_kernel="fa3"), "rows").narrow == []
     rows += timed(NARROW_HEAD_DIM)
-    assert len(FilteredRows.of(rows, head_dim=None, kernel="fa3", argument="rows").narrow) >= 28
+    assert len(UsableRows.of(rows, FitChoices(attention_kernel="fa3"), "rows").narrow) >= 28
 
 
 def products() -> list[Measurement]:
