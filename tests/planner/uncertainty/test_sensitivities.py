@@ -14,10 +14,11 @@ from kvrsim.compile import for_strategy
 from kvrsim.engine import NO_HOST, Engine, EngineFit, builtin_engines
 from kvrsim.executors.run import run_partition
 from kvrsim.kernels.profile import load_profile
+from kvrsim.kernels.sensitivity import Part
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.uncertainty.intervals import Interval, interval, is_indistinguishable, measured_coverage
-from planner.uncertainty.sensitivities import Sensitivities, sensitivities
+from planner.uncertainty.sensitivities import Sensitivities, part_errors, sensitivities
 
 TERMS = ("request_s", "token_s", "step_s", "layer_s", "collective_s")
 NOTHING = Engine(name="nothing", title="t", description="d", not_covered="n", host=NO_HOST)
@@ -52,7 +53,7 @@ def around(engine: Engine | str, strategy: str = "kvr-e", **asked: Any) -> tuple
     return seconds, interval(scenario, STRATEGIES[strategy], even, seconds)
 
 
-def moved(engine: Engine | str, strategy: str, **asked: Any) -> Sensitivities:
+def sensitivities_of(engine: Engine | str, strategy: str, **asked: Any) -> Sensitivities:
     scenario, even = with_engine(engine, strategy, **asked)
     return sensitivities(scenario, STRATEGIES[strategy], even)
 
@@ -103,7 +104,7 @@ def test_what_was_fitted_to_whole_prefills_has_the_kernels_errors_in_it() -> Non
     assert set(sure.by_source) == {"kernels", "model"}
     assert sure.by_source["model"].high == pytest.approx(1.2816 * 0.03)
     assert 0.9 * 1.2816 * 0.04 < sure.by_source["kernels"].high <= 1.2816 * 0.04
-    between = moved(compared, "kvr-e").in_differences
+    between = sensitivities_of(compared, "kvr-e").in_differences
     assert {"attention", "elementwise", "gemm"} <= {getattr(cause, "kind", cause) for cause in between}
     _, unsure = around(NOTHING)
     assert {"gemm", "attention", "elementwise", "run to run"} <= set(unsure.by_source)
@@ -139,15 +140,15 @@ def test_whole_prefills_of_engines_left_out_may_be_off_to_one_side() -> None:
 def test_kernels_that_are_off_as_a_whole_make_no_ties() -> None:
     unsure, sure = (replace(NOTHING, spread={"kernel_scale": spread}) for spread in (0.3, 0.001))
     for engine in (unsure, sure):
-        one, other = moved(engine, "kvr-e", ctx=16384), moved(engine, "tsp", ctx=16384)
+        one, other = sensitivities_of(engine, "kvr-e", ctx=16384), sensitivities_of(engine, "tsp", ctx=16384)
         assert is_indistinguishable(one, other, 1.0, 1.02)
         assert not is_indistinguishable(one, other, 1.0, 1.08)
 
 
 def test_collectives_are_of_tensor_parallelism() -> None:
     engine = replace(NOTHING, host=replace(NO_HOST, collective_s=1e-3), spread={"collective_s": 1.0})
-    assert "collectives" not in moved(engine, "kvr-e").by_source
-    assert moved(engine, "tp").by_source["collectives"].high > 0.01
+    assert "collectives" not in sensitivities_of(engine, "kvr-e").by_source
+    assert sensitivities_of(engine, "tp").by_source["collectives"].high > 0.01
 
 
 def test_another_engine_than_the_profiles_has_none_of_its_whole_prefills_errors() -> None:
@@ -170,3 +171,51 @@ def test_answers_say_what_their_intervals_held() -> None:
     assert widths == pytest.approx(sorted(widths, reverse=True), rel=0.1)
     unchecked = kvrsim.plan(ctx="2k", gpus=2, strategies=["tsp"], profile="a100-flash", engine=NOTHING)
     assert "were not checked on whole prefills" in unchecked.rests_on
+
+
+KINDS = {"qwen3.5-35b-a3b": "gated delta rule", "nemotron-3-nano-30b-a3b": "Mamba-2"}
+
+
+@pytest.mark.parametrize(
+    ("model", "profile", "basis"),
+    [
+        ("qwen3.5-35b-a3b", "h200-flash", "interpolated"),
+        ("nemotron-3-nano-30b-a3b", "h200-flash", "extrapolated"),  # no table has Mamba-2's scan
+        ("qwen3.5-35b-a3b", "a100-flash", "extrapolated"),  # counted
+    ],
+)
+def test_the_basis_of_a_scan(model: str, profile: str, basis: str) -> None:
+    cluster = "h200-nvlink" if profile.startswith("h200") else "a100-nvlink"
+    run = kvrsim.simulate(
+        strategy="kvr-e", ctx="16k", gpus=2, model=model, profile=profile, cluster=cluster, breakdown=True
+    )
+    assert run.breakdown is not None
+    rows = [row for row in run.breakdown.rows if row.kind == "recurrence"]
+    assert {row.rank for row in rows} == {0, 1}
+    assert {row.what for row in rows} == {KINDS[model]}
+    assert {row.basis for row in rows} == {basis}
+    assert all(row.roofline_share is not None and 0 < row.roofline_share < 1 for row in rows)
+
+
+def test_a_kind_that_another_stands_for_is_known_less_well() -> None:
+    profile = load_profile("h200-flash")
+    fit, rates = profile.operations["recurrence"], profile.kernels.recurrence
+    assert rates is not None
+    parts = [Part("recurrence", variant=kind) for kind in ("gated_delta", "mamba2")]
+    (measured, other) = (log_sd for of in part_errors(profile, parts).values() for log_sd in of.values())
+    assert measured == fit.log_sd
+    assert other == pytest.approx(math.hypot(fit.log_sd, rates.alike_log_sd))
+    counted = part_errors(load_profile("a100-flash"), parts)
+    assert all(log_sd == 0.5 for of in counted.values() for log_sd in of.values())
+
+
+@pytest.mark.parametrize("engine", ["none", "serving"])
+def test_an_interval_widens_by_the_recurrence(engine: str) -> None:
+    """With an engine whose whole prefills were compared, too: none of these had a recurrence."""
+    asked = {"strategy": "kvr-e", "ctx": "16k", "gpus": 2, "cluster": "h200-nvlink", "engine": engine}
+    run = kvrsim.simulate(model="qwen3.5-27b", **asked)
+    for cause in ("recurrence", "table and clock"):
+        low, high = run.interval_causes[cause]
+        assert low < -0.001
+        assert high > 0.001
+    assert "recurrence" not in kvrsim.simulate(model="qwen3-32b", **asked).interval_causes

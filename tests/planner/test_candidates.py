@@ -1,0 +1,88 @@
+"""Candidates: what they compute agrees with the executors, once, and follows from the fields alone."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import given
+
+import kvrsim
+from kvrsim.errors import InputError
+from kvrsim.executors.run import run_partition
+from kvrsim.scenario import Partition, Scenario
+from kvrsim.strategies import get_strategy
+from planner import candidates as module
+from planner.candidates import QUICK, Candidate, Search, per_rank_scenario, strategies_to_compare
+from tests.building import Draws, any_scenario, draws, examples
+
+
+def scenario_of(**options: object) -> Scenario:
+    return kvrsim.make_scenario(**{"ctx": "4k", "gpus": 4, "model": "llama-3-8b"} | options)[0]  # type: ignore[arg-type]
+
+
+@given(rng=draws())
+@examples(20)
+def test_both_executors_agree_with_a_candidate(rng: Draws) -> None:
+    scenario = any_scenario(rng, num_gpus=(1, 4))
+    comparison = strategies_to_compare(scenario, None)
+    one = Search(method="analytical").candidate(scenario, rng.choice(comparison.strategies))
+    event = run_partition(one.per_rank, one.strategy, one.partition, executor="event")
+    assert event.finish_s == pytest.approx(one.finish_s, rel=1e-9)
+    assert one.timeline.end_s == pytest.approx(max(one.finish_s), rel=1e-9)
+    assert one.interval.low_s <= one.ttft_s <= one.interval.high_s
+    assert one.ttft_without_communication_s <= one.ttft_s * (1 + 1e-9)
+    assert all(wait_s >= 0 for wait_s in one.waits)
+    assert len(one.waits) == len(one.memory) == one.per_rank.num_gpus
+
+
+def test_what_was_computed_is_neither_computed_again_nor_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Search().candidate(scenario_of(), get_strategy("tsp"))
+    before = one.ttft_s, one.memory, one.program
+    copy = pickle.loads(pickle.dumps(one))
+    assert "program" not in vars(copy)
+    assert copy.ttft_s == before[0]
+    monkeypatch.setattr(module, "build_program", None)
+    assert (one.ttft_s, one.memory) == before[:2]
+    assert one.program is before[2]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_plan_and_a_simulation_are_about_the_same_candidate(name: str) -> None:
+    one = Search().candidate(scenario_of(), get_strategy(name))
+    asked = {"ctx": "4k", "gpus": 4, "model": "llama-3-8b"}
+    (planned,) = kvrsim.plan(**asked, strategies=[name]).strategies
+    simulated = kvrsim.simulate(**asked, strategy=name)
+    for result in (planned, simulated):
+        assert (result.ttft_s, result.memory, result.fits) == (one.ttft_s, one.memory, one.fits)
+        assert (result.ttft_low_s, result.ttft_high_s) == (one.interval.low_s, one.interval.high_s)
+
+
+def test_a_scenario_per_rank_is_computed_once_per_strategy() -> None:
+    scenario = scenario_of()
+    tp, kvr = get_strategy("tp"), get_strategy("kvr-s")
+    assert per_rank_scenario(scenario, tp) is per_rank_scenario(scenario, tp)
+    assert per_rank_scenario(scenario, tp).gpus_per_rank == 4
+    assert per_rank_scenario(scenario, kvr).cluster.num_gpus == 4
+
+
+@pytest.mark.parametrize(
+    ("strategy", "search", "parameter"),
+    [
+        ("kvr-p", Search(), "table"),
+        ("kvr-s", Search(partition=(4096,)), "partition"),
+        ("kvr-s", Search(method="guess"), "method"),
+        ("kvr-s", Search(stride=0), "stride"),
+    ],
+)
+def test_mistakes_name_the_parameter(strategy: str, search: Search, parameter: str) -> None:
+    with pytest.raises(InputError) as caught:
+        search.candidate(scenario_of(), get_strategy(strategy))
+    assert caught.value.parameter == parameter
+
+
+def test_a_given_partition_is_not_searched() -> None:
+    chunks = (2000, 1000, 600, 496)
+    one = Search(partition=chunks).candidate(scenario_of(), get_strategy("kvr-s"))
+    assert (one.partition, one.search) == (Partition(chunk_lens=chunks), None)
+    assert one == Candidate(scenario=one.scenario, strategy=one.strategy, partition=one.partition)
