@@ -372,7 +372,7 @@ class Scenario:
         return min(held / self.cluster.gpu.num_sms, _MOST_HELD) if held else self.pending_share
 
     @property
-    def least_cost(self) -> CostModel:
+    def optimistic_cost(self) -> CostModel:
         """The same, but for attention, which takes what no call of its kernel beats."""
         cost = self.cost
         return replace(cost, least=True)

@@ -55,7 +55,7 @@ class RankWork:
         return self.compute_s + self.recv_held_s + self.send_held_s
 
 
-class Chain:
+class ChainWork:
     """A KVR chain of a scenario; `least`: with attention at the least that proofs may count on.
 
     Ranks are asked for as a range, in one call; they differ in their links and how slow they are, not in their layers.
@@ -64,7 +64,7 @@ class Chain:
     def __init__(self, scenario: Scenario, strategy: Strategy, *, least: bool = False) -> None:
         self.scenario, self.strategy = scenario, strategy
         self.num_ranks = scenario.cluster.num_gpus
-        self.costs = scenario.layer_costs(scenario.least_cost if least else None)
+        self.costs = scenario.layer_costs(scenario.optimistic_cost if least else None)
         self.kinds = scenario.share.layer_kind_index
         self.counts = np.bincount(self.kinds)
         mixed = [index for index, kind in enumerate(self.kinds) if self.costs[kind].mixing is not None]
@@ -173,7 +173,7 @@ def _split(ops: Iterable[Op], none: Array) -> tuple[Array, Array, Array, Array, 
     return total, before, after, inside, nbytes
 
 
-def settled(
+def longest_chunks_within(
     needed_s: Callable[[Array, Array], Array],
     limit_s: Array,
     chunks: Array,
@@ -233,7 +233,7 @@ def balanced_chunks(scenario: Scenario, strategy: Strategy) -> Array:
     context is found by zooming, and between two close ones by a straight line. All ranks and targets are asked for
     at once, so that the number of calls does not grow with the ranks.
     """
-    chain, request = Chain(scenario, strategy), scenario.request
+    chain, request = ChainWork(scenario, strategy), scenario.request
     tokens = float(request.new_tokens)
     if chain.num_ranks == 1:
         return np.array([tokens])
@@ -254,7 +254,7 @@ def balanced_chunks(scenario: Scenario, strategy: Strategy) -> Array:
     return np.asarray(found[:, above - 1] + share * (found[:, above] - found[:, above - 1]))
 
 
-def _smooth(chain: Chain) -> Array:
+def _smooth(chain: ChainWork) -> Array:
     """Chunks that would be balanced, if the time of a token were that of one in the middle of an even chunk."""
     request = chain.scenario.request
     share = request.new_tokens / chain.num_ranks
@@ -268,15 +268,15 @@ def _smooth(chain: Chain) -> Array:
     return np.diff(np.interp(shares, until_s, ends))
 
 
-def _busy_s(chain: Chain, chunks: Array, starts: Array) -> Array:
+def _busy_s(chain: ChainWork, chunks: Array, starts: Array) -> Array:
     return chain.work(range(chain.num_ranks), chunks, starts).busy_s
 
 
-def _starts(chain: Chain, chunks: Array) -> Array:
+def _starts(chain: ChainWork, chunks: Array) -> Array:
     return chain.scenario.request.cached_prefix + np.cumsum(chunks, axis=0) - chunks
 
 
-def _longest(chain: Chain, targets: Array, chunks: Array, spread: float) -> Array:
+def _longest(chain: ChainWork, targets: Array, chunks: Array, spread: float) -> Array:
     """The longest chunks that keep all ranks within each target, shape (num_ranks, targets); from one to begin with."""
 
     def needed_s(settling: Array, tried: Array) -> Array:
@@ -284,4 +284,4 @@ def _longest(chain: Chain, targets: Array, chunks: Array, spread: float) -> Arra
 
     most = float(chain.scenario.request.context_len)
     begin = np.broadcast_to(chunks, (len(chunks), len(targets)))
-    return settled(needed_s, targets, begin, lambda _: most, _PRECISION, spread, _ROUNDS)[0]
+    return longest_chunks_within(needed_s, targets, begin, lambda _: most, _PRECISION, spread, _ROUNDS)[0]

@@ -43,7 +43,7 @@ from kvrsim.compile import build_program
 from kvrsim.program import Array, Compute, Flags, Load
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
-from planner.search.balance import Chain, balanced_chunks, settled
+from planner.search.balance import ChainWork, balanced_chunks, longest_chunks_within
 from planner.search.minimise import unique_rows
 
 PRECISION = 2.0**-12  # of a chunk
@@ -52,16 +52,16 @@ FIRST, AGAIN = (0.25, 32), (0.05, 12)  # of a chunk, to either side, in which th
 
 
 @dataclass(frozen=True, slots=True)
-class Waits:
+class StallBounds:
     """What walls prove of the waits for other ranks."""
 
     fills_s: Array  # the least before each rank's first append, shape (ranks, columns)
     received_s: Array  # the least that received messages hold each sender's stream, shape (senders, columns)
 
-    def where(self, kept: Flags, others: Waits) -> Waits:
+    def where(self, kept: Flags, others: StallBounds) -> StallBounds:
         """These in the columns that are kept, the others' elsewhere."""
         fills_s = np.where(kept, self.fills_s, others.fills_s)
-        return Waits(fills_s, np.where(kept, self.received_s, others.received_s))
+        return StallBounds(fills_s, np.where(kept, self.received_s, others.received_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +75,18 @@ class Walls:
     free: Array  # share of the walls that are as far to the left as they may be
 
 
-class WalledChain:
+class SendersBetweenWalls:
     """The senders of a chain, all ranks but the last, between walls."""
 
-    def __init__(self, chain: Chain) -> None:
+    def __init__(self, chain: ChainWork) -> None:
         self.chain, self.senders = chain, range(chain.num_ranks - 1)
         self.holds = not chain.scenario.sends_overlap
         self.first_start = float(chain.scenario.request.cached_prefix)
         self.total = float(chain.scenario.request.context_len)
         self.floors = self.first_start + np.arange(1.0, chain.num_ranks)[:, None]  # a token for every rank
 
-    def built(
-        self, last_end: Array, limit: Array, chunks: Array, waits: Waits | None, within: tuple[float, int]
+    def walls_for(
+        self, last_end: Array, limit: Array, chunks: Array, waits: StallBounds | None, within: tuple[float, int]
     ) -> Walls:
         """Walls from chunks of all senders but the first that take these just beyond the limit; what they need."""
 
@@ -103,7 +103,7 @@ class WalledChain:
             return np.asarray(ends_of(chunks)[1:] - self.floors[:-1])
 
         if len(self.senders) > 1:
-            chunks = settled(needed_s, limit, chunks, room, PRECISION, *within)[1]
+            chunks = longest_chunks_within(needed_s, limit, chunks, room, PRECISION, *within)[1]
         ends = ends_of(chunks)
         starts = np.concatenate([np.full_like(ends[:1], self.first_start), ends[:-1]])
         each_s = self._needed_s(0, starts[:, None], ends, waits)[:, 0]
@@ -115,9 +115,9 @@ class WalledChain:
         none = (ends[:-1] <= self.floors[:-1]).mean(axis=0) if len(free) else np.zeros(1)
         return Walls(chunks, ends, first_s, others_s, none)
 
-    def waits(self, ends: Array) -> Waits:
+    def waits(self, ends: Array) -> StallBounds:
         """What is proven of the waits, if ends are no earlier than these."""
-        return Waits(self._fills(ends), self._received_s(ends))
+        return StallBounds(self._fills(ends), self._received_s(ends))
 
     def bus_s(self, ends: Array) -> Array:
         """All messages over the one bus, each at its least."""
@@ -137,7 +137,7 @@ class WalledChain:
         fills = reached_s if self.holds else reached_s + message_s
         return np.concatenate([np.zeros_like(fills[:1]), fills])
 
-    def _needed_s(self, first: int, starts: Array, walls: Array, waits: Waits | None) -> Array:
+    def _needed_s(self, first: int, starts: Array, walls: Array, waits: StallBounds | None) -> Array:
         """Conditions 1 and 2 of the senders from `first` on, up to the last rank's append.
 
         starts: shape (senders, K, columns); the others: (senders, columns), of all senders.
@@ -165,20 +165,24 @@ _CLOSE = 2.5e-3  # of the TTFT that is reached, within which a bound is not made
 _HOST_BOUND = 0.95  # of what the host issues: a bound below that is not made better, either
 
 
-def lower_bound_s(scenario: Scenario, strategy: Strategy, ttft_s: float, near: Array | None = None) -> float:
+def lower_bound_s(scenario: Scenario, strategy: Strategy, ttft_s: float, warm_start: Array | None = None) -> float:
     """A TTFT that no partition beats; `ttft_s` is one that some partition reaches.
 
-    near: chunks from which the walls are sought, shape (num_ranks,), tokens; None: the balanced ones.
+    warm_start: chunks from which the walls are sought, shape (num_ranks,), tokens; None: the balanced ones.
     """
-    return bounded(scenario, strategy, ttft_s, balanced_chunks(scenario, strategy) if near is None else near)[0]
+    return lower_bound_and_plans(
+        scenario, strategy, ttft_s, balanced_chunks(scenario, strategy) if near is None else near
+    )[0]
 
 
-def bounded(scenario: Scenario, strategy: Strategy, ttft_s: float, near: Array) -> tuple[float, Array]:
+def lower_bound_and_plans(
+    scenario: Scenario, strategy: Strategy, ttft_s: float, warm_start: Array
+) -> tuple[float, Array]:
     """The same, and the chunks between the walls that come nearest to refuting it, shape (few, num_ranks), tokens.
 
     With them all ranks need about as long, their waits for each other included.
     """
-    bound = _Bound(scenario, strategy, ttft_s, near)
+    bound = _Bound(scenario, strategy, ttft_s, warm_start)
     return bound.value_s(), bound.plans
 
 
@@ -203,7 +207,7 @@ class _Intervals:
         self.low = self.below = np.zeros_like(least)
         self.below_by = self.above_by = np.full_like(least, np.nan)
         after_s = self.tails.after_append_s
-        walls = bound.chain.built(self.last_wall, self.goal - after_s, chunks, None, within)
+        walls = bound.chain.walls_for(self.last_wall, self.goal - after_s, chunks, None, within)
         self.chunks, self.waits = walls.chunks, bound.chain.waits(walls.ends)
         self.holds = np.minimum(self.holds, after_s + walls.others_s)  # of a TTFT below it, the waits are proven
 
@@ -214,7 +218,7 @@ class _Intervals:
         for a target holds for all below it.
         """
         chain, goal, after_s = self.bound.chain, self.goal, self.tails.after_append_s
-        walls = chain.built(self.last_wall, goal - after_s, self.chunks, self.waits, AGAIN)
+        walls = chain.walls_for(self.last_wall, goal - after_s, self.chunks, self.waits, AGAIN)
         first_s, ends_s = after_s + walls.first_s, self._last_s()
         if chain.chain.scenario.cluster.shares_bandwidth:
             ends_s = np.maximum(ends_s, after_s + chain.bus_s(walls.ends))
@@ -265,11 +269,11 @@ class _Intervals:
 
 
 class _Bound:
-    def __init__(self, scenario: Scenario, strategy: Strategy, ttft_s: float, near: Array) -> None:
+    def __init__(self, scenario: Scenario, strategy: Strategy, ttft_s: float, warm_start: Array) -> None:
         self.scenario, self.strategy, self.ttft_s = scenario, strategy, ttft_s
-        self.chain = WalledChain(Chain(scenario, strategy, least=True))
+        self.chain = SendersBetweenWalls(ChainWork(scenario, strategy, least=True))
         self.num_ranks = self.chain.chain.num_ranks
-        self.near = np.asarray(near, dtype=float)[:-1, None]
+        self.warm_start = np.asarray(warm_start, dtype=float)[:-1, None]
         self.plans = np.empty((0, self.num_ranks))
 
     def value_s(self) -> float:
@@ -282,7 +286,7 @@ class _Bound:
         least, most = self._possible(tokens - self.num_ranks + 1.0, number)
         if not len(least):
             return self.ttft_s
-        chunks = self.near[1:] * ((self.chain.total - most - self.chain.first_start) / self.near.sum())
+        chunks = self.warm_start[1:] * ((self.chain.total - most - self.chain.first_start) / self.warm_start.sum())
         intervals, proven_s = _Intervals(self, least, most, chunks, FIRST), self.ttft_s
         for cuts in range(_CUTS + 1):
             for step in range(_STEPS):

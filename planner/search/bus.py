@@ -11,15 +11,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from planner.search.balance import balanced_chunks
-from planner.search.minimise import Boundaries, Evaluate, apart, chunks_between, groups, rounded, unique_rows, valid
-
-Row = npt.NDArray[np.int64]
+from planner.search.minimise import (
+    Boundaries,
+    Evaluate,
+    Row,
+    apart,
+    chunks_between,
+    first_step,
+    groups,
+    rounded,
+    unique_rows,
+    valid,
+)
 
 _WORK, _LEAST = 8_000_000, 400  # messages of all partitions that a search simulates; partitions at least
 _DESCENTS = 3
@@ -78,6 +86,7 @@ class BusSearch:
         self.left, self.plans, self.wide = most, plans, wide
         self.was_limited = False  # fewer partitions were tried than there were
         self.rng = np.random.default_rng(0)
+        self.first_step = first_step(self.tokens, 8, stride)
 
     def run(self) -> tuple[Row, float]:
         """The best boundaries and their TTFT."""
@@ -86,7 +95,7 @@ class BusSearch:
         seeds = np.concatenate([even[None], self._within(seeds, self.left // 2 - 1)])
         seeds_s = self._evaluated(seeds)
         descents = [
-            _Descent(seeds[index], float(seeds_s[index]), self._first_step(), seeds[:0])
+            _Descent(seeds[index], float(seeds_s[index]), self.first_step, seeds[:0])
             for index in apart(seeds, seeds_s, self.tokens, _DESCENTS if self.wide else 1)
         ]
         best = self._descended(descents)
@@ -135,7 +144,7 @@ class BusSearch:
         moves = rows[order] - one.best
         one.also = one.best + np.concatenate([np.cumsum(moves, axis=0)[1:], moves[:1] * np.array([[2], [3], [5]])])
         moved = int(np.abs(moves[0]).max()) // self.stride * self.stride
-        one.step = min(self._first_step(), max(steps[0], self.stride << max(1, moved // self.stride).bit_length()))
+        one.step = min(self.first_step, max(steps[0], self.stride << max(1, moved // self.stride).bit_length()))
         one.best, one.best_s, one.idle = rows[order[0]], float(found_s[order[0]]), 0
 
     def _around(self, one: _Descent, steps: list[int]) -> Boundaries:
@@ -192,13 +201,6 @@ class BusSearch:
 
     def _scaled(self, shares: Array) -> Array:
         return np.asarray(shares * (self.tokens / shares.sum()))
-
-    def _first_step(self) -> int:
-        """At most an eighth of the context, as the stride times a power of 2."""
-        step = self.stride
-        while 2 * step <= self.tokens // 8:
-            step *= 2
-        return step
 
     def _within(self, rows: Boundaries, room: int) -> Boundaries:
         """At most so many of the rows, spread over them."""

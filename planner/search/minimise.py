@@ -1,4 +1,4 @@
-"""TTFT of many partitions of one scenario, with their count and progress, for the searches."""
+"""The pattern search over chunk boundaries, their evaluation, and boundaries on a grid of multiples."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -57,10 +56,17 @@ class Evaluator:
         return float(self.ttft_s(np.array([chunks], dtype=float))[0])
 
 
-# -- Chunk boundaries: as chunks, on a grid of multiples, and candidates around a centre.
+# -- chunk boundaries
 
 Boundaries = npt.NDArray[np.int64]  # shape (B, num_ranks - 1): where chunks 1, 2, ... start
-Evaluate = Callable[[Boundaries], Array]  # TTFT of each row
+Row = npt.NDArray[np.int64]  # shape (num_ranks - 1,): the boundaries of one partition
+
+
+class Evaluate(Protocol):
+    """TTFT of each row of boundaries; rows above `enough_s` may get a lower bound that is above it, too."""
+
+    def __call__(self, boundaries: Boundaries, enough_s: float = ..., /) -> Array: ...
+
 
 _SHIFTS = np.array([-2, -1, 0, 1, 2])  # in strides, as in the paper
 _MOST_AT_ONCE = 4  # boundaries whose shifts are all combined; with more, one at a time and all together
@@ -172,103 +178,81 @@ def groups(count: int) -> npt.NDArray[np.int64]:
     return rows
 
 
-# -- Pattern search from a seed: move groups of neighbouring boundaries together, in ever smaller steps.
+# -- the pattern search
 
 _MOVES_TOGETHER, _IDLE_ROUNDS = 120, 2
 _BETTER = 1e-7  # a move must gain this share of TTFT
 
 
-class EvaluateUpTo(Protocol):
-    """TTFT of each row; of rows above `enough_s` a lower bound that is above it, too."""
-
-    def __call__(self, boundaries: Boundaries, enough_s: float = ...) -> Array: ...
-
-
-def refine(
-    seed: npt.NDArray[np.int64], num_tokens: int, stride: int, evaluate: EvaluateUpTo, *, rounds: int
-) -> tuple[npt.NDArray[np.int64], float]:
-    """Improve boundaries of shape (num_ranks - 1,) by steps that are multiples of the stride.
-
-    Each round tries every group both ways by every step, the stride times 1, 2, 4, ... up to half the even
-    share, and the sum of the moves that helped; and moves of all boundaries together, since TTFT is a maximum
-    and has edges that no group follows. Ends where nothing has helped for a few rounds.
-    """
-    best, best_s = seed, float(evaluate(seed[None])[0])
-    directions = np.concatenate([groups(len(seed)), -groups(len(seed))])
-    most = max(stride, num_tokens // (len(seed) + 1) // 2)
-    steps = [stride << power for power in range(64) if stride << power <= most]
-    moves = np.concatenate([step * directions for step in steps])
-    idle = 0
-    for round_ in range(rounds):
-        spread = _spread(_MOVES_TOGETHER, len(seed) + 1, round_ * _MOVES_TOGETHER)
-        lengths = stride * 2.0 ** (len(steps) * spread[:, :1])
-        together = np.round(2.0 * lengths * (2.0 * spread[:, 1:] - 1.0) / stride).astype(np.int64) * stride
-        candidates = distinct(best + together, stride, num_tokens)
-        if idle == 0:
-            grouped = best + moves
-            candidates = np.concatenate([grouped[valid(grouped, num_tokens)], candidates])
-        moved, moved_s = _best_of(candidates, best, best_s, num_tokens, partial(evaluate, enough_s=best_s))
-        idle = 0 if moved_s < best_s * (1.0 - _BETTER) else idle + 1
-        best, best_s = (moved, moved_s) if idle == 0 else (best, best_s)
-        if idle > _IDLE_ROUNDS:
-            break
-    return best, best_s
-
-
-def refine_frugally(
-    seed: npt.NDArray[np.int64],
+def minimise(
+    start: Row,
     num_tokens: int,
     stride: int,
     evaluate: Evaluate,
     *,
     rounds: int,
-    first_step: int | None = None,
+    halve_from: int | None = None,
     thin: Callable[[Boundaries], Boundaries] = lambda rows: rows,
-) -> tuple[npt.NDArray[np.int64], float]:
-    """The same where an evaluation takes long: one step a round, which halves when it no longer helps.
+) -> tuple[Row, float]:
+    """Improve boundaries of shape (num_ranks - 1,) by moves that are multiples of the stride; also returns their TTFT.
 
-    thin: which of a round's candidates are tried.
+    Each round tries every group of neighbouring boundaries both ways by every step, the stride times 1, 2, 4, ... up to
+    half the even share, and the sum of the moves that helped; and moves of all boundaries together, since TTFT is a
+    maximum and has edges that no group follows. It ends where nothing has helped for a few rounds.
+
+    halve_from: for evaluations that take long: the first step, of which a round tries only one; it is halved when it no
+    longer helps, down to the stride. thin: selects those of a round's candidates that are tried.
     """
-    best, best_s = seed, float(evaluate(seed[None])[0])
-    directions = np.concatenate([groups(len(seed)), -groups(len(seed))])
-    step = first_step or _first_step(num_tokens, len(seed) + 1, stride)
-    for _ in range(rounds):
-        candidates = best + step * directions
+    best, best_s = start, float(evaluate(start[None])[0])
+    directions = np.concatenate([groups(len(start)), -groups(len(start))])
+    most = max(stride, num_tokens // (len(start) + 1) // 2)
+    steps = [stride << power for power in range(64) if stride << power <= most]
+    step, idle = halve_from, 0
+    for round_ in range(rounds):
+        moves = [] if idle and step is None else [length * directions for length in ([step] if step else steps)]
+        candidates = best + np.concatenate([np.zeros((0, len(start)), dtype=np.int64), *moves])
         candidates = thin(candidates[valid(candidates, num_tokens)])
+        if step is None:
+            together = best + _moves_together(len(start), len(steps), stride, round_)
+            candidates = np.concatenate([candidates, distinct(together, stride, num_tokens)])
         moved, moved_s = _best_of(candidates, best, best_s, num_tokens, evaluate)
         if moved_s < best_s * (1.0 - _BETTER):
-            best, best_s = moved, moved_s
-        elif step <= stride:
-            break
-        else:
+            best, best_s, idle = moved, moved_s, 0
+        elif step is not None and step > stride:
             step = max(stride, step // 2)
+        else:
+            idle += 1
+            if step is not None or idle > _IDLE_ROUNDS:
+                break
     return best, best_s
 
 
-def _spread(count: int, dimensions: int, first: int) -> Array:
-    """Points that fill the unit cube evenly: the R sequence (Roberts, 2018), from its `first` element on."""
+def _moves_together(count: int, num_steps: int, stride: int, round_: int) -> Boundaries:
+    """Moves of all boundaries, of all lengths up to the largest step: points of the R sequence (Roberts, 2018)."""
     root = 2.0
     for _ in range(32):
-        root = (1.0 + root) ** (1.0 / (dimensions + 1))
-    steps = root ** -np.arange(1.0, dimensions + 1)
-    return np.asarray((0.5 + np.arange(first + 1, first + count + 1)[:, None] * steps) % 1.0)
+        root = (1.0 + root) ** (1.0 / (count + 2))
+    numbers = np.arange(round_ * _MOVES_TOGETHER + 1, (round_ + 1) * _MOVES_TOGETHER + 1)[:, None]
+    spread = (0.5 + numbers * root ** -np.arange(1.0, count + 2)) % 1.0  # fills the unit cube evenly
+    lengths = stride * 2.0 ** (num_steps * spread[:, :1])
+    return np.round(2.0 * lengths * (2.0 * spread[:, 1:] - 1.0) / stride).astype(np.int64) * stride
 
 
-def _first_step(num_tokens: int, num_ranks: int, stride: int) -> int:
-    """An eighth of the even share, as stride times a power of two."""
+def first_step(num_tokens: int, share: int, stride: int) -> int:
+    """The stride times a power of two, at most the tokens over `share`."""
     step = stride
-    while 2 * step <= num_tokens // num_ranks // 8:
+    while 2 * step <= num_tokens // share:
         step *= 2
     return step
 
 
 def _best_of(
-    candidates: Boundaries, center: npt.NDArray[np.int64], center_s: float, num_tokens: int, evaluate: Evaluate
-) -> tuple[npt.NDArray[np.int64], float]:
+    candidates: Boundaries, center: Row, center_s: float, num_tokens: int, evaluate: Evaluate
+) -> tuple[Row, float]:
     """The best candidate, or the best sum of the moves that gained on their own."""
     if not len(candidates):
         return center, center_s
-    ttft_s = evaluate(candidates)
+    ttft_s = evaluate(candidates, center_s)
     order = np.argsort(ttft_s, kind="stable")
     helped = order[ttft_s[order] < center_s][:8]
     best, best_s = candidates[order[0]], float(ttft_s[order[0]])
@@ -276,7 +260,7 @@ def _best_of(
         sums = center + np.cumsum(candidates[helped] - center, axis=0)[1:]
         sums = sums[valid(sums, num_tokens)]
         if len(sums):
-            sums_s = evaluate(sums)
+            sums_s = evaluate(sums, center_s)
             if sums_s.min() < best_s:
                 best, best_s = sums[sums_s.argmin()], float(sums_s.min())
     return best, best_s

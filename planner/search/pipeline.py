@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from kvrsim.ends import embedding, step
 from kvrsim.errors import InputError
@@ -32,10 +31,12 @@ from planner.search.minimise import (
     Boundaries,
     Evaluator,
     Progress,
+    Row,
     chunk_lens,
     chunks_between,
+    first_step,
     groups,
-    refine_frugally,
+    minimise,
     rounded,
     valid,
 )
@@ -94,7 +95,7 @@ class Flow:
         """Seconds of all pieces in the layers before each layer, and in all; shape (layers + 1,)."""
         return np.asarray(self._before_s.sum(axis=1))
 
-    def seconds(self, boundaries: npt.NDArray[np.int64]) -> Array:
+    def seconds(self, boundaries: Row) -> Array:
         """When the last stage has finished the last piece; boundaries: first layers of stages 1, 2, ..., (B, S - 1)."""
         rows, last = len(boundaries), len(self._before_s) - 1
         edges = np.concatenate([np.zeros((rows, 1), dtype=np.int64), boundaries, np.full((rows, 1), last)], axis=1)
@@ -212,7 +213,7 @@ class _Search:
         self.strategy = replace(strategy, stage_layers=even_layers(len(self.work.kinds), self.num_stages))
         self.evaluations = 0
 
-    def run(self, given: npt.NDArray[np.int64] | None) -> tuple[npt.NDArray[np.int64], float]:
+    def run(self, given: Row | None) -> tuple[Row, float]:
         """Ends of all pieces but the last, and TTFT."""
         if given is not None:
             return given, self._with_layers(given, float(self._evaluate(given[None])[0]))
@@ -234,10 +235,10 @@ class _Search:
         self.strategy = best_strategy
         return best, best_s
 
-    def _on_a_bus(self) -> tuple[npt.NDArray[np.int64], float]:
+    def _on_a_bus(self) -> tuple[Row, float]:
         """The best for links of all of the bus and of a flow's least share, which takes little time; then refined."""
         bandwidth_bytes_per_s = self.scenario.cluster.link.bandwidth_bytes_per_s
-        runs: list[tuple[float, int, npt.NDArray[np.int64], Strategy]] = []
+        runs: list[tuple[float, int, Row, Strategy]] = []
         for flows in sorted({1, self.num_stages - 1}):
             own = self.scenario.with_own_links(bandwidth_bytes_per_s / flows)
             run = _Search(own, self.strategy, self.stride, self.least, None)
@@ -253,9 +254,9 @@ class _Search:
         return best, ttft_s
 
     # -- pieces
-    def _seeds(self) -> list[tuple[float, npt.NDArray[np.int64], Strategy]]:
+    def _seeds(self) -> list[tuple[float, Row, Strategy]]:
         """Pieces of equal time, and even ones, of the numbers that their flow finds best; each on its best stages."""
-        scored: list[tuple[float, int, npt.NDArray[np.int64]]] = []
+        scored: list[tuple[float, int, Row]] = []
         numbers = self._numbers()
         rows = [row for equal in self._equal_times(numbers) for row in (equal, self._even(len(equal)))]
         for row in rows:
@@ -305,13 +306,14 @@ class _Search:
             lengths = floor + above * ((self.tokens - number * floor) / np.maximum(of_all(above), 1e-9))
         return np.split(lengths, firsts[1:])
 
-    def _refined(self, seed: npt.NDArray[np.int64], ttft_s: float) -> tuple[npt.NDArray[np.int64], float]:
+    def _refined(self, seed: Row, ttft_s: float) -> tuple[Row, float]:
         """Ends of pieces moved, alone and in groups, as long as TTFT falls."""
         if not len(seed):
             return seed, ttft_s
-        return refine_frugally(seed, self.tokens, self.stride, self._evaluate, rounds=_ROUNDS, thin=_thinned)
+        step = first_step(self.tokens, 8 * (len(seed) + 1), self.stride)
+        return minimise(seed, self.tokens, self.stride, self._evaluate, rounds=_ROUNDS, halve_from=step, thin=_thinned)
 
-    def _one_more_or_less(self, ends: npt.NDArray[np.int64], ttft_s: float) -> tuple[npt.NDArray[np.int64], float]:
+    def _one_more_or_less(self, ends: Row, ttft_s: float) -> tuple[Row, float]:
         """Two neighbours as one piece, or a piece as two, where that is faster."""
         edges = np.concatenate([[0], ends, [self.tokens]])
         middles = (edges[:-1] + edges[1:]) // 2 // self.stride * self.stride
@@ -324,19 +326,19 @@ class _Search:
                     ends, ttft_s = rows[int(seconds.argmin())], float(seconds.min())
         return ends, ttft_s
 
-    def _evaluate(self, boundaries: Boundaries) -> Array:
+    def _evaluate(self, boundaries: Boundaries, enough_s: float = math.inf) -> Array:
         """TTFT of each row; infinite where a piece is shorter than the least."""
         chunks = chunks_between(boundaries, self.tokens)
         allowed = (chunks >= min(self.least, self.tokens // chunks.shape[1])).all(axis=1)
         ttft_s = np.full(len(chunks), np.inf)
         if allowed.any():
             evaluator = Evaluator(self.scenario, self.strategy, self.on_progress, evaluations=self.evaluations)
-            ttft_s[allowed] = evaluator.ttft_s(chunks[allowed].astype(float))
+            ttft_s[allowed] = evaluator.ttft_s(chunks[allowed].astype(float), enough_s)
             self.evaluations = evaluator.evaluations
         return ttft_s
 
     # -- layers
-    def _with_layers(self, pieces: npt.NDArray[np.int64], ttft_s: float) -> float:
+    def _with_layers(self, pieces: Row, ttft_s: float) -> float:
         """The layers that suit these pieces best, if they gain enough; TTFT with them."""
         if self.num_stages == 1:
             return ttft_s
@@ -355,7 +357,7 @@ class _Search:
         rows = np.array([np.cumsum(self.strategy.stage_layers)[:-1], equal], dtype=np.int64)
         return np.asarray(rows[valid(rows, len(self.work.kinds))])
 
-    def _layout(self, pieces: npt.NDArray[np.int64]) -> tuple[int, ...]:
+    def _layout(self, pieces: Row) -> tuple[int, ...]:
         """Layers of each stage: those now or those of equal time, then ends of stages moved alone and in groups."""
         num_layers = len(self.work.kinds)
         flow = Flow(self.work, chunks_between(pieces, self.tokens).astype(float))

@@ -182,7 +182,7 @@ def _kinds(scenario: Scenario, least_piece: int) -> list[_Kind]:
     tokens = scenario.request.new_tokens
     grid = np.unique(np.round([0, *np.geomspace(1.0, tokens, _GRID), least_piece, tokens - least_piece]))
     counts = np.bincount(scenario.share.layer_kind_index)
-    least = scenario.layer_costs(scenario.least_cost)
+    least = scenario.layer_costs(scenario.optimistic_cost)
     lengths = np.arange(1.0, tokens + 1)
     return [
         _Kind(int(count), _layer_rows_s(costs, lengths), grid, _mixed_s(costs, scenario.request.cached_prefix + grid))

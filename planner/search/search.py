@@ -7,7 +7,6 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from kvrsim.choices import METHODS
 from kvrsim.errors import InputError
@@ -15,18 +14,18 @@ from kvrsim.program import Array
 from kvrsim.results.results import SearchReport
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy, chain_like
-from planner.search.balance import Chain, balanced_chunks
-from planner.search.bound import bounded
+from planner.search.balance import ChainWork, balanced_chunks
+from planner.search.bound import lower_bound_and_plans
 from planner.search.grid import Floor, Grid
 from planner.search.minimise import (
     Boundaries,
     Evaluator,
     Progress,
+    Row,
     apart,
     chunk_lens,
     chunks_between,
-    refine,
-    refine_frugally,
+    minimise,
     rounded,
     to_grid,
     unique_rows,
@@ -88,7 +87,7 @@ def search(
     run = _Search(scenario, strategy, evaluator, step)
     if strategy.near_chain and method == "auto" and num_ranks > 1:
         warm_start = warm_start or search(scenario, chain_like(strategy), stride=stride).partition
-        run.near = np.array(warm_start.boundaries[1:-1], dtype=np.int64)
+        run.warm_start = np.array(warm_start.boundaries[1:-1], dtype=np.int64)
     boundaries, ttft_s, name = run.run(method)
     if method == "auto" and stride is None and run.is_worth_polishing(boundaries, ttft_s):
         run.stride = 1
@@ -126,13 +125,13 @@ class _Search:
         self.scenario, self.strategy, self.evaluator, self.stride = scenario, strategy, evaluator, stride
         self.lower_bound_s: float | None = None
         self.balanced: Array | None = None
-        self.near: npt.NDArray[np.int64] | None = None  # boundaries that the best ones are near to
+        self.warm_start: Row | None = None  # boundaries; the best ones are near them
         self.was_limited = False  # on a bus: fewer partitions were tried than there were
         # Balanced chunks and bounds are those of KVR's chain; others begin from its chunks, and have no bound.
         self.chain = strategy if strategy.chains else chain_like(strategy)
         self.tokens, self.num_ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
 
-    def run(self, method: str) -> tuple[npt.NDArray[np.int64], float, str]:
+    def run(self, method: str) -> tuple[Row, float, str]:
         """Boundaries, TTFT and the name of what found them."""
         if self.num_ranks == 1:
             none = np.zeros(0, dtype=np.int64)
@@ -147,7 +146,7 @@ class _Search:
             return (*self._on_a_bus(), "auto")
         return (*self._refined_from(self._seeds()), "auto")
 
-    def _on_a_bus(self) -> tuple[npt.NDArray[np.int64], float]:
+    def _on_a_bus(self) -> tuple[Row, float]:
         from planner.search.bus import BusSearch
 
         assert self.evaluator.most is not None
@@ -159,26 +158,26 @@ class _Search:
             run = _Search(own, self.chain, Evaluator(own, self.chain), step)
             boundaries, _ = run._refined(run._seeds(), _ROUNDS_ON_OWN_LINKS)
             plans.append(chunks_between(boundaries, self.tokens).astype(float))
-        if self.near is not None:
-            plans.append(chunks_between(self.near, self.tokens).astype(float))
-        wide = self.near is None
+        if self.warm_start is not None:
+            plans.append(chunks_between(self.warm_start, self.tokens).astype(float))
+        wide = self.warm_start is None
         bus = BusSearch(self.scenario, self.chain, self.stride, self._evaluate, self.evaluator.most, plans, wide=wide)
         found = bus.run()
         self.was_limited = bus.was_limited
         return found
 
-    def _refined_from(self, seeds: Boundaries) -> tuple[npt.NDArray[np.int64], float]:
+    def _refined_from(self, seeds: Boundaries) -> tuple[Row, float]:
         """Refine the best seed, then walls that nearly prove a bound and scattered ones, where they come near it.
 
         With few layers, the best partition may lie far from the balanced one.
         """
         rounds = max(4, 600 // self.num_ranks)
         is_proven = self.strategy.chains and self.scenario.chain_is_proven
-        if self.num_ranks > _MOST_SCATTERED_RANKS and self.near is None and is_proven:
+        if self.num_ranks > _MOST_SCATTERED_RANKS and self.warm_start is None and is_proven:
             return self._refined_with_walls(seeds)
         best, best_s = self._refined(seeds, rounds)
-        walls: list[npt.NDArray[np.int64]] = []
-        if self.num_ranks > _MOST_SCATTERED_RANKS or self.near is not None:
+        walls: list[Row] = []
+        if self.num_ranks > _MOST_SCATTERED_RANKS or self.warm_start is not None:
             return best, best_s
         if is_proven:
             walls = self._walls(best, best_s)
@@ -189,25 +188,25 @@ class _Search:
         scattered_s = self._evaluate(scattered, _NEAR * best_s)
         for index in apart(scattered, scattered_s, self.tokens, _SCATTERED_TRIED):
             if scattered_s[index] < _NEAR * best_s:
-                other, other_s = refine(scattered[index], self.tokens, self.stride, self._evaluate, rounds=rounds)
+                other, other_s = minimise(scattered[index], self.tokens, self.stride, self._evaluate, rounds=rounds)
                 best, best_s = (other, other_s) if other_s < best_s else (best, best_s)
         return best, best_s
 
-    def _refined(self, seeds: Boundaries, rounds: int) -> tuple[npt.NDArray[np.int64], float]:
+    def _refined(self, seeds: Boundaries, rounds: int) -> tuple[Row, float]:
         """The best seed, improved."""
         seed = seeds[int(self._evaluate(seeds).argmin())]
-        return refine(seed, self.tokens, self.stride, self._evaluate, rounds=rounds)
+        return minimise(seed, self.tokens, self.stride, self._evaluate, rounds=rounds)
 
-    def _refined_with_walls(self, seeds: Boundaries) -> tuple[npt.NDArray[np.int64], float]:
+    def _refined_with_walls(self, seeds: Boundaries) -> tuple[Row, float]:
         """Of many ranks: from the best seed, or from the walls that prove the bound, where they are faster."""
         seeds_s = self._evaluate(seeds)
         best, best_s = seeds[int(seeds_s.argmin())], float(seeds_s.min())
         return self._refined(np.array([best, *self._walls(best, best_s)]), _MANY_ROUNDS)
 
-    def _walls(self, best: npt.NDArray[np.int64], best_s: float) -> list[npt.NDArray[np.int64]]:
+    def _walls(self, best: Row, best_s: float) -> list[Row]:
         """Find the bound, and the boundaries at the walls that come nearest to refuting it."""
         near = np.array(chunk_lens(tuple(best), self.tokens), dtype=float)
-        self.lower_bound_s, plans = bounded(self.scenario, self.strategy, best_s, near)
+        self.lower_bound_s, plans = lower_bound_and_plans(self.scenario, self.strategy, best_s, near)
         scaled = plans * (self.tokens / plans.sum(axis=1, keepdims=True))
         return [rounded(plan, self.stride, self.tokens) for plan in scaled]
 
@@ -222,7 +221,7 @@ class _Search:
         shares *= self.tokens / shares.sum(axis=1, keepdims=True)
         return unique_rows([rounded(chunks, self.stride, self.tokens) for chunks in shares])
 
-    def is_worth_polishing(self, boundaries: npt.NDArray[np.int64], ttft_s: float) -> bool:
+    def is_worth_polishing(self, boundaries: Row, ttft_s: float) -> bool:
         """Whether steps of single tokens may matter: on slow links a rank does best to take just one."""
         if self.stride == 1 or not 2 <= self.num_ranks <= _MOST_SCATTERED_RANKS:
             return False
@@ -230,19 +229,17 @@ class _Search:
         proven = self.lower_bound_s is not None and ttft_s <= _PROVEN * self.lower_bound_s
         return coarse or not proven
 
-    def polished(self, boundaries: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], float]:
+    def polished(self, boundaries: Row) -> tuple[Row, float]:
         """Refine by single tokens, from these boundaries or with some ranks' chunks left to a neighbour."""
         seeds = self._with_idle_ranks(boundaries)
         seed = seeds[int(self._evaluate(seeds).argmin())]
-        return refine(seed, self.tokens, 1, self._evaluate, rounds=_POLISHING_ROUNDS)
+        return minimise(seed, self.tokens, 1, self._evaluate, rounds=_POLISHING_ROUNDS)
 
-    def fine(self, boundaries: npt.NDArray[np.int64], ttft_s: float) -> tuple[npt.NDArray[np.int64], float]:
+    def fine(self, boundaries: Row, ttft_s: float) -> tuple[Row, float]:
         """Refine by steps below the stride, if that gains enough: a token more may be a further row of tiles."""
         told, self.evaluator = self.evaluator, Evaluator(self.scenario, self.strategy)  # what is not taken is not told
-        first_step = max(1, self.stride // 2)
-        fine, fine_s = refine_frugally(
-            boundaries, self.tokens, 1, self._evaluate, rounds=_FINE_ROUNDS, first_step=first_step
-        )
+        halve_from = max(1, self.stride // 2)
+        fine, fine_s = minimise(boundaries, self.tokens, 1, self._evaluate, rounds=_FINE_ROUNDS, halve_from=halve_from)
         told.evaluations += self.evaluator.evaluations
         self.evaluator = told
         if fine_s >= ttft_s * (1 - _FINE_GAIN):
@@ -251,7 +248,7 @@ class _Search:
         told.report()
         return fine, fine_s
 
-    def _with_idle_ranks(self, boundaries: npt.NDArray[np.int64]) -> Boundaries:
+    def _with_idle_ranks(self, boundaries: Row) -> Boundaries:
         """These boundaries; with one rank at a single token; with the first few ranks at single tokens."""
         chunks = np.array(chunk_lens(tuple(boundaries), self.tokens))
         rows = [chunks]
@@ -270,7 +267,7 @@ class _Search:
         even = np.full(self.num_ranks, self.tokens / self.num_ranks)
         plan = self.balanced = balanced_chunks(self.scenario, self.chain)
         blends = [plan + share * (even - plan) for share in (0.0, 0.25, 0.5, 0.75)] + [even]
-        nearest = [] if self.near is None else [to_grid(self.near.astype(float), self.stride, self.tokens)]
+        nearest = [] if self.warm_start is None else [to_grid(self.warm_start.astype(float), self.stride, self.tokens)]
         return unique_rows([*nearest, *(rounded(blend, self.stride, self.tokens) for blend in blends)])
 
     def _evaluate(self, boundaries: Boundaries, enough_s: float = math.inf) -> Array:
@@ -280,7 +277,7 @@ class _Search:
         """What one rank alone needs: its work but the last layer after the append and its last message."""
         if not self.strategy.chains:
             return lambda _rank, _start, end: np.zeros_like(end)
-        chain = Chain(self.scenario, self.strategy)
+        chain = ChainWork(self.scenario, self.strategy)
         cached = self.scenario.request.cached_prefix
 
         def floor(rank: int, start: Array, end: Array) -> Array:

@@ -28,7 +28,7 @@ from kvrsim.units import check_places
 from kvrsim.version import __version__
 from planner.candidates import per_rank_scenario
 from planner.processes import Pool
-from planner.search.balance import Chain, balanced_chunks
+from planner.search.balance import ChainWork, balanced_chunks
 from planner.search.bound import lower_bound_s
 from planner.search.minimise import Evaluator, chunk_lens, rounded
 from planner.search.search import search
@@ -173,7 +173,7 @@ def levels_of(
     what the next token would have taken. Other strategies take the costs of KVR's chain; who waits for whom there is
     not known, so no rank has time to spare.
     """
-    chain = Chain(scenario, chain_like(strategy))
+    chain = ChainWork(scenario, chain_like(strategy))
     chunks = np.array(partition, dtype=float)
     prefixes = scenario.request.cached_prefix + np.cumsum(chunks) - chunks
     low, high = np.maximum(1.0, np.floor((1 - _NEAR) * chunks)), np.floor((1 + _NEAR) * chunks) + 1.0
