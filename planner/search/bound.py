@@ -170,9 +170,8 @@ def lower_bound_s(scenario: Scenario, strategy: Strategy, ttft_s: float, warm_st
 
     warm_start: chunks from which the walls are sought, shape (num_ranks,), tokens; None: the balanced ones.
     """
-    return lower_bound_and_plans(
-        scenario, strategy, ttft_s, balanced_chunks(scenario, strategy) if near is None else near
-    )[0]
+    start = balanced_chunks(scenario, strategy) if warm_start is None else warm_start
+    return lower_bound_and_plans(scenario, strategy, ttft_s, start)[0]
 
 
 def lower_bound_and_plans(

@@ -166,6 +166,7 @@ def test_rows_that_the_recurrence_does_not_know_keep_their_weights() -> None:
 sides = st.tuples(st.floats(-0.5, 0.0), st.floats(0.0, 0.5)).map(lambda pair: Sensitivity(*pair))
 apart = st.floats(0.0, 0.3)
 factors = st.floats(1.0, 2.0)
+factors = st.floats(1.0, 2.0)
 any_sensitivities = st.builds(
     lambda of, ratio_log_sd: Sensitivities(by_source=of, ratio_log_sd=ratio_log_sd),
     st.dictionaries(st.sampled_from(["host", "links", "table and clock", ATTENTION]), sides),
@@ -216,7 +217,7 @@ def test_what_is_slower_by_a_third_is_no_tie_where_all_errors_are_shared(found: 
 
 
 @given(
-    one=any_sensitivities, other=any_sensitivities, seconds=ttft_s, near=st.floats(1.0, 2.0), far=st.floats(1.0, 2.0)
+    one=any_sensitivities, other=any_sensitivities, seconds=ttft_s, near=factors, far=factors
 )
 def test_what_is_slower_ties_less(
     one: Sensitivities, other: Sensitivities, seconds: float, near: float, far: float
