@@ -216,9 +216,7 @@ def test_what_is_slower_by_a_third_is_no_tie_where_all_errors_are_shared(found: 
     assert not tied(shared, shared, seconds, 1.3 * seconds)
 
 
-@given(
-    one=any_sensitivities, other=any_sensitivities, seconds=ttft_s, near=factors, far=factors
-)
+@given(one=any_sensitivities, other=any_sensitivities, seconds=ttft_s, near=factors, far=factors)
 def test_what_is_slower_ties_less(
     one: Sensitivities, other: Sensitivities, seconds: float, near: float, far: float
 ) -> None:
